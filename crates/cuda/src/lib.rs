@@ -1,0 +1,25 @@
+//! The CUDA device of Brigade.
+//!
+//! The driver is opened at run time, so that one binary serves hosts with and without a GPU: [`devices`] lists the GPUs or
+//! says what is missing and what would help, and [`Probe`] shows that this build's kernels run on one of them.
+//!
+//! ```
+//! match brigade_cuda::devices() {
+//!     Ok(gpus) => assert!(gpus.iter().all(|gpu| gpu.memory_bytes > 0)),
+//!     Err(missing) => assert!(!missing.remedy().is_empty()),
+//! }
+//! ```
+
+mod devices;
+mod driver;
+mod kernel;
+mod missing;
+mod nccl;
+mod probe;
+
+pub use devices::{DeviceInfo, devices};
+pub use driver::{driver_version, needed_driver};
+pub use kernel::{Kernel, KernelSet};
+pub use missing::{Missing, Version};
+pub use nccl::{Nccl, find_nccl};
+pub use probe::{Probe, Sight, WaitCase};

@@ -1,0 +1,103 @@
+//! Finding NCCL. It is loaded at run time, and never a second time: where the process has one already, that one is taken.
+
+use crate::Version;
+use libloading::Library;
+use std::path::{Path, PathBuf};
+
+/// An NCCL that loads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nccl {
+    /// What was loaded: a path, or a name that the loader found.
+    pub path: PathBuf,
+    /// Its version: 2.28.
+    pub version: Version,
+}
+
+const NAMES: &[&str] = &["libnccl.so.2", "libnccl.so"];
+
+/// The NCCL that this process has, or that it can load: from the given folders first, then by the loader's own search.
+pub fn find_nccl(folders: &[PathBuf]) -> Option<Nccl> {
+    let mut candidates: Vec<PathBuf> = folders
+        .iter()
+        .flat_map(|folder| NAMES.iter().map(|name| folder.join(name)))
+        .collect();
+    candidates.extend(NAMES.iter().map(PathBuf::from));
+    NAMES
+        .iter()
+        .find_map(|name| already_loaded(Path::new(name)))
+        .or_else(|| candidates.iter().find_map(|path| load(path)))
+}
+
+#[cfg(unix)]
+fn already_loaded(name: &Path) -> Option<Nccl> {
+    use libloading::os::unix;
+    // RTLD_NOLOAD of Linux: succeeds only for what the process has.
+    const NO_LOAD: std::ffi::c_int = 4;
+    if !cfg!(target_os = "linux") {
+        return None;
+    }
+    // SAFETY: nothing is loaded, so no initializer runs.
+    let library = unsafe { unix::Library::open(Some(name), unix::RTLD_LAZY | NO_LOAD) }.ok()?;
+    ask(name, &library.into())
+}
+
+#[cfg(not(unix))]
+fn already_loaded(_: &Path) -> Option<Nccl> {
+    None
+}
+
+fn load(path: &Path) -> Option<Nccl> {
+    // SAFETY: the initializers of NCCL ask nothing of the caller.
+    let library = unsafe { Library::new(path) }.ok()?;
+    ask(path, &library)
+}
+
+fn ask(path: &Path, library: &Library) -> Option<Nccl> {
+    // SAFETY: ncclGetVersion has this signature in every NCCL 2.
+    // https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html#ncclgetversion
+    let get_version: libloading::Symbol<'_, unsafe extern "C" fn(*mut i32) -> i32> =
+        unsafe { library.get(b"ncclGetVersion") }.ok()?;
+    let mut code = 0;
+    // SAFETY: the pointer is to a live i32.
+    if unsafe { get_version(&mut code) } != 0 {
+        return None;
+    }
+    Some(Nccl {
+        path: path.to_owned(),
+        version: version_of(code.unsigned_abs()),
+    })
+}
+
+/// 22803 is 2.28.3; before 2.9 the thousands counted: 2804 is 2.8.4.
+const fn version_of(code: u32) -> Version {
+    if code >= 10_000 {
+        Version {
+            major: code / 10_000,
+            minor: code % 10_000 / 100,
+        }
+    } else {
+        Version {
+            major: code / 1000,
+            minor: code % 1000 / 100,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_ways_of_counting_versions_are_read() {
+        assert_eq!(version_of(22803).to_string(), "2.28");
+        assert_eq!(version_of(2804).to_string(), "2.8");
+    }
+
+    #[test]
+    fn a_folder_without_nccl_is_passed_over() {
+        let nowhere = PathBuf::from("/nonexistent");
+        let with = find_nccl(std::slice::from_ref(&nowhere));
+        assert_eq!(with, find_nccl(&[]));
+        assert!(with.is_none_or(|nccl| !nccl.path.starts_with(&nowhere)));
+    }
+}

@@ -1,0 +1,195 @@
+//! Checks of the linears that overlap with a collective: from parameters to the signed call.
+
+use crate::*;
+
+impl Chunk<'_> {
+    fn operand_shape(&self) -> Result<(Shape, DataType, QScheme)> {
+        Ok(match self {
+            Self::Resident(f) => (
+                Shape::new(&[f.rows(), f.columns()])?,
+                f.dtype(),
+                QScheme::None,
+            ),
+            Self::Copy(o) => (o.shape(), o.dtype(), o.scheme()),
+        })
+    }
+}
+
+/// `[K, N]` of a weight.
+fn weight_dims(weight: Operand<'_>, transpose: bool) -> Result<(usize, usize)> {
+    match *weight.shape().dims() {
+        [n, k] if transpose => Ok((k, n)),
+        [k, n] => Ok((k, n)),
+        _ => Err(Error::invalid(
+            "weight.shape",
+            weight.shape(),
+            "2 dimensions",
+        )),
+    }
+}
+
+/// Rows and columns of activations of two or three dimensions.
+fn activation_dims(field: &'static str, shape: Shape) -> Result<(usize, usize, usize)> {
+    match *shape.dims() {
+        [rows, columns] => Ok((rows, 1, columns)),
+        [rows, inner, columns] => Ok((rows, inner, columns)),
+        _ => Err(Error::invalid(field, shape, "2 or 3 dimensions")),
+    }
+}
+
+fn check_bias(bias: Option<View<'_>>, m: usize, n: usize) -> Result<()> {
+    let Some(c) = bias else { return Ok(()) };
+    params::float("bias.dtype", c.dtype())?;
+    let s = c.shape();
+    if s.dims() == [n] || s.dims() == [1, n] || s.dims() == [m, n] {
+        Ok(())
+    } else {
+        Err(Error::invalid(
+            "bias.shape",
+            s,
+            format!("[{n}] or [{m}, {n}]"),
+        ))
+    }
+}
+
+fn total(field: &'static str, given: Option<usize>, own: usize, size: usize) -> Result<usize> {
+    match given {
+        Some(t) if t < own => Err(Error::invalid(
+            field,
+            t,
+            format!("at least this rank's {own}"),
+        )),
+        Some(t) => Ok(t),
+        None => Ok(own * size),
+    }
+}
+
+impl AllGatherLoraLinearParams<'_> {
+    /// Checks shapes, types and counts, and gives the signed call.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field, what it was and what it should have been.
+    pub fn check(&self, group: &Group) -> Result<LinearCall> {
+        let rows = check_rows("rows_per_rank", self.rows_per_rank, group.size)?;
+        let (shape, input, scheme) = self.chunk.operand_shape()?;
+        let (own, inner, columns) = activation_dims("chunk.shape", shape)?;
+        if own != self.rows_per_rank[group.rank] {
+            return Err(Error::invalid(
+                "chunk.shape",
+                shape,
+                format!(
+                    "{} rows, as in rows_per_rank",
+                    self.rows_per_rank[group.rank]
+                ),
+            ));
+        }
+        if scheme == QScheme::None {
+            params::float("chunk.dtype", input)?;
+        }
+        let (k, n) = weight_dims(self.weight, self.transpose_weight)?;
+        let three_dimensional = shape.dims().len() == 3;
+        if self.transpose_a && three_dimensional {
+            return Err(Error::invalid(
+                "transpose_a",
+                format!("true with a chunk of {shape}"),
+                "a chunk of 2 dimensions",
+            ));
+        }
+        let (m, inner_k) = if self.transpose_a {
+            (columns, rows)
+        } else {
+            (rows * inner, columns)
+        };
+        if k != inner_k {
+            return Err(Error::invalid(
+                "weight.shape",
+                format!("{} (K = {k})", self.weight.shape()),
+                format!("K = {inner_k}"),
+            ));
+        }
+        check_bias(self.bias, m, n)?;
+        check_runs(self.runs, m, k, n)?;
+        let d: &[usize] = if three_dimensional {
+            &[rows, inner, n]
+        } else {
+            &[m, n]
+        };
+        self.output.check(d)?;
+        Ok(LinearCall {
+            rows: self.rows_per_rank.into(),
+            k: columns * inner,
+            n: total("total_n", self.total_n, n, group.size)?,
+            input,
+            output: self.output.dtype(),
+            scheme,
+            lora: !self.runs.is_empty(),
+            transpose_a: self.transpose_a,
+            three_dimensional,
+            choice: self.choice,
+        })
+    }
+}
+
+impl LoraLinearReduceScatterParams<'_> {
+    /// Checks shapes, types and counts, and gives the signed call.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field, what it was and what it should have been.
+    pub fn check(&self, group: &Group) -> Result<LinearCall> {
+        let rows = check_rows("rows_per_rank", self.rows_per_rank, group.size)?;
+        let shape = self.x.shape();
+        let (first, inner, last) = activation_dims("x.shape", shape)?;
+        let three_dimensional = shape.dims().len() == 3;
+        if self.transpose_a && three_dimensional {
+            return Err(Error::invalid(
+                "transpose_a",
+                format!("true with x of {shape}"),
+                "x of 2 dimensions",
+            ));
+        }
+        let (m, k) = if self.transpose_a {
+            (last, first)
+        } else {
+            (first, last)
+        };
+        if m != rows {
+            return Err(Error::invalid(
+                "x.shape",
+                shape,
+                format!("{rows} rows, the sum of rows_per_rank"),
+            ));
+        }
+        if self.x.scheme() == QScheme::None {
+            params::float("x.dtype", self.x.dtype())?;
+        }
+        let (weight_k, n) = weight_dims(self.weight, self.transpose_weight)?;
+        if weight_k != k {
+            return Err(Error::invalid(
+                "weight.shape",
+                format!("{} (K = {weight_k})", self.weight.shape()),
+                format!("K = {k}, as in x {shape}"),
+            ));
+        }
+        check_bias(self.bias, m * inner, n)?;
+        check_runs(self.runs, m * inner, k, n)?;
+        let own = self.rows_per_rank[group.rank];
+        let d: &[usize] = if three_dimensional {
+            &[own, inner, n]
+        } else {
+            &[own, n]
+        };
+        self.output.check(d)?;
+        Ok(LinearCall {
+            rows: self.rows_per_rank.into(),
+            k: total("total_k", self.total_k, k, group.size)?,
+            n,
+            input: self.x.dtype(),
+            output: self.output.dtype(),
+            scheme: self.x.scheme(),
+            lora: !self.runs.is_empty(),
+            transpose_a: self.transpose_a,
+            three_dimensional,
+            choice: self.choice,
+        })
+    }
+}

@@ -1,0 +1,294 @@
+//! One [`Device`] value is one rank's accelerator: three small traits by role, and one object-safe sum of them.
+
+use crate::{
+    Activation, Buffer, Comm, DataType, Element, Error, GemmParams, LoraLinearParams, MemoryType,
+    Output, ParallelMode, QBuffer, QScheme, Replay, Result, Shape, Stream, View, ViewMut, fallback,
+};
+use std::{sync::Arc, time::Duration};
+
+/// What a device is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its name, as the vendor gives it.
+    pub name: String,
+    /// Its number on this machine.
+    pub ordinal: u32,
+    /// Streaming multiprocessors, or worker threads.
+    pub sms: u16,
+    /// All of its memory.
+    pub memory_bytes: u64,
+}
+
+/// How much memory a device has, and how much of it Brigade holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryStatus {
+    /// All of it.
+    pub total_bytes: u64,
+    /// Not in use by anybody, as far as can be known.
+    pub free_bytes: u64,
+    /// Allocated through this device and not yet freed.
+    pub held_bytes: u64,
+}
+
+/// Memory, and moving what lies in it.
+pub trait Allocate {
+    /// A new buffer, all zero.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an impossible shape; [`Error::Backend`] when memory is out.
+    fn allocate(
+        &self,
+        on: &Stream,
+        memory: MemoryType,
+        dtype: DataType,
+        shape: &[usize],
+    ) -> Result<Buffer>;
+
+    /// Copies elements of the same type and shape; between memories, and between devices of the same kind.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if types or shapes differ.
+    fn copy(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()>;
+
+    /// Copies bytes from the caller into `to`. The caller's bytes are free again at return.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the sizes differ.
+    fn write(&self, on: &Stream, to: ViewMut<'_>, bytes: &[u8]) -> Result<()>;
+
+    /// Copies `from` to the caller, and waits until it is there.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the sizes differ; the fault, if the work before ended in one.
+    fn read(&self, on: &Stream, from: View<'_>, bytes: &mut [u8]) -> Result<()>;
+
+    /// Sets every byte.
+    ///
+    /// # Errors
+    /// Backend errors.
+    fn fill(&self, on: &Stream, to: ViewMut<'_>, byte: u8) -> Result<()>;
+
+    /// Converts between floating-point types and between integers and them; same shape. To a narrower float rounds to
+    /// nearest, ties to even; to an integer truncates and saturates.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if shapes differ; [`Error::Unsupported`] for a pair of types that the device cannot convert.
+    fn convert(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()>;
+
+    /// Transposes a matrix: `to[j, i] = from[i, j]`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if the shapes are not each other's transposes.
+    fn transpose(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()>;
+
+    /// What memory there is.
+    ///
+    /// # Errors
+    /// Backend errors.
+    fn memory_status(&self) -> Result<MemoryStatus>;
+}
+
+/// Streams and graphs.
+pub trait Queues {
+    /// A new stream. Greater priority goes first where the device knows priorities.
+    ///
+    /// # Errors
+    /// Backend errors.
+    fn stream(&self, priority: i8) -> Result<Stream>;
+
+    /// Records what `work` enqueues on `on` instead of running it. The graph keeps alive what it refers to.
+    ///
+    /// # Errors
+    /// What `work` returns; [`Error::Unsupported`] for a call that cannot be captured.
+    fn capture(&self, on: &Stream, work: &mut dyn FnMut() -> Result<()>)
+    -> Result<Box<dyn Replay>>;
+}
+
+/// Matrix products. What is returned is `None` where the output went into the caller's buffer.
+pub trait Linear: Allocate {
+    /// `D = act(alpha * op(A) op(B) + beta * C)`
+    ///
+    /// # Errors
+    /// As [`GemmParams::check`]; [`Error::Unsupported`] for what the device cannot multiply.
+    fn gemm(&self, on: &Stream, p: &GemmParams<'_>, output: Output<'_>) -> Result<Option<Buffer>>;
+
+    /// Quantizes the rows of a matrix.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a scheme that the device cannot produce.
+    fn quantize(&self, on: &Stream, a: View<'_>, scheme: QScheme) -> Result<QBuffer>;
+
+    /// `D = act(from + bias)`, with one rounding: the end of a linear whose sum was taken elsewhere.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if shapes do not fit.
+    fn bias_activation(
+        &self,
+        on: &Stream,
+        from: View<'_>,
+        bias: Option<View<'_>>,
+        activation: Activation,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>>;
+
+    /// Base product, plus adapters, then the activation.
+    ///
+    /// # Errors
+    /// As [`LoraLinearParams::check`].
+    fn lora_linear(
+        &self,
+        on: &Stream,
+        p: &LoraLinearParams<'_>,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        fallback::lora_linear(self, on, p, output)
+    }
+}
+
+/// One rank's accelerator.
+pub trait Device: Allocate + Queues + Linear + Send + Sync {
+    /// What it is.
+    fn info(&self) -> &DeviceInfo;
+
+    /// Device memory that [`join`](Self::join) with this configuration and group size will take, before it takes any.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a configuration that cannot be.
+    fn memory_need(&self, config: &CommConfig, size: usize) -> Result<u64>;
+
+    /// Joins the group. Every rank must call it with the same configuration.
+    ///
+    /// # Errors
+    /// [`Error::Group`] if ranks are missing or disagree, with every rank's view.
+    fn join(self: Arc<Self>, boot: &dyn Bootstrap, config: &CommConfig) -> Result<Comm>;
+}
+
+/// The only thing Brigade needs from whoever started the ranks: bring your own, or take one of `brigade-group`'s.
+pub trait Bootstrap: Send + Sync {
+    /// This rank's number.
+    fn rank(&self) -> usize;
+
+    /// Ranks in the group.
+    fn size(&self) -> usize;
+
+    /// Gives every rank's message to every rank, in rank order.
+    ///
+    /// # Errors
+    /// [`Error::Group`] naming the missing ranks if they are not all there `within` the time.
+    fn all_gather(&self, mine: &[u8], within: Duration) -> Result<Vec<Vec<u8>>>;
+}
+
+/// How a communicator is set up. Every rank passes the same values; they are voted on at [`Device::join`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CommConfig {
+    /// Which parallelism it serves.
+    pub mode: ParallelMode,
+    /// Capacity of one half of the gather region: the rows of all ranks in one gather-linear. 0 for none.
+    pub gather_bytes: usize,
+    /// Capacity of one half of the region for the scales of quantized rows. 0 for none.
+    pub gather_scale_bytes: usize,
+    /// Capacity of one half of the reduce-scatter region: the parts of all ranks for one rank's rows. 0 for none.
+    pub reduce_scatter_bytes: usize,
+    /// Capacity of one half of the scratch memory; larger inputs of collectives pass through it in pieces.
+    pub scratch_bytes: usize,
+    /// Regions that can be registered by users.
+    pub regions: u16,
+    /// Every wait of a call ends this long after the call began.
+    pub deadline: Duration,
+    /// The same for the first call and for joining, while ranks still load and warm up.
+    pub first_deadline: Duration,
+    /// Most streaming multiprocessors that communication may use; `None` leaves it to the plan.
+    pub sm_budget: Option<u16>,
+}
+
+impl CommConfig {
+    /// Defaults: 8 MiB a half for gather and reduce-scatter, 1 MiB scratch, 16 regions, 60 s (120 s at first).
+    pub fn new(mode: ParallelMode) -> Self {
+        Self {
+            mode,
+            gather_bytes: 8 << 20,
+            gather_scale_bytes: 64 << 10,
+            reduce_scatter_bytes: 8 << 20,
+            scratch_bytes: 1 << 20,
+            regions: 16,
+            deadline: Duration::from_secs(60),
+            first_deadline: Duration::from_secs(120),
+            sm_budget: None,
+        }
+    }
+
+    /// Sizes both regions for linears of up to `max_rows` rows in all, `columns` wide at most, in `dtype`, over `size`
+    /// ranks.
+    #[must_use]
+    pub fn for_linears(
+        mut self,
+        max_rows: usize,
+        columns: usize,
+        dtype: DataType,
+        size: usize,
+    ) -> Self {
+        let bytes = max_rows * columns * dtype.bytes();
+        self.gather_bytes = bytes;
+        // A rank gets one part of its rows from every rank: size * ceil(max_rows / size) rows.
+        self.reduce_scatter_bytes = max_rows.div_ceil(size.max(1)) * size * columns * dtype.bytes();
+        self
+    }
+
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub fn check(&self) -> Result<()> {
+        if self.scratch_bytes < 4096 {
+            return Err(Error::invalid(
+                "scratch_bytes",
+                self.scratch_bytes,
+                "at least 4096",
+            ));
+        }
+        for (field, d) in [
+            ("deadline", self.deadline),
+            ("first_deadline", self.first_deadline),
+        ] {
+            if d.is_zero() || d > Duration::from_secs(86_400) {
+                return Err(Error::invalid(
+                    field,
+                    format!("{d:?}"),
+                    "more than nothing and at most a day",
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Typed conveniences over any device's byte copies.
+pub trait DeviceExt: Allocate {
+    /// A new buffer in device memory with these values.
+    ///
+    /// # Errors
+    /// As [`Allocate::allocate`] and [`Allocate::write`].
+    fn upload<T: Element>(&self, on: &Stream, values: &[T], shape: &[usize]) -> Result<Buffer> {
+        if Shape::new(shape)?.len() != values.len() {
+            return Err(Error::invalid(
+                "values",
+                values.len(),
+                format!("as many as {shape:?} has"),
+            ));
+        }
+        let mut buffer = self.allocate(on, MemoryType::Device, T::DTYPE, shape)?;
+        self.write(on, buffer.view_mut(), bytemuck::cast_slice(values))?;
+        Ok(buffer)
+    }
+
+    /// The values of a buffer.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if they are not `T`; as [`Allocate::read`].
+    fn download<T: Element>(&self, on: &Stream, from: View<'_>) -> Result<Vec<T>> {
+        from.expect_type::<T>("from.dtype")?;
+        let mut values = vec![T::zeroed(); from.shape().len()];
+        self.read(on, from, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+}
+
+impl<D: Allocate + ?Sized> DeviceExt for D {}

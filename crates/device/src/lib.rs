@@ -1,0 +1,36 @@
+//! The vocabulary of Brigade: buffers, parameters, plans, errors, and the traits that every device implements.
+//!
+//! Parameters go in, a pure *plan* is made from them, a *device* carries the plan out, and every rank either gets the
+//! result or a typed error. This crate has no CUDA, no threads and no I/O; `brigade-host` and `brigade-cuda` implement
+//! its traits, and `brigade` is the crate to depend on.
+//!
+//! - [`Buffer`] owns, [`View`] borrows; parameters take views.
+//! - [`Device`] is one rank's accelerator; [`Comm`] is one rank's membership in a group.
+//! - Using a communicator takes a [`Lease`], which has one stream.
+//! - [`fallback`] has the non-overlapped versions of what backends overlap.
+
+mod buffer;
+mod check;
+mod comm;
+mod device;
+mod dtype;
+pub mod fallback;
+mod fault;
+mod params;
+mod plan;
+mod quant;
+mod queue;
+mod shape;
+mod windows;
+
+pub use buffer::{Adopted, Buffer, Storage, View, ViewMut};
+pub use comm::*;
+pub use device::*;
+pub use dtype::{DataType, Element, MemoryType};
+pub use fault::{Error, FaultKind, FaultRecord, Result};
+pub use params::*;
+pub use plan::*;
+pub use quant::{Operand, QBuffer, QScheme, QView};
+pub use queue::*;
+pub use shape::Shape;
+pub use windows::*;

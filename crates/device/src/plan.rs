@@ -1,0 +1,429 @@
+//! Calls, plans and reasons are data and live here; the functions that choose them live in `brigade-plan`.
+
+use crate::{DataType, ParallelMode, QScheme, ReduceOp};
+use smallvec::SmallVec;
+use std::{
+    borrow::Cow,
+    fmt,
+    hash::{Hash, Hasher},
+};
+
+/// Why something is not done the way it was asked for, and what to do about it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what}; {remedy}")]
+pub struct Reason {
+    /// Short and stable, for programs.
+    pub code: &'static str,
+    /// What is the matter, for people.
+    pub what: Cow<'static, str>,
+    /// What would help.
+    pub remedy: Cow<'static, str>,
+}
+
+impl Reason {
+    /// A reason from its three parts.
+    pub fn new(
+        code: &'static str,
+        what: impl Into<Cow<'static, str>>,
+        remedy: impl Into<Cow<'static, str>>,
+    ) -> Self {
+        Self {
+            code,
+            what: what.into(),
+            remedy: remedy.into(),
+        }
+    }
+}
+
+/// One number per rank, inline up to eight ranks.
+pub type PerRank = SmallVec<[usize; 8]>;
+
+/// Operations, as fault records and traces name them.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Operation {
+    /// All ranks meet.
+    Barrier = 1,
+    /// Every rank gets the reduction of all inputs.
+    AllReduce = 2,
+    /// Every rank gets all rows.
+    AllGather = 3,
+    /// Every rank gets its rows of the reduction.
+    ReduceScatter = 4,
+    /// Every rank gets the root's data.
+    Broadcast = 5,
+    /// Every rank sends rows to every rank.
+    AllToAll = 6,
+    /// One rank to another.
+    SendRecv = 7,
+    /// Gather rows, then multiply.
+    GatherLinear = 8,
+    /// Multiply, then scatter the sums.
+    LinearReduceScatter = 9,
+    /// Registered regions.
+    UserBuffers = 10,
+    /// A new generation after a fault.
+    Reset = 11,
+    /// The end.
+    Close = 12,
+}
+
+impl Operation {
+    const ALL: [Self; 12] = [
+        Self::Barrier,
+        Self::AllReduce,
+        Self::AllGather,
+        Self::ReduceScatter,
+        Self::Broadcast,
+        Self::AllToAll,
+        Self::SendRecv,
+        Self::GatherLinear,
+        Self::LinearReduceScatter,
+        Self::UserBuffers,
+        Self::Reset,
+        Self::Close,
+    ];
+
+    /// The operation with this number.
+    pub fn from_code(code: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|&o| o as u32 == code)
+    }
+
+    /// Its name in traces and tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Barrier => "barrier",
+            Self::AllReduce => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::Broadcast => "broadcast",
+            Self::AllToAll => "all_to_all",
+            Self::SendRecv => "send_recv",
+            Self::GatherLinear => "all_gather_lora_linear",
+            Self::LinearReduceScatter => "lora_linear_reduce_scatter",
+            Self::UserBuffers => "user_buffers",
+            Self::Reset => "reset",
+            Self::Close => "close",
+        }
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Everything that a plan may depend on, and everything that a call's signature covers: the same struct for both, so
+/// that ranks cannot choose differently without noticing. Nothing that may differ between ranks (address, alignment,
+/// the local share of a ragged dimension) may enter.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Call {
+    /// See [`Operation::Barrier`].
+    Barrier,
+    /// See [`Operation::AllReduce`].
+    AllReduce {
+        /// Elements of the input.
+        elements: usize,
+        /// Type of the input.
+        dtype: DataType,
+        /// Type of the result.
+        output: DataType,
+        /// How values are combined.
+        op: ReduceOp,
+        /// Forced algorithm.
+        choice: Option<AllReduceAlgorithm>,
+    },
+    /// See [`Operation::AllGather`].
+    AllGather {
+        /// Rows that each rank brings.
+        rows: PerRank,
+        /// Elements in a row.
+        row_len: usize,
+        /// Their type.
+        dtype: DataType,
+    },
+    /// See [`Operation::ReduceScatter`].
+    ReduceScatter {
+        /// Rows that each rank gets.
+        rows: PerRank,
+        /// Elements in a row.
+        row_len: usize,
+        /// Type of the input.
+        dtype: DataType,
+        /// Type of the result.
+        output: DataType,
+        /// How values are combined.
+        op: ReduceOp,
+    },
+    /// See [`Operation::Broadcast`].
+    Broadcast {
+        /// Elements.
+        elements: usize,
+        /// Their type.
+        dtype: DataType,
+        /// Who has the data.
+        root: usize,
+    },
+    /// See [`Operation::AllToAll`]. Row counts are between pairs, and are checked where they meet.
+    AllToAll {
+        /// Elements in a row.
+        row_len: usize,
+        /// Their type.
+        dtype: DataType,
+    },
+    /// See [`Operation::GatherLinear`].
+    GatherLinear(LinearCall),
+    /// See [`Operation::LinearReduceScatter`].
+    LinearReduceScatter(LinearCall),
+    /// A region registered on all ranks.
+    Register {
+        /// Its size on every rank.
+        bytes: usize,
+    },
+    /// A region given back on all ranks.
+    Deregister {
+        /// Its number.
+        region: u16,
+    },
+    /// The end.
+    Close,
+}
+
+/// The signed part of a linear that overlaps with a collective.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct LinearCall {
+    /// Rows of the chunk that each rank owns.
+    pub rows: PerRank,
+    /// Inner dimension: for gather-linear that of every rank, for its twin the sum over all ranks.
+    pub k: usize,
+    /// Outer dimension: for gather-linear the sum over all ranks, for its twin that of every rank.
+    pub n: usize,
+    /// Type of the activations.
+    pub input: DataType,
+    /// Type of the result.
+    pub output: DataType,
+    /// How the activations are quantized.
+    pub scheme: QScheme,
+    /// Whether adapters take part.
+    pub lora: bool,
+    /// Whether op(A) is the transpose.
+    pub transpose_a: bool,
+    /// Whether the activations have three dimensions.
+    pub three_dimensional: bool,
+    /// Forced mode.
+    pub choice: Option<OverlapMode>,
+}
+
+impl LinearCall {
+    /// Rows over all ranks.
+    pub fn total_rows(&self) -> usize {
+        self.rows.iter().sum()
+    }
+}
+
+impl Call {
+    /// Which operation it is.
+    pub const fn operation(&self) -> Operation {
+        match self {
+            Self::Barrier => Operation::Barrier,
+            Self::AllReduce { .. } => Operation::AllReduce,
+            Self::AllGather { .. } => Operation::AllGather,
+            Self::ReduceScatter { .. } => Operation::ReduceScatter,
+            Self::Broadcast { .. } => Operation::Broadcast,
+            Self::AllToAll { .. } => Operation::AllToAll,
+            Self::GatherLinear(_) => Operation::GatherLinear,
+            Self::LinearReduceScatter(_) => Operation::LinearReduceScatter,
+            Self::Register { .. } | Self::Deregister { .. } => Operation::UserBuffers,
+            Self::Close => Operation::Close,
+        }
+    }
+
+    /// 24 bits that differ, with overwhelming likelihood, between different calls. Never 0.
+    pub fn signature(&self) -> u32 {
+        let mut hasher = Fnv(0xcbf2_9ce4_8422_2325);
+        self.hash(&mut hasher);
+        let h = hasher.finish();
+        (((h >> 40) ^ (h >> 16) ^ h) as u32 & 0xFF_FFFF).max(1)
+    }
+}
+
+/// FNV-1a (Fowler, Noll, Vo): the same on every rank and build, which std's hasher does not promise.
+struct Fnv(u64);
+
+impl Hasher for Fnv {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &b in bytes {
+            self.0 = (self.0 ^ u64::from(b)).wrapping_mul(0x100_0000_01b3);
+        }
+    }
+}
+
+/// How an all-reduce is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AllReduceAlgorithm {
+    /// Every rank pushes its input to every rank; data is its own flag.
+    OneShotPush,
+    /// Every rank reads every rank's input after a barrier.
+    OneShotPull,
+    /// Reduce-scatter, then all-gather.
+    TwoShot,
+    /// NVIDIA's library.
+    Nccl,
+}
+
+/// How a linear and its collective share the time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum OverlapMode {
+    /// One after the other.
+    Off,
+    /// The rows of every rank in so many pieces; a piece travels while the one before it is multiplied.
+    Chunked {
+        /// At least 1.
+        pieces: u16,
+    },
+    /// Chunks go round from neighbour to neighbour, and are multiplied as they pass.
+    Ring,
+    /// Every rank fetches chunks from their owners.
+    Pull,
+}
+
+impl fmt::Display for OverlapMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::Chunked { pieces } => write!(f, "chunked({pieces})"),
+            Self::Ring => f.write_str("ring"),
+            Self::Pull => f.write_str("pull"),
+        }
+    }
+}
+
+/// Which bits a sum promises: equal orders give equal bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SumOrder {
+    /// Rank 0 + rank 1 + ... in f32, one rounding at the end.
+    Flat,
+    /// Flat inside machines of so many ranks, then flat across them.
+    ByMachine {
+        /// Ranks in a machine.
+        ranks: u16,
+    },
+    /// Somebody else's.
+    Foreign,
+}
+
+/// What will be done, in full.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Plan {
+    /// Data moves as it is.
+    Copy {
+        /// Elements of one rank in each piece that passes through the scratch memory.
+        piece_elements: usize,
+        /// Pieces, one after the other.
+        pieces: usize,
+    },
+    /// For [`Call::AllReduce`].
+    AllReduce {
+        /// How.
+        algorithm: AllReduceAlgorithm,
+        /// Which bits.
+        order: SumOrder,
+        /// Elements in each piece that passes through the scratch memory.
+        piece_elements: usize,
+        /// For GPUs.
+        launch: Launch,
+    },
+    /// For [`Call::ReduceScatter`].
+    ReduceScatter {
+        /// Which bits.
+        order: SumOrder,
+        /// Elements of one rank in each piece that passes through the scratch memory.
+        piece_elements: usize,
+    },
+    /// For [`Call::GatherLinear`].
+    GatherLinear(OverlapPlan),
+    /// For [`Call::LinearReduceScatter`].
+    LinearReduceScatter(OverlapPlan),
+}
+
+/// A linear and its collective, step by step, for one rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OverlapPlan {
+    /// How they share the time.
+    pub mode: OverlapMode,
+    /// First row of every rank's chunk, and at the end the number of all rows.
+    pub offsets: PerRank,
+    /// Chunks in the order in which this rank multiplies them.
+    pub order: SmallVec<[u16; 8]>,
+    /// Which bits the sums of the twin promise.
+    pub sums: SumOrder,
+    /// For GPUs.
+    pub launch: Launch,
+    /// Why another mode than the one asked for, or than the usual one, was taken.
+    pub instead_of: Option<Reason>,
+}
+
+impl OverlapPlan {
+    /// Rows of chunk `c`, as a range of the gathered rows.
+    pub fn chunk(&self, c: usize) -> std::ops::Range<usize> {
+        self.offsets[c]..self.offsets[c + 1]
+    }
+
+    /// Pieces that every chunk is cut into.
+    pub fn pieces(&self) -> usize {
+        match self.mode {
+            OverlapMode::Chunked { pieces } => usize::from(pieces),
+            _ => 1,
+        }
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Copy { pieces, .. } => write!(f, "copy in {pieces} pieces"),
+            Self::AllReduce {
+                algorithm, order, ..
+            } => write!(f, "{algorithm:?}, {order:?}"),
+            Self::ReduceScatter { order, .. } => write!(f, "{order:?}"),
+            Self::GatherLinear(p) | Self::LinearReduceScatter(p) => {
+                write!(f, "{}", p.mode)?;
+                match &p.instead_of {
+                    Some(reason) => write!(f, " ({})", reason.what),
+                    None => Ok(()),
+                }
+            }
+        }
+    }
+}
+
+/// The part of a plan that only a GPU reads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Launch {
+    /// Thread blocks.
+    pub blocks: u16,
+    /// Threads in a block.
+    pub threads: u16,
+    /// Streams that gemms run on.
+    pub compute_streams: u8,
+    /// Streaming multiprocessors left to the gemm.
+    pub gemm_sms: Option<u16>,
+}
+
+/// The ranks that a communicator joins, as one of them sees them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Group {
+    /// Which kind of parallelism it serves.
+    pub mode: ParallelMode,
+    /// This rank's number in the group.
+    pub rank: usize,
+    /// Ranks in the group.
+    pub size: usize,
+}

@@ -1,0 +1,111 @@
+// Flags between ranks, and the one way to wait for them.
+//
+// A flag is 64 bits: generation 8 | signature 24 | epoch 32. The generation counts resets of the communicator, the signature
+// is the hash of the call, and the epoch counts calls and only grows, wrapping: two epochs are compared by signed difference.
+//
+//   access                          why it is enough
+//   st.release.sys / ld.acquire.sys a flag orders the data before it, for a peer on any GPU or the host
+//   ld.relaxed.sys (abort word)     it only ends a wait; nothing that follows reads what another rank wrote
+//
+// The host's twin is the crate brigade-sync; the two are kept alike.
+#pragma once
+#include <cstdint>
+
+namespace brigade {
+
+struct Flag {
+  uint32_t generation;  // 8 bits
+  uint32_t signature;   // 24 bits
+  uint32_t epoch;
+};
+
+__host__ __device__ constexpr uint64_t pack(Flag f) {
+  return uint64_t(f.generation & 0xffu) << 56 | uint64_t(f.signature & 0xffffffu) << 32 | f.epoch;
+}
+
+__host__ __device__ constexpr Flag unpack(uint64_t word) {
+  return {uint32_t(word >> 56), uint32_t(word >> 32) & 0xffffffu, uint32_t(word)};
+}
+
+static_assert(pack({0xab, 0x123456, 0xfedcba98u}) == 0xab123456fedcba98ull, "flag layout");
+static_assert(unpack(0xab123456fedcba98ull).signature == 0x123456u, "flag layout");
+
+__device__ __forceinline__ void store_release_sys(uint64_t* at, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_release_sys(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint64_t globaltimer_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Nothing of an earlier kernel may be touched before this: every kernel calls it first, on every path.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Numbered as the fault kinds of brigade-device.
+enum class Outcome : uint32_t { reached = 0, timeout = 1, mismatch = 2, aborted = 3 };
+
+struct Waited {
+  Outcome outcome;
+  uint64_t seen;
+  uint64_t waited_ns;
+};
+
+// What a flag that was read means to a rank that waits for `expected`. Another generation's flag is not there yet; a later
+// epoch will do, since a peer may be ahead; the same epoch under another signature is another call.
+enum class Progress { behind, there, other_call };
+
+__host__ __device__ constexpr Progress progress(uint64_t seen, uint64_t expected) {
+  const Flag s = unpack(seen), e = unpack(expected);
+  if (s.generation != e.generation) return Progress::behind;
+  const int32_t ahead = int32_t(s.epoch - e.epoch);
+  if (ahead < 0) return Progress::behind;
+  return ahead == 0 && s.signature != e.signature ? Progress::other_call : Progress::there;
+}
+
+static_assert(progress(pack({1, 7, 5}), pack({1, 7, 5})) == Progress::there, "equal");
+static_assert(progress(pack({1, 7, 4}), pack({1, 7, 5})) == Progress::behind, "earlier epoch");
+static_assert(progress(pack({1, 9, 0}), pack({1, 7, 0xffffffffu})) == Progress::there, "epochs wrap");
+static_assert(progress(pack({1, 8, 5}), pack({1, 7, 5})) == Progress::other_call, "other signature");
+static_assert(progress(pack({2, 7, 5}), pack({1, 7, 5})) == Progress::behind, "other generation");
+
+// Waits until `flag` reaches `expected`, the abort word is set, or `timeout_ns` have passed. One thread calls it. Bounded: the
+// clock and the abort word are read every 256 spins.
+__device__ inline Waited wait_flag(const uint64_t* flag, uint64_t expected, const uint32_t* abort_word, uint64_t timeout_ns) {
+  const uint64_t start_ns = globaltimer_ns();
+  for (uint32_t spin = 0;; ++spin) {
+    const uint64_t seen = load_acquire_sys(flag);
+    const Progress p = progress(seen, expected);
+    if (p != Progress::behind) {
+      return {p == Progress::there ? Outcome::reached : Outcome::mismatch, seen, globaltimer_ns() - start_ns};
+    }
+    if (spin % 256 == 0) {
+      const uint64_t waited_ns = globaltimer_ns() - start_ns;
+      if (load_relaxed_sys(abort_word) != 0) return {Outcome::aborted, seen, waited_ns};
+      if (waited_ns >= timeout_ns) return {Outcome::timeout, seen, waited_ns};
+    }
+  }
+}
+
+}  // namespace brigade
