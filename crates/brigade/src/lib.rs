@@ -1,1 +1,92 @@
-//! Placeholder.
+//! A multi-GPU inference device layer for LLM serving.
+//!
+//! Parameters go in, a pure *plan* is made from them, a *device* carries the plan out, and every rank either gets the
+//! result or a typed error. This crate is the one to depend on: it re-exports the vocabulary and picks a device.
+//!
+//! ```
+//! use brigade::{AllReduceParams, CommConfig, Device, DeviceExt, ParallelMode, Queues, ReduceOp};
+//!
+//! # fn main() -> brigade::Result<()> {
+//! // Two ranks, as threads of this process.
+//! let ranks = brigade::group::threads(2);
+//! std::thread::scope(|s| {
+//!     let ranks: Vec<_> = ranks
+//!         .into_iter()
+//!         .map(|boot| {
+//!             s.spawn(move || -> brigade::Result<Vec<f32>> {
+//!                 let device = brigade::open(brigade::DeviceChoice::Host)?;
+//!                 let on = device.stream(0)?;
+//!                 let comm = device.clone().join(&boot, &CommConfig::new(ParallelMode::Tp))?;
+//!                 let mine = [1.0f32, 2.0, 3.0];
+//!                 let mut x = device.upload(&on, &mine, &[3])?;
+//!                 let mut lease = comm.lease(&on)?;
+//!                 lease.all_reduce(AllReduceParams {
+//!                     data: x.view_mut(),
+//!                     from: None,
+//!                     op: ReduceOp::Sum,
+//!                     choice: None,
+//!                 })?;
+//!                 device.download(&on, x.view())
+//!             })
+//!         })
+//!         .collect();
+//!     for rank in ranks {
+//!         assert_eq!(rank.join().unwrap()?, [2.0, 4.0, 6.0]);
+//!     }
+//!     Ok(())
+//! })
+//! # }
+//! ```
+
+pub use brigade_device::*;
+pub use brigade_group as group;
+pub use brigade_host as host;
+pub use brigade_plan as plan;
+
+use std::{str::FromStr, sync::Arc};
+
+/// Which device to open.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum DeviceChoice {
+    /// A GPU where there is one that works, else the host.
+    #[default]
+    Auto,
+    /// The CPU.
+    Host,
+    /// A GPU, or an error that says what is missing.
+    Cuda,
+}
+
+impl FromStr for DeviceChoice {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        match s {
+            "auto" => Ok(Self::Auto),
+            "host" => Ok(Self::Host),
+            "cuda" => Ok(Self::Cuda),
+            _ => Err(Error::invalid("device", s, "auto, host or cuda")),
+        }
+    }
+}
+
+/// Opens one rank's accelerator.
+///
+/// # Errors
+/// [`Error::Unsupported`] with what is missing and what to do, if CUDA was asked for and cannot be used.
+pub fn open(choice: DeviceChoice) -> Result<Arc<dyn Device>> {
+    match choice {
+        // Until the CUDA device carries out operations, a GPU that is there does not change what `Auto` means.
+        DeviceChoice::Auto | DeviceChoice::Host => Ok(brigade_host::HostDevice::new()?),
+        DeviceChoice::Cuda => Err(no_cuda().into()),
+    }
+}
+
+/// Why there is no CUDA device.
+fn no_cuda() -> Reason {
+    Reason::new(
+        "cuda-operations",
+        "the CUDA device lists GPUs but does not carry out operations yet",
+        "use the host device",
+    )
+}

@@ -25,11 +25,17 @@ pub struct AdapterSpec {
 impl AdapterSpec {
     /// Adapters of rank `rank` on all seven linears.
     pub fn new(seed: u64, rank: usize, scale: f32) -> Self {
-        Self { seed, rank, scale, targets: Projection::ALL.to_vec() }
+        Self {
+            seed,
+            rank,
+            scale,
+            targets: Projection::ALL.to_vec(),
+        }
     }
 }
 
-/// A low-rank addition to one linear: `y += scale * (x A) B` ([LoRA](https://arxiv.org/abs/2106.09685)).
+/// A low-rank addition to one linear: `y += scale * (x A) B`
+/// ([LoRA](https://arxiv.org/abs/2106.09685)).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Adapter {
     /// `[in, r]`.
@@ -43,14 +49,24 @@ pub struct Adapter {
 impl Adapter {
     /// The adapter of a layer's linear, or `None` where `spec` targets others.
     ///
-    /// With unit-variance inputs, `(x A) B` has about unit variance too, so `scale` says how strongly the adapter speaks beside
-    /// the linear.
+    /// With unit-variance inputs, `(x A) B` has about unit variance too, so `scale` says how
+    /// strongly the adapter speaks beside the linear.
     ///
     /// # Errors
-    /// [`Error::Field`] when the rank is zero or wider than the linear, or the layer is not of this model.
-    pub fn generate(spec: &AdapterSpec, config: &Config, layer: usize, projection: Projection) -> Result<Option<Self>> {
+    /// [`Error::Field`] when the rank is zero or wider than the linear, or the layer is not of this
+    /// model.
+    pub fn generate(
+        spec: &AdapterSpec,
+        config: &Config,
+        layer: usize,
+        projection: Projection,
+    ) -> Result<Option<Self>> {
         if layer >= config.layers {
-            return Err(Error::field("layer", layer, format!("below {}", config.layers)));
+            return Err(Error::field(
+                "layer",
+                layer,
+                format!("below {}", config.layers),
+            ));
         }
         if !spec.targets.contains(&projection) {
             return Ok(None);
@@ -63,8 +79,13 @@ impl Adapter {
         }
         let matrix = |half: &str, rows: usize, columns: usize| {
             let spread = (3.0 / rows as f32).sqrt();
-            let mut random = random_stream(spec.seed, &format!("adapter {layer} {} {half}", projection.name()));
-            let data = (0..rows * columns).map(|_| random.random_range(-spread..=spread)).collect();
+            let mut random = random_stream(
+                spec.seed,
+                &format!("adapter {layer} {} {half}", projection.name()),
+            );
+            let data = (0..rows * columns)
+                .map(|_| random.random_range(-spread..=spread))
+                .collect();
             Matrix::new(rows, columns, data)
         };
         Ok(Some(Self {
@@ -74,26 +95,39 @@ impl Adapter {
         }))
     }
 
-    /// The part for a rank that computes the outputs `outputs` from all inputs: all of A, and B's columns.
+    /// The part for a rank that computes the outputs `outputs` from all inputs: all of A, and B's
+    /// columns.
     ///
     /// # Errors
     /// [`Error::Field`] when the adapter has no such outputs.
     pub fn cut_outputs(&self, outputs: Range<usize>) -> Result<Self> {
-        Ok(Self { a: self.a.clone(), b: self.b.cut_columns(outputs)?, scale: self.scale })
+        Ok(Self {
+            a: self.a.clone(),
+            b: self.b.cut_columns(outputs)?,
+            scale: self.scale,
+        })
     }
 
-    /// The part for a rank that computes a summand of all outputs from the inputs `inputs`: A's rows, and all of B.
+    /// The part for a rank that computes a summand of all outputs from the inputs `inputs`: A's
+    /// rows, and all of B.
     ///
     /// # Errors
     /// [`Error::Field`] when the adapter has no such inputs.
     pub fn cut_inputs(&self, inputs: Range<usize>) -> Result<Self> {
-        Ok(Self { a: self.a.cut_rows(inputs)?, b: self.b.clone(), scale: self.scale })
+        Ok(Self {
+            a: self.a.cut_rows(inputs)?,
+            b: self.b.clone(),
+            scale: self.scale,
+        })
     }
 }
 
 /// A random stream of its own for every label.
 pub(crate) fn random_stream(seed: u64, label: &str) -> StdRng {
-    let digest = Sha256::new().chain_update(seed.to_le_bytes()).chain_update(label).finalize();
+    let digest = Sha256::new()
+        .chain_update(seed.to_le_bytes())
+        .chain_update(label)
+        .finalize();
     StdRng::from_seed(digest.into())
 }
 
@@ -106,12 +140,21 @@ mod tests {
     fn seed_layer_and_projection_make_the_adapter() {
         let config = Synthetic::small_config();
         let make = |seed, layer, projection| {
-            Adapter::generate(&AdapterSpec::new(seed, 4, 0.5), &config, layer, projection).unwrap().unwrap()
+            Adapter::generate(&AdapterSpec::new(seed, 4, 0.5), &config, layer, projection)
+                .unwrap()
+                .unwrap()
         };
         let one = make(1, 0, Projection::Key);
-        assert_eq!([one.a.rows(), one.a.columns(), one.b.rows(), one.b.columns()], [96, 4, 4, 32]);
+        assert_eq!(
+            [one.a.rows(), one.a.columns(), one.b.rows(), one.b.columns()],
+            [96, 4, 4, 32]
+        );
         assert_eq!(one, make(1, 0, Projection::Key));
-        for other in [make(2, 0, Projection::Key), make(1, 1, Projection::Key), make(1, 0, Projection::Value)] {
+        for other in [
+            make(2, 0, Projection::Key),
+            make(1, 1, Projection::Key),
+            make(1, 0, Projection::Value),
+        ] {
             assert_ne!(one, other);
         }
     }
@@ -119,10 +162,20 @@ mod tests {
     #[test]
     fn untargeted_linears_have_none_and_bad_ranks_are_refused() {
         let config = Synthetic::small_config();
-        let spec = AdapterSpec { targets: vec![Projection::Query], ..AdapterSpec::new(1, 33, 1.0) };
-        assert_eq!(Adapter::generate(&spec, &config, 0, Projection::Key).unwrap(), None);
-        let narrow = Adapter::generate(&AdapterSpec::new(1, 33, 1.0), &config, 0, Projection::Key).unwrap_err();
-        assert_eq!(narrow.to_string(), "adapter rank for `k` is 33, wanted 1 to 32");
+        let spec = AdapterSpec {
+            targets: vec![Projection::Query],
+            ..AdapterSpec::new(1, 33, 1.0)
+        };
+        assert_eq!(
+            Adapter::generate(&spec, &config, 0, Projection::Key).unwrap(),
+            None
+        );
+        let narrow = Adapter::generate(&AdapterSpec::new(1, 33, 1.0), &config, 0, Projection::Key)
+            .unwrap_err();
+        assert_eq!(
+            narrow.to_string(),
+            "adapter rank for `k` is 33, wanted 1 to 32"
+        );
         let layer = Adapter::generate(&spec, &config, 4, Projection::Query).unwrap_err();
         assert_eq!(layer.to_string(), "layer is 4, wanted below 4");
     }
@@ -130,7 +183,9 @@ mod tests {
     #[test]
     fn shards_cut_a_by_inputs_and_b_by_outputs() {
         let config = Synthetic::small_config();
-        let whole = Adapter::generate(&AdapterSpec::new(1, 4, 0.5), &config, 0, Projection::Down).unwrap().unwrap();
+        let whole = Adapter::generate(&AdapterSpec::new(1, 4, 0.5), &config, 0, Projection::Down)
+            .unwrap()
+            .unwrap();
         let inputs = whole.cut_inputs(100..256).unwrap();
         assert_eq!([inputs.a.rows(), inputs.b.columns()], [156, 96]);
         assert_eq!(inputs.a.row(0), whole.a.row(100));

@@ -3,7 +3,8 @@ use std::path::{Path, PathBuf};
 /// A result whose error is the demo's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong on the model side: what it was about, what was found there, and what was wanted instead.
+/// What went wrong on the model side: what it was about, what was found there, and what was wanted
+/// instead.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -70,10 +71,21 @@ pub enum Error {
 
 impl Error {
     pub(crate) fn io(path: &Path, source: std::io::Error) -> Self {
-        Self::Io { path: path.to_owned(), source }
+        Self::Io {
+            path: path.to_owned(),
+            source,
+        }
     }
 
-    pub(crate) fn field(field: impl Into<String>, got: impl ToString, want: impl Into<String>) -> Self {
-        Self::Field { field: field.into(), got: got.to_string(), want: want.into() }
+    pub(crate) fn field(
+        field: impl Into<String>,
+        got: impl ToString,
+        want: impl Into<String>,
+    ) -> Self {
+        Self::Field {
+            field: field.into(),
+            got: got.to_string(),
+            want: want.into(),
+        }
     }
 }

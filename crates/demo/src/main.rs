@@ -1,1 +1,3 @@
+//! The demo's command line.
+
 fn main() {}

@@ -1,7 +1,8 @@
 //! What a model is to the rest of the demo: a [`Config`], and a [`Source`] of named tensors.
 //!
-//! The architecture is llama's: RMS norm, rotary positions on interleaved pairs, grouped-query attention, SwiGLU, and a
-//! head tied to the embedding. Linears are stored as GGUF stores them, row-major `[out, in]`.
+//! The architecture is llama's: RMS norm, rotary positions on interleaved pairs, grouped-query
+//! attention, SwiGLU, and a head tied to the embedding. Linears are stored as GGUF stores them,
+//! row-major `[out, in]`.
 
 mod config;
 mod file;
@@ -28,7 +29,8 @@ pub(crate) use matrix::check_range;
 
 /// A model's weights, given out in f32 tensor by tensor and piece by piece.
 ///
-/// No method holds more than one tensor at a time, so a rank that asks for its shard never has the whole model in memory.
+/// No method holds more than one tensor at a time, so a rank that asks for its shard never has the
+/// whole model in memory.
 pub trait Source: Send + Sync {
     /// The model's dimensions and constants.
     fn config(&self) -> &Config;
@@ -67,19 +69,29 @@ pub trait Source: Send + Sync {
     }
 }
 
-/// The directory that holds fetched models: `$BRIGADE_CACHE`, else `$XDG_CACHE_HOME/brigade`, else `~/.cache/brigade`.
+/// The directory that holds fetched models: `$BRIGADE_CACHE`, else `$XDG_CACHE_HOME/brigade`, else
+/// `~/.cache/brigade`.
 ///
 /// # Errors
 /// [`crate::Error::NoCacheDirectory`] when the environment names none of them.
 pub fn cache_directory() -> Result<PathBuf> {
-    let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let set = |name| {
+        env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
     set("BRIGADE_CACHE")
         .or_else(|| set("XDG_CACHE_HOME").map(|path| path.join("brigade")))
-        .or_else(|| env::home_dir().filter(|home| !home.as_os_str().is_empty()).map(|home| home.join(".cache/brigade")))
+        .or_else(|| {
+            env::home_dir()
+                .filter(|home| !home.as_os_str().is_empty())
+                .map(|home| home.join(".cache/brigade"))
+        })
         .ok_or(crate::Error::NoCacheDirectory)
 }
 
-/// Where the fetched SmolLM2 file lies, or would lie: [`crate::fetch::SMOLLM2`]'s name in the [`cache_directory`].
+/// Where the fetched SmolLM2 file lies, or would lie: [`crate::fetch::SMOLLM2`]'s name in the
+/// [`cache_directory`].
 ///
 /// # Errors
 /// As [`cache_directory`].

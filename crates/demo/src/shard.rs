@@ -1,8 +1,9 @@
 //! Which part of a model each rank of a tensor-parallel run holds.
 //!
-//! Query heads, feed-forward columns and vocabulary rows are dealt as evenly as they go, the first ranks taking one more where
-//! they do not ([Megatron-LM](https://arxiv.org/abs/1909.08053), section 3, made ragged). A rank holds the KV heads that its
-//! query heads attend with, so a KV head whose query heads are on two ranks is on both. Norms are on every rank.
+//! Query heads, feed-forward columns and vocabulary rows are dealt as evenly as they go, the first
+//! ranks taking one more where they do not ([Megatron-LM](https://arxiv.org/abs/1909.08053),
+//! section 3, made ragged). A rank holds the KV heads that its query heads attend with, so a KV
+//! head whose query heads are on two ranks is on both. Norms are on every rank.
 
 use std::ops::Range;
 
@@ -29,17 +30,22 @@ pub struct Shard {
 /// Deals a model to `ranks` ranks, in rank order.
 ///
 /// # Errors
-/// [`Error::Field`] unless there are at least one and at most as many ranks as query heads, and every rank gets a feed-forward
-/// column and a vocabulary row.
+/// [`Error::Field`] unless there are at least one and at most as many ranks as query heads, and
+/// every rank gets a feed-forward column and a vocabulary row.
 pub fn plan(config: &Config, ranks: usize) -> Result<Vec<Shard>> {
     config.check()?;
     let most = config.heads.min(config.feed_forward).min(config.vocabulary);
     if !(1..=most).contains(&ranks) {
-        return Err(Error::field("ranks", ranks, format!("1 to {most}, so that every rank has a query head")));
+        return Err(Error::field(
+            "ranks",
+            ranks,
+            format!("1 to {most}, so that every rank has a query head"),
+        ));
     }
     let shard = |rank| {
         let query_heads = deal(config.heads, ranks, rank);
-        let kv_heads = config.kv_head_of(query_heads.start)..config.kv_head_of(query_heads.end - 1) + 1;
+        let kv_heads =
+            config.kv_head_of(query_heads.start)..config.kv_head_of(query_heads.end - 1) + 1;
         Shard {
             rank,
             ranks,
@@ -75,7 +81,10 @@ impl Shard {
 
     /// For each of the rank's query heads, which of the *rank's* KV heads it attends with.
     pub fn local_kv_heads(&self, config: &Config) -> Vec<usize> {
-        self.query_heads.clone().map(|head| config.kv_head_of(head) - self.kv_heads.start).collect()
+        self.query_heads
+            .clone()
+            .map(|head| config.kv_head_of(head) - self.kv_heads.start)
+            .collect()
     }
 
     /// Parameters that the rank holds, norms and doubled KV heads included.
@@ -97,15 +106,24 @@ mod tests {
     fn heads_are_dealt_with_the_kv_heads_they_need() {
         let show = |ranks| {
             let shards = plan(&smollm2_config(), ranks).unwrap();
-            let text: Vec<_> = shards.iter().map(|s| format!("{:?}/{:?}", s.query_heads, s.kv_heads)).collect();
+            let text: Vec<_> = shards
+                .iter()
+                .map(|s| format!("{:?}/{:?}", s.query_heads, s.kv_heads))
+                .collect();
             text.join(" ")
         };
         assert_eq!(show(1), "0..9/0..3");
         assert_eq!(show(2), "0..5/0..2 5..9/1..3");
         assert_eq!(show(3), "0..3/0..1 3..6/1..2 6..9/2..3");
         assert_eq!(show(4), "0..3/0..1 3..5/1..2 5..7/1..3 7..9/2..3");
-        assert_eq!(show(9), "0..1/0..1 1..2/0..1 2..3/0..1 3..4/1..2 4..5/1..2 5..6/1..2 6..7/2..3 7..8/2..3 8..9/2..3");
-        assert_eq!(plan(&smollm2_config(), 4).unwrap()[2].local_kv_heads(&smollm2_config()), [0, 1]);
+        assert_eq!(
+            show(9),
+            "0..1/0..1 1..2/0..1 2..3/0..1 3..4/1..2 4..5/1..2 5..6/1..2 6..7/2..3 7..8/2..3 8..9/2..3"
+        );
+        assert_eq!(
+            plan(&smollm2_config(), 4).unwrap()[2].local_kv_heads(&smollm2_config()),
+            [0, 1]
+        );
     }
 
     #[test]
@@ -118,9 +136,16 @@ mod tests {
             let share = |s: &Shard| s.parameters(&config) as f64 / whole as f64 * 100.0;
             for shard in &shards {
                 let off = (share(shard) / 100.0 * ranks as f64 - 1.0).abs();
-                assert!(off < 0.1, "rank {} of {ranks} is {off} off its share", shard.rank);
+                assert!(
+                    off < 0.1,
+                    "rank {} of {ranks} is {off} off its share",
+                    shard.rank
+                );
             }
-            shards.iter().map(|shard| format!("{:.2}%", share(shard))).collect()
+            shards
+                .iter()
+                .map(|shard| format!("{:.2}%", share(shard)))
+                .collect()
         };
         assert_eq!(shares(1), ["100.00%"]);
         assert_eq!(shares(2), ["51.66%", "50.01%"]);
@@ -134,12 +159,27 @@ mod tests {
             for ranks in 1..=config.heads {
                 let shards = plan(&config, ranks).unwrap();
                 for (part, total) in [
-                    (shards.iter().map(|s| s.query_heads.clone()).collect::<Vec<_>>(), config.heads),
-                    (shards.iter().map(|s| s.feed_forward.clone()).collect(), config.feed_forward),
-                    (shards.iter().map(|s| s.vocabulary.clone()).collect(), config.vocabulary),
+                    (
+                        shards
+                            .iter()
+                            .map(|s| s.query_heads.clone())
+                            .collect::<Vec<_>>(),
+                        config.heads,
+                    ),
+                    (
+                        shards.iter().map(|s| s.feed_forward.clone()).collect(),
+                        config.feed_forward,
+                    ),
+                    (
+                        shards.iter().map(|s| s.vocabulary.clone()).collect(),
+                        config.vocabulary,
+                    ),
                 ] {
                     assert!(part.iter().cloned().flatten().eq(0..total));
-                    assert!(part.windows(2).all(|pair| pair[0].len() - pair[1].len() <= 1));
+                    assert!(
+                        part.windows(2)
+                            .all(|pair| pair[0].len() - pair[1].len() <= 1)
+                    );
                 }
                 for shard in &shards {
                     let local = shard.local_kv_heads(&config);
@@ -156,7 +196,10 @@ mod tests {
     fn more_ranks_than_heads_are_refused() {
         for ranks in [0, 10] {
             let got = plan(&smollm2_config(), ranks).unwrap_err().to_string();
-            assert_eq!(got, format!("ranks is {ranks}, wanted 1 to 9, so that every rank has a query head"));
+            assert_eq!(
+                got,
+                format!("ranks is {ranks}, wanted 1 to 9, so that every rank has a query head")
+            );
         }
     }
 }

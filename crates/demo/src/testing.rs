@@ -1,4 +1,5 @@
-//! What the unit tests share: the real model's dimensions, a scratch directory, and a GGUF file small enough to break.
+//! What the unit tests share: the real model's dimensions, a scratch directory, and a GGUF file
+//! small enough to break.
 
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
@@ -33,7 +34,11 @@ pub(crate) struct TempDir(PathBuf);
 impl TempDir {
     pub(crate) fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("brigade-demo-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let name = format!(
+            "brigade-demo-{}-{}",
+            std::process::id(),
+            NEXT.fetch_add(1, Ordering::Relaxed)
+        );
         let path = std::env::temp_dir().join(name);
         std::fs::create_dir_all(&path).unwrap();
         Self(path)
@@ -63,8 +68,8 @@ pub(crate) struct Gguf {
 }
 
 impl Gguf {
-    /// A sound model: 2 layers, hidden 32, 4 heads and 2 KV heads of 8, feed-forward 64, and a byte-level BPE vocabulary with
-    /// the merges for `hi` and `_the`.
+    /// A sound model: 2 layers, hidden 32, 4 heads and 2 KV heads of 8, feed-forward 64, and a
+    /// byte-level BPE vocabulary with the merges for `hi` and `_the`.
     pub(crate) fn tiny() -> Self {
         let config = Config {
             layers: 2,
@@ -76,7 +81,10 @@ impl Gguf {
             vocabulary: 288,
             ..smollm2_config()
         };
-        let mut gguf = Self { fields: Vec::new(), tensors: Vec::new() };
+        let mut gguf = Self {
+            fields: Vec::new(),
+            tensors: Vec::new(),
+        };
         let count = |number: usize| Value::U32(number as u32);
         gguf.set("general.architecture", Value::String("llama".into()));
         gguf.set("llama.block_count", count(config.layers));
@@ -86,12 +94,19 @@ impl Gguf {
         gguf.set("llama.attention.head_count", count(config.heads));
         gguf.set("llama.attention.head_count_kv", count(config.kv_heads));
         gguf.set("llama.rope.freq_base", Value::F32(config.rope_base));
-        gguf.set("llama.attention.layer_norm_rms_epsilon", Value::F32(config.rms_epsilon));
+        gguf.set(
+            "llama.attention.layer_norm_rms_epsilon",
+            Value::F32(config.rms_epsilon),
+        );
         gguf.set("llama.vocab_size", count(config.vocabulary));
         gguf.set("llama.rope.dimension_count", count(config.head_dim));
         gguf.set_vocabulary(config.vocabulary);
         for id in TensorId::all(&config) {
-            let dtype = if matches!(id, TensorId::Linear(..)) { GgmlDType::Q4_1 } else { GgmlDType::F32 };
+            let dtype = if matches!(id, TensorId::Linear(..)) {
+                GgmlDType::Q4_1
+            } else {
+                GgmlDType::F32
+            };
             match id.shape(&config).unwrap() {
                 [1, columns] => gguf.add_tensor(&id.to_string(), &[columns], dtype),
                 shape => gguf.add_tensor(&id.to_string(), &shape, dtype),
@@ -102,10 +117,13 @@ impl Gguf {
 
     fn set_vocabulary(&mut self, size: usize) {
         let merges = ["h i", "t h", "th e", "Ġ the"];
-        let mut tokens: Vec<String> = ["<|end|>", "<|im_start|>", "<|im_end|>"].map(Into::into).to_vec();
+        let mut tokens: Vec<String> = ["<|end|>", "<|im_start|>", "<|im_end|>"]
+            .map(Into::into)
+            .to_vec();
         let specials = tokens.len();
-        let mut alphabet: Vec<char> =
-            tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
+        let mut alphabet: Vec<char> = tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet()
+            .into_iter()
+            .collect();
         alphabet.sort_unstable();
         tokens.extend(alphabet.iter().map(ToString::to_string));
         tokens.extend(merges.iter().map(|merge| merge.replace(' ', "")));
@@ -113,12 +131,23 @@ impl Gguf {
         let kind = |id: usize| Value::I32(if id < specials { 3 } else { 1 });
         self.set("tokenizer.ggml.model", Value::String("gpt2".into()));
         self.set("tokenizer.ggml.pre", Value::String("smollm".into()));
-        self.set("tokenizer.ggml.token_type", Value::Array((0..tokens.len()).map(kind).collect()));
-        self.set("tokenizer.ggml.tokens", Value::Array(tokens.into_iter().map(Value::String).collect()));
-        self.set("tokenizer.ggml.merges", Value::Array(merges.map(|merge| Value::String(merge.into())).to_vec()));
+        self.set(
+            "tokenizer.ggml.token_type",
+            Value::Array((0..tokens.len()).map(kind).collect()),
+        );
+        self.set(
+            "tokenizer.ggml.tokens",
+            Value::Array(tokens.into_iter().map(Value::String).collect()),
+        );
+        self.set(
+            "tokenizer.ggml.merges",
+            Value::Array(merges.map(|merge| Value::String(merge.into())).to_vec()),
+        );
         self.set("tokenizer.ggml.bos_token_id", Value::U32(1));
         self.set("tokenizer.ggml.eos_token_id", Value::U32(2));
-        let template = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}\
+        let template = "{% for m in messages %}\
+                        {{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}\
+                        {% endfor %}\
                         {% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}";
         self.set("tokenizer.chat_template", Value::String(template.into()));
     }
@@ -135,9 +164,12 @@ impl Gguf {
     pub(crate) fn add_tensor(&mut self, name: &str, shape: &[usize], dtype: GgmlDType) {
         self.drop_tensor(name);
         let size = shape.iter().product::<usize>();
-        let values: Vec<f32> = (0..size).map(|i| ((i * 37 + name.len()) % 101) as f32 / 50.0 - 1.0).collect();
+        let values: Vec<f32> = (0..size)
+            .map(|i| ((i * 37 + name.len()) % 101) as f32 / 50.0 - 1.0)
+            .collect();
         let tensor = Tensor::from_vec(values, shape, &Device::Cpu).unwrap();
-        self.tensors.push((name.to_owned(), QTensor::quantize(&tensor, dtype).unwrap()));
+        self.tensors
+            .push((name.to_owned(), QTensor::quantize(&tensor, dtype).unwrap()));
     }
 
     pub(crate) fn drop_tensor(&mut self, name: &str) {
@@ -146,8 +178,16 @@ impl Gguf {
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut file = Cursor::new(Vec::new());
-        let fields: Vec<_> = self.fields.iter().map(|(name, value)| (name.as_str(), value)).collect();
-        let tensors: Vec<_> = self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        let fields: Vec<_> = self
+            .fields
+            .iter()
+            .map(|(name, value)| (name.as_str(), value))
+            .collect();
+        let tensors: Vec<_> = self
+            .tensors
+            .iter()
+            .map(|(name, tensor)| (name.as_str(), tensor))
+            .collect();
         gguf_file::write(&mut file, &fields, &tensors).unwrap();
         file.into_inner()
     }

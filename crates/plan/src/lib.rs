@@ -1,1 +1,74 @@
-//! Placeholder.
+//! Pure decisions of Brigade: chunking, ring schedules, the choice of an algorithm or overlap mode.
+//!
+//! [`plan`] is a function of the signed call and of voted state, and of nothing else: no clock, no environment, no
+//! device. Two ranks that pass the same call, and voted on the same [`Topology`] and [`Table`], get the same plan; only
+//! the order in which a rank walks the chunks follows from its number.
+//!
+//! - [`rows`]: ragged chunks and the pieces of a chunk.
+//! - [`ring`]: who multiplies, sends and receives which chunk when.
+//! - [`moved`]: the bytes that each schedule makes a rank move, for traffic counters and tests.
+
+mod all_gather;
+mod all_reduce;
+mod all_to_all;
+mod broadcast;
+mod gather_linear;
+mod linear_reduce_scatter;
+pub mod moved;
+mod overlap;
+pub mod reason;
+mod reduce_scatter;
+pub mod ring;
+pub mod rows;
+mod scratch;
+mod table;
+mod topology;
+
+pub use overlap::MAX_PIECES;
+pub use table::Table;
+pub use topology::{Engines, Topology};
+
+use brigade_device::{Call, Plan, Reason};
+
+/// Decides how `call` is carried out, or says why it cannot be.
+///
+/// # Errors
+/// A [`Reason`] with one of the codes of [`reason`]. Where nothing was forced, an overlap that cannot be or does not pay
+/// is no error: the plan is off, and says why.
+pub fn plan(call: &Call, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
+    match call {
+        Call::GatherLinear(c) => gather_linear::plan(c, topology, table),
+        Call::LinearReduceScatter(c) => linear_reduce_scatter::plan(c, topology, table),
+        Call::AllReduce {
+            elements,
+            dtype,
+            output,
+            choice,
+            ..
+        } => all_reduce::plan(*elements, (*dtype, *output), *choice, topology, table),
+        Call::AllGather {
+            rows,
+            row_len,
+            dtype,
+        } => all_gather::plan(rows, *row_len, *dtype, topology),
+        Call::ReduceScatter {
+            rows,
+            dtype,
+            output,
+            ..
+        } => reduce_scatter::plan(rows, (*dtype, *output), topology),
+        Call::Broadcast {
+            elements,
+            dtype,
+            root,
+        } => broadcast::plan(*elements, *dtype, *root, topology),
+        Call::AllToAll { dtype, .. } => all_to_all::plan(*dtype, topology),
+        Call::Barrier | Call::Register { .. } | Call::Deregister { .. } | Call::Close => {
+            Ok(Plan::Copy {
+                piece_elements: 0,
+                pieces: 0,
+            })
+        }
+        other => Err(reason::unknown(other.operation())),
+    }
+}

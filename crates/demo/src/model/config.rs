@@ -27,8 +27,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads the fields that GGUF defines for `general.architecture = llama`, and refuses what the demo does not compute:
-    /// scaled or partial rotary positions, and other architectures.
+    /// Reads the fields that GGUF defines for `general.architecture = llama`, and refuses what the
+    /// demo does not compute: scaled or partial rotary positions, and other architectures.
     ///
     /// # Errors
     /// [`Error::MissingField`] or [`Error::Field`], naming the field.
@@ -48,13 +48,6 @@ impl Config {
         let key_dim = metadata.optional_count("llama.attention.key_length")?;
         let value_dim = metadata.optional_count("llama.attention.value_length")?;
         let head_dim = key_dim.or_else(|| hidden.checked_div(heads)).unwrap_or(0);
-        for (field, dim) in
-            [("llama.rope.dimension_count", rope_dim), ("llama.attention.value_length", value_dim)]
-        {
-            if let Some(dim) = dim.filter(|&dim| dim != head_dim) {
-                return Err(Error::field(field, dim, format!("the heads' width, {head_dim}")));
-            }
-        }
         let vocabulary = match metadata.optional_count("llama.vocab_size")? {
             Some(vocabulary) => vocabulary,
             None => metadata.texts("tokenizer.ggml.tokens")?.len(),
@@ -63,7 +56,9 @@ impl Config {
             layers: metadata.count("llama.block_count")?,
             hidden,
             heads,
-            kv_heads: metadata.optional_count("llama.attention.head_count_kv")?.unwrap_or(heads),
+            kv_heads: metadata
+                .optional_count("llama.attention.head_count_kv")?
+                .unwrap_or(heads),
             head_dim,
             feed_forward: metadata.count("llama.feed_forward_length")?,
             vocabulary,
@@ -72,10 +67,23 @@ impl Config {
             context: metadata.count("llama.context_length")?,
         };
         config.check()?;
+        for (field, dim) in [
+            ("llama.rope.dimension_count", rope_dim),
+            ("llama.attention.value_length", value_dim),
+        ] {
+            if let Some(dim) = dim.filter(|&dim| dim != head_dim) {
+                return Err(Error::field(
+                    field,
+                    dim,
+                    format!("the heads' width, {head_dim}"),
+                ));
+            }
+        }
         Ok(config)
     }
 
-    /// Checks that the dimensions fit each other and are of a size that sums of them cannot overflow.
+    /// Checks that the dimensions fit each other and are of a size that sums of them cannot
+    /// overflow.
     ///
     /// # Errors
     /// [`Error::Field`], naming the field.
@@ -95,16 +103,32 @@ impl Config {
             }
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
-            return Err(Error::field("kv_heads", self.kv_heads, format!("a divisor of the {} heads", self.heads)));
+            return Err(Error::field(
+                "kv_heads",
+                self.kv_heads,
+                format!("a divisor of the {} heads", self.heads),
+            ));
         }
         if !self.head_dim.is_multiple_of(2) {
-            return Err(Error::field("head_dim", self.head_dim, "an even number: rotary positions turn pairs"));
+            return Err(Error::field(
+                "head_dim",
+                self.head_dim,
+                "an even number: rotary positions turn pairs",
+            ));
         }
         if !(self.rope_base.is_finite() && self.rope_base > 0.0) {
-            return Err(Error::field("rope_base", self.rope_base, "positive and finite"));
+            return Err(Error::field(
+                "rope_base",
+                self.rope_base,
+                "positive and finite",
+            ));
         }
         if !(self.rms_epsilon.is_finite() && self.rms_epsilon >= 0.0) {
-            return Err(Error::field("rms_epsilon", self.rms_epsilon, "zero or positive, and finite"));
+            return Err(Error::field(
+                "rms_epsilon",
+                self.rms_epsilon,
+                "zero or positive, and finite",
+            ));
         }
         Ok(())
     }
@@ -126,7 +150,10 @@ impl Config {
 
     /// Parameters of the whole model; the tied embedding counts once.
     pub fn parameters(&self) -> u64 {
-        let size = |id: TensorId| id.shape(self).map_or(0, |[rows, columns]| rows as u64 * columns as u64);
+        let size = |id: TensorId| {
+            id.shape(self)
+                .map_or(0, |[rows, columns]| rows as u64 * columns as u64)
+        };
         TensorId::all(self).map(size).sum()
     }
 }

@@ -17,9 +17,17 @@ impl Matrix {
     /// [`Error::Field`] when `data` has another length.
     pub fn new(rows: usize, columns: usize, data: Vec<f32>) -> Result<Self> {
         if rows.checked_mul(columns) != Some(data.len()) {
-            return Err(Error::field("matrix length", data.len(), format!("{rows} x {columns}")));
+            return Err(Error::field(
+                "matrix length",
+                data.len(),
+                format!("{rows} x {columns}"),
+            ));
         }
-        Ok(Self { rows, columns, data })
+        Ok(Self {
+            rows,
+            columns,
+            data,
+        })
     }
 
     /// The number of rows.
@@ -66,7 +74,10 @@ impl Matrix {
     /// [`Error::Field`] when the columns are not all here.
     pub fn cut_columns(&self, columns: Range<usize>) -> Result<Self> {
         check_range("columns", &columns, self.columns)?;
-        let data = (0..self.rows).flat_map(|row| &self.row(row)[columns.clone()]).copied().collect();
+        let data = (0..self.rows)
+            .flat_map(|row| &self.row(row)[columns.clone()])
+            .copied()
+            .collect();
         Self::new(self.rows, columns.len(), data)
     }
 }
@@ -76,7 +87,11 @@ pub(crate) fn check_range(what: &str, range: &Range<usize>, limit: usize) -> Res
     if range.start <= range.end && range.end <= limit {
         return Ok(());
     }
-    Err(Error::field(what, format!("{range:?}"), format!("a range within 0..{limit}")))
+    Err(Error::field(
+        what,
+        format!("{range:?}"),
+        format!("a range within 0..{limit}"),
+    ))
 }
 
 #[cfg(test)]
@@ -86,16 +101,28 @@ mod tests {
     #[test]
     fn cuts_are_copies_of_the_named_rows_and_columns() {
         let matrix = Matrix::new(3, 2, vec![0., 1., 10., 11., 20., 21.]).unwrap();
-        assert_eq!(matrix.cut_rows(1..3).unwrap(), Matrix::new(2, 2, vec![10., 11., 20., 21.]).unwrap());
-        assert_eq!(matrix.cut_columns(1..2).unwrap(), Matrix::new(3, 1, vec![1., 11., 21.]).unwrap());
+        assert_eq!(
+            matrix.cut_rows(1..3).unwrap(),
+            Matrix::new(2, 2, vec![10., 11., 20., 21.]).unwrap()
+        );
+        assert_eq!(
+            matrix.cut_columns(1..2).unwrap(),
+            Matrix::new(3, 1, vec![1., 11., 21.]).unwrap()
+        );
         assert_eq!(matrix.cut_rows(3..3).unwrap().rows(), 0);
     }
 
     #[test]
     fn what_does_not_fit_is_an_error() {
         let matrix = Matrix::new(1, 2, vec![0., 1.]).unwrap();
-        assert_eq!(matrix.cut_rows(0..2).unwrap_err().to_string(), "rows is 0..2, wanted a range within 0..1");
+        assert_eq!(
+            matrix.cut_rows(0..2).unwrap_err().to_string(),
+            "rows is 0..2, wanted a range within 0..1"
+        );
         assert!(matrix.cut_columns(1..3).is_err());
-        assert_eq!(Matrix::new(2, 2, vec![0.]).unwrap_err().to_string(), "matrix length is 1, wanted 2 x 2");
+        assert_eq!(
+            Matrix::new(2, 2, vec![0.]).unwrap_err().to_string(),
+            "matrix length is 1, wanted 2 x 2"
+        );
     }
 }

@@ -64,7 +64,9 @@ impl Metadata {
     /// # Errors
     /// [`Error::MissingField`] or [`Error::Field`].
     pub fn texts(&self, field: &str) -> Result<Vec<&str>> {
-        self.read(field, "a list of strings", |value| list(value)?.iter().map(text).collect())
+        self.read(field, "a list of strings", |value| {
+            list(value)?.iter().map(text).collect()
+        })
     }
 
     /// A list of counts.
@@ -72,16 +74,35 @@ impl Metadata {
     /// # Errors
     /// [`Error::MissingField`] or [`Error::Field`].
     pub fn counts(&self, field: &str) -> Result<Vec<usize>> {
-        self.read(field, "a list of counts", |value| list(value)?.iter().map(count).collect())
+        self.read(field, "a list of counts", |value| {
+            list(value)?.iter().map(count).collect()
+        })
     }
 
-    fn optional<'a, T>(&'a self, field: &str, read: impl Fn(&'a Self) -> Result<T>) -> Result<Option<T>> {
-        if self.fields.contains_key(field) { read(self).map(Some) } else { Ok(None) }
+    fn optional<'a, T>(
+        &'a self,
+        field: &str,
+        read: impl Fn(&'a Self) -> Result<T>,
+    ) -> Result<Option<T>> {
+        if self.fields.contains_key(field) {
+            read(self).map(Some)
+        } else {
+            Ok(None)
+        }
     }
 
-    fn read<'a, T>(&'a self, field: &str, want: &'static str, read: impl Fn(&'a Value) -> Option<T>) -> Result<T> {
-        let value = self.fields.get(field).ok_or_else(|| Error::MissingField { field: field.to_owned(), want })?;
-        read(value).ok_or_else(|| Error::field(format!("metadata field `{field}`"), describe(value), want))
+    fn read<'a, T>(
+        &'a self,
+        field: &str,
+        want: &'static str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<T> {
+        let value = self.fields.get(field).ok_or_else(|| Error::MissingField {
+            field: field.to_owned(),
+            want,
+        })?;
+        read(value)
+            .ok_or_else(|| Error::field(format!("metadata field `{field}`"), describe(value), want))
     }
 }
 
@@ -100,14 +121,23 @@ fn count(value: &Value) -> Option<usize> {
 }
 
 fn text(value: &Value) -> Option<&str> {
-    if let Value::String(text) = value { Some(text) } else { None }
+    if let Value::String(text) = value {
+        Some(text)
+    } else {
+        None
+    }
 }
 
 fn list(value: &Value) -> Option<&[Value]> {
-    if let Value::Array(list) = value { Some(list) } else { None }
+    if let Value::Array(list) = value {
+        Some(list)
+    } else {
+        None
+    }
 }
 
-/// A value for an error message: lists and strings may be as long as the file, so only what they are is said.
+/// A value for an error message: lists and strings may be as long as the file, so only what they
+/// are is said.
 fn describe(value: &Value) -> String {
     match value {
         Value::Array(list) => format!("a list of {}", list.len()),

@@ -24,8 +24,15 @@ pub enum Projection {
 
 impl Projection {
     /// All seven, in the order of a layer's forward pass.
-    pub const ALL: [Self; 7] =
-        [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate, Self::Up, Self::Down];
+    pub const ALL: [Self; 7] = [
+        Self::Query,
+        Self::Key,
+        Self::Value,
+        Self::Output,
+        Self::Gate,
+        Self::Up,
+        Self::Down,
+    ];
 
     /// The name that LoRA checkpoints and papers use: `q`, `k`, `v`, `o`, `gate`, `up`, `down`.
     pub fn name(self) -> &'static str {
@@ -71,10 +78,17 @@ impl TensorId {
     /// Every tensor of a model, in the order of the forward pass.
     pub fn all(config: &Config) -> impl Iterator<Item = Self> {
         let layer = |layer| {
-            let linears = Projection::ALL.into_iter().map(move |projection| Self::Linear(layer, projection));
-            [Self::AttentionNorm(layer), Self::FeedForwardNorm(layer)].into_iter().chain(linears)
+            let linears = Projection::ALL
+                .into_iter()
+                .map(move |projection| Self::Linear(layer, projection));
+            [Self::AttentionNorm(layer), Self::FeedForwardNorm(layer)]
+                .into_iter()
+                .chain(linears)
         };
-        [Self::Embedding].into_iter().chain((0..config.layers).flat_map(layer)).chain([Self::OutputNorm])
+        [Self::Embedding]
+            .into_iter()
+            .chain((0..config.layers).flat_map(layer))
+            .chain([Self::OutputNorm])
     }
 
     /// `[rows, columns]`; a vector is one row.
@@ -86,10 +100,16 @@ impl TensorId {
             Self::AttentionNorm(layer) | Self::FeedForwardNorm(layer) | Self::Linear(layer, _)
                 if layer >= config.layers =>
             {
-                Err(Error::field("layer", layer, format!("below {}", config.layers)))
+                Err(Error::field(
+                    "layer",
+                    layer,
+                    format!("below {}", config.layers),
+                ))
             }
             Self::Embedding => Ok([config.vocabulary, config.hidden]),
-            Self::OutputNorm | Self::AttentionNorm(_) | Self::FeedForwardNorm(_) => Ok([1, config.hidden]),
+            Self::OutputNorm | Self::AttentionNorm(_) | Self::FeedForwardNorm(_) => {
+                Ok([1, config.hidden])
+            }
             Self::Linear(_, projection) => Ok(projection.shape(config)),
         }
     }

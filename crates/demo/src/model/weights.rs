@@ -33,7 +33,9 @@ impl Weights {
         let config = source.config().clone();
         Ok(Self {
             embedding: source.tensor(TensorId::Embedding)?,
-            layers: (0..config.layers).map(|layer| LayerWeights::load(source, layer)).collect::<Result<_>>()?,
+            layers: (0..config.layers)
+                .map(|layer| LayerWeights::load(source, layer))
+                .collect::<Result<_>>()?,
             output_norm: source.tensor(TensorId::OutputNorm)?.into_data(),
             config,
         })

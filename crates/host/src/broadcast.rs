@@ -1,0 +1,63 @@
+//! Broadcast: the root lays its data out, and everybody reads it.
+
+use crate::{
+    comm::{HostComm, unexpected},
+    layout::Area,
+    memory::{poison, writing},
+    queue::HostQueue,
+};
+use brigade_device::{BroadcastParams, Call, Plan, Result, Turn};
+
+impl HostComm {
+    pub(crate) fn run_broadcast(&self, turn: &Turn, p: BroadcastParams<'_>) -> Result<Plan> {
+        p.check(self.core.group.size)?;
+        let data = p.data.as_view().retain();
+        let root = p.root;
+        let call = Call::Broadcast {
+            elements: data.shape().len(),
+            dtype: data.dtype(),
+            root,
+        };
+        let plan = self.core.plan(&call)?;
+        let Plan::Copy { piece_elements, .. } = plan else {
+            return Err(unexpected(&plan));
+        };
+        let piece = piece_elements * data.dtype().bytes();
+        let core = self.core.clone();
+        HostQueue::of(turn.stream())?.run(move || {
+            core.collective(&call, |active| {
+                writing(&data, &[], |out, _| {
+                    let is_root = active.job.rank() == root;
+                    out.chunks_mut(piece.max(1))
+                        .try_for_each(|out| {
+                            let _span =
+                                tracing::info_span!(target: "brigade::comm", "broadcast", root)
+                                    .entered();
+                            let of = active.begin(Area::Scratch)?;
+                            let job = &active.job;
+                            if is_root {
+                                // SAFETY: own half: all peers have given their credit for it, and it is announced
+                                // below.
+                                unsafe { job.bytes_mut(root, of, 0..out.len()) }
+                                    .copy_from_slice(out);
+                                job.say_filled_to_all(of, root, 0);
+                            } else {
+                                job.await_filled(of, root, 0, root)?;
+                                job.count_moved(out.len());
+                                // SAFETY: announced by the root for this use, which this rank has not ended.
+                                out.copy_from_slice(unsafe { job.bytes(root, of, 0..out.len()) });
+                            }
+                            active.end(of);
+                            Ok(())
+                        })
+                        .inspect_err(|_| {
+                            if !is_root {
+                                poison(data.dtype(), out);
+                            }
+                        })
+                })
+            })
+        })?;
+        Ok(plan)
+    }
+}

@@ -1,0 +1,160 @@
+//! The host's communicator: joining a group, and one method per operation, each in its own file.
+
+use crate::{
+    core::{Core, Parts},
+    device::HostDevice,
+    layout::Layout,
+    rendezvous,
+};
+use brigade_device::{
+    AllGatherLoraLinearParams, AllGatherParams, AllReduceParams, AllToAllParams, Bootstrap,
+    BroadcastParams, Buffer, Call, Chunk, Comm, CommConfig, Communicator, DataType, Device, Error,
+    FaultRecord, Filled, GatherLinearParts, GatheredParts, Group, LinearCall,
+    LoraLinearReduceScatterParams, OverlapMode, Plan, Reason, RecvParams, Reduced,
+    ReduceScatterParams, Result, SendParams, Traffic, Turn, fallback,
+};
+use brigade_plan::{Engines, Table, Topology};
+use std::{sync::Arc, time::Duration};
+
+/// One rank's communicator on the host.
+pub(crate) struct HostComm {
+    pub(crate) core: Arc<Core>,
+    pub(crate) device: Arc<HostDevice>,
+}
+
+/// Memory that every rank takes in [`join`].
+pub(crate) fn memory_need(config: &CommConfig, size: usize) -> Result<u64> {
+    Ok(Layout::new(config, 0, size)?.total_bytes() as u64)
+}
+
+/// A plan that does not belong to its call.
+pub(crate) fn unexpected(plan: &Plan) -> Error {
+    Error::invalid("plan", format!("{plan:?}"), "a plan for this operation")
+}
+
+/// Joins the group: every rank makes its segment, finds everybody's, and all agree that all did.
+pub(crate) fn join(
+    device: Arc<HostDevice>,
+    boot: &dyn Bootstrap,
+    config: &CommConfig,
+) -> Result<Comm> {
+    let (rank, size) = (boot.rank(), boot.size());
+    if rank >= size {
+        return Err(Error::invalid("rank", rank, format!("a rank below {size}")));
+    }
+    let layout = Layout::new(config, rank, size)?;
+    let table = Table::host();
+    let segments = rendezvous::exchange(boot, config, &table, &layout)?;
+    let group = Group {
+        mode: config.mode,
+        rank,
+        size,
+    };
+    let core = Core::new(Parts {
+        group,
+        topology: Topology {
+            group,
+            config: config.clone(),
+            engines: Engines::host(),
+        },
+        config: config.clone(),
+        table,
+        layout,
+        segments,
+    })?;
+    Ok(Comm::new(Arc::new(HostComm { core, device })))
+}
+
+impl Communicator for HostComm {
+    fn group(&self) -> &Group {
+        &self.core.group
+    }
+    fn device(&self) -> &dyn Device {
+        &*self.device
+    }
+    fn plan(&self, call: &Call) -> Result<Plan, Reason> {
+        self.core.plan(call)
+    }
+    fn fault(&self) -> Option<FaultRecord> {
+        self.core.fault()
+    }
+    fn abort(&self) {
+        self.core.abort();
+    }
+    fn reset(&self, within: Duration) -> Result<()> {
+        self.core.reset(within)
+    }
+    fn close(&self, within: Duration) -> Result<()> {
+        self.core.close(within)
+    }
+    fn traffic(&self) -> Traffic {
+        self.core.traffic()
+    }
+    fn barrier(&self, turn: &mut Turn) -> Result<()> {
+        self.run_barrier(turn)
+    }
+    fn all_reduce(&self, turn: &mut Turn, p: AllReduceParams<'_>) -> Result<Plan> {
+        self.run_all_reduce(turn, p)
+    }
+    fn all_gather(&self, turn: &mut Turn, p: AllGatherParams<'_>) -> Result<Plan> {
+        self.run_all_gather(turn, p)
+    }
+    fn reduce_scatter(&self, turn: &mut Turn, p: ReduceScatterParams<'_>) -> Result<Plan> {
+        self.run_reduce_scatter(turn, p)
+    }
+    fn broadcast(&self, turn: &mut Turn, p: BroadcastParams<'_>) -> Result<Plan> {
+        self.run_broadcast(turn, p)
+    }
+    fn all_to_all(&self, turn: &mut Turn, p: AllToAllParams<'_>) -> Result<Plan> {
+        self.run_all_to_all(turn, p)
+    }
+    fn send(&self, turn: &mut Turn, p: SendParams<'_>) -> Result<()> {
+        self.run_send(turn, p)
+    }
+    fn recv(&self, turn: &mut Turn, p: RecvParams<'_>) -> Result<()> {
+        self.run_recv(turn, p)
+    }
+    fn own_chunk(
+        &self,
+        turn: &mut Turn,
+        rows_per_rank: &[usize],
+        columns: usize,
+        dtype: DataType,
+    ) -> Result<(Buffer, Filled)> {
+        self.run_own_chunk(turn, rows_per_rank, columns, dtype)
+    }
+    fn gather_chunk(
+        &self,
+        turn: &mut Turn,
+        call: &LinearCall,
+        chunk: Chunk<'_>,
+    ) -> Result<GatheredParts> {
+        self.run_gather_chunk(turn, call, chunk)
+    }
+    fn all_gather_lora_linear(
+        &self,
+        turn: &mut Turn,
+        p: AllGatherLoraLinearParams<'_>,
+    ) -> Result<GatherLinearParts> {
+        let call = Call::GatherLinear(p.check(self.group())?);
+        match self.core.plan(&call)? {
+            Plan::GatherLinear(plan) if plan.mode != OverlapMode::Off => {
+                self.run_gather_linear(turn, p, call, plan)
+            }
+            _ => fallback::all_gather_lora_linear(self, turn, p),
+        }
+    }
+    fn lora_linear_reduce_scatter(
+        &self,
+        turn: &mut Turn,
+        p: LoraLinearReduceScatterParams<'_>,
+    ) -> Result<Reduced> {
+        let call = Call::LinearReduceScatter(p.check(self.group())?);
+        match self.core.plan(&call)? {
+            Plan::LinearReduceScatter(plan) if plan.mode != OverlapMode::Off => {
+                self.run_linear_reduce_scatter(turn, p, call, plan)
+            }
+            _ => fallback::lora_linear_reduce_scatter(self, turn, p),
+        }
+    }
+}

@@ -1,0 +1,406 @@
+//! The host as a device: allocation, copies, streams and products.
+
+use crate::{
+    comm,
+    element,
+    gemm::{Matrix, Scratch, Workers},
+    linear::{OwnedLinear, finish},
+    memory::{Heap, reading, writing},
+    queue::{self, HostQueue},
+};
+use brigade_device::{
+    Activation, Allocate, Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceInfo, Error,
+    GemmParams, GemmShape, Linear, LoraLinearParams, MemoryStatus, MemoryType, Operand, Output,
+    QBuffer, QScheme, Queues, Reason, Replay, Result, Shape, Stream, View, ViewMut,
+};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+/// How a host device is set up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostConfig {
+    /// Threads that a product may use: the calling one, or a pool of the device's own.
+    pub threads: usize,
+    /// Number of the device, for reports.
+    pub ordinal: u32,
+}
+
+impl Default for HostConfig {
+    fn default() -> Self {
+        Self {
+            threads: 1,
+            ordinal: 0,
+        }
+    }
+}
+
+/// The CPU as one rank's accelerator.
+///
+/// A rank is a thread: its calls run at once, on the thread that makes them, and overlap comes from the communicator's
+/// own communication thread.
+pub struct HostDevice {
+    info: DeviceInfo,
+    held: Arc<AtomicU64>,
+    pub(crate) engine: Arc<Engine>,
+}
+
+/// What multiplies: shared with captured work.
+pub(crate) struct Engine {
+    pub(crate) workers: Workers,
+    pub(crate) scratch: Scratch,
+}
+
+impl HostDevice {
+    /// A device with one thread.
+    ///
+    /// # Errors
+    /// As [`with`](Self::with).
+    pub fn new() -> Result<Arc<Self>> {
+        Self::with(&HostConfig::default())
+    }
+
+    /// A device as configured.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for 0 threads; [`Error::Backend`] if threads cannot be started.
+    pub fn with(config: &HostConfig) -> Result<Arc<Self>> {
+        if config.threads == 0 {
+            return Err(Error::invalid("threads", 0, "at least 1"));
+        }
+        let workers = Workers::new(config.threads).map_err(|e| Error::Backend {
+            call: "start worker threads",
+            code: i64::try_from(config.threads).unwrap_or(i64::MAX),
+            source: Some(Arc::new(e)),
+        })?;
+        Ok(Arc::new(Self {
+            info: DeviceInfo {
+                name: "host".into(),
+                ordinal: config.ordinal,
+                sms: u16::try_from(config.threads).unwrap_or(u16::MAX),
+                memory_bytes: total_memory_bytes(),
+            },
+            held: Arc::default(),
+            engine: Arc::new(Engine {
+                workers,
+                scratch: Scratch::default(),
+            }),
+        }))
+    }
+
+    /// The caller's buffer, or a new one.
+    pub(crate) fn place(&self, output: Output<'_>, shape: &[usize]) -> Result<(Buffer, bool)> {
+        output.check(shape)?;
+        match output {
+            Output::Into(v) => Ok((v.as_view().retain(), false)),
+            Output::Allocate(dtype) => Ok((self.heap(dtype, shape)?, true)),
+        }
+    }
+
+    pub(crate) fn heap(&self, dtype: DataType, shape: &[usize]) -> Result<Buffer> {
+        let shape = Shape::new(shape)?;
+        let heap = Heap::new(shape.len() * dtype.bytes(), &self.held)?;
+        Buffer::new(Arc::new(heap), dtype, shape)
+    }
+}
+
+/// All memory of this machine, or 0 where it cannot be known.
+fn total_memory_bytes() -> u64 {
+    meminfo("MemTotal:")
+}
+
+fn meminfo(key: &str) -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    text.lines()
+        .find_map(|l| l.strip_prefix(key))
+        .and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok())
+        .map_or(0, |kib| kib * 1024)
+}
+
+fn same_shape(to: View<'_>, from: View<'_>) -> Result<()> {
+    if to.shape() == from.shape() {
+        Ok(())
+    } else {
+        Err(Error::invalid("from.shape", from.shape(), to.shape()))
+    }
+}
+
+fn same_type(to: View<'_>, from: View<'_>) -> Result<()> {
+    if to.dtype() == from.dtype() {
+        Ok(())
+    } else {
+        Err(Error::invalid("from.dtype", from.dtype(), to.dtype()))
+    }
+}
+
+impl Allocate for HostDevice {
+    fn allocate(
+        &self,
+        on: &Stream,
+        _memory: MemoryType,
+        dtype: DataType,
+        shape: &[usize],
+    ) -> Result<Buffer> {
+        HostQueue::of(on)?;
+        self.heap(dtype, shape)
+    }
+
+    fn copy(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()> {
+        same_shape(to.as_view(), from)?;
+        same_type(to.as_view(), from)?;
+        let (to, from) = (to.as_view().retain(), from.retain());
+        HostQueue::of(on)?.run(move || {
+            writing(&to, &[&from], |to, from| {
+                to.copy_from_slice(from[0]);
+                Ok(())
+            })
+        })
+    }
+
+    fn write(&self, on: &Stream, to: ViewMut<'_>, bytes: &[u8]) -> Result<()> {
+        let to = to.as_view().retain();
+        check_bytes(&to, bytes.len())?;
+        let queue = HostQueue::of(on)?;
+        queue.refuse_capture("a write from the caller's memory")?;
+        writing(&to, &[], |to, _| {
+            to.copy_from_slice(bytes);
+            Ok(())
+        })
+    }
+
+    fn read(&self, on: &Stream, from: View<'_>, bytes: &mut [u8]) -> Result<()> {
+        let from = from.retain();
+        check_bytes(&from, bytes.len())?;
+        let queue = HostQueue::of(on)?;
+        queue.refuse_capture("a read into the caller's memory")?;
+        reading(&[&from], |from| {
+            bytes.copy_from_slice(from[0]);
+            Ok(())
+        })
+    }
+
+    fn fill(&self, on: &Stream, to: ViewMut<'_>, byte: u8) -> Result<()> {
+        let to = to.as_view().retain();
+        HostQueue::of(on)?.run(move || {
+            writing(&to, &[], |to, _| {
+                to.fill(byte);
+                Ok(())
+            })
+        })
+    }
+
+    fn convert(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()> {
+        same_shape(to.as_view(), from)?;
+        element::check_conversion(from.dtype(), to.dtype())?;
+        let (to, from) = (to.as_view().retain(), from.retain());
+        HostQueue::of(on)?.run(move || {
+            writing(&to, &[&from], |bytes, inputs| {
+                element::convert(from.dtype(), inputs[0], to.dtype(), bytes)
+            })
+        })
+    }
+
+    fn transpose(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()> {
+        same_type(to.as_view(), from)?;
+        let (rows, columns) = match (from.shape().dims(), to.shape().dims()) {
+            (&[r, c], &[c2, r2]) if (r, c) == (r2, c2) => (r, c),
+            _ => {
+                return Err(Error::invalid(
+                    "to.shape",
+                    to.shape(),
+                    format!("the transpose of {}", from.shape()),
+                ));
+            }
+        };
+        let (to, from) = (to.as_view().retain(), from.retain());
+        HostQueue::of(on)?.run(move || {
+            writing(&to, &[&from], |out, inputs| {
+                let size = from.dtype().bytes();
+                for i in 0..rows {
+                    for j in 0..columns {
+                        let source = &inputs[0][(i * columns + j) * size..][..size];
+                        out[(j * rows + i) * size..][..size].copy_from_slice(source);
+                    }
+                }
+                Ok(())
+            })
+        })
+    }
+
+    fn memory_status(&self) -> Result<MemoryStatus> {
+        Ok(MemoryStatus {
+            total_bytes: self.info.memory_bytes,
+            free_bytes: meminfo("MemAvailable:"),
+            held_bytes: self.held.load(Ordering::Relaxed),
+        })
+    }
+}
+
+fn check_bytes(buffer: &Buffer, bytes: usize) -> Result<()> {
+    if buffer.bytes() == bytes {
+        Ok(())
+    } else {
+        Err(Error::invalid(
+            "bytes",
+            bytes,
+            format!("{} for {} of {}", buffer.bytes(), buffer.shape(), buffer.dtype()),
+        ))
+    }
+}
+
+impl Queues for HostDevice {
+    fn stream(&self, _priority: i8) -> Result<Stream> {
+        Ok(Stream::new(Arc::new(HostQueue::default())))
+    }
+
+    fn capture(
+        &self,
+        on: &Stream,
+        work: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Box<dyn Replay>> {
+        queue::capture(on, work)
+    }
+}
+
+/// One product of a batch: its activations, its layer, and where its result lies.
+struct Product {
+    x: Buffer,
+    transpose_x: bool,
+    linear: OwnedLinear,
+    d: Buffer,
+}
+
+impl Product {
+    fn run(&self, engine: &Engine) -> Result<()> {
+        let mut inputs = self.linear.buffers();
+        inputs.insert(0, &self.x);
+        writing(&self.d, &inputs, |out, bytes| {
+            let Engine { workers, scratch } = engine;
+            let dims = [self.x.shape().rows(), self.x.shape().columns()];
+            let x = Matrix::new(self.x.dtype(), bytes[0], dims, self.transpose_x, scratch);
+            let linear = self.linear.bind(&bytes[1..], scratch);
+            linear.multiply(workers, &x, 0..x.rows(), self.d.dtype(), out);
+            Ok(())
+        })
+    }
+}
+
+impl HostDevice {
+    fn products(
+        p: &LoraLinearParams<'_>,
+        shape: &GemmShape,
+        d: &Buffer,
+    ) -> Result<Vec<Product>> {
+        let gemm = &p.gemm;
+        let x = gemm.a.plain("a")?;
+        let product = |gemm: &GemmParams<'_>, x: View<'_>, d: Buffer| {
+            Ok(Product {
+                x: x.retain(),
+                transpose_x: gemm.transpose_a,
+                linear: OwnedLinear::new(gemm, p.runs)?,
+                d,
+            })
+        };
+        if shape.d.dims().len() == 2 {
+            return Ok(vec![product(gemm, x, d.clone())?]);
+        }
+        let b = gemm.b.plain("b")?;
+        (0..shape.batch)
+            .map(|i| {
+                let c = match gemm.c {
+                    Some(c) if c.shape().dims().len() == 3 => Some(c.index(i)?),
+                    c => c,
+                };
+                let one = GemmParams {
+                    a: Operand::Plain(x.index(i)?),
+                    b: Operand::Plain(b.index(i)?),
+                    c,
+                    ..*gemm
+                };
+                product(&one, x.index(i)?, d.index(i)?)
+            })
+            .collect()
+    }
+}
+
+impl Linear for HostDevice {
+    fn gemm(&self, on: &Stream, p: &GemmParams<'_>, output: Output<'_>) -> Result<Option<Buffer>> {
+        self.lora_linear(on, &LoraLinearParams { gemm: *p, runs: &[] }, output)
+    }
+
+    fn quantize(&self, _on: &Stream, _a: View<'_>, scheme: QScheme) -> Result<QBuffer> {
+        Err(Reason::new(
+            "quantize",
+            format!("the host device does not produce {scheme:?}"),
+            "build a QBuffer from a kernel and scales of your own",
+        )
+        .into())
+    }
+
+    fn bias_activation(
+        &self,
+        on: &Stream,
+        from: View<'_>,
+        bias: Option<View<'_>>,
+        activation: Activation,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        let shape = from.shape();
+        let n = shape.columns();
+        let rows = shape.len().checked_div(n).unwrap_or(0);
+        if let Some(c) = bias
+            && c.shape().len() != n
+            && c.shape().len() != shape.len()
+        {
+            return Err(Error::invalid("bias.shape", c.shape(), format!("{shape} or [{n}]")));
+        }
+        let (d, new) = self.place(output, shape.dims())?;
+        let (out, from, bias) = (d.clone(), from.retain(), bias.map(|c| c.retain()));
+        let engine = Arc::clone(&self.engine);
+        HostQueue::of(on)?.run(move || {
+            let inputs: Vec<&Buffer> = std::iter::once(&from).chain(&bias).collect();
+            writing(&out, &inputs, |bytes, inputs| {
+                let scratch = &engine.scratch;
+                let bias = bias.as_ref().map(|c| {
+                    let rows = c.shape().len().checked_div(n).unwrap_or(0);
+                    Matrix::new(c.dtype(), inputs[1], [rows, n], false, scratch)
+                });
+                let mut values = scratch.take(rows * n);
+                element::load(from.dtype(), inputs[0], &mut values);
+                finish(bias.as_ref(), 1.0, activation, 0..rows, n, &mut values);
+                element::store(out.dtype(), &values, bytes);
+                Ok(())
+            })
+        })?;
+        Ok(new.then_some(d))
+    }
+
+    fn lora_linear(
+        &self,
+        on: &Stream,
+        p: &LoraLinearParams<'_>,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        let shape = p.check()?;
+        let (d, new) = self.place(output, shape.d.dims())?;
+        let products = Self::products(p, &shape, &d)?;
+        let engine = Arc::clone(&self.engine);
+        HostQueue::of(on)?.run(move || products.iter().try_for_each(|p| p.run(&engine)))?;
+        Ok(new.then_some(d))
+    }
+}
+
+impl Device for HostDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn memory_need(&self, config: &CommConfig, size: usize) -> Result<u64> {
+        comm::memory_need(config, size)
+    }
+
+    fn join(self: Arc<Self>, boot: &dyn Bootstrap, config: &CommConfig) -> Result<Comm> {
+        comm::join(self, boot, config)
+    }
+}

@@ -1,0 +1,220 @@
+//! Elements as numbers: conversions, and reductions over ranks.
+
+use brigade_device::{DataType, Element, Error, Reason, ReduceOp, Result};
+use half::{bf16, f16, slice::HalfFloatSliceExt};
+
+/// Reads floats as f32.
+pub(crate) fn load(dtype: DataType, from: &[u8], to: &mut [f32]) {
+    match dtype {
+        DataType::F16 => bytemuck::cast_slice::<_, f16>(from).convert_to_f32_slice(to),
+        DataType::BF16 => bytemuck::cast_slice::<_, bf16>(from).convert_to_f32_slice(to),
+        _ => to.copy_from_slice(bytemuck::cast_slice(from)),
+    }
+}
+
+/// Writes f32 as floats, rounded to nearest, ties to even.
+pub(crate) fn store(dtype: DataType, from: &[f32], to: &mut [u8]) {
+    match dtype {
+        DataType::F16 => bytemuck::cast_slice_mut::<_, f16>(to).convert_from_f32_slice(from),
+        DataType::BF16 => bytemuck::cast_slice_mut::<_, bf16>(to).convert_from_f32_slice(from),
+        _ => to.copy_from_slice(bytemuck::cast_slice(from)),
+    }
+}
+
+/// Elements that are reduced at a time: small enough for the first cache.
+const BLOCK: usize = 1024;
+
+/// Combines inputs, which are in rank order, in f32, with one rounding at the end. A NaN becomes the canonical one.
+pub(crate) fn reduce(
+    op: ReduceOp,
+    dtype: DataType,
+    inputs: &[&[u8]],
+    output: DataType,
+    out: &mut [u8],
+) {
+    let (mut sum, mut next) = ([0f32; BLOCK], [0f32; BLOCK]);
+    let (in_bytes, out_bytes) = (dtype.bytes(), output.bytes());
+    for (i, out) in out.chunks_mut(BLOCK * out_bytes).enumerate() {
+        let n = out.len() / out_bytes;
+        let block = i * BLOCK * in_bytes..(i * BLOCK + n) * in_bytes;
+        let (sum, next) = (&mut sum[..n], &mut next[..n]);
+        for (rank, input) in inputs.iter().enumerate() {
+            if rank == 0 {
+                load(dtype, &input[block.clone()], sum);
+            } else {
+                load(dtype, &input[block.clone()], next);
+                combine(op, sum, next);
+            }
+        }
+        let divisor = inputs.len() as f32;
+        for s in &mut *sum {
+            if op == ReduceOp::Avg {
+                *s /= divisor;
+            }
+            if s.is_nan() {
+                *s = f32::from_bits(DataType::F32.poison() as u32);
+            }
+        }
+        store(output, sum, out);
+    }
+}
+
+fn combine(op: ReduceOp, sum: &mut [f32], next: &[f32]) {
+    let with = |f: fn(f32, f32) -> f32, sum: &mut [f32]| {
+        for (s, &x) in sum.iter_mut().zip(next) {
+            *s = f(*s, x);
+        }
+    };
+    match op {
+        ReduceOp::Sum | ReduceOp::Avg => with(|a, b| a + b, sum),
+        ReduceOp::Prod => with(|a, b| a * b, sum),
+        // total_cmp puts -0 below +0; NaNs win, whatever their sign.
+        ReduceOp::Max => with(|a, b| pick(a, b, a.total_cmp(&b).is_ge()), sum),
+        ReduceOp::Min => with(|a, b| pick(a, b, a.total_cmp(&b).is_le()), sum),
+    }
+}
+
+fn pick(a: f32, b: f32, first: bool) -> f32 {
+    if a.is_nan() || !b.is_nan() && first {
+        a
+    } else {
+        b
+    }
+}
+
+/// An element as a number.
+trait Number: Element {
+    const INTEGER: bool;
+    fn to_f64(self) -> f64;
+    fn from_f64(x: f64) -> Self;
+    fn to_i128(self) -> i128;
+    fn from_i128(x: i128) -> Self;
+}
+
+macro_rules! integers {
+    ($($t:ty),*) => { $(impl Number for $t {
+        const INTEGER: bool = true;
+        fn to_f64(self) -> f64 { self as f64 }
+        fn from_f64(x: f64) -> Self { x as Self }
+        fn to_i128(self) -> i128 { i128::from(self) }
+        fn from_i128(x: i128) -> Self { x.clamp(i128::from(Self::MIN), i128::from(Self::MAX)) as Self }
+    })* };
+}
+integers!(u8, i8, u16, i16, u32, i32, u64, i64);
+
+macro_rules! floats {
+    ($($t:ty: $to:expr, $from:expr;)*) => { $(impl Number for $t {
+        const INTEGER: bool = false;
+        fn to_f64(self) -> f64 { $to(self) }
+        fn from_f64(x: f64) -> Self { $from(x) }
+        fn to_i128(self) -> i128 { $to(self) as i128 }
+        fn from_i128(x: i128) -> Self { $from(x as f64) }
+    })* };
+}
+floats! {
+    f16: f16::to_f64, f16::from_f64;
+    bf16: bf16::to_f64, bf16::from_f64;
+    f32: f64::from, |x| x as f32;
+    f64: |x| x, |x| x;
+}
+
+fn cast<A: Number, B: Number>(from: &[u8], to: &mut [u8]) {
+    let pairs = bytemuck::cast_slice::<_, A>(from)
+        .iter()
+        .zip(bytemuck::cast_slice_mut::<_, B>(to));
+    for (&a, b) in pairs {
+        *b = if A::INTEGER && B::INTEGER {
+            B::from_i128(a.to_i128())
+        } else {
+            B::from_f64(a.to_f64())
+        };
+    }
+}
+
+macro_rules! dispatch {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            DataType::U8 => { type $t = u8; $body }
+            DataType::I8 => { type $t = i8; $body }
+            DataType::U16 => { type $t = u16; $body }
+            DataType::I16 => { type $t = i16; $body }
+            DataType::U32 => { type $t = u32; $body }
+            DataType::I32 => { type $t = i32; $body }
+            DataType::U64 => { type $t = u64; $body }
+            DataType::I64 => { type $t = i64; $body }
+            DataType::F16 => { type $t = f16; $body }
+            DataType::BF16 => { type $t = bf16; $body }
+            DataType::F32 => { type $t = f32; $body }
+            DataType::F64 => { type $t = f64; $body }
+            other => return Err(not_convertible(other)),
+        }
+    };
+}
+
+fn not_convertible(dtype: DataType) -> Error {
+    Reason::new(
+        "conversion",
+        format!("the host device does not convert {dtype}"),
+        "use an integer or f16, bf16, f32, f64",
+    )
+    .into()
+}
+
+/// Checks that both types can be converted.
+pub(crate) fn check_conversion(from: DataType, to: DataType) -> Result<()> {
+    convert(from, &[], to, &mut [])
+}
+
+/// Converts elements.
+pub(crate) fn convert(from_type: DataType, from: &[u8], to_type: DataType, to: &mut [u8]) -> Result<()> {
+    use DataType::{BF16, F16, F32};
+    match (from_type, to_type) {
+        (F16 | BF16, F32) => load(from_type, from, bytemuck::cast_slice_mut(to)),
+        (F32, F16 | BF16) => store(to_type, bytemuck::cast_slice(from), to),
+        (a, b) if a == b => to.copy_from_slice(from),
+        _ => dispatch!(from_type, A => dispatch!(to_type, B => cast::<A, B>(from, to))),
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reduced(op: ReduceOp, inputs: &[f32]) -> f32 {
+        let bytes: Vec<[u8; 4]> = inputs.iter().map(|x| x.to_ne_bytes()).collect();
+        let slices: Vec<&[u8]> = bytes.iter().map(|b| &b[..]).collect();
+        let mut out = [0f32];
+        reduce(op, DataType::F32, &slices, DataType::F32, bytemuck::cast_slice_mut(&mut out));
+        out[0]
+    }
+
+    #[test]
+    fn signed_zeros_and_nans_have_one_answer() {
+        let bits = |op, inputs: &[f32]| reduced(op, inputs).to_bits();
+        assert_eq!(bits(ReduceOp::Max, &[-0.0, 0.0]), 0.0f32.to_bits());
+        assert_eq!(bits(ReduceOp::Max, &[0.0, -0.0]), 0.0f32.to_bits());
+        assert_eq!(bits(ReduceOp::Min, &[0.0, -0.0]), (-0.0f32).to_bits());
+        assert_eq!(bits(ReduceOp::Sum, &[-0.0, -0.0]), (-0.0f32).to_bits());
+        for nan in [f32::from_bits(0x7FFF_1234), f32::from_bits(0xFFC0_0001)] {
+            for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min, ReduceOp::Avg, ReduceOp::Prod] {
+                assert_eq!(bits(op, &[1.0, nan]), 0x7FC0_0000, "{op:?}");
+                assert_eq!(bits(op, &[nan, 1.0]), 0x7FC0_0000, "{op:?}");
+            }
+        }
+        assert_eq!(reduced(ReduceOp::Avg, &[1.0, 2.0, 4.0]), 7.0 / 3.0);
+        assert_eq!(reduced(ReduceOp::Prod, &[3.0, -2.0, 4.0]), -24.0);
+    }
+
+    #[test]
+    fn conversions_saturate_and_round_to_even() {
+        let mut out = [0u8; 3];
+        convert(DataType::F32, bytemuck::cast_slice(&[-3.7f32, 300.0, 7.9]), DataType::U8, &mut out).unwrap();
+        assert_eq!(out, [0, 255, 7]);
+        let mut out = [bf16::ZERO; 2];
+        let ties = [1.0f32 + 1.0 / 256.0, 1.0 + 3.0 / 256.0];
+        convert(DataType::F32, bytemuck::cast_slice(&ties), DataType::BF16, bytemuck::cast_slice_mut(&mut out)).unwrap();
+        assert_eq!(out.map(f32::from), [1.0, 1.0 + 4.0 / 256.0]);
+        assert!(check_conversion(DataType::F8E4M3, DataType::F32).is_err());
+    }
+}

@@ -1,0 +1,422 @@
+//! Gather-linear: chunks of rows travel through the user buffer while those that are there are multiplied.
+//!
+//! After RTP-LLM's overlapped ring all-gather linear. Own rows are multiplied first; in ring mode the communication
+//! thread hands every chunk on to the next rank as it arrives, in chunked mode it pushes own rows piece by piece to
+//! everybody, in pull mode it fetches chunks from their owners.
+
+use crate::{
+    comm::HostComm,
+    core::{Active, Job, Use},
+    device::Engine,
+    gemm::Matrix,
+    layout::Area,
+    linear::{BoundLinear, OwnedLinear},
+    memory::{poison, reading, writing},
+    queue::HostQueue,
+    segment::Window,
+};
+use brigade_device::{
+    AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, Filled, GatherLinearParts,
+    GatheredParts, LinearCall, OverlapMode, OverlapPlan, PerRank, Plan, Reason, Result, Shape,
+    Turn, check_rows,
+};
+use brigade_sync::Half;
+use parking_lot::RwLock;
+use std::{ops::Range, sync::Arc};
+
+/// Where the rows of one call lie in the user buffer.
+#[derive(Clone)]
+struct Rows {
+    half: Half,
+    /// First byte of every rank's rows, and at the end of all of them.
+    offsets: PerRank,
+    row_bytes: usize,
+    /// Own rows, if they have to be copied there.
+    source: Option<Buffer>,
+}
+
+impl Rows {
+    fn chunk(&self, c: usize) -> Range<usize> {
+        self.offsets[c]..self.offsets[c + 1]
+    }
+
+    /// Bytes of piece `p` of chunk `c`.
+    fn piece(&self, c: usize, pieces: usize, p: usize) -> Range<usize> {
+        let chunk = self.chunk(c);
+        let rows = chunk.len().checked_div(self.row_bytes).unwrap_or(0);
+        let piece = brigade_plan::rows::piece(rows, pieces, p);
+        chunk.start + piece.start * self.row_bytes..chunk.start + piece.end * self.row_bytes
+    }
+}
+
+/// Opens or shuts a gate for this rank's views.
+fn set(gate: &RwLock<bool>, open: bool) -> Result<()> {
+    match gate.try_write() {
+        Some(mut state) => {
+            *state = open;
+            Ok(())
+        }
+        None => Err(Error::Busy("the user buffer")),
+    }
+}
+
+impl HostComm {
+    fn window(&self, half: Half, range: Range<usize>, gate: &Arc<RwLock<bool>>) -> Arc<Window> {
+        let start = self.core.layout.start(Area::Gather, half);
+        let range = start + range.start..start + range.end;
+        let segment = Arc::clone(&self.core.segments[self.core.group.rank].0);
+        Arc::new(Window::new(segment, range, Arc::clone(gate)))
+    }
+
+    pub(crate) fn run_own_chunk(
+        &self,
+        turn: &Turn,
+        rows_per_rank: &[usize],
+        columns: usize,
+        dtype: DataType,
+    ) -> Result<(Buffer, Filled)> {
+        let group = self.core.group;
+        let total = check_rows("rows_per_rank", rows_per_rank, group.size)?;
+        let row_bytes = columns * dtype.bytes();
+        let capacity = self.core.config.gather_bytes;
+        if total.saturating_mul(row_bytes) > capacity {
+            return Err(Reason::new(
+                "capacity",
+                format!("{total} rows of {row_bytes} bytes do not fit a user buffer of {capacity}"),
+                "raise gather_bytes",
+            )
+            .into());
+        }
+        let (half, ticket) = {
+            let mut issue = self.core.issue.lock();
+            let half = match issue.reserved {
+                Some((half, _)) => half,
+                None => issue.halves.next_half(),
+            };
+            issue.tickets += 1;
+            issue.reserved = Some((half, issue.tickets));
+            (half, issue.tickets)
+        };
+        let first: usize = rows_per_rank[..group.rank].iter().sum();
+        let own = rows_per_rank[group.rank];
+        let range = first * row_bytes..(first + own) * row_bytes;
+        let window = self.window(half, range, &self.core.gates[half.index()].own);
+        let core = self.core.clone();
+        HostQueue::of(turn.stream())?.run(move || {
+            core.prepare(|active| {
+                if active.state.begun.is_none_or(|of| of.half != half) {
+                    active.state.begun = Some(active.begin_half(Area::Gather, half)?);
+                }
+                set(&core.gates[half.index()].own, true)
+            })
+        })?;
+        let buffer = Buffer::new(window, dtype, Shape::new(&[own, columns])?)?;
+        Ok((buffer, Filled::new(turn, ticket, own, columns, dtype)))
+    }
+
+    /// Where the rows of a call go, if they fit.
+    fn reserve(&self, call: &LinearCall, chunk: &Chunk<'_>) -> Result<Option<Rows>> {
+        let row_bytes = call.k * call.input.bytes();
+        let bytes: PerRank = call.rows.iter().map(|r| r * row_bytes).collect();
+        let offsets = brigade_plan::rows::offsets(&bytes);
+        let fits = offsets[call.rows.len()] <= self.core.config.gather_bytes;
+        let mut issue = self.core.issue.lock();
+        let source = match chunk {
+            Chunk::Resident(filled) => {
+                let handed_out = issue.reserved.map(|(_, ticket)| ticket);
+                if handed_out != Some(filled.ticket()) {
+                    return Err(Error::invalid(
+                        "chunk",
+                        "a token of own rows that were used or handed out anew",
+                        "the token of the last own_chunk",
+                    ));
+                }
+                None
+            }
+            Chunk::Copy(_) if !fits => return Ok(None),
+            Chunk::Copy(rows) => Some(rows.plain("chunk")?.retain()),
+        };
+        let half = match issue.reserved.take() {
+            Some((half, _)) => half,
+            None => issue.halves.next_half(),
+        };
+        Ok(Some(Rows {
+            half,
+            offsets,
+            row_bytes,
+            source,
+        }))
+    }
+
+    /// The gathered rows, as this rank's views see them after the call.
+    fn gathered(&self, call: &LinearCall, rows: &Rows, shape: Shape) -> Result<GatheredParts> {
+        let range = 0..rows.offsets[call.rows.len()];
+        let window = self.window(rows.half, range, &self.core.gates[rows.half.index()].all);
+        Ok(GatheredParts {
+            kernel: Buffer::new(window, call.input, shape)?,
+            scales: None,
+        })
+    }
+
+    pub(crate) fn run_gather_chunk(
+        &self,
+        turn: &Turn,
+        call: &LinearCall,
+        chunk: Chunk<'_>,
+    ) -> Result<GatheredParts> {
+        let shape = gathered_shape(call, &chunk)?;
+        let queue = HostQueue::of(turn.stream())?;
+        let core = self.core.clone();
+        let signed = Call::GatherLinear(call.clone());
+        let Some(rows) = self.reserve(call, &chunk)? else {
+            return self.gather_through_scratch(turn, call, &chunk, shape);
+        };
+        let parts = self.gathered(call, &rows, shape)?;
+        queue.run(move || {
+            core.collective(&signed, |active| {
+                let of = fill_own(active, &rows)?;
+                push_own(&active.job, of, &rows, 1)?;
+                for peer in active.job.peers() {
+                    active.job.await_filled(of, peer, 0, peer)?;
+                }
+                set(&active.job.core.gates[rows.half.index()].all, true)
+            })
+        })?;
+        Ok(parts)
+    }
+
+    /// Rows that do not fit the user buffer go through the scratch memory into a new buffer.
+    fn gather_through_scratch(
+        &self,
+        turn: &Turn,
+        call: &LinearCall,
+        chunk: &Chunk<'_>,
+        shape: Shape,
+    ) -> Result<GatheredParts> {
+        let Chunk::Copy(rows) = chunk else {
+            return Err(Error::invalid("chunk", "a token", "rows to be copied"));
+        };
+        let from = rows.plain("chunk")?.retain();
+        let to = self.device.heap(call.input, shape.dims())?;
+        let bytes: PerRank = call
+            .rows
+            .iter()
+            .map(|r| r * call.k * call.input.bytes())
+            .collect();
+        let piece = self.core.config.scratch_bytes;
+        let (core, out) = (self.core.clone(), to.clone());
+        let signed = Call::GatherLinear(call.clone());
+        HostQueue::of(turn.stream())?.run(move || {
+            core.collective(&signed, |active| {
+                crate::all_gather::all_gather(active, &bytes, piece, &out, &from)
+            })
+        })?;
+        Ok(GatheredParts {
+            kernel: to,
+            scales: None,
+        })
+    }
+
+    pub(crate) fn run_gather_linear(
+        &self,
+        turn: &Turn,
+        p: AllGatherLoraLinearParams<'_>,
+        call: Call,
+        plan: OverlapPlan,
+    ) -> Result<GatherLinearParts> {
+        let Call::GatherLinear(linear_call) = &call else {
+            return Err(Error::invalid("call", call.operation(), "gather-linear"));
+        };
+        let linear = OwnedLinear::from_parts(
+            p.weight,
+            p.transpose_weight,
+            p.bias,
+            p.activation,
+            p.runs,
+        )?;
+        let shape = gathered_shape(linear_call, &p.chunk)?;
+        let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
+            return Err(Error::invalid("plan", plan.mode, "a plan for rows that fit"));
+        };
+        let a = self.gathered(linear_call, &rows, shape)?;
+        let n = linear.n();
+        let (d, new) = self.device.place(p.output, &[linear_call.total_rows(), n])?;
+        let (core, engine) = (self.core.clone(), self.device.engine.clone());
+        let (out, input, steps) = (d.clone(), linear_call.input, plan.clone());
+        HostQueue::of(turn.stream())?.run(move || {
+            core.collective(&call, |active| {
+                writing(&out, &linear.buffers(), |bytes, inputs| {
+                    let linear = linear.bind(inputs, &engine.scratch);
+                    let product = Product {
+                        plan: &steps,
+                        rows: &rows,
+                        engine: &engine,
+                        linear: &linear,
+                        input,
+                        output: out.dtype(),
+                    };
+                    product.run(active, bytes).inspect_err(|_| poison(out.dtype(), bytes))
+                })
+            })
+        })?;
+        Ok(GatherLinearParts {
+            d: new.then_some(d),
+            a,
+            plan: Plan::GatherLinear(plan),
+        })
+    }
+}
+
+fn gathered_shape(call: &LinearCall, chunk: &Chunk<'_>) -> Result<Shape> {
+    let rows = call.total_rows();
+    match chunk {
+        Chunk::Copy(o) if o.shape().dims().len() == 3 => {
+            Shape::new(&[rows, o.shape().dims()[1], o.shape().dims()[2]])
+        }
+        _ => Shape::new(&[rows, call.k]),
+    }
+}
+
+/// Begins the use of the half, and sees to it that own rows lie there.
+fn fill_own(active: &mut Active<'_>, rows: &Rows) -> Result<Use> {
+    let of = match active.state.begun.take_if(|of| of.half == rows.half) {
+        Some(of) => of,
+        None => active.begin_half(Area::Gather, rows.half)?,
+    };
+    let job = &active.job;
+    set(&job.core.gates[rows.half.index()].own, false)?;
+    if let Some(source) = &rows.source {
+        reading(&[source], |inputs| {
+            // SAFETY: own rows in own half: all peers have given their credit for it, and it is announced later.
+            unsafe { job.bytes_mut(job.rank(), of, rows.chunk(job.rank())) }
+                .copy_from_slice(inputs[0]);
+            Ok(())
+        })?;
+    }
+    Ok(of)
+}
+
+/// Writes own rows into every peer's half, piece by piece.
+fn push_own(job: &Job, of: Use, rows: &Rows, pieces: usize) -> Result<()> {
+    for p in 0..pieces {
+        let piece = rows.piece(job.rank(), pieces, p);
+        for to in job.peers() {
+            let _span =
+                tracing::info_span!(target: "brigade::comm", "push", to, piece = p).entered();
+            transfer(job, of, job.rank(), to, piece.clone());
+            job.say_filled(to, of, job.rank(), p);
+        }
+    }
+    Ok(())
+}
+
+/// Copies the same place from one rank's half to another's.
+fn transfer(job: &Job, of: Use, from: usize, to: usize, range: Range<usize>) {
+    // SAFETY: these bytes of `from` have been announced to this rank for this use (or are its own rows), and stay until
+    // this rank ends it. In `to`, who gave its credit before the use began, only this rank fills them, by the order of
+    // the mode: own rows when pushing, what the next rank waits for in a ring, own half when pulling.
+    unsafe {
+        let source = job.bytes(from, of, range.clone());
+        job.bytes_mut(to, of, range.clone()).copy_from_slice(source);
+    }
+    job.count_moved(range.len());
+}
+
+/// Hands chunks on to the next rank as they come, own rows first.
+fn pass_round(job: &Job, of: Use, rows: &Rows) -> Result<()> {
+    let (rank, size) = (job.rank(), job.size());
+    let (next, prev) = ((rank + 1) % size, (rank + size - 1) % size);
+    for c in brigade_plan::ring::ring_sends(rank, size) {
+        let c = usize::from(c);
+        if c != rank {
+            job.await_filled(of, c, 0, prev)?;
+        }
+        let _span = tracing::info_span!(target: "brigade::comm", "pass", chunk = c, to = next).entered();
+        transfer(job, of, rank, next, rows.chunk(c));
+        job.say_filled(next, of, c, 0);
+    }
+    Ok(())
+}
+
+/// Piece of a slot by which the communication thread tells its own rank that a chunk was fetched.
+const FETCHED: usize = 1;
+
+/// Fetches chunks from their owners, in the order in which they are multiplied.
+fn fetch(job: &Job, of: Use, rows: &Rows, order: &[u16]) -> Result<()> {
+    for c in order.iter().map(|&c| usize::from(c)).filter(|&c| c != job.rank()) {
+        job.await_filled(of, c, 0, c)?;
+        let _span = tracing::info_span!(target: "brigade::comm", "fetch", chunk = c).entered();
+        transfer(job, of, c, job.rank(), rows.chunk(c));
+        job.say_filled(job.rank(), of, c, FETCHED);
+    }
+    Ok(())
+}
+
+/// The product of one call.
+struct Product<'a> {
+    plan: &'a OverlapPlan,
+    rows: &'a Rows,
+    engine: &'a Engine,
+    linear: &'a BoundLinear<'a>,
+    input: DataType,
+    output: DataType,
+}
+
+impl Product<'_> {
+    fn run(&self, active: &mut Active<'_>, out: &mut [u8]) -> Result<()> {
+        let of = fill_own(active, self.rows)?;
+        let job = &active.job;
+        let (mode, pieces) = (self.plan.mode, self.plan.pieces());
+        if mode == OverlapMode::Pull {
+            job.say_filled_to_all(of, job.rank(), 0);
+        }
+        let moving = {
+            let (job, rows, order) = (job.clone(), self.rows.clone(), self.plan.order.clone());
+            active.job.core.mover.start(move || match mode {
+                OverlapMode::Ring => pass_round(&job, of, &rows),
+                OverlapMode::Pull => fetch(&job, of, &rows, &order),
+                _ => push_own(&job, of, &rows, pieces),
+            })
+        };
+        let multiplied = (0..pieces).try_for_each(|p| {
+            self.plan
+                .order
+                .iter()
+                .try_for_each(|&c| self.multiply(&active.job, of, usize::from(c), p, out))
+        });
+        // The communication thread ends soon after this one, also on a fault, since both wait on the same group.
+        let moved = moving.wait();
+        multiplied.and(moved)?;
+        set(&active.job.core.gates[self.rows.half.index()].all, true)
+    }
+
+    /// Waits for a piece of a chunk, and multiplies it.
+    fn multiply(&self, job: &Job, of: Use, c: usize, p: usize, out: &mut [u8]) -> Result<()> {
+        let pieces = self.plan.pieces();
+        if c != job.rank() {
+            match self.plan.mode {
+                OverlapMode::Ring => {
+                    let prev = (job.rank() + job.size() - 1) % job.size();
+                    job.await_filled(of, c, 0, prev)?;
+                }
+                OverlapMode::Pull => job.await_filled(of, c, FETCHED, c)?,
+                _ => job.await_filled(of, c, p, c)?,
+            }
+        }
+        let chunk = self.plan.chunk(c);
+        let piece = brigade_plan::rows::piece(chunk.len(), pieces, p);
+        let rows = chunk.start + piece.start..chunk.start + piece.end;
+        let _span = tracing::info_span!(
+            target: "brigade::compute", "multiply", chunk = c, piece = p, rows = rows.len()
+        )
+        .entered();
+        // SAFETY: own rows, or announced for this use; nobody writes them until this rank ends it.
+        let x = unsafe { job.bytes(job.rank(), of, self.rows.piece(c, pieces, p)) };
+        let k = self.linear.k();
+        let x = Matrix::new(self.input, x, [rows.len(), k], false, &self.engine.scratch);
+        let row_bytes = self.linear.n() * self.output.bytes();
+        let out = &mut out[rows.start * row_bytes..rows.end * row_bytes];
+        self.linear.multiply(&self.engine.workers, &x, rows, self.output, out);
+        Ok(())
+    }
+}

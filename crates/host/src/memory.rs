@@ -1,0 +1,323 @@
+//! Host memory behind buffers. Every allocation carries a lock, so that safe code cannot alias.
+
+use crate::segment::Window;
+use brigade_device::{Adopted, Buffer, Error, MemoryType, Result, Storage};
+use bytemuck::{Pod, Zeroable};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use smallvec::SmallVec;
+use std::{
+    any::Any,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// A cache line: allocations are aligned to it.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// Zeroed bytes, aligned to a cache line.
+pub(crate) struct Bytes {
+    lines: Vec<Line>,
+    bytes: usize,
+}
+
+impl Bytes {
+    pub(crate) fn zeroed(bytes: usize) -> Result<Self> {
+        let lines = bytemuck::allocation::try_zeroed_vec(bytes.div_ceil(64)).map_err(|()| {
+            Error::Backend {
+                call: "allocate",
+                code: i64::try_from(bytes).unwrap_or(i64::MAX),
+                source: None,
+            }
+        })?;
+        Ok(Self { lines, bytes })
+    }
+
+    pub(crate) fn copy_of(from: &[u8]) -> Result<Self> {
+        let mut copy = Self::zeroed(from.len())?;
+        copy.as_mut().copy_from_slice(from);
+        Ok(copy)
+    }
+}
+
+impl AsRef<[u8]> for Bytes {
+    fn as_ref(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.lines)[..self.bytes]
+    }
+}
+
+impl AsMut<[u8]> for Bytes {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.bytes]
+    }
+}
+
+/// An allocation of the device's own.
+pub(crate) struct Heap {
+    content: RwLock<Bytes>,
+    address: u64,
+    bytes: usize,
+    held: Arc<AtomicU64>,
+}
+
+impl Heap {
+    pub(crate) fn new(bytes: usize, held: &Arc<AtomicU64>) -> Result<Self> {
+        let content = Bytes::zeroed(bytes)?;
+        held.fetch_add(bytes as u64, Ordering::Relaxed);
+        Ok(Self {
+            address: content.lines.as_ptr() as u64,
+            content: RwLock::new(content),
+            bytes,
+            held: Arc::clone(held),
+        })
+    }
+}
+
+impl Drop for Heap {
+    fn drop(&mut self) {
+        self.held.fetch_sub(self.bytes as u64, Ordering::Relaxed);
+    }
+}
+
+impl std::fmt::Debug for Heap {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Heap({:#x}, {} bytes)", self.address, self.bytes)
+    }
+}
+
+impl Storage for Heap {
+    fn address(&self) -> u64 {
+        self.address
+    }
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+    fn memory(&self) -> MemoryType {
+        MemoryType::Host
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The kinds of storage that the host device can reach.
+enum Reach<'a> {
+    Heap(&'a Heap),
+    Window(&'a Window),
+    Adopted(&'a Adopted),
+}
+
+fn reach(buffer: &Buffer) -> Result<Reach<'_>> {
+    let any = buffer.storage().as_any();
+    if let Some(heap) = any.downcast_ref() {
+        Ok(Reach::Heap(heap))
+    } else if let Some(window) = any.downcast_ref() {
+        Ok(Reach::Window(window))
+    } else {
+        match any.downcast_ref::<Adopted>() {
+            Some(a) if a.memory() != MemoryType::Device => Ok(Reach::Adopted(a)),
+            _ => Err(Error::invalid(
+                "memory",
+                format!("{:?}", buffer.storage()),
+                "memory of the host device",
+            )),
+        }
+    }
+}
+
+#[expect(dead_code, reason = "gates are held, not read")]
+enum ReadGuard<'a> {
+    Heap(RwLockReadGuard<'a, Bytes>),
+    Window(RwLockReadGuard<'a, bool>, &'a Window),
+    Adopted(&'a Adopted),
+    Copy(Bytes),
+}
+
+#[expect(dead_code, reason = "gates are held, not read")]
+enum WriteGuard<'a> {
+    Heap(RwLockWriteGuard<'a, Bytes>),
+    Window(RwLockWriteGuard<'a, bool>, &'a Window),
+    Adopted(&'a Adopted),
+}
+
+fn stale() -> Error {
+    Error::invalid(
+        "buffer",
+        "rows of a user buffer that has gone on",
+        "rows of the lease's last call",
+    )
+}
+
+impl<'a> ReadGuard<'a> {
+    /// `None` while somebody writes.
+    fn try_lock(buffer: &'a Buffer) -> Result<Option<Self>> {
+        Ok(match reach(buffer)? {
+            // Recursive: an operation may read the same allocation twice while a writer waits.
+            Reach::Heap(h) => h.content.try_read_recursive().map(Self::Heap),
+            Reach::Window(w) => match w.gate().try_read_recursive() {
+                Some(open) if !*open => return Err(stale()),
+                guard => guard.map(|g| Self::Window(g, w)),
+            },
+            Reach::Adopted(a) => Some(Self::Adopted(a)),
+        })
+    }
+
+    fn bytes(&self, buffer: &Buffer) -> &[u8] {
+        let range = buffer.offset_bytes()..buffer.offset_bytes() + buffer.bytes();
+        match self {
+            Self::Heap(g) => &g.as_ref().as_ref()[range],
+            // SAFETY: the guard shows that the gate is open to this rank's views for reading, so no peer writes.
+            Self::Window(_, w) => unsafe { &w.bytes()[range] },
+            // SAFETY: whoever adopted the memory promised that it is valid while its owner lives, which `buffer`
+            // keeps alive, and that nobody writes to it while an operation runs.
+            Self::Adopted(a) => unsafe {
+                std::slice::from_raw_parts((a.address() as *const u8).add(range.start), range.len())
+            },
+            Self::Copy(bytes) => bytes.as_ref(),
+        }
+    }
+}
+
+impl<'a> WriteGuard<'a> {
+    fn try_lock(buffer: &'a Buffer) -> Result<Option<Self>> {
+        Ok(match reach(buffer)? {
+            Reach::Heap(h) => h.content.try_write().map(Self::Heap),
+            Reach::Window(w) => match w.gate().try_write() {
+                Some(open) if !*open => return Err(stale()),
+                guard => guard.map(|g| Self::Window(g, w)),
+            },
+            Reach::Adopted(a) => Some(Self::Adopted(a)),
+        })
+    }
+
+    fn bytes(&mut self, buffer: &Buffer) -> &mut [u8] {
+        let range = buffer.offset_bytes()..buffer.offset_bytes() + buffer.bytes();
+        match self {
+            Self::Heap(g) => &mut (**g).as_mut()[range],
+            // SAFETY: the guard shows that the gate is open to this rank's views, and nobody else holds it.
+            Self::Window(_, w) => unsafe { &mut w.bytes_mut()[range] },
+            // SAFETY: as for reading; and nobody reads what an operation writes, by the same promise.
+            Self::Adopted(a) => unsafe {
+                std::slice::from_raw_parts_mut((a.address() as *mut u8).add(range.start), range.len())
+            },
+        }
+    }
+}
+
+/// How long an operation waits for others to let go of its buffers.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Takes all that an operation needs, or nothing: whoever holds one lock never waits for another.
+fn until_free<T>(mut attempt: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(all) = attempt()? {
+            return Ok(all);
+        }
+        if Instant::now() >= end {
+            return Err(Error::Busy("a buffer"));
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Reads several buffers at once.
+pub(crate) fn reading<R>(
+    inputs: &[&Buffer],
+    work: impl FnOnce(&[&[u8]]) -> Result<R>,
+) -> Result<R> {
+    let guards = until_free(|| {
+        inputs
+            .iter()
+            .map(|b| ReadGuard::try_lock(b))
+            .collect::<Result<Option<SmallVec<[_; 6]>>>>()
+    })?;
+    let slices: SmallVec<[&[u8]; 6]> = guards.iter().zip(inputs).map(|(g, b)| g.bytes(b)).collect();
+    work(&slices)
+}
+
+/// Reads several buffers and writes one. An input in the output's allocation is copied first, so that in-place calls and
+/// overlaps mean what they say.
+pub(crate) fn writing<R>(
+    output: &Buffer,
+    inputs: &[&Buffer],
+    work: impl FnOnce(&mut [u8], &[&[u8]]) -> Result<R>,
+) -> Result<R> {
+    let (mut out, guards) = until_free(|| {
+        let mut guards = SmallVec::<[_; 6]>::new();
+        for b in inputs {
+            let Some(guard) = ReadGuard::try_lock(b)? else {
+                return Ok(None);
+            };
+            guards.push(if shares(b, output) {
+                ReadGuard::Copy(Bytes::copy_of(guard.bytes(b))?)
+            } else {
+                guard
+            });
+        }
+        Ok(WriteGuard::try_lock(output)?.map(|out| (out, guards)))
+    })?;
+    let slices: SmallVec<[&[u8]; 6]> = guards.iter().zip(inputs).map(|(g, b)| g.bytes(b)).collect();
+    work(out.bytes(output), &slices)
+}
+
+/// Whether two buffers lie in one allocation, or adopted ones overlap.
+fn shares(a: &Buffer, b: &Buffer) -> bool {
+    let overlap = || {
+        let (x, y) = (a.address(), b.address());
+        x < y + b.bytes() as u64 && y < x + a.bytes() as u64
+    };
+    Arc::ptr_eq(a.storage(), b.storage()) || overlap()
+}
+
+/// Marks an output that nobody may trust.
+pub(crate) fn poison(dtype: brigade_device::DataType, out: &mut [u8]) {
+    let pattern = dtype.poison().to_le_bytes();
+    for element in out.chunks_exact_mut(dtype.bytes()) {
+        element.copy_from_slice(&pattern[..dtype.bytes()]);
+    }
+}
+
+/// Memory for parts on their way, used again so that large ones do not cost page faults at every call.
+#[derive(Default)]
+pub(crate) struct Staging(Mutex<Vec<Bytes>>);
+
+/// Part of a staging buffer on loan, with unspecified content.
+pub(crate) struct Staged {
+    bytes: Bytes,
+    len: usize,
+}
+
+impl Staging {
+    pub(crate) fn take(&self, len: usize) -> Result<Staged> {
+        let mut kept = self.0.lock();
+        let fits = kept.iter().position(|b| b.bytes >= len);
+        let kept = fits.map(|i| kept.swap_remove(i));
+        let bytes = kept.map_or_else(|| Bytes::zeroed(len), Ok)?;
+        Ok(Staged { bytes, len })
+    }
+
+    pub(crate) fn put(&self, staged: Staged) {
+        const KEPT: usize = 16;
+        let mut kept = self.0.lock();
+        if kept.len() < KEPT {
+            kept.push(staged.bytes);
+        }
+    }
+}
+
+impl AsRef<[u8]> for Staged {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes.as_ref()[..self.len]
+    }
+}
+
+impl AsMut<[u8]> for Staged {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes.as_mut()[..self.len]
+    }
+}

@@ -1,0 +1,122 @@
+//! Streams of the host run their work at once, on the thread that calls; a stream that captures records it instead.
+
+use brigade_device::{Error, Event, Hook, Mark, Queue, Reason, Replay, Result, Stream};
+use parking_lot::Mutex;
+use std::{any::Any, sync::Arc, time::Duration};
+
+/// A piece of work that can run again.
+pub(crate) type Job = Arc<dyn Fn() -> Result<()> + Send + Sync>;
+
+/// What stands behind a [`Stream`] of the host.
+#[derive(Default)]
+pub(crate) struct HostQueue {
+    captured: Mutex<Option<Vec<Job>>>,
+}
+
+impl std::fmt::Debug for HostQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("HostQueue")
+    }
+}
+
+impl HostQueue {
+    /// The queue behind a stream of this backend.
+    pub(crate) fn of(on: &Stream) -> Result<&Self> {
+        on.as_any()
+            .downcast_ref()
+            .ok_or_else(|| Error::invalid("on", format!("{on:?}"), "a stream of the host device"))
+    }
+
+    /// Runs the work now, or records it.
+    pub(crate) fn run(&self, job: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<()> {
+        match &mut *self.captured.lock() {
+            Some(jobs) => {
+                jobs.push(Arc::new(job));
+                return Ok(());
+            }
+            None => {}
+        }
+        job()
+    }
+
+    /// For work that answers to the caller, which a graph cannot.
+    pub(crate) fn refuse_capture(&self, what: &'static str) -> Result<()> {
+        if self.capturing() {
+            return Err(Reason::new(
+                "not-capturable",
+                format!("{what} cannot be captured in a graph"),
+                "call it outside of capture",
+            )
+            .into());
+        }
+        Ok(())
+    }
+}
+
+/// Records what `work` enqueues on `on`.
+pub(crate) fn capture(
+    on: &Stream,
+    work: &mut dyn FnMut() -> Result<()>,
+) -> Result<Box<dyn Replay>> {
+    let queue = HostQueue::of(on)?;
+    queue.refuse_capture("a capture")?;
+    *queue.captured.lock() = Some(Vec::new());
+    let result = work();
+    let jobs = queue.captured.lock().take().unwrap_or_default();
+    result?;
+    Ok(Box::new(Graph { jobs }))
+}
+
+impl Queue for HostQueue {
+    fn record(&self) -> Result<Event> {
+        Ok(Event::new(Arc::new(Done)))
+    }
+    fn wait(&self, _event: &Event) -> Result<()> {
+        Ok(())
+    }
+    fn sync(&self, _within: Duration) -> Result<()> {
+        self.refuse_capture("sync")
+    }
+    fn on_complete(&self, hook: Hook) -> Result<()> {
+        self.refuse_capture("a completion hook")?;
+        hook(Ok(()));
+        Ok(())
+    }
+    fn capturing(&self) -> bool {
+        self.captured.lock().is_some()
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Work that has run by the time its event exists.
+#[derive(Debug)]
+struct Done;
+
+impl Mark for Done {
+    fn done(&self) -> Result<bool> {
+        Ok(true)
+    }
+    fn sync(&self, _within: Duration) -> Result<()> {
+        Ok(())
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+struct Graph {
+    jobs: Vec<Job>,
+}
+
+impl Replay for Graph {
+    fn launch(&self, on: &Stream) -> Result<Event> {
+        let queue = HostQueue::of(on)?;
+        for job in &self.jobs {
+            let job = Arc::clone(job);
+            queue.run(move || job())?;
+        }
+        queue.record()
+    }
+}

@@ -1,0 +1,95 @@
+//! Reduce-scatter: every rank lays out a slot for every rank, and reduces its own slot of everybody's.
+
+use crate::{
+    comm::{HostComm, unexpected},
+    core::Active,
+    element,
+    layout::Area,
+    memory::{poison, writing},
+    queue::HostQueue,
+};
+use brigade_device::{Buffer, Call, PerRank, Plan, ReduceOp, ReduceScatterParams, Result, Turn};
+
+impl HostComm {
+    pub(crate) fn run_reduce_scatter(
+        &self,
+        turn: &Turn,
+        p: ReduceScatterParams<'_>,
+    ) -> Result<Plan> {
+        let group = self.core.group;
+        p.check(group.rank, group.size)?;
+        let (to, from) = (p.to.as_view().retain(), p.from.retain());
+        let row_len = from.shape().row_len();
+        let call = Call::ReduceScatter {
+            rows: p.rows_per_rank.into(),
+            row_len,
+            dtype: from.dtype(),
+            output: to.dtype(),
+            op: p.op,
+        };
+        let plan = self.core.plan(&call)?;
+        let Plan::ReduceScatter { piece_elements, .. } = plan else {
+            return Err(unexpected(&plan));
+        };
+        let elements: PerRank = p.rows_per_rank.iter().map(|r| r * row_len).collect();
+        let op = p.op;
+        let core = self.core.clone();
+        HostQueue::of(turn.stream())?.run(move || {
+            core.collective(&call, |active| {
+                reduce_scatter(active, op, &elements, piece_elements, &to, &from)
+            })
+        })?;
+        Ok(plan)
+    }
+}
+
+/// `elements` are those that every rank gets; they pass through the scratch memory in pieces of `piece` elements.
+fn reduce_scatter(
+    active: &mut Active<'_>,
+    op: ReduceOp,
+    elements: &[usize],
+    piece: usize,
+    to: &Buffer,
+    from: &Buffer,
+) -> Result<()> {
+    let (in_bytes, out_bytes) = (from.dtype().bytes(), to.dtype().bytes());
+    writing(to, &[from], |out, inputs| {
+        let offsets = brigade_plan::rows::offsets(elements);
+        let most = elements.iter().copied().max().unwrap_or(0);
+        (0..most)
+            .step_by(piece.max(1))
+            .try_for_each(|start| {
+                let _span =
+                    tracing::info_span!(target: "brigade::comm", "reduce-scatter", start).entered();
+                let of = active.begin(Area::Scratch)?;
+                let job = &active.job;
+                let (me, size) = (job.rank(), job.size());
+                let cut = |rank: usize| start.min(elements[rank])..(start + piece).min(elements[rank]);
+                let slot = |rank: usize| {
+                    let first = rank * piece * in_bytes;
+                    first..first + cut(rank).len() * in_bytes
+                };
+                for r in 0..size {
+                    let part = cut(r);
+                    let part = (offsets[r] + part.start) * in_bytes..(offsets[r] + part.end) * in_bytes;
+                    // SAFETY: own half: all peers have given their credit for it, and it is announced below.
+                    unsafe { job.bytes_mut(me, of, slot(r)) }.copy_from_slice(&inputs[0][part]);
+                }
+                job.say_filled_to_all(of, me, 0);
+                for peer in job.peers() {
+                    job.await_filled(of, peer, 0, peer)?;
+                    job.count_moved(slot(me).len());
+                }
+                let parts: Vec<&[u8]> = (0..size)
+                    // SAFETY: announced by its owner for this use, which this rank has not ended.
+                    .map(|r| unsafe { job.bytes(r, of, slot(me)) })
+                    .collect();
+                let own = cut(me);
+                let out = &mut out[own.start * out_bytes..own.end * out_bytes];
+                element::reduce(op, from.dtype(), &parts, to.dtype(), out);
+                active.end(of);
+                Ok(())
+            })
+            .inspect_err(|_| poison(to.dtype(), out))
+    })
+}

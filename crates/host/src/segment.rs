@@ -1,0 +1,155 @@
+//! A rank's share of the memory that all ranks of a group can reach: words for flags in front, data behind.
+//!
+//! Who may touch which bytes when is what the protocols of `brigade-sync` settle; the functions here are `unsafe` so that
+//! every use says which rule makes it alone.
+
+use brigade_device::{Error, MemoryType, Result, Storage};
+use parking_lot::RwLock;
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc},
+    any::Any,
+    ops::Range,
+    ptr::NonNull,
+    sync::{Arc, atomic::AtomicU64},
+};
+
+/// One rank's shared memory.
+pub(crate) struct Segment {
+    base: NonNull<u8>,
+    layout: Layout,
+    words: usize,
+}
+
+// SAFETY: the memory is plain bytes; words are atomics, and data is touched only through unsafe functions whose callers
+// argue why they are alone.
+unsafe impl Send for Segment {}
+// SAFETY: as above.
+unsafe impl Sync for Segment {}
+
+impl Segment {
+    /// `words` flags and `bytes` of data, all zero.
+    pub(crate) fn new(words: usize, bytes: usize) -> Result<Self> {
+        let refused = || Error::Backend {
+            call: "allocate shared memory",
+            code: i64::try_from(bytes).unwrap_or(i64::MAX),
+            source: None,
+        };
+        let all = Self::data_offset(words)
+            .checked_add(bytes.max(1))
+            .ok_or_else(refused)?;
+        let layout = Layout::from_size_align(all, 4096).map_err(|_| refused())?;
+        // SAFETY: the size is not 0.
+        let base = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(refused)?;
+        Ok(Self {
+            base,
+            layout,
+            words,
+        })
+    }
+
+    /// Bytes before the data.
+    pub(crate) fn data_offset(words: usize) -> usize {
+        (words * 8).next_multiple_of(64)
+    }
+
+    fn data(&self, range: &Range<usize>) -> *mut u8 {
+        let start = Self::data_offset(self.words);
+        assert!(
+            range.start <= range.end && range.end <= self.layout.size() - start,
+            "shared memory: {range:?} lies outside"
+        );
+        // SAFETY: checked to lie inside the allocation.
+        unsafe { self.base.as_ptr().add(start + range.start) }
+    }
+
+    /// # Safety
+    /// Nobody writes these bytes while the slice lives.
+    pub(crate) unsafe fn read(&self, range: Range<usize>) -> &[u8] {
+        // SAFETY: `data` checks the bounds; the caller promises that nobody writes.
+        unsafe { std::slice::from_raw_parts(self.data(&range), range.len()) }
+    }
+
+    /// # Safety
+    /// Nobody else touches these bytes while the slice lives.
+    #[expect(clippy::mut_from_ref, reason = "the caller promises to be alone")]
+    pub(crate) unsafe fn write(&self, range: Range<usize>) -> &mut [u8] {
+        // SAFETY: `data` checks the bounds; the caller promises to be alone.
+        unsafe { std::slice::from_raw_parts_mut(self.data(&range), range.len()) }
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout.
+        unsafe { dealloc(self.base.as_ptr(), self.layout) }
+    }
+}
+
+/// A segment, shared.
+#[derive(Clone)]
+pub(crate) struct SharedSegment(pub(crate) Arc<Segment>);
+
+impl AsRef<[AtomicU64]> for SharedSegment {
+    fn as_ref(&self) -> &[AtomicU64] {
+        // SAFETY: the front of the allocation is `words` zeroed, aligned u64s, which are only ever used as atomics.
+        unsafe { std::slice::from_raw_parts(self.0.base.as_ptr().cast(), self.0.words) }
+    }
+}
+
+/// Part of this rank's own segment, as a buffer sees it. The gate is open while the protocol lets this rank's views read
+/// it (or, for own rows, write it), and shut while peers may write there.
+pub(crate) struct Window {
+    segment: Arc<Segment>,
+    range: Range<usize>,
+    gate: Arc<RwLock<bool>>,
+}
+
+impl Window {
+    pub(crate) fn new(segment: Arc<Segment>, range: Range<usize>, gate: Arc<RwLock<bool>>) -> Self {
+        Self {
+            segment,
+            range,
+            gate,
+        }
+    }
+
+    pub(crate) fn gate(&self) -> &RwLock<bool> {
+        &self.gate
+    }
+
+    /// # Safety
+    /// The caller holds the gate for reading, and found it open.
+    pub(crate) unsafe fn bytes(&self) -> &[u8] {
+        // SAFETY: while the gate is open, peers hold no credit for these bytes.
+        unsafe { self.segment.read(self.range.clone()) }
+    }
+
+    /// # Safety
+    /// The caller holds the gate for writing, and found it open.
+    #[expect(clippy::mut_from_ref, reason = "the gate's write guard makes the caller alone")]
+    pub(crate) unsafe fn bytes_mut(&self) -> &mut [u8] {
+        // SAFETY: while the gate is open, peers hold no credit for these bytes; the guard keeps other views out.
+        unsafe { self.segment.write(self.range.clone()) }
+    }
+}
+
+impl std::fmt::Debug for Window {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Window({:?} of a user buffer)", self.range)
+    }
+}
+
+impl Storage for Window {
+    fn address(&self) -> u64 {
+        self.segment.data(&self.range) as u64
+    }
+    fn bytes(&self) -> usize {
+        self.range.len()
+    }
+    fn memory(&self) -> MemoryType {
+        MemoryType::Host
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

@@ -1,0 +1,53 @@
+//! Gather-linear: rows of all ranks meet this rank's weight.
+
+use crate::{
+    Table, Topology,
+    overlap::{self, bytes},
+    reason, ring,
+};
+use brigade_device::{LinearCall, OverlapMode, Plan, QScheme, Reason};
+
+/// Bytes of one f32 scale.
+const SCALE_BYTES: usize = 4;
+
+pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
+    let (mode, instead_of) = overlap::choose(call, topology, table.overlap, |forced| {
+        capacity(call, topology)?;
+        if forced {
+            return Ok(());
+        }
+        let travels = bytes(&[call.total_rows(), call.k, call.input.bytes()]);
+        overlap::pays(call, topology, travels, table.gather_min_chunk_bytes)
+    })?;
+    let (rank, size) = (topology.group.rank, topology.group.size);
+    let order = match mode {
+        OverlapMode::Ring => ring::gather_order(rank, size),
+        _ => ring::pull_order(rank, size),
+    };
+    let plan = overlap::finish(call, mode, order, instead_of);
+    Ok(Plan::GatherLinear(plan))
+}
+
+/// Rows and scales of all ranks lie in one half of their regions at the same time.
+fn capacity(call: &LinearCall, topology: &Topology) -> Result<(), Reason> {
+    let config = &topology.config;
+    let rows = call.total_rows();
+    let need = bytes(&[rows, call.k, call.input.bytes()]);
+    if need > config.gather_bytes {
+        return Err(reason::capacity("gather_bytes", need, config.gather_bytes));
+    }
+    let scales = match call.scheme {
+        QScheme::Int8PerToken => rows,
+        QScheme::Fp8PerTensor => topology.group.size,
+        _ => 0,
+    };
+    let need = bytes(&[scales, SCALE_BYTES]);
+    if need > config.gather_scale_bytes {
+        return Err(reason::capacity(
+            "gather_scale_bytes",
+            need,
+            config.gather_scale_bytes,
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,41 @@
+//! The twin of gather-linear: parts of sums are computed chunk by chunk, and sent straight to their owners.
+
+use crate::{
+    Table, Topology,
+    overlap::{self, bytes},
+    reason, ring,
+};
+use brigade_device::{LinearCall, OverlapMode, Plan, Reason};
+
+pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
+    // Parts exist only once their gemm is done, so there is nothing to fetch ahead of it.
+    let preferred = match table.overlap {
+        OverlapMode::Pull => OverlapMode::Ring,
+        mode => mode,
+    };
+    let (mode, instead_of) = overlap::choose(call, topology, preferred, |forced| {
+        if call.choice == Some(OverlapMode::Pull) {
+            return Err(reason::pull_twin());
+        }
+        capacity(call, topology)?;
+        if forced {
+            return Ok(());
+        }
+        let travels = bytes(&[call.total_rows(), call.n, call.output.bytes()]);
+        overlap::pays(call, topology, travels, table.scatter_min_chunk_bytes)
+    })?;
+    let order = ring::scatter_order(topology.group.rank, topology.group.size);
+    let plan = overlap::finish(call, mode, order, instead_of);
+    Ok(Plan::LinearReduceScatter(plan))
+}
+
+/// The parts of all ranks for the largest chunk lie in its owner's region at the same time.
+fn capacity(call: &LinearCall, topology: &Topology) -> Result<(), Reason> {
+    let most = call.rows.iter().max().copied().unwrap_or(0);
+    let need = bytes(&[topology.group.size, most, call.n, call.output.bytes()]);
+    let have = topology.config.reduce_scatter_bytes;
+    if need > have {
+        return Err(reason::capacity("reduce_scatter_bytes", need, have));
+    }
+    Ok(())
+}

@@ -1,0 +1,64 @@
+//! Bytes that a rank itself moves to or from the memory of others, as
+//! [`Traffic::moved_bytes`](brigade_device::Traffic::moved_bytes) counts them: pushes count where they are made, pulls
+//! where they are made, and nothing is counted twice.
+//!
+//! `chunk_bytes[c]` is the size of chunk `c` (in the twin, of the part that becomes rank `c`'s).
+
+use crate::{ring, rows};
+
+fn all(chunk_bytes: &[usize]) -> u64 {
+    chunk_bytes.iter().map(|&b| b as u64).sum()
+}
+
+/// Ring gather: every chunk is handed on, except the next neighbour's own.
+pub fn ring_gather(rank: usize, chunk_bytes: &[usize]) -> u64 {
+    all(chunk_bytes) - chunk_bytes[ring::next(rank, chunk_bytes.len())] as u64
+}
+
+/// Gather by push: the own chunk, to every peer.
+pub fn push_gather(rank: usize, chunk_bytes: &[usize]) -> u64 {
+    chunk_bytes[rank] as u64 * (chunk_bytes.len() as u64 - 1)
+}
+
+/// Gather by pull: every chunk but the own one.
+pub fn pull_gather(rank: usize, chunk_bytes: &[usize]) -> u64 {
+    all(chunk_bytes) - chunk_bytes[rank] as u64
+}
+
+/// Reduce-scatter by push, as in the twin of gather-linear: every part but the own one, to its owner.
+pub fn push_scatter(rank: usize, chunk_bytes: &[usize]) -> u64 {
+    all(chunk_bytes) - chunk_bytes[rank] as u64
+}
+
+/// Reduce-scatter by pull: the own part, from every peer.
+pub fn pull_scatter(rank: usize, chunk_bytes: &[usize]) -> u64 {
+    push_gather(rank, chunk_bytes)
+}
+
+/// One-shot all-reduce, by push or by pull: the whole input, to or from every peer.
+pub fn one_shot(size: usize, bytes: usize) -> u64 {
+    bytes as u64 * (size as u64 - 1)
+}
+
+/// Two-shot all-reduce: in every piece a rank meets the peers' inputs of its part, and the peers' sums of the others.
+/// Each piece is cut by [`rows::split`].
+pub fn two_shot(
+    rank: usize,
+    size: usize,
+    elements: usize,
+    piece_elements: usize,
+    input_bytes: usize,
+    output_bytes: usize,
+) -> u64 {
+    let per_piece = |elements: usize| {
+        let own = rows::piece(elements, size, rank).len();
+        (own * input_bytes * (size - 1) + (elements - own) * output_bytes) as u64
+    };
+    let piece = piece_elements.max(1);
+    (elements / piece) as u64 * per_piece(piece) + per_piece(elements % piece)
+}
+
+/// Broadcast by pull: the root moves nothing, everybody else everything.
+pub fn broadcast(rank: usize, root: usize, bytes: usize) -> u64 {
+    if rank == root { 0 } else { bytes as u64 }
+}

@@ -1,0 +1,129 @@
+//! What gather-linear and its twin have in common.
+//!
+//! Reasons are looked for in a fixed order, and the first one counts: pieces, one rank, group, scheme, layout, engine,
+//! capacity, and, where nothing is forced, whether it pays.
+
+use crate::{Topology, reason, ring::Order, rows};
+use brigade_device::{Launch, LinearCall, OverlapMode, OverlapPlan, QScheme, Reason, SumOrder};
+
+/// Most pieces that [`OverlapMode::Chunked`] cuts a chunk into.
+pub const MAX_PIECES: u16 = 16;
+
+/// The mode, and why it is another than the one asked for. `fits(forced)` has the operation's own conditions.
+pub(crate) fn choose(
+    call: &LinearCall,
+    topology: &Topology,
+    preferred: OverlapMode,
+    fits: impl FnOnce(bool) -> Result<(), Reason>,
+) -> Result<(OverlapMode, Option<Reason>), Reason> {
+    check_rows(&call.rows, topology)?;
+    if let Some(OverlapMode::Chunked { pieces }) = call.choice
+        && !(1..=MAX_PIECES).contains(&pieces)
+    {
+        return Err(reason::pieces(pieces));
+    }
+    if call.choice == Some(OverlapMode::Off) {
+        return Ok((OverlapMode::Off, None));
+    }
+    if topology.group.size <= 1 {
+        return Ok((OverlapMode::Off, Some(reason::single_rank())));
+    }
+    let mode = overlappable(call, topology).and_then(|()| match call.choice {
+        Some(mode) if topology.engines.overlaps(mode) => Ok(mode),
+        Some(mode) => Err(reason::no_engine(mode)),
+        None => available(topology, preferred),
+    });
+    let fitting = mode.and_then(|mode| fits(call.choice.is_some()).map(|()| mode));
+    match fitting {
+        Ok(mode) => Ok((mode, None)),
+        Err(why) if call.choice.is_none() => Ok((OverlapMode::Off, Some(why))),
+        Err(why) => Err(why),
+    }
+}
+
+/// Conditions that no configuration can change.
+fn overlappable(call: &LinearCall, topology: &Topology) -> Result<(), Reason> {
+    if !topology.group.mode.overlaps() {
+        return Err(reason::group_mode(topology.group.mode));
+    }
+    match call.scheme {
+        QScheme::None | QScheme::Int8PerToken | QScheme::Fp8PerTensor => {}
+        other => return Err(reason::scheme(other)),
+    }
+    if call.transpose_a {
+        return Err(reason::transposed());
+    }
+    if call.three_dimensional {
+        return Err(reason::three_dimensional());
+    }
+    Ok(())
+}
+
+/// The preferred mode if the backend has it, else another one that it has.
+fn available(topology: &Topology, preferred: OverlapMode) -> Result<OverlapMode, Reason> {
+    if preferred == OverlapMode::Off {
+        return Err(reason::tuned_off());
+    }
+    let in_range = |mode: OverlapMode| match mode {
+        OverlapMode::Chunked { pieces } => OverlapMode::Chunked {
+            pieces: pieces.clamp(1, MAX_PIECES),
+        },
+        other => other,
+    };
+    [
+        in_range(preferred),
+        OverlapMode::Ring,
+        OverlapMode::Chunked { pieces: 2 },
+    ]
+    .into_iter()
+    .find(|&mode| topology.engines.overlaps(mode))
+    .ok_or_else(|| reason::no_engine(preferred))
+}
+
+/// Whether so few bytes are worth overlapping, when nothing forces it.
+pub(crate) fn pays(
+    call: &LinearCall,
+    topology: &Topology,
+    travels_bytes: usize,
+    min_chunk_bytes: usize,
+) -> Result<(), Reason> {
+    if call.total_rows() == 0 || call.k == 0 || call.n == 0 {
+        return Err(reason::empty(call));
+    }
+    let mean = travels_bytes / topology.group.size;
+    if mean < min_chunk_bytes {
+        return Err(reason::too_small(mean, min_chunk_bytes));
+    }
+    Ok(())
+}
+
+pub(crate) fn finish(
+    call: &LinearCall,
+    mode: OverlapMode,
+    order: Order,
+    instead_of: Option<Reason>,
+) -> OverlapPlan {
+    OverlapPlan {
+        mode,
+        offsets: rows::offsets(&call.rows),
+        order,
+        sums: SumOrder::Flat,
+        launch: Launch::default(),
+        instead_of,
+    }
+}
+
+/// One count for each rank, with a sum that does not overflow.
+pub(crate) fn check_rows(rows: &[usize], topology: &Topology) -> Result<(), Reason> {
+    brigade_device::check_rows("rows_per_rank", rows, topology.group.size)
+        .map(drop)
+        .map_err(|e| reason::rows(&e))
+}
+
+/// A product of sizes; one too great to count is too great for every region.
+pub(crate) fn bytes(sizes: &[usize]) -> usize {
+    if sizes.contains(&0) {
+        return 0;
+    }
+    sizes.iter().fold(1, |a, &b| a.saturating_mul(b))
+}

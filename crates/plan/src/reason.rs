@@ -1,0 +1,202 @@
+//! Every reason that a plan can give, in one place. Programs match [`Reason::code`](brigade_device::Reason::code)
+//! against the constants; people read the rest.
+
+use crate::{MAX_PIECES, Topology};
+use brigade_device::{
+    AllReduceAlgorithm, DataType, Error, LinearCall, Operation, OverlapMode, ParallelMode, QScheme,
+    Reason,
+};
+
+/// One rank has nothing to overlap with. Not an error even where a mode is forced.
+pub const SINGLE_RANK: &str = "single-rank";
+/// The group serves a parallelism whose linears do not overlap.
+pub const GROUP_MODE: &str = "group-mode";
+/// The activations are quantized in a way that cannot be cut by chunks.
+pub const SCHEME: &str = "scheme";
+/// op(A) is a transpose.
+pub const TRANSPOSED: &str = "transposed";
+/// The activations have three dimensions.
+pub const THREE_DIMENSIONAL: &str = "three-dimensional";
+/// A region of the communicator is too small.
+pub const CAPACITY: &str = "capacity";
+/// There is nothing to multiply.
+pub const EMPTY: &str = "empty";
+/// The chunks are too small for overlap to pay.
+pub const TOO_SMALL: &str = "too-small";
+/// The tuning table says that overlap does not pay on this machine.
+pub const TUNED_OFF: &str = "tuned-off";
+/// The backend cannot run the mode or algorithm.
+pub const NO_ENGINE: &str = "no-engine";
+/// A number of pieces that is not allowed.
+pub const PIECES: &str = "pieces";
+/// Pull is a way to gather, not to scatter.
+pub const PULL_TWIN: &str = "pull-twin";
+/// A type that sums are not made of.
+pub const DTYPE: &str = "dtype";
+/// The scratch memory does not hold one element for each rank.
+pub const SCRATCH: &str = "scratch";
+/// Row counts that do not go with the group.
+pub const ROWS: &str = "rows";
+/// No rank of the group.
+pub const ROOT: &str = "root";
+/// An operation that this version has no plan for.
+pub const UNKNOWN: &str = "unknown-operation";
+
+pub(crate) fn single_rank() -> Reason {
+    Reason::new(
+        SINGLE_RANK,
+        "a single rank has nothing to overlap with",
+        "nothing to do: the plain linear is the whole work",
+    )
+}
+
+pub(crate) fn group_mode(mode: ParallelMode) -> Reason {
+    Reason::new(
+        GROUP_MODE,
+        format!("linears of a group that serves {mode:?} do not overlap"),
+        "use a Tp or FfnTp group, or leave the mode to the plan",
+    )
+}
+
+pub(crate) fn scheme(scheme: QScheme) -> Reason {
+    Reason::new(
+        SCHEME,
+        format!("activations quantized as {scheme:?} cannot travel chunk by chunk"),
+        "quantize them as Int8PerToken or Fp8PerTensor, or leave the mode to the plan",
+    )
+}
+
+pub(crate) fn transposed() -> Reason {
+    Reason::new(
+        TRANSPOSED,
+        "with transpose_a a chunk of rows is no chunk of op(A)",
+        "store the activations row by row, or leave the mode to the plan",
+    )
+}
+
+pub(crate) fn three_dimensional() -> Reason {
+    Reason::new(
+        THREE_DIMENSIONAL,
+        "activations of three dimensions do not overlap",
+        "reshape them to [rows, columns], or leave the mode to the plan",
+    )
+}
+
+pub(crate) fn capacity(field: &'static str, need: usize, have: usize) -> Reason {
+    Reason::new(
+        CAPACITY,
+        format!("the call needs {need} bytes of {field}, the communicator has {have}"),
+        format!("join with {field} of at least {need}, or call with fewer rows"),
+    )
+}
+
+pub(crate) fn empty(call: &LinearCall) -> Reason {
+    Reason::new(
+        EMPTY,
+        format!(
+            "a product of {} x {} x {} has nothing to overlap",
+            call.total_rows(),
+            call.k,
+            call.n
+        ),
+        "nothing to do",
+    )
+}
+
+pub(crate) fn too_small(mean: usize, least: usize) -> Reason {
+    Reason::new(
+        TOO_SMALL,
+        format!("chunks of {mean} bytes are too small for overlap to pay, below {least}"),
+        "nothing to do; force a mode to overlap all the same",
+    )
+}
+
+pub(crate) fn tuned_off() -> Reason {
+    Reason::new(
+        TUNED_OFF,
+        "the tuning table prefers no overlap on this machine",
+        "nothing to do; force a mode to overlap all the same",
+    )
+}
+
+pub(crate) fn no_engine(mode: OverlapMode) -> Reason {
+    Reason::new(
+        NO_ENGINE,
+        format!("this device cannot run {mode}"),
+        "leave the mode to the plan",
+    )
+}
+
+pub(crate) fn no_algorithm(algorithm: AllReduceAlgorithm) -> Reason {
+    Reason::new(
+        NO_ENGINE,
+        format!("this device cannot run {algorithm:?}"),
+        "leave the algorithm to the plan",
+    )
+}
+
+pub(crate) fn no_all_reduce() -> Reason {
+    Reason::new(
+        NO_ENGINE,
+        "this device has no all-reduce whose order of sums is Brigade's",
+        "force Nccl, if its order will do",
+    )
+}
+
+pub(crate) fn pieces(pieces: u16) -> Reason {
+    Reason::new(
+        PIECES,
+        format!("chunks cannot be cut into {pieces} pieces"),
+        format!("ask for 1 to {MAX_PIECES}"),
+    )
+}
+
+pub(crate) fn pull_twin() -> Reason {
+    Reason::new(
+        PULL_TWIN,
+        "pull fetches chunks that exist, and parts of sums are sent as they are made",
+        "force the ring, or leave the mode to the plan",
+    )
+}
+
+pub(crate) fn scratch(topology: &Topology, need: usize) -> Reason {
+    let (have, size) = (topology.config.scratch_bytes, topology.group.size);
+    Reason::new(
+        SCRATCH,
+        format!("scratch_bytes of {have} are too few for {size} ranks"),
+        format!("join with scratch_bytes of at least {need}"),
+    )
+}
+
+pub(crate) fn rows(e: &Error) -> Reason {
+    Reason::new(ROWS, e.to_string(), "pass the same counts on every rank")
+}
+
+pub(crate) fn root(root: usize, size: usize) -> Reason {
+    Reason::new(
+        ROOT,
+        format!("rank {root} cannot be the root of {size} ranks"),
+        format!("name a rank below {size}"),
+    )
+}
+
+pub(crate) fn unknown(operation: Operation) -> Reason {
+    Reason::new(
+        UNKNOWN,
+        format!("there is no plan for {operation}"),
+        "use a version of brigade-plan as new as brigade-device",
+    )
+}
+
+/// Sums are of f32, f16 or bf16, and stay in their type or become f32.
+pub(crate) fn check_sum(input: DataType, output: DataType) -> Result<(), Reason> {
+    let float = matches!(input, DataType::F32 | DataType::F16 | DataType::BF16);
+    if float && (output == input || output == DataType::F32) {
+        return Ok(());
+    }
+    Err(Reason::new(
+        DTYPE,
+        format!("{input} is not reduced to {output}"),
+        "reduce f32, f16 or bf16, to the same type or to f32",
+    ))
+}

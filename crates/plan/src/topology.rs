@@ -1,0 +1,84 @@
+//! What the ranks of a communicator agreed on when they joined.
+
+use brigade_device::{AllReduceAlgorithm, CommConfig, Group, OverlapMode};
+
+/// The group and everything voted on at `join`. Only `group.rank` differs between ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Topology {
+    /// Which ranks, as this one sees them.
+    pub group: Group,
+    /// The configuration that all ranks passed.
+    pub config: CommConfig,
+    /// What the backend can run.
+    pub engines: Engines,
+}
+
+/// Which modes and algorithms a backend can run here; the default is none. Off needs no engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Engines {
+    /// [`OverlapMode::Chunked`].
+    pub chunked: bool,
+    /// [`OverlapMode::Ring`].
+    pub ring: bool,
+    /// [`OverlapMode::Pull`].
+    pub pull: bool,
+    /// [`AllReduceAlgorithm::OneShotPush`].
+    pub one_shot_push: bool,
+    /// [`AllReduceAlgorithm::OneShotPull`].
+    pub one_shot_pull: bool,
+    /// [`AllReduceAlgorithm::TwoShot`].
+    pub two_shot: bool,
+    /// [`AllReduceAlgorithm::Nccl`].
+    pub nccl: bool,
+}
+
+impl Engines {
+    /// What the host device runs: every overlap mode, and all-reduces by pull and in two shots.
+    pub const fn host() -> Self {
+        Self {
+            chunked: true,
+            ring: true,
+            pull: true,
+            one_shot_push: false,
+            one_shot_pull: true,
+            two_shot: true,
+            nccl: false,
+        }
+    }
+
+    /// Whether `mode` can run.
+    pub const fn overlaps(self, mode: OverlapMode) -> bool {
+        match mode {
+            OverlapMode::Off => true,
+            OverlapMode::Chunked { .. } => self.chunked,
+            OverlapMode::Ring => self.ring,
+            OverlapMode::Pull => self.pull,
+        }
+    }
+
+    /// Whether `algorithm` can run.
+    pub const fn reduces(self, algorithm: AllReduceAlgorithm) -> bool {
+        match algorithm {
+            AllReduceAlgorithm::OneShotPush => self.one_shot_push,
+            AllReduceAlgorithm::OneShotPull => self.one_shot_pull,
+            AllReduceAlgorithm::TwoShot => self.two_shot,
+            AllReduceAlgorithm::Nccl => self.nccl,
+        }
+    }
+
+    /// One bit for each, for the vote.
+    pub fn bits(self) -> u32 {
+        [
+            self.chunked,
+            self.ring,
+            self.pull,
+            self.one_shot_push,
+            self.one_shot_pull,
+            self.two_shot,
+            self.nccl,
+        ]
+        .into_iter()
+        .rev()
+        .fold(0, |bits, has| bits << 1 | u32::from(has))
+    }
+}

@@ -1,0 +1,141 @@
+//! Runs a real model on Brigade.
+
+use crate::workspace::{Workspace, exit_code, status};
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+use std::{ffi::OsString, num::NonZeroUsize, path::PathBuf, process::ExitCode};
+
+/// Run a real model, split over several ranks, and show what it says and how long it took
+///
+/// The first time this builds the demo and fetches SmolLM2-135M-Instruct (93 MB); --synthetic needs
+/// neither network nor Python. Stdout and the exit code are the demo's own; cargo speaks on stderr.
+#[derive(Debug, Args)]
+pub struct Demo {
+    /// How many ranks to split the model over
+    #[arg(long, value_name = "N")]
+    ranks: Option<NonZeroUsize>,
+    /// What to ask the model
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// Stop after so many tokens
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<NonZeroUsize>,
+    /// Which device carries it out; auto takes CUDA where it works, and says why where it does not
+    #[arg(long, value_enum)]
+    device: Option<Device>,
+    /// How communication overlaps with matrix products; auto lets the plan choose
+    #[arg(long, value_enum)]
+    mode: Option<Mode>,
+    /// Add low-rank adapters to the linears
+    #[arg(long)]
+    lora: bool,
+    /// Write a timeline of every rank to this file (Chrome trace format)
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+    /// Take this GGUF file instead of the fetched model
+    #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
+    model: Option<PathBuf>,
+    /// Take a small random model instead of a real one
+    #[arg(long)]
+    synthetic: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Device {
+    Auto,
+    Host,
+    Cuda,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Mode {
+    Auto,
+    Off,
+    Chunked,
+    Ring,
+}
+
+impl Demo {
+    pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
+        let here = std::env::current_dir()?;
+        let mut cargo = workspace.cargo();
+        cargo.args(["run", "--release", "--package", "brigade-demo", "--", "run"]);
+        // Relative paths stay those of the caller.
+        cargo.args(self.arguments()).current_dir(here);
+        cargo.env("CARGO_TARGET_DIR", &workspace.target);
+        Ok(exit_code(status(&mut cargo)?))
+    }
+
+    /// Only what was given: the demo has its own defaults.
+    fn arguments(self) -> Vec<OsString> {
+        fn name(value: impl ValueEnum) -> Option<OsString> {
+            Some(value.to_possible_value()?.get_name().into())
+        }
+        let valued: [(&str, Option<OsString>); 7] = [
+            ("--ranks", self.ranks.map(|n| n.to_string().into())),
+            ("--prompt", self.prompt.map(Into::into)),
+            (
+                "--max-tokens",
+                self.max_tokens.map(|n| n.to_string().into()),
+            ),
+            ("--device", self.device.and_then(name)),
+            ("--mode", self.mode.and_then(name)),
+            ("--trace", self.trace.map(Into::into)),
+            ("--model", self.model.map(Into::into)),
+        ];
+        let flags = [
+            ("--lora", self.lora),
+            ("--json", self.json),
+            ("--synthetic", self.synthetic),
+        ];
+        let mut arguments = Vec::new();
+        for (option, value) in valued {
+            if let Some(value) = value {
+                arguments.extend([option.into(), value]);
+            }
+        }
+        arguments.extend(flags.iter().filter(|f| f.1).map(|f| f.0.into()));
+        arguments
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        demo: Demo,
+    }
+
+    fn forwarded(line: &str) -> Vec<OsString> {
+        let words = std::iter::once("demo").chain(line.split_whitespace());
+        Line::try_parse_from(words).unwrap().demo.arguments()
+    }
+
+    #[test]
+    fn what_is_given_is_passed_on_and_nothing_else() {
+        assert_eq!(forwarded(""), Vec::<OsString>::new());
+        let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --lora --json --synthetic";
+        assert_eq!(forwarded(all), all.split_whitespace().collect::<Vec<_>>());
+        assert_eq!(forwarded("--model m.gguf"), ["--model", "m.gguf"]);
+    }
+
+    #[test]
+    fn wrong_options_are_refused_before_anything_is_built() {
+        for line in [
+            "--ranks 0",
+            "--device tpu",
+            "--mode fast",
+            "--model m --synthetic",
+        ] {
+            let words = std::iter::once("demo").chain(line.split_whitespace());
+            assert!(Line::try_parse_from(words).is_err(), "{line}");
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Compiles the kernels as the build does, and says what each costs.
+
+use crate::{nvcc, params, progress, toolchain, workspace::Workspace};
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use std::{fs, process::ExitCode};
+
+/// Compile kernels/*.cu to fatbins under the build folder, and report registers, spills and shared memory
+///
+/// One fatbin per file, with machine code for sm_80, sm_90a and sm_100 and PTX for later GPUs.
+#[derive(Debug, Args)]
+pub struct Kernels {
+    /// Fail if a kernel spills registers to memory
+    #[arg(long)]
+    deny_spills: bool,
+}
+
+/// What ptxas says about one kernel on one architecture.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Usage {
+    kernel: String,
+    architecture: String,
+    registers: u32,
+    spill_bytes: u32,
+    stack_bytes: u32,
+    shared_bytes: u32,
+}
+
+impl Kernels {
+    pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
+        let nvcc = toolchain::ensure(workspace)?;
+        let out = workspace.target.join("kernels");
+        fs::create_dir_all(&out)?;
+        fs::write(out.join("params.cuh"), params::header())?;
+        let sources = nvcc::sources(&workspace.root.join("kernels"))?;
+        let bar = progress::bar(sources.len());
+        let mut usages = Vec::new();
+        for source in &sources {
+            let name = nvcc::name_of(source);
+            bar.set_message(format!("{name}.cu"));
+            let fatbin = out.join(format!("{name}.fatbin"));
+            let said = nvcc
+                .compile(source, &out, &fatbin)
+                .map_err(anyhow::Error::msg)?;
+            usages.extend(parse(&said).with_context(|| format!("ptxas about {name}.cu"))?);
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        print!("{}", table(&usages));
+        println!("{} fatbins in {}", sources.len(), out.display());
+        let spilling = usages.iter().filter(|u| u.spill_bytes > 0).count();
+        if self.deny_spills && spilling > 0 {
+            bail!("{spilling} kernels spill registers");
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+fn table(usages: &[Usage]) -> String {
+    let mut text = format!(
+        "{:<24} {:<8} {:>9} {:>7} {:>7} {:>8}\n",
+        "kernel", "target", "registers", "spill B", "stack B", "shared B"
+    );
+    for u in usages {
+        text += &format!(
+            "{:<24} {:<8} {:>9} {:>7} {:>7} {:>8}\n",
+            u.kernel, u.architecture, u.registers, u.spill_bytes, u.stack_bytes, u.shared_bytes
+        );
+    }
+    text
+}
+
+/// Reads the output of `ptxas -v`: an entry line, a line of stack and spills, a line of registers and shared memory.
+fn parse(said: &str) -> Result<Vec<Usage>> {
+    let mut usages: Vec<Usage> = Vec::new();
+    for line in said.lines() {
+        if line.contains("Compiling entry function") {
+            let mut quoted = line.split('\'').skip(1).step_by(2);
+            usages.push(Usage {
+                kernel: quoted.next().context("no kernel")?.to_owned(),
+                architecture: quoted.next().context("no architecture")?.to_owned(),
+                ..Usage::default()
+            });
+            continue;
+        }
+        let Some(usage) = usages.last_mut() else {
+            continue;
+        };
+        if line.contains("bytes stack frame") {
+            usage.stack_bytes = before(line, " bytes stack frame").context("no stack")?;
+            usage.spill_bytes = before(line, " bytes spill stores").context("no spill stores")?
+                + before(line, " bytes spill loads").context("no spill loads")?;
+        } else if line.contains(" registers") && line.contains("Used ") {
+            usage.registers = before(line, " registers").context("no registers")?;
+            usage.shared_bytes = before(line, " bytes smem").unwrap_or(0);
+        }
+    }
+    if let Some(bare) = usages.iter().find(|u| u.registers == 0) {
+        bail!("no registers for {}", bare.kernel);
+    }
+    usages.sort_by(|a, b| (&a.kernel, a.number()).cmp(&(&b.kernel, b.number())));
+    Ok(usages)
+}
+
+impl Usage {
+    /// 80 of `sm_80`, 90 of `sm_90a`.
+    fn number(&self) -> u32 {
+        let digits: String = self
+            .architecture
+            .chars()
+            .filter(char::is_ascii_digit)
+            .collect();
+        digits.parse().unwrap_or(0)
+    }
+}
+
+/// The number right before `what`.
+fn before(line: &str, what: &str) -> Option<u32> {
+    let head = &line[..line.find(what)?];
+    let digits = head
+        .rfind(|c: char| !c.is_ascii_digit())
+        .map_or(0, |i| i + 1);
+    head[digits..].parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SAID: &str = "\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'brigade_b' for 'sm_100'
+ptxas info    : Function properties for brigade_b
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 18 registers, used 0 barriers
+ptxas info    : Compiling entry function 'brigade_b' for 'sm_90a'
+ptxas info    : Function properties for brigade_b
+    40 bytes stack frame, 36 bytes spill stores, 28 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 40 bytes cumulative stack size, 1024 bytes smem, 384 bytes cmem[0]
+";
+
+    #[test]
+    fn ptxas_output_becomes_a_table() {
+        insta::assert_snapshot!(table(&parse(SAID).unwrap()), @r"
+        kernel                   target   registers spill B stack B shared B
+        brigade_b                sm_90a          32      64      40     1024
+        brigade_b                sm_100          18       0       0        0
+        ");
+    }
+
+    #[test]
+    fn a_report_without_registers_is_refused() {
+        let cut = SAID.lines().take(2).collect::<Vec<_>>().join("\n");
+        assert!(parse(&cut).is_err());
+        assert_eq!(parse("").unwrap(), []);
+    }
+}
