@@ -14,7 +14,7 @@
 //!         .into_iter()
 //!         .map(|boot| {
 //!             s.spawn(move || -> brigade::Result<Vec<f32>> {
-//!                 let device = brigade::open(brigade::DeviceChoice::Host)?;
+//!                 let device = brigade::open(&brigade::OpenConfig::default())?;
 //!                 let on = device.stream(0)?;
 //!                 let comm = device.clone().join(&boot, &CommConfig::new(ParallelMode::Tp))?;
 //!                 let mine = [1.0f32, 2.0, 3.0];
@@ -70,23 +70,49 @@ impl FromStr for DeviceChoice {
     }
 }
 
+/// What to open, and how.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OpenConfig {
+    /// Which device.
+    pub device: DeviceChoice,
+    /// For the host.
+    pub host: host::HostConfig,
+}
+
 /// Opens one rank's accelerator.
 ///
 /// # Errors
 /// [`Error::Unsupported`] with what is missing and what to do, if CUDA was asked for and cannot be used.
-pub fn open(choice: DeviceChoice) -> Result<Arc<dyn Device>> {
-    match choice {
-        // Until the CUDA device carries out operations, a GPU that is there does not change what `Auto` means.
-        DeviceChoice::Auto | DeviceChoice::Host => Ok(brigade_host::HostDevice::new()?),
+pub fn open(config: &OpenConfig) -> Result<Arc<dyn Device>> {
+    match config.device {
+        // A GPU that is there does not change what `Auto` means until the CUDA device carries out operations.
+        DeviceChoice::Auto | DeviceChoice::Host => Ok(host::HostDevice::with(&config.host)?),
         DeviceChoice::Cuda => Err(no_cuda().into()),
     }
 }
 
 /// Why there is no CUDA device.
+#[cfg(feature = "cuda")]
+fn no_cuda() -> Reason {
+    match brigade_cuda::devices() {
+        Err(missing) => missing.into(),
+        Ok(gpus) => Reason::new(
+            "cuda-operations",
+            format!(
+                "{} GPUs are there, but the CUDA device does not carry out operations yet",
+                gpus.len()
+            ),
+            "use the host device",
+        ),
+    }
+}
+
+/// Why there is no CUDA device.
+#[cfg(not(feature = "cuda"))]
 fn no_cuda() -> Reason {
     Reason::new(
-        "cuda-operations",
-        "the CUDA device lists GPUs but does not carry out operations yet",
-        "use the host device",
+        "no-cuda-feature",
+        "this build has no CUDA device",
+        "build brigade with its cuda feature, or use the host device",
     )
 }

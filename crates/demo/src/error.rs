@@ -64,6 +64,9 @@ pub enum Error {
         /// What to do, with and without a network.
         remedy: String,
     },
+    /// A device or a communicator refused, or a group stopped.
+    #[error(transparent)]
+    Brigade(#[from] brigade::Error),
     /// There is neither a cache directory variable nor a home directory in the environment.
     #[error("no cache directory: set BRIGADE_CACHE, XDG_CACHE_HOME or HOME")]
     NoCacheDirectory,

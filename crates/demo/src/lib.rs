@@ -6,8 +6,8 @@
 //! registry), and [`Synthetic`], a small random model for where there is no file. The [`Tokenizer`]
 //! goes with either.
 //!
-//! [`mod@reference`] evaluates the same architecture on one rank in plain loops, with no matrix library
-//! and nothing of Brigade: it is what a tensor-parallel run is compared with.
+//! [`mod@reference`] evaluates the same architecture on one rank in plain loops, with no matrix
+//! library and nothing of Brigade: it is what a tensor-parallel run is compared with.
 //!
 //! ```
 //! use brigade_demo::{Message, Source, Synthetic, Tokenizer, reference, shard};
@@ -26,6 +26,7 @@
 pub mod adapter;
 pub mod fetch;
 pub mod model;
+pub mod parallel;
 pub mod reference;
 pub mod shard;
 pub mod tokenizer;

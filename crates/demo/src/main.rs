@@ -1,3 +1,218 @@
-//! The demo's command line.
+//! `brigade-demo`: real models on Brigade. `cargo xtask demo` builds and runs it.
 
-fn main() {}
+mod report;
+
+use anyhow::{Context, Result};
+use brigade::{DeviceChoice, OverlapMode};
+use brigade_demo::{
+    AdapterSpec, Message, ModelFile, Source, Synthetic, Tokenizer, fetch,
+    model::cache_directory,
+    parallel::{Options, generate},
+};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::{
+    io::{IsTerminal, Write},
+    path::PathBuf,
+    process::ExitCode,
+    time::Duration,
+};
+use tracing_subscriber::{Layer, filter::filter_fn, layer::SubscriberExt, util::SubscriberInitExt};
+
+/// Real models on Brigade.
+#[derive(Parser)]
+#[command(name = "brigade-demo", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Fetch SmolLM2-135M-Instruct once, check it, and print where it lies
+    Fetch,
+    /// Split a model over several ranks, and let it speak
+    Run(Box<Run>),
+}
+
+#[derive(Args)]
+struct Run {
+    /// How many ranks to split the model over, each a thread
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    ranks: usize,
+    /// What to ask the model; several are answered side by side
+    #[arg(
+        long = "prompt",
+        value_name = "TEXT",
+        default_value = "What is gravity?"
+    )]
+    prompts: Vec<String>,
+    /// Stop after so many tokens
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    max_tokens: usize,
+    /// Which device carries it out
+    #[arg(long, value_enum, default_value_t = Device::Auto)]
+    device: Device,
+    /// How communication overlaps with matrix products; auto lets the plan choose
+    #[arg(long, value_enum, default_value_t = Mode::Auto)]
+    mode: Mode,
+    /// Add a random low-rank adapter for each prompt to the linears
+    #[arg(long)]
+    lora: bool,
+    /// Write a timeline of every rank to this file (Chrome trace format)
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Print one JSON object on the last line
+    #[arg(long)]
+    json: bool,
+    /// Take this GGUF file instead of the fetched model
+    #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
+    model: Option<PathBuf>,
+    /// Take a small random model instead of a real one
+    #[arg(long)]
+    synthetic: bool,
+    /// Seconds after which a rank that waits for another gives up
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    deadline: u64,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Device {
+    Auto,
+    Host,
+    Cuda,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Mode {
+    Auto,
+    Off,
+    Chunked,
+    Ring,
+}
+
+/// Pieces of a chunk in chunked mode.
+const PIECES: u16 = 2;
+
+/// Adapters of the `--lora` option: seed, inner width, and a scale at which they are heard without drowning the model.
+const LORA: (u64, usize, f32) = (1, 8, 0.1);
+
+impl Run {
+    fn options(&self) -> Options {
+        Options {
+            ranks: self.ranks,
+            max_tokens: self.max_tokens,
+            device: match self.device {
+                Device::Auto => DeviceChoice::Auto,
+                Device::Host => DeviceChoice::Host,
+                Device::Cuda => DeviceChoice::Cuda,
+            },
+            mode: match self.mode {
+                Mode::Auto => None,
+                Mode::Off => Some(OverlapMode::Off),
+                Mode::Chunked => Some(OverlapMode::Chunked { pieces: PIECES }),
+                Mode::Ring => Some(OverlapMode::Ring),
+            },
+            lora: self.lora.then(|| AdapterSpec::new(LORA.0, LORA.1, LORA.2)),
+            deadline: Duration::from_secs(self.deadline),
+        }
+    }
+
+    fn source(&self) -> Result<(Box<dyn Source>, Tokenizer)> {
+        if self.synthetic {
+            let config = Synthetic::small_config();
+            let tokenizer = Tokenizer::bytes(config.vocabulary)?;
+            return Ok((Box::new(Synthetic::new(config, 1)?), tokenizer));
+        }
+        let path = match &self.model {
+            Some(path) => path.clone(),
+            None => fetch::fetch_model(&cache_directory()?)?,
+        };
+        let file = ModelFile::open(&path)?;
+        let tokenizer = Tokenizer::from_metadata(file.metadata())?;
+        Ok((Box::new(file), tokenizer))
+    }
+
+    fn run(self) -> Result<()> {
+        let (source, tokenizer) = self.source()?;
+        let prompts = self
+            .prompts
+            .iter()
+            .map(|text| tokenizer.chat(&[Message::user(text)]))
+            .collect::<brigade_demo::Result<Vec<_>>>()?;
+        let tracing = self.trace.as_deref().map(start_trace).transpose()?;
+        let mut out = std::io::stdout();
+        // One answer can be shown as it grows; several are shown when they are whole.
+        let live = !self.json && prompts.len() == 1 && out.is_terminal();
+        let mut told = Vec::new();
+        let mut shown = String::new();
+        let generated = generate(
+            &*source,
+            &prompts,
+            tokenizer.end(),
+            &self.options(),
+            &mut |_, token| {
+                told.push(token);
+                if live && let Ok(text) = tokenizer.decode(&told) {
+                    let _ = write!(out, "{}", text.strip_prefix(&shown).unwrap_or(""));
+                    let _ = out.flush();
+                    shown = text;
+                }
+            },
+        )?;
+        drop(tracing);
+        let texts = generated
+            .tokens
+            .iter()
+            .map(|ids| tokenizer.decode(ids))
+            .collect::<brigade_demo::Result<Vec<_>>>()?;
+        let report = report::Report {
+            prompts: &self.prompts,
+            prompt_ids: &prompts,
+            texts: &texts,
+            ranks: self.ranks,
+            generated: &generated,
+        };
+        if self.json {
+            writeln!(out, "{}", report.json())?;
+        } else {
+            write!(out, "{}", report.text(live))?;
+        }
+        Ok(())
+    }
+}
+
+/// Spans of compute and communication, a row for each thread.
+fn start_trace(path: &std::path::Path) -> Result<tracing_chrome::FlushGuard> {
+    let file = std::fs::File::create(path)
+        .with_context(|| format!("cannot write the trace {}", path.display()))?;
+    let (chrome, guard) = tracing_chrome::ChromeLayerBuilder::new()
+        .writer(file)
+        .include_args(true)
+        .build();
+    let ours = filter_fn(|meta| meta.target().starts_with("brigade::"));
+    tracing_subscriber::registry()
+        .with(chrome.with_filter(ours))
+        .try_init()
+        .context("a trace is already being written")?;
+    Ok(guard)
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Fetch => fetch_only(),
+        Command::Run(run) => run.run(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn fetch_only() -> Result<()> {
+    let path = fetch::fetch_model(&cache_directory()?)?;
+    writeln!(std::io::stdout(), "{}", path.display())?;
+    Ok(())
+}

@@ -258,7 +258,7 @@ fn build(tokens: &[&str], kinds: &[usize], merges: &[&str]) -> Result<tokenizers
     let control: Vec<_> = control
         .map(|(token, _)| AddedToken::from(*token, true))
         .collect();
-    tokenizer.add_special_tokens(&control);
+    tokenizer.add_special_tokens(control).map_err(refused)?;
     Ok(tokenizer)
 }
 

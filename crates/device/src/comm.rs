@@ -288,6 +288,7 @@ impl Filled {
 struct Shared {
     backend: Arc<dyn Communicator>,
     busy: AtomicBool,
+    closed: AtomicBool,
     last: Mutex<(u64, Option<(Stream, Event)>)>,
 }
 
@@ -303,6 +304,7 @@ impl Comm {
         Self(Arc::new(Shared {
             backend,
             busy: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
             last: Mutex::new((0, None)),
         }))
     }
@@ -326,8 +328,11 @@ impl Comm {
     }
 
     /// # Errors
-    /// The fault that stopped the communicator, if one did.
+    /// The fault that stopped the communicator, if one did; [`Error::Closed`] after [`close`](Self::close).
     pub fn check(&self) -> Result<()> {
+        if self.0.closed.load(Ordering::Acquire) {
+            return Err(Error::Closed);
+        }
         self.0
             .backend
             .fault()
@@ -355,7 +360,9 @@ impl Comm {
     /// [`Error::Busy`] while a lease is live; the fault, if ranks did not come.
     pub fn close(&self, within: Duration) -> Result<()> {
         let _claim = self.claim()?;
-        self.0.backend.close(within)
+        self.0.backend.close(within)?;
+        self.0.closed.store(true, Ordering::Release);
+        Ok(())
     }
 
     fn claim(&self) -> Result<Claim<'_>> {
@@ -368,20 +375,22 @@ impl Comm {
     /// Exclusive use on one stream. If the last lease was on another one, `on` first waits for its end.
     ///
     /// # Errors
-    /// [`Error::Busy`] while another lease is live; the fault, if the communicator stopped.
+    /// [`Error::Busy`] while another lease is live; the fault, if the communicator stopped; [`Error::Closed`].
     pub fn lease(&self, on: &Stream) -> Result<Lease<'_>> {
         self.check()?;
         let claim = self.claim()?;
-        let (number, before) = {
+        let number = {
             let mut last = self.0.last.lock();
+            // If the wait fails, the event stays for the next lease.
+            if let Some((stream, end)) = &last.1
+                && !stream.same(on)
+            {
+                on.wait(end)?;
+            }
+            last.1 = None;
             last.0 += 1;
-            (last.0, last.1.take())
+            last.0
         };
-        if let Some((stream, end)) = before
-            && !stream.same(on)
-        {
-            on.wait(&end)?;
-        }
         Ok(Lease {
             comm: self,
             turn: Turn {

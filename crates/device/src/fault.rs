@@ -33,10 +33,11 @@ impl FaultKind {
     }
 }
 
-/// What a wait that gave up leaves behind. Fixed size: kernels write the same 64 bytes.
+/// What a wait that gave up leaves behind. Fixed size: kernels write the same 64 bytes, aligned to 64; a copy here needs
+/// no such alignment, which would double the size of every [`Result`].
 ///
 /// The rank that gives up first writes it to every rank of the group, so that all return the same record.
-#[repr(C, align(64))]
+#[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultRecord {
     /// Why.

@@ -1,1 +1,31 @@
-//! Placeholder.
+//! Who is in: how ranks find each other, agree, and notice that somebody is missing.
+//!
+//! Everything here waits with a bound and ends in a result or a typed error on every rank.
+//!
+//! - [`threads`]: a [`Bootstrap`](brigade_device::Bootstrap) for ranks that are threads of one process.
+//! - [`vote`]: all ranks have the same, or all fail and see what everybody had.
+//! - [`agree`]: all ranks succeeded, or all fail and see everybody's reason.
+//! - [`Deadline`]: one bound for a wait of several steps.
+//!
+//! ```
+//! use brigade_device::Bootstrap;
+//! use std::time::Duration;
+//!
+//! let ranks = brigade_group::threads(3);
+//! std::thread::scope(|s| {
+//!     for boot in &ranks {
+//!         s.spawn(move || {
+//!             let all = boot.all_gather(&[boot.rank() as u8], Duration::from_secs(10));
+//!             assert_eq!(all.unwrap(), [[0], [1], [2]]);
+//!         });
+//!     }
+//! });
+//! ```
+
+mod deadline;
+mod threads;
+mod vote;
+
+pub use deadline::Deadline;
+pub use threads::{ThreadGroup, threads};
+pub use vote::{agree, vote};

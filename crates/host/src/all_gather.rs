@@ -32,7 +32,9 @@ impl HostComm {
         let piece = piece_elements * to.dtype().bytes();
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
-            core.collective(&call, |active| all_gather(active, &bytes, piece, &to, &from))
+            core.collective(&call, |active| {
+                all_gather(active, &bytes, piece, &to, &from)
+            })
         })?;
         Ok(plan)
     }

@@ -86,7 +86,8 @@ fn all_reduce(
 
 /// Every rank lays its input out, and reads everybody's.
 fn one_shot(active: &mut Active<'_>, kind: Kind, input: &[u8], out: &mut [u8]) -> Result<()> {
-    let _span = tracing::info_span!(target: "brigade::comm", "one-shot", bytes = input.len()).entered();
+    let _span =
+        tracing::info_span!(target: "brigade::comm", "one-shot", bytes = input.len()).entered();
     let of = active.begin(Area::Scratch)?;
     let job = &active.job;
     let range = 0..input.len();
@@ -121,7 +122,8 @@ fn reduce_from_all(
 
 /// Every rank reduces its share of the piece, and reads the others' shares of the result.
 fn two_shot(active: &mut Active<'_>, kind: Kind, input: &[u8], out: &mut [u8]) -> Result<()> {
-    let _span = tracing::info_span!(target: "brigade::comm", "two-shot", bytes = input.len()).entered();
+    let _span =
+        tracing::info_span!(target: "brigade::comm", "two-shot", bytes = input.len()).entered();
     let of = active.begin(Area::Scratch)?;
     let job = &active.job;
     let (rank, size) = (job.rank(), job.size());
@@ -129,7 +131,10 @@ fn two_shot(active: &mut Active<'_>, kind: Kind, input: &[u8], out: &mut [u8]) -
     unsafe { job.bytes_mut(rank, of, 0..input.len()) }.copy_from_slice(input);
     job.say_filled_to_all(of, rank, 0);
 
-    let shares = brigade_plan::rows::offsets(&brigade_plan::rows::split(input.len() / kind.dtype.bytes(), size));
+    let shares = brigade_plan::rows::offsets(&brigade_plan::rows::split(
+        input.len() / kind.dtype.bytes(),
+        size,
+    ));
     let share = |rank: usize, bytes: usize| shares[rank] * bytes..shares[rank + 1] * bytes;
     let sums = input.len().next_multiple_of(64);
     let sum_place = |rank: usize| {

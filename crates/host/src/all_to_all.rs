@@ -37,7 +37,9 @@ impl HostComm {
         let piece = piece_elements * from.dtype().bytes();
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
-            core.collective(&call, |active| all_to_all(active, &counts, piece, &to, &from))
+            core.collective(&call, |active| {
+                all_to_all(active, &counts, piece, &to, &from)
+            })
         })?;
         Ok(plan)
     }
@@ -76,11 +78,13 @@ fn all_to_all(
     from: &Buffer,
 ) -> Result<()> {
     writing(to, &[from], |out, inputs| {
-        let in_bytes = |rows: &[usize]| -> PerRank {
-            rows.iter().map(|r| r * counts.row_bytes).collect()
-        };
+        let in_bytes =
+            |rows: &[usize]| -> PerRank { rows.iter().map(|r| r * counts.row_bytes).collect() };
         let (send, recv) = (in_bytes(&counts.send), in_bytes(&counts.recv));
-        let (send_at, recv_at) = (brigade_plan::rows::offsets(&send), brigade_plan::rows::offsets(&recv));
+        let (send_at, recv_at) = (
+            brigade_plan::rows::offsets(&send),
+            brigade_plan::rows::offsets(&recv),
+        );
         let result = agree(active, counts).and_then(|most| {
             (0..most * counts.row_bytes)
                 .step_by(piece.max(1))

@@ -10,8 +10,8 @@ use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceParams, AllToAllParams, Bootstrap,
     BroadcastParams, Buffer, Call, Chunk, Comm, CommConfig, Communicator, DataType, Device, Error,
     FaultRecord, Filled, GatherLinearParts, GatheredParts, Group, LinearCall,
-    LoraLinearReduceScatterParams, OverlapMode, Plan, Reason, RecvParams, Reduced,
-    ReduceScatterParams, Result, SendParams, Traffic, Turn, fallback,
+    LoraLinearReduceScatterParams, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams,
+    Reduced, Result, SendParams, Traffic, Turn, fallback,
 };
 use brigade_plan::{Engines, Table, Topology};
 use std::{sync::Arc, time::Duration};

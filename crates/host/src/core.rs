@@ -227,7 +227,10 @@ impl Core {
         work: impl FnOnce(&mut Active<'_>) -> Result<R>,
     ) -> Result<R> {
         self.usable()?;
-        let mut state = self.state.try_lock().ok_or(Error::Busy("the communicator"))?;
+        let mut state = self
+            .state
+            .try_lock()
+            .ok_or(Error::Busy("the communicator"))?;
         state.epoch = state.epoch.wrapping_add(1);
         let first = state.epoch == 1;
         let within = within.unwrap_or(if first {
@@ -280,7 +283,10 @@ impl Core {
         work: impl FnOnce(&mut Active<'_>) -> Result<R>,
     ) -> Result<R> {
         self.usable()?;
-        let mut state = self.state.try_lock().ok_or(Error::Busy("the communicator"))?;
+        let mut state = self
+            .state
+            .try_lock()
+            .ok_or(Error::Busy("the communicator"))?;
         state.sent.resize(self.group.size, 0);
         state.received.resize(self.group.size, 0);
         let job = Job {
@@ -311,7 +317,10 @@ impl Core {
 
     /// All ranks let go of the old generation, then start a new one.
     pub(crate) fn reset(&self, within: Duration) -> Result<()> {
-        let mut state = self.state.try_lock().ok_or(Error::Busy("the communicator"))?;
+        let mut state = self
+            .state
+            .try_lock()
+            .ok_or(Error::Busy("the communicator"))?;
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::Closed);
         }
@@ -392,7 +401,6 @@ impl Job {
         (1..size).map(move |i| (rank + i) % size)
     }
 
-
     /// Stops the group, and gives the error that this call returns.
     pub(crate) fn fail(
         &self,
@@ -438,9 +446,7 @@ impl Job {
     fn give_up(&self, stop: Stop, w: &Wait, slot: usize) -> Error {
         let expected = w.want.flag().bits();
         match stop {
-            Stop::Mismatch { seen } => {
-                self.fail(FaultKind::Mismatch, w.peer, slot, expected, seen)
-            }
+            Stop::Mismatch { seen } => self.fail(FaultKind::Mismatch, w.peer, slot, expected, seen),
             Stop::Timeout { seen } => {
                 let (peer, seen) = self.absent().unwrap_or((w.peer, seen));
                 self.fail(FaultKind::Timeout, peer, slot, expected, seen)
@@ -461,8 +467,7 @@ impl Job {
     /// A peer that is gone, and whose flag is not there: it was its last chance, since a rank says that it leaves after
     /// everything else it says.
     fn lost(&self, w: &Wait) -> bool {
-        self.core.departed(w.peer)
-            && w.want.verdict(self.memory().load(w.word)) == Verdict::NotYet
+        self.core.departed(w.peer) && w.want.verdict(self.memory().load(w.word)) == Verdict::NotYet
     }
 
     fn arrivals(&self, verdict: Verdict) -> Option<(usize, u64)> {

@@ -1,8 +1,7 @@
 //! The host as a device: allocation, copies, streams and products.
 
 use crate::{
-    comm,
-    element,
+    comm, element,
     gemm::{Matrix, Scratch, Workers},
     linear::{OwnedLinear, finish},
     memory::{Heap, reading, writing},
@@ -244,7 +243,12 @@ fn check_bytes(buffer: &Buffer, bytes: usize) -> Result<()> {
         Err(Error::invalid(
             "bytes",
             bytes,
-            format!("{} for {} of {}", buffer.bytes(), buffer.shape(), buffer.dtype()),
+            format!(
+                "{} for {} of {}",
+                buffer.bytes(),
+                buffer.shape(),
+                buffer.dtype()
+            ),
         ))
     }
 }
@@ -287,11 +291,7 @@ impl Product {
 }
 
 impl HostDevice {
-    fn products(
-        p: &LoraLinearParams<'_>,
-        shape: &GemmShape,
-        d: &Buffer,
-    ) -> Result<Vec<Product>> {
+    fn products(p: &LoraLinearParams<'_>, shape: &GemmShape, d: &Buffer) -> Result<Vec<Product>> {
         let gemm = &p.gemm;
         let x = gemm.a.plain("a")?;
         let product = |gemm: &GemmParams<'_>, x: View<'_>, d: Buffer| {
@@ -326,7 +326,14 @@ impl HostDevice {
 
 impl Linear for HostDevice {
     fn gemm(&self, on: &Stream, p: &GemmParams<'_>, output: Output<'_>) -> Result<Option<Buffer>> {
-        self.lora_linear(on, &LoraLinearParams { gemm: *p, runs: &[] }, output)
+        self.lora_linear(
+            on,
+            &LoraLinearParams {
+                gemm: *p,
+                runs: &[],
+            },
+            output,
+        )
     }
 
     fn quantize(&self, _on: &Stream, _a: View<'_>, scheme: QScheme) -> Result<QBuffer> {
@@ -353,7 +360,11 @@ impl Linear for HostDevice {
             && c.shape().len() != n
             && c.shape().len() != shape.len()
         {
-            return Err(Error::invalid("bias.shape", c.shape(), format!("{shape} or [{n}]")));
+            return Err(Error::invalid(
+                "bias.shape",
+                c.shape(),
+                format!("{shape} or [{n}]"),
+            ));
         }
         let (d, new) = self.place(output, shape.dims())?;
         let (out, from, bias) = (d.clone(), from.retain(), bias.map(|c| c.retain()));

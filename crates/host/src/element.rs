@@ -134,18 +134,54 @@ fn cast<A: Number, B: Number>(from: &[u8], to: &mut [u8]) {
 macro_rules! dispatch {
     ($dtype:expr, $t:ident => $body:expr) => {
         match $dtype {
-            DataType::U8 => { type $t = u8; $body }
-            DataType::I8 => { type $t = i8; $body }
-            DataType::U16 => { type $t = u16; $body }
-            DataType::I16 => { type $t = i16; $body }
-            DataType::U32 => { type $t = u32; $body }
-            DataType::I32 => { type $t = i32; $body }
-            DataType::U64 => { type $t = u64; $body }
-            DataType::I64 => { type $t = i64; $body }
-            DataType::F16 => { type $t = f16; $body }
-            DataType::BF16 => { type $t = bf16; $body }
-            DataType::F32 => { type $t = f32; $body }
-            DataType::F64 => { type $t = f64; $body }
+            DataType::U8 => {
+                type $t = u8;
+                $body
+            }
+            DataType::I8 => {
+                type $t = i8;
+                $body
+            }
+            DataType::U16 => {
+                type $t = u16;
+                $body
+            }
+            DataType::I16 => {
+                type $t = i16;
+                $body
+            }
+            DataType::U32 => {
+                type $t = u32;
+                $body
+            }
+            DataType::I32 => {
+                type $t = i32;
+                $body
+            }
+            DataType::U64 => {
+                type $t = u64;
+                $body
+            }
+            DataType::I64 => {
+                type $t = i64;
+                $body
+            }
+            DataType::F16 => {
+                type $t = f16;
+                $body
+            }
+            DataType::BF16 => {
+                type $t = bf16;
+                $body
+            }
+            DataType::F32 => {
+                type $t = f32;
+                $body
+            }
+            DataType::F64 => {
+                type $t = f64;
+                $body
+            }
             other => return Err(not_convertible(other)),
         }
     };
@@ -166,7 +202,12 @@ pub(crate) fn check_conversion(from: DataType, to: DataType) -> Result<()> {
 }
 
 /// Converts elements.
-pub(crate) fn convert(from_type: DataType, from: &[u8], to_type: DataType, to: &mut [u8]) -> Result<()> {
+pub(crate) fn convert(
+    from_type: DataType,
+    from: &[u8],
+    to_type: DataType,
+    to: &mut [u8],
+) -> Result<()> {
     use DataType::{BF16, F16, F32};
     match (from_type, to_type) {
         (F16 | BF16, F32) => load(from_type, from, bytemuck::cast_slice_mut(to)),
@@ -185,7 +226,13 @@ mod tests {
         let bytes: Vec<[u8; 4]> = inputs.iter().map(|x| x.to_ne_bytes()).collect();
         let slices: Vec<&[u8]> = bytes.iter().map(|b| &b[..]).collect();
         let mut out = [0f32];
-        reduce(op, DataType::F32, &slices, DataType::F32, bytemuck::cast_slice_mut(&mut out));
+        reduce(
+            op,
+            DataType::F32,
+            &slices,
+            DataType::F32,
+            bytemuck::cast_slice_mut(&mut out),
+        );
         out[0]
     }
 
@@ -197,7 +244,13 @@ mod tests {
         assert_eq!(bits(ReduceOp::Min, &[0.0, -0.0]), (-0.0f32).to_bits());
         assert_eq!(bits(ReduceOp::Sum, &[-0.0, -0.0]), (-0.0f32).to_bits());
         for nan in [f32::from_bits(0x7FFF_1234), f32::from_bits(0xFFC0_0001)] {
-            for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min, ReduceOp::Avg, ReduceOp::Prod] {
+            for op in [
+                ReduceOp::Sum,
+                ReduceOp::Max,
+                ReduceOp::Min,
+                ReduceOp::Avg,
+                ReduceOp::Prod,
+            ] {
                 assert_eq!(bits(op, &[1.0, nan]), 0x7FC0_0000, "{op:?}");
                 assert_eq!(bits(op, &[nan, 1.0]), 0x7FC0_0000, "{op:?}");
             }
@@ -209,11 +262,23 @@ mod tests {
     #[test]
     fn conversions_saturate_and_round_to_even() {
         let mut out = [0u8; 3];
-        convert(DataType::F32, bytemuck::cast_slice(&[-3.7f32, 300.0, 7.9]), DataType::U8, &mut out).unwrap();
+        convert(
+            DataType::F32,
+            bytemuck::cast_slice(&[-3.7f32, 300.0, 7.9]),
+            DataType::U8,
+            &mut out,
+        )
+        .unwrap();
         assert_eq!(out, [0, 255, 7]);
         let mut out = [bf16::ZERO; 2];
         let ties = [1.0f32 + 1.0 / 256.0, 1.0 + 3.0 / 256.0];
-        convert(DataType::F32, bytemuck::cast_slice(&ties), DataType::BF16, bytemuck::cast_slice_mut(&mut out)).unwrap();
+        convert(
+            DataType::F32,
+            bytemuck::cast_slice(&ties),
+            DataType::BF16,
+            bytemuck::cast_slice_mut(&mut out),
+        )
+        .unwrap();
         assert_eq!(out.map(f32::from), [1.0, 1.0 + 4.0 / 256.0]);
         assert!(check_conversion(DataType::F8E4M3, DataType::F32).is_err());
     }

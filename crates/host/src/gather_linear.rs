@@ -227,20 +227,21 @@ impl HostComm {
         let Call::GatherLinear(linear_call) = &call else {
             return Err(Error::invalid("call", call.operation(), "gather-linear"));
         };
-        let linear = OwnedLinear::from_parts(
-            p.weight,
-            p.transpose_weight,
-            p.bias,
-            p.activation,
-            p.runs,
-        )?;
+        let linear =
+            OwnedLinear::from_parts(p.weight, p.transpose_weight, p.bias, p.activation, p.runs)?;
         let shape = gathered_shape(linear_call, &p.chunk)?;
         let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
-            return Err(Error::invalid("plan", plan.mode, "a plan for rows that fit"));
+            return Err(Error::invalid(
+                "plan",
+                plan.mode,
+                "a plan for rows that fit",
+            ));
         };
         let a = self.gathered(linear_call, &rows, shape)?;
         let n = linear.n();
-        let (d, new) = self.device.place(p.output, &[linear_call.total_rows(), n])?;
+        let (d, new) = self
+            .device
+            .place(p.output, &[linear_call.total_rows(), n])?;
         let (core, engine) = (self.core.clone(), self.device.engine.clone());
         let (out, input, steps) = (d.clone(), linear_call.input, plan.clone());
         HostQueue::of(turn.stream())?.run(move || {
@@ -255,7 +256,9 @@ impl HostComm {
                         input,
                         output: out.dtype(),
                     };
-                    product.run(active, bytes).inspect_err(|_| poison(out.dtype(), bytes))
+                    product
+                        .run(active, bytes)
+                        .inspect_err(|_| poison(out.dtype(), bytes))
                 })
             })
         })?;
@@ -331,7 +334,8 @@ fn pass_round(job: &Job, of: Use, rows: &Rows) -> Result<()> {
         if c != rank {
             job.await_filled(of, c, 0, prev)?;
         }
-        let _span = tracing::info_span!(target: "brigade::comm", "pass", chunk = c, to = next).entered();
+        let _span =
+            tracing::info_span!(target: "brigade::comm", "pass", chunk = c, to = next).entered();
         transfer(job, of, rank, next, rows.chunk(c));
         job.say_filled(next, of, c, 0);
     }
@@ -343,7 +347,11 @@ const FETCHED: usize = 1;
 
 /// Fetches chunks from their owners, in the order in which they are multiplied.
 fn fetch(job: &Job, of: Use, rows: &Rows, order: &[u16]) -> Result<()> {
-    for c in order.iter().map(|&c| usize::from(c)).filter(|&c| c != job.rank()) {
+    for c in order
+        .iter()
+        .map(|&c| usize::from(c))
+        .filter(|&c| c != job.rank())
+    {
         job.await_filled(of, c, 0, c)?;
         let _span = tracing::info_span!(target: "brigade::comm", "fetch", chunk = c).entered();
         transfer(job, of, c, job.rank(), rows.chunk(c));
@@ -416,7 +424,8 @@ impl Product<'_> {
         let x = Matrix::new(self.input, x, [rows.len(), k], false, &self.engine.scratch);
         let row_bytes = self.linear.n() * self.output.bytes();
         let out = &mut out[rows.start * row_bytes..rows.end * row_bytes];
-        self.linear.multiply(&self.engine.workers, &x, rows, self.output, out);
+        self.linear
+            .multiply(&self.engine.workers, &x, rows, self.output, out);
         Ok(())
     }
 }

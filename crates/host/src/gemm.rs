@@ -22,10 +22,7 @@ impl Scratch {
         let mut values = best.map(|i| kept.swap_remove(i)).unwrap_or_default();
         drop(kept);
         values.resize(len, 0.0);
-        Taken {
-            values,
-            home: self,
-        }
+        Taken { values, home: self }
     }
 }
 
@@ -97,7 +94,11 @@ impl<'a> Matrix<'a> {
             row_stride: columns,
             column_stride: 1,
         };
-        if transpose { stored.transposed() } else { stored }
+        if transpose {
+            stored.transposed()
+        } else {
+            stored
+        }
     }
 
     /// A plain row-major matrix of f32.

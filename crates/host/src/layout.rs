@@ -19,12 +19,8 @@ pub(crate) enum Area {
 }
 
 impl Area {
-    pub(crate) const ALL: [Self; 4] = [
-        Self::Gather,
-        Self::ReduceScatter,
-        Self::Scratch,
-        Self::Mail,
-    ];
+    pub(crate) const ALL: [Self; 4] =
+        [Self::Gather, Self::ReduceScatter, Self::Scratch, Self::Mail];
 }
 
 /// Flags and data of one group, as one rank sees them.
@@ -71,7 +67,10 @@ impl Layout {
             pieces: usize::from(MAX_PIECES),
             base: take(CreditRing::words(size, usize::from(MAX_PIECES))),
         });
-        let mail = (config.scratch_bytes / size.max(1)).next_multiple_of(64).max(64) * size;
+        let mail = (config.scratch_bytes / size.max(1))
+            .next_multiple_of(64)
+            .max(64)
+            * size;
         let half_bytes = [
             config.gather_bytes,
             config.reduce_scatter_bytes,

@@ -9,7 +9,6 @@
 mod all_gather;
 mod all_reduce;
 mod all_to_all;
-mod ballot;
 mod barrier;
 mod broadcast;
 mod comm;

@@ -62,7 +62,11 @@ impl OwnedLinear {
     /// Columns of the result.
     pub(crate) fn n(&self) -> usize {
         let s = self.weight.shape();
-        if self.transpose { s.rows() } else { s.columns() }
+        if self.transpose {
+            s.rows()
+        } else {
+            s.columns()
+        }
     }
 
     /// Everything that it reads, in the order in which [`bind`](Self::bind) wants the bytes.

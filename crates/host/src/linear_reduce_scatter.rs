@@ -14,8 +14,8 @@ use crate::{
     queue::HostQueue,
 };
 use brigade_device::{
-    Activation, Call, DataType, Error, LoraLinearReduceScatterParams, OverlapPlan, Plan,
-    ReduceOp, Reduced, Result, Turn,
+    Activation, Call, DataType, Error, LoraLinearReduceScatterParams, OverlapPlan, Plan, ReduceOp,
+    Reduced, Result, Turn,
 };
 use std::ops::Range;
 
@@ -28,20 +28,20 @@ impl HostComm {
         plan: OverlapPlan,
     ) -> Result<Reduced> {
         let Call::LinearReduceScatter(linear_call) = &call else {
-            return Err(Error::invalid("call", call.operation(), "linear-reduce-scatter"));
+            return Err(Error::invalid(
+                "call",
+                call.operation(),
+                "linear-reduce-scatter",
+            ));
         };
-        let linear = OwnedLinear::from_parts(
-            p.weight,
-            p.transpose_weight,
-            None,
-            Activation::None,
-            p.runs,
-        )?;
+        let linear =
+            OwnedLinear::from_parts(p.weight, p.transpose_weight, None, Activation::None, p.runs)?;
         let x = p.x.plain("x")?.retain();
         let bias = p.bias.map(|c| c.retain());
         let own = linear_call.rows[self.core.group.rank];
         let (d, new) = self.device.place(p.output, &[own, linear_call.n])?;
-        let (core, engine, activation) = (self.core.clone(), self.device.engine.clone(), p.activation);
+        let (core, engine, activation) =
+            (self.core.clone(), self.device.engine.clone(), p.activation);
         let (out, steps) = (d.clone(), plan.clone());
         HostQueue::of(turn.stream())?.run(move || {
             core.collective(&call, |active| {
@@ -68,7 +68,9 @@ impl HostComm {
                         activation,
                         dtype: out.dtype(),
                     };
-                    product.run(active, bytes).inspect_err(|_| poison(out.dtype(), bytes))
+                    product
+                        .run(active, bytes)
+                        .inspect_err(|_| poison(out.dtype(), bytes))
                 })
             })
         })?;

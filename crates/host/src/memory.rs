@@ -202,7 +202,10 @@ impl<'a> WriteGuard<'a> {
             Self::Window(_, w) => unsafe { &mut w.bytes_mut()[range] },
             // SAFETY: as for reading; and nobody reads what an operation writes, by the same promise.
             Self::Adopted(a) => unsafe {
-                std::slice::from_raw_parts_mut((a.address() as *mut u8).add(range.start), range.len())
+                std::slice::from_raw_parts_mut(
+                    (a.address() as *mut u8).add(range.start),
+                    range.len(),
+                )
             },
         }
     }

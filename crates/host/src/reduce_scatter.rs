@@ -64,14 +64,16 @@ fn reduce_scatter(
                 let of = active.begin(Area::Scratch)?;
                 let job = &active.job;
                 let (me, size) = (job.rank(), job.size());
-                let cut = |rank: usize| start.min(elements[rank])..(start + piece).min(elements[rank]);
+                let cut =
+                    |rank: usize| start.min(elements[rank])..(start + piece).min(elements[rank]);
                 let slot = |rank: usize| {
                     let first = rank * piece * in_bytes;
                     first..first + cut(rank).len() * in_bytes
                 };
                 for r in 0..size {
                     let part = cut(r);
-                    let part = (offsets[r] + part.start) * in_bytes..(offsets[r] + part.end) * in_bytes;
+                    let part =
+                        (offsets[r] + part.start) * in_bytes..(offsets[r] + part.end) * in_bytes;
                     // SAFETY: own half: all peers have given their credit for it, and it is announced below.
                     unsafe { job.bytes_mut(me, of, slot(r)) }.copy_from_slice(&inputs[0][part]);
                 }

@@ -56,7 +56,7 @@ pub(crate) fn exchange(
 ) -> Result<Vec<SharedSegment>> {
     let within = config.first_deadline;
     let voted = format!("{config:?}, tables {:016x}", table.digest());
-    crate::ballot::vote(boot, "join: configuration", voted.as_bytes(), within)?;
+    brigade_group::vote(boot, "join: configuration", voted.as_bytes(), within)?;
 
     let segment = Segment::new(layout.words, layout.bytes).map(Arc::new);
     let laid_down = segment.as_ref().ok().map(LaidDown::new);
@@ -65,7 +65,7 @@ pub(crate) fn exchange(
     message.extend(key.to_le_bytes());
     let messages = boot.all_gather(&message, within)?;
     let found = segment.and_then(|_| messages.iter().map(|m| find(m)).collect::<Result<Vec<_>>>());
-    crate::ballot::agree(boot, "join: shared memory", found, within)
+    brigade_group::agree(boot, "join: shared memory", found, within)
 }
 
 fn find(message: &[u8]) -> Result<SharedSegment> {

@@ -126,7 +126,10 @@ impl Window {
 
     /// # Safety
     /// The caller holds the gate for writing, and found it open.
-    #[expect(clippy::mut_from_ref, reason = "the gate's write guard makes the caller alone")]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "the gate's write guard makes the caller alone"
+    )]
     pub(crate) unsafe fn bytes_mut(&self) -> &mut [u8] {
         // SAFETY: while the gate is open, peers hold no credit for these bytes; the guard keeps other views out.
         unsafe { self.segment.write(self.range.clone()) }

@@ -59,10 +59,7 @@ impl<W: AsRef<[AtomicU64]>> Words<W> {
         // SAFETY: the key is the address of words that this value keeps alive, so no other user of the parking lot has
         // it; the callback of unpark_all does not panic or call back into the parking lot.
         unsafe {
-            parking_lot_core::unpark_all(
-                self.bell(owner),
-                parking_lot_core::DEFAULT_UNPARK_TOKEN,
-            );
+            parking_lot_core::unpark_all(self.bell(owner), parking_lot_core::DEFAULT_UNPARK_TOKEN);
         }
     }
 }

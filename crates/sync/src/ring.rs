@@ -57,10 +57,7 @@ impl CreditRing {
     fn credit_word(&self, owner: usize, half: Half, from: usize) -> Word {
         Word {
             owner,
-            index: self.base
-                + HALVES * self.size * self.pieces
-                + half.index() * self.size
-                + from,
+            index: self.base + HALVES * self.size * self.pieces + half.index() * self.size + from,
         }
     }
 
