@@ -225,6 +225,15 @@ pub fn lora_linear_with_all_reduce<C: Communicator + ?Sized>(
 ) -> Result<Reduced> {
     let shape = p.linear.check()?;
     p.output.check(shape.d.dims())?;
+    let gemm = p.linear.gemm;
+    let c = gemm.c.filter(|_| gemm.beta != 0.0);
+    if let Some(c) = c.filter(|_| gemm.beta != 1.0) {
+        return Err(Error::invalid(
+            "linear.gemm.beta",
+            format!("{} with a C of {}", gemm.beta, c.shape()),
+            "0 or 1 where a sum over ranks follows",
+        ));
+    }
     let device = comm.device();
     let on = turn.stream().clone();
     let mut part = p.linear;
@@ -242,15 +251,6 @@ pub fn lora_linear_with_all_reduce<C: Communicator + ?Sized>(
             choice: p.choice,
         },
     )?;
-    let gemm = p.linear.gemm;
-    let c = gemm.c.filter(|_| gemm.beta != 0.0);
-    if let Some(c) = c.filter(|_| gemm.beta != 1.0) {
-        return Err(Error::invalid(
-            "linear.gemm.beta",
-            format!("{} with a C of {}", gemm.beta, c.shape()),
-            "0 or 1 where a sum over ranks follows",
-        ));
-    }
     let d = device.bias_activation(&on, sum.view(), c, gemm.activation, p.output)?;
     Ok(Reduced { d, plan })
 }

@@ -11,11 +11,16 @@
 
 mod buffer;
 mod check;
+mod collectives;
 mod comm;
 mod device;
 mod dtype;
+mod experts;
 pub mod fallback;
 mod fault;
+mod gemm;
+mod lease;
+mod overlap;
 mod params;
 mod plan;
 mod quant;
@@ -24,10 +29,15 @@ mod shape;
 mod windows;
 
 pub use buffer::{Adopted, Buffer, Storage, View, ViewMut};
-pub use comm::*;
+pub use collectives::*;
+pub use comm::{Comm, Communicator, Traffic};
 pub use device::*;
 pub use dtype::{DataType, Element, MemoryType};
+pub use experts::*;
 pub use fault::{Error, FaultKind, FaultRecord, Result};
+pub use gemm::*;
+pub use lease::*;
+pub use overlap::*;
 pub use params::*;
 pub use plan::*;
 pub use quant::{Operand, QBuffer, QScheme, QView};

@@ -3,7 +3,7 @@
 use crate::{Result, Turn, View, ViewMut};
 
 /// A region registered on all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Region(
     /// Its number, the same on every rank.
     pub u16,

@@ -2,7 +2,7 @@
 
 use crate::{
     comm::{HostComm, unexpected},
-    core::Active,
+    job::Active,
     layout::Area,
     memory::{poison, writing},
     queue::HostQueue,

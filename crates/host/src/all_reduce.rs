@@ -2,8 +2,8 @@
 
 use crate::{
     comm::HostComm,
-    core::Active,
     element,
+    job::Active,
     layout::Area,
     memory::{poison, writing},
     queue::HostQueue,
@@ -103,7 +103,7 @@ fn one_shot(active: &mut Active<'_>, kind: Kind, input: &[u8], out: &mut [u8]) -
 fn reduce_from_all(
     active: &Active<'_>,
     kind: Kind,
-    of: crate::core::Use,
+    of: crate::job::Use,
     range: Range<usize>,
     out: &mut [u8],
 ) -> Result<()> {

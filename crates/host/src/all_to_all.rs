@@ -3,7 +3,7 @@
 
 use crate::{
     comm::{HostComm, unexpected},
-    core::Active,
+    job::Active,
     layout::Area,
     memory::{poison, writing},
     queue::HostQueue,

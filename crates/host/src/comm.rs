@@ -11,7 +11,7 @@ use brigade_device::{
     BroadcastParams, Buffer, Call, Chunk, Comm, CommConfig, Communicator, DataType, Device, Error,
     FaultRecord, Filled, GatherLinearParts, GatheredParts, Group, LinearCall,
     LoraLinearReduceScatterParams, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams,
-    Reduced, Result, SendParams, Traffic, Turn, fallback,
+    Reduced, Result, SendParams, Traffic, Turn, UserBuffers, fallback,
 };
 use brigade_plan::{Engines, Table, Topology};
 use std::{sync::Arc, time::Duration};
@@ -113,6 +113,9 @@ impl Communicator for HostComm {
     }
     fn recv(&self, turn: &mut Turn, p: RecvParams<'_>) -> Result<()> {
         self.run_recv(turn, p)
+    }
+    fn user_buffers(&self) -> Result<&dyn UserBuffers, Reason> {
+        Ok(self)
     }
     fn own_chunk(
         &self,

@@ -6,9 +6,9 @@
 
 use crate::{
     comm::HostComm,
-    core::{Active, Job, Use},
     device::Engine,
     gemm::Matrix,
+    job::{Active, Job, Use},
     layout::Area,
     linear::{BoundLinear, OwnedLinear},
     memory::{poison, reading, writing},

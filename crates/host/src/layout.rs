@@ -1,7 +1,7 @@
 //! What lies where in a rank's segment: the same on every rank, computed from the voted configuration.
 
 use crate::segment::Segment;
-use brigade_device::{CommConfig, Error, Result};
+use brigade_device::{CommConfig, Error, Region, Result};
 use brigade_plan::MAX_PIECES;
 use brigade_sync::{AbortCell, CreditRing, FlagBarrier, HALVES, Half, ResetGate};
 
@@ -31,6 +31,8 @@ pub(crate) struct Layout {
     /// A word per peer: 1 once it is gone.
     pub(crate) departed: usize,
     rings: [CreditRing; Area::ALL.len()],
+    /// Flags of the regions that users can register.
+    region_rings: Vec<CreditRing>,
     starts: [usize; Area::ALL.len()],
     half_bytes: [usize; Area::ALL.len()],
     pub(crate) words: usize,
@@ -67,6 +69,14 @@ impl Layout {
             pieces: usize::from(MAX_PIECES),
             base: take(CreditRing::words(size, usize::from(MAX_PIECES))),
         });
+        let region_rings = (0..config.regions)
+            .map(|_| CreditRing {
+                rank,
+                size,
+                pieces: 1,
+                base: take(CreditRing::words(size, 1)),
+            })
+            .collect();
         let mail = (config.scratch_bytes / size.max(1))
             .next_multiple_of(64)
             .max(64)
@@ -95,6 +105,7 @@ impl Layout {
             reset,
             departed,
             rings,
+            region_rings,
             starts,
             half_bytes,
             words,
@@ -104,6 +115,11 @@ impl Layout {
 
     pub(crate) fn ring(&self, area: Area) -> CreditRing {
         self.rings[area as usize]
+    }
+
+    /// Flags of a user's region.
+    pub(crate) fn region_ring(&self, region: Region) -> Option<CreditRing> {
+        self.region_rings.get(usize::from(region.0)).copied()
     }
 
     /// First byte of a half.

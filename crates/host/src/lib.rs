@@ -17,6 +17,7 @@ mod device;
 mod element;
 mod gather_linear;
 mod gemm;
+mod job;
 mod layout;
 mod linear;
 mod linear_reduce_scatter;
@@ -27,5 +28,6 @@ mod reduce_scatter;
 mod rendezvous;
 mod segment;
 mod send_recv;
+mod user_buffers;
 
 pub use device::{HostConfig, HostDevice};

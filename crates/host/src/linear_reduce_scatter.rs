@@ -3,10 +3,10 @@
 
 use crate::{
     comm::HostComm,
-    core::{Active, Job, Use},
     device::Engine,
     element,
     gemm::Matrix,
+    job::{Active, Job, Use},
     layout::Area,
     linear::{BoundLinear, OwnedLinear, finish},
     memory::{Staged, poison, writing},
@@ -114,7 +114,11 @@ impl Product<'_> {
             })
         });
         let summed = multiplied.and_then(|()| self.sum(&active.job, of, out));
-        let moved = moving.into_iter().map(Ticket::wait).collect::<Result<()>>();
+        // All of them, also after a fault: nothing may still be on its way when the next generation begins.
+        let moved = moving
+            .into_iter()
+            .map(Ticket::wait)
+            .fold(Ok(()), Result::and);
         summed.and(moved)?;
         active.end(of);
         Ok(())

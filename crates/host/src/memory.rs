@@ -169,7 +169,7 @@ impl<'a> ReadGuard<'a> {
     fn bytes(&self, buffer: &Buffer) -> &[u8] {
         let range = buffer.offset_bytes()..buffer.offset_bytes() + buffer.bytes();
         match self {
-            Self::Heap(g) => &g.as_ref().as_ref()[range],
+            Self::Heap(g) => &(**g).as_ref()[range],
             // SAFETY: the guard shows that the gate is open to this rank's views for reading, so no peer writes.
             Self::Window(_, w) => unsafe { &w.bytes()[range] },
             // SAFETY: whoever adopted the memory promised that it is valid while its owner lives, which `buffer`

@@ -29,12 +29,9 @@ impl HostQueue {
 
     /// Runs the work now, or records it.
     pub(crate) fn run(&self, job: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<()> {
-        match &mut *self.captured.lock() {
-            Some(jobs) => {
-                jobs.push(Arc::new(job));
-                return Ok(());
-            }
-            None => {}
+        if let Some(jobs) = &mut *self.captured.lock() {
+            jobs.push(Arc::new(job));
+            return Ok(());
         }
         job()
     }

@@ -2,8 +2,8 @@
 
 use crate::{
     comm::{HostComm, unexpected},
-    core::Active,
     element,
+    job::Active,
     layout::Area,
     memory::{poison, writing},
     queue::HostQueue,

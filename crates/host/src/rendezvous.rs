@@ -26,10 +26,10 @@ fn random() -> u64 {
 }
 
 /// A segment in the table, until it is dropped.
-struct LaidDown(u64);
+pub(crate) struct LaidDown(u64);
 
 impl LaidDown {
-    fn new(segment: &Arc<Segment>) -> Self {
+    pub(crate) fn new(segment: &Arc<Segment>) -> Self {
         let mut table = LAID_DOWN.lock();
         loop {
             let key = random();
@@ -39,6 +39,18 @@ impl LaidDown {
             }
         }
     }
+}
+
+impl LaidDown {
+    /// What others find it by.
+    pub(crate) fn key(&self) -> u64 {
+        self.0
+    }
+}
+
+/// Picks up a segment that a rank of this process laid down.
+pub(crate) fn pick_up(key: u64) -> Option<Arc<Segment>> {
+    LAID_DOWN.lock().get(&key).cloned()
 }
 
 impl Drop for LaidDown {
@@ -60,7 +72,7 @@ pub(crate) fn exchange(
 
     let segment = Segment::new(layout.words, layout.bytes).map(Arc::new);
     let laid_down = segment.as_ref().ok().map(LaidDown::new);
-    let key = laid_down.as_ref().map_or(0, |l| l.0);
+    let key = laid_down.as_ref().map_or(0, LaidDown::key);
     let mut message = PROCESS.to_le_bytes().to_vec();
     message.extend(key.to_le_bytes());
     let messages = boot.all_gather(&message, within)?;
@@ -89,12 +101,8 @@ fn find(message: &[u8]) -> Result<SharedSegment> {
         )
         .into());
     }
-    LAID_DOWN
-        .lock()
-        .get(&key)
-        .map(|s| SharedSegment(Arc::clone(s)))
-        .ok_or_else(|| Error::Group {
-            step: "join: shared memory",
-            what: "a rank could not make its segment".into(),
-        })
+    pick_up(key).map(SharedSegment).ok_or_else(|| Error::Group {
+        step: "join: shared memory",
+        what: "a rank could not make its segment".into(),
+    })
 }

@@ -10,7 +10,10 @@ use std::{
     any::Any,
     ops::Range,
     ptr::NonNull,
-    sync::{Arc, atomic::AtomicU64},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 /// One rank's shared memory.
@@ -78,6 +81,63 @@ impl Segment {
     }
 }
 
+/// Segments of users' regions: all of it is words, and bytes are copied word by word as relaxed atomics, so that a caller
+/// who reads while a peer writes gets torn data, but nothing worse.
+impl Segment {
+    /// A segment for `bytes` bytes.
+    pub(crate) fn of_words(bytes: usize) -> Result<Self> {
+        Self::new(bytes.div_ceil(8), 0)
+    }
+
+    fn atomics(&self) -> &[AtomicU64] {
+        // SAFETY: the front of the allocation is `words` zeroed, aligned u64s, which are only ever used as atomics.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr().cast(), self.words) }
+    }
+
+    /// Copies bytes in, from byte `offset` on.
+    pub(crate) fn store_bytes(&self, offset: usize, bytes: &[u8]) {
+        for (word, place, part) in words_of(offset, bytes.len()) {
+            let word = &self.atomics()[word];
+            let part = &bytes[part];
+            match part.try_into() {
+                Ok(whole) => word.store(u64::from_ne_bytes(whole), Ordering::Relaxed),
+                Err(_) => {
+                    // A neighbour may be written by somebody else at the same time.
+                    let merged = |old: u64| {
+                        let mut all = old.to_ne_bytes();
+                        all[place.clone()].copy_from_slice(part);
+                        Some(u64::from_ne_bytes(all))
+                    };
+                    let _ = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, merged);
+                }
+            }
+        }
+    }
+
+    /// Copies bytes out, from byte `offset` on.
+    pub(crate) fn load_bytes(&self, offset: usize, bytes: &mut [u8]) {
+        for (word, place, part) in words_of(offset, bytes.len()) {
+            let all = self.atomics()[word].load(Ordering::Relaxed).to_ne_bytes();
+            bytes[part].copy_from_slice(&all[place]);
+        }
+    }
+}
+
+/// The words that `len` bytes from `offset` on touch: which word, which of its bytes, which of the `len`.
+fn words_of(
+    offset: usize,
+    len: usize,
+) -> impl Iterator<Item = (usize, Range<usize>, Range<usize>)> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let (word, first) = ((offset + at) / 8, (offset + at) % 8);
+        let take = (8 - first).min(len - at);
+        let part = at..at + take;
+        at += take;
+        (take > 0).then_some((word, first..first + take, part))
+    })
+}
+
 impl Drop for Segment {
     fn drop(&mut self) {
         // SAFETY: allocated in `new` with this layout.
@@ -91,8 +151,7 @@ pub(crate) struct SharedSegment(pub(crate) Arc<Segment>);
 
 impl AsRef<[AtomicU64]> for SharedSegment {
     fn as_ref(&self) -> &[AtomicU64] {
-        // SAFETY: the front of the allocation is `words` zeroed, aligned u64s, which are only ever used as atomics.
-        unsafe { std::slice::from_raw_parts(self.0.base.as_ptr().cast(), self.0.words) }
+        self.0.atomics()
     }
 }
 
@@ -154,5 +213,30 @@ impl Storage for Window {
     }
     fn as_any(&self) -> &dyn Any {
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_come_back_at_every_offset_and_leave_neighbours_alone() {
+        let segment = Segment::of_words(64).unwrap();
+        for offset in 0..24 {
+            for len in 0..24 {
+                segment.store_bytes(0, &[0xAA; 64]);
+                let data: Vec<u8> = (0..len as u8).map(|b| b.wrapping_mul(37) ^ 0x5C).collect();
+                segment.store_bytes(offset, &data);
+                let mut all = [0; 64];
+                segment.load_bytes(0, &mut all);
+                let mut want = [0xAA; 64];
+                want[offset..offset + len].copy_from_slice(&data);
+                assert_eq!(all, want, "{len} bytes at {offset}");
+                let mut back = vec![0; len];
+                segment.load_bytes(offset, &mut back);
+                assert_eq!(back, data);
+            }
+        }
     }
 }

@@ -2,12 +2,12 @@
 
 use crate::{
     comm::HostComm,
-    core::{Active, Use},
+    job::{Active, Use},
     layout::Area,
     memory::{poison, reading, writing},
     queue::HostQueue,
 };
-use brigade_device::{Call, PerRank, RecvParams, Result, SendParams, Turn, check_peer};
+use brigade_device::{Call, Operation, PerRank, RecvParams, Result, SendParams, Turn, check_peer};
 use brigade_sync::Half;
 
 /// Both sides sign the same: shape and type of what is sent.
@@ -37,7 +37,7 @@ impl Active<'_> {
     }
 
     fn send_piece(&mut self, peer: usize, piece: &[u8]) -> Result<()> {
-        let (of, again) = mail(self.state.sent[peer]);
+        let (of, again) = mail(self.state.mail.sent[peer]);
         let (job, slot) = (&self.job, self.slot_bytes());
         if again {
             job.await_credit(of, peer)?;
@@ -47,19 +47,19 @@ impl Active<'_> {
         unsafe { job.bytes_mut(peer, of, first..first + piece.len()) }.copy_from_slice(piece);
         job.count_moved(piece.len());
         job.say_filled(peer, of, job.rank(), 0);
-        self.state.sent[peer] = self.state.sent[peer].wrapping_add(1);
+        self.state.mail.sent[peer] = self.state.mail.sent[peer].wrapping_add(1);
         Ok(())
     }
 
     fn receive_piece(&mut self, peer: usize, out: &mut [u8]) -> Result<()> {
-        let (of, _) = mail(self.state.received[peer]);
+        let (of, _) = mail(self.state.mail.received[peer]);
         let (job, slot) = (&self.job, self.slot_bytes());
         job.await_filled(of, peer, 0, peer)?;
         let first = peer * slot;
         // SAFETY: announced by the peer for this use, which this rank has not ended.
         out.copy_from_slice(unsafe { job.bytes(job.rank(), of, first..first + out.len()) });
         job.say_done_to(peer, of);
-        self.state.received[peer] = self.state.received[peer].wrapping_add(1);
+        self.state.mail.received[peer] = self.state.mail.received[peer].wrapping_add(1);
         Ok(())
     }
 }
@@ -71,14 +71,18 @@ impl HostComm {
         let (from, peer) = (p.from.retain(), p.peer);
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
-            core.pairwise(signature(from.shape().len(), from.dtype()), |active| {
-                reading(&[&from], |inputs| {
-                    let slot = active.slot_bytes();
-                    // Nothing is sent in one empty piece, so that the receiver hears of it.
-                    pieces(inputs[0].len(), slot)
-                        .try_for_each(|r| active.send_piece(peer, &inputs[0][r]))
-                })
-            })
+            core.pairwise(
+                Operation::SendRecv,
+                signature(from.shape().len(), from.dtype()),
+                |active| {
+                    reading(&[&from], |inputs| {
+                        let slot = active.slot_bytes();
+                        // Nothing is sent in one empty piece, so that the receiver hears of it.
+                        pieces(inputs[0].len(), slot)
+                            .try_for_each(|r| active.send_piece(peer, &inputs[0][r]))
+                    })
+                },
+            )
         })
     }
 
@@ -88,14 +92,18 @@ impl HostComm {
         let (to, peer) = (p.to.as_view().retain(), p.peer);
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
-            core.pairwise(signature(to.shape().len(), to.dtype()), |active| {
-                writing(&to, &[], |out, _| {
-                    let slot = active.slot_bytes();
-                    pieces(out.len(), slot)
-                        .try_for_each(|r| active.receive_piece(peer, &mut out[r]))
-                        .inspect_err(|_| poison(to.dtype(), out))
-                })
-            })
+            core.pairwise(
+                Operation::SendRecv,
+                signature(to.shape().len(), to.dtype()),
+                |active| {
+                    writing(&to, &[], |out, _| {
+                        let slot = active.slot_bytes();
+                        pieces(out.len(), slot)
+                            .try_for_each(|r| active.receive_piece(peer, &mut out[r]))
+                            .inspect_err(|_| poison(to.dtype(), out))
+                    })
+                },
+            )
         })
     }
 }

@@ -1,5 +1,6 @@
 //! Buffers with an address and no bytes behind it: enough for everything that only looks at shapes.
 #![allow(dead_code, reason = "every test file takes its part")]
+#![allow(clippy::unwrap_used)]
 
 use brigade_device::*;
 use std::{any::Any, sync::Arc};
@@ -51,4 +52,17 @@ pub fn plain(dims: &[usize]) -> Buffer {
 pub fn group(rank: usize, size: usize) -> Group {
     let mode = ParallelMode::Tp;
     Group { mode, rank, size }
+}
+
+/// One line a case. A case that passes the check has no place here.
+#[derive(Default)]
+pub struct Told(pub String);
+
+impl Told {
+    pub fn wrong<T>(&mut self, case: &str, result: Result<T>) {
+        match result {
+            Ok(_) => panic!("{case} passed"),
+            Err(e) => self.0 += &format!("{case}: {e}\n"),
+        }
+    }
 }

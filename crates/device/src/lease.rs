@@ -1,0 +1,381 @@
+//! Exclusive use of a communicator, and what its calls return.
+
+use crate::{comm::Claim, *};
+use std::marker::PhantomData;
+
+/// Gathered rows, and their scales if they are quantized.
+#[derive(Debug)]
+pub struct GatheredParts {
+    /// `[sum of rows_per_rank, K]`
+    pub kernel: Buffer,
+    /// Scales and scheme.
+    pub scales: Option<(Buffer, QScheme)>,
+}
+
+impl GatheredParts {
+    /// The rows as a factor of a product.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if kernel and scales do not belong together.
+    pub fn operand(&self) -> Result<Operand<'_>> {
+        let kernel = self.kernel.view();
+        Ok(match &self.scales {
+            None => Operand::Plain(kernel),
+            Some((scales, scheme)) => {
+                Operand::Quantized(QView::new(kernel, scales.view(), None, *scheme)?)
+            }
+        })
+    }
+}
+
+/// What a backend returns from gather-linear.
+#[derive(Debug)]
+pub struct GatherLinearParts {
+    /// The result, unless it went into the caller's buffer.
+    pub d: Option<Buffer>,
+    /// The gathered rows.
+    pub a: GatheredParts,
+    /// What was done.
+    pub plan: Plan,
+}
+
+/// A result, and what was done for it.
+#[derive(Debug)]
+pub struct Reduced {
+    /// The result, unless it went into the caller's buffer.
+    pub d: Option<Buffer>,
+    /// What was done.
+    pub plan: Plan,
+}
+
+/// Proof of exclusive use, and the order of the work: made by [`Comm::lease`] alone.
+#[derive(Debug)]
+pub struct Turn {
+    number: u64,
+    on: Stream,
+}
+
+impl Turn {
+    /// Where the work goes.
+    pub fn stream(&self) -> &Stream {
+        &self.on
+    }
+
+    /// Which lease of the communicator it is, from 1.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+}
+
+/// Proof that own rows lie in the user buffer. By value and not `Clone`: spent by the call that uses the rows, and
+/// checked there against the backend's state.
+#[derive(Debug)]
+pub struct Filled {
+    turn: u64,
+    ticket: u64,
+    rows: usize,
+    columns: usize,
+    dtype: DataType,
+}
+
+impl Filled {
+    /// For backends: `ticket` says which use of which half it is.
+    pub fn new(turn: &Turn, ticket: u64, rows: usize, columns: usize, dtype: DataType) -> Self {
+        Self {
+            turn: turn.number(),
+            ticket,
+            rows,
+            columns,
+            dtype,
+        }
+    }
+
+    /// The lease it was made in.
+    pub fn turn(&self) -> u64 {
+        self.turn
+    }
+
+    /// The backend's own number.
+    pub fn ticket(&self) -> u64 {
+        self.ticket
+    }
+
+    /// Own rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Their width.
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    /// Their type.
+    pub fn dtype(&self) -> DataType {
+        self.dtype
+    }
+}
+
+impl Comm {
+    /// Exclusive use on one stream. If the last lease was on another one, `on` first waits for its end.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] while another lease is live; the fault, if the communicator stopped; [`Error::Closed`].
+    pub fn lease(&self, on: &Stream) -> Result<Lease<'_>> {
+        self.check()?;
+        let claim = self.claim()?;
+        let number = {
+            let mut last = self.0.last.lock();
+            // If the wait fails, the event stays for the next lease.
+            if let Some((stream, end)) = &last.1
+                && !stream.same(on)
+            {
+                on.wait(end)?;
+            }
+            last.1 = None;
+            last.0 += 1;
+            last.0
+        };
+        Ok(Lease {
+            comm: self,
+            turn: Turn {
+                number,
+                on: on.clone(),
+            },
+            _claim: claim,
+        })
+    }
+}
+
+/// Exclusive use of a communicator on one stream, until it is dropped.
+///
+/// Every method is a call that all ranks of the group must make, in the same order; a rank that does not, or that makes
+/// another call, becomes a typed error on every rank.
+pub struct Lease<'c> {
+    comm: &'c Comm,
+    turn: Turn,
+    _claim: Claim<'c>,
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        // Before the claim is given up (fields drop after this), so that the next lease finds the event.
+        if let Ok(end) = self.turn.on.record() {
+            self.comm.0.last.lock().1 = Some((self.turn.on.clone(), end));
+        }
+    }
+}
+
+impl Lease<'_> {
+    pub(crate) fn parts(&mut self) -> (&dyn Communicator, &mut Turn) {
+        (&*self.comm.0.backend, &mut self.turn)
+    }
+
+    /// Which ranks, as this one sees them.
+    pub fn group(&self) -> Group {
+        self.comm.group()
+    }
+
+    /// All ranks meet.
+    ///
+    /// # Errors
+    /// [`Error::Fault`] if one does not come.
+    pub fn barrier(&mut self) -> Result<()> {
+        self.comm.0.backend.barrier(&mut self.turn)
+    }
+
+    /// Every rank gets the reduction of all inputs.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field; [`Error::Fault`] if a rank does not come or calls something else.
+    pub fn all_reduce(&mut self, p: AllReduceParams<'_>) -> Result<Plan> {
+        self.comm.0.backend.all_reduce(&mut self.turn, p)
+    }
+
+    /// Every rank gets all rows, in rank order.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn all_gather(&mut self, p: AllGatherParams<'_>) -> Result<Plan> {
+        self.comm.0.backend.all_gather(&mut self.turn, p)
+    }
+
+    /// Every rank gets its rows of the reduction of all inputs.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn reduce_scatter(&mut self, p: ReduceScatterParams<'_>) -> Result<Plan> {
+        self.comm.0.backend.reduce_scatter(&mut self.turn, p)
+    }
+
+    /// Every rank gets the root's data.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn broadcast(&mut self, p: BroadcastParams<'_>) -> Result<Plan> {
+        self.comm.0.backend.broadcast(&mut self.turn, p)
+    }
+
+    /// Every rank sends rows to every rank.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); a pair that disagrees about its count is a mismatch.
+    pub fn all_to_all(&mut self, p: AllToAllParams<'_>) -> Result<Plan> {
+        self.comm.0.backend.all_to_all(&mut self.turn, p)
+    }
+
+    /// Data for one peer. The only calls that not all ranks make are this and [`recv`](Self::recv).
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn send(&mut self, p: SendParams<'_>) -> Result<()> {
+        self.comm.0.backend.send(&mut self.turn, p)
+    }
+
+    /// Data from one peer.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn recv(&mut self, p: RecvParams<'_>) -> Result<()> {
+        self.comm.0.backend.recv(&mut self.turn, p)
+    }
+
+    /// Gathers rows of all ranks, and multiplies them as they come.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field; [`Error::Unsupported`] if a forced mode cannot be; [`Error::Fault`] as
+    /// [`all_reduce`](Self::all_reduce).
+    pub fn all_gather_lora_linear(
+        &mut self,
+        p: AllGatherLoraLinearParams<'_>,
+    ) -> Result<GatherLinear<'_>> {
+        let parts = self
+            .comm
+            .0
+            .backend
+            .all_gather_lora_linear(&mut self.turn, p)?;
+        Ok(GatherLinear {
+            d: parts.d,
+            a: Gathered {
+                parts: parts.a,
+                lease: PhantomData,
+            },
+            plan: parts.plan,
+        })
+    }
+
+    /// Multiplies, and leaves every rank its rows of the sum.
+    ///
+    /// # Errors
+    /// As [`all_gather_lora_linear`](Self::all_gather_lora_linear).
+    pub fn lora_linear_reduce_scatter(
+        &mut self,
+        p: LoraLinearReduceScatterParams<'_>,
+    ) -> Result<Reduced> {
+        self.comm
+            .0
+            .backend
+            .lora_linear_reduce_scatter(&mut self.turn, p)
+    }
+
+    /// Multiplies, and gives every rank the sum.
+    ///
+    /// # Errors
+    /// As [`all_gather_lora_linear`](Self::all_gather_lora_linear).
+    pub fn lora_linear_with_all_reduce(
+        &mut self,
+        p: LoraLinearAllReduceParams<'_>,
+    ) -> Result<Reduced> {
+        self.comm
+            .0
+            .backend
+            .lora_linear_with_all_reduce(&mut self.turn, p)
+    }
+
+    /// Space for own rows inside the user buffer, to be written by whoever produces them (a norm, a quantizer).
+    /// Handed out only when no peer still reads it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the rows of all ranks do not fit the user buffer.
+    pub fn own_chunk(
+        &mut self,
+        rows_per_rank: &[usize],
+        columns: usize,
+        dtype: DataType,
+    ) -> Result<OwnChunk<'_>> {
+        let (buffer, filled) =
+            self.comm
+                .0
+                .backend
+                .own_chunk(&mut self.turn, rows_per_rank, columns, dtype)?;
+        Ok(OwnChunk {
+            buffer,
+            filled,
+            lease: PhantomData,
+        })
+    }
+
+    /// Registered regions.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the device has none.
+    pub fn windows(&mut self) -> Result<Windows<'_>> {
+        let (backend, turn) = self.parts();
+        let buffers = backend.user_buffers()?;
+        Ok(Windows { buffers, turn })
+    }
+
+    /// Ends the lease; whoever needs the results elsewhere waits for the event.
+    ///
+    /// # Errors
+    /// Backend errors; the fault, if there was one.
+    pub fn finish(self) -> Result<Event> {
+        self.turn.on.record()
+    }
+}
+
+/// Space for own rows in the user buffer.
+pub struct OwnChunk<'l> {
+    buffer: Buffer,
+    filled: Filled,
+    lease: PhantomData<&'l mut ()>,
+}
+
+impl OwnChunk<'_> {
+    /// Where to write them.
+    pub fn view_mut(&mut self) -> ViewMut<'_> {
+        self.buffer.view_mut()
+    }
+
+    /// They are written.
+    pub fn filled(self) -> Filled {
+        self.filled
+    }
+}
+
+/// What [`Lease::all_gather_lora_linear`] gives: `d` is the caller's, `a` lies in the user buffer and ends with the
+/// lease's next call.
+pub struct GatherLinear<'l> {
+    /// The result, unless it went into the caller's buffer.
+    pub d: Option<Buffer>,
+    /// The gathered rows, for further products.
+    pub a: Gathered<'l>,
+    /// What was done.
+    pub plan: Plan,
+}
+
+/// Gathered rows in the user buffer.
+pub struct Gathered<'l> {
+    parts: GatheredParts,
+    lease: PhantomData<&'l mut ()>,
+}
+
+impl Gathered<'_> {
+    /// The rows as a factor of a product. To be used on the lease's stream.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if kernel and scales do not belong together.
+    pub fn operand(&self) -> Result<Operand<'_>> {
+        self.parts.operand()
+    }
+}

@@ -1,0 +1,291 @@
+//! A call in progress: waiting for peers, failing, and the places in shared memory that it may touch.
+
+use crate::{
+    core::{Core, State},
+    layout::Area,
+    segment::SharedSegment,
+};
+use brigade_device::{Error, FaultKind, FaultRecord, Operation, Result};
+use brigade_sync::{Deadline, Flag, Half, Memory, Post, Stop, Verdict, Wait, Words, post, wait};
+use parking_lot::MutexGuard;
+use std::{
+    ops::Range,
+    sync::{Arc, atomic::Ordering},
+    time::Instant,
+};
+
+/// One use of one half of a region.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Use {
+    pub(crate) area: Area,
+    pub(crate) half: Half,
+    pub(crate) epoch: u32,
+}
+
+/// What threads that work for one call share.
+#[derive(Clone)]
+pub(crate) struct Job {
+    pub(crate) core: Arc<Core>,
+    pub(crate) flag: Flag,
+    pub(crate) deadline: Deadline,
+    pub(crate) operation: Operation,
+    pub(crate) number: u64,
+    /// Whether all ranks make this call.
+    pub(crate) collective: bool,
+}
+
+/// A call in progress.
+pub(crate) struct Active<'a> {
+    pub(crate) job: Job,
+    pub(crate) state: MutexGuard<'a, State>,
+}
+
+impl Job {
+    fn memory(&self) -> &Words<SharedSegment> {
+        &self.core.memory
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.core.group.rank
+    }
+
+    pub(crate) fn size(&self) -> usize {
+        self.core.group.size
+    }
+
+    /// Other ranks, the next one first.
+    pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let (rank, size) = (self.rank(), self.size());
+        (1..size).map(move |i| (rank + i) % size)
+    }
+
+    /// Stops the group, and gives the error that this call returns.
+    pub(crate) fn fail(
+        &self,
+        kind: FaultKind,
+        peer: usize,
+        slot: usize,
+        expected: u64,
+        seen: u64,
+    ) -> Error {
+        let elapsed = self.deadline.elapsed().as_nanos();
+        Error::Fault(self.core.raise(FaultRecord {
+            kind,
+            operation: self.operation as u32,
+            rank: self.rank() as u32,
+            peer: peer as u32,
+            slot: slot as u32,
+            generation: self.flag.generation().into(),
+            expected,
+            seen,
+            waited_ns: u64::try_from(elapsed).unwrap_or(u64::MAX),
+            call: self.number,
+            claimed: 1,
+            reserved: 0,
+        }))
+    }
+
+    /// Waits for a flag until the call's deadline. Gives up early when the group was stopped, when a peer turns out to be
+    /// in another call, or when the peer that is waited for is gone.
+    pub(crate) fn wait(&self, w: Wait, slot: usize) -> Result<()> {
+        if w.want.verdict(self.memory().load(w.word)) == Verdict::Ready {
+            return Ok(());
+        }
+        let start = Instant::now();
+        let mut deadline = self.deadline;
+        let result = wait(self.memory(), w, &mut deadline, || {
+            self.core.fault().is_some() || self.stranger().is_some() || self.lost(&w)
+        });
+        let waited = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.core.waited_ns.fetch_add(waited, Ordering::Relaxed);
+        result.map_err(|stop| self.give_up(stop, &w, slot))
+    }
+
+    fn give_up(&self, stop: Stop, w: &Wait, slot: usize) -> Error {
+        let expected = w.want.flag().bits();
+        match stop {
+            Stop::Mismatch { seen } => self.fail(FaultKind::Mismatch, w.peer, slot, expected, seen),
+            Stop::Timeout { seen } => {
+                let (peer, seen) = self.absent().unwrap_or((w.peer, seen));
+                self.fail(FaultKind::Timeout, peer, slot, expected, seen)
+            }
+            Stop::Interrupted => {
+                if let Some(record) = self.core.fault() {
+                    Error::Fault(record)
+                } else if let Some((peer, seen)) = self.stranger() {
+                    self.fail(FaultKind::Mismatch, peer, slot, self.flag.bits(), seen)
+                } else {
+                    let seen = self.memory().load(w.word);
+                    self.fail(FaultKind::PeerLost, w.peer, slot, expected, seen)
+                }
+            }
+        }
+    }
+
+    /// A peer that is gone, and whose flag is not there: it was its last chance, since a rank says that it leaves after
+    /// everything else it says.
+    fn lost(&self, w: &Wait) -> bool {
+        self.core.departed(w.peer) && w.want.verdict(self.memory().load(w.word)) == Verdict::NotYet
+    }
+
+    fn arrivals(&self, verdict: Verdict) -> Option<(usize, u64)> {
+        let barrier = self.core.layout.barrier;
+        self.collective
+            .then(|| {
+                barrier.meet(self.flag).find_map(|w| {
+                    let seen = self.memory().load(w.word);
+                    (w.want.verdict(seen) == verdict).then_some((w.peer, seen))
+                })
+            })
+            .flatten()
+    }
+
+    /// A peer that is in another call.
+    fn stranger(&self) -> Option<(usize, u64)> {
+        self.arrivals(Verdict::Mismatch)
+    }
+
+    /// A peer that has not come.
+    fn absent(&self) -> Option<(usize, u64)> {
+        self.arrivals(Verdict::NotYet)
+    }
+
+    /// The flag of a use, signed by this call.
+    fn flag_of(&self, of: Use) -> Flag {
+        Flag::new(self.flag.generation(), self.flag.signature(), of.epoch)
+    }
+
+    pub(crate) fn generation(&self) -> u8 {
+        self.flag.generation()
+    }
+
+    pub(crate) fn post(&self, p: Post) {
+        post(self.memory(), p);
+    }
+
+    /// Says that piece `piece` of `slot` lies in `to`'s half.
+    pub(crate) fn say_filled(&self, to: usize, of: Use, slot: usize, piece: usize) {
+        let ring = self.core.layout.ring(of.area);
+        self.post(ring.filled(to, of.half, slot, piece, self.flag_of(of)));
+    }
+
+    /// Says so to every peer.
+    pub(crate) fn say_filled_to_all(&self, of: Use, slot: usize, piece: usize) {
+        self.peers()
+            .for_each(|to| self.say_filled(to, of, slot, piece));
+    }
+
+    /// Waits for piece `piece` of `slot`, that `from` puts into this rank's half, or lets it read in its own.
+    pub(crate) fn await_filled(
+        &self,
+        of: Use,
+        slot: usize,
+        piece: usize,
+        from: usize,
+    ) -> Result<()> {
+        let ring = self.core.layout.ring(of.area);
+        let w = ring.arrival(of.half, slot, piece, from, self.flag_of(of));
+        self.wait(w, slot)
+    }
+
+    /// Waits until `peer` is done with the use before this one.
+    pub(crate) fn await_credit(&self, of: Use, peer: usize) -> Result<()> {
+        let ring = self.core.layout.ring(of.area);
+        self.wait(ring.credit(of.half, peer, self.flag_of(of)), peer)
+    }
+
+    /// Tells one peer that this rank is done with a use.
+    pub(crate) fn say_done_to(&self, peer: usize, of: Use) {
+        let ring = self.core.layout.ring(of.area);
+        ring.release(of.half, self.flag_of(of))
+            .filter(|p| p.word.owner == peer)
+            .for_each(|p| self.post(p));
+    }
+
+    fn place(&self, of: Use, range: Range<usize>) -> Range<usize> {
+        assert!(
+            range.end <= self.core.layout.half_bytes(of.area),
+            "{range:?} lies outside a half of {:?}",
+            of.area
+        );
+        let start = self.core.layout.start(of.area, of.half);
+        start + range.start..start + range.end
+    }
+
+    /// Bytes of a rank's half.
+    ///
+    /// # Safety
+    /// Nobody writes them while the slice lives: they were announced for this use, and this rank has not said that it is
+    /// done with it.
+    pub(crate) unsafe fn bytes(&self, owner: usize, of: Use, range: Range<usize>) -> &[u8] {
+        let place = self.place(of, range);
+        // SAFETY: the caller's promise.
+        unsafe { self.core.segments[owner].0.read(place) }
+    }
+
+    /// Bytes of a rank's half, to be written.
+    ///
+    /// # Safety
+    /// Nobody else touches them while the slice lives: the owner has given its credit for this use, only this rank fills
+    /// this place in it, and it has not announced it yet.
+    #[expect(clippy::mut_from_ref, reason = "the caller promises to be alone")]
+    pub(crate) unsafe fn bytes_mut(&self, owner: usize, of: Use, range: Range<usize>) -> &mut [u8] {
+        let place = self.place(of, range);
+        // SAFETY: the caller's promise.
+        unsafe { self.core.segments[owner].0.write(place) }
+    }
+
+    /// Counts bytes that this rank moved to or from another rank's memory.
+    pub(crate) fn count_moved(&self, bytes: usize) {
+        self.core
+            .moved_bytes
+            .fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
+
+impl Active<'_> {
+    /// Begins a use of a half, once every peer is done with the one before.
+    pub(crate) fn begin_half(&mut self, area: Area, half: Half) -> Result<Use> {
+        let (epoch, again) = self.state.uses[area as usize].begin(half);
+        let of = Use { area, half, epoch };
+        if again {
+            self.job
+                .peers()
+                .try_for_each(|peer| self.job.await_credit(of, peer))?;
+        }
+        Ok(of)
+    }
+
+    /// Begins a use of the next half.
+    pub(crate) fn begin(&mut self, area: Area) -> Result<Use> {
+        let half = self.state.uses[area as usize].next_half();
+        self.begin_half(area, half)
+    }
+
+    /// Ends a use: every peer may begin the next one of this half.
+    pub(crate) fn end(&mut self, of: Use) {
+        if self.state.uses[of.area as usize].end(of.half).is_some() {
+            self.job.peers().for_each(|p| self.job.say_done_to(p, of));
+        }
+    }
+
+    /// What the last call left to be read in the gather region is not read any more.
+    pub(crate) fn let_go(&mut self) -> Result<()> {
+        let kept = self.state.begun.map(|of| of.half);
+        let uses = &mut self.state.uses[Area::Gather as usize];
+        let open: Vec<(Half, u32)> = uses.open().filter(|(h, _)| Some(*h) != kept).collect();
+        for (half, epoch) in open {
+            let gates = &self.job.core.gates[half.index()];
+            match gates.all.try_write() {
+                Some(mut gate) => *gate = false,
+                None => return Err(Error::Busy("the gathered rows")),
+            }
+            self.end(Use {
+                area: Area::Gather,
+                half,
+                epoch,
+            });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,303 @@
+//! Registered regions (after TransformerEngine's userbuffers): one segment per rank, put and got by peers, with a signal
+//! and a credit per pair of ranks and region.
+
+use crate::{
+    comm::HostComm,
+    core::{Core, Pairs},
+    job::{Active, Use},
+    layout::Area,
+    memory::{reading, writing},
+    queue::HostQueue,
+    rendezvous::{LaidDown, pick_up},
+    segment::Segment,
+};
+use brigade_device::{
+    Call, Error, Operation, Reason, Region, Result, TransferParams, Turn, UserBuffers, View,
+    ViewMut, check_peer,
+};
+use brigade_sync::{CreditRing, Flag, Half};
+use std::sync::Arc;
+
+/// A region's memory on every rank.
+pub(crate) struct RegionMemory {
+    bytes: usize,
+    segments: Vec<Arc<Segment>>,
+}
+
+/// All signals of regions are signed alike; which region it is shows in which word they stand.
+const SIGNATURE: u32 = 1;
+
+/// Bytes that are copied between two segments at a time.
+const STEP: usize = 4096;
+
+impl RegionMemory {
+    fn check(&self, field: &'static str, offset: usize, bytes: usize) -> Result<()> {
+        match offset.checked_add(bytes) {
+            Some(end) if end <= self.bytes => Ok(()),
+            _ => Err(Error::invalid(
+                field,
+                format!("{bytes} bytes from byte {offset} on"),
+                format!("a place within the region's {} bytes", self.bytes),
+            )),
+        }
+    }
+
+    fn copy(&self, from: (usize, usize), to: (usize, usize), bytes: usize) {
+        let mut step = [0; STEP];
+        for start in (0..bytes).step_by(STEP) {
+            let step = &mut step[..STEP.min(bytes - start)];
+            self.segments[from.0].load_bytes(from.1 + start, step);
+            self.segments[to.0].store_bytes(to.1 + start, step);
+        }
+    }
+}
+
+impl Core {
+    fn region(&self, region: Region) -> Result<Arc<RegionMemory>> {
+        let regions = self.regions.lock();
+        regions
+            .get(usize::from(region.0))
+            .and_then(Clone::clone)
+            .ok_or_else(|| Error::invalid("region", region.0, "a registered region"))
+    }
+}
+
+/// Shows every rank a word of every rank.
+fn exchange_words(active: &mut Active<'_>, mine: u64) -> Result<Vec<u64>> {
+    let of: Use = active.begin(Area::Scratch)?;
+    let job = &active.job;
+    let me = job.rank();
+    // SAFETY: own half: all peers have given their credit for it, and it is announced below.
+    unsafe { job.bytes_mut(me, of, 0..8) }.copy_from_slice(&mine.to_ne_bytes());
+    job.say_filled_to_all(of, me, 0);
+    let mut words = vec![mine; job.size()];
+    for peer in job.peers() {
+        job.await_filled(of, peer, 0, peer)?;
+        // SAFETY: announced by its owner for this use, which this rank has not ended.
+        let theirs = unsafe { job.bytes(peer, of, 0..8) };
+        words[peer] = bytemuck::pod_read_unaligned(theirs);
+    }
+    active.end(of);
+    Ok(words)
+}
+
+/// One side of the exchange between this rank and a peer in one region.
+struct Pair<'a, 'b> {
+    active: &'a mut Active<'b>,
+    ring: CreditRing,
+    region: Region,
+    peer: usize,
+}
+
+impl Pair<'_, '_> {
+    fn counts(&mut self) -> &mut Pairs {
+        let size = self.active.job.size();
+        let signals = &mut self.active.state.signals;
+        signals
+            .entry(self.region)
+            .or_insert_with(|| Pairs::none(size))
+    }
+
+    fn flag(&self, epoch: u32) -> Flag {
+        Flag::new(self.active.job.generation(), SIGNATURE, epoch)
+    }
+
+    /// Waits until the peer has released all that was signalled.
+    fn await_released(&mut self) -> Result<()> {
+        let peer = self.peer;
+        let sent = self.counts().sent[peer];
+        if sent == 0 {
+            return Ok(());
+        }
+        let next = self.flag(sent.wrapping_add(1));
+        let w = self.ring.credit(Half::of(0), self.peer, next);
+        self.active.job.wait(w, self.region.0.into())
+    }
+
+    fn signal(&mut self) -> Result<()> {
+        self.await_released()?;
+        let peer = self.peer;
+        let epoch = self.counts().sent[peer].wrapping_add(1);
+        self.counts().sent[peer] = epoch;
+        let flag = self.flag(epoch);
+        let me = self.active.job.rank();
+        self.active
+            .job
+            .post(self.ring.filled(peer, Half::of(0), me, 0, flag));
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        let peer = self.peer;
+        let epoch = self.counts().received[peer].wrapping_add(1);
+        let w = self
+            .ring
+            .arrival(Half::of(0), peer, 0, peer, self.flag(epoch));
+        self.active.job.wait(w, self.region.0.into())?;
+        self.counts().received[peer] = epoch;
+        Ok(())
+    }
+
+    fn release(&mut self) {
+        let peer = self.peer;
+        let epoch = self.counts().received[peer];
+        let flag = self.flag(epoch);
+        self.ring
+            .release(Half::of(0), flag)
+            .filter(|p| p.word.owner == peer)
+            .for_each(|p| self.active.job.post(p));
+    }
+}
+
+impl HostComm {
+    /// Enqueues work between this rank and a peer in a region.
+    fn with_peer(
+        &self,
+        turn: &Turn,
+        region: Region,
+        peer: usize,
+        work: impl Fn(&mut Pair<'_, '_>) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<()> {
+        let group = self.core.group;
+        check_peer(peer, group.rank, group.size)?;
+        self.core.region(region)?;
+        let ring = self
+            .core
+            .layout
+            .region_ring(region)
+            .ok_or_else(|| Error::invalid("region", region.0, "a registered region"))?;
+        let core = self.core.clone();
+        HostQueue::of(turn.stream())?.run(move || {
+            core.pairwise(Operation::UserBuffers, SIGNATURE, |active| {
+                work(&mut Pair {
+                    active,
+                    ring,
+                    region,
+                    peer,
+                })
+            })
+        })
+    }
+}
+
+impl UserBuffers for HostComm {
+    fn register(&self, turn: &mut Turn, bytes: usize) -> Result<Region> {
+        let queue = HostQueue::of(turn.stream())?;
+        queue.refuse_capture("registering a region")?;
+        let free = {
+            let regions = self.core.regions.lock();
+            let most = usize::from(self.core.config.regions);
+            (0..most)
+                .find(|&i| regions.get(i).is_none_or(Option::is_none))
+                .ok_or_else(|| {
+                    Reason::new(
+                        "regions",
+                        format!("all {most} regions are taken"),
+                        "deregister one, or raise regions",
+                    )
+                })?
+        };
+        let missing = self.core.collective(&Call::Register { bytes }, |active| {
+            let segment = Segment::of_words(bytes).map(Arc::new);
+            let laid_down = segment.as_ref().ok().map(LaidDown::new);
+            let keys = exchange_words(active, laid_down.as_ref().map_or(0, LaidDown::key))?;
+            let segments: Option<Vec<_>> = keys.into_iter().map(pick_up).collect();
+            // Nobody takes its segment back before everybody has picked it up.
+            let all_have = exchange_words(active, segments.is_some().into())?;
+            let missing = all_have.iter().position(|&has| has == 0);
+            match (segments, missing) {
+                (Some(segments), None) => {
+                    let mut regions = self.core.regions.lock();
+                    let len = regions.len().max(free + 1);
+                    regions.resize_with(len, || None);
+                    regions[free] = Some(Arc::new(RegionMemory { bytes, segments }));
+                    Ok(None)
+                }
+                (_, rank) => Ok(Some(rank.unwrap_or(active.job.rank()))),
+            }
+        })?;
+        if let Some(rank) = missing {
+            return Err(Error::Group {
+                step: "register a region",
+                what: format!("rank {rank} could not allocate {bytes} bytes"),
+            });
+        }
+        u16::try_from(free)
+            .map(Region)
+            .map_err(|_| Error::invalid("region", free, "at most 65535"))
+    }
+
+    fn deregister(&self, turn: &mut Turn, region: Region) -> Result<()> {
+        HostQueue::of(turn.stream())?.refuse_capture("giving a region back")?;
+        self.core.region(region)?;
+        let call = Call::Deregister { region: region.0 };
+        self.core.collective(&call, |_| Ok(()))?;
+        // All ranks are in this call, so none will touch it any more.
+        self.core.regions.lock()[usize::from(region.0)] = None;
+        Ok(())
+    }
+
+    fn write(&self, turn: &mut Turn, region: Region, offset: usize, from: View<'_>) -> Result<()> {
+        let memory = self.core.region(region)?;
+        memory.check("offset", offset, from.bytes())?;
+        let (from, me) = (from.retain(), self.core.group.rank);
+        HostQueue::of(turn.stream())?.run(move || {
+            reading(&[&from], |inputs| {
+                memory.segments[me].store_bytes(offset, inputs[0]);
+                Ok(())
+            })
+        })
+    }
+
+    fn read(&self, turn: &mut Turn, region: Region, offset: usize, to: ViewMut<'_>) -> Result<()> {
+        let memory = self.core.region(region)?;
+        let (to, me) = (to.as_view().retain(), self.core.group.rank);
+        memory.check("offset", offset, to.bytes())?;
+        HostQueue::of(turn.stream())?.run(move || {
+            writing(&to, &[], |out, _| {
+                memory.segments[me].load_bytes(offset, out);
+                Ok(())
+            })
+        })
+    }
+
+    fn put(&self, turn: &mut Turn, p: TransferParams) -> Result<()> {
+        let memory = self.core.region(p.region)?;
+        memory.check("source_offset", p.source_offset, p.bytes)?;
+        memory.check("target_offset", p.target_offset, p.bytes)?;
+        let me = self.core.group.rank;
+        self.with_peer(turn, p.region, p.peer, move |pair| {
+            pair.await_released()?;
+            memory.copy((me, p.source_offset), (p.peer, p.target_offset), p.bytes);
+            pair.active.job.count_moved(p.bytes);
+            Ok(())
+        })
+    }
+
+    fn get(&self, turn: &mut Turn, p: TransferParams) -> Result<()> {
+        let memory = self.core.region(p.region)?;
+        memory.check("source_offset", p.source_offset, p.bytes)?;
+        memory.check("target_offset", p.target_offset, p.bytes)?;
+        let me = self.core.group.rank;
+        self.with_peer(turn, p.region, p.peer, move |pair| {
+            memory.copy((p.peer, p.source_offset), (me, p.target_offset), p.bytes);
+            pair.active.job.count_moved(p.bytes);
+            Ok(())
+        })
+    }
+
+    fn signal(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {
+        self.with_peer(turn, region, peer, |pair| pair.signal())
+    }
+
+    fn wait(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {
+        self.with_peer(turn, region, peer, |pair| pair.wait())
+    }
+
+    fn release(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {
+        self.with_peer(turn, region, peer, |pair| {
+            pair.release();
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,241 @@
+//! A thing that makes N ranks, and what a rank is to a contract.
+
+use crate::matrix::Matrix;
+use brigade_device::{
+    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Lease, MemoryType, Stream,
+    View,
+};
+use brigade_plan::Engines;
+use parking_lot::{Condvar, Mutex};
+use std::{
+    any::Any,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// What one rank needs to join a group.
+pub struct Seat {
+    /// Its accelerator.
+    pub device: Arc<dyn Device>,
+    /// How it finds the others.
+    pub boot: Box<dyn Bootstrap>,
+}
+
+/// A device under test: it makes the ranks that contracts run on.
+pub trait Backend: Send + Sync {
+    /// The first part of every trial's name.
+    fn name(&self) -> &str;
+    /// Group sizes to run every contract at.
+    fn worlds(&self) -> Vec<usize>;
+    /// Modes and algorithms that can be forced.
+    fn engines(&self) -> Engines;
+    /// Fresh ranks for a group of `size`, in rank order.
+    ///
+    /// # Errors
+    /// What keeps the device from having so many ranks; the trial fails with it.
+    fn seats(&self, size: usize) -> brigade_device::Result<Vec<Seat>>;
+}
+
+/// One rank of a contract: a thread with a device, a communicator and a stream.
+pub struct Rank {
+    /// Its number.
+    pub rank: usize,
+    /// Ranks in the group.
+    pub size: usize,
+    /// Its accelerator.
+    pub device: Arc<dyn Device>,
+    /// A stream of that device.
+    pub stream: Stream,
+    boot: Box<dyn Bootstrap>,
+    comm: Option<Comm>,
+}
+
+/// Longest that ranks wait for each other outside of the communicator.
+const PATIENCE: Duration = Duration::from_secs(40);
+
+/// Longest that the ranks of one contract may run.
+const LIMIT: Duration = Duration::from_secs(150);
+
+impl Rank {
+    fn join(rank: usize, seat: Seat, config: &CommConfig) -> Self {
+        let Seat { device, boot } = seat;
+        let comm = Arc::clone(&device).join(&*boot, config).unwrap();
+        Self {
+            rank,
+            size: boot.size(),
+            stream: device.stream(0).unwrap(),
+            device,
+            boot,
+            comm: Some(comm),
+        }
+    }
+
+    /// The communicator.
+    pub fn comm(&self) -> &Comm {
+        self.comm.as_ref().unwrap()
+    }
+
+    /// A lease on the rank's stream.
+    pub fn lease(&self) -> Lease<'_> {
+        self.comm().lease(&self.stream).unwrap()
+    }
+
+    /// Drops the communicator.
+    pub fn leave(&mut self) {
+        self.comm = None;
+    }
+
+    /// Joins another group of the same ranks.
+    pub fn join_another(&self, config: &CommConfig) -> Comm {
+        Arc::clone(&self.device).join(&*self.boot, config).unwrap()
+    }
+
+    /// Shows every rank's bytes to every rank, outside of the communicator.
+    pub fn share(&self, mine: &[u8]) -> Vec<Vec<u8>> {
+        self.boot.all_gather(mine, PATIENCE).unwrap()
+    }
+
+    /// All ranks meet, outside of the communicator.
+    pub fn meet(&self) {
+        self.share(&[]);
+    }
+
+    /// Asserts that every rank has the same bytes.
+    pub fn assert_shared(&self, mine: &[u8], what: &str) {
+        for (other, theirs) in self.share(mine).iter().enumerate() {
+            assert!(
+                theirs == mine,
+                "{what}: ranks {} and {other} differ",
+                self.rank
+            );
+        }
+    }
+
+    /// A matrix in the device's memory.
+    pub fn upload(&self, m: &Matrix) -> Buffer {
+        self.upload_bytes(m.dtype, &m.dims, &m.bytes())
+    }
+
+    /// Any bytes in the device's memory.
+    pub fn upload_bytes(&self, dtype: DataType, dims: &[usize], bytes: &[u8]) -> Buffer {
+        let mut buffer = self
+            .device
+            .allocate(&self.stream, MemoryType::Device, dtype, dims)
+            .unwrap();
+        self.device
+            .write(&self.stream, buffer.view_mut(), bytes)
+            .unwrap();
+        buffer
+    }
+
+    /// Floats in the device's memory.
+    pub fn upload_f32(&self, values: &[f32]) -> Buffer {
+        self.device
+            .upload(&self.stream, values, &[values.len()])
+            .unwrap()
+    }
+
+    /// An output that nothing has been written to: every byte is 0xFF, so every float a NaN.
+    pub fn poisoned(&self, dtype: DataType, dims: &[usize]) -> Buffer {
+        let mut buffer = self
+            .device
+            .allocate(&self.stream, MemoryType::Device, dtype, dims)
+            .unwrap();
+        self.device
+            .fill(&self.stream, buffer.view_mut(), 0xFF)
+            .unwrap();
+        buffer
+    }
+
+    /// The bytes of a buffer.
+    pub fn raw(&self, from: View<'_>) -> Vec<u8> {
+        let mut bytes = vec![0; from.bytes()];
+        self.device.read(&self.stream, from, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// The values of a buffer.
+    pub fn values(&self, from: View<'_>) -> Vec<f64> {
+        crate::matrix::to_f64(from.dtype(), &self.raw(from))
+    }
+
+    /// Keeps this rank's core busy for a while, to be late without sleeping.
+    pub fn dawdle(&self, rounds: u32) {
+        let mut x = 1u64;
+        for i in 0..u64::from(rounds) * 1000 {
+            x = std::hint::black_box(x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(i));
+        }
+    }
+}
+
+/// The text of a panic.
+pub fn panic_text(payload: &(dyn Any + Send)) -> String {
+    payload
+        .downcast_ref::<String>()
+        .cloned()
+        .or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string))
+        .unwrap_or_else(|| "a panic without a text".into())
+}
+
+#[derive(Default)]
+struct Progress {
+    ended: Vec<usize>,
+    /// The first rank that failed, and how: what other ranks fail with comes of it.
+    failure: Option<(usize, String)>,
+}
+
+/// Runs `body` on every rank of a group, each on a thread of its own. A rank that panics aborts the communicator, so that
+/// no other waits for it.
+///
+/// # Panics
+/// With the number of the rank that failed first, and what it failed with.
+pub fn run(
+    backend: &dyn Backend,
+    size: usize,
+    config: &CommConfig,
+    body: impl Fn(&mut Rank) + Send + Sync + 'static,
+) {
+    let body = Arc::new(body);
+    let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
+    for (number, seat) in backend.seats(size).unwrap().into_iter().enumerate() {
+        let (body, progress, config) = (Arc::clone(&body), Arc::clone(&progress), config.clone());
+        let work = move || {
+            let mut joined = None;
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                body(joined.insert(Rank::join(number, seat, &config)));
+            }));
+            let mut state = progress.0.lock();
+            if let Err(payload) = result {
+                state
+                    .failure
+                    .get_or_insert_with(|| (number, panic_text(&*payload)));
+                if let Some(comm) = joined.as_ref().and_then(|r| r.comm.as_ref()) {
+                    comm.abort();
+                }
+            }
+            drop(joined);
+            state.ended.push(number);
+            progress.1.notify_all();
+        };
+        thread::Builder::new()
+            .name(format!("rank {number} of {size}"))
+            .spawn(work)
+            .unwrap();
+    }
+    let mut state = progress.0.lock();
+    let end = Instant::now() + LIMIT;
+    while state.ended.len() < size {
+        let late = progress.1.wait_until(&mut state, end).timed_out();
+        let missing: Vec<_> = (0..size).filter(|r| !state.ended.contains(r)).collect();
+        assert!(
+            !late || missing.is_empty(),
+            "ranks {missing:?} have not ended after {LIMIT:?}; failed first: {:?}",
+            state.failure
+        );
+    }
+    if let Some((rank, text)) = &state.failure {
+        panic!("rank {rank} of {size}: {text}");
+    }
+}

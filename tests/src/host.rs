@@ -1,0 +1,35 @@
+//! The host device, its ranks threads of this process.
+
+use crate::backend::{Backend, Seat};
+use brigade_device::Result;
+use brigade_host::HostDevice;
+use brigade_plan::Engines;
+
+/// Ranks as threads, each with a host device of its own.
+pub struct HostThreads;
+
+impl Backend for HostThreads {
+    fn name(&self) -> &str {
+        "host"
+    }
+
+    fn worlds(&self) -> Vec<usize> {
+        vec![1, 2, 3, 4, 5, 8]
+    }
+
+    fn engines(&self) -> Engines {
+        Engines::host()
+    }
+
+    fn seats(&self, size: usize) -> Result<Vec<Seat>> {
+        brigade_group::threads(size)
+            .into_iter()
+            .map(|boot| {
+                Ok(Seat {
+                    device: HostDevice::new()?,
+                    boot: Box::new(boot),
+                })
+            })
+            .collect()
+    }
+}
