@@ -1,0 +1,385 @@
+//! Random linear layers: what the linears with a collective are tried with.
+
+use crate::{backend::Rank, matrix::Matrix};
+use brigade_device::{Activation, Buffer, DataType, Lora, LoraRun, OverlapMode};
+use brigade_plan::Engines;
+use rand::{Rng, rngs::StdRng};
+
+/// One rank's layer.
+#[derive(Clone, Debug)]
+pub struct Layer {
+    /// `[K, N]`, or `[N, K]` if transposed.
+    pub weight: Matrix,
+    /// How the weight is stored.
+    pub transpose: bool,
+    /// C.
+    pub bias: Option<Matrix>,
+    /// Applied last.
+    pub activation: Activation,
+    /// Adapters.
+    pub runs: Vec<Run>,
+}
+
+/// Rows with one adapter or none.
+#[derive(Clone, Debug)]
+pub struct Run {
+    /// How many.
+    pub rows: usize,
+    /// Which one.
+    pub adapter: Option<Adapter>,
+}
+
+/// A low-rank adapter.
+#[derive(Clone, Debug)]
+pub struct Adapter {
+    /// `[K, r]`
+    pub a: Matrix,
+    /// `[r, N]`
+    pub b: Matrix,
+    /// Factor.
+    pub scale: f32,
+}
+
+/// Which C.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BiasKind {
+    /// No C.
+    None,
+    /// `[N]`
+    Row,
+    /// `[1, N]`
+    OneRow,
+    /// `[M, N]`
+    Full,
+}
+
+/// Which adapters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoraKind {
+    /// No runs.
+    None,
+    /// One adapter for all rows.
+    One,
+    /// Adapters of several ranks, some rows without, an empty run, and no respect for the borders of chunks.
+    Mixed,
+    /// Runs without any adapter.
+    Bare,
+}
+
+/// A case of a linear with a collective, before its numbers are drawn.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    /// Rows of every rank.
+    pub rows: Vec<usize>,
+    /// K of every rank.
+    pub k: Vec<usize>,
+    /// N of every rank.
+    pub n: Vec<usize>,
+    /// Type of activations and weights.
+    pub dtype: DataType,
+    /// Type of C.
+    pub bias_type: DataType,
+    /// Type of the result.
+    pub output: DataType,
+    /// Which C.
+    pub bias: BiasKind,
+    /// Applied last.
+    pub activation: Activation,
+    /// Which adapters.
+    pub lora: LoraKind,
+    /// Whether the weight is stored as `[N, K]`.
+    pub transpose: bool,
+    /// Whether D is given.
+    pub into: bool,
+    /// Whether own rows are written straight into the user buffer.
+    pub resident: bool,
+}
+
+/// The types that linears take.
+pub const FLOATS: [DataType; 3] = [DataType::F32, DataType::F16, DataType::BF16];
+
+impl Spec {
+    /// A plain case with sizes of this draw: the same K, N and rows on every rank.
+    pub fn even(rng: &mut StdRng, size: usize) -> Self {
+        let dtype = FLOATS[rng.random_range(0..3)];
+        Self {
+            rows: vec![rng.random_range(1..=18); size],
+            k: vec![rng.random_range(8..=40); size],
+            n: vec![rng.random_range(4..=36); size],
+            dtype,
+            bias_type: dtype,
+            output: dtype,
+            bias: BiasKind::None,
+            activation: Activation::None,
+            lora: LoraKind::None,
+            transpose: false,
+            into: rng.random(),
+            resident: false,
+        }
+    }
+
+    /// A case with another number of rows on every rank.
+    pub fn ragged(rng: &mut StdRng, size: usize) -> Self {
+        let mut spec = Self::even(rng, size);
+        spec.rows = (0..size).map(|_| rng.random_range(0..=17)).collect();
+        spec.rows[rng.random_range(0..size)] += 1;
+        spec
+    }
+
+    /// With other values in some fields.
+    #[must_use]
+    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self
+    }
+
+    /// Rows of all ranks.
+    pub fn total_rows(&self) -> usize {
+        self.rows.iter().sum()
+    }
+
+    /// First row of a rank.
+    pub fn first_row(&self, rank: usize) -> usize {
+        self.rows[..rank].iter().sum()
+    }
+
+    /// Lengths of runs, with the ranks and scales of their adapters: the same for every rank of the group.
+    fn runs(&self, rng: &mut StdRng) -> Vec<(usize, Option<(usize, f32)>)> {
+        let m = self.total_rows();
+        match self.lora {
+            LoraKind::None => vec![],
+            LoraKind::One => vec![(m, Some((4, 0.75)))],
+            LoraKind::Bare => vec![(m / 2, None), (m - m / 2, None)],
+            LoraKind::Mixed => {
+                let mut cuts: Vec<_> = (0..3).map(|_| rng.random_range(0..=m)).collect();
+                cuts.sort_unstable();
+                vec![
+                    (cuts[0], Some((1, 1.5))),
+                    (0, Some((2, 1.0))),
+                    (cuts[1] - cuts[0], Some((7, -0.5))),
+                    (cuts[2] - cuts[1], None),
+                    (m - cuts[2], Some((3, 0.25))),
+                ]
+            }
+        }
+    }
+
+    /// Draws every rank's layer. `bias_rows` is M; `shared_bias` says whether C is the same on every rank.
+    pub fn layers(&self, rng: &mut StdRng, shared_bias: bool) -> Vec<Layer> {
+        let runs = self.runs(rng);
+        let mut layers: Vec<Layer> = (0..self.rows.len())
+            .map(|rank| self.layer(rng, &runs, self.k[rank], self.n[rank]))
+            .collect();
+        if shared_bias {
+            let bias = layers[0].bias.clone();
+            layers.iter_mut().for_each(|l| l.bias.clone_from(&bias));
+        }
+        layers
+    }
+
+    fn layer(
+        &self,
+        rng: &mut StdRng,
+        runs: &[(usize, Option<(usize, f32)>)],
+        k: usize,
+        n: usize,
+    ) -> Layer {
+        let scale = 2.0 / (k.max(1) as f64).sqrt();
+        let dims = if self.transpose { [n, k] } else { [k, n] };
+        let m = self.total_rows();
+        let bias_dims = match self.bias {
+            BiasKind::None => None,
+            BiasKind::Row => Some(vec![n]),
+            BiasKind::OneRow => Some(vec![1, n]),
+            BiasKind::Full => Some(vec![m, n]),
+        };
+        Layer {
+            weight: Matrix::random(rng, self.dtype, &dims, scale),
+            transpose: self.transpose,
+            bias: bias_dims.map(|dims| Matrix::random(rng, self.bias_type, &dims, 1.0)),
+            activation: self.activation,
+            runs: runs
+                .iter()
+                .map(|&(rows, adapter)| Run {
+                    rows,
+                    adapter: adapter.map(|(r, factor)| Adapter {
+                        a: Matrix::random(rng, self.dtype, &[k, r], scale),
+                        b: Matrix::random(rng, self.dtype, &[r, n], 1.0),
+                        scale: factor,
+                    }),
+                })
+                .collect(),
+        }
+    }
+}
+
+impl Layer {
+    /// Columns of the result.
+    pub fn n(&self) -> usize {
+        self.weight.dims[usize::from(!self.transpose)]
+    }
+
+    /// In the device's memory.
+    pub fn upload(&self, rank: &Rank) -> Uploaded {
+        Uploaded {
+            weight: rank.upload(&self.weight),
+            bias: self.bias.as_ref().map(|b| rank.upload(b)),
+            runs: self
+                .runs
+                .iter()
+                .map(|run| {
+                    let adapter = run.adapter.as_ref();
+                    let adapter = adapter.map(|l| (rank.upload(&l.a), rank.upload(&l.b), l.scale));
+                    (run.rows, adapter)
+                })
+                .collect(),
+        }
+    }
+}
+
+/// A layer in the device's memory.
+pub struct Uploaded {
+    /// The weight.
+    pub weight: Buffer,
+    /// C.
+    pub bias: Option<Buffer>,
+    runs: Vec<(usize, Option<(Buffer, Buffer, f32)>)>,
+}
+
+impl Uploaded {
+    /// Adapters as parameters take them.
+    pub fn runs(&self) -> Vec<LoraRun<'_>> {
+        let lora = |(a, b, scale): &'_ (Buffer, Buffer, f32)| (a.view(), b.view(), *scale);
+        self.runs
+            .iter()
+            .map(|(rows, adapter)| LoraRun {
+                rows: *rows,
+                adapter: adapter
+                    .as_ref()
+                    .map(lora)
+                    .map(|(a, b, scale)| Lora { a, b, scale }),
+            })
+            .collect()
+    }
+}
+
+/// A part of a trial's name, and the choices that it stands for.
+pub type Modes = Vec<(&'static str, Vec<Option<OverlapMode>>)>;
+
+/// The modes that a device has.
+pub fn modes(engines: Engines) -> Modes {
+    let chunked = [1, 2, 3, 5].map(|pieces| Some(OverlapMode::Chunked { pieces }));
+    [
+        ("off", vec![Some(OverlapMode::Off)]),
+        ("chunked", chunked.to_vec()),
+        ("ring", vec![Some(OverlapMode::Ring)]),
+        ("pull", vec![Some(OverlapMode::Pull)]),
+        ("auto", vec![None]),
+    ]
+    .into_iter()
+    .filter(|(_, choices)| choices[0].is_none_or(|mode| engines.overlaps(mode)))
+    .collect()
+}
+
+/// Every case that a linear with a collective is tried with, by name.
+pub type Theme = (&'static str, fn(&mut StdRng, usize) -> Vec<Spec>);
+
+/// The themes that gather-linear and its twin share.
+pub const THEMES: [Theme; 9] = [
+    ("even", |rng, size| {
+        let outputs = [DataType::F32, DataType::F16, DataType::BF16];
+        let pairs = FLOATS.into_iter().zip(outputs);
+        let half_to_f32 = [DataType::F16, DataType::BF16].map(|d| (d, DataType::F32));
+        pairs
+            .chain(half_to_f32)
+            .map(|(dtype, output)| {
+                Spec::even(rng, size).with(|s| (s.dtype, s.output, s.bias_type) = (dtype, output, dtype))
+            })
+            .collect()
+    }),
+    ("ragged", |rng, size| {
+        (0..4).map(|_| Spec::ragged(rng, size)).collect()
+    }),
+    ("idle_ranks", |rng, size| {
+        let mut one = vec![0; size];
+        one[rng.random_range(0..size)] = 9;
+        let some = (0..size).map(|r| if r % 2 == 0 { 6 } else { 0 }).collect();
+        let single = (0..size).map(|r| usize::from(r == size - 1)).collect();
+        [one, some, single]
+            .map(|rows| Spec::even(rng, size).with(|s| s.rows = rows))
+            .to_vec()
+    }),
+    ("empty", |rng, size| {
+        let with = |rng: &mut StdRng, change: fn(&mut Spec)| {
+            let spec = Spec::ragged(rng, size).with(|s| s.bias = BiasKind::Row);
+            spec.with(change)
+        };
+        vec![
+            with(rng, |s| s.rows.fill(0)),
+            with(rng, |s| s.n.fill(0)),
+            with(rng, |s| s.k.fill(0)),
+            with(rng, |s| {
+                s.rows.fill(0);
+                s.lora = LoraKind::Mixed;
+                s.bias = BiasKind::Full;
+            }),
+            with(rng, |s| {
+                s.k.fill(0);
+                s.lora = LoraKind::One;
+            }),
+            with(rng, |s| {
+                s.rows.fill(0);
+                s.k.fill(0);
+                s.n.fill(0);
+            }),
+        ]
+    }),
+    ("lora", |rng, size| {
+        [LoraKind::One, LoraKind::Mixed, LoraKind::Mixed, LoraKind::Bare]
+            .map(|lora| Spec::ragged(rng, size).with(|s| s.lora = lora))
+            .to_vec()
+    }),
+    ("bias", |rng, size| {
+        let kinds = [BiasKind::Row, BiasKind::OneRow, BiasKind::Full, BiasKind::Full];
+        let mut specs = kinds.map(|bias| Spec::ragged(rng, size).with(|s| s.bias = bias));
+        specs[3].bias_type = DataType::F32;
+        specs.to_vec()
+    }),
+    ("activation", |rng, size| {
+        let all = [
+            Activation::Relu,
+            Activation::GeluTanh,
+            Activation::GeluErf,
+            Activation::Silu,
+        ];
+        all.map(|activation| {
+            Spec::ragged(rng, size).with(|s| {
+                s.activation = activation;
+                s.bias = BiasKind::Full;
+                s.lora = LoraKind::Mixed;
+            })
+        })
+        .to_vec()
+    }),
+    ("transposed_weight", |rng, size| {
+        let mut specs = vec![
+            Spec::even(rng, size),
+            Spec::ragged(rng, size),
+            Spec::ragged(rng, size).with(|s| s.lora = LoraKind::Mixed),
+        ];
+        specs.iter_mut().for_each(|s| s.transpose = true);
+        specs
+    }),
+    ("output", |rng, size| {
+        [true, false]
+            .into_iter()
+            .flat_map(|into| FLOATS.map(|output| (into, output)))
+            .map(|(into, output)| {
+                Spec::ragged(rng, size).with(|s| {
+                    (s.into, s.output, s.dtype, s.bias_type) =
+                        (into, output, DataType::F32, DataType::F32);
+                })
+            })
+            .collect()
+    }),
+];

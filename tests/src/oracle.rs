@@ -1,0 +1,141 @@
+//! What results should be: linears in f64, reductions in rank order in f32.
+
+use crate::{layer::Layer, matrix::Matrix};
+use brigade_device::{Activation, DataType, ReduceOp};
+use half::{bf16, f16};
+
+/// `[M, N] = op(x) op(w)`
+pub fn multiply(x: &Matrix, transpose_x: bool, w: &Matrix, transpose_w: bool) -> Vec<f64> {
+    let (m, k) = if transpose_x {
+        (x.columns(), x.rows())
+    } else {
+        (x.rows(), x.columns())
+    };
+    let plain = transpose_w.then(|| w.transposed());
+    let w = plain.as_ref().unwrap_or(w);
+    let n = w.columns();
+    let mut out = vec![0.0; m * n];
+    for i in 0..m {
+        let row = &mut out[i * n..(i + 1) * n];
+        for l in 0..k {
+            let factor = x.at(i, l, transpose_x);
+            for (sum, &value) in row.iter_mut().zip(&w.values[l * n..(l + 1) * n]) {
+                *sum += factor * value;
+            }
+        }
+    }
+    out
+}
+
+/// Base product and adapters, without C and activation.
+pub fn product(x: &Matrix, transpose_x: bool, layer: &Layer) -> Vec<f64> {
+    let mut out = multiply(x, transpose_x, &layer.weight, layer.transpose);
+    let plain = transpose_x.then(|| x.transposed());
+    let x = plain.as_ref().unwrap_or(x);
+    let (k, n) = (x.columns(), layer.n());
+    let mut first = 0;
+    for run in &layer.runs {
+        if let Some(adapter) = &run.adapter {
+            let rows = Matrix {
+                dtype: x.dtype,
+                dims: vec![run.rows, k],
+                values: x.values[first * k..(first + run.rows) * k].to_vec(),
+            };
+            let low = Matrix {
+                dtype: DataType::F64,
+                dims: vec![run.rows, adapter.a.columns()],
+                values: multiply(&rows, false, &adapter.a, false),
+            };
+            let high = multiply(&low, false, &adapter.b, false);
+            for (sum, value) in out[first * n..].iter_mut().zip(high) {
+                *sum += f64::from(adapter.scale) * value;
+            }
+        }
+        first += run.rows;
+    }
+    out
+}
+
+/// `act(values + C)`, where row 0 of `values` is row `first` of a full C.
+pub fn finish(values: &mut [f64], layer: &Layer, first: usize) {
+    let n = layer.n();
+    if let Some(c) = layer.bias.as_ref().filter(|_| n > 0) {
+        for (i, row) in values.chunks_mut(n).enumerate() {
+            let start = if c.values.len() == n {
+                0
+            } else {
+                (first + i) * n
+            };
+            for (x, c) in row.iter_mut().zip(&c.values[start..start + n]) {
+                *x += c;
+            }
+        }
+    }
+    for x in values {
+        *x = activate(layer.activation, *x);
+    }
+}
+
+/// Base product, adapters, C, activation.
+pub fn linear(x: &Matrix, transpose_x: bool, layer: &Layer) -> Vec<f64> {
+    let mut out = product(x, transpose_x, layer);
+    finish(&mut out, layer, 0);
+    out
+}
+
+/// An activation of one value.
+pub fn activate(activation: Activation, x: f64) -> f64 {
+    match activation {
+        Activation::None => x,
+        Activation::Relu => x.max(0.0),
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+            0.5 * x * (1.0 + inner.tanh())
+        }
+        Activation::GeluErf => 0.5 * x * (1.0 + libm::erf(x / std::f64::consts::SQRT_2)),
+        Activation::Silu => x / (1.0 + (-x).exp()),
+    }
+}
+
+/// The reduction that every rank must get, bit for bit: in f32, in rank order, starting from rank 0's value, one rounding.
+pub fn reduce(op: ReduceOp, inputs: &[Vec<f32>], output: DataType) -> Vec<u8> {
+    let ranks = inputs.len() as f32;
+    let element = |i: usize| {
+        let mut acc = inputs[0][i];
+        for input in &inputs[1..] {
+            acc = combine(op, acc, input[i]);
+        }
+        if op == ReduceOp::Avg {
+            acc /= ranks;
+        }
+        acc
+    };
+    (0..inputs[0].len())
+        .flat_map(|i| store(element(i), output))
+        .collect()
+}
+
+fn combine(op: ReduceOp, a: f32, b: f32) -> f32 {
+    let first_is_greater = |a: f32, b: f32| a > b || a == b && a.is_sign_positive();
+    match op {
+        ReduceOp::Sum | ReduceOp::Avg => a + b,
+        ReduceOp::Prod => a * b,
+        _ if a.is_nan() || b.is_nan() => f32::NAN,
+        ReduceOp::Max if first_is_greater(a, b) => a,
+        ReduceOp::Max => b,
+        ReduceOp::Min if first_is_greater(a, b) => b,
+        ReduceOp::Min => a,
+    }
+}
+
+/// One rounding; a NaN becomes the type's canonical one.
+fn store(x: f32, dtype: DataType) -> Vec<u8> {
+    if x.is_nan() {
+        return dtype.poison().to_le_bytes()[..dtype.bytes()].to_vec();
+    }
+    match dtype {
+        DataType::F16 => f16::from_f32(x).to_ne_bytes().to_vec(),
+        DataType::BF16 => bf16::from_f32(x).to_ne_bytes().to_vec(),
+        _ => x.to_ne_bytes().to_vec(),
+    }
+}
