@@ -249,15 +249,15 @@ pub struct Uploaded {
 impl Uploaded {
     /// Adapters as parameters take them.
     pub fn runs(&self) -> Vec<LoraRun<'_>> {
-        let lora = |(a, b, scale): &'_ (Buffer, Buffer, f32)| (a.view(), b.view(), *scale);
         self.runs
             .iter()
             .map(|(rows, adapter)| LoraRun {
                 rows: *rows,
-                adapter: adapter
-                    .as_ref()
-                    .map(lora)
-                    .map(|(a, b, scale)| Lora { a, b, scale }),
+                adapter: adapter.as_ref().map(|(a, b, scale)| Lora {
+                    a: a.view(),
+                    b: b.view(),
+                    scale: *scale,
+                }),
             })
             .collect()
     }

@@ -3,7 +3,7 @@
 use crate::backend::{Backend, Rank, panic_text, run};
 use brigade_device::CommConfig;
 use libtest_mimic::{Failed, Trial};
-use rand::{SeedableRng, rngs::StdRng};
+use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
     panic::{AssertUnwindSafe, catch_unwind},
@@ -45,7 +45,10 @@ impl Suite {
     /// No trials yet. The seed is the one that the environment names, or a new one.
     pub fn new(backend: Arc<dyn Backend>) -> Self {
         let named = std::env::var(SEED).ok();
-        let base_seed = named.map_or_else(rand::random, |s| s.trim().parse().unwrap());
+        let base_seed = named.map_or_else(
+            || StdRng::from_os_rng().random(),
+            |s| s.trim().parse().unwrap(),
+        );
         Self {
             backend,
             base_seed,

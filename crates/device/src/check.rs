@@ -52,6 +52,27 @@ fn check_bias(bias: Option<View<'_>>, m: usize, n: usize) -> Result<()> {
     }
 }
 
+/// Checks that everything lies on the same side as the activations: in device memory, or in the host's.
+fn check_residency(
+    at: MemoryType,
+    weight: Operand<'_>,
+    bias: Option<View<'_>>,
+    runs: &[LoraRun<'_>],
+    output: &Output<'_>,
+) -> Result<()> {
+    params::resident("weight.memory", Some(weight.kernel().memory()), at)?;
+    params::resident("bias.memory", bias.map(|c| c.memory()), at)?;
+    for lora in runs.iter().filter_map(|r| r.adapter) {
+        for part in [lora.a, lora.b] {
+            params::resident("runs.adapter.memory", Some(part.memory()), at)?;
+        }
+    }
+    match output {
+        Output::Into(d) => params::resident("output.memory", Some(d.memory()), at),
+        Output::Allocate(_) => Ok(()),
+    }
+}
+
 fn total(field: &'static str, given: Option<usize>, own: usize, size: usize) -> Result<usize> {
     match given {
         Some(t) if t < own => Err(Error::invalid(
@@ -115,6 +136,12 @@ impl AllGatherLoraLinearParams<'_> {
             &[m, n]
         };
         self.output.check(d)?;
+        let at = match &self.chunk {
+            Chunk::Copy(rows) => rows.kernel().memory(),
+            // Own rows in a user buffer lie wherever the device computes: as the weight does.
+            Chunk::Resident(_) => self.weight.kernel().memory(),
+        };
+        check_residency(at, self.weight, self.bias, self.runs, &self.output)?;
         Ok(LinearCall {
             rows: self.rows_per_rank.into(),
             k: columns * inner,
@@ -179,6 +206,8 @@ impl LoraLinearReduceScatterParams<'_> {
             &[own, n]
         };
         self.output.check(d)?;
+        let at = self.x.kernel().memory();
+        check_residency(at, self.weight, self.bias, self.runs, &self.output)?;
         Ok(LinearCall {
             rows: self.rows_per_rank.into(),
             k: total("total_k", self.total_k, k, group.size)?,
