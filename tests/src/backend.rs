@@ -2,7 +2,7 @@
 
 use crate::matrix::Matrix;
 use brigade_device::{
-    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Lease, MemoryType, Stream,
+    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Lease, MemoryType, Result, Stream,
     View,
 };
 use brigade_plan::Engines;
@@ -35,7 +35,7 @@ pub trait Backend: Send + Sync {
     ///
     /// # Errors
     /// What keeps the device from having so many ranks; the trial fails with it.
-    fn seats(&self, size: usize) -> brigade_device::Result<Vec<Seat>>;
+    fn seats(&self, size: usize) -> Result<Vec<Seat>>;
 }
 
 /// One rank of a contract: a thread with a device, a communicator and a stream.
@@ -80,6 +80,13 @@ impl Rank {
     /// A lease on the rank's stream.
     pub fn lease(&self) -> Lease<'_> {
         self.comm().lease(&self.stream).unwrap()
+    }
+
+    /// How a call ended, on devices that work later too: waits for the stream, and asks the communicator.
+    pub fn settle(&self, result: Result<()>) -> Result<()> {
+        result?;
+        self.stream.sync(PATIENCE)?;
+        self.comm().check()
     }
 
     /// Drops the communicator.

@@ -16,12 +16,15 @@
     reason = "contracts are tests: what is not as promised panics"
 )]
 
+mod all_reduce;
 pub mod backend;
 pub mod check;
+mod faults;
 mod gather_linear;
 mod host;
 mod layer;
 pub mod matrix;
+mod ops;
 pub mod oracle;
 pub mod suite;
 
@@ -34,5 +37,7 @@ use std::sync::Arc;
 pub fn trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
     let mut suite = suite::Suite::new(backend);
     gather_linear::add(&mut suite);
+    all_reduce::add(&mut suite);
+    faults::add(&mut suite);
     suite.into_trials()
 }

@@ -110,9 +110,11 @@ pub fn reduce(op: ReduceOp, inputs: &[Vec<f32>], output: DataType) -> Vec<u8> {
         }
         acc
     };
-    (0..inputs[0].len())
-        .flat_map(|i| store(element(i), output))
-        .collect()
+    let mut out = Vec::with_capacity(inputs[0].len() * output.bytes());
+    for i in 0..inputs[0].len() {
+        store(element(i), output, &mut out);
+    }
+    out
 }
 
 fn combine(op: ReduceOp, a: f32, b: f32) -> f32 {
@@ -129,13 +131,11 @@ fn combine(op: ReduceOp, a: f32, b: f32) -> f32 {
 }
 
 /// One rounding; a NaN becomes the type's canonical one.
-fn store(x: f32, dtype: DataType) -> Vec<u8> {
-    if x.is_nan() {
-        return dtype.poison().to_le_bytes()[..dtype.bytes()].to_vec();
-    }
+fn store(x: f32, dtype: DataType, out: &mut Vec<u8>) {
     match dtype {
-        DataType::F16 => f16::from_f32(x).to_ne_bytes().to_vec(),
-        DataType::BF16 => bf16::from_f32(x).to_ne_bytes().to_vec(),
-        _ => x.to_ne_bytes().to_vec(),
+        _ if x.is_nan() => out.extend(&dtype.poison().to_le_bytes()[..dtype.bytes()]),
+        DataType::F16 => out.extend(f16::from_f32(x).to_ne_bytes()),
+        DataType::BF16 => out.extend(bf16::from_f32(x).to_ne_bytes()),
+        _ => out.extend(x.to_ne_bytes()),
     }
 }

@@ -1,8 +1,9 @@
 //! `brigade-demo`: real models on Brigade. `cargo xtask demo` builds and runs it.
 
 mod report;
+mod trace;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use brigade::{DeviceChoice, OverlapMode};
 use brigade_demo::{
     AdapterSpec, Message, ModelFile, Source, Synthetic, Tokenizer, fetch,
@@ -16,7 +17,6 @@ use std::{
     process::ExitCode,
     time::Duration,
 };
-use tracing_subscriber::{Layer, filter::filter_fn, layer::SubscriberExt, util::SubscriberInitExt};
 
 /// Real models on Brigade.
 #[derive(Parser)]
@@ -139,7 +139,7 @@ impl Run {
             .iter()
             .map(|text| tokenizer.chat(&[Message::user(text)]))
             .collect::<brigade_demo::Result<Vec<_>>>()?;
-        let tracing = self.trace.as_deref().map(start_trace).transpose()?;
+        let trace = self.trace.as_deref().map(trace::Trace::start).transpose()?;
         let mut out = std::io::stdout();
         // One answer can be shown as it grows; several are shown when they are whole.
         let live = !self.json && prompts.len() == 1 && out.is_terminal();
@@ -158,8 +158,10 @@ impl Run {
                     shown = text;
                 }
             },
-        )?;
-        drop(tracing);
+        );
+        // A timeline of what went wrong is one too.
+        trace.map_or(Ok(()), trace::Trace::finish)?;
+        let generated = generated?;
         let texts = generated
             .tokens
             .iter()
@@ -181,22 +183,6 @@ impl Run {
     }
 }
 
-/// Spans of compute and communication, a row for each thread.
-fn start_trace(path: &std::path::Path) -> Result<tracing_chrome::FlushGuard> {
-    let file = std::fs::File::create(path)
-        .with_context(|| format!("cannot write the trace {}", path.display()))?;
-    let (chrome, guard) = tracing_chrome::ChromeLayerBuilder::new()
-        .writer(file)
-        .include_args(true)
-        .build();
-    let ours = filter_fn(|meta| meta.target().starts_with("brigade::"));
-    tracing_subscriber::registry()
-        .with(chrome.with_filter(ours))
-        .try_init()
-        .context("a trace is already being written")?;
-    Ok(guard)
-}
-
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Fetch => fetch_only(),
@@ -205,10 +191,22 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            let _ = writeln!(std::io::stderr(), "error: {error:#}");
+            let _ = writeln!(std::io::stderr(), "error: {}", whole(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error with its causes, but for those that it tells itself.
+fn whole(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(
+        String::new(),
+        |told, cause| match told.as_str() {
+            "" => cause,
+            told_all if told_all.contains(&cause) => told,
+            _ => format!("{told}: {cause}"),
+        },
+    )
 }
 
 fn fetch_only() -> Result<()> {

@@ -89,7 +89,8 @@ struct RankReport {
 /// chosen, with the number of its sequence.
 ///
 /// # Errors
-/// [`Error::Field`] for prompts or ranks that cannot be; the first rank's error otherwise.
+/// [`Error::Field`] for prompts or ranks that cannot be; else the error of the first rank that has one of its own, rather
+/// than one that only saw another rank leave.
 pub fn generate(
     source: &dyn Source,
     prompts: &[Vec<u32>],
@@ -118,15 +119,30 @@ pub fn generate(
         for (sequence, token) in told {
             on_token(sequence, token);
         }
-        handles
+        // All are joined, also behind one that failed.
+        let results: Vec<_> = handles
             .into_iter()
             .map(|h| {
                 h.join()
                     .unwrap_or_else(|_| Err(Error::field("rank", "panicked", "an answer")))
             })
-            .collect::<Result<Vec<_>>>()
+            .collect();
+        all_or_cause(results)
     })?;
     summarize(reports)
+}
+
+/// Everybody's result, or the error that came first: faults are what other ranks see of a rank that left.
+fn all_or_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
+    let (mut all, mut fault) = (Vec::new(), None);
+    for result in results {
+        match result {
+            Ok(one) => all.push(one),
+            Err(e @ Error::Brigade(brigade::Error::Fault(_))) => fault = fault.or(Some(e)),
+            Err(cause) => return Err(cause),
+        }
+    }
+    fault.map_or(Ok(all), Err)
 }
 
 fn check(source: &dyn Source, prompts: &[Vec<u32>], options: &Options) -> Result<()> {

@@ -407,7 +407,7 @@ impl Product<'_> {
                     let prev = (job.rank() + job.size() - 1) % job.size();
                     job.await_filled(of, c, 0, prev)?;
                 }
-                OverlapMode::Pull => job.await_filled(of, c, FETCHED, c)?,
+                OverlapMode::Pull => job.await_fetched(of, c, FETCHED, c)?,
                 _ => job.await_filled(of, c, p, c)?,
             }
         }

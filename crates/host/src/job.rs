@@ -88,13 +88,17 @@ impl Job {
     /// Waits for a flag until the call's deadline. Gives up early when the group was stopped, when a peer turns out to be
     /// in another call, or when the peer that is waited for is gone.
     pub(crate) fn wait(&self, w: Wait, slot: usize) -> Result<()> {
+        self.wait_while(w, slot, || !self.lost(&w))
+    }
+
+    fn wait_while(&self, w: Wait, slot: usize, hope: impl Fn() -> bool) -> Result<()> {
         if w.want.verdict(self.memory().load(w.word)) == Verdict::Ready {
             return Ok(());
         }
         let start = Instant::now();
         let mut deadline = self.deadline;
         let result = wait(self.memory(), w, &mut deadline, || {
-            self.core.fault().is_some() || self.stranger().is_some() || self.lost(&w)
+            self.core.fault().is_some() || self.stranger().is_some() || !hope()
         });
         let waited = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.core.waited_ns.fetch_add(waited, Ordering::Relaxed);
@@ -186,6 +190,20 @@ impl Job {
         let ring = self.core.layout.ring(of.area);
         let w = ring.arrival(of.half, slot, piece, from, self.flag_of(of));
         self.wait(w, slot)
+    }
+
+    /// Waits for piece `piece` of `slot`, which this rank's own communication thread fetches from `from`. That rank may
+    /// have ended the call and gone by then.
+    pub(crate) fn await_fetched(
+        &self,
+        of: Use,
+        slot: usize,
+        piece: usize,
+        from: usize,
+    ) -> Result<()> {
+        let ring = self.core.layout.ring(of.area);
+        let w = ring.arrival(of.half, slot, piece, from, self.flag_of(of));
+        self.wait_while(w, slot, || true)
     }
 
     /// Waits until `peer` is done with the use before this one.

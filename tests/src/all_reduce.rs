@@ -1,0 +1,310 @@
+//! All-reduce: every rank gets the reduction in rank order, bit for bit, whatever the algorithm.
+
+use crate::{
+    backend::Rank,
+    check::{assert_bits, expect_invalid, expect_unsupported},
+    gather_linear::config,
+    layer::FLOATS,
+    matrix::{round, to_bytes},
+    oracle,
+    suite::{Suite, World},
+};
+use brigade_device::{
+    AllReduceAlgorithm, AllReduceParams, Call, DataType, Plan, ReduceOp, SumOrder,
+};
+use brigade_plan::{Engines, reason};
+use rand::{Rng, rngs::StdRng};
+
+/// All reductions.
+pub const OPS: [ReduceOp; 5] = [
+    ReduceOp::Sum,
+    ReduceOp::Prod,
+    ReduceOp::Max,
+    ReduceOp::Min,
+    ReduceOp::Avg,
+];
+
+/// The algorithms that a device has and whose sums are Brigade's, with names; `None` leaves it to the plan.
+pub fn algorithms(engines: Engines) -> Vec<(&'static str, Option<AllReduceAlgorithm>)> {
+    [
+        ("one_shot_push", Some(AllReduceAlgorithm::OneShotPush)),
+        ("one_shot_pull", Some(AllReduceAlgorithm::OneShotPull)),
+        ("two_shot", Some(AllReduceAlgorithm::TwoShot)),
+        ("auto", None),
+    ]
+    .into_iter()
+    .filter(|(_, a)| a.is_none_or(|a| engines.reduces(a)))
+    .collect()
+}
+
+/// Where the result goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// Over the input.
+    InPlace,
+    /// Into a buffer of the input's type.
+    Beside,
+    /// Into a buffer of f32.
+    Widened,
+}
+
+/// Inputs of all ranks, and what every rank must get.
+pub struct Case {
+    dtype: DataType,
+    op: ReduceOp,
+    place: Place,
+    inputs: Vec<Vec<f32>>,
+    want: Vec<u8>,
+}
+
+impl Case {
+    /// A case with these values, rounded to the type.
+    pub fn new(dtype: DataType, op: ReduceOp, place: Place, mut inputs: Vec<Vec<f32>>) -> Self {
+        for x in inputs.iter_mut().flatten() {
+            *x = round_f32(dtype, *x);
+        }
+        let mut case = Self {
+            dtype,
+            op,
+            place,
+            want: vec![],
+            inputs,
+        };
+        case.want = oracle::reduce(op, &case.inputs, case.output());
+        case
+    }
+
+    /// A case with random values whose sums depend on their order.
+    pub fn random(
+        rng: &mut StdRng,
+        size: usize,
+        len: usize,
+        kind: (DataType, ReduceOp, Place),
+    ) -> Self {
+        let values = |_| (0..len).map(|_| uneven(rng)).collect();
+        let inputs = (0..size).map(values).collect();
+        Self::new(kind.0, kind.1, kind.2, inputs)
+    }
+
+    fn output(&self) -> DataType {
+        match self.place {
+            Place::Widened => DataType::F32,
+            _ => self.dtype,
+        }
+    }
+
+    /// Makes the call, and asserts its bits. Gives the algorithm that ran.
+    pub fn run(&self, rank: &Rank, choice: Option<AllReduceAlgorithm>) -> AllReduceAlgorithm {
+        let what = format!(
+            "{choice:?} {:?} of {} x {}, {:?}",
+            self.op,
+            self.inputs[0].len(),
+            self.dtype,
+            self.place
+        );
+        let mine: Vec<f64> = self.inputs[rank.rank]
+            .iter()
+            .copied()
+            .map(f64::from)
+            .collect();
+        let dims = [mine.len()];
+        let mut from = rank.upload_bytes(self.dtype, &dims, &to_bytes(self.dtype, &mine));
+        let beside = (self.place != Place::InPlace).then(|| rank.poisoned(self.output(), &dims));
+        let input = from.clone();
+        let call = Call::AllReduce {
+            elements: dims[0],
+            dtype: self.dtype,
+            output: self.output(),
+            op: self.op,
+            choice,
+        };
+        let mut out = beside.unwrap_or_else(|| input.clone());
+        let plan = rank
+            .lease()
+            .all_reduce(AllReduceParams {
+                data: out.view_mut(),
+                from: (self.place != Place::InPlace).then(|| from.view()),
+                op: self.op,
+                choice,
+            })
+            .unwrap();
+        assert_eq!(plan, rank.comm().explain(&call).unwrap(), "{what}");
+        assert_bits(&rank.raw(out.view()), &self.want, self.output(), &what);
+        if self.place != Place::InPlace {
+            let kept = to_bytes(self.dtype, &mine);
+            assert_bits(&rank.raw(from.view_mut().as_view()), &kept, self.dtype, "input kept");
+        }
+        let Plan::AllReduce {
+            algorithm, order, ..
+        } = plan
+        else {
+            panic!("{what}: {plan:?}");
+        };
+        assert_eq!(order, SumOrder::Flat, "{what}");
+        assert!(choice.is_none_or(|c| c == algorithm), "{what}: {algorithm:?} ran");
+        algorithm
+    }
+}
+
+fn round_f32(dtype: DataType, x: f32) -> f32 {
+    if x.is_nan() { x } else { round(dtype, x.into()) as f32 }
+}
+
+/// A value of a magnitude between 1/64 and 64: sums of such lose bits.
+fn uneven(rng: &mut StdRng) -> f32 {
+    let magnitude = rng.random_range(0.5f32..1.0) * 2f32.powi(rng.random_range(-5..=6));
+    if rng.random() { magnitude } else { -magnitude }
+}
+
+const LENGTHS: [usize; 6] = [0, 1, 7, 1023, 4096, 100_003];
+
+fn lengths(world: &World, op: ReduceOp, choice: Option<AllReduceAlgorithm>) {
+    let mut rng = world.rng();
+    let mut cases = vec![];
+    for dtype in FLOATS {
+        for len in LENGTHS {
+            cases.push(Case::random(&mut rng, world.size, len, (dtype, op, Place::InPlace)));
+            if len < 5000 {
+                cases.push(Case::random(&mut rng, world.size, len, (dtype, op, Place::Beside)));
+                cases.push(Case::random(&mut rng, world.size, len, (dtype, op, Place::Widened)));
+            }
+        }
+    }
+    world.run(&config(), move |rank| {
+        cases.iter().for_each(|case| drop(case.run(rank, choice)));
+    });
+}
+
+/// Sums of integers that a type holds exactly are exact.
+fn exact_integers(world: &World, choice: Option<AllReduceAlgorithm>) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let cases: Vec<_> = FLOATS
+        .into_iter()
+        .map(|dtype| {
+            let mut values = || (0..777).map(|_| rng.random_range(-16i32..=16) as f32).collect();
+            let inputs: Vec<Vec<f32>> = (0..size).map(|_| values()).collect();
+            let sums: Vec<f64> = (0..777)
+                .map(|i| inputs.iter().map(|input| f64::from(input[i])).sum())
+                .collect();
+            let mut case = Case::new(dtype, ReduceOp::Sum, Place::Beside, inputs);
+            let positive_zero = |x: f64| if x == 0.0 { 0.0 } else { x };
+            let sums: Vec<_> = sums.into_iter().map(positive_zero).collect();
+            case.want = to_bytes(dtype, &sums);
+            case
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        cases.iter().for_each(|case| drop(case.run(rank, choice)));
+    });
+}
+
+/// Values with bits of their own: signed zeros, subnormals, infinities, NaNs of any payload.
+fn special_values(world: &World, choice: Option<AllReduceAlgorithm>) {
+    const SPECIAL: [f32; 14] = [
+        0.0,
+        -0.0,
+        1e-40,
+        -1e-40,
+        6e-8,
+        -6e-8,
+        f32::MIN_POSITIVE,
+        f32::MAX,
+        f32::MIN,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+        f32::from_bits(0xFFC0_1234),
+        1.0,
+    ];
+    let mut rng = world.rng();
+    let mut cases = vec![];
+    for op in OPS {
+        for dtype in FLOATS {
+            for place in [Place::InPlace, Place::Beside, Place::Widened] {
+                let mut draw = || match rng.random_range(0..20) {
+                    i @ 0..14 => SPECIAL[i],
+                    _ => uneven(&mut rng),
+                };
+                let mut values = || (0..1500).map(|_| draw()).collect();
+                let inputs = (0..world.size).map(|_| values()).collect();
+                cases.push(Case::new(dtype, op, place, inputs));
+            }
+        }
+    }
+    world.run(&config(), move |rank| {
+        cases.iter().for_each(|case| drop(case.run(rank, choice)));
+    });
+}
+
+/// The same bits on all ranks, from all algorithms, in every repeat.
+fn same_bits(world: &World) {
+    const REPEATS: usize = 100;
+    let mut rng = world.rng();
+    let choices = algorithms(world.backend.engines());
+    let cases: Vec<_> = (0..5)
+        .map(|i| {
+            let len = rng.random_range(1..3000);
+            let kind = (FLOATS[i % 3], ReduceOp::Sum, Place::Beside);
+            Case::random(&mut rng, world.size, len, kind)
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        for repeat in 0..REPEATS {
+            for (_, choice) in &choices {
+                cases[repeat % cases.len()].run(rank, *choice);
+            }
+        }
+        rank.assert_shared(&cases[0].want, "all-reduce");
+    });
+}
+
+/// What cannot be reduced is refused with the field or the reason, and the communicator goes on.
+fn refusals(world: &World) {
+    let engines = world.backend.engines();
+    let mut rng = world.rng();
+    let kind = (DataType::F32, ReduceOp::Sum, Place::Beside);
+    let case = Case::random(&mut rng, world.size, 33, kind);
+    world.run(&config(), move |rank| {
+        let call = |dtype, from_dtype, from_len, choice| {
+            let mut data = rank.poisoned(dtype, &[8]);
+            let from = rank.poisoned(from_dtype, &[from_len]);
+            rank.lease().all_reduce(AllReduceParams {
+                data: data.view_mut(),
+                from: Some(from.view()),
+                op: ReduceOp::Sum,
+                choice,
+            })
+        };
+        let f32 = DataType::F32;
+        let invalid = expect_invalid(call(f32, f32, 9, None), "lengths");
+        assert_eq!(invalid, "from.shape");
+        expect_invalid(call(DataType::I32, DataType::I32, 8, None), "integers");
+        expect_invalid(call(DataType::F16, f32, 8, None), "narrowed");
+        for algorithm in [AllReduceAlgorithm::OneShotPush, AllReduceAlgorithm::Nccl] {
+            if !engines.reduces(algorithm) {
+                let code = expect_unsupported(call(f32, f32, 8, Some(algorithm)), "no engine");
+                assert_eq!(code, reason::NO_ENGINE);
+            }
+        }
+        case.run(rank, None);
+    });
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    for (name, choice) in algorithms(suite.backend().engines()) {
+        for op in OPS {
+            let trial = format!("all_reduce/{name}/{op:?}").to_lowercase();
+            suite.add(&trial, move |world| lengths(world, op, choice));
+        }
+        suite.add(&format!("all_reduce/{name}/exact_integers"), move |world| {
+            exact_integers(world, choice);
+        });
+        suite.add(&format!("all_reduce/{name}/special_values"), move |world| {
+            special_values(world, choice);
+        });
+    }
+    suite.add("all_reduce/same_bits", same_bits);
+    suite.add("all_reduce/refusals", refusals);
+}

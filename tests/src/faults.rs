@@ -1,0 +1,248 @@
+//! Faults: whatever a rank does wrong, every rank hears of it in time, as a typed error, and the group can go on.
+
+use crate::{
+    all_reduce,
+    backend::Rank,
+    check::{assert_kind, expect_fault, is_poisoned},
+    gather_linear::{self, config},
+    layer::Spec,
+    ops::{self, Ended, Op},
+    suite::{Suite, World},
+};
+use brigade_device::{CommConfig, DataType, FaultKind, FaultRecord, OverlapMode, ReduceOp, Result};
+use brigade_plan::Engines;
+use rand::{Rng, rngs::StdRng};
+use std::time::{Duration, Instant};
+
+/// Deadline of calls where a rank does not come.
+const DEADLINE: Duration = Duration::from_millis(300);
+
+/// What a rank may take beyond the deadline, and at most where it need not wait for one.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// For collective steps that nobody misses.
+pub const AMPLE: Duration = Duration::from_secs(30);
+
+/// A communicator whose calls have a short deadline, once the first is over.
+pub fn impatient() -> CommConfig {
+    CommConfig {
+        deadline: DEADLINE,
+        first_deadline: AMPLE,
+        ..config()
+    }
+}
+
+/// Calls whose results show that a communicator works.
+pub struct Probe {
+    linear: gather_linear::Case,
+    sum: all_reduce::Case,
+}
+
+impl Probe {
+    /// Draws its numbers.
+    pub fn new(rng: &mut StdRng, size: usize) -> Self {
+        let spec = Spec::ragged(rng, size).with(|s| s.dtype = DataType::F32);
+        let kind = (DataType::F32, ReduceOp::Sum, all_reduce::Place::InPlace);
+        Self {
+            linear: gather_linear::Case::new(rng, spec),
+            sum: all_reduce::Case::random(rng, size, 500, kind),
+        }
+    }
+
+    /// Makes the calls, and asserts their results.
+    pub fn run(&self, rank: &Rank) {
+        self.sum.run(rank, None);
+        self.linear.run(rank, Some(OverlapMode::Off));
+        self.linear.run(rank, None);
+    }
+}
+
+/// Asserts how a call ended that a fault stopped: in time, with the right record, the same on every rank, and with an
+/// output that nobody takes for a result.
+fn assert_stopped(rank: &Rank, ended: Ended, kind: FaultKind, what: &str) -> FaultRecord {
+    let record = expect_fault(ended.result, what);
+    assert_kind(&record, kind, what);
+    if let Some(d) = ended.output {
+        let bytes = rank.raw(d.view());
+        assert!(is_poisoned(d.dtype(), &bytes), "{what}: output not poisoned");
+    }
+    record
+}
+
+fn words(record: FaultRecord) -> Vec<u8> {
+    bytemuck::cast_slice(&record.to_words()).to_vec()
+}
+
+/// Asserts that every later use of the communicator gives the same record, on every rank.
+fn assert_stays_stopped(rank: &Rank, record: FaultRecord) {
+    assert_eq!(expect_fault(rank.comm().check(), "check"), record);
+    for _ in 0..2 {
+        let lease = rank.comm().lease(&rank.stream).map(drop);
+        assert_eq!(expect_fault(lease, "a later lease"), record);
+        assert_eq!(expect_fault(ops::barrier().run(rank).result, "a later call"), record);
+    }
+    rank.assert_shared(&words(record), "fault record");
+}
+
+fn assert_in_time(start: Instant, limit: Duration, what: &str) {
+    let took = start.elapsed();
+    assert!(took < limit, "{what}: took {took:?}, allowed {limit:?}");
+}
+
+/// A rank that never calls: every other rank times out naming it.
+fn never_calls(world: &World, op: Op) {
+    let mut rng = world.rng();
+    let probe = Probe::new(&mut rng, world.size);
+    let culprit = rng.random_range(0..world.size);
+    world.run(&impatient(), move |rank| {
+        probe.run(rank);
+        rank.meet();
+        let record = if rank.rank == culprit {
+            rank.meet();
+            expect_fault(rank.comm().check(), "the culprit")
+        } else {
+            let start = Instant::now();
+            let ended = op.run(rank);
+            assert_in_time(start, DEADLINE + GRACE, &op.name);
+            let record = assert_stopped(rank, ended, FaultKind::Timeout, &op.name);
+            assert_eq!(record.peer as usize, culprit, "{}: {record}", op.name);
+            assert_eq!(record.operation, op.operation as u32, "{}: {record}", op.name);
+            rank.meet();
+            record
+        };
+        assert_stays_stopped(rank, record);
+        rank.comm().reset(AMPLE).unwrap();
+        probe.run(rank);
+    });
+}
+
+/// A rank that makes another call: a mismatch on every rank, the culprit too, long before the deadline.
+fn mismatch(world: &World, op: Op, other: Op) {
+    let mut rng = world.rng();
+    let probe = Probe::new(&mut rng, world.size);
+    let culprit = rng.random_range(0..world.size);
+    world.run(&config(), move |rank| {
+        probe.run(rank);
+        rank.meet();
+        let mine = if rank.rank == culprit { &other } else { &op };
+        let start = Instant::now();
+        let ended = mine.run(rank);
+        assert_in_time(start, GRACE, &mine.name);
+        let record = assert_stopped(rank, ended, FaultKind::Mismatch, &mine.name);
+        let involved = [record.rank, record.peer].map(|r| r as usize);
+        assert!(involved.contains(&culprit), "rank {culprit} did it: {record}");
+        assert_stays_stopped(rank, record);
+        rank.comm().reset(AMPLE).unwrap();
+        probe.run(rank);
+    });
+}
+
+/// Somebody calls `abort` while others wait.
+fn aborted(world: &World, op: Op) {
+    let mut rng = world.rng();
+    let probe = Probe::new(&mut rng, world.size);
+    let culprit = rng.random_range(0..world.size);
+    let rounds = rng.random_range(0..3000);
+    world.run(&config(), move |rank| {
+        probe.run(rank);
+        rank.meet();
+        let start = Instant::now();
+        let record = if rank.rank == culprit {
+            rank.dawdle(rounds);
+            rank.comm().abort();
+            expect_fault(rank.comm().check(), "after abort")
+        } else {
+            assert_stopped(rank, op.run(rank), FaultKind::Aborted, &op.name)
+        };
+        assert_in_time(start, GRACE, &op.name);
+        assert_kind(&record, FaultKind::Aborted, &op.name);
+        assert_eq!(record.rank as usize, culprit);
+        assert_stays_stopped(rank, record);
+        rank.comm().reset(AMPLE).unwrap();
+        probe.run(rank);
+    });
+}
+
+/// A rank whose communicator is gone: the others hear of it long before the deadline.
+fn peer_lost(world: &World, op: Op) {
+    let mut rng = world.rng();
+    let probe = Probe::new(&mut rng, world.size);
+    let culprit = rng.random_range(0..world.size);
+    world.run(&config(), move |rank| {
+        probe.run(rank);
+        rank.meet();
+        if rank.rank == culprit {
+            rank.leave();
+            rank.meet();
+            return;
+        }
+        let start = Instant::now();
+        let record = assert_stopped(rank, op.run(rank), FaultKind::PeerLost, &op.name);
+        assert_in_time(start, GRACE, &op.name);
+        assert_eq!(record.peer as usize, culprit, "{record}");
+        rank.meet();
+        let reset: Result<()> = rank.comm().reset(DEADLINE);
+        assert!(reset.is_err(), "reset without rank {culprit}");
+    });
+}
+
+/// Pairs of calls that differ in one thing that all ranks must agree on.
+fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
+    let sum = |len, dtype, op| ops::all_reduce(len, dtype, op, None);
+    let (f32, bf16) = (DataType::F32, DataType::BF16);
+    let mut pairs = vec![
+        ("length", sum(64, f32, ReduceOp::Sum), sum(65, f32, ReduceOp::Sum)),
+        ("dtype", sum(64, f32, ReduceOp::Sum), sum(64, bf16, ReduceOp::Sum)),
+        ("op", sum(64, f32, ReduceOp::Sum), sum(64, f32, ReduceOp::Max)),
+        ("operation", sum(64, f32, ReduceOp::Sum), ops::barrier()),
+        ("copy", ops::all_gather(3), ops::broadcast(0)),
+        ("rows", ops::all_gather(3), ops::all_gather(4)),
+        ("scatter", ops::reduce_scatter(ReduceOp::Sum), ops::reduce_scatter(ReduceOp::Min)),
+        ("root", ops::broadcast(0), ops::broadcast(1)),
+        ("row_len", ops::all_to_all(6), ops::all_to_all(7)),
+    ];
+    let algorithms: Vec<_> = all_reduce::algorithms(engines).into_iter().map(|a| a.1).collect();
+    let [first, second, ..] = algorithms[..] else {
+        return pairs;
+    };
+    let chosen = |choice| ops::all_reduce(64, f32, ReduceOp::Sum, choice);
+    pairs.push(("choice", chosen(first), chosen(second)));
+    let off = Some(OverlapMode::Off);
+    let pull = Some(OverlapMode::Pull).filter(|_| engines.pull);
+    let ring = Some(OverlapMode::Ring);
+    let gather = ops::gather_linear;
+    let scatter = ops::linear_reduce_scatter;
+    pairs.push(("linear_off", gather(3, 6, off), gather(3, 6, ring)));
+    pairs.push(("linear_mode", gather(3, 6, ring), gather(3, 6, pull)));
+    pairs.push(("linear_rows", gather(3, 6, ring), gather(4, 6, ring)));
+    pairs.push(("linear_k", gather(3, 6, pull), gather(3, 7, pull)));
+    pairs.push(("linear_twin", gather(3, 6, ring), scatter(3, 6, ring)));
+    pairs.push(("twin_mode", scatter(3, 6, ring), scatter(3, 6, off)));
+    pairs.push(("twin_n", scatter(3, 6, ring), scatter(3, 7, ring)));
+    pairs.push(("linear_sum", scatter(3, 6, ring), sum(64, f32, ReduceOp::Sum)));
+    pairs
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    for op in ops::all(suite.backend().engines()) {
+        let name = op.name.clone();
+        type Contract = fn(&World, Op);
+        let contracts: [(&str, Contract); 3] = [
+            ("never_calls", never_calls),
+            ("aborted", aborted),
+            ("peer_lost", peer_lost),
+        ];
+        for (contract, f) in contracts {
+            let op = op.clone();
+            suite.add_from(2, &format!("faults/{contract}/{name}"), move |world| {
+                f(world, op.clone());
+            });
+        }
+    }
+    for (name, op, other) in mismatches(suite.backend().engines()) {
+        suite.add_from(2, &format!("faults/mismatch/{name}"), move |world| {
+            mismatch(world, op.clone(), other.clone());
+        });
+    }
+}

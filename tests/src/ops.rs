@@ -1,0 +1,258 @@
+//! Every operation as one call with small inputs, for contracts that all operations share.
+
+use crate::{all_reduce::algorithms, backend::Rank, layer::modes};
+use brigade_device::{
+    AllGatherLoraLinearParams, AllGatherParams, AllReduceAlgorithm, AllReduceParams,
+    AllToAllParams, BroadcastParams, Buffer, Chunk, DataType, GemmParams, Lease, LoraLinearAllReduceParams,
+    LoraLinearParams, LoraLinearReduceScatterParams, Operation, Output, OverlapMode, ReduceOp,
+    ReduceScatterParams, Result,
+};
+use brigade_plan::Engines;
+use std::sync::Arc;
+
+/// How a call ended.
+pub struct Ended {
+    /// What it returned; where devices work later, what waiting for it returned.
+    pub result: Result<()>,
+    /// Its output, if it has one that others fill. It held ones before.
+    pub output: Option<Buffer>,
+}
+
+type Make = dyn Fn(&Rank, &mut Lease<'_>) -> Ended + Send + Sync;
+
+/// A call that all ranks can make.
+#[derive(Clone)]
+pub struct Op {
+    /// For the names of trials.
+    pub name: String,
+    /// As fault records name it.
+    pub operation: Operation,
+    call: Arc<Make>,
+}
+
+/// Rows of every rank in these calls.
+const ROWS: usize = 3;
+/// Elements in a row.
+const COLUMNS: usize = 6;
+
+impl Op {
+    fn new(
+        name: impl Into<String>,
+        operation: Operation,
+        call: impl Fn(&Rank, &mut Lease<'_>) -> Ended + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            name: name.into(),
+            operation,
+            call: Arc::new(call),
+        }
+    }
+
+    /// Makes the call on the rank's stream, and waits for it.
+    pub fn run(&self, rank: &Rank) -> Ended {
+        match rank.comm().lease(&rank.stream) {
+            Ok(mut lease) => {
+                let ended = (self.call)(rank, &mut lease);
+                drop(lease);
+                Ended {
+                    result: rank.settle(ended.result),
+                    output: ended.output,
+                }
+            }
+            Err(e) => Ended {
+                result: Err(e),
+                output: None,
+            },
+        }
+    }
+}
+
+fn ones(rank: &Rank, dtype: DataType, dims: &[usize]) -> Buffer {
+    let ones = vec![1.0; dims.iter().product()];
+    rank.upload_bytes(dtype, dims, &crate::matrix::to_bytes(dtype, &ones))
+}
+
+fn ended<T>(result: Result<T>, output: Buffer) -> Ended {
+    Ended {
+        result: result.map(drop),
+        output: Some(output),
+    }
+}
+
+/// All ranks meet.
+pub fn barrier() -> Op {
+    Op::new("barrier", Operation::Barrier, |_, lease| Ended {
+        result: lease.barrier(),
+        output: None,
+    })
+}
+
+/// `len` elements, added up beside the input.
+pub fn all_reduce(
+    len: usize,
+    dtype: DataType,
+    op: ReduceOp,
+    choice: Option<AllReduceAlgorithm>,
+) -> Op {
+    Op::new("all_reduce", Operation::AllReduce, move |rank, lease| {
+        let from = ones(rank, dtype, &[len]);
+        let mut to = ones(rank, dtype, &[len]);
+        let result = lease.all_reduce(AllReduceParams {
+            data: to.view_mut(),
+            from: Some(from.view()),
+            op,
+            choice,
+        });
+        ended(result, to)
+    })
+}
+
+/// Rows of every rank.
+pub fn all_gather(rows_of_first: usize) -> Op {
+    Op::new("all_gather", Operation::AllGather, move |rank, lease| {
+        let mut rows = vec![ROWS; rank.size];
+        rows[0] = rows_of_first;
+        let from = ones(rank, DataType::F32, &[rows[rank.rank], COLUMNS]);
+        let mut to = ones(rank, DataType::F32, &[rows.iter().sum(), COLUMNS]);
+        let result = lease.all_gather(AllGatherParams {
+            from: from.view(),
+            rows_per_rank: &rows,
+            to: to.view_mut(),
+        });
+        ended(result, to)
+    })
+}
+
+/// Own rows of the sum.
+pub fn reduce_scatter(op: ReduceOp) -> Op {
+    Op::new("reduce_scatter", Operation::ReduceScatter, move |rank, lease| {
+        let rows = vec![ROWS; rank.size];
+        let from = ones(rank, DataType::F32, &[ROWS * rank.size, COLUMNS]);
+        let mut to = ones(rank, DataType::F32, &[ROWS, COLUMNS]);
+        let result = lease.reduce_scatter(ReduceScatterParams {
+            from: from.view(),
+            rows_per_rank: &rows,
+            to: to.view_mut(),
+            op,
+        });
+        ended(result, to)
+    })
+}
+
+/// The data of rank `root % size`.
+pub fn broadcast(root: usize) -> Op {
+    Op::new("broadcast", Operation::Broadcast, move |rank, lease| {
+        let mut data = ones(rank, DataType::F32, &[COLUMNS]);
+        let root = root % rank.size;
+        let result = lease.broadcast(BroadcastParams {
+            data: data.view_mut(),
+            root,
+        });
+        Ended {
+            result: result.map(drop),
+            // The root's data is its own.
+            output: (rank.rank != root).then_some(data),
+        }
+    })
+}
+
+/// A row from every rank to every rank.
+pub fn all_to_all(columns: usize) -> Op {
+    Op::new("all_to_all", Operation::AllToAll, move |rank, lease| {
+        let rows = vec![1; rank.size];
+        let from = ones(rank, DataType::F32, &[rank.size, columns]);
+        let mut to = ones(rank, DataType::F32, &[rank.size, columns]);
+        let result = lease.all_to_all(AllToAllParams {
+            from: from.view(),
+            send_rows: &rows,
+            to: to.view_mut(),
+            recv_rows: &rows,
+        });
+        ended(result, to)
+    })
+}
+
+/// Gather-linear with `rows` rows a rank and `k` columns.
+pub fn gather_linear(rows: usize, k: usize, choice: Option<OverlapMode>) -> Op {
+    Op::new("gather_linear", Operation::GatherLinear, move |rank, lease| {
+        let counts = vec![rows; rank.size];
+        let x = ones(rank, DataType::F32, &[rows, k]);
+        let weight = ones(rank, DataType::F32, &[k, COLUMNS]);
+        let mut d = ones(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
+        let chunk = Chunk::Copy((&x).into());
+        let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
+            output: Output::Into(d.view_mut()),
+            choice,
+            ..AllGatherLoraLinearParams::new(chunk, &counts, &weight)
+        });
+        let result = result.map(drop);
+        ended(result, d)
+    })
+}
+
+/// Its twin.
+pub fn linear_reduce_scatter(rows: usize, n: usize, choice: Option<OverlapMode>) -> Op {
+    let operation = Operation::LinearReduceScatter;
+    Op::new("linear_reduce_scatter", operation, move |rank, lease| {
+        let counts = vec![rows; rank.size];
+        let x = ones(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
+        let weight = ones(rank, DataType::F32, &[COLUMNS, n]);
+        let mut d = ones(rank, DataType::F32, &[rows, n]);
+        let result = lease.lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
+            output: Output::Into(d.view_mut()),
+            choice,
+            ..LoraLinearReduceScatterParams::new(&x, &counts, &weight)
+        });
+        ended(result, d)
+    })
+}
+
+/// A linear whose result is summed over all ranks.
+pub fn linear_all_reduce() -> Op {
+    Op::new("linear_all_reduce", Operation::AllReduce, |rank, lease| {
+        let x = ones(rank, DataType::F32, &[ROWS, COLUMNS]);
+        let weight = ones(rank, DataType::F32, &[COLUMNS, COLUMNS]);
+        let mut d = ones(rank, DataType::F32, &[ROWS, COLUMNS]);
+        let result = lease.lora_linear_with_all_reduce(LoraLinearAllReduceParams {
+            linear: LoraLinearParams {
+                gemm: GemmParams::new(&x, &weight),
+                runs: &[],
+            },
+            output: Output::Into(d.view_mut()),
+            choice: None,
+        });
+        // The sum has an intermediate buffer, so D stays as it was after a fault.
+        Ended {
+            result: result.map(drop),
+            output: None,
+        }
+    })
+}
+
+/// Every operation, in every mode and algorithm that a device has.
+pub fn all(engines: Engines) -> Vec<Op> {
+    let named = |name: String, op: Op| Op { name, ..op };
+    let mut ops = vec![
+        barrier(),
+        all_gather(ROWS),
+        reduce_scatter(ReduceOp::Sum),
+        broadcast(0),
+        named("broadcast_from_last".into(), broadcast(usize::MAX)),
+        all_to_all(COLUMNS),
+        linear_all_reduce(),
+    ];
+    for (name, choice) in algorithms(engines) {
+        let op = all_reduce(100, DataType::F32, ReduceOp::Sum, choice);
+        ops.push(named(format!("all_reduce_{name}"), op));
+    }
+    for (name, choices) in modes(engines) {
+        let choice = choices[choices.len() / 2];
+        let op = gather_linear(ROWS, COLUMNS, choice);
+        ops.push(named(format!("gather_linear_{name}"), op));
+        if choice != Some(OverlapMode::Pull) {
+            let op = linear_reduce_scatter(ROWS, COLUMNS, choice);
+            ops.push(named(format!("linear_reduce_scatter_{name}"), op));
+        }
+    }
+    ops
+}
