@@ -171,7 +171,9 @@ fn lengths(world: &World, op: ReduceOp, choice: Option<AllReduceAlgorithm>) {
         }
     }
     world.run(&config(), move |rank| {
-        cases.iter().for_each(|case| drop(case.run(rank, choice)));
+        for case in &cases {
+            case.run(rank, choice);
+        }
     });
 }
 
@@ -195,7 +197,9 @@ fn exact_integers(world: &World, choice: Option<AllReduceAlgorithm>) {
         })
         .collect();
     world.run(&config(), move |rank| {
-        cases.iter().for_each(|case| drop(case.run(rank, choice)));
+        for case in &cases {
+            case.run(rank, choice);
+        }
     });
 }
 
@@ -233,7 +237,9 @@ fn special_values(world: &World, choice: Option<AllReduceAlgorithm>) {
         }
     }
     world.run(&config(), move |rank| {
-        cases.iter().for_each(|case| drop(case.run(rank, choice)));
+        for case in &cases {
+            case.run(rank, choice);
+        }
     });
 }
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub struct Ended {
     /// What it returned; where devices work later, what waiting for it returned.
     pub result: Result<()>,
-    /// Its output, if it has one that others fill. It held ones before.
+    /// Its output, if it has one that others fill. It held [`OLD`] before.
     pub output: Option<Buffer>,
 }
 
@@ -32,6 +32,8 @@ pub struct Op {
 
 /// Rows of every rank in these calls.
 const ROWS: usize = 3;
+/// What outputs hold before the call: no call gives it.
+pub const OLD: f64 = 0.75;
 /// Elements in a row.
 const COLUMNS: usize = 6;
 
@@ -68,8 +70,16 @@ impl Op {
 }
 
 fn ones(rank: &Rank, dtype: DataType, dims: &[usize]) -> Buffer {
-    let ones = vec![1.0; dims.iter().product()];
-    rank.upload_bytes(dtype, dims, &crate::matrix::to_bytes(dtype, &ones))
+    filled(rank, dtype, dims, 1.0)
+}
+
+fn old(rank: &Rank, dtype: DataType, dims: &[usize]) -> Buffer {
+    filled(rank, dtype, dims, OLD)
+}
+
+fn filled(rank: &Rank, dtype: DataType, dims: &[usize], value: f64) -> Buffer {
+    let values = vec![value; dims.iter().product()];
+    rank.upload_bytes(dtype, dims, &crate::matrix::to_bytes(dtype, &values))
 }
 
 fn ended<T>(result: Result<T>, output: Buffer) -> Ended {
@@ -96,7 +106,7 @@ pub fn all_reduce(
 ) -> Op {
     Op::new("all_reduce", Operation::AllReduce, move |rank, lease| {
         let from = ones(rank, dtype, &[len]);
-        let mut to = ones(rank, dtype, &[len]);
+        let mut to = old(rank, dtype, &[len]);
         let result = lease.all_reduce(AllReduceParams {
             data: to.view_mut(),
             from: Some(from.view()),
@@ -113,7 +123,7 @@ pub fn all_gather(rows_of_first: usize) -> Op {
         let mut rows = vec![ROWS; rank.size];
         rows[0] = rows_of_first;
         let from = ones(rank, DataType::F32, &[rows[rank.rank], COLUMNS]);
-        let mut to = ones(rank, DataType::F32, &[rows.iter().sum(), COLUMNS]);
+        let mut to = old(rank, DataType::F32, &[rows.iter().sum(), COLUMNS]);
         let result = lease.all_gather(AllGatherParams {
             from: from.view(),
             rows_per_rank: &rows,
@@ -128,7 +138,7 @@ pub fn reduce_scatter(op: ReduceOp) -> Op {
     Op::new("reduce_scatter", Operation::ReduceScatter, move |rank, lease| {
         let rows = vec![ROWS; rank.size];
         let from = ones(rank, DataType::F32, &[ROWS * rank.size, COLUMNS]);
-        let mut to = ones(rank, DataType::F32, &[ROWS, COLUMNS]);
+        let mut to = old(rank, DataType::F32, &[ROWS, COLUMNS]);
         let result = lease.reduce_scatter(ReduceScatterParams {
             from: from.view(),
             rows_per_rank: &rows,
@@ -142,8 +152,9 @@ pub fn reduce_scatter(op: ReduceOp) -> Op {
 /// The data of rank `root % size`.
 pub fn broadcast(root: usize) -> Op {
     Op::new("broadcast", Operation::Broadcast, move |rank, lease| {
-        let mut data = ones(rank, DataType::F32, &[COLUMNS]);
         let root = root % rank.size;
+        let value = if rank.rank == root { 1.0 } else { OLD };
+        let mut data = filled(rank, DataType::F32, &[COLUMNS], value);
         let result = lease.broadcast(BroadcastParams {
             data: data.view_mut(),
             root,
@@ -161,7 +172,7 @@ pub fn all_to_all(columns: usize) -> Op {
     Op::new("all_to_all", Operation::AllToAll, move |rank, lease| {
         let rows = vec![1; rank.size];
         let from = ones(rank, DataType::F32, &[rank.size, columns]);
-        let mut to = ones(rank, DataType::F32, &[rank.size, columns]);
+        let mut to = old(rank, DataType::F32, &[rank.size, columns]);
         let result = lease.all_to_all(AllToAllParams {
             from: from.view(),
             send_rows: &rows,
@@ -178,7 +189,7 @@ pub fn gather_linear(rows: usize, k: usize, choice: Option<OverlapMode>) -> Op {
         let counts = vec![rows; rank.size];
         let x = ones(rank, DataType::F32, &[rows, k]);
         let weight = ones(rank, DataType::F32, &[k, COLUMNS]);
-        let mut d = ones(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
+        let mut d = old(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
         let chunk = Chunk::Copy((&x).into());
         let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
             output: Output::Into(d.view_mut()),
@@ -197,7 +208,7 @@ pub fn linear_reduce_scatter(rows: usize, n: usize, choice: Option<OverlapMode>)
         let counts = vec![rows; rank.size];
         let x = ones(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
         let weight = ones(rank, DataType::F32, &[COLUMNS, n]);
-        let mut d = ones(rank, DataType::F32, &[rows, n]);
+        let mut d = old(rank, DataType::F32, &[rows, n]);
         let result = lease.lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
             output: Output::Into(d.view_mut()),
             choice,
@@ -212,7 +223,7 @@ pub fn linear_all_reduce() -> Op {
     Op::new("linear_all_reduce", Operation::AllReduce, |rank, lease| {
         let x = ones(rank, DataType::F32, &[ROWS, COLUMNS]);
         let weight = ones(rank, DataType::F32, &[COLUMNS, COLUMNS]);
-        let mut d = ones(rank, DataType::F32, &[ROWS, COLUMNS]);
+        let mut d = old(rank, DataType::F32, &[ROWS, COLUMNS]);
         let result = lease.lora_linear_with_all_reduce(LoraLinearAllReduceParams {
             linear: LoraLinearParams {
                 gemm: GemmParams::new(&x, &weight),
@@ -221,11 +232,7 @@ pub fn linear_all_reduce() -> Op {
             output: Output::Into(d.view_mut()),
             choice: None,
         });
-        // The sum has an intermediate buffer, so D stays as it was after a fault.
-        Ended {
-            result: result.map(drop),
-            output: None,
-        }
+        ended(result, d)
     })
 }
 

@@ -160,8 +160,9 @@ impl Run {
             },
         );
         // A timeline of what went wrong is one too.
-        trace.map_or(Ok(()), trace::Trace::finish)?;
+        let traced = trace.map_or(Ok(()), trace::Trace::finish);
         let generated = generated?;
+        traced?;
         let texts = generated
             .tokens
             .iter()
@@ -199,14 +200,13 @@ fn main() -> ExitCode {
 
 /// An error with its causes, but for those that it tells itself.
 fn whole(error: &anyhow::Error) -> String {
-    error.chain().map(ToString::to_string).fold(
-        String::new(),
-        |told, cause| match told.as_str() {
-            "" => cause,
-            told_all if told_all.contains(&cause) => told,
-            _ => format!("{told}: {cause}"),
-        },
-    )
+    let mut told = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !told.contains(&cause) {
+            told = format!("{told}: {cause}");
+        }
+    }
+    told
 }
 
 fn fetch_only() -> Result<()> {

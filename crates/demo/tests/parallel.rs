@@ -233,7 +233,11 @@ fn what_cannot_be_is_refused_before_a_rank_starts() {
         assert!(matches!(got, Error::Field { .. }), "{got:?}");
         assert_eq!(got.to_string(), want);
     };
-    check(&[], &options(2, 4, None), "prompts is 0, wanted at least one");
+    check(
+        &[],
+        &options(2, 4, None),
+        "prompts is 0, wanted at least one",
+    );
     check(
         &[vec![1], vec![]],
         &options(2, 4, None),

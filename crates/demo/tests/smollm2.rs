@@ -1,12 +1,25 @@
-//! The real model: its tokenizer and the reference say exactly what SmolLM2-135M-Instruct says.
+//! The real model: its tokenizer, the reference, and any number of ranks say exactly what SmolLM2-135M-Instruct says.
+#![allow(clippy::unwrap_used)]
 
+mod common;
+
+use brigade::OverlapMode;
+use brigade_demo::parallel::generate;
 use brigade_demo::reference::Reference;
-use brigade_demo::{Config, Message, ModelFile, Result, Source, Tokenizer, model};
+use brigade_demo::{Config, Message, ModelFile, Result, Source, Tokenizer, model, shard};
+use common::{CHUNKED, options};
 
 const GRAVITY_PROMPT: [u32; 34] = [
     1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407,
     19712, 8182, 2, 198, 1, 4093, 198, 1780, 314, 9354, 47, 2, 198, 1, 520, 9531, 198,
 ];
+
+const GRAVITY: [u32; 24] = [
+    22007, 6463, 314, 253, 4959, 1909, 281, 6944, 338, 6601, 260, 26589, 282, 42548, 2952, 411,
+    260, 4313, 282, 2389, 30, 657, 506, 253,
+];
+
+const CAPITAL: [u32; 7] = [504, 3575, 282, 4649, 314, 7042, 30];
 
 fn open() -> Result<ModelFile> {
     let path = model::cached_path()?;
@@ -57,19 +70,99 @@ fn the_reference_answers_as_smollm2_does() {
     let gravity = model
         .generate(&GRAVITY_PROMPT, 24, tokenizer.end())
         .unwrap();
-    let want = [
-        22007, 6463, 314, 253, 4959, 1909, 281, 6944, 338, 6601, 260, 26589, 282, 42548, 2952, 411,
-        260, 4313, 282, 2389, 30, 657, 506, 253,
-    ];
-    assert_eq!(gravity, want, "{:?}", tokenizer.decode(&gravity));
+    assert_eq!(gravity, GRAVITY, "{:?}", tokenizer.decode(&gravity));
 
     let prompt = tokenizer
         .chat(&[Message::user("What is the capital of France?")])
         .unwrap();
     let capital = model.generate(&prompt, 24, tokenizer.end()).unwrap();
-    assert_eq!(capital, [504, 3575, 282, 4649, 314, 7042, 30]);
+    assert_eq!(capital, CAPITAL);
     assert_eq!(
         tokenizer.decode(&capital).unwrap(),
         "The capital of France is Paris."
     );
+}
+
+#[test]
+fn any_number_of_ranks_answers_as_smollm2_does() {
+    let file = open().unwrap();
+    let modes = [
+        None,
+        Some(OverlapMode::Off),
+        Some(OverlapMode::Ring),
+        CHUNKED(2),
+    ];
+    for ranks in 1..=4 {
+        for mode in modes {
+            let options = options(ranks, GRAVITY.len(), mode);
+            let got = generate(
+                &file,
+                &[GRAVITY_PROMPT.to_vec()],
+                2,
+                &options,
+                &mut |_, _| {},
+            );
+            assert_eq!(got.unwrap().tokens, [GRAVITY], "{ranks} ranks, {mode:?}");
+        }
+    }
+}
+
+/// One answer ends while the others go on.
+#[test]
+fn prompts_side_by_side_are_answered_as_alone() {
+    const TOKENS: usize = 12;
+    let file = open().unwrap();
+    let tokenizer = Tokenizer::from_metadata(file.metadata()).unwrap();
+    let prompts = [
+        "Name three colours.",
+        "What is the capital of France?",
+        "Write one sentence about a wooden boat that lost its way in the fog.",
+    ]
+    .map(|text| tokenizer.chat(&[Message::user(text)]).unwrap());
+    let [colours, capital, boat] = &prompts;
+    let others = [colours.clone(), boat.clone()];
+    let told = common::answers(&file, &others, tokenizer.end(), TOKENS, None);
+    assert_ne!(told[0], told[1]);
+    let want = [
+        told[0].clone(),
+        [&CAPITAL[..], &[tokenizer.end()]].concat(),
+        told[1].clone(),
+    ];
+    for (ranks, mode) in [
+        (1, None),
+        (2, Some(OverlapMode::Ring)),
+        (3, CHUNKED(2)),
+        (4, Some(OverlapMode::Off)),
+    ] {
+        let options = options(ranks, TOKENS, mode);
+        let got = generate(&file, &prompts, tokenizer.end(), &options, &mut |_, _| {}).unwrap();
+        assert_eq!(got.tokens, want, "{ranks} ranks, {mode:?}");
+    }
+    let got = generate(
+        &file,
+        &[capital.clone()],
+        2,
+        &options(2, 24, None),
+        &mut |_, _| {},
+    );
+    assert_eq!(got.unwrap().tokens, want[1..2]);
+}
+
+/// Each rank's share is within a tenth of an even one.
+#[test]
+fn ranks_hold_their_shares_of_the_weights() {
+    let file = open().unwrap();
+    let config = file.config();
+    for ranks in 1..=4 {
+        let options = options(ranks, 0, None);
+        let got = generate(&file, &[vec![1]], 2, &options, &mut |_, _| {}).unwrap();
+        let shards = shard::plan(config, ranks).unwrap();
+        assert_eq!(got.weight_bytes.len(), ranks);
+        for (shard, &bytes) in shards.iter().zip(&got.weight_bytes) {
+            assert_eq!(bytes, 4 * shard.parameters(config));
+            let even = 4.0 * config.parameters() as f64 / ranks as f64;
+            let off = (bytes as f64 / even - 1.0).abs();
+            assert!(off < 0.1, "rank {} of {ranks} is {off} off", shard.rank);
+        }
+    }
 }

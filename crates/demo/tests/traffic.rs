@@ -210,10 +210,7 @@ fn twenty_nine_rows_on_four_ranks_move_these_bytes() {
     let ring = case(OverlapMode::Ring);
     assert_eq!([0, 1, 2, 3].map(|r| ring.rows(r)), [8, 7, 7, 7]);
     assert_eq!([0, 1, 2, 3].map(|r| ring.last_rows(r)), [1, 0, 1, 1]);
-    assert_eq!(
-        [0, 1, 2, 3].map(|r| ring.gather(r) / 384),
-        [22, 22, 22, 21]
-    );
+    assert_eq!([0, 1, 2, 3].map(|r| ring.gather(r) / 384), [22, 22, 22, 21]);
     assert_eq!(
         [0, 1, 2, 3].map(|r| ring.scatter(r) / 384),
         [21, 22, 22, 22]
@@ -229,7 +226,9 @@ fn many_sequences_are_summed_in_two_shots() {
     let model = Synthetic::new(Synthetic::small_config(), 5).unwrap();
     let hidden = model.config().hidden;
     for (sequences, two_shot) in [(170, false), (171, true)] {
-        let prompts: Vec<Vec<u32>> = (0..sequences).map(|i| vec![i, 2 * i, 3 * i % 512]).collect();
+        let prompts: Vec<Vec<u32>> = (0..sequences)
+            .map(|i| vec![i, 2 * i, 3 * i % 512])
+            .collect();
         let ranks = 3;
         let options = options(ranks, 2, None);
         let got = generate(&model, &prompts, u32::MAX, &options, &mut |_, _| {}).unwrap();
@@ -237,7 +236,10 @@ fn many_sequences_are_summed_in_two_shots() {
             got.tokens,
             common::answers(&model, &prompts, u32::MAX, 2, None)
         );
-        let down = got.layers.iter().find(|l| (l.phase, l.kind) == (Phase::Decode, Kind::Down));
+        let down = got
+            .layers
+            .iter()
+            .find(|l| (l.phase, l.kind) == (Phase::Decode, Kind::Down));
         let down = down.unwrap();
         assert_eq!(down.plan.starts_with("TwoShot"), two_shot, "{}", down.plan);
         let elements = prompts.len() * hidden;

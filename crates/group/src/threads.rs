@@ -1,88 +1,16 @@
 //! Ranks that are threads of one process.
-//!
-//! Invariant: every call of a rank takes one round, whether it ends well or not. A round that was given up stays given
-//! up: whoever comes late to it gets the same error as those who waited, and all are in the same round again after it.
 
-use crate::Deadline;
+use crate::{
+    Deadline,
+    rounds::{Away, Rounds},
+};
 use brigade_device::{Bootstrap, Error, Result};
 use parking_lot::{Condvar, Mutex};
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
-
-const STEP: &str = "gathering messages";
-
-/// One exchange of messages.
-#[derive(Default)]
-struct Round {
-    messages: Vec<Option<Vec<u8>>>,
-    /// Why nobody will get an answer any more.
-    given_up: Option<String>,
-}
-
-struct State {
-    rounds: BTreeMap<u64, Round>,
-    /// The round that each rank's next call belongs to; `None` once it is gone.
-    at: Vec<Option<u64>>,
-}
-
-impl State {
-    /// The round that rank `rank` is in, with this message of its in it.
-    fn enter(&mut self, rank: usize, mine: &[u8]) -> Result<u64> {
-        let size = self.at.len();
-        let Some(number) = self.at[rank] else {
-            return Err(group(format!("gone: rank {rank}")));
-        };
-        let round = self.rounds.entry(number).or_default();
-        round.messages.resize_with(size, || None);
-        if round.messages[rank].is_some() {
-            return Err(group(format!("rank {rank} is in another call already")));
-        }
-        round.messages[rank] = Some(mine.to_vec());
-        Ok(number)
-    }
-
-    /// The result of round `number`, as soon as there is one.
-    fn result(&mut self, number: u64) -> Option<Result<Vec<Vec<u8>>>> {
-        let round = self.rounds.get_mut(&number)?;
-        if round.given_up.is_none() {
-            if let Some(all) = round.messages.iter().cloned().collect() {
-                return Some(Ok(all));
-            }
-            let gone = |&r: &usize| round.messages[r].is_none() && self.at[r].is_none();
-            let gone: Vec<_> = (0..self.at.len()).filter(gone).collect();
-            if !gone.is_empty() {
-                round.given_up = Some(format!("gone: {}", ranks(&gone)));
-            }
-        }
-        round.given_up.clone().map(|why| Err(group(why)))
-    }
-
-    /// Ends round `number` for all ranks, unless it has ended.
-    fn give_up(&mut self, number: u64, within: Duration) {
-        let Some(round) = self.rounds.get_mut(&number) else {
-            return;
-        };
-        let missing = |&r: &usize| round.messages[r].is_none();
-        let (missing, here): (Vec<_>, Vec<_>) = (0..self.at.len()).partition(missing);
-        round.given_up.get_or_insert_with(|| {
-            format!(
-                "missing after {within:?}: {}; there: {}",
-                ranks(&missing),
-                ranks(&here)
-            )
-        });
-    }
-
-    /// Rank `rank` has what it will get from its round. Rounds that nobody is in any more are forgotten.
-    fn leave(&mut self, rank: usize, next: Option<u64>) {
-        self.at[rank] = next;
-        let first = self.at.iter().flatten().min().copied();
-        self.rounds.retain(|&n, _| first.is_some_and(|f| n >= f));
-    }
-}
+use std::{sync::Arc, time::Duration};
 
 struct Shared {
     size: usize,
-    state: Mutex<State>,
+    rounds: Mutex<Rounds>,
     changed: Condvar,
 }
 
@@ -96,10 +24,7 @@ pub struct ThreadGroup {
 pub fn threads(size: usize) -> Vec<ThreadGroup> {
     let shared = Arc::new(Shared {
         size,
-        state: Mutex::new(State {
-            rounds: BTreeMap::new(),
-            at: vec![Some(0); size],
-        }),
+        rounds: Mutex::new(Rounds::new(size)),
         changed: Condvar::new(),
     });
     (0..size)
@@ -124,31 +49,32 @@ impl Bootstrap for ThreadGroup {
     /// threads call it for the same rank at once.
     fn all_gather(&self, mine: &[u8], within: Duration) -> Result<Vec<Vec<u8>>> {
         let deadline = Deadline::after(within);
-        let mut state = self.shared.state.lock();
-        let number = state.enter(self.rank, mine)?;
+        let mut rounds = self.shared.rounds.lock();
+        let number = rounds.enter(self.rank, mine.to_vec()).map_err(group)?;
         self.shared.changed.notify_all();
         let result = loop {
-            if let Some(result) = state.result(number) {
-                break result;
+            if let Some(verdict) = rounds.verdict(number) {
+                break verdict.to_owned();
             }
             let wait = self
                 .shared
                 .changed
-                .wait_until(&mut state, deadline.instant());
+                .wait_until(&mut rounds, deadline.instant());
             // What came in the last moment counts.
-            if wait.timed_out() && state.result(number).is_none() {
-                state.give_up(number, deadline.within());
+            if wait.timed_out() && rounds.verdict(number).is_none() {
+                let why = rounds.missing(number, deadline.within());
+                rounds.fail(number, why);
                 self.shared.changed.notify_all();
             }
         };
-        state.leave(self.rank, Some(number + 1));
-        result
+        rounds.next(self.rank);
+        result.map_err(group)
     }
 }
 
 impl Drop for ThreadGroup {
     fn drop(&mut self) {
-        self.shared.state.lock().leave(self.rank, None);
+        self.shared.rounds.lock().leave(self.rank, Away::Gone);
         self.shared.changed.notify_all();
     }
 }
@@ -159,17 +85,10 @@ impl std::fmt::Debug for ThreadGroup {
     }
 }
 
-fn group(what: String) -> Error {
-    Error::Group { step: STEP, what }
-}
-
-/// `rank 1`, `ranks 0, 2`, `no rank`.
-pub(crate) fn ranks(which: &[usize]) -> String {
-    let listed: Vec<_> = which.iter().map(usize::to_string).collect();
-    match listed.len() {
-        0 => "no rank".into(),
-        1 => format!("rank {}", listed[0]),
-        _ => format!("ranks {}", listed.join(", ")),
+pub(crate) fn group(what: String) -> Error {
+    Error::Group {
+        step: "gathering messages",
+        what,
     }
 }
 
@@ -180,14 +99,9 @@ mod tests {
     const LONG: Duration = Duration::from_secs(30);
 
     /// Waits until rank 0 is known to wait, without a clock.
-    fn until_waiting(boot: &ThreadGroup, number: u64) {
-        let waits = || {
-            let state = boot.shared.state.lock();
-            let round = state.rounds.get(&number);
-            round.is_some_and(|r| r.messages[0].is_some())
-        };
+    fn until_waiting(boot: &ThreadGroup) {
         for _ in 0..100_000_000u64 {
-            if waits() {
+            if boot.shared.rounds.lock().waits_in(0).is_some() {
                 return;
             }
             std::thread::yield_now();
@@ -200,12 +114,12 @@ mod tests {
         let ranks = threads(2);
         std::thread::scope(|s| {
             let first = s.spawn(|| ranks[0].all_gather(b"a", LONG));
-            until_waiting(&ranks[0], 0);
+            until_waiting(&ranks[0]);
             let want = [b"a".to_vec(), b"b".to_vec()];
             assert_eq!(ranks[1].all_gather(b"b", LONG).unwrap(), want);
             assert_eq!(first.join().unwrap().unwrap(), want);
         });
-        assert!(ranks[0].shared.state.lock().rounds.is_empty());
+        assert_eq!(ranks[0].shared.rounds.lock().kept(), 0);
     }
 
     #[test]
@@ -214,7 +128,7 @@ mod tests {
         let going = ranks.pop().unwrap();
         std::thread::scope(|s| {
             let first = s.spawn(|| ranks[0].all_gather(b"a", LONG));
-            until_waiting(&ranks[0], 0);
+            until_waiting(&ranks[0]);
             drop(going);
             let error = first.join().unwrap().unwrap_err();
             assert_eq!(error.to_string(), "gathering messages: gone: rank 1");
@@ -226,7 +140,7 @@ mod tests {
         let ranks = threads(2);
         std::thread::scope(|s| {
             let first = s.spawn(|| ranks[0].all_gather(b"a", LONG));
-            until_waiting(&ranks[0], 0);
+            until_waiting(&ranks[0]);
             let error = ranks[0].all_gather(b"z", LONG).unwrap_err();
             assert_eq!(
                 error.to_string(),
@@ -235,12 +149,5 @@ mod tests {
             ranks[1].all_gather(b"b", LONG).unwrap();
             assert_eq!(first.join().unwrap().unwrap()[0], b"a");
         });
-    }
-
-    #[test]
-    fn names_of_ranks() {
-        assert_eq!(ranks(&[]), "no rank");
-        assert_eq!(ranks(&[1]), "rank 1");
-        assert_eq!(ranks(&[0, 2]), "ranks 0, 2");
     }
 }

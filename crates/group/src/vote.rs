@@ -2,7 +2,7 @@
 //!
 //! A ballot carries the name of its step, so that a rank in another step is noticed instead of being counted.
 
-use crate::threads::ranks;
+use crate::rounds::ranks;
 use brigade_device::{Bootstrap, Error, Result};
 use std::{fmt::Display, time::Duration};
 

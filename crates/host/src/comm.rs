@@ -4,13 +4,14 @@ use crate::{
     core::{Core, Parts},
     device::HostDevice,
     layout::Layout,
+    memory::{poison, writing},
     rendezvous,
 };
 use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceParams, AllToAllParams, Bootstrap,
     BroadcastParams, Buffer, Call, Chunk, Comm, CommConfig, Communicator, DataType, Device, Error,
     FaultRecord, Filled, GatherLinearParts, GatheredParts, Group, LinearCall,
-    LoraLinearReduceScatterParams, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams,
+    LoraLinearAllReduceParams, LoraLinearReduceScatterParams, OverlapMode, Output, Plan, Reason, RecvParams, ReduceScatterParams,
     Reduced, Result, SendParams, Traffic, Turn, UserBuffers, fallback,
 };
 use brigade_plan::{Engines, Table, Topology};
@@ -30,6 +31,25 @@ pub(crate) fn memory_need(config: &CommConfig, size: usize) -> Result<u64> {
 /// A plan that does not belong to its call.
 pub(crate) fn unexpected(plan: &Plan) -> Error {
     Error::invalid("plan", format!("{plan:?}"), "a plan for this operation")
+}
+
+/// The caller's buffer, if it gave one.
+fn given(output: &Output<'_>) -> Option<Buffer> {
+    match output {
+        Output::Into(v) => Some(v.as_view().retain()),
+        Output::Allocate(_) => None,
+    }
+}
+
+/// Marks an output whose call a fault ended before anything was written to it.
+fn mark(d: Option<Buffer>, error: &Error) {
+    if let (Some(d), Error::Fault(_)) = (d, error) {
+        // Whoever keeps the buffer busy writes to it anyhow.
+        let _ = writing(&d, &[], |out, _| {
+            poison(d.dtype(), out);
+            Ok(())
+        });
+    }
 }
 
 /// Joins the group: every rank makes its segment, finds everybody's, and all agree that all did.
@@ -144,7 +164,10 @@ impl Communicator for HostComm {
             Plan::GatherLinear(plan) if plan.mode != OverlapMode::Off => {
                 self.run_gather_linear(turn, p, call, plan)
             }
-            _ => fallback::all_gather_lora_linear(self, turn, p),
+            _ => {
+                let d = given(&p.output);
+                fallback::all_gather_lora_linear(self, turn, p).inspect_err(|e| mark(d, e))
+            }
         }
     }
     fn lora_linear_reduce_scatter(
@@ -157,7 +180,18 @@ impl Communicator for HostComm {
             Plan::LinearReduceScatter(plan) if plan.mode != OverlapMode::Off => {
                 self.run_linear_reduce_scatter(turn, p, call, plan)
             }
-            _ => fallback::lora_linear_reduce_scatter(self, turn, p),
+            _ => {
+                let d = given(&p.output);
+                fallback::lora_linear_reduce_scatter(self, turn, p).inspect_err(|e| mark(d, e))
+            }
         }
+    }
+    fn lora_linear_with_all_reduce(
+        &self,
+        turn: &mut Turn,
+        p: LoraLinearAllReduceParams<'_>,
+    ) -> Result<Reduced> {
+        let d = given(&p.output);
+        fallback::lora_linear_with_all_reduce(self, turn, p).inspect_err(|e| mark(d, e))
     }
 }

@@ -264,12 +264,7 @@ impl Core {
                     .for_each(|p| post(&self.memory, p));
                 work(&mut active)
             })
-            .and_then(|r| {
-                barrier
-                    .meet(active.job.flag)
-                    .try_for_each(|w| active.job.wait(w, 0))?;
-                Ok(r)
-            });
+            .and_then(|r| active.job.meet().map(|()| r));
         self.finish(active.job, result)
     }
 

@@ -105,6 +105,12 @@ impl Job {
         result.map_err(|stop| self.give_up(stop, &w, slot))
     }
 
+    /// Waits until all ranks are in this call.
+    pub(crate) fn meet(&self) -> Result<()> {
+        let barrier = self.core.layout.barrier;
+        barrier.meet(self.flag).try_for_each(|w| self.wait(w, 0))
+    }
+
     fn give_up(&self, stop: Stop, w: &Wait, slot: usize) -> Error {
         let expected = w.want.flag().bits();
         match stop {

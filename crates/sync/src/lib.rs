@@ -1,25 +1,32 @@
 //! The waiting protocols of Brigade, written once over a small memory trait.
 //!
-//! A *machine* ([`FlagBarrier`], [`CreditRing`], [`AbortCell`], [`ResetGate`]) is pure arithmetic: it says which
-//! [`Post`]s a rank makes and which [`Wait`]s it holds, as data. [`post`] and [`wait`] carry them out on anything that is
-//! a [`Memory`]: std atomics shared by threads here ([`Words`]), a model checker's atomics in tests, and the same layout
-//! in CUDA in `kernels/sync.cuh`. So what is checked is what runs.
+//! A *machine* ([`FlagBarrier`], [`CreditRing`], [`Fifo`], [`Packets`], [`Sentinel`], [`AbortCell`], [`ResetGate`]) is
+//! arithmetic: it says which [`Post`]s a rank makes and which [`Wait`]s it holds, as data. [`post`] and [`wait`] carry them
+//! out on anything that is a [`Memory`]: std atomics shared by threads here ([`Words`]), a model checker's atomics in
+//! tests, and the same layout in CUDA in `kernels/sync.cuh`. So what is checked is what runs.
 //!
 //! Rules that every wait follows: it is bounded by a [`Budget`]; it compares wrap-safe; counters only grow and nothing
 //! is cleared between calls; a [`Flag`] carries generation and signature, so that a peer in another call is noticed.
 
 mod abort;
 mod barrier;
+mod carried;
+mod fifo;
 mod flag;
 mod memory;
+mod packet;
 mod reset;
 mod ring;
+mod sentinel;
 mod wait;
 
 pub use abort::AbortCell;
 pub use barrier::FlagBarrier;
+pub use fifo::{Fifo, FifoReceiver, FifoSender};
 pub use flag::{Flag, Verdict, Want};
 pub use memory::{Memory, Word, Words};
+pub use packet::Packets;
 pub use reset::ResetGate;
 pub use ring::{CreditRing, HALVES, Half, Uses};
+pub use sentinel::{BUFFERS, Rotation, Sentinel, Turnover};
 pub use wait::{Budget, Deadline, Post, Stop, Wait, post, wait};

@@ -22,6 +22,16 @@ pub trait Memory: Send + Sync {
     /// Writes a word after everything before it (release), and wakes whoever rests on a word of that owner.
     fn store(&self, at: Word, value: u64);
 
+    /// Reads a word that says by itself whether it is there, and orders nothing else (relaxed).
+    fn load_relaxed(&self, at: Word) -> u64 {
+        self.load(at)
+    }
+
+    /// Writes a word that says by itself that it is there: orders nothing else, and wakes nobody (relaxed).
+    fn store_relaxed(&self, at: Word, value: u64) {
+        self.store(at, value);
+    }
+
     /// Replaces `current` by `new`, or says what was there instead.
     ///
     /// # Errors
@@ -30,6 +40,9 @@ pub trait Memory: Send + Sync {
 
     /// Lets the caller rest while the word still holds `seen`, until a word of the same owner is stored or `until` is
     /// over. May return at any time.
+    ///
+    /// A store to *another* word of the owner just before the rest begins does not end it: whoever looks at several words
+    /// rests for a short time only, see [`Deadline`](crate::Deadline).
     fn rest(&self, at: Word, seen: u64, until: Option<Instant>);
 }
 
@@ -72,6 +85,14 @@ impl<W: AsRef<[AtomicU64]> + Send + Sync> Memory for Words<W> {
     fn store(&self, at: Word, value: u64) {
         self.word(at).store(value, Ordering::Release);
         self.ring(at.owner);
+    }
+
+    fn load_relaxed(&self, at: Word) -> u64 {
+        self.word(at).load(Ordering::Relaxed)
+    }
+
+    fn store_relaxed(&self, at: Word, value: u64) {
+        self.word(at).store(value, Ordering::Relaxed);
     }
 
     fn compare_exchange(&self, at: Word, current: u64, new: u64) -> Result<(), u64> {

@@ -62,6 +62,14 @@ impl Deadline {
     /// no system call, and one that is not does not keep a core from it.
     const SPINS: u32 = 128;
 
+    /// Longest rest. A rest ends when the word that is waited for changes, but an abort, or a peer that leaves, is told in
+    /// another word: told between the last look and the rest, it would only be heard when the wait is over.
+    const NAP: Duration = Duration::from_millis(10);
+
+    /// Longest rest. What the watcher looks at is not what ends a rest: an abort that comes between a look and the rest
+    /// wakes nobody, and so does a process that dies.
+    const REST: Duration = Duration::from_millis(10);
+
     /// So long from now.
     pub fn after(within: Duration) -> Self {
         Self {
@@ -86,7 +94,8 @@ impl Budget for Deadline {
         self.start.elapsed() >= self.within
     }
     fn until(&self) -> Option<Instant> {
-        self.start.checked_add(self.within)
+        let end = self.start.checked_add(self.within)?;
+        Instant::now().checked_add(Self::REST).map(|r| r.min(end))
     }
     fn spins(&self) -> u32 {
         Self::SPINS
@@ -106,7 +115,7 @@ pub fn post<M: Memory + ?Sized>(memory: &M, p: Post) {
 pub fn wait<M: Memory + ?Sized>(
     memory: &M,
     w: Wait,
-    budget: &mut impl Budget,
+    budget: &mut (impl Budget + ?Sized),
     mut watch: impl FnMut() -> bool,
 ) -> Result<(), Stop> {
     let mut spins = budget.spins();

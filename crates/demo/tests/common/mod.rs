@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "every test file takes its part")]
 #![allow(clippy::unwrap_used)]
 
+pub mod program;
+
 use brigade::{DeviceChoice, OverlapMode};
 use brigade_demo::{AdapterSpec, Source, parallel::Options, reference::Reference};
 use std::time::Duration;
