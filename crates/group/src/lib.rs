@@ -3,6 +3,9 @@
 //! Everything here waits with a bound and ends in a result or a typed error on every rank.
 //!
 //! - [`threads`]: a [`Bootstrap`](brigade_device::Bootstrap) for ranks that are threads of one process.
+//! - [`TcpGroup`]: one for ranks that are processes, on one machine or several, started by torchrun or in its manner.
+//! - [`Liveness`]: who is lost, noticed within a second of a process's death.
+//! - `exchange_fds`: file descriptors from every rank to every rank of one machine (Unix).
 //! - [`vote`]: all ranks have the same, or all fail and see what everybody had.
 //! - [`agree`]: all ranks succeeded, or all fail and see everybody's reason.
 //! - [`Deadline`]: one bound for a wait of several steps.
@@ -23,9 +26,21 @@
 //! ```
 
 mod deadline;
+#[cfg(unix)]
+mod fds;
+pub mod frame;
+mod liveness;
+mod proof;
+mod rounds;
+mod tcp;
 mod threads;
 mod vote;
 
 pub use deadline::Deadline;
+#[cfg(unix)]
+pub use fds::exchange_fds;
+pub use liveness::{Liveness, Loss, Watch};
+pub use proof::Secret;
+pub use tcp::{Address, TcpConfig, TcpGroup};
 pub use threads::{ThreadGroup, threads};
 pub use vote::{agree, vote};

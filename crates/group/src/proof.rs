@@ -131,11 +131,26 @@ mod tests {
         let other = Secret::new([8; 16]).unwrap();
         let all: [Meeting; 6] = [
             meeting(),
-            Meeting { rank: 2, ..meeting() },
-            Meeting { size: 3, ..meeting() },
-            Meeting { session: [0; 16], ..meeting() },
-            Meeting { member_nonce: [5; 32], ..meeting() },
-            Meeting { root_nonce: [4; 32], ..meeting() },
+            Meeting {
+                rank: 2,
+                ..meeting()
+            },
+            Meeting {
+                size: 3,
+                ..meeting()
+            },
+            Meeting {
+                session: [0; 16],
+                ..meeting()
+            },
+            Meeting {
+                member_nonce: [5; 32],
+                ..meeting()
+            },
+            Meeting {
+                root_nonce: [4; 32],
+                ..meeting()
+            },
         ];
         let mut proofs = Vec::new();
         for secret in [None, Some(&secret), Some(&other)] {

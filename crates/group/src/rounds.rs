@@ -21,6 +21,16 @@ pub(crate) enum Away {
     Lost(String),
 }
 
+impl Away {
+    /// For messages: what is the matter with this rank.
+    pub(crate) fn told(&self, rank: usize) -> String {
+        match self {
+            Self::Gone => format!("gone: rank {rank}"),
+            Self::Lost(why) => format!("lost: rank {rank} ({why})"),
+        }
+    }
+}
+
 enum Place {
     /// The round that the rank's next call belongs to.
     At(u64),
@@ -67,11 +77,7 @@ impl Rounds {
 
     /// The round that rank `rank` is in, with this message of its in it.
     pub(crate) fn enter(&mut self, rank: usize, mine: Vec<u8>) -> Result<u64, String> {
-        let number = match self.at(rank) {
-            Ok(number) => number,
-            Err(Away::Gone) => return Err(format!("gone: rank {rank}")),
-            Err(Away::Lost(why)) => return Err(format!("lost: rank {rank} ({why})")),
-        };
+        let number = self.at(rank).map_err(|away| away.told(rank))?;
         let size = self.places.len();
         let round = self.rounds.entry(number).or_insert_with(|| Round {
             messages: vec![None; size],
@@ -83,6 +89,17 @@ impl Rounds {
         // What will not be given to anybody is not kept.
         let failed = round.failed.is_some();
         round.messages[rank] = Some(if failed { Vec::new() } else { mine });
+        Ok(number)
+    }
+
+    /// As [`enter`](Self::enter), with nothing that could be given to the others: the round fails.
+    pub(crate) fn refuse(&mut self, rank: usize, why: String) -> Result<u64, String> {
+        let number = self.enter(rank, Vec::new())?;
+        if let Some(round) = self.rounds.get_mut(&number)
+            && round.failed.is_none()
+        {
+            round.fail(why);
+        }
         Ok(number)
     }
 
@@ -179,7 +196,7 @@ fn told(places: &[Place], missing: &[usize]) -> Option<String> {
         match &places[rank] {
             Place::At(_) => {}
             Place::Away(Away::Gone) => gone.push(rank),
-            Place::Away(Away::Lost(why)) => parts.push(format!("lost: rank {rank} ({why})")),
+            Place::Away(away) => parts.push(away.told(rank)),
         }
     }
     if !gone.is_empty() {

@@ -175,22 +175,24 @@ pub struct Header {
 impl Header {
     /// # Errors
     /// Whatever makes it a frame that this sender cannot send now, in a group of `size` ranks.
-    pub fn parse(
-        raw: &[u8; HEADER_BYTES],
-        from: Sender,
-        size: usize,
-    ) -> Result<Self, FrameError> {
+    pub fn parse(raw: &[u8; HEADER_BYTES], from: Sender, size: usize) -> Result<Self, FrameError> {
         let mut left = &raw[..];
         let short = FrameError::Short;
         if take::<4>(&mut left) != Some(MAGIC) {
             return Err(FrameError::Magic);
         }
-        let version = take(&mut left).map(u16::from_le_bytes).ok_or(short.clone())?;
+        let version = take(&mut left)
+            .map(u16::from_le_bytes)
+            .ok_or(short.clone())?;
         if version != VERSION {
             return Err(FrameError::Version(version));
         }
-        let kind = take(&mut left).map(u16::from_le_bytes).ok_or(short.clone())?;
-        let round = take(&mut left).map(u64::from_le_bytes).ok_or(short.clone())?;
+        let kind = take(&mut left)
+            .map(u16::from_le_bytes)
+            .ok_or(short.clone())?;
+        let round = take(&mut left)
+            .map(u64::from_le_bytes)
+            .ok_or(short.clone())?;
         let bytes = take(&mut left).map(u32::from_le_bytes).ok_or(short)? as usize;
 
         let known = Kind::ALL.iter().find(|k| **k as u16 == kind);
