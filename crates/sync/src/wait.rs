@@ -62,10 +62,6 @@ impl Deadline {
     /// no system call, and one that is not does not keep a core from it.
     const SPINS: u32 = 128;
 
-    /// Longest rest. A rest ends when the word that is waited for changes, but an abort, or a peer that leaves, is told in
-    /// another word: told between the last look and the rest, it would only be heard when the wait is over.
-    const NAP: Duration = Duration::from_millis(10);
-
     /// Longest rest. What the watcher looks at is not what ends a rest: an abort that comes between a look and the rest
     /// wakes nobody, and so does a process that dies.
     const REST: Duration = Duration::from_millis(10);

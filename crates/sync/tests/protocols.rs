@@ -194,7 +194,7 @@ fn all_ranks_find_the_same_record() {
         size: SIZE,
         base: 0,
     };
-    for generation in 1..=50 {
+    for generation in 1..=50u8 {
         let start = Barrier::new(SIZE);
         let winners: Vec<[AtomicU64; AbortCell::RECORD]> = (0..SIZE)
             .map(|_| [const { AtomicU64::new(0) }; 8])

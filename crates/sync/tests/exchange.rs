@@ -1,0 +1,311 @@
+//! Queues, packets and sentinels between real threads, and beside each the guard taken away in a schedule that must then go
+//! wrong.
+
+use brigade_sync::*;
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+const GENERATION: u8 = 7;
+const SIGNATURE: u32 = 0x00AB_CDEF;
+
+fn flag(epoch: u32) -> Flag {
+    Flag::new(GENERATION, SIGNATURE, epoch)
+}
+
+fn memory(ranks: usize, words: usize) -> Words<Vec<AtomicU64>> {
+    let zeroed = || (0..words).map(|_| AtomicU64::new(0)).collect();
+    Words::new((0..ranks).map(|_| zeroed()).collect())
+}
+
+fn long() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+fn holds(memory: &impl Memory, w: Wait) -> Verdict {
+    w.want.verdict(memory.load(w.word))
+}
+
+fn peers(rank: usize, size: usize) -> impl Iterator<Item = usize> {
+    (1..size).map(move |i| (rank + i) % size)
+}
+
+/// Runs one thread per rank.
+fn ranks(size: usize, body: impl Fn(usize) + Sync) {
+    thread::scope(|s| {
+        for rank in 0..size {
+            let body = &body;
+            s.spawn(move || body(rank));
+        }
+    });
+}
+
+fn fifo(depth: u32) -> Fifo {
+    Fifo {
+        from: 0,
+        to: 1,
+        size: 2,
+        depth,
+        base: 0,
+    }
+}
+
+#[test]
+fn items_come_in_order_and_counts_wrap() {
+    const ITEMS: u32 = 5000;
+    for depth in [1, 2, Fifo::DEPTH] {
+        let memory = memory(2, Fifo::words(2));
+        let queue: Vec<AtomicU64> = (0..depth).map(|_| AtomicU64::new(0)).collect();
+        let start = u32::MAX - ITEMS / 2;
+        ranks(2, |rank| {
+            if rank == 0 {
+                let mut sender = fifo(depth).sender_from(GENERATION, start);
+                for n in 0..ITEMS {
+                    if let Some(room) = sender.room() {
+                        wait(&memory, room, &mut long(), || false).unwrap();
+                    }
+                    queue[sender.entry()].store(n.into(), Ordering::Relaxed);
+                    post(&memory, sender.put(SIGNATURE));
+                }
+            } else {
+                let mut receiver = fifo(depth).receiver_from(GENERATION, start);
+                for n in 0..ITEMS {
+                    wait(&memory, receiver.arrival(), &mut long(), || false).unwrap();
+                    let got = queue[receiver.entry()].load(Ordering::Relaxed);
+                    assert_eq!(got, n.into());
+                    post(&memory, receiver.taken(SIGNATURE));
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_full_queue_has_no_room() {
+    let memory = memory(2, Fifo::words(2));
+    let (mut sender, mut receiver) = (fifo(2).sender(GENERATION), fifo(2).receiver(GENERATION));
+    assert_eq!(holds(&memory, receiver.arrival()), Verdict::NotYet);
+    for _ in 0..2 {
+        assert_eq!(sender.room(), None);
+        post(&memory, sender.put(SIGNATURE));
+    }
+    let room = sender.room().unwrap();
+    assert_eq!(holds(&memory, room), Verdict::NotYet);
+    assert_eq!(
+        sender.entry(),
+        receiver.entry(),
+        "the next item would land on the first"
+    );
+    post(&memory, receiver.taken(SIGNATURE));
+    assert_eq!(holds(&memory, room), Verdict::Ready);
+
+    // Counts that begin anew in the next call: there seems to be an item, and to be room.
+    let again = fifo(2).receiver(GENERATION);
+    assert_eq!(holds(&memory, again.arrival()), Verdict::Ready);
+    // In another generation they do not count.
+    let reset = fifo(2).receiver(GENERATION + 1);
+    assert_eq!(holds(&memory, reset.arrival()), Verdict::NotYet);
+}
+
+#[test]
+#[should_panic(expected = "a queue of 3 entries")]
+fn entries_must_follow_each_other_where_counts_wrap() {
+    fifo(3).sender(GENERATION);
+}
+
+fn packets(rank: usize, size: usize) -> Packets {
+    Packets {
+        rank,
+        size,
+        capacity: 25,
+        base: 3,
+    }
+}
+
+fn bytes(epoch: u32, from: usize, len: usize) -> Vec<u8> {
+    (0..len)
+        .map(|i| (epoch as usize * 7 + from * 31 + i) as u8)
+        .collect()
+}
+
+/// Every rank sends to every peer: lengths with all tails, none at all now and then, tags that wrap on the way.
+#[test]
+fn bytes_come_whole() {
+    for size in [2, 3, 5] {
+        let memory = memory(size, 3 + Packets::words(size, 25));
+        ranks(size, |rank| {
+            let mine = packets(rank, size);
+            for n in 0..400u32 {
+                let epoch = ((1 << 24) - 200) + n;
+                let len = n as usize * 13 % 101;
+                for to in peers(rank, size) {
+                    mine.send(&memory, to, flag(epoch), &bytes(epoch, rank, len));
+                }
+                for from in peers(rank, size) {
+                    let mut got = vec![0; len];
+                    mine.receive(&memory, from, flag(epoch), &mut got, &mut long(), || false)
+                        .unwrap();
+                    assert_eq!(got, bytes(epoch, from, len));
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn packets_of_another_call_are_a_mismatch() {
+    let memory = memory(2, 3 + Packets::words(2, 25));
+    let mut got = [0; 8];
+    let mut receive = |flag, within| {
+        let mut deadline = Deadline::after(within);
+        packets(1, 2).receive(&memory, 0, flag, &mut got, &mut deadline, || false)
+    };
+    let short = Duration::from_millis(5);
+    assert!(matches!(receive(flag(1), short), Err(Stop::Timeout { .. })));
+    // Another call, with less data: the signature ends the wait for what is missing.
+    let other = Flag::new(GENERATION, SIGNATURE + 1, 1);
+    packets(0, 2).send(&memory, 1, other, &[1, 2, 3]);
+    let long = Duration::from_secs(60);
+    assert!(matches!(receive(flag(1), long), Err(Stop::Mismatch { .. })));
+}
+
+/// The sender is two uses ahead of a reader that has not looked yet: a second set is not enough, if the reader need not have
+/// sent in between.
+#[test]
+fn the_tag_keeps_a_late_reader_from_taking_another_use() {
+    let memory = memory(2, 3 + Packets::words(2, 25));
+    let slot = |epoch| packets(1, 2).slot(1, 0, epoch, 0);
+    let tag = |epoch| Packets::tag(flag(epoch));
+    for epoch in 1..=2 {
+        packets(0, 2).send(&memory, 1, flag(epoch), &bytes(epoch, 0, 4));
+    }
+    let read = |epoch| Packets::unpack(tag(epoch), memory.load(slot(epoch)));
+    assert_eq!(read(1).unwrap()[..], bytes(1, 0, 4));
+    packets(0, 2).send(&memory, 1, flag(3), &bytes(3, 0, 4));
+    assert_eq!(read(1), None);
+    // Without the tag, the data of use 3 would pass for those of use 1.
+    assert_eq!(memory.load(slot(1)) as u32, memory.load(slot(3)) as u32);
+}
+
+fn sentinel(rank: usize, size: usize) -> Sentinel {
+    Sentinel {
+        rank,
+        size,
+        capacity: 33,
+        base: 1,
+    }
+}
+
+fn values(n: u32, from: usize, len: usize) -> Vec<f32> {
+    let specials = [
+        -0.0,
+        f32::INFINITY,
+        f32::MIN_POSITIVE / 2.0,
+        f32::NEG_INFINITY,
+    ];
+    (0..len)
+        .map(|i| match i % 7 {
+            3 => specials[i / 7 % 4],
+            _ => (n * 100 + from as u32 * 10) as f32 + i as f32,
+        })
+        .collect()
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+#[test]
+fn values_come_exactly_in_three_buffers() {
+    for size in [2, 3, 5] {
+        let memory = memory(size, 1 + Sentinel::words(size, 33));
+        for rank in 0..size {
+            sentinel(rank, size).prepare(&memory);
+        }
+        ranks(size, |rank| {
+            let mine = sentinel(rank, size);
+            let mut rotation = Rotation::default();
+            for n in 0..400u32 {
+                let len = n as usize * 11 % 34;
+                let turn = rotation.begin(len);
+                // Epochs that wrap on the way, which 3 does not divide.
+                let flag = flag((u32::MAX - 200).wrapping_add(n));
+                for to in peers(rank, size) {
+                    mine.push(&memory, to, turn, flag, &values(n, rank, len));
+                }
+                mine.clear(&memory, turn);
+                for from in peers(rank, size) {
+                    let mut got = vec![0.0; len];
+                    mine.take(&memory, from, turn, flag, &mut got, &mut long(), || false)
+                        .unwrap();
+                    assert_eq!(bits(&got), bits(&values(n, from, len)));
+                }
+            }
+        });
+    }
+}
+
+/// Three uses later, what was not cleared passes for new.
+#[test]
+fn without_the_clear_old_values_pass_for_new_ones() {
+    let memory = memory(2, 1 + Sentinel::words(2, 33));
+    let mine = sentinel(1, 2);
+    mine.prepare(&memory);
+    let mut rotation = Rotation::default();
+    let turns: Vec<Turnover> = (0..4).map(|_| rotation.begin(2)).collect();
+    assert_eq!(turns[0].buffer, turns[3].buffer);
+    let place = mine.place(1, turns[3].buffer, 0, 0);
+    sentinel(0, 2).push(&memory, 1, turns[0], flag(1), &[1.0, 2.0]);
+    assert_eq!(Sentinel::unpack(memory.load(place)), Some([1.0, 2.0]));
+    // Uses 1 and 2 go by: use 1 clears what use 0 left.
+    mine.clear(&memory, turns[2]);
+    assert!(
+        Sentinel::unpack(memory.load(place)).is_some(),
+        "not yet cleared"
+    );
+    mine.clear(&memory, turns[1]);
+    assert_eq!(Sentinel::unpack(memory.load(place)), None);
+}
+
+/// Memory in which the group is stopped just when a rank has looked, and is about to rest.
+struct Unlucky<'a> {
+    words: &'a Words<Vec<AtomicU64>>,
+    stop: Word,
+}
+
+impl Memory for Unlucky<'_> {
+    fn load(&self, at: Word) -> u64 {
+        self.words.load(at)
+    }
+    fn store(&self, at: Word, value: u64) {
+        self.words.store(at, value);
+    }
+    fn compare_exchange(&self, at: Word, current: u64, new: u64) -> Result<(), u64> {
+        self.words.compare_exchange(at, current, new)
+    }
+    fn rest(&self, at: Word, seen: u64, until: Option<Instant>) {
+        self.words.store(self.stop, 1);
+        self.words.rest(at, seen, until);
+    }
+}
+
+#[test]
+fn who_is_about_to_rest_hears_of_an_abort() {
+    let words = memory(1, 2);
+    let stop = Word { owner: 0, index: 1 };
+    let unlucky = Unlucky {
+        words: &words,
+        stop,
+    };
+    let w = Wait {
+        word: Word { owner: 0, index: 0 },
+        want: Want::Exactly(flag(1)),
+        peer: 0,
+    };
+    let start = Instant::now();
+    let heard = wait(&unlucky, w, &mut long(), || words.load(stop) == 1);
+    assert_eq!(heard, Err(Stop::Interrupted));
+    assert!(start.elapsed() < Duration::from_secs(10));
+}

@@ -1,0 +1,183 @@
+//! With all guards in their places.
+
+use crate::{
+    abort, barrier, fifo,
+    loomed::Orders,
+    packet, reset,
+    ring::{self, Mode},
+    sentinel,
+    shared::*,
+    table::*,
+};
+
+pub fn claims() -> Vec<Row> {
+    const B: barrier::Without = barrier::Without::Nothing;
+    const R: ring::Without = ring::Without::Nothing;
+    const F: fifo::Without = fifo::Without::Nothing;
+    const P: packet::Without = packet::Without::Nothing;
+    const S: sentinel::Without = sentinel::Without::Nothing;
+    const A: abort::Without = abort::Without::Nothing;
+    const G: reset::Without = reset::Without::Nothing;
+    let ordered = |scenario: fn() -> Scenario| executions(Orders::RIGHT, deep(2, 3), scenario);
+    let holds = Row::holds;
+    let (barrier, ring, fifo, packets) = ("barrier", "ring", "fifo", "packets");
+    let (sentinel, abort, reset, waits) = ("sentinel", "abort", "reset", "waits");
+    vec![
+        holds(
+            barrier,
+            "4 ranks meet, and see each other's data",
+            states(|| barrier::scenario(4, deep(3, 6), false, B)),
+        ),
+        holds(
+            barrier,
+            "4 ranks, one in another call: a mismatch on all",
+            states(|| must_mismatch(barrier::scenario(4, 1, true, B))),
+        ),
+        holds(
+            barrier,
+            "one of 3 ranks dies at any point, the others end with one record",
+            states(|| barrier::scenario(3, deep(2, 4), false, B).with_death(2)),
+        ),
+        holds(
+            barrier,
+            "one of 3 ranks dies, and waits time out at any time",
+            states(|| {
+                with(barrier::scenario(3, 2, false, B).with_death(2), |s| {
+                    s.timeouts = Timeouts::Any;
+                })
+            }),
+        ),
+        holds(
+            barrier,
+            "memory order of 2 ranks",
+            ordered(|| barrier::scenario(2, 4, false, B)),
+        ),
+        holds(
+            ring,
+            "4 ranks push to the next one",
+            states(|| ring::scenario(4, deep(3, 7), Mode::Push, R)),
+        ),
+        holds(
+            ring,
+            "3 ranks pull from each other",
+            states(|| ring::scenario(3, deep(4, 8), Mode::Pull, R)),
+        ),
+        holds(
+            ring,
+            "4 ranks, one of them writes, the others pull",
+            states(|| ring::scenario(4, deep(3, 7), Mode::Broadcast, R)),
+        ),
+        holds(
+            ring,
+            "3 ranks, one half: the second is for speed only",
+            states(|| ring::scenario(3, 4, Mode::Push, ring::Without::SecondHalf)),
+        ),
+        holds(
+            ring,
+            "one of 3 ranks dies at any point, the others end with one record",
+            states(|| ring::scenario(3, deep(3, 5), Mode::Push, R).with_death(1)),
+        ),
+        holds(
+            ring,
+            "stores become visible late, 2 ranks",
+            states(|| ring::scenario(2, deep(3, 5), Mode::Push, R).weak(false)),
+        ),
+        holds(
+            ring,
+            "memory order of 2 ranks",
+            ordered(|| ring::scenario(2, 4, Mode::Push, R)),
+        ),
+        holds(
+            fifo,
+            "a chain of 4 ranks, 2 calls, counts that wrap",
+            states(|| fifo::scenario(4, 2, 2, deep(3, 4), F)),
+        ),
+        holds(
+            fifo,
+            "one of 3 ranks dies at any point, the others end with one record",
+            states(|| fifo::scenario(3, 2, 2, 2, F).with_death(1)),
+        ),
+        holds(
+            fifo,
+            "memory order of 2 ranks",
+            ordered(|| fifo::scenario(2, 2, 2, 2, F)),
+        ),
+        holds(
+            packets,
+            "3 ranks, full, short and empty uses",
+            states(|| packet::scenario(3, &USES, false, P)),
+        ),
+        holds(
+            packets,
+            "2 ranks, tags that come again",
+            states(|| packet::scenario(2, &FAR, false, P)),
+        ),
+        holds(
+            packets,
+            "3 ranks, one in another call: a mismatch on all",
+            states(|| must_mismatch(packet::scenario(3, &[(1, 1)], true, P))),
+        ),
+        holds(
+            packets,
+            "stores become visible in any order, 2 ranks: no order is relied on",
+            states(|| packet::scenario(2, &ALIKE[..deep(3, 5)], false, P).weak(true)),
+        ),
+        holds(
+            packets,
+            "memory order of 2 ranks, all of it relaxed: no order is relied on",
+            executions(Orders::RELAXED, 2, || {
+                packet::scenario(2, &ALIKE[..3], false, P)
+            }),
+        ),
+        holds(
+            sentinel,
+            "2 ranks, long, short and empty uses, a NaN",
+            states(|| sentinel::scenario(2, &LENGTHS, S)),
+        ),
+        holds(
+            sentinel,
+            "3 ranks, every buffer used again",
+            states(|| sentinel::scenario(3, &[1; 7][..deep(4, 7)], S)),
+        ),
+        holds(
+            sentinel,
+            "stores become visible late, 2 ranks",
+            states(|| sentinel::scenario(2, &[1, 1, 1, 1], S).weak(false)),
+        ),
+        holds(
+            sentinel,
+            "memory order of 2 ranks",
+            ordered(|| sentinel::scenario(2, &[1, 2, 1, 1], S)),
+        ),
+        holds(
+            abort,
+            "2 ranks give up at any time, with one record",
+            states(|| abort::scenario(2, None, A)),
+        ),
+        holds(
+            abort,
+            "2 ranks give up, one dies at any point of it",
+            states(|| abort::scenario(2, Some(0), A)),
+        ),
+        holds(
+            abort,
+            "memory order of 2 ranks",
+            ordered(|| abort::raising(2)),
+        ),
+        holds(
+            reset,
+            "4 ranks, two generations",
+            states(|| reset::scenario(4, deep(2, 4), G)),
+        ),
+        holds(
+            reset,
+            "memory order of 2 ranks",
+            ordered(|| reset::scenario(2, 2, G)),
+        ),
+        holds(
+            waits,
+            "2 ranks rest, and hear of an abort",
+            states(|| abort::resting(2, Rests::Naps)),
+        ),
+    ]
+}

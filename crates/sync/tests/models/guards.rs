@@ -1,0 +1,250 @@
+//! With one guard taken away each.
+
+use crate::{
+    abort, barrier, fifo,
+    loomed::Orders,
+    packet, reset,
+    ring::{self, Mode},
+    sentinel,
+    shared::*,
+    table::*,
+};
+
+/// The memory orders of a machine's flags.
+fn orders(machine: &'static str, scenario: fn() -> Scenario) -> [Row; 2] {
+    [
+        Row::without(
+            machine,
+            "posting is a release",
+            "a relaxed store",
+            executions(Orders::RELAXED_STORE, 2, scenario),
+        ),
+        Row::without(
+            machine,
+            "looking is an acquire",
+            "a relaxed load",
+            executions(Orders::RELAXED_LOAD, 2, scenario),
+        ),
+    ]
+}
+
+fn barrier() -> Vec<Row> {
+    use barrier::Without::*;
+    let by = |without| states(move || barrier::scenario(3, 3, false, without));
+    let row = |what, mutation, by| Row::without("barrier", what, mutation, by);
+    let mut rows = vec![
+        row("two sets of flags", "one set", by(SecondSet)),
+        row("all peers are waited for", "all but one", by(LastPeer)),
+        row("data, then flags", "flags, then data", by(DataFirst)),
+        row(
+            "flags are signed",
+            "one signature for all calls",
+            states(|| must_mismatch(barrier::scenario(3, 1, true, Signature))),
+        ),
+    ];
+    rows.extend(orders("barrier", || {
+        barrier::scenario(2, 4, false, Nothing)
+    }));
+    rows
+}
+
+fn ring() -> Vec<Row> {
+    use ring::Without::*;
+    let by = |without| states(move || ring::scenario(3, 5, Mode::Push, without));
+    let row = |what, mutation, by| Row::without("ring", what, mutation, by);
+    let mut rows = vec![
+        row("a half is written with credit", "no credit", by(Credit)),
+        row(
+            "the credit is for the last use of the half",
+            "off by one",
+            by(CreditOfTheUseBefore),
+        ),
+        row(
+            "every reader gives a credit",
+            "all but one",
+            states(|| ring::scenario(4, 3, Mode::Broadcast, CreditOfTheLastPeer)),
+        ),
+        row(
+            "the first use waits for no credit",
+            "it waits",
+            by(FreshStart),
+        ),
+        row("data, then its flag", "the flag, then data", by(DataFirst)),
+        row(
+            "reading, then the credit",
+            "the credit, then reading",
+            by(ReadFirst),
+        ),
+        row(
+            "uses of a half are counted",
+            "one epoch for all",
+            by(Epochs),
+        ),
+        row(
+            "a flag is visible after its data",
+            "in any order",
+            states(|| ring::scenario(2, 3, Mode::Push, Nothing).weak(true)),
+        ),
+    ];
+    rows.extend(orders("ring", || ring::scenario(2, 4, Mode::Push, Nothing)));
+    rows
+}
+
+fn fifo() -> Vec<Row> {
+    use fifo::Without::*;
+    let by = |without| states(move || fifo::scenario(3, 2, 2, 3, without));
+    let row = |what, mutation, by| Row::without("fifo", what, mutation, by);
+    let mut rows = vec![
+        row("the sender waits for room", "it does not", by(Room)),
+        row("at most depth items wait", "depth + 1", by(ExactDepth)),
+        row(
+            "data, then the count",
+            "the count, then data",
+            by(DataFirst),
+        ),
+        row(
+            "reading, then the credit",
+            "the credit, then reading",
+            by(ReadFirst),
+        ),
+        row(
+            "counts go on over calls",
+            "they begin anew",
+            by(Persistence),
+        ),
+        row(
+            "counts are compared by signed difference",
+            "as plain numbers",
+            by(WrapSafety),
+        ),
+    ];
+    rows.extend(orders("fifo", || fifo::scenario(2, 2, 2, 2, Nothing)));
+    rows
+}
+
+fn packets() -> Vec<Row> {
+    use packet::Without::*;
+    let by = |without| states(move || packet::scenario(2, &USES, false, without));
+    let row = |what, mutation, by| Row::without("packets", what, mutation, by);
+    vec![
+        row("two sets of slots", "one set", by(SecondSet)),
+        row("a tag for each use", "one tag for all of a set", by(Tag)),
+        row(
+            "an empty use is signed too",
+            "it is left out",
+            by(SignatureWhenEmpty),
+        ),
+        row(
+            "slots left out are swept",
+            "they are not",
+            states(|| packet::scenario(2, &FAR, false, Sweeps)),
+        ),
+        row(
+            "uses are signed",
+            "one signature for all calls",
+            states(|| must_mismatch(packet::scenario(3, &[(1, 1)], true, Signature))),
+        ),
+        row(
+            "data and tag are one word",
+            "two words",
+            states(|| packet::scenario(2, &USES[..2], false, OneWord).weak(false)),
+        ),
+        row(
+            "data and tag are one word",
+            "two words",
+            executions(Orders::RIGHT, 2, || {
+                packet::scenario(2, &USES, false, OneWord)
+            }),
+        ),
+    ]
+}
+
+fn sentinel() -> Vec<Row> {
+    use sentinel::Without::*;
+    let by = |without| states(move || sentinel::scenario(2, &LENGTHS, without));
+    let row = |what, mutation, by| Row::without("sentinel", what, mutation, by);
+    let mut rows = vec![
+        row("what was read is cleared", "it is not", by(Clear)),
+        row("three buffers", "two", by(ThirdBuffer)),
+        row("the buffer read last is cleared", "the next one", by(Stale)),
+        row(
+            "cleared as far as its last use filled it",
+            "as far as this use fills",
+            by(Extent),
+        ),
+        row(
+            "NaNs are made another one",
+            "they go as they are",
+            by(Canonical),
+        ),
+        row(
+            "an empty use is signed too",
+            "it is left out",
+            by(SignatureWhenEmpty),
+        ),
+        row("all is cleared at the beginning", "it is not", by(Prepare)),
+        row(
+            "a clear is visible before the next signature",
+            "in any order",
+            states(|| sentinel::scenario(2, &[1, 1, 1, 1, 1], Nothing).weak(true)),
+        ),
+    ];
+    rows.extend(orders("sentinel", || {
+        sentinel::scenario(2, &[1, 2, 1, 1], Nothing)
+    }));
+    rows
+}
+
+fn abort() -> Vec<Row> {
+    use abort::Without::*;
+    let by = |without| states(move || abort::scenario(2, None, without));
+    let row = |what, mutation, by| Row::without("abort", what, mutation, by);
+    let mut rows = vec![
+        row("one cell decides", "each rank's own", by(Arbiter)),
+        row("a place for each record", "one for all", by(Place)),
+        row("the record is named to all", "to rank 0 only", by(Naming)),
+        row(
+            "the record, then the decision",
+            "the claim, then the record",
+            by(RecordFirst),
+        ),
+    ];
+    rows.extend(orders("abort", || abort::raising(2)));
+    rows
+}
+
+fn reset() -> Vec<Row> {
+    use reset::Without::*;
+    let by = |without| states(move || reset::scenario(3, 3, without));
+    let row = |what, mutation, by| Row::without("reset", what, mutation, by);
+    let mut rows = vec![
+        row("all ranks are waited for", "none", by(Gate)),
+        row("all ranks are waited for", "all but one", by(Target)),
+        row("let go, then arrive", "arrive, then let go", by(LetGoFirst)),
+        row("flags carry a generation", "they do not", by(Generation)),
+        row("resets are counted", "all are the first", by(Count)),
+    ];
+    rows.extend(orders("reset", || reset::scenario(2, 2, Nothing)));
+    rows
+}
+
+fn waits() -> Vec<Row> {
+    let row = |what, mutation, by| Row::without("waits", what, mutation, by);
+    let unbounded = || {
+        let dying = barrier::scenario(3, 2, false, barrier::Without::Nothing).with_death(2);
+        with(dying, |s| s.timeouts = Timeouts::Unbounded)
+    };
+    vec![
+        row("every wait is bounded", "no bound", states(unbounded)),
+        row(
+            "a rest is short",
+            "until a store or the deadline",
+            states(|| abort::resting(2, Rests::Sleeps)),
+        ),
+    ]
+}
+
+pub fn guards() -> Vec<Row> {
+    let machines = [barrier, ring, fifo, packets, sentinel, abort, reset, waits];
+    machines.into_iter().flat_map(|m| m()).collect()
+}

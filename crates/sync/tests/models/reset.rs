@@ -1,0 +1,79 @@
+//! A new generation.
+
+use crate::shared::*;
+use brigade_sync::{CreditRing, Flag, Half, ResetGate, Uses};
+
+/// What is taken away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Without {
+    Nothing,
+    /// A rank waits for all others before it begins.
+    Gate,
+    /// A rank waits for the one that it writes to.
+    Target,
+    /// A rank says that it has let go when it has.
+    LetGoFirst,
+    /// Flags carry their generation.
+    Generation,
+    /// The gate counts resets.
+    Count,
+}
+
+/// Every rank writes to the next one once in each generation; counts begin anew each time.
+pub fn scenario(size: usize, generations: u8, without: Without) -> Scenario {
+    let program = |rank| {
+        let ring = CreditRing {
+            rank,
+            size,
+            pieces: 1,
+            base: 0,
+        };
+        let gate = ResetGate {
+            rank,
+            size,
+            base: CreditRing::words(size, 1),
+        };
+        let (next, prev) = ((rank + 1) % size, (rank + size - 1) % size);
+        let half = Half::of(0);
+        let mut program = Program::new();
+        for generation in 0..generations {
+            let signed = match without {
+                Without::Generation => 1,
+                _ => 1 + generation,
+            };
+            let n = u32::from(generation);
+            let (epoch, again) = Uses::default().begin(half);
+            assert!(!again, "no credit is awaited in a new generation");
+            let flag = Flag::new(signed, 0xA11, epoch);
+            program.push(writes(cell(next, 0), value(n, rank)));
+            program.push(posts(ring.filled(next, half, rank, 0, flag)));
+            program.push(waits(ring.arrival(half, prev, 0, prev, flag)));
+            let look = reads(rank, cell(rank, 0), value(n, prev));
+            let count = match without {
+                Without::Count => 1,
+                _ => n + 1,
+            };
+            let arrive = gate.arrive(count).map(posts);
+            if without == Without::LetGoFirst {
+                program.extend(arrive);
+                program.push(look);
+            } else {
+                program.push(look);
+                program.extend(arrive);
+            }
+            let left_out = |peer| match without {
+                Without::Gate => true,
+                Without::Target => peer == next,
+                _ => false,
+            };
+            let meet = gate.meet(count).filter(|w| !left_out(w.peer));
+            program.extend(meet.map(waits));
+        }
+        program
+    };
+    Scenario::new(
+        CreditRing::words(size, 1) + ResetGate::words(size),
+        1,
+        (0..size).map(program).collect(),
+    )
+}
