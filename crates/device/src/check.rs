@@ -37,6 +37,19 @@ fn activation_dims(field: &'static str, shape: Shape) -> Result<(usize, usize, u
     }
 }
 
+/// Quantized activations are plain matrices of rows.
+fn check_quantized(scheme: QScheme, transpose_a: bool, three_dimensional: bool) -> Result<()> {
+    if scheme != QScheme::None && (transpose_a || three_dimensional) {
+        return Err(Reason::new(
+            "quantized-layout",
+            format!("{scheme:?} activations that are transposed or have three dimensions"),
+            "pass quantized rows as [rows, columns]",
+        )
+        .into());
+    }
+    Ok(())
+}
+
 fn check_bias(bias: Option<View<'_>>, m: usize, n: usize) -> Result<()> {
     let Some(c) = bias else { return Ok(()) };
     params::float("bias.dtype", c.dtype())?;
@@ -107,6 +120,7 @@ impl AllGatherLoraLinearParams<'_> {
         if scheme == QScheme::None {
             params::float("chunk.dtype", input)?;
         }
+        check_quantized(scheme, self.transpose_a, shape.dims().len() == 3)?;
         let (k, n) = weight_dims(self.weight, self.transpose_weight)?;
         let three_dimensional = shape.dims().len() == 3;
         if self.transpose_a && three_dimensional {
@@ -189,6 +203,7 @@ impl LoraLinearReduceScatterParams<'_> {
         if self.x.scheme() == QScheme::None {
             params::float("x.dtype", self.x.dtype())?;
         }
+        check_quantized(self.x.scheme(), self.transpose_a, three_dimensional)?;
         let (weight_k, n) = weight_dims(self.weight, self.transpose_weight)?;
         if weight_k != k {
             return Err(Error::invalid(

@@ -91,7 +91,19 @@ pub fn all_gather_lora_linear<C: Communicator + ?Sized>(
     let gathered = GatheredParts {
         kernel: a.kernel.reshape(&flat(&shape))?,
         scales: a.scales.clone(),
+        rows: a.rows.clone(),
     };
+    if a.scaled_by_rank() {
+        let layer = Layer {
+            weight,
+            transpose_weight,
+            bias,
+            activation,
+            runs,
+        };
+        let d = rank_by_rank(comm.device(), turn.stream(), &gathered, &layer, output)?;
+        return Ok(GatherLinearParts { d, a, plan });
+    }
     let gemm = GemmParams {
         c: bias,
         activation,
@@ -104,6 +116,71 @@ pub fn all_gather_lora_linear<C: Communicator + ?Sized>(
         comm.device().lora_linear(turn.stream(), &linear, output)
     })?;
     Ok(GatherLinearParts { d, a, plan })
+}
+
+/// What is applied to every chunk of gathered rows.
+struct Layer<'a> {
+    weight: Operand<'a>,
+    transpose_weight: bool,
+    bias: Option<View<'a>>,
+    activation: Activation,
+    runs: &'a [LoraRun<'a>],
+}
+
+/// A product for the rows of each rank, where ranks quantized by scales of their own.
+fn rank_by_rank(
+    device: &dyn Device,
+    on: &Stream,
+    gathered: &GatheredParts,
+    layer: &Layer<'_>,
+    output: Output<'_>,
+) -> Result<Option<Buffer>> {
+    let s = layer.weight.shape();
+    let n = if layer.transpose_weight {
+        s.rows()
+    } else {
+        s.columns()
+    };
+    let total: usize = gathered.rows.iter().sum();
+    output.check(&[total, n])?;
+    let (mut d, new) = match output {
+        Output::Into(v) => (v.as_view().retain(), false),
+        Output::Allocate(dtype) => {
+            let memory = gathered.kernel.memory();
+            (device.allocate(on, memory, dtype, &[total, n])?, true)
+        }
+    };
+    let mut first = 0;
+    for (rank, &rows) in gathered.rows.iter().enumerate() {
+        let runs = clip_runs(layer.runs, first, rows);
+        let gemm = GemmParams {
+            c: cut_bias(layer.bias, n, first, rows)?,
+            activation: layer.activation,
+            transpose_b: layer.transpose_weight,
+            ..GemmParams::new(gathered.chunk(rank)?, layer.weight)
+        };
+        let linear = LoraLinearParams { gemm, runs: &runs };
+        let mut to = d.view_mut();
+        device.lora_linear(on, &linear, Output::Into(to.rows(first..first + rows)?))?;
+        first += rows;
+    }
+    Ok(new.then_some(d))
+}
+
+/// The runs of `rows` rows from row `first` on.
+fn clip_runs<'a>(runs: &[LoraRun<'a>], first: usize, rows: usize) -> Vec<LoraRun<'a>> {
+    let mut start = 0;
+    runs.iter()
+        .filter_map(|run| {
+            let end = start + run.rows;
+            let (from, to) = (start.max(first), end.min(first + rows));
+            start = end;
+            (from < to).then(|| LoraRun {
+                rows: to - from,
+                adapter: run.adapter,
+            })
+        })
+        .collect()
 }
 
 /// All dimensions but the last in one.

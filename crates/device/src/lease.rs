@@ -8,21 +8,63 @@ use std::marker::PhantomData;
 pub struct GatheredParts {
     /// `[sum of rows_per_rank, K]`
     pub kernel: Buffer,
-    /// Scales and scheme.
+    /// Scales and scheme: per row `[sum of rows_per_rank, ..]`; where a rank's rows share what it has, `[ranks, ..]`.
     pub scales: Option<(Buffer, QScheme)>,
+    /// Rows of each rank.
+    pub rows: PerRank,
 }
 
 impl GatheredParts {
+    /// Whether every rank has scales of its own for all of its rows, so that ranks may have quantized differently.
+    pub fn scaled_by_rank(&self) -> bool {
+        matches!(&self.scales, Some((_, scheme)) if !scheme.per_row()) && self.rows.len() > 1
+    }
+
     /// The rows as a factor of a product.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if kernel and scales do not belong together.
+    /// [`Error::Unsupported`] if ranks have scales of their own: see [`chunk`](Self::chunk).
     pub fn operand(&self) -> Result<Operand<'_>> {
+        if self.scaled_by_rank() {
+            return Err(Reason::new(
+                "scales-by-rank",
+                "every rank quantized its rows by a scale of its own",
+                "take the rows rank by rank with chunk",
+            )
+            .into());
+        }
         let kernel = self.kernel.view();
         Ok(match &self.scales {
             None => Operand::Plain(kernel),
-            Some((scales, scheme)) => {
+            Some((scales, scheme)) if scheme.per_row() => {
                 Operand::Quantized(QView::new(kernel, scales.view(), None, *scheme)?)
+            }
+            Some((scales, scheme)) => {
+                Operand::Quantized(QView::new(kernel, scales.view().index(0)?, None, *scheme)?)
+            }
+        })
+    }
+
+    /// The rows of one rank as a factor of a product.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there is no such rank.
+    pub fn chunk(&self, rank: usize) -> Result<Operand<'_>> {
+        let Some(&rows) = self.rows.get(rank) else {
+            let want = format!("a rank below {}", self.rows.len());
+            return Err(Error::invalid("rank", rank, want));
+        };
+        let first = self.rows[..rank].iter().sum();
+        let kernel = self.kernel.view().slice(first, rows)?;
+        Ok(match &self.scales {
+            None => Operand::Plain(kernel),
+            Some((scales, scheme)) => {
+                let scales = if scheme.per_row() {
+                    scales.view().slice(first, rows)?
+                } else {
+                    scales.view().index(rank)?
+                };
+                Operand::Quantized(QView::new(kernel, scales, None, *scheme)?)
             }
         })
     }
@@ -377,5 +419,13 @@ impl Gathered<'_> {
     /// [`Error::Invalid`] if kernel and scales do not belong together.
     pub fn operand(&self) -> Result<Operand<'_>> {
         self.parts.operand()
+    }
+
+    /// The rows of one rank as a factor of a product, with the scales that it quantized them by.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if there is no such rank.
+    pub fn chunk(&self, rank: usize) -> Result<Operand<'_>> {
+        self.parts.chunk(rank)
     }
 }

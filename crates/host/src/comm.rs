@@ -11,8 +11,9 @@ use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceParams, AllToAllParams, Bootstrap,
     BroadcastParams, Buffer, Call, Chunk, Comm, CommConfig, Communicator, DataType, Device, Error,
     FaultRecord, Filled, GatherLinearParts, GatheredParts, Group, LinearCall,
-    LoraLinearAllReduceParams, LoraLinearReduceScatterParams, OverlapMode, Output, Plan, Reason, RecvParams, ReduceScatterParams,
-    Reduced, Result, SendParams, Traffic, Turn, UserBuffers, fallback,
+    LoraLinearAllReduceParams, LoraLinearReduceScatterParams, Output, OverlapMode, Plan, Reason,
+    RecvParams, ReduceScatterParams, Reduced, Result, SendParams, Traffic, Turn, UserBuffers,
+    fallback,
 };
 use brigade_plan::{Engines, Table, Topology};
 use std::{sync::Arc, time::Duration};

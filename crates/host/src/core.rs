@@ -9,8 +9,8 @@ use crate::{
     user_buffers::RegionMemory,
 };
 use brigade_device::{
-    Call, CommConfig, Error, FaultKind, FaultRecord, Group, Operation, Plan, Reason, Region,
-    Result, Traffic,
+    Call, CommConfig, Error, FaultKind, FaultRecord, Group, Operation, PerRank, Plan, Reason,
+    Region, Result, Traffic,
 };
 use brigade_plan::{Table, Topology};
 use brigade_sync::{Deadline, Flag, Half, Memory, Uses, Word, Words, post, wait};
@@ -62,8 +62,16 @@ pub(crate) struct Gates {
 #[derive(Default)]
 pub(crate) struct Issue {
     pub(crate) halves: Uses,
-    pub(crate) reserved: Option<(Half, u64)>,
+    pub(crate) reserved: Option<Reserved>,
     pub(crate) tickets: u64,
+}
+
+/// Space for own rows that was handed out.
+pub(crate) struct Reserved {
+    pub(crate) half: Half,
+    pub(crate) ticket: u64,
+    /// Rows of every rank, which say where own rows lie.
+    pub(crate) rows: PerRank,
 }
 
 /// What calls change as they run.
@@ -81,11 +89,9 @@ pub(crate) struct State {
 /// How much went to and came from every peer.
 #[derive(Clone, Debug)]
 pub(crate) struct Pairs {
-    pub(crate) sent: PerRankCount,
-    pub(crate) received: PerRankCount,
+    pub(crate) sent: SmallVec<[u64; 8]>,
+    pub(crate) received: SmallVec<[u64; 8]>,
 }
-
-pub(crate) type PerRankCount = SmallVec<[u32; 8]>;
 
 impl Pairs {
     pub(crate) fn none(size: usize) -> Self {
@@ -181,7 +187,8 @@ impl Core {
         *fault
     }
 
-    fn usable(&self) -> Result<()> {
+    /// Whether calls can be made: no fault, and not closed.
+    pub(crate) fn usable(&self) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::Closed);
         }
@@ -326,34 +333,88 @@ impl Core {
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::Closed);
         }
-        let next = self.generation().checked_add(1).unwrap_or(1);
-        // Counted without the wrap of a flag's 8 bits, so that arriving for generation 1 again is not mistaken for the
-        // first time.
-        let gate = self.layout.reset;
-        let count = self.resets.load(Ordering::Relaxed).wrapping_add(1);
-        gate.arrive(count).for_each(|p| post(&self.memory, p));
         let mut deadline = Deadline::after(within);
-        let missing: Vec<usize> = gate
-            .meet(count)
-            .filter(|&w| wait(&self.memory, w, &mut deadline, || self.departed(w.peer)).is_err())
-            .map(|w| w.peer)
-            .collect();
-        if !missing.is_empty() {
-            return Err(Error::Group {
-                step: "reset",
-                what: format!("ranks {missing:?} did not come within {within:?}"),
-            });
-        }
+        let done = self.resets.load(Ordering::Relaxed);
+        // A reset that timed out in its second step goes on there: this rank's words may already hold flags of peers that
+        // are through.
+        let cleared = if done.is_multiple_of(2) {
+            self.shut_gates(&deadline)?;
+            self.pass_gate(done.wrapping_add(1), &mut deadline, within)?;
+            self.clear_words();
+            let cleared = done.wrapping_add(1);
+            self.resets.store(cleared, Ordering::Relaxed);
+            cleared
+        } else {
+            done
+        };
+        self.pass_gate(cleared.wrapping_add(1), &mut deadline, within)?;
         *state = State::new(self.group.size);
         *self.issue.lock() = Issue::default();
-        self.resets.store(count, Ordering::Relaxed);
-        for gates in &self.gates {
-            *gates.all.write() = false;
-            *gates.own.write() = false;
-        }
+        self.resets
+            .store(cleared.wrapping_add(1), Ordering::Relaxed);
+        let next = self.generation().checked_add(1).unwrap_or(1);
         self.generation.store(next, Ordering::Release);
         *self.fault.lock() = None;
         Ok(())
+    }
+
+    /// Takes the gathered rows from this rank's views, before it says that it has let go of them.
+    fn shut_gates(&self, deadline: &Deadline) -> Result<()> {
+        for gates in &self.gates {
+            for gate in [&gates.all, &gates.own] {
+                let mut open = gate
+                    .try_write_for(deadline.left())
+                    .ok_or(Error::Busy("the user buffer"))?;
+                *open = false;
+            }
+        }
+        Ok(())
+    }
+
+    /// Arrives at the gate, and waits for all. A rank that gives up there has already said that it let go of the old
+    /// generation, so it may make no more calls in it: it stays stopped until a reset succeeds.
+    fn pass_gate(&self, count: u32, deadline: &mut Deadline, within: Duration) -> Result<()> {
+        let gate = self.layout.reset;
+        gate.arrive(count).for_each(|p| post(&self.memory, p));
+        let missing: Vec<usize> = gate
+            .meet(count)
+            .filter(|&w| wait(&self.memory, w, deadline, || self.departed(w.peer)).is_err())
+            .map(|w| w.peer)
+            .collect();
+        let Some(&first) = missing.first() else {
+            return Ok(());
+        };
+        let rank = self.group.rank as u32;
+        self.fault.lock().get_or_insert(FaultRecord {
+            kind: FaultKind::Timeout,
+            operation: Operation::Reset as u32,
+            rank,
+            peer: first as u32,
+            slot: 0,
+            generation: self.generation().into(),
+            expected: count.into(),
+            seen: 0,
+            waited_ns: u64::try_from(deadline.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            call: self.calls.load(Ordering::Relaxed),
+            claimed: 1,
+            reserved: 0,
+        });
+        Err(Error::Group {
+            step: "reset",
+            what: format!("ranks {missing:?} did not come within {within:?}"),
+        })
+    }
+
+    /// Wipes this rank's own flags while nobody writes any, so that none of them is taken for one of the generation that
+    /// will have the same 8 bits.
+    fn clear_words(&self) {
+        let layout = &self.layout;
+        let gate = layout.reset.base..layout.reset.base + self.group.size;
+        let departed = layout.departed..layout.departed + self.group.size;
+        for index in (0..layout.words).filter(|i| !gate.contains(i) && !departed.contains(i)) {
+            let owner = self.group.rank;
+            self.memory.store(Word { owner, index }, 0);
+        }
     }
 
     pub(crate) fn close(self: &Arc<Self>, within: Duration) -> Result<()> {

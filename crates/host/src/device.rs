@@ -5,12 +5,13 @@ use crate::{
     gemm::{Matrix, Scratch, Workers},
     linear::{OwnedLinear, finish},
     memory::{Heap, reading, writing},
+    operand::OwnedOperand,
     queue::{self, HostQueue},
 };
 use brigade_device::{
     Activation, Allocate, Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceInfo, Error,
     GemmParams, GemmShape, Linear, LoraLinearParams, MemoryStatus, MemoryType, Operand, Output,
-    QBuffer, QScheme, Queues, Reason, Replay, Result, Shape, Stream, View, ViewMut,
+    QBuffer, QScheme, Queues, Replay, Result, Shape, Stream, View, ViewMut,
 };
 use std::sync::{
     Arc,
@@ -269,7 +270,7 @@ impl Queues for HostDevice {
 
 /// One product of a batch: its activations, its layer, and where its result lies.
 struct Product {
-    x: Buffer,
+    x: OwnedOperand,
     transpose_x: bool,
     linear: OwnedLinear,
     d: Buffer,
@@ -278,12 +279,20 @@ struct Product {
 impl Product {
     fn run(&self, engine: &Engine) -> Result<()> {
         let mut inputs = self.linear.buffers();
-        inputs.insert(0, &self.x);
+        let x_at = inputs.len();
+        inputs.extend(self.x.buffers());
         writing(&self.d, &inputs, |out, bytes| {
             let Engine { workers, scratch } = engine;
-            let dims = [self.x.shape().rows(), self.x.shape().columns()];
-            let x = Matrix::new(self.x.dtype(), bytes[0], dims, self.transpose_x, scratch);
-            let linear = self.linear.bind(&bytes[1..], scratch);
+            let x = &mut bytes[x_at..].iter().copied();
+            let x = self.x.bind(x, self.transpose_x, scratch);
+            let x = if x.is_integer_rows() {
+                x
+            } else {
+                x.for_rows(false, scratch)
+            };
+            let linear = self
+                .linear
+                .bind(&bytes[..x_at], x.is_integer_rows(), scratch);
             linear.multiply(workers, &x, 0..x.rows(), self.d.dtype(), out);
             Ok(())
         })
@@ -293,18 +302,18 @@ impl Product {
 impl HostDevice {
     fn products(p: &LoraLinearParams<'_>, shape: &GemmShape, d: &Buffer) -> Result<Vec<Product>> {
         let gemm = &p.gemm;
-        let x = gemm.a.plain("a")?;
-        let product = |gemm: &GemmParams<'_>, x: View<'_>, d: Buffer| {
+        let product = |gemm: &GemmParams<'_>, d: Buffer| {
             Ok(Product {
-                x: x.retain(),
+                x: OwnedOperand::new(&gemm.a)?,
                 transpose_x: gemm.transpose_a,
                 linear: OwnedLinear::new(gemm, p.runs)?,
                 d,
             })
         };
         if shape.d.dims().len() == 2 {
-            return Ok(vec![product(gemm, x, d.clone())?]);
+            return Ok(vec![product(gemm, d.clone())?]);
         }
+        let x = gemm.a.plain("a")?;
         let b = gemm.b.plain("b")?;
         (0..shape.batch)
             .map(|i| {
@@ -318,7 +327,7 @@ impl HostDevice {
                     c,
                     ..*gemm
                 };
-                product(&one, x.index(i)?, d.index(i)?)
+                product(&one, d.index(i)?)
             })
             .collect()
     }
@@ -336,13 +345,8 @@ impl Linear for HostDevice {
         )
     }
 
-    fn quantize(&self, _on: &Stream, _a: View<'_>, scheme: QScheme) -> Result<QBuffer> {
-        Err(Reason::new(
-            "quantize",
-            format!("the host device does not produce {scheme:?}"),
-            "build a QBuffer from a kernel and scales of your own",
-        )
-        .into())
+    fn quantize(&self, on: &Stream, a: View<'_>, scheme: QScheme) -> Result<QBuffer> {
+        self.run_quantize(on, a, scheme)
     }
 
     fn bias_activation(

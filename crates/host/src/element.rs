@@ -2,6 +2,7 @@
 
 use brigade_device::{DataType, Element, Error, Reason, ReduceOp, Result};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
+use std::sync::LazyLock;
 
 /// Reads floats as f32.
 pub(crate) fn load(dtype: DataType, from: &[u8], to: &mut [f32]) {
@@ -19,6 +20,18 @@ pub(crate) fn store(dtype: DataType, from: &[f32], to: &mut [u8]) {
         DataType::BF16 => bytemuck::cast_slice_mut::<_, bf16>(to).convert_from_f32_slice(from),
         _ => to.copy_from_slice(bytemuck::cast_slice(from)),
     }
+}
+
+/// Columns that share a scale in block-quantized fp8.
+pub(crate) const FP8_BLOCK: usize = 128;
+
+/// All 256 values of fp8 e4m3.
+static FP8: LazyLock<[f32; 256]> =
+    LazyLock::new(|| std::array::from_fn(|bits| float8::F8E4M3::from_bits(bits as u8).to_f32()));
+
+/// An fp8 e4m3 value, exactly.
+pub(crate) fn fp8_to_f32(bits: u8) -> f32 {
+    FP8[usize::from(bits)]
 }
 
 /// Elements that are reduced at a time: small enough for the first cache.
@@ -112,10 +125,31 @@ macro_rules! floats {
     })* };
 }
 floats! {
-    f16: f16::to_f64, f16::from_f64;
-    bf16: bf16::to_f64, bf16::from_f64;
+    f16: f16::to_f64, |x| f16::from_f32(to_odd(x));
+    bf16: bf16::to_f64, |x| bf16::from_f32(to_odd(x));
     f32: f64::from, |x| x as f32;
     f64: |x| x, |x| x;
+}
+
+/// The nearest f32 towards zero, with its last bit set if it is not the number itself: a second rounding then gives what
+/// one rounding of the number gives (Boldo and Melquiond: Emulation of a FMA and correctly rounded sums, 2008).
+fn to_odd(x: f64) -> f32 {
+    let near = x as f32;
+    if f64::from(near) == x || x.is_nan() {
+        return near;
+    }
+    let beyond = u32::from(f64::from(near).abs() > x.abs());
+    f32::from_bits((near.to_bits() - beyond) | 1)
+}
+
+/// The same from an integer of at most 64 bits to f64.
+fn integer_to_odd(x: i128) -> f64 {
+    let near = x as f64;
+    if near as i128 == x {
+        return near;
+    }
+    let beyond = u64::from(near.abs() as u128 > x.unsigned_abs());
+    f64::from_bits((near.to_bits() - beyond) | 1)
 }
 
 fn cast<A: Number, B: Number>(from: &[u8], to: &mut [u8]) {
@@ -125,6 +159,8 @@ fn cast<A: Number, B: Number>(from: &[u8], to: &mut [u8]) {
     for (&a, b) in pairs {
         *b = if A::INTEGER && B::INTEGER {
             B::from_i128(a.to_i128())
+        } else if A::INTEGER && B::DTYPE != DataType::F64 {
+            B::from_f64(integer_to_odd(a.to_i128()))
         } else {
             B::from_f64(a.to_f64())
         };
@@ -198,7 +234,14 @@ fn not_convertible(dtype: DataType) -> Error {
 
 /// Checks that both types can be converted.
 pub(crate) fn check_conversion(from: DataType, to: DataType) -> Result<()> {
-    convert(from, &[], to, &mut [])
+    // Nothing, but aligned for every type.
+    let (input, mut output): ([u64; 0], [u64; 0]) = ([], []);
+    convert(
+        from,
+        bytemuck::cast_slice(&input),
+        to,
+        bytemuck::cast_slice_mut(&mut output),
+    )
 }
 
 /// Converts elements.
@@ -281,5 +324,57 @@ mod tests {
         .unwrap();
         assert_eq!(out.map(f32::from), [1.0, 1.0 + 4.0 / 256.0]);
         assert!(check_conversion(DataType::F8E4M3, DataType::F32).is_err());
+    }
+
+    #[test]
+    fn conversions_round_once() {
+        // Just above a tie, by a bit that an f32, or an f64, on the way would lose.
+        let mut half = [f16::ZERO; 2];
+        let x = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
+        let x = [x, -x];
+        let bytes = bytemuck::cast_slice(&x);
+        convert(
+            DataType::F64,
+            bytes,
+            DataType::F16,
+            bytemuck::cast_slice_mut(&mut half),
+        )
+        .unwrap();
+        assert_eq!(
+            half.map(f32::from),
+            [1.0 + 1.0 / 1024.0, -1.0 - 1.0 / 1024.0]
+        );
+        let x = [
+            (1i64 << 60) + (1 << 36) + 1,
+            -(1 << 60) - (1 << 36),
+            i64::MAX,
+        ];
+        let mut single = [0f32; 3];
+        let bytes = bytemuck::cast_slice(&x);
+        convert(
+            DataType::I64,
+            bytes,
+            DataType::F32,
+            bytemuck::cast_slice_mut(&mut single),
+        )
+        .unwrap();
+        let unit = 2f32.powi(60);
+        assert_eq!(single, [unit + 2f32.powi(37), -unit, 2f32.powi(63)]);
+        let mut brain = [bf16::ZERO; 2];
+        let x = [(1i64 << 60) + (1 << 52) + 1, (1 << 60) + (1 << 52)];
+        let bytes = bytemuck::cast_slice(&x);
+        convert(
+            DataType::I64,
+            bytes,
+            DataType::BF16,
+            bytemuck::cast_slice_mut(&mut brain),
+        )
+        .unwrap();
+        assert_eq!(brain.map(f32::from), [unit + 2f32.powi(53), unit]);
+        for x in [f64::MAX, f64::INFINITY, 1e-300, 0.0, f64::NAN] {
+            let f = to_odd(x);
+            let kept = x.is_nan() && f.is_nan() || bf16::from_f32(f) == bf16::from_f64(x);
+            assert!(kept, "{x} became {f}");
+        }
     }
 }

@@ -6,19 +6,21 @@
 
 use crate::{
     comm::HostComm,
+    core::Reserved,
     device::Engine,
-    gemm::Matrix,
+    element,
     job::{Active, Job, Use},
-    layout::Area,
+    layout::{Area, Layout},
     linear::{BoundLinear, OwnedLinear},
     memory::{poison, reading, writing},
+    operand::{OwnedOperand, Parts},
     queue::HostQueue,
     segment::Window,
 };
 use brigade_device::{
     AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, Filled, GatherLinearParts,
-    GatheredParts, LinearCall, OverlapMode, OverlapPlan, PerRank, Plan, Reason, Result, Shape,
-    Turn, check_rows,
+    GatheredParts, LinearCall, OverlapMode, OverlapPlan, PerRank, Plan, QScheme, Reason, Result,
+    Shape, Turn, check_rows,
 };
 use brigade_sync::Half;
 use parking_lot::RwLock;
@@ -28,24 +30,75 @@ use std::{ops::Range, sync::Arc};
 #[derive(Clone)]
 struct Rows {
     half: Half,
-    /// First byte of every rank's rows, and at the end of all of them.
-    offsets: PerRank,
-    row_bytes: usize,
+    counts: PerRank,
+    values: Span,
+    scales: Option<Span>,
     /// Own rows, if they have to be copied there.
-    source: Option<Buffer>,
+    source: Option<OwnedOperand>,
 }
 
-impl Rows {
+/// Values, or scales, of all ranks' rows: one rank's behind the other's.
+#[derive(Clone)]
+struct Span {
+    /// First byte of every rank's share, and at the end of all of them.
+    offsets: PerRank,
+    /// Bytes of a row; 0 where a rank's rows share what it has.
+    row_bytes: usize,
+}
+
+impl Span {
+    fn new(start: usize, counts: &[usize], row_bytes: usize, shared_bytes: usize) -> Self {
+        let bytes: PerRank = counts
+            .iter()
+            .map(|rows| rows * row_bytes + shared_bytes)
+            .collect();
+        let mut offsets = brigade_plan::rows::offsets(&bytes);
+        offsets.iter_mut().for_each(|o| *o += start);
+        Self { offsets, row_bytes }
+    }
+
     fn chunk(&self, c: usize) -> Range<usize> {
         self.offsets[c]..self.offsets[c + 1]
     }
 
-    /// Bytes of piece `p` of chunk `c`.
+    fn all(&self) -> Range<usize> {
+        self.offsets[0]..self.offsets[self.offsets.len() - 1]
+    }
+
+    /// Bytes that travel with rows `rows` of chunk `c`, which are its piece `p`.
+    fn piece(&self, c: usize, rows: &Range<usize>, p: usize) -> Range<usize> {
+        let start = self.offsets[c];
+        match self.row_bytes {
+            0 if p == 0 => self.chunk(c),
+            0 => start..start,
+            bytes => start + rows.start * bytes..start + rows.end * bytes,
+        }
+    }
+}
+
+impl Rows {
+    /// Rows of piece `p` of chunk `c`, counted from the chunk's first.
     fn piece(&self, c: usize, pieces: usize, p: usize) -> Range<usize> {
-        let chunk = self.chunk(c);
-        let rows = chunk.len().checked_div(self.row_bytes).unwrap_or(0);
-        let piece = brigade_plan::rows::piece(rows, pieces, p);
-        chunk.start + piece.start * self.row_bytes..chunk.start + piece.end * self.row_bytes
+        brigade_plan::rows::piece(self.counts[c], pieces, p)
+    }
+
+    /// Where that piece's values and scales lie.
+    fn places(&self, c: usize, pieces: usize, p: usize) -> impl Iterator<Item = Range<usize>> {
+        let rows = self.piece(c, pieces, p);
+        std::iter::once(&self.values)
+            .chain(&self.scales)
+            .map(move |span| span.piece(c, &rows, p))
+    }
+}
+
+/// Bytes of a row's scales, and of those that a rank's rows share.
+fn scale_bytes(call: &LinearCall) -> Option<(usize, usize)> {
+    match call.scheme {
+        QScheme::None => None,
+        QScheme::Int8PerToken => Some((4, 0)),
+        QScheme::Fp8PerTokenBlock => Some((4 * call.k.div_ceil(element::FP8_BLOCK), 0)),
+        QScheme::Int8WeightOnly => Some((0, 4 * call.k)),
+        QScheme::Int8PerTensor | QScheme::Fp8PerTensor => Some((0, 4)),
     }
 }
 
@@ -89,13 +142,18 @@ impl HostComm {
         }
         let (half, ticket) = {
             let mut issue = self.core.issue.lock();
-            let half = match issue.reserved {
-                Some((half, _)) => half,
+            let half = match &issue.reserved {
+                Some(reserved) => reserved.half,
                 None => issue.halves.next_half(),
             };
             issue.tickets += 1;
-            issue.reserved = Some((half, issue.tickets));
-            (half, issue.tickets)
+            let ticket = issue.tickets;
+            issue.reserved = Some(Reserved {
+                half,
+                ticket,
+                rows: rows_per_rank.into(),
+            });
+            (half, ticket)
         };
         let first: usize = rows_per_rank[..group.rank].iter().sum();
         let own = rows_per_rank[group.rank];
@@ -116,45 +174,56 @@ impl HostComm {
 
     /// Where the rows of a call go, if they fit.
     fn reserve(&self, call: &LinearCall, chunk: &Chunk<'_>) -> Result<Option<Rows>> {
-        let row_bytes = call.k * call.input.bytes();
-        let bytes: PerRank = call.rows.iter().map(|r| r * row_bytes).collect();
-        let offsets = brigade_plan::rows::offsets(&bytes);
-        let fits = offsets[call.rows.len()] <= self.core.config.gather_bytes;
+        let config = &self.core.config;
+        let values = Span::new(0, &call.rows, call.k * call.input.bytes(), 0);
+        let scales_start = Layout::scales_offset(config);
+        let scales =
+            scale_bytes(call).map(|(row, shared)| Span::new(scales_start, &call.rows, row, shared));
+        let fits = values.all().len() <= config.gather_bytes
+            && scales
+                .as_ref()
+                .is_none_or(|s| s.all().len() <= config.gather_scale_bytes);
         let mut issue = self.core.issue.lock();
         let source = match chunk {
             Chunk::Resident(filled) => {
-                let handed_out = issue.reserved.map(|(_, ticket)| ticket);
-                if handed_out != Some(filled.ticket()) {
+                let handed_out = |r: &Reserved| r.ticket == filled.ticket() && r.rows == call.rows;
+                if !issue.reserved.as_ref().is_some_and(handed_out) {
                     return Err(Error::invalid(
                         "chunk",
-                        "a token of own rows that were used or handed out anew",
-                        "the token of the last own_chunk",
+                        "a token of own rows that were used, handed out anew, or meant for other counts",
+                        "the token of the last own_chunk, with the same rows_per_rank",
                     ));
                 }
                 None
             }
             Chunk::Copy(_) if !fits => return Ok(None),
-            Chunk::Copy(rows) => Some(rows.plain("chunk")?.retain()),
+            Chunk::Copy(rows) => Some(OwnedOperand::new(rows)?),
         };
         let half = match issue.reserved.take() {
-            Some((half, _)) => half,
+            Some(reserved) => reserved.half,
             None => issue.halves.next_half(),
         };
         Ok(Some(Rows {
             half,
-            offsets,
-            row_bytes,
+            counts: call.rows.clone(),
+            values,
+            scales,
             source,
         }))
     }
 
     /// The gathered rows, as this rank's views see them after the call.
     fn gathered(&self, call: &LinearCall, rows: &Rows, shape: Shape) -> Result<GatheredParts> {
-        let range = 0..rows.offsets[call.rows.len()];
-        let window = self.window(rows.half, range, &self.core.gates[rows.half.index()].all);
+        let gate = &self.core.gates[rows.half.index()].all;
+        let kernel = self.window(rows.half, rows.values.all(), gate);
+        let scales = rows.scales.as_ref().map(|span| {
+            let window = self.window(rows.half, span.all(), gate);
+            Buffer::new(window, DataType::F32, scales_shape(call)?)
+        });
         Ok(GatheredParts {
-            kernel: Buffer::new(window, call.input, shape)?,
-            scales: None,
+            kernel: Buffer::new(kernel, call.input, shape)?,
+            scales: scales.transpose()?.map(|s| (s, call.scheme)),
+            rows: call.rows.clone(),
         })
     }
 
@@ -196,24 +265,35 @@ impl HostComm {
         let Chunk::Copy(rows) = chunk else {
             return Err(Error::invalid("chunk", "a token", "rows to be copied"));
         };
-        let from = rows.plain("chunk")?.retain();
-        let to = self.device.heap(call.input, shape.dims())?;
-        let bytes: PerRank = call
-            .rows
-            .iter()
-            .map(|r| r * call.k * call.input.bytes())
-            .collect();
+        let from = OwnedOperand::new(rows)?;
+        let kernel = self.device.heap(call.input, shape.dims())?;
+        let scales = scale_bytes(call)
+            .map(|_| self.device.heap(DataType::F32, scales_shape(call)?.dims()))
+            .transpose()?;
+        let values = Span::new(0, &call.rows, call.k * call.input.bytes(), 0);
+        let mut parts = vec![(values, kernel.clone(), from.kernel)];
+        if let (Some((row, shared)), Some(to), Some(from)) =
+            (scale_bytes(call), &scales, from.scales)
+        {
+            parts.push((Span::new(0, &call.rows, row, shared), to.clone(), from));
+        }
         let piece = self.core.config.scratch_bytes;
-        let (core, out) = (self.core.clone(), to.clone());
+        let core = self.core.clone();
         let signed = Call::GatherLinear(call.clone());
         HostQueue::of(turn.stream())?.run(move || {
             core.collective(&signed, |active| {
-                crate::all_gather::all_gather(active, &bytes, piece, &out, &from)
+                parts.iter().try_for_each(|(span, to, from)| {
+                    let bytes: PerRank = (0..active.job.size())
+                        .map(|c| span.chunk(c).len())
+                        .collect();
+                    crate::all_gather::all_gather(active, &bytes, piece, to, from)
+                })
             })
         })?;
         Ok(GatheredParts {
-            kernel: to,
-            scales: None,
+            kernel,
+            scales: scales.map(|s| (s, call.scheme)),
+            rows: call.rows.clone(),
         })
     }
 
@@ -243,17 +323,19 @@ impl HostComm {
             .device
             .place(p.output, &[linear_call.total_rows(), n])?;
         let (core, engine) = (self.core.clone(), self.device.engine.clone());
-        let (out, input, steps) = (d.clone(), linear_call.input, plan.clone());
+        let (out, steps) = (d.clone(), plan.clone());
+        let (input, scheme) = (linear_call.input, linear_call.scheme);
         HostQueue::of(turn.stream())?.run(move || {
             core.collective(&call, |active| {
                 writing(&out, &linear.buffers(), |bytes, inputs| {
-                    let linear = linear.bind(inputs, &engine.scratch);
+                    let linear = linear.bind(inputs, integers(scheme), &engine.scratch);
                     let product = Product {
                         plan: &steps,
                         rows: &rows,
                         engine: &engine,
                         linear: &linear,
                         input,
+                        scheme,
                         output: out.dtype(),
                     };
                     product
@@ -267,6 +349,20 @@ impl HostComm {
             a,
             plan: Plan::GatherLinear(plan),
         })
+    }
+}
+
+/// Whether rows of this scheme are multiplied as integers.
+fn integers(scheme: QScheme) -> bool {
+    matches!(scheme, QScheme::Int8PerToken | QScheme::Int8PerTensor)
+}
+
+/// Shape of all ranks' scales: per row, or what every rank has for all of its rows.
+fn scales_shape(call: &LinearCall) -> Result<Shape> {
+    match scale_bytes(call) {
+        Some((row, _)) if call.scheme.per_row() => Shape::new(&[call.total_rows(), row / 4]),
+        Some((_, shared)) => Shape::new(&[call.rows.len(), shared / 4]),
+        None => Shape::new(&[0]),
     }
 }
 
@@ -289,10 +385,12 @@ fn fill_own(active: &mut Active<'_>, rows: &Rows) -> Result<Use> {
     let job = &active.job;
     set(&job.core.gates[rows.half.index()].own, false)?;
     if let Some(source) = &rows.source {
-        reading(&[source], |inputs| {
-            // SAFETY: own rows in own half: all peers have given their credit for it, and it is announced later.
-            unsafe { job.bytes_mut(job.rank(), of, rows.chunk(job.rank())) }
-                .copy_from_slice(inputs[0]);
+        let buffers: Vec<&Buffer> = source.buffers().collect();
+        reading(&buffers, |inputs| {
+            for (place, input) in rows.places(job.rank(), 1, 0).zip(inputs) {
+                // SAFETY: own rows in own half: all peers have given their credit for it, and it is announced later.
+                unsafe { job.bytes_mut(job.rank(), of, place) }.copy_from_slice(input);
+            }
             Ok(())
         })?;
     }
@@ -302,11 +400,11 @@ fn fill_own(active: &mut Active<'_>, rows: &Rows) -> Result<Use> {
 /// Writes own rows into every peer's half, piece by piece.
 fn push_own(job: &Job, of: Use, rows: &Rows, pieces: usize) -> Result<()> {
     for p in 0..pieces {
-        let piece = rows.piece(job.rank(), pieces, p);
         for to in job.peers() {
             let _span =
                 tracing::info_span!(target: "brigade::comm", "push", to, piece = p).entered();
-            transfer(job, of, job.rank(), to, piece.clone());
+            rows.places(job.rank(), pieces, p)
+                .for_each(|place| transfer(job, of, job.rank(), to, place));
             job.say_filled(to, of, job.rank(), p);
         }
     }
@@ -336,7 +434,8 @@ fn pass_round(job: &Job, of: Use, rows: &Rows) -> Result<()> {
         }
         let _span =
             tracing::info_span!(target: "brigade::comm", "pass", chunk = c, to = next).entered();
-        transfer(job, of, rank, next, rows.chunk(c));
+        rows.places(c, 1, 0)
+            .for_each(|place| transfer(job, of, rank, next, place));
         job.say_filled(next, of, c, 0);
     }
     Ok(())
@@ -354,7 +453,8 @@ fn fetch(job: &Job, of: Use, rows: &Rows, order: &[u16]) -> Result<()> {
     {
         job.await_filled(of, c, 0, c)?;
         let _span = tracing::info_span!(target: "brigade::comm", "fetch", chunk = c).entered();
-        transfer(job, of, c, job.rank(), rows.chunk(c));
+        rows.places(c, 1, 0)
+            .for_each(|place| transfer(job, of, c, job.rank(), place));
         job.say_filled(job.rank(), of, c, FETCHED);
     }
     Ok(())
@@ -367,6 +467,7 @@ struct Product<'a> {
     engine: &'a Engine,
     linear: &'a BoundLinear<'a>,
     input: DataType,
+    scheme: QScheme,
     output: DataType,
 }
 
@@ -419,9 +520,20 @@ impl Product<'_> {
         )
         .entered();
         // SAFETY: own rows, or announced for this use; nobody writes them until this rank ends it.
-        let x = unsafe { job.bytes(job.rank(), of, self.rows.piece(c, pieces, p)) };
-        let k = self.linear.k();
-        let x = Matrix::new(self.input, x, [rows.len(), k], false, &self.engine.scratch);
+        let bytes = |place| unsafe { job.bytes(job.rank(), of, place) };
+        let scales = self.rows.scales.as_ref().map(|span| match span.row_bytes {
+            // They came with the chunk's first piece.
+            0 => span.chunk(c),
+            _ => span.piece(c, &piece, p),
+        });
+        let x = Parts {
+            dtype: self.input,
+            scheme: self.scheme,
+            kernel: bytes(self.rows.values.piece(c, &piece, p)),
+            scales: scales.map_or(&[], |place| bytemuck::cast_slice(bytes(place))),
+            dims: [rows.len(), self.linear.k()],
+        };
+        let x = x.factor(false, &self.engine.scratch);
         let row_bytes = self.linear.n() * self.output.bytes();
         let out = &mut out[rows.start * row_bytes..rows.end * row_bytes];
         self.linear

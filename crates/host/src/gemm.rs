@@ -80,15 +80,27 @@ impl<'a> Matrix<'a> {
         transpose: bool,
         scratch: &'a Scratch,
     ) -> Self {
-        let values = if dtype == DataType::F32 {
-            Values::Borrowed(bytemuck::cast_slice(bytes))
-        } else {
-            let mut converted = scratch.take(rows * columns);
-            element::load(dtype, bytes, &mut converted);
-            Values::Converted(converted)
-        };
+        if dtype == DataType::F32 {
+            let stored = Self::of(bytemuck::cast_slice(bytes), rows, columns);
+            return if transpose {
+                stored.transposed()
+            } else {
+                stored
+            };
+        }
+        let mut converted = scratch.take(rows * columns);
+        element::load(dtype, bytes, &mut converted);
+        Self::converted(converted, [rows, columns], transpose)
+    }
+
+    /// op of a matrix whose values were made here.
+    pub(crate) fn converted(
+        values: Taken<'a>,
+        [rows, columns]: [usize; 2],
+        transpose: bool,
+    ) -> Self {
         let stored = Self {
-            values,
+            values: Values::Converted(values),
             rows,
             columns,
             row_stride: columns,
@@ -169,6 +181,10 @@ impl Workers {
         Ok(Self { pool })
     }
 
+    pub(crate) fn pool(&self) -> Option<&rayon::ThreadPool> {
+        self.pool.as_ref()
+    }
+
     /// `out = alpha * x w`, or `out += alpha * x w`; `out` is row-major `[rows of x, columns of w]`.
     pub(crate) fn multiply(
         &self,
@@ -242,7 +258,8 @@ unsafe impl Send for SendPtr {}
 pub(crate) fn activate(activation: Activation, values: &mut [f32]) {
     let f: fn(f32) -> f32 = match activation {
         Activation::None => return,
-        Activation::Relu => |x| x.max(0.0),
+        // Not `max`, which may give either zero for -0, and hides a NaN.
+        Activation::Relu => |x| if x > 0.0 || x.is_nan() { x } else { 0.0 },
         Activation::GeluTanh => |x| {
             let inner = (2.0 / std::f32::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
             0.5 * x * (1.0 + inner.tanh())

@@ -81,8 +81,18 @@ impl Layout {
             .next_multiple_of(64)
             .max(64)
             * size;
+        // The scales of gathered rows lie behind them in the same half.
+        let gather = Self::scales_offset(config)
+            .checked_add(config.gather_scale_bytes)
+            .ok_or_else(|| {
+                Error::invalid(
+                    "gather_bytes",
+                    config.gather_bytes,
+                    "a size that fits in memory",
+                )
+            })?;
         let half_bytes = [
-            config.gather_bytes,
+            gather,
             config.reduce_scatter_bytes,
             config.scratch_bytes,
             mail,
@@ -111,6 +121,11 @@ impl Layout {
             words,
             bytes,
         })
+    }
+
+    /// Where scales begin in a half of the gather region.
+    pub(crate) fn scales_offset(config: &CommConfig) -> usize {
+        config.gather_bytes.next_multiple_of(64)
     }
 
     pub(crate) fn ring(&self, area: Area) -> CreditRing {

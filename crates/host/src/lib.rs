@@ -23,6 +23,8 @@ mod linear;
 mod linear_reduce_scatter;
 mod memory;
 mod mover;
+mod operand;
+mod quantize;
 mod queue;
 mod reduce_scatter;
 mod rendezvous;

@@ -3,6 +3,7 @@
 use crate::{
     element,
     gemm::{Matrix, Scratch, Workers, activate},
+    operand::{Factor, OwnedOperand},
 };
 use brigade_device::{
     Activation, Buffer, DataType, GemmParams, LoraRun, Operand, Result, Shape, View,
@@ -12,7 +13,7 @@ use std::ops::Range;
 
 /// A linear layer that owns what it refers to, so that it can run later and again.
 pub(crate) struct OwnedLinear {
-    weight: Buffer,
+    weight: OwnedOperand,
     transpose: bool,
     bias: Option<Buffer>,
     alpha: f32,
@@ -30,7 +31,7 @@ impl OwnedLinear {
     /// From the parameters of a gemm and the runs of its adapters.
     pub(crate) fn new(p: &GemmParams<'_>, runs: &[LoraRun<'_>]) -> Result<Self> {
         Ok(Self {
-            weight: p.b.plain("b")?.retain(),
+            weight: OwnedOperand::new(&p.b)?,
             transpose: p.transpose_b,
             bias: p.c.filter(|_| p.beta != 0.0).map(|c| c.retain()),
             alpha: p.alpha,
@@ -49,7 +50,7 @@ impl OwnedLinear {
         runs: &[LoraRun<'_>],
     ) -> Result<Self> {
         Ok(Self {
-            weight: weight.plain("weight")?.retain(),
+            weight: OwnedOperand::new(&weight)?,
             transpose,
             bias: bias.map(|c| c.retain()),
             alpha: 1.0,
@@ -61,7 +62,7 @@ impl OwnedLinear {
 
     /// Columns of the result.
     pub(crate) fn n(&self) -> usize {
-        let s = self.weight.shape();
+        let s = self.weight.kernel.shape();
         if self.transpose {
             s.rows()
         } else {
@@ -72,15 +73,24 @@ impl OwnedLinear {
     /// Everything that it reads, in the order in which [`bind`](Self::bind) wants the bytes.
     pub(crate) fn buffers(&self) -> SmallVec<[&Buffer; 6]> {
         let adapters = self.runs.iter().filter_map(|r| r.adapter.as_ref());
-        std::iter::once(&self.weight)
+        self.weight
+            .buffers()
             .chain(&self.bias)
             .chain(adapters.flat_map(|(a, b, _)| [a, b]))
             .collect()
     }
 
-    /// The layer over the bytes of its buffers.
-    pub(crate) fn bind<'a>(&'a self, bytes: &[&'a [u8]], scratch: &'a Scratch) -> BoundLinear<'a> {
+    /// The layer over the bytes of its buffers. `integers` says that the rows to come are, and are to be multiplied as,
+    /// small integers.
+    pub(crate) fn bind<'a>(
+        &'a self,
+        bytes: &[&'a [u8]],
+        integers: bool,
+        scratch: &'a Scratch,
+    ) -> BoundLinear<'a> {
         let mut bytes = bytes.iter().copied();
+        let weight = self.weight.bind(&mut bytes, self.transpose, scratch);
+        let weight = weight.for_rows(integers, scratch);
         let mut next = move || bytes.next().unwrap_or_default();
         let dims = |s: Shape| {
             let d = s.dims();
@@ -89,7 +99,6 @@ impl OwnedLinear {
         let matrix = |b: &Buffer, bytes: &'a [u8], transpose| {
             Matrix::new(b.dtype(), bytes, dims(b.shape()), transpose, scratch)
         };
-        let weight = matrix(&self.weight, next(), self.transpose);
         let n = weight.columns();
         let bias = self.bias.as_ref().map(|c| {
             let rows = c.shape().len().checked_div(n).unwrap_or(0);
@@ -139,7 +148,7 @@ struct BoundRun<'a> {
 
 /// A linear layer ready to multiply.
 pub(crate) struct BoundLinear<'a> {
-    weight: Matrix<'a>,
+    weight: Factor<'a>,
     bias: Option<Matrix<'a>>,
     runs: Vec<BoundRun<'a>>,
     alpha: f32,
@@ -163,7 +172,7 @@ impl BoundLinear<'_> {
     pub(crate) fn multiply(
         &self,
         workers: &Workers,
-        x: &Matrix<'_>,
+        x: &Factor<'_>,
         rows: Range<usize>,
         dtype: DataType,
         out: &mut [u8],
@@ -177,9 +186,15 @@ impl BoundLinear<'_> {
         }
     }
 
-    fn multiply_f32(&self, workers: &Workers, x: &Matrix<'_>, rows: Range<usize>, out: &mut [f32]) {
+    fn multiply_f32(&self, workers: &Workers, x: &Factor<'_>, rows: Range<usize>, out: &mut [f32]) {
         let n = self.n();
-        workers.multiply(out, x, &self.weight, self.alpha, false);
+        match (x, &self.weight) {
+            (Factor::Int8(x), Factor::Int8(w)) => workers.multiply_int8(out, x, w, self.alpha),
+            (x, w) => x.float(self.scratch).with(|x| {
+                w.float(self.scratch)
+                    .with(|w| workers.multiply(out, x, w, self.alpha, false));
+            }),
+        }
         for run in &self.runs {
             let clipped = run.rows.start.max(rows.start)..run.rows.end.min(rows.end);
             let Some((a, b, scale)) = run.adapter.as_ref().filter(|_| !clipped.is_empty()) else {
@@ -188,7 +203,8 @@ impl BoundLinear<'_> {
             let first = clipped.start - rows.start;
             let x = x.slice(first, clipped.len());
             let mut low = self.scratch.take(clipped.len() * a.columns());
-            workers.multiply(&mut low, &x, a, 1.0, false);
+            x.float(self.scratch)
+                .with(|x| workers.multiply(&mut low, x, a, 1.0, false));
             let low = Matrix::of(&low, clipped.len(), a.columns());
             let out = &mut out[first * n..(first + clipped.len()) * n];
             workers.multiply(out, &low, b, *scale, true);

@@ -11,6 +11,7 @@ use crate::{
     linear::{BoundLinear, OwnedLinear, finish},
     memory::{Staged, poison, writing},
     mover::Ticket,
+    operand::{Factor, OwnedOperand},
     queue::HostQueue,
 };
 use brigade_device::{
@@ -36,7 +37,7 @@ impl HostComm {
         };
         let linear =
             OwnedLinear::from_parts(p.weight, p.transpose_weight, None, Activation::None, p.runs)?;
-        let x = p.x.plain("x")?.retain();
+        let x = OwnedOperand::new(&p.x)?;
         let bias = p.bias.map(|c| c.retain());
         let own = linear_call.rows[self.core.group.rank];
         let (d, new) = self.device.place(p.output, &[own, linear_call.n])?;
@@ -48,21 +49,21 @@ impl HostComm {
                 let mut inputs = linear.buffers();
                 let bias_at = inputs.len();
                 inputs.extend(&bias);
-                inputs.push(&x);
+                let x_at = inputs.len();
+                inputs.extend(x.buffers());
                 writing(&out, &inputs, |bytes, inputs| {
                     let scratch = &engine.scratch;
-                    let linear = linear.bind(&inputs[..bias_at], scratch);
+                    let x = x.bind(&mut inputs[x_at..].iter().copied(), false, scratch);
+                    let linear = linear.bind(&inputs[..bias_at], x.is_integer_rows(), scratch);
                     let n = linear.n();
                     let bias = bias.as_ref().map(|c| {
                         let rows = c.shape().len().checked_div(n).unwrap_or(0);
                         Matrix::new(c.dtype(), inputs[bias_at], [rows, n], false, scratch)
                     });
-                    let x_bytes = inputs[inputs.len() - 1];
-                    let dims = [x.shape().rows(), linear.k()];
                     let product = Product {
                         plan: &steps,
                         engine: &engine,
-                        x: Matrix::new(x.dtype(), x_bytes, dims, false, scratch),
+                        x,
                         linear: &linear,
                         bias,
                         activation,
@@ -85,7 +86,7 @@ impl HostComm {
 struct Product<'a> {
     plan: &'a OverlapPlan,
     engine: &'a Engine,
-    x: Matrix<'a>,
+    x: Factor<'a>,
     linear: &'a BoundLinear<'a>,
     bias: Option<Matrix<'a>>,
     activation: Activation,

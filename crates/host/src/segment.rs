@@ -34,11 +34,13 @@ impl Segment {
     pub(crate) fn new(words: usize, bytes: usize) -> Result<Self> {
         let refused = || Error::Backend {
             call: "allocate shared memory",
-            code: i64::try_from(bytes).unwrap_or(i64::MAX),
+            code: i64::try_from(words.saturating_mul(8).saturating_add(bytes)).unwrap_or(i64::MAX),
             source: None,
         };
-        let all = Self::data_offset(words)
-            .checked_add(bytes.max(1))
+        let all = words
+            .checked_mul(8)
+            .and_then(|front| front.checked_next_multiple_of(64))
+            .and_then(|front| front.checked_add(bytes.max(1)))
             .ok_or_else(refused)?;
         let layout = Layout::from_size_align(all, 4096).map_err(|_| refused())?;
         // SAFETY: the size is not 0.

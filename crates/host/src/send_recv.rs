@@ -22,11 +22,12 @@ fn signature(elements: usize, dtype: brigade_device::DataType) -> u32 {
 }
 
 /// The `n`-th piece between a pair: halves alternate.
-fn mail(n: u32) -> (Use, bool) {
+fn mail(n: u64) -> (Use, bool) {
     let of = Use {
         area: Area::Mail,
-        half: Half::of(n),
-        epoch: n / 2 + 1,
+        half: Half::of(n as u32),
+        // Epochs wrap; the count of pieces does not.
+        epoch: (n / 2 + 1) as u32,
     };
     (of, n >= 2)
 }
@@ -47,7 +48,7 @@ impl Active<'_> {
         unsafe { job.bytes_mut(peer, of, first..first + piece.len()) }.copy_from_slice(piece);
         job.count_moved(piece.len());
         job.say_filled(peer, of, job.rank(), 0);
-        self.state.mail.sent[peer] = self.state.mail.sent[peer].wrapping_add(1);
+        self.state.mail.sent[peer] += 1;
         Ok(())
     }
 
@@ -59,7 +60,7 @@ impl Active<'_> {
         // SAFETY: announced by the peer for this use, which this rank has not ended.
         out.copy_from_slice(unsafe { job.bytes(job.rank(), of, first..first + out.len()) });
         job.say_done_to(peer, of);
-        self.state.mail.received[peer] = self.state.mail.received[peer].wrapping_add(1);
+        self.state.mail.received[peer] += 1;
         Ok(())
     }
 }

@@ -15,7 +15,7 @@ use brigade_device::{
     Call, Error, Operation, Reason, Region, Result, TransferParams, Turn, UserBuffers, View,
     ViewMut, check_peer,
 };
-use brigade_sync::{CreditRing, Flag, Half};
+use brigade_sync::{CreditRing, Flag, Half, Memory};
 use std::sync::Arc;
 
 /// A region's memory on every rank.
@@ -81,6 +81,36 @@ fn exchange_words(active: &mut Active<'_>, mine: u64) -> Result<Vec<u64>> {
     Ok(words)
 }
 
+/// How a registration ended, on all ranks alike.
+enum Registered {
+    At(Region, RegionMemory),
+    NoneFree,
+    /// This rank has no memory for it.
+    Missing(usize),
+}
+
+/// The lowest number that is free on every rank. Ranks may differ in what they hold, if a fault ended a registration on
+/// some of them only: they raise what they propose until all propose the same.
+fn agree_on_number(active: &mut Active<'_>) -> Result<Option<Region>> {
+    let core = Arc::clone(&active.job.core);
+    let most = core.config.regions;
+    let free_from = |first: u16| {
+        let regions = core.regions.lock();
+        let free = |&i: &u16| regions.get(usize::from(i)).is_none_or(Option::is_none);
+        (first..most).find(free).unwrap_or(most)
+    };
+    let mut proposed = free_from(0);
+    loop {
+        let all = exchange_words(active, proposed.into())?;
+        let highest = all.iter().copied().max().unwrap_or_default();
+        let highest = u16::try_from(highest).unwrap_or(most);
+        if all.iter().all(|&n| n == u64::from(highest)) {
+            return Ok((highest < most).then_some(Region(highest)));
+        }
+        proposed = free_from(highest);
+    }
+}
+
 /// One side of the exchange between this rank and a peer in one region.
 struct Pair<'a, 'b> {
     active: &'a mut Active<'b>,
@@ -98,8 +128,9 @@ impl Pair<'_, '_> {
             .or_insert_with(|| Pairs::none(size))
     }
 
-    fn flag(&self, epoch: u32) -> Flag {
-        Flag::new(self.active.job.generation(), SIGNATURE, epoch)
+    /// The flag of the `count`-th signal: epochs wrap, the count does not.
+    fn flag(&self, count: u64) -> Flag {
+        Flag::new(self.active.job.generation(), SIGNATURE, count as u32)
     }
 
     /// Waits until the peer has released all that was signalled.
@@ -109,7 +140,7 @@ impl Pair<'_, '_> {
         if sent == 0 {
             return Ok(());
         }
-        let next = self.flag(sent.wrapping_add(1));
+        let next = self.flag(sent + 1);
         let w = self.ring.credit(Half::of(0), self.peer, next);
         self.active.job.wait(w, self.region.0.into())
     }
@@ -117,9 +148,9 @@ impl Pair<'_, '_> {
     fn signal(&mut self) -> Result<()> {
         self.await_released()?;
         let peer = self.peer;
-        let epoch = self.counts().sent[peer].wrapping_add(1);
-        self.counts().sent[peer] = epoch;
-        let flag = self.flag(epoch);
+        let count = self.counts().sent[peer] + 1;
+        self.counts().sent[peer] = count;
+        let flag = self.flag(count);
         let me = self.active.job.rank();
         self.active
             .job
@@ -129,19 +160,36 @@ impl Pair<'_, '_> {
 
     fn wait(&mut self) -> Result<()> {
         let peer = self.peer;
-        let epoch = self.counts().received[peer].wrapping_add(1);
+        let count = self.counts().received[peer] + 1;
         let w = self
             .ring
-            .arrival(Half::of(0), peer, 0, peer, self.flag(epoch));
+            .arrival(Half::of(0), peer, 0, peer, self.flag(count));
         self.active.job.wait(w, self.region.0.into())?;
-        self.counts().received[peer] = epoch;
+        self.counts().received[peer] = count;
         Ok(())
+    }
+
+    /// Releases all that the peer has signalled, whether it was waited for or not, so that the next who gets this region's
+    /// number begins with nothing on its way.
+    fn let_go(&mut self) {
+        let job = &self.active.job;
+        let word = self
+            .ring
+            .arrival(Half::of(0), self.peer, 0, self.peer, self.flag(0))
+            .word;
+        let last = Flag::from_bits(job.core.memory.load(word));
+        if last.generation() == job.generation() {
+            let peer = self.peer;
+            let received = &mut self.counts().received[peer];
+            *received += u64::from(last.epoch().wrapping_sub(*received as u32));
+            self.release();
+        }
     }
 
     fn release(&mut self) {
         let peer = self.peer;
-        let epoch = self.counts().received[peer];
-        let flag = self.flag(epoch);
+        let count = self.counts().received[peer];
+        let flag = self.flag(count);
         self.ring
             .release(Half::of(0), flag)
             .filter(|p| p.word.owner == peer)
@@ -150,6 +198,13 @@ impl Pair<'_, '_> {
 }
 
 impl HostComm {
+    fn ring(&self, region: Region) -> Result<CreditRing> {
+        self.core
+            .layout
+            .region_ring(region)
+            .ok_or_else(|| Error::invalid("region", region.0, "a registered region"))
+    }
+
     /// Enqueues work between this rank and a peer in a region.
     fn with_peer(
         &self,
@@ -161,11 +216,7 @@ impl HostComm {
         let group = self.core.group;
         check_peer(peer, group.rank, group.size)?;
         self.core.region(region)?;
-        let ring = self
-            .core
-            .layout
-            .region_ring(region)
-            .ok_or_else(|| Error::invalid("region", region.0, "a registered region"))?;
+        let ring = self.ring(region)?;
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
             core.pairwise(Operation::UserBuffers, SIGNATURE, |active| {
@@ -184,55 +235,65 @@ impl UserBuffers for HostComm {
     fn register(&self, turn: &mut Turn, bytes: usize) -> Result<Region> {
         let queue = HostQueue::of(turn.stream())?;
         queue.refuse_capture("registering a region")?;
-        let free = {
-            let regions = self.core.regions.lock();
-            let most = usize::from(self.core.config.regions);
-            (0..most)
-                .find(|&i| regions.get(i).is_none_or(Option::is_none))
-                .ok_or_else(|| {
-                    Reason::new(
-                        "regions",
-                        format!("all {most} regions are taken"),
-                        "deregister one, or raise regions",
-                    )
-                })?
-        };
-        let missing = self.core.collective(&Call::Register { bytes }, |active| {
+        let registered = self.core.collective(&Call::Register { bytes }, |active| {
+            let Some(region) = agree_on_number(active)? else {
+                return Ok(Registered::NoneFree);
+            };
             let segment = Segment::of_words(bytes).map(Arc::new);
             let laid_down = segment.as_ref().ok().map(LaidDown::new);
             let keys = exchange_words(active, laid_down.as_ref().map_or(0, LaidDown::key))?;
             let segments: Option<Vec<_>> = keys.into_iter().map(pick_up).collect();
             // Nobody takes its segment back before everybody has picked it up.
             let all_have = exchange_words(active, segments.is_some().into())?;
-            let missing = all_have.iter().position(|&has| has == 0);
-            match (segments, missing) {
-                (Some(segments), None) => {
-                    let mut regions = self.core.regions.lock();
-                    let len = regions.len().max(free + 1);
-                    regions.resize_with(len, || None);
-                    regions[free] = Some(Arc::new(RegionMemory { bytes, segments }));
-                    Ok(None)
-                }
-                (_, rank) => Ok(Some(rank.unwrap_or(active.job.rank()))),
-            }
+            Ok(
+                match (segments, all_have.iter().position(|&has| has == 0)) {
+                    (Some(segments), None) => {
+                        Registered::At(region, RegionMemory { bytes, segments })
+                    }
+                    (_, rank) => Registered::Missing(rank.unwrap_or(active.job.rank())),
+                },
+            )
         })?;
-        if let Some(rank) = missing {
-            return Err(Error::Group {
+        match registered {
+            Registered::At(region, memory) => {
+                let mut regions = self.core.regions.lock();
+                let len = regions.len().max(usize::from(region.0) + 1);
+                regions.resize_with(len, || None);
+                regions[usize::from(region.0)] = Some(Arc::new(memory));
+                Ok(region)
+            }
+            Registered::NoneFree => Err(Reason::new(
+                "regions",
+                format!("all {} regions are taken", self.core.config.regions),
+                "deregister one, or raise regions",
+            )
+            .into()),
+            Registered::Missing(rank) => Err(Error::Group {
                 step: "register a region",
                 what: format!("rank {rank} could not allocate {bytes} bytes"),
-            });
+            }),
         }
-        u16::try_from(free)
-            .map(Region)
-            .map_err(|_| Error::invalid("region", free, "at most 65535"))
     }
 
     fn deregister(&self, turn: &mut Turn, region: Region) -> Result<()> {
         HostQueue::of(turn.stream())?.refuse_capture("giving a region back")?;
         self.core.region(region)?;
+        let ring = self.ring(region)?;
         let call = Call::Deregister { region: region.0 };
-        self.core.collective(&call, |_| Ok(()))?;
-        // All ranks are in this call, so none will touch it any more.
+        self.core.collective(&call, |active| {
+            // Once all ranks are in this call, none will touch the region or signal in it any more.
+            active.job.meet()?;
+            for peer in active.job.peers() {
+                let mut pair = Pair {
+                    active: &mut *active,
+                    ring,
+                    region,
+                    peer,
+                };
+                pair.let_go();
+            }
+            Ok(())
+        })?;
         self.core.regions.lock()[usize::from(region.0)] = None;
         Ok(())
     }
@@ -241,7 +302,9 @@ impl UserBuffers for HostComm {
         let memory = self.core.region(region)?;
         memory.check("offset", offset, from.bytes())?;
         let (from, me) = (from.retain(), self.core.group.rank);
+        let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
+            core.usable()?;
             reading(&[&from], |inputs| {
                 memory.segments[me].store_bytes(offset, inputs[0]);
                 Ok(())
@@ -253,7 +316,9 @@ impl UserBuffers for HostComm {
         let memory = self.core.region(region)?;
         let (to, me) = (to.as_view().retain(), self.core.group.rank);
         memory.check("offset", offset, to.bytes())?;
+        let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
+            core.usable()?;
             writing(&to, &[], |out, _| {
                 memory.segments[me].load_bytes(offset, out);
                 Ok(())

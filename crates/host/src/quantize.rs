@@ -1,0 +1,138 @@
+//! Quantizing the rows of a matrix. Every step is one f32 operation, so that other devices can give the same bits:
+//! `scale = max |x| / limit`, `q = round(x / scale)`, ties to even. A scale of 0 gives zeros; a NaN is the canonical one of
+//! its type, and 0 in int8, where its scale still is one.
+
+use crate::{
+    device::HostDevice,
+    element,
+    memory::{reading, writing},
+    queue::HostQueue,
+};
+use brigade_device::{DataType, Error, QBuffer, QScheme, Reason, Result, Stream, View};
+use float8::F8E4M3;
+
+/// Greatest int8 value used: the range is symmetric.
+const INT8_LIMIT: f32 = 127.0;
+/// Greatest finite fp8 e4m3 value.
+const FP8_LIMIT: f32 = 448.0;
+
+impl HostDevice {
+    pub(crate) fn run_quantize(
+        &self,
+        on: &Stream,
+        a: View<'_>,
+        scheme: QScheme,
+    ) -> Result<QBuffer> {
+        let &[rows, columns] = a.shape().dims() else {
+            return Err(Error::invalid("a.shape", a.shape(), "2 dimensions"));
+        };
+        if !matches!(a.dtype(), DataType::F32 | DataType::F16 | DataType::BF16) {
+            return Err(Error::invalid("a.dtype", a.dtype(), "f32, f16 or bf16"));
+        }
+        let Some(kernel_type) = scheme.kernel_type() else {
+            return Err(Error::invalid("scheme", "None", "a quantization scheme"));
+        };
+        let blocks = columns.div_ceil(element::FP8_BLOCK);
+        let scales_shape: &[usize] = match scheme {
+            QScheme::Int8PerToken => &[rows, 1],
+            QScheme::Int8WeightOnly => &[columns],
+            QScheme::Fp8PerTokenBlock => &[rows, blocks],
+            QScheme::Int8PerTensor | QScheme::Fp8PerTensor => &[1],
+            QScheme::None => {
+                return Err(
+                    Reason::new("quantize", "nothing to quantize to", "name a scheme").into(),
+                );
+            }
+        };
+        let kernel = self.heap(kernel_type, &[rows, columns])?;
+        let scales = self.heap(DataType::F32, scales_shape)?;
+        let (from, kernel_out, scales_out) = (a.retain(), kernel.clone(), scales.clone());
+        HostQueue::of(on)?.run(move || {
+            let mut values = vec![0.0; rows * columns];
+            reading(&[&from], |inputs| {
+                element::load(from.dtype(), inputs[0], &mut values);
+                Ok(())
+            })?;
+            let group = Groups {
+                scheme,
+                columns,
+                blocks,
+            };
+            let mut most = vec![0.0; scales_out.shape().len()];
+            group.each(&values, |i, x| most[i] = greatest(most[i], x.abs()));
+            let limit = match kernel_type {
+                DataType::I8 => INT8_LIMIT,
+                _ => FP8_LIMIT,
+            };
+            let factors: Vec<f32> = most.iter().map(|m| canonical(m / limit)).collect();
+            writing(&scales_out, &[], |out, _| {
+                out.copy_from_slice(bytemuck::cast_slice(&factors));
+                Ok(())
+            })?;
+            writing(&kernel_out, &[], |out, _| {
+                let mut out = out.iter_mut();
+                group.each(&values, |i, x| {
+                    if let Some(out) = out.next() {
+                        *out = one(kernel_type, x, factors[i]);
+                    }
+                });
+                Ok(())
+            })
+        })?;
+        QBuffer::new(kernel, scales, None, scheme)
+    }
+}
+
+/// The greater of two; a NaN stays, so that its scale and all it stands for become NaN.
+fn greatest(a: f32, b: f32) -> f32 {
+    if !a.is_nan() && (b > a || b.is_nan()) {
+        b
+    } else {
+        a
+    }
+}
+
+/// Sign and payload of a NaN are the processor's choice.
+fn canonical(x: f32) -> f32 {
+    if x.is_nan() {
+        f32::from_bits(DataType::F32.poison() as u32)
+    } else {
+        x
+    }
+}
+
+fn one(kernel_type: DataType, x: f32, scale: f32) -> u8 {
+    let q = if scale == 0.0 { 0.0 } else { x / scale };
+    match kernel_type {
+        DataType::I8 => {
+            let q = q.round_ties_even().clamp(-INT8_LIMIT, INT8_LIMIT);
+            (q as i8).cast_unsigned()
+        }
+        other if q.is_nan() => other.poison() as u8,
+        _ => F8E4M3::from_f32(q.clamp(-FP8_LIMIT, FP8_LIMIT)).to_bits(),
+    }
+}
+
+/// Which values share a scale.
+#[derive(Clone, Copy)]
+struct Groups {
+    scheme: QScheme,
+    columns: usize,
+    blocks: usize,
+}
+
+impl Groups {
+    fn each(&self, values: &[f32], mut f: impl FnMut(usize, f32)) {
+        for (row, values) in values.chunks_exact(self.columns.max(1)).enumerate() {
+            for (column, &x) in values.iter().enumerate() {
+                let group = match self.scheme {
+                    QScheme::Int8PerToken => row,
+                    QScheme::Int8WeightOnly => column,
+                    QScheme::Fp8PerTokenBlock => row * self.blocks + column / element::FP8_BLOCK,
+                    _ => 0,
+                };
+                f(group, x);
+            }
+        }
+    }
+}
