@@ -41,7 +41,7 @@ pub fn algorithms(engines: Engines) -> Vec<(&'static str, Option<AllReduceAlgori
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// Over the input.
-    InPlace,
+    OverInput,
     /// Into a buffer of the input's type.
     Beside,
     /// Into a buffer of f32.
@@ -50,11 +50,14 @@ pub enum Place {
 
 /// Inputs of all ranks, and what every rank must get.
 pub struct Case {
-    dtype: DataType,
-    op: ReduceOp,
+    /// Type of the inputs.
+    pub dtype: DataType,
+    /// How they are combined.
+    pub op: ReduceOp,
     place: Place,
     inputs: Vec<Vec<f32>>,
-    want: Vec<u8>,
+    /// What every rank must get.
+    pub want: Vec<u8>,
 }
 
 impl Case {
@@ -86,6 +89,12 @@ impl Case {
         Self::new(kind.0, kind.1, kind.2, inputs)
     }
 
+    /// A rank's input, as it is stored.
+    pub fn input(&self, rank: usize) -> Vec<u8> {
+        let values: Vec<f64> = self.inputs[rank].iter().copied().map(f64::from).collect();
+        to_bytes(self.dtype, &values)
+    }
+
     fn output(&self) -> DataType {
         match self.place {
             Place::Widened => DataType::F32,
@@ -102,14 +111,10 @@ impl Case {
             self.dtype,
             self.place
         );
-        let mine: Vec<f64> = self.inputs[rank.rank]
-            .iter()
-            .copied()
-            .map(f64::from)
-            .collect();
-        let dims = [mine.len()];
-        let mut from = rank.upload_bytes(self.dtype, &dims, &to_bytes(self.dtype, &mine));
-        let beside = (self.place != Place::InPlace).then(|| rank.poisoned(self.output(), &dims));
+        let mine = self.input(rank.rank);
+        let dims = [mine.len() / self.dtype.bytes()];
+        let from = rank.upload_bytes(self.dtype, &dims, &mine);
+        let beside = (self.place != Place::OverInput).then(|| rank.poisoned(self.output(), &dims));
         let input = from.clone();
         let call = Call::AllReduce {
             elements: dims[0],
@@ -123,16 +128,15 @@ impl Case {
             .lease()
             .all_reduce(AllReduceParams {
                 data: out.view_mut(),
-                from: (self.place != Place::InPlace).then(|| from.view()),
+                from: (self.place != Place::OverInput).then(|| from.view()),
                 op: self.op,
                 choice,
             })
             .unwrap();
         assert_eq!(plan, rank.comm().explain(&call).unwrap(), "{what}");
         assert_bits(&rank.raw(out.view()), &self.want, self.output(), &what);
-        if self.place != Place::InPlace {
-            let kept = to_bytes(self.dtype, &mine);
-            assert_bits(&rank.raw(from.view_mut().as_view()), &kept, self.dtype, "input kept");
+        if self.place != Place::OverInput {
+            assert_bits(&rank.raw(from.view()), &mine, self.dtype, "input kept");
         }
         let Plan::AllReduce {
             algorithm, order, ..
@@ -141,13 +145,20 @@ impl Case {
             panic!("{what}: {plan:?}");
         };
         assert_eq!(order, SumOrder::Flat, "{what}");
-        assert!(choice.is_none_or(|c| c == algorithm), "{what}: {algorithm:?} ran");
+        assert!(
+            choice.is_none_or(|c| c == algorithm),
+            "{what}: {algorithm:?} ran"
+        );
         algorithm
     }
 }
 
 fn round_f32(dtype: DataType, x: f32) -> f32 {
-    if x.is_nan() { x } else { round(dtype, x.into()) as f32 }
+    if x.is_nan() {
+        x
+    } else {
+        round(dtype, x.into()) as f32
+    }
 }
 
 /// A value of a magnitude between 1/64 and 64: sums of such lose bits.
@@ -163,10 +174,25 @@ fn lengths(world: &World, op: ReduceOp, choice: Option<AllReduceAlgorithm>) {
     let mut cases = vec![];
     for dtype in FLOATS {
         for len in LENGTHS {
-            cases.push(Case::random(&mut rng, world.size, len, (dtype, op, Place::InPlace)));
+            cases.push(Case::random(
+                &mut rng,
+                world.size,
+                len,
+                (dtype, op, Place::OverInput),
+            ));
             if len < 5000 {
-                cases.push(Case::random(&mut rng, world.size, len, (dtype, op, Place::Beside)));
-                cases.push(Case::random(&mut rng, world.size, len, (dtype, op, Place::Widened)));
+                cases.push(Case::random(
+                    &mut rng,
+                    world.size,
+                    len,
+                    (dtype, op, Place::Beside),
+                ));
+                cases.push(Case::random(
+                    &mut rng,
+                    world.size,
+                    len,
+                    (dtype, op, Place::Widened),
+                ));
             }
         }
     }
@@ -184,7 +210,11 @@ fn exact_integers(world: &World, choice: Option<AllReduceAlgorithm>) {
     let cases: Vec<_> = FLOATS
         .into_iter()
         .map(|dtype| {
-            let mut values = || (0..777).map(|_| rng.random_range(-16i32..=16) as f32).collect();
+            let mut values = || {
+                (0..777)
+                    .map(|_| rng.random_range(-16i32..=16) as f32)
+                    .collect()
+            };
             let inputs: Vec<Vec<f32>> = (0..size).map(|_| values()).collect();
             let sums: Vec<f64> = (0..777)
                 .map(|i| inputs.iter().map(|input| f64::from(input[i])).sum())
@@ -225,7 +255,7 @@ fn special_values(world: &World, choice: Option<AllReduceAlgorithm>) {
     let mut cases = vec![];
     for op in OPS {
         for dtype in FLOATS {
-            for place in [Place::InPlace, Place::Beside, Place::Widened] {
+            for place in [Place::OverInput, Place::Beside, Place::Widened] {
                 let mut draw = || match rng.random_range(0..20) {
                     i @ 0..14 => SPECIAL[i],
                     _ => uneven(&mut rng),

@@ -2,8 +2,8 @@
 
 use crate::matrix::Matrix;
 use brigade_device::{
-    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Lease, MemoryType, Result, Stream,
-    View,
+    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Lease, MemoryType, Result,
+    Stream, View,
 };
 use brigade_plan::Engines;
 use parking_lot::{Condvar, Mutex};
@@ -96,7 +96,20 @@ impl Rank {
 
     /// Joins another group of the same ranks.
     pub fn join_another(&self, config: &CommConfig) -> Comm {
-        Arc::clone(&self.device).join(&*self.boot, config).unwrap()
+        self.try_join_another(config).unwrap()
+    }
+
+    /// As [`join_another`](Self::join_another), and gives the error.
+    ///
+    /// # Errors
+    /// As [`Device::join`].
+    pub fn try_join_another(&self, config: &CommConfig) -> Result<Comm> {
+        Arc::clone(&self.device).join(&*self.boot, config)
+    }
+
+    /// Goes on with another communicator, and keeps this one in its place.
+    pub fn swap_comm(&mut self, other: &mut Option<Comm>) {
+        std::mem::swap(&mut self.comm, other);
     }
 
     /// Shows every rank's bytes to every rank, outside of the communicator.

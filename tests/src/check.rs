@@ -14,32 +14,37 @@ pub fn tolerance(dtype: DataType) -> f64 {
 /// How far a single element may be off, in tolerances of the mean magnitude: far less than a lost or swapped element.
 const ELEMENT_TOLERANCES: f64 = 16.0;
 
-/// What is wrong with `got`, if anything is.
+/// Frobenius norm.
+pub fn norm(values: &[f64]) -> f64 {
+    values.iter().map(|v| v * v).sum::<f64>().sqrt()
+}
+
+/// What is wrong with `got`, if anything is. `parts` is the norm of what was added up to get it, where that was rounded:
+/// if parts cancel, their rounding does not.
 ///
 /// # Errors
 /// What is wrong.
-pub fn compare(got: &[f64], want: &[f64], tolerance: f64) -> Result<(), String> {
+pub fn compare(got: &[f64], want: &[f64], tolerance: f64, parts: f64) -> Result<(), String> {
     if got.len() != want.len() {
         return Err(format!("{} elements instead of {}", got.len(), want.len()));
     }
-    let square = |v: f64| v * v;
-    let norm = want.iter().copied().map(square).sum::<f64>().sqrt();
-    let mean = norm / (want.len().max(1) as f64).sqrt();
+    let size = norm(want).max(parts);
+    let mean = size / (want.len().max(1) as f64).sqrt();
     for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
         let off = (g - w).abs();
-        // Written so that a NaN fails.
-        if !(off <= ELEMENT_TOLERANCES * tolerance * mean.max(w.abs())) {
+        let allowed = ELEMENT_TOLERANCES * tolerance * mean.max(w.abs());
+        if off.is_nan() || off > allowed {
             return Err(format!("element {i} of {}: {g} instead of {w}", got.len()));
         }
     }
-    let error = got.iter().zip(want).map(|(g, w)| square(g - w)).sum::<f64>();
-    let error = error.sqrt();
-    if error <= tolerance * norm {
+    let off: Vec<_> = got.iter().zip(want).map(|(g, w)| g - w).collect();
+    let error = norm(&off);
+    if error <= tolerance * size {
         Ok(())
     } else {
         Err(format!(
             "relative error {:e}, allowed {tolerance:e}",
-            error / norm
+            error / size
         ))
     }
 }
@@ -50,7 +55,16 @@ pub fn compare(got: &[f64], want: &[f64], tolerance: f64) -> Result<(), String> 
 /// If it is not.
 #[track_caller]
 pub fn assert_close(got: &[f64], want: &[f64], dtype: DataType, what: &str) {
-    if let Err(why) = compare(got, want, tolerance(dtype)) {
+    assert_sum_close(got, want, dtype, 0.0, what);
+}
+
+/// As [`assert_close`], for a sum of parts of this norm.
+///
+/// # Panics
+/// If it is not.
+#[track_caller]
+pub fn assert_sum_close(got: &[f64], want: &[f64], dtype: DataType, parts: f64, what: &str) {
+    if let Err(why) = compare(got, want, tolerance(dtype), parts) {
         panic!("{what}: {why}");
     }
 }
@@ -63,7 +77,9 @@ pub fn assert_close(got: &[f64], want: &[f64], dtype: DataType, what: &str) {
 pub fn assert_bits(got: &[u8], want: &[u8], dtype: DataType, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}: bytes");
     let size = dtype.bytes();
-    let differs = (0..got.len()).step_by(size).find(|&i| got[i..i + size] != want[i..i + size]);
+    let differs = (0..got.len())
+        .step_by(size)
+        .find(|&i| got[i..i + size] != want[i..i + size]);
     if let Some(i) = differs {
         panic!(
             "{what}: element {} of {}: {:02x?} instead of {:02x?}",

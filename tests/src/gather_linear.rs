@@ -1,21 +1,28 @@
 //! Gather-linear: every mode gives the linear of all ranks' rows, and the rows themselves.
 
+mod layouts;
+mod limits;
+mod pressure;
+mod tokens;
+
 use crate::{
     backend::Rank,
     check::{assert_bits, assert_close, overlap_of},
-    layer::{Layer, Spec, THEMES, modes},
+    layer::{Layer, Spec},
     matrix::Matrix,
     oracle,
     suite::{Suite, World},
+    themes::{THEMES, modes},
 };
 use brigade_device::{
-    AllGatherLoraLinearParams, Call, Chunk, CommConfig, DataType, GemmParams, OverlapMode, Output,
+    AllGatherLoraLinearParams, Call, Chunk, CommConfig, DataType, GemmParams, Output, OverlapMode,
     OverlapPlan, ParallelMode,
 };
 use brigade_plan::reason;
 use rand::{Rng, rngs::StdRng};
 
 /// A case with its numbers, and what must come out.
+#[derive(Clone)]
 pub struct Case {
     /// Its sizes.
     pub spec: Spec,
@@ -34,14 +41,22 @@ pub struct Case {
 impl Case {
     /// Draws the numbers.
     pub fn new(rng: &mut StdRng, spec: Spec) -> Self {
+        Self::with_layers(rng, spec, None)
+    }
+
+    /// As [`new`](Self::new), with layers that exist already.
+    pub fn with_layers(rng: &mut StdRng, spec: Spec, layers: Option<Vec<Layer>>) -> Self {
         let x: Vec<_> = spec
             .rows
             .iter()
             .map(|&rows| Matrix::random(rng, spec.dtype, &[rows, spec.k[0]], 1.0))
             .collect();
         let all = Matrix::stack(&x);
-        let layers = spec.layers(rng, false);
-        let want = layers.iter().map(|l| oracle::linear(&all, false, l)).collect();
+        let layers = layers.unwrap_or_else(|| spec.layers(rng, false));
+        let want = layers
+            .iter()
+            .map(|l| oracle::linear(&all, false, l))
+            .collect();
         let second = Matrix::random(rng, spec.dtype, &[spec.k[0], 3], 1.0);
         Self {
             second_want: oracle::multiply(&all, false, &second, false),
@@ -56,6 +71,11 @@ impl Case {
 
     /// Makes the call, and asserts everything that it promises. Gives the overlap part of its plan.
     pub fn run(&self, rank: &Rank, choice: Option<OverlapMode>) -> OverlapPlan {
+        self.run_slowly(rank, choice, 0)
+    }
+
+    /// As [`run`](Self::run), but reads the gathered rows late, when peers have long gone on.
+    pub fn run_slowly(&self, rank: &Rank, choice: Option<OverlapMode>, pause: u32) -> OverlapPlan {
         let (spec, me) = (&self.spec, rank.rank);
         let what = format!("{choice:?}, {spec:?}");
         let layer = self.layers[me].upload(rank);
@@ -92,9 +112,17 @@ impl Case {
         let call = Call::GatherLinear(params.check(&rank.comm().group()).unwrap());
         let explained = rank.comm().explain(&call).unwrap();
         let result = lease.all_gather_lora_linear(params).unwrap();
-        assert_eq!(result.plan, explained, "{what}: another plan than explained");
-        assert_eq!(result.d.is_none(), spec.into, "{what}: D given and allocated");
+        assert_eq!(
+            result.plan, explained,
+            "{what}: another plan than explained"
+        );
+        assert_eq!(
+            result.d.is_none(),
+            spec.into,
+            "{what}: D given and allocated"
+        );
 
+        rank.dawdle(pause);
         let rows = result.a.operand().unwrap();
         let product = GemmParams::new(rows, &second);
         let output = Output::Allocate(DataType::F32);
@@ -173,6 +201,10 @@ pub fn add(suite: &mut Suite) {
             run_all(world, resident(&mut world.rng(), world.size), &choices);
         });
     }
+    limits::add(suite);
+    layouts::add(suite);
+    tokens::add(suite);
+    pressure::add(suite);
 }
 
 /// Column-parallel linears whose ranks have different N, 0 among them.

@@ -18,15 +18,29 @@
 
 mod all_reduce;
 pub mod backend;
+mod capture;
 pub mod check;
+mod control;
+mod copies;
+mod device;
 mod faults;
 mod gather_linear;
 mod host;
 mod layer;
+mod ledger;
+mod life;
+mod linear_all_reduce;
+mod linear_reduce_scatter;
 pub mod matrix;
 mod ops;
 pub mod oracle;
+mod quantized;
+mod reduce_scatter;
+mod send_recv;
 pub mod suite;
+mod themes;
+mod traffic;
+mod user_buffers;
 
 pub use backend::{Backend, Rank, Seat};
 pub use host::HostThreads;
@@ -37,7 +51,20 @@ use std::sync::Arc;
 pub fn trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
     let mut suite = suite::Suite::new(backend);
     gather_linear::add(&mut suite);
+    linear_reduce_scatter::add(&mut suite);
+    linear_all_reduce::add(&mut suite);
     all_reduce::add(&mut suite);
+    reduce_scatter::add(&mut suite);
+    copies::add(&mut suite);
+    send_recv::add(&mut suite);
+    life::add(&mut suite);
+    capture::add(&mut suite);
+    quantized::add(&mut suite);
+    traffic::add(&mut suite);
+    user_buffers::add(&mut suite);
+    ledger::add(&mut suite);
+    device::add(&mut suite);
+    control::add(&mut suite);
     faults::add(&mut suite);
     suite.into_trials()
 }

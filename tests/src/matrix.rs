@@ -85,9 +85,7 @@ pub fn round(dtype: DataType, x: f64) -> f64 {
 pub fn to_bytes(dtype: DataType, values: &[f64]) -> Vec<u8> {
     let each = values.iter();
     match dtype {
-        DataType::F16 => each
-            .flat_map(|&x| f16::from_f64(x).to_ne_bytes())
-            .collect(),
+        DataType::F16 => each.flat_map(|&x| f16::from_f64(x).to_ne_bytes()).collect(),
         DataType::BF16 => each
             .flat_map(|&x| bf16::from_f64(x).to_ne_bytes())
             .collect(),

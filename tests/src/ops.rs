@@ -1,11 +1,11 @@
 //! Every operation as one call with small inputs, for contracts that all operations share.
 
-use crate::{all_reduce::algorithms, backend::Rank, layer::modes};
+use crate::{all_reduce::algorithms, backend::Rank, themes::modes};
 use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceAlgorithm, AllReduceParams,
-    AllToAllParams, BroadcastParams, Buffer, Chunk, DataType, GemmParams, Lease, LoraLinearAllReduceParams,
-    LoraLinearParams, LoraLinearReduceScatterParams, Operation, Output, OverlapMode, ReduceOp,
-    ReduceScatterParams, Result,
+    AllToAllParams, BroadcastParams, Buffer, Chunk, DataType, GemmParams, Lease,
+    LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams, Operation, Output,
+    OverlapMode, ReduceOp, ReduceScatterParams, Result,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -25,8 +25,8 @@ type Make = dyn Fn(&Rank, &mut Lease<'_>) -> Ended + Send + Sync;
 pub struct Op {
     /// For the names of trials.
     pub name: String,
-    /// As fault records name it.
-    pub operation: Operation,
+    /// As fault records name it, or the part of it that a rank was in.
+    pub operations: Vec<Operation>,
     call: Arc<Make>,
 }
 
@@ -45,7 +45,7 @@ impl Op {
     ) -> Self {
         Self {
             name: name.into(),
-            operation,
+            operations: vec![operation],
             call: Arc::new(call),
         }
     }
@@ -135,18 +135,22 @@ pub fn all_gather(rows_of_first: usize) -> Op {
 
 /// Own rows of the sum.
 pub fn reduce_scatter(op: ReduceOp) -> Op {
-    Op::new("reduce_scatter", Operation::ReduceScatter, move |rank, lease| {
-        let rows = vec![ROWS; rank.size];
-        let from = ones(rank, DataType::F32, &[ROWS * rank.size, COLUMNS]);
-        let mut to = old(rank, DataType::F32, &[ROWS, COLUMNS]);
-        let result = lease.reduce_scatter(ReduceScatterParams {
-            from: from.view(),
-            rows_per_rank: &rows,
-            to: to.view_mut(),
-            op,
-        });
-        ended(result, to)
-    })
+    Op::new(
+        "reduce_scatter",
+        Operation::ReduceScatter,
+        move |rank, lease| {
+            let rows = vec![ROWS; rank.size];
+            let from = ones(rank, DataType::F32, &[ROWS * rank.size, COLUMNS]);
+            let mut to = old(rank, DataType::F32, &[ROWS, COLUMNS]);
+            let result = lease.reduce_scatter(ReduceScatterParams {
+                from: from.view(),
+                rows_per_rank: &rows,
+                to: to.view_mut(),
+                op,
+            });
+            ended(result, to)
+        },
+    )
 }
 
 /// The data of rank `root % size`.
@@ -185,20 +189,24 @@ pub fn all_to_all(columns: usize) -> Op {
 
 /// Gather-linear with `rows` rows a rank and `k` columns.
 pub fn gather_linear(rows: usize, k: usize, choice: Option<OverlapMode>) -> Op {
-    Op::new("gather_linear", Operation::GatherLinear, move |rank, lease| {
-        let counts = vec![rows; rank.size];
-        let x = ones(rank, DataType::F32, &[rows, k]);
-        let weight = ones(rank, DataType::F32, &[k, COLUMNS]);
-        let mut d = old(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
-        let chunk = Chunk::Copy((&x).into());
-        let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
-            output: Output::Into(d.view_mut()),
-            choice,
-            ..AllGatherLoraLinearParams::new(chunk, &counts, &weight)
-        });
-        let result = result.map(drop);
-        ended(result, d)
-    })
+    Op::new(
+        "gather_linear",
+        Operation::GatherLinear,
+        move |rank, lease| {
+            let counts = vec![rows; rank.size];
+            let x = ones(rank, DataType::F32, &[rows, k]);
+            let weight = ones(rank, DataType::F32, &[k, COLUMNS]);
+            let mut d = old(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
+            let chunk = Chunk::Copy((&x).into());
+            let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
+                output: Output::Into(d.view_mut()),
+                choice,
+                ..AllGatherLoraLinearParams::new(chunk, &counts, &weight)
+            });
+            let result = result.map(drop);
+            ended(result, d)
+        },
+    )
 }
 
 /// Its twin.
@@ -257,7 +265,9 @@ pub fn all(engines: Engines) -> Vec<Op> {
         let op = gather_linear(ROWS, COLUMNS, choice);
         ops.push(named(format!("gather_linear_{name}"), op));
         if choice != Some(OverlapMode::Pull) {
-            let op = linear_reduce_scatter(ROWS, COLUMNS, choice);
+            let mut op = linear_reduce_scatter(ROWS, COLUMNS, choice);
+            // Where it does not overlap, it may be made of two calls.
+            op.operations.push(Operation::ReduceScatter);
             ops.push(named(format!("linear_reduce_scatter_{name}"), op));
         }
     }

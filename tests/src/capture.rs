@@ -1,0 +1,377 @@
+//! Graphs: what was captured once runs again and again with the data of the day, in order with eager calls and other
+//! graphs.
+
+use crate::{
+    all_reduce,
+    backend::Rank,
+    check::{assert_bits, assert_close, assert_sum_close, expect_unsupported},
+    gather_linear::{self, config},
+    layer::{LoraKind, Spec},
+    linear_reduce_scatter as twin,
+    matrix::Matrix,
+    suite::{Suite, World},
+    themes::modes,
+};
+use brigade_device::{
+    AllGatherLoraLinearParams, AllReduceAlgorithm, AllReduceParams, Buffer, Chunk, DataType,
+    LoraLinearReduceScatterParams, Output, OverlapMode, ReduceOp, Replay,
+};
+use rand::{Rng, rngs::StdRng};
+
+/// Data of so many days.
+const DAYS: usize = 7;
+
+/// Replays of every graph.
+fn replays(size: usize) -> usize {
+    if size <= 4 { 1000 } else { 150 }
+}
+
+/// A captured call: its inputs can be written anew, and its output read.
+struct Captured {
+    graph: Box<dyn Replay>,
+    input: Buffer,
+    output: Buffer,
+}
+
+impl Captured {
+    fn new(
+        rank: &Rank,
+        input: Buffer,
+        output: Buffer,
+        mut call: impl FnMut(&Buffer, &mut Buffer),
+    ) -> Self {
+        let mut target = output.clone();
+        let graph = rank
+            .device
+            .capture(&rank.stream, &mut || {
+                call(&input, &mut target);
+                Ok(())
+            })
+            .unwrap();
+        Self {
+            graph,
+            input,
+            output,
+        }
+    }
+
+    /// Runs with this input, and gives the output.
+    fn replay(&mut self, rank: &Rank, input: &[u8]) -> Vec<u8> {
+        let device = &rank.device;
+        device
+            .write(&rank.stream, self.input.view_mut(), input)
+            .unwrap();
+        device
+            .fill(&rank.stream, self.output.view_mut(), 0xFF)
+            .unwrap();
+        let end = self.graph.launch(&rank.stream).unwrap();
+        end.sync(crate::faults::AMPLE).unwrap();
+        rank.raw(self.output.view())
+    }
+}
+
+/// The same call with the data of several days.
+trait Subject: Send + Sync {
+    fn capture(&self, rank: &Rank) -> Captured;
+    fn input(&self, rank: usize, day: usize) -> Vec<u8>;
+    fn check(&self, rank: &Rank, day: usize, output: &[u8]);
+    fn eager(&self, rank: &Rank, day: usize);
+}
+
+/// Cases that differ in their activations alone.
+fn days<C>(
+    rng: &mut StdRng,
+    spec: &Spec,
+    make: impl Fn(&mut StdRng, Spec, Option<&C>) -> C,
+) -> Vec<C> {
+    let mut cases: Vec<C> = vec![];
+    for _ in 0..DAYS {
+        let next = make(rng, spec.clone(), cases.first());
+        cases.push(next);
+    }
+    cases
+}
+
+struct Gather {
+    days: Vec<gather_linear::Case>,
+    choice: Option<OverlapMode>,
+}
+
+impl Subject for Gather {
+    fn capture(&self, rank: &Rank) -> Captured {
+        let case = &self.days[0];
+        let layer = case.layers[rank.rank].upload(rank);
+        let x = rank.upload(&case.x[rank.rank]);
+        let dims = [case.spec.total_rows(), case.spec.n[rank.rank]];
+        let d = rank.poisoned(case.spec.output, &dims);
+        Captured::new(rank, x, d, |x, d| {
+            let chunk = Chunk::Copy(x.into());
+            let mut lease = rank.lease();
+            lease
+                .all_gather_lora_linear(AllGatherLoraLinearParams {
+                    transpose_weight: case.spec.transpose,
+                    runs: &layer.runs(),
+                    output: Output::Into(d.view_mut()),
+                    choice: self.choice,
+                    ..AllGatherLoraLinearParams::new(chunk, &case.spec.rows, &layer.weight)
+                })
+                .unwrap();
+        })
+    }
+    fn input(&self, rank: usize, day: usize) -> Vec<u8> {
+        self.days[day].x[rank].bytes()
+    }
+    fn check(&self, rank: &Rank, day: usize, output: &[u8]) {
+        let case = &self.days[day];
+        let dtype = case.spec.output;
+        let got = crate::matrix::to_f64(dtype, output);
+        assert_close(&got, &case.want[rank.rank], dtype, "a replay");
+    }
+    fn eager(&self, rank: &Rank, day: usize) {
+        self.days[day].run_forced(rank, self.choice);
+    }
+}
+
+struct Scatter {
+    days: Vec<twin::Case>,
+    choice: Option<OverlapMode>,
+}
+
+impl Subject for Scatter {
+    fn capture(&self, rank: &Rank) -> Captured {
+        let case = &self.days[0];
+        let layer = case.layers[rank.rank].upload(rank);
+        let x = rank.upload(&case.x[rank.rank]);
+        let d = rank.poisoned(
+            case.spec.output,
+            &[case.spec.rows[rank.rank], case.spec.n[0]],
+        );
+        Captured::new(rank, x, d, |x, d| {
+            rank.lease()
+                .lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
+                    transpose_weight: case.spec.transpose,
+                    runs: &layer.runs(),
+                    output: Output::Into(d.view_mut()),
+                    choice: self.choice,
+                    ..LoraLinearReduceScatterParams::new(x, &case.spec.rows, &layer.weight)
+                })
+                .unwrap();
+        })
+    }
+    fn input(&self, rank: usize, day: usize) -> Vec<u8> {
+        self.days[day].x[rank].bytes()
+    }
+    fn check(&self, rank: &Rank, day: usize, output: &[u8]) {
+        let case = &self.days[day];
+        let dtype = case.spec.output;
+        let got = crate::matrix::to_f64(dtype, output);
+        let me = rank.rank;
+        assert_sum_close(&got, &case.want[me], dtype, case.parts[me], "a replay");
+    }
+    fn eager(&self, rank: &Rank, day: usize) {
+        self.days[day].run(rank, self.choice);
+    }
+}
+
+struct Sum {
+    days: Vec<all_reduce::Case>,
+    choice: Option<AllReduceAlgorithm>,
+}
+
+impl Subject for Sum {
+    fn capture(&self, rank: &Rank) -> Captured {
+        let case = &self.days[0];
+        let input = case.input(rank.rank);
+        let dims = [input.len() / case.dtype.bytes()];
+        let from = rank.upload_bytes(case.dtype, &dims, &input);
+        let to = rank.poisoned(case.dtype, &dims);
+        Captured::new(rank, from, to, |from, to| {
+            rank.lease()
+                .all_reduce(AllReduceParams {
+                    data: to.view_mut(),
+                    from: Some(from.view()),
+                    op: case.op,
+                    choice: self.choice,
+                })
+                .unwrap();
+        })
+    }
+    fn input(&self, rank: usize, day: usize) -> Vec<u8> {
+        self.days[day].input(rank)
+    }
+    fn check(&self, _rank: &Rank, day: usize, output: &[u8]) {
+        let case = &self.days[day];
+        assert_bits(output, &case.want, case.dtype, "a replay");
+    }
+    fn eager(&self, rank: &Rank, day: usize) {
+        self.days[day].run(rank, self.choice);
+    }
+}
+
+fn gather(rng: &mut StdRng, size: usize, choice: Option<OverlapMode>) -> Box<dyn Subject> {
+    let spec = Spec::ragged(rng, size).with(|s| s.lora = LoraKind::Mixed);
+    let days = days(
+        rng,
+        &spec,
+        |rng, spec, first: Option<&gather_linear::Case>| {
+            gather_linear::Case::with_layers(rng, spec, first.map(|c| c.layers.clone()))
+        },
+    );
+    Box::new(Gather { days, choice })
+}
+
+fn scatter(rng: &mut StdRng, size: usize, choice: Option<OverlapMode>) -> Box<dyn Subject> {
+    let spec = Spec::ragged(rng, size).with(|s| s.lora = LoraKind::Mixed);
+    let days = days(rng, &spec, |rng, spec, first: Option<&twin::Case>| {
+        twin::Case::with_layers(rng, spec, first.map(|c| c.layers.clone()))
+    });
+    Box::new(Scatter { days, choice })
+}
+
+fn sum(rng: &mut StdRng, size: usize, choice: Option<AllReduceAlgorithm>) -> Box<dyn Subject> {
+    let len = rng.random_range(1..3000);
+    let kind = (DataType::F32, ReduceOp::Sum, all_reduce::Place::Beside);
+    let days = (0..DAYS).map(|_| all_reduce::Case::random(rng, size, len, kind));
+    Box::new(Sum {
+        days: days.collect(),
+        choice,
+    })
+}
+
+/// A graph replayed many times with changing inputs, eager calls in between.
+fn replayed(world: &World, make: impl Fn(&mut StdRng, usize) -> Box<dyn Subject>) {
+    let mut rng = world.rng();
+    let subject = make(&mut rng, world.size);
+    let times = replays(world.size);
+    world.run(&config(), move |rank| {
+        subject.eager(rank, 0);
+        let mut captured = subject.capture(rank);
+        for i in 0..times {
+            let day = i % DAYS;
+            let output = captured.replay(rank, &subject.input(rank.rank, day));
+            subject.check(rank, day, &output);
+            if i % 50 == 17 {
+                subject.eager(rank, (i / 50) % DAYS);
+            }
+        }
+    });
+}
+
+/// Graphs of all kinds in turn, in an order of this run, with eager calls in between.
+fn interleaved(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let engines = world.backend.engines();
+    let choices: Vec<_> = modes(engines).into_iter().flat_map(|(_, c)| c).collect();
+    let mut subjects = vec![sum(&mut rng, size, None)];
+    for &choice in &choices {
+        subjects.push(gather(&mut rng, size, choice));
+        if choice != Some(OverlapMode::Pull) {
+            subjects.push(scatter(&mut rng, size, choice));
+        }
+    }
+    let order: Vec<_> = (0..replays(size))
+        .map(|_| {
+            (
+                rng.random_range(0..subjects.len()),
+                rng.random_range(0..DAYS),
+                rng.random_ratio(1, 10),
+            )
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        let mut graphs: Vec<_> = subjects.iter().map(|s| s.capture(rank)).collect();
+        for &(i, day, eager) in &order {
+            if eager {
+                subjects[i].eager(rank, day);
+            } else {
+                let output = graphs[i].replay(rank, &subjects[i].input(rank.rank, day));
+                subjects[i].check(rank, day, &output);
+            }
+        }
+    });
+}
+
+/// What answers to the caller cannot be captured, and says so; capturing runs nothing.
+fn refusals(world: &World) {
+    world.run(&config(), |rank| {
+        let mut a = rank.upload(&Matrix {
+            dtype: DataType::F32,
+            dims: vec![4],
+            values: vec![1.0, 2.0, 3.0, 4.0],
+        });
+        let b = rank.poisoned(DataType::F32, &[4]);
+        let device = &rank.device;
+        let read = device.capture(&rank.stream, &mut || {
+            device.read(&rank.stream, b.view(), &mut [0; 16])
+        });
+        expect_unsupported(read, "a read");
+        let nested = device.capture(&rank.stream, &mut || {
+            device.capture(&rank.stream, &mut || Ok(())).map(drop)
+        });
+        expect_unsupported(nested, "a capture in a capture");
+        assert!(!rank.stream.capturing());
+
+        let mut target = b.clone();
+        let graph = device
+            .capture(&rank.stream, &mut || {
+                assert!(rank.stream.capturing());
+                device.copy(&rank.stream, target.view_mut(), a.view())
+            })
+            .unwrap();
+        assert!(
+            rank.values(b.view()).iter().all(|x| x.is_nan()),
+            "ran while capturing"
+        );
+        device
+            .write(&rank.stream, a.view_mut(), bytemuck::bytes_of(&[5f32; 4]))
+            .unwrap();
+        graph
+            .launch(&rank.stream)
+            .unwrap()
+            .sync(crate::faults::AMPLE)
+            .unwrap();
+        assert_eq!(rank.values(b.view()), [5.0; 4]);
+        rank.lease().barrier().unwrap();
+    });
+}
+
+/// A graph captured once more: replayed inside another capture, it becomes part of that graph.
+fn failed_capture(world: &World) {
+    world.run(&config(), |rank| {
+        let device = &rank.device;
+        let failed = device.capture(&rank.stream, &mut || {
+            rank.lease().barrier()?;
+            Err(brigade_device::Error::invalid("test", "a failure", "none"))
+        });
+        assert!(failed.is_err(), "a capture whose work fails");
+        assert!(!rank.stream.capturing());
+        rank.lease().barrier().unwrap();
+    });
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    for (name, choices) in modes(suite.backend().engines()) {
+        let choice = choices[choices.len() / 2];
+        suite.add(&format!("capture/gather_linear/{name}"), move |world| {
+            replayed(world, |rng, size| gather(rng, size, choice));
+        });
+        if choice != Some(OverlapMode::Pull) {
+            suite.add(
+                &format!("capture/linear_reduce_scatter/{name}"),
+                move |world| {
+                    replayed(world, |rng, size| scatter(rng, size, choice));
+                },
+            );
+        }
+    }
+    for (name, choice) in all_reduce::algorithms(suite.backend().engines()) {
+        suite.add(&format!("capture/all_reduce/{name}"), move |world| {
+            replayed(world, |rng, size| sum(rng, size, choice));
+        });
+    }
+    suite.add("capture/interleaved", interleaved);
+    suite.add("capture/refusals", refusals);
+    suite.add("capture/failed", failed_capture);
+}

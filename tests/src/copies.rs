@@ -1,0 +1,279 @@
+//! All-gather, broadcast, all-to-all and barrier: what arrives is what was sent, byte for byte.
+
+use crate::{
+    backend::Rank,
+    check::{assert_bits, expect_fault, expect_invalid},
+    faults::AMPLE,
+    gather_linear::config,
+    suite::{Suite, World},
+};
+use brigade_device::{AllGatherParams, AllToAllParams, BroadcastParams, DataType, FaultKind, Plan};
+use rand::{Rng, RngCore, rngs::StdRng};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Types that data may have when it only moves.
+pub const ANY: [DataType; 6] = [
+    DataType::U8,
+    DataType::F16,
+    DataType::BF16,
+    DataType::F32,
+    DataType::I32,
+    DataType::I64,
+];
+
+/// Any bytes: copies must not care what they mean.
+pub fn noise(rng: &mut StdRng, bytes: usize) -> Vec<u8> {
+    let mut noise = vec![0; bytes];
+    rng.fill_bytes(&mut noise);
+    noise
+}
+
+struct Gather {
+    rows: Vec<usize>,
+    tail: Vec<usize>,
+    dtype: DataType,
+    parts: Vec<Vec<u8>>,
+}
+
+impl Gather {
+    fn new(rng: &mut StdRng, rows: Vec<usize>, tail: &[usize], dtype: DataType) -> Self {
+        let row_bytes = tail.iter().product::<usize>() * dtype.bytes();
+        Self {
+            parts: rows.iter().map(|r| noise(rng, r * row_bytes)).collect(),
+            rows,
+            tail: tail.to_vec(),
+            dtype,
+        }
+    }
+
+    fn dims(&self, rows: usize) -> Vec<usize> {
+        [&[rows], &self.tail[..]].concat()
+    }
+
+    fn run(&self, rank: &Rank) {
+        let me = rank.rank;
+        let from = rank.upload_bytes(self.dtype, &self.dims(self.rows[me]), &self.parts[me]);
+        let mut to = rank.poisoned(self.dtype, &self.dims(self.rows.iter().sum()));
+        let plan = rank
+            .lease()
+            .all_gather(AllGatherParams {
+                from: from.view(),
+                rows_per_rank: &self.rows,
+                to: to.view_mut(),
+            })
+            .unwrap();
+        assert!(matches!(plan, Plan::Copy { .. }), "{plan:?}");
+        let what = format!("all-gather of {:?} x {:?}", self.rows, self.tail);
+        assert_bits(
+            &rank.raw(to.view()),
+            &self.parts.concat(),
+            self.dtype,
+            &what,
+        );
+    }
+}
+
+fn all_gather(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let mut cases = vec![];
+    for dtype in ANY {
+        let ragged = (0..size).map(|_| rng.random_range(0..12)).collect();
+        cases.push(Gather::new(&mut rng, ragged, &[7], dtype));
+        let mut one = vec![0; size];
+        one[rng.random_range(0..size)] = 5;
+        cases.push(Gather::new(&mut rng, one, &[3, 2], dtype));
+    }
+    cases.push(Gather::new(&mut rng, vec![0; size], &[4], DataType::F32));
+    cases.push(Gather::new(&mut rng, vec![3; size], &[0], DataType::F32));
+    cases.push(Gather::new(&mut rng, vec![1; size], &[], DataType::I64));
+    // Several times the scratch memory, in rows that do not divide it.
+    let large = (0..size).map(|r| 1000 + 333 * r).collect();
+    cases.push(Gather::new(&mut rng, large, &[33], DataType::F32));
+    world.run(&config(), move |rank| {
+        cases.iter().for_each(|case| case.run(rank));
+        let from = rank.poisoned(DataType::F32, &[2, 2]);
+        let mut to = rank.poisoned(DataType::F32, &[2 * rank.size, 2]);
+        let refused = rank.lease().all_gather(AllGatherParams {
+            from: from.view(),
+            rows_per_rank: &vec![2; rank.size + 1],
+            to: to.view_mut(),
+        });
+        assert_eq!(expect_invalid(refused, "too many counts"), "rows_per_rank");
+        cases[0].run(rank);
+    });
+}
+
+fn broadcast(world: &World) {
+    let mut rng = world.rng();
+    let mut cases = vec![];
+    for root in 0..world.size {
+        for (len, dtype) in [
+            (0, DataType::F32),
+            (1, DataType::U8),
+            (1000, DataType::BF16),
+        ] {
+            cases.push((root, dtype, noise(&mut rng, len * dtype.bytes())));
+        }
+        cases.push((root, DataType::I64, noise(&mut rng, 8 * 20_011)));
+    }
+    world.run(&config(), move |rank| {
+        for (root, dtype, bytes) in &cases {
+            let dims = [bytes.len() / dtype.bytes()];
+            let mut data = if rank.rank == *root {
+                rank.upload_bytes(*dtype, &dims, bytes)
+            } else {
+                rank.poisoned(*dtype, &dims)
+            };
+            let params = BroadcastParams {
+                data: data.view_mut(),
+                root: *root,
+            };
+            rank.lease().broadcast(params).unwrap();
+            let what = format!("broadcast of {dims:?} from {root}");
+            assert_bits(&rank.raw(data.view()), bytes, *dtype, &what);
+        }
+        let mut data = rank.poisoned(DataType::F32, &[1]);
+        let refused = rank.lease().broadcast(BroadcastParams {
+            data: data.view_mut(),
+            root: rank.size,
+        });
+        assert_eq!(expect_invalid(refused, "no such root"), "root");
+    });
+}
+
+struct Exchange {
+    /// Rows from (first index) to (second index).
+    rows: Vec<Vec<usize>>,
+    columns: usize,
+    dtype: DataType,
+    parts: Vec<Vec<Vec<u8>>>,
+}
+
+impl Exchange {
+    fn new(rng: &mut StdRng, rows: Vec<Vec<usize>>, columns: usize, dtype: DataType) -> Self {
+        let mut part = |r: &usize| noise(rng, r * columns * dtype.bytes());
+        Self {
+            parts: rows
+                .iter()
+                .map(|to| to.iter().map(&mut part).collect())
+                .collect(),
+            rows,
+            columns,
+            dtype,
+        }
+    }
+
+    fn run(&self, rank: &Rank) {
+        let me = rank.rank;
+        let send = &self.rows[me];
+        let recv: Vec<_> = self.rows.iter().map(|to| to[me]).collect();
+        let dims = |rows: &[usize]| [rows.iter().sum(), self.columns];
+        let from = rank.upload_bytes(self.dtype, &dims(send), &self.parts[me].concat());
+        let mut to = rank.poisoned(self.dtype, &dims(&recv));
+        rank.lease()
+            .all_to_all(AllToAllParams {
+                from: from.view(),
+                send_rows: send,
+                to: to.view_mut(),
+                recv_rows: &recv,
+            })
+            .unwrap();
+        let want: Vec<_> = self.parts.iter().flat_map(|to| to[me].clone()).collect();
+        let what = format!("all-to-all of {:?} x {}", self.rows, self.columns);
+        assert_bits(&rank.raw(to.view()), &want, self.dtype, &what);
+    }
+}
+
+fn all_to_all(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let table = |rng: &mut StdRng, most: usize| {
+        let row = |_| (0..size).map(|_| rng.random_range(0..=most)).collect();
+        (0..size).map(row).collect::<Vec<Vec<usize>>>()
+    };
+    let mut cases = vec![];
+    for dtype in ANY {
+        let rows = table(&mut rng, 5);
+        cases.push(Exchange::new(&mut rng, rows, 9, dtype));
+    }
+    let to_one = (0..size).map(|r| (0..size).map(|to| if to == 0 { r } else { 0 }).collect());
+    cases.push(Exchange::new(&mut rng, to_one.collect(), 5, DataType::F32));
+    cases.push(Exchange::new(
+        &mut rng,
+        vec![vec![0; size]; size],
+        5,
+        DataType::F32,
+    ));
+    cases.push(Exchange::new(
+        &mut rng,
+        vec![vec![2; size]; size],
+        0,
+        DataType::F32,
+    ));
+    let large = table(&mut rng, 700);
+    cases.push(Exchange::new(&mut rng, large, 21, DataType::F32));
+    world.run(&config(), move |rank| {
+        cases.iter().for_each(|case| case.run(rank));
+    });
+}
+
+/// A pair that disagrees about its count is a mismatch on every rank, and nothing is written.
+fn disagreeing_pair(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let (receiver, sender) = (rng.random_range(0..size), rng.random_range(1..size));
+    let sender = (receiver + sender) % size;
+    let case = Exchange::new(&mut rng, vec![vec![2; size]; size], 3, DataType::F32);
+    world.run(&config(), move |rank| {
+        let send = vec![2; rank.size];
+        let mut recv = send.clone();
+        if rank.rank == receiver {
+            recv[sender] = 3;
+        }
+        let from = rank.poisoned(DataType::F32, &[2 * rank.size, 3]);
+        let mut to = rank.poisoned(DataType::F32, &[recv.iter().sum(), 3]);
+        let params = AllToAllParams {
+            from: from.view(),
+            send_rows: &send,
+            to: to.view_mut(),
+            recv_rows: &recv,
+        };
+        let lease = rank.comm().lease(&rank.stream);
+        let result = lease.and_then(|mut lease| lease.all_to_all(params));
+        let record = expect_fault(rank.settle(result.map(drop)), "a pair that disagrees");
+        assert_eq!(record.kind, FaultKind::Mismatch, "{record}");
+        let pair = (record.rank as usize, record.peer as usize);
+        assert_eq!(pair, (receiver, sender), "{record}");
+        rank.comm().reset(AMPLE).unwrap();
+        case.run(rank);
+    });
+}
+
+/// Nobody leaves a barrier before everybody has come.
+fn barrier(world: &World) {
+    let mut rng = world.rng();
+    let arrived = AtomicUsize::new(0);
+    let late: Vec<usize> = (0..50).map(|_| rng.random_range(0..world.size)).collect();
+    world.run(&config(), move |rank| {
+        for (i, &late) in late.iter().enumerate() {
+            if rank.rank == late {
+                rank.dawdle(200);
+            }
+            arrived.fetch_add(1, Ordering::SeqCst);
+            let result = rank.lease().barrier();
+            rank.settle(result).unwrap();
+            let all = arrived.load(Ordering::SeqCst);
+            assert!(all >= (i + 1) * rank.size, "{all} arrivals at barrier {i}");
+        }
+    });
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    suite.add("all_gather/ragged", all_gather);
+    suite.add("broadcast/every_root", broadcast);
+    suite.add("all_to_all/uneven", all_to_all);
+    suite.add_from(2, "all_to_all/disagreeing_pair", disagreeing_pair);
+    suite.add("barrier/nobody_leaves_early", barrier);
+}

@@ -1,0 +1,29 @@
+//! The device layer: products, copies, buffers, streams. Contracts of one device alone, so they run with one rank.
+
+mod buffers;
+mod gemm;
+mod moves;
+mod streams;
+
+use crate::{backend::Rank, gather_linear::config, suite::Suite};
+use rand::rngs::StdRng;
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    gemm::add(suite);
+    moves::add(suite);
+    buffers::add(suite);
+    streams::add(suite);
+}
+
+/// A contract of one device.
+fn alone(
+    suite: &mut Suite,
+    name: &str,
+    contract: impl Fn(&Rank, &mut StdRng) + Copy + Send + Sync + 'static,
+) {
+    suite.add_at(1, &format!("device/{name}"), move |world| {
+        let rng = world.rng();
+        world.run(&config(), move |rank| contract(rank, &mut rng.clone()));
+    });
+}

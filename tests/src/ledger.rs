@@ -1,0 +1,212 @@
+//! The ledger: SHA-256 of every result whose bits are promised, for inputs that anybody can make again.
+//!
+//! An entry is a group size and an operation; its hash is over the results of all ranks, in rank order. Where several
+//! algorithms or modes promise the same bits, all of them are run and must agree. Products are not in it: their bits are
+//! not promised, and neither are those of activations that a library computes.
+//!
+//! `BRIGADE_LEDGER=update` writes the file anew instead of comparing.
+
+mod inputs;
+mod linears;
+mod local;
+mod moves;
+
+use crate::{
+    backend::Rank,
+    gather_linear::config,
+    suite::{Suite, World},
+};
+use brigade_device::DataType;
+use brigade_plan::Engines;
+use inputs::Inputs;
+use parking_lot::Mutex;
+use sha2::{Digest, Sha256};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+
+/// The environment variable that says what to do with the file.
+const ACTION: &str = "BRIGADE_LEDGER";
+
+/// The results of one rank, by what promises the same bits. The first names nothing beside which it could be wrong.
+type Results = Vec<(String, Vec<u8>)>;
+
+type Run = dyn Fn(&Rank, Inputs) -> Results + Send + Sync;
+
+/// Results whose bits are promised.
+#[derive(Clone)]
+struct Entry {
+    name: String,
+    run: Arc<Run>,
+}
+
+impl Entry {
+    fn new(
+        name: impl Into<String>,
+        run: impl Fn(&Rank, Inputs) -> Results + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            name: name.into().to_lowercase(),
+            run: Arc::new(run),
+        }
+    }
+
+    /// An entry that is made in one way.
+    fn one(
+        name: impl Into<String>,
+        run: impl Fn(&Rank, Inputs) -> Vec<u8> + Send + Sync + 'static,
+    ) -> Self {
+        Self::new(name, move |rank, inputs| {
+            vec![("it".into(), run(rank, inputs))]
+        })
+    }
+}
+
+fn key(size: usize, name: &str) -> String {
+    format!("w{size}/{name}")
+}
+
+/// The file, and who may write it: one trial at a time.
+static FILE: Mutex<()> = Mutex::new(());
+
+fn path() -> PathBuf {
+    [env!("CARGO_MANIFEST_DIR"), "ledger", "bits.json"]
+        .iter()
+        .collect()
+}
+
+type Hashes = BTreeMap<String, String>;
+
+fn load() -> Hashes {
+    let text = std::fs::read_to_string(path());
+    text.map_or_else(|_| Hashes::new(), |t| serde_json::from_str(&t).unwrap())
+}
+
+fn update(change: impl FnOnce(&mut Hashes)) {
+    let _alone = FILE.lock();
+    let mut all = load();
+    change(&mut all);
+    let text = serde_json::to_string_pretty(&all).unwrap() + "\n";
+    std::fs::write(path(), text).unwrap();
+}
+
+fn updating() -> bool {
+    match std::env::var(ACTION).as_deref() {
+        Ok("update") => true,
+        Ok(other) => panic!("{ACTION} is {other:?} instead of \"update\""),
+        Err(_) => false,
+    }
+}
+
+/// What the file says against what came out.
+fn judge(written: Option<&String>, key: &str, got: &str) -> Result<(), String> {
+    match written {
+        Some(want) if want == got => Ok(()),
+        Some(want) => Err(format!("ledger entry {key}: {got} instead of {want}")),
+        None => Err(format!("{key} is not in the ledger: it has {got}")),
+    }
+}
+
+/// Entries of these group sizes that nothing computes.
+fn dead<'a>(written: &'a Hashes, known: &[String], worlds: &[usize]) -> Vec<&'a String> {
+    let here = |k: &&String| worlds.iter().any(|w| k.starts_with(&format!("w{w}/")));
+    written
+        .keys()
+        .filter(here)
+        .filter(|k| !known.contains(k))
+        .collect()
+}
+
+/// Computes the entry on all ranks, and compares.
+fn check(world: &World, entry: &Entry) {
+    let key = key(world.size, &entry.name);
+    let hash = Arc::new(Mutex::new(String::new()));
+    let (name, run, result) = (key.clone(), Arc::clone(&entry.run), Arc::clone(&hash));
+    world.run(&config(), move |rank| {
+        let results = run(rank, Inputs::new(&name, rank.rank));
+        let (first, bytes) = &results[0];
+        for (other, others) in &results[1..] {
+            assert!(
+                bytes == others,
+                "{name}: {other} has other bits than {first}"
+            );
+        }
+        let all = rank.share(bytes);
+        let digest = Sha256::digest(all.concat());
+        *result.lock() = digest.iter().map(|b| format!("{b:02x}")).collect();
+    });
+    let got = hash.lock().clone();
+    if updating() {
+        update(|all| drop(all.insert(key, got)));
+    } else if let Err(why) = judge(load().get(&key), &key, &got) {
+        panic!("{why}");
+    }
+}
+
+/// Every entry at every group size of a device.
+fn entries(worlds: &[usize], engines: Engines) -> Vec<(usize, Entry)> {
+    let mut everywhere = moves::entries(engines);
+    everywhere.extend(linears::entries(engines));
+    let mut all: Vec<_> = worlds
+        .iter()
+        .flat_map(|&size| everywhere.iter().map(move |e| (size, e.clone())))
+        .collect();
+    if worlds.contains(&1) {
+        all.extend(local::entries().into_iter().map(|e| (1, e)));
+    }
+    all
+}
+
+/// The guards themselves: an entry that is wrong, missing or dead is found.
+fn guards() {
+    let written: Hashes = [("w1/a", "00"), ("w2/b", "11"), ("w9/c", "22")]
+        .map(|(k, v)| (k.into(), v.into()))
+        .into();
+    let known = ["w1/a".to_string()];
+    judge(written.get("w1/a"), "w1/a", "00").unwrap();
+    assert!(
+        judge(written.get("w1/a"), "w1/a", "01")
+            .unwrap_err()
+            .contains("w1/a")
+    );
+    assert!(
+        judge(written.get("w1/b"), "w1/b", "00")
+            .unwrap_err()
+            .contains("w1/b")
+    );
+    assert_eq!(dead(&written, &known, &[1, 2]), ["w2/b"]);
+    assert_eq!(dead(&written, &known, &[1]), [""; 0]);
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    let worlds = suite.backend().worlds();
+    let all = entries(&worlds, suite.backend().engines());
+    let known: Vec<_> = all.iter().map(|(size, e)| key(*size, &e.name)).collect();
+    for (size, entry) in all {
+        let name = format!("ledger/{}", entry.name);
+        suite.add_at(size, &name, move |world| check(world, &entry));
+    }
+    suite.add_at(1, "ledger/no_dead_entries", move |_| {
+        guards();
+        let mut once = known.clone();
+        once.sort_unstable();
+        once.dedup();
+        assert_eq!(once.len(), known.len(), "two entries of one name");
+        if updating() {
+            update(|all| {
+                let dead: Vec<_> = dead(all, &known, &worlds).into_iter().cloned().collect();
+                all.retain(|k, _| !dead.contains(k));
+            });
+        } else {
+            assert_eq!(
+                dead(&load(), &known, &worlds),
+                [""; 0],
+                "nothing computes these"
+            );
+        }
+    });
+}
+
+/// The name of a type in a path.
+fn named(dtype: DataType) -> String {
+    dtype.to_string()
+}

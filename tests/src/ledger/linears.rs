@@ -1,0 +1,78 @@
+//! The rows that gather-linear leaves behind, in every mode: as they are, and quantized with their scales.
+
+use super::{Entry, Inputs, Results, named};
+use crate::{backend::Rank, layer::FLOATS, quantized::SCHEMES, themes::modes};
+use brigade_device::{AllGatherLoraLinearParams, Chunk, DataType, Operand, OverlapMode, QScheme};
+use brigade_plan::Engines;
+
+const COLUMNS: usize = 130;
+
+/// Rows of every rank, none on some.
+fn rows(size: usize) -> Vec<usize> {
+    (0..size).map(|r| (3 * r + 4) % 7).collect()
+}
+
+fn gathered(
+    rank: &Rank,
+    engines: Engines,
+    mut inputs: Inputs,
+    dtype: DataType,
+    scheme: QScheme,
+) -> Results {
+    let rows = rows(rank.size);
+    let dims = [rows[rank.rank], COLUMNS];
+    let x = inputs.floats(dtype, dims[0] * COLUMNS, false);
+    let x = rank.upload_bytes(dtype, &dims, &x);
+    let weight = rank.poisoned(dtype, &[COLUMNS, 1]);
+    let quantized = (scheme != QScheme::None).then(|| {
+        rank.device
+            .quantize(&rank.stream, x.view(), scheme)
+            .unwrap()
+    });
+    let overlaps = matches!(
+        scheme,
+        QScheme::None | QScheme::Int8PerToken | QScheme::Fp8PerTensor
+    );
+    modes(engines)
+        .into_iter()
+        .flat_map(|(name, choices)| choices.into_iter().map(move |c| (name, c)))
+        .filter(|(_, choice)| overlaps || choice.is_none_or(|mode| mode == OverlapMode::Off))
+        .map(|(name, choice)| {
+            let operand = quantized
+                .as_ref()
+                .map_or(Operand::Plain(x.view()), |q| Operand::Quantized(q.view()));
+            let params = AllGatherLoraLinearParams {
+                choice,
+                ..AllGatherLoraLinearParams::new(Chunk::Copy(operand), &rows, &weight)
+            };
+            let mut lease = rank.lease();
+            let result = lease.all_gather_lora_linear(params).unwrap();
+            let mut bytes = vec![];
+            for owner in 0..rank.size {
+                match result.a.chunk(owner).unwrap() {
+                    Operand::Plain(rows) => bytes.extend(rank.raw(rows)),
+                    Operand::Quantized(q) => {
+                        bytes.extend(rank.raw(q.kernel()));
+                        bytes.extend(rank.raw(q.scales()));
+                    }
+                }
+            }
+            (format!("{name} {choice:?}"), bytes)
+        })
+        .collect()
+}
+
+pub(super) fn entries(engines: Engines) -> Vec<Entry> {
+    let plain = FLOATS.map(|dtype| (dtype, QScheme::None));
+    let quantized = SCHEMES.map(|scheme| (DataType::BF16, scheme));
+    plain
+        .into_iter()
+        .chain(quantized)
+        .map(|(dtype, scheme)| {
+            let name = format!("gathered_rows/{scheme:?}/{}", named(dtype));
+            Entry::new(name, move |rank, inputs| {
+                gathered(rank, engines, inputs, dtype, scheme)
+            })
+        })
+        .collect()
+}

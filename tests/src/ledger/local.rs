@@ -1,0 +1,110 @@
+//! What a device does alone: quantizing, converting, and the end of a linear.
+
+use super::{Entry, Inputs, named};
+use crate::{backend::Rank, layer::FLOATS, quantized::SCHEMES};
+use brigade_device::{Activation, DataType, Output, QScheme};
+
+const DIMS: [usize; 2] = [23, 300];
+const ELEMENTS: usize = DIMS[0] * DIMS[1];
+
+fn quantize(rank: &Rank, mut inputs: Inputs, dtype: DataType, scheme: QScheme) -> [Vec<u8>; 2] {
+    let x = inputs.floats(dtype, ELEMENTS, false);
+    let x = rank.upload_bytes(dtype, &DIMS, &x);
+    let q = rank
+        .device
+        .quantize(&rank.stream, x.view(), scheme)
+        .unwrap();
+    [rank.raw(q.kernel().view()), rank.raw(q.scales().view())]
+}
+
+/// Activations that are more than a comparison are a library's, and are not promised.
+fn bias_activation(
+    rank: &Rank,
+    mut inputs: Inputs,
+    (from, output): (DataType, DataType),
+    activation: Activation,
+) -> Vec<u8> {
+    let x = inputs.floats(from, ELEMENTS, false);
+    let x = rank.upload_bytes(from, &DIMS, &x);
+    let bias = inputs.floats(from, DIMS[1], false);
+    let bias = rank.upload_bytes(from, &DIMS[1..], &bias);
+    let output = Output::Allocate(output);
+    let d = rank
+        .device
+        .bias_activation(
+            &rank.stream,
+            x.view(),
+            Some(bias.view()),
+            activation,
+            output,
+        )
+        .unwrap()
+        .unwrap();
+    rank.raw(d.view())
+}
+
+fn convert(rank: &Rank, mut inputs: Inputs, from: DataType, to: DataType) -> Vec<u8> {
+    let bytes = if from.is_float() {
+        inputs.floats(from, ELEMENTS, true)
+    } else {
+        inputs.bytes(ELEMENTS * from.bytes())
+    };
+    let x = rank.upload_bytes(from, &[ELEMENTS], &bytes);
+    let mut d = rank.poisoned(to, &[ELEMENTS]);
+    rank.device
+        .convert(&rank.stream, d.view_mut(), x.view())
+        .unwrap();
+    rank.raw(d.view())
+}
+
+pub(super) fn entries() -> Vec<Entry> {
+    let mut all = vec![];
+    for scheme in SCHEMES {
+        for dtype in FLOATS {
+            for (part, name) in ["kernel", "scales"].into_iter().enumerate() {
+                let name = format!("quantize/{scheme:?}/{}/{name}", named(dtype));
+                all.push(Entry::one(name, move |rank, inputs| {
+                    let [kernel, scales] = quantize(rank, inputs, dtype, scheme);
+                    if part == 0 { kernel } else { scales }
+                }));
+            }
+        }
+    }
+    for (from, to) in FLOATS
+        .into_iter()
+        .flat_map(|from| FLOATS.map(|to| (from, to)))
+    {
+        for activation in [Activation::None, Activation::Relu] {
+            let name = format!(
+                "bias_activation/{activation:?}/{}_to_{}",
+                named(from),
+                named(to)
+            );
+            all.push(Entry::one(name, move |rank, inputs| {
+                bias_activation(rank, inputs, (from, to), activation)
+            }));
+        }
+    }
+    let numbers = [
+        DataType::I8,
+        DataType::U8,
+        DataType::I32,
+        DataType::I64,
+        DataType::F16,
+        DataType::BF16,
+        DataType::F32,
+        DataType::F64,
+    ];
+    for (from, to) in numbers
+        .into_iter()
+        .flat_map(|from| numbers.map(|to| (from, to)))
+    {
+        if from != to {
+            let name = format!("convert/{}_to_{}", named(from), named(to));
+            all.push(Entry::one(name, move |rank, inputs| {
+                convert(rank, inputs, from, to)
+            }));
+        }
+    }
+    all
+}

@@ -1,0 +1,214 @@
+//! Traffic: what a call moves is what its schedule says.
+
+use crate::{
+    all_reduce,
+    backend::Rank,
+    faults::AMPLE,
+    gather_linear::{self, config},
+    layer::Spec,
+    linear_reduce_scatter as twin, ops,
+    suite::{Suite, World},
+    themes::modes,
+};
+use brigade_device::{
+    AllGatherParams, AllReduceAlgorithm, BroadcastParams, Call, DataType, OverlapMode, Plan,
+    ReduceOp, ReduceScatterParams,
+};
+use brigade_plan::moved;
+
+/// Bytes that this rank moved in `work`, and the calls that it counted.
+fn measure(rank: &Rank, work: impl FnOnce()) -> (u64, u64) {
+    let before = rank.comm().traffic();
+    work();
+    let after = rank.comm().traffic();
+    (
+        after.moved_bytes - before.moved_bytes,
+        after.calls - before.calls,
+    )
+}
+
+#[track_caller]
+fn assert_moved(rank: &Rank, want: u64, what: &str, work: impl FnOnce()) {
+    let (got, calls) = measure(rank, work);
+    assert_eq!(
+        got, want,
+        "{what}: bytes moved by rank {} of {}",
+        rank.rank, rank.size
+    );
+    assert_eq!(calls, 1, "{what}: calls");
+}
+
+fn linears(world: &World) {
+    let mut rng = world.rng();
+    let spec = Spec::ragged(&mut rng, world.size);
+    let gather = gather_linear::Case::new(&mut rng, spec.clone());
+    let scatter = twin::Case::new(&mut rng, spec.clone());
+    let choices = modes(world.backend.engines());
+    world.run(&config(), move |rank| {
+        let me = rank.rank;
+        let row_bytes = spec.k[0] * spec.dtype.bytes();
+        let chunks: Vec<_> = spec.rows.iter().map(|r| r * row_bytes).collect();
+        let part_bytes = spec.n[0] * spec.output.bytes();
+        let parts: Vec<_> = spec.rows.iter().map(|r| r * part_bytes).collect();
+        for &choice in choices.iter().flat_map(|(_, c)| c) {
+            let what = format!("{choice:?}");
+            let Some(mode) = choice else { continue };
+            let want = match mode {
+                OverlapMode::Ring => moved::ring_gather(me, &chunks),
+                OverlapMode::Pull => moved::pull_gather(me, &chunks),
+                _ => moved::push_gather(me, &chunks),
+            };
+            let want = if rank.size == 1 { 0 } else { want };
+            assert_moved(rank, want, &what, || drop(gather.run(rank, choice)));
+            if mode == OverlapMode::Pull {
+                continue;
+            }
+            let want = match mode {
+                OverlapMode::Off => moved::pull_scatter(me, &parts),
+                _ => moved::push_scatter(me, &parts),
+            };
+            assert_moved(rank, want, &what, || drop(scatter.run(rank, choice)));
+        }
+    });
+}
+
+fn all_reduces(world: &World) {
+    let mut rng = world.rng();
+    let choices = all_reduce::algorithms(world.backend.engines());
+    let cases: Vec<_> = [0, 5, 1000, 40_001]
+        .map(|len| {
+            let kind = (DataType::BF16, ReduceOp::Sum, all_reduce::Place::Widened);
+            (
+                len,
+                all_reduce::Case::random(&mut rng, world.size, len, kind),
+            )
+        })
+        .into();
+    world.run(&config(), move |rank| {
+        for (len, case) in &cases {
+            for &(name, choice) in &choices {
+                let call = Call::AllReduce {
+                    elements: *len,
+                    dtype: DataType::BF16,
+                    output: DataType::F32,
+                    op: ReduceOp::Sum,
+                    choice,
+                };
+                let Ok(Plan::AllReduce {
+                    algorithm,
+                    piece_elements,
+                    ..
+                }) = rank.comm().explain(&call)
+                else {
+                    panic!("no plan for {name}");
+                };
+                let want = match algorithm {
+                    AllReduceAlgorithm::TwoShot => {
+                        moved::two_shot(rank.rank, rank.size, *len, piece_elements, 2, 4)
+                    }
+                    _ => moved::one_shot(rank.size, 2 * len),
+                };
+                assert_moved(rank, want, name, || {
+                    case.run(rank, choice);
+                });
+            }
+        }
+    });
+}
+
+fn copies(world: &World) {
+    world.run(&config(), |rank| {
+        let (me, size) = (rank.rank, rank.size);
+        let rows: Vec<_> = (0..size).map(|r| 100 * r + 3).collect();
+        let bytes: Vec<_> = rows.iter().map(|r| r * 28).collect();
+        let total = rows.iter().sum();
+        let all = rank.poisoned(DataType::F32, &[total, 7]);
+        let own = rank.poisoned(DataType::F32, &[rows[me], 7]);
+        let (mut to_all, mut to_own) = (all.clone(), own.clone());
+        let (from_all, from_own) = (
+            rank.poisoned(DataType::F32, &[total, 7]),
+            rank.poisoned(DataType::F32, &[rows[me], 7]),
+        );
+        assert_moved(rank, moved::pull_gather(me, &bytes), "all-gather", || {
+            rank.lease()
+                .all_gather(AllGatherParams {
+                    from: from_own.view(),
+                    rows_per_rank: &rows,
+                    to: to_all.view_mut(),
+                })
+                .map(drop)
+                .unwrap();
+        });
+        assert_moved(
+            rank,
+            moved::pull_scatter(me, &bytes),
+            "reduce-scatter",
+            || {
+                rank.lease()
+                    .reduce_scatter(ReduceScatterParams {
+                        from: from_all.view(),
+                        rows_per_rank: &rows,
+                        to: to_own.view_mut(),
+                        op: ReduceOp::Sum,
+                    })
+                    .map(drop)
+                    .unwrap();
+            },
+        );
+        let root = size - 1;
+        assert_moved(
+            rank,
+            moved::broadcast(me, root, total * 28),
+            "broadcast",
+            || {
+                let data = to_all.view_mut();
+                rank.lease()
+                    .broadcast(BroadcastParams { data, root })
+                    .map(drop)
+                    .unwrap();
+            },
+        );
+        assert_moved(rank, 0, "barrier", || rank.lease().barrier().unwrap());
+    });
+}
+
+/// A rank that waits for another says so; a call that a fault ended is not counted.
+fn waits_and_faults(world: &World) {
+    const ROUNDS: u64 = 30;
+    world.run(&config(), |rank| {
+        rank.lease().barrier().unwrap();
+        rank.meet();
+        let before = rank.comm().traffic();
+        for _ in 0..ROUNDS {
+            if rank.rank == 0 {
+                rank.dawdle(1000);
+            }
+            rank.lease().barrier().unwrap();
+        }
+        let after = rank.comm().traffic();
+        assert_eq!(after.calls, before.calls + ROUNDS);
+        assert!(after.waited_ns >= before.waited_ns);
+        if rank.rank != 0 {
+            assert!(
+                after.waited_ns > before.waited_ns,
+                "never waited for rank 0"
+            );
+        }
+        rank.meet();
+        if rank.rank == 0 {
+            rank.comm().abort();
+        } else {
+            assert!(ops::barrier().run(rank).result.is_err());
+        }
+        assert_eq!(rank.comm().traffic().calls, after.calls);
+        rank.comm().reset(AMPLE).unwrap();
+    });
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    suite.add("traffic/linears", linears);
+    suite.add("traffic/all_reduce", all_reduces);
+    suite.add("traffic/copies", copies);
+    suite.add_from(2, "traffic/waits_and_faults", waits_and_faults);
+}

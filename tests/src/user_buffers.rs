@@ -1,0 +1,322 @@
+//! Registered regions under pressure: many rounds, slow readers, several regions, faults in the middle.
+
+mod faults;
+mod pressure;
+
+use crate::{
+    backend::Rank,
+    check::{assert_bits, expect_fault, expect_invalid, expect_unsupported},
+    copies::noise,
+    gather_linear::config,
+    suite::{Suite, World},
+};
+use brigade_device::{
+    CommConfig, DataType, Error, FaultKind, Region, Result, TransferParams, Windows,
+};
+use rand::Rng;
+
+/// Runs `body` on every rank if the device has regions at all.
+fn run(world: &World, config: &CommConfig, body: impl Fn(&mut Rank) + Send + Sync + 'static) {
+    world.run(config, move |rank| {
+        let has = rank.lease().windows().map(drop);
+        match has {
+            Ok(()) => body(rank),
+            other => drop(expect_unsupported(other, "regions")),
+        }
+    });
+}
+
+/// One call, under a lease of its own.
+fn with<R>(rank: &Rank, call: impl FnOnce(&mut Windows<'_>) -> Result<R>) -> Result<R> {
+    let mut lease = rank.comm().lease(&rank.stream)?;
+    call(&mut lease.windows()?)
+}
+
+fn register(rank: &Rank, bytes: usize) -> Region {
+    with(rank, |w| w.register(bytes)).unwrap()
+}
+
+fn deregister(rank: &Rank, region: Region) {
+    with(rank, |w| w.deregister(region)).unwrap();
+}
+
+fn write(rank: &Rank, region: Region, offset: usize, bytes: &[u8]) {
+    let from = rank.upload_bytes(DataType::U8, &[bytes.len()], bytes);
+    with(rank, |w| w.write(region, offset, from.view())).unwrap();
+}
+
+fn read(rank: &Rank, region: Region, offset: usize, bytes: usize) -> Vec<u8> {
+    let mut to = rank.poisoned(DataType::U8, &[bytes]);
+    with(rank, |w| w.read(region, offset, to.view_mut())).unwrap();
+    rank.raw(to.view())
+}
+
+/// `bytes` from byte `source` of one's own part to byte `target` of the peer's, or the other way round.
+fn transfer(
+    region: Region,
+    peer: usize,
+    source: usize,
+    target: usize,
+    bytes: usize,
+) -> TransferParams {
+    TransferParams {
+        region,
+        peer,
+        source_offset: source,
+        target_offset: target,
+        bytes,
+    }
+}
+
+/// The ranks beside this one.
+fn peers(rank: &Rank) -> impl Iterator<Item = usize> + use<> {
+    let (me, size) = (rank.rank, rank.size);
+    (1..size).map(move |i| (me + i) % size)
+}
+
+/// A byte of round `round` that `from` has for `to`.
+fn byte(from: usize, to: usize, round: usize, at: usize) -> u8 {
+    (from * 37 + to * 101 + round * 13 + at * 7) as u8
+}
+
+fn bytes_of(from: usize, to: usize, round: usize, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| byte(from, to, round, at)).collect()
+}
+
+/// A region that works: every rank puts to every rank.
+fn assert_works(rank: &Rank, region: Region, round: usize) {
+    for to in peers(rank) {
+        write(rank, region, 8, &bytes_of(rank.rank, to, round, 8));
+        let put = transfer(region, to, 8, 16 + 8 * rank.rank, 8);
+        with(rank, |w| w.put(put)).unwrap();
+        with(rank, |w| w.signal(region, to)).unwrap();
+    }
+    for from in peers(rank) {
+        with(rank, |w| w.wait(region, from)).unwrap();
+        let want = bytes_of(from, rank.rank, round, 8);
+        let got = read(rank, region, 16 + 8 * from, 8);
+        assert_bits(&got, &want, DataType::U8, "a region that works");
+        with(rank, |w| w.release(region, from)).unwrap();
+    }
+}
+
+/// Bytes that [`assert_works`] needs.
+const WORKING: usize = 128;
+
+/// Pieces of any size at any place, first into one's own part and back, then to a peer's and back by get.
+fn places(world: &World) {
+    let mut rng = world.rng();
+    const BYTES: usize = 10_000;
+    let mut moves: Vec<_> = (0..60)
+        .map(|_| {
+            let bytes = match rng.random_range(0..3) {
+                0 => rng.random_range(0..20),
+                1 => rng.random_range(4090..4105),
+                _ => rng.random_range(0..BYTES / 2),
+            };
+            let mut offset = || rng.random_range(0..=BYTES - bytes);
+            let places = [offset(), offset(), offset()];
+            (bytes, places, noise(&mut rng, bytes))
+        })
+        .collect();
+    moves.push((
+        BYTES / 2,
+        [0, BYTES / 2, BYTES / 2],
+        noise(&mut rng, BYTES / 2),
+    ));
+    moves.push((BYTES, [0; 3], noise(&mut rng, BYTES)));
+    moves.push((0, [BYTES; 3], vec![]));
+    run(world, &config(), move |rank| {
+        let region = register(rank, BYTES);
+        let mut model = vec![0; BYTES];
+        let me = rank.rank;
+        let (next, prev) = ((me + 1) % rank.size, (me + rank.size - 1) % rank.size);
+        for (bytes, [mine, theirs, back], data) in &moves {
+            let data: Vec<u8> = data.iter().map(|b| b ^ me as u8).collect();
+            write(rank, region, *mine, &data);
+            model[*mine..mine + bytes].copy_from_slice(&data);
+            assert_bits(
+                &read(rank, region, 0, BYTES),
+                &model,
+                DataType::U8,
+                "own part",
+            );
+            if rank.size == 1 {
+                continue;
+            }
+            // What the previous rank wrote lies where it was to be, fetched or sent, and nothing beside it changes.
+            let want: Vec<u8> = data.iter().map(|b| b ^ me as u8 ^ prev as u8).collect();
+            let apart = |a: usize, b: usize| a + bytes <= b || b + bytes <= a;
+            rank.meet();
+            if apart(*mine, *back) {
+                let get = transfer(region, prev, *mine, *back, *bytes);
+                with(rank, |w| w.get(get)).unwrap();
+                model[*back..back + bytes].copy_from_slice(&want);
+            }
+            rank.meet();
+            assert_bits(
+                &read(rank, region, 0, BYTES),
+                &model,
+                DataType::U8,
+                "after a get",
+            );
+            rank.meet();
+            if apart(*mine, *theirs) {
+                let put = transfer(region, next, *mine, *theirs, *bytes);
+                with(rank, |w| w.put(put)).unwrap();
+                // Which the get may have changed, on every rank alike.
+                let sent = rank.share(&model[*mine..mine + bytes]);
+                model[*theirs..theirs + bytes].copy_from_slice(&sent[prev]);
+            }
+            rank.meet();
+            assert_bits(
+                &read(rank, region, 0, BYTES),
+                &model,
+                DataType::U8,
+                "after a put",
+            );
+            rank.meet();
+        }
+        deregister(rank, region);
+    });
+}
+
+/// Numbers come back, lowest first, with memory that is zero; the regions beside them are left alone.
+fn reuse(world: &World) {
+    run(world, &config(), |rank| {
+        let regions: Vec<_> = (0..4).map(|i| register(rank, WORKING + i)).collect();
+        assert_eq!(regions, [0, 1, 2, 3].map(Region));
+        write(rank, regions[3], 0, &[7; WORKING + 3]);
+        for freed in [[1, 2], [2, 1], [0, 1]] {
+            let freed = freed.map(|i| regions[i]);
+            freed.iter().for_each(|&r| write(rank, r, 0, &[9; WORKING]));
+            freed.iter().for_each(|&r| deregister(rank, r));
+            let mut again = freed.map(|_| register(rank, WORKING + 9));
+            assert!(again[0] < again[1], "lowest first: {again:?}");
+            for region in again {
+                let zeros = read(rank, region, 0, WORKING + 9);
+                assert!(zeros.iter().all(|&b| b == 0), "{region:?} is not zero");
+                rank.meet();
+                assert_works(rank, region, 3);
+            }
+            again.sort_unstable();
+            let mut freed = freed;
+            freed.sort_unstable();
+            assert_eq!(again, freed);
+        }
+        assert_eq!(read(rank, regions[3], 0, WORKING), [7; WORKING]);
+        regions.into_iter().for_each(|r| deregister(rank, r));
+    });
+}
+
+/// What was signalled and never waited for does not reach the next who has the number.
+fn let_go(world: &World) {
+    run(world, &config(), |rank| {
+        for round in 0..20 {
+            let region = register(rank, WORKING);
+            assert_eq!(region, Region(0));
+            if round % 3 != 0 {
+                assert_works(rank, region, round);
+            }
+            for to in peers(rank).filter(|to| (to + round) % 2 == 0) {
+                with(rank, |w| w.signal(region, to)).unwrap();
+            }
+            for from in peers(rank).filter(|_| round % 4 == 0 && (rank.rank + round) % 2 == 0) {
+                with(rank, |w| w.wait(region, from)).unwrap();
+            }
+            deregister(rank, region);
+            let gone = with(rank, |w| {
+                w.signal(region, (rank.rank + 1) % rank.size.max(2))
+            });
+            assert!(matches!(gone, Err(Error::Invalid { .. })), "{gone:?}");
+        }
+    });
+}
+
+/// A rank that asks for another size: a mismatch on all ranks, and nothing is registered.
+fn other_size(world: &World) {
+    let culprit = world.rng().random_range(0..world.size);
+    run(world, &config(), move |rank| {
+        let kept = register(rank, WORKING);
+        rank.meet();
+        let bytes = if rank.rank == culprit { 65 } else { 64 };
+        let record = expect_fault(with(rank, |w| w.register(bytes)), "another size");
+        assert_eq!(record.kind, FaultKind::Mismatch, "{record}");
+        rank.meet();
+        rank.comm().reset(crate::faults::AMPLE).unwrap();
+        assert_works(rank, kept, 1);
+        let region = register(rank, WORKING);
+        assert_eq!(region, Region(1));
+        assert_works(rank, region, 2);
+    });
+}
+
+/// Sizes that nobody has memory for: an error on all ranks, and the communicator goes on.
+fn too_large(world: &World) {
+    run(world, &config(), |rank| {
+        for bytes in [1 << 60, usize::MAX, usize::MAX - 6, 1 << 63] {
+            match with(rank, |w| w.register(bytes)) {
+                Err(Error::Group { .. }) => {}
+                other => panic!("{bytes} bytes: {other:?}"),
+            }
+        }
+        let empty = register(rank, 0);
+        assert_eq!(read(rank, empty, 0, 0), [0u8; 0]);
+        let region = register(rank, WORKING);
+        assert_works(rank, region, 1);
+    });
+}
+
+/// Regions and peers that do not exist, and places outside, are refused by name.
+fn refusals(world: &World) {
+    run(world, &config(), |rank| {
+        let region = register(rank, WORKING);
+        let me = rank.rank;
+        let none = Region(1);
+        let put = |p| expect_invalid(with(rank, |w| w.put(p)), "put");
+        let get = |p| expect_invalid(with(rank, |w| w.get(p)), "get");
+        let cases = [
+            (transfer(none, 0, 0, 0, 1), "region"),
+            (transfer(region, me, 0, 0, 1), "peer"),
+            (transfer(region, rank.size, 0, 0, 1), "peer"),
+            (transfer(region, 0, WORKING, 0, 1), "source_offset"),
+            (transfer(region, 0, 0, WORKING + 1, 0), "target_offset"),
+            (transfer(region, 0, 1, 0, usize::MAX), "source_offset"),
+            (transfer(region, 0, 0, usize::MAX, 1), "target_offset"),
+        ];
+        for (p, field) in cases {
+            assert_eq!((put(p), get(p)), (field, field), "{p:?}");
+        }
+        let refused = |call: &dyn Fn(&mut Windows<'_>) -> Result<()>| {
+            expect_invalid(with(rank, |w| call(w)), "a call")
+        };
+        let mut buffer = rank.poisoned(DataType::U8, &[WORKING + 1]);
+        assert_eq!(refused(&|w| w.write(region, 0, buffer.view())), "offset");
+        assert_eq!(refused(&|w| w.write(none, 0, buffer.view())), "region");
+        assert_eq!(refused(&|w| w.signal(region, me)), "peer");
+        assert_eq!(refused(&|w| w.wait(region, rank.size)), "peer");
+        assert_eq!(
+            refused(&|w| w.release(none, (me + 1) % rank.size.max(2))),
+            match rank.size {
+                1 => "peer",
+                _ => "region",
+            }
+        );
+        assert_eq!(refused(&|w| w.deregister(none)), "region");
+        let outside = with(rank, |w| w.read(region, 0, buffer.view_mut()));
+        assert_eq!(expect_invalid(outside, "read"), "offset");
+        assert_works(rank, region, 5);
+    });
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    suite.add("user_buffers/places", places);
+    suite.add("user_buffers/reuse", reuse);
+    suite.add("user_buffers/let_go", let_go);
+    suite.add_from(2, "user_buffers/other_size", other_size);
+    suite.add("user_buffers/too_large", too_large);
+    suite.add("user_buffers/refusals", refusals);
+    pressure::add(suite);
+    faults::add(suite);
+}
