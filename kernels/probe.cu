@@ -16,7 +16,8 @@ extern "C" __global__ void brigade_probe_post(const __grid_constant__ PostParams
 extern "C" __global__ void brigade_probe_wait(const __grid_constant__ WaitParams p) {
   wait_for_previous_kernel();
   uint32_t* abort_word = reinterpret_cast<uint32_t*>(p.abort);
-  const Waited w = wait_flag(reinterpret_cast<const uint64_t*>(p.flag), p.expected, abort_word, p.timeout_ns);
+  const Waited w = wait_flag(reinterpret_cast<const uint64_t*>(p.flag), p.expected, Want::exactly, abort_word,
+                             p.timeout_ns);
   if (w.outcome != Outcome::reached) {
     FaultRecord what{};
     what.kind = uint32_t(w.outcome);

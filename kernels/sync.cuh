@@ -72,31 +72,37 @@ struct Waited {
   uint64_t waited_ns;
 };
 
-// What a flag that was read means to a rank that waits for `expected`. Another generation's flag is not there yet; a later
-// epoch will do, since a peer may be ahead; the same epoch under another signature is another call.
+// What a wait is for. Exactly: the protocol keeps the peer from posting a later flag before this one was seen, so any other
+// flag of this epoch or a later one is another call. At least: credits and arrivals at a reset, whatever their signature.
+enum class Want { exactly, at_least };
+
+// What a flag that was read means to a rank that waits for `expected`. Another generation's flag is not there yet.
 enum class Progress { behind, there, other_call };
 
-__host__ __device__ constexpr Progress progress(uint64_t seen, uint64_t expected) {
+__host__ __device__ constexpr Progress progress(uint64_t seen, uint64_t expected, Want want) {
   const Flag s = unpack(seen), e = unpack(expected);
   if (s.generation != e.generation) return Progress::behind;
   const int32_t ahead = int32_t(s.epoch - e.epoch);
   if (ahead < 0) return Progress::behind;
-  return ahead == 0 && s.signature != e.signature ? Progress::other_call : Progress::there;
+  if (want == Want::at_least) return Progress::there;
+  return ahead == 0 && s.signature == e.signature ? Progress::there : Progress::other_call;
 }
 
-static_assert(progress(pack({1, 7, 5}), pack({1, 7, 5})) == Progress::there, "equal");
-static_assert(progress(pack({1, 7, 4}), pack({1, 7, 5})) == Progress::behind, "earlier epoch");
-static_assert(progress(pack({1, 9, 0}), pack({1, 7, 0xffffffffu})) == Progress::there, "epochs wrap");
-static_assert(progress(pack({1, 8, 5}), pack({1, 7, 5})) == Progress::other_call, "other signature");
-static_assert(progress(pack({2, 7, 5}), pack({1, 7, 5})) == Progress::behind, "other generation");
+static_assert(progress(pack({1, 7, 5}), pack({1, 7, 5}), Want::exactly) == Progress::there, "equal");
+static_assert(progress(pack({1, 7, 4}), pack({1, 7, 5}), Want::exactly) == Progress::behind, "earlier epoch");
+static_assert(progress(pack({1, 7, 6}), pack({1, 7, 5}), Want::exactly) == Progress::other_call, "later epoch");
+static_assert(progress(pack({1, 8, 5}), pack({1, 7, 5}), Want::exactly) == Progress::other_call, "other signature");
+static_assert(progress(pack({2, 7, 5}), pack({1, 7, 5}), Want::exactly) == Progress::behind, "other generation");
+static_assert(progress(pack({1, 9, 0}), pack({1, 7, 0xffffffffu}), Want::at_least) == Progress::there, "epochs wrap");
 
-// Waits until `flag` reaches `expected`, the abort word is set, or `timeout_ns` have passed. One thread calls it. Bounded: the
-// clock and the abort word are read every 256 spins.
-__device__ inline Waited wait_flag(const uint64_t* flag, uint64_t expected, const uint32_t* abort_word, uint64_t timeout_ns) {
+// Waits until `flag` shows what is wanted, the abort word is set, or `timeout_ns` have passed. One thread calls it. Bounded:
+// the clock and the abort word are read every 256 spins.
+__device__ inline Waited wait_flag(const uint64_t* flag, uint64_t expected, Want want, const uint32_t* abort_word,
+                                   uint64_t timeout_ns) {
   const uint64_t start_ns = globaltimer_ns();
   for (uint32_t spin = 0;; ++spin) {
     const uint64_t seen = load_acquire_sys(flag);
-    const Progress p = progress(seen, expected);
+    const Progress p = progress(seen, expected, want);
     if (p != Progress::behind) {
       return {p == Progress::there ? Outcome::reached : Outcome::mismatch, seen, globaltimer_ns() - start_ns};
     }

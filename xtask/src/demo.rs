@@ -3,7 +3,12 @@
 use crate::workspace::{Workspace, exit_code, status};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
-use std::{ffi::OsString, num::NonZeroUsize, path::PathBuf, process::ExitCode};
+use std::{
+    ffi::OsString,
+    num::{NonZeroU64, NonZeroUsize},
+    path::PathBuf,
+    process::ExitCode,
+};
 
 /// Run a real model, split over several ranks, and show what it says and how long it took
 ///
@@ -14,9 +19,9 @@ pub struct Demo {
     /// How many ranks to split the model over
     #[arg(long, value_name = "N")]
     ranks: Option<NonZeroUsize>,
-    /// What to ask the model
-    #[arg(long, value_name = "TEXT")]
-    prompt: Option<String>,
+    /// What to ask the model; given several times, all are answered side by side
+    #[arg(long = "prompt", value_name = "TEXT")]
+    prompts: Vec<String>,
     /// Stop after so many tokens
     #[arg(long, value_name = "N")]
     max_tokens: Option<NonZeroUsize>,
@@ -41,6 +46,9 @@ pub struct Demo {
     /// Take a small random model instead of a real one
     #[arg(long)]
     synthetic: bool,
+    /// Seconds after which a rank that waits for another gives up
+    #[arg(long, value_name = "SECONDS")]
+    deadline: Option<NonZeroU64>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -74,9 +82,10 @@ impl Demo {
         fn name(value: impl ValueEnum) -> Option<OsString> {
             Some(value.to_possible_value()?.get_name().into())
         }
-        let valued: [(&str, Option<OsString>); 7] = [
-            ("--ranks", self.ranks.map(|n| n.to_string().into())),
-            ("--prompt", self.prompt.map(Into::into)),
+        let mut valued = vec![("--ranks", self.ranks.map(|n| n.to_string().into()))];
+        let prompts = self.prompts.into_iter().map(|p| Some(p.into()));
+        valued.extend(prompts.map(|p| ("--prompt", p)));
+        valued.extend([
             (
                 "--max-tokens",
                 self.max_tokens.map(|n| n.to_string().into()),
@@ -85,13 +94,14 @@ impl Demo {
             ("--mode", self.mode.and_then(name)),
             ("--trace", self.trace.map(Into::into)),
             ("--model", self.model.map(Into::into)),
-        ];
+            ("--deadline", self.deadline.map(|n| n.to_string().into())),
+        ]);
         let flags = [
             ("--lora", self.lora),
             ("--json", self.json),
             ("--synthetic", self.synthetic),
         ];
-        let mut arguments = Vec::new();
+        let mut arguments: Vec<OsString> = Vec::new();
         for (option, value) in valued {
             if let Some(value) = value {
                 arguments.extend([option.into(), value]);
@@ -121,15 +131,21 @@ mod tests {
     #[test]
     fn what_is_given_is_passed_on_and_nothing_else() {
         assert_eq!(forwarded(""), Vec::<OsString>::new());
-        let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --lora --json --synthetic";
+        let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --deadline 5 --lora --json --synthetic";
         assert_eq!(forwarded(all), all.split_whitespace().collect::<Vec<_>>());
         assert_eq!(forwarded("--model m.gguf"), ["--model", "m.gguf"]);
+        let several = "--prompt one --prompt two";
+        assert_eq!(
+            forwarded(several),
+            several.split_whitespace().collect::<Vec<_>>()
+        );
     }
 
     #[test]
     fn wrong_options_are_refused_before_anything_is_built() {
         for line in [
             "--ranks 0",
+            "--deadline 0",
             "--device tpu",
             "--mode fast",
             "--model m --synthetic",

@@ -129,7 +129,7 @@ fn adapters_on_some_linears_leave_the_others_alone() {
 fn a_prompt_may_be_shorter_than_the_ranks() {
     for prompt in [vec![7], vec![5, 309], vec![3, 77, 500]] {
         for lora in [None, Some(lora())] {
-            check(&[prompt.clone()], NEVER, 4, lora);
+            check(std::slice::from_ref(&prompt), NEVER, 4, lora);
         }
     }
 }

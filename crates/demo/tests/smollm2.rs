@@ -140,7 +140,7 @@ fn prompts_side_by_side_are_answered_as_alone() {
     }
     let got = generate(
         &file,
-        &[capital.clone()],
+        std::slice::from_ref(capital),
         2,
         &options(2, 24, None),
         &mut |_, _| {},

@@ -115,14 +115,31 @@ fn a_ring_is_traced_as_compute_beside_communication() {
                 assert!(passed.iter().zip(gathers).all(|(p, m)| *p <= m.start));
             }
         }
-        let overlapping = spans.iter().filter(|m| m.name == "multiply").any(|m| {
-            spans
-                .iter()
-                .filter(|s| s.row.ends_with("communication"))
-                .any(|s| s.start < m.end && m.start < s.end)
-        });
-        assert!(overlapping, "nothing was sent while a rank multiplied");
     }
+}
+
+/// Whether something was sent, by whomever, while a rank multiplied.
+fn overlaps(spans: &[Span]) -> bool {
+    let sent = |m: &Span| {
+        spans
+            .iter()
+            .filter(|s| s.row.ends_with("communication"))
+            .any(|s| s.start < m.end && m.start < s.end)
+    };
+    spans.iter().filter(|s| s.name == "multiply").any(sent)
+}
+
+/// Once is enough: when threads get their cores is the system's affair.
+#[test]
+fn ranks_multiply_while_chunks_travel() {
+    const RUNS: usize = 20;
+    let mut runs = (0..RUNS).map(|_| traced("overlap", &["--ranks", "2", "--mode", "ring"]));
+    assert!(
+        runs.any(|(_, spans)| overlaps(&spans)),
+        "in {RUNS} runs nothing was sent while a rank multiplied"
+    );
+    let (_, spans) = traced("no-overlap", &["--ranks", "2", "--mode", "off"]);
+    assert!(!overlaps(&spans));
 }
 
 #[test]

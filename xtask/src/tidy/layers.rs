@@ -43,7 +43,17 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("brigade-demo", &["brigade"]),
     // Tests and benchmarks stand above everything and may look inside.
     ("brigade-conformance", LIBRARIES),
-    ("brigade-benches", LIBRARIES),
+    (
+        "brigade-benches",
+        &[
+            "brigade-device",
+            "brigade-group",
+            "brigade-host",
+            "brigade-plan",
+            "brigade",
+            "brigade-demo",
+        ],
+    ),
     ("xtask", &[]),
 ];
 

@@ -231,7 +231,6 @@ impl<'a> Rank<'a> {
         let weights = &self.weights.layers[layer];
         let runs = lora_runs(weights, which, runs);
         let out = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
-            transpose_weight: true,
             total_n: Some(which.total_outputs(&place.config, place.shards)),
             runs: &runs,
             choice: place.mode,
@@ -260,7 +259,7 @@ impl<'a> Rank<'a> {
         let rows: usize = shares.iter().sum();
         let x = place
             .device
-            .upload(&place.on, &x, &[rows, weight.shape().columns()])?;
+            .upload(&place.on, &x, &[rows, weight.shape().rows()])?;
         let before = comm.traffic().moved_bytes;
         let runs = lora_runs(weights, which, runs);
         let total_k = match which {
@@ -270,7 +269,6 @@ impl<'a> Rank<'a> {
         let out =
             comm.lease(&place.on)?
                 .lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
-                    transpose_weight: true,
                     total_k: Some(total_k),
                     runs: &runs,
                     choice: place.mode,
@@ -289,10 +287,7 @@ impl<'a> Rank<'a> {
         let weights = &self.weights.layers[layer];
         let x = self.upload(x, place.config.hidden)?;
         let runs = lora_runs(weights, which, runs);
-        let gemm = GemmParams {
-            transpose_b: true,
-            ..GemmParams::new(&x, weights.linear(which))
-        };
+        let gemm = GemmParams::new(&x, weights.linear(which));
         let linear = LoraLinearParams { gemm, runs: &runs };
         let d = place
             .device
@@ -313,13 +308,10 @@ impl<'a> Rank<'a> {
         let place = &self.place;
         let weights = &self.weights.layers[layer];
         let weight = weights.linear(which);
-        let x = self.upload(x, weight.shape().columns())?;
+        let x = self.upload(x, weight.shape().rows())?;
         let before = comm.traffic().moved_bytes;
         let runs = lora_runs(weights, which, runs);
-        let gemm = GemmParams {
-            transpose_b: true,
-            ..GemmParams::new(&x, weight)
-        };
+        let gemm = GemmParams::new(&x, weight);
         let out =
             comm.lease(&place.on)?
                 .lora_linear_with_all_reduce(LoraLinearAllReduceParams {

@@ -78,7 +78,7 @@ pub(crate) struct RankLayer {
 }
 
 impl RankLayer {
-    /// `[outputs, inputs]`
+    /// `[inputs, outputs]`
     pub(crate) fn linear(&self, which: Fused) -> &Buffer {
         &self.linears[which as usize]
     }
@@ -208,7 +208,11 @@ impl Loader<'_> {
             columns = part.columns();
             all.extend(part.into_data());
         }
-        self.upload(Matrix::new(rows, columns, all)?)
+        // Turned over once, since a product of several rows would otherwise do it at every call.
+        let turned = (0..columns)
+            .flat_map(|c| all.iter().skip(c).step_by(columns).copied())
+            .collect();
+        self.upload(Matrix::new(columns, rows, turned)?)
     }
 
     /// The adapters of a linear's parts as one: the A side by side, the B down the diagonal.

@@ -1,0 +1,132 @@
+//! Measures the host device, and writes what it found as JSON. `cargo xtask bench results` builds and runs it.
+#![allow(clippy::print_stderr)]
+
+mod demo;
+mod gather_linear;
+mod gemm;
+mod meta;
+
+use anyhow::{Context, Result};
+use clap::{Parser, ValueEnum};
+use serde_json::{Value, json};
+use std::{fs, path::PathBuf};
+
+/// Measures the host device, and writes what it found as JSON.
+#[derive(Parser)]
+#[command(name = "results")]
+struct Cli {
+    /// The folder to write to, if not docs/results
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// What to measure; everything if none is named
+    #[arg(long, value_enum)]
+    only: Vec<What>,
+    /// So few rounds that the figures mean nothing, to see that it runs; not for the folder of results
+    #[arg(long, requires = "out")]
+    smoke: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum What {
+    Gemm,
+    GatherLinear,
+    Demo,
+}
+
+impl What {
+    /// The file's name without its end.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Gemm => "gemm.host",
+            Self::GatherLinear => "gather-linear.host",
+            Self::Demo => "demo.host",
+        }
+    }
+
+    fn measure(self, rounds: Rounds) -> Result<Vec<Value>> {
+        match self {
+            Self::Gemm => gemm::measure(rounds),
+            Self::GatherLinear => gather_linear::measure(rounds),
+            Self::Demo => demo::measure(rounds),
+        }
+    }
+}
+
+/// How often things are done.
+#[derive(Clone, Copy)]
+struct Rounds {
+    /// Times that two ways are compared.
+    pairs: usize,
+    /// About how long one of those times is to take.
+    each_us: f64,
+    /// Times that the model is asked, and for how many tokens.
+    runs: usize,
+    tokens: usize,
+}
+
+const FULL: Rounds = Rounds {
+    pairs: 20,
+    each_us: 50_000.0,
+    runs: 5,
+    tokens: 64,
+};
+
+const SMOKE: Rounds = Rounds {
+    pairs: 2,
+    each_us: 100.0,
+    runs: 1,
+    tokens: 3,
+};
+
+impl Rounds {
+    /// Calls that together take about as long as one time is to take.
+    fn calls(self, call_us: f64) -> usize {
+        ((self.each_us / call_us) as usize).clamp(1, 10_000)
+    }
+}
+
+/// Two digits behind the point are more than the figures are good for.
+fn rounded(x: f64) -> f64 {
+    (x * 100.0).round() / 100.0
+}
+
+/// As [`rounded`], for ratios.
+fn ratio(x: f64) -> f64 {
+    (x * 1000.0).round() / 1000.0
+}
+
+fn main() -> Result<()> {
+    let cli = Cli::parse();
+    let rounds = if cli.smoke { SMOKE } else { FULL };
+    let out = cli.out.unwrap_or_else(|| "docs/results".into());
+    fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
+    let mut what = cli.only;
+    if what.is_empty() {
+        what = What::value_variants().to_vec();
+    }
+    // Before anything is written, which may be in this checkout.
+    let meta = meta::meta()?;
+    for what in what {
+        let rows = what.measure(rounds)?;
+        let path = out.join(format!("{}.json", what.name()));
+        fs::write(&path, text(&meta, &rows)?)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        eprintln!("{}: {} rows", path.display(), rows.len());
+    }
+    Ok(())
+}
+
+/// One row a line, so that a difference between two measurements can be read.
+fn text(meta: &Value, rows: &[Value]) -> Result<String> {
+    let rows: Vec<String> = rows.iter().map(|row| format!("    {row}")).collect();
+    let text = format!(
+        "{{\n  \"meta\": {meta},\n  \"rows\": [\n{}\n  ]\n}}\n",
+        rows.join(",\n")
+    );
+    let back: Value = serde_json::from_str(&text)?;
+    anyhow::ensure!(
+        back["meta"] == *meta && back["rows"] != json!([]),
+        "no rows"
+    );
+    Ok(text)
+}
