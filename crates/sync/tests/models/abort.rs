@@ -129,6 +129,13 @@ pub fn scenario(size: usize, mortal: Option<usize>, without: Without) -> Scenari
     scenario
 }
 
+/// As above, but the last rank does not give up by itself: it must hear.
+pub fn hearing(size: usize) -> Scenario {
+    let mut scenario = scenario(size, None, Without::Nothing);
+    scenario.patient = Some(size - 1);
+    scenario
+}
+
 /// Every rank waits for what never comes, and rests in the way that is said.
 pub fn resting(size: usize, rests: Rests) -> Scenario {
     let mut scenario = scenario(size, None, Without::Nothing);

@@ -161,6 +161,11 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             abort,
+            "2 ranks give up at any time, a third one hears of it",
+            states(|| abort::hearing(3)),
+        ),
+        holds(
+            abort,
             "memory order of 2 ranks",
             ordered(|| abort::raising(2)),
         ),

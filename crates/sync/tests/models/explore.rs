@@ -333,7 +333,8 @@ impl Model for Scenario {
         };
         actions.extend(moves);
         if spent {
-            actions.extend(waiting.into_iter().map(Action::Expire));
+            let left = waiting.into_iter().filter(|r| self.patient != Some(*r));
+            actions.extend(left.map(Action::Expire));
         }
         if let Some(r) = self.mortal
             && matches!(world.ranks[r].phase, Phase::At(_) | Phase::Stopping(..))

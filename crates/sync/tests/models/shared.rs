@@ -85,6 +85,8 @@ pub struct Scenario {
     pub stops_at_once: bool,
     /// A rank that may die at any point.
     pub mortal: Option<usize>,
+    /// A rank whose budgets are never spent.
+    pub patient: Option<usize>,
     pub timeouts: Timeouts,
     pub rests: Rests,
     /// Stores become visible later, in an order that only releases restrict.
@@ -107,6 +109,7 @@ impl Scenario {
             raise: Box::new(|memory, abort, _, record| abort.raise(memory, GENERATION, record)),
             stops_at_once: true,
             mortal: None,
+            patient: None,
             timeouts: Timeouts::Last,
             rests: Rests::Looks,
             weak: false,
