@@ -6,6 +6,7 @@ use crate::{
     memory::Staging,
     mover::Mover,
     segment::SharedSegment,
+    sharing::Sharing,
     user_buffers::RegionMemory,
 };
 use brigade_device::{
@@ -32,6 +33,7 @@ pub(crate) struct Core {
     pub(crate) topology: Topology,
     pub(crate) table: Table,
     pub(crate) layout: Layout,
+    pub(crate) sharing: Sharing,
     pub(crate) segments: Vec<SharedSegment>,
     pub(crate) memory: Words<SharedSegment>,
     pub(crate) mover: Mover,
@@ -121,6 +123,7 @@ pub(crate) struct Parts {
     pub(crate) topology: Topology,
     pub(crate) table: Table,
     pub(crate) layout: Layout,
+    pub(crate) sharing: Sharing,
     pub(crate) segments: Vec<SharedSegment>,
 }
 
@@ -132,6 +135,7 @@ impl Core {
             topology,
             table,
             layout,
+            sharing,
             segments,
         } = parts;
         Ok(Arc::new(Self {
@@ -143,6 +147,7 @@ impl Core {
             topology,
             table,
             layout,
+            sharing,
             segments,
             gates: Default::default(),
             issue: Mutex::default(),
@@ -411,7 +416,7 @@ impl Core {
         let layout = &self.layout;
         let gate = layout.reset.base..layout.reset.base + self.group.size;
         let departed = layout.departed..layout.departed + self.group.size;
-        for index in (0..layout.words).filter(|i| !gate.contains(i) && !departed.contains(i)) {
+        for index in (0..layout.flags).filter(|i| !gate.contains(i) && !departed.contains(i)) {
             let owner = self.group.rank;
             self.memory.store(Word { owner, index }, 0);
         }
@@ -423,12 +428,13 @@ impl Core {
         Ok(())
     }
 
+    /// Whether a peer said that it is gone, or its process ended without a word.
     pub(crate) fn departed(&self, peer: usize) -> bool {
         let word = Word {
             owner: self.group.rank,
             index: self.layout.departed + peer,
         };
-        self.memory.load(word) != 0
+        self.memory.load(word) != 0 || self.sharing.has_died(peer)
     }
 }
 

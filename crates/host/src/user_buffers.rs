@@ -8,7 +8,6 @@ use crate::{
     layout::Area,
     memory::{reading, writing},
     queue::HostQueue,
-    rendezvous::{LaidDown, pick_up},
     segment::Segment,
 };
 use brigade_device::{
@@ -239,11 +238,13 @@ impl UserBuffers for HostComm {
             let Some(region) = agree_on_number(active)? else {
                 return Ok(Registered::NoneFree);
             };
-            let segment = Segment::of_words(bytes).map(Arc::new);
-            let laid_down = segment.as_ref().ok().map(LaidDown::new);
-            let keys = exchange_words(active, laid_down.as_ref().map_or(0, LaidDown::key))?;
-            let segments: Option<Vec<_>> = keys.into_iter().map(pick_up).collect();
-            // Nobody takes its segment back before everybody has picked it up.
+            let sharing = &self.core.sharing;
+            let words = Segment::words_for(bytes);
+            let offer = sharing.offer(active.job.rank(), words, 0).ok();
+            let keys = exchange_words(active, offer.as_ref().map_or(0, |offer| offer.key))?;
+            let take = |(owner, key)| sharing.take(owner, key, words, 0).ok();
+            let segments: Option<Vec<_>> = keys.into_iter().enumerate().map(take).collect();
+            // Nobody withdraws its offer before everybody has taken it.
             let all_have = exchange_words(active, segments.is_some().into())?;
             Ok(
                 match (segments, all_have.iter().position(|&has| has == 0)) {
@@ -270,7 +271,7 @@ impl UserBuffers for HostComm {
             .into()),
             Registered::Missing(rank) => Err(Error::Group {
                 step: "register a region",
-                what: format!("rank {rank} could not allocate {bytes} bytes"),
+                what: format!("rank {rank} could not get at {bytes} bytes of every rank"),
             }),
         }
     }
@@ -294,7 +295,9 @@ impl UserBuffers for HostComm {
             }
             Ok(())
         })?;
-        self.core.regions.lock()[usize::from(region.0)] = None;
+        if let Some(memory) = self.core.regions.lock()[usize::from(region.0)].take() {
+            memory.segments[self.core.group.rank].give_back();
+        }
         Ok(())
     }
 
