@@ -31,7 +31,7 @@ pub trait Backend: Send + Sync {
     fn worlds(&self) -> Vec<usize>;
     /// Modes and algorithms that can be forced.
     fn engines(&self) -> Engines;
-    /// Fresh ranks for a group of `size`, in rank order.
+    /// Fresh ranks for a group of `size`: all that are threads of this process, in rank order.
     ///
     /// # Errors
     /// What keeps the device from having so many ranks; the trial fails with it.
@@ -206,7 +206,7 @@ struct Progress {
     failure: Option<(usize, String)>,
 }
 
-/// Runs `body` on every rank of a group, each on a thread of its own. A rank that panics aborts the communicator, so that
+/// Runs `body` on every rank of a group that is a thread of this process, each on a thread of its own. A rank that panics aborts the communicator, so that
 /// no other waits for it.
 ///
 /// # Panics
@@ -219,7 +219,9 @@ pub fn run(
 ) {
     let body = Arc::new(body);
     let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
-    for (number, seat) in backend.seats(size).unwrap().into_iter().enumerate() {
+    let seats = backend.seats(size).unwrap();
+    let here: Vec<usize> = seats.iter().map(|seat| seat.boot.rank()).collect();
+    for (&number, seat) in here.iter().zip(seats) {
         let (body, progress, config) = (Arc::clone(&body), Arc::clone(&progress), config.clone());
         let work = move || {
             let mut joined = None;
@@ -246,9 +248,10 @@ pub fn run(
     }
     let mut state = progress.0.lock();
     let end = Instant::now() + LIMIT;
-    while state.ended.len() < size {
+    while state.ended.len() < here.len() {
         let late = progress.1.wait_until(&mut state, end).timed_out();
-        let missing: Vec<_> = (0..size).filter(|r| !state.ended.contains(r)).collect();
+        let is_missing = |r: &&usize| !state.ended.contains(r);
+        let missing: Vec<_> = here.iter().filter(is_missing).collect();
         assert!(
             !late || missing.is_empty(),
             "ranks {missing:?} have not ended after {LIMIT:?}; failed first: {:?}",

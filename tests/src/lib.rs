@@ -34,6 +34,8 @@ mod linear_reduce_scatter;
 pub mod matrix;
 mod ops;
 pub mod oracle;
+#[cfg(target_os = "linux")]
+pub mod processes;
 mod quantized;
 mod reduce_scatter;
 mod send_recv;

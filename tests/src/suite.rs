@@ -13,6 +13,15 @@ use std::{
 /// The environment variable that replays a run.
 pub const SEED: &str = "BRIGADE_SEED";
 
+/// The seed that the environment names, or a new one.
+pub fn base_seed() -> u64 {
+    let named = std::env::var(SEED).ok();
+    named.map_or_else(
+        || StdRng::from_os_rng().random(),
+        |s| s.trim().parse().unwrap(),
+    )
+}
+
 /// What a contract is given: N ranks of a device, and fresh random numbers.
 pub struct World {
     /// The device.
@@ -44,14 +53,9 @@ pub struct Suite {
 impl Suite {
     /// No trials yet. The seed is the one that the environment names, or a new one.
     pub fn new(backend: Arc<dyn Backend>) -> Self {
-        let named = std::env::var(SEED).ok();
-        let base_seed = named.map_or_else(
-            || StdRng::from_os_rng().random(),
-            |s| s.trim().parse().unwrap(),
-        );
         Self {
             backend,
-            base_seed,
+            base_seed: base_seed(),
             trials: Vec::new(),
         }
     }
