@@ -9,7 +9,7 @@ use crate::{
 };
 use brigade_device::{AllGatherParams, AllToAllParams, BroadcastParams, DataType, FaultKind, Plan};
 use rand::{Rng, RngCore, rngs::StdRng};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Types that data may have when it only moves.
 pub const ANY: [DataType; 6] = [
@@ -250,21 +250,30 @@ fn disagreeing_pair(world: &World) {
     });
 }
 
+/// Time on the clock that all ranks of a machine look at, in ns.
+fn now() -> u128 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap()
+        .as_nanos()
+}
+
 /// Nobody leaves a barrier before everybody has come.
 fn barrier(world: &World) {
     let mut rng = world.rng();
-    let arrived = AtomicUsize::new(0);
     let late: Vec<usize> = (0..50).map(|_| rng.random_range(0..world.size)).collect();
     world.run(&config(), move |rank| {
         for (i, &late) in late.iter().enumerate() {
             if rank.rank == late {
                 rank.dawdle(200);
             }
-            arrived.fetch_add(1, Ordering::SeqCst);
+            let came = now();
             let result = rank.lease().barrier();
             rank.settle(result).unwrap();
-            let all = arrived.load(Ordering::SeqCst);
-            assert!(all >= (i + 1) * rank.size, "{all} arrivals at barrier {i}");
+            let left = now();
+            let came = rank.share(&came.to_ne_bytes());
+            let last = came.iter().map(|t| bytemuck::pod_read_unaligned(t)).max();
+            assert!(last <= Some(left), "barrier {i} was left too early");
         }
     });
 }

@@ -110,6 +110,11 @@ fn total_memory_bytes() -> u64 {
     meminfo("MemTotal:")
 }
 
+/// Memory of this machine that can still be had, or 0 where it cannot be known.
+pub(crate) fn available_bytes() -> u64 {
+    meminfo("MemAvailable:")
+}
+
 fn meminfo(key: &str) -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     text.lines()
@@ -231,7 +236,7 @@ impl Allocate for HostDevice {
     fn memory_status(&self) -> Result<MemoryStatus> {
         Ok(MemoryStatus {
             total_bytes: self.info.memory_bytes,
-            free_bytes: meminfo("MemAvailable:"),
+            free_bytes: available_bytes(),
             held_bytes: self.held.load(Ordering::Relaxed),
         })
     }

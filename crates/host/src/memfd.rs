@@ -1,9 +1,13 @@
 //! Memory that processes share: a file without a name for each rank, that lives as long as somebody has it open.
 
+use crate::device::available_bytes;
 use brigade_device::{Error, Result};
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::{
-    fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals},
+    fs::{
+        FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals,
+        ftruncate,
+    },
     io::Errno,
 };
 use std::{fs::File, os::fd::OwnedFd, sync::Arc};
@@ -47,25 +51,26 @@ impl Memfd {
         metadata.map(|m| m.len()).map_err(io("fstat"))
     }
 
-    /// Appends `bytes` bytes, all zero, and says where they begin. The memory is there at once, so that no access can fail
-    /// for the want of it later.
+    /// Appends `bytes` bytes, all zero, and says where they begin. As with other memory, the system finds room for a page
+    /// when it is first used; more than it has now is refused.
     pub(crate) fn grow(&self, bytes: usize) -> Result<u64> {
         let start = self.len()?.next_multiple_of(STEP);
-        fallocate(
-            &*self.0,
-            FallocateFlags::empty(),
-            start,
-            (bytes as u64).max(1),
-        )
-        .map_err(failed("fallocate"))?;
+        let bytes = (bytes as u64).max(1);
+        let end = match start.checked_add(bytes) {
+            Some(end) if bytes <= available_bytes() => end,
+            _ => return Err(failed("ftruncate")(Errno::NOMEM)),
+        };
+        ftruncate(&*self.0, end).map_err(failed("ftruncate"))?;
         Ok(start)
     }
 
     /// Gives memory back to the system. Whoever still has it mapped reads zeros.
     pub(crate) fn give_back(&self, start: u64, bytes: usize) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        // Whole pages: the next part begins behind them.
+        let bytes = (bytes as u64).max(1).next_multiple_of(STEP);
         // What could not be given back is given back with the file.
-        let _ = fallocate(&*self.0, flags, start, (bytes as u64).max(1));
+        let _ = fallocate(&*self.0, flags, start, bytes);
     }
 
     /// A part of the file, to be read and written.
@@ -109,7 +114,7 @@ pub(crate) fn io(call: &'static str) -> impl Fn(std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::fs::{fstat, ftruncate};
+    use rustix::fs::fstat;
 
     #[test]
     fn parts_are_apart_shared_and_given_back() {
@@ -142,6 +147,7 @@ mod tests {
         assert!(ftruncate(mine.file(), 0).is_err());
         assert!(mine.map(0, 1 << 20).is_err());
         let fd = rustix::fs::memfd_create("brigade", MemfdFlags::ALLOW_SEALING).unwrap();
+        assert!(mine.grow(1 << 60).is_err() && mine.grow(usize::MAX).is_err());
         let error = Memfd::of_peer(fd).unwrap_err();
         assert_eq!(
             error.to_string(),
