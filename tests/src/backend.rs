@@ -59,11 +59,15 @@ const PATIENCE: Duration = Duration::from_secs(40);
 const LIMIT: Duration = Duration::from_secs(150);
 
 impl Rank {
-    fn join(rank: usize, seat: Seat, config: &CommConfig) -> Self {
+    /// Joins the seat's group.
+    ///
+    /// # Panics
+    /// If it cannot.
+    pub fn join(seat: Seat, config: &CommConfig) -> Self {
         let Seat { device, boot } = seat;
         let comm = Arc::clone(&device).join(&*boot, config).unwrap();
         Self {
-            rank,
+            rank: boot.rank(),
             size: boot.size(),
             stream: device.stream(0).unwrap(),
             device,
@@ -226,7 +230,7 @@ pub fn run(
         let work = move || {
             let mut joined = None;
             let result = catch_unwind(AssertUnwindSafe(|| {
-                body(joined.insert(Rank::join(number, seat, &config)));
+                body(joined.insert(Rank::join(seat, &config)));
             }));
             let mut state = progress.0.lock();
             if let Err(payload) = result {

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 const DEADLINE: Duration = Duration::from_millis(300);
 
 /// What a rank may take beyond the deadline, and at most where it need not wait for one.
-const GRACE: Duration = Duration::from_secs(1);
+pub const GRACE: Duration = Duration::from_secs(1);
 
 /// For collective steps that nobody misses.
 pub const AMPLE: Duration = Duration::from_secs(30);

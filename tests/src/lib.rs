@@ -26,6 +26,8 @@ mod device;
 mod faults;
 mod gather_linear;
 mod host;
+#[cfg(target_os = "linux")]
+mod killed;
 mod layer;
 mod ledger;
 mod life;
@@ -51,6 +53,10 @@ use std::sync::Arc;
 
 /// Every contract at every group size of a device.
 pub fn trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
+    suite(backend).into_trials()
+}
+
+fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     let mut suite = suite::Suite::new(backend);
     gather_linear::add(&mut suite);
     linear_reduce_scatter::add(&mut suite);
@@ -68,5 +74,5 @@ pub fn trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
     device::add(&mut suite);
     control::add(&mut suite);
     faults::add(&mut suite);
-    suite.into_trials()
+    suite
 }

@@ -5,6 +5,7 @@
 
 use crate::{
     backend::{Backend, Seat},
+    killed,
     suite::{SEED, base_seed},
 };
 use brigade_device::{Bootstrap, Result};
@@ -16,6 +17,7 @@ use std::{
     collections::BTreeMap,
     io::Read,
     os::unix::process::ExitStatusExt,
+    path::Path,
     process::{Command, ExitStatus, Stdio},
     sync::{Arc, OnceLock},
     thread,
@@ -85,17 +87,21 @@ fn is_between_ranks(name: &str) -> bool {
 
 /// Trials whose ranks are processes; and in such a process, the trials themselves.
 pub fn trials() -> Vec<Trial> {
-    let contracts = crate::trials(Arc::new(HostProcesses::default()));
+    let mut suite = crate::suite(Arc::new(HostProcesses::default()));
+    killed::add(&mut suite);
+    let mut contracts = suite.into_trials();
+    let seed = base_seed();
+    let many = killed::trial(is_rank(), seed);
     if is_rank() {
+        contracts.push(many);
         return contracts;
     }
-    let seed = base_seed();
-    contracts
+    let trials = contracts
         .into_iter()
         .map(|contract| contract.name().to_owned())
         .filter(|name| is_between_ranks(name))
-        .map(|name| Trial::test(name.clone(), move || launch(&name, seed)))
-        .collect()
+        .map(|name| Trial::test(name.clone(), move || launch(&name, seed)));
+    trials.chain([many]).collect()
 }
 
 /// The group's size, as the trial's name says it.
@@ -105,19 +111,32 @@ fn world(name: &str) -> Result<usize, Failed> {
     size.ok_or_else(|| Failed::from(format!("{name} does not say how many ranks it has")))
 }
 
+fn this_trial(program: &Path, name: &str, seed: u64) -> Command {
+    let mut command = Command::new(program);
+    command
+        .args(["--exact", name, "--test-threads", "1"])
+        .env(SEED, seed.to_string())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// Runs a trial once more, in a process that it has to itself, and where `variable` is set.
+pub fn again(name: &str, seed: u64, variable: &str) -> Result<(), Failed> {
+    let mut command = this_trial(&std::env::current_exe()?, name, seed);
+    let output = command.env(variable, "1").output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = [output.stderr, output.stdout].concat();
+    Err(Failed::from(String::from_utf8_lossy(&text).into_owned()))
+}
+
 fn launch(name: &str, seed: u64) -> Result<(), Failed> {
     let size = world(name)?;
     let program = std::env::current_exe()?;
-    let mut ranks = Launch::new(size)?.start(|_| {
-        let mut command = Command::new(&program);
-        command
-            .args(["--exact", name, "--test-threads", "1"])
-            .env(SEED, seed.to_string())
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        command
-    })?;
+    let mut ranks = Launch::new(size)?.start(|_| this_trial(&program, name, seed))?;
     let outputs: Vec<_> = (0..size)
         .map(|rank| {
             let child = ranks.child(rank);
