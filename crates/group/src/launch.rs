@@ -1,6 +1,6 @@
 //! Starting ranks as processes of this machine.
 
-use crate::{Deadline, folder::Folder};
+use crate::{Deadline, folder::Folder, frame::MOST_RANKS};
 use brigade_device::{Error, Result};
 use rustix::{
     io::Errno,
@@ -49,8 +49,11 @@ impl Launch {
     /// A group of `size` ranks.
     ///
     /// # Errors
-    /// [`Error::Backend`] if no folder for the socket can be made.
+    /// [`Error::Invalid`] for no ranks or too many; [`Error::Backend`] if no folder for the socket can be made.
     pub fn new(size: usize) -> Result<Self> {
+        if !(1..=MOST_RANKS).contains(&size) {
+            return Err(Error::invalid("size", size, format!("1 to {MOST_RANKS}")));
+        }
         let folder = Folder::new().map_err(failed("make a folder for the rendezvous"))?;
         Ok(Self { folder, size })
     }
