@@ -82,6 +82,7 @@ pub(crate) fn join(
         table,
         layout,
         segments,
+        inject: device.inject.clone(),
     })?;
     Ok(Comm::new(Arc::new(HostComm { core, device })))
 }

@@ -7,10 +7,11 @@ use crate::{
     mover::Mover,
     segment::SharedSegment,
     user_buffers::RegionMemory,
+    waits::Waits,
 };
 use brigade_device::{
-    Call, CommConfig, Error, FaultKind, FaultRecord, Group, Operation, PerRank, Plan, Reason,
-    Region, Result, Traffic,
+    Call, CommConfig, Error, FaultKind, FaultRecord, Group, Injector, Operation, PerRank, Plan,
+    Point, Reason, Region, Result, Traffic,
 };
 use brigade_plan::{Table, Topology};
 use brigade_sync::{Deadline, Flag, Half, Memory, Uses, Word, Words, post, wait};
@@ -49,7 +50,8 @@ pub(crate) struct Core {
     closed: AtomicBool,
     calls: AtomicU64,
     pub(crate) moved_bytes: AtomicU64,
-    pub(crate) waited_ns: AtomicU64,
+    pub(crate) waits: Waits,
+    pub(crate) inject: Option<Injector>,
 }
 
 #[derive(Default)]
@@ -122,6 +124,7 @@ pub(crate) struct Parts {
     pub(crate) table: Table,
     pub(crate) layout: Layout,
     pub(crate) segments: Vec<SharedSegment>,
+    pub(crate) inject: Option<Injector>,
 }
 
 impl Core {
@@ -133,6 +136,7 @@ impl Core {
             table,
             layout,
             segments,
+            inject,
         } = parts;
         Ok(Arc::new(Self {
             mover: Mover::new(&group)?,
@@ -154,7 +158,8 @@ impl Core {
             closed: AtomicBool::new(false),
             calls: AtomicU64::new(0),
             moved_bytes: AtomicU64::new(0),
-            waited_ns: AtomicU64::new(0),
+            waits: Waits::new(group.size),
+            inject,
         }))
     }
 
@@ -163,10 +168,12 @@ impl Core {
     }
 
     pub(crate) fn traffic(&self) -> Traffic {
+        let waits = self.waits.per_peer();
         Traffic {
             calls: self.calls.load(Ordering::Relaxed),
             moved_bytes: self.moved_bytes.load(Ordering::Relaxed),
-            waited_ns: self.waited_ns.load(Ordering::Relaxed),
+            waited_ns: waits.iter().map(|w| w.waited_ns).sum(),
+            waits,
         }
     }
 
@@ -266,8 +273,10 @@ impl Core {
         let result = active
             .let_go()
             .and_then(|()| {
+                active.job.step(Point::Begin, self.group.rank, None);
                 barrier
                     .arrive(active.job.flag)
+                    .filter(|p| active.job.step(Point::Arrive, p.word.owner, None))
                     .for_each(|p| post(&self.memory, p));
                 work(&mut active)
             })
@@ -307,6 +316,7 @@ impl Core {
             collective: false,
         };
         let mut active = Active { job, state };
+        active.job.step(Point::Begin, self.group.rank, None);
         let result = work(&mut active);
         self.finish(active.job, result)
     }

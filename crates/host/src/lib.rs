@@ -17,6 +17,7 @@ mod device;
 mod element;
 mod gather_linear;
 mod gemm;
+mod inject;
 mod job;
 mod layout;
 mod linear;
@@ -31,5 +32,6 @@ mod rendezvous;
 mod segment;
 mod send_recv;
 mod user_buffers;
+mod waits;
 
 pub use device::{HostConfig, HostDevice};
