@@ -1,4 +1,8 @@
 //! Faults: whatever a rank does wrong, every rank hears of it in time, as a typed error, and the group can go on.
+//!
+//! Every operation of [`ops::all`] goes through all of these contracts.
+
+mod injected;
 
 use crate::{
     all_reduce,
@@ -265,21 +269,38 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
     pairs
 }
 
+/// A rank that makes the call of another operation.
+fn wrong_call(world: &World, op: Op) {
+    let all = ops::all(world.backend.engines());
+    let at = all.iter().position(|o| o.name == op.name).unwrap();
+    let other = all[(at + 1) % all.len()].clone();
+    mismatch(world, op, other);
+}
+
+type Contract = fn(&World, Op);
+
+/// What every operation goes through.
+const CONTRACTS: [(&str, Contract); 4] = [
+    ("never_calls", never_calls),
+    ("aborted", aborted),
+    ("peer_lost", peer_lost),
+    ("wrong_call", wrong_call),
+];
+
+/// What it goes through on devices that take a hook.
+const INJECTED: [(&str, Contract); 3] = [
+    ("delayed", injected::delayed),
+    ("mishaps", injected::mishaps),
+    ("killed", injected::killed),
+];
+
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
-    for op in ops::all(suite.backend().engines()) {
-        let name = op.name.clone();
-        type Contract = fn(&World, Op);
-        let contracts: [(&str, Contract); 3] = [
-            ("never_calls", never_calls),
-            ("aborted", aborted),
-            ("peer_lost", peer_lost),
-        ];
-        for (contract, f) in contracts {
-            let op = op.clone();
-            suite.add_from(2, &format!("faults/{contract}/{name}"), move |world| {
-                f(world, op.clone());
-            });
+    let injected = suite.backend().injects().then_some(INJECTED);
+    for (contract, f) in CONTRACTS.into_iter().chain(injected.into_iter().flatten()) {
+        for op in ops::all(suite.backend().engines()) {
+            let name = format!("faults/{contract}/{}", op.name);
+            suite.add_from(2, &name, move |world| f(world, op.clone()));
         }
     }
     for (name, op, other) in mismatches(suite.backend().engines()) {

@@ -26,6 +26,7 @@ mod device;
 mod faults;
 mod gather_linear;
 mod host;
+pub mod inject;
 mod layer;
 mod ledger;
 mod life;

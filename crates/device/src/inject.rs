@@ -116,7 +116,7 @@ pub enum Action {
     /// Nothing out of the ordinary.
     #[default]
     GoOn,
-    /// Rest so long, but not beyond the call's deadline; then go on.
+    /// Rest so long, or until the group is stopped; then go on.
     Stall(Duration),
     /// At a post: never send this flag.
     Drop,

@@ -2,7 +2,10 @@
 
 use crate::job::{Job, Use};
 use brigade_device::{Action, Injector, Place, Point, Step};
-use std::thread;
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
 
 impl Use {
     /// A piece of a slot of this use, as hooks are told of it.
@@ -37,13 +40,25 @@ impl Job {
         };
         match hook.at(&step) {
             Action::Stall(time) => {
-                // tidy: sleeps because the delay is what was asked for
-                thread::sleep(time.min(self.deadline.left()));
+                self.stall(time);
                 true
             }
             Action::Drop => !point.is_post(),
             Action::Skip(_) => point != Point::Credit,
             Action::GoOn => true,
+        }
+    }
+
+    fn stall(&self, time: Duration) {
+        /// How soon a stall ends once the group is stopped.
+        const REST: Duration = Duration::from_millis(10);
+        let start = Instant::now();
+        while let Some(left) = time.checked_sub(start.elapsed())
+            && !left.is_zero()
+            && self.core.fault().is_none()
+        {
+            // tidy: sleeps because the delay is what was asked for
+            thread::sleep(left.min(REST));
         }
     }
 }

@@ -1,0 +1,163 @@
+//! Faults at the points of a call, made by a hook: delays change no result, what gets lost is a timeout, and a rank that
+//! dies in the middle is a lost peer.
+
+use super::{AMPLE, DEADLINE, GRACE, Probe, assert_in_time, assert_stays_stopped, impatient};
+use crate::{
+    backend::Rank,
+    check::{assert_bits, assert_kind, expect_fault, is_poisoned},
+    gather_linear::config,
+    inject::{Director, Jitter, Mishap, What},
+    ops::{self, Ended, Op},
+    suite::World,
+};
+use brigade_device::{Action, FaultKind, FaultRecord, Point};
+use rand::{Rng, seq::IndexedRandom};
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Calls in a row until a mishap shows: a credit that was not given is missed two uses later.
+const CALLS: usize = 4;
+
+/// What a call left in its output, if it has one.
+fn left(rank: &Rank, ended: &Ended) -> Vec<u8> {
+    let output = ended.output.as_ref();
+    output.map_or_else(Vec::new, |d| rank.raw(d.view()))
+}
+
+/// What the call gives where nothing happens.
+fn undisturbed(rank: &Rank, op: &Op) -> Vec<u8> {
+    let ended = op.run(rank);
+    let bytes = left(rank, &ended);
+    ended.result.unwrap();
+    bytes
+}
+
+fn assert_unchanged(rank: &Rank, op: &Op, ended: &Ended, want: &[u8]) {
+    if let Some(d) = &ended.output {
+        assert_bits(&left(rank, ended), want, d.dtype(), &op.name);
+    }
+}
+
+/// Makes the call until it ends in a fault, at most so often. Until then its results are right; and what the fault leaves
+/// is nothing that could be taken for a result and is not.
+fn first_fault(rank: &Rank, op: &Op, want: &[u8], limit: Duration) -> Option<FaultRecord> {
+    (0..CALLS).find_map(|_| {
+        let start = Instant::now();
+        let ended = op.run(rank);
+        assert_in_time(start, limit, &op.name);
+        if ended.result.is_ok() {
+            assert_unchanged(rank, op, &ended, want);
+            return None;
+        }
+        if let Some(d) = &ended.output {
+            let bytes = left(rank, &ended);
+            let values = crate::matrix::to_f64(d.dtype(), &bytes);
+            let untouched = values.iter().all(|&x| x == ops::OLD);
+            assert!(
+                is_poisoned(d.dtype(), &bytes) || untouched || bytes == want,
+                "{}: an output that is neither poisoned nor right: {values:?}",
+                op.name
+            );
+        }
+        Some(expect_fault(ended.result, &op.name))
+    })
+}
+
+/// Whether the culprit has come to the point where its mishap waited.
+fn has_happened(rank: &Rank, director: &Director, culprit: usize) -> bool {
+    let mine = rank.rank == culprit && director.disarm();
+    rank.share(&[mine.into()])[culprit] == [1]
+}
+
+/// Stalls all over the place change no result.
+pub(super) fn delayed(world: &World, op: Op) {
+    let jitter = Jitter::new(&mut world.rng(), 3, 1500);
+    let director = Director::new(&world.backend, Some(jitter));
+    world.run_injected(&config(), director, move |rank| {
+        let want = undisturbed(rank, &op);
+        for _ in 0..2 * CALLS {
+            assert_unchanged(rank, &op, &op.run(rank), &want);
+        }
+    });
+}
+
+/// A flag that is never sent, at any point where one is, and a rank that rests beyond the deadline: all ranks time out,
+/// and the group can go on.
+pub(super) fn mishaps(world: &World, op: Op) {
+    let mut rng = world.rng();
+    let probe = Probe::new(&mut rng, world.size);
+    let posts = Point::ALL.into_iter().filter(|p| p.is_post());
+    let stall = (Point::Begin, Action::Stall(AMPLE));
+    let mishaps: Vec<_> = posts
+        .map(|point| (point, Action::Drop))
+        .chain([stall])
+        .map(|(point, action)| Mishap {
+            culprit: rng.random_range(0..world.size),
+            point,
+            what: What::Act(action),
+        })
+        .collect();
+    let director = Director::new(&world.backend, None);
+    world.run_injected(&impatient(), director.clone(), move |rank| {
+        probe.run(rank);
+        let want = undisturbed(rank, &op);
+        for &mishap in &mishaps {
+            let Mishap { culprit, point, .. } = mishap;
+            rank.meet();
+            if rank.rank == culprit {
+                director.arm(mishap);
+            }
+            rank.meet();
+            let fault = first_fault(rank, &op, &want, DEADLINE + GRACE);
+            if !has_happened(rank, &director, culprit) {
+                assert_eq!(fault, None, "{}: nothing happened at {point}", op.name);
+                continue;
+            }
+            let stopped = rank.comm().check();
+            if point == Point::Done && stopped.is_ok() {
+                // A later credit made up for the lost one, which nobody but its receiver waited for.
+                assert_eq!(fault, None, "{}", op.name);
+                continue;
+            }
+            let record = expect_fault(stopped, "after a mishap");
+            assert!(fault.is_none_or(|f| f == record), "{fault:?}, {record}");
+            assert_kind(&record, FaultKind::Timeout, &op.name);
+            let named = op.operations.iter().any(|&o| o as u32 == record.operation);
+            assert!(named, "{}: {record}", op.name);
+            assert_stays_stopped(rank, record);
+            rank.comm().reset(AMPLE).unwrap();
+            probe.run(rank);
+            assert_eq!(undisturbed(rank, &op), want, "after a mishap at {point}");
+        }
+    });
+}
+
+/// A rank that dies in the middle of a call: the others hear of it long before the deadline, in this call or the next.
+pub(super) fn killed(world: &World, op: Op) {
+    let mut rng = world.rng();
+    let culprit = rng.random_range(0..world.size);
+    // Points that every operation comes to on the thread that makes the call.
+    let points = [Point::Begin, Point::Arrive, Point::Meet];
+    let point = *points.choose(&mut rng).unwrap();
+    let director = Director::new(&world.backend, None);
+    world.run_injected(&config(), director.clone(), move |rank| {
+        let want = undisturbed(rank, &op);
+        rank.meet();
+        if rank.rank == culprit {
+            let what = What::Kill(thread::current().id());
+            director.arm(Mishap {
+                culprit,
+                point,
+                what,
+            });
+        }
+        let record = first_fault(rank, &op, &want, GRACE).unwrap();
+        assert_kind(&record, FaultKind::PeerLost, &op.name);
+        assert_eq!(record.peer as usize, culprit, "{record}");
+        assert_eq!(expect_fault(rank.comm().check(), "check"), record);
+        let reset = rank.comm().reset(Duration::from_millis(100));
+        assert!(reset.is_err(), "reset without rank {culprit}");
+    });
+}
