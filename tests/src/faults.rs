@@ -2,7 +2,7 @@
 //!
 //! Every operation of [`ops::all`] goes through all of these contracts.
 
-mod injected;
+pub mod injected;
 
 use crate::{
     all_reduce,
@@ -143,21 +143,26 @@ fn mismatch(world: &World, op: Op, other: Op) {
     let culprit = rng.random_range(0..world.size);
     world.run(&config(), move |rank| {
         probe.run(rank);
-        rank.meet();
-        let mine = if rank.rank == culprit { &other } else { &op };
-        let start = Instant::now();
-        let ended = mine.run(rank);
-        assert_in_time(start, GRACE, &mine.name);
-        let record = assert_stopped(rank, ended, FaultKind::Mismatch, &mine.name);
-        let involved = [record.rank, record.peer].map(|r| r as usize);
-        assert!(
-            involved.contains(&culprit),
-            "rank {culprit} did it: {record}"
-        );
-        assert_stays_stopped(rank, record);
-        rank.comm().reset(AMPLE).unwrap();
+        differ(rank, culprit, &op, &other);
         probe.run(rank);
     });
+}
+
+/// Makes one call on the culprit and another on all other ranks, and goes on from there.
+pub fn differ(rank: &Rank, culprit: usize, op: &Op, other: &Op) {
+    rank.meet();
+    let mine = if rank.rank == culprit { other } else { op };
+    let start = Instant::now();
+    let ended = mine.run(rank);
+    assert_in_time(start, GRACE, &mine.name);
+    let record = assert_stopped(rank, ended, FaultKind::Mismatch, &mine.name);
+    let involved = [record.rank, record.peer].map(|r| r as usize);
+    assert!(
+        involved.contains(&culprit),
+        "rank {culprit} did it: {record}"
+    );
+    assert_stays_stopped(rank, record);
+    rank.comm().reset(AMPLE).unwrap();
 }
 
 /// Somebody calls `abort` while others wait.
@@ -168,22 +173,27 @@ fn aborted(world: &World, op: Op) {
     let rounds = rng.random_range(0..3000);
     world.run(&config(), move |rank| {
         probe.run(rank);
-        rank.meet();
-        let start = Instant::now();
-        let record = if rank.rank == culprit {
-            rank.dawdle(rounds);
-            rank.comm().abort();
-            expect_fault(rank.comm().check(), "after abort")
-        } else {
-            assert_stopped(rank, op.run(rank), FaultKind::Aborted, &op.name)
-        };
-        assert_in_time(start, GRACE, &op.name);
-        assert_kind(&record, FaultKind::Aborted, &op.name);
-        assert_eq!(record.rank as usize, culprit);
-        assert_stays_stopped(rank, record);
-        rank.comm().reset(AMPLE).unwrap();
+        abort(rank, culprit, rounds, &op);
         probe.run(rank);
     });
+}
+
+/// Aborts on the culprit, after a while, while all other ranks make a call; and goes on from there.
+pub fn abort(rank: &Rank, culprit: usize, rounds: u32, op: &Op) {
+    rank.meet();
+    let start = Instant::now();
+    let record = if rank.rank == culprit {
+        rank.dawdle(rounds);
+        rank.comm().abort();
+        expect_fault(rank.comm().check(), "after abort")
+    } else {
+        assert_stopped(rank, op.run(rank), FaultKind::Aborted, &op.name)
+    };
+    assert_in_time(start, GRACE, &op.name);
+    assert_kind(&record, FaultKind::Aborted, &op.name);
+    assert_eq!(record.rank as usize, culprit);
+    assert_stays_stopped(rank, record);
+    rank.comm().reset(AMPLE).unwrap();
 }
 
 /// A rank whose communicator is gone: the others hear of it long before the deadline.

@@ -37,7 +37,9 @@ mod ops;
 pub mod oracle;
 mod quantized;
 mod reduce_scatter;
+mod replays;
 mod send_recv;
+mod stress;
 pub mod suite;
 mod themes;
 mod traffic;
@@ -67,5 +69,7 @@ pub fn trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
     device::add(&mut suite);
     control::add(&mut suite);
     faults::add(&mut suite);
+    replays::add(&mut suite);
+    stress::add(&mut suite);
     suite.into_trials()
 }

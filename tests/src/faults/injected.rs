@@ -20,6 +20,14 @@ use std::{
 /// Calls in a row until a mishap shows: a credit that was not given is missed two uses later.
 const CALLS: usize = 4;
 
+/// What can befall a rank and ends in a timeout: a flag that is never sent, wherever one is, and a rest that is too long.
+pub const MISHAPS: [(Point, Action); 4] = [
+    (Point::Arrive, Action::Drop),
+    (Point::Announce, Action::Drop),
+    (Point::Done, Action::Drop),
+    (Point::Begin, Action::Stall(AMPLE)),
+];
+
 /// What a call left in its output, if it has one.
 fn left(rank: &Rank, ended: &Ended) -> Vec<u8> {
     let output = ended.output.as_ref();
@@ -83,55 +91,55 @@ pub(super) fn delayed(world: &World, op: Op) {
     });
 }
 
-/// A flag that is never sent, at any point where one is, and a rank that rests beyond the deadline: all ranks time out,
-/// and the group can go on.
+/// After each mishap all ranks time out, and the group can go on.
 pub(super) fn mishaps(world: &World, op: Op) {
     let mut rng = world.rng();
     let probe = Probe::new(&mut rng, world.size);
-    let posts = Point::ALL.into_iter().filter(|p| p.is_post());
-    let stall = (Point::Begin, Action::Stall(AMPLE));
-    let mishaps: Vec<_> = posts
-        .map(|point| (point, Action::Drop))
-        .chain([stall])
+    let mishaps: Vec<_> = MISHAPS
         .map(|(point, action)| Mishap {
             culprit: rng.random_range(0..world.size),
             point,
             what: What::Act(action),
         })
-        .collect();
+        .into();
     let director = Director::new(&world.backend, None);
     world.run_injected(&impatient(), director.clone(), move |rank| {
         probe.run(rank);
-        let want = undisturbed(rank, &op);
         for &mishap in &mishaps {
-            let Mishap { culprit, point, .. } = mishap;
-            rank.meet();
-            if rank.rank == culprit {
-                director.arm(mishap);
-            }
-            rank.meet();
-            let fault = first_fault(rank, &op, &want, DEADLINE + GRACE);
-            if !has_happened(rank, &director, culprit) {
-                assert_eq!(fault, None, "{}: nothing happened at {point}", op.name);
-                continue;
-            }
-            let stopped = rank.comm().check();
-            if point == Point::Done && stopped.is_ok() {
-                // A later credit made up for the lost one, which nobody but its receiver waited for.
-                assert_eq!(fault, None, "{}", op.name);
-                continue;
-            }
-            let record = expect_fault(stopped, "after a mishap");
-            assert!(fault.is_none_or(|f| f == record), "{fault:?}, {record}");
-            assert_kind(&record, FaultKind::Timeout, &op.name);
-            let named = op.operations.iter().any(|&o| o as u32 == record.operation);
-            assert!(named, "{}: {record}", op.name);
-            assert_stays_stopped(rank, record);
-            rank.comm().reset(AMPLE).unwrap();
+            befall(rank, &director, mishap, &op, DEADLINE);
             probe.run(rank);
-            assert_eq!(undisturbed(rank, &op), want, "after a mishap at {point}");
         }
     });
+}
+
+/// Lets a mishap happen while all ranks make a call whose deadline this is, and goes on from there.
+pub fn befall(rank: &Rank, director: &Director, mishap: Mishap, op: &Op, deadline: Duration) {
+    let Mishap { culprit, point, .. } = mishap;
+    let want = undisturbed(rank, op);
+    rank.meet();
+    if rank.rank == culprit {
+        director.arm(mishap);
+    }
+    rank.meet();
+    let fault = first_fault(rank, op, &want, deadline + GRACE);
+    if !has_happened(rank, director, culprit) {
+        assert_eq!(fault, None, "{}: nothing happened at {point}", op.name);
+        return;
+    }
+    let stopped = rank.comm().check();
+    if point == Point::Done && stopped.is_ok() {
+        // A later credit made up for the lost one, which nobody but its receiver waited for.
+        assert_eq!(fault, None, "{}", op.name);
+        return;
+    }
+    let record = expect_fault(stopped, "after a mishap");
+    assert!(fault.is_none_or(|f| f == record), "{fault:?}, {record}");
+    assert_kind(&record, FaultKind::Timeout, &op.name);
+    let named = op.operations.iter().any(|&o| o as u32 == record.operation);
+    assert!(named, "{}: {record}", op.name);
+    assert_stays_stopped(rank, record);
+    rank.comm().reset(AMPLE).unwrap();
+    assert_eq!(undisturbed(rank, op), want, "after a mishap at {point}");
 }
 
 /// A rank that dies in the middle of a call: the others hear of it long before the deadline, in this call or the next.
