@@ -15,11 +15,15 @@ use crate::{
     },
     gather_linear::config,
     inject::{Director, Jitter, Mishap, What},
-    ops,
+    ops::{self, Op},
     suite::{Suite, World},
 };
 use brigade_device::CommConfig;
-use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+use rand::{
+    Rng, SeedableRng,
+    rngs::StdRng,
+    seq::{IndexedRandom, IteratorRandom},
+};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
@@ -52,9 +56,10 @@ fn turn(rng: &mut StdRng, world: &World) -> Turn {
 fn fault(rng: &mut StdRng, world: &World) -> Turn {
     let culprit = rng.random_range(0..world.size);
     let all = ops::all(world.backend.engines());
-    let mut two = all.choose_multiple(rng, 2).cloned();
-    let (op, other) = (two.next().unwrap(), two.next().unwrap());
-    drop(two);
+    let op = all.choose(rng).unwrap().clone();
+    // Modes of one operation may come down to the same call.
+    let differs = |other: &&Op| !other.operations.iter().any(|o| op.operations.contains(o));
+    let other = all.iter().filter(differs).choose(rng).unwrap().clone();
     match rng.random_range(0..5) {
         0 => {
             let (point, action) = *MISHAPS.choose(rng).unwrap();
