@@ -223,8 +223,7 @@ fn wrong_replays(world: &World, unguarded: bool, patience: Duration) -> Vec<u32>
             }
         }
     });
-    let wrong = std::mem::take(&mut *wrong.lock());
-    wrong
+    std::mem::take(&mut *wrong.lock())
 }
 
 /// A reader that is slow at the worst moment still reads what it was sent.

@@ -137,6 +137,28 @@ impl<F: Fn(&Step) -> Action + Send + Sync> Inject for F {
 }
 
 /// A hook, shared, as configurations hold it. Two are equal if they are the same hook.
+///
+/// ```
+/// use brigade_device::{Action, Injector, Operation, Point, Step};
+/// use std::{sync::Arc, time::Duration};
+///
+/// let late = Action::Stall(Duration::from_millis(2));
+/// let hook = Injector::new(Arc::new(move |step: &Step| match step.point {
+///     Point::Begin if step.rank == 1 => late,
+///     _ => Action::GoOn,
+/// }));
+/// let mut step = Step {
+///     point: Point::Begin,
+///     operation: Operation::Barrier,
+///     call: 1,
+///     rank: 1,
+///     peer: 1,
+///     place: None,
+/// };
+/// assert_eq!(hook.at(&step), late);
+/// step.rank = 0;
+/// assert_eq!(hook.at(&step), Action::GoOn);
+/// ```
 #[derive(Clone)]
 pub struct Injector(Arc<dyn Inject>);
 
