@@ -123,6 +123,8 @@ pub fn befall(rank: &Rank, director: &Director, mishap: Mishap, op: &Op, deadlin
     rank.meet();
     let fault = first_fault(rank, op, &want, deadline + GRACE);
     if !has_happened(rank, director, culprit) {
+        // Not every rank announces something in every operation, or is done with something; but all come, and say so.
+        assert!(matches!(point, Point::Announce | Point::Done), "{point}");
         assert_eq!(fault, None, "{}: nothing happened at {point}", op.name);
         return;
     }
