@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A trial is named `device/w<ranks>/<operation>/..`. Data is fresh in every run and never zero, outputs are poisoned
-//! before every call, and a failure prints the seed that replays it (`BRIGADE_SEED`).
+//! before every call, and a failure prints the seed that replays it (`BRIGADE_SEED`). `BRIGADE_STRESS=2h` lets the trials
+//! of stress go on for so long.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
