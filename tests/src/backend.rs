@@ -2,14 +2,14 @@
 
 use crate::matrix::Matrix;
 use brigade_device::{
-    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Lease, MemoryType, Result,
-    Stream, View,
+    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Injector, Lease, MemoryType,
+    Reason, Result, Stream, View,
 };
 use brigade_plan::Engines;
 use parking_lot::{Condvar, Mutex};
 use std::{
     any::Any,
-    panic::{AssertUnwindSafe, catch_unwind},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -36,7 +36,34 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// What keeps the device from having so many ranks; the trial fails with it.
     fn seats(&self, size: usize) -> Result<Vec<Seat>>;
+
+    /// Whether its devices take a hook for fault injection; contracts that need one are left out otherwise.
+    fn injects(&self) -> bool {
+        false
+    }
+
+    /// As [`seats`](Self::seats), with this hook in every rank's device.
+    ///
+    /// # Errors
+    /// As [`seats`](Self::seats); a reason where [`injects`](Self::injects) is false.
+    fn injected_seats(&self, _size: usize, _hook: &Injector) -> Result<Vec<Seat>> {
+        Err(Reason::new(
+            "no-injection",
+            format!("{} takes no hook", self.name()),
+            "leave these contracts out",
+        )
+        .into())
+    }
+
+    /// Ends the rank that calls this, from within a call, as hard as it can be done. A thread unwinds; where ranks are
+    /// processes, the process should be killed.
+    fn kill(&self) -> ! {
+        resume_unwind(Box::new(Killed))
+    }
 }
+
+/// What a rank that was killed unwinds with.
+struct Killed;
 
 /// One rank of a contract: a thread with a device, a communicator and a stream.
 pub struct Rank {
@@ -210,20 +237,19 @@ struct Progress {
     failure: Option<(usize, String)>,
 }
 
-/// Runs `body` on every rank of a group that is a thread of this process, each on a thread of its own. A rank that panics aborts the communicator, so that
-/// no other waits for it.
+/// Runs `body` on every rank of a group that is a thread of this process, each on a thread of its own. A rank that panics
+/// aborts the communicator, so that no other waits for it; one that was [killed](Backend::kill) is just gone.
 ///
 /// # Panics
 /// With the number of the rank that failed first, and what it failed with.
 pub fn run(
-    backend: &dyn Backend,
-    size: usize,
+    seats: Vec<Seat>,
     config: &CommConfig,
     body: impl Fn(&mut Rank) + Send + Sync + 'static,
 ) {
+    let size = seats.first().map_or(0, |seat| seat.boot.size());
     let body = Arc::new(body);
     let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
-    let seats = backend.seats(size).unwrap();
     let here: Vec<usize> = seats.iter().map(|seat| seat.boot.rank()).collect();
     for (&number, seat) in here.iter().zip(seats) {
         let (body, progress, config) = (Arc::clone(&body), Arc::clone(&progress), config.clone());
@@ -233,7 +259,9 @@ pub fn run(
                 body(joined.insert(Rank::join(seat, &config)));
             }));
             let mut state = progress.0.lock();
-            if let Err(payload) = result {
+            if let Err(payload) = result
+                && !payload.is::<Killed>()
+            {
                 state
                     .failure
                     .get_or_insert_with(|| (number, panic_text(&*payload)));

@@ -14,7 +14,6 @@ use brigade_group::{Address, Launch, TcpConfig, TcpGroup};
 use brigade_host::HostDevice;
 use libtest_mimic::{Failed, Trial};
 use rand::{Rng, SeedableRng, rngs::StdRng};
-use rustix::process::{Signal, getpid, kill_process};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     process::{Command, Stdio},
@@ -26,7 +25,7 @@ use std::{
 /// Kills this process, in so many rounds of idling.
 fn kill_soon(rank: &Rank, rounds: u32) {
     rank.dawdle(rounds);
-    kill_process(getpid(), Signal::KILL).unwrap();
+    HostProcesses::default().kill();
 }
 
 /// Makes the call until it fails, and gives the record.
@@ -101,8 +100,8 @@ fn killed(world: &World, op: Op) {
     world.run(&config(), move |rank| {
         probe.run(rank);
         rank.meet();
-        // Nobody is killed before all are back from meeting.
-        rank.lease().barrier().unwrap();
+        // Nobody is killed before all are back from meeting. Who is slow may hear of it here already.
+        let _ = ops::barrier().run(rank);
         if rank.rank == culprit {
             thread::scope(|s| {
                 let me = &*rank;

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A trial is named `device/w<ranks>/<operation>/..`. Data is fresh in every run and never zero, outputs are poisoned
-//! before every call, and a failure prints the seed that replays it (`BRIGADE_SEED`).
+//! before every call, and a failure prints the seed that replays it (`BRIGADE_SEED`). `BRIGADE_STRESS=2h` lets the trials
+//! of stress go on for so long.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -26,6 +27,7 @@ mod device;
 mod faults;
 mod gather_linear;
 mod host;
+pub mod inject;
 #[cfg(target_os = "linux")]
 mod killed;
 mod layer;
@@ -40,7 +42,9 @@ pub mod oracle;
 pub mod processes;
 mod quantized;
 mod reduce_scatter;
+mod replays;
 mod send_recv;
+mod stress;
 pub mod suite;
 mod themes;
 mod traffic;
@@ -74,5 +78,7 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     device::add(&mut suite);
     control::add(&mut suite);
     faults::add(&mut suite);
+    replays::add(&mut suite);
+    stress::add(&mut suite);
     suite
 }

@@ -8,11 +8,12 @@ use crate::{
     killed,
     suite::{SEED, base_seed},
 };
-use brigade_device::{Bootstrap, Result};
+use brigade_device::{Bootstrap, Injector, Result};
 use brigade_group::{Launch, TcpConfig, TcpGroup};
-use brigade_host::HostDevice;
+use brigade_host::{HostConfig, HostDevice};
 use brigade_plan::Engines;
 use libtest_mimic::{Failed, Trial};
+use rustix::process::{Signal, getpid, kill_process};
 use std::{
     collections::BTreeMap,
     io::Read,
@@ -51,6 +52,17 @@ impl Bootstrap for Shared {
     }
 }
 
+impl HostProcesses {
+    fn seat(&self, config: &HostConfig) -> Result<Vec<Seat>> {
+        let join = || TcpGroup::join(&TcpConfig::from_env()?).map(Arc::new);
+        let group = self.group.get_or_init(join).clone()?;
+        Ok(vec![Seat {
+            device: HostDevice::with(config)?,
+            boot: Box::new(Shared(group)),
+        }])
+    }
+}
+
 impl Backend for HostProcesses {
     fn name(&self) -> &str {
         "processes"
@@ -65,12 +77,23 @@ impl Backend for HostProcesses {
     }
 
     fn seats(&self, _: usize) -> Result<Vec<Seat>> {
-        let join = || TcpGroup::join(&TcpConfig::from_env()?).map(Arc::new);
-        let group = self.group.get_or_init(join).clone()?;
-        Ok(vec![Seat {
-            device: HostDevice::new()?,
-            boot: Box::new(Shared(group)),
-        }])
+        self.seat(&HostConfig::default())
+    }
+
+    fn injects(&self) -> bool {
+        true
+    }
+
+    fn injected_seats(&self, _: usize, hook: &Injector) -> Result<Vec<Seat>> {
+        self.seat(&HostConfig {
+            inject: Some(hook.clone()),
+            ..HostConfig::default()
+        })
+    }
+
+    fn kill(&self) -> ! {
+        kill_process(getpid(), Signal::KILL).unwrap();
+        unreachable!("this process was killed")
     }
 }
 
@@ -79,10 +102,21 @@ fn is_rank() -> bool {
     std::env::var_os("RANK").is_some()
 }
 
-/// The contracts that are tried between processes: those of more than one rank's device and of more than this suite.
-fn is_between_ranks(name: &str) -> bool {
-    let contract = name.split('/').nth(2);
-    !matches!(contract, Some("device" | "control"))
+/// Whether a contract is tried between processes: linears with collectives in groups of every size, others in one of 3.
+/// What is about one device alone is not, nor what is about this suite, or directs ranks through memory of its own.
+fn is_tried(name: &str) -> bool {
+    let parts: Vec<_> = name.split('/').collect();
+    match parts[1..] {
+        [_, "device" | "control", ..] | [_, "replays", "without_credits"] => false,
+        [
+            _,
+            "gather_linear" | "linear_reduce_scatter" | "linear_all_reduce",
+            ..,
+        ] => true,
+        [_, "quantized_gather" | "quantized_scatter" | "capture", ..] => true,
+        [_, KILLED, ..] | [_, "stress", ..] => true,
+        _ => parts.get(1) == Some(&"w3"),
+    }
 }
 
 /// Trials whose ranks are processes; and in such a process, the trials themselves.
@@ -99,7 +133,7 @@ pub fn trials() -> Vec<Trial> {
     let trials = contracts
         .into_iter()
         .map(|contract| contract.name().to_owned())
-        .filter(|name| is_between_ranks(name))
+        .filter(|name| is_tried(name))
         .map(|name| Trial::test(name.clone(), move || launch(&name, seed)));
     trials.chain([many]).collect()
 }

@@ -1,7 +1,7 @@
 //! Trials: a contract, a device and a group size each.
 
 use crate::backend::{Backend, Rank, panic_text, run};
-use brigade_device::CommConfig;
+use brigade_device::{CommConfig, Inject, Injector};
 use libtest_mimic::{Failed, Trial};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::{
@@ -39,7 +39,18 @@ impl World {
 
     /// Runs `body` on every rank. See [`run`].
     pub fn run(&self, config: &CommConfig, body: impl Fn(&mut Rank) + Send + Sync + 'static) {
-        run(&*self.backend, self.size, config, body);
+        run(self.backend.seats(self.size).unwrap(), config, body);
+    }
+
+    /// As [`run`](Self::run), with a hook in every rank's device.
+    pub fn run_injected(
+        &self,
+        config: &CommConfig,
+        hook: Arc<dyn Inject>,
+        body: impl Fn(&mut Rank) + Send + Sync + 'static,
+    ) {
+        let seats = self.backend.injected_seats(self.size, &Injector::new(hook));
+        run(seats.unwrap(), config, body);
     }
 }
 

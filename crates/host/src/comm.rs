@@ -83,6 +83,7 @@ pub(crate) fn join(
         layout,
         sharing,
         segments,
+        inject: device.inject.clone(),
     })?;
     Ok(Comm::new(Arc::new(HostComm { core, device })))
 }

@@ -8,10 +8,11 @@ use crate::{
     segment::SharedSegment,
     sharing::Sharing,
     user_buffers::RegionMemory,
+    waits::Waits,
 };
 use brigade_device::{
-    Call, CommConfig, Error, FaultKind, FaultRecord, Group, Operation, PerRank, Plan, Reason,
-    Region, Result, Traffic,
+    Call, CommConfig, Error, FaultKind, FaultRecord, Group, Injector, Operation, PerRank, Plan,
+    Point, Reason, Region, Result, Traffic,
 };
 use brigade_plan::{Table, Topology};
 use brigade_sync::{Deadline, Flag, Half, Memory, Uses, Word, Words, post, wait};
@@ -51,7 +52,8 @@ pub(crate) struct Core {
     closed: AtomicBool,
     calls: AtomicU64,
     pub(crate) moved_bytes: AtomicU64,
-    pub(crate) waited_ns: AtomicU64,
+    pub(crate) waits: Waits,
+    pub(crate) inject: Option<Injector>,
 }
 
 #[derive(Default)]
@@ -125,6 +127,7 @@ pub(crate) struct Parts {
     pub(crate) layout: Layout,
     pub(crate) sharing: Sharing,
     pub(crate) segments: Vec<SharedSegment>,
+    pub(crate) inject: Option<Injector>,
 }
 
 impl Core {
@@ -137,6 +140,7 @@ impl Core {
             layout,
             sharing,
             segments,
+            inject,
         } = parts;
         Ok(Arc::new(Self {
             mover: Mover::new(&group)?,
@@ -159,7 +163,8 @@ impl Core {
             closed: AtomicBool::new(false),
             calls: AtomicU64::new(0),
             moved_bytes: AtomicU64::new(0),
-            waited_ns: AtomicU64::new(0),
+            waits: Waits::new(group.size),
+            inject,
         }))
     }
 
@@ -168,10 +173,12 @@ impl Core {
     }
 
     pub(crate) fn traffic(&self) -> Traffic {
+        let waits = self.waits.per_peer();
         Traffic {
             calls: self.calls.load(Ordering::Relaxed),
             moved_bytes: self.moved_bytes.load(Ordering::Relaxed),
-            waited_ns: self.waited_ns.load(Ordering::Relaxed),
+            waited_ns: waits.iter().map(|w| w.waited_ns).sum(),
+            waits,
         }
     }
 
@@ -271,8 +278,10 @@ impl Core {
         let result = active
             .let_go()
             .and_then(|()| {
+                active.job.step(Point::Begin, self.group.rank, None);
                 barrier
                     .arrive(active.job.flag)
+                    .filter(|p| active.job.step(Point::Arrive, p.word.owner, None))
                     .for_each(|p| post(&self.memory, p));
                 work(&mut active)
             })
@@ -312,6 +321,7 @@ impl Core {
             collective: false,
         };
         let mut active = Active { job, state };
+        active.job.step(Point::Begin, self.group.rank, None);
         let result = work(&mut active);
         self.finish(active.job, result)
     }

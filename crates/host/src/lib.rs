@@ -21,6 +21,7 @@ mod device;
 mod element;
 mod gather_linear;
 mod gemm;
+mod inject;
 mod job;
 mod layout;
 mod linear;
@@ -40,5 +41,6 @@ mod segment;
 mod send_recv;
 mod sharing;
 mod user_buffers;
+mod waits;
 
 pub use device::{HostConfig, HostDevice};

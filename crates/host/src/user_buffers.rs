@@ -11,8 +11,8 @@ use crate::{
     segment::Segment,
 };
 use brigade_device::{
-    Call, Error, Operation, Reason, Region, Result, TransferParams, Turn, UserBuffers, View,
-    ViewMut, check_peer,
+    Call, Error, Operation, Place, Point, Reason, Region, Result, TransferParams, Turn,
+    UserBuffers, View, ViewMut, check_peer,
 };
 use brigade_sync::{CreditRing, Flag, Half, Memory};
 use std::sync::Arc;
@@ -132,11 +132,25 @@ impl Pair<'_, '_> {
         Flag::new(self.active.job.generation(), SIGNATURE, count as u32)
     }
 
+    /// Comes to a step about the `count`-th signal: see [`Job::step`](crate::job::Job).
+    fn step(&self, point: Point, count: u64) -> bool {
+        let place = Place {
+            slot: self.region.0.into(),
+            piece: 0,
+            half: 0,
+            epoch: count as u32,
+        };
+        self.active.job.step(point, self.peer, Some(place))
+    }
+
     /// Waits until the peer has released all that was signalled.
     fn await_released(&mut self) -> Result<()> {
         let peer = self.peer;
         let sent = self.counts().sent[peer];
         if sent == 0 {
+            return Ok(());
+        }
+        if !self.step(Point::Credit, sent + 1) {
             return Ok(());
         }
         let next = self.flag(sent + 1);
@@ -151,9 +165,10 @@ impl Pair<'_, '_> {
         self.counts().sent[peer] = count;
         let flag = self.flag(count);
         let me = self.active.job.rank();
-        self.active
-            .job
-            .post(self.ring.filled(peer, Half::of(0), me, 0, flag));
+        if self.step(Point::Announce, count) {
+            let post = self.ring.filled(peer, Half::of(0), me, 0, flag);
+            self.active.job.post(post);
+        }
         Ok(())
     }
 
@@ -165,6 +180,7 @@ impl Pair<'_, '_> {
             .arrival(Half::of(0), peer, 0, peer, self.flag(count));
         self.active.job.wait(w, self.region.0.into())?;
         self.counts().received[peer] = count;
+        self.step(Point::Read, count);
         Ok(())
     }
 
@@ -188,6 +204,9 @@ impl Pair<'_, '_> {
     fn release(&mut self) {
         let peer = self.peer;
         let count = self.counts().received[peer];
+        if !self.step(Point::Done, count) {
+            return;
+        }
         let flag = self.flag(count);
         self.ring
             .release(Half::of(0), flag)
