@@ -5,6 +5,7 @@ mod bench;
 mod demo;
 mod doctor;
 mod kernels;
+mod memcheck;
 mod model;
 mod progress;
 mod test;
@@ -44,6 +45,7 @@ enum Command {
     Kernels(kernels::Kernels),
     Model(model::Model),
     Bench(bench::Bench),
+    Memcheck(memcheck::Memcheck),
 }
 
 fn main() -> ExitCode {
@@ -57,6 +59,7 @@ fn main() -> ExitCode {
         Command::Kernels(kernels) => kernels.run(&workspace),
         Command::Model(model) => model.run(&workspace),
         Command::Bench(bench) => bench.run(&workspace),
+        Command::Memcheck(memcheck) => memcheck.run(&workspace),
     });
     outcome.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");

@@ -1,0 +1,88 @@
+//! Runs the tests of unsafe host code under valgrind.
+
+use crate::workspace::{Workspace, exit_code, status};
+use anyhow::{Result, bail};
+use clap::Args;
+use std::process::{Command, ExitCode};
+
+/// Run the tests of unsafe host code under valgrind's memcheck
+///
+/// A planted fault comes first, which valgrind must find. Needs valgrind, and a processor that it knows.
+#[derive(Debug, Args)]
+pub struct Memcheck {}
+
+/// What valgrind ends with if it found something: no test program does.
+const FOUND: i32 = 99;
+
+/// The program that reads what is not its own.
+const PLANTED: &str = "run --quiet --package brigade-conformance --example planted_fault";
+
+/// Tests of the crates that have unsafe host code: arguments of cargo.
+const CRATES: [&str; 2] = [
+    "--package brigade-sync --test protocols --test exchange",
+    "--package brigade-host --lib",
+];
+
+/// Contracts of memory that ranks share, of regions, and of linears in every mode: which program, and which part of it.
+const CONTRACTS: [(&str, &str); 8] = [
+    ("host", "host/w3/gather_linear"),
+    ("host", "host/w3/linear_reduce_scatter"),
+    ("host", "host/w3/quantized"),
+    ("host", "host/w3/user_buffers"),
+    ("host", "host/w3/send_recv"),
+    ("host", "host/w3/all_"),
+    ("processes", "processes/w2/gather_linear/ring/ragged"),
+    ("processes", "processes/w3/user_buffers/let_go"),
+];
+
+impl Memcheck {
+    pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
+        if !Command::new("valgrind")
+            .arg("--version")
+            .output()
+            .is_ok_and(|out| out.status.success())
+        {
+            bail!("valgrind is missing: Debian has it as apt install valgrind");
+        }
+        let triple = triple(workspace)?;
+        if under_valgrind(workspace, &triple, PLANTED)?.code() != Some(FOUND) {
+            bail!("valgrind did not find the planted fault");
+        }
+        eprintln!("the planted fault was found");
+        let contracts = CONTRACTS.map(|(program, part)| {
+            format!("--package brigade-conformance --test {program} -- {part}")
+        });
+        for tests in CRATES.map(str::to_owned).iter().chain(&contracts) {
+            let ended = under_valgrind(workspace, &triple, &format!("test {tests}"))?;
+            if !ended.success() {
+                return Ok(exit_code(ended));
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// This machine's name among cargo's targets, as its variables have it.
+fn triple(workspace: &Workspace) -> Result<String> {
+    let version = workspace.cargo().arg("-vV").output()?;
+    let text = String::from_utf8_lossy(&version.stdout).into_owned();
+    match text.lines().find_map(|line| line.strip_prefix("host: ")) {
+        Some(host) => Ok(host.to_uppercase().replace('-', "_")),
+        None => bail!("cargo -vV does not tell its host: {text}"),
+    }
+}
+
+fn under_valgrind(
+    workspace: &Workspace,
+    triple: &str,
+    arguments: &str,
+) -> Result<std::process::ExitStatus> {
+    eprintln!("$ cargo {arguments}");
+    let runner =
+        format!("valgrind --quiet --fair-sched=yes --trace-children=yes --error-exitcode={FOUND}");
+    let mut cargo = workspace.cargo();
+    cargo
+        .args(arguments.split_whitespace())
+        .env(format!("CARGO_TARGET_{triple}_RUNNER"), runner);
+    status(&mut cargo)
+}
