@@ -269,6 +269,8 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
     pairs.push(("linear_rows", gather(3, 6, ring), gather(4, 6, ring)));
     pairs.push(("linear_k", gather(3, 6, pull), gather(3, 7, pull)));
     pairs.push(("linear_twin", gather(3, 6, ring), scatter(3, 6, ring)));
+    pairs.push(("linear_auto", gather(3, 6, off), gather(3, 6, None)));
+    pairs.push(("twin_auto", scatter(3, 6, off), scatter(3, 6, None)));
     pairs.push(("twin_mode", scatter(3, 6, ring), scatter(3, 6, off)));
     pairs.push(("twin_n", scatter(3, 6, ring), scatter(3, 7, ring)));
     pairs.push((

@@ -267,9 +267,7 @@ pub fn all(engines: Engines) -> Vec<Op> {
         let op = gather_linear(ROWS, COLUMNS, choice);
         ops.push(named(format!("gather_linear_{name}"), op));
         if choice != Some(OverlapMode::Pull) {
-            let mut op = linear_reduce_scatter(ROWS, COLUMNS, choice);
-            // Where it does not overlap, it may be made of two calls.
-            op.operations.push(Operation::ReduceScatter);
+            let op = linear_reduce_scatter(ROWS, COLUMNS, choice);
             ops.push(named(format!("linear_reduce_scatter_{name}"), op));
         }
     }

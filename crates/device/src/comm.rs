@@ -102,6 +102,17 @@ pub trait Communicator: Send + Sync {
         call: &LinearCall,
         chunk: Chunk<'_>,
     ) -> Result<GatheredParts>;
+    /// As [`reduce_scatter`](Self::reduce_scatter), as part of `call`, whose signature it bears: a rank that makes another
+    /// call is noticed.
+    ///
+    /// # Errors
+    /// As every call.
+    fn reduce_scatter_parts(
+        &self,
+        turn: &mut Turn,
+        call: &LinearCall,
+        p: ReduceScatterParams<'_>,
+    ) -> Result<Plan>;
     /// See [`Lease::all_gather_lora_linear`]. A backend overrides it to overlap; the override can still call the
     /// fallback.
     ///

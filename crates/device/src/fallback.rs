@@ -247,8 +247,9 @@ pub fn lora_linear_reduce_scatter<C: Communicator + ?Sized>(
     let first: usize = rows[..group.rank].iter().sum();
     let own = rows[group.rank];
     let mut sum = device.allocate(&on, part.memory(), DataType::F32, &[own, call.n])?;
-    comm.reduce_scatter(
+    comm.reduce_scatter_parts(
         turn,
+        &call,
         ReduceScatterParams {
             from: part.view(),
             rows_per_rank: &rows,

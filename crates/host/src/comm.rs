@@ -123,7 +123,15 @@ impl Communicator for HostComm {
         self.run_all_gather(turn, p)
     }
     fn reduce_scatter(&self, turn: &mut Turn, p: ReduceScatterParams<'_>) -> Result<Plan> {
-        self.run_reduce_scatter(turn, p)
+        self.run_reduce_scatter(turn, None, p)
+    }
+    fn reduce_scatter_parts(
+        &self,
+        turn: &mut Turn,
+        call: &LinearCall,
+        p: ReduceScatterParams<'_>,
+    ) -> Result<Plan> {
+        self.run_reduce_scatter(turn, Some(Call::LinearReduceScatter(call.clone())), p)
     }
     fn broadcast(&self, turn: &mut Turn, p: BroadcastParams<'_>) -> Result<Plan> {
         self.run_broadcast(turn, p)

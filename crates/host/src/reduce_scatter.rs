@@ -11,9 +11,11 @@ use crate::{
 use brigade_device::{Buffer, Call, PerRank, Plan, ReduceOp, ReduceScatterParams, Result, Turn};
 
 impl HostComm {
+    /// As a call of its own, or as part of one whose signature it bears.
     pub(crate) fn run_reduce_scatter(
         &self,
         turn: &Turn,
+        part_of: Option<Call>,
         p: ReduceScatterParams<'_>,
     ) -> Result<Plan> {
         let group = self.core.group;
@@ -33,9 +35,10 @@ impl HostComm {
         };
         let elements: PerRank = p.rows_per_rank.iter().map(|r| r * row_len).collect();
         let op = p.op;
+        let signed = part_of.unwrap_or(call);
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
-            core.collective(&call, |active| {
+            core.collective(&signed, |active| {
                 reduce_scatter(active, op, &elements, piece_elements, &to, &from)
             })
         })?;

@@ -199,4 +199,12 @@ impl Communicator for LogComm {
     ) -> Result<GatheredParts> {
         self.told(turn, "gather_chunk")
     }
+    fn reduce_scatter_parts(
+        &self,
+        turn: &mut Turn,
+        _call: &LinearCall,
+        _p: ReduceScatterParams<'_>,
+    ) -> Result<Plan> {
+        self.told(turn, "reduce_scatter_parts")
+    }
 }
