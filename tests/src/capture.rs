@@ -1,6 +1,8 @@
 //! Graphs: what was captured once runs again and again with the data of the day, in order with eager calls and other
 //! graphs.
 
+mod stopped;
+
 use crate::{
     all_reduce,
     backend::Rank,
@@ -357,11 +359,25 @@ pub fn add(suite: &mut Suite) {
         suite.add(&format!("capture/gather_linear/{name}"), move |world| {
             replayed(world, |rng, size| gather(rng, size, choice));
         });
+        suite.add_from(
+            2,
+            &format!("capture/stopped/gather_linear/{name}"),
+            move |world| {
+                stopped::stopped(world, |rng, size| gather(rng, size, choice));
+            },
+        );
         if choice != Some(OverlapMode::Pull) {
             suite.add(
                 &format!("capture/linear_reduce_scatter/{name}"),
                 move |world| {
                     replayed(world, |rng, size| scatter(rng, size, choice));
+                },
+            );
+            suite.add_from(
+                2,
+                &format!("capture/stopped/linear_reduce_scatter/{name}"),
+                move |world| {
+                    stopped::stopped(world, |rng, size| scatter(rng, size, choice));
                 },
             );
         }
@@ -370,6 +386,13 @@ pub fn add(suite: &mut Suite) {
         suite.add(&format!("capture/all_reduce/{name}"), move |world| {
             replayed(world, |rng, size| sum(rng, size, choice));
         });
+        suite.add_from(
+            2,
+            &format!("capture/stopped/all_reduce/{name}"),
+            move |world| {
+                stopped::stopped(world, |rng, size| sum(rng, size, choice));
+            },
+        );
     }
     suite.add("capture/interleaved", interleaved);
     suite.add("capture/refusals", refusals);

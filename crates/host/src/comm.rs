@@ -5,6 +5,7 @@ use crate::{
     device::HostDevice,
     layout::Layout,
     memory::{poison, writing},
+    queue::HostQueue,
     rendezvous,
 };
 use brigade_device::{
@@ -12,8 +13,8 @@ use brigade_device::{
     BroadcastParams, Buffer, Call, Chunk, Comm, CommConfig, Communicator, DataType, Device, Error,
     FaultRecord, Filled, GatherLinearParts, GatheredParts, Group, LinearCall,
     LoraLinearAllReduceParams, LoraLinearReduceScatterParams, Output, OverlapMode, Plan, Reason,
-    RecvParams, ReduceScatterParams, Reduced, Result, SendParams, Traffic, Turn, UserBuffers,
-    fallback,
+    RecvParams, ReduceScatterParams, Reduced, Result, SendParams, Stream, Traffic, Turn,
+    UserBuffers, fallback,
 };
 use brigade_plan::{Engines, Table, Topology};
 use std::{sync::Arc, time::Duration};
@@ -43,14 +44,32 @@ fn given(output: &Output<'_>) -> Option<Buffer> {
 }
 
 /// Marks an output whose call a fault ended before anything was written to it.
-fn mark(d: Option<Buffer>, error: &Error) {
+fn mark(d: Option<&Buffer>, error: &Error) {
     if let (Some(d), Error::Fault(_)) = (d, error) {
         // Whoever keeps the buffer busy writes to it anyhow.
-        let _ = writing(&d, &[], |out, _| {
+        let _ = writing(d, &[], |out, _| {
             poison(d.dtype(), out);
             Ok(())
         });
     }
+}
+
+/// Makes a call that is not overlapped, and so made of several, whose output is marked if a fault ends one of them: the
+/// caller's buffer, or the one that the call gives.
+fn in_parts<R>(
+    on: &Stream,
+    d: Option<Buffer>,
+    new: impl FnOnce(&R) -> Option<Buffer>,
+    call: impl FnOnce() -> Result<R>,
+) -> Result<R> {
+    let queue = HostQueue::of(on)?;
+    let replayed = |r: &R| -> Box<dyn Fn(&Error) + Send + Sync> {
+        let d = d.clone().or_else(|| new(r));
+        Box::new(move |error| mark(d.as_ref(), error))
+    };
+    queue
+        .together(call, replayed)
+        .inspect_err(|error| mark(d.as_ref(), error))
 }
 
 /// Joins the group: every rank makes its segment, finds everybody's, and all agree that all did.
@@ -176,8 +195,9 @@ impl Communicator for HostComm {
                 self.run_gather_linear(turn, p, call, plan)
             }
             _ => {
-                let d = given(&p.output);
-                fallback::all_gather_lora_linear(self, turn, p).inspect_err(|e| mark(d, e))
+                let (on, d) = (turn.stream().clone(), given(&p.output));
+                let call = || fallback::all_gather_lora_linear(self, turn, p);
+                in_parts(&on, d, |r| r.d.clone(), call)
             }
         }
     }
@@ -192,8 +212,9 @@ impl Communicator for HostComm {
                 self.run_linear_reduce_scatter(turn, p, call, plan)
             }
             _ => {
-                let d = given(&p.output);
-                fallback::lora_linear_reduce_scatter(self, turn, p).inspect_err(|e| mark(d, e))
+                let (on, d) = (turn.stream().clone(), given(&p.output));
+                let call = || fallback::lora_linear_reduce_scatter(self, turn, p);
+                in_parts(&on, d, |r| r.d.clone(), call)
             }
         }
     }
@@ -202,7 +223,8 @@ impl Communicator for HostComm {
         turn: &mut Turn,
         p: LoraLinearAllReduceParams<'_>,
     ) -> Result<Reduced> {
-        let d = given(&p.output);
-        fallback::lora_linear_with_all_reduce(self, turn, p).inspect_err(|e| mark(d, e))
+        let (on, d) = (turn.stream().clone(), given(&p.output));
+        let call = || fallback::lora_linear_with_all_reduce(self, turn, p);
+        in_parts(&on, d, |r| r.d.clone(), call)
     }
 }

@@ -36,6 +36,27 @@ impl HostQueue {
         job()
     }
 
+    /// Runs the work that `enqueue` enqueues now, or records it as one piece; if it fails then, `failed` hears of it.
+    pub(crate) fn together<R>(
+        &self,
+        enqueue: impl FnOnce() -> Result<R>,
+        failed: impl FnOnce(&R) -> Box<dyn Fn(&Error) + Send + Sync>,
+    ) -> Result<R> {
+        let Some(before) = self.captured.lock().as_mut().map(std::mem::take) else {
+            return enqueue();
+        };
+        let result = enqueue();
+        let mut captured = self.captured.lock();
+        let parts = captured.replace(before).unwrap_or_default();
+        if let (Some(jobs), Ok(r)) = (&mut *captured, &result) {
+            let failed = failed(r);
+            jobs.push(Arc::new(move || {
+                parts.iter().try_for_each(|job| job()).inspect_err(&failed)
+            }));
+        }
+        result
+    }
+
     /// For work that answers to the caller, which a graph cannot.
     pub(crate) fn refuse_capture(&self, what: &'static str) -> Result<()> {
         if self.capturing() {
