@@ -66,8 +66,9 @@ struct Rounds {
     /// Times that the model is asked, and for how many tokens.
     runs: usize,
     tokens: usize,
-    /// Times that a group is stopped and reset.
+    /// Times that a group is stopped and reset, and groups.
     resets: usize,
+    groups: usize,
 }
 
 const FULL: Rounds = Rounds {
@@ -76,6 +77,7 @@ const FULL: Rounds = Rounds {
     runs: 5,
     tokens: 64,
     resets: 200,
+    groups: 9,
 };
 
 const SMOKE: Rounds = Rounds {
@@ -84,6 +86,7 @@ const SMOKE: Rounds = Rounds {
     runs: 1,
     tokens: 3,
     resets: 3,
+    groups: 1,
 };
 
 impl Rounds {

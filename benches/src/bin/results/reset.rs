@@ -9,22 +9,44 @@ use std::time::{Duration, Instant};
 
 const WORLDS: [usize; 3] = [2, 4, 8];
 
+/// What ranks are.
+const THREADS: &str = "threads";
+const PROCESSES: &str = "processes";
+
 /// Far more than any step takes.
 const WITHIN: Duration = Duration::from_secs(60);
 
 pub fn measure(rounds: Rounds) -> Result<Vec<Value>> {
-    let mut rows = Vec::new();
-    for ranks in WORLDS {
-        rows.push(row(
-            "threads",
-            &on_ranks(ranks, &config(), |rank| all(rank, rounds))?,
-        ));
+    let kinds: &[&str] = if cfg!(unix) {
+        &[THREADS, PROCESSES]
+    } else {
+        &[THREADS]
+    };
+    let cases = || {
+        kinds
+            .iter()
+            .flat_map(|&kind| WORLDS.map(|ranks| (kind, ranks)))
+    };
+    let mut found = vec![Vec::new(); cases().count()];
+    // Group after group of every case in turn, so that all meet the machine in the same states.
+    for _ in 0..rounds.groups {
+        for ((kind, ranks), found) in cases().zip(&mut found) {
+            found.push(slowest(&one_group(kind, ranks, rounds)?));
+        }
     }
+    let rows = cases()
+        .zip(&found)
+        .map(|((kind, ranks), groups)| row(kind, ranks, groups));
+    Ok(rows.collect())
+}
+
+fn one_group(kind: &str, ranks: usize, rounds: Rounds) -> Result<Vec<Vec<f64>>> {
     #[cfg(unix)]
-    for ranks in WORLDS {
-        rows.push(row("processes", &processes::on_processes(ranks)?));
+    if kind == PROCESSES {
+        return processes::on_processes(ranks);
     }
-    Ok(rows)
+    ensure!(kind == THREADS, "{kind} cannot be ranks here");
+    on_ranks(ranks, &config(), |rank| all(rank, rounds))
 }
 
 fn config() -> brigade::CommConfig {
@@ -66,19 +88,24 @@ fn all(rank: &Rank, rounds: Rounds) -> Result<Vec<f64>> {
     Ok(us)
 }
 
-/// The slowest rank of every reset counts.
-fn row(ranks_are: &str, ranks: &[Vec<f64>]) -> Value {
+/// The slowest rank of every reset.
+fn slowest(ranks: &[Vec<f64>]) -> Vec<f64> {
     let resets = ranks.first().map_or(0, Vec::len);
-    let slowest: Vec<f64> = (0..resets)
-        .map(|i| ranks.iter().map(|us| us[i]).fold(0.0, f64::max))
-        .collect();
-    let most = slowest.iter().copied().fold(0.0, f64::max);
+    let slowest = |i| ranks.iter().map(|us| us[i]).fold(0.0, f64::max);
+    (0..resets).map(slowest).collect()
+}
+
+/// The median of each group, and then the middle, the least and the most of those.
+fn row(kind: &str, ranks: usize, groups: &[Vec<f64>]) -> Value {
+    let medians: Vec<f64> = groups.iter().map(|us| median(us)).collect();
     json!({
-        "ranks_are": ranks_are,
-        "ranks": ranks.len(),
-        "resets": resets,
-        "us": rounded(median(&slowest)),
-        "most_us": rounded(most),
+        "ranks_are": kind,
+        "ranks": ranks,
+        "groups": groups.len(),
+        "resets_each": groups.first().map_or(0, Vec::len),
+        "us": rounded(median(&medians)),
+        "least_us": rounded(medians.iter().copied().fold(f64::INFINITY, f64::min)),
+        "most_us": rounded(medians.iter().copied().fold(0.0, f64::max)),
     })
 }
 
