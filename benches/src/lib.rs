@@ -5,5 +5,5 @@ mod ranks;
 mod sample;
 
 pub use product::{Host, Product, Shape, element, matrix, value};
-pub use ranks::{Rank, on_ranks};
+pub use ranks::{Rank, as_rank, on_ranks};
 pub use sample::{Pairs, median, time_us};

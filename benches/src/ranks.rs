@@ -38,28 +38,37 @@ pub fn on_ranks<R: Send>(
     config: &CommConfig,
     work: impl Fn(&Rank) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
-    let start = |boot: &dyn Bootstrap| {
-        let device = brigade::open(&OpenConfig {
-            device: DeviceChoice::Host,
-            ..OpenConfig::default()
-        })?;
-        let rank = Rank {
-            on: device.stream(0)?,
-            comm: Arc::clone(&device).join(boot, config)?,
-            device,
-        };
-        let result = work(&rank)?;
-        rank.comm.close(config.deadline)?;
-        Ok(result)
-    };
     thread::scope(|scope| {
         let handles: Vec<_> = brigade::group::threads(ranks)
             .into_iter()
-            .map(|boot| scope.spawn(|| start(&{ boot })))
+            .map(|boot| scope.spawn(|| as_rank(&{ boot }, config, &work)))
             .collect();
         let joined = handles
             .into_iter()
             .map(|h| h.join().unwrap_or_else(|_| Err(anyhow!("a rank panicked"))));
         joined.collect::<Vec<_>>().into_iter().collect()
     })
+}
+
+/// Does it as one rank of a group that is there.
+///
+/// # Errors
+/// Whatever fails on this rank.
+pub fn as_rank<R>(
+    boot: &dyn Bootstrap,
+    config: &CommConfig,
+    work: impl Fn(&Rank) -> Result<R>,
+) -> Result<R> {
+    let device = brigade::open(&OpenConfig {
+        device: DeviceChoice::Host,
+        ..OpenConfig::default()
+    })?;
+    let rank = Rank {
+        on: device.stream(0)?,
+        comm: Arc::clone(&device).join(boot, config)?,
+        device,
+    };
+    let result = work(&rank)?;
+    rank.comm.close(config.deadline)?;
+    Ok(result)
 }

@@ -3,16 +3,18 @@
 
 use crate::{
     backend::Rank,
-    faults::AMPLE,
+    check::{assert_kind, expect_fault},
+    faults::{AMPLE, impatient},
     gather_linear::config,
     inject::Jitter,
     suite::{Suite, World},
 };
 use brigade_device::{
-    Action, AllGatherLoraLinearParams, Buffer, Chunk, DataType, DeviceExt, Inject, OverlapMode,
-    Point, Replay, Step, Unguarded,
+    Action, AllGatherLoraLinearParams, Buffer, Chunk, DataType, DeviceExt, Event, FaultKind,
+    Inject, OverlapMode, Point, Replay, Result, Step, Unguarded,
 };
 use parking_lot::{Condvar, Mutex};
+use rand::Rng;
 use std::{sync::Arc, time::Duration};
 
 const REPLAYS: u32 = 10_000;
@@ -88,17 +90,26 @@ impl Captured {
         }
     }
 
-    /// Runs with the rows of a day. Gives D and the gathered rows.
-    fn replay(&mut self, rank: &Rank, day: u32) -> [Vec<f32>; 2] {
+    /// Runs with the rows of a day.
+    fn launch(&mut self, rank: &Rank, day: u32, fill: u8) -> Result<Event> {
         let (device, on) = (&rank.device, &rank.stream);
         let mine = rows(rank.rank, day);
-        device
-            .write(on, self.x.view_mut(), bytemuck::cast_slice(&mine))
-            .unwrap();
-        device.fill(on, self.d.view_mut(), 0xFF).unwrap();
-        device.fill(on, self.gathered.view_mut(), 0xFF).unwrap();
-        self.graph.launch(on).unwrap().sync(AMPLE).unwrap();
-        [&self.d, &self.gathered].map(|b| device.download(on, b.view()).unwrap())
+        device.write(on, self.x.view_mut(), bytemuck::cast_slice(&mine))?;
+        device.fill(on, self.d.view_mut(), fill)?;
+        device.fill(on, self.gathered.view_mut(), fill)?;
+        self.graph.launch(on)
+    }
+
+    /// D and the gathered rows.
+    fn outputs(&self, rank: &Rank) -> [Vec<f32>; 2] {
+        [&self.d, &self.gathered].map(|b| rank.device.download(&rank.stream, b.view()).unwrap())
+    }
+
+    /// Runs with the rows of a day. Gives D and the gathered rows.
+    fn replay(&mut self, rank: &Rank, day: u32) -> [Vec<f32>; 2] {
+        let end = self.launch(rank, day, 0xFF).unwrap();
+        end.sync(AMPLE).unwrap();
+        self.outputs(rank)
     }
 
     /// Runs with the rows of a day, and asserts what comes out.
@@ -121,6 +132,31 @@ fn under_stalls(world: &World) {
         for day in 0..REPLAYS {
             captured.check(rank, day);
         }
+    });
+}
+
+/// A rank that does not come to a replay: the launch fails on all others, D is poisoned, and what the graph does behind the
+/// call is not done. After a reset the same graph works.
+fn without_a_rank(world: &World) {
+    let culprit = world.rng().random_range(0..world.size);
+    world.run(&impatient(), move |rank| {
+        let mut captured = Captured::new(rank);
+        for day in [0, 2] {
+            captured.check(rank, day);
+            rank.meet();
+            if rank.rank != culprit {
+                let launched = captured.launch(rank, day + 1, 0);
+                let record = expect_fault(launched, "a launch");
+                assert_kind(&record, FaultKind::Timeout, "a launch");
+                assert_eq!(record.peer as usize, culprit, "{record}");
+                let [d, gathered] = captured.outputs(rank);
+                assert!(d.iter().all(|x| x.is_nan()), "D not poisoned: {d:?}");
+                assert!(gathered.iter().all(|&x| x == 0.0), "{gathered:?}");
+            }
+            rank.meet();
+            rank.comm().reset(AMPLE).unwrap();
+        }
+        captured.check(rank, 4);
     });
 }
 
@@ -251,6 +287,7 @@ fn without_credits(world: &World) {
 
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
+    suite.add_from(2, "replays/without_a_rank", without_a_rank);
     if !suite.backend().injects() {
         return;
     }

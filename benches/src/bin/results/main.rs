@@ -1,10 +1,11 @@
 //! Measures the host device, and writes what it found as JSON. `cargo xtask bench results` builds and runs it.
-#![allow(clippy::print_stderr)]
+#![allow(clippy::print_stderr, clippy::print_stdout)]
 
 mod demo;
 mod gather_linear;
 mod gemm;
 mod meta;
+mod reset;
 
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
@@ -31,6 +32,7 @@ enum What {
     Gemm,
     GatherLinear,
     Demo,
+    Reset,
 }
 
 impl What {
@@ -40,6 +42,7 @@ impl What {
             Self::Gemm => "gemm.host",
             Self::GatherLinear => "gather-linear.host",
             Self::Demo => "demo.host",
+            Self::Reset => "reset.host",
         }
     }
 
@@ -48,6 +51,7 @@ impl What {
             Self::Gemm => gemm::measure(rounds),
             Self::GatherLinear => gather_linear::measure(rounds),
             Self::Demo => demo::measure(rounds),
+            Self::Reset => reset::measure(rounds),
         }
     }
 }
@@ -62,6 +66,9 @@ struct Rounds {
     /// Times that the model is asked, and for how many tokens.
     runs: usize,
     tokens: usize,
+    /// Times that a group is stopped and reset, and groups.
+    resets: usize,
+    groups: usize,
 }
 
 const FULL: Rounds = Rounds {
@@ -69,6 +76,8 @@ const FULL: Rounds = Rounds {
     each_us: 50_000.0,
     runs: 5,
     tokens: 64,
+    resets: 200,
+    groups: 9,
 };
 
 const SMOKE: Rounds = Rounds {
@@ -76,6 +85,8 @@ const SMOKE: Rounds = Rounds {
     each_us: 100.0,
     runs: 1,
     tokens: 3,
+    resets: 3,
+    groups: 1,
 };
 
 impl Rounds {
@@ -98,6 +109,10 @@ fn ratio(x: f64) -> f64 {
 fn main() -> Result<()> {
     let cli = Cli::parse();
     let rounds = if cli.smoke { SMOKE } else { FULL };
+    if reset::is_rank() {
+        println!("{}", reset::run_as_rank(rounds)?);
+        return Ok(());
+    }
     let out = cli.out.unwrap_or_else(|| "docs/results".into());
     fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
     let mut what = cli.only;
