@@ -31,6 +31,11 @@ pub trait Backend: Send + Sync {
     fn worlds(&self) -> Vec<usize>;
     /// Modes and algorithms that can be forced.
     fn engines(&self) -> Engines;
+    /// Whether its ranks can join a group. Ranks of a device that has no communicator run the contracts of
+    /// [`device_trials`](crate::device_trials) only.
+    fn communicates(&self) -> bool {
+        true
+    }
     /// Fresh ranks for a group of `size`, in rank order.
     ///
     /// # Errors
@@ -59,16 +64,16 @@ const PATIENCE: Duration = Duration::from_secs(40);
 const LIMIT: Duration = Duration::from_secs(150);
 
 impl Rank {
-    fn join(rank: usize, seat: Seat, config: &CommConfig) -> Self {
+    fn new(rank: usize, seat: Seat, config: Option<&CommConfig>) -> Self {
         let Seat { device, boot } = seat;
-        let comm = Arc::clone(&device).join(&*boot, config).unwrap();
+        let comm = config.map(|config| Arc::clone(&device).join(&*boot, config).unwrap());
         Self {
             rank,
             size: boot.size(),
             stream: device.stream(0).unwrap(),
             device,
             boot,
-            comm: Some(comm),
+            comm,
         }
     }
 
@@ -219,12 +224,13 @@ pub fn run(
 ) {
     let body = Arc::new(body);
     let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
+    let config = backend.communicates().then_some(config);
     for (number, seat) in backend.seats(size).unwrap().into_iter().enumerate() {
-        let (body, progress, config) = (Arc::clone(&body), Arc::clone(&progress), config.clone());
+        let (body, progress, config) = (Arc::clone(&body), Arc::clone(&progress), config.cloned());
         let work = move || {
             let mut joined = None;
             let result = catch_unwind(AssertUnwindSafe(|| {
-                body(joined.insert(Rank::join(number, seat, &config)));
+                body(joined.insert(Rank::new(number, seat, config.as_ref())));
             }));
             let mut state = progress.0.lock();
             if let Err(payload) = result {

@@ -22,6 +22,7 @@ mod capture;
 pub mod check;
 mod control;
 mod copies;
+mod cuda;
 mod device;
 mod faults;
 mod gather_linear;
@@ -43,6 +44,7 @@ mod traffic;
 mod user_buffers;
 
 pub use backend::{Backend, Rank, Seat};
+pub use cuda::CudaBackend;
 pub use host::HostThreads;
 
 use std::sync::Arc;
@@ -66,5 +68,14 @@ pub fn trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
     device::add(&mut suite);
     control::add(&mut suite);
     faults::add(&mut suite);
+    suite.into_trials()
+}
+
+/// The contracts that need no communicator, at one rank.
+pub fn device_trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
+    let mut suite = suite::Suite::new(backend);
+    device::add(&mut suite);
+    quantized::add_alone(&mut suite);
+    ledger::add_alone(&mut suite);
     suite.into_trials()
 }

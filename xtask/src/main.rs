@@ -2,6 +2,7 @@
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 mod bench;
+mod bundle;
 mod demo;
 mod doctor;
 mod kernels;
@@ -41,6 +42,7 @@ enum Command {
     Kernels(kernels::Kernels),
     Model(model::Model),
     Bench(bench::Bench),
+    Bundle(bundle::Bundle),
 }
 
 fn main() -> ExitCode {
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         Command::Kernels(kernels) => kernels.run(&workspace),
         Command::Model(model) => model.run(&workspace),
         Command::Bench(bench) => bench.run(&workspace),
+        Command::Bundle(bundle) => bundle.run(&workspace),
     });
     outcome.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");

@@ -68,6 +68,11 @@ impl KernelSet {
         // SAFETY: `module` is loaded as long as `self` lives.
         let function = unsafe { module::get_function(self.module, name) }
             .map_err(refused("cuModuleGetFunction"))?;
+        // Without this the driver loads the code at the first launch, and synchronizes the device to do so.
+        // SAFETY: as above.
+        unsafe { sys::cuFuncLoad(function) }
+            .result()
+            .map_err(refused("cuFuncLoad"))?;
         Ok(Kernel {
             set: self.clone(),
             function,

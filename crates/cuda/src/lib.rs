@@ -10,13 +10,30 @@
 //! }
 //! ```
 
+mod card;
+mod device;
 mod devices;
 mod driver;
+mod factors;
+mod finish;
+mod graph;
 mod kernel;
+mod kernels;
+mod lane;
+mod linear;
+mod lt;
+mod lt_call;
+mod mark;
+mod matrix;
+mod memory;
 mod missing;
+mod moves;
 mod nccl;
 mod probe;
+mod quantize;
+mod types;
 
+pub use device::CudaDevice;
 pub use devices::{DeviceInfo, devices};
 pub use driver::{driver_version, needed_driver};
 pub use kernel::{Kernel, KernelSet};
