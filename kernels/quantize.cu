@@ -31,22 +31,44 @@ __device__ __forceinline__ uint32_t greatest_of_block(uint32_t mine) {
   return __reduce_max_sync(0xFFFFFFFFu, threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0);
 }
 
+// Eight quantized values in one store.
+__device__ __forceinline__ void store_quantized(uint8_t* to, const float (&v)[8], float scale, uint32_t kernel_type) {
+  uint64_t bytes = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) bytes |= uint64_t(quantized(v[i], scale, kernel_type)) << (8 * i);
+  *reinterpret_cast<uint64_t*>(to) = bytes;
+}
+
+// A block for each group, which it reads twice: the second time it is in the first cache.
 extern "C" __global__ void brigade_quantize_rows(const __grid_constant__ QuantizeRowsParams p) {
   wait_for_previous_kernel();
   uint8_t* kernel = reinterpret_cast<uint8_t*>(p.kernel);
   const uint64_t groups = (p.columns + p.group_columns - 1) / p.group_columns;
+  const bool eight = wide(p.from, p.columns) && p.kernel % 8 == 0 && p.group_columns % wide_elements == 0;
+  const uint32_t step = eight ? wide_elements : 1;
   for (uint64_t g = blockIdx.x; g < p.rows * groups; g += gridDim.x) {
     const uint64_t row = g / groups, first = g % groups * p.group_columns;
     const uint64_t start = row * p.columns + first;
     const uint64_t count = p.columns - first < p.group_columns ? p.columns - first : p.group_columns;
     uint32_t most = 0;
-    for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) {
-      most = max(most, magnitude(load_float(p.from_type, p.from, start + i)));
+    float v[8];
+    for (uint64_t i = threadIdx.x * step; i < count; i += blockDim.x * step) {
+      if (eight) {
+        load_wide(p.from_type, p.from, start + i, v);
+        for (int j = 0; j < 8; ++j) most = max(most, magnitude(v[j]));
+      } else {
+        most = max(most, magnitude(load_float(p.from_type, p.from, start + i)));
+      }
     }
     const float scale = scale_of(greatest_of_block(most), p.kernel_type);
     if (threadIdx.x == 0) reinterpret_cast<float*>(p.scales)[g] = scale;
-    for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) {
-      kernel[start + i] = quantized(load_float(p.from_type, p.from, start + i), scale, p.kernel_type);
+    for (uint64_t i = threadIdx.x * step; i < count; i += blockDim.x * step) {
+      if (eight) {
+        load_wide(p.from_type, p.from, start + i, v);
+        store_quantized(kernel + start + i, v, scale, p.kernel_type);
+      } else {
+        kernel[start + i] = quantized(load_float(p.from_type, p.from, start + i), scale, p.kernel_type);
+      }
     }
   }
 }

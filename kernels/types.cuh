@@ -49,4 +49,53 @@ __device__ __forceinline__ void store_float(uint32_t type, uint64_t array, uint6
   }
 }
 
+// Eight elements at once, in accesses of 16 bytes: array and element must be aligned to that (see `wide`).
+constexpr uint32_t wide_elements = 8;
+
+// Whether rows of `stride` elements from `array` on can be taken eight at a time.
+__device__ __forceinline__ bool wide(uint64_t array, uint64_t stride) {
+  return array % 16 == 0 && stride % wide_elements == 0;
+}
+
+__device__ __forceinline__ void load_wide(uint64_t array, uint64_t at, float (&v)[8]) {
+  const float4* from = reinterpret_cast<const float4*>(array + at * 4);
+  const float4 low = from[0], high = from[1];
+  v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+  v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+}
+
+__device__ __forceinline__ void load_wide(uint32_t type, uint64_t array, uint64_t at, float (&v)[8]) {
+  if (type == F32) return load_wide(array, at, v);
+  const uint4 bits = *reinterpret_cast<const uint4*>(array + at * 2);
+  const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (type == BF16) {
+      // A bfloat16 is the upper half of an f32.
+      v[2 * i] = __uint_as_float(words[i] << 16);
+      v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+    } else {
+      const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+      v[2 * i] = two.x, v[2 * i + 1] = two.y;
+    }
+  }
+}
+
+__device__ __forceinline__ void store_wide(uint32_t type, uint64_t array, uint64_t at, const float (&v)[8]) {
+  if (type == F32) {
+    float4* to = reinterpret_cast<float4*>(array + at * 4);
+    to[0] = make_float4(canonical(v[0]), canonical(v[1]), canonical(v[2]), canonical(v[3]));
+    to[1] = make_float4(canonical(v[4]), canonical(v[5]), canonical(v[6]), canonical(v[7]));
+    return;
+  }
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float low = v[2 * i], high = v[2 * i + 1];
+    words[i] = type == BF16 ? bfloat_bits(low) | uint32_t(bfloat_bits(high)) << 16
+                            : half_bits(low) | uint32_t(half_bits(high)) << 16;
+  }
+  *reinterpret_cast<uint4*>(array + at * 2) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 }  // namespace brigade

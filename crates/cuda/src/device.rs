@@ -25,7 +25,7 @@ pub struct CudaDevice {
     pub(crate) capability: (u32, u32),
     pub(crate) card: Arc<Card>,
     pub(crate) kernels: Kernels,
-    pub(crate) lt: Lt,
+    pub(crate) lt: Arc<Lt>,
 }
 
 impl std::fmt::Debug for CudaDevice {
@@ -35,7 +35,8 @@ impl std::fmt::Debug for CudaDevice {
 }
 
 impl CudaDevice {
-    /// Opens GPU `ordinal`, as CUDA counts.
+    /// Opens GPU `ordinal`, as CUDA counts. Opening a GPU for the first time synchronizes it: no capture may run there, of
+    /// other libraries neither. Its primary context and cuBLASLt's handle then stay until the process ends.
     ///
     /// # Errors
     /// What is missing: driver, GPU, kernels in this build, or cuBLASLt. Never panics.
@@ -57,7 +58,7 @@ impl CudaDevice {
             },
             capability: gpu.capability,
             kernels,
-            lt: Lt::open(&card)?,
+            lt: Lt::open(&card.context)?,
             card,
         }))
     }

@@ -52,7 +52,7 @@ impl End<'_> {
 }
 
 /// Columns that a block of `kernels/finish.cu` takes at once.
-const TILE: usize = 1024;
+const TILE: usize = 2048;
 
 impl CudaDevice {
     /// `out = act(sums + beta * bias)` for rows of `columns` elements.

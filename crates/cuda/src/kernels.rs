@@ -1,6 +1,6 @@
 //! All kernels of operations, loaded when a device is opened: loading later would synchronize with waits in flight.
 
-use crate::{Kernel, KernelSet, Missing, lane::Lane};
+use crate::{Kernel, KernelSet, Launch, Missing, lane::Lane};
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
     ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams, PackParams,
@@ -64,10 +64,11 @@ impl Kernels {
     ) -> Result<()> {
         let most = self.sms * BLOCKS_PER_SM;
         let blocks = u32::try_from(blocks).unwrap_or(most).clamp(1, most);
+        let shape = Launch::grid(blocks, THREADS);
         lane.run(buffers, |stream| {
             // SAFETY: the caller's promise; `run` keeps the buffers until the work is done, and the stream is of the lane's
             // context, in which `kernel` was loaded.
-            unsafe { kernel.launch(stream, blocks, THREADS, parameters) }.map_err(Into::into)
+            unsafe { kernel.launch(stream, shape, parameters) }.map_err(Into::into)
         })
     }
 }

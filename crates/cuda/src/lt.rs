@@ -4,19 +4,26 @@
 
 use crate::{
     Missing,
-    card::Card,
-    driver::{failed_library, refused},
+    driver::{failed, failed_library, refused},
     lane::Lane,
     lt_call::{Call, Preference},
     matrix::Matrix,
 };
 use brigade_device::{DataType, Result};
-use cudarc::cublaslt::{
-    result::{self, CublasError},
-    sys,
+use cudarc::{
+    cublaslt::{
+        result::{self, CublasError},
+        sys,
+    },
+    driver::CudaContext,
 };
 use parking_lot::Mutex;
-use std::{collections::HashMap, ffi::c_void, ptr, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashMap},
+    ffi::c_void,
+    ptr,
+    sync::Arc,
+};
 
 /// What the library may use beside its operands; NVIDIA's advice for Hopper.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
@@ -24,10 +31,12 @@ pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 /// Kinds of products whose algorithm is kept. A program that makes more asks again.
 const KEPT: usize = 4096;
 
-/// The library, on one GPU.
+/// The library, on one GPU. Never closed: making and closing a handle synchronizes the GPU, which breaks whatever capture runs
+/// there. So a process has one for each GPU, made when the first device is opened.
 pub(crate) struct Lt {
     handle: sys::cublasLtHandle_t,
-    card: Arc<Card>,
+    /// The handle belongs to the context, which must not go either.
+    context: Arc<CudaContext>,
     algorithms: Mutex<HashMap<Kind, Option<sys::cublasLtMatmulAlgo_t>>>,
 }
 
@@ -130,14 +139,27 @@ impl Kind {
     }
 }
 
+/// The library on each GPU that was opened.
+static OPENED: Mutex<BTreeMap<usize, Arc<Lt>>> = Mutex::new(BTreeMap::new());
+
 impl Lt {
-    /// Opens the library on a GPU.
-    pub(crate) fn open(card: &Arc<Card>) -> Result<Self, Missing> {
+    /// The library on a GPU.
+    pub(crate) fn open(context: &Arc<CudaContext>) -> Result<Arc<Self>, Missing> {
+        let mut opened = OPENED.lock();
+        if let Some(lt) = opened.get(&context.ordinal()) {
+            return Ok(Arc::clone(lt));
+        }
+        let lt = Arc::new(Self::new(context)?);
+        opened.insert(context.ordinal(), Arc::clone(&lt));
+        Ok(lt)
+    }
+
+    fn new(context: &Arc<CudaContext>) -> Result<Self, Missing> {
         // SAFETY: loading runs the initializers of cuBLASLt, which ask nothing of the caller.
         if !unsafe { sys::is_culib_present() } {
             return Err(Missing::Cublas);
         }
-        card.context
+        context
             .bind_to_thread()
             .map_err(refused("cuCtxSetCurrent"))?;
         let handle = result::create_handle().map_err(|CublasError(code)| Missing::Refused {
@@ -146,14 +168,16 @@ impl Lt {
         })?;
         Ok(Self {
             handle,
-            card: Arc::clone(card),
+            context: Arc::clone(context),
             algorithms: Mutex::default(),
         })
     }
 
     /// Enqueues the product; `false`, and nothing is done, where the library has no algorithm for it.
     pub(crate) fn run(&self, lane: &Arc<Lane>, p: &Product<'_>) -> Result<bool> {
-        self.card.bind()?;
+        self.context
+            .bind_to_thread()
+            .map_err(failed("cuCtxSetCurrent"))?;
         let call = Call::new(p)?;
         let Some(algorithm) = self.algorithm(p, &call)? else {
             return Ok(false);
@@ -232,14 +256,5 @@ impl Lt {
         }
         algorithms.insert(kind, algorithm);
         Ok(algorithm)
-    }
-}
-
-impl Drop for Lt {
-    fn drop(&mut self) {
-        if self.card.bind().is_ok() {
-            // SAFETY: created once, destroyed once.
-            let _ = unsafe { result::destroy_handle(self.handle) };
-        }
     }
 }

@@ -17,6 +17,7 @@ use brigade_kernels::{ConvertParams, TransposeParams};
 use cudarc::driver::{result, sys};
 use std::{
     ffi::c_void,
+    ptr,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -63,16 +64,12 @@ fn check_bytes(buffer: &Buffer, bytes: usize) -> Result<()> {
 /// Whether the caller's memory is page-locked: the driver then reads it after its call has returned.
 fn is_pinned(address: u64) -> bool {
     let mut kind = 0u32;
-    let attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-    // SAFETY: this attribute is a u32; an address that the driver does not know is an error, not a fault.
-    let known = unsafe {
-        sys::cuPointerGetAttribute(
-            std::ptr::from_mut(&mut kind).cast::<c_void>(),
-            attribute,
-            address,
-        )
-    };
-    known.result().is_ok()
+    let mut attribute = sys::CUpointer_attribute_enum::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+    let mut into = ptr::from_mut(&mut kind).cast::<c_void>();
+    // SAFETY: one attribute, which is a u32; it stays 0 for an address that the driver does not know.
+    let asked =
+        unsafe { sys::cuPointerGetAttributes(1, &raw mut attribute, &raw mut into, address) };
+    asked.result().is_ok() && kind != 0
 }
 
 impl CudaDevice {
