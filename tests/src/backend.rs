@@ -2,14 +2,14 @@
 
 use crate::matrix::Matrix;
 use brigade_device::{
-    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Lease, MemoryType, Result,
-    Stream, View,
+    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Injector, Lease, MemoryType,
+    Reason, Result, Stream, View,
 };
 use brigade_plan::Engines;
 use parking_lot::{Condvar, Mutex};
 use std::{
     any::Any,
-    panic::{AssertUnwindSafe, catch_unwind},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -31,17 +31,44 @@ pub trait Backend: Send + Sync {
     fn worlds(&self) -> Vec<usize>;
     /// Modes and algorithms that can be forced.
     fn engines(&self) -> Engines;
-    /// Whether its ranks can join a group. Ranks of a device that has no communicator run the contracts of
+    /// Whether its ranks can join a group. Those of a device that has no communicator run the contracts of
     /// [`device_trials`](crate::device_trials) only.
     fn communicates(&self) -> bool {
         true
     }
-    /// Fresh ranks for a group of `size`, in rank order.
+    /// Fresh ranks for a group of `size`: all that are threads of this process, in rank order.
     ///
     /// # Errors
     /// What keeps the device from having so many ranks; the trial fails with it.
     fn seats(&self, size: usize) -> Result<Vec<Seat>>;
+
+    /// Whether its devices take a hook for fault injection; contracts that need one are left out otherwise.
+    fn injects(&self) -> bool {
+        false
+    }
+
+    /// As [`seats`](Self::seats), with this hook in every rank's device.
+    ///
+    /// # Errors
+    /// As [`seats`](Self::seats); a reason where [`injects`](Self::injects) is false.
+    fn injected_seats(&self, _size: usize, _hook: &Injector) -> Result<Vec<Seat>> {
+        Err(Reason::new(
+            "no-injection",
+            format!("{} takes no hook", self.name()),
+            "leave these contracts out",
+        )
+        .into())
+    }
+
+    /// Ends the rank that calls this, from within a call, as hard as it can be done. A thread unwinds; where ranks are
+    /// processes, the process should be killed.
+    fn kill(&self) -> ! {
+        resume_unwind(Box::new(Killed))
+    }
 }
+
+/// What a rank that was killed unwinds with.
+struct Killed;
 
 /// One rank of a contract: a thread with a device, a communicator and a stream.
 pub struct Rank {
@@ -64,11 +91,20 @@ const PATIENCE: Duration = Duration::from_secs(40);
 const LIMIT: Duration = Duration::from_secs(150);
 
 impl Rank {
-    fn new(rank: usize, seat: Seat, config: Option<&CommConfig>) -> Self {
+    /// Joins the seat's group.
+    ///
+    /// # Panics
+    /// If it cannot.
+    pub fn join(seat: Seat, config: &CommConfig) -> Self {
+        Self::new(seat, Some(config))
+    }
+
+    /// A rank without a configuration has a device, and no communicator.
+    fn new(seat: Seat, config: Option<&CommConfig>) -> Self {
         let Seat { device, boot } = seat;
         let comm = config.map(|config| Arc::clone(&device).join(&*boot, config).unwrap());
         Self {
-            rank,
+            rank: boot.rank(),
             size: boot.size(),
             stream: device.stream(0).unwrap(),
             device,
@@ -211,29 +247,32 @@ struct Progress {
     failure: Option<(usize, String)>,
 }
 
-/// Runs `body` on every rank of a group, each on a thread of its own. A rank that panics aborts the communicator, so that
-/// no other waits for it.
+/// Runs `body` on every rank of a group that is a thread of this process, each on a thread of its own. A rank that panics
+/// aborts the communicator, so that no other waits for it; one that was [killed](Backend::kill) is just gone. Without a
+/// configuration the ranks join nothing.
 ///
 /// # Panics
 /// With the number of the rank that failed first, and what it failed with.
 pub fn run(
-    backend: &dyn Backend,
-    size: usize,
-    config: &CommConfig,
+    seats: Vec<Seat>,
+    config: Option<&CommConfig>,
     body: impl Fn(&mut Rank) + Send + Sync + 'static,
 ) {
+    let size = seats.first().map_or(0, |seat| seat.boot.size());
     let body = Arc::new(body);
     let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
-    let config = backend.communicates().then_some(config);
-    for (number, seat) in backend.seats(size).unwrap().into_iter().enumerate() {
+    let here: Vec<usize> = seats.iter().map(|seat| seat.boot.rank()).collect();
+    for (&number, seat) in here.iter().zip(seats) {
         let (body, progress, config) = (Arc::clone(&body), Arc::clone(&progress), config.cloned());
         let work = move || {
             let mut joined = None;
             let result = catch_unwind(AssertUnwindSafe(|| {
-                body(joined.insert(Rank::new(number, seat, config.as_ref())));
+                body(joined.insert(Rank::new(seat, config.as_ref())));
             }));
             let mut state = progress.0.lock();
-            if let Err(payload) = result {
+            if let Err(payload) = result
+                && !payload.is::<Killed>()
+            {
                 state
                     .failure
                     .get_or_insert_with(|| (number, panic_text(&*payload)));
@@ -252,9 +291,10 @@ pub fn run(
     }
     let mut state = progress.0.lock();
     let end = Instant::now() + LIMIT;
-    while state.ended.len() < size {
+    while state.ended.len() < here.len() {
         let late = progress.1.wait_until(&mut state, end).timed_out();
-        let missing: Vec<_> = (0..size).filter(|r| !state.ended.contains(r)).collect();
+        let is_missing = |r: &&usize| !state.ended.contains(r);
+        let missing: Vec<_> = here.iter().filter(is_missing).collect();
         assert!(
             !late || missing.is_empty(),
             "ranks {missing:?} have not ended after {LIMIT:?}; failed first: {:?}",

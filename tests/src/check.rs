@@ -19,8 +19,8 @@ pub fn norm(values: &[f64]) -> f64 {
     values.iter().map(|v| v * v).sum::<f64>().sqrt()
 }
 
-/// What is wrong with `got`, if anything is. `parts` is the norm of what was added up to get it, where that was rounded:
-/// if parts cancel, their rounding does not.
+/// What is wrong with `got`, if anything is. `parts` is the norm of what was added up to get it, where that was rounded
+/// too: if parts cancel, their rounding does not; and where there are few elements, both may well be off to the same side.
 ///
 /// # Errors
 /// What is wrong.
@@ -28,7 +28,7 @@ pub fn compare(got: &[f64], want: &[f64], tolerance: f64, parts: f64) -> Result<
     if got.len() != want.len() {
         return Err(format!("{} elements instead of {}", got.len(), want.len()));
     }
-    let size = norm(want).max(parts);
+    let size = norm(want) + parts;
     let mean = size / (want.len().max(1) as f64).sqrt();
     for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
         let off = (g - w).abs();

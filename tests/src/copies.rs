@@ -9,7 +9,7 @@ use crate::{
 };
 use brigade_device::{AllGatherParams, AllToAllParams, BroadcastParams, DataType, FaultKind, Plan};
 use rand::{Rng, RngCore, rngs::StdRng};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Types that data may have when it only moves.
 pub const ANY: [DataType; 6] = [
@@ -28,7 +28,8 @@ pub fn noise(rng: &mut StdRng, bytes: usize) -> Vec<u8> {
     noise
 }
 
-struct Gather {
+/// Rows of every rank, of any type.
+pub struct Gather {
     rows: Vec<usize>,
     tail: Vec<usize>,
     dtype: DataType,
@@ -36,7 +37,8 @@ struct Gather {
 }
 
 impl Gather {
-    fn new(rng: &mut StdRng, rows: Vec<usize>, tail: &[usize], dtype: DataType) -> Self {
+    /// Draws the bytes.
+    pub fn new(rng: &mut StdRng, rows: Vec<usize>, tail: &[usize], dtype: DataType) -> Self {
         let row_bytes = tail.iter().product::<usize>() * dtype.bytes();
         Self {
             parts: rows.iter().map(|r| noise(rng, r * row_bytes)).collect(),
@@ -50,7 +52,8 @@ impl Gather {
         [&[rows], &self.tail[..]].concat()
     }
 
-    fn run(&self, rank: &Rank) {
+    /// Makes the call, and asserts what arrives.
+    pub fn run(&self, rank: &Rank) {
         let me = rank.rank;
         let from = rank.upload_bytes(self.dtype, &self.dims(self.rows[me]), &self.parts[me]);
         let mut to = rank.poisoned(self.dtype, &self.dims(self.rows.iter().sum()));
@@ -104,6 +107,41 @@ fn all_gather(world: &World) {
     });
 }
 
+/// The root's data, of any type.
+pub struct Broadcast {
+    root: usize,
+    dtype: DataType,
+    bytes: Vec<u8>,
+}
+
+impl Broadcast {
+    /// Draws the bytes.
+    pub fn new(rng: &mut StdRng, root: usize, len: usize, dtype: DataType) -> Self {
+        Self {
+            root,
+            dtype,
+            bytes: noise(rng, len * dtype.bytes()),
+        }
+    }
+
+    /// Makes the call, and asserts what arrives.
+    pub fn run(&self, rank: &Rank) {
+        let dims = [self.bytes.len() / self.dtype.bytes()];
+        let mut data = if rank.rank == self.root {
+            rank.upload_bytes(self.dtype, &dims, &self.bytes)
+        } else {
+            rank.poisoned(self.dtype, &dims)
+        };
+        let params = BroadcastParams {
+            data: data.view_mut(),
+            root: self.root,
+        };
+        rank.lease().broadcast(params).unwrap();
+        let what = format!("broadcast of {dims:?} from {}", self.root);
+        assert_bits(&rank.raw(data.view()), &self.bytes, self.dtype, &what);
+    }
+}
+
 fn broadcast(world: &World) {
     let mut rng = world.rng();
     let mut cases = vec![];
@@ -113,26 +151,12 @@ fn broadcast(world: &World) {
             (1, DataType::U8),
             (1000, DataType::BF16),
         ] {
-            cases.push((root, dtype, noise(&mut rng, len * dtype.bytes())));
+            cases.push(Broadcast::new(&mut rng, root, len, dtype));
         }
-        cases.push((root, DataType::I64, noise(&mut rng, 8 * 20_011)));
+        cases.push(Broadcast::new(&mut rng, root, 20_011, DataType::I64));
     }
     world.run(&config(), move |rank| {
-        for (root, dtype, bytes) in &cases {
-            let dims = [bytes.len() / dtype.bytes()];
-            let mut data = if rank.rank == *root {
-                rank.upload_bytes(*dtype, &dims, bytes)
-            } else {
-                rank.poisoned(*dtype, &dims)
-            };
-            let params = BroadcastParams {
-                data: data.view_mut(),
-                root: *root,
-            };
-            rank.lease().broadcast(params).unwrap();
-            let what = format!("broadcast of {dims:?} from {root}");
-            assert_bits(&rank.raw(data.view()), bytes, *dtype, &what);
-        }
+        cases.iter().for_each(|case| case.run(rank));
         let mut data = rank.poisoned(DataType::F32, &[1]);
         let refused = rank.lease().broadcast(BroadcastParams {
             data: data.view_mut(),
@@ -142,7 +166,8 @@ fn broadcast(world: &World) {
     });
 }
 
-struct Exchange {
+/// Rows from every rank to every rank, of any type.
+pub struct Exchange {
     /// Rows from (first index) to (second index).
     rows: Vec<Vec<usize>>,
     columns: usize,
@@ -151,7 +176,8 @@ struct Exchange {
 }
 
 impl Exchange {
-    fn new(rng: &mut StdRng, rows: Vec<Vec<usize>>, columns: usize, dtype: DataType) -> Self {
+    /// Draws the bytes.
+    pub fn new(rng: &mut StdRng, rows: Vec<Vec<usize>>, columns: usize, dtype: DataType) -> Self {
         let mut part = |r: &usize| noise(rng, r * columns * dtype.bytes());
         Self {
             parts: rows
@@ -164,7 +190,8 @@ impl Exchange {
         }
     }
 
-    fn run(&self, rank: &Rank) {
+    /// Makes the call, and asserts what arrives.
+    pub fn run(&self, rank: &Rank) {
         let me = rank.rank;
         let send = &self.rows[me];
         let recv: Vec<_> = self.rows.iter().map(|to| to[me]).collect();
@@ -250,21 +277,30 @@ fn disagreeing_pair(world: &World) {
     });
 }
 
+/// Time on the clock that all ranks of a machine look at, in ns.
+fn now() -> u128 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap()
+        .as_nanos()
+}
+
 /// Nobody leaves a barrier before everybody has come.
 fn barrier(world: &World) {
     let mut rng = world.rng();
-    let arrived = AtomicUsize::new(0);
     let late: Vec<usize> = (0..50).map(|_| rng.random_range(0..world.size)).collect();
     world.run(&config(), move |rank| {
         for (i, &late) in late.iter().enumerate() {
             if rank.rank == late {
                 rank.dawdle(200);
             }
-            arrived.fetch_add(1, Ordering::SeqCst);
+            let came = now();
             let result = rank.lease().barrier();
             rank.settle(result).unwrap();
-            let all = arrived.load(Ordering::SeqCst);
-            assert!(all >= (i + 1) * rank.size, "{all} arrivals at barrier {i}");
+            let left = now();
+            let came = rank.share(&came.to_ne_bytes());
+            let last = came.iter().map(|t| bytemuck::pod_read_unaligned(t)).max();
+            assert!(last <= Some(left), "barrier {i} was left too early");
         }
     });
 }

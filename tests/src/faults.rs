@@ -1,4 +1,8 @@
 //! Faults: whatever a rank does wrong, every rank hears of it in time, as a typed error, and the group can go on.
+//!
+//! Every operation of [`ops::all`] goes through all of these contracts.
+
+pub mod injected;
 
 use crate::{
     all_reduce,
@@ -18,7 +22,7 @@ use std::time::{Duration, Instant};
 const DEADLINE: Duration = Duration::from_millis(300);
 
 /// What a rank may take beyond the deadline, and at most where it need not wait for one.
-const GRACE: Duration = Duration::from_secs(1);
+pub const GRACE: Duration = Duration::from_secs(1);
 
 /// For collective steps that nobody misses.
 pub const AMPLE: Duration = Duration::from_secs(30);
@@ -139,21 +143,26 @@ fn mismatch(world: &World, op: Op, other: Op) {
     let culprit = rng.random_range(0..world.size);
     world.run(&config(), move |rank| {
         probe.run(rank);
-        rank.meet();
-        let mine = if rank.rank == culprit { &other } else { &op };
-        let start = Instant::now();
-        let ended = mine.run(rank);
-        assert_in_time(start, GRACE, &mine.name);
-        let record = assert_stopped(rank, ended, FaultKind::Mismatch, &mine.name);
-        let involved = [record.rank, record.peer].map(|r| r as usize);
-        assert!(
-            involved.contains(&culprit),
-            "rank {culprit} did it: {record}"
-        );
-        assert_stays_stopped(rank, record);
-        rank.comm().reset(AMPLE).unwrap();
+        differ(rank, culprit, &op, &other);
         probe.run(rank);
     });
+}
+
+/// Makes one call on the culprit and another on all other ranks, and goes on from there.
+pub fn differ(rank: &Rank, culprit: usize, op: &Op, other: &Op) {
+    rank.meet();
+    let mine = if rank.rank == culprit { other } else { op };
+    let start = Instant::now();
+    let ended = mine.run(rank);
+    assert_in_time(start, GRACE, &mine.name);
+    let record = assert_stopped(rank, ended, FaultKind::Mismatch, &mine.name);
+    let involved = [record.rank, record.peer].map(|r| r as usize);
+    assert!(
+        involved.contains(&culprit),
+        "rank {culprit} did it: {record}"
+    );
+    assert_stays_stopped(rank, record);
+    rank.comm().reset(AMPLE).unwrap();
 }
 
 /// Somebody calls `abort` while others wait.
@@ -164,22 +173,27 @@ fn aborted(world: &World, op: Op) {
     let rounds = rng.random_range(0..3000);
     world.run(&config(), move |rank| {
         probe.run(rank);
-        rank.meet();
-        let start = Instant::now();
-        let record = if rank.rank == culprit {
-            rank.dawdle(rounds);
-            rank.comm().abort();
-            expect_fault(rank.comm().check(), "after abort")
-        } else {
-            assert_stopped(rank, op.run(rank), FaultKind::Aborted, &op.name)
-        };
-        assert_in_time(start, GRACE, &op.name);
-        assert_kind(&record, FaultKind::Aborted, &op.name);
-        assert_eq!(record.rank as usize, culprit);
-        assert_stays_stopped(rank, record);
-        rank.comm().reset(AMPLE).unwrap();
+        abort(rank, culprit, rounds, &op);
         probe.run(rank);
     });
+}
+
+/// Aborts on the culprit, after a while, while all other ranks make a call; and goes on from there.
+pub fn abort(rank: &Rank, culprit: usize, rounds: u32, op: &Op) {
+    rank.meet();
+    let start = Instant::now();
+    let record = if rank.rank == culprit {
+        rank.dawdle(rounds);
+        rank.comm().abort();
+        expect_fault(rank.comm().check(), "after abort")
+    } else {
+        assert_stopped(rank, op.run(rank), FaultKind::Aborted, &op.name)
+    };
+    assert_in_time(start, GRACE, &op.name);
+    assert_kind(&record, FaultKind::Aborted, &op.name);
+    assert_eq!(record.rank as usize, culprit);
+    assert_stays_stopped(rank, record);
+    rank.comm().reset(AMPLE).unwrap();
 }
 
 /// A rank whose communicator is gone: the others hear of it long before the deadline.
@@ -265,21 +279,38 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
     pairs
 }
 
+/// A rank that makes the call of another operation.
+fn wrong_call(world: &World, op: Op) {
+    let all = ops::all(world.backend.engines());
+    let at = all.iter().position(|o| o.name == op.name).unwrap();
+    let other = all[(at + 1) % all.len()].clone();
+    mismatch(world, op, other);
+}
+
+type Contract = fn(&World, Op);
+
+/// What every operation goes through.
+const CONTRACTS: [(&str, Contract); 4] = [
+    ("never_calls", never_calls),
+    ("aborted", aborted),
+    ("peer_lost", peer_lost),
+    ("wrong_call", wrong_call),
+];
+
+/// What it goes through on devices that take a hook.
+const INJECTED: [(&str, Contract); 3] = [
+    ("delayed", injected::delayed),
+    ("mishaps", injected::mishaps),
+    ("killed", injected::killed),
+];
+
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
-    for op in ops::all(suite.backend().engines()) {
-        let name = op.name.clone();
-        type Contract = fn(&World, Op);
-        let contracts: [(&str, Contract); 3] = [
-            ("never_calls", never_calls),
-            ("aborted", aborted),
-            ("peer_lost", peer_lost),
-        ];
-        for (contract, f) in contracts {
-            let op = op.clone();
-            suite.add_from(2, &format!("faults/{contract}/{name}"), move |world| {
-                f(world, op.clone());
-            });
+    let injected = suite.backend().injects().then_some(INJECTED);
+    for (contract, f) in CONTRACTS.into_iter().chain(injected.into_iter().flatten()) {
+        for op in ops::all(suite.backend().engines()) {
+            let name = format!("faults/{contract}/{}", op.name);
+            suite.add_from(2, &name, move |world| f(world, op.clone()));
         }
     }
     for (name, op, other) in mismatches(suite.backend().engines()) {

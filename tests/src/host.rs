@@ -1,8 +1,8 @@
 //! The host device, its ranks threads of this process.
 
 use crate::backend::{Backend, Seat};
-use brigade_device::Result;
-use brigade_host::HostDevice;
+use brigade_device::{Injector, Result};
+use brigade_host::{HostConfig, HostDevice};
 use brigade_plan::Engines;
 
 /// Ranks as threads, each with a host device of its own.
@@ -22,14 +22,30 @@ impl Backend for HostThreads {
     }
 
     fn seats(&self, size: usize) -> Result<Vec<Seat>> {
-        brigade_group::threads(size)
-            .into_iter()
-            .map(|boot| {
-                Ok(Seat {
-                    device: HostDevice::new()?,
-                    boot: Box::new(boot),
-                })
-            })
-            .collect()
+        seats(size, &HostConfig::default())
     }
+
+    fn injects(&self) -> bool {
+        true
+    }
+
+    fn injected_seats(&self, size: usize, hook: &Injector) -> Result<Vec<Seat>> {
+        let config = HostConfig {
+            inject: Some(hook.clone()),
+            ..HostConfig::default()
+        };
+        seats(size, &config)
+    }
+}
+
+fn seats(size: usize, config: &HostConfig) -> Result<Vec<Seat>> {
+    brigade_group::threads(size)
+        .into_iter()
+        .map(|boot| {
+            Ok(Seat {
+                device: HostDevice::with(config)?,
+                boot: Box::new(boot),
+            })
+        })
+        .collect()
 }

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! A trial is named `device/w<ranks>/<operation>/..`. Data is fresh in every run and never zero, outputs are poisoned
-//! before every call, and a failure prints the seed that replays it (`BRIGADE_SEED`).
+//! before every call, and a failure prints the seed that replays it (`BRIGADE_SEED`). `BRIGADE_STRESS=2h` lets the trials
+//! of stress go on for so long.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -27,6 +28,9 @@ mod device;
 mod faults;
 mod gather_linear;
 mod host;
+pub mod inject;
+#[cfg(target_os = "linux")]
+mod killed;
 mod layer;
 mod ledger;
 mod life;
@@ -35,9 +39,13 @@ mod linear_reduce_scatter;
 pub mod matrix;
 mod ops;
 pub mod oracle;
+#[cfg(target_os = "linux")]
+pub mod processes;
 mod quantized;
 mod reduce_scatter;
+mod replays;
 mod send_recv;
+mod stress;
 pub mod suite;
 mod themes;
 mod traffic;
@@ -51,6 +59,10 @@ use std::sync::Arc;
 
 /// Every contract at every group size of a device.
 pub fn trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
+    suite(backend).into_trials()
+}
+
+fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     let mut suite = suite::Suite::new(backend);
     gather_linear::add(&mut suite);
     linear_reduce_scatter::add(&mut suite);
@@ -68,7 +80,9 @@ pub fn trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
     device::add(&mut suite);
     control::add(&mut suite);
     faults::add(&mut suite);
-    suite.into_trials()
+    replays::add(&mut suite);
+    stress::add(&mut suite);
+    suite
 }
 
 /// The contracts that need no communicator, at one rank.

@@ -16,7 +16,8 @@ use brigade_device::{
 };
 use rand::rngs::StdRng;
 
-struct Case {
+/// A case with its numbers, and what must come out.
+pub struct Case {
     spec: Spec,
     x: Vec<Matrix>,
     layers: Vec<Layer>,
@@ -25,7 +26,8 @@ struct Case {
 }
 
 impl Case {
-    fn new(rng: &mut StdRng, mut spec: Spec) -> Self {
+    /// Draws the numbers. N is that of rank 0.
+    pub fn new(rng: &mut StdRng, mut spec: Spec) -> Self {
         let (m, n) = (spec.total_rows(), spec.n[0]);
         spec.n.fill(n);
         let x: Vec<_> = spec
@@ -53,7 +55,8 @@ impl Case {
         }
     }
 
-    fn run(&self, rank: &Rank, choice: Option<AllReduceAlgorithm>) {
+    /// Makes the call, and asserts everything that it promises.
+    pub fn run(&self, rank: &Rank, choice: Option<AllReduceAlgorithm>) {
         let (spec, me) = (&self.spec, rank.rank);
         let what = format!("{choice:?}, {spec:?}");
         let layer = self.layers[me].upload(rank);

@@ -69,16 +69,18 @@ impl Op {
     }
 }
 
-fn ones(rank: &Rank, dtype: DataType, dims: &[usize]) -> Buffer {
-    filled(rank, dtype, dims, 1.0)
+/// Small whole numbers, others on every rank: sums and products of them are exact, so that every order of work gives the
+/// same bits.
+fn own(rank: &Rank, dtype: DataType, dims: &[usize]) -> Buffer {
+    filled(rank, dtype, dims, |i| (1 + rank.rank + 2 * (i % 5)) as f64)
 }
 
 fn old(rank: &Rank, dtype: DataType, dims: &[usize]) -> Buffer {
-    filled(rank, dtype, dims, OLD)
+    filled(rank, dtype, dims, |_| OLD)
 }
 
-fn filled(rank: &Rank, dtype: DataType, dims: &[usize], value: f64) -> Buffer {
-    let values = vec![value; dims.iter().product()];
+fn filled(rank: &Rank, dtype: DataType, dims: &[usize], value: impl Fn(usize) -> f64) -> Buffer {
+    let values: Vec<_> = (0..dims.iter().product()).map(value).collect();
     rank.upload_bytes(dtype, dims, &crate::matrix::to_bytes(dtype, &values))
 }
 
@@ -105,7 +107,7 @@ pub fn all_reduce(
     choice: Option<AllReduceAlgorithm>,
 ) -> Op {
     Op::new("all_reduce", Operation::AllReduce, move |rank, lease| {
-        let from = ones(rank, dtype, &[len]);
+        let from = own(rank, dtype, &[len]);
         let mut to = old(rank, dtype, &[len]);
         let result = lease.all_reduce(AllReduceParams {
             data: to.view_mut(),
@@ -122,7 +124,7 @@ pub fn all_gather(rows_of_first: usize) -> Op {
     Op::new("all_gather", Operation::AllGather, move |rank, lease| {
         let mut rows = vec![ROWS; rank.size];
         rows[0] = rows_of_first;
-        let from = ones(rank, DataType::F32, &[rows[rank.rank], COLUMNS]);
+        let from = own(rank, DataType::F32, &[rows[rank.rank], COLUMNS]);
         let mut to = old(rank, DataType::F32, &[rows.iter().sum(), COLUMNS]);
         let result = lease.all_gather(AllGatherParams {
             from: from.view(),
@@ -140,7 +142,7 @@ pub fn reduce_scatter(op: ReduceOp) -> Op {
         Operation::ReduceScatter,
         move |rank, lease| {
             let rows = vec![ROWS; rank.size];
-            let from = ones(rank, DataType::F32, &[ROWS * rank.size, COLUMNS]);
+            let from = own(rank, DataType::F32, &[ROWS * rank.size, COLUMNS]);
             let mut to = old(rank, DataType::F32, &[ROWS, COLUMNS]);
             let result = lease.reduce_scatter(ReduceScatterParams {
                 from: from.view(),
@@ -153,12 +155,12 @@ pub fn reduce_scatter(op: ReduceOp) -> Op {
     )
 }
 
-/// The data of rank `root % size`.
+/// The data of rank `root`, or of the last one if there are not so many.
 pub fn broadcast(root: usize) -> Op {
     Op::new("broadcast", Operation::Broadcast, move |rank, lease| {
-        let root = root % rank.size;
-        let value = if rank.rank == root { 1.0 } else { OLD };
-        let mut data = filled(rank, DataType::F32, &[COLUMNS], value);
+        let root = root.min(rank.size - 1);
+        let from = if rank.rank == root { own } else { old };
+        let mut data = from(rank, DataType::F32, &[COLUMNS]);
         let result = lease.broadcast(BroadcastParams {
             data: data.view_mut(),
             root,
@@ -175,7 +177,7 @@ pub fn broadcast(root: usize) -> Op {
 pub fn all_to_all(columns: usize) -> Op {
     Op::new("all_to_all", Operation::AllToAll, move |rank, lease| {
         let rows = vec![1; rank.size];
-        let from = ones(rank, DataType::F32, &[rank.size, columns]);
+        let from = own(rank, DataType::F32, &[rank.size, columns]);
         let mut to = old(rank, DataType::F32, &[rank.size, columns]);
         let result = lease.all_to_all(AllToAllParams {
             from: from.view(),
@@ -194,8 +196,8 @@ pub fn gather_linear(rows: usize, k: usize, choice: Option<OverlapMode>) -> Op {
         Operation::GatherLinear,
         move |rank, lease| {
             let counts = vec![rows; rank.size];
-            let x = ones(rank, DataType::F32, &[rows, k]);
-            let weight = ones(rank, DataType::F32, &[k, COLUMNS]);
+            let x = own(rank, DataType::F32, &[rows, k]);
+            let weight = own(rank, DataType::F32, &[k, COLUMNS]);
             let mut d = old(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
             let chunk = Chunk::Copy((&x).into());
             let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
@@ -214,8 +216,8 @@ pub fn linear_reduce_scatter(rows: usize, n: usize, choice: Option<OverlapMode>)
     let operation = Operation::LinearReduceScatter;
     Op::new("linear_reduce_scatter", operation, move |rank, lease| {
         let counts = vec![rows; rank.size];
-        let x = ones(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
-        let weight = ones(rank, DataType::F32, &[COLUMNS, n]);
+        let x = own(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
+        let weight = own(rank, DataType::F32, &[COLUMNS, n]);
         let mut d = old(rank, DataType::F32, &[rows, n]);
         let result = lease.lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
             output: Output::Into(d.view_mut()),
@@ -229,8 +231,8 @@ pub fn linear_reduce_scatter(rows: usize, n: usize, choice: Option<OverlapMode>)
 /// A linear whose result is summed over all ranks.
 pub fn linear_all_reduce() -> Op {
     Op::new("linear_all_reduce", Operation::AllReduce, |rank, lease| {
-        let x = ones(rank, DataType::F32, &[ROWS, COLUMNS]);
-        let weight = ones(rank, DataType::F32, &[COLUMNS, COLUMNS]);
+        let x = own(rank, DataType::F32, &[ROWS, COLUMNS]);
+        let weight = own(rank, DataType::F32, &[COLUMNS, COLUMNS]);
         let mut d = old(rank, DataType::F32, &[ROWS, COLUMNS]);
         let result = lease.lora_linear_with_all_reduce(LoraLinearAllReduceParams {
             linear: LoraLinearParams {

@@ -1,7 +1,7 @@
 //! Quantized tensors: made by `quantize`, multiplied, and gathered with their scales.
 
 mod agreement;
-mod gather;
+pub mod gather;
 mod limits;
 mod products;
 mod quantize;

@@ -13,7 +13,8 @@ use crate::{
 use brigade_device::{DataType, Plan, ReduceOp, ReduceScatterParams, SumOrder};
 use rand::{Rng, rngs::StdRng};
 
-struct Case {
+/// A case with its numbers, and what must come out.
+pub struct Case {
     rows: Vec<usize>,
     columns: usize,
     dtype: DataType,
@@ -24,7 +25,8 @@ struct Case {
 }
 
 impl Case {
-    fn new(
+    /// Draws the numbers. The last are the types of inputs and result, and the reduction.
+    pub fn new(
         rng: &mut StdRng,
         rows: Vec<usize>,
         columns: usize,
@@ -56,7 +58,8 @@ impl Case {
         }
     }
 
-    fn run(&self, rank: &Rank) {
+    /// Makes the call, and asserts its bits.
+    pub fn run(&self, rank: &Rank) {
         let (me, row_bytes) = (rank.rank, self.columns * self.output.bytes());
         let from = rank.upload(&self.inputs[me]);
         let mut to = rank.poisoned(self.output, &[self.rows[me], self.columns]);

@@ -1,7 +1,7 @@
 //! Trials: a contract, a device and a group size each.
 
 use crate::backend::{Backend, Rank, panic_text, run};
-use brigade_device::CommConfig;
+use brigade_device::{CommConfig, Inject, Injector};
 use libtest_mimic::{Failed, Trial};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::{
@@ -12,6 +12,15 @@ use std::{
 
 /// The environment variable that replays a run.
 pub const SEED: &str = "BRIGADE_SEED";
+
+/// The seed that the environment names, or a new one.
+pub fn base_seed() -> u64 {
+    let named = std::env::var(SEED).ok();
+    named.map_or_else(
+        || StdRng::from_os_rng().random(),
+        |s| s.trim().parse().unwrap(),
+    )
+}
 
 /// What a contract is given: N ranks of a device, and fresh random numbers.
 pub struct World {
@@ -30,7 +39,19 @@ impl World {
 
     /// Runs `body` on every rank. See [`run`].
     pub fn run(&self, config: &CommConfig, body: impl Fn(&mut Rank) + Send + Sync + 'static) {
-        run(&*self.backend, self.size, config, body);
+        let config = self.backend.communicates().then_some(config);
+        run(self.backend.seats(self.size).unwrap(), config, body);
+    }
+
+    /// As [`run`](Self::run), with a hook in every rank's device.
+    pub fn run_injected(
+        &self,
+        config: &CommConfig,
+        hook: Arc<dyn Inject>,
+        body: impl Fn(&mut Rank) + Send + Sync + 'static,
+    ) {
+        let seats = self.backend.injected_seats(self.size, &Injector::new(hook));
+        run(seats.unwrap(), Some(config), body);
     }
 }
 
@@ -44,14 +65,9 @@ pub struct Suite {
 impl Suite {
     /// No trials yet. The seed is the one that the environment names, or a new one.
     pub fn new(backend: Arc<dyn Backend>) -> Self {
-        let named = std::env::var(SEED).ok();
-        let base_seed = named.map_or_else(
-            || StdRng::from_os_rng().random(),
-            |s| s.trim().parse().unwrap(),
-        );
         Self {
             backend,
-            base_seed,
+            base_seed: base_seed(),
             trials: Vec::new(),
         }
     }

@@ -11,10 +11,12 @@ use crate::{
     themes::modes,
 };
 use brigade_device::{
-    AllGatherParams, AllReduceAlgorithm, BroadcastParams, Call, DataType, OverlapMode, Plan,
-    ReduceOp, ReduceScatterParams,
+    Action, AllGatherParams, AllReduceAlgorithm, BroadcastParams, Call, DataType, OverlapMode,
+    PeerWait, Plan, Point, ReduceOp, ReduceScatterParams, Step,
 };
 use brigade_plan::moved;
+use rand::Rng;
+use std::{sync::Arc, time::Duration};
 
 /// Bytes that this rank moved in `work`, and the calls that it counted.
 fn measure(rank: &Rank, work: impl FnOnce()) -> (u64, u64) {
@@ -205,10 +207,51 @@ fn waits_and_faults(world: &World) {
     });
 }
 
+/// A rank that is late shows in the others' waits for it, and in nobody's for anybody else.
+fn waits_per_peer(world: &World) {
+    const ROUNDS: u32 = 12;
+    const STALL: Duration = Duration::from_millis(15);
+    let late = world.rng().random_range(0..world.size);
+    let hook = move |step: &Step| match step.point {
+        Point::Begin if step.rank == late => Action::Stall(STALL),
+        _ => Action::GoOn,
+    };
+    let half = u64::try_from((STALL * ROUNDS / 2).as_nanos()).unwrap();
+    world.run_injected(&config(), Arc::new(hook), move |rank| {
+        ops::barrier().run(rank).result.unwrap();
+        let before = rank.comm().traffic();
+        for round in 0..ROUNDS {
+            let op = if round % 2 == 0 {
+                ops::barrier()
+            } else {
+                ops::all_gather(3)
+            };
+            op.run(rank).result.unwrap();
+        }
+        let after = rank.comm().traffic();
+        let all: u64 = after.waits.iter().map(|w| w.waited_ns).sum();
+        assert_eq!(all, after.waited_ns, "{after:?}");
+        assert_eq!(after.waits[rank.rank], PeerWait::default(), "{after:?}");
+        for peer in 0..rank.size {
+            let waits = after.waits[peer].waits - before.waits[peer].waits;
+            let waited = after.waits[peer].waited_ns - before.waits[peer].waited_ns;
+            if peer == late && rank.rank != late {
+                assert!(waits >= u64::from(ROUNDS / 2), "{waits} waits for {late}");
+                assert!(waited >= half, "{waited} ns for rank {late}");
+            } else {
+                assert!(waited < half, "{waited} ns for rank {peer}, not {late}");
+            }
+        }
+    });
+}
+
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     suite.add("traffic/linears", linears);
     suite.add("traffic/all_reduce", all_reduces);
     suite.add("traffic/copies", copies);
     suite.add_from(2, "traffic/waits_and_faults", waits_and_faults);
+    if suite.backend().injects() {
+        suite.add_from(2, "traffic/waits_per_peer", waits_per_peer);
+    }
 }

@@ -83,6 +83,13 @@ fn bytes_of(from: usize, to: usize, round: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| byte(from, to, round, at)).collect()
 }
 
+/// A region comes, works and goes.
+pub fn come_and_go(rank: &Rank, round: usize) {
+    let region = register(rank, WORKING);
+    assert_works(rank, region, round);
+    deregister(rank, region);
+}
+
 /// A region that works: every rank puts to every rank.
 fn assert_works(rank: &Rank, region: Region, round: usize) {
     for to in peers(rank) {

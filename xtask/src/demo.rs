@@ -31,6 +31,9 @@ pub struct Demo {
     /// How communication overlaps with matrix products; auto lets the plan choose
     #[arg(long, value_enum)]
     mode: Option<Mode>,
+    /// Make each rank a process instead of a thread
+    #[arg(long)]
+    processes: bool,
     /// Add low-rank adapters to the linears
     #[arg(long)]
     lora: bool,
@@ -97,6 +100,7 @@ impl Demo {
             ("--deadline", self.deadline.map(|n| n.to_string().into())),
         ]);
         let flags = [
+            ("--processes", self.processes),
             ("--lora", self.lora),
             ("--json", self.json),
             ("--synthetic", self.synthetic),
@@ -131,7 +135,7 @@ mod tests {
     #[test]
     fn what_is_given_is_passed_on_and_nothing_else() {
         assert_eq!(forwarded(""), Vec::<OsString>::new());
-        let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --deadline 5 --lora --json --synthetic";
+        let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --deadline 5 --processes --lora --json --synthetic";
         assert_eq!(forwarded(all), all.split_whitespace().collect::<Vec<_>>());
         assert_eq!(forwarded("--model m.gguf"), ["--model", "m.gguf"]);
         let several = "--prompt one --prompt two";

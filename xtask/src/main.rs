@@ -19,6 +19,9 @@ mod nvcc;
 #[path = "../../crates/kernels/src/params.rs"]
 #[allow(dead_code)]
 mod params;
+// Shared with the contracts, so that both read times alike.
+#[path = "../../tests/src/stress/span.rs"]
+mod span;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;

@@ -1,7 +1,7 @@
 //! The one command that runs every test.
 
 use crate::{
-    model, toolchain,
+    model, span, toolchain,
     workspace::{Workspace, exit_code, status},
 };
 use anyhow::Result;
@@ -20,6 +20,10 @@ pub struct Test {
     /// Leave out the tests that need the demo's model: no network and no Python
     #[arg(long)]
     quick: bool,
+    /// Only put the operations under stress, for so long in all: 90s, 30m or 2h. Calls of all kinds in random order, with
+    /// delays and faults; a failure prints the seed that replays it
+    #[arg(long, value_name = "TIME", value_parser = time, conflicts_with = "quick")]
+    stress: Option<String>,
     /// Passed on to the test runner, for instance a part of a test's name
     #[arg(last = true, value_name = "ARGS")]
     arguments: Vec<String>,
@@ -34,12 +38,19 @@ enum Device {
 /// The package whose integration tests need the model.
 const MODEL_PACKAGE: &str = "brigade-demo";
 
+/// How long the contracts are told to go on with stress.
+const STRESS: &str = "BRIGADE_STRESS";
+
+fn time(text: &str) -> Result<String, String> {
+    span::parse(text).map(|_| text.trim().to_owned())
+}
+
 impl Test {
     pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
         if self.device == Device::Cuda {
             toolchain::ensure(workspace)?;
         }
-        if !self.quick {
+        if !self.quick && self.stress.is_none() {
             let fetched = model::fetch(workspace)?;
             if !fetched.success() {
                 eprintln!("without the model: cargo xtask test --quick");
@@ -50,6 +61,7 @@ impl Test {
         for arguments in self.runs(workspace.has_nextest()) {
             let mut cargo = workspace.cargo();
             self.set_device(cargo.args(&arguments));
+            cargo.envs(self.stress.iter().map(|time| (STRESS, time)));
             eprintln!("$ cargo {}", arguments.join(" "));
             let ended = status(&mut cargo)?;
             if !ended.success() {
@@ -68,6 +80,14 @@ impl Test {
                 .collect::<Vec<_>>()
         };
         let mut runs = Vec::new();
+        if self.stress.is_some() {
+            // With cargo's runner, which ends nothing that takes long; and one group size after the other.
+            let mut run = own(
+                "test --package brigade-conformance --no-fail-fast --tests -- --test-threads 1 stress/",
+            );
+            run.extend(self.arguments.iter().cloned());
+            return vec![run];
+        }
         if nextest {
             let mut run = own("nextest run --workspace --no-fail-fast");
             if self.quick {
@@ -140,6 +160,24 @@ mod tests {
         test --workspace --no-fail-fast --lib --bins --tests
         test --workspace --no-fail-fast --doc
         ");
+    }
+
+    #[test]
+    fn stress_is_all_that_is_run() {
+        for nextest in [true, false] {
+            insta::allow_duplicates! {
+                insta::assert_snapshot!(
+                    runs("--stress 2h -- --nocapture", nextest),
+                    @"test --package brigade-conformance --no-fail-fast --tests -- --test-threads 1 stress/ --nocapture"
+                );
+            }
+        }
+        let refused = |line: &[&str]| Line::try_parse_from(line).err().unwrap().to_string();
+        insta::assert_snapshot!(refused(&["test", "--stress", "long"]), @r#"
+        error: invalid value 'long' for '--stress <TIME>': "long" is no time such as 90s, 30m or 2h
+
+        For more information, try '--help'.
+        "#);
     }
 
     #[test]

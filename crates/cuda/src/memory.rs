@@ -42,6 +42,11 @@ impl DeviceMemory {
         Ok(Self::around(card, address, bytes, None))
     }
 
+    /// The context that it was allocated in.
+    pub(crate) fn context(&self) -> sys::CUcontext {
+        self.card.context.cu_ctx()
+    }
+
     fn around(card: &Arc<Card>, address: u64, bytes: usize, user: Option<&Arc<Lane>>) -> Self {
         card.held.fetch_add(bytes as u64, Ordering::Relaxed);
         Self {

@@ -72,6 +72,14 @@ fn is_pinned(address: u64) -> bool {
     asked.result().is_ok() && kind != 0
 }
 
+/// The context of memory from a device's pool, which another GPU reaches by a copy between peers alone.
+fn context_of(buffer: &Buffer) -> Option<sys::CUcontext> {
+    match Place::of(buffer.storage()) {
+        Ok(Place::Device(memory)) => Some(memory.context()),
+        _ => None,
+    }
+}
+
 impl CudaDevice {
     /// A buffer in device memory with unspecified content.
     pub(crate) fn scratch(
@@ -100,12 +108,21 @@ impl CudaDevice {
                 lane.refuse_capture("a copy of ordinary host memory")?;
             }
         }
+        let contexts = [to, from].map(context_of);
         lane.run(&[to, from], |stream| {
+            let (into, out_of, bytes) = (to.address(), from.address(), to.bytes());
             // SAFETY: both are at least this long, and kept until the copy is done; ordinary host memory is read or written
             // before the call returns.
-            unsafe { sys::cuMemcpyAsync(to.address(), from.address(), to.bytes(), stream) }
-                .result()
-                .map_err(failed("cuMemcpyAsync"))
+            unsafe {
+                match contexts {
+                    [Some(to), Some(from)] if to != from => {
+                        sys::cuMemcpyPeerAsync(into, to, out_of, from, bytes, stream)
+                    }
+                    _ => sys::cuMemcpyAsync(into, out_of, bytes, stream),
+                }
+            }
+            .result()
+            .map_err(failed("cuMemcpyAsync"))
         })
     }
 

@@ -7,9 +7,10 @@
 use crate::{CudaDevice, card::Card, driver::failed};
 use brigade_device::{Buffer, DataType, Error, MemoryType, Result};
 use cudarc::driver::sys;
-use std::{ffi::c_void, mem::MaybeUninit, ptr, sync::Arc};
+use std::{mem::MaybeUninit, sync::Arc};
 
-/// How memory is exported, if it is.
+/// How memory is exported.
+#[cfg(unix)]
 const POSIX: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
@@ -95,7 +96,7 @@ impl Pages {
         use std::os::fd::{FromRawFd, OwnedFd};
         self.card.bind()?;
         let mut fd = -1i32;
-        let into = ptr::from_mut(&mut fd).cast();
+        let into = std::ptr::from_mut(&mut fd).cast();
         // SAFETY: for this type of handle the driver writes a descriptor, an int.
         unsafe { sys::cuMemExportToShareableHandle(into, self.handle, POSIX, 0) }
             .result()
@@ -118,7 +119,7 @@ impl Pages {
         device.card.bind()?;
         let mut handle = 0;
         // The driver wants the descriptor's value in place of a pointer.
-        let value = ptr::without_provenance_mut::<c_void>(fd.as_raw_fd() as usize);
+        let value = std::ptr::without_provenance_mut::<std::ffi::c_void>(fd.as_raw_fd() as usize);
         // SAFETY: the descriptor is open, and the driver makes its own reference.
         unsafe { sys::cuMemImportFromShareableHandle(&raw mut handle, value, POSIX) }
             .result()

@@ -1,14 +1,15 @@
 //! `brigade-demo`: real models on Brigade. `cargo xtask demo` builds and runs it.
 
+mod processes;
 mod report;
 mod trace;
 
 use anyhow::Result;
-use brigade::{DeviceChoice, OverlapMode};
+use brigade::{Bootstrap, DeviceChoice, OverlapMode, group::TcpGroup};
 use brigade_demo::{
     AdapterSpec, Message, ModelFile, Source, Synthetic, Tokenizer, fetch,
     model::cache_directory,
-    parallel::{Options, generate},
+    parallel::{Options, generate, generate_as_rank},
 };
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::{
@@ -55,10 +56,15 @@ struct Run {
     /// How communication overlaps with matrix products; auto lets the plan choose
     #[arg(long, value_enum, default_value_t = Mode::Auto)]
     mode: Mode,
+    /// Make each rank a process. Where the environment says which rank this one is, as torchrun sets it, no others are
+    /// started
+    #[arg(long)]
+    processes: bool,
     /// Add a random low-rank adapter for each prompt to the linears
     #[arg(long)]
     lora: bool,
-    /// Write a timeline of every rank to this file (Chrome trace format)
+    /// Write a timeline of every rank to this file (Chrome trace format); with --processes, of each rank to a file beside
+    /// it
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Print one JSON object on the last line
@@ -132,37 +138,60 @@ impl Run {
         Ok((Box::new(file), tokenizer))
     }
 
-    fn run(self) -> Result<()> {
+    fn run(self) -> Result<ExitCode> {
+        if !self.processes {
+            return self.generate(None);
+        }
+        if processes::is_rank() {
+            return self.generate(Some(&processes::join()?));
+        }
+        // Once, and not by all ranks at the same time.
+        drop(self.source()?);
+        processes::start(self.ranks)
+    }
+
+    /// With all ranks, or as the one of a group.
+    fn generate(self, group: Option<&TcpGroup>) -> Result<ExitCode> {
         let (source, tokenizer) = self.source()?;
         let prompts = self
             .prompts
             .iter()
             .map(|text| tokenizer.chat(&[Message::user(text)]))
             .collect::<brigade_demo::Result<Vec<_>>>()?;
-        let trace = self.trace.as_deref().map(trace::Trace::start).transpose()?;
+        let trace = self.trace.as_deref().map(|path| match group {
+            None => trace::Trace::start(path),
+            Some(group) => trace::Trace::start(&processes::beside(path, group.rank())),
+        });
+        let trace = trace.transpose()?;
+        let speaks = group.is_none_or(|group| group.rank() == 0);
         let mut out = std::io::stdout();
         // One answer can be shown as it grows; several are shown when they are whole.
-        let live = !self.json && prompts.len() == 1 && out.is_terminal();
+        let live = speaks && !self.json && prompts.len() == 1 && out.is_terminal();
         let mut told = Vec::new();
         let mut shown = String::new();
-        let generated = generate(
-            &*source,
-            &prompts,
-            tokenizer.end(),
-            &self.options(),
-            &mut |_, token| {
-                told.push(token);
-                if live && let Ok(text) = tokenizer.decode(&told) {
-                    let _ = write!(out, "{}", text.strip_prefix(&shown).unwrap_or(""));
-                    let _ = out.flush();
-                    shown = text;
-                }
-            },
-        );
+        let mut on_token = |_, token| {
+            told.push(token);
+            if live && let Ok(text) = tokenizer.decode(&told) {
+                let _ = write!(out, "{}", text.strip_prefix(&shown).unwrap_or(""));
+                let _ = out.flush();
+                shown = text;
+            }
+        };
+        let (end, mut options) = (tokenizer.end(), self.options());
+        let generated = match group {
+            None => generate(&*source, &prompts, end, &options, &mut on_token),
+            Some(group) => {
+                options.ranks = group.size();
+                generate_as_rank(&*source, &prompts, end, &options, group, &mut on_token)
+            }
+        };
         // A timeline of what went wrong is one too.
         let traced = trace.map_or(Ok(()), trace::Trace::finish);
         let generated = generated?;
         traced?;
+        if !speaks {
+            return Ok(ExitCode::SUCCESS);
+        }
         let texts = generated
             .tokens
             .iter()
@@ -172,7 +201,7 @@ impl Run {
             prompts: &self.prompts,
             prompt_ids: &prompts,
             texts: &texts,
-            ranks: self.ranks,
+            ranks: options.ranks,
             generated: &generated,
         };
         if self.json {
@@ -180,7 +209,7 @@ impl Run {
         } else {
             write!(out, "{}", report.text(live))?;
         }
-        Ok(())
+        Ok(ExitCode::SUCCESS)
     }
 }
 
@@ -190,9 +219,10 @@ fn main() -> ExitCode {
         Command::Run(run) => run.run(),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
-            let _ = writeln!(std::io::stderr(), "error: {}", whole(&error));
+            let who = processes::who();
+            let _ = writeln!(std::io::stderr(), "error: {who}{}", whole(&error));
             ExitCode::FAILURE
         }
     }
@@ -209,8 +239,8 @@ fn whole(error: &anyhow::Error) -> String {
     told
 }
 
-fn fetch_only() -> Result<()> {
+fn fetch_only() -> Result<ExitCode> {
     let path = fetch::fetch_model(&cache_directory()?)?;
     writeln!(std::io::stdout(), "{}", path.display())?;
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }

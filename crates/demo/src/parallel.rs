@@ -20,6 +20,7 @@ use crate::{
 use brigade::{
     Bootstrap, CommConfig, DataType, DeviceChoice, OverlapMode, ParallelMode, host::HostConfig,
 };
+use serde::{Deserialize, Serialize};
 use std::{
     sync::mpsc,
     time::{Duration, Instant},
@@ -75,6 +76,7 @@ pub struct Generated {
 }
 
 /// What one rank has to say at the end.
+#[derive(Serialize, Deserialize)]
 struct RankReport {
     tokens: Vec<Vec<u32>>,
     device: String,
@@ -84,6 +86,9 @@ struct RankReport {
     tally: tally::Tally,
     weight_bytes: u64,
 }
+
+/// Told every token as it is chosen, with the number of its sequence.
+type OnToken<'a> = &'a mut dyn FnMut(usize, u32);
 
 /// Continues prompts greedily until `end` or `max_tokens` on several ranks. `on_token` is told every token as it is
 /// chosen, with the number of its sequence.
@@ -96,7 +101,7 @@ pub fn generate(
     prompts: &[Vec<u32>],
     end: u32,
     options: &Options,
-    on_token: &mut dyn FnMut(usize, u32),
+    on_token: OnToken<'_>,
 ) -> Result<Generated> {
     let config = source.config();
     let shards = shard::plan(config, options.ranks)?;
@@ -110,7 +115,12 @@ pub fn generate(
             let handle = std::thread::Builder::new()
                 .name(format!("rank {} compute", boot.rank()))
                 .spawn_scoped(scope, move || {
-                    run_rank(source, shards, prompts, end, options, &boot, tell)
+                    let mut say = |sequence, token| {
+                        // Nobody listens any more only if the run is over.
+                        let _ = tell.send((sequence, token));
+                    };
+                    let say: Option<OnToken<'_>> = (boot.rank() == 0).then_some(&mut say);
+                    run_rank(source, shards, prompts, end, options, &boot, say)
                 })
                 .map_err(|e| Error::field("ranks", options.ranks, format!("threads: {e}")))?;
             handles.push(handle);
@@ -130,6 +140,39 @@ pub fn generate(
         all_or_cause(results)
     })?;
     summarize(reports)
+}
+
+/// As [`generate`], by a group of processes: this one is the rank that `boot` says, and all give the same result.
+/// `options.ranks` is the group's size.
+///
+/// # Errors
+/// As [`generate`], but each rank has its own error.
+pub fn generate_as_rank(
+    source: &dyn Source,
+    prompts: &[Vec<u32>],
+    end: u32,
+    options: &Options,
+    boot: &dyn Bootstrap,
+    on_token: OnToken<'_>,
+) -> Result<Generated> {
+    if options.ranks != boot.size() {
+        return Err(Error::field(
+            "ranks",
+            options.ranks,
+            boot.size().to_string(),
+        ));
+    }
+    let shards = shard::plan(source.config(), options.ranks)?;
+    check(source, prompts, options)?;
+    let report = run_rank(source, &shards, prompts, end, options, boot, Some(on_token))?;
+    let unreadable = |e: serde_json::Error| Error::field("report of a rank", e, "JSON");
+    let mine = serde_json::to_vec(&report).map_err(unreadable)?;
+    let all = boot.all_gather(&mine, options.deadline)?;
+    let all: Result<Vec<RankReport>> = all
+        .iter()
+        .map(|report| serde_json::from_slice(report).map_err(unreadable))
+        .collect();
+    summarize(all?)
 }
 
 /// Everybody's result, or the error that came first: faults are what other ranks see of a rank that left.
@@ -182,7 +225,7 @@ fn run_rank(
     end: u32,
     options: &Options,
     boot: &dyn Bootstrap,
-    tell: mpsc::Sender<(usize, u32)>,
+    mut on_token: Option<OnToken<'_>>,
 ) -> Result<RankReport> {
     let config = source.config();
     let device = brigade::open(&brigade::OpenConfig {
@@ -222,11 +265,9 @@ fn run_rank(
         weights,
         prompts.len(),
     );
-    let speaks = boot.rank() == 0;
-    let say = |sequence, token| {
-        if speaks {
-            // Nobody listens any more only if the run is over.
-            let _ = tell.send((sequence, token));
+    let mut say = |sequence, token| {
+        if let Some(on_token) = &mut on_token {
+            on_token(sequence, token);
         }
     };
     let start = Instant::now();

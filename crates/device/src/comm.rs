@@ -161,13 +161,24 @@ pub trait Communicator: Send + Sync {
 }
 
 /// What a communicator has done since it was joined.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Calls that ended well.
     pub calls: u64,
     /// Bytes that this rank itself moved to or from other ranks' memory.
     pub moved_bytes: u64,
     /// Nanoseconds that this rank waited for others, over all of its threads.
+    pub waited_ns: u64,
+    /// The same for every rank of the group, in rank order: whom this rank waits for. Its own entry stays zero.
+    pub waits: Vec<PeerWait>,
+}
+
+/// How a rank waited for one other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PeerWait {
+    /// Waits for something that was not there yet: an arrival, data or a credit.
+    pub waits: u64,
+    /// Nanoseconds that they took.
     pub waited_ns: u64,
 }
 

@@ -4,7 +4,7 @@
 //! [`Bootstrap`]. Every rank hands its descriptor to rank 0 (`SCM_RIGHTS`) and gets everybody's. The folder is gone as soon
 //! as all have come.
 
-use crate::{Deadline, agree, proof, rounds::ranks};
+use crate::{Deadline, agree, folder::Folder, rounds::ranks};
 use brigade_device::{Bootstrap, Error, Result};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -22,7 +22,6 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::{
             ffi::OsStrExt,
-            fs::DirBuilderExt,
             net::{UnixListener, UnixStream},
         },
     },
@@ -31,6 +30,8 @@ use std::{
 };
 
 const STEP: &str = "passing file descriptors";
+/// The socket's name in its folder.
+const SOCKET: &str = "fds";
 /// What ranks have, after the deadline, to tell each other that it passed.
 const GRACE: Duration = Duration::from_millis(500);
 
@@ -70,36 +71,25 @@ pub fn exchange_fds(boot: &dyn Bootstrap, fd: impl AsFd, within: Duration) -> Re
     )
 }
 
-/// The folder and the listener in it. The folder goes with it.
+/// The listener, and the folder that it is in.
 struct Place {
-    folder: PathBuf,
+    folder: Folder,
     listener: UnixListener,
 }
 
 impl Place {
     fn new() -> Result<Self> {
-        let name = u128::from_le_bytes(proof::random()?);
-        let folder = std::env::temp_dir().join(format!("brigade-{name:032x}"));
-        let folder_failed = |e| failed(format!("{}: {e}", folder.display()));
-        // Not recursive: a folder that is there already is an error.
-        std::fs::DirBuilder::new()
-            .mode(0o700)
-            .create(&folder)
-            .map_err(folder_failed)?;
-        let listening = UnixListener::bind(folder.join("fds"))
-            .and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
-        match listening {
-            Ok(listener) => Ok(Self { folder, listener }),
-            Err(error) => {
-                let error = folder_failed(error);
-                remove(&folder);
-                Err(error)
-            }
-        }
+        let place = || {
+            let folder = Folder::new()?;
+            let listener = UnixListener::bind(folder.path().join(SOCKET))?;
+            listener.set_nonblocking(true)?;
+            Ok(Self { folder, listener })
+        };
+        place().map_err(|error: std::io::Error| failed(error.to_string()))
     }
 
     fn path(&self) -> PathBuf {
-        self.folder.join("fds")
+        self.folder.path().join(SOCKET)
     }
 
     /// The next that comes. `None` if nobody does in time.
@@ -127,17 +117,6 @@ impl Place {
             }
         }
     }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        remove(&self.folder);
-    }
-}
-
-fn remove(folder: &Path) {
-    // Nothing depends on it any more, and nobody could be told.
-    let _ = std::fs::remove_dir_all(folder);
 }
 
 /// Rank 0: takes everybody's descriptor, and gives everybody all of them.

@@ -4,6 +4,7 @@
 //!
 //! - [`threads`]: a [`Bootstrap`](brigade_device::Bootstrap) for ranks that are threads of one process.
 //! - [`TcpGroup`]: one for ranks that are processes, on one machine or several, started by torchrun or in its manner.
+//! - `Launch`: starts ranks as processes of this machine (Unix).
 //! - [`Liveness`]: who is lost, noticed within a second of a process's death.
 //! - `exchange_fds`: file descriptors from every rank to every rank of one machine (Unix).
 //! - [`vote`]: all ranks have the same, or all fail and see what everybody had.
@@ -28,7 +29,11 @@
 mod deadline;
 #[cfg(unix)]
 mod fds;
+#[cfg(unix)]
+mod folder;
 pub mod frame;
+#[cfg(unix)]
+mod launch;
 mod liveness;
 mod proof;
 mod rounds;
@@ -39,6 +44,8 @@ mod vote;
 pub use deadline::Deadline;
 #[cfg(unix)]
 pub use fds::exchange_fds;
+#[cfg(unix)]
+pub use launch::{Launch, Ranks};
 pub use liveness::{Liveness, Loss, Watch};
 pub use proof::Secret;
 pub use tcp::{Address, TcpConfig, TcpGroup};

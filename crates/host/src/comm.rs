@@ -65,7 +65,7 @@ pub(crate) fn join(
     }
     let layout = Layout::new(config, rank, size)?;
     let table = Table::host();
-    let segments = rendezvous::exchange(boot, config, &table, &layout)?;
+    let (sharing, segments) = rendezvous::exchange(boot, config, &table, &layout)?;
     let group = Group {
         mode: config.mode,
         rank,
@@ -81,7 +81,9 @@ pub(crate) fn join(
         config: config.clone(),
         table,
         layout,
+        sharing,
         segments,
+        inject: device.inject.clone(),
     })?;
     Ok(Comm::new(Arc::new(HostComm { core, device })))
 }

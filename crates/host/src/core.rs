@@ -6,11 +6,13 @@ use crate::{
     memory::Staging,
     mover::Mover,
     segment::SharedSegment,
+    sharing::Sharing,
     user_buffers::RegionMemory,
+    waits::Waits,
 };
 use brigade_device::{
-    Call, CommConfig, Error, FaultKind, FaultRecord, Group, Operation, PerRank, Plan, Reason,
-    Region, Result, Traffic,
+    Call, CommConfig, Error, FaultKind, FaultRecord, Group, Injector, Operation, PerRank, Plan,
+    Point, Reason, Region, Result, Traffic,
 };
 use brigade_plan::{Table, Topology};
 use brigade_sync::{Deadline, Flag, Half, Memory, Uses, Word, Words, post, wait};
@@ -32,6 +34,7 @@ pub(crate) struct Core {
     pub(crate) topology: Topology,
     pub(crate) table: Table,
     pub(crate) layout: Layout,
+    pub(crate) sharing: Sharing,
     pub(crate) segments: Vec<SharedSegment>,
     pub(crate) memory: Words<SharedSegment>,
     pub(crate) mover: Mover,
@@ -49,7 +52,8 @@ pub(crate) struct Core {
     closed: AtomicBool,
     calls: AtomicU64,
     pub(crate) moved_bytes: AtomicU64,
-    pub(crate) waited_ns: AtomicU64,
+    pub(crate) waits: Waits,
+    pub(crate) inject: Option<Injector>,
 }
 
 #[derive(Default)]
@@ -121,7 +125,9 @@ pub(crate) struct Parts {
     pub(crate) topology: Topology,
     pub(crate) table: Table,
     pub(crate) layout: Layout,
+    pub(crate) sharing: Sharing,
     pub(crate) segments: Vec<SharedSegment>,
+    pub(crate) inject: Option<Injector>,
 }
 
 impl Core {
@@ -132,7 +138,9 @@ impl Core {
             topology,
             table,
             layout,
+            sharing,
             segments,
+            inject,
         } = parts;
         Ok(Arc::new(Self {
             mover: Mover::new(&group)?,
@@ -143,6 +151,7 @@ impl Core {
             topology,
             table,
             layout,
+            sharing,
             segments,
             gates: Default::default(),
             issue: Mutex::default(),
@@ -154,7 +163,8 @@ impl Core {
             closed: AtomicBool::new(false),
             calls: AtomicU64::new(0),
             moved_bytes: AtomicU64::new(0),
-            waited_ns: AtomicU64::new(0),
+            waits: Waits::new(group.size),
+            inject,
         }))
     }
 
@@ -163,10 +173,12 @@ impl Core {
     }
 
     pub(crate) fn traffic(&self) -> Traffic {
+        let waits = self.waits.per_peer();
         Traffic {
             calls: self.calls.load(Ordering::Relaxed),
             moved_bytes: self.moved_bytes.load(Ordering::Relaxed),
-            waited_ns: self.waited_ns.load(Ordering::Relaxed),
+            waited_ns: waits.iter().map(|w| w.waited_ns).sum(),
+            waits,
         }
     }
 
@@ -266,8 +278,10 @@ impl Core {
         let result = active
             .let_go()
             .and_then(|()| {
+                active.job.step(Point::Begin, self.group.rank, None);
                 barrier
                     .arrive(active.job.flag)
+                    .filter(|p| active.job.step(Point::Arrive, p.word.owner, None))
                     .for_each(|p| post(&self.memory, p));
                 work(&mut active)
             })
@@ -307,6 +321,7 @@ impl Core {
             collective: false,
         };
         let mut active = Active { job, state };
+        active.job.step(Point::Begin, self.group.rank, None);
         let result = work(&mut active);
         self.finish(active.job, result)
     }
@@ -411,7 +426,7 @@ impl Core {
         let layout = &self.layout;
         let gate = layout.reset.base..layout.reset.base + self.group.size;
         let departed = layout.departed..layout.departed + self.group.size;
-        for index in (0..layout.words).filter(|i| !gate.contains(i) && !departed.contains(i)) {
+        for index in (0..layout.flags).filter(|i| !gate.contains(i) && !departed.contains(i)) {
             let owner = self.group.rank;
             self.memory.store(Word { owner, index }, 0);
         }
@@ -423,12 +438,13 @@ impl Core {
         Ok(())
     }
 
+    /// Whether a peer said that it is gone, or its process ended without a word.
     pub(crate) fn departed(&self, peer: usize) -> bool {
         let word = Word {
             owner: self.group.rank,
             index: self.layout.departed + peer,
         };
-        self.memory.load(word) != 0
+        self.memory.load(word) != 0 || self.sharing.has_died(peer)
     }
 }
 

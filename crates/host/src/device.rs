@@ -10,8 +10,8 @@ use crate::{
 };
 use brigade_device::{
     Activation, Allocate, Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceInfo, Error,
-    GemmParams, GemmShape, Linear, LoraLinearParams, MemoryStatus, MemoryType, Operand, Output,
-    QBuffer, QScheme, Queues, Replay, Result, Shape, Stream, View, ViewMut,
+    GemmParams, GemmShape, Injector, Linear, LoraLinearParams, MemoryStatus, MemoryType, Operand,
+    Output, QBuffer, QScheme, Queues, Replay, Result, Shape, Stream, View, ViewMut,
 };
 use std::sync::{
     Arc,
@@ -25,6 +25,8 @@ pub struct HostConfig {
     pub threads: usize,
     /// Number of the device, for reports.
     pub ordinal: u32,
+    /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest.
+    pub inject: Option<Injector>,
 }
 
 impl Default for HostConfig {
@@ -32,6 +34,7 @@ impl Default for HostConfig {
         Self {
             threads: 1,
             ordinal: 0,
+            inject: None,
         }
     }
 }
@@ -43,6 +46,7 @@ impl Default for HostConfig {
 pub struct HostDevice {
     info: DeviceInfo,
     held: Arc<AtomicU64>,
+    pub(crate) inject: Option<Injector>,
     pub(crate) engine: Arc<Engine>,
 }
 
@@ -82,6 +86,7 @@ impl HostDevice {
                 memory_bytes: total_memory_bytes(),
             },
             held: Arc::default(),
+            inject: config.inject.clone(),
             engine: Arc::new(Engine {
                 workers,
                 scratch: Scratch::default(),
@@ -108,6 +113,11 @@ impl HostDevice {
 /// All memory of this machine, or 0 where it cannot be known.
 fn total_memory_bytes() -> u64 {
     meminfo("MemTotal:")
+}
+
+/// Memory of this machine that can still be had, or 0 where it cannot be known.
+pub(crate) fn available_bytes() -> u64 {
+    meminfo("MemAvailable:")
 }
 
 fn meminfo(key: &str) -> u64 {
@@ -231,7 +241,7 @@ impl Allocate for HostDevice {
     fn memory_status(&self) -> Result<MemoryStatus> {
         Ok(MemoryStatus {
             total_bytes: self.info.memory_bytes,
-            free_bytes: meminfo("MemAvailable:"),
+            free_bytes: available_bytes(),
             held_bytes: self.held.load(Ordering::Relaxed),
         })
     }

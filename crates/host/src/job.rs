@@ -5,7 +5,7 @@ use crate::{
     layout::Area,
     segment::SharedSegment,
 };
-use brigade_device::{Error, FaultKind, FaultRecord, Operation, Result};
+use brigade_device::{Error, FaultKind, FaultRecord, Operation, Point, Result};
 use brigade_sync::{Deadline, Flag, Half, Memory, Post, Stop, Verdict, Wait, Words, post, wait};
 use parking_lot::MutexGuard;
 use std::{
@@ -100,15 +100,17 @@ impl Job {
         let result = wait(self.memory(), w, &mut deadline, || {
             self.core.fault().is_some() || self.stranger().is_some() || !hope()
         });
-        let waited = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.core.waited_ns.fetch_add(waited, Ordering::Relaxed);
+        self.core.waits.add(w.peer, start.elapsed());
         result.map_err(|stop| self.give_up(stop, &w, slot))
     }
 
     /// Waits until all ranks are in this call.
     pub(crate) fn meet(&self) -> Result<()> {
         let barrier = self.core.layout.barrier;
-        barrier.meet(self.flag).try_for_each(|w| self.wait(w, 0))
+        barrier.meet(self.flag).try_for_each(|w| {
+            self.step(Point::Meet, w.peer, None);
+            self.wait(w, 0)
+        })
     }
 
     fn give_up(&self, stop: Stop, w: &Wait, slot: usize) -> Error {
@@ -176,7 +178,9 @@ impl Job {
     /// Says that piece `piece` of `slot` lies in `to`'s half.
     pub(crate) fn say_filled(&self, to: usize, of: Use, slot: usize, piece: usize) {
         let ring = self.core.layout.ring(of.area);
-        self.post(ring.filled(to, of.half, slot, piece, self.flag_of(of)));
+        if self.step(Point::Announce, to, Some(of.place(slot, piece))) {
+            self.post(ring.filled(to, of.half, slot, piece, self.flag_of(of)));
+        }
     }
 
     /// Says so to every peer.
@@ -195,7 +199,9 @@ impl Job {
     ) -> Result<()> {
         let ring = self.core.layout.ring(of.area);
         let w = ring.arrival(of.half, slot, piece, from, self.flag_of(of));
-        self.wait(w, slot)
+        self.wait(w, slot)?;
+        self.step(Point::Read, from, Some(of.place(slot, piece)));
+        Ok(())
     }
 
     /// Waits for piece `piece` of `slot`, which this rank's own communication thread fetches from `from`. That rank may
@@ -209,17 +215,25 @@ impl Job {
     ) -> Result<()> {
         let ring = self.core.layout.ring(of.area);
         let w = ring.arrival(of.half, slot, piece, from, self.flag_of(of));
-        self.wait_while(w, slot, || true)
+        self.wait_while(w, slot, || true)?;
+        self.step(Point::Read, from, Some(of.place(slot, piece)));
+        Ok(())
     }
 
     /// Waits until `peer` is done with the use before this one.
     pub(crate) fn await_credit(&self, of: Use, peer: usize) -> Result<()> {
         let ring = self.core.layout.ring(of.area);
+        if !self.step(Point::Credit, peer, Some(of.place(self.rank(), 0))) {
+            return Ok(());
+        }
         self.wait(ring.credit(of.half, peer, self.flag_of(of)), peer)
     }
 
     /// Tells one peer that this rank is done with a use.
     pub(crate) fn say_done_to(&self, peer: usize, of: Use) {
+        if !self.step(Point::Done, peer, Some(of.place(self.rank(), 0))) {
+            return;
+        }
         let ring = self.core.layout.ring(of.area);
         ring.release(of.half, self.flag_of(of))
             .filter(|p| p.word.owner == peer)

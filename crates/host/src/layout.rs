@@ -3,7 +3,7 @@
 use crate::segment::Segment;
 use brigade_device::{CommConfig, Error, Region, Result};
 use brigade_plan::MAX_PIECES;
-use brigade_sync::{AbortCell, CreditRing, FlagBarrier, HALVES, Half, ResetGate};
+use brigade_sync::{AbortCell, BELL_WORDS, CreditRing, FlagBarrier, HALVES, Half, ResetGate};
 
 /// The regions that carry data between ranks, each in two halves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +35,9 @@ pub(crate) struct Layout {
     region_rings: Vec<CreditRing>,
     starts: [usize; Area::ALL.len()],
     half_bytes: [usize; Area::ALL.len()],
+    /// Words that hold flags.
+    pub(crate) flags: usize,
+    /// All words: the flags and the bell.
     pub(crate) words: usize,
     pub(crate) bytes: usize,
 }
@@ -77,6 +80,8 @@ impl Layout {
                 base: take(CreditRing::words(size, 1)),
             })
             .collect();
+        let flags = words;
+        let words = flags.next_multiple_of(BELL_WORDS) + BELL_WORDS;
         let mail = (config.scratch_bytes / size.max(1))
             .next_multiple_of(64)
             .max(64)
@@ -118,6 +123,7 @@ impl Layout {
             region_rings,
             starts,
             half_bytes,
+            flags,
             words,
             bytes,
         })

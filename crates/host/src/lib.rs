@@ -1,8 +1,12 @@
 //! The CPU device of Brigade: reference, CI device and embedded default in one.
 //!
-//! Every operation of `brigade-device` runs here with no GPU. Ranks are threads of one process; each makes a
-//! [`HostDevice`] and joins its group with a `Bootstrap`, for instance `brigade_group::threads`. Streams run their work
-//! at once on the calling thread; what overlaps is the communication thread that every communicator has.
+//! Every operation of `brigade-device` runs here with no GPU. Ranks are threads of one process, with a `Bootstrap` like
+//! `brigade_group::threads`, or on Linux processes of one machine, with one like `brigade_group::TcpGroup`; each makes a
+//! [`HostDevice`] and joins its group with it. Streams run their work at once on the calling thread; what overlaps is the
+//! communication thread that every communicator has.
+//!
+//! Processes share memory that has no name, and nothing of it is left when they are gone. A process that dies is noticed by
+//! whoever waits for it, at once or within a tenth of a second.
 //!
 //! Sums are taken in rank order in f32 with one rounding, so that all ranks, algorithms and repeats give the same bits.
 
@@ -17,19 +21,26 @@ mod device;
 mod element;
 mod gather_linear;
 mod gemm;
+mod inject;
 mod job;
 mod layout;
 mod linear;
 mod linear_reduce_scatter;
+#[cfg(target_os = "linux")]
+mod memfd;
 mod memory;
 mod mover;
 mod operand;
+#[cfg(target_os = "linux")]
+mod pulse;
 mod quantize;
 mod queue;
 mod reduce_scatter;
 mod rendezvous;
 mod segment;
 mod send_recv;
+mod sharing;
 mod user_buffers;
+mod waits;
 
 pub use device::{HostConfig, HostDevice};

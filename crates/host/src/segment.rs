@@ -3,7 +3,11 @@
 //! Who may touch which bytes when is what the protocols of `brigade-sync` settle; the functions here are `unsafe` so that
 //! every use says which rule makes it alone.
 
+#[cfg(target_os = "linux")]
+use crate::memfd::Memfd;
 use brigade_device::{Error, MemoryType, Result, Storage};
+#[cfg(target_os = "linux")]
+use memmap2::MmapRaw;
 use parking_lot::RwLock;
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
@@ -19,8 +23,21 @@ use std::{
 /// One rank's shared memory.
 pub(crate) struct Segment {
     base: NonNull<u8>,
-    layout: Layout,
+    size: usize,
     words: usize,
+    memory: Memory,
+}
+
+/// Where the bytes are.
+enum Memory {
+    Heap(Layout),
+    /// A part of a rank's file, from this byte on. The mapping goes with it.
+    #[cfg(target_os = "linux")]
+    File {
+        _map: MmapRaw,
+        file: Memfd,
+        start: u64,
+    },
 }
 
 // SAFETY: the memory is plain bytes; words are atomics, and data is touched only through unsafe functions whose callers
@@ -32,24 +49,61 @@ unsafe impl Sync for Segment {}
 impl Segment {
     /// `words` flags and `bytes` of data, all zero.
     pub(crate) fn new(words: usize, bytes: usize) -> Result<Self> {
-        let refused = || Error::Backend {
-            call: "allocate shared memory",
-            code: i64::try_from(words.saturating_mul(8).saturating_add(bytes)).unwrap_or(i64::MAX),
-            source: None,
-        };
-        let all = words
-            .checked_mul(8)
-            .and_then(|front| front.checked_next_multiple_of(64))
-            .and_then(|front| front.checked_add(bytes.max(1)))
-            .ok_or_else(refused)?;
-        let layout = Layout::from_size_align(all, 4096).map_err(|_| refused())?;
+        let refused = || Self::refused(words, bytes);
+        let size = Self::size(words, bytes)?;
+        let layout = Layout::from_size_align(size, 4096).map_err(|_| refused())?;
         // SAFETY: the size is not 0.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(refused)?;
         Ok(Self {
             base,
-            layout,
+            size,
             words,
+            memory: Memory::Heap(layout),
         })
+    }
+
+    /// A part of a rank's file, from byte `start` on.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn map(file: &Memfd, start: u64, words: usize, bytes: usize) -> Result<Self> {
+        let size = Self::size(words, bytes)?;
+        let map = file.map(start, size)?;
+        Ok(Self {
+            base: NonNull::new(map.as_mut_ptr()).ok_or_else(|| Self::refused(words, bytes))?,
+            size,
+            words,
+            memory: Memory::File {
+                _map: map,
+                file: file.clone(),
+                start,
+            },
+        })
+    }
+
+    /// Bytes of a segment in all, never 0.
+    pub(crate) fn size(words: usize, bytes: usize) -> Result<usize> {
+        words
+            .checked_mul(8)
+            .and_then(|front| front.checked_next_multiple_of(64))
+            .and_then(|front| front.checked_add(bytes.max(1)))
+            .ok_or_else(|| Self::refused(words, bytes))
+    }
+
+    fn refused(words: usize, bytes: usize) -> Error {
+        Error::Backend {
+            call: "allocate shared memory",
+            code: i64::try_from(words.saturating_mul(8).saturating_add(bytes)).unwrap_or(i64::MAX),
+            source: None,
+        }
+    }
+
+    /// Gives the memory back to the system before all mappings are gone. To be called by its owner, when no rank uses it
+    /// any more.
+    pub(crate) fn give_back(&self) {
+        match &self.memory {
+            Memory::Heap(_) => {}
+            #[cfg(target_os = "linux")]
+            Memory::File { file, start, .. } => file.give_back(*start, self.size),
+        }
     }
 
     /// Bytes before the data.
@@ -60,7 +114,7 @@ impl Segment {
     fn data(&self, range: &Range<usize>) -> *mut u8 {
         let start = Self::data_offset(self.words);
         assert!(
-            range.start <= range.end && range.end <= self.layout.size() - start,
+            range.start <= range.end && range.end <= self.size - start,
             "shared memory: {range:?} lies outside"
         );
         // SAFETY: checked to lie inside the allocation.
@@ -86,9 +140,9 @@ impl Segment {
 /// Segments of users' regions: all of it is words, and bytes are copied word by word as relaxed atomics, so that a caller
 /// who reads while a peer writes gets torn data, but nothing worse.
 impl Segment {
-    /// A segment for `bytes` bytes.
-    pub(crate) fn of_words(bytes: usize) -> Result<Self> {
-        Self::new(bytes.div_ceil(8), 0)
+    /// Words that `bytes` bytes take.
+    pub(crate) fn words_for(bytes: usize) -> usize {
+        bytes.div_ceil(8)
     }
 
     fn atomics(&self) -> &[AtomicU64] {
@@ -142,8 +196,10 @@ fn words_of(
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout.
-        unsafe { dealloc(self.base.as_ptr(), self.layout) }
+        if let Memory::Heap(layout) = self.memory {
+            // SAFETY: allocated in `new` with this layout.
+            unsafe { dealloc(self.base.as_ptr(), layout) }
+        }
     }
 }
 
@@ -224,7 +280,7 @@ mod tests {
 
     #[test]
     fn bytes_come_back_at_every_offset_and_leave_neighbours_alone() {
-        let segment = Segment::of_words(64).unwrap();
+        let segment = Segment::new(Segment::words_for(64), 0).unwrap();
         for offset in 0..24 {
             for len in 0..24 {
                 segment.store_bytes(0, &[0xAA; 64]);

@@ -8,12 +8,11 @@ use crate::{
     layout::Area,
     memory::{reading, writing},
     queue::HostQueue,
-    rendezvous::{LaidDown, pick_up},
     segment::Segment,
 };
 use brigade_device::{
-    Call, Error, Operation, Reason, Region, Result, TransferParams, Turn, UserBuffers, View,
-    ViewMut, check_peer,
+    Call, Error, Operation, Place, Point, Reason, Region, Result, TransferParams, Turn,
+    UserBuffers, View, ViewMut, check_peer,
 };
 use brigade_sync::{CreditRing, Flag, Half, Memory};
 use std::sync::Arc;
@@ -133,11 +132,25 @@ impl Pair<'_, '_> {
         Flag::new(self.active.job.generation(), SIGNATURE, count as u32)
     }
 
+    /// Comes to a step about the `count`-th signal: see [`Job::step`](crate::job::Job).
+    fn step(&self, point: Point, count: u64) -> bool {
+        let place = Place {
+            slot: self.region.0.into(),
+            piece: 0,
+            half: 0,
+            epoch: count as u32,
+        };
+        self.active.job.step(point, self.peer, Some(place))
+    }
+
     /// Waits until the peer has released all that was signalled.
     fn await_released(&mut self) -> Result<()> {
         let peer = self.peer;
         let sent = self.counts().sent[peer];
         if sent == 0 {
+            return Ok(());
+        }
+        if !self.step(Point::Credit, sent + 1) {
             return Ok(());
         }
         let next = self.flag(sent + 1);
@@ -152,9 +165,10 @@ impl Pair<'_, '_> {
         self.counts().sent[peer] = count;
         let flag = self.flag(count);
         let me = self.active.job.rank();
-        self.active
-            .job
-            .post(self.ring.filled(peer, Half::of(0), me, 0, flag));
+        if self.step(Point::Announce, count) {
+            let post = self.ring.filled(peer, Half::of(0), me, 0, flag);
+            self.active.job.post(post);
+        }
         Ok(())
     }
 
@@ -166,6 +180,7 @@ impl Pair<'_, '_> {
             .arrival(Half::of(0), peer, 0, peer, self.flag(count));
         self.active.job.wait(w, self.region.0.into())?;
         self.counts().received[peer] = count;
+        self.step(Point::Read, count);
         Ok(())
     }
 
@@ -189,6 +204,9 @@ impl Pair<'_, '_> {
     fn release(&mut self) {
         let peer = self.peer;
         let count = self.counts().received[peer];
+        if !self.step(Point::Done, count) {
+            return;
+        }
         let flag = self.flag(count);
         self.ring
             .release(Half::of(0), flag)
@@ -239,11 +257,13 @@ impl UserBuffers for HostComm {
             let Some(region) = agree_on_number(active)? else {
                 return Ok(Registered::NoneFree);
             };
-            let segment = Segment::of_words(bytes).map(Arc::new);
-            let laid_down = segment.as_ref().ok().map(LaidDown::new);
-            let keys = exchange_words(active, laid_down.as_ref().map_or(0, LaidDown::key))?;
-            let segments: Option<Vec<_>> = keys.into_iter().map(pick_up).collect();
-            // Nobody takes its segment back before everybody has picked it up.
+            let sharing = &self.core.sharing;
+            let words = Segment::words_for(bytes);
+            let offer = sharing.offer(active.job.rank(), words, 0).ok();
+            let keys = exchange_words(active, offer.as_ref().map_or(0, |offer| offer.key))?;
+            let take = |(owner, key)| sharing.take(owner, key, words, 0).ok();
+            let segments: Option<Vec<_>> = keys.into_iter().enumerate().map(take).collect();
+            // Nobody withdraws its offer before everybody has taken it.
             let all_have = exchange_words(active, segments.is_some().into())?;
             Ok(
                 match (segments, all_have.iter().position(|&has| has == 0)) {
@@ -270,7 +290,7 @@ impl UserBuffers for HostComm {
             .into()),
             Registered::Missing(rank) => Err(Error::Group {
                 step: "register a region",
-                what: format!("rank {rank} could not allocate {bytes} bytes"),
+                what: format!("rank {rank} could not get at {bytes} bytes of every rank"),
             }),
         }
     }
@@ -294,7 +314,9 @@ impl UserBuffers for HostComm {
             }
             Ok(())
         })?;
-        self.core.regions.lock()[usize::from(region.0)] = None;
+        if let Some(memory) = self.core.regions.lock()[usize::from(region.0)].take() {
+            memory.segments[self.core.group.rank].give_back();
+        }
         Ok(())
     }
 

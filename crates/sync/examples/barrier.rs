@@ -2,7 +2,7 @@
 //! `cargo run -p brigade-sync --example barrier`.
 #![allow(clippy::print_stdout)]
 
-use brigade_sync::{Deadline, Flag, FlagBarrier, Stop, Words, post, wait};
+use brigade_sync::{BELL_WORDS, Deadline, Flag, FlagBarrier, Stop, Words, post, wait};
 use std::{
     sync::atomic::{AtomicU32, AtomicU64, Ordering},
     time::Duration,
@@ -15,7 +15,7 @@ type Shared = Words<Vec<AtomicU64>>;
 
 /// Words of all ranks, all zero: no flag of generation 0 is ever posted, so zero means that nobody has come.
 fn words() -> Shared {
-    let words = || (0..FlagBarrier::words(RANKS)).map(|_| AtomicU64::new(0));
+    let words = || (0..FlagBarrier::words(RANKS) + BELL_WORDS).map(|_| AtomicU64::new(0));
     Words::new((0..RANKS).map(|_| words().collect()).collect())
 }
 

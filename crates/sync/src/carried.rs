@@ -19,6 +19,7 @@ pub(crate) fn take<M: Memory + ?Sized, T>(
     for at in words {
         let mut spins = budget.spins();
         let value = loop {
+            let events = memory.events(at.owner);
             let seen = memory.load_relaxed(at);
             if let Some(value) = there(seen) {
                 break value;
@@ -39,7 +40,7 @@ pub(crate) fn take<M: Memory + ?Sized, T>(
                 return Err(Stop::Timeout { seen });
             }
             // The signature, which is stored behind every word, wakes whoever rests on one of them.
-            memory.rest(at, seen, budget.until());
+            memory.rest(at.owner, events, budget.until());
         };
         sink(value);
     }

@@ -10,6 +10,7 @@
 
 mod abort;
 mod barrier;
+mod bell;
 mod carried;
 mod fifo;
 mod flag;
@@ -22,9 +23,10 @@ mod wait;
 
 pub use abort::AbortCell;
 pub use barrier::FlagBarrier;
+pub use bell::Bell;
 pub use fifo::{Fifo, FifoReceiver, FifoSender};
 pub use flag::{Flag, Verdict, Want};
-pub use memory::{Memory, Word, Words};
+pub use memory::{BELL_WORDS, Memory, Word, Words};
 pub use packet::Packets;
 pub use reset::ResetGate;
 pub use ring::{CreditRing, HALVES, Half, Uses};

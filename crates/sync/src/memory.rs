@@ -1,5 +1,6 @@
 //! What the protocols need of memory that ranks share.
 
+use crate::bell::{Bell, shared::Shared};
 use std::{
     sync::atomic::{AtomicU64, Ordering},
     time::Instant,
@@ -32,23 +33,27 @@ pub trait Memory: Send + Sync {
         self.store(at, value);
     }
 
-    /// Replaces `current` by `new`, or says what was there instead.
+    /// Replaces `current` by `new` and wakes whoever rests on a word of that owner, or says what was there instead.
     ///
     /// # Errors
     /// The value that stood there.
     fn compare_exchange(&self, at: Word, current: u64, new: u64) -> Result<(), u64>;
 
-    /// Lets the caller rest while the word still holds `seen`, until a word of the same owner is stored or `until` is
-    /// over. May return at any time.
-    ///
-    /// A store to *another* word of the owner just before the rest begins does not end it: whoever looks at several words
-    /// rests for a short time only, see [`Deadline`](crate::Deadline).
-    fn rest(&self, at: Word, seen: u64, until: Option<Instant>);
+    /// How often something happened to `owner`'s words, modulo 2^32. To be read before the words that are looked at.
+    fn events(&self, owner: usize) -> u32;
+
+    /// Lets the caller rest until more has happened to `owner`'s words than these `events`, or until `until` is over. May
+    /// return at any time.
+    fn rest(&self, owner: usize, events: u32, until: Option<Instant>);
 }
 
-/// Words of ranks that share an address space: std atomics, and parking for those who rest.
+/// Words at the end of a rank's slice that [`Words`] keeps for itself: a cache line.
+pub const BELL_WORDS: usize = 8;
+
+/// Words of ranks that share memory: std atomics, and a [`Bell`] per rank for those who rest.
 ///
-/// `W` gives each rank's words: a slice per rank.
+/// `W` gives each rank's words: a slice per rank, whose last [`BELL_WORDS`] are the bell. On Linux the slices may lie in
+/// memory that processes share.
 pub struct Words<W> {
     ranks: Vec<W>,
 }
@@ -63,17 +68,9 @@ impl<W: AsRef<[AtomicU64]>> Words<W> {
         &self.ranks[at.owner].as_ref()[at.index]
     }
 
-    /// Whoever waits on a rank's memory rests under the address of its first word.
-    fn bell(&self, owner: usize) -> usize {
-        self.ranks[owner].as_ref().as_ptr() as usize
-    }
-
-    fn ring(&self, owner: usize) {
-        // SAFETY: the key is the address of words that this value keeps alive, so no other user of the parking lot has
-        // it; the callback of unpark_all does not panic or call back into the parking lot.
-        unsafe {
-            parking_lot_core::unpark_all(self.bell(owner), parking_lot_core::DEFAULT_UNPARK_TOKEN);
-        }
+    fn bell(&self, owner: usize) -> Shared<'_> {
+        let words = self.ranks[owner].as_ref();
+        Shared(&words[words.len() - BELL_WORDS])
     }
 }
 
@@ -84,7 +81,7 @@ impl<W: AsRef<[AtomicU64]> + Send + Sync> Memory for Words<W> {
 
     fn store(&self, at: Word, value: u64) {
         self.word(at).store(value, Ordering::Release);
-        self.ring(at.owner);
+        self.bell(at.owner).ring();
     }
 
     fn load_relaxed(&self, at: Word) -> u64 {
@@ -98,22 +95,14 @@ impl<W: AsRef<[AtomicU64]> + Send + Sync> Memory for Words<W> {
     fn compare_exchange(&self, at: Word, current: u64, new: u64) -> Result<(), u64> {
         self.word(at)
             .compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire)
-            .map(drop)
+            .map(|_| self.bell(at.owner).ring())
     }
 
-    fn rest(&self, at: Word, seen: u64, until: Option<Instant>) {
-        // SAFETY: the key is an address that this value keeps alive; the closures neither panic nor call back into the
-        // parking lot. A store rings after it wrote, and `validate` runs under the lock that ringing takes, so a store
-        // between the caller's load and this call is not missed.
-        unsafe {
-            parking_lot_core::park(
-                self.bell(at.owner),
-                || self.word(at).load(Ordering::Acquire) == seen,
-                || {},
-                |_, _| {},
-                parking_lot_core::DEFAULT_PARK_TOKEN,
-                until,
-            );
-        }
+    fn events(&self, owner: usize) -> u32 {
+        self.bell(owner).events()
+    }
+
+    fn rest(&self, owner: usize, events: u32, until: Option<Instant>) {
+        self.bell(owner).rest(events, until);
     }
 }

@@ -62,9 +62,8 @@ impl Deadline {
     /// no system call, and one that is not does not keep a core from it.
     const SPINS: u32 = 128;
 
-    /// Longest rest. What the watcher looks at is not what ends a rest: an abort that comes between a look and the rest
-    /// wakes nobody, and so does a process that dies.
-    const REST: Duration = Duration::from_millis(10);
+    /// Longest rest: a process that dies wakes nobody, and a watcher that looks for dead ones must get to it.
+    const REST: Duration = Duration::from_millis(100);
 
     /// So long from now.
     pub fn after(within: Duration) -> Self {
@@ -104,7 +103,7 @@ pub fn post<M: Memory + ?Sized>(memory: &M, p: Post) {
 }
 
 /// Waits for a flag. `watch` is asked before every rest, and ends the wait by `true`: for an abort, or for what other
-/// words say.
+/// words of the same owner say. Stores to them end the rest too.
 ///
 /// # Errors
 /// Why it gave up.
@@ -116,6 +115,7 @@ pub fn wait<M: Memory + ?Sized>(
 ) -> Result<(), Stop> {
     let mut spins = budget.spins();
     loop {
+        let events = memory.events(w.word.owner);
         let seen = memory.load(w.word);
         match w.want.verdict(seen) {
             Verdict::Ready => return Ok(()),
@@ -133,6 +133,6 @@ pub fn wait<M: Memory + ?Sized>(
         if budget.spent() {
             return Err(Stop::Timeout { seen });
         }
-        memory.rest(w.word, seen, budget.until());
+        memory.rest(w.word.owner, events, budget.until());
     }
 }

@@ -16,7 +16,7 @@ fn flag(epoch: u32) -> Flag {
 }
 
 fn memory(ranks: usize, words: usize) -> Words<Vec<AtomicU64>> {
-    let zeroed = || (0..words).map(|_| AtomicU64::new(0)).collect();
+    let zeroed = || (0..words + BELL_WORDS).map(|_| AtomicU64::new(0)).collect();
     Words::new((0..ranks).map(|_| zeroed()).collect())
 }
 
@@ -285,9 +285,27 @@ impl Memory for Unlucky<'_> {
     fn compare_exchange(&self, at: Word, current: u64, new: u64) -> Result<(), u64> {
         self.words.compare_exchange(at, current, new)
     }
-    fn rest(&self, at: Word, seen: u64, until: Option<Instant>) {
+    fn events(&self, owner: usize) -> u32 {
+        self.words.events(owner)
+    }
+    fn rest(&self, owner: usize, events: u32, until: Option<Instant>) {
         self.words.store(self.stop, 1);
-        self.words.rest(at, seen, until);
+        self.words.rest(owner, events, until);
+    }
+}
+
+/// A budget under which one rest may take all the time there is.
+struct Once(Deadline);
+
+impl Budget for Once {
+    fn spent(&mut self) -> bool {
+        self.0.spent()
+    }
+    fn until(&self) -> Option<Instant> {
+        Instant::now().checked_add(self.0.left())
+    }
+    fn spins(&self) -> u32 {
+        0
     }
 }
 
@@ -305,7 +323,7 @@ fn who_is_about_to_rest_hears_of_an_abort() {
         peer: 0,
     };
     let start = Instant::now();
-    let heard = wait(&unlucky, w, &mut long(), || words.load(stop) == 1);
+    let heard = wait(&unlucky, w, &mut Once(long()), || words.load(stop) == 1);
     assert_eq!(heard, Err(Stop::Interrupted));
     assert!(start.elapsed() < Duration::from_secs(10));
 }

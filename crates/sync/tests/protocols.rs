@@ -18,7 +18,7 @@ fn flag(epoch: u32) -> Flag {
 }
 
 fn memory(ranks: usize, words: usize) -> Words<Vec<AtomicU64>> {
-    let zeroed = || (0..words).map(|_| AtomicU64::new(0)).collect();
+    let zeroed = || (0..words + BELL_WORDS).map(|_| AtomicU64::new(0)).collect();
     Words::new((0..ranks).map(|_| zeroed()).collect())
 }
 

@@ -6,9 +6,12 @@ use crate::{
     check::{assert_kind, expect_fault},
     faults::{AMPLE, impatient},
     gather_linear::config,
+    inject::{Director, Mishap, What},
     suite::{Suite, World},
 };
-use brigade_device::{CommConfig, DataType, FaultKind, FaultRecord, Operation, Region, Result};
+use brigade_device::{
+    Action, CommConfig, DataType, FaultKind, FaultRecord, Operation, Point, Region, Result,
+};
 use rand::{Rng, seq::IndexedRandom};
 use std::time::{Duration, Instant};
 
@@ -81,6 +84,45 @@ fn timeouts(world: &World) {
                 );
                 assert_eq!(record.slot, u32::from(region.0), "{name}: {record}");
             }
+            assert_recovers(rank, region, round);
+        }
+    });
+}
+
+/// A signal that is lost, and a release: whoever waits for it times out.
+fn lost(world: &World) {
+    let director = Director::new(&world.backend, None);
+    world.run_injected(&impatient(), director.clone(), move |rank| {
+        let region = register(rank, WORKING);
+        let (from, to) = (0, rank.size - 1);
+        let losses = [(Point::Announce, from), (Point::Done, to)];
+        for (round, (point, culprit)) in losses.into_iter().enumerate() {
+            assert_works(rank, region, round);
+            rank.meet();
+            if rank.rank == culprit {
+                let what = What::Act(Action::Drop);
+                director.arm(Mishap {
+                    culprit,
+                    point,
+                    what,
+                });
+            }
+            rank.meet();
+            let result = if rank.rank == from {
+                let signal = || with(rank, |w| w.signal(region, to));
+                signal().and_then(|()| signal())
+            } else if rank.rank == to {
+                let wait = with(rank, |w| w.wait(region, from));
+                wait.and_then(|()| with(rank, |w| w.release(region, from)))
+            } else {
+                Ok(())
+            };
+            rank.meet();
+            let record = expect_fault(rank.comm().check(), point.name());
+            assert!(result.err().is_none_or(|e| e.fault() == Some(&record)));
+            assert_record(&record, FaultKind::Timeout, point.name());
+            let pair = [record.rank, record.peer].map(|r| r as usize);
+            assert!(pair.contains(&from) && pair.contains(&to), "{record}");
             assert_recovers(rank, region, round);
         }
     });
@@ -231,6 +273,9 @@ fn forgotten(world: &World) {
 
 pub(super) fn add(suite: &mut Suite) {
     suite.add_from(2, "user_buffers/timeouts", timeouts);
+    if suite.backend().injects() {
+        suite.add_from(2, "user_buffers/lost", lost);
+    }
     suite.add_from(2, "user_buffers/aborted", aborted);
     suite.add_from(2, "user_buffers/peer_lost", peer_lost);
     suite.add_from(2, "user_buffers/stays_stopped", stays_stopped);

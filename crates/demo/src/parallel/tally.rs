@@ -1,9 +1,10 @@
 //! What was done for each kind of layer: plan, calls, bytes moved.
 
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// A kind of layer that ranks share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Kind {
     /// Tokens to hidden states.
     Embedding,
@@ -37,7 +38,7 @@ impl Kind {
 }
 
 /// Which part of the run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Phase {
     /// Reading the prompts.
     Prefill,
@@ -70,9 +71,28 @@ pub struct LayerReport {
     pub moved_bytes: Vec<u64>,
 }
 
+/// Plan, calls, bytes moved.
+type Counts = (String, u64, u64);
+
 /// One rank's counts.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Tally(BTreeMap<(Phase, Kind), (String, u64, u64)>);
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(
+    from = "Vec<((Phase, Kind), Counts)>",
+    into = "Vec<((Phase, Kind), Counts)>"
+)]
+pub(crate) struct Tally(BTreeMap<(Phase, Kind), Counts>);
+
+impl From<Vec<((Phase, Kind), Counts)>> for Tally {
+    fn from(entries: Vec<((Phase, Kind), Counts)>) -> Self {
+        Self(entries.into_iter().collect())
+    }
+}
+
+impl From<Tally> for Vec<((Phase, Kind), Counts)> {
+    fn from(tally: Tally) -> Self {
+        tally.0.into_iter().collect()
+    }
+}
 
 impl Tally {
     pub(crate) fn add(&mut self, phase: Phase, kind: Kind, plan: String, moved_bytes: u64) {

@@ -76,6 +76,28 @@ impl TcpConfig {
         Ok(config)
     }
 
+    /// This rank's view of the group of those that are left when ranks are lost: the same order, a place of its own to
+    /// meet. All who are left call it with the same values.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if this rank is among the lost, or a lost one is none of the group.
+    pub fn without(&self, lost: &[usize], address: Address) -> Result<Self> {
+        for &rank in lost {
+            if rank >= self.size || rank == self.rank {
+                let want = format!("another rank of the {} than {}", self.size, self.rank);
+                return Err(Error::invalid("lost", rank, want));
+            }
+        }
+        let left: Vec<usize> = (0..self.size).filter(|r| !lost.contains(r)).collect();
+        let mine = left.iter().filter(|&&r| r < self.rank);
+        Ok(Self {
+            rank: mine.count(),
+            size: left.len(),
+            address,
+            ..self.clone()
+        })
+    }
+
     /// # Errors
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<()> {

@@ -66,8 +66,11 @@ impl Memory for Bent<'_> {
         }
         self.memory.compare_exchange(self.place(at), current, new)
     }
-    fn rest(&self, at: Word, seen: u64, until: Option<Instant>) {
-        self.memory.rest(at, seen, until);
+    fn events(&self, owner: usize) -> u32 {
+        self.memory.events(owner)
+    }
+    fn rest(&self, owner: usize, events: u32, until: Option<Instant>) {
+        self.memory.rest(owner, events, until);
     }
 }
 

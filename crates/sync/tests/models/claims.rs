@@ -1,7 +1,7 @@
 //! With all guards in their places.
 
 use crate::{
-    abort, barrier, fifo,
+    abort, barrier, bell, fifo,
     loomed::Orders,
     packet, reset,
     ring::{self, Mode},
@@ -181,8 +181,13 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             waits,
+            "the bell wakes 2 that wait for one store",
+            resting(2, bell::Without::Nothing),
+        ),
+        holds(
+            waits,
             "2 ranks rest, and hear of an abort",
-            states(|| abort::resting(2, Rests::Naps)),
+            states(|| abort::resting(2, Rests::Counts)),
         ),
     ]
 }

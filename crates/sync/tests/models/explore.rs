@@ -48,6 +48,8 @@ pub struct World {
     pub memory: Vec<u64>,
     pub pending: Vec<Vec<Pending>>,
     pub ranks: Vec<Rank>,
+    /// Stores to each rank's memory, if they are counted.
+    pub events: Vec<u32>,
     pub wrong: Option<String>,
 }
 
@@ -56,6 +58,9 @@ impl World {
     pub fn arrive(&mut self, at: usize, value: u64, stride: usize) {
         self.memory[at] = value;
         self.ranks[at / stride].resting = false;
+        if let Some(count) = self.events.get_mut(at / stride) {
+            *count += 1;
+        }
     }
 }
 
@@ -65,8 +70,6 @@ pub enum Action {
     Step(usize),
     /// The budget of a wait is spent.
     Expire(usize),
-    /// A rest is over.
-    Wake(usize),
     Die(usize),
     /// A store becomes visible.
     Arrive(usize, usize),
@@ -136,8 +139,7 @@ impl Scenario {
             match self.rests {
                 _ if !waits => moves.push(Action::Step(r)),
                 Rests::Looks if self.gets_on(world, r) => moves.push(Action::Step(r)),
-                Rests::Naps | Rests::Sleeps if !rank.resting => moves.push(Action::Step(r)),
-                Rests::Naps if self.gets_on(world, r) => moves.push(Action::Wake(r)),
+                Rests::Counts | Rests::Sleeps if !rank.resting => moves.push(Action::Step(r)),
                 _ => waiting.push(r),
             }
         }
@@ -225,10 +227,6 @@ impl Scenario {
         let (r, mode) = match action {
             Action::Step(r) => (r, Mode::One),
             Action::Expire(r) => (r, Mode::Expire),
-            Action::Wake(r) => {
-                next.ranks[r].resting = false;
-                return next;
-            }
             Action::Die(r) => {
                 next.ranks[r] = Rank {
                     phase: Phase::Dead,
@@ -296,7 +294,10 @@ impl Memory for Still<'_> {
     fn compare_exchange(&self, at: Word, _: u64, _: u64) -> Result<(), u64> {
         Err(self.load(at))
     }
-    fn rest(&self, _: Word, _: u64, _: Option<Instant>) {}
+    fn events(&self, _: usize) -> u32 {
+        0
+    }
+    fn rest(&self, _: usize, _: u32, _: Option<Instant>) {}
 }
 
 impl Model for Scenario {
@@ -317,6 +318,10 @@ impl Model for Scenario {
             memory: vec![0; self.ranks() * self.stride()],
             pending: vec![Vec::new(); self.ranks()],
             ranks: self.programs.iter().map(rank).collect(),
+            events: match self.rests {
+                Rests::Looks => Vec::new(),
+                Rests::Counts | Rests::Sleeps => vec![0; self.ranks()],
+            },
             wrong: None,
         }]
     }

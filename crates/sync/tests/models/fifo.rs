@@ -42,6 +42,7 @@ fn shifted(want: Want, by: u32) -> Want {
 fn waits_plainly(w: Wait) -> Step {
     awaits(w.peer, move |shared, budget| {
         loop {
+            let events = shared.events(w.word.owner);
             let seen = Flag::from_bits(shared.load(w.word));
             let want = w.want.flag();
             if seen.generation() == want.generation() && seen.epoch() >= want.epoch() {
@@ -50,7 +51,7 @@ fn waits_plainly(w: Wait) -> Step {
             if budget.spent() {
                 return Ok(Err(brigade_sync::Stop::Timeout { seen: seen.bits() }));
             }
-            shared.rest(w.word, seen.bits(), None);
+            shared.rest(w.word.owner, events, None);
         }
     })
 }

@@ -1,7 +1,7 @@
 //! With one guard taken away each.
 
 use crate::{
-    abort, barrier, fifo,
+    abort, barrier, bell, fifo,
     loomed::Orders,
     packet, reset,
     ring::{self, Mode},
@@ -237,9 +237,29 @@ fn waits() -> Vec<Row> {
     vec![
         row("every wait is bounded", "no bound", states(unbounded)),
         row(
-            "a rest is short",
-            "until a store or the deadline",
+            "events are counted, then looked for",
+            "looked for, then counted",
             states(|| abort::resting(2, Rests::Sleeps)),
+        ),
+        row(
+            "events are counted, then looked for",
+            "the bell's, the other way round",
+            resting(1, bell::Without::CountFirst),
+        ),
+        row(
+            "the store, then the bell",
+            "the bell, then the store",
+            resting(1, bell::Without::RingLast),
+        ),
+        row(
+            "who rests says so",
+            "not in the bell",
+            resting(1, bell::Without::Sleeper),
+        ),
+        row(
+            "who goes to sleep looks once more",
+            "at nothing",
+            resting(1, bell::Without::Recheck),
         ),
     ]
 }

@@ -83,7 +83,10 @@ impl Memory for Seen<'_> {
             .compare_exchange(current, new, exchange, load)
             .map(drop)
     }
-    fn rest(&self, _: Word, _: u64, _: Option<Instant>) {
+    fn events(&self, _: usize) -> u32 {
+        0
+    }
+    fn rest(&self, _: usize, _: u32, _: Option<Instant>) {
         loom::thread::yield_now();
     }
 }
@@ -171,8 +174,13 @@ fn check(model: &Arc<Scenario>, orders: Orders, preemptions: usize) {
 /// Goes through all executions with so few preemptions: what goes wrong in the first bad one.
 pub fn explore(model: Scenario, orders: Orders, preemptions: usize) -> Result<(), String> {
     let model = Arc::new(model);
+    complaint(move || check(&model, orders, preemptions))
+}
+
+/// What loom says about it.
+pub fn complaint(check: impl FnOnce() + Send + 'static) -> Result<(), String> {
     // A thread of its own: loom leaves traces in the thread that it stops in.
-    let work = move || catch_unwind(AssertUnwindSafe(|| check(&model, orders, preemptions)));
+    let work = move || catch_unwind(AssertUnwindSafe(check));
     let Err(panic) = thread::spawn(work).join().unwrap() else {
         return Ok(());
     };
@@ -184,6 +192,7 @@ pub fn explore(model: Scenario, orders: Orders, preemptions: usize) -> Result<()
         Some(line) if line.contains("Concurrent read and write") => {
             "data is read while it is written".into()
         }
+        Some(line) if line.starts_with("deadlock") => "a rank sleeps forever".into(),
         Some(line) => line.to_owned(),
         None => String::new(),
     })

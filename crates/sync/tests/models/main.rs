@@ -7,6 +7,7 @@
 
 mod abort;
 mod barrier;
+mod bell;
 mod claims;
 mod explore;
 mod fifo;

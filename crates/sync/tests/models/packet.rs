@@ -87,8 +87,12 @@ impl Memory for Bent<'_> {
         self.shared.compare_exchange(at, current, new)
     }
 
-    fn rest(&self, at: Word, seen: u64, until: Option<Instant>) {
-        self.shared.rest(self.place(at), seen, until);
+    fn events(&self, owner: usize) -> u32 {
+        self.shared.events(owner)
+    }
+
+    fn rest(&self, owner: usize, events: u32, until: Option<Instant>) {
+        self.shared.rest(owner, events, until);
     }
 }
 

@@ -32,6 +32,9 @@ pub enum Outcome {
 
 struct Pause;
 
+/// Stands in logs where a round of a wait begins.
+const ROUND: usize = usize::MAX;
+
 struct Inner<'a> {
     world: &'a mut World,
     log: Vec<(usize, u64)>,
@@ -97,7 +100,11 @@ impl<'a> Replay<'a> {
     fn access(&self, index: usize, now: impl FnOnce(&mut World) -> u64) -> u64 {
         let mut inner = self.lock();
         if inner.at == inner.log.len() {
-            if !self.model.is_inside_record(index) {
+            let free = match index {
+                ROUND => self.model.rests == Rests::Looks,
+                _ => self.model.is_inside_record(index),
+            };
+            if !free {
                 if inner.fresh == 0 {
                     drop(inner);
                     resume_unwind(Box::new(Pause));
@@ -174,9 +181,15 @@ impl Memory for Replay<'_> {
         if was == current { Ok(()) } else { Err(was) }
     }
 
-    /// The wait goes on where it looked at the word last.
-    fn rest(&self, at: Word, seen: u64, _: Option<Instant>) {
-        let index = self.model.index(at);
+    /// Where a round of a wait begins. Only where rests are looked at closely is it an access of its own.
+    fn events(&self, owner: usize) -> u32 {
+        self.access(ROUND, |world| {
+            world.events.get(owner).copied().unwrap_or(0).into()
+        }) as u32
+    }
+
+    /// The wait goes on with a new round.
+    fn rest(&self, owner: usize, events: u32, _: Option<Instant>) {
         let mut inner = self.lock();
         if self.model.rests != Rests::Looks {
             // Between the last look and the rest, something may happen.
@@ -186,10 +199,11 @@ impl Memory for Replay<'_> {
             }
             inner.fresh -= 1;
         }
-        let last = inner.log.iter().rposition(|&(i, _)| i == index);
-        inner.log.truncate(last.unwrap_or(0));
+        let round = inner.log.iter().rposition(|&(i, _)| i == ROUND);
+        inner.log.truncate(round.unwrap_or(0));
         inner.rested = true;
-        let still = inner.world.memory[index] == seen;
+        let nothing_new = inner.world.events.get(owner).is_none_or(|&e| e == events);
+        let still = nothing_new || self.model.rests == Rests::Sleeps;
         inner.world.ranks[self.rank].resting = still;
         drop(inner);
         resume_unwind(Box::new(Pause));

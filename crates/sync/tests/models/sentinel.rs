@@ -52,8 +52,11 @@ impl Memory for Bent<'_> {
     fn compare_exchange(&self, at: Word, current: u64, new: u64) -> Result<(), u64> {
         self.shared.compare_exchange(at, current, new)
     }
-    fn rest(&self, at: Word, seen: u64, until: Option<Instant>) {
-        self.shared.rest(at, seen, until);
+    fn events(&self, owner: usize) -> u32 {
+        self.shared.events(owner)
+    }
+    fn rest(&self, owner: usize, events: u32, until: Option<Instant>) {
+        self.shared.rest(owner, events, until);
     }
 }
 

@@ -65,9 +65,9 @@ pub enum Timeouts {
 pub enum Rests {
     /// A rest ends as soon as the waiter would find something.
     Looks,
-    /// A rest ends by a store to a word of the rank, or after a short time.
-    Naps,
-    /// A rest ends by a store to a word of the rank, or with the budget.
+    /// A rest ends by a store to a word of the rank since the waiter began to look, or with the budget.
+    Counts,
+    /// A rest ends by a store to a word of the rank since it began, or with the budget.
     Sleeps,
 }
 

@@ -1,7 +1,7 @@
 //! A row of what is checked: that a machine holds, or that it does not when one of its guards is taken away.
 
 use crate::{
-    explore,
+    bell, explore,
     loomed::{self, Orders},
     shared::*,
 };
@@ -106,3 +106,8 @@ pub const FAR: [(u32, usize); 5] = [
 
 /// Values pushed in several uses.
 pub const LENGTHS: [usize; 6] = [4, 1, 0, 1, 4, 1];
+
+/// The bell, over all weakly ordered executions.
+pub fn resting(waiters: usize, without: bell::Without) -> By {
+    (ORDER, Box::new(move || bell::explore(waiters, without)))
+}

@@ -1,0 +1,118 @@
+//! Hooks of contracts: delays everywhere, or one mishap at one point.
+
+use crate::backend::Backend;
+use brigade_device::{Action, Inject, Point, Step};
+use parking_lot::Mutex;
+use rand::{Rng, rngs::StdRng};
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::Arc,
+    thread::{self, ThreadId},
+    time::Duration,
+};
+
+/// Random stalls: which steps and how long follows from the seed, and is the same in every run.
+#[derive(Clone, Copy, Debug)]
+pub struct Jitter {
+    /// Of this draw.
+    pub seed: u64,
+    /// One step in so many is stalled.
+    pub one_in: u64,
+    /// Longest stall, in microseconds.
+    pub most_us: u64,
+}
+
+impl Jitter {
+    /// Draws a seed.
+    pub fn new(rng: &mut StdRng, one_in: u64, most_us: u64) -> Self {
+        Self {
+            seed: rng.random(),
+            one_in,
+            most_us,
+        }
+    }
+}
+
+impl Inject for Jitter {
+    fn at(&self, step: &Step) -> Action {
+        let mut hasher = DefaultHasher::new();
+        (self.seed, step).hash(&mut hasher);
+        let drawn = hasher.finish();
+        if drawn.is_multiple_of(self.one_in) {
+            let us = drawn / self.one_in % self.most_us;
+            Action::Stall(Duration::from_micros(us))
+        } else {
+            Action::GoOn
+        }
+    }
+}
+
+/// What happens to a rank, once.
+#[derive(Clone, Copy, Debug)]
+pub struct Mishap {
+    /// To whom.
+    pub culprit: usize,
+    /// Where.
+    pub point: Point,
+    /// What.
+    pub what: What,
+}
+
+/// What can happen.
+#[derive(Clone, Copy, Debug)]
+pub enum What {
+    /// What the device does by itself.
+    Act(Action),
+    /// The rank dies, when this thread of it comes to the point.
+    Kill(ThreadId),
+}
+
+impl Mishap {
+    fn is_at(&self, step: &Step) -> bool {
+        let mine = match self.what {
+            What::Kill(thread) => thread::current().id() == thread,
+            // A rank's own threads tell each other things, too; that does not get lost.
+            What::Act(_) => self.point == Point::Begin || step.peer != step.rank,
+        };
+        mine && (step.rank, step.point) == (self.culprit, self.point)
+    }
+}
+
+/// A hook that a contract directs while its ranks run.
+pub struct Director {
+    backend: Arc<dyn Backend>,
+    jitter: Option<Jitter>,
+    mishap: Mutex<Option<Mishap>>,
+}
+
+impl Director {
+    /// Nothing happens yet, but for these delays.
+    pub fn new(backend: &Arc<dyn Backend>, jitter: Option<Jitter>) -> Arc<Self> {
+        Arc::new(Self {
+            backend: Arc::clone(backend),
+            jitter,
+            mishap: Mutex::default(),
+        })
+    }
+
+    /// Lets this happen, at the next step that it fits.
+    pub fn arm(&self, mishap: Mishap) {
+        *self.mishap.lock() = Some(mishap);
+    }
+
+    /// Takes back what has not happened, and says whether it has.
+    pub fn disarm(&self) -> bool {
+        self.mishap.lock().take().is_none()
+    }
+}
+
+impl Inject for Director {
+    fn at(&self, step: &Step) -> Action {
+        let now = self.mishap.lock().take_if(|m| m.is_at(step));
+        match now.map(|m| m.what) {
+            Some(What::Act(action)) => action,
+            Some(What::Kill(_)) => self.backend.kill(),
+            None => self.jitter.map_or(Action::GoOn, |j| j.at(step)),
+        }
+    }
+}

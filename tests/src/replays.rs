@@ -1,0 +1,262 @@
+//! Ten thousand replays of a gather-linear with new data in each and stalls all over the place; and beside them the same
+//! without the credit that protects a chunk from the next replay, which must show.
+
+use crate::{
+    backend::Rank,
+    faults::AMPLE,
+    gather_linear::config,
+    inject::Jitter,
+    suite::{Suite, World},
+};
+use brigade_device::{
+    Action, AllGatherLoraLinearParams, Buffer, Chunk, DataType, DeviceExt, Inject, OverlapMode,
+    Point, Replay, Step, Unguarded,
+};
+use parking_lot::{Condvar, Mutex};
+use std::{sync::Arc, time::Duration};
+
+const REPLAYS: u32 = 10_000;
+
+/// Replays within which a missing guard must show.
+const CONTROL_REPLAYS: u32 = 100;
+
+/// Rows of a rank, columns of the input and of the result.
+const ROWS: usize = 2;
+const K: usize = 3;
+const N: usize = 2;
+
+/// Own rows of a rank on a day: small whole numbers, so that results are exact, and no two days or ranks are alike.
+fn rows(rank: usize, day: u32) -> Vec<f32> {
+    let first = 8 * day + rank as u32;
+    (0..ROWS * K)
+        .map(|i| (first + 1000 * i as u32) as f32)
+        .collect()
+}
+
+fn weight() -> Vec<f32> {
+    (0..K * N).map(|i| (1 + i) as f32).collect()
+}
+
+/// The product of one rank's rows of a day.
+fn product(rank: usize, day: u32) -> Vec<f32> {
+    let (x, w) = (rows(rank, day), weight());
+    (0..ROWS * N)
+        .map(|i| {
+            let (row, column) = (i / N, i % N);
+            (0..K).map(|l| x[row * K + l] * w[l * N + column]).sum()
+        })
+        .collect()
+}
+
+/// A captured gather-linear in ring mode, and a copy of the gathered rows behind it.
+pub struct Captured {
+    graph: Box<dyn Replay>,
+    x: Buffer,
+    d: Buffer,
+    gathered: Buffer,
+}
+
+impl Captured {
+    /// Captures it.
+    pub fn new(rank: &Rank) -> Self {
+        let upload = |values: &[f32], dims: &[usize]| {
+            let buffer = rank.device.upload(&rank.stream, values, dims);
+            buffer.unwrap()
+        };
+        let x = upload(&rows(rank.rank, 0), &[ROWS, K]);
+        let weight = upload(&weight(), &[K, N]);
+        let d = rank.poisoned(DataType::F32, &[rank.size * ROWS, N]);
+        let gathered = rank.poisoned(DataType::F32, &[rank.size * ROWS, K]);
+        let (mut to, mut copy) = (d.clone(), gathered.clone());
+        let counts = vec![ROWS; rank.size];
+        let work = &mut || {
+            let mut lease = rank.lease();
+            let chunk = Chunk::Copy((&x).into());
+            let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
+                output: brigade_device::Output::Into(to.view_mut()),
+                choice: Some(OverlapMode::Ring),
+                ..AllGatherLoraLinearParams::new(chunk, &counts, &weight)
+            })?;
+            let all = result.a.operand()?.kernel();
+            rank.device.copy(&rank.stream, copy.view_mut(), all)
+        };
+        Self {
+            graph: rank.device.capture(&rank.stream, work).unwrap(),
+            x,
+            d,
+            gathered,
+        }
+    }
+
+    /// Runs with the rows of a day. Gives D and the gathered rows.
+    fn replay(&mut self, rank: &Rank, day: u32) -> [Vec<f32>; 2] {
+        let (device, on) = (&rank.device, &rank.stream);
+        let mine = rows(rank.rank, day);
+        device
+            .write(on, self.x.view_mut(), bytemuck::cast_slice(&mine))
+            .unwrap();
+        device.fill(on, self.d.view_mut(), 0xFF).unwrap();
+        device.fill(on, self.gathered.view_mut(), 0xFF).unwrap();
+        self.graph.launch(on).unwrap().sync(AMPLE).unwrap();
+        [&self.d, &self.gathered].map(|b| device.download(on, b.view()).unwrap())
+    }
+
+    /// Runs with the rows of a day, and asserts what comes out.
+    pub fn check(&mut self, rank: &Rank, day: u32) {
+        let [d, gathered] = self.replay(rank, day);
+        let of_all = |part: fn(usize, u32) -> Vec<f32>| {
+            let parts = (0..rank.size).map(|r| part(r, day));
+            parts.collect::<Vec<_>>().concat()
+        };
+        assert_eq!(d, of_all(product), "D of replay {day}");
+        assert_eq!(gathered, of_all(rows), "gathered rows of replay {day}");
+    }
+}
+
+/// Every result of every replay is that of its day, wherever ranks are held up.
+fn under_stalls(world: &World) {
+    let jitter = Jitter::new(&mut world.rng(), 20, 200);
+    world.run_injected(&config(), Arc::new(jitter), |rank| {
+        let mut captured = Captured::new(rank);
+        for day in 0..REPLAYS {
+            captured.check(rank, day);
+        }
+    });
+}
+
+/// The reader, which is held in every other replay, right after it saw the writer's chunk and before it reads it.
+const READER: usize = 0;
+/// The rank whose chunk it is.
+const WRITER: usize = 1;
+
+/// Holds the reader at the hazard until the writer has put the next chunk into the same place.
+struct Hazard {
+    /// Whether the writer goes ahead without the reader's credit.
+    unguarded: bool,
+    /// Longest that a rank is held.
+    patience: Duration,
+    uses: Mutex<Uses>,
+    news: Condvar,
+}
+
+/// The last use of the half for which this has happened.
+#[derive(Default)]
+struct Uses {
+    /// The reader has seen the writer's flag.
+    seen: u32,
+    /// The writer's chunk lies at the reader.
+    written: u32,
+}
+
+impl Hazard {
+    fn is_held(epoch: u32) -> bool {
+        epoch % 2 == 1
+    }
+
+    fn tell(&self, change: impl FnOnce(&mut Uses)) {
+        change(&mut self.uses.lock());
+        self.news.notify_all();
+    }
+
+    fn hold(&self, epoch: u32, until: impl Fn(&Uses) -> bool) {
+        let mut uses = self.uses.lock();
+        let held = self
+            .news
+            .wait_while_for(&mut uses, |uses| !until(uses), self.patience);
+        let lost = self.unguarded && held.timed_out();
+        assert!(
+            !lost,
+            "held in use {epoch} for more than {:?}",
+            self.patience
+        );
+    }
+}
+
+impl Inject for Hazard {
+    fn at(&self, step: &Step) -> Action {
+        let Some(epoch) = step.place.map(|p| p.epoch) else {
+            return Action::GoOn;
+        };
+        match (step.point, step.rank, step.peer) {
+            (Point::Announce, WRITER, READER) => self.tell(|uses| uses.written = epoch),
+            (Point::Read, READER, WRITER) if Self::is_held(epoch) => {
+                self.tell(|uses| uses.seen = epoch);
+                self.hold(epoch, |uses| uses.written > epoch);
+            }
+            (Point::Credit, WRITER, READER) if self.unguarded && Self::is_held(epoch - 1) => {
+                // A reader that has not seen the last flag yet would find this use's in its place, and say so.
+                self.hold(epoch, |uses| uses.seen == epoch - 1);
+                // SAFETY: this credit is the reader's for the use in which it is held by now, until the chunk of this use
+                // is written and the lock of `uses` has passed from the writer to it. So it reads after the writer wrote,
+                // and not beside it. The credit for this use, the writer waits for before the next.
+                return Action::Skip(unsafe { Unguarded::promise() });
+            }
+            _ => {}
+        }
+        Action::GoOn
+    }
+}
+
+/// Two ranks, a reader held at the hazard in every other replay. Gives the replays in which its part of D that comes from
+/// the writer was wrong.
+fn wrong_replays(world: &World, unguarded: bool, patience: Duration) -> Vec<u32> {
+    let hazard = Arc::new(Hazard {
+        unguarded,
+        patience,
+        uses: Mutex::default(),
+        news: Condvar::new(),
+    });
+    let wrong = Arc::new(Mutex::new(vec![]));
+    let found = Arc::clone(&wrong);
+    world.run_injected(&config(), hazard, move |rank| {
+        let mut captured = Captured::new(rank);
+        for day in 0..CONTROL_REPLAYS {
+            let [d, _] = captured.replay(rank, day);
+            for (from, part) in d.chunks(ROWS * N).enumerate() {
+                if part == product(from, day) {
+                    continue;
+                }
+                // What is wrong is of the next replay, and only where a guard was left out.
+                assert_eq!((rank.rank, from), (READER, WRITER), "replay {day}");
+                assert_eq!(part, product(WRITER, day + 1), "replay {day}");
+                found.lock().push(day);
+            }
+        }
+    });
+    std::mem::take(&mut *wrong.lock())
+}
+
+/// A reader that is slow at the worst moment still reads what it was sent.
+fn with_credits(world: &World) {
+    let wrong = wrong_replays(world, false, Duration::from_millis(1));
+    assert!(wrong.is_empty(), "wrong elements in replays {wrong:?}");
+}
+
+/// Negative control: without the credit, the reader finds the next replay's rows.
+///
+/// Which guard protects what: within a call, flags keep a chunk from being read too early. Between calls that are made one
+/// by one, halves alternate, and a rank that would write the same half again has met all others in the call between,
+/// which they entered by letting go of the half: there the credit says nothing new. A captured call keeps its half. Then
+/// the next replay writes where this one reads, and the writer may be in it already, since it meets the reader only as it
+/// leaves: the reader's arrival in *this* replay is all that it has waited for. If the reader has not seen its flag yet, it
+/// finds the next one in its place, which is a `Mismatch`. If it has, the credit alone protects the chunk, and to leave it
+/// out is enough.
+fn without_credits(world: &World) {
+    let wrong = wrong_replays(world, true, AMPLE);
+    assert!(
+        !wrong.is_empty(),
+        "no wrong element in {CONTROL_REPLAYS} replays"
+    );
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    if !suite.backend().injects() {
+        return;
+    }
+    for size in [2, 3, 4] {
+        suite.add_at(size, "replays/under_stalls", under_stalls);
+    }
+    suite.add_at(2, "replays/with_credits", with_credits);
+    suite.add_at(2, "replays/without_credits", without_credits);
+}

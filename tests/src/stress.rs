@@ -1,0 +1,128 @@
+//! Stress: calls of all kinds and sizes in random order, with stalls all over the place and a fault now and then, in one
+//! group after the other, for as long as one likes.
+//!
+//! What happens in which order follows from the seed alone, and is drawn before a group begins, so that all ranks do the
+//! same and a failure comes again.
+
+mod draw;
+mod span;
+
+use crate::{
+    backend::{Rank, panic_text},
+    faults::{
+        self, AMPLE,
+        injected::{MISHAPS, befall},
+    },
+    gather_linear::config,
+    inject::{Director, Jitter, Mishap, What},
+    ops::{self, Op},
+    suite::{Suite, World},
+};
+use brigade_device::CommConfig;
+use rand::{
+    Rng, SeedableRng,
+    rngs::StdRng,
+    seq::{IndexedRandom, IteratorRandom},
+};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// The environment variable that says how long to go on, over all group sizes: `90s`, `30m` or `2h`.
+const STRESS: &str = "BRIGADE_STRESS";
+
+/// How long it goes on where nobody says, with threads and with processes each.
+const USUALLY: Duration = Duration::from_secs(30);
+
+/// What one group does before the next one is made.
+const TURNS: usize = 40;
+
+/// Deadline of calls: far more than any takes, with all stalls and on a busy machine.
+const DEADLINE: Duration = Duration::from_secs(2);
+
+/// Something that all ranks of a group do.
+type Turn = Box<dyn Fn(&Rank, &Director) + Send + Sync>;
+
+fn turn(rng: &mut StdRng, world: &World) -> Turn {
+    if world.size > 1 && rng.random_ratio(1, 20) {
+        return fault(rng, world);
+    }
+    let call = draw::call(rng, world.size, world.backend.engines());
+    Box::new(move |rank, _| call(rank))
+}
+
+fn fault(rng: &mut StdRng, world: &World) -> Turn {
+    let culprit = rng.random_range(0..world.size);
+    let all = ops::all(world.backend.engines());
+    let op = all.choose(rng).unwrap().clone();
+    // Modes of one operation may come down to the same call.
+    let differs = |other: &&Op| !other.operations.iter().any(|o| op.operations.contains(o));
+    let other = all.iter().filter(differs).choose(rng).unwrap().clone();
+    match rng.random_range(0..5) {
+        0 => {
+            let (point, action) = *MISHAPS.choose(rng).unwrap();
+            let mishap = Mishap {
+                culprit,
+                point,
+                what: What::Act(action),
+            };
+            Box::new(move |rank, director| befall(rank, director, mishap, &op, DEADLINE))
+        }
+        1 | 2 => Box::new(move |rank, _| faults::differ(rank, culprit, &op, &other)),
+        _ => {
+            let rounds = rng.random_range(0..2000);
+            Box::new(move |rank, _| faults::abort(rank, culprit, rounds, &op))
+        }
+    }
+}
+
+/// One group, from its first call to its end. Gives whether rank 0 finds that it is over by then.
+fn group(world: &World, seed: u64, end: Instant) -> bool {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let jitter = Jitter::new(&mut rng, 25, 400);
+    let turns: Vec<_> = (0..TURNS).map(|_| turn(&mut rng, world)).collect();
+    let config = CommConfig {
+        deadline: DEADLINE,
+        first_deadline: AMPLE,
+        ..config()
+    };
+    let director = Director::new(&world.backend, Some(jitter));
+    let over = Arc::new(AtomicBool::new(false));
+    let found = Arc::clone(&over);
+    world.run_injected(&config, Arc::clone(&director) as Arc<_>, move |rank| {
+        turns.iter().for_each(|turn| turn(rank, &director));
+        rank.comm().close(AMPLE).unwrap();
+        let late = rank.share(&[(Instant::now() >= end).into()]);
+        found.store(late[0] == [1], Ordering::Relaxed);
+    });
+    over.load(Ordering::Relaxed)
+}
+
+/// Groups until the time is over.
+fn random(world: &World) {
+    let asked = std::env::var(STRESS).ok();
+    let all = asked.map_or(USUALLY, |text| span::parse(&text).unwrap());
+    let sizes = u32::try_from(world.backend.worlds().len()).unwrap();
+    let end = Instant::now() + all / sizes;
+    let mut rng = world.rng();
+    for number in 1.. {
+        let seed = rng.random();
+        match catch_unwind(AssertUnwindSafe(|| group(world, seed, end))) {
+            Ok(true) => break,
+            Ok(false) => {}
+            Err(payload) => panic!("group {number}: {}", panic_text(&*payload)),
+        }
+    }
+}
+
+/// Adds the contract.
+pub fn add(suite: &mut Suite) {
+    if suite.backend().injects() {
+        suite.add("stress/random", random);
+    }
+}
