@@ -8,10 +8,10 @@ use brigade_kernels::Parameters;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 
-/// All of a GPU.
-const WHOLE: u64 = 1_000_000;
+/// All of a GPU. So fine that what rounding lets through is far less than a block.
+const WHOLE: u64 = 1_000_000_000;
 
-/// What is reserved on each GPU, in millionths. Of the process, since several devices may stand for one GPU.
+/// What is reserved on each GPU, in parts of [`WHOLE`]. Of the process, since several devices may stand for one GPU.
 static RESERVED: Mutex<BTreeMap<u32, u64>> = Mutex::new(BTreeMap::new());
 
 /// Places of blocks that may wait; given back when dropped.
@@ -36,7 +36,7 @@ impl CudaDevice {
         let share = share(u64::from(shape.blocks), places);
         let ordinal = self.info().ordinal;
         reserve(ordinal, share).map_err(|reserved| {
-            let free = WHOLE.saturating_sub(reserved) * places / WHOLE;
+            let free = (WHOLE - reserved) * places / WHOLE;
             Reason::new(
                 "cuda-residency",
                 format!(
@@ -50,9 +50,9 @@ impl CudaDevice {
     }
 }
 
-/// What so many blocks take of a GPU with so many places, rounded up.
+/// What so many blocks take of a GPU with so many places.
 fn share(blocks: u64, places: u64) -> u64 {
-    (blocks * WHOLE).div_ceil(places.max(1))
+    blocks * WHOLE / places.max(1)
 }
 
 /// `Err` is what is reserved already.
