@@ -27,11 +27,12 @@ pub struct Bundle {
 }
 
 /// Packages and their test programs.
-const PROGRAMS: [(&str, &str); 5] = [
+const PROGRAMS: [(&str, &str); 6] = [
     ("brigade-cuda", "gpu"),
     ("brigade-cuda", "device"),
     ("brigade-cuda", "captures"),
     ("brigade-cuda", "symmetric"),
+    ("brigade-cuda", "ipc"),
     ("brigade-conformance", "cuda"),
 ];
 
