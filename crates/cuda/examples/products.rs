@@ -54,11 +54,21 @@ impl Bench {
     }
 
     fn linear(&self, name: &str, dims: [usize; 3], p: LoraLinearParams<'_>) -> Result<()> {
+        self.linear_to(DataType::BF16, name, dims, p)
+    }
+
+    fn linear_to(
+        &self,
+        output: DataType,
+        name: &str,
+        dims: [usize; 3],
+        p: LoraLinearParams<'_>,
+    ) -> Result<()> {
         let [m, k, n] = dims;
         let dims = [m, n];
         let mut d = self
             .device
-            .allocate(&self.on, MemoryType::Device, DataType::BF16, &dims)?;
+            .allocate(&self.on, MemoryType::Device, output, &dims)?;
         let (us, host_us) = self.time(|| {
             let output = Output::Into(d.view_mut());
             self.device.lora_linear(&self.on, &p, output).map(drop)
@@ -121,6 +131,20 @@ impl Bench {
             let gemm = by_rows(Operand::Quantized(x.view()), Operand::Quantized(w.view()));
             self.linear(name, dims, base(gemm))?;
         }
+        self.linear_to(DataType::F32, "bf16 to f32", dims, base(plain))?;
+        let sums = self.matrix(DataType::F32, m, n)?;
+        let mut d = self
+            .device
+            .allocate(&self.on, MemoryType::Device, DataType::BF16, &[m, n])?;
+        let (us, _) = self.time(|| {
+            let output = Output::Into(d.view_mut());
+            let done =
+                self.device
+                    .bias_activation(&self.on, sums.view(), None, activation, output)?;
+            drop(done);
+            Ok(())
+        })?;
+        println!("{m:>6} {:>6} {n:>6}  {:<14} {us:>9.1}", "", "silu of f32");
         let (us, _) = self.time(|| {
             let q = self
                 .device

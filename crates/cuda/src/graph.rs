@@ -4,7 +4,7 @@ use crate::{card::Card, driver::failed, lane::Lane, mark::CudaMark, memory::Plac
 use brigade_device::{Event, Replay, Result, Storage, Stream};
 use cudarc::driver::{
     result::{graph, stream},
-    sys::{self, CUgraphInstantiate_flags_enum, CUstreamCaptureMode_enum},
+    sys::{self, CUgraphInstantiate_flags_enum},
 };
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -50,7 +50,7 @@ impl Drop for Capturing<'_> {
     }
 }
 
-/// Records what `work` enqueues on `on`. Relaxed: other threads, and calls on other streams, go on as usual.
+/// Records what `work` enqueues on `on`.
 pub(crate) fn capture(
     card: &Arc<Card>,
     on: &Stream,
@@ -59,13 +59,7 @@ pub(crate) fn capture(
     let lane = Lane::of(on, card)?;
     lane.refuse_capture("a capture")?;
     card.bind()?;
-    lane.begin_capture();
-    let mode = CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: the stream lives as long as `lane`.
-    if let Err(e) = unsafe { stream::begin_capture(lane.stream, mode) } {
-        lane.end_capture();
-        return Err(failed("cuStreamBeginCapture")(e));
-    }
+    lane.begin_capture()?;
     let mut capturing = Capturing { lane, open: true };
     work()?;
     let (graph, kept) = capturing.end();

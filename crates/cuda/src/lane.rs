@@ -9,7 +9,9 @@ use crate::{
 use brigade_device::{Buffer, Error, Event, Hook, Mark, Queue, Reason, Result, Storage, Stream};
 use cudarc::driver::{
     result::stream,
-    sys::{self, CUstreamCaptureStatus_enum as CaptureStatus},
+    sys::{
+        self, CUstreamCaptureMode_enum as CaptureMode, CUstreamCaptureStatus_enum as CaptureStatus,
+    },
 };
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -246,10 +248,28 @@ impl Lane {
         }))
     }
 
-    /// From here on, what work refers to is kept for the graph.
-    pub(crate) fn begin_capture(&self) {
+    /// Frees memory that this stream alone used, behind its work; `false`, and nothing is done, while a capture runs here.
+    pub(crate) fn give(&self, address: u64) -> Result<bool> {
+        let _no_capture_begins = self.notes.lock();
+        if self.capturing() {
+            return Ok(false);
+        }
+        self.card.bind()?;
+        self.card.give(address, self.stream)?;
+        Ok(true)
+    }
+
+    /// From here on, work is recorded instead of run, and what it refers to is kept for the graph. Relaxed: other threads, and
+    /// calls on other streams, go on as usual.
+    pub(crate) fn begin_capture(&self) -> Result<()> {
         self.tidy();
-        self.notes.lock().capture = Some(Capture::default());
+        let mut notes = self.notes.lock();
+        let mode = CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream lives as long as `self`.
+        unsafe { stream::begin_capture(self.stream, mode) }
+            .map_err(failed("cuStreamBeginCapture"))?;
+        notes.capture = Some(Capture::default());
+        Ok(())
     }
 
     /// What the graph refers to. Called when the driver has ended the capture.

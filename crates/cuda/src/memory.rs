@@ -1,6 +1,10 @@
 //! Memory behind buffers. Dropping it never blocks: it is freed once the streams that used it have come so far.
 
-use crate::{card::Card, driver::failed, lane::Lane};
+use crate::{
+    card::{Card, Task},
+    driver::failed,
+    lane::Lane,
+};
 use brigade_device::{Adopted, Buffer, Error, MemoryType, Result, Storage};
 use cudarc::driver::{result, sys};
 use parking_lot::Mutex;
@@ -72,29 +76,28 @@ impl Drop for DeviceMemory {
 
 /// Frees memory after the work of its users: on the one stream that used it, else on the card's own.
 fn free(card: Arc<Card>, address: u64, mut users: Users) {
-    let only = match &users[..] {
-        [only] if !only.capturing() => Some(Arc::clone(only)),
-        _ => None,
+    let given = match &users[..] {
+        [only] => only.give(address),
+        _ => Ok(false),
     };
-    let stream = if let Some(lane) = &only {
-        lane.stream
-    } else {
+    let result = given.and_then(|given| {
+        if given {
+            return Ok(());
+        }
         while let Some(user) = users.pop() {
             let rest = || {
-                let (card, users, user) = (Arc::clone(&card), users.clone(), Arc::clone(&user));
-                Box::new(move || {
-                    let mut users = users;
-                    users.push(user);
-                    free(card, address, users);
-                }) as Box<dyn FnOnce() + Send>
+                let (card, mut users) = (Arc::clone(&card), users.clone());
+                users.push(Arc::clone(&user));
+                Box::new(move || free(card, address, users)) as Task
             };
             if !user.fence(card.reclaim, &card, rest) {
-                return;
+                return Ok(());
             }
         }
-        card.reclaim
-    };
-    if let Err(error) = card.bind().and_then(|()| card.give(address, stream)) {
+        card.bind()?;
+        card.give(address, card.reclaim)
+    });
+    if let Err(error) = result {
         tracing::warn!(%error, "memory is lost");
     }
 }

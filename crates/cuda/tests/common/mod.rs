@@ -1,11 +1,13 @@
 //! A device, and what tests do with one.
 #![allow(dead_code, reason = "each test program uses a part")]
 
-use brigade_cuda::CudaDevice;
+use brigade_cuda::{CudaDevice, Kernel, KernelSet, Launch};
 use brigade_device::{
-    Activation, Allocate, Buffer, DataType, DeviceExt, Error, GemmParams, Linear, MemoryType,
-    Output, Queues, Stream,
+    Activation, Allocate, Buffer, DataType, Device, DeviceExt, Error, GemmParams, Linear,
+    MemoryType, Output, Queues, Stream,
 };
+use brigade_kernels::{PostParams, fatbin};
+use cudarc::driver::CudaContext;
 use std::{sync::Arc, time::Duration};
 
 pub const AMPLE: Duration = Duration::from_secs(60);
@@ -39,12 +41,22 @@ pub fn all(device: &CudaDevice, on: &Stream, buffer: &Buffer, value: u8) -> bool
     got.iter().all(|&x| x == value)
 }
 
-/// Some ten milliseconds of work.
+/// Keeps the stream busy for a while, however long others keep this thread from going on.
 pub fn dawdle(device: &CudaDevice, on: &Stream) {
-    let mut a = bytes(device, on, 1 << 30, 1);
-    for _ in 0..20 {
-        device.fill(on, a.view_mut(), 2).unwrap();
-    }
+    let context = CudaContext::new(device.info().ordinal as usize).unwrap();
+    let probe = KernelSet::load(&context, fatbin("probe").unwrap()).unwrap();
+    let post: Kernel<PostParams> = probe.kernel().unwrap();
+    let flag = bytes(device, on, 8, 0);
+    let parameters = PostParams {
+        flag: flag.address(),
+        value: 1,
+        delay_ns: 150_000_000,
+    };
+    let stream = device.raw_stream(on).unwrap();
+    // SAFETY: the hook keeps the flag, and the kernel loaded, until it has ended.
+    unsafe { post.launch(stream.cast(), Launch::grid(1, 1), parameters) }.unwrap();
+    on.on_complete(Box::new(move |_| drop((flag, post))))
+        .unwrap();
 }
 
 pub fn field(error: Error) -> &'static str {
