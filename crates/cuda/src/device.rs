@@ -5,9 +5,8 @@ use crate::{
     card::Card,
     devices::devices,
     graph,
-    kernels::Kernels,
     lane::{CudaQueue, Lane},
-    lt::Lt,
+    opened::Opened,
 };
 use brigade_device::{
     Bootstrap, Comm, CommConfig, Device, DeviceInfo, Queues, Reason, Replay, Result, Stream,
@@ -24,8 +23,7 @@ pub struct CudaDevice {
     info: DeviceInfo,
     pub(crate) capability: (u32, u32),
     pub(crate) card: Arc<Card>,
-    pub(crate) kernels: Kernels,
-    pub(crate) lt: Arc<Lt>,
+    pub(crate) opened: Arc<Opened>,
 }
 
 impl std::fmt::Debug for CudaDevice {
@@ -35,8 +33,9 @@ impl std::fmt::Debug for CudaDevice {
 }
 
 impl CudaDevice {
-    /// Opens GPU `ordinal`, as CUDA counts. Opening a GPU for the first time synchronizes it: no capture may run there, of
-    /// other libraries neither. Its primary context and cuBLASLt's handle then stay until the process ends.
+    /// Opens GPU `ordinal`, as CUDA counts. Opening a GPU for the first time synchronizes it: no capture and no wait may run
+    /// there, of other libraries neither. Its primary context, the kernels and cuBLASLt's handle then stay until the process
+    /// ends.
     ///
     /// # Errors
     /// What is missing: driver, GPU, kernels in this build, or cuBLASLt. Never panics.
@@ -48,7 +47,7 @@ impl CudaDevice {
             .nth(ordinal)
             .ok_or(Missing::Ordinal { ordinal, count })?;
         let card = Card::open(ordinal)?;
-        let kernels = Kernels::load(&card.context, gpu.multiprocessors)?;
+        let opened = Opened::of(&gpu, &card.context)?;
         Ok(Arc::new(Self {
             info: DeviceInfo {
                 name: gpu.name,
@@ -57,8 +56,7 @@ impl CudaDevice {
                 memory_bytes: gpu.memory_bytes,
             },
             capability: gpu.capability,
-            kernels,
-            lt: Lt::open(&card.context)?,
+            opened,
             card,
         }))
     }

@@ -138,7 +138,7 @@ impl CudaDevice {
                 sm_cap: p.sm_cap,
                 ..Product::new(&a, &b, &d)
             };
-            if self.lt.run(lane, &product)? {
+            if self.opened.lt.run(lane, &product)? {
                 return Ok(Sums::Integer {
                     values,
                     stride,
@@ -186,7 +186,7 @@ impl CudaDevice {
         };
         let buffers = [&values, &a, &b, &rows.values, &columns.values];
         // A warp for each element.
-        let (k, blocks) = (&self.kernels, blocks_for(m * n * 32));
+        let (k, blocks) = (&self.opened.kernels, blocks_for(m * n * 32));
         // SAFETY: the shapes were checked, and there is a scale for each row and column, or one.
         unsafe { k.launch(&k.long, lane, &buffers, blocks, parameters) }?;
         Ok(Sums::Float { values, stride: n })
@@ -239,7 +239,7 @@ impl CudaDevice {
             (parameters.rows, parameters.columns) = (parameters.columns, parameters.rows);
             (parameters.row_stride, parameters.column_stride) = (1, from_columns as u64);
         }
-        let (k, blocks) = (&self.kernels, blocks_for(rows * columns));
+        let (k, blocks) = (&self.opened.kernels, blocks_for(rows * columns));
         // SAFETY: the input has this many rows and columns by these strides, the output is as large as said.
         unsafe { k.launch(&k.pack, lane, &[&out, from], blocks, parameters) }?;
         Ok(out)

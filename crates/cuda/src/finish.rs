@@ -104,11 +104,12 @@ impl CudaDevice {
             parameters.column_scale_stride = columns.stride;
             buffers.extend([&rows.values, &columns.values]);
         }
-        let kernel = &self.kernels.finish;
+        let kernel = &self.opened.kernels.finish;
         let blocks = rows * columns.div_ceil(TILE);
         // SAFETY: sums, C and scales hold what the strides reach for this many rows and columns, as does the result.
         unsafe {
-            self.kernels
+            self.opened
+                .kernels
                 .launch(kernel, lane, &buffers, blocks, parameters)
         }
     }

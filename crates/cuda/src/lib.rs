@@ -30,6 +30,7 @@ mod memory;
 mod missing;
 mod moves;
 mod nccl;
+mod opened;
 mod peers;
 mod probe;
 mod quantize;

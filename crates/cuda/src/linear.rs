@@ -223,7 +223,7 @@ impl Job<'_> {
             }
             Some(_) => return Ok(false),
         }
-        self.device.lt.run(self.lane, &product)
+        self.device.opened.lt.run(self.lane, &product)
     }
 
     /// Sums in f32; `None` where the library has no algorithm for these factors.
@@ -238,13 +238,14 @@ impl Job<'_> {
         let values = device.scratch(self.lane, DataType::F32, &[batch * m, stride])?;
         let d = Matrix::shaped(&values, m, stride);
         let done = device
+            .opened
             .lt
             .run(self.lane, &self.product((a, b, scales), &d))?;
         Ok(done.then_some(Sums::Float { values, stride }))
     }
 
     fn multiply(&self, product: &Product<'_>) -> Result<()> {
-        if self.device.lt.run(self.lane, product)? {
+        if self.device.opened.lt.run(self.lane, product)? {
             return Ok(());
         }
         Err(no_algorithm(&self.shape).into())

@@ -18,12 +18,7 @@ use cudarc::{
     driver::CudaContext,
 };
 use parking_lot::Mutex;
-use std::{
-    collections::{BTreeMap, HashMap},
-    ffi::c_void,
-    ptr,
-    sync::Arc,
-};
+use std::{collections::HashMap, ffi::c_void, ptr, sync::Arc};
 
 /// What the library may use beside its operands; NVIDIA's advice for Hopper.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
@@ -31,8 +26,7 @@ pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
 /// Kinds of products whose algorithm is kept. A program that makes more asks again.
 const KEPT: usize = 4096;
 
-/// The library, on one GPU. Never closed: making and closing a handle synchronizes the GPU, which breaks whatever capture runs
-/// there. So a process has one for each GPU, made when the first device is opened.
+/// The library, on one GPU. Never closed: see [`Opened`](crate::opened::Opened).
 pub(crate) struct Lt {
     handle: sys::cublasLtHandle_t,
     /// The handle belongs to the context, which must not go either.
@@ -139,22 +133,9 @@ impl Kind {
     }
 }
 
-/// The library on each GPU that was opened.
-static OPENED: Mutex<BTreeMap<usize, Arc<Lt>>> = Mutex::new(BTreeMap::new());
-
 impl Lt {
-    /// The library on a GPU.
-    pub(crate) fn open(context: &Arc<CudaContext>) -> Result<Arc<Self>, Missing> {
-        let mut opened = OPENED.lock();
-        if let Some(lt) = opened.get(&context.ordinal()) {
-            return Ok(Arc::clone(lt));
-        }
-        let lt = Arc::new(Self::new(context)?);
-        opened.insert(context.ordinal(), Arc::clone(&lt));
-        Ok(lt)
-    }
-
-    fn new(context: &Arc<CudaContext>) -> Result<Self, Missing> {
+    /// Opens the library on a GPU.
+    pub(crate) fn open(context: &Arc<CudaContext>) -> Result<Self, Missing> {
         // SAFETY: loading runs the initializers of cuBLASLt, which ask nothing of the caller.
         if !unsafe { sys::is_culib_present() } {
             return Err(Missing::Cublas);

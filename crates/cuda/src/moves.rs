@@ -171,8 +171,13 @@ impl CudaDevice {
         let blocks = blocks_for(to.shape().len());
         // SAFETY: both buffers hold as many elements of their types, within reach.
         unsafe {
-            self.kernels
-                .launch(&self.kernels.convert, lane, &[to, from], blocks, parameters)
+            self.opened.kernels.launch(
+                &self.opened.kernels.convert,
+                lane,
+                &[to, from],
+                blocks,
+                parameters,
+            )
         }
     }
 }
@@ -322,8 +327,8 @@ impl Allocate for CudaDevice {
         let tiles = rows.div_ceil(TILE) * columns.div_ceil(TILE);
         // SAFETY: both buffers hold `rows * columns` elements of this size, within reach, and do not overlap.
         unsafe {
-            self.kernels.launch(
-                &self.kernels.transpose,
+            self.opened.kernels.launch(
+                &self.opened.kernels.transpose,
                 lane,
                 &[&to, &from],
                 tiles,

@@ -63,7 +63,7 @@ impl CudaDevice {
             from_type: types::float_code(from.dtype()),
             kernel_type: types::kernel_code(kernel.dtype()),
         };
-        let (k, groups) = (&self.kernels, scales.shape().len());
+        let (k, groups) = (&self.opened.kernels, scales.shape().len());
         let buffers = [kernel, scales, from];
         // SAFETY: kernel and input have the same shape, and there is a scale for each group.
         unsafe { k.launch(&k.quantize_rows, lane, &buffers, groups, parameters) }
@@ -75,7 +75,7 @@ impl CudaDevice {
         lane: &Arc<Lane>,
         [kernel, scales, from]: [&Buffer; 3],
     ) -> Result<()> {
-        let (k, shape) = (&self.kernels, kernel.shape());
+        let (k, shape) = (&self.opened.kernels, kernel.shape());
         let (rows, columns) = (shape.rows() as u64, shape.columns() as u64);
         let column_stride = u32::from(scales.shape().len() > 1);
         let from_type = types::float_code(from.dtype());
@@ -135,7 +135,7 @@ impl CudaDevice {
             column_stride,
             kernel_type: types::kernel_code(kernel.dtype()),
         };
-        let (k, blocks) = (&self.kernels, blocks_for(shape.len()));
+        let (k, blocks) = (&self.opened.kernels, blocks_for(shape.len()));
         let buffers = [&out, &kernel, &scales];
         // SAFETY: `QView` checked that there are as many scales as the scheme has groups.
         unsafe { k.launch(&k.dequantize, lane, &buffers, blocks, parameters) }?;

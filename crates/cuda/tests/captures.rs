@@ -20,7 +20,9 @@ const TOGETHER: Duration = Duration::from_millis(700);
 
 /// Captures again and again while another thread acts.
 fn beside(act: impl Fn(&Arc<CudaDevice>, usize) + Send + Sync) {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let mut a = bytes(&device, &on, 1000, 1);
     let (stop, mut captures) = (AtomicBool::new(false), 0);
     let other = Arc::clone(&device);

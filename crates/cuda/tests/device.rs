@@ -23,7 +23,9 @@ use std::{
 
 #[test]
 fn waits_on_the_host_end_in_time() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     dawdle(&device, &on);
     let mark = on.record().unwrap();
     assert!(!mark.done().unwrap());
@@ -44,7 +46,9 @@ fn waits_on_the_host_end_in_time() {
 
 #[test]
 fn dropping_a_buffer_in_use_neither_blocks_nor_frees_it_early() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let other = device.stream(0).unwrap();
     let size = 64 << 20;
     for round in 0..8 {
@@ -65,7 +69,9 @@ fn dropping_a_buffer_in_use_neither_blocks_nor_frees_it_early() {
 
 #[test]
 fn a_graph_keeps_what_it_needs_and_runs_beside_eager_work() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let other = device.stream(1).unwrap();
     let (x, w) = (
         floats(&device, &on, 300, 500, 1),
@@ -116,7 +122,9 @@ fn a_graph_keeps_what_it_needs_and_runs_beside_eager_work() {
 
 #[test]
 fn a_capture_that_fails_or_panics_leaves_the_stream_usable() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let mut a = bytes(&device, &on, 1000, 1);
     let failed = device.capture(&on, &mut || {
         device.fill(&on, a.view_mut(), 2)?;
@@ -164,7 +172,9 @@ impl Drop for Foreign {
 
 #[test]
 fn memory_of_others_lives_as_long_as_the_work_that_uses_it() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let context = CudaContext::new(0).unwrap();
     context.bind_to_thread().unwrap();
     let size = 1 << 20;
@@ -193,7 +203,9 @@ fn memory_of_others_lives_as_long_as_the_work_that_uses_it() {
 
 #[test]
 fn streams_of_others_are_used_in_their_order_and_their_captures_are_seen() {
-    let Some((device, _)) = device() else { return };
+    let Some((device, _, _alone)) = device() else {
+        return;
+    };
     let context = CudaContext::new(0).unwrap();
     let theirs = context.new_stream().unwrap();
     let raw = theirs.cu_stream();
@@ -226,7 +238,9 @@ fn streams_of_others_are_used_in_their_order_and_their_captures_are_seen() {
 
 #[test]
 fn hooks_may_drop_what_they_hold_and_outlive_their_device() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let (tell, heard) = channel();
     let a = bytes(&device, &on, 1 << 20, 1);
     dawdle(&device, &on);
@@ -248,7 +262,9 @@ fn hooks_may_drop_what_they_hold_and_outlive_their_device() {
 
 #[test]
 fn products_show_nans_repeat_their_bits_and_keep_to_a_cap() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let (x, w) = (
         floats(&device, &on, 64, 256, 3),
         floats(&device, &on, 256, 128, 4),
@@ -281,7 +297,9 @@ fn products_show_nans_repeat_their_bits_and_keep_to_a_cap() {
 
 #[test]
 fn what_a_kernel_cannot_reach_is_refused_by_name() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let new = |memory, dims: &[usize]| device.allocate(&on, memory, DataType::F32, dims).unwrap();
     let (host, w) = (
         new(MemoryType::Host, &[4, 4]),

@@ -23,7 +23,9 @@ fn read(device: &CudaDevice, on: &Stream, from: &Buffer) -> Vec<u8> {
 
 #[test]
 fn parts_lie_side_by_side_and_are_reached_by_base_and_stride() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let grain = Pages::granularity(&device).unwrap();
     let pages: Vec<_> = (0..3).map(|_| Pages::new(&device, 1000).unwrap()).collect();
     assert!(pages.iter().all(|p| p.bytes() == grain));
@@ -48,7 +50,9 @@ fn parts_lie_side_by_side_and_are_reached_by_base_and_stride() {
 #[test]
 fn memory_travels_as_a_descriptor() {
     use std::os::fd::AsFd;
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let pages = Pages::new(&device, 1 << 20).unwrap();
     let mine = Symmetric::map(std::slice::from_ref(&pages), &[&device]).unwrap();
     device
@@ -70,7 +74,9 @@ fn memory_travels_as_a_descriptor() {
 
 #[test]
 fn a_mapping_lives_as_long_as_the_work_that_uses_it() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let pages = Pages::new(&device, 4 << 20).unwrap();
     let symmetric = Symmetric::map(&[pages], &[&device]).unwrap();
     let mut to = bytes(&device, &on, 4 << 20, 0);
@@ -85,7 +91,9 @@ fn a_mapping_lives_as_long_as_the_work_that_uses_it() {
 
 #[test]
 fn what_cannot_be_mapped_is_refused_by_name() {
-    let Some((device, _)) = device() else { return };
+    let Some((device, _, _alone)) = device() else {
+        return;
+    };
     assert_eq!(field(Pages::new(&device, 0).unwrap_err()), "bytes");
     assert_eq!(field(Symmetric::map(&[], &[&device]).unwrap_err()), "parts");
     let sizes = [1, 5 << 20].map(|bytes| Pages::new(&device, bytes).unwrap());
@@ -110,7 +118,9 @@ fn what_cannot_be_mapped_is_refused_by_name() {
 
 #[test]
 fn every_gpu_of_the_host_is_mapped_where_links_allow() {
-    let Some((first, on)) = device() else { return };
+    let Some((first, on, _alone)) = device() else {
+        return;
+    };
     let all: Vec<_> = (0..devices().unwrap().len())
         .map(|i| CudaDevice::new(i).unwrap())
         .collect();
@@ -139,7 +149,9 @@ fn every_gpu_of_the_host_is_mapped_where_links_allow() {
 
 #[test]
 fn launches_of_every_shape_do_the_same() {
-    let Some((device, on)) = device() else { return };
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
     let context = CudaContext::new(0).unwrap();
     let set = KernelSet::load(&context, fatbin("fill").unwrap()).unwrap();
     let kernel: Kernel<FillParams> = set.kernel().unwrap();
@@ -191,7 +203,9 @@ fn launches_of_every_shape_do_the_same() {
 
 #[test]
 fn blocks_that_wait_have_places_or_a_reason() {
-    let Some((device, _)) = device() else { return };
+    let Some((device, _, _alone)) = device() else {
+        return;
+    };
     let context = CudaContext::new(0).unwrap();
     let set = KernelSet::load(&context, fatbin("probe").unwrap()).unwrap();
     let kernel: Kernel<WaitParams> = set.kernel().unwrap();

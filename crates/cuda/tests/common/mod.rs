@@ -3,21 +3,29 @@
 
 use brigade_cuda::{CudaDevice, Kernel, KernelSet, Launch};
 use brigade_device::{
-    Activation, Allocate, Buffer, DataType, Device, DeviceExt, Error, GemmParams, Linear,
-    MemoryType, Output, Queues, Stream,
+    Activation, Allocate, Buffer, DataType, DeviceExt, Error, GemmParams, Linear, MemoryType,
+    Output, Queues, Stream,
 };
 use brigade_kernels::{PostParams, fatbin};
 use cudarc::driver::CudaContext;
-use std::{sync::Arc, time::Duration};
+use parking_lot::{Mutex, MutexGuard};
+use std::{
+    sync::{Arc, LazyLock},
+    time::Duration,
+};
 
 pub const AMPLE: Duration = Duration::from_secs(60);
 
-/// The first GPU and a stream of it; `None`, after checking the explanation, where there is none to use.
-pub fn device() -> Option<(Arc<CudaDevice>, Stream)> {
+/// One test of a program at a time: some load kernels or allocate by calls that synchronize, which may break others' captures.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// The first GPU, a stream of it, and the right to use it; `None`, after checking the explanation, where there is none.
+pub fn device() -> Option<(Arc<CudaDevice>, Stream, MutexGuard<'static, ()>)> {
+    let alone = ALONE.lock();
     match CudaDevice::new(0) {
         Ok(device) => {
             let on = device.stream(0).unwrap();
-            Some((device, on))
+            Some((device, on, alone))
         }
         Err(missing) => {
             let demanded = std::env::var_os("BRIGADE_TEST_DEVICE").is_some_and(|d| d == "cuda");
@@ -41,11 +49,15 @@ pub fn all(device: &CudaDevice, on: &Stream, buffer: &Buffer, value: u8) -> bool
     got.iter().all(|&x| x == value)
 }
 
+/// Posts a flag after a while. Loaded once: loading waits for the whole GPU.
+static POST: LazyLock<Kernel<PostParams>> = LazyLock::new(|| {
+    let context = CudaContext::new(0).unwrap();
+    let probe = KernelSet::load(&context, fatbin("probe").unwrap()).unwrap();
+    probe.kernel().unwrap()
+});
+
 /// Keeps the stream busy for a while, however long others keep this thread from going on.
 pub fn dawdle(device: &CudaDevice, on: &Stream) {
-    let context = CudaContext::new(device.info().ordinal as usize).unwrap();
-    let probe = KernelSet::load(&context, fatbin("probe").unwrap()).unwrap();
-    let post: Kernel<PostParams> = probe.kernel().unwrap();
     let flag = bytes(device, on, 8, 0);
     let parameters = PostParams {
         flag: flag.address(),
@@ -53,10 +65,9 @@ pub fn dawdle(device: &CudaDevice, on: &Stream) {
         delay_ns: 150_000_000,
     };
     let stream = device.raw_stream(on).unwrap();
-    // SAFETY: the hook keeps the flag, and the kernel loaded, until it has ended.
-    unsafe { post.launch(stream.cast(), Launch::grid(1, 1), parameters) }.unwrap();
-    on.on_complete(Box::new(move |_| drop((flag, post))))
-        .unwrap();
+    // SAFETY: the hook keeps the flag until the kernel has ended.
+    unsafe { POST.launch(stream.cast(), Launch::grid(1, 1), parameters) }.unwrap();
+    on.on_complete(Box::new(move |_| drop(flag))).unwrap();
 }
 
 pub fn field(error: Error) -> &'static str {
