@@ -31,6 +31,11 @@ pub trait Backend: Send + Sync {
     fn worlds(&self) -> Vec<usize>;
     /// Modes and algorithms that can be forced.
     fn engines(&self) -> Engines;
+    /// Whether its ranks can join a group. Those of a device that has no communicator run the contracts of
+    /// [`device_trials`](crate::device_trials) only.
+    fn communicates(&self) -> bool {
+        true
+    }
     /// Fresh ranks for a group of `size`: all that are threads of this process, in rank order.
     ///
     /// # Errors
@@ -91,15 +96,20 @@ impl Rank {
     /// # Panics
     /// If it cannot.
     pub fn join(seat: Seat, config: &CommConfig) -> Self {
+        Self::new(seat, Some(config))
+    }
+
+    /// A rank without a configuration has a device, and no communicator.
+    fn new(seat: Seat, config: Option<&CommConfig>) -> Self {
         let Seat { device, boot } = seat;
-        let comm = Arc::clone(&device).join(&*boot, config).unwrap();
+        let comm = config.map(|config| Arc::clone(&device).join(&*boot, config).unwrap());
         Self {
             rank: boot.rank(),
             size: boot.size(),
             stream: device.stream(0).unwrap(),
             device,
             boot,
-            comm: Some(comm),
+            comm,
         }
     }
 
@@ -238,13 +248,14 @@ struct Progress {
 }
 
 /// Runs `body` on every rank of a group that is a thread of this process, each on a thread of its own. A rank that panics
-/// aborts the communicator, so that no other waits for it; one that was [killed](Backend::kill) is just gone.
+/// aborts the communicator, so that no other waits for it; one that was [killed](Backend::kill) is just gone. Without a
+/// configuration the ranks join nothing.
 ///
 /// # Panics
 /// With the number of the rank that failed first, and what it failed with.
 pub fn run(
     seats: Vec<Seat>,
-    config: &CommConfig,
+    config: Option<&CommConfig>,
     body: impl Fn(&mut Rank) + Send + Sync + 'static,
 ) {
     let size = seats.first().map_or(0, |seat| seat.boot.size());
@@ -252,11 +263,11 @@ pub fn run(
     let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
     let here: Vec<usize> = seats.iter().map(|seat| seat.boot.rank()).collect();
     for (&number, seat) in here.iter().zip(seats) {
-        let (body, progress, config) = (Arc::clone(&body), Arc::clone(&progress), config.clone());
+        let (body, progress, config) = (Arc::clone(&body), Arc::clone(&progress), config.cloned());
         let work = move || {
             let mut joined = None;
             let result = catch_unwind(AssertUnwindSafe(|| {
-                body(joined.insert(Rank::join(seat, &config)));
+                body(joined.insert(Rank::new(seat, config.as_ref())));
             }));
             let mut state = progress.0.lock();
             if let Err(payload) = result

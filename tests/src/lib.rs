@@ -23,6 +23,7 @@ mod capture;
 pub mod check;
 mod control;
 mod copies;
+mod cuda;
 mod device;
 mod faults;
 mod gather_linear;
@@ -51,6 +52,7 @@ mod traffic;
 mod user_buffers;
 
 pub use backend::{Backend, Rank, Seat};
+pub use cuda::CudaBackend;
 pub use host::HostThreads;
 
 use std::sync::Arc;
@@ -81,4 +83,13 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     replays::add(&mut suite);
     stress::add(&mut suite);
     suite
+}
+
+/// The contracts that need no communicator, at one rank.
+pub fn device_trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
+    let mut suite = suite::Suite::new(backend);
+    device::add(&mut suite);
+    quantized::add_alone(&mut suite);
+    ledger::add_alone(&mut suite);
+    suite.into_trials()
 }

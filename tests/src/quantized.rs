@@ -245,10 +245,15 @@ fn add_at_worlds(
     }
 }
 
-/// Adds the contracts.
-pub fn add(suite: &mut Suite) {
+/// Adds the contracts of a device alone.
+pub fn add_alone(suite: &mut Suite) {
     quantize::add(suite);
     products::add(suite);
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    add_alone(suite);
     gather::add(suite);
     limits::add(suite);
     scatter::add(suite);

@@ -39,6 +39,7 @@ impl World {
 
     /// Runs `body` on every rank. See [`run`].
     pub fn run(&self, config: &CommConfig, body: impl Fn(&mut Rank) + Send + Sync + 'static) {
+        let config = self.backend.communicates().then_some(config);
         run(self.backend.seats(self.size).unwrap(), config, body);
     }
 
@@ -50,7 +51,7 @@ impl World {
         body: impl Fn(&mut Rank) + Send + Sync + 'static,
     ) {
         let seats = self.backend.injected_seats(self.size, &Injector::new(hook));
-        run(seats.unwrap(), config, body);
+        run(seats.unwrap(), Some(config), body);
     }
 }
 

@@ -2,6 +2,7 @@
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 mod bench;
+mod bundle;
 mod demo;
 mod doctor;
 mod kernels;
@@ -46,6 +47,7 @@ enum Command {
     Model(model::Model),
     Bench(bench::Bench),
     Memcheck(memcheck::Memcheck),
+    Bundle(bundle::Bundle),
 }
 
 fn main() -> ExitCode {
@@ -60,6 +62,7 @@ fn main() -> ExitCode {
         Command::Model(model) => model.run(&workspace),
         Command::Bench(bench) => bench.run(&workspace),
         Command::Memcheck(memcheck) => memcheck.run(&workspace),
+        Command::Bundle(bundle) => bundle.run(&workspace),
     });
     outcome.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");

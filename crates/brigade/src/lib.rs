@@ -38,6 +38,8 @@
 //! # }
 //! ```
 
+#[cfg(feature = "cuda")]
+pub use brigade_cuda as cuda;
 pub use brigade_device::*;
 pub use brigade_group as group;
 pub use brigade_host as host;
@@ -48,12 +50,12 @@ use std::{str::FromStr, sync::Arc};
 /// Which device to open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum DeviceChoice {
-    /// A GPU where there is one that works, else the host.
+    /// The host, until GPUs can join a group.
     #[default]
     Auto,
     /// The CPU.
     Host,
-    /// A GPU, or an error that says what is missing.
+    /// A GPU, or an error that says what is missing. It multiplies, quantizes and copies, and joins no group yet.
     Cuda,
 }
 
@@ -77,6 +79,8 @@ pub struct OpenConfig {
     pub device: DeviceChoice,
     /// For the host.
     pub host: host::HostConfig,
+    /// Which GPU, as CUDA counts.
+    pub gpu: usize,
 }
 
 /// Opens one rank's accelerator.
@@ -85,34 +89,23 @@ pub struct OpenConfig {
 /// [`Error::Unsupported`] with what is missing and what to do, if CUDA was asked for and cannot be used.
 pub fn open(config: &OpenConfig) -> Result<Arc<dyn Device>> {
     match config.device {
-        // A GPU that is there does not change what `Auto` means until the CUDA device carries out operations.
+        // A GPU that is there does not change what `Auto` means until the CUDA device has collectives.
         DeviceChoice::Auto | DeviceChoice::Host => Ok(host::HostDevice::with(&config.host)?),
-        DeviceChoice::Cuda => Err(no_cuda().into()),
+        DeviceChoice::Cuda => open_cuda(config.gpu),
     }
 }
 
-/// Why there is no CUDA device.
 #[cfg(feature = "cuda")]
-fn no_cuda() -> Reason {
-    match brigade_cuda::devices() {
-        Err(missing) => missing.into(),
-        Ok(gpus) => Reason::new(
-            "cuda-operations",
-            format!(
-                "{} GPUs are there, but the CUDA device does not carry out operations yet",
-                gpus.len()
-            ),
-            "use the host device",
-        ),
-    }
+fn open_cuda(gpu: usize) -> Result<Arc<dyn Device>> {
+    Ok(cuda::CudaDevice::new(gpu)?)
 }
 
-/// Why there is no CUDA device.
 #[cfg(not(feature = "cuda"))]
-fn no_cuda() -> Reason {
-    Reason::new(
+fn open_cuda(_: usize) -> Result<Arc<dyn Device>> {
+    Err(Reason::new(
         "no-cuda-feature",
         "this build has no CUDA device",
         "build brigade with its cuda feature, or use the host device",
     )
+    .into())
 }

@@ -2,9 +2,13 @@
 //! library or one of its functions is not there.
 
 use crate::{Missing, Version};
-use cudarc::driver::result::DriverError;
+use brigade_device::Error;
+use cudarc::{cublaslt::result::CublasError, driver::result::DriverError};
 use libloading::Library;
-use std::{path::Path, sync::OnceLock};
+use std::{
+    path::Path,
+    sync::{Arc, OnceLock},
+};
 
 /// No driver older than this will do, whatever the kernels were compiled with.
 pub(crate) const OLDEST: Version = Version {
@@ -56,6 +60,24 @@ pub(crate) fn refused(call: &'static str) -> impl Fn(DriverError) -> Missing {
     move |DriverError(code)| Missing::Refused {
         call,
         code: code as u32,
+    }
+}
+
+/// For `map_err` in operations: the call and its code.
+pub(crate) fn failed(call: &'static str) -> impl Fn(DriverError) -> Error {
+    move |error| Error::Backend {
+        call,
+        code: error.0 as i64,
+        source: Some(Arc::new(error)),
+    }
+}
+
+/// The same for the library that multiplies.
+pub(crate) fn failed_library(call: &'static str) -> impl Fn(CublasError) -> Error {
+    move |error| Error::Backend {
+        call,
+        code: error.0 as i64,
+        source: Some(Arc::new(error)),
     }
 }
 

@@ -4,10 +4,11 @@ use crate::{Missing, driver::refused};
 use brigade_kernels::{Fatbin, Parameters};
 use cudarc::driver::{
     CudaContext,
-    result::{launch_kernel, module},
+    result::{module, occupancy},
     sys,
 };
-use std::{ffi::CString, marker::PhantomData, sync::Arc};
+use smallvec::SmallVec;
+use std::{ffi::CString, marker::PhantomData, ptr, sync::Arc};
 
 /// One fatbin on one GPU. Load before the first wait is enqueued: loading synchronizes the device.
 #[derive(Debug)]
@@ -68,6 +69,11 @@ impl KernelSet {
         // SAFETY: `module` is loaded as long as `self` lives.
         let function = unsafe { module::get_function(self.module, name) }
             .map_err(refused("cuModuleGetFunction"))?;
+        // Without this the driver loads the code at the first launch, and synchronizes the device to do so.
+        // SAFETY: as above.
+        unsafe { sys::cuFuncLoad(function) }
+            .result()
+            .map_err(refused("cuFuncLoad"))?;
         Ok(Kernel {
             set: self.clone(),
             function,
@@ -85,6 +91,74 @@ impl Drop for KernelSet {
     }
 }
 
+/// The shape of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Blocks of the grid.
+    pub blocks: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Shared memory of a block beside what the kernel declares, in bytes.
+    pub shared_bytes: u32,
+    /// Blocks of a cluster, which must divide `blocks`; more than 1 needs compute capability 9.0.
+    pub cluster: u32,
+    /// All blocks are resident at once, or the launch is refused.
+    pub cooperative: bool,
+    /// The kernel may start while the one before it ends: it must wait for it itself (`wait_for_previous_kernel` of
+    /// `kernels/sync.cuh`). Needs compute capability 9.0.
+    pub programmatic: bool,
+}
+
+impl Launch {
+    /// A plain grid.
+    pub const fn grid(blocks: u32, threads: u32) -> Self {
+        Self {
+            blocks,
+            threads,
+            shared_bytes: 0,
+            cluster: 1,
+            cooperative: false,
+            programmatic: false,
+        }
+    }
+
+    /// What the driver calls attributes: those that differ from a plain grid's.
+    fn attributes(&self) -> SmallVec<[sys::CUlaunchAttribute; 3]> {
+        use sys::CUlaunchAttributeID_enum as Id;
+        let mut list = SmallVec::new();
+        let mut add = |id, value| {
+            list.push(sys::CUlaunchAttribute {
+                id,
+                pad: [0; 4],
+                value,
+            });
+        };
+        // Shorter members than the union's longest leave the rest of it unspecified, which the driver does not read.
+        let none = sys::CUlaunchAttributeValue { pad: [0; 64] };
+        if self.cluster > 1 {
+            let mut value = none;
+            value.clusterDim.x = self.cluster;
+            value.clusterDim.y = 1;
+            value.clusterDim.z = 1;
+            add(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value);
+        }
+        if self.cooperative {
+            let mut value = none;
+            value.cooperative = 1;
+            add(Id::CU_LAUNCH_ATTRIBUTE_COOPERATIVE, value);
+        }
+        if self.programmatic {
+            let mut value = none;
+            value.programmaticStreamSerializationAllowed = 1;
+            add(
+                Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                value,
+            );
+        }
+        list
+    }
+}
+
 impl<P: Parameters> Kernel<P> {
     /// Enqueues the kernel.
     ///
@@ -97,25 +171,42 @@ impl<P: Parameters> Kernel<P> {
     pub unsafe fn launch(
         &self,
         stream: sys::CUstream,
-        blocks: u32,
-        threads: u32,
+        shape: Launch,
         mut parameters: P,
     ) -> Result<(), Missing> {
         bind(&self.set.context)?;
-        let pointer = std::ptr::from_mut(&mut parameters).cast();
+        let mut attributes = shape.attributes();
+        let config = sys::CUlaunchConfig {
+            gridDimX: shape.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: shape.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared_bytes,
+            hStream: stream,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
+        };
+        let mut pointer = ptr::from_mut(&mut parameters).cast();
         // SAFETY: the driver copies the struct during the call; `P` is this kernel's own struct, with offsets that nvcc asserted;
         // the rest is the caller's promise.
-        unsafe {
-            launch_kernel(
-                self.function,
-                (blocks, 1, 1),
-                (threads, 1, 1),
-                0,
-                stream,
-                &mut [pointer],
-            )
-        }
-        .map_err(refused("cuLaunchKernel"))
+        unsafe { sys::cuLaunchKernelEx(&config, self.function, &mut pointer, ptr::null_mut()) }
+            .result()
+            .map_err(refused("cuLaunchKernelEx"))
+    }
+
+    /// Blocks of this shape that an SM holds at once.
+    ///
+    /// # Errors
+    /// [`Missing::Refused`].
+    pub fn resident_per_sm(&self, shape: Launch) -> Result<u32, Missing> {
+        bind(&self.set.context)?;
+        let (threads, bytes) = (shape.threads as i32, shape.shared_bytes as usize);
+        // SAFETY: the function is loaded as long as `set` lives.
+        unsafe { occupancy::max_active_block_per_multiprocessor(self.function, threads, bytes) }
+            .map(i32::unsigned_abs)
+            .map_err(refused("cuOccupancyMaxActiveBlocksPerMultiprocessor"))
     }
 }
 

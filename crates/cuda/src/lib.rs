@@ -10,16 +10,42 @@
 //! }
 //! ```
 
+mod card;
+mod device;
 mod devices;
 mod driver;
+mod factors;
+mod finish;
+mod graph;
+mod ipc;
 mod kernel;
+mod kernels;
+mod lane;
+mod linear;
+mod lt;
+mod lt_call;
+mod mark;
+mod matrix;
+mod memory;
 mod missing;
+mod moves;
 mod nccl;
+mod opened;
+mod peers;
 mod probe;
+mod quantize;
+mod residency;
+mod symmetric;
+mod types;
 
+pub use device::CudaDevice;
 pub use devices::{DeviceInfo, devices};
 pub use driver::{driver_version, needed_driver};
-pub use kernel::{Kernel, KernelSet};
+pub use ipc::{IpcHandle, IpcMemory};
+pub use kernel::{Kernel, KernelSet, Launch};
 pub use missing::{Missing, Version};
 pub use nccl::{Nccl, find_nccl};
+pub use peers::{Link, link};
 pub use probe::{Probe, Sight, WaitCase};
+pub use residency::Spinning;
+pub use symmetric::{Pages, Symmetric};

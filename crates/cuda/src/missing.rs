@@ -1,7 +1,7 @@
 //! What keeps this host from running the CUDA device, and what would help.
 
 use brigade_device::{Error, Reason};
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 /// A CUDA version, as drivers and compilers count it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -72,6 +72,8 @@ pub enum Missing {
         /// Why not.
         why: String,
     },
+    /// The library that multiplies, cuBLASLt, does not load.
+    Cublas,
     /// The driver refused a call.
     Refused {
         /// Which.
@@ -91,6 +93,7 @@ impl Missing {
             Self::Device => "cuda_device_missing",
             Self::Ordinal { .. } => "cuda_device_number",
             Self::Kernels { .. } => "cuda_kernels_missing",
+            Self::Cublas => "cuda_cublas_missing",
             Self::Refused { .. } => "cuda_call_refused",
         }
     }
@@ -115,6 +118,7 @@ impl Missing {
                 format!("there is no GPU {ordinal}: the driver shows {count}")
             }
             Self::Kernels { why } => format!("this build holds no CUDA kernels: {why}"),
+            Self::Cublas => "cuBLASLt, which multiplies, does not load (libcublasLt)".into(),
             Self::Refused { call, code } => format!("the NVIDIA driver refused {call} with code {code}"),
         }
     }
@@ -144,6 +148,10 @@ impl Missing {
             Self::Kernels { .. } => {
                 "run `cargo xtask toolchain` in Brigade's repository, or set CUDA_HOME, and build again".into()
             }
+            Self::Cublas => format!(
+                "install cuBLAS {major} (pip: nvidia-cublas; Debian: libcublas-{major}-0), or put its folder into LD_LIBRARY_PATH",
+                major = crate::driver::needed_driver().major
+            ),
             Self::Refused { code, .. } => refusal_remedy(*code).into(),
         }
     }
@@ -179,7 +187,14 @@ impl From<Missing> for Reason {
 
 impl From<Missing> for Error {
     fn from(missing: Missing) -> Self {
-        Self::Unsupported(missing.into())
+        match missing {
+            Missing::Refused { call, code } => Self::Backend {
+                call,
+                code: i64::from(code),
+                source: Some(Arc::new(missing)),
+            },
+            other => Self::Unsupported(other.into()),
+        }
     }
 }
 

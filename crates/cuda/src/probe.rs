@@ -1,6 +1,6 @@
 //! Shows that this build's kernels run on a GPU: one fill and one bounded wait, each from loading to reading the result.
 
-use crate::{Kernel, KernelSet, Missing, devices::devices, driver::refused};
+use crate::{Kernel, KernelSet, Launch, Missing, devices::devices, driver::refused};
 use brigade_device::{DataType, FaultRecord};
 use brigade_kernels::{FillParams, PostParams, WaitParams, fatbin};
 use cudarc::driver::{
@@ -92,7 +92,10 @@ impl Probe {
             pattern: repeated(dtype),
         };
         // SAFETY: the range lies inside `memory`, which outlives the synchronize below.
-        unsafe { self.fill.launch(queue.0, 4, THREADS, parameters)? };
+        unsafe {
+            self.fill
+                .launch(queue.0, Launch::grid(4, THREADS), parameters)?
+        };
         queue.sync()?;
         memory.read(&mut held)?;
         Ok(held)
@@ -118,7 +121,7 @@ impl Probe {
                 delay_ns: nanoseconds(delay),
             };
             // SAFETY: `words` outlives both synchronizes below.
-            unsafe { self.post.launch(posting.0, 1, 1, post)? };
+            unsafe { self.post.launch(posting.0, Launch::grid(1, 1), post)? };
         }
         let wait = WaitParams {
             flag: words.address,
@@ -134,7 +137,7 @@ impl Probe {
             slot: 3,
         };
         // SAFETY: as above, and the same for `record`.
-        unsafe { self.wait.launch(waiting.0, 1, 1, wait)? };
+        unsafe { self.wait.launch(waiting.0, Launch::grid(1, 1), wait)? };
         waiting.sync()?;
         posting.sync()?;
         words.read(&mut held)?;

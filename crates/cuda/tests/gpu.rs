@@ -23,12 +23,15 @@ fn check_explanation(missing: &Missing) {
     assert!(missing.code().starts_with("cuda_"), "{missing:?}");
     assert!(missing.what().len() > 20, "{missing:?}");
     assert!(missing.remedy().len() > 20, "{missing:?}");
-    match Error::from(missing.clone()) {
-        Error::Unsupported(reason) => {
+    match (Error::from(missing.clone()), missing) {
+        (Error::Unsupported(reason), _) => {
             assert_eq!(reason.code, missing.code());
             assert_eq!(reason.remedy, missing.remedy());
         }
-        other => panic!("{other:?}"),
+        (Error::Backend { call, .. }, Missing::Refused { call: refused, .. }) => {
+            assert_eq!(call, *refused);
+        }
+        (other, _) => panic!("{other:?}"),
     }
 }
 

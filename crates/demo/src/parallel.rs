@@ -234,6 +234,7 @@ fn run_rank(
             threads: threads_per_rank(options.ranks),
             ..HostConfig::default()
         },
+        ..brigade::OpenConfig::default()
     })?;
     let rows = prompts.iter().map(Vec::len).sum::<usize>().max(1);
     let comm = |mode| {

@@ -13,7 +13,7 @@
 
 mod params;
 
-pub use params::{FillParams, LAYOUTS, Layout, Parameters, PostParams, WaitParams, header};
+pub use params::*;
 
 /// The kernels of one source file, for every generation of GPUs: what `cuModuleLoadData` takes.
 #[derive(Clone, Copy)]

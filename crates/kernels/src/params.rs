@@ -11,6 +11,9 @@ macro_rules! c_type {
     (u64) => {
         "uint64_t"
     };
+    (f32) => {
+        "float"
+    };
 }
 
 macro_rules! parameters {
@@ -23,7 +26,7 @@ macro_rules! parameters {
         $(
             $(#[doc = $doc])*
             #[repr(C)]
-            #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+            #[derive(Clone, Copy, Debug, Default, PartialEq)]
             pub struct $name {
                 $($(#[doc = $field_doc])* pub $field: $type,)*
             }
@@ -107,6 +110,211 @@ parameters! {
         peer: u32,
         /// Chunk, channel or region waited for.
         slot: u32,
+    }
+
+    /// `elements` numbers of one type become numbers of another. Types are numbered as in `types.cuh`.
+    ConvertParams of "brigade_convert" in "convert" {
+        /// Device address of the result.
+        out: u64,
+        /// Device address of the numbers.
+        from: u64,
+        /// How many.
+        elements: u64,
+        /// Type of the result.
+        out_type: u32,
+        /// Type of the numbers.
+        from_type: u32,
+    }
+
+    /// `out[j, i] = from[i, j]` for elements of 1, 2, 4 or 8 bytes.
+    TransposeParams of "brigade_transpose" in "transpose" {
+        /// Device address of `[columns, rows]`.
+        out: u64,
+        /// Device address of `[rows, columns]`.
+        from: u64,
+        /// Rows of `from`.
+        rows: u64,
+        /// Columns of `from`.
+        columns: u64,
+        /// Bytes of an element.
+        element_bytes: u32,
+        /// Zero.
+        reserved: u32,
+    }
+
+    /// The end of a linear: `out = act(v + beta * bias)`, where `v` is a float, or an integer sum times `alpha` and its two
+    /// scales.
+    FinishParams of "brigade_finish" in "finish" {
+        /// Device address of the result, `[rows, columns]`.
+        out: u64,
+        /// Device address of the sums.
+        from: u64,
+        /// Device address of C, or 0.
+        bias: u64,
+        /// Device address of the scales of integer sums, one per row (or one).
+        row_scales: u64,
+        /// The same, one per column (or one).
+        column_scales: u64,
+        /// Rows of the result.
+        rows: u64,
+        /// Columns of the result.
+        columns: u64,
+        /// Elements from one row of sums to the next.
+        from_stride: u64,
+        /// Elements from one row of C to the next: 0 where one row is for all.
+        bias_stride: u64,
+        /// Factor of an integer sum.
+        alpha: f32,
+        /// Factor of C.
+        beta: f32,
+        /// Type of the result.
+        out_type: u32,
+        /// Type of the sums: a float, or i32.
+        from_type: u32,
+        /// Type of C.
+        bias_type: u32,
+        /// 0 none, 1 relu, 2 gelu by tanh, 3 gelu by erf, 4 silu.
+        activation: u32,
+        /// From one row's scale to the next: 0 or 1.
+        row_scale_stride: u32,
+        /// From one column's scale to the next: 0 or 1.
+        column_scale_stride: u32,
+    }
+
+    /// Quantizes groups of columns of each row, scales included: a group is a row, or 128 of its columns.
+    QuantizeRowsParams of "brigade_quantize_rows" in "quantize" {
+        /// Device address of the values, `[rows, columns]`, a byte each.
+        kernel: u64,
+        /// Device address of the scales, `[rows, groups of a row]`.
+        scales: u64,
+        /// Device address of the floats.
+        from: u64,
+        /// Rows.
+        rows: u64,
+        /// Columns.
+        columns: u64,
+        /// Columns that share a scale.
+        group_columns: u64,
+        /// Type of the floats.
+        from_type: u32,
+        /// Type of the values: i8 or fp8 e4m3.
+        kernel_type: u32,
+    }
+
+    /// The greatest magnitude of a column, or of all, as the bits of an f32.
+    GreatestParams of "brigade_greatest" in "quantize" {
+        /// Device address of one u32 per column, or of one for all; zero before.
+        greatest: u64,
+        /// Device address of the floats, `[rows, columns]`.
+        from: u64,
+        /// Rows.
+        rows: u64,
+        /// Columns.
+        columns: u64,
+        /// Type of the floats.
+        from_type: u32,
+        /// From one column's greatest to the next: 0 or 1.
+        column_stride: u32,
+    }
+
+    /// Quantizes by the greatest magnitudes that `brigade_greatest` left, and writes the scales.
+    QuantizeParams of "brigade_quantize" in "quantize" {
+        /// Device address of the values, `[rows, columns]`, a byte each.
+        kernel: u64,
+        /// Device address of the scales: one per column, or one for all.
+        scales: u64,
+        /// Device address of the greatest magnitudes.
+        greatest: u64,
+        /// Device address of the floats.
+        from: u64,
+        /// Rows.
+        rows: u64,
+        /// Columns.
+        columns: u64,
+        /// Type of the floats.
+        from_type: u32,
+        /// Type of the values: i8 or fp8 e4m3.
+        kernel_type: u32,
+        /// From one column's greatest and scale to the next: 0 or 1.
+        column_stride: u32,
+        /// Zero.
+        reserved: u32,
+    }
+
+    /// Quantized values become f32. The scale of `[i, j]` is at `i * row_stride + j / column_block * column_stride`.
+    DequantizeParams of "brigade_dequantize" in "quantize" {
+        /// Device address of the f32 values, `[rows, columns]`.
+        out: u64,
+        /// Device address of the quantized values.
+        kernel: u64,
+        /// Device address of the scales.
+        scales: u64,
+        /// Rows.
+        rows: u64,
+        /// Columns.
+        columns: u64,
+        /// From one row's scales to the next.
+        row_stride: u64,
+        /// Columns that share a scale.
+        column_block: u64,
+        /// From one block's scale to the next: 0 or 1.
+        column_stride: u32,
+        /// Type of the values: i8 or fp8 e4m3.
+        kernel_type: u32,
+    }
+
+    /// Lays a matrix of bytes out as a library wants it: rows and columns filled up with zeros.
+    PackParams of "brigade_pack" in "int8" {
+        /// Device address of `[out_rows, out_columns]`.
+        out: u64,
+        /// Device address of the bytes.
+        from: u64,
+        /// Rows that there are.
+        rows: u64,
+        /// Columns that there are.
+        columns: u64,
+        /// Rows of the result.
+        out_rows: u64,
+        /// Columns of the result.
+        out_columns: u64,
+        /// From one row to the next, in `from`.
+        row_stride: u64,
+        /// From one column to the next, in `from`.
+        column_stride: u64,
+    }
+
+    /// `out = alpha * (sum of x[i, l] * w[l, j]) * row scale * column scale` with exact 64-bit sums.
+    LongParams of "brigade_int8_long" in "int8" {
+        /// Device address of the f32 result, `[rows, columns]`.
+        out: u64,
+        /// Device address of x.
+        x: u64,
+        /// Device address of w.
+        w: u64,
+        /// Device address of the scales of x, one per row (or one).
+        row_scales: u64,
+        /// Device address of the scales of w, one per column (or one).
+        column_scales: u64,
+        /// Rows of the result.
+        rows: u64,
+        /// Columns of the result.
+        columns: u64,
+        /// Inner dimension.
+        inner: u64,
+        /// From one row of x to the next; its columns lie side by side.
+        x_stride: u64,
+        /// From one row of w (an inner index) to the next.
+        w_inner_stride: u64,
+        /// From one column of w to the next.
+        w_column_stride: u64,
+        /// Factor of the product.
+        alpha: f32,
+        /// From one row's scale to the next: 0 or 1.
+        row_scale_stride: u32,
+        /// From one column's scale to the next: 0 or 1.
+        column_scale_stride: u32,
+        /// Zero.
+        reserved: u32,
     }
 }
 

@@ -26,7 +26,7 @@ fn parameter_structs_hold_no_padding() {
         let fields: usize = layout
             .fields
             .iter()
-            .map(|(c_type, ..)| if *c_type == "uint32_t" { 4 } else { 8 })
+            .map(|(c_type, ..)| if *c_type == "uint64_t" { 8 } else { 4 })
             .sum();
         assert_eq!(fields, layout.bytes, "{}", layout.name);
     }
@@ -56,7 +56,15 @@ fn kernels_are_all_there_and_aligned_or_all_absent_with_a_reason() {
         assert!(!missing.why.is_empty(), "{missing}");
         return;
     }
-    for name in ["fill", "probe"] {
+    for name in [
+        "fill",
+        "probe",
+        "convert",
+        "transpose",
+        "finish",
+        "quantize",
+        "int8",
+    ] {
         let found = fatbin(name).expect("embedded");
         assert_eq!(found.bytes.as_ptr() as usize % 16, 0, "{name}");
         // The magic number of a fatbin.

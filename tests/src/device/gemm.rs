@@ -124,6 +124,10 @@ fn products(rank: &Rank, rng: &mut StdRng) {
                 let dims = [size(), size(), size()];
                 Case::new(rng, dims, dtype, bias).run(rank);
             }
+            // Sizes that a device may take several elements at a time of, and more than one tile.
+            for dims in [[33, 64, 128], [5, 2056, 72]] {
+                Case::new(rng, dims, dtype, bias).run(rank);
+            }
         }
     }
 }

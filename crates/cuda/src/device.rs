@@ -1,0 +1,132 @@
+//! One GPU as one rank's accelerator.
+
+use crate::{
+    Missing,
+    card::Card,
+    devices::devices,
+    graph,
+    lane::{CudaQueue, Lane},
+    opened::Opened,
+};
+use brigade_device::{
+    Bootstrap, Comm, CommConfig, Device, DeviceInfo, Queues, Reason, Replay, Result, Stream,
+};
+use cudarc::driver::sys;
+use std::{any::Any, ffi::c_void, sync::Arc};
+
+/// A GPU of NVIDIA's, by its primary context: what other libraries of the process allocate there is within reach.
+///
+/// Work is enqueued on streams and done later. Memory comes from a pool of the device's own and is freed in stream order, so
+/// that dropping a buffer never blocks. Products are cuBLASLt's; everything else is this crate's kernels, which are all
+/// loaded when the device is opened.
+pub struct CudaDevice {
+    info: DeviceInfo,
+    pub(crate) capability: (u32, u32),
+    pub(crate) card: Arc<Card>,
+    pub(crate) opened: Arc<Opened>,
+}
+
+impl std::fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CudaDevice({}, {})", self.info.ordinal, self.info.name)
+    }
+}
+
+impl CudaDevice {
+    /// Opens GPU `ordinal`, as CUDA counts. Opening a GPU for the first time synchronizes it: no capture and no wait may run
+    /// there, of other libraries neither. Its primary context, the kernels and cuBLASLt's handle then stay until the process
+    /// ends.
+    ///
+    /// # Errors
+    /// What is missing: driver, GPU, kernels in this build, or cuBLASLt. Never panics.
+    pub fn new(ordinal: usize) -> Result<Arc<Self>, Missing> {
+        let found = devices()?;
+        let count = found.len();
+        let gpu = found
+            .into_iter()
+            .nth(ordinal)
+            .ok_or(Missing::Ordinal { ordinal, count })?;
+        let card = Card::open(ordinal)?;
+        let opened = Opened::of(&gpu, &card.context)?;
+        Ok(Arc::new(Self {
+            info: DeviceInfo {
+                name: gpu.name,
+                ordinal: ordinal as u32,
+                sms: u16::try_from(gpu.multiprocessors).unwrap_or(u16::MAX),
+                memory_bytes: gpu.memory_bytes,
+            },
+            capability: gpu.capability,
+            opened,
+            card,
+        }))
+    }
+
+    /// Brings in a stream that Brigade did not make: work of both sides is in its order. Null is CUDA's legacy default
+    /// stream, which cannot be captured.
+    ///
+    /// Graphs that others capture on it keep what they refer to for as long as the returned stream lives, and must be
+    /// launched on this stream alone.
+    ///
+    /// # Safety
+    /// `raw` must be a `CUstream` of this GPU's primary context, and stay valid while `owner` lives.
+    pub unsafe fn adopt_stream(
+        &self,
+        raw: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Stream {
+        let stream: sys::CUstream = raw.cast();
+        Stream::new(Arc::new(CudaQueue(Lane::adopt(&self.card, stream, owner))))
+    }
+
+    /// The driver's handle of a stream, for other libraries to enqueue on. It is valid while `on` lives.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](brigade_device::Error::Invalid) for a stream of another device.
+    pub fn raw_stream(&self, on: &Stream) -> Result<*mut c_void> {
+        Ok(self.lane(on)?.stream.cast())
+    }
+
+    pub(crate) fn lane<'a>(&self, on: &'a Stream) -> Result<&'a Arc<Lane>> {
+        Lane::of(on, &self.card)
+    }
+}
+
+impl Queues for CudaDevice {
+    fn stream(&self, priority: i8) -> Result<Stream> {
+        let lane = Lane::new(&self.card, priority)?;
+        Ok(Stream::new(Arc::new(CudaQueue(lane))))
+    }
+
+    fn capture(
+        &self,
+        on: &Stream,
+        work: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Box<dyn Replay>> {
+        graph::capture(&self.card, on, work)
+    }
+}
+
+/// Why there is no communicator.
+fn alone() -> Reason {
+    Reason::new(
+        "cuda-communicator",
+        "the CUDA device multiplies and copies, and has no collectives",
+        "use the host device for a group of ranks",
+    )
+}
+
+impl Device for CudaDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn memory_need(&self, config: &CommConfig, _size: usize) -> Result<u64> {
+        config.check()?;
+        Err(alone().into())
+    }
+
+    fn join(self: Arc<Self>, _boot: &dyn Bootstrap, config: &CommConfig) -> Result<Comm> {
+        config.check()?;
+        Err(alone().into())
+    }
+}

@@ -1,0 +1,79 @@
+//! All kernels of operations, loaded when a device is opened: loading later would synchronize with waits in flight.
+
+use crate::{Kernel, KernelSet, Launch, Missing, lane::Lane};
+use brigade_device::{Buffer, Result};
+use brigade_kernels::{
+    ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams, PackParams,
+    Parameters, QuantizeParams, QuantizeRowsParams, TransposeParams, fatbin,
+};
+use cudarc::driver::CudaContext;
+use std::sync::Arc;
+
+/// What a device launches.
+#[derive(Debug)]
+pub(crate) struct Kernels {
+    pub(crate) convert: Kernel<ConvertParams>,
+    pub(crate) transpose: Kernel<TransposeParams>,
+    pub(crate) finish: Kernel<FinishParams>,
+    pub(crate) quantize_rows: Kernel<QuantizeRowsParams>,
+    pub(crate) greatest: Kernel<GreatestParams>,
+    pub(crate) quantize: Kernel<QuantizeParams>,
+    pub(crate) dequantize: Kernel<DequantizeParams>,
+    pub(crate) pack: Kernel<PackParams>,
+    pub(crate) long: Kernel<LongParams>,
+    sms: u32,
+}
+
+/// Threads of a block, for all kernels here.
+const THREADS: u32 = 256;
+/// Blocks that an SM holds of these.
+const BLOCKS_PER_SM: u32 = 8;
+
+impl Kernels {
+    /// Loads everything.
+    pub(crate) fn load(context: &Arc<CudaContext>, sms: u32) -> Result<Self, Missing> {
+        let set = |name| KernelSet::load(context, fatbin(name)?);
+        let (quantize, int8) = (set("quantize")?, set("int8")?);
+        Ok(Self {
+            convert: set("convert")?.kernel()?,
+            transpose: set("transpose")?.kernel()?,
+            finish: set("finish")?.kernel()?,
+            quantize_rows: quantize.kernel()?,
+            greatest: quantize.kernel()?,
+            quantize: quantize.kernel()?,
+            dequantize: quantize.kernel()?,
+            pack: int8.kernel()?,
+            long: int8.kernel()?,
+            sms,
+        })
+    }
+
+    /// Enqueues a kernel with as many blocks as `blocks` asks for, at most what the GPU holds at once: all kernels here go
+    /// on with the rest themselves.
+    ///
+    /// # Safety
+    /// Every address in `parameters` must lie, for all that the kernel does with it, in one of `buffers`, which must be
+    /// within reach of the GPU; or in memory that outlives the work.
+    pub(crate) unsafe fn launch<P: Parameters>(
+        &self,
+        kernel: &Kernel<P>,
+        lane: &Arc<Lane>,
+        buffers: &[&Buffer],
+        blocks: usize,
+        parameters: P,
+    ) -> Result<()> {
+        let most = self.sms * BLOCKS_PER_SM;
+        let blocks = u32::try_from(blocks).unwrap_or(most).clamp(1, most);
+        let shape = Launch::grid(blocks, THREADS);
+        lane.run(buffers, |stream| {
+            // SAFETY: the caller's promise; `run` keeps the buffers until the work is done, and the stream is of the lane's
+            // context, in which `kernel` was loaded.
+            unsafe { kernel.launch(stream, shape, parameters) }.map_err(Into::into)
+        })
+    }
+}
+
+/// Blocks for so many elements, one for each thread.
+pub(crate) fn blocks_for(elements: usize) -> usize {
+    elements.div_ceil(THREADS as usize)
+}

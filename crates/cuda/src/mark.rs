@@ -1,0 +1,126 @@
+//! Events, and waiting for them on the host with a bound.
+
+use crate::{card::Card, driver::failed};
+use brigade_device::{Error, Event, Mark, Result};
+use cudarc::driver::{
+    result::{DriverError, event},
+    sys,
+};
+use std::{
+    any::Any,
+    hint,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// An event of the driver's.
+#[derive(Debug)]
+pub(crate) struct CudaMark {
+    card: Arc<Card>,
+    event: sys::CUevent,
+}
+
+// SAFETY: the handle belongs to its context, not to a thread, and the driver locks what it changes.
+unsafe impl Send for CudaMark {}
+// SAFETY: as above.
+unsafe impl Sync for CudaMark {}
+
+/// Looks that a wait takes in one go before it lets others run.
+const SPINS: u32 = 64;
+/// A wait spins for so long, and parks between looks after that.
+const SPINNING: Duration = Duration::from_micros(200);
+const PARKED: Duration = Duration::from_micros(50);
+
+impl CudaMark {
+    /// Marks the work of `stream` so far.
+    pub(crate) fn record(card: &Arc<Card>, stream: sys::CUstream) -> Result<Self> {
+        card.bind()?;
+        let event = event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+            .map_err(failed("cuEventCreate"))?;
+        let mark = Self {
+            card: Arc::clone(card),
+            event,
+        };
+        // SAFETY: the event was just created in the stream's context.
+        unsafe { event::record(event, stream) }.map_err(failed("cuEventRecord"))?;
+        Ok(mark)
+    }
+
+    /// The mark behind an event of this backend.
+    pub(crate) fn of(event: &Event) -> Result<&Self> {
+        event.as_any().downcast_ref().ok_or_else(|| {
+            Error::invalid("event", format!("{event:?}"), "an event of a CUDA stream")
+        })
+    }
+
+    /// The driver's handle.
+    pub(crate) fn raw(&self) -> sys::CUevent {
+        self.event
+    }
+
+    /// Waits at most `within`; whether it was long enough.
+    pub(crate) fn reached(&self, within: Duration) -> Result<bool> {
+        let start = Instant::now();
+        loop {
+            for _ in 0..SPINS {
+                if self.done()? {
+                    return Ok(true);
+                }
+                hint::spin_loop();
+            }
+            let waited = start.elapsed();
+            if waited >= within {
+                return Ok(false);
+            }
+            if waited > SPINNING {
+                thread::park_timeout(PARKED);
+            }
+        }
+    }
+}
+
+impl Mark for CudaMark {
+    fn done(&self) -> Result<bool> {
+        self.card.bind()?;
+        // SAFETY: the event lives as long as `self`.
+        match unsafe { event::query(self.event) } {
+            Ok(()) => Ok(true),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(e) => Err(failed("cuEventQuery")(e)),
+        }
+    }
+
+    fn sync(&self, within: Duration) -> Result<()> {
+        if self.reached(within)? {
+            return Ok(());
+        }
+        Err(Error::Backend {
+            call: "cuEventQuery (the work is not done in the time given)",
+            code: sys::CUresult::CUDA_ERROR_NOT_READY as i64,
+            source: None,
+        })
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for CudaMark {
+    fn drop(&mut self) {
+        if self.card.bind().is_ok() {
+            // SAFETY: created once, destroyed once; the driver keeps what it still needs of it.
+            let _ = unsafe { event::destroy(self.event) };
+        }
+    }
+}
+
+/// Lets `stream` wait for `mark`, which may be of another GPU.
+pub(crate) fn wait(card: &Card, stream: sys::CUstream, mark: &CudaMark) -> Result<()> {
+    card.bind()?;
+    // SAFETY: both handles are alive, and the call keeps no pointer.
+    unsafe { sys::cuStreamWaitEvent(stream, mark.raw(), 0) }
+        .result()
+        .map_err(failed("cuStreamWaitEvent"))
+}

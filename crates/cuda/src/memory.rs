@@ -1,0 +1,308 @@
+//! Memory behind buffers. Dropping it never blocks: it is freed once the streams that used it have come so far.
+
+use crate::{
+    card::{Card, Task},
+    driver::failed,
+    lane::Lane,
+};
+use brigade_device::{Adopted, Buffer, Error, MemoryType, Result, Storage};
+use cudarc::driver::{result, sys};
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+use std::{
+    any::Any,
+    sync::{Arc, atomic::Ordering},
+};
+
+/// Streams that used an allocation.
+type Users = SmallVec<[Arc<Lane>; 2]>;
+
+fn note(users: &Mutex<Users>, lane: &Arc<Lane>) {
+    let mut users = users.lock();
+    if !users.iter().any(|u| Arc::ptr_eq(u, lane)) {
+        users.push(Arc::clone(lane));
+    }
+}
+
+/// The device's own memory, from its pool.
+#[derive(Debug)]
+pub(crate) struct DeviceMemory {
+    card: Arc<Card>,
+    address: u64,
+    bytes: usize,
+    users: Mutex<Users>,
+}
+
+impl DeviceMemory {
+    /// With unspecified content, for work of this stream; or of others that wait for it.
+    pub(crate) fn on(lane: &Arc<Lane>, bytes: usize) -> Result<Self> {
+        let address = lane.card.take(bytes, lane.stream)?;
+        Ok(Self::around(&lane.card, address, bytes, Some(lane)))
+    }
+
+    /// All zero, and there at once.
+    pub(crate) fn outside_of_streams(card: &Arc<Card>, bytes: usize) -> Result<Self> {
+        let address = card.take_now(bytes)?;
+        Ok(Self::around(card, address, bytes, None))
+    }
+
+    /// The context that it was allocated in.
+    pub(crate) fn context(&self) -> sys::CUcontext {
+        self.card.context.cu_ctx()
+    }
+
+    fn around(card: &Arc<Card>, address: u64, bytes: usize, user: Option<&Arc<Lane>>) -> Self {
+        card.held.fetch_add(bytes as u64, Ordering::Relaxed);
+        Self {
+            card: Arc::clone(card),
+            address,
+            bytes,
+            users: Mutex::new(user.into_iter().map(Arc::clone).collect()),
+        }
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        self.card
+            .held
+            .fetch_sub(self.bytes as u64, Ordering::Relaxed);
+        if self.address != 0 {
+            let users = std::mem::take(self.users.get_mut());
+            free(Arc::clone(&self.card), self.address, users);
+        }
+    }
+}
+
+/// Frees memory after the work of its users: on the one stream that used it, else on the card's own.
+fn free(card: Arc<Card>, address: u64, mut users: Users) {
+    let given = match &users[..] {
+        [only] => only.give(address),
+        _ => Ok(false),
+    };
+    let result = given.and_then(|given| {
+        if given {
+            return Ok(());
+        }
+        while let Some(user) = users.pop() {
+            let rest = || {
+                let (card, mut users) = (Arc::clone(&card), users.clone());
+                users.push(Arc::clone(&user));
+                Box::new(move || free(card, address, users)) as Task
+            };
+            if !user.fence(card.reclaim, &card, rest) {
+                return Ok(());
+            }
+        }
+        card.bind()?;
+        card.give(address, card.reclaim)
+    });
+    if let Err(error) = result {
+        tracing::warn!(%error, "memory is lost");
+    }
+}
+
+impl Storage for DeviceMemory {
+    fn address(&self) -> u64 {
+        self.address
+    }
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+    fn memory(&self) -> MemoryType {
+        MemoryType::Device
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Page-locked host memory, at the same address for every GPU.
+#[derive(Debug)]
+pub(crate) struct Pinned {
+    pages: Arc<Pages>,
+    users: Mutex<Users>,
+}
+
+#[derive(Debug)]
+struct Pages {
+    card: Arc<Card>,
+    address: u64,
+    bytes: usize,
+}
+
+impl Pinned {
+    /// All zero.
+    pub(crate) fn new(card: &Arc<Card>, bytes: usize) -> Result<Self> {
+        card.bind()?;
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: a context is current; freed once, in `Drop for Pages`.
+        let pointer = unsafe { result::malloc_host(bytes.max(1), flags) }
+            .map_err(failed("cuMemHostAlloc"))?;
+        // SAFETY: just allocated with at least this size.
+        unsafe { std::ptr::write_bytes(pointer.cast::<u8>(), 0, bytes) };
+        card.held.fetch_add(bytes as u64, Ordering::Relaxed);
+        Ok(Self {
+            pages: Arc::new(Pages {
+                card: Arc::clone(card),
+                address: pointer as u64,
+                bytes,
+            }),
+            users: Mutex::default(),
+        })
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let bytes = self.pages.bytes as u64;
+        self.pages.card.held.fetch_sub(bytes, Ordering::Relaxed);
+        for lane in std::mem::take(self.users.get_mut()) {
+            let pages = Arc::clone(&self.pages);
+            if let Err(error) = lane.after(Box::new(move |_| drop(pages))) {
+                tracing::warn!(%error, "host memory is freed without waiting");
+            }
+        }
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        if self.card.bind().is_ok() {
+            // SAFETY: allocated in `Pinned::new`, freed once, when all streams that used it have come so far.
+            let _ = unsafe { result::free_host(self.address as *mut _) };
+        }
+    }
+}
+
+impl Storage for Pinned {
+    fn address(&self) -> u64 {
+        self.pages.address
+    }
+    fn bytes(&self) -> usize {
+        self.pages.bytes
+    }
+    fn memory(&self) -> MemoryType {
+        MemoryType::HostPinned
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Ordinary host memory. The driver copies from and to it before its calls return, so no work outlives it.
+#[derive(Debug)]
+pub(crate) struct HostMemory {
+    card: Arc<Card>,
+    _words: Vec<u64>,
+    address: u64,
+    bytes: usize,
+}
+
+impl HostMemory {
+    /// All zero.
+    pub(crate) fn new(card: &Arc<Card>, bytes: usize) -> Self {
+        let mut words = vec![0u64; bytes.div_ceil(8)];
+        card.held.fetch_add(bytes as u64, Ordering::Relaxed);
+        Self {
+            card: Arc::clone(card),
+            address: words.as_mut_ptr() as u64,
+            _words: words,
+            bytes,
+        }
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        self.card
+            .held
+            .fetch_sub(self.bytes as u64, Ordering::Relaxed);
+    }
+}
+
+impl Storage for HostMemory {
+    fn address(&self) -> u64 {
+        self.address
+    }
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+    fn memory(&self) -> MemoryType {
+        MemoryType::Host
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// The kinds of storage that a CUDA device can reach.
+pub(crate) enum Place<'a> {
+    Device(&'a DeviceMemory),
+    Pinned(&'a Pinned),
+    Host,
+    Adopted(&'a Adopted),
+}
+
+impl<'a> Place<'a> {
+    /// Which kind an allocation is.
+    pub(crate) fn of(storage: &'a Arc<dyn Storage>) -> Result<Self> {
+        let any = storage.as_any();
+        if let Some(memory) = any.downcast_ref() {
+            Ok(Self::Device(memory))
+        } else if let Some(memory) = any.downcast_ref() {
+            Ok(Self::Pinned(memory))
+        } else if any.is::<HostMemory>() {
+            Ok(Self::Host)
+        } else if let Some(memory) = any.downcast_ref() {
+            Ok(Self::Adopted(memory))
+        } else {
+            Err(Error::invalid(
+                "memory",
+                format!("{storage:?}"),
+                "memory of a CUDA device",
+            ))
+        }
+    }
+
+    /// Keeps the memory until the work of this stream is done.
+    pub(crate) fn used_on(&self, lane: &Arc<Lane>) {
+        match self {
+            Self::Device(memory) => note(&memory.users, lane),
+            Self::Pinned(memory) => note(&memory.users, lane),
+            Self::Host | Self::Adopted(_) => {}
+        }
+    }
+
+    /// Whether it is ordinary host memory, which no kernel and no graph can use.
+    pub(crate) fn is_pageable(&self) -> bool {
+        match self {
+            Self::Host => true,
+            Self::Adopted(memory) => memory.memory() == MemoryType::Host,
+            Self::Device(_) | Self::Pinned(_) => false,
+        }
+    }
+}
+
+/// Checks that kernels of this card can use the buffer.
+pub(crate) fn check_reach(card: &Card, field: &'static str, buffer: &Buffer) -> Result<()> {
+    match Place::of(buffer.storage())? {
+        Place::Device(memory) if memory.card.context != card.context => Err(Error::invalid(
+            field,
+            format!("memory of {:?}", memory.card),
+            format!("memory of {card:?}"),
+        )),
+        place if place.is_pageable() => Err(Error::invalid(
+            field,
+            "Host memory",
+            "Device or HostPinned memory, which a kernel can reach",
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Whether two buffers share a byte.
+pub(crate) fn overlap(a: &Buffer, b: &Buffer) -> bool {
+    let (x, y) = (a.address(), b.address());
+    x < y + b.bytes() as u64 && y < x + a.bytes() as u64
+}

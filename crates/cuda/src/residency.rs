@@ -1,0 +1,98 @@
+//! Blocks that may spin at once. A block that waits for a peer holds its place on the GPU: if the blocks that it waits for
+//! find none, nobody goes on. So whoever launches waiting blocks reserves their places first, over all communicators of the
+//! process, and takes fewer blocks where there is no more room.
+
+use crate::{CudaDevice, Kernel, Launch};
+use brigade_device::{Device, Reason, Result};
+use brigade_kernels::Parameters;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+
+/// All of a GPU. So fine that what rounding lets through is far less than a block.
+const WHOLE: u64 = 1_000_000_000;
+
+/// What is reserved on each GPU, in parts of [`WHOLE`]. Of the process, since several devices may stand for one GPU.
+static RESERVED: Mutex<BTreeMap<u32, u64>> = Mutex::new(BTreeMap::new());
+
+/// Places of blocks that may wait; given back when dropped.
+#[derive(Debug)]
+pub struct Spinning {
+    ordinal: u32,
+    share: u64,
+}
+
+impl CudaDevice {
+    /// Reserves places for all blocks of a launch of `kernel`, until the result is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](brigade_device::Error::Unsupported) with the reason `cuda-residency` if they would not all be
+    /// resident beside those that are reserved already.
+    pub fn reserve_spinning<P: Parameters>(
+        &self,
+        kernel: &Kernel<P>,
+        shape: Launch,
+    ) -> Result<Spinning> {
+        let places = u64::from(kernel.resident_per_sm(shape)?) * u64::from(self.info().sms);
+        let share = share(u64::from(shape.blocks), places);
+        let ordinal = self.info().ordinal;
+        reserve(ordinal, share).map_err(|reserved| {
+            let free = (WHOLE - reserved) * places / WHOLE;
+            Reason::new(
+                "cuda-residency",
+                format!(
+                    "{} blocks may spin, and GPU {ordinal} has room for {free}",
+                    shape.blocks
+                ),
+                "lower sm_budget, or put fewer ranks on a GPU",
+            )
+        })?;
+        Ok(Spinning { ordinal, share })
+    }
+}
+
+/// What so many blocks take of a GPU with so many places.
+fn share(blocks: u64, places: u64) -> u64 {
+    blocks * WHOLE / places.max(1)
+}
+
+/// `Err` is what is reserved already.
+fn reserve(ordinal: u32, share: u64) -> Result<(), u64> {
+    let mut all = RESERVED.lock();
+    let reserved = all.entry(ordinal).or_default();
+    if *reserved + share > WHOLE {
+        return Err(*reserved);
+    }
+    *reserved += share;
+    Ok(())
+}
+
+impl Drop for Spinning {
+    fn drop(&mut self) {
+        if let Some(reserved) = RESERVED.lock().get_mut(&self.ordinal) {
+            *reserved -= self.share;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_beside_the_others_is_refused_until_they_are_gone() {
+        // No GPU has this number, so no other test reserves there.
+        let ordinal = 7_000;
+        let take = |blocks| {
+            let share = share(blocks, 132);
+            reserve(ordinal, share).map(|()| Spinning { ordinal, share })
+        };
+        let (half, rest) = (take(66).unwrap(), take(65).unwrap());
+        assert_eq!(take(2).map(drop), Err(half.share + rest.share));
+        let one = take(1).unwrap();
+        assert!(take(1).is_err());
+        drop((one, half));
+        assert!(take(66).is_ok());
+        drop(rest);
+        assert!(take(133).is_err() && take(132).is_ok());
+    }
+}

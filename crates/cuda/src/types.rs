@@ -1,0 +1,54 @@
+//! Element types as kernels number them (`kernels/types.cuh`).
+
+use brigade_device::{Activation, DataType};
+
+/// The number of a type that kernels read and write.
+pub(crate) const fn code(dtype: DataType) -> Option<u32> {
+    Some(match dtype {
+        DataType::U8 => 0,
+        DataType::I8 => 1,
+        DataType::U16 => 2,
+        DataType::I16 => 3,
+        DataType::U32 => 4,
+        DataType::I32 => 5,
+        DataType::U64 => 6,
+        DataType::I64 => 7,
+        DataType::F16 => 8,
+        DataType::BF16 => 9,
+        DataType::F32 => 10,
+        DataType::F64 => 11,
+        DataType::F8E4M3 => 12,
+        _ => return None,
+    })
+}
+
+/// The number of one of the floats that linears take: f32 for all others, which checks have refused before.
+pub(crate) const fn float_code(dtype: DataType) -> u32 {
+    match dtype {
+        DataType::F16 => 8,
+        DataType::BF16 => 9,
+        _ => 10,
+    }
+}
+
+/// The number of the integer sums of small products.
+pub(crate) const I32: u32 = 5;
+
+/// The number of what a quantized tensor holds.
+pub(crate) const fn kernel_code(dtype: DataType) -> u32 {
+    match dtype {
+        DataType::I8 => 1,
+        _ => 12,
+    }
+}
+
+/// The number of an activation (`kernels/finish.cu`).
+pub(crate) const fn activation_code(activation: Activation) -> u32 {
+    match activation {
+        Activation::None => 0,
+        Activation::Relu => 1,
+        Activation::GeluTanh => 2,
+        Activation::GeluErf => 3,
+        Activation::Silu => 4,
+    }
+}

@@ -1,0 +1,101 @@
+// Element types: how they are numbered, read and written. Kernels switch on a type once for each element; the branch is the
+// same for all threads, and they wait for memory anyway.
+//
+// A NaN is written as its type's canonical one (brigade-device's poison), whatever the hardware would give.
+#pragma once
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+namespace brigade {
+
+// Numbered as in crates/cuda/src/types.rs.
+enum Type : uint32_t { U8, I8, U16, I16, U32, I32, U64, I64, F16, BF16, F32, F64, F8E4M3 };
+
+__device__ __forceinline__ uint16_t half_bits(float x) {
+  return isnan(x) ? 0x7E00 : __half_as_ushort(__float2half_rn(x));
+}
+
+__device__ __forceinline__ uint16_t bfloat_bits(float x) {
+  return isnan(x) ? 0x7FC0 : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
+
+__device__ __forceinline__ float canonical(float x) { return isnan(x) ? __uint_as_float(0x7FC00000u) : x; }
+
+__device__ __forceinline__ uint8_t fp8_bits(float x) {
+  return isnan(x) ? 0x7F : uint8_t(__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3));
+}
+
+__device__ __forceinline__ float fp8_value(uint8_t bits) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
+}
+
+// Element `at` of an array of f16, bf16 or f32.
+__device__ __forceinline__ float load_float(uint32_t type, uint64_t array, uint64_t at) {
+  switch (type) {
+    case F16: return __half2float(reinterpret_cast<const __half*>(array)[at]);
+    case BF16: return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(array)[at]);
+    default: return reinterpret_cast<const float*>(array)[at];
+  }
+}
+
+// Rounded to nearest, ties to even.
+__device__ __forceinline__ void store_float(uint32_t type, uint64_t array, uint64_t at, float x) {
+  switch (type) {
+    case F16: reinterpret_cast<uint16_t*>(array)[at] = half_bits(x); break;
+    case BF16: reinterpret_cast<uint16_t*>(array)[at] = bfloat_bits(x); break;
+    default: reinterpret_cast<float*>(array)[at] = canonical(x);
+  }
+}
+
+// Eight elements at once, in accesses of 16 bytes: array and element must be aligned to that (see `wide`).
+constexpr uint32_t wide_elements = 8;
+
+// Whether rows of `stride` elements from `array` on can be taken eight at a time.
+__device__ __forceinline__ bool wide(uint64_t array, uint64_t stride) {
+  return array % 16 == 0 && stride % wide_elements == 0;
+}
+
+__device__ __forceinline__ void load_wide(uint64_t array, uint64_t at, float (&v)[8]) {
+  const float4* from = reinterpret_cast<const float4*>(array + at * 4);
+  const float4 low = from[0], high = from[1];
+  v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+  v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+}
+
+__device__ __forceinline__ void load_wide(uint32_t type, uint64_t array, uint64_t at, float (&v)[8]) {
+  if (type == F32) return load_wide(array, at, v);
+  const uint4 bits = *reinterpret_cast<const uint4*>(array + at * 2);
+  const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (type == BF16) {
+      // A bfloat16 is the upper half of an f32.
+      v[2 * i] = __uint_as_float(words[i] << 16);
+      v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
+    } else {
+      const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+      v[2 * i] = two.x, v[2 * i + 1] = two.y;
+    }
+  }
+}
+
+__device__ __forceinline__ void store_wide(uint32_t type, uint64_t array, uint64_t at, const float (&v)[8]) {
+  if (type == F32) {
+    float4* to = reinterpret_cast<float4*>(array + at * 4);
+    to[0] = make_float4(canonical(v[0]), canonical(v[1]), canonical(v[2]), canonical(v[3]));
+    to[1] = make_float4(canonical(v[4]), canonical(v[5]), canonical(v[6]), canonical(v[7]));
+    return;
+  }
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float low = v[2 * i], high = v[2 * i + 1];
+    words[i] = type == BF16 ? bfloat_bits(low) | uint32_t(bfloat_bits(high)) << 16
+                            : half_bits(low) | uint32_t(half_bits(high)) << 16;
+  }
+  *reinterpret_cast<uint4*>(array + at * 2) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+}  // namespace brigade

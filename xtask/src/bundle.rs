@@ -1,0 +1,273 @@
+//! Packs the tests that need a GPU for a host that has one, and neither Rust nor a network.
+
+use crate::{nvcc, progress, toolchain, workspace::Workspace};
+use anyhow::{Context, Result, bail};
+use cargo_metadata::Message;
+use clap::Args;
+use std::{
+    fs,
+    io::BufReader,
+    path::{Path, PathBuf},
+    process::{ExitCode, Stdio},
+};
+
+/// Pack the GPU tests for a host without Rust: stripped programs, kernels and run.sh
+///
+/// The programs hold their kernels and make their trials from the GPUs that they find. On the GPU host, `run.sh` runs
+/// them all, and `run.sh gemm quantize` those trials whose names hold one of the words. With `BRIGADE_WRAP` set, each
+/// program runs under that command, for instance compute-sanitizer.
+#[derive(Debug, Args)]
+pub struct Bundle {
+    /// Folder to fill; what it holds is removed first [default: bundle in the build folder]
+    #[arg(long, value_name = "FOLDER")]
+    out: Option<PathBuf>,
+    /// Build without optimization, which is quicker to build
+    #[arg(long)]
+    debug: bool,
+}
+
+/// Packages and their test programs.
+const PROGRAMS: [(&str, &str); 6] = [
+    ("brigade-cuda", "gpu"),
+    ("brigade-cuda", "device"),
+    ("brigade-cuda", "captures"),
+    ("brigade-cuda", "symmetric"),
+    ("brigade-cuda", "ipc"),
+    ("brigade-conformance", "cuda"),
+];
+
+/// More than this does not travel well.
+const LARGEST_BYTES: u64 = 64 << 20;
+
+/// Marks a folder as ours, so that no other is emptied.
+const MARK: &str = "run.sh";
+
+impl Bundle {
+    pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
+        let nvcc = toolchain::ensure(workspace)?;
+        let out = self
+            .out
+            .clone()
+            .unwrap_or_else(|| workspace.target.join("bundle"));
+        empty(&out)?;
+        let programs = self.build(workspace)?;
+        for (name, from) in &programs {
+            let to = out.join(name);
+            fs::copy(from, &to).with_context(|| format!("copying {}", from.display()))?;
+        }
+        kernels(workspace, &nvcc, &out.join("kernels"))?;
+        let names: Vec<_> = programs.iter().map(|(name, _)| name.as_str()).collect();
+        script(&out.join(MARK), &runner(&names))?;
+        let bytes = size(&out)?;
+        if bytes > LARGEST_BYTES {
+            bail!("the bundle has {bytes} bytes, {LARGEST_BYTES} at most");
+        }
+        println!("{:.1} MB in {}", bytes as f64 / 1e6, out.display());
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Builds the test programs; names and paths.
+    fn build(&self, workspace: &Workspace) -> Result<Vec<(String, PathBuf)>> {
+        let mut cargo = workspace.cargo();
+        cargo
+            .args(self.arguments())
+            .env("BRIGADE_REQUIRE_CUDA", "1")
+            .env(self.strip_variable(), "symbols")
+            .stdout(Stdio::piped());
+        let mut child = cargo.spawn().context("cargo does not start")?;
+        let output = child.stdout.take().context("cargo has no output")?;
+        let mut found = Vec::new();
+        for message in Message::parse_stream(BufReader::new(output)) {
+            let Message::CompilerArtifact(artifact) = message? else {
+                continue;
+            };
+            let wanted = PROGRAMS
+                .iter()
+                .any(|(_, test)| artifact.target.name == *test);
+            if let Some(path) = artifact.executable.filter(|_| wanted) {
+                found.push((artifact.target.name.clone(), path.into_std_path_buf()));
+            }
+        }
+        if !child.wait()?.success() {
+            bail!("the test programs do not build");
+        }
+        found.sort();
+        if found.len() != PROGRAMS.len() {
+            bail!(
+                "{} test programs instead of {}",
+                found.len(),
+                PROGRAMS.len()
+            );
+        }
+        Ok(found)
+    }
+
+    fn arguments(&self) -> Vec<&'static str> {
+        let mut arguments = vec![
+            "test",
+            "--no-run",
+            "--message-format",
+            "json-render-diagnostics",
+        ];
+        if !self.debug {
+            arguments.push("--release");
+        }
+        for (package, test) in PROGRAMS {
+            arguments.extend(["--package", package, "--test", test]);
+        }
+        arguments
+    }
+
+    fn strip_variable(&self) -> &'static str {
+        if self.debug {
+            "CARGO_PROFILE_DEV_STRIP"
+        } else {
+            "CARGO_PROFILE_RELEASE_STRIP"
+        }
+    }
+}
+
+/// Removes what an earlier bundle left, and nothing that is not one.
+fn empty(out: &Path) -> Result<()> {
+    if out.exists() {
+        let ours = out.join(MARK).is_file() || fs::read_dir(out)?.next().is_none();
+        if !ours {
+            bail!("{} holds something else than a bundle", out.display());
+        }
+        fs::remove_dir_all(out).with_context(|| format!("removing {}", out.display()))?;
+    }
+    fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))
+}
+
+/// The fatbins, for cuobjdump and the like; the programs hold the same.
+fn kernels(workspace: &Workspace, nvcc: &nvcc::Nvcc, out: &Path) -> Result<()> {
+    fs::create_dir_all(out)?;
+    let include = workspace.target.join("kernels");
+    fs::create_dir_all(&include)?;
+    fs::write(include.join("params.cuh"), crate::params::header())?;
+    let sources = nvcc::sources(&workspace.root.join("kernels"))?;
+    let bar = progress::bar(sources.len());
+    for source in &sources {
+        let name = nvcc::name_of(source);
+        bar.set_message(format!("{name}.cu"));
+        nvcc.compile(source, &include, &out.join(format!("{name}.fatbin")))
+            .map_err(anyhow::Error::msg)?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok(())
+}
+
+/// What runs the programs over there. Every program runs, also after one that failed.
+fn runner(programs: &[&str]) -> String {
+    format!(
+        r#"#!/usr/bin/env bash
+# Runs Brigade's GPU tests: all of them, or those whose names hold one of the arguments.
+set -u
+cd "$(dirname "${{BASH_SOURCE[0]}}")"
+export BRIGADE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32
+export LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}${{LD_LIBRARY_PATH:+:}}/usr/local/cuda/lib64"
+worst=0
+for program in {}; do
+    for filter in "${{@:-}}"; do
+        echo "== $program $filter"
+        ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-4}}" || worst=1
+    done
+done
+exit $worst
+"#,
+        programs.join(" ")
+    )
+}
+
+fn script(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text)?;
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
+    }
+    Ok(())
+}
+
+fn size(folder: &Path) -> Result<u64> {
+    let mut bytes = 0;
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        bytes += if entry.file_type()?.is_dir() {
+            size(&entry.path())?
+        } else {
+            entry.metadata()?.len()
+        };
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_programs_are_built_in_one_call() {
+        let words = |debug| Bundle { out: None, debug }.arguments().join(" ");
+        let release = words(false);
+        assert!(
+            release.starts_with(
+                "test --no-run --message-format json-render-diagnostics --release --package"
+            ),
+            "{release}"
+        );
+        assert!(
+            release.ends_with("--package brigade-conformance --test cuda"),
+            "{release}"
+        );
+        assert_eq!(release.matches("--test ").count(), PROGRAMS.len());
+        assert!(!words(true).contains("release"));
+    }
+
+    #[test]
+    fn only_a_bundle_or_nothing_is_removed() {
+        let shell = xshell::Shell::new().unwrap();
+        let folder = shell.create_temp_dir().unwrap();
+        let out = folder.path().join("out");
+        empty(&out).unwrap();
+        empty(&out).unwrap();
+        fs::write(out.join("letter"), "dear").unwrap();
+        assert!(empty(&out).is_err());
+        assert!(out.join("letter").is_file());
+        script(&out.join(MARK), &runner(&["a"])).unwrap();
+        empty(&out).unwrap();
+        assert_eq!(size(&out).unwrap(), 0);
+    }
+
+    /// The script hands filters on, runs every program, and tells of a failure in any.
+    #[cfg(unix)]
+    #[test]
+    fn the_script_runs_every_program_with_every_filter() {
+        let shell = xshell::Shell::new().unwrap();
+        let folder = shell.create_temp_dir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        script(&at(MARK), &runner(&["bad", "good"])).unwrap();
+        script(&at("bad"), "#!/bin/sh\necho bad \"$@\"\nexit 3\n").unwrap();
+        script(&at("good"), "#!/bin/sh\necho good \"$@\"\n").unwrap();
+        let run = |arguments: &[&str]| {
+            let mut command = std::process::Command::new(at(MARK));
+            let output = command
+                .args(arguments)
+                .env_remove("BRIGADE_THREADS")
+                .output();
+            let output = output.unwrap();
+            let text = String::from_utf8(output.stdout).unwrap();
+            (output.status.code(), text.replace('\n', "|"))
+        };
+        let all = "== bad |bad --test-threads 4|== good |good --test-threads 4|";
+        assert_eq!(run(&[]), (Some(1), all.to_owned()));
+        let (code, text) = run(&["x", "y z"]);
+        assert_eq!(code, Some(1));
+        assert!(text.contains("bad x --test-threads 4|"), "{text}");
+        assert!(
+            text.ends_with("== good y z|good y z --test-threads 4|"),
+            "{text}"
+        );
+    }
+}
