@@ -262,7 +262,7 @@ impl Comm {
         self.0.backend.reset(within)
     }
 
-    /// The collective end: all ranks come, and then nobody waits for anybody any more. Later leases are [`Error::Closed`].
+    /// The collective end: all ranks come, and then nobody waits for this one any more. Later leases are [`Error::Closed`].
     /// Memory goes with the last clone, and the last view of gathered rows.
     ///
     /// # Errors
