@@ -37,7 +37,7 @@ enum Command {
 
 #[derive(Args)]
 struct Run {
-    /// How many ranks to split the model over, each a thread
+    /// How many ranks to split the model over
     #[arg(long, value_name = "N", default_value_t = 2)]
     ranks: usize,
     /// What to ask the model; several are answered side by side
@@ -56,7 +56,7 @@ struct Run {
     /// How communication overlaps with matrix products; auto lets the plan choose
     #[arg(long, value_enum, default_value_t = Mode::Auto)]
     mode: Mode,
-    /// Make each rank a process. Where the environment says which rank this one is, as torchrun sets it, no others are
+    /// Make each rank a process instead of a thread. Where the environment says which rank this one is, as torchrun sets it, no others are
     /// started
     #[arg(long)]
     processes: bool,

@@ -29,7 +29,7 @@ use std::{
 /// How to generate.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Ranks, each a thread.
+    /// Ranks.
     pub ranks: usize,
     /// Most tokens to generate for each prompt.
     pub max_tokens: usize,

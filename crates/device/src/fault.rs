@@ -58,7 +58,7 @@ pub struct FaultRecord {
     pub seen: u64,
     /// How long it waited, in nanoseconds.
     pub waited_ns: u64,
-    /// Number of the call on this communicator, from 1.
+    /// Number of the call on this communicator, from 1; for an abort, of the last one that was completed.
     pub call: u64,
     /// Set by the writer that claimed the record.
     pub claimed: u32,

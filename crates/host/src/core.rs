@@ -414,9 +414,19 @@ impl Core {
             claimed: 1,
             reserved: 0,
         });
+        let gone: Vec<usize> = missing
+            .iter()
+            .copied()
+            .filter(|&r| self.departed(r))
+            .collect();
+        let what = if gone.is_empty() {
+            format!("ranks {missing:?} did not come within {within:?}")
+        } else {
+            format!("ranks {gone:?} are gone")
+        };
         Err(Error::Group {
             step: "reset",
-            what: format!("ranks {missing:?} did not come within {within:?}"),
+            what,
         })
     }
 
