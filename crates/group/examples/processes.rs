@@ -1,6 +1,5 @@
 //! Ranks that are processes: this program starts itself once for each rank, as torchrun would, and one of them dies.
-//! `cargo run -p brigade-group --example processes -- 4`; or `torchrun --no-python
-//! --nproc-per-node 4 env MASTER_ADDR=unix:$PWD/meet <this program>`, since torchrun itself listens at its port.
+//! `cargo run -p brigade-group --example processes -- 4`; or `torchrun --no-python --nproc-per-node 4 <this program>`.
 #![allow(clippy::print_stdout)]
 
 use brigade_device::Bootstrap;

@@ -40,6 +40,27 @@ fn torchruns_variables_are_read() {
 }
 
 #[test]
+fn rank_0_listens_beside_torchruns_agent_or_where_it_is_told_to() {
+    let port = |more: &[(&'static str, &'static str)]| {
+        let mut variables = torchrun();
+        variables.extend(more.iter().copied());
+        match read(&variables).map(|config| config.address) {
+            Ok(Address::Tcp { port, .. }) => Ok(port),
+            other => Err(format!("{other:?}")),
+        }
+    };
+    let agent = |is| ("TORCHELASTIC_USE_AGENT_STORE", is);
+    assert_eq!(port(&[agent("False")]), Ok(29500));
+    assert_eq!(port(&[agent("True")]), Ok(29501));
+    assert_eq!(port(&[agent("True"), ("BRIGADE_PORT", "7000")]), Ok(7000));
+    assert_eq!(port(&[("BRIGADE_PORT", "7000")]), Ok(7000));
+    let none_left = port(&[agent("True"), ("MASTER_PORT", "65535")]).unwrap_err();
+    assert!(none_left.contains("1 to 65534"), "{none_left}");
+    let none = port(&[("BRIGADE_PORT", "0")]).unwrap_err();
+    assert!(none.contains("BRIGADE_PORT"), "{none}");
+}
+
+#[test]
 fn a_secret_is_read_from_a_file_without_its_line_break() {
     let path = std::env::temp_dir().join(format!("brigade-secret-{}", std::process::id()));
     std::fs::write(&path, "correct horse battery staple\r\n").unwrap();

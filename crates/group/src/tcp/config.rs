@@ -43,7 +43,8 @@ impl TcpConfig {
     }
 
     /// From the variables that torchrun sets: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK if there is one.
-    /// MASTER_ADDR may be `unix:/path`, and needs no port then. BRIGADE_SECRET is the secret, or BRIGADE_SECRET_FILE the
+    /// MASTER_ADDR may be `unix:/path`, and needs no port then. Where torchrun's agent listens at MASTER_PORT itself, as
+    /// TORCHELASTIC_USE_AGENT_STORE says, rank 0 listens at the next one; BRIGADE_PORT names another. BRIGADE_SECRET is the secret, or BRIGADE_SECRET_FILE the
     /// file that it is in (a line break at its end is not part of it).
     ///
     /// # Errors
@@ -67,7 +68,7 @@ impl TcpConfig {
         let host = variables.text("MASTER_ADDR", "where rank 0 listens: a host, or unix:/path")?;
         let address = match host.strip_prefix("unix:") {
             Some(path) => Address::Unix(path.into()),
-            None => Address::tcp(&host, variables.number("MASTER_PORT", 1, 65535)? as u16),
+            None => Address::tcp(&host, variables.port()?),
         };
         let mut config = Self::new(rank, size, address);
         config.local_rank = local_rank;
@@ -152,6 +153,16 @@ impl<F: Fn(&'static str) -> Option<OsString>> Variables<'_, F> {
             Ok(number) if (least..=most).contains(&number) => Ok(number),
             _ => Err(Error::invalid(name, format!("{text:?}"), want)),
         }
+    }
+
+    fn port(&self) -> Result<u16> {
+        if (self.0)("BRIGADE_PORT").is_some() {
+            return Ok(self.number("BRIGADE_PORT", 1, 65535)? as u16);
+        }
+        let agent = (self.0)("TORCHELASTIC_USE_AGENT_STORE");
+        let taken = agent.is_some_and(|v| v.eq_ignore_ascii_case("true") || v == "1");
+        let next = usize::from(taken);
+        Ok((self.number("MASTER_PORT", 1, 65535 - next)? + next) as u16)
     }
 
     fn secret(&self) -> Result<Option<Secret>> {
