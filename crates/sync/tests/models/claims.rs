@@ -176,6 +176,16 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             reset,
+            "3 ranks give up, generations come again, flags are wiped in between",
+            states(|| reset::wiping(3, deep(1, 2), G)),
+        ),
+        holds(
+            reset,
+            "memory order of 2 ranks, flags wiped in between",
+            ordered(|| reset::wiping(2, 1, G)),
+        ),
+        holds(
+            reset,
             "memory order of 2 ranks",
             ordered(|| reset::scenario(2, 2, G)),
         ),

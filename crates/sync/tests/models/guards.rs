@@ -224,6 +224,16 @@ fn reset() -> Vec<Row> {
         row("flags carry a generation", "they do not", by(Generation)),
         row("resets are counted", "all are the first", by(Count)),
     ];
+    let wiping = |without| states(move || reset::wiping(3, 1, without));
+    rows.extend([
+        row("flags are wiped", "they stay", wiping(Wipe)),
+        row(
+            "let go, then wiped",
+            "no gate before",
+            wiping(GateBeforeWipe),
+        ),
+        row("wiped, then begun", "no gate after", wiping(GateAfterWipe)),
+    ]);
     rows.extend(orders("reset", || reset::scenario(2, 2, Nothing)));
     rows
 }

@@ -1,7 +1,7 @@
 //! A new generation.
 
 use crate::shared::*;
-use brigade_sync::{CreditRing, Flag, Half, ResetGate, Uses};
+use brigade_sync::{CreditRing, Flag, Half, Post, ResetGate, Uses};
 
 /// What is taken away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,6 +17,12 @@ pub enum Without {
     Generation,
     /// The gate counts resets.
     Count,
+    /// A rank wipes its flags.
+    Wipe,
+    /// All have let go before a rank wipes its flags.
+    GateBeforeWipe,
+    /// All have wiped their flags before a rank begins.
+    GateAfterWipe,
 }
 
 /// Every rank writes to the next one once in each generation; counts begin anew each time.
@@ -68,6 +74,60 @@ pub fn scenario(size: usize, generations: u8, without: Without) -> Scenario {
             };
             let meet = gate.meet(count).filter(|w| !left_out(w.peer));
             program.extend(meet.map(waits));
+        }
+        program
+    };
+    Scenario::new(
+        CreditRing::words(size, 1) + ResetGate::words(size),
+        1,
+        (0..size).map(program).collect(),
+    )
+}
+
+/// Arriving at the gate, and waiting for all unless that is left out.
+fn passes(gate: ResetGate, count: u32, skip: bool) -> impl Iterator<Item = Step> {
+    let waited_for = gate.meet(count).filter(move |_| !skip);
+    gate.arrive(count).map(posts).chain(waited_for.map(waits))
+}
+
+/// Calls that are given up, with flags still on their way, and a last one that goes well. Generations have come round and
+/// are the same again: old flags are told from new ones by being wiped, between two gates.
+pub fn wiping(size: usize, resets: u32, without: Without) -> Scenario {
+    let program = |rank| {
+        let ring = CreditRing {
+            rank,
+            size,
+            pieces: 1,
+            base: 0,
+        };
+        let gate = ResetGate {
+            rank,
+            size,
+            base: CreditRing::words(size, 1),
+        };
+        let (next, prev) = ((rank + 1) % size, (rank + size - 1) % size);
+        let half = Half::of(0);
+        let flag = Flag::new(1, 0xA11, 1);
+        let arrival = ring.arrival(half, prev, 0, prev, flag);
+        let mut program = Program::new();
+        for n in 0..=resets {
+            program.push(writes(cell(next, 0), value(n, rank)));
+            program.push(posts(ring.filled(next, half, rank, 0, flag)));
+            if n == resets {
+                program.push(waits(arrival));
+                program.push(reads(rank, cell(rank, 0), value(n, prev)));
+                continue;
+            }
+            let skip = without == Without::GateBeforeWipe;
+            program.extend(passes(gate, 2 * n + 1, skip));
+            if without != Without::Wipe {
+                program.push(posts(Post {
+                    word: arrival.word,
+                    flag: Flag::from_bits(0),
+                }));
+            }
+            let skip = without == Without::GateAfterWipe;
+            program.extend(passes(gate, 2 * n + 2, skip));
         }
         program
     };
