@@ -4,8 +4,9 @@ mod reset;
 
 use crate::{
     check::{assert_kind, expect_fault},
-    faults::{AMPLE, Probe, impatient},
+    faults::{AMPLE, GRACE, Probe, impatient},
     gather_linear::config,
+    ops,
     suite::{Suite, World},
 };
 use brigade_device::{Call, Error, FaultKind};
@@ -66,6 +67,29 @@ fn close_without_a_rank(world: &World) {
         rank.meet();
         rank.comm().reset(AMPLE).unwrap();
         rank.comm().close(AMPLE).unwrap();
+    });
+}
+
+/// A rank that closes while the others make a call: a mismatch on every rank, and nobody is closed.
+fn close_in_another_call(world: &World) {
+    let mut rng = world.rng();
+    let probe = Probe::new(&mut rng, world.size);
+    let culprit = rng.random_range(0..world.size);
+    world.run(&config(), move |rank| {
+        probe.run(rank);
+        rank.meet();
+        let start = Instant::now();
+        let ended = if rank.rank == culprit {
+            rank.comm().close(AMPLE)
+        } else {
+            ops::barrier().run(rank).result
+        };
+        let record = expect_fault(ended, "close against a barrier");
+        assert_kind(&record, FaultKind::Mismatch, "close against a barrier");
+        assert!(start.elapsed() < GRACE, "took {:?}", start.elapsed());
+        rank.meet();
+        rank.comm().reset(AMPLE).unwrap();
+        probe.run(rank);
     });
 }
 
@@ -131,6 +155,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("life/leases", leases);
     suite.add("life/closed", closed);
     suite.add_from(2, "life/close_without_a_rank", close_without_a_rank);
+    suite.add_from(2, "life/close_in_another_call", close_in_another_call);
     suite.add("life/abort_between_calls", abort_between_calls);
     suite.add_from(2, "life/disagreement_at_join", disagreement_at_join);
     suite.add("life/memory_need", memory_need);
