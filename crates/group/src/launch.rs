@@ -24,11 +24,13 @@ use std::{
 /// use brigade_group::Launch;
 /// use std::{process::Command, time::Duration};
 ///
+/// # fn main() -> brigade_device::Result<()> {
 /// let ranks = Launch::new(4)?.start(|_| Command::new("./server"))?;
 /// for (rank, status) in ranks.wait(Duration::from_secs(60))?.iter().enumerate() {
 ///     println!("rank {rank}: {status}");
 /// }
-/// # brigade_device::Result::Ok(())
+/// # Ok(())
+/// # }
 /// ```
 #[derive(Debug)]
 pub struct Launch {
