@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use rand::{Rng, rngs::StdRng};
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
-    sync::Arc,
+    sync::{Arc, Weak},
     thread::{self, ThreadId},
     time::Duration,
 };
@@ -80,7 +80,9 @@ impl Mishap {
 
 /// A hook that a contract directs while its ranks run.
 pub struct Director {
-    backend: Arc<dyn Backend>,
+    /// Not kept alive: a device's own threads may hold the hook for a moment longer than the ranks run, and with the
+    /// backend they would hold its group, which then would not say goodbye when its process ends.
+    backend: Weak<dyn Backend>,
     jitter: Option<Jitter>,
     mishap: Mutex<Option<Mishap>>,
 }
@@ -89,7 +91,7 @@ impl Director {
     /// Nothing happens yet, but for these delays.
     pub fn new(backend: &Arc<dyn Backend>, jitter: Option<Jitter>) -> Arc<Self> {
         Arc::new(Self {
-            backend: Arc::clone(backend),
+            backend: Arc::downgrade(backend),
             jitter,
             mishap: Mutex::default(),
         })
@@ -111,7 +113,7 @@ impl Inject for Director {
         let now = self.mishap.lock().take_if(|m| m.is_at(step));
         match now.map(|m| m.what) {
             Some(What::Act(action)) => action,
-            Some(What::Kill(_)) => self.backend.kill(),
+            Some(What::Kill(_)) => self.backend.upgrade().unwrap().kill(),
             None => self.jitter.map_or(Action::GoOn, |j| j.at(step)),
         }
     }
