@@ -9,9 +9,10 @@ use crate::{
     memory::{DeviceMemory, HostMemory, Pinned, Place, check_reach, overlap},
     types,
 };
+use brigade_device::moves::{same_bytes, same_shape, same_type, transposed};
 use brigade_device::{
-    Allocate, Buffer, DataType, Error, Mark, MemoryStatus, MemoryType, Reason, Result, Shape,
-    Storage, Stream, View, ViewMut,
+    Allocate, Buffer, DataType, Mark, MemoryStatus, MemoryType, Reason, Result, Shape, Storage,
+    Stream, View, ViewMut,
 };
 use brigade_kernels::{ConvertParams, TransposeParams};
 use cudarc::driver::{result, sys};
@@ -27,39 +28,6 @@ const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Side of a tile in `kernels/transpose.cu`.
 const TILE: usize = 32;
-
-fn same_shape(to: View<'_>, from: View<'_>) -> Result<()> {
-    if to.shape() == from.shape() {
-        Ok(())
-    } else {
-        Err(Error::invalid("from.shape", from.shape(), to.shape()))
-    }
-}
-
-fn same_type(to: View<'_>, from: View<'_>) -> Result<()> {
-    if to.dtype() == from.dtype() {
-        Ok(())
-    } else {
-        Err(Error::invalid("from.dtype", from.dtype(), to.dtype()))
-    }
-}
-
-fn check_bytes(buffer: &Buffer, bytes: usize) -> Result<()> {
-    if buffer.bytes() == bytes {
-        Ok(())
-    } else {
-        Err(Error::invalid(
-            "bytes",
-            bytes,
-            format!(
-                "{} for {} of {}",
-                buffer.bytes(),
-                buffer.shape(),
-                buffer.dtype()
-            ),
-        ))
-    }
-}
 
 /// Whether the caller's memory is page-locked: the driver then reads it after its call has returned.
 fn is_pinned(address: u64) -> bool {
@@ -229,7 +197,7 @@ impl Allocate for CudaDevice {
 
     fn write(&self, on: &Stream, to: ViewMut<'_>, bytes: &[u8]) -> Result<()> {
         let to = to.as_view().retain();
-        check_bytes(&to, bytes.len())?;
+        same_bytes(&to, bytes.len())?;
         let lane = self.lane(on)?;
         lane.refuse_capture("a write from the caller's memory")?;
         if bytes.is_empty() {
@@ -251,7 +219,7 @@ impl Allocate for CudaDevice {
 
     fn read(&self, on: &Stream, from: View<'_>, bytes: &mut [u8]) -> Result<()> {
         let from = from.retain();
-        check_bytes(&from, bytes.len())?;
+        same_bytes(&from, bytes.len())?;
         let lane = self.lane(on)?;
         lane.refuse_capture("a read into the caller's memory")?;
         Place::of(from.storage())?;
@@ -293,17 +261,7 @@ impl Allocate for CudaDevice {
     }
 
     fn transpose(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()> {
-        same_type(to.as_view(), from)?;
-        let (rows, columns) = match (from.shape().dims(), to.shape().dims()) {
-            (&[r, c], &[c2, r2]) if (r, c) == (r2, c2) => (r, c),
-            _ => {
-                return Err(Error::invalid(
-                    "to.shape",
-                    to.shape(),
-                    format!("the transpose of {}", from.shape()),
-                ));
-            }
-        };
+        let (rows, columns) = transposed(to.as_view(), from)?;
         let lane = self.lane(on)?;
         let (to, mut from) = (to.as_view().retain(), from.retain());
         check_reach(&self.card, "to.memory", &to)?;

@@ -1,12 +1,9 @@
 //! Quantizing the rows of a matrix, with the bits that the host device gives, and the way back.
 
 use crate::{CudaDevice, kernels::blocks_for, lane::Lane, memory::check_reach, types};
-use brigade_device::{Buffer, DataType, Error, QBuffer, QScheme, QView, Result, Stream, View};
+use brigade_device::{Buffer, DataType, QBuffer, QScheme, QView, Result, Stream, View};
 use brigade_kernels::{DequantizeParams, GreatestParams, QuantizeParams, QuantizeRowsParams};
 use std::sync::Arc;
-
-/// Columns that share a scale in block-quantized fp8.
-const BLOCK: usize = 128;
 
 impl CudaDevice {
     pub(crate) fn run_quantize(
@@ -15,31 +12,17 @@ impl CudaDevice {
         a: View<'_>,
         scheme: QScheme,
     ) -> Result<QBuffer> {
-        let &[rows, columns] = a.shape().dims() else {
-            return Err(Error::invalid("a.shape", a.shape(), "2 dimensions"));
-        };
-        if !matches!(a.dtype(), DataType::F32 | DataType::F16 | DataType::BF16) {
-            return Err(Error::invalid("a.dtype", a.dtype(), "f32, f16 or bf16"));
-        }
-        let Some(kernel_type) = scheme.kernel_type() else {
-            return Err(Error::invalid("scheme", "None", "a quantization scheme"));
-        };
+        let (kernel_type, scales_shape) = scheme.quantized(a)?;
         let lane = self.lane(on)?;
         let from = a.retain();
         check_reach(&self.card, "a.memory", &from)?;
-        let scales_shape: &[usize] = match scheme {
-            QScheme::Int8PerToken => &[rows, 1],
-            QScheme::Fp8PerTokenBlock => &[rows, columns.div_ceil(BLOCK)],
-            QScheme::Int8WeightOnly => &[columns],
-            _ => &[1],
-        };
-        let kernel = self.scratch(lane, kernel_type, &[rows, columns])?;
-        let scales = self.scratch(lane, DataType::F32, scales_shape)?;
+        let kernel = self.scratch(lane, kernel_type, a.shape().dims())?;
+        let scales = self.scratch(lane, DataType::F32, scales_shape.dims())?;
         let parts = [&kernel, &scales, &from];
         match scheme {
             _ if kernel.bytes() == 0 => self.fill_bytes(lane, &scales, 0)?,
-            QScheme::Int8PerToken => self.quantize_rows(lane, parts, columns)?,
-            QScheme::Fp8PerTokenBlock => self.quantize_rows(lane, parts, BLOCK)?,
+            QScheme::Int8PerToken => self.quantize_rows(lane, parts, a.shape().columns())?,
+            QScheme::Fp8PerTokenBlock => self.quantize_rows(lane, parts, QScheme::BLOCK)?,
             _ => self.quantize_across(lane, parts)?,
         }
         QBuffer::new(kernel, scales, None, scheme)
@@ -121,7 +104,7 @@ impl CudaDevice {
         let (row_stride, column_block, column_stride) = match q.scheme() {
             QScheme::Int8PerToken => (1, columns, 0),
             QScheme::Int8WeightOnly => (0, 1, 1),
-            QScheme::Fp8PerTokenBlock => (columns.div_ceil(BLOCK), BLOCK, 1),
+            QScheme::Fp8PerTokenBlock => (columns.div_ceil(QScheme::BLOCK), QScheme::BLOCK, 1),
             _ => (0, columns, 0),
         };
         let parameters = DequantizeParams {

@@ -21,6 +21,7 @@ mod fault;
 mod gemm;
 mod inject;
 mod lease;
+pub mod moves;
 mod overlap;
 mod params;
 mod plan;

@@ -31,6 +31,32 @@ impl QScheme {
         }
     }
 
+    /// Columns of a row that share a scale where it has one for each block.
+    pub const BLOCK: usize = 128;
+
+    /// What quantizing `[rows, columns]` of floats gives: the kernel's element type, and the shape of its f32 scales.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for `a.shape`, `a.dtype` or `scheme`.
+    pub fn quantized(self, a: View<'_>) -> Result<(DataType, Shape)> {
+        let &[rows, columns] = a.shape().dims() else {
+            return Err(Error::invalid("a.shape", a.shape(), "2 dimensions"));
+        };
+        if !matches!(a.dtype(), DataType::F32 | DataType::F16 | DataType::BF16) {
+            return Err(Error::invalid("a.dtype", a.dtype(), "f32, f16 or bf16"));
+        }
+        let Some(kernel_type) = self.kernel_type() else {
+            return Err(Error::invalid("scheme", "None", "a quantization scheme"));
+        };
+        let scales: &[usize] = match self {
+            Self::Int8PerToken => &[rows, 1],
+            Self::Fp8PerTokenBlock => &[rows, columns.div_ceil(Self::BLOCK)],
+            Self::Int8WeightOnly => &[columns],
+            Self::Int8PerTensor | Self::Fp8PerTensor | Self::None => &[1],
+        };
+        Ok((kernel_type, Shape::new(scales)?))
+    }
+
     /// Whether scales go with rows, so that a slice of rows takes a slice of scales.
     pub const fn per_row(self) -> bool {
         matches!(self, Self::Int8PerToken | Self::Fp8PerTokenBlock)

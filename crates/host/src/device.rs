@@ -8,6 +8,7 @@ use crate::{
     operand::OwnedOperand,
     queue::{self, HostQueue},
 };
+use brigade_device::moves::{same_bytes, same_shape, same_type, transposed};
 use brigade_device::{
     Activation, Allocate, Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceInfo, Error,
     GemmParams, GemmShape, Injector, Linear, LoraLinearParams, MemoryStatus, MemoryType, Operand,
@@ -128,22 +129,6 @@ fn meminfo(key: &str) -> u64 {
         .map_or(0, |kib| kib * 1024)
 }
 
-fn same_shape(to: View<'_>, from: View<'_>) -> Result<()> {
-    if to.shape() == from.shape() {
-        Ok(())
-    } else {
-        Err(Error::invalid("from.shape", from.shape(), to.shape()))
-    }
-}
-
-fn same_type(to: View<'_>, from: View<'_>) -> Result<()> {
-    if to.dtype() == from.dtype() {
-        Ok(())
-    } else {
-        Err(Error::invalid("from.dtype", from.dtype(), to.dtype()))
-    }
-}
-
 impl Allocate for HostDevice {
     fn allocate(
         &self,
@@ -170,7 +155,7 @@ impl Allocate for HostDevice {
 
     fn write(&self, on: &Stream, to: ViewMut<'_>, bytes: &[u8]) -> Result<()> {
         let to = to.as_view().retain();
-        check_bytes(&to, bytes.len())?;
+        same_bytes(&to, bytes.len())?;
         let queue = HostQueue::of(on)?;
         queue.refuse_capture("a write from the caller's memory")?;
         writing(&to, &[], |to, _| {
@@ -181,7 +166,7 @@ impl Allocate for HostDevice {
 
     fn read(&self, on: &Stream, from: View<'_>, bytes: &mut [u8]) -> Result<()> {
         let from = from.retain();
-        check_bytes(&from, bytes.len())?;
+        same_bytes(&from, bytes.len())?;
         let queue = HostQueue::of(on)?;
         queue.refuse_capture("a read into the caller's memory")?;
         reading(&[&from], |from| {
@@ -212,17 +197,7 @@ impl Allocate for HostDevice {
     }
 
     fn transpose(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()> {
-        same_type(to.as_view(), from)?;
-        let (rows, columns) = match (from.shape().dims(), to.shape().dims()) {
-            (&[r, c], &[c2, r2]) if (r, c) == (r2, c2) => (r, c),
-            _ => {
-                return Err(Error::invalid(
-                    "to.shape",
-                    to.shape(),
-                    format!("the transpose of {}", from.shape()),
-                ));
-            }
-        };
+        let (rows, columns) = transposed(to.as_view(), from)?;
         let (to, from) = (to.as_view().retain(), from.retain());
         HostQueue::of(on)?.run(move || {
             writing(&to, &[&from], |out, inputs| {
@@ -244,23 +219,6 @@ impl Allocate for HostDevice {
             free_bytes: available_bytes(),
             held_bytes: self.held.load(Ordering::Relaxed),
         })
-    }
-}
-
-fn check_bytes(buffer: &Buffer, bytes: usize) -> Result<()> {
-    if buffer.bytes() == bytes {
-        Ok(())
-    } else {
-        Err(Error::invalid(
-            "bytes",
-            bytes,
-            format!(
-                "{} for {} of {}",
-                buffer.bytes(),
-                buffer.shape(),
-                buffer.dtype()
-            ),
-        ))
     }
 }
 

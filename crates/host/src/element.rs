@@ -22,9 +22,6 @@ pub(crate) fn store(dtype: DataType, from: &[f32], to: &mut [u8]) {
     }
 }
 
-/// Columns that share a scale in block-quantized fp8.
-pub(crate) const FP8_BLOCK: usize = 128;
-
 /// All 256 values of fp8 e4m3.
 static FP8: LazyLock<[f32; 256]> =
     LazyLock::new(|| std::array::from_fn(|bits| float8::F8E4M3::from_bits(bits as u8).to_f32()));

@@ -8,7 +8,6 @@ use crate::{
     comm::HostComm,
     core::Reserved,
     device::Engine,
-    element,
     job::{Active, Job, Use},
     layout::{Area, Layout},
     linear::{BoundLinear, OwnedLinear},
@@ -96,7 +95,7 @@ fn scale_bytes(call: &LinearCall) -> Option<(usize, usize)> {
     match call.scheme {
         QScheme::None => None,
         QScheme::Int8PerToken => Some((4, 0)),
-        QScheme::Fp8PerTokenBlock => Some((4 * call.k.div_ceil(element::FP8_BLOCK), 0)),
+        QScheme::Fp8PerTokenBlock => Some((4 * call.k.div_ceil(QScheme::BLOCK), 0)),
         QScheme::Int8WeightOnly => Some((0, 4 * call.k)),
         QScheme::Int8PerTensor | QScheme::Fp8PerTensor => Some((0, 4)),
     }

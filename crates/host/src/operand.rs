@@ -114,12 +114,12 @@ impl<'a> Parts<'a> {
             }
             QScheme::Fp8PerTensor | QScheme::Fp8PerTokenBlock => {
                 let mut values = scratch.take(rows * columns);
-                let blocks = columns.div_ceil(element::FP8_BLOCK);
+                let blocks = columns.div_ceil(QScheme::BLOCK);
                 for (row, out) in values.chunks_exact_mut(columns.max(1)).enumerate() {
                     let kernel = &self.kernel[row * columns..][..columns];
                     for (block, (out, kernel)) in out
-                        .chunks_mut(element::FP8_BLOCK)
-                        .zip(kernel.chunks(element::FP8_BLOCK))
+                        .chunks_mut(QScheme::BLOCK)
+                        .zip(kernel.chunks(QScheme::BLOCK))
                         .enumerate()
                     {
                         let scale = match self.scheme {

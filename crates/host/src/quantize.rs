@@ -8,7 +8,7 @@ use crate::{
     memory::{reading, writing},
     queue::HostQueue,
 };
-use brigade_device::{DataType, Error, QBuffer, QScheme, Reason, Result, Stream, View};
+use brigade_device::{DataType, QBuffer, QScheme, Result, Stream, View};
 use float8::F8E4M3;
 
 /// Greatest int8 value used: the range is symmetric.
@@ -23,29 +23,11 @@ impl HostDevice {
         a: View<'_>,
         scheme: QScheme,
     ) -> Result<QBuffer> {
-        let &[rows, columns] = a.shape().dims() else {
-            return Err(Error::invalid("a.shape", a.shape(), "2 dimensions"));
-        };
-        if !matches!(a.dtype(), DataType::F32 | DataType::F16 | DataType::BF16) {
-            return Err(Error::invalid("a.dtype", a.dtype(), "f32, f16 or bf16"));
-        }
-        let Some(kernel_type) = scheme.kernel_type() else {
-            return Err(Error::invalid("scheme", "None", "a quantization scheme"));
-        };
-        let blocks = columns.div_ceil(element::FP8_BLOCK);
-        let scales_shape: &[usize] = match scheme {
-            QScheme::Int8PerToken => &[rows, 1],
-            QScheme::Int8WeightOnly => &[columns],
-            QScheme::Fp8PerTokenBlock => &[rows, blocks],
-            QScheme::Int8PerTensor | QScheme::Fp8PerTensor => &[1],
-            QScheme::None => {
-                return Err(
-                    Reason::new("quantize", "nothing to quantize to", "name a scheme").into(),
-                );
-            }
-        };
+        let (kernel_type, scales_shape) = scheme.quantized(a)?;
+        let (rows, columns) = (a.shape().rows(), a.shape().columns());
+        let blocks = columns.div_ceil(QScheme::BLOCK);
         let kernel = self.heap(kernel_type, &[rows, columns])?;
-        let scales = self.heap(DataType::F32, scales_shape)?;
+        let scales = self.heap(DataType::F32, scales_shape.dims())?;
         let (from, kernel_out, scales_out) = (a.retain(), kernel.clone(), scales.clone());
         HostQueue::of(on)?.run(move || {
             let mut values = vec![0.0; rows * columns];
@@ -128,7 +110,7 @@ impl Groups {
                 let group = match self.scheme {
                     QScheme::Int8PerToken => row,
                     QScheme::Int8WeightOnly => column,
-                    QScheme::Fp8PerTokenBlock => row * self.blocks + column / element::FP8_BLOCK,
+                    QScheme::Fp8PerTokenBlock => row * self.blocks + column / QScheme::BLOCK,
                     _ => 0,
                 };
                 f(group, x);

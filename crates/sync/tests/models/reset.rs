@@ -25,20 +25,31 @@ pub enum Without {
     GateAfterWipe,
 }
 
+fn machines(rank: usize, size: usize) -> (CreditRing, ResetGate) {
+    let (pieces, words) = (1, CreditRing::words(size, 1));
+    let ring = CreditRing {
+        rank,
+        size,
+        pieces,
+        base: 0,
+    };
+    let gate = ResetGate {
+        rank,
+        size,
+        base: words,
+    };
+    (ring, gate)
+}
+
+fn of_all(size: usize, program: impl Fn(usize) -> Program) -> Scenario {
+    let words = CreditRing::words(size, 1) + ResetGate::words(size);
+    Scenario::new(words, 1, (0..size).map(program).collect())
+}
+
 /// Every rank writes to the next one once in each generation; counts begin anew each time.
 pub fn scenario(size: usize, generations: u8, without: Without) -> Scenario {
     let program = |rank| {
-        let ring = CreditRing {
-            rank,
-            size,
-            pieces: 1,
-            base: 0,
-        };
-        let gate = ResetGate {
-            rank,
-            size,
-            base: CreditRing::words(size, 1),
-        };
+        let (ring, gate) = machines(rank, size);
         let (next, prev) = ((rank + 1) % size, (rank + size - 1) % size);
         let half = Half::of(0);
         let mut program = Program::new();
@@ -77,11 +88,7 @@ pub fn scenario(size: usize, generations: u8, without: Without) -> Scenario {
         }
         program
     };
-    Scenario::new(
-        CreditRing::words(size, 1) + ResetGate::words(size),
-        1,
-        (0..size).map(program).collect(),
-    )
+    of_all(size, program)
 }
 
 /// Arriving at the gate, and waiting for all unless that is left out.
@@ -94,17 +101,7 @@ fn passes(gate: ResetGate, count: u32, skip: bool) -> impl Iterator<Item = Step>
 /// are the same again: old flags are told from new ones by being wiped, between two gates.
 pub fn wiping(size: usize, resets: u32, without: Without) -> Scenario {
     let program = |rank| {
-        let ring = CreditRing {
-            rank,
-            size,
-            pieces: 1,
-            base: 0,
-        };
-        let gate = ResetGate {
-            rank,
-            size,
-            base: CreditRing::words(size, 1),
-        };
+        let (ring, gate) = machines(rank, size);
         let (next, prev) = ((rank + 1) % size, (rank + size - 1) % size);
         let half = Half::of(0);
         let flag = Flag::new(1, 0xA11, 1);
@@ -131,9 +128,5 @@ pub fn wiping(size: usize, resets: u32, without: Without) -> Scenario {
         }
         program
     };
-    Scenario::new(
-        CreditRing::words(size, 1) + ResetGate::words(size),
-        1,
-        (0..size).map(program).collect(),
-    )
+    of_all(size, program)
 }
