@@ -10,6 +10,9 @@
 //! - [`vote`]: all ranks have the same, or all fail and see what everybody had.
 //! - [`agree`]: all ranks succeeded, or all fail and see everybody's reason.
 //! - [`Deadline`]: one bound for a wait of several steps.
+//! - [`Sharing`]: memory of the host that all ranks reach, as [`Segment`]s: between threads and, on Linux, processes.
+//! - [`Control`]: what a communicator knows of its group once it has that memory: who stopped it, who left, when all start
+//!   anew.
 //!
 //! ```
 //! use brigade_device::Bootstrap;
@@ -26,6 +29,7 @@
 //! });
 //! ```
 
+mod control;
 mod deadline;
 #[cfg(unix)]
 mod fds;
@@ -35,12 +39,15 @@ pub mod frame;
 #[cfg(unix)]
 mod launch;
 mod liveness;
+pub mod machine;
 mod proof;
 mod rounds;
+mod shared;
 mod tcp;
 mod threads;
 mod vote;
 
+pub use control::Control;
 pub use deadline::Deadline;
 #[cfg(unix)]
 pub use fds::exchange_fds;
@@ -48,6 +55,7 @@ pub use fds::exchange_fds;
 pub use launch::{Launch, Ranks};
 pub use liveness::{Liveness, Loss, Watch};
 pub use proof::Secret;
+pub use shared::{Offer, Segment, SharedSegment, Sharing};
 pub use tcp::{Address, TcpConfig, TcpGroup};
 pub use threads::{ThreadGroup, threads};
 pub use vote::{agree, vote};

@@ -3,15 +3,15 @@
 use crate::{
     comm::{HostComm, unexpected},
     job::Active,
-    layout::Area,
     memory::{poison, writing},
     queue::HostQueue,
 };
 use brigade_device::{AllGatherParams, Buffer, Call, PerRank, Plan, Result, Turn};
+use brigade_sync::Area;
 
 impl HostComm {
     pub(crate) fn run_all_gather(&self, turn: &Turn, p: AllGatherParams<'_>) -> Result<Plan> {
-        let group = self.core.group;
+        let group = self.core.control.group();
         p.check(group.rank, group.size)?;
         let (to, from) = (p.to.as_view().retain(), p.from.retain());
         let row_len = to.shape().row_len();

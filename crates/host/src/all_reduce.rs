@@ -4,13 +4,13 @@ use crate::{
     comm::HostComm,
     element,
     job::Active,
-    layout::Area,
     memory::{poison, writing},
     queue::HostQueue,
 };
 use brigade_device::{
     AllReduceAlgorithm, AllReduceParams, Buffer, Call, DataType, Plan, ReduceOp, Result, Turn,
 };
+use brigade_sync::Area;
 use std::ops::Range;
 
 /// What every piece is reduced with.

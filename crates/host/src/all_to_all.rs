@@ -4,11 +4,11 @@
 use crate::{
     comm::{HostComm, unexpected},
     job::Active,
-    layout::Area,
     memory::{poison, writing},
     queue::HostQueue,
 };
 use brigade_device::{AllToAllParams, Buffer, Call, FaultKind, PerRank, Plan, Result, Turn};
+use brigade_sync::Area;
 
 struct Counts {
     row_bytes: usize,
@@ -18,7 +18,7 @@ struct Counts {
 
 impl HostComm {
     pub(crate) fn run_all_to_all(&self, turn: &Turn, p: AllToAllParams<'_>) -> Result<Plan> {
-        let group = self.core.group;
+        let group = self.core.control.group();
         p.check(group.rank, group.size)?;
         let (to, from) = (p.to.as_view().retain(), p.from.retain());
         let call = Call::AllToAll {

@@ -2,15 +2,15 @@
 
 use crate::{
     comm::{HostComm, unexpected},
-    layout::Area,
     memory::{poison, writing},
     queue::HostQueue,
 };
 use brigade_device::{BroadcastParams, Call, Plan, Result, Turn};
+use brigade_sync::Area;
 
 impl HostComm {
     pub(crate) fn run_broadcast(&self, turn: &Turn, p: BroadcastParams<'_>) -> Result<Plan> {
-        p.check(self.core.group.size)?;
+        p.check(self.core.control.group().size)?;
         let data = p.data.as_view().retain();
         let root = p.root;
         let call = Call::Broadcast {

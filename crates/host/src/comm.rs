@@ -3,7 +3,6 @@
 use crate::{
     core::{Core, Parts},
     device::HostDevice,
-    layout::Layout,
     memory::{poison, writing},
     queue::HostQueue,
     rendezvous,
@@ -16,7 +15,9 @@ use brigade_device::{
     RecvParams, ReduceScatterParams, Reduced, Result, SendParams, Stream, Traffic, Turn,
     UserBuffers, fallback,
 };
-use brigade_plan::{Engines, Table, Topology};
+use brigade_group::Control;
+use brigade_plan::{Engines, MAX_PIECES, Table, Topology};
+use brigade_sync::Layout;
 use std::{sync::Arc, time::Duration};
 
 /// One rank's communicator on the host.
@@ -25,9 +26,13 @@ pub(crate) struct HostComm {
     pub(crate) device: Arc<HostDevice>,
 }
 
+fn layout(config: &CommConfig, rank: usize, size: usize) -> Result<Layout> {
+    Layout::new(config, MAX_PIECES.into(), rank, size)
+}
+
 /// Memory that every rank takes in [`join`].
 pub(crate) fn memory_need(config: &CommConfig, size: usize) -> Result<u64> {
-    Ok(Layout::new(config, 0, size)?.total_bytes() as u64)
+    Ok(layout(config, 0, size)?.total_bytes() as u64)
 }
 
 /// A plan that does not belong to its call.
@@ -82,7 +87,7 @@ pub(crate) fn join(
     if rank >= size {
         return Err(Error::invalid("rank", rank, format!("a rank below {size}")));
     }
-    let layout = Layout::new(config, rank, size)?;
+    let layout = layout(config, rank, size)?;
     let table = Table::host();
     let (sharing, segments) = rendezvous::exchange(boot, config, &table, &layout)?;
     let group = Group {
@@ -91,7 +96,7 @@ pub(crate) fn join(
         size,
     };
     let core = Core::new(Parts {
-        group,
+        control: Control::new(group, layout, sharing, segments),
         topology: Topology {
             group,
             config: config.clone(),
@@ -99,9 +104,6 @@ pub(crate) fn join(
         },
         config: config.clone(),
         table,
-        layout,
-        sharing,
-        segments,
         inject: device.inject.clone(),
     })?;
     Ok(Comm::new(Arc::new(HostComm { core, device })))
@@ -109,7 +111,7 @@ pub(crate) fn join(
 
 impl Communicator for HostComm {
     fn group(&self) -> &Group {
-        &self.core.group
+        self.core.control.group()
     }
     fn device(&self) -> &dyn Device {
         &*self.device
@@ -118,7 +120,7 @@ impl Communicator for HostComm {
         self.core.plan(call)
     }
     fn fault(&self) -> Option<FaultRecord> {
-        self.core.fault()
+        self.core.control.fault()
     }
     fn abort(&self) {
         self.core.abort();

@@ -14,6 +14,7 @@ use brigade_device::{
     GemmParams, GemmShape, Injector, Linear, LoraLinearParams, MemoryStatus, MemoryType, Operand,
     Output, QBuffer, QScheme, Queues, Replay, Result, Shape, Stream, View, ViewMut,
 };
+use brigade_group::machine;
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering},
@@ -84,7 +85,7 @@ impl HostDevice {
                 name: "host".into(),
                 ordinal: config.ordinal,
                 sms: u16::try_from(config.threads).unwrap_or(u16::MAX),
-                memory_bytes: total_memory_bytes(),
+                memory_bytes: machine::total_bytes(),
             },
             held: Arc::default(),
             inject: config.inject.clone(),
@@ -109,24 +110,6 @@ impl HostDevice {
         let heap = Heap::new(shape.len() * dtype.bytes(), &self.held)?;
         Buffer::new(Arc::new(heap), dtype, shape)
     }
-}
-
-/// All memory of this machine, or 0 where it cannot be known.
-fn total_memory_bytes() -> u64 {
-    meminfo("MemTotal:")
-}
-
-/// Memory of this machine that can still be had, or 0 where it cannot be known.
-pub(crate) fn available_bytes() -> u64 {
-    meminfo("MemAvailable:")
-}
-
-fn meminfo(key: &str) -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    text.lines()
-        .find_map(|l| l.strip_prefix(key))
-        .and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok())
-        .map_or(0, |kib| kib * 1024)
 }
 
 impl Allocate for HostDevice {
@@ -216,7 +199,7 @@ impl Allocate for HostDevice {
     fn memory_status(&self) -> Result<MemoryStatus> {
         Ok(MemoryStatus {
             total_bytes: self.info.memory_bytes,
-            free_bytes: available_bytes(),
+            free_bytes: machine::available_bytes(),
             held_bytes: self.held.load(Ordering::Relaxed),
         })
     }

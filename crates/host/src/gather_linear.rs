@@ -9,19 +9,18 @@ use crate::{
     core::Reserved,
     device::Engine,
     job::{Active, Job, Use},
-    layout::{Area, Layout},
     linear::{BoundLinear, OwnedLinear},
     memory::{poison, reading, writing},
     operand::{OwnedOperand, Parts},
     queue::HostQueue,
-    segment::Window,
+    window::Window,
 };
 use brigade_device::{
     AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, Filled, GatherLinearParts,
     GatheredParts, LinearCall, OverlapMode, OverlapPlan, PerRank, Plan, QScheme, Reason, Result,
     Shape, Turn, check_rows,
 };
-use brigade_sync::Half;
+use brigade_sync::{Area, Half, Layout};
 use parking_lot::RwLock;
 use std::{ops::Range, sync::Arc};
 
@@ -114,9 +113,10 @@ fn set(gate: &RwLock<bool>, open: bool) -> Result<()> {
 
 impl HostComm {
     fn window(&self, half: Half, range: Range<usize>, gate: &Arc<RwLock<bool>>) -> Arc<Window> {
-        let start = self.core.layout.start(Area::Gather, half);
+        let control = &self.core.control;
+        let start = control.layout().start(Area::Gather, half);
         let range = start + range.start..start + range.end;
-        let segment = Arc::clone(&self.core.segments[self.core.group.rank].0);
+        let segment = Arc::clone(&control.segments()[control.group().rank].0);
         Arc::new(Window::new(segment, range, Arc::clone(gate)))
     }
 
@@ -127,7 +127,7 @@ impl HostComm {
         columns: usize,
         dtype: DataType,
     ) -> Result<(Buffer, Filled)> {
-        let group = self.core.group;
+        let group = self.core.control.group();
         let total = check_rows("rows_per_rank", rows_per_rank, group.size)?;
         let row_bytes = columns * dtype.bytes();
         let capacity = self.core.config.gather_bytes;

@@ -55,7 +55,7 @@ impl Job {
         let start = Instant::now();
         while let Some(left) = time.checked_sub(start.elapsed())
             && !left.is_zero()
-            && self.core.fault().is_none()
+            && self.core.control.fault().is_none()
         {
             // tidy: sleeps because the delay is what was asked for
             thread::sleep(left.min(REST));

@@ -1,12 +1,11 @@
 //! A call in progress: waiting for peers, failing, and the places in shared memory that it may touch.
 
-use crate::{
-    core::{Core, State},
-    layout::Area,
-    segment::SharedSegment,
-};
+use crate::core::{Core, State};
 use brigade_device::{Error, FaultKind, FaultRecord, Operation, Point, Result};
-use brigade_sync::{Deadline, Flag, Half, Memory, Post, Stop, Verdict, Wait, Words, post, wait};
+use brigade_group::SharedSegment;
+use brigade_sync::{
+    Area, Deadline, Flag, Half, Memory, Post, Stop, Verdict, Wait, Words, post, wait,
+};
 use parking_lot::MutexGuard;
 use std::{
     ops::Range,
@@ -42,15 +41,15 @@ pub(crate) struct Active<'a> {
 
 impl Job {
     fn memory(&self) -> &Words<SharedSegment> {
-        &self.core.memory
+        self.core.control.memory()
     }
 
     pub(crate) fn rank(&self) -> usize {
-        self.core.group.rank
+        self.core.control.group().rank
     }
 
     pub(crate) fn size(&self) -> usize {
-        self.core.group.size
+        self.core.control.group().size
     }
 
     /// Other ranks, the next one first.
@@ -69,7 +68,7 @@ impl Job {
         seen: u64,
     ) -> Error {
         let elapsed = self.deadline.elapsed().as_nanos();
-        Error::Fault(self.core.raise(FaultRecord {
+        Error::Fault(self.core.control.raise(FaultRecord {
             kind,
             operation: self.operation as u32,
             rank: self.rank() as u32,
@@ -98,7 +97,7 @@ impl Job {
         let start = Instant::now();
         let mut deadline = self.deadline;
         let result = wait(self.memory(), w, &mut deadline, || {
-            self.core.fault().is_some() || self.stranger().is_some() || !hope()
+            self.core.control.fault().is_some() || self.stranger().is_some() || !hope()
         });
         self.core.waits.add(w.peer, start.elapsed());
         result.map_err(|stop| self.give_up(stop, &w, slot))
@@ -106,7 +105,7 @@ impl Job {
 
     /// Waits until all ranks are in this call.
     pub(crate) fn meet(&self) -> Result<()> {
-        let barrier = self.core.layout.barrier;
+        let barrier = self.core.control.layout().barrier;
         barrier.meet(self.flag).try_for_each(|w| {
             self.step(Point::Meet, w.peer, None);
             self.wait(w, 0)
@@ -122,7 +121,7 @@ impl Job {
                 self.fail(FaultKind::Timeout, peer, slot, expected, seen)
             }
             Stop::Interrupted => {
-                if let Some(record) = self.core.fault() {
+                if let Some(record) = self.core.control.fault() {
                     Error::Fault(record)
                 } else if let Some((peer, seen)) = self.stranger() {
                     self.fail(FaultKind::Mismatch, peer, slot, self.flag.bits(), seen)
@@ -137,11 +136,12 @@ impl Job {
     /// A peer that is gone, and whose flag is not there: it was its last chance, since a rank says that it leaves after
     /// everything else it says.
     fn lost(&self, w: &Wait) -> bool {
-        self.core.departed(w.peer) && w.want.verdict(self.memory().load(w.word)) == Verdict::NotYet
+        self.core.control.departed(w.peer)
+            && w.want.verdict(self.memory().load(w.word)) == Verdict::NotYet
     }
 
     fn arrivals(&self, verdict: Verdict) -> Option<(usize, u64)> {
-        let barrier = self.core.layout.barrier;
+        let barrier = self.core.control.layout().barrier;
         self.collective
             .then(|| {
                 barrier.meet(self.flag).find_map(|w| {
@@ -177,7 +177,7 @@ impl Job {
 
     /// Says that piece `piece` of `slot` lies in `to`'s half.
     pub(crate) fn say_filled(&self, to: usize, of: Use, slot: usize, piece: usize) {
-        let ring = self.core.layout.ring(of.area);
+        let ring = self.core.control.layout().ring(of.area);
         if self.step(Point::Announce, to, Some(of.place(slot, piece))) {
             self.post(ring.filled(to, of.half, slot, piece, self.flag_of(of)));
         }
@@ -197,7 +197,7 @@ impl Job {
         piece: usize,
         from: usize,
     ) -> Result<()> {
-        let ring = self.core.layout.ring(of.area);
+        let ring = self.core.control.layout().ring(of.area);
         let w = ring.arrival(of.half, slot, piece, from, self.flag_of(of));
         self.wait(w, slot)?;
         self.step(Point::Read, from, Some(of.place(slot, piece)));
@@ -213,7 +213,7 @@ impl Job {
         piece: usize,
         from: usize,
     ) -> Result<()> {
-        let ring = self.core.layout.ring(of.area);
+        let ring = self.core.control.layout().ring(of.area);
         let w = ring.arrival(of.half, slot, piece, from, self.flag_of(of));
         self.wait_while(w, slot, || true)?;
         self.step(Point::Read, from, Some(of.place(slot, piece)));
@@ -222,7 +222,7 @@ impl Job {
 
     /// Waits until `peer` is done with the use before this one.
     pub(crate) fn await_credit(&self, of: Use, peer: usize) -> Result<()> {
-        let ring = self.core.layout.ring(of.area);
+        let ring = self.core.control.layout().ring(of.area);
         if !self.step(Point::Credit, peer, Some(of.place(self.rank(), 0))) {
             return Ok(());
         }
@@ -234,7 +234,7 @@ impl Job {
         if !self.step(Point::Done, peer, Some(of.place(self.rank(), 0))) {
             return;
         }
-        let ring = self.core.layout.ring(of.area);
+        let ring = self.core.control.layout().ring(of.area);
         ring.release(of.half, self.flag_of(of))
             .filter(|p| p.word.owner == peer)
             .for_each(|p| self.post(p));
@@ -242,11 +242,11 @@ impl Job {
 
     fn place(&self, of: Use, range: Range<usize>) -> Range<usize> {
         assert!(
-            range.end <= self.core.layout.half_bytes(of.area),
+            range.end <= self.core.control.layout().half_bytes(of.area),
             "{range:?} lies outside a half of {:?}",
             of.area
         );
-        let start = self.core.layout.start(of.area, of.half);
+        let start = self.core.control.layout().start(of.area, of.half);
         start + range.start..start + range.end
     }
 
@@ -258,7 +258,7 @@ impl Job {
     pub(crate) unsafe fn bytes(&self, owner: usize, of: Use, range: Range<usize>) -> &[u8] {
         let place = self.place(of, range);
         // SAFETY: the caller's promise.
-        unsafe { self.core.segments[owner].0.read(place) }
+        unsafe { self.core.control.segments()[owner].0.read(place) }
     }
 
     /// Bytes of a rank's half, to be written.
@@ -270,7 +270,7 @@ impl Job {
     pub(crate) unsafe fn bytes_mut(&self, owner: usize, of: Use, range: Range<usize>) -> &mut [u8] {
         let place = self.place(of, range);
         // SAFETY: the caller's promise.
-        unsafe { self.core.segments[owner].0.write(place) }
+        unsafe { self.core.control.segments()[owner].0.write(place) }
     }
 
     /// Counts bytes that this rank moved to or from another rank's memory.

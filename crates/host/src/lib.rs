@@ -8,6 +8,9 @@
 //! Processes share memory that has no name, and nothing of it is left when they are gone. A process that dies is noticed by
 //! whoever waits for it, at once or within a tenth of a second.
 //!
+//! How ranks share memory, and how a group is stopped, reset and left, is the same for every device: that is
+//! `brigade_group::Sharing` and `brigade_group::Control`.
+//!
 //! Sums are taken in rank order in f32 with one rounding, so that all ranks, algorithms and repeats give the same bits.
 
 mod all_gather;
@@ -23,24 +26,18 @@ mod gather_linear;
 mod gemm;
 mod inject;
 mod job;
-mod layout;
 mod linear;
 mod linear_reduce_scatter;
-#[cfg(target_os = "linux")]
-mod memfd;
 mod memory;
 mod mover;
 mod operand;
-#[cfg(target_os = "linux")]
-mod pulse;
 mod quantize;
 mod queue;
 mod reduce_scatter;
 mod rendezvous;
-mod segment;
 mod send_recv;
-mod sharing;
 mod user_buffers;
 mod waits;
+mod window;
 
 pub use device::{HostConfig, HostDevice};

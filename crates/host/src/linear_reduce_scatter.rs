@@ -7,7 +7,6 @@ use crate::{
     element,
     gemm::Matrix,
     job::{Active, Job, Use},
-    layout::Area,
     linear::{BoundLinear, OwnedLinear, finish},
     memory::{Staged, poison, writing},
     mover::Ticket,
@@ -18,6 +17,7 @@ use brigade_device::{
     Activation, Call, DataType, Error, LoraLinearReduceScatterParams, OverlapPlan, Plan, ReduceOp,
     Reduced, Result, Turn,
 };
+use brigade_sync::Area;
 use std::ops::Range;
 
 impl HostComm {
@@ -39,7 +39,7 @@ impl HostComm {
             OwnedLinear::from_parts(p.weight, p.transpose_weight, None, Activation::None, p.runs)?;
         let x = OwnedOperand::new(&p.x)?;
         let bias = p.bias.map(|c| c.retain());
-        let own = linear_call.rows[self.core.group.rank];
+        let own = linear_call.rows[self.core.control.group().rank];
         let (d, new) = self.device.place(p.output, &[own, linear_call.n])?;
         let (core, engine, activation) =
             (self.core.clone(), self.device.engine.clone(), p.activation);

@@ -1,6 +1,6 @@
 //! Host memory behind buffers. Every allocation carries a lock, so that safe code cannot alias.
 
-use crate::segment::Window;
+use crate::window::Window;
 use brigade_device::{Adopted, Buffer, Error, MemoryType, Result, Storage};
 use bytemuck::{Pod, Zeroable};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};

@@ -4,11 +4,11 @@ use crate::{
     comm::{HostComm, unexpected},
     element,
     job::Active,
-    layout::Area,
     memory::{poison, writing},
     queue::HostQueue,
 };
 use brigade_device::{Buffer, Call, PerRank, Plan, ReduceOp, ReduceScatterParams, Result, Turn};
+use brigade_sync::Area;
 
 impl HostComm {
     /// As a call of its own, or as part of one whose signature it bears.
@@ -18,7 +18,7 @@ impl HostComm {
         part_of: Option<Call>,
         p: ReduceScatterParams<'_>,
     ) -> Result<Plan> {
-        let group = self.core.group;
+        let group = self.core.control.group();
         p.check(group.rank, group.size)?;
         let (to, from) = (p.to.as_view().retain(), p.from.retain());
         let row_len = from.shape().row_len();

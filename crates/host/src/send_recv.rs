@@ -3,12 +3,11 @@
 use crate::{
     comm::HostComm,
     job::{Active, Use},
-    layout::Area,
     memory::{poison, reading, writing},
     queue::HostQueue,
 };
 use brigade_device::{Call, Operation, PerRank, RecvParams, Result, SendParams, Turn, check_peer};
-use brigade_sync::Half;
+use brigade_sync::{Area, Half};
 
 /// Both sides sign the same: shape and type of what is sent.
 fn signature(elements: usize, dtype: brigade_device::DataType) -> u32 {
@@ -34,7 +33,7 @@ fn mail(n: u64) -> (Use, bool) {
 
 impl Active<'_> {
     fn slot_bytes(&self) -> usize {
-        self.job.core.layout.half_bytes(Area::Mail) / self.job.size()
+        self.job.core.control.layout().half_bytes(Area::Mail) / self.job.size()
     }
 
     fn send_piece(&mut self, peer: usize, piece: &[u8]) -> Result<()> {
@@ -67,7 +66,7 @@ impl Active<'_> {
 
 impl HostComm {
     pub(crate) fn run_send(&self, turn: &Turn, p: SendParams<'_>) -> Result<()> {
-        let group = self.core.group;
+        let group = self.core.control.group();
         check_peer(p.peer, group.rank, group.size)?;
         let (from, peer) = (p.from.retain(), p.peer);
         let core = self.core.clone();
@@ -88,7 +87,7 @@ impl HostComm {
     }
 
     pub(crate) fn run_recv(&self, turn: &Turn, p: RecvParams<'_>) -> Result<()> {
-        let group = self.core.group;
+        let group = self.core.control.group();
         check_peer(p.peer, group.rank, group.size)?;
         let (to, peer) = (p.to.as_view().retain(), p.peer);
         let core = self.core.clone();

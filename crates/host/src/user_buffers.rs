@@ -5,16 +5,15 @@ use crate::{
     comm::HostComm,
     core::{Core, Pairs},
     job::{Active, Use},
-    layout::Area,
     memory::{reading, writing},
     queue::HostQueue,
-    segment::Segment,
 };
 use brigade_device::{
     Call, Error, Operation, Place, Point, Reason, Region, Result, TransferParams, Turn,
     UserBuffers, View, ViewMut, check_peer,
 };
-use brigade_sync::{CreditRing, Flag, Half, Memory};
+use brigade_group::Segment;
+use brigade_sync::{Area, CreditRing, Flag, Half, Memory};
 use std::sync::Arc;
 
 /// A region's memory on every rank.
@@ -192,7 +191,7 @@ impl Pair<'_, '_> {
             .ring
             .arrival(Half::of(0), self.peer, 0, self.peer, self.flag(0))
             .word;
-        let last = Flag::from_bits(job.core.memory.load(word));
+        let last = Flag::from_bits(job.core.control.memory().load(word));
         if last.generation() == job.generation() {
             let peer = self.peer;
             let received = &mut self.counts().received[peer];
@@ -218,7 +217,8 @@ impl Pair<'_, '_> {
 impl HostComm {
     fn ring(&self, region: Region) -> Result<CreditRing> {
         self.core
-            .layout
+            .control
+            .layout()
             .region_ring(region)
             .ok_or_else(|| Error::invalid("region", region.0, "a registered region"))
     }
@@ -231,7 +231,7 @@ impl HostComm {
         peer: usize,
         work: impl Fn(&mut Pair<'_, '_>) -> Result<()> + Send + Sync + 'static,
     ) -> Result<()> {
-        let group = self.core.group;
+        let group = self.core.control.group();
         check_peer(peer, group.rank, group.size)?;
         self.core.region(region)?;
         let ring = self.ring(region)?;
@@ -257,7 +257,7 @@ impl UserBuffers for HostComm {
             let Some(region) = agree_on_number(active)? else {
                 return Ok(Registered::NoneFree);
             };
-            let sharing = &self.core.sharing;
+            let sharing = &self.core.control.sharing();
             let words = Segment::words_for(bytes);
             let offer = sharing.offer(active.job.rank(), words, 0).ok();
             let keys = exchange_words(active, offer.as_ref().map_or(0, |offer| offer.key))?;
@@ -315,7 +315,7 @@ impl UserBuffers for HostComm {
             Ok(())
         })?;
         if let Some(memory) = self.core.regions.lock()[usize::from(region.0)].take() {
-            memory.segments[self.core.group.rank].give_back();
+            memory.segments[self.core.control.group().rank].give_back();
         }
         Ok(())
     }
@@ -323,10 +323,10 @@ impl UserBuffers for HostComm {
     fn write(&self, turn: &mut Turn, region: Region, offset: usize, from: View<'_>) -> Result<()> {
         let memory = self.core.region(region)?;
         memory.check("offset", offset, from.bytes())?;
-        let (from, me) = (from.retain(), self.core.group.rank);
+        let (from, me) = (from.retain(), self.core.control.group().rank);
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
-            core.usable()?;
+            core.control.usable()?;
             reading(&[&from], |inputs| {
                 memory.segments[me].store_bytes(offset, inputs[0]);
                 Ok(())
@@ -336,11 +336,11 @@ impl UserBuffers for HostComm {
 
     fn read(&self, turn: &mut Turn, region: Region, offset: usize, to: ViewMut<'_>) -> Result<()> {
         let memory = self.core.region(region)?;
-        let (to, me) = (to.as_view().retain(), self.core.group.rank);
+        let (to, me) = (to.as_view().retain(), self.core.control.group().rank);
         memory.check("offset", offset, to.bytes())?;
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
-            core.usable()?;
+            core.control.usable()?;
             writing(&to, &[], |out, _| {
                 memory.segments[me].load_bytes(offset, out);
                 Ok(())
@@ -352,7 +352,7 @@ impl UserBuffers for HostComm {
         let memory = self.core.region(p.region)?;
         memory.check("source_offset", p.source_offset, p.bytes)?;
         memory.check("target_offset", p.target_offset, p.bytes)?;
-        let me = self.core.group.rank;
+        let me = self.core.control.group().rank;
         self.with_peer(turn, p.region, p.peer, move |pair| {
             pair.await_released()?;
             memory.copy((me, p.source_offset), (p.peer, p.target_offset), p.bytes);
@@ -365,7 +365,7 @@ impl UserBuffers for HostComm {
         let memory = self.core.region(p.region)?;
         memory.check("source_offset", p.source_offset, p.bytes)?;
         memory.check("target_offset", p.target_offset, p.bytes)?;
-        let me = self.core.group.rank;
+        let me = self.core.control.group().rank;
         self.with_peer(turn, p.region, p.peer, move |pair| {
             memory.copy((p.peer, p.source_offset), (me, p.target_offset), p.bytes);
             pair.active.job.count_moved(p.bytes);

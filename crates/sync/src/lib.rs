@@ -5,6 +5,9 @@
 //! out on anything that is a [`Memory`]: std atomics shared by threads here ([`Words`]), a model checker's atomics in
 //! tests, and the same layout in CUDA in `kernels/sync.cuh`. So what is checked is what runs.
 //!
+//! [`Layout`] says where the machines of a communicator have their words, and where its data lies: the same in memory of
+//! the host and of a GPU.
+//!
 //! Rules that every wait follows: it is bounded by a [`Budget`]; it compares wrap-safe; counters only grow and nothing
 //! is cleared between calls; a [`Flag`] carries generation and signature, so that a peer in another call is noticed.
 
@@ -14,6 +17,7 @@ mod bell;
 mod carried;
 mod fifo;
 mod flag;
+mod layout;
 mod memory;
 mod packet;
 mod reset;
@@ -26,6 +30,7 @@ pub use barrier::FlagBarrier;
 pub use bell::Bell;
 pub use fifo::{Fifo, FifoReceiver, FifoSender};
 pub use flag::{Flag, Verdict, Want};
+pub use layout::{Area, Layout};
 pub use memory::{BELL_WORDS, Memory, Word, Words};
 pub use packet::Packets;
 pub use reset::ResetGate;

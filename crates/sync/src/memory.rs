@@ -54,6 +54,7 @@ pub const BELL_WORDS: usize = 8;
 ///
 /// `W` gives each rank's words: a slice per rank, whose last [`BELL_WORDS`] are the bell. On Linux the slices may lie in
 /// memory that processes share.
+#[derive(Debug)]
 pub struct Words<W> {
     ranks: Vec<W>,
 }

@@ -9,7 +9,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("brigade-kernels", &[]),
     ("brigade-plan", &["brigade-device"]),
     ("brigade-sync", &["brigade-device"]),
-    ("brigade-group", &["brigade-device"]),
+    ("brigade-group", &["brigade-device", "brigade-sync"]),
     (
         "brigade-host",
         &[
@@ -24,6 +24,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         &[
             "brigade-device",
             "brigade-plan",
+            "brigade-sync",
             "brigade-group",
             "brigade-kernels",
         ],

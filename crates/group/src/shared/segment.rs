@@ -4,14 +4,12 @@
 //! every use says which rule makes it alone.
 
 #[cfg(target_os = "linux")]
-use crate::memfd::Memfd;
-use brigade_device::{Error, MemoryType, Result, Storage};
+use super::memfd::Memfd;
+use brigade_device::{Error, Result};
 #[cfg(target_os = "linux")]
 use memmap2::MmapRaw;
-use parking_lot::RwLock;
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
-    any::Any,
     ops::Range,
     ptr::NonNull,
     sync::{
@@ -21,7 +19,7 @@ use std::{
 };
 
 /// One rank's shared memory.
-pub(crate) struct Segment {
+pub struct Segment {
     base: NonNull<u8>,
     size: usize,
     words: usize,
@@ -47,8 +45,12 @@ unsafe impl Send for Segment {}
 unsafe impl Sync for Segment {}
 
 impl Segment {
-    /// `words` flags and `bytes` of data, all zero.
-    pub(crate) fn new(words: usize, bytes: usize) -> Result<Self> {
+    /// `words` flags and `bytes` of data, all zero, that this process has for itself. [`Sharing`](crate::Sharing) makes
+    /// those that others reach.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if there is no memory for it.
+    pub fn new(words: usize, bytes: usize) -> Result<Self> {
         let refused = || Self::refused(words, bytes);
         let size = Self::size(words, bytes)?;
         let layout = Layout::from_size_align(size, 4096).map_err(|_| refused())?;
@@ -98,7 +100,7 @@ impl Segment {
 
     /// Gives the memory back to the system before all mappings are gone. To be called by its owner, when no rank uses it
     /// any more.
-    pub(crate) fn give_back(&self) {
+    pub fn give_back(&self) {
         match &self.memory {
             Memory::Heap(_) => {}
             #[cfg(target_os = "linux")]
@@ -107,11 +109,15 @@ impl Segment {
     }
 
     /// Bytes before the data.
-    pub(crate) fn data_offset(words: usize) -> usize {
+    fn data_offset(words: usize) -> usize {
         (words * 8).next_multiple_of(64)
     }
 
-    fn data(&self, range: &Range<usize>) -> *mut u8 {
+    /// Where these bytes of data are in this process.
+    ///
+    /// # Panics
+    /// If they lie outside of the data; [`read`](Self::read) and [`write`](Self::write) too.
+    pub fn data(&self, range: &Range<usize>) -> *mut u8 {
         let start = Self::data_offset(self.words);
         assert!(
             range.start <= range.end && range.end <= self.size - start,
@@ -121,17 +127,21 @@ impl Segment {
         unsafe { self.base.as_ptr().add(start + range.start) }
     }
 
+    /// Bytes of data.
+    ///
     /// # Safety
     /// Nobody writes these bytes while the slice lives.
-    pub(crate) unsafe fn read(&self, range: Range<usize>) -> &[u8] {
+    pub unsafe fn read(&self, range: Range<usize>) -> &[u8] {
         // SAFETY: `data` checks the bounds; the caller promises that nobody writes.
         unsafe { std::slice::from_raw_parts(self.data(&range), range.len()) }
     }
 
+    /// Bytes of data, to be written.
+    ///
     /// # Safety
     /// Nobody else touches these bytes while the slice lives.
     #[expect(clippy::mut_from_ref, reason = "the caller promises to be alone")]
-    pub(crate) unsafe fn write(&self, range: Range<usize>) -> &mut [u8] {
+    pub unsafe fn write(&self, range: Range<usize>) -> &mut [u8] {
         // SAFETY: `data` checks the bounds; the caller promises to be alone.
         unsafe { std::slice::from_raw_parts_mut(self.data(&range), range.len()) }
     }
@@ -141,7 +151,7 @@ impl Segment {
 /// who reads while a peer writes gets torn data, but nothing worse.
 impl Segment {
     /// Words that `bytes` bytes take.
-    pub(crate) fn words_for(bytes: usize) -> usize {
+    pub fn words_for(bytes: usize) -> usize {
         bytes.div_ceil(8)
     }
 
@@ -151,7 +161,10 @@ impl Segment {
     }
 
     /// Copies bytes in, from byte `offset` on.
-    pub(crate) fn store_bytes(&self, offset: usize, bytes: &[u8]) {
+    ///
+    /// # Panics
+    /// If they do not fit in the segment's words.
+    pub fn store_bytes(&self, offset: usize, bytes: &[u8]) {
         for (word, place, part) in words_of(offset, bytes.len()) {
             let word = &self.atomics()[word];
             let part = &bytes[part];
@@ -171,7 +184,10 @@ impl Segment {
     }
 
     /// Copies bytes out, from byte `offset` on.
-    pub(crate) fn load_bytes(&self, offset: usize, bytes: &mut [u8]) {
+    ///
+    /// # Panics
+    /// If they lie outside of the segment's words.
+    pub fn load_bytes(&self, offset: usize, bytes: &mut [u8]) {
         for (word, place, part) in words_of(offset, bytes.len()) {
             let all = self.atomics()[word].load(Ordering::Relaxed).to_ne_bytes();
             bytes[part].copy_from_slice(&all[place]);
@@ -203,74 +219,23 @@ impl Drop for Segment {
     }
 }
 
-/// A segment, shared.
-#[derive(Clone)]
-pub(crate) struct SharedSegment(pub(crate) Arc<Segment>);
+impl std::fmt::Debug for Segment {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "Segment({} words, {} bytes in all)",
+            self.words, self.size
+        )
+    }
+}
+
+/// A segment, shared; as a slice, it is its words.
+#[derive(Clone, Debug)]
+pub struct SharedSegment(pub Arc<Segment>);
 
 impl AsRef<[AtomicU64]> for SharedSegment {
     fn as_ref(&self) -> &[AtomicU64] {
         self.0.atomics()
-    }
-}
-
-/// Part of this rank's own segment, as a buffer sees it. The gate is open while the protocol lets this rank's views read
-/// it (or, for own rows, write it), and shut while peers may write there.
-pub(crate) struct Window {
-    segment: Arc<Segment>,
-    range: Range<usize>,
-    gate: Arc<RwLock<bool>>,
-}
-
-impl Window {
-    pub(crate) fn new(segment: Arc<Segment>, range: Range<usize>, gate: Arc<RwLock<bool>>) -> Self {
-        Self {
-            segment,
-            range,
-            gate,
-        }
-    }
-
-    pub(crate) fn gate(&self) -> &RwLock<bool> {
-        &self.gate
-    }
-
-    /// # Safety
-    /// The caller holds the gate for reading, and found it open.
-    pub(crate) unsafe fn bytes(&self) -> &[u8] {
-        // SAFETY: while the gate is open, peers hold no credit for these bytes.
-        unsafe { self.segment.read(self.range.clone()) }
-    }
-
-    /// # Safety
-    /// The caller holds the gate for writing, and found it open.
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "the gate's write guard makes the caller alone"
-    )]
-    pub(crate) unsafe fn bytes_mut(&self) -> &mut [u8] {
-        // SAFETY: while the gate is open, peers hold no credit for these bytes; the guard keeps other views out.
-        unsafe { self.segment.write(self.range.clone()) }
-    }
-}
-
-impl std::fmt::Debug for Window {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Window({:?} of a user buffer)", self.range)
-    }
-}
-
-impl Storage for Window {
-    fn address(&self) -> u64 {
-        self.segment.data(&self.range) as u64
-    }
-    fn bytes(&self) -> usize {
-        self.range.len()
-    }
-    fn memory(&self) -> MemoryType {
-        MemoryType::Host
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 

@@ -3,7 +3,7 @@
 //! Every rank keeps the writing end of a pipe open and gives everybody the reading end. The system closes the writing end
 //! when the process ends, however it ends.
 
-use crate::memfd::io;
+use super::memfd::io;
 use brigade_device::Result;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},

@@ -1,6 +1,6 @@
 //! Memory that processes share: a file without a name for each rank, that lives as long as somebody has it open.
 
-use crate::device::available_bytes;
+use crate::machine::available_bytes;
 use brigade_device::{Error, Result};
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::{

@@ -1,0 +1,287 @@
+//! What every communicator needs to know about its group, whatever its device: who stopped it, who left, when all start
+//! anew.
+
+use crate::{SharedSegment, Sharing};
+use brigade_device::{Error, FaultKind, FaultRecord, Group, Operation, Result};
+use brigade_sync::{Deadline, Layout, Memory, Word, Words, post, wait};
+use parking_lot::Mutex;
+use std::{
+    sync::atomic::{AtomicBool, AtomicU8, Ordering},
+    time::Duration,
+};
+
+/// One rank's part in stopping, resetting and leaving a group, by words that all ranks share in memory of the host.
+///
+/// Whoever owns it calls [`leave`](Self::leave) when it goes.
+#[derive(Debug)]
+pub struct Control {
+    group: Group,
+    layout: Layout,
+    sharing: Sharing,
+    segments: Vec<SharedSegment>,
+    memory: Words<SharedSegment>,
+    generation: AtomicU8,
+    /// Steps of resets that are done: two for each. Held while one goes on.
+    steps: Mutex<u32>,
+    fault: Mutex<Option<FaultRecord>>,
+    closed: AtomicBool,
+}
+
+impl Control {
+    /// For a group whose ranks have these segments, in rank order, laid out like this.
+    pub fn new(
+        group: Group,
+        layout: Layout,
+        sharing: Sharing,
+        segments: Vec<SharedSegment>,
+    ) -> Self {
+        Self {
+            group,
+            layout,
+            sharing,
+            memory: Words::new(segments.clone()),
+            segments,
+            generation: AtomicU8::new(1),
+            steps: Mutex::default(),
+            fault: Mutex::default(),
+            closed: AtomicBool::new(false),
+        }
+    }
+
+    /// The group, and this rank's number in it.
+    pub fn group(&self) -> &Group {
+        &self.group
+    }
+
+    /// What lies where in every segment.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// How ranks get at each other's memory.
+    pub fn sharing(&self) -> &Sharing {
+        &self.sharing
+    }
+
+    /// All ranks' segments, in rank order.
+    pub fn segments(&self) -> &[SharedSegment] {
+        &self.segments
+    }
+
+    /// Words of all segments, to post to and to wait for.
+    pub fn memory(&self) -> &Words<SharedSegment> {
+        &self.memory
+    }
+
+    /// Which generation's flags count: 1 at first, one more after each reset, and 1 again after 255.
+    pub fn generation(&self) -> u8 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// The fault that stopped the group in this generation, whoever found it.
+    pub fn fault(&self) -> Option<FaultRecord> {
+        let mut fault = self.fault.lock();
+        if fault.is_none() {
+            *fault = self
+                .layout
+                .abort
+                .raised(&self.memory, self.group.rank, self.generation())
+                .and_then(FaultRecord::from_words);
+        }
+        *fault
+    }
+
+    /// Whether calls can be made.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] once closed; [`Error::Fault`] once stopped.
+    pub fn usable(&self) -> Result<()> {
+        if self.is_closed() {
+            return Err(Error::Closed);
+        }
+        self.fault().map_or(Ok(()), |f| Err(Error::Fault(f)))
+    }
+
+    /// Stops the group; everybody's waits end with the record that won, which is returned.
+    pub fn raise(&self, record: FaultRecord) -> FaultRecord {
+        let words = self
+            .layout
+            .abort
+            .raise(&self.memory, self.generation(), record.to_words());
+        let record = FaultRecord::from_words(words).unwrap_or(record);
+        tracing::warn!(target: "brigade::fault", rank = self.group.rank, %record, "stopped");
+        *self.fault.lock().get_or_insert(record)
+    }
+
+    /// Stops the group because this rank's program wants it, after `calls` calls.
+    pub fn abort(&self, calls: u64) {
+        self.raise(FaultRecord {
+            call: calls,
+            ..self.record(FaultKind::Aborted)
+        });
+    }
+
+    /// A record about nothing but this rank.
+    fn record(&self, kind: FaultKind) -> FaultRecord {
+        let rank = self.group.rank as u32;
+        FaultRecord {
+            kind,
+            operation: 0,
+            rank,
+            peer: rank,
+            slot: 0,
+            generation: self.generation().into(),
+            expected: 0,
+            seen: 0,
+            waited_ns: 0,
+            call: 0,
+            claimed: 1,
+            reserved: 0,
+        }
+    }
+
+    /// Whether a peer said that it is gone, or its process ended without a word.
+    pub fn departed(&self, peer: usize) -> bool {
+        let word = Word {
+            owner: self.group.rank,
+            index: self.layout.departed + peer,
+        };
+        self.memory.load(word) != 0 || self.sharing.has_died(peer)
+    }
+
+    /// Tells the peers that this rank is gone, so that whoever waits for it hears of it at once; waits for nobody. To be
+    /// said after everything else.
+    pub fn leave(&self) {
+        for peer in (0..self.group.size).filter(|&p| p != self.group.rank) {
+            let word = Word {
+                owner: peer,
+                index: self.layout.departed + self.group.rank,
+            };
+            self.memory.store(word, 1);
+        }
+    }
+
+    /// Refuses calls and resets from now on.
+    pub fn set_closed(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
+    /// Whether [`set_closed`](Self::set_closed) was called.
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// All ranks let go of the old generation, then start a new one. There are two gates at which all meet:
+    ///
+    /// 1. `let_go` takes from this rank's user what belongs to the old generation. Then all meet at the first gate.
+    /// 2. Nobody writes any flags now. This rank wipes its own, and `wipe` what its device has besides. Then all meet at
+    ///    the second gate.
+    /// 3. `renew` sets back what this rank counts. The generation goes up, and the fault is forgotten.
+    ///
+    /// A reset that failed can be tried again. One that timed out at the second gate goes on there, without `let_go` and
+    /// `wipe`: this rank's words may already hold flags of peers that are through. `calls` is how many this rank made, for
+    /// the record of a gate where somebody is missing.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] once closed; [`Error::Busy`] while another one goes on; [`Error::Group`] with the ranks that did
+    /// not come, or are gone; and what `let_go` and `wipe` fail with. After all but the first two and an error of `let_go`,
+    /// this rank stays stopped until a reset succeeds.
+    pub fn reset(
+        &self,
+        within: Duration,
+        calls: u64,
+        let_go: impl FnOnce(&Deadline) -> Result<()>,
+        wipe: impl FnOnce() -> Result<()>,
+        renew: impl FnOnce(),
+    ) -> Result<()> {
+        if self.is_closed() {
+            return Err(Error::Closed);
+        }
+        let mut steps = self
+            .steps
+            .try_lock()
+            .ok_or(Error::Busy("the communicator"))?;
+        let mut deadline = Deadline::after(within);
+        if steps.is_multiple_of(2) {
+            let_go(&deadline)?;
+            self.pass_gate(steps.wrapping_add(1), &mut deadline, within, calls)?;
+            self.clear_words();
+            wipe().inspect_err(|_| {
+                self.stay_stopped(FaultRecord {
+                    call: calls,
+                    ..self.record(FaultKind::Aborted)
+                });
+            })?;
+            *steps = steps.wrapping_add(1);
+        }
+        self.pass_gate(steps.wrapping_add(1), &mut deadline, within, calls)?;
+        renew();
+        *steps = steps.wrapping_add(1);
+        let next = self.generation().checked_add(1).unwrap_or(1);
+        self.generation.store(next, Ordering::Release);
+        *self.fault.lock() = None;
+        Ok(())
+    }
+
+    /// Arrives at the gate, and waits for all.
+    fn pass_gate(
+        &self,
+        count: u32,
+        deadline: &mut Deadline,
+        within: Duration,
+        calls: u64,
+    ) -> Result<()> {
+        let gate = self.layout.reset;
+        gate.arrive(count).for_each(|p| post(&self.memory, p));
+        let missing: Vec<usize> = gate
+            .meet(count)
+            .filter(|&w| wait(&self.memory, w, deadline, || self.departed(w.peer)).is_err())
+            .map(|w| w.peer)
+            .collect();
+        let Some(&first) = missing.first() else {
+            return Ok(());
+        };
+        self.stay_stopped(FaultRecord {
+            peer: first as u32,
+            expected: count.into(),
+            waited_ns: u64::try_from(deadline.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            call: calls,
+            ..self.record(FaultKind::Timeout)
+        });
+        let gone: Vec<usize> = missing
+            .iter()
+            .copied()
+            .filter(|&r| self.departed(r))
+            .collect();
+        let what = if gone.is_empty() {
+            format!("ranks {missing:?} did not come within {within:?}")
+        } else {
+            format!("ranks {gone:?} are gone")
+        };
+        Err(Error::Group {
+            step: "reset",
+            what,
+        })
+    }
+
+    /// Gives up a reset. This rank has already said that it let go of the old generation, so it may make no more calls in
+    /// it: it stays stopped until a reset succeeds.
+    fn stay_stopped(&self, record: FaultRecord) {
+        self.fault.lock().get_or_insert(FaultRecord {
+            operation: Operation::Reset as u32,
+            ..record
+        });
+    }
+
+    /// Wipes this rank's own flags while nobody writes any, so that none of them is taken for one of the generation that
+    /// will have the same 8 bits.
+    fn clear_words(&self) {
+        let layout = &self.layout;
+        let gate = layout.reset.base..layout.reset.base + self.group.size;
+        let departed = layout.departed..layout.departed + self.group.size;
+        for index in (0..layout.flags).filter(|i| !gate.contains(i) && !departed.contains(i)) {
+            let owner = self.group.rank;
+            self.memory.store(Word { owner, index }, 0);
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! What lies where in a rank's segment: the same on every rank, computed from the voted configuration.
+
+use crate::{AbortCell, BELL_WORDS, CreditRing, FlagBarrier, HALVES, Half, ResetGate};
+use brigade_device::{CommConfig, Error, Region, Result};
+
+/// The regions that carry data between ranks, each in two halves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Area {
+    /// Rows of all ranks, for gather-linear.
+    Gather,
+    /// Parts of all ranks, for its twin.
+    ReduceScatter,
+    /// Pieces of collectives.
+    Scratch,
+    /// A slot per sender, for send and receive.
+    Mail,
+}
+
+impl Area {
+    /// All of them, in the order in which they lie.
+    pub const ALL: [Self; 4] = [Self::Gather, Self::ReduceScatter, Self::Scratch, Self::Mail];
+}
+
+/// Flags and data of one group, as one rank sees them. Words of flags come first, and the bell behind them; bytes of data
+/// follow, each area with its two halves.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    /// Where all ranks meet.
+    pub barrier: FlagBarrier,
+    /// What stopped the group.
+    pub abort: AbortCell,
+    /// Where all ranks let go of a generation.
+    pub reset: ResetGate,
+    /// First of a word per peer: 1 once it is gone.
+    pub departed: usize,
+    rings: [CreditRing; Area::ALL.len()],
+    /// Flags of the regions that users can register.
+    region_rings: Vec<CreditRing>,
+    starts: [usize; Area::ALL.len()],
+    half_bytes: [usize; Area::ALL.len()],
+    /// Words that hold flags.
+    pub flags: usize,
+    /// All words: the flags and the bell.
+    pub words: usize,
+    /// Bytes of data, behind the words.
+    pub bytes: usize,
+}
+
+impl Layout {
+    /// For rank `rank` of `size`, whose collectives cut a slot into at most `pieces` pieces. All but `rank` is the same on
+    /// every rank.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a configuration that fails its check, or sizes that do not fit in memory.
+    pub fn new(config: &CommConfig, pieces: usize, rank: usize, size: usize) -> Result<Self> {
+        config.check()?;
+        let mut words = 0;
+        let mut take = |n: usize| {
+            let base = words;
+            words += n;
+            base
+        };
+        let barrier = FlagBarrier {
+            rank,
+            size,
+            base: take(FlagBarrier::words(size)),
+        };
+        let abort = AbortCell {
+            size,
+            base: take(AbortCell::WORDS),
+        };
+        let reset = ResetGate {
+            rank,
+            size,
+            base: take(ResetGate::words(size)),
+        };
+        let departed = take(size);
+        let rings = Area::ALL.map(|_| CreditRing {
+            rank,
+            size,
+            pieces,
+            base: take(CreditRing::words(size, pieces)),
+        });
+        let region_rings = (0..config.regions)
+            .map(|_| CreditRing {
+                rank,
+                size,
+                pieces: 1,
+                base: take(CreditRing::words(size, 1)),
+            })
+            .collect();
+        let flags = words;
+        let words = flags.next_multiple_of(BELL_WORDS) + BELL_WORDS;
+        let mail = (config.scratch_bytes / size.max(1))
+            .next_multiple_of(64)
+            .max(64)
+            * size;
+        // The scales of gathered rows lie behind them in the same half.
+        let gather = Self::scales_offset(config)
+            .checked_add(config.gather_scale_bytes)
+            .ok_or_else(|| {
+                Error::invalid(
+                    "gather_bytes",
+                    config.gather_bytes,
+                    "a size that fits in memory",
+                )
+            })?;
+        let half_bytes = [
+            gather,
+            config.reduce_scatter_bytes,
+            config.scratch_bytes,
+            mail,
+        ];
+        let mut bytes = 0usize;
+        let mut starts = [0; Area::ALL.len()];
+        for (start, half) in starts.iter_mut().zip(half_bytes) {
+            *start = bytes;
+            bytes = half
+                .checked_next_multiple_of(64)
+                .and_then(|half| half.checked_mul(HALVES))
+                .and_then(|both| both.checked_add(bytes))
+                .ok_or_else(|| {
+                    Error::invalid("config", format!("{config:?}"), "sizes that fit in memory")
+                })?;
+        }
+        Ok(Self {
+            barrier,
+            abort,
+            reset,
+            departed,
+            rings,
+            region_rings,
+            starts,
+            half_bytes,
+            flags,
+            words,
+            bytes,
+        })
+    }
+
+    /// Where scales begin in a half of the gather region.
+    pub fn scales_offset(config: &CommConfig) -> usize {
+        config.gather_bytes.next_multiple_of(64)
+    }
+
+    /// Flags of an area.
+    pub fn ring(&self, area: Area) -> CreditRing {
+        self.rings[area as usize]
+    }
+
+    /// Flags of a user's region.
+    pub fn region_ring(&self, region: Region) -> Option<CreditRing> {
+        self.region_rings.get(usize::from(region.0)).copied()
+    }
+
+    /// First byte of a half, counted from the first byte of data.
+    pub fn start(&self, area: Area, half: Half) -> usize {
+        let half_bytes = self.half_bytes[area as usize].next_multiple_of(64);
+        self.starts[area as usize] + half.index() * half_bytes
+    }
+
+    /// Capacity of a half.
+    pub fn half_bytes(&self, area: Area) -> usize {
+        self.half_bytes[area as usize]
+    }
+
+    /// All memory of a rank: its words, filled up to a line of 64 bytes, and its data.
+    pub fn total_bytes(&self) -> usize {
+        (self.words * 8).next_multiple_of(64) + self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brigade_device::ParallelMode;
+
+    fn config() -> CommConfig {
+        CommConfig {
+            gather_bytes: 100,
+            gather_scale_bytes: 10,
+            reduce_scatter_bytes: 65,
+            scratch_bytes: 5000,
+            regions: 3,
+            ..CommConfig::new(ParallelMode::Tp)
+        }
+    }
+
+    #[test]
+    fn halves_are_apart_and_all_of_it_fits() {
+        let layout = Layout::new(&config(), 4, 1, 3).unwrap();
+        let mut end = 0;
+        for area in Area::ALL {
+            for half in [Half::of(0), Half::of(1)] {
+                let start = layout.start(area, half);
+                assert!(
+                    start >= end && start.is_multiple_of(64),
+                    "{area:?} {half:?}"
+                );
+                end = start + layout.half_bytes(area);
+            }
+        }
+        assert!(end <= layout.bytes);
+        assert_eq!(layout.half_bytes(Area::Gather), 128 + 10);
+        assert!(layout.half_bytes(Area::Mail).is_multiple_of(3 * 64));
+        let front = layout.total_bytes() - layout.bytes;
+        assert!(front >= layout.words * 8 && front.is_multiple_of(64));
+    }
+
+    #[test]
+    fn flags_are_apart_and_the_bell_has_a_line_of_its_own() {
+        let layout = Layout::new(&config(), 4, 1, 3).unwrap();
+        let mut parts = vec![
+            (layout.barrier.base, FlagBarrier::words(3)),
+            (layout.abort.base, AbortCell::WORDS),
+            (layout.reset.base, ResetGate::words(3)),
+            (layout.departed, 3),
+        ];
+        parts.extend(Area::ALL.map(|a| (layout.ring(a).base, CreditRing::words(3, 4))));
+        let regions = (0..3).filter_map(|r| layout.region_ring(Region(r)));
+        parts.extend(regions.map(|ring| (ring.base, CreditRing::words(3, 1))));
+        assert_eq!(parts.len(), 4 + 4 + 3);
+        let end = parts.into_iter().fold(0, |end, (base, words)| {
+            assert_eq!(base, end);
+            base + words
+        });
+        assert_eq!(layout.flags, end);
+        assert!(layout.words >= end + BELL_WORDS && layout.words.is_multiple_of(BELL_WORDS));
+        assert!(layout.region_ring(Region(3)).is_none());
+    }
+
+    #[test]
+    fn sizes_that_fit_nowhere_are_refused() {
+        let config = CommConfig {
+            reduce_scatter_bytes: usize::MAX / 2,
+            ..config()
+        };
+        assert!(matches!(
+            Layout::new(&config, 4, 0, 2),
+            Err(Error::Invalid { .. })
+        ));
+    }
+}
