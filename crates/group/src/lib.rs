@@ -11,6 +11,7 @@
 //! - [`agree`]: all ranks succeeded, or all fail and see everybody's reason.
 //! - [`Deadline`]: one bound for a wait of several steps.
 //! - [`Sharing`]: memory of the host that all ranks reach, as [`Segment`]s: between threads and, on Linux, processes.
+//! - [`machine`]: how much memory this machine has.
 //! - [`Control`]: what a communicator knows of its group once it has that memory: who stopped it, who left, when all start
 //!   anew.
 //!
