@@ -257,7 +257,7 @@ impl UserBuffers for HostComm {
             let Some(region) = agree_on_number(active)? else {
                 return Ok(Registered::NoneFree);
             };
-            let sharing = &self.core.control.sharing();
+            let sharing = self.core.control.sharing();
             let words = Segment::words_for(bytes);
             let offer = sharing.offer(active.job.rank(), words, 0).ok();
             let keys = exchange_words(active, offer.as_ref().map_or(0, |offer| offer.key))?;
