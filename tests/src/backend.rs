@@ -31,11 +31,6 @@ pub trait Backend: Send + Sync {
     fn worlds(&self) -> Vec<usize>;
     /// Modes and algorithms that can be forced.
     fn engines(&self) -> Engines;
-    /// Whether its ranks can join a group. Those of a device that has no communicator run the contracts of
-    /// [`device_trials`](crate::device_trials) only.
-    fn communicates(&self) -> bool {
-        true
-    }
     /// Fresh ranks for a group of `size`: all that are threads of this process, in rank order.
     ///
     /// # Errors

@@ -1,18 +1,22 @@
-//! A GPU, as a rank that has no group.
+//! Ranks on GPUs: one GPU for each, or several ranks on one.
 
 use crate::backend::{Backend, Seat};
 use brigade_cuda::{CudaDevice, Missing, devices};
 use brigade_device::Result;
 use brigade_plan::Engines;
 
-/// One GPU of this host. Every rank opens it anew, so that trials count their own memory.
+/// GPUs of this host, for groups of ranks. Every rank opens its GPU anew, so that trials count their own memory.
 pub struct CudaBackend {
     name: String,
-    ordinal: usize,
+    ordinals: Vec<usize>,
+    worlds: Vec<usize>,
 }
 
+/// Most ranks that share a GPU.
+const SHARED: usize = 4;
+
 impl CudaBackend {
-    /// Every GPU that can be opened.
+    /// Every GPU that can be opened, alone.
     ///
     /// # Errors
     /// What is missing, on hosts where none can be.
@@ -21,13 +25,33 @@ impl CudaBackend {
         list.iter()
             .map(|gpu| {
                 CudaDevice::new(gpu.ordinal)?;
-                let name = format!("cuda{}", gpu.ordinal);
                 Ok(Self {
-                    name,
-                    ordinal: gpu.ordinal,
+                    name: format!("cuda{}", gpu.ordinal),
+                    ordinals: vec![gpu.ordinal],
+                    worlds: vec![1],
                 })
             })
             .collect()
+    }
+
+    /// Groups: of ranks with a GPU each, as large as there are GPUs; and of some that share the first.
+    ///
+    /// # Errors
+    /// As [`all`](Self::all).
+    pub fn groups() -> Result<Vec<Self>, Missing> {
+        let ordinals: Vec<_> = devices()?.iter().map(|gpu| gpu.ordinal).collect();
+        Ok(vec![
+            Self {
+                name: "cuda".into(),
+                worlds: (1..=ordinals.len()).collect(),
+                ordinals: ordinals.clone(),
+            },
+            Self {
+                name: "shared".into(),
+                worlds: (2..=SHARED).collect(),
+                ordinals: ordinals[..1].to_vec(),
+            },
+        ])
     }
 }
 
@@ -37,23 +61,20 @@ impl Backend for CudaBackend {
     }
 
     fn worlds(&self) -> Vec<usize> {
-        vec![1]
+        self.worlds.clone()
     }
 
     fn engines(&self) -> Engines {
-        Engines::host()
-    }
-
-    fn communicates(&self) -> bool {
-        false
+        Engines::cuda()
     }
 
     fn seats(&self, size: usize) -> Result<Vec<Seat>> {
         brigade_group::threads(size)
             .into_iter()
-            .map(|boot| {
+            .enumerate()
+            .map(|(rank, boot)| {
                 Ok(Seat {
-                    device: CudaDevice::new(self.ordinal)?,
+                    device: CudaDevice::new(self.ordinals[rank % self.ordinals.len()])?,
                     boot: Box::new(boot),
                 })
             })

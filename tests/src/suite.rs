@@ -39,8 +39,7 @@ impl World {
 
     /// Runs `body` on every rank. See [`run`].
     pub fn run(&self, config: &CommConfig, body: impl Fn(&mut Rank) + Send + Sync + 'static) {
-        let config = self.backend.communicates().then_some(config);
-        run(self.backend.seats(self.size).unwrap(), config, body);
+        run(self.backend.seats(self.size).unwrap(), Some(config), body);
     }
 
     /// As [`run`](Self::run), with a hook in every rank's device.

@@ -1,7 +1,7 @@
-//! The contracts on every GPU of this host; where there is none, one trial: opening says what is missing.
+//! The contracts on every GPU of this host, alone and in groups; where there is none, one trial: opening says what is missing.
 //! With BRIGADE_TEST_DEVICE=cuda a GPU must be there.
 
-use brigade_conformance::{CudaBackend, device_trials};
+use brigade_conformance::{CudaBackend, device_trials, trials};
 use brigade_cuda::{CudaDevice, Missing};
 use brigade_device::Error;
 use libtest_mimic::{Failed, Trial};
@@ -24,12 +24,14 @@ fn explains(missing: &Missing) -> Result<(), Failed> {
 
 fn main() -> ExitCode {
     let args = libtest_mimic::Arguments::from_args();
-    let trials = match CudaBackend::all() {
-        Ok(gpus) => gpus
-            .into_iter()
-            .flat_map(|gpu| device_trials(Arc::new(gpu)))
-            .collect(),
+    let found = CudaBackend::all().and_then(|gpus| Ok((gpus, CudaBackend::groups()?)));
+    let list = match found {
+        Ok((gpus, groups)) => {
+            let alone = gpus.into_iter().flat_map(|g| device_trials(Arc::new(g)));
+            let together = groups.into_iter().flat_map(|g| trials(Arc::new(g)));
+            alone.chain(together).collect()
+        }
         Err(missing) => vec![Trial::test("cuda/missing", move || explains(&missing))],
     };
-    libtest_mimic::run(&args, trials).exit_code()
+    libtest_mimic::run(&args, list).exit_code()
 }

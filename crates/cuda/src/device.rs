@@ -3,13 +3,14 @@
 use crate::{
     Missing,
     card::Card,
+    comm,
     devices::devices,
     graph,
     lane::{CudaQueue, Lane},
     opened::Opened,
 };
 use brigade_device::{
-    Bootstrap, Comm, CommConfig, Device, DeviceInfo, Queues, Reason, Replay, Result, Stream,
+    Bootstrap, Comm, CommConfig, Device, DeviceInfo, Queues, Replay, Result, Stream,
 };
 use cudarc::driver::sys;
 use std::{any::Any, ffi::c_void, sync::Arc};
@@ -106,27 +107,16 @@ impl Queues for CudaDevice {
     }
 }
 
-/// Why there is no communicator.
-fn alone() -> Reason {
-    Reason::new(
-        "cuda-communicator",
-        "the CUDA device multiplies and copies, and has no collectives",
-        "use the host device for a group of ranks",
-    )
-}
-
 impl Device for CudaDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info
     }
 
-    fn memory_need(&self, config: &CommConfig, _size: usize) -> Result<u64> {
-        config.check()?;
-        Err(alone().into())
+    fn memory_need(&self, config: &CommConfig, size: usize) -> Result<u64> {
+        comm::memory_need(self, config, size)
     }
 
-    fn join(self: Arc<Self>, _boot: &dyn Bootstrap, config: &CommConfig) -> Result<Comm> {
-        config.check()?;
-        Err(alone().into())
+    fn join(self: Arc<Self>, boot: &dyn Bootstrap, config: &CommConfig) -> Result<Comm> {
+        comm::join(self, boot, config)
     }
 }

@@ -3,8 +3,9 @@
 use crate::{Kernel, KernelSet, Launch, Missing, lane::Lane};
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
-    ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams, PackParams,
-    Parameters, QuantizeParams, QuantizeRowsParams, TransposeParams, fatbin,
+    ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams, MessagesParams,
+    MoveParams, PackParams, Parameters, QuantizeParams, QuantizeRowsParams, ReduceParams,
+    StepsParams, TransposeParams, fatbin,
 };
 use cudarc::driver::CudaContext;
 use std::sync::Arc;
@@ -21,6 +22,10 @@ pub(crate) struct Kernels {
     pub(crate) dequantize: Kernel<DequantizeParams>,
     pub(crate) pack: Kernel<PackParams>,
     pub(crate) long: Kernel<LongParams>,
+    pub(crate) steps: Kernel<StepsParams>,
+    pub(crate) moves: Kernel<MoveParams>,
+    pub(crate) reduce: Kernel<ReduceParams>,
+    pub(crate) messages: Kernel<MessagesParams>,
     sms: u32,
 }
 
@@ -44,6 +49,10 @@ impl Kernels {
             dequantize: quantize.kernel()?,
             pack: int8.kernel()?,
             long: int8.kernel()?,
+            steps: set("steps")?.kernel()?,
+            moves: set("move")?.kernel()?,
+            reduce: set("reduce")?.kernel()?,
+            messages: set("messages")?.kernel()?,
             sms,
         })
     }
@@ -62,14 +71,21 @@ impl Kernels {
         blocks: usize,
         parameters: P,
     ) -> Result<()> {
-        let most = self.sms * BLOCKS_PER_SM;
-        let blocks = u32::try_from(blocks).unwrap_or(most).clamp(1, most);
-        let shape = Launch::grid(blocks, THREADS);
+        let shape = self.shape(blocks);
         lane.run(buffers, |stream| {
             // SAFETY: the caller's promise; `run` keeps the buffers until the work is done, and the stream is of the lane's
             // context, in which `kernel` was loaded.
             unsafe { kernel.launch(stream, shape, parameters) }.map_err(Into::into)
         })
+    }
+}
+
+impl Kernels {
+    /// A grid of at most so many blocks, and of no more than the GPU holds at once.
+    pub(crate) fn shape(&self, blocks: usize) -> Launch {
+        let most = self.sms * BLOCKS_PER_SM;
+        let blocks = u32::try_from(blocks).unwrap_or(most).clamp(1, most);
+        Launch::grid(blocks, THREADS)
     }
 }
 

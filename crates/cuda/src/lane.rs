@@ -2,6 +2,7 @@
 
 use crate::{
     card::{Card, Task},
+    core::Core,
     driver::failed,
     mark::{self, CudaMark},
     memory::{DeviceMemory, Place},
@@ -19,7 +20,7 @@ use std::{
     any::Any,
     collections::VecDeque,
     ffi::c_void,
-    sync::{Arc, mpsc::Sender},
+    sync::{Arc, Weak, mpsc::Sender},
     time::Duration,
 };
 
@@ -42,6 +43,8 @@ struct Notes {
     later: Vec<Task>,
     /// Memory of somebody else's, until the work that uses it is done.
     in_use: VecDeque<(CudaMark, Arc<dyn Storage>)>,
+    /// Communicators that work here: their faults are this stream's.
+    groups: Vec<Weak<Core>>,
     /// Scratch memory of the library that multiplies: for work that runs at once, and for graphs of others.
     workspaces: [Option<u64>; 2],
 }
@@ -161,6 +164,22 @@ impl Lane {
             self.notes.lock().in_use.push_back(entry);
         }
         result
+    }
+
+    /// From here on, a fault of this communicator is told to who waits for this stream.
+    pub(crate) fn belongs_to(&self, group: &Arc<Core>) {
+        let mut notes = self.notes.lock();
+        notes.groups.retain(|g| g.strong_count() > 0);
+        notes.groups.push(Arc::downgrade(group));
+    }
+
+    /// The fault of a communicator that worked here, if one was stopped.
+    fn check_groups(&self) -> Result<()> {
+        let groups = self.notes.lock().groups.clone();
+        let mut alive = groups.iter().filter_map(Weak::upgrade);
+        alive
+            .find_map(|group| group.fault())
+            .map_or(Ok(()), |fault| Err(Error::Fault(fault)))
     }
 
     /// Lets go of what is no longer in use, and does what a capture had put off.
@@ -351,7 +370,7 @@ impl Queue for CudaQueue {
         self.0.refuse_capture("sync")?;
         CudaMark::record(&self.0.card, self.0.stream)?.sync(within)?;
         self.0.tidy();
-        Ok(())
+        self.0.check_groups()
     }
 
     fn on_complete(&self, hook: Hook) -> Result<()> {

@@ -10,23 +10,33 @@
 //! }
 //! ```
 
+mod all_gather;
+mod all_reduce;
+mod all_to_all;
+mod barrier;
+mod broadcast;
 mod card;
+mod comm;
+mod core;
 mod device;
 mod devices;
 mod driver;
 mod factors;
 mod finish;
+mod gather_linear;
 mod graph;
 mod ipc;
 mod kernel;
 mod kernels;
 mod lane;
 mod linear;
+mod linear_reduce_scatter;
 mod lt;
 mod lt_call;
 mod mark;
 mod matrix;
 mod memory;
+mod messages;
 mod missing;
 mod moves;
 mod nccl;
@@ -34,9 +44,16 @@ mod opened;
 mod peers;
 mod probe;
 mod quantize;
+mod reduce_scatter;
+mod rendezvous;
+mod report;
 mod residency;
+mod send_recv;
+mod steps;
 mod symmetric;
 mod types;
+mod user_buffers;
+mod window;
 
 pub use device::CudaDevice;
 pub use devices::{DeviceInfo, devices};

@@ -4,6 +4,7 @@ use crate::{
     card::{Card, Task},
     driver::failed,
     lane::Lane,
+    window::{Token, Window},
 };
 use brigade_device::{Adopted, Buffer, Error, MemoryType, Result, Storage};
 use cudarc::driver::{result, sys};
@@ -242,10 +243,12 @@ pub(crate) enum Place<'a> {
     Pinned(&'a Pinned),
     Host,
     Adopted(&'a Adopted),
+    /// A communicator's memory, which lives until its work is done.
+    Group,
 }
 
 impl<'a> Place<'a> {
-    /// Which kind an allocation is.
+    /// Which kind an allocation is, if it may still be used.
     pub(crate) fn of(storage: &'a Arc<dyn Storage>) -> Result<Self> {
         let any = storage.as_any();
         if let Some(memory) = any.downcast_ref() {
@@ -256,6 +259,10 @@ impl<'a> Place<'a> {
             Ok(Self::Host)
         } else if let Some(memory) = any.downcast_ref() {
             Ok(Self::Adopted(memory))
+        } else if let Some(window) = any.downcast_ref::<Window>() {
+            window.check().map(|()| Self::Group)
+        } else if any.is::<Token>() {
+            Ok(Self::Group)
         } else {
             Err(Error::invalid(
                 "memory",
@@ -270,7 +277,7 @@ impl<'a> Place<'a> {
         match self {
             Self::Device(memory) => note(&memory.users, lane),
             Self::Pinned(memory) => note(&memory.users, lane),
-            Self::Host | Self::Adopted(_) => {}
+            Self::Host | Self::Adopted(_) | Self::Group => {}
         }
     }
 
@@ -279,7 +286,7 @@ impl<'a> Place<'a> {
         match self {
             Self::Host => true,
             Self::Adopted(memory) => memory.memory() == MemoryType::Host,
-            Self::Device(_) | Self::Pinned(_) => false,
+            Self::Device(_) | Self::Pinned(_) | Self::Group => false,
         }
     }
 }

@@ -158,13 +158,13 @@ impl Probe {
 }
 
 /// An element's poison, as often as it goes into 8 bytes.
-fn repeated(dtype: DataType) -> u64 {
+pub(crate) fn repeated(dtype: DataType) -> u64 {
     let bits = dtype.bytes() * 8;
     let element = dtype.poison() & (u64::MAX >> (64 - bits));
     (0..64 / bits).fold(0, |word, i| word | element << (i * bits))
 }
 
-fn nanoseconds(time: Duration) -> u64 {
+pub(crate) fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 

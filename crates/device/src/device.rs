@@ -193,6 +193,9 @@ pub struct CommConfig {
     pub scratch_bytes: usize,
     /// Regions that can be registered by users.
     pub regions: u16,
+    /// Memory for all of them together, on devices that must take it when they join. The host device takes what each region
+    /// needs when it is registered.
+    pub region_bytes: usize,
     /// Every wait of a call ends this long after the call began.
     pub deadline: Duration,
     /// The same for the first call and for joining, while ranks still load and warm up.
@@ -202,7 +205,7 @@ pub struct CommConfig {
 }
 
 impl CommConfig {
-    /// Defaults: 8 MiB a half for gather and reduce-scatter, 1 MiB scratch, 16 regions, 60 s (120 s at first).
+    /// Defaults: 8 MiB a half for gather and reduce-scatter, 1 MiB scratch, 16 regions of 8 MiB in all, 60 s (120 s at first).
     pub fn new(mode: ParallelMode) -> Self {
         Self {
             mode,
@@ -211,6 +214,7 @@ impl CommConfig {
             reduce_scatter_bytes: 8 << 20,
             scratch_bytes: 1 << 20,
             regions: 16,
+            region_bytes: 8 << 20,
             deadline: Duration::from_secs(60),
             first_deadline: Duration::from_secs(120),
             sm_budget: None,

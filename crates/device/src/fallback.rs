@@ -168,7 +168,7 @@ fn rank_by_rank(
 }
 
 /// The runs of `rows` rows from row `first` on.
-fn clip_runs<'a>(runs: &[LoraRun<'a>], first: usize, rows: usize) -> Vec<LoraRun<'a>> {
+pub fn clip_runs<'a>(runs: &[LoraRun<'a>], first: usize, rows: usize) -> Vec<LoraRun<'a>> {
     let mut start = 0;
     runs.iter()
         .filter_map(|run| {

@@ -20,6 +20,7 @@ use brigade_device::{
     GatheredParts, LinearCall, OverlapMode, OverlapPlan, PerRank, Plan, QScheme, Reason, Result,
     Shape, Turn, check_rows,
 };
+use brigade_plan::gathered::{Span, rows_shape, scale_bytes, scales_shape};
 use brigade_sync::{Area, Half, Layout};
 use parking_lot::RwLock;
 use std::{ops::Range, sync::Arc};
@@ -35,45 +36,6 @@ struct Rows {
     source: Option<OwnedOperand>,
 }
 
-/// Values, or scales, of all ranks' rows: one rank's behind the other's.
-#[derive(Clone)]
-struct Span {
-    /// First byte of every rank's share, and at the end of all of them.
-    offsets: PerRank,
-    /// Bytes of a row; 0 where a rank's rows share what it has.
-    row_bytes: usize,
-}
-
-impl Span {
-    fn new(start: usize, counts: &[usize], row_bytes: usize, shared_bytes: usize) -> Self {
-        let bytes: PerRank = counts
-            .iter()
-            .map(|rows| rows * row_bytes + shared_bytes)
-            .collect();
-        let mut offsets = brigade_plan::rows::offsets(&bytes);
-        offsets.iter_mut().for_each(|o| *o += start);
-        Self { offsets, row_bytes }
-    }
-
-    fn chunk(&self, c: usize) -> Range<usize> {
-        self.offsets[c]..self.offsets[c + 1]
-    }
-
-    fn all(&self) -> Range<usize> {
-        self.offsets[0]..self.offsets[self.offsets.len() - 1]
-    }
-
-    /// Bytes that travel with rows `rows` of chunk `c`, which are its piece `p`.
-    fn piece(&self, c: usize, rows: &Range<usize>, p: usize) -> Range<usize> {
-        let start = self.offsets[c];
-        match self.row_bytes {
-            0 if p == 0 => self.chunk(c),
-            0 => start..start,
-            bytes => start + rows.start * bytes..start + rows.end * bytes,
-        }
-    }
-}
-
 impl Rows {
     /// Rows of piece `p` of chunk `c`, counted from the chunk's first.
     fn piece(&self, c: usize, pieces: usize, p: usize) -> Range<usize> {
@@ -86,17 +48,6 @@ impl Rows {
         std::iter::once(&self.values)
             .chain(&self.scales)
             .map(move |span| span.piece(c, &rows, p))
-    }
-}
-
-/// Bytes of a row's scales, and of those that a rank's rows share.
-fn scale_bytes(call: &LinearCall) -> Option<(usize, usize)> {
-    match call.scheme {
-        QScheme::None => None,
-        QScheme::Int8PerToken => Some((4, 0)),
-        QScheme::Fp8PerTokenBlock => Some((4 * call.k.div_ceil(QScheme::BLOCK), 0)),
-        QScheme::Int8WeightOnly => Some((0, 4 * call.k)),
-        QScheme::Int8PerTensor | QScheme::Fp8PerTensor => Some((0, 4)),
     }
 }
 
@@ -174,10 +125,9 @@ impl HostComm {
     /// Where the rows of a call go, if they fit.
     fn reserve(&self, call: &LinearCall, chunk: &Chunk<'_>) -> Result<Option<Rows>> {
         let config = &self.core.config;
-        let values = Span::new(0, &call.rows, call.k * call.input.bytes(), 0);
+        let values = Span::values(call);
         let scales_start = Layout::scales_offset(config);
-        let scales =
-            scale_bytes(call).map(|(row, shared)| Span::new(scales_start, &call.rows, row, shared));
+        let scales = Span::scales(scales_start, call);
         let fits = values.all().len() <= config.gather_bytes
             && scales
                 .as_ref()
@@ -232,7 +182,7 @@ impl HostComm {
         call: &LinearCall,
         chunk: Chunk<'_>,
     ) -> Result<GatheredParts> {
-        let shape = gathered_shape(call, &chunk)?;
+        let shape = rows_shape(call, &chunk)?;
         let queue = HostQueue::of(turn.stream())?;
         let core = self.core.clone();
         let signed = Call::GatherLinear(call.clone());
@@ -269,12 +219,10 @@ impl HostComm {
         let scales = scale_bytes(call)
             .map(|_| self.device.heap(DataType::F32, scales_shape(call)?.dims()))
             .transpose()?;
-        let values = Span::new(0, &call.rows, call.k * call.input.bytes(), 0);
+        let values = Span::values(call);
         let mut parts = vec![(values, kernel.clone(), from.kernel)];
-        if let (Some((row, shared)), Some(to), Some(from)) =
-            (scale_bytes(call), &scales, from.scales)
-        {
-            parts.push((Span::new(0, &call.rows, row, shared), to.clone(), from));
+        if let (Some(span), Some(to), Some(from)) = (Span::scales(0, call), &scales, from.scales) {
+            parts.push((span, to.clone(), from));
         }
         let piece = self.core.config.scratch_bytes;
         let core = self.core.clone();
@@ -308,7 +256,7 @@ impl HostComm {
         };
         let linear =
             OwnedLinear::from_parts(p.weight, p.transpose_weight, p.bias, p.activation, p.runs)?;
-        let shape = gathered_shape(linear_call, &p.chunk)?;
+        let shape = rows_shape(linear_call, &p.chunk)?;
         let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
             return Err(Error::invalid(
                 "plan",
@@ -354,25 +302,6 @@ impl HostComm {
 /// Whether rows of this scheme are multiplied as integers.
 fn integers(scheme: QScheme) -> bool {
     matches!(scheme, QScheme::Int8PerToken | QScheme::Int8PerTensor)
-}
-
-/// Shape of all ranks' scales: per row, or what every rank has for all of its rows.
-fn scales_shape(call: &LinearCall) -> Result<Shape> {
-    match scale_bytes(call) {
-        Some((row, _)) if call.scheme.per_row() => Shape::new(&[call.total_rows(), row / 4]),
-        Some((_, shared)) => Shape::new(&[call.rows.len(), shared / 4]),
-        None => Shape::new(&[0]),
-    }
-}
-
-fn gathered_shape(call: &LinearCall, chunk: &Chunk<'_>) -> Result<Shape> {
-    let rows = call.total_rows();
-    match chunk {
-        Chunk::Copy(o) if o.shape().dims().len() == 3 => {
-            Shape::new(&[rows, o.shape().dims()[1], o.shape().dims()[2]])
-        }
-        _ => Shape::new(&[rows, call.k]),
-    }
 }
 
 /// Begins the use of the half, and sees to it that own rows lie there.
@@ -520,11 +449,7 @@ impl Product<'_> {
         .entered();
         // SAFETY: own rows, or announced for this use; nobody writes them until this rank ends it.
         let bytes = |place| unsafe { job.bytes(job.rank(), of, place) };
-        let scales = self.rows.scales.as_ref().map(|span| match span.row_bytes {
-            // They came with the chunk's first piece.
-            0 => span.chunk(c),
-            _ => span.piece(c, &piece, p),
-        });
+        let scales = self.rows.scales.as_ref().map(|s| s.needed(c, &piece));
         let x = Parts {
             dtype: self.input,
             scheme: self.scheme,

@@ -14,6 +14,19 @@ macro_rules! c_type {
     (f32) => {
         "float"
     };
+    ([$type:tt; $n:literal]) => {
+        c_type!($type)
+    };
+}
+
+/// How many there are, as C++ writes it behind the name.
+macro_rules! c_extent {
+    ([$type:tt; $n:literal]) => {
+        concat!("[", stringify!($n), "]")
+    };
+    ($type:tt) => {
+        ""
+    };
 }
 
 macro_rules! parameters {
@@ -37,11 +50,16 @@ macro_rules! parameters {
             }
         )*
 
-        /// Name, size and fields (C type, name, offset) of every struct.
+        /// Name, size and fields of every struct.
         pub const LAYOUTS: &[Layout] = &[$(Layout {
             name: stringify!($name),
             bytes: size_of::<$name>(),
-            fields: &[$((c_type!($type), stringify!($field), std::mem::offset_of!($name, $field)),)*],
+            fields: &[$(Field {
+                c_type: c_type!($type),
+                name: stringify!($field),
+                extent: c_extent!($type),
+                offset: std::mem::offset_of!($name, $field),
+            },)*],
         },)*];
     };
 }
@@ -61,8 +79,30 @@ pub struct Layout {
     pub name: &'static str,
     /// Its size.
     pub bytes: usize,
-    /// C type, name and offset in bytes of each field, in order.
-    pub fields: &'static [(&'static str, &'static str, usize)],
+    /// Its fields, in order.
+    pub fields: &'static [Field],
+}
+
+/// One field of a parameter struct.
+#[derive(Clone, Copy, Debug)]
+pub struct Field {
+    /// Type of an element, as C++ calls it.
+    pub c_type: &'static str,
+    /// Its name in both languages.
+    pub name: &'static str,
+    /// What stands behind the name of an array; else nothing.
+    pub extent: &'static str,
+    /// Bytes from the start of the struct.
+    pub offset: usize,
+}
+
+/// Numbers that kernels and the crate that launches them have in common.
+macro_rules! constants {
+    ($($(#[doc = $doc:literal])* $name:ident: $type:ident = $value:expr;)*) => {
+        $($(#[doc = $doc])* pub const $name: $type = $value;)*
+
+        const CONSTANTS: &[(&str, u64)] = &[$((stringify!($name), $value as u64),)*];
+    };
 }
 
 parameters! {
@@ -316,6 +356,232 @@ parameters! {
         /// Zero.
         reserved: u32,
     }
+
+    /// Carries out steps of a protocol: counters, flags to peers, waits for theirs. One warp does it, phase by phase.
+    StepsParams of "brigade_steps" in "steps" {
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report, in memory that the host sees.
+        report: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Bytes to count as moved when the call has ended well.
+        moved_bytes: u64,
+        /// Device address of what is poisoned if the group was stopped; with its size.
+        poison: u64,
+        /// Bytes to poison.
+        poison_bytes: u64,
+        /// The bytes of poison, lowest first.
+        poison_pattern: u64,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call.
+        signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// How many steps there are.
+        count: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+        /// The steps.
+        steps: [u64; 32],
+    }
+
+    /// Copies bytes, unless the group was stopped.
+    MoveParams of "brigade_move" in "move" {
+        /// Device address of the word by which this rank is told to stop.
+        stop: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// How many copies.
+        count: u64,
+        /// Where each reads.
+        from: [u64; 16],
+        /// Where each writes.
+        to: [u64; 16],
+        /// How much.
+        bytes: [u64; 16],
+    }
+
+    /// Combines the same elements of all ranks in rank order, unless the group was stopped.
+    ReduceParams of "brigade_reduce" in "reduce" {
+        /// Device address of the word by which this rank is told to stop.
+        stop: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Device address of the result.
+        out: u64,
+        /// Device address of rank 0's elements.
+        from: u64,
+        /// From one rank's elements to the next's.
+        stride: u64,
+        /// How many elements.
+        elements: u64,
+        /// Type of the result.
+        out_type: u32,
+        /// Type of the elements.
+        from_type: u32,
+        /// How many ranks.
+        parts: u32,
+        /// 0 sum, 1 product, 2 maximum, 3 minimum, 4 average.
+        op: u32,
+    }
+
+    /// Messages to and from peers, side by side: each by some blocks, through its sender's slot in the receiver's memory.
+    MessagesParams of "brigade_messages" in "messages" {
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report.
+        report: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Byte of a rank's memory where the slots' first half begins.
+        slots: u64,
+        /// From one half to the other.
+        half_bytes: u64,
+        /// Bytes of a slot.
+        slot_bytes: u64,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call that all ranks make.
+        call_signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// Word where the flags of the slots begin.
+        ring: u32,
+        /// Flags of a slot.
+        pieces: u32,
+        /// Blocks for each message, at most `pieces`.
+        blocks: u32,
+        /// How many messages.
+        count: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+        /// The counter of what was sent to rank 0; that of what came from rank 0 stands `size` further.
+        counters: u32,
+        /// The other rank of each, plus 256 where this rank receives.
+        peer: [u32; 32],
+        /// What each is signed by.
+        signature: [u32; 32],
+        /// Device address of each.
+        local: [u64; 32],
+        /// Its size.
+        bytes: [u64; 32],
+    }
+}
+
+constants! {
+    /// Most ranks of a group: a warp has a lane for each, and parameter structs a place for what goes there and back.
+    MOST_RANKS: usize = 16;
+    /// Steps that one launch carries out: a lane of a warp for each.
+    MOST_STEPS: usize = 32;
+    /// Copies in one launch.
+    MOST_MOVES: usize = 16;
+    /// Messages in one launch.
+    MOST_MESSAGES: usize = 32;
+    /// Threads that carry out steps and poison outputs.
+    STEP_THREADS: u32 = 256;
+    /// Threads that carry one share of a message.
+    MESSAGE_THREADS: u32 = 512;
+
+    /// Words of a rank's own state: which generation of the communicator it is in.
+    STATE_GENERATION: usize = 0;
+    /// When the call in progress began.
+    STATE_STARTED: usize = 1;
+    /// Calls that ended well.
+    STATE_CALLS: usize = 2;
+    /// Bytes that this rank moved.
+    STATE_MOVED: usize = 3;
+    /// Blocks that are through with a launch of messages.
+    STATE_OUT: usize = 4;
+    /// Blocks that have read what lies in a half of a message's slot: a word for each half.
+    STATE_READ: usize = 6;
+    /// Waits for each rank that were not over at once.
+    STATE_WAITS: usize = 8;
+    /// How long they were, in nanoseconds.
+    STATE_WAITED: usize = 24;
+    /// The counters: two words each, the count and its marks.
+    STATE_COUNTERS: usize = 40;
+
+    /// Mark of a counter: its use has begun and not ended.
+    MARK_OPEN: u64 = 1;
+    /// Mark of a counter: its use was begun ahead of the call that it is for.
+    MARK_BEGUN: u64 = 2;
+
+    /// Bytes into the report: the host sets it to the generation that it wants stopped.
+    REPORT_ABORT: usize = 0;
+    /// A bit for each rank that is gone.
+    REPORT_DEPARTED: usize = 8;
+    /// The fault record.
+    REPORT_FAULT: usize = 64;
+    /// The generation in which a kernel gave up, or found that another rank had.
+    REPORT_STOPPED: usize = 128;
+    /// Bytes of a report.
+    REPORT_BYTES: usize = 192;
+
+    /// Begins to count the time of a call.
+    STEP_START: u64 = 0;
+    /// A new use.
+    STEP_ADVANCE: u64 = 1;
+    /// A new use, or the one that was begun ahead.
+    STEP_TAKE: u64 = 2;
+    /// Begins a use ahead of its call.
+    STEP_RESERVE: u64 = 3;
+    /// Writes the flag of the counter's use.
+    STEP_POST: u64 = 4;
+    /// The same, if the use is open and was not begun ahead.
+    STEP_POST_OPEN: u64 = 5;
+    /// A use that was not begun ahead is over.
+    STEP_CLOSE: u64 = 6;
+    /// Waits for the flag of the counter's use.
+    STEP_WAIT: u64 = 7;
+    /// Waits for the credit of the use before the counter's.
+    STEP_CREDIT: u64 = 8;
+    /// Waits for the credit of the counter's use.
+    STEP_RELEASED: u64 = 9;
+    /// Says that this rank is in the call.
+    STEP_ARRIVE: u64 = 10;
+    /// Waits for a peer to be in the call.
+    STEP_MEET: u64 = 11;
+    /// Counts up to the flag in an own word.
+    STEP_CATCH_UP: u64 = 12;
+    /// The call ended well.
+    STEP_FINISH: u64 = 13;
+}
+
+/// One step of a protocol, as [`StepsParams`] has them: what to do, in which phase (steps of a phase go on side by side), by
+/// which counter, about which slot (for fault records), with which rank, and at which word of its memory.
+pub const fn step(op: u64, phase: u64, counter: u64, slot: u64, peer: u64, word: u64) -> u64 {
+    op << 60
+        | phase << 56
+        | (counter & 0xFFFF) << 40
+        | (slot & 0xFFF) << 28
+        | (peer & 0xFF) << 20
+        | (word & 0xF_FFFF)
 }
 
 /// The C++ header that declares the same structs.
@@ -323,17 +589,27 @@ pub fn header() -> String {
     let mut text = String::from(
         "// Written by brigade-kernels' build from src/params.rs.\n#pragma once\n#include <cstddef>\n#include <cstdint>\nnamespace brigade {\n",
     );
+    for (name, value) in CONSTANTS {
+        text += &format!("constexpr uint64_t {name} = {value};\n");
+    }
     for layout in LAYOUTS {
         let name = layout.name;
         text += &format!("struct {name} {{\n");
-        for (c_type, field, _) in layout.fields {
-            text += &format!("  {c_type} {field};\n");
+        for field in layout.fields {
+            let Field {
+                c_type,
+                name,
+                extent,
+                ..
+            } = field;
+            text += &format!("  {c_type} {name}{extent};\n");
         }
         text += &format!(
             "}};\nstatic_assert(sizeof({name}) == {}, \"{name}\");\n",
             layout.bytes
         );
-        for (_, field, offset) in layout.fields {
+        for field in layout.fields {
+            let (field, offset) = (field.name, field.offset);
             text += &format!(
                 "static_assert(offsetof({name}, {field}) == {offset}, \"{name}.{field}\");\n"
             );

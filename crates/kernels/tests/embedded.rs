@@ -26,7 +26,15 @@ fn parameter_structs_hold_no_padding() {
         let fields: usize = layout
             .fields
             .iter()
-            .map(|(c_type, ..)| if *c_type == "uint64_t" { 8 } else { 4 })
+            .map(|f| {
+                let extent = f.extent.trim_matches(['[', ']']);
+                let count = if extent.is_empty() {
+                    1
+                } else {
+                    extent.parse().unwrap_or(0)
+                };
+                count * if f.c_type == "uint64_t" { 8 } else { 4 }
+            })
             .sum();
         assert_eq!(fields, layout.bytes, "{}", layout.name);
     }
@@ -40,8 +48,9 @@ fn the_header_asserts_every_offset() {
             "static_assert(sizeof({}) == {}",
             layout.name, layout.bytes
         )));
-        for (_, field, offset) in layout.fields {
-            let line = format!("offsetof({}, {field}) == {offset}", layout.name);
+        for field in layout.fields {
+            let (name, offset) = (field.name, field.offset);
+            let line = format!("offsetof({}, {name}) == {offset}", layout.name);
             assert!(header.contains(&line), "{line}");
         }
     }

@@ -6,6 +6,7 @@
 //!
 //! - [`rows`]: ragged chunks and the pieces of a chunk.
 //! - [`ring`]: who multiplies, sends and receives which chunk when.
+//! - [`gathered`]: where the rows of all ranks lie.
 //! - [`moved`]: the bytes that each schedule makes a rank move, for traffic counters and tests.
 
 mod all_gather;
@@ -13,6 +14,7 @@ mod all_reduce;
 mod all_to_all;
 mod broadcast;
 mod gather_linear;
+pub mod gathered;
 mod linear_reduce_scatter;
 pub mod moved;
 mod overlap;

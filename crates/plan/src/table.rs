@@ -27,6 +27,17 @@ impl Table {
         }
     }
 
+    /// For GPUs of one host with a switch between them: chunks are fetched from their owners by copy engines. Below some
+    /// megabytes a product of chunks loses more than the gather costs.
+    pub const fn cuda() -> Self {
+        Self {
+            one_shot_max_bytes: 512 << 10,
+            gather_min_chunk_bytes: 4 << 20,
+            scatter_min_chunk_bytes: 4 << 20,
+            overlap: OverlapMode::Pull,
+        }
+    }
+
     /// A number that differs, with overwhelming likelihood, between different tables, and is the same for equal ones on
     /// every machine and build (FNV-1a of the fields).
     pub fn digest(&self) -> u64 {

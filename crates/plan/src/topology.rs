@@ -46,6 +46,11 @@ impl Engines {
         }
     }
 
+    /// What the CUDA device runs: the same, so far.
+    pub const fn cuda() -> Self {
+        Self::host()
+    }
+
     /// Whether `mode` can run.
     pub const fn overlaps(self, mode: OverlapMode) -> bool {
         match mode {

@@ -1,0 +1,96 @@
+//! All-gather: every rank lays its rows out, and reads everybody's.
+
+use crate::{
+    comm::{CudaComm, unexpected},
+    core::Job,
+    memory::check_reach,
+};
+use brigade_device::{AllGatherParams, Buffer, Call, PerRank, Plan, Result, Turn};
+use brigade_sync::Area;
+
+impl CudaComm {
+    pub(crate) fn run_all_gather(&self, turn: &Turn, p: AllGatherParams<'_>) -> Result<Plan> {
+        let (rank, size) = (self.core.rank(), self.core.size());
+        p.check(rank, size)?;
+        let (to, from) = (p.to.as_view().retain(), p.from.retain());
+        check_reach(&self.gpu().card, "to.memory", &to)?;
+        check_reach(&self.gpu().card, "from.memory", &from)?;
+        let row_len = to.shape().row_len();
+        let call = Call::AllGather {
+            rows: p.rows_per_rank.into(),
+            row_len,
+            dtype: to.dtype(),
+        };
+        let plan = self.core.plan(&call)?;
+        let Plan::Copy { piece_elements, .. } = plan else {
+            return Err(unexpected(&plan));
+        };
+        let row_bytes = row_len * to.dtype().bytes();
+        let bytes: PerRank = p
+            .rows_per_rank
+            .iter()
+            .map(|rows| rows * row_bytes)
+            .collect();
+        let piece = piece_elements * to.dtype().bytes();
+        let from = self.apart(turn.stream(), from, &to)?;
+        self.core
+            .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
+                all_gather(job, &bytes, piece, &to, &from)
+            })?;
+        Ok(plan)
+    }
+
+    /// `from`, or a copy of it where it shares memory with `to`.
+    pub(crate) fn apart(
+        &self,
+        on: &brigade_device::Stream,
+        from: Buffer,
+        to: &Buffer,
+    ) -> Result<Buffer> {
+        if !crate::memory::overlap(&from, to) {
+            return Ok(from);
+        }
+        let lane = self.gpu().lane(on)?;
+        let copy = self
+            .gpu()
+            .scratch(lane, from.dtype(), from.shape().dims())?;
+        self.gpu().copy_bytes(lane, &copy, &from)?;
+        Ok(copy)
+    }
+}
+
+/// `bytes` are those of every rank; they pass through the scratch memory in pieces of `piece` bytes.
+pub(crate) fn all_gather(
+    job: &mut Job<'_>,
+    bytes: &[usize],
+    piece: usize,
+    to: &Buffer,
+    from: &Buffer,
+) -> Result<()> {
+    let core = job.core;
+    let (me, size) = (core.rank(), core.size());
+    let offsets = brigade_plan::rows::offsets(bytes);
+    let most = bytes.iter().copied().max().unwrap_or(0);
+    for start in (0..most).step_by(piece.max(1)) {
+        let cut = |rank: usize| start.min(bytes[rank])..(start + piece).min(bytes[rank]);
+        let of = job.begin(Area::Scratch);
+        let own = cut(me);
+        let source = from.address() + own.start as u64;
+        job.moves(&[(core.place(me, of, 0), source, own.len())])?;
+        job.steps.filled_to_all(of, me, 0);
+        job.steps.await_all(of, 0);
+        let list: Vec<_> = (0..size)
+            .map(|r| {
+                let range = cut(r);
+                let target = to.address() + (offsets[r] + range.start) as u64;
+                (target, core.place(r, of, 0), range.len())
+            })
+            .collect();
+        for r in core.peers() {
+            job.count_moved(cut(r).len());
+        }
+        job.moves(&list)?;
+        job.steps.end(of);
+    }
+    Ok(())
+}

@@ -1,0 +1,147 @@
+//! All-reduce through the scratch memory: one-shot pull for small inputs, two-shot for large ones. Both combine in rank order.
+
+use crate::{
+    comm::{CudaComm, unexpected},
+    core::Job,
+    finish::same_elements,
+    memory::check_reach,
+    reduce_scatter::Reduction,
+};
+use brigade_device::{
+    AllReduceAlgorithm, AllReduceParams, Call, DataType, Plan, ReduceOp, Result, Turn,
+};
+use brigade_sync::Area;
+
+/// What every piece is reduced with.
+#[derive(Clone, Copy)]
+struct Kind {
+    dtype: DataType,
+    output: DataType,
+    op: ReduceOp,
+}
+
+/// A piece: its elements, and where they are and go.
+struct Piece {
+    elements: usize,
+    from: u64,
+    to: u64,
+}
+
+impl CudaComm {
+    pub(crate) fn run_all_reduce(&self, turn: &Turn, p: AllReduceParams<'_>) -> Result<Plan> {
+        p.check()?;
+        let to = p.data.as_view().retain();
+        let from = p.from.map_or_else(|| to.clone(), |f| f.retain());
+        check_reach(&self.gpu().card, "data.memory", &to)?;
+        check_reach(&self.gpu().card, "from.memory", &from)?;
+        let call = Call::AllReduce {
+            elements: from.shape().len(),
+            dtype: from.dtype(),
+            output: to.dtype(),
+            op: p.op,
+            choice: p.choice,
+        };
+        let plan = self.core.plan(&call)?;
+        let Plan::AllReduce {
+            algorithm,
+            piece_elements,
+            ..
+        } = plan
+        else {
+            return Err(unexpected(&plan));
+        };
+        let kind = Kind {
+            dtype: from.dtype(),
+            output: to.dtype(),
+            op: p.op,
+        };
+        // In place, a piece is laid out before it is written.
+        let from = if same_elements(&from, &to) {
+            from
+        } else {
+            self.apart(turn.stream(), from, &to)?
+        };
+        let all = from.shape().len();
+        self.core
+            .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
+                for start in (0..all).step_by(piece_elements.max(1)) {
+                    let piece = Piece {
+                        elements: piece_elements.min(all - start),
+                        from: from.address() + (start * kind.dtype.bytes()) as u64,
+                        to: to.address() + (start * kind.output.bytes()) as u64,
+                    };
+                    match algorithm {
+                        AllReduceAlgorithm::TwoShot => two_shot(job, kind, &piece)?,
+                        _ => one_shot(job, kind, &piece)?,
+                    }
+                }
+                Ok(())
+            })?;
+        Ok(plan)
+    }
+}
+
+/// Every rank lays its input out, and reads everybody's.
+fn one_shot(job: &mut Job<'_>, kind: Kind, piece: &Piece) -> Result<()> {
+    let core = job.core;
+    let (me, size) = (core.rank(), core.size());
+    let bytes = piece.elements * kind.dtype.bytes();
+    let of = job.begin(Area::Scratch);
+    job.moves(&[(core.place(me, of, 0), piece.from, bytes)])?;
+    job.steps.filled_to_all(of, me, 0);
+    job.steps.await_all(of, 0);
+    job.count_moved((size - 1) * bytes);
+    job.reduce(Reduction {
+        op: kind.op,
+        from: core.place(0, of, 0),
+        stride: core.memory.symmetric.stride(),
+        dtype: kind.dtype,
+        elements: piece.elements,
+        out: piece.to,
+        output: kind.output,
+    })?;
+    job.steps.end(of);
+    Ok(())
+}
+
+/// Every rank reduces its share of the piece, and reads the others' shares of the result.
+fn two_shot(job: &mut Job<'_>, kind: Kind, piece: &Piece) -> Result<()> {
+    let core = job.core;
+    let (me, size) = (core.rank(), core.size());
+    let (in_bytes, out_bytes) = (kind.dtype.bytes(), kind.output.bytes());
+    let bytes = piece.elements * in_bytes;
+    let of = job.begin(Area::Scratch);
+    job.moves(&[(core.place(me, of, 0), piece.from, bytes)])?;
+    job.steps.filled_to_all(of, me, 0);
+    job.steps.await_all(of, 0);
+    let shares = brigade_plan::rows::offsets(&brigade_plan::rows::split(piece.elements, size));
+    let share = |rank: usize| shares[rank]..shares[rank + 1];
+    // Sums lie behind the input.
+    let sums = bytes.next_multiple_of(64);
+    let sum_place = |rank: usize| core.place(rank, of, sums + share(rank).start * out_bytes);
+    let own = share(me);
+    job.count_moved((size - 1) * own.len() * in_bytes);
+    job.reduce(Reduction {
+        op: kind.op,
+        from: core.place(0, of, own.start * in_bytes),
+        stride: core.memory.symmetric.stride(),
+        dtype: kind.dtype,
+        elements: own.len(),
+        out: sum_place(me),
+        output: kind.output,
+    })?;
+    job.steps.filled_to_all(of, me, 1);
+    job.steps.await_all(of, 1);
+    let list: Vec<_> = (0..size)
+        .map(|r| {
+            let target = piece.to + (share(r).start * out_bytes) as u64;
+            (target, sum_place(r), share(r).len() * out_bytes)
+        })
+        .collect();
+    for r in core.peers() {
+        job.count_moved(share(r).len() * out_bytes);
+    }
+    job.moves(&list)?;
+    job.steps.end(of);
+    Ok(())
+}

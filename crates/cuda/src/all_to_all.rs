@@ -1,0 +1,59 @@
+//! All-to-all of rows: a message to and from every peer. Each is signed with its count, so that a pair that disagrees is found
+//! before anything is read.
+
+use crate::{
+    comm::CudaComm,
+    memory::check_reach,
+    messages::{BLOCKS_EACH, Message},
+    send_recv::signature,
+};
+use brigade_device::{AllToAllParams, Call, PerRank, Plan, Result, Turn};
+
+impl CudaComm {
+    pub(crate) fn run_all_to_all(&self, turn: &Turn, p: AllToAllParams<'_>) -> Result<Plan> {
+        let me = self.core.rank();
+        p.check(me, self.core.size())?;
+        let (to, from) = (p.to.as_view().retain(), p.from.retain());
+        check_reach(&self.gpu().card, "to.memory", &to)?;
+        check_reach(&self.gpu().card, "from.memory", &from)?;
+        let call = Call::AllToAll {
+            row_len: from.shape().row_len(),
+            dtype: from.dtype(),
+        };
+        let plan = self.core.plan(&call)?;
+        let from = self.apart(turn.stream(), from, &to)?;
+        let row_bytes = from.shape().row_len() * from.dtype().bytes();
+        let in_bytes = |rows: &[usize]| -> PerRank { rows.iter().map(|r| r * row_bytes).collect() };
+        let (send, recv) = (in_bytes(p.send_rows), in_bytes(p.recv_rows));
+        let (send_at, recv_at) = (
+            brigade_plan::rows::offsets(&send),
+            brigade_plan::rows::offsets(&recv),
+        );
+        let message = |peer: usize, receives: bool| {
+            let (buffer, rows, at, bytes) = if receives {
+                (&to, p.recv_rows, &recv_at, &recv)
+            } else {
+                (&from, p.send_rows, &send_at, &send)
+            };
+            Message {
+                peer,
+                receives,
+                signature: signature(rows[peer], from.dtype()) ^ call.signature(),
+                address: buffer.address() + at[peer] as u64,
+                bytes: bytes[peer],
+            }
+        };
+        let list: Vec<_> = self
+            .core
+            .peers()
+            .flat_map(|peer| [message(peer, false), message(peer, true)])
+            .collect();
+        self.core
+            .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
+                let (own, target) = (message(me, false), message(me, true));
+                job.moves(&[(target.address, own.address, own.bytes)])?;
+                job.messages(&list, BLOCKS_EACH)
+            })?;
+        Ok(plan)
+    }
+}

@@ -1,0 +1,323 @@
+//! The communicator of a GPU: joining a group, and one method per operation, each in its own file.
+
+use crate::{
+    CudaDevice, Launch, Pages,
+    core::{Core, GroupMemory, Parts, state_words},
+    memory::DeviceMemory,
+    rendezvous,
+    report::Report,
+    steps::Counters,
+};
+use brigade_device::{
+    AllGatherLoraLinearParams, AllGatherParams, AllReduceParams, AllToAllParams, Bootstrap,
+    BroadcastParams, Buffer, Call, Chunk, Comm, CommConfig, Communicator, DataType, Device, Error,
+    FaultRecord, Filled, GatherLinearParts, GatheredParts, Group, LinearCall,
+    LoraLinearAllReduceParams, LoraLinearReduceScatterParams, Output, OverlapMode, Plan, Reason,
+    RecvParams, ReduceScatterParams, Reduced, Result, SendParams, Stream, Traffic, Turn,
+    UserBuffers, fallback,
+};
+use brigade_group::{Control, Sharing, agree};
+use brigade_kernels::{MESSAGE_THREADS, MOST_RANKS, STEP_THREADS};
+use brigade_plan::{Engines, MAX_PIECES, Table, Topology};
+use brigade_sync::Layout;
+use std::{sync::Arc, time::Duration};
+
+/// One rank's communicator on a GPU.
+pub(crate) struct CudaComm {
+    pub(crate) core: Arc<Core>,
+}
+
+/// Launches of steps that may wait at the same time: on the caller's stream, and beside it.
+const STEPS_AT_ONCE: u32 = 2;
+
+/// What lies in a rank's part: words and data as everywhere, then the regions that users register.
+struct PartLayout {
+    layout: Layout,
+    regions_start: usize,
+    bytes: usize,
+}
+
+/// Regions begin at multiples of this.
+pub(crate) const REGION_ALIGN: usize = 256;
+
+fn part_layout(config: &CommConfig, rank: usize, size: usize) -> Result<PartLayout> {
+    if size > MOST_RANKS {
+        return Err(Reason::new(
+            "cuda-ranks",
+            format!("{size} ranks in a group, and the CUDA device serves {MOST_RANKS}"),
+            "make smaller groups",
+        )
+        .into());
+    }
+    // What a step can name.
+    if Counters::new(size).count(config.regions) > 0xFFFF || config.regions > 0xFFF {
+        let want = "fewer regions: their counters need numbers of 16 bits";
+        return Err(Error::invalid("regions", config.regions, want));
+    }
+    let layout = Layout::new(config, usize::from(MAX_PIECES), rank, size)?;
+    if layout.words > 0xF_FFFF {
+        let want = "fewer regions: their flags need numbers of 20 bits";
+        return Err(Error::invalid("regions", config.regions, want));
+    }
+    let regions_start = layout.total_bytes().next_multiple_of(REGION_ALIGN);
+    let bytes = regions_start
+        .checked_add(config.region_bytes)
+        .ok_or_else(|| {
+            let want = "a size that fits in memory";
+            Error::invalid("region_bytes", config.region_bytes, want)
+        })?;
+    Ok(PartLayout {
+        layout,
+        regions_start,
+        bytes,
+    })
+}
+
+/// Device memory that every rank takes in [`join`].
+pub(crate) fn memory_need(device: &CudaDevice, config: &CommConfig, size: usize) -> Result<u64> {
+    let part = part_layout(config, 0, size)?;
+    let bytes = part.bytes.next_multiple_of(Pages::granularity(device)?);
+    Ok((bytes + 8 * state_words(config, size)) as u64)
+}
+
+/// A plan that does not belong to its call.
+pub(crate) fn unexpected(plan: &Plan) -> Error {
+    Error::invalid("plan", format!("{plan:?}"), "a plan for this operation")
+}
+
+/// Joins the group: every rank makes its memory, maps everybody's, and all agree that all did; then they meet on their GPUs,
+/// which shows that flags arrive.
+pub(crate) fn join(
+    device: Arc<CudaDevice>,
+    boot: &dyn Bootstrap,
+    config: &CommConfig,
+) -> Result<Comm> {
+    let (rank, size) = (boot.rank(), boot.size());
+    if rank >= size {
+        return Err(Error::invalid("rank", rank, format!("a rank below {size}")));
+    }
+    let PartLayout {
+        layout,
+        regions_start,
+        bytes,
+    } = part_layout(config, rank, size)?;
+    let (table, within) = (Table::cuda(), config.first_deadline);
+    rendezvous::vote_on(boot, config, &table)?;
+    let sharing = Sharing::between(boot, within)?;
+    let segments = sharing.exchange(boot, layout.words, 0, within)?;
+    let symmetric = rendezvous::exchange(boot, &device, &sharing, bytes, within)?;
+    let group = Group {
+        mode: config.mode,
+        rank,
+        size,
+    };
+    let made = make_core(
+        device,
+        group,
+        config,
+        table,
+        layout,
+        |layout| Control::new(group, layout, sharing, segments),
+        symmetric,
+        regions_start,
+    );
+    let core = agree(boot, "join: device state", made, within)?;
+    let comm = Comm::new(Arc::new(CudaComm {
+        core: Arc::clone(&core),
+    }));
+    let met = if size > 1 { core.meet_once() } else { Ok(()) };
+    agree(boot, "join: flags between GPUs", met, within)?;
+    Ok(comm)
+}
+
+#[expect(clippy::too_many_arguments, reason = "what join has gathered")]
+fn make_core(
+    device: Arc<CudaDevice>,
+    group: Group,
+    config: &CommConfig,
+    table: Table,
+    layout: Layout,
+    control: impl FnOnce(Layout) -> Control,
+    symmetric: Arc<crate::Symmetric>,
+    regions_start: usize,
+) -> Result<Arc<Core>> {
+    let kernels = &device.opened.kernels;
+    let spinning = vec![
+        device.reserve_spinning(&kernels.steps, Launch::grid(STEPS_AT_ONCE, STEP_THREADS))?,
+        device.reserve_spinning(
+            &kernels.messages,
+            Launch::grid(crate::messages::most_blocks(group.size), MESSAGE_THREADS),
+        )?,
+    ];
+    let memory = GroupMemory {
+        state: DeviceMemory::outside_of_streams(&device.card, 8 * state_words(config, group.size))?,
+        report: Report::new(&device.card)?,
+        symmetric,
+    };
+    Core::new(Parts {
+        topology: Topology {
+            group,
+            config: config.clone(),
+            engines: Engines::cuda(),
+        },
+        control: control(layout),
+        config: config.clone(),
+        table,
+        memory,
+        spinning,
+        regions_start,
+        device,
+    })
+}
+
+impl CudaComm {
+    pub(crate) fn gpu(&self) -> &CudaDevice {
+        &self.core.device
+    }
+
+    /// Makes a call that is not overlapped, and so made of several, whose output is poisoned if the group is stopped in one of
+    /// them.
+    fn in_parts<R>(
+        &self,
+        on: &Stream,
+        given: Option<Buffer>,
+        new: impl FnOnce(&R) -> Option<Buffer>,
+        call: impl FnOnce() -> Result<R>,
+    ) -> Result<R> {
+        let done = call()?;
+        if let Some(d) = given.or_else(|| new(&done)) {
+            self.core.poison_if_stopped(on, &d)?;
+        }
+        Ok(done)
+    }
+}
+
+/// The caller's buffer, if it gave one.
+fn given(output: &Output<'_>) -> Option<Buffer> {
+    match output {
+        Output::Into(v) => Some(v.as_view().retain()),
+        Output::Allocate(_) => None,
+    }
+}
+
+impl Communicator for CudaComm {
+    fn group(&self) -> &Group {
+        self.core.control.group()
+    }
+    fn device(&self) -> &dyn Device {
+        &*self.core.device
+    }
+    fn plan(&self, call: &Call) -> Result<Plan, Reason> {
+        self.core.plan(call)
+    }
+    fn fault(&self) -> Option<FaultRecord> {
+        self.core.fault()
+    }
+    fn abort(&self) {
+        self.core.abort();
+    }
+    fn reset(&self, within: Duration) -> Result<()> {
+        self.core.reset(within)
+    }
+    fn close(&self, within: Duration) -> Result<()> {
+        self.core.close(within)
+    }
+    fn traffic(&self) -> Traffic {
+        self.core.traffic()
+    }
+    fn barrier(&self, turn: &mut Turn) -> Result<()> {
+        self.run_barrier(turn)
+    }
+    fn all_reduce(&self, turn: &mut Turn, p: AllReduceParams<'_>) -> Result<Plan> {
+        self.run_all_reduce(turn, p)
+    }
+    fn all_gather(&self, turn: &mut Turn, p: AllGatherParams<'_>) -> Result<Plan> {
+        self.run_all_gather(turn, p)
+    }
+    fn reduce_scatter(&self, turn: &mut Turn, p: ReduceScatterParams<'_>) -> Result<Plan> {
+        self.run_reduce_scatter(turn, None, p)
+    }
+    fn reduce_scatter_parts(
+        &self,
+        turn: &mut Turn,
+        call: &LinearCall,
+        p: ReduceScatterParams<'_>,
+    ) -> Result<Plan> {
+        self.run_reduce_scatter(turn, Some(Call::LinearReduceScatter(call.clone())), p)
+    }
+    fn broadcast(&self, turn: &mut Turn, p: BroadcastParams<'_>) -> Result<Plan> {
+        self.run_broadcast(turn, p)
+    }
+    fn all_to_all(&self, turn: &mut Turn, p: AllToAllParams<'_>) -> Result<Plan> {
+        self.run_all_to_all(turn, p)
+    }
+    fn send(&self, turn: &mut Turn, p: SendParams<'_>) -> Result<()> {
+        self.run_send(turn, p)
+    }
+    fn recv(&self, turn: &mut Turn, p: RecvParams<'_>) -> Result<()> {
+        self.run_recv(turn, p)
+    }
+    fn user_buffers(&self) -> Result<&dyn UserBuffers, Reason> {
+        Ok(self)
+    }
+    fn own_chunk(
+        &self,
+        turn: &mut Turn,
+        rows_per_rank: &[usize],
+        columns: usize,
+        dtype: DataType,
+    ) -> Result<(Buffer, Filled)> {
+        self.run_own_chunk(turn, rows_per_rank, columns, dtype)
+    }
+    fn gather_chunk(
+        &self,
+        turn: &mut Turn,
+        call: &LinearCall,
+        chunk: Chunk<'_>,
+    ) -> Result<GatheredParts> {
+        self.run_gather_chunk(turn, call, chunk)
+    }
+    fn all_gather_lora_linear(
+        &self,
+        turn: &mut Turn,
+        p: AllGatherLoraLinearParams<'_>,
+    ) -> Result<GatherLinearParts> {
+        let call = Call::GatherLinear(p.check(self.group())?);
+        match self.core.plan(&call)? {
+            Plan::GatherLinear(plan) if plan.mode != OverlapMode::Off => {
+                self.run_gather_linear(turn, p, call, plan)
+            }
+            _ => {
+                let (on, d) = (turn.stream().clone(), given(&p.output));
+                let call = || fallback::all_gather_lora_linear(self, turn, p);
+                self.in_parts(&on, d, |r| r.d.clone(), call)
+            }
+        }
+    }
+    fn lora_linear_reduce_scatter(
+        &self,
+        turn: &mut Turn,
+        p: LoraLinearReduceScatterParams<'_>,
+    ) -> Result<Reduced> {
+        let call = Call::LinearReduceScatter(p.check(self.group())?);
+        match self.core.plan(&call)? {
+            Plan::LinearReduceScatter(plan) if plan.mode != OverlapMode::Off => {
+                self.run_linear_reduce_scatter(turn, p, call, plan)
+            }
+            _ => {
+                let (on, d) = (turn.stream().clone(), given(&p.output));
+                let call = || fallback::lora_linear_reduce_scatter(self, turn, p);
+                self.in_parts(&on, d, |r| r.d.clone(), call)
+            }
+        }
+    }
+    fn lora_linear_with_all_reduce(
+        &self,
+        turn: &mut Turn,
+        p: LoraLinearAllReduceParams<'_>,
+    ) -> Result<Reduced> {
+        let (on, d) = (turn.stream().clone(), given(&p.output));
+        let call = || fallback::lora_linear_with_all_reduce(self, turn, p);
+        self.in_parts(&on, d, |r| r.d.clone(), call)
+    }
+}

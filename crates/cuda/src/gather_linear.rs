@@ -1,0 +1,513 @@
+//! Gather-linear: chunks of rows travel through the user buffer while those that are there are multiplied.
+//!
+//! After RTP-LLM's overlapped ring all-gather linear. Own rows are multiplied first, on the caller's stream; beside it, copy
+//! engines move chunks, on a stream of greater priority. In ring mode every chunk is handed on to the next rank as it arrives,
+//! in chunked mode own rows are pushed piece by piece to everybody, in pull mode chunks are fetched from their owners.
+
+use crate::{
+    comm::CudaComm,
+    core::{Job, Reserved},
+    mark::CudaMark,
+    memory::check_reach,
+    steps::Use,
+};
+use brigade_device::{
+    Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, Filled,
+    GatherLinearParts, GatheredParts, GemmParams, Linear, LinearCall, LoraLinearParams, LoraRun,
+    Operand, Output, OverlapMode, OverlapPlan, PerRank, Plan, QView, Reason, Result, Shape, Turn,
+    View, check_rows, fallback,
+};
+use brigade_plan::gathered::{Span, rows_shape, scales_shape};
+use brigade_sync::{Area, Layout};
+use cudarc::driver::sys;
+use std::{ops::Range, sync::atomic::Ordering};
+
+/// Where the rows of one call lie in the user buffer.
+struct Rows {
+    of: Use,
+    counts: PerRank,
+    values: Span,
+    scales: Option<Span>,
+    /// Own rows and their scales, if they have to be copied there.
+    source: Option<Vec<Buffer>>,
+}
+
+impl Rows {
+    /// Where values and scales of a piece of a chunk lie.
+    fn places(&self, c: usize, pieces: usize, p: usize) -> impl Iterator<Item = Range<usize>> {
+        let rows = brigade_plan::rows::piece(self.counts[c], pieces, p);
+        std::iter::once(&self.values)
+            .chain(&self.scales)
+            .map(move |span| span.piece(c, &rows, p))
+    }
+}
+
+impl CudaComm {
+    pub(crate) fn run_own_chunk(
+        &self,
+        turn: &Turn,
+        rows_per_rank: &[usize],
+        columns: usize,
+        dtype: DataType,
+    ) -> Result<(Buffer, Filled)> {
+        let (rank, size) = (self.core.rank(), self.core.size());
+        let total = check_rows("rows_per_rank", rows_per_rank, size)?;
+        let row_bytes = columns * dtype.bytes();
+        let capacity = self.core.config.gather_bytes;
+        if total.saturating_mul(row_bytes) > capacity {
+            return Err(Reason::new(
+                "capacity",
+                format!("{total} rows of {row_bytes} bytes do not fit a user buffer of {capacity}"),
+                "raise gather_bytes",
+            )
+            .into());
+        }
+        let (of, ticket) = {
+            let mut issue = self.core.issue.lock();
+            let of = match &issue.reserved {
+                Some(reserved) => reserved.of,
+                None => issue.next(Area::Gather),
+            };
+            issue.tickets += 1;
+            let ticket = issue.tickets;
+            issue.reserved = Some(Reserved {
+                of,
+                ticket,
+                rows: rows_per_rank.into(),
+            });
+            (of, ticket)
+        };
+        self.core.prepare(turn.stream(), |job| {
+            job.steps.reserve(of);
+            Ok(())
+        })?;
+        let first: usize = rows_per_rank[..rank].iter().sum();
+        let own = rows_per_rank[rank];
+        let range = first * row_bytes..(first + own) * row_bytes;
+        let shape = Shape::new(&[own, columns])?;
+        let views = &self.core.views.own[of.half.index()];
+        let buffer = self.core.window(of, range, views, dtype, shape)?;
+        Ok((buffer, Filled::new(turn, ticket, own, columns, dtype)))
+    }
+
+    /// Where the rows of a call go, if they fit.
+    fn reserve(&self, call: &LinearCall, chunk: &Chunk<'_>) -> Result<Option<Rows>> {
+        let config = &self.core.config;
+        let values = Span::values(call);
+        let scales = Span::scales(Layout::scales_offset(config), call);
+        let fits = values.all().len() <= config.gather_bytes
+            && scales
+                .as_ref()
+                .is_none_or(|s| s.all().len() <= config.gather_scale_bytes);
+        let mut issue = self.core.issue.lock();
+        let source = match chunk {
+            Chunk::Resident(filled) => {
+                let handed_out = |r: &Reserved| r.ticket == filled.ticket() && r.rows == call.rows;
+                if !issue.reserved.as_ref().is_some_and(handed_out) {
+                    return Err(Error::invalid(
+                        "chunk",
+                        "a token of own rows that were used, handed out anew, or meant for other counts",
+                        "the token of the last own_chunk, with the same rows_per_rank",
+                    ));
+                }
+                None
+            }
+            Chunk::Copy(_) if !fits => return Ok(None),
+            Chunk::Copy(rows) => Some(self.own_rows(rows)?),
+        };
+        let of = match issue.reserved.take() {
+            Some(reserved) => reserved.of,
+            None => issue.next(Area::Gather),
+        };
+        drop(issue);
+        Ok(Some(Rows {
+            of,
+            counts: call.rows.clone(),
+            values,
+            scales,
+            source,
+        }))
+    }
+
+    /// Own rows, and their scales.
+    fn own_rows(&self, rows: &Operand<'_>) -> Result<Vec<Buffer>> {
+        let mut list = vec![rows.kernel().retain()];
+        if let Operand::Quantized(q) = rows {
+            if q.zeros().is_some() {
+                return Err(Reason::new(
+                    "zero-points",
+                    "the CUDA device multiplies no zero points",
+                    "quantize symmetrically",
+                )
+                .into());
+            }
+            list.push(q.scales().retain());
+        }
+        for buffer in &list {
+            check_reach(&self.gpu().card, "chunk.memory", buffer)?;
+        }
+        Ok(list)
+    }
+
+    /// The gathered rows, as this rank's views see them: while the call goes on, and after it until the next one.
+    fn gathered(&self, call: &LinearCall, rows: &Rows, shape: Shape) -> Result<GatheredParts> {
+        let views = &self.core.views.all[rows.of.half.index()];
+        let window =
+            |span: &Span, dtype, shape| self.core.window(rows.of, span.all(), views, dtype, shape);
+        let scales = rows.scales.as_ref().map(|span| {
+            let buffer = window(span, DataType::F32, scales_shape(call)?)?;
+            Ok::<_, Error>((buffer, call.scheme))
+        });
+        Ok(GatheredParts {
+            kernel: window(&rows.values, call.input, shape)?,
+            scales: scales.transpose()?,
+            rows: call.rows.clone(),
+        })
+    }
+
+    pub(crate) fn run_gather_chunk(
+        &self,
+        turn: &Turn,
+        call: &LinearCall,
+        chunk: Chunk<'_>,
+    ) -> Result<GatheredParts> {
+        let shape = rows_shape(call, &chunk)?;
+        let Some(rows) = self.reserve(call, &chunk)? else {
+            return self.gather_through_scratch(turn, call, &chunk, shape);
+        };
+        let signed = Call::GatherLinear(call.clone());
+        let sources: Vec<&Buffer> = rows.source.iter().flatten().collect();
+        self.core
+            .collective(turn.stream(), &signed, &sources, None, |job| {
+                let me = job.core.rank();
+                fill_own(job, &rows)?;
+                job.steps.filled_to_all(rows.of, me, 0);
+                job.steps.await_all(rows.of, 0);
+                let peers: Vec<_> = job.core.peers().collect();
+                let mut list = Vec::new();
+                for c in peers {
+                    for place in rows.places(c, 1, 0) {
+                        job.count_moved(place.len());
+                        let at = |rank| job.core.place(rank, rows.of, place.start);
+                        list.push((at(me), at(c), place.len()));
+                    }
+                }
+                job.moves(&list)
+            })?;
+        self.gathered(call, &rows, shape)
+    }
+
+    /// Rows that do not fit the user buffer go through the scratch memory into a new buffer.
+    fn gather_through_scratch(
+        &self,
+        turn: &Turn,
+        call: &LinearCall,
+        chunk: &Chunk<'_>,
+        shape: Shape,
+    ) -> Result<GatheredParts> {
+        let Chunk::Copy(rows) = chunk else {
+            return Err(Error::invalid("chunk", "a token", "rows to be copied"));
+        };
+        let from = self.own_rows(rows)?;
+        let lane = self.gpu().lane(turn.stream())?;
+        let mut spans = vec![(Span::values(call), call.input, shape)];
+        if let Some(span) = Span::scales(0, call) {
+            spans.push((span, DataType::F32, scales_shape(call)?));
+        }
+        let to: Vec<Buffer> = spans
+            .iter()
+            .map(|(_, dtype, shape)| self.gpu().scratch(lane, *dtype, shape.dims()))
+            .collect::<Result<_>>()?;
+        let buffers: Vec<&Buffer> = from.iter().chain(&to).collect();
+        let piece = self.core.config.scratch_bytes;
+        let signed = Call::GatherLinear(call.clone());
+        self.core
+            .collective(turn.stream(), &signed, &buffers, None, |job| {
+                let parts = spans.iter().zip(&to).zip(&from);
+                for (((span, ..), to), from) in parts {
+                    let bytes: PerRank =
+                        (0..job.core.size()).map(|c| span.chunk(c).len()).collect();
+                    crate::all_gather::all_gather(job, &bytes, piece, to, from)?;
+                }
+                Ok(())
+            })?;
+        let mut to = to.into_iter();
+        let kernel = to.next().ok_or(Error::Closed)?;
+        Ok(GatheredParts {
+            kernel,
+            scales: to.next().map(|s| (s, call.scheme)),
+            rows: call.rows.clone(),
+        })
+    }
+
+    pub(crate) fn run_gather_linear(
+        &self,
+        turn: &Turn,
+        p: AllGatherLoraLinearParams<'_>,
+        call: Call,
+        plan: OverlapPlan,
+    ) -> Result<GatherLinearParts> {
+        let Call::GatherLinear(linear_call) = &call else {
+            return Err(Error::invalid("call", call.operation(), "gather-linear"));
+        };
+        let lane = self.gpu().lane(turn.stream())?;
+        let layer = Layer {
+            weight: p.weight,
+            transpose_weight: p.transpose_weight,
+            bias: p.bias,
+            activation: p.activation,
+            runs: p.runs,
+        };
+        let n = layer.n();
+        let (d, new) = self
+            .gpu()
+            .place(lane, p.output, &[linear_call.total_rows(), n])?;
+        let shape = rows_shape(linear_call, &p.chunk)?;
+        let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
+            return Err(Error::invalid(
+                "plan",
+                plan.mode,
+                "a plan for rows that fit",
+            ));
+        };
+        let sources: Vec<&Buffer> = rows.source.iter().flatten().collect();
+        let on = turn.stream();
+        let a = self.core.collective(on, &call, &sources, Some(&d), |job| {
+            let a = self.gathered(linear_call, &rows, shape)?;
+            fill_own(job, &rows)?;
+            let product = Product {
+                comm: self,
+                on,
+                plan: &plan,
+                rows: &rows,
+                a: &a,
+                layer: &layer,
+                d: &d,
+                n,
+            };
+            product.run(job)?;
+            Ok(a)
+        })?;
+        Ok(GatherLinearParts {
+            d: new.then_some(d),
+            a,
+            plan: Plan::GatherLinear(plan),
+        })
+    }
+}
+
+/// Takes the half, and sees to it that own rows lie there.
+fn fill_own(job: &mut Job<'_>, rows: &Rows) -> Result<()> {
+    job.steps.take(rows.of);
+    let core = job.core;
+    core.views.own[rows.of.half.index()].fetch_add(1, Ordering::AcqRel);
+    let Some(source) = &rows.source else {
+        return Ok(());
+    };
+    let me = core.rank();
+    let list: Vec<_> = rows
+        .places(me, 1, 0)
+        .zip(source)
+        .map(|(place, from)| {
+            (
+                core.place(me, rows.of, place.start),
+                from.address(),
+                place.len(),
+            )
+        })
+        .collect();
+    job.moves(&list)
+}
+
+/// What is applied to every chunk.
+struct Layer<'a> {
+    weight: Operand<'a>,
+    transpose_weight: bool,
+    bias: Option<View<'a>>,
+    activation: Activation,
+    runs: &'a [LoraRun<'a>],
+}
+
+impl Layer<'_> {
+    fn n(&self) -> usize {
+        let shape = self.weight.shape();
+        if self.transpose_weight {
+            shape.rows()
+        } else {
+            shape.columns()
+        }
+    }
+}
+
+/// The product of one call.
+struct Product<'a> {
+    comm: &'a CudaComm,
+    on: &'a brigade_device::Stream,
+    plan: &'a OverlapPlan,
+    rows: &'a Rows,
+    a: &'a GatheredParts,
+    layer: &'a Layer<'a>,
+    d: &'a Buffer,
+    n: usize,
+}
+
+/// A piece of a chunk is there once the mover has come to the mark.
+struct There {
+    chunk: usize,
+    piece: usize,
+    mark: CudaMark,
+}
+
+impl Product<'_> {
+    fn run(&self, job: &mut Job<'_>) -> Result<()> {
+        let pieces = self.plan.pieces();
+        let mover = job.fork()?;
+        // All that moves is enqueued before the first product: should a product have to load something, which waits for the
+        // GPU, nobody waits for this rank meanwhile.
+        let there = match self.plan.mode {
+            OverlapMode::Ring => self.pass_round(job, mover)?,
+            OverlapMode::Pull => self.fetch(job, mover)?,
+            _ => self.push(job, mover, pieces)?,
+        };
+        let me = job.core.rank();
+        for p in 0..pieces {
+            self.multiply(me, p)?;
+            for t in there.iter().filter(|t| t.piece == p) {
+                job.after(&t.mark)?;
+                self.multiply(t.chunk, p)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the places of a piece of a chunk from one rank's half to another's.
+    fn transfer(
+        &self,
+        job: &mut Job<'_>,
+        mover: sys::CUstream,
+        (from, to): (usize, usize),
+        (c, pieces, p): (usize, usize, usize),
+    ) -> Result<()> {
+        for place in self.rows.places(c, pieces, p) {
+            let at = |rank| job.core.place(rank, self.rows.of, place.start);
+            let (source, target) = (at(from), at(to));
+            job.copy_on(mover, target, source, place.len())?;
+            job.count_moved(place.len());
+        }
+        Ok(())
+    }
+
+    fn there(&self, job: &Job<'_>, chunk: usize, piece: usize) -> Result<There> {
+        Ok(There {
+            chunk,
+            piece,
+            mark: job.mover_mark()?,
+        })
+    }
+
+    /// Hands chunks on to the next rank as they come, own rows first.
+    fn pass_round(&self, job: &mut Job<'_>, mover: sys::CUstream) -> Result<Vec<There>> {
+        let (rank, size) = (job.core.rank(), job.core.size());
+        let (next, prev) = (
+            brigade_plan::ring::next(rank, size),
+            brigade_plan::ring::prev(rank, size),
+        );
+        let sends = brigade_plan::ring::ring_sends(rank, size);
+        let mut there = Vec::new();
+        for &c in &self.plan.order {
+            let c = usize::from(c);
+            if c != rank {
+                let mut steps = job.core.steps();
+                steps.await_filled(self.rows.of, c, 0, prev);
+                job.steps_on(mover, steps)?;
+                there.push(self.there(job, c, 0)?);
+            }
+            if sends.contains(&(c as u16)) {
+                self.transfer(job, mover, (rank, next), (c, 1, 0))?;
+                let mut steps = job.core.steps();
+                steps.filled(next, self.rows.of, c, 0);
+                job.steps_on(mover, steps)?;
+            }
+        }
+        Ok(there)
+    }
+
+    /// Fetches chunks from their owners, in the order in which they are multiplied.
+    fn fetch(&self, job: &mut Job<'_>, mover: sys::CUstream) -> Result<Vec<There>> {
+        let rank = job.core.rank();
+        let mut steps = job.core.steps();
+        steps.filled_to_all(self.rows.of, rank, 0);
+        let mut there = Vec::new();
+        for &c in self.plan.order.iter().filter(|&&c| usize::from(c) != rank) {
+            let c = usize::from(c);
+            steps.await_filled(self.rows.of, c, 0, c);
+            job.steps_on(mover, std::mem::replace(&mut steps, job.core.steps()))?;
+            self.transfer(job, mover, (c, rank), (c, 1, 0))?;
+            there.push(self.there(job, c, 0)?);
+        }
+        Ok(there)
+    }
+
+    /// Writes own rows into every peer's half, piece by piece.
+    fn push(&self, job: &mut Job<'_>, mover: sys::CUstream, pieces: usize) -> Result<Vec<There>> {
+        let rank = job.core.rank();
+        let mut there = Vec::new();
+        for p in 0..pieces {
+            for to in job.core.peers() {
+                self.transfer(job, mover, (rank, to), (rank, pieces, p))?;
+            }
+            let mut steps = job.core.steps();
+            steps.filled_to_all(self.rows.of, rank, p);
+            for &c in self.plan.order.iter().filter(|&&c| usize::from(c) != rank) {
+                let c = usize::from(c);
+                steps.await_filled(self.rows.of, c, p, c);
+                job.steps_on(mover, std::mem::replace(&mut steps, job.core.steps()))?;
+                there.push(self.there(job, c, p)?);
+            }
+        }
+        Ok(there)
+    }
+
+    /// Multiplies a piece of a chunk that is there.
+    fn multiply(&self, c: usize, p: usize) -> Result<()> {
+        let chunk = self.plan.chunk(c);
+        let piece = brigade_plan::rows::piece(chunk.len(), self.plan.pieces(), p);
+        let rows = chunk.start + piece.start..chunk.start + piece.end;
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let Layer {
+            weight,
+            transpose_weight,
+            bias,
+            activation,
+            runs,
+        } = *self.layer;
+        let kernel = self.a.kernel.view().rows(rows.clone())?;
+        let scales = self.a.scales.as_ref().map(|(scales, scheme)| {
+            let part = if scheme.per_row() {
+                scales.view().rows(rows.clone())
+            } else {
+                scales.view().index(c)
+            };
+            part.map(|part| (part, *scheme))
+        });
+        let x = match scales.transpose()? {
+            None => Operand::Plain(kernel),
+            Some((scales, scheme)) => Operand::Quantized(QView::new(kernel, scales, None, scheme)?),
+        };
+        let runs = fallback::clip_runs(runs, rows.start, rows.len());
+        let gemm = GemmParams {
+            c: fallback::cut_bias(bias, self.n, rows.start, rows.len())?,
+            activation,
+            transpose_b: transpose_weight,
+            ..GemmParams::new(x, weight)
+        };
+        let linear = LoraLinearParams { gemm, runs: &runs };
+        let mut d = self.d.clone();
+        let mut d = d.view_mut();
+        let output = Output::Into(d.rows(rows)?);
+        self.comm.gpu().lora_linear(self.on, &linear, output)?;
+        Ok(())
+    }
+}

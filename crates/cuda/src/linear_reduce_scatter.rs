@@ -1,0 +1,204 @@
+//! The twin of gather-linear: parts of the product travel to their owners while the next part is multiplied, and every owner
+//! adds what it got in rank order.
+
+use crate::{
+    comm::CudaComm,
+    core::Job,
+    finish::{End, Sums},
+    memory::check_reach,
+    reduce_scatter::Reduction,
+    steps::Use,
+};
+use brigade_device::{
+    Activation, Buffer, Call, DataType, Error, GemmParams, Linear, LoraLinearParams,
+    LoraLinearReduceScatterParams, Output, OverlapPlan, Plan, ReduceOp, Reduced, Result, Shape,
+    Stream, Turn, fallback,
+};
+use brigade_sync::Area;
+use std::ops::Range;
+
+impl CudaComm {
+    pub(crate) fn run_linear_reduce_scatter(
+        &self,
+        turn: &Turn,
+        p: LoraLinearReduceScatterParams<'_>,
+        call: Call,
+        plan: OverlapPlan,
+    ) -> Result<Reduced> {
+        let Call::LinearReduceScatter(linear_call) = &call else {
+            return Err(Error::invalid(
+                "call",
+                call.operation(),
+                "linear-reduce-scatter",
+            ));
+        };
+        let on = turn.stream();
+        let lane = self.gpu().lane(on)?;
+        let n = linear_call.n;
+        let own = plan.chunk(self.core.rank());
+        let bias = fallback::cut_bias(p.bias, n, own.start, own.len())?.map(|c| c.retain());
+        if let Some(c) = &bias {
+            check_reach(&self.gpu().card, "bias.memory", c)?;
+        }
+        let gemm = GemmParams {
+            transpose_b: p.transpose_weight,
+            ..GemmParams::new(p.x, p.weight)
+        };
+        let (d, new) = self.gpu().place(lane, p.output, &[own.len(), n])?;
+        let buffers: Vec<&Buffer> = bias.iter().collect();
+        self.core.collective(on, &call, &buffers, Some(&d), |job| {
+            let product = Product {
+                comm: self,
+                on,
+                plan: &plan,
+                linear: LoraLinearParams { gemm, runs: p.runs },
+                n,
+                dtype: d.dtype(),
+            };
+            product.run(job, bias.as_ref(), p.activation, &d)
+        })?;
+        Ok(Reduced {
+            d: new.then_some(d),
+            plan: Plan::LinearReduceScatter(plan),
+        })
+    }
+}
+
+/// The product of one call.
+struct Product<'a> {
+    comm: &'a CudaComm,
+    on: &'a Stream,
+    plan: &'a OverlapPlan,
+    linear: LoraLinearParams<'a>,
+    n: usize,
+    /// Of the parts, and of the result.
+    dtype: DataType,
+}
+
+impl Product<'_> {
+    fn row_bytes(&self) -> usize {
+        self.n * self.dtype.bytes()
+    }
+
+    /// Where `source`'s part of rows `rows` of a chunk lies in its owner's half.
+    fn slot(&self, source: usize, chunk: &Range<usize>, rows: &Range<usize>) -> Range<usize> {
+        let first = source * chunk.len();
+        (first + rows.start) * self.row_bytes()..(first + rows.end) * self.row_bytes()
+    }
+
+    fn run(
+        &self,
+        job: &mut Job<'_>,
+        bias: Option<&Buffer>,
+        activation: Activation,
+        d: &Buffer,
+    ) -> Result<()> {
+        let of = job.begin(Area::ReduceScatter);
+        job.fork()?;
+        let me = job.core.rank();
+        let pieces = self.plan.pieces();
+        // Kept until the mover has been joined: the copies read them.
+        let mut parts = Vec::new();
+        for p in 0..pieces {
+            for &c in &self.plan.order {
+                parts.extend(self.multiply(job, of, usize::from(c), p)?);
+            }
+        }
+        for source in job.core.peers() {
+            for p in 0..pieces {
+                job.steps.await_filled(of, source, p, source);
+            }
+        }
+        job.join()?;
+        self.sum(job, of, me, (bias, activation), d)?;
+        job.steps.end(of);
+        Ok(())
+    }
+
+    /// Multiplies a piece of a chunk, and sends it to its owner. Gives what must stay until the copy is done.
+    fn multiply(&self, job: &mut Job<'_>, of: Use, c: usize, p: usize) -> Result<Option<Buffer>> {
+        let chunk = self.plan.chunk(c);
+        let piece = brigade_plan::rows::piece(chunk.len(), self.plan.pieces(), p);
+        let (core, me) = (job.core, job.core.rank());
+        let slot = self.slot(me, &chunk, &piece);
+        let shape = Shape::new(&[piece.len(), self.n])?;
+        let rows = chunk.start + piece.start..chunk.start + piece.end;
+        if c == me {
+            let views = &core.views.own[0];
+            let mut part = core.window(of, slot, views, self.dtype, shape)?;
+            self.product(rows, Output::Into(part.view_mut()))?;
+            return Ok(None);
+        }
+        let gpu = self.comm.gpu();
+        let mut part = gpu.scratch(job.lane, self.dtype, shape.dims())?;
+        self.product(rows, Output::Into(part.view_mut()))?;
+        // The mover goes on once this part is there.
+        let mover = job.fork()?;
+        job.copy_on(
+            mover,
+            core.place(c, of, slot.start),
+            part.address(),
+            slot.len(),
+        )?;
+        job.count_moved(slot.len());
+        let mut steps = core.steps();
+        steps.filled(c, of, me, p);
+        job.steps_on(mover, steps)?;
+        Ok(Some(part))
+    }
+
+    fn product(&self, rows: Range<usize>, output: Output<'_>) -> Result<()> {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let runs = fallback::clip_runs(self.linear.runs, rows.start, rows.len());
+        let gemm = GemmParams {
+            a: self.linear.gemm.a.rows(rows)?,
+            ..self.linear.gemm
+        };
+        let linear = LoraLinearParams { gemm, runs: &runs };
+        self.comm.gpu().lora_linear(self.on, &linear, output)?;
+        Ok(())
+    }
+
+    /// Adds the parts of own rows in rank order, and finishes them.
+    fn sum(
+        &self,
+        job: &mut Job<'_>,
+        of: Use,
+        me: usize,
+        (bias, activation): (Option<&Buffer>, Activation),
+        d: &Buffer,
+    ) -> Result<()> {
+        let own = self.plan.chunk(me);
+        let gpu = self.comm.gpu();
+        let ends = bias.is_some() || activation != Activation::None;
+        let out = if ends {
+            gpu.scratch(job.lane, DataType::F32, &[own.len(), self.n])?
+        } else {
+            d.clone()
+        };
+        job.reduce(Reduction {
+            op: ReduceOp::Sum,
+            from: job.core.place(me, of, 0),
+            stride: own.len() * self.row_bytes(),
+            dtype: self.dtype,
+            elements: own.len() * self.n,
+            out: out.address(),
+            output: out.dtype(),
+        })?;
+        if !ends {
+            return Ok(());
+        }
+        let sums = Sums::Float {
+            values: out,
+            stride: self.n,
+        };
+        let end = End {
+            bias,
+            beta: 1.0,
+            activation,
+        };
+        gpu.finish(job.lane, &sums, end, d, self.n)
+    }
+}

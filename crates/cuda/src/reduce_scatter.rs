@@ -1,0 +1,139 @@
+//! Reduce-scatter: every rank lays a slot out for every rank, and reduces its own slot of everybody's.
+
+use crate::{
+    comm::{CudaComm, unexpected},
+    core::Job,
+    memory::check_reach,
+    types,
+};
+use brigade_device::{
+    Buffer, Call, DataType, PerRank, Plan, ReduceOp, ReduceScatterParams, Result, Turn,
+};
+use brigade_kernels::ReduceParams;
+use brigade_sync::Area;
+
+impl CudaComm {
+    /// As a call of its own, or as part of one whose signature it bears.
+    pub(crate) fn run_reduce_scatter(
+        &self,
+        turn: &Turn,
+        part_of: Option<Call>,
+        p: ReduceScatterParams<'_>,
+    ) -> Result<Plan> {
+        p.check(self.core.rank(), self.core.size())?;
+        let (to, from) = (p.to.as_view().retain(), p.from.retain());
+        check_reach(&self.gpu().card, "to.memory", &to)?;
+        check_reach(&self.gpu().card, "from.memory", &from)?;
+        let row_len = from.shape().row_len();
+        let call = Call::ReduceScatter {
+            rows: p.rows_per_rank.into(),
+            row_len,
+            dtype: from.dtype(),
+            output: to.dtype(),
+            op: p.op,
+        };
+        let plan = self.core.plan(&call)?;
+        let Plan::ReduceScatter { piece_elements, .. } = plan else {
+            return Err(unexpected(&plan));
+        };
+        let elements: PerRank = p.rows_per_rank.iter().map(|r| r * row_len).collect();
+        let from = self.apart(turn.stream(), from, &to)?;
+        let signed = part_of.unwrap_or(call);
+        self.core
+            .collective(turn.stream(), &signed, &[&from], Some(&to), |job| {
+                reduce_scatter(job, p.op, &elements, piece_elements, &to, &from)
+            })?;
+        Ok(plan)
+    }
+}
+
+/// `elements` are those that every rank gets; they pass through the scratch memory in pieces of `piece` elements.
+fn reduce_scatter(
+    job: &mut Job<'_>,
+    op: ReduceOp,
+    elements: &[usize],
+    piece: usize,
+    to: &Buffer,
+    from: &Buffer,
+) -> Result<()> {
+    let core = job.core;
+    let (me, size) = (core.rank(), core.size());
+    let (in_bytes, out_bytes) = (from.dtype().bytes(), to.dtype().bytes());
+    let offsets = brigade_plan::rows::offsets(elements);
+    let most = elements.iter().copied().max().unwrap_or(0);
+    for start in (0..most).step_by(piece.max(1)) {
+        let cut = |rank: usize| start.min(elements[rank])..(start + piece).min(elements[rank]);
+        let slot = |rank: usize| rank * piece * in_bytes;
+        let of = job.begin(Area::Scratch);
+        let list: Vec<_> = (0..size)
+            .map(|r| {
+                let part = cut(r);
+                let source = from.address() + ((offsets[r] + part.start) * in_bytes) as u64;
+                (core.place(me, of, slot(r)), source, part.len() * in_bytes)
+            })
+            .collect();
+        job.moves(&list)?;
+        job.steps.filled_to_all(of, me, 0);
+        job.steps.await_all(of, 0);
+        let own = cut(me);
+        job.count_moved((size - 1) * own.len() * in_bytes);
+        job.reduce(Reduction {
+            op,
+            from: core.place(0, of, slot(me)),
+            stride: core.memory.symmetric.stride(),
+            dtype: from.dtype(),
+            elements: own.len(),
+            out: to.address() + (own.start * out_bytes) as u64,
+            output: to.dtype(),
+        })?;
+        job.steps.end(of);
+    }
+    Ok(())
+}
+
+/// One value of every rank for each element, combined in rank order.
+pub(crate) struct Reduction {
+    pub(crate) op: ReduceOp,
+    /// Address of rank 0's elements, and bytes to the next rank's.
+    pub(crate) from: u64,
+    pub(crate) stride: usize,
+    pub(crate) dtype: DataType,
+    pub(crate) elements: usize,
+    pub(crate) out: u64,
+    pub(crate) output: DataType,
+}
+
+impl Job<'_> {
+    /// Enqueues a reduction behind the steps so far.
+    pub(crate) fn reduce(&mut self, r: Reduction) -> Result<()> {
+        self.steps_now()?;
+        if r.elements == 0 {
+            return Ok(());
+        }
+        let (stop, state) = self.stop();
+        let parameters = ReduceParams {
+            stop,
+            state,
+            out: r.out,
+            from: r.from,
+            stride: r.stride as u64,
+            elements: r.elements as u64,
+            out_type: types::float_code(r.output),
+            from_type: types::float_code(r.dtype),
+            parts: self.core.size() as u32,
+            op: match r.op {
+                ReduceOp::Sum => 0,
+                ReduceOp::Prod => 1,
+                ReduceOp::Max => 2,
+                ReduceOp::Min => 3,
+                ReduceOp::Avg => 4,
+            },
+        };
+        let kernels = &self.core.device.opened.kernels;
+        // A thread for each eight elements.
+        let shape = kernels.shape(r.elements.div_ceil(8 * 256));
+        // SAFETY: the elements lie in the group's memory, which the core keeps, and the result in a buffer of the call, or in
+        // own memory of the group.
+        unsafe { kernels.reduce.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+}

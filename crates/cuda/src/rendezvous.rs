@@ -1,0 +1,85 @@
+//! How ranks find each other's GPU memory.
+
+use crate::{CudaDevice, Pages, Symmetric};
+use brigade_device::{Bootstrap, CommConfig, Error, Result};
+use brigade_group::{Sharing, agree, vote};
+use brigade_plan::Table;
+use std::{sync::Arc, time::Duration};
+
+/// All ranks want the same.
+pub(crate) fn vote_on(boot: &dyn Bootstrap, config: &CommConfig, table: &Table) -> Result<()> {
+    let voted = format!("{config:?}, tables {:016x}", table.digest());
+    let within = config.first_deadline;
+    vote(boot, "join: configuration", voted.as_bytes(), within)
+}
+
+const STEP: &str = "join: device memory";
+
+/// Makes this rank's part of `bytes` bytes, and maps everybody's. All ranks succeed, or all fail.
+pub(crate) fn exchange(
+    boot: &dyn Bootstrap,
+    device: &CudaDevice,
+    sharing: &Sharing,
+    bytes: usize,
+    within: Duration,
+) -> Result<Arc<Symmetric>> {
+    let made = Pages::new(device, bytes);
+    let own = agree(boot, STEP, made, within)?;
+    let parts = all_parts(boot, device, sharing, &own, within);
+    let mapped = parts.and_then(|parts| Symmetric::map(&parts, &[device]));
+    agree(boot, STEP, mapped, within)
+}
+
+/// Every rank's pages, by descriptors: their numbers where all ranks are threads of one process, else the descriptors
+/// themselves, through a socket.
+#[cfg(unix)]
+fn all_parts(
+    boot: &dyn Bootstrap,
+    device: &CudaDevice,
+    sharing: &Sharing,
+    own: &Arc<Pages>,
+    within: Duration,
+) -> Result<Vec<Arc<Pages>>> {
+    use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+    let descriptor = agree(boot, STEP, own.export(), within)?;
+    let import = |rank: usize, fd: BorrowedFd<'_>| {
+        if rank == boot.rank() {
+            Ok(Arc::clone(own))
+        } else {
+            Pages::import(device, fd, own.bytes())
+        }
+    };
+    if !sharing.one_process() {
+        let all = brigade_group::exchange_fds(boot, descriptor.as_fd(), within)?;
+        return all
+            .iter()
+            .enumerate()
+            .map(|(rank, fd)| import(rank, fd.as_fd()))
+            .collect();
+    }
+    let number = descriptor.as_raw_fd().to_le_bytes();
+    let numbers = boot.all_gather(&number, within)?;
+    let taken = numbers.iter().enumerate().map(|(rank, number)| {
+        let number = number.as_slice().try_into().map_err(|_| Error::Group {
+            step: STEP,
+            what: format!("rank {rank} sent {} bytes instead of 4", number.len()),
+        })?;
+        // SAFETY: a descriptor of this process, which its owner keeps open until all ranks have agreed below.
+        import(rank, unsafe {
+            BorrowedFd::borrow_raw(i32::from_le_bytes(number))
+        })
+    });
+    let taken: Result<Vec<_>> = taken.collect();
+    agree(boot, STEP, taken, within)
+}
+
+#[cfg(not(unix))]
+fn all_parts(
+    _: &dyn Bootstrap,
+    _: &CudaDevice,
+    _: &Sharing,
+    own: &Arc<Pages>,
+    _: Duration,
+) -> Result<Vec<Arc<Pages>>> {
+    Ok(vec![Arc::clone(own)])
+}

@@ -1,0 +1,322 @@
+//! Protocols as kernels carry them out: the posts and waits that the machines of `brigade-sync` give, with counters in the
+//! GPU's memory in place of epochs, so that a captured graph goes on counting at every replay.
+
+use brigade_device::{Group, Region, Result};
+use brigade_kernels::{
+    MOST_STEPS, STEP_ADVANCE, STEP_ARRIVE, STEP_CATCH_UP, STEP_CLOSE, STEP_CREDIT, STEP_FINISH,
+    STEP_MEET, STEP_POST, STEP_POST_OPEN, STEP_RELEASED, STEP_RESERVE, STEP_START, STEP_TAKE,
+    STEP_WAIT, step,
+};
+use brigade_sync::{Area, CreditRing, Flag, HALVES, Half, Layout, Word};
+
+/// One use of one half of an area. Which one of the half's uses it is, kernels count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Use {
+    pub(crate) area: Area,
+    pub(crate) half: Half,
+}
+
+/// Numbers of a rank's counters. 0 counts the calls that all ranks make.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Counters {
+    size: usize,
+}
+
+impl Counters {
+    pub(crate) const CALLS: usize = 0;
+
+    pub(crate) const fn new(size: usize) -> Self {
+        Self { size }
+    }
+
+    fn uses(of: Use) -> usize {
+        1 + of.area as usize * HALVES + of.half.index()
+    }
+
+    /// Pieces of messages sent to rank 0, then to the others; those received stand behind them.
+    pub(crate) const fn messages(self) -> usize {
+        1 + Area::ALL.len() * HALVES
+    }
+
+    fn sent(self, region: Region, peer: usize) -> usize {
+        self.messages() + 2 * self.size * (1 + usize::from(region.0)) + peer
+    }
+
+    fn received(self, region: Region, peer: usize) -> usize {
+        self.sent(region, peer) + self.size
+    }
+
+    /// How many there are.
+    pub(crate) const fn count(self, regions: u16) -> usize {
+        self.messages() + 2 * self.size * (1 + regions as usize)
+    }
+}
+
+/// What steps of one phase have in common: they may go on side by side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Count,
+    Post,
+    Wait,
+}
+
+/// Steps in the making.
+#[derive(Debug)]
+pub(crate) struct Steps<'a> {
+    layout: &'a Layout,
+    group: Group,
+    counters: Counters,
+    /// Steps, and the phase of each, counted from the first.
+    list: Vec<(u64, u64)>,
+    phase: u64,
+    last: Option<Kind>,
+    counted: Vec<usize>,
+}
+
+/// Steps for one launch.
+pub(crate) type Batch = ([u64; MOST_STEPS], u32);
+
+/// Phases that a step can name.
+const MOST_PHASES: u64 = 16;
+
+/// Stands for no counter.
+const NONE: usize = 0xFFFF;
+
+/// Machines give words and flags; the flags are made by kernels.
+const ANY: Flag = Flag::from_bits(0);
+
+impl<'a> Steps<'a> {
+    pub(crate) fn new(layout: &'a Layout, group: Group) -> Self {
+        Self {
+            layout,
+            group,
+            counters: Counters::new(group.size),
+            list: Vec::new(),
+            phase: 0,
+            last: None,
+            counted: Vec::new(),
+        }
+    }
+
+    fn push(&mut self, kind: Kind, op: u64, counter: usize, slot: usize, at: Word) {
+        let apart =
+            self.last != Some(kind) || kind == Kind::Count && self.counted.contains(&counter);
+        if apart && self.last.is_some() {
+            self.phase += 1;
+            self.counted.clear();
+        }
+        self.last = Some(kind);
+        self.counted.push(counter);
+        let (peer, word) = (at.owner as u64, at.index as u64);
+        let bits = step(op, 0, counter as u64, slot as u64, peer, word);
+        self.list.push((self.phase, bits));
+    }
+
+    fn count(&mut self, op: u64, counter: usize) {
+        let owner = self.group.rank;
+        self.push(Kind::Count, op, counter, 0, Word { owner, index: 0 });
+    }
+
+    fn ring(&self, of: Use) -> CreditRing {
+        self.layout.ring(of.area)
+    }
+
+    pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let Group { rank, size, .. } = self.group;
+        (1..size).map(move |i| (rank + i) % size)
+    }
+
+    /// A call begins: its time is counted from here.
+    pub(crate) fn start(&mut self) {
+        self.count(STEP_START, NONE);
+    }
+
+    /// What the last call left to be read in the gather region is not read any more, unless it was begun ahead.
+    pub(crate) fn let_go(&mut self) {
+        let halves = [0, 1].map(|n| Use {
+            area: Area::Gather,
+            half: Half::of(n),
+        });
+        for of in halves {
+            self.credits_to_all(STEP_POST_OPEN, of);
+        }
+        for of in halves {
+            self.count(STEP_CLOSE, Counters::uses(of));
+        }
+    }
+
+    /// Tells every peer that this rank is in the call.
+    pub(crate) fn arrive(&mut self) {
+        self.count(STEP_ADVANCE, Counters::CALLS);
+        for owner in self.peers() {
+            let at = Word { owner, index: 0 };
+            self.push(Kind::Post, STEP_ARRIVE, Counters::CALLS, 0, at);
+        }
+    }
+
+    /// Waits until every peer is in the call.
+    pub(crate) fn meet(&mut self) {
+        for owner in self.peers() {
+            let at = Word { owner, index: 0 };
+            self.push(Kind::Wait, STEP_MEET, Counters::CALLS, 0, at);
+        }
+    }
+
+    /// The call ended well.
+    pub(crate) fn finish(&mut self) {
+        self.count(STEP_FINISH, NONE);
+    }
+
+    /// Begins a use, once every peer is done with the one before.
+    pub(crate) fn begin(&mut self, of: Use) {
+        self.count(STEP_ADVANCE, Counters::uses(of));
+        self.credits(of);
+    }
+
+    /// The same, or goes on with the use that was begun ahead.
+    pub(crate) fn take(&mut self, of: Use) {
+        self.count(STEP_TAKE, Counters::uses(of));
+        self.credits(of);
+    }
+
+    /// Begins a use ahead of its call.
+    pub(crate) fn reserve(&mut self, of: Use) {
+        self.count(STEP_RESERVE, Counters::uses(of));
+        self.credits(of);
+    }
+
+    fn credits(&mut self, of: Use) {
+        for peer in self.peers() {
+            let at = self.ring(of).credit(of.half, peer, ANY).word;
+            self.push_wait(STEP_CREDIT, Counters::uses(of), peer, peer, at.index);
+        }
+    }
+
+    fn push_wait(&mut self, op: u64, counter: usize, slot: usize, peer: usize, index: usize) {
+        // The word is this rank's own; the step names who is waited for.
+        self.push(Kind::Wait, op, counter, slot, Word { owner: peer, index });
+    }
+
+    /// Says that piece `piece` of `slot` lies in `to`'s half.
+    pub(crate) fn filled(&mut self, to: usize, of: Use, slot: usize, piece: usize) {
+        let at = self.ring(of).filled(to, of.half, slot, piece, ANY).word;
+        self.push(Kind::Post, STEP_POST, Counters::uses(of), slot, at);
+    }
+
+    /// Says so to every peer.
+    pub(crate) fn filled_to_all(&mut self, of: Use, slot: usize, piece: usize) {
+        for to in self.peers() {
+            self.filled(to, of, slot, piece);
+        }
+    }
+
+    /// Waits for piece `piece` of `slot`, that `from` puts into this rank's half, or lets it read in its own.
+    pub(crate) fn await_filled(&mut self, of: Use, slot: usize, piece: usize, from: usize) {
+        let at = self.ring(of).arrival(of.half, slot, piece, from, ANY).word;
+        self.push_wait(STEP_WAIT, Counters::uses(of), slot, from, at.index);
+    }
+
+    /// Waits for every peer's slot.
+    pub(crate) fn await_all(&mut self, of: Use, piece: usize) {
+        for peer in self.peers() {
+            self.await_filled(of, peer, piece, peer);
+        }
+    }
+
+    fn credits_to_all(&mut self, op: u64, of: Use) {
+        let posts: Vec<_> = self.ring(of).release(of.half, ANY).collect();
+        for post in posts {
+            self.push(Kind::Post, op, Counters::uses(of), 0, post.word);
+        }
+    }
+
+    /// Ends a use: every peer may begin the next one of this half.
+    pub(crate) fn end(&mut self, of: Use) {
+        self.credits_to_all(STEP_POST, of);
+        self.count(STEP_CLOSE, Counters::uses(of));
+    }
+
+    fn region_ring(&self, region: Region) -> Result<CreditRing> {
+        self.layout.region_ring(region).ok_or_else(|| {
+            brigade_device::Error::invalid("region", region.0, "a region of this communicator")
+        })
+    }
+
+    /// Waits until the peer has released all that was signalled in a region.
+    pub(crate) fn await_released(&mut self, region: Region, peer: usize) -> Result<()> {
+        let at = self
+            .region_ring(region)?
+            .credit(Half::of(0), peer, ANY)
+            .word;
+        let counter = self.counters.sent(region, peer);
+        self.push_wait(STEP_RELEASED, counter, region.0.into(), peer, at.index);
+        Ok(())
+    }
+
+    /// Signals in a region.
+    pub(crate) fn signal(&mut self, region: Region, peer: usize) -> Result<()> {
+        self.await_released(region, peer)?;
+        let counter = self.counters.sent(region, peer);
+        self.count(STEP_ADVANCE, counter);
+        let ring = self.region_ring(region)?;
+        let at = ring.filled(peer, Half::of(0), self.group.rank, 0, ANY).word;
+        self.push(Kind::Post, STEP_POST, counter, region.0.into(), at);
+        Ok(())
+    }
+
+    fn arrival_in(&self, region: Region, peer: usize) -> Result<Word> {
+        let ring = self.region_ring(region)?;
+        Ok(ring.arrival(Half::of(0), peer, 0, peer, ANY).word)
+    }
+
+    /// Waits for the peer's next signal in a region.
+    pub(crate) fn await_signal(&mut self, region: Region, peer: usize) -> Result<()> {
+        let counter = self.counters.received(region, peer);
+        self.count(STEP_ADVANCE, counter);
+        let at = self.arrival_in(region, peer)?;
+        self.push_wait(STEP_WAIT, counter, region.0.into(), peer, at.index);
+        Ok(())
+    }
+
+    /// Tells the peer that what its signals announced was used.
+    pub(crate) fn release(&mut self, region: Region, peer: usize) -> Result<()> {
+        let counter = self.counters.received(region, peer);
+        let ring = self.region_ring(region)?;
+        let posts: Vec<_> = ring.release(Half::of(0), ANY).collect();
+        for post in posts.into_iter().filter(|p| p.word.owner == peer) {
+            self.push(Kind::Post, STEP_POST, counter, region.0.into(), post.word);
+        }
+        Ok(())
+    }
+
+    /// Releases all that the peer has signalled, whether it was waited for or not, so that the next who gets this region's
+    /// number begins with nothing on its way.
+    pub(crate) fn let_go_of(&mut self, region: Region, peer: usize) -> Result<()> {
+        let at = self.arrival_in(region, peer)?;
+        let counter = self.counters.received(region, peer);
+        self.push(Kind::Count, STEP_CATCH_UP, counter, region.0.into(), at);
+        self.release(region, peer)
+    }
+
+    /// All steps so far, cut into launches; none are left.
+    pub(crate) fn batches(&mut self) -> Vec<Batch> {
+        let mut batches: Vec<Batch> = Vec::new();
+        // The phase in which the last batch begins.
+        let mut first = 0;
+        for &(phase, bits) in &self.list {
+            let full = |b: &Batch| b.1 as usize == MOST_STEPS || phase - first == MOST_PHASES;
+            if batches.last().is_none_or(full) {
+                batches.push(([0; MOST_STEPS], 0));
+                first = phase;
+            }
+            if let Some((steps, count)) = batches.last_mut() {
+                steps[*count as usize] = bits | (phase - first) << 56;
+                *count += 1;
+            }
+        }
+        self.list.clear();
+        (self.phase, self.last) = (0, None);
+        self.counted.clear();
+        batches
+    }
+}

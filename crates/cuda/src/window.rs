@@ -1,0 +1,88 @@
+//! Parts of a communicator's memory as buffers see them.
+
+use crate::core::Core;
+use brigade_device::{Error, MemoryType, Result, Storage};
+use std::{
+    any::Any,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+/// Part of this rank's own user buffer. It is good while the call that made it is the last one on its half: after that, peers
+/// may write there.
+#[derive(Debug)]
+pub(crate) struct Window {
+    _core: Arc<Core>,
+    address: u64,
+    bytes: usize,
+    views: Arc<AtomicU64>,
+    number: u64,
+}
+
+impl Window {
+    pub(crate) fn new(core: Arc<Core>, address: u64, bytes: usize, views: Arc<AtomicU64>) -> Self {
+        Self {
+            _core: core,
+            address,
+            bytes,
+            number: views.load(Ordering::Acquire),
+            views,
+        }
+    }
+
+    /// Whether it may still be used.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.views.load(Ordering::Acquire) == self.number {
+            return Ok(());
+        }
+        Err(Error::invalid(
+            "memory",
+            "rows of a user buffer that a later call has taken over",
+            "rows of the last call, copied out where they are needed longer",
+        ))
+    }
+}
+
+impl Storage for Window {
+    fn address(&self) -> u64 {
+        self.address
+    }
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+    fn memory(&self) -> MemoryType {
+        MemoryType::Device
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Nothing but the wish that a communicator lives: graphs keep it.
+#[derive(Debug)]
+pub(crate) struct Token {
+    _core: Arc<Core>,
+}
+
+impl Token {
+    pub(crate) fn new(core: Arc<Core>) -> Self {
+        Self { _core: core }
+    }
+}
+
+impl Storage for Token {
+    fn address(&self) -> u64 {
+        0
+    }
+    fn bytes(&self) -> usize {
+        0
+    }
+    fn memory(&self) -> MemoryType {
+        MemoryType::Device
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

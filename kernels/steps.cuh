@@ -1,0 +1,171 @@
+// What every kernel of a communicator does before, while and after it waits.
+//
+// A rank's own state (counters, the generation) lies in its GPU's memory and is advanced by kernels alone, in stream order, so
+// that a captured graph goes on counting at every replay. A report lies in memory that the host sees: there the host asks for
+// a stop and says who is gone, and a kernel leaves its fault record.
+#pragma once
+#include "fault.cuh"
+#include "params.cuh"
+#include "sync.cuh"
+
+namespace brigade {
+
+// A group, as one rank's kernels see it.
+struct Group {
+  uint64_t base;
+  uint64_t stride;
+  uint64_t* state;
+  uint64_t report;
+  uint64_t deadline_ns;
+  uint64_t first_deadline_ns;
+  uint32_t rank;
+  uint32_t size;
+  uint32_t operation;
+  uint32_t signature;
+  uint32_t barrier;
+  uint32_t stop;
+  bool collective;
+
+  __device__ uint64_t* word(uint32_t owner, uint32_t index) const {
+    return reinterpret_cast<uint64_t*>(base + owner * stride) + index;
+  }
+  __device__ uint32_t generation() const { return uint32_t(state[STATE_GENERATION]); }
+  __device__ uint64_t* counter(uint32_t i) const { return state + STATE_COUNTERS + 2 * i; }
+  // Of the calls that all ranks make.
+  __device__ uint32_t epoch() const { return uint32_t(*counter(0)); }
+  __device__ uint64_t flag(uint64_t count) const { return pack({generation(), signature, uint32_t(count)}); }
+  __device__ uint32_t arrivals() const { return barrier + (epoch() & 1) * size; }
+};
+
+template <typename P>
+__device__ __forceinline__ Group group_of(const P& p, uint32_t signature) {
+  return {p.base, p.stride, reinterpret_cast<uint64_t*>(p.state), p.report, p.deadline_ns, p.first_deadline_ns,
+          p.rank, p.size,   p.operation,                          signature, p.barrier,    p.stop,
+          p.collective != 0};
+}
+
+__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+
+// Whether this rank was told to stop in this generation. `stop` is the word by which it is told.
+__device__ __forceinline__ bool is_stopped(const uint64_t* stop, const uint64_t* state) {
+  return load_relaxed_sys(stop) == state[STATE_GENERATION];
+}
+
+__device__ __forceinline__ bool is_stopped(const Group& g) {
+  return is_stopped(g.word(g.rank, g.stop), g.state);
+}
+
+// Why a wait of this file ended. Beyond `aborted` the numbers are FaultKind's too; `stopped` leaves no record, since somebody
+// else does.
+enum class End : uint32_t { going_on = 0, timeout = 1, mismatch = 2, lost = 4, stopped = 99, there = 100 };
+
+// One wait for a flag in this rank's own memory.
+struct Waiting {
+  uint32_t word;
+  uint64_t expected;
+  Want want;
+  uint32_t peer;
+  uint32_t slot;
+
+  End end;
+  uint64_t seen;
+  uint32_t blamed;
+  uint64_t blamed_expected;
+  uint32_t looks;
+  uint64_t since_ns;
+};
+
+// Looks between two glances at the stop word and the clock, and between two at what the host says, which is far away.
+constexpr uint32_t glance = 16, long_glance = 512;
+
+// A peer whose arrival says that it is in another call (or, if `missing`, is not there).
+__device__ inline bool find_peer(const Group& g, bool missing, uint32_t& peer, uint64_t& seen) {
+  if (!g.collective) return false;
+  const uint64_t expected = g.flag(g.epoch());
+  for (uint32_t i = 1; i < g.size; ++i) {
+    const uint32_t p = (g.rank + i) % g.size;
+    const uint64_t flag = load_acquire_sys(g.word(g.rank, g.arrivals() + p));
+    if (progress(flag, expected, Want::exactly) == (missing ? Progress::behind : Progress::other_call)) {
+      peer = p;
+      seen = flag;
+      return true;
+    }
+  }
+  return false;
+}
+
+// Takes one look. `w.end` stays `going_on` while there is hope.
+__device__ inline void look(const Group& g, Waiting& w) {
+  const uint64_t* flag = g.word(g.rank, w.word);
+  w.seen = load_acquire_sys(flag);
+  const Progress p = progress(w.seen, w.expected, w.want);
+  if (p == Progress::there) {
+    w.end = End::there;
+    if (w.looks > 0) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITS + w.peer), 1ull);
+      atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITED + w.peer),
+                (unsigned long long)(globaltimer_ns() - w.since_ns));
+    }
+    return;
+  }
+  w.blamed = w.peer;
+  w.blamed_expected = w.expected;
+  if (p == Progress::other_call) {
+    w.end = End::mismatch;
+    return;
+  }
+  if (w.looks++ == 0) w.since_ns = globaltimer_ns();
+  if (w.looks % glance != 0) return;
+  if (is_stopped(g)) {
+    w.end = End::stopped;
+    return;
+  }
+  const bool first = g.collective && *g.counter(0) == 1;
+  if (globaltimer_ns() - g.state[STATE_STARTED] >= (first ? g.first_deadline_ns : g.deadline_ns)) {
+    find_peer(g, true, w.blamed, w.seen);
+    w.end = End::timeout;
+    return;
+  }
+  if (w.looks % long_glance != 0) return;
+  if (load_relaxed_sys(reinterpret_cast<const uint32_t*>(g.report + REPORT_ABORT)) == g.generation()) {
+    w.end = End::stopped;
+  } else if (find_peer(g, false, w.blamed, w.seen)) {
+    w.blamed_expected = g.flag(g.epoch());
+    w.end = End::mismatch;
+  } else if (load_acquire_sys(reinterpret_cast<const uint64_t*>(g.report + REPORT_DEPARTED)) >> w.peer & 1) {
+    // What a rank says last is that it is gone: its flag would be there.
+    w.seen = load_acquire_sys(flag);
+    if (progress(w.seen, w.expected, w.want) == Progress::behind) w.end = End::lost;
+  }
+}
+
+// Tells every rank's kernels to stop, and this rank's host.
+__device__ inline void stop_all(const Group& g) {
+  for (uint32_t i = 0; i < g.size; ++i) store_release_sys(g.word((g.rank + i) % g.size, g.stop), uint64_t(g.generation()));
+  store_release_sys(reinterpret_cast<uint32_t*>(g.report + REPORT_STOPPED), g.generation());
+}
+
+// A wait ended badly: leaves the record, and stops the group.
+__device__ inline void give_up(const Group& g, const Waiting& w) {
+  if (w.end != End::stopped) {
+    FaultRecord what{};
+    what.kind = uint32_t(w.end);
+    what.operation = g.operation;
+    what.rank = g.rank;
+    what.peer = w.blamed;
+    what.slot = w.slot;
+    what.generation = g.generation();
+    what.expected = w.blamed_expected;
+    what.seen = w.seen;
+    what.waited_ns = globaltimer_ns() - g.state[STATE_STARTED];
+    what.call = g.state[STATE_CALLS] + 1;
+    record_fault(reinterpret_cast<FaultRecord*>(g.report + REPORT_FAULT), what);
+  }
+  stop_all(g);
+}
+
+}  // namespace brigade
