@@ -114,5 +114,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) brigade_steps(const _
     if (threadIdx.x == 0) stopped = !done;
   }
   __syncthreads();
-  if (stopped) poison(p.poison, p.poison_bytes, p.poison_pattern, threadIdx.x, blockDim.x);
+  for (int i = 0; stopped && i < MOST_POISONED; ++i) {
+    poison(p.poison[i], p.poison_bytes[i], p.poison_pattern[i], threadIdx.x, blockDim.x);
+  }
 }

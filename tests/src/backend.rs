@@ -31,6 +31,11 @@ pub trait Backend: Send + Sync {
     fn worlds(&self) -> Vec<usize>;
     /// Modes and algorithms that can be forced.
     fn engines(&self) -> Engines;
+    /// Whether ranks may multiply different shapes. Where several share a GPU, a product that only one of them makes has to
+    /// be loaded when it is first made, which waits for the others, who wait for that rank.
+    fn differs(&self) -> bool {
+        true
+    }
     /// Fresh ranks for a group of `size`: all that are threads of this process, in rank order.
     ///
     /// # Errors

@@ -64,6 +64,10 @@ impl Backend for CudaBackend {
         self.worlds.clone()
     }
 
+    fn differs(&self) -> bool {
+        self.worlds.iter().all(|&size| size <= self.ordinals.len())
+    }
+
     fn engines(&self) -> Engines {
         Engines::cuda()
     }

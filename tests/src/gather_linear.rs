@@ -194,9 +194,11 @@ pub fn add(suite: &mut Suite) {
             });
         }
         let own = choices.clone();
-        suite.add(&format!("gather_linear/{mode}/different_n"), move |world| {
-            run_all(world, different_n(&mut world.rng(), world.size), &own);
-        });
+        if suite.backend().differs() {
+            suite.add(&format!("gather_linear/{mode}/different_n"), move |world| {
+                run_all(world, different_n(&mut world.rng(), world.size), &own);
+            });
+        }
         suite.add(&format!("gather_linear/{mode}/resident"), move |world| {
             run_all(world, resident(&mut world.rng(), world.size), &choices);
         });

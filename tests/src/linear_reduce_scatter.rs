@@ -279,12 +279,12 @@ pub fn add(suite: &mut Suite) {
                 },
             );
         }
-        suite.add(
-            &format!("linear_reduce_scatter/{mode}/different_k"),
-            move |world| {
+        if suite.backend().differs() {
+            let name = format!("linear_reduce_scatter/{mode}/different_k");
+            suite.add(&name, move |world| {
                 run_all(world, different_k(&mut world.rng(), world.size), &choices);
-            },
-        );
+            });
+        }
     }
     layouts::add(suite);
     suite.add("linear_reduce_scatter/finished_once", finished_once);

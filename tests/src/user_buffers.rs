@@ -26,10 +26,17 @@ fn run(world: &World, config: &CommConfig, body: impl Fn(&mut Rank) + Send + Syn
     });
 }
 
-/// One call, under a lease of its own.
+/// One call, under a lease of its own, and how it ended.
 fn with<R>(rank: &Rank, call: impl FnOnce(&mut Windows<'_>) -> Result<R>) -> Result<R> {
     let mut lease = rank.comm().lease(&rank.stream)?;
-    call(&mut lease.windows()?)
+    let result = call(&mut lease.windows()?);
+    drop(lease);
+    if rank.stream.capturing() {
+        return result;
+    }
+    let result = result?;
+    rank.settle(Ok(()))?;
+    Ok(result)
 }
 
 fn register(rank: &Rank, bytes: usize) -> Region {

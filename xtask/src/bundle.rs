@@ -165,7 +165,7 @@ fn runner(programs: &[&str]) -> String {
 # Runs Brigade's GPU tests: all of them, or those whose names hold one of the arguments.
 set -u
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
-export BRIGADE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32
+export BRIGADE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
 export LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}${{LD_LIBRARY_PATH:+:}}/usr/local/cuda/lib64"
 worst=0
 for program in {}; do

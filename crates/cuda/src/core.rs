@@ -22,8 +22,8 @@ use brigade_device::{
 };
 use brigade_group::Control;
 use brigade_kernels::{
-    MOST_MOVES, MOST_STEPS, MoveParams, STATE_CALLS, STATE_COUNTERS, STATE_GENERATION, STATE_MOVED,
-    STATE_WAITED, STATE_WAITS, STEP_THREADS, StepsParams,
+    MOST_MOVES, MOST_POISONED, MOST_STEPS, MoveParams, STATE_CALLS, STATE_COUNTERS,
+    STATE_GENERATION, STATE_MOVED, STATE_WAITED, STATE_WAITS, STEP_THREADS, StepsParams,
 };
 use brigade_plan::{Table, Topology};
 use brigade_sync::{Area, HALVES, Half, Memory};
@@ -451,21 +451,16 @@ impl Core {
         kept.push(&token);
         let mut done = None;
         let result = lane.run(&kept, |stream| {
-            let mut job = Job {
-                core: self,
-                lane,
-                stream,
-                kind,
-                steps: self.steps(),
-                moved: 0,
-                forked: false,
-            };
+            let mut job = Job::new(self, lane, stream, kind);
+            if let Some(d) = out {
+                job.poisons(d.address(), d.bytes(), d.dtype());
+            }
             let worked = work(&mut job);
             // Also after a failure, since a capture cannot end while another stream is forked from it.
             let joined = job.join();
             done = Some(worked?);
             joined?;
-            job.flush(out)
+            job.end()
         });
         match (result, done) {
             (Ok(()), Some(done)) => Ok(done),
@@ -499,16 +494,9 @@ impl Core {
     pub(crate) fn poison_if_stopped(self: &Arc<Self>, on: &Stream, out: &Buffer) -> Result<()> {
         let lane = self.device.lane(on)?;
         lane.run(&[out], |stream| {
-            let job = Job {
-                core: self,
-                lane,
-                stream,
-                kind: Kind::pairwise(Operation::Barrier, 0),
-                steps: self.steps(),
-                moved: 0,
-                forked: false,
-            };
-            job.launch(stream, ([0; MOST_STEPS], 0), Some(out))
+            let mut job = Job::new(self, lane, stream, Kind::pairwise(Operation::Barrier, 0));
+            job.poisons(out.address(), out.bytes(), out.dtype());
+            job.end()
         })
     }
 
@@ -729,25 +717,50 @@ pub(crate) struct Job<'a> {
     pub(crate) steps: Steps<'a>,
     moved: u64,
     forked: bool,
-}
-
-fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+    /// What is poisoned if the group was stopped: addresses, sizes and types.
+    poisoned: Vec<(u64, usize, DataType)>,
 }
 
 impl<'a> Job<'a> {
-    /// Enqueues the steps so far.
-    pub(crate) fn steps_now(&mut self) -> Result<()> {
-        self.flush(None)
+    fn new(core: &'a Arc<Core>, lane: &'a Arc<Lane>, stream: sys::CUstream, kind: Kind) -> Self {
+        Self {
+            core,
+            lane,
+            stream,
+            kind,
+            steps: core.steps(),
+            moved: 0,
+            forked: false,
+            poisoned: Vec::new(),
+        }
     }
 
-    fn flush(&mut self, out: Option<&Buffer>) -> Result<()> {
+    /// At the end of the call this memory is poisoned, if the group was stopped.
+    pub(crate) fn poisons(&mut self, address: u64, bytes: usize, dtype: DataType) {
+        if bytes > 0 {
+            self.poisoned.push((address, bytes, dtype));
+        }
+    }
+
+    /// Enqueues the steps so far.
+    pub(crate) fn steps_now(&mut self) -> Result<()> {
         let batches = self.steps.batches();
-        let last = batches.len().saturating_sub(1);
         batches
             .into_iter()
-            .enumerate()
-            .try_for_each(|(i, batch)| self.launch(self.stream, batch, out.filter(|_| i == last)))
+            .try_for_each(|batch| self.launch(self.stream, batch, &[]))
+    }
+
+    /// Enqueues the last steps, and what is to be poisoned behind them.
+    fn end(&mut self) -> Result<()> {
+        let mut batches = self.steps.batches();
+        let last = batches.pop().unwrap_or(([0; MOST_STEPS], 0));
+        for batch in batches {
+            self.launch(self.stream, batch, &[])?;
+        }
+        let poisoned = std::mem::take(&mut self.poisoned);
+        let mut parts = poisoned.chunks(MOST_POISONED);
+        self.launch(self.stream, last, parts.next().unwrap_or(&[]))?;
+        parts.try_for_each(|part| self.launch(self.stream, ([0; MOST_STEPS], 0), part))
     }
 
     /// Enqueues steps on another stream.
@@ -755,30 +768,27 @@ impl<'a> Job<'a> {
         steps
             .batches()
             .into_iter()
-            .try_for_each(|batch| self.launch(stream, batch, None))
+            .try_for_each(|batch| self.launch(stream, batch, &[]))
     }
 
     fn launch(
         &self,
         stream: sys::CUstream,
         (steps, count): crate::steps::Batch,
-        out: Option<&Buffer>,
+        poisoned: &[(u64, usize, DataType)],
     ) -> Result<()> {
         let (core, kind) = (self.core, self.kind);
         let layout = core.control.layout();
         let deadline = kind.within.unwrap_or(core.config.deadline);
         let first = kind.within.unwrap_or(core.config.first_deadline);
-        let parameters = StepsParams {
+        let mut parameters = StepsParams {
             base: core.memory.symmetric.base(),
             stride: core.memory.symmetric.stride() as u64,
             state: core.memory.state.address(),
             report: core.memory.report.address(),
-            deadline_ns: nanoseconds(deadline),
-            first_deadline_ns: nanoseconds(first),
+            deadline_ns: crate::probe::nanoseconds(deadline),
+            first_deadline_ns: crate::probe::nanoseconds(first),
             moved_bytes: self.moved,
-            poison: out.map_or(0, Buffer::address),
-            poison_bytes: out.map_or(0, |d| d.bytes() as u64),
-            poison_pattern: out.map_or(0, |d| crate::probe::repeated(d.dtype())),
             rank: core.rank() as u32,
             size: core.size() as u32,
             operation: kind.operation as u32,
@@ -788,11 +798,17 @@ impl<'a> Job<'a> {
             count,
             collective: u32::from(kind.collective),
             steps,
+            ..StepsParams::default()
         };
+        for (i, &(address, bytes, dtype)) in poisoned.iter().enumerate() {
+            parameters.poison[i] = address;
+            parameters.poison_bytes[i] = bytes as u64;
+            parameters.poison_pattern[i] = crate::probe::repeated(dtype);
+        }
         let kernel = &core.device.opened.kernels.steps;
         let shape = crate::Launch::grid(1, STEP_THREADS);
         // SAFETY: all addresses lie in the group's memory, which the core keeps until this work is done (and a graph keeps
-        // the core), or in `out`, which the caller's `run` keeps.
+        // the core), or in buffers that the call's `run` keeps.
         unsafe { kernel.launch(stream, shape, parameters) }.map_err(Into::into)
     }
 

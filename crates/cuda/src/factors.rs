@@ -78,7 +78,7 @@ impl CudaDevice {
                     && self.capability >= (8, 9) =>
             {
                 let [a, b] = self.bytes(lane, (x, w), p, shape)?;
-                let scales = [x, w].map(|q| Matrix::shaped(&q.scales().retain(), 1, 1));
+                let scales = [self.one_scale(lane, x)?, self.one_scale(lane, w)?];
                 Ok(Factors::Float(a, b, Some(scales)))
             }
             _ => {
@@ -86,6 +86,17 @@ impl CudaDevice {
                 Ok(Factors::Float(a, b, None))
             }
         }
+    }
+
+    /// The one scale of a factor, at an address that the library takes.
+    fn one_scale(&self, lane: &Arc<Lane>, q: &QView<'_>) -> Result<Matrix> {
+        let scale = q.scales().retain();
+        if scale.address().is_multiple_of(GRAIN as u64) {
+            return Ok(Matrix::shaped(&scale, 1, 1));
+        }
+        let aligned = self.scratch(lane, DataType::F32, scale.shape().dims())?;
+        self.copy_bytes(lane, &aligned, &scale)?;
+        Ok(Matrix::shaped(&aligned, 1, 1))
     }
 
     /// Both factors in f32.

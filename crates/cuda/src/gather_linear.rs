@@ -26,6 +26,7 @@ use std::{ops::Range, sync::atomic::Ordering};
 struct Rows {
     of: Use,
     counts: PerRank,
+    dtype: DataType,
     values: Span,
     scales: Option<Span>,
     /// Own rows and their scales, if they have to be copied there.
@@ -123,6 +124,7 @@ impl CudaComm {
         Ok(Some(Rows {
             of,
             counts: call.rows.clone(),
+            dtype: call.input,
             values,
             scales,
             source,
@@ -179,20 +181,7 @@ impl CudaComm {
         let sources: Vec<&Buffer> = rows.source.iter().flatten().collect();
         self.core
             .collective(turn.stream(), &signed, &sources, None, |job| {
-                let me = job.core.rank();
-                fill_own(job, &rows)?;
-                job.steps.filled_to_all(rows.of, me, 0);
-                job.steps.await_all(rows.of, 0);
-                let peers: Vec<_> = job.core.peers().collect();
-                let mut list = Vec::new();
-                for c in peers {
-                    for place in rows.places(c, 1, 0) {
-                        job.count_moved(place.len());
-                        let at = |rank| job.core.place(rank, rows.of, place.start);
-                        list.push((at(me), at(c), place.len()));
-                    }
-                }
-                job.moves(&list)
+                push_own(job, &rows)
             })?;
         self.gathered(call, &rows, shape)
     }
@@ -296,11 +285,48 @@ impl CudaComm {
     }
 }
 
+/// Writes own rows into every rank's half, and waits for everybody's.
+fn push_own(job: &mut Job<'_>, rows: &Rows) -> Result<()> {
+    take(job, rows);
+    let (core, me) = (job.core, job.core.rank());
+    let mut list = Vec::new();
+    for (i, place) in rows.places(me, 1, 0).enumerate() {
+        let at = |rank| core.place(rank, rows.of, place.start);
+        let from = match &rows.source {
+            Some(source) => {
+                list.push((at(me), source[i].address(), place.len()));
+                source[i].address()
+            }
+            None => at(me),
+        };
+        list.extend(core.peers().map(|to| (at(to), from, place.len())));
+        job.count_moved((core.size() - 1) * place.len());
+    }
+    job.moves(&list)?;
+    job.steps.filled_to_all(rows.of, me, 0);
+    job.steps.await_all(rows.of, 0);
+    Ok(())
+}
+
+/// Takes the half. What others have there is poisoned if the group is stopped; own rows are not, since peers may read them.
+fn take(job: &mut Job<'_>, rows: &Rows) {
+    job.steps.take(rows.of);
+    let (core, me) = (job.core, job.core.rank());
+    core.views.own[rows.of.half.index()].fetch_add(1, Ordering::AcqRel);
+    for (span, dtype) in std::iter::once((&rows.values, rows.dtype))
+        .chain(rows.scales.iter().map(|s| (s, DataType::F32)))
+    {
+        let (all, own) = (span.all(), span.chunk(me));
+        for part in [all.start..own.start, own.end..all.end] {
+            job.poisons(core.place(me, rows.of, part.start), part.len(), dtype);
+        }
+    }
+}
+
 /// Takes the half, and sees to it that own rows lie there.
 fn fill_own(job: &mut Job<'_>, rows: &Rows) -> Result<()> {
-    job.steps.take(rows.of);
+    take(job, rows);
     let core = job.core;
-    core.views.own[rows.of.half.index()].fetch_add(1, Ordering::AcqRel);
     let Some(source) = &rows.source else {
         return Ok(());
     };

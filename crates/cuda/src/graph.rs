@@ -94,10 +94,7 @@ impl Replay for Graph {
             ran_on.push(Arc::clone(lane));
         }
         drop(ran_on);
-        Ok(Event::new(Arc::new(CudaMark::record(
-            &self.card,
-            lane.stream,
-        )?)))
+        Ok(Event::new(Arc::new(CudaMark::of_lane(lane)?)))
     }
 }
 

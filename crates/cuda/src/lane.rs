@@ -174,7 +174,7 @@ impl Lane {
     }
 
     /// The fault of a communicator that worked here, if one was stopped.
-    fn check_groups(&self) -> Result<()> {
+    pub(crate) fn check_groups(&self) -> Result<()> {
         let groups = self.notes.lock().groups.clone();
         let mut alive = groups.iter().filter_map(Weak::upgrade);
         alive
@@ -358,8 +358,7 @@ impl Drop for CudaQueue {
 
 impl Queue for CudaQueue {
     fn record(&self) -> Result<Event> {
-        let mark = CudaMark::record(&self.0.card, self.0.stream)?;
-        Ok(Event::new(Arc::new(mark)))
+        Ok(Event::new(Arc::new(CudaMark::of_lane(&self.0)?)))
     }
 
     fn wait(&self, event: &Event) -> Result<()> {
@@ -368,7 +367,8 @@ impl Queue for CudaQueue {
 
     fn sync(&self, within: Duration) -> Result<()> {
         self.0.refuse_capture("sync")?;
-        CudaMark::record(&self.0.card, self.0.stream)?.sync(within)?;
+        let mark = CudaMark::record(&self.0.card, self.0.stream)?;
+        mark.sync(within)?;
         self.0.tidy();
         self.0.check_groups()
     }

@@ -1,6 +1,6 @@
 //! Events, and waiting for them on the host with a bound.
 
-use crate::{card::Card, driver::failed};
+use crate::{card::Card, driver::failed, lane::Lane};
 use brigade_device::{Error, Event, Mark, Result};
 use cudarc::driver::{
     result::{DriverError, event},
@@ -9,7 +9,7 @@ use cudarc::driver::{
 use std::{
     any::Any,
     hint,
-    sync::Arc,
+    sync::{Arc, Weak},
     thread,
     time::{Duration, Instant},
 };
@@ -19,6 +19,8 @@ use std::{
 pub(crate) struct CudaMark {
     card: Arc<Card>,
     event: sys::CUevent,
+    /// Whose faults whoever waits for the mark is told of.
+    lane: Option<Weak<Lane>>,
 }
 
 // SAFETY: the handle belongs to its context, not to a thread, and the driver locks what it changes.
@@ -41,9 +43,17 @@ impl CudaMark {
         let mark = Self {
             card: Arc::clone(card),
             event,
+            lane: None,
         };
         // SAFETY: the event was just created in the stream's context.
         unsafe { event::record(event, stream) }.map_err(failed("cuEventRecord"))?;
+        Ok(mark)
+    }
+
+    /// Marks the work of a lane so far. Whoever waits for the mark is told of faults of the groups that work there.
+    pub(crate) fn of_lane(lane: &Arc<Lane>) -> Result<Self> {
+        let mut mark = Self::record(&lane.card, lane.stream)?;
+        mark.lane = Some(Arc::downgrade(lane));
         Ok(mark)
     }
 
@@ -93,7 +103,8 @@ impl Mark for CudaMark {
 
     fn sync(&self, within: Duration) -> Result<()> {
         if self.reached(within)? {
-            return Ok(());
+            let lane = self.lane.as_ref().and_then(Weak::upgrade);
+            return lane.map_or(Ok(()), |lane| lane.check_groups());
         }
         Err(Error::Backend {
             call: "cuEventQuery (the work is not done in the time given)",

@@ -373,12 +373,12 @@ parameters! {
         first_deadline_ns: u64,
         /// Bytes to count as moved when the call has ended well.
         moved_bytes: u64,
-        /// Device address of what is poisoned if the group was stopped; with its size.
-        poison: u64,
-        /// Bytes to poison.
-        poison_bytes: u64,
-        /// The bytes of poison, lowest first.
-        poison_pattern: u64,
+        /// Device addresses of what is poisoned if the group was stopped.
+        poison: [u64; 6],
+        /// Bytes to poison at each.
+        poison_bytes: [u64; 6],
+        /// The bytes of poison for each, lowest first.
+        poison_pattern: [u64; 6],
         /// This rank.
         rank: u32,
         /// Ranks in the group.
@@ -501,6 +501,8 @@ constants! {
     MOST_STEPS: usize = 32;
     /// Copies in one launch.
     MOST_MOVES: usize = 16;
+    /// Ranges that a launch of steps poisons.
+    MOST_POISONED: usize = 6;
     /// Messages in one launch.
     MOST_MESSAGES: usize = 32;
     /// Threads that carry out steps and poison outputs.

@@ -163,18 +163,19 @@ fn refusals(world: &World) {
 fn auto(world: &World) {
     let mut rng = world.rng();
     let size = world.size;
-    let mut with = |rows: usize| {
+    let mut with = |rows: usize, k: usize| {
         let spec = Spec::even(&mut rng, size).with(|s| {
             s.rows.fill(rows);
-            s.k.fill(128);
+            s.k.fill(k);
             s.n.fill(8);
             (s.dtype, s.output) = (DataType::F32, DataType::F32);
         });
         Case::new(&mut rng, spec)
     };
-    let (small, large) = (with(1), with(64));
+    // Large enough for every device.
+    let (small, large) = (with(1, 128), with(64, 16 << 10));
     let mut config = config();
-    config.gather_bytes = 1 << 20;
+    config.gather_bytes = size << 22;
     world.run(&config, move |rank| {
         let plan = small.run(rank, None);
         let why = plan.instead_of.as_ref().map(|r| r.code);
