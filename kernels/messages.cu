@@ -79,6 +79,11 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS) brigade_messages(c
       }
     }
   }
+  if (going_on && !receives && p.confirmed != 0) {
+    const uint64_t n = before + pieces - 1;
+    const uint32_t credits = p.ring + 2 * p.size * p.pieces + uint32_t(n & 1) * p.size;
+    wait_for(g, {credits + peer, data_flag(n / 2 + 1), Want::at_least, peer, peer}, failed);
+  }
   // The last block to leave advances the counters, which the others have read by then.
   __syncthreads();
   if (threadIdx.x != 0) return;

@@ -22,6 +22,7 @@ use std::{sync::Arc, time::Duration};
 fn measure(rank: &Rank, work: impl FnOnce()) -> (u64, u64) {
     let before = rank.comm().traffic();
     work();
+    rank.settle(Ok(())).unwrap();
     let after = rank.comm().traffic();
     (
         after.moved_bytes - before.moved_bytes,

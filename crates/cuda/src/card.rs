@@ -100,12 +100,18 @@ impl Card {
     pub(crate) fn take_now(self: &Arc<Self>, bytes: usize) -> Result<u64> {
         let address = self.take(bytes, self.reclaim)?;
         if address != 0 {
-            // SAFETY: just allocated on this stream, with this size.
-            unsafe { result::memset_d8_async(address, 0, bytes, self.reclaim) }
-                .map_err(failed("cuMemsetD8Async"))?;
-            CudaMark::record(self, self.reclaim)?.sync(TAKING)?;
+            self.zero_now(address, bytes)?;
         }
         Ok(address)
+    }
+
+    /// Zeros memory that nobody uses yet, and waits for it.
+    pub(crate) fn zero_now(self: &Arc<Self>, address: u64, bytes: usize) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the caller has just allocated or mapped this much there.
+        unsafe { result::memset_d8_async(address, 0, bytes, self.reclaim) }
+            .map_err(failed("cuMemsetD8Async"))?;
+        CudaMark::record(self, self.reclaim)?.sync(TAKING)
     }
 
     /// Gives memory back when the work of `stream` has come so far.

@@ -1,11 +1,9 @@
 //! The communicator of a GPU: joining a group, and one method per operation, each in its own file.
 
 use crate::{
-    CudaDevice, Launch, Pages,
-    core::{Core, GroupMemory, Parts, state_words},
-    memory::DeviceMemory,
+    CudaDevice, Pages,
+    core::{Core, Parts, state_words},
     rendezvous,
-    report::Report,
     steps::Counters,
 };
 use brigade_device::{
@@ -17,7 +15,7 @@ use brigade_device::{
     UserBuffers, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
-use brigade_kernels::{MESSAGE_THREADS, MOST_RANKS, STEP_THREADS};
+use brigade_kernels::MOST_RANKS;
 use brigade_plan::{Engines, MAX_PIECES, Table, Topology};
 use brigade_sync::Layout;
 use std::{sync::Arc, time::Duration};
@@ -26,9 +24,6 @@ use std::{sync::Arc, time::Duration};
 pub(crate) struct CudaComm {
     pub(crate) core: Arc<Core>,
 }
-
-/// Launches of steps that may wait at the same time: on the caller's stream, and beside it.
-const STEPS_AT_ONCE: u32 = 2;
 
 /// What lies in a rank's part: words and data as everywhere, then the regions that users register.
 struct PartLayout {
@@ -111,16 +106,21 @@ pub(crate) fn join(
         rank,
         size,
     };
-    let made = make_core(
-        device,
-        group,
-        config,
+    let shares = rendezvous::shares_gpu(boot, &device, within)?;
+    let made = Core::new(Parts {
+        topology: Topology {
+            group,
+            config: config.clone(),
+            engines: Engines::cuda(),
+        },
+        control: Control::new(group, layout, sharing, segments),
+        config: config.clone(),
         table,
-        layout,
-        |layout| Control::new(group, layout, sharing, segments),
         symmetric,
         regions_start,
-    );
+        shares,
+        device,
+    });
     let core = agree(boot, "join: device state", made, within)?;
     let comm = Comm::new(Arc::new(CudaComm {
         core: Arc::clone(&core),
@@ -128,46 +128,6 @@ pub(crate) fn join(
     let met = if size > 1 { core.meet_once() } else { Ok(()) };
     agree(boot, "join: flags between GPUs", met, within)?;
     Ok(comm)
-}
-
-#[expect(clippy::too_many_arguments, reason = "what join has gathered")]
-fn make_core(
-    device: Arc<CudaDevice>,
-    group: Group,
-    config: &CommConfig,
-    table: Table,
-    layout: Layout,
-    control: impl FnOnce(Layout) -> Control,
-    symmetric: Arc<crate::Symmetric>,
-    regions_start: usize,
-) -> Result<Arc<Core>> {
-    let kernels = &device.opened.kernels;
-    let spinning = vec![
-        device.reserve_spinning(&kernels.steps, Launch::grid(STEPS_AT_ONCE, STEP_THREADS))?,
-        device.reserve_spinning(
-            &kernels.messages,
-            Launch::grid(crate::messages::most_blocks(group.size), MESSAGE_THREADS),
-        )?,
-    ];
-    let memory = GroupMemory {
-        state: DeviceMemory::outside_of_streams(&device.card, 8 * state_words(config, group.size))?,
-        report: Report::new(&device.card)?,
-        symmetric,
-    };
-    Core::new(Parts {
-        topology: Topology {
-            group,
-            config: config.clone(),
-            engines: Engines::cuda(),
-        },
-        control: control(layout),
-        config: config.clone(),
-        table,
-        memory,
-        spinning,
-        regions_start,
-        device,
-    })
 }
 
 impl CudaComm {

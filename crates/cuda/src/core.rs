@@ -4,7 +4,7 @@
 //! issued, since a captured graph keeps its addresses, is decided here: which half of an area a call uses.
 
 use crate::{
-    CudaDevice,
+    CudaDevice, Launch,
     driver::failed,
     lane::Lane,
     mark::{self, CudaMark},
@@ -22,17 +22,19 @@ use brigade_device::{
 };
 use brigade_group::Control;
 use brigade_kernels::{
-    MOST_MOVES, MOST_POISONED, MOST_STEPS, MoveParams, STATE_CALLS, STATE_COUNTERS,
-    STATE_GENERATION, STATE_MOVED, STATE_WAITED, STATE_WAITS, STEP_THREADS, StepsParams,
+    MESSAGE_THREADS, MOST_MOVES, MOST_POISONED, MOST_STEPS, MoveParams, STATE_CALLS,
+    STATE_COUNTERS, STATE_GENERATION, STATE_MOVED, STATE_WAITED, STATE_WAITS, STEP_THREADS,
+    StepsParams,
 };
 use brigade_plan::{Table, Topology};
 use brigade_sync::{Area, HALVES, Half, Memory};
 use cudarc::driver::{result, sys};
 use parking_lot::Mutex;
 use std::{
+    collections::BTreeMap,
     ops::Range,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicU64, Ordering},
     },
     thread,
@@ -41,6 +43,12 @@ use std::{
 
 /// Longest that a rank whose kernels found the group stopped waits to hear why.
 const HEARSAY: Duration = Duration::from_secs(1);
+
+/// Launches of steps that may wait at the same time: on the caller's stream, and beside it.
+const STEPS_AT_ONCE: u32 = 2;
+
+/// Longest that a load waits where ranks share a GPU.
+const SHARING: Duration = Duration::from_millis(50);
 
 /// Longest that reading a rank's own counters may take.
 const COUNTING: Duration = Duration::from_secs(60);
@@ -71,7 +79,8 @@ pub(crate) struct Core {
     pub(crate) issue: Mutex<Issue>,
     pub(crate) views: Views,
     pub(crate) regions: Mutex<Regions>,
-    _spinning: Vec<Spinning>,
+    shares: bool,
+    _spinning: [Spinning; 2],
 }
 
 /// Halves alternate as calls are issued; own rows may be handed out before the call that uses them.
@@ -114,8 +123,10 @@ pub(crate) struct Parts {
     pub(crate) config: CommConfig,
     pub(crate) topology: Topology,
     pub(crate) table: Table,
-    pub(crate) memory: GroupMemory,
-    pub(crate) spinning: Vec<Spinning>,
+    /// Every rank's part.
+    pub(crate) symmetric: Arc<Symmetric>,
+    /// Whether another rank of the group has this GPU too.
+    pub(crate) shares: bool,
     /// Where the heap of registered regions begins in a part.
     pub(crate) regions_start: usize,
 }
@@ -123,6 +134,33 @@ pub(crate) struct Parts {
 /// Words of a rank's own state.
 pub(crate) fn state_words(config: &CommConfig, size: usize) -> usize {
     STATE_COUNTERS + 2 * Counters::new(size).count(config.regions)
+}
+
+/// Communicators of this process on each GPU.
+static HERE: Mutex<BTreeMap<usize, Vec<Weak<Core>>>> = Mutex::new(BTreeMap::new());
+
+/// Waits until the work of all communicators on a GPU is done: before something is loaded there. Loading waits for the GPU, and
+/// whoever calls the driver meanwhile waits with it, peers of this process too, for whom the GPU's kernels may be waiting.
+///
+/// Where several ranks of a group share the GPU, they may be waiting for this very rank: then not for long.
+pub(crate) fn quiet(ordinal: usize) {
+    let cores: Vec<_> = {
+        let mut here = HERE.lock();
+        let list = here.entry(ordinal).or_default();
+        list.retain(|core| core.strong_count() > 0);
+        list.iter().filter_map(Weak::upgrade).collect()
+    };
+    let patience = if cores.iter().any(|core| core.shares) {
+        SHARING
+    } else {
+        let longest = cores.iter().map(|core| core.config.first_deadline).max();
+        longest.unwrap_or_default() + HEARSAY
+    };
+    let end = Instant::now() + patience;
+    for mark in cores.iter().flat_map(|core| core.marks()) {
+        // Whatever ended the work, it ended.
+        let _ = mark.reached(end.saturating_duration_since(Instant::now()));
+    }
 }
 
 impl std::fmt::Debug for Core {
@@ -139,10 +177,24 @@ impl Core {
             config,
             topology,
             table,
-            memory,
-            spinning,
+            symmetric,
+            shares,
             regions_start,
         } = parts;
+        let size = control.group().size;
+        let kernels = &device.opened.kernels;
+        let steps = Launch::grid(STEPS_AT_ONCE, STEP_THREADS);
+        let messages = Launch::grid(crate::messages::most_blocks(size), MESSAGE_THREADS);
+        let spinning = [
+            device.reserve_spinning(&kernels.steps, steps)?,
+            device.reserve_spinning(&kernels.messages, messages)?,
+        ];
+        let state_bytes = 8 * state_words(&config, size);
+        let memory = GroupMemory {
+            state: DeviceMemory::outside_of_streams(&device.card, state_bytes)?,
+            report: Report::new(&device.card)?,
+            symmetric,
+        };
         let core = Self {
             mover: Lane::new(&device.card, i8::MAX)?,
             own: Lane::new(&device.card, 0)?,
@@ -156,11 +208,16 @@ impl Core {
             regions: Mutex::new(Regions::new(regions_start, &config)),
             config,
             device,
+            shares,
             _spinning: spinning,
         };
         core.write_state(STATE_GENERATION, &[core.control.generation().into()])?;
         let core = Arc::new(core);
         watch(&core)?;
+        let ordinal = core.device.card.context.ordinal();
+        let mut here = HERE.lock();
+        here.entry(ordinal).or_default().push(Arc::downgrade(&core));
+        drop(here);
         Ok(core)
     }
 
@@ -806,7 +863,7 @@ impl<'a> Job<'a> {
             parameters.poison_pattern[i] = crate::probe::repeated(dtype);
         }
         let kernel = &core.device.opened.kernels.steps;
-        let shape = crate::Launch::grid(1, STEP_THREADS);
+        let shape = Launch::grid(1, STEP_THREADS);
         // SAFETY: all addresses lie in the group's memory, which the core keeps until this work is done (and a graph keeps
         // the core), or in buffers that the call's `run` keeps.
         unsafe { kernel.launch(stream, shape, parameters) }.map_err(Into::into)

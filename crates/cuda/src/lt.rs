@@ -4,6 +4,7 @@
 
 use crate::{
     Missing,
+    core::quiet,
     driver::{failed, failed_library, refused},
     lane::Lane,
     lt_call::{Call, Preference},
@@ -18,7 +19,12 @@ use cudarc::{
     driver::CudaContext,
 };
 use parking_lot::Mutex;
-use std::{collections::HashMap, ffi::c_void, ptr, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    ffi::c_void,
+    ptr,
+    sync::Arc,
+};
 
 /// What the library may use beside its operands; NVIDIA's advice for Hopper.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
@@ -32,7 +38,12 @@ pub(crate) struct Lt {
     /// The handle belongs to the context, which must not go either.
     context: Arc<CudaContext>,
     algorithms: Mutex<HashMap<Kind, Option<sys::cublasLtMatmulAlgo_t>>>,
+    /// Algorithms that have run here, so that what they need is loaded.
+    loaded: Mutex<HashSet<(Form, [u64; 8])>>,
 }
+
+/// What of a product tells its kernel from those of the same algorithm: types and transposes of A, B and D, batch, bias.
+type Form = ([(DataType, bool); 3], bool, bool);
 
 // SAFETY: the library allows one handle on several threads at once.
 unsafe impl Send for Lt {}
@@ -151,6 +162,7 @@ impl Lt {
             handle,
             context: Arc::clone(context),
             algorithms: Mutex::default(),
+            loaded: Mutex::default(),
         })
     }
 
@@ -178,6 +190,7 @@ impl Lt {
             floats.each_ref().map(|x| ptr::from_ref(x).cast())
         };
         let workspace = lane.workspace(WORKSPACE_BYTES)?;
+        self.load(p, &algorithm);
         lane.run(&buffers, |stream| {
             // SAFETY: the descriptors say what the matrices are, which lie in buffers that `run` keeps until the work is
             // done; the factors are read during the call, and the workspace is this stream's, or this graph's.
@@ -204,6 +217,16 @@ impl Lt {
             .map_err(failed_library("cublasLtMatmul"))
         })?;
         Ok(true)
+    }
+
+    /// What an algorithm needs is loaded when it first runs: nobody may be waiting on the GPU then.
+    fn load(&self, p: &Product<'_>, algorithm: &sys::cublasLtMatmulAlgo_t) {
+        let operands = [p.a, p.b, p.d].map(|m| (m.dtype(), m.transposed()));
+        let form = (operands, p.batch > 1, p.bias.is_some());
+        if !self.loaded.lock().contains(&(form, algorithm.data)) {
+            quiet(self.context.ordinal());
+            self.loaded.lock().insert((form, algorithm.data));
+        }
     }
 
     fn algorithm(&self, p: &Product<'_>, call: &Call) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {

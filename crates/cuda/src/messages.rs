@@ -30,7 +30,8 @@ pub(crate) fn most_blocks(size: usize) -> u32 {
 }
 
 impl Job<'_> {
-    /// Enqueues messages behind the steps so far, each carried by `blocks` blocks; both sides must say the same.
+    /// Enqueues messages behind the steps so far, each carried by `blocks` blocks; both sides must say the same. In a call that
+    /// all ranks make, a sender waits until its messages were read: so it hears of a receiver that wanted something else.
     pub(crate) fn messages(&mut self, list: &[Message], blocks: u32) -> Result<()> {
         self.steps_now()?;
         if list.is_empty() {
@@ -72,6 +73,7 @@ impl Job<'_> {
             blocks,
             count: list.len() as u32,
             collective: u32::from(self.kind.collective),
+            confirmed: u32::from(self.kind.collective),
             counters: Counters::new(core.size()).messages() as u32,
             ..MessagesParams::default()
         };

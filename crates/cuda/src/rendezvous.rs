@@ -1,7 +1,7 @@
 //! How ranks find each other's GPU memory.
 
-use crate::{CudaDevice, Pages, Symmetric};
-use brigade_device::{Bootstrap, CommConfig, Error, Result};
+use crate::{CudaDevice, Pages, Symmetric, devices};
+use brigade_device::{Bootstrap, CommConfig, Device, Error, Result};
 use brigade_group::{Sharing, agree, vote};
 use brigade_plan::Table;
 use std::{sync::Arc, time::Duration};
@@ -11,6 +11,21 @@ pub(crate) fn vote_on(boot: &dyn Bootstrap, config: &CommConfig, table: &Table) 
     let voted = format!("{config:?}, tables {:016x}", table.digest());
     let within = config.first_deadline;
     vote(boot, "join: configuration", voted.as_bytes(), within)
+}
+
+/// Whether some ranks of the group have the same GPU.
+pub(crate) fn shares_gpu(
+    boot: &dyn Bootstrap,
+    device: &CudaDevice,
+    within: Duration,
+) -> Result<bool> {
+    let ordinal = device.info().ordinal as usize;
+    let uuid = devices()?.get(ordinal).map_or([0; 16], |gpu| gpu.uuid);
+    let mut all = boot.all_gather(&uuid, within)?;
+    let ranks = all.len();
+    all.sort_unstable();
+    all.dedup();
+    Ok(all.len() < ranks)
 }
 
 const STEP: &str = "join: device memory";
@@ -26,7 +41,13 @@ pub(crate) fn exchange(
     let made = Pages::new(device, bytes);
     let own = agree(boot, STEP, made, within)?;
     let parts = all_parts(boot, device, sharing, &own, within);
-    let mapped = parts.and_then(|parts| Symmetric::map(&parts, &[device]));
+    let mapped = parts.and_then(|parts| {
+        let all = Symmetric::map(&parts, &[device])?;
+        let own = all.base() + (boot.rank() * all.stride()) as u64;
+        device.card.zero_now(own, all.stride())?;
+        Ok(all)
+    });
+    // Nobody writes flags before everybody's memory is zero.
     agree(boot, STEP, mapped, within)
 }
 

@@ -483,6 +483,10 @@ parameters! {
         collective: u32,
         /// The counter of what was sent to rank 0; that of what came from rank 0 stands `size` further.
         counters: u32,
+        /// Whether a sender waits until its message was read.
+        confirmed: u32,
+        /// Zero.
+        reserved: u32,
         /// The other rank of each, plus 256 where this rank receives.
         peer: [u32; 32],
         /// What each is signed by.
