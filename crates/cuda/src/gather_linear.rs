@@ -263,13 +263,17 @@ impl CudaComm {
         let on = turn.stream();
         let a = self.core.collective(on, &call, &sources, Some(&d), |job| {
             let a = self.gathered(linear_call, &rows, shape)?;
-            fill_own(job, &rows)?;
+            take(job, &rows);
             let product = Product {
                 comm: self,
                 on,
                 plan: &plan,
                 rows: &rows,
                 a: &a,
+                own: match &p.chunk {
+                    Chunk::Copy(own) => Some(*own),
+                    Chunk::Resident(_) => None,
+                },
                 layer: &layer,
                 d: &d,
                 n,
@@ -323,26 +327,17 @@ fn take(job: &mut Job<'_>, rows: &Rows) {
     }
 }
 
-/// Takes the half, and sees to it that own rows lie there.
-fn fill_own(job: &mut Job<'_>, rows: &Rows) -> Result<()> {
-    take(job, rows);
-    let core = job.core;
+/// Copies own rows to their place on the mover, if they are not there.
+fn fill_own(job: &Job<'_>, mover: sys::CUstream, rows: &Rows) -> Result<()> {
+    let (core, me) = (job.core, job.core.rank());
     let Some(source) = &rows.source else {
         return Ok(());
     };
-    let me = core.rank();
-    let list: Vec<_> = rows
-        .places(me, 1, 0)
-        .zip(source)
-        .map(|(place, from)| {
-            (
-                core.place(me, rows.of, place.start),
-                from.address(),
-                place.len(),
-            )
-        })
-        .collect();
-    job.moves(&list)
+    let mut parts = rows.places(me, 1, 0).zip(source);
+    parts.try_for_each(|(place, from)| {
+        let to = core.place(me, rows.of, place.start);
+        job.copy_on(mover, to, from.address(), place.len())
+    })
 }
 
 /// What is applied to every chunk.
@@ -372,6 +367,8 @@ struct Product<'a> {
     plan: &'a OverlapPlan,
     rows: &'a Rows,
     a: &'a GatheredParts,
+    /// Own rows where the caller has them: they are multiplied there, while they are copied.
+    own: Option<Operand<'a>>,
     layer: &'a Layer<'a>,
     d: &'a Buffer,
     n: usize,
@@ -388,6 +385,7 @@ impl Product<'_> {
     fn run(&self, job: &mut Job<'_>) -> Result<()> {
         let pieces = self.plan.pieces();
         let mover = job.fork()?;
+        fill_own(job, mover, self.rows)?;
         // All that moves is enqueued before the first product: should a product have to load something, which waits for the
         // GPU, nobody waits for this rank meanwhile.
         let there = match self.plan.mode {
@@ -494,6 +492,21 @@ impl Product<'_> {
         Ok(there)
     }
 
+    /// Rows of a chunk in the user buffer.
+    fn arrived(&self, c: usize, rows: Range<usize>) -> Result<Operand<'_>> {
+        let kernel = self.a.kernel.view().rows(rows.clone())?;
+        let Some((scales, scheme)) = &self.a.scales else {
+            return Ok(Operand::Plain(kernel));
+        };
+        let scales = if scheme.per_row() {
+            scales.view().rows(rows)?
+        } else {
+            scales.view().index(c)?
+        };
+        let rows = QView::new(kernel, scales, None, *scheme)?;
+        Ok(Operand::Quantized(rows))
+    }
+
     /// Multiplies a piece of a chunk that is there.
     fn multiply(&self, c: usize, p: usize) -> Result<()> {
         let chunk = self.plan.chunk(c);
@@ -509,18 +522,9 @@ impl Product<'_> {
             activation,
             runs,
         } = *self.layer;
-        let kernel = self.a.kernel.view().rows(rows.clone())?;
-        let scales = self.a.scales.as_ref().map(|(scales, scheme)| {
-            let part = if scheme.per_row() {
-                scales.view().rows(rows.clone())
-            } else {
-                scales.view().index(c)
-            };
-            part.map(|part| (part, *scheme))
-        });
-        let x = match scales.transpose()? {
-            None => Operand::Plain(kernel),
-            Some((scales, scheme)) => Operand::Quantized(QView::new(kernel, scales, None, scheme)?),
+        let x = match self.own.filter(|_| c == self.comm.core.rank()) {
+            Some(own) => own.rows(piece)?,
+            None => self.arrived(c, rows.clone())?,
         };
         let runs = fallback::clip_runs(runs, rows.start, rows.len());
         let gemm = GemmParams {

@@ -1,0 +1,228 @@
+//! NCCL's collectives, for what Brigade is compared with.
+
+use crate::{CudaDevice, find_nccl, nccl::Nccl};
+use brigade_device::{Bootstrap, Buffer, DataType, Error, Reason, Result, Stream, View, ViewMut};
+use libloading::Library;
+use std::{
+    ffi::{c_char, c_int, c_void},
+    sync::Arc,
+    time::Duration,
+};
+
+type Status = c_int;
+type Handle = *mut c_void;
+
+/// What names a communicator before it is there.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId([c_char; 128]);
+
+/// The functions that are used.
+struct Functions {
+    unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
+    init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> Status,
+    all_gather:
+        unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Handle, Handle) -> Status,
+    reduce_scatter: unsafe extern "C" fn(
+        *const c_void,
+        *mut c_void,
+        usize,
+        c_int,
+        c_int,
+        Handle,
+        Handle,
+    ) -> Status,
+    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Handle) -> Status,
+    recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, Handle) -> Status,
+    group_start: unsafe extern "C" fn() -> Status,
+    group_end: unsafe extern "C" fn() -> Status,
+    destroy: unsafe extern "C" fn(Handle) -> Status,
+    _library: Library,
+}
+
+impl Functions {
+    fn load(nccl: &Nccl) -> Result<Self> {
+        // SAFETY: the initializers of NCCL ask nothing of the caller.
+        let library = unsafe { Library::new(&nccl.path) }.map_err(|e| missing(&e.to_string()))?;
+        macro_rules! function {
+            ($name:literal) => {
+                // SAFETY: the function has this signature in every NCCL 2.
+                // https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
+                *unsafe { library.get($name) }.map_err(|e| missing(&e.to_string()))?
+            };
+        }
+        Ok(Self {
+            unique_id: function!(b"ncclGetUniqueId"),
+            init: function!(b"ncclCommInitRank"),
+            all_gather: function!(b"ncclAllGather"),
+            reduce_scatter: function!(b"ncclReduceScatter"),
+            send: function!(b"ncclSend"),
+            recv: function!(b"ncclRecv"),
+            group_start: function!(b"ncclGroupStart"),
+            group_end: function!(b"ncclGroupEnd"),
+            destroy: function!(b"ncclCommDestroy"),
+            _library: library,
+        })
+    }
+}
+
+fn missing(why: &str) -> Error {
+    Reason::new(
+        "nccl-missing",
+        format!("NCCL cannot be used: {why}"),
+        "install NCCL 2, or put its folder on LD_LIBRARY_PATH",
+    )
+    .into()
+}
+
+fn check(call: &'static str, status: Status) -> Result<()> {
+    if status == 0 {
+        return Ok(());
+    }
+    Err(Error::Backend {
+        call,
+        code: status.into(),
+        source: None,
+    })
+}
+
+/// NCCL's number for a type, and how many of those an element is.
+fn data_type(dtype: DataType) -> Result<c_int> {
+    Ok(match dtype {
+        DataType::I8 => 0,
+        DataType::U8 | DataType::F8E4M3 | DataType::Bool => 1,
+        DataType::F16 => 6,
+        DataType::F32 => 7,
+        DataType::BF16 => 9,
+        other => return Err(Error::invalid("dtype", other, "a type that NCCL moves")),
+    })
+}
+
+/// One rank's communicator of NCCL's. Its calls are enqueued on a stream and can be captured; NCCL alone decides how long they
+/// wait.
+pub struct NcclComm {
+    functions: Functions,
+    comm: Handle,
+    device: Arc<CudaDevice>,
+}
+
+// SAFETY: a communicator may be used by any thread, by one at a time.
+unsafe impl Send for NcclComm {}
+
+impl NcclComm {
+    /// Joins a group of all ranks of `boot`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] (`nccl-missing`) without NCCL; [`Error::Backend`] with NCCL's code.
+    pub fn join(device: &Arc<CudaDevice>, boot: &dyn Bootstrap, within: Duration) -> Result<Self> {
+        let nccl = find_nccl(&[]).ok_or_else(|| missing("it is not installed"))?;
+        let functions = Functions::load(&nccl)?;
+        let mut id = UniqueId([0; 128]);
+        if boot.rank() == 0 {
+            // SAFETY: the pointer is to a live struct.
+            check("ncclGetUniqueId", unsafe {
+                (functions.unique_id)(&raw mut id)
+            })?;
+        }
+        let all = boot.all_gather(&id.0.map(|c| c as u8), within)?;
+        for (to, &from) in id.0.iter_mut().zip(&all[0]) {
+            *to = from as c_char;
+        }
+        device.card.bind()?;
+        let mut comm = std::ptr::null_mut();
+        let (size, rank) = (boot.size() as c_int, boot.rank() as c_int);
+        // SAFETY: the pointer is to a live handle, and this thread's context is the device's.
+        let status = unsafe { (functions.init)(&raw mut comm, size, id, rank) };
+        check("ncclCommInitRank", status)?;
+        Ok(Self {
+            functions,
+            comm,
+            device: Arc::clone(device),
+        })
+    }
+
+    fn enqueue(
+        &self,
+        on: &Stream,
+        buffers: &[&Buffer],
+        call: &'static str,
+        work: impl FnOnce(Handle) -> Status,
+    ) -> Result<()> {
+        let lane = self.device.lane(on)?;
+        lane.run(buffers, |stream| check(call, work(stream.cast())))
+    }
+
+    /// Every rank's elements, as many of each, in rank order.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if sizes do not fit; [`Error::Backend`].
+    pub fn all_gather(&self, on: &Stream, from: View<'_>, to: ViewMut<'_>) -> Result<()> {
+        let (from, to) = (from.retain(), to.as_view().retain());
+        let (count, kind) = (from.shape().len(), data_type(from.dtype())?);
+        self.enqueue(on, &[&from, &to], "ncclAllGather", |stream| {
+            // SAFETY: both buffers are kept until the work is done; the caller's shapes fit.
+            unsafe {
+                let (from, to) = (from.address() as *const _, to.address() as *mut _);
+                (self.functions.all_gather)(from, to, count, kind, self.comm, stream)
+            }
+        })
+    }
+
+    /// Own elements of the sum over ranks.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather).
+    pub fn reduce_scatter(&self, on: &Stream, from: View<'_>, to: ViewMut<'_>) -> Result<()> {
+        const SUM: c_int = 0;
+        let (from, to) = (from.retain(), to.as_view().retain());
+        let (count, kind) = (to.shape().len(), data_type(from.dtype())?);
+        self.enqueue(on, &[&from, &to], "ncclReduceScatter", |stream| {
+            // SAFETY: as above.
+            unsafe {
+                let (from, to) = (from.address() as *const _, to.address() as *mut _);
+                (self.functions.reduce_scatter)(from, to, count, kind, SUM, self.comm, stream)
+            }
+        })
+    }
+
+    /// Elements to one peer and from another.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather).
+    pub fn send_recv(
+        &self,
+        on: &Stream,
+        from: (View<'_>, usize),
+        to: (ViewMut<'_>, usize),
+    ) -> Result<()> {
+        let (source, target) = (from.0.retain(), to.0.as_view().retain());
+        let kind = data_type(source.dtype())?;
+        let f = &self.functions;
+        self.enqueue(on, &[&source, &target], "ncclSend and ncclRecv", |stream| {
+            // SAFETY: as above.
+            unsafe {
+                let (out, into) = (source.address() as *const _, target.address() as *mut _);
+                let (sent, received) = (source.shape().len(), target.shape().len());
+                let (send_to, from) = (from.1 as c_int, to.1 as c_int);
+                [
+                    (f.group_start)(),
+                    (f.send)(out, sent, kind, send_to, self.comm, stream),
+                    (f.recv)(into, received, kind, from, self.comm, stream),
+                    (f.group_end)(),
+                ]
+                .into_iter()
+                .find(|&s| s != 0)
+                .unwrap_or(0)
+            }
+        })
+    }
+}
+
+impl Drop for NcclComm {
+    fn drop(&mut self) {
+        if self.device.card.bind().is_ok() {
+            // SAFETY: made once, destroyed once.
+            let _ = unsafe { (self.functions.destroy)(self.comm) };
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! Results against sums in f64.
+
+use anyhow::{Result, ensure};
+use half::bf16;
+
+/// Largest error relative to the mean size of a sum, for bf16.
+const TOLERANCE: f64 = 4e-3;
+
+/// Rows and columns that are looked at: all of them would take the host minutes.
+pub fn some(count: usize, of: usize) -> impl Iterator<Item = usize> {
+    let step = (of / count).max(1);
+    (0..of).step_by(step).take(count).chain([of - 1])
+}
+
+/// Compares elements with what they should be.
+pub fn close(what: &str, pairs: &[(bf16, f64)]) -> Result<()> {
+    let norm =
+        |f: &dyn Fn(&(bf16, f64)) -> f64| pairs.iter().map(|p| f(p) * f(p)).sum::<f64>().sqrt();
+    let (error, size) = (norm(&|p| p.0.to_f64() - p.1), norm(&|p| p.1));
+    ensure!(
+        error <= TOLERANCE * size,
+        "{what}: relative error {:.1e} over {} elements",
+        error / size,
+        pairs.len()
+    );
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! `brigade-perf`: what operations take on the GPUs of this host, in the manner of nccl-tests, beside NCCL in the same process.
+
+mod check;
+mod data;
+mod linears;
+mod meta;
+mod ranks;
+mod sample;
+mod sendrecv;
+mod shape;
+
+use anyhow::{Context, Result};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde_json::{Value, json};
+use std::{fs, path::PathBuf, process::ExitCode};
+
+/// Measure Brigade's operations on GPUs
+///
+/// Every variant of a row is run in turn, round by round, so that what the machine does meanwhile meets all of them. A time
+/// is the median of the rounds, of the slowest rank.
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Line {
+    #[command(subcommand)]
+    operation: Operation,
+}
+
+#[derive(Debug, Subcommand)]
+enum Operation {
+    /// Gather the rows of all ranks, and multiply them as they come
+    GatherLinear(linears::Linears),
+    /// Multiply, and give every rank its rows of the sum over all ranks
+    ReduceScatterLinear(linears::Linears),
+    /// Send to the next rank, and receive from the one before
+    Sendrecv(sendrecv::SendRecv),
+}
+
+/// What all operations are told.
+#[derive(Clone, Debug, Args)]
+struct Common {
+    /// Ranks, a GPU each [default: all GPUs]
+    #[arg(short = 'w', long, value_name = "RANKS")]
+    ranks: Option<usize>,
+    /// Rounds that are measured
+    #[arg(short = 'n', long, default_value_t = 20)]
+    rounds: usize,
+    /// Calls in a round, one after the other
+    #[arg(long, default_value_t = 5)]
+    calls: usize,
+    /// Capture the calls of a round in a CUDA graph, and replay it
+    #[arg(long)]
+    graph: bool,
+    /// Compare results with sums in f64 before anything is timed
+    #[arg(long)]
+    check: bool,
+    /// Run this beside it, in the same process
+    #[arg(long, value_enum)]
+    vs: Option<Peer>,
+    /// Write rows and raw samples to this file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Peer {
+    /// NVIDIA's collectives, without multicast
+    Nccl,
+}
+
+impl Common {
+    fn with_nccl(&self) -> bool {
+        self.vs == Some(Peer::Nccl)
+    }
+
+    /// Writes the rows of a run.
+    fn write(&self, meta: &Value, rows: &[Value]) -> Result<()> {
+        let Some(path) = &self.json else {
+            return Ok(());
+        };
+        let mut text = format!("{{\n  \"meta\": {meta},\n  \"rows\": [\n");
+        for (i, row) in rows.iter().enumerate() {
+            let comma = if i + 1 < rows.len() { "," } else { "" };
+            text += &format!("    {row}{comma}\n");
+        }
+        text += "  ]\n}\n";
+        fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+    }
+}
+
+#[expect(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a program for people"
+)]
+fn main() -> ExitCode {
+    let line = Line::parse();
+    // SAFETY: no other thread runs yet. Multicast of NVLink stays off for everybody.
+    unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
+    let result = match &line.operation {
+        Operation::GatherLinear(l) => linears::run(l, linears::Which::Gather),
+        Operation::ReduceScatterLinear(l) => linears::run(l, linears::Which::Scatter),
+        Operation::Sendrecv(s) => sendrecv::run(s),
+    };
+    match result {
+        Ok(table) => {
+            print!("{table}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("brigade-perf: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// A number with one decimal, as results have them.
+fn rounded(us: f64) -> Value {
+    json!((us * 10.0).round() / 10.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_whole() {
+        Line::command().debug_assert();
+    }
+
+    #[test]
+    fn options_are_read() {
+        let words =
+            "brigade-perf gather-linear -w 2 -n 3 --graph --vs nccl --shapes 512,64,32 --mode ring";
+        let line = Line::try_parse_from(words.split(' ')).unwrap();
+        let Operation::GatherLinear(l) = line.operation else {
+            panic!("another operation");
+        };
+        assert_eq!((l.common.ranks, l.common.rounds), (Some(2), 3));
+        assert!(l.common.graph && l.common.with_nccl());
+    }
+}

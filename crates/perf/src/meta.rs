@@ -1,0 +1,54 @@
+//! Where and when a file of results was made.
+
+use anyhow::Result;
+use brigade::cuda::{devices, driver_version, find_nccl, link};
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use std::{
+    fs,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+/// The `meta` of a file of results.
+pub fn meta(ranks: usize) -> Result<Value> {
+    let gpus = devices().map_err(brigade::Error::from)?;
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
+    let peers = (1..ranks)
+        .map(|to| link(0, to).map_err(brigade::Error::from))
+        .collect::<Result<Vec<_>, _>>()?;
+    let binary = fs::read(std::env::current_exe()?)?;
+    let hash: String = Sha256::digest(&binary)
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    Ok(json!({
+        "date": date(seconds / 86_400),
+        "commit": option_env!("BRIGADE_COMMIT").unwrap_or("unknown"),
+        "gpu": gpus.first().map(|g| g.name.clone()),
+        "ranks": ranks,
+        "link": if peers.iter().all(|l| l.access && l.native_atomics) { "nvlink" } else { "pcie" },
+        "driver": driver_version().map_err(brigade::Error::from)?.to_string(),
+        "cuda": brigade::cuda::needed_driver().to_string(),
+        "nccl": find_nccl(&[]).map(|n| n.version.to_string()),
+        "command": format!("brigade-perf {}", words.join(" ")),
+        "binary": hash,
+    }))
+}
+
+/// A day since 1970 as YYYY-MM-DD, by Howard Hinnant's `civil_from_days`.
+fn date(days: u64) -> String {
+    let days = days + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let of_year = day - (365 * year + year / 4 - year / 100);
+    // Months from March on.
+    let month = (5 * of_year + 2) / 153;
+    let of_month = of_year - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 {
+        (month + 3, 0)
+    } else {
+        (month - 9, 1)
+    };
+    format!("{:04}-{month:02}-{of_month:02}", era * 400 + year + next)
+}

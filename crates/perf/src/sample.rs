@@ -1,0 +1,94 @@
+//! Taking times: variants in turn, round by round.
+
+use crate::ranks::{PATIENCE, Rank};
+use anyhow::Result;
+use brigade::{Queues, Replay};
+
+/// Rounds before anything is timed.
+const WARM_UP: usize = 3;
+
+/// One way of doing things: how often a round does it, and how.
+pub struct Variant<'a> {
+    pub name: &'static str,
+    work: Work<'a>,
+    calls: usize,
+}
+
+enum Work<'a> {
+    Eager(Box<dyn FnMut() -> brigade::Result<()> + 'a>),
+    Graph(Box<dyn Replay>),
+}
+
+impl<'a> Variant<'a> {
+    /// Runs the call once, so that everything is loaded, and captures it if graphs are asked for.
+    pub fn new(
+        rank: &Rank,
+        name: &'static str,
+        (calls, graph): (usize, bool),
+        mut call: impl FnMut() -> brigade::Result<()> + 'a,
+    ) -> Result<Self> {
+        for _ in 0..WARM_UP {
+            call()?;
+        }
+        rank.on.sync(PATIENCE)?;
+        rank.meet()?;
+        let work = if graph {
+            let mut round = || (0..calls).try_for_each(|_| call());
+            Work::Graph(rank.device.capture(&rank.on, &mut round)?)
+        } else {
+            Work::Eager(Box::new(call))
+        };
+        rank.meet()?;
+        Ok(Self { name, work, calls })
+    }
+
+    /// Microseconds of one call, as the mean of a round.
+    fn round(&mut self, rank: &Rank) -> Result<f64> {
+        rank.meet()?;
+        rank.watch.start(&rank.device, &rank.on)?;
+        match &mut self.work {
+            Work::Eager(call) => (0..self.calls).try_for_each(|_| call())?,
+            Work::Graph(graph) => drop(graph.launch(&rank.on)?),
+        }
+        rank.watch.stop(&rank.device, &rank.on)?;
+        let took = rank.watch.elapsed(PATIENCE)?;
+        rank.on.sync(PATIENCE)?;
+        Ok(took.as_secs_f64() * 1e6 / self.calls as f64)
+    }
+}
+
+/// What was measured of a variant.
+#[derive(Clone, Debug)]
+pub struct Times {
+    pub name: &'static str,
+    /// Median of the rounds, of the slowest rank in each.
+    pub median: f64,
+    pub p99: f64,
+    pub samples: Vec<f64>,
+}
+
+/// Measures all variants, in turn.
+pub fn measure(rank: &Rank, variants: &mut [Variant<'_>], rounds: usize) -> Result<Vec<Times>> {
+    let mut samples = vec![Vec::new(); variants.len()];
+    for round in 0..WARM_UP + rounds {
+        for (variant, samples) in variants.iter_mut().zip(&mut samples) {
+            let mine = variant.round(rank)?;
+            let slowest = rank.slowest(mine)?;
+            if round >= WARM_UP {
+                samples.push(slowest);
+            }
+        }
+    }
+    let times = variants.iter().zip(samples).map(|(variant, samples)| {
+        let mut sorted = samples.clone();
+        sorted.sort_by(f64::total_cmp);
+        let at = |part: f64| sorted[((sorted.len() - 1) as f64 * part).round() as usize];
+        Times {
+            name: variant.name,
+            median: at(0.5),
+            p99: at(0.99),
+            samples,
+        }
+    });
+    Ok(times.collect())
+}

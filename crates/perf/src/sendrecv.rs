@@ -1,0 +1,129 @@
+//! Send to the next rank, and receive from the one before: by messages, by a put into a region, and by NCCL.
+
+use crate::{
+    Common, data, meta,
+    ranks::{self, PATIENCE, Rank},
+    rounded,
+    sample::{Times, Variant, measure},
+};
+use anyhow::{Result, ensure};
+use brigade::{CommConfig, ParallelMode, TransferParams};
+use clap::Args;
+use serde_json::json;
+
+/// What is measured.
+#[derive(Clone, Debug, Args)]
+pub struct SendRecv {
+    #[command(flatten)]
+    common: Common,
+    /// Bytes to begin with
+    #[arg(short, long, default_value_t = 4096)]
+    begin: usize,
+    /// Bytes to end with
+    #[arg(short, long, default_value_t = 64 << 20)]
+    end: usize,
+    /// From one size to the next
+    #[arg(short, long, default_value_t = 4)]
+    factor: usize,
+}
+
+/// Longest region: both what is sent and what comes in lie in it.
+fn one_size(rank: &Rank, options: &SendRecv, bytes: usize) -> Result<Vec<Times>> {
+    let mut config = CommConfig::new(ParallelMode::Tp);
+    (config.gather_bytes, config.reduce_scatter_bytes) = (0, 0);
+    config.region_bytes = 2 * bytes + 4096;
+    let comm = rank.join(&config)?;
+    let (me, size) = (rank.number(), rank.size());
+    let (next, prev) = ((me + 1) % size, (me + size - 1) % size);
+    let elements = bytes / 2;
+    let x = data::upload(
+        &rank.device,
+        &rank.on,
+        &data::numbers(me as u64, elements),
+        [1, elements],
+    )?;
+    let y = data::poisoned(&rank.device, &rank.on, [1, elements])?;
+    let how = (options.common.calls, options.common.graph);
+    let region = comm.lease(&rank.on)?.windows()?.register(2 * bytes)?;
+    let put = {
+        let comm = comm.clone();
+        move || {
+            let mut lease = comm.lease(&rank.on)?;
+            let mut w = lease.windows()?;
+            w.put(TransferParams {
+                region,
+                peer: next,
+                source_offset: 0,
+                target_offset: bytes,
+                bytes,
+            })?;
+            w.signal(region, next)?;
+            w.wait(region, prev)?;
+            w.release(region, prev)
+        }
+    };
+    let mut variants = vec![Variant::new(rank, "put", how, put)?];
+    if let Some(nccl) = &rank.nccl {
+        let (x, mut y) = (x.clone(), y.clone());
+        let exchange = move || nccl.send_recv(&rank.on, (x.view(), next), (y.view_mut(), prev));
+        variants.push(Variant::new(rank, "nccl", how, exchange)?);
+    }
+    let times = measure(rank, &mut variants, options.common.rounds)?;
+    rank.on.sync(PATIENCE)?;
+    comm.check()?;
+    Ok(times)
+}
+
+/// Measures all sizes; gives a table.
+pub fn run(options: &SendRecv) -> Result<String> {
+    ensure!(
+        options.factor > 1 && options.begin > 1 && options.begin <= options.end,
+        "sizes must grow from at least 2 bytes on"
+    );
+    let ranks = ranks::count(options.common.ranks)?;
+    ensure!(ranks > 1, "there must be two ranks");
+    let sizes: Vec<usize> = std::iter::successors(Some(options.begin), |b| {
+        b.checked_mul(options.factor).filter(|b| *b <= options.end)
+    })
+    .collect();
+    let meta = meta::meta(ranks)?;
+    let measured = ranks::run(ranks, options.common.with_nccl(), |rank| {
+        sizes
+            .iter()
+            .map(|&bytes| one_size(rank, options, bytes))
+            .collect::<Result<Vec<_>>>()
+    })?;
+    let mut text = format!(
+        "{:>10} {:>9} {:>9} {:>9} {:>9}\n",
+        "bytes", "put us", "GB/s", "nccl us", "GB/s"
+    );
+    let mut rows = Vec::new();
+    for (&bytes, times) in sizes.iter().zip(&measured) {
+        let of = |name: &str| {
+            let found = times.iter().find(|t| t.name == name);
+            found.map_or(f64::NAN, |t| t.median)
+        };
+        let rate = |us: f64| bytes as f64 / us / 1e3;
+        let (put, nccl) = (of("put"), of("nccl"));
+        text += &format!(
+            "{bytes:>10} {put:>9.1} {:>9.1} {nccl:>9.1} {:>9.1}\n",
+            rate(put),
+            rate(nccl)
+        );
+        let samples: serde_json::Map<_, _> = times
+            .iter()
+            .map(|t| {
+                (
+                    t.name.to_owned(),
+                    t.samples.iter().map(|&s| rounded(s)).collect(),
+                )
+            })
+            .collect();
+        rows.push(json!({
+            "bytes": bytes, "graph": options.common.graph, "us": rounded(put),
+            "gb_per_s": rounded(rate(put)), "nccl_us": rounded(nccl), "samples": samples,
+        }));
+    }
+    options.common.write(&meta, &rows)?;
+    Ok(text)
+}
