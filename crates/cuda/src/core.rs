@@ -17,8 +17,8 @@ use crate::{
     window::{Token, Window},
 };
 use brigade_device::{
-    Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Group, Mark, Operation,
-    PeerWait, PerRank, Plan, Reason, Result, Shape, Storage, Stream, Traffic,
+    Buffer, Call, CommConfig, DataType, Device, Error, FaultKind, FaultRecord, Group, Mark,
+    Operation, PeerWait, PerRank, Plan, Reason, Result, Shape, Storage, Stream, Traffic,
 };
 use brigade_group::Control;
 use brigade_kernels::{
@@ -27,7 +27,7 @@ use brigade_kernels::{
     StepsParams,
 };
 use brigade_plan::{Table, Topology};
-use brigade_sync::{Area, HALVES, Half, Memory};
+use brigade_sync::{Area, Flag, HALVES, Half, Memory};
 use cudarc::driver::{result, sys};
 use parking_lot::Mutex;
 use std::{
@@ -46,6 +46,9 @@ const HEARSAY: Duration = Duration::from_secs(1);
 
 /// Launches of steps that may wait at the same time: on the caller's stream, and beside it.
 const STEPS_AT_ONCE: u32 = 2;
+
+/// Multiprocessors that steps beside a product need.
+const STEP_SMS: u16 = 1;
 
 /// Longest that a load waits where ranks share a GPU.
 const SHARING: Duration = Duration::from_millis(50);
@@ -69,8 +72,10 @@ pub(crate) struct Core {
     topology: Topology,
     table: Table,
     pub(crate) memory: Arc<GroupMemory>,
-    /// Copies go here beside the caller's stream, which each call forks from and joins.
+    /// Copies go here beside the caller's stream, which a call may fork from and join.
     pub(crate) mover: Arc<Lane>,
+    /// Steps go here, likewise.
+    pub(crate) waiter: Arc<Lane>,
     /// For what no caller's stream is for: closing, counting, wiping.
     own: Arc<Lane>,
     /// Streams that did work.
@@ -197,6 +202,7 @@ impl Core {
         };
         let core = Self {
             mover: Lane::new(&device.card, i8::MAX)?,
+            waiter: Lane::new(&device.card, i8::MAX)?,
             own: Lane::new(&device.card, 0)?,
             control: Arc::new(control),
             topology,
@@ -236,6 +242,13 @@ impl Core {
 
     pub(crate) fn plan(&self, call: &Call) -> Result<Plan, Reason> {
         brigade_plan::plan(call, &self.topology, &self.table)
+    }
+
+    /// What products may use while protocol steps run beside them: a product that fills the GPU would keep them waiting.
+    pub(crate) fn product_sms(&self) -> Option<u16> {
+        let kept = self.config.sm_budget.unwrap_or(STEP_SMS);
+        let sms = self.device.info().sms;
+        (kept > 0 && kept < sms).then(|| sms - kept)
     }
 
     /// Address of byte `at` of a rank's part.
@@ -561,7 +574,7 @@ impl Core {
     fn marks(&self) -> Vec<CudaMark> {
         let used = self.used.lock();
         used.iter()
-            .chain([&self.mover])
+            .chain([&self.mover, &self.waiter])
             .filter(|lane| !lane.capturing())
             .filter_map(|lane| CudaMark::record(&self.device.card, lane.stream).ok())
             .collect()
@@ -654,7 +667,8 @@ impl Drop for Core {
             marks: self.marks(),
             control: Arc::clone(&self.control),
             memory: Arc::clone(&self.memory),
-            _lanes: (std::mem::take(self.used.get_mut()), Arc::clone(&self.mover)),
+            _lanes: std::mem::take(self.used.get_mut()),
+            _sides: [&self.mover, &self.waiter].map(Arc::clone),
         };
         if leaving.done() {
             return;
@@ -672,7 +686,8 @@ struct Leaving {
     marks: Vec<CudaMark>,
     control: Arc<Control>,
     memory: Arc<GroupMemory>,
-    _lanes: (Vec<Arc<Lane>>, Arc<Lane>),
+    _lanes: Vec<Arc<Lane>>,
+    _sides: [Arc<Lane>; 2],
 }
 
 impl Leaving {
@@ -743,6 +758,15 @@ fn watch(core: &Arc<Core>) -> Result<()> {
             code: e.raw_os_error().unwrap_or(0).into(),
             source: Some(Arc::new(e)),
         })
+}
+
+/// A stream beside the caller's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// For copies by copy engines.
+    Mover,
+    /// For steps, which may wait.
+    Waiter,
 }
 
 /// What kind of call it is, for flags and fault records.
@@ -820,12 +844,12 @@ impl<'a> Job<'a> {
         parts.try_for_each(|part| self.launch(self.stream, ([0; MOST_STEPS], 0), part))
     }
 
-    /// Enqueues steps on another stream.
-    pub(crate) fn steps_on(&self, stream: sys::CUstream, mut steps: Steps<'_>) -> Result<()> {
+    /// Enqueues steps beside the caller's stream.
+    pub(crate) fn steps_on(&self, side: Side, mut steps: Steps<'_>) -> Result<()> {
         steps
             .batches()
             .into_iter()
-            .try_for_each(|batch| self.launch(stream, batch, &[]))
+            .try_for_each(|batch| self.launch(self.stream_of(side), batch, &[]))
     }
 
     fn launch(
@@ -918,19 +942,40 @@ impl<'a> Job<'a> {
         of
     }
 
-    /// Lets the mover go on behind what is enqueued so far.
-    pub(crate) fn fork(&mut self) -> Result<sys::CUstream> {
-        self.steps_now()?;
+    /// Lets the streams beside the caller's go on behind what is enqueued there so far. The steps so far are enqueued on the
+    /// waiter, so that the caller's stream is free for products; copies come behind them.
+    pub(crate) fn fork(&mut self) -> Result<()> {
         let card = &self.core.device.card;
-        let mover = self.core.mover.stream;
-        mark::wait(card, mover, &CudaMark::record(card, self.stream)?)?;
+        let begun = CudaMark::record(card, self.stream)?;
         self.forked = true;
-        Ok(mover)
+        for side in [Side::Waiter, Side::Mover] {
+            self.side_after(side, &begun)?;
+        }
+        let steps = std::mem::replace(&mut self.steps, self.core.steps());
+        self.steps_on(Side::Waiter, steps)?;
+        self.side_after(Side::Mover, &self.side_mark(Side::Waiter)?)
     }
 
-    /// A mark of what the mover has been given so far.
-    pub(crate) fn mover_mark(&self) -> Result<CudaMark> {
-        CudaMark::record(&self.core.device.card, self.core.mover.stream)
+    fn stream_of(&self, side: Side) -> sys::CUstream {
+        match side {
+            Side::Mover => self.core.mover.stream,
+            Side::Waiter => self.core.waiter.stream,
+        }
+    }
+
+    /// A mark of what a stream beside the caller's has been given so far.
+    pub(crate) fn side_mark(&self, side: Side) -> Result<CudaMark> {
+        CudaMark::record(&self.core.device.card, self.stream_of(side))
+    }
+
+    /// A mark of what the caller's stream has been given so far.
+    pub(crate) fn mark(&self) -> Result<CudaMark> {
+        CudaMark::record(&self.core.device.card, self.stream)
+    }
+
+    /// Lets a stream beside the caller's wait for a mark.
+    pub(crate) fn side_after(&self, side: Side, mark: &CudaMark) -> Result<()> {
+        mark::wait(&self.core.device.card, self.stream_of(side), mark)
     }
 
     /// Lets the caller's stream wait for a mark.
@@ -938,16 +983,35 @@ impl<'a> Job<'a> {
         mark::wait(&self.core.device.card, self.stream, mark)
     }
 
-    /// Lets the caller's stream wait for the mover.
+    /// Lets the caller's stream wait for those beside it.
     pub(crate) fn join(&mut self) -> Result<()> {
         if std::mem::take(&mut self.forked) {
-            self.after(&self.mover_mark()?)?;
+            for side in [Side::Waiter, Side::Mover] {
+                self.after(&self.side_mark(side)?)?;
+            }
         }
         Ok(())
     }
 
-    /// A copy by the copy engine on the mover, to or from another rank's memory.
-    pub(crate) fn copy_on(
+    /// Says that piece `piece` of `slot` lies in `to`'s half, by a copy of the flag that this rank has in its own word for it:
+    /// behind the copies on the mover, and without a kernel, which would have to find room beside a product.
+    pub(crate) fn copy_flag(&self, to: usize, of: Use, slot: usize, piece: usize) -> Result<()> {
+        let core = self.core;
+        let ring = core.control.layout().ring(of.area);
+        let word = ring
+            .filled(to, of.half, slot, piece, Flag::from_bits(0))
+            .word;
+        let at = |rank| core.address(rank, 8 * word.index);
+        self.copy_on(Side::Mover, at(to), at(core.rank()), 8)
+    }
+
+    /// A copy by the copy engine beside the caller's stream.
+    pub(crate) fn copy_on(&self, side: Side, to: u64, from: u64, bytes: usize) -> Result<()> {
+        self.copy(self.stream_of(side), to, from, bytes)
+    }
+
+    /// A copy by the copy engine.
+    pub(crate) fn copy(
         &self,
         stream: sys::CUstream,
         to: u64,

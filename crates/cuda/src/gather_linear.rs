@@ -6,7 +6,7 @@
 
 use crate::{
     comm::CudaComm,
-    core::{Job, Reserved},
+    core::{Job, Reserved, Side},
     mark::CudaMark,
     memory::check_reach,
     steps::Use,
@@ -19,7 +19,6 @@ use brigade_device::{
 };
 use brigade_plan::gathered::{Span, rows_shape, scales_shape};
 use brigade_sync::{Area, Layout};
-use cudarc::driver::sys;
 use std::{ops::Range, sync::atomic::Ordering};
 
 /// Where the rows of one call lie in the user buffer.
@@ -34,6 +33,14 @@ struct Rows {
 }
 
 impl Rows {
+    /// Values, or scales.
+    fn span(&self, i: usize) -> &Span {
+        match &self.scales {
+            Some(scales) if i > 0 => scales,
+            _ => &self.values,
+        }
+    }
+
     /// Where values and scales of a piece of a chunk lie.
     fn places(&self, c: usize, pieces: usize, p: usize) -> impl Iterator<Item = Range<usize>> {
         let rows = brigade_plan::rows::piece(self.counts[c], pieces, p);
@@ -328,7 +335,7 @@ fn take(job: &mut Job<'_>, rows: &Rows) {
 }
 
 /// Copies own rows to their place on the mover, if they are not there.
-fn fill_own(job: &Job<'_>, mover: sys::CUstream, rows: &Rows) -> Result<()> {
+fn fill_own(job: &Job<'_>, rows: &Rows) -> Result<()> {
     let (core, me) = (job.core, job.core.rank());
     let Some(source) = &rows.source else {
         return Ok(());
@@ -336,7 +343,7 @@ fn fill_own(job: &Job<'_>, mover: sys::CUstream, rows: &Rows) -> Result<()> {
     let mut parts = rows.places(me, 1, 0).zip(source);
     parts.try_for_each(|(place, from)| {
         let to = core.place(me, rows.of, place.start);
-        job.copy_on(mover, to, from.address(), place.len())
+        job.copy_on(Side::Mover, to, from.address(), place.len())
     })
 }
 
@@ -374,7 +381,7 @@ struct Product<'a> {
     n: usize,
 }
 
-/// A piece of a chunk is there once the mover has come to the mark.
+/// A piece of a chunk is there once the streams beside the caller's have come to the mark.
 struct There {
     chunk: usize,
     piece: usize,
@@ -383,17 +390,19 @@ struct There {
 
 impl Product<'_> {
     fn run(&self, job: &mut Job<'_>) -> Result<()> {
-        let pieces = self.plan.pieces();
-        let mover = job.fork()?;
-        fill_own(job, mover, self.rows)?;
+        let (me, pieces) = (job.core.rank(), self.plan.pieces());
+        // Own words hold the flags that are copied to the peers.
+        for p in 0..pieces {
+            job.steps.filled(me, self.rows.of, me, p);
+        }
+        job.fork()?;
         // All that moves is enqueued before the first product: should a product have to load something, which waits for the
         // GPU, nobody waits for this rank meanwhile.
         let there = match self.plan.mode {
-            OverlapMode::Ring => self.pass_round(job, mover)?,
-            OverlapMode::Pull => self.fetch(job, mover)?,
-            _ => self.push(job, mover, pieces)?,
+            OverlapMode::Ring => self.pass_round(job)?,
+            OverlapMode::Pull => self.fetch(job)?,
+            _ => self.push(job, pieces)?,
         };
-        let me = job.core.rank();
         for p in 0..pieces {
             self.multiply(me, p)?;
             for t in there.iter().filter(|t| t.piece == p) {
@@ -404,91 +413,108 @@ impl Product<'_> {
         Ok(())
     }
 
-    /// Copies the places of a piece of a chunk from one rank's half to another's.
+    /// Chunks of others, in the order in which they are multiplied.
+    fn others(&self) -> impl Iterator<Item = usize> {
+        let me = self.comm.core.rank();
+        let order = self.plan.order.iter().map(|&c| usize::from(c));
+        order.filter(move |&c| c != me)
+    }
+
+    /// Copies the places of a piece of a chunk from one rank's half to the same places of another's. Own rows are taken from
+    /// where the caller has them.
     fn transfer(
         &self,
         job: &mut Job<'_>,
-        mover: sys::CUstream,
         (from, to): (usize, usize),
         (c, pieces, p): (usize, usize, usize),
     ) -> Result<()> {
-        for place in self.rows.places(c, pieces, p) {
-            let at = |rank| job.core.place(rank, self.rows.of, place.start);
-            let (source, target) = (at(from), at(to));
-            job.copy_on(mover, target, source, place.len())?;
+        let me = job.core.rank();
+        let (span, of) = (|i: usize| self.rows.span(i), self.rows.of);
+        for (i, place) in self.rows.places(c, pieces, p).enumerate() {
+            let at = |rank| job.core.place(rank, of, place.start);
+            let source = match &self.rows.source {
+                Some(source) if c == me && from == me => {
+                    source[i].address() + (place.start - span(i).chunk(me).start) as u64
+                }
+                _ => at(from),
+            };
+            let target = at(to);
+            job.copy_on(Side::Mover, target, source, place.len())?;
             job.count_moved(place.len());
         }
         Ok(())
     }
 
-    fn there(&self, job: &Job<'_>, chunk: usize, piece: usize) -> Result<There> {
+    /// Lets the waiter wait for a piece of a chunk that `from` sends or announces.
+    fn awaited(&self, job: &Job<'_>, c: usize, p: usize, from: usize) -> Result<There> {
+        let mut steps = job.core.steps();
+        steps.await_filled(self.rows.of, c, p, from);
+        job.steps_on(Side::Waiter, steps)?;
         Ok(There {
-            chunk,
-            piece,
-            mark: job.mover_mark()?,
+            chunk: c,
+            piece: p,
+            mark: job.side_mark(Side::Waiter)?,
         })
     }
 
     /// Hands chunks on to the next rank as they come, own rows first.
-    fn pass_round(&self, job: &mut Job<'_>, mover: sys::CUstream) -> Result<Vec<There>> {
-        let (rank, size) = (job.core.rank(), job.core.size());
+    fn pass_round(&self, job: &mut Job<'_>) -> Result<Vec<There>> {
+        let (me, size) = (job.core.rank(), job.core.size());
         let (next, prev) = (
-            brigade_plan::ring::next(rank, size),
-            brigade_plan::ring::prev(rank, size),
+            brigade_plan::ring::next(me, size),
+            brigade_plan::ring::prev(me, size),
         );
-        let sends = brigade_plan::ring::ring_sends(rank, size);
+        self.transfer(job, (me, next), (me, 1, 0))?;
+        job.copy_flag(next, self.rows.of, me, 0)?;
         let mut there = Vec::new();
-        for &c in &self.plan.order {
-            let c = usize::from(c);
-            if c != rank {
-                let mut steps = job.core.steps();
-                steps.await_filled(self.rows.of, c, 0, prev);
-                job.steps_on(mover, steps)?;
-                there.push(self.there(job, c, 0)?);
+        for c in self.others() {
+            let arrived = self.awaited(job, c, 0, prev)?;
+            // The last one would come home.
+            if c != next {
+                job.side_after(Side::Mover, &arrived.mark)?;
+                self.transfer(job, (me, next), (c, 1, 0))?;
+                job.copy_flag(next, self.rows.of, c, 0)?;
             }
-            if sends.contains(&(c as u16)) {
-                self.transfer(job, mover, (rank, next), (c, 1, 0))?;
-                let mut steps = job.core.steps();
-                steps.filled(next, self.rows.of, c, 0);
-                job.steps_on(mover, steps)?;
-            }
+            there.push(arrived);
         }
+        fill_own(job, self.rows)?;
         Ok(there)
     }
 
     /// Fetches chunks from their owners, in the order in which they are multiplied.
-    fn fetch(&self, job: &mut Job<'_>, mover: sys::CUstream) -> Result<Vec<There>> {
-        let rank = job.core.rank();
-        let mut steps = job.core.steps();
-        steps.filled_to_all(self.rows.of, rank, 0);
+    fn fetch(&self, job: &mut Job<'_>) -> Result<Vec<There>> {
+        let me = job.core.rank();
+        fill_own(job, self.rows)?;
+        for to in job.core.peers() {
+            job.copy_flag(to, self.rows.of, me, 0)?;
+        }
         let mut there = Vec::new();
-        for &c in self.plan.order.iter().filter(|&&c| usize::from(c) != rank) {
-            let c = usize::from(c);
-            steps.await_filled(self.rows.of, c, 0, c);
-            job.steps_on(mover, std::mem::replace(&mut steps, job.core.steps()))?;
-            self.transfer(job, mover, (c, rank), (c, 1, 0))?;
-            there.push(self.there(job, c, 0)?);
+        for c in self.others() {
+            let announced = self.awaited(job, c, 0, c)?;
+            job.side_after(Side::Mover, &announced.mark)?;
+            self.transfer(job, (c, me), (c, 1, 0))?;
+            there.push(There {
+                mark: job.side_mark(Side::Mover)?,
+                ..announced
+            });
         }
         Ok(there)
     }
 
     /// Writes own rows into every peer's half, piece by piece.
-    fn push(&self, job: &mut Job<'_>, mover: sys::CUstream, pieces: usize) -> Result<Vec<There>> {
-        let rank = job.core.rank();
+    fn push(&self, job: &mut Job<'_>, pieces: usize) -> Result<Vec<There>> {
+        let me = job.core.rank();
         let mut there = Vec::new();
         for p in 0..pieces {
             for to in job.core.peers() {
-                self.transfer(job, mover, (rank, to), (rank, pieces, p))?;
+                self.transfer(job, (me, to), (me, pieces, p))?;
+                job.copy_flag(to, self.rows.of, me, p)?;
             }
-            let mut steps = job.core.steps();
-            steps.filled_to_all(self.rows.of, rank, p);
-            for &c in self.plan.order.iter().filter(|&&c| usize::from(c) != rank) {
-                let c = usize::from(c);
-                steps.await_filled(self.rows.of, c, p, c);
-                job.steps_on(mover, std::mem::replace(&mut steps, job.core.steps()))?;
-                there.push(self.there(job, c, p)?);
+            for c in self.others() {
+                there.push(self.awaited(job, c, p, c)?);
             }
         }
+        fill_own(job, self.rows)?;
         Ok(there)
     }
 
@@ -531,6 +557,7 @@ impl Product<'_> {
             c: fallback::cut_bias(bias, self.n, rows.start, rows.len())?,
             activation,
             transpose_b: transpose_weight,
+            sm_cap: self.comm.core.product_sms(),
             ..GemmParams::new(x, weight)
         };
         let linear = LoraLinearParams { gemm, runs: &runs };

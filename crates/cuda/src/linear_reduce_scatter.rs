@@ -3,7 +3,7 @@
 
 use crate::{
     comm::CudaComm,
-    core::Job,
+    core::{Job, Side},
     finish::{End, Sums},
     memory::check_reach,
     reduce_scatter::Reduction,
@@ -42,6 +42,7 @@ impl CudaComm {
         }
         let gemm = GemmParams {
             transpose_b: p.transpose_weight,
+            sm_cap: self.core.product_sms(),
             ..GemmParams::new(p.x, p.weight)
         };
         let (d, new) = self.gpu().place(lane, p.output, &[own.len(), n])?;
@@ -94,9 +95,13 @@ impl Product<'_> {
         d: &Buffer,
     ) -> Result<()> {
         let of = job.begin(Area::ReduceScatter);
-        job.fork()?;
         let me = job.core.rank();
         let pieces = self.plan.pieces();
+        // Own words hold the flags that are copied to the owners.
+        for p in 0..pieces {
+            job.steps.filled(me, of, me, p);
+        }
+        job.fork()?;
         // Kept until the mover has been joined: the copies read them.
         let mut parts = Vec::new();
         for p in 0..pieces {
@@ -104,6 +109,8 @@ impl Product<'_> {
                 parts.extend(self.multiply(job, of, usize::from(c), p)?);
             }
         }
+        // Behind all products, on their stream: a wait beside them could keep a place that a product needs, while peers do
+        // the same and wait for its result.
         for source in job.core.peers() {
             for p in 0..pieces {
                 job.steps.await_filled(of, source, p, source);
@@ -133,17 +140,11 @@ impl Product<'_> {
         let mut part = gpu.scratch(job.lane, self.dtype, shape.dims())?;
         self.product(rows, Output::Into(part.view_mut()))?;
         // The mover goes on once this part is there.
-        let mover = job.fork()?;
-        job.copy_on(
-            mover,
-            core.place(c, of, slot.start),
-            part.address(),
-            slot.len(),
-        )?;
+        job.side_after(Side::Mover, &job.mark()?)?;
+        let to = core.place(c, of, slot.start);
+        job.copy_on(Side::Mover, to, part.address(), slot.len())?;
+        job.copy_flag(c, of, me, p)?;
         job.count_moved(slot.len());
-        let mut steps = core.steps();
-        steps.filled(c, of, me, p);
-        job.steps_on(mover, steps)?;
         Ok(Some(part))
     }
 

@@ -205,7 +205,7 @@ impl CudaComm {
                 return job.moves(&[(to, from, p.bytes)]);
             }
             job.steps_now()?;
-            job.copy_on(job.stream, to, from, p.bytes)
+            job.copy(job.stream, to, from, p.bytes)
         })
     }
 }

@@ -10,8 +10,8 @@ use crate::{
 use anyhow::Result;
 use brigade::{
     AllGatherLoraLinearParams, Allocate, Buffer, Chunk, Comm, CommConfig, DataType, GemmParams,
-    Lease, Linear, Lora, LoraLinearReduceScatterParams, LoraRun, Output, OverlapMode,
-    ParallelMode, Plan,
+    Lease, Linear, Lora, LoraLinearReduceScatterParams, LoraRun, Output, OverlapMode, ParallelMode,
+    Plan,
 };
 use clap::Args;
 use half::bf16;
@@ -37,6 +37,9 @@ pub struct Linears {
     /// Own rows lie in the user buffer already, where whoever made them has put them
     #[arg(long)]
     resident: bool,
+    /// Multiprocessors that are kept from products [default: the device's choice]
+    #[arg(long, value_name = "SMS")]
+    sm_budget: Option<u16>,
     /// Adapters of this rank, two of them over half of the rows each
     #[arg(long, value_name = "RANK", default_value_t = 0)]
     lora: usize,
@@ -98,6 +101,7 @@ impl<'a> Case<'a> {
     fn config(&self, which: Which) -> CommConfig {
         let Shape { m, k, n } = self.shape;
         let mut config = CommConfig::new(ParallelMode::Tp);
+        config.sm_budget = self.options.sm_budget;
         let bytes = DataType::BF16.bytes();
         let padded = m.div_ceil(self.rank.size()) * self.rank.size();
         (config.gather_bytes, config.reduce_scatter_bytes) = match which {

@@ -21,8 +21,9 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
     })?;
     let (rank, size) = (topology.group.rank, topology.group.size);
     let order = match mode {
-        OverlapMode::Ring => ring::gather_order(rank, size),
-        _ => ring::pull_order(rank, size),
+        OverlapMode::Pull => ring::pull_order(rank, size),
+        // Who pushes begins with the next rank, so the chunk of the one before comes first.
+        _ => ring::gather_order(rank, size),
     };
     let plan = overlap::finish(call, mode, order, instead_of);
     Ok(Plan::GatherLinear(plan))

@@ -27,14 +27,14 @@ impl Table {
         }
     }
 
-    /// For GPUs of one host with a switch between them: chunks are fetched from their owners by copy engines. Below some
+    /// For GPUs of one host with a switch between them: own rows are pushed to all peers by copy engines. Below some
     /// megabytes a product of chunks loses more than the gather costs.
     pub const fn cuda() -> Self {
         Self {
             one_shot_max_bytes: 512 << 10,
             gather_min_chunk_bytes: 4 << 20,
             scatter_min_chunk_bytes: 4 << 20,
-            overlap: OverlapMode::Pull,
+            overlap: OverlapMode::Chunked { pieces: 1 },
         }
     }
 
