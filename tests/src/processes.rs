@@ -287,3 +287,29 @@ fn read(from: Option<impl Read>) -> String {
     }
     String::from_utf8_lossy(&bytes).into_owned()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_ran_nothing_or_was_not_killed_is_noticed() {
+        let [fine, failed, killed] = [0, 1 << 8, 9].map(ExitStatus::from_raw);
+        let (ran, idle) = ("test result: ok. 1 passed; 0 failed", "ok. 0 passed");
+        let told = |name, ranks: &[(ExitStatus, &str)]| {
+            let statuses: Vec<_> = ranks.iter().map(|r| r.0).collect();
+            let outputs: Vec<_> = ranks.iter().map(|r| r.1.to_owned()).collect();
+            complaints(name, &statuses, &outputs)
+                .into_keys()
+                .collect::<Vec<_>>()
+        };
+        let plain = "processes/w2/life/closed";
+        assert_eq!(told(plain, &[(fine, ran), (fine, ran)]), [0; 0]);
+        assert_eq!(told(plain, &[(fine, ran), (fine, idle)]), [1]);
+        assert_eq!(told(plain, &[(failed, ran), (killed, "")]), [0, 1]);
+        let deadly = "processes/w2/killed/barrier";
+        assert_eq!(told(deadly, &[(killed, ""), (fine, ran)]), [0; 0]);
+        assert_eq!(told(deadly, &[(killed, ""), (fine, idle)]), [1]);
+        assert_eq!(told(deadly, &[(fine, ran), (fine, ran)]), [2]);
+    }
+}

@@ -85,3 +85,60 @@ impl Devices for Gpus {
         true
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn tried(count: usize) -> Vec<String> {
+        let trials = crate::processes::trials(Arc::new(Gpus { count }));
+        trials.iter().map(|t| t.name().to_owned()).collect()
+    }
+
+    /// What is chosen by name is still there under that name.
+    #[test]
+    fn the_group_is_tried_at_the_largest_size() {
+        let all = tried(4);
+        let at = |size: &str| -> BTreeSet<String> {
+            let prefix = format!("cuda-processes/{size}/");
+            let names = all.iter().filter_map(|name| name.strip_prefix(&prefix));
+            names.map(str::to_owned).collect()
+        };
+        assert_eq!(at("w2"), ["gather_linear/pull/even".to_owned()].into());
+        assert!(at("w1").is_empty(), "one GPU makes no group");
+        let largest = at("w4");
+        for part in [
+            "faults/never_calls/gather_linear_ring",
+            "killed/gather_linear_ring",
+            "killed/barrier",
+            "life/",
+            "reset/",
+            "user_buffers/",
+            "send_recv/",
+            "all_gather/",
+            "broadcast/",
+            "all_to_all/",
+            "barrier/",
+            "reduce_scatter/",
+            "all_reduce/auto/",
+            "capture/gather_linear/ring",
+            "gather_linear/ring/resident",
+            "gather_linear/pull/lora",
+            "linear_reduce_scatter/ring/ragged",
+            "ledger/gathered_rows/",
+        ] {
+            assert!(largest.iter().any(|n| n.starts_with(part)), "no {part}");
+        }
+        for part in ["stress", "device", "control", "faults/killed", "quantized"] {
+            assert!(!largest.iter().any(|n| n.starts_with(part)), "{part}");
+        }
+    }
+
+    #[test]
+    fn kills_in_a_row_need_a_gpu_for_each_rank() {
+        let name = "cuda-processes/w3/killed_again_and_again".to_owned();
+        assert!(!tried(2).contains(&name));
+        assert!(tried(3).contains(&name));
+    }
+}
