@@ -2,8 +2,8 @@
 
 use crate::matrix::Matrix;
 use brigade_device::{
-    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Injector, Lease, MemoryType,
-    Reason, Result, Stream, View,
+    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Error, Injector, Lease,
+    MemoryType, Reason, Result, Stream, View,
 };
 use brigade_plan::Engines;
 use parking_lot::{Condvar, Mutex};
@@ -52,12 +52,7 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// As [`seats`](Self::seats); a reason where [`injects`](Self::injects) is false.
     fn injected_seats(&self, _size: usize, _hook: &Injector) -> Result<Vec<Seat>> {
-        Err(Reason::new(
-            "no-injection",
-            format!("{} takes no hook", self.name()),
-            "leave these contracts out",
-        )
-        .into())
+        Err(takes_no_hook(self.name()))
     }
 
     /// Ends the rank that calls this, from within a call, as hard as it can be done. A thread unwinds; where ranks are
@@ -65,6 +60,16 @@ pub trait Backend: Send + Sync {
     fn kill(&self) -> ! {
         resume_unwind(Box::new(Killed))
     }
+}
+
+/// Why there is no device with a hook.
+pub fn takes_no_hook(name: &str) -> Error {
+    Reason::new(
+        "no-injection",
+        format!("{name} takes no hook"),
+        "leave these contracts out",
+    )
+    .into()
 }
 
 /// What a rank that was killed unwinds with.

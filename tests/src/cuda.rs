@@ -2,8 +2,9 @@
 
 use crate::backend::{Backend, Seat};
 use brigade_cuda::{CudaDevice, Missing, devices};
-use brigade_device::Result;
+use brigade_device::{Error, Result};
 use brigade_plan::Engines;
+use libtest_mimic::{Failed, Trial};
 
 /// GPUs of this host, for groups of ranks. Every rank opens its GPU anew, so that trials count their own memory.
 pub struct CudaBackend {
@@ -83,5 +84,25 @@ impl Backend for CudaBackend {
                 })
             })
             .collect()
+    }
+}
+
+/// The one trial where no GPU can be opened: opening says what is missing. With BRIGADE_TEST_DEVICE=cuda a GPU must be there.
+pub fn missing_trial(backend: &str, missing: Missing) -> Trial {
+    Trial::test(format!("{backend}/missing"), move || explains(&missing))
+}
+
+fn explains(missing: &Missing) -> Result<(), Failed> {
+    if std::env::var_os("BRIGADE_TEST_DEVICE").is_some_and(|d| d == "cuda") {
+        return Err(format!("a GPU is demanded: {missing}").into());
+    }
+    let opened = CudaDevice::new(0).map(drop).map_err(Error::from);
+    match opened {
+        Err(Error::Unsupported(reason))
+            if reason.code == missing.code() && reason.remedy == missing.remedy() =>
+        {
+            Ok(())
+        }
+        other => Err(format!("{other:?} instead of {missing}").into()),
     }
 }

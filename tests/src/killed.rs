@@ -1,22 +1,24 @@
 //! Ranks whose processes are killed in the middle of a call: the others hear of it at once, and go on without them.
 
 use crate::{
-    backend::{Backend, Rank, Seat},
-    check::{assert_kind, expect_fault},
+    backend::{Rank, Seat},
+    check::{assert_close, assert_kind, expect_fault},
     faults::{GRACE, Probe},
     gather_linear::config,
+    matrix::Matrix,
     ops::{self, Op},
-    processes::{HostProcesses, KILLED},
+    oracle,
+    processes::{self, Devices, KILLED},
     suite::{Suite, World},
 };
-use brigade_device::{Device, FaultKind, FaultRecord};
+use brigade_device::{DataType, FaultKind, FaultRecord, GemmParams, Output};
 use brigade_group::{Address, Launch, TcpConfig, TcpGroup};
-use brigade_host::HostDevice;
+use brigade_plan::Engines;
 use libtest_mimic::{Failed, Trial};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    process::{Command, Stdio},
+    process::Stdio,
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -25,7 +27,34 @@ use std::{
 /// Kills this process, in so many rounds of idling.
 fn kill_soon(rank: &Rank, rounds: u32) {
     rank.dawdle(rounds);
-    HostProcesses::default().kill();
+    processes::kill();
+}
+
+/// A plain product: what a device can do without a group.
+struct Product {
+    a: Matrix,
+    b: Matrix,
+    want: Vec<f64>,
+}
+
+impl Product {
+    /// Draws its numbers.
+    fn new(rng: &mut StdRng) -> Self {
+        let mut draw = |dims| Matrix::random(rng, DataType::F32, dims, 1.0);
+        let (a, b) = (draw(&[7, 11]), draw(&[11, 5]));
+        let want = oracle::multiply(&a, false, &b, false);
+        Self { a, b, want }
+    }
+
+    /// Makes it on the stream of the lost group's calls, and asserts the result.
+    fn run(&self, rank: &Rank) {
+        let (a, b) = (rank.upload(&self.a), rank.upload(&self.b));
+        let output = Output::Allocate(DataType::F32);
+        let product = GemmParams::new(&a, &b);
+        let d = rank.device.gemm(&rank.stream, &product, output);
+        let got = rank.values(d.unwrap().unwrap().view());
+        assert_close(&got, &self.want, DataType::F32, "after a rank was lost");
+    }
 }
 
 /// Makes the call until it fails, and gives the record.
@@ -75,9 +104,17 @@ fn threads() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// What groups take of this process.
+/// What groups take of this process: files, memory and threads.
 fn held() -> [usize; 3] {
     [open_files(), mapped(), threads()]
+}
+
+/// Whether this process has no more of anything than it had.
+fn no_more_than(before: [usize; 3]) -> bool {
+    held()
+        .iter()
+        .zip(before)
+        .all(|(&now, before)| now <= before)
 }
 
 /// Communication threads end after their communicator, on their own: waits until this holds.
@@ -95,10 +132,13 @@ fn killed(world: &World, op: Op) {
     let mut rng = world.rng();
     let probe = Probe::new(&mut rng, world.size);
     let after = Probe::new(&mut rng, world.size - 1);
+    let product = Product::new(&mut rng);
     let culprit = rng.random_range(0..world.size);
     let rounds = rng.random_range(0..3000);
     world.run(&config(), move |rank| {
         probe.run(rank);
+        // What the device loads at the first call is there when a rank is killed in one.
+        op.run(rank).result.unwrap();
         rank.meet();
         // Nobody is killed before all are back from meeting. Who is slow may hear of it here already.
         let _ = ops::barrier().run(rank);
@@ -112,6 +152,7 @@ fn killed(world: &World, op: Op) {
             });
         }
         let record = until_lost(rank, &op, culprit);
+        product.run(rank);
         assert_eq!(expect_fault(rank.comm().check(), "check"), record);
         let reset = rank.comm().reset(Duration::from_millis(50));
         assert!(reset.is_err(), "reset without rank {culprit}");
@@ -126,40 +167,42 @@ fn killed(world: &World, op: Op) {
     });
 }
 
-/// Kills in one run of [`many`], unless the environment says otherwise.
-const KILLS: usize = 100;
-
-/// The environment variable that says how many.
+/// The environment variable that says how many are killed in one run of [`many`].
 const KILLS_VARIABLE: &str = "BRIGADE_KILLS";
 
-const WORLD: usize = 3;
+/// Ranks in the groups of [`many`].
+pub const WORLD: usize = 3;
 const VICTIM: usize = WORLD - 1;
 
 /// Two threads of this process and another process, again and again: the process is killed, and the threads go on without
 /// it. In the end this process has what it had at the beginning.
-fn many(name: &str, seed: u64) {
-    let kills = std::env::var(KILLS_VARIABLE).ok();
-    let kills = kills.map_or(KILLS, |n| n.parse().unwrap());
+fn many(devices: &dyn Devices, name: &str, seed: u64, kills: usize) {
+    let set = std::env::var(KILLS_VARIABLE).ok();
+    let kills = set.map_or(kills, |n| n.parse().unwrap());
     let mut rng = StdRng::seed_from_u64(seed);
-    let before = held();
-    for round in 0..kills {
-        one(name, &mut rng, round);
+    let mut before = held();
+    let first = usize::from(devices.keeps());
+    for round in 0..first + kills {
+        one(devices, name, &mut rng, round);
+        if round < first {
+            eventually("all shared memory is released", || mapped() == 0);
+            before = held();
+        }
         let what = format!("files, memory and threads as before kill {round}: {before:?}");
-        eventually(&what, || held() == before);
+        eventually(&what, || no_more_than(before));
     }
 }
 
-fn one(name: &str, rng: &mut StdRng, round: usize) {
+fn one(devices: &dyn Devices, name: &str, rng: &mut StdRng, round: usize) {
     let launch = Launch::new(WORLD).unwrap();
     let variables = |rank| launch.variables(rank);
     let seed: u64 = rng.random();
-    let op = op(seed);
-    let mut victim = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", name])
-        .env(crate::suite::SEED, seed.to_string())
+    let op = op(devices.engines(), seed);
+    let program = std::env::current_exe().unwrap();
+    let mut victim = processes::this_trial(devices, &program, name, seed)
         .envs(variables(VICTIM))
-        .stdin(Stdio::null())
         .stdout(Stdio::null())
+        .stderr(Stdio::inherit())
         .spawn()
         .unwrap();
     let probe = Probe::new(rng, WORLD - 1);
@@ -173,6 +216,7 @@ fn one(name: &str, rng: &mut StdRng, round: usize) {
             let place = TcpConfig::from_variables(find).unwrap();
             let (op, probe) = (&op, &probe);
             s.spawn(move || {
+                let join = |group| join(devices, number, group);
                 let rank = join(TcpGroup::join(&place).unwrap());
                 until_lost(&rank, op, VICTIM);
                 drop(rank);
@@ -183,22 +227,24 @@ fn one(name: &str, rng: &mut StdRng, round: usize) {
     assert!(!victim.wait().unwrap().success());
 }
 
-fn join(group: TcpGroup) -> Rank {
-    let device: Arc<dyn Device> = HostDevice::new().unwrap();
+/// Rank `number` of the first group, in this one.
+fn join(devices: &dyn Devices, number: usize, group: TcpGroup) -> Rank {
+    let device = devices.open(number).unwrap();
     let boot = Box::new(group);
     Rank::join(Seat { device, boot }, &config())
 }
 
-fn op(seed: u64) -> Op {
-    let mut ops = ops::all(HostProcesses::default().engines());
+fn op(engines: Engines, seed: u64) -> Op {
+    let mut ops = ops::all(engines);
     ops.swap_remove(seed as usize % ops.len())
 }
 
 /// The process that is killed.
-fn victim(seed: u64) {
-    let rank = join(TcpGroup::join(&TcpConfig::from_env().unwrap()).unwrap());
+fn victim(devices: &dyn Devices, seed: u64) {
+    let group = TcpGroup::join(&TcpConfig::from_env().unwrap()).unwrap();
+    let rank = join(devices, VICTIM, group);
     let rounds = StdRng::seed_from_u64(seed).random_range(0..1500);
-    let op = op(seed);
+    let op = op(devices.engines(), seed);
     thread::scope(|s| {
         let me = &rank;
         s.spawn(move || kill_soon(me, rounds));
@@ -219,22 +265,24 @@ pub fn add(suite: &mut Suite) {
 /// Set in the process that [`many`] has to itself, since it counts what is open there.
 const ALONE: &str = "BRIGADE_ALONE";
 
-/// Many kills in a row.
-pub fn trial(is_rank: bool, seed: u64) -> Trial {
-    let name = format!("processes/w{WORLD}/{KILLED}_again_and_again");
-    Trial::test(name.clone(), move || {
+/// Many kills in a row, where there are devices for that.
+pub fn trial(devices: &Arc<dyn Devices>, is_rank: bool, seed: u64) -> Option<Trial> {
+    let kills = devices.kills()?;
+    let devices = Arc::clone(devices);
+    let name = format!("{}/w{WORLD}/{KILLED}_again_and_again", devices.name());
+    Some(Trial::test(name.clone(), move || {
         let alone = std::env::var_os(ALONE).is_some();
         if !is_rank && !alone {
-            return crate::processes::again(&name, seed, ALONE);
+            return processes::again(&*devices, &name, seed, ALONE);
         }
         let run = || {
             if is_rank {
-                victim(seed)
+                victim(&*devices, seed);
             } else {
-                many(&name, seed)
+                many(&*devices, &name, seed, kills);
             }
         };
         catch_unwind(AssertUnwindSafe(run))
             .map_err(|payload| Failed::from(crate::backend::panic_text(&*payload)))
-    })
+    }))
 }

@@ -52,7 +52,7 @@ mod traffic;
 mod user_buffers;
 
 pub use backend::{Backend, Rank, Seat};
-pub use cuda::CudaBackend;
+pub use cuda::{CudaBackend, missing_trial};
 pub use host::HostThreads;
 
 use std::sync::Arc;

@@ -27,13 +27,14 @@ pub struct Bundle {
 }
 
 /// Packages and their test programs.
-const PROGRAMS: [(&str, &str); 6] = [
+const PROGRAMS: [(&str, &str); 7] = [
     ("brigade-cuda", "gpu"),
     ("brigade-cuda", "device"),
     ("brigade-cuda", "captures"),
     ("brigade-cuda", "symmetric"),
     ("brigade-cuda", "ipc"),
     ("brigade-conformance", "cuda"),
+    ("brigade-conformance", "cuda_processes"),
 ];
 
 /// More than this does not travel well.
@@ -218,7 +219,7 @@ mod tests {
             "{release}"
         );
         assert!(
-            release.ends_with("--package brigade-conformance --test cuda"),
+            release.ends_with("--package brigade-conformance --test cuda_processes"),
             "{release}"
         );
         assert_eq!(release.matches("--test ").count(), PROGRAMS.len());

@@ -1,0 +1,144 @@
+//! GPUs, one for each rank that is a process.
+
+use super::{Devices, KILLED};
+use crate::killed;
+use brigade_cuda::{CudaDevice, Missing, devices};
+use brigade_device::{Device, Result};
+use brigade_plan::Engines;
+use std::{process::Command, sync::Arc};
+
+/// The GPUs of this host: rank 0 has the first.
+pub(super) struct Gpus {
+    count: usize,
+}
+
+impl Gpus {
+    /// Those that the driver shows, if there are enough for a group. A process that is no rank opens one first: where
+    /// none can be opened, it says so, and no trial starts.
+    ///
+    /// # Errors
+    /// What is missing.
+    pub(super) fn find(is_rank: bool) -> Result<Option<Self>, Missing> {
+        let count = devices()?.len();
+        if count < 2 {
+            return Ok(None);
+        }
+        if !is_rank {
+            CudaDevice::new(0)?;
+        }
+        Ok(Some(Self { count }))
+    }
+}
+
+impl Devices for Gpus {
+    fn name(&self) -> &str {
+        "cuda-processes"
+    }
+
+    fn worlds(&self) -> Vec<usize> {
+        (2..=self.count).collect()
+    }
+
+    fn engines(&self) -> Engines {
+        Engines::cuda()
+    }
+
+    /// A process on a GPU takes seconds to start. So what is about the group is tried with all GPUs, the linears with some
+    /// of their cases, and other group sizes with one. The rest is as it is between threads that have a GPU each.
+    fn tries(&self, name: &[&str]) -> bool {
+        let largest = format!("w{}", self.count);
+        match name {
+            [size, rest @ ..] if *size != largest => {
+                matches!(rest, ["gather_linear", "pull", "even"])
+            }
+            [
+                _,
+                "faults" | "life" | "reset" | "user_buffers" | "send_recv",
+                ..,
+            ] => true,
+            [_, "all_gather" | "broadcast" | "all_to_all" | "barrier", ..] => true,
+            [_, "reduce_scatter" | "capture" | KILLED, ..] => true,
+            [_, "all_reduce", "auto", ..] | [_, "ledger", "gathered_rows", ..] => true,
+            [_, "gather_linear", "pull" | "ring", theme] => {
+                matches!(*theme, "even" | "ragged" | "lora" | "resident")
+            }
+            [_, "linear_reduce_scatter", "ring", theme] => matches!(*theme, "even" | "ragged"),
+            _ => false,
+        }
+    }
+
+    fn open(&self, rank: usize) -> Result<Arc<dyn Device>> {
+        Ok(CudaDevice::new(rank % self.count)?)
+    }
+
+    /// Loading all kernels at the start is for ranks that share a GPU, where what is loaded later waits for the others. Here
+    /// nobody else's work is on a rank's GPU, and a process starts more quickly without.
+    fn prepare(&self, rank: &mut Command) {
+        rank.env_remove("CUDA_MODULE_LOADING");
+    }
+
+    fn kills(&self) -> Option<usize> {
+        (self.count >= killed::WORLD).then_some(10)
+    }
+
+    fn keeps(&self) -> bool {
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn tried(count: usize) -> Vec<String> {
+        let trials = crate::processes::trials(Arc::new(Gpus { count }));
+        trials.iter().map(|t| t.name().to_owned()).collect()
+    }
+
+    /// What is chosen by name is still there under that name.
+    #[test]
+    fn the_group_is_tried_at_the_largest_size() {
+        let all = tried(4);
+        let at = |size: &str| -> BTreeSet<String> {
+            let prefix = format!("cuda-processes/{size}/");
+            let names = all.iter().filter_map(|name| name.strip_prefix(&prefix));
+            names.map(str::to_owned).collect()
+        };
+        assert_eq!(at("w2"), ["gather_linear/pull/even".to_owned()].into());
+        assert!(at("w1").is_empty(), "one GPU makes no group");
+        let largest = at("w4");
+        for part in [
+            "faults/never_calls/gather_linear_ring",
+            "killed/gather_linear_ring",
+            "killed/barrier",
+            "life/",
+            "reset/",
+            "user_buffers/",
+            "send_recv/",
+            "all_gather/",
+            "broadcast/",
+            "all_to_all/",
+            "barrier/",
+            "reduce_scatter/",
+            "all_reduce/auto/",
+            "capture/gather_linear/ring",
+            "gather_linear/ring/resident",
+            "gather_linear/pull/lora",
+            "linear_reduce_scatter/ring/ragged",
+            "ledger/gathered_rows/",
+        ] {
+            assert!(largest.iter().any(|n| n.starts_with(part)), "no {part}");
+        }
+        for part in ["stress", "device", "control", "faults/killed", "quantized"] {
+            assert!(!largest.iter().any(|n| n.starts_with(part)), "{part}");
+        }
+    }
+
+    #[test]
+    fn kills_in_a_row_need_a_gpu_for_each_rank() {
+        let name = "cuda-processes/w3/killed_again_and_again".to_owned();
+        assert!(!tried(2).contains(&name));
+        assert!(tried(3).contains(&name));
+    }
+}

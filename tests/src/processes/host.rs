@@ -1,0 +1,59 @@
+//! The host device, for ranks that are processes.
+
+use super::{Devices, KILLED};
+use brigade_device::{Device, Injector, Result};
+use brigade_host::{HostConfig, HostDevice};
+use brigade_plan::Engines;
+use std::sync::Arc;
+
+/// A host device for each process.
+pub(super) struct Hosts;
+
+impl Devices for Hosts {
+    fn name(&self) -> &str {
+        "processes"
+    }
+
+    fn worlds(&self) -> Vec<usize> {
+        vec![1, 2, 3, 4, 5, 8]
+    }
+
+    fn engines(&self) -> Engines {
+        Engines::host()
+    }
+
+    /// Linears with collectives in groups of every size, others in one of 3. What is about one device alone is not, nor
+    /// what is about this suite, or directs ranks through memory of its own.
+    fn tries(&self, name: &[&str]) -> bool {
+        match name {
+            [_, "device" | "control", ..] | [_, "replays", "without_credits"] => false,
+            [
+                _,
+                "gather_linear" | "linear_reduce_scatter" | "linear_all_reduce",
+                ..,
+            ] => true,
+            [_, "quantized_gather" | "quantized_scatter" | "capture", ..] => true,
+            [_, KILLED, ..] | [_, "stress", ..] => true,
+            _ => name.first() == Some(&"w3"),
+        }
+    }
+
+    fn open(&self, _: usize) -> Result<Arc<dyn Device>> {
+        Ok(HostDevice::new()?)
+    }
+
+    fn injects(&self) -> bool {
+        true
+    }
+
+    fn open_injected(&self, _: usize, hook: &Injector) -> Result<Arc<dyn Device>> {
+        Ok(HostDevice::with(&HostConfig {
+            inject: Some(hook.clone()),
+            ..HostConfig::default()
+        })?)
+    }
+
+    fn kills(&self) -> Option<usize> {
+        Some(100)
+    }
+}
