@@ -47,9 +47,6 @@ const HEARSAY: Duration = Duration::from_secs(1);
 /// Launches of steps that may wait at the same time: on the caller's stream, and beside it.
 const STEPS_AT_ONCE: u32 = 2;
 
-/// Multiprocessors that steps beside a product need.
-const STEP_SMS: u16 = 1;
-
 /// Longest that a load waits where ranks share a GPU.
 const SHARING: Duration = Duration::from_millis(50);
 
@@ -244,11 +241,12 @@ impl Core {
         brigade_plan::plan(call, &self.topology, &self.table)
     }
 
-    /// What products may use while protocol steps run beside them: a product that fills the GPU would keep them waiting.
+    /// What products may use while protocol steps run beside them, where the group keeps some of the GPU from them. By default
+    /// they have all of it: steps find room between a product's blocks, and the library does better on a whole GPU.
     pub(crate) fn product_sms(&self) -> Option<u16> {
-        let kept = self.config.sm_budget.unwrap_or(STEP_SMS);
         let sms = self.device.info().sms;
-        (kept > 0 && kept < sms).then(|| sms - kept)
+        let kept = self.config.sm_budget.filter(|&kept| kept > 0 && kept < sms);
+        kept.map(|kept| sms - kept)
     }
 
     /// Address of byte `at` of a rank's part.

@@ -79,8 +79,8 @@ pub(crate) type Batch = ([u64; MOST_STEPS], u32);
 /// Phases that a step can name.
 const MOST_PHASES: u64 = 16;
 
-/// Stands for no counter.
-const NONE: usize = 0xFFFF;
+/// Stands for no counter. Kernels look at the first one then, and leave it as it is.
+const NONE: usize = usize::MAX;
 
 /// Machines give words and flags; the flags are made by kernels.
 const ANY: Flag = Flag::from_bits(0);
@@ -108,7 +108,8 @@ impl<'a> Steps<'a> {
         self.last = Some(kind);
         self.counted.push(counter);
         let (peer, word) = (at.owner as u64, at.index as u64);
-        let bits = step(op, 0, counter as u64, slot as u64, peer, word);
+        let counter = if counter == NONE { 0 } else { counter as u64 };
+        let bits = step(op, 0, counter, slot as u64, peer, word);
         self.list.push((self.phase, bits));
     }
 
