@@ -20,7 +20,7 @@ fn main() {
     for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "BRIGADE_REQUIRE_CUDA"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
-    for file in ["build.rs", "build", "src/params.rs"] {
+    for file in ["build.rs", "build", "src/params.rs", "src/constants.rs"] {
         println!("cargo::rerun-if-changed={file}");
     }
     if let Err(why) = build() {

@@ -2,7 +2,7 @@
 
 use crate::{
     comm::{CudaComm, unexpected},
-    core::Job,
+    job::Job,
     memory::check_reach,
 };
 use brigade_device::{AllGatherParams, Buffer, Call, PerRank, Plan, Result, Turn};

@@ -2,8 +2,8 @@
 
 use crate::{
     comm::{CudaComm, unexpected},
-    core::Job,
     finish::same_elements,
+    job::Job,
     memory::check_reach,
     reduce_scatter::Reduction,
 };

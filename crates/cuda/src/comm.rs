@@ -2,8 +2,9 @@
 
 use crate::{
     CudaDevice, Pages,
-    core::{Core, Parts, state_words},
+    core::{Core, Parts},
     rendezvous,
+    state::state_words,
     steps::Counters,
 };
 use brigade_device::{

@@ -6,7 +6,8 @@
 
 use crate::{
     comm::CudaComm,
-    core::{Job, Reserved, Side},
+    core::Reserved,
+    job::{Job, Side},
     mark::CudaMark,
     memory::check_reach,
     steps::Use,

@@ -3,8 +3,8 @@
 
 use crate::{
     comm::CudaComm,
-    core::{Job, Side},
     finish::{End, Sums},
+    job::{Job, Side},
     memory::check_reach,
     reduce_scatter::Reduction,
     steps::Use,

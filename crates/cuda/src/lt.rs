@@ -4,11 +4,11 @@
 
 use crate::{
     Missing,
-    core::quiet,
     driver::{failed, failed_library, refused},
     lane::Lane,
     lt_call::{Call, Preference},
     matrix::Matrix,
+    quiet::quiet,
 };
 use brigade_device::{DataType, Result};
 use cudarc::{

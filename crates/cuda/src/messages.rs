@@ -2,7 +2,7 @@
 
 use crate::{
     Launch,
-    core::Job,
+    job::Job,
     steps::{Counters, Use},
 };
 use brigade_device::{Error, Reason, Result, Storage};

@@ -2,7 +2,7 @@
 
 use crate::{
     comm::{CudaComm, unexpected},
-    core::Job,
+    job::Job,
     memory::check_reach,
     types,
 };

@@ -6,8 +6,8 @@
 use crate::{
     all_gather::all_gather,
     comm::{CudaComm, REGION_ALIGN},
-    core::Job,
     driver::failed,
+    job::Job,
     mark::CudaMark,
     memory::check_reach,
 };

@@ -13,7 +13,7 @@
 
 mod params;
 
-pub use params::*;
+pub use params::{constants::*, *};
 
 /// The kernels of one source file, for every generation of GPUs: what `cuModuleLoadData` takes.
 #[derive(Clone, Copy)]

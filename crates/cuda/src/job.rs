@@ -1,0 +1,290 @@
+//! A call that is being enqueued: on the caller's stream, and on two beside it.
+
+use crate::{
+    Launch,
+    core::Core,
+    driver::failed,
+    lane::Lane,
+    mark::{self, CudaMark},
+    steps::{Batch, Steps, Use},
+};
+use brigade_device::{DataType, Error, Operation, Result, Storage};
+use brigade_kernels::{
+    MOST_MOVES, MOST_POISONED, MOST_STEPS, MoveParams, STEP_THREADS, StepsParams,
+};
+use brigade_sync::{Area, Flag};
+use cudarc::driver::sys;
+use std::{sync::Arc, time::Duration};
+
+/// A stream beside the caller's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// For copies by copy engines.
+    Mover,
+    /// For steps, which may wait.
+    Waiter,
+}
+
+/// What kind of call it is, for flags and fault records.
+#[derive(Clone, Copy)]
+pub(crate) struct Kind {
+    pub(crate) operation: Operation,
+    pub(crate) signature: u32,
+    pub(crate) collective: bool,
+    pub(crate) within: Option<Duration>,
+}
+
+impl Kind {
+    pub(crate) const fn pairwise(operation: Operation, signature: u32) -> Self {
+        Self {
+            operation,
+            signature,
+            collective: false,
+            within: None,
+        }
+    }
+}
+
+/// A call that is being enqueued. Steps gather in `steps` until something else must come behind them.
+pub(crate) struct Job<'a> {
+    pub(crate) core: &'a Arc<Core>,
+    pub(crate) lane: &'a Arc<Lane>,
+    pub(crate) stream: sys::CUstream,
+    pub(crate) kind: Kind,
+    pub(crate) steps: Steps<'a>,
+    moved: u64,
+    forked: bool,
+    /// What is poisoned if the group was stopped: addresses, sizes and types.
+    poisoned: Vec<(u64, usize, DataType)>,
+}
+
+impl<'a> Job<'a> {
+    pub(crate) fn new(
+        core: &'a Arc<Core>,
+        lane: &'a Arc<Lane>,
+        stream: sys::CUstream,
+        kind: Kind,
+    ) -> Self {
+        Self {
+            core,
+            lane,
+            stream,
+            kind,
+            steps: core.steps(),
+            moved: 0,
+            forked: false,
+            poisoned: Vec::new(),
+        }
+    }
+
+    /// At the end of the call this memory is poisoned, if the group was stopped.
+    pub(crate) fn poisons(&mut self, address: u64, bytes: usize, dtype: DataType) {
+        if bytes > 0 {
+            self.poisoned.push((address, bytes, dtype));
+        }
+    }
+
+    /// Enqueues the steps so far.
+    pub(crate) fn steps_now(&mut self) -> Result<()> {
+        let batches = self.steps.batches();
+        batches
+            .into_iter()
+            .try_for_each(|batch| self.launch(self.stream, batch, &[]))
+    }
+
+    /// Enqueues the last steps, and what is to be poisoned behind them.
+    pub(crate) fn end(&mut self) -> Result<()> {
+        let mut batches = self.steps.batches();
+        let last = batches.pop().unwrap_or(([0; MOST_STEPS], 0));
+        for batch in batches {
+            self.launch(self.stream, batch, &[])?;
+        }
+        let poisoned = std::mem::take(&mut self.poisoned);
+        let mut parts = poisoned.chunks(MOST_POISONED);
+        self.launch(self.stream, last, parts.next().unwrap_or(&[]))?;
+        parts.try_for_each(|part| self.launch(self.stream, ([0; MOST_STEPS], 0), part))
+    }
+
+    /// Enqueues steps beside the caller's stream.
+    pub(crate) fn steps_on(&self, side: Side, mut steps: Steps<'_>) -> Result<()> {
+        steps
+            .batches()
+            .into_iter()
+            .try_for_each(|batch| self.launch(self.stream_of(side), batch, &[]))
+    }
+
+    fn launch(
+        &self,
+        stream: sys::CUstream,
+        (steps, count): Batch,
+        poisoned: &[(u64, usize, DataType)],
+    ) -> Result<()> {
+        let (core, kind) = (self.core, self.kind);
+        let layout = core.control.layout();
+        let deadline = kind.within.unwrap_or(core.config.deadline);
+        let first = kind.within.unwrap_or(core.config.first_deadline);
+        let mut parameters = StepsParams {
+            base: core.memory.symmetric.base(),
+            stride: core.memory.symmetric.stride() as u64,
+            state: core.memory.state.address(),
+            report: core.memory.report.address(),
+            deadline_ns: crate::probe::nanoseconds(deadline),
+            first_deadline_ns: crate::probe::nanoseconds(first),
+            moved_bytes: self.moved,
+            rank: core.rank() as u32,
+            size: core.size() as u32,
+            operation: kind.operation as u32,
+            signature: kind.signature,
+            barrier: layout.barrier.base as u32,
+            stop: layout.abort.base as u32,
+            count,
+            collective: u32::from(kind.collective),
+            steps,
+            ..StepsParams::default()
+        };
+        for (i, &(address, bytes, dtype)) in poisoned.iter().enumerate() {
+            parameters.poison[i] = address;
+            parameters.poison_bytes[i] = bytes as u64;
+            parameters.poison_pattern[i] = crate::probe::repeated(dtype);
+        }
+        let kernel = &core.device.opened.kernels.steps;
+        let shape = Launch::grid(1, STEP_THREADS);
+        // SAFETY: all addresses lie in the group's memory, which the core keeps until this work is done (and a graph keeps
+        // the core), or in buffers that the call's `run` keeps.
+        unsafe { kernel.launch(stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// Where this rank is told to stop, and the state that says for which generation.
+    pub(crate) fn stop(&self) -> (u64, u64) {
+        let stop = self.core.control.layout().abort.base;
+        (
+            self.core.address(self.core.rank(), 8 * stop),
+            self.core.memory.state.address(),
+        )
+    }
+
+    /// Enqueues copies of `(to, from, bytes)` by a kernel, behind the steps so far.
+    pub(crate) fn moves(&mut self, list: &[(u64, u64, usize)]) -> Result<()> {
+        self.steps_now()?;
+        let list: Vec<_> = list.iter().filter(|(.., bytes)| *bytes > 0).collect();
+        for part in list.chunks(MOST_MOVES) {
+            let (stop, state) = self.stop();
+            let mut parameters = MoveParams {
+                stop,
+                state,
+                count: part.len() as u64,
+                ..MoveParams::default()
+            };
+            let mut most = 0;
+            for (i, &&(to, from, bytes)) in part.iter().enumerate() {
+                parameters.to[i] = to;
+                parameters.from[i] = from;
+                parameters.bytes[i] = bytes as u64;
+                most = most.max(bytes);
+            }
+            let kernels = &self.core.device.opened.kernels;
+            // A thread for each 16 bytes of the longest.
+            let shape = kernels.shape(most.div_ceil(16 * 256));
+            // SAFETY: the caller's ranges lie in buffers of the call, or in the group's memory.
+            unsafe { kernels.moves.launch(self.stream, shape, parameters) }.map_err(Error::from)?;
+        }
+        Ok(())
+    }
+
+    /// Counts bytes that this rank moves to or from another rank's memory in this call.
+    pub(crate) fn count_moved(&mut self, bytes: usize) {
+        self.moved += bytes as u64;
+    }
+
+    /// A use of the next half of an area, once every peer is done with the one before.
+    pub(crate) fn begin(&mut self, area: Area) -> Use {
+        let of = self.core.issue.lock().next(area);
+        self.steps.begin(of);
+        of
+    }
+
+    /// Lets the streams beside the caller's go on behind what is enqueued there so far. The steps so far are enqueued on the
+    /// waiter, so that the caller's stream is free for products; copies come behind them.
+    pub(crate) fn fork(&mut self) -> Result<()> {
+        let card = &self.core.device.card;
+        let begun = CudaMark::record(card, self.stream)?;
+        self.forked = true;
+        for side in [Side::Waiter, Side::Mover] {
+            self.side_after(side, &begun)?;
+        }
+        let steps = std::mem::replace(&mut self.steps, self.core.steps());
+        self.steps_on(Side::Waiter, steps)?;
+        self.side_after(Side::Mover, &self.side_mark(Side::Waiter)?)
+    }
+
+    fn stream_of(&self, side: Side) -> sys::CUstream {
+        match side {
+            Side::Mover => self.core.mover.stream,
+            Side::Waiter => self.core.waiter.stream,
+        }
+    }
+
+    /// A mark of what a stream beside the caller's has been given so far.
+    pub(crate) fn side_mark(&self, side: Side) -> Result<CudaMark> {
+        CudaMark::record(&self.core.device.card, self.stream_of(side))
+    }
+
+    /// A mark of what the caller's stream has been given so far.
+    pub(crate) fn mark(&self) -> Result<CudaMark> {
+        CudaMark::record(&self.core.device.card, self.stream)
+    }
+
+    /// Lets a stream beside the caller's wait for a mark.
+    pub(crate) fn side_after(&self, side: Side, mark: &CudaMark) -> Result<()> {
+        mark::wait(&self.core.device.card, self.stream_of(side), mark)
+    }
+
+    /// Lets the caller's stream wait for a mark.
+    pub(crate) fn after(&self, mark: &CudaMark) -> Result<()> {
+        mark::wait(&self.core.device.card, self.stream, mark)
+    }
+
+    /// Lets the caller's stream wait for those beside it.
+    pub(crate) fn join(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.forked) {
+            for side in [Side::Waiter, Side::Mover] {
+                self.after(&self.side_mark(side)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Says that piece `piece` of `slot` lies in `to`'s half, by a copy of the flag that this rank has in its own word for it:
+    /// behind the copies on the mover, and without a kernel, which would have to find room beside a product.
+    pub(crate) fn copy_flag(&self, to: usize, of: Use, slot: usize, piece: usize) -> Result<()> {
+        let core = self.core;
+        let ring = core.control.layout().ring(of.area);
+        let word = ring
+            .filled(to, of.half, slot, piece, Flag::from_bits(0))
+            .word;
+        let at = |rank| core.address(rank, 8 * word.index);
+        self.copy_on(Side::Mover, at(to), at(core.rank()), 8)
+    }
+
+    /// A copy by the copy engine beside the caller's stream.
+    pub(crate) fn copy_on(&self, side: Side, to: u64, from: u64, bytes: usize) -> Result<()> {
+        self.copy(self.stream_of(side), to, from, bytes)
+    }
+
+    /// A copy by the copy engine.
+    pub(crate) fn copy(
+        &self,
+        stream: sys::CUstream,
+        to: u64,
+        from: u64,
+        bytes: usize,
+    ) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's ranges lie in the group's memory, or in buffers of the call.
+        unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, stream) }
+            .result()
+            .map_err(failed("cuMemcpyDtoDAsync"))
+    }
+}

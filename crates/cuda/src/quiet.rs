@@ -1,0 +1,46 @@
+//! A GPU on which nobody waits, for what has to be loaded there.
+
+use crate::core::{Core, HEARSAY};
+use parking_lot::Mutex;
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Weak},
+    time::{Duration, Instant},
+};
+
+/// Longest that a load waits where ranks share a GPU.
+const SHARING: Duration = Duration::from_millis(50);
+
+/// Communicators of this process on each GPU.
+static HERE: Mutex<BTreeMap<usize, Vec<Weak<Core>>>> = Mutex::new(BTreeMap::new());
+
+/// Waits until the work of all communicators on a GPU is done: before something is loaded there. Loading waits for the GPU, and
+/// whoever calls the driver meanwhile waits with it, peers of this process too, for whom the GPU's kernels may be waiting.
+///
+/// Where several ranks of a group share the GPU, they may be waiting for this very rank: then not for long.
+pub(crate) fn quiet(ordinal: usize) {
+    let cores: Vec<_> = {
+        let mut here = HERE.lock();
+        let list = here.entry(ordinal).or_default();
+        list.retain(|core| core.strong_count() > 0);
+        list.iter().filter_map(Weak::upgrade).collect()
+    };
+    let patience = if cores.iter().any(|core| core.shares) {
+        SHARING
+    } else {
+        let longest = cores.iter().map(|core| core.config.first_deadline).max();
+        longest.unwrap_or_default() + HEARSAY
+    };
+    let end = Instant::now() + patience;
+    for mark in cores.iter().flat_map(|core| core.marks()) {
+        // Whatever ended the work, it ended.
+        let _ = mark.reached(end.saturating_duration_since(Instant::now()));
+    }
+}
+
+/// From here on, loads on this communicator's GPU wait for it.
+pub(crate) fn heed(core: &Arc<Core>) {
+    let ordinal = core.device.card.context.ordinal();
+    let mut here = HERE.lock();
+    here.entry(ordinal).or_default().push(Arc::downgrade(core));
+}

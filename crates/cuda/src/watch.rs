@@ -1,0 +1,118 @@
+//! The watch of a communicator: a thread that hands on what kernels, peers and the host say to each other, also while a rank
+//! that has dropped its communicator still works.
+
+use crate::{
+    core::{Core, GroupMemory, HEARSAY},
+    lane::Lane,
+    mark::CudaMark,
+    report::Report,
+};
+use brigade_device::{Error, Group, Mark, Result};
+use brigade_group::Control;
+use brigade_sync::Memory;
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+impl Drop for Core {
+    /// Waits for nobody. Memory stays, and the peers hear that this rank has left, when its work is done: they may be
+    /// waiting for what it has yet to say.
+    fn drop(&mut self) {
+        let leaving = Leaving {
+            marks: self.marks(),
+            control: Arc::clone(&self.control),
+            memory: Arc::clone(&self.memory),
+            _lanes: std::mem::take(self.used.get_mut()),
+            _sides: [&self.mover, &self.waiter].map(Arc::clone),
+        };
+        if leaving.done() {
+            return;
+        }
+        let patience = self.config.first_deadline + HEARSAY;
+        // Without a thread it leaves at once: what its kernels still have to say, they say.
+        let _ = thread::Builder::new()
+            .name(format!("rank {} leaves", self.rank()))
+            .spawn(move || leaving.wait(patience));
+    }
+}
+
+/// A rank whose communicator is dropped while work of it is still going on.
+struct Leaving {
+    marks: Vec<CudaMark>,
+    control: Arc<Control>,
+    memory: Arc<GroupMemory>,
+    _lanes: Vec<Arc<Lane>>,
+    _sides: [Arc<Lane>; 2],
+}
+
+impl Leaving {
+    fn done(&self) -> bool {
+        self.marks.iter().all(|mark| mark.done().unwrap_or(true))
+    }
+
+    fn wait(self, patience: Duration) {
+        let end = Instant::now() + patience;
+        while !self.done() && Instant::now() < end {
+            relay(&self.control, &self.memory.report);
+            thread::park_timeout(ROUND);
+        }
+    }
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        self.control.leave();
+    }
+}
+
+/// Hands on what kernels, peers and this rank's host say to each other: a kernel cannot wake a thread, nor hear of a process
+/// that died.
+fn relay(control: &Control, report: &Report) {
+    let generation = control.generation();
+    if let Some(record) = report.fault(generation)
+        && control.fault().is_none()
+    {
+        control.raise(record);
+    }
+    if control.fault().is_some() {
+        report.ask_to_stop(generation);
+    }
+    let Group { rank, size, .. } = *control.group();
+    let gone = (0..size).filter(|&p| p != rank && control.departed(p));
+    report.say_departed(gone.fold(0, |mask, p| mask | 1 << p));
+}
+
+/// How long a kernel's record may lie unread. What hosts say wakes the watch at once.
+const ROUND: Duration = Duration::from_millis(5);
+
+/// Starts the watch of a communicator: a thread that relays. It ends with the communicator.
+pub(crate) fn watch(core: &Arc<Core>) -> Result<()> {
+    if core.size() == 1 {
+        return Ok(());
+    }
+    let (watched, control) = (Arc::downgrade(core), Arc::clone(&core.control));
+    let rank = core.rank();
+    let rounds = move || {
+        loop {
+            let events = control.memory().events(rank);
+            let Some(core) = watched.upgrade() else {
+                return;
+            };
+            relay(&core.control, &core.memory.report);
+            drop(core);
+            let until = Instant::now().checked_add(ROUND);
+            control.memory().rest(rank, events, until);
+        }
+    };
+    thread::Builder::new()
+        .name(format!("rank {rank} watch"))
+        .spawn(rounds)
+        .map(drop)
+        .map_err(|e| Error::Backend {
+            call: "start the watch of a communicator",
+            code: e.raw_os_error().unwrap_or(0).into(),
+            source: Some(Arc::new(e)),
+        })
+}

@@ -1,0 +1,103 @@
+//! Numbers that kernels and the crate that launches them have in common; written into `params.cuh` too.
+
+/// Numbers that kernels and the crate that launches them have in common.
+macro_rules! constants {
+    ($($(#[doc = $doc:literal])* $name:ident: $type:ident = $value:expr;)*) => {
+        $($(#[doc = $doc])* pub const $name: $type = $value;)*
+
+        /// All of them, by name.
+        pub(super) const ALL: &[(&str, u64)] = &[$((stringify!($name), $value as u64),)*];
+    };
+}
+
+constants! {
+    /// Most ranks of a group: a warp has a lane for each, and parameter structs a place for what goes there and back.
+    MOST_RANKS: usize = 16;
+    /// Steps that one launch carries out: a lane of a warp for each.
+    MOST_STEPS: usize = 32;
+    /// Copies in one launch.
+    MOST_MOVES: usize = 16;
+    /// Ranges that a launch of steps poisons.
+    MOST_POISONED: usize = 6;
+    /// Messages in one launch.
+    MOST_MESSAGES: usize = 32;
+    /// Threads that carry out steps and poison outputs.
+    STEP_THREADS: u32 = 256;
+    /// Threads that carry one share of a message.
+    MESSAGE_THREADS: u32 = 512;
+
+    /// Words of a rank's own state: which generation of the communicator it is in.
+    STATE_GENERATION: usize = 0;
+    /// When the call in progress began.
+    STATE_STARTED: usize = 1;
+    /// Calls that ended well.
+    STATE_CALLS: usize = 2;
+    /// Bytes that this rank moved.
+    STATE_MOVED: usize = 3;
+    /// Blocks that are through with a launch of messages.
+    STATE_OUT: usize = 4;
+    /// Blocks that have read what lies in a half of a message's slot: a word for each half.
+    STATE_READ: usize = 6;
+    /// Waits for each rank that were not over at once.
+    STATE_WAITS: usize = 8;
+    /// How long they were, in nanoseconds.
+    STATE_WAITED: usize = 24;
+    /// The counters: two words each, the count and its marks.
+    STATE_COUNTERS: usize = 40;
+
+    /// Mark of a counter: its use has begun and not ended.
+    MARK_OPEN: u64 = 1;
+    /// Mark of a counter: its use was begun ahead of the call that it is for.
+    MARK_BEGUN: u64 = 2;
+
+    /// Bytes into the report: the host sets it to the generation that it wants stopped.
+    REPORT_ABORT: usize = 0;
+    /// A bit for each rank that is gone.
+    REPORT_DEPARTED: usize = 8;
+    /// The fault record.
+    REPORT_FAULT: usize = 64;
+    /// The generation in which a kernel gave up, or found that another rank had.
+    REPORT_STOPPED: usize = 128;
+    /// Bytes of a report.
+    REPORT_BYTES: usize = 192;
+
+    /// Begins to count the time of a call.
+    STEP_START: u64 = 0;
+    /// A new use.
+    STEP_ADVANCE: u64 = 1;
+    /// A new use, or the one that was begun ahead.
+    STEP_TAKE: u64 = 2;
+    /// Begins a use ahead of its call.
+    STEP_RESERVE: u64 = 3;
+    /// Writes the flag of the counter's use.
+    STEP_POST: u64 = 4;
+    /// The same, if the use is open and was not begun ahead.
+    STEP_POST_OPEN: u64 = 5;
+    /// A use that was not begun ahead is over.
+    STEP_CLOSE: u64 = 6;
+    /// Waits for the flag of the counter's use.
+    STEP_WAIT: u64 = 7;
+    /// Waits for the credit of the use before the counter's.
+    STEP_CREDIT: u64 = 8;
+    /// Waits for the credit of the counter's use.
+    STEP_RELEASED: u64 = 9;
+    /// Says that this rank is in the call.
+    STEP_ARRIVE: u64 = 10;
+    /// Waits for a peer to be in the call.
+    STEP_MEET: u64 = 11;
+    /// Counts up to the flag in an own word.
+    STEP_CATCH_UP: u64 = 12;
+    /// The call ended well.
+    STEP_FINISH: u64 = 13;
+}
+
+/// One step of a protocol, as [`StepsParams`] has them: what to do, in which phase (steps of a phase go on side by side), by
+/// which counter, about which slot (for fault records), with which rank, and at which word of its memory.
+pub const fn step(op: u64, phase: u64, counter: u64, slot: u64, peer: u64, word: u64) -> u64 {
+    op << 60
+        | phase << 56
+        | (counter & 0xFFFF) << 40
+        | (slot & 0xFFF) << 28
+        | (peer & 0xFF) << 20
+        | (word & 0xF_FFFF)
+}
