@@ -46,7 +46,8 @@ fn linears(world: &World) {
     let spec = Spec::ragged(&mut rng, world.size);
     let gather = gather_linear::Case::new(&mut rng, spec.clone());
     let scatter = twin::Case::new(&mut rng, spec.clone());
-    let choices = modes(world.backend.engines());
+    let engines = world.backend.engines();
+    let choices = modes(engines);
     world.run(&config(), move |rank| {
         let me = rank.rank;
         let row_bytes = spec.k[0] * spec.dtype.bytes();
@@ -67,7 +68,7 @@ fn linears(world: &World) {
                 continue;
             }
             let want = match mode {
-                OverlapMode::Off => moved::pull_scatter(me, &parts),
+                OverlapMode::Off if !engines.pushes_parts => moved::pull_scatter(me, &parts),
                 _ => moved::push_scatter(me, &parts),
             };
             assert_moved(rank, want, &what, || drop(scatter.run(rank, choice)));
@@ -120,7 +121,8 @@ fn all_reduces(world: &World) {
 }
 
 fn copies(world: &World) {
-    world.run(&config(), |rank| {
+    let engines = world.backend.engines();
+    world.run(&config(), move |rank| {
         let (me, size) = (rank.rank, rank.size);
         let rows: Vec<_> = (0..size).map(|r| 100 * r + 3).collect();
         let bytes: Vec<_> = rows.iter().map(|r| r * 28).collect();
@@ -142,22 +144,22 @@ fn copies(world: &World) {
                 .map(drop)
                 .unwrap();
         });
-        assert_moved(
-            rank,
-            moved::pull_scatter(me, &bytes),
-            "reduce-scatter",
-            || {
-                rank.lease()
-                    .reduce_scatter(ReduceScatterParams {
-                        from: from_all.view(),
-                        rows_per_rank: &rows,
-                        to: to_own.view_mut(),
-                        op: ReduceOp::Sum,
-                    })
-                    .map(drop)
-                    .unwrap();
-            },
-        );
+        let scattered = if engines.pushes_parts {
+            moved::push_scatter(me, &bytes)
+        } else {
+            moved::pull_scatter(me, &bytes)
+        };
+        assert_moved(rank, scattered, "reduce-scatter", || {
+            rank.lease()
+                .reduce_scatter(ReduceScatterParams {
+                    from: from_all.view(),
+                    rows_per_rank: &rows,
+                    to: to_own.view_mut(),
+                    op: ReduceOp::Sum,
+                })
+                .map(drop)
+                .unwrap();
+        });
         let root = size - 1;
         assert_moved(
             rank,

@@ -8,6 +8,7 @@ use crate::{
     graph,
     lane::{CudaQueue, Lane},
     opened::Opened,
+    trace::Tracer,
 };
 use brigade_device::{
     Bootstrap, Comm, CommConfig, Device, DeviceInfo, Queues, Replay, Result, Stream,
@@ -25,6 +26,7 @@ pub struct CudaDevice {
     pub(crate) capability: (u32, u32),
     pub(crate) card: Arc<Card>,
     pub(crate) opened: Arc<Opened>,
+    pub(crate) tracer: Tracer,
 }
 
 impl std::fmt::Debug for CudaDevice {
@@ -59,6 +61,7 @@ impl CudaDevice {
             capability: gpu.capability,
             opened,
             card,
+            tracer: Tracer::default(),
         }))
     }
 

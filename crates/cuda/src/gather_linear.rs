@@ -404,11 +404,12 @@ impl Product<'_> {
             OverlapMode::Pull => self.fetch(job)?,
             _ => self.push(job, pieces)?,
         };
+        let multiply = |c, p| job.traced(|| format!("multiply {c}"), || self.multiply(c, p));
         for p in 0..pieces {
-            self.multiply(me, p)?;
+            multiply(me, p)?;
             for t in there.iter().filter(|t| t.piece == p) {
                 job.after(&t.mark)?;
-                self.multiply(t.chunk, p)?;
+                multiply(t.chunk, p)?;
             }
         }
         Ok(())
@@ -440,7 +441,8 @@ impl Product<'_> {
                 _ => at(from),
             };
             let target = at(to);
-            job.copy_on(Side::Mover, target, source, place.len())?;
+            let copy = || job.copy_on(Side::Mover, target, source, place.len());
+            job.beside(Side::Mover, || format!("{c} from {from} to {to}"), copy)?;
             job.count_moved(place.len());
         }
         Ok(())
@@ -450,7 +452,8 @@ impl Product<'_> {
     fn awaited(&self, job: &Job<'_>, c: usize, p: usize, from: usize) -> Result<There> {
         let mut steps = job.core.steps();
         steps.await_filled(self.rows.of, c, p, from);
-        job.steps_on(Side::Waiter, steps)?;
+        let wait = || job.steps_on(Side::Waiter, steps);
+        job.beside(Side::Waiter, || format!("await {c}"), wait)?;
         Ok(There {
             chunk: c,
             piece: p,

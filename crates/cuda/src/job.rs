@@ -213,7 +213,8 @@ impl<'a> Job<'a> {
             self.side_after(side, &begun)?;
         }
         let steps = std::mem::replace(&mut self.steps, self.core.steps());
-        self.steps_on(Side::Waiter, steps)?;
+        let begin = || self.steps_on(Side::Waiter, steps);
+        self.beside(Side::Waiter, || "begin".into(), begin)?;
         self.side_after(Side::Mover, &self.side_mark(Side::Waiter)?)
     }
 
@@ -269,6 +270,33 @@ impl<'a> Job<'a> {
     /// A copy by the copy engine beside the caller's stream.
     pub(crate) fn copy_on(&self, side: Side, to: u64, from: u64, bytes: usize) -> Result<()> {
         self.copy(self.stream_of(side), to, from, bytes)
+    }
+
+    /// Runs `work`, which enqueues beside the caller's stream, under a name for traces.
+    pub(crate) fn beside<R>(
+        &self,
+        side: Side,
+        name: impl FnOnce() -> String,
+        work: impl FnOnce() -> Result<R>,
+    ) -> Result<R> {
+        let name_of_stream = match side {
+            Side::Mover => "copy",
+            Side::Waiter => "wait",
+        };
+        let on = (name_of_stream, self.stream_of(side));
+        let capturing = || self.lane.capturing();
+        self.core.device.tracer.span(on, name, capturing, work)
+    }
+
+    /// Runs `work`, which enqueues on the caller's stream, under a name for traces.
+    pub(crate) fn traced<R>(
+        &self,
+        name: impl FnOnce() -> String,
+        work: impl FnOnce() -> Result<R>,
+    ) -> Result<R> {
+        let on = ("compute", self.stream);
+        let capturing = || self.lane.capturing();
+        self.core.device.tracer.span(on, name, capturing, work)
     }
 
     /// A copy by the copy engine.

@@ -133,16 +133,19 @@ impl Product<'_> {
         if c == me {
             let views = &core.views.own[0];
             let mut part = core.window(of, slot, views, self.dtype, shape)?;
-            self.product(rows, Output::Into(part.view_mut()))?;
+            let output = Output::Into(part.view_mut());
+            job.traced(|| format!("multiply {c}"), || self.product(rows, output))?;
             return Ok(None);
         }
         let gpu = self.comm.gpu();
         let mut part = gpu.scratch(job.lane, self.dtype, shape.dims())?;
-        self.product(rows, Output::Into(part.view_mut()))?;
+        let output = Output::Into(part.view_mut());
+        job.traced(|| format!("multiply {c}"), || self.product(rows, output))?;
         // The mover goes on once this part is there.
         job.side_after(Side::Mover, &job.mark()?)?;
         let to = core.place(c, of, slot.start);
-        job.copy_on(Side::Mover, to, part.address(), slot.len())?;
+        let copy = || job.copy_on(Side::Mover, to, part.address(), slot.len());
+        job.beside(Side::Mover, || format!("{c} from {me} to {c}"), copy)?;
         job.copy_flag(c, of, me, p)?;
         job.count_moved(slot.len());
         Ok(Some(part))

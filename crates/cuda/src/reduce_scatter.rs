@@ -41,10 +41,56 @@ impl CudaComm {
         let signed = part_of.unwrap_or(call);
         self.core
             .collective(turn.stream(), &signed, &[&from], Some(&to), |job| {
+                let most = elements.iter().max().copied().unwrap_or(0);
+                let all = self.core.size() * most * from.dtype().bytes();
+                if all <= self.core.config.reduce_scatter_bytes {
+                    return push_and_reduce(job, p.op, &elements, &to, &from);
+                }
                 reduce_scatter(job, p.op, &elements, piece_elements, &to, &from)
             })?;
         Ok(plan)
     }
+}
+
+/// Every rank writes everybody's part into its owner's memory, where all of them have room, and the owner reduces them.
+fn push_and_reduce(
+    job: &mut Job<'_>,
+    op: ReduceOp,
+    elements: &[usize],
+    to: &Buffer,
+    from: &Buffer,
+) -> Result<()> {
+    let core = job.core;
+    let (me, size) = (core.rank(), core.size());
+    let offsets = brigade_plan::rows::offsets(elements);
+    let bytes = |elements: usize| elements * from.dtype().bytes();
+    let of = job.begin(Area::ReduceScatter);
+    // The next rank first, so that not all write to one.
+    let list: Vec<_> = (0..size)
+        .map(|i| (me + i) % size)
+        .map(|owner| {
+            let part = bytes(elements[owner]);
+            let source = from.address() + bytes(offsets[owner]) as u64;
+            (core.place(owner, of, me * part), source, part)
+        })
+        .collect();
+    for owner in core.peers() {
+        job.count_moved(bytes(elements[owner]));
+    }
+    job.moves(&list)?;
+    job.steps.filled_to_all(of, me, 0);
+    job.steps.await_all(of, 0);
+    job.reduce(Reduction {
+        op,
+        from: core.place(me, of, 0),
+        stride: bytes(elements[me]),
+        dtype: from.dtype(),
+        elements: elements[me],
+        out: to.address(),
+        output: to.dtype(),
+    })?;
+    job.steps.end(of);
+    Ok(())
 }
 
 /// `elements` are those that every rank gets; they pass through the scratch memory in pieces of `piece` elements.

@@ -6,8 +6,9 @@ use crate::{
     rounded,
     sample::{Times, Variant, measure},
     shape::{Mode, Shape, usual},
+    trace::{self, Spans},
 };
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use brigade::{
     AllGatherLoraLinearParams, Allocate, Buffer, Chunk, Comm, CommConfig, DataType, GemmParams,
     Lease, Linear, Lora, LoraLinearReduceScatterParams, LoraRun, Output, OverlapMode, ParallelMode,
@@ -16,6 +17,10 @@ use brigade::{
 use clap::Args;
 use half::bf16;
 use serde_json::{Value, json};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
@@ -40,6 +45,10 @@ pub struct Linears {
     /// Multiprocessors that are kept from products [default: the device's choice]
     #[arg(long, value_name = "SMS")]
     sm_budget: Option<u16>,
+    /// Write a trace of one call to this file, for Perfetto, and a picture of it beside it, with .svg behind the name; of the
+    /// last shape
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     /// Adapters of this rank, two of them over half of the rows each
     #[arg(long, value_name = "RANK", default_value_t = 0)]
     lora: usize,
@@ -249,8 +258,24 @@ impl<'a> Case<'a> {
         check::close(&format!("rank {me}, {:?}", self.shape), &pairs)
     }
 
+    /// Spans of one call, behind some that are not recorded.
+    fn spans(&self, mut call: impl FnMut() -> brigade::Result<()>) -> Result<Spans> {
+        let rank = self.rank;
+        call()?;
+        rank.on.sync(PATIENCE)?;
+        rank.meet()?;
+        // One call before the recorded one, so that the ranks' GPUs begin together.
+        call()?;
+        rank.device.record_spans()?;
+        call()?;
+        Ok(Spans {
+            rank: rank.number(),
+            list: rank.device.spans(PATIENCE)?,
+        })
+    }
+
     /// Times, and what was planned.
-    fn run(&self, which: Which) -> Result<(Vec<Times>, String)> {
+    fn run(&self, which: Which) -> Result<Measured> {
         let (rank, options) = (self.rank, self.options);
         let Shape { m, k, n } = self.shape;
         let comm = rank.join(&self.config(which))?;
@@ -345,9 +370,34 @@ impl<'a> Case<'a> {
             variants.push(Variant::new(rank, "nccl_and_gemm", how, both)?);
         }
         let times = measure(rank, &mut variants, options.common.rounds)?;
+        let spans = self.spans(call(forced))?;
         comm.check()?;
-        Ok((times, plan.to_string()))
+        Ok(Measured {
+            times,
+            plan: plan.to_string(),
+            spans,
+        })
     }
+}
+
+/// What one rank has of a shape.
+struct Measured {
+    times: Vec<Times>,
+    plan: String,
+    spans: Spans,
+}
+
+/// Writes the trace and the picture.
+fn draw(path: &Path, shape: Shape, plan: &str, spans: &[Spans]) -> Result<()> {
+    let Shape { m, k, n } = shape;
+    let write = |path: &Path, text: String| {
+        fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+    };
+    write(path, trace::chrome(spans).to_string())?;
+    let title = format!("{m} x {k} x {n}, {} ranks, {plan}", spans.len());
+    let mut picture = path.as_os_str().to_owned();
+    picture.push(".svg");
+    write(Path::new(&picture), trace::svg(&title, spans))
 }
 
 /// Measures all shapes; gives a table.
@@ -381,7 +431,19 @@ pub fn run(options: &Linears, which: Which) -> Result<String> {
             .collect::<Result<Vec<_>>>()
     })?;
     let mut rows = Vec::new();
-    for (shape, (times, plan)) in shapes.iter().zip(&measured) {
+    let first = &measured[0];
+    if let (Some(path), Some(shape), Some(last)) = (&options.trace, shapes.last(), first.last()) {
+        let spans: Vec<Spans> = measured
+            .iter()
+            .filter_map(|rank| rank.last())
+            .map(|m| Spans {
+                rank: m.spans.rank,
+                list: m.spans.list.clone(),
+            })
+            .collect();
+        draw(path, *shape, &last.plan, &spans)?;
+    }
+    for (shape, Measured { times, plan, .. }) in shapes.iter().zip(first) {
         let of = |name: &str| times.iter().find(|t| t.name == name).map(|t| t.median);
         let (ours, gemm) = (
             of("ours").unwrap_or(f64::NAN),

@@ -8,6 +8,7 @@ mod ranks;
 mod sample;
 mod sendrecv;
 mod shape;
+mod trace;
 
 use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand, ValueEnum};

@@ -3,7 +3,7 @@
 use anyhow::{Result, anyhow, bail};
 use brigade::{
     Bootstrap, Comm, CommConfig, Device, Queues, Stream,
-    cuda::{CudaDevice, NcclComm, Stopwatch, devices},
+    cuda::{CudaDevice, NcclComm, devices},
     group::ThreadGroup,
 };
 use std::{sync::Arc, thread, time::Duration};
@@ -16,7 +16,7 @@ pub struct Rank {
     pub device: Arc<CudaDevice>,
     pub boot: ThreadGroup,
     pub on: Stream,
-    pub watch: Stopwatch,
+
     pub nccl: Option<NcclComm>,
 }
 
@@ -61,12 +61,12 @@ pub fn count(asked: Option<usize>) -> Result<usize> {
     }
 }
 
-/// Runs `work` on every rank, and gives what rank 0 gives.
+/// Runs `work` on every rank, and gives what each gives.
 pub fn run<R: Send>(
     size: usize,
     with_nccl: bool,
     work: impl Fn(&Rank) -> Result<R> + Send + Sync,
-) -> Result<R> {
+) -> Result<Vec<R>> {
     let one = |boot: ThreadGroup| -> Result<R> {
         let device = CudaDevice::new(boot.rank()).map_err(brigade::Error::from)?;
         let nccl = with_nccl
@@ -74,7 +74,6 @@ pub fn run<R: Send>(
             .transpose()?;
         work(&Rank {
             on: device.stream(0)?,
-            watch: device.stopwatch()?,
             device,
             boot,
             nccl,
@@ -90,9 +89,8 @@ pub fn run<R: Send>(
             .map(|r| r.unwrap_or_else(|_| Err(anyhow!("a rank panicked"))))
             .collect()
     });
-    let mut all = Vec::new();
-    for (rank, result) in results.into_iter().enumerate() {
-        all.push(result.map_err(|e| e.context(format!("rank {rank}")))?);
-    }
-    all.into_iter().next().ok_or_else(|| anyhow!("no ranks"))
+    let named = results.into_iter().enumerate();
+    named
+        .map(|(rank, result)| result.map_err(|e| e.context(format!("rank {rank}"))))
+        .collect()
 }

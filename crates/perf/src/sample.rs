@@ -2,7 +2,7 @@
 
 use crate::ranks::{PATIENCE, Rank};
 use anyhow::Result;
-use brigade::{Queues, Replay};
+use brigade::{Queues, Replay, cuda::Stopwatch};
 
 /// Rounds before anything is timed.
 const WARM_UP: usize = 3;
@@ -45,13 +45,14 @@ impl<'a> Variant<'a> {
     /// Microseconds of one call, as the mean of a round.
     fn round(&mut self, rank: &Rank) -> Result<f64> {
         rank.meet()?;
-        rank.watch.start(&rank.device, &rank.on)?;
+        let mut watch = Stopwatch::default();
+        watch.start(&rank.device, &rank.on)?;
         match &mut self.work {
             Work::Eager(call) => (0..self.calls).try_for_each(|_| call())?,
             Work::Graph(graph) => drop(graph.launch(&rank.on)?),
         }
-        rank.watch.stop(&rank.device, &rank.on)?;
-        let took = rank.watch.elapsed(PATIENCE)?;
+        watch.stop(&rank.device, &rank.on)?;
+        let took = watch.elapsed(PATIENCE)?;
         rank.on.sync(PATIENCE)?;
         Ok(took.as_secs_f64() * 1e6 / self.calls as f64)
     }

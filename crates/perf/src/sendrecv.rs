@@ -98,7 +98,7 @@ pub fn run(options: &SendRecv) -> Result<String> {
         "bytes", "put us", "GB/s", "nccl us", "GB/s"
     );
     let mut rows = Vec::new();
-    for (&bytes, times) in sizes.iter().zip(&measured) {
+    for (&bytes, times) in sizes.iter().zip(&measured[0]) {
         let of = |name: &str| {
             let found = times.iter().find(|t| t.name == name);
             found.map_or(f64::NAN, |t| t.median)

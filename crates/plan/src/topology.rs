@@ -30,6 +30,8 @@ pub struct Engines {
     pub two_shot: bool,
     /// [`AllReduceAlgorithm::Nccl`].
     pub nccl: bool,
+    /// Whether a reduce-scatter writes parts to their owners, where they fit, instead of reading them from their makers.
+    pub pushes_parts: bool,
 }
 
 impl Engines {
@@ -43,12 +45,16 @@ impl Engines {
             one_shot_pull: true,
             two_shot: true,
             nccl: false,
+            pushes_parts: false,
         }
     }
 
-    /// What the CUDA device runs: the same, so far.
+    /// What the CUDA device runs: the same, so far, but parts are pushed.
     pub const fn cuda() -> Self {
-        Self::host()
+        Self {
+            pushes_parts: true,
+            ..Self::host()
+        }
     }
 
     /// Whether `mode` can run.
@@ -81,6 +87,7 @@ impl Engines {
             self.one_shot_pull,
             self.two_shot,
             self.nccl,
+            self.pushes_parts,
         ]
         .into_iter()
         .rev()

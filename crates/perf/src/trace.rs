@@ -1,0 +1,119 @@
+//! A picture of what overlaps: spans of all ranks, as a Chrome trace and as an SVG.
+
+use brigade::cuda::Span;
+use serde_json::{Value, json};
+
+/// Spans of one rank.
+pub struct Spans {
+    pub rank: usize,
+    pub list: Vec<Span>,
+}
+
+/// Rows of the picture for each rank, from top to bottom, and their colours.
+const STREAMS: [(&str, &str); 3] = [
+    ("compute", "#4878d0"),
+    ("copy", "#ee854a"),
+    ("wait", "#bbbbbb"),
+];
+
+const LEFT: f64 = 120.0;
+const WIDTH: f64 = 1000.0;
+const ROW: f64 = 18.0;
+
+/// What `chrome://tracing` and Perfetto read.
+pub fn chrome(ranks: &[Spans]) -> Value {
+    let events: Vec<Value> = ranks
+        .iter()
+        .flat_map(|r| r.list.iter().map(move |s| (r.rank, s)))
+        .map(|(rank, s)| {
+            json!({
+                "name": s.name, "ph": "X", "pid": rank, "tid": s.stream,
+                "ts": s.start.as_secs_f64() * 1e6,
+                "dur": s.end.saturating_sub(s.start).as_secs_f64() * 1e6,
+            })
+        })
+        .collect();
+    json!({ "traceEvents": events })
+}
+
+/// The same as a picture, from the first span of any rank to the last. Every rank's clock begins with its first span.
+pub fn svg(title: &str, ranks: &[Spans]) -> String {
+    let first = |r: &Spans| r.list.iter().map(|s| s.start).min().unwrap_or_default();
+    let us = |d: std::time::Duration| d.as_secs_f64() * 1e6;
+    let longest = ranks
+        .iter()
+        .flat_map(|r| {
+            r.list
+                .iter()
+                .map(move |s| us(s.end.saturating_sub(first(r))))
+        })
+        .fold(1.0, f64::max);
+    let block = ROW * STREAMS.len() as f64 + 10.0;
+    let height = 50.0 + block * ranks.len() as f64 + 30.0;
+    let mut text = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {height}\" font-family=\"sans-serif\" font-size=\"11\">\n\
+         <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
+         <text x=\"10\" y=\"22\" font-size=\"14\">{title}</text>\n",
+        LEFT + WIDTH + 20.0
+    );
+    for (i, r) in ranks.iter().enumerate() {
+        let top = 40.0 + block * i as f64;
+        for (row, (stream, colour)) in STREAMS.iter().enumerate() {
+            let y = top + ROW * row as f64;
+            text += &format!(
+                "<text x=\"10\" y=\"{}\">rank {} {stream}</text>\n",
+                y + 12.0,
+                r.rank
+            );
+            for s in r.list.iter().filter(|s| s.stream == *stream) {
+                let start = us(s.start.saturating_sub(first(r)));
+                let took = us(s.end.saturating_sub(s.start));
+                let (x, width) = (LEFT + start / longest * WIDTH, took / longest * WIDTH);
+                text += &format!(
+                    "<rect x=\"{x:.1}\" y=\"{y}\" width=\"{width:.1}\" height=\"{}\" fill=\"{colour}\" \
+                     stroke=\"white\" stroke-width=\"0.5\"><title>{}: {took:.1} us</title></rect>\n",
+                    ROW - 3.0,
+                    s.name
+                );
+            }
+        }
+    }
+    let bottom = 40.0 + block * ranks.len() as f64 + 14.0;
+    for part in 0..=10 {
+        let x = LEFT + WIDTH * f64::from(part) / 10.0;
+        let at = longest * f64::from(part) / 10.0;
+        text +=
+            &format!("<text x=\"{x}\" y=\"{bottom}\" text-anchor=\"middle\">{at:.0} us</text>\n");
+    }
+    text + "</svg>\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn spans_are_drawn_where_they_are() {
+        let span = |stream, from, to| Span {
+            stream,
+            name: format!("{from}"),
+            start: Duration::from_micros(from),
+            end: Duration::from_micros(to),
+        };
+        let ranks = [Spans {
+            rank: 0,
+            list: vec![span("compute", 100, 150), span("copy", 150, 200)],
+        }];
+        let picture = svg("two spans", &ranks);
+        assert!(
+            picture.contains("x=\"120.0\" y=\"40\" width=\"500.0\""),
+            "{picture}"
+        );
+        assert!(
+            picture.contains("x=\"620.0\" y=\"58\" width=\"500.0\""),
+            "{picture}"
+        );
+        assert_eq!(chrome(&ranks)["traceEvents"][1]["dur"], 50.0);
+    }
+}
