@@ -1,4 +1,4 @@
-//! Packs the tests that need a GPU for a host that has one, and neither Rust nor a network.
+//! Packs the tests that need a GPU, and the benchmark, for a host that has one, and neither Rust nor a network.
 
 use crate::{nvcc, progress, toolchain, workspace::Workspace};
 use anyhow::{Context, Result, bail};
@@ -8,10 +8,10 @@ use std::{
     fs,
     io::BufReader,
     path::{Path, PathBuf},
-    process::{ExitCode, Stdio},
+    process::{Command, ExitCode, Stdio},
 };
 
-/// Pack the GPU tests for a host without Rust: stripped programs, kernels and run.sh
+/// Pack GPU tests and brigade-perf for a host without Rust: stripped programs, kernels and run.sh
 ///
 /// The programs hold their kernels and make their trials from the GPUs that they find. On the GPU host, `run.sh` runs
 /// them all, and `run.sh gemm quantize` those trials whose names hold one of the words. With `BRIGADE_WRAP` set, each
@@ -37,6 +37,9 @@ const PROGRAMS: [(&str, &str); 7] = [
     ("brigade-conformance", "cuda_processes"),
 ];
 
+/// The program that measures, and its package. It is run by hand.
+const BENCHMARK: &str = "brigade-perf";
+
 /// More than this does not travel well.
 const LARGEST_BYTES: u64 = 64 << 20;
 
@@ -57,7 +60,11 @@ impl Bundle {
             fs::copy(from, &to).with_context(|| format!("copying {}", from.display()))?;
         }
         kernels(workspace, &nvcc, &out.join("kernels"))?;
-        let names: Vec<_> = programs.iter().map(|(name, _)| name.as_str()).collect();
+        let names: Vec<_> = programs
+            .iter()
+            .map(|(name, _)| name.as_str())
+            .filter(|name| *name != BENCHMARK)
+            .collect();
         script(&out.join(MARK), &runner(&names))?;
         let bytes = size(&out)?;
         if bytes > LARGEST_BYTES {
@@ -67,12 +74,34 @@ impl Bundle {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Builds the test programs; names and paths.
+    /// Builds all programs; names and paths.
     fn build(&self, workspace: &Workspace) -> Result<Vec<(String, PathBuf)>> {
+        let mut found = self.artifacts(workspace, &self.arguments(), |name| {
+            PROGRAMS.iter().any(|(_, test)| name == *test)
+        })?;
+        if found.len() != PROGRAMS.len() {
+            bail!(
+                "{} test programs instead of {}",
+                found.len(),
+                PROGRAMS.len()
+            );
+        }
+        found.extend(self.artifacts(workspace, &self.benchmark(), |name| name == BENCHMARK)?);
+        Ok(found)
+    }
+
+    /// Builds what cargo is asked for; names and paths of the wanted programs, sorted.
+    fn artifacts(
+        &self,
+        workspace: &Workspace,
+        arguments: &[&str],
+        wanted: impl Fn(&str) -> bool,
+    ) -> Result<Vec<(String, PathBuf)>> {
         let mut cargo = workspace.cargo();
         cargo
-            .args(self.arguments())
+            .args(arguments)
             .env("BRIGADE_REQUIRE_CUDA", "1")
+            .env("BRIGADE_COMMIT", commit(workspace))
             .env(self.strip_variable(), "symbols")
             .stdout(Stdio::piped());
         let mut child = cargo.spawn().context("cargo does not start")?;
@@ -82,39 +111,37 @@ impl Bundle {
             let Message::CompilerArtifact(artifact) = message? else {
                 continue;
             };
-            let wanted = PROGRAMS
-                .iter()
-                .any(|(_, test)| artifact.target.name == *test);
+            let wanted = wanted(&artifact.target.name);
             if let Some(path) = artifact.executable.filter(|_| wanted) {
                 found.push((artifact.target.name.clone(), path.into_std_path_buf()));
             }
         }
         if !child.wait()?.success() {
-            bail!("the test programs do not build");
+            bail!("the programs do not build");
         }
         found.sort();
-        if found.len() != PROGRAMS.len() {
-            bail!(
-                "{} test programs instead of {}",
-                found.len(),
-                PROGRAMS.len()
-            );
-        }
         Ok(found)
     }
 
     fn arguments(&self) -> Vec<&'static str> {
-        let mut arguments = vec![
-            "test",
-            "--no-run",
-            "--message-format",
-            "json-render-diagnostics",
-        ];
-        if !self.debug {
-            arguments.push("--release");
-        }
+        let mut arguments = self.command(&["test", "--no-run"]);
         for (package, test) in PROGRAMS {
             arguments.extend(["--package", package, "--test", test]);
+        }
+        arguments
+    }
+
+    fn benchmark(&self) -> Vec<&'static str> {
+        let mut arguments = self.command(&["build"]);
+        arguments.extend(["--package", BENCHMARK, "--bin", BENCHMARK]);
+        arguments
+    }
+
+    fn command(&self, what: &[&'static str]) -> Vec<&'static str> {
+        let mut arguments = what.to_vec();
+        arguments.extend(["--message-format", "json-render-diagnostics"]);
+        if !self.debug {
+            arguments.push("--release");
         }
         arguments
     }
@@ -126,6 +153,32 @@ impl Bundle {
             "CARGO_PROFILE_RELEASE_STRIP"
         }
     }
+}
+
+/// The commit that the programs are made from, with a plus behind it if there is more than that.
+fn commit(workspace: &Workspace) -> String {
+    let said = |arguments: &[&str]| {
+        let output = Command::new("git")
+            .args(arguments)
+            .current_dir(&workspace.root)
+            .output();
+        output
+            .ok()
+            .filter(|o| o.status.success())
+            .map(|o| String::from_utf8_lossy(&o.stdout).trim().to_owned())
+    };
+    let sources = [
+        "status",
+        "--porcelain",
+        "--",
+        "*.rs",
+        "*.cu",
+        "*.cuh",
+        "*.toml",
+    ];
+    let more = said(&sources).is_some_and(|s| !s.is_empty());
+    let commit = said(&["rev-parse", "--short=12", "HEAD"]);
+    commit.map_or_else(|| "unknown".into(), |c| if more { c + "+" } else { c })
 }
 
 /// Removes what an earlier bundle left, and nothing that is not one.
