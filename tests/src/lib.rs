@@ -20,6 +20,7 @@
 mod all_reduce;
 pub mod backend;
 mod capture;
+mod chains;
 pub mod check;
 mod control;
 mod copies;
@@ -73,6 +74,7 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     send_recv::add(&mut suite);
     life::add(&mut suite);
     capture::add(&mut suite);
+    chains::add(&mut suite);
     quantized::add(&mut suite);
     traffic::add(&mut suite);
     user_buffers::add(&mut suite);
