@@ -50,12 +50,12 @@ use std::{str::FromStr, sync::Arc};
 /// Which device to open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum DeviceChoice {
-    /// The host, until GPUs can join a group.
+    /// The host, also where there is a GPU.
     #[default]
     Auto,
     /// The CPU.
     Host,
-    /// A GPU, or an error that says what is missing. It multiplies, quantizes and copies, and joins no group yet.
+    /// A GPU, or an error that says what is missing. [`OpenConfig::gpu`] says which: each rank of a group takes its own.
     Cuda,
 }
 
@@ -89,7 +89,7 @@ pub struct OpenConfig {
 /// [`Error::Unsupported`] with what is missing and what to do, if CUDA was asked for and cannot be used.
 pub fn open(config: &OpenConfig) -> Result<Arc<dyn Device>> {
     match config.device {
-        // A GPU that is there does not change what `Auto` means until the CUDA device has collectives.
+        // A GPU that is there does not change what `Auto` means: ranks that are to have one say which.
         DeviceChoice::Auto | DeviceChoice::Host => Ok(host::HostDevice::with(&config.host)?),
         DeviceChoice::Cuda => open_cuda(config.gpu),
     }
