@@ -463,7 +463,8 @@ impl Core {
         Steps::new(self.control.layout(), *self.control.group())
     }
 
-    fn note(self: &Arc<Self>, lane: &Arc<Lane>) {
+    /// Work of this communicator goes to a stream: its faults are that stream's from here on.
+    pub(crate) fn note(self: &Arc<Self>, lane: &Arc<Lane>) {
         let mut used = self.used.lock();
         if !used.iter().any(|l| Arc::ptr_eq(l, lane)) {
             lane.belongs_to(self);

@@ -1,6 +1,6 @@
 //! CUDA graphs behind `capture` and [`Replay`].
 
-use crate::{card::Card, driver::failed, lane::Lane, mark::CudaMark, memory::Place};
+use crate::{card::Card, driver::failed, lane::Lane, mark::CudaMark, memory::Place, window::Token};
 use brigade_device::{Event, Replay, Result, Storage, Stream};
 use cudarc::driver::{
     result::{graph, stream},
@@ -85,6 +85,11 @@ impl Replay for Graph {
     fn launch(&self, on: &Stream) -> Result<Event> {
         let lane = Lane::of(on, &self.card)?;
         lane.refuse_capture("the launch of a graph")?;
+        for storage in &self.kept {
+            if let Some(token) = storage.as_any().downcast_ref::<Token>() {
+                token.core.note(lane);
+            }
+        }
         lane.run(&[], |stream| {
             // SAFETY: the executable lives as long as `self`, and what its nodes refer to is kept.
             unsafe { graph::launch(self.executable, stream) }.map_err(failed("cuGraphLaunch"))

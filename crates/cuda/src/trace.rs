@@ -145,9 +145,10 @@ impl Tracer {
         capturing: impl FnOnce() -> bool,
         work: impl FnOnce() -> Result<R>,
     ) -> Result<R> {
-        let card = match &*self.0.lock() {
-            Some(recording) if !capturing() => Arc::clone(&recording.card),
-            _ => return work(),
+        // Nothing is held while the work is enqueued.
+        let recording = self.0.lock().as_ref().map(|r| Arc::clone(&r.card));
+        let Some(card) = recording.filter(|_| !capturing()) else {
+            return work();
         };
         let start = Time::record(&card, stream)?;
         let result = work()?;

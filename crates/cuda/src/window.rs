@@ -63,12 +63,12 @@ impl Storage for Window {
 /// Nothing but the wish that a communicator lives: graphs keep it.
 #[derive(Debug)]
 pub(crate) struct Token {
-    _core: Arc<Core>,
+    pub(crate) core: Arc<Core>,
 }
 
 impl Token {
     pub(crate) fn new(core: Arc<Core>) -> Self {
-        Self { _core: core }
+        Self { core }
     }
 }
 
