@@ -91,7 +91,7 @@ constants! {
     STEP_FINISH: u64 = 13;
 }
 
-/// One step of a protocol, as [`StepsParams`] has them: what to do, in which phase (steps of a phase go on side by side), by
+/// One step of a protocol, as `StepsParams` has them: what to do, in which phase (steps of a phase go on side by side), by
 /// which counter, about which slot (for fault records), with which rank, and at which word of its memory.
 pub const fn step(op: u64, phase: u64, counter: u64, slot: u64, peer: u64, word: u64) -> u64 {
     op << 60
