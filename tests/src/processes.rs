@@ -1,7 +1,7 @@
 //! Ranks that are processes of this machine, each with a device of its own: the host's, or a GPU.
 //!
 //! A contract is a program for a rank, and talks to the other ranks through its group alone. So a trial starts this very
-//! program once for each rank, to run the same trial there, where [`Processes`] gives a seat to that rank only.
+//! program once for each rank, to run the same trial there, where `Processes` gives a seat to that rank only.
 
 mod cuda;
 mod host;
@@ -66,7 +66,7 @@ pub trait Devices: Send + Sync {
     /// Changes what a rank's process finds in its environment.
     fn prepare(&self, _rank: &mut Command) {}
 
-    /// How many processes are killed in a row, if there are devices for a group of [`killed::WORLD`].
+    /// How many processes are killed in a row, if there are devices for a group of `killed::WORLD` ranks.
     fn kills(&self) -> Option<usize>;
 
     /// Whether a process keeps files and threads of its first group for good, as a driver does.
