@@ -19,9 +19,10 @@ const PLANTED: &str = "planted_fault";
 
 /// Tests of the crates that have unsafe host code: arguments of cargo. Where they can, they name the whole workspace, as the
 /// other tests do: for a single package cargo may choose other features, and build all of it anew.
-const CRATES: [&str; 2] = [
+const CRATES: [&str; 3] = [
     "--workspace --test protocols --test exchange",
-    "--package brigade-host --package brigade-group --lib",
+    "--package brigade-group --lib -- shared::",
+    "--package brigade-host --lib",
 ];
 
 /// Contracts of memory that ranks share, of regions, and of linears in every mode: which program, and which part of it.

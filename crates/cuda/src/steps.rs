@@ -321,3 +321,139 @@ impl<'a> Steps<'a> {
         batches
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brigade_device::{CommConfig, ParallelMode};
+
+    const SIZE: usize = 3;
+
+    fn with<R>(test: impl FnOnce(Steps<'_>) -> R) -> R {
+        let config = CommConfig::new(ParallelMode::Tp);
+        let layout = Layout::new(&config, 16, 1, SIZE).unwrap();
+        let group = Group {
+            mode: ParallelMode::Tp,
+            rank: 1,
+            size: SIZE,
+        };
+        test(Steps::new(&layout, group))
+    }
+
+    fn scratch() -> Use {
+        Use {
+            area: Area::Scratch,
+            half: Half::of(1),
+        }
+    }
+
+    /// Operation and phase of every step of a batch.
+    fn told((steps, count): &Batch) -> Vec<(u64, u64)> {
+        let steps = &steps[..*count as usize];
+        steps.iter().map(|s| (s >> 60, s >> 56 & 0xF)).collect()
+    }
+
+    #[test]
+    fn what_must_wait_for_something_is_in_a_later_phase() {
+        with(|mut steps| {
+            steps.start();
+            steps.arrive();
+            steps.begin(scratch());
+            steps.filled_to_all(scratch(), 1, 0);
+            steps.await_all(scratch(), 0);
+            steps.end(scratch());
+            steps.meet();
+            steps.finish();
+            let batches = steps.batches();
+            let want = [
+                // Counting a call and starting its clock do not meet; all peers are told at once.
+                (STEP_START, 0),
+                (STEP_ADVANCE, 0),
+                (STEP_ARRIVE, 1),
+                (STEP_ARRIVE, 1),
+                (STEP_ADVANCE, 2),
+                (STEP_CREDIT, 3),
+                (STEP_CREDIT, 3),
+                (STEP_POST, 4),
+                (STEP_POST, 4),
+                (STEP_WAIT, 5),
+                (STEP_WAIT, 5),
+                (STEP_POST, 6),
+                (STEP_POST, 6),
+                (STEP_CLOSE, 7),
+                (STEP_MEET, 8),
+                (STEP_MEET, 8),
+                (STEP_FINISH, 9),
+            ];
+            assert_eq!(batches.iter().map(told).collect::<Vec<_>>(), [want]);
+            assert!(steps.batches().is_empty(), "they were taken");
+        });
+    }
+
+    #[test]
+    fn a_counter_is_used_once_in_a_phase() {
+        with(|mut steps| {
+            steps.begin(scratch());
+            steps.batches();
+            let other = Use {
+                half: Half::of(0),
+                ..scratch()
+            };
+            for of in [scratch(), other, scratch()] {
+                steps.count(STEP_ADVANCE, Counters::uses(of));
+            }
+            let phases = [(STEP_ADVANCE, 0), (STEP_ADVANCE, 0), (STEP_ADVANCE, 1)];
+            assert_eq!(told(&steps.batches()[0]), phases);
+        });
+    }
+
+    #[test]
+    fn launches_hold_what_a_warp_and_a_phase_number_can() {
+        with(|mut steps| {
+            for piece in 0..40 {
+                steps.await_filled(scratch(), 0, piece % 16, 0);
+            }
+            let counts: Vec<_> = steps.batches().iter().map(|b| b.1).collect();
+            assert_eq!(counts, [32, 8]);
+
+            for _ in 0..20 {
+                steps.arrive();
+            }
+            let batches = steps.batches();
+            let all: Vec<_> = batches.iter().flat_map(told).collect();
+            assert_eq!(all.len(), 60);
+            for batch in &batches {
+                let told = told(batch);
+                assert_eq!(told[0].1, 0, "each begins anew");
+                assert!(told.is_sorted_by_key(|&(_, phase)| phase), "{told:?}");
+            }
+            // Advance, tell, advance, tell: in whatever launches they are.
+            let ops: Vec<_> = all.iter().map(|&(op, _)| op).collect();
+            let round = [STEP_ADVANCE, STEP_ARRIVE, STEP_ARRIVE];
+            assert_eq!(ops, round.repeat(20));
+        });
+    }
+
+    #[test]
+    fn counters_do_not_meet() {
+        let counters = Counters::new(SIZE);
+        let mut all = vec![Counters::CALLS];
+        for area in Area::ALL {
+            all.extend([0, 1].map(|n| {
+                Counters::uses(Use {
+                    area,
+                    half: Half::of(n),
+                })
+            }));
+        }
+        all.extend(counters.messages()..counters.messages() + 2 * SIZE);
+        for region in 0..3 {
+            for peer in 0..SIZE {
+                all.push(counters.sent(Region(region), peer));
+                all.push(counters.received(Region(region), peer));
+            }
+        }
+        all.sort_unstable();
+        assert_eq!(all, (0..counters.count(3)).collect::<Vec<_>>());
+    }
+}

@@ -333,3 +333,49 @@ impl CudaComm {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brigade_device::ParallelMode;
+
+    fn regions() -> Regions {
+        let mut config = CommConfig::new(ParallelMode::Tp);
+        (config.regions, config.region_bytes) = (3, 4096);
+        Regions::new(1024, &config)
+    }
+
+    fn take(regions: &mut Regions, bytes: usize) -> Option<u64> {
+        let number = regions.free_from(0);
+        let place = regions.place_from(0, bytes);
+        if number == 3 || place == u64::MAX {
+            return None;
+        }
+        let start = place as usize;
+        regions.set(Region(number as u16), Some(Span { start, bytes }));
+        Some(place)
+    }
+
+    #[test]
+    fn places_are_apart_inside_and_used_again() {
+        let mut regions = regions();
+        assert_eq!(take(&mut regions, 1000), Some(1024));
+        assert_eq!(take(&mut regions, 10), Some(2048));
+        assert_eq!(take(&mut regions, 4096), None, "too large for what is left");
+        assert_eq!(take(&mut regions, 2560), Some(2304), "to the very end");
+        assert_eq!(take(&mut regions, 0), None, "no number is left");
+        regions.set(Region(1), None);
+        assert_eq!(regions.free_from(0), 1);
+        assert_eq!(take(&mut regions, 256), Some(2048));
+        assert!(regions.get(Region(1)).is_ok() && regions.get(Region(3)).is_err());
+    }
+
+    #[test]
+    fn sizes_that_cannot_be_have_no_place() {
+        let regions = regions();
+        for bytes in [4097, usize::MAX, 1 << 63] {
+            assert_eq!(regions.place_from(0, bytes), u64::MAX, "{bytes}");
+        }
+        assert_eq!(regions.place_from(1300, 100), 1300, "from there on");
+    }
+}
