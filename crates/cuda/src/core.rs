@@ -63,8 +63,10 @@ pub(crate) struct Core {
     pub(crate) mover: Arc<Lane>,
     /// Steps go here, likewise.
     pub(crate) waiter: Arc<Lane>,
-    /// For what no caller's stream is for: closing, counting, wiping.
-    pub(crate) own: Arc<Lane>,
+    /// For calls that no caller's stream is for: meeting at first, closing.
+    own: Arc<Lane>,
+    /// For reading and wiping what kernels count: no kernel that waits is ever here.
+    pub(crate) counting: Arc<Lane>,
     /// Streams that did work.
     pub(crate) used: Mutex<Vec<Arc<Lane>>>,
     /// What is decided when a call is issued, or captured. Held while one is.
@@ -160,6 +162,7 @@ impl Core {
             mover: Lane::new(&device.card, i8::MAX)?,
             waiter: Lane::new(&device.card, i8::MAX)?,
             own: Lane::new(&device.card, 0)?,
+            counting: Lane::new(&device.card, 0)?,
             control: Arc::new(control),
             topology,
             table,
@@ -407,9 +410,20 @@ impl Core {
     pub(crate) fn meet_once(self: &Arc<Self>) -> Result<()> {
         let own = Arc::clone(&self.own);
         self.collective_within(&own, &Call::Barrier, None, &[], None, |_| Ok(()))?;
-        CudaMark::record(&self.device.card, own.stream)?
-            .reached(self.config.first_deadline + HEARSAY)?;
-        self.usable()
+        self.own_ended("join: flags between GPUs", self.config.first_deadline)
+    }
+
+    /// Waits for the call on the communicator's own stream, which ends `within` the time by itself.
+    fn own_ended(&self, step: &'static str, within: Duration) -> Result<()> {
+        let ended = CudaMark::record(&self.device.card, self.own.stream)?.reached(within + HEARSAY);
+        self.usable()?;
+        if ended? {
+            return Ok(());
+        }
+        Err(Error::Group {
+            step,
+            what: format!("this rank's GPU has not come to it within {within:?}"),
+        })
     }
 
     fn enqueue<R>(
@@ -532,11 +546,7 @@ impl Core {
         }
         let own = Arc::clone(&self.own);
         self.collective_within(&own, &Call::Close, Some(left()), &[], None, |_| Ok(()))?;
-        let ended = CudaMark::record(&self.device.card, own.stream)?
-            .reached(left() + HEARSAY)
-            .map(drop);
-        self.usable()?;
-        ended?;
+        self.own_ended("close", left())?;
         self.control.set_closed();
         Ok(())
     }

@@ -7,6 +7,7 @@ use crate::{
     lane::Lane,
     mark::{self, CudaMark},
     steps::{Batch, Steps, Use},
+    types,
 };
 use brigade_device::{DataType, Error, Operation, Result, Storage};
 use brigade_kernels::{
@@ -128,8 +129,8 @@ impl<'a> Job<'a> {
             stride: core.memory.symmetric.stride() as u64,
             state: core.memory.state.address(),
             report: core.memory.report.address(),
-            deadline_ns: crate::probe::nanoseconds(deadline),
-            first_deadline_ns: crate::probe::nanoseconds(first),
+            deadline_ns: types::nanoseconds(deadline),
+            first_deadline_ns: types::nanoseconds(first),
             moved_bytes: self.moved,
             rank: core.rank() as u32,
             size: core.size() as u32,
@@ -145,7 +146,7 @@ impl<'a> Job<'a> {
         for (i, &(address, bytes, dtype)) in poisoned.iter().enumerate() {
             parameters.poison[i] = address;
             parameters.poison_bytes[i] = bytes as u64;
-            parameters.poison_pattern[i] = crate::probe::repeated(dtype);
+            parameters.poison_pattern[i] = types::poison_pattern(dtype);
         }
         let kernel = &core.device.opened.kernels.steps;
         let shape = Launch::grid(1, STEP_THREADS);

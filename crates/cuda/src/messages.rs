@@ -4,6 +4,7 @@ use crate::{
     Launch,
     job::Job,
     steps::{Counters, Use},
+    types,
 };
 use brigade_device::{Error, Reason, Result, Storage};
 use brigade_kernels::{MESSAGE_THREADS, MOST_MESSAGES, MessagesParams};
@@ -57,8 +58,8 @@ impl Job<'_> {
             stride: core.memory.symmetric.stride() as u64,
             state: core.memory.state.address(),
             report: core.memory.report.address(),
-            deadline_ns: crate::probe::nanoseconds(core.config.deadline),
-            first_deadline_ns: crate::probe::nanoseconds(core.config.first_deadline),
+            deadline_ns: types::nanoseconds(core.config.deadline),
+            first_deadline_ns: types::nanoseconds(core.config.first_deadline),
             slots: slots as u64,
             half_bytes: (next - slots) as u64,
             slot_bytes: (layout.half_bytes(Area::Mail) / core.size()) as u64,

@@ -1,6 +1,6 @@
 //! NCCL's collectives, for what Brigade is compared with.
 
-use crate::{CudaDevice, find_nccl, nccl::Nccl};
+use crate::{CudaDevice, find_nccl, memory::check_reach, nccl::Nccl};
 use brigade_device::{Bootstrap, Buffer, DataType, Error, Reason, Result, Stream, View, ViewMut};
 use libloading::Library;
 use std::{
@@ -103,6 +103,7 @@ fn data_type(dtype: DataType) -> Result<c_int> {
 pub struct NcclComm {
     functions: Functions,
     comm: Handle,
+    size: usize,
     device: Arc<CudaDevice>,
 }
 
@@ -110,7 +111,7 @@ pub struct NcclComm {
 unsafe impl Send for NcclComm {}
 
 impl NcclComm {
-    /// Joins a group of all ranks of `boot`.
+    /// Joins a group of all ranks of `boot`. They find each other `within` the time; how long NCCL then takes is up to NCCL.
     ///
     /// # Errors
     /// [`Error::Unsupported`] (`nccl-missing`) without NCCL; [`Error::Backend`] with NCCL's code.
@@ -137,6 +138,7 @@ impl NcclComm {
         Ok(Self {
             functions,
             comm,
+            size: boot.size(),
             device: Arc::clone(device),
         })
     }
@@ -152,6 +154,25 @@ impl NcclComm {
         lane.run(buffers, |stream| check(call, work(stream.cast())))
     }
 
+    /// Checks that `all` is within reach and holds `times` as many elements as `one`, of the same type.
+    fn check(
+        &self,
+        names: [&'static str; 2],
+        one: &Buffer,
+        times: usize,
+        all: &Buffer,
+    ) -> Result<()> {
+        check_reach(&self.device.card, names[0], one)?;
+        check_reach(&self.device.card, names[1], all)?;
+        let want = one.shape().len() * times;
+        if (all.dtype(), all.shape().len()) == (one.dtype(), want) {
+            return Ok(());
+        }
+        let got = format!("{} of {}", all.shape(), all.dtype());
+        let want = format!("{want} elements of {}", one.dtype());
+        Err(Error::invalid(names[1], got, want))
+    }
+
     /// Every rank's elements, as many of each, in rank order.
     ///
     /// # Errors
@@ -159,8 +180,9 @@ impl NcclComm {
     pub fn all_gather(&self, on: &Stream, from: View<'_>, to: ViewMut<'_>) -> Result<()> {
         let (from, to) = (from.retain(), to.as_view().retain());
         let (count, kind) = (from.shape().len(), data_type(from.dtype())?);
+        self.check(["from", "to"], &from, self.size, &to)?;
         self.enqueue(on, &[&from, &to], "ncclAllGather", |stream| {
-            // SAFETY: both buffers are kept until the work is done; the caller's shapes fit.
+            // SAFETY: both buffers are kept until the work is done, within reach, and large enough.
             unsafe {
                 let (from, to) = (from.address() as *const _, to.address() as *mut _);
                 (self.functions.all_gather)(from, to, count, kind, self.comm, stream)
@@ -176,6 +198,7 @@ impl NcclComm {
         const SUM: c_int = 0;
         let (from, to) = (from.retain(), to.as_view().retain());
         let (count, kind) = (to.shape().len(), data_type(from.dtype())?);
+        self.check(["to", "from"], &to, self.size, &from)?;
         self.enqueue(on, &[&from, &to], "ncclReduceScatter", |stream| {
             // SAFETY: as above.
             unsafe {
@@ -197,6 +220,17 @@ impl NcclComm {
     ) -> Result<()> {
         let (source, target) = (from.0.retain(), to.0.as_view().retain());
         let kind = data_type(source.dtype())?;
+        self.check(["from", "from"], &source, 1, &source)?;
+        self.check(["to", "to"], &target, 1, &target)?;
+        if source.dtype() != target.dtype() {
+            return Err(Error::invalid("to", target.dtype(), source.dtype()));
+        }
+        for peer in [from.1, to.1] {
+            if peer >= self.size {
+                let want = format!("a rank below {}", self.size);
+                return Err(Error::invalid("peer", peer, want));
+            }
+        }
         let f = &self.functions;
         self.enqueue(on, &[&source, &target], "ncclSend and ncclRecv", |stream| {
             // SAFETY: as above.

@@ -1,6 +1,11 @@
 //! Shows that this build's kernels run on a GPU: one fill and one bounded wait, each from loading to reading the result.
 
-use crate::{Kernel, KernelSet, Launch, Missing, devices::devices, driver::refused};
+use crate::{
+    Kernel, KernelSet, Launch, Missing,
+    devices::devices,
+    driver::refused,
+    types::{nanoseconds, poison_pattern},
+};
 use brigade_device::{DataType, FaultRecord};
 use brigade_kernels::{FillParams, PostParams, WaitParams, fatbin};
 use cudarc::driver::{
@@ -89,7 +94,7 @@ impl Probe {
         let parameters = FillParams {
             out: memory.address + start as u64,
             bytes: (end - start) as u64,
-            pattern: repeated(dtype),
+            pattern: poison_pattern(dtype),
         };
         // SAFETY: the range lies inside `memory`, which outlives the synchronize below.
         unsafe {
@@ -155,17 +160,6 @@ impl Probe {
             .bind_to_thread()
             .map_err(refused("cuCtxSetCurrent"))
     }
-}
-
-/// An element's poison, as often as it goes into 8 bytes.
-pub(crate) fn repeated(dtype: DataType) -> u64 {
-    let bits = dtype.bytes() * 8;
-    let element = dtype.poison() & (u64::MAX >> (64 - bits));
-    (0..64 / bits).fold(0, |word, i| word | element << (i * bits))
-}
-
-pub(crate) fn nanoseconds(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Memory of the current context, freed on drop.
@@ -242,21 +236,5 @@ impl Drop for Queue {
     fn drop(&mut self) {
         // SAFETY: destroyed once; the driver lets the work in it end first.
         let _ = unsafe { stream::destroy(self.0) };
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn poison_repeats_over_eight_bytes() {
-        assert_eq!(repeated(DataType::F16), 0x7E00_7E00_7E00_7E00);
-        assert_eq!(repeated(DataType::BF16), 0x7FC0_7FC0_7FC0_7FC0);
-        assert_eq!(repeated(DataType::F32), 0x7FC0_0000_7FC0_0000);
-        assert_eq!(repeated(DataType::F64), 0x7FF8_0000_0000_0000);
-        assert_eq!(repeated(DataType::F8E4M3), 0x7F7F_7F7F_7F7F_7F7F);
-        assert_eq!(repeated(DataType::I32), u64::MAX);
-        assert_eq!(repeated(DataType::Bool), u64::MAX);
     }
 }

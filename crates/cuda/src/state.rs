@@ -28,9 +28,9 @@ impl Core {
         let mut words = vec![0u64; STATE_COUNTERS];
         let from = self.memory.state.address();
         // SAFETY: the state is at least this long, and the words outlive the wait below.
-        unsafe { result::memcpy_dtoh_async(&mut words, from, self.own.stream) }
+        unsafe { result::memcpy_dtoh_async(&mut words, from, self.counting.stream) }
             .map_err(failed("cuMemcpyDtoHAsync"))?;
-        CudaMark::record(card, self.own.stream)?.sync(COUNTING)?;
+        CudaMark::record(card, self.counting.stream)?.sync(COUNTING)?;
         Ok(words)
     }
 
@@ -39,9 +39,9 @@ impl Core {
         card.bind()?;
         let to = self.memory.state.address() + 8 * first as u64;
         // SAFETY: inside the state, and the words outlive the wait below.
-        unsafe { result::memcpy_htod_async(to, words, self.own.stream) }
+        unsafe { result::memcpy_htod_async(to, words, self.counting.stream) }
             .map_err(failed("cuMemcpyHtoDAsync"))?;
-        CudaMark::record(card, self.own.stream)?.sync(COUNTING)
+        CudaMark::record(card, self.counting.stream)?.sync(COUNTING)
     }
 
     pub(crate) fn traffic(&self) -> Traffic {
@@ -71,9 +71,14 @@ impl Core {
         let next = self.generation().checked_add(1).unwrap_or(1);
         // SAFETY: own words and own state, which no kernel uses now: all ranks have let go of the old generation.
         unsafe {
-            result::memset_d8_async(words, 0, 8 * layout.words, self.own.stream)
+            result::memset_d8_async(words, 0, 8 * layout.words, self.counting.stream)
                 .and_then(|()| {
-                    result::memset_d8_async(state, 0, self.memory.state.bytes(), self.own.stream)
+                    result::memset_d8_async(
+                        state,
+                        0,
+                        self.memory.state.bytes(),
+                        self.counting.stream,
+                    )
                 })
                 .map_err(failed("cuMemsetD8Async"))?;
         }

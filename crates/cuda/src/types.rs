@@ -1,6 +1,7 @@
-//! Element types as kernels number them (`kernels/types.cuh`).
+//! Types, activations and times as kernels are told them (`kernels/types.cuh`).
 
 use brigade_device::{Activation, DataType};
+use std::time::Duration;
 
 /// The number of a type that kernels read and write.
 pub(crate) const fn code(dtype: DataType) -> Option<u32> {
@@ -50,5 +51,33 @@ pub(crate) const fn activation_code(activation: Activation) -> u32 {
         Activation::GeluTanh => 2,
         Activation::GeluErf => 3,
         Activation::Silu => 4,
+    }
+}
+
+/// An element's poison, as often as it goes into 8 bytes.
+pub(crate) fn poison_pattern(dtype: DataType) -> u64 {
+    let bits = dtype.bytes() * 8;
+    let element = dtype.poison() & (u64::MAX >> (64 - bits));
+    (0..64 / bits).fold(0, |word, i| word | element << (i * bits))
+}
+
+/// A time as kernels count it.
+pub(crate) fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn poison_repeats_over_eight_bytes() {
+        assert_eq!(poison_pattern(DataType::F16), 0x7E00_7E00_7E00_7E00);
+        assert_eq!(poison_pattern(DataType::BF16), 0x7FC0_7FC0_7FC0_7FC0);
+        assert_eq!(poison_pattern(DataType::F32), 0x7FC0_0000_7FC0_0000);
+        assert_eq!(poison_pattern(DataType::F64), 0x7FF8_0000_0000_0000);
+        assert_eq!(poison_pattern(DataType::F8E4M3), 0x7F7F_7F7F_7F7F_7F7F);
+        assert_eq!(poison_pattern(DataType::I32), u64::MAX);
+        assert_eq!(poison_pattern(DataType::Bool), u64::MAX);
     }
 }

@@ -30,11 +30,15 @@ impl Drop for Core {
         if leaving.done() {
             return;
         }
-        let patience = self.config.first_deadline + HEARSAY;
-        // Without a thread it leaves at once: what its kernels still have to say, they say.
-        let _ = thread::Builder::new()
+        let patience = self.config.first_deadline.max(self.config.deadline) + HEARSAY;
+        let memory = Arc::clone(&self.memory);
+        let waits = thread::Builder::new()
             .name(format!("rank {} leaves", self.rank()))
             .spawn(move || leaving.wait(patience));
+        if waits.is_err() {
+            // Without a thread to wait, the peers hear of it at once; kernels still use the memory.
+            std::mem::forget(memory);
+        }
     }
 }
 
@@ -57,6 +61,10 @@ impl Leaving {
         while !self.done() && Instant::now() < end {
             relay(&self.control, &self.memory.report);
             thread::park_timeout(ROUND);
+        }
+        if !self.done() {
+            // Better lost than taken from under a kernel.
+            std::mem::forget(Arc::clone(&self.memory));
         }
     }
 }
