@@ -19,7 +19,9 @@ __device__ inline bool wait_for(const Group& g, Waiting w, bool& failed) {
   return !failed;
 }
 
-extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS) brigade_messages(const __grid_constant__ MessagesParams p) {
+// Two blocks find room on a multiprocessor, so that the groups of many ranks do.
+extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
+    brigade_messages(const __grid_constant__ MessagesParams p) {
   wait_for_previous_kernel();
   __shared__ bool failed;
   const uint32_t message = blockIdx.x / p.blocks, block = blockIdx.x % p.blocks;

@@ -25,6 +25,14 @@ constants! {
     STEP_THREADS: u32 = 256;
     /// Threads that carry one share of a message.
     MESSAGE_THREADS: u32 = 512;
+    /// Rows of a tile of a product whose tiles wait.
+    GEMM_ROWS: u32 = 128;
+    /// Threads of a block of such a product.
+    GEMM_THREADS: u32 = 384;
+    /// Its shared memory in bytes, which as many stages fill as find room.
+    GEMM_SHARED_BYTES: u32 = 230_400;
+    /// Parts of rows that one launch waits for.
+    MOST_PARTS: usize = 32;
 
     /// Words of a rank's own state: which generation of the communicator it is in.
     STATE_GENERATION: usize = 0;

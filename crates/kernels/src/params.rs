@@ -490,6 +490,72 @@ parameters! {
         /// Its size.
         bytes: [u64; 32],
     }
+
+    /// A product whose tiles wait for the flags of their rows: `out = rows weight^T + bias`.
+    GemmFlagsParams of "brigade_gemm_flags" in "gemm_flags" {
+        /// The tensor map of all rows, as they arrive.
+        rows_map: [u64; 16],
+        /// That of the rows which are there from the beginning.
+        own_map: [u64; 16],
+        /// That of the weight, `[columns, inner]`.
+        weight_map: [u64; 16],
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report.
+        report: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Device address of one row, or 0.
+        bias: u64,
+        /// Zero.
+        reserved: u64,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call.
+        signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+        /// The counter of the use that flags are for.
+        counter: u32,
+        /// Columns of the result.
+        columns: u32,
+        /// Inner dimension.
+        inner: u32,
+        /// Tiles of all parts.
+        tiles: u32,
+        /// Tiles side by side.
+        column_tiles: u32,
+        /// How many parts.
+        parts: u32,
+        /// Zero.
+        padding: [u32; 3],
+        /// Where the rows of each part go.
+        part_out: [u64; 32],
+        /// Row in its map where each begins.
+        part_row: [u32; 32],
+        /// Rows of each.
+        part_rows: [u32; 32],
+        /// Its first tile.
+        part_first: [u32; 32],
+        /// The word of its flag; 0 for own rows.
+        part_word: [u32; 32],
+        /// The rank whose flag that is.
+        part_peer: [u32; 32],
+    }
 }
 
 /// The C++ header that declares the same structs.

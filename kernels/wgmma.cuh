@@ -1,0 +1,113 @@
+// The tensor cores, barriers and bulk copies of compute capability 9.0, as PTX's manual has them: one function for each
+// instruction that kernels here use.
+#pragma once
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define BRIGADE_HAS_WGMMA 1
+
+namespace brigade {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// Barriers in shared memory count arrivals and bytes; a wait is for the end of the phase of the given parity.
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Lets bulk copies see barriers that were just made.
+__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
+      "@!there bra again;\n"
+      "}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Copies a box of a matrix to shared memory, and counts its bytes at the barrier. `map` says shape, box and swizzle.
+__device__ __forceinline__ void load_box(uint32_t to, const void* map, uint32_t column, uint32_t row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// What this thread has seen written, its bulk copies see too.
+__device__ __forceinline__ void bulk_copies_follow() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// A matrix in shared memory whose rows are 128 bytes of its inner dimension, swizzled over 8 rows.
+__device__ __forceinline__ uint64_t inner_major(uint32_t at) {
+  return uint64_t((at & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(8 * 128 >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// Registers of a warp group's threads: a kernel is launched with the same for all.
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Products of a warp group are started in order, committed in groups, and waited for.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+#define BRIGADE_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define BRIGADE_D32(i) BRIGADE_D8(i), BRIGADE_D8(i + 8), BRIGADE_D8(i + 16), BRIGADE_D8(i + 24)
+#define BRIGADE_R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define BRIGADE_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define BRIGADE_R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define BRIGADE_R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define BRIGADE_R112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
+// d[64, N] of a warp group = a[64, 16] times b[N, 16]^T, plus d if `adds`.
+#define BRIGADE_PRODUCT(TYPE, N, REGISTERS, A, B, ADDS, ...)                                              \
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" ADDS ", 0;\n"                                   \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, %" A ", %" B \
+               ", adds, 1, 1, 0, 0;\n}"                                                                   \
+               : __VA_ARGS__                                                                              \
+               : "l"(a), "l"(b), "r"(int(adds)))
+
+#define BRIGADE_PRODUCTS(NAME, TYPE)                                                                                  \
+  __device__ __forceinline__ void product(NAME, float(&d)[64], uint64_t a, uint64_t b, bool adds) {                   \
+    BRIGADE_PRODUCT(TYPE, 128, BRIGADE_R0 BRIGADE_R32, "64", "65", "66", BRIGADE_D32(0), BRIGADE_D32(32));            \
+  }                                                                                                                   \
+  __device__ __forceinline__ void product(NAME, float(&d)[96], uint64_t a, uint64_t b, bool adds) {                   \
+    BRIGADE_PRODUCT(TYPE, 192, BRIGADE_R0 BRIGADE_R32 BRIGADE_R64, "96", "97", "98", BRIGADE_D32(0), BRIGADE_D32(32), \
+                    BRIGADE_D32(64));                                                                                 \
+  }                                                                                                                   \
+  __device__ __forceinline__ void product(NAME, float(&d)[112], uint64_t a, uint64_t b, bool adds) {                  \
+    BRIGADE_PRODUCT(TYPE, 224, BRIGADE_R0 BRIGADE_R32 BRIGADE_R64 BRIGADE_R96, "112", "113", "114", BRIGADE_D32(0),   \
+                    BRIGADE_D32(32), BRIGADE_D32(64), BRIGADE_D8(96), BRIGADE_D8(104));                               \
+  }                                                                                                                   \
+  __device__ __forceinline__ void product(NAME, float(&d)[128], uint64_t a, uint64_t b, bool adds) {                  \
+    BRIGADE_PRODUCT(TYPE, 256, BRIGADE_R0 BRIGADE_R32 BRIGADE_R64 BRIGADE_R96 BRIGADE_R112, "128", "129", "130",      \
+                    BRIGADE_D32(0), BRIGADE_D32(32), BRIGADE_D32(64), BRIGADE_D32(96));                               \
+  }
+
+BRIGADE_PRODUCTS(__half, "f16")
+BRIGADE_PRODUCTS(__nv_bfloat16, "bf16")
+
+}  // namespace brigade
+#endif
