@@ -12,7 +12,7 @@ use crate::{
     linear_reduce_scatter as twin,
     matrix::Matrix,
     suite::{Suite, World},
-    themes::modes,
+    themes::{modes, scatters},
 };
 use brigade_device::{
     AllGatherLoraLinearParams, AllReduceAlgorithm, AllReduceParams, Buffer, Chunk, DataType,
@@ -211,7 +211,13 @@ impl Subject for Sum {
 }
 
 fn gather(rng: &mut StdRng, size: usize, choice: Option<OverlapMode>) -> Box<dyn Subject> {
-    let spec = Spec::ragged(rng, size).with(|s| s.lora = LoraKind::Mixed);
+    let spec = Spec::ragged(rng, size).with(|s| {
+        // Tiles that wait take no adapters.
+        if choice != Some(OverlapMode::Tiles) {
+            s.lora = LoraKind::Mixed;
+        }
+    });
+    let spec = spec.taken_by(choice);
     let days = days(
         rng,
         &spec,
@@ -268,7 +274,7 @@ fn interleaved(world: &World) {
     let mut subjects = vec![sum(&mut rng, size, None)];
     for &choice in &choices {
         subjects.push(gather(&mut rng, size, choice));
-        if choice != Some(OverlapMode::Pull) {
+        if scatters(choice) {
             subjects.push(scatter(&mut rng, size, choice));
         }
     }
@@ -366,7 +372,7 @@ pub fn add(suite: &mut Suite) {
                 stopped::stopped(world, |rng, size| gather(rng, size, choice));
             },
         );
-        if choice != Some(OverlapMode::Pull) {
+        if scatters(choice) {
             suite.add(
                 &format!("capture/linear_reduce_scatter/{name}"),
                 move |world| {

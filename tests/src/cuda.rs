@@ -11,6 +11,13 @@ pub struct CudaBackend {
     name: String,
     ordinals: Vec<usize>,
     worlds: Vec<usize>,
+    /// Whether these GPUs have the kernels for tiles that wait.
+    tiles: bool,
+}
+
+/// Whether all GPUs of this host have the kernels for tiles that wait.
+pub fn tiles() -> Result<bool, Missing> {
+    Ok(devices()?.iter().all(|gpu| gpu.capability == (9, 0)))
 }
 
 /// Most ranks that share a GPU.
@@ -30,6 +37,7 @@ impl CudaBackend {
                     name: format!("cuda{}", gpu.ordinal),
                     ordinals: vec![gpu.ordinal],
                     worlds: vec![1],
+                    tiles: false,
                 })
             })
             .collect()
@@ -45,12 +53,15 @@ impl CudaBackend {
             Self {
                 name: "cuda".into(),
                 worlds: (1..=ordinals.len()).collect(),
+                tiles: tiles()?,
                 ordinals: ordinals.clone(),
             },
             Self {
                 name: "shared".into(),
                 worlds: (2..=SHARED).collect(),
                 ordinals: ordinals[..1].to_vec(),
+                // They would hold the whole GPU, each for itself.
+                tiles: false,
             },
         ])
     }
@@ -70,7 +81,7 @@ impl Backend for CudaBackend {
     }
 
     fn engines(&self) -> Engines {
-        Engines::cuda()
+        Engines::cuda(self.tiles)
     }
 
     fn seats(&self, size: usize) -> Result<Vec<Seat>> {

@@ -3,6 +3,7 @@
 mod layouts;
 mod limits;
 mod pressure;
+mod tiles;
 mod tokens;
 
 use crate::{
@@ -77,6 +78,7 @@ impl Case {
     /// As [`run`](Self::run), but reads the gathered rows late, when peers have long gone on.
     pub fn run_slowly(&self, rank: &Rank, choice: Option<OverlapMode>, pause: u32) -> OverlapPlan {
         let (spec, me) = (&self.spec, rank.rank);
+        let choice = spec.choice(choice);
         let what = format!("{choice:?}, {spec:?}");
         let layer = self.layers[me].upload(rank);
         let runs = layer.runs();
@@ -143,7 +145,7 @@ impl Case {
     /// As [`run`](Self::run), and asserts that the mode is the forced one.
     pub fn run_forced(&self, rank: &Rank, choice: Option<OverlapMode>) {
         let plan = self.run(rank, choice);
-        assert_mode(&plan, choice, rank.size);
+        assert_mode(&plan, self.spec.choice(choice), rank.size);
     }
 }
 
@@ -172,7 +174,10 @@ pub fn config() -> CommConfig {
 
 fn run_all(world: &World, specs: Vec<Spec>, choices: &[Option<OverlapMode>]) {
     let mut rng = world.rng();
-    let cases: Vec<_> = specs.into_iter().map(|s| Case::new(&mut rng, s)).collect();
+    let cases: Vec<_> = specs
+        .into_iter()
+        .map(|s| Case::new(&mut rng, s.taken_by(choices[0])))
+        .collect();
     let choices = choices.to_vec();
     world.run(&config(), move |rank| {
         for case in &cases {
@@ -207,6 +212,9 @@ pub fn add(suite: &mut Suite) {
     layouts::add(suite);
     tokens::add(suite);
     pressure::add(suite);
+    if suite.backend().engines().tiles {
+        tiles::add(suite);
+    }
 }
 
 /// Column-parallel linears whose ranks have different N, 0 among them.

@@ -1,7 +1,7 @@
 //! Random linear layers: what the linears with a collective are tried with.
 
 use crate::{backend::Rank, matrix::Matrix};
-use brigade_device::{Activation, Buffer, DataType, Lora, LoraRun};
+use brigade_device::{Activation, Buffer, DataType, Lora, LoraRun, OverlapMode};
 use rand::{Rng, rngs::StdRng};
 
 /// One rank's layer.
@@ -130,6 +130,35 @@ impl Spec {
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
         self
+    }
+
+    /// Sizes and types that a mode takes.
+    #[must_use]
+    pub fn taken_by(self, choice: Option<OverlapMode>) -> Self {
+        if choice != Some(OverlapMode::Tiles) {
+            return self;
+        }
+        self.with(|s| {
+            for n in s.k.iter_mut().chain(&mut s.n) {
+                *n = n.next_multiple_of(8).max(8);
+            }
+            if s.dtype == DataType::F32 {
+                s.dtype = DataType::BF16;
+            }
+            (s.output, s.bias_type, s.transpose) = (s.dtype, s.dtype, true);
+        })
+    }
+
+    /// A mode, or what comes closest to it where it does not take this case.
+    pub fn choice(&self, choice: Option<OverlapMode>) -> Option<OverlapMode> {
+        let taken = self.dtype != DataType::F32
+            && self.output == self.dtype
+            && self.k[0] > 0
+            && self.k[0].is_multiple_of(8);
+        match choice {
+            Some(OverlapMode::Tiles) if !taken => Some(OverlapMode::Chunked { pieces: 1 }),
+            choice => choice,
+        }
     }
 
     /// Rows of all ranks.

@@ -10,7 +10,7 @@ use crate::{
     matrix::Matrix,
     oracle,
     suite::{Suite, World},
-    themes::{Modes, THEMES, modes},
+    themes::{Modes, THEMES, modes, scatters},
 };
 use brigade_device::{
     Activation, Call, CommConfig, DataType, LoraLinearReduceScatterParams, Output, OverlapMode,
@@ -152,8 +152,9 @@ fn run_all(world: &World, specs: Vec<Spec>, choices: &[Option<OverlapMode>]) {
 
 /// The modes that send parts as they are made.
 fn modes_of_twin(engines: Engines) -> Modes {
-    let without_pull = |(name, _): &(&str, _)| *name != "pull";
-    modes(engines).into_iter().filter(without_pull).collect()
+    let mut list = modes(engines);
+    list.retain(|(_, choices)| scatters(choices[0]));
+    list
 }
 
 /// Row-parallel linears whose ranks have different K, 0 among them.

@@ -51,6 +51,16 @@ impl Matrix {
         to_bytes(self.dtype, &self.values)
     }
 
+    /// Some of the rows.
+    pub fn slice(&self, first: usize, rows: usize) -> Self {
+        let columns = self.columns();
+        Self {
+            dtype: self.dtype,
+            dims: vec![rows, columns],
+            values: self.values[first * columns..(first + rows) * columns].to_vec(),
+        }
+    }
+
     /// Rows of several matrices below each other.
     pub fn stack(parts: &[Self]) -> Self {
         let mut all = parts[0].clone();

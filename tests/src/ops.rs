@@ -1,6 +1,10 @@
 //! Every operation as one call with small inputs, for contracts that all operations share.
 
-use crate::{all_reduce::algorithms, backend::Rank, themes::modes};
+use crate::{
+    all_reduce::algorithms,
+    backend::Rank,
+    themes::{modes, scatters},
+};
 use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceAlgorithm, AllReduceParams,
     AllToAllParams, BroadcastParams, Buffer, Chunk, DataType, GemmParams, Lease,
@@ -196,12 +200,24 @@ pub fn gather_linear(rows: usize, k: usize, choice: Option<OverlapMode>) -> Op {
         Operation::GatherLinear,
         move |rank, lease| {
             let counts = vec![rows; rank.size];
-            let x = own(rank, DataType::F32, &[rows, k]);
-            let weight = own(rank, DataType::F32, &[k, COLUMNS]);
-            let mut d = old(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
+            // Tiles want rows of whole 16 bytes.
+            let tiles = choice == Some(OverlapMode::Tiles);
+            let (dtype, k, n) = if tiles {
+                (
+                    DataType::BF16,
+                    k.next_multiple_of(8),
+                    COLUMNS.next_multiple_of(8),
+                )
+            } else {
+                (DataType::F32, k, COLUMNS)
+            };
+            let x = own(rank, dtype, &[rows, k]);
+            let weight = own(rank, dtype, &if tiles { [n, k] } else { [k, n] });
+            let mut d = old(rank, dtype, &[rows * rank.size, n]);
             let chunk = Chunk::Copy((&x).into());
             let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
                 output: Output::Into(d.view_mut()),
+                transpose_weight: tiles,
                 choice,
                 ..AllGatherLoraLinearParams::new(chunk, &counts, &weight)
             });
@@ -266,7 +282,7 @@ pub fn all(engines: Engines) -> Vec<Op> {
         let choice = choices[choices.len() / 2];
         let op = gather_linear(ROWS, COLUMNS, choice);
         ops.push(named(format!("gather_linear_{name}"), op));
-        if choice != Some(OverlapMode::Pull) {
+        if scatters(choice) {
             let op = linear_reduce_scatter(ROWS, COLUMNS, choice);
             ops.push(named(format!("linear_reduce_scatter_{name}"), op));
         }

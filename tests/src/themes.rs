@@ -16,11 +16,17 @@ pub fn modes(engines: Engines) -> Modes {
         ("chunked", chunked.to_vec()),
         ("ring", vec![Some(OverlapMode::Ring)]),
         ("pull", vec![Some(OverlapMode::Pull)]),
+        ("tiles", vec![Some(OverlapMode::Tiles)]),
         ("auto", vec![None]),
     ]
     .into_iter()
     .filter(|(_, choices)| choices[0].is_none_or(|mode| engines.overlaps(mode)))
     .collect()
+}
+
+/// Whether a mode scatters too: some are only ways to gather.
+pub fn scatters(choice: Option<OverlapMode>) -> bool {
+    !matches!(choice, Some(OverlapMode::Pull | OverlapMode::Tiles))
 }
 
 /// Every case that a linear with a collective is tried with, by name.

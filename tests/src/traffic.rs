@@ -8,7 +8,7 @@ use crate::{
     layer::Spec,
     linear_reduce_scatter as twin, ops,
     suite::{Suite, World},
-    themes::modes,
+    themes::{modes, scatters},
 };
 use brigade_device::{
     Action, AllGatherParams, AllReduceAlgorithm, BroadcastParams, Call, DataType, OverlapMode,
@@ -64,7 +64,7 @@ fn linears(world: &World) {
             };
             let want = if rank.size == 1 { 0 } else { want };
             assert_moved(rank, want, &what, || drop(gather.run(rank, choice)));
-            if mode == OverlapMode::Pull {
+            if !scatters(Some(mode)) {
                 continue;
             }
             let want = match mode {

@@ -107,19 +107,20 @@ pub(crate) fn join(
         rank,
         size,
     };
-    let shares = rendezvous::shares_gpu(boot, &device, within)?;
+    let gpus = rendezvous::compare_gpus(boot, &device, within)?;
     let made = Core::new(Parts {
         topology: Topology {
             group,
             config: config.clone(),
-            engines: Engines::cuda(),
+            // Tiles that wait hold all of a GPU: a rank that shares it would find no room to send what they wait for.
+            engines: Engines::cuda(gpus.tiles && !gpus.shared),
         },
         control: Control::new(group, layout, sharing, segments),
         config: config.clone(),
         table,
         symmetric,
         regions_start,
-        shares,
+        shares: gpus.shared,
         device,
     });
     let core = agree(boot, "join: device state", made, within)?;

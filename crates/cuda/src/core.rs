@@ -11,7 +11,7 @@ use crate::{
     memory::DeviceMemory,
     quiet,
     report::Report,
-    residency::Spinning,
+    residency::{self, Spinning},
     state::state_words,
     steps::{Steps, Use},
     symmetric::Symmetric,
@@ -75,7 +75,7 @@ pub(crate) struct Core {
     pub(crate) regions: Mutex<Regions>,
     /// Whether another rank of the group has this GPU too.
     pub(crate) shares: bool,
-    _spinning: [Spinning; 2],
+    spinning: [Spinning; 2],
 }
 
 /// Halves alternate as calls are issued; own rows may be handed out before the call that uses them.
@@ -174,7 +174,7 @@ impl Core {
             config,
             device,
             shares,
-            _spinning: spinning,
+            spinning,
         };
         core.write_state(STATE_GENERATION, &[core.control.generation().into()])?;
         let core = Arc::new(core);
@@ -206,6 +206,13 @@ impl Core {
         let sms = self.device.info().sms;
         let kept = self.config.sm_budget.filter(|&kept| kept > 0 && kept < sms);
         kept.map(|kept| sms - kept)
+    }
+
+    /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need is left free.
+    pub(crate) fn waiting_blocks(&self) -> u32 {
+        let sms = self.product_sms().unwrap_or(self.device.info().sms);
+        let kept = residency::kept_for_others(&self.device, &self.spinning);
+        u32::from(sms).saturating_sub(kept)
     }
 
     /// Address of byte `at` of a rank's part.

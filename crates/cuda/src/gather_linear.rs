@@ -6,175 +6,20 @@
 
 use crate::{
     comm::CudaComm,
-    core::Reserved,
+    gathered::Rows,
     job::{Job, Side},
     mark::CudaMark,
-    memory::check_reach,
-    steps::Use,
+    tiles::{self, Part, Tiled},
 };
 use brigade_device::{
-    Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, Filled,
-    GatherLinearParts, GatheredParts, GemmParams, Linear, LinearCall, LoraLinearParams, LoraRun,
-    Operand, Output, OverlapMode, OverlapPlan, PerRank, Plan, QView, Reason, Result, Shape, Turn,
-    View, check_rows, fallback,
+    Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, GatherLinearParts,
+    GatheredParts, GemmParams, Linear, LinearCall, LoraLinearParams, LoraRun, Operand, Output,
+    OverlapMode, OverlapPlan, PerRank, Plan, QView, Result, Shape, Turn, View, fallback,
 };
 use brigade_plan::gathered::{Span, rows_shape, scales_shape};
-use brigade_sync::{Area, Layout};
 use std::{ops::Range, sync::atomic::Ordering};
 
-/// Where the rows of one call lie in the user buffer.
-struct Rows {
-    of: Use,
-    counts: PerRank,
-    dtype: DataType,
-    values: Span,
-    scales: Option<Span>,
-    /// Own rows and their scales, if they have to be copied there.
-    source: Option<Vec<Buffer>>,
-}
-
-impl Rows {
-    /// Values, or scales.
-    fn span(&self, i: usize) -> &Span {
-        match &self.scales {
-            Some(scales) if i > 0 => scales,
-            _ => &self.values,
-        }
-    }
-
-    /// Where values and scales of a piece of a chunk lie.
-    fn places(&self, c: usize, pieces: usize, p: usize) -> impl Iterator<Item = Range<usize>> {
-        let rows = brigade_plan::rows::piece(self.counts[c], pieces, p);
-        std::iter::once(&self.values)
-            .chain(&self.scales)
-            .map(move |span| span.piece(c, &rows, p))
-    }
-}
-
 impl CudaComm {
-    pub(crate) fn run_own_chunk(
-        &self,
-        turn: &Turn,
-        rows_per_rank: &[usize],
-        columns: usize,
-        dtype: DataType,
-    ) -> Result<(Buffer, Filled)> {
-        let (rank, size) = (self.core.rank(), self.core.size());
-        let total = check_rows("rows_per_rank", rows_per_rank, size)?;
-        let row_bytes = columns * dtype.bytes();
-        let capacity = self.core.config.gather_bytes;
-        if total.saturating_mul(row_bytes) > capacity {
-            return Err(Reason::new(
-                "capacity",
-                format!("{total} rows of {row_bytes} bytes do not fit a user buffer of {capacity}"),
-                "raise gather_bytes",
-            )
-            .into());
-        }
-        let (of, ticket) = {
-            let mut issue = self.core.issue.lock();
-            let of = match &issue.reserved {
-                Some(reserved) => reserved.of,
-                None => issue.next(Area::Gather),
-            };
-            issue.tickets += 1;
-            let ticket = issue.tickets;
-            issue.reserved = Some(Reserved {
-                of,
-                ticket,
-                rows: rows_per_rank.into(),
-            });
-            (of, ticket)
-        };
-        self.core.prepare(turn.stream(), |job| {
-            job.steps.reserve(of);
-            Ok(())
-        })?;
-        let first: usize = rows_per_rank[..rank].iter().sum();
-        let own = rows_per_rank[rank];
-        let range = first * row_bytes..(first + own) * row_bytes;
-        let shape = Shape::new(&[own, columns])?;
-        let views = &self.core.views.own[of.half.index()];
-        let buffer = self.core.window(of, range, views, dtype, shape)?;
-        Ok((buffer, Filled::new(turn, ticket, own, columns, dtype)))
-    }
-
-    /// Where the rows of a call go, if they fit.
-    fn reserve(&self, call: &LinearCall, chunk: &Chunk<'_>) -> Result<Option<Rows>> {
-        let config = &self.core.config;
-        let values = Span::values(call);
-        let scales = Span::scales(Layout::scales_offset(config), call);
-        let fits = values.all().len() <= config.gather_bytes
-            && scales
-                .as_ref()
-                .is_none_or(|s| s.all().len() <= config.gather_scale_bytes);
-        let mut issue = self.core.issue.lock();
-        let source = match chunk {
-            Chunk::Resident(filled) => {
-                let handed_out = |r: &Reserved| r.ticket == filled.ticket() && r.rows == call.rows;
-                if !issue.reserved.as_ref().is_some_and(handed_out) {
-                    return Err(Error::invalid(
-                        "chunk",
-                        "a token of own rows that were used, handed out anew, or meant for other counts",
-                        "the token of the last own_chunk, with the same rows_per_rank",
-                    ));
-                }
-                None
-            }
-            Chunk::Copy(_) if !fits => return Ok(None),
-            Chunk::Copy(rows) => Some(self.own_rows(rows)?),
-        };
-        let of = match issue.reserved.take() {
-            Some(reserved) => reserved.of,
-            None => issue.next(Area::Gather),
-        };
-        drop(issue);
-        Ok(Some(Rows {
-            of,
-            counts: call.rows.clone(),
-            dtype: call.input,
-            values,
-            scales,
-            source,
-        }))
-    }
-
-    /// Own rows, and their scales.
-    fn own_rows(&self, rows: &Operand<'_>) -> Result<Vec<Buffer>> {
-        let mut list = vec![rows.kernel().retain()];
-        if let Operand::Quantized(q) = rows {
-            if q.zeros().is_some() {
-                return Err(Reason::new(
-                    "zero-points",
-                    "the CUDA device multiplies no zero points",
-                    "quantize symmetrically",
-                )
-                .into());
-            }
-            list.push(q.scales().retain());
-        }
-        for buffer in &list {
-            check_reach(&self.gpu().card, "chunk.memory", buffer)?;
-        }
-        Ok(list)
-    }
-
-    /// The gathered rows, as this rank's views see them: while the call goes on, and after it until the next one.
-    fn gathered(&self, call: &LinearCall, rows: &Rows, shape: Shape) -> Result<GatheredParts> {
-        let views = &self.core.views.all[rows.of.half.index()];
-        let window =
-            |span: &Span, dtype, shape| self.core.window(rows.of, span.all(), views, dtype, shape);
-        let scales = rows.scales.as_ref().map(|span| {
-            let buffer = window(span, DataType::F32, scales_shape(call)?)?;
-            Ok::<_, Error>((buffer, call.scheme))
-        });
-        Ok(GatheredParts {
-            kernel: window(&rows.values, call.input, shape)?,
-            scales: scales.transpose()?,
-            rows: call.rows.clone(),
-        })
-    }
-
     pub(crate) fn run_gather_chunk(
         &self,
         turn: &Turn,
@@ -396,6 +241,9 @@ impl Product<'_> {
         for p in 0..pieces {
             job.steps.filled(me, self.rows.of, me, p);
         }
+        if let Some(tiled) = self.tiled() {
+            return self.run_tiled(job, &tiled);
+        }
         job.fork()?;
         // All that moves is enqueued before the first product: should a product have to load something, which waits for the
         // GPU, nobody waits for this rank meanwhile.
@@ -413,6 +261,65 @@ impl Product<'_> {
             }
         }
         Ok(())
+    }
+
+    /// All rows as one product whose tiles wait, in the mode for that and if the kernel can do it.
+    fn tiled(&self) -> Option<Tiled> {
+        let core = &self.comm.core;
+        let me = core.rank();
+        let plain = |v: View<'_>, rows: usize, columns: usize| tiles::Rows {
+            address: v.address(),
+            rows,
+            columns,
+        };
+        let (weight, kernel) = (self.layer.weight.kernel(), self.a.kernel.view());
+        let dtype = kernel.dtype();
+        let can = self.plan.mode == OverlapMode::Tiles
+            && core.waiting_blocks() > 0
+            && [weight.dtype(), self.d.dtype()] == [dtype; 2]
+            && self.layer.transpose_weight
+            && self.layer.activation == Activation::None
+            && self.layer.runs.iter().all(|run| run.adapter.is_none());
+        let bias = self.layer.bias;
+        let row = bias.is_none_or(|c| c.dtype() == dtype && c.shape().len() == self.n);
+        if !(can && row) {
+            return None;
+        }
+        let k = weight.shape().columns();
+        let all = plain(kernel, kernel.shape().rows(), k);
+        let rows = self.plan.chunk(me);
+        let own = match self.own {
+            Some(own) => plain(own.kernel(), rows.len(), k),
+            None => tiles::Rows {
+                address: all.address + (rows.start * k * dtype.bytes()) as u64,
+                rows: rows.len(),
+                ..all
+            },
+        };
+        let part = |c: usize| Part {
+            rows: self.plan.chunk(c),
+            from: (c != me).then_some(c),
+        };
+        let tiled = Tiled {
+            dtype,
+            all,
+            own,
+            weight: plain(weight, self.n, k),
+            bias: bias.map(|c| c.address()),
+            out: self.d.address(),
+            parts: std::iter::once(me).chain(self.others()).map(part).collect(),
+        };
+        tiled.fits().then_some(tiled)
+    }
+
+    /// The product holds every multiprocessor while it waits. So the steps by which this rank enters the call come before it,
+    /// and what others wait for is sent by copy engines alone.
+    fn run_tiled(&self, job: &mut Job<'_>, tiled: &Tiled) -> Result<()> {
+        job.fork_behind_steps()?;
+        self.push_piece(job, 1, 0)?;
+        fill_own(job, self.rows)?;
+        let of = self.rows.of;
+        job.traced(|| "multiply".into(), || job.tiled(of, tiled))
     }
 
     /// Chunks of others, in the order in which they are multiplied.
@@ -507,19 +414,25 @@ impl Product<'_> {
 
     /// Writes own rows into every peer's half, piece by piece.
     fn push(&self, job: &mut Job<'_>, pieces: usize) -> Result<Vec<There>> {
-        let me = job.core.rank();
         let mut there = Vec::new();
         for p in 0..pieces {
-            for to in job.core.peers() {
-                self.transfer(job, (me, to), (me, pieces, p))?;
-                job.copy_flag(to, self.rows.of, me, p)?;
-            }
+            self.push_piece(job, pieces, p)?;
             for c in self.others() {
                 there.push(self.awaited(job, c, p, c)?);
             }
         }
         fill_own(job, self.rows)?;
         Ok(there)
+    }
+
+    /// Writes a piece of own rows into every peer's half.
+    fn push_piece(&self, job: &mut Job<'_>, pieces: usize, p: usize) -> Result<()> {
+        let me = job.core.rank();
+        for to in job.core.peers() {
+            self.transfer(job, (me, to), (me, pieces, p))?;
+            job.copy_flag(to, self.rows.of, me, p)?;
+        }
+        Ok(())
     }
 
     /// Rows of a chunk in the user buffer.

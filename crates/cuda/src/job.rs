@@ -219,6 +219,16 @@ impl<'a> Job<'a> {
         self.side_after(Side::Mover, &self.side_mark(Side::Waiter)?)
     }
 
+    /// The same behind the steps so far on the caller's stream, where what comes next would leave them no room.
+    pub(crate) fn fork_behind_steps(&mut self) -> Result<()> {
+        self.steps_now()?;
+        let begun = CudaMark::record(&self.core.device.card, self.stream)?;
+        self.forked = true;
+        [Side::Waiter, Side::Mover]
+            .into_iter()
+            .try_for_each(|side| self.side_after(side, &begun))
+    }
+
     fn stream_of(&self, side: Side) -> sys::CUstream {
         match side {
             Side::Mover => self.core.mover.stream,

@@ -58,14 +58,26 @@ impl KernelSet {
     /// # Errors
     /// [`Missing::Kernels`] if it is in another file.
     pub fn kernel<P: Parameters>(self: &Arc<Self>) -> Result<Kernel<P>, Missing> {
+        self.variant("")
+    }
+
+    /// One of several kernels that take `P`: what its name has behind the common part.
+    ///
+    /// # Errors
+    /// As [`kernel`](Self::kernel).
+    pub fn variant<P: Parameters>(
+        self: &Arc<Self>,
+        behind: impl AsRef<str>,
+    ) -> Result<Kernel<P>, Missing> {
+        let name = format!("{}{}", P::KERNEL, behind.as_ref());
         let elsewhere = || Missing::Kernels {
-            why: format!("{} is not in {}", P::KERNEL, self.file),
+            why: format!("{name} is not in {}", self.file),
         };
         if P::FILE != self.file {
             return Err(elsewhere());
         }
         bind(&self.context)?;
-        let name = CString::new(P::KERNEL).map_err(|_| elsewhere())?;
+        let name = CString::new(name.clone()).map_err(|_| elsewhere())?;
         // SAFETY: `module` is loaded as long as `self` lives.
         let function = unsafe { module::get_function(self.module, name) }
             .map_err(refused("cuModuleGetFunction"))?;
@@ -194,6 +206,19 @@ impl<P: Parameters> Kernel<P> {
         unsafe { sys::cuLaunchKernelEx(&config, self.function, &mut pointer, ptr::null_mut()) }
             .result()
             .map_err(refused("cuLaunchKernelEx"))
+    }
+
+    /// Lets launches ask for so much shared memory beside what the kernel declares, where it is more than 48 KiB.
+    ///
+    /// # Errors
+    /// [`Missing::Refused`] for more than the GPU has.
+    pub fn allow_shared_bytes(&self, bytes: u32) -> Result<(), Missing> {
+        use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as MOST;
+        bind(&self.set.context)?;
+        // SAFETY: the function is loaded as long as `set` lives.
+        unsafe { sys::cuFuncSetAttribute(self.function, MOST, bytes as i32) }
+            .result()
+            .map_err(refused("cuFuncSetAttribute"))
     }
 
     /// Blocks of this shape that an SM holds at once.

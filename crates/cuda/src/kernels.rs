@@ -1,6 +1,6 @@
 //! All kernels of operations, loaded when a device is opened: loading later would synchronize with waits in flight.
 
-use crate::{Kernel, KernelSet, Launch, Missing, lane::Lane};
+use crate::{Kernel, KernelSet, Launch, Missing, lane::Lane, tiles::TileKernels};
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
     ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams, MessagesParams,
@@ -26,6 +26,8 @@ pub(crate) struct Kernels {
     pub(crate) moves: Kernel<MoveParams>,
     pub(crate) reduce: Kernel<ReduceParams>,
     pub(crate) messages: Kernel<MessagesParams>,
+    /// On compute capability 9.0.
+    pub(crate) tiles: Option<TileKernels>,
     sms: u32,
 }
 
@@ -36,7 +38,11 @@ const BLOCKS_PER_SM: u32 = 8;
 
 impl Kernels {
     /// Loads everything.
-    pub(crate) fn load(context: &Arc<CudaContext>, sms: u32) -> Result<Self, Missing> {
+    pub(crate) fn load(
+        context: &Arc<CudaContext>,
+        capability: (u32, u32),
+        sms: u32,
+    ) -> Result<Self, Missing> {
         let set = |name| KernelSet::load(context, fatbin(name)?);
         let (quantize, int8) = (set("quantize")?, set("int8")?);
         Ok(Self {
@@ -53,6 +59,9 @@ impl Kernels {
             moves: set("move")?.kernel()?,
             reduce: set("reduce")?.kernel()?,
             messages: set("messages")?.kernel()?,
+            tiles: (capability == (9, 0))
+                .then(|| TileKernels::load(&set("gemm_flags")?))
+                .transpose()?,
             sms,
         })
     }

@@ -25,7 +25,7 @@ impl Opened {
             return Ok(Arc::clone(opened));
         }
         let opened = Arc::new(Self {
-            kernels: Kernels::load(context, gpu.multiprocessors)?,
+            kernels: Kernels::load(context, gpu.capability, gpu.multiprocessors)?,
             lt: Lt::open(context)?,
         });
         all.insert(gpu.ordinal, Arc::clone(&opened));

@@ -13,19 +13,35 @@ pub(crate) fn vote_on(boot: &dyn Bootstrap, config: &CommConfig, table: &Table) 
     vote(boot, "join: configuration", voted.as_bytes(), within)
 }
 
-/// Whether some ranks of the group have the same GPU.
-pub(crate) fn shares_gpu(
+/// What the ranks' GPUs are to each other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gpus {
+    /// Some ranks of the group have the same one.
+    pub(crate) shared: bool,
+    /// Every one has the kernels for [`OverlapMode::Tiles`](brigade_device::OverlapMode::Tiles).
+    pub(crate) tiles: bool,
+}
+
+/// Compares the ranks' GPUs.
+pub(crate) fn compare_gpus(
     boot: &dyn Bootstrap,
     device: &CudaDevice,
     within: Duration,
-) -> Result<bool> {
+) -> Result<Gpus> {
     let ordinal = device.info().ordinal as usize;
     let uuid = devices()?.get(ordinal).map_or([0; 16], |gpu| gpu.uuid);
-    let mut all = boot.all_gather(&uuid, within)?;
+    let tiles = device.opened.kernels.tiles.is_some();
+    let mut own = uuid.to_vec();
+    own.push(tiles.into());
+    let mut all = boot.all_gather(&own, within)?;
     let ranks = all.len();
+    let tiles = all.iter().all(|gpu| gpu.last() == Some(&1));
     all.sort_unstable();
     all.dedup();
-    Ok(all.len() < ranks)
+    Ok(Gpus {
+        shared: all.len() < ranks,
+        tiles,
+    })
 }
 
 const STEP: &str = "join: device memory";

@@ -50,6 +50,14 @@ impl CudaDevice {
     }
 }
 
+/// Multiprocessors that a launch of waiting blocks leaves to those of others, which hold `own` themselves.
+pub(crate) fn kept_for_others(device: &CudaDevice, own: &[Spinning]) -> u32 {
+    let own: u64 = own.iter().map(|spinning| spinning.share).sum();
+    let all = RESERVED.lock().get(&device.info().ordinal).copied();
+    let others = all.unwrap_or_default().saturating_sub(own);
+    (others * u64::from(device.info().sms)).div_ceil(WHOLE) as u32
+}
+
 /// What so many blocks take of a GPU with so many places.
 fn share(blocks: u64, places: u64) -> u64 {
     blocks * WHOLE / places.max(1)

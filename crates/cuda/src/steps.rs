@@ -29,7 +29,7 @@ impl Counters {
         Self { size }
     }
 
-    fn uses(of: Use) -> usize {
+    pub(crate) fn uses(of: Use) -> usize {
         1 + of.area as usize * HALVES + of.half.index()
     }
 
@@ -215,6 +215,12 @@ impl<'a> Steps<'a> {
     pub(crate) fn await_filled(&mut self, of: Use, slot: usize, piece: usize, from: usize) {
         let at = self.ring(of).arrival(of.half, slot, piece, from, ANY).word;
         self.push_wait(STEP_WAIT, Counters::uses(of), slot, from, at.index);
+    }
+
+    /// The own word that [`await_filled`](Self::await_filled) waits at.
+    pub(crate) fn filled_word(&self, of: Use, slot: usize, piece: usize, from: usize) -> u32 {
+        let at = self.ring(of).arrival(of.half, slot, piece, from, ANY).word;
+        at.index as u32
     }
 
     /// Waits for every peer's slot.

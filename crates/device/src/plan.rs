@@ -291,6 +291,9 @@ pub enum OverlapMode {
     Ring,
     /// Every rank fetches chunks from their owners.
     Pull,
+    /// Own rows are pushed to every rank, and all rows are one product, whose tiles wait for theirs. A rank whose weight, C,
+    /// activation or adapters that product does not take multiplies chunk by chunk, as with one piece.
+    Tiles,
 }
 
 impl fmt::Display for OverlapMode {
@@ -300,6 +303,7 @@ impl fmt::Display for OverlapMode {
             Self::Chunked { pieces } => write!(f, "chunked({pieces})"),
             Self::Ring => f.write_str("ring"),
             Self::Pull => f.write_str("pull"),
+            Self::Tiles => f.write_str("tiles"),
         }
     }
 }

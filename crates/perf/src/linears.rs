@@ -36,7 +36,7 @@ pub struct Linears {
     /// Shapes m,k,n: rows of all ranks, inner dimension and columns of one rank [default: six of large models]
     #[arg(long, value_name = "M,K,N", num_args = 1..)]
     shapes: Vec<Shape>,
-    /// Mode: auto, off, ring, pull, or chunked:2 for two pieces
+    /// Mode: auto, off, ring, pull, tiles, or chunked:2 for two pieces
     #[arg(long, default_value = "auto")]
     mode: Mode,
     /// Own rows lie in the user buffer already, where whoever made them has put them

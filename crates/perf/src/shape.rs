@@ -57,9 +57,10 @@ impl FromStr for Mode {
                 "off" => OverlapMode::Off,
                 "ring" => OverlapMode::Ring,
                 "pull" => OverlapMode::Pull,
+                "tiles" => OverlapMode::Tiles,
                 _ => {
                     return Err(format!(
-                        "{s}: wanted auto, off, ring, pull or chunked:<pieces>"
+                        "{s}: wanted auto, off, ring, pull, tiles or chunked:<pieces>"
                     ));
                 }
             },

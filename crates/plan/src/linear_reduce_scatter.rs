@@ -10,12 +10,15 @@ use brigade_device::{LinearCall, OverlapMode, Plan, Reason};
 pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
     // Parts exist only once their gemm is done, so there is nothing to fetch ahead of it.
     let preferred = match table.overlap {
-        OverlapMode::Pull => OverlapMode::Ring,
+        mode @ (OverlapMode::Pull | OverlapMode::Tiles) => overlap::instead(mode),
         mode => mode,
     };
     let (mode, instead_of) = overlap::choose(call, topology, preferred, |forced| {
         if call.choice == Some(OverlapMode::Pull) {
             return Err(reason::pull_twin());
+        }
+        if call.choice == Some(OverlapMode::Tiles) {
+            return Err(reason::no_engine(OverlapMode::Tiles));
         }
         capacity(call, topology)?;
         if forced {

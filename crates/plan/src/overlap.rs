@@ -72,12 +72,20 @@ fn available(topology: &Topology, preferred: OverlapMode) -> Result<OverlapMode,
     };
     [
         in_range(preferred),
-        OverlapMode::Ring,
+        instead(preferred),
         OverlapMode::Chunked { pieces: 2 },
     ]
     .into_iter()
     .find(|&mode| topology.engines.overlaps(mode))
     .ok_or_else(|| reason::no_engine(preferred))
+}
+
+/// What comes closest to a mode that cannot be had.
+pub(crate) const fn instead(mode: OverlapMode) -> OverlapMode {
+    match mode {
+        OverlapMode::Tiles => OverlapMode::Chunked { pieces: 1 },
+        _ => OverlapMode::Ring,
+    }
 }
 
 /// Whether so few bytes are worth overlapping, when nothing forces it.

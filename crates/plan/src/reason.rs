@@ -31,6 +31,8 @@ pub const NO_ENGINE: &str = "no-engine";
 pub const PIECES: &str = "pieces";
 /// Pull is a way to gather, not to scatter.
 pub const PULL_TWIN: &str = "pull-twin";
+/// Rows of which no product of waiting tiles can be made.
+pub const TILES: &str = "tiles";
 /// A type that sums are not made of.
 pub const DTYPE: &str = "dtype";
 /// The scratch memory does not hold one element for each rank.
@@ -156,6 +158,17 @@ pub(crate) fn pull_twin() -> Reason {
         PULL_TWIN,
         "pull fetches chunks that exist, and parts of sums are sent as they are made",
         "force the ring, or leave the mode to the plan",
+    )
+}
+
+pub(crate) fn tiles(call: &LinearCall) -> Reason {
+    Reason::new(
+        TILES,
+        format!(
+            "tiles are f16 or bf16 with K a multiple of 8, not {} to {} with K {} ({:?})",
+            call.input, call.output, call.k, call.scheme
+        ),
+        "force chunked, or leave the mode to the plan",
     )
 }
 

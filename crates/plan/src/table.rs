@@ -34,7 +34,7 @@ impl Table {
             one_shot_max_bytes: 512 << 10,
             gather_min_chunk_bytes: 4 << 20,
             scatter_min_chunk_bytes: 4 << 20,
-            overlap: OverlapMode::Chunked { pieces: 1 },
+            overlap: OverlapMode::Tiles,
         }
     }
 
@@ -51,6 +51,7 @@ impl Table {
             OverlapMode::Off => 0,
             OverlapMode::Ring => 1,
             OverlapMode::Pull => 2,
+            OverlapMode::Tiles => 3,
             OverlapMode::Chunked { pieces } => 1 << 16 | u64::from(*pieces),
         };
         [

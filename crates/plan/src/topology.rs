@@ -22,6 +22,8 @@ pub struct Engines {
     pub ring: bool,
     /// [`OverlapMode::Pull`].
     pub pull: bool,
+    /// [`OverlapMode::Tiles`].
+    pub tiles: bool,
     /// [`AllReduceAlgorithm::OneShotPush`].
     pub one_shot_push: bool,
     /// [`AllReduceAlgorithm::OneShotPull`].
@@ -41,6 +43,7 @@ impl Engines {
             chunked: true,
             ring: true,
             pull: true,
+            tiles: false,
             one_shot_push: false,
             one_shot_pull: true,
             two_shot: true,
@@ -49,9 +52,11 @@ impl Engines {
         }
     }
 
-    /// What the CUDA device runs: the same, so far, but parts are pushed.
-    pub const fn cuda() -> Self {
+    /// What the CUDA device runs: the same, so far, but parts are pushed; and `tiles`, where every rank has a GPU of its own
+    /// with a kernel for that.
+    pub const fn cuda(tiles: bool) -> Self {
         Self {
+            tiles,
             pushes_parts: true,
             ..Self::host()
         }
@@ -64,6 +69,7 @@ impl Engines {
             OverlapMode::Chunked { .. } => self.chunked,
             OverlapMode::Ring => self.ring,
             OverlapMode::Pull => self.pull,
+            OverlapMode::Tiles => self.tiles,
         }
     }
 
@@ -88,6 +94,7 @@ impl Engines {
             self.two_shot,
             self.nccl,
             self.pushes_parts,
+            self.tiles,
         ]
         .into_iter()
         .rev()

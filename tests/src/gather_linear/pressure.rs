@@ -6,7 +6,7 @@ use crate::{
     layer::{LoraKind, Spec},
     linear_reduce_scatter,
     suite::{Suite, World},
-    themes::modes,
+    themes::{modes, scatters},
 };
 use brigade_device::OverlapMode;
 use rand::{Rng, rngs::StdRng};
@@ -58,7 +58,10 @@ fn many_calls(world: &World, choices: &[Option<OverlapMode>], twin: bool) {
     let cases: Vec<_> = (0..CASES)
         .map(|_| {
             let spec = spec(&mut rng, world.size);
-            Case::new(&mut rng, spec)
+            // Where tiles are among the modes, every other case is one that they take.
+            let tiles = choices.iter().find(|&&c| c == Some(OverlapMode::Tiles));
+            let taken = tiles.copied().flatten().filter(|_| rng.random());
+            Case::new(&mut rng, spec.taken_by(taken))
         })
         .collect();
     let twins: Vec<_> = (0..CASES)
@@ -75,10 +78,11 @@ fn many_calls(world: &World, choices: &[Option<OverlapMode>], twin: bool) {
                 rank.dawdle(step.before);
             }
             let pause = if slow { step.after } else { 0 };
-            let plan = cases[step.case].run_slowly(rank, step.choice, pause);
-            super::assert_mode(&plan, step.choice, rank.size);
+            let case = &cases[step.case];
+            let plan = case.run_slowly(rank, step.choice, pause);
+            super::assert_mode(&plan, case.spec.choice(step.choice), rank.size);
             if twin {
-                let choice = step.choice.filter(|&mode| mode != OverlapMode::Pull);
+                let choice = step.choice.filter(|&mode| scatters(Some(mode)));
                 twins[step.case].run(rank, choice);
             }
         }

@@ -33,7 +33,7 @@ fn call<'l>(
 ) -> Result<GatherLinear<'l>> {
     let layer = case.layers[rank.rank].upload(rank);
     lease.all_gather_lora_linear(AllGatherLoraLinearParams {
-        choice,
+        choice: case.spec.choice(choice),
         ..AllGatherLoraLinearParams::new(Chunk::Resident(filled), &case.spec.rows, &layer.weight)
     })
 }

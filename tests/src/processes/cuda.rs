@@ -10,6 +10,7 @@ use std::{process::Command, sync::Arc};
 /// The GPUs of this host: rank 0 has the first.
 pub(super) struct Gpus {
     count: usize,
+    tiles: bool,
 }
 
 impl Gpus {
@@ -26,7 +27,10 @@ impl Gpus {
         if !is_rank {
             CudaDevice::new(0)?;
         }
-        Ok(Some(Self { count }))
+        Ok(Some(Self {
+            count,
+            tiles: crate::cuda::tiles()?,
+        }))
     }
 }
 
@@ -40,7 +44,7 @@ impl Devices for Gpus {
     }
 
     fn engines(&self) -> Engines {
-        Engines::cuda()
+        Engines::cuda(self.tiles)
     }
 
     /// A process on a GPU takes seconds to start. So what is about the group is tried with all GPUs, the linears with some
@@ -59,7 +63,7 @@ impl Devices for Gpus {
             [_, "all_gather" | "broadcast" | "all_to_all" | "barrier", ..] => true,
             [_, "reduce_scatter" | "capture" | KILLED, ..] => true,
             [_, "all_reduce", "auto", ..] | [_, "ledger", "gathered_rows", ..] => true,
-            [_, "gather_linear", "pull" | "ring", theme] => {
+            [_, "gather_linear", "pull" | "ring" | "tiles", theme] => {
                 matches!(*theme, "even" | "ragged" | "lora" | "resident")
             }
             [_, "linear_reduce_scatter", "ring", theme] => matches!(*theme, "even" | "ragged"),
@@ -92,7 +96,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     fn tried(count: usize) -> Vec<String> {
-        let trials = crate::processes::trials(Arc::new(Gpus { count }));
+        let trials = crate::processes::trials(Arc::new(Gpus { count, tiles: true }));
         trials.iter().map(|t| t.name().to_owned()).collect()
     }
 

@@ -1,0 +1,255 @@
+//! One product of rows that arrive part by part, by the kernel of `kernels/gemm_flags.cu`.
+
+use crate::{
+    Kernel, KernelSet, Launch, Missing,
+    driver::failed,
+    job::Job,
+    steps::{Counters, Use},
+    types,
+};
+use brigade_device::{DataType, Error, Reason, Result, Storage};
+use brigade_kernels::{GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams, MOST_PARTS};
+use cudarc::driver::sys;
+use std::{ffi::c_void, mem::MaybeUninit, ops::Range, ptr, sync::Arc};
+
+/// Columns that tiles come in.
+const WIDTHS: [usize; 4] = [256, 224, 192, 128];
+
+/// What a tile costs beside its columns, in columns.
+const TILE_OVERHEAD: usize = 2;
+
+/// Elements of the inner dimension that a box holds: 128 bytes.
+const BOX_ELEMENTS: usize = 64;
+
+/// The kernels for one type, by width.
+type ByWidth = [Kernel<GemmFlagsParams>; WIDTHS.len()];
+
+/// The kernels for f16 and bf16.
+#[derive(Debug)]
+pub(crate) struct TileKernels {
+    f16: ByWidth,
+    bf16: ByWidth,
+}
+
+impl TileKernels {
+    pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
+        let of = |dtype: &str| -> Result<ByWidth, Missing> {
+            let load = |width| -> Result<_, Missing> {
+                let kernel = set.variant(format!("_{dtype}_{width}"))?;
+                kernel.allow_shared_bytes(GEMM_SHARED_BYTES)?;
+                Ok(kernel)
+            };
+            let [a, b, c, d] = WIDTHS;
+            Ok([load(a)?, load(b)?, load(c)?, load(d)?])
+        };
+        Ok(Self {
+            f16: of("f16")?,
+            bf16: of("bf16")?,
+        })
+    }
+
+    fn of(&self, dtype: DataType) -> Option<&ByWidth> {
+        match dtype {
+            DataType::F16 => Some(&self.f16),
+            DataType::BF16 => Some(&self.bf16),
+            _ => None,
+        }
+    }
+}
+
+/// A matrix in device memory, rows of `columns` elements one after the other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows {
+    pub(crate) address: u64,
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+}
+
+/// Rows that arrive together.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    /// Among the rows of the result.
+    pub(crate) rows: Range<usize>,
+    /// Whose they are, and the slot by whose flag they are announced; `None` for own rows.
+    pub(crate) from: Option<usize>,
+}
+
+/// `out = rows weight^T + bias`.
+#[derive(Clone, Debug)]
+pub(crate) struct Tiled {
+    pub(crate) dtype: DataType,
+    /// Where rows of peers arrive.
+    pub(crate) all: Rows,
+    /// Own rows, and which of all they are.
+    pub(crate) own: Rows,
+    pub(crate) weight: Rows,
+    pub(crate) bias: Option<u64>,
+    pub(crate) out: u64,
+    /// In the order in which they are multiplied.
+    pub(crate) parts: Vec<Part>,
+}
+
+impl Tiled {
+    /// Whether the kernel takes addresses and sizes as they are.
+    pub(crate) fn fits(&self) -> bool {
+        let elements = 16 / self.dtype.bytes();
+        let aligned = |address: u64| address.is_multiple_of(16);
+        let factors = [self.all, self.own, self.weight];
+        factors.iter().all(|m| {
+            aligned(m.address)
+                && m.columns.is_multiple_of(elements)
+                && [m.rows, m.columns]
+                    .iter()
+                    .all(|&n| i32::try_from(n).is_ok())
+        }) && aligned(self.out)
+            && self.bias.is_none_or(|bias| bias.is_multiple_of(4))
+            && self.weight.rows.is_multiple_of(elements)
+            && self.parts.len() <= MOST_PARTS
+    }
+
+    fn bands(&self) -> usize {
+        let of = |part: &Part| part.rows.len().div_ceil(GEMM_ROWS as usize);
+        self.parts.iter().map(of).sum()
+    }
+}
+
+/// Which width is best for so many bands of rows: as few rounds of all multiprocessors as can be, measured in columns.
+fn best_width(bands: usize, columns: usize, sms: usize) -> usize {
+    let cost = |width: usize| {
+        let rounds = (bands * columns.div_ceil(width)).div_ceil(sms.max(1));
+        rounds * (width + TILE_OVERHEAD)
+    };
+    (0..WIDTHS.len())
+        .min_by_key(|&i| cost(WIDTHS[i]))
+        .unwrap_or(0)
+}
+
+/// How bulk copies find boxes of a matrix: `rows` rows of 128 bytes.
+fn tensor_map(matrix: &Rows, dtype: DataType, rows: u32) -> Result<[u64; 16]> {
+    use sys::{
+        CUtensorMapDataType_enum as Type, CUtensorMapFloatOOBfill_enum::*,
+        CUtensorMapInterleave_enum::*, CUtensorMapL2promotion_enum::*, CUtensorMapSwizzle_enum::*,
+    };
+    let kind = match dtype {
+        DataType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        _ => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    };
+    let sizes = [matrix.columns as u64, matrix.rows as u64];
+    let strides = [(matrix.columns * dtype.bytes()) as u64];
+    let boxes = [BOX_ELEMENTS as u32, rows];
+    let mut map = MaybeUninit::<sys::CUtensorMap>::zeroed();
+    // SAFETY: all arrays have as many elements as two dimensions ask for; the map is written by the call, and aligned by its
+    // type.
+    unsafe {
+        sys::cuTensorMapEncodeTiled(
+            map.as_mut_ptr(),
+            kind,
+            2,
+            matrix.address as *mut c_void,
+            sizes.as_ptr(),
+            strides.as_ptr(),
+            boxes.as_ptr(),
+            [1_u32; 2].as_ptr(),
+            CU_TENSOR_MAP_INTERLEAVE_NONE,
+            CU_TENSOR_MAP_SWIZZLE_128B,
+            CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    }
+    .result()
+    .map_err(failed("cuTensorMapEncodeTiled"))?;
+    // SAFETY: 128 bytes without holes, all of them set.
+    Ok(unsafe { ptr::read(map.as_ptr().cast()) })
+}
+
+impl Job<'_> {
+    /// Enqueues the product, whose tiles wait for the flags of `of`.
+    pub(crate) fn tiled(&self, of: Use, p: &Tiled) -> Result<()> {
+        let core = self.core;
+        let columns = p.weight.rows;
+        if columns == 0 || p.bands() == 0 {
+            return Ok(());
+        }
+        let kernels = core.device.opened.kernels.tiles.as_ref();
+        let Some(kernels) = kernels.and_then(|k| k.of(p.dtype)) else {
+            return Err(Reason::new(
+                "tiles",
+                format!("this GPU has no kernel for tiles of {}", p.dtype),
+                "force another mode",
+            )
+            .into());
+        };
+        let sms = core.waiting_blocks() as usize;
+        let chosen = best_width(p.bands(), columns, sms);
+        let width = WIDTHS[chosen];
+        let (layout, steps) = (core.control.layout(), core.steps());
+        let mut parameters = GemmFlagsParams {
+            rows_map: tensor_map(&p.all, p.dtype, GEMM_ROWS)?,
+            // Without own rows nobody looks at their map.
+            own_map: tensor_map(
+                if p.own.rows > 0 { &p.own } else { &p.all },
+                p.dtype,
+                GEMM_ROWS,
+            )?,
+            weight_map: tensor_map(&p.weight, p.dtype, width as u32)?,
+            base: core.memory.symmetric.base(),
+            stride: core.memory.symmetric.stride() as u64,
+            state: core.memory.state.address(),
+            report: core.memory.report.address(),
+            deadline_ns: types::nanoseconds(core.config.deadline),
+            first_deadline_ns: types::nanoseconds(core.config.first_deadline),
+            bias: p.bias.unwrap_or(0),
+            rank: core.rank() as u32,
+            size: core.size() as u32,
+            operation: self.kind.operation as u32,
+            signature: self.kind.signature,
+            barrier: layout.barrier.base as u32,
+            stop: layout.abort.base as u32,
+            collective: u32::from(self.kind.collective),
+            counter: Counters::uses(of) as u32,
+            columns: columns as u32,
+            inner: p.weight.columns as u32,
+            column_tiles: columns.div_ceil(width) as u32,
+            parts: p.parts.len() as u32,
+            ..GemmFlagsParams::default()
+        };
+        let mut tiles = 0;
+        for (i, part) in p.parts.iter().enumerate() {
+            let rows = &part.rows;
+            parameters.part_out[i] = p.out + (rows.start * columns * p.dtype.bytes()) as u64;
+            parameters.part_rows[i] = rows.len() as u32;
+            parameters.part_first[i] = tiles;
+            if let Some(from) = part.from {
+                parameters.part_row[i] = rows.start as u32;
+                parameters.part_word[i] = steps.filled_word(of, from, 0, from);
+                parameters.part_peer[i] = from as u32;
+            }
+            tiles += rows.len().div_ceil(GEMM_ROWS as usize) as u32 * parameters.column_tiles;
+        }
+        parameters.tiles = tiles;
+        let shape = Launch {
+            shared_bytes: GEMM_SHARED_BYTES,
+            ..Launch::grid(tiles.min(sms as u32), GEMM_THREADS)
+        };
+        // SAFETY: rows, weight, bias and result lie in buffers of the call, which its `run` keeps, or in the group's memory.
+        unsafe { kernels[chosen].launch(self.stream, shape, parameters) }.map_err(Error::from)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_as_wide_as_leaves_the_least_idle() {
+        let width = |rows: usize, columns| WIDTHS[best_width(rows / 128, columns, 132)];
+        // One round of 192 columns, not one of 256.
+        assert_eq!(width(512, 6144), 192);
+        // 3.9 rounds of 224 columns, where 256 would take 3.4, and so 4.
+        assert_eq!(width(2048, 7168), 224);
+        assert_eq!(width(8192, 2560), 256);
+        // Where rounds cost the same, fewer tiles do.
+        assert_eq!(width(128, 128), 128);
+        assert_eq!(best_width(0, 0, 0), 0);
+    }
+}
