@@ -208,8 +208,17 @@ impl Core {
         kept.map(|kept| sms - kept)
     }
 
+    /// Whether products of this group may be of tiles that wait.
+    pub(crate) fn has_tiles(&self) -> bool {
+        self.size() > 1 && self.topology.engines.tiles
+    }
+
     /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need is left free.
+    /// None while another one has tiles that wait, too.
     pub(crate) fn waiting_blocks(&self) -> u32 {
+        if quiet::others_have_tiles(self) {
+            return 0;
+        }
         let sms = self.product_sms().unwrap_or(self.device.info().sms);
         let kept = residency::kept_for_others(&self.device, &self.spinning);
         u32::from(sms).saturating_sub(kept)

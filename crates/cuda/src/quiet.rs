@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest that a load waits where ranks share a GPU.
+/// Longest that a load waits where ranks share a GPU, or several groups have it.
 const SHARING: Duration = Duration::from_millis(50);
 
 /// Communicators of this process on each GPU.
@@ -26,10 +26,11 @@ type Remains = (Arc<GroupMemory>, Arc<Card>);
 /// Waits until the work of all communicators on a GPU is done: before something is loaded there. Loading waits for the GPU, and
 /// whoever calls the driver meanwhile waits with it, peers of this process too, for whom the GPU's kernels may be waiting.
 ///
-/// Where several ranks of a group share the GPU, they may be waiting for this very rank: then not for long.
+/// Where several ranks of a group share the GPU, they may be waiting for this very rank, and another group's work for a rank
+/// that waits here as this one does: then not for long.
 pub(crate) fn quiet(ordinal: usize) {
     let cores = alive(ordinal);
-    let patience = if cores.iter().any(|core| core.shares) {
+    let patience = if cores.len() > 1 || cores.iter().any(|core| core.shares) {
         SHARING
     } else {
         let longest = cores.iter().map(|core| core.config.first_deadline).max();
@@ -47,6 +48,14 @@ fn alive(ordinal: usize) -> Vec<Arc<Core>> {
     let list = here.entry(ordinal).or_default();
     list.retain(|core| core.strong_count() > 0);
     list.iter().filter_map(Weak::upgrade).collect()
+}
+
+/// Whether another communicator of this process on the same GPU may hold all of it with tiles that wait. Two of them would
+/// each keep the other's steps from their peers.
+pub(crate) fn others_have_tiles(core: &Core) -> bool {
+    let all = alive(core.device.card.context.ordinal());
+    all.iter()
+        .any(|other| !std::ptr::eq(Arc::as_ptr(other), core) && other.has_tiles())
 }
 
 /// From here on, loads on this communicator's GPU wait for it.
