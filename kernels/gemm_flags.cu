@@ -5,8 +5,12 @@
 // 64 rows of a tile each; a ring of stages in shared memory lies between them. The inner dimension is walked in the same order
 // for every tile, so results do not depend on how rows were cut into parts, or on when they came.
 //
+// Adapters are more of the inner dimension. Before the tiles of a part come narrow ones, which make `low`: rows times the
+// adapters' first factors. Every tile ends with a product of its rows of `low` and the second factors. A narrow tile waits for
+// its part alone and comes before all that wait for it, so each is done by a block that is on its way already.
+//
 // The split into loading and multiplying warps is CUTLASS's (its warp-specialized cooperative kernels); flags in front of tiles
-// are after FLUX and TileLink.
+// are after FLUX and TileLink; adapters by runs of rows after Punica and S-LoRA.
 #include "steps.cuh"
 #include "wgmma.cuh"
 #include <type_traits>
@@ -32,18 +36,47 @@ constexpr uint32_t stages = (GEMM_SHARED_BYTES - 1024 - 128) / stage_bytes<COLUM
 
 struct Tile {
   uint32_t part, band, column;
+  bool narrow;
 };
+
+__device__ __forceinline__ uint32_t bands_of(const Parameters& p, uint32_t part) {
+  return (p.part_rows[part] + tile_rows - 1) / tile_rows;
+}
 
 // Tiles of some bands are neighbours, so that what is in flight together has rows and columns in common.
 __device__ __forceinline__ Tile tile_of(const Parameters& p, uint32_t t, uint32_t tile_columns) {
   uint32_t part = 0;
   while (part + 1 < p.parts && t >= p.part_first[part + 1]) ++part;
   t -= p.part_first[part];
-  const uint32_t bands = (p.part_rows[part] + tile_rows - 1) / tile_rows;
+  const uint32_t bands = bands_of(p, part);
+  if (p.low_columns != 0) {
+    if (t < bands) return {part, t, 0, true};
+    t -= bands;
+  }
   const uint32_t together = t / (bands_together * p.column_tiles), in = t % (bands_together * p.column_tiles);
   const uint32_t left = bands - together * bands_together, height = left < bands_together ? left : bands_together;
-  return {part, together * bands_together + in % height, in / height * tile_columns};
+  return {part, together * bands_together + in % height, in / height * tile_columns, false};
 }
+
+// The word that says that a band's part of `low` is there.
+__device__ __forceinline__ uint32_t* low_flag(const Parameters& p, uint32_t part, uint32_t band) {
+  uint32_t before = 0;
+  for (uint32_t i = 0; i < part; ++i) before += bands_of(p, i);
+  return reinterpret_cast<uint32_t*>(p.low_flags) + before + band;
+}
+
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_gpu(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+// The two groups that multiply, and not the one that loads.
+__device__ __forceinline__ void both_groups_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 // Waits for the rows of a part. False if the group was stopped: the product goes on, and its result is poisoned.
 __device__ inline bool wait_for_part(const Parameters& p, const Group& g, uint32_t part) {
@@ -54,12 +87,30 @@ __device__ inline bool wait_for_part(const Parameters& p, const Group& g, uint32
   return false;
 }
 
+// Which stage of the ring comes next, and in which round.
+template <uint32_t COLUMNS>
+struct Ring {
+  uint32_t stage = 0, phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == stages<COLUMNS>) stage = 0, phase ^= 1;
+  }
+};
+
 // Loads what the tiles need, stage after stage.
 template <uint32_t COLUMNS>
 __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty) {
   const Group g = group_of(p, p.signature);
+  Ring<COLUMNS> ring;
+  const auto load_stage = [&](const void* rows, uint32_t row, const void* columns, uint32_t column, uint32_t k, uint32_t bytes) {
+    barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+    const uint32_t at = base + ring.stage * stage_bytes<COLUMNS>, barrier = full + 8 * ring.stage;
+    barrier_expect(barrier, bytes);
+    load_box(at, rows, k, row, barrier);
+    load_box(at + rows_bytes, columns, k, column, barrier);
+    ring.next();
+  };
   bool waits = true;
-  uint32_t seen = 0, stage = 0, phase = 0;
+  uint32_t seen = 0;
   for (uint32_t t = blockIdx.x; t < p.tiles; t += gridDim.x) {
     const Tile tile = tile_of(p, t, COLUMNS);
     const bool own = p.part_word[tile.part] == 0;
@@ -68,16 +119,22 @@ __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, u
       bulk_copies_follow();
       seen |= 1u << tile.part;
     }
-    const void* map = own ? p.own_map : p.rows_map;
+    const void* rows = own ? p.own_map : p.rows_map;
     const uint32_t row = p.part_row[tile.part] + tile.band * tile_rows;
-    for (uint32_t k = 0; k < p.inner; k += inner) {
-      barrier_wait(empty + 8 * stage, phase ^ 1);
-      const uint32_t at = base + stage * stage_bytes<COLUMNS>, barrier = full + 8 * stage;
-      barrier_expect(barrier, stage_bytes<COLUMNS>);
-      load_box(at, map, k, row, barrier);
-      load_box(at + rows_bytes, p.weight_map, k, tile.column, barrier);
-      if (++stage == stages<COLUMNS>) stage = 0, phase ^= 1;
+    if (tile.narrow) {
+      for (uint32_t k = 0; k < p.inner; k += inner) load_stage(rows, row, p.down_map, 0, k, stage_bytes<GEMM_LOW_COLUMNS>);
+      continue;
     }
+    for (uint32_t k = 0; k < p.inner; k += inner) {
+      load_stage(rows, row, p.weight_map, tile.column, k, stage_bytes<COLUMNS>);
+    }
+    if (p.low_columns == 0) continue;
+    const uint32_t* there = low_flag(p, tile.part, tile.band);
+    while (load_acquire_gpu(there) == 0) {
+    }
+    bulk_copies_follow();
+    const uint32_t out_row = p.part_out_row[tile.part] + tile.band * tile_rows;
+    load_stage(p.low_map, out_row, p.up_map, tile.column, 0, stage_bytes<COLUMNS>);
   }
 }
 
@@ -143,35 +200,79 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
   }
 }
 
+// Rounds a narrow tile's sums, times the factors of their runs, into `low`, and zeros between them.
+template <typename T>
+__device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t first_row, float (&sums)[GEMM_LOW_COLUMNS / 2]) {
+  const uint32_t lane = threadIdx.x % 32, rows = p.part_rows[tile.part];
+  for (uint32_t half = 0; half < 2; ++half) {
+    const uint32_t row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
+    if (row >= rows) continue;
+    const uint32_t out_row = p.part_out_row[tile.part] + row;
+    uint32_t first = 0, width = 0;
+    float scale = 0;
+    for (uint32_t run = 0; run < p.runs; ++run) {
+      if (out_row - p.run_row[run] < p.run_rows[run]) first = p.run_column[run], width = p.run_width[run], scale = p.run_scale[run];
+    }
+#pragma unroll
+    for (uint32_t block = 0; block < GEMM_LOW_COLUMNS / 8; ++block) {
+      const uint32_t column = 8 * block + 2 * (lane % 4);
+      if (column >= p.low_columns) continue;
+      const auto value = [&](uint32_t i) {
+        const float sum = half == 0 ? sums[4 * block + i] : sums[4 * block + 2 + i];
+        return column + i - first < width ? __fmul_rn(scale, sum) : 0.0f;
+      };
+      const uint64_t at = uint64_t(out_row) * p.low_columns + column;
+      *reinterpret_cast<uint32_t*>(p.low + at * sizeof(T)) = rounded<T>(value(0), value(1));
+    }
+  }
+}
+
 // Multiplies what was loaded.
 template <typename T, uint32_t COLUMNS>
 __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty) {
   const uint32_t half = threadIdx.x / 128 - 1;
-  uint32_t stage = 0, phase = 0;
-  float sums[COLUMNS / 2];
-  for (uint32_t t = blockIdx.x; t < p.tiles; t += gridDim.x) {
-    const Tile tile = tile_of(p, t, COLUMNS);
+  const bool leads = threadIdx.x % 128 == 0;
+  Ring<COLUMNS> ring;
+  // One tile of so many stages. Boxes are zero beyond the end of the inner dimension.
+  const auto sum_up = [&](auto& sums, uint32_t steps) {
     uint32_t before = 0;
-    for (uint32_t k = 0; k < p.inner; k += inner) {
-      barrier_wait(full + 8 * stage, phase);
-      const uint32_t at = base + stage * stage_bytes<COLUMNS>;
+    for (uint32_t step = 0; step < steps; ++step) {
+      barrier_wait(full + 8 * ring.stage, ring.phase);
+      const uint32_t at = base + ring.stage * stage_bytes<COLUMNS>;
       const uint64_t a = inner_major(at + half * 64 * row_bytes), b = inner_major(at + rows_bytes);
       products_begin();
       // 16 elements are 32 bytes, and descriptors count in 16.
 #pragma unroll
-      for (uint32_t i = 0; i < inner / 16; ++i) product(T{}, sums, a + 2 * i, b + 2 * i, i > 0 || k > 0);
+      for (uint32_t i = 0; i < inner / 16; ++i) product(T{}, sums, a + 2 * i, b + 2 * i, i > 0 || step > 0);
       products_commit();
       // The stage before is free once its products are through; this one's go on meanwhile.
-      if (k > 0) {
+      if (step > 0) {
         products_wait<1>();
-        if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * before);
+        if (leads) barrier_arrive(empty + 8 * before);
       }
-      before = stage;
-      if (++stage == stages<COLUMNS>) stage = 0, phase ^= 1;
+      before = ring.stage;
+      ring.next();
     }
     products_wait<0>();
-    if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * before);
-    write_tile<T, COLUMNS>(p, tile, tile.band * tile_rows + half * 64, sums);
+    if (leads) barrier_arrive(empty + 8 * before);
+  };
+  const uint32_t steps = (p.inner + inner - 1) / inner;
+  for (uint32_t t = blockIdx.x; t < p.tiles; t += gridDim.x) {
+    const Tile tile = tile_of(p, t, COLUMNS);
+    const uint32_t first_row = tile.band * tile_rows + half * 64;
+    if (tile.narrow) {
+      float sums[GEMM_LOW_COLUMNS / 2];
+      sum_up(sums, steps);
+      write_low<T>(p, tile, first_row, sums);
+      __threadfence();
+      bulk_copies_follow();
+      both_groups_meet();
+      if (threadIdx.x == 128) store_release_gpu(low_flag(p, tile.part, tile.band), 1);
+      continue;
+    }
+    float sums[COLUMNS / 2];
+    sum_up(sums, p.low_columns != 0 ? steps + 1 : steps);
+    write_tile<T, COLUMNS>(p, tile, first_row, sums);
   }
 }
 

@@ -90,6 +90,9 @@ __device__ __forceinline__ void products_wait() {
                : "l"(a), "l"(b), "r"(int(adds)))
 
 #define BRIGADE_PRODUCTS(NAME, TYPE)                                                                                  \
+  __device__ __forceinline__ void product(NAME, float(&d)[32], uint64_t a, uint64_t b, bool adds) {                   \
+    BRIGADE_PRODUCT(TYPE, 64, BRIGADE_R0, "32", "33", "34", BRIGADE_D32(0));                                          \
+  }                                                                                                                   \
   __device__ __forceinline__ void product(NAME, float(&d)[64], uint64_t a, uint64_t b, bool adds) {                   \
     BRIGADE_PRODUCT(TYPE, 128, BRIGADE_R0 BRIGADE_R32, "64", "65", "66", BRIGADE_D32(0), BRIGADE_D32(32));            \
   }                                                                                                                   \

@@ -8,8 +8,10 @@ use crate::{
     comm::CudaComm,
     gathered::Rows,
     job::{Job, Side},
+    linear::adds_something,
     mark::CudaMark,
-    tiles::{self, Part, Tiled},
+    memory::{check_reach, overlap},
+    tiles::{self, Part, Run, Tiled},
 };
 use brigade_device::{
     Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, GatherLinearParts,
@@ -213,6 +215,43 @@ impl Layer<'_> {
     }
 }
 
+impl Layer<'_> {
+    /// What weight, C and adapters lie in, by the names of parameters.
+    fn buffers(&self) -> Vec<(&'static str, Buffer)> {
+        let adapters = self.runs.iter().filter_map(|run| run.adapter);
+        let mut list = vec![("weight.memory", self.weight.kernel().retain())];
+        list.extend(self.bias.map(|c| ("bias.memory", c.retain())));
+        list.extend(
+            adapters.flat_map(|lora| [lora.a, lora.b].map(|v| ("runs.adapter", v.retain()))),
+        );
+        list
+    }
+
+    /// Runs of rows to which an adapter adds something; `None` if one is of another type.
+    fn adapters(&self, dtype: DataType) -> Option<Vec<Run>> {
+        let mut end = 0;
+        let mut list = Vec::new();
+        for run in self.runs {
+            let rows = end..end + run.rows;
+            end = rows.end;
+            let Some(lora) = run.adapter.filter(|_| adds_something(run)) else {
+                continue;
+            };
+            if [lora.a.dtype(), lora.b.dtype()] != [dtype; 2] {
+                return None;
+            }
+            list.push(Run {
+                rows,
+                first: lora.a.address(),
+                second: lora.b.address(),
+                width: lora.a.shape().columns(),
+                scale: lora.scale,
+            });
+        }
+        Some(list)
+    }
+}
+
 /// The product of one call.
 struct Product<'a> {
     comm: &'a CudaComm,
@@ -241,7 +280,7 @@ impl Product<'_> {
         for p in 0..pieces {
             job.steps.filled(me, self.rows.of, me, p);
         }
-        if let Some(tiled) = self.tiled() {
+        if let Some(tiled) = self.tiled()? {
             return self.run_tiled(job, &tiled);
         }
         job.fork()?;
@@ -264,7 +303,7 @@ impl Product<'_> {
     }
 
     /// All rows as one product whose tiles wait, in the mode for that and if the kernel can do it.
-    fn tiled(&self) -> Option<Tiled> {
+    fn tiled(&self) -> Result<Option<Tiled>> {
         let core = &self.comm.core;
         let me = core.rank();
         let plain = |v: View<'_>, rows: usize, columns: usize| tiles::Rows {
@@ -278,12 +317,23 @@ impl Product<'_> {
             && core.waiting_blocks() > 0
             && [weight.dtype(), self.d.dtype()] == [dtype; 2]
             && self.layer.transpose_weight
-            && self.layer.activation == Activation::None
-            && self.layer.runs.iter().all(|run| run.adapter.is_none());
+            && self.layer.activation == Activation::None;
         let bias = self.layer.bias;
         let row = bias.is_none_or(|c| c.dtype() == dtype && c.shape().len() == self.n);
-        if !(can && row) {
-            return None;
+        let Some(runs) = self.layer.adapters(dtype).filter(|_| can && row) else {
+            return Ok(None);
+        };
+        let buffers = self.layer.buffers();
+        let read = buffers.iter().map(|(_, buffer)| buffer);
+        // D is written while its factors are still read.
+        if read
+            .chain(self.rows.source.iter().flatten())
+            .any(|b| overlap(b, self.d))
+        {
+            return Ok(None);
+        }
+        for (field, buffer) in &buffers {
+            check_reach(&self.comm.gpu().card, field, buffer)?;
         }
         let k = weight.shape().columns();
         let all = plain(kernel, kernel.shape().rows(), k);
@@ -308,8 +358,10 @@ impl Product<'_> {
             bias: bias.map(|c| c.address()),
             out: self.d.address(),
             parts: std::iter::once(me).chain(self.others()).map(part).collect(),
+            runs,
+            buffers: buffers.into_iter().map(|(_, buffer)| buffer).collect(),
         };
-        tiled.fits().then_some(tiled)
+        Ok(Some(tiled).filter(Tiled::fits))
     }
 
     /// The product holds every multiprocessor while it waits. So the steps by which this rank enters the call come before it,

@@ -3,9 +3,9 @@
 use crate::{Kernel, KernelSet, Launch, Missing, lane::Lane, tiles::TileKernels};
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
-    ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams, MessagesParams,
-    MoveParams, PackParams, Parameters, QuantizeParams, QuantizeRowsParams, ReduceParams,
-    StepsParams, TransposeParams, fatbin,
+    AdaptersParams, ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams,
+    MessagesParams, MoveParams, PackParams, Parameters, QuantizeParams, QuantizeRowsParams,
+    ReduceParams, StepsParams, TransposeParams, fatbin,
 };
 use cudarc::driver::CudaContext;
 use std::sync::Arc;
@@ -26,6 +26,7 @@ pub(crate) struct Kernels {
     pub(crate) moves: Kernel<MoveParams>,
     pub(crate) reduce: Kernel<ReduceParams>,
     pub(crate) messages: Kernel<MessagesParams>,
+    pub(crate) adapters: Kernel<AdaptersParams>,
     /// On compute capability 9.0.
     pub(crate) tiles: Option<TileKernels>,
     sms: u32,
@@ -59,6 +60,7 @@ impl Kernels {
             moves: set("move")?.kernel()?,
             reduce: set("reduce")?.kernel()?,
             messages: set("messages")?.kernel()?,
+            adapters: set("adapters")?.kernel()?,
             tiles: (capability == (9, 0))
                 .then(|| TileKernels::load(&set("gemm_flags")?))
                 .transpose()?,

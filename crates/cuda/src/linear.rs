@@ -386,7 +386,7 @@ fn no_algorithm(shape: &GemmShape) -> Reason {
 }
 
 /// Whether a run changes its rows.
-fn adds_something(run: &LoraRun<'_>) -> bool {
+pub(crate) fn adds_something(run: &LoraRun<'_>) -> bool {
     run.rows > 0
         && run
             .adapter

@@ -4,11 +4,15 @@ use crate::{
     Kernel, KernelSet, Launch, Missing,
     driver::failed,
     job::Job,
+    kernels::blocks_for,
     steps::{Counters, Use},
     types,
 };
-use brigade_device::{DataType, Error, Reason, Result, Storage};
-use brigade_kernels::{GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams, MOST_PARTS};
+use brigade_device::{Buffer, DataType, Error, Reason, Result, Storage};
+use brigade_kernels::{
+    AdaptersParams, GEMM_LOW_COLUMNS, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams,
+    MOST_PARTS, MOST_RUNS,
+};
 use cudarc::driver::sys;
 use std::{ffi::c_void, mem::MaybeUninit, ops::Range, ptr, sync::Arc};
 
@@ -74,7 +78,19 @@ pub(crate) struct Part {
     pub(crate) from: Option<usize>,
 }
 
-/// `out = rows weight^T + bias`.
+/// Rows of the result with an adapter.
+#[derive(Clone, Debug)]
+pub(crate) struct Run {
+    pub(crate) rows: Range<usize>,
+    /// Address of `[inner, width]`.
+    pub(crate) first: u64,
+    /// Address of `[width, columns]`.
+    pub(crate) second: u64,
+    pub(crate) width: usize,
+    pub(crate) scale: f32,
+}
+
+/// `out = rows weight^T + bias`, and adapters.
 #[derive(Clone, Debug)]
 pub(crate) struct Tiled {
     pub(crate) dtype: DataType,
@@ -87,6 +103,22 @@ pub(crate) struct Tiled {
     pub(crate) out: u64,
     /// In the order in which they are multiplied.
     pub(crate) parts: Vec<Part>,
+    pub(crate) runs: Vec<Run>,
+    /// What weight, bias and adapters lie in.
+    pub(crate) buffers: Vec<Buffer>,
+}
+
+/// Adapters as the kernel takes them.
+struct Low {
+    /// All first factors, transposed: `[columns of all, inner]`.
+    down: Rows,
+    /// All second factors, transposed: `[columns, stride]`.
+    up: Rows,
+    /// Rows times first factors.
+    low: Rows,
+    flags: u64,
+    /// What holds all of these.
+    memory: Buffer,
 }
 
 impl Tiled {
@@ -105,6 +137,13 @@ impl Tiled {
             && self.bias.is_none_or(|bias| bias.is_multiple_of(4))
             && self.weight.rows.is_multiple_of(elements)
             && self.parts.len() <= MOST_PARTS
+            && self.runs.len() <= MOST_RUNS
+            && self.low_columns() <= GEMM_LOW_COLUMNS as usize
+    }
+
+    /// Columns that all adapters have between their factors.
+    fn low_columns(&self) -> usize {
+        self.runs.iter().map(|run| run.width).sum()
     }
 
     fn bands(&self) -> usize {
@@ -179,6 +218,7 @@ impl Job<'_> {
             )
             .into());
         };
+        let low = self.low(p)?;
         let sms = core.waiting_blocks() as usize;
         let chosen = best_width(p.bands(), columns, sms);
         let width = WIDTHS[chosen];
@@ -213,26 +253,112 @@ impl Job<'_> {
             parts: p.parts.len() as u32,
             ..GemmFlagsParams::default()
         };
+        if let Some(low) = &low {
+            parameters.down_map = tensor_map(&low.down, p.dtype, GEMM_LOW_COLUMNS)?;
+            parameters.low_map = tensor_map(&low.low, p.dtype, GEMM_ROWS)?;
+            parameters.up_map = tensor_map(&low.up, p.dtype, width as u32)?;
+            parameters.low = low.low.address;
+            parameters.low_flags = low.flags;
+            parameters.low_columns = low.low.columns as u32;
+            parameters.runs = p.runs.len() as u32;
+            let mut column = 0;
+            for (i, run) in p.runs.iter().enumerate() {
+                parameters.run_row[i] = run.rows.start as u32;
+                parameters.run_rows[i] = run.rows.len() as u32;
+                parameters.run_column[i] = column;
+                parameters.run_width[i] = run.width as u32;
+                parameters.run_scale[i] = run.scale;
+                column += run.width as u32;
+            }
+        }
+        // A narrow tile for each band, where there are adapters.
+        let in_band = parameters.column_tiles + u32::from(low.is_some());
         let mut tiles = 0;
         for (i, part) in p.parts.iter().enumerate() {
             let rows = &part.rows;
             parameters.part_out[i] = p.out + (rows.start * columns * p.dtype.bytes()) as u64;
             parameters.part_rows[i] = rows.len() as u32;
+            parameters.part_out_row[i] = rows.start as u32;
             parameters.part_first[i] = tiles;
             if let Some(from) = part.from {
                 parameters.part_row[i] = rows.start as u32;
                 parameters.part_word[i] = steps.filled_word(of, from, 0, from);
                 parameters.part_peer[i] = from as u32;
             }
-            tiles += rows.len().div_ceil(GEMM_ROWS as usize) as u32 * parameters.column_tiles;
+            tiles += rows.len().div_ceil(GEMM_ROWS as usize) as u32 * in_band;
         }
         parameters.tiles = tiles;
         let shape = Launch {
             shared_bytes: GEMM_SHARED_BYTES,
             ..Launch::grid(tiles.min(sms as u32), GEMM_THREADS)
         };
-        // SAFETY: rows, weight, bias and result lie in buffers of the call, which its `run` keeps, or in the group's memory.
-        unsafe { kernels[chosen].launch(self.stream, shape, parameters) }.map_err(Error::from)
+        let made = low.iter().map(|low| &low.memory);
+        let kept: Vec<_> = p.buffers.iter().chain(made).collect();
+        self.lane.run(&kept, |stream| {
+            // SAFETY: rows and result lie in buffers of the call, which its `run` keeps, or in the group's memory; this `run`
+            // keeps the rest.
+            unsafe { kernels[chosen].launch(stream, shape, parameters) }.map_err(Error::from)
+        })
+    }
+
+    /// Lays the adapters out, if there are any.
+    fn low(&self, p: &Tiled) -> Result<Option<Low>> {
+        if p.runs.is_empty() {
+            return Ok(None);
+        }
+        let (used, bytes) = (p.low_columns(), p.dtype.bytes());
+        let stride = used.next_multiple_of(16 / bytes);
+        let (rows, columns, inner) = (p.all.rows, p.weight.rows, p.weight.columns);
+        let mut end = 0;
+        let starts = [
+            used * inner * bytes,
+            columns * stride * bytes,
+            rows * stride * bytes,
+            p.bands() * size_of::<u32>(),
+        ]
+        .map(|bytes| {
+            let start = end;
+            end = (start + bytes).next_multiple_of(128);
+            start as u64
+        });
+        let core = self.core;
+        let memory = core.device.scratch(self.lane, DataType::U8, &[end])?;
+        let [down, up, low, flags] = starts.map(|start| memory.address() + start);
+        let mut parameters = AdaptersParams {
+            down,
+            up,
+            flags,
+            flag_count: p.bands() as u64,
+            inner: inner as u64,
+            columns: columns as u64,
+            stride: stride as u64,
+            count: p.runs.len() as u64,
+            ..AdaptersParams::default()
+        };
+        let mut column = 0;
+        for (i, run) in p.runs.iter().enumerate() {
+            parameters.first[i] = run.first;
+            parameters.second[i] = run.second;
+            parameters.column[i] = column;
+            parameters.width[i] = run.width as u32;
+            column += run.width as u32;
+        }
+        let kernels = &core.device.opened.kernels;
+        let blocks = blocks_for((inner + columns) * used);
+        // SAFETY: factors lie in buffers of the call, the rest in the memory just taken.
+        unsafe { kernels.launch(&kernels.adapters, self.lane, &[&memory], blocks, parameters)? };
+        let of = |address, rows, columns| Rows {
+            address,
+            rows,
+            columns,
+        };
+        Ok(Some(Low {
+            down: of(down, used, inner),
+            up: of(up, columns, stride),
+            low: of(low, rows, stride),
+            flags,
+            memory,
+        }))
     }
 }
 

@@ -33,6 +33,10 @@ constants! {
     GEMM_SHARED_BYTES: u32 = 230_400;
     /// Parts of rows that one launch waits for.
     MOST_PARTS: usize = 32;
+    /// Columns that all adapters of such a product have between their factors.
+    GEMM_LOW_COLUMNS: u32 = 64;
+    /// Runs of rows with an adapter in one launch.
+    MOST_RUNS: usize = 16;
 
     /// Words of a rank's own state: which generation of the communicator it is in.
     STATE_GENERATION: usize = 0;

@@ -491,7 +491,36 @@ parameters! {
         bytes: [u64; 32],
     }
 
-    /// A product whose tiles wait for the flags of their rows: `out = rows weight^T + bias`.
+    /// Lays adapters out for `brigade_gemm_flags`: side by side, and both factors by the dimension that is summed over.
+    AdaptersParams of "brigade_adapters" in "adapters" {
+        /// Device address of `[columns of all, inner]`: the first factors, transposed.
+        down: u64,
+        /// Device address of `[columns, stride]`: the second factors, transposed; zero beyond the columns of all.
+        up: u64,
+        /// Device address of words that become zero.
+        flags: u64,
+        /// How many.
+        flag_count: u64,
+        /// Rows of first factors.
+        inner: u64,
+        /// Columns of second factors.
+        columns: u64,
+        /// Elements from one row of `up` to the next.
+        stride: u64,
+        /// How many adapters.
+        count: u64,
+        /// Device address of each first factor, `[inner, width]`.
+        first: [u64; 16],
+        /// Device address of each second factor, `[width, columns]`.
+        second: [u64; 16],
+        /// Where the columns of each begin.
+        column: [u32; 16],
+        /// How many it has.
+        width: [u32; 16],
+    }
+
+    /// A product whose tiles wait for the flags of their rows: `out = rows weight^T + bias`, and of some runs of rows,
+    /// rounded, `scale rows down^T`, times `up^T`.
     GemmFlagsParams of "brigade_gemm_flags" in "gemm_flags" {
         /// The tensor map of all rows, as they arrive.
         rows_map: [u64; 16],
@@ -499,6 +528,12 @@ parameters! {
         own_map: [u64; 16],
         /// That of the weight, `[columns, inner]`.
         weight_map: [u64; 16],
+        /// That of `[low columns, inner]`.
+        down_map: [u64; 16],
+        /// That of rows times `down`.
+        low_map: [u64; 16],
+        /// That of `[columns, low columns]`.
+        up_map: [u64; 16],
         /// Where this rank reaches the memory of rank 0.
         base: u64,
         /// From one rank's memory to the next's.
@@ -513,6 +548,10 @@ parameters! {
         first_deadline_ns: u64,
         /// Device address of one row, or 0.
         bias: u64,
+        /// Device address of rows times `down`, all rows of the result.
+        low: u64,
+        /// Device address of a word for each band of rows of each part, which becomes 1 when its part of `low` is there.
+        low_flags: u64,
         /// Zero.
         reserved: u64,
         /// This rank.
@@ -541,12 +580,28 @@ parameters! {
         column_tiles: u32,
         /// How many parts.
         parts: u32,
+        /// Columns of `low`, a multiple of 8; 0 without adapters.
+        low_columns: u32,
+        /// How many runs have an adapter.
+        runs: u32,
         /// Zero.
-        padding: [u32; 3],
+        padding: [u32; 13],
+        /// Row of the result where each run begins.
+        run_row: [u32; 16],
+        /// Its rows.
+        run_rows: [u32; 16],
+        /// Its adapter's first column of `low`.
+        run_column: [u32; 16],
+        /// How many that has.
+        run_width: [u32; 16],
+        /// Its factor.
+        run_scale: [f32; 16],
         /// Where the rows of each part go.
         part_out: [u64; 32],
         /// Row in its map where each begins.
         part_row: [u32; 32],
+        /// Row of the result where each begins.
+        part_out_row: [u32; 32],
         /// Rows of each.
         part_rows: [u32; 32],
         /// Its first tile.
