@@ -2,6 +2,7 @@
 
 mod check;
 mod data;
+mod factor;
 mod linears;
 mod meta;
 mod ranks;
@@ -139,5 +140,22 @@ mod tests {
         };
         assert_eq!((l.common.ranks, l.common.rounds), (Some(2), 3));
         assert!(l.common.graph && l.common.with_nccl());
+    }
+
+    #[test]
+    fn schemes_have_their_names() {
+        use clap::ValueEnum;
+        for scheme in factor::Scheme::value_variants() {
+            let words = [
+                "brigade-perf",
+                "reduce-scatter-linear",
+                "--scheme",
+                scheme.name(),
+            ];
+            let line = Line::try_parse_from(words).unwrap();
+            assert!(matches!(line.operation, Operation::ReduceScatterLinear(_)));
+        }
+        let words = ["brigade-perf", "gather-linear", "--scheme", "int4"];
+        assert!(Line::try_parse_from(words).is_err());
     }
 }

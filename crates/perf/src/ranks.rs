@@ -40,6 +40,11 @@ impl Rank {
         Ok(())
     }
 
+    /// Every rank's bytes, in rank order.
+    pub fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        Ok(self.boot.all_gather(mine, PATIENCE)?)
+    }
+
     /// The slowest rank's number.
     pub fn slowest(&self, mine: f64) -> Result<f64> {
         let all = self.boot.all_gather(&mine.to_le_bytes(), PATIENCE)?;
