@@ -2,6 +2,7 @@
 
 mod check;
 mod data;
+mod doctor;
 mod factor;
 mod linears;
 mod meta;
@@ -35,6 +36,10 @@ enum Operation {
     ReduceScatterLinear(linears::Linears),
     /// Send to the next rank, and receive from the one before
     Sendrecv(sendrecv::SendRecv),
+    /// Say what this host has for GPUs and what it lacks: GPUs, links, driver, handles, libraries, and what to do about each
+    ///
+    /// Exits with 0 unless something is missing that no GPU can be used without.
+    Doctor(doctor::Doctor),
 }
 
 /// What all operations are told.
@@ -102,6 +107,11 @@ fn main() -> ExitCode {
         Operation::GatherLinear(l) => linears::run(l, linears::Which::Gather),
         Operation::ReduceScatterLinear(l) => linears::run(l, linears::Which::Scatter),
         Operation::Sendrecv(s) => sendrecv::run(s),
+        Operation::Doctor(d) => {
+            let (report, code) = doctor::run(d);
+            print!("{report}");
+            return code;
+        }
     };
     match result {
         Ok(table) => {
