@@ -6,7 +6,9 @@ mod expected;
 use crate::{
     Common,
     factor::Scheme,
-    meta, ranks, rounded,
+    meta,
+    ranks::Ranks,
+    rounded,
     sample::Times,
     shape::{Mode, Shape, usual},
     trace::{self, Spans},
@@ -69,14 +71,13 @@ fn draw(path: &Path, shape: Shape, plan: &str, spans: &[Spans]) -> Result<()> {
 }
 
 /// Measures all shapes; gives a table.
-pub fn run(options: &Linears, which: Which) -> Result<String> {
+pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
     ensure!(
         !options.resident || options.scheme == Scheme::Bf16,
         "--resident goes with bf16 alone: space in the user buffer is handed out for floats"
     );
-    let ranks = ranks::count(options.common.ranks)?;
     let shapes = if options.shapes.is_empty() {
-        usual(ranks)
+        usual(ranks.size())
     } else {
         options.shapes.clone()
     };
@@ -97,26 +98,21 @@ pub fn run(options: &Linears, which: Which) -> Result<String> {
         "/off",
         "/nccl"
     );
-    let measured = ranks::run(ranks, options.common.with_nccl(), |rank| {
+    let measured = ranks.run(options.common.with_nccl(), |rank| {
         shapes
             .iter()
             .map(|&shape| Case::new(rank, options, which, shape)?.run(which))
             .collect::<Result<Vec<_>>>()
     })?;
-    let mut rows = Vec::new();
-    let first = &measured[0];
-    if let (Some(path), Some(shape), Some(last)) = (&options.trace, shapes.last(), first.last()) {
-        let spans: Vec<Spans> = measured
-            .iter()
-            .filter_map(|rank| rank.last())
-            .map(|m| Spans {
-                rank: m.spans.rank,
-                list: m.spans.list.clone(),
-            })
-            .collect();
-        draw(path, *shape, &last.plan, &spans)?;
+    if !ranks.speak() {
+        return Ok(String::new());
     }
-    for (shape, Measured { times, plan, .. }) in shapes.iter().zip(first) {
+    let mut rows = Vec::new();
+    if let (Some(path), Some(shape), Some(last)) = (&options.trace, shapes.last(), measured.last())
+    {
+        draw(path, *shape, &last.plan, &last.spans)?;
+    }
+    for (shape, Measured { times, plan, .. }) in shapes.iter().zip(&measured) {
         let of = |name: &str| times.iter().find(|t| t.name == name).map(|t| t.median);
         let (ours, gemm) = (
             of("ours").unwrap_or(f64::NAN),

@@ -14,6 +14,7 @@ mod trace;
 
 use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use ranks::Ranks;
 use serde_json::{Value, json};
 use std::{fs, path::PathBuf, process::ExitCode};
 
@@ -48,6 +49,10 @@ struct Common {
     /// Ranks, a GPU each [default: all GPUs]
     #[arg(short = 'w', long, value_name = "RANKS")]
     ranks: Option<usize>,
+    /// Make each rank a process instead of a thread. Where the environment says which rank this one is, as torchrun sets it,
+    /// no others are started, with this option or without
+    #[arg(long)]
+    processes: bool,
     /// Rounds that are measured
     #[arg(short = 'n', long, default_value_t = 20)]
     rounds: usize,
@@ -79,6 +84,15 @@ impl Common {
         self.vs == Some(Peer::Nccl)
     }
 
+    /// Measures on the ranks that there are, in this process or in others; gives a table where this process is to show one.
+    fn run(&self, measure: impl FnOnce(&Ranks) -> Result<String>) -> Result<String> {
+        if self.processes && !ranks::is_rank() {
+            ranks::start(ranks::count(self.ranks)?)?;
+            return Ok(String::new());
+        }
+        measure(&Ranks::find(self)?)
+    }
+
     /// Writes the rows of a run.
     fn write(&self, meta: &Value, rows: &[Value]) -> Result<()> {
         let Some(path) = &self.json else {
@@ -104,9 +118,11 @@ fn main() -> ExitCode {
     // SAFETY: no other thread runs yet. Multicast of NVLink stays off for everybody.
     unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
     let result = match &line.operation {
-        Operation::GatherLinear(l) => linears::run(l, linears::Which::Gather),
-        Operation::ReduceScatterLinear(l) => linears::run(l, linears::Which::Scatter),
-        Operation::Sendrecv(s) => sendrecv::run(s),
+        Operation::GatherLinear(l) => l.common.run(|r| linears::run(l, linears::Which::Gather, r)),
+        Operation::ReduceScatterLinear(l) => l
+            .common
+            .run(|r| linears::run(l, linears::Which::Scatter, r)),
+        Operation::Sendrecv(s) => s.common.run(|r| sendrecv::run(s, r)),
         Operation::Doctor(d) => {
             let (report, code) = doctor::run(d);
             print!("{report}");
@@ -150,6 +166,13 @@ mod tests {
         };
         assert_eq!((l.common.ranks, l.common.rounds), (Some(2), 3));
         assert!(l.common.graph && l.common.with_nccl());
+    }
+
+    #[test]
+    fn ranks_may_be_processes() {
+        let words = "brigade-perf sendrecv --processes -w 2 -b 4096";
+        let line = Line::try_parse_from(words.split(' ')).unwrap();
+        assert!(matches!(line.operation, Operation::Sendrecv(s) if s.common.processes));
     }
 
     #[test]

@@ -21,7 +21,8 @@ use half::bf16;
 pub struct Measured {
     pub times: Vec<Times>,
     pub plan: String,
-    pub spans: Spans,
+    /// Of one call on every rank.
+    pub spans: Vec<Spans>,
 }
 
 /// One shape on one rank.
@@ -206,8 +207,8 @@ impl<'a> Case<'a> {
         Ok(values)
     }
 
-    /// Spans of one call, behind some that are not recorded.
-    fn spans(&self, mut call: impl FnMut() -> brigade::Result<()>) -> Result<Spans> {
+    /// Spans of one call on every rank, behind some that are not recorded.
+    fn spans(&self, mut call: impl FnMut() -> brigade::Result<()>) -> Result<Vec<Spans>> {
         let rank = self.rank;
         call()?;
         rank.on.sync(PATIENCE)?;
@@ -216,10 +217,10 @@ impl<'a> Case<'a> {
         call()?;
         rank.device.record_spans()?;
         call()?;
-        Ok(Spans {
-            rank: rank.number(),
-            list: rank.device.spans(PATIENCE)?,
-        })
+        let mine = Spans::new(rank.number(), &rank.device.spans(PATIENCE)?);
+        let all = rank.share(&serde_json::to_vec(&mine)?)?;
+        let read = |bytes: &Vec<u8>| Ok(serde_json::from_slice(bytes)?);
+        all.iter().map(read).collect()
     }
 
     /// What the operation is made of, and cannot be faster than: the product alone, and the collective alone.
