@@ -175,6 +175,7 @@ fn commit(workspace: &Workspace) -> String {
         "*.cu",
         "*.cuh",
         "*.toml",
+        "crates/plan/tables",
     ];
     let more = said(&sources).is_some_and(|s| !s.is_empty());
     let commit = said(&["rev-parse", "--short=12", "HEAD"]);

@@ -3,7 +3,7 @@
 use crate::{
     CudaDevice, Pages,
     core::{Core, Parts},
-    rendezvous,
+    rendezvous::{self, Hardware},
     state::state_words,
     steps::Counters,
 };
@@ -17,7 +17,7 @@ use brigade_device::{
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
-use brigade_plan::{Engines, MAX_PIECES, Table, Topology};
+use brigade_plan::{Engines, MAX_PIECES, Topology};
 use brigade_sync::Layout;
 use std::{sync::Arc, time::Duration};
 
@@ -97,8 +97,10 @@ pub(crate) fn join(
         regions_start,
         bytes,
     } = part_layout(config, rank, size)?;
-    let (table, within) = (Table::cuda(), config.first_deadline);
-    rendezvous::vote_on(boot, config, &table)?;
+    let within = config.first_deadline;
+    rendezvous::vote_on(boot, config)?;
+    let hardware = Hardware::of(boot, &device, within)?;
+    let table = hardware.table(boot, within)?;
     let sharing = Sharing::between(boot, within)?;
     let segments = sharing.exchange(boot, layout.words, 0, within)?;
     let symmetric = rendezvous::exchange(boot, &device, &sharing, bytes, within)?;
@@ -107,7 +109,6 @@ pub(crate) fn join(
         rank,
         size,
     };
-    let shares = rendezvous::shares_gpu(boot, &device, within)?;
     let made = Core::new(Parts {
         topology: Topology {
             group,
@@ -119,7 +120,7 @@ pub(crate) fn join(
         table,
         symmetric,
         regions_start,
-        shares,
+        shares: hardware.shares,
         device,
     });
     let core = agree(boot, "join: device state", made, within)?;
