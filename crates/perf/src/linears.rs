@@ -1,6 +1,7 @@
 //! Gather-linear and its twin, beside what they are made of.
 
 mod case;
+pub mod crossover;
 mod expected;
 
 use crate::{
@@ -15,16 +16,20 @@ use crate::{
 };
 use anyhow::{Context as _, Result, ensure};
 use case::{Case, Measured};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Which {
+    /// Gather the rows of all ranks, and multiply them
+    #[value(name = "gather-linear")]
     Gather,
+    /// Multiply, and give every rank its rows of the sum
+    #[value(name = "reduce-scatter-linear")]
     Scatter,
 }
 

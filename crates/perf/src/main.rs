@@ -35,6 +35,8 @@ enum Operation {
     GatherLinear(linears::Linears),
     /// Multiply, and give every rank its rows of the sum over all ranks
     ReduceScatterLinear(linears::Linears),
+    /// Find the smallest chunk from which overlap pays on these GPUs, and write it as an entry of brigade-plan's table
+    Crossover(linears::crossover::Options),
     /// Send to the next rank, and receive from the one before
     Sendrecv(sendrecv::SendRecv),
     /// Say what this host has for GPUs and what it lacks: GPUs, links, driver, handles, libraries, and what to do about each
@@ -122,6 +124,7 @@ fn main() -> ExitCode {
         Operation::ReduceScatterLinear(l) => l
             .common
             .run(|r| linears::run(l, linears::Which::Scatter, r)),
+        Operation::Crossover(c) => c.common.run(|r| linears::crossover::run(c, r)),
         Operation::Sendrecv(s) => s.common.run(|r| sendrecv::run(s, r)),
         Operation::Doctor(d) => {
             let (report, code) = doctor::run(d);

@@ -9,7 +9,7 @@ use crate::{
     shape::Shape,
     trace::Spans,
 };
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use brigade::{
     AllGatherLoraLinearParams, Allocate, Buffer, Chunk, Comm, CommConfig, DataType, GemmParams,
     Lease, Linear, Lora, LoraLinearReduceScatterParams, LoraRun, Output, OverlapMode, ParallelMode,
@@ -286,15 +286,9 @@ impl<'a> Case<'a> {
         Ok(())
     }
 
-    /// Times, and what was planned.
-    pub fn run(&self, which: Which) -> Result<Measured> {
+    /// The first call, in this mode if one is forced: what was planned, with a result that is right.
+    fn first(&self, which: Which, comm: &Comm, forced: Option<OverlapMode>) -> Result<Plan> {
         let (rank, options) = (self.rank, self.options);
-        let comm = rank.join(&self.config(which))?;
-        if options.resident && which == Which::Gather {
-            self.fill(&comm)?;
-        }
-        let how = (options.common.calls, options.common.graph);
-        let forced = options.mode.0;
         let mut d = self.d.clone();
         let plan = {
             let mut lease = comm.lease(&rank.on)?;
@@ -308,29 +302,66 @@ impl<'a> Case<'a> {
             expected::check(self, which)?;
         }
         rank.meet()?;
-        let call = |mode: Option<OverlapMode>| {
-            let (comm, mut d) = (comm.clone(), self.d.clone());
-            move || {
-                let mut lease = comm.lease(&rank.on)?;
-                match which {
-                    Which::Gather => self.gather(&mut lease, &self.weight, &mut d, mode),
-                    Which::Scatter => self.scatter(&mut lease, &mut d, mode),
-                }
-                .map(drop)
+        Ok(plan)
+    }
+
+    /// Further calls.
+    fn again<'v>(
+        &'v self,
+        which: Which,
+        comm: &Comm,
+        mode: Option<OverlapMode>,
+    ) -> impl FnMut() -> brigade::Result<()> + use<'v, 'a> {
+        let (comm, mut d) = (comm.clone(), self.d.clone());
+        move || {
+            let mut lease = comm.lease(&self.rank.on)?;
+            match which {
+                Which::Gather => self.gather(&mut lease, &self.weight, &mut d, mode),
+                Which::Scatter => self.scatter(&mut lease, &mut d, mode),
             }
-        };
+            .map(drop)
+        }
+    }
+
+    /// Times, and what was planned.
+    pub fn run(&self, which: Which) -> Result<Measured> {
+        let (rank, options) = (self.rank, self.options);
+        let comm = rank.join(&self.config(which))?;
+        if options.resident && which == Which::Gather {
+            self.fill(&comm)?;
+        }
+        let how = (options.common.calls, options.common.graph);
+        let forced = options.mode.0;
+        let plan = self.first(which, &comm, forced)?;
+        let off = Some(OverlapMode::Off);
         let mut variants = vec![
-            Variant::new(rank, "ours", how, call(forced))?,
-            Variant::new(rank, "off", how, call(Some(OverlapMode::Off)))?,
+            Variant::new(rank, "ours", how, self.again(which, &comm, forced))?,
+            Variant::new(rank, "off", how, self.again(which, &comm, off))?,
         ];
         self.parts(which, &comm, &mut variants)?;
         let times = measure(rank, &mut variants, options.common.rounds)?;
-        let spans = self.spans(call(forced))?;
+        let spans = self.spans(self.again(which, &comm, forced))?;
         comm.check()?;
         Ok(Measured {
             times,
             plan: plan.to_string(),
             spans,
         })
+    }
+
+    /// Times with overlap off, and of a mode, in turn.
+    pub fn pairs(&self, which: Which, mode: OverlapMode) -> Result<[Times; 2]> {
+        let (rank, options) = (self.rank, self.options);
+        let comm = rank.join(&self.config(which))?;
+        let how = (options.common.calls, options.common.graph);
+        self.first(which, &comm, Some(mode))?;
+        let variant =
+            |name, mode| Variant::new(rank, name, how, self.again(which, &comm, Some(mode)));
+        let mut variants = [variant("off", OverlapMode::Off)?, variant("overlap", mode)?];
+        let times = measure(rank, &mut variants, options.common.rounds)?;
+        comm.check()?;
+        times
+            .try_into()
+            .map_err(|_| anyhow!("other than two variants were measured"))
     }
 }
