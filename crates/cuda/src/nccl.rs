@@ -2,7 +2,10 @@
 
 use crate::Version;
 use libloading::Library;
-use std::path::{Path, PathBuf};
+use std::{
+    error::Error as _,
+    path::{Path, PathBuf},
+};
 
 /// An NCCL that loads.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +31,18 @@ pub fn find_nccl(folders: &[PathBuf]) -> Option<Nccl> {
         .iter()
         .find_map(|name| already_loaded(Path::new(name)))
         .or_else(|| candidates.iter().find_map(|path| load(path)))
+}
+
+/// What the loader says if there is none.
+pub(crate) fn why_not() -> Option<String> {
+    // SAFETY: as in `load`.
+    let error = unsafe { Library::new(NAMES[0]) }.err()?;
+    // The loader's own words are the cause.
+    Some(
+        error
+            .source()
+            .map_or_else(|| error.to_string(), ToString::to_string),
+    )
 }
 
 #[cfg(unix)]

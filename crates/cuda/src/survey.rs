@@ -6,7 +6,7 @@ use crate::{
     driver::{accept, driver_version, needed_driver},
     find_nccl,
     handles::{HandleKind, try_handle},
-    nccl::loaded_file,
+    nccl::{loaded_file, why_not},
     peers::link,
 };
 use brigade_device::{DataType, Reason};
@@ -43,7 +43,7 @@ struct Seen {
     runs: Vec<Result<(), Missing>>,
     cublas: Result<(Version, Option<String>), Missing>,
     handles: [Vec<Result<(), Missing>>; 3],
-    nccl: Option<Nccl>,
+    nccl: Result<Nccl, String>,
 }
 
 /// For what each kind of handle is needed, in the order of [`Seen::handles`].
@@ -87,7 +87,8 @@ impl Seen {
             runs: every(&runs),
             cublas: cublas(),
             handles: HANDLES.map(|(kind, ..)| every(&|gpu| try_handle(gpu, kind))),
-            nccl: find_nccl(&[]),
+            nccl: find_nccl(&[])
+                .ok_or_else(|| why_not().unwrap_or_else(|| "it tells no version".into())),
             gpus,
         }
     }
@@ -174,14 +175,14 @@ impl Seen {
     }
 
     fn nccl(&self) -> Result<String, Reason> {
-        let Some(nccl) = &self.nccl else {
-            return Err(Reason::new(
+        let nccl = self.nccl.as_ref().map_err(|why| {
+            Reason::new(
                 "nccl-missing",
-                "libnccl.so.2 does not load",
+                format!("NCCL does not load: {why}"),
                 "nothing to do for Brigade's own operations; to compare with NCCL install it (pip: nvidia-nccl-cu13; \
                  Debian: libnccl2), and put its folder into LD_LIBRARY_PATH",
-            ));
-        };
+            )
+        })?;
         let file = nccl.file.as_ref().unwrap_or(&nccl.path);
         Ok(format!("{} ({})", nccl.version, file.display()))
     }
@@ -372,7 +373,7 @@ mod tests {
                 Some("/lib/libcublasLt.so.13".into()),
             )),
             handles: [fine(), fine(), fine()],
-            nccl: None,
+            nccl: Err("libnccl.so.2: cannot open".into()),
         }
     }
 
@@ -450,8 +451,15 @@ mod tests {
             found(&seen, "cublas").unwrap(),
             "cuBLASLt 13.1 (/lib/libcublasLt.so.13)"
         );
-        assert_eq!(found(&seen, "nccl").unwrap_err().code, "nccl-missing");
-        seen.nccl = Some(Nccl {
+        let nccl = found(&seen, "nccl").unwrap_err();
+        assert_eq!(
+            (nccl.code, &*nccl.what),
+            (
+                "nccl-missing",
+                "NCCL does not load: libnccl.so.2: cannot open"
+            )
+        );
+        seen.nccl = Ok(Nccl {
             path: "libnccl.so.2".into(),
             file: Some("/usr/lib/libnccl.so.2.28.9".into()),
             version: Version {
