@@ -13,9 +13,9 @@ use std::{
 
 /// Pack GPU tests and brigade-perf for a host without Rust: stripped programs, kernels and run.sh
 ///
-/// The programs hold their kernels and make their trials from the GPUs that they find. On the GPU host, `run.sh` runs
-/// them all, and `run.sh gemm quantize` those trials whose names hold one of the words. With `BRIGADE_WRAP` set, each
-/// program runs under that command, for instance compute-sanitizer.
+/// The programs hold their kernels and make their trials from the GPUs that they find. On the GPU host, `brigade-perf
+/// doctor` says what it has and lacks, `run.sh` runs them all, and `run.sh gemm quantize` those trials whose names hold
+/// one of the words. With `BRIGADE_WRAP` set, each program runs under that command, for instance compute-sanitizer.
 #[derive(Debug, Args)]
 pub struct Bundle {
     /// Folder to fill; what it holds is removed first [default: bundle in the build folder]
@@ -175,6 +175,7 @@ fn commit(workspace: &Workspace) -> String {
         "*.cu",
         "*.cuh",
         "*.toml",
+        "crates/plan/tables",
     ];
     let more = said(&sources).is_some_and(|s| !s.is_empty());
     let commit = said(&["rev-parse", "--short=12", "HEAD"]);

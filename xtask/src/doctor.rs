@@ -1,12 +1,15 @@
 //! What this machine has, what it lacks, and what to do about it.
 
+// Shared with brigade-perf, which says the same of hosts without Rust.
+pub(crate) mod row;
+
 use crate::{
     model, nvcc, progress,
     workspace::{Workspace, python},
 };
 use anyhow::Result;
 use clap::Args;
-use serde::Serialize;
+use row::{Row, State, readable};
 use serde_json::Value;
 use std::{
     fs,
@@ -23,52 +26,6 @@ pub struct Doctor {
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-enum State {
-    Ok,
-    /// Missing, and something works without it.
-    Absent,
-    /// Missing, and nothing works without it.
-    Missing,
-}
-
-#[derive(Clone, Debug, Serialize)]
-struct Row {
-    name: &'static str,
-    state: State,
-    found: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    todo: Option<String>,
-}
-
-impl Row {
-    fn ok(name: &'static str, found: impl Into<String>) -> Self {
-        Self {
-            name,
-            state: State::Ok,
-            found: found.into(),
-            todo: None,
-        }
-    }
-
-    fn absent(name: &'static str, found: impl Into<String>, todo: impl Into<String>) -> Self {
-        Self {
-            name,
-            state: State::Absent,
-            found: found.into(),
-            todo: Some(todo.into()),
-        }
-    }
-
-    fn missing(name: &'static str, found: impl Into<String>, todo: impl Into<String>) -> Self {
-        Self {
-            state: State::Missing,
-            ..Self::absent(name, found, todo)
-        }
-    }
 }
 
 /// The oldest compiler that users need, as the root Cargo.toml says.
@@ -103,22 +60,6 @@ impl Doctor {
             ExitCode::SUCCESS
         })
     }
-}
-
-fn readable(rows: &[Row]) -> String {
-    let mut text = String::new();
-    for row in rows {
-        let mark = match row.state {
-            State::Ok => "ok",
-            State::Absent => "absent",
-            State::Missing => "MISSING",
-        };
-        text += &format!("{mark:<8} {:<12} {}\n", row.name, row.found);
-        if let Some(todo) = &row.todo {
-            text += &format!("{:<21} -> {todo}\n", "");
-        }
-    }
-    text
 }
 
 /// The first line that a command prints, if it runs.
@@ -296,67 +237,20 @@ fn cuda_rows(report: &Result<Value, String>) -> Vec<Row> {
             )];
         }
     };
-    [
-        ("driver", "driver", describe_driver as fn(&Value) -> String),
-        ("gpus", "gpus", describe_gpus),
-        ("cuda kernels", "kernels", describe_kernels),
-        ("nccl", "nccl", describe_nccl),
-    ]
-    .into_iter()
-    .map(|(name, key, describe)| {
-        let value = &report[key];
-        match value.get("missing") {
-            Some(missing) => Row::absent(name, text(&missing["what"]), text(&missing["remedy"])),
-            None => Row::ok(name, describe(value)),
+    let findings = report["findings"].as_array();
+    let rows = findings.into_iter().flatten().map(|finding| {
+        let (name, missing) = (text(&finding["name"]), &finding["missing"]);
+        if missing.is_null() {
+            return Row::ok(name, text(&finding["found"]));
         }
-    })
-    .collect()
+        let row = Row::absent(name, text(&missing["what"]), text(&missing["remedy"]));
+        row.with_code(text(&missing["code"]))
+    });
+    rows.collect()
 }
 
-fn describe_driver(driver: &Value) -> String {
-    format!(
-        "CUDA {} (this build needs {})",
-        text(&driver["cuda"]),
-        text(&driver["needed"])
-    )
-}
-
-fn describe_gpus(gpus: &Value) -> String {
-    let one = |gpu: &Value| {
-        format!(
-            "{}: {}, capability {}, {} MiB, {} multiprocessors{}",
-            gpu["ordinal"],
-            text(&gpu["name"]),
-            text(&gpu["capability"]),
-            gpu["memory_mib"],
-            gpu["multiprocessors"],
-            if gpu["supported"] == false {
-                ", too old"
-            } else {
-                ""
-            }
-        )
-    };
-    let list: Vec<_> = gpus.as_array().into_iter().flatten().map(one).collect();
-    list.join("\n                      ")
-}
-
-fn describe_kernels(kernels: &Value) -> String {
-    let files: Vec<_> = kernels["files"]
-        .as_array()
-        .into_iter()
-        .flatten()
-        .map(text)
-        .collect();
-    format!("{} (nvcc {})", files.join(", "), text(&kernels["nvcc"]))
-}
-
-fn describe_nccl(nccl: &Value) -> String {
-    format!("{} ({})", text(&nccl["version"]), text(&nccl["path"]))
-}
-
-fn text(value: &Value) -> &str {
-    value.as_str().unwrap_or_default()
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]
@@ -394,11 +288,11 @@ mod tests {
 
     #[test]
     fn every_row_of_a_machine_without_a_gpu_says_what_to_do() {
-        let missing = json!({ "missing": { "code": "c", "what": "there is no driver", "remedy": "install one" } });
-        let report =
-            json!({ "driver": missing, "gpus": missing, "kernels": missing, "nccl": missing });
+        let missing = json!({ "code": "c", "what": "there is no driver", "remedy": "install one" });
+        let finding = |name| json!({ "name": name, "missing": missing });
+        let report = json!({ "findings": [finding("driver"), finding("gpus"), finding("nccl")] });
         let rows = cuda_rows(&Ok(report));
-        assert_eq!(rows.len(), 4);
+        assert_eq!(rows.len(), 3);
         assert!(
             rows.iter()
                 .all(|r| r.state == State::Absent && r.todo.as_deref() == Some("install one"))
@@ -409,13 +303,16 @@ mod tests {
 
     #[test]
     fn readable_rows_line_up() {
-        let gpu = |n: u32| json!({ "ordinal": n, "name": "NVIDIA H200", "capability": "9.0", "memory_mib": 143_771, "multiprocessors": 132, "supported": true });
-        let report = json!({
-            "driver": { "cuda": "13.0", "needed": "13.0" },
-            "gpus": [gpu(0), gpu(1)],
-            "kernels": { "nvcc": "13.0", "files": ["fill", "probe"] },
-            "nccl": { "version": "2.28", "path": "libnccl.so.2" },
-        });
+        let gpu = "NVIDIA H200, capability 9.0, 143771 MiB, 132 multiprocessors";
+        let links =
+            "NVLink, peer access both ways: GPUs 0-1\nPCIe, peer access both ways: GPUs 0-2, 1-2";
+        let refused = json!({ "code": "cuda_call_refused", "what": "not on GPU 0", "remedy": "nothing to do" });
+        let report = json!({ "findings": [
+            { "name": "driver", "found": "580.95.05, CUDA 13.0 (this build needs 13.0)" },
+            { "name": "gpu 0", "found": gpu },
+            { "name": "links", "found": links },
+            { "name": "fabric handles", "missing": refused },
+        ] });
         let mut rows = cuda_rows(&Ok(report));
         rows.push(Row::missing("rustc", "does not run", "install it"));
         rows.push(Row::absent(

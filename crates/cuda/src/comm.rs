@@ -3,7 +3,7 @@
 use crate::{
     CudaDevice, Pages,
     core::{Core, Parts},
-    rendezvous,
+    rendezvous::{self, Hardware},
     state::state_words,
     steps::Counters,
 };
@@ -17,7 +17,7 @@ use brigade_device::{
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
-use brigade_plan::{Engines, MAX_PIECES, Table, Topology};
+use brigade_plan::{Engines, MAX_PIECES, Topology};
 use brigade_sync::Layout;
 use std::{sync::Arc, time::Duration};
 
@@ -97,8 +97,10 @@ pub(crate) fn join(
         regions_start,
         bytes,
     } = part_layout(config, rank, size)?;
-    let (table, within) = (Table::cuda(), config.first_deadline);
-    rendezvous::vote_on(boot, config, &table)?;
+    let within = config.first_deadline;
+    rendezvous::vote_on(boot, config)?;
+    let hardware = Hardware::of(boot, &device, within)?;
+    let table = hardware.table(boot, within)?;
     let sharing = Sharing::between(boot, within)?;
     let segments = sharing.exchange(boot, layout.words, 0, within)?;
     let symmetric = rendezvous::exchange(boot, &device, &sharing, bytes, within)?;
@@ -107,20 +109,19 @@ pub(crate) fn join(
         rank,
         size,
     };
-    let gpus = rendezvous::compare_gpus(boot, &device, within)?;
     let made = Core::new(Parts {
         topology: Topology {
             group,
             config: config.clone(),
             // Tiles that wait hold all of a GPU: a rank that shares it would find no room to send what they wait for.
-            engines: Engines::cuda(gpus.tiles && !gpus.shared),
+            engines: Engines::cuda(hardware.tiles && !hardware.shares),
         },
         control: Control::new(group, layout, sharing, segments),
         config: config.clone(),
         table,
         symmetric,
         regions_start,
-        shares: gpus.shared,
+        shares: hardware.shares,
         device,
     });
     let core = agree(boot, "join: device state", made, within)?;

@@ -48,7 +48,7 @@ pub(crate) fn start() -> Result<Version, Missing> {
     }
 }
 
-fn accept(driver: Version, needed: Version) -> Result<(), Missing> {
+pub(crate) fn accept(driver: Version, needed: Version) -> Result<(), Missing> {
     if driver < needed {
         return Err(Missing::DriverTooOld { driver, needed });
     }

@@ -144,7 +144,7 @@ impl Missing {
             Self::Device => {
                 "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use the host device".into()
             }
-            Self::Ordinal { .. } => "choose one that `cargo xtask doctor` lists".into(),
+            Self::Ordinal { .. } => "choose one that `cargo xtask doctor` or `brigade-perf doctor` lists".into(),
             Self::Kernels { .. } => {
                 "run `cargo xtask toolchain` in Brigade's repository, or set CUDA_HOME, and build again".into()
             }

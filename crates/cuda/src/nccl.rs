@@ -2,13 +2,18 @@
 
 use crate::Version;
 use libloading::Library;
-use std::path::{Path, PathBuf};
+use std::{
+    error::Error as _,
+    path::{Path, PathBuf},
+};
 
 /// An NCCL that loads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Nccl {
     /// What was loaded: a path, or a name that the loader found.
     pub path: PathBuf,
+    /// The file that the loader took for it, where the system tells.
+    pub file: Option<PathBuf>,
     /// Its version: 2.28.
     pub version: Version,
 }
@@ -26,6 +31,18 @@ pub fn find_nccl(folders: &[PathBuf]) -> Option<Nccl> {
         .iter()
         .find_map(|name| already_loaded(Path::new(name)))
         .or_else(|| candidates.iter().find_map(|path| load(path)))
+}
+
+/// What the loader says if there is none.
+pub(crate) fn why_not() -> Option<String> {
+    // SAFETY: as in `load`.
+    let error = unsafe { Library::new(NAMES[0]) }.err()?;
+    // The loader's own words are the cause.
+    Some(
+        error
+            .source()
+            .map_or_else(|| error.to_string(), ToString::to_string),
+    )
 }
 
 #[cfg(unix)]
@@ -64,8 +81,27 @@ fn ask(path: &Path, library: &Library) -> Option<Nccl> {
     }
     Some(Nccl {
         path: path.to_owned(),
+        file: loaded_file("libnccl.so"),
         version: version_of(code.unsigned_abs()),
     })
+}
+
+/// The file of a library that this process has, by the beginning of its name; as Linux tells.
+pub(crate) fn loaded_file(begins: &str) -> Option<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    named(&maps, begins)
+}
+
+fn named(maps: &str, begins: &str) -> Option<PathBuf> {
+    let files = maps
+        .lines()
+        .filter_map(|line| line.find('/').map(|at| &line[at..]));
+    let mut files = files.map(Path::new);
+    let file = files.find(|f| {
+        f.file_name()
+            .is_some_and(|n| n.to_string_lossy().starts_with(begins))
+    })?;
+    Some(file.to_owned())
 }
 
 /// 22803 is 2.28.3; before 2.9 the thousands counted: 2804 is 2.8.4.
@@ -91,6 +127,16 @@ mod tests {
     fn both_ways_of_counting_versions_are_read() {
         assert_eq!(version_of(22803).to_string(), "2.28");
         assert_eq!(version_of(2804).to_string(), "2.8");
+    }
+
+    #[test]
+    fn a_loaded_library_is_found_by_its_name() {
+        let maps = "7f00-7f10 r-xp 00000000 08:01 42    /usr/lib/libnccl_net.so\n\
+                    7f10-7f20 rw-p 00000000 00:00 0     [heap]\n\
+                    7f20-7f30 r-xp 00000000 08:01 43    /opt/with space/libnccl.so.2.28.3\n";
+        let found = named(maps, "libnccl.so");
+        assert_eq!(found, Some("/opt/with space/libnccl.so.2.28.3".into()));
+        assert_eq!(named(maps, "libcublasLt.so"), None);
     }
 
     #[test]

@@ -178,15 +178,46 @@ impl NcclComm {
     /// # Errors
     /// [`Error::Invalid`] if sizes do not fit; [`Error::Backend`].
     pub fn all_gather(&self, on: &Stream, from: View<'_>, to: ViewMut<'_>) -> Result<()> {
-        let (from, to) = (from.retain(), to.as_view().retain());
-        let (count, kind) = (from.shape().len(), data_type(from.dtype())?);
-        self.check(["from", "to"], &from, self.size, &to)?;
-        self.enqueue(on, &[&from, &to], "ncclAllGather", |stream| {
-            // SAFETY: both buffers are kept until the work is done, within reach, and large enough.
-            unsafe {
-                let (from, to) = (from.address() as *const _, to.address() as *mut _);
-                (self.functions.all_gather)(from, to, count, kind, self.comm, stream)
-            }
+        self.all_gathers(on, [(from, to)])
+    }
+
+    /// As [`all_gather`](Self::all_gather), of several buffers in one group of NCCL's calls: rows and their scales, for
+    /// instance.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather).
+    pub fn all_gathers<'a>(
+        &self,
+        on: &Stream,
+        pairs: impl IntoIterator<Item = (View<'a>, ViewMut<'a>)>,
+    ) -> Result<()> {
+        let mut parts = Vec::new();
+        for (from, to) in pairs {
+            let (from, to) = (from.retain(), to.as_view().retain());
+            self.check(["from", "to"], &from, self.size, &to)?;
+            let kind = data_type(from.dtype())?;
+            parts.push((from, to, kind));
+        }
+        let buffers: Vec<&Buffer> = parts.iter().flat_map(|(from, to, _)| [from, to]).collect();
+        self.enqueue(on, &buffers, "ncclAllGather", |stream| {
+            let f = &self.functions;
+            let gather = |(from, to, kind): &(Buffer, Buffer, c_int)| {
+                let (count, from, to) = (from.shape().len(), from.address(), to.address());
+                // SAFETY: all buffers are kept until the work is done, within reach, and large enough.
+                unsafe {
+                    let (from, to) = (from as *const _, to as *mut _);
+                    (f.all_gather)(from, to, count, *kind, self.comm, stream)
+                }
+            };
+            // SAFETY: needs nothing. A group that was begun is always ended.
+            let begun = unsafe { (f.group_start)() };
+            let done = parts.iter().map(gather).find(|&s| s != 0).unwrap_or(0);
+            // SAFETY: as above.
+            let ended = unsafe { (f.group_end)() };
+            [begun, done, ended]
+                .into_iter()
+                .find(|&s| s != 0)
+                .unwrap_or(0)
         })
     }
 

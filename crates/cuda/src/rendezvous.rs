@@ -1,47 +1,103 @@
 //! How ranks find each other's GPU memory.
 
-use crate::{CudaDevice, Pages, Symmetric, devices};
+use crate::{CudaDevice, Missing, Pages, Symmetric, devices, link};
 use brigade_device::{Bootstrap, CommConfig, Device, Error, Result};
 use brigade_group::{Sharing, agree, vote};
-use brigade_plan::Table;
+use brigade_plan::{
+    Table,
+    crossover::{Gpus, Links},
+};
 use std::{sync::Arc, time::Duration};
 
 /// All ranks want the same.
-pub(crate) fn vote_on(boot: &dyn Bootstrap, config: &CommConfig, table: &Table) -> Result<()> {
-    let voted = format!("{config:?}, tables {:016x}", table.digest());
+pub(crate) fn vote_on(boot: &dyn Bootstrap, config: &CommConfig) -> Result<()> {
+    let voted = format!("{config:?}");
     let within = config.first_deadline;
     vote(boot, "join: configuration", voted.as_bytes(), within)
 }
 
-/// What the ranks' GPUs are to each other.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Gpus {
-    /// Some ranks of the group have the same one.
-    pub(crate) shared: bool,
-    /// Every one has the kernels for [`OverlapMode::Tiles`](brigade_device::OverlapMode::Tiles).
+/// What the GPUs of all ranks are, as all ranks know it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Hardware {
+    pub(crate) gpus: Gpus,
+    /// Whether some ranks have the same GPU.
+    pub(crate) shares: bool,
+    /// Whether every GPU has the kernels for [`OverlapMode::Tiles`](brigade_device::OverlapMode::Tiles).
     pub(crate) tiles: bool,
 }
 
-/// Compares the ranks' GPUs.
-pub(crate) fn compare_gpus(
-    boot: &dyn Bootstrap,
-    device: &CudaDevice,
-    within: Duration,
-) -> Result<Gpus> {
-    let ordinal = device.info().ordinal as usize;
-    let uuid = devices()?.get(ordinal).map_or([0; 16], |gpu| gpu.uuid);
-    let tiles = device.opened.kernels.tiles.is_some();
-    let mut own = uuid.to_vec();
-    own.push(tiles.into());
-    let mut all = boot.all_gather(&own, within)?;
-    let ranks = all.len();
-    let tiles = all.iter().all(|gpu| gpu.last() == Some(&1));
-    all.sort_unstable();
-    all.dedup();
-    Ok(Gpus {
-        shared: all.len() < ranks,
-        tiles,
-    })
+impl Hardware {
+    /// Every rank shows its GPU, and then how it reaches the others'.
+    pub(crate) fn of(boot: &dyn Bootstrap, device: &CudaDevice, within: Duration) -> Result<Self> {
+        const STEP: &str = "join: GPUs";
+        let own = device.info().ordinal as usize;
+        let here = agree(boot, STEP, devices(), within)?;
+        let uuid = here.get(own).map_or([0; 16], |gpu| gpu.uuid);
+        let tiles = device.opened.kernels.tiles.is_some();
+        let shown = [&uuid[..], &[tiles.into()]].concat();
+        let uuids = boot.all_gather(&shown, within)?;
+        let there = uuids
+            .iter()
+            .enumerate()
+            .filter(|(rank, _)| *rank != boot.rank())
+            .map(|(_, uuid)| here.iter().position(|gpu| uuid.starts_with(&gpu.uuid)));
+        let links = agree(boot, STEP, links(own, there), within)?;
+        let views = boot.all_gather(view(&device.info().name, links).as_bytes(), within)?;
+        let shares = {
+            let mut one_each = uuids.clone();
+            one_each.sort_unstable();
+            one_each.dedup();
+            one_each.len() < uuids.len()
+        };
+        Ok(Self {
+            gpus: together(&views, &device.info().name, links),
+            shares,
+            tiles: uuids.iter().all(|uuid| uuid.last() == Some(&1)),
+        })
+    }
+
+    /// The numbers that decide on plans, the same on all ranks.
+    pub(crate) fn table(&self, boot: &dyn Bootstrap, within: Duration) -> Result<Table> {
+        let table = Table::cuda(&self.gpus);
+        let table = agree(boot, "join: tables", table, within)?;
+        let voted = format!("tables {:016x} for {:?}", table.digest(), self.gpus);
+        vote(boot, "join: tables", voted.as_bytes(), within)?;
+        Ok(table)
+    }
+}
+
+/// How GPU `own` reaches those of the other ranks: their numbers here, as far as this process sees them.
+fn links(own: usize, others: impl Iterator<Item = Option<usize>>) -> Result<Links, Missing> {
+    let mut all = Links::Nvlink;
+    for other in others {
+        match other {
+            Some(other) if other == own => return Ok(Links::Shared),
+            Some(other) => {
+                let link = link(own, other)?;
+                if !(link.access && link.native_atomics) && all == Links::Nvlink {
+                    all = Links::Pcie;
+                }
+            }
+            None => all = Links::Unknown,
+        }
+    }
+    Ok(all)
+}
+
+/// What a rank shows of its GPU.
+fn view(model: &str, links: Links) -> String {
+    format!("{model} by {links}")
+}
+
+/// What all ranks have in common, of which this one has this GPU: nothing but their number, where they differ.
+fn together(views: &[Vec<u8>], model: &str, links: Links) -> Gpus {
+    let mine = view(model, links);
+    let alike = views.iter().all(|view| view == mine.as_bytes());
+    Gpus {
+        model: alike.then(|| model.to_owned()),
+        links: if alike { links } else { Links::Unknown },
+        ranks: views.len(),
+    }
 }
 
 const STEP: &str = "join: device memory";
@@ -119,4 +175,39 @@ fn all_parts(
     _: Duration,
 ) -> Result<Vec<Arc<Pages>>> {
     Ok(vec![Arc::clone(own)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_see_different_gpus_know_their_number_alone() {
+        let views = |all: &[(&str, Links)]| -> Vec<Vec<u8>> {
+            let bytes = |(model, links): &(&str, Links)| view(model, *links).into_bytes();
+            all.iter().map(bytes).collect()
+        };
+        let (a, b) = (("A", Links::Nvlink), ("B", Links::Nvlink));
+        let gpus = |views: &[_], mine: (&str, Links)| together(views, mine.0, mine.1);
+        let alike = gpus(&views(&[a, a]), a);
+        assert_eq!(alike.model.as_deref(), Some("A"));
+        assert_eq!((alike.links, alike.ranks), (Links::Nvlink, 2));
+        for (other, mine) in [(b, a), (a, b), (("A", Links::Pcie), a)] {
+            let views = views(&[mine, other, mine]);
+            let (here, there) = (gpus(&views, mine), gpus(&views, other));
+            assert_eq!(here, there);
+            assert_eq!(
+                (here.model, here.links, here.ranks),
+                (None, Links::Unknown, 3)
+            );
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_is_shared_or_hidden_is_no_link() {
+        let of = |others: &[Option<usize>]| links(1, others.iter().copied()).unwrap();
+        assert_eq!(of(&[]), Links::Nvlink);
+        assert_eq!(of(&[None]), Links::Unknown);
+        assert_eq!(of(&[None, Some(1)]), Links::Shared);
+    }
 }

@@ -22,15 +22,18 @@ pub struct Pages {
     bytes: usize,
 }
 
+/// The number of the handle type [`POSIX`].
+const DESCRIPTOR: u32 = 1;
+
 /// Type, handle type, kind of place and its number: how the driver's structs about physical memory begin.
-fn place(card: &Card) -> [i32; 4] {
+fn place(ordinal: usize, handle_type: u32) -> [i32; 4] {
     let pinned = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as i32;
     let on_device = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as i32;
-    let posix = 1;
-    [pinned, posix, on_device, card.context.ordinal() as i32]
+    [pinned, handle_type as i32, on_device, ordinal as i32]
 }
 
-fn properties(card: &Card) -> sys::CUmemAllocationProp {
+/// Physical memory of GPU `ordinal` that can be exported as a handle of this type, as the driver numbers them.
+pub(crate) fn properties(ordinal: usize, handle_type: u32) -> sys::CUmemAllocationProp {
     let mut properties = MaybeUninit::<sys::CUmemAllocationProp>::zeroed();
     // SAFETY: the struct begins with these four integers in every version of the driver's interface, and zero is a value of
     // all its other fields. Written so because its bindings name the last one differently from version to version.
@@ -38,9 +41,13 @@ fn properties(card: &Card) -> sys::CUmemAllocationProp {
         properties
             .as_mut_ptr()
             .cast::<[i32; 4]>()
-            .write(place(card));
+            .write(place(ordinal, handle_type));
         properties.assume_init()
     }
+}
+
+fn exportable(card: &Card) -> sys::CUmemAllocationProp {
+    properties(card.context.ordinal(), DESCRIPTOR)
 }
 
 impl Pages {
@@ -54,7 +61,7 @@ impl Pages {
         let least = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
         // SAFETY: both pointers are to live values.
         unsafe {
-            sys::cuMemGetAllocationGranularity(&raw mut bytes, &properties(&device.card), least)
+            sys::cuMemGetAllocationGranularity(&raw mut bytes, &exportable(&device.card), least)
         }
         .result()
         .map_err(failed("cuMemGetAllocationGranularity"))?;
@@ -72,7 +79,7 @@ impl Pages {
         let bytes = bytes.next_multiple_of(Self::granularity(device)?);
         let mut handle = 0;
         // SAFETY: both pointers are to live values.
-        unsafe { sys::cuMemCreate(&raw mut handle, bytes, &properties(&device.card), 0) }
+        unsafe { sys::cuMemCreate(&raw mut handle, bytes, &exportable(&device.card), 0) }
             .result()
             .map_err(failed("cuMemCreate"))?;
         Ok(Arc::new(Self {
@@ -248,7 +255,7 @@ impl Symmetric {
 /// Reading and writing, for one GPU.
 fn access(card: &Card) -> sys::CUmemAccessDesc {
     let read_write = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as i32;
-    let [_, _, kind, number] = place(card);
+    let [_, _, kind, number] = place(card.context.ordinal(), DESCRIPTOR);
     let mut access = MaybeUninit::<sys::CUmemAccessDesc>::zeroed();
     // SAFETY: the struct is these three integers in every version of the driver's interface.
     unsafe {

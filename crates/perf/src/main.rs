@@ -2,6 +2,8 @@
 
 mod check;
 mod data;
+mod doctor;
+mod factor;
 mod linears;
 mod meta;
 mod ranks;
@@ -12,6 +14,7 @@ mod trace;
 
 use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use ranks::Ranks;
 use serde_json::{Value, json};
 use std::{fs, path::PathBuf, process::ExitCode};
 
@@ -32,8 +35,14 @@ enum Operation {
     GatherLinear(linears::Linears),
     /// Multiply, and give every rank its rows of the sum over all ranks
     ReduceScatterLinear(linears::Linears),
+    /// Find the smallest chunk from which overlap pays on these GPUs, and write it as an entry of brigade-plan's table
+    Crossover(linears::crossover::Options),
     /// Send to the next rank, and receive from the one before
     Sendrecv(sendrecv::SendRecv),
+    /// Say what this host has for GPUs and what it lacks: GPUs, links, driver, handles, libraries, and what to do about each
+    ///
+    /// Exits with 0 unless something is missing that no GPU can be used without.
+    Doctor(doctor::Doctor),
 }
 
 /// What all operations are told.
@@ -42,6 +51,10 @@ struct Common {
     /// Ranks, a GPU each [default: all GPUs]
     #[arg(short = 'w', long, value_name = "RANKS")]
     ranks: Option<usize>,
+    /// Make each rank a process instead of a thread. Where the environment says which rank this one is, as torchrun sets it,
+    /// no others are started, with this option or without
+    #[arg(long)]
+    processes: bool,
     /// Rounds that are measured
     #[arg(short = 'n', long, default_value_t = 20)]
     rounds: usize,
@@ -73,6 +86,15 @@ impl Common {
         self.vs == Some(Peer::Nccl)
     }
 
+    /// Measures on the ranks that there are, in this process or in others; gives a table where this process is to show one.
+    fn run(&self, measure: impl FnOnce(&Ranks) -> Result<String>) -> Result<String> {
+        if self.processes && !ranks::is_rank() {
+            ranks::start(ranks::count(self.ranks)?)?;
+            return Ok(String::new());
+        }
+        measure(&Ranks::find(self)?)
+    }
+
     /// Writes the rows of a run.
     fn write(&self, meta: &Value, rows: &[Value]) -> Result<()> {
         let Some(path) = &self.json else {
@@ -98,9 +120,17 @@ fn main() -> ExitCode {
     // SAFETY: no other thread runs yet. Multicast of NVLink stays off for everybody.
     unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
     let result = match &line.operation {
-        Operation::GatherLinear(l) => linears::run(l, linears::Which::Gather),
-        Operation::ReduceScatterLinear(l) => linears::run(l, linears::Which::Scatter),
-        Operation::Sendrecv(s) => sendrecv::run(s),
+        Operation::GatherLinear(l) => l.common.run(|r| linears::run(l, linears::Which::Gather, r)),
+        Operation::ReduceScatterLinear(l) => l
+            .common
+            .run(|r| linears::run(l, linears::Which::Scatter, r)),
+        Operation::Crossover(c) => c.common.run(|r| linears::crossover::run(c, r)),
+        Operation::Sendrecv(s) => s.common.run(|r| sendrecv::run(s, r)),
+        Operation::Doctor(d) => {
+            let (report, code) = doctor::run(d);
+            print!("{report}");
+            return code;
+        }
     };
     match result {
         Ok(table) => {
@@ -139,5 +169,29 @@ mod tests {
         };
         assert_eq!((l.common.ranks, l.common.rounds), (Some(2), 3));
         assert!(l.common.graph && l.common.with_nccl());
+    }
+
+    #[test]
+    fn ranks_may_be_processes() {
+        let words = "brigade-perf sendrecv --processes -w 2 -b 4096";
+        let line = Line::try_parse_from(words.split(' ')).unwrap();
+        assert!(matches!(line.operation, Operation::Sendrecv(s) if s.common.processes));
+    }
+
+    #[test]
+    fn schemes_have_their_names() {
+        use clap::ValueEnum;
+        for scheme in factor::Scheme::value_variants() {
+            let words = [
+                "brigade-perf",
+                "reduce-scatter-linear",
+                "--scheme",
+                scheme.name(),
+            ];
+            let line = Line::try_parse_from(words).unwrap();
+            assert!(matches!(line.operation, Operation::ReduceScatterLinear(_)));
+        }
+        let words = ["brigade-perf", "gather-linear", "--scheme", "int4"];
+        assert!(Line::try_parse_from(words).is_err());
     }
 }

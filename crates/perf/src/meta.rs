@@ -1,5 +1,6 @@
 //! Where and when a file of results was made.
 
+use crate::ranks::Ranks;
 use anyhow::Result;
 use brigade::cuda::{devices, driver_version, find_nccl, link};
 use serde_json::{Value, json};
@@ -10,10 +11,11 @@ use std::{
 };
 
 /// The `meta` of a file of results.
-pub fn meta(ranks: usize) -> Result<Value> {
+pub fn meta(ranks: &Ranks) -> Result<Value> {
+    let size = ranks.size();
     let gpus = devices().map_err(brigade::Error::from)?;
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
-    let peers = (1..ranks)
+    let peers = (1..size)
         .map(|to| link(0, to).map_err(brigade::Error::from))
         .collect::<Result<Vec<_>, _>>()?;
     let binary = fs::read(std::env::current_exe()?)?;
@@ -26,7 +28,8 @@ pub fn meta(ranks: usize) -> Result<Value> {
         "date": date(seconds / 86_400),
         "commit": option_env!("BRIGADE_COMMIT").unwrap_or("unknown"),
         "gpu": gpus.first().map(|g| g.name.clone()),
-        "ranks": ranks,
+        "ranks": size,
+        "processes": ranks.are_processes(),
         "link": if peers.iter().all(|l| l.access && l.native_atomics) { "nvlink" } else { "pcie" },
         "driver": driver_version().map_err(brigade::Error::from)?.to_string(),
         "cuda": brigade::cuda::needed_driver().to_string(),

@@ -1,26 +1,43 @@
-//! One thread for each rank, with a GPU, a communicator, and NCCL's beside it.
+//! The ranks of a measurement, each with a GPU, a communicator, and NCCL's beside it: threads of this process, or processes.
 
-use anyhow::{Result, anyhow, bail};
+use crate::Common;
+use anyhow::{Result, anyhow, bail, ensure};
 use brigade::{
     Bootstrap, Comm, CommConfig, Device, Queues, Stream,
     cuda::{CudaDevice, NcclComm, devices},
-    group::ThreadGroup,
+    group::{TcpConfig, TcpGroup},
 };
 use std::{sync::Arc, thread, time::Duration};
 
 /// Longest that ranks wait for each other.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
+/// What makes this process a rank, as torchrun sets it. MASTER_PORT too, unless MASTER_ADDR is a Unix socket.
+const VARIABLES: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"];
+
 /// One rank of a measurement.
 pub struct Rank {
     pub device: Arc<CudaDevice>,
-    pub boot: ThreadGroup,
+    pub boot: Arc<dyn Bootstrap>,
     pub on: Stream,
 
     pub nccl: Option<NcclComm>,
 }
 
 impl Rank {
+    fn new(boot: Arc<dyn Bootstrap>, gpu: usize, with_nccl: bool) -> Result<Self> {
+        let device = CudaDevice::new(gpu).map_err(brigade::Error::from)?;
+        let nccl = with_nccl
+            .then(|| NcclComm::join(&device, &*boot, PATIENCE))
+            .transpose()?;
+        Ok(Self {
+            on: device.stream(0)?,
+            device,
+            boot,
+            nccl,
+        })
+    }
+
     pub fn number(&self) -> usize {
         self.boot.rank()
     }
@@ -31,13 +48,18 @@ impl Rank {
 
     /// A communicator of its own for a shape.
     pub fn join(&self, config: &CommConfig) -> Result<Comm> {
-        Ok(Arc::clone(&self.device).join(&self.boot, config)?)
+        Ok(Arc::clone(&self.device).join(&*self.boot, config)?)
     }
 
     /// All ranks meet.
     pub fn meet(&self) -> Result<()> {
         self.boot.all_gather(&[], PATIENCE)?;
         Ok(())
+    }
+
+    /// Every rank's bytes, in rank order.
+    pub fn share(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        Ok(self.boot.all_gather(mine, PATIENCE)?)
     }
 
     /// The slowest rank's number.
@@ -47,6 +69,104 @@ impl Rank {
         let numbers: Result<Vec<_>, _> = all.iter().map(number).collect();
         let numbers = numbers.map_err(|_| anyhow!("a rank sent something else than a number"))?;
         Ok(numbers.into_iter().fold(f64::MIN, f64::max))
+    }
+}
+
+/// Whether the environment makes this process a rank.
+pub fn is_rank() -> bool {
+    VARIABLES
+        .iter()
+        .all(|name| std::env::var_os(name).is_some())
+}
+
+/// Where the ranks are.
+pub enum Ranks {
+    /// So many threads of this process, on the first GPUs.
+    Threads(usize),
+    /// This process is one, on the GPU of its local rank.
+    Process(Arc<TcpGroup>),
+}
+
+impl Ranks {
+    /// As the environment says, or else the options.
+    pub fn find(options: &Common) -> Result<Self> {
+        if !is_rank() {
+            return Ok(Self::Threads(count(options.ranks)?));
+        }
+        let config = TcpConfig::from_env()?;
+        if let Some(asked) = options.ranks {
+            let size = config.size;
+            ensure!(
+                asked == size,
+                "{asked} ranks, and WORLD_SIZE says that there are {size}"
+            );
+        }
+        Ok(Self::Process(Arc::new(TcpGroup::join(&config)?)))
+    }
+
+    /// How many there are.
+    pub fn size(&self) -> usize {
+        match self {
+            Self::Threads(size) => *size,
+            Self::Process(group) => group.size(),
+        }
+    }
+
+    /// Whether they are processes.
+    pub fn are_processes(&self) -> bool {
+        matches!(self, Self::Process(_))
+    }
+
+    /// Whether this process tells what was measured: that of rank 0 does.
+    pub fn speak(&self) -> bool {
+        match self {
+            Self::Threads(_) => true,
+            Self::Process(group) => group.rank() == 0,
+        }
+    }
+
+    /// Runs `work` on every rank of this process, and gives what the first of them gives. What ranks found is the same for
+    /// all, as far as they have shared it.
+    pub fn run<R: Send>(
+        &self,
+        with_nccl: bool,
+        work: impl Fn(&Rank) -> Result<R> + Send + Sync,
+    ) -> Result<R> {
+        let one = |boot: Arc<dyn Bootstrap>, gpu| -> Result<R> {
+            let rank = Rank::new(boot, gpu, with_nccl)?;
+            let result = work(&rank)?;
+            // Who goes first takes nothing away from the others.
+            rank.meet()?;
+            Ok(result)
+        };
+        let named = |rank: usize, result: Result<R>| {
+            result.map_err(|error| error.context(format!("rank {rank}")))
+        };
+        match self {
+            Self::Threads(size) => {
+                let results: Vec<Result<R>> = thread::scope(|scope| {
+                    let ranks: Vec<_> = brigade::group::threads(*size)
+                        .into_iter()
+                        .map(|boot| {
+                            let gpu = boot.rank();
+                            scope.spawn(move || one(Arc::new(boot), gpu))
+                        })
+                        .collect();
+                    let ended = ranks.into_iter().map(|rank| rank.join());
+                    ended
+                        .map(|r| r.unwrap_or_else(|_| Err(anyhow!("a rank panicked"))))
+                        .collect()
+                });
+                let all = results.into_iter().enumerate();
+                let all: Result<Vec<R>> = all.map(|(rank, result)| named(rank, result)).collect();
+                let first = all?.into_iter().next();
+                first.ok_or_else(|| anyhow!("there must be a rank"))
+            }
+            Self::Process(group) => {
+                let gpu = group.local_rank().unwrap_or(group.rank());
+                named(group.rank(), one(Arc::clone(group) as _, gpu))
+            }
+        }
     }
 }
 
@@ -61,36 +181,37 @@ pub fn count(asked: Option<usize>) -> Result<usize> {
     }
 }
 
-/// Runs `work` on every rank, and gives what each gives.
-pub fn run<R: Send>(
-    size: usize,
-    with_nccl: bool,
-    work: impl Fn(&Rank) -> Result<R> + Send + Sync,
-) -> Result<Vec<R>> {
-    let one = |boot: ThreadGroup| -> Result<R> {
-        let device = CudaDevice::new(boot.rank()).map_err(brigade::Error::from)?;
-        let nccl = with_nccl
-            .then(|| NcclComm::join(&device, &boot, PATIENCE))
-            .transpose()?;
-        work(&Rank {
-            on: device.stream(0)?,
-            device,
-            boot,
-            nccl,
-        })
-    };
-    let results: Vec<Result<R>> = thread::scope(|scope| {
-        let ranks: Vec<_> = brigade::group::threads(size)
-            .into_iter()
-            .map(|boot| scope.spawn(|| one(boot)))
-            .collect();
-        let ended = ranks.into_iter().map(|rank| rank.join());
-        ended
-            .map(|r| r.unwrap_or_else(|_| Err(anyhow!("a rank panicked"))))
-            .collect()
-    });
-    let named = results.into_iter().enumerate();
-    named
-        .map(|(rank, result)| result.map_err(|e| e.context(format!("rank {rank}"))))
-        .collect()
+/// Starts a process for each rank, with this one's arguments, and waits for all of them. Rank 0's speaks.
+#[cfg(unix)]
+pub fn start(ranks: usize) -> Result<()> {
+    use brigade::group::Launch;
+    use std::process::Command;
+
+    /// How long the others may go on after one has failed.
+    const GRACE: Duration = Duration::from_secs(30);
+
+    let program = std::env::current_exe()?;
+    let mut ranks = Launch::new(ranks)?.start(|_| {
+        let mut command = Command::new(&program);
+        command.args(std::env::args_os().skip(1));
+        command
+    })?;
+    // While none has failed, each has bounds of its own; NCCL has none for one that waits for a rank that is gone.
+    let mut within = Duration::MAX;
+    let mut failed = Vec::new();
+    while let Some((rank, status)) = ranks.next(within)? {
+        if !status.success() {
+            within = GRACE;
+            failed.push(format!("rank {rank} ended by {status}"));
+        }
+    }
+    // Dropping it ends those that are left.
+    drop(ranks);
+    ensure!(failed.is_empty(), "{}", failed.join("; "));
+    Ok(())
+}
+
+#[cfg(not(unix))]
+pub fn start(_: usize) -> Result<()> {
+    bail!("--processes needs a system on which processes share memory")
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     Common, data, meta,
-    ranks::{self, PATIENCE, Rank},
+    ranks::{PATIENCE, Rank, Ranks},
     rounded,
     sample::{Times, Variant, measure},
 };
@@ -15,7 +15,7 @@ use serde_json::json;
 #[derive(Clone, Debug, Args)]
 pub struct SendRecv {
     #[command(flatten)]
-    common: Common,
+    pub common: Common,
     /// Bytes to begin with
     #[arg(short, long, default_value_t = 4096)]
     begin: usize,
@@ -75,30 +75,32 @@ fn one_size(rank: &Rank, options: &SendRecv, bytes: usize) -> Result<Vec<Times>>
 }
 
 /// Measures all sizes; gives a table.
-pub fn run(options: &SendRecv) -> Result<String> {
+pub fn run(options: &SendRecv, ranks: &Ranks) -> Result<String> {
     ensure!(
         options.factor > 1 && options.begin > 1 && options.begin <= options.end,
         "sizes must grow from at least 2 bytes on"
     );
-    let ranks = ranks::count(options.common.ranks)?;
-    ensure!(ranks > 1, "there must be two ranks");
+    ensure!(ranks.size() > 1, "there must be two ranks");
     let sizes: Vec<usize> = std::iter::successors(Some(options.begin), |b| {
         b.checked_mul(options.factor).filter(|b| *b <= options.end)
     })
     .collect();
     let meta = meta::meta(ranks)?;
-    let measured = ranks::run(ranks, options.common.with_nccl(), |rank| {
+    let measured = ranks.run(options.common.with_nccl(), |rank| {
         sizes
             .iter()
             .map(|&bytes| one_size(rank, options, bytes))
             .collect::<Result<Vec<_>>>()
     })?;
+    if !ranks.speak() {
+        return Ok(String::new());
+    }
     let mut text = format!(
         "{:>10} {:>9} {:>9} {:>9} {:>9}\n",
         "bytes", "put us", "GB/s", "nccl us", "GB/s"
     );
     let mut rows = Vec::new();
-    for (&bytes, times) in sizes.iter().zip(&measured[0]) {
+    for (&bytes, times) in sizes.iter().zip(&measured) {
         let of = |name: &str| {
             let found = times.iter().find(|t| t.name == name);
             found.map_or(f64::NAN, |t| t.median)

@@ -23,6 +23,24 @@ impl FromStr for Shape {
     }
 }
 
+/// K and N of one rank: a shape without its rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layer {
+    pub k: usize,
+    pub n: usize,
+}
+
+impl FromStr for Layer {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match format!("1,{s}").parse() {
+            Ok(Shape { k, n, .. }) => Ok(Self { k, n }),
+            Err(_) => Err(format!("{s}: wanted k,n")),
+        }
+    }
+}
+
 /// The shapes that are always measured: layers of large models under tensor parallelism.
 pub fn usual(ranks: usize) -> Vec<Shape> {
     let (wide, narrow) = (28_672 / ranks, 10_240 / ranks);
@@ -81,6 +99,14 @@ mod tests {
         assert_eq!("chunked:2".parse(), Ok(Mode(Some(chunked))));
         assert_eq!("auto".parse(), Ok(Mode(None)));
         assert!("sideways".parse::<Mode>().is_err());
+    }
+
+    #[test]
+    fn layers_are_read() {
+        assert_eq!("3,4".parse(), Ok(Layer { k: 3, n: 4 }));
+        for wrong in ["3", "3,4,5", "0,4", ""] {
+            assert!(wrong.parse::<Layer>().is_err(), "{wrong}");
+        }
     }
 
     #[test]

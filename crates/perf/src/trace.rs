@@ -1,12 +1,47 @@
 //! A picture of what overlaps: spans of all ranks, as a Chrome trace and as an SVG.
 
 use brigade::cuda::Span;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::time::Duration;
 
 /// Spans of one rank.
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Spans {
-    pub rank: usize,
-    pub list: Vec<Span>,
+    rank: usize,
+    list: Vec<Bar>,
+}
+
+/// One of them, in microseconds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Bar {
+    stream: String,
+    name: String,
+    start: f64,
+    end: f64,
+}
+
+impl Spans {
+    /// What a rank's GPU has recorded.
+    pub fn new(rank: usize, recorded: &[Span]) -> Self {
+        let us = |d: Duration| d.as_secs_f64() * 1e6;
+        let bar = |span: &Span| Bar {
+            stream: span.stream.to_owned(),
+            name: span.name.clone(),
+            start: us(span.start),
+            end: us(span.end),
+        };
+        Self {
+            rank,
+            list: recorded.iter().map(bar).collect(),
+        }
+    }
+}
+
+impl Bar {
+    fn took(&self) -> f64 {
+        (self.end - self.start).max(0.0)
+    }
 }
 
 /// Rows of the picture for each rank, from top to bottom, and their colours.
@@ -28,8 +63,7 @@ pub fn chrome(ranks: &[Spans]) -> Value {
         .map(|(rank, s)| {
             json!({
                 "name": s.name, "ph": "X", "pid": rank, "tid": s.stream,
-                "ts": s.start.as_secs_f64() * 1e6,
-                "dur": s.end.saturating_sub(s.start).as_secs_f64() * 1e6,
+                "ts": s.start, "dur": s.took(),
             })
         })
         .collect();
@@ -38,15 +72,13 @@ pub fn chrome(ranks: &[Spans]) -> Value {
 
 /// The same as a picture, from the first span of any rank to the last. Every rank's clock begins with its first span.
 pub fn svg(title: &str, ranks: &[Spans]) -> String {
-    let first = |r: &Spans| r.list.iter().map(|s| s.start).min().unwrap_or_default();
-    let us = |d: std::time::Duration| d.as_secs_f64() * 1e6;
+    let first = |r: &Spans| {
+        let first = r.list.iter().map(|s| s.start).fold(f64::INFINITY, f64::min);
+        if first.is_finite() { first } else { 0.0 }
+    };
     let longest = ranks
         .iter()
-        .flat_map(|r| {
-            r.list
-                .iter()
-                .map(move |s| us(s.end.saturating_sub(first(r))))
-        })
+        .flat_map(|r| r.list.iter().map(move |s| s.end - first(r)))
         .fold(1.0, f64::max);
     let block = ROW * STREAMS.len() as f64 + 10.0;
     let height = 50.0 + block * ranks.len() as f64 + 30.0;
@@ -66,8 +98,7 @@ pub fn svg(title: &str, ranks: &[Spans]) -> String {
                 r.rank
             );
             for s in r.list.iter().filter(|s| s.stream == *stream) {
-                let start = us(s.start.saturating_sub(first(r)));
-                let took = us(s.end.saturating_sub(s.start));
+                let (start, took) = (s.start - first(r), s.took());
                 let (x, width) = (LEFT + start / longest * WIDTH, took / longest * WIDTH);
                 text += &format!(
                     "<rect x=\"{x:.1}\" y=\"{y}\" width=\"{width:.1}\" height=\"{}\" fill=\"{colour}\" \
@@ -91,7 +122,6 @@ pub fn svg(title: &str, ranks: &[Spans]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     #[test]
     fn spans_are_drawn_where_they_are() {
@@ -101,10 +131,10 @@ mod tests {
             start: Duration::from_micros(from),
             end: Duration::from_micros(to),
         };
-        let ranks = [Spans {
-            rank: 0,
-            list: vec![span("compute", 100, 150), span("copy", 150, 200)],
-        }];
+        let recorded = [span("compute", 100, 150), span("copy", 150, 200)];
+        // As another process gets them.
+        let sent = serde_json::to_vec(&Spans::new(0, &recorded)).unwrap();
+        let ranks = [serde_json::from_slice(&sent).unwrap()];
         let picture = svg("two spans", &ranks);
         assert!(
             picture.contains("x=\"120.0\" y=\"40\" width=\"500.0\""),

@@ -25,7 +25,7 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
             return Ok(());
         }
         let travels = bytes(&[call.total_rows(), call.k, call.input.bytes()]);
-        overlap::pays(call, topology, travels, table.gather_min_chunk_bytes)
+        overlap::pays(call, topology, travels, &table.gather)
     })?;
     let (rank, size) = (topology.group.rank, topology.group.size);
     let order = match mode {

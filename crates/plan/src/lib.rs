@@ -4,6 +4,7 @@
 //! device. Two ranks that pass the same call, and voted on the same [`Topology`] and [`Table`], get the same plan; only
 //! the order in which a rank walks the chunks follows from its number.
 //!
+//! - [`crossover`]: from which size on overlap pays on which GPUs, as measured.
 //! - [`rows`]: ragged chunks and the pieces of a chunk.
 //! - [`ring`]: who multiplies, sends and receives which chunk when.
 //! - [`gathered`]: where the rows of all ranks lie.
@@ -13,6 +14,7 @@ mod all_gather;
 mod all_reduce;
 mod all_to_all;
 mod broadcast;
+pub mod crossover;
 mod gather_linear;
 pub mod gathered;
 mod linear_reduce_scatter;

@@ -25,7 +25,7 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
             return Ok(());
         }
         let travels = bytes(&[call.total_rows(), call.n, call.output.bytes()]);
-        overlap::pays(call, topology, travels, table.scatter_min_chunk_bytes)
+        overlap::pays(call, topology, travels, &table.scatter)
     })?;
     let order = ring::scatter_order(topology.group.rank, topology.group.size);
     let plan = overlap::finish(call, mode, order, instead_of);

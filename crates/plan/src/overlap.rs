@@ -3,7 +3,7 @@
 //! Reasons are looked for in a fixed order, and the first one counts: pieces, one rank, group, scheme, layout, engine,
 //! capacity, and, where nothing is forced, whether it pays.
 
-use crate::{Topology, reason, ring::Order, rows};
+use crate::{Topology, crossover::Crossovers, reason, ring::Order, rows};
 use brigade_device::{Launch, LinearCall, OverlapMode, OverlapPlan, QScheme, Reason, SumOrder};
 
 /// Most pieces that [`OverlapMode::Chunked`] cuts a chunk into.
@@ -93,16 +93,18 @@ pub(crate) fn pays(
     call: &LinearCall,
     topology: &Topology,
     travels_bytes: usize,
-    min_chunk_bytes: usize,
+    crossovers: &Crossovers,
 ) -> Result<(), Reason> {
     if call.total_rows() == 0 || call.k == 0 || call.n == 0 {
         return Err(reason::empty(call));
     }
     let mean = travels_bytes / topology.group.size;
-    if mean < min_chunk_bytes {
-        return Err(reason::too_small(mean, min_chunk_bytes));
+    let crossover = crossovers.of(call.scheme);
+    match crossover.min_chunk_bytes {
+        Some(least) if mean >= least => Ok(()),
+        Some(least) => Err(reason::too_small(mean, least, &crossover.source)),
+        None => Err(reason::never_paid(&crossover.source)),
     }
-    Ok(())
 }
 
 pub(crate) fn finish(

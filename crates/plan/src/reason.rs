@@ -25,6 +25,8 @@ pub const EMPTY: &str = "empty";
 pub const TOO_SMALL: &str = "too-small";
 /// The tuning table says that overlap does not pay on this machine.
 pub const TUNED_OFF: &str = "tuned-off";
+/// The figures from which on overlap pays cannot be read.
+pub const CROSSOVERS: &str = "crossovers";
 /// The backend cannot run the mode or algorithm.
 pub const NO_ENGINE: &str = "no-engine";
 /// A number of pieces that is not allowed.
@@ -105,10 +107,15 @@ pub(crate) fn empty(call: &LinearCall) -> Reason {
     )
 }
 
-pub(crate) fn too_small(mean: usize, least: usize) -> Reason {
+/// `source` is where the figure comes from, if that is to be told.
+pub(crate) fn too_small(mean: usize, least: usize, source: &str) -> Reason {
+    let from = match source {
+        "" => String::new(),
+        source => format!(": {source}"),
+    };
     Reason::new(
         TOO_SMALL,
-        format!("chunks of {mean} bytes are too small for overlap to pay, below {least}"),
+        format!("chunks of {mean} bytes are too small for overlap to pay, below {least}{from}"),
         "nothing to do; force a mode to overlap all the same",
     )
 }
@@ -118,6 +125,22 @@ pub(crate) fn tuned_off() -> Reason {
         TUNED_OFF,
         "the tuning table prefers no overlap on this machine",
         "nothing to do; force a mode to overlap all the same",
+    )
+}
+
+pub(crate) fn never_paid(source: &str) -> Reason {
+    Reason::new(
+        TUNED_OFF,
+        format!("overlap paid at no size that was measured: {source}"),
+        "nothing to do; force a mode to overlap all the same",
+    )
+}
+
+pub(crate) fn crossovers(why: &str) -> Reason {
+    Reason::new(
+        CROSSOVERS,
+        format!("the figures from which on overlap pays cannot be read: {why}"),
+        "build with crates/plan/tables/crossovers.json as it is in the repository",
     )
 }
 

@@ -1,6 +1,7 @@
 //! Tuning numbers. All ranks must have the same: they vote on [`Table::digest`].
 
-use brigade_device::OverlapMode;
+use crate::crossover::{Crossovers, Figures, Gpus, Overlapped};
+use brigade_device::{OverlapMode, Reason};
 
 /// Where one way of doing things overtakes another, as measured.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -8,9 +9,9 @@ pub struct Table {
     /// Largest input, in bytes, for which an all-reduce takes one shot.
     pub one_shot_max_bytes: usize,
     /// Smallest mean chunk, in bytes of rows, for which gather-linear overlaps.
-    pub gather_min_chunk_bytes: usize,
+    pub gather: Crossovers,
     /// Smallest mean part, in bytes of sums, for which the twin overlaps.
-    pub scatter_min_chunk_bytes: usize,
+    pub scatter: Crossovers,
     /// The mode that overlaps best where nothing is forced. The twin takes the ring in place of pull.
     pub overlap: OverlapMode,
 }
@@ -21,30 +22,35 @@ impl Table {
     pub const fn host() -> Self {
         Self {
             one_shot_max_bytes: 64 << 10,
-            gather_min_chunk_bytes: 16 << 10,
-            scatter_min_chunk_bytes: 16 << 10,
+            gather: Crossovers::all(16 << 10),
+            scatter: Crossovers::all(16 << 10),
             overlap: OverlapMode::Ring,
         }
     }
 
-    /// For GPUs of one host with a switch between them: own rows are pushed to all peers by copy engines. Below some
-    /// megabytes a product of chunks loses more than the gather costs.
-    pub const fn cuda() -> Self {
-        Self {
+    /// For GPUs of one host: own rows are pushed to all peers by copy engines. Below some megabytes a product of chunks
+    /// loses more than the gather costs; from where on depends on the GPUs, and is read from the [figures](crate::crossover)
+    /// of this build.
+    ///
+    /// # Errors
+    /// [`CROSSOVERS`](crate::reason::CROSSOVERS) if they cannot be read.
+    pub fn cuda(gpus: &Gpus) -> Result<Self, Reason> {
+        let figures = Figures::embedded()?;
+        Ok(Self {
             one_shot_max_bytes: 512 << 10,
-            gather_min_chunk_bytes: 4 << 20,
-            scatter_min_chunk_bytes: 4 << 20,
+            gather: figures.of(gpus, Overlapped::GatherLinear),
+            scatter: figures.of(gpus, Overlapped::ReduceScatterLinear),
             overlap: OverlapMode::Tiles,
-        }
+        })
     }
 
-    /// A number that differs, with overwhelming likelihood, between different tables, and is the same for equal ones on
-    /// every machine and build (FNV-1a of the fields).
+    /// A number that differs, with overwhelming likelihood, between tables that decide differently, and is the same for
+    /// equal ones on every machine and build (FNV-1a of the figures; where they come from does not count).
     pub fn digest(&self) -> u64 {
         let Self {
             one_shot_max_bytes,
-            gather_min_chunk_bytes,
-            scatter_min_chunk_bytes,
+            gather,
+            scatter,
             overlap,
         } = self;
         let overlap = match overlap {
@@ -54,16 +60,16 @@ impl Table {
             OverlapMode::Tiles => 3,
             OverlapMode::Chunked { pieces } => 1 << 16 | u64::from(*pieces),
         };
-        [
-            *one_shot_max_bytes as u64,
-            *gather_min_chunk_bytes as u64,
-            *scatter_min_chunk_bytes as u64,
-            overlap,
-        ]
-        .into_iter()
-        .flat_map(u64::to_le_bytes)
-        .fold(0xcbf2_9ce4_8422_2325, |h, b| {
-            (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
-        })
+        let crossovers = [gather, scatter]
+            .into_iter()
+            .flat_map(Crossovers::each)
+            .map(|(_, c)| c.min_chunk_bytes.map_or(u64::MAX, |bytes| bytes as u64));
+        [*one_shot_max_bytes as u64, overlap]
+            .into_iter()
+            .chain(crossovers)
+            .flat_map(u64::to_le_bytes)
+            .fold(0xcbf2_9ce4_8422_2325, |h, b| {
+                (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
+            })
     }
 }

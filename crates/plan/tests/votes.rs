@@ -6,20 +6,23 @@ use brigade_plan::{Engines, Table};
 #[test]
 fn what_is_voted_on_tells_tables_and_engines_apart() {
     let table = Table::host;
+    let with = |change: fn(&mut Table)| {
+        let mut table = table();
+        change(&mut table);
+        table
+    };
     let tables = [
         table(),
         Table {
             one_shot_max_bytes: 1,
             ..table()
         },
-        Table {
-            gather_min_chunk_bytes: 1,
-            ..table()
-        },
-        Table {
-            scatter_min_chunk_bytes: 1,
-            ..table()
-        },
+        with(|t| t.gather.bf16.min_chunk_bytes = Some(1)),
+        with(|t| t.gather.int8.min_chunk_bytes = Some(1)),
+        with(|t| t.gather.fp8.min_chunk_bytes = Some(1)),
+        with(|t| t.gather.fp8.min_chunk_bytes = None),
+        with(|t| t.scatter.bf16.min_chunk_bytes = Some(1)),
+        with(|t| t.scatter.int8.min_chunk_bytes = None),
         Table {
             overlap: OverlapMode::Pull,
             ..table()
@@ -42,6 +45,9 @@ fn what_is_voted_on_tells_tables_and_engines_apart() {
             assert_eq!(a.digest() == b.digest(), i == j, "{a:?} and {b:?}");
         }
     }
+    // Where a figure comes from decides nothing.
+    let told = with(|t| t.gather.bf16.source = "elsewhere".into());
+    assert_eq!(told.digest(), table().digest());
     // Stable over builds: a rank of yesterday's build may vote with one of today's.
     insta::assert_snapshot!(format!(
         "{:#018x} {:#b}",

@@ -1,0 +1,367 @@
+//! One shape on one rank: what it has, its calls, and their times.
+
+use super::{Linears, Which, expected};
+use crate::{
+    data,
+    factor::{Factor, Gathered},
+    ranks::{PATIENCE, Rank},
+    sample::{Times, Variant, measure},
+    shape::Shape,
+    trace::Spans,
+};
+use anyhow::{Result, anyhow};
+use brigade::{
+    AllGatherLoraLinearParams, Allocate, Buffer, Chunk, Comm, CommConfig, DataType, GemmParams,
+    Lease, Linear, Lora, LoraLinearReduceScatterParams, LoraRun, Output, OverlapMode, ParallelMode,
+    Plan,
+};
+use half::bf16;
+
+/// What one rank has of a shape.
+pub struct Measured {
+    pub times: Vec<Times>,
+    pub plan: String,
+    /// Of one call on every rank.
+    pub spans: Vec<Spans>,
+}
+
+/// One shape on one rank.
+pub struct Case<'a> {
+    pub rank: &'a Rank,
+    pub options: &'a Linears,
+    pub shape: Shape,
+    pub counts: Vec<usize>,
+    /// Own rows `[m / ranks, k]` for gather-linear, all rows `[m, k]` for its twin.
+    pub x: Factor,
+    /// `[n, k]`, as layers store it.
+    pub weight: Factor,
+    pub adapters: Vec<[Buffer; 2]>,
+    pub d: Buffer,
+}
+
+/// Seeds of what ranks have, so that every rank can make every rank's.
+fn seed(rank: usize, of: u64) -> u64 {
+    1000 * of + rank as u64
+}
+
+impl<'a> Case<'a> {
+    pub fn new(rank: &'a Rank, options: &'a Linears, which: Which, shape: Shape) -> Result<Self> {
+        let Shape { m, k, n } = shape;
+        let (me, size) = (rank.number(), rank.size());
+        let counts = brigade::plan::rows::split(m, size).to_vec();
+        let own = counts[me];
+        let (rows, out_rows) = match which {
+            Which::Gather => (own, m),
+            Which::Scatter => (m, own),
+        };
+        let numbers = |of: u64, dims: [usize; 2]| data::numbers(seed(me, of), dims[0] * dims[1]);
+        let upload = |of: u64, dims| data::upload(&rank.device, &rank.on, &numbers(of, dims), dims);
+        let factor = |of: u64, dims| {
+            let values = numbers(of, dims);
+            Factor::new(&rank.device, &rank.on, options.scheme, &values, dims)
+        };
+        let adapters = (0..if options.lora > 0 { 2 } else { 0 })
+            .map(|i| {
+                Ok([
+                    upload(10 + i, [k, options.lora])?,
+                    upload(20 + i, [options.lora, n])?,
+                ])
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self {
+            rank,
+            options,
+            shape,
+            counts,
+            x: factor(1, [rows, k])?,
+            weight: factor(2, [n, k])?,
+            adapters,
+            d: data::poisoned(&rank.device, &rank.on, [out_rows, n])?,
+        })
+    }
+
+    fn config(&self, which: Which) -> CommConfig {
+        let Shape { m, k, n } = self.shape;
+        let mut config = CommConfig::new(ParallelMode::Tp);
+        config.sm_budget = self.options.sm_budget;
+        let (scheme, size) = (self.options.scheme, self.rank.size());
+        let padded = m.div_ceil(size) * size;
+        (config.gather_bytes, config.reduce_scatter_bytes) = match which {
+            Which::Gather => (m * k * scheme.bytes(), 0),
+            Which::Scatter => (0, padded * n * DataType::BF16.bytes()),
+        };
+        config.gather_scale_bytes = match which {
+            Which::Gather => scheme.scale_bytes(m, size),
+            Which::Scatter => 0,
+        };
+        config
+    }
+
+    fn runs(&self) -> Vec<LoraRun<'_>> {
+        let half = self.shape.m / 2;
+        self.adapters
+            .iter()
+            .zip([half, self.shape.m - half])
+            .map(|([a, b], rows)| LoraRun {
+                rows,
+                adapter: Some(Lora {
+                    a: a.view(),
+                    b: b.view(),
+                    scale: 0.5,
+                }),
+            })
+            .collect()
+    }
+
+    /// One gather-linear into `d`.
+    fn gather(
+        &self,
+        lease: &mut Lease<'_>,
+        weight: &Factor,
+        d: &mut Buffer,
+        mode: Option<OverlapMode>,
+    ) -> brigade::Result<Plan> {
+        let chunk = if self.options.resident {
+            let (rows, k) = (&self.counts, self.shape.k);
+            // The rows were written there before: what is measured begins behind that.
+            Chunk::Resident(lease.own_chunk(rows, k, DataType::BF16)?.filled())
+        } else {
+            Chunk::Copy(self.x.operand())
+        };
+        let weight = weight.operand();
+        let runs = if weight.shape() == self.weight.operand().shape() {
+            self.runs()
+        } else {
+            Vec::new()
+        };
+        let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
+            transpose_weight: true,
+            runs: &runs,
+            output: Output::Into(d.view_mut()),
+            choice: mode,
+            ..AllGatherLoraLinearParams::new(chunk, &self.counts, weight)
+        })?;
+        Ok(result.plan)
+    }
+
+    /// One of the twin.
+    fn scatter(
+        &self,
+        lease: &mut Lease<'_>,
+        d: &mut Buffer,
+        mode: Option<OverlapMode>,
+    ) -> brigade::Result<Plan> {
+        let runs = self.runs();
+        let result = lease.lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
+            transpose_weight: true,
+            runs: &runs,
+            output: Output::Into(d.view_mut()),
+            choice: mode,
+            ..LoraLinearReduceScatterParams::new(
+                self.x.operand(),
+                &self.counts,
+                self.weight.operand(),
+            )
+        })?;
+        Ok(result.plan)
+    }
+
+    /// Own rows into the user buffer, both halves.
+    fn fill(&self, comm: &Comm) -> brigade::Result<()> {
+        for _ in 0..2 {
+            let mut lease = comm.lease(&self.rank.on)?;
+            let mut own = lease.own_chunk(&self.counts, self.shape.k, DataType::BF16)?;
+            self.rank
+                .device
+                .copy(&self.rank.on, own.view_mut(), self.x.operand().kernel())?;
+            let filled = own.filled();
+            let mut d = self.d.clone();
+            lease.all_gather_lora_linear(AllGatherLoraLinearParams {
+                transpose_weight: true,
+                output: Output::Into(d.view_mut()),
+                ..AllGatherLoraLinearParams::new(
+                    Chunk::Resident(filled),
+                    &self.counts,
+                    self.weight.operand(),
+                )
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Row `i` of x, as [`Factor::row`] gives it.
+    pub fn row(&self, i: usize) -> Result<Vec<u8>> {
+        self.x.row(&self.rank.device, &self.rank.on, i)
+    }
+
+    /// Column `j` of the weight, likewise.
+    pub fn weight_row(&self, j: usize) -> Result<Vec<u8>> {
+        self.weight.row(&self.rank.device, &self.rank.on, j)
+    }
+
+    /// D.
+    pub fn result(&self) -> Result<Vec<bf16>> {
+        let mut values = vec![bf16::ZERO; self.d.shape().len()];
+        let bytes = bytemuck::cast_slice_mut(&mut values);
+        self.rank.device.read(&self.rank.on, self.d.view(), bytes)?;
+        Ok(values)
+    }
+
+    /// Spans of one call on every rank, behind some that are not recorded.
+    fn spans(&self, mut call: impl FnMut() -> brigade::Result<()>) -> Result<Vec<Spans>> {
+        let rank = self.rank;
+        call()?;
+        rank.on.sync(PATIENCE)?;
+        rank.meet()?;
+        // One call before the recorded one, so that the ranks' GPUs begin together.
+        call()?;
+        rank.device.record_spans()?;
+        call()?;
+        let mine = Spans::new(rank.number(), &rank.device.spans(PATIENCE)?);
+        let all = rank.share(&serde_json::to_vec(&mine)?)?;
+        let read = |bytes: &Vec<u8>| Ok(serde_json::from_slice(bytes)?);
+        all.iter().map(read).collect()
+    }
+
+    /// What the operation is made of, and cannot be faster than: the product alone, and the collective alone.
+    fn parts<'v>(
+        &'v self,
+        which: Which,
+        comm: &Comm,
+        variants: &mut Vec<Variant<'v>>,
+    ) -> Result<()> {
+        let (rank, options) = (self.rank, self.options);
+        let (how, scheme) = ((options.common.calls, options.common.graph), options.scheme);
+        let Shape { m, k, n } = self.shape;
+        let numbers = |of, count| data::numbers(seed(rank.number(), of), count);
+        let (device, on) = (&rank.device, &rank.on);
+        let gathered = match which {
+            Which::Gather => {
+                let values = numbers(3, m * k);
+                let size = rank.size();
+                Some(Gathered::new(device, on, scheme, &values, ([m, k], size))?)
+            }
+            Which::Scatter => None,
+        };
+        let full = gathered.as_ref().map_or(&self.x, |g| &g.whole).clone();
+        let whole = data::poisoned(device, on, [m, n])?;
+        let product = {
+            let mut whole = whole.clone();
+            move || {
+                let gemm = GemmParams {
+                    transpose_b: true,
+                    ..GemmParams::new(full.operand(), self.weight.operand())
+                };
+                rank.device
+                    .gemm(&rank.on, &gemm, Output::Into(whole.view_mut()))
+                    .map(drop)
+            }
+        };
+        variants.push(Variant::new(rank, "gemm", how, product.clone())?);
+        if which == Which::Gather {
+            let narrow = Factor::new(device, on, scheme, &numbers(4, 16 * k), [16, k])?;
+            let mut out = data::poisoned(device, on, [m, 16])?;
+            let comm = comm.clone();
+            let gather = move || {
+                let mut lease = comm.lease(&rank.on)?;
+                let mode = Some(OverlapMode::Pull).filter(|_| rank.size() > 1);
+                self.gather(&mut lease, &narrow, &mut out, mode).map(drop)
+            };
+            variants.push(Variant::new(rank, "gather", how, gather)?);
+        }
+        if let Some(nccl) = &rank.nccl {
+            let mut d = self.d.clone();
+            let alone = move || match &mut gathered.clone() {
+                Some(all) => all.gather(nccl, &rank.on, &self.x),
+                None => nccl.reduce_scatter(&rank.on, whole.view(), d.view_mut()),
+            };
+            variants.push(Variant::new(rank, "nccl", how, alone.clone())?);
+            let (mut collective, mut product) = (alone, product);
+            let both = move || match which {
+                Which::Gather => collective().and_then(|()| product()),
+                Which::Scatter => product().and_then(|()| collective()),
+            };
+            variants.push(Variant::new(rank, "nccl_and_gemm", how, both)?);
+        }
+        Ok(())
+    }
+
+    /// The first call, in this mode if one is forced: what was planned, with a result that is right.
+    fn first(&self, which: Which, comm: &Comm, forced: Option<OverlapMode>) -> Result<Plan> {
+        let (rank, options) = (self.rank, self.options);
+        let mut d = self.d.clone();
+        let plan = {
+            let mut lease = comm.lease(&rank.on)?;
+            match which {
+                Which::Gather => self.gather(&mut lease, &self.weight, &mut d, forced)?,
+                Which::Scatter => self.scatter(&mut lease, &mut d, forced)?,
+            }
+        };
+        rank.on.sync(PATIENCE)?;
+        if options.common.check && options.lora == 0 && !options.resident {
+            expected::check(self, which)?;
+        }
+        rank.meet()?;
+        Ok(plan)
+    }
+
+    /// Further calls.
+    fn again<'v>(
+        &'v self,
+        which: Which,
+        comm: &Comm,
+        mode: Option<OverlapMode>,
+    ) -> impl FnMut() -> brigade::Result<()> + use<'v, 'a> {
+        let (comm, mut d) = (comm.clone(), self.d.clone());
+        move || {
+            let mut lease = comm.lease(&self.rank.on)?;
+            match which {
+                Which::Gather => self.gather(&mut lease, &self.weight, &mut d, mode),
+                Which::Scatter => self.scatter(&mut lease, &mut d, mode),
+            }
+            .map(drop)
+        }
+    }
+
+    /// Times, and what was planned.
+    pub fn run(&self, which: Which) -> Result<Measured> {
+        let (rank, options) = (self.rank, self.options);
+        let comm = rank.join(&self.config(which))?;
+        if options.resident && which == Which::Gather {
+            self.fill(&comm)?;
+        }
+        let how = (options.common.calls, options.common.graph);
+        let forced = options.mode.0;
+        let plan = self.first(which, &comm, forced)?;
+        let off = Some(OverlapMode::Off);
+        let mut variants = vec![
+            Variant::new(rank, "ours", how, self.again(which, &comm, forced))?,
+            Variant::new(rank, "off", how, self.again(which, &comm, off))?,
+        ];
+        self.parts(which, &comm, &mut variants)?;
+        let times = measure(rank, &mut variants, options.common.rounds)?;
+        let spans = self.spans(self.again(which, &comm, forced))?;
+        comm.check()?;
+        Ok(Measured {
+            times,
+            plan: plan.to_string(),
+            spans,
+        })
+    }
+
+    /// Times with overlap off, and of a mode, in turn.
+    pub fn pairs(&self, which: Which, mode: OverlapMode) -> Result<[Times; 2]> {
+        let (rank, options) = (self.rank, self.options);
+        let comm = rank.join(&self.config(which))?;
+        let how = (options.common.calls, options.common.graph);
+        self.first(which, &comm, Some(mode))?;
+        let variant =
+            |name, mode| Variant::new(rank, name, how, self.again(which, &comm, Some(mode)));
+        let mut variants = [variant("off", OverlapMode::Off)?, variant("overlap", mode)?];
+        let times = measure(rank, &mut variants, options.common.rounds)?;
+        comm.check()?;
+        times
+            .try_into()
+            .map_err(|_| anyhow!("other than two variants were measured"))
+    }
+}

@@ -1,0 +1,335 @@
+//! From which mean chunk on overlap pays: overlap off against a mode, in turn, over a range of row counts.
+
+use super::{Case, Linears, Which};
+use crate::{
+    Common,
+    factor::Scheme,
+    meta,
+    ranks::Ranks,
+    rounded,
+    sample::Times,
+    shape::{Layer, Mode, Shape},
+};
+use anyhow::{Context as _, Result, bail, ensure};
+use brigade::{
+    DataType,
+    plan::crossover::{Entry, Overlapped, RowType, Source},
+};
+use clap::Args;
+use serde_json::{Value, json};
+use std::{fs, path::PathBuf};
+
+/// Rows of one rank, if none are named.
+const ROWS: [usize; 12] = [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048];
+
+/// What is measured.
+#[derive(Clone, Debug, Args)]
+pub struct Options {
+    #[command(flatten)]
+    pub common: Common,
+    /// Of which operation
+    #[arg(long, value_enum, default_value_t = Which::Gather)]
+    operation: Which,
+    /// How rows and weights are stored; quantized before anything is timed
+    #[arg(long, value_enum, default_value_t = Scheme::Bf16)]
+    scheme: Scheme,
+    /// Layers k,n: inner dimension and columns of one rank [default: two of large models]
+    #[arg(long, value_name = "K,N", num_args = 1..)]
+    layers: Vec<Layer>,
+    /// Rows of one rank [default: twelve counts from 16 to 2048]
+    #[arg(long, value_name = "ROWS", num_args = 1..)]
+    rows: Vec<usize>,
+    /// Mode that is compared with off: ring, pull, or chunked:2 for two pieces
+    #[arg(long, default_value = "chunked:1")]
+    mode: Mode,
+    /// Write the entry to this file
+    #[arg(long, value_name = "FILE")]
+    entry: Option<PathBuf>,
+}
+
+/// What was measured of one number of rows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Point {
+    /// Mean chunk, as plans count it.
+    chunk_bytes: usize,
+    /// Median of the time with overlap over that of its pair without.
+    ratio: f64,
+}
+
+/// The smallest chunk at which overlap pays, as it does at all that are larger.
+fn least(points: &[Point]) -> Option<usize> {
+    let mut points = points.to_vec();
+    points.sort_by_key(|p| std::cmp::Reverse(p.chunk_bytes));
+    let paying = points.iter().take_while(|p| p.ratio < 1.0);
+    paying.last().map(|p| p.chunk_bytes)
+}
+
+/// The chunk from which on it pays for all layers; `None` if for one of them it never does.
+fn least_of_all(layers: &[Option<usize>]) -> Option<usize> {
+    let all: Option<Vec<usize>> = layers.iter().copied().collect();
+    all?.into_iter().max()
+}
+
+fn point(which: Which, shape: Shape, scheme: Scheme, ranks: usize, times: &[Times; 2]) -> Point {
+    let [off, overlap] = times;
+    let pairs = off.samples.iter().zip(&overlap.samples);
+    let mut ratios: Vec<f64> = pairs.map(|(off, overlap)| overlap / off).collect();
+    ratios.sort_by(f64::total_cmp);
+    let travels = match which {
+        Which::Gather => shape.m * shape.k * scheme.bytes(),
+        Which::Scatter => shape.m * shape.n * DataType::BF16.bytes(),
+    };
+    Point {
+        chunk_bytes: travels / ranks,
+        ratio: ratios.get(ratios.len() / 2).copied().unwrap_or(f64::NAN),
+    }
+}
+
+/// Measures all layers; gives a table, and what it comes to.
+pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
+    let Some(mode) = options.mode.0 else {
+        bail!("--mode must say what is compared with off");
+    };
+    ensure!(
+        !options.common.with_nccl(),
+        "NCCL has no part in a crossover: leave --vs out"
+    );
+    let size = ranks.size();
+    ensure!(size > 1, "there must be two ranks");
+    let layers = match &options.layers[..] {
+        [] => vec![28_672, 10_240]
+            .into_iter()
+            .map(|n| Layer {
+                k: 8192,
+                n: n / size,
+            })
+            .collect(),
+        named => named.to_vec(),
+    };
+    let rows = match &options.rows[..] {
+        [] => ROWS.to_vec(),
+        named => named.to_vec(),
+    };
+    ensure!(!rows.contains(&0), "there must be a row on each rank");
+    let shape = |Layer { k, n }: Layer, rows: usize| Shape {
+        m: rows * size,
+        k,
+        n,
+    };
+    let linears = Linears {
+        common: options.common.clone(),
+        shapes: Vec::new(),
+        scheme: options.scheme,
+        mode: options.mode,
+        resident: false,
+        sm_budget: None,
+        trace: None,
+        lora: 0,
+    };
+    let (which, scheme) = (options.operation, options.scheme);
+    let meta = meta::meta(ranks)?;
+    let measured = ranks.run(false, |rank| {
+        let one = |shape| Case::new(rank, &linears, which, shape)?.pairs(which, mode);
+        let of = |&layer: &Layer| rows.iter().map(|&r| one(shape(layer, r))).collect();
+        layers.iter().map(of).collect::<Result<Vec<Vec<_>>>>()
+    })?;
+    if !ranks.speak() {
+        return Ok(String::new());
+    }
+    let mut text = format!(
+        "{:>6} {:>6} {:>6} {:>6} {:>12} {:>9} {:>10} {:>7}\n",
+        "scheme", "m", "k", "n", "chunk bytes", "off us", "overlap us", "/off"
+    );
+    let (mut json_rows, mut verdicts) = (Vec::new(), Vec::new());
+    for (&layer, measured) in layers.iter().zip(&measured) {
+        let mut points = Vec::new();
+        for (&r, times) in rows.iter().zip(measured) {
+            let shape = shape(layer, r);
+            let point = point(which, shape, scheme, size, times);
+            text += &line(shape, scheme, point, times);
+            json_rows.push(row(shape, options, point, times));
+            points.push(point);
+        }
+        verdicts.push(least(&points));
+    }
+    for (Layer { k, n }, verdict) in layers.iter().zip(&verdicts) {
+        text += &format!("{k},{n}: overlap pays {}\n", told(*verdict));
+    }
+    let all = least_of_all(&verdicts);
+    text += &format!("all layers: overlap pays {}\n", told(all));
+    options.common.write(&meta, &json_rows)?;
+    if let Some(path) = &options.entry {
+        let entry = entry(options, &meta, size, all, (&layers, &rows))?;
+        let written = serde_json::to_string_pretty(&entry)? + "\n";
+        fs::write(path, written).with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(text)
+}
+
+fn told(least: Option<usize>) -> String {
+    match least {
+        Some(bytes) => format!("from chunks of {bytes} bytes on"),
+        None => "at no size that was measured".to_owned(),
+    }
+}
+
+fn line(shape: Shape, scheme: Scheme, point: Point, [off, overlap]: &[Times; 2]) -> String {
+    format!(
+        "{:>6} {:>6} {:>6} {:>6} {:>12} {:>9.1} {:>10.1} {:>7.3}\n",
+        scheme.name(),
+        shape.m,
+        shape.k,
+        shape.n,
+        point.chunk_bytes,
+        off.median,
+        overlap.median,
+        point.ratio
+    )
+}
+
+fn row(shape: Shape, options: &Options, point: Point, [off, overlap]: &[Times; 2]) -> Value {
+    let Shape { m, k, n } = shape;
+    let samples = |times: &Times| -> Value { times.samples.iter().map(|&s| rounded(s)).collect() };
+    json!({
+        "m": m, "k": k, "n": n, "scheme": options.scheme.name(), "graph": options.common.graph,
+        "chunk_bytes": point.chunk_bytes, "off_us": rounded(off.median), "us": rounded(overlap.median),
+        "of_off": (point.ratio * 1000.0).round() / 1000.0,
+        "samples": { "off": samples(off), "overlap": samples(overlap) },
+    })
+}
+
+/// What was measured, as `tables/crossovers.json` of brigade-plan has it.
+fn entry(
+    options: &Options,
+    meta: &Value,
+    ranks: usize,
+    min_chunk_bytes: Option<usize>,
+    (layers, rows): (&[Layer], &[usize]),
+) -> Result<Entry> {
+    let text = |name: &str| meta[name].as_str().unwrap_or("unknown").to_owned();
+    let layers: Vec<_> = layers
+        .iter()
+        .map(|Layer { k, n }| format!("{k},{n}"))
+        .collect();
+    let (first, last) = (rows.iter().min(), rows.iter().max());
+    let note = format!(
+        "layers {}; {} to {} rows of one rank; median of {} pairs",
+        layers.join(" "),
+        first.unwrap_or(&0),
+        last.unwrap_or(&0),
+        options.common.rounds
+    );
+    Ok(Entry {
+        gpu: text("gpu"),
+        links: serde_json::from_value(meta["link"].clone())?,
+        ranks: Some(ranks),
+        operation: match options.operation {
+            Which::Gather => Overlapped::GatherLinear,
+            Which::Scatter => Overlapped::ReduceScatterLinear,
+        },
+        dtype: match options.scheme {
+            Scheme::Bf16 => RowType::Bf16,
+            Scheme::Int8 => RowType::Int8,
+            Scheme::Fp8 => RowType::Fp8,
+        },
+        min_chunk_bytes,
+        source: Source {
+            command: text("command"),
+            date: text("date"),
+            commit: text("commit"),
+            note: Some(note),
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brigade::plan::crossover::{Figures, Gpus, Links};
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    fn options(words: &str) -> Options {
+        let words = std::iter::once("crossover").chain(words.split_whitespace());
+        Line::try_parse_from(words).unwrap().options
+    }
+
+    fn points(all: &[(usize, f64)]) -> Vec<Point> {
+        let point = |&(chunk_bytes, ratio)| Point { chunk_bytes, ratio };
+        all.iter().map(point).collect()
+    }
+
+    #[test]
+    fn overlap_must_pay_at_all_larger_chunks_too() {
+        let of = |all: &[(usize, f64)]| least(&points(all));
+        assert_eq!(of(&[(1, 1.2), (2, 0.99), (4, 0.8)]), Some(2));
+        // In whatever order they were measured, and with a lucky one among the small.
+        assert_eq!(of(&[(4, 0.8), (1, 0.9), (2, 1.0), (8, 0.7)]), Some(4));
+        assert_eq!(of(&[(1, 0.9), (2, 0.9)]), Some(1));
+        assert_eq!(of(&[(1, 0.5), (2, 1.1)]), None);
+        assert_eq!(of(&[(1, f64::NAN)]), None);
+        assert_eq!(of(&[]), None);
+    }
+
+    #[test]
+    fn the_slowest_layer_counts() {
+        assert_eq!(least_of_all(&[Some(1), Some(3), Some(2)]), Some(3));
+        assert_eq!(least_of_all(&[Some(1), None]), None);
+        assert_eq!(least_of_all(&[]), None);
+    }
+
+    #[test]
+    fn chunks_are_counted_as_plans_count_them() {
+        let times = |samples: &[f64]| Times {
+            name: "",
+            median: 0.0,
+            p99: 0.0,
+            samples: samples.to_vec(),
+        };
+        // Medians of 11 and 10, and pairs of 0.9, 1.1 and 2.
+        let times = [times(&[10.0, 11.0, 12.0]), times(&[20.0, 9.9, 13.2])];
+        let shape = Shape { m: 8, k: 16, n: 32 };
+        let of = |which, scheme| point(which, shape, scheme, 4, &times);
+        let gather = of(Which::Gather, Scheme::Bf16);
+        assert_eq!(gather.chunk_bytes, 64);
+        assert!((gather.ratio - 1.1).abs() < 1e-9);
+        assert_eq!(of(Which::Gather, Scheme::Int8).chunk_bytes, 32);
+        assert_eq!(of(Which::Scatter, Scheme::Int8).chunk_bytes, 128);
+    }
+
+    /// What is written can be put into the file of brigade-plan as it is.
+    #[test]
+    fn an_entry_is_one_of_the_table() {
+        let options = options("--operation reduce-scatter-linear --scheme fp8 -n 7");
+        let meta = json!({
+            "gpu": "NVIDIA H200", "link": "nvlink", "date": "2026-01-02", "commit": "0123456789ab",
+            "command": "brigade-perf crossover",
+        });
+        let layers = [Layer { k: 8, n: 16 }];
+        let entry = entry(&options, &meta, 4, Some(1000), (&layers, &[1, 2])).unwrap();
+        let text = format!(
+            r#"{{"default": {{"min_chunk_bytes": 1, "source": {{"note": ""}}}}, "entries": [{}]}}"#,
+            serde_json::to_string(&entry).unwrap()
+        );
+        let figures = Figures::read(&text).unwrap();
+        assert_eq!(figures.entries(), [entry]);
+        let gpus = Gpus {
+            model: Some("NVIDIA H200".into()),
+            links: Links::Nvlink,
+            ranks: 4,
+        };
+        let found = figures.of(&gpus, Overlapped::ReduceScatterLinear);
+        assert_eq!(found.fp8.min_chunk_bytes, Some(1000));
+        assert_eq!(found.bf16.min_chunk_bytes, Some(1));
+        assert_eq!(
+            text.matches("layers 8,16; 1 to 2 rows of one rank; median of 7 pairs")
+                .count(),
+            1
+        );
+    }
+}

@@ -1,0 +1,247 @@
+//! From which size on overlap pays on a model of GPU: figures as data, each with where it comes from.
+//!
+//! They are in `tables/crossovers.json` of this crate, which a build holds. A figure is chosen by what all ranks of a group
+//! know of their GPUs when they join; `brigade-perf crossover` measures one.
+
+use brigade_device::{QScheme, Reason};
+use serde::{Deserialize, Serialize};
+use std::{borrow::Cow, fmt};
+
+const EMBEDDED: &str = include_str!("../tables/crossovers.json");
+
+/// From which mean chunk on overlap pays.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Crossover {
+    /// In bytes; `None` if overlap paid at no size that was measured.
+    pub min_chunk_bytes: Option<usize>,
+    /// Where the figure is from, for people. Empty for the host, whose figure is a rule.
+    pub source: Cow<'static, str>,
+}
+
+/// The same for every type of rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Crossovers {
+    /// bf16; f16 and f32 go by it too.
+    pub bf16: Crossover,
+    /// int8 with a scale for each row.
+    pub int8: Crossover,
+    /// fp8 with one scale.
+    pub fp8: Crossover,
+}
+
+impl Crossovers {
+    /// One for all types.
+    pub(crate) const fn all(min_chunk_bytes: usize) -> Self {
+        const fn one(bytes: usize) -> Crossover {
+            Crossover {
+                min_chunk_bytes: Some(bytes),
+                source: Cow::Borrowed(""),
+            }
+        }
+        Self {
+            bf16: one(min_chunk_bytes),
+            int8: one(min_chunk_bytes),
+            fp8: one(min_chunk_bytes),
+        }
+    }
+
+    /// That of rows quantized so.
+    pub fn of(&self, scheme: QScheme) -> &Crossover {
+        match scheme {
+            QScheme::Int8PerToken => &self.int8,
+            QScheme::Fp8PerTensor => &self.fp8,
+            _ => &self.bf16,
+        }
+    }
+
+    /// Each with its type.
+    pub fn each(&self) -> [(RowType, &Crossover); 3] {
+        [
+            (RowType::Bf16, &self.bf16),
+            (RowType::Int8, &self.int8),
+            (RowType::Fp8, &self.fp8),
+        ]
+    }
+}
+
+/// The operations that overlap, as files name them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Overlapped {
+    /// Gather-linear, whose chunks are rows.
+    GatherLinear,
+    /// Its twin, whose chunks are parts of sums.
+    ReduceScatterLinear,
+}
+
+/// What rows are made of, as files name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RowType {
+    /// Also for f16 and f32.
+    Bf16,
+    /// With a scale for each row.
+    Int8,
+    /// e4m3, with one scale.
+    Fp8,
+}
+
+/// How the GPUs of a group reach each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Links {
+    /// NVLink, all of them.
+    Nvlink,
+    /// PCIe, some of them at least.
+    Pcie,
+    /// Ranks share a GPU.
+    Shared,
+    /// Not all ranks can tell.
+    Unknown,
+}
+
+impl fmt::Display for Links {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Nvlink => "nvlink",
+            Self::Pcie => "pcie",
+            Self::Shared => "shared",
+            Self::Unknown => "unknown",
+        })
+    }
+}
+
+/// The GPUs of a group: the same on all of its ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpus {
+    /// The model of all of them, as the driver calls it; `None` where they are not of one.
+    pub model: Option<String>,
+    /// How they reach each other.
+    pub links: Links,
+    /// Ranks in the group.
+    pub ranks: usize,
+}
+
+/// How a figure came about.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Source {
+    /// The command that measured it.
+    pub command: String,
+    /// YYYY-MM-DD
+    pub date: String,
+    /// At which commit.
+    pub commit: String,
+    /// What else there is to know.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+}
+
+/// One figure.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Entry {
+    /// The model of GPU, as the driver calls it.
+    pub gpu: String,
+    /// How the GPUs reach each other.
+    pub links: Links,
+    /// In groups of so many ranks; in all that have no entry of their own, if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks: Option<usize>,
+    /// Of which operation.
+    pub operation: Overlapped,
+    /// Of which rows.
+    pub dtype: RowType,
+    /// Smallest mean chunk for which overlap pays, in bytes; `null` if it paid at no size that was measured.
+    pub min_chunk_bytes: Option<usize>,
+    /// How it came about.
+    pub source: Source,
+}
+
+/// What holds where nothing was measured.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Unmeasured {
+    min_chunk_bytes: usize,
+    source: Note,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Note {
+    note: String,
+}
+
+/// A file of figures.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Figures {
+    default: Unmeasured,
+    entries: Vec<Entry>,
+}
+
+impl Figures {
+    /// Those that this build holds.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn embedded() -> Result<Self, Reason> {
+        Self::read(EMBEDDED)
+    }
+
+    /// Those of a file's text.
+    ///
+    /// # Errors
+    /// [`CROSSOVERS`](crate::reason::CROSSOVERS) if it is no such file.
+    pub fn read(text: &str) -> Result<Self, Reason> {
+        serde_json::from_str(text).map_err(|e| crate::reason::crossovers(&e.to_string()))
+    }
+
+    /// All figures but the default.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// For every type of rows: the entry of these GPUs in groups of this size, else the one for all sizes, else the default.
+    pub fn of(&self, gpus: &Gpus, operation: Overlapped) -> Crossovers {
+        let of = |dtype| self.one(gpus, operation, dtype);
+        Crossovers {
+            bf16: of(RowType::Bf16),
+            int8: of(RowType::Int8),
+            fp8: of(RowType::Fp8),
+        }
+    }
+
+    fn one(&self, gpus: &Gpus, operation: Overlapped, dtype: RowType) -> Crossover {
+        let fits = |e: &&Entry| {
+            (Some(&e.gpu), e.links) == (gpus.model.as_ref(), gpus.links)
+                && (e.operation, e.dtype) == (operation, dtype)
+        };
+        let of_size =
+            |ranks: Option<usize>| self.entries.iter().filter(fits).find(|e| e.ranks == ranks);
+        match of_size(Some(gpus.ranks)).or_else(|| of_size(None)) {
+            Some(entry) => Crossover {
+                min_chunk_bytes: entry.min_chunk_bytes,
+                source: entry.told().into(),
+            },
+            None => Crossover {
+                min_chunk_bytes: Some(self.default.min_chunk_bytes),
+                source: format!("default, {}", self.default.source.note).into(),
+            },
+        }
+    }
+}
+
+impl Entry {
+    /// In one line.
+    fn told(&self) -> String {
+        let ranks = match self.ranks {
+            Some(ranks) => format!(" of {ranks} ranks"),
+            None => String::new(),
+        };
+        let Source { date, commit, .. } = &self.source;
+        format!(
+            "{} by {}{ranks}, {date}, commit {commit}",
+            self.gpu, self.links
+        )
+    }
+}
