@@ -30,6 +30,7 @@ mod factors;
 mod finish;
 mod gather_linear;
 mod graph;
+mod inject;
 mod ipc;
 mod job;
 mod kernel;
@@ -67,7 +68,7 @@ mod user_buffers;
 mod watch;
 mod window;
 
-pub use device::CudaDevice;
+pub use device::{CudaConfig, CudaDevice};
 pub use devices::{DeviceInfo, devices};
 pub use driver::{driver_version, needed_driver};
 pub use ipc::{IpcHandle, IpcMemory};

@@ -361,6 +361,8 @@ parameters! {
         state: u64,
         /// Address of this rank's report, in memory that the host sees.
         report: u64,
+        /// Where the steps ask the hook of fault injection, a slot for each, in memory that the host sees; 0 without one.
+        desk: u64,
         /// How long a call may take, in nanoseconds.
         deadline_ns: u64,
         /// The same for the first call that all ranks make.
@@ -443,6 +445,8 @@ parameters! {
         state: u64,
         /// Address of this rank's report.
         report: u64,
+        /// Where blocks ask the hook of fault injection, a slot for each; 0 without one.
+        desk: u64,
         /// How long a call may take, in nanoseconds.
         deadline_ns: u64,
         /// The same for the first call that all ranks make.
