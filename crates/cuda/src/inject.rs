@@ -322,3 +322,320 @@ impl Office {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::steps::{Steps, Use};
+    use brigade_device::{Bootstrap, CommConfig, Group, ParallelMode, Region, Unguarded};
+    use brigade_group::{Sharing, threads};
+    use brigade_kernels::STEP_FINISH;
+    use brigade_sync::{Area, Half};
+
+    const LONG: Duration = Duration::from_secs(30);
+
+    /// What asks: as all ranks count, rank 1 of 3.
+    fn layout() -> (Layout, Group) {
+        let config = CommConfig {
+            regions: 4,
+            ..CommConfig::new(ParallelMode::Tp)
+        };
+        let group = Group {
+            mode: config.mode,
+            rank: 1,
+            size: 3,
+        };
+        (Layout::new(&config, 16, 1, 3).unwrap(), group)
+    }
+
+    /// The steps of a launch, as hooks are told of them.
+    fn told(make: impl FnOnce(&mut Steps<'_>)) -> Vec<Option<Step>> {
+        let (layout, group) = layout();
+        let mut steps = Steps::new(&layout, group);
+        make(&mut steps);
+        let batches = steps.batches();
+        let list = batches.iter().flat_map(|b| &b.0[..b.1 as usize]);
+        let words = |&step| Words {
+            step,
+            epoch: (7 << 32) + 5,
+            call: 9,
+            operation: Operation::GatherLinear as u64,
+        };
+        list.map(|step| words(step).step(&layout, 1)).collect()
+    }
+
+    fn at(point: Point, peer: usize, place: Option<[usize; 3]>) -> Option<Step> {
+        Some(Step {
+            point,
+            operation: Operation::GatherLinear,
+            call: 9,
+            rank: 1,
+            peer,
+            place: place.map(|[slot, piece, half]| Place {
+                slot,
+                piece,
+                half,
+                epoch: 5,
+            }),
+        })
+    }
+
+    #[test]
+    fn steps_are_told_as_the_host_tells_them() {
+        let of = Use {
+            area: Area::ReduceScatter,
+            half: Half::of(1),
+        };
+        let call = told(|steps| {
+            steps.start();
+            steps.arrive();
+            steps.begin(of);
+            steps.filled(0, of, 2, 3);
+            steps.await_filled(of, 0, 15, 2);
+            steps.end(of);
+            steps.meet();
+            steps.finish();
+        });
+        let both = |point, place| [2, 0].map(|peer| at(point, peer, place));
+        let want = [
+            vec![at(Point::Begin, 1, None), None],
+            both(Point::Arrive, None).into(),
+            vec![None],
+            both(Point::Credit, Some([1, 0, 1])).into(),
+            vec![at(Point::Announce, 0, Some([2, 3, 1]))],
+            vec![at(Point::Read, 2, Some([0, 15, 1]))],
+            both(Point::Done, Some([1, 0, 1])).into(),
+            vec![None],
+            both(Point::Meet, None).into(),
+            vec![None],
+        ];
+        assert_eq!(call, want.concat());
+    }
+
+    #[test]
+    fn signals_are_told_by_their_region() {
+        let region = Region(3);
+        let signals = told(|steps| {
+            steps.signal(region, 2).unwrap();
+            steps.await_signal(region, 0).unwrap();
+            steps.release(region, 0).unwrap();
+        });
+        let place = Some([3, 0, 0]);
+        let want = [
+            at(Point::Credit, 2, place),
+            None,
+            at(Point::Announce, 2, place),
+            None,
+            at(Point::Read, 0, place),
+            at(Point::Done, 0, place),
+        ];
+        assert_eq!(signals, want);
+    }
+
+    #[test]
+    fn what_is_no_point_is_not_told() {
+        let (layout, _) = layout();
+        let words = |step, operation| Words {
+            step,
+            epoch: 1,
+            call: 1,
+            operation,
+        };
+        let barrier = Operation::Barrier as u64;
+        let start = STEP_START << 60;
+        assert!(words(start, barrier).step(&layout, 1).is_some());
+        assert!(words(start, 99).step(&layout, 1).is_none(), "no operation");
+        // The first word is one of the barrier's.
+        let post = words(STEP_POST << 60, barrier);
+        assert!(post.step(&layout, 1).is_none(), "no flag of data");
+    }
+
+    #[test]
+    fn launches_that_may_run_at_once_share_no_slot() {
+        let steps = [Some(Side::Waiter), Some(Side::Mover), None].map(Asker::of);
+        let mut first: Vec<_> = steps.map(Asker::first_slot).into();
+        first.push(Asker::Messages.first_slot());
+        first.sort_unstable();
+        assert!(first.windows(2).all(|w| w[1] - w[0] == MOST_STEPS));
+        assert_eq!(*first.last().unwrap(), Asker::Messages.first_slot());
+    }
+
+    /// A desk in ordinary memory, and the test in the place of kernels.
+    struct Kernels {
+        desk: Desk,
+        control: Arc<Control>,
+        asked: Vec<u64>,
+    }
+
+    impl Kernels {
+        fn new(hook: impl Fn(&Step) -> Action + Send + Sync + 'static) -> Self {
+            let boot = &threads(1)[0];
+            let config = CommConfig::new(ParallelMode::Tp);
+            let group = Group {
+                mode: config.mode,
+                rank: boot.rank(),
+                size: boot.size(),
+            };
+            let layout = Layout::new(&config, 16, 0, 1).unwrap();
+            let sharing = Sharing::between(boot, LONG).unwrap();
+            let segments = sharing.exchange(boot, layout.words, 0, LONG).unwrap();
+            let control = Arc::new(Control::new(group, layout, sharing, segments));
+            let count = 4;
+            let mut memory = vec![0u64; count * QUESTION_WORDS];
+            let slots = Slots {
+                address: memory.as_mut_ptr() as u64,
+                count,
+                _memory: Arc::new(memory),
+            };
+            Self {
+                desk: Desk::open(slots, &Injector::new(Arc::new(hook)), &control).unwrap(),
+                control,
+                asked: vec![0; count],
+            }
+        }
+
+        /// Asks in a slot, about a step with this peer in place of all else.
+        fn ask(&mut self, slot: usize, op: u64, peer: u64) {
+            let slots = &self.desk.0.slots;
+            let ring = self.control.layout().ring(Area::Scratch);
+            let words = [
+                (QUESTION_STEP, op << 60 | peer << 20 | ring.base as u64),
+                (QUESTION_EPOCH, 1),
+                (QUESTION_CALL, 2),
+                (QUESTION_OPERATION, Operation::Barrier as u64),
+            ];
+            for (index, word) in words {
+                slots.word(slot, index).store(word, Ordering::Relaxed);
+            }
+            self.asked[slot] += 1;
+            let asked = slots.word(slot, QUESTION_ASKED);
+            asked.store(self.asked[slot], Ordering::Release);
+        }
+
+        fn answer(&self, slot: usize) -> Option<u64> {
+            let said = self.desk.0.slots.word(slot, QUESTION_ANSWER);
+            let said = said.load(Ordering::Acquire);
+            (said >> 2 == self.asked[slot]).then_some(said & 3)
+        }
+
+        fn hear(&self, slot: usize) -> u64 {
+            let end = Instant::now() + LONG;
+            loop {
+                if let Some(answer) = self.answer(slot) {
+                    return answer;
+                }
+                assert!(Instant::now() < end, "no answer in slot {slot}");
+                thread::yield_now();
+            }
+        }
+    }
+
+    #[test]
+    fn questions_are_answered_again_and_again_in_every_slot() {
+        // SAFETY: nothing is written behind this guard.
+        let skip = Action::Skip(unsafe { Unguarded::promise() });
+        let mut kernels = Kernels::new(move |step| match (step.point, step.peer) {
+            (_, 3) => Action::Drop,
+            (_, 4) => skip,
+            (_, 5) => Action::Stall(Duration::from_micros(100)),
+            _ => Action::GoOn,
+        });
+        let cases = [
+            (STEP_START, 0, ANSWER_GO_ON),
+            (STEP_POST, 3, ANSWER_LEAVE_OUT),
+            (STEP_WAIT, 3, ANSWER_GO_ON),
+            (STEP_CREDIT, 4, ANSWER_LEAVE_OUT),
+            (STEP_POST, 4, ANSWER_GO_ON),
+            (STEP_ARRIVE, 5, ANSWER_GO_ON),
+            // No point.
+            (STEP_FINISH, 3, ANSWER_GO_ON),
+        ];
+        for (i, (op, peer, want)) in cases.into_iter().cycle().take(200).enumerate() {
+            kernels.ask(i % 4, op, peer);
+            assert_eq!(kernels.hear(i % 4), want, "question {i}");
+        }
+    }
+
+    #[test]
+    fn a_question_may_be_kept_until_another_is_asked() {
+        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        let receiver = Mutex::new(receiver);
+        let mut kernels = Kernels::new(move |step| {
+            match step.point {
+                Point::Read => receiver.lock().recv_timeout(LONG).unwrap(),
+                Point::Meet => sender.send(()).unwrap(),
+                _ => {}
+            }
+            Action::GoOn
+        });
+        for _ in 0..20 {
+            kernels.ask(0, STEP_WAIT, 0);
+            kernels.ask(1, STEP_ARRIVE, 0);
+            kernels.hear(1);
+            assert_eq!(kernels.answer(0), None, "kept");
+            kernels.ask(2, STEP_MEET, 0);
+            assert_eq!([0, 2].map(|slot| kernels.hear(slot)), [ANSWER_GO_ON; 2]);
+        }
+    }
+
+    /// A kernel that was stopped leaves its question behind; what is said to it later is not taken for the answer to the
+    /// next one.
+    #[test]
+    fn late_answers_are_nobodys() {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let receiver = Mutex::new(receiver);
+        let taken = Arc::new(AtomicBool::new(false));
+        let told = Arc::clone(&taken);
+        let mut kernels = Kernels::new(move |step| {
+            if step.point == Point::Read {
+                told.store(true, Ordering::Release);
+                receiver.lock().recv_timeout(LONG).unwrap();
+            }
+            Action::Drop
+        });
+        kernels.ask(0, STEP_WAIT, 0);
+        let end = Instant::now() + LONG;
+        while !taken.load(Ordering::Acquire) {
+            assert!(Instant::now() < end, "never taken");
+            thread::yield_now();
+        }
+        kernels.ask(0, STEP_POST, 0);
+        assert_eq!(kernels.hear(0), ANSWER_LEAVE_OUT);
+        sender.send(()).unwrap();
+        let office = Arc::clone(&kernels.desk.0);
+        // The thread that was held is back, beside the one that looks.
+        while office.free.load(Ordering::Relaxed) < 2 {
+            assert!(Instant::now() < end, "never back");
+            thread::yield_now();
+        }
+        assert_eq!(kernels.answer(0), Some(ANSWER_LEAVE_OUT));
+    }
+
+    #[test]
+    fn a_stall_ends_when_the_group_is_stopped_and_a_panic_stops_it() {
+        let mut kernels = Kernels::new(|step| match step.point {
+            Point::Begin => Action::Stall(2 * LONG),
+            // No message of a panic: the test is no failure.
+            _ => std::panic::resume_unwind(Box::new(())),
+        });
+        kernels.ask(0, STEP_START, 0);
+        kernels.ask(1, STEP_MEET, 0);
+        assert_eq!([1, 0].map(|slot| kernels.hear(slot)), [ANSWER_GO_ON; 2]);
+        let record = kernels.control.fault().unwrap();
+        assert_eq!(record.kind, brigade_device::FaultKind::Aborted);
+    }
+
+    #[test]
+    fn threads_end_with_the_desk() {
+        let mut kernels = Kernels::new(|_| Action::GoOn);
+        kernels.ask(0, STEP_START, 0);
+        kernels.hear(0);
+        let office = Arc::downgrade(&kernels.desk.0);
+        drop(kernels);
+        let end = Instant::now() + LONG;
+        while office.strong_count() > 0 {
+            assert!(Instant::now() < end, "they go on");
+            thread::yield_now();
+        }
+    }
+}
