@@ -5,7 +5,8 @@
 
 use crate::{
     CudaDevice, Launch,
-    inject::{Asker, Desk},
+    desk::Desk,
+    inject::Asker,
     job::{Job, Kind},
     lane::Lane,
     mark::{self, CudaMark},

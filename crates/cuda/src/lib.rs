@@ -23,6 +23,7 @@ mod broadcast;
 mod card;
 mod comm;
 mod core;
+mod desk;
 mod device;
 mod devices;
 mod driver;
