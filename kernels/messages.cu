@@ -2,21 +2,40 @@
 // slot's two halves in turn. Every block carries its share of each piece, with a flag of its own; the credit for a piece goes
 // back when the receiver's last block has read its share.
 #include "copy.cuh"
-#include "steps.cuh"
+#include "hook.cuh"
 
 using namespace brigade;
 
-// Waits as one thread, for the block. False if the group was stopped.
-__device__ inline bool wait_for(const Group& g, Waiting w, bool& failed) {
+// Waits as one thread, for the block. The hook is asked about the piece: before a guard (STEP_CREDIT), and behind a flag that
+// tells of data (STEP_WAIT). False if the group was stopped.
+__device__ inline bool wait_for(const MessagesParams& p, const Group& g, uint64_t op, uint64_t epoch, Waiting w, bool& failed) {
   if (threadIdx.x == 0) {
-    do {
-      look(g, w);
-    } while (w.end == End::going_on);
-    failed = w.end != End::there;
-    if (failed) give_up(g, w);
+    const auto heard = [&](uint64_t at) {
+      const bool asks = g.desk != 0 && op == at;
+      return asks ? consult(p, g.signature, step_bits(op, w.peer, w.word), epoch) : Answer::go_on;
+    };
+    Answer answer = heard(STEP_CREDIT);
+    if (answer == Answer::go_on) {
+      do {
+        look(g, w);
+      } while (w.end == End::going_on);
+      if (w.end == End::there) {
+        answer = heard(STEP_WAIT);
+      } else {
+        give_up(g, w);
+        answer = Answer::stopped;
+      }
+    }
+    failed = answer == Answer::stopped;
   }
   __syncthreads();
   return !failed;
+}
+
+// Posts as one thread, unless the hook loses it. A block that is stopped here finds the stop word at its next wait.
+__device__ inline void post(const MessagesParams& p, const Group& g, uint64_t epoch, uint32_t peer, uint32_t word, uint64_t flag) {
+  if (g.desk != 0 && consult(p, g.signature, step_bits(STEP_POST, peer, word), epoch) != Answer::go_on) return;
+  store_release_sys(g.word(peer, word), flag);
 }
 
 // Two blocks find room on a multiprocessor, so that the groups of many ranks do.
@@ -55,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
     const uint32_t credits = p.ring + 2 * p.size * p.pieces + half * p.size;
     const uint64_t local = p.local[message] + start;
     if (receives) {
-      going_on = wait_for(g, {flag, data_flag(epoch), Want::exactly, peer, peer}, failed);
+      going_on = wait_for(p, g, STEP_WAIT, epoch, {flag, data_flag(epoch), Want::exactly, peer, peer}, failed);
       if (!going_on) break;
       copy_bytes(local + first, slot + first, last - first, threadIdx.x, blockDim.x);
       __syncthreads();
@@ -67,24 +86,28 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
         if (done + 1 == p.blocks) {
           atomicAdd(readers, 0ull - ((unsigned long long)p.blocks << (4 * peer)));
           __threadfence_system();
-          store_release_sys(g.word(peer, credits + p.rank), data_flag(epoch));
+          post(p, g, epoch, peer, credits + p.rank, data_flag(epoch));
         }
       }
     } else {
-      if (n >= 2) going_on = wait_for(g, {credits + peer, data_flag(epoch - 1), Want::at_least, peer, peer}, failed);
+      if (n >= 2) {
+        const Waiting credit = {credits + peer, data_flag(epoch - 1), Want::at_least, peer, peer};
+        going_on = wait_for(p, g, STEP_CREDIT, epoch, credit, failed);
+      }
       if (!going_on) break;
       copy_bytes(slot + first, local + first, last - first, threadIdx.x, blockDim.x);
       __syncthreads();
       if (threadIdx.x == 0) {
         __threadfence_system();
-        store_release_sys(g.word(peer, flag), data_flag(epoch));
+        post(p, g, epoch, peer, flag, data_flag(epoch));
       }
     }
   }
   if (going_on && !receives && p.confirmed != 0) {
     const uint64_t n = before + pieces - 1;
     const uint32_t credits = p.ring + 2 * p.size * p.pieces + uint32_t(n & 1) * p.size;
-    wait_for(g, {credits + peer, data_flag(n / 2 + 1), Want::at_least, peer, peer}, failed);
+    // No guard: nothing is written behind it.
+    wait_for(p, g, STEP_MEET, 0, {credits + peer, data_flag(n / 2 + 1), Want::at_least, peer, peer}, failed);
   }
   // The last block to leave advances the counters, which the others have read by then.
   __syncthreads();

@@ -1,7 +1,7 @@
 // Carries out the steps of a protocol: the posts and waits that brigade-sync's machines give as data, with counters that live
 // here in place of the host's.
+#include "hook.cuh"
 #include "poison.cuh"
-#include "steps.cuh"
 
 using namespace brigade;
 
@@ -14,8 +14,11 @@ __device__ __forceinline__ Step step_of(uint64_t bits) {
           uint32_t(bits >> 28 & 0xfff), uint32_t(bits >> 20 & 0xff), uint32_t(bits & 0xfffff)};
 }
 
-// What is done at once. True if the step waits, with what it waits for in `w`.
-__device__ inline bool carry_out(const StepsParams& p, const Group& g, const Step& s, Waiting& w) {
+// What is left of a step once counters are as it wants them.
+enum class Rest : uint32_t { nothing, post, wait };
+
+// Does what is done at once. What the step posts or waits for is in `w` then.
+__device__ inline Rest carry_out(const StepsParams& p, const Group& g, const Step& s, Waiting& w) {
   uint64_t* count = g.counter(s.counter);
   uint64_t& marks = count[1];
   const bool begun = (marks & MARK_BEGUN) != 0;
@@ -23,58 +26,100 @@ __device__ inline bool carry_out(const StepsParams& p, const Group& g, const Ste
   switch (s.op) {
     case STEP_START:
       g.state[STATE_STARTED] = globaltimer_ns();
-      return false;
+      return Rest::nothing;
     case STEP_TAKE:
       if (begun) {
         marks &= ~MARK_BEGUN;
-        return false;
+        return Rest::nothing;
       }
       [[fallthrough]];  // Else it is a use like any other.
     case STEP_ADVANCE:
       *count += 1;
       marks |= MARK_OPEN;
-      return false;
+      return Rest::nothing;
     case STEP_RESERVE:
       if (!begun) {
         *count += 1;
         marks |= MARK_OPEN | MARK_BEGUN;
       }
-      return false;
+      return Rest::nothing;
     case STEP_POST_OPEN:
-      if (marks != MARK_OPEN) return false;
-      [[fallthrough]];
+      return marks == MARK_OPEN ? Rest::post : Rest::nothing;
     case STEP_POST:
-      store_release_sys(g.word(s.peer, s.word), w.expected);
-      return false;
+      return Rest::post;
     case STEP_CLOSE:
       if (!begun) marks &= ~MARK_OPEN;
-      return false;
+      return Rest::nothing;
     case STEP_WAIT:
-      return true;
+      return Rest::wait;
     case STEP_CREDIT:
       w.expected = g.flag(*count - 1);
       w.want = Want::at_least;
-      return *count > 1;
+      return *count > 1 ? Rest::wait : Rest::nothing;
     case STEP_RELEASED:
       w.want = Want::at_least;
-      return *count > 0;
+      return *count > 0 ? Rest::wait : Rest::nothing;
     case STEP_ARRIVE:
-      store_release_sys(g.word(s.peer, g.arrivals() + g.rank), w.expected);
-      return false;
+      w.word = g.arrivals() + g.rank;
+      return Rest::post;
     case STEP_MEET:
       w.word = g.arrivals() + s.peer;
-      return true;
+      return Rest::wait;
     case STEP_CATCH_UP: {
       const Flag last = unpack(load_acquire_sys(g.word(g.rank, s.word)));
       if (last.generation == g.generation()) *count += uint64_t(int64_t(int32_t(last.epoch - uint32_t(*count))));
-      return false;
+      return Rest::nothing;
     }
     case STEP_FINISH:
       g.state[STATE_CALLS] += 1;
       g.state[STATE_MOVED] += p.moved_bytes;
-      return false;
+      return Rest::nothing;
   }
-  return false;
+  return Rest::nothing;
+}
+
+// Whether the hook is asked before what is left of a step: not about what a rank says to itself. A call's beginning is behind
+// it already; a piece that came is told when its flag was seen.
+__device__ __forceinline__ bool is_asked(const Group& g, const Step& s, Rest rest) {
+  if (g.desk == 0 || s.op == STEP_WAIT) return false;
+  return s.op == STEP_START || (rest != Rest::nothing && s.peer != g.rank);
+}
+
+// Asks about a lane's step, and gives the question's number. Not inlined, so that its callers keep what they have in registers.
+__device__ __noinline__ uint64_t ask(const StepsParams& p) {
+  const Group g = group_of(p, p.signature);
+  const Step s = step_of(p.steps[threadIdx.x]);
+  // A release is waited for on behalf of the next signal.
+  const uint64_t epoch = *g.counter(s.counter) + (s.op == STEP_RELEASED ? 1 : 0);
+  return ask(g, threadIdx.x, p.steps[threadIdx.x], epoch);
+}
+
+// Goes on with a step as far as it can: hears the answer to what was asked, posts, or takes a look. `w.end` says whether that
+// was all.
+__device__ inline void go_on(const StepsParams& p, const Group& g, const Step& s, Rest& rest, uint64_t& asked, Waiting& w) {
+  if (asked != 0) {
+    const Answer answer = hear(g, threadIdx.x, asked, w);
+    if (answer == Answer::none) return;
+    asked = 0;
+    if (answer == Answer::leave_out) rest = Rest::nothing;
+  }
+  switch (rest) {
+    case Rest::post:
+      store_release_sys(g.word(w.peer, w.word), w.expected);
+      w.end = End::there;
+      return;
+    case Rest::wait:
+      look(g, w);
+      if (w.end == End::there && s.op == STEP_WAIT && g.desk != 0) {
+        rest = Rest::nothing;
+        w.end = End::going_on;
+        w.looks = 0;
+        asked = ask(p);
+      }
+      return;
+    case Rest::nothing:
+      w.end = End::there;
+  }
 }
 
 // All steps, by one warp. False if the group was stopped.
@@ -89,14 +134,19 @@ __device__ inline bool carry_out_all(const StepsParams& p, const Group& g) {
   const uint32_t phases = p.count == 0 ? 0 : step_of(p.steps[p.count - 1]).phase + 1;
   for (uint32_t phase = 0; phase < phases; ++phase) {
     Waiting w{};
-    const bool waits = lane < p.count && mine.phase == phase && carry_out(p, g, mine, w);
-    if (!waits) w.end = End::there;
-    // All lanes look in turn, so that none keeps another from seeing its flag.
-    while (__any_sync(everybody, w.end == End::going_on)) {
-      if (w.end == End::going_on) look(g, w);
-      if (__any_sync(everybody, w.end != End::going_on && w.end != End::there)) break;
+    w.end = End::there;
+    Rest rest = Rest::nothing;
+    uint64_t asked = 0;
+    if (lane < p.count && mine.phase == phase) {
+      rest = carry_out(p, g, mine, w);
+      if (is_asked(g, mine, rest)) asked = ask(p);
     }
-    const uint32_t failed = __ballot_sync(everybody, w.end != End::going_on && w.end != End::there);
+    // All lanes go on in turn, so that none keeps another from seeing its flag or its answer.
+    uint32_t failed;
+    do {
+      if (w.end == End::going_on) go_on(p, g, mine, rest, asked, w);
+      failed = __ballot_sync(everybody, w.end != End::going_on && w.end != End::there);
+    } while (failed == 0 && __any_sync(everybody, w.end == End::going_on));
     if (failed != 0) {
       if (lane == __ffs(failed) - 1) give_up(g, w);
       return false;

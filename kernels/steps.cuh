@@ -16,6 +16,7 @@ struct Group {
   uint64_t stride;
   uint64_t* state;
   uint64_t report;
+  uint64_t desk;  // Where this launch asks the hook of fault injection; 0 without one.
   uint64_t deadline_ns;
   uint64_t first_deadline_ns;
   uint32_t rank;
@@ -39,8 +40,19 @@ struct Group {
 
 template <typename P>
 __device__ __forceinline__ Group group_of(const P& p, uint32_t signature) {
-  return {p.base, p.stride, reinterpret_cast<uint64_t*>(p.state), p.report, p.deadline_ns, p.first_deadline_ns,
-          p.rank, p.size,   p.operation,                          signature, p.barrier,    p.stop,
+  return {p.base,
+          p.stride,
+          reinterpret_cast<uint64_t*>(p.state),
+          p.report,
+          p.desk,
+          p.deadline_ns,
+          p.first_deadline_ns,
+          p.rank,
+          p.size,
+          p.operation,
+          signature,
+          p.barrier,
+          p.stop,
           p.collective != 0};
 }
 
@@ -57,6 +69,17 @@ __device__ __forceinline__ bool is_stopped(const uint64_t* stop, const uint64_t*
 
 __device__ __forceinline__ bool is_stopped(const Group& g) {
   return is_stopped(g.word(g.rank, g.stop), g.state);
+}
+
+// Whether this rank's host wants its kernels to stop: it is far away.
+__device__ __forceinline__ bool is_stop_asked(const Group& g) {
+  return load_relaxed_sys(reinterpret_cast<const uint32_t*>(g.report + REPORT_ABORT)) == g.generation();
+}
+
+// How long the call in progress may take.
+__device__ __forceinline__ uint64_t most_ns(const Group& g) {
+  const bool first = g.collective && *g.counter(0) <= 1;
+  return first ? g.first_deadline_ns : g.deadline_ns;
 }
 
 // Why a wait of this file ended. Beyond `aborted` the numbers are FaultKind's too; `stopped` leaves no record, since somebody
@@ -124,14 +147,13 @@ __device__ inline void look(const Group& g, Waiting& w) {
     w.end = End::stopped;
     return;
   }
-  const bool first = g.collective && *g.counter(0) == 1;
-  if (globaltimer_ns() - g.state[STATE_STARTED] >= (first ? g.first_deadline_ns : g.deadline_ns)) {
+  if (globaltimer_ns() - g.state[STATE_STARTED] >= most_ns(g)) {
     find_peer(g, true, w.blamed, w.seen);
     w.end = End::timeout;
     return;
   }
   if (w.looks % long_glance != 0) return;
-  if (load_relaxed_sys(reinterpret_cast<const uint32_t*>(g.report + REPORT_ABORT)) == g.generation()) {
+  if (is_stop_asked(g)) {
     w.end = End::stopped;
   } else if (find_peer(g, false, w.blamed, w.seen)) {
     w.blamed_expected = g.flag(g.epoch());

@@ -55,6 +55,12 @@ pub trait Backend: Send + Sync {
         Err(takes_no_hook(self.name()))
     }
 
+    /// Whether a hook is asked on the thread that makes the call, where calls come to all their points: to end that thread
+    /// there ends the rank in the middle of it. What was enqueued goes on without its thread.
+    fn asks_callers(&self) -> bool {
+        true
+    }
+
     /// Ends the rank that calls this, from within a call, as hard as it can be done. A thread unwinds; where ranks are
     /// processes, the process should be killed.
     fn kill(&self) -> ! {

@@ -1,8 +1,8 @@
 //! Ranks on GPUs: one GPU for each, or several ranks on one.
 
 use crate::backend::{Backend, Seat};
-use brigade_cuda::{CudaDevice, Missing, devices};
-use brigade_device::{Error, Result};
+use brigade_cuda::{CudaConfig, CudaDevice, Missing, devices};
+use brigade_device::{Error, Injector, Result};
 use brigade_plan::Engines;
 use libtest_mimic::{Failed, Trial};
 
@@ -85,16 +85,42 @@ impl Backend for CudaBackend {
     }
 
     fn seats(&self, size: usize) -> Result<Vec<Seat>> {
+        self.seats_with(size, &CudaConfig::default())
+    }
+
+    fn injects(&self) -> bool {
+        true
+    }
+
+    fn injected_seats(&self, size: usize, hook: &Injector) -> Result<Vec<Seat>> {
+        self.seats_with(size, &injected(hook))
+    }
+
+    fn asks_callers(&self) -> bool {
+        false
+    }
+}
+
+impl CudaBackend {
+    fn seats_with(&self, size: usize, config: &CudaConfig) -> Result<Vec<Seat>> {
         brigade_group::threads(size)
             .into_iter()
             .enumerate()
             .map(|(rank, boot)| {
+                let ordinal = self.ordinals[rank % self.ordinals.len()];
                 Ok(Seat {
-                    device: CudaDevice::new(self.ordinals[rank % self.ordinals.len()])?,
+                    device: CudaDevice::with(ordinal, config)?,
                     boot: Box::new(boot),
                 })
             })
             .collect()
+    }
+}
+
+/// A device with this hook.
+pub(crate) fn injected(hook: &Injector) -> CudaConfig {
+    CudaConfig {
+        inject: Some(hook.clone()),
     }
 }
 

@@ -300,16 +300,20 @@ const CONTRACTS: [(&str, Contract); 4] = [
 ];
 
 /// What it goes through on devices that take a hook.
-const INJECTED: [(&str, Contract); 3] = [
+const INJECTED: [(&str, Contract); 2] = [
     ("delayed", injected::delayed),
     ("mishaps", injected::mishaps),
-    ("killed", injected::killed),
 ];
+
+/// The same, where the thread that makes a call is asked.
+const KILLED: (&str, Contract) = ("killed", injected::killed);
 
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
-    let injected = suite.backend().injects().then_some(INJECTED);
-    for (contract, f) in CONTRACTS.into_iter().chain(injected.into_iter().flatten()) {
+    let (injects, asks_callers) = (suite.backend().injects(), suite.backend().asks_callers());
+    let injected = injects.then_some(INJECTED).into_iter().flatten();
+    let killed = (injects && asks_callers).then_some(KILLED);
+    for (contract, f) in CONTRACTS.into_iter().chain(injected).chain(killed) {
         for op in ops::all(suite.backend().engines()) {
             let name = format!("faults/{contract}/{}", op.name);
             suite.add_from(2, &name, move |world| f(world, op.clone()));

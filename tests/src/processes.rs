@@ -63,6 +63,11 @@ pub trait Devices: Send + Sync {
         Err(takes_no_hook(self.name()))
     }
 
+    /// As [`Backend::asks_callers`].
+    fn asks_callers(&self) -> bool {
+        true
+    }
+
     /// Changes what a rank's process finds in its environment.
     fn prepare(&self, _rank: &mut Command) {}
 
@@ -130,6 +135,10 @@ impl Backend for Processes {
 
     fn injected_seats(&self, _: usize, hook: &Injector) -> Result<Vec<Seat>> {
         self.seat(|rank| self.devices.open_injected(rank, hook))
+    }
+
+    fn asks_callers(&self) -> bool {
+        self.devices.asks_callers()
     }
 
     fn kill(&self) -> ! {

@@ -4,8 +4,18 @@
 use brigade_conformance::{CudaBackend, device_trials, missing_trial, trials};
 use std::{process::ExitCode, sync::Arc};
 
+/// Trials at a time, where neither `--test-threads` nor `RUST_TEST_THREADS` says how many. Blocks that wait for other ranks
+/// must all have a place on their GPU, and every trial's group takes some there: one trial for each core of a large host
+/// would be more than fit.
+const AT_ONCE: usize = 4;
+
 fn main() -> ExitCode {
-    let args = libtest_mimic::Arguments::from_args();
+    let mut args = libtest_mimic::Arguments::from_args();
+    if args.test_threads.is_none() {
+        let named = std::env::var("RUST_TEST_THREADS").ok();
+        let named = named.and_then(|n| n.parse().ok());
+        args.test_threads = Some(named.unwrap_or(AT_ONCE));
+    }
     let found = CudaBackend::all().and_then(|gpus| Ok((gpus, CudaBackend::groups()?)));
     let list = match found {
         Ok((gpus, groups)) => {

@@ -5,6 +5,8 @@
 
 use crate::{
     CudaDevice, Launch,
+    desk::Desk,
+    inject::Asker,
     job::{Job, Kind},
     lane::Lane,
     mark::{self, CudaMark},
@@ -40,7 +42,7 @@ use std::{
 /// Longest that a rank whose kernels found the group stopped waits to hear why.
 pub(crate) const HEARSAY: Duration = Duration::from_secs(1);
 
-/// Launches of steps that may wait at the same time: on the caller's stream, and beside it.
+/// Launches of steps that may wait at the same time: on the caller's stream, and beside it. Where a hook is asked, one more.
 const STEPS_AT_ONCE: u32 = 2;
 
 /// What kernels of a communicator use: it must outlive all of them, and all graphs that hold some.
@@ -49,6 +51,15 @@ pub(crate) struct GroupMemory {
     pub(crate) symmetric: Arc<Symmetric>,
     pub(crate) state: DeviceMemory,
     pub(crate) report: Report,
+    /// Where kernels ask the hook of fault injection, if there is one.
+    pub(crate) desk: Option<Desk>,
+}
+
+impl GroupMemory {
+    /// Where a launch asks the hook; 0 if there is none.
+    pub(crate) fn desk(&self, asker: Asker) -> u64 {
+        self.desk.as_ref().map_or(0, |desk| desk.address(asker))
+    }
 }
 
 /// One rank's membership in a group.
@@ -146,24 +157,28 @@ impl Core {
         } = parts;
         let size = control.group().size;
         let kernels = &device.opened.kernels;
-        let steps = Launch::grid(STEPS_AT_ONCE, STEP_THREADS);
+        let hook = device.inject.as_ref();
+        let steps = Launch::grid(STEPS_AT_ONCE + u32::from(hook.is_some()), STEP_THREADS);
         let messages = Launch::grid(crate::messages::most_blocks(size), MESSAGE_THREADS);
         let spinning = [
             device.reserve_spinning(&kernels.steps, steps)?,
             device.reserve_spinning(&kernels.messages, messages)?,
         ];
         let state_bytes = 8 * state_words(&config, size);
+        let control = Arc::new(control);
+        let desk = hook.map(|hook| Desk::new(&device.card, hook, &control));
         let memory = GroupMemory {
             state: DeviceMemory::outside_of_streams(&device.card, state_bytes)?,
             report: Report::new(&device.card)?,
             symmetric,
+            desk: desk.transpose()?,
         };
         let core = Self {
             mover: Lane::new(&device.card, i8::MAX)?,
             waiter: Lane::new(&device.card, i8::MAX)?,
             own: Lane::new(&device.card, 0)?,
             counting: Lane::new(&device.card, 0)?,
-            control: Arc::new(control),
+            control,
             topology,
             table,
             memory: Arc::new(memory),
@@ -214,9 +229,9 @@ impl Core {
     }
 
     /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need is left free.
-    /// None while another one has tiles that wait, too.
+    /// None while another one has tiles that wait, too, and none with a hook, which they do not ask.
     pub(crate) fn waiting_blocks(&self) -> u32 {
-        if quiet::others_have_tiles(self) {
+        if self.memory.desk.is_some() || quiet::others_have_tiles(self) {
             return 0;
         }
         let sms = self.product_sms().unwrap_or(self.device.info().sms);

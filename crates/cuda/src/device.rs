@@ -11,10 +11,18 @@ use crate::{
     trace::Tracer,
 };
 use brigade_device::{
-    Bootstrap, Comm, CommConfig, Device, DeviceInfo, Queues, Replay, Result, Stream,
+    Bootstrap, Comm, CommConfig, Device, DeviceInfo, Injector, Queues, Replay, Result, Stream,
 };
 use cudarc::driver::sys;
 use std::{any::Any, ffi::c_void, sync::Arc};
+
+/// How a CUDA device is set up.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CudaConfig {
+    /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest. Kernels wait for its answers,
+    /// which threads of the communicator give: on a GPU, whoever is asked is never the thread that made the call.
+    pub inject: Option<Injector>,
+}
 
 /// A GPU of NVIDIA's, by its primary context: what other libraries of the process allocate there is within reach.
 ///
@@ -27,6 +35,7 @@ pub struct CudaDevice {
     pub(crate) card: Arc<Card>,
     pub(crate) opened: Arc<Opened>,
     pub(crate) tracer: Tracer,
+    pub(crate) inject: Option<Injector>,
 }
 
 impl std::fmt::Debug for CudaDevice {
@@ -36,13 +45,21 @@ impl std::fmt::Debug for CudaDevice {
 }
 
 impl CudaDevice {
+    /// Opens GPU `ordinal`, as CUDA counts, with nothing out of the ordinary.
+    ///
+    /// # Errors
+    /// As [`with`](Self::with).
+    pub fn new(ordinal: usize) -> Result<Arc<Self>, Missing> {
+        Self::with(ordinal, &CudaConfig::default())
+    }
+
     /// Opens GPU `ordinal`, as CUDA counts. Opening a GPU for the first time synchronizes it: no capture and no wait may run
     /// there, of other libraries neither. Its primary context, the kernels and cuBLASLt's handle then stay until the process
     /// ends.
     ///
     /// # Errors
     /// What is missing: driver, GPU, kernels in this build, or cuBLASLt. Never panics.
-    pub fn new(ordinal: usize) -> Result<Arc<Self>, Missing> {
+    pub fn with(ordinal: usize, config: &CudaConfig) -> Result<Arc<Self>, Missing> {
         let found = devices()?;
         let count = found.len();
         let gpu = found
@@ -62,6 +79,7 @@ impl CudaDevice {
             opened,
             card,
             tracer: Tracer::default(),
+            inject: config.inject.clone(),
         }))
     }
 

@@ -4,6 +4,7 @@ use crate::{
     Launch,
     core::Core,
     driver::failed,
+    inject::Asker,
     lane::Lane,
     mark::{self, CudaMark},
     steps::{Batch, Steps, Use},
@@ -90,7 +91,7 @@ impl<'a> Job<'a> {
         let batches = self.steps.batches();
         batches
             .into_iter()
-            .try_for_each(|batch| self.launch(self.stream, batch, &[]))
+            .try_for_each(|batch| self.launch(None, batch, &[]))
     }
 
     /// Enqueues the last steps, and what is to be poisoned behind them.
@@ -98,12 +99,12 @@ impl<'a> Job<'a> {
         let mut batches = self.steps.batches();
         let last = batches.pop().unwrap_or(([0; MOST_STEPS], 0));
         for batch in batches {
-            self.launch(self.stream, batch, &[])?;
+            self.launch(None, batch, &[])?;
         }
         let poisoned = std::mem::take(&mut self.poisoned);
         let mut parts = poisoned.chunks(MOST_POISONED);
-        self.launch(self.stream, last, parts.next().unwrap_or(&[]))?;
-        parts.try_for_each(|part| self.launch(self.stream, ([0; MOST_STEPS], 0), part))
+        self.launch(None, last, parts.next().unwrap_or(&[]))?;
+        parts.try_for_each(|part| self.launch(None, ([0; MOST_STEPS], 0), part))
     }
 
     /// Enqueues steps beside the caller's stream.
@@ -111,12 +112,13 @@ impl<'a> Job<'a> {
         steps
             .batches()
             .into_iter()
-            .try_for_each(|batch| self.launch(self.stream_of(side), batch, &[]))
+            .try_for_each(|batch| self.launch(Some(side), batch, &[]))
     }
 
+    /// Enqueues a launch of steps, on a stream beside the caller's or on that.
     fn launch(
         &self,
-        stream: sys::CUstream,
+        side: Option<Side>,
         (steps, count): Batch,
         poisoned: &[(u64, usize, DataType)],
     ) -> Result<()> {
@@ -129,6 +131,7 @@ impl<'a> Job<'a> {
             stride: core.memory.symmetric.stride() as u64,
             state: core.memory.state.address(),
             report: core.memory.report.address(),
+            desk: core.memory.desk(Asker::of(side)),
             deadline_ns: types::nanoseconds(deadline),
             first_deadline_ns: types::nanoseconds(first),
             moved_bytes: self.moved,
@@ -150,6 +153,7 @@ impl<'a> Job<'a> {
         }
         let kernel = &core.device.opened.kernels.steps;
         let shape = Launch::grid(1, STEP_THREADS);
+        let stream = side.map_or(self.stream, |side| self.stream_of(side));
         // SAFETY: all addresses lie in the group's memory, which the core keeps until this work is done (and a graph keeps
         // the core), or in buffers that the call's `run` keeps.
         unsafe { kernel.launch(stream, shape, parameters) }.map_err(Into::into)
@@ -267,9 +271,15 @@ impl<'a> Job<'a> {
     }
 
     /// Says that piece `piece` of `slot` lies in `to`'s half, by a copy of the flag that this rank has in its own word for it:
-    /// behind the copies on the mover, and without a kernel, which would have to find room beside a product.
+    /// behind the copies on the mover, and without a kernel, which would have to find room beside a product. Where a hook is
+    /// asked, a kernel does it: no copy can ask.
     pub(crate) fn copy_flag(&self, to: usize, of: Use, slot: usize, piece: usize) -> Result<()> {
         let core = self.core;
+        if core.memory.desk.is_some() {
+            let mut steps = core.steps();
+            steps.filled(to, of, slot, piece);
+            return self.steps_on(Side::Mover, steps);
+        }
         let ring = core.control.layout().ring(of.area);
         let word = ring
             .filled(to, of.half, slot, piece, Flag::from_bits(0))

@@ -2,6 +2,7 @@
 
 use crate::{
     Launch,
+    inject::Asker,
     job::Job,
     steps::{Counters, Use},
     types,
@@ -58,6 +59,7 @@ impl Job<'_> {
             stride: core.memory.symmetric.stride() as u64,
             state: core.memory.state.address(),
             report: core.memory.report.address(),
+            desk: core.memory.desk(Asker::Messages),
             deadline_ns: types::nanoseconds(core.config.deadline),
             first_deadline_ns: types::nanoseconds(core.config.first_deadline),
             slots: slots as u64,

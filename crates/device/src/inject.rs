@@ -124,7 +124,19 @@ pub enum Action {
     Skip(Unguarded),
 }
 
-/// A hook. It is asked on the thread that comes to the step, by several threads at a time.
+impl Action {
+    /// For devices: whether this leaves a step of the call out, a post that gets lost or a guard that is not there.
+    pub const fn leaves_out(self, point: Point) -> bool {
+        match self {
+            Self::GoOn | Self::Stall(_) => false,
+            Self::Drop => point.is_post(),
+            Self::Skip(_) => matches!(point, Point::Credit),
+        }
+    }
+}
+
+/// A hook, asked by several threads at a time: on the host by the thread that comes to the step, for a GPU by threads that
+/// do nothing else.
 pub trait Inject: Send + Sync {
     /// What to do at a step.
     fn at(&self, step: &Step) -> Action;

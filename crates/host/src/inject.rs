@@ -38,15 +38,11 @@ impl Job {
             peer,
             place,
         };
-        match hook.at(&step) {
-            Action::Stall(time) => {
-                self.stall(time);
-                true
-            }
-            Action::Drop => !point.is_post(),
-            Action::Skip(_) => point != Point::Credit,
-            Action::GoOn => true,
+        let action = hook.at(&step);
+        if let Action::Stall(time) = action {
+            self.stall(time);
         }
+        !action.leaves_out(point)
     }
 
     fn stall(&self, time: Duration) {

@@ -73,6 +73,25 @@ constants! {
     /// Bytes of a report.
     REPORT_BYTES: usize = 192;
 
+    /// Words of a slot of the desk, where a kernel asks the hook of fault injection one question at a time.
+    QUESTION_WORDS: usize = 8;
+    /// Which word of a slot says how many questions were asked there. Written last.
+    QUESTION_ASKED: usize = 0;
+    /// Which step it is about, packed as in `StepsParams`.
+    QUESTION_STEP: usize = 1;
+    /// Which use or signal the step is about.
+    QUESTION_EPOCH: usize = 2;
+    /// Number of the call.
+    QUESTION_CALL: usize = 3;
+    /// Number of the operation.
+    QUESTION_OPERATION: usize = 4;
+    /// The host's word: four times the number of a question, plus the answer to it.
+    QUESTION_ANSWER: usize = 5;
+    /// The step is carried out.
+    ANSWER_GO_ON: u64 = 1;
+    /// The step is left out.
+    ANSWER_LEAVE_OUT: u64 = 2;
+
     /// Begins to count the time of a call.
     STEP_START: u64 = 0;
     /// A new use.

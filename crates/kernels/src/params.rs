@@ -361,6 +361,8 @@ parameters! {
         state: u64,
         /// Address of this rank's report, in memory that the host sees.
         report: u64,
+        /// Where the steps ask the hook of fault injection, a slot for each, in memory that the host sees; 0 without one.
+        desk: u64,
         /// How long a call may take, in nanoseconds.
         deadline_ns: u64,
         /// The same for the first call that all ranks make.
@@ -443,6 +445,8 @@ parameters! {
         state: u64,
         /// Address of this rank's report.
         report: u64,
+        /// Where blocks ask the hook of fault injection, a slot for each; 0 without one.
+        desk: u64,
         /// How long a call may take, in nanoseconds.
         deadline_ns: u64,
         /// The same for the first call that all ranks make.
@@ -552,8 +556,8 @@ parameters! {
         low: u64,
         /// Device address of a word for each band of rows of each part, which becomes 1 when its part of `low` is there.
         low_flags: u64,
-        /// Zero.
-        reserved: u64,
+        /// Zero: tiles ask no hook.
+        desk: u64,
         /// This rank.
         rank: u32,
         /// Ranks in the group.

@@ -100,7 +100,9 @@ fn device(ranks: usize) -> Result<(Engines, Table), Reason> {
         Some(_) => Links::Unknown,
     };
     // GPUs of compute capability 9.0.
-    let hopper = ["H100", "H200", "H20"].iter().any(|name| model.contains(name));
+    let hopper = ["H100", "H200", "H20"]
+        .iter()
+        .any(|name| model.contains(name));
     let gpus = Gpus {
         model: Some(model),
         links,

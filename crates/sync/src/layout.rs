@@ -1,6 +1,6 @@
 //! What lies where in a rank's segment: the same on every rank, computed from the voted configuration.
 
-use crate::{AbortCell, BELL_WORDS, CreditRing, FlagBarrier, HALVES, Half, ResetGate};
+use crate::{AbortCell, BELL_WORDS, CreditRing, FlagBarrier, HALVES, Half, ResetGate, Role};
 use brigade_device::{CommConfig, Error, Region, Result};
 
 /// The regions that carry data between ranks, each in two halves.
@@ -153,6 +153,15 @@ impl Layout {
         self.region_rings.get(usize::from(region.0)).copied()
     }
 
+    /// What a word is for, and of which user's region, if it is a flag of data or a credit.
+    pub fn role(&self, index: usize) -> Option<(Option<Region>, Role)> {
+        let areas = self.rings.iter().map(|&ring| (None, ring));
+        let regions = (0..).map(|i| Some(Region(i))).zip(&self.region_rings);
+        areas
+            .chain(regions.map(|(region, &ring)| (region, ring)))
+            .find_map(|(region, ring)| Some((region, ring.role(index)?)))
+    }
+
     /// First byte of a half, counted from the first byte of data.
     pub fn start(&self, area: Area, half: Half) -> usize {
         let half_bytes = self.half_bytes[area as usize].next_multiple_of(64);
@@ -173,6 +182,7 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Flag, Word};
     use brigade_device::ParallelMode;
 
     fn config() -> CommConfig {
@@ -227,6 +237,38 @@ mod tests {
         assert_eq!(layout.flags, end);
         assert!(layout.words >= end + BELL_WORDS && layout.words.is_multiple_of(BELL_WORDS));
         assert!(layout.region_ring(Region(3)).is_none());
+    }
+
+    #[test]
+    fn every_word_of_a_ring_is_known_for_what_it_is() {
+        let (flag, halves) = (Flag::from_bits(0), [Half::of(0), Half::of(1)]);
+        let layout = Layout::new(&config(), 4, 1, 3).unwrap();
+        let areas = Area::ALL.map(|area| (None, layout.ring(area)));
+        let regions = [0, 1, 2].map(|r| (Some(Region(r)), layout.region_ring(Region(r)).unwrap()));
+        let mut known = 0;
+        let mut assert_role = |word: Word, want| {
+            assert_eq!(layout.role(word.index), Some(want), "{word:?}");
+            known += 1;
+        };
+        for (region, ring) in areas.into_iter().chain(regions) {
+            for half in halves {
+                for (slot, piece) in (0..3).flat_map(|s| (0..ring.pieces).map(move |p| (s, p))) {
+                    let want = Role::Filled { half, slot, piece };
+                    let post = ring.filled(2, half, slot, piece, flag);
+                    assert_role(post.word, (region, want));
+                }
+                for from in 0..3 {
+                    let want = Role::Credit { half, from };
+                    assert_role(ring.credit(half, from, flag).word, (region, want));
+                }
+                for post in ring.release(half, flag) {
+                    let want = Some((region, Role::Credit { half, from: 1 }));
+                    assert_eq!(layout.role(post.word.index), want);
+                }
+            }
+        }
+        let others = (0..layout.words).filter(|&i| layout.role(i).is_none());
+        assert_eq!(others.count(), layout.words - known, "and no other word");
     }
 
     #[test]

@@ -61,6 +61,27 @@ impl CreditRing {
         }
     }
 
+    /// What a word is for, if it is one of this ring's.
+    pub fn role(self, index: usize) -> Option<Role> {
+        let (at, flags) = (
+            index.checked_sub(self.base)?,
+            HALVES * self.size * self.pieces,
+        );
+        if at < flags {
+            let (slot, piece) = (at / self.pieces, at % self.pieces);
+            return Some(Role::Filled {
+                half: Half::of((slot / self.size) as u32),
+                slot: slot % self.size,
+                piece,
+            });
+        }
+        let at = at - flags;
+        (at < HALVES * self.size).then(|| Role::Credit {
+            half: Half::of((at / self.size) as u32),
+            from: at % self.size,
+        })
+    }
+
     /// Data for `flag`'s use of `half` lies in `slot` of `to`.
     pub fn filled(self, to: usize, half: Half, slot: usize, piece: usize, flag: Flag) -> Post {
         Post {
@@ -97,6 +118,27 @@ impl CreditRing {
                 flag,
             })
     }
+}
+
+/// What a word of a ring is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Says that a piece of a slot lies in a half.
+    Filled {
+        /// Of this rank's memory.
+        half: Half,
+        /// One per source rank or chunk.
+        slot: usize,
+        /// Piece of it.
+        piece: usize,
+    },
+    /// Says that a rank is done with a use of its half.
+    Credit {
+        /// Of that rank's memory.
+        half: Half,
+        /// That rank.
+        from: usize,
+    },
 }
 
 /// How often each half of a region has been used in this generation: the same on every rank, since all make the same

@@ -1,9 +1,9 @@
 //! GPUs, one for each rank that is a process.
 
 use super::{Devices, KILLED};
-use crate::killed;
+use crate::{cuda::injected, killed};
 use brigade_cuda::{CudaDevice, Missing, devices};
-use brigade_device::{Device, Result};
+use brigade_device::{Device, Injector, Result};
 use brigade_plan::Engines;
 use std::{process::Command, sync::Arc};
 
@@ -55,6 +55,9 @@ impl Devices for Gpus {
             [size, rest @ ..] if *size != largest => {
                 matches!(rest, ["gather_linear", "pull", "even"])
             }
+            [_, "faults", "delayed" | "mishaps", op] => {
+                matches!(*op, "gather_linear_ring" | "all_to_all")
+            }
             [
                 _,
                 "faults" | "life" | "reset" | "user_buffers" | "send_recv",
@@ -73,6 +76,18 @@ impl Devices for Gpus {
 
     fn open(&self, rank: usize) -> Result<Arc<dyn Device>> {
         Ok(CudaDevice::new(rank % self.count)?)
+    }
+
+    fn injects(&self) -> bool {
+        true
+    }
+
+    fn open_injected(&self, rank: usize, hook: &Injector) -> Result<Arc<dyn Device>> {
+        Ok(CudaDevice::with(rank % self.count, &injected(hook))?)
+    }
+
+    fn asks_callers(&self) -> bool {
+        false
     }
 
     /// Loading all kernels at the start is for ranks that share a GPU, where what is loaded later waits for the others. Here
@@ -114,6 +129,9 @@ mod tests {
         let largest = at("w4");
         for part in [
             "faults/never_calls/gather_linear_ring",
+            "faults/mishaps/gather_linear_ring",
+            "faults/delayed/all_to_all",
+            "user_buffers/lost",
             "killed/gather_linear_ring",
             "killed/barrier",
             "life/",
