@@ -20,7 +20,14 @@ fn main() {
     for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "BRIGADE_REQUIRE_CUDA"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
-    for file in ["build.rs", "build", "src/params.rs", "src/constants.rs"] {
+    for file in [
+        "build.rs",
+        "build",
+        "src/params.rs",
+        "src/params_group.rs",
+        "src/params_linear.rs",
+        "src/constants.rs",
+    ] {
         println!("cargo::rerun-if-changed={file}");
     }
     if let Err(why) = build() {

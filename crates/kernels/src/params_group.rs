@@ -1,0 +1,195 @@
+//! What kernels of a communicator are told, and those that probe one.
+
+use super::{Field, Layout, Parameters};
+
+parameters! {
+    /// `bytes` bytes at `out` become repeats of the 8 bytes of `pattern`, whatever the alignment.
+    FillParams of "brigade_fill" in "fill" {
+        /// Device address of the first byte.
+        out: u64,
+        /// How many bytes.
+        bytes: u64,
+        /// The bytes to repeat, lowest first.
+        pattern: u64,
+    }
+
+    /// Posts one flag after a pause.
+    PostParams of "brigade_probe_post" in "probe" {
+        /// Address of the 64-bit flag.
+        flag: u64,
+        /// What to store there.
+        value: u64,
+        /// How long to wait first, in nanoseconds.
+        delay_ns: u64,
+    }
+
+    /// Makes one bounded wait and says how it ended.
+    WaitParams of "brigade_probe_wait" in "probe" {
+        /// Address of the 64-bit flag.
+        flag: u64,
+        /// Address of this rank's 32-bit abort word.
+        abort: u64,
+        /// Address of this rank's 64-byte fault record, in memory that the host sees.
+        fault: u64,
+        /// Address of the 32-bit outcome: 0 when the flag came, else the fault's kind.
+        outcome: u64,
+        /// The flag to wait for.
+        expected: u64,
+        /// How long to wait at most, in nanoseconds.
+        timeout_ns: u64,
+        /// Number of the call, for the fault record.
+        call: u64,
+        /// Number of the operation, for the fault record.
+        operation: u32,
+        /// This rank.
+        rank: u32,
+        /// The rank waited for.
+        peer: u32,
+        /// Chunk, channel or region waited for.
+        slot: u32,
+    }
+
+    /// Carries out steps of a protocol: counters, flags to peers, waits for theirs. One warp does it, phase by phase.
+    StepsParams of "brigade_steps" in "steps" {
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report, in memory that the host sees.
+        report: u64,
+        /// Where the steps ask the hook of fault injection, a slot for each, in memory that the host sees; 0 without one.
+        desk: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Bytes to count as moved when the call has ended well.
+        moved_bytes: u64,
+        /// Device addresses of what is poisoned if the group was stopped.
+        poison: [u64; 6],
+        /// Bytes to poison at each.
+        poison_bytes: [u64; 6],
+        /// The bytes of poison for each, lowest first.
+        poison_pattern: [u64; 6],
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call.
+        signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// How many steps there are.
+        count: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+        /// The steps.
+        steps: [u64; 32],
+    }
+
+    /// Copies bytes, unless the group was stopped.
+    MoveParams of "brigade_move" in "move" {
+        /// Device address of the word by which this rank is told to stop.
+        stop: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// How many copies.
+        count: u64,
+        /// Where each reads.
+        from: [u64; 16],
+        /// Where each writes.
+        to: [u64; 16],
+        /// How much.
+        bytes: [u64; 16],
+    }
+
+    /// Combines the same elements of all ranks in rank order, unless the group was stopped.
+    ReduceParams of "brigade_reduce" in "reduce" {
+        /// Device address of the word by which this rank is told to stop.
+        stop: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Device address of the result.
+        out: u64,
+        /// Device address of rank 0's elements.
+        from: u64,
+        /// From one rank's elements to the next's.
+        stride: u64,
+        /// How many elements.
+        elements: u64,
+        /// Type of the result.
+        out_type: u32,
+        /// Type of the elements.
+        from_type: u32,
+        /// How many ranks.
+        parts: u32,
+        /// 0 sum, 1 product, 2 maximum, 3 minimum, 4 average.
+        op: u32,
+    }
+
+    /// Messages to and from peers, side by side: each by some blocks, through its sender's slot in the receiver's memory.
+    MessagesParams of "brigade_messages" in "messages" {
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report.
+        report: u64,
+        /// Where blocks ask the hook of fault injection, a slot for each; 0 without one.
+        desk: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Byte of a rank's memory where the slots' first half begins.
+        slots: u64,
+        /// From one half to the other.
+        half_bytes: u64,
+        /// Bytes of a slot.
+        slot_bytes: u64,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call that all ranks make.
+        call_signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// Word where the flags of the slots begin.
+        ring: u32,
+        /// Flags of a slot.
+        pieces: u32,
+        /// Blocks for each message, at most `pieces`.
+        blocks: u32,
+        /// How many messages.
+        count: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+        /// The counter of what was sent to rank 0; that of what came from rank 0 stands `size` further.
+        counters: u32,
+        /// Whether a sender waits until its message was read.
+        confirmed: u32,
+        /// Zero.
+        reserved: u32,
+        /// The other rank of each, plus 256 where this rank receives.
+        peer: [u32; 32],
+        /// What each is signed by.
+        signature: [u32; 32],
+        /// Device address of each.
+        local: [u64; 32],
+        /// Its size.
+        bytes: [u64; 32],
+    }
+}

@@ -1,0 +1,331 @@
+//! What kernels around products are told.
+
+use super::{Field, Layout, Parameters};
+
+parameters! {
+    /// `elements` numbers of one type become numbers of another. Types are numbered as in `types.cuh`.
+    ConvertParams of "brigade_convert" in "convert" {
+        /// Device address of the result.
+        out: u64,
+        /// Device address of the numbers.
+        from: u64,
+        /// How many.
+        elements: u64,
+        /// Type of the result.
+        out_type: u32,
+        /// Type of the numbers.
+        from_type: u32,
+    }
+
+    /// `out[j, i] = from[i, j]` for elements of 1, 2, 4 or 8 bytes.
+    TransposeParams of "brigade_transpose" in "transpose" {
+        /// Device address of `[columns, rows]`.
+        out: u64,
+        /// Device address of `[rows, columns]`.
+        from: u64,
+        /// Rows of `from`.
+        rows: u64,
+        /// Columns of `from`.
+        columns: u64,
+        /// Bytes of an element.
+        element_bytes: u32,
+        /// Zero.
+        reserved: u32,
+    }
+
+    /// The end of a linear: `out = act(v + beta * bias)`, where `v` is a float, or an integer sum times `alpha` and its two
+    /// scales.
+    FinishParams of "brigade_finish" in "finish" {
+        /// Device address of the result, `[rows, columns]`.
+        out: u64,
+        /// Device address of the sums.
+        from: u64,
+        /// Device address of C, or 0.
+        bias: u64,
+        /// Device address of the scales of integer sums, one per row (or one).
+        row_scales: u64,
+        /// The same, one per column (or one).
+        column_scales: u64,
+        /// Rows of the result.
+        rows: u64,
+        /// Columns of the result.
+        columns: u64,
+        /// Elements from one row of sums to the next.
+        from_stride: u64,
+        /// Elements from one row of C to the next: 0 where one row is for all.
+        bias_stride: u64,
+        /// Factor of an integer sum.
+        alpha: f32,
+        /// Factor of C.
+        beta: f32,
+        /// Type of the result.
+        out_type: u32,
+        /// Type of the sums: a float, or i32.
+        from_type: u32,
+        /// Type of C.
+        bias_type: u32,
+        /// 0 none, 1 relu, 2 gelu by tanh, 3 gelu by erf, 4 silu.
+        activation: u32,
+        /// From one row's scale to the next: 0 or 1.
+        row_scale_stride: u32,
+        /// From one column's scale to the next: 0 or 1.
+        column_scale_stride: u32,
+    }
+
+    /// Quantizes groups of columns of each row, scales included: a group is a row, or 128 of its columns.
+    QuantizeRowsParams of "brigade_quantize_rows" in "quantize" {
+        /// Device address of the values, `[rows, columns]`, a byte each.
+        kernel: u64,
+        /// Device address of the scales, `[rows, groups of a row]`.
+        scales: u64,
+        /// Device address of the floats.
+        from: u64,
+        /// Rows.
+        rows: u64,
+        /// Columns.
+        columns: u64,
+        /// Columns that share a scale.
+        group_columns: u64,
+        /// Type of the floats.
+        from_type: u32,
+        /// Type of the values: i8 or fp8 e4m3.
+        kernel_type: u32,
+    }
+
+    /// The greatest magnitude of a column, or of all, as the bits of an f32.
+    GreatestParams of "brigade_greatest" in "quantize" {
+        /// Device address of one u32 per column, or of one for all; zero before.
+        greatest: u64,
+        /// Device address of the floats, `[rows, columns]`.
+        from: u64,
+        /// Rows.
+        rows: u64,
+        /// Columns.
+        columns: u64,
+        /// Type of the floats.
+        from_type: u32,
+        /// From one column's greatest to the next: 0 or 1.
+        column_stride: u32,
+    }
+
+    /// Quantizes by the greatest magnitudes that `brigade_greatest` left, and writes the scales.
+    QuantizeParams of "brigade_quantize" in "quantize" {
+        /// Device address of the values, `[rows, columns]`, a byte each.
+        kernel: u64,
+        /// Device address of the scales: one per column, or one for all.
+        scales: u64,
+        /// Device address of the greatest magnitudes.
+        greatest: u64,
+        /// Device address of the floats.
+        from: u64,
+        /// Rows.
+        rows: u64,
+        /// Columns.
+        columns: u64,
+        /// Type of the floats.
+        from_type: u32,
+        /// Type of the values: i8 or fp8 e4m3.
+        kernel_type: u32,
+        /// From one column's greatest and scale to the next: 0 or 1.
+        column_stride: u32,
+        /// Zero.
+        reserved: u32,
+    }
+
+    /// Quantized values become f32. The scale of `[i, j]` is at `i * row_stride + j / column_block * column_stride`.
+    DequantizeParams of "brigade_dequantize" in "quantize" {
+        /// Device address of the f32 values, `[rows, columns]`.
+        out: u64,
+        /// Device address of the quantized values.
+        kernel: u64,
+        /// Device address of the scales.
+        scales: u64,
+        /// Rows.
+        rows: u64,
+        /// Columns.
+        columns: u64,
+        /// From one row's scales to the next.
+        row_stride: u64,
+        /// Columns that share a scale.
+        column_block: u64,
+        /// From one block's scale to the next: 0 or 1.
+        column_stride: u32,
+        /// Type of the values: i8 or fp8 e4m3.
+        kernel_type: u32,
+    }
+
+    /// Lays a matrix of bytes out as a library wants it: rows and columns filled up with zeros.
+    PackParams of "brigade_pack" in "int8" {
+        /// Device address of `[out_rows, out_columns]`.
+        out: u64,
+        /// Device address of the bytes.
+        from: u64,
+        /// Rows that there are.
+        rows: u64,
+        /// Columns that there are.
+        columns: u64,
+        /// Rows of the result.
+        out_rows: u64,
+        /// Columns of the result.
+        out_columns: u64,
+        /// From one row to the next, in `from`.
+        row_stride: u64,
+        /// From one column to the next, in `from`.
+        column_stride: u64,
+    }
+
+    /// `out = alpha * (sum of x[i, l] * w[l, j]) * row scale * column scale` with exact 64-bit sums.
+    LongParams of "brigade_int8_long" in "int8" {
+        /// Device address of the f32 result, `[rows, columns]`.
+        out: u64,
+        /// Device address of x.
+        x: u64,
+        /// Device address of w.
+        w: u64,
+        /// Device address of the scales of x, one per row (or one).
+        row_scales: u64,
+        /// Device address of the scales of w, one per column (or one).
+        column_scales: u64,
+        /// Rows of the result.
+        rows: u64,
+        /// Columns of the result.
+        columns: u64,
+        /// Inner dimension.
+        inner: u64,
+        /// From one row of x to the next; its columns lie side by side.
+        x_stride: u64,
+        /// From one row of w (an inner index) to the next.
+        w_inner_stride: u64,
+        /// From one column of w to the next.
+        w_column_stride: u64,
+        /// Factor of the product.
+        alpha: f32,
+        /// From one row's scale to the next: 0 or 1.
+        row_scale_stride: u32,
+        /// From one column's scale to the next: 0 or 1.
+        column_scale_stride: u32,
+        /// Zero.
+        reserved: u32,
+    }
+
+    /// Lays adapters out for `brigade_gemm_flags`: side by side, and both factors by the dimension that is summed over.
+    AdaptersParams of "brigade_adapters" in "adapters" {
+        /// Device address of `[columns of all, inner]`: the first factors, transposed.
+        down: u64,
+        /// Device address of `[columns, stride]`: the second factors, transposed; zero beyond the columns of all.
+        up: u64,
+        /// Device address of words that become zero.
+        flags: u64,
+        /// How many.
+        flag_count: u64,
+        /// Rows of first factors.
+        inner: u64,
+        /// Columns of second factors.
+        columns: u64,
+        /// Elements from one row of `up` to the next.
+        stride: u64,
+        /// How many adapters.
+        count: u64,
+        /// Device address of each first factor, `[inner, width]`.
+        first: [u64; 16],
+        /// Device address of each second factor, `[width, columns]`.
+        second: [u64; 16],
+        /// Where the columns of each begin.
+        column: [u32; 16],
+        /// How many it has.
+        width: [u32; 16],
+    }
+
+    /// A product whose tiles wait for the flags of their rows: `out = rows weight^T + bias`, and of some runs of rows,
+    /// rounded, `scale rows down^T`, times `up^T`.
+    GemmFlagsParams of "brigade_gemm_flags" in "gemm_flags" {
+        /// The tensor map of all rows, as they arrive.
+        rows_map: [u64; 16],
+        /// That of the rows which are there from the beginning.
+        own_map: [u64; 16],
+        /// That of the weight, `[columns, inner]`.
+        weight_map: [u64; 16],
+        /// That of `[low columns, inner]`.
+        down_map: [u64; 16],
+        /// That of rows times `down`.
+        low_map: [u64; 16],
+        /// That of `[columns, low columns]`.
+        up_map: [u64; 16],
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report.
+        report: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Device address of one row, or 0.
+        bias: u64,
+        /// Device address of rows times `down`, all rows of the result.
+        low: u64,
+        /// Device address of a word for each band of rows of each part, which becomes 1 when its part of `low` is there.
+        low_flags: u64,
+        /// Zero: tiles ask no hook.
+        desk: u64,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call.
+        signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+        /// The counter of the use that flags are for.
+        counter: u32,
+        /// Columns of the result.
+        columns: u32,
+        /// Inner dimension.
+        inner: u32,
+        /// Tiles of all parts.
+        tiles: u32,
+        /// Tiles side by side.
+        column_tiles: u32,
+        /// How many parts.
+        parts: u32,
+        /// Columns of `low`, a multiple of 8; 0 without adapters.
+        low_columns: u32,
+        /// How many runs have an adapter.
+        runs: u32,
+        /// Zero.
+        padding: [u32; 13],
+        /// Row of the result where each run begins.
+        run_row: [u32; 16],
+        /// Its rows.
+        run_rows: [u32; 16],
+        /// Its adapter's first column of `low`.
+        run_column: [u32; 16],
+        /// How many that has.
+        run_width: [u32; 16],
+        /// Its factor.
+        run_scale: [f32; 16],
+        /// Where the rows of each part go.
+        part_out: [u64; 32],
+        /// Row in its map where each begins.
+        part_row: [u32; 32],
+        /// Row of the result where each begins.
+        part_out_row: [u32; 32],
+        /// Rows of each.
+        part_rows: [u32; 32],
+        /// Its first tile.
+        part_first: [u32; 32],
+        /// The word of its flag; 0 for own rows.
+        part_word: [u32; 32],
+        /// The rank whose flag that is.
+        part_peer: [u32; 32],
+    }
+}
