@@ -120,9 +120,9 @@ fn random(world: &World) {
     }
 }
 
-/// Adds the contract. Its linears have ragged shapes, and so different ones on the ranks.
+/// Adds the contract.
 pub fn add(suite: &mut Suite) {
-    if suite.backend().injects() && suite.backend().differs() {
+    if suite.backend().injects() {
         suite.add("stress/random", random);
     }
 }

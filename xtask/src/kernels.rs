@@ -70,7 +70,8 @@ fn table(usages: &[Usage]) -> String {
     text
 }
 
-/// Reads the output of `ptxas -v`: an entry line, a line of stack and spills, a line of registers and shared memory.
+/// Reads the output of `ptxas -v`: an entry line, a line of stack and spills, a line of registers and shared memory; then
+/// lines of stack and spills of the functions that the kernel calls, which count as its own.
 fn parse(said: &str) -> Result<Vec<Usage>> {
     let mut usages: Vec<Usage> = Vec::new();
     for line in said.lines() {
@@ -87,8 +88,8 @@ fn parse(said: &str) -> Result<Vec<Usage>> {
             continue;
         };
         if line.contains("bytes stack frame") {
-            usage.stack_bytes = before(line, " bytes stack frame").context("no stack")?;
-            usage.spill_bytes = before(line, " bytes spill stores").context("no spill stores")?
+            usage.stack_bytes += before(line, " bytes stack frame").context("no stack")?;
+            usage.spill_bytes += before(line, " bytes spill stores").context("no spill stores")?
                 + before(line, " bytes spill loads").context("no spill loads")?;
         } else if line.contains(" registers") && line.contains("Used ") {
             usage.registers = before(line, " registers").context("no registers")?;
@@ -137,13 +138,15 @@ ptxas info    : Compiling entry function 'brigade_b' for 'sm_90a'
 ptxas info    : Function properties for brigade_b
     40 bytes stack frame, 36 bytes spill stores, 28 bytes spill loads
 ptxas info    : Used 32 registers, used 1 barriers, 40 bytes cumulative stack size, 1024 bytes smem, 384 bytes cmem[0]
+ptxas info    : Function properties for _Z6helperv
+    8 bytes stack frame, 4 bytes spill stores, 0 bytes spill loads
 ";
 
     #[test]
     fn ptxas_output_becomes_a_table() {
         insta::assert_snapshot!(table(&parse(SAID).unwrap()), @r"
         kernel                   target   registers spill B stack B shared B
-        brigade_b                sm_90a          32      64      40     1024
+        brigade_b                sm_90a          32      68      48     1024
         brigade_b                sm_100          18       0       0        0
         ");
     }

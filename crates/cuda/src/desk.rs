@@ -77,8 +77,11 @@ impl Desk {
 }
 
 impl Drop for Desk {
+    /// Waits until nobody looks, so that none reads the slots of a process that is about to end. A thread that is with the
+    /// hook comes back by itself.
     fn drop(&mut self) {
         self.0.closed.store(true, Ordering::Release);
+        drop(self.0.taken.lock());
     }
 }
 
