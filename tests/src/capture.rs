@@ -211,12 +211,7 @@ impl Subject for Sum {
 }
 
 fn gather(rng: &mut StdRng, size: usize, choice: Option<OverlapMode>) -> Box<dyn Subject> {
-    let spec = Spec::ragged(rng, size).with(|s| {
-        // Tiles that wait take no adapters.
-        if choice != Some(OverlapMode::Tiles) {
-            s.lora = LoraKind::Mixed;
-        }
-    });
+    let spec = Spec::ragged(rng, size).with(|s| s.lora = LoraKind::Mixed);
     let spec = spec.taken_by(choice);
     let days = days(
         rng,
@@ -230,6 +225,7 @@ fn gather(rng: &mut StdRng, size: usize, choice: Option<OverlapMode>) -> Box<dyn
 
 fn scatter(rng: &mut StdRng, size: usize, choice: Option<OverlapMode>) -> Box<dyn Subject> {
     let spec = Spec::ragged(rng, size).with(|s| s.lora = LoraKind::Mixed);
+    let spec = spec.taken_by(choice);
     let days = days(rng, &spec, |rng, spec, first: Option<&twin::Case>| {
         twin::Case::with_layers(rng, spec, first.map(|c| c.layers.clone()))
     });

@@ -154,7 +154,7 @@ impl Spec {
         let taken = self.dtype != DataType::F32
             && self.output == self.dtype
             && self.k[0] > 0
-            && self.k[0].is_multiple_of(8);
+            && self.k.iter().all(|k| k.is_multiple_of(8));
         match choice {
             Some(OverlapMode::Tiles) if !taken => Some(OverlapMode::Chunked { pieces: 1 }),
             choice => choice,

@@ -89,12 +89,13 @@ impl Case {
     /// Makes the call, and asserts everything that it promises. Gives the overlap part of its plan.
     pub fn run(&self, rank: &Rank, choice: Option<OverlapMode>) -> OverlapPlan {
         let first = self.call(rank, choice);
-        assert_mode(&first.0, choice, rank.size);
+        assert_mode(&first.0, self.spec.choice(choice), rank.size);
         first.0
     }
 
     fn call(&self, rank: &Rank, choice: Option<OverlapMode>) -> (OverlapPlan, Vec<u8>) {
         let (spec, me) = (&self.spec, rank.rank);
+        let choice = spec.choice(choice);
         let what = format!("{choice:?}, {spec:?}");
         let layer = self.layers[me].upload(rank);
         let runs = layer.runs();
@@ -139,7 +140,10 @@ impl Case {
 
 fn run_all(world: &World, specs: Vec<Spec>, choices: &[Option<OverlapMode>]) {
     let mut rng = world.rng();
-    let cases: Vec<_> = specs.into_iter().map(|s| Case::new(&mut rng, s)).collect();
+    let cases: Vec<_> = specs
+        .into_iter()
+        .map(|s| Case::new(&mut rng, s.taken_by(choices[0])))
+        .collect();
     let choices = choices.to_vec();
     world.run(&config(), move |rank| {
         for case in &cases {

@@ -200,17 +200,7 @@ pub fn gather_linear(rows: usize, k: usize, choice: Option<OverlapMode>) -> Op {
         Operation::GatherLinear,
         move |rank, lease| {
             let counts = vec![rows; rank.size];
-            // Tiles want rows of whole 16 bytes.
-            let tiles = choice == Some(OverlapMode::Tiles);
-            let (dtype, k, n) = if tiles {
-                (
-                    DataType::BF16,
-                    k.next_multiple_of(8),
-                    COLUMNS.next_multiple_of(8),
-                )
-            } else {
-                (DataType::F32, k, COLUMNS)
-            };
+            let (dtype, k, n, tiles) = taken(k, COLUMNS, choice);
             let x = own(rank, dtype, &[rows, k]);
             let weight = own(rank, dtype, &if tiles { [n, k] } else { [k, n] });
             let mut d = old(rank, dtype, &[rows * rank.size, n]);
@@ -227,16 +217,29 @@ pub fn gather_linear(rows: usize, k: usize, choice: Option<OverlapMode>) -> Op {
     )
 }
 
+/// Type, K and N that a mode takes, and whether it wants the weight as `[N, K]`: tiles are of rows of whole 16 bytes.
+fn taken(k: usize, n: usize, choice: Option<OverlapMode>) -> (DataType, usize, usize, bool) {
+    match choice {
+        Some(OverlapMode::Tiles) => {
+            let whole = |n: usize| n.next_multiple_of(8);
+            (DataType::BF16, whole(k), whole(n), true)
+        }
+        _ => (DataType::F32, k, n, false),
+    }
+}
+
 /// Its twin.
 pub fn linear_reduce_scatter(rows: usize, n: usize, choice: Option<OverlapMode>) -> Op {
     let operation = Operation::LinearReduceScatter;
     Op::new("linear_reduce_scatter", operation, move |rank, lease| {
         let counts = vec![rows; rank.size];
-        let x = own(rank, DataType::F32, &[rows * rank.size, COLUMNS]);
-        let weight = own(rank, DataType::F32, &[COLUMNS, n]);
-        let mut d = old(rank, DataType::F32, &[rows, n]);
+        let (dtype, k, n, tiles) = taken(COLUMNS, n, choice);
+        let x = own(rank, dtype, &[rows * rank.size, k]);
+        let weight = own(rank, dtype, &if tiles { [n, k] } else { [k, n] });
+        let mut d = old(rank, dtype, &[rows, n]);
         let result = lease.lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
             output: Output::Into(d.view_mut()),
+            transpose_weight: tiles,
             choice,
             ..LoraLinearReduceScatterParams::new(&x, &counts, &weight)
         });

@@ -24,9 +24,9 @@ pub fn modes(engines: Engines) -> Modes {
     .collect()
 }
 
-/// Whether a mode scatters too: some are only ways to gather.
+/// Whether a mode scatters too: pull is only a way to gather.
 pub fn scatters(choice: Option<OverlapMode>) -> bool {
-    !matches!(choice, Some(OverlapMode::Pull | OverlapMode::Tiles))
+    choice != Some(OverlapMode::Pull)
 }
 
 /// Every case that a linear with a collective is tried with, by name.

@@ -8,10 +8,9 @@ use crate::{
     comm::CudaComm,
     gathered::Rows,
     job::{Job, Side},
-    linear::adds_something,
     mark::CudaMark,
     memory::{check_reach, overlap},
-    tiles::{self, Part, Run, Tiled},
+    tiles::{self, Part, Tiled},
 };
 use brigade_device::{
     Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, GatherLinearParts,
@@ -226,30 +225,6 @@ impl Layer<'_> {
         );
         list
     }
-
-    /// Runs of rows to which an adapter adds something; `None` if one is of another type.
-    fn adapters(&self, dtype: DataType) -> Option<Vec<Run>> {
-        let mut end = 0;
-        let mut list = Vec::new();
-        for run in self.runs {
-            let rows = end..end + run.rows;
-            end = rows.end;
-            let Some(lora) = run.adapter.filter(|_| adds_something(run)) else {
-                continue;
-            };
-            if [lora.a.dtype(), lora.b.dtype()] != [dtype; 2] {
-                return None;
-            }
-            list.push(Run {
-                rows,
-                first: lora.a.address(),
-                second: lora.b.address(),
-                width: lora.a.shape().columns(),
-                scale: lora.scale,
-            });
-        }
-        Some(list)
-    }
 }
 
 /// The product of one call.
@@ -320,7 +295,7 @@ impl Product<'_> {
             && self.layer.activation == Activation::None;
         let bias = self.layer.bias;
         let row = bias.is_none_or(|c| c.dtype() == dtype && c.shape().len() == self.n);
-        let Some(runs) = self.layer.adapters(dtype).filter(|_| can && row) else {
+        let Some(runs) = tiles::adapters(self.layer.runs, dtype).filter(|_| can && row) else {
             return Ok(None);
         };
         let buffers = self.layer.buffers();
@@ -346,9 +321,14 @@ impl Product<'_> {
                 ..all
             },
         };
-        let part = |c: usize| Part {
-            rows: self.plan.chunk(c),
-            from: (c != me).then_some(c),
+        let part = |c: usize| {
+            let rows = self.plan.chunk(c);
+            Part {
+                first: if c == me { 0 } else { rows.start },
+                out: self.d.address() + (rows.start * self.n * dtype.bytes()) as u64,
+                from: (c != me).then_some(c),
+                rows,
+            }
         };
         let tiled = Tiled {
             dtype,
@@ -356,7 +336,6 @@ impl Product<'_> {
             own,
             weight: plain(weight, self.n, k),
             bias: bias.map(|c| c.address()),
-            out: self.d.address(),
             parts: std::iter::once(me).chain(self.others()).map(part).collect(),
             runs,
             buffers: buffers.into_iter().map(|(_, buffer)| buffer).collect(),

@@ -8,11 +8,12 @@ use crate::{
     memory::check_reach,
     reduce_scatter::Reduction,
     steps::Use,
+    tiles::{self, Part, Tiled},
 };
 use brigade_device::{
     Activation, Buffer, Call, DataType, Error, GemmParams, Linear, LoraLinearParams,
-    LoraLinearReduceScatterParams, Output, OverlapPlan, Plan, ReduceOp, Reduced, Result, Shape,
-    Stream, Turn, fallback,
+    LoraLinearReduceScatterParams, Output, OverlapMode, OverlapPlan, Plan, ReduceOp, Reduced,
+    Result, Shape, Stream, Turn, View, fallback,
 };
 use brigade_sync::Area;
 use std::ops::Range;
@@ -96,6 +97,16 @@ impl Product<'_> {
     ) -> Result<()> {
         let of = job.begin(Area::ReduceScatter);
         let me = job.core.rank();
+        if let Some(tiled) = self.tiled(job, of)? {
+            // Tiles go straight to their owners, so the credits for that must be there before the first.
+            job.steps_now()?;
+            job.traced(|| "multiply".into(), || job.tiled(of, &tiled))?;
+            job.steps.filled_to_all(of, me, 0);
+            job.steps.await_all(of, 0);
+            self.sum(job, of, me, (bias, activation), d)?;
+            job.steps.end(of);
+            return Ok(());
+        }
         let pieces = self.plan.pieces();
         // Own words hold the flags that are copied to the owners.
         for p in 0..pieces {
@@ -120,6 +131,62 @@ impl Product<'_> {
         self.sum(job, of, me, (bias, activation), d)?;
         job.steps.end(of);
         Ok(())
+    }
+
+    /// The product of all rows by tiles that are written where their owners add them up, in the mode for that and if the
+    /// kernel can do it.
+    fn tiled(&self, job: &mut Job<'_>, of: Use) -> Result<Option<Tiled>> {
+        let (core, me) = (job.core, job.core.rank());
+        let gemm = &self.linear.gemm;
+        let (x, weight) = (gemm.a.kernel(), gemm.b.kernel());
+        let can = self.plan.mode == OverlapMode::Tiles
+            && core.waiting_blocks() > 0
+            && [x.dtype(), weight.dtype()] == [self.dtype; 2]
+            && gemm.transpose_b
+            && weight.shape().columns() > 0;
+        let Some(runs) = tiles::adapters(self.linear.runs, self.dtype).filter(|_| can) else {
+            return Ok(None);
+        };
+        let adapters = self.linear.runs.iter().filter_map(|run| run.adapter);
+        let mut buffers = vec![("x.memory", x.retain()), ("weight.memory", weight.retain())];
+        buffers.extend(
+            adapters.flat_map(|lora| [lora.a, lora.b].map(|v| ("runs.adapter", v.retain()))),
+        );
+        for (field, buffer) in &buffers {
+            check_reach(&self.comm.gpu().card, field, buffer)?;
+        }
+        let rows = |v: View<'_>| tiles::Rows {
+            address: v.address(),
+            rows: v.shape().rows(),
+            columns: v.shape().columns(),
+        };
+        let part = |&c: &u16| {
+            let chunk = self.plan.chunk(usize::from(c));
+            let slot = self.slot(me, &chunk, &(0..chunk.len()));
+            Part {
+                first: chunk.start,
+                out: core.place(usize::from(c), of, slot.start),
+                from: None,
+                rows: chunk,
+            }
+        };
+        let tiled = Tiled {
+            dtype: self.dtype,
+            all: rows(x),
+            own: rows(x),
+            weight: rows(weight),
+            bias: None,
+            parts: self.plan.order.iter().map(part).collect(),
+            runs,
+            buffers: buffers.into_iter().map(|(_, buffer)| buffer).collect(),
+        };
+        if !tiled.fits() {
+            return Ok(None);
+        }
+        for c in core.peers() {
+            job.count_moved(self.plan.chunk(c).len() * self.row_bytes());
+        }
+        Ok(Some(tiled))
     }
 
     /// Multiplies a piece of a chunk, and sends it to its owner. Gives what must stay until the copy is done.

@@ -5,10 +5,11 @@ use crate::{
     driver::failed,
     job::Job,
     kernels::blocks_for,
+    linear::adds_something,
     steps::{Counters, Use},
     types,
 };
-use brigade_device::{Buffer, DataType, Error, Reason, Result, Storage};
+use brigade_device::{Buffer, DataType, Error, LoraRun, Reason, Result, Storage};
 use brigade_kernels::{
     AdaptersParams, GEMM_LOW_COLUMNS, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams,
     MOST_PARTS, MOST_RUNS,
@@ -72,8 +73,12 @@ pub(crate) struct Rows {
 /// Rows that arrive together.
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
-    /// Among the rows of the result.
+    /// Among all rows, as runs of adapters count them.
     pub(crate) rows: Range<usize>,
+    /// The first one in the matrix that they lie in: own rows, or all.
+    pub(crate) first: usize,
+    /// Address of the first row of their result.
+    pub(crate) out: u64,
     /// Whose they are, and the slot by whose flag they are announced; `None` for own rows.
     pub(crate) from: Option<usize>,
 }
@@ -90,17 +95,40 @@ pub(crate) struct Run {
     pub(crate) scale: f32,
 }
 
+/// Runs of rows to which an adapter adds something; `None` if one is of another type.
+pub(crate) fn adapters(runs: &[LoraRun<'_>], dtype: DataType) -> Option<Vec<Run>> {
+    let mut end = 0;
+    let mut list = Vec::new();
+    for run in runs {
+        let rows = end..end + run.rows;
+        end = rows.end;
+        let Some(lora) = run.adapter.filter(|_| adds_something(run)) else {
+            continue;
+        };
+        if [lora.a.dtype(), lora.b.dtype()] != [dtype; 2] {
+            return None;
+        }
+        list.push(Run {
+            rows,
+            first: lora.a.address(),
+            second: lora.b.address(),
+            width: lora.a.shape().columns(),
+            scale: lora.scale,
+        });
+    }
+    Some(list)
+}
+
 /// `out = rows weight^T + bias`, and adapters.
 #[derive(Clone, Debug)]
 pub(crate) struct Tiled {
     pub(crate) dtype: DataType,
     /// Where rows of peers arrive.
     pub(crate) all: Rows,
-    /// Own rows, and which of all they are.
+    /// Own rows.
     pub(crate) own: Rows,
     pub(crate) weight: Rows,
     pub(crate) bias: Option<u64>,
-    pub(crate) out: u64,
     /// In the order in which they are multiplied.
     pub(crate) parts: Vec<Part>,
     pub(crate) runs: Vec<Run>,
@@ -133,7 +161,7 @@ impl Tiled {
                 && [m.rows, m.columns]
                     .iter()
                     .all(|&n| i32::try_from(n).is_ok())
-        }) && aligned(self.out)
+        }) && self.parts.iter().all(|part| aligned(part.out))
             && self.bias.is_none_or(|bias| bias.is_multiple_of(4))
             && self.weight.rows.is_multiple_of(elements)
             && self.parts.len() <= MOST_PARTS
@@ -276,12 +304,12 @@ impl Job<'_> {
         let mut tiles = 0;
         for (i, part) in p.parts.iter().enumerate() {
             let rows = &part.rows;
-            parameters.part_out[i] = p.out + (rows.start * columns * p.dtype.bytes()) as u64;
+            parameters.part_out[i] = part.out;
+            parameters.part_row[i] = part.first as u32;
             parameters.part_rows[i] = rows.len() as u32;
             parameters.part_out_row[i] = rows.start as u32;
             parameters.part_first[i] = tiles;
             if let Some(from) = part.from {
-                parameters.part_row[i] = rows.start as u32;
                 parameters.part_word[i] = steps.filled_word(of, from, 0, from);
                 parameters.part_peer[i] = from as u32;
             }

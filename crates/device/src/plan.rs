@@ -291,8 +291,9 @@ pub enum OverlapMode {
     Ring,
     /// Every rank fetches chunks from their owners.
     Pull,
-    /// Own rows are pushed to every rank, and all rows are one product, whose tiles wait for theirs. A rank whose weight, C,
-    /// activation or adapters that product does not take multiplies chunk by chunk, as with one piece.
+    /// All rows are one product. Its tiles wait for their rows, which every rank pushes to all; in the twin, they are written
+    /// where their owners add them up. A rank whose weight, C, activation or adapters that product does not take multiplies
+    /// chunk by chunk, as with one piece.
     Tiles,
 }
 

@@ -5,13 +5,13 @@ use crate::{
     overlap::{self, bytes},
     reason, ring,
 };
-use brigade_device::{DataType, LinearCall, OverlapMode, Plan, QScheme, Reason};
+use brigade_device::{LinearCall, OverlapMode, Plan, QScheme, Reason};
 
 /// Bytes of one f32 scale.
 const SCALE_BYTES: usize = 4;
 
 pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
-    let in_tiles = in_tiles(call);
+    let in_tiles = overlap::in_tiles(call);
     let preferred = match table.overlap {
         OverlapMode::Tiles if in_tiles.is_err() => overlap::instead(OverlapMode::Tiles),
         mode => mode,
@@ -35,23 +35,6 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
     };
     let plan = overlap::finish(call, mode, order, instead_of);
     Ok(Plan::GatherLinear(plan))
-}
-
-/// Elements of the 16 bytes that rows of tiles are aligned to.
-const TILE_ELEMENTS: usize = 8;
-
-/// Whether a product whose tiles wait can be had of these rows.
-fn in_tiles(call: &LinearCall) -> Result<(), Reason> {
-    let halves = |dtype| matches!(dtype, DataType::F16 | DataType::BF16);
-    if halves(call.input)
-        && call.output == call.input
-        && call.scheme == QScheme::None
-        && call.k > 0
-        && call.k.is_multiple_of(TILE_ELEMENTS)
-    {
-        return Ok(());
-    }
-    Err(reason::tiles(call))
 }
 
 /// Rows and scales of all ranks lie in one half of their regions at the same time.

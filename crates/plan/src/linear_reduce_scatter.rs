@@ -8,19 +8,21 @@ use crate::{
 use brigade_device::{LinearCall, OverlapMode, Plan, Reason};
 
 pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
+    let in_tiles = overlap::in_tiles(call);
     // Parts exist only once their gemm is done, so there is nothing to fetch ahead of it.
     let preferred = match table.overlap {
-        mode @ (OverlapMode::Pull | OverlapMode::Tiles) => overlap::instead(mode),
+        OverlapMode::Pull => overlap::instead(OverlapMode::Pull),
+        OverlapMode::Tiles if in_tiles.is_err() => overlap::instead(OverlapMode::Tiles),
         mode => mode,
     };
     let (mode, instead_of) = overlap::choose(call, topology, preferred, |forced| {
         if call.choice == Some(OverlapMode::Pull) {
             return Err(reason::pull_twin());
         }
-        if call.choice == Some(OverlapMode::Tiles) {
-            return Err(reason::no_engine(OverlapMode::Tiles));
-        }
         capacity(call, topology)?;
+        if call.choice == Some(OverlapMode::Tiles) {
+            in_tiles?;
+        }
         if forced {
             return Ok(());
         }

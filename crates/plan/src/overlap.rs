@@ -4,7 +4,9 @@
 //! capacity, and, where nothing is forced, whether it pays.
 
 use crate::{Topology, crossover::Crossovers, reason, ring::Order, rows};
-use brigade_device::{Launch, LinearCall, OverlapMode, OverlapPlan, QScheme, Reason, SumOrder};
+use brigade_device::{
+    DataType, Launch, LinearCall, OverlapMode, OverlapPlan, QScheme, Reason, SumOrder,
+};
 
 /// Most pieces that [`OverlapMode::Chunked`] cuts a chunk into.
 pub const MAX_PIECES: u16 = 16;
@@ -78,6 +80,23 @@ fn available(topology: &Topology, preferred: OverlapMode) -> Result<OverlapMode,
     .into_iter()
     .find(|&mode| topology.engines.overlaps(mode))
     .ok_or_else(|| reason::no_engine(preferred))
+}
+
+/// Elements of the 16 bytes that rows of tiles are aligned to.
+const TILE_ELEMENTS: usize = 8;
+
+/// Whether the rows can be multiplied in [`OverlapMode::Tiles`].
+pub(crate) fn in_tiles(call: &LinearCall) -> Result<(), Reason> {
+    let halves = |dtype| matches!(dtype, DataType::F16 | DataType::BF16);
+    if halves(call.input)
+        && call.output == call.input
+        && call.scheme == QScheme::None
+        && call.k > 0
+        && call.k.is_multiple_of(TILE_ELEMENTS)
+    {
+        return Ok(());
+    }
+    Err(reason::tiles(call))
 }
 
 /// What comes closest to a mode that cannot be had.

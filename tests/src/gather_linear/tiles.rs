@@ -6,6 +6,7 @@ use crate::{
     backend::Rank,
     check::{assert_bits, expect_unsupported},
     layer::{BiasKind, LoraKind, Spec},
+    linear_reduce_scatter as twin,
     matrix::Matrix,
     suite::{Suite, World},
 };
@@ -20,6 +21,7 @@ const TILES: Option<OverlapMode> = Some(OverlapMode::Tiles);
 fn config() -> CommConfig {
     let mut config = CommConfig::new(ParallelMode::Tp);
     config.gather_bytes = 8 << 20;
+    config.reduce_scatter_bytes = 8 << 20;
     config
 }
 
@@ -37,11 +39,13 @@ fn large(rng: &mut StdRng, size: usize) -> Spec {
         (s.dtype, s.output, s.bias_type, s.transpose) = (dtype, dtype, dtype, true);
         s.bias = [BiasKind::None, BiasKind::Row, BiasKind::OneRow][rng.random_range(0..3)];
         s.resident = rng.random();
-        s.lora = if rng.random_ratio(1, 4) {
-            LoraKind::Bare
-        } else {
-            LoraKind::None
-        };
+        let kinds = [
+            LoraKind::None,
+            LoraKind::Bare,
+            LoraKind::One,
+            LoraKind::Mixed,
+        ];
+        s.lora = kinds[rng.random_range(0..kinds.len())];
     })
 }
 
@@ -56,6 +60,22 @@ fn many_tiles(world: &World) {
     world.run(&config(), move |rank| {
         for case in &cases {
             case.run_forced(rank, TILES);
+        }
+    });
+}
+
+/// The same for the twin, whose tiles are written at their owners'.
+fn many_tiles_of_twin(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<_> = (0..8)
+        .map(|_| {
+            let spec = large(&mut rng, world.size).with(|s| s.resident = false);
+            twin::Case::new(&mut rng, spec)
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        for case in &cases {
+            case.run(rank, TILES);
         }
     });
 }
@@ -135,6 +155,8 @@ fn product(rank: &Rank, all: &Matrix, weight: &Matrix, cut: &[usize]) -> Vec<u8>
 
 pub(super) fn add(suite: &mut Suite) {
     suite.add_from(2, "gather_linear/tiles/many", many_tiles);
+    let twin = "linear_reduce_scatter/tiles/many";
+    suite.add_from(2, twin, many_tiles_of_twin);
     suite.add_from(2, "gather_linear/tiles/refused", refused);
     suite.add_from(2, "gather_linear/tiles/bits", bits);
 }
