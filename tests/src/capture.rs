@@ -50,6 +50,8 @@ impl Captured {
                 Ok(())
             })
             .unwrap();
+        // Making a graph may wait for the GPU, and so for a peer's replay where ranks share one.
+        rank.meet();
         Self {
             graph,
             input,

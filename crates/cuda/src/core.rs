@@ -13,7 +13,7 @@ use crate::{
     memory::DeviceMemory,
     quiet,
     report::Report,
-    residency::{self, Spinning},
+    residency::Spinning,
     state::state_words,
     steps::{Steps, Use},
     symmetric::Symmetric,
@@ -31,6 +31,7 @@ use brigade_plan::{Table, Topology};
 use brigade_sync::{Area, HALVES, Half, Memory};
 use parking_lot::Mutex;
 use std::{
+    collections::VecDeque,
     ops::Range,
     sync::{
         Arc,
@@ -67,7 +68,7 @@ pub(crate) struct Core {
     pub(crate) device: Arc<CudaDevice>,
     pub(crate) control: Arc<Control>,
     pub(crate) config: CommConfig,
-    topology: Topology,
+    pub(crate) topology: Topology,
     table: Table,
     pub(crate) memory: Arc<GroupMemory>,
     /// Copies go here beside the caller's stream, which a call may fork from and join.
@@ -86,7 +87,9 @@ pub(crate) struct Core {
     pub(crate) regions: Mutex<Regions>,
     /// Whether another rank of the group has this GPU too.
     pub(crate) shares: bool,
-    spinning: [Spinning; 2],
+    /// The last calls, where that is so.
+    pub(crate) ahead: Mutex<VecDeque<CudaMark>>,
+    pub(crate) spinning: [Spinning; 2],
 }
 
 /// Halves alternate as calls are issued; own rows may be handed out before the call that uses them.
@@ -189,6 +192,7 @@ impl Core {
             config,
             device,
             shares,
+            ahead: Mutex::default(),
             spinning,
         };
         core.write_state(STATE_GENERATION, &[core.control.generation().into()])?;
@@ -213,30 +217,6 @@ impl Core {
 
     pub(crate) fn plan(&self, call: &Call) -> Result<Plan, Reason> {
         brigade_plan::plan(call, &self.topology, &self.table)
-    }
-
-    /// What products may use while protocol steps run beside them, where the group keeps some of the GPU from them. By default
-    /// they have all of it: steps find room between a product's blocks, and the library does better on a whole GPU.
-    pub(crate) fn product_sms(&self) -> Option<u16> {
-        let sms = self.device.info().sms;
-        let kept = self.config.sm_budget.filter(|&kept| kept > 0 && kept < sms);
-        kept.map(|kept| sms - kept)
-    }
-
-    /// Whether products of this group may be of tiles that wait.
-    pub(crate) fn has_tiles(&self) -> bool {
-        self.size() > 1 && self.topology.engines.tiles
-    }
-
-    /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need is left free.
-    /// None while another one has tiles that wait, too, and none with a hook, which they do not ask.
-    pub(crate) fn waiting_blocks(&self) -> u32 {
-        if self.memory.desk.is_some() || quiet::others_have_tiles(self) {
-            return 0;
-        }
-        let sms = self.product_sms().unwrap_or(self.device.info().sms);
-        let kept = residency::kept_for_others(&self.device, &self.spinning);
-        u32::from(sms).saturating_sub(kept)
     }
 
     /// Address of byte `at` of a rank's part.
@@ -488,6 +468,7 @@ impl Core {
             joined?;
             job.end()
         });
+        self.keep_pace(lane);
         match (result, done) {
             (Ok(()), Some(done)) => Ok(done),
             (Err(error), _) => {

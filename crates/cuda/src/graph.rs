@@ -73,12 +73,16 @@ pub(crate) fn capture(
         executable
     }
     .map_err(failed("cuGraphInstantiate"))?;
-    Ok(Box::new(Graph {
+    let graph = Graph {
         card: Arc::clone(card),
         executable,
         kept,
         ran_on: Mutex::default(),
-    }))
+    };
+    // Else the first launch would, and might wait for memory, and so for the GPU.
+    // SAFETY: both live as long as the lane and the graph.
+    unsafe { graph::upload(graph.executable, lane.stream) }.map_err(failed("cuGraphUpload"))?;
+    Ok(Box::new(graph))
 }
 
 impl Replay for Graph {
@@ -99,6 +103,11 @@ impl Replay for Graph {
             ran_on.push(Arc::clone(lane));
         }
         drop(ran_on);
+        for storage in &self.kept {
+            if let Some(token) = storage.as_any().downcast_ref::<Token>() {
+                token.core.keep_pace(lane);
+            }
+        }
         Ok(Event::new(Arc::new(CudaMark::of_lane(lane)?)))
     }
 }

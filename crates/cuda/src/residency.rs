@@ -2,11 +2,11 @@
 //! find none, nobody goes on. So whoever launches waiting blocks reserves their places first, over all communicators of the
 //! process, and takes fewer blocks where there is no more room.
 
-use crate::{CudaDevice, Kernel, Launch};
-use brigade_device::{Device, Reason, Result};
+use crate::{CudaDevice, Kernel, Launch, core::Core, lane::Lane, mark::CudaMark, quiet};
+use brigade_device::{Device, Mark, Reason, Result};
 use brigade_kernels::Parameters;
 use parking_lot::Mutex;
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 /// All of a GPU. So fine that what rounding lets through is far less than a block.
 const WHOLE: u64 = 1_000_000_000;
@@ -51,11 +51,60 @@ impl CudaDevice {
 }
 
 /// Multiprocessors that a launch of waiting blocks leaves to those of others, which hold `own` themselves.
-pub(crate) fn kept_for_others(device: &CudaDevice, own: &[Spinning]) -> u32 {
+fn kept_for_others(device: &CudaDevice, own: &[Spinning]) -> u32 {
     let own: u64 = own.iter().map(|spinning| spinning.share).sum();
     let all = RESERVED.lock().get(&device.info().ordinal).copied();
     let others = all.unwrap_or_default().saturating_sub(own);
     (others * u64::from(device.info().sms)).div_ceil(WHOLE) as u32
+}
+
+/// Calls that a rank which shares its GPU may be ahead of the GPU.
+const CALLS_AHEAD: usize = 32;
+
+impl Core {
+    /// What products may use while protocol steps run beside them, where the group keeps some of the GPU from them. By default
+    /// they have all of it: steps find room between a product's blocks, and the library does better on a whole GPU.
+    pub(crate) fn product_sms(&self) -> Option<u16> {
+        let sms = self.device.info().sms;
+        let kept = self.config.sm_budget.filter(|&kept| kept > 0 && kept < sms);
+        kept.map(|kept| sms - kept)
+    }
+
+    /// Whether products of this group may be of tiles that wait.
+    pub(crate) fn has_tiles(&self) -> bool {
+        self.size() > 1 && self.topology.engines.tiles
+    }
+
+    /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need is left free.
+    /// None while another one has tiles that wait, too, and none with a hook, which they do not ask.
+    pub(crate) fn waiting_blocks(&self) -> u32 {
+        if self.memory.desk.is_some() || quiet::others_have_tiles(self) {
+            return 0;
+        }
+        let sms = self.product_sms().unwrap_or(self.device.info().sms);
+        let kept = kept_for_others(&self.device, &self.spinning);
+        u32::from(sms).saturating_sub(kept)
+    }
+
+    /// Where ranks share a GPU, none runs far ahead of what is done: a stream takes so many launches and no more, and a thread
+    /// that waits there for room keeps all others from the driver, and so peers from what it waits for.
+    pub(crate) fn keep_pace(&self, lane: &Arc<Lane>) {
+        if !self.shares || lane.capturing() {
+            return;
+        }
+        let oldest = {
+            let mut ahead = self.ahead.lock();
+            ahead.extend(CudaMark::record(&self.device.card, lane.stream).ok());
+            if ahead.len() <= CALLS_AHEAD {
+                return;
+            }
+            ahead.pop_front()
+        };
+        if let Some(mark) = oldest {
+            // However it ended, it is over, or will be found to be late where somebody waits for it.
+            let _ = mark.reached(self.config.first_deadline.max(self.config.deadline));
+        }
+    }
 }
 
 /// What so many blocks take of a GPU with so many places.
