@@ -22,8 +22,8 @@ use crate::{
     window::{Token, Window},
 };
 use brigade_device::{
-    Buffer, Call, CommConfig, DataType, Device, Error, FaultKind, FaultRecord, Operation, PerRank,
-    Plan, Reason, Result, Shape, Stream,
+    Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Operation, PerRank, Plan,
+    Reason, Result, Shape, Stream,
 };
 use brigade_group::Control;
 use brigade_kernels::{MESSAGE_THREADS, STATE_GENERATION, STEP_THREADS};

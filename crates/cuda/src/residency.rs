@@ -3,7 +3,7 @@
 //! process, and takes fewer blocks where there is no more room.
 
 use crate::{CudaDevice, Kernel, Launch, core::Core, lane::Lane, mark::CudaMark, quiet};
-use brigade_device::{Device, Mark, Reason, Result};
+use brigade_device::{Device, Reason, Result};
 use brigade_kernels::Parameters;
 use parking_lot::Mutex;
 use std::{collections::BTreeMap, sync::Arc};
