@@ -81,10 +81,26 @@ __device__ __forceinline__ void both_groups_meet() { asm volatile("bar.sync 1, 2
 // Waits for the rows of a part. False if the group was stopped: the product goes on, and its result is poisoned.
 __device__ inline bool wait_for_part(const Parameters& p, const Group& g, uint32_t part) {
   Waiting w{p.part_word[part], g.flag(*g.counter(p.counter)), Want::exactly, p.part_peer[part], p.part_peer[part]};
+  w.uncounted = blockIdx.x > 0;
   while (w.end == End::going_on) look(g, w);
   if (w.end == End::there) return true;
   give_up(g, w);
   return false;
+}
+
+// Waits for a band's part of `low`, which another block makes: soon, unless something else keeps it from its multiprocessor.
+__device__ inline bool wait_for_low(const Parameters& p, const Group& g, const uint32_t* there) {
+  for (uint32_t looks = 1; load_acquire_gpu(there) == 0; ++looks) {
+    if (looks % long_glance != 0) continue;
+    if (is_stopped(g)) return false;
+    if (globaltimer_ns() - g.state[STATE_STARTED] < g.deadline_ns) continue;
+    Waiting w{};
+    w.end = End::timeout;
+    w.peer = w.blamed = w.slot = g.rank;
+    give_up(g, w);
+    return false;
+  }
+  return true;
 }
 
 // Which stage of the ring comes next, and in which round.
@@ -109,7 +125,8 @@ __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, u
     load_box(at + rows_bytes, columns, k, column, barrier);
     ring.next();
   };
-  bool waits = true;
+  // In a group that was stopped, the steps before this product have not counted the call.
+  bool waits = !is_stopped(g);
   uint32_t seen = 0;
   for (uint32_t t = blockIdx.x; t < p.tiles; t += gridDim.x) {
     const Tile tile = tile_of(p, t, COLUMNS);
@@ -129,9 +146,7 @@ __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, u
       load_stage(rows, row, p.weight_map, tile.column, k, stage_bytes<COLUMNS>);
     }
     if (p.low_columns == 0) continue;
-    const uint32_t* there = low_flag(p, tile.part, tile.band);
-    while (load_acquire_gpu(there) == 0) {
-    }
+    if (waits) waits = wait_for_low(p, g, low_flag(p, tile.part, tile.band));
     bulk_copies_follow();
     const uint32_t out_row = p.part_out_row[tile.part] + tile.band * tile_rows;
     load_stage(p.low_map, out_row, p.up_map, tile.column, 0, stage_bytes<COLUMNS>);
@@ -254,6 +269,7 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
       ring.next();
     }
     products_wait<0>();
+    products_done(sums);
     if (leads) barrier_arrive(empty + 8 * before);
   };
   const uint32_t steps = (p.inner + inner - 1) / inner;

@@ -100,6 +100,8 @@ struct Waiting {
   uint64_t blamed_expected;
   uint32_t looks;
   uint64_t since_ns;
+  // Many blocks wait for the same, and one of them counts it.
+  bool uncounted;
 };
 
 // Looks between two glances at the stop word and the clock, and between two at what the host says, which is far away.
@@ -128,7 +130,7 @@ __device__ inline void look(const Group& g, Waiting& w) {
   const Progress p = progress(w.seen, w.expected, w.want);
   if (p == Progress::there) {
     w.end = End::there;
-    if (w.looks > 0) {
+    if (w.looks > 0 && !w.uncounted) {
       atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITS + w.peer), 1ull);
       atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITED + w.peer),
                 (unsigned long long)(globaltimer_ns() - w.since_ns));

@@ -73,6 +73,13 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
+// Sums are not read before this: to the compiler, a wait says nothing about registers.
+template <int N>
+__device__ __forceinline__ void products_done(float (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 #define BRIGADE_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define BRIGADE_D32(i) BRIGADE_D8(i), BRIGADE_D8(i + 8), BRIGADE_D8(i + 16), BRIGADE_D8(i + 24)
 #define BRIGADE_R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"

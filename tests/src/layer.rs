@@ -139,9 +139,10 @@ impl Spec {
             return self;
         }
         self.with(|s| {
-            for n in s.k.iter_mut().chain(&mut s.n) {
-                *n = n.next_multiple_of(8).max(8);
-            }
+            s.k.iter_mut()
+                .for_each(|k| *k = k.next_multiple_of(8).max(8));
+            // No columns stay none.
+            s.n.iter_mut().for_each(|n| *n = n.next_multiple_of(8));
             if s.dtype == DataType::F32 {
                 s.dtype = DataType::BF16;
             }

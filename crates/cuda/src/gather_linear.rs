@@ -286,10 +286,12 @@ impl Product<'_> {
             rows,
             columns,
         };
+        let blocks = core.waiting_blocks();
         let (weight, kernel) = (self.layer.weight.kernel(), self.a.kernel.view());
         let dtype = kernel.dtype();
         let can = self.plan.mode == OverlapMode::Tiles
-            && core.waiting_blocks() > 0
+            && blocks > 0
+            && self.n > 0
             && [weight.dtype(), self.d.dtype()] == [dtype; 2]
             && self.layer.transpose_weight
             && self.layer.activation == Activation::None;
@@ -301,10 +303,8 @@ impl Product<'_> {
         let buffers = self.layer.buffers();
         let read = buffers.iter().map(|(_, buffer)| buffer);
         // D is written while its factors are still read.
-        if read
-            .chain(self.rows.source.iter().flatten())
-            .any(|b| overlap(b, self.d))
-        {
+        let rows = self.rows.source.iter().flatten().chain([&self.a.kernel]);
+        if read.chain(rows).any(|b| overlap(b, self.d)) {
             return Ok(None);
         }
         for (field, buffer) in &buffers {
@@ -331,6 +331,7 @@ impl Product<'_> {
             }
         };
         let tiled = Tiled {
+            blocks,
             dtype,
             all,
             own,

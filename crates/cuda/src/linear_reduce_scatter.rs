@@ -137,10 +137,11 @@ impl Product<'_> {
     /// kernel can do it.
     fn tiled(&self, job: &mut Job<'_>, of: Use) -> Result<Option<Tiled>> {
         let (core, me) = (job.core, job.core.rank());
+        let blocks = core.waiting_blocks();
         let gemm = &self.linear.gemm;
         let (x, weight) = (gemm.a.kernel(), gemm.b.kernel());
         let can = self.plan.mode == OverlapMode::Tiles
-            && core.waiting_blocks() > 0
+            && blocks > 0
             && [x.dtype(), weight.dtype()] == [self.dtype; 2]
             && gemm.transpose_b
             && weight.shape().columns() > 0;
@@ -171,6 +172,7 @@ impl Product<'_> {
             }
         };
         let tiled = Tiled {
+            blocks,
             dtype: self.dtype,
             all: rows(x),
             own: rows(x),

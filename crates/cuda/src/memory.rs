@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::{
     any::Any,
+    collections::BTreeMap,
     sync::{Arc, atomic::Ordering},
 };
 
@@ -118,6 +119,18 @@ impl Storage for DeviceMemory {
     }
 }
 
+/// Page-locked host memory that is out of use, by size. To free it waits for all GPUs, and keeps every other thread from the
+/// driver meanwhile, so that no kernel that waits for one of them would ever end: it is used again instead.
+static SPARE: Mutex<BTreeMap<usize, Vec<u64>>> = Mutex::new(BTreeMap::new());
+
+/// Most bytes that lie in [`SPARE`]; beyond these, memory is freed all the same.
+const MOST_SPARE: usize = 4 << 30;
+
+/// Page-locked host memory comes in powers of two, from a page on, so that what was used fits again.
+fn size_class(bytes: usize) -> usize {
+    bytes.max(4096).next_power_of_two()
+}
+
 /// Page-locked host memory, at the same address for every GPU.
 #[derive(Debug)]
 pub(crate) struct Pinned {
@@ -135,18 +148,25 @@ struct Pages {
 impl Pinned {
     /// All zero.
     pub(crate) fn new(card: &Arc<Card>, bytes: usize) -> Result<Self> {
-        card.bind()?;
-        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: a context is current; freed once, in `Drop for Pages`.
-        let pointer = unsafe { result::malloc_host(bytes.max(1), flags) }
-            .map_err(failed("cuMemHostAlloc"))?;
-        // SAFETY: just allocated with at least this size.
-        unsafe { std::ptr::write_bytes(pointer.cast::<u8>(), 0, bytes) };
+        let class = size_class(bytes);
+        let spare = SPARE.lock().get_mut(&class).and_then(Vec::pop);
+        let address = match spare {
+            Some(address) => address,
+            None => {
+                card.bind()?;
+                let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+                // SAFETY: a context is current, which stays; freed once, or kept, in `Drop for Pages`.
+                let pointer = unsafe { result::malloc_host(class, flags) };
+                pointer.map_err(failed("cuMemHostAlloc"))? as u64
+            }
+        };
+        // SAFETY: nobody else has these pages, which have at least this size.
+        unsafe { std::ptr::write_bytes(address as *mut u8, 0, bytes) };
         card.held.fetch_add(bytes as u64, Ordering::Relaxed);
         Ok(Self {
             pages: Arc::new(Pages {
                 card: Arc::clone(card),
-                address: pointer as u64,
+                address,
                 bytes,
             }),
             users: Mutex::default(),
@@ -169,8 +189,18 @@ impl Drop for Pinned {
 
 impl Drop for Pages {
     fn drop(&mut self) {
+        // All streams that used it have come so far.
+        let class = size_class(self.bytes);
+        {
+            let mut spare = SPARE.lock();
+            let kept: usize = spare.iter().map(|(class, list)| class * list.len()).sum();
+            if kept + class <= MOST_SPARE {
+                spare.entry(class).or_default().push(self.address);
+                return;
+            }
+        }
         if self.card.bind().is_ok() {
-            // SAFETY: allocated in `Pinned::new`, freed once, when all streams that used it have come so far.
+            // SAFETY: allocated in `Pinned::new`, and in nobody's list.
             let _ = unsafe { result::free_host(self.address as *mut _) };
         }
     }

@@ -19,6 +19,7 @@ static RESERVED: Mutex<BTreeMap<u32, u64>> = Mutex::new(BTreeMap::new());
 pub struct Spinning {
     ordinal: u32,
     share: u64,
+    blocks: u32,
 }
 
 impl CudaDevice {
@@ -46,16 +47,12 @@ impl CudaDevice {
                 "lower sm_budget, or put fewer ranks on a GPU",
             )
         })?;
-        Ok(Spinning { ordinal, share })
+        Ok(Spinning {
+            ordinal,
+            share,
+            blocks: shape.blocks,
+        })
     }
-}
-
-/// Multiprocessors that a launch of waiting blocks leaves to those of others, which hold `own` themselves.
-fn kept_for_others(device: &CudaDevice, own: &[Spinning]) -> u32 {
-    let own: u64 = own.iter().map(|spinning| spinning.share).sum();
-    let all = RESERVED.lock().get(&device.info().ordinal).copied();
-    let others = all.unwrap_or_default().saturating_sub(own);
-    (others * u64::from(device.info().sms)).div_ceil(WHOLE) as u32
 }
 
 /// Calls that a rank which shares its GPU may be ahead of the GPU.
@@ -72,18 +69,22 @@ impl Core {
 
     /// Whether products of this group may be of tiles that wait.
     pub(crate) fn has_tiles(&self) -> bool {
-        self.size() > 1 && self.topology.engines.tiles
+        let topology = &self.topology;
+        self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
     }
 
     /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need is left free.
     /// None while another one has tiles that wait, too, and none with a hook, which they do not ask.
     pub(crate) fn waiting_blocks(&self) -> u32 {
-        if self.memory.desk.is_some() || quiet::others_have_tiles(self) {
+        // Two that have tiles would each keep the other's steps from their peers.
+        let others = quiet::others(self);
+        if self.memory.desk.is_some() || others.iter().any(|core| core.has_tiles()) {
             return 0;
         }
         let sms = self.product_sms().unwrap_or(self.device.info().sms);
-        let kept = kept_for_others(&self.device, &self.spinning);
-        u32::from(sms).saturating_sub(kept)
+        // Each of theirs may sit on a multiprocessor of its own.
+        let kept = others.iter().flat_map(|core| &core.spinning);
+        u32::from(sms).saturating_sub(kept.map(|spinning| spinning.blocks).sum())
     }
 
     /// Where ranks share a GPU, none runs far ahead of what is done: a stream takes so many launches and no more, and a thread
@@ -140,8 +141,12 @@ mod tests {
         // No GPU has this number, so no other test reserves there.
         let ordinal = 7_000;
         let take = |blocks| {
-            let share = share(blocks, 132);
-            reserve(ordinal, share).map(|()| Spinning { ordinal, share })
+            let share = share(u64::from(blocks), 132);
+            reserve(ordinal, share).map(|()| Spinning {
+                ordinal,
+                share,
+                blocks,
+            })
         };
         let (half, rest) = (take(66).unwrap(), take(65).unwrap());
         assert_eq!(take(2).map(drop), Err(half.share + rest.share));

@@ -95,7 +95,7 @@ pub(crate) struct Run {
     pub(crate) scale: f32,
 }
 
-/// Runs of rows to which an adapter adds something; `None` if one is of another type.
+/// Runs of rows to which an adapter adds something; `None` if one is of another type, or not to be had in this one.
 pub(crate) fn adapters(runs: &[LoraRun<'_>], dtype: DataType) -> Option<Vec<Run>> {
     let mut end = 0;
     let mut list = Vec::new();
@@ -105,7 +105,9 @@ pub(crate) fn adapters(runs: &[LoraRun<'_>], dtype: DataType) -> Option<Vec<Run>
         let Some(lora) = run.adapter.filter(|_| adds_something(run)) else {
             continue;
         };
-        if [lora.a.dtype(), lora.b.dtype()] != [dtype; 2] {
+        // The factor goes into what is rounded between the two: in f16, it must neither overflow nor vanish there.
+        let fits = dtype != DataType::F16 || (0.25..=1.0).contains(&lora.scale.abs());
+        if !fits || [lora.a.dtype(), lora.b.dtype()] != [dtype; 2] {
             return None;
         }
         list.push(Run {
@@ -122,6 +124,8 @@ pub(crate) fn adapters(runs: &[LoraRun<'_>], dtype: DataType) -> Option<Vec<Run>
 /// `out = rows weight^T + bias`, and adapters.
 #[derive(Clone, Debug)]
 pub(crate) struct Tiled {
+    /// How many there is room for.
+    pub(crate) blocks: u32,
     pub(crate) dtype: DataType,
     /// Where rows of peers arrive.
     pub(crate) all: Rows,
@@ -247,7 +251,7 @@ impl Job<'_> {
             .into());
         };
         let low = self.low(p)?;
-        let sms = core.waiting_blocks() as usize;
+        let sms = p.blocks as usize;
         let chosen = best_width(p.bands(), columns, sms);
         let width = WIDTHS[chosen];
         let (layout, steps) = (core.control.layout(), core.steps());
@@ -373,8 +377,9 @@ impl Job<'_> {
         }
         let kernels = &core.device.opened.kernels;
         let blocks = blocks_for((inner + columns) * used);
+        let kept: Vec<_> = p.buffers.iter().chain([&memory]).collect();
         // SAFETY: factors lie in buffers of the call, the rest in the memory just taken.
-        unsafe { kernels.launch(&kernels.adapters, self.lane, &[&memory], blocks, parameters)? };
+        unsafe { kernels.launch(&kernels.adapters, self.lane, &kept, blocks, parameters)? };
         let of = |address, rows, columns| Rows {
             address,
             rows,

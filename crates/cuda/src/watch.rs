@@ -5,7 +5,6 @@ use crate::{
     core::{Core, GroupMemory, HEARSAY},
     lane::Lane,
     mark::CudaMark,
-    quiet,
     report::Report,
 };
 use brigade_device::{Error, Group, Mark, Result};
@@ -21,7 +20,6 @@ impl Drop for Core {
     /// Waits for nobody. Memory stays, and the peers hear that this rank has left, when its work is done: they may be
     /// waiting for what it has yet to say.
     fn drop(&mut self) {
-        quiet::leave(self);
         let leaving = Leaving {
             marks: self.marks(),
             control: Arc::clone(&self.control),
