@@ -4,10 +4,10 @@
 use brigade_conformance::{CudaBackend, device_trials, missing_trial, trials};
 use std::{process::ExitCode, sync::Arc};
 
-/// Trials at a time, where neither `--test-threads` nor `RUST_TEST_THREADS` says how many. Blocks that wait for other ranks
-/// must all have a place on their GPU, and every trial's group takes some there: one trial for each core of a large host
-/// would be more than fit.
-const AT_ONCE: usize = 4;
+/// Trials at a time, where neither `--test-threads` nor `RUST_TEST_THREADS` says how many. Trials have the same GPUs: blocks of
+/// all groups that wait must find a place there, a product's kernels are loaded while nobody waits, and tiles that wait are
+/// one group's.
+const AT_ONCE: usize = 1;
 
 fn main() -> ExitCode {
     let mut args = libtest_mimic::Arguments::from_args();

@@ -226,7 +226,7 @@ worst=0
 for program in {}; do
     for filter in "${{@:-}}"; do
         echo "== $program $filter"
-        ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-4}}" || worst=1
+        ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-1}}" || worst=1
     done
 done
 exit $worst
@@ -315,13 +315,13 @@ mod tests {
             let text = String::from_utf8(output.stdout).unwrap();
             (output.status.code(), text.replace('\n', "|"))
         };
-        let all = "== bad |bad --test-threads 4|== good |good --test-threads 4|";
+        let all = "== bad |bad --test-threads 1|== good |good --test-threads 1|";
         assert_eq!(run(&[]), (Some(1), all.to_owned()));
         let (code, text) = run(&["x", "y z"]);
         assert_eq!(code, Some(1));
-        assert!(text.contains("bad x --test-threads 4|"), "{text}");
+        assert!(text.contains("bad x --test-threads 1|"), "{text}");
         assert!(
-            text.ends_with("== good y z|good y z --test-threads 4|"),
+            text.ends_with("== good y z|good y z --test-threads 1|"),
             "{text}"
         );
     }

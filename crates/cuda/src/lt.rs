@@ -40,17 +40,6 @@ pub(crate) struct Lt {
     algorithms: Mutex<HashMap<Kind, Option<sys::cublasLtMatmulAlgo_t>>>,
     /// Algorithms that have run here, so that what they need is loaded.
     loaded: Mutex<HashSet<(Form, [u64; 8])>>,
-    /// Whether everything was loaded with the library.
-    eager: bool,
-}
-
-/// Whether the driver loads all kernels of a library at once, as `CUDA_MODULE_LOADING=EAGER` asks it to.
-fn loads_eagerly() -> bool {
-    use cudarc::driver::sys::{CUmoduleLoadingMode_enum as Mode, cuModuleGetLoadingMode};
-    let mut mode = Mode::CU_MODULE_LAZY_LOADING;
-    // SAFETY: the driver writes the mode.
-    let asked = unsafe { cuModuleGetLoadingMode(&raw mut mode) }.result();
-    asked.is_ok() && mode == Mode::CU_MODULE_EAGER_LOADING
 }
 
 /// What of a product tells its kernel from those of the same algorithm: types and transposes of A, B and D, batch, bias.
@@ -174,7 +163,6 @@ impl Lt {
             context: Arc::clone(context),
             algorithms: Mutex::default(),
             loaded: Mutex::default(),
-            eager: loads_eagerly(),
         })
     }
 
@@ -235,7 +223,7 @@ impl Lt {
     fn load(&self, p: &Product<'_>, algorithm: &sys::cublasLtMatmulAlgo_t) {
         let operands = [p.a, p.b, p.d].map(|m| (m.dtype(), m.transposed()));
         let form = (operands, p.batch > 1, p.bias.is_some());
-        if !self.eager && !self.loaded.lock().contains(&(form, algorithm.data)) {
+        if !self.loaded.lock().contains(&(form, algorithm.data)) {
             quiet(self.context.ordinal());
             self.loaded.lock().insert((form, algorithm.data));
         }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest that a load waits where ranks share a GPU, or several groups have it.
+/// Longest that a load waits where ranks share a GPU.
 const SHARING: Duration = Duration::from_millis(50);
 
 /// Communicators of this process on each GPU.
@@ -17,11 +17,10 @@ static HERE: Mutex<BTreeMap<usize, Vec<Weak<Core>>>> = Mutex::new(BTreeMap::new(
 /// Waits until the work of all communicators on a GPU is done: before something is loaded there. Loading waits for the GPU, and
 /// whoever calls the driver meanwhile waits with it, peers of this process too, for whom the GPU's kernels may be waiting.
 ///
-/// Where several ranks of a group share the GPU, they may be waiting for this very rank, and another group's work for a rank
-/// that waits here as this one does: then not for long.
+/// Where several ranks of a group share the GPU, they may be waiting for this very rank: then not for long.
 pub(crate) fn quiet(ordinal: usize) {
     let cores = alive(ordinal);
-    let patience = if cores.len() > 1 || cores.iter().any(|core| core.shares) {
+    let patience = if cores.iter().any(|core| core.shares) {
         SHARING
     } else {
         let longest = cores.iter().map(|core| core.config.first_deadline).max();

@@ -8,11 +8,10 @@ use crate::{
 use brigade_device::{LinearCall, OverlapMode, Plan, Reason};
 
 pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
-    let in_tiles = overlap::in_tiles(call);
-    // Parts exist only once their gemm is done, so there is nothing to fetch ahead of it.
+    // Parts exist only once their gemm is done, so there is nothing to fetch ahead of it. And tiles that go to their owners one
+    // by one hold up the product: on two H200s parts by copy engines were quicker, but for the largest shape.
     let preferred = match table.overlap {
-        OverlapMode::Pull => overlap::instead(OverlapMode::Pull),
-        OverlapMode::Tiles if in_tiles.is_err() => overlap::instead(OverlapMode::Tiles),
+        mode @ (OverlapMode::Pull | OverlapMode::Tiles) => overlap::instead(mode),
         mode => mode,
     };
     let (mode, instead_of) = overlap::choose(call, topology, preferred, |forced| {
@@ -21,7 +20,7 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
         }
         capacity(call, topology)?;
         if call.choice == Some(OverlapMode::Tiles) {
-            in_tiles?;
+            overlap::in_tiles(call)?;
         }
         if forced {
             return Ok(());

@@ -12,7 +12,8 @@ pub struct Table {
     pub gather: Crossovers,
     /// Smallest mean part, in bytes of sums, for which the twin overlaps.
     pub scatter: Crossovers,
-    /// The mode that overlaps best where nothing is forced. The twin takes the ring in place of pull.
+    /// The mode that overlaps best where nothing is forced. The twin takes the ring in place of pull, and one piece in place of
+    /// tiles.
     pub overlap: OverlapMode,
 }
 
