@@ -66,6 +66,7 @@ impl Gather {
             })
             .unwrap();
         assert!(matches!(plan, Plan::Copy { .. }), "{plan:?}");
+        rank.settle(Ok(())).unwrap();
         let what = format!("all-gather of {:?} x {:?}", self.rows, self.tail);
         assert_bits(
             &rank.raw(to.view()),

@@ -24,6 +24,13 @@ pub fn modes(engines: Engines) -> Modes {
     .collect()
 }
 
+/// The modes of those that take rows of any type and size.
+pub fn modes_of_any_rows(engines: Engines) -> Modes {
+    let mut list = modes(engines);
+    list.retain(|(_, choices)| choices[0] != Some(OverlapMode::Tiles));
+    list
+}
+
 /// Whether a mode scatters too: pull is only a way to gather.
 pub fn scatters(choice: Option<OverlapMode>) -> bool {
     choice != Some(OverlapMode::Pull)

@@ -124,7 +124,7 @@ fn other_shape(world: &World) {
         rows[rank.rank] += 1;
         let chunk = Chunk::Resident(filled);
         let refused = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
-            choice,
+            choice: first.spec.choice(choice),
             ..AllGatherLoraLinearParams::new(chunk, &rows, &layer.weight)
         });
         assert_eq!(expect_invalid(refused, "another shape"), "chunk.shape");
@@ -143,7 +143,7 @@ fn other_counts(world: &World) {
         rows[(rank.rank + 1) % rank.size] += 1;
         let chunk = Chunk::Resident(filled);
         let refused = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
-            choice,
+            choice: first.spec.choice(choice),
             ..AllGatherLoraLinearParams::new(chunk, &rows, &layer.weight)
         });
         assert_eq!(expect_invalid(refused, "other counts"), "chunk");

@@ -1,7 +1,7 @@
 //! The rows that gather-linear leaves behind, in every mode: as they are, and quantized with their scales.
 
 use super::{Entry, Inputs, Results, named};
-use crate::{backend::Rank, layer::FLOATS, quantized::SCHEMES, themes::modes};
+use crate::{backend::Rank, layer::FLOATS, quantized::SCHEMES, themes::modes_of_any_rows};
 use brigade_device::{AllGatherLoraLinearParams, Chunk, DataType, Operand, OverlapMode, QScheme};
 use brigade_plan::Engines;
 
@@ -33,7 +33,7 @@ fn gathered(
         scheme,
         QScheme::None | QScheme::Int8PerToken | QScheme::Fp8PerTensor
     );
-    modes(engines)
+    modes_of_any_rows(engines)
         .into_iter()
         .flat_map(|(name, choices)| choices.into_iter().map(move |c| (name, c)))
         .filter(|(_, choice)| overlaps || choice.is_none_or(|mode| mode == OverlapMode::Off))

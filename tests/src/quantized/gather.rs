@@ -11,7 +11,7 @@ use crate::{
     matrix::Matrix,
     oracle,
     suite::{Suite, World},
-    themes::modes,
+    themes::modes_of_any_rows,
 };
 use brigade_device::{
     Activation, AllGatherLoraLinearParams, Call, Chunk, DataType, Gathered, GemmParams, Operand,
@@ -261,7 +261,7 @@ fn every_mode(world: &World, scheme: QScheme) {
             cases.push(Case::new(&mut rng, spec, scheme, weight));
         }
     }
-    let choices: Vec<_> = modes(world.backend.engines())
+    let choices: Vec<_> = modes_of_any_rows(world.backend.engines())
         .into_iter()
         .flat_map(|m| m.1)
         .collect();

@@ -12,7 +12,7 @@ use crate::{
     matrix::Matrix,
     oracle,
     suite::{Suite, World},
-    themes::modes,
+    themes::modes_of_any_rows,
 };
 use brigade_device::{AllGatherLoraLinearParams, DataType, Output, OverlapMode, QBuffer, QScheme};
 use brigade_plan::reason;
@@ -99,7 +99,7 @@ fn captured(world: &World) {
             spec.rows.iter().map(chunk).collect()
         })
         .collect();
-    let choices: Vec<_> = modes(world.backend.engines())
+    let choices: Vec<_> = modes_of_any_rows(world.backend.engines())
         .into_iter()
         .map(|m| m.1[0])
         .collect();

@@ -8,7 +8,7 @@ use crate::{
     layer::{Layer, Spec},
     oracle,
     suite::{Suite, World},
-    themes::modes,
+    themes::modes_of_any_rows,
 };
 use brigade_device::{
     DataType, LoraLinearReduceScatterParams, Operand, Output, OverlapMode, OverlapPlan, QBuffer,
@@ -110,7 +110,7 @@ fn every_mode(world: &World, scheme: QScheme) {
             cases.push(Case::new(&mut rng, spec, scheme, weight));
         }
     }
-    let choices: Vec<_> = modes(world.backend.engines())
+    let choices: Vec<_> = modes_of_any_rows(world.backend.engines())
         .into_iter()
         .flat_map(|m| m.1)
         .filter(|&c| c != Some(OverlapMode::Pull))
