@@ -343,3 +343,17 @@ pub(crate) fn overlap(a: &Buffer, b: &Buffer) -> bool {
     let (x, y) = (a.address(), b.address());
     x < y + b.bytes() as u64 && y < x + a.bytes() as u64
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_given_back_is_large_enough_for_what_takes_it() {
+        for bytes in [0, 1, 192, 4096, 4097, 1 << 20, (1 << 20) + 1] {
+            let class = size_class(bytes);
+            assert!(class >= bytes && class >= 4096 && class.is_power_of_two());
+            assert!(class < 2 * bytes.max(4096), "{bytes} take {class}");
+        }
+    }
+}

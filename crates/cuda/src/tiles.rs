@@ -411,4 +411,76 @@ mod tests {
         assert_eq!(width(128, 128), 128);
         assert_eq!(best_width(0, 0, 0), 0);
     }
+
+    fn product() -> Tiled {
+        let of = |rows, columns| Rows {
+            address: 4096,
+            rows,
+            columns,
+        };
+        Tiled {
+            blocks: 132,
+            dtype: DataType::BF16,
+            all: of(300, 64),
+            own: of(100, 64),
+            weight: of(24, 64),
+            bias: Some(4),
+            parts: vec![
+                Part {
+                    rows: 0..129,
+                    first: 0,
+                    out: 16,
+                    from: None,
+                },
+                Part {
+                    rows: 129..129,
+                    first: 129,
+                    out: 16,
+                    from: Some(1),
+                },
+            ],
+            runs: Vec::new(),
+            buffers: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn what_bulk_copies_and_wide_stores_cannot_take_is_refused() {
+        assert!(product().fits());
+        let refused = |change: fn(&mut Tiled)| {
+            let mut p = product();
+            change(&mut p);
+            assert!(!p.fits(), "{p:?}");
+        };
+        refused(|p| p.weight.address += 8);
+        refused(|p| p.all.columns = 60);
+        refused(|p| p.weight.rows = 20);
+        refused(|p| p.parts[0].out = 8);
+        refused(|p| p.bias = Some(2));
+        refused(|p| p.all.rows = usize::MAX);
+        refused(|p| p.parts = vec![p.parts[0].clone(); MOST_PARTS + 1]);
+        let run = |width| Run {
+            rows: 0..1,
+            first: 2,
+            second: 2,
+            width,
+            scale: 1.0,
+        };
+        assert!(
+            Tiled {
+                runs: vec![run(64)],
+                ..product()
+            }
+            .fits()
+        );
+        for runs in [vec![run(65)], vec![run(1); MOST_RUNS + 1]] {
+            let p = Tiled { runs, ..product() };
+            assert!(!p.fits(), "{p:?}");
+        }
+    }
+
+    #[test]
+    fn a_part_that_begins_a_band_has_all_of_it() {
+        assert_eq!(product().bands(), 2);
+    }
 }

@@ -1,0 +1,102 @@
+//! When a gather-linear is one product whose tiles wait.
+
+mod common;
+
+use brigade_device::{Call, DataType, LinearCall, OverlapMode, Plan, QScheme, Reason};
+use brigade_plan::{
+    Engines, Table, Topology,
+    crossover::{Gpus, Links},
+    plan, reason,
+};
+use common::{linear, topology};
+
+fn on_gpus(tiles: bool) -> (Topology, Table) {
+    let gpus = Gpus {
+        model: Some("NVIDIA H200".into()),
+        links: Links::Nvlink,
+        ranks: 4,
+    };
+    let Ok(table) = Table::cuda(&gpus) else {
+        panic!("the figures of this build cannot be read");
+    };
+    let topology = Topology {
+        engines: Engines::cuda(tiles),
+        ..topology(1, 4)
+    };
+    (topology, table)
+}
+
+/// Chunks of 16 MiB.
+fn large() -> LinearCall {
+    LinearCall {
+        k: 8192,
+        ..linear(&[1024; 4])
+    }
+}
+
+fn gather(call: LinearCall, tiles: bool) -> Result<OverlapMode, Reason> {
+    let (mut topology, table) = on_gpus(tiles);
+    topology.config.gather_bytes = 1 << 30;
+    match plan(&Call::GatherLinear(call), &topology, &table)? {
+        Plan::GatherLinear(plan) => Ok(plan.mode),
+        other => panic!("{other:?}"),
+    }
+}
+
+const ONE_PIECE: OverlapMode = OverlapMode::Chunked { pieces: 1 };
+
+#[test]
+fn halves_with_whole_16_bytes_are_taken_and_others_go_in_one_piece() {
+    let change = |change: fn(&mut LinearCall)| {
+        let mut call = large();
+        change(&mut call);
+        gather(call, true).unwrap()
+    };
+    assert_eq!(change(|_| {}), OverlapMode::Tiles);
+    let f16 = change(|c| (c.input, c.output) = (DataType::F16, DataType::F16));
+    assert_eq!(f16, OverlapMode::Tiles);
+    assert_eq!(change(|c| c.output = DataType::F32), ONE_PIECE);
+    assert_eq!(change(|c| c.k = 8188), ONE_PIECE);
+    let f32 = change(|c| (c.input, c.output) = (DataType::F32, DataType::F32));
+    assert_eq!(f32, ONE_PIECE);
+    let int8 = change(|c| {
+        (c.input, c.scheme) = (DataType::I8, QScheme::Int8PerToken);
+    });
+    assert_eq!(int8, ONE_PIECE);
+    assert_eq!(gather(large(), false), Ok(ONE_PIECE), "no kernels for it");
+    assert_eq!(
+        change(|c| c.rows = [8; 4].as_slice().into()),
+        OverlapMode::Off
+    );
+}
+
+#[test]
+fn what_is_forced_is_done_or_refused_by_name() {
+    let forced = |call: LinearCall, tiles| {
+        let choice = Some(OverlapMode::Tiles);
+        gather(LinearCall { choice, ..call }, tiles).map_err(|why| why.code)
+    };
+    assert_eq!(forced(linear(&[8; 4]), true), Ok(OverlapMode::Tiles));
+    assert_eq!(forced(large(), false), Err(reason::NO_ENGINE));
+    let uneven = LinearCall { k: 1020, ..large() };
+    assert_eq!(forced(uneven, true), Err(reason::TILES));
+}
+
+#[test]
+fn the_twin_goes_in_one_piece_unless_forced() {
+    let (mut topology, table) = on_gpus(true);
+    topology.config.reduce_scatter_bytes = 1 << 30;
+    let mode = |choice| {
+        let call = LinearCall {
+            n: 8192,
+            choice,
+            ..large()
+        };
+        match plan(&Call::LinearReduceScatter(call), &topology, &table).unwrap() {
+            Plan::LinearReduceScatter(plan) => plan.mode,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(mode(None), ONE_PIECE);
+    assert_eq!(mode(Some(OverlapMode::Tiles)), OverlapMode::Tiles);
+}
