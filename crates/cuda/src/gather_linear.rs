@@ -7,10 +7,10 @@
 use crate::{
     comm::CudaComm,
     gathered::Rows,
+    gemm_flags::{self, Part, Tiled},
     job::{Job, Side},
     mark::CudaMark,
     memory::{check_reach, overlap},
-    tiles::{self, Part, Tiled},
 };
 use brigade_device::{
     Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, GatherLinearParts,
@@ -281,7 +281,7 @@ impl Product<'_> {
     fn tiled(&self) -> Result<Option<Tiled>> {
         let core = &self.comm.core;
         let me = core.rank();
-        let plain = |v: View<'_>, rows: usize, columns: usize| tiles::Rows {
+        let plain = |v: View<'_>, rows: usize, columns: usize| gemm_flags::Rows {
             address: v.address(),
             rows,
             columns,
@@ -297,7 +297,7 @@ impl Product<'_> {
             && self.layer.activation == Activation::None;
         let bias = self.layer.bias;
         let row = bias.is_none_or(|c| c.dtype() == dtype && c.shape().len() == self.n);
-        let Some(runs) = tiles::adapters(self.layer.runs, dtype).filter(|_| can && row) else {
+        let Some(runs) = gemm_flags::adapters(self.layer.runs, dtype).filter(|_| can && row) else {
             return Ok(None);
         };
         let buffers = self.layer.buffers();
@@ -315,7 +315,7 @@ impl Product<'_> {
         let rows = self.plan.chunk(me);
         let own = match self.own {
             Some(own) => plain(own.kernel(), rows.len(), k),
-            None => tiles::Rows {
+            None => gemm_flags::Rows {
                 address: all.address + (rows.start * k * dtype.bytes()) as u64,
                 rows: rows.len(),
                 ..all

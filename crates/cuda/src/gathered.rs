@@ -1,6 +1,8 @@
 //! Where rows of all ranks meet: a half of the gather region, with own rows handed out ahead of the call or copied there.
 
-use crate::{comm::CudaComm, core::Reserved, memory::check_reach, steps::Use};
+use crate::{
+    comm::CudaComm, core::Reserved, linear::no_zero_points, memory::check_reach, steps::Use,
+};
 use brigade_device::{
     Buffer, Chunk, DataType, Error, Filled, GatheredParts, LinearCall, Operand, PerRank, Reason,
     Result, Shape, Turn, check_rows,
@@ -135,14 +137,7 @@ impl CudaComm {
     pub(crate) fn own_rows(&self, rows: &Operand<'_>) -> Result<Vec<Buffer>> {
         let mut list = vec![rows.kernel().retain()];
         if let Operand::Quantized(q) = rows {
-            if q.zeros().is_some() {
-                return Err(Reason::new(
-                    "zero-points",
-                    "the CUDA device multiplies no zero points",
-                    "quantize symmetrically",
-                )
-                .into());
-            }
+            no_zero_points(q)?;
             list.push(q.scales().retain());
         }
         for buffer in &list {

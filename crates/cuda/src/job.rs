@@ -47,6 +47,31 @@ impl Kind {
     }
 }
 
+/// What all kernels that wait are told in a job; the rest of their parameters is the default.
+macro_rules! waiting {
+    ($parameters:ident, $job:expr) => {{
+        let (core, kind) = ($job.core, $job.kind);
+        let (config, layout) = (&core.config, core.control.layout());
+        let within = |usual| $crate::types::nanoseconds(kind.within.unwrap_or(usual));
+        $parameters {
+            base: core.memory.symmetric.base(),
+            stride: core.memory.symmetric.stride() as u64,
+            state: ::brigade_device::Storage::address(&core.memory.state),
+            report: core.memory.report.address(),
+            deadline_ns: within(config.deadline),
+            first_deadline_ns: within(config.first_deadline),
+            rank: core.rank() as u32,
+            size: core.size() as u32,
+            operation: kind.operation as u32,
+            barrier: layout.barrier.base as u32,
+            stop: layout.abort.base as u32,
+            collective: u32::from(kind.collective),
+            ..$parameters::default()
+        }
+    }};
+}
+pub(crate) use waiting;
+
 /// A call that is being enqueued. Steps gather in `steps` until something else must come behind them.
 pub(crate) struct Job<'a> {
     pub(crate) core: &'a Arc<Core>,
@@ -122,29 +147,14 @@ impl<'a> Job<'a> {
         (steps, count): Batch,
         poisoned: &[(u64, usize, DataType)],
     ) -> Result<()> {
-        let (core, kind) = (self.core, self.kind);
-        let layout = core.control.layout();
-        let deadline = kind.within.unwrap_or(core.config.deadline);
-        let first = kind.within.unwrap_or(core.config.first_deadline);
+        let core = self.core;
         let mut parameters = StepsParams {
-            base: core.memory.symmetric.base(),
-            stride: core.memory.symmetric.stride() as u64,
-            state: core.memory.state.address(),
-            report: core.memory.report.address(),
             desk: core.memory.desk(Asker::of(side)),
-            deadline_ns: types::nanoseconds(deadline),
-            first_deadline_ns: types::nanoseconds(first),
             moved_bytes: self.moved,
-            rank: core.rank() as u32,
-            size: core.size() as u32,
-            operation: kind.operation as u32,
-            signature: kind.signature,
-            barrier: layout.barrier.base as u32,
-            stop: layout.abort.base as u32,
+            signature: self.kind.signature,
             count,
-            collective: u32::from(kind.collective),
             steps,
-            ..StepsParams::default()
+            ..waiting!(StepsParams, self)
         };
         for (i, &(address, bytes, dtype)) in poisoned.iter().enumerate() {
             parameters.poison[i] = address;

@@ -1,6 +1,6 @@
 //! All kernels of operations, loaded when a device is opened: loading later would synchronize with waits in flight.
 
-use crate::{Kernel, KernelSet, Launch, Missing, lane::Lane, tiles::TileKernels};
+use crate::{Kernel, KernelSet, Launch, Missing, gemm_flags::TileKernels, lane::Lane};
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
     AdaptersParams, ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams,

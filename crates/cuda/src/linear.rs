@@ -14,7 +14,7 @@ use crate::{
 };
 use brigade_device::{
     Activation, Buffer, DataType, GemmParams, GemmShape, Linear, LoraLinearParams, LoraRun,
-    Operand, Output, QBuffer, QScheme, Reason, Result, Stream, View,
+    Operand, Output, QBuffer, QScheme, QView, Reason, Result, Stream, View,
 };
 use std::sync::Arc;
 
@@ -87,14 +87,7 @@ impl CudaDevice {
             let Operand::Quantized(q) = operand else {
                 continue;
             };
-            if q.zeros().is_some() {
-                return Err(Reason::new(
-                    "zero-points",
-                    "the CUDA device multiplies no zero points",
-                    "quantize symmetrically",
-                )
-                .into());
-            }
+            no_zero_points(q)?;
             inputs.push((field, q.scales().retain()));
         }
         for lora in p.runs.iter().filter_map(|r| r.adapter) {
@@ -383,6 +376,18 @@ fn no_algorithm(shape: &GemmShape) -> Reason {
         format!("cuBLASLt has no algorithm for {shape:?}"),
         "align the matrices to 16 bytes, or update cuBLAS",
     )
+}
+
+/// Zero points are refused.
+pub(crate) fn no_zero_points(q: &QView<'_>) -> Result<(), Reason> {
+    if q.zeros().is_none() {
+        return Ok(());
+    }
+    Err(Reason::new(
+        "zero-points",
+        "the CUDA device multiplies no zero points",
+        "quantize symmetrically",
+    ))
 }
 
 /// Whether a run changes its rows.

@@ -4,11 +4,11 @@
 use crate::{
     comm::CudaComm,
     finish::{End, Sums},
+    gemm_flags::{self, Part, Tiled},
     job::{Job, Side},
     memory::check_reach,
     reduce_scatter::Reduction,
     steps::Use,
-    tiles::{self, Part, Tiled},
 };
 use brigade_device::{
     Activation, Buffer, Call, DataType, Error, GemmParams, Linear, LoraLinearParams,
@@ -145,7 +145,7 @@ impl Product<'_> {
             && [x.dtype(), weight.dtype()] == [self.dtype; 2]
             && gemm.transpose_b
             && weight.shape().columns() > 0;
-        let Some(runs) = tiles::adapters(self.linear.runs, self.dtype).filter(|_| can) else {
+        let Some(runs) = gemm_flags::adapters(self.linear.runs, self.dtype).filter(|_| can) else {
             return Ok(None);
         };
         let adapters = self.linear.runs.iter().filter_map(|run| run.adapter);
@@ -156,7 +156,7 @@ impl Product<'_> {
         for (field, buffer) in &buffers {
             check_reach(&self.comm.gpu().card, field, buffer)?;
         }
-        let rows = |v: View<'_>| tiles::Rows {
+        let rows = |v: View<'_>| gemm_flags::Rows {
             address: v.address(),
             rows: v.shape().rows(),
             columns: v.shape().columns(),

@@ -3,11 +3,10 @@
 use crate::{
     Launch,
     inject::Asker,
-    job::Job,
+    job::{Job, waiting},
     steps::{Counters, Use},
-    types,
 };
-use brigade_device::{Error, Reason, Result, Storage};
+use brigade_device::{Error, Reason, Result};
 use brigade_kernels::{MESSAGE_THREADS, MOST_MESSAGES, MessagesParams};
 use brigade_plan::MAX_PIECES;
 use brigade_sync::{Area, Half};
@@ -55,30 +54,18 @@ impl Job<'_> {
         };
         let (slots, next) = (core.data_offset(half(0)), core.data_offset(half(1)));
         let mut parameters = MessagesParams {
-            base: core.memory.symmetric.base(),
-            stride: core.memory.symmetric.stride() as u64,
-            state: core.memory.state.address(),
-            report: core.memory.report.address(),
             desk: core.memory.desk(Asker::Messages),
-            deadline_ns: types::nanoseconds(core.config.deadline),
-            first_deadline_ns: types::nanoseconds(core.config.first_deadline),
             slots: slots as u64,
             half_bytes: (next - slots) as u64,
             slot_bytes: (layout.half_bytes(Area::Mail) / core.size()) as u64,
-            rank: core.rank() as u32,
-            size: core.size() as u32,
-            operation: self.kind.operation as u32,
             call_signature: self.kind.signature,
-            barrier: layout.barrier.base as u32,
-            stop: layout.abort.base as u32,
             ring: layout.ring(Area::Mail).base as u32,
             pieces: u32::from(MAX_PIECES),
             blocks,
             count: list.len() as u32,
-            collective: u32::from(self.kind.collective),
             confirmed: u32::from(self.kind.collective),
             counters: Counters::new(core.size()).messages() as u32,
-            ..MessagesParams::default()
+            ..waiting!(MessagesParams, self)
         };
         for (i, message) in list.iter().enumerate() {
             parameters.peer[i] = message.peer as u32 + if message.receives { 256 } else { 0 };

@@ -3,13 +3,12 @@
 use crate::{
     Kernel, KernelSet, Launch, Missing,
     driver::failed,
-    job::Job,
+    job::{Job, waiting},
     kernels::blocks_for,
     linear::adds_something,
     steps::{Counters, Use},
-    types,
 };
-use brigade_device::{Buffer, DataType, Error, LoraRun, Reason, Result, Storage};
+use brigade_device::{Buffer, DataType, Error, LoraRun, Reason, Result};
 use brigade_kernels::{
     AdaptersParams, GEMM_LOW_COLUMNS, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams,
     MOST_PARTS, MOST_RUNS,
@@ -254,7 +253,7 @@ impl Job<'_> {
         let sms = p.blocks as usize;
         let chosen = best_width(p.bands(), columns, sms);
         let width = WIDTHS[chosen];
-        let (layout, steps) = (core.control.layout(), core.steps());
+        let steps = core.steps();
         let mut parameters = GemmFlagsParams {
             rows_map: tensor_map(&p.all, p.dtype, GEMM_ROWS)?,
             // Without own rows nobody looks at their map.
@@ -264,26 +263,14 @@ impl Job<'_> {
                 GEMM_ROWS,
             )?,
             weight_map: tensor_map(&p.weight, p.dtype, width as u32)?,
-            base: core.memory.symmetric.base(),
-            stride: core.memory.symmetric.stride() as u64,
-            state: core.memory.state.address(),
-            report: core.memory.report.address(),
-            deadline_ns: types::nanoseconds(core.config.deadline),
-            first_deadline_ns: types::nanoseconds(core.config.first_deadline),
             bias: p.bias.unwrap_or(0),
-            rank: core.rank() as u32,
-            size: core.size() as u32,
-            operation: self.kind.operation as u32,
             signature: self.kind.signature,
-            barrier: layout.barrier.base as u32,
-            stop: layout.abort.base as u32,
-            collective: u32::from(self.kind.collective),
             counter: Counters::uses(of) as u32,
             columns: columns as u32,
             inner: p.weight.columns as u32,
             column_tiles: columns.div_ceil(width) as u32,
             parts: p.parts.len() as u32,
-            ..GemmFlagsParams::default()
+            ..waiting!(GemmFlagsParams, self)
         };
         if let Some(low) = &low {
             parameters.down_map = tensor_map(&low.down, p.dtype, GEMM_LOW_COLUMNS)?;
