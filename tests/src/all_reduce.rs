@@ -30,6 +30,7 @@ pub fn algorithms(engines: Engines) -> Vec<(&'static str, Option<AllReduceAlgori
         ("one_shot_push", Some(AllReduceAlgorithm::OneShotPush)),
         ("one_shot_pull", Some(AllReduceAlgorithm::OneShotPull)),
         ("two_shot", Some(AllReduceAlgorithm::TwoShot)),
+        ("two_shot_push", Some(AllReduceAlgorithm::TwoShotPush)),
         ("auto", None),
     ]
     .into_iter()

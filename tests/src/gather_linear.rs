@@ -170,6 +170,7 @@ pub fn config() -> CommConfig {
     let mut config = CommConfig::new(ParallelMode::Tp);
     config.gather_bytes = 256 << 10;
     config.reduce_scatter_bytes = 256 << 10;
+    config.all_reduce_bytes = 64 << 10;
     config.scratch_bytes = 64 << 10;
     config
 }

@@ -189,6 +189,10 @@ pub struct CommConfig {
     pub gather_scale_bytes: usize,
     /// Capacity of one half of the reduce-scatter region: the parts of all ranks for one rank's rows. 0 for none.
     pub reduce_scatter_bytes: usize,
+    /// Capacity of each of the three buffers through which all-reduces push; what needs more goes in pieces. In one shot, an
+    /// input needs as much for every other rank; in two shots, about twice as much in all. 0 for none: then they pull, through
+    /// the scratch memory.
+    pub all_reduce_bytes: usize,
     /// Capacity of one half of the scratch memory; larger inputs of collectives pass through it in pieces.
     pub scratch_bytes: usize,
     /// Regions that can be registered by users.
@@ -205,13 +209,14 @@ pub struct CommConfig {
 }
 
 impl CommConfig {
-    /// Defaults: 8 MiB a half for gather and reduce-scatter, 1 MiB scratch, 16 regions of 8 MiB in all, 60 s (120 s at first).
+    /// Defaults: 8 MiB a half for gather and reduce-scatter, 8 MiB a buffer for all-reduces, 1 MiB scratch, 16 regions of 8 MiB in all, 60 s (120 s at first).
     pub fn new(mode: ParallelMode) -> Self {
         Self {
             mode,
             gather_bytes: 8 << 20,
             gather_scale_bytes: 64 << 10,
             reduce_scatter_bytes: 8 << 20,
+            all_reduce_bytes: 8 << 20,
             scratch_bytes: 1 << 20,
             regions: 16,
             region_bytes: 8 << 20,

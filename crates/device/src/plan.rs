@@ -271,8 +271,11 @@ pub enum AllReduceAlgorithm {
     OneShotPush,
     /// Every rank reads every rank's input after a barrier.
     OneShotPull,
-    /// Reduce-scatter, then all-gather.
+    /// Reduce-scatter, then all-gather, each by reading after a barrier.
     TwoShot,
+    /// Every rank pushes each part of its input to the rank that reduces it, which pushes the result to every rank; data is
+    /// its own flag, both times.
+    TwoShotPush,
     /// NVIDIA's library.
     Nccl,
 }

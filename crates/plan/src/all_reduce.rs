@@ -1,6 +1,6 @@
 //! All-reduce: one shot while latency decides, two shots when bytes do.
 
-use crate::{Table, Topology, reason, scratch};
+use crate::{Table, Topology, pushed, reason, scratch};
 use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Plan, Reason, SumOrder};
 
 pub(crate) fn plan(
@@ -16,13 +16,22 @@ pub(crate) fn plan(
         Some(a) => return Err(reason::no_algorithm(a)),
         None => choose(elements.saturating_mul(input.bytes()), topology, table)?,
     };
+    let piece_elements = match algorithm {
+        A::OneShotPush | A::TwoShotPush => pushed::piece_elements(
+            algorithm,
+            topology.config.all_reduce_bytes,
+            (input, output),
+            topology.group.size,
+        )?,
+        _ => scratch::twice(topology, input, output)?,
+    };
     Ok(Plan::AllReduce {
         algorithm,
         order: match algorithm {
             A::Nccl => SumOrder::Foreign,
             _ => SumOrder::Flat,
         },
-        piece_elements: scratch::twice(topology, input, output)?,
+        piece_elements,
         launch: Launch::default(),
     })
 }

@@ -20,6 +20,7 @@ pub mod gathered;
 mod linear_reduce_scatter;
 pub mod moved;
 mod overlap;
+pub mod pushed;
 pub mod reason;
 mod reduce_scatter;
 pub mod ring;

@@ -168,6 +168,14 @@ pub(crate) fn no_all_reduce() -> Reason {
     )
 }
 
+pub(crate) fn all_reduce_bytes(have: usize, need: usize) -> Reason {
+    Reason::new(
+        SCRATCH,
+        format!("all_reduce_bytes of {have} are too few to push a sum"),
+        format!("join with all_reduce_bytes of at least {need}, or force an algorithm that pulls"),
+    )
+}
+
 pub(crate) fn pieces(pieces: u16) -> Reason {
     Reason::new(
         PIECES,

@@ -30,6 +30,8 @@ pub struct Engines {
     pub one_shot_pull: bool,
     /// [`AllReduceAlgorithm::TwoShot`].
     pub two_shot: bool,
+    /// [`AllReduceAlgorithm::TwoShotPush`].
+    pub two_shot_push: bool,
     /// [`AllReduceAlgorithm::Nccl`].
     pub nccl: bool,
     /// Whether a reduce-scatter writes parts to their owners, where they fit, instead of reading them from their makers.
@@ -47,6 +49,7 @@ impl Engines {
             one_shot_push: false,
             one_shot_pull: true,
             two_shot: true,
+            two_shot_push: false,
             nccl: false,
             pushes_parts: false,
         }
@@ -79,6 +82,7 @@ impl Engines {
             AllReduceAlgorithm::OneShotPush => self.one_shot_push,
             AllReduceAlgorithm::OneShotPull => self.one_shot_pull,
             AllReduceAlgorithm::TwoShot => self.two_shot,
+            AllReduceAlgorithm::TwoShotPush => self.two_shot_push,
             AllReduceAlgorithm::Nccl => self.nccl,
         }
     }
@@ -95,6 +99,7 @@ impl Engines {
             self.nccl,
             self.pushes_parts,
             self.tiles,
+            self.two_shot_push,
         ]
         .into_iter()
         .rev()

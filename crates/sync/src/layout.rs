@@ -1,6 +1,8 @@
 //! What lies where in a rank's segment: the same on every rank, computed from the voted configuration.
 
-use crate::{AbortCell, BELL_WORDS, CreditRing, FlagBarrier, HALVES, Half, ResetGate, Role};
+use crate::{
+    AbortCell, BELL_WORDS, BUFFERS, CreditRing, FlagBarrier, HALVES, Half, ResetGate, Role,
+};
 use brigade_device::{CommConfig, Error, Region, Result};
 
 /// The regions that carry data between ranks, each in two halves.
@@ -38,6 +40,8 @@ pub struct Layout {
     region_rings: Vec<CreditRing>,
     starts: [usize; Area::ALL.len()],
     half_bytes: [usize; Area::ALL.len()],
+    sums_start: usize,
+    sums_bytes: usize,
     /// Words that hold flags.
     pub flags: usize,
     /// All words: the flags and the bell.
@@ -112,17 +116,22 @@ impl Layout {
             mail,
         ];
         let mut bytes = 0usize;
-        let mut starts = [0; Area::ALL.len()];
-        for (start, half) in starts.iter_mut().zip(half_bytes) {
-            *start = bytes;
-            bytes = half
+        let mut take = |each: usize, count: usize| {
+            let start = bytes;
+            bytes = each
                 .checked_next_multiple_of(64)
-                .and_then(|half| half.checked_mul(HALVES))
-                .and_then(|both| both.checked_add(bytes))
+                .and_then(|each| each.checked_mul(count))
+                .and_then(|all| all.checked_add(bytes))
                 .ok_or_else(|| {
                     Error::invalid("config", format!("{config:?}"), "sizes that fit in memory")
                 })?;
+            Ok::<_, Error>(start)
+        };
+        let mut starts = [0; Area::ALL.len()];
+        for (start, half) in starts.iter_mut().zip(half_bytes) {
+            *start = take(half, HALVES)?;
         }
+        let sums_start = take(config.all_reduce_bytes, BUFFERS)?;
         Ok(Self {
             barrier,
             abort,
@@ -132,6 +141,8 @@ impl Layout {
             region_rings,
             starts,
             half_bytes,
+            sums_start,
+            sums_bytes: config.all_reduce_bytes,
             flags,
             words,
             bytes,
@@ -173,6 +184,16 @@ impl Layout {
         self.half_bytes[area as usize]
     }
 
+    /// First byte of one of the [`BUFFERS`] that sums are pushed through, counted from the first byte of data.
+    pub fn sums_start(&self, buffer: usize) -> usize {
+        self.sums_start + buffer * self.sums_bytes.next_multiple_of(64)
+    }
+
+    /// Capacity of each of them.
+    pub fn sums_bytes(&self) -> usize {
+        self.sums_bytes
+    }
+
     /// All memory of a rank: its words, filled up to a line of 64 bytes, and its data.
     pub fn total_bytes(&self) -> usize {
         (self.words * 8).next_multiple_of(64) + self.bytes
@@ -190,6 +211,7 @@ mod tests {
             gather_bytes: 100,
             gather_scale_bytes: 10,
             reduce_scatter_bytes: 65,
+            all_reduce_bytes: 130,
             scratch_bytes: 5000,
             regions: 3,
             ..CommConfig::new(ParallelMode::Tp)
@@ -210,7 +232,13 @@ mod tests {
                 end = start + layout.half_bytes(area);
             }
         }
+        for buffer in 0..BUFFERS {
+            let start = layout.sums_start(buffer);
+            assert!(start >= end && start.is_multiple_of(64), "{buffer}");
+            end = start + layout.sums_bytes();
+        }
         assert!(end <= layout.bytes);
+        assert_eq!(layout.sums_bytes(), 130);
         assert_eq!(layout.half_bytes(Area::Gather), 128 + 10);
         assert!(layout.half_bytes(Area::Mail).is_multiple_of(3 * 64));
         let front = layout.total_bytes() - layout.bytes;

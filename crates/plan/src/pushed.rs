@@ -1,0 +1,122 @@
+//! How much an all-reduce that pushes needs, and how it cuts what does not fit: the same on every rank and device.
+//!
+//! Inputs are cut into granules of 16 bytes, the widest access of a GPU; the last one may be filled up. A rank gives its
+//! peers a place each, so a buffer holds `size - 1` of everything.
+
+use crate::reason;
+use brigade_device::{AllReduceAlgorithm as A, DataType, Reason};
+
+/// Bytes of a granule of the input. A granule of a result that is wider takes more.
+pub const GRANULE_BYTES: usize = 16;
+
+/// The shape of one exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Granules {
+    /// Elements in a granule.
+    pub elements: usize,
+    /// Granules of the whole input.
+    pub all: usize,
+    /// Granules that a rank reduces: rank `r` those from `r * share` on. All of them, in one shot.
+    pub share: usize,
+    /// Bytes of a reduced granule.
+    pub result_bytes: usize,
+}
+
+impl Granules {
+    /// Of so many elements, which `algorithm` reduces over `size` ranks.
+    pub fn new(
+        algorithm: A,
+        elements: usize,
+        (input, output): (DataType, DataType),
+        size: usize,
+    ) -> Self {
+        let each = GRANULE_BYTES / input.bytes().clamp(1, GRANULE_BYTES);
+        let all = elements.div_ceil(each);
+        Self {
+            elements: each,
+            all,
+            share: match algorithm {
+                A::TwoShotPush => all.div_ceil(size.max(1)),
+                _ => all,
+            },
+            result_bytes: each * output.bytes(),
+        }
+    }
+
+    /// The granules that a rank reduces in two shots.
+    pub fn of(&self, rank: usize) -> std::ops::Range<usize> {
+        let cut = |i: usize| (i * self.share).min(self.all);
+        cut(rank)..cut(rank + 1)
+    }
+
+    /// Bytes that the exchange takes of a buffer.
+    pub fn bytes(&self, algorithm: A, size: usize) -> usize {
+        let results = match algorithm {
+            A::TwoShotPush => self.result_bytes,
+            _ => 0,
+        };
+        size.saturating_sub(1)
+            .saturating_mul(self.share)
+            .saturating_mul(GRANULE_BYTES + results)
+    }
+}
+
+/// Most elements of one exchange in buffers of `capacity` bytes.
+pub(crate) fn piece_elements(
+    algorithm: A,
+    capacity: usize,
+    (input, output): (DataType, DataType),
+    size: usize,
+) -> Result<usize, Reason> {
+    let peers = size.saturating_sub(1);
+    if peers == 0 {
+        return Ok(usize::MAX);
+    }
+    let one = Granules::new(algorithm, 1, (input, output), size);
+    let shares = match algorithm {
+        A::TwoShotPush => size,
+        _ => 1,
+    };
+    let granules = capacity / one.bytes(algorithm, size) * shares;
+    if granules > 0 {
+        Ok(granules * one.elements)
+    } else {
+        Err(reason::all_reduce_bytes(
+            capacity,
+            one.bytes(algorithm, size),
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use DataType::{BF16, F32};
+    use proptest::prelude::*;
+
+    #[test]
+    fn shares_are_whole_granules() {
+        let of = |elements| Granules::new(A::TwoShotPush, elements, (BF16, F32), 3);
+        let g = of(100);
+        assert_eq!((g.elements, g.all, g.share, g.result_bytes), (8, 13, 5, 32));
+        assert_eq!([0, 1, 2].map(|r| g.of(r)), [0..5, 5..10, 10..13]);
+        assert_eq!(of(8).of(2), 1..1);
+        assert_eq!(g.bytes(A::TwoShotPush, 3), 2 * 5 * (16 + 32));
+    }
+
+    proptest! {
+        #[test]
+        fn a_piece_is_the_largest_that_fits(
+            capacity in 0..100_000usize, size in 2..=8usize, two in any::<bool>(), wide in any::<bool>(), narrow in any::<bool>()
+        ) {
+            let algorithm = if two { A::TwoShotPush } else { A::OneShotPush };
+            let input = if narrow { BF16 } else { F32 };
+            let types = (input, if wide { F32 } else { input });
+            let bytes = |n| Granules::new(algorithm, n, types, size).bytes(algorithm, size);
+            match piece_elements(algorithm, capacity, types, size) {
+                Ok(n) => prop_assert!(bytes(n) <= capacity && bytes(n + 1) > capacity),
+                Err(_) => prop_assert!(bytes(1) > capacity),
+            }
+        }
+    }
+}
