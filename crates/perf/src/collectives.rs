@@ -33,7 +33,8 @@ pub struct Options {
     /// Type of the numbers
     #[arg(short, long, value_enum, default_value_t = Float::Bf16)]
     dtype: Float,
-    /// Scratch memory of the communicator, through half of which larger inputs pass in pieces [default: the device's]
+    /// Capacity of one half of the communicator's scratch memory, through which larger inputs pass in pieces [default: the
+    /// device's]
     #[arg(long, value_name = "BYTES", value_parser = sizes::bytes)]
     scratch_bytes: Option<usize>,
     /// Most multiprocessors that communication may use [default: the plan's choice]

@@ -208,6 +208,8 @@ impl<'a> Case<'a> {
         self.compare(what, closeness)?;
         if self.asked.options.common.graph {
             let graph = rank.device.capture(&rank.on, &mut call)?;
+            // No GPU waits for a peer whose graph is still being made.
+            rank.meet()?;
             for _ in 0..2 {
                 self.prepare()?;
                 drop(graph.launch(&rank.on)?);
