@@ -3,6 +3,7 @@
 
 mod bench;
 mod bundle;
+mod chart;
 mod demo;
 mod doctor;
 mod kernels;
@@ -48,6 +49,7 @@ enum Command {
     Bench(bench::Bench),
     Memcheck(memcheck::Memcheck),
     Bundle(bundle::Bundle),
+    Chart(chart::Chart),
 }
 
 fn main() -> ExitCode {
@@ -63,6 +65,7 @@ fn main() -> ExitCode {
         Command::Bench(bench) => bench.run(&workspace),
         Command::Memcheck(memcheck) => memcheck.run(&workspace),
         Command::Bundle(bundle) => bundle.run(&workspace),
+        Command::Chart(chart) => chart.run(&workspace),
     });
     outcome.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");

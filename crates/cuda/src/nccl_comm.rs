@@ -1,7 +1,9 @@
 //! NCCL's collectives, for what Brigade is compared with.
 
 use crate::{CudaDevice, find_nccl, memory::check_reach, nccl::Nccl};
-use brigade_device::{Bootstrap, Buffer, DataType, Error, Reason, Result, Stream, View, ViewMut};
+use brigade_device::{
+    Bootstrap, Buffer, DataType, Error, Reason, ReduceOp, Result, Stream, View, ViewMut,
+};
 use libloading::Library;
 use std::{
     ffi::{c_char, c_int, c_void},
@@ -17,21 +19,19 @@ type Handle = *mut c_void;
 #[derive(Clone, Copy)]
 struct UniqueId([c_char; 128]);
 
+/// From, to, elements, their type, an operation or a root, communicator, stream.
+type Collective =
+    unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Handle) -> Status;
+
 /// The functions that are used.
 struct Functions {
     unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
     init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> Status,
     all_gather:
         unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Handle, Handle) -> Status,
-    reduce_scatter: unsafe extern "C" fn(
-        *const c_void,
-        *mut c_void,
-        usize,
-        c_int,
-        c_int,
-        Handle,
-        Handle,
-    ) -> Status,
+    all_reduce: Collective,
+    reduce_scatter: Collective,
+    broadcast: Collective,
     send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Handle) -> Status,
     recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, Handle) -> Status,
     group_start: unsafe extern "C" fn() -> Status,
@@ -55,7 +55,9 @@ impl Functions {
             unique_id: function!(b"ncclGetUniqueId"),
             init: function!(b"ncclCommInitRank"),
             all_gather: function!(b"ncclAllGather"),
+            all_reduce: function!(b"ncclAllReduce"),
             reduce_scatter: function!(b"ncclReduceScatter"),
+            broadcast: function!(b"ncclBroadcast"),
             send: function!(b"ncclSend"),
             recv: function!(b"ncclRecv"),
             group_start: function!(b"ncclGroupStart"),
@@ -96,6 +98,25 @@ fn data_type(dtype: DataType) -> Result<c_int> {
         DataType::BF16 => 9,
         other => return Err(Error::invalid("dtype", other, "a type that NCCL moves")),
     })
+}
+
+/// A type whose elements NCCL combines as what they are.
+fn reduced_type(dtype: DataType) -> Result<c_int> {
+    match dtype {
+        DataType::F16 | DataType::BF16 | DataType::F32 => data_type(dtype),
+        other => Err(Error::invalid("dtype", other, "f16, bf16 or f32")),
+    }
+}
+
+/// NCCL's number for an operation.
+const fn operation(op: ReduceOp) -> c_int {
+    match op {
+        ReduceOp::Sum => 0,
+        ReduceOp::Prod => 1,
+        ReduceOp::Max => 2,
+        ReduceOp::Min => 3,
+        ReduceOp::Avg => 4,
+    }
 }
 
 /// One rank's communicator of NCCL's. Its calls are enqueued on a stream and can be captured; NCCL alone decides how long they
@@ -173,6 +194,14 @@ impl NcclComm {
         Err(Error::invalid(names[1], got, want))
     }
 
+    fn check_rank(&self, field: &'static str, rank: usize) -> Result<()> {
+        if rank < self.size {
+            return Ok(());
+        }
+        let want = format!("a rank below {}", self.size);
+        Err(Error::invalid(field, rank, want))
+    }
+
     /// Every rank's elements, as many of each, in rank order.
     ///
     /// # Errors
@@ -221,20 +250,69 @@ impl NcclComm {
         })
     }
 
-    /// Own elements of the sum over ranks.
+    /// The reduction of every rank's elements, in an order of NCCL's own. The result may be the input.
     ///
     /// # Errors
-    /// As [`all_gather`](Self::all_gather).
-    pub fn reduce_scatter(&self, on: &Stream, from: View<'_>, to: ViewMut<'_>) -> Result<()> {
-        const SUM: c_int = 0;
+    /// As [`all_gather`](Self::all_gather); [`Error::Invalid`] for types that are not reduced.
+    pub fn all_reduce(
+        &self,
+        on: &Stream,
+        from: View<'_>,
+        to: ViewMut<'_>,
+        op: ReduceOp,
+    ) -> Result<()> {
         let (from, to) = (from.retain(), to.as_view().retain());
-        let (count, kind) = (to.shape().len(), data_type(from.dtype())?);
-        self.check(["to", "from"], &to, self.size, &from)?;
-        self.enqueue(on, &[&from, &to], "ncclReduceScatter", |stream| {
+        let (count, kind) = (from.shape().len(), reduced_type(from.dtype())?);
+        self.check(["from", "to"], &from, 1, &to)?;
+        self.enqueue(on, &[&from, &to], "ncclAllReduce", |stream| {
+            let (op, f) = (operation(op), &self.functions);
             // SAFETY: as above.
             unsafe {
                 let (from, to) = (from.address() as *const _, to.address() as *mut _);
-                (self.functions.reduce_scatter)(from, to, count, kind, SUM, self.comm, stream)
+                (f.all_reduce)(from, to, count, kind, op, self.comm, stream)
+            }
+        })
+    }
+
+    /// Own elements of the reduction over ranks.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn reduce_scatter(
+        &self,
+        on: &Stream,
+        from: View<'_>,
+        to: ViewMut<'_>,
+        op: ReduceOp,
+    ) -> Result<()> {
+        let (from, to) = (from.retain(), to.as_view().retain());
+        let (count, kind) = (to.shape().len(), reduced_type(from.dtype())?);
+        self.check(["to", "from"], &to, self.size, &from)?;
+        self.enqueue(on, &[&from, &to], "ncclReduceScatter", |stream| {
+            let (op, f) = (operation(op), &self.functions);
+            // SAFETY: as above.
+            unsafe {
+                let (from, to) = (from.address() as *const _, to.address() as *mut _);
+                (f.reduce_scatter)(from, to, count, kind, op, self.comm, stream)
+            }
+        })
+    }
+
+    /// The root's elements, into the same place.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather); [`Error::Invalid`] for a root that is no rank.
+    pub fn broadcast(&self, on: &Stream, data: ViewMut<'_>, root: usize) -> Result<()> {
+        let data = data.as_view().retain();
+        let (count, kind) = (data.shape().len(), data_type(data.dtype())?);
+        self.check(["data", "data"], &data, 1, &data)?;
+        self.check_rank("root", root)?;
+        self.enqueue(on, &[&data], "ncclBroadcast", |stream| {
+            let (root, f) = (root as c_int, &self.functions);
+            // SAFETY: as above.
+            unsafe {
+                let (from, to) = (data.address() as *const _, data.address() as *mut _);
+                (f.broadcast)(from, to, count, kind, root, self.comm, stream)
             }
         })
     }
@@ -256,12 +334,8 @@ impl NcclComm {
         if source.dtype() != target.dtype() {
             return Err(Error::invalid("to", target.dtype(), source.dtype()));
         }
-        for peer in [from.1, to.1] {
-            if peer >= self.size {
-                let want = format!("a rank below {}", self.size);
-                return Err(Error::invalid("peer", peer, want));
-            }
-        }
+        self.check_rank("peer", from.1)?;
+        self.check_rank("peer", to.1)?;
         let f = &self.functions;
         self.enqueue(on, &[&source, &target], "ncclSend and ncclRecv", |stream| {
             // SAFETY: as above.
@@ -289,5 +363,38 @@ impl Drop for NcclComm {
             // SAFETY: made once, destroyed once.
             let _ = unsafe { (self.functions.destroy)(self.comm) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_floats_that_nccl_can_add_are_reduced() {
+        for dtype in [DataType::F16, DataType::BF16, DataType::F32] {
+            assert_eq!(reduced_type(dtype).unwrap(), data_type(dtype).unwrap());
+        }
+        // NCCL moves these, some as plain bytes, whose sums would mean nothing.
+        for dtype in [DataType::F8E4M3, DataType::Bool, DataType::I8] {
+            assert!(data_type(dtype).is_ok());
+            let refused = reduced_type(dtype);
+            assert!(matches!(
+                refused,
+                Err(Error::Invalid { field: "dtype", .. })
+            ));
+        }
+    }
+
+    #[test]
+    fn operations_have_the_numbers_of_nccls_header() {
+        let ops = [
+            ReduceOp::Sum,
+            ReduceOp::Prod,
+            ReduceOp::Max,
+            ReduceOp::Min,
+            ReduceOp::Avg,
+        ];
+        assert_eq!(ops.map(operation), [0, 1, 2, 3, 4]);
     }
 }

@@ -1,15 +1,18 @@
 //! `brigade-perf`: what operations take on the GPUs of this host, in the manner of nccl-tests, beside NCCL in the same process.
 
 mod check;
+mod collectives;
 mod data;
 mod doctor;
 mod factor;
+mod float;
 mod linears;
 mod meta;
 mod ranks;
 mod sample;
 mod sendrecv;
 mod shape;
+mod sizes;
 mod trace;
 
 use anyhow::{Context, Result};
@@ -39,6 +42,14 @@ enum Operation {
     Crossover(linears::crossover::Options),
     /// Send to the next rank, and receive from the one before
     Sendrecv(sendrecv::SendRecv),
+    /// Every rank gets the reduction of all inputs
+    AllReduce(collectives::AllReduce),
+    /// Every rank gets all rows
+    AllGather(collectives::AllGather),
+    /// Every rank gets its rows of the reduction
+    ReduceScatter(collectives::ReduceScatter),
+    /// Every rank gets rank 0's data
+    Broadcast(collectives::Broadcast),
     /// Say what this host has for GPUs and what it lacks: GPUs, links, driver, handles, libraries, and what to do about each
     ///
     /// Exits with 0 unless something is missing that no GPU can be used without.
@@ -64,7 +75,7 @@ struct Common {
     /// Capture the calls of a round in a CUDA graph, and replay it
     #[arg(long)]
     graph: bool,
-    /// Compare results with sums in f64 before anything is timed
+    /// Compare results with what they should be before anything is timed
     #[arg(long)]
     check: bool,
     /// Run this beside it, in the same process
@@ -119,6 +130,8 @@ fn main() -> ExitCode {
     let line = Line::parse();
     // SAFETY: no other thread runs yet. Multicast of NVLink stays off for everybody.
     unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
+    let collective =
+        |asked: &collectives::Asked<'_>| asked.common().run(|r| collectives::run(asked, r));
     let result = match &line.operation {
         Operation::GatherLinear(l) => l.common.run(|r| linears::run(l, linears::Which::Gather, r)),
         Operation::ReduceScatterLinear(l) => l
@@ -126,6 +139,10 @@ fn main() -> ExitCode {
             .run(|r| linears::run(l, linears::Which::Scatter, r)),
         Operation::Crossover(c) => c.common.run(|r| linears::crossover::run(c, r)),
         Operation::Sendrecv(s) => s.common.run(|r| sendrecv::run(s, r)),
+        Operation::AllReduce(c) => collective(&c.asked()),
+        Operation::AllGather(c) => collective(&c.asked()),
+        Operation::ReduceScatter(c) => collective(&c.asked()),
+        Operation::Broadcast(c) => collective(&c.asked()),
         Operation::Doctor(d) => {
             let (report, code) = doctor::run(d);
             print!("{report}");

@@ -62,6 +62,17 @@ impl Rank {
         Ok(self.boot.all_gather(mine, PATIENCE)?)
     }
 
+    /// Ends all ranks with the same words if one of them found something wrong: none is left to wait for it, and to tell of
+    /// nothing but that.
+    pub fn agree(&self, mine: Result<()>) -> Result<()> {
+        let words = mine.err().map(|e| format!("rank {}: {e:#}", self.number()));
+        let all = self.share(words.unwrap_or_default().as_bytes())?;
+        match all.iter().find(|words| !words.is_empty()) {
+            Some(words) => bail!("{}", String::from_utf8_lossy(words)),
+            None => Ok(()),
+        }
+    }
+
     /// The slowest rank's number.
     pub fn slowest(&self, mine: f64) -> Result<f64> {
         let all = self.boot.all_gather(&mine.to_le_bytes(), PATIENCE)?;

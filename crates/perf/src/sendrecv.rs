@@ -5,6 +5,7 @@ use crate::{
     ranks::{PATIENCE, Rank, Ranks},
     rounded,
     sample::{Times, Variant, measure},
+    sizes,
 };
 use anyhow::{Result, ensure};
 use brigade::{CommConfig, ParallelMode, TransferParams};
@@ -76,15 +77,8 @@ fn one_size(rank: &Rank, options: &SendRecv, bytes: usize) -> Result<Vec<Times>>
 
 /// Measures all sizes; gives a table.
 pub fn run(options: &SendRecv, ranks: &Ranks) -> Result<String> {
-    ensure!(
-        options.factor > 1 && options.begin > 1 && options.begin <= options.end,
-        "sizes must grow from at least 2 bytes on"
-    );
     ensure!(ranks.size() > 1, "there must be two ranks");
-    let sizes: Vec<usize> = std::iter::successors(Some(options.begin), |b| {
-        b.checked_mul(options.factor).filter(|b| *b <= options.end)
-    })
-    .collect();
+    let sizes = sizes::steps(options.begin, options.end, options.factor)?;
     let meta = meta::meta(ranks)?;
     let measured = ranks.run(options.common.with_nccl(), |rank| {
         sizes

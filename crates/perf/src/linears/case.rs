@@ -13,7 +13,7 @@ use anyhow::{Result, anyhow};
 use brigade::{
     AllGatherLoraLinearParams, Allocate, Buffer, Chunk, Comm, CommConfig, DataType, GemmParams,
     Lease, Linear, Lora, LoraLinearReduceScatterParams, LoraRun, Output, OverlapMode, ParallelMode,
-    Plan,
+    Plan, ReduceOp,
 };
 use half::bf16;
 
@@ -273,7 +273,7 @@ impl<'a> Case<'a> {
             let mut d = self.d.clone();
             let alone = move || match &mut gathered.clone() {
                 Some(all) => all.gather(nccl, &rank.on, &self.x),
-                None => nccl.reduce_scatter(&rank.on, whole.view(), d.view_mut()),
+                None => nccl.reduce_scatter(&rank.on, whole.view(), d.view_mut(), ReduceOp::Sum),
             };
             variants.push(Variant::new(rank, "nccl", how, alone.clone())?);
             let (mut collective, mut product) = (alone, product);

@@ -1,0 +1,344 @@
+//! Draws measured results: time over bytes, both logarithmic, a line for ours and one for everybody that was measured beside it.
+
+use crate::workspace::Workspace;
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use serde_json::Value;
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+/// Draw files of docs/results as pictures for the book: microseconds over bytes
+///
+/// Takes files whose rows have `bytes` and `us`, as `brigade-perf` writes them for collectives and sendrecv. A row's `choice`
+/// says whose line its `us` belongs to. Every other time of a row (`nccl_us`), and every number in its object `peers`, is a
+/// line too. The same file gives the same picture.
+#[derive(Debug, Args)]
+pub struct Chart {
+    /// Files to draw
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Folder for the pictures [default: docs/src/diagrams]
+    #[arg(long, value_name = "FOLDER")]
+    to: Option<PathBuf>,
+}
+
+impl Chart {
+    pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
+        let usual = || workspace.root.join("docs/src/diagrams");
+        let folder = self.to.unwrap_or_else(usual);
+        for file in &self.files {
+            let drawn = picture(file).with_context(|| file.display().to_string())?;
+            let name = file.with_extension("svg");
+            let path = folder.join(name.file_name().unwrap_or_default());
+            fs::write(&path, drawn).with_context(|| format!("writing {}", path.display()))?;
+            println!("{}", path.display());
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+fn picture(file: &Path) -> Result<String> {
+    let results: Value = serde_json::from_str(&fs::read_to_string(file)?)?;
+    let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+    draw(&title(&stem, &results), &series(&results))
+}
+
+/// The operation, which a file of results is named after, and where it was measured.
+fn title(stem: &str, results: &Value) -> String {
+    let operation = stem.split('.').next().unwrap_or(stem);
+    let (meta, row) = (&results["meta"], &results["rows"][0]);
+    let mut parts = vec![operation.to_owned()];
+    parts.extend(row["dtype"].as_str().map(str::to_owned));
+    if let (Some(gpu), Some(ranks)) = (meta["gpu"].as_str(), meta["ranks"].as_u64()) {
+        parts.push(format!("{ranks} x {gpu}"));
+    }
+    if row["graph"] == true {
+        parts.push("in CUDA graphs".to_owned());
+    }
+    parts.join(", ")
+}
+
+/// One line of the picture.
+#[derive(Debug, PartialEq)]
+struct Series {
+    name: String,
+    ours: bool,
+    /// Microseconds of so many bytes.
+    points: BTreeMap<u64, f64>,
+}
+
+/// Ours in the order in which they first come, then the others likewise.
+fn series(results: &Value) -> Vec<Series> {
+    let mut all: Vec<Series> = Vec::new();
+    let mut add = |name: String, ours: bool, bytes: u64, us: &Value| {
+        // A logarithm has no place for others; what did not run has no time.
+        let Some(us) = us.as_f64().filter(|&us| us > 0.0) else {
+            return;
+        };
+        let known = all.iter_mut().position(|s| s.name == name);
+        let at = known.unwrap_or_else(|| {
+            let points = BTreeMap::new();
+            all.push(Series { name, ours, points });
+            all.len() - 1
+        });
+        // The rows of several choices repeat what was measured beside them.
+        all[at].points.entry(bytes).or_insert(us);
+    };
+    for row in results["rows"].as_array().into_iter().flatten() {
+        let (Some(fields), Some(bytes)) = (row.as_object(), row["bytes"].as_u64()) else {
+            continue;
+        };
+        let name = match row["choice"].as_str() {
+            None | Some("auto") => "Brigade".to_owned(),
+            Some(choice) => format!("Brigade, {choice}"),
+        };
+        add(name, true, bytes, &row["us"]);
+        for (key, us) in fields {
+            if let Some(peer) = key.strip_suffix("_us") {
+                add(peer.to_owned(), false, bytes, us);
+            }
+        }
+        for (peer, us) in row["peers"].as_object().into_iter().flatten() {
+            add(peer.clone(), false, bytes, us);
+        }
+    }
+    all.sort_by_key(|s| !s.ours);
+    all
+}
+
+const WIDTH: f64 = 780.0;
+const HEIGHT: f64 = 400.0;
+const LEFT: f64 = 60.0;
+const RIGHT: f64 = 580.0;
+const TOP: f64 = 44.0;
+const BOTTOM: f64 = 350.0;
+
+/// Told apart by those who do not see all colours, too: Okabe and Ito, <https://jfly.uni-koeln.de/color/>.
+const COLOURS: [&str; 7] = [
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000",
+];
+
+const HEAD: &str = "<style>\n\
+    .p{fill:#fbfaf7;stroke:#b9b4a8}.g{stroke:#e3dfd5}.s{fill:none;stroke-width:2}.o{stroke-dasharray:5 4}\n\
+    text{font-family:system-ui,sans-serif;font-size:12px;fill:#1c1c1c}.b{font-size:14px;font-weight:600}\n\
+    .m{text-anchor:middle}.r{text-anchor:end}\n\
+    </style>\n";
+
+/// A logarithmic axis between two values, which lie at two places.
+struct Axis {
+    values: [f64; 2],
+    places: [f64; 2],
+}
+
+impl Axis {
+    fn place(&self, value: f64) -> f64 {
+        let [low, high] = self.values.map(f64::ln);
+        let part = if high > low {
+            (value.ln() - low) / (high - low)
+        } else {
+            0.5
+        };
+        self.places[0] + part * (self.places[1] - self.places[0])
+    }
+}
+
+/// 1, 2 and 5 times the powers of ten, from the last that is at most `low` to the first that is at least `high`.
+fn steps(low: f64, high: f64) -> Vec<f64> {
+    let all: Vec<f64> = (-3..=9)
+        .flat_map(|power| [1.0, 2.0, 5.0].map(|x| x * 10f64.powi(power)))
+        .collect();
+    let first = all.iter().rposition(|&x| x <= low).unwrap_or(0);
+    let last = all.iter().position(|&x| x >= high);
+    all[first..=last.unwrap_or(all.len() - 1)].to_vec()
+}
+
+/// Powers of two of bytes, twelve of them at most.
+fn sizes(low: u64, high: u64) -> Vec<u64> {
+    let powers: Vec<u64> = (0..63)
+        .map(|n| 1 << n)
+        .filter(|b| (low..=high).contains(b))
+        .collect();
+    let every = powers.len().div_ceil(12).max(1);
+    powers.into_iter().step_by(every).collect()
+}
+
+fn size(bytes: u64) -> String {
+    const UNITS: [(u32, &str); 3] = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let unit = UNITS.into_iter().find(|&(n, _)| bytes >= 1 << n);
+    unit.map_or_else(
+        || format!("{bytes} B"),
+        |(n, unit)| format!("{} {unit}", bytes >> n),
+    )
+}
+
+fn escaped(text: &str) -> String {
+    let text = text.replace('&', "&amp;").replace('<', "&lt;");
+    text.replace('>', "&gt;").replace('"', "&quot;")
+}
+
+fn draw(title: &str, all: &[Series]) -> Result<String> {
+    let bytes = || all.iter().flat_map(|s| s.points.keys().copied());
+    let us = || all.iter().flat_map(|s| s.points.values().copied());
+    let (Some(least), Some(most)) = (bytes().min(), bytes().max()) else {
+        anyhow::bail!("no row has bytes and us");
+    };
+    ensure!(
+        all.iter().any(|s| s.ours),
+        "no row has a time of ours, which is called us"
+    );
+    let levels = steps(us().fold(f64::INFINITY, f64::min), us().fold(0.0, f64::max));
+    let x = Axis {
+        values: [least as f64, most as f64],
+        places: [LEFT, RIGHT],
+    };
+    let y = Axis {
+        values: [levels[0], levels[levels.len() - 1]],
+        places: [BOTTOM, TOP],
+    };
+    let title = escaped(title);
+    let mut text = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" width=\"{WIDTH}\" role=\"img\" \
+         aria-label=\"{title}\">\n<title>{title}</title>\n{HEAD}\
+         <rect class=\"p\" x=\"0.5\" y=\"0.5\" width=\"{}\" height=\"{}\" rx=\"6\"/>\n\
+         <text class=\"b\" x=\"{LEFT}\" y=\"24\">{title}</text>\n",
+        WIDTH - 1.0,
+        HEIGHT - 1.0,
+    );
+    for level in levels {
+        let at = y.place(level);
+        text += &format!(
+            "<path class=\"g\" d=\"M{LEFT} {at:.1} H{RIGHT}\"/><text class=\"r\" x=\"{}\" y=\"{:.1}\">{level}</text>\n",
+            LEFT - 8.0,
+            at + 4.0,
+        );
+    }
+    for bytes in sizes(least, most) {
+        let at = x.place(bytes as f64);
+        text += &format!(
+            "<path class=\"g\" d=\"M{at:.1} {TOP} V{BOTTOM}\"/><text class=\"m\" x=\"{at:.1}\" y=\"{}\">{}</text>\n",
+            BOTTOM + 18.0,
+            size(bytes),
+        );
+    }
+    text += &format!(
+        "<text class=\"r\" x=\"{}\" y=\"{}\">us</text>\n",
+        LEFT - 8.0,
+        TOP - 10.0
+    );
+    for (i, series) in all.iter().enumerate() {
+        let colour = COLOURS[i % COLOURS.len()];
+        let style = if series.ours { "s" } else { "s o" };
+        let name = escaped(&series.name);
+        let places: Vec<_> = series
+            .points
+            .iter()
+            .map(|(&bytes, &us)| (x.place(bytes as f64), y.place(us), bytes, us))
+            .collect();
+        let line: Vec<String> = places
+            .iter()
+            .map(|(x, y, ..)| format!("{x:.1},{y:.1}"))
+            .collect();
+        text += &format!(
+            "<polyline class=\"{style}\" stroke=\"{colour}\" points=\"{}\"/>\n",
+            line.join(" ")
+        );
+        for (x, y, bytes, us) in places {
+            text += &format!(
+                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{colour}\"><title>{name}, {bytes} bytes: {us} us</title></circle>\n"
+            );
+        }
+        let (from, at) = (RIGHT + 16.0, TOP + 10.0 + 20.0 * i as f64);
+        text += &format!(
+            "<path class=\"{style}\" stroke=\"{colour}\" d=\"M{from} {at} h24\"/><text x=\"{}\" y=\"{}\">{name}</text>\n",
+            from + 30.0,
+            at + 4.0,
+        );
+    }
+    Ok(text + "</svg>\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// Two choices of which one does not run everywhere, NCCL, and somebody whose figures were put in by hand.
+    fn results() -> Value {
+        json!({
+            "meta": { "gpu": "A&B", "ranks": 2 },
+            "rows": [
+                { "bytes": 1024, "dtype": "bf16", "graph": true, "choice": "auto", "us": 4.0, "us_p99": 5.0,
+                  "nccl_us": 8.0, "peers": { "other": 16.0 }, "samples": { "ours": [4.0] } },
+                { "bytes": 1024, "choice": "two-shot", "us": 10.0, "nccl_us": 8.0, "chain": { "alone_us": 3.0 } },
+                { "bytes": 4096, "choice": "auto", "us": 5.0, "nccl_us": 10.0 },
+                { "bytes": 4096, "choice": "two-shot", "plan": "it does not fit", "nccl_us": 10.0 },
+            ],
+        })
+    }
+
+    #[test]
+    fn there_is_a_line_for_each_of_ours_and_each_peer() {
+        let line = |name: &str, ours, points: &[(u64, f64)]| Series {
+            name: name.to_owned(),
+            ours,
+            points: points.iter().copied().collect(),
+        };
+        let wanted = [
+            line("Brigade", true, &[(1024, 4.0), (4096, 5.0)]),
+            line("Brigade, two-shot", true, &[(1024, 10.0)]),
+            line("nccl", false, &[(1024, 8.0), (4096, 10.0)]),
+            line("other", false, &[(1024, 16.0)]),
+        ];
+        assert_eq!(series(&results()), wanted);
+    }
+
+    #[test]
+    fn points_lie_where_the_axes_say() {
+        let results = results();
+        let title = title("all-reduce.h200x2", &results);
+        assert_eq!(title, "all-reduce, bf16, 2 x A&B, in CUDA graphs");
+        let picture = draw(&title, &series(&results)).unwrap();
+        assert_eq!(picture, draw(&title, &series(&results)).unwrap());
+        // From 2 to 20 us on 306 units of height, from 1 KiB to 4 KiB on 520 of width.
+        let at = |us: f64| BOTTOM - (us / 2.0).log10() * (BOTTOM - TOP);
+        for [x, y] in [[60.0, at(4.0)], [580.0, at(5.0)], [580.0, at(10.0)]] {
+            let point = format!("<circle cx=\"{x:.1}\" cy=\"{y:.1}\"");
+            assert!(picture.contains(&point), "{point} in {picture}");
+        }
+        for tick in [">2</text>", ">20</text>", ">1 KiB</text>", ">2 KiB</text>"] {
+            assert!(picture.contains(tick), "{tick} in {picture}");
+        }
+        assert!(picture.contains("2 x A&amp;B") && !picture.contains("A&B"));
+        assert_eq!(picture.matches("<polyline").count(), 4);
+        assert_eq!(picture.matches("s o\" stroke=\"#009e73\"").count(), 2);
+    }
+
+    #[test]
+    fn files_that_hold_no_such_times_are_refused() {
+        for (rows, why) in [
+            (json!([]), "no row has bytes and us"),
+            (json!([{ "m": 512, "us": 3.0 }]), "no row has bytes and us"),
+            (
+                json!([{ "bytes": 512, "nccl_us": 3.0 }]),
+                "no row has a time of ours, which is called us",
+            ),
+        ] {
+            let all = series(&json!({ "rows": rows }));
+            assert_eq!(draw("nothing", &all).unwrap_err().to_string(), why);
+        }
+    }
+
+    #[test]
+    fn axes_are_cut_where_people_count() {
+        assert_eq!(steps(3.1, 48.0), [2.0, 5.0, 10.0, 20.0, 50.0]);
+        assert_eq!(steps(5.0, 5.0), [5.0]);
+        assert_eq!(sizes(2048, 16_384), [2048, 4096, 8192, 16_384]);
+        assert_eq!(sizes(1, 1 << 24).len(), 9);
+        let named = [512, 2048, 16 << 20, 1 << 30].map(size);
+        assert_eq!(named, ["512 B", "2 KiB", "16 MiB", "1 GiB"]);
+    }
+}
