@@ -25,7 +25,7 @@ __device__ inline uint64_t ask(const Group& g, uint32_t i, uint64_t step, uint64
   const uint64_t number = load_relaxed_sys(slot + QUESTION_ASKED) + 1;
   slot[QUESTION_STEP] = step;
   slot[QUESTION_EPOCH] = epoch;
-  slot[QUESTION_CALL] = g.state[STATE_CALLS] + 1;
+  slot[QUESTION_CALL] = g.call();
   slot[QUESTION_OPERATION] = g.operation;
   store_release_sys(slot + QUESTION_ASKED, number);
   return number;

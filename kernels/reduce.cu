@@ -1,35 +1,9 @@
 // Combines what all ranks have, in rank order: rank 0's value, then rank 1's, and so on, in f32, with one rounding at the end.
-// Sums and products are never fused, so that the host's are the same bits.
+#include "combine.cuh"
 #include "steps.cuh"
 #include "types.cuh"
 
 using namespace brigade;
-
-enum Op : uint32_t { sum, product, maximum, minimum, average };
-
-// As IEEE 754 orders all values but NaNs: -0 below +0.
-__device__ __forceinline__ int32_t rank_of(float x) {
-  const int32_t bits = __float_as_int(x);
-  return bits < 0 ? bits ^ 0x7fffffff : bits;
-}
-
-// NaNs win over numbers.
-__device__ __forceinline__ float pick(float a, float b, bool first) {
-  return isnan(a) || (!isnan(b) && first) ? a : b;
-}
-
-__device__ __forceinline__ float combine(uint32_t op, float a, float b) {
-  switch (op) {
-    case product: return __fmul_rn(a, b);
-    case maximum: return pick(a, b, rank_of(a) >= rank_of(b));
-    case minimum: return pick(a, b, rank_of(a) <= rank_of(b));
-    default: return __fadd_rn(a, b);
-  }
-}
-
-__device__ __forceinline__ float finish(const ReduceParams& p, float x) {
-  return p.op == average ? __fdiv_rn(x, float(p.parts)) : x;
-}
 
 extern "C" __global__ void brigade_reduce(const __grid_constant__ ReduceParams p) {
   wait_for_previous_kernel();
@@ -48,12 +22,12 @@ extern "C" __global__ void brigade_reduce(const __grid_constant__ ReduceParams p
       for (int k = 0; k < 8; ++k) all[k] = combine(p.op, all[k], next[k]);
     }
 #pragma unroll
-    for (int k = 0; k < 8; ++k) all[k] = finish(p, all[k]);
+    for (int k = 0; k < 8; ++k) all[k] = finish(p.op, p.parts, all[k]);
     store_wide(p.out_type, p.out, i * wide_elements, all);
   }
   for (uint64_t i = vectors * wide_elements + thread; i < p.elements; i += threads) {
     float all = load_float(p.from_type, p.from, i);
     for (uint32_t r = 1; r < p.parts; ++r) all = combine(p.op, all, load_float(p.from_type, p.from + r * p.stride, i));
-    store_float(p.out_type, p.out, i, finish(p, all));
+    store_float(p.out_type, p.out, i, finish(p.op, p.parts, all));
   }
 }

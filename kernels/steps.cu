@@ -22,7 +22,7 @@ __device__ inline Rest carry_out(const StepsParams& p, const Group& g, const Ste
   uint64_t* count = g.counter(s.counter);
   uint64_t& marks = count[1];
   const bool begun = (marks & MARK_BEGUN) != 0;
-  w = {s.word, g.flag(*count), Want::exactly, s.peer, s.slot, End::going_on, 0, s.peer, 0, 0, 0};
+  w = {s.word, g.flag(g.count(s.counter)), Want::exactly, s.peer, s.slot, End::going_on, 0, s.peer, 0, 0, 0};
   switch (s.op) {
     case STEP_START:
       g.state[STATE_STARTED] = globaltimer_ns();
@@ -90,7 +90,7 @@ __device__ __noinline__ uint64_t ask(const StepsParams& p) {
   const Group g = group_of(p, p.signature);
   const Step s = step_of(p.steps[threadIdx.x]);
   // A release is waited for on behalf of the next signal.
-  const uint64_t epoch = *g.counter(s.counter) + (s.op == STEP_RELEASED ? 1 : 0);
+  const uint64_t epoch = g.count(s.counter) + (s.op == STEP_RELEASED ? 1 : 0);
   return ask(g, threadIdx.x, p.steps[threadIdx.x], epoch);
 }
 

@@ -32,8 +32,14 @@ struct Group {
   }
   __device__ uint32_t generation() const { return uint32_t(state[STATE_GENERATION]); }
   __device__ uint64_t* counter(uint32_t i) const { return state + STATE_COUNTERS + 2 * i; }
+  // What a counter says. The first counts the calls that all ranks make, but for those that are exchanges by pushing.
+  __device__ uint64_t count(uint32_t i) const { return *counter(i) + (i == 0 ? state[STATE_USES] >> USE_BITS : 0); }
   // Of the calls that all ranks make.
-  __device__ uint32_t epoch() const { return uint32_t(*counter(0)); }
+  __device__ uint32_t epoch() const { return uint32_t(count(0)); }
+  // The call in progress: when it began, which one it is, and whether it is the first of all ranks.
+  __device__ uint64_t started_ns() const { return state[STATE_STARTED]; }
+  __device__ uint64_t call() const { return state[STATE_CALLS] + 1; }
+  __device__ bool is_first() const { return collective && count(0) <= 1; }
   __device__ uint64_t flag(uint64_t count) const { return pack({generation(), signature, uint32_t(count)}); }
   __device__ uint32_t arrivals() const { return barrier + (epoch() & 1) * size; }
 };
@@ -77,9 +83,9 @@ __device__ __forceinline__ bool is_stop_asked(const Group& g) {
 }
 
 // How long the call in progress may take.
-__device__ __forceinline__ uint64_t most_ns(const Group& g) {
-  const bool first = g.collective && *g.counter(0) <= 1;
-  return first ? g.first_deadline_ns : g.deadline_ns;
+template <typename G>
+__device__ __forceinline__ uint64_t most_ns(const G& g) {
+  return g.is_first() ? g.first_deadline_ns : g.deadline_ns;
 }
 
 // Why a wait of this file ended. Beyond `aborted` the numbers are FaultKind's too; `stopped` leaves no record, since somebody
@@ -108,7 +114,8 @@ struct Waiting {
 constexpr uint32_t glance = 16, long_glance = 512;
 
 // A peer whose arrival says that it is in another call (or, if `missing`, is not there).
-__device__ inline bool find_peer(const Group& g, bool missing, uint32_t& peer, uint64_t& seen) {
+template <typename G>
+__device__ inline bool find_peer(const G& g, bool missing, uint32_t& peer, uint64_t& seen) {
   if (!g.collective) return false;
   const uint64_t expected = g.flag(g.epoch());
   for (uint32_t i = 1; i < g.size; ++i) {
@@ -124,7 +131,8 @@ __device__ inline bool find_peer(const Group& g, bool missing, uint32_t& peer, u
 }
 
 // Takes one look. `w.end` stays `going_on` while there is hope.
-__device__ inline void look(const Group& g, Waiting& w) {
+template <typename G>
+__device__ inline void look(const G& g, Waiting& w) {
   const uint64_t* flag = g.word(g.rank, w.word);
   w.seen = load_acquire_sys(flag);
   const Progress p = progress(w.seen, w.expected, w.want);
@@ -149,7 +157,7 @@ __device__ inline void look(const Group& g, Waiting& w) {
     w.end = End::stopped;
     return;
   }
-  if (globaltimer_ns() - g.state[STATE_STARTED] >= most_ns(g)) {
+  if (globaltimer_ns() - g.started_ns() >= most_ns(g)) {
     find_peer(g, true, w.blamed, w.seen);
     w.end = End::timeout;
     return;
@@ -174,7 +182,8 @@ __device__ inline void stop_all(const Group& g) {
 }
 
 // A wait ended badly: leaves the record, and stops the group.
-__device__ inline void give_up(const Group& g, const Waiting& w) {
+template <typename G>
+__device__ inline void give_up(const G& g, const Waiting& w) {
   if (w.end != End::stopped) {
     FaultRecord what{};
     what.kind = uint32_t(w.end);
@@ -185,8 +194,8 @@ __device__ inline void give_up(const Group& g, const Waiting& w) {
     what.generation = g.generation();
     what.expected = w.blamed_expected;
     what.seen = w.seen;
-    what.waited_ns = globaltimer_ns() - g.state[STATE_STARTED];
-    what.call = g.state[STATE_CALLS] + 1;
+    what.waited_ns = globaltimer_ns() - g.started_ns();
+    what.call = g.call();
     record_fault(reinterpret_cast<FaultRecord*>(g.report + REPORT_FAULT), what);
   }
   stop_all(g);

@@ -49,6 +49,27 @@ __device__ __forceinline__ void store_float(uint32_t type, uint64_t array, uint6
   }
 }
 
+// Two values of f16 or bf16 that share a word.
+__device__ __forceinline__ float2 widen(uint32_t type, uint32_t word) {
+  // A bfloat16 is the upper half of an f32.
+  if (type == BF16) return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+  return __half22float2(*reinterpret_cast<const __half2*>(&word));
+}
+
+// Rounded to nearest, ties to even.
+__device__ __forceinline__ uint32_t narrow(uint32_t type, float low, float high) {
+  uint32_t word;
+  if (type == BF16) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+    word = *reinterpret_cast<const uint32_t*>(&two);
+  } else {
+    const __half2 two = __floats2half2_rn(low, high);
+    word = *reinterpret_cast<const uint32_t*>(&two);
+  }
+  // The hardware's NaN has all its lower bits set, which no number has.
+  return word - (__vcmpeq2(word, 0x7FFF7FFFu) & (type == BF16 ? 0x003F003Fu : 0x01FF01FFu));
+}
+
 // Eight elements at once, in accesses of 16 bytes: array and element must be aligned to that (see `wide`).
 constexpr uint32_t wide_elements = 8;
 
@@ -70,14 +91,8 @@ __device__ __forceinline__ void load_wide(uint32_t type, uint64_t array, uint64_
   const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (type == BF16) {
-      // A bfloat16 is the upper half of an f32.
-      v[2 * i] = __uint_as_float(words[i] << 16);
-      v[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-    } else {
-      const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
-      v[2 * i] = two.x, v[2 * i + 1] = two.y;
-    }
+    const float2 two = widen(type, words[i]);
+    v[2 * i] = two.x, v[2 * i + 1] = two.y;
   }
 }
 
@@ -91,9 +106,7 @@ __device__ __forceinline__ void store_wide(uint32_t type, uint64_t array, uint64
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float low = v[2 * i], high = v[2 * i + 1];
-    words[i] = type == BF16 ? bfloat_bits(low) | uint32_t(bfloat_bits(high)) << 16
-                            : half_bits(low) | uint32_t(half_bits(high)) << 16;
+    words[i] = narrow(type, v[2 * i], v[2 * i + 1]);
   }
   *reinterpret_cast<uint4*>(array + at * 2) = make_uint4(words[0], words[1], words[2], words[3]);
 }

@@ -25,6 +25,8 @@ constants! {
     STEP_THREADS: u32 = 256;
     /// Threads that carry one share of a message.
     MESSAGE_THREADS: u32 = 512;
+    /// Most threads of a block that pushes sums.
+    ALL_REDUCE_THREADS: u32 = 512;
     /// Rows of a tile of a product whose tiles wait.
     GEMM_ROWS: u32 = 128;
     /// Threads of a block of such a product.
@@ -54,8 +56,17 @@ constants! {
     STATE_WAITS: usize = 8;
     /// How long they were, in nanoseconds.
     STATE_WAITED: usize = 24;
+    /// Exchanges by pushing, times `USE`; between two, the blocks of a kernel add their parts of it.
+    STATE_USES: usize = 40;
+    /// Granules that lie in the buffer of the last use with an even number, and of the last with an odd one: half a word each.
+    STATE_GRANULES: usize = 41;
     /// The counters: two words each, the count and its marks.
-    STATE_COUNTERS: usize = 40;
+    STATE_COUNTERS: usize = 42;
+
+    /// What all blocks of an exchange add to `STATE_USES` between them.
+    USE: u64 = 1 << USE_BITS;
+    /// Its binary logarithm.
+    USE_BITS: u32 = 20;
 
     /// Mark of a counter: its use has begun and not ended.
     MARK_OPEN: u64 = 1;

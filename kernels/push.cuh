@@ -1,0 +1,236 @@
+// Exchanges in which data is its own flag (after TensorRT-LLM's Lamport all-reduce): granules of 16 bytes are pushed into
+// buffers that hold nothing but a sentinel, and whoever takes them looks until none of it is left.
+//
+// Three buffers rotate. Use n writes and reads buffer n % 3, and empties the one of use n - 1, which this rank has taken. A peer
+// writes there for use n + 2, in a kernel that begins after it has taken use n + 1, which includes this rank's arrival; and
+// this rank's kernel of use n + 1 begins after that of use n, with the emptying, has ended. So every order that is needed is one
+// between kernels, and within a use all accesses may be relaxed: a word is empty, or it is the data.
+//
+//   access                            why it is enough
+//   st.relaxed.sys / ld.relaxed.sys   every word of a granule tells by itself whether it is there
+//   arrival (relaxed)                 says which call this is; the data beside it needs no order
+//
+// Which use it is follows from one number, to which the blocks of a kernel add USE between them, each once it has read it: so all
+// of them find the same use in its upper bits, and none has to know whether it is the last.
+#pragma once
+#include "hook.cuh"
+#include "poison.cuh"
+
+namespace brigade {
+
+// No word of a granule that was pushed.
+constexpr uint32_t sentinel = 0xFFFFFFFFu;
+
+// The next kernel may take its place beside this one; what it does there waits for the end of this one.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void push(uint64_t at, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 peek(uint64_t at) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ bool is_there(uint4 v) {
+  return v.x != sentinel && v.y != sentinel && v.z != sentinel && v.w != sentinel;
+}
+
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* at, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+// What the kernels before this one left, read past the first-level cache: it may be older than they are.
+__device__ __forceinline__ uint64_t read_word(const uint64_t* at) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+  return v;
+}
+
+// A group in a call that is one use, which its kernel counts while it runs.
+struct Exchange : Group {
+  uint64_t arrived;
+  uint64_t since_ns;
+
+  __device__ uint32_t epoch() const { return unpack(arrived).epoch; }
+  __device__ uint32_t arrivals() const { return barrier + (epoch() & 1) * size; }
+  __device__ uint64_t started_ns() const { return since_ns; }
+  __device__ bool is_first() const { return epoch() <= 1; }
+};
+
+// What is rare is not inlined, takes nothing by reference but the parameters, and so costs the rest no registers and no fetches.
+
+// What is the matter with `peer`, whose data or arrival is not there.
+template <typename P>
+__device__ inline Waiting diagnose(const P& p, const Exchange& g, uint32_t peer, bool far) {
+  Waiting w{};
+  w.end = End::going_on;
+  w.peer = w.blamed = w.slot = peer;
+  w.blamed_expected = g.arrived;
+  w.seen = load_acquire_sys(g.word(p.rank, g.arrivals() + peer));
+  if (is_stopped(g)) {
+    w.end = End::stopped;
+  } else if (globaltimer_ns() - g.since_ns >= most_ns(g)) {
+    find_peer(g, true, w.blamed, w.seen);
+    w.end = End::timeout;
+  } else if (find_peer(g, false, w.blamed, w.seen)) {
+    w.end = End::mismatch;
+  } else if (far && is_stop_asked(g)) {
+    w.end = End::stopped;
+  } else if (far && (load_acquire_sys(reinterpret_cast<const uint64_t*>(g.report + REPORT_DEPARTED)) >> peer & 1)) {
+    w.end = End::lost;
+  }
+  return w;
+}
+
+// Now and then, while `peer` is waited for since a time. Gives that time, or 0 if there is no hope.
+template <typename P>
+__device__ __noinline__ uint64_t hope_for(const P& p, uint64_t flag, uint32_t peer, uint32_t times, uint64_t since_ns) {
+  const Exchange g{group_of(p, p.signature), flag, since_ns == 0 ? globaltimer_ns() : since_ns};
+  // The host is far away.
+  return diagnose(p, g, peer, times % 16 == 0).end == End::going_on ? g.since_ns : 0;
+}
+
+// There is no hope: leaves a record, if nobody else has, and stops the group.
+template <typename P>
+__device__ __noinline__ void give_up_on(const P& p, uint64_t flag, uint32_t peer, uint64_t since_ns) {
+  const Exchange g{group_of(p, p.signature), flag, since_ns};
+  const Waiting w = diagnose(p, g, peer, true);
+  give_up(g, w);
+}
+
+template <typename P>
+__device__ __noinline__ void poison_all(const P& p) {
+  const uint64_t start_ns = globaltimer_ns();
+  while (globaltimer_ns() - start_ns < 2000000) {
+  }
+  poison(p.out, p.out_bytes, p.poison, threadIdx.x, blockDim.x);
+}
+
+// What one kernel is in, as a thread sees it.
+template <typename P>
+struct Pushing {
+  const P& p;
+  // Which buffer this use has, and what to empty.
+  uint32_t use, buffer, stale, stale_granules;
+  // The group was stopped before this kernel began.
+  bool stopped;
+  // Of this rank's arrival, and of every peer's.
+  uint64_t flag;
+
+  // All that is read here is on its way at the same time.
+  __device__ __forceinline__ explicit Pushing(const P& parameters) : p(parameters) {
+    const uint64_t uses = read_word(state() + STATE_USES);
+    const uint64_t granules = read_word(state() + STATE_GRANULES);
+    const uint64_t generation = read_word(state() + STATE_GENERATION);
+    const uint64_t calls = read_word(state() + STATE_COUNTERS);
+    const uint64_t stop = load_relaxed_sys(reinterpret_cast<const uint64_t*>(p.base + p.rank * p.stride) + p.stop);
+    use = uint32_t(uses >> USE_BITS);
+    // 2^32 is 1 modulo 3, and what is above it is small.
+    buffer = p.buffers == 3 ? (use % 3 + uint32_t(uses >> (USE_BITS + 32))) % 3 : use % 2;
+    stale = buffer == 0 ? p.buffers - 1 : buffer - 1;
+    // Of the use before: even and odd uses have a half each.
+    stale_granules = uint32_t(use % 2 == 0 ? granules >> 32 : granules);
+    flag = pack({uint32_t(generation), p.signature, uint32_t(calls) + use + 1});
+    stopped = stop == generation;
+  }
+
+  __device__ uint64_t* state() const { return reinterpret_cast<uint64_t*>(p.state); }
+
+  __device__ uint64_t slots(uint32_t rank, uint32_t which) const {
+    return p.base + rank * p.stride + p.slots + which * p.buffer_bytes;
+  }
+
+  // The rank `distance` behind this one.
+  __device__ uint32_t peer(uint32_t distance) const {
+    const uint32_t r = p.rank + distance;
+    return r >= p.size ? r - p.size : r;
+  }
+
+  // The word in which `from` tells `to` which call it is in.
+  __device__ uint64_t* arrival(uint32_t to, uint32_t from) const {
+    return reinterpret_cast<uint64_t*>(p.base + to * p.stride) + p.barrier + (uint32_t(flag) & 1) * p.size + from;
+  }
+
+  // One warp tells every peer which call this is, and looks which one it is in: a thread for each.
+  __device__ bool is_herald() const { return blockIdx.x == 0 && threadIdx.x < p.size && threadIdx.x != p.rank; }
+
+  __device__ void announce() const {
+    if (is_herald()) store_relaxed_sys(arrival(threadIdx.x, p.rank), flag);
+  }
+
+  // What the peer of a herald has said of its call. All other threads find that it is this one.
+  __device__ __forceinline__ uint64_t arrived(bool herald) const {
+    // No branch, so that what follows need not wait for it.
+    uint64_t seen = flag;
+    asm volatile("{.reg .pred q; setp.ne.u32 q, %1, 0; @q ld.relaxed.sys.global.u64 %0, [%2];}"
+                 : "+l"(seen)
+                 : "r"(uint32_t(herald)), "l"(arrival(p.rank, threadIdx.x))
+                 : "memory");
+    return seen;
+  }
+
+  // Empties the buffer of the use before.
+  __device__ void empty() const {
+    const uint4 nothing = make_uint4(sentinel, sentinel, sentinel, sentinel);
+    const uint64_t from = slots(p.rank, stale);
+    const uint32_t threads = gridDim.x * blockDim.x;
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < stale_granules; i += threads) {
+      push(from + 16ull * i, nothing);
+    }
+  }
+
+  // Behind all that threads read of the state. `granules` are those of this use, of all peers.
+  __device__ __forceinline__ void count(uint32_t granules) const {
+    __syncthreads();
+    if (threadIdx.x != blockDim.x - 1) return;
+    // The first block adds what is left of USE.
+    const uint32_t share = USE / gridDim.x;
+    const uint32_t mine = blockIdx.x == 0 ? USE - share * (gridDim.x - 1) : share;
+    atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_USES), (unsigned long long)mine);
+    if (blockIdx.x != 0) return;
+    reinterpret_cast<uint32_t*>(state() + STATE_GRANULES)[use % 2] = granules;
+    atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_CALLS), (unsigned long long)p.last);
+    atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_MOVED), (unsigned long long)p.moved_bytes);
+  }
+
+  // Looks until `look` is true; `missing` says for which rank. False if the group was stopped, or is now.
+  template <typename Missing, typename Look>
+  __device__ __forceinline__ bool wait(Missing missing, Look look) const {
+    uint64_t since_ns = 0;
+    for (uint32_t spins = 1; !look(); ++spins) {
+      if (spins % looks_between != 0) continue;
+      const uint64_t since = hope_for(p, flag, missing(), spins / looks_between, since_ns);
+      if (since != 0) {
+        since_ns = since;
+        continue;
+      }
+      // What a rank says last is that it is gone: all that it pushed would be there.
+      if (look()) break;
+      give_up_on(p, flag, missing(), since_ns);
+      return false;
+    }
+    return true;
+  }
+
+  // At the very end, by all threads of a block. If one gave up, the block poisons the result: once all other blocks have ended,
+  // or have found the group stopped too, which they look for much more often.
+  __device__ __forceinline__ void finish(bool failed) const {
+    if (__syncthreads_or(failed)) poison_all(p);
+  }
+
+  // Looks at data between two thoughts of giving up.
+  static constexpr uint32_t looks_between = 256;
+};
+
+}  // namespace brigade
