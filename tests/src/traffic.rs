@@ -110,6 +110,10 @@ fn all_reduces(world: &World) {
                     AllReduceAlgorithm::TwoShot => {
                         moved::two_shot(rank.rank, rank.size, *len, piece_elements, 2, 4)
                     }
+                    AllReduceAlgorithm::TwoShotPush => {
+                        let types = (DataType::BF16, DataType::F32);
+                        moved::two_shot_push(rank.rank, rank.size, *len, piece_elements, types)
+                    }
                     _ => moved::one_shot(rank.size, 2 * len),
                 };
                 assert_moved(rank, want, name, || {

@@ -24,19 +24,22 @@ pub enum Point {
     Read,
     /// This rank is done with a use, and about to tell the peer. A post.
     Done,
+    /// This rank is about to empty a buffer of sums that it has read, before peers push into it again. A guard.
+    Clear,
     /// The work is done, and this rank is about to see whether the peer was in the same call.
     Meet,
 }
 
 impl Point {
     /// All of them, in the order in which a call comes to them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Begin,
         Self::Arrive,
         Self::Credit,
         Self::Announce,
         Self::Read,
         Self::Done,
+        Self::Clear,
         Self::Meet,
     ];
 
@@ -49,6 +52,7 @@ impl Point {
             Self::Announce => "announce",
             Self::Read => "read",
             Self::Done => "done",
+            Self::Clear => "clear",
             Self::Meet => "meet",
         }
     }
@@ -72,9 +76,9 @@ pub struct Place {
     pub slot: usize,
     /// Piece of it.
     pub piece: usize,
-    /// Which of the two alternating halves it lies in.
+    /// Which of the two alternating halves it lies in, or of the three buffers of sums.
     pub half: usize,
-    /// Use of that half, counted from 1 in every generation; wraps.
+    /// Use of that half, or of the buffers, counted from 1 in every generation; wraps.
     pub epoch: u32,
 }
 
@@ -89,7 +93,8 @@ pub struct Step {
     pub call: u64,
     /// The rank that asks.
     pub rank: usize,
-    /// The rank that it is about to tell or to wait for, or whose data it has; its own at [`Point::Begin`].
+    /// The rank that it is about to tell or to wait for, or whose data it has; its own at [`Point::Begin`] and
+    /// [`Point::Clear`].
     pub peer: usize,
     /// The data, where the point is about some.
     pub place: Option<Place>,
@@ -120,7 +125,7 @@ pub enum Action {
     Stall(Duration),
     /// At a post: never send this flag.
     Drop,
-    /// At a guard: do not wait.
+    /// At a guard: do not wait, or do not clear.
     Skip(Unguarded),
 }
 
@@ -130,7 +135,7 @@ impl Action {
         match self {
             Self::GoOn | Self::Stall(_) => false,
             Self::Drop => point.is_post(),
-            Self::Skip(_) => matches!(point, Point::Credit),
+            Self::Skip(_) => matches!(point, Point::Credit | Point::Clear),
         }
     }
 }

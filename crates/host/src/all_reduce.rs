@@ -1,10 +1,12 @@
-//! All-reduce: one-shot pull for small inputs, two-shot for large ones. Both add in rank order.
+//! All-reduce: one-shot pull for small inputs, two-shot for large ones; those that push are in a file of their own. All
+//! add in rank order.
 
 use crate::{
     comm::HostComm,
     element,
     job::Active,
     memory::{poison, writing},
+    pushed,
     queue::HostQueue,
 };
 use brigade_device::{
@@ -15,12 +17,14 @@ use std::ops::Range;
 
 /// What every piece is reduced with.
 #[derive(Clone, Copy)]
-struct Kind {
-    dtype: DataType,
-    output: DataType,
-    op: ReduceOp,
-    two_shot: bool,
+pub(crate) struct Kind {
+    pub(crate) dtype: DataType,
+    pub(crate) output: DataType,
+    pub(crate) op: ReduceOp,
 }
+
+/// How one piece is reduced.
+type Algorithm = fn(&mut Active<'_>, Kind, &[u8], &mut [u8]) -> Result<()>;
 
 impl HostComm {
     pub(crate) fn run_all_reduce(&self, turn: &Turn, p: AllReduceParams<'_>) -> Result<Plan> {
@@ -47,12 +51,18 @@ impl HostComm {
             dtype: from.dtype(),
             output: to.dtype(),
             op: p.op,
-            two_shot: algorithm == AllReduceAlgorithm::TwoShot,
+        };
+        let algorithm: Algorithm = match algorithm {
+            AllReduceAlgorithm::OneShotPush => pushed::one_shot,
+            AllReduceAlgorithm::OneShotPull => one_shot,
+            AllReduceAlgorithm::TwoShot => two_shot,
+            AllReduceAlgorithm::TwoShotPush => pushed::two_shot,
+            AllReduceAlgorithm::Nccl => return Err(crate::comm::unexpected(&plan)),
         };
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
             core.collective(&call, |active| {
-                all_reduce(active, kind, piece_elements, &to, &from)
+                all_reduce(active, (algorithm, kind), piece_elements, &to, &from)
             })
         })?;
         Ok(plan)
@@ -61,26 +71,19 @@ impl HostComm {
 
 fn all_reduce(
     active: &mut Active<'_>,
-    kind: Kind,
+    (algorithm, kind): (Algorithm, Kind),
     piece_elements: usize,
     to: &Buffer,
     from: &Buffer,
 ) -> Result<()> {
     writing(to, &[from], |out, inputs| {
-        let pieces = inputs[0]
-            .chunks(piece_elements.max(1) * kind.dtype.bytes())
-            .zip(out.chunks_mut(piece_elements.max(1) * kind.output.bytes()));
-        let mut result = Ok(());
-        for (input, out) in pieces {
-            result = result.and_then(|()| {
-                if kind.two_shot {
-                    two_shot(active, kind, input, out)
-                } else {
-                    one_shot(active, kind, input, out)
-                }
-            });
-        }
-        result.inspect_err(|_| poison(kind.output, out))
+        // A rank alone takes all at once.
+        let bytes = |dtype: DataType| piece_elements.max(1).saturating_mul(dtype.bytes());
+        inputs[0]
+            .chunks(bytes(kind.dtype))
+            .zip(out.chunks_mut(bytes(kind.output)))
+            .try_for_each(|(input, out)| algorithm(active, kind, input, out))
+            .inspect_err(|_| poison(kind.output, out))
     })
 }
 

@@ -4,6 +4,7 @@ use crate::{
     job::{Active, Job, Use},
     memory::Staging,
     mover::Mover,
+    pushed::Buffers,
     user_buffers::RegionMemory,
     waits::Waits,
 };
@@ -13,7 +14,7 @@ use brigade_device::{
 };
 use brigade_group::Control;
 use brigade_plan::{Table, Topology};
-use brigade_sync::{Area, Deadline, Flag, Half, Uses, post};
+use brigade_sync::{Area, Deadline, Flag, Half, Rotation, Uses, post};
 use parking_lot::{Mutex, RwLock};
 use smallvec::SmallVec;
 use std::{
@@ -75,6 +76,8 @@ pub(crate) struct State {
     pub(crate) uses: [Uses; Area::ALL.len()],
     /// A use of the gather region that was begun when own rows were handed out.
     pub(crate) begun: Option<Use>,
+    /// Uses of the buffers that sums are pushed through.
+    pub(crate) rotation: Rotation,
     /// Pieces of mail with every peer.
     pub(crate) mail: Pairs,
     /// Signals of every region with every peer.
@@ -103,6 +106,7 @@ impl State {
             epoch: 0,
             uses: Default::default(),
             begun: None,
+            rotation: Rotation::default(),
             mail: Pairs::none(size),
             signals: BTreeMap::new(),
         }
@@ -282,7 +286,10 @@ impl Core {
             within,
             self.calls.load(Ordering::Relaxed),
             |deadline| self.shut_gates(deadline),
-            || Ok(()),
+            || {
+                self.control.layout().sums().empty(&Buffers::of(self));
+                Ok(())
+            },
             || {
                 *state = State::new(self.control.group().size);
                 *self.issue.lock() = Issue::default();

@@ -91,15 +91,38 @@ impl Job {
     }
 
     fn wait_while(&self, w: Wait, slot: usize, hope: impl Fn() -> bool) -> Result<()> {
-        if w.want.verdict(self.memory().load(w.word)) == Verdict::Ready {
-            return Ok(());
-        }
-        let start = Instant::now();
+        self.wait_while_by(w, slot, hope, |deadline, watch| {
+            wait(self.memory(), w, deadline, watch)
+        })
+    }
+
+    /// Waits as [`wait`](Self::wait) does, for a flag and for what a protocol has before it. Whoever has gone has posted the
+    /// flag before, or never will.
+    pub(crate) fn wait_by(
+        &self,
+        w: Wait,
+        slot: usize,
+        wait: impl FnOnce(&mut Deadline, &mut dyn FnMut() -> bool) -> Result<(), Stop>,
+    ) -> Result<()> {
+        self.wait_while_by(w, slot, || !self.lost(&w), wait)
+    }
+
+    fn wait_while_by(
+        &self,
+        w: Wait,
+        slot: usize,
+        hope: impl Fn() -> bool,
+        wait: impl FnOnce(&mut Deadline, &mut dyn FnMut() -> bool) -> Result<(), Stop>,
+    ) -> Result<()> {
+        let ready = w.want.verdict(self.memory().load(w.word)) == Verdict::Ready;
+        let start = (!ready).then(Instant::now);
         let mut deadline = self.deadline;
-        let result = wait(self.memory(), w, &mut deadline, || {
+        let result = wait(&mut deadline, &mut || {
             self.core.control.fault().is_some() || self.stranger().is_some() || !hope()
         });
-        self.core.waits.add(w.peer, start.elapsed());
+        if let Some(start) = start {
+            self.core.waits.add(w.peer, start.elapsed());
+        }
         result.map_err(|stop| self.give_up(stop, &w, slot))
     }
 

@@ -31,6 +31,7 @@ mod linear_reduce_scatter;
 mod memory;
 mod mover;
 mod operand;
+mod pushed;
 mod quantize;
 mod queue;
 mod reduce_scatter;

@@ -11,19 +11,21 @@ pub(crate) fn plan(
     table: &Table,
 ) -> Result<Plan, Reason> {
     reason::check_sum(input, output)?;
+    let (room, size) = (topology.config.all_reduce_bytes, topology.group.size);
+    let piece_elements = |algorithm| match algorithm {
+        A::OneShotPush | A::TwoShotPush => {
+            pushed::piece_elements(algorithm, room, (input, output), size)
+        }
+        _ => scratch::twice(topology, input, output),
+    };
     let algorithm = match choice {
         Some(a) if topology.engines.reduces(a) => a,
         Some(a) => return Err(reason::no_algorithm(a)),
-        None => choose(elements.saturating_mul(input.bytes()), topology, table)?,
-    };
-    let piece_elements = match algorithm {
-        A::OneShotPush | A::TwoShotPush => pushed::piece_elements(
-            algorithm,
-            topology.config.all_reduce_bytes,
-            (input, output),
-            topology.group.size,
-        )?,
-        _ => scratch::twice(topology, input, output)?,
+        None => {
+            let bytes = elements.saturating_mul(input.bytes());
+            let pushes = |a| bytes < table.push_below_bytes && piece_elements(a).is_ok();
+            choose(bytes, topology, table, pushes)?
+        }
     };
     Ok(Plan::AllReduce {
         algorithm,
@@ -31,20 +33,29 @@ pub(crate) fn plan(
             A::Nccl => SumOrder::Foreign,
             _ => SumOrder::Flat,
         },
-        piece_elements,
+        piece_elements: piece_elements(algorithm)?,
         launch: Launch::default(),
     })
 }
 
 /// Never NCCL: its sums have an order of their own, which only the caller can allow.
-fn choose(bytes: usize, topology: &Topology, table: &Table) -> Result<A, Reason> {
+fn choose(
+    bytes: usize,
+    topology: &Topology,
+    table: &Table,
+    pushes: impl Fn(A) -> bool,
+) -> Result<A, Reason> {
+    let one_shot = [A::OneShotPush, A::OneShotPull];
+    let two_shot = [A::TwoShotPush, A::TwoShot];
     let by_size = if bytes <= table.one_shot_max_bytes {
-        [A::OneShotPush, A::OneShotPull, A::TwoShot]
+        [one_shot, two_shot]
     } else {
-        [A::TwoShot, A::OneShotPush, A::OneShotPull]
+        [two_shot, one_shot]
     };
     by_size
         .into_iter()
-        .find(|&a| topology.engines.reduces(a))
+        .flatten()
+        .filter(|&a| topology.engines.reduces(a))
+        .find(|&a| matches!(a, A::OneShotPull | A::TwoShot) || pushes(a))
         .ok_or_else(reason::no_all_reduce)
 }

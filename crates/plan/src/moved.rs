@@ -4,7 +4,8 @@
 //!
 //! `chunk_bytes[c]` is the size of chunk `c` (in the twin, of the part that becomes rank `c`'s).
 
-use crate::{ring, rows};
+use crate::{pushed::Granules, ring, rows};
+use brigade_device::{AllReduceAlgorithm, DataType};
 
 fn all(chunk_bytes: &[usize]) -> u64 {
     chunk_bytes.iter().map(|&b| b as u64).sum()
@@ -56,6 +57,27 @@ pub fn two_shot(
     };
     let piece = piece_elements.max(1);
     (elements / piece) as u64 * per_piece(piece) + per_piece(elements % piece)
+}
+
+/// Two-shot all-reduce by push: of every piece, each peer's share to that peer, and the sums of the own share to all.
+/// `types` are those of the input and of the result. Each piece is cut by [`Granules`].
+pub fn two_shot_push(
+    rank: usize,
+    size: usize,
+    elements: usize,
+    piece_elements: usize,
+    types: (DataType, DataType),
+) -> u64 {
+    let piece = piece_elements.max(1);
+    (0..elements)
+        .step_by(piece)
+        .map(|start| {
+            let elements = piece.min(elements - start);
+            let cut = Granules::new(AllReduceAlgorithm::TwoShotPush, elements, types, size);
+            let own = cut.elements_of(rank, elements).len();
+            ((elements - own) * types.0.bytes() + own * types.1.bytes() * (size - 1)) as u64
+        })
+        .sum()
 }
 
 /// Broadcast by pull: the root moves nothing, everybody else everything.

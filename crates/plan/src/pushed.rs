@@ -49,6 +49,12 @@ impl Granules {
         cut(rank)..cut(rank + 1)
     }
 
+    /// The elements that a rank reduces in two shots, of so many in all: the last granule may be filled in part.
+    pub fn elements_of(&self, rank: usize, all: usize) -> std::ops::Range<usize> {
+        let of = self.of(rank);
+        (of.start * self.elements).min(all)..(of.end * self.elements).min(all)
+    }
+
     /// Bytes that the exchange takes of a buffer.
     pub fn bytes(&self, algorithm: A, size: usize) -> usize {
         let results = match algorithm {
@@ -100,6 +106,10 @@ mod tests {
         let g = of(100);
         assert_eq!((g.elements, g.all, g.share, g.result_bytes), (8, 13, 5, 32));
         assert_eq!([0, 1, 2].map(|r| g.of(r)), [0..5, 5..10, 10..13]);
+        assert_eq!(
+            [0, 1, 2].map(|r| g.elements_of(r, 100)),
+            [0..40, 40..80, 80..100]
+        );
         assert_eq!(of(8).of(2), 1..1);
         assert_eq!(g.bytes(A::TwoShotPush, 3), 2 * 5 * (16 + 32));
     }

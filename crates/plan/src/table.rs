@@ -8,6 +8,8 @@ use brigade_device::{OverlapMode, Reason};
 pub struct Table {
     /// Largest input, in bytes, for which an all-reduce takes one shot.
     pub one_shot_max_bytes: usize,
+    /// All-reduces of fewer bytes push, where the device does and its buffers have room: 0 for none.
+    pub push_below_bytes: usize,
     /// Smallest mean chunk, in bytes of rows, for which gather-linear overlaps.
     pub gather: Crossovers,
     /// Smallest mean part, in bytes of sums, for which the twin overlaps.
@@ -23,6 +25,7 @@ impl Table {
     pub const fn host() -> Self {
         Self {
             one_shot_max_bytes: 64 << 10,
+            push_below_bytes: 0,
             gather: Crossovers::all(16 << 10),
             scatter: Crossovers::all(16 << 10),
             overlap: OverlapMode::Ring,
@@ -39,6 +42,7 @@ impl Table {
         let figures = Figures::embedded()?;
         Ok(Self {
             one_shot_max_bytes: 512 << 10,
+            push_below_bytes: 0,
             gather: figures.of(gpus, Overlapped::GatherLinear),
             scatter: figures.of(gpus, Overlapped::ReduceScatterLinear),
             overlap: OverlapMode::Tiles,
@@ -50,6 +54,7 @@ impl Table {
     pub fn digest(&self) -> u64 {
         let Self {
             one_shot_max_bytes,
+            push_below_bytes,
             gather,
             scatter,
             overlap,
@@ -65,12 +70,16 @@ impl Table {
             .into_iter()
             .flat_map(Crossovers::each)
             .map(|(_, c)| c.min_chunk_bytes.map_or(u64::MAX, |bytes| bytes as u64));
-        [*one_shot_max_bytes as u64, overlap]
-            .into_iter()
-            .chain(crossovers)
-            .flat_map(u64::to_le_bytes)
-            .fold(0xcbf2_9ce4_8422_2325, |h, b| {
-                (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
-            })
+        [
+            *one_shot_max_bytes as u64,
+            *push_below_bytes as u64,
+            overlap,
+        ]
+        .into_iter()
+        .chain(crossovers)
+        .flat_map(u64::to_le_bytes)
+        .fold(0xcbf2_9ce4_8422_2325, |h, b| {
+            (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
+        })
     }
 }

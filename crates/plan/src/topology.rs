@@ -39,27 +39,29 @@ pub struct Engines {
 }
 
 impl Engines {
-    /// What the host device runs: every overlap mode, and all-reduces by pull and in two shots.
+    /// What the host device runs: every overlap mode, and all of Brigade's all-reduces.
     pub const fn host() -> Self {
         Self {
             chunked: true,
             ring: true,
             pull: true,
             tiles: false,
-            one_shot_push: false,
+            one_shot_push: true,
             one_shot_pull: true,
             two_shot: true,
-            two_shot_push: false,
+            two_shot_push: true,
             nccl: false,
             pushes_parts: false,
         }
     }
 
-    /// What the CUDA device runs: the same, so far, but parts are pushed; and `tiles`, where every rank has a GPU of its own
-    /// with a kernel for that.
+    /// What the CUDA device runs: the same, but that all-reduces do not push yet, and parts are pushed; and `tiles`, where
+    /// every rank has a GPU of its own with a kernel for that.
     pub const fn cuda(tiles: bool) -> Self {
         Self {
             tiles,
+            one_shot_push: false,
+            two_shot_push: false,
             pushes_parts: true,
             ..Self::host()
         }

@@ -201,8 +201,7 @@ fn a_number_of_pieces_is_checked_even_for_one_rank() {
 #[test]
 fn all_reduce() {
     use AllReduceAlgorithm::*;
-    let cuda = Engines {
-        one_shot_push: true,
+    let with_nccl = Engines {
         nccl: true,
         ..Engines::host()
     };
@@ -211,16 +210,28 @@ fn all_reduce() {
         ..Engines::default()
     };
     let devices = [
-        ("host", Engines::host()),
-        ("with push and nccl", cuda),
-        ("nccl alone", only_nccl),
+        ("host", Engines::host(), 0, 8 << 20),
+        (
+            "where pushing pays, and with nccl",
+            with_nccl,
+            1 << 20,
+            8 << 20,
+        ),
+        ("where pushing would pay", Engines::host(), usize::MAX, 16),
+        ("cuda", Engines::cuda(true), usize::MAX, 8 << 20),
+        ("nccl alone", only_nccl, usize::MAX, 8 << 20),
     ];
     let mut text = String::new();
-    for (name, engines) in devices {
-        writeln!(text, "{name}").unwrap();
-        let topology = Topology {
+    for (name, engines, push_below_bytes, all_reduce_bytes) in devices {
+        writeln!(text, "{name}, {all_reduce_bytes} bytes to push through").unwrap();
+        let mut topology = Topology {
             engines,
             ..topology(0, 4)
+        };
+        topology.config.all_reduce_bytes = all_reduce_bytes;
+        let table = Table {
+            push_below_bytes,
+            ..Table::host()
         };
         let run = |elements, dtype, output, choice| {
             let call = Call::AllReduce {
@@ -230,13 +241,13 @@ fn all_reduce() {
                 op: ReduceOp::Sum,
                 choice,
             };
-            line(&plan(&call, &topology, &Table::host()))
+            line(&plan(&call, &topology, &table))
         };
         for elements in [0, 1, 1 << 14, (1 << 14) + 1, 1 << 20] {
             let got = run(elements, DataType::F32, DataType::F32, None);
             writeln!(text, "  {elements:>7} f32 auto -> {got}").unwrap();
         }
-        for choice in [OneShotPush, OneShotPull, TwoShot, Nccl] {
+        for choice in [OneShotPush, OneShotPull, TwoShotPush, TwoShot, Nccl] {
             let got = run(100, DataType::BF16, DataType::BF16, Some(choice));
             writeln!(text, "  100 bf16 {choice:?} -> {got}").unwrap();
         }

@@ -17,6 +17,7 @@ fn what_is_voted_on_tells_tables_and_engines_apart() {
             one_shot_max_bytes: 1,
             ..table()
         },
+        with(|t| t.push_below_bytes = 1),
         with(|t| t.gather.bf16.min_chunk_bytes = Some(1)),
         with(|t| t.gather.int8.min_chunk_bytes = Some(1)),
         with(|t| t.gather.fp8.min_chunk_bytes = Some(1)),

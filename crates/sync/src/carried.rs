@@ -20,8 +20,7 @@ pub(crate) fn take<M: Memory + ?Sized, T>(
         let mut spins = budget.spins();
         let value = loop {
             let events = memory.events(at.owner);
-            let seen = memory.load_relaxed(at);
-            if let Some(value) = there(seen) {
+            if let Some(value) = there(memory.load_relaxed(at)) {
                 break value;
             }
             if spins > 0 {
@@ -37,7 +36,7 @@ pub(crate) fn take<M: Memory + ?Sized, T>(
                 return Err(Stop::Interrupted);
             }
             if budget.spent() {
-                return Err(Stop::Timeout { seen });
+                return Err(Stop::Timeout { seen: signed });
             }
             // The signature, which is stored behind every word, wakes whoever rests on one of them.
             memory.rest(at.owner, events, budget.until());

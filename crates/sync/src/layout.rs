@@ -2,6 +2,7 @@
 
 use crate::{
     AbortCell, BELL_WORDS, BUFFERS, CreditRing, FlagBarrier, HALVES, Half, ResetGate, Role,
+    Sentinel,
 };
 use brigade_device::{CommConfig, Error, Region, Result};
 
@@ -40,6 +41,7 @@ pub struct Layout {
     region_rings: Vec<CreditRing>,
     starts: [usize; Area::ALL.len()],
     half_bytes: [usize; Area::ALL.len()],
+    signatures: usize,
     sums_start: usize,
     sums_bytes: usize,
     /// Words that hold flags.
@@ -93,6 +95,7 @@ impl Layout {
                 base: take(CreditRing::words(size, 1)),
             })
             .collect();
+        let signatures = take(Sentinel::signatures(size));
         let flags = words;
         let words = flags.next_multiple_of(BELL_WORDS) + BELL_WORDS;
         let mail = (config.scratch_bytes / size.max(1))
@@ -141,6 +144,7 @@ impl Layout {
             region_rings,
             starts,
             half_bytes,
+            signatures,
             sums_start,
             sums_bytes: config.all_reduce_bytes,
             flags,
@@ -194,6 +198,17 @@ impl Layout {
         self.sums_bytes
     }
 
+    /// The exchange of sums that are pushed. Its buffers are words of the data, counted from the first word of a segment.
+    pub fn sums(&self) -> Sentinel {
+        Sentinel {
+            rank: self.barrier.rank,
+            size: self.barrier.size,
+            base: self.signatures,
+            buffers: self.words + self.sums_start / 8,
+            capacity: self.sums_bytes.next_multiple_of(64) / 8,
+        }
+    }
+
     /// All memory of a rank: its words, filled up to a line of 64 bytes, and its data.
     pub fn total_bytes(&self) -> usize {
         (self.words * 8).next_multiple_of(64) + self.bytes
@@ -203,7 +218,7 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Flag, Word};
+    use crate::{Flag, Shot, Word};
     use brigade_device::ParallelMode;
 
     fn config() -> CommConfig {
@@ -238,7 +253,15 @@ mod tests {
             end = start + layout.sums_bytes();
         }
         assert!(end <= layout.bytes);
+        assert_eq!(layout.sums_start(BUFFERS), layout.bytes);
         assert_eq!(layout.sums_bytes(), 130);
+        let sums = layout.sums();
+        let shot = Shot::first(1);
+        let place = sums.place(1, 2, shot, 2, 0).index * 8;
+        assert_eq!(
+            place,
+            layout.total_bytes() - layout.bytes + layout.sums_start(2)
+        );
         assert_eq!(layout.half_bytes(Area::Gather), 128 + 10);
         assert!(layout.half_bytes(Area::Mail).is_multiple_of(3 * 64));
         let front = layout.total_bytes() - layout.bytes;
@@ -257,7 +280,8 @@ mod tests {
         parts.extend(Area::ALL.map(|a| (layout.ring(a).base, CreditRing::words(3, 4))));
         let regions = (0..3).filter_map(|r| layout.region_ring(Region(r)));
         parts.extend(regions.map(|ring| (ring.base, CreditRing::words(3, 1))));
-        assert_eq!(parts.len(), 4 + 4 + 3);
+        parts.push((layout.sums().base, Sentinel::signatures(3)));
+        assert_eq!(parts.len(), 4 + 4 + 3 + 1);
         let end = parts.into_iter().fold(0, |end, (base, words)| {
             assert_eq!(base, end);
             base + words

@@ -35,5 +35,5 @@ pub use memory::{BELL_WORDS, Memory, Word, Words};
 pub use packet::Packets;
 pub use reset::ResetGate;
 pub use ring::{CreditRing, HALVES, Half, Role, Uses};
-pub use sentinel::{BUFFERS, Rotation, Sentinel, Turnover};
+pub use sentinel::{BUFFERS, Rotation, Sentinel, Shot, Turnover};
 pub use wait::{Budget, Deadline, Post, Stop, Wait, post, wait};

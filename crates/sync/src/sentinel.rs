@@ -1,183 +1,271 @@
-//! Sums in one shot: values are pushed into buffers that hold a sentinel, and a reader polls until none is left.
+//! Sums that are pushed: values go to places that are empty, and a reader polls until none of them is.
 
 use crate::{Budget, Flag, Memory, Post, Stop, Wait, Want, Word, carried};
+use brigade_device::DataType;
 
-/// Three rotating buffers per source (after TensorRT-LLM's Lamport all-reduce), for exchanges of `f32` in which every rank
-/// pushes to every peer: one is written now, one may still be read or already be written for the next use, and one is
-/// cleared. Two values share a word.
+/// Three rotating buffers in every rank's memory (after TensorRT-LLM's Lamport all-reduce), for exchanges of f32, f16 and
+/// bf16 in which every rank pushes to every peer, in one shot or in two. An exchange is one *use* of one buffer, both shots
+/// in different places of it; a [`Rotation`] counts them.
 ///
-/// A rank pushes for a use only when it has taken everything of the use before. In use `n` it clears, between its push and
-/// the next, the buffer of use `n - 1`, that it has taken; a peer writes there for use `n + 2` only after it has taken this
-/// rank's signature of use `n + 1`, which stands behind the clear. So the signature is pushed also when there are no
-/// values.
+/// # Lanes
+/// Values travel in *lanes* of 32 bits, one f32 or two 16-bit values each, two lanes to a word. A lane of all ones is the
+/// sentinel, which no value is: pushing makes it the type's [canonical NaN](Self::nan). Every other pattern comes through
+/// as it is. So a sum is taken as it would be, since every NaN makes the same one of it; copies of any bits are not.
 ///
-/// The sentinel is one NaN, and pushing makes every NaN another one. All other values come through bit by bit.
+/// Lanes lie inverted in memory: an empty one is 0. So memory that nobody has touched is empty, and whoever joins with
+/// large buffers pays nothing for them until they are used. On a GPU (`kernels/all_reduce.cu`) an empty lane is all ones,
+/// since that memory is there and filled once in any case, and a kernel that polls then compares what it has read as it is.
+/// Its signatures are the call's arrivals, since each exchange is a call of its own there. Devices never share buffers.
 ///
-/// Words per rank: [`words`](Self::words), from `base` on.
+/// # Why three buffers suffice
+/// In use `n` a rank pushes, signs, [clears](Self::clear) the buffer of use `n - 1`, and takes from all: in two shots it then
+/// pushes and signs the sums of its share, and takes those of the others. It goes on to use `n + 1` only when it has taken
+/// all that it is sent in use `n`. So whoever took a peer's first signature of use `n + 1` knows that the peer has taken
+/// all of use `n`; and whoever took that of use `n + 2`, that the peer has cleared the buffer of use `n`, too.
+///
+/// A rank in use `n + 3` has taken all first signatures of use `n + 2`. So what it pushes, in either shot, goes into
+/// buffers that have been read and cleared; and as the signature is a release, the clear does not come after it. While a
+/// rank is in use `n`, its peers may push for use `n`, and those that have its signature of use `n` and all else that they
+/// need, for use `n + 1`, but for no later one; and it clears the buffer of use `n - 1` itself. These are the three.
+///
+/// The second shot changes nothing in this, for it comes after the first signature of its use and before that of the next
+/// one. Two buffers would not do: a peer that pushes for use `n + 1` would meet the clear of use `n - 1`. That the sums of
+/// use `n` come from a rank does not say that it has cleared: it may have none to push, and words that carry their own
+/// flag order nothing.
+///
+/// The first signature is pushed also when there are no values for a peer, in a use or in its share. The second comes only
+/// with values.
+///
+/// Words of flags per rank: [`signatures`](Self::signatures), from `base` on. They are apart from the buffers, whose words
+/// are only ever read and written relaxed.
 #[derive(Clone, Copy, Debug)]
 pub struct Sentinel {
     /// This rank.
     pub rank: usize,
     /// Ranks in the group.
     pub size: usize,
-    /// Most values from one rank to another.
-    pub capacity: usize,
-    /// First word.
+    /// First word of the signatures.
     pub base: usize,
+    /// First word of the buffers.
+    pub buffers: usize,
+    /// Words of each buffer.
+    pub capacity: usize,
 }
 
 /// Buffers that rotate.
 pub const BUFFERS: usize = 3;
 
-/// Values in a word.
-const LANES: usize = 2;
+/// Most shots of an exchange.
+const SHOTS: usize = 2;
 
-/// What one use does with the buffers.
+/// Bytes of a word, and of its lanes.
+const WORD_BYTES: usize = 8;
+
+/// One push of an exchange, and where it goes in the buffers: each rank has a slot for every peer there, the next one's
+/// first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shot {
+    /// 0, or 1 in the second one: each has signatures of its own.
+    pub index: usize,
+    /// Its first word in a buffer.
+    pub first: usize,
+    /// Words of a slot.
+    pub words: usize,
+}
+
+impl Shot {
+    /// The only shot of an exchange, or its first.
+    pub const fn first(words: usize) -> Self {
+        Self {
+            index: 0,
+            first: 0,
+            words,
+        }
+    }
+
+    /// The one after this, behind it in the buffer.
+    pub const fn then(self, size: usize, words: usize) -> Self {
+        Self {
+            index: self.index + 1,
+            first: self.end(size),
+            words,
+        }
+    }
+
+    /// Words of a buffer that are taken up to here.
+    pub const fn end(self, size: usize) -> usize {
+        self.first + size.saturating_sub(1) * self.words
+    }
+}
+
+/// One use of the buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Turnover {
+    /// Which use, from 1; wraps.
+    pub epoch: u32,
     /// The buffer that is written and read.
     pub buffer: usize,
     /// The buffer to be cleared.
     pub stale: usize,
-    /// Values that lie there, from every source.
-    pub stale_values: usize,
+    /// Words that were filled there, from its first one on.
+    pub stale_words: usize,
 }
 
 /// Which buffer is next, and how far each of them is filled: the same on every rank, since all make the same calls. The
 /// buffers are counted by themselves, because 3 does not divide the number of epochs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rotation {
+    uses: u32,
     next: usize,
-    values: [usize; BUFFERS],
+    filled: [usize; BUFFERS],
 }
 
 impl Rotation {
-    /// Begins a use in which every rank pushes so many values to every peer.
-    pub fn begin(&mut self, values: usize) -> Turnover {
+    /// Begins a use that takes so many words of every rank's buffer.
+    pub fn begin(&mut self, words: usize) -> Turnover {
         let buffer = self.next;
         let stale = (buffer + BUFFERS - 1) % BUFFERS;
+        self.uses = self.uses.wrapping_add(1);
         self.next = (buffer + 1) % BUFFERS;
-        self.values[buffer] = values;
+        self.filled[buffer] = words;
         Turnover {
+            epoch: self.uses,
             buffer,
             stale,
-            stale_values: std::mem::take(&mut self.values[stale]),
+            stale_words: std::mem::take(&mut self.filled[stale]),
         }
     }
 }
 
+/// A lane as it lies in memory.
+const fn inverted(lane: u32, nan: u32) -> u32 {
+    !(if lane == Sentinel::EMPTY { nan } else { lane })
+}
+
 impl Sentinel {
-    /// The pattern of a place that nothing was pushed to.
+    /// The lane that is no value.
     pub const EMPTY: u32 = u32::MAX;
-    /// What every NaN becomes.
-    pub const NAN: u32 = 0x7FC0_0000;
 
-    /// Words it needs in every rank's memory.
-    pub const fn words(size: usize, capacity: usize) -> usize {
-        BUFFERS * size * (1 + Self::filled(capacity))
+    /// The lane that is pushed in its place: as many canonical NaNs of the type as a lane has values.
+    pub const fn nan(dtype: DataType) -> u32 {
+        let nan = dtype.poison() as u32;
+        match dtype.bytes() {
+            2 => nan << 16 | nan,
+            _ => nan,
+        }
     }
 
-    /// Words that so many values take.
-    pub const fn filled(values: usize) -> usize {
-        values.div_ceil(LANES)
+    /// Words of flags it needs in every rank's memory.
+    pub const fn signatures(size: usize) -> usize {
+        BUFFERS * SHOTS * size
     }
 
-    /// The word of two values in the memory of `owner`.
-    pub const fn place(self, owner: usize, buffer: usize, from: usize, i: usize) -> Word {
-        let lane = buffer * self.size + from;
+    /// Words of a buffer that so many bytes take.
+    pub const fn filled(bytes: usize) -> usize {
+        bytes.div_ceil(WORD_BYTES)
+    }
+
+    /// A word of what `from` pushes to `owner`.
+    pub const fn place(
+        self,
+        owner: usize,
+        buffer: usize,
+        shot: Shot,
+        from: usize,
+        i: usize,
+    ) -> Word {
+        let slot = (from + self.size - owner - 1) % self.size;
         Word {
             owner,
-            index: self.base + lane * (1 + Self::filled(self.capacity)) + 1 + i,
+            index: self.buffers + buffer * self.capacity + shot.first + slot * shot.words + i,
         }
     }
 
-    const fn signature_word(self, owner: usize, buffer: usize, from: usize) -> Word {
-        let first = self.place(owner, buffer, from, 0);
+    const fn signature_word(self, owner: usize, buffer: usize, shot: Shot, from: usize) -> Word {
         Word {
             owner,
-            index: first.index - 1,
+            index: self.base + (buffer * SHOTS + shot.index) * self.size + from,
         }
     }
 
-    /// The bits that are pushed for a value.
-    pub const fn canonical(value: f32) -> u32 {
-        if value.is_nan() {
-            Self::NAN
-        } else {
-            value.to_bits()
+    /// What a place holds for up to 8 bytes; those that are missing are 0. `nan` takes the place of the sentinel.
+    pub fn pack(bytes: &[u8], nan: u32) -> u64 {
+        let whole = bytes.try_into().unwrap_or_else(|_| {
+            let mut all = [0; WORD_BYTES];
+            all[..bytes.len()].copy_from_slice(bytes);
+            all
+        });
+        let word = u64::from_ne_bytes(whole);
+        let [low, high] = [word as u32, (word >> 32) as u32].map(|lane| inverted(lane, nan));
+        u64::from(high) << 32 | u64::from(low)
+    }
+
+    /// The bytes in a place, if both lanes have come.
+    pub const fn unpack(word: u64) -> Option<[u8; WORD_BYTES]> {
+        if word as u32 == 0 || word >> 32 == 0 {
+            return None;
         }
-    }
-
-    /// What a place holds: two values, or one and zero.
-    pub fn pack(values: &[f32]) -> u64 {
-        values
-            .iter()
-            .rev()
-            .fold(0, |word, &v| word << 32 | u64::from(Self::canonical(v)))
-    }
-
-    /// The values in a place, if both have come.
-    pub fn unpack(word: u64) -> Option<[f32; LANES]> {
-        let lanes = [word as u32, (word >> 32) as u32];
-        (!lanes.contains(&Self::EMPTY)).then_some(lanes.map(f32::from_bits))
+        Some((!word).to_ne_bytes())
     }
 
     /// Behind the values: which call they belong to.
-    pub const fn signed(self, to: usize, turn: Turnover, flag: Flag) -> Post {
+    pub const fn signed(self, to: usize, turn: Turnover, shot: Shot, flag: Flag) -> Post {
         Post {
-            word: self.signature_word(to, turn.buffer, self.rank),
+            word: self.signature_word(to, turn.buffer, shot, self.rank),
             flag,
         }
     }
 
     /// Waits for the signature of what `from` pushes.
-    pub const fn signature(self, from: usize, turn: Turnover, flag: Flag) -> Wait {
+    pub const fn signature(self, from: usize, turn: Turnover, shot: Shot, flag: Flag) -> Wait {
         Wait {
-            word: self.signature_word(self.rank, turn.buffer, from),
+            word: self.signature_word(self.rank, turn.buffer, shot, from),
             want: Want::Exactly(flag),
             peer: from,
         }
     }
 
-    /// Empties all own buffers: when a generation begins, since nothing is pushed for the old one any more, and before a
-    /// barrier of the new one, behind which pushing begins.
-    pub fn prepare<M: Memory + ?Sized>(self, memory: &M) {
-        for buffer in 0..BUFFERS {
-            self.empty(memory, buffer, Self::filled(self.capacity));
-        }
-    }
-
-    /// Empties the buffer of the use before, as far as it was filled: after this use's push, before the next one's.
-    pub fn clear<M: Memory + ?Sized>(self, memory: &M, turn: Turnover) {
-        self.empty(memory, turn.stale, Self::filled(turn.stale_values));
-    }
-
-    fn empty<M: Memory + ?Sized>(self, memory: &M, buffer: usize, words: usize) {
-        for from in (0..self.size).filter(|&r| r != self.rank) {
-            for i in 0..words {
-                memory.store_relaxed(self.place(self.rank, buffer, from, i), u64::MAX);
+    /// Empties all own buffers for a new generation: while nobody pushes, so between two gates of a reset. What is empty is
+    /// left alone, so that memory that was never used is not taken now.
+    pub fn empty<M: Memory + ?Sized>(self, memory: &M) {
+        for index in self.buffers..self.buffers + BUFFERS * self.capacity {
+            let at = Word {
+                owner: self.rank,
+                index,
+            };
+            if memory.load_relaxed(at) != 0 {
+                memory.store_relaxed(at, 0);
             }
         }
     }
 
-    /// Pushes values to a peer.
+    /// Empties the buffer of the use before, as far as it was filled: after this use's first push, before the next one's.
+    pub fn clear<M: Memory + ?Sized>(self, memory: &M, turn: Turnover) {
+        let first = self.buffers + turn.stale * self.capacity;
+        for index in first..first + turn.stale_words {
+            let owner = self.rank;
+            memory.store_relaxed(Word { owner, index }, 0);
+        }
+    }
+
+    /// Pushes values to a peer; they are to be [signed](Self::signed). `nan` takes the place of the sentinel.
     pub fn push<M: Memory + ?Sized>(
         self,
         memory: &M,
         to: usize,
         turn: Turnover,
-        flag: Flag,
-        values: &[f32],
+        shot: Shot,
+        nan: u32,
+        bytes: &[u8],
     ) {
-        self.check(values.len());
-        for (i, values) in values.chunks(LANES).enumerate() {
-            let at = self.place(to, turn.buffer, self.rank, i);
-            memory.store_relaxed(at, Self::pack(values));
+        self.check(shot, bytes.len());
+        for (i, bytes) in bytes.chunks(WORD_BYTES).enumerate() {
+            let at = self.place(to, turn.buffer, shot, self.rank, i);
+            memory.store_relaxed(at, Self::pack(bytes, nan));
         }
-        crate::post(memory, self.signed(to, turn, flag));
     }
 
-    /// Takes what `from` pushes.
+    /// Takes what `from` pushes, and its signature.
     ///
     /// # Errors
     /// Why it gave up; `out` is then filled in part.
@@ -190,33 +278,37 @@ impl Sentinel {
         memory: &M,
         from: usize,
         turn: Turnover,
+        shot: Shot,
         flag: Flag,
-        out: &mut [f32],
+        out: &mut [u8],
         budget: &mut (impl Budget + ?Sized),
         watch: impl FnMut() -> bool,
     ) -> Result<(), Stop> {
-        self.check(out.len());
+        self.check(shot, out.len());
         let words = Self::filled(out.len());
-        let mut chunks = out.chunks_mut(LANES);
+        let mut chunks = out.chunks_mut(WORD_BYTES);
         carried::take(
             memory,
-            (0..words).map(|i| self.place(self.rank, turn.buffer, from, i)),
+            (0..words).map(|i| self.place(self.rank, turn.buffer, shot, from, i)),
             Self::unpack,
-            self.signature(from, turn, flag),
+            self.signature(from, turn, shot, flag),
             budget,
             watch,
-            |values| {
+            |bytes| {
                 if let Some(chunk) = chunks.next() {
-                    chunk.copy_from_slice(&values[..chunk.len()]);
+                    chunk.copy_from_slice(&bytes[..chunk.len()]);
                 }
             },
         )
     }
 
-    fn check(self, values: usize) {
+    /// That bytes fit in their slot, and the slot in a buffer.
+    fn check(self, shot: Shot, bytes: usize) {
+        let end = shot.end(self.size);
         assert!(
-            values <= self.capacity,
-            "{values} values in {} places",
+            Self::filled(bytes) <= shot.words && end <= self.capacity,
+            "{bytes} bytes in a slot of {} words, which end at {end} of {}",
+            shot.words,
             self.capacity
         );
     }
@@ -225,38 +317,105 @@ impl Sentinel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use DataType::{BF16, F16, F32};
     use proptest::prelude::*;
+
+    const TYPES: [(DataType, u32); 3] =
+        [(F32, 0x7FC0_0000), (F16, 0x7E00_7E00), (BF16, 0x7FC0_7FC0)];
+
+    fn through(lanes: [u32; 2], nan: u32) -> [u32; 2] {
+        let bytes = lanes.map(u32::to_ne_bytes).concat();
+        let back = Sentinel::unpack(Sentinel::pack(&bytes, nan)).unwrap();
+        let (low, high) = back.split_at(4);
+        [low, high].map(|lane| u32::from_ne_bytes(lane.try_into().unwrap()))
+    }
 
     proptest! {
         #[test]
-        fn all_but_nan_comes_through(bits: u32, other: u32) {
-            let values = [f32::from_bits(bits), f32::from_bits(other)];
-            let back = Sentinel::unpack(Sentinel::pack(&values)).unwrap();
-            for (value, back) in values.into_iter().zip(back) {
-                if value.is_nan() {
-                    prop_assert_eq!(back.to_bits(), Sentinel::NAN);
-                } else {
-                    prop_assert_eq!(back.to_bits(), value.to_bits());
-                }
+        fn all_but_the_sentinel_comes_through(low: u32, high: u32) {
+            for (dtype, canonical) in TYPES {
+                let nan = Sentinel::nan(dtype);
+                prop_assert_eq!(nan, canonical);
+                let want = [low, high].map(|lane| if lane == u32::MAX { nan } else { lane });
+                prop_assert_eq!(through([low, high], nan), want);
             }
         }
     }
 
     #[test]
-    fn special_values_come_through() {
-        let values = [-0.0, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(1)];
-        for value in values {
-            let back = Sentinel::unpack(Sentinel::pack(&[value])).unwrap();
-            assert_eq!(back.map(f32::to_bits), [value.to_bits(), 0]);
+    fn neighbours_of_the_sentinel_come_through_and_it_becomes_a_nan() {
+        let neighbours = [
+            u32::MAX - 1,
+            0x7FFF_FFFF,
+            0xFFFF_FFFE,
+            0xFFFE_FFFF,
+            0x0000_FFFF,
+        ];
+        let specials = [
+            0,
+            1,
+            0x8000_0000,
+            0x7F80_0000,
+            0xFF80_0000,
+            0x7FC0_0000,
+            0x8001_8001,
+        ];
+        for lane in neighbours.into_iter().chain(specials) {
+            for (_, nan) in TYPES {
+                assert_eq!(through([lane, !lane], nan)[0], lane);
+                assert_eq!(through([1, lane], nan)[1], lane);
+                assert_eq!(through([u32::MAX, lane], nan), [nan, lane]);
+                assert_eq!(through([lane, u32::MAX], nan), [lane, nan]);
+            }
         }
-        let sentinel = f32::from_bits(Sentinel::EMPTY);
-        assert!(sentinel.is_nan());
-        for values in [[sentinel, 1.0], [1.0, sentinel]] {
-            assert!(Sentinel::unpack(Sentinel::pack(&values)).is_some());
+    }
+
+    #[test]
+    fn a_place_is_empty_until_both_lanes_have_come() {
+        assert_eq!(Sentinel::unpack(0), None);
+        let word = Sentinel::pack(&[1, 2, 3], 0);
+        assert_eq!(Sentinel::unpack(word), Some([1, 2, 3, 0, 0, 0, 0, 0]));
+        for lane in [word & u64::from(u32::MAX), word >> 32 << 32] {
+            assert_eq!(Sentinel::unpack(lane), None);
         }
-        // A place with one value that came and one that did not is not there; words are written whole.
-        assert_eq!(Sentinel::unpack(u64::from(u32::MAX)), None);
-        assert_eq!(Sentinel::unpack(u64::from(u32::MAX) << 32), None);
+    }
+
+    #[test]
+    fn slots_and_signatures_are_apart_and_the_next_rank_has_the_first() {
+        let of = |rank| Sentinel {
+            rank,
+            size: 3,
+            base: 5,
+            buffers: 100,
+            capacity: 24,
+        };
+        let shot = Shot::first(5);
+        let shots = [shot, shot.then(3, 7)];
+        assert_eq!(shots[1].end(3), 24);
+        assert_eq!(of(0).place(1, 0, shot, 2, 0).index, 100);
+        assert_eq!(
+            of(0).place(1, 2, shots[1], 0, 3).index,
+            100 + 2 * 24 + 10 + 7 + 3
+        );
+        let mut rotation = Rotation::default();
+        let (mut words, mut flags) = (vec![], vec![]);
+        for turn in [0; BUFFERS].map(|_| rotation.begin(24)) {
+            for (shot, from) in shots.into_iter().flat_map(|s| [0, 2].map(|from| (s, from))) {
+                let place = |i| of(1).place(1, turn.buffer, shot, from, i).index;
+                words.extend((0..shot.words).map(place));
+                let flag = Flag::new(1, 2, turn.epoch);
+                let wait = of(1).signature(from, turn, shot, flag);
+                assert_eq!(of(from).signed(1, turn, shot, flag).word, wait.word);
+                flags.push(wait.word.index);
+            }
+        }
+        words.sort_unstable();
+        assert_eq!(words, (100..100 + 3 * 24).collect::<Vec<_>>());
+        flags.sort_unstable();
+        flags.dedup();
+        assert_eq!(flags.len(), BUFFERS * 2 * 2);
+        let all = 5..5 + Sentinel::signatures(3);
+        assert!(flags.iter().all(|f| all.contains(f)));
     }
 
     #[test]
@@ -264,11 +423,15 @@ mod tests {
         let mut rotation = Rotation::default();
         let turns: Vec<_> = [5, 0, 9, 2, 1]
             .map(|n| rotation.begin(n))
-            .map(|t| (t.buffer, t.stale, t.stale_values))
+            .map(|t| (t.epoch, t.buffer, t.stale, t.stale_words))
             .into();
-        assert_eq!(
-            turns,
-            [(0, 2, 0), (1, 0, 5), (2, 1, 0), (0, 2, 9), (1, 0, 2)]
-        );
+        let want = [
+            (1, 0, 2, 0),
+            (2, 1, 0, 5),
+            (3, 2, 1, 0),
+            (4, 0, 2, 9),
+            (5, 1, 0, 2),
+        ];
+        assert_eq!(turns, want);
     }
 }

@@ -189,58 +189,96 @@ fn the_tag_keeps_a_late_reader_from_taking_another_use() {
     assert_eq!(memory.load(slot(1)) as u32, memory.load(slot(3)) as u32);
 }
 
+/// Bytes of a buffer's slots that these tests fill at most.
+const MOST_BYTES: usize = 136;
+
 fn sentinel(rank: usize, size: usize) -> Sentinel {
     Sentinel {
         rank,
         size,
-        capacity: 33,
         base: 1,
+        buffers: 1 + Sentinel::signatures(size),
+        capacity: 2 * (size - 1) * Sentinel::filled(MOST_BYTES),
     }
 }
 
-fn values(n: u32, from: usize, len: usize) -> Vec<f32> {
-    let specials = [
-        -0.0,
-        f32::INFINITY,
-        f32::MIN_POSITIVE / 2.0,
-        f32::NEG_INFINITY,
-    ];
-    (0..len)
-        .map(|i| match i % 7 {
-            3 => specials[i / 7 % 4],
-            _ => (n * 100 + from as u32 * 10) as f32 + i as f32,
-        })
-        .collect()
+fn buffers(size: usize) -> Words<Vec<AtomicU64>> {
+    let sentinel = sentinel(0, size);
+    memory(size, sentinel.buffers + BUFFERS * sentinel.capacity)
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
+/// Values of a use, the sentinel itself among them, as they are pushed and as they come.
+fn values(n: u32, from: usize, len: usize) -> [Vec<u8>; 2] {
+    let specials = [0x8000_0000, 0x7F80_0000, u32::MAX, u32::MAX - 1, 1, 0];
+    let lane = |i: usize| match i % 7 {
+        3 => specials[i / 7 % specials.len()],
+        _ => n << 16 | (from as u32) << 8 | i as u32,
+    };
+    [u32::MAX, NAN].map(|nan| {
+        let come = |lane| if lane == u32::MAX { nan } else { lane };
+        (0..len).flat_map(|i| come(lane(i)).to_ne_bytes()).collect()
+    })
 }
 
+const NAN: u32 = 0x7FC0_0000;
+
+/// Pushes to a peer, and signs.
+fn push(
+    memory: &impl Memory,
+    from: Sentinel,
+    to: usize,
+    (turn, shot): (Turnover, Shot),
+    flag: Flag,
+    bytes: &[u8],
+) {
+    from.push(memory, to, turn, shot, NAN, bytes);
+    post(memory, from.signed(to, turn, shot, flag));
+}
+
+/// In one shot and in two, with lengths of all tails, none at all now and then.
 #[test]
 fn values_come_exactly_in_three_buffers() {
     for size in [2, 3, 5] {
-        let memory = memory(size, 1 + Sentinel::words(size, 33));
-        for rank in 0..size {
-            sentinel(rank, size).prepare(&memory);
-        }
+        let memory = buffers(size);
         ranks(size, |rank| {
             let mine = sentinel(rank, size);
             let mut rotation = Rotation::default();
             for n in 0..400u32 {
-                let len = n as usize * 11 % 34;
-                let turn = rotation.begin(len);
-                // Epochs that wrap on the way, which 3 does not divide.
-                let flag = flag((u32::MAX - 200).wrapping_add(n));
-                for to in peers(rank, size) {
-                    mine.push(&memory, to, turn, flag, &values(n, rank, len));
+                let len = n as usize * 11 % (MOST_BYTES / 4);
+                let shot = Shot::first(Sentinel::filled(len * 4));
+                let mut shots = vec![shot];
+                if n % 2 == 1 {
+                    shots.push(shot.then(size, shot.words));
                 }
-                mine.clear(&memory, turn);
-                for from in peers(rank, size) {
-                    let mut got = vec![0.0; len];
-                    mine.take(&memory, from, turn, flag, &mut got, &mut long(), || false)
+                let turn = rotation.begin(shots[shots.len() - 1].end(size));
+                // Epochs that wrap on the way, which 3 does not divide.
+                let flag = flag((u32::MAX - 200).wrapping_add(turn.epoch));
+                for shot in shots {
+                    let day = 2 * n + shot.index as u32;
+                    for to in peers(rank, size) {
+                        let [pushed, _] = values(day, rank, len);
+                        push(&memory, mine, to, (turn, shot), flag, &pushed);
+                    }
+                    if shot.index == 0 {
+                        mine.clear(&memory, turn);
+                    }
+                    for from in peers(rank, size) {
+                        let mut got = vec![0; len * 4];
+                        let mut budget = long();
+                        mine.take(
+                            &memory,
+                            from,
+                            turn,
+                            shot,
+                            flag,
+                            &mut got,
+                            &mut budget,
+                            || false,
+                        )
                         .unwrap();
-                    assert_eq!(bits(&got), bits(&values(n, from, len)));
+                        let [_, want] = values(day, from, len);
+                        assert_eq!(got, want);
+                    }
                 }
             }
         });
@@ -250,15 +288,22 @@ fn values_come_exactly_in_three_buffers() {
 /// Three uses later, what was not cleared passes for new.
 #[test]
 fn without_the_clear_old_values_pass_for_new_ones() {
-    let memory = memory(2, 1 + Sentinel::words(2, 33));
+    let memory = buffers(2);
     let mine = sentinel(1, 2);
-    mine.prepare(&memory);
     let mut rotation = Rotation::default();
-    let turns: Vec<Turnover> = (0..4).map(|_| rotation.begin(2)).collect();
+    let shot = Shot::first(1);
+    let turns: Vec<Turnover> = (0..4).map(|_| rotation.begin(1)).collect();
     assert_eq!(turns[0].buffer, turns[3].buffer);
-    let place = mine.place(1, turns[3].buffer, 0, 0);
-    sentinel(0, 2).push(&memory, 1, turns[0], flag(1), &[1.0, 2.0]);
-    assert_eq!(Sentinel::unpack(memory.load(place)), Some([1.0, 2.0]));
+    let place = mine.place(1, turns[3].buffer, shot, 0, 0);
+    push(
+        &memory,
+        sentinel(0, 2),
+        1,
+        (turns[0], shot),
+        flag(1),
+        &[1; 8],
+    );
+    assert_eq!(Sentinel::unpack(memory.load(place)), Some([1; 8]));
     // Uses 1 and 2 go by: use 1 clears what use 0 left.
     mine.clear(&memory, turns[2]);
     assert!(
@@ -267,6 +312,36 @@ fn without_the_clear_old_values_pass_for_new_ones() {
     );
     mine.clear(&memory, turns[1]);
     assert_eq!(Sentinel::unpack(memory.load(place)), None);
+}
+
+/// A new generation begins with empty buffers, whatever the old one left in them.
+#[test]
+fn a_reset_empties_all_own_buffers() {
+    let memory = buffers(3);
+    let shot = Shot::first(17);
+    let mut rotation = Rotation::default();
+    let turns: Vec<Turnover> = (0..3).map(|_| rotation.begin(34)).collect();
+    let places: Vec<Word> = [1, 2]
+        .into_iter()
+        .flat_map(|owner| [0, 1, 2].map(|buffer| (owner, buffer)))
+        .map(|(owner, buffer)| sentinel(0, 3).place(owner, buffer, shot, 0, 16))
+        .collect();
+    for (to, &turn) in [1, 2]
+        .into_iter()
+        .flat_map(|to| turns.iter().map(move |t| (to, t)))
+    {
+        push(
+            &memory,
+            sentinel(0, 3),
+            to,
+            (turn, shot),
+            flag(turn.epoch),
+            &[1; 136],
+        );
+    }
+    sentinel(1, 3).empty(&memory);
+    let left = places.iter().filter(|&&at| memory.load(at) != 0);
+    assert!(left.eq(&places[3..]), "all of rank 1's, none of rank 2's");
 }
 
 /// Memory in which the group is stopped just when a rank has looked, and is about to rest.

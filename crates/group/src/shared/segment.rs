@@ -147,6 +147,26 @@ impl Segment {
     }
 }
 
+/// Data that is words: buffers of sums, which ranks write and poll at the same time.
+impl Segment {
+    /// Bytes of data as words, which all ranks may read and write.
+    ///
+    /// # Panics
+    /// If they lie outside of the data, or are not whole words.
+    ///
+    /// # Safety
+    /// While the slice lives, nobody touches these bytes but as such words.
+    pub unsafe fn data_words(&self, range: Range<usize>) -> &[AtomicU64] {
+        assert!(
+            range.start.is_multiple_of(8) && range.end.is_multiple_of(8),
+            "shared memory: {range:?} are not whole words"
+        );
+        // SAFETY: `data` checks the bounds; data begins at a multiple of 64 bytes, and is zeroed or was stored so; the
+        // caller promises that it is used as words only.
+        unsafe { std::slice::from_raw_parts(self.data(&range).cast(), range.len() / 8) }
+    }
+}
+
 /// Segments of users' regions: all of it is words, and bytes are copied word by word as relaxed atomics, so that a caller
 /// who reads while a peer writes gets torn data, but nothing worse.
 impl Segment {

@@ -21,7 +21,8 @@ pub fn claims() -> Vec<Row> {
     let ordered = |scenario: fn() -> Scenario| executions(Orders::RIGHT, deep(2, 3), scenario);
     let holds = Row::holds;
     let (barrier, ring, fifo, packets) = ("barrier", "ring", "fifo", "packets");
-    let (sentinel, abort, reset, waits) = ("sentinel", "abort", "reset", "waits");
+    let (sentinel, two_shots) = ("sentinel", "two shots");
+    let (abort, reset, waits) = ("abort", "reset", "waits");
     vec![
         holds(
             barrier,
@@ -131,7 +132,7 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             sentinel,
-            "2 ranks, long, short and empty uses, a NaN",
+            "2 ranks, long, short and empty uses, the sentinel itself",
             states(|| sentinel::scenario(2, &LENGTHS, S)),
         ),
         holds(
@@ -148,6 +149,46 @@ pub fn claims() -> Vec<Row> {
             sentinel,
             "memory order of 2 ranks",
             ordered(|| sentinel::scenario(2, &[1, 2, 1, 1], S)),
+        ),
+        holds(
+            sentinel,
+            "one of 3 ranks dies at any point, the others end with one record",
+            states(|| sentinel::scenario(3, &[1, 1], S).with_death(1)),
+        ),
+        holds(
+            sentinel,
+            "2 ranks, after a reset that found values nobody had taken",
+            states(|| sentinel::again(2, &[1, 1, 1, 1], S)),
+        ),
+        holds(
+            two_shots,
+            "2 ranks, shares of both, of one and of none",
+            states(|| sentinel::twice(2, &SHARES, S)),
+        ),
+        holds(
+            two_shots,
+            "3 ranks, every buffer used again",
+            states(|| sentinel::twice(3, &[1; 5][..deep(4, 5)], S)),
+        ),
+        holds(
+            two_shots,
+            "4 ranks, one use after the other",
+            states(|| sentinel::twice(4, &[1; 2], S)),
+        ),
+        holds(
+            two_shots,
+            "one of 3 ranks dies at any point, the others end with one record",
+            states(|| sentinel::twice(3, &[1; 2][..deep(1, 2)], S).with_death(0)),
+        ),
+        holds(
+            two_shots,
+            "stores become visible late, 2 ranks",
+            states(|| sentinel::twice(2, &[1, 4, 1, 1][..deep(3, 4)], S).weak(false)),
+        ),
+        holds(
+            two_shots,
+            "memory order of 2 ranks",
+            executions(Orders::RIGHT, 2, || sentinel::twice(2, &[1; 4], S)),
         ),
         holds(
             abort,

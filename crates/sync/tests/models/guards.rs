@@ -173,8 +173,8 @@ fn sentinel() -> Vec<Row> {
             by(Extent),
         ),
         row(
-            "NaNs are made another one",
-            "they go as they are",
+            "the sentinel is made a NaN",
+            "it goes as it is",
             by(Canonical),
         ),
         row(
@@ -182,7 +182,11 @@ fn sentinel() -> Vec<Row> {
             "it is left out",
             by(SignatureWhenEmpty),
         ),
-        row("all is cleared at the beginning", "it is not", by(Prepare)),
+        row(
+            "a generation begins with empty buffers",
+            "as the last one left them",
+            states(|| sentinel::again(2, &[1, 1], Empty)),
+        ),
         row(
             "a clear is visible before the next signature",
             "in any order",
@@ -191,6 +195,36 @@ fn sentinel() -> Vec<Row> {
     ];
     rows.extend(orders("sentinel", || {
         sentinel::scenario(2, &[1, 2, 1, 1], Nothing)
+    }));
+    rows
+}
+
+fn two_shots() -> Vec<Row> {
+    use sentinel::Without::*;
+    let by = |without| states(move || sentinel::twice(2, &SHARES, without));
+    let row = |what, mutation, by| Row::without("two shots", what, mutation, by);
+    let mut rows = vec![
+        row("what was read is cleared", "it is not", by(Clear)),
+        row("three buffers", "two", by(ThirdBuffer)),
+        row("the buffer read last is cleared", "the next one", by(Stale)),
+        row(
+            "cleared as far as its last use filled it",
+            "as far as this use fills",
+            by(Extent),
+        ),
+        row(
+            "the sentinel is made a NaN",
+            "it goes as it is",
+            by(Canonical),
+        ),
+        row(
+            "an empty use is signed too",
+            "it is left out",
+            by(SignatureWhenEmpty),
+        ),
+    ];
+    rows.extend(orders("two shots", || {
+        sentinel::twice(2, &[1, 4, 1, 1], Nothing)
     }));
     rows
 }
@@ -275,6 +309,8 @@ fn waits() -> Vec<Row> {
 }
 
 pub fn guards() -> Vec<Row> {
-    let machines = [barrier, ring, fifo, packets, sentinel, abort, reset, waits];
+    let machines = [
+        barrier, ring, fifo, packets, sentinel, two_shots, abort, reset, waits,
+    ];
     machines.into_iter().flat_map(|m| m()).collect()
 }

@@ -1,7 +1,8 @@
-//! Sums through buffers that hold a sentinel.
+//! Sums that are pushed, in one shot and in two.
 
 use crate::shared::*;
-use brigade_sync::{Flag, FlagBarrier, Memory, Rotation, Sentinel, Turnover, Word};
+use brigade_device::DataType;
+use brigade_sync::{BUFFERS, Flag, FlagBarrier, Memory, Rotation, Sentinel, Shot, Turnover, Word};
 use std::time::Instant;
 
 /// What is taken away.
@@ -16,36 +17,38 @@ pub enum Without {
     Stale,
     /// As much is cleared as the buffer's last use filled.
     Extent,
-    /// Every NaN is made another one than the sentinel.
+    /// The sentinel is made another value.
     Canonical,
-    /// Every use is signed, also when it is empty.
+    /// Every first push is signed, also when it is empty.
     SignatureWhenEmpty,
-    /// All buffers are empty before the first use.
-    Prepare,
+    /// All buffers are empty when a generation begins.
+    Empty,
 }
 
 /// Memory that takes a guard from what goes through it.
 struct Bent<'a> {
     shared: &'a dyn Shared,
-    empty: bool,
     without: Without,
 }
+
+/// What is pushed for the sentinel, as it lies in memory.
+const STORED_NAN: u32 = !NAN;
+const NAN: u32 = Sentinel::nan(DataType::F32);
+const LANE_BYTES: usize = 4;
 
 impl Memory for Bent<'_> {
     fn load(&self, at: Word) -> u64 {
         self.shared.load(at)
     }
     fn store(&self, at: Word, value: u64) {
-        if self.without != Without::SignatureWhenEmpty || !self.empty {
-            self.shared.store(at, value);
-        }
+        self.shared.store(at, value);
     }
     fn load_relaxed(&self, at: Word) -> u64 {
         self.shared.load_relaxed(at)
     }
     fn store_relaxed(&self, at: Word, value: u64) {
-        let sentinel = value as u32 == Sentinel::NAN && self.without == Without::Canonical;
-        let raw = value >> 32 << 32 | u64::from(Sentinel::EMPTY);
+        let sentinel = value as u32 == STORED_NAN && self.without == Without::Canonical;
+        let raw = value >> 32 << 32;
         self.shared
             .store_relaxed(at, if sentinel { raw } else { value });
     }
@@ -60,26 +63,32 @@ impl Memory for Bent<'_> {
     }
 }
 
-/// What a use pushes: its values, and a NaN in front in use 1.
-fn values(n: u32, from: usize, len: usize) -> Vec<f32> {
-    let mut values = vec![value(n, from) as f32; len];
-    if n == 1 && len > 0 {
-        values[0] = f32::from_bits(Sentinel::EMPTY);
+/// What a use pushes: its lanes, and in use 0 the sentinel among them, where there are enough.
+fn lanes(n: u32, from: usize, len: usize) -> Vec<u8> {
+    let mut lanes = vec![value(n, from) as u32; len];
+    if n == 0 && len > 2 {
+        lanes[len - 2] = Sentinel::EMPTY;
     }
-    values
+    lanes.into_iter().flat_map(u32::to_ne_bytes).collect()
 }
 
-fn compare(rank: usize, got: &[f32], want: &[f32]) -> Result<(), Fault> {
-    got.iter()
-        .zip(want)
-        .find(|(got, want)| Sentinel::canonical(**got) != Sentinel::canonical(**want))
-        .map_or(Ok(()), |(&got, &want)| {
-            Err(wrong(rank, got as u64, want as u64))
+fn compare(rank: usize, got: &[u8], want: &[u8]) -> Result<(), Fault> {
+    let lane = |bytes: &[u8]| u32::from_ne_bytes(bytes.try_into().unwrap());
+    got.chunks(LANE_BYTES)
+        .zip(want.chunks(LANE_BYTES))
+        .map(|(got, want)| match (lane(got), lane(want)) {
+            (got, Sentinel::EMPTY) => (got, NAN),
+            both => both,
+        })
+        .find(|(got, want)| got != want)
+        .map_or(Ok(()), |(got, want)| {
+            Err(wrong(rank, got.into(), want.into()))
         })
 }
 
-fn turnover(rotation: &mut Rotation, n: usize, len: usize, without: Without) -> Turnover {
-    let right = rotation.begin(len);
+fn turnover(rotation: &mut Rotation, words: usize, without: Without) -> Turnover {
+    let right = rotation.begin(words);
+    let n = right.epoch as usize;
     match without {
         Without::ThirdBuffer => Turnover {
             buffer: n % 2,
@@ -91,72 +100,168 @@ fn turnover(rotation: &mut Rotation, n: usize, len: usize, without: Without) -> 
             ..right
         },
         Without::Extent => Turnover {
-            stale_values: len,
+            stale_words: words,
             ..right
         },
         _ => right,
     }
 }
 
-fn takes(s: Sentinel, from: usize, turn: Turnover, flag: Flag, n: u32, len: usize) -> Step {
-    awaits(from, move |shared, budget| {
-        let mut got = vec![0.0; len];
-        let heard = || shared.stopped();
-        let end = s.take(shared, from, turn, flag, &mut got, budget, heard);
-        if end.is_ok() {
-            compare(s.rank, &got, &values(n, from, len))?;
-        }
-        Ok(end)
-    })
+/// One push of one use, as a rank makes and takes it.
+#[derive(Clone, Copy)]
+struct Part {
+    s: Sentinel,
+    turn: Turnover,
+    shot: Shot,
+    without: Without,
 }
 
-/// Every rank pushes to every peer, so many values in each use.
-pub fn scenario(size: usize, uses: &[usize], without: Without) -> Scenario {
-    let capacity = uses.iter().copied().max().unwrap();
-    let barrier_base = Sentinel::words(size, capacity);
+impl Part {
+    fn use_number(self) -> u32 {
+        self.turn.epoch - 1
+    }
+
+    fn flag(self) -> Flag {
+        Flag::new(GENERATION, 0xA11, self.turn.epoch)
+    }
+
+    fn is_signed(self, len: usize) -> bool {
+        match self.shot.index {
+            0 => len > 0 || self.without != Without::SignatureWhenEmpty,
+            _ => len > 0,
+        }
+    }
+
+    /// Pushes so many lanes.
+    fn pushes(self, to: usize, len: usize) -> Step {
+        does(move |shared| {
+            let (s, without) = (self.s, self.without);
+            let bent = Bent { shared, without };
+            let bytes = lanes(self.use_number(), s.rank, len);
+            s.push(&bent, to, self.turn, self.shot, NAN, &bytes);
+            if self.is_signed(len) {
+                let signed = s.signed(to, self.turn, self.shot, self.flag());
+                brigade_sync::post(&bent, signed);
+            }
+        })
+    }
+
+    /// Takes so many lanes.
+    fn takes(self, from: usize, len: usize) -> Option<Step> {
+        let (s, turn, shot, flag) = (self.s, self.turn, self.shot, self.flag());
+        self.is_signed(len).then(|| {
+            awaits(from, move |shared, budget| {
+                let mut got = vec![0; len * LANE_BYTES];
+                let heard = || shared.stopped();
+                let end = s.take(shared, from, turn, shot, flag, &mut got, budget, heard);
+                if end.is_ok() {
+                    compare(s.rank, &got, &lanes(self.use_number(), from, len))?;
+                }
+                Ok(end)
+            })
+        })
+    }
+}
+
+/// An exchange of so many lanes.
+#[derive(Clone, Copy)]
+struct Exchange {
+    size: usize,
+    lanes: usize,
+    shots: usize,
+}
+
+impl Exchange {
+    /// The lanes that a rank reduces: all of them in one shot, a share of whole words in two.
+    fn of(self, rank: usize) -> usize {
+        let each = match self.shots {
+            1 => return self.lanes,
+            _ => self.lanes.div_ceil(2).div_ceil(self.size) * 2,
+        };
+        each.min(self.lanes.saturating_sub(rank * each))
+    }
+
+    fn shots(self) -> [Shot; 2] {
+        let words = Sentinel::filled(self.of(0) * LANE_BYTES);
+        let first = Shot::first(words);
+        [first, first.then(self.size, words)]
+    }
+
+    /// Words of a buffer that it takes.
+    fn words(self) -> usize {
+        self.shots()[self.shots - 1].end(self.size)
+    }
+
+    fn program(self, s: Sentinel, turn: Turnover, without: Without) -> Program {
+        let [first, second] = self.shots().map(|shot| Part {
+            s,
+            turn,
+            shot,
+            without,
+        });
+        let (all, own) = (|| peers(s.rank, s.size), self.of(s.rank));
+        let mut program: Program = all().map(|to| first.pushes(to, self.of(to))).collect();
+        if without != Without::Clear && turn.stale_words > 0 {
+            program.push(does(move |shared| s.clear(shared, turn)));
+        }
+        program.extend(all().filter_map(|from| first.takes(from, own)));
+        if self.shots == 2 {
+            program.extend(all().map(|to| second.pushes(to, own)));
+            program.extend(all().filter_map(|from| second.takes(from, self.of(from))));
+        }
+        program
+    }
+}
+
+/// Uses of so many lanes each. In a second generation, buffers hold what the first one left.
+fn uses(
+    size: usize,
+    shots: usize,
+    lens: &[usize],
+    second_generation: bool,
+    without: Without,
+) -> Scenario {
+    let exchange = |lanes| Exchange { size, lanes, shots };
+    let most = exchange(lens.iter().copied().max().unwrap());
+    let signatures = Sentinel::signatures(size);
+    let barrier_base = signatures + BUFFERS * most.words();
     let program = |rank| {
         let s = Sentinel {
             rank,
             size,
-            capacity,
             base: 0,
+            buffers: signatures,
+            capacity: most.words(),
         };
         let barrier = FlagBarrier {
             rank,
             size,
             base: barrier_base,
         };
+        let gate = |count| {
+            let met = Flag::new(GENERATION, 0, count);
+            let arrive = barrier.arrive(met).map(posts);
+            arrive.chain(barrier.meet(met).map(waits))
+        };
         let mut program = Program::new();
-        if without != Without::Prepare {
-            program.push(does(move |shared| s.prepare(shared)));
+        if second_generation {
+            // What nobody has taken yet when all let go.
+            let turn = Rotation::default().begin(most.words());
+            let [shot, _] = most.shots();
+            program.extend(peers(rank, size).map(|to| {
+                let old = lanes(7, rank, most.of(to));
+                does(move |shared| s.push(shared, to, turn, shot, NAN, &old))
+            }));
+            program.extend(gate(1));
+            if without != Without::Empty {
+                program.push(does(move |shared| s.empty(shared)));
+            }
+            program.extend(gate(2));
         }
-        let met = Flag::new(GENERATION, 0, 1);
-        program.extend(barrier.arrive(met).map(posts));
-        program.extend(barrier.meet(met).map(waits));
         let mut rotation = Rotation::default();
-        for (n, &len) in (0u32..).zip(uses) {
-            let turn = turnover(&mut rotation, n as usize, len, without);
-            let flag = Flag::new(GENERATION, 0xA11, n + 1);
-            let empty = len == 0;
-            for to in peers(rank, size) {
-                program.push(does(move |shared| {
-                    let bent = Bent {
-                        shared,
-                        empty,
-                        without,
-                    };
-                    s.push(&bent, to, turn, flag, &values(n, rank, len));
-                }));
-            }
-            if without != Without::Clear && turn.stale_values > 0 {
-                program.push(does(move |shared| s.clear(shared, turn)));
-            }
-            for from in peers(rank, size) {
-                match without {
-                    Without::SignatureWhenEmpty if empty => {}
-                    _ => program.push(takes(s, from, turn, flag, n, len)),
-                }
-            }
+        for exchange in lens.iter().map(|&lanes| exchange(lanes)) {
+            let turn = turnover(&mut rotation, exchange.words(), without);
+            program.extend(exchange.program(s, turn, without));
         }
         program
     };
@@ -165,4 +270,19 @@ pub fn scenario(size: usize, uses: &[usize], without: Without) -> Scenario {
         0,
         (0..size).map(program).collect(),
     )
+}
+
+/// Every rank pushes to every peer, so many lanes in each use.
+pub fn scenario(size: usize, lens: &[usize], without: Without) -> Scenario {
+    uses(size, 1, lens, false, without)
+}
+
+/// The same in two shots.
+pub fn twice(size: usize, lens: &[usize], without: Without) -> Scenario {
+    uses(size, 2, lens, false, without)
+}
+
+/// The same in one shot, after a reset.
+pub fn again(size: usize, lens: &[usize], without: Without) -> Scenario {
+    uses(size, 1, lens, true, without)
 }

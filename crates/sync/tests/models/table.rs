@@ -107,6 +107,9 @@ pub const FAR: [(u32, usize); 5] = [
 /// Values pushed in several uses.
 pub const LENGTHS: [usize; 6] = [4, 1, 0, 1, 4, 1];
 
+/// The same for exchanges in two shots: shares of both ranks, of the first alone, of none.
+pub const SHARES: [usize; 5] = [8, 1, 0, 8, 1];
+
 /// The bell, over all weakly ordered executions.
 pub fn resting(waiters: usize, without: bell::Without) -> By {
     (ORDER, Box::new(move || bell::explore(waiters, without)))
