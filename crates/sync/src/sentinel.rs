@@ -1,6 +1,6 @@
 //! Sums that are pushed: values go to places that are empty, and a reader polls until none of them is.
 
-use crate::{Budget, Flag, Memory, Post, Stop, Wait, Want, Word, carried};
+use crate::{BUFFERS, Budget, Flag, Memory, Post, Stop, Turnover, Wait, Want, Word, carried};
 use brigade_device::DataType;
 
 /// Three rotating buffers in every rank's memory (after TensorRT-LLM's Lamport all-reduce), for exchanges of f32, f16 and
@@ -52,9 +52,6 @@ pub struct Sentinel {
     pub capacity: usize,
 }
 
-/// Buffers that rotate.
-pub const BUFFERS: usize = 3;
-
 /// Most shots of an exchange.
 const SHOTS: usize = 2;
 
@@ -95,45 +92,6 @@ impl Shot {
     /// Words of a buffer that are taken up to here.
     pub const fn end(self, size: usize) -> usize {
         self.first + size.saturating_sub(1) * self.words
-    }
-}
-
-/// One use of the buffers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Turnover {
-    /// Which use, from 1; wraps.
-    pub epoch: u32,
-    /// The buffer that is written and read.
-    pub buffer: usize,
-    /// The buffer to be cleared.
-    pub stale: usize,
-    /// Words that were filled there, from its first one on.
-    pub stale_words: usize,
-}
-
-/// Which buffer is next, and how far each of them is filled: the same on every rank, since all make the same calls. The
-/// buffers are counted by themselves, because 3 does not divide the number of epochs.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Rotation {
-    uses: u32,
-    next: usize,
-    filled: [usize; BUFFERS],
-}
-
-impl Rotation {
-    /// Begins a use that takes so many words of every rank's buffer.
-    pub fn begin(&mut self, words: usize) -> Turnover {
-        let buffer = self.next;
-        let stale = (buffer + BUFFERS - 1) % BUFFERS;
-        self.uses = self.uses.wrapping_add(1);
-        self.next = (buffer + 1) % BUFFERS;
-        self.filled[buffer] = words;
-        Turnover {
-            epoch: self.uses,
-            buffer,
-            stale,
-            stale_words: std::mem::take(&mut self.filled[stale]),
-        }
     }
 }
 
@@ -259,9 +217,9 @@ impl Sentinel {
         bytes: &[u8],
     ) {
         self.check(shot, bytes.len());
-        for (i, bytes) in bytes.chunks(WORD_BYTES).enumerate() {
-            let at = self.place(to, turn.buffer, shot, self.rank, i);
-            memory.store_relaxed(at, Self::pack(bytes, nan));
+        let Word { owner, index } = self.place(to, turn.buffer, shot, self.rank, 0);
+        for (index, bytes) in (index..).zip(bytes.chunks(WORD_BYTES)) {
+            memory.store_relaxed(Word { owner, index }, Self::pack(bytes, nan));
         }
     }
 
@@ -285,18 +243,21 @@ impl Sentinel {
         watch: impl FnMut() -> bool,
     ) -> Result<(), Stop> {
         self.check(shot, out.len());
-        let words = Self::filled(out.len());
+        let Word { owner, index } = self.place(self.rank, turn.buffer, shot, from, 0);
+        let words = index..index + Self::filled(out.len());
         let mut chunks = out.chunks_mut(WORD_BYTES);
         carried::take(
             memory,
-            (0..words).map(|i| self.place(self.rank, turn.buffer, shot, from, i)),
+            words.map(|index| Word { owner, index }),
             Self::unpack,
             self.signature(from, turn, shot, flag),
             budget,
             watch,
             |bytes| {
-                if let Some(chunk) = chunks.next() {
-                    chunk.copy_from_slice(&bytes[..chunk.len()]);
+                let Some(chunk) = chunks.next() else { return };
+                match <&mut [u8; WORD_BYTES]>::try_from(&mut *chunk) {
+                    Ok(whole) => *whole = bytes,
+                    Err(_) => chunk.copy_from_slice(&bytes[..chunk.len()]),
                 }
             },
         )
@@ -317,6 +278,7 @@ impl Sentinel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Rotation;
     use DataType::{BF16, F16, F32};
     use proptest::prelude::*;
 
@@ -416,22 +378,5 @@ mod tests {
         assert_eq!(flags.len(), BUFFERS * 2 * 2);
         let all = 5..5 + Sentinel::signatures(3);
         assert!(flags.iter().all(|f| all.contains(f)));
-    }
-
-    #[test]
-    fn each_use_clears_what_the_one_before_left() {
-        let mut rotation = Rotation::default();
-        let turns: Vec<_> = [5, 0, 9, 2, 1]
-            .map(|n| rotation.begin(n))
-            .map(|t| (t.epoch, t.buffer, t.stale, t.stale_words))
-            .into();
-        let want = [
-            (1, 0, 2, 0),
-            (2, 1, 0, 5),
-            (3, 2, 1, 0),
-            (4, 0, 2, 9),
-            (5, 1, 0, 2),
-        ];
-        assert_eq!(turns, want);
     }
 }
