@@ -5,7 +5,7 @@ use brigade_device::DataType;
 
 /// Three rotating buffers in every rank's memory (after TensorRT-LLM's Lamport all-reduce), for exchanges of f32, f16 and
 /// bf16 in which every rank pushes to every peer, in one shot or in two. An exchange is one *use* of one buffer, both shots
-/// in different places of it; a [`Rotation`] counts them.
+/// in different places of it; a [`Rotation`](crate::Rotation) counts them.
 ///
 /// # Lanes
 /// Values travel in *lanes* of 32 bits, one f32 or two 16-bit values each, two lanes to a word. A lane of all ones is the
@@ -29,9 +29,8 @@ use brigade_device::DataType;
 /// need, for use `n + 1`, but for no later one; and it clears the buffer of use `n - 1` itself. These are the three.
 ///
 /// The second shot changes nothing in this, for it comes after the first signature of its use and before that of the next
-/// one. Two buffers would not do: a peer that pushes for use `n + 1` would meet the clear of use `n - 1`. That the sums of
-/// use `n` come from a rank does not say that it has cleared: it may have none to push, and words that carry their own
-/// flag order nothing.
+/// one. Two buffers would not do: a peer that pushes for use `n + 1` would meet the clear of use `n - 1`. That it has the
+/// sums of use `n` does not say that all others have cleared: who reduces nothing has none to push.
 ///
 /// The first signature is pushed also when there are no values for a peer, in a use or in its share. The second comes only
 /// with values.
