@@ -1,16 +1,19 @@
 //! All-reduce: every rank gets the reduction in rank order, bit for bit, whatever the algorithm.
 
+mod pushed;
+mod values;
+
 use crate::{
     backend::Rank,
     check::{assert_bits, expect_invalid, expect_unsupported},
     gather_linear::config,
     layer::FLOATS,
-    matrix::{round, to_bytes},
+    matrix::{to_bytes, to_f32},
     oracle,
     suite::{Suite, World},
 };
 use brigade_device::{
-    AllReduceAlgorithm, AllReduceParams, Call, DataType, Plan, ReduceOp, SumOrder,
+    AllReduceAlgorithm, AllReduceParams, Buffer, Call, DataType, Plan, ReduceOp, Result, SumOrder,
 };
 use brigade_plan::{Engines, reason};
 use rand::{Rng, rngs::StdRng};
@@ -38,6 +41,16 @@ pub fn algorithms(engines: Engines) -> Vec<(&'static str, Option<AllReduceAlgori
     .collect()
 }
 
+/// Those of them that push.
+pub fn pushing(engines: Engines) -> Vec<(&'static str, AllReduceAlgorithm)> {
+    use AllReduceAlgorithm::{OneShotPush, TwoShotPush};
+    let pushes = |a: &AllReduceAlgorithm| matches!(a, OneShotPush | TwoShotPush);
+    algorithms(engines)
+        .into_iter()
+        .filter_map(|(name, a)| Some((name, a.filter(pushes)?)))
+        .collect()
+}
+
 /// Where the result goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -56,17 +69,25 @@ pub struct Case {
     /// How they are combined.
     pub op: ReduceOp,
     place: Place,
-    inputs: Vec<Vec<f32>>,
+    /// Every rank's input, as it is stored.
+    inputs: Vec<Vec<u8>>,
     /// What every rank must get.
     pub want: Vec<u8>,
 }
 
 impl Case {
     /// A case with these values, rounded to the type.
-    pub fn new(dtype: DataType, op: ReduceOp, place: Place, mut inputs: Vec<Vec<f32>>) -> Self {
-        for x in inputs.iter_mut().flatten() {
-            *x = round_f32(dtype, *x);
-        }
+    pub fn new(dtype: DataType, op: ReduceOp, place: Place, inputs: Vec<Vec<f32>>) -> Self {
+        let stored = |values: Vec<f32>| {
+            let values: Vec<f64> = values.into_iter().map(f64::from).collect();
+            to_bytes(dtype, &values)
+        };
+        Self::stored(dtype, op, place, inputs.into_iter().map(stored).collect())
+    }
+
+    /// A case with these bits.
+    pub fn stored(dtype: DataType, op: ReduceOp, place: Place, inputs: Vec<Vec<u8>>) -> Self {
+        let values: Vec<_> = inputs.iter().map(|x| to_f32(dtype, x)).collect();
         let mut case = Self {
             dtype,
             op,
@@ -74,7 +95,7 @@ impl Case {
             want: vec![],
             inputs,
         };
-        case.want = oracle::reduce(op, &case.inputs, case.output());
+        case.want = oracle::reduce(op, &values, case.output());
         case
     }
 
@@ -92,8 +113,7 @@ impl Case {
 
     /// A rank's input, as it is stored.
     pub fn input(&self, rank: usize) -> Vec<u8> {
-        let values: Vec<f64> = self.inputs[rank].iter().copied().map(f64::from).collect();
-        to_bytes(self.dtype, &values)
+        self.inputs[rank].clone()
     }
 
     fn output(&self) -> DataType {
@@ -103,37 +123,54 @@ impl Case {
         }
     }
 
+    /// Makes the call. Gives its input and its output, too.
+    fn call(
+        &self,
+        rank: &Rank,
+        choice: Option<AllReduceAlgorithm>,
+    ) -> (Result<Plan>, Buffer, Buffer) {
+        let mine = &self.inputs[rank.rank];
+        let dims = [mine.len() / self.dtype.bytes()];
+        let from = rank.upload_bytes(self.dtype, &dims, mine);
+        let beside = (self.place != Place::OverInput).then(|| rank.poisoned(self.output(), &dims));
+        let mut out = beside.unwrap_or_else(|| from.clone());
+        let plan = rank.lease().all_reduce(AllReduceParams {
+            data: out.view_mut(),
+            from: (self.place != Place::OverInput).then(|| from.view()),
+            op: self.op,
+            choice,
+        });
+        (plan, from, out)
+    }
+
+    /// Makes the call, whatever comes of it.
+    ///
+    /// # Errors
+    /// As the call, and as waiting for it.
+    pub fn try_run(&self, rank: &Rank, choice: Option<AllReduceAlgorithm>) -> Result<()> {
+        let (plan, ..) = self.call(rank, choice);
+        rank.settle(plan.map(drop))
+    }
+
     /// Makes the call, and asserts its bits. Gives the algorithm that ran.
     pub fn run(&self, rank: &Rank, choice: Option<AllReduceAlgorithm>) -> AllReduceAlgorithm {
         let what = format!(
             "{choice:?} {:?} of {} x {}, {:?}",
             self.op,
-            self.inputs[0].len(),
+            self.inputs[0].len() / self.dtype.bytes(),
             self.dtype,
             self.place
         );
         let mine = self.input(rank.rank);
-        let dims = [mine.len() / self.dtype.bytes()];
-        let from = rank.upload_bytes(self.dtype, &dims, &mine);
-        let beside = (self.place != Place::OverInput).then(|| rank.poisoned(self.output(), &dims));
-        let input = from.clone();
+        let (plan, from, out) = self.call(rank, choice);
+        let plan = plan.unwrap();
         let call = Call::AllReduce {
-            elements: dims[0],
+            elements: from.shape().len(),
             dtype: self.dtype,
             output: self.output(),
             op: self.op,
             choice,
         };
-        let mut out = beside.unwrap_or_else(|| input.clone());
-        let plan = rank
-            .lease()
-            .all_reduce(AllReduceParams {
-                data: out.view_mut(),
-                from: (self.place != Place::OverInput).then(|| from.view()),
-                op: self.op,
-                choice,
-            })
-            .unwrap();
         assert_eq!(plan, rank.comm().explain(&call).unwrap(), "{what}");
         assert_bits(&rank.raw(out.view()), &self.want, self.output(), &what);
         if self.place != Place::OverInput {
@@ -151,14 +188,6 @@ impl Case {
             "{what}: {algorithm:?} ran"
         );
         algorithm
-    }
-}
-
-fn round_f32(dtype: DataType, x: f32) -> f32 {
-    if x.is_nan() {
-        x
-    } else {
-        round(dtype, x.into()) as f32
     }
 }
 
@@ -194,76 +223,6 @@ fn lengths(world: &World, op: ReduceOp, choice: Option<AllReduceAlgorithm>) {
                     len,
                     (dtype, op, Place::Widened),
                 ));
-            }
-        }
-    }
-    world.run(&config(), move |rank| {
-        for case in &cases {
-            case.run(rank, choice);
-        }
-    });
-}
-
-/// Sums of integers that a type holds exactly are exact.
-fn exact_integers(world: &World, choice: Option<AllReduceAlgorithm>) {
-    let mut rng = world.rng();
-    let size = world.size;
-    let cases: Vec<_> = FLOATS
-        .into_iter()
-        .map(|dtype| {
-            let mut values = || {
-                (0..777)
-                    .map(|_| rng.random_range(-16i32..=16) as f32)
-                    .collect()
-            };
-            let inputs: Vec<Vec<f32>> = (0..size).map(|_| values()).collect();
-            let sums: Vec<f64> = (0..777)
-                .map(|i| inputs.iter().map(|input| f64::from(input[i])).sum())
-                .collect();
-            let mut case = Case::new(dtype, ReduceOp::Sum, Place::Beside, inputs);
-            let positive_zero = |x: f64| if x == 0.0 { 0.0 } else { x };
-            let sums: Vec<_> = sums.into_iter().map(positive_zero).collect();
-            case.want = to_bytes(dtype, &sums);
-            case
-        })
-        .collect();
-    world.run(&config(), move |rank| {
-        for case in &cases {
-            case.run(rank, choice);
-        }
-    });
-}
-
-/// Values with bits of their own: signed zeros, subnormals, infinities, NaNs of any payload.
-fn special_values(world: &World, choice: Option<AllReduceAlgorithm>) {
-    const SPECIAL: [f32; 14] = [
-        0.0,
-        -0.0,
-        1e-40,
-        -1e-40,
-        6e-8,
-        -6e-8,
-        f32::MIN_POSITIVE,
-        f32::MAX,
-        f32::MIN,
-        f32::INFINITY,
-        f32::NEG_INFINITY,
-        f32::NAN,
-        f32::from_bits(0xFFC0_1234),
-        1.0,
-    ];
-    let mut rng = world.rng();
-    let mut cases = vec![];
-    for op in OPS {
-        for dtype in FLOATS {
-            for place in [Place::OverInput, Place::Beside, Place::Widened] {
-                let mut draw = || match rng.random_range(0..20) {
-                    i @ 0..14 => SPECIAL[i],
-                    _ => uneven(&mut rng),
-                };
-                let mut values = || (0..1500).map(|_| draw()).collect();
-                let inputs = (0..world.size).map(|_| values()).collect();
-                cases.push(Case::new(dtype, op, place, inputs));
             }
         }
     }
@@ -336,12 +295,13 @@ pub fn add(suite: &mut Suite) {
             suite.add(&trial, move |world| lengths(world, op, choice));
         }
         suite.add(&format!("all_reduce/{name}/exact_integers"), move |world| {
-            exact_integers(world, choice);
+            values::exact_integers(world, choice);
         });
         suite.add(&format!("all_reduce/{name}/special_values"), move |world| {
-            special_values(world, choice);
+            values::special_values(world, choice);
         });
     }
+    pushed::add(suite);
     suite.add("all_reduce/same_bits", same_bits);
     suite.add("all_reduce/refusals", refusals);
 }

@@ -269,7 +269,11 @@ fn interleaved(world: &World) {
     let size = world.size;
     let engines = world.backend.engines();
     let choices: Vec<_> = modes(engines).into_iter().flat_map(|(_, c)| c).collect();
-    let mut subjects = vec![sum(&mut rng, size, None)];
+    // Several of each algorithm: they share its buffers, and have lengths of their own.
+    let mut subjects = vec![];
+    for (_, choice) in all_reduce::algorithms(engines) {
+        subjects.extend([choice, choice].map(|choice| sum(&mut rng, size, choice)));
+    }
     for &choice in &choices {
         subjects.push(gather(&mut rng, size, choice));
         if scatters(choice) {

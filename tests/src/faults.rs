@@ -281,6 +281,23 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
     pairs
 }
 
+/// The same for sums that are pushed before anybody knows what its peers do.
+fn mismatches_of_pushed(engines: Engines) -> Vec<(String, Op, Op)> {
+    let pairs = |(name, choice)| {
+        let sum = |len, dtype, op| ops::all_reduce(len, dtype, op, Some(choice));
+        let (f32, bf16) = (DataType::F32, DataType::BF16);
+        [
+            ("length", sum(65, f32, ReduceOp::Sum)),
+            ("much_more", sum(5000, f32, ReduceOp::Sum)),
+            ("dtype", sum(64, bf16, ReduceOp::Sum)),
+            ("op", sum(64, f32, ReduceOp::Max)),
+        ]
+        .map(|(what, other)| (format!("{name}_{what}"), sum(64, f32, ReduceOp::Sum), other))
+    };
+    let pushing = all_reduce::pushing(engines);
+    pushing.into_iter().flat_map(pairs).collect()
+}
+
 /// A rank that makes the call of another operation.
 fn wrong_call(world: &World, op: Op) {
     let all = ops::all(world.backend.engines());
@@ -319,7 +336,10 @@ pub fn add(suite: &mut Suite) {
             suite.add_from(2, &name, move |world| f(world, op.clone()));
         }
     }
-    for (name, op, other) in mismatches(suite.backend().engines()) {
+    let engines = suite.backend().engines();
+    let pairs = mismatches(engines).into_iter();
+    let named = pairs.map(|(name, op, other)| (name.to_owned(), op, other));
+    for (name, op, other) in named.chain(mismatches_of_pushed(engines)) {
         suite.add_from(2, &format!("faults/mismatch/{name}"), move |world| {
             mismatch(world, op.clone(), other.clone());
         });

@@ -1,6 +1,8 @@
 //! Ten thousand replays of a gather-linear with new data in each and stalls all over the place; and beside them the same
 //! without the credit that protects a chunk from the next replay, which must show.
 
+mod sums;
+
 use crate::{
     backend::Rank,
     check::{assert_kind, expect_fault},
@@ -297,6 +299,7 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().injects() {
         return;
     }
+    sums::add(suite);
     let worlds = suite.backend().worlds();
     for &size in worlds.iter().filter(|size| (2..=4).contains(*size)) {
         suite.add_at(size, "replays/under_stalls", under_stalls);

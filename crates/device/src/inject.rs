@@ -109,7 +109,8 @@ impl Unguarded {
     ///
     /// # Safety
     /// Guards keep ranks from writing what another one reads. Whoever leaves one out orders these accesses by other
-    /// means, for instance by holding the reader in its hook until the writer has come to a later step.
+    /// means, for instance by holding the reader in its hook until the writer has come to a later step. At
+    /// [`Point::Clear`] there is nothing to order, since buffers of sums are atomics: sums are wrong, and nothing worse.
     pub const unsafe fn promise() -> Self {
         Self(())
     }

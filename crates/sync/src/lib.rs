@@ -8,7 +8,7 @@
 //! [`Layout`] says where the machines of a communicator have their words, and where its data lies: the same in memory of
 //! the host and of a GPU.
 //!
-//! Rules that every wait follows: it is bounded by a [`Budget`]; it compares wrap-safe; counters only grow and nothing
+//! Rules that every wait follows: it is bounded by a [`Budget`]; it compares wrap-safe; counters only grow and no flag
 //! is cleared between calls; a [`Flag`] carries generation and signature, so that a peer in another call is noticed.
 
 mod abort;
@@ -22,6 +22,7 @@ mod memory;
 mod packet;
 mod reset;
 mod ring;
+mod rotation;
 mod sentinel;
 mod wait;
 
@@ -35,5 +36,6 @@ pub use memory::{BELL_WORDS, Memory, Word, Words};
 pub use packet::Packets;
 pub use reset::ResetGate;
 pub use ring::{CreditRing, HALVES, Half, Role, Uses};
-pub use sentinel::{BUFFERS, Rotation, Sentinel, Shot, Turnover};
+pub use rotation::{BUFFERS, Rotation, Turnover};
+pub use sentinel::{Sentinel, Shot};
 pub use wait::{Budget, Deadline, Post, Stop, Wait, post, wait};

@@ -1,11 +1,11 @@
 //! Sums that are pushed: values go to places that are empty, and a reader polls until none of them is.
 
-use crate::{Budget, Flag, Memory, Post, Stop, Wait, Want, Word, carried};
+use crate::{BUFFERS, Budget, Flag, Memory, Post, Stop, Turnover, Wait, Want, Word, carried};
 use brigade_device::DataType;
 
 /// Three rotating buffers in every rank's memory (after TensorRT-LLM's Lamport all-reduce), for exchanges of f32, f16 and
 /// bf16 in which every rank pushes to every peer, in one shot or in two. An exchange is one *use* of one buffer, both shots
-/// in different places of it; a [`Rotation`] counts them.
+/// in different places of it; a [`Rotation`](crate::Rotation) counts them.
 ///
 /// # Lanes
 /// Values travel in *lanes* of 32 bits, one f32 or two 16-bit values each, two lanes to a word. A lane of all ones is the
@@ -29,9 +29,8 @@ use brigade_device::DataType;
 /// need, for use `n + 1`, but for no later one; and it clears the buffer of use `n - 1` itself. These are the three.
 ///
 /// The second shot changes nothing in this, for it comes after the first signature of its use and before that of the next
-/// one. Two buffers would not do: a peer that pushes for use `n + 1` would meet the clear of use `n - 1`. That the sums of
-/// use `n` come from a rank does not say that it has cleared: it may have none to push, and words that carry their own
-/// flag order nothing.
+/// one. Two buffers would not do: a peer that pushes for use `n + 1` would meet the clear of use `n - 1`. That it has the
+/// sums of use `n` does not say that all others have cleared: who reduces nothing has none to push.
 ///
 /// The first signature is pushed also when there are no values for a peer, in a use or in its share. The second comes only
 /// with values.
@@ -51,9 +50,6 @@ pub struct Sentinel {
     /// Words of each buffer.
     pub capacity: usize,
 }
-
-/// Buffers that rotate.
-pub const BUFFERS: usize = 3;
 
 /// Most shots of an exchange.
 const SHOTS: usize = 2;
@@ -95,45 +91,6 @@ impl Shot {
     /// Words of a buffer that are taken up to here.
     pub const fn end(self, size: usize) -> usize {
         self.first + size.saturating_sub(1) * self.words
-    }
-}
-
-/// One use of the buffers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Turnover {
-    /// Which use, from 1; wraps.
-    pub epoch: u32,
-    /// The buffer that is written and read.
-    pub buffer: usize,
-    /// The buffer to be cleared.
-    pub stale: usize,
-    /// Words that were filled there, from its first one on.
-    pub stale_words: usize,
-}
-
-/// Which buffer is next, and how far each of them is filled: the same on every rank, since all make the same calls. The
-/// buffers are counted by themselves, because 3 does not divide the number of epochs.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Rotation {
-    uses: u32,
-    next: usize,
-    filled: [usize; BUFFERS],
-}
-
-impl Rotation {
-    /// Begins a use that takes so many words of every rank's buffer.
-    pub fn begin(&mut self, words: usize) -> Turnover {
-        let buffer = self.next;
-        let stale = (buffer + BUFFERS - 1) % BUFFERS;
-        self.uses = self.uses.wrapping_add(1);
-        self.next = (buffer + 1) % BUFFERS;
-        self.filled[buffer] = words;
-        Turnover {
-            epoch: self.uses,
-            buffer,
-            stale,
-            stale_words: std::mem::take(&mut self.filled[stale]),
-        }
     }
 }
 
@@ -259,9 +216,9 @@ impl Sentinel {
         bytes: &[u8],
     ) {
         self.check(shot, bytes.len());
-        for (i, bytes) in bytes.chunks(WORD_BYTES).enumerate() {
-            let at = self.place(to, turn.buffer, shot, self.rank, i);
-            memory.store_relaxed(at, Self::pack(bytes, nan));
+        let Word { owner, index } = self.place(to, turn.buffer, shot, self.rank, 0);
+        for (index, bytes) in (index..).zip(bytes.chunks(WORD_BYTES)) {
+            memory.store_relaxed(Word { owner, index }, Self::pack(bytes, nan));
         }
     }
 
@@ -285,18 +242,21 @@ impl Sentinel {
         watch: impl FnMut() -> bool,
     ) -> Result<(), Stop> {
         self.check(shot, out.len());
-        let words = Self::filled(out.len());
+        let Word { owner, index } = self.place(self.rank, turn.buffer, shot, from, 0);
+        let words = index..index + Self::filled(out.len());
         let mut chunks = out.chunks_mut(WORD_BYTES);
         carried::take(
             memory,
-            (0..words).map(|i| self.place(self.rank, turn.buffer, shot, from, i)),
+            words.map(|index| Word { owner, index }),
             Self::unpack,
             self.signature(from, turn, shot, flag),
             budget,
             watch,
             |bytes| {
-                if let Some(chunk) = chunks.next() {
-                    chunk.copy_from_slice(&bytes[..chunk.len()]);
+                let Some(chunk) = chunks.next() else { return };
+                match <&mut [u8; WORD_BYTES]>::try_from(&mut *chunk) {
+                    Ok(whole) => *whole = bytes,
+                    Err(_) => chunk.copy_from_slice(&bytes[..chunk.len()]),
                 }
             },
         )
@@ -317,6 +277,7 @@ impl Sentinel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Rotation;
     use DataType::{BF16, F16, F32};
     use proptest::prelude::*;
 
@@ -416,22 +377,5 @@ mod tests {
         assert_eq!(flags.len(), BUFFERS * 2 * 2);
         let all = 5..5 + Sentinel::signatures(3);
         assert!(flags.iter().all(|f| all.contains(f)));
-    }
-
-    #[test]
-    fn each_use_clears_what_the_one_before_left() {
-        let mut rotation = Rotation::default();
-        let turns: Vec<_> = [5, 0, 9, 2, 1]
-            .map(|n| rotation.begin(n))
-            .map(|t| (t.epoch, t.buffer, t.stale, t.stale_words))
-            .into();
-        let want = [
-            (1, 0, 2, 0),
-            (2, 1, 0, 5),
-            (3, 2, 1, 0),
-            (4, 0, 2, 9),
-            (5, 1, 0, 2),
-        ];
-        assert_eq!(turns, want);
     }
 }

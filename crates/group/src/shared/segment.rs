@@ -28,7 +28,10 @@ pub struct Segment {
 
 /// Where the bytes are.
 enum Memory {
-    Heap(Layout),
+    Heap {
+        start: *mut u8,
+        layout: Layout,
+    },
     /// A part of a rank's file, from this byte on. The mapping goes with it.
     #[cfg(target_os = "linux")]
     File {
@@ -51,16 +54,25 @@ impl Segment {
     /// # Errors
     /// [`Error::Backend`] if there is no memory for it.
     pub fn new(words: usize, bytes: usize) -> Result<Self> {
+        /// A page: not asked of the allocator, which would then write all the zeros itself, instead of taking pages that
+        /// cost nothing until they are used.
+        const ALIGN: usize = 4096;
         let refused = || Self::refused(words, bytes);
         let size = Self::size(words, bytes)?;
-        let layout = Layout::from_size_align(size, 4096).map_err(|_| refused())?;
+        let room = size.checked_add(ALIGN).ok_or_else(refused)?;
+        let layout = Layout::from_size_align(room, align_of::<u64>()).map_err(|_| refused())?;
         // SAFETY: the size is not 0.
-        let base = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(refused)?;
+        let start = unsafe { alloc_zeroed(layout) };
+        if start.is_null() {
+            return Err(refused());
+        }
+        // SAFETY: it is less than `ALIGN` bytes to a multiple of that, which leaves room for `size`.
+        let base = unsafe { start.add(start.align_offset(ALIGN)) };
         Ok(Self {
-            base,
+            base: NonNull::new(base).ok_or_else(refused)?,
             size,
             words,
-            memory: Memory::Heap(layout),
+            memory: Memory::Heap { start, layout },
         })
     }
 
@@ -102,7 +114,7 @@ impl Segment {
     /// any more.
     pub fn give_back(&self) {
         match &self.memory {
-            Memory::Heap(_) => {}
+            Memory::Heap { .. } => {}
             #[cfg(target_os = "linux")]
             Memory::File { file, start, .. } => file.give_back(*start, self.size),
         }
@@ -232,9 +244,9 @@ fn words_of(
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        if let Memory::Heap(layout) = self.memory {
+        if let Memory::Heap { start, layout } = self.memory {
             // SAFETY: allocated in `new` with this layout.
-            unsafe { dealloc(self.base.as_ptr(), layout) }
+            unsafe { dealloc(start, layout) }
         }
     }
 }
@@ -262,6 +274,25 @@ impl AsRef<[AtomicU64]> for SharedSegment {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn memory_costs_nothing_until_it_is_used() {
+        const BYTES: usize = 1 << 28;
+        let resident = || -> usize {
+            let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+            pages.split(' ').nth(1).unwrap().parse::<usize>().unwrap() * 4096
+        };
+        let before = resident();
+        let segment = Segment::new(8, BYTES).unwrap();
+        // SAFETY: nobody else has the segment.
+        let data = unsafe { segment.data_words(0..BYTES) };
+        assert_eq!(data.len(), BYTES / 8);
+        data[data.len() - 1].store(1, Ordering::Relaxed);
+        assert_eq!(data[0].load(Ordering::Relaxed), 0);
+        let taken = resident().saturating_sub(before);
+        assert!(taken < BYTES / 4, "{taken} bytes for {BYTES}");
+    }
 
     #[test]
     fn bytes_come_back_at_every_offset_and_leave_neighbours_alone() {
