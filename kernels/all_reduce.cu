@@ -177,6 +177,19 @@ struct AllReduce : Pushing<AllReduceParams> {
     return true;
   }
 
+  // Where there is a hook: waits until all parts have come, and tells it.
+  static __device__ __noinline__ bool await(const AllReduceParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
+    const AllReduce all(p, use, buffer, flag);
+    bool there = true;
+    const uint32_t granules = TwoShot ? p.share : p.granules, first = TwoShot ? p.rank * p.share : 0;
+    for (uint32_t i = threadIdx.x; i < granules && first + i < p.granules && there; i += blockDim.x) {
+      Sum sum;
+      there = all.reduce(all.slots(p.rank, buffer) + 16ull * i, granules, make_uint4(0, 0, 0, 0), false, sum);
+    }
+    all.have_come(0);
+    return there;
+  }
+
   __device__ __forceinline__ void run() {
     const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     bool failed = stopped, herald = is_herald();
@@ -191,6 +204,7 @@ struct AllReduce : Pushing<AllReduceParams> {
       }
       empty();
       count((p.size - 1) * p.granules);
+      if (p.desk != 0) failed |= !await(p, use, buffer, flag);
       const uint64_t own = slots(p.rank, buffer);
       for (uint32_t i = first; i < p.granules && !failed; i += threads) {
         Sum sum;
@@ -210,6 +224,7 @@ struct AllReduce : Pushing<AllReduceParams> {
       }
       empty();
       count((p.size - 1) * share * (1 + Sum::parts));
+      if (p.desk != 0) failed |= !await(p, use, buffer, flag);
       const uint64_t own = slots(p.rank, buffer);
       // Results lie behind the shares.
       const uint64_t results = 16ull * (p.size - 1) * share;
@@ -256,8 +271,9 @@ struct AllReduce : Pushing<AllReduceParams> {
   }
 };
 
+// Two blocks find room on a multiprocessor, as those of messages do, which have the same places.
 #define ALL_REDUCE(NAME, IN, OUT, MOST, TWO)                                                             \
-  extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS)                                       \
+  extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)                                    \
       brigade_all_reduce_##NAME##_##MOST(const __grid_constant__ AllReduceParams p) {                    \
     wait_for_previous_kernel();                                                                          \
     let_next_kernel_start();                                                                             \

@@ -53,16 +53,16 @@ __device__ inline Answer hear(const Group& g, uint32_t i, uint64_t number, Waiti
   return Answer::none;
 }
 
-// Asks and spins for the answer, as one thread, in the slot of its block. Whoever is `stopped` here has given up. Not inlined,
-// so that its callers keep what they have in registers.
+// Asks and spins for the answer, as one thread, in a slot of its own. Whoever is `stopped` here has given up. Not inlined, so
+// that its callers keep what they have in registers.
 template <typename P>
-__device__ __noinline__ Answer consult(const P& p, uint32_t signature, uint64_t step, uint64_t epoch) {
+__device__ __noinline__ Answer consult(const P& p, uint32_t signature, uint64_t step, uint64_t epoch, uint32_t slot) {
   const Group g = group_of(p, signature);
   Waiting w{};
-  const uint64_t number = ask(g, blockIdx.x, step, epoch);
+  const uint64_t number = ask(g, slot, step, epoch);
   Answer answer;
   do {
-    answer = hear(g, blockIdx.x, number, w);
+    answer = hear(g, slot, number, w);
   } while (answer == Answer::none && w.end == End::going_on);
   if (answer != Answer::none) return answer;
   give_up(g, w);

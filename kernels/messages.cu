@@ -12,7 +12,7 @@ __device__ inline bool wait_for(const MessagesParams& p, const Group& g, uint64_
   if (threadIdx.x == 0) {
     const auto heard = [&](uint64_t at) {
       const bool asks = g.desk != 0 && op == at;
-      return asks ? consult(p, g.signature, step_bits(op, w.peer, w.word), epoch) : Answer::go_on;
+      return asks ? consult(p, g.signature, step_bits(op, w.peer, w.word), epoch, blockIdx.x) : Answer::go_on;
     };
     Answer answer = heard(STEP_CREDIT);
     if (answer == Answer::go_on) {
@@ -34,7 +34,7 @@ __device__ inline bool wait_for(const MessagesParams& p, const Group& g, uint64_
 
 // Posts as one thread, unless the hook loses it. A block that is stopped here finds the stop word at its next wait.
 __device__ inline void post(const MessagesParams& p, const Group& g, uint64_t epoch, uint32_t peer, uint32_t word, uint64_t flag) {
-  if (g.desk != 0 && consult(p, g.signature, step_bits(STEP_POST, peer, word), epoch) != Answer::go_on) return;
+  if (g.desk != 0 && consult(p, g.signature, step_bits(STEP_POST, peer, word), epoch, blockIdx.x) != Answer::go_on) return;
   store_release_sys(g.word(peer, word), flag);
 }
 

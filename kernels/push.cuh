@@ -104,9 +104,23 @@ __device__ __noinline__ uint64_t hope_for(const P& p, uint64_t flag, uint32_t pe
 // There is no hope: leaves a record, if nobody else has, and stops the group.
 template <typename P>
 __device__ __noinline__ void give_up_on(const P& p, uint64_t flag, uint32_t peer, uint64_t since_ns) {
-  const Exchange g{group_of(p, p.signature), flag, since_ns};
+  const Exchange g{group_of(p, p.signature), flag, since_ns == 0 ? globaltimer_ns() : since_ns};
   const Waiting w = diagnose(p, g, peer, true);
   give_up(g, w);
+}
+
+// Asks the hook, where there is one: then there is one block, whose threads take slots by the ranks that they ask about.
+template <typename P>
+__device__ __noinline__ bool is_allowed(const P& p, uint64_t step, uint32_t epoch) {
+  return consult(p, p.signature, step, epoch, threadIdx.x) == Answer::go_on;
+}
+
+template <typename P>
+__device__ __noinline__ bool clears(const P& p, uint32_t stale, uint32_t epoch) {
+  __shared__ bool allowed;
+  if (threadIdx.x == 0) allowed = is_allowed(p, step_bits(STEP_CLEAR, p.rank, stale), epoch);
+  __syncthreads();
+  return allowed;
 }
 
 template <typename P>
@@ -127,6 +141,10 @@ struct Pushing {
   bool stopped;
   // Of this rank's arrival, and of every peer's.
   uint64_t flag;
+
+  // In the middle of a use.
+  __device__ Pushing(const P& parameters, uint32_t this_use, uint32_t this_buffer, uint64_t this_flag)
+      : p(parameters), use(this_use), buffer(this_buffer), stale(0), stale_granules(0), stopped(false), flag(this_flag) {}
 
   // All that is read here is on its way at the same time.
   __device__ __forceinline__ explicit Pushing(const P& parameters) : p(parameters) {
@@ -166,7 +184,9 @@ struct Pushing {
   __device__ bool is_herald() const { return blockIdx.x == 0 && threadIdx.x < p.size && threadIdx.x != p.rank; }
 
   __device__ void announce() const {
-    if (is_herald()) store_relaxed_sys(arrival(threadIdx.x, p.rank), flag);
+    if (!is_herald()) return;
+    if (p.desk != 0 && !is_allowed(p, step_bits(STEP_ARRIVE, threadIdx.x, 0), uint32_t(flag))) return;
+    store_relaxed_sys(arrival(threadIdx.x, p.rank), flag);
   }
 
   // What the peer of a herald has said of its call. All other threads find that it is this one.
@@ -182,6 +202,7 @@ struct Pushing {
 
   // Empties the buffer of the use before.
   __device__ void empty() const {
+    if (p.desk != 0 && stale_granules != 0 && !clears(p, stale, use + 1)) return;
     const uint4 nothing = make_uint4(sentinel, sentinel, sentinel, sentinel);
     const uint64_t from = slots(p.rank, stale);
     const uint32_t threads = gridDim.x * blockDim.x;
@@ -223,9 +244,17 @@ struct Pushing {
     return true;
   }
 
+  // All data of shot `piece` has come, and the hook hears of it, by all threads.
+  __device__ __forceinline__ void have_come(uint32_t piece) const {
+    __syncthreads();
+    if (is_herald()) is_allowed(p, step_bits(STEP_READ, threadIdx.x, buffer | piece << 8), use + 1);
+    __syncthreads();
+  }
+
   // At the very end, by all threads of a block. If one gave up, the block poisons the result: once all other blocks have ended,
   // or have found the group stopped too, which they look for much more often.
   __device__ __forceinline__ void finish(bool failed) const {
+    if (p.desk != 0 && p.last && is_herald()) is_allowed(p, step_bits(STEP_MEET, threadIdx.x, 0), uint32_t(flag));
     if (__syncthreads_or(failed)) poison_all(p);
   }
 

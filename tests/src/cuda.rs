@@ -81,7 +81,7 @@ impl Backend for CudaBackend {
     }
 
     fn engines(&self) -> Engines {
-        Engines::cuda(self.tiles)
+        Engines::cuda(self.tiles, true)
     }
 
     fn seats(&self, size: usize) -> Result<Vec<Seat>> {

@@ -1,10 +1,12 @@
-//! All-reduce through the scratch memory: one-shot pull for small inputs, two-shot for large ones. Both combine in rank order.
+//! All-reduce: pushed, in one shot or two, by a kernel that is all of it; or pulled through the scratch memory, in one shot or
+//! two, between steps. All combine in rank order.
 
 use crate::{
     comm::{CudaComm, unexpected},
     finish::same_elements,
     job::Job,
     memory::check_reach,
+    pushed,
     reduce_scatter::Reduction,
 };
 use brigade_device::{
@@ -45,6 +47,7 @@ impl CudaComm {
         let Plan::AllReduce {
             algorithm,
             piece_elements,
+            launch,
             ..
         } = plan
         else {
@@ -62,6 +65,38 @@ impl CudaComm {
             self.apart(turn.stream(), from, &to)?
         };
         let all = from.shape().len();
+        if matches!(
+            algorithm,
+            AllReduceAlgorithm::OneShotPush | AllReduceAlgorithm::TwoShotPush
+        ) {
+            let kind = pushed::Kind {
+                algorithm,
+                dtype: kind.dtype,
+                output: kind.output,
+                op: kind.op,
+                launch,
+            };
+            let step = piece_elements.min(all.max(1));
+            let exchange = |job: &mut Job<'_>| {
+                // With nothing in it, too: all ranks meet.
+                for start in (0..all.max(1)).step_by(step) {
+                    let elements = step.min(all - start);
+                    job.push(
+                        kind,
+                        pushed::Piece {
+                            elements,
+                            from: from.address() + (start * kind.dtype.bytes()) as u64,
+                            to: to.address() + (start * kind.output.bytes()) as u64,
+                            last: start + step >= all,
+                        },
+                    )?;
+                }
+                Ok(())
+            };
+            self.core
+                .exchange(turn.stream(), &call, &[&from, &to], exchange)?;
+            return Ok(plan);
+        }
         self.core
             .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
                 for start in (0..all).step_by(piece_elements.max(1)) {

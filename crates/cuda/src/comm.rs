@@ -3,6 +3,7 @@
 use crate::{
     CudaDevice, Pages,
     core::{Core, Parts},
+    pushed,
     rendezvous::{self, Hardware},
     state::state_words,
     steps::Counters,
@@ -114,7 +115,10 @@ pub(crate) fn join(
             group,
             config: config.clone(),
             // Tiles that wait hold all of a GPU: a rank that shares it would find no room to send what they wait for.
-            engines: Engines::cuda(hardware.tiles && !hardware.shares),
+            engines: Engines::cuda(
+                hardware.tiles && !hardware.shares,
+                size <= pushed::MOST_RANKS,
+            ),
         },
         control: Control::new(group, layout, sharing, segments),
         config: config.clone(),

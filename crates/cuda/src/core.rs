@@ -89,7 +89,11 @@ pub(crate) struct Core {
     pub(crate) shares: bool,
     /// The last calls, where that is so.
     pub(crate) ahead: Mutex<VecDeque<CudaMark>>,
-    pub(crate) spinning: [Spinning; 2],
+    pub(crate) stepping: Spinning,
+    /// Places for the blocks of messages, and of exchanges by pushing.
+    pub(crate) exchanging: Spinning,
+    /// Whether an exchange may take its place on the GPU while the one before it still waits.
+    pub(crate) overtakes: bool,
 }
 
 /// Halves alternate as calls are issued; own rows may be handed out before the call that uses them.
@@ -163,10 +167,13 @@ impl Core {
         let hook = device.inject.as_ref();
         let steps = Launch::grid(STEPS_AT_ONCE + u32::from(hook.is_some()), STEP_THREADS);
         let messages = Launch::grid(crate::messages::most_blocks(size), MESSAGE_THREADS);
-        let spinning = [
-            device.reserve_spinning(&kernels.steps, steps)?,
-            device.reserve_spinning(&kernels.messages, messages)?,
-        ];
+        let stepping = device.reserve_spinning(&kernels.steps, steps)?;
+        // Messages and sums that are pushed take the same places in turn.
+        let exchanging = if shares || size < 2 || config.all_reduce_bytes == 0 {
+            device.reserve_spinning(&kernels.messages, messages)?
+        } else {
+            device.reserve_half(&kernels.messages, messages)?
+        };
         let state_bytes = 8 * state_words(&config, size);
         let control = Arc::new(control);
         let desk = hook.map(|hook| Desk::new(&device.card, hook, &control));
@@ -190,11 +197,14 @@ impl Core {
             views: Views::default(),
             regions: Mutex::new(Regions::new(regions_start, &config)),
             config,
-            device,
             shares,
             ahead: Mutex::default(),
-            spinning,
+            stepping,
+            exchanging,
+            overtakes: kernels.pushes.programmatic && !shares,
+            device,
         };
+        core.empty_sums()?;
         core.write_state(STATE_GENERATION, &[core.control.generation().into()])?;
         let core = Arc::new(core);
         watch(&core)?;
@@ -227,8 +237,13 @@ impl Core {
 
     /// Byte of a part where data lies: behind the words.
     pub(crate) fn data_offset(&self, of: Use) -> usize {
+        self.data_start() + self.control.layout().start(of.area, of.half)
+    }
+
+    /// Byte of a part where all data begins.
+    pub(crate) fn data_start(&self) -> usize {
         let layout = self.control.layout();
-        layout.total_bytes() - layout.bytes + layout.start(of.area, of.half)
+        layout.total_bytes() - layout.bytes
     }
 
     /// Address of a byte of a rank's half.
@@ -338,6 +353,30 @@ impl Core {
     ) -> Result<R> {
         let lane = self.device.lane(on)?;
         self.collective_within(lane, call, None, buffers, out, work)
+    }
+
+    /// A collective call that exchanges by pushing alone: its kernels tell of the arrival, see to it that all are in the same
+    /// call, poison what they give, and count it. Where a hook is asked, it hears of the beginning first.
+    pub(crate) fn exchange(
+        self: &Arc<Self>,
+        on: &Stream,
+        call: &Call,
+        buffers: &[&Buffer],
+        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
+    ) -> Result<()> {
+        for half in 0..HALVES {
+            self.views.all[half].fetch_add(1, Ordering::AcqRel);
+        }
+        let kind = Kind {
+            collective: true,
+            ..Kind::pairwise(call.operation(), call.signature())
+        };
+        self.enqueue(self.device.lane(on)?, kind, buffers, None, |job| {
+            if self.memory.desk.is_some() {
+                job.steps.start();
+            }
+            work(job)
+        })
     }
 
     fn collective_within<R>(

@@ -5,8 +5,8 @@
 use crate::job::Side;
 use brigade_device::{Operation, Place, Point, Step};
 use brigade_kernels::{
-    MOST_STEPS, STEP_ARRIVE, STEP_CREDIT, STEP_MEET, STEP_POST, STEP_POST_OPEN, STEP_RELEASED,
-    STEP_START, STEP_WAIT,
+    MOST_STEPS, STEP_ARRIVE, STEP_CLEAR, STEP_CREDIT, STEP_MEET, STEP_POST, STEP_POST_OPEN,
+    STEP_READ, STEP_RELEASED, STEP_START, STEP_WAIT,
 };
 use brigade_sync::{Layout, Role};
 
@@ -60,6 +60,8 @@ impl Words {
             STEP_START => (Point::Begin, None),
             STEP_ARRIVE => (Point::Arrive, None),
             STEP_MEET => (Point::Meet, None),
+            STEP_CLEAR => (Point::Clear, Some(self.pushed(rank, word))),
+            STEP_READ => (Point::Read, Some(self.pushed(peer, word))),
             STEP_CREDIT | STEP_RELEASED => (Point::Credit, Some(place()?.1)),
             STEP_WAIT => (Point::Read, Some(place()?.1)),
             STEP_POST | STEP_POST_OPEN => match place()? {
@@ -76,6 +78,16 @@ impl Words {
             peer,
             place,
         })
+    }
+
+    /// What `from` has pushed into a buffer of sums.
+    fn pushed(&self, from: usize, word: usize) -> Place {
+        Place {
+            slot: from,
+            piece: word >> 8,
+            half: word & 0xFF,
+            epoch: self.epoch as u32,
+        }
     }
 
     /// What a word is for, and which data its flag is about. Credits are about all that a rank has in a half.

@@ -122,7 +122,12 @@ impl<'a> Job<'a> {
     /// Enqueues the last steps, and what is to be poisoned behind them.
     pub(crate) fn end(&mut self) -> Result<()> {
         let mut batches = self.steps.batches();
-        let last = batches.pop().unwrap_or(([0; MOST_STEPS], 0));
+        let Some(last) = batches
+            .pop()
+            .or_else(|| (!self.poisoned.is_empty()).then_some(([0; MOST_STEPS], 0)))
+        else {
+            return Ok(());
+        };
         for batch in batches {
             self.launch(None, batch, &[])?;
         }

@@ -1,6 +1,8 @@
 //! All kernels of operations, loaded when a device is opened: loading later would synchronize with waits in flight.
 
-use crate::{Kernel, KernelSet, Launch, Missing, gemm_flags::TileKernels, lane::Lane};
+use crate::{
+    Kernel, KernelSet, Launch, Missing, gemm_flags::TileKernels, lane::Lane, pushed::PushKernels,
+};
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
     AdaptersParams, ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams,
@@ -27,6 +29,7 @@ pub(crate) struct Kernels {
     pub(crate) reduce: Kernel<ReduceParams>,
     pub(crate) messages: Kernel<MessagesParams>,
     pub(crate) adapters: Kernel<AdaptersParams>,
+    pub(crate) pushes: PushKernels,
     /// On compute capability 9.0.
     pub(crate) tiles: Option<TileKernels>,
     sms: u32,
@@ -61,6 +64,7 @@ impl Kernels {
             reduce: set("reduce")?.kernel()?,
             messages: set("messages")?.kernel()?,
             adapters: set("adapters")?.kernel()?,
+            pushes: PushKernels::load(&set("all_reduce")?, capability)?,
             tiles: (capability == (9, 0))
                 .then(|| TileKernels::load(&set("gemm_flags")?))
                 .transpose()?,

@@ -55,6 +55,7 @@ mod nccl_comm;
 mod opened;
 mod peers;
 mod probe;
+mod pushed;
 mod quantize;
 mod quiet;
 mod reduce_scatter;

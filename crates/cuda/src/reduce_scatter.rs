@@ -167,13 +167,7 @@ impl Job<'_> {
             out_type: types::float_code(r.output),
             from_type: types::float_code(r.dtype),
             parts: self.core.size() as u32,
-            op: match r.op {
-                ReduceOp::Sum => 0,
-                ReduceOp::Prod => 1,
-                ReduceOp::Max => 2,
-                ReduceOp::Min => 3,
-                ReduceOp::Avg => 4,
-            },
+            op: types::op_code(r.op),
         };
         let kernels = &self.core.device.opened.kernels;
         // A thread for each eight elements.

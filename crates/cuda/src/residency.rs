@@ -2,7 +2,7 @@
 //! find none, nobody goes on. So whoever launches waiting blocks reserves their places first, over all communicators of the
 //! process, and takes fewer blocks where there is no more room.
 
-use crate::{CudaDevice, Kernel, Launch, core::Core, lane::Lane, mark::CudaMark, quiet};
+use crate::{CudaDevice, Kernel, Launch, core::Core, lane::Lane, mark::CudaMark, messages, quiet};
 use brigade_device::{Device, Reason, Result};
 use brigade_kernels::Parameters;
 use parking_lot::Mutex;
@@ -33,7 +33,7 @@ impl CudaDevice {
         kernel: &Kernel<P>,
         shape: Launch,
     ) -> Result<Spinning> {
-        let places = u64::from(kernel.resident_per_sm(shape)?) * u64::from(self.info().sms);
+        let places = self.places(kernel, shape)?;
         let share = share(u64::from(shape.blocks), places);
         let ordinal = self.info().ordinal;
         reserve(ordinal, share).map_err(|reserved| {
@@ -52,6 +52,36 @@ impl CudaDevice {
             share,
             blocks: shape.blocks,
         })
+    }
+
+    /// Reserves places for the launch, or more where nobody else needs them: up to a block for each multiprocessor, as long as
+    /// half of the GPU stays free for others. Ranks need not have the same number.
+    ///
+    /// # Errors
+    /// As [`reserve_spinning`](Self::reserve_spinning).
+    pub(crate) fn reserve_half<P: Parameters>(
+        &self,
+        kernel: &Kernel<P>,
+        shape: Launch,
+    ) -> Result<Spinning> {
+        let places = self.places(kernel, shape)?;
+        let taken = RESERVED.lock().get(&self.info().ordinal).copied();
+        let spare = (WHOLE / 2).saturating_sub(taken.unwrap_or(0)) * places / WHOLE;
+        let most = u32::from(self.info().sms).min(spare as u32);
+        let blocks = shape.blocks.max(most);
+        self.reserve_spinning(kernel, Launch { blocks, ..shape })
+    }
+
+    /// Blocks of this shape that the GPU holds at once.
+    fn places<P: Parameters>(&self, kernel: &Kernel<P>, shape: Launch) -> Result<u64> {
+        Ok(u64::from(kernel.resident_per_sm(shape)?) * u64::from(self.info().sms))
+    }
+}
+
+impl Spinning {
+    /// How many blocks have a place.
+    pub(crate) fn blocks(&self) -> u32 {
+        self.blocks
     }
 }
 
@@ -82,9 +112,11 @@ impl Core {
             return 0;
         }
         let sms = self.product_sms().unwrap_or(self.device.info().sms);
-        // Each of theirs may sit on a multiprocessor of its own.
-        let kept = others.iter().flat_map(|core| &core.spinning);
-        u32::from(sms).saturating_sub(kept.map(|spinning| spinning.blocks).sum())
+        // Each of theirs may sit on a multiprocessor of its own: but for sums that are pushed, which these tiles never wait for.
+        let kept = others
+            .iter()
+            .map(|core| core.stepping.blocks + messages::most_blocks(core.size()));
+        u32::from(sms).saturating_sub(kept.sum())
     }
 
     /// Where ranks share a GPU, none runs far ahead of what is done: a stream takes so many launches and no more, and a thread

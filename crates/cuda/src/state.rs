@@ -3,7 +3,8 @@
 use crate::{core::Core, driver::failed, mark::CudaMark, steps::Counters};
 use brigade_device::{CommConfig, Mark, PeerWait, Result, Storage, Traffic};
 use brigade_kernels::{
-    STATE_CALLS, STATE_COUNTERS, STATE_GENERATION, STATE_MOVED, STATE_WAITED, STATE_WAITS,
+    STATE_CALLS, STATE_COUNTERS, STATE_GENERATION, STATE_MOVED, STATE_USES, STATE_WAITED,
+    STATE_WAITS,
 };
 use cudarc::driver::result;
 use std::time::Duration;
@@ -41,6 +42,16 @@ impl Core {
         // SAFETY: inside the state, and the words outlive the wait below.
         unsafe { result::memcpy_htod_async(to, words, self.counting.stream) }
             .map_err(failed("cuMemcpyHtoDAsync"))?;
+        CudaMark::record(card, self.counting.stream)?.sync(COUNTING)
+    }
+
+    /// Sets bytes of this rank's part that no kernel uses now, and waits for it.
+    pub(crate) fn set_now(&self, address: u64, byte: u8, bytes: usize) -> Result<()> {
+        let card = &self.device.card;
+        card.bind()?;
+        // SAFETY: own memory of the group, as the caller says.
+        unsafe { result::memset_d8_async(address, byte, bytes, self.counting.stream) }
+            .map_err(failed("cuMemsetD8Async"))?;
         CudaMark::record(card, self.counting.stream)?.sync(COUNTING)
     }
 
@@ -87,8 +98,9 @@ impl Core {
         for at in [STATE_CALLS, STATE_MOVED] {
             fresh[at] = kept[at];
         }
-        let waits = STATE_WAITS..STATE_COUNTERS;
+        let waits = STATE_WAITS..STATE_USES;
         fresh[waits.clone()].copy_from_slice(&kept[waits]);
+        self.empty_sums()?;
         self.write_state(0, &fresh)?;
         self.memory.report.clear();
         Ok(())

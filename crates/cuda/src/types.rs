@@ -1,6 +1,6 @@
 //! Types, activations and times as kernels are told them (`kernels/types.cuh`).
 
-use brigade_device::{Activation, DataType};
+use brigade_device::{Activation, DataType, ReduceOp};
 use std::time::Duration;
 
 /// The number of a type that kernels read and write.
@@ -29,6 +29,17 @@ pub(crate) const fn float_code(dtype: DataType) -> u32 {
         DataType::F16 => 8,
         DataType::BF16 => 9,
         _ => 10,
+    }
+}
+
+/// The number of a reduction (`kernels/combine.cuh`).
+pub(crate) const fn op_code(op: ReduceOp) -> u32 {
+    match op {
+        ReduceOp::Sum => 0,
+        ReduceOp::Prod => 1,
+        ReduceOp::Max => 2,
+        ReduceOp::Min => 3,
+        ReduceOp::Avg => 4,
     }
 }
 

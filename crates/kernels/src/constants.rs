@@ -131,6 +131,10 @@ constants! {
     STEP_CATCH_UP: u64 = 12;
     /// The call ended well.
     STEP_FINISH: u64 = 13;
+    /// For the hook: the buffer that a step's word names is about to be emptied.
+    STEP_CLEAR: u64 = 14;
+    /// For the hook: what was pushed into the buffer is about to be read. The word has the shot above its lowest 8 bits.
+    STEP_READ: u64 = 15;
 }
 
 /// One step of a protocol, as `StepsParams` has them: what to do, in which phase (steps of a phase go on side by side), by

@@ -37,6 +37,10 @@ pub struct Options {
     /// device's]
     #[arg(long, value_name = "BYTES", value_parser = sizes::bytes)]
     scratch_bytes: Option<usize>,
+    /// Capacity of each of the three buffers that all-reduces push through; larger inputs pass in pieces [default: twice the
+    /// largest size, at most 128 MiB]
+    #[arg(long, value_name = "BYTES", value_parser = sizes::bytes)]
+    all_reduce_bytes: Option<usize>,
     /// Most multiprocessors that communication may use [default: the plan's choice]
     #[arg(long, value_name = "SMS")]
     sm_budget: Option<u16>,
@@ -153,6 +157,9 @@ impl Broadcast {
     }
 }
 
+/// Most that a buffer of all-reduces is given where nothing is said.
+const MOST_PUSHED: usize = 128 << 20;
+
 impl Asked<'_> {
     pub fn common(&self) -> &Common {
         &self.options.common
@@ -166,6 +173,11 @@ impl Asked<'_> {
             _ => config.reduce_scatter_bytes,
         };
         config.scratch_bytes = self.options.scratch_bytes.unwrap_or(config.scratch_bytes);
+        config.all_reduce_bytes = match (self.which, self.options.all_reduce_bytes) {
+            (_, Some(bytes)) => bytes,
+            (Which::AllReduce, None) => (2 * largest).min(MOST_PUSHED),
+            _ => 0,
+        };
         config.sm_budget = self.options.sm_budget;
         config
     }

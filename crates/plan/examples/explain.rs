@@ -108,5 +108,5 @@ fn device(ranks: usize) -> Result<(Engines, Table), Reason> {
         links,
         ranks,
     };
-    Ok((Engines::cuda(hopper), Table::cuda(&gpus)?))
+    Ok((Engines::cuda(hopper, true), Table::cuda(&gpus)?))
 }

@@ -1,6 +1,10 @@
 //! All-reduce: one shot while latency decides, two shots when bytes do.
 
-use crate::{Table, Topology, pushed, reason, scratch};
+use crate::{
+    Table, Topology,
+    pushed::{self, Granules},
+    reason, scratch,
+};
 use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Plan, Reason, SumOrder};
 
 pub(crate) fn plan(
@@ -34,8 +38,30 @@ pub(crate) fn plan(
             _ => SumOrder::Flat,
         },
         piece_elements: piece_elements(algorithm)?,
-        launch: Launch::default(),
+        launch: match algorithm {
+            A::OneShotPush | A::TwoShotPush => {
+                let piece = elements.min(piece_elements(algorithm)?);
+                let cut = Granules::new(algorithm, piece, (input, output), size);
+                launch(cut.share, topology, table)
+            }
+            _ => Launch::default(),
+        },
     })
+}
+
+/// Small blocks while there are few of them, since a block waits for its slowest thread; a granule for each thread.
+fn launch(granules: usize, topology: &Topology, table: &Table) -> Launch {
+    let budget = topology.config.sm_budget.unwrap_or(u16::MAX);
+    let most = usize::from(table.push_blocks.min(budget).max(1));
+    let threads = [128, 256, 512]
+        .into_iter()
+        .find(|threads| granules.div_ceil(*threads) <= most)
+        .unwrap_or(512);
+    Launch {
+        blocks: granules.div_ceil(threads).clamp(1, most) as u16,
+        threads: threads as u16,
+        ..Launch::default()
+    }
 }
 
 /// Never NCCL: its sums have an order of their own, which only the caller can allow.

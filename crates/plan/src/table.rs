@@ -10,6 +10,8 @@ pub struct Table {
     pub one_shot_max_bytes: usize,
     /// All-reduces of fewer bytes push, where the device does and its buffers have room: 0 for none.
     pub push_below_bytes: usize,
+    /// Most blocks of a kernel that pushes.
+    pub push_blocks: u16,
     /// Smallest mean chunk, in bytes of rows, for which gather-linear overlaps.
     pub gather: Crossovers,
     /// Smallest mean part, in bytes of sums, for which the twin overlaps.
@@ -26,6 +28,7 @@ impl Table {
         Self {
             one_shot_max_bytes: 64 << 10,
             push_below_bytes: 0,
+            push_blocks: 0,
             gather: Crossovers::all(16 << 10),
             scatter: Crossovers::all(16 << 10),
             overlap: OverlapMode::Ring,
@@ -41,8 +44,14 @@ impl Table {
     pub fn cuda(gpus: &Gpus) -> Result<Self, Reason> {
         let figures = Figures::embedded()?;
         Ok(Self {
-            one_shot_max_bytes: 512 << 10,
-            push_below_bytes: 0,
+            // One shot sends (ranks - 1) / ranks * ranks / 2 times as much as two, and saves one way.
+            one_shot_max_bytes: match gpus.ranks {
+                0..=2 => 512 << 10,
+                3..=4 => 256 << 10,
+                _ => 128 << 10,
+            },
+            push_below_bytes: usize::MAX,
+            push_blocks: 132,
             gather: figures.of(gpus, Overlapped::GatherLinear),
             scatter: figures.of(gpus, Overlapped::ReduceScatterLinear),
             overlap: OverlapMode::Tiles,
@@ -55,6 +64,7 @@ impl Table {
         let Self {
             one_shot_max_bytes,
             push_below_bytes,
+            push_blocks,
             gather,
             scatter,
             overlap,
@@ -73,6 +83,7 @@ impl Table {
         [
             *one_shot_max_bytes as u64,
             *push_below_bytes as u64,
+            u64::from(*push_blocks),
             overlap,
         ]
         .into_iter()

@@ -55,13 +55,13 @@ impl Engines {
         }
     }
 
-    /// What the CUDA device runs: the same, but that all-reduces do not push yet, and parts are pushed; and `tiles`, where
-    /// every rank has a GPU of its own with a kernel for that.
-    pub const fn cuda(tiles: bool) -> Self {
+    /// What the CUDA device runs: the same, and parts are pushed; `tiles`, where every rank has a GPU of its own with a kernel
+    /// for that; and all-reduces that push, where the group is not larger than its kernels are for.
+    pub const fn cuda(tiles: bool, pushes: bool) -> Self {
         Self {
             tiles,
-            one_shot_push: false,
-            two_shot_push: false,
+            one_shot_push: pushes,
+            two_shot_push: pushes,
             pushes_parts: true,
             ..Self::host()
         }

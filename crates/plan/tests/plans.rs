@@ -218,7 +218,7 @@ fn all_reduce() {
             8 << 20,
         ),
         ("where pushing would pay", Engines::host(), usize::MAX, 16),
-        ("cuda", Engines::cuda(true), usize::MAX, 8 << 20),
+        ("cuda", Engines::cuda(true, true), usize::MAX, 8 << 20),
         ("nccl alone", only_nccl, usize::MAX, 8 << 20),
     ];
     let mut text = String::new();

@@ -20,7 +20,7 @@ fn on_gpus(tiles: bool) -> (Topology, Table) {
         panic!("the figures of this build cannot be read");
     };
     let topology = Topology {
-        engines: Engines::cuda(tiles),
+        engines: Engines::cuda(tiles, true),
         ..topology(1, 4)
     };
     (topology, table)

@@ -44,7 +44,7 @@ impl Devices for Gpus {
     }
 
     fn engines(&self) -> Engines {
-        Engines::cuda(self.tiles)
+        Engines::cuda(self.tiles, true)
     }
 
     /// A process on a GPU takes seconds to start. So what is about the group is tried with all GPUs, the linears with some

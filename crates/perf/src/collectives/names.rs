@@ -13,7 +13,7 @@ pub struct Choice {
 }
 
 /// Every name there is: a further algorithm is a further entry.
-const CHOICES: [Choice; 5] = [
+const CHOICES: [Choice; 6] = [
     Choice {
         name: "auto",
         algorithm: None,
@@ -33,6 +33,11 @@ const CHOICES: [Choice; 5] = [
         name: "two-shot",
         algorithm: Some(AllReduceAlgorithm::TwoShot),
         help: "reduce-scatter, then all-gather",
+    },
+    Choice {
+        name: "two-shot-push",
+        algorithm: Some(AllReduceAlgorithm::TwoShotPush),
+        help: "every rank pushes the parts of its input to their owners, which push the sums",
     },
     Choice {
         name: "nccl",

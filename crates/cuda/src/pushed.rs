@@ -1,0 +1,169 @@
+//! Exchanges by pushing: all that a piece of an all-reduce is, in one kernel (`kernels/push.cuh`). It tells of the arrival,
+//! waits for data as its own flag, and counts itself, so no steps stand before or behind it.
+
+use crate::{
+    Kernel, KernelSet, Launch, Missing,
+    core::Core,
+    inject::Asker,
+    job::{Job, waiting},
+    types,
+};
+use brigade_device::{AllReduceAlgorithm, DataType, Device, Error, ReduceOp, Result};
+use brigade_kernels::{ALL_REDUCE_THREADS, AllReduceParams};
+use brigade_plan::{moved, pushed::Granules};
+use brigade_sync::BUFFERS;
+use std::sync::Arc;
+
+/// Most ranks that a kernel is for, smallest first.
+const RANKS: [usize; 3] = [2, 4, 8];
+
+/// Types of inputs and results.
+const TYPES: [(DataType, DataType); 5] = [
+    (DataType::F32, DataType::F32),
+    (DataType::F16, DataType::F16),
+    (DataType::BF16, DataType::BF16),
+    (DataType::F16, DataType::F32),
+    (DataType::BF16, DataType::F32),
+];
+
+/// Most ranks of a group that can push.
+pub(crate) const MOST_RANKS: usize = RANKS[RANKS.len() - 1];
+
+/// Kernels of one algorithm: by types, and by ranks.
+type ByTypes = [[Kernel<AllReduceParams>; RANKS.len()]; TYPES.len()];
+
+/// All kernels that push.
+#[derive(Debug)]
+pub(crate) struct PushKernels {
+    one_shot: ByTypes,
+    two_shot: ByTypes,
+    /// Whether one may start while the kernel before it ends.
+    pub(crate) programmatic: bool,
+}
+
+impl PushKernels {
+    pub(crate) fn load(set: &Arc<KernelSet>, capability: (u32, u32)) -> Result<Self, Missing> {
+        let algorithm = |name: &str| -> Result<ByTypes, Missing> {
+            let types = |(input, output): (DataType, DataType)| -> Result<_, Missing> {
+                let [a, b, c] = RANKS;
+                let load = |ranks| set.variant(format!("_{name}_{input}_{output}_{ranks}"));
+                Ok([load(a)?, load(b)?, load(c)?])
+            };
+            let [a, b, c, d, e] = TYPES;
+            Ok([types(a)?, types(b)?, types(c)?, types(d)?, types(e)?])
+        };
+        Ok(Self {
+            one_shot: algorithm("one")?,
+            two_shot: algorithm("two")?,
+            programmatic: capability >= (9, 0),
+        })
+    }
+
+    fn of(&self, kind: Kind, size: usize) -> Option<&Kernel<AllReduceParams>> {
+        let kernels = match kind.algorithm {
+            AllReduceAlgorithm::TwoShotPush => &self.two_shot,
+            _ => &self.one_shot,
+        };
+        let types = TYPES
+            .iter()
+            .position(|&types| types == (kind.dtype, kind.output))?;
+        let ranks = RANKS.iter().position(|&ranks| size <= ranks)?;
+        Some(&kernels[types][ranks])
+    }
+}
+
+/// How a call reduces.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kind {
+    pub(crate) algorithm: AllReduceAlgorithm,
+    pub(crate) dtype: DataType,
+    pub(crate) output: DataType,
+    pub(crate) op: ReduceOp,
+    /// As the plan has it.
+    pub(crate) launch: brigade_device::Launch,
+}
+
+/// A piece of a call that passes through the buffers at once.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    pub(crate) elements: usize,
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    /// Whether the call ends with it.
+    pub(crate) last: bool,
+}
+
+impl Core {
+    /// Makes the buffers of sums empty, which no kernel uses now.
+    pub(crate) fn empty_sums(&self) -> Result<()> {
+        let layout = self.control.layout();
+        let bytes = layout.sums_start(BUFFERS) - layout.sums_start(0);
+        let at = self.address(self.rank(), self.data_start() + layout.sums_start(0));
+        self.set_now(at, 0xFF, bytes)
+    }
+}
+
+impl Job<'_> {
+    /// Enqueues one exchange.
+    pub(crate) fn push(&mut self, kind: Kind, piece: Piece) -> Result<()> {
+        self.steps_now()?;
+        let core = self.core;
+        let (rank, size, layout) = (core.rank(), core.size(), core.control.layout());
+        let kernels = &core.device.opened.kernels.pushes;
+        let kernel = kernels
+            .of(kind, size)
+            .ok_or_else(|| Error::invalid("algorithm", format!("{kind:?}"), "a kernel for it"))?;
+        let types = (kind.dtype, kind.output);
+        let cut = Granules::new(kind.algorithm, piece.elements, types, size);
+        let moved = match kind.algorithm {
+            AllReduceAlgorithm::TwoShotPush => {
+                moved::two_shot_push(rank, size, piece.elements, piece.elements, types)
+            }
+            _ => moved::one_shot(size, piece.elements * kind.dtype.bytes()),
+        };
+        let parameters = AllReduceParams {
+            desk: core.memory.desk(Asker::Messages),
+            moved_bytes: moved,
+            from: piece.from,
+            out: piece.to,
+            out_bytes: (piece.elements * kind.output.bytes()) as u64,
+            poison: types::poison_pattern(kind.output),
+            elements: piece.elements as u64,
+            slots: (core.data_start() + layout.sums_start(0)) as u64,
+            buffer_bytes: (layout.sums_start(1) - layout.sums_start(0)) as u64,
+            buffers: BUFFERS as u32,
+            granules: cut.all as u32,
+            share: cut.share as u32,
+            op: types::op_code(kind.op),
+            signature: self.kind.signature,
+            last: u32::from(piece.last),
+            ..waiting!(AllReduceParams, self)
+        };
+        let shape = self.push_shape(kind.launch, cut.share);
+        // SAFETY: input and result lie in buffers of the call, the rest in the group's memory, which the core keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// As the plan has it, within the places that this rank reserved, and no more than there are granules for. The kernel may
+    /// take its place while the one before it still waits, if there are places for both.
+    fn push_shape(&self, launch: brigade_device::Launch, granules: usize) -> Launch {
+        let core = self.core;
+        let threads = u32::from(launch.threads).clamp(32, ALL_REDUCE_THREADS);
+        let places = match core.size() {
+            // Nobody to wait for.
+            1 => core.device.info().sms.into(),
+            _ => core.exchanging.blocks(),
+        };
+        let fit = places * (ALL_REDUCE_THREADS / threads);
+        let needed = u32::try_from(granules.div_ceil(threads as usize)).unwrap_or(u32::MAX);
+        // Where there is a hook, one block asks it.
+        let most = if core.memory.desk.is_some() { 1 } else { fit };
+        let blocks = u32::from(launch.blocks.max(1))
+            .min(needed)
+            .clamp(1, most.max(1));
+        Launch {
+            programmatic: core.overtakes && 2 * blocks <= fit,
+            ..Launch::grid(blocks, threads)
+        }
+    }
+}
