@@ -73,10 +73,8 @@ pub(crate) struct Core {
     pub(crate) memory: Arc<GroupMemory>,
     /// Copies go here beside the caller's stream, which a call may fork from and join.
     pub(crate) mover: Arc<Lane>,
-    /// Steps go here, likewise.
+    /// Steps go here, likewise; and calls that no caller's stream is for: meeting at first, closing.
     pub(crate) waiter: Arc<Lane>,
-    /// For calls that no caller's stream is for: meeting at first, closing.
-    own: Arc<Lane>,
     /// For reading and wiping what kernels count: no kernel that waits is ever here.
     pub(crate) counting: Arc<Lane>,
     /// Streams that did work.
@@ -186,7 +184,6 @@ impl Core {
         let core = Self {
             mover: Lane::new(&device.card, i8::MAX)?,
             waiter: Lane::new(&device.card, i8::MAX)?,
-            own: Lane::new(&device.card, 0)?,
             counting: Lane::new(&device.card, 0)?,
             control,
             topology,
@@ -458,14 +455,15 @@ impl Core {
 
     /// All ranks meet on their GPUs: what a group does first.
     pub(crate) fn meet_once(self: &Arc<Self>) -> Result<()> {
-        let own = Arc::clone(&self.own);
+        let own = Arc::clone(&self.waiter);
         self.collective_within(&own, &Call::Barrier, None, &[], None, |_| Ok(()))?;
         self.own_ended("join: flags between GPUs", self.config.first_deadline)
     }
 
     /// Waits for the call on the communicator's own stream, which ends `within` the time by itself.
     fn own_ended(&self, step: &'static str, within: Duration) -> Result<()> {
-        let ended = CudaMark::record(&self.device.card, self.own.stream)?.reached(within + HEARSAY);
+        let ended =
+            CudaMark::record(&self.device.card, self.waiter.stream)?.reached(within + HEARSAY);
         self.usable()?;
         if ended? {
             return Ok(());
@@ -593,9 +591,9 @@ impl Core {
         let left = || end.saturating_duration_since(Instant::now());
         // Work of the last lease first, whatever stream it is on.
         for mark in self.marks() {
-            mark::wait(&self.device.card, self.own.stream, &mark)?;
+            mark::wait(&self.device.card, self.waiter.stream, &mark)?;
         }
-        let own = Arc::clone(&self.own);
+        let own = Arc::clone(&self.waiter);
         self.collective_within(&own, &Call::Close, Some(left()), &[], None, |_| Ok(()))?;
         self.own_ended("close", left())?;
         self.control.set_closed();

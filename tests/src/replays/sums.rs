@@ -88,7 +88,7 @@ fn under_stalls(world: &World) {
 
 /// The rank whose buffers are not emptied, where that guard is left out.
 const READER: usize = 0;
-/// The rank that is held at the beginning of every replay, until the reader waits for what it pushes.
+/// The rank that is held at the beginning of every replay, until the reader is about to wait for what it pushes.
 const WRITER: usize = 1;
 
 /// How long the writer is held beyond that: the reader has long looked at what is in its buffer.
@@ -96,22 +96,22 @@ const HELD: Duration = Duration::from_millis(1);
 
 struct Hazard {
     unguarded: bool,
-    /// Replays in which the reader has pushed.
-    pushed: Mutex<u64>,
+    /// Replays that the reader is in.
+    begun: Mutex<u64>,
     news: Condvar,
 }
 
 impl Inject for Hazard {
     fn at(&self, step: &Step) -> Action {
         match (step.point, step.rank) {
-            (Point::Announce, READER) => {
-                *self.pushed.lock() = step.call;
+            (Point::Arrive, READER) => {
+                *self.begun.lock() = step.call;
                 self.news.notify_all();
             }
             (Point::Begin, WRITER) => {
-                let mut pushed = self.pushed.lock();
-                let waits = |pushed: &mut u64| *pushed < step.call;
-                let held = self.news.wait_while_for(&mut pushed, waits, AMPLE);
+                let mut begun = self.begun.lock();
+                let waits = |begun: &mut u64| *begun < step.call;
+                let held = self.news.wait_while_for(&mut begun, waits, AMPLE);
                 assert!(!held.timed_out(), "the reader does not come to {step:?}");
                 return Action::Stall(HELD);
             }
@@ -133,7 +133,7 @@ fn wrong_replays(world: &World, choice: AllReduceAlgorithm, unguarded: bool) -> 
     const BUFFERS: u32 = 3;
     let hazard = Arc::new(Hazard {
         unguarded,
-        pushed: Mutex::default(),
+        begun: Mutex::default(),
         news: Condvar::new(),
     });
     let wrong = Arc::new(Mutex::new(vec![]));
@@ -169,8 +169,7 @@ pub(super) fn add(suite: &mut Suite) {
     for &size in worlds.iter().filter(|size| (2..=4).contains(*size)) {
         suite.add_at(size, "replays/sums/under_stalls", under_stalls);
     }
-    // Where the guard is part of a kernel, no hook is asked for it.
-    if !worlds.contains(&2) || !suite.backend().asks_callers() {
+    if !worlds.contains(&2) {
         return;
     }
     for (name, choice) in choices {
