@@ -123,12 +123,16 @@ __device__ __noinline__ bool clears(const P& p, uint32_t stale, uint32_t epoch) 
   return allowed;
 }
 
+__device__ inline void poison_outputs(const AllReduceParams& p) {
+  poison(p.out, p.out_bytes, p.poison, threadIdx.x, blockDim.x);
+}
+
 template <typename P>
 __device__ __noinline__ void poison_all(const P& p) {
   const uint64_t start_ns = globaltimer_ns();
   while (globaltimer_ns() - start_ns < 2000000) {
   }
-  poison(p.out, p.out_bytes, p.poison, threadIdx.x, blockDim.x);
+  poison_outputs(p);
 }
 
 // What one kernel is in, as a thread sees it.

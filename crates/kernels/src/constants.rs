@@ -27,6 +27,16 @@ constants! {
     MESSAGE_THREADS: u32 = 512;
     /// Most threads of a block that pushes sums.
     ALL_REDUCE_THREADS: u32 = 512;
+    /// Most elements of a row, of 16 bits, that is normed in the same kernel; half as many of 32.
+    NORM_COLUMNS: u32 = 16_384;
+    /// Most threads of a block that norms rows.
+    NORM_THREADS: u32 = 1024;
+    /// Normed rows are given in their type.
+    NORM_PLAIN: u32 = 0;
+    /// As int8, with a scale for each row.
+    NORM_INT8: u32 = 1;
+    /// As fp8, with one scale.
+    NORM_FP8: u32 = 2;
     /// Rows of a tile of a product whose tiles wait.
     GEMM_ROWS: u32 = 128;
     /// Threads of a block of such a product.

@@ -192,6 +192,85 @@ parameters! {
         last: u32,
     }
 
+    /// The same, with the residual and RMSNorm behind it: rows of `hidden` elements. Variants are named after the algorithm,
+    /// the type and the most ranks that they are for.
+    AllReduceNormParams of "brigade_all_reduce_norm" in "all_reduce_norm" {
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report.
+        report: u64,
+        /// Where to ask the hook of fault injection; 0 without one.
+        desk: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Bytes to count as moved.
+        moved_bytes: u64,
+        /// Device address of the rows to be summed.
+        from: u64,
+        /// Device address of the residual's rows.
+        residual: u64,
+        /// Device address of the weight, a row.
+        weight: u64,
+        /// Device address of the new residual's rows, which may be the old one's.
+        sum: u64,
+        /// Device address of the rows that are normed.
+        normed: u64,
+        /// Device address of their scales, if they have one each.
+        scales: u64,
+        /// Device addresses of what is poisoned if the group was stopped.
+        poisoned: [u64; 3],
+        /// Bytes to poison at each.
+        poisoned_bytes: [u64; 3],
+        /// The bytes of poison for each, lowest first.
+        poison: [u64; 3],
+        /// Byte of a rank's memory where the first buffer begins.
+        slots: u64,
+        /// From one buffer to the next.
+        buffer_bytes: u64,
+        /// How many buffers rotate: 3.
+        buffers: u32,
+        /// Rows.
+        rows: u32,
+        /// Elements of a row.
+        hidden: u32,
+        /// Granules of a row.
+        granules: u32,
+        /// Rows that a rank reduces.
+        share: u32,
+        /// Whether all rows can be taken in whole granules.
+        wide: u32,
+        /// Bits of epsilon, an f32.
+        eps: u32,
+        /// Bits of the one scale, an f32, if there is one.
+        scale: u32,
+        /// How normed rows are given: 0 in their type, 1 int8 with a scale for each row, 2 fp8 with one scale.
+        form: u32,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call.
+        signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+        /// Whether the call ends with this exchange.
+        last: u32,
+        /// Zero.
+        reserved: u32,
+    }
+
     /// Messages to and from peers, side by side: each by some blocks, through its sender's slot in the receiver's memory.
     MessagesParams of "brigade_messages" in "messages" {
         /// Where this rank reaches the memory of rank 0.
