@@ -50,6 +50,19 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     /// As every call.
     fn all_reduce(&self, turn: &mut Turn, p: AllReduceParams<'_>) -> Result<Plan>;
+    /// See [`Lease::all_reduce_norm`]: what a backend without it says.
+    ///
+    /// # Errors
+    /// As every call.
+    fn all_reduce_norm(&self, _turn: &mut Turn, p: AllReduceNormParams<'_>) -> Result<Plan> {
+        p.check()?;
+        Err(Reason::new(
+            "no-engine",
+            "this device has no all-reduce with a norm",
+            "call all_reduce, then add and normalize",
+        )
+        .into())
+    }
     /// See [`Lease::all_gather`].
     ///
     /// # Errors

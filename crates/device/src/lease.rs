@@ -234,6 +234,14 @@ impl Lease<'_> {
         self.comm.0.backend.all_reduce(&mut self.turn, p)
     }
 
+    /// Every rank gets the sum of all parts, adds its residual, and normalizes the rows.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`Error::Unsupported`] if the device has none.
+    pub fn all_reduce_norm(&mut self, p: AllReduceNormParams<'_>) -> Result<Plan> {
+        self.comm.0.backend.all_reduce_norm(&mut self.turn, p)
+    }
+
     /// Every rank gets all rows, in rank order.
     ///
     /// # Errors

@@ -67,10 +67,12 @@ pub enum Operation {
     Reset = 11,
     /// The end.
     Close = 12,
+    /// Every rank gets the sum, with a residual added and rows normalized.
+    AllReduceNorm = 13,
 }
 
 impl Operation {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Barrier,
         Self::AllReduce,
         Self::AllGather,
@@ -83,6 +85,7 @@ impl Operation {
         Self::UserBuffers,
         Self::Reset,
         Self::Close,
+        Self::AllReduceNorm,
     ];
 
     /// The operation with this number.
@@ -105,6 +108,7 @@ impl Operation {
             Self::UserBuffers => "user_buffers",
             Self::Reset => "reset",
             Self::Close => "close",
+            Self::AllReduceNorm => "all_reduce_norm",
         }
     }
 }
@@ -190,6 +194,23 @@ pub enum Call {
     },
     /// The end.
     Close,
+    /// See [`Operation::AllReduceNorm`].
+    AllReduceNorm {
+        /// Rows of the input.
+        rows: usize,
+        /// Elements in a row.
+        hidden: usize,
+        /// Their type.
+        dtype: DataType,
+        /// How normalized rows are quantized.
+        scheme: QScheme,
+        /// Bits of what is added to the mean square, an f32.
+        eps_bits: u32,
+        /// Bits of the given scale, an f32, if the scheme has one.
+        scale_bits: Option<u32>,
+        /// Forced algorithm.
+        choice: Option<AllReduceAlgorithm>,
+    },
 }
 
 /// The signed part of a linear that overlaps with a collective.
@@ -238,6 +259,7 @@ impl Call {
             Self::LinearReduceScatter(_) => Operation::LinearReduceScatter,
             Self::Register { .. } | Self::Deregister { .. } => Operation::UserBuffers,
             Self::Close => Operation::Close,
+            Self::AllReduceNorm { .. } => Operation::AllReduceNorm,
         }
     }
 
@@ -337,13 +359,13 @@ pub enum Plan {
         /// Pieces, one after the other.
         pieces: usize,
     },
-    /// For [`Call::AllReduce`].
+    /// For [`Call::AllReduce`] and [`Call::AllReduceNorm`].
     AllReduce {
         /// How.
         algorithm: AllReduceAlgorithm,
         /// Which bits.
         order: SumOrder,
-        /// Elements in each piece that passes through the scratch memory.
+        /// Elements in each piece that passes through the scratch memory: whole rows, where rows are normalized.
         piece_elements: usize,
         /// For GPUs.
         launch: Launch,

@@ -21,10 +21,23 @@ pub(crate) struct Kind {
     pub(crate) dtype: DataType,
     pub(crate) output: DataType,
     pub(crate) op: ReduceOp,
+    /// Elements of a row, where rows stay whole.
+    pub(crate) row: Option<usize>,
 }
 
 /// How one piece is reduced.
-type Algorithm = fn(&mut Active<'_>, Kind, &[u8], &mut [u8]) -> Result<()>;
+pub(crate) type Algorithm = fn(&mut Active<'_>, Kind, &[u8], &mut [u8]) -> Result<()>;
+
+/// What carries an algorithm out, if the host has it.
+pub(crate) fn algorithm_of(algorithm: AllReduceAlgorithm) -> Option<Algorithm> {
+    Some(match algorithm {
+        AllReduceAlgorithm::OneShotPush => pushed::one_shot,
+        AllReduceAlgorithm::OneShotPull => one_shot,
+        AllReduceAlgorithm::TwoShot => two_shot,
+        AllReduceAlgorithm::TwoShotPush => pushed::two_shot,
+        AllReduceAlgorithm::Nccl => return None,
+    })
+}
 
 impl HostComm {
     pub(crate) fn run_all_reduce(&self, turn: &Turn, p: AllReduceParams<'_>) -> Result<Plan> {
@@ -51,14 +64,9 @@ impl HostComm {
             dtype: from.dtype(),
             output: to.dtype(),
             op: p.op,
+            row: None,
         };
-        let algorithm: Algorithm = match algorithm {
-            AllReduceAlgorithm::OneShotPush => pushed::one_shot,
-            AllReduceAlgorithm::OneShotPull => one_shot,
-            AllReduceAlgorithm::TwoShot => two_shot,
-            AllReduceAlgorithm::TwoShotPush => pushed::two_shot,
-            AllReduceAlgorithm::Nccl => return Err(crate::comm::unexpected(&plan)),
-        };
+        let algorithm = algorithm_of(algorithm).ok_or_else(|| crate::comm::unexpected(&plan))?;
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
             core.collective(&call, |active| {

@@ -61,11 +61,18 @@ pub(crate) fn reduce(
             if op == ReduceOp::Avg {
                 *s /= divisor;
             }
-            if s.is_nan() {
-                *s = f32::from_bits(DataType::F32.poison() as u32);
-            }
+            *s = canonical(*s);
         }
         store(output, sum, out);
+    }
+}
+
+/// Sign and payload of a NaN are the processor's choice.
+pub(crate) fn canonical(x: f32) -> f32 {
+    if x.is_nan() {
+        f32::from_bits(DataType::F32.poison() as u32)
+    } else {
+        x
     }
 }
 

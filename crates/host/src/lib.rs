@@ -30,6 +30,7 @@ mod linear;
 mod linear_reduce_scatter;
 mod memory;
 mod mover;
+mod norm;
 mod operand;
 mod pushed;
 mod quantize;

@@ -9,10 +9,11 @@ use crate::{
 };
 use brigade_device::{AllReduceAlgorithm, DataType, Place, Point, Result};
 use brigade_group::SharedSegment;
-use brigade_plan::pushed::{GRANULE_BYTES, Granules};
+use brigade_plan::pushed::{GRANULE_BYTES, Granules, RowShares};
 use brigade_sync::{BUFFERS, Flag, Memory, Sentinel, Shot, Turnover, Word, Words};
 use smallvec::SmallVec;
 use std::{
+    ops::Range,
     sync::atomic::{AtomicU64, Ordering},
     time::Instant,
 };
@@ -26,8 +27,8 @@ pub(crate) fn one_shot(
 ) -> Result<()> {
     let _span = tracing::info_span!(target: "brigade::comm", "one-shot push", bytes = input.len())
         .entered();
-    let cut = kind.granules(AllReduceAlgorithm::OneShotPush, input, active.job.size());
-    let shot = Shot::first(words(cut.share, GRANULE_BYTES));
+    let cut = kind.cut(AllReduceAlgorithm::OneShotPush, input, active.job.size());
+    let shot = Shot::first(words(cut.granules(), GRANULE_BYTES));
     let exchange = Exchange::begin(active, shot);
     for to in exchange.job.peers() {
         exchange.push(to, shot, kind.dtype, input);
@@ -46,14 +47,14 @@ pub(crate) fn two_shot(
     let _span = tracing::info_span!(target: "brigade::comm", "two-shot push", bytes = input.len())
         .entered();
     let size = active.job.size();
-    let cut = kind.granules(AllReduceAlgorithm::TwoShotPush, input, size);
+    let cut = kind.cut(AllReduceAlgorithm::TwoShotPush, input, size);
     let elements = input.len() / kind.dtype.bytes();
     let share = |rank: usize, dtype: DataType| {
         let of = cut.elements_of(rank, elements);
         of.start * dtype.bytes()..of.end * dtype.bytes()
     };
-    let parts = Shot::first(words(cut.share, GRANULE_BYTES));
-    let sums = parts.then(size, words(cut.share, cut.result_bytes));
+    let parts = Shot::first(words(cut.granules(), GRANULE_BYTES));
+    let sums = parts.then(size, words(cut.granules(), cut.result_bytes()));
 
     let exchange = Exchange::begin(active, sums);
     let rank = exchange.job.rank();
@@ -82,9 +83,57 @@ fn words(granules: usize, bytes: usize) -> usize {
 }
 
 impl Kind {
-    fn granules(self, algorithm: AllReduceAlgorithm, input: &[u8], size: usize) -> Granules {
+    fn cut(self, algorithm: AllReduceAlgorithm, input: &[u8], size: usize) -> Cut {
         let elements = input.len() / self.dtype.bytes();
-        Granules::new(algorithm, elements, (self.dtype, self.output), size)
+        match self.row {
+            Some(row) => Cut::Rows {
+                shares: RowShares::new(algorithm, (elements / row, row), self.dtype, size),
+                row,
+            },
+            None => {
+                let types = (self.dtype, self.output);
+                Cut::Granules(Granules::new(algorithm, elements, types, size))
+            }
+        }
+    }
+}
+
+/// Who reduces what.
+enum Cut {
+    Granules(Granules),
+    /// Rows of so many elements, whose sums have their type.
+    Rows {
+        shares: RowShares,
+        row: usize,
+    },
+}
+
+impl Cut {
+    /// Granules of a share.
+    fn granules(&self) -> usize {
+        match self {
+            Self::Granules(g) => g.share,
+            Self::Rows { shares, .. } => shares.granules(),
+        }
+    }
+
+    /// Bytes of a reduced granule.
+    fn result_bytes(&self) -> usize {
+        match self {
+            Self::Granules(g) => g.result_bytes,
+            Self::Rows { .. } => GRANULE_BYTES,
+        }
+    }
+
+    /// The elements that a rank reduces in two shots, of so many in all.
+    fn elements_of(&self, rank: usize, all: usize) -> Range<usize> {
+        match self {
+            Self::Granules(g) => g.elements_of(rank, all),
+            Self::Rows { shares, row } => {
+                let of = shares.of(rank);
+                of.start * row..of.end * row
+            }
+        }
     }
 }
 

@@ -42,11 +42,7 @@ impl HostDevice {
             };
             let mut most = vec![0.0; scales_out.shape().len()];
             group.each(&values, |i, x| most[i] = greatest(most[i], x.abs()));
-            let limit = match kernel_type {
-                DataType::I8 => INT8_LIMIT,
-                _ => FP8_LIMIT,
-            };
-            let factors: Vec<f32> = most.iter().map(|m| canonical(m / limit)).collect();
+            let factors: Vec<f32> = most.iter().map(|&m| factor(kernel_type, m)).collect();
             writing(&scales_out, &[], |out, _| {
                 out.copy_from_slice(bytemuck::cast_slice(&factors));
                 Ok(())
@@ -74,12 +70,25 @@ fn greatest(a: f32, b: f32) -> f32 {
     }
 }
 
-/// Sign and payload of a NaN are the processor's choice.
-fn canonical(x: f32) -> f32 {
-    if x.is_nan() {
-        f32::from_bits(DataType::F32.poison() as u32)
-    } else {
-        x
+/// What values divided by it fill the range of `kernel_type` with.
+fn factor(kernel_type: DataType, most: f32) -> f32 {
+    let limit = match kernel_type {
+        DataType::I8 => INT8_LIMIT,
+        _ => FP8_LIMIT,
+    };
+    element::canonical(most / limit)
+}
+
+/// The scale that values have in common.
+pub(crate) fn scale_of(kernel_type: DataType, values: &[f32]) -> f32 {
+    let most = values.iter().fold(0.0, |most, x| greatest(most, x.abs()));
+    factor(kernel_type, most)
+}
+
+/// Quantizes values by a scale.
+pub(crate) fn by_scale(kernel_type: DataType, values: &[f32], scale: f32, out: &mut [u8]) {
+    for (&x, out) in values.iter().zip(out) {
+        *out = one(kernel_type, x, scale);
     }
 }
 

@@ -65,7 +65,7 @@ fn launch(granules: usize, topology: &Topology, table: &Table) -> Launch {
 }
 
 /// Never NCCL: its sums have an order of their own, which only the caller can allow.
-fn choose(
+pub(crate) fn choose(
     bytes: usize,
     topology: &Topology,
     table: &Table,

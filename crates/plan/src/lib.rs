@@ -19,6 +19,7 @@ mod gather_linear;
 pub mod gathered;
 mod linear_reduce_scatter;
 pub mod moved;
+mod norm;
 mod overlap;
 pub mod pushed;
 pub mod reason;
@@ -51,6 +52,13 @@ pub fn plan(call: &Call, topology: &Topology, table: &Table) -> Result<Plan, Rea
             choice,
             ..
         } => all_reduce::plan(*elements, (*dtype, *output), *choice, topology, table),
+        Call::AllReduceNorm {
+            rows,
+            hidden,
+            dtype,
+            choice,
+            ..
+        } => norm::plan((*rows, *hidden), *dtype, *choice, topology, table),
         Call::AllGather {
             rows,
             row_len,

@@ -67,6 +67,75 @@ impl Granules {
     }
 }
 
+/// The shape of an exchange of rows that stay whole, so that whoever has a sum of a row can normalize it. Every row begins
+/// with a granule of its own, and fills its last one up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowShares {
+    /// Rows of the whole input.
+    pub rows: usize,
+    /// Rows that a rank reduces: rank `r` those from `r * share` on. All of them, in one shot.
+    pub share: usize,
+    /// Granules of a row.
+    pub row_granules: usize,
+}
+
+impl RowShares {
+    /// Of so many rows of `hidden` elements, which `algorithm` reduces over `size` ranks.
+    pub fn new(algorithm: A, (rows, hidden): (usize, usize), dtype: DataType, size: usize) -> Self {
+        Self {
+            rows,
+            share: match algorithm {
+                A::TwoShotPush => rows.div_ceil(size.max(1)),
+                _ => rows,
+            },
+            row_granules: hidden.saturating_mul(dtype.bytes()).div_ceil(GRANULE_BYTES),
+        }
+    }
+
+    /// The rows that a rank reduces in two shots.
+    pub fn of(&self, rank: usize) -> std::ops::Range<usize> {
+        let cut = |i: usize| (i * self.share).min(self.rows);
+        cut(rank)..cut(rank + 1)
+    }
+
+    /// Granules of a share: what a source has in a buffer, for each shot.
+    pub fn granules(&self) -> usize {
+        self.share.saturating_mul(self.row_granules)
+    }
+
+    /// Bytes that the exchange takes of a buffer: a share of each peer, and in two shots their sums again.
+    pub fn bytes(&self, algorithm: A, size: usize) -> usize {
+        let shots = match algorithm {
+            A::TwoShotPush => 2,
+            _ => 1,
+        };
+        size.saturating_sub(1)
+            .saturating_mul(self.granules())
+            .saturating_mul(GRANULE_BYTES * shots)
+    }
+}
+
+/// Most rows of `hidden` elements in one exchange in buffers of `capacity` bytes.
+pub(crate) fn piece_rows(
+    algorithm: A,
+    capacity: usize,
+    (hidden, dtype): (usize, DataType),
+    size: usize,
+) -> Result<usize, Reason> {
+    if size <= 1 {
+        return Ok(usize::MAX);
+    }
+    let one = RowShares::new(algorithm, (1, hidden), dtype, size).bytes(algorithm, size);
+    let shares = match algorithm {
+        A::TwoShotPush => size,
+        _ => 1,
+    };
+    match capacity / one.max(1) {
+        0 => Err(reason::all_reduce_bytes(capacity, one)),
+        rows => Ok(rows * shares),
+    }
+}
+
 /// Most elements of one exchange in buffers of `capacity` bytes.
 pub(crate) fn piece_elements(
     algorithm: A,
@@ -114,7 +183,33 @@ mod tests {
         assert_eq!(g.bytes(A::TwoShotPush, 3), 2 * 5 * (16 + 32));
     }
 
+    #[test]
+    fn shares_of_rows_are_whole_rows() {
+        let of = |algorithm| RowShares::new(algorithm, (10, 100), BF16, 4);
+        let two = of(A::TwoShotPush);
+        assert_eq!((two.share, two.row_granules, two.granules()), (3, 13, 39));
+        assert_eq!([0, 1, 2, 3].map(|r| two.of(r)), [0..3, 3..6, 6..9, 9..10]);
+        assert_eq!(two.bytes(A::TwoShotPush, 4), 3 * 39 * 16 * 2);
+        assert_eq!(of(A::OneShotPush).bytes(A::OneShotPush, 4), 3 * 130 * 16);
+        assert_eq!(
+            piece_rows(A::OneShotPush, 0, (100, BF16), 1),
+            Ok(usize::MAX)
+        );
+    }
+
     proptest! {
+        #[test]
+        fn a_piece_of_rows_is_the_largest_that_fits(
+            capacity in 0..100_000usize, size in 2..=8usize, hidden in 1..3000usize, two in any::<bool>()
+        ) {
+            let algorithm = if two { A::TwoShotPush } else { A::OneShotPush };
+            let bytes = |rows| RowShares::new(algorithm, (rows, hidden), F32, size).bytes(algorithm, size);
+            match piece_rows(algorithm, capacity, (hidden, F32), size) {
+                Ok(rows) => prop_assert!(bytes(rows) <= capacity && bytes(rows + 1) > capacity),
+                Err(_) => prop_assert!(bytes(1) > capacity),
+            }
+        }
+
         #[test]
         fn a_piece_is_the_largest_that_fits(
             capacity in 0..100_000usize, size in 2..=8usize, two in any::<bool>(), wide in any::<bool>(), narrow in any::<bool>()

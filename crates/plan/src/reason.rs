@@ -160,6 +160,14 @@ pub(crate) fn no_algorithm(algorithm: AllReduceAlgorithm) -> Reason {
     )
 }
 
+pub(crate) fn no_norm() -> Reason {
+    Reason::new(
+        NO_ENGINE,
+        "this device has no all-reduce with a norm",
+        "call all_reduce, then add and normalize",
+    )
+}
+
 pub(crate) fn no_all_reduce() -> Reason {
     Reason::new(
         NO_ENGINE,
@@ -208,6 +216,14 @@ pub(crate) fn scratch(topology: &Topology, need: usize) -> Reason {
     Reason::new(
         SCRATCH,
         format!("scratch_bytes of {have} are too few for {size} ranks"),
+        format!("join with scratch_bytes of at least {need}"),
+    )
+}
+
+pub(crate) fn scratch_row(have: usize, need: usize) -> Reason {
+    Reason::new(
+        SCRATCH,
+        format!("scratch_bytes of {have} are too few for a row"),
         format!("join with scratch_bytes of at least {need}"),
     )
 }

@@ -36,10 +36,12 @@ pub struct Engines {
     pub nccl: bool,
     /// Whether a reduce-scatter writes parts to their owners, where they fit, instead of reading them from their makers.
     pub pushes_parts: bool,
+    /// Whether an all-reduce can go on to add a residual and to normalize, with every algorithm but NCCL's.
+    pub norms: bool,
 }
 
 impl Engines {
-    /// What the host device runs: every overlap mode, and all of Brigade's all-reduces.
+    /// What the host device runs: every overlap mode, and all of Brigade's all-reduces, also with a norm.
     pub const fn host() -> Self {
         Self {
             chunked: true,
@@ -52,6 +54,7 @@ impl Engines {
             two_shot_push: true,
             nccl: false,
             pushes_parts: false,
+            norms: true,
         }
     }
 
@@ -63,6 +66,7 @@ impl Engines {
             one_shot_push: pushes,
             two_shot_push: pushes,
             pushes_parts: true,
+            norms: false,
             ..Self::host()
         }
     }
@@ -102,6 +106,7 @@ impl Engines {
             self.pushes_parts,
             self.tiles,
             self.two_shot_push,
+            self.norms,
         ]
         .into_iter()
         .rev()

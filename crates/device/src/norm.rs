@@ -1,0 +1,194 @@
+//! An all-reduce that goes on to add a residual and to normalize by the root mean square.
+
+use crate::{
+    AllReduceAlgorithm, Call, DataType, Error, MemoryType, QScheme, Result, Shape, View, ViewMut,
+    params::{float, resident},
+};
+
+/// Every rank gets the sum of all parts, adds its residual, and normalizes every row by its root mean square (Zhang and
+/// Sennrich: Root Mean Square Layer Normalization, 2019):
+/// `sum = all_reduce(from) + residual`, `normed = sum / sqrt(mean(sum^2) + eps) * weight`.
+///
+/// The rows of `sum` and `normed` are what `residual` and input of a transformer's next block are.
+#[derive(Debug)]
+pub struct AllReduceNormParams<'a> {
+    /// This rank's part, `[rows, hidden]`: f32, f16 or bf16. Same shape and type on every rank.
+    pub from: View<'a>,
+    /// What is added to the sum of all parts, of the same shape and type. A rank adds its own.
+    pub residual: View<'a>,
+    /// What normalized columns are multiplied by, `[hidden]` of the same type.
+    pub weight: View<'a>,
+    /// Added to the mean square; finite, not negative, and the same on every rank.
+    pub eps: f32,
+    /// The new residual, of the same shape and type: may be exactly the bytes of `residual`.
+    pub sum: ViewMut<'a>,
+    /// The normalized rows, which overlap nothing else.
+    pub normed: Normed<'a>,
+    /// Forced algorithm.
+    pub choice: Option<AllReduceAlgorithm>,
+}
+
+/// Where normalized rows go, and as what.
+#[derive(Debug)]
+pub enum Normed<'a> {
+    /// As they are: `[rows, hidden]` of the input's type.
+    Plain(ViewMut<'a>),
+    /// What [`QScheme::Int8PerToken`] makes of the plain rows.
+    Int8PerToken {
+        /// i8, `[rows, hidden]`.
+        values: ViewMut<'a>,
+        /// f32, `[rows]`.
+        scales: ViewMut<'a>,
+    },
+    /// The plain rows by a scale that is known before, as [`QScheme::Fp8PerTensor`] does with its own.
+    Fp8PerTensor {
+        /// f8e4m3, `[rows, hidden]`.
+        values: ViewMut<'a>,
+        /// Multiplies the stored values: finite, positive, and the same on every rank.
+        scale: f32,
+    },
+}
+
+impl Normed<'_> {
+    /// How rows are quantized.
+    pub const fn scheme(&self) -> QScheme {
+        match self {
+            Self::Plain(_) => QScheme::None,
+            Self::Int8PerToken { .. } => QScheme::Int8PerToken,
+            Self::Fp8PerTensor { .. } => QScheme::Fp8PerTensor,
+        }
+    }
+
+    /// The rows, of whatever type.
+    pub fn values(&self) -> View<'_> {
+        match self {
+            Self::Plain(values)
+            | Self::Int8PerToken { values, .. }
+            | Self::Fp8PerTensor { values, .. } => values.as_view(),
+        }
+    }
+
+    /// A scale for each row, if rows have any.
+    pub fn scales(&self) -> Option<View<'_>> {
+        match self {
+            Self::Int8PerToken { scales, .. } => Some(scales.as_view()),
+            _ => None,
+        }
+    }
+
+    /// The scale of all values, if it was given.
+    pub const fn scale(&self) -> Option<f32> {
+        match self {
+            Self::Fp8PerTensor { scale, .. } => Some(*scale),
+            _ => None,
+        }
+    }
+}
+
+impl AllReduceNormParams<'_> {
+    /// Checks shapes, types and places, and gives the signed call.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field, what it was and what it should have been.
+    pub fn check(&self) -> Result<Call> {
+        let (from, dtype) = (self.from, self.from.dtype());
+        float("from.dtype", dtype)?;
+        let &[rows, hidden] = from.shape().dims() else {
+            let want = "2 dimensions, [rows, hidden]";
+            return Err(Error::invalid("from.shape", from.shape(), want));
+        };
+        if hidden == 0 {
+            let want = "rows of at least 1 element";
+            return Err(Error::invalid("from.shape", from.shape(), want));
+        }
+        if !(self.eps.is_finite() && self.eps >= 0.0) {
+            return Err(Error::invalid("eps", self.eps, "finite and not negative"));
+        }
+        let scheme = self.normed.scheme();
+        let scale = self.normed.scale();
+        if let Some(scale) = scale.filter(|s| !(s.is_finite() && *s > 0.0)) {
+            return Err(Error::invalid("normed.scale", scale, "finite and positive"));
+        }
+        let part = |name, view, dtype, shape| Part::new(name, view, dtype, shape, from.memory());
+        let matrix = from.shape();
+        let residual = part("residual", self.residual, dtype, matrix)?;
+        let weight = part("weight", self.weight, dtype, Shape::new(&[hidden])?)?;
+        let sum = part("sum", self.sum.as_view(), dtype, matrix)?;
+        let values_type = scheme.kernel_type().unwrap_or(dtype);
+        let values = part("normed", self.normed.values(), values_type, matrix)?;
+        let scales = match self.normed.scales() {
+            Some(s) => Some(part(
+                "normed.scales",
+                s,
+                DataType::F32,
+                Shape::new(&[rows])?,
+            )?),
+            None => None,
+        };
+        let from = Part {
+            field: "from",
+            view: from,
+        };
+        let beside = [from, weight];
+        if residual.view.address() != sum.view.address() {
+            sum.apart(&[residual], "bytes of its own, or exactly the residual's")?;
+        }
+        sum.apart(&beside, "bytes of its own, or exactly the residual's")?;
+        for written in [Some(values), scales].into_iter().flatten() {
+            written.apart(&beside, "bytes of its own")?;
+            written.apart(&[residual, sum], "bytes of its own")?;
+        }
+        if let Some(scales) = scales {
+            scales.apart(&[values], "bytes of its own")?;
+        }
+        Ok(Call::AllReduceNorm {
+            rows,
+            hidden,
+            dtype,
+            scheme,
+            eps_bits: self.eps.to_bits(),
+            scale_bits: scale.map(f32::to_bits),
+            choice: self.choice,
+        })
+    }
+}
+
+/// An argument by its name.
+#[derive(Clone, Copy)]
+struct Part<'a> {
+    field: &'static str,
+    view: View<'a>,
+}
+
+impl<'a> Part<'a> {
+    /// One of this type and shape, on the same side as the input.
+    fn new(
+        field: &'static str,
+        view: View<'a>,
+        dtype: DataType,
+        shape: Shape,
+        beside: MemoryType,
+    ) -> Result<Self> {
+        if view.dtype() != dtype {
+            return Err(Error::invalid(field, view.dtype(), dtype));
+        }
+        if view.shape() != shape {
+            return Err(Error::invalid(field, view.shape(), shape));
+        }
+        resident(field, Some(view.memory()), beside)?;
+        Ok(Self { field, view })
+    }
+
+    /// Checks that it has no byte in common with any of the others.
+    fn apart(&self, others: &[Part<'_>], want: &str) -> Result<()> {
+        let span = |v: View<'_>| (v.address(), v.address() + v.bytes() as u64);
+        let meets = |other: &&Part<'_>| {
+            let ((a, a_end), (b, b_end)) = (span(self.view), span(other.view));
+            a.max(b) < a_end.min(b_end)
+        };
+        others.iter().find(meets).map_or(Ok(()), |other| {
+            let got = format!("bytes of {}", other.field);
+            Err(Error::invalid(self.field, got, want))
+        })
+    }
+}

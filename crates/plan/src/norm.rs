@@ -1,0 +1,75 @@
+//! All-reduce with a norm: as an all-reduce of one type, but rows stay whole.
+
+use crate::{
+    Table, Topology, all_reduce,
+    pushed::{self, RowShares},
+    reason, scratch,
+};
+use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Plan, Reason, SumOrder};
+
+pub(crate) fn plan(
+    (rows, hidden): (usize, usize),
+    dtype: DataType,
+    choice: Option<A>,
+    topology: &Topology,
+    table: &Table,
+) -> Result<Plan, Reason> {
+    reason::check_sum(dtype, dtype)?;
+    if !topology.engines.norms {
+        return Err(reason::no_norm());
+    }
+    let (room, size) = (topology.config.all_reduce_bytes, topology.group.size);
+    let piece_rows = |algorithm| match algorithm {
+        A::OneShotPush | A::TwoShotPush => {
+            pushed::piece_rows(algorithm, room, (hidden, dtype), size)
+        }
+        _ => pulled_rows(hidden, dtype, topology),
+    };
+    let algorithm = match choice {
+        Some(a) if topology.engines.reduces(a) && a != A::Nccl => a,
+        Some(a) => return Err(reason::no_algorithm(a)),
+        None => {
+            let bytes = rows.saturating_mul(hidden).saturating_mul(dtype.bytes());
+            let pushes = |a| bytes < table.push_below_bytes && piece_rows(a).is_ok();
+            all_reduce::choose(bytes, topology, table, pushes)?
+        }
+    };
+    let most = piece_rows(algorithm)?;
+    Ok(Plan::AllReduce {
+        algorithm,
+        order: SumOrder::Flat,
+        piece_elements: most
+            .checked_mul(hidden)
+            .unwrap_or_else(|| usize::MAX / hidden * hidden),
+        launch: match algorithm {
+            A::OneShotPush | A::TwoShotPush => {
+                let cut = RowShares::new(algorithm, (rows.min(most), hidden), dtype, size);
+                launch(&cut, topology, table)
+            }
+            _ => Launch::default(),
+        },
+    })
+}
+
+/// Rows that fit the scratch memory twice.
+fn pulled_rows(hidden: usize, dtype: DataType, topology: &Topology) -> Result<usize, Reason> {
+    let need = hidden.saturating_mul(2 * dtype.bytes());
+    match scratch::twice(topology, dtype, dtype)? / hidden.max(1) {
+        0 => Err(reason::scratch_row(topology.config.scratch_bytes, need)),
+        rows => Ok(rows),
+    }
+}
+
+/// A block for each row of a share, with a thread for each granule, as far as there are so many.
+fn launch(cut: &RowShares, topology: &Topology, table: &Table) -> Launch {
+    let budget = topology.config.sm_budget.unwrap_or(u16::MAX);
+    let most = usize::from(table.push_blocks.min(budget).max(1));
+    let threads = [128, 256, 512]
+        .into_iter()
+        .find(|threads| cut.row_granules <= *threads);
+    Launch {
+        blocks: cut.share.clamp(1, most) as u16,
+        threads: threads.unwrap_or(512) as u16,
+        ..Launch::default()
+    }
+}
