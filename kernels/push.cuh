@@ -215,16 +215,18 @@ struct Pushing {
     }
   }
 
-  // Behind all that threads read of the state. `granules` are those of this use, of all peers.
+  // Behind all that threads read of the state. A rank alone takes no use of a buffer. `granules` are those of this use, of all peers.
   __device__ __forceinline__ void count(uint32_t granules) const {
     __syncthreads();
     if (threadIdx.x != blockDim.x - 1) return;
-    // The first block adds what is left of USE.
-    const uint32_t share = USE / gridDim.x;
-    const uint32_t mine = blockIdx.x == 0 ? USE - share * (gridDim.x - 1) : share;
-    atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_USES), (unsigned long long)mine);
+    if (p.size > 1) {
+      // The first block adds what is left of USE.
+      const uint32_t share = USE / gridDim.x;
+      const uint32_t mine = blockIdx.x == 0 ? USE - share * (gridDim.x - 1) : share;
+      atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_USES), (unsigned long long)mine);
+    }
     if (blockIdx.x != 0) return;
-    reinterpret_cast<uint32_t*>(state() + STATE_GRANULES)[use % 2] = granules;
+    if (p.size > 1) reinterpret_cast<uint32_t*>(state() + STATE_GRANULES)[use % 2] = granules;
     atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_CALLS), (unsigned long long)p.last);
     atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_MOVED), (unsigned long long)p.moved_bytes);
   }

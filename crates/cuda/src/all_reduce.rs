@@ -10,16 +10,16 @@ use crate::{
     reduce_scatter::Reduction,
 };
 use brigade_device::{
-    AllReduceAlgorithm, AllReduceParams, Call, DataType, Plan, ReduceOp, Result, Turn,
+    AllReduceAlgorithm, AllReduceParams, Buffer, Call, DataType, Plan, ReduceOp, Result, Turn,
 };
 use brigade_sync::Area;
 
 /// What every piece is reduced with.
 #[derive(Clone, Copy)]
-struct Kind {
-    dtype: DataType,
-    output: DataType,
-    op: ReduceOp,
+pub(crate) struct Kind {
+    pub(crate) dtype: DataType,
+    pub(crate) output: DataType,
+    pub(crate) op: ReduceOp,
 }
 
 /// A piece: its elements, and where they are and go.
@@ -99,21 +99,34 @@ impl CudaComm {
         }
         self.core
             .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
-                for start in (0..all).step_by(piece_elements.max(1)) {
-                    let piece = Piece {
-                        elements: piece_elements.min(all - start),
-                        from: from.address() + (start * kind.dtype.bytes()) as u64,
-                        to: to.address() + (start * kind.output.bytes()) as u64,
-                    };
-                    match algorithm {
-                        AllReduceAlgorithm::TwoShot => two_shot(job, kind, &piece)?,
-                        _ => one_shot(job, kind, &piece)?,
-                    }
-                }
-                Ok(())
+                pulled(job, algorithm, kind, piece_elements, &from, &to)
             })?;
         Ok(plan)
     }
+}
+
+/// By pulling, piece by piece.
+pub(crate) fn pulled(
+    job: &mut Job<'_>,
+    algorithm: AllReduceAlgorithm,
+    kind: Kind,
+    piece_elements: usize,
+    from: &Buffer,
+    to: &Buffer,
+) -> Result<()> {
+    let all = from.shape().len();
+    for start in (0..all).step_by(piece_elements.max(1)) {
+        let piece = Piece {
+            elements: piece_elements.min(all - start),
+            from: from.address() + (start * kind.dtype.bytes()) as u64,
+            to: to.address() + (start * kind.output.bytes()) as u64,
+        };
+        match algorithm {
+            AllReduceAlgorithm::TwoShot => two_shot(job, kind, &piece)?,
+            _ => one_shot(job, kind, &piece)?,
+        }
+    }
+    Ok(())
 }
 
 /// Every rank lays its input out, and reads everybody's.

@@ -9,12 +9,12 @@ use crate::{
     steps::Counters,
 };
 use brigade_device::{
-    AllGatherLoraLinearParams, AllGatherParams, AllReduceParams, AllToAllParams, Bootstrap,
-    BroadcastParams, Buffer, Call, Chunk, Comm, CommConfig, Communicator, DataType, Device, Error,
-    FaultRecord, Filled, GatherLinearParts, GatheredParts, Group, LinearCall,
-    LoraLinearAllReduceParams, LoraLinearReduceScatterParams, Output, OverlapMode, Plan, Reason,
-    RecvParams, ReduceScatterParams, Reduced, Result, SendParams, Stream, Traffic, Turn,
-    UserBuffers, fallback,
+    AllGatherLoraLinearParams, AllGatherParams, AllReduceNormParams, AllReduceParams,
+    AllToAllParams, Bootstrap, BroadcastParams, Buffer, Call, Chunk, Comm, CommConfig,
+    Communicator, DataType, Device, Error, FaultRecord, Filled, GatherLinearParts, GatheredParts,
+    Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams, Output,
+    OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams, Reduced, Result, SendParams,
+    Stream, Traffic, Turn, UserBuffers, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -197,6 +197,9 @@ impl Communicator for CudaComm {
     }
     fn all_reduce(&self, turn: &mut Turn, p: AllReduceParams<'_>) -> Result<Plan> {
         self.run_all_reduce(turn, p)
+    }
+    fn all_reduce_norm(&self, turn: &mut Turn, p: AllReduceNormParams<'_>) -> Result<Plan> {
+        self.run_all_reduce_norm(turn, p)
     }
     fn all_gather(&self, turn: &mut Turn, p: AllGatherParams<'_>) -> Result<Plan> {
         self.run_all_gather(turn, p)

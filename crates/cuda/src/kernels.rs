@@ -1,7 +1,8 @@
 //! All kernels of operations, loaded when a device is opened: loading later would synchronize with waits in flight.
 
 use crate::{
-    Kernel, KernelSet, Launch, Missing, gemm_flags::TileKernels, lane::Lane, pushed::PushKernels,
+    Kernel, KernelSet, Launch, Missing, gemm_flags::TileKernels, lane::Lane, norm::NormKernels,
+    pushed::PushKernels,
 };
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
@@ -30,6 +31,7 @@ pub(crate) struct Kernels {
     pub(crate) messages: Kernel<MessagesParams>,
     pub(crate) adapters: Kernel<AdaptersParams>,
     pub(crate) pushes: PushKernels,
+    pub(crate) norms: NormKernels,
     /// On compute capability 9.0.
     pub(crate) tiles: Option<TileKernels>,
     sms: u32,
@@ -64,6 +66,7 @@ impl Kernels {
             reduce: set("reduce")?.kernel()?,
             messages: set("messages")?.kernel()?,
             adapters: set("adapters")?.kernel()?,
+            norms: NormKernels::load(&set("all_reduce_norm")?)?,
             pushes: PushKernels::load(&set("all_reduce")?, capability)?,
             tiles: (capability == (9, 0))
                 .then(|| TileKernels::load(&set("gemm_flags")?))

@@ -64,12 +64,12 @@ fn pulled_rows(hidden: usize, dtype: DataType, topology: &Topology) -> Result<us
 fn launch(cut: &RowShares, topology: &Topology, table: &Table) -> Launch {
     let budget = topology.config.sm_budget.unwrap_or(u16::MAX);
     let most = usize::from(table.push_blocks.min(budget).max(1));
-    let threads = [128, 256, 512]
+    let threads = [128, 256, 512, 1024]
         .into_iter()
         .find(|threads| cut.row_granules <= *threads);
     Launch {
         blocks: cut.share.clamp(1, most) as u16,
-        threads: threads.unwrap_or(512) as u16,
+        threads: threads.unwrap_or(1024) as u16,
         ..Launch::default()
     }
 }

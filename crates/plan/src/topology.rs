@@ -66,7 +66,7 @@ impl Engines {
             one_shot_push: pushes,
             two_shot_push: pushes,
             pushes_parts: true,
-            norms: false,
+            norms: pushes,
             ..Self::host()
         }
     }

@@ -1,0 +1,319 @@
+//! All-reduce with a norm: pushed, it is one kernel (`kernels/all_reduce_norm.cu`); pulled, the sums come first, and the same
+//! kernel takes them as a rank alone.
+
+use crate::{
+    Kernel, KernelSet, Launch, Missing, all_reduce,
+    comm::{CudaComm, unexpected},
+    inject::Asker,
+    job::{Job, waiting},
+    memory::check_reach,
+    types,
+};
+use brigade_device::{
+    AllReduceAlgorithm, AllReduceNormParams, Buffer, Call, DataType, Device, Error, Normed, Plan,
+    Reason, ReduceOp, Result, Turn,
+};
+use brigade_kernels::{
+    ALL_REDUCE_THREADS, AllReduceNormParams as Parameters, NORM_COLUMNS, NORM_FP8, NORM_INT8,
+    NORM_PLAIN, NORM_THREADS,
+};
+use brigade_plan::{moved, pushed::RowShares};
+use brigade_sync::BUFFERS;
+use std::sync::Arc;
+
+/// Most ranks that a kernel is for, smallest first.
+const RANKS: [usize; 2] = [4, 8];
+
+/// Types of rows.
+const TYPES: [DataType; 3] = [DataType::F32, DataType::F16, DataType::BF16];
+
+/// Kernels of one algorithm: by type, and by ranks.
+type ByTypes = [[Kernel<Parameters>; RANKS.len()]; TYPES.len()];
+
+/// All kernels that norm what they reduce.
+#[derive(Debug)]
+pub(crate) struct NormKernels {
+    one_shot: ByTypes,
+    two_shot: ByTypes,
+}
+
+impl NormKernels {
+    pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
+        let algorithm = |name: &str| -> Result<ByTypes, Missing> {
+            let ranks = |dtype: DataType| -> Result<_, Missing> {
+                let [a, b] = RANKS;
+                let load = |ranks| set.variant(format!("_{name}_{dtype}_{ranks}"));
+                Ok([load(a)?, load(b)?])
+            };
+            let [a, b, c] = TYPES;
+            Ok([ranks(a)?, ranks(b)?, ranks(c)?])
+        };
+        Ok(Self {
+            one_shot: algorithm("one")?,
+            two_shot: algorithm("two")?,
+        })
+    }
+
+    fn of(
+        &self,
+        algorithm: AllReduceAlgorithm,
+        dtype: DataType,
+        size: usize,
+    ) -> Option<&Kernel<Parameters>> {
+        let kernels = match algorithm {
+            AllReduceAlgorithm::TwoShotPush => &self.two_shot,
+            _ => &self.one_shot,
+        };
+        let of_type = TYPES.iter().position(|&t| t == dtype)?;
+        let ranks = RANKS.iter().position(|&ranks| size <= ranks)?;
+        Some(&kernels[of_type][ranks])
+    }
+}
+
+/// The arguments, and what follows from them.
+struct Arguments {
+    from: Buffer,
+    residual: Buffer,
+    weight: Buffer,
+    sum: Buffer,
+    normed: Buffer,
+    scales: Option<Buffer>,
+    eps: f32,
+    scale: f32,
+    form: u32,
+    hidden: usize,
+}
+
+impl Arguments {
+    fn of(p: &AllReduceNormParams<'_>) -> Self {
+        let (scales, scale, form) = match &p.normed {
+            Normed::Plain(_) => (None, 0.0, NORM_PLAIN),
+            Normed::Int8PerToken { scales, .. } => {
+                (Some(scales.as_view().retain()), 0.0, NORM_INT8)
+            }
+            Normed::Fp8PerTensor { scale, .. } => (None, *scale, NORM_FP8),
+        };
+        Self {
+            from: p.from.retain(),
+            residual: p.residual.retain(),
+            weight: p.weight.retain(),
+            sum: p.sum.as_view().retain(),
+            normed: p.normed.values().retain(),
+            scales,
+            eps: p.eps,
+            scale,
+            form,
+            hidden: p.from.shape().columns(),
+        }
+    }
+
+    fn outputs(&self) -> impl Iterator<Item = &Buffer> {
+        [&self.sum, &self.normed].into_iter().chain(&self.scales)
+    }
+
+    fn all(&self) -> Vec<&Buffer> {
+        let inputs = [&self.from, &self.residual, &self.weight];
+        inputs.into_iter().chain(self.outputs()).collect()
+    }
+}
+
+/// Rows of a call that are taken at once.
+#[derive(Clone, Copy)]
+struct Rows {
+    first: usize,
+    count: usize,
+    last: bool,
+}
+
+impl CudaComm {
+    pub(crate) fn run_all_reduce_norm(
+        &self,
+        turn: &Turn,
+        p: AllReduceNormParams<'_>,
+    ) -> Result<Plan> {
+        let call = p.check()?;
+        let of = Arguments::of(&p);
+        for (field, buffer) in [
+            ("from.memory", &of.from),
+            ("residual.memory", &of.residual),
+            ("weight.memory", &of.weight),
+            ("sum.memory", &of.sum),
+            ("normed.memory", &of.normed),
+        ] {
+            check_reach(&self.gpu().card, field, buffer)?;
+        }
+        let plan = self.core.plan(&call)?;
+        let (
+            &Call::AllReduceNorm {
+                rows,
+                hidden,
+                dtype,
+                ..
+            },
+            &Plan::AllReduce {
+                algorithm,
+                piece_elements,
+                ..
+            },
+        ) = (&call, &plan)
+        else {
+            return Err(unexpected(&plan));
+        };
+        let most = NORM_COLUMNS as usize * 2 / dtype.bytes();
+        if hidden > most {
+            return Err(Reason::new(
+                "cuda-norm",
+                format!("rows of {hidden} {dtype} are normed at once, {most} at most"),
+                "call all_reduce, then add and normalize",
+            )
+            .into());
+        }
+        let step = (piece_elements / hidden).clamp(1, rows.max(1));
+        // With no rows in it, too: all ranks meet.
+        let pieces = (0..rows.max(1)).step_by(step).map(|first| Rows {
+            first,
+            count: step.min(rows - first),
+            last: first + step >= rows,
+        });
+        match algorithm {
+            AllReduceAlgorithm::OneShotPush | AllReduceAlgorithm::TwoShotPush => {
+                self.core.exchange(turn.stream(), &call, &of.all(), |job| {
+                    let mut pieces = pieces;
+                    pieces.try_for_each(|rows| job.norm(Some(algorithm), &of, &of.from, rows))
+                })?;
+            }
+            _ => self.pulled(turn, &call, algorithm, piece_elements, &of)?,
+        }
+        Ok(plan)
+    }
+
+    /// The sums first, by an all-reduce that pulls.
+    fn pulled(
+        &self,
+        turn: &Turn,
+        call: &Call,
+        algorithm: AllReduceAlgorithm,
+        piece_elements: usize,
+        of: &Arguments,
+    ) -> Result<()> {
+        let lane = self.gpu().lane(turn.stream())?;
+        let (dtype, shape) = (of.from.dtype(), of.from.shape());
+        let sums = self.gpu().scratch(lane, dtype, shape.dims())?;
+        let mut kept = of.all();
+        kept.push(&sums);
+        self.core
+            .collective(turn.stream(), call, &kept, None, |job| {
+                for out in of.outputs() {
+                    job.poisons(out.address(), out.bytes(), out.dtype());
+                }
+                let kind = all_reduce::Kind {
+                    dtype,
+                    output: dtype,
+                    op: ReduceOp::Sum,
+                };
+                all_reduce::pulled(job, algorithm, kind, piece_elements, &of.from, &sums)?;
+                let rows = Rows {
+                    first: 0,
+                    count: shape.rows(),
+                    last: false,
+                };
+                job.norm(None, of, &sums, rows)
+            })
+    }
+}
+
+impl Job<'_> {
+    /// Enqueues one exchange by pushing; or, with no algorithm, what comes behind the sums.
+    fn norm(
+        &mut self,
+        algorithm: Option<AllReduceAlgorithm>,
+        of: &Arguments,
+        from: &Buffer,
+        rows: Rows,
+    ) -> Result<()> {
+        self.steps_now()?;
+        let core = self.core;
+        let dtype = from.dtype();
+        let (rank, size) = algorithm.map_or((0, 1), |_| (core.rank(), core.size()));
+        let layout = core.control.layout();
+        let pushed = algorithm.unwrap_or(AllReduceAlgorithm::OneShotPush);
+        let cut = RowShares::new(pushed, (rows.count, of.hidden), dtype, size);
+        let kernels = &core.device.opened.kernels;
+        let kernel = kernels
+            .norms
+            .of(pushed, dtype, size)
+            .ok_or_else(|| Error::invalid("algorithm", format!("{pushed:?}"), "a kernel for it"))?;
+        let at = |buffer: &Buffer, columns: usize| {
+            buffer.address() + (rows.first * columns * buffer.dtype().bytes()) as u64
+        };
+        let row_bytes = of.hidden * dtype.bytes();
+        let wide = [from, &of.residual, &of.weight, &of.sum, &of.normed]
+            .iter()
+            .all(|b| b.address() % 16 == 0)
+            && row_bytes % 16 == 0;
+        let own = of.hidden * cut.of(rank).len() * dtype.bytes();
+        let all = row_bytes * rows.count;
+        let moved = match pushed {
+            AllReduceAlgorithm::TwoShotPush => (all - own + own * (size - 1)) as u64,
+            _ => moved::one_shot(size, all),
+        };
+        let mut parameters = Parameters {
+            desk: algorithm.map_or(0, |_| core.memory.desk(Asker::Messages)),
+            moved_bytes: moved,
+            from: at(from, of.hidden),
+            residual: at(&of.residual, of.hidden),
+            weight: of.weight.address(),
+            sum: at(&of.sum, of.hidden),
+            normed: at(&of.normed, of.hidden),
+            scales: of.scales.as_ref().map_or(0, |s| at(s, 1)),
+            slots: (core.data_start() + layout.sums_start(0)) as u64,
+            buffer_bytes: (layout.sums_start(1) - layout.sums_start(0)) as u64,
+            buffers: BUFFERS as u32,
+            rows: rows.count as u32,
+            hidden: of.hidden as u32,
+            granules: cut.row_granules as u32,
+            share: cut.share as u32,
+            wide: u32::from(wide),
+            eps: of.eps.to_bits(),
+            scale: of.scale.to_bits(),
+            form: of.form,
+            signature: self.kind.signature,
+            last: u32::from(rows.last),
+            ..waiting!(Parameters, self)
+        };
+        if algorithm.is_none() {
+            parameters.base = core.address(core.rank(), 0);
+            (parameters.rank, parameters.size) = (0, 1);
+        }
+        for (i, out) in of.outputs().enumerate() {
+            parameters.poisoned[i] = out.address();
+            parameters.poisoned_bytes[i] = out.bytes() as u64;
+            parameters.poison[i] = types::poison_pattern(out.dtype());
+        }
+        let shape = self.norm_shape(&cut, size);
+        // SAFETY: all arguments lie in buffers of the call, the rest in the group's memory, which the core keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// A block for each row of the share, a thread for each granule of a row, or for two, within the places that this rank
+    /// has for blocks that wait.
+    fn norm_shape(&self, cut: &RowShares, size: usize) -> Launch {
+        let core = self.core;
+        let threads = (cut.row_granules as u32)
+            .next_multiple_of(32)
+            .clamp(32, NORM_THREADS);
+        let sms = u32::from(core.device.info().sms);
+        let fit = match size {
+            // Nobody to wait for.
+            1 => sms,
+            _ if core.memory.desk.is_some() => 1,
+            _ => (core.exchanging.blocks() * ALL_REDUCE_THREADS / threads).max(1),
+        };
+        let budget = core.config.sm_budget.map_or(sms, u32::from).max(1);
+        let blocks = (cut.share as u32).clamp(1, fit.min(budget));
+        Launch {
+            programmatic: size > 1 && core.overtakes && 2 * blocks <= fit,
+            ..Launch::grid(blocks, threads)
+        }
+    }
+}
