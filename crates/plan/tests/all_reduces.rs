@@ -181,6 +181,34 @@ fn the_figures_of_this_build_are_sound() {
     }
 }
 
+/// What decides is voted on, and where it comes from and what NCCL took is not.
+#[test]
+fn ranks_vote_on_figures_and_not_on_where_they_come_from() {
+    let digest = |more: Value| {
+        let here = gpus("A", Links::Nvlink, 4);
+        let (_, table) = on_gpus(4, file(&[entry(4, 1000, &more)]).of(&here), None);
+        table.digest()
+    };
+    let plain = digest(json!({}));
+    for told in [
+        json!({"nccl_from_bytes": 1}),
+        json!({"measured": {"from_bytes": 1, "to_bytes": 2}}),
+        json!({"versions": {"driver": "1", "cuda": "2", "nccl": null}}),
+        json!({"source": {"command": "d", "date": "2026-01-03", "commit": "76543210", "note": "n"}}),
+    ] {
+        assert_eq!(digest(told.clone()), plain, "{told}");
+    }
+    for decides in [
+        json!({"one_shot_max_bytes": 1001}),
+        json!({"pull_from_bytes": 1000}),
+        json!({"max_blocks": 131}),
+        json!({"threads": [{"max_bytes": 1, "threads": 32}]}),
+        json!({"dtype": "f32"}),
+    ] {
+        assert_ne!(digest(decides.clone()), plain, "{decides}");
+    }
+}
+
 fn all_reduce(bytes: usize, dtype: DataType, choice: Option<A>) -> Call {
     Call::AllReduce {
         elements: bytes / dtype.bytes(),

@@ -10,15 +10,24 @@ use super::{
     names::Choice,
     report,
 };
-use crate::{Common, Peer, float::Float, meta, ranks::Ranks, sizes};
+use crate::{
+    Common, Peer,
+    float::Float,
+    meta,
+    ranks::{Rank, Ranks},
+    sizes,
+};
 use anyhow::{Context as _, Result, anyhow, ensure};
-use brigade::plan::{
-    crossover::Source,
-    tuned::{self, Entry, Sizes, Versions},
+use brigade::{
+    CommConfig,
+    plan::{
+        crossover::Source,
+        tuned::{self, Entry, Sizes, Versions},
+    },
 };
 use clap::Args;
 use serde_json::{Value, json};
-use std::{fs, path::PathBuf};
+use std::{ffi::OsString, fs, path::PathBuf};
 use verdict::{Medians, Verdict, sweep_table, table};
 
 /// Sizes at which numbers of blocks are compared: one of latency, one between, one of bandwidth.
@@ -120,31 +129,31 @@ impl Tune {
     /// Every size by every choice, in turn, once it was seen to be right.
     fn measure(
         &self,
-        ranks: &Ranks,
+        rank: &Rank,
         options: &Options,
         choices: &[Choice],
         sizes: &[usize],
     ) -> Result<Vec<Measured>> {
-        let largest = sizes.iter().copied().max().unwrap_or(0);
-        ranks.run(options.common.with_nccl(), |rank| {
-            let comm = rank.join(&asked(options, choices).config(largest))?;
-            let inputs = Inputs::fresh(rank, options.dtype)?;
-            let one = |&bytes: &usize| {
-                let mut options = options.clone();
-                options.common.calls = self.calls(bytes);
-                let extent = Which::AllReduce.extent(bytes, options.dtype, rank.size())?;
-                Case::new(rank, &asked(&options, choices), &comm, &inputs, extent)?.run()
-            };
-            sizes.iter().map(one).collect()
-        })
+        let comm = rank.join(&config(options, sizes))?;
+        let inputs = Inputs::fresh(rank, options.dtype)?;
+        let one = |&bytes: &usize| {
+            let mut options = options.clone();
+            options.common.calls = self.calls(bytes);
+            let extent = Which::AllReduce.extent(bytes, options.dtype, rank.size())?;
+            Case::new(rank, &asked(&options, choices), &comm, &inputs, extent)?.run()
+        };
+        let measured = sizes.iter().map(one).collect::<Result<Vec<_>>>()?;
+        // Nobody leaves the communicator while another still works in it.
+        rank.meet()?;
+        Ok(measured)
     }
 
     /// With each number of blocks, how long the sizes take that are swept, by the quicker push.
-    fn sweep(&self, ranks: &Ranks) -> Result<Vec<(u16, Vec<f64>)>> {
+    fn sweep(&self, rank: &Rank) -> Result<Vec<(u16, Vec<f64>)>> {
         let pushes = &Choice::OWN[..2];
         let with = |&blocks: &u16| {
             let options = self.options(false, Some(blocks));
-            let measured = self.measure(ranks, &options, pushes, &self.swept())?;
+            let measured = self.measure(rank, &options, pushes, &self.swept())?;
             let times = measured
                 .iter()
                 .map(|m| Medians::of(m, self.float()).push().unwrap_or(f64::INFINITY));
@@ -154,19 +163,22 @@ impl Tune {
     }
 
     /// What was measured, as `tables/all_reduce.json` of brigade-plan has it.
-    fn written(&self, meta: &Value, ranks: usize, verdict: &Verdict) -> Result<Entry> {
+    fn written(
+        &self,
+        meta: &Value,
+        ranks: usize,
+        sizes: &[usize],
+        verdict: &Verdict,
+    ) -> Result<Entry> {
         let text = |name: &str| meta[name].as_str().unwrap_or("unknown").to_owned();
-        let pushed = self.all_reduce_bytes.map_or_else(
-            || "room for twice the largest".to_owned(),
-            |b| format!("{b} bytes"),
-        );
+        let pushed = config(&self.options(false, None), sizes).all_reduce_bytes;
         let blocks: Vec<_> = self.blocks.iter().map(u16::to_string).collect();
         let note = format!(
-            "{}; medians of {} rounds of graphs, every result compared first; {pushed} to push through; blocks {}; {}",
+            "{}; medians of {} rounds of graphs, every result compared first; {pushed} bytes to push through; blocks {}; {}",
             tuned_type(self.float()).name(),
             self.rounds,
             blocks.join(" "),
-            configured(std::env::vars())
+            configured(std::env::vars_os())
         );
         Ok(Entry {
             gpu: text("gpu"),
@@ -179,8 +191,8 @@ impl Tune {
             threads: Vec::new(),
             nccl_from_bytes: verdict.nccl_from_bytes,
             measured: Sizes {
-                from_bytes: self.begin,
-                to_bytes: self.end,
+                from_bytes: sizes.first().copied().unwrap_or(self.begin),
+                to_bytes: sizes.last().copied().unwrap_or(self.end),
             },
             versions: Versions {
                 driver: text("driver"),
@@ -213,11 +225,17 @@ fn asked<'a>(options: &'a Options, choices: &'a [Choice]) -> Asked<'a> {
     }
 }
 
+/// One communicator for these sizes.
+fn config(options: &Options, sizes: &[usize]) -> CommConfig {
+    let largest = sizes.iter().copied().max().unwrap_or(0);
+    asked(options, &[]).config(largest)
+}
+
 /// What the environment tells NCCL.
-fn configured(variables: impl Iterator<Item = (String, String)>) -> String {
+fn configured(variables: impl Iterator<Item = (OsString, OsString)>) -> String {
     let mut of_nccl: Vec<String> = variables
-        .filter(|(name, _)| name.starts_with("NCCL_"))
-        .map(|(name, value)| format!("{name}={value}"))
+        .map(|(name, value)| format!("{}={}", name.to_string_lossy(), value.to_string_lossy()))
+        .filter(|variable| variable.starts_with("NCCL_"))
         .collect();
     of_nccl.sort();
     match &of_nccl[..] {
@@ -232,7 +250,10 @@ pub fn run(tune: &Tune, ranks: &Ranks) -> Result<String> {
     let sizes = sizes::steps(tune.begin, tune.end, 2)?;
     let meta = meta::meta(ranks)?;
     let options = tune.options(meta["nccl"].is_string(), None);
-    let measured = tune.measure(ranks, &options, &Choice::OWN, &sizes)?;
+    let (measured, swept) = ranks.run(options.common.with_nccl(), |rank| {
+        let measured = tune.measure(rank, &options, &Choice::OWN, &sizes)?;
+        Ok((measured, tune.sweep(rank)?))
+    })?;
     let medians: Vec<_> = measured
         .iter()
         .map(|m| Medians::of(m, tune.float()))
@@ -242,7 +263,6 @@ pub fn run(tune: &Tune, ranks: &Ranks) -> Result<String> {
         let reason = all.find_map(|ours| ours.plan.clone().err());
         return Err(reason.map_or_else(|| anyhow!("nothing was measured"), Into::into));
     }
-    let swept = tune.sweep(ranks)?;
     if !ranks.speak() {
         return Ok(String::new());
     }
@@ -253,11 +273,13 @@ pub fn run(tune: &Tune, ranks: &Ranks) -> Result<String> {
         .common
         .write(&with_sweep(meta.clone(), &tune.swept(), &swept), &rows)?;
     if let Some(path) = &tune.entry {
-        let entry = tune.written(&meta, ranks.size(), &verdict)?;
+        let entry = tune.written(&meta, ranks.size(), &sizes, &verdict)?;
         let text = serde_json::to_string_pretty(&entry)? + "\n";
         fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
     }
-    Ok(table(&medians) + &sweep_table(&tune.swept(), &swept) + &verdict.told())
+    Ok(table(&medians)
+        + &sweep_table(&tune.swept(), &swept)
+        + &verdict.told(options.common.with_nccl()))
 }
 
 /// What was swept goes beside the rows, which have a size each.
@@ -330,12 +352,16 @@ mod tests {
             ranks: 4,
         };
         for (words, holds_for_all) in [("", true), ("-d f32", false)] {
-            let entry = tune(words).written(&meta, 4, &verdict).unwrap();
+            let entry = tune(words)
+                .written(&meta, 4, &[2048, 4096], &verdict)
+                .unwrap();
             let text = format!(
                 r#"{{"untuned": [{{"one_shot_max_bytes": 1, "pull_from_bytes": null, "max_blocks": 1}}], "entries": [{}]}}"#,
                 serde_json::to_string(&entry).unwrap()
             );
             let file = File::read(&text).unwrap();
+            let measured = entry.measured;
+            assert_eq!((measured.from_bytes, measured.to_bytes), (2048, 4096));
             assert_eq!(file.entries(), [entry]);
             let found = file.of(&gpus);
             assert_eq!(
@@ -350,7 +376,9 @@ mod tests {
     #[test]
     fn what_nccl_was_told_is_noted() {
         let told = |all: &[(&str, &str)]| {
-            let all = all.iter().map(|(n, v)| ((*n).to_owned(), (*v).to_owned()));
+            let all = all
+                .iter()
+                .map(|(n, v)| (OsString::from(n), OsString::from(v)));
             configured(all)
         };
         assert_eq!(told(&[("HOME", "/")]), "NCCL as it is");

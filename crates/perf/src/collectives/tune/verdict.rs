@@ -92,18 +92,19 @@ impl Verdict {
         })
     }
 
-    pub fn told(&self) -> String {
+    /// In words; with NCCL, if it was there.
+    pub fn told(&self, with_nccl: bool) -> String {
         let from = |bytes: Option<usize>| match bytes {
             Some(bytes) => format!("from {bytes} bytes on"),
             None => "at no size that was measured".to_owned(),
         };
-        format!(
-            "one shot up to {} bytes\npulling is quicker {}\nNCCL is quicker {}\nat most {} blocks\n",
-            self.one_shot_max_bytes,
-            from(self.pull_from_bytes),
-            from(self.nccl_from_bytes),
-            self.max_blocks
-        )
+        let mut text = format!("one shot up to {} bytes\n", self.one_shot_max_bytes);
+        text += &format!("pulling is quicker {}\n", from(self.pull_from_bytes));
+        text += &match with_nccl {
+            true => format!("NCCL is quicker {}\n", from(self.nccl_from_bytes)),
+            false => "there is no NCCL to compare with\n".to_owned(),
+        };
+        text + &format!("at most {} blocks\n", self.max_blocks)
     }
 }
 
@@ -190,7 +191,7 @@ mod tests {
         };
         assert_eq!(verdict, wanted);
         assert_eq!(
-            verdict.told(),
+            verdict.told(true),
             "one shot up to 4 bytes\npulling is quicker from 16 bytes on\nNCCL is quicker from 16 bytes on\nat most 32 blocks\n"
         );
         assert_eq!(measured[3].winner(), "two-shot");
@@ -207,6 +208,11 @@ mod tests {
         assert_eq!(
             (verdict.pull_from_bytes, verdict.nccl_from_bytes),
             (None, None)
+        );
+        assert!(
+            verdict
+                .told(false)
+                .contains("there is no NCCL to compare with")
         );
         // One shot where it is as quick, and up to where it was measured.
         assert_eq!(verdict.one_shot_max_bytes, 4);
