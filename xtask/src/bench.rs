@@ -1,6 +1,9 @@
-//! Runs the host micro-benchmarks.
+//! Runs the host micro-benchmarks, and what tunes GPUs.
 
-use crate::workspace::{Workspace, exit_code, status};
+use crate::{
+    bundle, toolchain,
+    workspace::{Workspace, exit_code, status},
+};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use std::{
@@ -11,13 +14,15 @@ use std::{
 /// Run the host micro-benchmarks
 ///
 /// Without `results` they are criterion's, whose reports stay in the target folder. With it, what the host device reaches
-/// is measured and written to docs/results, from where the book takes its figures: on a quiet machine, from a commit.
+/// is measured and written to docs/results, from where the book takes its figures: on a quiet machine, from a commit. With
+/// `tune`, brigade-perf finds which all-reduce is quickest at which size on the GPUs of this host. For a GPU host without
+/// Rust, `cargo xtask bundle` packs brigade-perf: run `./brigade-perf tune` there.
 #[derive(Debug, Args)]
 pub struct Bench {
     /// What to run, if not criterion
     #[arg(value_enum)]
     what: Option<What>,
-    /// Passed on to cargo bench, for instance a part of a benchmark's name; or to results, which tell theirs by --help
+    /// Passed on to cargo bench, for instance a part of a benchmark's name; or to results and tune, which tell theirs by --help
     #[arg(last = true, value_name = "ARGS")]
     arguments: Vec<OsString>,
 }
@@ -26,11 +31,20 @@ pub struct Bench {
 enum What {
     /// Measure, and write docs/results
     Results,
+    /// Tune all-reduces on the GPUs of this host: --entry FILE writes an entry for crates/plan/tables/all_reduce.json
+    Tune,
 }
 
 impl Bench {
     pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
         let mut cargo = workspace.cargo();
+        if matches!(self.what, Some(What::Tune)) {
+            // Without an nvcc brigade-perf would be built with no kernels.
+            toolchain::ensure(workspace)?;
+            cargo.env("BRIGADE_REQUIRE_CUDA", "1");
+            // An entry names the commit that it was measured at.
+            cargo.env("BRIGADE_COMMIT", bundle::commit(workspace));
+        }
         self.fill(&mut cargo);
         Ok(exit_code(status(&mut cargo)?))
     }
@@ -41,10 +55,15 @@ impl Bench {
             Some(What::Results) => cargo
                 .args(["run", "--release", "--package", "brigade-benches"])
                 .args(["--bin", "results"]),
+            Some(What::Tune) => cargo.args(["run", "--release", "--package", "brigade-perf"]),
         };
-        if !self.arguments.is_empty() {
-            cargo.arg("--").args(self.arguments);
-        }
+        match self.what {
+            // Its name for what is asked of it.
+            Some(What::Tune) => cargo.args(["--", "tune"]),
+            _ if self.arguments.is_empty() => return,
+            _ => cargo.arg("--"),
+        };
+        cargo.args(self.arguments);
     }
 }
 
@@ -65,6 +84,13 @@ mod tests {
         Line::try_parse_from(words).unwrap().bench.fill(&mut cargo);
         let words: Vec<_> = cargo.get_args().map(|a| a.to_string_lossy()).collect();
         words.join(" ")
+    }
+
+    #[test]
+    fn tune_is_a_subcommand_of_brigade_perf() {
+        let tune = "run --release --package brigade-perf -- tune";
+        assert_eq!(started("tune"), tune);
+        assert_eq!(started("tune -- -w 2"), format!("{tune} -w 2"));
     }
 
     #[test]

@@ -156,7 +156,7 @@ impl Bundle {
 }
 
 /// The commit that the programs are made from, with a plus behind it if there is more than that.
-fn commit(workspace: &Workspace) -> String {
+pub fn commit(workspace: &Workspace) -> String {
     let said = |arguments: &[&str]| {
         let output = Command::new("git")
             .args(arguments)

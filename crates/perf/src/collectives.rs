@@ -5,6 +5,7 @@ mod chain;
 mod expected;
 mod names;
 mod report;
+pub mod tune;
 mod which;
 
 use crate::{Common, float::Float, meta, ranks::Ranks, sizes};

@@ -40,6 +40,8 @@ enum Operation {
     ReduceScatterLinear(linears::Linears),
     /// Find the smallest chunk from which overlap pays on these GPUs, and write it as an entry of brigade-plan's table
     Crossover(linears::crossover::Options),
+    /// Find which all-reduce is quickest at which size on these GPUs, and write it as an entry of brigade-plan's table
+    Tune(collectives::tune::Tune),
     /// Send to the next rank, and receive from the one before
     Sendrecv(sendrecv::SendRecv),
     /// Every rank gets the reduction of all inputs
@@ -128,8 +130,12 @@ impl Common {
 )]
 fn main() -> ExitCode {
     let line = Line::parse();
-    // SAFETY: no other thread runs yet. Multicast of NVLink stays off for everybody.
-    unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
+    // To tune is to compare with NCCL as its user has it; whatever else is compared has it without multicast of NVLink.
+    let as_it_is = matches!(line.operation, Operation::Tune(_));
+    if !as_it_is || std::env::var_os("NCCL_NVLS_ENABLE").is_none() {
+        // SAFETY: no other thread runs yet.
+        unsafe { std::env::set_var("NCCL_NVLS_ENABLE", "0") };
+    }
     let collective =
         |asked: &collectives::Asked<'_>| asked.common().run(|r| collectives::run(asked, r));
     let result = match &line.operation {
@@ -138,6 +144,7 @@ fn main() -> ExitCode {
             .common
             .run(|r| linears::run(l, linears::Which::Scatter, r)),
         Operation::Crossover(c) => c.common.run(|r| linears::crossover::run(c, r)),
+        Operation::Tune(t) => t.common().run(|r| collectives::tune::run(t, r)),
         Operation::Sendrecv(s) => s.common.run(|r| sendrecv::run(s, r)),
         Operation::AllReduce(c) => collective(&c.asked()),
         Operation::AllGather(c) => collective(&c.asked()),

@@ -1,33 +1,38 @@
-//! Prints what would be done for a few calls, on four ranks of one host, and from which chunk on overlap pays there:
-//! `cargo run -p brigade-plan --example explain`. With a model of GPU, as the driver calls it, for four of those, linked by
-//! NVLink or else as said: `cargo run -p brigade-plan --example explain -- "NVIDIA H200" pcie`.
+//! Prints what would be done for a few calls, on four ranks of one host, from which chunk on overlap pays there, and what
+//! the choice of all-reduces rests on: `cargo run -p brigade-plan --example explain`. With a model of GPU, as the driver
+//! calls it, for four of those, linked by NVLink or else as said, or for as many as are said:
+//! `cargo run -p brigade-plan --example explain -- "NVIDIA H200" nvlink 2`. A number behind that is the most multiprocessors
+//! that communication may use.
 #![allow(clippy::print_stdout)]
 
 use brigade_device::{
-    Call, CommConfig, DataType, Group, LinearCall, OverlapMode, ParallelMode, QScheme, Reason,
-    ReduceOp,
+    Call, CommConfig, DataType, Group, LinearCall, OverlapMode, ParallelMode, Plan, QScheme,
+    Reason, ReduceOp,
 };
 use brigade_plan::{
     Engines, Table, Topology,
     crossover::{Gpus, Links},
-    plan, rows,
+    plan, rows, tuned,
 };
 
 fn main() {
     let mode = ParallelMode::Tp;
-    let (rank, size) = (1, 4);
-    let (engines, table) = match device(size) {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let number = |at: usize| words.get(at).and_then(|word| word.parse().ok());
+    let (rank, size) = (1, number(2).unwrap_or(4).max(2));
+    let (engines, table) = match device(&words, size) {
         Ok(device) => device,
         Err(why) => {
             println!("{why}");
             return;
         }
     };
-    let topology = Topology {
+    let mut topology = Topology {
         group: Group { mode, rank, size },
         config: CommConfig::new(mode),
         engines,
     };
+    topology.config.sm_budget = number(3).and_then(|sms| u16::try_from(sms).ok());
     let linear = |rows: usize, k, n, choice| LinearCall {
         rows: rows::split(rows, size),
         k,
@@ -56,7 +61,9 @@ fn main() {
         Call::GatherLinear(linear(8192, 8192, 7168, Some(OverlapMode::Ring))),
         Call::LinearReduceScatter(linear(512, 6144, 4096, None)),
         all_reduce(1 << 10),
+        all_reduce(1 << 17),
         all_reduce(1 << 20),
+        all_reduce(1 << 25),
     ];
     for call in calls {
         let size = match &call {
@@ -67,7 +74,7 @@ fn main() {
             _ => String::new(),
         };
         let answer = match plan(&call, &topology, &table) {
-            Ok(plan) => plan.to_string(),
+            Ok(plan) => told(&plan, &table),
             Err(reason) => format!("no: {reason}"),
         };
         println!("{:<26} {size:<20} {answer}", call.operation().name());
@@ -85,16 +92,42 @@ fn main() {
             println!("{operation:<26} {dtype:<4} overlap pays {from:<20} {source}");
         }
     }
+    for (dtype, figures) in table.all_reduce.each() {
+        let blocks = figures.max_blocks;
+        let pushes = match figures.pull_from_bytes {
+            Some(0) => "pushes nothing".to_owned(),
+            Some(bytes) => format!("pushes less than {bytes} bytes, {blocks} blocks at most"),
+            None => format!("pushes all sizes, {blocks} blocks at most"),
+        };
+        let shots = format!("one shot up to {} bytes", figures.one_shot_max_bytes);
+        let (dtype, source) = (dtype.name(), &figures.source);
+        println!("all_reduce                 {dtype:<4} {shots:<32} {pushes}  {source}");
+    }
     println!("the ranks vote on {:016x}", table.digest());
 }
 
-/// The host, or GPUs of the model that the first argument names, by the links that the second one names.
-fn device(ranks: usize) -> Result<(Engines, Table), Reason> {
-    let mut arguments = std::env::args().skip(1);
-    let Some(model) = arguments.next() else {
+/// A plan, and of an all-reduce its launch and what the choice rests on.
+fn told(plan: &Plan, table: &Table) -> String {
+    match plan {
+        Plan::AllReduce {
+            algorithm, launch, ..
+        } => {
+            let figures = table.all_reduce.of(DataType::BF16);
+            match &tuned::told(*algorithm, *launch, figures)[..] {
+                "" => plan.to_string(),
+                told => format!("{plan}; {told}"),
+            }
+        }
+        plan => plan.to_string(),
+    }
+}
+
+/// The host, or GPUs of the model that the first word names, by the links that the second one names.
+fn device(words: &[String], ranks: usize) -> Result<(Engines, Table), Reason> {
+    let Some(model) = words.first() else {
         return Ok((Engines::host(), Table::host()));
     };
-    let links = match arguments.next().as_deref() {
+    let links = match words.get(1).map(String::as_str) {
         None | Some("nvlink") => Links::Nvlink,
         Some("pcie") => Links::Pcie,
         Some(_) => Links::Unknown,
@@ -104,9 +137,9 @@ fn device(ranks: usize) -> Result<(Engines, Table), Reason> {
         .iter()
         .any(|name| model.contains(name));
     let gpus = Gpus {
-        model: Some(model),
+        model: Some(model.clone()),
         links,
         ranks,
     };
-    Ok((Engines::cuda(hopper, true), Table::cuda(&gpus)?))
+    Ok((Engines::cuda(hopper, ranks <= 8), Table::cuda(&gpus)?))
 }

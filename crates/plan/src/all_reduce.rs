@@ -4,6 +4,7 @@ use crate::{
     Table, Topology,
     pushed::{self, Granules},
     reason, scratch,
+    tuned::Figures,
 };
 use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Plan, Reason, SumOrder};
 
@@ -15,6 +16,7 @@ pub(crate) fn plan(
     table: &Table,
 ) -> Result<Plan, Reason> {
     reason::check_sum(input, output)?;
+    let table = table.all_reduce.of(input);
     let (room, size) = (topology.config.all_reduce_bytes, topology.group.size);
     let piece_elements = |algorithm| match algorithm {
         A::OneShotPush | A::TwoShotPush => {
@@ -27,7 +29,7 @@ pub(crate) fn plan(
         Some(a) => return Err(reason::no_algorithm(a)),
         None => {
             let bytes = elements.saturating_mul(input.bytes());
-            let pushes = |a| bytes < table.push_below_bytes && piece_elements(a).is_ok();
+            let pushes = |a| table.pushes(bytes) && piece_elements(a).is_ok();
             choose(bytes, topology, table, pushes)?
         }
     };
@@ -42,33 +44,19 @@ pub(crate) fn plan(
             A::OneShotPush | A::TwoShotPush => {
                 let piece = elements.min(piece_elements(algorithm)?);
                 let cut = Granules::new(algorithm, piece, (input, output), size);
-                launch(cut.share, topology, table)
+                let bytes = elements.saturating_mul(input.bytes());
+                table.launch(bytes, cut.share, topology.config.sm_budget)
             }
             _ => Launch::default(),
         },
     })
 }
 
-/// Small blocks while there are few of them, since a block waits for its slowest thread; a granule for each thread.
-fn launch(granules: usize, topology: &Topology, table: &Table) -> Launch {
-    let budget = topology.config.sm_budget.unwrap_or(u16::MAX);
-    let most = usize::from(table.push_blocks.min(budget).max(1));
-    let threads = [128, 256, 512]
-        .into_iter()
-        .find(|threads| granules.div_ceil(*threads) <= most)
-        .unwrap_or(512);
-    Launch {
-        blocks: granules.div_ceil(threads).clamp(1, most) as u16,
-        threads: threads as u16,
-        ..Launch::default()
-    }
-}
-
 /// Never NCCL: its sums have an order of their own, which only the caller can allow.
 pub(crate) fn choose(
     bytes: usize,
     topology: &Topology,
-    table: &Table,
+    table: &Figures,
     pushes: impl Fn(A) -> bool,
 ) -> Result<A, Reason> {
     let one_shot = [A::OneShotPush, A::OneShotPull];

@@ -5,6 +5,7 @@
 //! the order in which a rank walks the chunks follows from its number.
 //!
 //! - [`crossover`]: from which size on overlap pays on which GPUs, as measured.
+//! - [`tuned`]: which all-reduce is quickest on which GPUs, as measured.
 //! - [`rows`]: ragged chunks and the pieces of a chunk.
 //! - [`ring`]: who multiplies, sends and receives which chunk when.
 //! - [`gathered`]: where the rows of all ranks lie.
@@ -29,6 +30,7 @@ pub mod rows;
 mod scratch;
 mod table;
 mod topology;
+pub mod tuned;
 
 pub use overlap::MAX_PIECES;
 pub use table::Table;

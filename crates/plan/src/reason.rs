@@ -27,6 +27,8 @@ pub const TOO_SMALL: &str = "too-small";
 pub const TUNED_OFF: &str = "tuned-off";
 /// The figures from which on overlap pays cannot be read.
 pub const CROSSOVERS: &str = "crossovers";
+/// The figures of which all-reduce is quickest cannot be read.
+pub const ALL_REDUCES: &str = "all-reduces";
 /// The backend cannot run the mode or algorithm.
 pub const NO_ENGINE: &str = "no-engine";
 /// A number of pieces that is not allowed.
@@ -141,6 +143,14 @@ pub(crate) fn crossovers(why: &str) -> Reason {
         CROSSOVERS,
         format!("the figures from which on overlap pays cannot be read: {why}"),
         "build with crates/plan/tables/crossovers.json as it is in the repository",
+    )
+}
+
+pub(crate) fn all_reduces(why: &str) -> Reason {
+    Reason::new(
+        ALL_REDUCES,
+        format!("the figures of which all-reduce is quickest cannot be read: {why}"),
+        "build with crates/plan/tables/all_reduce.json as it is in the repository",
     )
 }
 

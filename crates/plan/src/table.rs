@@ -1,17 +1,16 @@
 //! Tuning numbers. All ranks must have the same: they vote on [`Table::digest`].
 
-use crate::crossover::{Crossovers, Figures, Gpus, Overlapped};
+use crate::{
+    crossover::{Crossovers, Figures, Gpus, Overlapped},
+    tuned::{self, ByType},
+};
 use brigade_device::{OverlapMode, Reason};
 
 /// Where one way of doing things overtakes another, as measured.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Table {
-    /// Largest input, in bytes, for which an all-reduce takes one shot.
-    pub one_shot_max_bytes: usize,
-    /// All-reduces of fewer bytes push, where the device does and its buffers have room: 0 for none.
-    pub push_below_bytes: usize,
-    /// Most blocks of a kernel that pushes.
-    pub push_blocks: u16,
+    /// Which all-reduce, and how it is launched.
+    pub all_reduce: ByType,
     /// Smallest mean chunk, in bytes of rows, for which gather-linear overlaps.
     pub gather: Crossovers,
     /// Smallest mean part, in bytes of sums, for which the twin overlaps.
@@ -23,12 +22,16 @@ pub struct Table {
 
 impl Table {
     /// For ranks that are threads or processes of one host: a chunk is worth overlapping once copying it takes longer
-    /// than waking a thread.
-    pub const fn host() -> Self {
+    /// than waking a thread. Nothing is pushed: no figure says that it pays.
+    pub fn host() -> Self {
         Self {
-            one_shot_max_bytes: 64 << 10,
-            push_below_bytes: 0,
-            push_blocks: 0,
+            all_reduce: ByType::all(tuned::Figures {
+                one_shot_max_bytes: 64 << 10,
+                pull_from_bytes: Some(0),
+                max_blocks: 1,
+                threads: Vec::new(),
+                source: "".into(),
+            }),
             gather: Crossovers::all(16 << 10),
             scatter: Crossovers::all(16 << 10),
             overlap: OverlapMode::Ring,
@@ -37,21 +40,14 @@ impl Table {
 
     /// For GPUs of one host: own rows are pushed to all peers by copy engines. Below some megabytes a product of chunks
     /// loses more than the gather costs; from where on depends on the GPUs, and is read from the [figures](crate::crossover)
-    /// of this build.
+    /// of this build, as is [which all-reduce](crate::tuned) is quickest.
     ///
     /// # Errors
-    /// [`CROSSOVERS`](crate::reason::CROSSOVERS) if they cannot be read.
+    /// [`CROSSOVERS`](crate::reason::CROSSOVERS) or [`ALL_REDUCES`](crate::reason::ALL_REDUCES) if they cannot be read.
     pub fn cuda(gpus: &Gpus) -> Result<Self, Reason> {
         let figures = Figures::embedded()?;
         Ok(Self {
-            // One shot sends (ranks - 1) / ranks * ranks / 2 times as much as two, and saves one way.
-            one_shot_max_bytes: match gpus.ranks {
-                0..=2 => 512 << 10,
-                3..=4 => 256 << 10,
-                _ => 128 << 10,
-            },
-            push_below_bytes: usize::MAX,
-            push_blocks: 132,
+            all_reduce: tuned::File::embedded()?.of(gpus),
             gather: figures.of(gpus, Overlapped::GatherLinear),
             scatter: figures.of(gpus, Overlapped::ReduceScatterLinear),
             overlap: OverlapMode::Tiles,
@@ -62,9 +58,7 @@ impl Table {
     /// equal ones on every machine and build (FNV-1a of the figures; where they come from does not count).
     pub fn digest(&self) -> u64 {
         let Self {
-            one_shot_max_bytes,
-            push_below_bytes,
-            push_blocks,
+            all_reduce,
             gather,
             scatter,
             overlap,
@@ -80,17 +74,13 @@ impl Table {
             .into_iter()
             .flat_map(Crossovers::each)
             .map(|(_, c)| c.min_chunk_bytes.map_or(u64::MAX, |bytes| bytes as u64));
-        [
-            *one_shot_max_bytes as u64,
-            *push_below_bytes as u64,
-            u64::from(*push_blocks),
-            overlap,
-        ]
-        .into_iter()
-        .chain(crossovers)
-        .flat_map(u64::to_le_bytes)
-        .fold(0xcbf2_9ce4_8422_2325, |h, b| {
-            (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
-        })
+        all_reduce
+            .numbers()
+            .chain([overlap])
+            .chain(crossovers)
+            .flat_map(u64::to_le_bytes)
+            .fold(0xcbf2_9ce4_8422_2325, |h, b| {
+                (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
+            })
     }
 }

@@ -210,29 +210,29 @@ fn all_reduce() {
         ..Engines::default()
     };
     let devices = [
-        ("host", Engines::host(), 0, 8 << 20),
+        ("host", Engines::host(), Some(0), 8 << 20),
         (
             "where pushing pays, and with nccl",
             with_nccl,
-            1 << 20,
+            Some(1 << 20),
             8 << 20,
         ),
-        ("where pushing would pay", Engines::host(), usize::MAX, 16),
-        ("cuda", Engines::cuda(true, true), usize::MAX, 8 << 20),
-        ("nccl alone", only_nccl, usize::MAX, 8 << 20),
+        ("where pushing would pay", Engines::host(), None, 16),
+        ("cuda", Engines::cuda(true, true), None, 8 << 20),
+        ("nccl alone", only_nccl, None, 8 << 20),
     ];
     let mut text = String::new();
-    for (name, engines, push_below_bytes, all_reduce_bytes) in devices {
+    for (name, engines, pull_from_bytes, all_reduce_bytes) in devices {
         writeln!(text, "{name}, {all_reduce_bytes} bytes to push through").unwrap();
         let mut topology = Topology {
             engines,
             ..topology(0, 4)
         };
         topology.config.all_reduce_bytes = all_reduce_bytes;
-        let table = Table {
-            push_below_bytes,
-            ..Table::host()
-        };
+        let mut table = Table::host();
+        for figures in [&mut table.all_reduce.f32, &mut table.all_reduce.bf16] {
+            figures.pull_from_bytes = pull_from_bytes;
+        }
         let run = |elements, dtype, output, choice| {
             let call = Call::AllReduce {
                 elements,

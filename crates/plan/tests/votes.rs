@@ -1,7 +1,11 @@
 //! What ranks vote on before they plan: equal for equal tables and engines, different for different ones.
 
 use brigade_device::OverlapMode;
-use brigade_plan::{Engines, Table};
+use brigade_plan::{Engines, Table, tuned::Threads};
+
+fn threads(max_bytes: usize, threads: u16) -> Threads {
+    Threads { max_bytes, threads }
+}
 
 #[test]
 fn what_is_voted_on_tells_tables_and_engines_apart() {
@@ -13,11 +17,15 @@ fn what_is_voted_on_tells_tables_and_engines_apart() {
     };
     let tables = [
         table(),
-        Table {
-            one_shot_max_bytes: 1,
-            ..table()
-        },
-        with(|t| t.push_below_bytes = 1),
+        with(|t| t.all_reduce.f32.one_shot_max_bytes = 1),
+        with(|t| t.all_reduce.f16.one_shot_max_bytes = 1),
+        with(|t| t.all_reduce.bf16.one_shot_max_bytes = 1),
+        with(|t| t.all_reduce.bf16.pull_from_bytes = Some(1)),
+        with(|t| t.all_reduce.bf16.pull_from_bytes = None),
+        with(|t| t.all_reduce.bf16.max_blocks = 2),
+        with(|t| t.all_reduce.bf16.threads = vec![threads(1, 32)]),
+        with(|t| t.all_reduce.bf16.threads = vec![threads(1, 64)]),
+        with(|t| t.all_reduce.bf16.threads = vec![threads(1, 32), threads(2, 64)]),
         with(|t| t.gather.bf16.min_chunk_bytes = Some(1)),
         with(|t| t.gather.int8.min_chunk_bytes = Some(1)),
         with(|t| t.gather.fp8.min_chunk_bytes = Some(1)),
@@ -47,7 +55,10 @@ fn what_is_voted_on_tells_tables_and_engines_apart() {
         }
     }
     // Where a figure comes from decides nothing.
-    let told = with(|t| t.gather.bf16.source = "elsewhere".into());
+    let told = with(|t| {
+        t.gather.bf16.source = "elsewhere".into();
+        t.all_reduce.f16.source = "elsewhere".into();
+    });
     assert_eq!(told.digest(), table().digest());
     // Stable over builds: a rank of yesterday's build may vote with one of today's.
     insta::assert_snapshot!(format!(

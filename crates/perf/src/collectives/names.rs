@@ -48,6 +48,9 @@ const CHOICES: [Choice; 6] = [
 
 impl Choice {
     pub const AUTO: Self = CHOICES[0];
+
+    /// All of Brigade's own: in one shot and in two, by pushing and then by pulling.
+    pub const OWN: [Self; 4] = [CHOICES[1], CHOICES[4], CHOICES[2], CHOICES[3]];
 }
 
 impl ValueEnum for Choice {

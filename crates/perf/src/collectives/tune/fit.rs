@@ -1,0 +1,177 @@
+//! From which size on one way of doing things overtakes another.
+
+/// A way that is ahead by less, in all sizes together, may be so by chance.
+const CHANCE: f64 = 0.02;
+
+/// The most that one size counts, where a way is not possible at it.
+const IMPOSSIBLE: f64 = 1000.0;
+
+/// How long two ways took at a size, in the same unit; nothing if it cannot be done that way there.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Point {
+    pub bytes: usize,
+    /// The way that small inputs go.
+    pub small: Option<f64>,
+    /// The one that may overtake it.
+    pub large: Option<f64>,
+}
+
+impl Point {
+    /// Logarithm of how many times as quick the second way is: so twice as quick and half as quick cancel, and a microsecond of
+    /// a small input counts more than one of a large.
+    fn gain(&self) -> f64 {
+        let times = match (self.small, self.large) {
+            (Some(small), Some(large)) => small / large,
+            (None, Some(_)) => IMPOSSIBLE,
+            (Some(_), None) => 1.0 / IMPOSSIBLE,
+            (None, None) => 1.0,
+        };
+        times.clamp(1.0 / IMPOSSIBLE, IMPOSSIBLE).ln()
+    }
+}
+
+/// The size from which on the second way is taken, so that over all sizes together the least time is lost: a step that fits the
+/// times best. A lucky size among the small moves it no more than an unlucky one among the large. `None` if the second way
+/// gains nothing anywhere that is more than chance.
+pub fn overtakes(points: &[Point]) -> Option<usize> {
+    let mut points = points.to_vec();
+    points.sort_by_key(|p| std::cmp::Reverse(p.bytes));
+    let (mut sum, mut best, mut from) = (0.0, CHANCE, None);
+    for point in points {
+        sum += point.gain();
+        if sum > best {
+            (best, from) = (sum, Some(point.bytes));
+        }
+    }
+    from
+}
+
+/// The largest size that goes the first way: the one before the second takes over. 0 if there is none.
+pub fn last_before(points: &[Point], from: Option<usize>) -> usize {
+    let before = points
+        .iter()
+        .map(|p| p.bytes)
+        .filter(|&bytes| from.is_none_or(|from| bytes < from));
+    before.max().unwrap_or(0)
+}
+
+/// The fewest blocks with which every size takes no longer than with the best number for it, but for chance. Each number of
+/// blocks comes with the times of all sizes.
+pub fn fewest(swept: &[(u16, Vec<f64>)]) -> Option<u16> {
+    let best = |size: usize| {
+        let times = swept.iter().filter_map(|(_, times)| times.get(size));
+        times.copied().fold(f64::INFINITY, f64::min)
+    };
+    let enough = |times: &[f64]| {
+        let mut each = times.iter().enumerate();
+        each.all(|(size, us)| *us <= best(size) * (1.0 + CHANCE))
+    };
+    let good = swept.iter().filter(|(_, times)| enough(times));
+    // None is good for all sizes if each has a favourite of its own: then as many as there may be.
+    let fewest = good.map(|(blocks, _)| *blocks).min();
+    fewest.or_else(|| swept.iter().map(|(blocks, _)| *blocks).max())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn points(all: &[(usize, f64, f64)]) -> Vec<Point> {
+        let point = |&(bytes, small, large)| Point {
+            bytes,
+            small: Some(small),
+            large: Some(large),
+        };
+        all.iter().map(point).collect()
+    }
+
+    fn ratios(all: &[f64]) -> Vec<Point> {
+        let each = all.iter().enumerate();
+        points(&each.map(|(i, r)| (1 << i, 1.0, *r)).collect::<Vec<_>>())
+    }
+
+    /// One shot, two shots and NCCL as measured on two H200s.
+    #[test]
+    fn a_clean_crossing_is_found_where_it_is() {
+        let measured = [
+            (2 << 10, 2.8, 3.6, 6.2),
+            (16 << 10, 3.1, 3.9, 7.0),
+            (128 << 10, 3.6, 4.4, 7.4),
+            (512 << 10, 4.8, 5.1, 10.1),
+            (1 << 20, 6.7, 6.2, 13.8),
+            (4 << 20, 17.3, 15.7, 32.1),
+            (16 << 20, 69.6, 54.2, 77.1),
+        ];
+        let shots = points(&measured.map(|(bytes, one, two, _)| (bytes, one, two)));
+        assert_eq!(overtakes(&shots), Some(1 << 20));
+        assert_eq!(last_before(&shots, Some(1 << 20)), 512 << 10);
+        let nccl =
+            points(&measured.map(|(bytes, one, two, nccl)| (bytes, f64::min(one, two), nccl)));
+        assert_eq!(overtakes(&nccl), None);
+        assert_eq!(last_before(&nccl, None), 16 << 20);
+        let (none, mut backwards) = (&shots[..0], shots.clone());
+        backwards.reverse();
+        assert_eq!(overtakes(&backwards), Some(1 << 20));
+        assert_eq!((overtakes(none), last_before(none, None)), (None, 0));
+    }
+
+    #[test]
+    fn neither_a_lucky_nor_an_unlucky_size_moves_the_crossing() {
+        assert_eq!(overtakes(&ratios(&[1.3, 1.2, 0.9, 0.8, 0.7])), Some(4));
+        // Ahead by luck among the small.
+        assert_eq!(
+            overtakes(&ratios(&[1.3, 0.95, 1.2, 0.9, 0.8, 0.7])),
+            Some(8)
+        );
+        // Behind by chance among the large, even at the largest.
+        assert_eq!(
+            overtakes(&ratios(&[1.3, 1.2, 0.9, 1.03, 0.8, 0.7])),
+            Some(4)
+        );
+        assert_eq!(overtakes(&ratios(&[1.3, 1.2, 0.9, 0.8, 1.01])), Some(4));
+    }
+
+    #[test]
+    fn who_is_always_ahead_takes_all_and_who_is_so_by_chance_nothing() {
+        assert_eq!(overtakes(&ratios(&[0.9, 0.8])), Some(1));
+        assert_eq!(last_before(&ratios(&[0.9, 0.8]), Some(1)), 0);
+        assert_eq!(overtakes(&ratios(&[1.0, 1.0])), None);
+        assert_eq!(overtakes(&ratios(&[1.1, 0.99])), None);
+        assert_eq!(overtakes(&ratios(&[1.1, 0.97])), Some(2));
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_never_chosen() {
+        let mut points = ratios(&[1.2, 1.2, 1.2, 0.5]);
+        points[3].large = None;
+        assert_eq!(overtakes(&points), None);
+        // The first way ends at 2, whatever it took before.
+        let mut points = ratios(&[1.2, 1.2, 1.2, 1.2]);
+        (points[2].small, points[3].small) = (None, None);
+        assert_eq!(overtakes(&points), Some(4));
+        points[3].large = None;
+        assert_eq!(overtakes(&points), Some(4));
+        // A clock that stood still proves nothing beyond its own size.
+        assert!(ratios(&[0.0])[0].gain().is_finite());
+    }
+
+    #[test]
+    fn as_few_blocks_as_cost_no_size_anything() {
+        let swept = |rows: &[(u16, &[f64])]| {
+            fewest(
+                &rows
+                    .iter()
+                    .map(|(b, t)| (*b, t.to_vec()))
+                    .collect::<Vec<_>>(),
+            )
+        };
+        assert_eq!(
+            swept(&[(16, &[5.0, 90.0]), (32, &[5.0, 60.5]), (132, &[5.1, 60.0])]),
+            Some(32)
+        );
+        assert_eq!(swept(&[(16, &[5.0, 60.0]), (132, &[5.0, 60.0])]), Some(16));
+        // Each size has a favourite.
+        assert_eq!(swept(&[(16, &[5.0, 90.0]), (132, &[9.0, 60.0])]), Some(132));
+        assert_eq!(swept(&[]), None);
+    }
+}

@@ -1,0 +1,242 @@
+//! What the times of all candidates come to, and how they are shown.
+
+use super::{
+    super::{case::Measured, names::Choice},
+    fit::{self, Point},
+};
+use crate::float::Float;
+use anyhow::{Result, anyhow};
+
+/// What the times come to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    pub one_shot_max_bytes: usize,
+    pub pull_from_bytes: Option<usize>,
+    pub nccl_from_bytes: Option<usize>,
+    pub max_blocks: u16,
+}
+
+/// Medians of one size, in the order of [`Choice::OWN`], and NCCL's.
+#[derive(Clone, Copy, Debug)]
+pub struct Medians {
+    bytes: usize,
+    own: [Option<f64>; 4],
+    nccl: Option<f64>,
+}
+
+/// The shorter of two times.
+fn quicker(a: Option<f64>, b: Option<f64>) -> Option<f64> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    }
+}
+
+impl Medians {
+    pub fn of(measured: &Measured, dtype: Float) -> Self {
+        let own = |i: usize| measured.ours.get(i)?.times.as_ref().map(|t| t.median);
+        Self {
+            bytes: measured.extent.all * dtype.bytes(),
+            own: [0, 1, 2, 3].map(own),
+            nccl: measured.nccl.as_ref().map(|t| t.median),
+        }
+    }
+
+    fn one_shot(&self) -> Option<f64> {
+        self.own[0]
+    }
+
+    fn two_shot(&self) -> Option<f64> {
+        self.own[1]
+    }
+
+    pub fn push(&self) -> Option<f64> {
+        quicker(self.own[0], self.own[1])
+    }
+
+    fn pull(&self) -> Option<f64> {
+        quicker(self.own[2], self.own[3])
+    }
+
+    fn ours(&self) -> Option<f64> {
+        quicker(self.push(), self.pull())
+    }
+
+    /// The name of the quickest of Brigade's.
+    fn winner(&self) -> &'static str {
+        let all = Choice::OWN.iter().zip(self.own);
+        let measured = all.filter_map(|(choice, us)| Some((choice.name, us?)));
+        let quickest = measured.min_by(|a, b| a.1.total_cmp(&b.1));
+        quickest.map_or("-", |(name, _)| name)
+    }
+}
+
+impl Verdict {
+    pub fn new(medians: &[Medians], swept: &[(u16, Vec<f64>)]) -> Result<Self> {
+        let points = |small: fn(&Medians) -> Option<f64>, large: fn(&Medians) -> Option<f64>| {
+            let point = |m: &Medians| Point {
+                bytes: m.bytes,
+                small: small(m),
+                large: large(m),
+            };
+            medians.iter().map(point).collect::<Vec<_>>()
+        };
+        let shots = points(Medians::one_shot, Medians::two_shot);
+        let with_nccl = medians.iter().any(|m| m.nccl.is_some());
+        let nccl = points(Medians::ours, |m| m.nccl);
+        Ok(Self {
+            one_shot_max_bytes: fit::last_before(&shots, fit::overtakes(&shots)),
+            pull_from_bytes: fit::overtakes(&points(Medians::push, Medians::pull)),
+            nccl_from_bytes: fit::overtakes(&nccl).filter(|_| with_nccl),
+            max_blocks: fit::fewest(swept).ok_or_else(|| anyhow!("--blocks names none"))?,
+        })
+    }
+
+    /// In words; with NCCL, if it was there.
+    pub fn told(&self, with_nccl: bool) -> String {
+        let from = |bytes: Option<usize>| match bytes {
+            Some(bytes) => format!("from {bytes} bytes on"),
+            None => "at no size that was measured".to_owned(),
+        };
+        let mut text = format!("one shot up to {} bytes\n", self.one_shot_max_bytes);
+        text += &format!("pulling is quicker {}\n", from(self.pull_from_bytes));
+        text += &match with_nccl {
+            true => format!("NCCL is quicker {}\n", from(self.nccl_from_bytes)),
+            false => "there is no NCCL to compare with\n".to_owned(),
+        };
+        text + &format!("at most {} blocks\n", self.max_blocks)
+    }
+}
+
+fn cell(us: Option<f64>) -> String {
+    us.map_or_else(|| format!("{:>13}", "-"), |us| format!("{us:>13.2}"))
+}
+
+/// Every size by every candidate, and which one was quickest.
+pub fn table(medians: &[Medians]) -> String {
+    let mut text = format!("{:>10}", "bytes, us");
+    for choice in Choice::OWN {
+        text += &format!(" {:>13}", choice.name);
+    }
+    text += &format!(" {:>13}  quickest\n", "nccl");
+    for m in medians {
+        text += &format!("{:>10}", m.bytes);
+        for us in m.own.into_iter().chain([m.nccl]) {
+            text += &format!(" {}", cell(us));
+        }
+        text += &format!("  {}\n", m.winner());
+    }
+    text
+}
+
+/// Every size that was swept by every number of blocks.
+pub fn sweep_table(sizes: &[usize], swept: &[(u16, Vec<f64>)]) -> String {
+    let mut text = format!("{:>10}", "blocks, us");
+    for bytes in sizes {
+        text += &format!(" {bytes:>13}");
+    }
+    text += "\n";
+    for (blocks, times) in swept {
+        text += &format!("{blocks:>10}");
+        for us in times {
+            text += &format!(" {}", cell(Some(*us)));
+        }
+        text += "\n";
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn medians(all: &[(usize, [f64; 4], f64)]) -> Vec<Medians> {
+        let one = |&(bytes, own, nccl): &(usize, [f64; 4], f64)| Medians {
+            bytes,
+            own: own.map(Some),
+            nccl: Some(nccl),
+        };
+        all.iter().map(one).collect()
+    }
+
+    #[test]
+    fn candidates_are_all_of_brigades_and_pushes_come_first() {
+        let names = Choice::OWN.map(|c| c.name);
+        assert_eq!(
+            names,
+            [
+                "one-shot-push",
+                "two-shot-push",
+                "one-shot-pull",
+                "two-shot"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_verdict_is_made_of_the_crossings() {
+        let measured = medians(&[
+            (2, [1.0, 2.0, 3.0, 4.0], 9.0),
+            (4, [2.0, 2.1, 3.0, 4.0], 9.0),
+            (8, [4.0, 3.0, 4.0, 4.0], 9.0),
+            (16, [9.0, 7.0, 8.0, 6.0], 5.0),
+        ]);
+        let swept = [(16, vec![5.0]), (32, vec![4.0]), (64, vec![4.05])];
+        let verdict = Verdict::new(&measured, &swept).unwrap();
+        let wanted = Verdict {
+            one_shot_max_bytes: 4,
+            pull_from_bytes: Some(16),
+            nccl_from_bytes: Some(16),
+            max_blocks: 32,
+        };
+        assert_eq!(verdict, wanted);
+        assert_eq!(
+            verdict.told(true),
+            "one shot up to 4 bytes\npulling is quicker from 16 bytes on\nNCCL is quicker from 16 bytes on\nat most 32 blocks\n"
+        );
+        assert_eq!(measured[3].winner(), "two-shot");
+        assert!(Verdict::new(&measured, &[]).is_err());
+    }
+
+    #[test]
+    fn who_was_not_measured_wins_nowhere() {
+        let mut measured = medians(&[(2, [1.0; 4], 9.0), (4, [1.0; 4], 9.0)]);
+        for m in &mut measured {
+            (m.nccl, m.own[2], m.own[3]) = (None, None, None);
+        }
+        let verdict = Verdict::new(&measured, &[(16, vec![1.0])]).unwrap();
+        assert_eq!(
+            (verdict.pull_from_bytes, verdict.nccl_from_bytes),
+            (None, None)
+        );
+        assert!(
+            verdict
+                .told(false)
+                .contains("there is no NCCL to compare with")
+        );
+        // One shot where it is as quick, and up to where it was measured.
+        assert_eq!(verdict.one_shot_max_bytes, 4);
+        assert!(
+            table(&measured)
+                .lines()
+                .nth(1)
+                .unwrap()
+                .ends_with("-  one-shot-push")
+        );
+    }
+
+    #[test]
+    fn all_lines_of_the_table_are_as_wide() {
+        let measured = medians(&[(2048, [1.0; 4], 9.0), (64 << 20, [1.0; 4], 900.0)]);
+        let widths = |text: &str, until: &str| -> Vec<_> {
+            text.lines()
+                .map(|l| l.rfind(until).unwrap_or(l.len()))
+                .collect()
+        };
+        let all = widths(&table(&measured), "  ");
+        assert!(all.iter().all(|w| *w == all[0]), "{all:?}");
+        let swept = sweep_table(&[4096, 64 << 20], &[(16, vec![1.0, 2.0])]);
+        let all = widths(&swept, "\n");
+        assert!(all.iter().all(|w| *w == all[0]), "{swept}");
+    }
+}
