@@ -18,6 +18,7 @@ pub(crate) fn plan(
     if !topology.engines.norms {
         return Err(reason::no_norm());
     }
+    let figures = table.all_reduce.of(dtype);
     let (room, size) = (topology.config.all_reduce_bytes, topology.group.size);
     let piece_rows = |algorithm| match algorithm {
         A::OneShotPush | A::TwoShotPush => {
@@ -30,8 +31,8 @@ pub(crate) fn plan(
         Some(a) => return Err(reason::no_algorithm(a)),
         None => {
             let bytes = rows.saturating_mul(hidden).saturating_mul(dtype.bytes());
-            let pushes = |a| bytes < table.push_below_bytes && piece_rows(a).is_ok();
-            all_reduce::choose(bytes, topology, table, pushes)?
+            let pushes = |a| figures.pushes(bytes) && piece_rows(a).is_ok();
+            all_reduce::choose(bytes, topology, figures, pushes)?
         }
     };
     let most = piece_rows(algorithm)?;
@@ -44,7 +45,7 @@ pub(crate) fn plan(
         launch: match algorithm {
             A::OneShotPush | A::TwoShotPush => {
                 let cut = RowShares::new(algorithm, (rows.min(most), hidden), dtype, size);
-                launch(&cut, topology, table)
+                launch(&cut, figures.max_blocks, topology.config.sm_budget)
             }
             _ => Launch::default(),
         },
@@ -61,9 +62,8 @@ fn pulled_rows(hidden: usize, dtype: DataType, topology: &Topology) -> Result<us
 }
 
 /// A block for each row of a share, with a thread for each granule, as far as there are so many.
-fn launch(cut: &RowShares, topology: &Topology, table: &Table) -> Launch {
-    let budget = topology.config.sm_budget.unwrap_or(u16::MAX);
-    let most = usize::from(table.push_blocks.min(budget).max(1));
+fn launch(cut: &RowShares, max_blocks: u16, sm_budget: Option<u16>) -> Launch {
+    let most = usize::from(max_blocks.min(sm_budget.unwrap_or(u16::MAX)).max(1));
     let threads = [128, 256, 512, 1024]
         .into_iter()
         .find(|threads| cut.row_granules <= *threads);
