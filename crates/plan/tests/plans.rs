@@ -264,6 +264,63 @@ fn all_reduce() {
     insta::assert_snapshot!(text);
 }
 
+/// All-reduces with a norm: pieces are whole rows, and a row that no buffer holds is pulled, or a reason.
+#[test]
+fn norms() {
+    use AllReduceAlgorithm::*;
+    let mut text = String::new();
+    let devices = [
+        (
+            "a device without",
+            Engines::cuda(true, true),
+            8 << 20,
+            1 << 20,
+        ),
+        ("the host", Engines::host(), 8 << 20, 1 << 20),
+        ("small buffers", Engines::host(), 10_000, 1 << 20),
+        ("small buffers and scratch", Engines::host(), 10_000, 4096),
+    ];
+    for (name, engines, all_reduce_bytes, scratch_bytes) in devices {
+        writeln!(text, "{name}").unwrap();
+        let mut topology = Topology {
+            engines: Engines {
+                norms: name != "a device without",
+                ..engines
+            },
+            ..topology(0, 4)
+        };
+        topology.config.all_reduce_bytes = all_reduce_bytes;
+        topology.config.scratch_bytes = scratch_bytes;
+        let table = Table {
+            push_below_bytes: usize::MAX,
+            push_blocks: 132,
+            ..Table::host()
+        };
+        for (rows, hidden) in [(0, 100), (1, 100), (33, 100), (512, 1024)] {
+            for choice in [
+                None,
+                Some(OneShotPush),
+                Some(TwoShotPush),
+                Some(TwoShot),
+                Some(Nccl),
+            ] {
+                let call = Call::AllReduceNorm {
+                    rows,
+                    hidden,
+                    dtype: DataType::BF16,
+                    scheme: QScheme::None,
+                    eps_bits: 0,
+                    scale_bits: None,
+                    choice,
+                };
+                let got = line(&plan(&call, &topology, &table));
+                writeln!(text, "  {rows} x {hidden} {choice:?} -> {got}").unwrap();
+            }
+        }
+    }
+    insta::assert_snapshot!(text);
+}
+
 /// Everything whose plan is a size of pieces, with the default scratch of 1 MiB and with the least there may be.
 #[test]
 fn pieces_of_the_scratch_memory() {
