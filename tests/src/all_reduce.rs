@@ -192,7 +192,7 @@ impl Case {
 }
 
 /// A value of a magnitude between 1/64 and 64: sums of such lose bits.
-fn uneven(rng: &mut StdRng) -> f32 {
+pub fn uneven(rng: &mut StdRng) -> f32 {
     let magnitude = rng.random_range(0.5f32..1.0) * 2f32.powi(rng.random_range(-5..=6));
     if rng.random() { magnitude } else { -magnitude }
 }

@@ -97,6 +97,7 @@ pub fn is_poisoned(dtype: DataType, bytes: &[u8]) -> bool {
         DataType::F32 | DataType::F16 | DataType::BF16 => crate::matrix::to_f32(dtype, bytes)
             .iter()
             .all(|x| x.is_nan()),
+        DataType::F8E4M3 => bytes.iter().all(|b| b & 0x7F == 0x7F),
         _ => bytes.iter().all(|&b| b == 0xFF),
     }
 }

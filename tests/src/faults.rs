@@ -250,6 +250,12 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
         ("root", ops::broadcast(0), ops::broadcast(1)),
         ("row_len", ops::all_to_all(6), ops::all_to_all(7)),
     ];
+    if engines.norms {
+        let norm = |rows, eps| ops::all_reduce_norm(rows, eps, None);
+        pairs.push(("norm_rows", norm(3, 1e-5), norm(4, 1e-5)));
+        pairs.push(("norm_eps", norm(3, 1e-5), norm(3, 1e-6)));
+        pairs.push(("norm_sum", norm(3, 1e-5), sum(18, f32, ReduceOp::Sum)));
+    }
     let algorithms: Vec<_> = all_reduce::algorithms(engines)
         .into_iter()
         .map(|a| a.1)
@@ -294,8 +300,19 @@ fn mismatches_of_pushed(engines: Engines) -> Vec<(String, Op, Op)> {
         ]
         .map(|(what, other)| (format!("{name}_{what}"), sum(64, f32, ReduceOp::Sum), other))
     };
+    let norms = |(name, choice)| {
+        let norm = |rows| ops::all_reduce_norm(rows, 1e-5, Some(choice));
+        (format!("{name}_norm"), norm(3), norm(300))
+    };
+    let pushed_norms = all_reduce::pushing(engines)
+        .into_iter()
+        .filter(|_| engines.norms);
     let pushing = all_reduce::pushing(engines);
-    pushing.into_iter().flat_map(pairs).collect()
+    pushing
+        .into_iter()
+        .flat_map(pairs)
+        .chain(pushed_norms.map(norms))
+        .collect()
 }
 
 /// A rank that makes the call of another operation.

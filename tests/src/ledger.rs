@@ -10,6 +10,7 @@ mod inputs;
 mod linears;
 mod local;
 mod moves;
+mod norms;
 
 use crate::{
     backend::Rank,
@@ -148,6 +149,7 @@ fn check(world: &World, entry: &Entry) {
 fn entries(worlds: &[usize], engines: Engines) -> Vec<(usize, Entry)> {
     let mut everywhere = moves::entries(engines);
     everywhere.extend(linears::entries(engines));
+    everywhere.extend(norms::entries(engines));
     let mut all: Vec<_> = worlds
         .iter()
         .flat_map(|&size| everywhere.iter().map(move |e| (size, e.clone())))
@@ -191,7 +193,15 @@ pub fn add_alone(suite: &mut Suite) {
 pub fn add(suite: &mut Suite) {
     let worlds = suite.backend().worlds();
     let all = entries(&worlds, suite.backend().engines());
-    let known: Vec<_> = all.iter().map(|(size, e)| key(*size, &e.name)).collect();
+    // An operation that this device has not is not dead.
+    let some_device = Engines {
+        norms: true,
+        ..suite.backend().engines()
+    };
+    let known: Vec<_> = entries(&worlds, some_device)
+        .iter()
+        .map(|(size, e)| key(*size, &e.name))
+        .collect();
     for (size, entry) in all {
         let name = format!("ledger/{}", entry.name);
         suite.add_at(size, &name, move |world| check(world, &entry));

@@ -18,6 +18,7 @@
 )]
 
 mod all_reduce;
+mod all_reduce_norm;
 pub mod backend;
 mod capture;
 mod chains;
@@ -69,6 +70,7 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     linear_reduce_scatter::add(&mut suite);
     linear_all_reduce::add(&mut suite);
     all_reduce::add(&mut suite);
+    all_reduce_norm::add(&mut suite);
     reduce_scatter::add(&mut suite);
     copies::add(&mut suite);
     send_recv::add(&mut suite);

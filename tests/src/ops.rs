@@ -6,10 +6,10 @@ use crate::{
     themes::{modes, scatters},
 };
 use brigade_device::{
-    AllGatherLoraLinearParams, AllGatherParams, AllReduceAlgorithm, AllReduceParams,
-    AllToAllParams, BroadcastParams, Buffer, Chunk, DataType, GemmParams, Lease,
-    LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams, Operation, Output,
-    OverlapMode, ReduceOp, ReduceScatterParams, Result,
+    AllGatherLoraLinearParams, AllGatherParams, AllReduceAlgorithm, AllReduceNormParams,
+    AllReduceParams, AllToAllParams, BroadcastParams, Buffer, Chunk, DataType, GemmParams, Lease,
+    LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams, Normed, Operation,
+    Output, OverlapMode, ReduceOp, ReduceScatterParams, Result,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -120,6 +120,34 @@ pub fn all_reduce(
             choice,
         });
         ended(result, to)
+    })
+}
+
+/// `rows` rows that are added up, and normalized with this `eps`. Its output is the new residual, and the normalized rows
+/// behind it.
+pub fn all_reduce_norm(rows: usize, eps: f32, choice: Option<AllReduceAlgorithm>) -> Op {
+    let operation = Operation::AllReduceNorm;
+    Op::new("all_reduce_norm", operation, move |rank, lease| {
+        let dims = [rows, COLUMNS];
+        let from = own(rank, DataType::F32, &dims);
+        let residual = filled(rank, DataType::F32, &dims, |i| (i % 7) as f64);
+        let weight = filled(rank, DataType::F32, &[COLUMNS], |i| (1 + i) as f64);
+        let both = old(rank, DataType::F32, &[2 * rows, COLUMNS]);
+        let halves = both
+            .slice(0, rows)
+            .and_then(|sum| Ok((sum, both.slice(rows, rows)?)));
+        let result = halves.and_then(|(mut sum, mut normed)| {
+            lease.all_reduce_norm(AllReduceNormParams {
+                from: from.view(),
+                residual: residual.view(),
+                weight: weight.view(),
+                eps,
+                sum: sum.view_mut(),
+                normed: Normed::Plain(normed.view_mut()),
+                choice,
+            })
+        });
+        ended(result, both)
     })
 }
 
@@ -280,6 +308,10 @@ pub fn all(engines: Engines) -> Vec<Op> {
     for (name, choice) in algorithms(engines) {
         let op = all_reduce(100, DataType::F32, ReduceOp::Sum, choice);
         ops.push(named(format!("all_reduce_{name}"), op));
+        if engines.norms {
+            let op = all_reduce_norm(ROWS, 1e-5, choice);
+            ops.push(named(format!("all_reduce_norm_{name}"), op));
+        }
     }
     for (name, choices) in modes(engines) {
         let choice = choices[choices.len() / 2];

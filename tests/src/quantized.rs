@@ -4,7 +4,7 @@ mod agreement;
 pub mod gather;
 mod limits;
 mod products;
-mod quantize;
+pub mod quantize;
 mod scatter;
 
 use crate::{

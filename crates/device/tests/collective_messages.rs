@@ -72,6 +72,77 @@ fn reductions() {
     insta::assert_snapshot!(told.0);
 }
 
+/// In a place of its own.
+fn at(place: usize, dtype: DataType, dims: &[usize]) -> Buffer {
+    let shape = Shape::new(dims).unwrap();
+    Buffer::at(storage(1 << 16), place << 12, dtype, shape).unwrap()
+}
+
+#[test]
+fn norms() {
+    let mut told = Told::default();
+    let normed = |change: &dyn Fn(&mut [Buffer; 6], &mut [f32; 2]), scheme| {
+        let kernel = |s: QScheme| s.kernel_type().unwrap_or(DataType::BF16);
+        let bf16 = DataType::BF16;
+        let mut parts = [
+            at(0, bf16, &[4, 8]),
+            at(1, bf16, &[4, 8]),
+            at(2, bf16, &[8]),
+            at(3, bf16, &[4, 8]),
+            at(4, kernel(scheme), &[4, 8]),
+            at(5, DataType::F32, &[4]),
+        ];
+        let mut numbers = [1e-5, 0.5];
+        change(&mut parts, &mut numbers);
+        let [from, residual, weight, sum, values, scales] = &mut parts;
+        let (values, scales) = (values.view_mut(), scales.view_mut());
+        AllReduceNormParams {
+            from: from.view(),
+            residual: residual.view(),
+            weight: weight.view(),
+            eps: numbers[0],
+            sum: sum.view_mut(),
+            normed: match scheme {
+                QScheme::Int8PerToken => Normed::Int8PerToken { values, scales },
+                QScheme::Fp8PerTensor => Normed::Fp8PerTensor {
+                    values,
+                    scale: numbers[1],
+                },
+                _ => Normed::Plain(values),
+            },
+            choice: None,
+        }
+        .check()
+    };
+    let (none, int8, fp8) = (QScheme::None, QScheme::Int8PerToken, QScheme::Fp8PerTensor);
+    for scheme in [none, int8, fp8] {
+        assert!(normed(&|_, _| (), scheme).is_ok());
+    }
+    assert!(normed(&|p, _| p[3] = p[1].clone(), none).is_ok());
+    let mut wrong = |what: &str, scheme, change: &dyn Fn(&mut [Buffer; 6], &mut [f32; 2])| {
+        told.wrong(what, normed(change, scheme));
+    };
+    wrong("from of u8", none, &|p, _| {
+        p[0] = typed(DataType::U8, &[4, 8])
+    });
+    wrong("from of one dimension", none, &|p, _| p[0] = plain(&[32]));
+    wrong("no columns", none, &|p, _| p[0] = plain(&[4, 0]));
+    wrong("residual", none, &|p, _| p[1] = plain(&[3, 8]));
+    wrong("weight", none, &|p, _| p[2] = plain(&[4]));
+    wrong("sum of f32", none, &|p, _| {
+        p[3] = typed(DataType::F32, &[4, 8])
+    });
+    wrong("sum elsewhere", none, &|p, _| p[3] = host(&[4, 8]));
+    wrong("normed", none, &|p, _| p[4] = plain(&[8, 4]));
+    wrong("int8 in bf16", int8, &|p, _| p[4] = plain(&[4, 8]));
+    wrong("scales", int8, &|p, _| p[5] = typed(DataType::F32, &[8]));
+    wrong("eps", none, &|_, n| n[0] = -1.0);
+    wrong("scale", fp8, &|_, n| n[1] = 0.0);
+    wrong("sum over from", none, &|p, _| p[3] = p[0].clone());
+    wrong("normed over sum", none, &|p, _| p[4] = p[3].clone());
+    insta::assert_snapshot!(told.0);
+}
+
 #[test]
 fn copies() {
     let mut told = Told::default();

@@ -202,7 +202,26 @@ fn collectives() -> Vec<(String, u32)> {
         root,
     };
     let two_shot = Some(AllReduceAlgorithm::TwoShot);
+    let norm = |rows, hidden, dtype, scheme, (eps_bits, scale_bits), choice| Call::AllReduceNorm {
+        rows,
+        hidden,
+        dtype,
+        scheme,
+        eps_bits,
+        scale_bits,
+        choice,
+    };
+    let (none, fp8) = (QScheme::None, QScheme::Fp8PerTensor);
     [
+        norm(8, 64, bf16, none, (1, None), None),
+        norm(9, 64, bf16, none, (1, None), None),
+        norm(8, 65, bf16, none, (1, None), None),
+        norm(8, 64, f32, none, (1, None), None),
+        norm(8, 64, bf16, QScheme::Int8PerToken, (1, None), None),
+        norm(8, 64, bf16, none, (2, None), None),
+        norm(8, 64, bf16, fp8, (1, Some(1)), None),
+        norm(8, 64, bf16, fp8, (1, Some(2)), None),
+        norm(8, 64, bf16, none, (1, None), two_shot),
         Call::Barrier,
         Call::Close,
         Call::Register { bytes: 64 },
@@ -256,7 +275,7 @@ fn every_field_of_a_call_is_signed() {
             panic!("{name} and {other} have the same signature");
         }
     }
-    assert_eq!(seen.len(), 2 * 16 + 29);
+    assert_eq!(seen.len(), 2 * 16 + 38);
 }
 
 #[test]

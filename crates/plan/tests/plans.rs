@@ -3,7 +3,10 @@
 mod common;
 
 use brigade_device::*;
-use brigade_plan::{Engines, Table, Topology, plan, ring, rows};
+use brigade_plan::{
+    Engines, Table, Topology, plan, ring, rows,
+    tuned::{ByType, Figures},
+};
 use common::*;
 use std::fmt::Write;
 
@@ -259,6 +262,64 @@ fn all_reduce() {
         ] {
             let got = run(100, input, output, None);
             writeln!(text, "  100 {input} to {output} auto -> {got}").unwrap();
+        }
+    }
+    insta::assert_snapshot!(text);
+}
+
+/// All-reduces with a norm: pieces are whole rows, and a row that no buffer holds is pulled, or a reason.
+#[test]
+fn norms() {
+    use AllReduceAlgorithm::*;
+    let mut text = String::new();
+    let devices = [
+        (
+            "a device without",
+            Engines::cuda(true, true),
+            8 << 20,
+            1 << 20,
+        ),
+        ("the host", Engines::host(), 8 << 20, 1 << 20),
+        ("small buffers", Engines::host(), 10_000, 1 << 20),
+        ("small buffers and scratch", Engines::host(), 10_000, 4096),
+    ];
+    for (name, engines, all_reduce_bytes, scratch_bytes) in devices {
+        writeln!(text, "{name}").unwrap();
+        let mut topology = Topology {
+            engines: Engines {
+                norms: name != "a device without",
+                ..engines
+            },
+            ..topology(0, 4)
+        };
+        topology.config.all_reduce_bytes = all_reduce_bytes;
+        topology.config.scratch_bytes = scratch_bytes;
+        let mut table = Table::host();
+        table.all_reduce = ByType::all(Figures {
+            pull_from_bytes: None,
+            max_blocks: 132,
+            ..table.all_reduce.bf16.clone()
+        });
+        for (rows, hidden) in [(0, 100), (1, 100), (33, 100), (512, 1024)] {
+            for choice in [
+                None,
+                Some(OneShotPush),
+                Some(TwoShotPush),
+                Some(TwoShot),
+                Some(Nccl),
+            ] {
+                let call = Call::AllReduceNorm {
+                    rows,
+                    hidden,
+                    dtype: DataType::BF16,
+                    scheme: QScheme::None,
+                    eps_bits: 0,
+                    scale_bits: None,
+                    choice,
+                };
+                let got = line(&plan(&call, &topology, &table));
+                writeln!(text, "  {rows} x {hidden} {choice:?} -> {got}").unwrap();
+            }
         }
     }
     insta::assert_snapshot!(text);

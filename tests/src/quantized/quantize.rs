@@ -16,7 +16,7 @@ use rand::{Rng, rngs::StdRng};
 const CANONICAL_NAN: u32 = 0x7FC0_0000;
 
 /// The nearest fp8 number, the even one of two that are equally near.
-fn to_fp8(x: f32) -> u8 {
+pub fn to_fp8(x: f32) -> u8 {
     if x.is_nan() {
         return 0x7F;
     }
@@ -43,7 +43,7 @@ fn to_int8(x: f32) -> u8 {
 }
 
 /// What `quantize` must give.
-fn oracle(scheme: QScheme, dims: [usize; 2], x: &[f32]) -> Quantized {
+pub fn oracle(scheme: QScheme, dims: [usize; 2], x: &[f32]) -> Quantized {
     let mut q = Quantized {
         scheme,
         dims,

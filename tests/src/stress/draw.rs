@@ -2,6 +2,7 @@
 
 use crate::{
     all_reduce::{self, OPS, Place, algorithms},
+    all_reduce_norm::{self, NORMED},
     backend::Rank,
     copies::{ANY, Broadcast, Exchange, Gather, noise},
     gather_linear::{self, assert_mode},
@@ -25,7 +26,7 @@ pub type Call = Box<dyn Fn(&Rank) + Send + Sync>;
 type Draw = fn(&mut StdRng, usize, Engines) -> Call;
 
 /// All kinds. A later operation is put under stress by an entry here.
-const KINDS: [Draw; 13] = [
+const KINDS: [Draw; 14] = [
     |rng, size, engines| {
         let resident = rng.random_ratio(1, 3);
         let spec = spec(rng, size).with(|s| s.resident = resident);
@@ -60,6 +61,17 @@ const KINDS: [Draw; 13] = [
         let choice = algorithms(engines).choose(rng).unwrap().1;
         Box::new(move |rank| {
             case.run(rank, choice);
+        })
+    },
+    |rng, size, engines| {
+        let kind = (one_of(rng, &FLOATS), one_of(rng, &NORMED));
+        let dims = [rng.random_range(0..40), rng.random_range(1..200)];
+        let case = all_reduce_norm::Case::random(rng, size, dims, kind);
+        let choice = algorithms(engines).choose(rng).unwrap().1;
+        Box::new(move |rank| {
+            if engines.norms {
+                case.run(rank, choice);
+            }
         })
     },
     |rng, size, _| {
