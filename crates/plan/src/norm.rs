@@ -24,7 +24,7 @@ pub(crate) fn plan(
         A::OneShotPush | A::TwoShotPush => {
             pushed::piece_rows(algorithm, room, (hidden, dtype), size)
         }
-        _ => pulled_rows(hidden, dtype, topology),
+        _ => scratch::rows_twice(topology, hidden, dtype),
     };
     let algorithm = match choice {
         Some(a) if topology.engines.reduces(a) && a != A::Nccl => a,
@@ -50,15 +50,6 @@ pub(crate) fn plan(
             _ => Launch::default(),
         },
     })
-}
-
-/// Rows that fit the scratch memory twice.
-fn pulled_rows(hidden: usize, dtype: DataType, topology: &Topology) -> Result<usize, Reason> {
-    let need = hidden.saturating_mul(2 * dtype.bytes());
-    match scratch::twice(topology, dtype, dtype)? / hidden.max(1) {
-        0 => Err(reason::scratch_row(topology.config.scratch_bytes, need)),
-        rows => Ok(rows),
-    }
 }
 
 /// A block for each row of a share, with a thread for each granule, as far as there are so many.

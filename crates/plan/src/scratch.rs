@@ -33,7 +33,7 @@ pub(crate) fn twice(
     output: DataType,
 ) -> Result<usize, Reason> {
     let have = topology.config.scratch_bytes;
-    let need = |p: usize| (p * input.bytes()).next_multiple_of(ALIGN_BYTES) + p * output.bytes();
+    let need = |p: usize| need_twice(p * input.bytes(), p * output.bytes());
     let both = input.bytes() + output.bytes();
     // Without the gap between the two; the gap costs less than one alignment.
     let most = have / both;
@@ -43,6 +43,27 @@ pub(crate) fn twice(
         .find(|&p| need(p) <= have)
         .unwrap_or(least);
     some(fits, topology, ALIGN_BYTES + both)
+}
+
+/// Bytes for both.
+fn need_twice(input: usize, output: usize) -> usize {
+    input.next_multiple_of(ALIGN_BYTES) + output
+}
+
+/// Whole rows of so many elements that fit twice.
+pub(crate) fn rows_twice(
+    topology: &Topology,
+    hidden: usize,
+    dtype: DataType,
+) -> Result<usize, Reason> {
+    match twice(topology, dtype, dtype)? / hidden.max(1) {
+        0 => {
+            let row = hidden.saturating_mul(dtype.bytes());
+            let need = need_twice(row, row);
+            Err(reason::scratch_row(topology.config.scratch_bytes, need))
+        }
+        rows => Ok(rows),
+    }
 }
 
 fn some(elements: usize, topology: &Topology, need_bytes: usize) -> Result<usize, Reason> {

@@ -272,26 +272,14 @@ fn all_reduce() {
 fn norms() {
     use AllReduceAlgorithm::*;
     let mut text = String::new();
-    let devices = [
-        (
-            "a device without",
-            Engines::cuda(true, true),
-            8 << 20,
-            1 << 20,
-        ),
-        ("the host", Engines::host(), 8 << 20, 1 << 20),
-        ("small buffers", Engines::host(), 10_000, 1 << 20),
-        ("small buffers and scratch", Engines::host(), 10_000, 4096),
+    let rooms = [
+        ("ample room", 8 << 20, 1 << 20),
+        ("small buffers", 10_000, 1 << 20),
+        ("small buffers and scratch", 10_000, 4096),
     ];
-    for (name, engines, all_reduce_bytes, scratch_bytes) in devices {
+    for (name, all_reduce_bytes, scratch_bytes) in rooms {
         writeln!(text, "{name}").unwrap();
-        let mut topology = Topology {
-            engines: Engines {
-                norms: name != "a device without",
-                ..engines
-            },
-            ..topology(0, 4)
-        };
+        let mut topology = topology(0, 4);
         topology.config.all_reduce_bytes = all_reduce_bytes;
         topology.config.scratch_bytes = scratch_bytes;
         let mut table = Table::host();
@@ -401,7 +389,20 @@ fn texts_of_other_reasons() {
         choice: Some(OverlapMode::Pull),
         ..linear(&[64; 4])
     };
+    let norm = Call::AllReduceNorm {
+        rows: 1,
+        hidden: 3000,
+        dtype: DataType::F32,
+        scheme: QScheme::None,
+        eps_bits: 0,
+        scale_bits: None,
+        choice: None,
+    };
+    let mut short = topology(0, 4);
+    short.config.scratch_bytes = 4096;
     let cases = [
+        (norm.clone(), no_engine.clone()),
+        (norm, short),
         (broadcast, topology(0, 4)),
         (all_to_all, small),
         (reduce(DataType::F64, None), topology(0, 4)),
