@@ -352,30 +352,6 @@ impl Core {
         self.collective_within(lane, call, None, buffers, out, work)
     }
 
-    /// A collective call that exchanges by pushing alone: its kernels tell of the arrival, see to it that all are in the same
-    /// call, poison what they give, and count it. Where a hook is asked, it hears of the beginning first.
-    pub(crate) fn exchange(
-        self: &Arc<Self>,
-        on: &Stream,
-        call: &Call,
-        buffers: &[&Buffer],
-        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
-    ) -> Result<()> {
-        for half in 0..HALVES {
-            self.views.all[half].fetch_add(1, Ordering::AcqRel);
-        }
-        let kind = Kind {
-            collective: true,
-            ..Kind::pairwise(call.operation(), call.signature())
-        };
-        self.enqueue(self.device.lane(on)?, kind, buffers, None, |job| {
-            if self.memory.desk.is_some() {
-                job.steps.start();
-            }
-            work(job)
-        })
-    }
-
     fn collective_within<R>(
         self: &Arc<Self>,
         lane: &Arc<Lane>,
@@ -474,7 +450,7 @@ impl Core {
         })
     }
 
-    fn enqueue<R>(
+    pub(crate) fn enqueue<R>(
         self: &Arc<Self>,
         lane: &Arc<Lane>,
         kind: Kind,

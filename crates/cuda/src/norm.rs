@@ -250,7 +250,7 @@ impl Job<'_> {
         let wide = [from, &of.residual, &of.weight, &of.sum, &of.normed]
             .iter()
             .all(|b| b.address() % 16 == 0)
-            && row_bytes % 16 == 0;
+            && row_bytes.is_multiple_of(16);
         let own = of.hidden * cut.of(rank).len() * dtype.bytes();
         let all = row_bytes * rows.count;
         let moved = match pushed {

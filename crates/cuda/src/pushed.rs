@@ -5,14 +5,16 @@ use crate::{
     Kernel, KernelSet, Launch, Missing,
     core::Core,
     inject::Asker,
-    job::{Job, waiting},
+    job::{self, Job, waiting},
     types,
 };
-use brigade_device::{AllReduceAlgorithm, DataType, Device, Error, ReduceOp, Result};
+use brigade_device::{
+    AllReduceAlgorithm, Buffer, Call, DataType, Device, Error, ReduceOp, Result, Stream,
+};
 use brigade_kernels::{ALL_REDUCE_THREADS, AllReduceParams};
 use brigade_plan::{moved, pushed::Granules};
-use brigade_sync::BUFFERS;
-use std::sync::Arc;
+use brigade_sync::{BUFFERS, HALVES};
+use std::sync::{Arc, atomic::Ordering};
 
 /// Most ranks that a kernel is for, smallest first.
 const RANKS: [usize; 3] = [2, 4, 8];
@@ -100,6 +102,30 @@ impl Core {
         let bytes = layout.sums_start(BUFFERS) - layout.sums_start(0);
         let at = self.address(self.rank(), self.data_start() + layout.sums_start(0));
         self.set_now(at, 0xFF, bytes)
+    }
+
+    /// A collective call that exchanges by pushing alone: its kernels tell of the arrival, see to it that all are in the same
+    /// call, poison what they give, and count it. Where a hook is asked, it hears of the beginning first.
+    pub(crate) fn exchange(
+        self: &Arc<Self>,
+        on: &Stream,
+        call: &Call,
+        buffers: &[&Buffer],
+        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
+    ) -> Result<()> {
+        for half in 0..HALVES {
+            self.views.all[half].fetch_add(1, Ordering::AcqRel);
+        }
+        let kind = job::Kind {
+            collective: true,
+            ..job::Kind::pairwise(call.operation(), call.signature())
+        };
+        self.enqueue(self.device.lane(on)?, kind, buffers, None, |job| {
+            if self.memory.desk.is_some() {
+                job.steps.start();
+            }
+            work(job)
+        })
     }
 }
 
