@@ -188,7 +188,8 @@ impl Case {
         }
     }
 
-    fn explained(&self, choice: Option<AllReduceAlgorithm>) -> Call {
+    /// The signed call.
+    pub fn explained(&self, choice: Option<AllReduceAlgorithm>) -> Call {
         let fp8 = self.scheme == QScheme::Fp8PerTensor;
         Call::AllReduceNorm {
             rows: self.dims[0],

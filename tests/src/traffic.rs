@@ -1,7 +1,7 @@
 //! Traffic: what a call moves is what its schedule says.
 
 use crate::{
-    all_reduce,
+    all_reduce, all_reduce_norm,
     backend::Rank,
     faults::AMPLE,
     gather_linear::{self, config},
@@ -12,7 +12,7 @@ use crate::{
 };
 use brigade_device::{
     Action, AllGatherParams, AllReduceAlgorithm, BroadcastParams, Call, DataType, OverlapMode,
-    PeerWait, Plan, Point, ReduceOp, ReduceScatterParams, Step,
+    PeerWait, Plan, Point, QScheme, ReduceOp, ReduceScatterParams, Step,
 };
 use brigade_plan::moved;
 use rand::Rng;
@@ -119,6 +119,46 @@ fn all_reduces(world: &World) {
                 assert_moved(rank, want, name, || {
                     case.run(rank, choice);
                 });
+            }
+        }
+    });
+}
+
+/// As all-reduces, but that shares which are pushed are whole rows.
+fn norms(world: &World) {
+    const BYTES: usize = 2;
+    let mut rng = world.rng();
+    let choices = all_reduce::algorithms(world.backend.engines());
+    let cases: Vec<_> = [[0, 8], [1, 5], [33, 100], [250, 130]]
+        .map(|dims| {
+            let kind = (DataType::BF16, QScheme::None);
+            let case = all_reduce_norm::Case::random(&mut rng, world.size, dims, kind);
+            (dims, case)
+        })
+        .into();
+    world.run(&config(), move |rank| {
+        for ([rows, hidden], case) in &cases {
+            let (me, size, len) = (rank.rank, rank.size, rows * hidden);
+            for &(name, choice) in &choices {
+                let Ok(Plan::AllReduce {
+                    algorithm,
+                    piece_elements: piece,
+                    ..
+                }) = rank.comm().explain(&case.explained(choice))
+                else {
+                    panic!("no plan for {name}");
+                };
+                let want = match algorithm {
+                    AllReduceAlgorithm::TwoShot => {
+                        moved::two_shot(me, size, len, piece, BYTES, BYTES)
+                    }
+                    AllReduceAlgorithm::TwoShotPush => {
+                        let dims = (*rows, *hidden);
+                        moved::two_shot_push_rows(me, size, dims, piece, DataType::BF16)
+                    }
+                    _ => moved::one_shot(size, BYTES * len),
+                };
+                assert_moved(rank, want, name, || case.run(rank, choice));
             }
         }
     });
@@ -258,6 +298,9 @@ fn waits_per_peer(world: &World) {
 pub fn add(suite: &mut Suite) {
     suite.add("traffic/linears", linears);
     suite.add("traffic/all_reduce", all_reduces);
+    if suite.backend().engines().norms {
+        suite.add("traffic/all_reduce_norm", norms);
+    }
     suite.add("traffic/copies", copies);
     suite.add_from(2, "traffic/waits_and_faults", waits_and_faults);
     if suite.backend().injects() {

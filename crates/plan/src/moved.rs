@@ -4,7 +4,10 @@
 //!
 //! `chunk_bytes[c]` is the size of chunk `c` (in the twin, of the part that becomes rank `c`'s).
 
-use crate::{pushed::Granules, ring, rows};
+use crate::{
+    pushed::{Granules, RowShares},
+    ring, rows,
+};
 use brigade_device::{AllReduceAlgorithm, DataType};
 
 fn all(chunk_bytes: &[usize]) -> u64 {
@@ -76,6 +79,26 @@ pub fn two_shot_push(
             let cut = Granules::new(AllReduceAlgorithm::TwoShotPush, elements, types, size);
             let own = cut.elements_of(rank, elements).len();
             ((elements - own) * types.0.bytes() + own * types.1.bytes() * (size - 1)) as u64
+        })
+        .sum()
+}
+
+/// The same where rows of `hidden` elements stay whole, as with a norm. Each piece is cut by [`RowShares`].
+pub fn two_shot_push_rows(
+    rank: usize,
+    size: usize,
+    (rows, hidden): (usize, usize),
+    piece_elements: usize,
+    dtype: DataType,
+) -> u64 {
+    let piece = (piece_elements / hidden.max(1)).max(1);
+    (0..rows)
+        .step_by(piece)
+        .map(|start| {
+            let rows = piece.min(rows - start);
+            let cut = RowShares::new(AllReduceAlgorithm::TwoShotPush, (rows, hidden), dtype, size);
+            let own = cut.of(rank).len();
+            ((rows - own + own * (size - 1)) * hidden * dtype.bytes()) as u64
         })
         .sum()
 }
