@@ -3,6 +3,8 @@
 mod pushed;
 mod values;
 
+pub(crate) use values::SPECIAL;
+
 use crate::{
     backend::Rank,
     check::{assert_bits, expect_invalid, expect_unsupported},

@@ -10,12 +10,13 @@ use crate::{
     reduce_scatter::Reduction,
 };
 use brigade_device::{
-    AllReduceAlgorithm, AllReduceParams, Buffer, Call, DataType, Plan, ReduceOp, Result, Turn,
+    AllReduceAlgorithm, AllReduceParams, Buffer, Call, DataType, Launch, Plan, ReduceOp, Result,
+    Turn,
 };
 use brigade_sync::Area;
 
 /// What every piece is reduced with.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Kind {
     pub(crate) dtype: DataType,
     pub(crate) output: DataType,
@@ -23,10 +24,22 @@ pub(crate) struct Kind {
 }
 
 /// A piece: its elements, and where they are and go.
-struct Piece {
-    elements: usize,
-    from: u64,
-    to: u64,
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    pub(crate) elements: usize,
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+}
+
+impl Kind {
+    /// Elements from `start` on.
+    fn piece(self, start: usize, elements: usize, from: &Buffer, to: &Buffer) -> Piece {
+        Piece {
+            elements,
+            from: from.address() + (start * self.dtype.bytes()) as u64,
+            to: to.address() + (start * self.output.bytes()) as u64,
+        }
+    }
 }
 
 impl CudaComm {
@@ -64,37 +77,16 @@ impl CudaComm {
         } else {
             self.apart(turn.stream(), from, &to)?
         };
-        let all = from.shape().len();
         if matches!(
             algorithm,
             AllReduceAlgorithm::OneShotPush | AllReduceAlgorithm::TwoShotPush
         ) {
-            let kind = pushed::Kind {
-                algorithm,
-                dtype: kind.dtype,
-                output: kind.output,
-                op: kind.op,
-                launch,
-            };
-            let step = piece_elements.min(all.max(1));
-            let exchange = |job: &mut Job<'_>| {
-                // With nothing in it, too: all ranks meet.
-                for start in (0..all.max(1)).step_by(step) {
-                    let elements = step.min(all - start);
-                    job.push(
-                        kind,
-                        pushed::Piece {
-                            elements,
-                            from: from.address() + (start * kind.dtype.bytes()) as u64,
-                            to: to.address() + (start * kind.output.bytes()) as u64,
-                            last: start + step >= all,
-                        },
-                    )?;
-                }
-                Ok(())
-            };
+            let how = (algorithm, launch);
+            let most = piece_elements.min(pushed::MOST_ELEMENTS);
             self.core
-                .exchange(turn.stream(), &call, &[&from, &to], exchange)?;
+                .exchange(turn.stream(), &call, &[&from, &to], |job| {
+                    pushed(job, how, kind, most, &from, &to)
+                })?;
             return Ok(plan);
         }
         self.core
@@ -103,6 +95,24 @@ impl CudaComm {
             })?;
         Ok(plan)
     }
+}
+
+/// By pushing, piece by piece.
+fn pushed(
+    job: &mut Job<'_>,
+    how: (AllReduceAlgorithm, Launch),
+    kind: Kind,
+    piece_elements: usize,
+    from: &Buffer,
+    to: &Buffer,
+) -> Result<()> {
+    let all = from.shape().len();
+    // With nothing in it, too: all ranks meet.
+    for start in (0..all.max(1)).step_by(piece_elements.max(1)) {
+        let piece = kind.piece(start, piece_elements.min(all - start), from, to);
+        job.push(how, kind, piece, start + piece.elements >= all)?;
+    }
+    Ok(())
 }
 
 /// By pulling, piece by piece.
@@ -116,11 +126,7 @@ pub(crate) fn pulled(
 ) -> Result<()> {
     let all = from.shape().len();
     for start in (0..all).step_by(piece_elements.max(1)) {
-        let piece = Piece {
-            elements: piece_elements.min(all - start),
-            from: from.address() + (start * kind.dtype.bytes()) as u64,
-            to: to.address() + (start * kind.output.bytes()) as u64,
-        };
+        let piece = kind.piece(start, piece_elements.min(all - start), from, to);
         match algorithm {
             AllReduceAlgorithm::TwoShot => two_shot(job, kind, &piece)?,
             _ => one_shot(job, kind, &piece)?,

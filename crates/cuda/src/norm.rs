@@ -7,6 +7,7 @@ use crate::{
     inject::Asker,
     job::{Job, waiting},
     memory::check_reach,
+    pushed::MOST_ELEMENTS,
     types,
 };
 use brigade_device::{
@@ -142,6 +143,9 @@ impl CudaComm {
         ] {
             check_reach(&self.gpu().card, field, buffer)?;
         }
+        if let Some(scales) = &of.scales {
+            check_reach(&self.gpu().card, "normed.scales.memory", scales)?;
+        }
         let plan = self.core.plan(&call)?;
         let (
             &Call::AllReduceNorm {
@@ -168,7 +172,7 @@ impl CudaComm {
             )
             .into());
         }
-        let step = (piece_elements / hidden).clamp(1, rows.max(1));
+        let step = (piece_elements.min(MOST_ELEMENTS) / hidden).clamp(1, rows.max(1));
         // With no rows in it, too: all ranks meet.
         let pieces = (0..rows.max(1)).step_by(step).map(|first| Rows {
             first,

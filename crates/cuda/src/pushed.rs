@@ -3,14 +3,13 @@
 
 use crate::{
     Kernel, KernelSet, Launch, Missing,
+    all_reduce::{Kind, Piece},
     core::Core,
     inject::Asker,
     job::{self, Job, waiting},
     types,
 };
-use brigade_device::{
-    AllReduceAlgorithm, Buffer, Call, DataType, Device, Error, ReduceOp, Result, Stream,
-};
+use brigade_device::{AllReduceAlgorithm, Buffer, Call, DataType, Device, Error, Result, Stream};
 use brigade_kernels::{ALL_REDUCE_THREADS, AllReduceParams};
 use brigade_plan::{moved, pushed::Granules};
 use brigade_sync::{BUFFERS, HALVES};
@@ -61,8 +60,13 @@ impl PushKernels {
         })
     }
 
-    fn of(&self, kind: Kind, size: usize) -> Option<&Kernel<AllReduceParams>> {
-        let kernels = match kind.algorithm {
+    fn of(
+        &self,
+        algorithm: AllReduceAlgorithm,
+        kind: Kind,
+        size: usize,
+    ) -> Option<&Kernel<AllReduceParams>> {
+        let kernels = match algorithm {
             AllReduceAlgorithm::TwoShotPush => &self.two_shot,
             _ => &self.one_shot,
         };
@@ -74,26 +78,8 @@ impl PushKernels {
     }
 }
 
-/// How a call reduces.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Kind {
-    pub(crate) algorithm: AllReduceAlgorithm,
-    pub(crate) dtype: DataType,
-    pub(crate) output: DataType,
-    pub(crate) op: ReduceOp,
-    /// As the plan has it.
-    pub(crate) launch: brigade_device::Launch,
-}
-
-/// A piece of a call that passes through the buffers at once.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Piece {
-    pub(crate) elements: usize,
-    pub(crate) from: u64,
-    pub(crate) to: u64,
-    /// Whether the call ends with it.
-    pub(crate) last: bool,
-}
+/// Most elements of a piece, whose granules kernels count in 32 bits.
+pub(crate) const MOST_ELEMENTS: usize = 1 << 31;
 
 impl Core {
     /// Makes the buffers of sums empty, which no kernel uses now.
@@ -130,18 +116,25 @@ impl Core {
 }
 
 impl Job<'_> {
-    /// Enqueues one exchange.
-    pub(crate) fn push(&mut self, kind: Kind, piece: Piece) -> Result<()> {
+    /// Enqueues one exchange, launched as the plan has it; with the last one of a call, the call ends.
+    pub(crate) fn push(
+        &mut self,
+        (algorithm, launch): (AllReduceAlgorithm, brigade_device::Launch),
+        kind: Kind,
+        piece: Piece,
+        last: bool,
+    ) -> Result<()> {
         self.steps_now()?;
         let core = self.core;
         let (rank, size, layout) = (core.rank(), core.size(), core.control.layout());
         let kernels = &core.device.opened.kernels.pushes;
-        let kernel = kernels
-            .of(kind, size)
-            .ok_or_else(|| Error::invalid("algorithm", format!("{kind:?}"), "a kernel for it"))?;
+        let kernel = kernels.of(algorithm, kind, size).ok_or_else(|| {
+            let got = format!("{algorithm:?} {kind:?}");
+            Error::invalid("algorithm", got, "one that there is a kernel for")
+        })?;
         let types = (kind.dtype, kind.output);
-        let cut = Granules::new(kind.algorithm, piece.elements, types, size);
-        let moved = match kind.algorithm {
+        let cut = Granules::new(algorithm, piece.elements, types, size);
+        let moved = match algorithm {
             AllReduceAlgorithm::TwoShotPush => {
                 moved::two_shot_push(rank, size, piece.elements, piece.elements, types)
             }
@@ -162,10 +155,10 @@ impl Job<'_> {
             share: cut.share as u32,
             op: types::op_code(kind.op),
             signature: self.kind.signature,
-            last: u32::from(piece.last),
+            last: u32::from(last),
             ..waiting!(AllReduceParams, self)
         };
-        let shape = self.push_shape(kind.launch, cut.share);
+        let shape = self.push_shape(launch, cut.share);
         // SAFETY: input and result lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }

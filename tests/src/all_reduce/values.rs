@@ -31,24 +31,26 @@ pub(super) fn exact_integers(world: &World, choice: Option<AllReduceAlgorithm>) 
     });
 }
 
+/// Signed zeros, subnormals, infinities, NaNs of any payload, and a one.
+pub(crate) const SPECIAL: [f32; 14] = [
+    0.0,
+    -0.0,
+    1e-40,
+    -1e-40,
+    6e-8,
+    -6e-8,
+    f32::MIN_POSITIVE,
+    f32::MAX,
+    f32::MIN,
+    f32::INFINITY,
+    f32::NEG_INFINITY,
+    f32::NAN,
+    f32::from_bits(0xFFC0_1234),
+    1.0,
+];
+
 /// Values with bits of their own: signed zeros, subnormals, infinities, NaNs of any payload.
 pub(super) fn special_values(world: &World, choice: Option<AllReduceAlgorithm>) {
-    const SPECIAL: [f32; 14] = [
-        0.0,
-        -0.0,
-        1e-40,
-        -1e-40,
-        6e-8,
-        -6e-8,
-        f32::MIN_POSITIVE,
-        f32::MAX,
-        f32::MIN,
-        f32::INFINITY,
-        f32::NEG_INFINITY,
-        f32::NAN,
-        f32::from_bits(0xFFC0_1234),
-        1.0,
-    ];
     let mut rng = world.rng();
     let mut cases = vec![];
     for op in OPS {

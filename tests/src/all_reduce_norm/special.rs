@@ -1,28 +1,20 @@
 //! Values that norms must treat with care: rows of zeros, infinities, NaNs of any payload, squares that overflow or vanish.
 
 use super::{Case, NORMED};
-use crate::{all_reduce::uneven, gather_linear::config, layer::FLOATS, suite::World};
+use crate::{
+    all_reduce::{SPECIAL, uneven},
+    gather_linear::config,
+    layer::FLOATS,
+    suite::World,
+};
 use brigade_device::AllReduceAlgorithm;
 use rand::Rng;
 
 pub(super) fn values(world: &World, choice: Option<AllReduceAlgorithm>) {
-    const SPECIAL: [f32; 14] = [
-        0.0,
-        -0.0,
-        1e-40,
-        -1e-40,
-        6e-8,
-        -6e-8,
-        f32::MIN_POSITIVE,
-        f32::MAX,
-        f32::MIN,
-        f32::INFINITY,
-        f32::NEG_INFINITY,
-        f32::NAN,
-        f32::from_bits(0xFFC0_1234),
-        1e20,
-    ];
+    /// Its square is beyond f32's largest.
+    const LARGE: f32 = 1e20;
     const HIDDEN: usize = 36;
+    let special: Vec<f32> = SPECIAL.into_iter().chain([LARGE]).collect();
     let mut rng = world.rng();
     let mut cases = vec![];
     for kind in FLOATS.into_iter().flat_map(|d| NORMED.map(|n| (d, n))) {
@@ -31,7 +23,7 @@ pub(super) fn values(world: &World, choice: Option<AllReduceAlgorithm>) {
             // other ranks have zeros, and in the end everybody has a row of each zero.
             let mut draw = |rank: usize| -> Vec<f32> {
                 let mut rows = vec![];
-                for x in SPECIAL {
+                for &x in &special {
                     rows.extend([if rank == 0 { x } else { 0.0 }; HIDDEN]);
                     let mut row = [0.0; HIDDEN].map(|_| uneven(&mut rng));
                     if rank == 0 {
@@ -45,11 +37,14 @@ pub(super) fn values(world: &World, choice: Option<AllReduceAlgorithm>) {
             };
             let inputs = (0..world.size).map(&mut draw).collect();
             let residual = draw(1);
-            let weight = (0..HIDDEN).map(|j| if j < 14 { SPECIAL[j] } else { uneven(&mut rng) });
+            let weight = (0..HIDDEN).map(|j| match special.get(j) {
+                Some(&x) => x,
+                None => uneven(&mut rng),
+            });
             let others = [residual, weight.collect()];
             cases.push(Case::new(
                 kind,
-                [2 * SPECIAL.len() + 2, HIDDEN],
+                [2 * special.len() + 2, HIDDEN],
                 inputs,
                 others,
                 eps,
