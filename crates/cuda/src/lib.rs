@@ -55,6 +55,7 @@ mod nccl_comm;
 mod norm;
 mod opened;
 mod peers;
+mod pools;
 mod probe;
 mod pushed;
 mod quantize;

@@ -1,9 +1,9 @@
-//! What a process loads once for each GPU and keeps: the kernels, and the library that multiplies.
+//! What a process loads once for each GPU and keeps: the kernels, the library that multiplies, and the driver's pools.
 //!
 //! Loading kernels, and making or closing the library's handle, synchronizes the GPU: it waits for kernels that wait for others,
 //! holds up every other thread meanwhile, and breaks captures. So it is done when the first device is opened, and never again.
 
-use crate::{DeviceInfo, Missing, kernels::Kernels, lt::Lt};
+use crate::{DeviceInfo, Missing, kernels::Kernels, lt::Lt, pools};
 use cudarc::driver::CudaContext;
 use parking_lot::Mutex;
 use std::{collections::BTreeMap, sync::Arc};
@@ -28,6 +28,7 @@ impl Opened {
             kernels: Kernels::load(context, gpu.capability, gpu.multiprocessors)?,
             lt: Lt::open(context)?,
         });
+        pools::grow(context, &opened.kernels)?;
         all.insert(gpu.ordinal, Arc::clone(&opened));
         Ok(opened)
     }
