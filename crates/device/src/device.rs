@@ -195,6 +195,11 @@ pub struct CommConfig {
     pub all_reduce_bytes: usize,
     /// Capacity of one half of the scratch memory; larger inputs of collectives pass through it in pieces.
     pub scratch_bytes: usize,
+    /// Capacity of one half of the region that rows are dispatched through: what all ranks send to one at a time. More goes in pieces.
+    /// 0 for none.
+    pub dispatch_bytes: usize,
+    /// The same for rows that are combined.
+    pub combine_bytes: usize,
     /// Regions that can be registered by users.
     pub regions: u16,
     /// Memory for all of them together, on devices that must take it when they join. The host device takes what each region
@@ -209,8 +214,13 @@ pub struct CommConfig {
 }
 
 impl CommConfig {
-    /// Defaults: 8 MiB a half for gather and reduce-scatter, 8 MiB a buffer for all-reduces, 1 MiB scratch, 16 regions of 8 MiB in all, 60 s (120 s at first).
+    /// Defaults: 8 MiB a half for gather and reduce-scatter, 8 MiB a buffer for all-reduces, 1 MiB scratch, 16 regions of 8 MiB in all, 60 s (120 s at first);
+    /// and, for expert parallelism alone, 8 MiB a half for dispatch and combine.
     pub fn new(mode: ParallelMode) -> Self {
+        let experts_bytes = match mode {
+            ParallelMode::Ep | ParallelMode::Eplb => 8 << 20,
+            _ => 0,
+        };
         Self {
             mode,
             gather_bytes: 8 << 20,
@@ -218,6 +228,8 @@ impl CommConfig {
             reduce_scatter_bytes: 8 << 20,
             all_reduce_bytes: 8 << 20,
             scratch_bytes: 1 << 20,
+            dispatch_bytes: experts_bytes,
+            combine_bytes: experts_bytes,
             regions: 16,
             region_bytes: 8 << 20,
             deadline: Duration::from_secs(60),

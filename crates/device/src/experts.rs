@@ -1,4 +1,4 @@
-//! Expert parallelism: the low-latency exchange and its two slots.
+//! Expert parallelism: rows to their experts and back, and the low-latency exchange with its two slots.
 
 use crate::*;
 
@@ -6,6 +6,34 @@ impl Lease<'_> {
     fn experts(&mut self) -> Result<(&dyn Experts, &mut Turn)> {
         let (backend, turn) = self.parts();
         Ok((backend.experts()?, turn))
+    }
+
+    /// Where this rank's rows would go. Asks no other rank.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field; [`Error::Unsupported`] if the device has no experts.
+    pub fn expert_layout(&mut self, routing: Routing<'_>) -> Result<ExpertLayout> {
+        let (experts, turn) = self.experts()?;
+        experts.layout(turn, routing)
+    }
+
+    /// Every rank gets the rows whose experts it has.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`Error::Unsupported`] if the device has no experts, or a forced transport cannot be; a
+    /// fault of [`Overflow`](FaultKind::Overflow) if more rows come than there is room for.
+    pub fn dispatch(&mut self, p: DispatchParams<'_>) -> Result<Dispatched> {
+        let (experts, turn) = self.experts()?;
+        experts.dispatch(turn, p)
+    }
+
+    /// Every rank gets back what became of its rows, added up.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch).
+    pub fn combine(&mut self, p: CombineParams<'_>) -> Result<Combined> {
+        let (experts, turn) = self.experts()?;
+        experts.combine(turn, p)
     }
 
     /// Sends rows to their experts by the low-latency transport.
@@ -18,7 +46,7 @@ impl Lease<'_> {
         p: LowLatencyDispatchParams<'_>,
     ) -> Result<Pending<'s>> {
         let (experts, turn) = self.experts()?;
-        experts.dispatch(turn, slot.0, p)?;
+        experts.low_latency_dispatch(turn, slot.0, p)?;
         Ok(Pending { slot })
     }
 }
@@ -60,7 +88,7 @@ impl<'s> Pending<'s> {
     /// As every call on a communicator.
     pub fn receive(self, lease: &mut Lease<'_>) -> Result<LowLatencyDispatched<'s>> {
         let (experts, turn) = lease.experts()?;
-        let (rows, counts) = experts.receive(turn, self.slot.0)?;
+        let (rows, counts) = experts.low_latency_receive(turn, self.slot.0)?;
         Ok(LowLatencyDispatched {
             rows,
             counts,
@@ -101,14 +129,46 @@ pub struct LowLatencyDispatchParams<'a> {
 
 /// The backend's side of expert parallelism.
 pub trait Experts: Send + Sync {
+    /// See [`Lease::expert_layout`].
+    ///
+    /// # Errors
+    /// As every call.
+    fn layout(&self, turn: &mut Turn, routing: Routing<'_>) -> Result<ExpertLayout>;
+    /// See [`Lease::dispatch`].
+    ///
+    /// # Errors
+    /// As every call.
+    fn dispatch(&self, turn: &mut Turn, p: DispatchParams<'_>) -> Result<Dispatched>;
+    /// See [`Lease::combine`].
+    ///
+    /// # Errors
+    /// As every call.
+    fn combine(&self, turn: &mut Turn, p: CombineParams<'_>) -> Result<Combined>;
     /// See [`Lease::low_latency_dispatch`].
     ///
     /// # Errors
-    /// As every call.
-    fn dispatch(&self, turn: &mut Turn, slot: u8, p: LowLatencyDispatchParams<'_>) -> Result<()>;
+    /// As every call; why there is no such transport.
+    fn low_latency_dispatch(
+        &self,
+        _turn: &mut Turn,
+        _slot: u8,
+        _p: LowLatencyDispatchParams<'_>,
+    ) -> Result<()> {
+        Err(no_low_latency().into())
+    }
     /// See [`Pending::receive`].
     ///
     /// # Errors
-    /// As every call.
-    fn receive(&self, turn: &mut Turn, slot: u8) -> Result<(Buffer, Buffer)>;
+    /// As every call; why there is no such transport.
+    fn low_latency_receive(&self, _turn: &mut Turn, _slot: u8) -> Result<(Buffer, Buffer)> {
+        Err(no_low_latency().into())
+    }
+}
+
+fn no_low_latency() -> Reason {
+    Reason::new(
+        "no-low-latency",
+        "this device has no low-latency transport",
+        "use dispatch",
+    )
 }

@@ -101,6 +101,14 @@ pub(crate) fn float(field: &'static str, dtype: DataType) -> Result<()> {
     }
 }
 
+/// A type of elements, and no tag of a quantized pair.
+pub(crate) fn plain(field: &'static str, dtype: DataType) -> Result<()> {
+    if matches!(dtype, DataType::QI8 | DataType::QF8E4M3) {
+        return Err(Error::invalid(field, dtype, "a type of elements"));
+    }
+    Ok(())
+}
+
 /// Checks that a part lies on the same side as `want`: in device memory, or in the host's.
 pub(crate) fn resident(
     field: &'static str,

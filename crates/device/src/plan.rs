@@ -1,6 +1,6 @@
 //! Calls, plans and reasons are data and live here; the functions that choose them live in `brigade-plan`.
 
-use crate::{DataType, ParallelMode, QScheme, ReduceOp};
+use crate::{CombineCall, DataType, DispatchCall, ParallelMode, QScheme, ReduceOp, Transport};
 use smallvec::SmallVec;
 use std::{
     borrow::Cow,
@@ -69,10 +69,14 @@ pub enum Operation {
     Close = 12,
     /// Every rank gets the sum, with a residual added and rows normalized.
     AllReduceNorm = 13,
+    /// Every rank gets the rows whose experts it has.
+    Dispatch = 14,
+    /// Every rank gets back what became of its rows.
+    Combine = 15,
 }
 
 impl Operation {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 15] = [
         Self::Barrier,
         Self::AllReduce,
         Self::AllGather,
@@ -86,6 +90,8 @@ impl Operation {
         Self::Reset,
         Self::Close,
         Self::AllReduceNorm,
+        Self::Dispatch,
+        Self::Combine,
     ];
 
     /// The operation with this number.
@@ -109,6 +115,8 @@ impl Operation {
             Self::Reset => "reset",
             Self::Close => "close",
             Self::AllReduceNorm => "all_reduce_norm",
+            Self::Dispatch => "dispatch",
+            Self::Combine => "combine",
         }
     }
 }
@@ -211,6 +219,10 @@ pub enum Call {
         /// Forced algorithm.
         choice: Option<AllReduceAlgorithm>,
     },
+    /// See [`Operation::Dispatch`]. Tokens of a rank, and who sends how many to whom, are found out as rows come.
+    Dispatch(DispatchCall),
+    /// See [`Operation::Combine`].
+    Combine(CombineCall),
 }
 
 /// The signed part of a linear that overlaps with a collective.
@@ -260,6 +272,8 @@ impl Call {
             Self::Register { .. } | Self::Deregister { .. } => Operation::UserBuffers,
             Self::Close => Operation::Close,
             Self::AllReduceNorm { .. } => Operation::AllReduceNorm,
+            Self::Dispatch(_) => Operation::Dispatch,
+            Self::Combine(_) => Operation::Combine,
         }
     }
 
@@ -381,6 +395,17 @@ pub enum Plan {
     GatherLinear(OverlapPlan),
     /// For [`Call::LinearReduceScatter`].
     LinearReduceScatter(OverlapPlan),
+    /// For [`Call::Dispatch`] and [`Call::Combine`].
+    Experts {
+        /// How rows travel.
+        transport: Transport,
+        /// Most rows from one rank to another that go at a time.
+        piece_rows: usize,
+        /// Pieces, one after the other.
+        pieces: usize,
+        /// For GPUs.
+        launch: Launch,
+    },
 }
 
 /// A linear and its collective, step by step, for one rank.
@@ -423,6 +448,9 @@ impl fmt::Display for Plan {
                 algorithm, order, ..
             } => write!(f, "{algorithm:?}, {order:?}"),
             Self::ReduceScatter { order, .. } => write!(f, "{order:?}"),
+            Self::Experts {
+                transport, pieces, ..
+            } => write!(f, "{transport:?} in {pieces} pieces"),
             Self::GatherLinear(p) | Self::LinearReduceScatter(p) => {
                 write!(f, "{}", p.mode)?;
                 match &p.instead_of {

@@ -85,6 +85,16 @@ pub(crate) fn scale_of(kernel_type: DataType, values: &[f32]) -> f32 {
     factor(kernel_type, most)
 }
 
+/// The least power of two that is not below a scale, and not subnormal; 1 for 0. What is not finite stays so.
+pub(crate) fn power_of_two(scale: f32) -> f32 {
+    const MANTISSA: u32 = (1 << 23) - 1;
+    match scale.to_bits() {
+        0 => 1.0,
+        _ if scale.is_nan() => element::canonical(scale),
+        bits => f32::from_bits(((bits + MANTISSA) & !MANTISSA).max(1 << 23)),
+    }
+}
+
 /// Quantizes values by a scale.
 pub(crate) fn by_scale(kernel_type: DataType, values: &[f32], scale: f32, out: &mut [u8]) {
     for (&x, out) in values.iter().zip(out) {

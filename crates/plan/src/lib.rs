@@ -9,13 +9,16 @@
 //! - [`rows`]: ragged chunks and the pieces of a chunk.
 //! - [`ring`]: who multiplies, sends and receives which chunk when.
 //! - [`gathered`]: where the rows of all ranks lie.
+//! - [`routes`]: which rows go to which experts; [`dispatch`] and [`combine`]: where they lie on the way.
 //! - [`moved`]: the bytes that each schedule makes a rank move, for traffic counters and tests.
 
 mod all_gather;
 mod all_reduce;
 mod all_to_all;
 mod broadcast;
+pub mod combine;
 pub mod crossover;
+pub mod dispatch;
 mod gather_linear;
 pub mod gathered;
 mod linear_reduce_scatter;
@@ -26,6 +29,7 @@ pub mod pushed;
 pub mod reason;
 mod reduce_scatter;
 pub mod ring;
+pub mod routes;
 pub mod rows;
 mod scratch;
 mod table;
@@ -78,6 +82,8 @@ pub fn plan(call: &Call, topology: &Topology, table: &Table) -> Result<Plan, Rea
             root,
         } => broadcast::plan(*elements, *dtype, *root, topology),
         Call::AllToAll { dtype, .. } => all_to_all::plan(*dtype, topology),
+        Call::Dispatch(c) => dispatch::plan(c, topology),
+        Call::Combine(c) => combine::plan(c, topology),
         Call::Barrier | Call::Register { .. } | Call::Deregister { .. } | Call::Close => {
             Ok(Plan::Copy {
                 piece_elements: 0,

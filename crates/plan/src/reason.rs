@@ -186,6 +186,14 @@ pub(crate) fn no_all_reduce() -> Reason {
     )
 }
 
+pub(crate) fn no_experts() -> Reason {
+    Reason::new(
+        NO_ENGINE,
+        "this device has no expert-parallel dispatch",
+        "use all_to_all",
+    )
+}
+
 pub(crate) fn all_reduce_bytes(have: usize, need: usize) -> Reason {
     Reason::new(
         SCRATCH,

@@ -38,6 +38,8 @@ pub struct Engines {
     pub pushes_parts: bool,
     /// Whether an all-reduce can go on to add a residual and to normalize, with every algorithm but NCCL's.
     pub norms: bool,
+    /// Whether rows can be dispatched to experts and combined again.
+    pub dispatches: bool,
 }
 
 impl Engines {
@@ -55,6 +57,7 @@ impl Engines {
             nccl: false,
             pushes_parts: false,
             norms: true,
+            dispatches: true,
         }
     }
 
@@ -67,6 +70,7 @@ impl Engines {
             two_shot_push: pushes,
             pushes_parts: true,
             norms: pushes,
+            dispatches: false,
             ..Self::host()
         }
     }
@@ -107,6 +111,7 @@ impl Engines {
             self.tiles,
             self.two_shot_push,
             self.norms,
+            self.dispatches,
         ]
         .into_iter()
         .rev()

@@ -17,11 +17,22 @@ pub enum Area {
     Scratch,
     /// A slot per sender, for send and receive.
     Mail,
+    /// Rows on their way to experts: a part per sender.
+    Dispatch,
+    /// Rows on their way back: a part per sender.
+    Combine,
 }
 
 impl Area {
     /// All of them, in the order in which they lie.
-    pub const ALL: [Self; 4] = [Self::Gather, Self::ReduceScatter, Self::Scratch, Self::Mail];
+    pub const ALL: [Self; 6] = [
+        Self::Gather,
+        Self::ReduceScatter,
+        Self::Scratch,
+        Self::Mail,
+        Self::Dispatch,
+        Self::Combine,
+    ];
 }
 
 /// Flags and data of one group, as one rank sees them. Words of flags come first, and the bell behind them; bytes of data
@@ -117,6 +128,8 @@ impl Layout {
             config.reduce_scatter_bytes,
             config.scratch_bytes,
             mail,
+            config.dispatch_bytes,
+            config.combine_bytes,
         ];
         let mut bytes = 0usize;
         let mut take = |each: usize, count: usize| {
@@ -228,6 +241,8 @@ mod tests {
             reduce_scatter_bytes: 65,
             all_reduce_bytes: 130,
             scratch_bytes: 5000,
+            dispatch_bytes: 300,
+            combine_bytes: 70,
             regions: 3,
             ..CommConfig::new(ParallelMode::Tp)
         }
@@ -281,7 +296,7 @@ mod tests {
         let regions = (0..3).filter_map(|r| layout.region_ring(Region(r)));
         parts.extend(regions.map(|ring| (ring.base, CreditRing::words(3, 1))));
         parts.push((layout.sums().base, Sentinel::signatures(3)));
-        assert_eq!(parts.len(), 4 + 4 + 3 + 1);
+        assert_eq!(parts.len(), 4 + Area::ALL.len() + 3 + 1);
         let end = parts.into_iter().fold(0, |end, (base, words)| {
             assert_eq!(base, end);
             base + words

@@ -1,0 +1,383 @@
+//! Rows of tokens to the ranks of their experts.
+
+use crate::{
+    Buffer, DataType, Error, ExpertLayout, Group, PerRank, PlacementCall, Plan, Result, Routing,
+    Shape, View,
+    params::{float, plain, resident},
+    routing::countable,
+};
+
+/// How received rows lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Arrangement {
+    /// One after the other: by source rank, then token. A row for each token.
+    Dense,
+    /// `[ranks, max_tokens, ..]`, a place for every row that a rank can send; those of a rank in the order of its tokens.
+    BySource,
+    /// By slot, then source rank, token, and place among the token's experts: a row for each expert that a token names. What a
+    /// slot gets begins at a multiple of `alignment` rows.
+    ByExpert {
+        /// At least 1.
+        alignment: usize,
+    },
+}
+
+/// How rows travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Transport {
+    /// Every rank writes its rows to their places at each receiver, in pieces where they do not fit.
+    OneSided,
+}
+
+/// Scales of rows that are cast to fp8 on the way: one for each 128 columns of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ScaleFormat {
+    /// f32 `[rows, blocks]`: the greatest magnitude divided by 448.
+    F32,
+    /// The same, rounded up to a power of two.
+    PowerOfTwo,
+    /// That power's biased exponent as a byte (UE8M0 of the OCP's microscaling formats), u8 `[rows, blocks]`, with blocks filled up to
+    /// a multiple of 4 so that four of them are a word.
+    Ue8m0,
+}
+
+/// Rows are cast to fp8 e4m3 by their sender.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Fp8Cast {
+    /// What their scales are.
+    pub format: ScaleFormat,
+    /// Scales lie by columns: `[blocks, rows]`; packed ones `[blocks / 4, rows, 4]`.
+    pub column_major: bool,
+}
+
+impl Fp8Cast {
+    /// Columns that share a scale.
+    pub const BLOCK: usize = 128;
+
+    /// Type of the scales, and how many a row of `hidden` columns has.
+    pub const fn scales(self, hidden: usize) -> (DataType, usize) {
+        let blocks = hidden.div_ceil(Self::BLOCK);
+        match self.format {
+            ScaleFormat::Ue8m0 => (DataType::U8, blocks.next_multiple_of(4)),
+            ScaleFormat::F32 | ScaleFormat::PowerOfTwo => (DataType::F32, blocks),
+        }
+    }
+}
+
+/// Rows to the ranks of their experts.
+#[derive(Debug)]
+pub struct DispatchParams<'a> {
+    /// `[tokens, hidden]` of any type; a row has a multiple of 16 bytes.
+    pub rows: View<'a>,
+    /// What goes with every row: its scales, an adapter's number. `[tokens, ..]` of any types, at most
+    /// [`DispatchParams::MOST_BESIDE`].
+    pub beside: &'a [View<'a>],
+    /// Where they go.
+    pub route: Route<'a>,
+    /// How they lie at the receiver.
+    pub arrangement: Arrangement,
+    /// Most tokens of any rank: the same on every rank.
+    pub max_tokens: usize,
+    /// Rows that there is room for at every receiver, the same on every rank: more stop the group with
+    /// [`Overflow`](crate::FaultKind::Overflow), and nothing is written behind the last. `None` waits for the counts on the host, which
+    /// no graph can. Not for [`Arrangement::BySource`], which has room for all.
+    pub max_recv: Option<usize>,
+    /// Cast to fp8 on the way. Rows are f32, f16 or bf16 then.
+    pub cast: Option<Fp8Cast>,
+    /// Forced transport.
+    pub choice: Option<Transport>,
+}
+
+/// How the ways of rows are known.
+#[derive(Clone, Copy, Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "borrowed, and gone with the call"
+)]
+pub enum Route<'a> {
+    /// By the experts of every token.
+    Experts {
+        /// Which, and where they are.
+        routing: Routing<'a>,
+        /// The weights of a token's experts, f32 `[tokens, k]`.
+        weights: Option<View<'a>>,
+    },
+    /// The same ways as before.
+    Again(&'a Handle),
+}
+
+/// The signed part of a dispatch.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DispatchCall {
+    /// Most tokens of any rank.
+    pub max_tokens: usize,
+    /// Elements in a row.
+    pub hidden: usize,
+    /// Their type, before a cast.
+    pub dtype: DataType,
+    /// Bytes of a row of each thing beside.
+    pub beside_bytes: PerRank,
+    /// Experts of a token.
+    pub k: usize,
+    /// Whether they have weights.
+    pub weights: bool,
+    /// Where experts are.
+    pub placement: PlacementCall,
+    /// How received rows lie.
+    pub arrangement: Arrangement,
+    /// Rows that there is room for.
+    pub max_recv: Option<usize>,
+    /// Whether rows go the ways of an earlier dispatch.
+    pub again: bool,
+    /// Cast on the way.
+    pub cast: Option<Fp8Cast>,
+    /// Forced transport.
+    pub choice: Option<Transport>,
+}
+
+impl DispatchParams<'_> {
+    /// Most things beside rows.
+    pub const MOST_BESIDE: usize = 4;
+    /// A row has a multiple of so many bytes.
+    pub const ROW_BYTES: usize = 16;
+
+    /// Checks types, shapes and places, and gives the signed call.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field, what it was and what it should have been.
+    pub fn check(&self, group: &Group) -> Result<DispatchCall> {
+        let rows = self.rows;
+        plain("rows.dtype", rows.dtype())?;
+        let &[tokens, hidden] = rows.shape().dims() else {
+            let want = "2 dimensions, [tokens, hidden]";
+            return Err(Error::invalid("rows.shape", rows.shape(), want));
+        };
+        let row_bytes = hidden * rows.dtype().bytes();
+        if row_bytes == 0 || !row_bytes.is_multiple_of(Self::ROW_BYTES) {
+            let got = format!("{hidden} columns of {}", rows.dtype());
+            let want = format!("rows of a multiple of {} bytes", Self::ROW_BYTES);
+            return Err(Error::invalid("rows.shape", got, want));
+        }
+        countable("max_tokens", self.max_tokens)?;
+        if tokens > self.max_tokens {
+            let want = format!("at most max_tokens, {}", self.max_tokens);
+            return Err(Error::invalid("rows.shape", rows.shape(), want));
+        }
+        let of_tokens = |field, view: View<'_>| {
+            if view.shape().dims().first() != Some(&tokens) {
+                let want = format!("[{tokens}, ..]");
+                return Err(Error::invalid(field, view.shape(), want));
+            }
+            resident(field, Some(view.memory()), rows.memory())
+        };
+        if self.beside.len() > Self::MOST_BESIDE {
+            let want = format!("at most {}", Self::MOST_BESIDE);
+            return Err(Error::invalid("beside", self.beside.len(), want));
+        }
+        for &view in self.beside {
+            plain("beside", view.dtype())?;
+            of_tokens("beside", view)?;
+        }
+        let beside = self.beside.iter();
+        let beside_bytes = beside.map(|v| v.shape().row_len() * v.dtype().bytes());
+        let (k, weights, placement, again) = match &self.route {
+            Route::Experts { routing, weights } => {
+                of_tokens("ids", routing.ids)?;
+                let (k, placement) = routing.check()?;
+                if let &Some(weights) = weights {
+                    if weights.dtype() != DataType::F32 {
+                        let want = DataType::F32;
+                        return Err(Error::invalid("weights.dtype", weights.dtype(), want));
+                    }
+                    if weights.shape() != routing.ids.shape() {
+                        let want = routing.ids.shape();
+                        return Err(Error::invalid("weights.shape", weights.shape(), want));
+                    }
+                    resident("weights", Some(weights.memory()), rows.memory())?;
+                }
+                (k, weights.is_some(), placement, false)
+            }
+            Route::Again(handle) => {
+                let made = handle.call();
+                let same = |field, got: usize, want: usize| match got == want {
+                    true => Ok(()),
+                    false => Err(Error::invalid(field, got, format!("{want}, as at first"))),
+                };
+                handle.check(group)?;
+                same("rows.shape", tokens, handle.tokens())?;
+                same("max_tokens", self.max_tokens, made.max_tokens)?;
+                if (self.arrangement, self.max_recv) != (made.arrangement, made.max_recv) {
+                    let got = format!("{:?}, {:?}", self.arrangement, self.max_recv);
+                    let want = format!("{:?}, {:?}, as at first", made.arrangement, made.max_recv);
+                    return Err(Error::invalid("arrangement", got, want));
+                }
+                (made.k, made.weights, made.placement, true)
+            }
+        };
+        match (self.arrangement, self.max_recv) {
+            (Arrangement::ByExpert { alignment: 0 }, _) => {
+                return Err(Error::invalid("arrangement.alignment", 0, "at least 1"));
+            }
+            (Arrangement::BySource, Some(rows)) => {
+                return Err(Error::invalid("max_recv", rows, "None with BySource"));
+            }
+            _ => {}
+        }
+        if self.cast.is_some() {
+            float("rows.dtype", rows.dtype())?;
+            if !hidden.is_multiple_of(Self::ROW_BYTES) {
+                let want = format!("a multiple of {} columns to be cast", Self::ROW_BYTES);
+                return Err(Error::invalid("rows.shape", rows.shape(), want));
+            }
+        }
+        Ok(DispatchCall {
+            max_tokens: self.max_tokens,
+            hidden,
+            dtype: rows.dtype(),
+            beside_bytes: beside_bytes.collect(),
+            k,
+            weights,
+            placement,
+            arrangement: self.arrangement,
+            max_recv: self.max_recv,
+            again,
+            cast: self.cast,
+            choice: self.choice,
+        })
+    }
+}
+
+impl DispatchCall {
+    /// Type of rows as they travel.
+    pub const fn wire_type(&self) -> DataType {
+        match self.cast {
+            Some(_) => DataType::F8E4M3,
+            None => self.dtype,
+        }
+    }
+}
+
+/// Received rows.
+#[derive(Clone, Debug)]
+pub struct Dispatched {
+    /// `[rows, hidden]`, or as the [`Arrangement`] has them.
+    pub rows: Buffer,
+    /// Scales, if rows were cast.
+    pub scales: Option<Buffer>,
+    /// What came beside them, in the order in which it was given.
+    pub beside: Vec<Buffer>,
+    /// Slots of every row, counted from the first of this rank, i32 `[rows, k]` with -1 for none; by expert, where a row is for one,
+    /// `[rows]`. -1 in all that is behind the last row, and between those of two experts.
+    pub ids: Buffer,
+    /// Their weights, f32 of the same shape, 0 for none.
+    pub weights: Option<Buffer>,
+    /// Rows for each slot of this rank, i32 `[slots]`.
+    pub counts: Buffer,
+    /// What takes rows back, and further rows the same ways.
+    pub handle: Handle,
+    /// What was done.
+    pub plan: Plan,
+}
+
+/// Which ways rows went. Needed to take them back; may be used again, for rows that go the same ways.
+#[derive(Clone, Debug)]
+pub struct Handle(pub(crate) HandleParts);
+
+/// What a handle is made of, for backends.
+#[derive(Clone, Debug)]
+pub struct HandleParts {
+    /// The group it was made in.
+    pub group: Group,
+    /// The call that made it.
+    pub call: DispatchCall,
+    /// Where own rows went.
+    pub layout: ExpertLayout,
+    /// Own weights, f32 `[tokens, k]`.
+    pub own_weights: Option<Buffer>,
+    /// Rows that came from each rank, i32 `[ranks]`.
+    pub received: Buffer,
+    /// Where each row is from, i32 `[rows, 3]`: source rank, its token, and which of the token's experts it is for (-1 where a row is for
+    /// all of them). -1 where there is no row.
+    pub sources: Buffer,
+    /// First row of each source rank, or of each slot where rows lie by expert, and at the end their number with what lies between
+    /// them: i32 `[ranks + 1]` or `[slots + 1]`.
+    pub offsets: Buffer,
+    /// As in [`Dispatched`].
+    pub ids: Buffer,
+    /// As in [`Dispatched`].
+    pub weights: Option<Buffer>,
+    /// As in [`Dispatched`].
+    pub counts: Buffer,
+}
+
+impl Handle {
+    /// For backends.
+    pub fn new(parts: HandleParts) -> Self {
+        Self(parts)
+    }
+
+    /// For backends.
+    pub fn parts(&self) -> &HandleParts {
+        &self.0
+    }
+
+    /// The call that made it.
+    pub fn call(&self) -> &DispatchCall {
+        &self.0.call
+    }
+
+    /// Tokens of this rank.
+    pub fn tokens(&self) -> usize {
+        self.0.layout.slots.shape().rows()
+    }
+
+    /// Where own rows went.
+    pub fn layout(&self) -> &ExpertLayout {
+        &self.0.layout
+    }
+
+    /// Rows that came from each rank, i32 `[ranks]`.
+    pub fn received(&self) -> View<'_> {
+        self.0.received.view()
+    }
+
+    /// Where each row is from, i32 `[rows, 3]`: source rank, its token, and which of the token's experts it is for (-1 where a row is
+    /// for all of them). -1 where there is no row.
+    pub fn sources(&self) -> View<'_> {
+        self.0.sources.view()
+    }
+
+    /// First row of each source rank, or of each slot where rows lie by expert, and at the end their number.
+    pub fn offsets(&self) -> View<'_> {
+        self.0.offsets.view()
+    }
+
+    /// Rows that there is room for.
+    pub fn capacity(&self) -> usize {
+        self.0.sources.shape().rows()
+    }
+
+    /// Checks that it is of this group.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] otherwise.
+    pub fn check(&self, group: &Group) -> Result<()> {
+        if self.0.group == *group {
+            return Ok(());
+        }
+        let got = format!("one of {:?}", self.0.group);
+        Err(Error::invalid("handle", got, format!("{group:?}")))
+    }
+
+    /// Shape of what has `row_len` elements for each row, as received rows lie.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for sizes that do not fit in memory.
+    pub fn shape(&self, row_len: usize) -> Result<Shape> {
+        let call = &self.0.call;
+        match call.arrangement {
+            Arrangement::BySource => Shape::new(&[self.0.group.size, call.max_tokens, row_len]),
+            _ => Shape::new(&[self.capacity(), row_len]),
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Which rows go to which experts, and where those are.
+
+use crate::{Buffer, DataType, Error, Result, View, params::resident};
+
+/// Where experts are. Slots are what experts lie in, and are counted over all ranks, those of rank 0 first.
+#[derive(Clone, Copy, Debug)]
+pub enum Placement<'a> {
+    /// A slot for each of so many experts, spread over the ranks in order, as even as can be: the first ranks have one more.
+    Even {
+        /// How many.
+        experts: usize,
+    },
+    /// So many slots on every rank, and experts that lie in one or several of them.
+    Map {
+        /// The slots of every expert, i32 `[experts, copies]`, the same on every rank; -1 behind the last. Token t of rank r goes to
+        /// copy `(t + r) % copies` of as many as its expert has.
+        slots: View<'a>,
+        /// Slots of a rank.
+        per_rank: usize,
+    },
+    /// Ids are ranks, with one slot each.
+    Ranks,
+}
+
+/// The signed part of a [`Placement`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PlacementCall {
+    /// See [`Placement::Even`].
+    Even {
+        /// How many.
+        experts: usize,
+    },
+    /// See [`Placement::Map`].
+    Map {
+        /// How many.
+        experts: usize,
+        /// Most slots of one.
+        copies: usize,
+        /// Slots of a rank.
+        per_rank: usize,
+    },
+    /// See [`Placement::Ranks`].
+    Ranks,
+}
+
+/// Who goes where.
+#[derive(Clone, Copy, Debug)]
+pub struct Routing<'a> {
+    /// Experts of every token, i32 or i64 `[tokens, k]`, k from 1 to [`Routing::MOST_K`]. -1 is none, and so is every number that
+    /// names no expert. A token may name an expert twice.
+    pub ids: View<'a>,
+    /// Where they are.
+    pub placement: Placement<'a>,
+}
+
+impl Routing<'_> {
+    /// Most experts of a token.
+    pub const MOST_K: usize = 32;
+
+    /// Tokens of this rank.
+    pub fn tokens(&self) -> usize {
+        self.ids.shape().rows()
+    }
+
+    /// Checks types and shapes, and gives k and what all ranks must have in common.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub fn check(&self) -> Result<(usize, PlacementCall)> {
+        let ids = self.ids;
+        if !matches!(ids.dtype(), DataType::I32 | DataType::I64) {
+            return Err(Error::invalid("ids.dtype", ids.dtype(), "i32 or i64"));
+        }
+        let &[tokens, k] = ids.shape().dims() else {
+            let want = "2 dimensions, [tokens, k]";
+            return Err(Error::invalid("ids.shape", ids.shape(), want));
+        };
+        if !(1..=Self::MOST_K).contains(&k) {
+            let want = format!("a k from 1 to {}", Self::MOST_K);
+            return Err(Error::invalid("ids.shape", ids.shape(), want));
+        }
+        countable("ids.shape", tokens)?;
+        let call = match self.placement {
+            Placement::Even { experts } => {
+                countable("placement.experts", experts)?;
+                PlacementCall::Even { experts }
+            }
+            Placement::Map { slots, per_rank } => {
+                if slots.dtype() != DataType::I32 {
+                    let want = DataType::I32;
+                    return Err(Error::invalid("placement.slots", slots.dtype(), want));
+                }
+                let &[experts, copies] = slots.shape().dims() else {
+                    let want = "2 dimensions, [experts, copies]";
+                    return Err(Error::invalid("placement.slots", slots.shape(), want));
+                };
+                countable("placement.slots", slots.shape().len())?;
+                countable("placement.per_rank", per_rank)?;
+                resident("placement.slots", Some(slots.memory()), ids.memory())?;
+                PlacementCall::Map {
+                    experts,
+                    copies,
+                    per_rank,
+                }
+            }
+            Placement::Ranks => PlacementCall::Ranks,
+        };
+        Ok((k, call))
+    }
+}
+
+/// What 32 bits count, over all ranks.
+pub(crate) fn countable(field: &'static str, n: usize) -> Result<()> {
+    /// So that as many on each of 1024 ranks are still fewer than 2^31.
+    const MOST: usize = 1 << 20;
+    if n <= MOST {
+        Ok(())
+    } else {
+        Err(Error::invalid(field, n, format!("at most {MOST}")))
+    }
+}
+
+/// Where the rows of this rank go: a token goes once to a rank, however many of its experts are there.
+#[derive(Clone, Debug)]
+pub struct ExpertLayout {
+    /// Slot of every expert of every token, i32 `[tokens, k]`; -1 for none.
+    pub slots: Buffer,
+    /// Which of the rows for a rank a token is, i32 `[tokens, ranks]`; -1 if it does not go there.
+    pub positions: Buffer,
+    /// Tokens that go to each rank, in their order, those of rank 0 first: i32 `[tokens * min(k, ranks)]`, with -1 behind the last.
+    pub sent: Buffer,
+    /// Where those of each rank begin, and at the end their number: i32 `[ranks + 1]`.
+    pub sent_offsets: Buffer,
+    /// How often this rank's tokens name each slot, i32 `[slots]`.
+    pub rows_per_slot: Buffer,
+}

@@ -1,0 +1,572 @@
+//! Dispatch: every rank writes its rows into its part of the receivers' halves, a piece at a time; who has all of them puts them
+//! where the arrangement wants them.
+
+use crate::{
+    comm::{HostComm, unexpected},
+    device::HostDevice,
+    element,
+    job::{Active, Job, Use},
+    memory::{poison, reading, writing},
+    quantize,
+    queue::HostQueue,
+    routing::{Router, integers, set},
+};
+use brigade_device::{
+    Arrangement, Buffer, Call, DataType, DispatchCall, DispatchParams, Dispatched, ExpertLayout,
+    FaultKind, Fp8Cast, Group, Handle, HandleParts, Plan, Result, Route, ScaleFormat, Turn,
+};
+use brigade_plan::{
+    dispatch::{Section, Sections, part_bytes},
+    routes::{Arranged, Slots, rows_of_sources},
+};
+use brigade_sync::Area;
+use parking_lot::Mutex;
+use std::{ops::Range, sync::Arc};
+
+/// The arguments, kept for as long as the call is in flight or captured.
+struct Arguments {
+    call: DispatchCall,
+    group: Group,
+    piece_rows: usize,
+    pieces: usize,
+    rows: Buffer,
+    beside: Vec<Buffer>,
+    beside_rows: Vec<(DataType, usize)>,
+    ways: Ways,
+    device: Arc<HostDevice>,
+}
+
+/// How the ways of rows are known.
+enum Ways {
+    /// They are found out now, and kept there.
+    New(Box<First>),
+    Again(Box<HandleParts>),
+}
+
+/// What the ways of rows are found out from, and where they are kept.
+struct First {
+    router: Router,
+    weights: Option<Buffer>,
+    layout: ExpertLayout,
+}
+
+/// What is written.
+#[derive(Clone)]
+struct Outputs {
+    rows: Buffer,
+    scales: Option<Buffer>,
+    beside: Vec<Buffer>,
+    parts: HandleParts,
+}
+
+impl HostComm {
+    pub(crate) fn run_dispatch(&self, turn: &Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
+        let group = *self.core.control.group();
+        let call = p.check(&group)?;
+        let signed = Call::Dispatch(call.clone());
+        let plan = self.core.plan(&signed)?;
+        let Plan::Experts {
+            piece_rows, pieces, ..
+        } = plan
+        else {
+            return Err(unexpected(&plan));
+        };
+        let queue = HostQueue::of(turn.stream())?;
+        let arguments = Arguments {
+            piece_rows,
+            pieces,
+            group,
+            rows: p.rows.retain(),
+            beside: p.beside.iter().map(|v| v.retain()).collect(),
+            beside_rows: p
+                .beside
+                .iter()
+                .map(|v| (v.dtype(), v.shape().row_len()))
+                .collect(),
+            ways: match &p.route {
+                Route::Experts { routing, weights } => {
+                    let router = Router::of(routing, call.k, call.placement, group);
+                    Ways::New(Box::new(First {
+                        layout: router.allocate(&self.device)?,
+                        router,
+                        weights: weights.map(|w| w.retain()),
+                    }))
+                }
+                Route::Again(handle) => Ways::Again(Box::new(handle.parts().clone())),
+            },
+            device: Arc::clone(&self.device),
+            call,
+        };
+        let room = arguments.room();
+        let given = match room {
+            Some(room) => Some(arguments.allocate(room)?),
+            None => {
+                queue.refuse_capture("a dispatch without max_recv")?;
+                None
+            }
+        };
+        // What is not known before the rows have come.
+        let found = Arc::new(Mutex::new(given.clone()));
+        let (core, to) = (Arc::clone(&self.core), Arc::clone(&found));
+        queue.run(move || {
+            core.collective(&signed, |active| {
+                let outputs = dispatch(active, &arguments, given.as_ref())?;
+                *to.lock() = Some(outputs);
+                Ok(())
+            })
+            .inspect_err(|_| given.iter().for_each(Outputs::poison))
+        })?;
+        let outputs = found.lock().take().ok_or_else(|| unexpected(&plan))?;
+        let parts = outputs.parts;
+        Ok(Dispatched {
+            rows: outputs.rows,
+            scales: outputs.scales,
+            beside: outputs.beside,
+            ids: parts.ids.clone(),
+            weights: parts.weights.clone(),
+            counts: parts.counts.clone(),
+            handle: Handle::new(parts),
+            plan,
+        })
+    }
+}
+
+impl Arguments {
+    /// Rows that there must be room for, if that is known.
+    fn room(&self) -> Option<usize> {
+        match (&self.ways, self.call.arrangement) {
+            (Ways::Again(parts), _) => Some(parts.sources.shape().rows()),
+            (_, Arrangement::BySource) => Some(self.group.size * self.call.max_tokens),
+            _ => self.call.max_recv,
+        }
+    }
+
+    /// Slots of this rank.
+    fn slots(&self) -> Range<usize> {
+        Slots::new(self.call.placement, self.group.size).of(self.group.rank)
+    }
+
+    /// Buffers for so many rows.
+    fn allocate(&self, room: usize) -> Result<Outputs> {
+        let (call, size) = (&self.call, self.group.size);
+        let of_rows = |dtype, row_len| match call.arrangement {
+            Arrangement::BySource => self.device.heap(dtype, &[size, call.max_tokens, row_len]),
+            _ => self.device.heap(dtype, &[room, row_len]),
+        };
+        let scales = match call.cast {
+            Some(cast) => {
+                let (dtype, n) = cast.scales(call.hidden);
+                Some(match (cast.column_major, cast.format) {
+                    (false, _) => of_rows(dtype, n)?,
+                    (true, ScaleFormat::Ue8m0) => self.device.heap(dtype, &[n / 4, room, 4])?,
+                    (true, _) => self.device.heap(dtype, &[n, room])?,
+                })
+            }
+            None => None,
+        };
+        let beside = self.beside_rows.iter();
+        Ok(Outputs {
+            rows: of_rows(call.wire_type(), call.hidden)?,
+            scales,
+            beside: beside
+                .map(|&(dtype, n)| of_rows(dtype, n))
+                .collect::<Result<_>>()?,
+            parts: match &self.ways {
+                Ways::Again(parts) => (**parts).clone(),
+                Ways::New(first) => {
+                    self.parts(room, first.layout.clone(), first.weights.clone())?
+                }
+            },
+        })
+    }
+
+    fn parts(
+        &self,
+        room: usize,
+        layout: ExpertLayout,
+        own_weights: Option<Buffer>,
+    ) -> Result<HandleParts> {
+        let (call, size, slots) = (&self.call, self.group.size, self.slots().len());
+        let by_expert = matches!(call.arrangement, Arrangement::ByExpert { .. });
+        let of_experts = |dtype| match call.arrangement {
+            Arrangement::BySource => self.device.heap(dtype, &[size, call.max_tokens, call.k]),
+            Arrangement::Dense => self.device.heap(dtype, &[room, call.k]),
+            Arrangement::ByExpert { .. } => self.device.heap(dtype, &[room]),
+        };
+        let integers = |shape: &[usize]| self.device.heap(DataType::I32, shape);
+        Ok(HandleParts {
+            group: self.group,
+            call: call.clone(),
+            layout,
+            own_weights,
+            received: integers(&[size])?,
+            sources: integers(&[room, 3])?,
+            offsets: integers(&[if by_expert { slots } else { size } + 1])?,
+            ids: of_experts(DataType::I32)?,
+            weights: match call.weights {
+                true => Some(of_experts(DataType::F32)?),
+                false => None,
+            },
+            counts: integers(&[slots])?,
+        })
+    }
+}
+
+impl Outputs {
+    /// Marks everything that a call writes.
+    fn poison(&self) {
+        let parts = &self.parts;
+        let lists = [&self.rows, &parts.ids, &parts.sources, &parts.received];
+        let optional = self.scales.iter().chain(&parts.weights);
+        for out in lists.into_iter().chain(optional).chain(&self.beside) {
+            // Whoever keeps the buffer busy writes to it anyhow.
+            let _ = writing(out, &[], |bytes, _| {
+                poison(out.dtype(), bytes);
+                Ok(())
+            });
+        }
+    }
+}
+
+/// What came from one rank, section by section.
+#[derive(Clone, Default)]
+pub(crate) struct Came {
+    /// How many rows are to come.
+    pub(crate) rows: usize,
+    /// What came of them so far.
+    pub(crate) sections: Vec<Vec<u8>>,
+}
+
+fn dispatch(active: &mut Active<'_>, a: &Arguments, given: Option<&Outputs>) -> Result<Outputs> {
+    let size = a.group.size;
+    let (sent, slots, weights) = match &a.ways {
+        Ways::New(first) => {
+            let routes = first.router.route(&first.layout)?;
+            let lists = (0..size).map(|r| routes.to(r).to_vec()).collect();
+            (lists, routes.slots, first.weights.as_ref())
+        }
+        Ways::Again(parts) => {
+            let layout = &parts.layout;
+            let lists = reading(&[&layout.sent, &layout.sent_offsets], |inputs| {
+                let (sent, offsets) = (integers::<i32>(inputs[0]), integers::<i32>(inputs[1]));
+                let of = |w: &[i32]| sent[w[0] as usize..w[1] as usize].to_vec();
+                Ok(offsets.windows(2).map(of).collect::<Vec<Vec<i32>>>())
+            })?;
+            (lists, Vec::new(), None)
+        }
+    };
+    let beside: Vec<&Buffer> = a.beside.iter().collect();
+    let inputs: Vec<&Buffer> = [&a.rows].into_iter().chain(weights).chain(beside).collect();
+    let came = reading(&inputs, |inputs| {
+        let (rows, scales) = match a.call.cast {
+            Some(cast) => cast_rows(cast, a.call.dtype, a.call.hidden, inputs[0]),
+            None => (Vec::new(), Vec::new()),
+        };
+        let own = Own {
+            call: &a.call,
+            all: Slots::new(a.call.placement, size),
+            rows: if a.call.cast.is_some() {
+                &rows
+            } else {
+                inputs[0]
+            },
+            scales: &scales,
+            slots: &slots,
+            weights: weights.map_or(&[][..], |_| inputs[1]),
+            beside: &inputs[1 + usize::from(weights.is_some())..],
+        };
+        exchange(active, a, &sent, &own)
+    })?;
+    arrange(&active.job, a, given, &came)
+}
+
+/// A rank's own rows, and what belongs to them.
+struct Own<'a> {
+    call: &'a DispatchCall,
+    all: Slots,
+    rows: &'a [u8],
+    scales: &'a [u8],
+    slots: &'a [i32],
+    weights: &'a [u8],
+    beside: &'a [&'a [u8]],
+}
+
+impl Own<'_> {
+    /// Writes what a receiver gets of one token, as row `i` of a piece.
+    fn write(&self, to: usize, token: i32, i: usize, sections: &Sections, out: &mut [u8]) {
+        let mut put = |section, bytes: &[u8]| {
+            let each = sections.row_bytes(section);
+            let start = sections.of(section, i).end;
+            out[start..start + each].copy_from_slice(&bytes[..each]);
+        };
+        let at = |section| token as usize * sections.row_bytes(section);
+        put(Section::Row, &self.rows[at(Section::Row)..]);
+        put(Section::Scales, &self.scales[at(Section::Scales)..]);
+        for (n, bytes) in self.beside.iter().enumerate() {
+            put(Section::Beside(n), &bytes[at(Section::Beside(n))..]);
+        }
+        if self.call.again {
+            return;
+        }
+        put(Section::Token, &token.to_le_bytes());
+        let theirs = self.all.of(to);
+        let local = |&slot: &i32| match usize::try_from(slot) {
+            Ok(slot) if theirs.contains(&slot) => (slot - theirs.start) as i32,
+            _ => -1,
+        };
+        let k = self.call.k;
+        let slots: Vec<i32> = self.slots[token as usize * k..][..k]
+            .iter()
+            .map(local)
+            .collect();
+        put(Section::Slots, bytemuck::cast_slice(&slots));
+        if self.call.weights {
+            let own = integers::<f32>(&self.weights[at(Section::Weights)..][..4 * k]);
+            let weights: Vec<f32> = slots
+                .iter()
+                .zip(own)
+                .map(|(&slot, w)| if slot < 0 { 0.0 } else { w })
+                .collect();
+            put(Section::Weights, bytemuck::cast_slice(&weights));
+        }
+    }
+}
+
+/// Writes own rows to their receivers, and takes what comes.
+fn exchange(
+    active: &mut Active<'_>,
+    a: &Arguments,
+    sent: &[Vec<i32>],
+    own: &Own<'_>,
+) -> Result<Vec<Came>> {
+    let sections = Sections::dispatch(&a.call, a.piece_rows);
+    let lists: Vec<usize> = (0..5 + a.beside.len()).collect();
+    let mut came = vec![
+        Came {
+            rows: 0,
+            sections: vec![Vec::new(); lists.len()],
+        };
+        a.group.size
+    ];
+    for piece in 0..a.pieces {
+        let _span = tracing::info_span!(target: "brigade::comm", "dispatch", piece).entered();
+        round(
+            active,
+            Area::Dispatch,
+            |to, out| {
+                let list = &sent[to];
+                let first = (piece * a.piece_rows).min(list.len());
+                let rows = &list[first..(first + a.piece_rows).min(list.len())];
+                out[..8].copy_from_slice(&(list.len() as u64).to_le_bytes());
+                for (i, &token) in rows.iter().enumerate() {
+                    own.write(to, token, i, &sections, out);
+                }
+                rows.iter()
+                    .map(|_| sections.bytes / a.piece_rows.max(1))
+                    .sum()
+            },
+            |from, part| {
+                let all = u64::from_le_bytes(part[..8].try_into().unwrap_or_default()) as usize;
+                let rows = all.saturating_sub(piece * a.piece_rows).min(a.piece_rows);
+                came[from].rows = all;
+                for (section, of) in came[from].sections.iter_mut().zip(&lists) {
+                    section.extend_from_slice(&part[sections.at(*of, rows)]);
+                }
+            },
+        )?;
+    }
+    Ok(came)
+}
+
+/// One use of a half: `write` fills this rank's part at every receiver and says how many bytes that are, and `take` reads what every
+/// sender has put into this rank's own half.
+pub(crate) fn round(
+    active: &mut Active<'_>,
+    area: Area,
+    mut write: impl FnMut(usize, &mut [u8]) -> usize,
+    mut take: impl FnMut(usize, &[u8]),
+) -> Result<()> {
+    let of: Use = active.begin(area)?;
+    let job = &active.job;
+    let (me, size) = (job.rank(), job.size());
+    let half = job.core.control.layout().half_bytes(area);
+    let bytes = part_bytes(half, size);
+    let part = |from: usize| from * bytes..(from + 1) * bytes;
+    for to in job.peers().chain([me]) {
+        // SAFETY: all peers have given their credit for this use of their halves, only this rank fills this part, and it is announced below.
+        let out = unsafe { job.bytes_mut(to, of, part(me)) };
+        let moved = write(to, out);
+        if to != me {
+            job.count_moved(moved);
+            job.say_filled(to, of, me, 0);
+        }
+    }
+    for from in [me].into_iter().chain(job.peers()) {
+        if from != me {
+            job.await_filled(of, from, 0, from)?;
+        }
+        // SAFETY: announced by its sender for this use, which this rank has not ended.
+        take(from, unsafe { job.bytes(me, of, part(from)) });
+    }
+    active.end(of);
+    Ok(())
+}
+
+/// Puts what has come where it belongs.
+fn arrange(job: &Job, a: &Arguments, given: Option<&Outputs>, came: &[Came]) -> Result<Outputs> {
+    let call = &a.call;
+    let of = |section: Section| section.index();
+    let arranged = match &a.ways {
+        Ways::New(_) => {
+            let slots: Vec<Vec<i32>> = came
+                .iter()
+                .map(|c| integers(&c.sections[of(Section::Slots)]))
+                .collect();
+            let slots: Vec<&[i32]> = slots.iter().map(Vec::as_slice).collect();
+            let own = a.slots().len();
+            Arranged::new(call.arrangement, call.max_tokens, &slots, call.k, own)
+        }
+        Ways::Again(parts) => {
+            let lists = [
+                &parts.sources,
+                &parts.received,
+                &parts.offsets,
+                &parts.counts,
+            ];
+            reading(&lists, |inputs| {
+                for (from, (&want, came)) in integers::<i32>(inputs[1]).iter().zip(came).enumerate()
+                {
+                    if came.rows != want as usize {
+                        let (want, seen) = (want as u64, came.rows as u64);
+                        return Err(job.fail(FaultKind::Mismatch, from, from, want, seen));
+                    }
+                }
+                Ok(Arranged {
+                    rows: rows_of_sources(&integers(inputs[0])),
+                    offsets: integers(inputs[2]),
+                    counts: integers(inputs[3]),
+                })
+            })?
+        }
+    };
+    let room = arranged.room();
+    let outputs = match given {
+        Some(given) => {
+            let have = given.parts.sources.shape().rows();
+            if room > have {
+                let (have, room) = (have as u64, room as u64);
+                return Err(job.fail(FaultKind::Overflow, job.rank(), 0, have, room));
+            }
+            given.clone()
+        }
+        None => a.allocate(room)?,
+    };
+    let scatter = |to: &Buffer, section: Section| {
+        writing(to, &[], |out, _| {
+            let each = Sections::dispatch(call, 1).row_bytes(section);
+            for row in &arranged.rows {
+                let from = &came[row.source].sections[of(section)][row.position * each..][..each];
+                out[row.at * each..][..each].copy_from_slice(from);
+            }
+            Ok(())
+        })
+    };
+    scatter(&outputs.rows, Section::Row)?;
+    for (i, to) in outputs.beside.iter().enumerate() {
+        scatter(to, Section::Beside(i))?;
+    }
+    match (&outputs.scales, call.cast) {
+        (Some(to), Some(cast)) if cast.column_major => {
+            // A scale, or four of them that are packed.
+            let each = 4;
+            let n = Sections::dispatch(call, 1).row_bytes(Section::Scales) / each;
+            let rows = outputs.parts.sources.shape().rows();
+            writing(to, &[], |out, _| {
+                for row in &arranged.rows {
+                    let from =
+                        &came[row.source].sections[of(Section::Scales)][row.position * n * each..];
+                    for (block, scale) in from.chunks_exact(each).take(n).enumerate() {
+                        out[(block * rows + row.at) * each..][..each].copy_from_slice(scale);
+                    }
+                }
+                Ok(())
+            })?;
+        }
+        (Some(to), _) => scatter(to, Section::Scales)?,
+        (None, _) => {}
+    }
+    if matches!(a.ways, Ways::New(_)) {
+        keep(&outputs.parts, &arranged, came)?;
+    }
+    Ok(outputs)
+}
+
+/// Says which row is what.
+fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
+    let k = parts.call.k;
+    let rows = parts.sources.shape().rows();
+    let per_row = parts.ids.shape().len() / rows.max(1);
+    let (mut sources, mut ids, mut weights) = (
+        vec![-1; rows * 3],
+        vec![-1; rows * per_row],
+        vec![0f32; rows * per_row],
+    );
+    let lists = |section: Section| came.iter().map(move |c| &c.sections[section.index()][..]);
+    let tokens: Vec<Vec<i32>> = lists(Section::Token).map(integers).collect();
+    let slots: Vec<Vec<i32>> = lists(Section::Slots).map(integers).collect();
+    let their_weights: Vec<Vec<f32>> = lists(Section::Weights).map(integers).collect();
+    for row in &arranged.rows {
+        let entry = row.entry.map_or(-1, |e| e as i32);
+        let source = [row.source as i32, tokens[row.source][row.position], entry];
+        sources[row.at * 3..][..3].copy_from_slice(&source);
+        let of = match row.entry {
+            Some(entry) => row.position * k + entry..row.position * k + entry + 1,
+            None => row.position * k..(row.position + 1) * k,
+        };
+        ids[row.at * per_row..][..per_row].copy_from_slice(&slots[row.source][of.clone()]);
+        if parts.weights.is_some() {
+            weights[row.at * per_row..][..per_row].copy_from_slice(&their_weights[row.source][of]);
+        }
+    }
+    let received: Vec<i32> = came.iter().map(|c| c.rows as i32).collect();
+    set(&parts.received, &received)?;
+    set(&parts.sources, &sources)?;
+    set(&parts.offsets, &arranged.offsets)?;
+    set(&parts.ids, &ids)?;
+    set(&parts.counts, &arranged.counts)?;
+    match &parts.weights {
+        Some(to) => set(to, &weights),
+        None => Ok(()),
+    }
+}
+
+/// Rows as fp8, and their scales.
+fn cast_rows(cast: Fp8Cast, dtype: DataType, hidden: usize, rows: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let mut values = vec![0.0; rows.len() / dtype.bytes()];
+    element::load(dtype, rows, &mut values);
+    let (scale_type, per_row) = cast.scales(hidden);
+    let (mut cast_values, mut scales) = (vec![0; values.len()], Vec::new());
+    for (row, out) in values
+        .chunks_exact(hidden)
+        .zip(cast_values.chunks_exact_mut(hidden))
+    {
+        let first = scales.len();
+        for (block, out) in row
+            .chunks(Fp8Cast::BLOCK)
+            .zip(out.chunks_mut(Fp8Cast::BLOCK))
+        {
+            let scale = quantize::scale_of(DataType::F8E4M3, block);
+            let scale = match cast.format {
+                ScaleFormat::F32 => scale,
+                ScaleFormat::PowerOfTwo | ScaleFormat::Ue8m0 => quantize::power_of_two(scale),
+            };
+            quantize::by_scale(DataType::F8E4M3, block, scale, out);
+            match cast.format {
+                ScaleFormat::Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
+                ScaleFormat::F32 | ScaleFormat::PowerOfTwo => scales.extend(scale.to_le_bytes()),
+            }
+        }
+        scales.resize(first + per_row * scale_type.bytes(), 0);
+    }
+    (cast_values, scales)
+}

@@ -1,0 +1,113 @@
+//! Who goes where: the layout of a rank's rows by their experts.
+
+use crate::{
+    comm::HostComm,
+    device::HostDevice,
+    memory::{reading, writing},
+    queue::HostQueue,
+};
+use brigade_device::{
+    Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing, Turn,
+};
+use brigade_plan::routes::{Chooser, Routes, Slots};
+
+/// The arguments, kept for as long as the call is in flight or captured.
+#[derive(Clone)]
+pub(crate) struct Router {
+    ids: Buffer,
+    map: Option<Buffer>,
+    k: usize,
+    placement: PlacementCall,
+    group: Group,
+}
+
+impl Router {
+    /// Of arguments that were checked.
+    pub(crate) fn of(
+        routing: &Routing<'_>,
+        k: usize,
+        placement: PlacementCall,
+        group: Group,
+    ) -> Self {
+        Self {
+            ids: routing.ids.retain(),
+            map: match routing.placement {
+                Placement::Map { slots, .. } => Some(slots.retain()),
+                Placement::Even { .. } | Placement::Ranks => None,
+            },
+            k,
+            placement,
+            group,
+        }
+    }
+
+    /// Buffers for what it finds.
+    pub(crate) fn allocate(&self, device: &HostDevice) -> Result<ExpertLayout> {
+        let (tokens, size) = (self.ids.shape().rows(), self.group.size);
+        let slots = Slots::new(self.placement, size).total();
+        let integers = |shape: &[usize]| device.heap(DataType::I32, shape);
+        Ok(ExpertLayout {
+            slots: integers(&[tokens, self.k])?,
+            positions: integers(&[tokens, size])?,
+            sent: integers(&[tokens * self.k.min(size)])?,
+            sent_offsets: integers(&[size + 1])?,
+            rows_per_slot: integers(&[slots])?,
+        })
+    }
+
+    /// Finds out, and says so in the buffers.
+    pub(crate) fn route(&self, to: &ExpertLayout) -> Result<Routes> {
+        let inputs: Vec<&Buffer> = std::iter::once(&self.ids).chain(&self.map).collect();
+        let routes = reading(&inputs, |inputs| {
+            let ids: Vec<i64> = match self.ids.dtype() {
+                DataType::I64 => integers::<i64>(inputs[0]),
+                _ => integers::<i32>(inputs[0])
+                    .into_iter()
+                    .map(i64::from)
+                    .collect(),
+            };
+            let map = inputs.get(1).map(|map| integers::<i32>(map));
+            let chooser = Chooser {
+                placement: self.placement,
+                map: map.as_deref().unwrap_or_default(),
+                rank: self.group.rank,
+                size: self.group.size,
+            };
+            Ok(Routes::new(&ids, self.k, &chooser))
+        })?;
+        set(&to.slots, &routes.slots)?;
+        set(&to.positions, &routes.positions)?;
+        set(&to.sent, &routes.sent)?;
+        set(&to.sent_offsets, &routes.sent_offsets)?;
+        set(&to.rows_per_slot, &routes.rows_per_slot)?;
+        Ok(routes)
+    }
+}
+
+/// Numbers from wherever they lie.
+pub(crate) fn integers<T: bytemuck::Pod>(bytes: &[u8]) -> Vec<T> {
+    bytemuck::allocation::pod_collect_to_vec(bytes)
+}
+
+/// Writes all of a buffer.
+pub(crate) fn set<T: bytemuck::NoUninit>(to: &Buffer, values: &[T]) -> Result<()> {
+    writing(to, &[], |out, _| {
+        out.copy_from_slice(bytemuck::cast_slice(values));
+        Ok(())
+    })
+}
+
+impl HostComm {
+    pub(crate) fn run_expert_layout(
+        &self,
+        turn: &Turn,
+        routing: Routing<'_>,
+    ) -> Result<ExpertLayout> {
+        let (k, placement) = routing.check()?;
+        let router = Router::of(&routing, k, placement, *self.core.control.group());
+        let layout = router.allocate(&self.device)?;
+        let to = layout.clone();
+        HostQueue::of(turn.stream())?.run(move || router.route(&to).map(drop))?;
+        Ok(layout)
+    }
+}

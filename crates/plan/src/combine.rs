@@ -1,0 +1,68 @@
+//! Combine: how many rows go back at a time, and where they lie on the way.
+
+use crate::{
+    Topology,
+    dispatch::{Sections, pieces, transport},
+};
+use brigade_device::{CombineCall, CombineSum, Plan, Reason};
+use std::ops::Range;
+
+pub(crate) fn plan(call: &CombineCall, topology: &Topology) -> Result<Plan, Reason> {
+    let transport = transport(call.choice, topology)?;
+    let have = topology.config.combine_bytes;
+    pieces(
+        transport,
+        call.max_rows(),
+        topology,
+        ("combine_bytes", have),
+        |rows| Returning::new(call, rows).bytes(),
+    )
+}
+
+/// What a sender's part of a half holds, for so many rows: counts, rows, and the weights that go back with them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Returning(Sections);
+
+impl Returning {
+    /// For rows of a combine.
+    pub fn new(call: &CombineCall, rows: usize) -> Self {
+        let row = call.hidden * call.dtype.bytes();
+        Self(Sections::new(&[row, 4 * call.row_weights()], rows))
+    }
+
+    /// All of it.
+    pub fn bytes(&self) -> usize {
+        self.0.bytes
+    }
+
+    /// Where the elements of `rows` rows lie.
+    pub fn rows(&self, rows: usize) -> Range<usize> {
+        self.0.at(0, rows)
+    }
+
+    /// Where the weights of `rows` rows lie.
+    pub fn weights(&self, rows: usize) -> Range<usize> {
+        self.0.at(1, rows)
+    }
+}
+
+/// The rows that a rank gets back from `rank`, in their order: tokens, and which of their experts each is for, where there is a row for each.
+/// `slot_ranks` says whose the slots of every token are, `k` each.
+pub fn returned(
+    sum: CombineSum,
+    slot_ranks: &[Option<usize>],
+    k: usize,
+    rank: usize,
+) -> Vec<(usize, Option<usize>)> {
+    let mut rows = Vec::new();
+    for (token, ranks) in slot_ranks.chunks_exact(k).enumerate() {
+        let mut of_rank = (0..k).filter(|&entry| ranks[entry] == Some(rank));
+        match sum {
+            CombineSum::Expert => rows.extend(of_rank.map(|entry| (token, Some(entry)))),
+            CombineSum::Rank | CombineSum::ExpertByRank => {
+                rows.extend(of_rank.next().map(|_| (token, None)));
+            }
+        }
+    }
+    rows
+}

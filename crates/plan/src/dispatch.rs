@@ -1,0 +1,161 @@
+//! Dispatch: how many rows go at a time, and where what belongs to them lies on the way.
+
+use crate::{Topology, reason};
+use brigade_device::{DispatchCall, Launch, Plan, Reason, Transport};
+use std::ops::Range;
+
+pub(crate) fn plan(call: &DispatchCall, topology: &Topology) -> Result<Plan, Reason> {
+    let transport = transport(call.choice, topology)?;
+    let have = topology.config.dispatch_bytes;
+    pieces(
+        transport,
+        call.max_tokens,
+        topology,
+        ("dispatch_bytes", have),
+        |rows| Sections::dispatch(call, rows).bytes,
+    )
+}
+
+/// The one that is forced, or the usual one.
+pub(crate) fn transport(
+    choice: Option<Transport>,
+    topology: &Topology,
+) -> Result<Transport, Reason> {
+    match choice.unwrap_or(Transport::OneSided) {
+        _ if !topology.engines.dispatches => Err(reason::no_experts()),
+        Transport::OneSided => Ok(Transport::OneSided),
+    }
+}
+
+/// As many rows of a sender at a time as fit its part of a half.
+pub(crate) fn pieces(
+    transport: Transport,
+    rows: usize,
+    topology: &Topology,
+    (field, have): (&'static str, usize),
+    bytes: impl Fn(usize) -> usize,
+) -> Result<Plan, Reason> {
+    let size = topology.group.size.max(1);
+    let part = part_bytes(have, size);
+    if bytes(1) > part {
+        return Err(reason::capacity(field, bytes(1) * size, have));
+    }
+    // Bytes grow with rows, so they can be searched.
+    let (mut fits, mut too_many) = (1, rows.max(1) + 1);
+    while too_many - fits > 1 {
+        let middle = fits.midpoint(too_many);
+        match bytes(middle) <= part {
+            true => fits = middle,
+            false => too_many = middle,
+        }
+    }
+    Ok(Plan::Experts {
+        transport,
+        piece_rows: fits,
+        pieces: rows.div_ceil(fits).max(1),
+        launch: Launch::default(),
+    })
+}
+
+/// What a sender has of a half of so many bytes, that all of `size` share.
+pub const fn part_bytes(half_bytes: usize, size: usize) -> usize {
+    half_bytes / size / ALIGN_BYTES * ALIGN_BYTES
+}
+
+/// Parts begin at a line of the cache, and sections at the widest access.
+const ALIGN_BYTES: usize = 64;
+const SECTION_BYTES: usize = 16;
+
+/// What a sender's part of a half holds, for so many rows: counts first, and then a section for each thing that a row has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sections {
+    /// Bytes of a row in each section, and where the section begins.
+    sections: Vec<(usize, usize)>,
+    /// All of it.
+    pub bytes: usize,
+}
+
+/// What a row has on the way to its experts, in this order; and then what is beside it, one by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Section {
+    /// Its elements.
+    Row,
+    /// Scales of a row that was cast.
+    Scales,
+    /// Which token of the sender it is, i32.
+    Token,
+    /// Its slots, counted from the first of the receiver, i32 `[k]`.
+    Slots,
+    /// Their weights, f32 `[k]`.
+    Weights,
+    /// What is beside it.
+    Beside(usize),
+}
+
+impl Section {
+    /// Its number.
+    pub const fn index(self) -> usize {
+        match self {
+            Self::Row => 0,
+            Self::Scales => 1,
+            Self::Token => 2,
+            Self::Slots => 3,
+            Self::Weights => 4,
+            Self::Beside(i) => 5 + i,
+        }
+    }
+}
+
+impl Sections {
+    /// Bytes of the counts.
+    pub const COUNTS_BYTES: usize = 64;
+
+    /// For rows of a dispatch. Rows that go the same ways again bring no tokens, slots and weights.
+    pub fn dispatch(call: &DispatchCall, rows: usize) -> Self {
+        let (scale_type, scales) = match call.cast {
+            Some(cast) => cast.scales(call.hidden),
+            None => (call.dtype, 0),
+        };
+        let first = |bytes: usize| if call.again { 0 } else { bytes };
+        let mut each = vec![
+            call.hidden * call.wire_type().bytes(),
+            scales * scale_type.bytes(),
+            first(4),
+            first(4 * call.k),
+            first(if call.weights { 4 * call.k } else { 0 }),
+        ];
+        each.extend(&call.beside_bytes);
+        Self::new(&each, rows)
+    }
+
+    /// For rows that have so many bytes in each section.
+    pub(crate) fn new(each: &[usize], rows: usize) -> Self {
+        let mut bytes = Self::COUNTS_BYTES;
+        let sections = each
+            .iter()
+            .map(|&each| {
+                let start = bytes;
+                let of_rows = each.saturating_mul(rows).saturating_add(SECTION_BYTES - 1);
+                bytes = bytes.saturating_add(of_rows / SECTION_BYTES * SECTION_BYTES);
+                (each, start)
+            })
+            .collect();
+        Self { sections, bytes }
+    }
+
+    /// Where a section of `rows` rows lies.
+    pub fn of(&self, section: Section, rows: usize) -> Range<usize> {
+        self.at(section.index(), rows)
+    }
+
+    /// The same for the section of this number.
+    pub fn at(&self, index: usize, rows: usize) -> Range<usize> {
+        let (each, start) = self.sections[index];
+        start..start + each * rows
+    }
+
+    /// Bytes of a row in a section.
+    pub fn row_bytes(&self, section: Section) -> usize {
+        self.sections[section.index()].0
+    }
+}

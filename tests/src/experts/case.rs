@@ -1,0 +1,364 @@
+//! What is dispatched, and what must come of it: told token by token, in the words of the contract.
+
+use crate::matrix::to_bytes;
+use brigade_device::{Arrangement, CombineSum, DataType, Fp8Cast};
+use half::{bf16, f16};
+use rand::{Rng, RngCore, rngs::StdRng, seq::IndexedRandom};
+
+/// Where experts are.
+#[derive(Clone, Debug)]
+pub enum Where {
+    /// Spread evenly.
+    Even,
+    /// In slots of a map, `[experts, copies]`.
+    Map { slots: Vec<i32>, per_rank: usize },
+    /// On the rank of their number.
+    Ranks,
+}
+
+/// What all ranks dispatch.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub size: usize,
+    pub max_tokens: usize,
+    pub hidden: usize,
+    pub k: usize,
+    pub experts: usize,
+    pub dtype: DataType,
+    pub arrangement: Arrangement,
+    /// Whether there is room for a known number of rows.
+    pub room: Option<usize>,
+    pub places: Where,
+    pub cast: Option<Fp8Cast>,
+    /// Ids are i64.
+    pub wide: bool,
+    /// Experts of every rank's tokens.
+    pub ids: Vec<Vec<i64>>,
+    /// Rows of every rank, as they are stored.
+    pub rows: Vec<Vec<u8>>,
+    /// Weights of every rank's tokens, if they have any.
+    pub weights: Option<Vec<Vec<f32>>>,
+    /// What is beside every row: two bytes.
+    pub beside: Vec<Vec<u8>>,
+}
+
+/// A row at its receiver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Came {
+    pub at: usize,
+    pub source: usize,
+    pub token: usize,
+    /// Where there is a row for each expert.
+    pub entry: Option<usize>,
+}
+
+impl Case {
+    /// Random tokens of which a few have fewer experts, twice the same, or none.
+    pub fn random(
+        rng: &mut StdRng,
+        size: usize,
+        (max_tokens, hidden, k, experts): (usize, usize, usize, usize),
+    ) -> Self {
+        let case = Self {
+            size,
+            max_tokens,
+            hidden,
+            k,
+            experts,
+            dtype: DataType::BF16,
+            arrangement: Arrangement::Dense,
+            room: None,
+            places: Where::Even,
+            cast: None,
+            wide: rng.random(),
+            ids: vec![],
+            rows: vec![],
+            weights: Some(vec![]),
+            beside: vec![],
+        };
+        let tokens: Vec<usize> = (0..size)
+            .map(|_| rng.random_range(0..=max_tokens))
+            .collect();
+        case.with_tokens(rng, &tokens)
+    }
+
+    /// The same with so many tokens of every rank, all of them new.
+    pub fn with_tokens(mut self, rng: &mut StdRng, tokens: &[usize]) -> Self {
+        self.ids = tokens
+            .iter()
+            .map(|&n| (0..n * self.k).map(|_| self.id(rng)).collect())
+            .collect();
+        self.weights = Some(tokens.iter().map(|&n| values(rng, n * self.k)).collect());
+        self.beside = tokens.iter().map(|&n| bits(rng, n * 2)).collect();
+        self.with_rows(rng)
+    }
+
+    /// The same tokens with new rows: any bits, or numbers where they are cast.
+    pub fn with_rows(mut self, rng: &mut StdRng) -> Self {
+        let elements = |ids: &Vec<i64>| ids.len() / self.k * self.hidden;
+        self.rows = match self.cast {
+            Some(_) => {
+                let rows = self.ids.iter().map(|ids| {
+                    // Of very different sizes, block by block.
+                    let scaled =
+                        |i: usize, x: f32| f64::from(x) * 10f64.powi((i / 128 % 9) as i32 - 4);
+                    let values = values(rng, elements(ids)).into_iter().enumerate();
+                    to_bytes(
+                        self.dtype,
+                        &values.map(|(i, x)| scaled(i, x)).collect::<Vec<_>>(),
+                    )
+                });
+                rows.collect()
+            }
+            None => {
+                let bytes = self.dtype.bytes();
+                self.ids
+                    .iter()
+                    .map(|ids| bits(rng, elements(ids) * bytes))
+                    .collect()
+            }
+        };
+        self
+    }
+
+    fn id(&self, rng: &mut StdRng) -> i64 {
+        let ids = match self.places {
+            Where::Ranks => self.size,
+            _ => self.experts,
+        } as i64;
+        match rng.random_range(0..12) {
+            0 => -1,
+            1 => *[ids, i64::from(i32::MAX), -7].choose(rng).unwrap_or(&-1),
+            _ => rng.random_range(0..ids.max(1)),
+        }
+    }
+
+    pub fn tokens(&self, rank: usize) -> usize {
+        self.ids[rank].len() / self.k
+    }
+
+    /// Slots of every rank.
+    pub fn slots(&self) -> Vec<usize> {
+        match &self.places {
+            Where::Even => (0..self.size)
+                .map(|r| self.experts / self.size + usize::from(r < self.experts % self.size))
+                .collect(),
+            Where::Map { per_rank, .. } => vec![*per_rank; self.size],
+            Where::Ranks => vec![1; self.size],
+        }
+    }
+
+    /// The slot, over all ranks, for one of a token's experts.
+    pub fn slot(&self, rank: usize, token: usize, entry: usize) -> Option<usize> {
+        let id = self.ids[rank][token * self.k + entry];
+        let known = match self.places {
+            Where::Ranks => self.size,
+            _ => self.experts,
+        };
+        if id < 0 || id >= known as i64 {
+            return None;
+        }
+        let id = id as usize;
+        match &self.places {
+            Where::Even | Where::Ranks => Some(id),
+            Where::Map { slots, .. } => {
+                let copies = slots.len() / self.experts;
+                let of_expert: Vec<i32> = slots[id * copies..(id + 1) * copies]
+                    .iter()
+                    .copied()
+                    .filter(|&s| s >= 0)
+                    .collect();
+                of_expert
+                    .get((token + rank) % of_expert.len().max(1))
+                    .map(|&s| s as usize)
+            }
+        }
+    }
+
+    /// Whose a slot is, and which of that rank's.
+    pub fn owner(&self, slot: usize) -> (usize, usize) {
+        let mut left = slot;
+        for (rank, n) in self.slots().into_iter().enumerate() {
+            if left < n {
+                return (rank, left);
+            }
+            left -= n;
+        }
+        panic!("slot {slot} is nobody's")
+    }
+
+    /// The slot of `rank` for one of a token's experts.
+    pub fn local(&self, rank: usize, source: usize, token: usize, entry: usize) -> Option<usize> {
+        let (owner, local) = self.owner(self.slot(source, token, entry)?);
+        (owner == rank).then_some(local)
+    }
+
+    /// What a rank must get, and how many rows that takes.
+    pub fn received(&self, rank: usize) -> (Vec<Came>, usize) {
+        let mut list = Vec::new();
+        let mut end = 0usize;
+        let of = |source: usize| (0..self.tokens(source)).map(move |token| (source, token));
+        if let Arrangement::ByExpert { alignment } = self.arrangement {
+            for slot in 0..self.slots()[rank] {
+                end = end.div_ceil(alignment) * alignment;
+                for (source, token) in (0..self.size).flat_map(of) {
+                    for entry in 0..self.k {
+                        if self.local(rank, source, token, entry) == Some(slot) {
+                            let (at, entry) = (end, Some(entry));
+                            list.push(Came {
+                                at,
+                                source,
+                                token,
+                                entry,
+                            });
+                            end += 1;
+                        }
+                    }
+                }
+            }
+            return (list, end.div_ceil(alignment) * alignment);
+        }
+        for source in 0..self.size {
+            if self.arrangement == Arrangement::BySource {
+                end = source * self.max_tokens;
+            }
+            for (source, token) in of(source) {
+                if (0..self.k).any(|entry| self.local(rank, source, token, entry).is_some()) {
+                    list.push(Came {
+                        at: end,
+                        source,
+                        token,
+                        entry: None,
+                    });
+                    end += 1;
+                }
+            }
+        }
+        match self.arrangement {
+            Arrangement::BySource => (list, self.size * self.max_tokens),
+            _ => (list, end),
+        }
+    }
+
+    /// Rows that there is room for.
+    pub fn capacity(&self, rank: usize) -> usize {
+        self.room.unwrap_or_else(|| self.received(rank).1)
+    }
+
+    /// What a rank's experts make of a row: any numbers, which everybody can make again.
+    pub fn made(&self, rank: usize, row: &Came, hidden: usize, dtype: DataType) -> Vec<f64> {
+        (0..hidden)
+            .map(|column| {
+                let seed = [
+                    rank,
+                    row.source,
+                    row.token,
+                    row.entry.map_or(99, |e| e),
+                    column,
+                ];
+                let mixed = seed.iter().fold(0x9E37_79B9_7F4A_7C15u64, |h, &x| {
+                    let h = (h ^ x as u64).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+                    h ^ (h >> 29)
+                });
+                let x = (mixed >> 40) as f32 / (1 << 23) as f32 - 1.0;
+                f64::from(rounded(dtype, x + 0.001))
+            })
+            .collect()
+    }
+
+    /// What a rank must get back for each of its tokens: bits in f32 by the order of the contract, and the same in f64.
+    pub fn combined(
+        &self,
+        rank: usize,
+        (sum, dtype, hidden): (CombineSum, DataType, usize),
+        biases: &[Vec<f64>],
+    ) -> (Vec<f32>, Vec<f64>) {
+        let weights = self.weights.as_ref().map(|w| &w[rank]);
+        let (mut exact, mut wide) = (vec![], vec![]);
+        for token in 0..self.tokens(rank) {
+            let weight = |entry: usize| weights.map_or(1.0, |w| w[token * self.k + entry]);
+            // Parts in the order in which they are added, each a list of rows with their weights that is added first.
+            let mut parts: Vec<Vec<(Vec<f64>, f32)>> = vec![];
+            let of_owner = |owner: usize| {
+                (0..self.k).filter(move |&e| self.local(owner, rank, token, e).is_some())
+            };
+            let row = |entry| Came {
+                at: 0,
+                source: rank,
+                token,
+                entry,
+            };
+            match sum {
+                CombineSum::Expert => {
+                    for entry in 0..self.k {
+                        if let Some(slot) = self.slot(rank, token, entry) {
+                            let made =
+                                self.made(self.owner(slot).0, &row(Some(entry)), hidden, dtype);
+                            parts.push(vec![(made, weight(entry))]);
+                        }
+                    }
+                }
+                CombineSum::Rank => {
+                    for owner in (0..self.size).filter(|&o| of_owner(o).next().is_some()) {
+                        parts.push(vec![(self.made(owner, &row(None), hidden, dtype), 1.0)]);
+                    }
+                }
+                CombineSum::ExpertByRank => {
+                    for owner in (0..self.size).filter(|&o| of_owner(o).next().is_some()) {
+                        let made = |e| (self.made(owner, &row(Some(e)), hidden, dtype), weight(e));
+                        parts.push(of_owner(owner).map(made).collect());
+                    }
+                }
+            }
+            for column in 0..hidden {
+                let mut sums: Option<(f32, f64)> = None;
+                let mut add =
+                    |x: f32, y: f64| sums = Some(sums.map_or((x, y), |(a, b)| (a + x, b + y)));
+                for part in &parts {
+                    let mut of_part: Option<(f32, f64)> = None;
+                    for (row, weight) in part {
+                        let (x, y) = (
+                            row[column] as f32 * weight,
+                            row[column] * f64::from(*weight),
+                        );
+                        of_part = Some(of_part.map_or((x, y), |(a, b)| (a + x, b + y)));
+                    }
+                    let (x, y) = of_part.unwrap_or_default();
+                    match sum {
+                        CombineSum::ExpertByRank => add(rounded(dtype, x), y),
+                        CombineSum::Rank | CombineSum::Expert => add(x, y),
+                    }
+                }
+                for bias in biases {
+                    let x = bias[token * hidden + column];
+                    add(x as f32, x);
+                }
+                let (x, y) = sums.unwrap_or_default();
+                exact.push(x);
+                wide.push(y);
+            }
+        }
+        (exact, wide)
+    }
+}
+
+/// The nearest value of a type, as f32.
+pub fn rounded(dtype: DataType, x: f32) -> f32 {
+    match dtype {
+        DataType::F16 => f16::from_f32(x).to_f32(),
+        DataType::BF16 => bf16::from_f32(x).to_f32(),
+        _ => x,
+    }
+}
+
+fn values(rng: &mut StdRng, n: usize) -> Vec<f32> {
+    (0..n)
+        .map(|_| rng.random_range(0.05f32..1.0) * if rng.random() { 1.0 } else { -1.0 })
+        .collect()
+}
+
+fn bits(rng: &mut StdRng, n: usize) -> Vec<u8> {
+    let mut bytes = vec![0; n];
+    rng.fill_bytes(&mut bytes);
+    bytes
+}
