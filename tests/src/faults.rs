@@ -250,6 +250,9 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
         ("root", ops::broadcast(0), ops::broadcast(1)),
         ("row_len", ops::all_to_all(6), ops::all_to_all(7)),
     ];
+    if engines.dispatches {
+        pairs.push(("hidden", ops::experts(8), ops::experts(12)));
+    }
     if engines.norms {
         let norm = |rows, eps| ops::all_reduce_norm(rows, eps, None);
         pairs.push(("norm_rows", norm(3, 1e-5), norm(4, 1e-5)));

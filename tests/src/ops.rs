@@ -7,9 +7,10 @@ use crate::{
 };
 use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceAlgorithm, AllReduceNormParams,
-    AllReduceParams, AllToAllParams, BroadcastParams, Buffer, Chunk, DataType, GemmParams, Lease,
-    LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams, Normed, Operation,
-    Output, OverlapMode, ReduceOp, ReduceScatterParams, Result,
+    AllReduceParams, AllToAllParams, Arrangement, BroadcastParams, Buffer, Chunk, CombineParams,
+    CombineSum, DataType, DispatchParams, GemmParams, Lease, LoraLinearAllReduceParams,
+    LoraLinearParams, LoraLinearReduceScatterParams, Normed, Operation, Output, OverlapMode,
+    Placement, ReduceOp, ReduceScatterParams, Result, Route, Routing,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -293,6 +294,56 @@ pub fn linear_all_reduce() -> Op {
     })
 }
 
+/// A row of every rank to each rank, and back again. Its output is the sum of all.
+pub fn experts(hidden: usize) -> Op {
+    let op = Op::new("experts", Operation::Combine, move |rank, lease| {
+        let rows = own(rank, DataType::F32, &[1, hidden]);
+        let everybody: Vec<u8> = (0..rank.size as i32).flat_map(i32::to_ne_bytes).collect();
+        let ids = rank.upload_bytes(DataType::I32, &[1, rank.size], &everybody);
+        let mut d = old(rank, DataType::F32, &[1, hidden]);
+        let there = lease.dispatch(DispatchParams {
+            rows: rows.view(),
+            beside: &[],
+            route: Route::Experts {
+                routing: Routing {
+                    ids: ids.view(),
+                    placement: Placement::Ranks,
+                },
+                weights: None,
+            },
+            arrangement: Arrangement::BySource,
+            max_tokens: 1,
+            max_recv: None,
+            cast: None,
+            choice: None,
+        });
+        // What a dispatch writes is its own.
+        let there = match there {
+            Ok(there) => there,
+            Err(e) => {
+                return Ended {
+                    result: Err(e),
+                    output: None,
+                };
+            }
+        };
+        let result = lease.combine(CombineParams {
+            rows: there.rows.view(),
+            handle: &there.handle,
+            sum: CombineSum::Rank,
+            weights: None,
+            biases: &[],
+            output: Output::Into(d.view_mut()),
+            choice: None,
+        });
+        ended(result, d)
+    });
+    Op {
+        operations: vec![Operation::Dispatch, Operation::Combine],
+        ..op
+    }
+}
+
 /// Every operation, in every mode and algorithm that a device has.
 pub fn all(engines: Engines) -> Vec<Op> {
     let named = |name: String, op: Op| Op { name, ..op };
@@ -305,6 +356,9 @@ pub fn all(engines: Engines) -> Vec<Op> {
         all_to_all(COLUMNS),
         linear_all_reduce(),
     ];
+    if engines.dispatches {
+        ops.push(experts(8));
+    }
     for (name, choice) in algorithms(engines) {
         let op = all_reduce(100, DataType::F32, ReduceOp::Sum, choice);
         ops.push(named(format!("all_reduce_{name}"), op));
