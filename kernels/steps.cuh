@@ -90,7 +90,7 @@ __device__ __forceinline__ uint64_t most_ns(const G& g) {
 
 // Why a wait of this file ended. Beyond `aborted` the numbers are FaultKind's too; `stopped` leaves no record, since somebody
 // else does.
-enum class End : uint32_t { going_on = 0, timeout = 1, mismatch = 2, lost = 4, stopped = 99, there = 100 };
+enum class End : uint32_t { going_on = 0, timeout = 1, mismatch = 2, lost = 4, overflow = 5, stopped = 99, there = 100 };
 
 // One wait for a flag in this rank's own memory.
 struct Waiting {

@@ -24,6 +24,7 @@ fn main() {
         "build.rs",
         "build",
         "src/params.rs",
+        "src/params_experts.rs",
         "src/params_group.rs",
         "src/params_linear.rs",
         "src/constants.rs",

@@ -162,7 +162,7 @@ fn check(rank: &Rank, case: &Case, got: &Dispatched) {
         capacity,
         "rows that there is room for"
     );
-    let mut sources = vec![[-1; 3]; capacity];
+    let mut sources = vec![[-1; 4]; capacity];
     let (mut ids, mut weights) = (vec![-1; capacity * per_row], vec![0f32; capacity * per_row]);
     let mut counts = vec![0; case.slots()[me]];
     let mut received = vec![0; case.size];
@@ -172,7 +172,9 @@ fn check(rank: &Rank, case: &Case, got: &Dispatched) {
     let beside = rank.raw(got.beside[0].view());
     for row in &came {
         let entry = row.entry.map_or(-1, |e| e as i32);
-        sources[row.at] = [row.source as i32, row.token as i32, entry];
+        let goes = |t: &usize| (0..case.k).any(|e| case.local(me, row.source, *t, e).is_some());
+        let before = (0..row.token).filter(goes).count() as i32;
+        sources[row.at] = [row.source as i32, row.token as i32, entry, before];
         if seen.insert((row.source, row.token)) {
             received[row.source] += 1;
         }

@@ -10,11 +10,12 @@ use crate::{
 };
 use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceNormParams, AllReduceParams,
-    AllToAllParams, Bootstrap, BroadcastParams, Buffer, Call, Chunk, Comm, CommConfig,
-    Communicator, DataType, Device, Error, FaultRecord, Filled, GatherLinearParts, GatheredParts,
-    Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams, Output,
-    OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams, Reduced, Result, SendParams,
-    Stream, Traffic, Turn, UserBuffers, fallback,
+    AllToAllParams, Bootstrap, BroadcastParams, Buffer, Call, Chunk, CombineParams, Combined, Comm,
+    CommConfig, Communicator, DataType, Device, DispatchParams, Dispatched, Error, ExpertLayout,
+    Experts, FaultRecord, Filled, GatherLinearParts, GatheredParts, Group, LinearCall,
+    LoraLinearAllReduceParams, LoraLinearReduceScatterParams, Output, OverlapMode, Plan, Reason,
+    RecvParams, ReduceScatterParams, Reduced, Result, Routing, SendParams, Stream, Traffic, Turn,
+    UserBuffers, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -230,6 +231,9 @@ impl Communicator for CudaComm {
     fn user_buffers(&self) -> Result<&dyn UserBuffers, Reason> {
         Ok(self)
     }
+    fn experts(&self) -> Result<&dyn Experts, Reason> {
+        Ok(self)
+    }
     fn own_chunk(
         &self,
         turn: &mut Turn,
@@ -289,5 +293,17 @@ impl Communicator for CudaComm {
         let (on, d) = (turn.stream().clone(), given(&p.output));
         let call = || fallback::lora_linear_with_all_reduce(self, turn, p);
         self.in_parts(&on, d, |r| r.d.clone(), call)
+    }
+}
+
+impl Experts for CudaComm {
+    fn layout(&self, turn: &mut Turn, routing: Routing<'_>) -> Result<ExpertLayout> {
+        self.run_expert_layout(turn, routing)
+    }
+    fn dispatch(&self, turn: &mut Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
+        self.run_dispatch(turn, p)
+    }
+    fn combine(&self, turn: &mut Turn, p: CombineParams<'_>) -> Result<Combined> {
+        self.run_combine(turn, p)
     }
 }

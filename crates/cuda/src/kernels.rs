@@ -1,8 +1,9 @@
 //! All kernels of operations, loaded when a device is opened: loading later would synchronize with waits in flight.
 
 use crate::{
-    Kernel, KernelSet, Launch, Missing, gemm_flags::TileKernels, lane::Lane, norm::NormKernels,
-    pushed::PushKernels,
+    Kernel, KernelSet, Launch, Missing, combine::CombineKernels, dispatch::DispatchKernels,
+    gemm_flags::TileKernels, lane::Lane, norm::NormKernels, pushed::PushKernels,
+    routing::RouteKernels,
 };
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
@@ -32,6 +33,9 @@ pub(crate) struct Kernels {
     pub(crate) adapters: Kernel<AdaptersParams>,
     pub(crate) pushes: PushKernels,
     pub(crate) norms: NormKernels,
+    pub(crate) routes: RouteKernels,
+    pub(crate) dispatches: DispatchKernels,
+    pub(crate) combines: CombineKernels,
     /// On compute capability 9.0.
     pub(crate) tiles: Option<TileKernels>,
     sms: u32,
@@ -67,6 +71,9 @@ impl Kernels {
             messages: set("messages")?.kernel()?,
             adapters: set("adapters")?.kernel()?,
             norms: NormKernels::load(&set("all_reduce_norm")?)?,
+            routes: RouteKernels::load(&set("routing")?)?,
+            dispatches: DispatchKernels::load(&set("dispatch")?)?,
+            combines: CombineKernels::load(&set("combine")?)?,
             pushes: PushKernels::load(&set("all_reduce")?, capability)?,
             tiles: (capability == (9, 0))
                 .then(|| TileKernels::load(&set("gemm_flags")?))

@@ -296,8 +296,8 @@ pub struct HandleParts {
     pub own_weights: Option<Buffer>,
     /// Rows that came from each rank, i32 `[ranks]`.
     pub received: Buffer,
-    /// Where each row is from, i32 `[rows, 3]`: source rank, its token, and which of the token's experts it is for (-1 where a row is for
-    /// all of them). -1 where there is no row.
+    /// Where each row is from, i32 `[rows, 4]`: source rank, its token, which of the token's experts it is for (-1 where a row is for
+    /// all of them), and which of the tokens from there it is. -1 where there is no row.
     pub sources: Buffer,
     /// First row of each source rank, or of each slot where rows lie by expert, and at the end their number with what lies between
     /// them: i32 `[ranks + 1]` or `[slots + 1]`.
@@ -341,8 +341,8 @@ impl Handle {
         self.0.received.view()
     }
 
-    /// Where each row is from, i32 `[rows, 3]`: source rank, its token, and which of the token's experts it is for (-1 where a row is
-    /// for all of them). -1 where there is no row.
+    /// Where each row is from, i32 `[rows, 4]`: source rank, its token, which of the token's experts it is for (-1 where a row is for
+    /// all of them), and which of the tokens from there it is. -1 where there is no row.
     pub fn sources(&self) -> View<'_> {
         self.0.sources.view()
     }

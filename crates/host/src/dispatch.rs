@@ -200,7 +200,7 @@ impl Arguments {
             layout,
             own_weights,
             received: integers(&[size])?,
-            sources: integers(&[room, 3])?,
+            sources: integers(&[room, 4])?,
             offsets: integers(&[if by_expert { slots } else { size } + 1])?,
             ids: of_experts(DataType::I32)?,
             weights: match call.weights {
@@ -340,7 +340,7 @@ fn exchange(
     own: &Own<'_>,
 ) -> Result<Vec<Came>> {
     let sections = Sections::dispatch(&a.call, a.piece_rows);
-    let lists: Vec<usize> = (0..5 + a.beside.len()).collect();
+    let lists: Vec<usize> = (0..sections.count()).collect();
     let mut came = vec![
         Came {
             rows: 0,
@@ -361,9 +361,7 @@ fn exchange(
                 for (i, &token) in rows.iter().enumerate() {
                     own.write(to, token, i, &sections, out);
                 }
-                rows.iter()
-                    .map(|_| sections.bytes / a.piece_rows.max(1))
-                    .sum()
+                rows.len() * sections.all_bytes()
             },
             |from, part| {
                 let all = u64::from_le_bytes(part[..8].try_into().unwrap_or_default()) as usize;
@@ -507,7 +505,7 @@ fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
     let rows = parts.sources.shape().rows();
     let per_row = parts.ids.shape().len() / rows.max(1);
     let (mut sources, mut ids, mut weights) = (
-        vec![-1; rows * 3],
+        vec![-1; rows * 4],
         vec![-1; rows * per_row],
         vec![0f32; rows * per_row],
     );
@@ -517,8 +515,9 @@ fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
     let their_weights: Vec<Vec<f32>> = lists(Section::Weights).map(integers).collect();
     for row in &arranged.rows {
         let entry = row.entry.map_or(-1, |e| e as i32);
-        let source = [row.source as i32, tokens[row.source][row.position], entry];
-        sources[row.at * 3..][..3].copy_from_slice(&source);
+        let token = tokens[row.source][row.position];
+        let source = [row.source as i32, token, entry, row.position as i32];
+        sources[row.at * 4..][..4].copy_from_slice(&source);
         let of = match row.entry {
             Some(entry) => row.position * k + entry..row.position * k + entry + 1,
             None => row.position * k..(row.position + 1) * k,

@@ -99,17 +99,22 @@ pub struct Field {
     pub offset: usize,
 }
 
+#[path = "params_experts.rs"]
+mod experts;
 #[path = "params_group.rs"]
 mod group;
 #[path = "params_linear.rs"]
 mod linear;
 
 #[allow(unused_imports, reason = "builds include this file for its layouts")]
-pub use {group::*, linear::*};
+pub use {experts::*, group::*, linear::*};
 
 /// Name, size and fields of every struct.
 pub fn layouts() -> impl Iterator<Item = &'static Layout> {
-    group::LAYOUTS.iter().chain(linear::LAYOUTS)
+    group::LAYOUTS
+        .iter()
+        .chain(linear::LAYOUTS)
+        .chain(experts::LAYOUTS)
 }
 
 /// The C++ header that declares the same structs.

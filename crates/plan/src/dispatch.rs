@@ -154,6 +154,16 @@ impl Sections {
         start..start + each * rows
     }
 
+    /// Bytes of all that a row has.
+    pub fn all_bytes(&self) -> usize {
+        self.sections.iter().map(|(each, _)| each).sum()
+    }
+
+    /// How many sections there are.
+    pub fn count(&self) -> usize {
+        self.sections.len()
+    }
+
     /// Bytes of a row in a section.
     pub fn row_bytes(&self, section: Section) -> usize {
         self.sections[section.index()].0

@@ -234,26 +234,20 @@ impl Arranged {
     }
 }
 
-/// Rows in the order in which they lie, out of where each is from: source rank, token and entry, which are negative where there is no
-/// row, or where it is for all of a token's experts.
+/// Rows in the order in which they lie, out of where each is from: source rank, token, entry and position, as a
+/// [`Handle`](brigade_device::Handle) has them.
 pub fn rows_of_sources(sources: &[i32]) -> Vec<Row> {
-    let known = sources.chunks_exact(3).enumerate().filter_map(|(at, s)| {
-        let source = usize::try_from(s[0]).ok()?;
-        Some((at, source, s[1], usize::try_from(s[2]).ok()))
-    });
-    let mut tokens: Vec<(usize, i32)> = known.clone().map(|(_, s, token, _)| (s, token)).collect();
-    tokens.sort_unstable();
-    tokens.dedup();
-    let first = |source| tokens.partition_point(|&(s, _)| s < source);
-    known
-        .map(|(at, source, token, entry)| {
-            let all = tokens.binary_search(&(source, token)).unwrap_or_else(|i| i);
-            Row {
-                at,
-                source,
-                position: all - first(source),
-                entry,
-            }
+    let row = |(at, s): (usize, &[i32])| {
+        Some(Row {
+            at,
+            source: usize::try_from(s[0]).ok()?,
+            position: usize::try_from(s[3]).ok()?,
+            entry: usize::try_from(s[2]).ok(),
         })
+    };
+    sources
+        .chunks_exact(4)
+        .enumerate()
+        .filter_map(row)
         .collect()
 }

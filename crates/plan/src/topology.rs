@@ -70,7 +70,6 @@ impl Engines {
             two_shot_push: pushes,
             pushes_parts: true,
             norms: pushes,
-            dispatches: false,
             ..Self::host()
         }
     }

@@ -1,0 +1,710 @@
+//! Dispatch: every rank writes its rows into its part of the receivers' halves, a piece at a time; who has all of them puts them
+//! where the arrangement wants them. Nobody's host hears of a count, unless room is to be made for just so many rows.
+
+use crate::{
+    CudaDevice, Kernel, KernelSet, Launch, Missing,
+    comm::{CudaComm, unexpected},
+    job::{Job, waiting},
+    lane::Lane,
+    memory::{Pinned, check_reach},
+    routing::{self, Placed, Router},
+    steps::Use,
+    types,
+};
+use brigade_device::{
+    Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchParams, Dispatched, Error,
+    ExpertLayout, Group, Handle, HandleParts, Plan, Result, Route, ScaleFormat, Storage, Turn,
+};
+use brigade_kernels::{CastParams, DispatchParams as Parameters};
+use brigade_plan::{
+    dispatch::{Section, Sections, part_bytes},
+    routes::Slots,
+};
+use brigade_sync::Area;
+use std::{sync::Arc, time::Duration};
+
+/// Its kernels, in the order in which they run.
+#[derive(Debug)]
+pub(crate) struct DispatchKernels {
+    cast: Kernel<CastParams>,
+    push: Kernel<Parameters>,
+    count: Kernel<Parameters>,
+    place: Kernel<Parameters>,
+    arrange: Kernel<Parameters>,
+    collect: Kernel<Parameters>,
+}
+
+impl DispatchKernels {
+    pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
+        Ok(Self {
+            cast: set.kernel()?,
+            push: set.variant("_push")?,
+            count: set.variant("_count")?,
+            place: set.variant("_place")?,
+            arrange: set.variant("_arrange")?,
+            collect: set.variant("_collect")?,
+        })
+    }
+}
+
+/// Threads of a block that takes rows.
+pub(crate) const ROW_THREADS: u32 = 256;
+/// Threads of a block that goes through all entries.
+const ENTRY_THREADS: u32 = 1024;
+
+/// Threads for each of so many rows, so that a few of them keep a GPU busy too.
+pub(crate) fn row_threads(device: &CudaDevice, rows: usize, row_bytes: usize) -> u32 {
+    /// What keeps a multiprocessor busy.
+    const THREADS: usize = 1024;
+    let all = usize::from(device.info().sms) * THREADS;
+    [ROW_THREADS, 128, 64]
+        .into_iter()
+        .find(|&t| rows * t as usize <= all && t as usize * 16 <= row_bytes)
+        .unwrap_or(32)
+}
+
+/// Blocks for so many rows, within the multiprocessors that a communicator may use.
+pub(crate) fn row_blocks(job: &Job<'_>, rows: usize, threads: u32) -> Launch {
+    let kernels = &job.core.device.opened.kernels;
+    let blocks = (rows * threads as usize).div_ceil(ROW_THREADS as usize);
+    let budget = job
+        .core
+        .config
+        .sm_budget
+        .map_or(usize::MAX, |sms| 8 * usize::from(sms.max(1)));
+    Launch {
+        threads: ROW_THREADS,
+        ..kernels.shape(blocks.min(budget))
+    }
+}
+
+/// The arguments.
+struct Arguments {
+    call: DispatchCall,
+    group: Group,
+    piece_rows: usize,
+    pieces: usize,
+    rows: Buffer,
+    beside: Vec<Buffer>,
+    beside_rows: Vec<(DataType, usize)>,
+    ways: Ways,
+    cast: Option<(Buffer, Buffer)>,
+    staged: Option<Buffer>,
+}
+
+/// How the ways of rows are known.
+enum Ways {
+    /// They are found out now, and kept there.
+    New(Box<First>),
+    Again(Box<HandleParts>),
+}
+
+/// What the ways of rows are found out from, and where they are kept.
+struct First {
+    router: Router,
+    weights: Option<Buffer>,
+    layout: ExpertLayout,
+    received: Buffer,
+    offsets: Buffer,
+    counts: Buffer,
+}
+
+/// What is written.
+#[derive(Clone)]
+struct Outputs {
+    rows: Buffer,
+    scales: Option<Buffer>,
+    beside: Vec<Buffer>,
+    parts: HandleParts,
+}
+
+/// Where rows lie that have come.
+#[derive(Clone, Copy)]
+struct Came {
+    parts: u64,
+    stride: usize,
+    /// Rows that a section has room for.
+    rows: usize,
+}
+
+impl CudaComm {
+    pub(crate) fn run_dispatch(&self, turn: &Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
+        let group = *self.core.control.group();
+        let call = p.check(&group)?;
+        let signed = Call::Dispatch(call.clone());
+        let plan = self.core.plan(&signed)?;
+        let Plan::Experts {
+            piece_rows, pieces, ..
+        } = plan
+        else {
+            return Err(unexpected(&plan));
+        };
+        let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
+        let a = Arguments::new(device, lane, &p, (call, group), (piece_rows, pieces))?;
+        let given = match a.room() {
+            Some(room) => Some(a.allocate(device, lane, room)?),
+            None => {
+                lane.refuse_capture("a dispatch without max_recv")?;
+                None
+            }
+        };
+        let mut kept = a.buffers();
+        kept.extend(given.iter().flat_map(Outputs::buffers));
+        let outputs = self
+            .core
+            .collective(turn.stream(), &signed, &kept, None, |job| {
+                dispatch(job, &a, given.clone())
+            })?;
+        let Outputs {
+            rows,
+            scales,
+            beside,
+            parts,
+        } = outputs;
+        Ok(Dispatched {
+            rows,
+            scales,
+            beside,
+            ids: parts.ids.clone(),
+            weights: parts.weights.clone(),
+            counts: parts.counts.clone(),
+            handle: Handle::new(parts),
+            plan,
+        })
+    }
+}
+
+impl Arguments {
+    fn new(
+        device: &CudaDevice,
+        lane: &Arc<Lane>,
+        p: &DispatchParams<'_>,
+        (call, group): (DispatchCall, Group),
+        (piece_rows, pieces): (usize, usize),
+    ) -> Result<Self> {
+        let integers = |shape: &[usize]| device.scratch(lane, DataType::I32, shape);
+        let rows = p.rows.retain();
+        check_reach(&device.card, "rows.memory", &rows)?;
+        let beside: Vec<Buffer> = p.beside.iter().map(|v| v.retain()).collect();
+        for buffer in &beside {
+            check_reach(&device.card, "beside.memory", buffer)?;
+        }
+        let ways = match &p.route {
+            Route::Experts { routing, weights } => {
+                let router = Router::of(device, lane, routing, (call.k, call.placement), group)?;
+                let weights = weights.map(|w| w.retain());
+                if let Some(weights) = &weights {
+                    check_reach(&device.card, "weights.memory", weights)?;
+                }
+                let slots = Slots::new(call.placement, group.size).of(group.rank).len();
+                let runs = match call.arrangement {
+                    Arrangement::ByExpert { .. } => slots,
+                    Arrangement::Dense | Arrangement::BySource => group.size,
+                };
+                Ways::New(Box::new(First {
+                    layout: router.allocate(device, lane)?,
+                    router,
+                    weights,
+                    received: integers(&[group.size])?,
+                    offsets: integers(&[runs + 1])?,
+                    counts: integers(&[slots])?,
+                }))
+            }
+            Route::Again(handle) => Ways::Again(Box::new(handle.parts().clone())),
+        };
+        let cast = match call.cast {
+            Some(cast) => {
+                let tokens = rows.shape().rows();
+                let (dtype, n) = cast.scales(call.hidden);
+                let values = device.scratch(lane, DataType::F8E4M3, &[tokens, call.hidden])?;
+                Some((values, device.scratch(lane, dtype, &[tokens, n])?))
+            }
+            None => None,
+        };
+        let staged = match pieces {
+            0 | 1 => None,
+            _ => {
+                let bytes = Sections::dispatch(&call, call.max_tokens)
+                    .bytes
+                    .next_multiple_of(64);
+                Some(device.scratch(lane, DataType::U8, &[group.size, bytes])?)
+            }
+        };
+        Ok(Self {
+            group,
+            piece_rows,
+            pieces,
+            beside_rows: p
+                .beside
+                .iter()
+                .map(|v| (v.dtype(), v.shape().row_len()))
+                .collect(),
+            rows,
+            beside,
+            ways,
+            cast,
+            staged,
+            call,
+        })
+    }
+
+    /// Rows that there must be room for, if that is known.
+    fn room(&self) -> Option<usize> {
+        match (&self.ways, self.call.arrangement) {
+            (Ways::Again(parts), _) => Some(parts.sources.shape().rows()),
+            (_, Arrangement::BySource) => Some(self.group.size * self.call.max_tokens),
+            _ => self.call.max_recv,
+        }
+    }
+
+    /// What work must keep.
+    fn buffers(&self) -> Vec<&Buffer> {
+        let mut list = vec![&self.rows];
+        list.extend(&self.beside);
+        list.extend(&self.staged);
+        list.extend(
+            self.cast
+                .iter()
+                .flat_map(|(values, scales)| [values, scales]),
+        );
+        match &self.ways {
+            Ways::New(first) => {
+                list.extend(first.router.buffers());
+                list.extend(&first.weights);
+                list.extend(routing::all(&first.layout));
+                list.extend([&first.received, &first.offsets, &first.counts]);
+            }
+            Ways::Again(parts) => list.extend(all(parts)),
+        }
+        list
+    }
+
+    /// Buffers for so many rows.
+    fn allocate(&self, device: &CudaDevice, lane: &Arc<Lane>, room: usize) -> Result<Outputs> {
+        let (call, size) = (&self.call, self.group.size);
+        let new = |dtype, shape: &[usize]| device.scratch(lane, dtype, shape);
+        let of_rows = |dtype, row_len| match call.arrangement {
+            Arrangement::BySource => new(dtype, &[size, call.max_tokens, row_len]),
+            Arrangement::Dense | Arrangement::ByExpert { .. } => new(dtype, &[room, row_len]),
+        };
+        let of_experts = |dtype| match call.arrangement {
+            Arrangement::BySource => new(dtype, &[size, call.max_tokens, call.k]),
+            Arrangement::Dense => new(dtype, &[room, call.k]),
+            Arrangement::ByExpert { .. } => new(dtype, &[room]),
+        };
+        let scales = match call.cast {
+            Some(cast) => {
+                let (dtype, n) = cast.scales(call.hidden);
+                Some(match (cast.column_major, cast.format) {
+                    (false, _) => of_rows(dtype, n)?,
+                    (true, ScaleFormat::Ue8m0) => new(dtype, &[n / 4, room, 4])?,
+                    (true, _) => new(dtype, &[n, room])?,
+                })
+            }
+            None => None,
+        };
+        let beside = self.beside_rows.iter();
+        Ok(Outputs {
+            rows: of_rows(call.wire_type(), call.hidden)?,
+            scales,
+            beside: beside
+                .map(|&(dtype, n)| of_rows(dtype, n))
+                .collect::<Result<_>>()?,
+            parts: match &self.ways {
+                Ways::Again(parts) => (**parts).clone(),
+                Ways::New(first) => HandleParts {
+                    group: self.group,
+                    call: call.clone(),
+                    layout: first.layout.clone(),
+                    own_weights: first.weights.clone(),
+                    received: first.received.clone(),
+                    sources: new(DataType::I32, &[room, 4])?,
+                    offsets: first.offsets.clone(),
+                    ids: of_experts(DataType::I32)?,
+                    weights: match call.weights {
+                        true => Some(of_experts(DataType::F32)?),
+                        false => None,
+                    },
+                    counts: first.counts.clone(),
+                },
+            },
+        })
+    }
+
+    fn layout(&self) -> &ExpertLayout {
+        match &self.ways {
+            Ways::New(first) => &first.layout,
+            Ways::Again(parts) => &parts.layout,
+        }
+    }
+}
+
+impl Outputs {
+    /// What a call writes, and work must keep.
+    fn buffers(&self) -> Vec<&Buffer> {
+        let mut list = vec![&self.rows];
+        list.extend(&self.scales);
+        list.extend(&self.beside);
+        list.extend(all(&self.parts));
+        list
+    }
+
+    /// What is poisoned if the group was stopped.
+    fn poisoned(&self) -> impl Iterator<Item = &Buffer> {
+        let parts = &self.parts;
+        [&self.rows, &parts.ids, &parts.sources, &parts.received]
+            .into_iter()
+            .chain(&self.scales)
+            .chain(&parts.weights)
+            .chain(&self.beside)
+    }
+}
+
+/// All buffers of a handle.
+pub(crate) fn all(parts: &HandleParts) -> impl Iterator<Item = &Buffer> {
+    routing::all(&parts.layout)
+        .into_iter()
+        .chain([
+            &parts.received,
+            &parts.sources,
+            &parts.offsets,
+            &parts.ids,
+            &parts.counts,
+        ])
+        .chain(&parts.own_weights)
+        .chain(&parts.weights)
+}
+
+/// Every rank's part of a half of this rank.
+pub(crate) fn own_parts(job: &Job<'_>, of: Use) -> (u64, usize) {
+    let half = job.core.control.layout().half_bytes(of.area);
+    (
+        job.core.place(job.core.rank(), of, 0),
+        part_bytes(half, job.core.size()),
+    )
+}
+
+fn dispatch(job: &mut Job<'_>, a: &Arguments, given: Option<Outputs>) -> Result<Outputs> {
+    let device = Arc::clone(&job.core.device);
+    let sections = Sections::dispatch(&a.call, a.piece_rows);
+    let mut open = None;
+    for piece in 0..a.pieces {
+        let of = job.begin(Area::Dispatch);
+        if piece == 0 {
+            // Peers hear of the arrival before anything is worked on here.
+            job.steps_now()?;
+            if let Ways::New(first) = &a.ways {
+                first.router.route(&device, job.stream, &first.layout)?;
+            }
+            job.cast(a)?;
+        }
+        job.push_rows(a, &sections, of, piece)?;
+        job.steps.filled_to_all(of, a.group.rank, 0);
+        job.steps.await_all(of, 0);
+        match &a.staged {
+            Some(staged) => {
+                job.stage(a, &sections, of, piece, staged)?;
+                job.steps.end(of);
+            }
+            None => open = Some(of),
+        }
+    }
+    let came = match (&a.staged, open) {
+        (None, Some(of)) => {
+            let (parts, stride) = own_parts(job, of);
+            Came {
+                parts,
+                stride,
+                rows: a.piece_rows,
+            }
+        }
+        (Some(staged), _) => Came {
+            parts: staged.address(),
+            stride: staged.shape().columns(),
+            rows: a.call.max_tokens,
+        },
+        (None, None) => return Err(Error::invalid("pieces", a.pieces, "at least 1")),
+    };
+    if let Some(outputs) = &given {
+        for out in outputs.poisoned() {
+            job.poisons(out.address(), out.bytes(), out.dtype());
+        }
+    }
+    let outputs = match given {
+        Some(outputs) => {
+            job.count_and_say(a, came, outputs.parts.sources.shape().rows(), 0)?;
+            outputs
+        }
+        None => {
+            let room = job.room(a, came)?;
+            let outputs = a.allocate(&device, job.lane, room)?;
+            for out in outputs.poisoned() {
+                job.poisons(out.address(), out.bytes(), out.dtype());
+            }
+            outputs
+        }
+    };
+    job.collect(a, came, &outputs)?;
+    if let Some(of) = open {
+        job.steps.end(of);
+    }
+    Ok(outputs)
+}
+
+impl Job<'_> {
+    fn cast(&mut self, a: &Arguments) -> Result<()> {
+        let (Some(cast), Some((values, scales))) = (a.call.cast, &a.cast) else {
+            return Ok(());
+        };
+        let (rows, (_, per_row)) = (a.rows.shape().rows(), cast.scales(a.call.hidden));
+        if rows == 0 {
+            return Ok(());
+        }
+        let parameters = CastParams {
+            from: a.rows.address(),
+            values: values.address(),
+            scales: scales.address(),
+            rows: rows as u32,
+            hidden: a.call.hidden as u32,
+            from_type: types::float_code(a.call.dtype),
+            format: match cast.format {
+                ScaleFormat::F32 => 0,
+                ScaleFormat::PowerOfTwo => 1,
+                ScaleFormat::Ue8m0 => 2,
+            },
+            per_row: per_row as u32,
+        };
+        let shape = row_blocks(self, rows * per_row, 32);
+        let kernel = &self.core.device.opened.kernels.dispatches.cast;
+        // SAFETY: all of it lies in buffers of the right sizes, which the call keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// What all kernels of a dispatch are told.
+    fn dispatching(&self, a: &Arguments, sections: &Sections, of: Option<Use>) -> Parameters {
+        let core = self.core;
+        let placed = Placed::from(a.call.placement);
+        let half = core.control.layout().half_bytes(Area::Dispatch);
+        let mut parameters = Parameters {
+            half: of.map_or(0, |of| core.data_offset(of)) as u64,
+            part_bytes: part_bytes(half, core.size()) as u64,
+            sent: a.layout().sent.address(),
+            sent_offsets: a.layout().sent_offsets.address(),
+            max_tokens: a.call.max_tokens as u32,
+            k: a.call.k as u32,
+            alignment: 1,
+            again: u32::from(a.call.again),
+            sections: sections.count() as u32,
+            placement: placed.code,
+            experts: placed.experts,
+            per_rank: placed.per_rank,
+            signature: self.kind.signature,
+            ..waiting!(Parameters, self)
+        };
+        match a.call.arrangement {
+            Arrangement::Dense => {}
+            Arrangement::BySource => parameters.arrangement = 1,
+            Arrangement::ByExpert { alignment } => {
+                parameters.arrangement = 2;
+                parameters.alignment = u32::try_from(alignment).unwrap_or(u32::MAX);
+            }
+        }
+        for i in 0..sections.count() {
+            parameters.section[i] = sections.at(i, 0).start as u64;
+            parameters.row_bytes[i] = sections.at(i, 1).len() as u64;
+        }
+        parameters
+    }
+
+    /// Writes a piece of own rows into this rank's parts of the halves of all.
+    fn push_rows(
+        &mut self,
+        a: &Arguments,
+        sections: &Sections,
+        of: Use,
+        piece: usize,
+    ) -> Result<()> {
+        self.steps_now()?;
+        let mut parameters = self.dispatching(a, sections, Some(of));
+        let mut from = |section: Section, buffer: Option<&Buffer>| {
+            parameters.from[section.index()] = buffer.map_or(0, Buffer::address);
+        };
+        from(
+            Section::Row,
+            Some(a.cast.as_ref().map_or(&a.rows, |(values, _)| values)),
+        );
+        from(Section::Scales, a.cast.as_ref().map(|(_, scales)| scales));
+        from(Section::Slots, Some(&a.layout().slots));
+        if let Ways::New(first) = &a.ways {
+            from(Section::Weights, first.weights.as_ref());
+        }
+        for (i, buffer) in a.beside.iter().enumerate() {
+            from(Section::Beside(i), Some(buffer));
+        }
+        parameters.first_row = (piece * a.piece_rows) as u32;
+        parameters.piece_rows = a.piece_rows as u32;
+        let rows = a.piece_rows * a.group.size;
+        let most = rows.min(a.layout().sent.shape().len().max(a.group.size));
+        parameters.row_threads =
+            row_threads(&self.core.device, most, sections.row_bytes(Section::Row));
+        let shape = row_blocks(self, most, parameters.row_threads);
+        let kernel = &self.core.device.opened.kernels.dispatches.push;
+        // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// Takes a piece of everybody's rows out of this rank's half.
+    fn stage(
+        &mut self,
+        a: &Arguments,
+        sections: &Sections,
+        of: Use,
+        piece: usize,
+        staged: &Buffer,
+    ) -> Result<()> {
+        let all = Sections::dispatch(&a.call, a.call.max_tokens);
+        let (parts, stride) = own_parts(self, of);
+        let first = piece * a.piece_rows;
+        let rows = a.piece_rows.min(a.call.max_tokens - first);
+        let mut list = Vec::new();
+        for source in 0..a.group.size {
+            let from = parts + (source * stride) as u64;
+            let to = staged.address() + (source * staged.shape().columns()) as u64;
+            list.push((to, from, Sections::COUNTS_BYTES));
+            for i in 0..sections.count() {
+                let piece = sections.at(i, rows);
+                let at = all.at(i, first).end;
+                list.push((to + at as u64, from + piece.start as u64, piece.len()));
+            }
+        }
+        self.moves(&list)
+    }
+
+    /// What kernels are told of rows that have come.
+    fn received(&self, a: &Arguments, came: Came) -> Parameters {
+        let sections = Sections::dispatch(&a.call, came.rows);
+        let mut parameters = self.dispatching(a, &sections, None);
+        (parameters.parts, parameters.parts_stride) = (came.parts, came.stride as u64);
+        parameters.came = parameters.section;
+        let slots = Slots::new(a.call.placement, a.group.size).of(a.group.rank);
+        parameters.own_slots = slots.len() as u32;
+        match &a.ways {
+            Ways::New(first) => {
+                parameters.received = first.received.address();
+                parameters.offsets = first.offsets.address();
+                parameters.counts = first.counts.address();
+            }
+            Ways::Again(parts) => {
+                parameters.received = parts.received.address();
+                parameters.offsets = parts.offsets.address();
+                parameters.counts = parts.counts.address();
+            }
+        }
+        parameters
+    }
+
+    /// Counts what has come, and says where it goes; or, with an address for it, how much room that takes.
+    fn count_and_say(
+        &mut self,
+        a: &Arguments,
+        came: Came,
+        capacity: usize,
+        room: u64,
+    ) -> Result<()> {
+        self.steps_now()?;
+        let mut parameters = self.received(a, came);
+        (parameters.capacity, parameters.room) =
+            (u32::try_from(capacity).unwrap_or(u32::MAX), room);
+        let kernels = &self.core.device.opened.kernels.dispatches;
+        if parameters.own_slots > 0 && !a.call.again {
+            let shape = Launch::grid(parameters.own_slots, ENTRY_THREADS);
+            // SAFETY: what has come lies in the group's memory or in a buffer of the call, and counts go into one.
+            unsafe { kernels.count.launch(self.stream, shape, parameters) }.map_err(Error::from)?;
+        }
+        // SAFETY: as above.
+        unsafe {
+            kernels
+                .place
+                .launch(self.stream, Launch::grid(1, 32), parameters)
+        }
+        .map_err(Into::into)
+    }
+
+    /// Waits until all rows have come, and says how much room they take.
+    fn room(&mut self, a: &Arguments, came: Came) -> Result<usize> {
+        /// How much later than its kernels, which end by themselves, a host gives up.
+        const LATER: Duration = Duration::from_secs(5);
+        let said = Pinned::new(&self.core.device.card, 8)?;
+        self.count_and_say(a, came, 0, said.address())?;
+        let config = &self.core.config;
+        let ended = self
+            .mark()?
+            .reached(config.first_deadline.max(config.deadline) + LATER)?;
+        self.core.usable()?;
+        if !ended {
+            return Err(Error::Group {
+                step: "dispatch",
+                what: "this rank's GPU has not come to the end of it".into(),
+            });
+        }
+        // SAFETY: eight bytes of pinned memory that a kernel wrote, which has ended.
+        let room = unsafe { std::ptr::read_volatile(said.address() as *const u64) };
+        Ok(usize::try_from(room).unwrap_or(usize::MAX))
+    }
+
+    /// Says which row is what, and takes rows to where they belong.
+    fn collect(&mut self, a: &Arguments, came: Came, outputs: &Outputs) -> Result<()> {
+        self.steps_now()?;
+        let parts = &outputs.parts;
+        let capacity = parts.sources.shape().rows();
+        if capacity == 0 {
+            return Ok(());
+        }
+        let mut parameters = self.received(a, came);
+        parameters.sources = parts.sources.address();
+        parameters.ids = parts.ids.address();
+        parameters.weights = parts.weights.as_ref().map_or(0, Buffer::address);
+        parameters.capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
+        let mut to = |section: Section, buffer: Option<&Buffer>| {
+            parameters.to[section.index()] = buffer.map_or(0, Buffer::address);
+        };
+        to(Section::Row, Some(&outputs.rows));
+        to(Section::Scales, outputs.scales.as_ref());
+        for (i, buffer) in outputs.beside.iter().enumerate() {
+            to(Section::Beside(i), Some(buffer));
+        }
+        if let Some(cast) = a.call.cast.filter(|cast| cast.column_major) {
+            let (dtype, n) = cast.scales(a.call.hidden);
+            parameters.scale_words = (n * dtype.bytes() / 4) as u32;
+        }
+        let core = self.core;
+        let kernels = &core.device.opened.kernels;
+        if !a.call.again {
+            let shape = match a.call.arrangement {
+                Arrangement::ByExpert { .. } => {
+                    Launch::grid(parameters.own_slots.max(1), ENTRY_THREADS)
+                }
+                _ => kernels.shape(capacity.div_ceil(256)),
+            };
+            // SAFETY: what has come lies in the group's memory or in a buffer of the call, and goes into buffers of the call.
+            unsafe {
+                kernels
+                    .dispatches
+                    .arrange
+                    .launch(self.stream, shape, parameters)
+            }
+            .map_err(Error::from)?;
+        }
+        let row_bytes = Sections::dispatch(&a.call, 1).row_bytes(Section::Row);
+        parameters.row_threads = row_threads(&core.device, capacity, row_bytes);
+        let shape = row_blocks(self, capacity, parameters.row_threads);
+        // SAFETY: as above.
+        unsafe {
+            kernels
+                .dispatches
+                .collect
+                .launch(self.stream, shape, parameters)
+        }
+        .map_err(Into::into)
+    }
+}

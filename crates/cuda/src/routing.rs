@@ -1,0 +1,184 @@
+//! Who goes where: the layout of a rank's rows by their experts.
+
+use crate::{
+    CudaDevice, Kernel, KernelSet, Launch, Missing, comm::CudaComm, lane::Lane, memory::check_reach,
+};
+use brigade_device::{
+    Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing, Turn,
+};
+use brigade_kernels::RouteParams;
+use brigade_plan::routes::Slots;
+use cudarc::driver::sys;
+use std::sync::Arc;
+
+/// The two kernels that find it out.
+#[derive(Debug)]
+pub(crate) struct RouteKernels {
+    positions: Kernel<RouteParams>,
+    lists: Kernel<RouteParams>,
+}
+
+/// Threads of their blocks.
+const THREADS: u32 = 1024;
+
+impl RouteKernels {
+    pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
+        Ok(Self {
+            positions: set.variant("_positions")?,
+            lists: set.variant("_lists")?,
+        })
+    }
+}
+
+/// A placement as kernels know it.
+#[derive(Clone, Copy)]
+pub(crate) struct Placed {
+    pub(crate) code: u32,
+    pub(crate) experts: u32,
+    pub(crate) copies: u32,
+    pub(crate) per_rank: u32,
+}
+
+impl From<PlacementCall> for Placed {
+    fn from(placement: PlacementCall) -> Self {
+        let (code, experts, copies, per_rank) = match placement {
+            PlacementCall::Even { experts } => (0, experts, 0, 0),
+            PlacementCall::Map {
+                experts,
+                copies,
+                per_rank,
+            } => (1, experts, copies, per_rank),
+            PlacementCall::Ranks => (2, 0, 0, 0),
+        };
+        // Checked to be small.
+        Self {
+            code,
+            experts: experts as u32,
+            copies: copies as u32,
+            per_rank: per_rank as u32,
+        }
+    }
+}
+
+/// The arguments.
+pub(crate) struct Router {
+    ids: Buffer,
+    map: Option<Buffer>,
+    k: usize,
+    placement: PlacementCall,
+    group: Group,
+    counts: Buffer,
+}
+
+impl Router {
+    /// Of arguments that were checked, for work on this stream.
+    pub(crate) fn of(
+        device: &CudaDevice,
+        lane: &Arc<Lane>,
+        routing: &Routing<'_>,
+        (k, placement): (usize, PlacementCall),
+        group: Group,
+    ) -> Result<Self> {
+        let router = Self {
+            ids: routing.ids.retain(),
+            map: match routing.placement {
+                Placement::Map { slots, .. } => Some(slots.retain()),
+                Placement::Even { .. } | Placement::Ranks => None,
+            },
+            k,
+            placement,
+            group,
+            counts: device.scratch(lane, DataType::I32, &[group.size])?,
+        };
+        check_reach(&device.card, "ids.memory", &router.ids)?;
+        if let Some(map) = &router.map {
+            check_reach(&device.card, "placement.slots.memory", map)?;
+        }
+        Ok(router)
+    }
+
+    /// Buffers for what it finds.
+    pub(crate) fn allocate(&self, device: &CudaDevice, lane: &Arc<Lane>) -> Result<ExpertLayout> {
+        let (tokens, size) = (self.ids.shape().rows(), self.group.size);
+        let slots = Slots::new(self.placement, size).total();
+        let integers = |shape: &[usize]| device.scratch(lane, DataType::I32, shape);
+        Ok(ExpertLayout {
+            slots: integers(&[tokens, self.k])?,
+            positions: integers(&[tokens, size])?,
+            sent: integers(&[tokens * self.k.min(size)])?,
+            sent_offsets: integers(&[size + 1])?,
+            rows_per_slot: integers(&[slots])?,
+        })
+    }
+
+    /// What work must keep.
+    pub(crate) fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        [&self.ids, &self.counts].into_iter().chain(&self.map)
+    }
+
+    /// Finds out, and says so in the buffers, which the caller keeps until the work is done.
+    pub(crate) fn route(
+        &self,
+        device: &CudaDevice,
+        stream: sys::CUstream,
+        to: &ExpertLayout,
+    ) -> Result<()> {
+        let placed = Placed::from(self.placement);
+        let parameters = RouteParams {
+            ids: self.ids.address(),
+            map: self.map.as_ref().map_or(0, Buffer::address),
+            slots: to.slots.address(),
+            positions: to.positions.address(),
+            sent: to.sent.address(),
+            sent_offsets: to.sent_offsets.address(),
+            rows_per_slot: to.rows_per_slot.address(),
+            counts: self.counts.address(),
+            tokens: self.ids.shape().rows() as u32,
+            k: self.k as u32,
+            id_bytes: self.ids.dtype().bytes() as u32,
+            rank: self.group.rank as u32,
+            size: self.group.size as u32,
+            placement: placed.code,
+            experts: placed.experts,
+            copies: placed.copies,
+            per_rank: placed.per_rank,
+            room: to.sent.shape().len() as u32,
+        };
+        let tokens = (parameters.tokens).next_multiple_of(32).clamp(32, THREADS);
+        let shape = Launch::grid(parameters.size, tokens);
+        let kernels = &device.opened.kernels.routes;
+        for kernel in [&kernels.positions, &kernels.lists] {
+            // SAFETY: all of it lies in buffers of the right sizes, which the caller keeps.
+            unsafe { kernel.launch(stream, shape, parameters) }?;
+        }
+        Ok(())
+    }
+}
+
+/// All buffers of a layout.
+pub(crate) fn all(layout: &ExpertLayout) -> [&Buffer; 5] {
+    [
+        &layout.slots,
+        &layout.positions,
+        &layout.sent,
+        &layout.sent_offsets,
+        &layout.rows_per_slot,
+    ]
+}
+
+impl CudaComm {
+    pub(crate) fn run_expert_layout(
+        &self,
+        turn: &Turn,
+        routing: Routing<'_>,
+    ) -> Result<ExpertLayout> {
+        let checked = routing.check()?;
+        let device = self.gpu();
+        let lane = device.lane(turn.stream())?;
+        let router = Router::of(device, lane, &routing, checked, *self.core.control.group())?;
+        let layout = router.allocate(device, lane)?;
+        let buffers: Vec<&Buffer> = router.buffers().chain(all(&layout)).collect();
+        lane.run(&buffers, |stream| router.route(device, stream, &layout))?;
+        Ok(layout)
+    }
+}

@@ -1,0 +1,262 @@
+// Rows to their experts. `push` writes own rows into this rank's part of every receiver's half, section by section; once the steps
+// between have seen all of them come, `count` counts what each slot gets, `place` says where rows begin and whether there is room,
+// `arrange` which row is what, and `collect` takes rows there.
+#include "copy.cuh"
+#include "params.cuh"
+#include "slots.cuh"
+#include "steps.cuh"
+#include "types.cuh"
+
+using namespace brigade;
+
+enum Section : uint32_t { row = 0, scales = 1, token = 2, slots = 3, weights = 4, beside = 5 };
+enum Arrangement : uint32_t { dense = 0, by_source = 1, by_expert = 2 };
+
+__device__ __forceinline__ bool is_stopped(const DispatchParams& p) { return is_stopped(group_of(p, p.signature)); }
+
+// Where a section of what came from `source` begins, for its row `i`.
+__device__ __forceinline__ uint64_t came(const DispatchParams& p, uint32_t source, uint32_t section, uint64_t i) {
+  return p.parts + source * p.parts_stride + p.came[section] + i * p.row_bytes[section];
+}
+
+// Rows that came from a rank.
+__device__ __forceinline__ uint32_t came_from(const DispatchParams& p, uint32_t source) {
+  return uint32_t(*reinterpret_cast<const uint64_t*>(p.parts + source * p.parts_stride));
+}
+
+__device__ __forceinline__ void count_moved(const DispatchParams& p, uint32_t rows) {
+  uint64_t bytes = 0;
+  for (uint32_t s = 0; s < p.sections; ++s) bytes += p.row_bytes[s];
+  atomicAdd(reinterpret_cast<unsigned long long*>(p.state) + STATE_MOVED, (unsigned long long)(rows * bytes));
+}
+
+// A group of threads for each row.
+extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_push(const __grid_constant__ DispatchParams p) {
+  wait_for_previous_kernel();
+  if (is_stopped(p)) return;
+  const uint32_t groups = gridDim.x * blockDim.x / p.row_threads;
+  const uint32_t thread = threadIdx.x % p.row_threads;
+  const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.sent_offsets);
+  for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < p.size * p.piece_rows; w += groups) {
+    // The next rank first, so that not all write to one.
+    const uint32_t next = p.rank + 1 + w % p.size, to = next % p.size, i = w / p.size;
+    const uint32_t first = offsets[to], all = offsets[to + 1] - first, at = p.first_row + i;
+    const uint64_t part = p.base + to * p.stride + p.half + p.rank * p.part_bytes;
+    if (i == 0 && thread == 0) {
+      *reinterpret_cast<uint64_t*>(part) = all;
+      if (to != p.rank && at < all) count_moved(p, min(p.piece_rows, all - at));
+    }
+    if (at >= all) continue;
+    const uint32_t from = reinterpret_cast<const uint32_t*>(p.sent)[first + at];
+    for (uint32_t s = 0; s < p.sections; ++s) {
+      const uint64_t bytes = p.row_bytes[s], target = part + p.section[s] + i * bytes;
+      if (bytes == 0) continue;
+      if (s == token) {
+        if (thread == 0) *reinterpret_cast<uint32_t*>(target) = from;
+      } else if (s == slots || s == weights) {
+        const int32_t begin = int32_t(first_slot(p, to)), end = int32_t(first_slot(p, to + 1));
+        for (uint32_t e = thread; e < p.k; e += p.row_threads) {
+          const uint64_t entry = uint64_t(from) * p.k + e;
+          const int32_t slot = reinterpret_cast<const int32_t*>(p.from[slots])[entry];
+          const bool theirs = slot >= begin && slot < end;
+          if (s == slots) {
+            reinterpret_cast<int32_t*>(target)[e] = theirs ? slot - begin : -1;
+          } else {
+            reinterpret_cast<float*>(target)[e] = theirs ? reinterpret_cast<const float*>(p.from[weights])[entry] : 0.0f;
+          }
+        }
+      } else {
+        copy_bytes(target, p.from[s] + from * bytes, bytes, thread, p.row_threads);
+      }
+    }
+  }
+}
+
+// A block for each slot.
+extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_count(const __grid_constant__ DispatchParams p) {
+  wait_for_previous_kernel();
+  if (is_stopped(p)) return;
+  __shared__ uint32_t sum;
+  if (threadIdx.x == 0) sum = 0;
+  __syncthreads();
+  uint32_t mine = 0;
+  for (uint32_t s = 0; s < p.size; ++s) {
+    const int32_t* entries = reinterpret_cast<const int32_t*>(came(p, s, slots, 0));
+    const uint32_t n = came_from(p, s) * p.k;
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) mine += entries[i] == int32_t(blockIdx.x);
+  }
+  mine = __reduce_add_sync(0xFFFFFFFFu, mine);
+  if (threadIdx.x % 32 == 0) atomicAdd(&sum, mine);
+  __syncthreads();
+  if (threadIdx.x == 0) reinterpret_cast<uint32_t*>(p.counts)[blockIdx.x] = sum;
+}
+
+// One thread's work.
+extern "C" __global__ void brigade_dispatch_place(const __grid_constant__ DispatchParams p) {
+  wait_for_previous_kernel();
+  if (threadIdx.x != 0 || is_stopped(p)) return;
+  uint32_t* received = reinterpret_cast<uint32_t*>(p.received);
+  const Group g = group_of(p, p.signature);
+  Waiting w{};
+  for (uint32_t s = 0; s < p.size; ++s) {
+    const uint32_t n = came_from(p, s);
+    if (p.again && n != received[s]) {
+      w.blamed = w.slot = s, w.blamed_expected = received[s], w.seen = n, w.end = End::mismatch;
+      return give_up(g, w);
+    }
+    if (!p.again) received[s] = n;
+  }
+  if (p.again) return;
+  uint32_t* offsets = reinterpret_cast<uint32_t*>(p.offsets);
+  uint32_t next = 0;
+  const uint32_t runs = p.arrangement == by_expert ? p.own_slots : p.size;
+  for (uint32_t i = 0; i < runs; ++i) {
+    offsets[i] = next;
+    switch (p.arrangement) {
+      case dense: next += received[i]; break;
+      case by_source: next += p.max_tokens; break;
+      default: {
+        const uint32_t n = reinterpret_cast<const uint32_t*>(p.counts)[i];
+        next += (n + p.alignment - 1) / p.alignment * p.alignment;
+      }
+    }
+  }
+  offsets[runs] = next;
+  if (p.room != 0) *reinterpret_cast<volatile uint64_t*>(p.room) = next;
+  if (p.room == 0 && next > p.capacity) {
+    w.blamed = p.rank, w.blamed_expected = p.capacity, w.seen = next, w.end = End::overflow;
+    give_up(g, w);
+  }
+}
+
+__device__ __forceinline__ void say(const DispatchParams& p, uint32_t at, int4 source) {
+  reinterpret_cast<int4*>(p.sources)[at] = source;
+}
+
+// By source: all blocks for all rows. By expert: a block for each slot.
+extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(const __grid_constant__ DispatchParams p) {
+  wait_for_previous_kernel();
+  if (is_stopped(p)) return;
+  const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.offsets);
+  const uint32_t* received = reinterpret_cast<const uint32_t*>(p.received);
+  int32_t* ids = reinterpret_cast<int32_t*>(p.ids);
+  float* out_weights = reinterpret_cast<float*>(p.weights);
+  const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  const int4 none = make_int4(-1, -1, -1, -1);
+  if (p.arrangement != by_expert) {
+    for (uint32_t at = me; at < p.capacity; at += threads) {
+      uint32_t s = 0;
+      while (s + 1 < p.size && offsets[s + 1] <= at) ++s;
+      const uint32_t i = at - offsets[s];
+      const bool there = at < offsets[p.size] && i < received[s];
+      const uint64_t from = came(p, s, slots, i), with = came(p, s, weights, i);
+      say(p, at, there ? make_int4(int32_t(s), *reinterpret_cast<const int32_t*>(came(p, s, token, i)), -1, int32_t(i)) : none);
+      for (uint32_t e = 0; e < p.k; ++e) {
+        ids[uint64_t(at) * p.k + e] = there ? reinterpret_cast<const int32_t*>(from)[e] : -1;
+        if (out_weights != nullptr) {
+          out_weights[uint64_t(at) * p.k + e] = there ? reinterpret_cast<const float*>(with)[e] : 0.0f;
+        }
+      }
+    }
+    return;
+  }
+  const uint32_t end = p.own_slots == 0 ? 0 : offsets[p.own_slots];
+  auto nobody = [&](uint32_t at) {
+    say(p, at, none);
+    ids[at] = -1;
+    if (out_weights != nullptr) out_weights[at] = 0.0f;
+  };
+  for (uint32_t at = end + me; at < p.capacity; at += threads) nobody(at);
+  if (blockIdx.x >= p.own_slots) return;
+  uint32_t next = offsets[blockIdx.x];
+  for (uint32_t s = 0; s < p.size; ++s) {
+    const int32_t* entries = reinterpret_cast<const int32_t*>(came(p, s, slots, 0));
+    const uint32_t n = received[s] * p.k;
+    for (uint32_t start = 0; start < n; start += blockDim.x) {
+      const uint32_t i = start + threadIdx.x;
+      const bool mine = i < n && entries[i] == int32_t(blockIdx.x);
+      uint32_t all;
+      const uint32_t at = next + rank_among(mine, all);
+      next += all;
+      if (!mine) continue;
+      const int32_t from = *reinterpret_cast<const int32_t*>(came(p, s, token, i / p.k));
+      say(p, at, make_int4(int32_t(s), from, int32_t(i % p.k), int32_t(i / p.k)));
+      ids[at] = int32_t(blockIdx.x);
+      if (out_weights != nullptr) out_weights[at] = reinterpret_cast<const float*>(came(p, s, weights, 0))[i];
+    }
+  }
+  for (uint32_t at = next + threadIdx.x; at < offsets[blockIdx.x + 1]; at += blockDim.x) nobody(at);
+}
+
+// A group of threads for each row that there is room for.
+extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_collect(const __grid_constant__ DispatchParams p) {
+  wait_for_previous_kernel();
+  if (is_stopped(p)) return;
+  const uint32_t groups = gridDim.x * blockDim.x / p.row_threads;
+  const uint32_t thread = threadIdx.x % p.row_threads;
+  for (uint32_t at = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; at < p.capacity; at += groups) {
+    const int4 source = reinterpret_cast<const int4*>(p.sources)[at];
+    if (source.x < 0) continue;
+    for (uint32_t s = 0; s < p.sections; ++s) {
+      const uint64_t bytes = p.row_bytes[s];
+      if (bytes == 0 || (s >= token && s <= weights)) continue;
+      const uint64_t from = came(p, uint32_t(source.x), s, uint32_t(source.w));
+      if (s == scales && p.scale_words != 0) {
+        for (uint32_t i = thread; i < p.scale_words; i += p.row_threads) {
+          reinterpret_cast<uint32_t*>(p.to[s])[uint64_t(i) * p.capacity + at] = reinterpret_cast<const uint32_t*>(from)[i];
+        }
+        continue;
+      }
+      copy_bytes(p.to[s] + at * bytes, from, bytes, thread, p.row_threads);
+    }
+  }
+}
+
+// The least power of two that is not below a scale, and not subnormal; 1 for 0.
+__device__ __forceinline__ float power_of_two(float scale) {
+  const uint32_t bits = __float_as_uint(scale);
+  if (bits == 0) return 1.0f;
+  if (isnan(scale)) return canonical(scale);
+  constexpr uint32_t mantissa = (1u << 23) - 1;
+  return __uint_as_float(max((bits + mantissa) & ~mantissa, 1u << 23));
+}
+
+// A warp for each 128 columns of a row, as brigade-host does it.
+extern "C" __global__ void __launch_bounds__(256) brigade_cast(const __grid_constant__ CastParams p) {
+  wait_for_previous_kernel();
+  const uint32_t blocks = (p.hidden + 127) / 128, lane = threadIdx.x % 32;
+  const uint32_t warps = gridDim.x * blockDim.x / 32;
+  for (uint64_t w = (blockIdx.x * blockDim.x + threadIdx.x) / 32; w < uint64_t(p.rows) * p.per_row; w += warps) {
+    const uint64_t at = w / p.per_row, block = w % p.per_row;
+    uint8_t* exponents = reinterpret_cast<uint8_t*>(p.scales);
+    if (block >= blocks) {
+      if (lane == 0) exponents[w] = 0;
+      continue;
+    }
+    const uint32_t first = uint32_t(block) * 128, count = min(128u, p.hidden - first);
+    const uint64_t start = at * p.hidden + first;
+    float x[4];
+    uint32_t most = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t c = i * 32 + lane;
+      x[i] = c < count ? load_float(p.from_type, p.from, start + c) : 0.0f;
+      most = max(most, __float_as_uint(x[i]) & 0x7FFFFFFFu);
+    }
+    most = __reduce_max_sync(0xFFFFFFFFu, most);
+    float scale = canonical(__fdiv_rn(__uint_as_float(most), 448.0f));
+    if (p.format != 0) scale = power_of_two(scale);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t c = i * 32 + lane;
+      const float q = scale == 0.0f ? 0.0f : __fdiv_rn(x[i], scale);
+      if (c < count) reinterpret_cast<uint8_t*>(p.values)[start + c] = fp8_bits(q);
+    }
+    if (lane != 0) continue;
+    if (p.format == 2) {
+      exponents[w] = uint8_t(__float_as_uint(scale) >> 23);
+    } else {
+      reinterpret_cast<float*>(p.scales)[w] = scale;
+    }
+  }
+}

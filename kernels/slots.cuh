@@ -1,0 +1,59 @@
+// Whose slots are whose (crates/plan/src/routes.rs has the same arithmetic).
+#pragma once
+#include <cstdint>
+
+namespace brigade {
+
+enum Placed : uint32_t { evenly = 0, by_map = 1, by_rank = 2 };
+
+// The first slot of a rank; of `size`, how many there are.
+template <typename P>
+__device__ __forceinline__ uint32_t first_slot(const P& p, uint32_t rank) {
+  switch (p.placement) {
+    case evenly: {
+      const uint32_t each = p.experts / p.size, more = p.experts % p.size;
+      return rank * each + min(rank, more);
+    }
+    case by_map: return rank * p.per_rank;
+    default: return rank;
+  }
+}
+
+template <typename P>
+__device__ __forceinline__ uint32_t rank_of_slot(const P& p, uint32_t slot) {
+  switch (p.placement) {
+    case evenly: {
+      // The first ranks have one more.
+      const uint32_t each = p.experts / p.size, more = p.experts % p.size, front = more * (each + 1);
+      return slot < front ? slot / (each + 1) : more + (slot - front) / each;
+    }
+    case by_map: return slot / p.per_rank;
+    default: return slot;
+  }
+}
+
+// How many of the threads before this one have `mine`, and how many of all. By all threads of a block.
+__device__ __forceinline__ uint32_t rank_among(bool mine, uint32_t& all) {
+  __shared__ uint32_t warps[33];
+  const uint32_t votes = __ballot_sync(0xFFFFFFFFu, mine);
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __syncthreads();
+  if (lane == 0) warps[warp] = __popc(votes);
+  __syncthreads();
+  if (warp == 0) {
+    const uint32_t own = lane < blockDim.x / 32 ? warps[lane] : 0;
+    uint32_t sum = own;
+#pragma unroll
+    for (uint32_t d = 1; d < 32; d *= 2) {
+      const uint32_t below = __shfl_up_sync(0xFFFFFFFFu, sum, d);
+      if (lane >= d) sum += below;
+    }
+    warps[lane] = sum - own;
+    if (lane == 31) warps[32] = sum;
+  }
+  __syncthreads();
+  all = warps[32];
+  return warps[warp] + __popc(votes & ((1u << lane) - 1));
+}
+
+}  // namespace brigade
