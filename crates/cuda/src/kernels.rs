@@ -49,7 +49,7 @@ impl Kernels {
         capability: (u32, u32),
         sms: u32,
     ) -> Result<Self, Missing> {
-        let set = |name| KernelSet::load(context, fatbin(name)?);
+        let set = |name: &str| KernelSet::load(context, fatbin(name)?);
         let (quantize, int8) = (set("quantize")?, set("int8")?);
         Ok(Self {
             convert: set("convert")?.kernel()?,
@@ -67,7 +67,7 @@ impl Kernels {
             messages: set("messages")?.kernel()?,
             adapters: set("adapters")?.kernel()?,
             norms: NormKernels::load(&set("all_reduce_norm")?)?,
-            pushes: PushKernels::load(&set("all_reduce")?, capability)?,
+            pushes: PushKernels::load(set, capability)?,
             tiles: (capability == (9, 0))
                 .then(|| TileKernels::load(&set("gemm_flags")?))
                 .transpose()?,

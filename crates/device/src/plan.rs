@@ -358,6 +358,8 @@ pub enum Plan {
         piece_elements: usize,
         /// Pieces, one after the other.
         pieces: usize,
+        /// For GPUs, where all of it is pushed at once; otherwise peers fetch it.
+        pushed: Option<Launch>,
     },
     /// For [`Call::AllReduce`] and [`Call::AllReduceNorm`].
     AllReduce {
@@ -376,6 +378,8 @@ pub enum Plan {
         order: SumOrder,
         /// Elements of one rank in each piece that passes through the scratch memory.
         piece_elements: usize,
+        /// For GPUs, where all of it is pushed at once; otherwise peers fetch it.
+        pushed: Option<Launch>,
     },
     /// For [`Call::GatherLinear`].
     GatherLinear(OverlapPlan),
@@ -418,11 +422,17 @@ impl OverlapPlan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Copy {
+                pushed: Some(_), ..
+            } => f.write_str("copy, pushed at once"),
             Self::Copy { pieces, .. } => write!(f, "copy in {pieces} pieces"),
             Self::AllReduce {
                 algorithm, order, ..
             } => write!(f, "{algorithm:?}, {order:?}"),
-            Self::ReduceScatter { order, .. } => write!(f, "{order:?}"),
+            Self::ReduceScatter { order, pushed, .. } => {
+                let how = pushed.map_or("", |_| ", pushed at once");
+                write!(f, "{order:?}{how}")
+            }
             Self::GatherLinear(p) | Self::LinearReduceScatter(p) => {
                 write!(f, "{}", p.mode)?;
                 match &p.instead_of {
