@@ -27,6 +27,7 @@ mod control;
 mod copies;
 mod cuda;
 mod device;
+mod exchanges;
 mod faults;
 mod gather_linear;
 mod host;
@@ -73,6 +74,7 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     all_reduce_norm::add(&mut suite);
     reduce_scatter::add(&mut suite);
     copies::add(&mut suite);
+    exchanges::add(&mut suite);
     send_recv::add(&mut suite);
     life::add(&mut suite);
     capture::add(&mut suite);

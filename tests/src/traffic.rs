@@ -178,7 +178,20 @@ fn copies(world: &World) {
             rank.poisoned(DataType::F32, &[total, 7]),
             rank.poisoned(DataType::F32, &[rows[me], 7]),
         );
-        assert_moved(rank, moved::pull_gather(me, &bytes), "all-gather", || {
+        let pushed = |call: Call| match rank.comm().explain(&call) {
+            Ok(Plan::Copy { pushed, .. } | Plan::ReduceScatter { pushed, .. }) => pushed.is_some(),
+            other => panic!("{other:?}"),
+        };
+        let gathers = Call::AllGather {
+            rows: rows[..].into(),
+            row_len: 7,
+            dtype: DataType::F32,
+        };
+        let gathered = match pushed(gathers) {
+            true => moved::push_gather(me, &bytes),
+            false => moved::pull_gather(me, &bytes),
+        };
+        assert_moved(rank, gathered, "all-gather", || {
             rank.lease()
                 .all_gather(AllGatherParams {
                     from: from_own.view(),
@@ -188,7 +201,14 @@ fn copies(world: &World) {
                 .map(drop)
                 .unwrap();
         });
-        let scattered = if engines.pushes_parts {
+        let scatters = Call::ReduceScatter {
+            rows: rows[..].into(),
+            row_len: 7,
+            dtype: DataType::F32,
+            output: DataType::F32,
+            op: ReduceOp::Sum,
+        };
+        let scattered = if engines.pushes_parts || pushed(scatters) {
             moved::push_scatter(me, &bytes)
         } else {
             moved::pull_scatter(me, &bytes)
@@ -205,18 +225,22 @@ fn copies(world: &World) {
                 .unwrap();
         });
         let root = size - 1;
-        assert_moved(
-            rank,
-            moved::broadcast(me, root, total * 28),
-            "broadcast",
-            || {
-                let data = to_all.view_mut();
-                rank.lease()
-                    .broadcast(BroadcastParams { data, root })
-                    .map(drop)
-                    .unwrap();
-            },
-        );
+        let broadcasts = Call::Broadcast {
+            elements: total * 7,
+            dtype: DataType::F32,
+            root,
+        };
+        let sent = match pushed(broadcasts) {
+            true => moved::push_broadcast(me, root, size, total * 28),
+            false => moved::broadcast(me, root, total * 28),
+        };
+        assert_moved(rank, sent, "broadcast", || {
+            let data = to_all.view_mut();
+            rank.lease()
+                .broadcast(BroadcastParams { data, root })
+                .map(drop)
+                .unwrap();
+        });
         assert_moved(rank, 0, "barrier", || rank.lease().barrier().unwrap());
     });
 }
@@ -273,7 +297,7 @@ fn waits_per_peer(world: &World) {
             let op = if round % 2 == 0 {
                 ops::barrier()
             } else {
-                ops::all_gather(3)
+                ops::all_to_all(3)
             };
             op.run(rank).result.unwrap();
         }
