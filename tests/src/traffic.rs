@@ -41,6 +41,14 @@ fn assert_moved(rank: &Rank, want: u64, what: &str, work: impl FnOnce()) {
     assert_eq!(calls, 1, "{what}: calls");
 }
 
+/// Whether a copy or a reduce-scatter is pushed at once.
+fn is_pushed(rank: &Rank, call: &Call) -> bool {
+    match rank.comm().explain(call) {
+        Ok(Plan::Copy { pushed, .. } | Plan::ReduceScatter { pushed, .. }) => pushed.is_some(),
+        other => panic!("{other:?}"),
+    }
+}
+
 fn linears(world: &World) {
     let mut rng = world.rng();
     let spec = Spec::ragged(&mut rng, world.size);
@@ -67,8 +75,16 @@ fn linears(world: &World) {
             if !scatters(Some(mode)) {
                 continue;
             }
+            let off = Call::ReduceScatter {
+                rows: spec.rows[..].into(),
+                row_len: spec.n[0],
+                dtype: spec.output,
+                output: spec.output,
+                op: ReduceOp::Sum,
+            };
+            let pushes = engines.pushes_parts || is_pushed(rank, &off);
             let want = match mode {
-                OverlapMode::Off if !engines.pushes_parts => moved::pull_scatter(me, &parts),
+                OverlapMode::Off if !pushes => moved::pull_scatter(me, &parts),
                 _ => moved::push_scatter(me, &parts),
             };
             assert_moved(rank, want, &what, || drop(scatter.run(rank, choice)));
@@ -178,16 +194,12 @@ fn copies(world: &World) {
             rank.poisoned(DataType::F32, &[total, 7]),
             rank.poisoned(DataType::F32, &[rows[me], 7]),
         );
-        let pushed = |call: Call| match rank.comm().explain(&call) {
-            Ok(Plan::Copy { pushed, .. } | Plan::ReduceScatter { pushed, .. }) => pushed.is_some(),
-            other => panic!("{other:?}"),
-        };
         let gathers = Call::AllGather {
             rows: rows[..].into(),
             row_len: 7,
             dtype: DataType::F32,
         };
-        let gathered = match pushed(gathers) {
+        let gathered = match is_pushed(rank, &gathers) {
             true => moved::push_gather(me, &bytes),
             false => moved::pull_gather(me, &bytes),
         };
@@ -208,7 +220,7 @@ fn copies(world: &World) {
             output: DataType::F32,
             op: ReduceOp::Sum,
         };
-        let scattered = if engines.pushes_parts || pushed(scatters) {
+        let scattered = if engines.pushes_parts || is_pushed(rank, &scatters) {
             moved::push_scatter(me, &bytes)
         } else {
             moved::pull_scatter(me, &bytes)
@@ -230,7 +242,7 @@ fn copies(world: &World) {
             dtype: DataType::F32,
             root,
         };
-        let sent = match pushed(broadcasts) {
+        let sent = match is_pushed(rank, &broadcasts) {
             true => moved::push_broadcast(me, root, size, total * 28),
             false => moved::broadcast(me, root, total * 28),
         };
