@@ -21,10 +21,13 @@ pub const ANY: [DataType; 6] = [
     DataType::I64,
 ];
 
-/// Any bytes: copies must not care what they mean.
+/// Any bytes: copies must not care what they mean. Some words are all ones, which in sums none is.
 pub fn noise(rng: &mut StdRng, bytes: usize) -> Vec<u8> {
     let mut noise = vec![0; bytes];
     rng.fill_bytes(&mut noise);
+    for word in noise.chunks_mut(4).filter(|word| word[0] < 64) {
+        word.fill(0xFF);
+    }
     noise
 }
 

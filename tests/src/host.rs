@@ -22,7 +22,7 @@ impl Backend for HostThreads {
     }
 
     fn seats(&self, size: usize) -> Result<Vec<Seat>> {
-        seats(size, &HostConfig::default())
+        seats(size, &config(size))
     }
 
     fn injects(&self) -> bool {
@@ -32,9 +32,17 @@ impl Backend for HostThreads {
     fn injected_seats(&self, size: usize, hook: &Injector) -> Result<Vec<Seat>> {
         let config = HostConfig {
             inject: Some(hook.clone()),
-            ..HostConfig::default()
+            ..config(size)
         };
         seats(size, &config)
+    }
+}
+
+/// Worlds of an odd size push small copies and reduce-scatters, as GPUs do; the others, as usual, do not.
+fn config(size: usize) -> HostConfig {
+    HostConfig {
+        push_max_bytes: (size % 2 == 1).then_some(8 << 10),
+        ..HostConfig::default()
     }
 }
 

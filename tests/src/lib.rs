@@ -27,6 +27,7 @@ mod control;
 mod copies;
 mod cuda;
 mod device;
+mod exchanges;
 mod experts;
 mod faults;
 mod gather_linear;
@@ -75,6 +76,7 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     reduce_scatter::add(&mut suite);
     copies::add(&mut suite);
     experts::add(&mut suite);
+    exchanges::add(&mut suite);
     send_recv::add(&mut suite);
     life::add(&mut suite);
     capture::add(&mut suite);

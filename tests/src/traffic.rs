@@ -41,6 +41,14 @@ fn assert_moved(rank: &Rank, want: u64, what: &str, work: impl FnOnce()) {
     assert_eq!(calls, 1, "{what}: calls");
 }
 
+/// Whether a copy or a reduce-scatter is pushed at once.
+fn is_pushed(rank: &Rank, call: &Call) -> bool {
+    match rank.comm().explain(call) {
+        Ok(Plan::Copy { pushed, .. } | Plan::ReduceScatter { pushed, .. }) => pushed.is_some(),
+        other => panic!("{other:?}"),
+    }
+}
+
 fn linears(world: &World) {
     let mut rng = world.rng();
     let spec = Spec::ragged(&mut rng, world.size);
@@ -67,8 +75,16 @@ fn linears(world: &World) {
             if !scatters(Some(mode)) {
                 continue;
             }
+            let off = Call::ReduceScatter {
+                rows: spec.rows[..].into(),
+                row_len: spec.n[0],
+                dtype: spec.output,
+                output: spec.output,
+                op: ReduceOp::Sum,
+            };
+            let pushes = engines.pushes_parts || is_pushed(rank, &off);
             let want = match mode {
-                OverlapMode::Off if !engines.pushes_parts => moved::pull_scatter(me, &parts),
+                OverlapMode::Off if !pushes => moved::pull_scatter(me, &parts),
                 _ => moved::push_scatter(me, &parts),
             };
             assert_moved(rank, want, &what, || drop(scatter.run(rank, choice)));
@@ -178,7 +194,16 @@ fn copies(world: &World) {
             rank.poisoned(DataType::F32, &[total, 7]),
             rank.poisoned(DataType::F32, &[rows[me], 7]),
         );
-        assert_moved(rank, moved::pull_gather(me, &bytes), "all-gather", || {
+        let gathers = Call::AllGather {
+            rows: rows[..].into(),
+            row_len: 7,
+            dtype: DataType::F32,
+        };
+        let gathered = match is_pushed(rank, &gathers) {
+            true => moved::push_gather(me, &bytes),
+            false => moved::pull_gather(me, &bytes),
+        };
+        assert_moved(rank, gathered, "all-gather", || {
             rank.lease()
                 .all_gather(AllGatherParams {
                     from: from_own.view(),
@@ -188,7 +213,14 @@ fn copies(world: &World) {
                 .map(drop)
                 .unwrap();
         });
-        let scattered = if engines.pushes_parts {
+        let scatters = Call::ReduceScatter {
+            rows: rows[..].into(),
+            row_len: 7,
+            dtype: DataType::F32,
+            output: DataType::F32,
+            op: ReduceOp::Sum,
+        };
+        let scattered = if engines.pushes_parts || is_pushed(rank, &scatters) {
             moved::push_scatter(me, &bytes)
         } else {
             moved::pull_scatter(me, &bytes)
@@ -205,18 +237,22 @@ fn copies(world: &World) {
                 .unwrap();
         });
         let root = size - 1;
-        assert_moved(
-            rank,
-            moved::broadcast(me, root, total * 28),
-            "broadcast",
-            || {
-                let data = to_all.view_mut();
-                rank.lease()
-                    .broadcast(BroadcastParams { data, root })
-                    .map(drop)
-                    .unwrap();
-            },
-        );
+        let broadcasts = Call::Broadcast {
+            elements: total * 7,
+            dtype: DataType::F32,
+            root,
+        };
+        let sent = match is_pushed(rank, &broadcasts) {
+            true => moved::push_broadcast(me, root, size, total * 28),
+            false => moved::broadcast(me, root, total * 28),
+        };
+        assert_moved(rank, sent, "broadcast", || {
+            let data = to_all.view_mut();
+            rank.lease()
+                .broadcast(BroadcastParams { data, root })
+                .map(drop)
+                .unwrap();
+        });
         assert_moved(rank, 0, "barrier", || rank.lease().barrier().unwrap());
     });
 }
@@ -273,7 +309,7 @@ fn waits_per_peer(world: &World) {
             let op = if round % 2 == 0 {
                 ops::barrier()
             } else {
-                ops::all_gather(3)
+                ops::all_to_all(3)
             };
             op.run(rank).result.unwrap();
         }

@@ -1,4 +1,4 @@
-//! All-gather: every rank lays its rows out, and reads everybody's.
+//! All-gather: every rank pushes its rows to all, in one kernel; or lays them out, and reads everybody's.
 
 use crate::{
     comm::{CudaComm, unexpected},
@@ -6,6 +6,7 @@ use crate::{
     memory::check_reach,
 };
 use brigade_device::{AllGatherParams, Buffer, Call, PerRank, Plan, Result, Turn};
+use brigade_plan::{moved, pushed::Packets};
 use brigade_sync::Area;
 
 impl CudaComm {
@@ -22,7 +23,12 @@ impl CudaComm {
             dtype: to.dtype(),
         };
         let plan = self.core.plan(&call)?;
-        let Plan::Copy { piece_elements, .. } = plan else {
+        let Plan::Copy {
+            piece_elements,
+            pushed,
+            ..
+        } = plan
+        else {
             return Err(unexpected(&plan));
         };
         let row_bytes = row_len * to.dtype().bytes();
@@ -33,6 +39,17 @@ impl CudaComm {
             .collect();
         let piece = piece_elements * to.dtype().bytes();
         let from = self.apart(turn.stream(), from, &to)?;
+        if let Some(launch) = pushed {
+            let offsets = brigade_plan::rows::offsets(&bytes);
+            let at = |&offset: &usize| to.address() + offset as u64;
+            let parts: Vec<_> = bytes.iter().copied().zip(offsets.iter().map(at)).collect();
+            let moved = moved::push_gather(rank, &bytes);
+            self.core
+                .exchange(turn.stream(), &call, &[&from, &to], |job| {
+                    job.push_copy(launch, Packets::gathered(&bytes), &from, &parts, moved)
+                })?;
+            return Ok(plan);
+        }
         self.core
             .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
                 all_gather(job, &bytes, piece, &to, &from)

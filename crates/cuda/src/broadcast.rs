@@ -1,10 +1,11 @@
-//! Broadcast: the root lays its data out, and everybody reads it.
+//! Broadcast: the root pushes its data to all, in one kernel; or lays it out, and everybody reads it.
 
 use crate::{
     comm::{CudaComm, unexpected},
     memory::check_reach,
 };
 use brigade_device::{BroadcastParams, Call, Plan, Result, Turn};
+use brigade_plan::{moved, pushed::Packets};
 use brigade_sync::Area;
 
 impl CudaComm {
@@ -19,11 +20,36 @@ impl CudaComm {
             root,
         };
         let plan = self.core.plan(&call)?;
-        let Plan::Copy { piece_elements, .. } = plan else {
+        let Plan::Copy {
+            piece_elements,
+            pushed,
+            ..
+        } = plan
+        else {
             return Err(unexpected(&plan));
         };
         let piece = piece_elements * data.dtype().bytes();
         let is_root = self.core.rank() == root;
+        if let Some(launch) = pushed {
+            let (rank, size) = (self.core.rank(), self.core.size());
+            // The root's data says nothing about the others.
+            let out = if is_root { 0 } else { data.address() };
+            let parts: Vec<_> = (0..size)
+                .map(|r| {
+                    if r == root {
+                        (data.bytes(), out)
+                    } else {
+                        (0, 0)
+                    }
+                })
+                .collect();
+            let packets = Packets::broadcast(data.bytes(), size);
+            let moved = moved::push_broadcast(rank, root, size, data.bytes());
+            self.core.exchange(turn.stream(), &call, &[&data], |job| {
+                job.push_copy(launch, packets, &data, &parts, moved)
+            })?;
+            return Ok(plan);
+        }
         // The root's data says nothing about the others.
         let out = Some(&data).filter(|_| !is_root);
         self.core

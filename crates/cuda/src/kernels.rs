@@ -53,7 +53,7 @@ impl Kernels {
         capability: (u32, u32),
         sms: u32,
     ) -> Result<Self, Missing> {
-        let set = |name| KernelSet::load(context, fatbin(name)?);
+        let set = |name: &str| KernelSet::load(context, fatbin(name)?);
         let (quantize, int8) = (set("quantize")?, set("int8")?);
         Ok(Self {
             convert: set("convert")?.kernel()?,
@@ -74,7 +74,7 @@ impl Kernels {
             routes: RouteKernels::load(&set("routing")?)?,
             dispatches: DispatchKernels::load(&set("dispatch")?)?,
             combines: CombineKernels::load(&set("combine")?)?,
-            pushes: PushKernels::load(&set("all_reduce")?, capability)?,
+            pushes: PushKernels::load(set, capability)?,
             tiles: (capability == (9, 0))
                 .then(|| TileKernels::load(&set("gemm_flags")?))
                 .transpose()?,

@@ -1,5 +1,6 @@
-//! Exchanges by pushing: all that a piece of an all-reduce is, in one kernel (`kernels/push.cuh`). It tells of the arrival,
-//! waits for data as its own flag, and counts itself, so no steps stand before or behind it.
+//! Exchanges by pushing: all that a piece of an all-reduce is, or a small copy or reduce-scatter, in one kernel
+//! (`kernels/push.cuh`). It tells of the arrival, waits for data as its own flag, and counts itself, so no steps stand before or
+//! behind it.
 
 use crate::{
     Kernel, KernelSet, Launch, Missing,
@@ -9,9 +10,17 @@ use crate::{
     job::{self, Job, waiting},
     types,
 };
-use brigade_device::{AllReduceAlgorithm, Buffer, Call, DataType, Device, Error, Result, Stream};
-use brigade_kernels::{ALL_REDUCE_THREADS, AllReduceParams};
-use brigade_plan::{moved, pushed::Granules};
+use brigade_device::{
+    AllReduceAlgorithm, Buffer, Call, DataType, Device, Error, PerRank, Result, Stream,
+};
+use brigade_kernels::{
+    ALL_REDUCE_THREADS, AllReduceParams, Parameters, PushCopyParams, ReduceScatterParams,
+};
+use brigade_plan::{
+    moved,
+    pushed::{GRANULE_BYTES, Granules, Packets},
+    rows,
+};
 use brigade_sync::{BUFFERS, HALVES};
 use std::sync::{Arc, atomic::Ordering};
 
@@ -31,31 +40,30 @@ const TYPES: [(DataType, DataType); 5] = [
 pub(crate) const MOST_RANKS: usize = RANKS[RANKS.len() - 1];
 
 /// Kernels of one algorithm: by types, and by ranks.
-type ByTypes = [[Kernel<AllReduceParams>; RANKS.len()]; TYPES.len()];
+type ByTypes<P> = [[Kernel<P>; RANKS.len()]; TYPES.len()];
 
 /// All kernels that push.
 #[derive(Debug)]
 pub(crate) struct PushKernels {
-    one_shot: ByTypes,
-    two_shot: ByTypes,
+    one_shot: ByTypes<AllReduceParams>,
+    two_shot: ByTypes<AllReduceParams>,
+    scatter: ByTypes<ReduceScatterParams>,
+    copy: Kernel<PushCopyParams>,
     /// Whether one may start while the kernel before it ends.
     pub(crate) programmatic: bool,
 }
 
 impl PushKernels {
-    pub(crate) fn load(set: &Arc<KernelSet>, capability: (u32, u32)) -> Result<Self, Missing> {
-        let algorithm = |name: &str| -> Result<ByTypes, Missing> {
-            let types = |(input, output): (DataType, DataType)| -> Result<_, Missing> {
-                let [a, b, c] = RANKS;
-                let load = |ranks| set.variant(format!("_{name}_{input}_{output}_{ranks}"));
-                Ok([load(a)?, load(b)?, load(c)?])
-            };
-            let [a, b, c, d, e] = TYPES;
-            Ok([types(a)?, types(b)?, types(c)?, types(d)?, types(e)?])
-        };
+    pub(crate) fn load(
+        set: impl Fn(&str) -> Result<Arc<KernelSet>, Missing>,
+        capability: (u32, u32),
+    ) -> Result<Self, Missing> {
+        let all_reduce = set("all_reduce")?;
         Ok(Self {
-            one_shot: algorithm("one")?,
-            two_shot: algorithm("two")?,
+            one_shot: by_types(&all_reduce, "_one")?,
+            two_shot: by_types(&all_reduce, "_two")?,
+            scatter: by_types(&set("reduce_scatter")?, "")?,
+            copy: set("push_copy")?.kernel()?,
             programmatic: capability >= (9, 0),
         })
     }
@@ -70,12 +78,26 @@ impl PushKernels {
             AllReduceAlgorithm::TwoShotPush => &self.two_shot,
             _ => &self.one_shot,
         };
-        let types = TYPES
-            .iter()
-            .position(|&types| types == (kind.dtype, kind.output))?;
-        let ranks = RANKS.iter().position(|&ranks| size <= ranks)?;
-        Some(&kernels[types][ranks])
+        one_of(kernels, kind, size)
     }
+}
+
+fn by_types<P: Parameters>(set: &Arc<KernelSet>, name: &str) -> Result<ByTypes<P>, Missing> {
+    let types = |(input, output): (DataType, DataType)| -> Result<_, Missing> {
+        let [a, b, c] = RANKS;
+        let load = |ranks| set.variant(format!("{name}_{input}_{output}_{ranks}"));
+        Ok([load(a)?, load(b)?, load(c)?])
+    };
+    let [a, b, c, d, e] = TYPES;
+    Ok([types(a)?, types(b)?, types(c)?, types(d)?, types(e)?])
+}
+
+fn one_of<P>(kernels: &ByTypes<P>, kind: Kind, size: usize) -> Option<&Kernel<P>> {
+    let types = TYPES
+        .iter()
+        .position(|&types| types == (kind.dtype, kind.output))?;
+    let ranks = RANKS.iter().position(|&ranks| size <= ranks)?;
+    Some(&kernels[types][ranks])
 }
 
 /// Most elements of a piece, whose granules kernels count in 32 bits.
@@ -115,6 +137,19 @@ impl Core {
     }
 }
 
+/// What all kernels that push are told in a job; the rest of their parameters is the default.
+macro_rules! pushing {
+    ($parameters:ident, $job:expr) => {{
+        let (core, layout) = ($job.core, $job.core.control.layout());
+        $parameters {
+            slots: (core.data_start() + layout.sums_start(0)) as u64,
+            buffer_bytes: (layout.sums_start(1) - layout.sums_start(0)) as u64,
+            buffers: BUFFERS as u32,
+            ..waiting!($parameters, $job)
+        }
+    }};
+}
+
 impl Job<'_> {
     /// Enqueues one exchange, launched as the plan has it; with the last one of a call, the call ends.
     pub(crate) fn push(
@@ -126,7 +161,7 @@ impl Job<'_> {
     ) -> Result<()> {
         self.steps_now()?;
         let core = self.core;
-        let (rank, size, layout) = (core.rank(), core.size(), core.control.layout());
+        let (rank, size) = (core.rank(), core.size());
         let kernels = &core.device.opened.kernels.pushes;
         let kernel = kernels.of(algorithm, kind, size).ok_or_else(|| {
             let got = format!("{algorithm:?} {kind:?}");
@@ -148,18 +183,93 @@ impl Job<'_> {
             out_bytes: (piece.elements * kind.output.bytes()) as u64,
             poison: types::poison_pattern(kind.output),
             elements: piece.elements as u64,
-            slots: (core.data_start() + layout.sums_start(0)) as u64,
-            buffer_bytes: (layout.sums_start(1) - layout.sums_start(0)) as u64,
-            buffers: BUFFERS as u32,
             granules: cut.all as u32,
             share: cut.share as u32,
             op: types::op_code(kind.op),
             signature: self.kind.signature,
             last: u32::from(last),
-            ..waiting!(AllReduceParams, self)
+            ..pushing!(AllReduceParams, self)
         };
         let shape = self.push_shape(launch, cut.share);
         // SAFETY: input and result lie in buffers of the call, the rest in the group's memory, which the core keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// Enqueues a reduce-scatter as one exchange, launched as the plan has it. `elements` are those that every rank gets.
+    pub(crate) fn push_shares(
+        &mut self,
+        launch: brigade_device::Launch,
+        kind: Kind,
+        elements: &[usize],
+        (from, to): (&Buffer, &Buffer),
+    ) -> Result<()> {
+        self.steps_now()?;
+        let core = self.core;
+        let (rank, size) = (core.rank(), core.size());
+        let kernels = &core.device.opened.kernels.pushes;
+        let kernel = one_of(&kernels.scatter, kind, size)
+            .ok_or_else(|| Error::invalid("from", format!("{kind:?}"), "a kernel for it"))?;
+        let bytes: PerRank = elements.iter().map(|n| n * kind.dtype.bytes()).collect();
+        let each = GRANULE_BYTES / kind.dtype.bytes();
+        let most = elements.iter().max().copied().unwrap_or(0);
+        let share = most.div_ceil(each);
+        let mut parameters = ReduceScatterParams {
+            desk: core.memory.desk(Asker::Messages),
+            moved_bytes: moved::push_scatter(rank, &bytes),
+            from: from.address(),
+            out: to.address(),
+            out_bytes: to.bytes() as u64,
+            poison: types::poison_pattern(kind.output),
+            share: share as u32,
+            op: types::op_code(kind.op),
+            signature: self.kind.signature,
+            last: 1,
+            ..pushing!(ReduceScatterParams, self)
+        };
+        for (first, offset) in parameters.first.iter_mut().zip(rows::offsets(elements)) {
+            *first = offset as u64;
+        }
+        let shape = self.push_shape(launch, share);
+        // SAFETY: input and result lie in buffers of the call, the rest in the group's memory, which the core keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// Enqueues a copy to all as one exchange, launched as the plan has it. For each rank, the bytes that it has, and the address
+    /// where they go: 0 if they stay where they are.
+    pub(crate) fn push_copy(
+        &mut self,
+        launch: brigade_device::Launch,
+        packets: Packets,
+        from: &Buffer,
+        parts: &[(usize, u64)],
+        moved_bytes: u64,
+    ) -> Result<()> {
+        self.steps_now()?;
+        let core = self.core;
+        let mut parameters = PushCopyParams {
+            desk: core.memory.desk(Asker::Messages),
+            moved_bytes,
+            from: from.address(),
+            poison: types::poison_pattern(from.dtype()),
+            packets: packets.most as u32,
+            // Where only one rank has something, all have its slot.
+            slot: if packets.slots > 1 {
+                packets.slot as u32
+            } else {
+                0
+            },
+            filled: packets.granules() as u32,
+            signature: self.kind.signature,
+            last: 1,
+            ..pushing!(PushCopyParams, self)
+        };
+        for (r, &(bytes, out)) in parts.iter().enumerate() {
+            (parameters.bytes[r], parameters.out[r]) = (bytes as u64, out);
+        }
+        let threads = packets.most * core.size().saturating_sub(1).max(1);
+        let shape = self.push_shape(launch, threads);
+        let kernel = &core.device.opened.kernels.pushes.copy;
+        // SAFETY: all parts lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 

@@ -1,6 +1,8 @@
-//! Reduce-scatter: every rank lays a slot out for every rank, and reduces its own slot of everybody's.
+//! Reduce-scatter: every rank pushes every share to its owner, in one kernel; or between steps, into a slot of the owner's; or
+//! lays a slot out for every rank. Everybody reduces its own share of all.
 
 use crate::{
+    all_reduce::Kind,
     comm::{CudaComm, unexpected},
     job::Job,
     memory::check_reach,
@@ -33,12 +35,29 @@ impl CudaComm {
             op: p.op,
         };
         let plan = self.core.plan(&call)?;
-        let Plan::ReduceScatter { piece_elements, .. } = plan else {
+        let Plan::ReduceScatter {
+            piece_elements,
+            pushed,
+            ..
+        } = plan
+        else {
             return Err(unexpected(&plan));
         };
         let elements: PerRank = p.rows_per_rank.iter().map(|r| r * row_len).collect();
         let from = self.apart(turn.stream(), from, &to)?;
         let signed = part_of.unwrap_or(call);
+        if let Some(launch) = pushed {
+            let kind = Kind {
+                dtype: from.dtype(),
+                output: to.dtype(),
+                op: p.op,
+            };
+            self.core
+                .exchange(turn.stream(), &signed, &[&from, &to], |job| {
+                    job.push_shares(launch, kind, &elements, (&from, &to))
+                })?;
+            return Ok(plan);
+        }
         self.core
             .collective(turn.stream(), &signed, &[&from], Some(&to), |job| {
                 let most = elements.iter().max().copied().unwrap_or(0);

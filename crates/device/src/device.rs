@@ -191,7 +191,7 @@ pub struct CommConfig {
     pub reduce_scatter_bytes: usize,
     /// Capacity of each of the three buffers through which all-reduces push; what needs more goes in pieces. In one shot, an
     /// input needs as much for every other rank; in two shots, about twice as much in all. 0 for none: then they pull, through
-    /// the scratch memory.
+    /// the scratch memory. On GPUs, copies and reduce-scatters whose data for a rank fits one of them push too.
     pub all_reduce_bytes: usize,
     /// Capacity of one half of the scratch memory; larger inputs of collectives pass through it in pieces.
     pub scratch_bytes: usize,

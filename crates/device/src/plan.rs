@@ -372,6 +372,8 @@ pub enum Plan {
         piece_elements: usize,
         /// Pieces, one after the other.
         pieces: usize,
+        /// For GPUs, where all of it is pushed at once; otherwise peers fetch it.
+        pushed: Option<Launch>,
     },
     /// For [`Call::AllReduce`] and [`Call::AllReduceNorm`].
     AllReduce {
@@ -390,6 +392,8 @@ pub enum Plan {
         order: SumOrder,
         /// Elements of one rank in each piece that passes through the scratch memory.
         piece_elements: usize,
+        /// For GPUs, where all of it is pushed at once; otherwise peers fetch it.
+        pushed: Option<Launch>,
     },
     /// For [`Call::GatherLinear`].
     GatherLinear(OverlapPlan),
@@ -443,14 +447,20 @@ impl OverlapPlan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Copy {
+                pushed: Some(_), ..
+            } => f.write_str("copy, pushed at once"),
             Self::Copy { pieces, .. } => write!(f, "copy in {pieces} pieces"),
             Self::AllReduce {
                 algorithm, order, ..
             } => write!(f, "{algorithm:?}, {order:?}"),
-            Self::ReduceScatter { order, .. } => write!(f, "{order:?}"),
             Self::Experts {
                 transport, pieces, ..
             } => write!(f, "{transport:?} in {pieces} pieces"),
+            Self::ReduceScatter { order, pushed, .. } => {
+                let how = pushed.map_or("", |_| ", pushed at once");
+                write!(f, "{order:?}{how}")
+            }
             Self::GatherLinear(p) | Self::LinearReduceScatter(p) => {
                 write!(f, "{}", p.mode)?;
                 match &p.instead_of {

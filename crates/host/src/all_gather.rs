@@ -1,9 +1,10 @@
-//! All-gather: every rank lays its rows out, and reads everybody's. Broadcast: only the root does.
+//! All-gather: every rank pushes its rows to all; or lays them out, and reads everybody's.
 
 use crate::{
     comm::{HostComm, unexpected},
     job::Active,
     memory::{poison, writing},
+    pushed,
     queue::HostQueue,
 };
 use brigade_device::{AllGatherParams, Buffer, Call, PerRank, Plan, Result, Turn};
@@ -21,7 +22,12 @@ impl HostComm {
             dtype: to.dtype(),
         };
         let plan = self.core.plan(&call)?;
-        let Plan::Copy { piece_elements, .. } = plan else {
+        let Plan::Copy {
+            piece_elements,
+            pushed: launch,
+            ..
+        } = plan
+        else {
             return Err(unexpected(&plan));
         };
         let bytes: PerRank = p
@@ -32,12 +38,22 @@ impl HostComm {
         let piece = piece_elements * to.dtype().bytes();
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
-            core.collective(&call, |active| {
-                all_gather(active, &bytes, piece, &to, &from)
+            core.collective(&call, |active| match launch {
+                Some(_) => push(active, &bytes, &to, &from),
+                None => all_gather(active, &bytes, piece, &to, &from),
             })
         })?;
         Ok(plan)
     }
+}
+
+/// `bytes` are those of every rank, which fit the buffers at once.
+fn push(active: &mut Active<'_>, bytes: &[usize], to: &Buffer, from: &Buffer) -> Result<()> {
+    writing(to, &[from], |out, inputs| {
+        let first: usize = bytes[..active.job.rank()].iter().sum();
+        out[first..first + inputs[0].len()].copy_from_slice(inputs[0]);
+        pushed::copy(active, bytes, out).inspect_err(|_| poison(to.dtype(), out))
+    })
 }
 
 /// `bytes` are those of every rank; they pass through the scratch memory in pieces of `piece` bytes.

@@ -89,7 +89,10 @@ pub(crate) fn join(
         return Err(Error::invalid("rank", rank, format!("a rank below {size}")));
     }
     let layout = layout(config, rank, size)?;
-    let table = Table::host();
+    let table = Table {
+        push_max_bytes: device.push_max_bytes,
+        ..Table::host()
+    };
     let (sharing, segments) = rendezvous::exchange(boot, config, &table, &layout)?;
     let group = Group {
         mode: config.mode,

@@ -27,6 +27,9 @@ pub struct HostConfig {
     pub threads: usize,
     /// Number of the device, for reports.
     pub ordinal: u32,
+    /// Largest copy or reduce-scatter, in bytes that arrive at a rank, that is pushed; the same on every rank. `None`, none of
+    /// them, is quickest: it is for trying out what GPUs do.
+    pub push_max_bytes: Option<usize>,
     /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest.
     pub inject: Option<Injector>,
 }
@@ -36,6 +39,7 @@ impl Default for HostConfig {
         Self {
             threads: 1,
             ordinal: 0,
+            push_max_bytes: None,
             inject: None,
         }
     }
@@ -48,6 +52,7 @@ impl Default for HostConfig {
 pub struct HostDevice {
     info: DeviceInfo,
     held: Arc<AtomicU64>,
+    pub(crate) push_max_bytes: Option<usize>,
     pub(crate) inject: Option<Injector>,
     pub(crate) engine: Arc<Engine>,
 }
@@ -88,6 +93,7 @@ impl HostDevice {
                 memory_bytes: machine::total_bytes(),
             },
             held: Arc::default(),
+            push_max_bytes: config.push_max_bytes,
             inject: config.inject.clone(),
             engine: Arc::new(Engine {
                 workers,

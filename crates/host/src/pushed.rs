@@ -1,5 +1,6 @@
-//! All-reduces that push: in one shot every input goes to every rank; in two shots each share of it goes to the rank that
-//! reduces it, which pushes the sums to all. Values are their own flags: nobody waits before it pushes.
+//! Exchanges that push. In one shot of an all-reduce every input goes to every rank; in two shots each share of it goes to the rank
+//! that reduces it, which pushes the sums to all. A reduce-scatter is the first of two, and copies go to every rank. Values are
+//! their own flags: nobody waits before it pushes.
 
 use crate::{
     all_reduce::Kind,
@@ -75,6 +76,53 @@ pub(crate) fn two_shot(
             false => exchange.take(from, sums, &mut out[of]),
         }
     })
+}
+
+/// Every rank pushes each its share, and reduces its own. Bytes of every rank's share.
+pub(crate) fn scatter(
+    active: &mut Active<'_>,
+    kind: Kind,
+    shares: &[usize],
+    input: &[u8],
+    out: &mut [u8],
+) -> Result<()> {
+    let _span =
+        tracing::info_span!(target: "brigade::comm", "reduce-scatter push", bytes = input.len())
+            .entered();
+    let most = shares.iter().max().copied().unwrap_or(0);
+    let shot = Shot::first(Sentinel::filled(most));
+    let offsets = brigade_plan::rows::offsets(shares);
+    let share = |rank: usize| &input[offsets[rank]..offsets[rank + 1]];
+    let exchange = Exchange::begin(active, shot);
+    for to in exchange.job.peers() {
+        exchange.push(to, shot, kind.dtype, share(to));
+    }
+    exchange.clear();
+    exchange.reduce(shot, kind, share(exchange.job.rank()), out)
+}
+
+/// Every rank pushes its part of `out` to all, who have it in the same place. Bytes of every rank's part.
+pub(crate) fn copy(active: &mut Active<'_>, parts: &[usize], out: &mut [u8]) -> Result<()> {
+    let _span =
+        tracing::info_span!(target: "brigade::comm", "copy push", bytes = out.len()).entered();
+    let most = parts.iter().max().copied().unwrap_or(0);
+    let words = Sentinel::copied(most);
+    let shot = match parts.iter().filter(|&&bytes| bytes > 0).count() {
+        0 | 1 => Shot::single(words),
+        _ => Shot::first(words),
+    };
+    let offsets = brigade_plan::rows::offsets(parts);
+    let part = |rank: usize| offsets[rank]..offsets[rank + 1];
+    let exchange = Exchange::begin(active, shot);
+    let own = &out[part(exchange.job.rank())];
+    for to in exchange.job.peers() {
+        exchange.push_copy(to, shot, own);
+    }
+    exchange.clear();
+    exchange
+        .job
+        .peers()
+        .try_for_each(|from| exchange.take_copy(from, shot, &mut out[part(from)]))
 }
 
 /// Words of so many granules.
@@ -174,7 +222,18 @@ impl<'a> Exchange<'a> {
         let nan = Sentinel::nan(dtype);
         self.sums
             .push(&self.memory, to, self.turn, shot, nan, bytes);
-        self.job.count_moved(bytes.len());
+        self.sign(to, shot, bytes.len());
+    }
+
+    fn push_copy(&self, to: usize, shot: Shot, bytes: &[u8]) {
+        self.sums
+            .push_copy(&self.memory, to, self.turn, shot, bytes);
+        self.sign(to, shot, bytes.len());
+    }
+
+    /// Behind so many bytes.
+    fn sign(&self, to: usize, shot: Shot, bytes: usize) {
+        self.job.count_moved(bytes);
         let place = self.place(self.job.rank(), shot);
         if self.job.step(Point::Announce, to, place) {
             self.job
@@ -188,6 +247,17 @@ impl<'a> Exchange<'a> {
             let (memory, turn, flag) = (&self.memory, self.turn, self.flag);
             self.sums
                 .take(memory, from, turn, shot, flag, out, deadline, watch)
+        })?;
+        self.job.step(Point::Read, from, self.place(from, shot));
+        Ok(())
+    }
+
+    fn take_copy(&self, from: usize, shot: Shot, out: &mut [u8]) -> Result<()> {
+        let signature = self.sums.signature(from, self.turn, shot, self.flag);
+        self.job.wait_by(signature, from, |deadline, watch| {
+            let (memory, turn, flag) = (&self.memory, self.turn, self.flag);
+            self.sums
+                .take_copy(memory, from, turn, shot, flag, out, deadline, watch)
         })?;
         self.job.step(Point::Read, from, self.place(from, shot));
         Ok(())

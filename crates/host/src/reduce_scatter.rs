@@ -1,10 +1,12 @@
-//! Reduce-scatter: every rank lays out a slot for every rank, and reduces its own slot of everybody's.
+//! Reduce-scatter: every rank pushes every share to its owner; or lays out a slot for every rank. Everybody reduces its own of all.
 
 use crate::{
+    all_reduce::Kind,
     comm::{HostComm, unexpected},
     element,
     job::Active,
     memory::{poison, writing},
+    pushed,
     queue::HostQueue,
 };
 use brigade_device::{Buffer, Call, PerRank, Plan, ReduceOp, ReduceScatterParams, Result, Turn};
@@ -30,7 +32,12 @@ impl HostComm {
             op: p.op,
         };
         let plan = self.core.plan(&call)?;
-        let Plan::ReduceScatter { piece_elements, .. } = plan else {
+        let Plan::ReduceScatter {
+            piece_elements,
+            pushed: launch,
+            ..
+        } = plan
+        else {
             return Err(unexpected(&plan));
         };
         let elements: PerRank = p.rows_per_rank.iter().map(|r| r * row_len).collect();
@@ -38,12 +45,34 @@ impl HostComm {
         let signed = part_of.unwrap_or(call);
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
-            core.collective(&signed, |active| {
-                reduce_scatter(active, op, &elements, piece_elements, &to, &from)
+            core.collective(&signed, |active| match launch {
+                Some(_) => push(active, op, &elements, &to, &from),
+                None => reduce_scatter(active, op, &elements, piece_elements, &to, &from),
             })
         })?;
         Ok(plan)
     }
+}
+
+/// `elements` are those that every rank gets, which fit the buffers at once.
+fn push(
+    active: &mut Active<'_>,
+    op: ReduceOp,
+    elements: &[usize],
+    to: &Buffer,
+    from: &Buffer,
+) -> Result<()> {
+    let kind = Kind {
+        dtype: from.dtype(),
+        output: to.dtype(),
+        op,
+        row: None,
+    };
+    let shares: PerRank = elements.iter().map(|n| n * kind.dtype.bytes()).collect();
+    writing(to, &[from], |out, inputs| {
+        pushed::scatter(active, kind, &shares, inputs[0], out)
+            .inspect_err(|_| poison(to.dtype(), out))
+    })
 }
 
 /// `elements` are those that every rank gets; they pass through the scratch memory in pieces of `piece` elements.

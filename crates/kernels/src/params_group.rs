@@ -271,6 +271,120 @@ parameters! {
         reserved: u32,
     }
 
+    /// A reduce-scatter that pushes, as one exchange. Variants are named after the types and the most ranks that they are for.
+    ReduceScatterParams of "brigade_reduce_scatter" in "reduce_scatter" {
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report.
+        report: u64,
+        /// Where to ask the hook of fault injection; 0 without one.
+        desk: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Bytes to count as moved.
+        moved_bytes: u64,
+        /// Device address of the input.
+        from: u64,
+        /// The element where each rank's share begins, and the number of all behind the last.
+        first: [u64; 9],
+        /// Device address of the result.
+        out: u64,
+        /// Bytes of the result.
+        out_bytes: u64,
+        /// The bytes of poison for it, lowest first.
+        poison: u64,
+        /// Byte of a rank's memory where the first buffer begins.
+        slots: u64,
+        /// From one buffer to the next.
+        buffer_bytes: u64,
+        /// How many buffers rotate: 3.
+        buffers: u32,
+        /// Granules of the largest share.
+        share: u32,
+        /// 0 sum, 1 product, 2 maximum, 3 minimum, 4 average.
+        op: u32,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call.
+        signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+        /// Whether the call ends with this exchange.
+        last: u32,
+        /// Zero.
+        reserved: u32,
+    }
+
+    /// Bytes of some ranks, which all get, by pushing: one exchange.
+    PushCopyParams of "brigade_push_copy" in "push_copy" {
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report.
+        report: u64,
+        /// Where to ask the hook of fault injection; 0 without one.
+        desk: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Bytes to count as moved.
+        moved_bytes: u64,
+        /// Device address of what this rank has.
+        from: u64,
+        /// How many bytes each rank has.
+        bytes: [u64; 8],
+        /// Device address where those of each rank go; 0 if they stay where they are.
+        out: [u64; 8],
+        /// The bytes of poison for it, lowest first.
+        poison: u64,
+        /// Byte of a rank's memory where the first buffer begins.
+        slots: u64,
+        /// From one buffer to the next.
+        buffer_bytes: u64,
+        /// How many buffers rotate: 3.
+        buffers: u32,
+        /// Packets of the rank that has most.
+        packets: u32,
+        /// Granules from one slot to the next.
+        slot: u32,
+        /// Granules that are filled in a buffer.
+        filled: u32,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call.
+        signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+        /// Whether the call ends with this exchange.
+        last: u32,
+    }
+
     /// Messages to and from peers, side by side: each by some blocks, through its sender's slot in the receiver's memory.
     MessagesParams of "brigade_messages" in "messages" {
         /// Where this rank reaches the memory of rank 0.

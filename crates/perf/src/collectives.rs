@@ -38,8 +38,8 @@ pub struct Options {
     /// device's]
     #[arg(long, value_name = "BYTES", value_parser = sizes::bytes)]
     scratch_bytes: Option<usize>,
-    /// Capacity of each of the three buffers that all-reduces push through; larger inputs pass in pieces [default: twice the
-    /// largest size, at most 128 MiB]
+    /// Capacity of each of the three buffers that calls push through; larger all-reduces pass in pieces, all else that does not
+    /// fit is not pushed [default: for all-reduces twice the largest size, at most 128 MiB; else the device's]
     #[arg(long, value_name = "BYTES", value_parser = sizes::bytes)]
     all_reduce_bytes: Option<usize>,
     /// Most multiprocessors that communication may use [default: the plan's choice]
@@ -177,7 +177,7 @@ impl Asked<'_> {
         config.all_reduce_bytes = match (self.which, self.options.all_reduce_bytes) {
             (_, Some(bytes)) => bytes,
             (Which::AllReduce, None) => (2 * largest).min(MOST_PUSHED),
-            _ => 0,
+            _ => config.all_reduce_bytes,
         };
         config.sm_budget = self.options.sm_budget;
         config

@@ -8,5 +8,6 @@ pub(crate) fn plan(dtype: DataType, topology: &Topology) -> Result<Plan, Reason>
     Ok(Plan::Copy {
         piece_elements: scratch::per_rank(topology, dtype)?,
         pieces: 0,
+        pushed: None,
     })
 }

@@ -1,6 +1,10 @@
-//! Broadcast: the root's data, through its scratch memory.
+//! Broadcast: the root's data, pushed to all while it is little; or through its scratch memory.
 
-use crate::{Topology, reason, scratch};
+use crate::{
+    Table, Topology,
+    pushed::{self, Packets},
+    reason, scratch,
+};
 use brigade_device::{DataType, Plan, Reason};
 
 pub(crate) fn plan(
@@ -8,13 +12,21 @@ pub(crate) fn plan(
     dtype: DataType,
     root: usize,
     topology: &Topology,
+    table: &Table,
 ) -> Result<Plan, Reason> {
     if root >= topology.group.size {
         return Err(reason::root(root, topology.group.size));
     }
     let piece_elements = scratch::whole(topology, dtype)?;
+    let bytes = elements.saturating_mul(dtype.bytes());
     Ok(Plan::Copy {
         piece_elements,
         pieces: elements.div_ceil(piece_elements),
+        pushed: pushed::copy(
+            Packets::broadcast(bytes, topology.group.size),
+            dtype,
+            topology,
+            table,
+        ),
     })
 }

@@ -69,18 +69,19 @@ pub fn plan(call: &Call, topology: &Topology, table: &Table) -> Result<Plan, Rea
             rows,
             row_len,
             dtype,
-        } => all_gather::plan(rows, *row_len, *dtype, topology),
+        } => all_gather::plan(rows, *row_len, *dtype, topology, table),
         Call::ReduceScatter {
             rows,
+            row_len,
             dtype,
             output,
             ..
-        } => reduce_scatter::plan(rows, (*dtype, *output), topology),
+        } => reduce_scatter::plan(rows, *row_len, (*dtype, *output), topology, table),
         Call::Broadcast {
             elements,
             dtype,
             root,
-        } => broadcast::plan(*elements, *dtype, *root, topology),
+        } => broadcast::plan(*elements, *dtype, *root, topology, table),
         Call::AllToAll { dtype, .. } => all_to_all::plan(*dtype, topology),
         Call::Dispatch(c) => dispatch::plan(c, topology),
         Call::Combine(c) => combine::plan(c, topology),
@@ -88,6 +89,7 @@ pub fn plan(call: &Call, topology: &Topology, table: &Table) -> Result<Plan, Rea
             Ok(Plan::Copy {
                 piece_elements: 0,
                 pieces: 0,
+                pushed: None,
             })
         }
         other => Err(reason::unknown(other.operation())),

@@ -103,6 +103,15 @@ pub fn two_shot_push_rows(
         .sum()
 }
 
+/// Broadcast by push: the root moves everything to every peer, everybody else nothing.
+pub fn push_broadcast(rank: usize, root: usize, size: usize, bytes: usize) -> u64 {
+    if rank == root {
+        one_shot(size, bytes)
+    } else {
+        0
+    }
+}
+
 /// Broadcast by pull: the root moves nothing, everybody else everything.
 pub fn broadcast(rank: usize, root: usize, bytes: usize) -> u64 {
     if rank == root { 0 } else { bytes as u64 }

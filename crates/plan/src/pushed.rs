@@ -1,10 +1,10 @@
-//! How much an all-reduce that pushes needs, and how it cuts what does not fit: the same on every rank and device.
+//! How much an exchange that pushes needs, and how all-reduces cut what does not fit: the same on every rank and device.
 //!
 //! Inputs are cut into granules of 16 bytes, the widest access of a GPU; the last one may be filled up. A rank gives its
 //! peers a place each, so a buffer holds `size - 1` of everything.
 
-use crate::reason;
-use brigade_device::{AllReduceAlgorithm as A, DataType, Reason};
+use crate::{Table, Topology, reason};
+use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Reason};
 
 /// Bytes of a granule of the input. A granule of a result that is wider takes more.
 pub const GRANULE_BYTES: usize = 16;
@@ -115,6 +115,96 @@ impl RowShares {
     }
 }
 
+/// The shape of an exchange of copies. Any word may be the sentinel there, so a packet of granules has one word more, which
+/// says which of them are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packets {
+    /// Bytes of the rank that has most.
+    pub bytes: usize,
+    /// Packets of that rank.
+    pub most: usize,
+    /// Granules of a slot: those that it carries, and the words behind them.
+    pub slot: usize,
+    /// Slots of a buffer: one for each peer, or one where only one rank has something.
+    pub slots: usize,
+}
+
+impl Packets {
+    /// Granules of a packet.
+    pub const GRANULES: usize = 4;
+
+    /// Of what each rank has, for all.
+    pub fn gathered(bytes: &[usize]) -> Self {
+        let most = bytes.iter().max().copied().unwrap_or(0);
+        Self::new(most, bytes.len().saturating_sub(1))
+    }
+
+    /// Of what one of `size` ranks has, for all.
+    pub fn broadcast(bytes: usize, size: usize) -> Self {
+        Self::new(bytes, size.saturating_sub(1).min(1))
+    }
+
+    fn new(bytes: usize, slots: usize) -> Self {
+        let granules = bytes.div_ceil(GRANULE_BYTES);
+        let most = granules.div_ceil(Self::GRANULES);
+        Self {
+            bytes,
+            most,
+            slot: granules.saturating_add(most.div_ceil(GRANULE_BYTES / 4)),
+            slots,
+        }
+    }
+
+    /// Granules of a buffer that the exchange fills.
+    pub fn granules(&self) -> usize {
+        self.slots.saturating_mul(self.slot)
+    }
+}
+
+/// The launch of a copy that pushes, if it is pushed: a packet for each thread.
+pub(crate) fn copy(
+    packets: Packets,
+    dtype: DataType,
+    topology: &Topology,
+    table: &Table,
+) -> Option<Launch> {
+    let arriving = packets.slots.saturating_mul(packets.bytes);
+    let peers = topology.group.size.saturating_sub(1);
+    let threads = packets.most.saturating_mul(peers);
+    let filled = packets.granules().saturating_mul(GRANULE_BYTES);
+    at_once((arriving, filled), threads, dtype, topology, table)
+}
+
+/// The launch of a reduce-scatter that pushes, of so many elements for each rank, if it is pushed: a granule for each thread.
+pub(crate) fn scatter(
+    elements: &[usize],
+    input: DataType,
+    topology: &Topology,
+    table: &Table,
+) -> Option<Launch> {
+    let most = elements.iter().max().copied().unwrap_or(0);
+    let peers = topology.group.size.saturating_sub(1);
+    let granules = most.saturating_mul(input.bytes()).div_ceil(GRANULE_BYTES);
+    let arriving = granules.saturating_mul(peers).saturating_mul(GRANULE_BYTES);
+    at_once((arriving, arriving), granules, input, topology, table)
+}
+
+/// The launch of what takes so many threads, if it is pushed: where bytes that arrive are few, and those that they fill fit a
+/// buffer.
+fn at_once(
+    (arriving, filled): (usize, usize),
+    threads: usize,
+    dtype: DataType,
+    topology: &Topology,
+    table: &Table,
+) -> Option<Launch> {
+    let room = topology.config.all_reduce_bytes;
+    let few = table.push_max_bytes.is_some_and(|most| arriving <= most);
+    let pushes = topology.engines.one_shot_push && room > 0 && filled <= room && few;
+    let figures = table.all_reduce.of(dtype);
+    pushes.then(|| figures.launch(arriving, threads, topology.config.sm_budget))
+}
+
 /// Most rows of `hidden` elements in one exchange in buffers of `capacity` bytes.
 pub(crate) fn piece_rows(
     algorithm: A,
@@ -166,7 +256,9 @@ pub(crate) fn piece_elements(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Engines;
     use DataType::{BF16, F32};
+    use brigade_device::{CommConfig, Group, ParallelMode};
     use proptest::prelude::*;
 
     #[test]
@@ -195,6 +287,50 @@ mod tests {
             piece_rows(A::OneShotPush, 0, (100, BF16), 1),
             Ok(usize::MAX)
         );
+    }
+
+    #[test]
+    fn packets_have_a_word_each_behind_their_granules() {
+        let of = |bytes: &[usize]| Packets::gathered(bytes);
+        let p = of(&[0, 16 * 4 * 5 + 1, 64]);
+        assert_eq!((p.most, p.slot, p.slots, p.granules()), (6, 21 + 2, 2, 46));
+        assert_eq!(of(&[100]).granules(), 0, "nobody to push to");
+        assert_eq!(of(&[0, 0]).granules(), 0);
+        assert_eq!(Packets::broadcast(64, 8), of(&[64, 0]));
+    }
+
+    #[test]
+    fn what_fits_at_once_is_pushed_where_figures_have_it() {
+        let group = Group {
+            mode: ParallelMode::Tp,
+            rank: 0,
+            size: 4,
+        };
+        let mut topology = Topology {
+            group,
+            config: CommConfig::new(ParallelMode::Tp),
+            engines: Engines::cuda(false, true),
+        };
+        topology.config.all_reduce_bytes = 3 * 65_536;
+        let table = Table {
+            push_max_bytes: Some(1 << 30),
+            ..Table::host()
+        };
+        let by = |topology: &Topology, table: &Table, elements: usize| {
+            let scattered = scatter(&[1, elements, 0, 0], F32, topology, table);
+            let packets = Packets::gathered(&[4 * elements, 0, 0, 0]);
+            [scattered, copy(packets, F32, topology, table)].map(|launch| launch.is_some())
+        };
+        assert_eq!(by(&topology, &table, 16_384), [true, false]);
+        assert_eq!(by(&topology, &table, 16_385), [false, false]);
+        assert_eq!(by(&topology, &table, 15_000), [true, true]);
+        assert_eq!(by(&topology, &table, 0), [true, true]);
+        assert_eq!(by(&topology, &Table::host(), 0), [false, false]);
+        topology.config.all_reduce_bytes = 0;
+        assert_eq!(by(&topology, &table, 0), [false, false]);
+        topology.config.all_reduce_bytes = 1 << 30;
+        topology.engines = Engines::cuda(false, false);
+        assert_eq!(by(&topology, &table, 5), [false, false]);
     }
 
     proptest! {

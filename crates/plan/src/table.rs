@@ -11,6 +11,9 @@ use brigade_device::{OverlapMode, Reason};
 pub struct Table {
     /// Which all-reduce, and how it is launched.
     pub all_reduce: ByType,
+    /// Largest copy or reduce-scatter, in bytes that arrive at a rank, that is pushed; `None` if none is. It must fit the buffers at
+    /// once, too.
+    pub push_max_bytes: Option<usize>,
     /// Smallest mean chunk, in bytes of rows, for which gather-linear overlaps.
     pub gather: Crossovers,
     /// Smallest mean part, in bytes of sums, for which the twin overlaps.
@@ -19,6 +22,9 @@ pub struct Table {
     /// tiles.
     pub overlap: OverlapMode,
 }
+
+/// What fits the buffers of a usual configuration: there a push costs one launch and no wait for anybody before it.
+const PUSH_MAX_BYTES: usize = 8 << 20;
 
 impl Table {
     /// For ranks that are threads or processes of one host: a chunk is worth overlapping once copying it takes longer
@@ -32,6 +38,7 @@ impl Table {
                 threads: Vec::new(),
                 source: "".into(),
             }),
+            push_max_bytes: None,
             gather: Crossovers::all(16 << 10),
             scatter: Crossovers::all(16 << 10),
             overlap: OverlapMode::Ring,
@@ -48,6 +55,7 @@ impl Table {
         let figures = Figures::embedded()?;
         Ok(Self {
             all_reduce: tuned::File::embedded()?.of(gpus),
+            push_max_bytes: Some(PUSH_MAX_BYTES),
             gather: figures.of(gpus, Overlapped::GatherLinear),
             scatter: figures.of(gpus, Overlapped::ReduceScatterLinear),
             overlap: OverlapMode::Tiles,
@@ -59,6 +67,7 @@ impl Table {
     pub fn digest(&self) -> u64 {
         let Self {
             all_reduce,
+            push_max_bytes,
             gather,
             scatter,
             overlap,
@@ -76,7 +85,7 @@ impl Table {
             .map(|(_, c)| c.min_chunk_bytes.map_or(u64::MAX, |bytes| bytes as u64));
         all_reduce
             .numbers()
-            .chain([overlap])
+            .chain([overlap, push_max_bytes.map_or(u64::MAX, |b| b as u64)])
             .chain(crossovers)
             .flat_map(u64::to_le_bytes)
             .fold(0xcbf2_9ce4_8422_2325, |h, b| {

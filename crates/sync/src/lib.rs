@@ -15,6 +15,7 @@ mod abort;
 mod barrier;
 mod bell;
 mod carried;
+mod escaped;
 mod fifo;
 mod flag;
 mod layout;

@@ -67,6 +67,8 @@ pub struct Shot {
     pub first: usize,
     /// Words of a slot.
     pub words: usize,
+    /// One rank alone pushes something, and has the one slot at all its peers.
+    pub single: bool,
 }
 
 impl Shot {
@@ -76,6 +78,15 @@ impl Shot {
             index: 0,
             first: 0,
             words,
+            single: false,
+        }
+    }
+
+    /// The only shot of an exchange in which one rank alone has something to push.
+    pub const fn single(words: usize) -> Self {
+        Self {
+            single: true,
+            ..Self::first(words)
         }
     }
 
@@ -85,12 +96,15 @@ impl Shot {
             index: self.index + 1,
             first: self.end(size),
             words,
+            single: false,
         }
     }
 
     /// Words of a buffer that are taken up to here.
     pub const fn end(self, size: usize) -> usize {
-        self.first + size.saturating_sub(1) * self.words
+        let peers = size.saturating_sub(1);
+        let slots = if self.single && peers > 1 { 1 } else { peers };
+        self.first + slots * self.words
     }
 }
 
@@ -131,7 +145,10 @@ impl Sentinel {
         from: usize,
         i: usize,
     ) -> Word {
-        let slot = (from + self.size - owner - 1) % self.size;
+        let slot = match shot.single {
+            true => 0,
+            false => (from + self.size - owner - 1) % self.size,
+        };
         Word {
             owner,
             index: self.buffers + buffer * self.capacity + shot.first + slot * shot.words + i,
@@ -145,14 +162,19 @@ impl Sentinel {
         }
     }
 
-    /// What a place holds for up to 8 bytes; those that are missing are 0. `nan` takes the place of the sentinel.
-    pub fn pack(bytes: &[u8], nan: u32) -> u64 {
+    /// Up to 8 bytes; those that are missing are 0.
+    pub(crate) fn word(bytes: &[u8]) -> u64 {
         let whole = bytes.try_into().unwrap_or_else(|_| {
             let mut all = [0; WORD_BYTES];
             all[..bytes.len()].copy_from_slice(bytes);
             all
         });
-        let word = u64::from_ne_bytes(whole);
+        u64::from_ne_bytes(whole)
+    }
+
+    /// What a place holds for up to 8 bytes; those that are missing are 0. `nan` takes the place of the sentinel.
+    pub fn pack(bytes: &[u8], nan: u32) -> u64 {
+        let word = Self::word(bytes);
         let [low, high] = [word as u32, (word >> 32) as u32].map(|lane| inverted(lane, nan));
         u64::from(high) << 32 | u64::from(low)
     }
@@ -215,7 +237,7 @@ impl Sentinel {
         nan: u32,
         bytes: &[u8],
     ) {
-        self.check(shot, bytes.len());
+        self.check(shot, Self::filled(bytes.len()));
         let Word { owner, index } = self.place(to, turn.buffer, shot, self.rank, 0);
         for (index, bytes) in (index..).zip(bytes.chunks(WORD_BYTES)) {
             memory.store_relaxed(Word { owner, index }, Self::pack(bytes, nan));
@@ -241,7 +263,7 @@ impl Sentinel {
         budget: &mut (impl Budget + ?Sized),
         watch: impl FnMut() -> bool,
     ) -> Result<(), Stop> {
-        self.check(shot, out.len());
+        self.check(shot, Self::filled(out.len()));
         let Word { owner, index } = self.place(self.rank, turn.buffer, shot, from, 0);
         let words = index..index + Self::filled(out.len());
         let mut chunks = out.chunks_mut(WORD_BYTES);
@@ -262,12 +284,12 @@ impl Sentinel {
         )
     }
 
-    /// That bytes fit in their slot, and the slot in a buffer.
-    fn check(self, shot: Shot, bytes: usize) {
+    /// That words fit in their slot, and the slot in a buffer.
+    pub(crate) fn check(self, shot: Shot, words: usize) {
         let end = shot.end(self.size);
         assert!(
-            Self::filled(bytes) <= shot.words && end <= self.capacity,
-            "{bytes} bytes in a slot of {} words, which end at {end} of {}",
+            words <= shot.words && end <= self.capacity,
+            "{words} words in a slot of {} words, which end at {end} of {}",
             shot.words,
             self.capacity
         );

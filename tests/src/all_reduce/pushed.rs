@@ -6,6 +6,7 @@ use crate::{
     faults::{AMPLE, impatient},
     gather_linear::config,
     layer::FLOATS,
+    ops,
     suite::{Suite, World},
 };
 use brigade_device::{AllReduceAlgorithm, CommConfig, DataType, FaultKind, ReduceOp};
@@ -73,6 +74,8 @@ fn after_a_reset(world: &World, algorithm: AllReduceAlgorithm) {
         })
         .collect();
     world.run(&impatient(), move |rank| {
+        // The first call of all may take longer.
+        ops::barrier().run(rank).result.unwrap();
         for (before, lost, after) in &rounds {
             for case in before {
                 case.run(rank, Some(algorithm));

@@ -96,6 +96,9 @@ impl Row<'_> {
                 launch: Launch { blocks, .. },
                 ..
             }) if *blocks > 0 => Some(*blocks),
+            Ok(Plan::Copy { pushed, .. } | Plan::ReduceScatter { pushed, .. }) => {
+                pushed.map(|launch| launch.blocks)
+            }
             _ => None,
         }
     }

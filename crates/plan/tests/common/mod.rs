@@ -2,8 +2,8 @@
 #![allow(dead_code, reason = "every test file takes its part")]
 
 use brigade_device::{
-    Call, CommConfig, DataType, Group, LinearCall, OverlapMode, OverlapPlan, ParallelMode, Plan,
-    QScheme, Reason,
+    Call, CommConfig, DataType, Group, Launch, LinearCall, OverlapMode, OverlapPlan, ParallelMode,
+    Plan, QScheme, Reason,
 };
 use brigade_plan::{Engines, Topology};
 
@@ -63,13 +63,23 @@ pub fn line(plan: &Result<Plan, Reason>) -> String {
         Ok(Plan::ReduceScatter {
             order,
             piece_elements,
-        }) => format!("{order:?}, pieces of {piece_elements}"),
+            pushed,
+        }) => format!("{order:?}, {}", pieces(piece_elements, *pushed)),
         Ok(Plan::Copy {
             piece_elements,
             pieces,
+            pushed: None,
         }) => format!("{pieces} pieces of {piece_elements}"),
+        Ok(Plan::Copy { pushed, .. }) => pieces(&0, *pushed),
         Ok(other) => format!("{other}"),
         Err(reason) => format!("error: {}", reason.code),
+    }
+}
+
+fn pieces(of: &usize, pushed: Option<Launch>) -> String {
+    match pushed {
+        Some(launch) => format!("pushed by {} x {}", launch.blocks, launch.threads),
+        None => format!("pieces of {of}"),
     }
 }
 

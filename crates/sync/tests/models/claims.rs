@@ -21,7 +21,7 @@ pub fn claims() -> Vec<Row> {
     let ordered = |scenario: fn() -> Scenario| executions(Orders::RIGHT, deep(2, 3), scenario);
     let holds = Row::holds;
     let (barrier, ring, fifo, packets) = ("barrier", "ring", "fifo", "packets");
-    let (sentinel, two_shots) = ("sentinel", "two shots");
+    let (sentinel, two_shots, copies) = ("sentinel", "two shots", "copies");
     let (abort, reset, waits) = ("abort", "reset", "waits");
     vec![
         holds(
@@ -189,6 +189,31 @@ pub fn claims() -> Vec<Row> {
             two_shots,
             "memory order of 2 ranks",
             executions(Orders::RIGHT, 2, || sentinel::twice(2, &[1; 4], S)),
+        ),
+        holds(
+            copies,
+            "2 ranks, long, short and empty uses, one with half as much, the sentinel itself",
+            states(|| sentinel::copies(2, &LENGTHS, S)),
+        ),
+        holds(
+            copies,
+            "3 ranks, copies and sums in turn, one rank without any to copy",
+            states(|| sentinel::in_turn(3, &[1; 5][..deep(3, 5)], S)),
+        ),
+        holds(
+            copies,
+            "one of 3 ranks dies at any point, the others end with one record",
+            states(|| sentinel::copies(3, &[1], S).with_death(1)),
+        ),
+        holds(
+            copies,
+            "stores become visible late, 2 ranks",
+            states(|| sentinel::in_turn(2, &[1; 4][..deep(3, 4)], S).weak(false)),
+        ),
+        holds(
+            copies,
+            "memory order of 2 ranks",
+            executions(Orders::RIGHT, 2, || sentinel::in_turn(2, &[1; 4], S)),
         ),
         holds(
             abort,

@@ -229,6 +229,37 @@ fn two_shots() -> Vec<Row> {
     rows
 }
 
+fn copies() -> Vec<Row> {
+    use sentinel::Without::*;
+    let by = |without| states(move || sentinel::copies(2, &LENGTHS, without));
+    let row = |what, mutation, by| Row::without("copies", what, mutation, by);
+    let mut rows = vec![
+        row("what was read is cleared", "it is not", by(Clear)),
+        row("three buffers", "two", by(ThirdBuffer)),
+        row("the buffer read last is cleared", "the next one", by(Stale)),
+        row(
+            "cleared as far as its last use filled it",
+            "as far as this use fills",
+            by(Extent),
+        ),
+        row(
+            "the sentinel travels as another value",
+            "it goes as it is",
+            by(Canonical),
+        ),
+        row("a bit says which value it is", "no bit is read", by(Bits)),
+        row(
+            "who has nothing signs too",
+            "it is left out",
+            by(SignatureWhenEmpty),
+        ),
+    ];
+    rows.extend(orders("copies", || {
+        sentinel::copies(2, &[1, 2, 1, 1], Nothing)
+    }));
+    rows
+}
+
 fn abort() -> Vec<Row> {
     use abort::Without::*;
     let by = |without| states(move || abort::scenario(2, None, without));
@@ -310,7 +341,7 @@ fn waits() -> Vec<Row> {
 
 pub fn guards() -> Vec<Row> {
     let machines = [
-        barrier, ring, fifo, packets, sentinel, two_shots, abort, reset, waits,
+        barrier, ring, fifo, packets, sentinel, two_shots, copies, abort, reset, waits,
     ];
     machines.into_iter().flat_map(|m| m()).collect()
 }

@@ -1,4 +1,4 @@
-//! Sums that are pushed, in one shot and in two.
+//! Sums that are pushed, in one shot and in two; and copies.
 
 use crate::shared::*;
 use brigade_device::DataType;
@@ -23,6 +23,19 @@ pub enum Without {
     SignatureWhenEmpty,
     /// All buffers are empty when a generation begins.
     Empty,
+    /// Of a copy, it is known which values are the sentinel.
+    Bits,
+}
+
+/// What a use is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum What {
+    /// Sums, in so many shots.
+    Sums(usize),
+    /// Any bytes, of which ranks with an odd number have half as many.
+    Copies,
+    /// Copies, and sums in one shot.
+    InTurn,
 }
 
 /// Memory that takes a guard from what goes through it.
@@ -72,12 +85,12 @@ fn lanes(n: u32, from: usize, len: usize) -> Vec<u8> {
     lanes.into_iter().flat_map(u32::to_ne_bytes).collect()
 }
 
-fn compare(rank: usize, got: &[u8], want: &[u8]) -> Result<(), Fault> {
+fn compare(rank: usize, got: &[u8], want: &[u8], nan: u32) -> Result<(), Fault> {
     let lane = |bytes: &[u8]| u32::from_ne_bytes(bytes.try_into().unwrap());
     got.chunks(LANE_BYTES)
         .zip(want.chunks(LANE_BYTES))
         .map(|(got, want)| match (lane(got), lane(want)) {
-            (got, Sentinel::EMPTY) => (got, NAN),
+            (got, Sentinel::EMPTY) => (got, nan),
             both => both,
         })
         .find(|(got, want)| got != want)
@@ -113,6 +126,7 @@ struct Part {
     s: Sentinel,
     turn: Turnover,
     shot: Shot,
+    copies: bool,
     without: Without,
 }
 
@@ -138,7 +152,13 @@ impl Part {
             let (s, without) = (self.s, self.without);
             let bent = Bent { shared, without };
             let bytes = lanes(self.use_number(), s.rank, len);
-            s.push(&bent, to, self.turn, self.shot, NAN, &bytes);
+            match (self.copies, without) {
+                (true, Without::Canonical) => {
+                    s.push(&bent, to, self.turn, self.shot, Sentinel::EMPTY, &bytes);
+                }
+                (true, _) => s.push_copy(&bent, to, self.turn, self.shot, &bytes),
+                (false, _) => s.push(&bent, to, self.turn, self.shot, NAN, &bytes),
+            }
             if self.is_signed(len) {
                 let signed = s.signed(to, self.turn, self.shot, self.flag());
                 brigade_sync::post(&bent, signed);
@@ -153,9 +173,14 @@ impl Part {
             awaits(from, move |shared, budget| {
                 let mut got = vec![0; len * LANE_BYTES];
                 let heard = || shared.stopped();
-                let end = s.take(shared, from, turn, shot, flag, &mut got, budget, heard);
+                let end = if self.copies && self.without != Without::Bits {
+                    s.take_copy(shared, from, turn, shot, flag, &mut got, budget, heard)
+                } else {
+                    s.take(shared, from, turn, shot, flag, &mut got, budget, heard)
+                };
                 if end.is_ok() {
-                    compare(s.rank, &got, &lanes(self.use_number(), from, len))?;
+                    let nan = if self.copies { Sentinel::EMPTY } else { NAN };
+                    compare(s.rank, &got, &lanes(self.use_number(), from, len), nan)?;
                 }
                 Ok(end)
             })
@@ -169,6 +194,7 @@ struct Exchange {
     size: usize,
     lanes: usize,
     shots: usize,
+    copies: bool,
 }
 
 impl Exchange {
@@ -181,8 +207,17 @@ impl Exchange {
         each.min(self.lanes.saturating_sub(rank * each))
     }
 
+    /// The lanes of a copy that a rank has for all.
+    fn has(self, rank: usize) -> usize {
+        self.lanes / (1 + rank % 2)
+    }
+
     fn shots(self) -> [Shot; 2] {
-        let words = Sentinel::filled(self.of(0) * LANE_BYTES);
+        let bytes = self.of(0) * LANE_BYTES;
+        let words = match self.copies {
+            true => Sentinel::copied(bytes),
+            false => Sentinel::filled(bytes),
+        };
         let first = Shot::first(words);
         [first, first.then(self.size, words)]
     }
@@ -197,14 +232,20 @@ impl Exchange {
             s,
             turn,
             shot,
+            copies: self.copies,
             without,
         });
         let (all, own) = (|| peers(s.rank, s.size), self.of(s.rank));
-        let mut program: Program = all().map(|to| first.pushes(to, self.of(to))).collect();
+        let pushed = |to| match self.copies {
+            true => self.has(s.rank),
+            false => self.of(to),
+        };
+        let taken = |from| if self.copies { self.has(from) } else { own };
+        let mut program: Program = all().map(|to| first.pushes(to, pushed(to))).collect();
         if without != Without::Clear && turn.stale_words > 0 {
             program.push(does(move |shared| s.clear(shared, turn)));
         }
-        program.extend(all().filter_map(|from| first.takes(from, own)));
+        program.extend(all().filter_map(|from| first.takes(from, taken(from))));
         if self.shots == 2 {
             program.extend(all().map(|to| second.pushes(to, own)));
             program.extend(all().filter_map(|from| second.takes(from, self.of(from))));
@@ -216,13 +257,18 @@ impl Exchange {
 /// Uses of so many lanes each. In a second generation, buffers hold what the first one left.
 fn uses(
     size: usize,
-    shots: usize,
+    what: What,
     lens: &[usize],
     second_generation: bool,
     without: Without,
 ) -> Scenario {
-    let exchange = |lanes| Exchange { size, lanes, shots };
-    let most = exchange(lens.iter().copied().max().unwrap());
+    let exchange = |lanes, n: usize| Exchange {
+        size,
+        lanes,
+        shots: if what == What::Sums(2) { 2 } else { 1 },
+        copies: what == What::Copies || what == What::InTurn && n.is_multiple_of(2),
+    };
+    let most = exchange(lens.iter().copied().max().unwrap(), 0);
     let signatures = Sentinel::signatures(size);
     let barrier_base = signatures + BUFFERS * most.words();
     let program = |rank| {
@@ -259,7 +305,7 @@ fn uses(
             program.extend(gate(2));
         }
         let mut rotation = Rotation::default();
-        for exchange in lens.iter().map(|&lanes| exchange(lanes)) {
+        for exchange in lens.iter().zip(0..).map(|(&lanes, n)| exchange(lanes, n)) {
             let turn = turnover(&mut rotation, exchange.words(), without);
             program.extend(exchange.program(s, turn, without));
         }
@@ -274,15 +320,25 @@ fn uses(
 
 /// Every rank pushes to every peer, so many lanes in each use.
 pub fn scenario(size: usize, lens: &[usize], without: Without) -> Scenario {
-    uses(size, 1, lens, false, without)
+    uses(size, What::Sums(1), lens, false, without)
 }
 
 /// The same in two shots.
 pub fn twice(size: usize, lens: &[usize], without: Without) -> Scenario {
-    uses(size, 2, lens, false, without)
+    uses(size, What::Sums(2), lens, false, without)
 }
 
 /// The same in one shot, after a reset.
 pub fn again(size: usize, lens: &[usize], without: Without) -> Scenario {
-    uses(size, 1, lens, true, without)
+    uses(size, What::Sums(1), lens, true, without)
+}
+
+/// Ranks with an even number push so many lanes in each use to every peer, the others half as many.
+pub fn copies(size: usize, lens: &[usize], without: Without) -> Scenario {
+    uses(size, What::Copies, lens, false, without)
+}
+
+/// Such a use, and one of sums in one shot, in turn.
+pub fn in_turn(size: usize, lens: &[usize], without: Without) -> Scenario {
+    uses(size, What::InTurn, lens, false, without)
 }

@@ -1,0 +1,228 @@
+// Copies that push, as one kernel (push.cuh): what a rank has goes to every peer. In an all-gather each has some, in a broadcast
+// one has all.
+//
+// Their words may be anything, the sentinel too. So a packet is four granules and one word more: the sixteen words of the
+// granules, in which 0 stands for the sentinel, and a bit for each that says so. That word has no other bits, and so is never
+// the sentinel. Therefore each word of a packet tells by itself whether it is there, as those of sums do: no order among
+// them is needed, nor that an access of 16 bytes is one. A packet is one seventeenth larger than what it carries.
+//
+// Ranks that have nothing say that they have arrived, and are waited for, as all others: the kernel of a use ends behind the
+// arrivals of all peers, with which the buffers' turn is argued for. So copies and sums may follow each other in any order.
+#include "copy.cuh"
+#include "push.cuh"
+
+namespace brigade {
+
+__device__ inline void poison_outputs(const PushCopyParams& p) {
+  for (uint32_t r = 0; r < p.size; ++r) {
+    if (p.out[r] != 0) poison(p.out[r], p.bytes[r], p.poison, threadIdx.x, blockDim.x);
+  }
+}
+
+}  // namespace brigade
+
+using namespace brigade;
+
+// Granules of a packet.
+constexpr uint32_t Each = 4;
+
+// A granule, or what there is of it, from any address. What is rare here reads and writes one at a time, is not inlined, and so
+// costs whole packets no registers.
+__device__ __noinline__ uint4 any_input(uint64_t from, uint32_t bytes) {
+  if (bytes == 16 && from % 16 == 0) return *reinterpret_cast<const uint4*>(from);
+  uint32_t w[4] = {};
+  if ((from | bytes) % 4 == 0) {
+#pragma unroll
+    for (uint32_t k = 0; k < 4; ++k) {
+      if (4 * k < bytes) w[k] = reinterpret_cast<const uint32_t*>(from)[k];
+    }
+  } else {
+#pragma unroll
+    for (uint32_t k = 0; k < 16; ++k) {
+      if (k < bytes) w[k / 4] |= uint32_t(reinterpret_cast<const uint8_t*>(from)[k]) << (k % 4 * 8);
+    }
+  }
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+__device__ __noinline__ void any_output(uint64_t to, uint32_t bytes, uint4 v) {
+  if (bytes == 16 && to % 16 == 0) {
+    *reinterpret_cast<uint4*>(to) = v;
+    return;
+  }
+  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+  if ((to | bytes) % 4 == 0) {
+#pragma unroll
+    for (uint32_t k = 0; k < 4; ++k) {
+      if (4 * k < bytes) reinterpret_cast<uint32_t*>(to)[k] = w[k];
+    }
+  } else {
+#pragma unroll
+    for (uint32_t k = 0; k < 16; ++k) {
+      if (k < bytes) reinterpret_cast<uint8_t*>(to)[k] = uint8_t(w[k / 4] >> (k % 4 * 8));
+    }
+  }
+}
+
+// Without the sentinel, whose places become bits of `escaped` from bit `at` on.
+__device__ __forceinline__ uint4 escape(uint4 v, uint32_t at, uint32_t& escaped) {
+  const auto one = [&](uint32_t word, uint32_t k) {
+    const bool is_sentinel = word == sentinel;
+    escaped |= uint32_t(is_sentinel) << (at + k);
+    return is_sentinel ? 0 : word;
+  };
+  return make_uint4(one(v.x, 0), one(v.y, 1), one(v.z, 2), one(v.w, 3));
+}
+
+__device__ __forceinline__ uint4 restored(uint4 v, uint32_t at, uint32_t escaped) {
+  const auto one = [&](uint32_t word, uint32_t k) { return escaped >> (at + k) & 1 ? sentinel : word; };
+  return make_uint4(one(v.x, 0), one(v.y, 1), one(v.z, 2), one(v.w, 3));
+}
+
+struct PushCopy : Pushing<PushCopyParams> {
+  using Pushing::Pushing;
+
+  __device__ __forceinline__ uint32_t granules(uint32_t rank) const { return uint32_t((p.bytes[rank] + 15) / 16); }
+  __device__ __forceinline__ static uint32_t packets(uint32_t granules) { return (granules + Each - 1) / Each; }
+
+  // Bytes from granule `i` of a rank on, at most a granule.
+  __device__ __forceinline__ uint32_t left(uint32_t rank, uint32_t i) const {
+    const uint64_t all = p.bytes[rank] - 16ull * i;
+    return all < 16 ? uint32_t(all) : 16;
+  }
+
+  // Whether packet `j` of a rank has four whole granules, which lie as the widest accesses want it.
+  __device__ __forceinline__ bool is_wide(uint64_t at, uint32_t rank, uint32_t j) const {
+    return at % 16 == 0 && 16ull * ((Each - 1) * packets(granules(rank)) + j + 1) <= p.bytes[rank];
+  }
+
+  // Where the rank that is `distance` behind `to` has its slot there.
+  __device__ __forceinline__ uint64_t slot(uint32_t to, uint32_t distance) const {
+    return slots(to, buffer) + 16ull * (distance - 1) * p.slot;
+  }
+
+  // Behind the granules of a slot are the words that say which were the sentinel.
+  __device__ __forceinline__ static uint32_t* word(uint64_t slot, uint32_t all, uint32_t j) {
+    return reinterpret_cast<uint32_t*>(slot + 16ull * all) + j;
+  }
+
+  // A packet has granules that lie `packets` apart, so that those which threads access together lie together.
+  static __device__ __noinline__ void push_any(const PushCopyParams& p, uint32_t buffer, uint32_t distance, uint32_t j) {
+    const PushCopy copy(p, 0, buffer, 0);
+    const uint32_t all = copy.granules(p.rank);
+    const uint64_t at = copy.slot(copy.peer(distance), p.size - distance);
+    uint32_t escaped = 0, bit = 0;
+#pragma unroll 1
+    for (uint32_t i = j; i < all; i += packets(all), bit += 4) {
+      push(at + 16ull * i, escape(any_input(p.from + 16ull * i, copy.left(p.rank, i)), bit, escaped));
+    }
+    store_relaxed_sys(word(at, all, j), escaped);
+  }
+
+  __device__ __forceinline__ void push_to(uint32_t distance, uint32_t j) const {
+    if (!is_wide(p.from, p.rank, j)) return push_any(p, buffer, distance, j);
+    const uint32_t all = granules(p.rank);
+    const uint64_t at = slot(peer(distance), p.size - distance);
+    uint4 v[Each];
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) v[k] = reinterpret_cast<const uint4*>(p.from)[k * packets(all) + j];
+    uint32_t escaped = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) push(at + 16ull * (k * packets(all) + j), escape(v[k], Each * k, escaped));
+    store_relaxed_sys(word(at, all, j), escaped);
+  }
+
+  // What has come of a packet before.
+  static __device__ __noinline__ void output_any(const PushCopyParams& p, uint32_t buffer, uint32_t distance, uint32_t j) {
+    const PushCopy copy(p, 0, buffer, 0);
+    const uint32_t from = copy.peer(distance), all = copy.granules(from);
+    const uint64_t at = copy.slot(p.rank, distance);
+    const uint32_t escaped = load_relaxed_sys(word(at, all, j));
+    uint32_t bit = 0;
+#pragma unroll 1
+    for (uint32_t i = j; i < all; i += packets(all), bit += 4) {
+      any_output(p.out[from] + 16ull * i, copy.left(from, i), restored(peek(at + 16ull * i), bit, escaped));
+    }
+  }
+
+  // Waits for packet `j` of the rank at this distance. A herald waits for its peer's arrival too.
+  __device__ __forceinline__ bool take(uint32_t distance, uint32_t j, bool herald, uint4 (&v)[Each], uint32_t& escaped) const {
+    const uint32_t all = granules(peer(distance));
+    const uint64_t at = slot(p.rank, distance);
+    bool come = false;
+    const auto look = [&] {
+      const uint64_t seen = arrived(herald);
+#pragma unroll
+      for (uint32_t k = 0; k < Each; ++k) {
+        const uint32_t i = k * packets(all) + j;
+        v[k] = i < all ? peek(at + 16ull * i) : make_uint4(0, 0, 0, 0);
+      }
+      escaped = load_relaxed_sys(word(at, all, j));
+      come = escaped != sentinel;
+#pragma unroll
+      for (uint32_t k = 0; k < Each; ++k) come &= is_there(v[k]);
+      return come && seen == flag;
+    };
+    return wait([&] { return come ? threadIdx.x : peer(distance); }, look);
+  }
+
+  // Own bytes, where they go too.
+  static __device__ __noinline__ void copy_own(const PushCopyParams& p) {
+    copy_bytes(p.out[p.rank], p.from, p.bytes[p.rank], blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+  }
+
+  // Where there is a hook: waits until all has come, and tells it.
+  static __device__ __noinline__ bool await(const PushCopyParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
+    const PushCopy copy(p, use, buffer, flag);
+    bool there = true;
+    for (uint32_t d = 1; d < p.size; ++d) {
+      const uint32_t all = copy.granules(copy.peer(d));
+      for (uint32_t j = threadIdx.x; j < packets(all) && there; j += blockDim.x) {
+        uint4 v[Each];
+        uint32_t escaped;
+        there = copy.take(d, j, false, v, escaped);
+      }
+    }
+    copy.have_come(0);
+    return there;
+  }
+
+  __device__ __forceinline__ void run() {
+    const uint32_t mine = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    bool failed = stopped, herald = is_herald();
+    announce();
+    const uint32_t own = packets(granules(p.rank));
+    for (uint32_t i = mine; i < (p.size - 1) * own; i += threads) push_to(1 + i / own, i % own);
+    empty();
+    count(p.filled);
+    if (p.out[p.rank] != 0) copy_own(p);
+    if (p.desk != 0) failed |= !await(p, use, buffer, flag);
+    for (uint32_t i = mine; i < (p.size - 1) * p.packets && !failed; i += threads) {
+      const uint32_t distance = 1 + i / p.packets, j = i % p.packets, from = peer(distance), of = packets(granules(from));
+      if (j >= of) continue;
+      uint4 v[Each];
+      uint32_t escaped;
+      failed = !take(distance, j, herald, v, escaped);
+      herald = false;
+      if (failed) break;
+      if (!is_wide(p.out[from], from, j)) {
+        output_any(p, buffer, distance, j);
+        continue;
+      }
+#pragma unroll
+      for (uint32_t k = 0; k < Each; ++k) {
+        reinterpret_cast<uint4*>(p.out[from])[k * of + j] = restored(v[k], Each * k, escaped);
+      }
+    }
+    if (herald && !failed) failed = !wait([] { return threadIdx.x; }, [&] { return arrived(true) == flag; });
+    finish(failed);
+  }
+};
+
+// As many blocks find room as those of all-reduces.
+extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)
+    brigade_push_copy(const __grid_constant__ PushCopyParams p) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  PushCopy(p).run();
+}
