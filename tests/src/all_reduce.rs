@@ -1,5 +1,6 @@
 //! All-reduce: every rank gets the reduction in rank order, bit for bit, whatever the algorithm.
 
+mod foreign;
 mod pushed;
 mod values;
 
@@ -208,7 +209,8 @@ fn lengths(world: &World, op: ReduceOp, choice: Option<AllReduceAlgorithm>) {
     let mut cases = vec![];
     for (t, dtype) in FLOATS.into_iter().enumerate() {
         for (l, len) in LENGTHS.into_iter().enumerate() {
-            if op != ReduceOp::Sum && (t + l + op as usize + world.size) % FLOATS.len() != 0 {
+            let turn = t + l + op as usize + world.size;
+            if op != ReduceOp::Sum && !turn.is_multiple_of(FLOATS.len()) {
                 continue;
             }
             cases.push(Case::random(
@@ -308,6 +310,7 @@ pub fn add(suite: &mut Suite) {
             values::special_values(world, choice);
         });
     }
+    foreign::add(suite);
     pushed::add(suite);
     suite.add("all_reduce/same_bits", same_bits);
     suite.add("all_reduce/refusals", refusals);

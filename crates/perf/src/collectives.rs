@@ -10,7 +10,7 @@ mod which;
 
 use crate::{Common, float::Float, meta, ranks::Ranks, sizes};
 use anyhow::{Result, anyhow, ensure};
-use brigade::{CommConfig, ParallelMode};
+use brigade::{AllReduceAlgorithm, CommConfig, ParallelMode};
 use case::{Case, Measured};
 use clap::Args;
 use expected::Inputs;
@@ -180,6 +180,8 @@ impl Asked<'_> {
             _ => 0,
         };
         config.sm_budget = self.options.sm_budget;
+        let nccl = Some(AllReduceAlgorithm::Nccl);
+        config.nccl = self.choices.iter().any(|c| c.algorithm == nccl);
         config
     }
 }
@@ -223,7 +225,6 @@ pub fn run(asked: &Asked<'_>, ranks: &Ranks) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use brigade::AllReduceAlgorithm;
     use clap::Parser;
 
     #[derive(Parser)]
