@@ -1,6 +1,7 @@
 //! All-reduce: every rank gets the reduction in rank order, bit for bit, whatever the algorithm.
 
 mod foreign;
+mod integers;
 mod pushed;
 mod values;
 
@@ -244,12 +245,12 @@ fn lengths(world: &World, op: ReduceOp, choice: Option<AllReduceAlgorithm>) {
 
 /// The same bits on all ranks, from all algorithms, in every repeat.
 fn same_bits(world: &World) {
-    const REPEATS: usize = 100;
+    const REPEATS: usize = 1000;
     let mut rng = world.rng();
     let choices = algorithms(world.backend.engines());
     let cases: Vec<_> = (0..5)
         .map(|i| {
-            let len = rng.random_range(1..3000);
+            let len = rng.random_range(1..600);
             let kind = (FLOATS[i % 3], ReduceOp::Sum, Place::Beside);
             Case::random(&mut rng, world.size, len, kind)
         })
@@ -304,11 +305,19 @@ pub fn add(suite: &mut Suite) {
             suite.add(&trial, move |world| lengths(world, op, choice));
         }
         suite.add(&format!("all_reduce/{name}/exact_integers"), move |world| {
-            values::exact_integers(world, choice);
+            integers::exact(world, choice);
         });
+        if suite.backend().reduces_millions() {
+            suite.add(&format!("all_reduce/{name}/long_integers"), move |world| {
+                integers::long(world, choice);
+            });
+        }
         suite.add(&format!("all_reduce/{name}/special_values"), move |world| {
             values::special_values(world, choice);
         });
+    }
+    if suite.backend().reduces_millions() {
+        suite.add("all_reduce/pushed/blocks", integers::blocks);
     }
     foreign::add(suite);
     pushed::add(suite);

@@ -89,6 +89,10 @@ impl Backend for CudaBackend {
         Engines::cuda(self.tiles, true)
     }
 
+    fn reduces_millions(&self) -> bool {
+        self.differs()
+    }
+
     fn has_nccl(&self) -> bool {
         has_nccl() && self.differs()
     }
@@ -130,6 +134,7 @@ impl CudaBackend {
 pub(crate) fn injected(hook: &Injector) -> CudaConfig {
     CudaConfig {
         inject: Some(hook.clone()),
+        ..CudaConfig::default()
     }
 }
 
