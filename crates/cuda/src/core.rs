@@ -204,7 +204,7 @@ impl Core {
             ahead: Mutex::default(),
             stepping,
             exchanging,
-            overtakes: kernels.pushes.programmatic && !shares,
+            overtakes: kernels.pushes.programmatic && !shares && !device.serial,
             device,
         };
         core.empty_sums()?;

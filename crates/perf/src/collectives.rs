@@ -14,7 +14,8 @@ use brigade::{AllReduceAlgorithm, CommConfig, ParallelMode};
 use case::{Case, Measured};
 use clap::Args;
 use expected::Inputs;
-use names::{Choice, Op};
+pub use names::Choice;
+use names::Op;
 use which::Which;
 
 /// What every collective is told.
@@ -199,7 +200,7 @@ pub fn run(asked: &Asked<'_>, ranks: &Ranks) -> Result<String> {
         .map(|bytes| asked.which.extent(bytes, options.dtype, ranks.size()))
         .collect::<Result<Vec<_>>>()?;
     let meta = meta::meta(ranks)?;
-    let measured = ranks.run(options.common.with_nccl(), |rank| {
+    let measured = ranks.run(&options.common, |rank| {
         let largest = extents.iter().map(|e| e.all).max().unwrap_or(0);
         let comm = rank.join(&asked.config(largest * options.dtype.bytes()))?;
         let inputs = Inputs::fresh(rank, options.dtype)?;
