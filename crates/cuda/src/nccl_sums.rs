@@ -9,7 +9,7 @@ use crate::{
     CudaDevice,
     all_reduce::{Kind, Piece},
     card::Card,
-    core::Core,
+    core::{Core, HEARSAY},
     job::{Job, Side},
     lane::Lane,
     mark::CudaMark,
@@ -21,8 +21,8 @@ use crate::{
     quiet,
 };
 use brigade_device::{
-    Bootstrap, Buffer, DataType, Error, FaultKind, FaultRecord, MemoryType, Operation, Reason,
-    ReduceOp, Result, Shape, Storage,
+    Bootstrap, Buffer, DataType, Error, FaultKind, FaultRecord, Group, MemoryType, Operation,
+    Reason, ReduceOp, Result, Shape, Storage,
 };
 use brigade_group::{Control, agree};
 use brigade_sync::Area;
@@ -54,6 +54,8 @@ pub(crate) struct NcclSums {
     comm: Mutex<Option<Handle>>,
     /// Whether the group was reset, and all ranks know that it is gone.
     gone: AtomicBool,
+    /// Whether NCCL is through with giving it up.
+    ended: AtomicBool,
 }
 
 // SAFETY: a communicator may be used by any thread, by one at a time, as the lock sees to.
@@ -90,6 +92,7 @@ impl NcclSums {
             let status = unsafe { init(&raw mut comm, size, id, rank, &Settings::NON_BLOCKING) };
             if comm.is_null() {
                 check("ncclCommInitRankConfig", status)?;
+                return Err(missing("it makes no communicator"));
             }
             // From here on, dropping it gives NCCL's communicator up.
             let sums = Self {
@@ -97,6 +100,7 @@ impl NcclSums {
                 card: Arc::clone(&device.card),
                 comm: Mutex::new(Some(comm)),
                 gone: AtomicBool::new(false),
+                ended: AtomicBool::new(false),
             };
             sums.taken(comm, "ncclCommInitRankConfig", status, || remains(end))?;
             sums.warm_up(end)?;
@@ -110,7 +114,15 @@ impl NcclSums {
         let most = FIRST.into_iter().max().unwrap_or(0);
         let memory = DeviceMemory::outside_of_streams(&self.card, most)?;
         let lane = Lane::new(&self.card, 0)?;
-        let at = memory.address();
+        let done = self.first_sums(memory.address(), &lane, end);
+        if done.is_err() {
+            // Kernels that still wait end when the communicator is given up. They keep the memory.
+            std::mem::forget((memory, lane));
+        }
+        done
+    }
+
+    fn first_sums(&self, at: u64, lane: &Lane, end: Instant) -> Result<()> {
         for bytes in FIRST {
             for (dtype, op) in [
                 (DataType::BF16, ReduceOp::Sum),
@@ -125,12 +137,10 @@ impl NcclSums {
             }
         }
         let left = end.saturating_duration_since(Instant::now());
-        if CudaMark::record(&self.card, lane.stream)?.reached(left)? {
-            return Ok(());
+        match CudaMark::record(&self.card, lane.stream)?.reached(left)? {
+            true => Ok(()),
+            false => Err(late()),
         }
-        // Kernels that still wait end when the communicator is given up, which takes the memory's place until then.
-        std::mem::forget((memory, lane));
-        remains(end)
     }
 
     /// Enqueues a sum. `goes_on` says whether to wait on for NCCL to take it.
@@ -184,9 +194,14 @@ impl NcclSums {
             .find(|s| ![0, IN_PROGRESS].contains(s))
     }
 
-    /// Hands on between NCCL and the group: what it fails with stops the group, and a group that is stopped gives it up.
+    /// Hands on between NCCL and the group: what it fails with stops the group, and a group that is stopped gives it up. Where a
+    /// peer is gone already, NCCL may miss it, which stops nobody who has nothing left to do.
     pub(crate) fn relay(self: &Arc<Self>, control: &Control) {
-        if control.fault().is_none()
+        let Group { rank, size, .. } = *control.group();
+        let mut peers = (0..size).filter(|&p| p != rank);
+        let ends = control.is_closed() || peers.any(|p| control.departed(p));
+        if !ends
+            && control.fault().is_none()
             && let Some(status) = self.failed()
         {
             control.raise(FaultRecord {
@@ -208,7 +223,10 @@ impl NcclSums {
         let (sums, comm) = (Arc::clone(self), Given(comm));
         let gives_up = thread::Builder::new().name("gives NCCL up".into());
         // Without a thread its kernels go on until their process ends.
-        let _ = gives_up.spawn(move || sums.abort(comm));
+        let _ = gives_up.spawn(move || {
+            sums.abort(comm);
+            sums.ended.store(true, Ordering::Release);
+        });
     }
 
     fn abort(&self, Given(comm): Given) {
@@ -222,6 +240,12 @@ impl NcclSums {
     pub(crate) fn retire(self: &Arc<Self>) {
         self.gone.store(true, Ordering::Release);
         self.give_up();
+        // What NCCL frees may hold up the driver: better now, while no kernel waits. Graphs may keep it for longer.
+        let end = Instant::now() + HEARSAY;
+        while !self.ended.load(Ordering::Acquire) && Instant::now() < end {
+            // tidy: sleeps because NCCL tells nobody when it is done.
+            thread::sleep(ROUND);
+        }
     }
 
     /// Whether calls can be made, as all ranks know.
@@ -321,10 +345,14 @@ fn remains(end: Instant) -> Result<()> {
     if Instant::now() < end {
         return Ok(());
     }
-    Err(Error::Group {
+    Err(late())
+}
+
+fn late() -> Error {
+    Error::Group {
         step: "NCCL",
-        what: "it has not taken a call of this rank in time".into(),
-    })
+        what: "it has not done in time what this rank asked for".into(),
+    }
 }
 
 fn broken(control: &Control) -> FaultRecord {
