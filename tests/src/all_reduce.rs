@@ -1,5 +1,7 @@
 //! All-reduce: every rank gets the reduction in rank order, bit for bit, whatever the algorithm.
 
+mod foreign;
+mod integers;
 mod pushed;
 mod values;
 
@@ -201,11 +203,17 @@ pub fn uneven(rng: &mut StdRng) -> f32 {
 
 const LENGTHS: [usize; 6] = [0, 1, 7, 1023, 4096, 100_003];
 
+/// Sums of all types at every length. The other operations differ from them in one instruction: each length is of one type,
+/// and over lengths, operations and group sizes all types meet all lengths.
 fn lengths(world: &World, op: ReduceOp, choice: Option<AllReduceAlgorithm>) {
     let mut rng = world.rng();
     let mut cases = vec![];
-    for dtype in FLOATS {
-        for len in LENGTHS {
+    for (t, dtype) in FLOATS.into_iter().enumerate() {
+        for (l, len) in LENGTHS.into_iter().enumerate() {
+            let turn = t + l + op as usize + world.size;
+            if op != ReduceOp::Sum && !turn.is_multiple_of(FLOATS.len()) {
+                continue;
+            }
             cases.push(Case::random(
                 &mut rng,
                 world.size,
@@ -237,12 +245,12 @@ fn lengths(world: &World, op: ReduceOp, choice: Option<AllReduceAlgorithm>) {
 
 /// The same bits on all ranks, from all algorithms, in every repeat.
 fn same_bits(world: &World) {
-    const REPEATS: usize = 100;
+    const REPEATS: usize = 1000;
     let mut rng = world.rng();
     let choices = algorithms(world.backend.engines());
     let cases: Vec<_> = (0..5)
         .map(|i| {
-            let len = rng.random_range(1..3000);
+            let len = rng.random_range(1..600);
             let kind = (FLOATS[i % 3], ReduceOp::Sum, Place::Beside);
             Case::random(&mut rng, world.size, len, kind)
         })
@@ -297,12 +305,21 @@ pub fn add(suite: &mut Suite) {
             suite.add(&trial, move |world| lengths(world, op, choice));
         }
         suite.add(&format!("all_reduce/{name}/exact_integers"), move |world| {
-            values::exact_integers(world, choice);
+            integers::exact(world, choice);
         });
+        if suite.backend().reduces_millions() {
+            suite.add(&format!("all_reduce/{name}/long_integers"), move |world| {
+                integers::long(world, choice);
+            });
+        }
         suite.add(&format!("all_reduce/{name}/special_values"), move |world| {
             values::special_values(world, choice);
         });
     }
+    if suite.backend().reduces_millions() {
+        suite.add("all_reduce/pushed/blocks", integers::blocks);
+    }
+    foreign::add(suite);
     pushed::add(suite);
     suite.add("all_reduce/same_bits", same_bits);
     suite.add("all_reduce/refusals", refusals);

@@ -36,6 +36,14 @@ pub trait Backend: Send + Sync {
     fn differs(&self) -> bool {
         true
     }
+    /// Whether groups can be joined with NCCL.
+    fn has_nccl(&self) -> bool {
+        false
+    }
+    /// Whether sums of millions of elements take it no time to speak of.
+    fn reduces_millions(&self) -> bool {
+        false
+    }
     /// Fresh ranks for a group of `size`: all that are threads of this process, in rank order.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Ranks on GPUs: one GPU for each, or several ranks on one.
 
 use crate::backend::{Backend, Seat};
-use brigade_cuda::{CudaConfig, CudaDevice, Missing, devices};
+use brigade_cuda::{CudaConfig, CudaDevice, Missing, devices, find_nccl};
 use brigade_device::{Error, Injector, Result};
 use brigade_plan::Engines;
 use libtest_mimic::{Failed, Trial};
@@ -18,6 +18,11 @@ pub struct CudaBackend {
 /// Whether all GPUs of this host have the kernels for tiles that wait.
 pub fn tiles() -> Result<bool, Missing> {
     Ok(devices()?.iter().all(|gpu| gpu.capability == (9, 0)))
+}
+
+/// Whether this host has an NCCL that Brigade takes.
+pub(crate) fn has_nccl() -> bool {
+    find_nccl(&[]).is_some_and(|nccl| (nccl.version.major, nccl.version.minor) >= (2, 14))
 }
 
 /// Most ranks that share a GPU.
@@ -84,6 +89,14 @@ impl Backend for CudaBackend {
         Engines::cuda(self.tiles, true)
     }
 
+    fn reduces_millions(&self) -> bool {
+        self.differs()
+    }
+
+    fn has_nccl(&self) -> bool {
+        has_nccl() && self.differs()
+    }
+
     fn seats(&self, size: usize) -> Result<Vec<Seat>> {
         self.seats_with(size, &CudaConfig::default())
     }
@@ -121,6 +134,7 @@ impl CudaBackend {
 pub(crate) fn injected(hook: &Injector) -> CudaConfig {
     CudaConfig {
         inject: Some(hook.clone()),
+        ..CudaConfig::default()
     }
 }
 

@@ -63,6 +63,11 @@ pub trait Devices: Send + Sync {
         Err(takes_no_hook(self.name()))
     }
 
+    /// As [`Backend::has_nccl`].
+    fn has_nccl(&self) -> bool {
+        false
+    }
+
     /// As [`Backend::asks_callers`].
     fn asks_callers(&self) -> bool {
         true
@@ -123,6 +128,10 @@ impl Backend for Processes {
 
     fn engines(&self) -> Engines {
         self.devices.engines()
+    }
+
+    fn has_nccl(&self) -> bool {
+        self.devices.has_nccl()
     }
 
     fn seats(&self, _: usize) -> Result<Vec<Seat>> {

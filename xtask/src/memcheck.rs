@@ -26,14 +26,20 @@ const CRATES: [&str; 3] = [
     "--package brigade-host --lib",
 ];
 
-/// Contracts of memory that ranks share, of regions, and of linears in every mode: which program, and which part of it.
+/// Contracts of memory that ranks share, of regions, of sums, and of linears in every mode: which program, and which part of
+/// it. Of sums every algorithm, at every length and shape, beside and in place, in pieces and after a reset; other operations,
+/// forms and values go the same ways through memory.
 const CONTRACTS: [(&str, &str); 8] = [
     ("host", "host/w3/gather_linear"),
     ("host", "host/w3/linear_reduce_scatter"),
     ("host", "host/w3/quantized"),
     ("host", "host/w3/user_buffers"),
     ("host", "host/w3/send_recv"),
-    ("host", "host/w3/all_"),
+    (
+        "host",
+        "host/w3/all_ --skip /auto/ --skip /max --skip /min --skip /prod --skip special_values --skip same_bits \
+         --skip captured --skip fp8pertensor --skip one_shot_pull/int8 --skip two_shot/int8",
+    ),
     ("processes", "processes/w2/gather_linear/ring/ragged"),
     ("processes", "processes/w3/user_buffers/let_go"),
 ];

@@ -1,11 +1,12 @@
 //! All-reduce: pushed, in one shot or two, by a kernel that is all of it; or pulled through the scratch memory, in one shot or
-//! two, between steps. All combine in rank order.
+//! two, between steps. All combine in rank order. Or by NCCL, which combines as it likes (`nccl_sums.rs`).
 
 use crate::{
     comm::{CudaComm, unexpected},
     finish::same_elements,
     job::Job,
     memory::check_reach,
+    nccl_sums::NcclUse,
     pushed,
     reduce_scatter::Reduction,
 };
@@ -86,6 +87,16 @@ impl CudaComm {
             self.core
                 .exchange(turn.stream(), &call, &[&from, &to], |job| {
                     pushed(job, how, kind, most, &from, &to)
+                })?;
+            return Ok(plan);
+        }
+        if algorithm == AllReduceAlgorithm::Nccl {
+            let sums = self.core.nccl()?;
+            let whole = kind.piece(0, from.shape().len(), &from, &to);
+            let kept = NcclUse::buffer(sums)?;
+            self.core
+                .collective(turn.stream(), &call, &[&from, &kept], Some(&to), |job| {
+                    job.sum_by_nccl(sums, kind, whole)
                 })?;
             return Ok(plan);
         }

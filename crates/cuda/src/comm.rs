@@ -3,6 +3,7 @@
 use crate::{
     CudaDevice, Pages,
     core::{Core, Parts},
+    nccl_sums::NcclSums,
     pushed,
     rendezvous::{self, Hardware},
     state::state_words,
@@ -106,6 +107,10 @@ pub(crate) fn join(
     let sharing = Sharing::between(boot, within)?;
     let segments = sharing.exchange(boot, layout.words, 0, within)?;
     let symmetric = rendezvous::exchange(boot, &device, &sharing, bytes, within)?;
+    let nccl = config
+        .nccl
+        .then(|| NcclSums::join(boot, &device, hardware.shares, within))
+        .transpose()?;
     let group = Group {
         mode: config.mode,
         rank,
@@ -119,12 +124,14 @@ pub(crate) fn join(
             engines: Engines::cuda(
                 hardware.tiles && !hardware.shares,
                 size <= pushed::MOST_RANKS,
-            ),
+            )
+            .with_nccl(nccl.is_some()),
         },
         control: Control::new(group, layout, sharing, segments),
         config: config.clone(),
         table,
         symmetric,
+        nccl,
         regions_start,
         shares: hardware.shares,
         device,

@@ -11,6 +11,7 @@ use crate::{
     lane::Lane,
     mark::{self, CudaMark},
     memory::DeviceMemory,
+    nccl_sums::NcclSums,
     quiet,
     report::Report,
     residency::Spinning,
@@ -23,7 +24,7 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Operation, PerRank, Plan,
-    Reason, Result, Shape, Stream,
+    Reason, Result, Shape, Stream, SumOrder,
 };
 use brigade_group::Control;
 use brigade_kernels::{MESSAGE_THREADS, STATE_GENERATION, STEP_THREADS};
@@ -54,6 +55,8 @@ pub(crate) struct GroupMemory {
     pub(crate) report: Report,
     /// Where kernels ask the hook of fault injection, if there is one.
     pub(crate) desk: Option<Desk>,
+    /// What carries NCCL's sums, if the group was joined with it.
+    pub(crate) nccl: Option<Arc<NcclSums>>,
 }
 
 impl GroupMemory {
@@ -136,6 +139,7 @@ pub(crate) struct Parts {
     pub(crate) table: Table,
     /// Every rank's part.
     pub(crate) symmetric: Arc<Symmetric>,
+    pub(crate) nccl: Option<Arc<NcclSums>>,
     /// Whether another rank of the group has this GPU too.
     pub(crate) shares: bool,
     /// Where the heap of registered regions begins in a part.
@@ -157,6 +161,7 @@ impl Core {
             topology,
             table,
             symmetric,
+            nccl,
             shares,
             regions_start,
         } = parts;
@@ -180,6 +185,7 @@ impl Core {
             report: Report::new(&device.card)?,
             symmetric,
             desk: desk.transpose()?,
+            nccl,
         };
         let core = Self {
             mover: Lane::new(&device.card, i8::MAX)?,
@@ -198,7 +204,7 @@ impl Core {
             ahead: Mutex::default(),
             stepping,
             exchanging,
-            overtakes: kernels.pushes.programmatic && !shares,
+            overtakes: kernels.pushes.programmatic && !shares && !device.serial,
             device,
         };
         core.empty_sums()?;
@@ -223,7 +229,13 @@ impl Core {
     }
 
     pub(crate) fn plan(&self, call: &Call) -> Result<Plan, Reason> {
-        brigade_plan::plan(call, &self.topology, &self.table)
+        let plan = brigade_plan::plan(call, &self.topology, &self.table)?;
+        if let (&Plan::AllReduce { order, .. }, Some(nccl)) = (&plan, &self.memory.nccl)
+            && order == SumOrder::Foreign
+        {
+            nccl.check()?;
+        }
+        Ok(plan)
     }
 
     /// Address of byte `at` of a rank's part.
@@ -546,6 +558,9 @@ impl Core {
                         what: format!("work of this rank has not ended within {within:?}"),
                     });
                 }
+            }
+            if let Some(nccl) = &self.memory.nccl {
+                nccl.retire();
             }
             for views in self.views.all.iter().chain(&self.views.own) {
                 views.fetch_add(1, Ordering::AcqRel);

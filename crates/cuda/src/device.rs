@@ -22,6 +22,9 @@ pub struct CudaConfig {
     /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest. Kernels wait for its answers,
     /// which threads of the communicator give: on a GPU, whoever is asked is never the thread that made the call.
     pub inject: Option<Injector>,
+    /// No kernel of a communicator's begins before the one in front of it has ended. Else those that push do, where the GPU can
+    /// (programmatic launch).
+    pub serial: bool,
 }
 
 /// A GPU of NVIDIA's, by its primary context: what other libraries of the process allocate there is within reach.
@@ -36,6 +39,7 @@ pub struct CudaDevice {
     pub(crate) opened: Arc<Opened>,
     pub(crate) tracer: Tracer,
     pub(crate) inject: Option<Injector>,
+    pub(crate) serial: bool,
 }
 
 impl std::fmt::Debug for CudaDevice {
@@ -80,6 +84,7 @@ impl CudaDevice {
             card,
             tracer: Tracer::default(),
             inject: config.inject.clone(),
+            serial: config.serial,
         }))
     }
 

@@ -1,6 +1,9 @@
 //! CUDA graphs behind `capture` and [`Replay`].
 
-use crate::{card::Card, driver::failed, lane::Lane, mark::CudaMark, memory::Place, window::Token};
+use crate::{
+    card::Card, driver::failed, lane::Lane, mark::CudaMark, memory::Place, nccl_sums::NcclUse,
+    window::Token,
+};
 use brigade_device::{Event, Replay, Result, Storage, Stream};
 use cudarc::driver::{
     result::{graph, stream},
@@ -90,7 +93,11 @@ impl Replay for Graph {
         let lane = Lane::of(on, &self.card)?;
         lane.refuse_capture("the launch of a graph")?;
         for storage in &self.kept {
-            if let Some(token) = storage.as_any().downcast_ref::<Token>() {
+            let any = storage.as_any();
+            if let Some(NcclUse(sums)) = any.downcast_ref() {
+                sums.check()?;
+            }
+            if let Some(token) = any.downcast_ref::<Token>() {
                 token.core.note(lane);
             }
         }

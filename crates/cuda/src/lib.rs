@@ -54,6 +54,7 @@ mod missing;
 mod moves;
 mod nccl;
 mod nccl_comm;
+mod nccl_sums;
 mod norm;
 mod opened;
 mod peers;

@@ -4,6 +4,7 @@ use crate::{
     card::{Card, Task},
     driver::failed,
     lane::Lane,
+    nccl_sums::NcclUse,
     window::{Token, Window},
 };
 use brigade_device::{Adopted, Buffer, Error, MemoryType, Result, Storage};
@@ -291,7 +292,7 @@ impl<'a> Place<'a> {
             Ok(Self::Adopted(memory))
         } else if let Some(window) = any.downcast_ref::<Window>() {
             window.check().map(|()| Self::Group)
-        } else if any.is::<Token>() {
+        } else if any.is::<Token>() || any.is::<NcclUse>() {
             Ok(Self::Group)
         } else {
             Err(Error::invalid(

@@ -1,35 +1,86 @@
 //! NCCL's collectives, for what Brigade is compared with.
 
-use crate::{CudaDevice, find_nccl, memory::check_reach, nccl::Nccl};
+use crate::{CudaDevice, find_nccl, memory::check_reach};
 use brigade_device::{
     Bootstrap, Buffer, DataType, Error, Reason, ReduceOp, Result, Stream, View, ViewMut,
 };
+use brigade_group::agree;
 use libloading::Library;
 use std::{
-    ffi::{c_char, c_int, c_void},
+    ffi::{c_char, c_int, c_uint, c_void},
+    mem::ManuallyDrop,
     sync::Arc,
     time::Duration,
 };
 
-type Status = c_int;
-type Handle = *mut c_void;
+pub(crate) type Status = c_int;
+pub(crate) type Handle = *mut c_void;
 
 /// What names a communicator before it is there.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct UniqueId([c_char; 128]);
+pub(crate) struct UniqueId([c_char; 128]);
+
+impl UniqueId {
+    /// Rank 0's, for all ranks of a group.
+    pub(crate) fn of_group(
+        functions: &Functions,
+        boot: &dyn Bootstrap,
+        within: Duration,
+    ) -> Result<Self> {
+        let mut id = Self([0; 128]);
+        let made = match boot.rank() {
+            // SAFETY: the pointer is to a live struct.
+            0 => check("ncclGetUniqueId", unsafe {
+                (functions.unique_id)(&raw mut id)
+            }),
+            _ => Ok(()),
+        };
+        agree(boot, "join: NCCL", made, within)?;
+        let all = boot.all_gather(&id.0.map(|c| c as u8), within)?;
+        for (to, &from) in id.0.iter_mut().zip(&all[0]) {
+            *to = from as c_char;
+        }
+        Ok(id)
+    }
+}
+
+/// What NCCL is told when a communicator is made: the beginning of its struct, which every version since 2.14 knows.
+#[repr(C)]
+pub(crate) struct Settings {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+}
+
+impl Settings {
+    /// Calls return at once, and are asked about until they are done.
+    pub(crate) const NON_BLOCKING: Self = Self {
+        size: size_of::<Self>(),
+        magic: 0xCAFE_BEEF,
+        version: 21_400,
+        blocking: 0,
+    };
+}
+
+/// A call that goes on.
+pub(crate) const IN_PROGRESS: Status = 7;
 
 /// From, to, elements, their type, an operation or a root, communicator, stream.
 type Collective =
     unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Handle, Handle) -> Status;
 
+pub(crate) type Initialize =
+    unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *const Settings) -> Status;
+
 /// The functions that are used.
-struct Functions {
+pub(crate) struct Functions {
     unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
     init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> Status,
     all_gather:
         unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Handle, Handle) -> Status,
-    all_reduce: Collective,
+    pub(crate) all_reduce: Collective,
     reduce_scatter: Collective,
     broadcast: Collective,
     send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Handle) -> Status,
@@ -37,13 +88,20 @@ struct Functions {
     group_start: unsafe extern "C" fn() -> Status,
     group_end: unsafe extern "C" fn() -> Status,
     destroy: unsafe extern "C" fn(Handle) -> Status,
-    _library: Library,
+    pub(crate) abort: unsafe extern "C" fn(Handle) -> Status,
+    pub(crate) async_error: unsafe extern "C" fn(Handle, *mut Status) -> Status,
+    /// Since 2.14.
+    pub(crate) init_config: Option<Initialize>,
 }
 
 impl Functions {
-    fn load(nccl: &Nccl) -> Result<Self> {
+    /// Those of the NCCL that is found.
+    pub(crate) fn find() -> Result<Self> {
+        let nccl = find_nccl(&[]).ok_or_else(|| missing("it is not installed"))?;
         // SAFETY: the initializers of NCCL ask nothing of the caller.
         let library = unsafe { Library::new(&nccl.path) }.map_err(|e| missing(&e.to_string()))?;
+        // Never closed: NCCL's own threads may outlast its communicators.
+        let library = ManuallyDrop::new(library);
         macro_rules! function {
             ($name:literal) => {
                 // SAFETY: the function has this signature in every NCCL 2.
@@ -63,12 +121,17 @@ impl Functions {
             group_start: function!(b"ncclGroupStart"),
             group_end: function!(b"ncclGroupEnd"),
             destroy: function!(b"ncclCommDestroy"),
-            _library: library,
+            abort: function!(b"ncclCommAbort"),
+            async_error: function!(b"ncclCommGetAsyncError"),
+            // SAFETY: as above.
+            init_config: unsafe { library.get(b"ncclCommInitRankConfig") }
+                .ok()
+                .map(|f| *f),
         })
     }
 }
 
-fn missing(why: &str) -> Error {
+pub(crate) fn missing(why: &str) -> Error {
     Reason::new(
         "nccl-missing",
         format!("NCCL cannot be used: {why}"),
@@ -77,7 +140,7 @@ fn missing(why: &str) -> Error {
     .into()
 }
 
-fn check(call: &'static str, status: Status) -> Result<()> {
+pub(crate) fn check(call: &'static str, status: Status) -> Result<()> {
     if status == 0 {
         return Ok(());
     }
@@ -101,7 +164,7 @@ fn data_type(dtype: DataType) -> Result<c_int> {
 }
 
 /// A type whose elements NCCL combines as what they are.
-fn reduced_type(dtype: DataType) -> Result<c_int> {
+pub(crate) fn reduced_type(dtype: DataType) -> Result<c_int> {
     match dtype {
         DataType::F16 | DataType::BF16 | DataType::F32 => data_type(dtype),
         other => Err(Error::invalid("dtype", other, "f16, bf16 or f32")),
@@ -109,7 +172,7 @@ fn reduced_type(dtype: DataType) -> Result<c_int> {
 }
 
 /// NCCL's number for an operation.
-const fn operation(op: ReduceOp) -> c_int {
+pub(crate) const fn operation(op: ReduceOp) -> c_int {
     match op {
         ReduceOp::Sum => 0,
         ReduceOp::Prod => 1,
@@ -137,19 +200,8 @@ impl NcclComm {
     /// # Errors
     /// [`Error::Unsupported`] (`nccl-missing`) without NCCL; [`Error::Backend`] with NCCL's code.
     pub fn join(device: &Arc<CudaDevice>, boot: &dyn Bootstrap, within: Duration) -> Result<Self> {
-        let nccl = find_nccl(&[]).ok_or_else(|| missing("it is not installed"))?;
-        let functions = Functions::load(&nccl)?;
-        let mut id = UniqueId([0; 128]);
-        if boot.rank() == 0 {
-            // SAFETY: the pointer is to a live struct.
-            check("ncclGetUniqueId", unsafe {
-                (functions.unique_id)(&raw mut id)
-            })?;
-        }
-        let all = boot.all_gather(&id.0.map(|c| c as u8), within)?;
-        for (to, &from) in id.0.iter_mut().zip(&all[0]) {
-            *to = from as c_char;
-        }
+        let functions = Functions::find()?;
+        let id = UniqueId::of_group(&functions, boot, within)?;
         device.card.bind()?;
         let mut comm = std::ptr::null_mut();
         let (size, rank) = (boot.size() as c_int, boot.rank() as c_int);

@@ -5,7 +5,6 @@ use crate::{
     core::{Core, GroupMemory, HEARSAY},
     lane::Lane,
     mark::CudaMark,
-    report::Report,
 };
 use brigade_device::{Error, Group, Mark, Result};
 use brigade_group::Control;
@@ -59,7 +58,7 @@ impl Leaving {
     fn wait(self, patience: Duration) {
         let end = Instant::now() + patience;
         while !self.done() && Instant::now() < end {
-            relay(&self.control, &self.memory.report);
+            relay(&self.control, &self.memory);
             thread::park_timeout(ROUND);
         }
         if !self.done() {
@@ -77,12 +76,15 @@ impl Drop for Leaving {
 
 /// Hands on what kernels, peers and this rank's host say to each other: a kernel cannot wake a thread, nor hear of a process
 /// that died.
-fn relay(control: &Control, report: &Report) {
-    let generation = control.generation();
+fn relay(control: &Control, memory: &GroupMemory) {
+    let (report, generation) = (&memory.report, control.generation());
     if let Some(record) = report.fault(generation)
         && control.fault().is_none()
     {
         control.raise(record);
+    }
+    if let Some(nccl) = &memory.nccl {
+        nccl.relay(control);
     }
     if control.fault().is_some() {
         report.ask_to_stop(generation);
@@ -108,7 +110,7 @@ pub(crate) fn watch(core: &Arc<Core>) -> Result<()> {
             let Some(core) = watched.upgrade() else {
                 return;
             };
-            relay(&core.control, &core.memory.report);
+            relay(&core.control, &core.memory);
             drop(core);
             let until = Instant::now().checked_add(ROUND);
             control.memory().rest(rank, events, until);

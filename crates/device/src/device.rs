@@ -211,6 +211,9 @@ pub struct CommConfig {
     pub first_deadline: Duration,
     /// Most streaming multiprocessors that communication may use; `None` leaves it to the plan.
     pub sm_budget: Option<u16>,
+    /// Whether to make a communicator of NCCL's too, so that calls can force [`AllReduceAlgorithm::Nccl`]. Joining fails on a
+    /// device or a host that has none.
+    pub nccl: bool,
 }
 
 impl CommConfig {
@@ -235,6 +238,7 @@ impl CommConfig {
             deadline: Duration::from_secs(60),
             first_deadline: Duration::from_secs(120),
             sm_budget: None,
+            nccl: false,
         }
     }
 

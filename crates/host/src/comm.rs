@@ -17,7 +17,7 @@ use brigade_device::{
     UserBuffers, fallback,
 };
 use brigade_group::Control;
-use brigade_plan::{Engines, MAX_PIECES, Table, Topology};
+use brigade_plan::{Engines, MAX_PIECES, Table, Topology, reason};
 use brigade_sync::Layout;
 use std::{sync::Arc, time::Duration};
 
@@ -94,6 +94,9 @@ pub(crate) fn join(
         ..Table::host()
     };
     let (sharing, segments) = rendezvous::exchange(boot, config, &table, &layout)?;
+    if config.nccl {
+        return Err(reason::no_nccl().into());
+    }
     let group = Group {
         mode: config.mode,
         rank,

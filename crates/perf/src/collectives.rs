@@ -10,11 +10,12 @@ mod which;
 
 use crate::{Common, float::Float, meta, ranks::Ranks, sizes};
 use anyhow::{Result, anyhow, ensure};
-use brigade::{CommConfig, ParallelMode};
+use brigade::{AllReduceAlgorithm, CommConfig, ParallelMode};
 use case::{Case, Measured};
 use clap::Args;
 use expected::Inputs;
-use names::{Choice, Op};
+pub use names::Choice;
+use names::Op;
 use which::Which;
 
 /// What every collective is told.
@@ -180,6 +181,8 @@ impl Asked<'_> {
             _ => config.all_reduce_bytes,
         };
         config.sm_budget = self.options.sm_budget;
+        let nccl = Some(AllReduceAlgorithm::Nccl);
+        config.nccl = self.choices.iter().any(|c| c.algorithm == nccl);
         config
     }
 }
@@ -197,7 +200,7 @@ pub fn run(asked: &Asked<'_>, ranks: &Ranks) -> Result<String> {
         .map(|bytes| asked.which.extent(bytes, options.dtype, ranks.size()))
         .collect::<Result<Vec<_>>>()?;
     let meta = meta::meta(ranks)?;
-    let measured = ranks.run(options.common.with_nccl(), |rank| {
+    let measured = ranks.run(&options.common, |rank| {
         let largest = extents.iter().map(|e| e.all).max().unwrap_or(0);
         let comm = rank.join(&asked.config(largest * options.dtype.bytes()))?;
         let inputs = Inputs::fresh(rank, options.dtype)?;
@@ -223,7 +226,6 @@ pub fn run(asked: &Asked<'_>, ranks: &Ranks) -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use brigade::AllReduceAlgorithm;
     use clap::Parser;
 
     #[derive(Parser)]

@@ -103,7 +103,7 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
         "/off",
         "/nccl"
     );
-    let measured = ranks.run(options.common.with_nccl(), |rank| {
+    let measured = ranks.run(&options.common, |rank| {
         shapes
             .iter()
             .map(|&shape| Case::new(rank, options, which, shape)?.run(which))

@@ -8,6 +8,7 @@ mod factor;
 mod float;
 mod linears;
 mod meta;
+mod norms;
 mod ranks;
 mod sample;
 mod sendrecv;
@@ -46,6 +47,8 @@ enum Operation {
     Sendrecv(sendrecv::SendRecv),
     /// Every rank gets the reduction of all inputs
     AllReduce(collectives::AllReduce),
+    /// The same with a residual and a norm behind it, beside an all-reduce of the same bytes
+    AllReduceNorm(norms::Norms),
     /// Every rank gets all rows
     AllGather(collectives::AllGather),
     /// Every rank gets its rows of the reduction
@@ -77,6 +80,9 @@ struct Common {
     /// Capture the calls of a round in a CUDA graph, and replay it
     #[arg(long)]
     graph: bool,
+    /// Begin no kernel before the one in front of it has ended: without programmatic launch, to see what that is worth
+    #[arg(long)]
+    serial: bool,
     /// Compare results with what they should be before anything is timed
     #[arg(long)]
     check: bool,
@@ -147,6 +153,7 @@ fn main() -> ExitCode {
         Operation::Tune(t) => t.common().run(|r| collectives::tune::run(t, r)),
         Operation::Sendrecv(s) => s.common.run(|r| sendrecv::run(s, r)),
         Operation::AllReduce(c) => collective(&c.asked()),
+        Operation::AllReduceNorm(n) => n.common.run(|r| norms::run(n, r)),
         Operation::AllGather(c) => collective(&c.asked()),
         Operation::ReduceScatter(c) => collective(&c.asked()),
         Operation::Broadcast(c) => collective(&c.asked()),

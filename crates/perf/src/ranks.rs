@@ -4,7 +4,7 @@ use crate::Common;
 use anyhow::{Result, anyhow, bail, ensure};
 use brigade::{
     Bootstrap, Comm, CommConfig, Device, Queues, Stream,
-    cuda::{CudaDevice, NcclComm, devices},
+    cuda::{CudaConfig, CudaDevice, NcclComm, devices},
     group::{TcpConfig, TcpGroup},
 };
 use std::{sync::Arc, thread, time::Duration};
@@ -25,9 +25,14 @@ pub struct Rank {
 }
 
 impl Rank {
-    fn new(boot: Arc<dyn Bootstrap>, gpu: usize, with_nccl: bool) -> Result<Self> {
-        let device = CudaDevice::new(gpu).map_err(brigade::Error::from)?;
-        let nccl = with_nccl
+    fn new(boot: Arc<dyn Bootstrap>, gpu: usize, options: &Common) -> Result<Self> {
+        let config = CudaConfig {
+            serial: options.serial,
+            ..CudaConfig::default()
+        };
+        let device = CudaDevice::with(gpu, &config).map_err(brigade::Error::from)?;
+        let nccl = options
+            .with_nccl()
             .then(|| NcclComm::join(&device, &*boot, PATIENCE))
             .transpose()?;
         Ok(Self {
@@ -140,11 +145,11 @@ impl Ranks {
     /// all, as far as they have shared it.
     pub fn run<R: Send>(
         &self,
-        with_nccl: bool,
+        options: &Common,
         work: impl Fn(&Rank) -> Result<R> + Send + Sync,
     ) -> Result<R> {
         let one = |boot: Arc<dyn Bootstrap>, gpu| -> Result<R> {
-            let rank = Rank::new(boot, gpu, with_nccl)?;
+            let rank = Rank::new(boot, gpu, options)?;
             let result = work(&rank)?;
             // Who goes first takes nothing away from the others.
             rank.meet()?;

@@ -80,7 +80,7 @@ pub fn run(options: &SendRecv, ranks: &Ranks) -> Result<String> {
     ensure!(ranks.size() > 1, "there must be two ranks");
     let sizes = sizes::steps(options.begin, options.end, options.factor)?;
     let meta = meta::meta(ranks)?;
-    let measured = ranks.run(options.common.with_nccl(), |rank| {
+    let measured = ranks.run(&options.common, |rank| {
         sizes
             .iter()
             .map(|&bytes| one_size(rank, options, bytes))

@@ -22,10 +22,13 @@ pub(crate) fn plan(
         A::OneShotPush | A::TwoShotPush => {
             pushed::piece_elements(algorithm, room, (input, output), size)
         }
+        A::Nccl if input != output => Err(reason::nccl_output(input, output)),
+        A::Nccl => Ok(elements),
         _ => scratch::twice(topology, input, output),
     };
     let algorithm = match choice {
         Some(a) if topology.engines.reduces(a) => a,
+        Some(A::Nccl) => return Err(reason::no_nccl()),
         Some(a) => return Err(reason::no_algorithm(a)),
         None => {
             let bytes = elements.saturating_mul(input.bytes());

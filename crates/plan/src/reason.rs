@@ -170,6 +170,23 @@ pub(crate) fn no_algorithm(algorithm: AllReduceAlgorithm) -> Reason {
     )
 }
 
+/// Sums by NCCL, where there is none.
+pub fn no_nccl() -> Reason {
+    Reason::new(
+        NO_ENGINE,
+        "NCCL was not asked for when this communicator was joined, or its device has none",
+        "join with nccl on GPUs, or leave the algorithm to the plan",
+    )
+}
+
+pub(crate) fn nccl_output(input: DataType, output: DataType) -> Reason {
+    Reason::new(
+        DTYPE,
+        format!("NCCL does not reduce {input} to {output}"),
+        "take an output of the input's type, or another algorithm",
+    )
+}
+
 pub(crate) fn no_norm() -> Reason {
     Reason::new(
         NO_ENGINE,

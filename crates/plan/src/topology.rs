@@ -74,6 +74,12 @@ impl Engines {
         }
     }
 
+    /// The same with NCCL's all-reduce, if `nccl`.
+    #[must_use]
+    pub const fn with_nccl(self, nccl: bool) -> Self {
+        Self { nccl, ..self }
+    }
+
     /// Whether `mode` can run.
     pub const fn overlaps(self, mode: OverlapMode) -> bool {
         match mode {

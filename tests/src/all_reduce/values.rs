@@ -1,35 +1,9 @@
-//! Values that sums must treat with care: integers, which they must not round, and bits of a meaning of their own.
+//! Values that sums must treat with care: bits of a meaning of their own.
 
 use super::{Case, OPS, Place, uneven};
-use crate::{gather_linear::config, layer::FLOATS, matrix::to_bytes, suite::World};
-use brigade_device::{AllReduceAlgorithm, DataType, ReduceOp};
+use crate::{gather_linear::config, layer::FLOATS, suite::World};
+use brigade_device::{AllReduceAlgorithm, DataType};
 use rand::{Rng, rngs::StdRng};
-
-/// Sums of integers that a type holds exactly are exact.
-pub(super) fn exact_integers(world: &World, choice: Option<AllReduceAlgorithm>) {
-    const LENGTHS: [usize; 5] = [512, 777, 4096, 33_331, 131_073];
-    let mut rng = world.rng();
-    let size = world.size;
-    let mut cases = vec![];
-    for (dtype, len) in FLOATS.into_iter().flat_map(|d| LENGTHS.map(|len| (d, len))) {
-        let mut values = || {
-            (0..len)
-                .map(|_| rng.random_range(1i32..=15) as f32)
-                .collect()
-        };
-        let inputs: Vec<Vec<f32>> = (0..size).map(|_| values()).collect();
-        let sum = |i| inputs.iter().map(|input| f64::from(input[i])).sum();
-        let sums: Vec<f64> = (0..len).map(sum).collect();
-        let mut case = Case::new(dtype, ReduceOp::Sum, Place::Beside, inputs);
-        case.want = to_bytes(dtype, &sums);
-        cases.push(case);
-    }
-    world.run(&config(), move |rank| {
-        for case in &cases {
-            case.run(rank, choice);
-        }
-    });
-}
 
 /// Signed zeros, subnormals, infinities, NaNs of any payload, and a one.
 pub(crate) const SPECIAL: [f32; 14] = [

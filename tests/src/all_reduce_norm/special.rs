@@ -14,11 +14,14 @@ pub(super) fn values(world: &World, choice: Option<AllReduceAlgorithm>) {
     /// Its square is beyond f32's largest.
     const LARGE: f32 = 1e20;
     const HIDDEN: usize = 36;
+    const EPS: [f32; 3] = [0.0, 1e-6, 1e30];
     let special: Vec<f32> = SPECIAL.into_iter().chain([LARGE]).collect();
     let mut rng = world.rng();
     let mut cases = vec![];
-    for kind in FLOATS.into_iter().flat_map(|d| NORMED.map(|n| (d, n))) {
-        for eps in [0.0, 1e-6, 1e30] {
+    // Any two of a type, a scheme and an eps meet.
+    for (d, dtype) in FLOATS.into_iter().enumerate() {
+        for (n, scheme) in NORMED.into_iter().enumerate() {
+            let (kind, eps) = ((dtype, scheme), EPS[(d + n) % EPS.len()]);
             // On the first rank rows of each value alone, and rows with one of it among others; beside the former, all
             // other ranks have zeros, and in the end everybody has a row of each zero.
             let mut draw = |rank: usize| -> Vec<f32> {

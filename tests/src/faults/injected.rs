@@ -92,16 +92,24 @@ pub(super) fn delayed(world: &World, op: Op) {
 }
 
 /// After each mishap all ranks time out, and the group can go on.
+///
+/// All mishaps befall every operation in groups of three, or the largest below; in others one of them does, another with each
+/// size: every mishap is a timeout long.
 pub(super) fn mishaps(world: &World, op: Op) {
     let mut rng = world.rng();
     let probe = Probe::new(&mut rng, world.size);
+    let sizes = world.backend.worlds().into_iter();
+    let all = sizes.filter(|&size| size <= 3).max() == Some(world.size);
     let mishaps: Vec<_> = MISHAPS
-        .map(|(point, action)| Mishap {
+        .into_iter()
+        .enumerate()
+        .filter(|(i, _)| all || *i == world.size % MISHAPS.len())
+        .map(|(_, (point, action))| Mishap {
             culprit: rng.random_range(0..world.size),
             point,
             what: What::Act(action),
         })
-        .into();
+        .collect();
     let director = Director::new(&world.backend, None);
     world.run_injected(&impatient(), director.clone(), move |rank| {
         probe.run(rank);

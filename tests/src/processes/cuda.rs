@@ -65,7 +65,7 @@ impl Devices for Gpus {
             ] => true,
             [_, "all_gather" | "broadcast" | "all_to_all" | "barrier", ..] => true,
             [_, "reduce_scatter" | "capture" | KILLED, ..] => true,
-            [_, "all_reduce", "auto", ..] | [_, "ledger", "gathered_rows", ..] => true,
+            [_, "all_reduce", "auto" | "nccl", ..] | [_, "ledger", "gathered_rows", ..] => true,
             [_, "gather_linear", "pull" | "ring" | "tiles", theme] => {
                 matches!(*theme, "even" | "ragged" | "lora" | "resident")
             }
@@ -84,6 +84,10 @@ impl Devices for Gpus {
 
     fn open_injected(&self, rank: usize, hook: &Injector) -> Result<Arc<dyn Device>> {
         Ok(CudaDevice::with(rank % self.count, &injected(hook))?)
+    }
+
+    fn has_nccl(&self) -> bool {
+        crate::cuda::has_nccl()
     }
 
     fn asks_callers(&self) -> bool {

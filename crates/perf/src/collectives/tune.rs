@@ -85,6 +85,7 @@ impl Tune {
             graph: true,
             // What is wrong is no candidate.
             check: true,
+            serial: false,
             vs: None,
             json: self.json.clone(),
         }
@@ -250,7 +251,7 @@ pub fn run(tune: &Tune, ranks: &Ranks) -> Result<String> {
     let sizes = sizes::steps(tune.begin, tune.end, 2)?;
     let meta = meta::meta(ranks)?;
     let options = tune.options(meta["nccl"].is_string(), None);
-    let (measured, swept) = ranks.run(options.common.with_nccl(), |rank| {
+    let (measured, swept) = ranks.run(&options.common, |rank| {
         let measured = tune.measure(rank, &options, &Choice::OWN, &sizes)?;
         Ok((measured, tune.sweep(rank)?))
     })?;

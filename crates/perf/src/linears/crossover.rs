@@ -128,7 +128,7 @@ pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
     };
     let (which, scheme) = (options.operation, options.scheme);
     let meta = meta::meta(ranks)?;
-    let measured = ranks.run(false, |rank| {
+    let measured = ranks.run(&options.common, |rank| {
         let one = |shape| Case::new(rank, &linears, which, shape)?.pairs(which, mode);
         let of = |&layer: &Layer| rows.iter().map(|&r| one(shape(layer, r))).collect();
         layers.iter().map(of).collect::<Result<Vec<Vec<_>>>>()
