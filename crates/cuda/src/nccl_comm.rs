@@ -379,31 +379,60 @@ impl NcclComm {
         from: (View<'_>, usize),
         to: (ViewMut<'_>, usize),
     ) -> Result<()> {
-        let (source, target) = (from.0.retain(), to.0.as_view().retain());
-        let kind = data_type(source.dtype())?;
-        self.check(["from", "from"], &source, 1, &source)?;
-        self.check(["to", "to"], &target, 1, &target)?;
-        if source.dtype() != target.dtype() {
-            return Err(Error::invalid("to", target.dtype(), source.dtype()));
+        self.exchange(on, &[from], &mut [to])
+    }
+
+    /// Elements to some peers and from some, all at once.
+    ///
+    /// # Errors
+    /// As [`all_gather`](Self::all_gather).
+    pub fn exchange(
+        &self,
+        on: &Stream,
+        from: &[(View<'_>, usize)],
+        to: &mut [(ViewMut<'_>, usize)],
+    ) -> Result<()> {
+        let sources: Vec<_> = from.iter().map(|(v, peer)| (v.retain(), *peer)).collect();
+        let to = to.iter().map(|(v, peer)| (v.as_view().retain(), *peer));
+        let targets: Vec<_> = to.collect();
+        let all: Vec<&Buffer> = sources.iter().chain(&targets).map(|(b, _)| b).collect();
+        let Some(first) = all.first() else {
+            return Ok(());
+        };
+        let kind = data_type(first.dtype())?;
+        for (field, list) in [("from", &sources), ("to", &targets)] {
+            for (buffer, peer) in list {
+                self.check([field, field], buffer, 1, buffer)?;
+                if buffer.dtype() != first.dtype() {
+                    return Err(Error::invalid(field, buffer.dtype(), first.dtype()));
+                }
+                self.check_rank("peer", *peer)?;
+            }
         }
-        self.check_rank("peer", from.1)?;
-        self.check_rank("peer", to.1)?;
         let f = &self.functions;
-        self.enqueue(on, &[&source, &target], "ncclSend and ncclRecv", |stream| {
+        self.enqueue(on, &all, "ncclSend and ncclRecv", |stream| {
             // SAFETY: as above.
             unsafe {
-                let (out, into) = (source.address() as *const _, target.address() as *mut _);
-                let (sent, received) = (source.shape().len(), target.shape().len());
-                let (send_to, from) = (from.1 as c_int, to.1 as c_int);
-                [
-                    (f.group_start)(),
-                    (f.send)(out, sent, kind, send_to, self.comm, stream),
-                    (f.recv)(into, received, kind, from, self.comm, stream),
-                    (f.group_end)(),
-                ]
-                .into_iter()
-                .find(|&s| s != 0)
-                .unwrap_or(0)
+                let begun = (f.group_start)();
+                let sent = sources.iter().map(|(b, peer)| {
+                    let from = b.address() as *const _;
+                    (f.send)(
+                        from,
+                        b.shape().len(),
+                        kind,
+                        *peer as c_int,
+                        self.comm,
+                        stream,
+                    )
+                });
+                let sent = sent.fold(0, Status::max);
+                let received = targets.iter().map(|(b, peer)| {
+                    let to = b.address() as *mut _;
+                    (f.recv)(to, b.shape().len(), kind, *peer as c_int, self.comm, stream)
+                });
+                let received = received.fold(0, Status::max);
+                let all = [begun, sent, received, (f.group_end)()];
+                all.into_iter().find(|&s| s != 0).unwrap_or(0)
             }
         })
     }

@@ -8,6 +8,7 @@ mod factor;
 mod float;
 mod linears;
 mod meta;
+mod moe;
 mod norms;
 mod ranks;
 mod sample;
@@ -55,6 +56,8 @@ enum Operation {
     ReduceScatter(collectives::ReduceScatter),
     /// Every rank gets rank 0's data
     Broadcast(collectives::Broadcast),
+    /// Rows to their experts and back, beside grouped sends of rows that are laid out already
+    Moe(moe::Moe),
     /// Say what this host has for GPUs and what it lacks: GPUs, links, driver, handles, libraries, and what to do about each
     ///
     /// Exits with 0 unless something is missing that no GPU can be used without.
@@ -157,6 +160,7 @@ fn main() -> ExitCode {
         Operation::AllGather(c) => collective(&c.asked()),
         Operation::ReduceScatter(c) => collective(&c.asked()),
         Operation::Broadcast(c) => collective(&c.asked()),
+        Operation::Moe(m) => m.common.run(|r| moe::run(m, r)),
         Operation::Doctor(d) => {
             let (report, code) = doctor::run(d);
             print!("{report}");

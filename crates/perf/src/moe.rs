@@ -1,0 +1,397 @@
+//! Rows to their experts and back, in bf16: the layout, and all of it, beside NCCL's grouped sends of rows that are laid out and
+//! counted already.
+
+use crate::{
+    Common, data, meta,
+    ranks::{PATIENCE, Rank, Ranks},
+    rounded,
+    sample::{Times, Variant, measure},
+};
+use anyhow::{Result, ensure};
+use brigade::{
+    Allocate, Arrangement, Buffer, CombineParams, CombineSum, Comm, CommConfig, DataType,
+    DispatchParams, Fp8Cast, MemoryType, Output, ParallelMode, Placement, Plan, Route, Routing,
+    ScaleFormat, Transport, View, ViewMut,
+};
+use clap::{Args, ValueEnum};
+use half::bf16;
+use rand::{SeedableRng, rngs::StdRng, seq::index::sample};
+use serde_json::{Map, Value, json};
+
+/// What is measured.
+#[derive(Clone, Debug, Args)]
+pub struct Moe {
+    #[command(flatten)]
+    pub common: Common,
+    /// Tokens of each rank
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 8, 32, 128, 512, 1024, 4096])]
+    tokens: Vec<usize>,
+    /// Columns
+    #[arg(long, default_value_t = 7168)]
+    hidden: usize,
+    /// Experts over all ranks
+    #[arg(long, default_value_t = 256)]
+    experts: usize,
+    /// Experts of a token
+    #[arg(short, long, default_value_t = 8)]
+    k: usize,
+    /// How received rows lie
+    #[arg(long, value_enum, default_value = "by-source")]
+    rows: Rows,
+    /// Cast rows to fp8 on the way to their experts
+    #[arg(long)]
+    fp8: bool,
+    /// How rows travel
+    #[arg(long, value_enum, default_value = "auto")]
+    transport: Choice,
+    /// Most multiprocessors that communication may use [default: the plan's choice]
+    #[arg(long, value_name = "SMS")]
+    sm_budget: Option<u16>,
+}
+
+/// How received rows lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Rows {
+    /// One after the other, by source
+    Dense,
+    /// With room for all that a source may send
+    BySource,
+    /// A row for each expert; sums of a rank's experts go back
+    ByExpert,
+}
+
+/// A forced transport.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Choice {
+    /// The plan's
+    Auto,
+    /// Rows are written to their places at each receiver
+    OneSided,
+}
+
+impl Moe {
+    fn choice(&self) -> Option<Transport> {
+        match self.transport {
+            Choice::Auto => None,
+            Choice::OneSided => Some(Transport::OneSided),
+        }
+    }
+
+    /// Room for the rows of all.
+    fn config(&self, tokens: usize, size: usize) -> CommConfig {
+        let bytes = size * (tokens * (2 * self.hidden + 16 * self.k + 64) + 8192);
+        CommConfig {
+            dispatch_bytes: bytes,
+            combine_bytes: bytes,
+            gather_bytes: 0,
+            reduce_scatter_bytes: 0,
+            sm_budget: self.sm_budget,
+            ..CommConfig::new(ParallelMode::Ep)
+        }
+    }
+}
+
+/// What was measured of a number of tokens.
+struct Measured {
+    plan: Plan,
+    times: Vec<Times>,
+    /// Bytes that rank 0 sends to others, one way.
+    sent_bytes: usize,
+}
+
+/// One number of tokens on one rank.
+struct Case<'a> {
+    rank: &'a Rank,
+    comm: &'a Comm,
+    options: &'a Moe,
+    tokens: usize,
+    rows: Buffer,
+    ids: Buffer,
+    weights: Buffer,
+    /// Experts of every rank's tokens.
+    all_ids: Vec<Vec<i32>>,
+}
+
+/// Different experts for each token.
+fn experts(rank: usize, tokens: usize, k: usize, experts: usize) -> Vec<i32> {
+    let mut rng = StdRng::seed_from_u64(77 + rank as u64);
+    (0..tokens)
+        .flat_map(|_| sample(&mut rng, experts, k).into_vec())
+        .map(|e| e as i32)
+        .collect()
+}
+
+impl<'a> Case<'a> {
+    fn new(rank: &'a Rank, comm: &'a Comm, options: &'a Moe, tokens: usize) -> Result<Self> {
+        let (me, k) = (rank.number(), options.k);
+        let numbers = data::numbers(500 + me as u64, tokens * options.hidden);
+        let of = |r| experts(r, tokens, k, options.experts);
+        let all_ids: Vec<_> = (0..rank.size()).map(of).collect();
+        let small = |dtype, bytes: &[u8]| -> Result<Buffer> {
+            let shape = [tokens, k];
+            let mut buffer = rank
+                .device
+                .allocate(&rank.on, MemoryType::Device, dtype, &shape)?;
+            rank.device.write(&rank.on, buffer.view_mut(), bytes)?;
+            Ok(buffer)
+        };
+        let weights: Vec<f32> = (0..tokens * k)
+            .map(|i| 1.0 / (1.0 + (i % 8) as f32))
+            .collect();
+        Ok(Self {
+            rows: data::upload(&rank.device, &rank.on, &numbers, [tokens, options.hidden])?,
+            ids: small(DataType::I32, bytemuck::cast_slice(&all_ids[me]))?,
+            weights: small(DataType::F32, bytemuck::cast_slice(&weights))?,
+            rank,
+            comm,
+            options,
+            tokens,
+            all_ids,
+        })
+    }
+
+    fn owner(&self, expert: i32) -> usize {
+        let (experts, size) = (self.options.experts, self.rank.size());
+        brigade::plan::routes::Slots::new(brigade::PlacementCall::Even { experts }, size)
+            .rank_of(expert as usize)
+            .unwrap_or(0)
+    }
+
+    /// Rows that go from one rank to another.
+    fn rows_between(&self, from: usize, to: usize) -> usize {
+        self.all_ids[from]
+            .chunks(self.options.k)
+            .filter(|ids| ids.iter().any(|&e| self.owner(e) == to))
+            .count()
+    }
+
+    fn routing(&self) -> Routing<'_> {
+        Routing {
+            ids: self.ids.view(),
+            placement: Placement::Even {
+                experts: self.options.experts,
+            },
+        }
+    }
+
+    fn layout(&self) -> brigade::Result<()> {
+        self.comm
+            .lease(&self.rank.on)?
+            .expert_layout(self.routing())
+            .map(drop)
+    }
+
+    fn dispatch(&self, lease: &mut brigade::Lease<'_>) -> brigade::Result<brigade::Dispatched> {
+        let (size, k) = (self.rank.size(), self.options.k);
+        let slots = self.options.experts.div_ceil(size);
+        lease.dispatch(DispatchParams {
+            rows: self.rows.view(),
+            beside: &[],
+            route: Route::Experts {
+                routing: self.routing(),
+                weights: Some(self.weights.view()),
+            },
+            arrangement: match self.options.rows {
+                Rows::Dense => Arrangement::Dense,
+                Rows::BySource => Arrangement::BySource,
+                Rows::ByExpert => Arrangement::ByExpert { alignment: 1 },
+            },
+            max_tokens: self.tokens,
+            max_recv: match self.options.rows {
+                Rows::Dense => Some(size * self.tokens),
+                Rows::BySource => None,
+                Rows::ByExpert => Some(size * self.tokens * k.min(slots)),
+            },
+            cast: self.options.fp8.then_some(Fp8Cast {
+                format: ScaleFormat::F32,
+                column_major: false,
+            }),
+            choice: self.options.choice(),
+        })
+    }
+
+    /// There and back, with what stands for the experts' rows, or with the rows themselves.
+    fn both(&self, made: Option<&Buffer>) -> brigade::Result<Buffer> {
+        let mut lease = self.comm.lease(&self.rank.on)?;
+        let there = self.dispatch(&mut lease)?;
+        let back = lease.combine(CombineParams {
+            rows: made.unwrap_or(&there.rows).view(),
+            handle: &there.handle,
+            sum: match self.options.rows {
+                Rows::ByExpert => CombineSum::ExpertByRank,
+                Rows::Dense | Rows::BySource => CombineSum::Rank,
+            },
+            weights: None,
+            biases: &[],
+            output: Output::Allocate(DataType::BF16),
+            choice: self.options.choice(),
+        })?;
+        back.d.ok_or(brigade::Error::Closed)
+    }
+
+    /// Rows that come back as they went are sums of themselves.
+    fn check(&self) -> Result<()> {
+        if self.options.fp8 {
+            return Ok(());
+        }
+        let back = self.both(None)?;
+        let mut got = vec![bf16::ZERO; self.tokens * self.options.hidden];
+        let bytes = bytemuck::cast_slice_mut(&mut got);
+        self.rank.device.read(&self.rank.on, back.view(), bytes)?;
+        let me = self.rank.number();
+        let numbers = data::numbers(500 + me as u64, self.tokens * self.options.hidden);
+        let (hidden, k) = (self.options.hidden, self.options.k);
+        for token in 0..self.tokens {
+            let ids = &self.all_ids[me][token * k..][..k];
+            let mut factor = 0f64;
+            for rank in 0..self.rank.size() {
+                let own: Vec<usize> = (0..k).filter(|&e| self.owner(ids[e]) == rank).collect();
+                factor += match self.options.rows {
+                    Rows::ByExpert => own
+                        .iter()
+                        .map(|e| 1.0 / (1.0 + ((token * k + e) % 8) as f64))
+                        .sum(),
+                    Rows::Dense | Rows::BySource => f64::from(u8::from(!own.is_empty())),
+                };
+            }
+            for column in 0..hidden {
+                let at = token * hidden + column;
+                let (got, want) = (got[at].to_f64(), numbers[at].to_f64() * factor);
+                let off = (got - want).abs();
+                ensure!(
+                    off <= 2e-2 * want.abs().max(1e-2),
+                    "token {token}, column {column}: {got} instead of {want}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn measure(&self) -> Result<Measured> {
+        let (rank, common) = (self.rank, &self.options.common);
+        if common.check {
+            rank.agree(self.check())?;
+        }
+        let how = (common.calls, common.graph);
+        let first = self.dispatch(&mut self.comm.lease(&rank.on)?)?;
+        let shape = first.handle.shape(self.options.hidden)?;
+        let made =
+            rank.device
+                .allocate(&rank.on, MemoryType::Device, DataType::BF16, shape.dims())?;
+        let plan = first.plan.clone();
+        let dispatch = || self.dispatch(&mut self.comm.lease(&rank.on)?).map(drop);
+        let mut variants = vec![
+            Variant::new(rank, "layout", how, || self.layout())?,
+            Variant::new(rank, "dispatch", how, dispatch)?,
+            Variant::new(rank, "total", how, || self.both(Some(&made)).map(drop))?,
+        ];
+        let me = rank.number();
+        let peers: Vec<usize> = (0..rank.size()).filter(|&r| r != me).collect();
+        let buffer =
+            |rows: usize| data::poisoned(&rank.device, &rank.on, [rows, self.options.hidden]);
+        let to = |peer: &usize| buffer(self.rows_between(me, *peer));
+        let from = |peer: &usize| buffer(self.rows_between(*peer, me));
+        let out: Vec<Buffer> = peers.iter().map(to).collect::<Result<_>>()?;
+        let mut into: Vec<Buffer> = peers.iter().map(from).collect::<Result<_>>()?;
+        let mut back: Vec<Buffer> = peers.iter().map(to).collect::<Result<_>>()?;
+        if let Some(nccl) = &rank.nccl {
+            let both = || {
+                let sends: Vec<(View<'_>, usize)> =
+                    out.iter().map(Buffer::view).zip(peers.clone()).collect();
+                let mut takes: Vec<(ViewMut<'_>, usize)> = into
+                    .iter_mut()
+                    .map(Buffer::view_mut)
+                    .zip(peers.clone())
+                    .collect();
+                nccl.exchange(&rank.on, &sends, &mut takes)?;
+                let sends: Vec<(View<'_>, usize)> =
+                    into.iter().map(Buffer::view).zip(peers.clone()).collect();
+                let mut takes: Vec<(ViewMut<'_>, usize)> = back
+                    .iter_mut()
+                    .map(Buffer::view_mut)
+                    .zip(peers.clone())
+                    .collect();
+                nccl.exchange(&rank.on, &sends, &mut takes)
+            };
+            variants.push(Variant::new(rank, "nccl", how, both)?);
+        }
+        let times = measure(rank, &mut variants, common.rounds)?;
+        rank.on.sync(PATIENCE)?;
+        self.comm.check()?;
+        let rows: usize = peers.iter().map(|&peer| self.rows_between(me, peer)).sum();
+        Ok(Measured {
+            plan,
+            times,
+            sent_bytes: rows * self.options.hidden * 2,
+        })
+    }
+}
+
+fn row(options: &Moe, tokens: usize, measured: &Measured) -> Value {
+    let of = |name: &str| {
+        let found = measured.times.iter().find(|t| t.name == name);
+        found.map_or(Value::Null, |t| rounded(t.median))
+    };
+    let number = |v: Value| v.as_f64().unwrap_or(f64::NAN);
+    let samples: Map<_, _> = measured
+        .times
+        .iter()
+        .map(|t| {
+            (
+                t.name.to_owned(),
+                t.samples.iter().map(|&s| rounded(s)).collect(),
+            )
+        })
+        .collect();
+    json!({
+        "tokens": tokens, "hidden": options.hidden, "k": options.k, "experts": options.experts,
+        "transport": measured.plan.to_string(), "rows": format!("{:?}", options.rows),
+        "dtype": if options.fp8 { "fp8 there, bf16 back" } else { "bf16" },
+        "graph": options.common.graph, "sms": options.sm_budget, "sent_bytes": measured.sent_bytes,
+        "layout_us": of("layout"), "dispatch_us": of("dispatch"),
+        "combine_us": rounded(number(of("total")) - number(of("dispatch"))),
+        "total_us": of("total"), "nccl_us": of("nccl"), "samples": samples,
+    })
+}
+
+/// Measures all numbers of tokens; gives a table.
+pub fn run(options: &Moe, ranks: &Ranks) -> Result<String> {
+    ensure!(
+        options.k <= options.experts,
+        "a token names {} of {} experts",
+        options.k,
+        options.experts
+    );
+    let meta = meta::meta(ranks)?;
+    let measured = ranks.run(&options.common, |rank| {
+        let one = |&tokens: &usize| {
+            let comm = rank.join(&options.config(tokens, rank.size()))?;
+            Case::new(rank, &comm, options, tokens)?.measure()
+        };
+        options.tokens.iter().map(one).collect::<Result<Vec<_>>>()
+    })?;
+    if !ranks.speak() {
+        return Ok(String::new());
+    }
+    let mut text = format!(
+        "{:>7} {:>10} {:>9} {:>11} {:>10} {:>9} {:>9}\n",
+        "tokens", "sent", "layout us", "dispatch us", "combine us", "total us", "nccl us"
+    );
+    let mut rows = Vec::new();
+    for (&tokens, measured) in options.tokens.iter().zip(&measured) {
+        let row = row(options, tokens, measured);
+        let of = |name: &str| row[name].as_f64().unwrap_or(f64::NAN);
+        text += &format!(
+            "{tokens:>7} {:>10} {:>9.1} {:>11.1} {:>10.1} {:>9.1} {:>9.1}\n",
+            measured.sent_bytes,
+            of("layout_us"),
+            of("dispatch_us"),
+            of("combine_us"),
+            of("total_us"),
+            of("nccl_us"),
+        );
+        rows.push(row);
+    }
+    options.common.write(&meta, &rows)?;
+    Ok(text)
+}
