@@ -295,21 +295,22 @@ impl<'a> Case<'a> {
         let mut into: Vec<Buffer> = peers.iter().map(from).collect::<Result<_>>()?;
         let mut back: Vec<Buffer> = peers.iter().map(to).collect::<Result<_>>()?;
         if let Some(nccl) = &rank.nccl {
-            let both = || {
+            let of_nccl = peers.clone();
+            let both = move || {
                 let sends: Vec<(View<'_>, usize)> =
-                    out.iter().map(Buffer::view).zip(peers.clone()).collect();
+                    out.iter().map(Buffer::view).zip(of_nccl.clone()).collect();
                 let mut takes: Vec<(ViewMut<'_>, usize)> = into
                     .iter_mut()
                     .map(Buffer::view_mut)
-                    .zip(peers.clone())
+                    .zip(of_nccl.clone())
                     .collect();
                 nccl.exchange(&rank.on, &sends, &mut takes)?;
                 let sends: Vec<(View<'_>, usize)> =
-                    into.iter().map(Buffer::view).zip(peers.clone()).collect();
+                    into.iter().map(Buffer::view).zip(of_nccl.clone()).collect();
                 let mut takes: Vec<(ViewMut<'_>, usize)> = back
                     .iter_mut()
                     .map(Buffer::view_mut)
-                    .zip(peers.clone())
+                    .zip(of_nccl.clone())
                     .collect();
                 nccl.exchange(&rank.on, &sends, &mut takes)
             };
