@@ -393,6 +393,20 @@ fn round_trip(rank: &Rank, case: &Case, back: &Back) {
     back.check(rank, &mut lease, case, &got.handle);
 }
 
+/// Any small round trip, for stress.
+pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use<> {
+    let sizes = (
+        rng.random_range(0..20),
+        8 * rng.random_range(1..5),
+        rng.random_range(1..5),
+        rng.random_range(1..20),
+    );
+    let mut case = Case::random(rng, size, sizes);
+    case.arrangement = ARRANGEMENTS[rng.random_range(0..ARRANGEMENTS.len())].1;
+    let back = Back::random(rng, &case);
+    move |rank| round_trip(rank, &case, &back)
+}
+
 fn arranged(world: &World, arrangement: Arrangement) {
     let mut rng = world.rng();
     let cases: Vec<(Case, Back)> = SIZES

@@ -5,6 +5,7 @@ use crate::{
     all_reduce_norm::{self, NORMED},
     backend::Rank,
     copies::{ANY, Broadcast, Exchange, Gather, noise},
+    experts,
     gather_linear::{self, assert_mode},
     layer::{FLOATS, Spec},
     linear_all_reduce, linear_reduce_scatter as twin,
@@ -26,7 +27,15 @@ pub type Call = Box<dyn Fn(&Rank) + Send + Sync>;
 type Draw = fn(&mut StdRng, usize, Engines) -> Call;
 
 /// All kinds. A later operation is put under stress by an entry here.
-const KINDS: [Draw; 14] = [
+const KINDS: [Draw; 15] = [
+    |rng, size, engines| {
+        let draw = experts::draw(rng, size);
+        Box::new(move |rank| {
+            if engines.dispatches {
+                draw(rank);
+            }
+        })
+    },
     |rng, size, engines| {
         let resident = rng.random_ratio(1, 3);
         let spec = spec(rng, size).with(|s| s.resident = resident);
