@@ -57,6 +57,8 @@ impl CudaComm {
             op: p.op,
             choice: p.choice,
         };
+        // What stopped the group says more than that NCCL's communicator ended with it.
+        self.core.usable()?;
         let plan = self.core.plan(&call)?;
         let Plan::AllReduce {
             algorithm,

@@ -4,7 +4,7 @@
 use crate::{
     Kernel, KernelSet, Missing,
     comm::{CudaComm, unexpected},
-    dispatch::{self, own_parts, row_blocks, row_threads},
+    dispatch::{own_parts, row_blocks, row_threads},
     driver::failed,
     job::Job,
     memory::check_reach,
@@ -137,7 +137,7 @@ impl Arguments {
         list.extend(&self.weights_back);
         list.extend(&self.rows_of);
         list.extend(&self.staged);
-        list.extend(dispatch::all(&self.parts));
+        list.extend(self.parts.buffers());
         list
     }
 }

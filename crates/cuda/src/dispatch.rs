@@ -7,13 +7,13 @@ use crate::{
     job::{Job, waiting},
     lane::Lane,
     memory::{Pinned, check_reach},
-    routing::{self, Placed, Router},
+    routing::{Placed, Router},
     steps::Use,
     types,
 };
 use brigade_device::{
-    Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchParams, Dispatched, Error,
-    ExpertLayout, Group, Handle, HandleParts, Plan, Result, Route, ScaleFormat, Storage, Turn,
+    Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
+    Dispatched, Error, Expected, Group, Plan, Result, Route, ScaleFormat, Storage, Turn, Ways,
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
 use brigade_plan::{
@@ -87,35 +87,11 @@ struct Arguments {
     rows: Buffer,
     beside: Vec<Buffer>,
     beside_rows: Vec<(DataType, usize)>,
+    /// What finds the ways of rows, where they are new.
+    router: Option<Router>,
     ways: Ways,
     cast: Option<(Buffer, Buffer)>,
     staged: Option<Buffer>,
-}
-
-/// How the ways of rows are known.
-enum Ways {
-    /// They are found out now, and kept there.
-    New(Box<First>),
-    Again(Box<HandleParts>),
-}
-
-/// What the ways of rows are found out from, and where they are kept.
-struct First {
-    router: Router,
-    weights: Option<Buffer>,
-    layout: ExpertLayout,
-    received: Buffer,
-    offsets: Buffer,
-    counts: Buffer,
-}
-
-/// What is written.
-#[derive(Clone)]
-struct Outputs {
-    rows: Buffer,
-    scales: Option<Buffer>,
-    beside: Vec<Buffer>,
-    parts: HandleParts,
 }
 
 /// Where rows lie that have come.
@@ -141,7 +117,7 @@ impl CudaComm {
         };
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
         let a = Arguments::new(device, lane, &p, (call, group), (piece_rows, pieces))?;
-        let given = match a.room() {
+        let given = match a.ways.room(&a.call, group.size) {
             Some(room) => Some(a.allocate(device, lane, room)?),
             None => {
                 lane.refuse_capture("a dispatch without max_recv")?;
@@ -149,28 +125,13 @@ impl CudaComm {
             }
         };
         let mut kept = a.buffers();
-        kept.extend(given.iter().flat_map(Outputs::buffers));
+        kept.extend(given.iter().flat_map(DispatchOutputs::buffers));
         let outputs = self
             .core
             .collective(turn.stream(), &signed, &kept, None, |job| {
                 dispatch(job, &a, given.clone())
             })?;
-        let Outputs {
-            rows,
-            scales,
-            beside,
-            parts,
-        } = outputs;
-        Ok(Dispatched {
-            rows,
-            scales,
-            beside,
-            ids: parts.ids.clone(),
-            weights: parts.weights.clone(),
-            counts: parts.counts.clone(),
-            handle: Handle::new(parts),
-            plan,
-        })
+        Ok(outputs.dispatched(plan))
     }
 }
 
@@ -182,35 +143,26 @@ impl Arguments {
         (call, group): (DispatchCall, Group),
         (piece_rows, pieces): (usize, usize),
     ) -> Result<Self> {
-        let integers = |shape: &[usize]| device.scratch(lane, DataType::I32, shape);
         let rows = p.rows.retain();
         check_reach(&device.card, "rows.memory", &rows)?;
         let beside: Vec<Buffer> = p.beside.iter().map(|v| v.retain()).collect();
         for buffer in &beside {
             check_reach(&device.card, "beside.memory", buffer)?;
         }
-        let ways = match &p.route {
+        let new = |dtype, dims: &[usize]| device.scratch(lane, dtype, dims);
+        let (router, ways) = match &p.route {
             Route::Experts { routing, weights } => {
                 let router = Router::of(device, lane, routing, (call.k, call.placement), group)?;
                 let weights = weights.map(|w| w.retain());
                 if let Some(weights) = &weights {
                     check_reach(&device.card, "weights.memory", weights)?;
                 }
+                let own = (router.allocate(device, lane)?, weights);
                 let slots = Slots::new(call.placement, group.size).of(group.rank).len();
-                let runs = match call.arrangement {
-                    Arrangement::ByExpert { .. } => slots,
-                    Arrangement::Dense | Arrangement::BySource => group.size,
-                };
-                Ways::New(Box::new(First {
-                    layout: router.allocate(device, lane)?,
-                    router,
-                    weights,
-                    received: integers(&[group.size])?,
-                    offsets: integers(&[runs + 1])?,
-                    counts: integers(&[slots])?,
-                }))
+                let expected = Expected::new(&call, (group.size, slots), own, new)?;
+                (Some(router), Ways::New(Box::new(expected)))
             }
-            Route::Again(handle) => Ways::Again(Box::new(handle.parts().clone())),
+            Route::Again(handle) => (None, Ways::Again(Box::new(handle.parts().clone()))),
         };
         let cast = match call.cast {
             Some(cast) => {
@@ -241,20 +193,12 @@ impl Arguments {
                 .collect(),
             rows,
             beside,
+            router,
             ways,
             cast,
             staged,
             call,
         })
-    }
-
-    /// Rows that there must be room for, if that is known.
-    fn room(&self) -> Option<usize> {
-        match (&self.ways, self.call.arrangement) {
-            (Ways::Again(parts), _) => Some(parts.sources.shape().rows()),
-            (_, Arrangement::BySource) => Some(self.group.size * self.call.max_tokens),
-            _ => self.call.max_recv,
-        }
     }
 
     /// What work must keep.
@@ -267,112 +211,28 @@ impl Arguments {
                 .iter()
                 .flat_map(|(values, scales)| [values, scales]),
         );
-        match &self.ways {
-            Ways::New(first) => {
-                list.extend(first.router.buffers());
-                list.extend(&first.weights);
-                list.extend(routing::all(&first.layout));
-                list.extend([&first.received, &first.offsets, &first.counts]);
-            }
-            Ways::Again(parts) => list.extend(all(parts)),
-        }
+        list.extend(self.router.iter().flat_map(Router::buffers));
+        list.extend(self.ways.buffers());
         list
     }
 
     /// Buffers for so many rows.
-    fn allocate(&self, device: &CudaDevice, lane: &Arc<Lane>, room: usize) -> Result<Outputs> {
-        let (call, size) = (&self.call, self.group.size);
-        let new = |dtype, shape: &[usize]| device.scratch(lane, dtype, shape);
-        let of_rows = |dtype, row_len| match call.arrangement {
-            Arrangement::BySource => new(dtype, &[size, call.max_tokens, row_len]),
-            Arrangement::Dense | Arrangement::ByExpert { .. } => new(dtype, &[room, row_len]),
-        };
-        let of_experts = |dtype| match call.arrangement {
-            Arrangement::BySource => new(dtype, &[size, call.max_tokens, call.k]),
-            Arrangement::Dense => new(dtype, &[room, call.k]),
-            Arrangement::ByExpert { .. } => new(dtype, &[room]),
-        };
-        let scales = match call.cast {
-            Some(cast) => {
-                let (dtype, n) = cast.scales(call.hidden);
-                Some(match (cast.column_major, cast.format) {
-                    (false, _) => of_rows(dtype, n)?,
-                    (true, ScaleFormat::Ue8m0) => new(dtype, &[n / 4, room, 4])?,
-                    (true, _) => new(dtype, &[n, room])?,
-                })
-            }
-            None => None,
-        };
-        let beside = self.beside_rows.iter();
-        Ok(Outputs {
-            rows: of_rows(call.wire_type(), call.hidden)?,
-            scales,
-            beside: beside
-                .map(|&(dtype, n)| of_rows(dtype, n))
-                .collect::<Result<_>>()?,
-            parts: match &self.ways {
-                Ways::Again(parts) => (**parts).clone(),
-                Ways::New(first) => HandleParts {
-                    group: self.group,
-                    call: call.clone(),
-                    layout: first.layout.clone(),
-                    own_weights: first.weights.clone(),
-                    received: first.received.clone(),
-                    sources: new(DataType::I32, &[room, 4])?,
-                    offsets: first.offsets.clone(),
-                    ids: of_experts(DataType::I32)?,
-                    weights: match call.weights {
-                        true => Some(of_experts(DataType::F32)?),
-                        false => None,
-                    },
-                    counts: first.counts.clone(),
-                },
-            },
-        })
+    fn allocate(
+        &self,
+        device: &CudaDevice,
+        lane: &Arc<Lane>,
+        room: usize,
+    ) -> Result<DispatchOutputs> {
+        let (call, group) = (&self.call, self.group);
+        DispatchOutputs::new(
+            call,
+            group,
+            room,
+            &self.beside_rows,
+            &self.ways,
+            |dtype, dims| device.scratch(lane, dtype, dims),
+        )
     }
-
-    fn layout(&self) -> &ExpertLayout {
-        match &self.ways {
-            Ways::New(first) => &first.layout,
-            Ways::Again(parts) => &parts.layout,
-        }
-    }
-}
-
-impl Outputs {
-    /// What a call writes, and work must keep.
-    fn buffers(&self) -> Vec<&Buffer> {
-        let mut list = vec![&self.rows];
-        list.extend(&self.scales);
-        list.extend(&self.beside);
-        list.extend(all(&self.parts));
-        list
-    }
-
-    /// What is poisoned if the group was stopped.
-    fn poisoned(&self) -> impl Iterator<Item = &Buffer> {
-        let parts = &self.parts;
-        [&self.rows, &parts.ids, &parts.sources, &parts.received]
-            .into_iter()
-            .chain(&self.scales)
-            .chain(&parts.weights)
-            .chain(&self.beside)
-    }
-}
-
-/// All buffers of a handle.
-pub(crate) fn all(parts: &HandleParts) -> impl Iterator<Item = &Buffer> {
-    routing::all(&parts.layout)
-        .into_iter()
-        .chain([
-            &parts.received,
-            &parts.sources,
-            &parts.offsets,
-            &parts.ids,
-            &parts.counts,
-        ])
-        .chain(&parts.own_weights)
-        .chain(&parts.weights)
 }
 
 /// Every rank's part of a half of this rank.
@@ -384,7 +244,11 @@ pub(crate) fn own_parts(job: &Job<'_>, of: Use) -> (u64, usize) {
     )
 }
 
-fn dispatch(job: &mut Job<'_>, a: &Arguments, given: Option<Outputs>) -> Result<Outputs> {
+fn dispatch(
+    job: &mut Job<'_>,
+    a: &Arguments,
+    given: Option<DispatchOutputs>,
+) -> Result<DispatchOutputs> {
     let device = Arc::clone(&job.core.device);
     let sections = Sections::dispatch(&a.call, a.piece_rows);
     let mut open = None;
@@ -393,8 +257,8 @@ fn dispatch(job: &mut Job<'_>, a: &Arguments, given: Option<Outputs>) -> Result<
         if piece == 0 {
             // Peers hear of the arrival before anything is worked on here.
             job.steps_now()?;
-            if let Ways::New(first) = &a.ways {
-                first.router.route(&device, job.stream, &first.layout)?;
+            if let Some(router) = &a.router {
+                router.route(&device, job.stream, a.ways.layout())?;
             }
             job.cast(a)?;
         }
@@ -432,7 +296,7 @@ fn dispatch(job: &mut Job<'_>, a: &Arguments, given: Option<Outputs>) -> Result<
     }
     let outputs = match given {
         Some(outputs) => {
-            job.count_and_say(a, came, outputs.parts.sources.shape().rows(), 0)?;
+            job.count_and_say(a, came, outputs.capacity(), 0)?;
             outputs
         }
         None => {
@@ -488,8 +352,8 @@ impl Job<'_> {
         let mut parameters = Parameters {
             half: of.map_or(0, |of| core.data_offset(of)) as u64,
             part_bytes: part_bytes(half, core.size()) as u64,
-            sent: a.layout().sent.address(),
-            sent_offsets: a.layout().sent_offsets.address(),
+            sent: a.ways.layout().sent.address(),
+            sent_offsets: a.ways.layout().sent_offsets.address(),
             max_tokens: a.call.max_tokens as u32,
             k: a.call.k as u32,
             alignment: 1,
@@ -534,9 +398,9 @@ impl Job<'_> {
             Some(a.cast.as_ref().map_or(&a.rows, |(values, _)| values)),
         );
         from(Section::Scales, a.cast.as_ref().map(|(_, scales)| scales));
-        from(Section::Slots, Some(&a.layout().slots));
-        if let Ways::New(first) = &a.ways {
-            from(Section::Weights, first.weights.as_ref());
+        from(Section::Slots, Some(&a.ways.layout().slots));
+        if let Ways::New(expected) = &a.ways {
+            from(Section::Weights, expected.own_weights.as_ref());
         }
         for (i, buffer) in a.beside.iter().enumerate() {
             from(Section::Beside(i), Some(buffer));
@@ -544,7 +408,7 @@ impl Job<'_> {
         parameters.first_row = (piece * a.piece_rows) as u32;
         parameters.piece_rows = a.piece_rows as u32;
         let rows = a.piece_rows * a.group.size;
-        let most = rows.min(a.layout().sent.shape().len().max(a.group.size));
+        let most = rows.min(a.ways.layout().sent.shape().len().max(a.group.size));
         parameters.row_threads =
             row_threads(&self.core.device, most, sections.row_bytes(Section::Row));
         let shape = row_blocks(self, most, parameters.row_threads);
@@ -588,18 +452,9 @@ impl Job<'_> {
         parameters.came = parameters.section;
         let slots = Slots::new(a.call.placement, a.group.size).of(a.group.rank);
         parameters.own_slots = slots.len() as u32;
-        match &a.ways {
-            Ways::New(first) => {
-                parameters.received = first.received.address();
-                parameters.offsets = first.offsets.address();
-                parameters.counts = first.counts.address();
-            }
-            Ways::Again(parts) => {
-                parameters.received = parts.received.address();
-                parameters.offsets = parts.offsets.address();
-                parameters.counts = parts.counts.address();
-            }
-        }
+        let [received, offsets, counts] = a.ways.counted().map(Buffer::address);
+        (parameters.received, parameters.offsets) = (received, offsets);
+        parameters.counts = counts;
         parameters
     }
 
@@ -653,10 +508,10 @@ impl Job<'_> {
     }
 
     /// Says which row is what, and takes rows to where they belong.
-    fn collect(&mut self, a: &Arguments, came: Came, outputs: &Outputs) -> Result<()> {
+    fn collect(&mut self, a: &Arguments, came: Came, outputs: &DispatchOutputs) -> Result<()> {
         self.steps_now()?;
         let parts = &outputs.parts;
-        let capacity = parts.sources.shape().rows();
+        let capacity = outputs.capacity();
         if capacity == 0 {
             return Ok(());
         }

@@ -155,17 +155,6 @@ impl Router {
     }
 }
 
-/// All buffers of a layout.
-pub(crate) fn all(layout: &ExpertLayout) -> [&Buffer; 5] {
-    [
-        &layout.slots,
-        &layout.positions,
-        &layout.sent,
-        &layout.sent_offsets,
-        &layout.rows_per_slot,
-    ]
-}
-
 impl CudaComm {
     pub(crate) fn run_expert_layout(
         &self,
@@ -177,7 +166,7 @@ impl CudaComm {
         let lane = device.lane(turn.stream())?;
         let router = Router::of(device, lane, &routing, checked, *self.core.control.group())?;
         let layout = router.allocate(device, lane)?;
-        let buffers: Vec<&Buffer> = router.buffers().chain(all(&layout)).collect();
+        let buffers: Vec<&Buffer> = router.buffers().chain(layout.buffers()).collect();
         lane.run(&buffers, |stream| router.route(device, stream, &layout))?;
         Ok(layout)
     }

@@ -1,8 +1,7 @@
 //! Rows of tokens to the ranks of their experts.
 
 use crate::{
-    Buffer, DataType, Error, ExpertLayout, Group, PerRank, PlacementCall, Plan, Result, Routing,
-    Shape, View,
+    DataType, Error, Group, Handle, PerRank, PlacementCall, Result, Routing, View,
     params::{float, plain, resident},
     routing::countable,
 };
@@ -253,131 +252,6 @@ impl DispatchCall {
         match self.cast {
             Some(_) => DataType::F8E4M3,
             None => self.dtype,
-        }
-    }
-}
-
-/// Received rows.
-#[derive(Clone, Debug)]
-pub struct Dispatched {
-    /// `[rows, hidden]`, or as the [`Arrangement`] has them.
-    pub rows: Buffer,
-    /// Scales, if rows were cast.
-    pub scales: Option<Buffer>,
-    /// What came beside them, in the order in which it was given.
-    pub beside: Vec<Buffer>,
-    /// Slots of every row, counted from the first of this rank, i32 `[rows, k]` with -1 for none; by expert, where a row is for one,
-    /// `[rows]`. -1 in all that is behind the last row, and between those of two experts.
-    pub ids: Buffer,
-    /// Their weights, f32 of the same shape, 0 for none.
-    pub weights: Option<Buffer>,
-    /// Rows for each slot of this rank, i32 `[slots]`.
-    pub counts: Buffer,
-    /// What takes rows back, and further rows the same ways.
-    pub handle: Handle,
-    /// What was done.
-    pub plan: Plan,
-}
-
-/// Which ways rows went. Needed to take them back; may be used again, for rows that go the same ways.
-#[derive(Clone, Debug)]
-pub struct Handle(pub(crate) HandleParts);
-
-/// What a handle is made of, for backends.
-#[derive(Clone, Debug)]
-pub struct HandleParts {
-    /// The group it was made in.
-    pub group: Group,
-    /// The call that made it.
-    pub call: DispatchCall,
-    /// Where own rows went.
-    pub layout: ExpertLayout,
-    /// Own weights, f32 `[tokens, k]`.
-    pub own_weights: Option<Buffer>,
-    /// Rows that came from each rank, i32 `[ranks]`.
-    pub received: Buffer,
-    /// Where each row is from, i32 `[rows, 4]`: source rank, its token, which of the token's experts it is for (-1 where a row is for
-    /// all of them), and which of the tokens from there it is. -1 where there is no row.
-    pub sources: Buffer,
-    /// First row of each source rank, or of each slot where rows lie by expert, and at the end their number with what lies between
-    /// them: i32 `[ranks + 1]` or `[slots + 1]`.
-    pub offsets: Buffer,
-    /// As in [`Dispatched`].
-    pub ids: Buffer,
-    /// As in [`Dispatched`].
-    pub weights: Option<Buffer>,
-    /// As in [`Dispatched`].
-    pub counts: Buffer,
-}
-
-impl Handle {
-    /// For backends.
-    pub fn new(parts: HandleParts) -> Self {
-        Self(parts)
-    }
-
-    /// For backends.
-    pub fn parts(&self) -> &HandleParts {
-        &self.0
-    }
-
-    /// The call that made it.
-    pub fn call(&self) -> &DispatchCall {
-        &self.0.call
-    }
-
-    /// Tokens of this rank.
-    pub fn tokens(&self) -> usize {
-        self.0.layout.slots.shape().rows()
-    }
-
-    /// Where own rows went.
-    pub fn layout(&self) -> &ExpertLayout {
-        &self.0.layout
-    }
-
-    /// Rows that came from each rank, i32 `[ranks]`.
-    pub fn received(&self) -> View<'_> {
-        self.0.received.view()
-    }
-
-    /// Where each row is from, i32 `[rows, 4]`: source rank, its token, which of the token's experts it is for (-1 where a row is for
-    /// all of them), and which of the tokens from there it is. -1 where there is no row.
-    pub fn sources(&self) -> View<'_> {
-        self.0.sources.view()
-    }
-
-    /// First row of each source rank, or of each slot where rows lie by expert, and at the end their number.
-    pub fn offsets(&self) -> View<'_> {
-        self.0.offsets.view()
-    }
-
-    /// Rows that there is room for.
-    pub fn capacity(&self) -> usize {
-        self.0.sources.shape().rows()
-    }
-
-    /// Checks that it is of this group.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] otherwise.
-    pub fn check(&self, group: &Group) -> Result<()> {
-        if self.0.group == *group {
-            return Ok(());
-        }
-        let got = format!("one of {:?}", self.0.group);
-        Err(Error::invalid("handle", got, format!("{group:?}")))
-    }
-
-    /// Shape of what has `row_len` elements for each row, as received rows lie.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for sizes that do not fit in memory.
-    pub fn shape(&self, row_len: usize) -> Result<Shape> {
-        let call = &self.0.call;
-        match call.arrangement {
-            Arrangement::BySource => Shape::new(&[self.0.group.size, call.max_tokens, row_len]),
-            _ => Shape::new(&[self.capacity(), row_len]),
         }
     }
 }

@@ -134,3 +134,16 @@ pub struct ExpertLayout {
     /// How often this rank's tokens name each slot, i32 `[slots]`.
     pub rows_per_slot: Buffer,
 }
+
+impl ExpertLayout {
+    /// All buffers.
+    pub const fn buffers(&self) -> [&Buffer; 5] {
+        [
+            &self.slots,
+            &self.positions,
+            &self.sent,
+            &self.sent_offsets,
+            &self.rows_per_slot,
+        ]
+    }
+}

@@ -12,8 +12,8 @@ use crate::{
     routing::{Router, integers, set},
 };
 use brigade_device::{
-    Arrangement, Buffer, Call, DataType, DispatchCall, DispatchParams, Dispatched, ExpertLayout,
-    FaultKind, Fp8Cast, Group, Handle, HandleParts, Plan, Result, Route, ScaleFormat, Turn,
+    Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
+    Expected, FaultKind, Fp8Cast, Group, HandleParts, Plan, Result, Route, ScaleFormat, Turn, Ways,
 };
 use brigade_plan::{
     dispatch::{Section, Sections, part_bytes},
@@ -21,7 +21,7 @@ use brigade_plan::{
 };
 use brigade_sync::Area;
 use parking_lot::Mutex;
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
 
 /// The arguments, kept for as long as the call is in flight or captured.
 struct Arguments {
@@ -32,31 +32,10 @@ struct Arguments {
     rows: Buffer,
     beside: Vec<Buffer>,
     beside_rows: Vec<(DataType, usize)>,
+    /// What finds the ways of rows, where they are new.
+    router: Option<Router>,
     ways: Ways,
     device: Arc<HostDevice>,
-}
-
-/// How the ways of rows are known.
-enum Ways {
-    /// They are found out now, and kept there.
-    New(Box<First>),
-    Again(Box<HandleParts>),
-}
-
-/// What the ways of rows are found out from, and where they are kept.
-struct First {
-    router: Router,
-    weights: Option<Buffer>,
-    layout: ExpertLayout,
-}
-
-/// What is written.
-#[derive(Clone)]
-struct Outputs {
-    rows: Buffer,
-    scales: Option<Buffer>,
-    beside: Vec<Buffer>,
-    parts: HandleParts,
 }
 
 impl HostComm {
@@ -72,6 +51,18 @@ impl HostComm {
             return Err(unexpected(&plan));
         };
         let queue = HostQueue::of(turn.stream())?;
+        let device = &self.device;
+        let new = |dtype, dims: &[usize]| device.heap(dtype, dims);
+        let (router, ways) = match &p.route {
+            Route::Experts { routing, weights } => {
+                let router = Router::of(routing, call.k, call.placement, group);
+                let own = (router.allocate(device)?, weights.map(|w| w.retain()));
+                let slots = Slots::new(call.placement, group.size).of(group.rank).len();
+                let expected = Expected::new(&call, (group.size, slots), own, new)?;
+                (Some(router), Ways::New(Box::new(expected)))
+            }
+            Route::Again(handle) => (None, Ways::Again(Box::new(handle.parts().clone()))),
+        };
         let arguments = Arguments {
             piece_rows,
             pieces,
@@ -83,22 +74,12 @@ impl HostComm {
                 .iter()
                 .map(|v| (v.dtype(), v.shape().row_len()))
                 .collect(),
-            ways: match &p.route {
-                Route::Experts { routing, weights } => {
-                    let router = Router::of(routing, call.k, call.placement, group);
-                    Ways::New(Box::new(First {
-                        layout: router.allocate(&self.device)?,
-                        router,
-                        weights: weights.map(|w| w.retain()),
-                    }))
-                }
-                Route::Again(handle) => Ways::Again(Box::new(handle.parts().clone())),
-            },
-            device: Arc::clone(&self.device),
+            router,
+            ways,
+            device: Arc::clone(device),
             call,
         };
-        let room = arguments.room();
-        let given = match room {
+        let given = match arguments.ways.room(&arguments.call, group.size) {
             Some(room) => Some(arguments.allocate(room)?),
             None => {
                 queue.refuse_capture("a dispatch without max_recv")?;
@@ -114,117 +95,36 @@ impl HostComm {
                 *to.lock() = Some(outputs);
                 Ok(())
             })
-            .inspect_err(|_| given.iter().for_each(Outputs::poison))
+            .inspect_err(|_| given.iter().for_each(poison_all))
         })?;
         let outputs = found.lock().take().ok_or_else(|| unexpected(&plan))?;
-        let parts = outputs.parts;
-        Ok(Dispatched {
-            rows: outputs.rows,
-            scales: outputs.scales,
-            beside: outputs.beside,
-            ids: parts.ids.clone(),
-            weights: parts.weights.clone(),
-            counts: parts.counts.clone(),
-            handle: Handle::new(parts),
-            plan,
-        })
+        Ok(outputs.dispatched(plan))
     }
 }
 
 impl Arguments {
-    /// Rows that there must be room for, if that is known.
-    fn room(&self) -> Option<usize> {
-        match (&self.ways, self.call.arrangement) {
-            (Ways::Again(parts), _) => Some(parts.sources.shape().rows()),
-            (_, Arrangement::BySource) => Some(self.group.size * self.call.max_tokens),
-            _ => self.call.max_recv,
-        }
-    }
-
-    /// Slots of this rank.
-    fn slots(&self) -> Range<usize> {
-        Slots::new(self.call.placement, self.group.size).of(self.group.rank)
-    }
-
     /// Buffers for so many rows.
-    fn allocate(&self, room: usize) -> Result<Outputs> {
-        let (call, size) = (&self.call, self.group.size);
-        let of_rows = |dtype, row_len| match call.arrangement {
-            Arrangement::BySource => self.device.heap(dtype, &[size, call.max_tokens, row_len]),
-            _ => self.device.heap(dtype, &[room, row_len]),
-        };
-        let scales = match call.cast {
-            Some(cast) => {
-                let (dtype, n) = cast.scales(call.hidden);
-                Some(match (cast.column_major, cast.format) {
-                    (false, _) => of_rows(dtype, n)?,
-                    (true, ScaleFormat::Ue8m0) => self.device.heap(dtype, &[n / 4, room, 4])?,
-                    (true, _) => self.device.heap(dtype, &[n, room])?,
-                })
-            }
-            None => None,
-        };
-        let beside = self.beside_rows.iter();
-        Ok(Outputs {
-            rows: of_rows(call.wire_type(), call.hidden)?,
-            scales,
-            beside: beside
-                .map(|&(dtype, n)| of_rows(dtype, n))
-                .collect::<Result<_>>()?,
-            parts: match &self.ways {
-                Ways::Again(parts) => (**parts).clone(),
-                Ways::New(first) => {
-                    self.parts(room, first.layout.clone(), first.weights.clone())?
-                }
-            },
-        })
-    }
-
-    fn parts(
-        &self,
-        room: usize,
-        layout: ExpertLayout,
-        own_weights: Option<Buffer>,
-    ) -> Result<HandleParts> {
-        let (call, size, slots) = (&self.call, self.group.size, self.slots().len());
-        let by_expert = matches!(call.arrangement, Arrangement::ByExpert { .. });
-        let of_experts = |dtype| match call.arrangement {
-            Arrangement::BySource => self.device.heap(dtype, &[size, call.max_tokens, call.k]),
-            Arrangement::Dense => self.device.heap(dtype, &[room, call.k]),
-            Arrangement::ByExpert { .. } => self.device.heap(dtype, &[room]),
-        };
-        let integers = |shape: &[usize]| self.device.heap(DataType::I32, shape);
-        Ok(HandleParts {
-            group: self.group,
-            call: call.clone(),
-            layout,
-            own_weights,
-            received: integers(&[size])?,
-            sources: integers(&[room, 4])?,
-            offsets: integers(&[if by_expert { slots } else { size } + 1])?,
-            ids: of_experts(DataType::I32)?,
-            weights: match call.weights {
-                true => Some(of_experts(DataType::F32)?),
-                false => None,
-            },
-            counts: integers(&[slots])?,
-        })
+    fn allocate(&self, room: usize) -> Result<DispatchOutputs> {
+        let (call, group) = (&self.call, self.group);
+        DispatchOutputs::new(
+            call,
+            group,
+            room,
+            &self.beside_rows,
+            &self.ways,
+            |dtype, dims| self.device.heap(dtype, dims),
+        )
     }
 }
 
-impl Outputs {
-    /// Marks everything that a call writes.
-    fn poison(&self) {
-        let parts = &self.parts;
-        let lists = [&self.rows, &parts.ids, &parts.sources, &parts.received];
-        let optional = self.scales.iter().chain(&parts.weights);
-        for out in lists.into_iter().chain(optional).chain(&self.beside) {
-            // Whoever keeps the buffer busy writes to it anyhow.
-            let _ = writing(out, &[], |bytes, _| {
-                poison(out.dtype(), bytes);
-                Ok(())
-            });
-        }
+/// Marks everything that a call writes.
+fn poison_all(outputs: &DispatchOutputs) {
+    for out in outputs.poisoned() {
+        // Whoever keeps the buffer busy writes to it anyhow.
+        let _ = writing(out, &[], |bytes, _| {
+            poison(out.dtype(), bytes);
+            Ok(())
+        });
     }
 }
 
@@ -237,13 +137,18 @@ pub(crate) struct Came {
     pub(crate) sections: Vec<Vec<u8>>,
 }
 
-fn dispatch(active: &mut Active<'_>, a: &Arguments, given: Option<&Outputs>) -> Result<Outputs> {
+fn dispatch(
+    active: &mut Active<'_>,
+    a: &Arguments,
+    given: Option<&DispatchOutputs>,
+) -> Result<DispatchOutputs> {
     let size = a.group.size;
     let (sent, slots, weights) = match &a.ways {
-        Ways::New(first) => {
-            let routes = first.router.route(&first.layout)?;
+        Ways::New(expected) => {
+            let router = a.router.as_ref().ok_or(Error::Closed)?;
+            let routes = router.route(&expected.layout)?;
             let lists = (0..size).map(|r| routes.to(r).to_vec()).collect();
-            (lists, routes.slots, first.weights.as_ref())
+            (lists, routes.slots, expected.own_weights.as_ref())
         }
         Ways::Again(parts) => {
             let layout = &parts.layout;
@@ -411,7 +316,12 @@ pub(crate) fn round(
 }
 
 /// Puts what has come where it belongs.
-fn arrange(job: &Job, a: &Arguments, given: Option<&Outputs>, came: &[Came]) -> Result<Outputs> {
+fn arrange(
+    job: &Job,
+    a: &Arguments,
+    given: Option<&DispatchOutputs>,
+    came: &[Came],
+) -> Result<DispatchOutputs> {
     let call = &a.call;
     let of = |section: Section| section.index();
     let arranged = match &a.ways {
@@ -421,7 +331,9 @@ fn arrange(job: &Job, a: &Arguments, given: Option<&Outputs>, came: &[Came]) -> 
                 .map(|c| integers(&c.sections[of(Section::Slots)]))
                 .collect();
             let slots: Vec<&[i32]> = slots.iter().map(Vec::as_slice).collect();
-            let own = a.slots().len();
+            let own = Slots::new(call.placement, a.group.size)
+                .of(a.group.rank)
+                .len();
             Arranged::new(call.arrangement, call.max_tokens, &slots, call.k, own)
         }
         Ways::Again(parts) => {
@@ -450,7 +362,7 @@ fn arrange(job: &Job, a: &Arguments, given: Option<&Outputs>, came: &[Came]) -> 
     let room = arranged.room();
     let outputs = match given {
         Some(given) => {
-            let have = given.parts.sources.shape().rows();
+            let have = given.capacity();
             if room > have {
                 let (have, room) = (have as u64, room as u64);
                 return Err(job.fail(FaultKind::Overflow, job.rank(), 0, have, room));
@@ -478,7 +390,7 @@ fn arrange(job: &Job, a: &Arguments, given: Option<&Outputs>, came: &[Came]) -> 
             // A scale, or four of them that are packed.
             let each = 4;
             let n = Sections::dispatch(call, 1).row_bytes(Section::Scales) / each;
-            let rows = outputs.parts.sources.shape().rows();
+            let rows = outputs.capacity();
             writing(to, &[], |out, _| {
                 for row in &arranged.rows {
                     let from =

@@ -1,0 +1,130 @@
+//! The way back: sums of what experts made.
+
+use super::{
+    case::{Case, rounded},
+    own::f32s,
+};
+use crate::{
+    backend::Rank,
+    check::assert_bits,
+    matrix::{to_bytes, to_f64},
+};
+use brigade_device::{
+    Arrangement, Buffer, CombineParams, CombineSum, DataType, Handle, Lease, Output,
+};
+use rand::{Rng, rngs::StdRng};
+
+/// Everybody's experts make something of each row, and sums of it come back.
+pub struct Back {
+    sum: CombineSum,
+    dtype: DataType,
+    output: DataType,
+    hidden: usize,
+    biases: usize,
+}
+
+impl Back {
+    pub fn random(rng: &mut StdRng, case: &Case) -> Self {
+        let by_expert = matches!(case.arrangement, Arrangement::ByExpert { .. });
+        let dtype = [DataType::BF16, DataType::F16, DataType::F32][rng.random_range(0..3)];
+        Self {
+            sum: match (by_expert, rng.random()) {
+                (false, _) => CombineSum::Rank,
+                (true, false) => CombineSum::Expert,
+                (true, true) => CombineSum::ExpertByRank,
+            },
+            dtype,
+            output: if rng.random() { dtype } else { DataType::F32 },
+            hidden: case.hidden,
+            biases: rng.random_range(0..=2),
+        }
+    }
+
+    /// Combines, and checks every bit.
+    pub fn check(&self, rank: &Rank, lease: &mut Lease<'_>, case: &Case, handle: &Handle) {
+        let (me, tokens) = (rank.rank, case.tokens(rank.rank));
+        let (came, _) = case.received(me);
+        let capacity = case.capacity(me);
+        // Where there is no row, NaNs: nothing of them may come back.
+        let mut rows = vec![f64::NAN; capacity * self.hidden];
+        let per_row = handle.parts().ids.shape().len() / capacity.max(1);
+        let mut weights = vec![f32::NAN; capacity * per_row];
+        let back =
+            |source: usize, token: usize, entry: usize| (source * 7 + token * 3 + entry + 1) as f32;
+        for row in &came {
+            let made = case.made(me, row, self.hidden, self.dtype);
+            rows[row.at * self.hidden..][..self.hidden].copy_from_slice(&made);
+            for (i, entry) in row.entry.map_or(0..case.k, |e| e..e + 1).enumerate() {
+                weights[row.at * per_row + i] = back(row.source, row.token, entry);
+            }
+        }
+        let shape = handle.shape(self.hidden).unwrap();
+        let rows = rank.upload_bytes(self.dtype, shape.dims(), &to_bytes(self.dtype, &rows));
+        let ids = handle.parts().ids.shape();
+        let weights = rank.upload_bytes(DataType::F32, ids.dims(), bytemuck::cast_slice(&weights));
+        let bias = |n: usize| -> Vec<f64> {
+            (0..tokens * self.hidden)
+                .map(|i| ((i * 5 + n + me) % 23) as f64 / 8.0 - 1.0)
+                .collect()
+        };
+        let biases: Vec<_> = (0..self.biases).map(bias).collect();
+        let uploaded: Vec<_> = biases
+            .iter()
+            .map(|b| {
+                rank.upload_bytes(self.dtype, &[tokens, self.hidden], &to_bytes(self.dtype, b))
+            })
+            .collect();
+        let views: Vec<_> = uploaded.iter().map(Buffer::view).collect();
+        let mut d = rank.poisoned(self.output, &[tokens, self.hidden]);
+        let combined = lease
+            .combine(CombineParams {
+                rows: rows.view(),
+                handle,
+                sum: self.sum,
+                weights: Some(weights.view()),
+                biases: &views,
+                output: Output::Into(d.view_mut()),
+                choice: None,
+            })
+            .unwrap();
+        let (exact, wide) = case.combined(me, (self.sum, self.dtype, self.hidden), &biases);
+        let rounded = |&x: &f32| f64::from(rounded(self.output, x));
+        let want = to_bytes(self.output, &exact.iter().map(rounded).collect::<Vec<_>>());
+        let got = rank.raw(d.view());
+        assert_bits(&got, &want, self.output, "combined rows");
+        let limit = if self.dtype == DataType::F32 {
+            1e-12
+        } else {
+            5e-6
+        };
+        let diff = diff(&to_f64(self.output, &got), &wide);
+        assert!(diff < limit, "{diff:e} of {:?}", self.dtype);
+        let mut want = vec![0f32; tokens * case.k];
+        for token in 0..tokens {
+            for entry in 0..case.k {
+                if case.slot(me, token, entry).is_some() {
+                    want[token * case.k + entry] = back(me, token, entry);
+                }
+            }
+        }
+        assert_eq!(
+            f32s(rank, &combined.weights.unwrap()),
+            want,
+            "weights that come back"
+        );
+    }
+}
+
+/// 1 - 2 sum(xy) / sum(x^2 + y^2)
+pub fn diff(x: &[f64], y: &[f64]) -> f64 {
+    let (mut both, mut squares) = (0.0, 0.0);
+    for (x, y) in x.iter().zip(y) {
+        both += 2.0 * x * y;
+        squares += x * x + y * y;
+    }
+    if squares == 0.0 {
+        0.0
+    } else {
+        1.0 - both / squares
+    }
+}

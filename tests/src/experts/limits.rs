@@ -1,0 +1,209 @@
+//! Room that is too small, graphs, and arguments that are wrong.
+
+use super::{
+    case::{Case, rounded},
+    config,
+    own::{Own, check},
+};
+use crate::{
+    check::{assert_kind, expect_fault, expect_invalid, expect_unsupported},
+    matrix::{to_f32, to_f64},
+    suite::World,
+};
+use brigade_device::{
+    Arrangement, Buffer, CombineParams, CombineSum, DataType, FaultKind, Fp8Cast, Output, Route,
+    ScaleFormat,
+};
+use std::time::Duration;
+
+/// More rows than there is room for stop the group, and nothing is written behind the last.
+pub fn overflow(world: &World) {
+    let mut rng = world.rng();
+    let mut case = Case::random(&mut rng, world.size, (8, 16, 1, 4));
+    case = case.with_tokens(&mut rng, &vec![8; world.size]);
+    case.ids.iter_mut().for_each(|ids| ids.fill(0));
+    case.room = Some(8 * world.size - 1);
+    world.run(&config(), move |rank| {
+        let result = Own::of(rank, &case).dispatch(&mut rank.lease(), &case);
+        let result = rank.settle(result.map(drop));
+        // A rank that had no part in it may have ended the call, and hears of it in the next one.
+        let result = result.and_then(|()| rank.settle(rank.lease().barrier()));
+        let record = expect_fault(result, "one row too many");
+        assert_kind(&record, FaultKind::Overflow, "one row too many");
+        rank.comm().reset(Duration::from_secs(20)).unwrap();
+        let mut fits = case.clone();
+        fits.room = Some(8 * rank.size);
+        let got = Own::of(rank, &fits)
+            .dispatch(&mut rank.lease(), &fits)
+            .unwrap();
+        check(rank, &fits, &got);
+    });
+}
+
+/// A graph sends what its buffers hold when it is replayed.
+pub fn captured(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<Case> = (0..6)
+        .map(|_| {
+            let mut case = Case::random(&mut rng, world.size, (10, 16, 3, 6));
+            case.room = Some(30 * world.size);
+            case.wide = true;
+            case.with_tokens(&mut rng, &vec![10; world.size])
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        let mut own = Own::of(rank, &cases[0]);
+        let mut got = None;
+        let mut combined = None;
+        let graph = rank.device.capture(&rank.stream, &mut || {
+            let mut lease = rank.lease();
+            let there = own.dispatch(&mut lease, &cases[0])?;
+            let back = lease.combine(CombineParams {
+                rows: there.rows.view(),
+                handle: &there.handle,
+                sum: CombineSum::Rank,
+                weights: None,
+                biases: &[],
+                output: Output::Allocate(DataType::BF16),
+                choice: None,
+            })?;
+            (got, combined) = (Some(there), back.d);
+            Ok(())
+        });
+        let (graph, got, combined) = (graph.unwrap(), got.unwrap(), combined.unwrap());
+        for case in &cases {
+            let new = Own::of(rank, case);
+            for (to, from) in [
+                (&mut own.rows, &new.rows),
+                (&mut own.ids, &new.ids),
+                (own.weights.as_mut().unwrap(), new.weights.as_ref().unwrap()),
+                (&mut own.beside, &new.beside),
+            ] {
+                rank.device
+                    .copy(&rank.stream, to.view_mut(), from.view())
+                    .unwrap();
+            }
+            graph.launch(&rank.stream).unwrap();
+            check(rank, case, &got);
+            let me = rank.rank;
+            let mut want = vec![];
+            for (token, row) in to_f32(case.dtype, &case.rows[me])
+                .chunks(case.hidden)
+                .enumerate()
+            {
+                let owners: std::collections::BTreeSet<_> = (0..case.k)
+                    .filter_map(|e| Some(case.owner(case.slot(me, token, e)?).0))
+                    .collect();
+                want.extend(row.iter().map(|&x| {
+                    let sum = (1..owners.len()).fold(x, |sum, _| sum + x);
+                    f64::from(rounded(
+                        case.dtype,
+                        if owners.is_empty() { 0.0 } else { sum },
+                    ))
+                }));
+            }
+            // NaNs are the canonical one, whatever they were.
+            let back = to_f64(case.dtype, &rank.raw(combined.view()));
+            for (got, want) in back.iter().zip(&want) {
+                assert!(
+                    got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()),
+                    "{got} instead of {want}"
+                );
+            }
+        }
+    });
+}
+
+/// Without room that is known before, no graph can be made.
+pub fn not_capturable(world: &World) {
+    let case = Case::random(&mut world.rng(), world.size, (4, 8, 2, 4));
+    world.run(&config(), move |rank| {
+        let own = Own::of(rank, &case);
+        let captured = rank.device.capture(&rank.stream, &mut || {
+            own.dispatch(&mut rank.lease(), &case).map(drop)
+        });
+        let code = expect_unsupported(captured.map(drop), "a graph that waits for the host");
+        assert_eq!(code, "not-capturable");
+    });
+}
+
+/// What is wrong is named.
+pub fn refused(world: &World) {
+    let case = Case::random(&mut world.rng(), world.size, (4, 16, 2, 4));
+    let case = case.with_tokens(&mut world.rng(), &vec![4; world.size]);
+    world.run(&config(), move |rank| {
+        let mut lease = rank.lease();
+        let own = Own::of(rank, &case);
+        let mut with = |field: &str, change: &dyn Fn(&mut Case, &mut Own)| {
+            let (mut case, mut own) = (case.clone(), Own::of(rank, &case));
+            change(&mut case, &mut own);
+            assert_eq!(
+                expect_invalid(own.dispatch(&mut lease, &case), field),
+                field
+            );
+        };
+        with("rows.shape", &|case, _| case.max_tokens = 3);
+        with("rows.shape", &|_, own| {
+            own.rows = rank.poisoned(DataType::BF16, &[4, 12])
+        });
+        with("rows.dtype", &|case, own| {
+            case.cast = Some(Fp8Cast {
+                format: ScaleFormat::F32,
+                column_major: false,
+            });
+            own.rows = rank.poisoned(DataType::I32, &[4, 16]);
+        });
+        with("ids", &|_, own| {
+            own.ids = rank.poisoned(DataType::I32, &[3, 2])
+        });
+        with("ids.dtype", &|_, own| {
+            own.ids = rank.poisoned(DataType::F32, &[4, 2])
+        });
+        with("ids.shape", &|_, own| {
+            own.ids = rank.poisoned(DataType::I32, &[4, 33]);
+        });
+        with("weights.shape", &|_, own| {
+            own.weights = Some(rank.poisoned(DataType::F32, &[4, 3]))
+        });
+        with("beside", &|_, own| {
+            own.beside = rank.poisoned(DataType::U8, &[5, 2])
+        });
+        with("max_recv", &|case, _| {
+            (case.arrangement, case.room) = (Arrangement::BySource, Some(9));
+        });
+        with("arrangement.alignment", &|case, _| {
+            case.arrangement = Arrangement::ByExpert { alignment: 0 };
+        });
+        with("max_tokens", &|case, _| case.max_tokens = usize::MAX);
+        let got = own.dispatch(&mut lease, &case).unwrap();
+        let mut combine = |field: &str, rows: &Buffer, sum: CombineSum| {
+            let result = lease.combine(CombineParams {
+                rows: rows.view(),
+                handle: &got.handle,
+                sum,
+                weights: None,
+                biases: &[],
+                output: Output::Allocate(DataType::BF16),
+                choice: None,
+            });
+            assert_eq!(expect_invalid(result, field), field);
+        };
+        combine("sum", &got.rows, CombineSum::Expert);
+        let rows = got.handle.capacity();
+        combine(
+            "rows.shape",
+            &rank.poisoned(DataType::BF16, &[rows + 1, 16]),
+            CombineSum::Rank,
+        );
+        combine(
+            "rows.dtype",
+            &rank.poisoned(DataType::I32, &[rows, 16]),
+            CombineSum::Rank,
+        );
+        let mut longer = case.clone();
+        longer.max_tokens += 1;
+        let route = Route::Again(&got.handle);
+        let result = own.dispatch_by(&mut lease, &longer, route);
+        assert_eq!(expect_invalid(result, "max_tokens"), "max_tokens");
+    });
+}

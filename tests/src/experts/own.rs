@@ -1,0 +1,216 @@
+//! A rank's arguments, and what must come of them.
+
+use super::case::{Case, Where};
+use crate::{backend::Rank, check::assert_bits};
+use brigade_device::{
+    Arrangement, Buffer, DataType, DispatchParams, Dispatched, Lease, Placement, Result, Route,
+    Routing,
+};
+
+/// A rank's arguments, in its memory.
+pub struct Own {
+    pub rows: Buffer,
+    pub ids: Buffer,
+    pub weights: Option<Buffer>,
+    pub beside: Buffer,
+    map: Option<Buffer>,
+}
+
+impl Own {
+    pub fn of(rank: &Rank, case: &Case) -> Self {
+        let me = rank.rank;
+        let tokens = case.tokens(me);
+        let ids = &case.ids[me];
+        let (id_type, bytes): (_, Vec<u8>) = if case.wide {
+            (
+                DataType::I64,
+                ids.iter().flat_map(|id| id.to_ne_bytes()).collect(),
+            )
+        } else {
+            (
+                DataType::I32,
+                ids.iter()
+                    .flat_map(|&id| (id as i32).to_ne_bytes())
+                    .collect(),
+            )
+        };
+        let bytes_of = |values: &[f32]| bytemuck::cast_slice::<_, u8>(values).to_vec();
+        Self {
+            rows: rank.upload_bytes(case.dtype, &[tokens, case.hidden], &case.rows[me]),
+            ids: rank.upload_bytes(id_type, &[tokens, case.k], &bytes),
+            weights: case
+                .weights
+                .as_ref()
+                .map(|w| rank.upload_bytes(DataType::F32, &[tokens, case.k], &bytes_of(&w[me]))),
+            beside: rank.upload_bytes(DataType::U8, &[tokens, 2], &case.beside[me]),
+            map: match &case.places {
+                Where::Map { slots, .. } => {
+                    let shape = [case.experts, slots.len() / case.experts];
+                    Some(rank.upload_bytes(DataType::I32, &shape, bytemuck::cast_slice(slots)))
+                }
+                _ => None,
+            },
+        }
+    }
+
+    fn routing<'a>(&'a self, case: &Case) -> Routing<'a> {
+        Routing {
+            ids: self.ids.view(),
+            placement: match (&case.places, &self.map) {
+                (Where::Map { per_rank, .. }, Some(map)) => Placement::Map {
+                    slots: map.view(),
+                    per_rank: *per_rank,
+                },
+                (Where::Ranks, _) => Placement::Ranks,
+                _ => Placement::Even {
+                    experts: case.experts,
+                },
+            },
+        }
+    }
+
+    pub fn dispatch(&self, lease: &mut Lease<'_>, case: &Case) -> Result<Dispatched> {
+        let weights = self.weights.as_ref().map(Buffer::view);
+        let routing = self.routing(case);
+        self.dispatch_by(lease, case, Route::Experts { routing, weights })
+    }
+
+    pub fn dispatch_by(
+        &self,
+        lease: &mut Lease<'_>,
+        case: &Case,
+        route: Route<'_>,
+    ) -> Result<Dispatched> {
+        lease.dispatch(DispatchParams {
+            rows: self.rows.view(),
+            beside: &[self.beside.view()],
+            route,
+            arrangement: case.arrangement,
+            max_tokens: case.max_tokens,
+            max_recv: case.room,
+            cast: case.cast,
+            choice: None,
+        })
+    }
+}
+
+pub fn i32s(rank: &Rank, buffer: &Buffer) -> Vec<i32> {
+    bytemuck::pod_collect_to_vec(&rank.raw(buffer.view()))
+}
+
+pub fn f32s(rank: &Rank, buffer: &Buffer) -> Vec<f32> {
+    bytemuck::pod_collect_to_vec(&rank.raw(buffer.view()))
+}
+
+/// What came is what was sent, and is known for what it is.
+pub fn check(rank: &Rank, case: &Case, got: &Dispatched) {
+    let me = rank.rank;
+    let (came, _) = case.received(me);
+    let capacity = case.capacity(me);
+    let by_expert = matches!(case.arrangement, Arrangement::ByExpert { .. });
+    let per_row = if by_expert { 1 } else { case.k };
+    assert_eq!(
+        got.handle.capacity(),
+        capacity,
+        "rows that there is room for"
+    );
+    let mut sources = vec![[-1; 4]; capacity];
+    let (mut ids, mut weights) = (vec![-1; capacity * per_row], vec![0f32; capacity * per_row]);
+    let mut counts = vec![0; case.slots()[me]];
+    let mut received = vec![0; case.size];
+    let mut seen = std::collections::BTreeSet::new();
+    let row_bytes = case.hidden * case.dtype.bytes();
+    let rows = rank.raw(got.rows.view());
+    let beside = rank.raw(got.beside[0].view());
+    for row in &came {
+        let entry = row.entry.map_or(-1, |e| e as i32);
+        let goes = |t: &usize| (0..case.k).any(|e| case.local(me, row.source, *t, e).is_some());
+        let before = (0..row.token).filter(goes).count() as i32;
+        sources[row.at] = [row.source as i32, row.token as i32, entry, before];
+        if seen.insert((row.source, row.token)) {
+            received[row.source] += 1;
+        }
+        let entries = row.entry.map_or(0..case.k, |e| e..e + 1);
+        for (i, entry) in entries.enumerate() {
+            if let Some(slot) = case.local(me, row.source, row.token, entry) {
+                ids[row.at * per_row + i] = slot as i32;
+                if let Some(all) = &case.weights {
+                    weights[row.at * per_row + i] = all[row.source][row.token * case.k + entry];
+                }
+                counts[slot] += 1;
+            }
+        }
+        let what = format!("{row:?}");
+        if case.cast.is_none() {
+            let sent = &case.rows[row.source][row.token * row_bytes..][..row_bytes];
+            assert_bits(
+                &rows[row.at * row_bytes..][..row_bytes],
+                sent,
+                DataType::U8,
+                &what,
+            );
+        }
+        let sent = &case.beside[row.source][row.token * 2..][..2];
+        assert_bits(&beside[row.at * 2..][..2], sent, DataType::U8, &what);
+    }
+    let handle = &got.handle;
+    assert_eq!(
+        i32s(rank, &handle.parts().sources),
+        sources.concat(),
+        "sources"
+    );
+    assert_eq!(i32s(rank, &got.ids), ids, "ids");
+    assert_eq!(i32s(rank, &got.counts), counts, "counts");
+    assert_eq!(i32s(rank, &handle.parts().received), received, "received");
+    match (&got.weights, &case.weights) {
+        (Some(got), Some(_)) => assert_eq!(f32s(rank, got), weights, "weights"),
+        (None, None) => {}
+        (got, _) => panic!("{got:?} as weights"),
+    }
+    let offsets = i32s(rank, &handle.parts().offsets);
+    for row in &came {
+        let run = if by_expert {
+            ids[row.at] as usize
+        } else {
+            row.source
+        };
+        let of_run = offsets[run] as usize..offsets[run + 1] as usize;
+        assert!(of_run.contains(&row.at), "{row:?} in {of_run:?}");
+    }
+    check_layout(rank, case, got);
+}
+
+/// What a rank knows of its own rows.
+fn check_layout(rank: &Rank, case: &Case, got: &Dispatched) {
+    let layout = got.handle.layout();
+    let (me, tokens) = (rank.rank, case.tokens(rank.rank));
+    let mut slots = vec![];
+    let mut per_slot = vec![0; case.slots().iter().sum()];
+    let mut positions = vec![-1; tokens * case.size];
+    let mut sent = vec![vec![]; case.size];
+    for token in 0..tokens {
+        for entry in 0..case.k {
+            let slot = case.slot(me, token, entry);
+            slots.push(slot.map_or(-1, |s| s as i32));
+            let Some(slot) = slot else { continue };
+            per_slot[slot] += 1;
+            let (owner, _) = case.owner(slot);
+            if positions[token * case.size + owner] < 0 {
+                positions[token * case.size + owner] = sent[owner].len() as i32;
+                sent[owner].push(token as i32);
+            }
+        }
+    }
+    let mut offsets = vec![0];
+    offsets.extend(sent.iter().scan(0, |sum, list| {
+        *sum += list.len() as i32;
+        Some(*sum)
+    }));
+    let mut sent = sent.concat();
+    sent.resize(tokens * case.k.min(case.size), -1);
+    assert_eq!(i32s(rank, &layout.slots), slots, "slots");
+    assert_eq!(i32s(rank, &layout.positions), positions, "positions");
+    assert_eq!(i32s(rank, &layout.sent), sent, "sent");
+    assert_eq!(i32s(rank, &layout.sent_offsets), offsets, "sent_offsets");
+    assert_eq!(i32s(rank, &layout.rows_per_slot), per_slot, "rows_per_slot");
+}
