@@ -215,7 +215,7 @@ impl Job<'_> {
                 CombineSum::ExpertByRank => 2,
             },
             max_tokens: a.call.max_tokens as u32,
-            tokens: a.parts.layout.slots.shape().rows() as u32,
+            tokens: a.parts.layout.slots.shape().rows() as u64,
             k: a.call.k as u32,
             bias_count: a.biases.len() as u32,
             placement: placed.code,

@@ -328,7 +328,7 @@ impl Job<'_> {
             from: a.rows.address(),
             values: values.address(),
             scales: scales.address(),
-            rows: rows as u32,
+            rows: rows as u64,
             hidden: a.call.hidden as u32,
             from_type: types::float_code(a.call.dtype),
             format: match cast.format {

@@ -211,7 +211,7 @@ pub struct CommConfig {
     pub first_deadline: Duration,
     /// Most streaming multiprocessors that communication may use; `None` leaves it to the plan.
     pub sm_budget: Option<u16>,
-    /// Whether to make a communicator of NCCL's too, so that calls can force [`AllReduceAlgorithm::Nccl`]. Joining fails on a
+    /// Whether to make a communicator of NCCL's too, so that calls can force [`AllReduceAlgorithm::Nccl`](crate::AllReduceAlgorithm::Nccl). Joining fails on a
     /// device or a host that has none.
     pub nccl: bool,
 }

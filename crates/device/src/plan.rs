@@ -312,7 +312,7 @@ pub enum AllReduceAlgorithm {
     /// Every rank pushes each part of its input to the rank that reduces it, which pushes the result to every rank; data is
     /// its own flag, both times.
     TwoShotPush,
-    /// NVIDIA's library, where the communicator was [joined with it](CommConfig::nccl). Never chosen by a plan: its order of sums
+    /// NVIDIA's library, where the communicator was [joined with it](crate::CommConfig::nccl). Never chosen by a plan: its order of sums
     /// is its own.
     Nccl,
 }

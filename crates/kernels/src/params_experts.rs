@@ -52,7 +52,7 @@ parameters! {
         /// Device address of the scales.
         scales: u64,
         /// How many rows.
-        rows: u32,
+        rows: u64,
         /// Their columns, a multiple of 16.
         hidden: u32,
         /// Type of the rows.
@@ -209,6 +209,8 @@ parameters! {
         out: u64,
         /// Device address of what came back for each expert, or 0.
         weights_out: u64,
+        /// Tokens of this rank.
+        tokens: u64,
         /// Rows that there is room for.
         capacity: u32,
         /// Elements in a row.
@@ -225,8 +227,6 @@ parameters! {
         piece_rows: u32,
         /// Most tokens of any rank.
         max_tokens: u32,
-        /// Tokens of this rank.
-        tokens: u32,
         /// Experts of a token.
         k: u32,
         /// Threads for each row.
