@@ -138,11 +138,14 @@ impl Case {
         let from = rank.upload_bytes(self.dtype, &dims, mine);
         let beside = (self.place != Place::OverInput).then(|| rank.poisoned(self.output(), &dims));
         let mut out = beside.unwrap_or_else(|| from.clone());
-        let plan = rank.lease().all_reduce(AllReduceParams {
-            data: out.view_mut(),
-            from: (self.place != Place::OverInput).then(|| from.view()),
-            op: self.op,
-            choice,
+        let lease = rank.comm().lease(&rank.stream);
+        let plan = lease.and_then(|mut lease| {
+            lease.all_reduce(AllReduceParams {
+                data: out.view_mut(),
+                from: (self.place != Place::OverInput).then(|| from.view()),
+                op: self.op,
+                choice,
+            })
         });
         (plan, from, out)
     }
