@@ -240,7 +240,15 @@ impl NcclSums {
     pub(crate) fn retire(self: &Arc<Self>) {
         self.gone.store(true, Ordering::Release);
         self.give_up();
-        // What NCCL frees may hold up the driver: better now, while no kernel waits. Graphs may keep it for longer.
+        // What NCCL frees may hold up the driver: better now, while no kernel waits.
+        self.settle();
+    }
+
+    /// Waits until NCCL is through with being given up, if it is, but not for long: graphs may keep it.
+    pub(crate) fn settle(&self) {
+        if self.comm.lock().is_some() {
+            return;
+        }
         let end = Instant::now() + HEARSAY;
         while !self.ended.load(Ordering::Acquire) && Instant::now() < end {
             // tidy: sleeps because NCCL tells nobody when it is done.

@@ -16,9 +16,12 @@ use std::{
 };
 
 impl Drop for Core {
-    /// Waits for nobody. Memory stays, and the peers hear that this rank has left, when its work is done: they may be
+    /// Waits for nobody but NCCL, where that is being given up: a process that ended meanwhile would crash. Memory stays, and the peers hear that this rank has left, when its work is done: they may be
     /// waiting for what it has yet to say.
     fn drop(&mut self) {
+        if let Some(nccl) = &self.memory.nccl {
+            nccl.settle();
+        }
         let leaving = Leaving {
             marks: self.marks(),
             control: Arc::clone(&self.control),
