@@ -16,7 +16,7 @@ pub enum Arrangement {
     /// By slot, then source rank, token, and place among the token's experts: a row for each expert that a token names. What a
     /// slot gets begins at a multiple of `alignment` rows.
     ByExpert {
-        /// At least 1.
+        /// From 1 to [`DispatchParams::MOST_ALIGNMENT`].
         alignment: usize,
     },
 }
@@ -137,6 +137,8 @@ pub struct DispatchCall {
 impl DispatchParams<'_> {
     /// Most things beside rows.
     pub const MOST_BESIDE: usize = 4;
+    /// Most rows that what a slot gets can begin at a multiple of.
+    pub const MOST_ALIGNMENT: usize = 4096;
     /// A row has a multiple of so many bytes.
     pub const ROW_BYTES: usize = 16;
 
@@ -219,6 +221,15 @@ impl DispatchParams<'_> {
             }
             (Arrangement::BySource, Some(rows)) => {
                 return Err(Error::invalid("max_recv", rows, "None with BySource"));
+            }
+            (Arrangement::ByExpert { alignment }, _) if alignment > Self::MOST_ALIGNMENT => {
+                let want = format!("at most {}", Self::MOST_ALIGNMENT);
+                return Err(Error::invalid("arrangement.alignment", alignment, want));
+            }
+            // Rows are counted in 32 bits.
+            (_, Some(rows)) if i32::try_from(rows).is_err() => {
+                let want = format!("at most {}", i32::MAX);
+                return Err(Error::invalid("max_recv", rows, want));
             }
             _ => {}
         }

@@ -174,6 +174,10 @@ pub fn refused(world: &World) {
         with("arrangement.alignment", &|case, _| {
             case.arrangement = Arrangement::ByExpert { alignment: 0 };
         });
+        with("arrangement.alignment", &|case, _| {
+            case.arrangement = Arrangement::ByExpert { alignment: 4097 };
+        });
+        with("max_recv", &|case, _| case.room = Some(1 << 31));
         with("max_tokens", &|case, _| case.max_tokens = usize::MAX);
         let got = own.dispatch(&mut lease, &case).unwrap();
         let mut combine = |field: &str, rows: &Buffer, sum: CombineSum| {
