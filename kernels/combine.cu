@@ -15,18 +15,6 @@ __device__ __forceinline__ bool is_stopped(const CombineParams& p) {
   return is_stopped(reinterpret_cast<const uint64_t*>(p.stop), reinterpret_cast<const uint64_t*>(p.state));
 }
 
-// Says which row is for which expert of which token.
-extern "C" __global__ void __launch_bounds__(256) brigade_combine_rows(const __grid_constant__ CombineParams p) {
-  wait_for_previous_kernel();
-  if (is_stopped(p)) return;
-  for (uint32_t at = blockIdx.x * blockDim.x + threadIdx.x; at < p.capacity; at += gridDim.x * blockDim.x) {
-    const int4 source = reinterpret_cast<const int4*>(p.sources)[at];
-    if (source.x < 0) continue;
-    const uint64_t entry = (uint64_t(source.x) * p.max_tokens + source.w) * p.k + source.z;
-    reinterpret_cast<int32_t*>(p.rows_of)[entry] = int32_t(at);
-  }
-}
-
 // Eight elements, or as many as there are.
 struct Eight {
   float v[8];

@@ -167,6 +167,12 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(cons
     if (out_weights != nullptr) out_weights[at] = 0.0f;
   };
   for (uint32_t at = end + me; at < p.capacity; at += threads) nobody(at);
+  // Entries without a row; those that have one are written by who finds it.
+  int32_t* rows_of = reinterpret_cast<int32_t*>(p.rows_of);
+  for (uint64_t n = me; n < uint64_t(p.size) * p.max_tokens * p.k; n += threads) {
+    const uint32_t s = uint32_t(n / p.k / p.max_tokens), i = uint32_t(n / p.k % p.max_tokens);
+    if (i >= received[s] || reinterpret_cast<const int32_t*>(came(p, s, slots, i))[n % p.k] < 0) rows_of[n] = -1;
+  }
   if (blockIdx.x >= p.own_slots) return;
   uint32_t next = offsets[blockIdx.x];
   for (uint32_t s = 0; s < p.size; ++s) {
@@ -182,6 +188,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(cons
       const int32_t from = *reinterpret_cast<const int32_t*>(came(p, s, token, i / p.k));
       say(p, at, make_int4(int32_t(s), from, int32_t(i % p.k), int32_t(i / p.k)));
       ids[at] = int32_t(blockIdx.x);
+      rows_of[(uint64_t(s) * p.max_tokens + i / p.k) * p.k + i % p.k] = int32_t(at);
       if (out_weights != nullptr) out_weights[at] = reinterpret_cast<const float*>(came(p, s, weights, 0))[i];
     }
   }

@@ -5,22 +5,6 @@
 
 using namespace brigade;
 
-// The slot for one of a token's experts, or -1.
-__device__ __forceinline__ int32_t slot_of(const RouteParams& p, uint32_t token, uint32_t entry) {
-  const uint64_t at = uint64_t(token) * p.k + entry;
-  const int64_t id = p.id_bytes == 8 ? reinterpret_cast<const int64_t*>(p.ids)[at] : reinterpret_cast<const int32_t*>(p.ids)[at];
-  if (id < 0) return -1;
-  if (p.placement == by_rank) return id < p.size ? int32_t(id) : -1;
-  if (id >= p.experts) return -1;
-  if (p.placement == evenly) return int32_t(id);
-  const int32_t* slots = reinterpret_cast<const int32_t*>(p.map) + id * p.copies;
-  uint32_t there = 0;
-  while (there < p.copies && slots[there] >= 0) ++there;
-  if (there == 0) return -1;
-  const int32_t slot = slots[(token + p.rank) % there];
-  return uint32_t(slot) < p.per_rank * p.size ? slot : -1;
-}
-
 extern "C" __global__ void __launch_bounds__(1024) brigade_route_positions(const __grid_constant__ RouteParams p) {
   wait_for_previous_kernel();
   const uint32_t to = blockIdx.x;
@@ -34,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_route_positions(const
     const uint32_t token = start + threadIdx.x;
     bool goes = false;
     for (uint32_t e = 0; e < p.k && token < p.tokens; ++e) {
-      const int32_t slot = slot_of(p, token, e);
+      const int32_t slot = chosen_slot(p, token, e);
       if (to == 0) slots[uint64_t(token) * p.k + e] = slot;
       if (slot < int32_t(first) || slot >= int32_t(end)) continue;
       goes = true;

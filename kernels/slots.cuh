@@ -32,6 +32,23 @@ __device__ __forceinline__ uint32_t rank_of_slot(const P& p, uint32_t slot) {
   }
 }
 
+// The slot for one of a token's experts, or -1.
+template <typename P>
+__device__ __forceinline__ int32_t chosen_slot(const P& p, uint32_t token, uint32_t entry) {
+  const uint64_t at = uint64_t(token) * p.k + entry;
+  const int64_t id = p.id_bytes == 8 ? reinterpret_cast<const int64_t*>(p.ids)[at] : reinterpret_cast<const int32_t*>(p.ids)[at];
+  if (id < 0) return -1;
+  if (p.placement == by_rank) return id < p.size ? int32_t(id) : -1;
+  if (id >= p.experts) return -1;
+  if (p.placement == evenly) return int32_t(id);
+  const int32_t* slots = reinterpret_cast<const int32_t*>(p.map) + id * p.copies;
+  uint32_t there = 0;
+  while (there < p.copies && slots[there] >= 0) ++there;
+  if (there == 0) return -1;
+  const int32_t slot = slots[(token + p.rank) % there];
+  return uint32_t(slot) < p.per_rank * p.size ? slot : -1;
+}
+
 // How many of the threads before this one have `mine`, and how many of all. By all threads of a block.
 __device__ __forceinline__ uint32_t rank_among(bool mine, uint32_t& all) {
   __shared__ uint32_t warps[33];

@@ -19,6 +19,7 @@ use crate::{
 use back::{Back, diff};
 use brigade_device::{
     Arrangement, CommConfig, DataType, Dispatched, Fp8Cast, ParallelMode, Route, ScaleFormat,
+    Transport,
 };
 use case::{Case, Where};
 use own::{Own, check};
@@ -30,6 +31,15 @@ const ARRANGEMENTS: [(&str, Arrangement); 4] = [
     ("by_expert", Arrangement::ByExpert { alignment: 1 }),
     ("by_aligned_expert", Arrangement::ByExpert { alignment: 16 }),
 ];
+
+/// Transports there and back.
+type By = [Option<Transport>; 2];
+
+const ONE_SIDED: Option<Transport> = Some(Transport::OneSided);
+const PUSHED: Option<Transport> = Some(Transport::Pushed);
+
+/// What all trials are run by, under their names.
+const TRANSPORTS: [(&str, By); 2] = [("", [ONE_SIDED; 2]), ("pushed/", [PUSHED; 2])];
 
 /// Tokens of a rank at most, hidden, k, experts.
 const SIZES: [(usize, usize, usize, usize); 9] = [
@@ -51,7 +61,7 @@ fn config() -> CommConfig {
         scratch_bytes: 4096,
         gather_bytes: 0,
         reduce_scatter_bytes: 0,
-        all_reduce_bytes: 0,
+        all_reduce_bytes: 64 << 20,
         region_bytes: 0,
         ..CommConfig::new(ParallelMode::Ep)
     }
@@ -76,22 +86,31 @@ pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use
     );
     let mut case = Case::random(rng, size, sizes);
     case.arrangement = ARRANGEMENTS[rng.random_range(0..ARRANGEMENTS.len())].1;
+    let by = [ONE_SIDED, PUSHED].map(|_| [ONE_SIDED, PUSHED][rng.random_range(0..2)]);
+    let case = case.by(by);
     let back = Back::random(rng, &case);
     move |rank| round_trip(rank, &case, &back)
 }
 
-fn arranged(world: &World, arrangement: Arrangement) {
+fn arranged(world: &World, arrangement: Arrangement, by: By) {
     let mut rng = world.rng();
     let cases: Vec<(Case, Back)> = SIZES
         .into_iter()
-        .map(|sizes| {
+        .enumerate()
+        .map(|(i, mut sizes)| {
+            if by[0] == PUSHED {
+                // The most that kernels are for.
+                sizes.0 = sizes.0.min(1024);
+            }
             let mut case = Case::random(&mut rng, world.size, sizes);
             case.arrangement = arrangement;
             case.dtype = [DataType::BF16, DataType::F16, DataType::I8][rng.random_range(0..3)];
             if !(case.hidden * case.dtype.bytes()).is_multiple_of(16) {
                 case.dtype = DataType::BF16;
             }
-            let case = case.with_rows(&mut rng);
+            // What goes one way may come back another.
+            let by = if i % 4 == 3 { [by[0], None] } else { by };
+            let case = case.with_rows(&mut rng).by(by);
             let back = Back::random(&mut rng, &case);
             (case, back)
         })
@@ -104,7 +123,7 @@ fn arranged(world: &World, arrangement: Arrangement) {
 }
 
 /// Room for more rows than come, nobody's rows, all to one rank, and no weights.
-fn extremes(world: &World) {
+fn extremes(world: &World, by: By) {
     let mut rng = world.rng();
     let size = world.size;
     let mut cases = vec![];
@@ -120,13 +139,15 @@ fn extremes(world: &World) {
         to_one.ids.iter_mut().for_each(|ids| ids.fill(0));
         let mut nowhere = full.clone();
         nowhere.ids.iter_mut().for_each(|ids| ids.fill(-1));
-        cases.extend([full, none, to_one, nowhere].map(|case| {
+        cases.extend([full, none, to_one, nowhere].map(|mut case| {
+            case.by = by;
             let back = Back::random(&mut rng, &case);
             (case, back)
         }));
     }
     let mut bare = Case::random(&mut rng, size, (6, 16, 2, 5));
     bare.weights = None;
+    let bare = bare.by(by);
     let back = Back::random(&mut rng, &bare);
     cases.push((bare, back));
     world.run(&config(), move |rank| {
@@ -137,7 +158,7 @@ fn extremes(world: &World) {
 }
 
 /// Experts in several slots, slots of none, and ids that are ranks.
-fn placements(world: &World) {
+fn placements(world: &World, by: By) {
     let mut rng = world.rng();
     let mut cases = vec![];
     for (_, arrangement) in ARRANGEMENTS {
@@ -154,7 +175,7 @@ fn placements(world: &World) {
         ranks.places = Where::Ranks;
         for case in [case, ranks] {
             let tokens: Vec<usize> = (0..world.size).map(|_| rng.random_range(1..=30)).collect();
-            let case = case.with_tokens(&mut rng, &tokens);
+            let case = case.with_tokens(&mut rng, &tokens).by(by);
             let back = Back::random(&mut rng, &case);
             cases.push((case, back));
         }
@@ -172,6 +193,7 @@ fn pieces(world: &World) {
     let cases = ARRANGEMENTS.map(|(_, arrangement)| {
         let mut case = Case::random(&mut rng, world.size, (50, 64, 3, 10));
         case.arrangement = arrangement;
+        let case = case.by([ONE_SIDED; 2]);
         let back = Back::random(&mut rng, &case);
         (case, back)
     });
@@ -198,11 +220,12 @@ fn pieces(world: &World) {
 }
 
 /// Other rows the same ways.
-fn again(world: &World) {
+fn again(world: &World, by: By) {
     let mut rng = world.rng();
     let cases = ARRANGEMENTS.map(|(_, arrangement)| {
         let mut case = Case::random(&mut rng, world.size, (40, 24, 3, 9));
         case.arrangement = arrangement;
+        let case = case.by(by);
         let mut other = case.clone();
         other.dtype = DataType::F32;
         let other = other.with_rows(&mut rng);
@@ -224,7 +247,7 @@ fn again(world: &World) {
 }
 
 /// Rows that are cast on the way are what was sent, as far as fp8 can tell.
-fn casts(world: &World) {
+fn casts(world: &World, by: By) {
     let mut rng = world.rng();
     let formats = [
         (ScaleFormat::F32, 9e-4),
@@ -241,7 +264,7 @@ fn casts(world: &World) {
                     format,
                     column_major,
                 });
-                cases.push((case.with_rows(&mut rng), limit));
+                cases.push((case.with_rows(&mut rng).by(by), limit));
             }
         }
     }
@@ -310,18 +333,28 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
-    for (name, arrangement) in ARRANGEMENTS {
-        suite.add(&format!("experts/{name}"), move |world| {
-            arranged(world, arrangement)
-        });
+    for (prefix, by) in TRANSPORTS {
+        if by[0] == PUSHED && !suite.backend().engines().pushes_rows {
+            continue;
+        }
+        let mut add = |name: &str, trial: fn(&World, By)| {
+            suite.add(&format!("experts/{prefix}{name}"), move |world| {
+                trial(world, by)
+            });
+        };
+        add("extremes", extremes);
+        add("placements", placements);
+        add("again", again);
+        add("casts", casts);
+        add("overflow", limits::overflow);
+        add("captured", limits::captured);
+        for (name, arrangement) in ARRANGEMENTS {
+            suite.add(&format!("experts/{prefix}{name}"), move |world| {
+                arranged(world, arrangement, by)
+            });
+        }
     }
-    suite.add("experts/extremes", extremes);
-    suite.add("experts/placements", placements);
     suite.add("experts/pieces", pieces);
-    suite.add("experts/again", again);
-    suite.add("experts/casts", casts);
-    suite.add("experts/overflow", limits::overflow);
-    suite.add("experts/captured", limits::captured);
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);
 }

@@ -251,7 +251,7 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
         ("row_len", ops::all_to_all(6), ops::all_to_all(7)),
     ];
     if engines.dispatches {
-        pairs.push(("hidden", ops::experts(8), ops::experts(12)));
+        pairs.push(("hidden", ops::experts(8, None), ops::experts(12, None)));
     }
     if engines.norms {
         let norm = |rows, eps| ops::all_reduce_norm(rows, eps, None);

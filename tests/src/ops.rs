@@ -10,7 +10,7 @@ use brigade_device::{
     AllReduceParams, AllToAllParams, Arrangement, BroadcastParams, Buffer, Chunk, CombineParams,
     CombineSum, DataType, DispatchParams, GemmParams, Lease, LoraLinearAllReduceParams,
     LoraLinearParams, LoraLinearReduceScatterParams, Normed, Operation, Output, OverlapMode,
-    Placement, ReduceOp, ReduceScatterParams, Result, Route, Routing,
+    Placement, ReduceOp, ReduceScatterParams, Result, Route, Routing, Transport,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -295,7 +295,7 @@ pub fn linear_all_reduce() -> Op {
 }
 
 /// A row of every rank to each rank, and back again. Its output is the sum of all.
-pub fn experts(hidden: usize) -> Op {
+pub fn experts(hidden: usize, choice: Option<Transport>) -> Op {
     let op = Op::new("experts", Operation::Combine, move |rank, lease| {
         let rows = own(rank, DataType::F32, &[1, hidden]);
         let everybody: Vec<u8> = (0..rank.size as i32).flat_map(i32::to_ne_bytes).collect();
@@ -315,7 +315,7 @@ pub fn experts(hidden: usize) -> Op {
             max_tokens: 1,
             max_recv: None,
             cast: None,
-            choice: None,
+            choice,
         });
         // What a dispatch writes is its own.
         let there = match there {
@@ -334,7 +334,7 @@ pub fn experts(hidden: usize) -> Op {
             weights: None,
             biases: &[],
             output: Output::Into(d.view_mut()),
-            choice: None,
+            choice,
         });
         ended(result, d)
     });
@@ -357,7 +357,11 @@ pub fn all(engines: Engines) -> Vec<Op> {
         linear_all_reduce(),
     ];
     if engines.dispatches {
-        ops.push(experts(8));
+        ops.push(experts(8, Some(Transport::OneSided)));
+        if engines.pushes_rows {
+            let op = experts(8, Some(Transport::Pushed));
+            ops.push(named("experts_pushed".into(), op));
+        }
     }
     for (name, choice) in algorithms(engines) {
         let op = all_reduce(100, DataType::F32, ReduceOp::Sum, choice);

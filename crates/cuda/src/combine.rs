@@ -5,7 +5,6 @@ use crate::{
     Kernel, KernelSet, Missing,
     comm::{CudaComm, unexpected},
     dispatch::{own_parts, row_blocks, row_threads},
-    driver::failed,
     job::Job,
     memory::check_reach,
     routing::Placed,
@@ -14,18 +13,16 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, CombineCall, CombineParams, CombineSum, Combined, DataType, HandleParts, Output,
-    Plan, Result, Turn,
+    Plan, Result, Transport, Turn,
 };
 use brigade_kernels::CombineParams as Parameters;
 use brigade_plan::{combine::Returning, dispatch::part_bytes};
 use brigade_sync::Area;
-use cudarc::driver::result;
 use std::sync::Arc;
 
 /// Its kernels, in the order in which they run.
 #[derive(Debug)]
 pub(crate) struct CombineKernels {
-    rows: Kernel<Parameters>,
     back: Kernel<Parameters>,
     sum: Kernel<Parameters>,
 }
@@ -33,7 +30,6 @@ pub(crate) struct CombineKernels {
 impl CombineKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
         Ok(Self {
-            rows: set.variant("_rows")?,
             back: set.variant("_back")?,
             sum: set.variant("_sum")?,
         })
@@ -41,28 +37,30 @@ impl CombineKernels {
 }
 
 /// The arguments.
-struct Arguments {
-    call: CombineCall,
+pub(crate) struct Arguments {
+    pub(crate) call: CombineCall,
     piece_rows: usize,
     pieces: usize,
-    rows: Buffer,
-    weights: Option<Buffer>,
-    biases: Vec<Buffer>,
-    parts: HandleParts,
-    d: Buffer,
-    weights_back: Option<Buffer>,
-    /// The row of every expert of every token that came.
-    rows_of: Option<Buffer>,
+    pub(crate) rows: Buffer,
+    pub(crate) weights: Option<Buffer>,
+    pub(crate) biases: Vec<Buffer>,
+    pub(crate) parts: HandleParts,
+    pub(crate) d: Buffer,
+    pub(crate) weights_back: Option<Buffer>,
     staged: Option<Buffer>,
 }
 
 impl CudaComm {
     pub(crate) fn run_combine(&self, turn: &Turn, p: CombineParams<'_>) -> Result<Combined> {
-        let call = p.check(self.core.control.group())?;
+        let control = &self.core.control;
+        let call = p.check(control.group(), control.generation())?;
         let signed = Call::Combine(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
-            piece_rows, pieces, ..
+            transport,
+            piece_rows,
+            pieces,
+            launch,
         } = plan
         else {
             return Err(unexpected(&plan));
@@ -78,13 +76,6 @@ impl CudaComm {
         let weights_back = match call.weights {
             true => Some(device.scratch(lane, DataType::F32, &[tokens, call.k])?),
             false => None,
-        };
-        let rows_of = match call.sum {
-            CombineSum::ExpertByRank => {
-                let shape = [size, call.max_tokens, call.k];
-                Some(device.scratch(lane, DataType::I32, &shape)?)
-            }
-            CombineSum::Rank | CombineSum::Expert => None,
         };
         let staged = match pieces {
             0 | 1 => None,
@@ -105,7 +96,6 @@ impl CudaComm {
             parts: p.handle.parts().clone(),
             d: d.clone(),
             weights_back: weights_back.clone(),
-            rows_of,
             staged,
         };
         check_reach(&device.card, "rows.memory", &a.rows)?;
@@ -116,10 +106,21 @@ impl CudaComm {
         for bias in &a.biases {
             check_reach(&device.card, "biases.memory", bias)?;
         }
-        self.core
-            .collective(turn.stream(), &signed, &a.buffers(), Some(&d), |job| {
-                combine(job, &a)
-            })?;
+        let mut kept = a.buffers();
+        match transport {
+            Transport::OneSided => {
+                self.core
+                    .collective(turn.stream(), &signed, &kept, Some(&d), |job| {
+                        combine(job, &a)
+                    })?;
+            }
+            Transport::Pushed => {
+                kept.push(&d);
+                self.core.exchange(turn.stream(), &signed, &kept, |job| {
+                    job.push_combine(launch, &a)
+                })?;
+            }
+        }
         Ok(Combined {
             d: new.then_some(d),
             weights: weights_back,
@@ -135,7 +136,6 @@ impl Arguments {
         list.extend(&self.weights);
         list.extend(&self.biases);
         list.extend(&self.weights_back);
-        list.extend(&self.rows_of);
         list.extend(&self.staged);
         list.extend(self.parts.buffers());
         list
@@ -149,9 +149,6 @@ fn combine(job: &mut Job<'_>, a: &Arguments) -> Result<()> {
     let mut open = None;
     for piece in 0..a.pieces {
         let of = job.begin(Area::Combine);
-        if piece == 0 {
-            job.rows_of(a)?;
-        }
         job.back(a, of, piece)?;
         job.steps.filled_to_all(of, job.core.rank(), 0);
         job.steps.await_all(of, 0);
@@ -182,6 +179,15 @@ fn combine(job: &mut Job<'_>, a: &Arguments) -> Result<()> {
     Ok(())
 }
 
+/// A sum as kernels know it.
+pub(crate) fn sum_code(sum: CombineSum) -> u32 {
+    match sum {
+        CombineSum::Rank => 0,
+        CombineSum::Expert => 1,
+        CombineSum::ExpertByRank => 2,
+    }
+}
+
 impl Job<'_> {
     /// What all kernels of a combine are told.
     fn combining(&self, a: &Arguments) -> Parameters {
@@ -199,7 +205,7 @@ impl Job<'_> {
             back: a.weights.as_ref().map_or(0, Buffer::address),
             sources: a.parts.sources.address(),
             held: a.parts.weights.as_ref().map_or(0, Buffer::address),
-            rows_of: a.rows_of.as_ref().map_or(0, Buffer::address),
+            rows_of: a.parts.rows_of.as_ref().map_or(0, Buffer::address),
             slots: a.parts.layout.slots.address(),
             positions: a.parts.layout.positions.address(),
             own_weights: a.parts.own_weights.as_ref().map_or(0, Buffer::address),
@@ -209,11 +215,7 @@ impl Job<'_> {
             hidden: a.call.hidden as u32,
             from_type: types::float_code(a.call.dtype),
             out_type: types::float_code(a.call.output),
-            sum: match a.call.sum {
-                CombineSum::Rank => 0,
-                CombineSum::Expert => 1,
-                CombineSum::ExpertByRank => 2,
-            },
+            sum: sum_code(a.call.sum),
             max_tokens: a.call.max_tokens as u32,
             tokens: a.parts.layout.slots.shape().rows() as u64,
             k: a.call.k as u32,
@@ -229,32 +231,6 @@ impl Job<'_> {
 
     fn row_bytes(a: &Arguments) -> usize {
         a.call.hidden * a.call.dtype.bytes()
-    }
-
-    /// Finds the row of every expert of every token that came, where rows of a token are added before they go back.
-    fn rows_of(&mut self, a: &Arguments) -> Result<()> {
-        let Some(to) = &a.rows_of else {
-            return Ok(());
-        };
-        self.steps_now()?;
-        let (address, bytes) = (to.address(), to.bytes());
-        let capacity = a.parts.sources.shape().rows();
-        if capacity == 0 {
-            return Ok(());
-        }
-        // SAFETY: the buffer is this long, and the call keeps it.
-        unsafe { result::memset_d8_async(address, 0xFF, bytes, self.stream) }
-            .map_err(failed("cuMemsetD8Async"))?;
-        let kernels = &self.core.device.opened.kernels;
-        let shape = kernels.shape(capacity.div_ceil(256));
-        // SAFETY: every row's number goes to a place of that buffer.
-        unsafe {
-            kernels
-                .combines
-                .rows
-                .launch(self.stream, shape, self.combining(a))
-        }
-        .map_err(Into::into)
     }
 
     /// Writes a piece of what became of rows to where they came from.

@@ -13,7 +13,8 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
-    Dispatched, Error, Expected, Group, Plan, Result, Route, ScaleFormat, Storage, Turn, Ways,
+    Dispatched, Error, Expected, Group, Plan, Result, Route, ScaleFormat, Storage, Transport, Turn,
+    Ways,
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
 use brigade_plan::{
@@ -79,17 +80,18 @@ pub(crate) fn row_blocks(job: &Job<'_>, rows: usize, threads: u32) -> Launch {
 }
 
 /// The arguments.
-struct Arguments {
-    call: DispatchCall,
-    group: Group,
+pub(crate) struct Arguments {
+    pub(crate) call: DispatchCall,
+    pub(crate) group: Group,
+    generation: u8,
     piece_rows: usize,
     pieces: usize,
     rows: Buffer,
     beside: Vec<Buffer>,
     beside_rows: Vec<(DataType, usize)>,
     /// What finds the ways of rows, where they are new.
-    router: Option<Router>,
-    ways: Ways,
+    pub(crate) router: Option<Router>,
+    pub(crate) ways: Ways,
     cast: Option<(Buffer, Buffer)>,
     staged: Option<Buffer>,
 }
@@ -106,17 +108,27 @@ struct Came {
 impl CudaComm {
     pub(crate) fn run_dispatch(&self, turn: &Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
         let group = *self.core.control.group();
-        let call = p.check(&group)?;
+        let generation = self.core.control.generation();
+        let call = p.check(&group, generation)?;
         let signed = Call::Dispatch(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
-            piece_rows, pieces, ..
+            transport,
+            piece_rows,
+            pieces,
+            launch,
         } = plan
         else {
             return Err(unexpected(&plan));
         };
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
-        let a = Arguments::new(device, lane, &p, (call, group), (piece_rows, pieces))?;
+        let a = Arguments::new(
+            device,
+            lane,
+            &p,
+            (call, group, generation),
+            (piece_rows, pieces),
+        )?;
         let given = match a.ways.room(&a.call, group.size) {
             Some(room) => Some(a.allocate(device, lane, room)?),
             None => {
@@ -126,6 +138,13 @@ impl CudaComm {
         };
         let mut kept = a.buffers();
         kept.extend(given.iter().flat_map(DispatchOutputs::buffers));
+        if let (Transport::Pushed, Some(outputs)) = (transport, &given) {
+            self.core.exchange(turn.stream(), &signed, &kept, |job| {
+                job.cast(&a)?;
+                job.push_dispatch(launch, &a, outputs)
+            })?;
+            return Ok(outputs.clone().dispatched(plan));
+        }
         let outputs = self
             .core
             .collective(turn.stream(), &signed, &kept, None, |job| {
@@ -140,7 +159,7 @@ impl Arguments {
         device: &CudaDevice,
         lane: &Arc<Lane>,
         p: &DispatchParams<'_>,
-        (call, group): (DispatchCall, Group),
+        (call, group, generation): (DispatchCall, Group, u8),
         (piece_rows, pieces): (usize, usize),
     ) -> Result<Self> {
         let rows = p.rows.retain();
@@ -184,6 +203,7 @@ impl Arguments {
         };
         Ok(Self {
             group,
+            generation,
             piece_rows,
             pieces,
             beside_rows: p
@@ -216,6 +236,41 @@ impl Arguments {
         list
     }
 
+    /// What goes into each section of own rows.
+    pub(crate) fn from(&self) -> [u64; 9] {
+        let mut all = [0; 9];
+        let mut set = |section: Section, buffer: Option<&Buffer>| {
+            all[section.index()] = buffer.map_or(0, Buffer::address);
+        };
+        set(
+            Section::Row,
+            Some(self.cast.as_ref().map_or(&self.rows, |(values, _)| values)),
+        );
+        set(
+            Section::Scales,
+            self.cast.as_ref().map(|(_, scales)| scales),
+        );
+        set(Section::Slots, Some(&self.ways.layout().slots));
+        if let Ways::New(expected) = &self.ways {
+            set(Section::Weights, expected.own_weights.as_ref());
+        }
+        for (i, buffer) in self.beside.iter().enumerate() {
+            set(Section::Beside(i), Some(buffer));
+        }
+        all
+    }
+
+    /// Words of a row's scales if they lie by columns, or 0.
+    pub(crate) fn scale_words(&self) -> u32 {
+        match self.call.cast.filter(|cast| cast.column_major) {
+            Some(cast) => {
+                let (dtype, n) = cast.scales(self.call.hidden);
+                (n * dtype.bytes() / 4) as u32
+            }
+            None => 0,
+        }
+    }
+
     /// Buffers for so many rows.
     fn allocate(
         &self,
@@ -226,13 +281,38 @@ impl Arguments {
         let (call, group) = (&self.call, self.group);
         DispatchOutputs::new(
             call,
-            group,
+            (group, self.generation),
             room,
             &self.beside_rows,
             &self.ways,
             |dtype, dims| device.scratch(lane, dtype, dims),
         )
     }
+}
+
+/// An arrangement as kernels know it, and what a slot's rows begin at a multiple of.
+pub(crate) fn codes(arrangement: Arrangement) -> (u32, u32) {
+    match arrangement {
+        Arrangement::Dense => (0, 1),
+        Arrangement::BySource => (1, 1),
+        // Checked to be small.
+        Arrangement::ByExpert { alignment } => (2, alignment as u32),
+    }
+}
+
+/// Where the rows of each section go.
+pub(crate) fn to(outputs: &DispatchOutputs) -> [u64; 9] {
+    let mut all = [0; 9];
+    let mut set = |section: Section, buffer: Option<&Buffer>| {
+        all[section.index()] = buffer.map_or(0, Buffer::address);
+    };
+    set(Section::Row, Some(&outputs.rows));
+    set(Section::Scales, outputs.scales.as_ref());
+    set(Section::Weights, outputs.parts.weights.as_ref());
+    for (i, buffer) in outputs.beside.iter().enumerate() {
+        set(Section::Beside(i), Some(buffer));
+    }
+    all
 }
 
 /// Every rank's part of a half of this rank.
@@ -316,7 +396,7 @@ fn dispatch(
 }
 
 impl Job<'_> {
-    fn cast(&mut self, a: &Arguments) -> Result<()> {
+    pub(crate) fn cast(&mut self, a: &Arguments) -> Result<()> {
         let (Some(cast), Some((values, scales))) = (a.call.cast, &a.cast) else {
             return Ok(());
         };
@@ -356,7 +436,6 @@ impl Job<'_> {
             sent_offsets: a.ways.layout().sent_offsets.address(),
             max_tokens: a.call.max_tokens as u32,
             k: a.call.k as u32,
-            alignment: 1,
             again: u32::from(a.call.again),
             sections: sections.count() as u32,
             placement: placed.code,
@@ -365,14 +444,7 @@ impl Job<'_> {
             signature: self.kind.signature,
             ..waiting!(Parameters, self)
         };
-        match a.call.arrangement {
-            Arrangement::Dense => {}
-            Arrangement::BySource => parameters.arrangement = 1,
-            Arrangement::ByExpert { alignment } => {
-                parameters.arrangement = 2;
-                parameters.alignment = u32::try_from(alignment).unwrap_or(u32::MAX);
-            }
-        }
+        (parameters.arrangement, parameters.alignment) = codes(a.call.arrangement);
         for i in 0..sections.count() {
             parameters.section[i] = sections.at(i, 0).start as u64;
             parameters.row_bytes[i] = sections.at(i, 1).len() as u64;
@@ -390,21 +462,7 @@ impl Job<'_> {
     ) -> Result<()> {
         self.steps_now()?;
         let mut parameters = self.dispatching(a, sections, Some(of));
-        let mut from = |section: Section, buffer: Option<&Buffer>| {
-            parameters.from[section.index()] = buffer.map_or(0, Buffer::address);
-        };
-        from(
-            Section::Row,
-            Some(a.cast.as_ref().map_or(&a.rows, |(values, _)| values)),
-        );
-        from(Section::Scales, a.cast.as_ref().map(|(_, scales)| scales));
-        from(Section::Slots, Some(&a.ways.layout().slots));
-        if let Ways::New(expected) = &a.ways {
-            from(Section::Weights, expected.own_weights.as_ref());
-        }
-        for (i, buffer) in a.beside.iter().enumerate() {
-            from(Section::Beside(i), Some(buffer));
-        }
+        parameters.from = a.from();
         parameters.first_row = (piece * a.piece_rows) as u32;
         parameters.piece_rows = a.piece_rows as u32;
         let rows = a.piece_rows * a.group.size;
@@ -520,18 +578,9 @@ impl Job<'_> {
         parameters.ids = parts.ids.address();
         parameters.weights = parts.weights.as_ref().map_or(0, Buffer::address);
         parameters.capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
-        let mut to = |section: Section, buffer: Option<&Buffer>| {
-            parameters.to[section.index()] = buffer.map_or(0, Buffer::address);
-        };
-        to(Section::Row, Some(&outputs.rows));
-        to(Section::Scales, outputs.scales.as_ref());
-        for (i, buffer) in outputs.beside.iter().enumerate() {
-            to(Section::Beside(i), Some(buffer));
-        }
-        if let Some(cast) = a.call.cast.filter(|cast| cast.column_major) {
-            let (dtype, n) = cast.scales(a.call.hidden);
-            parameters.scale_words = (n * dtype.bytes() / 4) as u32;
-        }
+        parameters.rows_of = parts.rows_of.as_ref().map_or(0, Buffer::address);
+        parameters.to = to(outputs);
+        parameters.scale_words = a.scale_words();
         let core = self.core;
         let kernels = &core.device.opened.kernels;
         if !a.call.again {

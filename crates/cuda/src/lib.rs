@@ -60,6 +60,8 @@ mod opened;
 mod peers;
 mod pools;
 mod probe;
+mod push_combine;
+mod push_dispatch;
 mod pushed;
 mod quantize;
 mod quiet;

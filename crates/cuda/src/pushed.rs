@@ -14,7 +14,8 @@ use brigade_device::{
     AllReduceAlgorithm, Buffer, Call, DataType, Device, Error, PerRank, Result, Stream,
 };
 use brigade_kernels::{
-    ALL_REDUCE_THREADS, AllReduceParams, Parameters, PushCopyParams, ReduceScatterParams,
+    ALL_REDUCE_THREADS, AllReduceParams, Parameters, PushCombineParams, PushCopyParams,
+    PushDispatchParams, ReduceScatterParams,
 };
 use brigade_plan::{
     moved,
@@ -40,7 +41,7 @@ const TYPES: [(DataType, DataType); 5] = [
 pub(crate) const MOST_RANKS: usize = RANKS[RANKS.len() - 1];
 
 /// Kernels of one algorithm: by types, and by ranks.
-type ByTypes<P> = [[Kernel<P>; RANKS.len()]; TYPES.len()];
+pub(crate) type ByTypes<P> = [[Kernel<P>; RANKS.len()]; TYPES.len()];
 
 /// All kernels that push.
 #[derive(Debug)]
@@ -49,6 +50,8 @@ pub(crate) struct PushKernels {
     two_shot: ByTypes<AllReduceParams>,
     scatter: ByTypes<ReduceScatterParams>,
     copy: Kernel<PushCopyParams>,
+    pub(crate) dispatch: Kernel<PushDispatchParams>,
+    pub(crate) combine: ByTypes<PushCombineParams>,
     /// Whether one may start while the kernel before it ends.
     pub(crate) programmatic: bool,
 }
@@ -64,6 +67,8 @@ impl PushKernels {
             two_shot: by_types(&all_reduce, "_two")?,
             scatter: by_types(&set("reduce_scatter")?, "")?,
             copy: set("push_copy")?.kernel()?,
+            dispatch: set("push_dispatch")?.kernel()?,
+            combine: by_types(&set("push_combine")?, "")?,
             programmatic: capability >= (9, 0),
         })
     }
@@ -92,7 +97,7 @@ fn by_types<P: Parameters>(set: &Arc<KernelSet>, name: &str) -> Result<ByTypes<P
     Ok([types(a)?, types(b)?, types(c)?, types(d)?, types(e)?])
 }
 
-fn one_of<P>(kernels: &ByTypes<P>, kind: Kind, size: usize) -> Option<&Kernel<P>> {
+pub(crate) fn one_of<P>(kernels: &ByTypes<P>, kind: Kind, size: usize) -> Option<&Kernel<P>> {
     let types = TYPES
         .iter()
         .position(|&types| types == (kind.dtype, kind.output))?;
@@ -149,6 +154,8 @@ macro_rules! pushing {
         }
     }};
 }
+
+pub(crate) use pushing;
 
 impl Job<'_> {
     /// Enqueues one exchange, launched as the plan has it; with the last one of a call, the call ends.
@@ -275,7 +282,7 @@ impl Job<'_> {
 
     /// As the plan has it, within the places that this rank reserved, and no more than there are granules for. The kernel may
     /// take its place while the one before it still waits, if there are places for both.
-    fn push_shape(&self, launch: brigade_device::Launch, granules: usize) -> Launch {
+    pub(crate) fn push_shape(&self, launch: brigade_device::Launch, granules: usize) -> Launch {
         let core = self.core;
         let threads = u32::from(launch.threads).clamp(32, ALL_REDUCE_THREADS);
         let places = match core.size() {

@@ -62,8 +62,8 @@ impl From<PlacementCall> for Placed {
 
 /// The arguments.
 pub(crate) struct Router {
-    ids: Buffer,
-    map: Option<Buffer>,
+    pub(crate) ids: Buffer,
+    pub(crate) map: Option<Buffer>,
     k: usize,
     placement: PlacementCall,
     group: Group,

@@ -66,13 +66,13 @@ impl CombineParams<'_> {
     /// Most tensors that are added.
     pub const MOST_BIASES: usize = 2;
 
-    /// Checks types, shapes and places, and gives the signed call.
+    /// Checks types, shapes and places, and gives the signed call. `generation` is how often the group was reset.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the field, what it was and what it should have been.
-    pub fn check(&self, group: &Group) -> Result<CombineCall> {
+    pub fn check(&self, group: &Group, generation: u8) -> Result<CombineCall> {
         let (rows, handle) = (self.rows, self.handle);
-        handle.check(group)?;
+        handle.check(group, generation)?;
         float("rows.dtype", rows.dtype())?;
         let (made, hidden) = (
             handle.call(),

@@ -26,6 +26,9 @@ pub enum Arrangement {
 pub enum Transport {
     /// Every rank writes its rows to their places at each receiver, in pieces where they do not fit.
     OneSided,
+    /// Rows tell by themselves that they are there, and one kernel pushes, takes and arranges them: for few tokens. There must be room for a
+    /// known number of rows. A combine that is pushed makes the type's canonical NaN of those that are all ones.
+    Pushed,
 }
 
 /// Scales of rows that are cast to fp8 on the way: one for each 128 columns of a row.
@@ -142,11 +145,11 @@ impl DispatchParams<'_> {
     /// A row has a multiple of so many bytes.
     pub const ROW_BYTES: usize = 16;
 
-    /// Checks types, shapes and places, and gives the signed call.
+    /// Checks types, shapes and places, and gives the signed call. `generation` is how often the group was reset.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the field, what it was and what it should have been.
-    pub fn check(&self, group: &Group) -> Result<DispatchCall> {
+    pub fn check(&self, group: &Group, generation: u8) -> Result<DispatchCall> {
         let rows = self.rows;
         plain("rows.dtype", rows.dtype())?;
         let &[tokens, hidden] = rows.shape().dims() else {
@@ -204,7 +207,7 @@ impl DispatchParams<'_> {
                     true => Ok(()),
                     false => Err(Error::invalid(field, got, format!("{want}, as at first"))),
                 };
-                handle.check(group)?;
+                handle.check(group, generation)?;
                 same("rows.shape", tokens, handle.tokens())?;
                 same("max_tokens", self.max_tokens, made.max_tokens)?;
                 if (self.arrangement, self.max_recv) != (made.arrangement, made.max_recv) {

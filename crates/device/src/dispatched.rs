@@ -37,6 +37,8 @@ pub struct Handle(pub(crate) HandleParts);
 pub struct HandleParts {
     /// The group it was made in.
     pub group: Group,
+    /// How often the group had been reset then.
+    pub generation: u8,
     /// The call that made it.
     pub call: DispatchCall,
     /// Where own rows went.
@@ -51,6 +53,8 @@ pub struct HandleParts {
     /// First row of each source rank, or of each slot where rows lie by expert, and at the end their number with what lies between
     /// them: i32 `[ranks + 1]` or `[slots + 1]`.
     pub offsets: Buffer,
+    /// By expert, the row of every expert of every token that came, i32 `[ranks, max_tokens, k]`; -1 for none.
+    pub rows_of: Option<Buffer>,
     /// As in [`Dispatched`].
     pub ids: Buffer,
     /// As in [`Dispatched`].
@@ -106,16 +110,20 @@ impl Handle {
         self.0.sources.shape().rows()
     }
 
-    /// Checks that it is of this group.
+    /// Checks that it is of this group, and was made since its last reset: what a dispatch leaves that ended in a fault is poisoned.
     ///
     /// # Errors
     /// [`Error::Invalid`] otherwise.
-    pub fn check(&self, group: &Group) -> Result<()> {
-        if self.0.group == *group {
-            return Ok(());
+    pub fn check(&self, group: &Group, generation: u8) -> Result<()> {
+        if self.0.group != *group {
+            let got = format!("one of {:?}", self.0.group);
+            return Err(Error::invalid("handle", got, format!("{group:?}")));
         }
-        let got = format!("one of {:?}", self.0.group);
-        Err(Error::invalid("handle", got, format!("{group:?}")))
+        if self.0.generation != generation {
+            let got = "one from before a reset";
+            return Err(Error::invalid("handle", got, "one made since then"));
+        }
+        Ok(())
     }
 
     /// Shape of what has `row_len` elements for each row, as received rows lie.
@@ -144,6 +152,7 @@ impl HandleParts {
             .chain(own)
             .chain(&self.own_weights)
             .chain(&self.weights)
+            .chain(&self.rows_of)
     }
 }
 
@@ -266,7 +275,7 @@ impl DispatchOutputs {
     /// Those of `new`.
     pub fn new(
         call: &DispatchCall,
-        group: Group,
+        (group, generation): (Group, u8),
         room: usize,
         beside: &[(DataType, usize)],
         ways: &Ways,
@@ -297,12 +306,20 @@ impl DispatchOutputs {
                 Ways::Again(parts) => (**parts).clone(),
                 Ways::New(expected) => HandleParts {
                     group,
+                    generation,
                     call: call.clone(),
                     layout: expected.layout.clone(),
                     own_weights: expected.own_weights.clone(),
                     received: expected.received.clone(),
                     sources: new(DataType::I32, &[room, 4])?,
                     offsets: expected.offsets.clone(),
+                    rows_of: match call.arrangement {
+                        Arrangement::ByExpert { .. } => {
+                            let dims = [group.size, call.max_tokens, call.k];
+                            Some(new(DataType::I32, &dims)?)
+                        }
+                        Arrangement::Dense | Arrangement::BySource => None,
+                    },
                     ids: of_experts(DataType::I32)?,
                     weights: match call.weights {
                         true => Some(of_experts(DataType::F32)?),

@@ -3,7 +3,7 @@
 
 use crate::{
     comm::{HostComm, unexpected},
-    dispatch::{Came, round},
+    dispatch::{Came, Carrier, Written, round},
     element,
     job::{Active, Job},
     memory::{poison, reading, writing},
@@ -12,7 +12,7 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, CombineCall, CombineParams, CombineSum, Combined, DataType, FaultKind,
-    HandleParts, Output, Plan, Result, Turn,
+    HandleParts, Output, Plan, Result, Transport, Turn,
 };
 use brigade_plan::{
     combine::{Returning, returned},
@@ -23,6 +23,7 @@ use brigade_sync::Area;
 /// The arguments, kept for as long as the call is in flight or captured.
 struct Arguments {
     call: CombineCall,
+    transport: Transport,
     piece_rows: usize,
     pieces: usize,
     rows: Buffer,
@@ -35,11 +36,15 @@ struct Arguments {
 
 impl HostComm {
     pub(crate) fn run_combine(&self, turn: &Turn, p: CombineParams<'_>) -> Result<Combined> {
-        let call = p.check(self.core.control.group())?;
+        let control = &self.core.control;
+        let call = p.check(control.group(), control.generation())?;
         let signed = Call::Combine(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
-            piece_rows, pieces, ..
+            transport,
+            piece_rows,
+            pieces,
+            ..
         } = plan
         else {
             return Err(unexpected(&plan));
@@ -61,6 +66,7 @@ impl HostComm {
         };
         let arguments = Arguments {
             call,
+            transport,
             piece_rows,
             pieces,
             rows: p.rows.retain(),
@@ -170,7 +176,6 @@ fn going(a: &Arguments, size: usize) -> Result<Vec<Going>> {
 }
 
 fn exchange(active: &mut Active<'_>, a: &Arguments, going: &[Going]) -> Result<Vec<Came>> {
-    let sections = Returning::new(&a.call, a.piece_rows);
     let (bytes, per_row) = (a.call.hidden * a.call.dtype.bytes(), a.call.row_weights());
     let mut came = vec![
         Came {
@@ -179,13 +184,17 @@ fn exchange(active: &mut Active<'_>, a: &Arguments, going: &[Going]) -> Result<V
         };
         going.len()
     ];
+    let by = match a.transport {
+        Transport::OneSided => Carrier::Half(Area::Combine),
+        Transport::Pushed => Carrier::Pushed(Returning::new(&a.call, a.call.max_rows()).bytes()),
+    };
     for piece in 0..a.pieces {
         let _span = tracing::info_span!(target: "brigade::comm", "combine", piece).entered();
         let first = piece * a.piece_rows;
         let there = |all: usize| all.saturating_sub(first).min(a.piece_rows);
         round(
             active,
-            Area::Combine,
+            by,
             |to, out| {
                 let Going {
                     count,
@@ -193,20 +202,25 @@ fn exchange(active: &mut Active<'_>, a: &Arguments, going: &[Going]) -> Result<V
                     weights,
                 } = &going[to];
                 let n = there(*count);
+                let sections = Returning::new(&a.call, n);
                 out[..8].copy_from_slice(&(*count as u64).to_le_bytes());
                 if n > 0 {
                     out[sections.rows(n)].copy_from_slice(&rows[first * bytes..][..n * bytes]);
                     let weights = &weights[first * per_row..][..n * per_row];
                     out[sections.weights(n)].copy_from_slice(bytemuck::cast_slice(weights));
                 }
-                n * (bytes + 4 * per_row)
+                Written {
+                    bytes: sections.bytes(),
+                    moved: n * (bytes + 4 * per_row),
+                }
             },
             |from, part| {
                 let all = u64::from_le_bytes(part[..8].try_into().unwrap_or_default()) as usize;
-                let came = &mut came[from];
+                let (came, n) = (&mut came[from], there(all));
+                let sections = Returning::new(&a.call, n);
                 came.rows = all;
-                came.sections[0].extend_from_slice(&part[sections.rows(there(all))]);
-                came.sections[1].extend_from_slice(&part[sections.weights(there(all))]);
+                came.sections[0].extend_from_slice(&part[sections.rows(n)]);
+                came.sections[1].extend_from_slice(&part[sections.weights(n)]);
             },
         )?;
     }

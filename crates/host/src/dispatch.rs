@@ -7,13 +7,14 @@ use crate::{
     element,
     job::{Active, Job, Use},
     memory::{poison, reading, writing},
-    quantize,
+    pushed, quantize,
     queue::HostQueue,
     routing::{Router, integers, set},
 };
 use brigade_device::{
     Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
-    Expected, FaultKind, Fp8Cast, Group, HandleParts, Plan, Result, Route, ScaleFormat, Turn, Ways,
+    Expected, FaultKind, Fp8Cast, Group, HandleParts, Plan, Result, Route, ScaleFormat, Transport,
+    Turn, Ways,
 };
 use brigade_plan::{
     dispatch::{Section, Sections, part_bytes},
@@ -27,6 +28,8 @@ use std::sync::Arc;
 struct Arguments {
     call: DispatchCall,
     group: Group,
+    generation: u8,
+    transport: Transport,
     piece_rows: usize,
     pieces: usize,
     rows: Buffer,
@@ -41,11 +44,15 @@ struct Arguments {
 impl HostComm {
     pub(crate) fn run_dispatch(&self, turn: &Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
         let group = *self.core.control.group();
-        let call = p.check(&group)?;
+        let generation = self.core.control.generation();
+        let call = p.check(&group, generation)?;
         let signed = Call::Dispatch(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
-            piece_rows, pieces, ..
+            transport,
+            piece_rows,
+            pieces,
+            ..
         } = plan
         else {
             return Err(unexpected(&plan));
@@ -64,9 +71,11 @@ impl HostComm {
             Route::Again(handle) => (None, Ways::Again(Box::new(handle.parts().clone()))),
         };
         let arguments = Arguments {
+            transport,
             piece_rows,
             pieces,
             group,
+            generation,
             rows: p.rows.retain(),
             beside: p.beside.iter().map(|v| v.retain()).collect(),
             beside_rows: p
@@ -103,12 +112,21 @@ impl HostComm {
 }
 
 impl Arguments {
+    fn carrier(&self, area: Area) -> Carrier {
+        match self.transport {
+            Transport::OneSided => Carrier::Half(area),
+            Transport::Pushed => {
+                Carrier::Pushed(Sections::dispatch(&self.call, self.call.max_tokens).bytes)
+            }
+        }
+    }
+
     /// Buffers for so many rows.
     fn allocate(&self, room: usize) -> Result<DispatchOutputs> {
         let (call, group) = (&self.call, self.group);
         DispatchOutputs::new(
             call,
-            group,
+            (group, self.generation),
             room,
             &self.beside_rows,
             &self.ways,
@@ -244,8 +262,7 @@ fn exchange(
     sent: &[Vec<i32>],
     own: &Own<'_>,
 ) -> Result<Vec<Came>> {
-    let sections = Sections::dispatch(&a.call, a.piece_rows);
-    let lists: Vec<usize> = (0..sections.count()).collect();
+    let lists: Vec<usize> = (0..Sections::dispatch(&a.call, 0).count()).collect();
     let mut came = vec![
         Came {
             rows: 0,
@@ -253,24 +270,30 @@ fn exchange(
         };
         a.group.size
     ];
+    let by = a.carrier(Area::Dispatch);
     for piece in 0..a.pieces {
         let _span = tracing::info_span!(target: "brigade::comm", "dispatch", piece).entered();
         round(
             active,
-            Area::Dispatch,
+            by,
             |to, out| {
                 let list = &sent[to];
                 let first = (piece * a.piece_rows).min(list.len());
                 let rows = &list[first..(first + a.piece_rows).min(list.len())];
+                let sections = Sections::dispatch(&a.call, rows.len());
                 out[..8].copy_from_slice(&(list.len() as u64).to_le_bytes());
                 for (i, &token) in rows.iter().enumerate() {
                     own.write(to, token, i, &sections, out);
                 }
-                rows.len() * sections.all_bytes()
+                Written {
+                    bytes: sections.bytes,
+                    moved: rows.len() * sections.all_bytes(),
+                }
             },
             |from, part| {
                 let all = u64::from_le_bytes(part[..8].try_into().unwrap_or_default()) as usize;
                 let rows = all.saturating_sub(piece * a.piece_rows).min(a.piece_rows);
+                let sections = Sections::dispatch(&a.call, rows);
                 came[from].rows = all;
                 for (section, of) in came[from].sections.iter_mut().zip(&lists) {
                     section.extend_from_slice(&part[sections.at(*of, rows)]);
@@ -281,14 +304,35 @@ fn exchange(
     Ok(came)
 }
 
-/// One use of a half: `write` fills this rank's part at every receiver and says how many bytes that are, and `take` reads what every
-/// sender has put into this rank's own half.
+/// What carries parts to all ranks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Carrier {
+    /// A half of an area, of which every rank has its part.
+    Half(Area),
+    /// An exchange that pushes, of parts of at most so many bytes.
+    Pushed(usize),
+}
+
+/// What was written of a part.
+pub(crate) struct Written {
+    /// How far, from its beginning.
+    pub(crate) bytes: usize,
+    /// Bytes of rows.
+    pub(crate) moved: usize,
+}
+
+/// Every rank has a part at each: `write` fills this rank's at every receiver, and `take` reads what every sender has written for this
+/// rank.
 pub(crate) fn round(
     active: &mut Active<'_>,
-    area: Area,
-    mut write: impl FnMut(usize, &mut [u8]) -> usize,
+    by: Carrier,
+    mut write: impl FnMut(usize, &mut [u8]) -> Written,
     mut take: impl FnMut(usize, &[u8]),
 ) -> Result<()> {
+    let area = match by {
+        Carrier::Half(area) => area,
+        Carrier::Pushed(most) => return pushed::parts(active, most, write, take),
+    };
     let of: Use = active.begin(area)?;
     let job = &active.job;
     let (me, size) = (job.rank(), job.size());
@@ -298,9 +342,9 @@ pub(crate) fn round(
     for to in job.peers().chain([me]) {
         // SAFETY: all peers have given their credit for this use of their halves, only this rank fills this part, and it is announced below.
         let out = unsafe { job.bytes_mut(to, of, part(me)) };
-        let moved = write(to, out);
+        let written = write(to, out);
         if to != me {
-            job.count_moved(moved);
+            job.count_moved(written.moved);
             job.say_filled(to, of, me, 0);
         }
     }
@@ -445,6 +489,14 @@ fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
     set(&parts.offsets, &arranged.offsets)?;
     set(&parts.ids, &ids)?;
     set(&parts.counts, &arranged.counts)?;
+    if let Some(to) = &parts.rows_of {
+        let mut rows_of = vec![-1; to.shape().len()];
+        for row in &arranged.rows {
+            let token = row.source * parts.call.max_tokens + row.position;
+            rows_of[token * k + row.entry.unwrap_or(0)] = row.at as i32;
+        }
+        set(to, &rows_of)?;
+    }
     match &parts.weights {
         Some(to) => set(to, &weights),
         None => Ok(()),

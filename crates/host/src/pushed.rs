@@ -5,6 +5,7 @@
 use crate::{
     all_reduce::Kind,
     core::Core,
+    dispatch::Written,
     element,
     job::{Active, Job},
 };
@@ -116,13 +117,44 @@ pub(crate) fn copy(active: &mut Active<'_>, parts: &[usize], out: &mut [u8]) -> 
     let exchange = Exchange::begin(active, shot);
     let own = &out[part(exchange.job.rank())];
     for to in exchange.job.peers() {
-        exchange.push_copy(to, shot, own);
+        exchange.push_copy(to, shot, own, own.len());
     }
     exchange.clear();
     exchange
         .job
         .peers()
         .try_for_each(|from| exchange.take_copy(from, shot, &mut out[part(from)]))
+}
+
+/// Every rank pushes a part of its own to each, of at most `most` bytes: how long it is, and then the part.
+pub(crate) fn parts(
+    active: &mut Active<'_>,
+    most: usize,
+    mut write: impl FnMut(usize, &mut [u8]) -> Written,
+    mut take: impl FnMut(usize, &[u8]),
+) -> Result<()> {
+    let size = active.job.size();
+    let lengths = Shot::first(Sentinel::copied(size_of::<u64>()));
+    let parts = lengths.then(size, Sentinel::copied(most));
+    let exchange = Exchange::begin(active, parts);
+    let mut part = vec![0; most];
+    for to in exchange.job.peers() {
+        let Written { bytes, moved } = write(to, &mut part);
+        exchange.push_copy(to, lengths, &(bytes as u64).to_le_bytes(), 0);
+        exchange.push_copy(to, parts, &part[..bytes], moved);
+    }
+    exchange.clear();
+    let rank = exchange.job.rank();
+    let Written { bytes, .. } = write(rank, &mut part);
+    take(rank, &part[..bytes]);
+    for from in exchange.job.peers() {
+        let mut bytes = [0; size_of::<u64>()];
+        exchange.take_copy(from, lengths, &mut bytes)?;
+        let part = &mut part[..u64::from_le_bytes(bytes) as usize];
+        exchange.take_copy(from, parts, part)?;
+        take(from, part);
+    }
+    Ok(())
 }
 
 /// Words of so many granules.
@@ -225,15 +257,16 @@ impl<'a> Exchange<'a> {
         self.sign(to, shot, bytes.len());
     }
 
-    fn push_copy(&self, to: usize, shot: Shot, bytes: &[u8]) {
+    /// Any bytes, of which so many count as moved.
+    fn push_copy(&self, to: usize, shot: Shot, bytes: &[u8], moved: usize) {
         self.sums
             .push_copy(&self.memory, to, self.turn, shot, bytes);
-        self.sign(to, shot, bytes.len());
+        self.sign(to, shot, moved);
     }
 
-    /// Behind so many bytes.
-    fn sign(&self, to: usize, shot: Shot, bytes: usize) {
-        self.job.count_moved(bytes);
+    /// Behind what was pushed, of which so many bytes count as moved.
+    fn sign(&self, to: usize, shot: Shot, moved: usize) {
+        self.job.count_moved(moved);
         let place = self.place(self.job.rank(), shot);
         if self.job.step(Point::Announce, to, place) {
             self.job

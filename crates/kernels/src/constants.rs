@@ -27,6 +27,10 @@ constants! {
     MESSAGE_THREADS: u32 = 512;
     /// Most threads of a block that pushes sums.
     ALL_REDUCE_THREADS: u32 = 512;
+    /// Most tokens of a rank in a dispatch that is pushed.
+    PUSH_TOKENS: u32 = 1024;
+    /// Most slots of a rank in one.
+    PUSH_SLOTS: u32 = 1024;
     /// Most elements of a row, of 16 bits, that is normed in the same kernel; half as many of 32.
     NORM_COLUMNS: u32 = 16_384;
     /// Most threads of a block that norms rows.

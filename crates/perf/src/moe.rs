@@ -67,6 +67,8 @@ enum Choice {
     Auto,
     /// Rows are written to their places at each receiver
     OneSided,
+    /// Rows are their own flags
+    Pushed,
 }
 
 impl Moe {
@@ -74,15 +76,19 @@ impl Moe {
         match self.transport {
             Choice::Auto => None,
             Choice::OneSided => Some(Transport::OneSided),
+            Choice::Pushed => Some(Transport::Pushed),
         }
     }
 
     /// Room for the rows of all.
     fn config(&self, tokens: usize, size: usize) -> CommConfig {
         let bytes = size * (tokens * (2 * self.hidden + 16 * self.k + 64) + 8192);
+        // What is pushed takes a word more for every sixteen.
+        let pushed = bytes + bytes / 16;
         CommConfig {
             dispatch_bytes: bytes,
             combine_bytes: bytes,
+            all_reduce_bytes: pushed.clamp(8 << 20, 256 << 20),
             gather_bytes: 0,
             reduce_scatter_bytes: 0,
             sm_budget: self.sm_budget,

@@ -1,17 +1,21 @@
 //! Combine: how many rows go back at a time, and where they lie on the way.
 
 use crate::{
-    Topology,
-    dispatch::{Sections, pieces, transport},
+    Table, Topology,
+    dispatch::{Sections, pieces, rows_pushed},
+    records,
 };
-use brigade_device::{CombineCall, CombineSum, Plan, Reason};
+use brigade_device::{CombineCall, CombineSum, Plan, Reason, Transport};
 use std::ops::Range;
 
-pub(crate) fn plan(call: &CombineCall, topology: &Topology) -> Result<Plan, Reason> {
-    let transport = transport(call.choice, topology)?;
+pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
+    let pushed = || records::combine(call, topology);
+    if let Some(plan) = rows_pushed(call.choice, pushed, topology, table)? {
+        return Ok(plan);
+    }
     let have = topology.config.combine_bytes;
     pieces(
-        transport,
+        Transport::OneSided,
         call.max_rows(),
         topology,
         ("combine_bytes", have),

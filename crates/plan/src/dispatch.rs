@@ -1,14 +1,21 @@
 //! Dispatch: how many rows go at a time, and where what belongs to them lies on the way.
 
-use crate::{Topology, reason};
+use crate::{Table, Topology, reason, records};
 use brigade_device::{DispatchCall, Launch, Plan, Reason, Transport};
 use std::ops::Range;
 
-pub(crate) fn plan(call: &DispatchCall, topology: &Topology) -> Result<Plan, Reason> {
-    let transport = transport(call.choice, topology)?;
+pub(crate) fn plan(
+    call: &DispatchCall,
+    topology: &Topology,
+    table: &Table,
+) -> Result<Plan, Reason> {
+    let pushed = || records::dispatch(call, topology);
+    if let Some(plan) = rows_pushed(call.choice, pushed, topology, table)? {
+        return Ok(plan);
+    }
     let have = topology.config.dispatch_bytes;
     pieces(
-        transport,
+        Transport::OneSided,
         call.max_tokens,
         topology,
         ("dispatch_bytes", have),
@@ -16,14 +23,24 @@ pub(crate) fn plan(call: &DispatchCall, topology: &Topology) -> Result<Plan, Rea
     )
 }
 
-/// The one that is forced, or the usual one.
-pub(crate) fn transport(
+/// The plan if rows are pushed: because that is forced, or because they are few.
+pub(crate) fn rows_pushed(
     choice: Option<Transport>,
+    pushed: impl Fn() -> Result<records::Pushed, Reason>,
     topology: &Topology,
-) -> Result<Transport, Reason> {
-    match choice.unwrap_or(Transport::OneSided) {
-        _ if !topology.engines.dispatches => Err(reason::no_experts()),
-        Transport::OneSided => Ok(Transport::OneSided),
+    table: &Table,
+) -> Result<Option<Plan>, Reason> {
+    if !topology.engines.dispatches {
+        return Err(reason::no_experts());
+    }
+    match choice {
+        Some(Transport::OneSided) => Ok(None),
+        Some(Transport::Pushed) => Ok(Some(pushed()?.plan())),
+        None => {
+            let few =
+                |of: &records::Pushed| table.push_max_bytes.is_some_and(|most| of.arriving <= most);
+            Ok(pushed().ok().filter(few).map(records::Pushed::plan))
+        }
     }
 }
 

@@ -9,7 +9,8 @@
 //! - [`rows`]: ragged chunks and the pieces of a chunk.
 //! - [`ring`]: who multiplies, sends and receives which chunk when.
 //! - [`gathered`]: where the rows of all ranks lie.
-//! - [`routes`]: which rows go to which experts; [`dispatch`] and [`combine`]: where they lie on the way.
+//! - [`routes`]: which rows go to which experts; [`dispatch`] and [`combine`]: where they lie on the way, and [`records`] if they are
+//!   pushed.
 //! - [`moved`]: the bytes that each schedule makes a rank move, for traffic counters and tests.
 
 mod all_gather;
@@ -27,6 +28,7 @@ mod norm;
 mod overlap;
 pub mod pushed;
 pub mod reason;
+pub mod records;
 mod reduce_scatter;
 pub mod ring;
 pub mod routes;
@@ -83,8 +85,8 @@ pub fn plan(call: &Call, topology: &Topology, table: &Table) -> Result<Plan, Rea
             root,
         } => broadcast::plan(*elements, *dtype, *root, topology, table),
         Call::AllToAll { dtype, .. } => all_to_all::plan(*dtype, topology),
-        Call::Dispatch(c) => dispatch::plan(c, topology),
-        Call::Combine(c) => combine::plan(c, topology),
+        Call::Dispatch(c) => dispatch::plan(c, topology, table),
+        Call::Combine(c) => combine::plan(c, topology, table),
         Call::Barrier | Call::Register { .. } | Call::Deregister { .. } | Call::Close => {
             Ok(Plan::Copy {
                 piece_elements: 0,

@@ -211,6 +211,30 @@ pub(crate) fn no_experts() -> Reason {
     )
 }
 
+pub(crate) fn no_rows_pushed() -> Reason {
+    Reason::new(
+        NO_ENGINE,
+        "this backend has no kernel that pushes rows to experts in a group like this",
+        "leave the transport to the plan",
+    )
+}
+
+pub(crate) fn rows_pushed(field: &str, got: usize, most: usize) -> Reason {
+    Reason::new(
+        ROWS,
+        format!("{field}: {got}, where rows are pushed for at most {most}"),
+        "leave the transport to the plan, or take one-sided",
+    )
+}
+
+pub(crate) fn rows_uncounted() -> Reason {
+    Reason::new(
+        ROWS,
+        "rows are pushed where there is room for a known number of them",
+        "give max_recv, or take by source",
+    )
+}
+
 pub(crate) fn all_reduce_bytes(have: usize, need: usize) -> Reason {
     Reason::new(
         SCRATCH,

@@ -40,6 +40,8 @@ pub struct Engines {
     pub norms: bool,
     /// Whether rows can be dispatched to experts and combined again.
     pub dispatches: bool,
+    /// [`Transport::Pushed`](brigade_device::Transport::Pushed).
+    pub pushes_rows: bool,
 }
 
 impl Engines {
@@ -58,6 +60,7 @@ impl Engines {
             pushes_parts: false,
             norms: true,
             dispatches: true,
+            pushes_rows: true,
         }
     }
 
@@ -70,6 +73,7 @@ impl Engines {
             two_shot_push: pushes,
             pushes_parts: true,
             norms: pushes,
+            pushes_rows: pushes,
             ..Self::host()
         }
     }
@@ -117,6 +121,7 @@ impl Engines {
             self.two_shot_push,
             self.norms,
             self.dispatches,
+            self.pushes_rows,
         ]
         .into_iter()
         .rev()

@@ -1,6 +1,7 @@
 //! Room that is too small, graphs, and arguments that are wrong.
 
 use super::{
+    By,
     case::{Case, rounded},
     config,
     own::{Own, check},
@@ -17,12 +18,13 @@ use brigade_device::{
 use std::time::Duration;
 
 /// More rows than there is room for stop the group, and nothing is written behind the last.
-pub fn overflow(world: &World) {
+pub fn overflow(world: &World, by: By) {
     let mut rng = world.rng();
     let mut case = Case::random(&mut rng, world.size, (8, 16, 1, 4));
     case = case.with_tokens(&mut rng, &vec![8; world.size]);
     case.ids.iter_mut().for_each(|ids| ids.fill(0));
     case.room = Some(8 * world.size - 1);
+    case.by = by;
     world.run(&config(), move |rank| {
         let result = Own::of(rank, &case).dispatch(&mut rank.lease(), &case);
         let result = rank.settle(result.map(drop));
@@ -30,24 +32,34 @@ pub fn overflow(world: &World) {
         let result = result.and_then(|()| rank.settle(rank.lease().barrier()));
         let record = expect_fault(result, "one row too many");
         assert_kind(&record, FaultKind::Overflow, "one row too many");
-        rank.comm().reset(Duration::from_secs(20)).unwrap();
         let mut fits = case.clone();
         fits.room = Some(8 * rank.size);
-        let got = Own::of(rank, &fits)
-            .dispatch(&mut rank.lease(), &fits)
-            .unwrap();
-        check(rank, &fits, &got);
+        let own = Own::of(rank, &fits);
+        let mut before = None;
+        for _ in 0..2 {
+            rank.comm().reset(Duration::from_secs(20)).unwrap();
+            let got = own.dispatch(&mut rank.lease(), &fits).unwrap();
+            check(rank, &fits, &got);
+            before = before.or(Some(got));
+        }
+        let route = Route::Again(&before.as_ref().unwrap().handle);
+        let again = own.dispatch_by(&mut rank.lease(), &fits, route);
+        assert_eq!(
+            expect_invalid(again, "a handle from before a reset"),
+            "handle"
+        );
     });
 }
 
 /// A graph sends what its buffers hold when it is replayed.
-pub fn captured(world: &World) {
+pub fn captured(world: &World, by: By) {
     let mut rng = world.rng();
     let cases: Vec<Case> = (0..6)
         .map(|_| {
             let mut case = Case::random(&mut rng, world.size, (10, 16, 3, 6));
             case.room = Some(30 * world.size);
             case.wide = true;
+            case.by = by;
             case.with_tokens(&mut rng, &vec![10; world.size])
         })
         .collect();
@@ -65,7 +77,7 @@ pub fn captured(world: &World) {
                 weights: None,
                 biases: &[],
                 output: Output::Allocate(DataType::BF16),
-                choice: None,
+                choice: by[1],
             })?;
             (got, combined) = (Some(there), back.d);
             Ok(())

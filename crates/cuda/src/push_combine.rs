@@ -1,0 +1,73 @@
+//! A combine as one exchange that pushes (`kernels/push_combine.cu`).
+
+use crate::{
+    combine::{Arguments, sum_code},
+    inject::Asker,
+    job::{Job, waiting},
+    pushed::{one_of, pushing},
+    routing::Placed,
+    types,
+};
+use brigade_device::{Buffer, Error, Launch, ReduceOp, Result};
+use brigade_kernels::PushCombineParams;
+use brigade_plan::{records::Returned, routes::Slots};
+use brigade_sync::BUFFERS;
+
+impl Job<'_> {
+    /// Enqueues the exchange, launched as the plan has it.
+    pub(crate) fn push_combine(&mut self, launch: Launch, a: &Arguments) -> Result<()> {
+        self.steps_now()?;
+        let core = self.core;
+        let (call, parts, size) = (&a.call, &a.parts, core.size());
+        let kind = crate::all_reduce::Kind {
+            op: ReduceOp::Sum,
+            dtype: call.dtype,
+            output: call.output,
+        };
+        let kernels = &core.device.opened.kernels.pushes;
+        let kernel = one_of(&kernels.combine, kind, size)
+            .ok_or_else(|| Error::invalid("rows", format!("{kind:?}"), "a kernel for it"))?;
+        let returned = Returned::new(call, size);
+        let placed = Placed::from(parts.call.placement);
+        let slots = Slots::new(parts.call.placement, size);
+        let tokens = parts.layout.slots.shape().rows();
+        let mut parameters = PushCombineParams {
+            desk: core.memory.desk(Asker::Messages),
+            from: a.rows.address(),
+            back: a.weights.as_ref().map_or(0, Buffer::address),
+            received: parts.received.address(),
+            sources: parts.sources.address(),
+            offsets: parts.offsets.address(),
+            received_ids: parts.ids.address(),
+            held: parts.weights.as_ref().map_or(0, Buffer::address),
+            rows_of: parts.rows_of.as_ref().map_or(0, Buffer::address),
+            chosen: parts.layout.slots.address(),
+            positions: parts.layout.positions.address(),
+            own_weights: parts.own_weights.as_ref().map_or(0, Buffer::address),
+            out: a.d.address(),
+            out_bytes: a.d.bytes() as u64,
+            poison: types::poison_pattern(call.output),
+            weights_out: a.weights_back.as_ref().map_or(0, Buffer::address),
+            granules: returned.row as u32,
+            weight_granules: returned.weights as u32,
+            tokens: tokens as u32,
+            max_tokens: call.max_tokens as u32,
+            k: call.k as u32,
+            sum: sum_code(call.sum),
+            bias_count: a.biases.len() as u32,
+            placement: placed.code,
+            experts: placed.experts,
+            per_rank: placed.per_rank,
+            own_slots: slots.of(core.rank()).len() as u32,
+            signature: self.kind.signature,
+            last: 1,
+            ..pushing!(PushCombineParams, self)
+        };
+        for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
+            *to = bias.address();
+        }
+        let shape = self.push_shape(launch, usize::MAX);
+        // SAFETY: rows and the result lie in buffers of the call, the rest in the group's memory, which the core keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+}

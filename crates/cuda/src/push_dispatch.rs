@@ -1,0 +1,102 @@
+//! A dispatch as one exchange that pushes (`kernels/push_dispatch.cu`): the ways of rows are found, and rows pushed, taken and put where they
+//! belong, in one kernel.
+
+use crate::{
+    dispatch::{Arguments, codes, to},
+    inject::Asker,
+    job::{Job, waiting},
+    pushed::pushing,
+    routing::Placed,
+    types,
+};
+use brigade_device::{Buffer, DispatchOutputs, Launch, Result};
+use brigade_kernels::{PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams};
+use brigade_plan::{
+    dispatch::Sections,
+    records::{Record, SLOTS, TOKENS},
+    routes::Slots,
+};
+use brigade_sync::BUFFERS;
+
+/// The plan knows what the kernel is for.
+const _: () = assert!(TOKENS == PUSH_TOKENS as usize && SLOTS == PUSH_SLOTS as usize);
+
+impl Job<'_> {
+    /// Enqueues the exchange, launched as the plan has it.
+    pub(crate) fn push_dispatch(
+        &mut self,
+        launch: Launch,
+        a: &Arguments,
+        outputs: &DispatchOutputs,
+    ) -> Result<()> {
+        self.steps_now()?;
+        let core = self.core;
+        let (call, layout, parts) = (&a.call, a.ways.layout(), &outputs.parts);
+        let record = Record::new(call);
+        let sections = Sections::dispatch(call, 1);
+        let placed = Placed::from(call.placement);
+        let slots = Slots::new(call.placement, a.group.size);
+        let (arrangement, alignment) = codes(call.arrangement);
+        let tokens = layout.slots.shape().rows();
+        let mut parameters = PushDispatchParams {
+            desk: core.memory.desk(Asker::Messages),
+            chosen: layout.slots.address(),
+            positions: layout.positions.address(),
+            sent: layout.sent.address(),
+            sent_offsets: layout.sent_offsets.address(),
+            rows_per_slot: layout.rows_per_slot.address(),
+            received: parts.received.address(),
+            sources: parts.sources.address(),
+            offsets: parts.offsets.address(),
+            received_ids: parts.ids.address(),
+            counts: parts.counts.address(),
+            rows_of: parts.rows_of.as_ref().map_or(0, Buffer::address),
+            from: a.from(),
+            to: to(outputs),
+            all_bytes: sections.all_bytes() as u32,
+            tokens: tokens as u32,
+            max_tokens: call.max_tokens as u32,
+            k: call.k as u32,
+            placement: placed.code,
+            experts: placed.experts,
+            copies: placed.copies,
+            per_rank: placed.per_rank,
+            own_slots: slots.of(a.group.rank).len() as u32,
+            all_slots: slots.total() as u32,
+            room: layout.sent.shape().len() as u32,
+            arrangement,
+            alignment,
+            again: u32::from(call.again),
+            sections: sections.count() as u32,
+            scale_words: a.scale_words(),
+            capacity: u32::try_from(outputs.capacity()).unwrap_or(u32::MAX),
+            header: record.header as u32,
+            granules: record.granules() as u32,
+            packets: record.packets() as u32,
+            record: record.all() as u32,
+            signature: self.kind.signature,
+            last: 1,
+            ..pushing!(PushDispatchParams, self)
+        };
+        if let Some(router) = &a.router {
+            parameters.ids = router.ids.address();
+            parameters.id_bytes = router.ids.dtype().bytes() as u32;
+            parameters.map = router.map.as_ref().map_or(0, Buffer::address);
+        }
+        for (i, first) in parameters.first_granule.iter_mut().enumerate() {
+            *first = record.first.get(i).copied().unwrap_or(record.granules()) as u32;
+        }
+        for i in 0..sections.count() {
+            parameters.row_bytes[i] = sections.at(i, 1).len() as u64;
+        }
+        for (i, out) in outputs.poisoned().enumerate() {
+            parameters.poisoned[i] = out.address();
+            parameters.poisoned_bytes[i] = out.bytes() as u64;
+            parameters.poisons[i] = types::poison_pattern(out.dtype());
+        }
+        let shape = self.push_shape(launch, usize::MAX);
+        let kernel = &core.device.opened.kernels.pushes.dispatch;
+        // SAFETY: rows and all that is found lie in buffers of the call, the rest in the group's memory, which the core keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+}

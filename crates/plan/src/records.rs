@@ -1,0 +1,316 @@
+//! Rows to experts and back as exchanges that push: what they take of a buffer, and when they are worth it.
+
+use crate::{
+    Topology,
+    combine::Returning,
+    dispatch::{Section, Sections},
+    pushed::GRANULE_BYTES,
+    reason,
+    routes::Slots,
+};
+use brigade_device::{Arrangement, CombineCall, CombineSum, DispatchCall, Launch, Plan, Reason};
+
+/// Most tokens of a rank that kernels which push rows are for.
+pub const TOKENS: usize = 1024;
+
+/// Most slots of a rank.
+pub const SLOTS: usize = 1024;
+
+/// Granules of a packet.
+const PACKET: usize = 4;
+
+/// What a sender pushes for each of its rows: a header, the row with what belongs to it, and a word for each of its packets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// Granules of the header: the token, and half a word for each of its slots.
+    pub header: usize,
+    /// Granule where each section begins, and where the last one ends. Tokens and slots are in the header.
+    pub first: Vec<usize>,
+}
+
+impl Record {
+    /// Of a dispatch.
+    pub fn new(call: &DispatchCall) -> Self {
+        let sections = Sections::dispatch(call, 1);
+        let mut first = vec![0];
+        let mut granules = 0;
+        for i in 0..sections.count() {
+            let bytes = match i {
+                _ if i == Section::Token.index() || i == Section::Slots.index() => 0,
+                _ => sections.at(i, 1).len(),
+            };
+            granules += bytes.div_ceil(GRANULE_BYTES);
+            first.push(granules);
+        }
+        Self {
+            header: match call.again {
+                true => 0,
+                false => (4 + 2 * call.k).div_ceil(GRANULE_BYTES),
+            },
+            first,
+        }
+    }
+
+    /// Granules of the row and what belongs to it.
+    pub fn granules(&self) -> usize {
+        self.first.last().copied().unwrap_or(0)
+    }
+
+    /// Packets of them.
+    pub fn packets(&self) -> usize {
+        self.granules().div_ceil(PACKET)
+    }
+
+    /// Granules of all of it.
+    pub fn all(&self) -> usize {
+        self.header + self.granules() + self.packets().div_ceil(GRANULE_BYTES / 4)
+    }
+
+    /// Bytes of a buffer that so many rows of every peer take, and the counts before them.
+    pub fn bytes(&self, rows: usize, size: usize) -> usize {
+        let rows = rows.saturating_mul(size.saturating_sub(1));
+        rows.saturating_mul(self.all())
+            .saturating_add(size)
+            .saturating_mul(GRANULE_BYTES)
+    }
+}
+
+/// What comes back for a rank's tokens: weights, and then rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Returned {
+    /// Granules of the weights.
+    pub weights: usize,
+    /// Granules of a row.
+    pub row: usize,
+    /// Rows of a token.
+    pub rows: usize,
+}
+
+impl Returned {
+    /// Of a combine.
+    pub fn new(call: &CombineCall, size: usize) -> Self {
+        let weights = if call.weights {
+            call.max_tokens.saturating_mul(call.k)
+        } else {
+            0
+        };
+        Self {
+            weights: weights.div_ceil(GRANULE_BYTES / 4),
+            row: (call.hidden * call.dtype.bytes()).div_ceil(GRANULE_BYTES),
+            rows: match call.sum {
+                CombineSum::Expert => call.k,
+                CombineSum::Rank | CombineSum::ExpertByRank => size.saturating_sub(1),
+            },
+        }
+    }
+
+    /// Bytes of a buffer that so many tokens take.
+    pub fn bytes(&self, tokens: usize) -> usize {
+        tokens
+            .saturating_mul(self.rows)
+            .saturating_mul(self.row)
+            .saturating_add(self.weights)
+            .saturating_mul(GRANULE_BYTES)
+    }
+}
+
+/// A dispatch that pushes, if it can be.
+pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushed, Reason> {
+    let size = topology.group.size;
+    let slots = Slots::new(call.placement, size);
+    let most = (0..size).map(|r| slots.of(r).len()).max().unwrap_or(0);
+    if most > SLOTS {
+        return Err(reason::rows_pushed("slots of a rank", most, SLOTS));
+    }
+    let counted = matches!(call.arrangement, Arrangement::BySource) || call.max_recv.is_some();
+    if !counted && !call.again {
+        return Err(reason::rows_uncounted());
+    }
+    let record = Record::new(call);
+    let sections = Sections::dispatch(call, call.max_tokens).bytes;
+    Pushed::new(
+        call.max_tokens,
+        (record.bytes(call.max_tokens, size), sections),
+        (
+            record.packets(),
+            call.max_tokens.saturating_mul(size.max(2) - 1),
+        ),
+        topology,
+    )
+}
+
+/// A combine that pushes, if it can be.
+pub(crate) fn combine(call: &CombineCall, topology: &Topology) -> Result<Pushed, Reason> {
+    let size = topology.group.size;
+    let row = call.hidden * call.dtype.bytes();
+    if !row.is_multiple_of(GRANULE_BYTES) {
+        return Err(reason::rows_pushed("bytes of a row modulo 16", row % 16, 0));
+    }
+    let returned = Returned::new(call, size);
+    let sections = Returning::new(call, call.max_rows()).bytes();
+    let pushed = Pushed::new(
+        call.max_tokens,
+        (returned.bytes(call.max_tokens), sections),
+        (returned.row, call.max_tokens),
+        topology,
+    )?;
+    Ok(Pushed {
+        rows: call.max_rows(),
+        ..pushed
+    })
+}
+
+/// What an exchange of rows takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Pushed {
+    /// Most rows from one rank to another.
+    rows: usize,
+    /// Bytes that may come to a rank.
+    pub(crate) arriving: usize,
+    launch: Launch,
+}
+
+impl Pushed {
+    /// `bytes` are those of a buffer, and those that a rank may send to another where rows are copied; `threads` those for a row, and how many
+    /// rows there may be.
+    fn new(
+        max_tokens: usize,
+        (arriving, sections): (usize, usize),
+        (threads, rows): (usize, usize),
+        topology: &Topology,
+    ) -> Result<Self, Reason> {
+        /// Bytes of a count, and of what stands behind packets.
+        const COUNT: usize = 64;
+        let size = topology.group.size;
+        if !topology.engines.pushes_rows {
+            return Err(reason::no_rows_pushed());
+        }
+        if max_tokens > TOKENS {
+            return Err(reason::rows_pushed("max_tokens", max_tokens, TOKENS));
+        }
+        // The host pushes sections as a copy.
+        let copied = sections.saturating_add(sections / 16).saturating_add(COUNT);
+        let need = arriving.max(copied.saturating_mul(size.saturating_sub(1)));
+        let have = topology.config.all_reduce_bytes;
+        if size > 1 && need > have {
+            return Err(reason::capacity("all_reduce_bytes", need, have));
+        }
+        let budget = topology.config.sm_budget.unwrap_or(MOST_BLOCKS);
+        Ok(Self {
+            rows: max_tokens,
+            arriving,
+            launch: launch(threads.saturating_mul(rows), budget),
+        })
+    }
+
+    pub(crate) fn plan(self) -> Plan {
+        Plan::Experts {
+            transport: brigade_device::Transport::Pushed,
+            piece_rows: self.rows,
+            pieces: 1,
+            launch: self.launch,
+        }
+    }
+}
+
+/// Most blocks that push, of which the last one writes down what the caller is told.
+const MOST_BLOCKS: u16 = 132;
+
+/// For so many packets or granules: a thread for each while there are blocks for that.
+fn launch(threads: usize, most: u16) -> Launch {
+    let most = most.clamp(1, MOST_BLOCKS);
+    let fits = |each: &u16| threads.div_ceil(usize::from(*each)) < usize::from(most);
+    let each = [128, 256].into_iter().find(fits).unwrap_or(512);
+    let blocks = threads.div_ceil(usize::from(each)).saturating_add(1);
+    Launch {
+        blocks: u16::try_from(blocks).unwrap_or(most).clamp(1, most),
+        threads: each,
+        ..Launch::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Engines;
+    use brigade_device::{CommConfig, DataType, Group, ParallelMode, PlacementCall};
+
+    fn call(hidden: usize, k: usize) -> DispatchCall {
+        DispatchCall {
+            max_tokens: 128,
+            hidden,
+            dtype: DataType::BF16,
+            beside_bytes: [2, 0, 20].into_iter().collect(),
+            k,
+            weights: true,
+            placement: PlacementCall::Even { experts: 256 },
+            arrangement: Arrangement::BySource,
+            max_recv: None,
+            again: false,
+            cast: None,
+            choice: None,
+        }
+    }
+
+    fn topology(bytes: usize) -> Topology {
+        Topology {
+            group: Group {
+                mode: ParallelMode::Ep,
+                rank: 0,
+                size: 4,
+            },
+            config: CommConfig {
+                all_reduce_bytes: bytes,
+                ..CommConfig::new(ParallelMode::Ep)
+            },
+            engines: Engines::host(),
+        }
+    }
+
+    #[test]
+    fn every_section_begins_with_a_granule() {
+        let record = Record::new(&call(7168, 8));
+        assert_eq!(record.header, 2);
+        assert_eq!(record.first, [0, 896, 896, 896, 896, 898, 899, 899, 901]);
+        assert_eq!((record.packets(), record.all()), (226, 2 + 901 + 57));
+        assert_eq!(record.bytes(128, 4), 16 * (4 + 128 * 3 * 960));
+        let again = DispatchCall {
+            again: true,
+            ..call(8, 32)
+        };
+        assert_eq!(Record::new(&again).header, 0);
+        assert_eq!(Record::new(&again).first, [0, 1, 1, 1, 1, 1, 2, 2, 4]);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_not_pushed() {
+        let need = Record::new(&call(7168, 8)).bytes(128, 4);
+        assert!(dispatch(&call(7168, 8), &topology(need)).is_ok());
+        let short = dispatch(&call(7168, 8), &topology(need - 1)).unwrap_err();
+        assert_eq!(short.code, reason::CAPACITY);
+        let many = DispatchCall {
+            max_tokens: 1025,
+            ..call(8, 1)
+        };
+        let many = dispatch(&many, &topology(1 << 30)).unwrap_err();
+        assert_eq!(many.code, reason::ROWS);
+        let dense = DispatchCall {
+            arrangement: Arrangement::Dense,
+            ..call(8, 1)
+        };
+        assert!(dispatch(&dense, &topology(1 << 30)).is_err());
+    }
+
+    #[test]
+    fn few_rows_take_few_blocks() {
+        let of = |threads, most| {
+            let launch = launch(threads, most);
+            (launch.blocks, launch.threads)
+        };
+        assert_eq!(of(224, 132), (3, 128));
+        assert_eq!(of(0, 132), (1, 128));
+        assert_eq!(of(128 * 224, 132), (113, 256));
+        assert_eq!(of(1 << 30, 132), (132, 512));
+        assert_eq!(of(1 << 30, 24), (24, 512));
+    }
+}

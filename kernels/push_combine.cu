@@ -1,0 +1,337 @@
+// Rows back from their experts as one kernel (push.cuh): for few tokens. Each row goes to a place at its token's rank that both know, and
+// is added there as soon as it has come: in f32, products rounded before they are added, as in combine.cu. Rows of sums are pushed as
+// those of all-reduces are: a NaN may become another.
+//
+//   by rank             [what goes back with rows][for each token, a row of each peer]
+//   by expert           [what goes back with rows][for each token, a row of each of its experts]
+#include "copy.cuh"
+#include "escaped.cuh"
+#include "slots.cuh"
+#include "sums.cuh"
+
+namespace brigade {
+
+__device__ inline void poison_outputs(const PushCombineParams& p) {
+  poison(p.out, p.out_bytes, p.poison, threadIdx.x, blockDim.x);
+  if (p.weights_out != 0) poison(p.weights_out, 4ull * p.tokens * p.k, nan_word<F32> * 0x100000001ull, threadIdx.x, blockDim.x);
+}
+
+}  // namespace brigade
+
+using namespace brigade;
+
+enum Sum : uint32_t { by_ranks = 0, by_experts = 1, by_experts_and_ranks = 2 };
+
+// Added in the order in which they are given.
+template <uint32_t In>
+struct Adding {
+  float x[lanes<In>];
+  bool any;
+
+  __device__ __forceinline__ void add(uint4 v) {
+    float y[lanes<In>];
+    values<In>(v, y);
+    add(y);
+  }
+
+  __device__ __forceinline__ void add(uint4 v, float weight) {
+    float y[lanes<In>];
+    values<In>(v, y);
+#pragma unroll
+    for (uint32_t i = 0; i < lanes<In>; ++i) y[i] = __fmul_rn(y[i], weight);
+    add(y);
+  }
+
+  __device__ __forceinline__ void add(const float (&y)[lanes<In>]) {
+#pragma unroll
+    for (uint32_t i = 0; i < lanes<In>; ++i) x[i] = any ? __fadd_rn(x[i], y[i]) : y[i];
+    any = true;
+  }
+};
+
+template <uint32_t In, uint32_t Out, int Most>
+struct PushCombine : Pushing<PushCombineParams> {
+  using Pushing::Pushing;
+
+  __device__ __forceinline__ int32_t position(uint32_t t, uint32_t r) const {
+    return reinterpret_cast<const int32_t*>(p.positions)[uint64_t(t) * p.size + r];
+  }
+  __device__ __forceinline__ int32_t chosen(uint32_t t, uint32_t e) const {
+    return reinterpret_cast<const int32_t*>(p.chosen)[uint64_t(t) * p.k + e];
+  }
+  __device__ __forceinline__ uint32_t offset(uint32_t i) const { return reinterpret_cast<const uint32_t*>(p.offsets)[i]; }
+  __device__ __forceinline__ int4 source(uint32_t at) const { return reinterpret_cast<const int4*>(p.sources)[at]; }
+
+  // The row of each expert of a token that came.
+  __device__ __forceinline__ const int32_t* rows_of(uint32_t s, uint32_t i) const {
+    return reinterpret_cast<const int32_t*>(p.rows_of) + (uint64_t(s) * p.max_tokens + i) * p.k;
+  }
+
+  // Granule `g` of row `at` of an array.
+  __device__ __forceinline__ uint4 load(uint64_t array, uint32_t at, uint32_t g) const {
+    const uint64_t from = array + 16 * (uint64_t(at) * p.granules + g);
+    return array % 16 == 0 ? *reinterpret_cast<const uint4*>(from) : any_input(from, 16);
+  }
+
+  __device__ __forceinline__ uint4 load(uint32_t at, uint32_t g) const { return load(p.from, at, g); }
+
+  // Where row `i` of those for one token lies at its rank.
+  __device__ __forceinline__ uint64_t place(uint32_t to, uint64_t i, uint32_t g) const {
+    return slots(to, buffer) + 16 * (p.weight_granules + i * p.granules + g);
+  }
+
+  // Which of a token's rows is that of `from`: that of the next rank comes first.
+  __device__ __forceinline__ uint64_t row_of(uint32_t to, uint32_t t, uint32_t from) const {
+    return uint64_t(t) * (p.size - 1) + (from > to ? from - to : from + p.size - to) - 1;
+  }
+
+  __device__ __forceinline__ uint32_t* weight(uint32_t to, uint64_t entry) const {
+    return reinterpret_cast<uint32_t*>(slots(to, buffer)) + entry;
+  }
+
+  // A rank's rows of one token, added and rounded.
+  __device__ __forceinline__ uint4 added(const int32_t* rows, uint32_t g) const {
+    Adding<In> all{};
+    for (uint32_t e = 0; e < p.k; ++e) {
+      const int32_t at = rows[e];
+      if (at >= 0) all.add(load(uint32_t(at), g), reinterpret_cast<const float*>(p.held)[at]);
+    }
+    Result<In, In> sum;
+    sum.set(all.x);
+    return sum.part[0];
+  }
+
+  __device__ __forceinline__ void push_weight(uint32_t to, uint64_t entry, uint32_t at) const {
+    const uint32_t bits = reinterpret_cast<const uint32_t*>(p.back)[at];
+    store_relaxed_sys(weight(to, entry), bits == sentinel ? nan_word<F32> : bits);
+  }
+
+  // Rows by rank: those of each source lie together.
+  __device__ __forceinline__ void push_by_source(uint32_t me, uint32_t threads) const {
+    const uint32_t* received = reinterpret_cast<const uint32_t*>(p.received);
+    uint32_t all = 0;
+    for (uint32_t s = 0; s < p.size; ++s) all += s == p.rank ? 0 : received[s];
+    for (uint32_t w = me; w < all * p.granules; w += threads) {
+      uint32_t i = w / p.granules, s = p.rank == 0 ? 1 : 0;
+      const uint32_t g = w % p.granules;
+      while (i >= received[s]) {
+        i -= received[s];
+        s += s + 1 == p.rank ? 2 : 1;
+      }
+      if (p.sum == by_ranks) {
+        const uint32_t at = offset(s) + i, t = uint32_t(source(at).y);
+        push(place(s, row_of(s, t, p.rank), g), without_sentinel<In>(load(at, g)));
+        if (p.back == 0) continue;
+        for (uint32_t e = g; e < p.k; e += p.granules) {
+          const uint32_t entry = at * p.k + e;
+          if (reinterpret_cast<const int32_t*>(p.received_ids)[entry] >= 0) push_weight(s, uint64_t(t) * p.k + e, entry);
+        }
+        continue;
+      }
+      const int32_t* rows = rows_of(s, i);
+      uint32_t e = 0;
+      while (rows[e] < 0) ++e;
+      const uint32_t t = uint32_t(source(uint32_t(rows[e])).y);
+      push(place(s, row_of(s, t, p.rank), g), added(rows, g));
+      if (p.back == 0) continue;
+      for (uint32_t e = g; e < p.k; e += p.granules) {
+        if (rows[e] >= 0) push_weight(s, uint64_t(t) * p.k + e, uint32_t(rows[e]));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void push_by_expert(uint32_t me, uint32_t threads) const {
+    const uint32_t rows = offset(p.own_slots);
+    for (uint32_t w = me; w < rows * p.granules; w += threads) {
+      const uint32_t at = w / p.granules, g = w % p.granules;
+      const int4 from = source(at);
+      if (from.x < 0 || uint32_t(from.x) == p.rank) continue;
+      const uint64_t entry = uint64_t(from.y) * p.k + from.z;
+      push(place(from.x, entry, g), without_sentinel<In>(load(at, g)));
+      if (p.back != 0 && g == 0) push_weight(from.x, entry, at);
+    }
+  }
+
+  // Waits for a granule.
+  __device__ __forceinline__ bool take(uint32_t from, uint64_t at, uint4& v) const {
+    return wait([&] { return from; }, [&] { return is_there(v = peek(at)); });
+  }
+
+  // A herald waits for its peer's arrival too.
+  __device__ __forceinline__ bool sum_of_ranks(uint32_t t, uint32_t g, bool herald, Adding<In>& all) const {
+    uint4 got[Most];
+    uint32_t there = 0;
+#pragma unroll
+    for (int r = 0; r < Most; ++r) {
+      got[r] = make_uint4(0, 0, 0, 0);
+      if (r >= p.size) continue;
+      const int32_t i = position(t, r);
+      if (i < 0) continue;
+      there |= 1u << r;
+      if (r != p.rank) continue;
+      got[r] = p.sum == by_ranks ? load(offset(r) + i, g) : added(rows_of(r, i), g);
+    }
+    const auto look = [&] {
+      bool come = arrived(herald) == flag;
+#pragma unroll
+      for (int r = 0; r < Most; ++r) {
+        if (r != p.rank && (there >> r & 1)) got[r] = peek(place(p.rank, row_of(p.rank, t, r), g));
+      }
+#pragma unroll
+      for (int r = 0; r < Most; ++r) {
+        if (r != p.rank && (there >> r & 1)) come &= is_there(got[r]);
+      }
+      return come;
+    };
+    const auto missing = [&] {
+      uint32_t who = herald ? threadIdx.x : p.rank;
+#pragma unroll
+      for (int r = 0; r < Most; ++r) {
+        if (r != p.rank && (there >> r & 1) && !is_there(got[r])) who = r;
+      }
+      return who;
+    };
+    if (!wait(missing, look)) return false;
+#pragma unroll
+    for (int r = 0; r < Most; ++r) {
+      if (there >> r & 1) all.add(got[r]);
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ bool sum_of_experts(uint32_t t, uint32_t g, Adding<In>& all) const {
+    for (uint32_t e = 0; e < p.k; ++e) {
+      const int32_t slot = chosen(t, e);
+      if (slot < 0) continue;
+      const uint64_t entry = uint64_t(t) * p.k + e;
+      const uint32_t from = rank_of_slot(p, uint32_t(slot));
+      uint4 v;
+      if (from == p.rank) {
+        v = load(uint32_t(rows_of(p.rank, position(t, p.rank))[e]), g);
+      } else if (!take(from, place(p.rank, entry, g), v)) {
+        return false;
+      }
+      all.add(v, reinterpret_cast<const float*>(p.own_weights)[entry]);
+    }
+    return true;
+  }
+
+  // A herald waits for its peer's arrival too.
+  __device__ __forceinline__ bool sum(uint32_t t, uint32_t g, bool herald, Adding<In>& all) const {
+    if (p.sum != by_experts) return sum_of_ranks(t, g, herald, all);
+    if (!sum_of_experts(t, g, all)) return false;
+    return !herald || wait([] { return threadIdx.x; }, [&] { return arrived(true) == flag; });
+  }
+
+  __device__ __forceinline__ bool take_weight(uint32_t t, uint32_t e) const {
+    const uint64_t entry = uint64_t(t) * p.k + e;
+    const int32_t slot = chosen(t, e);
+    uint32_t bits = 0;
+    if (slot >= 0) {
+      const uint32_t from = rank_of_slot(p, uint32_t(slot));
+      if (from == p.rank) {
+        const int32_t i = position(t, from);
+        const uint32_t at = p.sum == by_ranks ? (offset(from) + i) * p.k + e : uint32_t(rows_of(from, i)[e]);
+        bits = reinterpret_cast<const uint32_t*>(p.back)[at];
+      } else if (!wait([&] { return from; }, [&] { return (bits = load_relaxed_sys(weight(p.rank, entry))) != sentinel; })) {
+        return false;
+      }
+    }
+    reinterpret_cast<uint32_t*>(p.weights_out)[entry] = bits;
+    return true;
+  }
+
+  // Where there is a hook: waits until all has come, and tells it.
+  static __device__ __noinline__ bool await(const PushCombineParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
+    const PushCombine combine(p, use, buffer, flag);
+    bool there = true;
+    for (uint32_t w = threadIdx.x; w < p.tokens * p.granules && there; w += blockDim.x) {
+      Adding<In> all{};
+      there = combine.sum(w / p.granules, w % p.granules, false, all);
+    }
+    combine.have_come(0);
+    return there;
+  }
+
+  // Whether the dispatch that made the handle came to a good end: what it leaves otherwise is poisoned.
+  __device__ __forceinline__ bool is_made() const {
+    for (uint32_t s = 0; s < p.size; ++s) {
+      if (reinterpret_cast<const uint32_t*>(p.received)[s] > p.max_tokens) return false;
+    }
+    return true;
+  }
+
+  static __device__ __noinline__ void deny(const PushCombineParams& p, uint64_t flag) {
+    const Exchange g{group_of(p, p.signature), flag, globaltimer_ns()};
+    Waiting w{};
+    w.blamed = w.slot = p.rank, w.end = End::mismatch;
+    w.blamed_expected = p.max_tokens, w.seen = reinterpret_cast<const uint32_t*>(p.received)[p.rank];
+    give_up(g, w);
+  }
+
+  __device__ __forceinline__ void run() {
+    const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    bool failed = stopped, herald = is_herald();
+    announce();
+    if (!failed && !is_made()) {
+      if (threadIdx.x == 0) deny(p, flag);
+      failed = true;
+    }
+    if (p.size > 1 && !failed) {
+      if (p.sum == by_experts) {
+        push_by_expert(me, threads);
+      } else {
+        push_by_source(me, threads);
+      }
+    }
+    empty();
+    count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
+    if (p.desk != 0 && !failed) failed = !await(p, use, buffer, flag);
+    for (uint32_t w = me; w < p.tokens * p.granules && !failed; w += threads) {
+      const uint32_t t = w / p.granules, g = w % p.granules;
+      Adding<In> all{};
+      failed = !sum(t, g, herald, all);
+      herald = false;
+      if (failed) break;
+      for (uint32_t b = 0; b < p.bias_count; ++b) {
+        all.add(load(p.biases[b], t, g));
+      }
+      Result<In, Out> result;
+      result.set(all.x);
+#pragma unroll
+      for (uint32_t k = 0; k < Result<In, Out>::parts; ++k) {
+        const uint64_t to = p.out + 16 * (uint64_t(w) * Result<In, Out>::parts + k);
+        if (p.out % 16 == 0) {
+          *reinterpret_cast<uint4*>(to) = result.part[k];
+        } else {
+          any_output(to, 16, result.part[k]);
+        }
+      }
+    }
+    if (p.weights_out != 0) {
+      for (uint32_t n = me; n < p.tokens * p.k && !failed; n += threads) failed = !take_weight(n / p.k, n % p.k);
+    }
+    if (herald && !failed) failed = !wait([] { return threadIdx.x; }, [&] { return arrived(true) == flag; });
+    finish(failed);
+  }
+};
+
+// As many blocks find room as those of all-reduces.
+#define PUSH_COMBINE(NAME, IN, OUT, MOST)                                                   \
+  extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)                       \
+      brigade_push_combine_##NAME##_##MOST(const __grid_constant__ PushCombineParams p) {   \
+    wait_for_previous_kernel();                                                             \
+    let_next_kernel_start();                                                                \
+    PushCombine<IN, OUT, MOST>(p).run();                                                    \
+  }
+
+#define FOR_RANKS(NAME, IN, OUT) \
+  PUSH_COMBINE(NAME, IN, OUT, 2) \
+  PUSH_COMBINE(NAME, IN, OUT, 4) \
+  PUSH_COMBINE(NAME, IN, OUT, 8)
+
+FOR_RANKS(f32_f32, F32, F32)
+FOR_RANKS(f16_f16, F16, F16)
+FOR_RANKS(bf16_bf16, BF16, BF16)
+FOR_RANKS(f16_f32, F16, F32)
+FOR_RANKS(bf16_f32, BF16, F32)
