@@ -225,7 +225,7 @@ impl Shown<'_> {
         let (o, a) = (self.outcome, self.agreement);
         let [router, dispatch, experts, combine] = o.medians().map(ms);
         let rows = o.rows_per_rank();
-        let gigabytes = o.ranks.iter().map(|r| r.weight_bytes).sum::<u64>() as f64 / 1e9;
+        let weights = o.ranks.iter().map(|r| r.weight_bytes).sum();
         let some = match o.shape.experts == self.all_experts {
             true => String::new(),
             false => format!(" of the {} of the model", self.all_experts),
@@ -251,9 +251,10 @@ impl Shown<'_> {
             (
                 "weights",
                 format!(
-                    "{gigabytes:.2} GB, of the {} experts that were chosen; peak memory {:.2} GB",
+                    "{}, of the {} experts that were chosen; peak memory of this process {}",
+                    size(weights),
                     o.experts_used(),
-                    peak_rss_bytes().unwrap_or(0) as f64 / 1e9
+                    size(peak_rss_bytes().unwrap_or(0))
                 ),
             ),
         ];
@@ -286,6 +287,13 @@ impl Shown<'_> {
             let _ = writeln!(text, "{name:<9} {value}");
         }
         text
+    }
+}
+
+fn size(bytes: u64) -> String {
+    match bytes as f64 {
+        bytes if bytes < 1e9 => format!("{:.1} MB", bytes / 1e6),
+        bytes => format!("{:.1} GB", bytes / 1e9),
     }
 }
 

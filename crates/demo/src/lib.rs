@@ -9,7 +9,7 @@
 //! [`mod@reference`] evaluates the same architecture on one rank in plain loops, with no matrix
 //! library and nothing of Brigade: it is what a tensor-parallel run is compared with.
 //!
-//! [`moe`] is a layer of experts, of published dimensions and random weights.
+//! [`mod@moe`] is a layer of experts, of published dimensions and random weights.
 //!
 //! ```
 //! use brigade_demo::{Message, Source, Synthetic, Tokenizer, reference, shard};

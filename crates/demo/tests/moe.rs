@@ -155,13 +155,12 @@ impl ExpertSource for Broken {
 fn broken_weights_are_found() {
     let tokens = [4, 0, 5];
     let sound = run(&source(), &options(&tokens)).unwrap();
-    let used = |slot: &usize| *slot > 0;
     let slots: Vec<usize> = sound
         .ranks
         .iter()
         .flat_map(|r| r.rows_per_slot.clone())
         .collect();
-    let expert = slots.iter().position(|s| used(s)).unwrap();
+    let expert = slots.iter().position(|&rows| rows > 0).unwrap();
     let ways: [fn(&mut ExpertWeights); 4] = [
         // One weight of 18432.
         |w| w.down[100] = bf16::from_f32(2.0),

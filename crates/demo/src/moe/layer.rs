@@ -260,7 +260,8 @@ impl<'a> Layer<'a> {
         let free = match status.free_bytes {
             // Not known.
             0 => u64::MAX,
-            bytes => bytes,
+            // A little is left to others.
+            bytes => bytes - bytes / 20,
         };
         let told = [need.to_le_bytes(), free.to_le_bytes()].concat();
         let all = self.boot.all_gather(&told, LOADING)?;
@@ -269,20 +270,19 @@ impl<'a> Layer<'a> {
             bytes.map_or(0, u64::from_le_bytes)
         };
         let of_all: Vec<(u64, u64)> = all.iter().map(|t| (number(t, 0), number(t, 8))).collect();
-        // Ranks on the host share its memory; each on a GPU may have its own, or not.
-        let need: u64 = of_all.iter().map(|o| o.0).sum();
-        let free = if self.options.on_gpus() {
-            of_all.iter().fold(0u64, |sum, o| sum.saturating_add(o.1))
+        // Ranks on the host share its memory. All find the same, so that none waits for one that gave up.
+        let short = if self.options.on_gpus() {
+            of_all.into_iter().find(|(need, free)| need > free)
         } else {
-            of_all.iter().map(|o| o.1).min().unwrap_or(0)
+            let need: u64 = of_all.iter().map(|o| o.0).sum();
+            let free = of_all.iter().map(|o| o.1).min().unwrap_or(0);
+            (need > free).then_some((need, free))
         };
-        if need > free {
+        if let Some((need, free)) = short {
             let gb = |bytes: u64| format!("{:.1} GB", bytes as f64 / 1e9);
-            let want = format!(
-                "at most {}, what is free: take fewer tokens, or --experts",
-                gb(free)
-            );
-            return Err(Error::field("weights of chosen experts", gb(need), want));
+            let field = "memory for the weights of chosen experts";
+            let want = format!("at most {}, of what is free", gb(free));
+            return Err(Error::field(field, gb(need), want));
         }
         for slot in wanted {
             let made = self.source.expert(self.slots.start + slot);
