@@ -226,20 +226,16 @@ impl Shown<'_> {
         let [router, dispatch, experts, combine] = o.medians().map(ms);
         let rows = o.rows_per_rank();
         let weights = o.ranks.iter().map(|r| r.weight_bytes).sum();
-        let some = match o.shape.experts == self.all_experts {
-            true => String::new(),
-            false => format!(" of the {} of the model", self.all_experts),
+        let experts_of = match o.shape.experts == self.all_experts {
+            true => o.shape.experts.to_string(),
+            false => format!("{} of its {}", o.shape.experts, self.all_experts),
         };
         let mut lines: Vec<(&str, String)> = vec![
             (
                 "layer",
                 format!(
-                    "{}: {} experts{some} of {} x {}, {} for a token",
-                    o.shape.name,
-                    o.shape.experts,
-                    o.shape.hidden,
-                    o.shape.feed_forward,
-                    o.shape.top_k
+                    "{}: {experts_of} experts of {} x {}, {} for a token",
+                    o.shape.name, o.shape.hidden, o.shape.feed_forward, o.shape.top_k
                 ),
             ),
             (

@@ -343,7 +343,7 @@ fn a_layer_of_experts_says_how_far_it_is_from_f64() {
 #[test]
 fn some_experts_are_told_apart_from_all() {
     let text = layer(&["--experts", "4", "--fp8", "--repeats", "1"]);
-    assert!(text.contains("4 experts of the 7 of the model"), "{text}");
+    assert!(text.contains("small: 4 of its 7 experts"), "{text}");
     for (arguments, want) in [
         (["--experts", "8"], "small has 7"),
         (["--experts", "2"], "top_k is 3"),

@@ -73,7 +73,7 @@ impl Agreement {
 /// Rows in bf16 are what both start from. On the way the inner value of each expert, its result, a rank's sum and the sum of all are rounded,
 /// each by at most `u = 2^-9`. The first three act on summands: were the errors of a token's k results as one, their sum were up to `sqrt(k)`
 /// times as large beside that of results that are not. A relative error of `(3 sqrt(k) + 1) u` is a diff of half its square: 5e-5 for 2
-/// experts, 2e-4 for 8. Errors are not as one, and about a tenth of that is usual. Rows in fp8 are off by up to `v = 2^-4`, once in
+/// experts, 2e-4 for 8. Errors are not as one, and a tenth of that or less is usual. Rows in fp8 are off by up to `v = 2^-4`, once in
 /// gate and once in up, which adds `2 v`.
 fn bound(shape: &MoeShape, fp8: bool) -> f64 {
     let of_rows = if fp8 { 2.0 * FP8 } else { 0.0 };

@@ -281,7 +281,10 @@ impl<'a> Layer<'a> {
         if let Some((need, free)) = short {
             let gb = |bytes: u64| format!("{:.1} GB", bytes as f64 / 1e9);
             let field = "memory for the weights of chosen experts";
-            let want = format!("at most {}, of what is free", gb(free));
+            let want = format!(
+                "at most {}, of what is free: fewer tokens or experts",
+                gb(free)
+            );
             return Err(Error::field(field, gb(need), want));
         }
         for slot in wanted {
