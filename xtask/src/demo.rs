@@ -1,8 +1,10 @@
-//! Runs a real model on Brigade.
+//! Runs a real model on Brigade, or a layer of experts.
+
+mod moe;
 
 use crate::workspace::{Workspace, exit_code, status};
 use anyhow::Result;
-use clap::{Args, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use std::{
     ffi::OsString,
     num::{NonZeroU64, NonZeroUsize},
@@ -15,7 +17,10 @@ use std::{
 /// The first time this builds the demo and fetches SmolLM2-135M-Instruct (93 MB); --synthetic needs
 /// neither network nor Python. Stdout and the exit code are the demo's own; cargo speaks on stderr.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct Demo {
+    #[command(subcommand)]
+    other: Option<Other>,
     /// How many ranks to split the model over
     #[arg(long, value_name = "N")]
     ranks: Option<NonZeroUsize>,
@@ -54,6 +59,12 @@ pub struct Demo {
     deadline: Option<NonZeroU64>,
 }
 
+/// What else it can run.
+#[derive(Debug, Subcommand)]
+enum Other {
+    Moe(Box<moe::Moe>),
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Device {
     Auto,
@@ -73,7 +84,7 @@ impl Demo {
     pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
         let here = std::env::current_dir()?;
         let mut cargo = workspace.cargo();
-        cargo.args(["run", "--release", "--package", "brigade-demo", "--", "run"]);
+        cargo.args(["run", "--release", "--package", "brigade-demo", "--"]);
         // Relative paths stay those of the caller.
         cargo.args(self.arguments()).current_dir(here);
         cargo.env("CARGO_TARGET_DIR", &workspace.target);
@@ -82,8 +93,8 @@ impl Demo {
 
     /// Only what was given: the demo has its own defaults.
     fn arguments(self) -> Vec<OsString> {
-        fn name(value: impl ValueEnum) -> Option<OsString> {
-            Some(value.to_possible_value()?.get_name().into())
+        if let Some(Other::Moe(moe)) = self.other {
+            return [vec!["moe".into()], moe.arguments()].concat();
         }
         let mut valued = vec![("--ranks", self.ranks.map(|n| n.to_string().into()))];
         let prompts = self.prompts.into_iter().map(|p| Some(p.into()));
@@ -105,15 +116,28 @@ impl Demo {
             ("--json", self.json),
             ("--synthetic", self.synthetic),
         ];
-        let mut arguments: Vec<OsString> = Vec::new();
-        for (option, value) in valued {
-            if let Some(value) = value {
-                arguments.extend([option.into(), value]);
-            }
-        }
-        arguments.extend(flags.iter().filter(|f| f.1).map(|f| f.0.into()));
-        arguments
+        [vec!["run".into()], forwarded(valued, &flags)].concat()
     }
+}
+
+/// As it is given on the command line.
+fn name(value: impl ValueEnum) -> Option<OsString> {
+    Some(value.to_possible_value()?.get_name().into())
+}
+
+/// Options that have a value, and flags that are set.
+fn forwarded(
+    valued: impl IntoIterator<Item = (&'static str, Option<OsString>)>,
+    flags: &[(&'static str, bool)],
+) -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = Vec::new();
+    for (option, value) in valued {
+        if let Some(value) = value {
+            arguments.extend([option.into(), value]);
+        }
+    }
+    arguments.extend(flags.iter().filter(|f| f.1).map(|f| f.0.into()));
+    arguments
 }
 
 #[cfg(test)]
@@ -127,22 +151,27 @@ mod tests {
         demo: Demo,
     }
 
-    fn forwarded(line: &str) -> Vec<OsString> {
+    fn passed(line: &str) -> Vec<OsString> {
         let words = std::iter::once("demo").chain(line.split_whitespace());
         Line::try_parse_from(words).unwrap().demo.arguments()
     }
 
     #[test]
     fn what_is_given_is_passed_on_and_nothing_else() {
-        assert_eq!(forwarded(""), Vec::<OsString>::new());
+        assert_eq!(passed(""), ["run"]);
         let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --deadline 5 --processes --lora --json --synthetic";
-        assert_eq!(forwarded(all), all.split_whitespace().collect::<Vec<_>>());
-        assert_eq!(forwarded("--model m.gguf"), ["--model", "m.gguf"]);
-        let several = "--prompt one --prompt two";
-        assert_eq!(
-            forwarded(several),
-            several.split_whitespace().collect::<Vec<_>>()
-        );
+        let same = |line: &str| {
+            let want: Vec<&str> = std::iter::once("run")
+                .chain(line.split_whitespace())
+                .collect();
+            assert_eq!(passed(line), want);
+        };
+        same(all);
+        same("--model m.gguf");
+        same("--prompt one --prompt two");
+        let moe = "moe --shape small --ranks 4";
+        let want: Vec<&str> = moe.split_whitespace().collect();
+        assert_eq!(passed(moe), want);
     }
 
     #[test]
@@ -153,6 +182,8 @@ mod tests {
             "--device tpu",
             "--mode fast",
             "--model m --synthetic",
+            "--lora moe",
+            "moe --lora",
         ] {
             let words = std::iter::once("demo").chain(line.split_whitespace());
             assert!(Line::try_parse_from(words).is_err(), "{line}");

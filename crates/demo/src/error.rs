@@ -67,6 +67,26 @@ pub enum Error {
     /// A device or a communicator refused, or a group stopped.
     #[error(transparent)]
     Brigade(#[from] brigade::Error),
+    /// A layer is further from its evaluation in f64 than roundings explain.
+    #[error(
+        "the layer differs by {diff:.1e} from its evaluation in f64, a token by {worst:.1e}, wanted at most {bound:.1e}"
+    )]
+    Inexact {
+        /// Over all tokens.
+        diff: f64,
+        /// Of the worst token.
+        worst: f64,
+        /// What it may be.
+        bound: f64,
+    },
+    /// A repeat gave other bits than the first pass.
+    #[error("repeat {repeat} gave other bits on rank {rank} than the first pass")]
+    OtherBits {
+        /// Where.
+        rank: usize,
+        /// Which, from 1 on.
+        repeat: usize,
+    },
     /// There is neither a cache directory variable nor a home directory in the environment.
     #[error("no cache directory: set BRIGADE_CACHE, XDG_CACHE_HOME or HOME")]
     NoCacheDirectory,

@@ -9,6 +9,8 @@
 //! [`mod@reference`] evaluates the same architecture on one rank in plain loops, with no matrix
 //! library and nothing of Brigade: it is what a tensor-parallel run is compared with.
 //!
+//! [`mod@moe`] is a layer of experts, of published dimensions and random weights.
+//!
 //! ```
 //! use brigade_demo::{Message, Source, Synthetic, Tokenizer, reference, shard};
 //!
@@ -26,6 +28,7 @@
 pub mod adapter;
 pub mod fetch;
 pub mod model;
+pub mod moe;
 pub mod parallel;
 pub mod reference;
 pub mod shard;

@@ -1,5 +1,6 @@
 //! `brigade-demo`: real models on Brigade. `cargo xtask demo` builds and runs it.
 
+mod experts;
 mod processes;
 mod report;
 mod trace;
@@ -33,6 +34,8 @@ enum Command {
     Fetch,
     /// Split a model over several ranks, and let it speak
     Run(Box<Run>),
+    /// Run a layer of experts over several ranks, and compare it with f64
+    Moe(experts::Moe),
 }
 
 #[derive(Args)]
@@ -88,6 +91,16 @@ enum Device {
     Cuda,
 }
 
+impl From<Device> for DeviceChoice {
+    fn from(device: Device) -> Self {
+        match device {
+            Device::Auto => Self::Auto,
+            Device::Host => Self::Host,
+            Device::Cuda => Self::Cuda,
+        }
+    }
+}
+
 #[derive(Clone, Copy, ValueEnum)]
 enum Mode {
     Auto,
@@ -107,11 +120,7 @@ impl Run {
         Options {
             ranks: self.ranks,
             max_tokens: self.max_tokens,
-            device: match self.device {
-                Device::Auto => DeviceChoice::Auto,
-                Device::Host => DeviceChoice::Host,
-                Device::Cuda => DeviceChoice::Cuda,
-            },
+            device: self.device.into(),
             mode: match self.mode {
                 Mode::Auto => None,
                 Mode::Off => Some(OverlapMode::Off),
@@ -217,6 +226,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Fetch => fetch_only(),
         Command::Run(run) => run.run(),
+        Command::Moe(moe) => moe.run(),
     };
     match result {
         Ok(code) => code,

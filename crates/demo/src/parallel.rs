@@ -176,7 +176,7 @@ pub fn generate_as_rank(
 }
 
 /// Everybody's result, or the error that came first: faults are what other ranks see of a rank that left.
-fn all_or_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
+pub(crate) fn all_or_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     let (mut all, mut fault) = (Vec::new(), None);
     for result in results {
         match result {
@@ -213,7 +213,7 @@ fn check(source: &dyn Source, prompts: &[Vec<u32>], options: &Options) -> Result
 }
 
 /// Threads that each rank may multiply with: the machine's cores, dealt to the ranks.
-fn threads_per_rank(ranks: usize) -> usize {
+pub(crate) fn threads_per_rank(ranks: usize) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     (cores / ranks).max(1)
 }

@@ -269,3 +269,90 @@ fn the_synthetic_model_is_the_librarys() {
         Some(4 * model.config().parameters())
     );
 }
+
+const LAYER: [&str; 29] = [
+    "shape",
+    "hidden",
+    "feed_forward",
+    "experts",
+    "experts_of_model",
+    "experts_used",
+    "top_k",
+    "seed",
+    "ranks",
+    "tokens_per_rank",
+    "device",
+    "sum",
+    "fp8",
+    "repeats",
+    "router_ms",
+    "dispatch_ms",
+    "experts_ms",
+    "combine_ms",
+    "rows_per_rank",
+    "weight_bytes_per_rank",
+    "peak_rss_bytes",
+    "dispatch_plan",
+    "combine_plan",
+    "compared",
+    "unclear",
+    "diff",
+    "worst_diff",
+    "max_error",
+    "bound",
+];
+
+/// Runs a layer of experts on the host.
+fn layer(arguments: &[&str]) -> String {
+    let mut command = demo();
+    command.args(["moe", "--device", "host"]).args(arguments);
+    let (out, err, code) = common::program::output(&mut command);
+    assert_eq!((code, err.as_str()), (Some(0), ""), "{arguments:?}");
+    out
+}
+
+#[test]
+fn a_layer_of_experts_says_how_far_it_is_from_f64() {
+    for sum in ["rank", "expert"] {
+        let arguments = ["--ranks", "3", "--tokens", "3,0,5", "--sum", sum, "--json"];
+        let got: Value = serde_json::from_str(&layer(&arguments)).unwrap();
+        assert_eq!(keys(&got), LAYER);
+        assert_eq!(got["sum"], sum);
+        assert_eq!(got["tokens_per_rank"], serde_json::json!([3, 0, 5]));
+        assert_eq!(got["rows_per_rank"].as_array().unwrap().len(), 3);
+        let tokens = |field: &str| got[field].as_u64().unwrap();
+        assert_eq!(tokens("compared") + tokens("unclear"), 8);
+        let number = |field: &str| got[field].as_f64().unwrap();
+        assert!(number("worst_diff") <= number("bound") && number("diff") > 0.0);
+
+        let text = layer(&arguments[..6]);
+        for said in ["7 experts of 64 x 96", "3, 0, 5", "equal in 4 passes"] {
+            assert!(text.contains(said), "{text}");
+        }
+        // Processes do what threads do.
+        if cfg!(unix) {
+            let all = [&arguments[..], &["--processes"]].concat();
+            let of_processes: Value = serde_json::from_str(&layer(&all)).unwrap();
+            for field in ["rows_per_rank", "diff", "worst_diff", "max_error"] {
+                assert_eq!(of_processes[field], got[field], "{field}");
+            }
+        }
+    }
+}
+
+#[test]
+fn some_experts_are_told_apart_from_all() {
+    let text = layer(&["--experts", "4", "--fp8", "--repeats", "1"]);
+    assert!(text.contains("small: 4 of its 7 experts"), "{text}");
+    for (arguments, want) in [
+        (["--experts", "8"], "small has 7"),
+        (["--experts", "2"], "top_k is 3"),
+        (["--tokens", "1,2,3"], "3 numbers, wanted 1, or 2"),
+        (["--tokens", "0"], "tokens is 0"),
+        (["--repeats", "0"], "repeats is 0"),
+        (["--ranks", "0"], "ranks is 0"),
+    ] {
+        let told = failure(demo().arg("moe").args(arguments), 1);
+        assert!(told.contains(want), "{arguments:?}: {told}");
+    }
+}
