@@ -49,6 +49,9 @@ struct Adding {
   }
 };
 
+// What is to be added next.
+__shared__ uint32_t item;
+
 template <uint32_t In, uint32_t Out, int Most>
 struct PushCombine : Pushing<PushCombineParams> {
   using Pushing::Pushing;
@@ -92,6 +95,7 @@ struct PushCombine : Pushing<PushCombineParams> {
   // A rank's rows of one token, added and rounded.
   __device__ __forceinline__ uint4 added(const int32_t* rows, uint32_t g) const {
     Adding<In> all{};
+#pragma unroll 1
     for (uint32_t e = 0; e < p.k; ++e) {
       const int32_t at = rows[e];
       if (at >= 0) all.add(load(uint32_t(at), g), reinterpret_cast<const float*>(p.held)[at]);
@@ -107,13 +111,14 @@ struct PushCombine : Pushing<PushCombineParams> {
   }
 
   // Rows by rank: those of each source lie together.
-  __device__ __forceinline__ void push_by_source(uint32_t me, uint32_t threads) const {
+  // From granule `w` up to an end.
+  __device__ __forceinline__ void push_by_source(uint32_t w, uint32_t end, uint32_t threads) const {
     const uint32_t* received = reinterpret_cast<const uint32_t*>(p.received);
-    uint32_t all = 0;
-    for (uint32_t s = 0; s < p.size; ++s) all += s == p.rank ? 0 : received[s];
-    for (uint32_t w = me; w < all * p.granules; w += threads) {
+#pragma unroll 1
+    for (; w < end; w += threads) {
       uint32_t i = w / p.granules, s = p.rank == 0 ? 1 : 0;
       const uint32_t g = w % p.granules;
+#pragma unroll 1
       while (i >= received[s]) {
         i -= received[s];
         s += s + 1 == p.rank ? 2 : 1;
@@ -122,6 +127,7 @@ struct PushCombine : Pushing<PushCombineParams> {
         const uint32_t at = offset(s) + i, t = uint32_t(source(at).y);
         push(place(s, row_of(s, t, p.rank), g), without_sentinel<In>(load(at, g)));
         if (p.back == 0) continue;
+#pragma unroll 1
         for (uint32_t e = g; e < p.k; e += p.granules) {
           const uint32_t entry = at * p.k + e;
           if (reinterpret_cast<const int32_t*>(p.received_ids)[entry] >= 0) push_weight(s, uint64_t(t) * p.k + e, entry);
@@ -130,19 +136,21 @@ struct PushCombine : Pushing<PushCombineParams> {
       }
       const int32_t* rows = rows_of(s, i);
       uint32_t e = 0;
+#pragma unroll 1
       while (rows[e] < 0) ++e;
       const uint32_t t = uint32_t(source(uint32_t(rows[e])).y);
       push(place(s, row_of(s, t, p.rank), g), added(rows, g));
       if (p.back == 0) continue;
+#pragma unroll 1
       for (uint32_t e = g; e < p.k; e += p.granules) {
         if (rows[e] >= 0) push_weight(s, uint64_t(t) * p.k + e, uint32_t(rows[e]));
       }
     }
   }
 
-  __device__ __forceinline__ void push_by_expert(uint32_t me, uint32_t threads) const {
-    const uint32_t rows = offset(p.own_slots);
-    for (uint32_t w = me; w < rows * p.granules; w += threads) {
+  __device__ __forceinline__ void push_by_expert(uint32_t w, uint32_t end, uint32_t threads) const {
+#pragma unroll 1
+    for (; w < end; w += threads) {
       const uint32_t at = w / p.granules, g = w % p.granules;
       const int4 from = source(at);
       if (from.x < 0 || uint32_t(from.x) == p.rank) continue;
@@ -200,6 +208,7 @@ struct PushCombine : Pushing<PushCombineParams> {
   }
 
   __device__ __forceinline__ bool sum_of_experts(uint32_t t, uint32_t g, Adding<In>& all) const {
+#pragma unroll 1
     for (uint32_t e = 0; e < p.k; ++e) {
       const int32_t slot = chosen(t, e);
       if (slot < 0) continue;
@@ -245,6 +254,7 @@ struct PushCombine : Pushing<PushCombineParams> {
   static __device__ __noinline__ bool await(const PushCombineParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
     const PushCombine combine(p, use, buffer, flag);
     bool there = true;
+#pragma unroll 1
     for (uint32_t w = threadIdx.x; w < p.tokens * p.granules && there; w += blockDim.x) {
       Adding<In> all{};
       there = combine.sum(w / p.granules, w % p.granules, false, all);
@@ -255,6 +265,7 @@ struct PushCombine : Pushing<PushCombineParams> {
 
   // Whether the dispatch that made the handle came to a good end: what it leaves otherwise is poisoned.
   __device__ __forceinline__ bool is_made() const {
+#pragma unroll 1
     for (uint32_t s = 0; s < p.size; ++s) {
       if (reinterpret_cast<const uint32_t*>(p.received)[s] > p.max_tokens) return false;
     }
@@ -269,35 +280,46 @@ struct PushCombine : Pushing<PushCombineParams> {
     give_up(g, w);
   }
 
-  __device__ __forceinline__ void run() {
-    const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-    bool failed = stopped, herald = is_herald();
-    announce();
-    if (!failed && !is_made()) {
-      if (threadIdx.x == 0) deny(p, flag);
-      failed = true;
+  // Granules that there are to push, with those of rows that go nowhere.
+  __device__ __forceinline__ uint32_t to_push() const {
+    if (p.size == 1) return 0;
+    if (p.sum == by_experts) return offset(p.own_slots) * p.granules;
+    uint32_t rows = 0;
+#pragma unroll 1
+    for (uint32_t s = 0; s < p.size; ++s) rows += s == p.rank ? 0 : reinterpret_cast<const uint32_t*>(p.received)[s];
+    return rows * p.granules;
+  }
+
+  __device__ __forceinline__ void push_rows(uint32_t first, uint32_t end, uint32_t threads) const {
+    if (p.sum == by_experts) {
+      push_by_expert(first, end, threads);
+    } else {
+      push_by_source(first, end, threads);
     }
-    if (p.size > 1 && !failed) {
-      if (p.sum == by_experts) {
-        push_by_expert(me, threads);
-      } else {
-        push_by_source(me, threads);
-      }
-    }
-    empty();
-    count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
-    if (p.desk != 0 && !failed) failed = !await(p, use, buffer, flag);
-    for (uint32_t w = me; w < p.tokens * p.granules && !failed; w += threads) {
+  }
+
+  // Adds up granules of own tokens: a block's share, of which warps take what is next.
+  __device__ __forceinline__ bool add_up(bool& herald) const {
+    const uint32_t all = p.tokens * p.granules, lane = threadIdx.x % 32;
+    const uint32_t pieces = (all + 31) / 32, mine = (pieces + gridDim.x - 1 - blockIdx.x) / gridDim.x;
+    bool there = true;
+#pragma unroll 1
+    while (__all_sync(0xFFFFFFFFu, there)) {
+      uint32_t n = 0;
+      if (lane == 0) n = atomicAdd(&item, 1u);
+      n = __shfl_sync(0xFFFFFFFFu, n, 0);
+      if (n >= mine) break;
+      const uint32_t w = (n * gridDim.x + blockIdx.x) * 32 + lane;
+      if (w >= all) continue;
       const uint32_t t = w / p.granules, g = w % p.granules;
-      Adding<In> all{};
-      failed = !sum(t, g, herald, all);
+      Adding<In> parts{};
+      there = sum(t, g, herald, parts);
       herald = false;
-      if (failed) break;
-      for (uint32_t b = 0; b < p.bias_count; ++b) {
-        all.add(load(p.biases[b], t, g));
-      }
+      if (!there) continue;
+#pragma unroll 1
+      for (uint32_t b = 0; b < p.bias_count; ++b) parts.add(load(p.biases[b], t, g));
       Result<In, Out> result;
-      result.set(all.x);
+      result.set(parts.x);
 #pragma unroll
       for (uint32_t k = 0; k < Result<In, Out>::parts; ++k) {
         const uint64_t to = p.out + 16 * (uint64_t(w) * Result<In, Out>::parts + k);
@@ -308,7 +330,30 @@ struct PushCombine : Pushing<PushCombineParams> {
         }
       }
     }
+    return there;
+  }
+
+  __device__ __forceinline__ void run() {
+    const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    bool failed = stopped, herald = is_herald();
+    announce();
+    if (!failed && !is_made()) {
+      if (threadIdx.x == 0) deny(p, flag);
+      failed = true;
+    }
+    if (threadIdx.x == 0) item = 0;
+    // What is pushed before anything is waited for.
+    const uint32_t all = failed ? 0 : to_push(), ahead = p.desk != 0 ? all : min(all, 4 * threads);
+    push_rows(me, ahead, threads);
+    empty();
+    count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
+    if (p.desk != 0 && !failed) failed = !await(p, use, buffer, flag);
+    // Half of the warps push the rest, and then help.
+    const uint32_t half = blockDim.x / 2;
+    if (threadIdx.x < half && !failed) push_rows(ahead + blockIdx.x * half + threadIdx.x, all, gridDim.x * half);
+    if (!failed) failed = !add_up(herald);
     if (p.weights_out != 0) {
+#pragma unroll 1
       for (uint32_t n = me; n < p.tokens * p.k && !failed; n += threads) failed = !take_weight(n / p.k, n % p.k);
     }
     if (herald && !failed) failed = !wait([] { return threadIdx.x; }, [&] { return arrived(true) == flag; });

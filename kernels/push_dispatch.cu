@@ -2,8 +2,9 @@
 //
 // Every block finds out for itself where own tokens go. A sender has a place at each receiver for every row that it may send: a header,
 // with the token and its slots there, and then the row in packets (escaped.cuh). Counts come first. Nothing waits for anybody before it
-// pushes; each row is taken as soon as it is there, and goes where it belongs. The last block, if it is not the only one, pushes and
-// takes nothing: it writes down what the caller is told of the ways.
+// pushes; each row is taken as soon as it is there, and goes where it belongs. The last two blocks, where there are more, push and take no
+// rows: one writes down where own tokens go, the other one what has come. Where threads have several packets to push, half of them push,
+// and the others begin to take.
 //
 //   [count of each peer][row 0 of each peer][row 1 of each peer]..., so that what was filled is one range
 #include "copy.cuh"
@@ -13,6 +14,7 @@
 namespace brigade {
 
 __device__ inline void poison_outputs(const PushDispatchParams& p) {
+#pragma unroll 1
   for (uint32_t i = 0; i < 10; ++i) poison(p.poisoned[i], p.poisoned_bytes[i], p.poisons[i], threadIdx.x, blockDim.x);
 }
 
@@ -26,38 +28,85 @@ enum Arrangement : uint32_t { dense = 0, by_source = 1, by_expert = 2 };
 constexpr uint32_t Nowhere = 0xFFFFu;
 constexpr uint32_t Most = 8;
 
+// Entries whose slots are kept.
+constexpr uint32_t Kept = 6144;
+
 // What a block knows of the call.
 struct Ways {
+  // Which ranks each token goes to, four tokens to a word.
+  uint32_t masks[PUSH_TOKENS / 4];
   // Of each token, for each rank.
   uint16_t position[PUSH_TOKENS * Most];
   // Of own rows to this rank, in their order.
   uint16_t own[PUSH_TOKENS];
+  // Slots of all entries, counted from 1, if they are few enough.
+  uint16_t slot[Kept];
   uint32_t warps[ALL_REDUCE_THREADS / 32][Most];
   // Rows to each rank, and from each rank.
   uint32_t to[Most], came[Most];
+  // First slot of each rank.
+  uint32_t slots[Most + 1];
   // Of the rows of each rank, the first, counted over all that came; and where it lies.
   uint32_t first[Most + 1], at[Most + 1];
-  // By expert: rows of each slot, and where they begin.
-  uint32_t count[PUSH_SLOTS], begin[PUSH_SLOTS + 1];
-  // By expert: rows that are handled together.
-  uint16_t list[ALL_REDUCE_THREADS];
+  // By expert: rows of each slot, where they begin, and where the next one goes.
+  uint32_t count[PUSH_SLOTS], begin[PUSH_SLOTS + 1], next[PUSH_SLOTS];
+  // By expert: slots of some rows that are handled together, and where they go.
+  uint16_t entries[ALL_REDUCE_THREADS];
+  uint32_t goes[ALL_REDUCE_THREADS];
+  // What is to be taken next.
+  uint32_t item;
 };
 
 __shared__ Ways ways;
 
+// What is called instead of inlined keeps the kernel small: it runs through most of its code once, and fetches that from far away.
+
+// The slot of an own entry, or -1.
+__device__ __noinline__ int32_t find_slot(const PushDispatchParams& p, uint32_t t, uint32_t e) { return chosen_slot(p, t, e); }
+
+// The same once it is known.
+__device__ __forceinline__ int32_t own_slot(const PushDispatchParams& p, uint32_t t, uint32_t e) {
+  return p.tokens * p.k <= Kept ? int32_t(ways.slot[t * p.k + e]) - 1 : find_slot(p, t, e);
+}
+
+// The slot of an own entry at a rank, counted from 1; 0 if it is not there.
+__device__ __forceinline__ uint32_t slot_at(const PushDispatchParams& p, uint32_t to, uint32_t t, uint32_t e) {
+  const int32_t slot = own_slot(p, t, e), first = int32_t(ways.slots[to]);
+  return slot >= first && slot < int32_t(ways.slots[to + 1]) ? uint32_t(slot - first) + 1 : 0;
+}
+
+// Part of the header of a row for a rank: the token, and then two slots in each word. So none is the sentinel.
+__device__ __noinline__ uint4 header_of(const PushDispatchParams& p, uint32_t to, uint32_t t, uint32_t h) {
+  uint32_t w[4];
+#pragma unroll 1
+  for (uint32_t i = 0; i < 4; ++i) {
+    const int32_t e = 2 * (4 * int32_t(h) + int32_t(i) - 1);
+    uint32_t word = t;
+    if (e >= 0) {
+      word = e < int32_t(p.k) ? slot_at(p, to, t, e) : 0;
+      if (e + 1 < int32_t(p.k)) word |= slot_at(p, to, t, e + 1) << 16;
+    }
+    // Not by number, which would need memory.
+    if (i == 0) w[0] = word;
+    if (i == 1) w[1] = word;
+    if (i == 2) w[2] = word;
+    if (i == 3) w[3] = word;
+  }
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
 // Part of a row's image which is not a whole granule of the row itself.
 __device__ __noinline__ uint4 rare_input(const PushDispatchParams& p, uint32_t from, uint32_t to, uint32_t g) {
   uint32_t s = 0;
+#pragma unroll 1
   while (p.first_granule[s + 1] <= g) ++s;
   const uint64_t at = 16ull * (g - p.first_granule[s]), left = p.row_bytes[s] - at;
   if (s != weights) return any_input(p.from[s] + from * p.row_bytes[s] + at, left < 16 ? uint32_t(left) : 16);
-  const int32_t begin = int32_t(first_slot(p, to)), end = int32_t(first_slot(p, to + 1));
   uint32_t w[4] = {};
+#pragma unroll
   for (uint32_t i = 0; i < 4; ++i) {
     const uint32_t e = uint32_t(at / 4) + i;
-    if (e >= p.k) break;
-    const int32_t slot = chosen_slot(p, from, e);
-    const bool theirs = slot >= begin && slot < end;
+    const bool theirs = e < p.k && slot_at(p, to, from, e) != 0;
     w[i] = theirs ? reinterpret_cast<const uint32_t*>(p.from[weights])[uint64_t(from) * p.k + e] : 0;
   }
   return make_uint4(w[0], w[1], w[2], w[3]);
@@ -65,6 +114,7 @@ __device__ __noinline__ uint4 rare_input(const PushDispatchParams& p, uint32_t f
 
 __device__ __noinline__ void rare_output(const PushDispatchParams& p, uint64_t at, uint32_t g, uint4 v) {
   uint32_t s = 0;
+#pragma unroll 1
   while (p.first_granule[s + 1] <= g) ++s;
   // Of a row for one expert, whoever places it writes its weight.
   if (s == weights && p.arrangement == by_expert) return;
@@ -72,6 +122,7 @@ __device__ __noinline__ void rare_output(const PushDispatchParams& p, uint64_t a
   const uint32_t bytes = left < 16 ? uint32_t(left) : 16;
   if (s == scales && p.scale_words != 0) {
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll 1
     for (uint32_t i = 0; i < bytes / 4; ++i) {
       reinterpret_cast<uint32_t*>(p.to[s])[(in_row / 4 + i) * p.capacity + at] = w[i];
     }
@@ -83,9 +134,10 @@ __device__ __noinline__ void rare_output(const PushDispatchParams& p, uint64_t a
 struct PushDispatch : Pushing<PushDispatchParams> {
   using Pushing::Pushing;
 
-  __device__ __forceinline__ bool is_clerk() const { return blockIdx.x == gridDim.x - 1; }
-  __device__ __forceinline__ bool is_worker() const { return gridDim.x == 1 || !is_clerk(); }
-  __device__ __forceinline__ uint32_t workers() const { return gridDim.x == 1 ? 1 : gridDim.x - 1; }
+  __device__ __forceinline__ uint32_t workers() const { return gridDim.x > 2 ? gridDim.x - 2 : 1; }
+  __device__ __forceinline__ bool is_worker() const { return blockIdx.x < workers(); }
+  __device__ __forceinline__ bool tells_ways() const { return blockIdx.x == gridDim.x - 1; }
+  __device__ __forceinline__ bool tells_rows() const { return blockIdx.x == (gridDim.x > 2 ? gridDim.x - 2 : 0); }
 
   // Which place `from` has at `to`: that of the next rank comes first.
   __device__ __forceinline__ uint32_t place(uint32_t to, uint32_t from) const {
@@ -105,9 +157,11 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   __device__ __forceinline__ void find_ways() const {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (threadIdx.x < Most) ways.to[threadIdx.x] = 0;
+    if (threadIdx.x <= p.size) ways.slots[threadIdx.x] = first_slot(p, threadIdx.x);
     if (p.again) {
       const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.sent_offsets);
       if (threadIdx.x < p.size) ways.to[threadIdx.x] = offsets[threadIdx.x + 1] - offsets[threadIdx.x];
+#pragma unroll 1
       for (uint32_t i = threadIdx.x; i < p.tokens * p.size; i += blockDim.x) {
         const int32_t at = reinterpret_cast<const int32_t*>(p.positions)[i];
         ways.position[i] = at < 0 ? Nowhere : uint16_t(at);
@@ -116,26 +170,39 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       __syncthreads();
       return;
     }
+    // Entry by entry, so that all of them are read at once.
+#pragma unroll 1
+    for (uint32_t t = threadIdx.x; 4 * t < p.tokens; t += blockDim.x) ways.masks[t] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t n = threadIdx.x; n < p.tokens * p.k; n += blockDim.x) {
+      const uint32_t t = n / p.k;
+      const int32_t slot = find_slot(p, t, n % p.k);
+      if (p.tokens * p.k <= Kept) ways.slot[n] = uint16_t(slot + 1);
+      uint32_t r = 0;
+#pragma unroll 1
+      while (slot >= int32_t(ways.slots[r + 1])) ++r;
+      if (slot >= 0) atomicOr(&ways.masks[t / 4], 1u << (t % 4 * Most + r));
+    }
+    __syncthreads();
+#pragma unroll 1
     for (uint32_t start = 0; start < p.tokens; start += blockDim.x) {
       const uint32_t t = start + threadIdx.x;
-      uint32_t goes = 0;
-      if (t < p.tokens) {
-        for (uint32_t e = 0; e < p.k; ++e) {
-          const int32_t slot = chosen_slot(p, t, e);
-          if (slot >= 0) goes |= 1u << rank_of_slot(p, uint32_t(slot));
-        }
-      }
+      const uint32_t goes = t < p.tokens ? ways.masks[t / 4] >> (t % 4 * Most) & 0xFF : 0;
+#pragma unroll 1
       for (uint32_t r = 0; r < p.size; ++r) {
         const uint32_t votes = __ballot_sync(0xFFFFFFFFu, goes >> r & 1);
         if (lane == 0) ways.warps[warp][r] = __popc(votes);
       }
       __syncthreads();
+#pragma unroll 1
       for (uint32_t r = 0; r < p.size; ++r) {
         const uint32_t votes = __ballot_sync(0xFFFFFFFFu, goes >> r & 1);
         if (t >= p.tokens) continue;
         uint32_t at = Nowhere;
         if (goes >> r & 1) {
           at = ways.to[r] + __popc(votes & ((1u << lane) - 1));
+#pragma unroll 1
           for (uint32_t w = 0; w < warp; ++w) at += ways.warps[w][r];
           if (r == p.rank) ways.own[at] = uint16_t(t);
         }
@@ -143,32 +210,12 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       }
       __syncthreads();
       if (threadIdx.x < p.size) {
+#pragma unroll 1
         for (uint32_t w = 0; w < blockDim.x / 32; ++w) ways.to[threadIdx.x] += ways.warps[w][threadIdx.x];
       }
       __syncthreads();
     }
     __syncthreads();
-  }
-
-  // Word `i` of a row's header: the token, and then two slots in each, counted from 1. So none is the sentinel.
-  __device__ __forceinline__ uint32_t header_word(uint32_t t, uint32_t begin, uint32_t end, uint32_t i) const {
-    if (i == 0) return t;
-    uint32_t word = 0;
-#pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      const uint32_t e = 2 * (i - 1) + half;
-      const int32_t slot = e < p.k ? chosen_slot(p, t, e) : -1;
-      if (slot >= int32_t(begin) && slot < int32_t(end)) word |= (uint32_t(slot) - begin + 1) << (16 * half);
-    }
-    return word;
-  }
-
-  __device__ __forceinline__ void push_header(uint32_t to, uint32_t t, uint32_t i, uint32_t h) const {
-    const uint32_t begin = first_slot(p, to), end = first_slot(p, to + 1);
-    uint32_t w[4];
-#pragma unroll
-    for (uint32_t k = 0; k < 4; ++k) w[k] = header_word(t, begin, end, 4 * h + k);
-    push(record_at(to, p.rank, i) + 16ull * h, make_uint4(w[0], w[1], w[2], w[3]));
   }
 
   __device__ __forceinline__ uint4 input(uint32_t t, uint32_t to, uint32_t g) const {
@@ -203,21 +250,28 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     store_relaxed_sys(reinterpret_cast<uint32_t*>(at + 16ull * p.granules) + j, escaped);
   }
 
-  __device__ __forceinline__ void push_all(uint32_t me, uint32_t threads) const {
-    const uint32_t peers = p.size - 1;
-    if (peers == 0) return;
+  // Which of the rows for `to` this pair of token and peer is.
+  __device__ __forceinline__ uint32_t pair(uint32_t w, uint32_t& to, uint32_t& t) const {
+    t = w / (p.size - 1), to = peer(1 + w % (p.size - 1));
+    return ways.position[t * p.size + to];
+  }
+
+  __device__ __forceinline__ void push_headers(uint32_t me, uint32_t threads) const {
     if (is_herald()) push(count_at(threadIdx.x, p.rank), make_uint4(ways.to[threadIdx.x], 0, 0, 0));
-    const auto of = [&](uint32_t pair, uint32_t& to, uint32_t& t) {
-      t = pair / peers, to = peer(1 + pair % peers);
-      return uint32_t(ways.position[t * p.size + to]);
-    };
     uint32_t to, t;
-    for (uint32_t w = me; w < p.tokens * peers * p.header; w += threads) {
-      const uint32_t i = of(w / p.header, to, t);
-      if (i != Nowhere) push_header(to, t, i, w % p.header);
+#pragma unroll 1
+    for (uint32_t w = me; w < p.tokens * (p.size - 1) * p.header; w += threads) {
+      const uint32_t i = pair(w / p.header, to, t);
+      if (i != Nowhere) push(record_at(to, p.rank, i) + 16ull * (w % p.header), header_of(p, to, t, w % p.header));
     }
-    for (uint32_t w = me; w < p.tokens * peers * p.packets; w += threads) {
-      const uint32_t i = of(w / p.packets, to, t);
+  }
+
+  // Packets from `w` up to an end.
+  __device__ __forceinline__ void push_rows(uint32_t w, uint32_t end, uint32_t threads) const {
+    uint32_t to, t;
+#pragma unroll 1
+    for (; w < end; w += threads) {
+      const uint32_t i = pair(w / p.packets, to, t);
       if (i != Nowhere) push_packet(to, t, i, w % p.packets);
     }
   }
@@ -242,6 +296,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     if (__syncthreads_or(!there)) return false;
     if (threadIdx.x == 0) {
       uint32_t sum = 0, at = 0, most = 0;
+#pragma unroll 1
       for (uint32_t r = 0; r < p.size; ++r) {
         ways.first[r] = sum, ways.at[r] = at;
         sum += ways.came[r];
@@ -258,6 +313,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   // Whose row `r` of all is that came, and which of those from there.
   __device__ __forceinline__ uint32_t source_of(uint32_t r, uint32_t& i) const {
     uint32_t s = 0;
+#pragma unroll 1
     while (s + 1 < p.size && ways.first[s + 1] <= r) ++s;
     i = r - ways.first[s];
     return s;
@@ -266,9 +322,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   // Waits for part of a header.
   __device__ __forceinline__ bool take_header(uint32_t s, uint32_t i, uint32_t h, uint4& v) const {
     if (s == p.rank) {
-      const uint32_t begin = first_slot(p, s), end = first_slot(p, s + 1), t = ways.own[i];
-      v = make_uint4(header_word(t, begin, end, 4 * h), header_word(t, begin, end, 4 * h + 1),
-                     header_word(t, begin, end, 4 * h + 2), header_word(t, begin, end, 4 * h + 3));
+      v = header_of(p, s, ways.own[i], h);
       return true;
     }
     const uint64_t at = record_at(p.rank, s, i) + 16ull * h;
@@ -307,6 +361,15 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return true;
   }
 
+  // The same where it is rare.
+  static __device__ __noinline__ bool await_packet(const PushDispatchParams& p, uint32_t buffer, uint64_t flag, uint32_t w) {
+    const PushDispatch one(p, 0, buffer, flag);
+    uint32_t i;
+    const uint32_t s = one.source_of(w / p.packets, i);
+    uint4 v[Each];
+    return one.take(s, i, w % p.packets, v);
+  }
+
   __device__ __forceinline__ void give(uint64_t at, uint32_t j, const uint4 (&v)[Each]) const {
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
@@ -341,27 +404,45 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   // No row lies here; a row has so many ids.
   __device__ __forceinline__ void nobody(uint32_t at, uint32_t each) const {
     say(at, make_int4(-1, -1, -1, -1));
+#pragma unroll 1
     for (uint32_t e = 0; e < each; ++e) {
       ids()[uint64_t(at) * each + e] = -1;
       if (p.to[weights] != 0) out_weights()[uint64_t(at) * each + e] = 0;
     }
   }
 
-  // Rows of one source after the other, or with room for all that it may send. Says whether all came.
-  __device__ __forceinline__ bool take_by_source(uint32_t me, uint32_t threads) const {
-    const uint32_t all = ways.first[p.size];
+  // Packets of rows of one source after the other, or with room for all that it may send: a block's share, of which warps take what is
+  // next. Says whether all came.
+  __device__ __forceinline__ bool take_by_source() const {
+    const uint32_t all = ways.first[p.size] * p.packets, lane = threadIdx.x % 32;
+    // In pieces for a warp, which blocks take in turn.
+    const uint32_t pieces = (all + 31) / 32, mine = (pieces + workers() - 1 - blockIdx.x) / workers();
     bool there = true;
-    uint32_t i;
-    for (uint32_t w = me; w < all * p.packets && there; w += threads) {
+#pragma unroll 1
+    while (__all_sync(0xFFFFFFFFu, there)) {
+      uint32_t n = 0;
+      if (lane == 0) n = atomicAdd(&ways.item, 1u);
+      n = __shfl_sync(0xFFFFFFFFu, n, 0);
+      if (n >= mine) break;
+      const uint32_t w = (n * workers() + blockIdx.x) * 32 + lane;
+      if (w >= all) continue;
+      uint32_t i;
       const uint32_t s = source_of(w / p.packets, i), j = w % p.packets;
       uint4 v[Each];
       there = take(s, i, j, v);
       if (there) give(ways.at[s] + i, j, v);
     }
-    if (p.again) return there;
-    // From the other end: those that have fewer packets.
-    for (uint32_t r = threads - 1 - me; r < all && there; r += threads) {
+    return there;
+  }
+
+  __device__ __forceinline__ bool take_headers(uint32_t me, uint32_t threads) const {
+    const uint32_t all = ways.first[p.size];
+    bool there = true;
+    uint32_t i;
+#pragma unroll 1
+    for (uint32_t r = me; r < all && there; r += threads) {
       const uint32_t s = source_of(r, i), at = ways.at[s] + i;
+#pragma unroll 1
       for (uint32_t h = 0; h < p.header && there; ++h) {
         uint4 v;
         there = take_header(s, i, h, v);
@@ -386,17 +467,18 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   // The slot of entry `e` of row `r`, counted from 1, of rows whose headers have come.
   __device__ __forceinline__ uint32_t entry(uint32_t r, uint32_t e) const {
     uint32_t i;
-    const uint32_t s = source_of(r, i), word = 1 + e / 2;
-    const uint32_t w = s == p.rank ? header_word(ways.own[i], first_slot(p, s), first_slot(p, s + 1), word)
-                                   : load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, i)) + word);
-    return w >> (e % 2 * 16) & 0xFFFF;
+    const uint32_t s = source_of(r, i);
+    if (s == p.rank) return slot_at(p, s, ways.own[i], e);
+    return load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, i)) + 1 + e / 2) >> (e % 2 * 16) & 0xFFFF;
   }
 
   // By expert: counts rows of all slots, and where they begin. By all threads of every block.
   __device__ __forceinline__ bool count_slots() const {
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < p.own_slots; i += blockDim.x) ways.count[i] = 0;
     __syncthreads();
     bool there = true;
+#pragma unroll 1
     for (uint32_t n = threadIdx.x; n < ways.first[p.size] * p.header && there; n += blockDim.x) {
       uint32_t i;
       const uint32_t s = source_of(n / p.header, i), h = n % p.header;
@@ -413,6 +495,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     if (__syncthreads_or(!there)) return false;
     if (threadIdx.x < 32) {
       uint32_t before = 0;
+#pragma unroll 1
       for (uint32_t start = 0; start < p.own_slots; start += 32) {
         const uint32_t i = start + threadIdx.x;
         const uint32_t own = i < p.own_slots ? (ways.count[i] + p.alignment - 1) / p.alignment * p.alignment : 0;
@@ -450,46 +533,62 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return true;
   }
 
-  // A row for each expert. Some blocks share each slot: all find its rows, and each takes its part of them.
+  // A row for each expert. Blocks share the rows that came; where each goes follows from how many entries before it name the same slot.
   __device__ __forceinline__ bool take_by_expert() const {
-    if (p.own_slots == 0) return true;
-    const uint32_t entries = ways.first[p.size] * p.k, share = max(1u, workers() / p.own_slots);
+    const uint32_t rows = ways.first[p.size], each = (rows + workers() - 1) / workers(), least = min(rows, blockIdx.x * each);
+    const uint32_t end = min(rows, least + each), together = blockDim.x / p.k;
     bool there = true;
-    for (uint32_t unit = blockIdx.x; unit < p.own_slots * share; unit += workers()) {
-      const uint32_t slot = unit / share, part = unit % share, end = ways.begin[slot] + ways.count[slot];
-      uint32_t next = ways.begin[slot];
-      for (uint32_t start = 0; start < entries && next < end; start += blockDim.x) {
-        const uint32_t n = start + threadIdx.x, e = n % p.k;
-        const bool mine = n < entries && entry(n / p.k, e) == slot + 1;
-        uint32_t all;
-        const uint32_t which = rank_among(mine, all);
-        if (mine) {
-          ways.list[which] = uint16_t(n / p.k);
-          if (part == 0) {
-            uint32_t i;
-            const uint32_t s = source_of(n / p.k, i), at = next + which;
-            const uint32_t t = s == p.rank ? ways.own[i] : load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, i)));
-            say(at, make_int4(int32_t(s), int32_t(t), int32_t(e), int32_t(i)));
-            ids()[at] = int32_t(slot);
-            reinterpret_cast<int32_t*>(p.rows_of)[(uint64_t(s) * p.max_tokens + i) * p.k + e] = int32_t(at);
-            uint32_t weight = 0;
-            if (p.to[weights] != 0 && there) there = take_weight(s, i, e, weight);
-            if (p.to[weights] != 0) out_weights()[at] = weight;
-          }
-        }
-        __syncthreads();
-        for (uint32_t w = part * blockDim.x + threadIdx.x; w < all * p.packets && there; w += share * blockDim.x) {
-          uint32_t i;
-          const uint32_t q = w / p.packets, j = w % p.packets, s = source_of(ways.list[q], i);
-          uint4 v[Each];
-          there = take(s, i, j, v);
-          if (there) give(next + q, j, v);
-        }
-        next += all;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < p.own_slots; i += blockDim.x) ways.next[i] = ways.begin[i];
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t n = threadIdx.x; n < least * p.k; n += blockDim.x) {
+      const uint32_t slot = entry(n / p.k, n % p.k);
+      if (slot != 0) atomicAdd(&ways.next[slot - 1], 1u);
+    }
+#pragma unroll 1
+    for (uint32_t start = least; start < end; start += together) {
+      const uint32_t entries = min(together, end - start) * p.k, e = threadIdx.x % p.k, r = start + threadIdx.x / p.k;
+      uint32_t slot = 0, i, at = 0;
+      if (threadIdx.x < entries) slot = entry(r, e);
+      __syncthreads();
+      ways.entries[threadIdx.x] = uint16_t(slot);
+      __syncthreads();
+      if (slot != 0) {
+        at = ways.next[slot - 1];
+#pragma unroll 1
+        for (uint32_t n = 0; n < threadIdx.x; ++n) at += ways.entries[n] == slot;
       }
-      if (part == 0) {
-        for (uint32_t at = end + threadIdx.x; at < ways.begin[slot + 1]; at += blockDim.x) nobody(at, 1);
+      ways.goes[threadIdx.x] = slot == 0 ? ~0u : at;
+      __syncthreads();
+      if (slot != 0) {
+        atomicAdd(&ways.next[slot - 1], 1u);
+        const uint32_t s = source_of(r, i);
+        const uint32_t t = s == p.rank ? ways.own[i] : load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, i)));
+        say(at, make_int4(int32_t(s), int32_t(t), int32_t(e), int32_t(i)));
+        ids()[at] = int32_t(slot) - 1;
+        reinterpret_cast<int32_t*>(p.rows_of)[(uint64_t(s) * p.max_tokens + i) * p.k + e] = int32_t(at);
+        uint32_t weight = 0;
+        if (p.to[weights] != 0 && there) there = take_weight(s, i, e, weight);
+        if (p.to[weights] != 0) out_weights()[at] = weight;
       }
+#pragma unroll 1
+      for (uint32_t w = threadIdx.x; w < entries / p.k * p.packets && there; w += blockDim.x) {
+        const uint32_t q = w / p.packets, j = w % p.packets, s = source_of(start + q, i);
+        uint4 v[Each];
+        there = take(s, i, j, v);
+#pragma unroll 1
+        for (uint32_t n = q * p.k; n < (q + 1) * p.k && there; ++n) {
+          if (ways.goes[n] != ~0u) give(ways.goes[n], j, v);
+        }
+      }
+    }
+    // Between the rows of two slots.
+#pragma unroll 1
+    for (uint32_t slot = blockIdx.x; slot < p.own_slots; slot += workers()) {
+      const uint32_t last = ways.begin[slot] + ways.count[slot];
+#pragma unroll 1
+      for (uint32_t at = last + threadIdx.x; at < ways.begin[slot + 1]; at += blockDim.x) nobody(at, 1);
     }
     return there;
   }
@@ -498,6 +597,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   __device__ __forceinline__ bool take_again(uint32_t me, uint32_t threads) const {
     const uint32_t rows = reinterpret_cast<const uint32_t*>(p.offsets)[p.own_slots];
     bool there = true;
+#pragma unroll 1
     for (uint32_t w = me; w < rows * p.packets && there; w += threads) {
       const uint32_t at = w / p.packets, j = w % p.packets;
       const int4 source = reinterpret_cast<const int4*>(p.sources)[at];
@@ -522,16 +622,26 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     uint32_t* rows_per_slot = reinterpret_cast<uint32_t*>(p.rows_per_slot);
     uint32_t* sent_offsets = reinterpret_cast<uint32_t*>(p.sent_offsets);
     int32_t* sent = reinterpret_cast<int32_t*>(p.sent);
-    for (uint32_t s = me; s < p.all_slots; s += threads) rows_per_slot[s] = 0;
+    // Counted where slots that come are counted later, if they are few enough.
+    const bool few = p.all_slots <= PUSH_SLOTS;
+#pragma unroll 1
+    for (uint32_t s = me; s < p.all_slots; s += threads) (few ? ways.count : rows_per_slot)[s] = 0;
     __syncthreads();
+#pragma unroll 1
     for (uint32_t n = me; n < p.tokens * p.k; n += threads) {
-      const int32_t slot = chosen_slot(p, n / p.k, n % p.k);
+      const int32_t slot = own_slot(p, n / p.k, n % p.k);
       reinterpret_cast<int32_t*>(p.chosen)[n] = slot;
-      if (slot >= 0) atomicAdd(rows_per_slot + slot, 1u);
+      if (slot >= 0) atomicAdd((few ? ways.count : rows_per_slot) + slot, 1u);
     }
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t s = me; s < p.all_slots && few; s += threads) rows_per_slot[s] = ways.count[s];
+    __syncthreads();
     uint32_t all = 0;
+#pragma unroll 1
     for (uint32_t r = 0; r < p.size; ++r) {
       if (me == 0) sent_offsets[r] = all;
+#pragma unroll 1
       for (uint32_t t = me; t < p.tokens; t += threads) {
         const uint32_t at = ways.position[t * p.size + r];
         positions[t * p.size + r] = at == Nowhere ? -1 : int32_t(at);
@@ -540,6 +650,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       all += ways.to[r];
     }
     if (me == 0) sent_offsets[p.size] = all;
+#pragma unroll 1
     for (uint32_t i = all + me; i < p.room; i += threads) sent[i] = -1;
   }
 
@@ -548,11 +659,15 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     const uint32_t me = threadIdx.x, threads = blockDim.x;
     uint32_t* offsets = reinterpret_cast<uint32_t*>(p.offsets);
     if (me < p.size) reinterpret_cast<uint32_t*>(p.received)[me] = ways.came[me];
+#pragma unroll 1
     for (uint32_t i = me; i < p.own_slots; i += threads) reinterpret_cast<uint32_t*>(p.counts)[i] = ways.count[i];
     if (p.arrangement == by_expert) {
+#pragma unroll 1
       for (uint32_t i = me; i <= p.own_slots; i += threads) offsets[i] = ways.begin[i];
+#pragma unroll 1
       for (uint32_t at = ways.begin[p.own_slots] + me; at < p.capacity; at += threads) nobody(at, 1);
       // Who has no row: what is there is written by those who find it.
+#pragma unroll 1
       for (uint32_t n = me; n < p.size * p.max_tokens * p.k; n += threads) {
         const uint32_t s = n / p.k / p.max_tokens, i = n / p.k % p.max_tokens;
         const bool there = i < ways.came[s] && entry(ways.first[s] + i, n % p.k) != 0;
@@ -561,8 +676,10 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       return true;
     }
     if (me <= p.size) offsets[me] = ways.at[me];
+#pragma unroll 1
     for (uint32_t at = me; at < p.capacity; at += threads) {
       uint32_t s = 0;
+#pragma unroll 1
       while (s + 1 < p.size && ways.at[s + 1] <= at) ++s;
       if (at >= ways.at[p.size] || at - ways.at[s] >= ways.came[s]) nobody(at, p.k);
     }
@@ -572,11 +689,9 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   // Where there is a hook: waits until all has come, and tells it.
   __device__ __forceinline__ bool await() const {
     bool there = true;
+#pragma unroll 1
     for (uint32_t w = threadIdx.x; w < ways.first[p.size] * p.packets && there; w += blockDim.x) {
-      uint32_t i;
-      const uint32_t s = source_of(w / p.packets, i);
-      uint4 v[Each];
-      there = take(s, i, w % p.packets, v);
+      there = await_packet(p, buffer, flag, w);
     }
     have_come(0);
     return !__syncthreads_or(!there);
@@ -585,20 +700,20 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   // Sees that what came is what there is room for, and tells of it. By all threads of a block.
   static __device__ __noinline__ bool see(const PushDispatchParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
     const PushDispatch all(p, use, buffer, flag);
-    return all.check_rows() && (p.desk == 0 || all.await()) && (!all.is_clerk() || p.again || all.tell_rows());
+    return all.check_rows() && (p.desk == 0 || all.await()) && (!all.tells_rows() || p.again || all.tell_rows());
   }
 
   __device__ __forceinline__ bool check_rows() const {
     if (p.again) {
       const uint32_t* received = reinterpret_cast<const uint32_t*>(p.received);
-      if (is_clerk() && threadIdx.x < p.size && ways.came[threadIdx.x] != received[threadIdx.x]) {
+      if (tells_rows() && threadIdx.x < p.size && ways.came[threadIdx.x] != received[threadIdx.x]) {
         deny(p, flag, threadIdx.x, ways.came[threadIdx.x]);
       }
       const bool other = threadIdx.x < p.size && ways.came[threadIdx.x] != received[threadIdx.x];
       if (__syncthreads_or(other)) return false;
     } else {
       // Slots are counted for the caller too.
-      if ((p.arrangement == by_expert || is_clerk()) && !count_slots()) return false;
+      if ((p.arrangement == by_expert || tells_rows()) && !count_slots()) return false;
       const uint32_t rows = p.arrangement == by_expert ? ways.begin[p.own_slots] : ways.at[p.size];
       if (rows > p.capacity) {
         overflow(p, flag, rows);
@@ -608,23 +723,38 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return true;
   }
 
-  __device__ __forceinline__ bool take_rows(uint32_t me, uint32_t threads) const {
-    if (!take_counts() || !see(p, use, buffer, flag)) return false;
-    if (!is_worker()) return true;
-    return p.arrangement == by_expert ? by_experts(p, use, buffer, flag) : take_by_source(me, threads);
-  }
-
   __device__ __forceinline__ void run() {
     const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = workers() * blockDim.x;
     announce();
+    if (threadIdx.x == 0) ways.item = 0;
     find_ways();
     uint64_t rows = 0;
+#pragma unroll 1
     for (uint32_t r = 0; r < p.size; ++r) rows += r == p.rank ? 0 : ways.to[r];
-    if (is_worker()) push_all(me, threads);
+    // What is pushed before anything is waited for: all of it, if that is not much, or if all of it is waited for at once.
+    const uint32_t all = p.tokens * (p.size - 1) * p.packets;
+    const uint32_t ahead = p.arrangement == by_expert || p.desk != 0 ? all : min(all, 2 * threads);
+    if (is_worker() && p.size > 1) {
+      push_headers(me, threads);
+      push_rows(me, ahead, threads);
+    }
     empty();
     tally(rows * p.all_bytes);
-    if (is_clerk() && !p.again) tell_ways(p);
-    finish(!take_rows(me, threads));
+    if (tells_ways() && !p.again) tell_ways(p);
+    bool there = take_counts() && see(p, use, buffer, flag);
+    if (is_worker() && there) {
+      if (p.arrangement == by_expert) {
+        there = by_experts(p, use, buffer, flag);
+      } else {
+        // Half of the warps push the rest, and then help.
+        const uint32_t half = blockDim.x / 2;
+        if (threadIdx.x < half) push_rows(ahead + blockIdx.x * half + threadIdx.x, all, workers() * half);
+        there = take_by_source();
+        // From the other end: those that have fewer packets.
+        if (!p.again && there) there = take_headers(threads - 1 - me, threads);
+      }
+    }
+    finish(!there);
   }
 };
 

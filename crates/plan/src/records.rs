@@ -213,15 +213,18 @@ impl Pushed {
     }
 }
 
-/// Most blocks that push, of which the last one writes down what the caller is told.
+/// Most blocks that push.
 const MOST_BLOCKS: u16 = 132;
+
+/// Blocks of a dispatch that write down what the caller is told, where there are more.
+const CLERKS: usize = 2;
 
 /// For so many packets or granules: a thread for each while there are blocks for that.
 fn launch(threads: usize, most: u16) -> Launch {
     let most = most.clamp(1, MOST_BLOCKS);
-    let fits = |each: &u16| threads.div_ceil(usize::from(*each)) < usize::from(most);
+    let fits = |each: &u16| threads.div_ceil(usize::from(*each)) + CLERKS <= usize::from(most);
     let each = [128, 256].into_iter().find(fits).unwrap_or(512);
-    let blocks = threads.div_ceil(usize::from(each)).saturating_add(1);
+    let blocks = threads.div_ceil(usize::from(each)).saturating_add(CLERKS);
     Launch {
         blocks: u16::try_from(blocks).unwrap_or(most).clamp(1, most),
         threads: each,
@@ -307,9 +310,9 @@ mod tests {
             let launch = launch(threads, most);
             (launch.blocks, launch.threads)
         };
-        assert_eq!(of(224, 132), (3, 128));
-        assert_eq!(of(0, 132), (1, 128));
-        assert_eq!(of(128 * 224, 132), (113, 256));
+        assert_eq!(of(224, 132), (4, 128));
+        assert_eq!(of(0, 132), (2, 128));
+        assert_eq!(of(128 * 224, 132), (114, 256));
         assert_eq!(of(1 << 30, 132), (132, 512));
         assert_eq!(of(1 << 30, 24), (24, 512));
     }
