@@ -26,6 +26,9 @@ pub enum Arrangement {
 pub enum Transport {
     /// Every rank writes its rows to their places at each receiver, in pieces where they do not fit.
     OneSided,
+    /// Rows pass through queues in the receivers' memory, however many they are: see
+    /// [`CommConfig::fifo_bytes`](crate::CommConfig::fifo_bytes).
+    Fifo,
 }
 
 /// Scales of rows that are cast to fp8 on the way: one for each 128 columns of a row.

@@ -2,13 +2,20 @@
 
 use crate::{
     Topology,
-    dispatch::{Sections, pieces, transport},
+    dispatch::{Sections, pieces, queued, transport},
+    fifo::Queues,
 };
-use brigade_device::{CombineCall, CombineSum, Plan, Reason};
+use brigade_device::{CombineCall, CombineSum, Plan, Reason, Transport};
 use std::ops::Range;
 
 pub(crate) fn plan(call: &CombineCall, topology: &Topology) -> Result<Plan, Reason> {
     let transport = transport(call.choice, topology)?;
+    if transport == Transport::Fifo {
+        return queued(
+            call.max_rows(),
+            &Queues::of(topology, &queued_sections(call))?,
+        );
+    }
     let have = topology.config.combine_bytes;
     pieces(
         transport,
@@ -17,6 +24,11 @@ pub(crate) fn plan(call: &CombineCall, topology: &Topology) -> Result<Plan, Reas
         ("combine_bytes", have),
         |rows| Returning::new(call, rows).bytes(),
     )
+}
+
+/// Bytes of a row that goes back through a queue: its elements, the weights beside it, and which of the rows from there it is, i32.
+pub fn queued_sections(call: &CombineCall) -> [usize; 3] {
+    [call.hidden * call.dtype.bytes(), 4 * call.row_weights(), 4]
 }
 
 /// What a sender's part of a half holds, for so many rows: counts, rows, and the weights that go back with them.

@@ -1,11 +1,14 @@
 //! Dispatch: how many rows go at a time, and where what belongs to them lies on the way.
 
-use crate::{Topology, reason};
+use crate::{Topology, fifo::Queues, reason};
 use brigade_device::{DispatchCall, Launch, Plan, Reason, Transport};
 use std::ops::Range;
 
 pub(crate) fn plan(call: &DispatchCall, topology: &Topology) -> Result<Plan, Reason> {
     let transport = transport(call.choice, topology)?;
+    if transport == Transport::Fifo {
+        return queued(call.max_tokens, &Queues::of(topology, &sections(call))?);
+    }
     let have = topology.config.dispatch_bytes;
     pieces(
         transport,
@@ -24,7 +27,18 @@ pub(crate) fn transport(
     match choice.unwrap_or(Transport::OneSided) {
         _ if !topology.engines.dispatches => Err(reason::no_experts()),
         Transport::OneSided => Ok(Transport::OneSided),
+        Transport::Fifo => Ok(Transport::Fifo),
     }
+}
+
+/// Through queues: as many rows at a time as an entry holds.
+pub(crate) fn queued(rows: usize, queues: &Queues) -> Result<Plan, Reason> {
+    Ok(Plan::Experts {
+        transport: Transport::Fifo,
+        piece_rows: queues.entry_rows,
+        pieces: rows.div_ceil(queues.entry_rows).max(1),
+        launch: Launch::default(),
+    })
 }
 
 /// As many rows of a sender at a time as fit its part of a half.
@@ -106,26 +120,31 @@ impl Section {
     }
 }
 
+/// Bytes of a row of a dispatch in each section. Rows that go the same ways again bring no tokens, slots and weights.
+pub fn sections(call: &DispatchCall) -> Vec<usize> {
+    let (scale_type, scales) = match call.cast {
+        Some(cast) => cast.scales(call.hidden),
+        None => (call.dtype, 0),
+    };
+    let first = |bytes: usize| if call.again { 0 } else { bytes };
+    let mut each = vec![
+        call.hidden * call.wire_type().bytes(),
+        scales * scale_type.bytes(),
+        first(4),
+        first(4 * call.k),
+        first(if call.weights { 4 * call.k } else { 0 }),
+    ];
+    each.extend(&call.beside_bytes);
+    each
+}
+
 impl Sections {
     /// Bytes of the counts.
     pub const COUNTS_BYTES: usize = 64;
 
-    /// For rows of a dispatch. Rows that go the same ways again bring no tokens, slots and weights.
+    /// For rows of a dispatch.
     pub fn dispatch(call: &DispatchCall, rows: usize) -> Self {
-        let (scale_type, scales) = match call.cast {
-            Some(cast) => cast.scales(call.hidden),
-            None => (call.dtype, 0),
-        };
-        let first = |bytes: usize| if call.again { 0 } else { bytes };
-        let mut each = vec![
-            call.hidden * call.wire_type().bytes(),
-            scales * scale_type.bytes(),
-            first(4),
-            first(4 * call.k),
-            first(if call.weights { 4 * call.k } else { 0 }),
-        ];
-        each.extend(&call.beside_bytes);
-        Self::new(&each, rows)
+        Self::new(&sections(call), rows)
     }
 
     /// For rows that have so many bytes in each section.
