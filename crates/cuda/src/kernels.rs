@@ -7,9 +7,9 @@ use crate::{
 };
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
-    AdaptersParams, ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams,
-    MessagesParams, MoveParams, PackParams, Parameters, QuantizeParams, QuantizeRowsParams,
-    ReduceParams, StepsParams, TransposeParams, fatbin,
+    AdaptersParams, AllToAllRowsParams, ConvertParams, DequantizeParams, FinishParams,
+    GreatestParams, LongParams, MessagesParams, MoveParams, PackParams, Parameters, QuantizeParams,
+    QuantizeRowsParams, ReduceParams, StepsParams, TransposeParams, fatbin,
 };
 use cudarc::driver::CudaContext;
 use std::sync::Arc;
@@ -30,6 +30,7 @@ pub(crate) struct Kernels {
     pub(crate) moves: Kernel<MoveParams>,
     pub(crate) reduce: Kernel<ReduceParams>,
     pub(crate) messages: Kernel<MessagesParams>,
+    pub(crate) rows: Kernel<AllToAllRowsParams>,
     pub(crate) adapters: Kernel<AdaptersParams>,
     pub(crate) pushes: PushKernels,
     pub(crate) norms: NormKernels,
@@ -69,6 +70,7 @@ impl Kernels {
             moves: set("move")?.kernel()?,
             reduce: set("reduce")?.kernel()?,
             messages: set("messages")?.kernel()?,
+            rows: set("all_to_all_rows")?.kernel()?,
             adapters: set("adapters")?.kernel()?,
             norms: NormKernels::load(&set("all_reduce_norm")?)?,
             routes: RouteKernels::load(&set("routing")?)?,

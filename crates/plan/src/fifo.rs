@@ -29,6 +29,9 @@ pub struct Queues {
 /// What an entry should have at least, so that its flag costs little beside it.
 const ENTRY_BYTES: usize = 16 << 10;
 
+/// Most rows in an entry.
+const MOST_ROWS: usize = 1 << 24;
+
 /// Channels and entries, the ones that let most go on side by side first.
 const SHAPES: [(usize, u32); 6] = [(MOST_CHANNELS, 8), (4, 4), (4, 2), (2, 2), (1, 2), (1, 1)];
 
@@ -60,8 +63,7 @@ impl Queues {
         };
         let entry_bytes = entry(shape);
         // Bytes grow with rows, so they can be searched. A row of nothing takes no room.
-        let most = i32::MAX as usize;
-        let (mut enough, mut too_many) = (1, entry_bytes.min(most) + 1);
+        let (mut enough, mut too_many) = (1, entry_bytes.min(MOST_ROWS) + 1);
         while too_many - enough > 1 {
             let middle = enough.midpoint(too_many);
             match bytes(middle) <= entry_bytes {
