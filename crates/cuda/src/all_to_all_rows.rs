@@ -3,16 +3,13 @@
 use crate::{
     Launch,
     comm::CudaComm,
-    fifo::{queued, row_threads},
+    fifo::{OWN_BLOCKS, queued, row_threads},
     job::Job,
     memory::check_reach,
 };
 use brigade_device::{AllToAllRowsCall, AllToAllRowsParams, Buffer, Call, Plan, Result, Turn};
 use brigade_kernels::{AllToAllRowsParams as Parameters, MESSAGE_THREADS};
 use brigade_plan::fifo::Queues;
-
-/// Most blocks that take own rows to where they go.
-const OWN_BLOCKS: usize = 64;
 
 /// The arguments.
 struct Arguments {

@@ -1,6 +1,8 @@
 //! Combine: every rank writes what became of rows into its part of the halves of those that they came from, a piece at a time; who has
 //! all of it adds it up.
 
+mod fifo;
+
 use crate::{
     Kernel, KernelSet, Missing,
     comm::{CudaComm, unexpected},
@@ -14,10 +16,14 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, CombineCall, CombineParams, CombineSum, Combined, DataType, HandleParts, Output,
-    Plan, Result, Turn,
+    Plan, Result, Transport, Turn,
 };
 use brigade_kernels::CombineParams as Parameters;
-use brigade_plan::{combine::Returning, dispatch::part_bytes};
+use brigade_plan::{
+    combine::{Returning, queued_sections},
+    dispatch::part_bytes,
+    fifo::Queues,
+};
 use brigade_sync::Area;
 use cudarc::driver::result;
 use std::sync::Arc;
@@ -44,7 +50,10 @@ impl CombineKernels {
 struct Arguments {
     call: CombineCall,
     piece_rows: usize,
+    /// None where rows go through queues.
     pieces: usize,
+    /// The queues, and which rows go back to whom.
+    queues: Option<(Queues, Buffer)>,
     rows: Buffer,
     weights: Option<Buffer>,
     biases: Vec<Buffer>,
@@ -62,11 +71,23 @@ impl CudaComm {
         let signed = Call::Combine(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
-            piece_rows, pieces, ..
+            transport,
+            piece_rows,
+            pieces,
+            ..
         } = plan
         else {
             return Err(unexpected(&plan));
         };
+        let queues = match transport {
+            Transport::OneSided => None,
+            Transport::Fifo => Some(Queues::new(
+                self.core.config.fifo_bytes,
+                self.core.size(),
+                &queued_sections(&call),
+            )?),
+        };
+        let pieces = if queues.is_some() { 0 } else { pieces };
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
         let (tokens, size) = (p.handle.tokens(), self.core.size());
         let (d, new) = match &p.output {
@@ -87,7 +108,7 @@ impl CudaComm {
             CombineSum::Rank | CombineSum::Expert => None,
         };
         let staged = match pieces {
-            0 | 1 => None,
+            1 => None,
             _ => {
                 let bytes = Returning::new(&call, call.max_rows())
                     .bytes()
@@ -95,10 +116,18 @@ impl CudaComm {
                 Some(device.scratch(lane, DataType::U8, &[size, bytes])?)
             }
         };
+        let queues = match queues {
+            Some(queues) => {
+                let list = device.scratch(lane, DataType::I32, &[size, call.max_rows() + 1])?;
+                Some((queues, list))
+            }
+            None => None,
+        };
         let a = Arguments {
             call,
             piece_rows,
             pieces,
+            queues,
             rows: p.rows.retain(),
             weights: p.weights.map(|w| w.retain()),
             biases: p.biases.iter().map(|b| b.retain()).collect(),
@@ -137,6 +166,7 @@ impl Arguments {
         list.extend(&self.weights_back);
         list.extend(&self.rows_of);
         list.extend(&self.staged);
+        list.extend(self.queues.iter().map(|(_, rows)| rows));
         list.extend(self.parts.buffers());
         list
     }
@@ -147,6 +177,10 @@ fn combine(job: &mut Job<'_>, a: &Arguments) -> Result<()> {
         job.poisons(out.address(), out.bytes(), out.dtype());
     }
     let mut open = None;
+    if let (Some((queues, list)), Some(staged)) = (&a.queues, &a.staged) {
+        job.rows_of(a)?;
+        job.queue_back(a, queues, (staged, list))?;
+    }
     for piece in 0..a.pieces {
         let of = job.begin(Area::Combine);
         if piece == 0 {
@@ -209,11 +243,7 @@ impl Job<'_> {
             hidden: a.call.hidden as u32,
             from_type: types::float_code(a.call.dtype),
             out_type: types::float_code(a.call.output),
-            sum: match a.call.sum {
-                CombineSum::Rank => 0,
-                CombineSum::Expert => 1,
-                CombineSum::ExpertByRank => 2,
-            },
+            sum: Self::sum_code(a),
             max_tokens: a.call.max_tokens as u32,
             tokens: a.parts.layout.slots.shape().rows() as u64,
             k: a.call.k as u32,
@@ -224,6 +254,14 @@ impl Job<'_> {
             rank: core.rank() as u32,
             size: core.size() as u32,
             ..Parameters::default()
+        }
+    }
+
+    const fn sum_code(a: &Arguments) -> u32 {
+        match a.call.sum {
+            CombineSum::Rank => 0,
+            CombineSum::Expert => 1,
+            CombineSum::ExpertByRank => 2,
         }
     }
 

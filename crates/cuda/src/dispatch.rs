@@ -1,6 +1,8 @@
 //! Dispatch: every rank writes its rows into its part of the receivers' halves, a piece at a time; who has all of them puts them
 //! where the arrangement wants them. Nobody's host hears of a count, unless room is to be made for just so many rows.
 
+mod fifo;
+
 use crate::{
     CudaDevice, Kernel, KernelSet, Launch, Missing,
     comm::{CudaComm, unexpected},
@@ -13,11 +15,13 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
-    Dispatched, Error, Expected, Group, Plan, Result, Route, ScaleFormat, Storage, Turn, Ways,
+    Dispatched, Error, Expected, Group, Plan, Result, Route, ScaleFormat, Storage, Transport, Turn,
+    Ways,
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
 use brigade_plan::{
-    dispatch::{Section, Sections, part_bytes},
+    dispatch::{Section, Sections, part_bytes, sections},
+    fifo::Queues,
     routes::Slots,
 };
 use brigade_sync::Area;
@@ -83,7 +87,9 @@ struct Arguments {
     call: DispatchCall,
     group: Group,
     piece_rows: usize,
+    /// None where rows go through queues.
     pieces: usize,
+    queues: Option<Queues>,
     rows: Buffer,
     beside: Vec<Buffer>,
     beside_rows: Vec<(DataType, usize)>,
@@ -110,13 +116,26 @@ impl CudaComm {
         let signed = Call::Dispatch(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
-            piece_rows, pieces, ..
+            transport,
+            piece_rows,
+            pieces,
+            ..
         } = plan
         else {
             return Err(unexpected(&plan));
         };
+        let queues = match transport {
+            Transport::OneSided => None,
+            Transport::Fifo => Some(Queues::new(
+                self.core.config.fifo_bytes,
+                group.size,
+                &sections(&call),
+            )?),
+        };
+        let pieces = if queues.is_some() { 0 } else { pieces };
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
-        let a = Arguments::new(device, lane, &p, (call, group), (piece_rows, pieces))?;
+        let mut a = Arguments::new(device, lane, &p, (call, group), (piece_rows, pieces))?;
+        a.queues = queues;
         let given = match a.ways.room(&a.call, group.size) {
             Some(room) => Some(a.allocate(device, lane, room)?),
             None => {
@@ -174,7 +193,7 @@ impl Arguments {
             None => None,
         };
         let staged = match pieces {
-            0 | 1 => None,
+            1 => None,
             _ => {
                 let bytes = Sections::dispatch(&call, call.max_tokens)
                     .bytes
@@ -186,6 +205,7 @@ impl Arguments {
             group,
             piece_rows,
             pieces,
+            queues: None,
             beside_rows: p
                 .beside
                 .iter()
@@ -252,15 +272,14 @@ fn dispatch(
     let device = Arc::clone(&job.core.device);
     let sections = Sections::dispatch(&a.call, a.piece_rows);
     let mut open = None;
+    if let (Some(queues), Some(staged)) = (&a.queues, &a.staged) {
+        job.prepare_rows(a)?;
+        job.queue_rows(a, queues, staged)?;
+    }
     for piece in 0..a.pieces {
         let of = job.begin(Area::Dispatch);
         if piece == 0 {
-            // Peers hear of the arrival before anything is worked on here.
-            job.steps_now()?;
-            if let Some(router) = &a.router {
-                router.route(&device, job.stream, a.ways.layout())?;
-            }
-            job.cast(a)?;
+            job.prepare_rows(a)?;
         }
         job.push_rows(a, &sections, of, piece)?;
         job.steps.filled_to_all(of, a.group.rank, 0);
@@ -316,6 +335,15 @@ fn dispatch(
 }
 
 impl Job<'_> {
+    /// Peers hear of the arrival before anything is worked on here.
+    fn prepare_rows(&mut self, a: &Arguments) -> Result<()> {
+        self.steps_now()?;
+        if let Some(router) = &a.router {
+            router.route(&self.core.device, self.stream, a.ways.layout())?;
+        }
+        self.cast(a)
+    }
+
     fn cast(&mut self, a: &Arguments) -> Result<()> {
         let (Some(cast), Some((values, scales))) = (a.call.cast, &a.cast) else {
             return Ok(());
@@ -390,20 +418,8 @@ impl Job<'_> {
     ) -> Result<()> {
         self.steps_now()?;
         let mut parameters = self.dispatching(a, sections, Some(of));
-        let mut from = |section: Section, buffer: Option<&Buffer>| {
+        for (section, buffer) in a.sent_sections() {
             parameters.from[section.index()] = buffer.map_or(0, Buffer::address);
-        };
-        from(
-            Section::Row,
-            Some(a.cast.as_ref().map_or(&a.rows, |(values, _)| values)),
-        );
-        from(Section::Scales, a.cast.as_ref().map(|(_, scales)| scales));
-        from(Section::Slots, Some(&a.ways.layout().slots));
-        if let Ways::New(expected) = &a.ways {
-            from(Section::Weights, expected.own_weights.as_ref());
-        }
-        for (i, buffer) in a.beside.iter().enumerate() {
-            from(Section::Beside(i), Some(buffer));
         }
         parameters.first_row = (piece * a.piece_rows) as u32;
         parameters.piece_rows = a.piece_rows as u32;

@@ -1,10 +1,11 @@
 //! Queues between ranks: what kernels are told whose blocks serve them. Those blocks take the places of blocks that carry messages,
 //! of which there are as many and as large ones.
 
-use crate::{job::Job, messages::BLOCKS_EACH};
-use brigade_kernels::{FIFO_CHANNELS, FIFO_LINE_WORDS, MESSAGE_THREADS};
+use crate::{Kernel, KernelSet, Missing, job::Job, messages::BLOCKS_EACH};
+use brigade_kernels::{CombineFifoParams, FIFO_CHANNELS, FIFO_LINE_WORDS, MESSAGE_THREADS};
 use brigade_plan::fifo::{MOST_CHANNELS, Queues};
 use brigade_sync::Fifo;
+use std::sync::Arc;
 
 const _: () = assert!(
     MOST_CHANNELS == FIFO_CHANNELS
@@ -35,6 +36,25 @@ macro_rules! queued {
     }};
 }
 pub(crate) use queued;
+
+/// Most blocks that take own rows to where they go.
+pub(crate) const OWN_BLOCKS: usize = 64;
+
+/// Kernels by which rows go back through queues.
+#[derive(Debug)]
+pub(crate) struct BackKernels {
+    pub(crate) list: Kernel<CombineFifoParams>,
+    pub(crate) exchange: Kernel<CombineFifoParams>,
+}
+
+impl BackKernels {
+    pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
+        Ok(Self {
+            list: set.variant("_list")?,
+            exchange: set.variant("_exchange")?,
+        })
+    }
+}
 
 /// Threads for each row of so many bytes at most: few enough that each has several accesses in flight, and all threads of a block for
 /// what an entry holds.

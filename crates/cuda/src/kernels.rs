@@ -2,14 +2,14 @@
 
 use crate::{
     Kernel, KernelSet, Launch, Missing, combine::CombineKernels, dispatch::DispatchKernels,
-    gemm_flags::TileKernels, lane::Lane, norm::NormKernels, pushed::PushKernels,
+    fifo::BackKernels, gemm_flags::TileKernels, lane::Lane, norm::NormKernels, pushed::PushKernels,
     routing::RouteKernels,
 };
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
-    AdaptersParams, AllToAllRowsParams, ConvertParams, DequantizeParams, FinishParams,
-    GreatestParams, LongParams, MessagesParams, MoveParams, PackParams, Parameters, QuantizeParams,
-    QuantizeRowsParams, ReduceParams, StepsParams, TransposeParams, fatbin,
+    AdaptersParams, AllToAllRowsParams, ConvertParams, DequantizeParams, DispatchFifoParams,
+    FinishParams, GreatestParams, LongParams, MessagesParams, MoveParams, PackParams, Parameters,
+    QuantizeParams, QuantizeRowsParams, ReduceParams, StepsParams, TransposeParams, fatbin,
 };
 use cudarc::driver::CudaContext;
 use std::sync::Arc;
@@ -37,6 +37,8 @@ pub(crate) struct Kernels {
     pub(crate) routes: RouteKernels,
     pub(crate) dispatches: DispatchKernels,
     pub(crate) combines: CombineKernels,
+    pub(crate) dispatch_fifo: Kernel<DispatchFifoParams>,
+    pub(crate) combine_fifo: BackKernels,
     /// On compute capability 9.0.
     pub(crate) tiles: Option<TileKernels>,
     sms: u32,
@@ -76,6 +78,8 @@ impl Kernels {
             routes: RouteKernels::load(&set("routing")?)?,
             dispatches: DispatchKernels::load(&set("dispatch")?)?,
             combines: CombineKernels::load(&set("combine")?)?,
+            dispatch_fifo: set("dispatch_fifo")?.kernel()?,
+            combine_fifo: BackKernels::load(&set("combine_fifo")?)?,
             pushes: PushKernels::load(set, capability)?,
             tiles: (capability == (9, 0))
                 .then(|| TileKernels::load(&set("gemm_flags")?))

@@ -4,7 +4,7 @@
 use crate::{
     comm::{HostComm, unexpected},
     dispatch::{Came, round},
-    element,
+    element, fifo,
     job::{Active, Job},
     memory::{poison, reading, writing},
     queue::HostQueue,
@@ -12,10 +12,11 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, CombineCall, CombineParams, CombineSum, Combined, DataType, FaultKind,
-    HandleParts, Output, Plan, Result, Turn,
+    HandleParts, Output, Plan, Result, Transport, Turn,
 };
 use brigade_plan::{
-    combine::{Returning, returned},
+    combine::{Returning, queued_sections, returned},
+    fifo::Queues,
     routes::{Row, Slots, rows_of_sources},
 };
 use brigade_sync::Area;
@@ -23,6 +24,7 @@ use brigade_sync::Area;
 /// The arguments, kept for as long as the call is in flight or captured.
 struct Arguments {
     call: CombineCall,
+    transport: Transport,
     piece_rows: usize,
     pieces: usize,
     rows: Buffer,
@@ -39,7 +41,10 @@ impl HostComm {
         let signed = Call::Combine(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
-            piece_rows, pieces, ..
+            transport,
+            piece_rows,
+            pieces,
+            ..
         } = plan
         else {
             return Err(unexpected(&plan));
@@ -61,6 +66,7 @@ impl HostComm {
         };
         let arguments = Arguments {
             call,
+            transport,
             piece_rows,
             pieces,
             rows: p.rows.retain(),
@@ -172,6 +178,19 @@ fn going(a: &Arguments, size: usize) -> Result<Vec<Going>> {
 fn exchange(active: &mut Active<'_>, a: &Arguments, going: &[Going]) -> Result<Vec<Came>> {
     let sections = Returning::new(&a.call, a.piece_rows);
     let (bytes, per_row) = (a.call.hidden * a.call.dtype.bytes(), a.call.row_weights());
+    if a.transport == Transport::Fifo {
+        let config = &active.job.core.config;
+        let queues = Queues::new(config.fifo_bytes, going.len(), &queued_sections(&a.call))?;
+        let counts = going.iter().map(|g| g.count).collect();
+        // They come in an order that their receiver knows, so none brings its place.
+        return fifo::collect(active, &queues, counts, 2, |to, part, entry| {
+            let Going { rows, weights, .. } = &going[to];
+            let rows = &rows[part.start * bytes..part.end * bytes];
+            let weights = &weights[part.start * per_row..part.end * per_row];
+            entry[queues.sections.at(0, part.len())].copy_from_slice(rows);
+            entry[queues.sections.at(1, part.len())].copy_from_slice(bytemuck::cast_slice(weights));
+        });
+    }
     let mut came = vec![
         Came {
             rows: 0,

@@ -4,7 +4,7 @@
 use crate::{
     comm::{HostComm, unexpected},
     device::HostDevice,
-    element,
+    element, fifo,
     job::{Active, Job, Use},
     memory::{poison, reading, writing},
     quantize,
@@ -13,10 +13,12 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
-    Expected, FaultKind, Fp8Cast, Group, HandleParts, Plan, Result, Route, ScaleFormat, Turn, Ways,
+    Expected, FaultKind, Fp8Cast, Group, HandleParts, Plan, Result, Route, ScaleFormat, Transport,
+    Turn, Ways,
 };
 use brigade_plan::{
-    dispatch::{Section, Sections, part_bytes},
+    dispatch::{Section, Sections, part_bytes, sections},
+    fifo::Queues,
     routes::{Arranged, Slots, rows_of_sources},
 };
 use brigade_sync::Area;
@@ -27,6 +29,7 @@ use std::sync::Arc;
 struct Arguments {
     call: DispatchCall,
     group: Group,
+    transport: Transport,
     piece_rows: usize,
     pieces: usize,
     rows: Buffer,
@@ -45,7 +48,10 @@ impl HostComm {
         let signed = Call::Dispatch(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
-            piece_rows, pieces, ..
+            transport,
+            piece_rows,
+            pieces,
+            ..
         } = plan
         else {
             return Err(unexpected(&plan));
@@ -64,6 +70,7 @@ impl HostComm {
             Route::Again(handle) => (None, Ways::Again(Box::new(handle.parts().clone()))),
         };
         let arguments = Arguments {
+            transport,
             piece_rows,
             pieces,
             group,
@@ -244,6 +251,17 @@ fn exchange(
     sent: &[Vec<i32>],
     own: &Own<'_>,
 ) -> Result<Vec<Came>> {
+    if a.transport == Transport::Fifo {
+        let config = &active.job.core.config;
+        let queues = Queues::new(config.fifo_bytes, a.group.size, &sections(&a.call))?;
+        let counts = sent.iter().map(Vec::len).collect();
+        let kept = queues.sections.count();
+        return fifo::collect(active, &queues, counts, kept, |to, rows, entry| {
+            for (i, &token) in sent[to][rows].iter().enumerate() {
+                own.write(to, token, i, &queues.sections, entry);
+            }
+        });
+    }
     let sections = Sections::dispatch(&a.call, a.piece_rows);
     let lists: Vec<usize> = (0..sections.count()).collect();
     let mut came = vec![

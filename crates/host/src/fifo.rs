@@ -3,6 +3,7 @@
 
 use crate::{
     core::Pairs,
+    dispatch::Came,
     job::{Active, Job},
 };
 use brigade_device::{FaultKind, Place, Point, Result};
@@ -119,6 +120,66 @@ pub(crate) fn exchange(
         state.queued.received[at(end.peer, end.channel)] = end.side.count().into();
     }
     Ok(())
+}
+
+/// Rows to all ranks, `counts` to each, of which `write` writes some into an entry; and what comes from all: of each row as many
+/// sections as `kept` says, in the order of their sender.
+pub(crate) fn collect<W: Fn(usize, Range<usize>, &mut [u8])>(
+    active: &mut Active<'_>,
+    queues: &Queues,
+    counts: Vec<usize>,
+    kept: usize,
+    write: W,
+) -> Result<Vec<Came>> {
+    let mut rows = Sent {
+        queues,
+        came: vec![Came::default(); counts.len()],
+        counts,
+        kept,
+        write,
+    };
+    exchange(active, queues, &mut rows)?;
+    Ok(rows.came)
+}
+
+struct Sent<'a, W> {
+    queues: &'a Queues,
+    counts: Vec<usize>,
+    kept: usize,
+    write: W,
+    came: Vec<Came>,
+}
+
+impl<W: Fn(usize, Range<usize>, &mut [u8])> Rows for Sent<'_, W> {
+    fn count(&self, to: usize) -> usize {
+        self.counts[to]
+    }
+
+    fn write(&self, to: usize, rows: Range<usize>, entry: &mut [u8]) {
+        (self.write)(to, rows, entry);
+    }
+
+    fn announced(&mut self, from: usize, rows: usize) -> usize {
+        // Every channel says so.
+        if self.came[from].sections.is_empty() {
+            let bytes = |i: usize| self.queues.sections.at(i, rows).len();
+            self.came[from] = Came {
+                rows,
+                sections: (0..self.kept).map(|i| vec![0; bytes(i)]).collect(),
+            };
+        }
+        self.came[from].rows
+    }
+
+    fn take(&mut self, from: usize, rows: Range<usize>, entry: &[u8]) -> Result<()> {
+        let sections = &self.queues.sections;
+        for (i, kept) in self.came[from].sections.iter_mut().enumerate() {
+            let each = sections.at(i, 1).len();
+            let to = &mut kept[each * rows.start..each * rows.end];
+            to.copy_from_slice(&entry[sections.at(i, rows.len())]);
+        }
+        Ok(())
+    }
 }
 
 /// What pairs of ranks count in their queues.
