@@ -19,6 +19,7 @@ use crate::{
 use back::{Back, diff};
 use brigade_device::{
     Arrangement, CommConfig, DataType, Dispatched, Fp8Cast, ParallelMode, Route, ScaleFormat,
+    Transport,
 };
 use case::{Case, Where};
 use own::{Own, check};
@@ -30,6 +31,9 @@ const ARRANGEMENTS: [(&str, Arrangement); 4] = [
     ("by_expert", Arrangement::ByExpert { alignment: 1 }),
     ("by_aligned_expert", Arrangement::ByExpert { alignment: 16 }),
 ];
+
+/// How names of trials begin, and the transport that they force.
+const TRANSPORTS: [(&str, Option<Transport>); 2] = [("", None), ("fifo/", Some(Transport::Fifo))];
 
 /// Tokens of a rank at most, hidden, k, experts.
 const SIZES: [(usize, usize, usize, usize); 9] = [
@@ -48,6 +52,7 @@ fn config() -> CommConfig {
     CommConfig {
         dispatch_bytes: 2 << 20,
         combine_bytes: 2 << 20,
+        fifo_bytes: 1 << 20,
         scratch_bytes: 4096,
         gather_bytes: 0,
         reduce_scatter_bytes: 0,
@@ -76,16 +81,19 @@ pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use
     );
     let mut case = Case::random(rng, size, sizes);
     case.arrangement = ARRANGEMENTS[rng.random_range(0..ARRANGEMENTS.len())].1;
+    case.choice = [None, Some(Transport::Fifo)][rng.random_range(0..2)];
     let back = Back::random(rng, &case);
     move |rank| round_trip(rank, &case, &back)
 }
 
-fn arranged(world: &World, arrangement: Arrangement) {
+fn arranged(world: &World, arrangement: Arrangement, choice: Option<Transport>) {
     let mut rng = world.rng();
-    let cases: Vec<(Case, Back)> = SIZES
-        .into_iter()
-        .map(|sizes| {
-            let mut case = Case::random(&mut rng, world.size, sizes);
+    let sizes = SIZES.into_iter().enumerate();
+    // Every other one, where it is not the usual transport.
+    let cases: Vec<(Case, Back)> = sizes
+        .filter(|(i, _)| choice.is_none() || i % 2 == world.size % 2)
+        .map(|(_, sizes)| {
+            let mut case = Case::random(&mut rng, world.size, sizes).by(choice);
             case.arrangement = arrangement;
             case.dtype = [DataType::BF16, DataType::F16, DataType::I8][rng.random_range(0..3)];
             if !(case.hidden * case.dtype.bytes()).is_multiple_of(16) {
@@ -104,12 +112,12 @@ fn arranged(world: &World, arrangement: Arrangement) {
 }
 
 /// Room for more rows than come, nobody's rows, all to one rank, and no weights.
-fn extremes(world: &World) {
+fn extremes(world: &World, choice: Option<Transport>) {
     let mut rng = world.rng();
     let size = world.size;
     let mut cases = vec![];
     for (_, arrangement) in ARRANGEMENTS {
-        let mut case = Case::random(&mut rng, size, (20, 32, 3, 2 * size + 1));
+        let mut case = Case::random(&mut rng, size, (20, 32, 3, 2 * size + 1)).by(choice);
         case.arrangement = arrangement;
         if arrangement != Arrangement::BySource {
             case.room = Some(20 * 3 * size + 16 * 4);
@@ -125,7 +133,7 @@ fn extremes(world: &World) {
             (case, back)
         }));
     }
-    let mut bare = Case::random(&mut rng, size, (6, 16, 2, 5));
+    let mut bare = Case::random(&mut rng, size, (6, 16, 2, 5)).by(choice);
     bare.weights = None;
     let back = Back::random(&mut rng, &bare);
     cases.push((bare, back));
@@ -145,6 +153,7 @@ fn placements(world: &World) {
         let all = (per_rank * world.size) as i32;
         let mut case = Case::random(&mut rng, world.size, (30, 16, 4, 7));
         case.arrangement = arrangement;
+        case.choice = TRANSPORTS[rng.random_range(0..2)].1;
         let mut slots: Vec<i32> = (0..7 * 3).map(|_| rng.random_range(0..all)).collect();
         // One expert has one copy, and one none.
         slots[3..6].copy_from_slice(&[1, -1, -1]);
@@ -166,11 +175,11 @@ fn placements(world: &World) {
     });
 }
 
-/// What does not fit goes in pieces, and what no piece holds is refused.
-fn pieces(world: &World) {
+/// What does not fit goes in pieces, or waits until there is room in a queue, and what no piece holds is refused.
+fn pieces(world: &World, choice: Option<Transport>) {
     let mut rng = world.rng();
     let cases = ARRANGEMENTS.map(|(_, arrangement)| {
-        let mut case = Case::random(&mut rng, world.size, (50, 64, 3, 10));
+        let mut case = Case::random(&mut rng, world.size, (50, 64, 3, 10)).by(choice);
         case.arrangement = arrangement;
         let back = Back::random(&mut rng, &case);
         (case, back)
@@ -178,6 +187,7 @@ fn pieces(world: &World) {
     let config = CommConfig {
         dispatch_bytes: 1000 * world.size,
         combine_bytes: 900 * world.size,
+        fifo_bytes: 1000 * world.size,
         ..config()
     };
     world.run(&config, move |rank| {
@@ -198,10 +208,10 @@ fn pieces(world: &World) {
 }
 
 /// Other rows the same ways.
-fn again(world: &World) {
+fn again(world: &World, choice: Option<Transport>) {
     let mut rng = world.rng();
     let cases = ARRANGEMENTS.map(|(_, arrangement)| {
-        let mut case = Case::random(&mut rng, world.size, (40, 24, 3, 9));
+        let mut case = Case::random(&mut rng, world.size, (40, 24, 3, 9)).by(choice);
         case.arrangement = arrangement;
         let mut other = case.clone();
         other.dtype = DataType::F32;
@@ -224,7 +234,7 @@ fn again(world: &World) {
 }
 
 /// Rows that are cast on the way are what was sent, as far as fp8 can tell.
-fn casts(world: &World) {
+fn casts(world: &World, choice: Option<Transport>) {
     let mut rng = world.rng();
     let formats = [
         (ScaleFormat::F32, 9e-4),
@@ -235,7 +245,7 @@ fn casts(world: &World) {
     for (format, limit) in formats {
         for (i, column_major) in [false, true].into_iter().enumerate() {
             for dtype in [DataType::BF16, DataType::F32] {
-                let mut case = Case::random(&mut rng, world.size, (12, 400, 3, 7));
+                let mut case = Case::random(&mut rng, world.size, (12, 400, 3, 7)).by(choice);
                 (case.dtype, case.arrangement) = (dtype, ARRANGEMENTS[2 * i].1);
                 case.cast = Some(Fp8Cast {
                     format,
@@ -310,18 +320,27 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
-    for (name, arrangement) in ARRANGEMENTS {
-        suite.add(&format!("experts/{name}"), move |world| {
-            arranged(world, arrangement)
-        });
+    for (how, choice) in TRANSPORTS {
+        for (name, arrangement) in ARRANGEMENTS {
+            suite.add(&format!("experts/{how}{name}"), move |world| {
+                arranged(world, arrangement, choice);
+            });
+        }
+        let contracts: [(&str, fn(&World, Option<Transport>)); 6] = [
+            ("extremes", extremes),
+            ("pieces", pieces),
+            ("again", again),
+            ("casts", casts),
+            ("overflow", limits::overflow),
+            ("captured", limits::captured),
+        ];
+        for (name, contract) in contracts {
+            suite.add(&format!("experts/{how}{name}"), move |world| {
+                contract(world, choice);
+            });
+        }
     }
-    suite.add("experts/extremes", extremes);
     suite.add("experts/placements", placements);
-    suite.add("experts/pieces", pieces);
-    suite.add("experts/again", again);
-    suite.add("experts/casts", casts);
-    suite.add("experts/overflow", limits::overflow);
-    suite.add("experts/captured", limits::captured);
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);
 }

@@ -251,7 +251,7 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
         ("row_len", ops::all_to_all(6), ops::all_to_all(7)),
     ];
     if engines.dispatches {
-        pairs.push(("hidden", ops::experts(8), ops::experts(12)));
+        pairs.push(("hidden", ops::experts(8, None), ops::experts(12, None)));
         let rows = ops::all_to_all_rows;
         pairs.push(("row_of_list", rows(6), rows(7)));
         pairs.push(("lists", rows(6), ops::all_to_all(6)));

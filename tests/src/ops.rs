@@ -11,7 +11,7 @@ use brigade_device::{
     Chunk, CombineParams, CombineSum, DataType, DispatchParams, GemmParams, Lease,
     LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams, Normed, Operation,
     Output, OverlapMode, Placement, ReduceOp, ReduceScatterParams, Result, Route, Routing,
-    RowPayload,
+    RowPayload, Transport,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -321,7 +321,7 @@ pub fn linear_all_reduce() -> Op {
 }
 
 /// A row of every rank to each rank, and back again. Its output is the sum of all.
-pub fn experts(hidden: usize) -> Op {
+pub fn experts(hidden: usize, choice: Option<Transport>) -> Op {
     let op = Op::new("experts", Operation::Combine, move |rank, lease| {
         let rows = own(rank, DataType::F32, &[1, hidden]);
         let everybody: Vec<u8> = (0..rank.size as i32).flat_map(i32::to_ne_bytes).collect();
@@ -341,7 +341,7 @@ pub fn experts(hidden: usize) -> Op {
             max_tokens: 1,
             max_recv: None,
             cast: None,
-            choice: None,
+            choice,
         });
         // What a dispatch writes is its own.
         let there = match there {
@@ -360,7 +360,7 @@ pub fn experts(hidden: usize) -> Op {
             weights: None,
             biases: &[],
             output: Output::Into(d.view_mut()),
-            choice: None,
+            choice,
         });
         ended(result, d)
     });
@@ -383,7 +383,11 @@ pub fn all(engines: Engines) -> Vec<Op> {
         linear_all_reduce(),
     ];
     if engines.dispatches {
-        ops.push(experts(8));
+        ops.push(experts(8, None));
+        ops.push(named(
+            "experts_fifo".into(),
+            experts(8, Some(Transport::Fifo)),
+        ));
         ops.push(all_to_all_rows(COLUMNS));
     }
     for (name, choice) in algorithms(engines) {

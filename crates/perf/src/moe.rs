@@ -67,6 +67,8 @@ enum Choice {
     Auto,
     /// Rows are written to their places at each receiver
     OneSided,
+    /// Rows pass through queues
+    Fifo,
 }
 
 impl Moe {
@@ -74,6 +76,7 @@ impl Moe {
         match self.transport {
             Choice::Auto => None,
             Choice::OneSided => Some(Transport::OneSided),
+            Choice::Fifo => Some(Transport::Fifo),
         }
     }
 

@@ -84,7 +84,7 @@ impl Back {
                 weights: Some(weights.view()),
                 biases: &views,
                 output: Output::Into(d.view_mut()),
-                choice: None,
+                choice: case.choice,
             })
             .unwrap();
         let (exact, wide) = case.combined(me, (self.sum, self.dtype, self.hidden), &biases);

@@ -1,7 +1,7 @@
 //! What is dispatched, and what must come of it: told token by token, in the words of the contract.
 
 use crate::matrix::to_bytes;
-use brigade_device::{Arrangement, CombineSum, DataType, Fp8Cast};
+use brigade_device::{Arrangement, CombineSum, DataType, Fp8Cast, Transport};
 use half::{bf16, f16};
 use rand::{Rng, RngCore, rngs::StdRng, seq::IndexedRandom};
 
@@ -30,6 +30,8 @@ pub struct Case {
     pub room: Option<usize>,
     pub places: Where,
     pub cast: Option<Fp8Cast>,
+    /// How rows travel, there and back.
+    pub choice: Option<Transport>,
     /// Ids are i64.
     pub wide: bool,
     /// Experts of every rank's tokens.
@@ -70,6 +72,7 @@ impl Case {
             room: None,
             places: Where::Even,
             cast: None,
+            choice: None,
             wide: rng.random(),
             ids: vec![],
             rows: vec![],
@@ -80,6 +83,11 @@ impl Case {
             .map(|_| rng.random_range(0..=max_tokens))
             .collect();
         case.with_tokens(rng, &tokens)
+    }
+
+    /// The same by another transport.
+    pub fn by(self, choice: Option<Transport>) -> Self {
+        Self { choice, ..self }
     }
 
     /// The same with so many tokens of every rank, all of them new.

@@ -12,14 +12,14 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, Buffer, CombineParams, CombineSum, DataType, FaultKind, Fp8Cast, Output, Route,
-    ScaleFormat,
+    ScaleFormat, Transport,
 };
 use std::time::Duration;
 
 /// More rows than there is room for stop the group, and nothing is written behind the last.
-pub fn overflow(world: &World) {
+pub fn overflow(world: &World, choice: Option<Transport>) {
     let mut rng = world.rng();
-    let mut case = Case::random(&mut rng, world.size, (8, 16, 1, 4));
+    let mut case = Case::random(&mut rng, world.size, (8, 16, 1, 4)).by(choice);
     case = case.with_tokens(&mut rng, &vec![8; world.size]);
     case.ids.iter_mut().for_each(|ids| ids.fill(0));
     case.room = Some(8 * world.size - 1);
@@ -41,11 +41,11 @@ pub fn overflow(world: &World) {
 }
 
 /// A graph sends what its buffers hold when it is replayed.
-pub fn captured(world: &World) {
+pub fn captured(world: &World, choice: Option<Transport>) {
     let mut rng = world.rng();
     let cases: Vec<Case> = (0..6)
         .map(|_| {
-            let mut case = Case::random(&mut rng, world.size, (10, 16, 3, 6));
+            let mut case = Case::random(&mut rng, world.size, (10, 16, 3, 6)).by(choice);
             case.room = Some(30 * world.size);
             case.wide = true;
             case.with_tokens(&mut rng, &vec![10; world.size])
@@ -65,7 +65,7 @@ pub fn captured(world: &World) {
                 weights: None,
                 biases: &[],
                 output: Output::Allocate(DataType::BF16),
-                choice: None,
+                choice,
             })?;
             (got, combined) = (Some(there), back.d);
             Ok(())

@@ -89,7 +89,7 @@ impl Own {
             max_tokens: case.max_tokens,
             max_recv: case.room,
             cast: case.cast,
-            choice: None,
+            choice: case.choice,
         })
     }
 }

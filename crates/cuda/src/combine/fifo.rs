@@ -8,7 +8,7 @@ use crate::{
     job::Job,
     types,
 };
-use brigade_device::{Buffer, Result, Storage};
+use brigade_device::{Buffer, Result};
 use brigade_kernels::{CombineFifoParams, MESSAGE_THREADS};
 use brigade_plan::{combine::Returning, fifo::Queues};
 

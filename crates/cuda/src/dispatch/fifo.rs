@@ -7,7 +7,7 @@ use crate::{
     job::Job,
     routing::Placed,
 };
-use brigade_device::{Buffer, Result, Storage, Ways};
+use brigade_device::{Buffer, Result, Ways};
 use brigade_kernels::{DispatchFifoParams, MESSAGE_THREADS};
 use brigade_plan::{
     dispatch::{Section, Sections},
