@@ -110,6 +110,20 @@ impl Case {
         }
     }
 
+    /// Bytes that a rank sends to others.
+    pub fn moved(&self, rank: usize) -> usize {
+        let others = self.send[rank]
+            .iter()
+            .enumerate()
+            .filter(|(to, _)| *to != rank);
+        let rows: usize = others.map(|(_, list)| list.len()).sum();
+        rows * self
+            .payloads
+            .iter()
+            .map(|(d, n)| n * d.bytes())
+            .sum::<usize>()
+    }
+
     /// Makes the call, and asserts what arrives.
     pub fn run(&self, rank: &Rank) {
         let own = Own::of(rank, self);

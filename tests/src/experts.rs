@@ -32,6 +32,9 @@ const ARRANGEMENTS: [(&str, Arrangement); 4] = [
     ("by_aligned_expert", Arrangement::ByExpert { alignment: 16 }),
 ];
 
+/// What is tried by each transport.
+type Contract = fn(&World, Option<Transport>);
+
 /// How names of trials begin, and the transport that they force.
 const TRANSPORTS: [(&str, Option<Transport>); 2] = [("", None), ("fifo/", Some(Transport::Fifo))];
 
@@ -326,7 +329,7 @@ pub fn add(suite: &mut Suite) {
                 arranged(world, arrangement, choice);
             });
         }
-        let contracts: [(&str, fn(&World, Option<Transport>)); 6] = [
+        let contracts: [(&str, Contract); 6] = [
             ("extremes", extremes),
             ("pieces", pieces),
             ("again", again),
