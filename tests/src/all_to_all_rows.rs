@@ -133,10 +133,15 @@ impl Case {
     }
 
     fn check(&self, rank: &Rank, own: &Own) {
+        self.check_over(rank, own, |bytes, _| vec![0xFF; bytes]);
+    }
+
+    /// The same where something lay there before: so many bytes for each payload.
+    fn check_over(&self, rank: &Rank, own: &Own, before: impl Fn(usize, usize) -> Vec<u8>) {
         let me = rank.rank;
         for (i, &(dtype, n)) in self.payloads.iter().enumerate() {
             let each = n * dtype.bytes();
-            let mut want = vec![0xFF; self.rows[me][1] * each];
+            let mut want = before(self.rows[me][1] * each, i);
             for (from, places) in self.recv[me].iter().enumerate() {
                 for (&sent, &place) in self.send[from][me].iter().zip(places) {
                     let Some(place) = index(place, self.rows[me][1]) else {
@@ -309,6 +314,27 @@ fn more_than_fits(world: &World) {
     }
 }
 
+/// Rows that go where others come from: what is sent is what was there before.
+fn in_place(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let cases: Vec<_> = (0..4)
+        .map(|i| {
+            let counts = table(&mut rng, size, 10);
+            let rows = vec![[11 * size; 2]; size];
+            Case::with_rows(&mut rng, PAYLOADS[i], &counts, rows, 10 * size + 2)
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        for case in &cases {
+            let mut own = Own::of(rank, case);
+            own.to = own.from.clone();
+            own.call(&mut rank.lease()).unwrap();
+            case.check_over(rank, &own, |_, i| case.data[rank.rank][i].clone());
+        }
+    });
+}
+
 /// A graph follows what the lists say when it is replayed.
 fn captured(world: &World) {
     let mut rng = world.rng();
@@ -468,6 +494,7 @@ pub fn add(suite: &mut Suite) {
     }
     suite.add("all_to_all_rows/ragged", ragged);
     suite.add("all_to_all_rows/more_than_fits", more_than_fits);
+    suite.add("all_to_all_rows/in_place", in_place);
     suite.add("all_to_all_rows/captured", captured);
     suite.add("all_to_all_rows/disagreeing_pair", disagreeing_pair);
     suite.add("all_to_all_rows/bad_offsets", bad_offsets);
