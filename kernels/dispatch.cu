@@ -1,15 +1,13 @@
 // Rows to their experts. `push` writes own rows into this rank's part of every receiver's half, section by section; once the steps
 // between have seen all of them come, `count` counts what each slot gets, `place` says where rows begin and whether there is room,
 // `arrange` which row is what, and `collect` takes rows there.
-#include "copy.cuh"
 #include "params.cuh"
-#include "slots.cuh"
+#include "sections.cuh"
 #include "steps.cuh"
 #include "types.cuh"
 
 using namespace brigade;
 
-enum Section : uint32_t { row = 0, scales = 1, token = 2, slots = 3, weights = 4, beside = 5 };
 enum Arrangement : uint32_t { dense = 0, by_source = 1, by_expert = 2 };
 
 __device__ __forceinline__ bool is_stopped(const DispatchParams& p) { return is_stopped(group_of(p, p.signature)); }
@@ -48,27 +46,7 @@ extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_push(const __
     }
     if (at >= all) continue;
     const uint32_t from = reinterpret_cast<const uint32_t*>(p.sent)[first + at];
-    for (uint32_t s = 0; s < p.sections; ++s) {
-      const uint64_t bytes = p.row_bytes[s], target = part + p.section[s] + i * bytes;
-      if (bytes == 0) continue;
-      if (s == token) {
-        if (thread == 0) *reinterpret_cast<uint32_t*>(target) = from;
-      } else if (s == slots || s == weights) {
-        const int32_t begin = int32_t(first_slot(p, to)), end = int32_t(first_slot(p, to + 1));
-        for (uint32_t e = thread; e < p.k; e += p.row_threads) {
-          const uint64_t entry = uint64_t(from) * p.k + e;
-          const int32_t slot = reinterpret_cast<const int32_t*>(p.from[slots])[entry];
-          const bool theirs = slot >= begin && slot < end;
-          if (s == slots) {
-            reinterpret_cast<int32_t*>(target)[e] = theirs ? slot - begin : -1;
-          } else {
-            reinterpret_cast<float*>(target)[e] = theirs ? reinterpret_cast<const float*>(p.from[weights])[entry] : 0.0f;
-          }
-        }
-      } else {
-        copy_bytes(target, p.from[s] + from * bytes, bytes, thread, p.row_threads);
-      }
-    }
+    write_sections(p, p.section, part, i, to, from, thread);
   }
 }
 

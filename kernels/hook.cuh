@@ -69,4 +69,38 @@ __device__ __noinline__ Answer consult(const P& p, uint32_t signature, uint64_t 
   return Answer::stopped;
 }
 
+// Waits as one thread, for the block. The hook is asked about the piece, in the block's slot: before a guard (STEP_CREDIT), and behind a flag that
+// tells of data (STEP_WAIT). False if the group was stopped.
+template <typename P>
+__device__ inline bool wait_for(const P& p, const Group& g, uint64_t op, uint64_t epoch, Waiting w, bool& failed) {
+  if (threadIdx.x == 0) {
+    const auto heard = [&](uint64_t at) {
+      const bool asks = g.desk != 0 && op == at;
+      return asks ? consult(p, g.signature, step_bits(op, w.peer, w.word), epoch, blockIdx.x) : Answer::go_on;
+    };
+    Answer answer = heard(STEP_CREDIT);
+    if (answer == Answer::go_on) {
+      do {
+        look(g, w);
+      } while (w.end == End::going_on);
+      if (w.end == End::there) {
+        answer = heard(STEP_WAIT);
+      } else {
+        give_up(g, w);
+        answer = Answer::stopped;
+      }
+    }
+    failed = answer == Answer::stopped;
+  }
+  __syncthreads();
+  return !failed;
+}
+
+// Posts as one thread, unless the hook loses it. A block that is stopped here finds the stop word at its next wait.
+template <typename P>
+__device__ inline void post(const P& p, const Group& g, uint64_t epoch, uint32_t peer, uint32_t word, uint64_t flag) {
+  if (g.desk != 0 && consult(p, g.signature, step_bits(STEP_POST, peer, word), epoch, blockIdx.x) != Answer::go_on) return;
+  store_release_sys(g.word(peer, word), flag);
+}
+
 }  // namespace brigade

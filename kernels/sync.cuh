@@ -73,8 +73,9 @@ struct Waited {
 };
 
 // What a wait is for. Exactly: the protocol keeps the peer from posting a later flag before this one was seen, so any other
-// flag of this epoch or a later one is another call. At least: credits and arrivals at a reset, whatever their signature.
-enum class Want { exactly, at_least };
+// flag of this epoch or a later one is another call. At least: credits and arrivals at a reset, whatever their signature. Since:
+// the same of this signature, where the protocol keeps the peer from another call before all of this one's flags were seen.
+enum class Want { exactly, at_least, since };
 
 // What a flag that was read means to a rank that waits for `expected`. Another generation's flag is not there yet.
 enum class Progress { behind, there, other_call };
@@ -85,6 +86,7 @@ __host__ __device__ constexpr Progress progress(uint64_t seen, uint64_t expected
   const int32_t ahead = int32_t(s.epoch - e.epoch);
   if (ahead < 0) return Progress::behind;
   if (want == Want::at_least) return Progress::there;
+  if (want == Want::since) return s.signature == e.signature ? Progress::there : Progress::other_call;
   return ahead == 0 && s.signature == e.signature ? Progress::there : Progress::other_call;
 }
 
@@ -94,6 +96,9 @@ static_assert(progress(pack({1, 7, 6}), pack({1, 7, 5}), Want::exactly) == Progr
 static_assert(progress(pack({1, 8, 5}), pack({1, 7, 5}), Want::exactly) == Progress::other_call, "other signature");
 static_assert(progress(pack({2, 7, 5}), pack({1, 7, 5}), Want::exactly) == Progress::behind, "other generation");
 static_assert(progress(pack({1, 9, 0}), pack({1, 7, 0xffffffffu}), Want::at_least) == Progress::there, "epochs wrap");
+static_assert(progress(pack({1, 7, 9}), pack({1, 7, 5}), Want::since) == Progress::there, "later, same signature");
+static_assert(progress(pack({1, 8, 9}), pack({1, 7, 5}), Want::since) == Progress::other_call, "later, other signature");
+static_assert(progress(pack({1, 8, 4}), pack({1, 7, 5}), Want::since) == Progress::behind, "earlier, whatever it is");
 
 // Waits until `flag` shows what is wanted, the abort word is set, or `timeout_ns` have passed. One thread calls it. Bounded:
 // the clock and the abort word are read every 256 spins.

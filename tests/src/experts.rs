@@ -37,9 +37,17 @@ type By = [Option<Transport>; 2];
 
 const ONE_SIDED: Option<Transport> = Some(Transport::OneSided);
 const PUSHED: Option<Transport> = Some(Transport::Pushed);
+const FIFO: Option<Transport> = Some(Transport::Fifo);
 
-/// What all trials are run by, under their names.
-const TRANSPORTS: [(&str, By); 2] = [("", [ONE_SIDED; 2]), ("pushed/", [PUSHED; 2])];
+/// What is tried by each transport.
+type Contract = fn(&World, By);
+
+/// How names of trials begin, and the transports that they force.
+const TRANSPORTS: [(&str, By); 3] = [
+    ("", [ONE_SIDED; 2]),
+    ("pushed/", [PUSHED; 2]),
+    ("fifo/", [FIFO; 2]),
+];
 
 /// Tokens of a rank at most, hidden, k, experts.
 const SIZES: [(usize, usize, usize, usize); 9] = [
@@ -58,6 +66,7 @@ fn config() -> CommConfig {
     CommConfig {
         dispatch_bytes: 2 << 20,
         combine_bytes: 2 << 20,
+        fifo_bytes: 1 << 20,
         scratch_bytes: 4096,
         gather_bytes: 0,
         reduce_scatter_bytes: 0,
@@ -86,7 +95,7 @@ pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use
     );
     let mut case = Case::random(rng, size, sizes);
     case.arrangement = ARRANGEMENTS[rng.random_range(0..ARRANGEMENTS.len())].1;
-    let by = [ONE_SIDED, PUSHED].map(|_| [ONE_SIDED, PUSHED][rng.random_range(0..2)]);
+    let by = [(); 2].map(|()| [ONE_SIDED, PUSHED, FIFO][rng.random_range(0..3)]);
     let case = case.by(by);
     let back = Back::random(rng, &case);
     move |rank| round_trip(rank, &case, &back)
@@ -94,9 +103,10 @@ pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use
 
 fn arranged(world: &World, arrangement: Arrangement, by: By) {
     let mut rng = world.rng();
-    let cases: Vec<(Case, Back)> = SIZES
-        .into_iter()
-        .enumerate()
+    // By queues every other one.
+    let sizes = SIZES.into_iter().enumerate();
+    let cases: Vec<(Case, Back)> = sizes
+        .filter(|(i, _)| by[0] != FIFO || i % 2 == world.size % 2)
         .map(|(i, mut sizes)| {
             if by[0] == PUSHED {
                 // The most that kernels are for.
@@ -187,19 +197,20 @@ fn placements(world: &World, by: By) {
     });
 }
 
-/// What does not fit goes in pieces, and what no piece holds is refused.
-fn pieces(world: &World) {
+/// What does not fit goes in pieces, or waits until there is room in a queue, and what no piece holds is refused.
+fn pieces(world: &World, by: By) {
     let mut rng = world.rng();
     let cases = ARRANGEMENTS.map(|(_, arrangement)| {
         let mut case = Case::random(&mut rng, world.size, (50, 64, 3, 10));
         case.arrangement = arrangement;
-        let case = case.by([ONE_SIDED; 2]);
+        let case = case.by(by);
         let back = Back::random(&mut rng, &case);
         (case, back)
     });
     let config = CommConfig {
         dispatch_bytes: 1000 * world.size,
         combine_bytes: 900 * world.size,
+        fifo_bytes: 1000 * world.size,
         ..config()
     };
     world.run(&config, move |rank| {
@@ -333,28 +344,33 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
-    for (prefix, by) in TRANSPORTS {
+    for (how, by) in TRANSPORTS {
         if by[0] == PUSHED && !suite.backend().engines().pushes_rows {
             continue;
         }
-        let mut add = |name: &str, trial: fn(&World, By)| {
-            suite.add(&format!("experts/{prefix}{name}"), move |world| {
-                trial(world, by)
-            });
-        };
-        add("extremes", extremes);
-        add("placements", placements);
-        add("again", again);
-        add("casts", casts);
-        add("overflow", limits::overflow);
-        add("captured", limits::captured);
         for (name, arrangement) in ARRANGEMENTS {
-            suite.add(&format!("experts/{prefix}{name}"), move |world| {
-                arranged(world, arrangement, by)
+            suite.add(&format!("experts/{how}{name}"), move |world| {
+                arranged(world, arrangement, by);
+            });
+        }
+        let contracts: [(&str, Contract); 7] = [
+            ("extremes", extremes),
+            ("placements", placements),
+            ("pieces", pieces),
+            ("again", again),
+            ("casts", casts),
+            ("overflow", limits::overflow),
+            ("captured", limits::captured),
+        ];
+        for (name, contract) in contracts {
+            if (by[0], name) == (PUSHED, "pieces") {
+                continue;
+            }
+            suite.add(&format!("experts/{how}{name}"), move |world| {
+                contract(world, by);
             });
         }
     }
-    suite.add("experts/pieces", pieces);
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);
 }

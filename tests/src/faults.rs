@@ -252,6 +252,9 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
     ];
     if engines.dispatches {
         pairs.push(("hidden", ops::experts(8, None), ops::experts(12, None)));
+        let rows = ops::all_to_all_rows;
+        pairs.push(("row_of_list", rows(6), rows(7)));
+        pairs.push(("lists", rows(6), ops::all_to_all(6)));
     }
     if engines.norms {
         let norm = |rows, eps| ops::all_reduce_norm(rows, eps, None);

@@ -174,6 +174,7 @@ pub fn config() -> CommConfig {
     config.scratch_bytes = 64 << 10;
     config.dispatch_bytes = 16 << 10;
     config.combine_bytes = 16 << 10;
+    config.fifo_bytes = 32 << 10;
     config
 }
 

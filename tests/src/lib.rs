@@ -19,6 +19,7 @@
 
 mod all_reduce;
 mod all_reduce_norm;
+mod all_to_all_rows;
 pub mod backend;
 mod capture;
 mod chains;
@@ -75,6 +76,7 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     all_reduce_norm::add(&mut suite);
     reduce_scatter::add(&mut suite);
     copies::add(&mut suite);
+    all_to_all_rows::add(&mut suite);
     experts::add(&mut suite);
     exchanges::add(&mut suite);
     send_recv::add(&mut suite);

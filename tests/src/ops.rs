@@ -7,10 +7,11 @@ use crate::{
 };
 use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceAlgorithm, AllReduceNormParams,
-    AllReduceParams, AllToAllParams, Arrangement, BroadcastParams, Buffer, Chunk, CombineParams,
-    CombineSum, DataType, DispatchParams, GemmParams, Lease, LoraLinearAllReduceParams,
-    LoraLinearParams, LoraLinearReduceScatterParams, Normed, Operation, Output, OverlapMode,
-    Placement, ReduceOp, ReduceScatterParams, Result, Route, Routing, Transport,
+    AllReduceParams, AllToAllParams, AllToAllRowsParams, Arrangement, BroadcastParams, Buffer,
+    Chunk, CombineParams, CombineSum, DataType, DispatchParams, GemmParams, Lease,
+    LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams, Normed, Operation,
+    Output, OverlapMode, Placement, ReduceOp, ReduceScatterParams, Result, Route, Routing,
+    RowPayload, Transport,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -222,6 +223,31 @@ pub fn all_to_all(columns: usize) -> Op {
     })
 }
 
+/// A row from every rank to every rank, named by lists.
+pub fn all_to_all_rows(columns: usize) -> Op {
+    let operation = Operation::AllToAllRows;
+    Op::new("all_to_all_rows", operation, move |rank, lease| {
+        let from = own(rank, DataType::F32, &[rank.size, columns]);
+        let mut to = old(rank, DataType::F32, &[rank.size, columns]);
+        let list = |n: usize| {
+            let bytes: Vec<u8> = (0..n as i32).flat_map(i32::to_ne_bytes).collect();
+            rank.upload_bytes(DataType::I32, &[n], &bytes)
+        };
+        let (offsets, rows) = (list(rank.size + 1), list(rank.size));
+        let result = lease.all_to_all_rows(AllToAllRowsParams {
+            payloads: &[RowPayload {
+                from: from.view(),
+                to: to.view_mut(),
+            }],
+            send_offsets: offsets.view(),
+            send_rows: rows.view(),
+            recv_offsets: offsets.view(),
+            recv_rows: rows.view(),
+        });
+        ended(result, to)
+    })
+}
+
 /// Gather-linear with `rows` rows a rank and `k` columns.
 pub fn gather_linear(rows: usize, k: usize, choice: Option<OverlapMode>) -> Op {
     Op::new(
@@ -362,6 +388,11 @@ pub fn all(engines: Engines) -> Vec<Op> {
             let op = experts(8, Some(Transport::Pushed));
             ops.push(named("experts_pushed".into(), op));
         }
+        ops.push(named(
+            "experts_fifo".into(),
+            experts(8, Some(Transport::Fifo)),
+        ));
+        ops.push(all_to_all_rows(COLUMNS));
     }
     for (name, choice) in algorithms(engines) {
         let op = all_reduce(100, DataType::F32, ReduceOp::Sum, choice);

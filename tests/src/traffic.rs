@@ -1,7 +1,7 @@
 //! Traffic: what a call moves is what its schedule says.
 
 use crate::{
-    all_reduce, all_reduce_norm,
+    all_reduce, all_reduce_norm, all_to_all_rows,
     backend::Rank,
     faults::AMPLE,
     gather_linear::{self, config},
@@ -257,6 +257,20 @@ fn copies(world: &World) {
     });
 }
 
+/// Rows that lists name: what is sent to others counts, of all payloads.
+fn rows_of_lists(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<_> = (0..4)
+        .map(|_| all_to_all_rows::draw(&mut rng, world.size))
+        .collect();
+    world.run(&config(), move |rank| {
+        for case in &cases {
+            let want = case.moved(rank.rank) as u64;
+            assert_moved(rank, want, "all-to-all of rows", || case.run(rank));
+        }
+    });
+}
+
 /// A rank that waits for another says so; a call that a fault ended is not counted.
 fn waits_and_faults(world: &World) {
     const ROUNDS: u64 = 30;
@@ -338,6 +352,9 @@ pub fn add(suite: &mut Suite) {
         suite.add("traffic/all_reduce_norm", norms);
     }
     suite.add("traffic/copies", copies);
+    if suite.backend().engines().dispatches {
+        suite.add("traffic/all_to_all_rows", rows_of_lists);
+    }
     suite.add_from(2, "traffic/waits_and_faults", waits_and_faults);
     if suite.backend().injects() {
         suite.add_from(2, "traffic/waits_per_peer", waits_per_peer);

@@ -1,6 +1,8 @@
 //! Combine: every rank writes what became of rows into its part of the halves of those that they came from, a piece at a time; who has
 //! all of it adds it up.
 
+mod fifo;
+
 use crate::{
     Kernel, KernelSet, Missing,
     comm::{CudaComm, unexpected},
@@ -16,7 +18,11 @@ use brigade_device::{
     Plan, Result, Transport, Turn,
 };
 use brigade_kernels::CombineParams as Parameters;
-use brigade_plan::{combine::Returning, dispatch::part_bytes};
+use brigade_plan::{
+    combine::{Returning, queued_sections},
+    dispatch::part_bytes,
+    fifo::Queues,
+};
 use brigade_sync::Area;
 use std::sync::Arc;
 
@@ -40,7 +46,10 @@ impl CombineKernels {
 pub(crate) struct Arguments {
     pub(crate) call: CombineCall,
     piece_rows: usize,
+    /// None where rows go through queues.
     pieces: usize,
+    /// The queues, and which rows go back to whom.
+    queues: Option<(Queues, Buffer)>,
     pub(crate) rows: Buffer,
     pub(crate) weights: Option<Buffer>,
     pub(crate) biases: Vec<Buffer>,
@@ -65,6 +74,15 @@ impl CudaComm {
         else {
             return Err(unexpected(&plan));
         };
+        let queues = match transport {
+            Transport::OneSided | Transport::Pushed => None,
+            Transport::Fifo => Some(Queues::new(
+                self.core.config.fifo_bytes,
+                self.core.size(),
+                &queued_sections(&call),
+            )?),
+        };
+        let pieces = if queues.is_some() { 0 } else { pieces };
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
         let (tokens, size) = (p.handle.tokens(), self.core.size());
         let (d, new) = match &p.output {
@@ -78,7 +96,7 @@ impl CudaComm {
             false => None,
         };
         let staged = match pieces {
-            0 | 1 => None,
+            1 => None,
             _ => {
                 let bytes = Returning::new(&call, call.max_rows())
                     .bytes()
@@ -86,10 +104,18 @@ impl CudaComm {
                 Some(device.scratch(lane, DataType::U8, &[size, bytes])?)
             }
         };
+        let queues = match queues {
+            Some(queues) => {
+                let list = device.scratch(lane, DataType::I32, &[size, call.max_rows() + 1])?;
+                Some((queues, list))
+            }
+            None => None,
+        };
         let a = Arguments {
             call,
             piece_rows,
             pieces,
+            queues,
             rows: p.rows.retain(),
             weights: p.weights.map(|w| w.retain()),
             biases: p.biases.iter().map(|b| b.retain()).collect(),
@@ -108,7 +134,7 @@ impl CudaComm {
         }
         let mut kept = a.buffers();
         match transport {
-            Transport::OneSided => {
+            Transport::OneSided | Transport::Fifo => {
                 self.core
                     .collective(turn.stream(), &signed, &kept, Some(&d), |job| {
                         combine(job, &a)
@@ -137,6 +163,7 @@ impl Arguments {
         list.extend(&self.biases);
         list.extend(&self.weights_back);
         list.extend(&self.staged);
+        list.extend(self.queues.iter().map(|(_, rows)| rows));
         list.extend(self.parts.buffers());
         list
     }
@@ -147,6 +174,9 @@ fn combine(job: &mut Job<'_>, a: &Arguments) -> Result<()> {
         job.poisons(out.address(), out.bytes(), out.dtype());
     }
     let mut open = None;
+    if let (Some((queues, list)), Some(staged)) = (&a.queues, &a.staged) {
+        job.queue_back(a, queues, (staged, list))?;
+    }
     for piece in 0..a.pieces {
         let of = job.begin(Area::Combine);
         job.back(a, of, piece)?;

@@ -11,12 +11,12 @@ use crate::{
 };
 use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceNormParams, AllReduceParams,
-    AllToAllParams, Bootstrap, BroadcastParams, Buffer, Call, Chunk, CombineParams, Combined, Comm,
-    CommConfig, Communicator, DataType, Device, DispatchParams, Dispatched, Error, ExpertLayout,
-    Experts, FaultRecord, Filled, GatherLinearParts, GatheredParts, Group, LinearCall,
-    LoraLinearAllReduceParams, LoraLinearReduceScatterParams, Output, OverlapMode, Plan, Reason,
-    RecvParams, ReduceScatterParams, Reduced, Result, Routing, SendParams, Stream, Traffic, Turn,
-    UserBuffers, fallback,
+    AllToAllParams, AllToAllRowsParams, Bootstrap, BroadcastParams, Buffer, Call, Chunk,
+    CombineParams, Combined, Comm, CommConfig, Communicator, DataType, Device, DispatchParams,
+    Dispatched, Error, ExpertLayout, Experts, FaultRecord, Filled, GatherLinearParts,
+    GatheredParts, Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams,
+    Output, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams, Reduced, Result, Routing,
+    SendParams, Stream, Traffic, Turn, UserBuffers, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -228,6 +228,9 @@ impl Communicator for CudaComm {
     }
     fn all_to_all(&self, turn: &mut Turn, p: AllToAllParams<'_>) -> Result<Plan> {
         self.run_all_to_all(turn, p)
+    }
+    fn all_to_all_rows(&self, turn: &mut Turn, p: AllToAllRowsParams<'_>) -> Result<Plan> {
+        self.run_all_to_all_rows(turn, p)
     }
     fn send(&self, turn: &mut Turn, p: SendParams<'_>) -> Result<()> {
         self.run_send(turn, p)

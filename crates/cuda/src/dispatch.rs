@@ -1,28 +1,31 @@
 //! Dispatch: every rank writes its rows into its part of the receivers' halves, a piece at a time; who has all of them puts them
 //! where the arrangement wants them. Nobody's host hears of a count, unless room is to be made for just so many rows.
 
+mod arrange;
+mod fifo;
+
 use crate::{
     CudaDevice, Kernel, KernelSet, Launch, Missing,
     comm::{CudaComm, unexpected},
     job::{Job, waiting},
     lane::Lane,
-    memory::{Pinned, check_reach},
+    memory::check_reach,
     routing::{Placed, Router},
     steps::Use,
     types,
 };
 use brigade_device::{
     Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
-    Dispatched, Error, Expected, Group, Plan, Result, Route, ScaleFormat, Storage, Transport, Turn,
-    Ways,
+    Dispatched, Error, Expected, Group, Plan, Result, Route, ScaleFormat, Transport, Turn, Ways,
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
 use brigade_plan::{
-    dispatch::{Section, Sections, part_bytes},
+    dispatch::{Section, Sections, part_bytes, sections},
+    fifo::Queues,
     routes::Slots,
 };
 use brigade_sync::Area;
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 /// Its kernels, in the order in which they run.
 #[derive(Debug)]
@@ -85,7 +88,9 @@ pub(crate) struct Arguments {
     pub(crate) group: Group,
     generation: u8,
     piece_rows: usize,
+    /// None where rows go through queues.
     pieces: usize,
+    queues: Option<Queues>,
     rows: Buffer,
     beside: Vec<Buffer>,
     beside_rows: Vec<(DataType, usize)>,
@@ -121,14 +126,24 @@ impl CudaComm {
         else {
             return Err(unexpected(&plan));
         };
+        let queues = match transport {
+            Transport::OneSided | Transport::Pushed => None,
+            Transport::Fifo => Some(Queues::new(
+                self.core.config.fifo_bytes,
+                group.size,
+                &sections(&call),
+            )?),
+        };
+        let pieces = if queues.is_some() { 0 } else { pieces };
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
-        let a = Arguments::new(
+        let mut a = Arguments::new(
             device,
             lane,
             &p,
             (call, group, generation),
             (piece_rows, pieces),
         )?;
+        a.queues = queues;
         let given = match a.ways.room(&a.call, group.size) {
             Some(room) => Some(a.allocate(device, lane, room)?),
             None => {
@@ -193,7 +208,7 @@ impl Arguments {
             None => None,
         };
         let staged = match pieces {
-            0 | 1 => None,
+            1 => None,
             _ => {
                 let bytes = Sections::dispatch(&call, call.max_tokens)
                     .bytes
@@ -206,6 +221,7 @@ impl Arguments {
             generation,
             piece_rows,
             pieces,
+            queues: None,
             beside_rows: p
                 .beside
                 .iter()
@@ -332,15 +348,14 @@ fn dispatch(
     let device = Arc::clone(&job.core.device);
     let sections = Sections::dispatch(&a.call, a.piece_rows);
     let mut open = None;
+    if let (Some(queues), Some(staged)) = (&a.queues, &a.staged) {
+        job.prepare_rows(a)?;
+        job.queue_rows(a, queues, staged)?;
+    }
     for piece in 0..a.pieces {
         let of = job.begin(Area::Dispatch);
         if piece == 0 {
-            // Peers hear of the arrival before anything is worked on here.
-            job.steps_now()?;
-            if let Some(router) = &a.router {
-                router.route(&device, job.stream, a.ways.layout())?;
-            }
-            job.cast(a)?;
+            job.prepare_rows(a)?;
         }
         job.push_rows(a, &sections, of, piece)?;
         job.steps.filled_to_all(of, a.group.rank, 0);
@@ -396,6 +411,15 @@ fn dispatch(
 }
 
 impl Job<'_> {
+    /// Peers hear of the arrival before anything is worked on here.
+    fn prepare_rows(&mut self, a: &Arguments) -> Result<()> {
+        self.steps_now()?;
+        if let Some(router) = &a.router {
+            router.route(&self.core.device, self.stream, a.ways.layout())?;
+        }
+        self.cast(a)
+    }
+
     pub(crate) fn cast(&mut self, a: &Arguments) -> Result<()> {
         let (Some(cast), Some((values, scales))) = (a.call.cast, &a.cast) else {
             return Ok(());
@@ -500,115 +524,5 @@ impl Job<'_> {
             }
         }
         self.moves(&list)
-    }
-
-    /// What kernels are told of rows that have come.
-    fn received(&self, a: &Arguments, came: Came) -> Parameters {
-        let sections = Sections::dispatch(&a.call, came.rows);
-        let mut parameters = self.dispatching(a, &sections, None);
-        (parameters.parts, parameters.parts_stride) = (came.parts, came.stride as u64);
-        parameters.came = parameters.section;
-        let slots = Slots::new(a.call.placement, a.group.size).of(a.group.rank);
-        parameters.own_slots = slots.len() as u32;
-        let [received, offsets, counts] = a.ways.counted().map(Buffer::address);
-        (parameters.received, parameters.offsets) = (received, offsets);
-        parameters.counts = counts;
-        parameters
-    }
-
-    /// Counts what has come, and says where it goes; or, with an address for it, how much room that takes.
-    fn count_and_say(
-        &mut self,
-        a: &Arguments,
-        came: Came,
-        capacity: usize,
-        room: u64,
-    ) -> Result<()> {
-        self.steps_now()?;
-        let mut parameters = self.received(a, came);
-        (parameters.capacity, parameters.room) =
-            (u32::try_from(capacity).unwrap_or(u32::MAX), room);
-        let kernels = &self.core.device.opened.kernels.dispatches;
-        if parameters.own_slots > 0 && !a.call.again {
-            let shape = Launch::grid(parameters.own_slots, ENTRY_THREADS);
-            // SAFETY: what has come lies in the group's memory or in a buffer of the call, and counts go into one.
-            unsafe { kernels.count.launch(self.stream, shape, parameters) }.map_err(Error::from)?;
-        }
-        // SAFETY: as above.
-        unsafe {
-            kernels
-                .place
-                .launch(self.stream, Launch::grid(1, 32), parameters)
-        }
-        .map_err(Into::into)
-    }
-
-    /// Waits until all rows have come, and says how much room they take.
-    fn room(&mut self, a: &Arguments, came: Came) -> Result<usize> {
-        /// How much later than its kernels, which end by themselves, a host gives up.
-        const LATER: Duration = Duration::from_secs(5);
-        let said = Pinned::new(&self.core.device.card, 8)?;
-        self.count_and_say(a, came, 0, said.address())?;
-        let config = &self.core.config;
-        let ended = self
-            .mark()?
-            .reached(config.first_deadline.max(config.deadline) + LATER)?;
-        self.core.usable()?;
-        if !ended {
-            return Err(Error::Group {
-                step: "dispatch",
-                what: "this rank's GPU has not come to the end of it".into(),
-            });
-        }
-        // SAFETY: eight bytes of pinned memory that a kernel wrote, which has ended.
-        let room = unsafe { std::ptr::read_volatile(said.address() as *const u64) };
-        Ok(usize::try_from(room).unwrap_or(usize::MAX))
-    }
-
-    /// Says which row is what, and takes rows to where they belong.
-    fn collect(&mut self, a: &Arguments, came: Came, outputs: &DispatchOutputs) -> Result<()> {
-        self.steps_now()?;
-        let parts = &outputs.parts;
-        let capacity = outputs.capacity();
-        if capacity == 0 {
-            return Ok(());
-        }
-        let mut parameters = self.received(a, came);
-        parameters.sources = parts.sources.address();
-        parameters.ids = parts.ids.address();
-        parameters.weights = parts.weights.as_ref().map_or(0, Buffer::address);
-        parameters.capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
-        parameters.rows_of = parts.rows_of.as_ref().map_or(0, Buffer::address);
-        parameters.to = to(outputs);
-        parameters.scale_words = a.scale_words();
-        let core = self.core;
-        let kernels = &core.device.opened.kernels;
-        if !a.call.again {
-            let shape = match a.call.arrangement {
-                Arrangement::ByExpert { .. } => {
-                    Launch::grid(parameters.own_slots.max(1), ENTRY_THREADS)
-                }
-                _ => kernels.shape(capacity.div_ceil(256)),
-            };
-            // SAFETY: what has come lies in the group's memory or in a buffer of the call, and goes into buffers of the call.
-            unsafe {
-                kernels
-                    .dispatches
-                    .arrange
-                    .launch(self.stream, shape, parameters)
-            }
-            .map_err(Error::from)?;
-        }
-        let row_bytes = Sections::dispatch(&a.call, 1).row_bytes(Section::Row);
-        parameters.row_threads = row_threads(&core.device, capacity, row_bytes);
-        let shape = row_blocks(self, capacity, parameters.row_threads);
-        // SAFETY: as above.
-        unsafe {
-            kernels
-                .dispatches
-                .collect
-                .launch(self.stream, shape, parameters)
-        }
-        .map_err(Into::into)
     }
 }

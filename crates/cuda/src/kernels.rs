@@ -2,14 +2,14 @@
 
 use crate::{
     Kernel, KernelSet, Launch, Missing, combine::CombineKernels, dispatch::DispatchKernels,
-    gemm_flags::TileKernels, lane::Lane, norm::NormKernels, pushed::PushKernels,
+    fifo::BackKernels, gemm_flags::TileKernels, lane::Lane, norm::NormKernels, pushed::PushKernels,
     routing::RouteKernels,
 };
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
-    AdaptersParams, ConvertParams, DequantizeParams, FinishParams, GreatestParams, LongParams,
-    MessagesParams, MoveParams, PackParams, Parameters, QuantizeParams, QuantizeRowsParams,
-    ReduceParams, StepsParams, TransposeParams, fatbin,
+    AdaptersParams, AllToAllRowsParams, ConvertParams, DequantizeParams, DispatchFifoParams,
+    FinishParams, GreatestParams, LongParams, MessagesParams, MoveParams, PackParams, Parameters,
+    QuantizeParams, QuantizeRowsParams, ReduceParams, StepsParams, TransposeParams, fatbin,
 };
 use cudarc::driver::CudaContext;
 use std::sync::Arc;
@@ -30,12 +30,15 @@ pub(crate) struct Kernels {
     pub(crate) moves: Kernel<MoveParams>,
     pub(crate) reduce: Kernel<ReduceParams>,
     pub(crate) messages: Kernel<MessagesParams>,
+    pub(crate) rows: Kernel<AllToAllRowsParams>,
     pub(crate) adapters: Kernel<AdaptersParams>,
     pub(crate) pushes: PushKernels,
     pub(crate) norms: NormKernels,
     pub(crate) routes: RouteKernels,
     pub(crate) dispatches: DispatchKernels,
     pub(crate) combines: CombineKernels,
+    pub(crate) dispatch_fifo: Kernel<DispatchFifoParams>,
+    pub(crate) combine_fifo: BackKernels,
     /// On compute capability 9.0.
     pub(crate) tiles: Option<TileKernels>,
     sms: u32,
@@ -69,11 +72,14 @@ impl Kernels {
             moves: set("move")?.kernel()?,
             reduce: set("reduce")?.kernel()?,
             messages: set("messages")?.kernel()?,
+            rows: set("all_to_all_rows")?.kernel()?,
             adapters: set("adapters")?.kernel()?,
             norms: NormKernels::load(&set("all_reduce_norm")?)?,
             routes: RouteKernels::load(&set("routing")?)?,
             dispatches: DispatchKernels::load(&set("dispatch")?)?,
             combines: CombineKernels::load(&set("combine")?)?,
+            dispatch_fifo: set("dispatch_fifo")?.kernel()?,
+            combine_fifo: BackKernels::load(&set("combine_fifo")?)?,
             pushes: PushKernels::load(set, capability)?,
             tiles: (capability == (9, 0))
                 .then(|| TileKernels::load(&set("gemm_flags")?))

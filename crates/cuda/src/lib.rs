@@ -18,6 +18,7 @@
 mod all_gather;
 mod all_reduce;
 mod all_to_all;
+mod all_to_all_rows;
 mod barrier;
 mod broadcast;
 mod card;
@@ -30,6 +31,7 @@ mod devices;
 mod dispatch;
 mod driver;
 mod factors;
+mod fifo;
 mod finish;
 mod gather_linear;
 mod gathered;

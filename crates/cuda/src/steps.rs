@@ -3,9 +3,9 @@
 
 use brigade_device::{Group, Region, Result};
 use brigade_kernels::{
-    MOST_STEPS, STEP_ADVANCE, STEP_ARRIVE, STEP_CATCH_UP, STEP_CLOSE, STEP_CREDIT, STEP_FINISH,
-    STEP_MEET, STEP_POST, STEP_POST_OPEN, STEP_RELEASED, STEP_RESERVE, STEP_START, STEP_TAKE,
-    STEP_WAIT, step,
+    FIFO_CHANNELS, MOST_STEPS, STEP_ADVANCE, STEP_ARRIVE, STEP_CATCH_UP, STEP_CLOSE, STEP_CREDIT,
+    STEP_FINISH, STEP_MEET, STEP_POST, STEP_POST_OPEN, STEP_RELEASED, STEP_RESERVE, STEP_START,
+    STEP_TAKE, STEP_WAIT, step,
 };
 use brigade_sync::{Area, CreditRing, Flag, HALVES, Half, Layout, Word};
 
@@ -38,8 +38,17 @@ impl Counters {
         1 + Area::ALL.len() * HALVES
     }
 
+    /// Items that were put into the queues for rank 0, a counter for each channel, then for the others; those taken stand behind them.
+    pub(crate) const fn queues(self) -> usize {
+        self.messages() + 2 * self.size
+    }
+
+    const fn regions(self) -> usize {
+        self.queues() + 2 * self.size * FIFO_CHANNELS
+    }
+
     fn sent(self, region: Region, peer: usize) -> usize {
-        self.messages() + 2 * self.size * (1 + usize::from(region.0)) + peer
+        self.regions() + 2 * self.size * usize::from(region.0) + peer
     }
 
     fn received(self, region: Region, peer: usize) -> usize {
@@ -48,7 +57,7 @@ impl Counters {
 
     /// How many there are.
     pub(crate) const fn count(self, regions: u16) -> usize {
-        self.messages() + 2 * self.size * (1 + regions as usize)
+        self.regions() + 2 * self.size * regions as usize
     }
 }
 
@@ -453,6 +462,7 @@ mod tests {
             }));
         }
         all.extend(counters.messages()..counters.messages() + 2 * SIZE);
+        all.extend(counters.queues()..counters.queues() + 2 * SIZE * FIFO_CHANNELS);
         for region in 0..3 {
             for peer in 0..SIZE {
                 all.push(counters.sent(Region(region), peer));

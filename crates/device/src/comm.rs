@@ -83,6 +83,19 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     /// As every call.
     fn all_to_all(&self, turn: &mut Turn, p: AllToAllParams<'_>) -> Result<Plan>;
+    /// See [`Lease::all_to_all_rows`]: what a backend without it says.
+    ///
+    /// # Errors
+    /// As every call.
+    fn all_to_all_rows(&self, _turn: &mut Turn, p: AllToAllRowsParams<'_>) -> Result<Plan> {
+        p.check(self.group().size)?;
+        Err(Reason::new(
+            "no-engine",
+            "this device has no all-to-all of rows that lists name",
+            "gather the rows, and use all_to_all",
+        )
+        .into())
+    }
     /// See [`Lease::send`].
     ///
     /// # Errors

@@ -200,6 +200,9 @@ pub struct CommConfig {
     pub dispatch_bytes: usize,
     /// The same for rows that are combined.
     pub combine_bytes: usize,
+    /// Memory for queues: what all ranks send to one waits there, in an equal part for each. As many entries as find room, of as many
+    /// rows as find room in them; what is sent may be any number of times as much. 0 for none.
+    pub fifo_bytes: usize,
     /// Regions that can be registered by users.
     pub regions: u16,
     /// Memory for all of them together, on devices that must take it when they join. The host device takes what each region
@@ -218,7 +221,7 @@ pub struct CommConfig {
 
 impl CommConfig {
     /// Defaults: 8 MiB a half for gather and reduce-scatter, 8 MiB a buffer for all-reduces, 1 MiB scratch, 16 regions of 8 MiB in all, 60 s (120 s at first);
-    /// and, for expert parallelism alone, 8 MiB a half for dispatch and combine.
+    /// and, for expert parallelism alone, 8 MiB a half for dispatch and combine, and 8 MiB for queues.
     pub fn new(mode: ParallelMode) -> Self {
         let experts_bytes = match mode {
             ParallelMode::Ep | ParallelMode::Eplb => 8 << 20,
@@ -233,6 +236,7 @@ impl CommConfig {
             scratch_bytes: 1 << 20,
             dispatch_bytes: experts_bytes,
             combine_bytes: experts_bytes,
+            fifo_bytes: experts_bytes,
             regions: 16,
             region_bytes: 8 << 20,
             deadline: Duration::from_secs(60),

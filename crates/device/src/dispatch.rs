@@ -29,6 +29,9 @@ pub enum Transport {
     /// Rows tell by themselves that they are there, and one kernel pushes, takes and arranges them: for few tokens. There must be room for a
     /// known number of rows. A combine that is pushed makes the type's canonical NaN of those that are all ones.
     Pushed,
+    /// Rows pass through queues in the receivers' memory, however many they are: see
+    /// [`CommConfig::fifo_bytes`](crate::CommConfig::fifo_bytes).
+    Fifo,
 }
 
 /// Scales of rows that are cast to fp8 on the way: one for each 128 columns of a row.

@@ -274,6 +274,15 @@ impl Lease<'_> {
         self.comm.0.backend.all_to_all(&mut self.turn, p)
     }
 
+    /// Every rank sends rows that lists in its memory name to every rank, which puts each where its own lists say.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); a pair that disagrees about its count is a mismatch. [`Error::Unsupported`] if the
+    /// communicator has no memory for queues (see [`CommConfig::fifo_bytes`]), or less than a row needs.
+    pub fn all_to_all_rows(&mut self, p: AllToAllRowsParams<'_>) -> Result<Plan> {
+        self.comm.0.backend.all_to_all_rows(&mut self.turn, p)
+    }
+
     /// Data for one peer. The only calls that not all ranks make are this and [`recv`](Self::recv).
     ///
     /// # Errors

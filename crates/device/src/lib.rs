@@ -9,6 +9,7 @@
 //! - Using a communicator takes a [`Lease`], which has one stream.
 //! - [`fallback`] has the non-overlapped versions of what backends overlap.
 
+mod all_to_all_rows;
 mod buffer;
 mod check;
 mod collectives;
@@ -35,6 +36,7 @@ mod routing;
 mod shape;
 mod windows;
 
+pub use all_to_all_rows::*;
 pub use buffer::{Adopted, Buffer, Storage, View, ViewMut};
 pub use collectives::*;
 pub use combine::*;

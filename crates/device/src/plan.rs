@@ -1,6 +1,9 @@
 //! Calls, plans and reasons are data and live here; the functions that choose them live in `brigade-plan`.
 
-use crate::{CombineCall, DataType, DispatchCall, ParallelMode, QScheme, ReduceOp, Transport};
+use crate::{
+    AllToAllRowsCall, CombineCall, DataType, DispatchCall, ParallelMode, QScheme, ReduceOp,
+    Transport,
+};
 use smallvec::SmallVec;
 use std::{
     borrow::Cow,
@@ -73,10 +76,12 @@ pub enum Operation {
     Dispatch = 14,
     /// Every rank gets back what became of its rows.
     Combine = 15,
+    /// Every rank sends rows that it names to every rank.
+    AllToAllRows = 16,
 }
 
 impl Operation {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 16] = [
         Self::Barrier,
         Self::AllReduce,
         Self::AllGather,
@@ -92,6 +97,7 @@ impl Operation {
         Self::AllReduceNorm,
         Self::Dispatch,
         Self::Combine,
+        Self::AllToAllRows,
     ];
 
     /// The operation with this number.
@@ -117,6 +123,7 @@ impl Operation {
             Self::AllReduceNorm => "all_reduce_norm",
             Self::Dispatch => "dispatch",
             Self::Combine => "combine",
+            Self::AllToAllRows => "all_to_all_rows",
         }
     }
 }
@@ -223,6 +230,8 @@ pub enum Call {
     Dispatch(DispatchCall),
     /// See [`Operation::Combine`].
     Combine(CombineCall),
+    /// See [`Operation::AllToAllRows`]. Which rows go where is found out as they come, and how many, where they meet.
+    AllToAllRows(AllToAllRowsCall),
 }
 
 /// The signed part of a linear that overlaps with a collective.
@@ -274,6 +283,7 @@ impl Call {
             Self::AllReduceNorm { .. } => Operation::AllReduceNorm,
             Self::Dispatch(_) => Operation::Dispatch,
             Self::Combine(_) => Operation::Combine,
+            Self::AllToAllRows(_) => Operation::AllToAllRows,
         }
     }
 
@@ -411,6 +421,15 @@ pub enum Plan {
         /// For GPUs.
         launch: Launch,
     },
+    /// For [`Call::AllToAllRows`]: through queues.
+    Queued {
+        /// Most rows in an entry.
+        entry_rows: usize,
+        /// Entries of a queue.
+        depth: u32,
+        /// Queues from every rank to every other.
+        channels: u16,
+    },
 }
 
 /// A linear and its collective, step by step, for one rank.
@@ -458,6 +477,9 @@ impl fmt::Display for Plan {
             Self::Experts {
                 transport, pieces, ..
             } => write!(f, "{transport:?} in {pieces} pieces"),
+            Self::Queued {
+                entry_rows, depth, ..
+            } => write!(f, "queues of {depth} entries of {entry_rows} rows"),
             Self::ReduceScatter { order, pushed, .. } => {
                 let how = pushed.map_or("", |_| ", pushed at once");
                 write!(f, "{order:?}{how}")

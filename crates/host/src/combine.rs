@@ -4,7 +4,7 @@
 use crate::{
     comm::{HostComm, unexpected},
     dispatch::{Came, Carrier, Written, round},
-    element,
+    element, fifo,
     job::{Active, Job},
     memory::{poison, reading, writing},
     queue::HostQueue,
@@ -15,7 +15,8 @@ use brigade_device::{
     HandleParts, Output, Plan, Result, Transport, Turn,
 };
 use brigade_plan::{
-    combine::{Returning, returned},
+    combine::{Returning, queued_sections, returned},
+    fifo::Queues,
     routes::{Row, Slots, rows_of_sources},
 };
 use brigade_sync::Area;
@@ -177,6 +178,19 @@ fn going(a: &Arguments, size: usize) -> Result<Vec<Going>> {
 
 fn exchange(active: &mut Active<'_>, a: &Arguments, going: &[Going]) -> Result<Vec<Came>> {
     let (bytes, per_row) = (a.call.hidden * a.call.dtype.bytes(), a.call.row_weights());
+    if a.transport == Transport::Fifo {
+        let config = &active.job.core.config;
+        let queues = Queues::new(config.fifo_bytes, going.len(), &queued_sections(&a.call))?;
+        let counts = going.iter().map(|g| g.count).collect();
+        // They come in an order that their receiver knows, so none brings its place.
+        return fifo::collect(active, &queues, counts, 2, |to, part, entry| {
+            let Going { rows, weights, .. } = &going[to];
+            let rows = &rows[part.start * bytes..part.end * bytes];
+            let weights = &weights[part.start * per_row..part.end * per_row];
+            entry[queues.sections.at(0, part.len())].copy_from_slice(rows);
+            entry[queues.sections.at(1, part.len())].copy_from_slice(bytemuck::cast_slice(weights));
+        });
+    }
     let mut came = vec![
         Came {
             rows: 0,
@@ -185,7 +199,8 @@ fn exchange(active: &mut Active<'_>, a: &Arguments, going: &[Going]) -> Result<V
         going.len()
     ];
     let by = match a.transport {
-        Transport::OneSided => Carrier::Half(Area::Combine),
+        // What passes through queues has gone.
+        Transport::OneSided | Transport::Fifo => Carrier::Half(Area::Combine),
         Transport::Pushed => Carrier::Pushed(Returning::new(&a.call, a.call.max_rows()).bytes()),
     };
     for piece in 0..a.pieces {

@@ -1,6 +1,7 @@
 //! What every call of a communicator goes through: entering, waiting, failing, leaving.
 
 use crate::{
+    fifo::none_queued,
     job::{Active, Job, Use},
     memory::Staging,
     mover::Mover,
@@ -80,6 +81,8 @@ pub(crate) struct State {
     pub(crate) rotation: Rotation,
     /// Pieces of mail with every peer.
     pub(crate) mail: Pairs,
+    /// Items of the queues with every peer.
+    pub(crate) queued: Pairs,
     /// Signals of every region with every peer.
     pub(crate) signals: BTreeMap<Region, Pairs>,
 }
@@ -108,6 +111,7 @@ impl State {
             begun: None,
             rotation: Rotation::default(),
             mail: Pairs::none(size),
+            queued: none_queued(size),
             signals: BTreeMap::new(),
         }
     }

@@ -4,7 +4,7 @@
 use crate::{
     comm::{HostComm, unexpected},
     device::HostDevice,
-    element,
+    element, fifo,
     job::{Active, Job, Use},
     memory::{poison, reading, writing},
     pushed, quantize,
@@ -17,7 +17,8 @@ use brigade_device::{
     Turn, Ways,
 };
 use brigade_plan::{
-    dispatch::{Section, Sections, part_bytes},
+    dispatch::{Section, Sections, part_bytes, sections},
+    fifo::Queues,
     routes::{Arranged, Slots, rows_of_sources},
 };
 use brigade_sync::Area;
@@ -114,7 +115,8 @@ impl HostComm {
 impl Arguments {
     fn carrier(&self, area: Area) -> Carrier {
         match self.transport {
-            Transport::OneSided => Carrier::Half(area),
+            // What passes through queues has gone.
+            Transport::OneSided | Transport::Fifo => Carrier::Half(area),
             Transport::Pushed => {
                 Carrier::Pushed(Sections::dispatch(&self.call, self.call.max_tokens).bytes)
             }
@@ -262,6 +264,17 @@ fn exchange(
     sent: &[Vec<i32>],
     own: &Own<'_>,
 ) -> Result<Vec<Came>> {
+    if a.transport == Transport::Fifo {
+        let config = &active.job.core.config;
+        let queues = Queues::new(config.fifo_bytes, a.group.size, &sections(&a.call))?;
+        let counts = sent.iter().map(Vec::len).collect();
+        let kept = queues.sections.count();
+        return fifo::collect(active, &queues, counts, kept, |to, rows, entry| {
+            for (i, &token) in sent[to][rows].iter().enumerate() {
+                own.write(to, token, i, &queues.sections, entry);
+            }
+        });
+    }
     let lists: Vec<usize> = (0..Sections::dispatch(&a.call, 0).count()).collect();
     let mut came = vec![
         Came {

@@ -4,7 +4,7 @@ use crate::core::{Core, State};
 use brigade_device::{Error, FaultKind, FaultRecord, Operation, Point, Result};
 use brigade_group::SharedSegment;
 use brigade_sync::{
-    Area, Deadline, Flag, Half, Memory, Post, Stop, Verdict, Wait, Words, post, wait,
+    Area, Budget, Deadline, Flag, Half, Memory, Post, Stop, Verdict, Wait, Words, post, wait,
 };
 use parking_lot::MutexGuard;
 use std::{
@@ -124,6 +124,39 @@ impl Job {
             self.core.waits.add(w.peer, start.elapsed());
         }
         result.map_err(|stop| self.give_up(stop, &w, slot))
+    }
+
+    /// Waits until one of several flags is there, all of them in this rank's own memory. Gives up as [`wait`](Self::wait) does, on
+    /// whoever is gone, or else on the first.
+    pub(crate) fn wait_any(&self, all: &[(Wait, usize)]) -> Result<()> {
+        let Some((first, slot)) = all.first() else {
+            return Ok(());
+        };
+        let (memory, start) = (self.memory(), Instant::now());
+        let ready = |w: &Wait| w.want.verdict(memory.load(w.word)) != Verdict::NotYet;
+        let mut deadline = self.deadline;
+        let mut spins = deadline.spins();
+        let result = loop {
+            let events = memory.events(self.rank());
+            if all.iter().any(|(w, _)| ready(w)) {
+                break Ok(());
+            }
+            if spins > 0 {
+                spins -= 1;
+                std::hint::spin_loop();
+            } else if self.core.control.fault().is_some() || self.stranger().is_some() {
+                break Err(self.give_up(Stop::Interrupted, first, *slot));
+            } else if let Some((w, slot)) = all.iter().find(|(w, _)| self.lost(w)) {
+                break Err(self.give_up(Stop::Interrupted, w, *slot));
+            } else if deadline.spent() {
+                let seen = memory.load(first.word);
+                break Err(self.give_up(Stop::Timeout { seen }, first, *slot));
+            } else {
+                memory.rest(self.rank(), events, deadline.until());
+            }
+        };
+        self.core.waits.add(first.peer, start.elapsed());
+        result
     }
 
     /// Waits until all ranks are in this call.

@@ -16,6 +16,7 @@
 mod all_gather;
 mod all_reduce;
 mod all_to_all;
+mod all_to_all_rows;
 mod barrier;
 mod broadcast;
 mod combine;
@@ -24,6 +25,7 @@ mod core;
 mod device;
 mod dispatch;
 mod element;
+mod fifo;
 mod gather_linear;
 mod gemm;
 mod inject;

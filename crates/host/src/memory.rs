@@ -269,7 +269,7 @@ pub(crate) fn writing<R>(
 }
 
 /// Whether two buffers lie in one allocation, or adopted ones overlap.
-fn shares(a: &Buffer, b: &Buffer) -> bool {
+pub(crate) fn shares(a: &Buffer, b: &Buffer) -> bool {
     let overlap = || {
         let (x, y) = (a.address(), b.address());
         x < y + b.bytes() as u64 && y < x + a.bytes() as u64

@@ -21,6 +21,10 @@ constants! {
     MOST_POISONED: usize = 6;
     /// Messages in one launch.
     MOST_MESSAGES: usize = 32;
+    /// Most queues from one rank to another.
+    FIFO_CHANNELS: usize = 4;
+    /// Words of a line that a count of a queue has for itself.
+    FIFO_LINE_WORDS: usize = 32;
     /// Threads that carry out steps and poison outputs.
     STEP_THREADS: u32 = 256;
     /// Threads that carry one share of a message.

@@ -444,4 +444,80 @@ parameters! {
         /// Its size.
         bytes: [u64; 32],
     }
+
+    /// Rows that lists name, to and from all ranks through queues, by a block for each end of each.
+    AllToAllRowsParams of "brigade_all_to_all_rows" in "all_to_all_rows" {
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report.
+        report: u64,
+        /// Where blocks ask the hook of fault injection, a slot for each that waits; 0 without one.
+        desk: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Byte of a rank's memory where the queues begin.
+        queues: u64,
+        /// Bytes of those from each rank.
+        queue_bytes: u64,
+        /// Bytes of an entry.
+        entry_bytes: u64,
+        /// Where each section of an entry begins.
+        section: [u64; 4],
+        /// Bytes of a row of each payload.
+        row_bytes: [u64; 4],
+        /// Device address of the rows of each payload.
+        from: [u64; 4],
+        /// Device address of where those of each go.
+        to: [u64; 4],
+        /// Device address of where the rows for each rank begin in the list.
+        send_offsets: u64,
+        /// Device address of the list of rows that are sent.
+        send_rows: u64,
+        /// Device address of where the rows from each rank begin in the list.
+        recv_offsets: u64,
+        /// Device address of the list of rows that are received.
+        recv_rows: u64,
+        /// Length of the list of rows that are sent.
+        send_length: u32,
+        /// Length of the list of rows that are received.
+        recv_length: u32,
+        /// Rows that there are.
+        from_rows: u32,
+        /// Rows that there is room for.
+        to_rows: u32,
+        /// How many payloads.
+        payloads: u32,
+        /// Threads for each row.
+        row_threads: u32,
+        /// Queues from one rank to another.
+        channels: u32,
+        /// Entries of a queue.
+        depth: u32,
+        /// Most rows in an entry.
+        entry_rows: u32,
+        /// Word where the counts of the queues begin.
+        queue_words: u32,
+        /// The counter of what was put for rank 0 in the first channel.
+        queue_counters: u32,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call.
+        signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+    }
 }

@@ -69,6 +69,8 @@ enum Choice {
     OneSided,
     /// Rows are their own flags
     Pushed,
+    /// Rows pass through queues
+    Fifo,
 }
 
 impl Moe {
@@ -77,6 +79,7 @@ impl Moe {
             Choice::Auto => None,
             Choice::OneSided => Some(Transport::OneSided),
             Choice::Pushed => Some(Transport::Pushed),
+            Choice::Fifo => Some(Transport::Fifo),
         }
     }
 

@@ -2,7 +2,8 @@
 
 use crate::{
     Table, Topology,
-    dispatch::{Sections, pieces, rows_pushed},
+    dispatch::{Sections, pieces, queued, rows_pushed},
+    fifo::Queues,
     records,
 };
 use brigade_device::{CombineCall, CombineSum, Plan, Reason, Transport};
@@ -13,6 +14,12 @@ pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Re
     if let Some(plan) = rows_pushed(call.choice, pushed, topology, table)? {
         return Ok(plan);
     }
+    if call.choice == Some(Transport::Fifo) {
+        return queued(
+            call.max_rows(),
+            &Queues::of(topology, &queued_sections(call))?,
+        );
+    }
     let have = topology.config.combine_bytes;
     pieces(
         Transport::OneSided,
@@ -21,6 +28,11 @@ pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Re
         ("combine_bytes", have),
         |rows| Returning::new(call, rows).bytes(),
     )
+}
+
+/// Bytes of a row that goes back through a queue: its elements, the weights beside it, and which of the rows from there it is, i32.
+pub fn queued_sections(call: &CombineCall) -> [usize; 3] {
+    [call.hidden * call.dtype.bytes(), 4 * call.row_weights(), 4]
 }
 
 /// What a sender's part of a half holds, for so many rows: counts, rows, and the weights that go back with them.

@@ -1,6 +1,6 @@
 //! Dispatch: how many rows go at a time, and where what belongs to them lies on the way.
 
-use crate::{Table, Topology, reason, records};
+use crate::{Table, Topology, fifo::Queues, reason, records};
 use brigade_device::{DispatchCall, Launch, Plan, Reason, Transport};
 use std::ops::Range;
 
@@ -12,6 +12,9 @@ pub(crate) fn plan(
     let pushed = || records::dispatch(call, topology);
     if let Some(plan) = rows_pushed(call.choice, pushed, topology, table)? {
         return Ok(plan);
+    }
+    if call.choice == Some(Transport::Fifo) {
+        return queued(call.max_tokens, &Queues::of(topology, &sections(call))?);
     }
     let have = topology.config.dispatch_bytes;
     pieces(
@@ -34,7 +37,7 @@ pub(crate) fn rows_pushed(
         return Err(reason::no_experts());
     }
     match choice {
-        Some(Transport::OneSided) => Ok(None),
+        Some(Transport::OneSided | Transport::Fifo) => Ok(None),
         Some(Transport::Pushed) => Ok(Some(pushed()?.plan())),
         None => {
             let few =
@@ -42,6 +45,16 @@ pub(crate) fn rows_pushed(
             Ok(pushed().ok().filter(few).map(records::Pushed::plan))
         }
     }
+}
+
+/// Through queues: as many rows at a time as an entry holds.
+pub(crate) fn queued(rows: usize, queues: &Queues) -> Result<Plan, Reason> {
+    Ok(Plan::Experts {
+        transport: Transport::Fifo,
+        piece_rows: queues.entry_rows,
+        pieces: rows.div_ceil(queues.entry_rows).max(1),
+        launch: Launch::default(),
+    })
 }
 
 /// As many rows of a sender at a time as fit its part of a half.
@@ -123,26 +136,31 @@ impl Section {
     }
 }
 
+/// Bytes of a row of a dispatch in each section. Rows that go the same ways again bring no tokens, slots and weights.
+pub fn sections(call: &DispatchCall) -> Vec<usize> {
+    let (scale_type, scales) = match call.cast {
+        Some(cast) => cast.scales(call.hidden),
+        None => (call.dtype, 0),
+    };
+    let first = |bytes: usize| if call.again { 0 } else { bytes };
+    let mut each = vec![
+        call.hidden * call.wire_type().bytes(),
+        scales * scale_type.bytes(),
+        first(4),
+        first(4 * call.k),
+        first(if call.weights { 4 * call.k } else { 0 }),
+    ];
+    each.extend(&call.beside_bytes);
+    each
+}
+
 impl Sections {
     /// Bytes of the counts.
     pub const COUNTS_BYTES: usize = 64;
 
-    /// For rows of a dispatch. Rows that go the same ways again bring no tokens, slots and weights.
+    /// For rows of a dispatch.
     pub fn dispatch(call: &DispatchCall, rows: usize) -> Self {
-        let (scale_type, scales) = match call.cast {
-            Some(cast) => cast.scales(call.hidden),
-            None => (call.dtype, 0),
-        };
-        let first = |bytes: usize| if call.again { 0 } else { bytes };
-        let mut each = vec![
-            call.hidden * call.wire_type().bytes(),
-            scales * scale_type.bytes(),
-            first(4),
-            first(4 * call.k),
-            first(if call.weights { 4 * call.k } else { 0 }),
-        ];
-        each.extend(&call.beside_bytes);
-        Self::new(&each, rows)
+        Self::new(&sections(call), rows)
     }
 
     /// For rows that have so many bytes in each section.

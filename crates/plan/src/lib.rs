@@ -11,15 +11,18 @@
 //! - [`gathered`]: where the rows of all ranks lie.
 //! - [`routes`]: which rows go to which experts; [`dispatch`] and [`combine`]: where they lie on the way, and [`records`] if they are
 //!   pushed.
+//! - [`fifo`]: queues between ranks.
 //! - [`moved`]: the bytes that each schedule makes a rank move, for traffic counters and tests.
 
 mod all_gather;
 mod all_reduce;
 mod all_to_all;
+mod all_to_all_rows;
 mod broadcast;
 pub mod combine;
 pub mod crossover;
 pub mod dispatch;
+pub mod fifo;
 mod gather_linear;
 pub mod gathered;
 mod linear_reduce_scatter;
@@ -87,6 +90,7 @@ pub fn plan(call: &Call, topology: &Topology, table: &Table) -> Result<Plan, Rea
         Call::AllToAll { dtype, .. } => all_to_all::plan(*dtype, topology),
         Call::Dispatch(c) => dispatch::plan(c, topology, table),
         Call::Combine(c) => combine::plan(c, topology, table),
+        Call::AllToAllRows(c) => all_to_all_rows::plan(c, topology),
         Call::Barrier | Call::Register { .. } | Call::Deregister { .. } | Call::Close => {
             Ok(Plan::Copy {
                 piece_elements: 0,

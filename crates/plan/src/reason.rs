@@ -235,6 +235,14 @@ pub(crate) fn rows_uncounted() -> Reason {
     )
 }
 
+pub(crate) fn no_rows() -> Reason {
+    Reason::new(
+        NO_ENGINE,
+        "this device has no all-to-all of rows that lists name",
+        "gather the rows, and use all_to_all",
+    )
+}
+
 pub(crate) fn all_reduce_bytes(have: usize, need: usize) -> Reason {
     Reason::new(
         SCRATCH,

@@ -1,13 +1,15 @@
 //! A queue from one rank to another, that goes on over calls.
 
-use crate::{Flag, Post, Wait, Want, Word};
+use crate::{Flag, Half, Post, Role, Wait, Want, Word};
 
 /// Where the two counters of a queue stand. The queue itself lies in the receiver's memory, and so does the count of what
 /// was put; the count of what was taken stands at the sender. So each side waits on its own memory only, and keeps its own
 /// count to itself. Every counter has a line of its own.
 ///
 /// A count says how far, not in which call: the sender may be in a later call than the receiver. Another call is noticed
-/// by the flags of the call's barrier.
+/// by the flags of the call's barrier. Where every call ends with all of it taken ([`drained`](FifoSender::drained)), a call may cut
+/// the queue's memory into other entries than the one before, and what the flags of items are signed by tells of another call too
+/// ([`arrival_of`](FifoReceiver::arrival_of)).
 ///
 /// Words per rank, for the queues with all peers: [`words`](Self::words), from `base` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,12 +29,35 @@ pub struct Fifo {
 impl Fifo {
     /// Entries that a queue has if nothing else is said.
     pub const DEPTH: u32 = 8;
+    /// Most queues from one rank to another.
+    pub const CHANNELS: usize = 4;
     /// Words of a line that a counter has for itself (256 bytes).
     pub const LINE_WORDS: usize = 32;
 
     /// Words it needs in every rank's memory.
     pub const fn words(size: usize) -> usize {
         2 * size * Self::LINE_WORDS
+    }
+
+    /// What a word is for, if it is one of these queues', as all ranks have them: of a rank's memory, whichever of them this is.
+    pub fn role(self, index: usize, channel: usize) -> Option<Role> {
+        let line = index.checked_sub(self.base)? / Self::LINE_WORDS;
+        if !index
+            .wrapping_sub(self.base)
+            .is_multiple_of(Self::LINE_WORDS)
+        {
+            return None;
+        }
+        let half = Half::of(0);
+        match line.checked_sub(self.size) {
+            None => Some(Role::Filled {
+                half,
+                slot: line,
+                piece: channel,
+            }),
+            Some(from) if from < self.size => Some(Role::Credit { half, from }),
+            Some(_) => None,
+        }
     }
 
     const fn put_word(self) -> Word {
@@ -114,6 +139,20 @@ impl FifoSender {
         })
     }
 
+    /// Waits until all that was put is taken: what a call ends with, so that the next one finds the queue empty.
+    pub const fn drained(&self) -> Wait {
+        Wait {
+            word: self.fifo.taken_word(),
+            want: Want::AtLeast(Flag::new(self.generation, 0, self.put)),
+            peer: self.fifo.to,
+        }
+    }
+
+    /// Items put so far, from where counting started.
+    pub const fn count(&self) -> u32 {
+        self.put
+    }
+
     /// The item lies in its entry.
     pub fn put(&mut self, signature: u32) -> Post {
         self.put = self.put.wrapping_add(1);
@@ -147,6 +186,24 @@ impl FifoReceiver {
             want: Want::AtLeast(Flag::new(self.generation, 0, self.taken.wrapping_add(1))),
             peer: self.fifo.from,
         }
+    }
+
+    /// The same where every call ends with all of it taken: an item of another call is a mismatch.
+    pub const fn arrival_of(&self, signature: u32) -> Wait {
+        Wait {
+            word: self.fifo.put_word(),
+            want: Want::Since(Flag::new(
+                self.generation,
+                signature,
+                self.taken.wrapping_add(1),
+            )),
+            peer: self.fifo.from,
+        }
+    }
+
+    /// Items taken so far, from where counting started.
+    pub const fn count(&self) -> u32 {
+        self.taken
     }
 
     /// The item is not needed in its entry any more.

@@ -64,6 +64,8 @@ pub enum Want {
     Exactly(Flag),
     /// This epoch or a later one of this generation, whatever its signature: credits and arrivals at a reset.
     AtLeast(Flag),
+    /// The same, of this signature: the protocol keeps the peer from another call before all of this one's flags were seen.
+    Since(Flag),
 }
 
 /// What a word says to a wait.
@@ -81,7 +83,7 @@ impl Want {
     /// The flag wanted.
     pub const fn flag(self) -> Flag {
         match self {
-            Self::Exactly(f) | Self::AtLeast(f) => f,
+            Self::Exactly(f) | Self::AtLeast(f) | Self::Since(f) => f,
         }
     }
 
@@ -95,10 +97,11 @@ impl Want {
         match self {
             _ if ahead < 0 => Verdict::NotYet,
             Self::AtLeast(_) => Verdict::Ready,
+            Self::Since(_) if seen.signature() == want.signature() => Verdict::Ready,
             Self::Exactly(_) if ahead == 0 && seen.signature() == want.signature() => {
                 Verdict::Ready
             }
-            Self::Exactly(_) => Verdict::Mismatch,
+            Self::Exactly(_) | Self::Since(_) => Verdict::Mismatch,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What lies where in a rank's segment: the same on every rank, computed from the voted configuration.
 
 use crate::{
-    AbortCell, BELL_WORDS, BUFFERS, CreditRing, FlagBarrier, HALVES, Half, ResetGate, Role,
+    AbortCell, BELL_WORDS, BUFFERS, CreditRing, Fifo, FlagBarrier, HALVES, Half, ResetGate, Role,
     Sentinel,
 };
 use brigade_device::{CommConfig, Error, Region, Result};
@@ -53,6 +53,10 @@ pub struct Layout {
     starts: [usize; Area::ALL.len()],
     half_bytes: [usize; Area::ALL.len()],
     signatures: usize,
+    /// First word of the queues' counters, and how many channels there are.
+    fifos: (usize, usize),
+    fifo_start: usize,
+    fifo_bytes: usize,
     sums_start: usize,
     sums_bytes: usize,
     /// Words that hold flags.
@@ -107,6 +111,12 @@ impl Layout {
             })
             .collect();
         let signatures = take(Sentinel::signatures(size));
+        let channels = if config.fifo_bytes > 0 {
+            Fifo::CHANNELS
+        } else {
+            0
+        };
+        let fifos = (take(channels * Fifo::words(size)), channels);
         let flags = words;
         let words = flags.next_multiple_of(BELL_WORDS) + BELL_WORDS;
         let mail = (config.scratch_bytes / size.max(1))
@@ -148,6 +158,7 @@ impl Layout {
             *start = take(half, HALVES)?;
         }
         let sums_start = take(config.all_reduce_bytes, BUFFERS)?;
+        let fifo_start = take(config.fifo_bytes, 1)?;
         Ok(Self {
             barrier,
             abort,
@@ -158,6 +169,9 @@ impl Layout {
             starts,
             half_bytes,
             signatures,
+            fifos,
+            fifo_start,
+            fifo_bytes: config.fifo_bytes,
             sums_start,
             sums_bytes: config.all_reduce_bytes,
             flags,
@@ -188,6 +202,34 @@ impl Layout {
         areas
             .chain(regions.map(|(region, &ring)| (region, ring)))
             .find_map(|(region, ring)| Some((region, ring.role(index)?)))
+            .or_else(|| {
+                let rank = self.barrier.rank;
+                (0..self.fifos.1)
+                    .find_map(|c| self.fifo(rank, rank, c, 1).role(index, c))
+                    .map(|role| (None, role))
+            })
+    }
+
+    /// A queue from one rank to another, of so many entries. There are [`Fifo::CHANNELS`], if there is memory for queues.
+    pub fn fifo(&self, from: usize, to: usize, channel: usize, depth: u32) -> Fifo {
+        let size = self.barrier.size;
+        Fifo {
+            from,
+            to,
+            size,
+            depth,
+            base: self.fifos.0 + channel * Fifo::words(size),
+        }
+    }
+
+    /// First byte of the queues, counted from the first byte of data.
+    pub fn fifo_start(&self) -> usize {
+        self.fifo_start
+    }
+
+    /// Memory of the queues from all ranks.
+    pub fn fifo_bytes(&self) -> usize {
+        self.fifo_bytes
     }
 
     /// First byte of a half, counted from the first byte of data.
@@ -243,6 +285,7 @@ mod tests {
             scratch_bytes: 5000,
             dispatch_bytes: 300,
             combine_bytes: 70,
+            fifo_bytes: 200,
             regions: 3,
             ..CommConfig::new(ParallelMode::Tp)
         }
@@ -267,8 +310,9 @@ mod tests {
             assert!(start >= end && start.is_multiple_of(64), "{buffer}");
             end = start + layout.sums_bytes();
         }
+        assert_eq!(layout.sums_start(BUFFERS), layout.fifo_start());
+        end = layout.fifo_start() + layout.fifo_bytes();
         assert!(end <= layout.bytes);
-        assert_eq!(layout.sums_start(BUFFERS), layout.bytes);
         assert_eq!(layout.sums_bytes(), 130);
         let sums = layout.sums();
         let shot = Shot::first(1);
@@ -296,7 +340,8 @@ mod tests {
         let regions = (0..3).filter_map(|r| layout.region_ring(Region(r)));
         parts.extend(regions.map(|ring| (ring.base, CreditRing::words(3, 1))));
         parts.push((layout.sums().base, Sentinel::signatures(3)));
-        assert_eq!(parts.len(), 4 + Area::ALL.len() + 3 + 1);
+        parts.extend([0, 1, 2, 3].map(|c| (layout.fifo(0, 1, c, 1).base, Fifo::words(3))));
+        assert_eq!(parts.len(), 4 + Area::ALL.len() + 3 + 1 + Fifo::CHANNELS);
         let end = parts.into_iter().fold(0, |end, (base, words)| {
             assert_eq!(base, end);
             base + words
@@ -333,6 +378,14 @@ mod tests {
                     assert_eq!(layout.role(post.word.index), want);
                 }
             }
+        }
+        for (channel, peer) in (0..Fifo::CHANNELS).flat_map(|c| (0..3).map(move |p| (c, p))) {
+            let (half, from) = (Half::of(0), peer);
+            let (slot, piece) = (peer, channel);
+            let put = layout.fifo(peer, 1, channel, 1).sender(1).put(0);
+            assert_role(put.word, (None, Role::Filled { half, slot, piece }));
+            let taken = layout.fifo(1, peer, channel, 1).receiver(1).taken(0);
+            assert_role(taken.word, (None, Role::Credit { half, from }));
         }
         let others = (0..layout.words).filter(|&i| layout.role(i).is_none());
         assert_eq!(others.count(), layout.words - known, "and no other word");

@@ -63,7 +63,11 @@ impl Devices for Gpus {
                 "faults" | "life" | "reset" | "user_buffers" | "send_recv",
                 ..,
             ] => true,
-            [_, "all_gather" | "broadcast" | "all_to_all" | "barrier", ..] => true,
+            [
+                _,
+                "all_gather" | "broadcast" | "all_to_all" | "all_to_all_rows" | "barrier",
+                ..,
+            ] => true,
             [_, "reduce_scatter" | "capture" | KILLED, ..] => true,
             [_, "all_reduce", "auto" | "nccl", ..] | [_, "ledger", "gathered_rows", ..] => true,
             [_, "gather_linear", "pull" | "ring" | "tiles", theme] => {
@@ -145,6 +149,7 @@ mod tests {
             "all_gather/",
             "broadcast/",
             "all_to_all/",
+            "all_to_all_rows/",
             "barrier/",
             "reduce_scatter/",
             "all_reduce/auto/",

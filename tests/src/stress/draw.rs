@@ -3,6 +3,7 @@
 use crate::{
     all_reduce::{self, OPS, Place, algorithms},
     all_reduce_norm::{self, NORMED},
+    all_to_all_rows,
     backend::Rank,
     copies::{ANY, Broadcast, Exchange, Gather, noise},
     experts,
@@ -27,7 +28,15 @@ pub type Call = Box<dyn Fn(&Rank) + Send + Sync>;
 type Draw = fn(&mut StdRng, usize, Engines) -> Call;
 
 /// All kinds. A later operation is put under stress by an entry here.
-const KINDS: [Draw; 15] = [
+const KINDS: [Draw; 16] = [
+    |rng, size, engines| {
+        let case = all_to_all_rows::draw(rng, size);
+        Box::new(move |rank| {
+            if engines.dispatches {
+                case.run(rank);
+            }
+        })
+    },
     |rng, size, engines| {
         let draw = experts::draw(rng, size);
         Box::new(move |rank| {

@@ -100,6 +100,26 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             fifo,
+            "2 ranks send each other more than fits, in calls that cut the memory anew",
+            states(|| fifo::both_ways(deep(2, 3), 3, false, F)),
+        ),
+        holds(
+            fifo,
+            "the same, one of them dies at any point, the other ends with a record",
+            states(|| fifo::both_ways(2, 2, false, F).with_death(1)),
+        ),
+        holds(
+            fifo,
+            "2 ranks in different calls: a mismatch on both",
+            states(|| must_mismatch(fifo::both_ways(1, 1, true, F))),
+        ),
+        holds(
+            fifo,
+            "memory order of both ways",
+            ordered(|| fifo::both_ways(1, 2, false, F)),
+        ),
+        holds(
+            fifo,
             "memory order of 2 ranks",
             ordered(|| fifo::scenario(2, 2, 2, 2, F)),
         ),

@@ -1,7 +1,9 @@
 //! The FIFO channel.
 
 use crate::shared::*;
-use brigade_sync::{Fifo, Flag, Post, Wait, Want, Word};
+use brigade_sync::{
+    Fifo, FifoReceiver, FifoSender, Flag, Post, Stop, Verdict, Wait, Want, Word, post,
+};
 
 /// What is taken away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +21,12 @@ pub enum Without {
     Persistence,
     /// Counts are compared by signed difference.
     WrapSafety,
+    /// A rank that can do something does not wait for something else.
+    OneLoop,
+    /// A call ends when all of it is taken.
+    Drained,
+    /// Items are signed by their call.
+    Signed,
 }
 
 /// The model's queues have no lines, so that its memory is small.
@@ -123,4 +131,164 @@ pub fn scenario(size: usize, depth: u32, calls: u32, items: u32, without: Withou
         program
     };
     Scenario::new(2 * size, depth as usize, (0..size).map(program).collect())
+}
+
+/// Entries of the queues in a call: they are cut anew for each.
+const DEPTHS: [u32; 2] = [2, 1];
+
+/// Cells of data of a queue, however it is cut.
+const CELLS: usize = 2;
+
+/// A rank's side of both queues in a call.
+#[derive(Clone, Copy)]
+struct Sides {
+    rank: usize,
+    call: usize,
+    items: u32,
+    without: Without,
+}
+
+impl Sides {
+    const fn signature(self) -> u32 {
+        // A rank in another call, where that is to be found out.
+        self.call as u32
+            + 1
+            + if matches!(self.without, Without::Signed) {
+                self.rank as u32
+            } else {
+                0
+            }
+    }
+
+    fn fifo(self, from: usize) -> Fifo {
+        Fifo {
+            from,
+            to: 1 - from,
+            size: 2,
+            depth: DEPTHS[self.call % 2],
+            base: 0,
+        }
+    }
+
+    /// Counts that wrap on the way.
+    fn start(self) -> u32 {
+        (u32::MAX - 1).wrapping_add(self.call as u32 * self.items)
+    }
+
+    fn sender(self, put: u32) -> FifoSender {
+        let mut sender = self.fifo(self.rank).sender_from(GENERATION, self.start());
+        for _ in 0..put {
+            sender.put(0);
+        }
+        sender
+    }
+
+    fn receiver(self, taken: u32) -> FifoReceiver {
+        let mut receiver = self
+            .fifo(1 - self.rank)
+            .receiver_from(GENERATION, self.start());
+        for _ in 0..taken {
+            receiver.taken(0);
+        }
+        receiver
+    }
+
+    /// What an item is.
+    fn item(self, n: u32, from: usize) -> u64 {
+        value(self.call as u32 * self.items + n, from)
+    }
+
+    /// The cells of an entry.
+    fn cells(self, owner: usize, entry: usize) -> impl Iterator<Item = Word> {
+        let each = CELLS / DEPTHS[self.call % 2] as usize;
+        (entry * each..(entry + 1) * each).map(move |i| cell(owner, i))
+    }
+
+    /// Puts or takes one item: whatever can be done.
+    fn does_one(self, unsigned: bool) -> Step {
+        let peer = 1 - self.rank;
+        let [put_cell, taken_cell] = [0, 1].map(|i| cell(self.rank, CELLS + i));
+        awaits(peer, move |shared, budget| {
+            let (put, taken) = (shared.read(put_cell) as u32, shared.read(taken_cell) as u32);
+            let (mut sender, mut receiver) = (self.sender(put), self.receiver(taken));
+            let at = |w: Word| squeezed(w);
+            let posted = |p: Post| Post {
+                word: squeezed(p.word),
+                ..p
+            };
+            loop {
+                let events = shared.events(self.rank);
+                let room = sender.room();
+                let free = |w: &Wait| w.want.verdict(shared.load(at(w.word))) == Verdict::Ready;
+                if put < self.items && room.as_ref().is_none_or(free) {
+                    for to in self.cells(peer, sender.entry()) {
+                        shared.write(to, self.item(put, self.rank));
+                    }
+                    post(shared, posted(sender.put(self.signature())));
+                    shared.write(put_cell, u64::from(put) + 1);
+                    return Ok(Ok(()));
+                }
+                let waits = self.without == Without::OneLoop && put < self.items;
+                if taken < self.items && !waits {
+                    let arrival = match unsigned {
+                        true => receiver.arrival(),
+                        false => receiver.arrival_of(self.signature()),
+                    };
+                    let seen = shared.load(at(arrival.word));
+                    match arrival.want.verdict(seen) {
+                        Verdict::NotYet => {}
+                        Verdict::Mismatch => return Ok(Err(Stop::Mismatch { seen })),
+                        Verdict::Ready => {
+                            for from in self.cells(self.rank, receiver.entry()) {
+                                let (got, want) = (shared.read(from), self.item(taken, peer));
+                                if got != want {
+                                    return Err(wrong(self.rank, got, want));
+                                }
+                            }
+                            post(shared, posted(receiver.taken(self.signature())));
+                            shared.write(taken_cell, u64::from(taken) + 1);
+                            return Ok(Ok(()));
+                        }
+                    }
+                }
+                if shared.stopped() {
+                    return Ok(Err(Stop::Interrupted));
+                }
+                if budget.spent() {
+                    return Ok(Err(Stop::Timeout { seen: 0 }));
+                }
+                shared.rest(self.rank, events, None);
+            }
+        })
+    }
+}
+
+/// Two ranks that send each other more than the queues hold, in calls that cut the queues' memory in turn into two entries and one.
+/// `differ` puts them into different calls; `without` has a guard taken away.
+pub fn both_ways(calls: usize, items: u32, differ: bool, without: Without) -> Scenario {
+    let program = |rank: usize| {
+        let mut program = Program::new();
+        for call in 0..calls {
+            let sides = Sides {
+                rank,
+                call,
+                items,
+                without: if differ { Without::Signed } else { without },
+            };
+            for i in [0, 1] {
+                program.push(writes(cell(rank, CELLS + i), 0));
+            }
+            let one = || sides.does_one(differ && without == Without::Signed);
+            program.extend((0..2 * items).map(|_| one()));
+            if without != Without::Drained {
+                let drained = sides.sender(items).drained();
+                program.push(waits(Wait {
+                    word: squeezed(drained.word),
+                    ..drained
+                }));
+            }
+        }
+        program
+    };
+    Scenario::new(4, CELLS + 2, (0..2).map(program).collect())
 }

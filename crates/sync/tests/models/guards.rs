@@ -118,6 +118,23 @@ fn fifo() -> Vec<Row> {
             by(WrapSafety),
         ),
     ];
+    rows.extend([
+        row(
+            "who can take does not wait to put",
+            "all is put, then taken",
+            states(|| fifo::both_ways(1, 3, false, OneLoop)),
+        ),
+        row(
+            "a call ends when all of it is taken",
+            "when all is put",
+            states(|| fifo::both_ways(2, 2, false, Drained)),
+        ),
+        row(
+            "items are signed",
+            "no signature is looked at",
+            states(|| must_mismatch(fifo::both_ways(1, 1, true, Signed))),
+        ),
+    ]);
     rows.extend(orders("fifo", || fifo::scenario(2, 2, 2, 2, Nothing)));
     rows
 }

@@ -1,0 +1,158 @@
+//! Queues between ranks: how many from one rank to another, and of what entries. Every call cuts the memory as its rows want it, since
+//! all queues are empty when it begins.
+
+use crate::{
+    Topology,
+    dispatch::{Sections, part_bytes},
+    reason,
+};
+use brigade_device::{Plan, Reason};
+
+/// Most queues from one rank to another.
+pub const MOST_CHANNELS: usize = 4;
+
+/// The queues from one rank to another, one behind the other: a channel's entries follow each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Queues {
+    /// How many.
+    pub channels: usize,
+    /// Entries of each.
+    pub depth: u32,
+    /// Bytes of an entry.
+    pub entry_bytes: usize,
+    /// Most rows in one.
+    pub entry_rows: usize,
+    /// How so many rows lie in an entry.
+    pub sections: Sections,
+}
+
+/// What an entry should have at least, so that its flag costs little beside it.
+const ENTRY_BYTES: usize = 16 << 10;
+
+/// Most rows in an entry.
+const MOST_ROWS: usize = 1 << 24;
+
+/// Channels and entries, the ones that let most go on side by side first.
+const SHAPES: [(usize, u32); 6] = [(MOST_CHANNELS, 8), (4, 4), (4, 2), (2, 2), (1, 2), (1, 1)];
+
+impl Queues {
+    /// Of a communicator with so many bytes for queues, for rows that have `each` bytes in each section.
+    ///
+    /// # Errors
+    /// [`reason::CAPACITY`] if no entry holds a row.
+    ///
+    /// ```
+    /// use brigade_plan::fifo::Queues;
+    /// let queues = Queues::new(8 << 20, 8, &[7168 * 2, 32])?;
+    /// assert_eq!((queues.channels, queues.depth, queues.entry_rows), (4, 8, 2));
+    /// # Ok::<_, brigade_device::Reason>(())
+    /// ```
+    pub fn new(fifo_bytes: usize, size: usize, each: &[usize]) -> Result<Self, Reason> {
+        let size = size.max(1);
+        let part = part_bytes(fifo_bytes, size);
+        let bytes = |rows: usize| Sections::new(each, rows).bytes.next_multiple_of(64);
+        let one = bytes(1);
+        let entry = |(channels, depth): (usize, u32)| part_bytes(part, channels * depth as usize);
+        let fits = |least: usize| SHAPES.into_iter().find(|&shape| entry(shape) >= least);
+        let Some(shape) = fits(one.max(ENTRY_BYTES)).or_else(|| fits(one)) else {
+            return Err(reason::capacity(
+                "fifo_bytes",
+                one.saturating_mul(size),
+                fifo_bytes,
+            ));
+        };
+        let entry_bytes = entry(shape);
+        // Bytes grow with rows, so they can be searched. A row of nothing takes no room.
+        let (mut enough, mut too_many) = (1, entry_bytes.min(MOST_ROWS) + 1);
+        while too_many - enough > 1 {
+            let middle = enough.midpoint(too_many);
+            match bytes(middle) <= entry_bytes {
+                true => enough = middle,
+                false => too_many = middle,
+            }
+        }
+        Ok(Self {
+            channels: shape.0,
+            depth: shape.1,
+            entry_bytes,
+            entry_rows: enough,
+            sections: Sections::new(each, enough),
+        })
+    }
+
+    /// Where an entry begins, among all from one rank to another.
+    pub const fn start(&self, channel: usize, entry: usize) -> usize {
+        (channel * self.depth as usize + entry) * self.entry_bytes
+    }
+
+    /// Entries that so many rows take in a channel: one at least, which says how many there are.
+    pub const fn entries(&self, rows: usize, channel: usize) -> usize {
+        let all = rows.div_ceil(self.entry_rows);
+        match all > channel {
+            true => (all - channel).div_ceil(self.channels),
+            false => 1,
+        }
+    }
+
+    /// Which of so many rows are in the `n`-th entry of a channel: entries go to the channels in turn.
+    pub fn rows(&self, rows: usize, channel: usize, n: usize) -> std::ops::Range<usize> {
+        let first = ((n * self.channels + channel) * self.entry_rows).min(rows);
+        first..(first + self.entry_rows).min(rows)
+    }
+
+    pub(crate) fn of(topology: &Topology, each: &[usize]) -> Result<Self, Reason> {
+        Self::new(topology.config.fifo_bytes, topology.group.size, each)
+    }
+
+    pub(crate) fn plan(&self) -> Plan {
+        Plan::Queued {
+            entry_rows: self.entry_rows,
+            depth: self.depth,
+            channels: self.channels as u16,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_row_is_in_one_entry(
+            fifo_bytes in 0usize..1 << 18, size in 1usize..9, rows in 0usize..500,
+            each in prop::collection::vec(0usize..700, 1..5),
+        ) {
+            let Ok(queues) = Queues::new(fifo_bytes, size, &each) else {
+                let need = each.iter().map(|e| e.next_multiple_of(16)).sum::<usize>() + 64;
+                prop_assert!(need.next_multiple_of(64) > part_bytes(fifo_bytes, size));
+                return Ok(());
+            };
+            prop_assert!(queues.sections.bytes <= queues.entry_bytes);
+            prop_assert!(queues.entry_bytes.is_multiple_of(64));
+            let last = queues.start(queues.channels - 1, queues.depth as usize);
+            prop_assert!(last <= part_bytes(fifo_bytes, size));
+            let mut seen = vec![0; rows];
+            for channel in 0..queues.channels {
+                let entries = queues.entries(rows, channel);
+                prop_assert!(entries > 0);
+                for n in 0..entries {
+                    queues.rows(rows, channel, n).for_each(|row| seen[row] += 1);
+                }
+                prop_assert!(queues.rows(rows, channel, entries).is_empty());
+            }
+            prop_assert!(seen.iter().all(|&n| n == 1));
+        }
+    }
+
+    #[test]
+    fn what_no_entry_holds_is_refused() {
+        let refused = Queues::new(1000, 4, &[300]).unwrap_err();
+        assert_eq!(refused.code, reason::CAPACITY);
+        assert!(Queues::new(0, 1, &[1]).is_err());
+        // Memory for one entry alone will do.
+        let one = Queues::new(4 * 384, 4, &[300]).unwrap();
+        assert_eq!((one.channels, one.depth, one.entry_rows), (1, 1, 1));
+    }
+}
