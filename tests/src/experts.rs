@@ -5,9 +5,9 @@
 //! experts 8 to 1024, multiples of the ranks and not; hidden 8 to 8192. Every value is in one case at least, with each arrangement.
 
 mod back;
-mod case;
+pub mod case;
 mod limits;
-mod own;
+pub mod own;
 
 use crate::{
     backend::Rank,
@@ -21,6 +21,7 @@ use brigade_device::{
     Arrangement, CommConfig, DataType, Dispatched, Fp8Cast, ParallelMode, Route, ScaleFormat,
     Transport,
 };
+use brigade_plan::Engines;
 use case::{Case, Where};
 use own::{Own, check};
 use rand::{Rng, rngs::StdRng};
@@ -49,6 +50,17 @@ const TRANSPORTS: [(&str, By); 3] = [
     ("fifo/", [FIFO; 2]),
 ];
 
+/// All transports of a device, with their names.
+pub fn transports(engines: Engines) -> Vec<(&'static str, Transport)> {
+    let all = [
+        ("one_sided", Transport::OneSided),
+        ("pushed", Transport::Pushed),
+    ];
+    let can =
+        |t: Transport| engines.dispatches && (t == Transport::OneSided || engines.pushes_rows);
+    all.into_iter().filter(|t| can(t.1)).collect()
+}
+
 /// Tokens of a rank at most, hidden, k, experts.
 const SIZES: [(usize, usize, usize, usize); 9] = [
     (1, 2048, 8, 128),
@@ -62,7 +74,8 @@ const SIZES: [(usize, usize, usize, usize); 9] = [
     (1025, 16, 10, 11),
 ];
 
-fn config() -> CommConfig {
+/// What has memory for all that is dispatched here.
+pub fn config() -> CommConfig {
     CommConfig {
         dispatch_bytes: 2 << 20,
         combine_bytes: 2 << 20,

@@ -6,6 +6,7 @@
 //!
 //! `BRIGADE_LEDGER=update` writes the file anew instead of comparing.
 
+mod experts;
 mod inputs;
 mod linears;
 mod local;
@@ -17,7 +18,7 @@ use crate::{
     gather_linear::config,
     suite::{Suite, World},
 };
-use brigade_device::DataType;
+use brigade_device::{CommConfig, DataType};
 use brigade_plan::Engines;
 use inputs::Inputs;
 use parking_lot::Mutex;
@@ -36,6 +37,7 @@ type Run = dyn Fn(&Rank, Inputs) -> Results + Send + Sync;
 #[derive(Clone)]
 struct Entry {
     name: String,
+    config: fn() -> CommConfig,
     run: Arc<Run>,
 }
 
@@ -46,6 +48,7 @@ impl Entry {
     ) -> Self {
         Self {
             name: name.into().to_lowercase(),
+            config,
             run: Arc::new(run),
         }
     }
@@ -124,7 +127,7 @@ fn check(world: &World, entry: &Entry) {
     let key = key(world.size, &entry.name);
     let hash = Arc::new(Mutex::new(String::new()));
     let (name, run, result) = (key.clone(), Arc::clone(&entry.run), Arc::clone(&hash));
-    world.run(&config(), move |rank| {
+    world.run(&(entry.config)(), move |rank| {
         let results = run(rank, Inputs::new(&name, rank.rank));
         let (first, bytes) = &results[0];
         for (other, others) in &results[1..] {
@@ -150,6 +153,7 @@ fn entries(worlds: &[usize], engines: Engines) -> Vec<(usize, Entry)> {
     let mut everywhere = moves::entries(engines);
     everywhere.extend(linears::entries(engines));
     everywhere.extend(norms::entries(engines));
+    everywhere.extend(experts::entries(engines));
     let mut all: Vec<_> = worlds
         .iter()
         .flat_map(|&size| everywhere.iter().map(move |e| (size, e.clone())))
@@ -196,6 +200,7 @@ pub fn add(suite: &mut Suite) {
     // An operation that this device has not is not dead.
     let some_device = Engines {
         norms: true,
+        dispatches: true,
         ..suite.backend().engines()
     };
     let known: Vec<_> = entries(&worlds, some_device)
@@ -205,6 +210,9 @@ pub fn add(suite: &mut Suite) {
     for (size, entry) in all {
         let name = format!("ledger/{}", entry.name);
         suite.add_at(size, &name, move |world| check(world, &entry));
+    }
+    if suite.backend().engines().dispatches {
+        suite.add("ledger/guards/experts", experts::guards);
     }
     suite.add_at(1, "ledger/no_dead_entries", move |_| {
         guards();

@@ -5,10 +5,11 @@
 //! `chunk_bytes[c]` is the size of chunk `c` (in the twin, of the part that becomes rank `c`'s).
 
 use crate::{
+    dispatch::Sections,
     pushed::{Granules, RowShares},
     ring, rows,
 };
-use brigade_device::{AllReduceAlgorithm, DataType};
+use brigade_device::{AllReduceAlgorithm, CombineCall, DataType, DispatchCall};
 
 fn all(chunk_bytes: &[usize]) -> u64 {
     chunk_bytes.iter().map(|&b| b as u64).sum()
@@ -115,4 +116,76 @@ pub fn push_broadcast(rank: usize, root: usize, size: usize, bytes: usize) -> u6
 /// Broadcast by pull: the root moves nothing, everybody else everything.
 pub fn broadcast(rank: usize, root: usize, bytes: usize) -> u64 {
     if rank == root { 0 } else { bytes as u64 }
+}
+
+/// Dispatch, by either transport and in any pieces: each row that goes to a peer, with all that belongs to it. That is its scales, its
+/// token, a slot and a weight for each of the token's experts, and what is beside it; the same ways again, only the row, its scales
+/// and what is beside it. `rows_to[r]` go to rank `r`. What pads or marks them on the way does not count.
+pub fn dispatch(rank: usize, rows_to: &[usize], call: &DispatchCall) -> u64 {
+    pull_gather(rank, rows_to) * Sections::dispatch(call, 1).all_bytes() as u64
+}
+
+/// Combine, by either transport and in any pieces: each row that goes back to a peer, and a weight with it for each expert that it may
+/// be for. `rows_to[r]` go back to rank `r`: by expert all of its rows, otherwise one for each of its tokens.
+pub fn combine(rank: usize, rows_to: &[usize], call: &CombineCall) -> u64 {
+    let each = call.hidden * call.dtype.bytes() + 4 * call.row_weights();
+    pull_gather(rank, rows_to) * each as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brigade_device::{Arrangement, CombineSum, Fp8Cast, PlacementCall, ScaleFormat};
+
+    #[test]
+    fn rows_count_with_what_belongs_to_them() {
+        let call = DispatchCall {
+            max_tokens: 9,
+            hidden: 144,
+            dtype: DataType::BF16,
+            beside_bytes: [3, 4].into_iter().collect(),
+            k: 5,
+            weights: true,
+            placement: PlacementCall::Ranks,
+            arrangement: Arrangement::Dense,
+            max_recv: None,
+            again: false,
+            cast: None,
+            choice: None,
+        };
+        let rows = [7, 1, 2];
+        let of = |call: &DispatchCall| dispatch(0, &rows, call);
+        assert_eq!(of(&call), 3 * (288 + 4 + 20 + 20 + 7));
+        assert_eq!(dispatch(0, &rows[..1], &call), 0);
+        let again = DispatchCall {
+            again: true,
+            ..call.clone()
+        };
+        assert_eq!(of(&again), 3 * (288 + 7));
+        let cast = DispatchCall {
+            cast: Some(Fp8Cast {
+                format: ScaleFormat::F32,
+                column_major: true,
+            }),
+            weights: false,
+            ..call
+        };
+        assert_eq!(of(&cast), 3 * (144 + 8 + 4 + 20 + 7));
+        let mut back = CombineCall {
+            max_tokens: 9,
+            hidden: 144,
+            dtype: DataType::F16,
+            output: DataType::F32,
+            k: 5,
+            arrangement: Arrangement::Dense,
+            sum: CombineSum::Rank,
+            weights: true,
+            choice: None,
+        };
+        assert_eq!(combine(1, &rows, &back), 9 * (288 + 20));
+        back.sum = CombineSum::Expert;
+        assert_eq!(combine(1, &rows, &back), 9 * (288 + 4));
+        back.weights = false;
+        assert_eq!(combine(1, &rows, &back), 9 * 288);
+    }
 }

@@ -9,6 +9,9 @@
 //! | 2 | a subnormal of the type: sign `r >> 63`, mantissa `(r >> 8) \| 1` |
 //! | 3 | an infinity of sign `r >> 63`, where infinities are asked for |
 //! | else | `(-1)^(r >> 63) * 1.m * 2^(e - 6)` with `e = (r >> 32) % 13` and `m` the 23 bits from bit 8, of which the lowest `(r >> 40) % 24` are cleared so that ties are common; rounded to the type. In f64 the lowest bit is bit 50 of `r`: just above a tie |
+//!
+//! An expert takes one draw `r`: -1 where `r % 8` is 0, the first number that names none where it is 1, and `(r >> 8) % experts`
+//! otherwise.
 
 use brigade_device::DataType;
 use half::{bf16, f16};
@@ -36,6 +39,16 @@ impl Inputs {
     /// Any bytes.
     pub fn bytes(&mut self, count: usize) -> Vec<u8> {
         (0..count).map(|_| self.draw() as u8).collect()
+    }
+
+    /// Experts of tokens.
+    pub fn ids(&mut self, count: usize, experts: usize) -> Vec<i64> {
+        let draw = |r: u64| match r % 8 {
+            0 => -1,
+            1 => experts as i64,
+            _ => ((r >> 8) % experts as u64) as i64,
+        };
+        (0..count).map(|_| draw(self.draw())).collect()
     }
 
     /// Floats of f16, bf16, f32 or f64, as a device stores them.
