@@ -1,10 +1,12 @@
 //! A thing that makes N ranks, and what a rank is to a contract.
 
 use crate::matrix::Matrix;
+use brigade_cuda::CudaDevice;
 use brigade_device::{
-    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Error, Injector, Lease,
-    MemoryType, Reason, Result, Stream, View,
+    Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Error, ExpertLayout, Group,
+    Injector, Lease, MemoryType, Reason, Result, Routing, Stream, View,
 };
+use brigade_host::HostDevice;
 use brigade_plan::Engines;
 use parking_lot::{Condvar, Mutex};
 use std::{
@@ -21,6 +23,27 @@ pub struct Seat {
     pub device: Arc<dyn Device>,
     /// How it finds the others.
     pub boot: Box<dyn Bootstrap>,
+}
+
+/// A device that says where rows would go in a group that nobody has joined.
+pub trait Routes: Device {
+    /// As [`Lease::expert_layout`].
+    ///
+    /// # Errors
+    /// As there.
+    fn layout(&self, on: &Stream, routing: Routing<'_>, group: Group) -> Result<ExpertLayout>;
+}
+
+impl Routes for CudaDevice {
+    fn layout(&self, on: &Stream, routing: Routing<'_>, group: Group) -> Result<ExpertLayout> {
+        self.expert_layout(on, routing, group)
+    }
+}
+
+impl Routes for HostDevice {
+    fn layout(&self, on: &Stream, routing: Routing<'_>, group: Group) -> Result<ExpertLayout> {
+        self.expert_layout(on, routing, group)
+    }
 }
 
 /// A device under test: it makes the ranks that contracts run on.
@@ -49,6 +72,14 @@ pub trait Backend: Send + Sync {
     /// # Errors
     /// What keeps the device from having so many ranks; the trial fails with it.
     fn seats(&self, size: usize) -> Result<Vec<Seat>>;
+
+    /// A device alone, if it says where rows would go in groups of any size; contracts of that are left out otherwise.
+    ///
+    /// # Errors
+    /// What keeps it from being opened.
+    fn routes(&self) -> Result<Option<Arc<dyn Routes>>> {
+        Ok(None)
+    }
 
     /// Whether its devices take a hook for fault injection; contracts that need one are left out otherwise.
     fn injects(&self) -> bool {

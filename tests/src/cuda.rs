@@ -1,10 +1,11 @@
 //! Ranks on GPUs: one GPU for each, or several ranks on one.
 
-use crate::backend::{Backend, Seat};
+use crate::backend::{Backend, Routes, Seat};
 use brigade_cuda::{CudaConfig, CudaDevice, Missing, devices, find_nccl};
 use brigade_device::{Error, Injector, Result};
 use brigade_plan::Engines;
 use libtest_mimic::{Failed, Trial};
+use std::sync::Arc;
 
 /// GPUs of this host, for groups of ranks. Every rank opens its GPU anew, so that trials count their own memory.
 pub struct CudaBackend {
@@ -99,6 +100,10 @@ impl Backend for CudaBackend {
 
     fn seats(&self, size: usize) -> Result<Vec<Seat>> {
         self.seats_with(size, &CudaConfig::default())
+    }
+
+    fn routes(&self) -> Result<Option<Arc<dyn Routes>>> {
+        Ok(Some(CudaDevice::new(self.ordinals[0])?))
     }
 
     fn injects(&self) -> bool {

@@ -8,6 +8,7 @@ mod back;
 pub mod case;
 mod limits;
 pub mod own;
+mod routes;
 
 use crate::{
     backend::Rank,
@@ -383,6 +384,9 @@ pub fn add(suite: &mut Suite) {
                 contract(world, by);
             });
         }
+    }
+    if suite.backend().worlds().contains(&1) && matches!(suite.backend().routes(), Ok(Some(_))) {
+        suite.add_at(1, "experts/routes", routes::of_any_group);
     }
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);

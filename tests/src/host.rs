@@ -1,9 +1,10 @@
 //! The host device, its ranks threads of this process.
 
-use crate::backend::{Backend, Seat};
+use crate::backend::{Backend, Routes, Seat};
 use brigade_device::{Injector, Result};
 use brigade_host::{HostConfig, HostDevice};
 use brigade_plan::Engines;
+use std::sync::Arc;
 
 /// Ranks as threads, each with a host device of its own.
 pub struct HostThreads;
@@ -23,6 +24,10 @@ impl Backend for HostThreads {
 
     fn seats(&self, size: usize) -> Result<Vec<Seat>> {
         seats(size, &config(size))
+    }
+
+    fn routes(&self) -> Result<Option<Arc<dyn Routes>>> {
+        Ok(Some(HostDevice::new()?))
     }
 
     fn injects(&self) -> bool {

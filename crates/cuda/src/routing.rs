@@ -4,7 +4,7 @@ use crate::{
     CudaDevice, Kernel, KernelSet, Launch, Missing, comm::CudaComm, lane::Lane, memory::check_reach,
 };
 use brigade_device::{
-    Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing, Turn,
+    Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing, Stream, Turn,
 };
 use brigade_kernels::RouteParams;
 use brigade_plan::routes::Slots;
@@ -155,19 +155,35 @@ impl Router {
     }
 }
 
+impl CudaDevice {
+    /// As [`Lease::expert_layout`](brigade_device::Lease::expert_layout), for a group that nobody need have joined: of more ranks than a
+    /// machine has, for instance.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn expert_layout(
+        &self,
+        on: &Stream,
+        routing: Routing<'_>,
+        group: Group,
+    ) -> Result<ExpertLayout> {
+        let checked = routing.check()?;
+        let lane = self.lane(on)?;
+        let router = Router::of(self, lane, &routing, checked, group)?;
+        let layout = router.allocate(self, lane)?;
+        let buffers: Vec<&Buffer> = router.buffers().chain(layout.buffers()).collect();
+        lane.run(&buffers, |stream| router.route(self, stream, &layout))?;
+        Ok(layout)
+    }
+}
+
 impl CudaComm {
     pub(crate) fn run_expert_layout(
         &self,
         turn: &Turn,
         routing: Routing<'_>,
     ) -> Result<ExpertLayout> {
-        let checked = routing.check()?;
-        let device = self.gpu();
-        let lane = device.lane(turn.stream())?;
-        let router = Router::of(device, lane, &routing, checked, *self.core.control.group())?;
-        let layout = router.allocate(device, lane)?;
-        let buffers: Vec<&Buffer> = router.buffers().chain(layout.buffers()).collect();
-        lane.run(&buffers, |stream| router.route(device, stream, &layout))?;
-        Ok(layout)
+        let group = *self.core.control.group();
+        self.gpu().expert_layout(turn.stream(), routing, group)
     }
 }

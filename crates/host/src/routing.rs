@@ -7,7 +7,7 @@ use crate::{
     queue::HostQueue,
 };
 use brigade_device::{
-    Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing, Turn,
+    Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing, Stream, Turn,
 };
 use brigade_plan::routes::{Chooser, Routes, Slots};
 
@@ -97,17 +97,34 @@ pub(crate) fn set<T: bytemuck::NoUninit>(to: &Buffer, values: &[T]) -> Result<()
     })
 }
 
+impl HostDevice {
+    /// As [`Lease::expert_layout`](brigade_device::Lease::expert_layout), for a group that nobody need have joined: of more ranks than a
+    /// machine has, for instance.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn expert_layout(
+        &self,
+        on: &Stream,
+        routing: Routing<'_>,
+        group: Group,
+    ) -> Result<ExpertLayout> {
+        let (k, placement) = routing.check()?;
+        let router = Router::of(&routing, k, placement, group);
+        let layout = router.allocate(self)?;
+        let to = layout.clone();
+        HostQueue::of(on)?.run(move || router.route(&to).map(drop))?;
+        Ok(layout)
+    }
+}
+
 impl HostComm {
     pub(crate) fn run_expert_layout(
         &self,
         turn: &Turn,
         routing: Routing<'_>,
     ) -> Result<ExpertLayout> {
-        let (k, placement) = routing.check()?;
-        let router = Router::of(&routing, k, placement, *self.core.control.group());
-        let layout = router.allocate(&self.device)?;
-        let to = layout.clone();
-        HostQueue::of(turn.stream())?.run(move || router.route(&to).map(drop))?;
-        Ok(layout)
+        let group = *self.core.control.group();
+        self.device.expert_layout(turn.stream(), routing, group)
     }
 }
