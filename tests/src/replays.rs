@@ -1,6 +1,7 @@
 //! Ten thousand replays of a gather-linear with new data in each and stalls all over the place; and beside them the same
 //! without the credit that protects a chunk from the next replay, which must show.
 
+mod experts;
 mod sums;
 
 use crate::{
@@ -300,6 +301,7 @@ pub fn add(suite: &mut Suite) {
         return;
     }
     sums::add(suite);
+    experts::add(suite);
     let worlds = suite.backend().worlds();
     for &size in worlds.iter().filter(|size| (2..=4).contains(*size)) {
         suite.add_at(size, "replays/under_stalls", under_stalls);

@@ -53,7 +53,7 @@ impl Own {
         }
     }
 
-    fn routing<'a>(&'a self, case: &Case) -> Routing<'a> {
+    pub fn routing<'a>(&'a self, case: &Case) -> Routing<'a> {
         Routing {
             ids: self.ids.view(),
             placement: match (&case.places, &self.map) {

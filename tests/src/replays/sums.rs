@@ -87,18 +87,31 @@ fn under_stalls(world: &World) {
 }
 
 /// The rank whose buffers are not emptied, where that guard is left out.
-const READER: usize = 0;
+pub(super) const READER: usize = 0;
 /// The rank that is held at the beginning of every replay, until the reader is about to wait for what it pushes.
-const WRITER: usize = 1;
+pub(super) const WRITER: usize = 1;
+
+/// Uses after which a buffer comes again.
+pub(super) const BUFFERS: u32 = 3;
 
 /// How long the writer is held beyond that: the reader has long looked at what is in its buffer.
 const HELD: Duration = Duration::from_millis(1);
 
-struct Hazard {
+pub(super) struct Hazard {
     unguarded: bool,
     /// Replays that the reader is in.
     begun: Mutex<u64>,
     news: Condvar,
+}
+
+impl Hazard {
+    pub(super) fn new(unguarded: bool) -> Self {
+        Self {
+            unguarded,
+            begun: Mutex::default(),
+            news: Condvar::new(),
+        }
+    }
 }
 
 impl Inject for Hazard {
@@ -129,13 +142,7 @@ impl Inject for Hazard {
 /// Two ranks, a writer that is late in every replay. Gives the replays in which the reader's sums were wrong.
 fn wrong_replays(world: &World, choice: AllReduceAlgorithm, unguarded: bool) -> Vec<u32> {
     const LEN: usize = 50;
-    /// Uses after which a buffer comes again.
-    const BUFFERS: u32 = 3;
-    let hazard = Arc::new(Hazard {
-        unguarded,
-        begun: Mutex::default(),
-        news: Condvar::new(),
-    });
+    let hazard = Arc::new(Hazard::new(unguarded));
     let wrong = Arc::new(Mutex::new(vec![]));
     let found = Arc::clone(&wrong);
     world.run_injected(&config(), hazard, move |rank| {
