@@ -111,13 +111,15 @@ struct PushCombine : Pushing<PushCombineParams> {
   }
 
   // Rows by rank: those of each source lie together.
-  // From granule `w` up to an end.
-  __device__ __forceinline__ void push_by_source(uint32_t w, uint32_t end, uint32_t threads) const {
+  // From granule `w` up to an end. Gives the rows of which it was the first one's turn.
+  __device__ __forceinline__ uint32_t push_by_source(uint32_t w, uint32_t end, uint32_t threads) const {
+    uint32_t begun = 0;
     const uint32_t* received = reinterpret_cast<const uint32_t*>(p.received);
 #pragma unroll 1
     for (; w < end; w += threads) {
       uint32_t i = w / p.granules, s = p.rank == 0 ? 1 : 0;
       const uint32_t g = w % p.granules;
+      begun += g == 0;
 #pragma unroll 1
       while (i >= received[s]) {
         i -= received[s];
@@ -146,18 +148,22 @@ struct PushCombine : Pushing<PushCombineParams> {
         if (rows[e] >= 0) push_weight(s, uint64_t(t) * p.k + e, uint32_t(rows[e]));
       }
     }
+    return begun;
   }
 
-  __device__ __forceinline__ void push_by_expert(uint32_t w, uint32_t end, uint32_t threads) const {
+  __device__ __forceinline__ uint32_t push_by_expert(uint32_t w, uint32_t end, uint32_t threads) const {
+    uint32_t begun = 0;
 #pragma unroll 1
     for (; w < end; w += threads) {
       const uint32_t at = w / p.granules, g = w % p.granules;
       const int4 from = source(at);
       if (from.x < 0 || uint32_t(from.x) == p.rank) continue;
+      begun += g == 0;
       const uint64_t entry = uint64_t(from.y) * p.k + from.z;
       push(place(from.x, entry, g), without_sentinel<In>(load(at, g)));
       if (p.back != 0 && g == 0) push_weight(from.x, entry, at);
     }
+    return begun;
   }
 
   // Waits for a granule.
@@ -291,11 +297,11 @@ struct PushCombine : Pushing<PushCombineParams> {
   }
 
   __device__ __forceinline__ void push_rows(uint32_t first, uint32_t end, uint32_t threads) const {
-    if (p.sum == by_experts) {
-      push_by_expert(first, end, threads);
-    } else {
-      push_by_source(first, end, threads);
-    }
+    const uint32_t rows = p.sum == by_experts ? push_by_expert(first, end, threads) : push_by_source(first, end, threads);
+    if (rows == 0) return;
+    const uint32_t row_weights = p.back == 0 ? 0 : p.sum == by_experts ? 1 : p.k;
+    const uint64_t moved = rows * (16ull * p.granules + 4 * row_weights);
+    atomicAdd(reinterpret_cast<unsigned long long*>(state()) + STATE_MOVED, (unsigned long long)moved);
   }
 
   // Adds up granules of own tokens: a block's share, of which warps take what is next.

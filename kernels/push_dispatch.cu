@@ -7,129 +7,9 @@
 // and the others begin to take.
 //
 //   [count of each peer][row 0 of each peer][row 1 of each peer]..., so that what was filled is one range
-#include "copy.cuh"
-#include "escaped.cuh"
-#include "slots.cuh"
-
-namespace brigade {
-
-__device__ inline void poison_outputs(const PushDispatchParams& p) {
-#pragma unroll 1
-  for (uint32_t i = 0; i < 10; ++i) poison(p.poisoned[i], p.poisoned_bytes[i], p.poisons[i], threadIdx.x, blockDim.x);
-}
-
-}  // namespace brigade
+#include "ways.cuh"
 
 using namespace brigade;
-
-enum Section : uint32_t { row = 0, scales = 1, token = 2, slots_of_row = 3, weights = 4, beside = 5 };
-enum Arrangement : uint32_t { dense = 0, by_source = 1, by_expert = 2 };
-
-constexpr uint32_t Nowhere = 0xFFFFu;
-constexpr uint32_t Most = 8;
-
-// Entries whose slots are kept.
-constexpr uint32_t Kept = 6144;
-
-// What a block knows of the call.
-struct Ways {
-  // Which ranks each token goes to, four tokens to a word.
-  uint32_t masks[PUSH_TOKENS / 4];
-  // Of each token, for each rank.
-  uint16_t position[PUSH_TOKENS * Most];
-  // Of own rows to this rank, in their order.
-  uint16_t own[PUSH_TOKENS];
-  // Slots of all entries, counted from 1, if they are few enough.
-  uint16_t slot[Kept];
-  uint32_t warps[ALL_REDUCE_THREADS / 32][Most];
-  // Rows to each rank, and from each rank.
-  uint32_t to[Most], came[Most];
-  // First slot of each rank.
-  uint32_t slots[Most + 1];
-  // Of the rows of each rank, the first, counted over all that came; and where it lies.
-  uint32_t first[Most + 1], at[Most + 1];
-  // By expert: rows of each slot, where they begin, and where the next one goes.
-  uint32_t count[PUSH_SLOTS], begin[PUSH_SLOTS + 1], next[PUSH_SLOTS];
-  // By expert: slots of some rows that are handled together, and where they go.
-  uint16_t entries[ALL_REDUCE_THREADS];
-  uint32_t goes[ALL_REDUCE_THREADS];
-  // What is to be taken next.
-  uint32_t item;
-};
-
-__shared__ Ways ways;
-
-// What is called instead of inlined keeps the kernel small: it runs through most of its code once, and fetches that from far away.
-
-// The slot of an own entry, or -1.
-__device__ __noinline__ int32_t find_slot(const PushDispatchParams& p, uint32_t t, uint32_t e) { return chosen_slot(p, t, e); }
-
-// The same once it is known.
-__device__ __forceinline__ int32_t own_slot(const PushDispatchParams& p, uint32_t t, uint32_t e) {
-  return p.tokens * p.k <= Kept ? int32_t(ways.slot[t * p.k + e]) - 1 : find_slot(p, t, e);
-}
-
-// The slot of an own entry at a rank, counted from 1; 0 if it is not there.
-__device__ __forceinline__ uint32_t slot_at(const PushDispatchParams& p, uint32_t to, uint32_t t, uint32_t e) {
-  const int32_t slot = own_slot(p, t, e), first = int32_t(ways.slots[to]);
-  return slot >= first && slot < int32_t(ways.slots[to + 1]) ? uint32_t(slot - first) + 1 : 0;
-}
-
-// Part of the header of a row for a rank: the token, and then two slots in each word. So none is the sentinel.
-__device__ __noinline__ uint4 header_of(const PushDispatchParams& p, uint32_t to, uint32_t t, uint32_t h) {
-  uint32_t w[4];
-#pragma unroll 1
-  for (uint32_t i = 0; i < 4; ++i) {
-    const int32_t e = 2 * (4 * int32_t(h) + int32_t(i) - 1);
-    uint32_t word = t;
-    if (e >= 0) {
-      word = e < int32_t(p.k) ? slot_at(p, to, t, e) : 0;
-      if (e + 1 < int32_t(p.k)) word |= slot_at(p, to, t, e + 1) << 16;
-    }
-    // Not by number, which would need memory.
-    if (i == 0) w[0] = word;
-    if (i == 1) w[1] = word;
-    if (i == 2) w[2] = word;
-    if (i == 3) w[3] = word;
-  }
-  return make_uint4(w[0], w[1], w[2], w[3]);
-}
-
-// Part of a row's image which is not a whole granule of the row itself.
-__device__ __noinline__ uint4 rare_input(const PushDispatchParams& p, uint32_t from, uint32_t to, uint32_t g) {
-  uint32_t s = 0;
-#pragma unroll 1
-  while (p.first_granule[s + 1] <= g) ++s;
-  const uint64_t at = 16ull * (g - p.first_granule[s]), left = p.row_bytes[s] - at;
-  if (s != weights) return any_input(p.from[s] + from * p.row_bytes[s] + at, left < 16 ? uint32_t(left) : 16);
-  uint32_t w[4] = {};
-#pragma unroll
-  for (uint32_t i = 0; i < 4; ++i) {
-    const uint32_t e = uint32_t(at / 4) + i;
-    const bool theirs = e < p.k && slot_at(p, to, from, e) != 0;
-    w[i] = theirs ? reinterpret_cast<const uint32_t*>(p.from[weights])[uint64_t(from) * p.k + e] : 0;
-  }
-  return make_uint4(w[0], w[1], w[2], w[3]);
-}
-
-__device__ __noinline__ void rare_output(const PushDispatchParams& p, uint64_t at, uint32_t g, uint4 v) {
-  uint32_t s = 0;
-#pragma unroll 1
-  while (p.first_granule[s + 1] <= g) ++s;
-  // Of a row for one expert, whoever places it writes its weight.
-  if (s == weights && p.arrangement == by_expert) return;
-  const uint64_t in_row = 16ull * (g - p.first_granule[s]), left = p.row_bytes[s] - in_row;
-  const uint32_t bytes = left < 16 ? uint32_t(left) : 16;
-  if (s == scales && p.scale_words != 0) {
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll 1
-    for (uint32_t i = 0; i < bytes / 4; ++i) {
-      reinterpret_cast<uint32_t*>(p.to[s])[(in_row / 4 + i) * p.capacity + at] = w[i];
-    }
-    return;
-  }
-  any_output(p.to[s] + at * p.row_bytes[s] + in_row, bytes, v);
-}
 
 struct PushDispatch : Pushing<PushDispatchParams> {
   using Pushing::Pushing;
@@ -151,71 +31,6 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   // The header of row `i` that `from` sends to `to`; the row and the words behind it follow.
   __device__ __forceinline__ uint64_t record_at(uint32_t to, uint32_t from, uint32_t i) const {
     return slots(to, buffer) + 16ull * (p.size + (uint64_t(i) * (p.size - 1) + place(to, from)) * p.record);
-  }
-
-  // Where own tokens go. By all threads.
-  __device__ __forceinline__ void find_ways() const {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (threadIdx.x < Most) ways.to[threadIdx.x] = 0;
-    if (threadIdx.x <= p.size) ways.slots[threadIdx.x] = first_slot(p, threadIdx.x);
-    if (p.again) {
-      const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.sent_offsets);
-      if (threadIdx.x < p.size) ways.to[threadIdx.x] = offsets[threadIdx.x + 1] - offsets[threadIdx.x];
-#pragma unroll 1
-      for (uint32_t i = threadIdx.x; i < p.tokens * p.size; i += blockDim.x) {
-        const int32_t at = reinterpret_cast<const int32_t*>(p.positions)[i];
-        ways.position[i] = at < 0 ? Nowhere : uint16_t(at);
-        if (at >= 0 && i % p.size == p.rank) ways.own[at] = uint16_t(i / p.size);
-      }
-      __syncthreads();
-      return;
-    }
-    // Entry by entry, so that all of them are read at once.
-#pragma unroll 1
-    for (uint32_t t = threadIdx.x; 4 * t < p.tokens; t += blockDim.x) ways.masks[t] = 0;
-    __syncthreads();
-#pragma unroll 1
-    for (uint32_t n = threadIdx.x; n < p.tokens * p.k; n += blockDim.x) {
-      const uint32_t t = n / p.k;
-      const int32_t slot = find_slot(p, t, n % p.k);
-      if (p.tokens * p.k <= Kept) ways.slot[n] = uint16_t(slot + 1);
-      uint32_t r = 0;
-#pragma unroll 1
-      while (slot >= int32_t(ways.slots[r + 1])) ++r;
-      if (slot >= 0) atomicOr(&ways.masks[t / 4], 1u << (t % 4 * Most + r));
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (uint32_t start = 0; start < p.tokens; start += blockDim.x) {
-      const uint32_t t = start + threadIdx.x;
-      const uint32_t goes = t < p.tokens ? ways.masks[t / 4] >> (t % 4 * Most) & 0xFF : 0;
-#pragma unroll 1
-      for (uint32_t r = 0; r < p.size; ++r) {
-        const uint32_t votes = __ballot_sync(0xFFFFFFFFu, goes >> r & 1);
-        if (lane == 0) ways.warps[warp][r] = __popc(votes);
-      }
-      __syncthreads();
-#pragma unroll 1
-      for (uint32_t r = 0; r < p.size; ++r) {
-        const uint32_t votes = __ballot_sync(0xFFFFFFFFu, goes >> r & 1);
-        if (t >= p.tokens) continue;
-        uint32_t at = Nowhere;
-        if (goes >> r & 1) {
-          at = ways.to[r] + __popc(votes & ((1u << lane) - 1));
-#pragma unroll 1
-          for (uint32_t w = 0; w < warp; ++w) at += ways.warps[w][r];
-          if (r == p.rank) ways.own[at] = uint16_t(t);
-        }
-        ways.position[t * p.size + r] = uint16_t(at);
-      }
-      __syncthreads();
-      if (threadIdx.x < p.size) {
-#pragma unroll 1
-        for (uint32_t w = 0; w < blockDim.x / 32; ++w) ways.to[threadIdx.x] += ways.warps[w][threadIdx.x];
-      }
-      __syncthreads();
-    }
-    __syncthreads();
   }
 
   __device__ __forceinline__ uint4 input(uint32_t t, uint32_t to, uint32_t g) const {
@@ -615,45 +430,6 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return p.again ? all.take_again(me, all.workers() * blockDim.x) : all.take_by_expert();
   }
 
-  // What the caller is told of own tokens. By all threads of a block.
-  static __device__ __noinline__ void tell_ways(const PushDispatchParams& p) {
-    const uint32_t me = threadIdx.x, threads = blockDim.x;
-    int32_t* positions = reinterpret_cast<int32_t*>(p.positions);
-    uint32_t* rows_per_slot = reinterpret_cast<uint32_t*>(p.rows_per_slot);
-    uint32_t* sent_offsets = reinterpret_cast<uint32_t*>(p.sent_offsets);
-    int32_t* sent = reinterpret_cast<int32_t*>(p.sent);
-    // Counted where slots that come are counted later, if they are few enough.
-    const bool few = p.all_slots <= PUSH_SLOTS;
-#pragma unroll 1
-    for (uint32_t s = me; s < p.all_slots; s += threads) (few ? ways.count : rows_per_slot)[s] = 0;
-    __syncthreads();
-#pragma unroll 1
-    for (uint32_t n = me; n < p.tokens * p.k; n += threads) {
-      const int32_t slot = own_slot(p, n / p.k, n % p.k);
-      reinterpret_cast<int32_t*>(p.chosen)[n] = slot;
-      if (slot >= 0) atomicAdd((few ? ways.count : rows_per_slot) + slot, 1u);
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (uint32_t s = me; s < p.all_slots && few; s += threads) rows_per_slot[s] = ways.count[s];
-    __syncthreads();
-    uint32_t all = 0;
-#pragma unroll 1
-    for (uint32_t r = 0; r < p.size; ++r) {
-      if (me == 0) sent_offsets[r] = all;
-#pragma unroll 1
-      for (uint32_t t = me; t < p.tokens; t += threads) {
-        const uint32_t at = ways.position[t * p.size + r];
-        positions[t * p.size + r] = at == Nowhere ? -1 : int32_t(at);
-        if (at != Nowhere) sent[all + at] = int32_t(t);
-      }
-      all += ways.to[r];
-    }
-    if (me == 0) sent_offsets[p.size] = all;
-#pragma unroll 1
-    for (uint32_t i = all + me; i < p.room; i += threads) sent[i] = -1;
-  }
-
   // What the caller is told of the rows that come. By all threads of a block; says whether they came.
   __device__ __forceinline__ bool tell_rows() const {
     const uint32_t me = threadIdx.x, threads = blockDim.x;
@@ -727,7 +503,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = workers() * blockDim.x;
     announce();
     if (threadIdx.x == 0) ways.item = 0;
-    find_ways();
+    find_ways(p);
     uint64_t rows = 0;
 #pragma unroll 1
     for (uint32_t r = 0; r < p.size; ++r) rows += r == p.rank ? 0 : ways.to[r];

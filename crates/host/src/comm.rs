@@ -91,6 +91,7 @@ pub(crate) fn join(
     let layout = layout(config, rank, size)?;
     let table = Table {
         push_max_bytes: device.push_max_bytes,
+        rows_push_max_bytes: device.push_max_bytes,
         ..Table::host()
     };
     let (sharing, segments) = rendezvous::exchange(boot, config, &table, &layout)?;

@@ -14,6 +14,8 @@ pub struct Table {
     /// Largest copy or reduce-scatter, in bytes that arrive at a rank, that is pushed; `None` if none is. It must fit the buffers at
     /// once, too.
     pub push_max_bytes: Option<usize>,
+    /// Most bytes that may come to a rank in a dispatch or combine that is pushed; `None` if none is.
+    pub rows_push_max_bytes: Option<usize>,
     /// Smallest mean chunk, in bytes of rows, for which gather-linear overlaps.
     pub gather: Crossovers,
     /// Smallest mean part, in bytes of sums, for which the twin overlaps.
@@ -25,6 +27,9 @@ pub struct Table {
 
 /// What fits the buffers of a usual configuration: there a push costs one launch and no wait for anybody before it.
 const PUSH_MAX_BYTES: usize = 8 << 20;
+
+/// Where rows were quicker pushed than one-sided at two GPUs, in docs/results/moe.h200x2.json and its like: up to the most measured.
+const ROWS_PUSH_MAX_BYTES: usize = 16 << 20;
 
 impl Table {
     /// For ranks that are threads or processes of one host: a chunk is worth overlapping once copying it takes longer
@@ -39,6 +44,7 @@ impl Table {
                 source: "".into(),
             }),
             push_max_bytes: None,
+            rows_push_max_bytes: None,
             gather: Crossovers::all(16 << 10),
             scatter: Crossovers::all(16 << 10),
             overlap: OverlapMode::Ring,
@@ -56,6 +62,7 @@ impl Table {
         Ok(Self {
             all_reduce: tuned::File::embedded()?.of(gpus),
             push_max_bytes: Some(PUSH_MAX_BYTES),
+            rows_push_max_bytes: Some(ROWS_PUSH_MAX_BYTES),
             gather: figures.of(gpus, Overlapped::GatherLinear),
             scatter: figures.of(gpus, Overlapped::ReduceScatterLinear),
             overlap: OverlapMode::Tiles,
@@ -68,6 +75,7 @@ impl Table {
         let Self {
             all_reduce,
             push_max_bytes,
+            rows_push_max_bytes,
             gather,
             scatter,
             overlap,
@@ -85,7 +93,8 @@ impl Table {
             .map(|(_, c)| c.min_chunk_bytes.map_or(u64::MAX, |bytes| bytes as u64));
         all_reduce
             .numbers()
-            .chain([overlap, push_max_bytes.map_or(u64::MAX, |b| b as u64)])
+            .chain([overlap])
+            .chain([push_max_bytes, rows_push_max_bytes].map(|b| b.map_or(u64::MAX, |b| b as u64)))
             .chain(crossovers)
             .flat_map(u64::to_le_bytes)
             .fold(0xcbf2_9ce4_8422_2325, |h, b| {

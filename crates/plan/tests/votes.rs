@@ -27,6 +27,7 @@ fn what_is_voted_on_tells_tables_and_engines_apart() {
         with(|t| t.all_reduce.bf16.threads = vec![threads(1, 64)]),
         with(|t| t.all_reduce.bf16.threads = vec![threads(1, 32), threads(2, 64)]),
         with(|t| t.push_max_bytes = Some(1)),
+        with(|t| t.rows_push_max_bytes = Some(1)),
         with(|t| t.gather.bf16.min_chunk_bytes = Some(1)),
         with(|t| t.gather.int8.min_chunk_bytes = Some(1)),
         with(|t| t.gather.fp8.min_chunk_bytes = Some(1)),
