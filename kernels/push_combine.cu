@@ -353,7 +353,9 @@ struct PushCombine : Pushing<PushCombineParams> {
     push_rows(me, ahead, threads);
     empty();
     count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
-    if (p.desk != 0 && !failed) failed = !await(p, use, buffer, flag);
+    // What one thread has seen holds for all: warps go on together.
+    failed = __syncthreads_or(failed);
+    if (p.desk != 0 && !failed) failed = __syncthreads_or(!await(p, use, buffer, flag));
     // Half of the warps push the rest, and then help.
     const uint32_t half = blockDim.x / 2;
     if (threadIdx.x < half && !failed) push_rows(ahead + blockIdx.x * half + threadIdx.x, all, gridDim.x * half);

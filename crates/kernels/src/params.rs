@@ -101,13 +101,15 @@ pub struct Field {
 
 #[path = "params_experts.rs"]
 mod experts;
+#[path = "params_fifo.rs"]
+mod fifo;
 #[path = "params_group.rs"]
 mod group;
 #[path = "params_linear.rs"]
 mod linear;
 
 #[allow(unused_imports, reason = "builds include this file for its layouts")]
-pub use {experts::*, group::*, linear::*};
+pub use {experts::*, fifo::*, group::*, linear::*};
 
 /// Name, size and fields of every struct.
 pub fn layouts() -> impl Iterator<Item = &'static Layout> {
@@ -115,6 +117,7 @@ pub fn layouts() -> impl Iterator<Item = &'static Layout> {
         .iter()
         .chain(linear::LAYOUTS)
         .chain(experts::LAYOUTS)
+        .chain(fifo::LAYOUTS)
 }
 
 /// The C++ header that declares the same structs.
