@@ -30,7 +30,8 @@ impl Job<'_> {
         let parameters = CombineFifoParams {
             section: [0, 1, 2].map(|i| queues.sections.at(i, 0).start as u64),
             from: a.rows.address(),
-            back: a.weights.as_ref().map_or(0, Buffer::address),
+            // A rank to which no row came has none to read here, but takes those of its own tokens: so this is not 0.
+            back: a.weights.as_ref().map_or(0, |w| w.address().max(1)),
             sources: a.parts.sources.address(),
             held: a.parts.weights.as_ref().map_or(0, Buffer::address),
             rows_of: a.parts.rows_of.as_ref().map_or(0, Buffer::address),
