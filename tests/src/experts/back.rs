@@ -92,10 +92,13 @@ impl Back {
         let want = to_bytes(self.output, &exact.iter().map(rounded).collect::<Vec<_>>());
         let got = rank.raw(d.view());
         assert_bits(&got, &want, self.output, "combined rows");
-        let limit = if self.dtype == DataType::F32 {
-            1e-12
-        } else {
-            5e-6
+        // Of few values one that cancels may weigh as much as all others.
+        let few = wide.len() < 4096;
+        let limit = match (self.dtype, few) {
+            (DataType::F32, false) => 1e-12,
+            (DataType::F32, true) => 1e-10,
+            (_, false) => 5e-6,
+            (_, true) => 1e-3,
         };
         let diff = diff(&to_f64(self.output, &got), &wide);
         assert!(diff < limit, "{diff:e} of {:?}", self.dtype);
