@@ -171,7 +171,13 @@ impl Job {
     fn give_up(&self, stop: Stop, w: &Wait, slot: usize) -> Error {
         let expected = w.want.flag().bits();
         match stop {
-            Stop::Mismatch { seen } => self.fail(FaultKind::Mismatch, w.peer, slot, expected, seen),
+            // Whoever is in another call may have written where a third rank's flag was waited for.
+            Stop::Mismatch { seen } => match self.stranger() {
+                Some((peer, seen)) => {
+                    self.fail(FaultKind::Mismatch, peer, slot, self.flag.bits(), seen)
+                }
+                None => self.fail(FaultKind::Mismatch, w.peer, slot, expected, seen),
+            },
             Stop::Timeout { seen } => {
                 let (peer, seen) = self.absent().unwrap_or((w.peer, seen));
                 self.fail(FaultKind::Timeout, peer, slot, expected, seen)
