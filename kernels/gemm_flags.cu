@@ -1,7 +1,7 @@
 // A product whose tiles wait for their rows: out = rows weight^T + bias, rows in parts that arrive one by one.
 //
-// One block on each multiprocessor takes every so-many-th tile, in the order of the parts, and works until there is none left.
-// In a block, one thread loads (it waits for the flag of a part before it touches the part's rows) and two warp groups multiply
+// One block on each multiprocessor takes tile after tile, each the first that nobody has, in the order of the parts, and works
+// until there is none left. In a block, one thread loads (it waits for the flag of a part before it touches the part's rows) and two warp groups multiply
 // 64 rows of a tile each; a ring of stages in shared memory lies between them. The inner dimension is walked in the same order
 // for every tile, so results do not depend on how rows were cut into parts, or on when they came.
 //
@@ -28,11 +28,20 @@ constexpr uint32_t rows_bytes = tile_rows * row_bytes;
 constexpr uint32_t bands_together = 8;
 
 // Stages of a tile of so many columns: rows and weight for 64 steps of the inner dimension. Beside them there is room to align
-// the first, and for barriers.
+// the first, and for two barriers each and the number of its tile.
 template <uint32_t COLUMNS>
 constexpr uint32_t stage_bytes = rows_bytes + COLUMNS * row_bytes;
 template <uint32_t COLUMNS>
-constexpr uint32_t stages = (GEMM_SHARED_BYTES - 1024 - 128) / stage_bytes<COLUMNS>;
+constexpr uint32_t stages = (GEMM_SHARED_BYTES - 1024 - 160) / stage_bytes<COLUMNS>;
+// Steps of a narrow tile that find room in one stage: fewer and longer ones, since it waits for loads more than for products.
+template <uint32_t COLUMNS>
+constexpr uint32_t narrow_steps = stage_bytes<COLUMNS> / stage_bytes<GEMM_LOW_COLUMNS>;
+
+// How many steps a stage is for.
+template <uint32_t N>
+struct Steps {
+  static constexpr uint32_t count = N;
+};
 
 struct Tile {
   uint32_t part, band, column;
@@ -75,6 +84,13 @@ __device__ __forceinline__ void store_release_gpu(uint32_t* at, uint32_t value) 
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
+// The first tile that no block has; none is left from `p.tiles` on. Every block asks until there is none, and so leaves the count
+// at zero for the next product.
+__device__ __forceinline__ uint32_t next_tile(const Parameters& p) {
+  uint32_t* taken = reinterpret_cast<uint32_t*>(p.state + 8 * STATE_TILES);
+  return atomicInc(taken, p.tiles + gridDim.x - 1);
+}
+
 // The two groups that multiply, and not the one that loads.
 __device__ __forceinline__ void both_groups_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
@@ -112,23 +128,34 @@ struct Ring {
   }
 };
 
-// Loads what the tiles need, stage after stage.
+// Loads what the tiles need, stage after stage, and says of each stage for which tile it is.
 template <uint32_t COLUMNS>
-__device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty) {
+__device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty, uint32_t* tiles) {
   const Group g = group_of(p, p.signature);
   Ring<COLUMNS> ring;
-  const auto load_stage = [&](const void* rows, uint32_t row, const void* columns, uint32_t column, uint32_t k, uint32_t bytes) {
+  uint32_t t = next_tile(p), next = 0;
+  const auto load_stage = [&](const void* rows, uint32_t row, const void* columns, uint32_t column, uint32_t k, auto steps, uint32_t step_bytes) {
+    constexpr uint32_t count = decltype(steps)::count;
     barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
     const uint32_t at = base + ring.stage * stage_bytes<COLUMNS>, barrier = full + 8 * ring.stage;
-    barrier_expect(barrier, bytes);
-    load_box(at, rows, k, row, barrier);
-    load_box(at + rows_bytes, columns, k, column, barrier);
+    tiles[ring.stage] = t;
+    barrier_expect(barrier, count * step_bytes);
+#pragma unroll
+    for (uint32_t i = 0; i < count; ++i) {
+      load_box(at + i * step_bytes, rows, k + i * inner, row, barrier);
+      load_box(at + i * step_bytes + rows_bytes, columns, k + i * inner, column, barrier);
+    }
     ring.next();
   };
   // In a group that was stopped, the steps before this product have not counted the call.
   bool waits = !is_stopped(g);
   uint32_t seen = 0;
-  for (uint32_t t = blockIdx.x; t < p.tiles; t += gridDim.x) {
+  constexpr Steps<1> one;
+  constexpr Steps<narrow_steps<COLUMNS>> several;
+  // Asked for while there is still something to multiply, and no sooner, since whoever is free first should have it.
+  constexpr uint32_t last = inner * narrow_steps<COLUMNS> * stages<COLUMNS>;
+  const uint32_t ask_at = p.inner > last ? (p.inner - last) / (inner * several.count) * (inner * several.count) : 0;
+  for (; t < p.tiles; t = next) {
     const Tile tile = tile_of(p, t, COLUMNS);
     const bool own = p.part_word[tile.part] == 0;
     if (!own && waits && !(seen >> tile.part & 1)) {
@@ -139,18 +166,26 @@ __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, u
     const void* rows = own ? p.own_map : p.rows_map;
     const uint32_t row = p.part_row[tile.part] + tile.band * tile_rows;
     if (tile.narrow) {
-      for (uint32_t k = 0; k < p.inner; k += inner) load_stage(rows, row, p.down_map, 0, k, stage_bytes<GEMM_LOW_COLUMNS>);
+      for (uint32_t k = 0; k < p.inner; k += inner * several.count) {
+        if (k == ask_at) next = next_tile(p);
+        load_stage(rows, row, p.down_map, 0, k, several, stage_bytes<GEMM_LOW_COLUMNS>);
+      }
       continue;
     }
     for (uint32_t k = 0; k < p.inner; k += inner) {
-      load_stage(rows, row, p.weight_map, tile.column, k, stage_bytes<COLUMNS>);
+      if (k == ask_at) next = next_tile(p);
+      load_stage(rows, row, p.weight_map, tile.column, k, one, stage_bytes<COLUMNS>);
     }
     if (p.low_columns == 0) continue;
     if (waits) waits = wait_for_low(p, g, low_flag(p, tile.part, tile.band));
     bulk_copies_follow();
     const uint32_t out_row = p.part_out_row[tile.part] + tile.band * tile_rows;
-    load_stage(p.low_map, out_row, p.up_map, tile.column, 0, stage_bytes<COLUMNS>);
+    load_stage(p.low_map, out_row, p.up_map, tile.column, 0, one, stage_bytes<COLUMNS>);
   }
+  // There is no more.
+  barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
+  tiles[ring.stage] = t;
+  barrier_arrive(full + 8 * ring.stage);
 }
 
 template <typename T>
@@ -244,24 +279,29 @@ __device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t
 
 // Multiplies what was loaded.
 template <typename T, uint32_t COLUMNS>
-__device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty) {
+__device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty, const uint32_t* tiles) {
   const uint32_t half = threadIdx.x / 128 - 1;
   const bool leads = threadIdx.x % 128 == 0;
   Ring<COLUMNS> ring;
-  // One tile of so many stages. Boxes are zero beyond the end of the inner dimension.
-  const auto sum_up = [&](auto& sums, uint32_t steps) {
+  // One tile of so many stages, each of so many steps. Boxes are zero beyond the end of the inner dimension.
+  const auto sum_up = [&](auto& sums, uint32_t stages_of_tile, auto steps, uint32_t step_bytes) {
+    constexpr uint32_t count = decltype(steps)::count;
     uint32_t before = 0;
-    for (uint32_t step = 0; step < steps; ++step) {
+    for (uint32_t stage = 0; stage < stages_of_tile; ++stage) {
       barrier_wait(full + 8 * ring.stage, ring.phase);
       const uint32_t at = base + ring.stage * stage_bytes<COLUMNS>;
-      const uint64_t a = inner_major(at + half * 64 * row_bytes), b = inner_major(at + rows_bytes);
       products_begin();
-      // 16 elements are 32 bytes, and descriptors count in 16.
 #pragma unroll
-      for (uint32_t i = 0; i < inner / 16; ++i) product(T{}, sums, a + 2 * i, b + 2 * i, i > 0 || step > 0);
+      for (uint32_t step = 0; step < count; ++step) {
+        const uint32_t from = at + step * step_bytes;
+        const uint64_t a = inner_major(from + half * 64 * row_bytes), b = inner_major(from + rows_bytes);
+        // 16 elements are 32 bytes, and descriptors count in 16.
+#pragma unroll
+        for (uint32_t i = 0; i < inner / 16; ++i) product(T{}, sums, a + 2 * i, b + 2 * i, i > 0 || step > 0 || stage > 0);
+      }
       products_commit();
       // The stage before is free once its products are through; this one's go on meanwhile.
-      if (step > 0) {
+      if (stage > 0) {
         products_wait<1>();
         if (leads) barrier_arrive(empty + 8 * before);
       }
@@ -272,13 +312,20 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
     products_done(sums);
     if (leads) barrier_arrive(empty + 8 * before);
   };
+  constexpr Steps<1> one;
+  constexpr Steps<narrow_steps<COLUMNS>> several;
   const uint32_t steps = (p.inner + inner - 1) / inner;
-  for (uint32_t t = blockIdx.x; t < p.tiles; t += gridDim.x) {
+  // A stage is not filled again before this group's products of it, which every warp has begun by then.
+  const auto next = [&] {
+    barrier_wait(full + 8 * ring.stage, ring.phase);
+    return *static_cast<const volatile uint32_t*>(tiles + ring.stage);
+  };
+  for (uint32_t t = next(); t < p.tiles; t = next()) {
     const Tile tile = tile_of(p, t, COLUMNS);
     const uint32_t first_row = tile.band * tile_rows + half * 64;
     if (tile.narrow) {
       float sums[GEMM_LOW_COLUMNS / 2];
-      sum_up(sums, steps);
+      sum_up(sums, (steps + several.count - 1) / several.count, several, stage_bytes<GEMM_LOW_COLUMNS>);
       write_low<T>(p, tile, first_row, sums);
       __threadfence();
       bulk_copies_follow();
@@ -287,7 +334,7 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
       continue;
     }
     float sums[COLUMNS / 2];
-    sum_up(sums, p.low_columns != 0 ? steps + 1 : steps);
+    sum_up(sums, p.low_columns != 0 ? steps + 1 : steps, one, stage_bytes<COLUMNS>);
     write_tile<T, COLUMNS>(p, tile, first_row, sums);
   }
 }
@@ -298,6 +345,7 @@ __device__ __forceinline__ void gemm_flags(const Parameters& p) {
   extern __shared__ uint8_t memory[];
   const uint32_t base = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t full = base + stages<COLUMNS> * stage_bytes<COLUMNS>, empty = full + 8 * stages<COLUMNS>;
+  uint32_t* tiles = reinterpret_cast<uint32_t*>(memory + (empty + 8 * stages<COLUMNS> - shared_address(memory)));
   if (threadIdx.x == 0) {
     for (uint32_t s = 0; s < stages<COLUMNS>; ++s) {
       barrier_init(full + 8 * s, 1);
@@ -308,10 +356,10 @@ __device__ __forceinline__ void gemm_flags(const Parameters& p) {
   __syncthreads();
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if (threadIdx.x == 0) load<COLUMNS>(p, base, full, empty);
+    if (threadIdx.x == 0) load<COLUMNS>(p, base, full, empty, tiles);
   } else {
     more_registers<232>();
-    multiply<T, COLUMNS>(p, base, full, empty);
+    multiply<T, COLUMNS>(p, base, full, empty, tiles);
   }
 }
 #else

@@ -110,21 +110,16 @@ struct PushCombine : Pushing<PushCombineParams> {
     store_relaxed_sys(weight(to, entry), bits == sentinel ? nan_word<F32> : bits);
   }
 
-  // Rows by rank: those of each source lie together.
+  // Rows by rank: those of each source lie together. One of each in turn goes back, so that all ways are in use.
   // From granule `w` up to an end. Gives the rows of which it was the first one's turn.
   __device__ __forceinline__ uint32_t push_by_source(uint32_t w, uint32_t end, uint32_t threads) const {
     uint32_t begun = 0;
     const uint32_t* received = reinterpret_cast<const uint32_t*>(p.received);
 #pragma unroll 1
     for (; w < end; w += threads) {
-      uint32_t i = w / p.granules, s = p.rank == 0 ? 1 : 0;
-      const uint32_t g = w % p.granules;
+      const uint32_t q = w / p.granules, g = w % p.granules, i = q / (p.size - 1), s = peer(1 + q % (p.size - 1));
+      if (i >= received[s]) continue;
       begun += g == 0;
-#pragma unroll 1
-      while (i >= received[s]) {
-        i -= received[s];
-        s += s + 1 == p.rank ? 2 : 1;
-      }
       if (p.sum == by_ranks) {
         const uint32_t at = offset(s) + i, t = uint32_t(source(at).y);
         push(place(s, row_of(s, t, p.rank), g), without_sentinel<In>(load(at, g)));
@@ -290,10 +285,10 @@ struct PushCombine : Pushing<PushCombineParams> {
   __device__ __forceinline__ uint32_t to_push() const {
     if (p.size == 1) return 0;
     if (p.sum == by_experts) return offset(p.own_slots) * p.granules;
-    uint32_t rows = 0;
+    uint32_t most = 0;
 #pragma unroll 1
-    for (uint32_t s = 0; s < p.size; ++s) rows += s == p.rank ? 0 : reinterpret_cast<const uint32_t*>(p.received)[s];
-    return rows * p.granules;
+    for (uint32_t s = 0; s < p.size; ++s) most = s == p.rank ? most : max(most, reinterpret_cast<const uint32_t*>(p.received)[s]);
+    return most * (p.size - 1) * p.granules;
   }
 
   __device__ __forceinline__ void push_rows(uint32_t first, uint32_t end, uint32_t threads) const {

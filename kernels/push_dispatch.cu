@@ -7,6 +7,8 @@
 // and the others begin to take.
 //
 //   [count of each peer][row 0 of each peer][row 1 of each peer]..., so that what was filled is one range
+//
+// Rows begin at lines of 128 bytes, and so do the quarters that a warp pushes of them: what is less than a line is slow to travel.
 #include "ways.cuh"
 
 using namespace brigade;
@@ -28,10 +30,13 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return slots(to, buffer) + 16ull * place(to, from);
   }
 
-  // The header of row `i` that `from` sends to `to`; the row and the words behind it follow.
+  // Row `i` that `from` sends to `to`: its header, the row, and the words behind it.
   __device__ __forceinline__ uint64_t record_at(uint32_t to, uint32_t from, uint32_t i) const {
-    return slots(to, buffer) + 16ull * (p.size + (uint64_t(i) * (p.size - 1) + place(to, from)) * p.record);
+    return slots(to, buffer) + 16ull * (Most + (uint64_t(i) * (p.size - 1) + place(to, from)) * p.record);
   }
+
+  // The words behind the packets of a record.
+  __device__ __forceinline__ uint32_t* words_of(uint64_t record) const { return reinterpret_cast<uint32_t*>(record + 16ull * p.words); }
 
   __device__ __forceinline__ uint4 input(uint32_t t, uint32_t to, uint32_t g) const {
     if (g < p.first_granule[1] && p.from[row] % 16 == 0) {
@@ -49,7 +54,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   }
 
   __device__ __forceinline__ void push_packet(uint32_t to, uint32_t t, uint32_t i, uint32_t j) const {
-    const uint64_t at = record_at(to, p.rank, i) + 16ull * p.header;
+    const uint64_t record = record_at(to, p.rank, i), at = record + 16ull * p.body;
     uint4 v[Each];
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
@@ -62,7 +67,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       const uint32_t g = k * p.packets + j;
       if (g < p.granules) push(at + 16ull * g, escape(v[k], Each * k, escaped));
     }
-    store_relaxed_sys(reinterpret_cast<uint32_t*>(at + 16ull * p.granules) + j, escaped);
+    store_relaxed_sys(words_of(record) + j, escaped);
   }
 
   // Which of the rows for `to` this pair of token and peer is.
@@ -119,7 +124,8 @@ struct PushDispatch : Pushing<PushDispatchParams> {
         if (r != p.rank) most = max(most, ways.came[r]);
       }
       ways.first[p.size] = sum, ways.at[p.size] = at;
-      fill(p.size + most * (p.size - 1) * p.record);
+      ways.most = max(most, ways.came[p.rank]);
+      fill(Most + most * (p.size - 1) * p.record);
     }
     __syncthreads();
     return true;
@@ -155,7 +161,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       }
       return true;
     }
-    const uint64_t at = record_at(p.rank, s, i) + 16ull * p.header;
+    const uint64_t record = record_at(p.rank, s, i), at = record + 16ull * p.body;
     uint32_t escaped;
     const auto look = [&] {
       bool come = true;
@@ -164,7 +170,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
         const uint32_t g = k * p.packets + j;
         v[k] = g < p.granules ? peek(at + 16ull * g) : make_uint4(0, 0, 0, 0);
       }
-      escaped = load_relaxed_sys(reinterpret_cast<const uint32_t*>(at + 16ull * p.granules) + j);
+      escaped = load_relaxed_sys(words_of(record) + j);
       come = escaped != sentinel;
 #pragma unroll
       for (uint32_t k = 0; k < Each; ++k) come &= is_there(v[k]);
@@ -226,10 +232,10 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     }
   }
 
-  // Packets of rows of one source after the other, or with room for all that it may send: a block's share, of which warps take what is
-  // next. Says whether all came.
+  // Rows of one source after the other, or with room for all that it may send. Packets are taken as they come, a row of each source in
+  // turn: a block's share, of which warps take what is next. Says whether all came.
   __device__ __forceinline__ bool take_by_source() const {
-    const uint32_t all = ways.first[p.size] * p.packets, lane = threadIdx.x % 32;
+    const uint32_t all = ways.most * p.size * p.packets, lane = threadIdx.x % 32;
     // In pieces for a warp, which blocks take in turn.
     const uint32_t pieces = (all + 31) / 32, mine = (pieces + workers() - 1 - blockIdx.x) / workers();
     bool there = true;
@@ -241,8 +247,8 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       if (n >= mine) break;
       const uint32_t w = (n * workers() + blockIdx.x) * 32 + lane;
       if (w >= all) continue;
-      uint32_t i;
-      const uint32_t s = source_of(w / p.packets, i), j = w % p.packets;
+      const uint32_t q = w / p.packets, j = w % p.packets, i = q / p.size, s = peer(q % p.size);
+      if (i >= ways.came[s]) continue;
       uint4 v[Each];
       there = take(s, i, j, v);
       if (there) give(ways.at[s] + i, j, v);
@@ -336,11 +342,11 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       return true;
     }
     const uint32_t g = p.first_granule[weights] + e / 4, bit = g / p.packets * Each + e % 4;
-    const uint64_t at = record_at(p.rank, s, i) + 16ull * p.header;
+    const uint64_t record = record_at(p.rank, s, i);
     uint32_t escaped;
     const auto look = [&] {
-      weight = load_relaxed_sys(reinterpret_cast<const uint32_t*>(at + 16ull * g) + e % 4);
-      escaped = load_relaxed_sys(reinterpret_cast<const uint32_t*>(at + 16ull * p.granules) + g % p.packets);
+      weight = load_relaxed_sys(reinterpret_cast<const uint32_t*>(record + 16ull * (p.body + g)) + e % 4);
+      escaped = load_relaxed_sys(words_of(record) + g % p.packets);
       return weight != sentinel && escaped != sentinel;
     };
     if (!wait([&] { return s; }, look)) return false;

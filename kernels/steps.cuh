@@ -148,6 +148,8 @@ __device__ inline void look(const G& g, Waiting& w) {
   w.blamed = w.peer;
   w.blamed_expected = w.expected;
   if (p == Progress::other_call) {
+    // Whoever is in another call may have written where a third rank's flag is waited for.
+    if (find_peer(g, false, w.blamed, w.seen)) w.blamed_expected = g.flag(g.epoch());
     w.end = End::mismatch;
     return;
   }

@@ -43,6 +43,8 @@ struct Ways {
   // By expert: slots of some rows that are handled together, and where they go.
   uint16_t entries[ALL_REDUCE_THREADS];
   uint32_t goes[ALL_REDUCE_THREADS];
+  // Rows of the rank with most of them.
+  uint32_t most;
   // What is to be taken next.
   uint32_t item;
 };

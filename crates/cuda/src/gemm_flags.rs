@@ -19,8 +19,8 @@ use std::{ffi::c_void, mem::MaybeUninit, ops::Range, ptr, sync::Arc};
 /// Columns that tiles come in.
 const WIDTHS: [usize; 4] = [256, 224, 192, 128];
 
-/// What a tile costs beside its columns, in columns.
-const TILE_OVERHEAD: usize = 2;
+/// What a tile costs beside its columns, in columns: a block writes its result while it multiplies nothing.
+const TILE_OVERHEAD: usize = 11;
 
 /// Elements of the inner dimension that a box holds: 128 bytes.
 const BOX_ELEMENTS: usize = 64;
@@ -185,6 +185,12 @@ impl Tiled {
 
 /// Which width is best for so many bands of rows: as few rounds of all multiprocessors as can be, measured in columns.
 fn best_width(bands: usize, columns: usize, sms: usize) -> usize {
+    if let Some(w) = std::env::var("TILE_WIDTH")
+        .ok()
+        .and_then(|w| w.parse::<usize>().ok())
+    {
+        return WIDTHS.iter().position(|&x| x == w).unwrap_or(0);
+    }
     let cost = |width: usize| {
         let rounds = (bands * columns.div_ceil(width)).div_ceil(sms.max(1));
         rounds * (width + TILE_OVERHEAD)

@@ -71,6 +71,8 @@ impl Job<'_> {
             scale_words: a.scale_words(),
             capacity: u32::try_from(outputs.capacity()).unwrap_or(u32::MAX),
             header: record.header as u32,
+            body: record.body() as u32,
+            words: record.words() as u32,
             granules: record.granules() as u32,
             packets: record.packets() as u32,
             record: record.all() as u32,

@@ -78,8 +78,10 @@ constants! {
     STATE_USES: usize = 40;
     /// Granules that lie in the buffer of the last use with an even number, and of the last with an odd one: half a word each.
     STATE_GRANULES: usize = 41;
+    /// Tiles of the product in progress that blocks have taken; 0 between products.
+    STATE_TILES: usize = 42;
     /// The counters: two words each, the count and its marks.
-    STATE_COUNTERS: usize = 42;
+    STATE_COUNTERS: usize = 44;
 
     /// What all blocks of an exchange add to `STATE_USES` between them.
     USE: u64 = 1 << USE_BITS;

@@ -349,6 +349,10 @@ parameters! {
         capacity: u32,
         /// Granules of a row's header.
         header: u32,
+        /// Granule of a record where the row begins.
+        body: u32,
+        /// That where the words behind packets begin.
+        words: u32,
         /// Granules of a row's image.
         granules: u32,
         /// Packets of it.

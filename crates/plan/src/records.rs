@@ -19,7 +19,11 @@ pub const SLOTS: usize = 1024;
 /// Granules of a packet.
 const PACKET: usize = 4;
 
-/// What a sender pushes for each of its rows: a header, the row with what belongs to it, and a word for each of its packets.
+/// Granules of 128 bytes, at which rows and their quarters begin: stores across such lines are slow to travel.
+const LINE: usize = 8;
+
+/// What a sender pushes for each of its rows: a header, the row with what belongs to it, and a word for each of its packets,
+/// each of them from a line on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     /// Granules of the header: the token, and half a word for each of its slots.
@@ -56,21 +60,37 @@ impl Record {
         self.first.last().copied().unwrap_or(0)
     }
 
-    /// Packets of them.
+    /// Packets of them: granule `k * packets + j` is one of packet `j`.
     pub fn packets(&self) -> usize {
-        self.granules().div_ceil(PACKET)
+        let packets = self.granules().div_ceil(PACKET);
+        if packets > LINE {
+            packets.next_multiple_of(LINE)
+        } else {
+            packets
+        }
+    }
+
+    /// Granule at which the row begins, behind the header.
+    pub fn body(&self) -> usize {
+        self.header.next_multiple_of(LINE)
+    }
+
+    /// Granule at which the words behind packets begin.
+    pub fn words(&self) -> usize {
+        (self.body() + self.granules()).next_multiple_of(LINE)
     }
 
     /// Granules of all of it.
     pub fn all(&self) -> usize {
-        self.header + self.granules() + self.packets().div_ceil(GRANULE_BYTES / 4)
+        let words = self.packets().div_ceil(GRANULE_BYTES / 4);
+        (self.words() + words).next_multiple_of(LINE)
     }
 
     /// Bytes of a buffer that so many rows of every peer take, and the counts before them.
     pub fn bytes(&self, rows: usize, size: usize) -> usize {
         let rows = rows.saturating_mul(size.saturating_sub(1));
         rows.saturating_mul(self.all())
-            .saturating_add(size)
+            .saturating_add(LINE.max(size))
             .saturating_mul(GRANULE_BYTES)
     }
 }
@@ -275,14 +295,19 @@ mod tests {
         let record = Record::new(&call(7168, 8));
         assert_eq!(record.header, 2);
         assert_eq!(record.first, [0, 896, 896, 896, 896, 898, 899, 899, 901]);
-        assert_eq!((record.packets(), record.all()), (226, 2 + 901 + 57));
-        assert_eq!(record.bytes(128, 4), 16 * (4 + 128 * 3 * 960));
+        assert_eq!((record.body(), record.words()), (8, 8 + 904));
+        assert_eq!((record.packets(), record.all()), (232, 912 + 58 + 6));
+        assert_eq!(record.bytes(128, 4), 16 * (8 + 128 * 3 * 976));
         let again = DispatchCall {
             again: true,
             ..call(8, 32)
         };
         assert_eq!(Record::new(&again).header, 0);
         assert_eq!(Record::new(&again).first, [0, 1, 1, 1, 1, 1, 2, 2, 4]);
+        assert_eq!(
+            (Record::new(&again).body(), Record::new(&again).packets()),
+            (0, 1)
+        );
     }
 
     #[test]

@@ -28,8 +28,9 @@ pub struct Table {
 /// What fits the buffers of a usual configuration: there a push costs one launch and no wait for anybody before it.
 const PUSH_MAX_BYTES: usize = 8 << 20;
 
-/// Where rows were quicker pushed than one-sided at two GPUs, in docs/results/moe.h200x2.json and its like: up to the most measured.
-const ROWS_PUSH_MAX_BYTES: usize = 16 << 20;
+/// Where rows were quicker pushed than one-sided on two and four GPUs, in docs/results/moe.h200x4.json and its like: up to the most
+/// that was measured.
+const ROWS_PUSH_MAX_BYTES: usize = 64 << 20;
 
 impl Table {
     /// For ranks that are threads or processes of one host: a chunk is worth overlapping once copying it takes longer
