@@ -15,7 +15,7 @@ use brigade_device::{
     AllReduceAlgorithm, AllReduceParams, CommConfig, DataType, FaultKind, Plan, ReduceOp, SumOrder,
 };
 use brigade_plan::reason;
-use rand::Rng;
+use rand::{Rng, rngs::StdRng};
 
 const NCCL: Option<AllReduceAlgorithm> = Some(AllReduceAlgorithm::Nccl);
 
@@ -74,6 +74,13 @@ fn assert_near(case: &Case, got: &[u8], what: &str) {
     }
 }
 
+/// Factors whose product no type overflows with, in whatever order they are multiplied.
+fn factors(rng: &mut StdRng, size: usize, len: usize, dtype: DataType, place: Place) -> Case {
+    let mut factor = || rng.random_range(0.5f32..2.0) * [1.0, -1.0][rng.random_range(0..2)];
+    let inputs = (0..size).map(|_| (0..len).map(|_| factor()).collect());
+    Case::new(dtype, ReduceOp::Prod, place, inputs.collect())
+}
+
 /// All operations and types, at lengths of all kinds, in place and beside, and Brigade's own in between.
 fn near(world: &World) {
     let mut rng = world.rng();
@@ -84,8 +91,10 @@ fn near(world: &World) {
                 // Every length with every operation and with every type.
                 if (o + t + l).is_multiple_of(3) {
                     let place = [Place::OverInput, Place::Beside][(o + l) % 2];
-                    let kind = (dtype, op, place);
-                    cases.push(Case::random(&mut rng, world.size, len, kind));
+                    cases.push(match op {
+                        ReduceOp::Prod => factors(&mut rng, world.size, len, dtype, place),
+                        _ => Case::random(&mut rng, world.size, len, (dtype, op, place)),
+                    });
                 }
             }
         }
