@@ -219,6 +219,12 @@ struct Pushing {
     }
   }
 
+  // The same where some threads of each block do it, and there is no hook.
+  __device__ __forceinline__ void empty_by(uint32_t me, uint32_t threads) const {
+    const uint64_t from = slots(p.rank, stale);
+    for (uint32_t i = me; i < stale_granules; i += threads) push(from + 16ull * i, make_uint4(sentinel, sentinel, sentinel, sentinel));
+  }
+
   // Behind all that threads read of the state. A rank alone takes no use of a buffer. `granules` are those of this use, of all peers.
   __device__ __forceinline__ void count(uint32_t granules) const {
     tally(p.moved_bytes);

@@ -343,17 +343,18 @@ struct PushCombine : Pushing<PushCombineParams> {
       failed = true;
     }
     if (threadIdx.x == 0) item = 0;
-    // What is pushed before anything is waited for.
-    const uint32_t all = failed ? 0 : to_push(), ahead = p.desk != 0 ? all : min(all, 4 * threads);
-    push_rows(me, ahead, threads);
-    empty();
-    count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
+    // Half of the warps push, while the others empty the buffer before and begin to add up; a hook is asked about one after the other.
+    const uint32_t all = failed ? 0 : to_push(), half = p.desk == 0 ? blockDim.x / 2 : 0;
+    if (p.desk != 0) push_rows(me, all, threads), empty();
     // What one thread has seen holds for all: warps go on together.
     failed = __syncthreads_or(failed);
+    count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
     if (p.desk != 0 && !failed) failed = __syncthreads_or(!await(p, use, buffer, flag));
-    // Half of the warps push the rest, and then help.
-    const uint32_t half = blockDim.x / 2;
-    if (threadIdx.x < half && !failed) push_rows(ahead + blockIdx.x * half + threadIdx.x, all, gridDim.x * half);
+    if (threadIdx.x < half) {
+      empty_by(blockIdx.x * half + threadIdx.x, gridDim.x * half);
+    } else if (p.desk == 0) {
+      push_rows(blockIdx.x * half + threadIdx.x - half, all, gridDim.x * half);
+    }
     if (!failed) failed = !add_up(herald);
     if (p.weights_out != 0) {
 #pragma unroll 1

@@ -2,9 +2,10 @@
 //
 // Every block finds out for itself where own tokens go. A sender has a place at each receiver for every row that it may send: a header,
 // with the token and its slots there, and then the row in packets (escaped.cuh). Counts come first. Nothing waits for anybody before it
-// pushes; each row is taken as soon as it is there, and goes where it belongs. The last two blocks, where there are more, push and take no
-// rows: one writes down where own tokens go, the other one what has come. Where threads have several packets to push, half of them push,
-// and the others begin to take.
+// pushes; each row is taken as soon as it is there, and goes where it belongs. Half of a block's warps push rows, and then help the others,
+// its crew, who push what is small, empty the buffer before and take. By expert all of them do one thing after the other. The last two
+// blocks, where there are more, push and take no rows: one writes down where own tokens go and what headers say, the other one what has
+// come.
 //
 //   [count of each peer][row 0 of each peer][row 1 of each peer]..., so that what was filled is one range
 //
@@ -20,6 +21,34 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   __device__ __forceinline__ bool is_worker() const { return blockIdx.x < workers(); }
   __device__ __forceinline__ bool tells_ways() const { return blockIdx.x == gridDim.x - 1; }
   __device__ __forceinline__ bool tells_rows() const { return blockIdx.x == (gridDim.x > 2 ? gridDim.x - 2 : 0); }
+
+  // Threads that take, the first ones of a block. They meet at a barrier of their own.
+  __device__ __forceinline__ bool splits() const { return p.arrangement != by_expert && p.desk == 0 && p.size > 1; }
+  __device__ __forceinline__ uint32_t crew() const { return splits() ? blockDim.x / 2 : blockDim.x; }
+
+  __device__ __forceinline__ void meet() const { asm volatile("barrier.cta.sync 1, %0;" ::"r"(crew()) : "memory"); }
+
+  // Whether any of them says so.
+  __device__ __forceinline__ bool any(bool mine) const {
+    uint32_t all;
+    asm volatile("{.reg .pred a, b; setp.ne.u32 a, %1, 0; barrier.cta.red.or.pred b, 1, %2, a; selp.u32 %0, 1, 0, b;}"
+                 : "=r"(all)
+                 : "r"(uint32_t(mine)), "r"(crew())
+                 : "memory");
+    return all != 0;
+  }
+
+  // The others wait for what the crew has found, and nobody for the others.
+  __device__ __forceinline__ bool agree(bool in_crew, bool there) const {
+    if (!splits()) return there;
+    if (threadIdx.x == 0) ways.there = there;
+    if (in_crew) {
+      asm volatile("barrier.cta.arrive 2, %0;" ::"r"(blockDim.x) : "memory");
+      return there;
+    }
+    asm volatile("barrier.cta.sync 2, %0;" ::"r"(blockDim.x) : "memory");
+    return *const_cast<volatile bool*>(&ways.there);
+  }
 
   // Which place `from` has at `to`: that of the next rank comes first.
   __device__ __forceinline__ uint32_t place(uint32_t to, uint32_t from) const {
@@ -96,7 +125,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     }
   }
 
-  // Waits for the counts of all peers, and for their arrivals. By all threads; says whether they came.
+  // Waits for the counts of all peers, and for their arrivals. By the crew; says whether they came.
   __device__ __forceinline__ bool take_counts() const {
     bool there = !stopped;
     if (threadIdx.x < p.size && there) {
@@ -113,7 +142,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       }
       ways.came[threadIdx.x] = n;
     }
-    if (__syncthreads_or(!there)) return false;
+    if (any(!there)) return false;
     if (threadIdx.x == 0) {
       uint32_t sum = 0, at = 0, most = 0;
 #pragma unroll 1
@@ -127,7 +156,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       ways.most = max(most, ways.came[p.rank]);
       fill(Most + most * (p.size - 1) * p.record);
     }
-    __syncthreads();
+    meet();
     return true;
   }
 
@@ -256,12 +285,12 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return there;
   }
 
-  __device__ __forceinline__ bool take_headers(uint32_t me, uint32_t threads) const {
+  __device__ __forceinline__ bool take_headers() const {
     const uint32_t all = ways.first[p.size];
     bool there = true;
     uint32_t i;
 #pragma unroll 1
-    for (uint32_t r = me; r < all && there; r += threads) {
+    for (uint32_t r = threadIdx.x; r < all && there; r += blockDim.x) {
       const uint32_t s = source_of(r, i), at = ways.at[s] + i;
 #pragma unroll 1
       for (uint32_t h = 0; h < p.header && there; ++h) {
@@ -293,14 +322,14 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, i)) + 1 + e / 2) >> (e % 2 * 16) & 0xFFFF;
   }
 
-  // By expert: counts rows of all slots, and where they begin. By all threads of every block.
+  // Counts rows of all slots; by expert, finds where they begin, too. By the crew.
   __device__ __forceinline__ bool count_slots() const {
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < p.own_slots; i += blockDim.x) ways.count[i] = 0;
-    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < p.own_slots; i += crew()) ways.count[i] = 0;
+    meet();
     bool there = true;
 #pragma unroll 1
-    for (uint32_t n = threadIdx.x; n < ways.first[p.size] * p.header && there; n += blockDim.x) {
+    for (uint32_t n = threadIdx.x; n < ways.first[p.size] * p.header && there; n += crew()) {
       uint32_t i;
       const uint32_t s = source_of(n / p.header, i), h = n % p.header;
       uint4 v;
@@ -313,8 +342,8 @@ struct PushDispatch : Pushing<PushDispatchParams> {
         if (w[k] >> 16) atomicAdd(&ways.count[(w[k] >> 16) - 1], 1u);
       }
     }
-    if (__syncthreads_or(!there)) return false;
-    if (threadIdx.x < 32) {
+    if (any(!there)) return false;
+    if (p.arrangement == by_expert && threadIdx.x < 32) {
       uint32_t before = 0;
 #pragma unroll 1
       for (uint32_t start = 0; start < p.own_slots; start += 32) {
@@ -331,7 +360,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       }
       if (threadIdx.x == 0) ways.begin[p.own_slots] = before;
     }
-    __syncthreads();
+    meet();
     return true;
   }
 
@@ -436,9 +465,9 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return p.again ? all.take_again(me, all.workers() * blockDim.x) : all.take_by_expert();
   }
 
-  // What the caller is told of the rows that come. By all threads of a block; says whether they came.
+  // What the caller is told of the rows that come. By the crew; says whether they came.
   __device__ __forceinline__ bool tell_rows() const {
-    const uint32_t me = threadIdx.x, threads = blockDim.x;
+    const uint32_t me = threadIdx.x, threads = crew();
     uint32_t* offsets = reinterpret_cast<uint32_t*>(p.offsets);
     if (me < p.size) reinterpret_cast<uint32_t*>(p.received)[me] = ways.came[me];
 #pragma unroll 1
@@ -472,14 +501,14 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   __device__ __forceinline__ bool await() const {
     bool there = true;
 #pragma unroll 1
-    for (uint32_t w = threadIdx.x; w < ways.first[p.size] * p.packets && there; w += blockDim.x) {
+    for (uint32_t w = threadIdx.x; w < ways.first[p.size] * p.packets && there; w += crew()) {
       there = await_packet(p, buffer, flag, w);
     }
     have_come(0);
-    return !__syncthreads_or(!there);
+    return !any(!there);
   }
 
-  // Sees that what came is what there is room for, and tells of it. By all threads of a block.
+  // Sees that what came is what there is room for, and tells of it. By the crew.
   static __device__ __noinline__ bool see(const PushDispatchParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
     const PushDispatch all(p, use, buffer, flag);
     return all.check_rows() && (p.desk == 0 || all.await()) && (!all.tells_rows() || p.again || all.tell_rows());
@@ -492,7 +521,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
         deny(p, flag, threadIdx.x, ways.came[threadIdx.x]);
       }
       const bool other = threadIdx.x < p.size && ways.came[threadIdx.x] != received[threadIdx.x];
-      if (__syncthreads_or(other)) return false;
+      if (any(other)) return false;
     } else {
       // Slots are counted for the caller too.
       if ((p.arrangement == by_expert || tells_rows()) && !count_slots()) return false;
@@ -506,36 +535,30 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   }
 
   __device__ __forceinline__ void run() {
-    const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = workers() * blockDim.x;
     announce();
     if (threadIdx.x == 0) ways.item = 0;
     find_ways(p);
     uint64_t rows = 0;
 #pragma unroll 1
     for (uint32_t r = 0; r < p.size; ++r) rows += r == p.rank ? 0 : ways.to[r];
-    // What is pushed before anything is waited for: all of it, if that is not much, or if all of it is waited for at once.
-    const uint32_t all = p.tokens * (p.size - 1) * p.packets;
-    const uint32_t ahead = p.arrangement == by_expert || p.desk != 0 ? all : min(all, 2 * threads);
-    if (is_worker() && p.size > 1) {
-      push_headers(me, threads);
-      push_rows(me, ahead, threads);
-    }
-    empty();
     tally(rows * p.all_bytes);
     if (tells_ways() && !p.again) tell_ways(p);
-    bool there = take_counts() && see(p, use, buffer, flag);
-    if (is_worker() && there) {
-      if (p.arrangement == by_expert) {
-        there = by_experts(p, use, buffer, flag);
-      } else {
-        // Half of the warps push the rest, and then help.
-        const uint32_t half = blockDim.x / 2;
-        if (threadIdx.x < half) push_rows(ahead + blockIdx.x * half + threadIdx.x, all, workers() * half);
-        there = take_by_source();
-        // From the other end: those that have fewer packets.
-        if (!p.again && there) there = take_headers(threads - 1 - me, threads);
+    const uint32_t half = crew(), me = blockIdx.x * half + threadIdx.x, threads = workers() * half;
+    const uint32_t packets = p.tokens * (p.size - 1) * p.packets;
+    bool there = true;
+    if (threadIdx.x < half) {
+      if (is_worker() && p.size > 1) {
+        push_headers(me, threads);
+        if (!splits()) push_rows(me, packets, threads);
       }
+      splits() ? empty_by(me, gridDim.x * half) : empty();
+      there = take_counts() && see(p, use, buffer, flag);
+    } else if (is_worker()) {
+      push_rows(blockIdx.x * half + threadIdx.x - half, packets, threads);
     }
+    there = agree(threadIdx.x < half, there);
+    if (is_worker() && there) there = p.arrangement == by_expert ? by_experts(p, use, buffer, flag) : take_by_source();
+    if (tells_ways() && p.arrangement != by_expert && !p.again && there) there = take_headers();
     finish(!there);
   }
 };

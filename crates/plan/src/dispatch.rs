@@ -40,11 +40,8 @@ pub(crate) fn rows_pushed(
         Some(Transport::OneSided | Transport::Fifo) => Ok(None),
         Some(Transport::Pushed) => Ok(Some(pushed()?.plan())),
         None => {
-            let few = |of: &records::Pushed| {
-                table
-                    .rows_push_max_bytes
-                    .is_some_and(|most| of.arriving <= most)
-            };
+            let few =
+                |of: &records::Pushed| table.rows_push_max_bytes.is_some_and(|n| of.within(n));
             Ok(pushed().ok().filter(few).map(records::Pushed::plan))
         }
     }

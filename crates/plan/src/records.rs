@@ -171,7 +171,10 @@ pub(crate) fn combine(call: &CombineCall, topology: &Topology) -> Result<Pushed,
     let pushed = Pushed::new(
         call.max_tokens,
         (returned.bytes(call.max_tokens), sections),
-        (returned.row, call.max_tokens),
+        (
+            returned.row,
+            call.max_tokens.saturating_mul(size.max(2) - 1),
+        ),
         topology,
     )?;
     Ok(Pushed {
@@ -186,7 +189,9 @@ pub(crate) struct Pushed {
     /// Most rows from one rank to another.
     rows: usize,
     /// Bytes that may come to a rank.
-    pub(crate) arriving: usize,
+    arriving: usize,
+    /// Most blocks.
+    budget: u16,
     launch: Launch,
 }
 
@@ -219,8 +224,15 @@ impl Pushed {
         Ok(Self {
             rows: max_tokens,
             arriving,
-            launch: launch(threads.saturating_mul(rows), budget),
+            budget: budget.min(MOST_BLOCKS),
+            // Half of a block's threads push.
+            launch: launch(threads.saturating_mul(rows).saturating_mul(2), budget),
         })
+    }
+
+    /// Whether so many bytes may come, of which each block has its part.
+    pub(crate) fn within(&self, most: usize) -> bool {
+        self.arriving <= most / usize::from(MOST_BLOCKS) * usize::from(self.budget)
     }
 
     pub(crate) fn plan(self) -> Plan {

@@ -14,7 +14,8 @@ pub struct Table {
     /// Largest copy or reduce-scatter, in bytes that arrive at a rank, that is pushed; `None` if none is. It must fit the buffers at
     /// once, too.
     pub push_max_bytes: Option<usize>,
-    /// Most bytes that may come to a rank in a dispatch or combine that is pushed; `None` if none is.
+    /// Most bytes that may come to a rank in a dispatch or combine that is pushed, where a budget of multiprocessors does not keep it
+    /// from all its blocks, and with fewer blocks that part of it; `None` if none is.
     pub rows_push_max_bytes: Option<usize>,
     /// Smallest mean chunk, in bytes of rows, for which gather-linear overlaps.
     pub gather: Crossovers,
