@@ -1,6 +1,6 @@
 // Rows back from their experts as one kernel (push.cuh): for few tokens. Each row goes to a place at its token's rank that both know, and
 // is added there as soon as it has come: in f32, products rounded before they are added, as in combine.cu. Rows of sums are pushed as
-// those of all-reduces are: a NaN may become another.
+// those of all-reduces are: a NaN may become another. Every other block pushes and the rest add, as in a dispatch.
 //
 //   by rank             [what goes back with rows][for each token, a row of each peer]
 //   by expert           [what goes back with rows][for each token, a row of each of its experts]
@@ -281,6 +281,11 @@ struct PushCombine : Pushing<PushCombineParams> {
     give_up(g, w);
   }
 
+  // Whether a block pushes or adds, and not both; which of those it is, and how many add.
+  __device__ __forceinline__ bool splits() const { return p.desk == 0 && p.size > 1 && gridDim.x > 1; }
+  __device__ __forceinline__ uint32_t which() const { return splits() ? blockIdx.x / 2 : blockIdx.x; }
+  __device__ __forceinline__ uint32_t adders() const { return splits() ? gridDim.x / 2 : gridDim.x; }
+
   // Granules that there are to push, with those of rows that go nowhere.
   __device__ __forceinline__ uint32_t to_push() const {
     if (p.size == 1) return 0;
@@ -302,7 +307,7 @@ struct PushCombine : Pushing<PushCombineParams> {
   // Adds up granules of own tokens: a block's share, of which warps take what is next.
   __device__ __forceinline__ bool add_up(bool& herald) const {
     const uint32_t all = p.tokens * p.granules, lane = threadIdx.x % 32;
-    const uint32_t pieces = (all + 31) / 32, mine = (pieces + gridDim.x - 1 - blockIdx.x) / gridDim.x;
+    const uint32_t pieces = (all + 31) / 32, mine = (pieces + adders() - 1 - which()) / adders();
     bool there = true;
 #pragma unroll 1
     while (__all_sync(0xFFFFFFFFu, there)) {
@@ -310,7 +315,7 @@ struct PushCombine : Pushing<PushCombineParams> {
       if (lane == 0) n = atomicAdd(&item, 1u);
       n = __shfl_sync(0xFFFFFFFFu, n, 0);
       if (n >= mine) break;
-      const uint32_t w = (n * gridDim.x + blockIdx.x) * 32 + lane;
+      const uint32_t w = (n * adders() + which()) * 32 + lane;
       if (w >= all) continue;
       const uint32_t t = w / p.granules, g = w % p.granules;
       Adding<In> parts{};
@@ -343,19 +348,21 @@ struct PushCombine : Pushing<PushCombineParams> {
       failed = true;
     }
     if (threadIdx.x == 0) item = 0;
-    // Half of the warps push, while the others empty the buffer before and begin to add up; a hook is asked about one after the other.
-    const uint32_t all = failed ? 0 : to_push(), half = p.desk == 0 ? blockDim.x / 2 : 0;
-    if (p.desk != 0) push_rows(me, all, threads), empty();
+    const uint32_t all = failed ? 0 : to_push();
+    if (!splits()) {
+      push_rows(me, all, threads);
+      empty();
+    }
+    count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
     // What one thread has seen holds for all: warps go on together.
     failed = __syncthreads_or(failed);
-    count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
     if (p.desk != 0 && !failed) failed = __syncthreads_or(!await(p, use, buffer, flag));
-    if (threadIdx.x < half) {
-      empty_by(blockIdx.x * half + threadIdx.x, gridDim.x * half);
-    } else if (p.desk == 0) {
-      push_rows(blockIdx.x * half + threadIdx.x - half, all, gridDim.x * half);
+    if (splits() && blockIdx.x % 2 == 0) {
+      push_rows(which() * blockDim.x + threadIdx.x, all, (gridDim.x + 1) / 2 * blockDim.x);
+    } else {
+      if (splits()) empty_by(which() * blockDim.x + threadIdx.x, adders() * blockDim.x);
+      if (!failed) failed = !add_up(herald);
     }
-    if (!failed) failed = !add_up(herald);
     if (p.weights_out != 0) {
 #pragma unroll 1
       for (uint32_t n = me; n < p.tokens * p.k && !failed; n += threads) failed = !take_weight(n / p.k, n % p.k);

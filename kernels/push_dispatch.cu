@@ -2,10 +2,10 @@
 //
 // Every block finds out for itself where own tokens go. A sender has a place at each receiver for every row that it may send: a header,
 // with the token and its slots there, and then the row in packets (escaped.cuh). Counts come first. Nothing waits for anybody before it
-// pushes; each row is taken as soon as it is there, and goes where it belongs. Half of a block's warps push rows, and then help the others,
-// its crew, who push what is small, empty the buffer before and take. By expert all of them do one thing after the other. The last two
-// blocks, where there are more, push and take no rows: one writes down where own tokens go and what headers say, the other one what has
-// come.
+// pushes; each row is taken as soon as it is there, and goes where it belongs. Every other block pushes and the rest take (as DeepEP's
+// channels have a sender and a receiver): what waits for a link keeps all of a multiprocessor waiting. By expert all of them do one thing
+// after the other. The last two blocks, where there are more, push and take no rows: one writes down where own tokens go and what headers
+// say, the other one what has come.
 //
 //   [count of each peer][row 0 of each peer][row 1 of each peer]..., so that what was filled is one range
 //
@@ -19,36 +19,16 @@ struct PushDispatch : Pushing<PushDispatchParams> {
 
   __device__ __forceinline__ uint32_t workers() const { return gridDim.x > 2 ? gridDim.x - 2 : 1; }
   __device__ __forceinline__ bool is_worker() const { return blockIdx.x < workers(); }
+  // Whether a worker pushes or takes, and not both; which of those it is, and how many there are.
+  __device__ __forceinline__ bool splits() const { return p.arrangement != by_expert && p.desk == 0 && p.size > 1 && workers() > 1; }
+  __device__ __forceinline__ bool pushes() const { return is_worker() && p.size > 1 && (!splits() || blockIdx.x % 2 == 0); }
+  __device__ __forceinline__ bool takes() const { return is_worker() && (!splits() || blockIdx.x % 2 == 1); }
+  __device__ __forceinline__ uint32_t which() const { return splits() ? blockIdx.x / 2 : blockIdx.x; }
+  __device__ __forceinline__ uint32_t pushers() const { return splits() ? (workers() + 1) / 2 : workers(); }
+  __device__ __forceinline__ uint32_t takers() const { return splits() ? workers() / 2 : workers(); }
+
   __device__ __forceinline__ bool tells_ways() const { return blockIdx.x == gridDim.x - 1; }
   __device__ __forceinline__ bool tells_rows() const { return blockIdx.x == (gridDim.x > 2 ? gridDim.x - 2 : 0); }
-
-  // Threads that take, the first ones of a block. They meet at a barrier of their own.
-  __device__ __forceinline__ bool splits() const { return p.arrangement != by_expert && p.desk == 0 && p.size > 1; }
-  __device__ __forceinline__ uint32_t crew() const { return splits() ? blockDim.x / 2 : blockDim.x; }
-
-  __device__ __forceinline__ void meet() const { asm volatile("barrier.cta.sync 1, %0;" ::"r"(crew()) : "memory"); }
-
-  // Whether any of them says so.
-  __device__ __forceinline__ bool any(bool mine) const {
-    uint32_t all;
-    asm volatile("{.reg .pred a, b; setp.ne.u32 a, %1, 0; barrier.cta.red.or.pred b, 1, %2, a; selp.u32 %0, 1, 0, b;}"
-                 : "=r"(all)
-                 : "r"(uint32_t(mine)), "r"(crew())
-                 : "memory");
-    return all != 0;
-  }
-
-  // The others wait for what the crew has found, and nobody for the others.
-  __device__ __forceinline__ bool agree(bool in_crew, bool there) const {
-    if (!splits()) return there;
-    if (threadIdx.x == 0) ways.there = there;
-    if (in_crew) {
-      asm volatile("barrier.cta.arrive 2, %0;" ::"r"(blockDim.x) : "memory");
-      return there;
-    }
-    asm volatile("barrier.cta.sync 2, %0;" ::"r"(blockDim.x) : "memory");
-    return *const_cast<volatile bool*>(&ways.there);
-  }
 
   // Which place `from` has at `to`: that of the next rank comes first.
   __device__ __forceinline__ uint32_t place(uint32_t to, uint32_t from) const {
@@ -125,7 +105,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     }
   }
 
-  // Waits for the counts of all peers, and for their arrivals. By the crew; says whether they came.
+  // Waits for the counts of all peers, and for their arrivals. By all threads; says whether they came.
   __device__ __forceinline__ bool take_counts() const {
     bool there = !stopped;
     if (threadIdx.x < p.size && there) {
@@ -142,7 +122,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       }
       ways.came[threadIdx.x] = n;
     }
-    if (any(!there)) return false;
+    if (__syncthreads_or(!there)) return false;
     if (threadIdx.x == 0) {
       uint32_t sum = 0, at = 0, most = 0;
 #pragma unroll 1
@@ -156,7 +136,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       ways.most = max(most, ways.came[p.rank]);
       fill(Most + most * (p.size - 1) * p.record);
     }
-    meet();
+    __syncthreads();
     return true;
   }
 
@@ -266,7 +246,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   __device__ __forceinline__ bool take_by_source() const {
     const uint32_t all = ways.most * p.size * p.packets, lane = threadIdx.x % 32;
     // In pieces for a warp, which blocks take in turn.
-    const uint32_t pieces = (all + 31) / 32, mine = (pieces + workers() - 1 - blockIdx.x) / workers();
+    const uint32_t pieces = (all + 31) / 32, mine = (pieces + takers() - 1 - which()) / takers();
     bool there = true;
 #pragma unroll 1
     while (__all_sync(0xFFFFFFFFu, there)) {
@@ -274,7 +254,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       if (lane == 0) n = atomicAdd(&ways.item, 1u);
       n = __shfl_sync(0xFFFFFFFFu, n, 0);
       if (n >= mine) break;
-      const uint32_t w = (n * workers() + blockIdx.x) * 32 + lane;
+      const uint32_t w = (n * takers() + which()) * 32 + lane;
       if (w >= all) continue;
       const uint32_t q = w / p.packets, j = w % p.packets, i = q / p.size, s = peer(q % p.size);
       if (i >= ways.came[s]) continue;
@@ -322,14 +302,14 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, i)) + 1 + e / 2) >> (e % 2 * 16) & 0xFFFF;
   }
 
-  // Counts rows of all slots; by expert, finds where they begin, too. By the crew.
+  // Counts rows of all slots; by expert, finds where they begin, too. By all threads of a block.
   __device__ __forceinline__ bool count_slots() const {
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < p.own_slots; i += crew()) ways.count[i] = 0;
-    meet();
+    for (uint32_t i = threadIdx.x; i < p.own_slots; i += blockDim.x) ways.count[i] = 0;
+    __syncthreads();
     bool there = true;
 #pragma unroll 1
-    for (uint32_t n = threadIdx.x; n < ways.first[p.size] * p.header && there; n += crew()) {
+    for (uint32_t n = threadIdx.x; n < ways.first[p.size] * p.header && there; n += blockDim.x) {
       uint32_t i;
       const uint32_t s = source_of(n / p.header, i), h = n % p.header;
       uint4 v;
@@ -342,7 +322,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
         if (w[k] >> 16) atomicAdd(&ways.count[(w[k] >> 16) - 1], 1u);
       }
     }
-    if (any(!there)) return false;
+    if (__syncthreads_or(!there)) return false;
     if (p.arrangement == by_expert && threadIdx.x < 32) {
       uint32_t before = 0;
 #pragma unroll 1
@@ -360,7 +340,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       }
       if (threadIdx.x == 0) ways.begin[p.own_slots] = before;
     }
-    meet();
+    __syncthreads();
     return true;
   }
 
@@ -465,9 +445,9 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return p.again ? all.take_again(me, all.workers() * blockDim.x) : all.take_by_expert();
   }
 
-  // What the caller is told of the rows that come. By the crew; says whether they came.
+  // What the caller is told of the rows that come. By all threads of a block; says whether they came.
   __device__ __forceinline__ bool tell_rows() const {
-    const uint32_t me = threadIdx.x, threads = crew();
+    const uint32_t me = threadIdx.x, threads = blockDim.x;
     uint32_t* offsets = reinterpret_cast<uint32_t*>(p.offsets);
     if (me < p.size) reinterpret_cast<uint32_t*>(p.received)[me] = ways.came[me];
 #pragma unroll 1
@@ -501,14 +481,14 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   __device__ __forceinline__ bool await() const {
     bool there = true;
 #pragma unroll 1
-    for (uint32_t w = threadIdx.x; w < ways.first[p.size] * p.packets && there; w += crew()) {
+    for (uint32_t w = threadIdx.x; w < ways.first[p.size] * p.packets && there; w += blockDim.x) {
       there = await_packet(p, buffer, flag, w);
     }
     have_come(0);
-    return !any(!there);
+    return !__syncthreads_or(!there);
   }
 
-  // Sees that what came is what there is room for, and tells of it. By the crew.
+  // Sees that what came is what there is room for, and tells of it. By all threads of a block.
   static __device__ __noinline__ bool see(const PushDispatchParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
     const PushDispatch all(p, use, buffer, flag);
     return all.check_rows() && (p.desk == 0 || all.await()) && (!all.tells_rows() || p.again || all.tell_rows());
@@ -521,7 +501,7 @@ struct PushDispatch : Pushing<PushDispatchParams> {
         deny(p, flag, threadIdx.x, ways.came[threadIdx.x]);
       }
       const bool other = threadIdx.x < p.size && ways.came[threadIdx.x] != received[threadIdx.x];
-      if (any(other)) return false;
+      if (__syncthreads_or(other)) return false;
     } else {
       // Slots are counted for the caller too.
       if ((p.arrangement == by_expert || tells_rows()) && !count_slots()) return false;
@@ -542,22 +522,17 @@ struct PushDispatch : Pushing<PushDispatchParams> {
 #pragma unroll 1
     for (uint32_t r = 0; r < p.size; ++r) rows += r == p.rank ? 0 : ways.to[r];
     tally(rows * p.all_bytes);
-    if (tells_ways() && !p.again) tell_ways(p);
-    const uint32_t half = crew(), me = blockIdx.x * half + threadIdx.x, threads = workers() * half;
-    const uint32_t packets = p.tokens * (p.size - 1) * p.packets;
-    bool there = true;
-    if (threadIdx.x < half) {
-      if (is_worker() && p.size > 1) {
-        push_headers(me, threads);
-        if (!splits()) push_rows(me, packets, threads);
-      }
-      splits() ? empty_by(me, gridDim.x * half) : empty();
-      there = take_counts() && see(p, use, buffer, flag);
-    } else if (is_worker()) {
-      push_rows(blockIdx.x * half + threadIdx.x - half, packets, threads);
+    const uint32_t me = which() * blockDim.x + threadIdx.x;
+    if (pushes()) {
+      push_headers(me, pushers() * blockDim.x);
+      push_rows(me, p.tokens * (p.size - 1) * p.packets, pushers() * blockDim.x);
     }
-    there = agree(threadIdx.x < half, there);
-    if (is_worker() && there) there = p.arrangement == by_expert ? by_experts(p, use, buffer, flag) : take_by_source();
+    if (!splits()) empty();
+    if (splits() && takes()) empty_by(me, takers() * blockDim.x);
+    if (tells_ways() && !p.again) tell_ways(p);
+    bool there = true;
+    if (!splits() || !pushes()) there = take_counts() && see(p, use, buffer, flag);
+    if (takes() && there) there = p.arrangement == by_expert ? by_experts(p, use, buffer, flag) : take_by_source();
     if (tells_ways() && p.arrangement != by_expert && !p.again && there) there = take_headers();
     finish(!there);
   }

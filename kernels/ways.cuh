@@ -47,8 +47,6 @@ struct Ways {
   uint32_t most;
   // What is to be taken next.
   uint32_t item;
-  // What comes is as it should be.
-  bool there;
 };
 
 __shared__ Ways ways;
