@@ -40,10 +40,10 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most> {
   static __device__ __noinline__ bool await(const AllReduceParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
     const AllReduce all(p, use, buffer, flag);
     bool there = true;
-    const uint32_t granules = TwoShot ? p.share : p.granules, before = TwoShot ? p.rank * p.share : 0;
-    for (uint32_t i = threadIdx.x; i < granules && before + i < p.granules && there; i += blockDim.x) {
+    const uint32_t before = TwoShot ? p.rank * p.share : 0;
+    for (uint32_t i = threadIdx.x; i < p.share && before + i < p.granules && there; i += blockDim.x) {
       Sum sum;
-      there = all.reduce(all.slots(p.rank, buffer) + 16ull * i, granules, make_uint4(0, 0, 0, 0), p.op, false, sum);
+      there = all.reduce(all.slots(p.rank, buffer) + 16ull * i, p.share, make_uint4(0, 0, 0, 0), p.op, false, sum);
     }
     all.have_come(0);
     return there;
@@ -58,16 +58,16 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most> {
         const uint4 v = without_sentinel<In>(input(i));
 #pragma unroll
         for (int d = 1; d < Most; ++d) {
-          if (d < p.size) push(slots(peer(d), buffer) + 16ull * (uint64_t(p.size - 1 - d) * p.granules + i), v);
+          if (d < p.size) push(slots(peer(d), buffer) + 16ull * (uint64_t(p.size - 1 - d) * p.share + i), v);
         }
       }
       this->empty();
-      this->count((p.size - 1) * p.granules);
+      this->count((p.size - 1) * p.share);
       if (p.desk != 0) failed |= !await(p, use, buffer, flag);
       const uint64_t own = slots(p.rank, buffer);
       for (uint32_t i = mine; i < p.granules && !failed; i += threads) {
         Sum sum;
-        failed = !reduce(own + 16ull * i, p.granules, input(i), p.op, herald, sum);
+        failed = !reduce(own + 16ull * i, p.share, input(i), p.op, herald, sum);
         herald = false;
         if (!failed) output(i, sum);
       }

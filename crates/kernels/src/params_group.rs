@@ -170,7 +170,7 @@ parameters! {
         buffers: u32,
         /// Granules of the input.
         granules: u32,
-        /// Granules that a rank reduces.
+        /// Granules of a rank's place: in two shots, those that it reduces.
         share: u32,
         /// 0 sum, 1 product, 2 maximum, 3 minimum, 4 average.
         op: u32,

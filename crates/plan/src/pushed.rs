@@ -9,6 +9,29 @@ use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Reason};
 /// Bytes of a granule of the input. A granule of a result that is wider takes more.
 pub const GRANULE_BYTES: usize = 16;
 
+/// Granules of a line of a GPU's memory.
+const LINE_GRANULES: usize = 8;
+
+/// From so many lines on, places in buffers are whole lines.
+const MANY_LINES: usize = 8;
+
+/// A place for so many granules. Where there are many, it is whole lines, so that those behind it begin with a line: a warp
+/// writes a few of them to a peer at once, and the ends of lines that others write take several times as long.
+fn place(granules: usize) -> usize {
+    match granules / LINE_GRANULES {
+        ..MANY_LINES => granules,
+        _ => granules.next_multiple_of(LINE_GRANULES),
+    }
+}
+
+/// The most granules whose place has no more than so many.
+fn fill(granules: usize) -> usize {
+    match granules / LINE_GRANULES {
+        ..MANY_LINES => granules,
+        lines => lines * LINE_GRANULES,
+    }
+}
+
 /// The shape of one exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Granules {
@@ -16,7 +39,7 @@ pub struct Granules {
     pub elements: usize,
     /// Granules of the whole input.
     pub all: usize,
-    /// Granules that a rank reduces: rank `r` those from `r * share` on. All of them, in one shot.
+    /// Granules of a rank's place. In two shots rank `r` reduces as many, from `r * share` on, as far as there are so many.
     pub share: usize,
     /// Bytes of a reduced granule.
     pub result_bytes: usize,
@@ -35,10 +58,10 @@ impl Granules {
         Self {
             elements: each,
             all,
-            share: match algorithm {
+            share: place(match algorithm {
                 A::TwoShotPush => all.div_ceil(size.max(1)),
                 _ => all,
-            },
+            }),
             result_bytes: each * output.bytes(),
         }
     }
@@ -150,7 +173,7 @@ impl Packets {
         Self {
             bytes,
             most,
-            slot: granules.saturating_add(most.div_ceil(GRANULE_BYTES / 4)),
+            slot: place(granules.saturating_add(most.div_ceil(GRANULE_BYTES / 4))),
             slots,
         }
     }
@@ -242,7 +265,7 @@ pub(crate) fn piece_elements(
         A::TwoShotPush => size,
         _ => 1,
     };
-    let granules = capacity / one.bytes(algorithm, size) * shares;
+    let granules = fill(capacity / one.bytes(algorithm, size)) * shares;
     if granules > 0 {
         Ok(granules * one.elements)
     } else {
@@ -273,6 +296,21 @@ mod tests {
         );
         assert_eq!(of(8).of(2), 1..1);
         assert_eq!(g.bytes(A::TwoShotPush, 3), 2 * 5 * (16 + 32));
+    }
+
+    #[test]
+    fn places_of_many_granules_are_whole_lines() {
+        let of = |algorithm, granules: usize| {
+            let g = Granules::new(algorithm, 8 * granules, (BF16, BF16), 3);
+            (g.share, g.of(2))
+        };
+        assert_eq!(of(A::TwoShotPush, 3 * 63), (63, 126..189));
+        assert_eq!(of(A::TwoShotPush, 3 * 65), (72, 144..195));
+        assert_eq!(of(A::OneShotPush, 65).0, 72);
+        assert_eq!(Packets::gathered(&[16 * 64 + 1, 0]).slot, 64 + 1 + 5 + 2);
+        // 256 MiB through buffers of 128 MiB on four ranks: no piece begins within a line.
+        let piece = piece_elements(A::TwoShotPush, 128 << 20, (BF16, BF16), 4).unwrap();
+        assert_eq!(piece, 8 * 4 * 1_398_096);
     }
 
     #[test]

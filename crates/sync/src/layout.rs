@@ -35,6 +35,10 @@ impl Area {
     ];
 }
 
+/// Bytes of a GPU's line of memory, where all data begins: a warp that writes whole lines to a peer would otherwise send the
+/// halves of two.
+const LINE: usize = 128;
+
 /// Flags and data of one group, as one rank sees them. Words of flags come first, and the bell behind them; bytes of data
 /// follow, each area with its two halves.
 #[derive(Clone, Debug)]
@@ -118,7 +122,7 @@ impl Layout {
         };
         let fifos = (take(channels * Fifo::words(size)), channels);
         let flags = words;
-        let words = flags.next_multiple_of(BELL_WORDS) + BELL_WORDS;
+        let words = (flags.next_multiple_of(BELL_WORDS) + BELL_WORDS).next_multiple_of(LINE / 8);
         let mail = (config.scratch_bytes / size.max(1))
             .next_multiple_of(64)
             .max(64)
@@ -145,7 +149,7 @@ impl Layout {
         let mut take = |each: usize, count: usize| {
             let start = bytes;
             bytes = each
-                .checked_next_multiple_of(64)
+                .checked_next_multiple_of(LINE)
                 .and_then(|each| each.checked_mul(count))
                 .and_then(|all| all.checked_add(bytes))
                 .ok_or_else(|| {
@@ -234,7 +238,7 @@ impl Layout {
 
     /// First byte of a half, counted from the first byte of data.
     pub fn start(&self, area: Area, half: Half) -> usize {
-        let half_bytes = self.half_bytes[area as usize].next_multiple_of(64);
+        let half_bytes = self.half_bytes[area as usize].next_multiple_of(LINE);
         self.starts[area as usize] + half.index() * half_bytes
     }
 
@@ -245,7 +249,7 @@ impl Layout {
 
     /// First byte of one of the [`BUFFERS`] that sums are pushed through, counted from the first byte of data.
     pub fn sums_start(&self, buffer: usize) -> usize {
-        self.sums_start + buffer * self.sums_bytes.next_multiple_of(64)
+        self.sums_start + buffer * self.sums_bytes.next_multiple_of(LINE)
     }
 
     /// Capacity of each of them.
@@ -260,13 +264,13 @@ impl Layout {
             size: self.barrier.size,
             base: self.signatures,
             buffers: self.words + self.sums_start / 8,
-            capacity: self.sums_bytes.next_multiple_of(64) / 8,
+            capacity: self.sums_bytes.next_multiple_of(LINE) / 8,
         }
     }
 
-    /// All memory of a rank: its words, filled up to a line of 64 bytes, and its data.
+    /// All memory of a rank: its words, and its data.
     pub fn total_bytes(&self) -> usize {
-        (self.words * 8).next_multiple_of(64) + self.bytes
+        self.words * 8 + self.bytes
     }
 }
 
@@ -299,7 +303,7 @@ mod tests {
             for half in [Half::of(0), Half::of(1)] {
                 let start = layout.start(area, half);
                 assert!(
-                    start >= end && start.is_multiple_of(64),
+                    start >= end && start.is_multiple_of(LINE),
                     "{area:?} {half:?}"
                 );
                 end = start + layout.half_bytes(area);
@@ -307,7 +311,7 @@ mod tests {
         }
         for buffer in 0..BUFFERS {
             let start = layout.sums_start(buffer);
-            assert!(start >= end && start.is_multiple_of(64), "{buffer}");
+            assert!(start >= end && start.is_multiple_of(LINE), "{buffer}");
             end = start + layout.sums_bytes();
         }
         assert_eq!(layout.sums_start(BUFFERS), layout.fifo_start());
@@ -324,7 +328,7 @@ mod tests {
         assert_eq!(layout.half_bytes(Area::Gather), 128 + 10);
         assert!(layout.half_bytes(Area::Mail).is_multiple_of(3 * 64));
         let front = layout.total_bytes() - layout.bytes;
-        assert!(front >= layout.words * 8 && front.is_multiple_of(64));
+        assert!(front == layout.words * 8 && front.is_multiple_of(LINE));
     }
 
     #[test]
