@@ -157,8 +157,8 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
     // What each turn fills.
     const uint32_t filled = (p.size - 1) * (TwoShot ? 1 + Sum::parts : 1);
     // Turns from stage to stage, in granules. The hook hears of all that has come before anything is taken.
-    const uint32_t lag = !this->hooked() || p.share == 0 ? threads : (p.share + threads - 1) / threads * threads;
-    const uint32_t end = p.share + (TwoShot ? 2 : 1) * lag;
+    const uint32_t all = p.share == 0 ? 1 : p.share, lag = this->hooked() ? (all + threads - 1) / threads * threads : threads;
+    const uint32_t end = all + (TwoShot ? 2 : 1) * lag;
     bool failed = stopped, herald = this->is_herald();
     this->announce();
     uint32_t stale = 0;

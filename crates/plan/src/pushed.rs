@@ -126,15 +126,15 @@ impl RowShares {
         self.share.saturating_mul(self.row_granules)
     }
 
-    /// Bytes that the exchange takes of a buffer: a share of each peer, and in two shots their sums again.
+    /// Bytes that the exchange takes of a buffer: a share of each peer, and in two shots the sums of all ranks' shares.
     pub fn bytes(&self, algorithm: A, size: usize) -> usize {
-        let shots = match algorithm {
-            A::TwoShotPush => 2,
-            _ => 1,
+        let sums = match algorithm {
+            A::TwoShotPush if size > 1 => size,
+            _ => 0,
         };
-        size.saturating_sub(1)
+        (size.saturating_sub(1) + sums)
             .saturating_mul(self.granules())
-            .saturating_mul(GRANULE_BYTES * shots)
+            .saturating_mul(GRANULE_BYTES)
     }
 }
 
@@ -319,7 +319,7 @@ mod tests {
         let two = of(A::TwoShotPush);
         assert_eq!((two.share, two.row_granules, two.granules()), (3, 13, 39));
         assert_eq!([0, 1, 2, 3].map(|r| two.of(r)), [0..3, 3..6, 6..9, 9..10]);
-        assert_eq!(two.bytes(A::TwoShotPush, 4), 3 * 39 * 16 * 2);
+        assert_eq!(two.bytes(A::TwoShotPush, 4), (3 + 4) * 39 * 16);
         assert_eq!(of(A::OneShotPush).bytes(A::OneShotPush, 4), 3 * 130 * 16);
         assert_eq!(
             piece_rows(A::OneShotPush, 0, (100, BF16), 1),
