@@ -63,12 +63,25 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
     }
   }
 
+  // Where a thread's granules of this turn go, in the first buffer of every peer: found while the state is on its way.
+  struct Places {
+    uint64_t at[Most - 1];
+
+    __device__ __forceinline__ Places(const AllReduceParams& p, uint32_t j) {
+#pragma unroll
+      for (int d = 1; d < Most; ++d) {
+        if (d < p.size) at[d - 1] = p.base + peer_of(p, d) * p.stride + p.slots + 16ull * (uint64_t(p.size - 1 - d) * p.share + j);
+      }
+    }
+  };
+
   // Granule `j` of a place goes to every peer.
-  __device__ __forceinline__ void push_inputs(uint32_t j, const uint4 (&in)[inputs]) const {
+  __device__ __forceinline__ void push_inputs(const Places& places, uint32_t j, const uint4 (&in)[inputs]) const {
+    const uint64_t offset = buffer * p.buffer_bytes;
 #pragma unroll
     for (int d = 1; d < Most; ++d) {
       if (j >= p.share || d >= p.size || (TwoShot ? peer(d) * p.share : 0) + j >= p.granules) continue;
-      push(slots(peer(d), buffer) + 16ull * (uint64_t(p.size - 1 - d) * p.share + j), without_sentinel<In>(in[TwoShot ? d - 1 : 0]));
+      push(places.at[d - 1] + offset, without_sentinel<In>(in[TwoShot ? d - 1 : 0]));
     }
   }
 
@@ -146,13 +159,15 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
   }
 
   static __device__ __forceinline__ void run(const AllReduceParams& p) {
+    const uint32_t mine = blockIdx.x * blockDim.x + threadIdx.x;
     uint4 in[inputs];
-    load(p, blockIdx.x * blockDim.x + threadIdx.x, in);
-    AllReduce(p).run(in);
+    load(p, mine, in);
+    Places places(p, mine);
+    AllReduce(p).run(in, places);
   }
 
   // `in` are the inputs of the first turn.
-  __device__ __forceinline__ void run(uint4 (&in)[inputs]) {
+  __device__ __forceinline__ void run(uint4 (&in)[inputs], Places& places) {
     const uint32_t threads = gridDim.x * blockDim.x;
     // What each turn fills.
     const uint32_t filled = (p.size - 1) * (TwoShot ? 1 + Sum::parts : 1);
@@ -165,7 +180,7 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
     for (uint32_t turn = 0, j = blockIdx.x * blockDim.x + threadIdx.x; turn < end; turn += threads, j += threads) {
       // Addresses are found anew in every turn: there are no registers to keep them.
       asm volatile("" : "+r"(buffer));
-      push_inputs(j, in);
+      push_inputs(places, j, in);
       if (turn == 0) stale = this->first_stale();
       this->empty(stale, turn + threads < p.share ? filled : 0xFFFFFFFFu);
       if (turn == 0) this->count(filled * p.share);
@@ -186,6 +201,8 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
         if (failed) break;
       }
       load(p, j + threads, in);
+#pragma unroll
+      for (int d = 1; d < Most; ++d) places.at[d - 1] += 16ull * threads;
     }
     if (herald && !failed) failed = !this->wait([] { return threadIdx.x; }, [&] { return this->arrived(true) == flag; });
     this->finish(failed);
