@@ -70,7 +70,9 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
     __device__ __forceinline__ Places(const AllReduceParams& p, uint32_t j) {
 #pragma unroll
       for (int d = 1; d < Most; ++d) {
-        if (d < p.size) at[d - 1] = p.base + peer_of(p, d) * p.stride + p.slots + 16ull * (uint64_t(p.size - 1 - d) * p.share + j);
+        at[d - 1] = p.base + peer_of(p, d) * p.stride + p.slots + 16ull * (uint64_t(p.size - 1 - d) * p.share + j);
+        // Not later.
+        asm volatile("" : "+l"(at[d - 1]));
       }
     }
   };
