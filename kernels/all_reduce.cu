@@ -71,8 +71,8 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
 #pragma unroll
       for (int d = 1; d < Most; ++d) {
         at[d - 1] = p.base + peer_of(p, d) * p.stride + p.slots + 16ull * (uint64_t(p.size - 1 - d) * p.share + j);
-        // Not later.
-        asm volatile("" : "+l"(at[d - 1]));
+        // Not later, where there are registers for them.
+        if constexpr (Most <= 4) asm volatile("" : "+l"(at[d - 1]));
       }
     }
   };

@@ -67,8 +67,8 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   __device__ __forceinline__ bool is_wide() const { return Plain || p.wide != 0; }
 
   // Where rows are whole granules, they lie in one piece.
-  __device__ __forceinline__ uint4 read(uint64_t array, uint32_t i) const {
-    return is_wide() ? read_granule(array + 16ull * i) : any_input(p, array, i);
+  static __device__ __forceinline__ uint4 read(const AllReduceNormParams& p, uint64_t array, uint32_t i) {
+    return Plain || p.wide != 0 ? read_granule(array + 16ull * i) : any_input(p, array, i);
   }
 
   __device__ __forceinline__ void write(uint64_t array, uint32_t i, uint4 v) const {
@@ -86,7 +86,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     for (uint32_t k = 0; k < most_granules; ++k) {
       const uint32_t g = k * blockDim.x + threadIdx.x;
       weight[k] = make_uint4(0, 0, 0, 0);
-      if (g < p.granules) weight[k] = read(p.weight, g);
+      if (g < p.granules) weight[k] = read(p, p.weight, g);
     }
     const uint32_t lane = threadIdx.x % 32, count = (p.granules + 31) / 32;
 #pragma unroll
@@ -184,7 +184,8 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   }
 
   // Granules of a place, and of all rows.
-  __device__ __forceinline__ uint32_t place() const { return (TwoShot ? p.share : p.rows) * p.granules; }
+  static __device__ __forceinline__ uint32_t place_of(const AllReduceNormParams& p) { return (TwoShot ? p.share : p.rows) * p.granules; }
+  __device__ __forceinline__ uint32_t place() const { return place_of(p); }
   __device__ __forceinline__ uint32_t all() const { return p.rows * p.granules; }
 
   // Where the rank `distance` behind `to` has granule `j` of its share there.
@@ -197,19 +198,25 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     return slot(to, p.size - 1 + (distance == 0 ? p.size : distance), j);
   }
 
-  __device__ __forceinline__ void push_inputs(uint32_t j) const {
-    if (j >= place()) return;
-    uint4 v[TwoShot ? Most - 1 : 1];
+  // What a thread pushes in a turn: in one shot a granule for all peers, in two one for each, by distance.
+  static constexpr int inputs = TwoShot ? Most - 1 : 1;
+
+  // The state is not needed for this, so it may be on its way together with the state.
+  static __device__ __forceinline__ void load(const AllReduceNormParams& p, uint32_t j, uint4 (&in)[inputs]) {
+    const uint32_t place = place_of(p);
 #pragma unroll
-    for (int d = 1; d < Most; ++d) {
-      const uint32_t i = TwoShot ? peer(d) * place() + j : j;
-      if (!TwoShot && d > 1) break;
-      v[d - 1] = make_uint4(0, 0, 0, 0);
-      if (d < p.size && i < all()) v[d - 1] = without_sentinel<In>(read(p.from, i));
+    for (int d = 1; d <= inputs; ++d) {
+      in[d - 1] = make_uint4(0, 0, 0, 0);
+      const uint32_t i = TwoShot ? peer_of(p, d) * place + j : j;
+      if (j < place && i < p.rows * p.granules && d < p.size) in[d - 1] = read(p, p.from, i);
     }
+  }
+
+  __device__ __forceinline__ void push_inputs(uint32_t j, const uint4 (&in)[inputs]) const {
 #pragma unroll
     for (int d = 1; d < Most; ++d) {
-      if (d < p.size && (!TwoShot || peer(d) * place() + j < all())) push(slot(peer(d), p.size - d, j), v[TwoShot ? d - 1 : 0]);
+      if (j >= place() || d >= p.size || (TwoShot ? peer(d) * place() : 0) + j >= all()) continue;
+      push(slot(peer(d), p.size - d, j), without_sentinel<In>(in[TwoShot ? d - 1 : 0]));
     }
   }
 
@@ -218,7 +225,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     const uint32_t i = p.rank * place() + j;
     if (j >= place() || i >= all()) return true;
     Sum sum;
-    const bool there = reduce(slot(p.rank, 1, j), place(), read(p.from, i), Op::sum, herald, sum);
+    const bool there = reduce(slot(p.rank, 1, j), place(), read(p, p.from, i), Op::sum, herald, sum);
     herald = false;
 #pragma unroll
     for (int d = 0; d < Most; ++d) {
@@ -252,7 +259,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
         const uint32_t g = k * blockDim.x + threadIdx.x, i = j * p.granules + g;
         if (g >= p.granules || !there) break;
         Sum sum;
-        there = reduce(slot(p.rank, 1, i), place(), read(p.from, i), Op::sum, herald, sum);
+        there = reduce(slot(p.rank, 1, i), place(), read(p, p.from, i), Op::sum, herald, sum);
         herald = false;
         h[k] = sum.part[0];
       }
@@ -270,7 +277,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     for (uint32_t k = 0; k < most_granules; ++k) {
       const uint32_t g = k * blockDim.x + threadIdx.x;
       h[k] = residual[k] = make_uint4(0, 0, 0, 0);
-      if (g < p.granules) residual[k] = read(p.residual, row * p.granules + g);
+      if (g < p.granules) residual[k] = read(p, p.residual, row * p.granules + g);
     }
     const bool there = !failed && take(owner, j, herald, h);
     if (!__syncthreads_and(there)) return false;
@@ -291,7 +298,16 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     return there;
   }
 
-  __device__ __forceinline__ void run() {
+  static __device__ __forceinline__ void run(const AllReduceNormParams& p) {
+    // The warps of a block are far apart, so that few rows are pushed by many blocks.
+    const uint32_t mine = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32;
+    uint4 in[inputs];
+    load(p, mine, in);
+    AllReduceNorm(p).run(mine, in);
+  }
+
+  // `in` are the inputs of the first turn, from granule `j` of every place.
+  __device__ __forceinline__ void run(uint32_t j, uint4 (&in)[inputs]) {
     const uint32_t threads = gridDim.x * blockDim.x, owners = TwoShot ? p.size : 1;
     const uint32_t filled = TwoShot ? 2 * p.size - 1 : p.size - 1;
     const uint32_t some = place() == 0 ? 1 : place(), lag = this->hooked() ? (some + threads - 1) / threads * threads : threads;
@@ -299,23 +315,21 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     bool failed = stopped, herald = this->is_herald(), go_on = true;
     this->announce();
     uint32_t stale = 0, done = 0;
-    // The warps of a block are far apart, so that few rows are pushed by many blocks.
-    uint32_t j = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32;
     for (uint32_t turn = 0; turn < some + stages && go_on; turn += threads, j += threads) {
       asm volatile("" : "+r"(buffer));
-      push_inputs(j);
+      push_inputs(j, in);
       if (turn == 0) stale = this->first_stale();
       this->empty(stale, turn + threads < some ? filled : 0xFFFFFFFFu);
       if (turn == 0) this->count(filled * place());
       if (this->hooked() && turn == lag) failed |= !await(p, use, buffer, flag);
       if (TwoShot && !failed) failed = !reduce_share(j - lag, herald);
-      if (turn < stages) continue;
       // Whole rows of what all have pushed by now.
-      const uint32_t pushed = turn - stages + threads, ready = (pushed < place() ? pushed : place()) / p.granules;
+      const uint32_t pushed = turn < stages ? 0 : turn - stages + threads, ready = (pushed < place() ? pushed : place()) / p.granules;
       for (uint32_t i = blockIdx.x; i < (ready - done) * owners && go_on; i += gridDim.x) {
         go_on = norm_row(TwoShot ? peer(i % p.size) : 0, done + i / owners, failed, herald);
       }
       done = ready;
+      load(p, j + threads, in);
     }
     failed |= !go_on;
     if (herald && !failed) failed = !this->wait([] { return threadIdx.x; }, [&] { return this->arrived(true) == flag; });
@@ -325,7 +339,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
 
 template <typename Kernel>
 __device__ __noinline__ void in_general(const AllReduceNormParams& p) {
-  Kernel(p).run();
+  Kernel::run(p);
 }
 
 #define NORM(NAME, IN, MOST, TWO)                                                              \
@@ -335,7 +349,7 @@ __device__ __noinline__ void in_general(const AllReduceNormParams& p) {
     let_next_kernel_start();                                                                   \
     using Kernel = AllReduceNorm<IN, MOST, TWO, true>;                                         \
     if (!Kernel::is_plain(p)) return in_general<AllReduceNorm<IN, MOST, TWO, false>>(p);       \
-    Kernel(p).run();                                                                           \
+    Kernel::run(p);                                                                            \
   }
 
 #define FOR_RANKS(NAME, IN, TWO) \
