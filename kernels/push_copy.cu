@@ -23,9 +23,6 @@ __device__ inline void poison_outputs(const PushCopyParams& p) {
 
 using namespace brigade;
 
-// From so many packets on, peers pass a broadcast on: below, a way of two steps takes longer than what one rank sends.
-constexpr uint32_t relayed_packets = 8192;
-
 struct PushCopy : Pushing<PushCopyParams> {
   using Pushing::Pushing;
 
@@ -39,7 +36,7 @@ struct PushCopy : Pushing<PushCopyParams> {
   }
 
   // Whether peers pass on what one rank has. Same on all ranks: where only one has something, all have its slot.
-  __device__ __forceinline__ bool is_relayed() const { return p.slot == 0 && p.size > 2 && p.packets >= relayed_packets; }
+  __device__ __forceinline__ bool is_relayed() const { return p.slot == 0 && p.size > 2 && p.packets >= RELAYED_PACKETS; }
 
   // The rank that has packet `j` of `root` from `root` itself.
   __device__ __forceinline__ uint32_t relay(uint32_t root, uint32_t j) const {

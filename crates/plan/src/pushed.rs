@@ -156,6 +156,10 @@ impl Packets {
     /// Granules of a packet.
     pub const GRANULES: usize = 4;
 
+    /// From so many packets on, peers of a GPU pass a broadcast on: below, a way of two steps takes longer than what one rank
+    /// sends.
+    pub const RELAYED: usize = 8192;
+
     /// Of what each rank has, for all.
     pub fn gathered(bytes: &[usize]) -> Self {
         let most = bytes.iter().max().copied().unwrap_or(0);
@@ -181,6 +185,23 @@ impl Packets {
     /// Granules of a buffer that the exchange fills.
     pub fn granules(&self) -> usize {
         self.slots.saturating_mul(self.slot)
+    }
+
+    /// Whether peers pass a broadcast among `size` ranks on.
+    pub fn are_relayed(&self, size: usize) -> bool {
+        size > 2 && self.most >= Self::RELAYED
+    }
+
+    /// Bytes of a broadcast that the root pushes to the rank `distance` behind it, where peers pass it on.
+    pub fn relayed_bytes(&self, distance: usize, size: usize) -> usize {
+        let each = self.most.div_ceil(size - 1);
+        let cut = |i: usize| (i * each).min(self.most);
+        (0..Self::GRANULES)
+            .map(|k| {
+                let at = |j: usize| ((k * self.most + j) * GRANULE_BYTES).min(self.bytes);
+                at(cut(distance)) - at(cut(distance - 1))
+            })
+            .sum()
     }
 }
 
@@ -335,6 +356,17 @@ mod tests {
         assert_eq!(of(&[100]).granules(), 0, "nobody to push to");
         assert_eq!(of(&[0, 0]).granules(), 0);
         assert_eq!(Packets::broadcast(64, 8), of(&[64, 0]));
+    }
+
+    #[test]
+    fn peers_pass_on_all_of_a_large_broadcast_between_them() {
+        for (bytes, size) in [(1 << 20, 4), ((1 << 20) + 33, 3), (600_001, 8)] {
+            let p = Packets::broadcast(bytes, size);
+            assert!(p.are_relayed(size) && !p.are_relayed(2));
+            let all: usize = (1..size).map(|d| p.relayed_bytes(d, size)).sum();
+            assert_eq!(all, bytes);
+        }
+        assert!(!Packets::broadcast(500_000, 4).are_relayed(4));
     }
 
     #[test]
