@@ -2,38 +2,149 @@
 // it. In two, every rank pushes each share of its input to the rank that reduces it, and that pushes the result to every rank.
 // Either way values are combined in rank order, so both give the same bits.
 //
-// A thread does the same granules at every stage, on all ranks, so no thread waits for another of its block.
+// A thread does the same granules at every stage, on all ranks, so no thread waits for another of its block. It has one of them
+// at each stage in turn: while one is pushed, sums of the one before are taken, and results of the one before that. So links
+// are in use all the time, and what is done in a rank's own memory costs none. What a stage waits for depends on earlier
+// granules alone, however many threads the ranks have: somebody always goes on.
 #include "sums.cuh"
 
 using namespace brigade;
 
-template <uint32_t In, uint32_t Out, int Most, bool TwoShot>
-struct AllReduce : Sums<AllReduceParams, In, Out, Most> {
-  using Base = Sums<AllReduceParams, In, Out, Most>;
+// What is rare (a hook, other operations than sums, parts of granules) needs calls, and what lives across calls needs registers or
+// memory. So it has a kernel of its own, and the plain one has none of it.
+template <uint32_t In, uint32_t Out, int Most, bool TwoShot, bool Plain>
+struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
+  using Base = Sums<AllReduceParams, In, Out, Most, !Plain>;
   using Base::Base, Base::p, Base::flag, Base::use, Base::buffer, Base::stopped, Base::slots, Base::peer, Base::reduce;
   using typename Base::Sum;
 
-  __device__ __forceinline__ uint64_t first(uint32_t i) const { return uint64_t(i) * lanes<In>; }
+  // Whether the plain one will do.
+  static __device__ __forceinline__ bool is_plain(const AllReduceParams& p) {
+    return p.desk == 0 && p.op == Op::sum && p.elements % lanes<In> == 0 && (p.from | p.out) % 16 == 0;
+  }
+
+  static __device__ __forceinline__ uint64_t first(uint32_t i) { return uint64_t(i) * lanes<In>; }
 
   // Whether granule `i` is whole, and lies as the widest accesses want it.
-  __device__ __forceinline__ bool is_wide(uint32_t i) const {
-    return first(i) + lanes<In> <= p.elements && (p.from | p.out) % 16 == 0;
+  static __device__ __forceinline__ bool is_wide(const AllReduceParams& p, uint32_t i) {
+    return Plain || first(i) + lanes<In> <= p.elements && (p.from | p.out) % 16 == 0;
   }
 
   // Elements from granule `i` on, in 32 bits.
-  __device__ __forceinline__ uint32_t left(uint32_t i) const {
+  static __device__ __forceinline__ uint32_t left(const AllReduceParams& p, uint32_t i) {
     const uint64_t all = p.elements - first(i);
     return all < lanes<In> ? uint32_t(all) : lanes<In>;
   }
 
-  __device__ __forceinline__ uint4 input(uint32_t i) const {
-    return is_wide(i) ? *reinterpret_cast<const uint4*>(p.from + 16ull * i) : narrow_input<In>(p.from, first(i), left(i));
+  static __device__ __forceinline__ uint4 input(const AllReduceParams& p, uint32_t i) {
+    return is_wide(p, i) ? read_granule(p.from + 16ull * i) : narrow_input<In>(p.from, first(i), left(p, i));
   }
 
   __device__ __forceinline__ void output(uint32_t i, const Sum& sum) const {
-    if (!is_wide(i)) return narrow_output<In, Out>(p.out, first(i), left(i), sum);
+    if (!is_wide(p, i)) return narrow_output<In, Out>(p.out, first(i), left(p, i), sum);
 #pragma unroll
     for (uint32_t k = 0; k < Sum::parts; ++k) reinterpret_cast<uint4*>(p.out)[uint64_t(i) * Sum::parts + k] = sum.part[k];
+  }
+
+  // What a thread pushes in a turn: in one shot a granule for all peers, in two one for each, by distance.
+  static constexpr int inputs = TwoShot ? Most - 1 : 1;
+
+  static __device__ __noinline__ uint4 any_input(const AllReduceParams& p, uint32_t i) { return input(p, i); }
+
+  // What a thread pushes of granule `j` of all places, as far as there is such a granule. The state is not needed for this, so it may
+  // be on its way together with the state.
+  static __device__ __forceinline__ void load(const AllReduceParams& p, uint32_t j, uint4 (&in)[inputs]) {
+#pragma unroll
+    for (int d = 1; d <= inputs; ++d) {
+      in[d - 1] = make_uint4(0, 0, 0, 0);
+      const uint32_t i = TwoShot ? peer_of(p, d) * p.share + j : j;
+      if (j >= p.share || i >= p.granules || d >= p.size) continue;
+      in[d - 1] = Plain ? input(p, i) : any_input(p, i);
+    }
+  }
+
+  // Where a thread's granules of this turn go, in the first buffer of every peer: found while the state is on its way.
+  struct Places {
+    uint64_t at[Most - 1];
+
+    __device__ __forceinline__ Places(const AllReduceParams& p, uint32_t j) {
+#pragma unroll
+      for (int d = 1; d < Most; ++d) {
+        at[d - 1] = p.base + peer_of(p, d) * p.stride + p.slots + 16ull * (uint64_t(p.size - 1 - d) * p.share + j);
+        // Not later, where there are registers for them.
+        if constexpr (Most <= 4) asm volatile("" : "+l"(at[d - 1]));
+      }
+    }
+  };
+
+  // Granule `j` of a place goes to every peer.
+  __device__ __forceinline__ void push_inputs(const Places& places, uint32_t j, const uint4 (&in)[inputs]) const {
+    const uint64_t offset = buffer * p.buffer_bytes;
+#pragma unroll
+    for (int d = 1; d < Most; ++d) {
+      if (j >= p.share || d >= p.size || (TwoShot ? peer(d) * p.share : 0) + j >= p.granules) continue;
+      push(places.at[d - 1] + offset, without_sentinel<In>(in[TwoShot ? d - 1 : 0]));
+    }
+  }
+
+  // Results lie behind the shares.
+  __device__ __forceinline__ uint64_t result(uint32_t to, uint32_t distance, uint32_t j) const {
+    const uint64_t slot = uint64_t(distance - 1) * p.share + j;
+    return slots(to, buffer) + 16ull * (p.size - 1) * p.share + 16 * slot * Sum::parts;
+  }
+
+  __device__ __forceinline__ void push_sum(uint32_t j, const Sum& sum) const {
+#pragma unroll
+    for (int d = 1; d < Most; ++d) {
+      if (d >= p.size) continue;
+      const uint64_t to = result(peer(d), p.size - d, j);
+#pragma unroll
+      for (uint32_t k = 0; k < Sum::parts; ++k) push(to + 16 * k, sum.part[k]);
+    }
+  }
+
+  // Takes result `j` of every peer's share. False if they do not come.
+  __device__ __forceinline__ bool collect(uint32_t j) const {
+    // As many as registers hold.
+    constexpr int together = Sum::parts == 1 ? Most - 1 : Most / 2;
+#pragma unroll 1
+    for (uint32_t first = 1; first < p.size; first += together) {
+      Sum sums[together];
+      const auto granule = [&](int k) { return first + k < p.size ? peer(first + k) * p.share + j : p.granules; };
+      const auto has_come = [&](int k) {
+        bool all = true;
+#pragma unroll
+        for (uint32_t i = 0; i < Sum::parts; ++i) all &= is_there(sums[k].part[i]);
+        return all || granule(k) >= p.granules;
+      };
+      const auto look = [&] {
+#pragma unroll
+        for (int k = 0; k < together; ++k) {
+          sums[k] = {};
+          if (granule(k) >= p.granules) continue;
+#pragma unroll
+          for (uint32_t i = 0; i < Sum::parts; ++i) sums[k].part[i] = peek(result(p.rank, first + k, j) + 16 * i);
+        }
+        bool all = true;
+#pragma unroll
+        for (int k = 0; k < together; ++k) all &= has_come(k);
+        return all;
+      };
+      const auto missing = [&] {
+        uint32_t who = p.rank;
+#pragma unroll
+        for (int k = 0; k < together; ++k) {
+          if (!has_come(k)) who = peer(first + k);
+        }
+        return who;
+      };
+      if (!this->wait(missing, look)) return false;
+#pragma unroll
+      for (int k = 0; k < together; ++k) {
+        if (granule(k) < p.granules) output(granule(k), sums[k]);
+      }
+    }
+    return true;
   }
 
   // Where there is a hook: waits until all parts have come, and tells it.
@@ -49,86 +160,61 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most> {
     return there;
   }
 
-  __device__ __forceinline__ void run() {
-    const uint32_t mine = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  static __device__ __forceinline__ void run(const AllReduceParams& p) {
+    const uint32_t mine = blockIdx.x * blockDim.x + threadIdx.x;
+    uint4 in[inputs];
+    load(p, mine, in);
+    Places places(p, mine);
+    AllReduce(p).run(in, places);
+  }
+
+  // `in` are the inputs of the first turn.
+  __device__ __forceinline__ void run(uint4 (&in)[inputs], Places& places) {
+    const uint32_t threads = gridDim.x * blockDim.x;
+    // What each turn fills.
+    const uint32_t filled = (p.size - 1) * (TwoShot ? 1 + Sum::parts : 1);
+    // Turns from stage to stage, in granules. The hook hears of all that has come before anything is taken.
+    const uint32_t all = p.share == 0 ? 1 : p.share, lag = this->hooked() ? (all + threads - 1) / threads * threads : threads;
+    const uint32_t end = all + (TwoShot ? 2 : 1) * lag;
     bool failed = stopped, herald = this->is_herald();
     this->announce();
-    if constexpr (!TwoShot) {
-      for (uint32_t i = mine; i < p.granules; i += threads) {
-        const uint4 v = without_sentinel<In>(input(i));
-#pragma unroll
-        for (int d = 1; d < Most; ++d) {
-          if (d < p.size) push(slots(peer(d), buffer) + 16ull * (uint64_t(p.size - 1 - d) * p.share + i), v);
-        }
-      }
-      this->empty();
-      this->count((p.size - 1) * p.share);
-      if (p.desk != 0) failed |= !await(p, use, buffer, flag);
-      const uint64_t own = slots(p.rank, buffer);
-      for (uint32_t i = mine; i < p.granules && !failed; i += threads) {
+    uint32_t stale = 0;
+    for (uint32_t turn = 0, j = blockIdx.x * blockDim.x + threadIdx.x; turn < end; turn += threads, j += threads) {
+      // Addresses are found anew in every turn: there are no registers to keep them.
+      asm volatile("" : "+r"(buffer));
+      push_inputs(places, j, in);
+      if (turn == 0) stale = this->first_stale();
+      this->empty(stale, turn + threads < p.share ? filled : 0xFFFFFFFFu);
+      if (turn == 0) this->count(filled * p.share);
+      if (this->hooked() && turn == lag) failed |= !await(p, use, buffer, flag);
+      if (failed) break;
+      // Of a turn that is not there, beyond all shares.
+      const uint32_t k = j - lag, i = (TwoShot ? p.rank * p.share : 0) + k;
+      if (k < p.share && i < p.granules) {
         Sum sum;
-        failed = !reduce(own + 16ull * i, p.share, input(i), p.op, herald, sum);
-        herald = false;
-        if (!failed) output(i, sum);
-      }
-    } else {
-      const uint32_t share = p.share;
-      for (uint32_t j = mine; j < share; j += threads) {
-#pragma unroll
-        for (int d = 1; d < Most; ++d) {
-          const uint32_t owner = peer(d), i = owner * share + j;
-          if (d >= p.size || i >= p.granules) continue;
-          push(slots(owner, buffer) + 16ull * (uint64_t(p.size - 1 - d) * share + j), without_sentinel<In>(input(i)));
-        }
-      }
-      this->empty();
-      this->count((p.size - 1) * share * (1 + Sum::parts));
-      if (p.desk != 0) failed |= !await(p, use, buffer, flag);
-      const uint64_t own = slots(p.rank, buffer);
-      // Results lie behind the shares.
-      const uint64_t results = 16ull * (p.size - 1) * share;
-      for (uint32_t j = mine; j < share && !failed; j += threads) {
-        const uint32_t i = p.rank * share + j;
-        if (i >= p.granules) break;
-        Sum sum;
-        failed = !reduce(own + 16ull * j, share, input(i), p.op, herald, sum);
+        failed = !reduce(slots(p.rank, buffer) + 16ull * k, p.share, input(p, i), Plain ? uint32_t(Op::sum) : p.op, herald, sum);
         herald = false;
         if (failed) break;
-#pragma unroll
-        for (int d = 1; d < Most; ++d) {
-          if (d >= p.size) continue;
-          const uint64_t slot = uint64_t(p.size - 1 - d) * share + j;
-#pragma unroll
-          for (uint32_t k = 0; k < Sum::parts; ++k) {
-            push(slots(peer(d), buffer) + results + 16 * (slot * Sum::parts + k), sum.part[k]);
-          }
-        }
+        if constexpr (TwoShot) push_sum(k, sum);
         output(i, sum);
       }
-      for (uint32_t j = mine; j < share && !failed; j += threads) {
-#pragma unroll
-        for (int d = 1; d < Most; ++d) {
-          const uint32_t owner = peer(d), i = owner * share + j;
-          if (d >= p.size || i >= p.granules || failed) continue;
-          const uint64_t at = own + results + 16ull * (uint64_t(d - 1) * share + j) * Sum::parts;
-          Sum sum;
-          failed = !this->wait([&] { return owner; }, [&] {
-            bool all = true;
-#pragma unroll
-            for (uint32_t k = 0; k < Sum::parts; ++k) {
-              sum.part[k] = peek(at + 16 * k);
-              all &= is_there(sum.part[k]);
-            }
-            return all;
-          });
-          if (!failed) output(i, sum);
-        }
+      if constexpr (TwoShot) {
+        if (k - lag < p.share) failed = !collect(k - lag);
+        if (failed) break;
       }
+      load(p, j + threads, in);
+#pragma unroll
+      for (int d = 1; d < Most; ++d) places.at[d - 1] += 16ull * threads;
     }
     if (herald && !failed) failed = !this->wait([] { return threadIdx.x; }, [&] { return this->arrived(true) == flag; });
     this->finish(failed);
   }
 };
+
+template <typename Kernel>
+__device__ __noinline__ void in_general(const AllReduceParams& p) {
+  Kernel::run(p);
+}
 
 // Two blocks find room on a multiprocessor, as those of messages do, which have the same places.
 #define ALL_REDUCE(NAME, IN, OUT, MOST, TWO)                                                             \
@@ -136,7 +222,9 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most> {
       brigade_all_reduce_##NAME##_##MOST(const __grid_constant__ AllReduceParams p) {                    \
     wait_for_previous_kernel();                                                                          \
     let_next_kernel_start();                                                                             \
-    AllReduce<IN, OUT, MOST, TWO>(p).run();                                                      \
+    using Kernel = AllReduce<IN, OUT, MOST, TWO, true>;                                                  \
+    if (!Kernel::is_plain(p)) return in_general<AllReduce<IN, OUT, MOST, TWO, false>>(p);                \
+    Kernel::run(p);                                                                                      \
   }
 
 #define FOR_RANKS(NAME, IN, OUT, TWO) \

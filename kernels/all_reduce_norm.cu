@@ -1,6 +1,6 @@
-// All-reduce, residual and RMSNorm (Zhang and Sennrich) in one kernel that pushes (push.cuh; fused as TensorRT-LLM does). A block
-// takes whole rows. In one shot it reduces them all; in two, the rows of its rank, whose sums it pushes to every rank, and then
-// it takes the others' sums.
+// All-reduce, residual and RMSNorm (Zhang and Sennrich) in one kernel that pushes (push.cuh; fused as TensorRT-LLM does). All blocks
+// push, and in two shots reduce, granules of any row, as in all_reduce.cu: the warps of a row are on many multiprocessors, since one
+// of them sends little. Then a block takes whole rows, of any rank: in two shots a rank pushes the sums of its share to itself, too.
 //
 // sum = round(all-reduce) + residual, rounded; normed = sum / sqrt(mean(sum^2) + eps) * weight, each step one operation in f32.
 // Squares are added granule by granule, and granules by a tree of adjacent pairs, so that the host's are the same bits.
@@ -34,37 +34,60 @@ __device__ __forceinline__ uint8_t quantized(float x, float scale, bool fp8) {
   return uint8_t(int8_t(fminf(fmaxf(rintf(q), -127.0f), 127.0f)));
 }
 
-template <uint32_t In, int Most, bool TwoShot>
-struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most> {
-  using Base = Sums<AllReduceNormParams, In, In, Most>;
+// The plain one has neither a hook nor parts of granules (all_reduce.cu says why).
+template <uint32_t In, int Most, bool TwoShot, bool Plain>
+struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
+  using Base = Sums<AllReduceNormParams, In, In, Most, !Plain>;
   using Base::Base, Base::p, Base::flag, Base::use, Base::buffer, Base::stopped, Base::slots, Base::peer, Base::reduce;
   using typename Base::Sum;
+  // Granules of a row that a thread has.
+  using Row = uint4[most_granules];
   static constexpr uint32_t element_bytes = In == F32 ? 4 : 2;
 
-  __device__ __forceinline__ bool is_whole(uint32_t g) const { return p.wide != 0 && (g + 1) * lanes<In> <= p.hidden; }
+  static __device__ __forceinline__ bool is_plain(const AllReduceNormParams& p) { return p.desk == 0 && p.wide != 0; }
 
   __device__ __forceinline__ uint32_t left(uint32_t g) const {
     const uint32_t all = p.hidden - g * lanes<In>;
     return all < lanes<In> ? all : lanes<In>;
   }
 
-  __device__ __forceinline__ uint4 read(uint64_t array, uint32_t row, uint32_t g) const {
-    const uint64_t first = uint64_t(row) * p.hidden + g * lanes<In>;
-    return is_whole(g) ? *reinterpret_cast<const uint4*>(array + element_bytes * first) : narrow_input<In>(array, first, left(g));
+  // Of any rows: granule `i` of all of them.
+  static __device__ __noinline__ uint4 any_input(const AllReduceNormParams& p, uint64_t array, uint32_t i) {
+    const uint32_t row = i / p.granules, g = i % p.granules, all = p.hidden - g * lanes<In>;
+    return narrow_input<In>(array, uint64_t(row) * p.hidden + g * lanes<In>, all);
   }
 
-  __device__ __forceinline__ void write(uint64_t array, uint32_t row, uint32_t g, uint4 v) const {
-    const uint64_t first = uint64_t(row) * p.hidden + g * lanes<In>;
+  static __device__ __noinline__ void any_output(const AllReduceNormParams& p, uint64_t array, uint32_t i, uint4 v) {
+    const uint32_t row = i / p.granules, g = i % p.granules, all = p.hidden - g * lanes<In>;
     Sum sum;
     sum.part[0] = v;
-    if (!is_whole(g)) return narrow_output<In, In>(array, first, left(g), sum);
-    *reinterpret_cast<uint4*>(array + element_bytes * first) = v;
+    narrow_output<In, In>(array, uint64_t(row) * p.hidden + g * lanes<In>, all, sum);
   }
 
-  // What comes behind the sums of a row, granules `g` of this thread among them, by all threads of the block.
-  __device__ __forceinline__ void norm(uint32_t row, uint4 (&h)[most_granules]) const {
+  __device__ __forceinline__ bool is_wide() const { return Plain || p.wide != 0; }
+
+  // Where rows are whole granules, they lie in one piece.
+  static __device__ __forceinline__ uint4 read(const AllReduceNormParams& p, uint64_t array, uint32_t i) {
+    return Plain || p.wide != 0 ? read_granule(array + 16ull * i) : any_input(p, array, i);
+  }
+
+  __device__ __forceinline__ void write(uint64_t array, uint32_t i, uint4 v) const {
+    if (!is_wide()) return any_output(p, array, i, v);
+    reinterpret_cast<uint4*>(array)[i] = v;
+  }
+
+  // What comes behind the sums `h` of a row, by all threads of the block.
+  __device__ __forceinline__ void norm(uint32_t row, Row& h, const Row& residual) const {
     // All have read those of the row before: they met when they took this one.
     __shared__ float mine[most_groups];
+    // On its way until all have met.
+    Row weight;
+#pragma unroll
+    for (uint32_t k = 0; k < most_granules; ++k) {
+      const uint32_t g = k * blockDim.x + threadIdx.x;
+      weight[k] = make_uint4(0, 0, 0, 0);
+      if (g < p.granules) weight[k] = read(p, p.weight, g);
+    }
     const uint32_t lane = threadIdx.x % 32, count = (p.granules + 31) / 32;
 #pragma unroll
     for (uint32_t k = 0; k < most_granules; ++k) {
@@ -74,13 +97,13 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most> {
       if (g < p.granules) {
         float x[lanes<In>], r[lanes<In>];
         values<In>(h[k], x);
-        values<In>(read(p.residual, row, g), r);
+        values<In>(residual[k], r);
 #pragma unroll
         for (uint32_t i = 0; i < lanes<In>; ++i) x[i] = __fadd_rn(x[i], r[i]);
         Sum sum;
         sum.set(x);
         h[k] = sum.part[0];
-        write(p.sum, row, g, h[k]);
+        write(p.sum, row * p.granules + g, h[k]);
         values<In>(h[k], x);
         q = __fmul_rn(x[0], x[0]);
         const uint32_t whole = left(g);
@@ -107,14 +130,14 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most> {
       if (g >= p.granules) continue;
       float x[lanes<In>], w[lanes<In>];
       values<In>(h[k], x);
-      values<In>(read(p.weight, 0, g), w);
+      values<In>(weight[k], w);
 #pragma unroll
       for (uint32_t i = 0; i < lanes<In>; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], inverse), w[i]);
       Sum normed;
       normed.set(x);
       h[k] = normed.part[0];
       if (p.form == NORM_PLAIN) {
-        write(p.normed, row, g, h[k]);
+        write(p.normed, row * p.granules + g, h[k]);
       } else if (p.form == NORM_FP8) {
         quantize(row, g, h[k], __uint_as_float(p.scale), true);
       } else {
@@ -129,7 +152,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most> {
   }
 
   // int8, by the greatest magnitude of the row.
-  __device__ __forceinline__ void by_row(uint32_t row, uint32_t greatest, const uint4 (&h)[most_granules]) const {
+  __device__ __forceinline__ void by_row(uint32_t row, uint32_t greatest, const Row& h) const {
     __shared__ uint32_t mine[NORM_THREADS / 32];
     greatest = __reduce_max_sync(0xFFFFFFFFu, greatest);
     if (threadIdx.x % 32 == 0) mine[threadIdx.x / 32] = greatest;
@@ -152,7 +175,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most> {
     uint32_t words[lanes<In> / 4] = {};
 #pragma unroll
     for (uint32_t i = 0; i < lanes<In>; ++i) words[i / 4] |= uint32_t(quantized(x[i], scale, fp8)) << (i % 4 * 8);
-    if (is_whole(g)) {
+    if (is_wide()) {
 #pragma unroll
       for (uint32_t i = 0; i < lanes<In> / 4; ++i) reinterpret_cast<uint32_t*>(to)[i] = words[i];
     } else {
@@ -160,108 +183,173 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most> {
     }
   }
 
-  // This rank's rows in stage 1, of which slots have `rows`.
-  __device__ __forceinline__ uint64_t slot(uint32_t to, uint32_t which, uint32_t rows, uint32_t j, uint32_t g) const {
-    return slots(to, buffer) + 16ull * ((uint64_t(which) * rows + j) * p.granules + g);
+  // Granules of a place, and of all rows.
+  static __device__ __forceinline__ uint32_t place_of(const AllReduceNormParams& p) { return (TwoShot ? p.share : p.rows) * p.granules; }
+  __device__ __forceinline__ uint32_t place() const { return place_of(p); }
+  __device__ __forceinline__ uint32_t all() const { return p.rows * p.granules; }
+
+  // Where the rank `distance` behind `to` has granule `j` of its share there.
+  __device__ __forceinline__ uint64_t slot(uint32_t to, uint32_t distance, uint32_t j) const {
+    return slots(to, buffer) + 16 * (uint64_t(distance - 1) * place() + j);
   }
 
-  // Takes the sums of row `j` of those that lie here. False for all threads if they do not come.
-  __device__ __forceinline__ bool take(uint32_t row, uint32_t j, uint32_t rows, bool& herald, uint4 (&h)[most_granules]) const {
+  // And of its sums: behind the shares, the rank's own ones last.
+  __device__ __forceinline__ uint64_t result(uint32_t to, uint32_t distance, uint32_t j) const {
+    return slot(to, p.size - 1 + (distance == 0 ? p.size : distance), j);
+  }
+
+  // What a thread pushes in a turn: in one shot a granule for all peers, in two one for each, by distance.
+  static constexpr int inputs = TwoShot ? Most - 1 : 1;
+
+  // The state is not needed for this, so it may be on its way together with the state.
+  static __device__ __forceinline__ void load(const AllReduceNormParams& p, uint32_t j, uint4 (&in)[inputs]) {
+    const uint32_t place = place_of(p);
+#pragma unroll
+    for (int d = 1; d <= inputs; ++d) {
+      in[d - 1] = make_uint4(0, 0, 0, 0);
+      const uint32_t i = TwoShot ? peer_of(p, d) * place + j : j;
+      if (j < place && i < p.rows * p.granules && d < p.size) in[d - 1] = read(p, p.from, i);
+    }
+  }
+
+  __device__ __forceinline__ void push_inputs(uint32_t j, const uint4 (&in)[inputs]) const {
+#pragma unroll
+    for (int d = 1; d < Most; ++d) {
+      if (j >= place() || d >= p.size || (TwoShot ? peer(d) * place() : 0) + j >= all()) continue;
+      push(slot(peer(d), p.size - d, j), without_sentinel<In>(in[TwoShot ? d - 1 : 0]));
+    }
+  }
+
+  // In two shots: granule `j` of this rank's share. False if it does not come.
+  __device__ __forceinline__ bool reduce_share(uint32_t j, bool& herald) const {
+    const uint32_t i = p.rank * place() + j;
+    if (j >= place() || i >= all()) return true;
+    Sum sum;
+    const bool there = reduce(slot(p.rank, 1, j), place(), read(p, p.from, i), Op::sum, herald, sum);
+    herald = false;
+#pragma unroll
+    for (int d = 0; d < Most; ++d) {
+      if (there && d < p.size) push(result(peer(d), d == 0 ? 0 : p.size - d, j), sum.part[0]);
+    }
+    return there;
+  }
+
+  // This thread's sums of row `j` of the share of `owner`.
+  __device__ __forceinline__ bool take(uint32_t owner, uint32_t j, bool& herald, Row& h) const {
     bool there = true;
+    if constexpr (TwoShot) {
+      const uint32_t distance = owner >= p.rank ? owner - p.rank : owner + p.size - p.rank;
+      const uint64_t from = result(p.rank, distance, j * p.granules);
+      const auto look = [&] {
+        bool all = true;
+#pragma unroll
+        for (uint32_t k = 0; k < most_granules; ++k) {
+          const uint32_t g = k * blockDim.x + threadIdx.x;
+          h[k] = make_uint4(0, 0, 0, 0);
+          if (g < p.granules) h[k] = peek(from + 16ull * g);
+        }
+#pragma unroll
+        for (uint32_t k = 0; k < most_granules; ++k) all &= is_there(h[k]);
+        return all;
+      };
+      there = this->wait([&] { return owner; }, look);
+    } else {
+#pragma unroll
+      for (uint32_t k = 0; k < most_granules; ++k) {
+        const uint32_t g = k * blockDim.x + threadIdx.x, i = j * p.granules + g;
+        if (g >= p.granules || !there) break;
+        Sum sum;
+        there = reduce(slot(p.rank, 1, i), place(), read(p, p.from, i), Op::sum, herald, sum);
+        herald = false;
+        h[k] = sum.part[0];
+      }
+    }
+    return there;
+  }
+
+  // Row `j` of the share of `owner`, by all threads of the block. False for all of them if one has failed.
+  __device__ __forceinline__ bool norm_row(uint32_t owner, uint32_t j, bool failed, bool& herald) const {
+    const uint32_t row = TwoShot ? owner * p.share + j : j;
+    if (row >= p.rows) return true;
+    // On their way while sums are waited for.
+    Row h, residual;
 #pragma unroll
     for (uint32_t k = 0; k < most_granules; ++k) {
       const uint32_t g = k * blockDim.x + threadIdx.x;
-      if (g >= p.granules || !there) break;
-      Sum sum;
-      there = reduce(slot(p.rank, 0, rows, j, g), rows * p.granules, read(p.from, row, g), Op::sum, herald, sum);
-      herald = false;
-      h[k] = sum.part[0];
+      h[k] = residual[k] = make_uint4(0, 0, 0, 0);
+      if (g < p.granules) residual[k] = read(p, p.residual, row * p.granules + g);
     }
-    return __syncthreads_and(there);
+    const bool there = !failed && take(owner, j, herald, h);
+    if (!__syncthreads_and(there)) return false;
+    norm(row, h, residual);
+    return true;
   }
 
   // Where there is a hook: waits until all parts have come, and tells it.
   static __device__ __noinline__ bool await(const AllReduceNormParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
-    const AllReduceNorm all(p, use, buffer, flag);
-    bool there = true, herald = false;
-    const uint32_t rows = TwoShot ? p.share : p.rows, before = TwoShot ? p.rank * p.share : 0;
-    for (uint32_t j = 0; j < rows && before + j < p.rows && there; ++j) {
-      uint4 h[most_granules];
-      there = all.take(before + j, j, rows, herald, h);
+    const AllReduceNorm norm(p, use, buffer, flag);
+    bool there = true;
+    const uint32_t before = TwoShot ? p.rank * norm.place() : 0;
+    for (uint32_t j = threadIdx.x; j < norm.place() && before + j < norm.all() && there; j += blockDim.x) {
+      Sum sum;
+      there = norm.reduce(norm.slot(p.rank, 1, j), norm.place(), make_uint4(0, 0, 0, 0), Op::sum, false, sum);
     }
-    all.have_come(0);
+    norm.have_come(0);
     return there;
   }
 
-  __device__ __forceinline__ void run() {
-    bool failed = stopped, herald = this->is_herald();
+  static __device__ __forceinline__ void run(const AllReduceNormParams& p) {
+    // The warps of a block are far apart, so that few rows are pushed by many blocks.
+    const uint32_t mine = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32;
+    uint4 in[inputs];
+    load(p, mine, in);
+    AllReduceNorm(p).run(mine, in);
+  }
+
+  // `in` are the inputs of the first turn, from granule `j` of every place.
+  __device__ __forceinline__ void run(uint32_t j, uint4 (&in)[inputs]) {
+    const uint32_t threads = gridDim.x * blockDim.x, owners = TwoShot ? p.size : 1;
+    const uint32_t filled = TwoShot ? 2 * p.size - 1 : p.size - 1;
+    const uint32_t some = place() == 0 ? 1 : place(), lag = this->hooked() ? (some + threads - 1) / threads * threads : threads;
+    const uint32_t stages = (TwoShot ? 2 : 1) * lag;
+    bool failed = stopped, herald = this->is_herald(), go_on = true;
     this->announce();
-    const uint32_t rows = TwoShot ? p.share : p.rows;
-    for (uint32_t j = blockIdx.x; j < rows; j += gridDim.x) {
-      for (uint32_t g = threadIdx.x; g < p.granules; g += blockDim.x) {
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (!TwoShot) v = without_sentinel<In>(read(p.from, j, g));
-#pragma unroll
-        for (int d = 1; d < Most; ++d) {
-          const uint32_t owner = peer(d), row = owner * rows + j;
-          if (d >= p.size || (TwoShot && row >= p.rows)) continue;
-          if (TwoShot) v = without_sentinel<In>(read(p.from, row, g));
-          push(slot(owner, p.size - 1 - d, rows, j, g), v);
-        }
+    uint32_t stale = 0, done = 0;
+    for (uint32_t turn = 0; turn < some + stages && go_on; turn += threads, j += threads) {
+      asm volatile("" : "+r"(buffer));
+      push_inputs(j, in);
+      if (turn == 0) stale = this->first_stale();
+      this->empty(stale, turn + threads < some ? filled : 0xFFFFFFFFu);
+      if (turn == 0) this->count(filled * place());
+      if (this->hooked() && turn == lag) failed |= !await(p, use, buffer, flag);
+      if (TwoShot && !failed) failed = !reduce_share(j - lag, herald);
+      // Whole rows of what all have pushed by now.
+      const uint32_t pushed = turn < stages ? 0 : turn - stages + threads, ready = (pushed < place() ? pushed : place()) / p.granules;
+      for (uint32_t i = blockIdx.x; i < (ready - done) * owners && go_on; i += gridDim.x) {
+        go_on = norm_row(TwoShot ? peer(i % p.size) : 0, done + i / owners, failed, herald);
       }
+      done = ready;
+      load(p, j + threads, in);
     }
-    this->empty();
-    this->count((p.size - 1) * rows * p.granules * (TwoShot ? 2 : 1));
-    if (p.desk != 0) failed |= !await(p, use, buffer, flag);
-    failed = __syncthreads_or(failed);
-    const uint32_t before = TwoShot ? p.rank * p.share : 0;
-    uint4 h[most_granules];
-    for (uint32_t j = blockIdx.x; j < rows && before + j < p.rows && !failed; j += gridDim.x) {
-      failed = !take(before + j, j, rows, herald, h);
-      if (failed) break;
-      if (TwoShot) {
-#pragma unroll
-        for (uint32_t k = 0; k < most_granules; ++k) {
-          const uint32_t g = k * blockDim.x + threadIdx.x;
-          if (g >= p.granules) break;
-#pragma unroll
-          for (int d = 1; d < Most; ++d) {
-            if (d < p.size) push(slot(peer(d), 2 * (p.size - 1) - d, rows, j, g), h[k]);
-          }
-        }
-      }
-      norm(before + j, h);
-    }
-    for (uint32_t j = blockIdx.x; TwoShot && j < rows && !failed; j += gridDim.x) {
-      for (uint32_t d = 1; d < p.size && !failed; ++d) {
-        const uint32_t owner = peer(d), row = owner * rows + j;
-        if (row >= p.rows) continue;
-        bool there = true;
-#pragma unroll
-        for (uint32_t k = 0; k < most_granules; ++k) {
-          const uint32_t g = k * blockDim.x + threadIdx.x;
-          if (g >= p.granules || !there) break;
-          const uint64_t at = slot(p.rank, p.size - 1 + d - 1, rows, j, g);
-          there = this->wait([&] { return owner; }, [&] {
-            h[k] = peek(at);
-            return is_there(h[k]);
-          });
-        }
-        failed = !__syncthreads_and(there);
-        if (!failed) norm(row, h);
-      }
-    }
+    failed |= !go_on;
     if (herald && !failed) failed = !this->wait([] { return threadIdx.x; }, [&] { return this->arrived(true) == flag; });
     this->finish(failed);
   }
 };
+
+template <typename Kernel>
+__device__ __noinline__ void in_general(const AllReduceNormParams& p) {
+  Kernel::run(p);
+}
 
 #define NORM(NAME, IN, MOST, TWO)                                                              \
   extern "C" __global__ void __launch_bounds__(NORM_THREADS)                              \
       brigade_all_reduce_norm_##NAME##_##MOST(const __grid_constant__ AllReduceNormParams p) { \
     wait_for_previous_kernel();                                                                \
     let_next_kernel_start();                                                                   \
-    AllReduceNorm<IN, MOST, TWO>(p).run();                                                     \
+    using Kernel = AllReduceNorm<IN, MOST, TWO, true>;                                         \
+    if (!Kernel::is_plain(p)) return in_general<AllReduceNorm<IN, MOST, TWO, false>>(p);       \
+    Kernel::run(p);                                                                            \
   }
 
 #define FOR_RANKS(NAME, IN, TWO) \

@@ -139,8 +139,15 @@ __device__ __noinline__ void poison_all(const P& p) {
   poison_outputs(p);
 }
 
-// What one kernel is in, as a thread sees it.
+// The rank `distance` behind this one.
 template <typename P>
+__device__ __forceinline__ uint32_t peer_of(const P& p, uint32_t distance) {
+  const uint32_t r = p.rank + distance;
+  return r >= p.size ? r - p.size : r;
+}
+
+// What one kernel is in, as a thread sees it. Where no hook can be asked, what it would cost is not compiled.
+template <typename P, bool Hooked = true>
 struct Pushing {
   const P& p;
   // Which buffer this use has, and what to empty.
@@ -171,17 +178,15 @@ struct Pushing {
     stopped = stop == generation;
   }
 
+  __device__ bool hooked() const { return Hooked && p.desk != 0; }
+
   __device__ uint64_t* state() const { return reinterpret_cast<uint64_t*>(p.state); }
 
   __device__ uint64_t slots(uint32_t rank, uint32_t which) const {
     return p.base + rank * p.stride + p.slots + which * p.buffer_bytes;
   }
 
-  // The rank `distance` behind this one.
-  __device__ uint32_t peer(uint32_t distance) const {
-    const uint32_t r = p.rank + distance;
-    return r >= p.size ? r - p.size : r;
-  }
+  __device__ uint32_t peer(uint32_t distance) const { return peer_of(p, distance); }
 
   // The word in which `from` tells `to` which call it is in.
   __device__ uint64_t* arrival(uint32_t to, uint32_t from) const {
@@ -193,7 +198,7 @@ struct Pushing {
 
   __device__ void announce() const {
     if (!is_herald()) return;
-    if (p.desk != 0 && !is_allowed(p, step_bits(STEP_ARRIVE, threadIdx.x, 0), uint32_t(flag))) return;
+    if (hooked() && !is_allowed(p, step_bits(STEP_ARRIVE, threadIdx.x, 0), uint32_t(flag))) return;
     store_relaxed_sys(arrival(threadIdx.x, p.rank), flag);
   }
 
@@ -208,15 +213,23 @@ struct Pushing {
     return seen;
   }
 
-  // Empties the buffer of the use before.
-  __device__ void empty() const {
-    if (p.desk != 0 && stale_granules != 0 && !clears(p, stale, use + 1)) return;
+  // The first granule of the use before that this thread has to empty.
+  __device__ uint32_t first_stale() const {
+    if (hooked() && stale_granules != 0 && !clears(p, stale, use + 1)) return stale_granules;
+    return blockIdx.x * blockDim.x + threadIdx.x;
+  }
+
+  // Empties this thread's granules of the use before, from `next` on, and at most so many.
+  __device__ __forceinline__ void empty(uint32_t& next, uint32_t most) const {
     const uint4 nothing = make_uint4(sentinel, sentinel, sentinel, sentinel);
     const uint64_t from = slots(p.rank, stale);
-    const uint32_t threads = gridDim.x * blockDim.x;
-    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < stale_granules; i += threads) {
-      push(from + 16ull * i, nothing);
-    }
+    for (; most > 0 && next < stale_granules; --most, next += gridDim.x * blockDim.x) push(from + 16ull * next, nothing);
+  }
+
+  // All of them.
+  __device__ void empty() const {
+    uint32_t next = first_stale();
+    empty(next, 0xFFFFFFFFu);
   }
 
   // The same where some threads of each block do it, and there is no hook.
@@ -279,7 +292,7 @@ struct Pushing {
   // At the very end, by all threads of a block. If one gave up, the block poisons the result: once all other blocks have ended,
   // or have found the group stopped too, which they look for much more often.
   __device__ __forceinline__ void finish(bool failed) const {
-    if (p.desk != 0 && p.last && is_herald()) is_allowed(p, step_bits(STEP_MEET, threadIdx.x, 0), uint32_t(flag));
+    if (hooked() && p.last && is_herald()) is_allowed(p, step_bits(STEP_MEET, threadIdx.x, 0), uint32_t(flag));
     if (__syncthreads_or(failed)) poison_all(p);
   }
 

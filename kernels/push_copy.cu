@@ -3,6 +3,9 @@
 //
 // Their words may be anything, and travel in packets (escaped.cuh).
 //
+// A large broadcast goes out of its root once: each part to one peer, which passes it on to the others, into the very places into
+// which the root would have pushed it. Who takes it does not mind who pushed, and within a use the order of pushes is free.
+//
 // Ranks that have nothing say that they have arrived, and are waited for, as all others: the kernel of a use ends behind the
 // arrivals of all peers, with which the buffers' turn is argued for. So copies and sums may follow each other in any order.
 #include "copy.cuh"
@@ -30,6 +33,15 @@ struct PushCopy : Pushing<PushCopyParams> {
   __device__ __forceinline__ uint32_t left(uint32_t rank, uint32_t i) const {
     const uint64_t all = p.bytes[rank] - 16ull * i;
     return all < 16 ? uint32_t(all) : 16;
+  }
+
+  // Whether peers pass on what one rank has. Same on all ranks: where only one has something, all have its slot.
+  __device__ __forceinline__ bool is_relayed() const { return p.slot == 0 && p.size > 2 && p.packets >= RELAYED_PACKETS; }
+
+  // The rank that has packet `j` of `root` from `root` itself.
+  __device__ __forceinline__ uint32_t relay(uint32_t root, uint32_t j) const {
+    const uint32_t each = (p.packets + p.size - 2) / (p.size - 1), r = root + 1 + j / each;
+    return r >= p.size ? r - p.size : r;
   }
 
   // Whether packet `j` of a rank has four whole granules, which lie as the widest accesses want it.
@@ -86,6 +98,23 @@ struct PushCopy : Pushing<PushCopyParams> {
     }
   }
 
+  // Packet `j` of `root`, as it came, goes on to all who have it from here.
+  __device__ __forceinline__ void pass_on(uint32_t root, uint32_t j, const uint4 (&v)[Each], uint32_t escaped) const {
+    if (!is_relayed() || relay(root, j) != p.rank) return;
+    const uint32_t all = granules(root);
+#pragma unroll 1
+    for (uint32_t d = 1; d < p.size; ++d) {
+      if (peer(d) == root) continue;
+      const uint64_t at = slots(peer(d), buffer);
+#pragma unroll
+      for (uint32_t k = 0; k < Each; ++k) {
+        const uint32_t i = k * packets(all) + j;
+        if (i < all) push(at + 16ull * i, v[k]);
+      }
+      store_relaxed_sys(word(at, all, j), escaped);
+    }
+  }
+
   // Waits for packet `j` of the rank at this distance. A herald waits for its peer's arrival too.
   __device__ __forceinline__ bool take(uint32_t distance, uint32_t j, bool herald, uint4 (&v)[Each], uint32_t& escaped) const {
     const uint32_t all = granules(peer(distance));
@@ -104,7 +133,11 @@ struct PushCopy : Pushing<PushCopyParams> {
       for (uint32_t k = 0; k < Each; ++k) come &= is_there(v[k]);
       return come && seen == flag;
     };
-    return wait([&] { return come ? threadIdx.x : peer(distance); }, look);
+    const auto missing = [&] {
+      const uint32_t root = peer(distance), by = is_relayed() ? relay(root, j) : root;
+      return come ? threadIdx.x : by == p.rank ? root : by;
+    };
+    return wait(missing, look);
   }
 
   // Own bytes, where they go too.
@@ -122,6 +155,7 @@ struct PushCopy : Pushing<PushCopyParams> {
         uint4 v[Each];
         uint32_t escaped;
         there = copy.take(d, j, false, v, escaped);
+        if (there) copy.pass_on(copy.peer(d), j, v, escaped);
       }
     }
     copy.have_come(0);
@@ -133,7 +167,11 @@ struct PushCopy : Pushing<PushCopyParams> {
     bool failed = stopped, herald = is_herald();
     announce();
     const uint32_t own = packets(granules(p.rank));
-    for (uint32_t i = mine; i < (p.size - 1) * own; i += threads) push_to(1 + i / own, i % own);
+    if (is_relayed()) {
+      for (uint32_t j = mine; j < own; j += threads) push_to((relay(p.rank, j) + p.size - p.rank) % p.size, j);
+    } else {
+      for (uint32_t i = mine; i < (p.size - 1) * own; i += threads) push_to(1 + i / own, i % own);
+    }
     empty();
     count(p.filled);
     if (p.out[p.rank] != 0) copy_own(p);
@@ -146,6 +184,7 @@ struct PushCopy : Pushing<PushCopyParams> {
       failed = !take(distance, j, herald, v, escaped);
       herald = false;
       if (failed) break;
+      if (p.desk == 0) pass_on(from, j, v, escaped);
       if (!is_wide(p.out[from], from, j)) {
         output_any(p, buffer, distance, j);
         continue;

@@ -58,6 +58,13 @@ struct Result {
   }
 };
 
+// A granule that an earlier kernel wrote. In the order in which it stands here, so that it is on its way when what follows waits.
+__device__ __forceinline__ uint4 read_granule(uint64_t at) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+  return v;
+}
+
 // Part of a granule, from element `first` of an array on. Not inlined, as all that is rare: what is not fetched between two
 // stores does not hold up the second.
 template <uint32_t In>
@@ -100,11 +107,10 @@ __device__ __noinline__ Values<In> averaged(uint32_t size, Values<In> a) {
 }
 
 // One exchange whose granules are combined, of at most `Most` ranks.
-template <typename P, uint32_t In, uint32_t Out, int Most>
-struct Sums : Pushing<P> {
-  using Pushing<P>::Pushing;
-  using Pushing<P>::p;
-  using Pushing<P>::flag;
+template <typename P, uint32_t In, uint32_t Out, int Most, bool Hooked = true>
+struct Sums : Pushing<P, Hooked> {
+  using Base = Pushing<P, Hooked>;
+  using Base::Base, Base::p, Base::flag;
   using Sum = Result<In, Out>;
 
   // Combines granule `own` of this rank with those of its peers, which lie `stride` granules apart at `slots`, in the order of
@@ -112,13 +118,16 @@ struct Sums : Pushing<P> {
   // A herald waits for its peer's arrival too.
   __device__ __forceinline__ bool reduce(uint64_t slots, uint32_t stride, uint4 own, uint32_t op, bool herald, Sum& sum) const {
     uint4 got[Most];
+    // Where rank 0 would be, among those behind this one and among those before it.
+    const uint64_t step = 16ull * stride, behind = slots - (p.rank + 1) * step, before = behind + p.size * step;
     const auto look = [&] {
       const uint64_t seen = this->arrived(herald);
 #pragma unroll
       for (int r = 0; r < Most; ++r) {
+        // Nothing of an earlier look stays, which would have to be kept.
+        got[r] = own;
         if (r >= p.size || r == p.rank) continue;
-        const uint32_t distance = r > p.rank ? r - p.rank : r + p.size - p.rank;
-        got[r] = peek(slots + 16ull * stride * (distance - 1));
+        got[r] = peek((r > p.rank ? behind : before) + r * step);
       }
       bool all = seen == flag;
 #pragma unroll
@@ -137,10 +146,6 @@ struct Sums : Pushing<P> {
       return who;
     };
     if (!this->wait(missing, look)) return false;
-#pragma unroll
-    for (int r = 0; r < Most; ++r) {
-      if (r == p.rank) got[r] = own;
-    }
     Values<In> all;
     values<In>(got[0], all.x);
     const bool adds = op == Op::sum || op == average;

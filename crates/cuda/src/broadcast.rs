@@ -44,7 +44,10 @@ impl CudaComm {
                 })
                 .collect();
             let packets = Packets::broadcast(data.bytes(), size);
-            let moved = moved::push_broadcast(rank, root, size, data.bytes());
+            let moved = match packets.are_relayed(size) {
+                true => moved::relayed_broadcast(rank, root, size, packets),
+                false => moved::push_broadcast(rank, root, size, data.bytes()),
+            };
             self.core.exchange(turn.stream(), &call, &[&data], |job| {
                 job.push_copy(launch, packets, &data, &parts, moved)
             })?;

@@ -28,6 +28,9 @@ const RANKS: [usize; 2] = [4, 8];
 /// Types of rows.
 const TYPES: [DataType; 3] = [DataType::F32, DataType::F16, DataType::BF16];
 
+/// Granules that are pushed by a block, where there are blocks enough.
+const PUSHING: usize = 128;
+
 /// Kernels of one algorithm: by type, and by ranks.
 type ByTypes = [[Kernel<Parameters>; RANKS.len()]; TYPES.len()];
 
@@ -299,22 +302,33 @@ impl Job<'_> {
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 
-    /// A block for each row of the share, a thread for each granule of a row, or for two, within the places that this rank
-    /// has for blocks that wait.
+    /// A block for each row, with a thread for each granule of it; where there are many rows, twice as many blocks with a thread for
+    /// two. Beside few rows there are blocks that push and nothing else. All within the places that this rank has for blocks that
+    /// wait, and half of them where that is enough, so that the next kernel finds its places too.
     fn norm_shape(&self, cut: &RowShares, size: usize) -> Launch {
         let core = self.core;
-        let threads = (cut.row_granules as u32)
-            .next_multiple_of(32)
-            .clamp(32, NORM_THREADS);
         let sms = u32::from(core.device.info().sms);
-        let fit = match size {
+        let budget = core.config.sm_budget.map_or(sms, u32::from).max(1);
+        let fit = |threads: u32| match size {
             // Nobody to wait for.
             1 => sms,
             _ if core.memory.desk.is_some() => 1,
-            _ => (core.exchanging.blocks() * ALL_REDUCE_THREADS / threads).max(1),
+            _ => core.exchanging.blocks() * ALL_REDUCE_THREADS / threads,
         };
-        let budget = core.config.sm_budget.map_or(sms, u32::from).max(1);
-        let blocks = (cut.share as u32).clamp(1, fit.min(budget));
+        let threads = |granules: u32| granules.next_multiple_of(32).clamp(32, NORM_THREADS);
+        let (rows, granules) = (cut.rows as u32, cut.row_granules as u32);
+        let whole = threads(granules);
+        let threads = match 2 * rows <= fit(whole).min(budget) {
+            true => whole,
+            false => threads(granules.div_ceil(2)),
+        };
+        let fit = fit(threads).min(budget).max(1);
+        let pushing = match size {
+            1 => 0,
+            _ => u32::try_from(cut.granules().div_ceil(PUSHING)).unwrap_or(u32::MAX),
+        };
+        let most = if 2 * rows <= fit { fit / 2 } else { fit };
+        let blocks = rows.max(pushing).clamp(1, most.max(1));
         Launch {
             programmatic: size > 1 && core.overtakes && 2 * blocks <= fit,
             ..Launch::grid(blocks, threads)

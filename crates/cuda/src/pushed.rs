@@ -15,7 +15,7 @@ use brigade_device::{
 };
 use brigade_kernels::{
     ALL_REDUCE_THREADS, AllReduceParams, Parameters, PushCombineParams, PushCopyParams,
-    PushDispatchParams, ReduceScatterParams,
+    PushDispatchParams, RELAYED_PACKETS, ReduceScatterParams,
 };
 use brigade_plan::{
     moved,
@@ -36,6 +36,9 @@ const TYPES: [(DataType, DataType); 5] = [
     (DataType::F16, DataType::F32),
     (DataType::BF16, DataType::F32),
 ];
+
+// Kernels and plans agree on what is passed on.
+const _: () = assert!(Packets::RELAYED == RELAYED_PACKETS as usize);
 
 /// Most ranks of a group that can push.
 pub(crate) const MOST_RANKS: usize = RANKS[RANKS.len() - 1];

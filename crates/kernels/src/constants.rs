@@ -31,6 +31,8 @@ constants! {
     MESSAGE_THREADS: u32 = 512;
     /// Most threads of a block that pushes sums.
     ALL_REDUCE_THREADS: u32 = 512;
+    /// Packets of a broadcast from which on peers pass it on.
+    RELAYED_PACKETS: u32 = 8192;
     /// Most tokens of a rank in a dispatch that is pushed.
     PUSH_TOKENS: u32 = 1024;
     /// Most slots of a rank in one.

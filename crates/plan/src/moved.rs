@@ -6,7 +6,7 @@
 
 use crate::{
     dispatch::Sections,
-    pushed::{Granules, RowShares},
+    pushed::{Granules, Packets, RowShares},
     ring, rows,
 };
 use brigade_device::{AllReduceAlgorithm, CombineCall, DataType, DispatchCall};
@@ -110,6 +110,14 @@ pub fn push_broadcast(rank: usize, root: usize, size: usize, bytes: usize) -> u6
         one_shot(size, bytes)
     } else {
         0
+    }
+}
+
+/// Broadcast by push where peers pass it on: the root moves everything once, and everybody else a part of it to all but the root.
+pub fn relayed_broadcast(rank: usize, root: usize, size: usize, packets: Packets) -> u64 {
+    match (rank + size - root) % size {
+        0 => packets.bytes as u64,
+        distance => (packets.relayed_bytes(distance, size) * (size - 2)) as u64,
     }
 }
 

@@ -52,14 +52,14 @@ pub(crate) fn plan(
     })
 }
 
-/// A block for each row of a share, with a thread for each granule, as far as there are so many.
+/// A block for each row, with a thread for each granule, as far as there are so many.
 fn launch(cut: &RowShares, max_blocks: u16, sm_budget: Option<u16>) -> Launch {
     let most = usize::from(max_blocks.min(sm_budget.unwrap_or(u16::MAX)).max(1));
     let threads = [128, 256, 512, 1024]
         .into_iter()
         .find(|threads| cut.row_granules <= *threads);
     Launch {
-        blocks: cut.share.clamp(1, most) as u16,
+        blocks: cut.rows.clamp(1, most) as u16,
         threads: threads.unwrap_or(1024) as u16,
         ..Launch::default()
     }

@@ -126,15 +126,15 @@ impl RowShares {
         self.share.saturating_mul(self.row_granules)
     }
 
-    /// Bytes that the exchange takes of a buffer: a share of each peer, and in two shots their sums again.
+    /// Bytes that the exchange takes of a buffer: a share of each peer, and in two shots the sums of all ranks' shares.
     pub fn bytes(&self, algorithm: A, size: usize) -> usize {
-        let shots = match algorithm {
-            A::TwoShotPush => 2,
-            _ => 1,
+        let sums = match algorithm {
+            A::TwoShotPush if size > 1 => size,
+            _ => 0,
         };
-        size.saturating_sub(1)
+        (size.saturating_sub(1) + sums)
             .saturating_mul(self.granules())
-            .saturating_mul(GRANULE_BYTES * shots)
+            .saturating_mul(GRANULE_BYTES)
     }
 }
 
@@ -155,6 +155,10 @@ pub struct Packets {
 impl Packets {
     /// Granules of a packet.
     pub const GRANULES: usize = 4;
+
+    /// From so many packets on, peers of a GPU pass a broadcast on: below, a way of two steps takes longer than what one rank
+    /// sends.
+    pub const RELAYED: usize = 8192;
 
     /// Of what each rank has, for all.
     pub fn gathered(bytes: &[usize]) -> Self {
@@ -181,6 +185,23 @@ impl Packets {
     /// Granules of a buffer that the exchange fills.
     pub fn granules(&self) -> usize {
         self.slots.saturating_mul(self.slot)
+    }
+
+    /// Whether peers pass a broadcast among `size` ranks on.
+    pub fn are_relayed(&self, size: usize) -> bool {
+        size > 2 && self.most >= Self::RELAYED
+    }
+
+    /// Bytes of a broadcast that the root pushes to the rank `distance` behind it, where peers pass it on.
+    pub fn relayed_bytes(&self, distance: usize, size: usize) -> usize {
+        let each = self.most.div_ceil(size - 1);
+        let cut = |i: usize| (i * each).min(self.most);
+        (0..Self::GRANULES)
+            .map(|k| {
+                let at = |j: usize| ((k * self.most + j) * GRANULE_BYTES).min(self.bytes);
+                at(cut(distance)) - at(cut(distance - 1))
+            })
+            .sum()
     }
 }
 
@@ -319,7 +340,7 @@ mod tests {
         let two = of(A::TwoShotPush);
         assert_eq!((two.share, two.row_granules, two.granules()), (3, 13, 39));
         assert_eq!([0, 1, 2, 3].map(|r| two.of(r)), [0..3, 3..6, 6..9, 9..10]);
-        assert_eq!(two.bytes(A::TwoShotPush, 4), 3 * 39 * 16 * 2);
+        assert_eq!(two.bytes(A::TwoShotPush, 4), (3 + 4) * 39 * 16);
         assert_eq!(of(A::OneShotPush).bytes(A::OneShotPush, 4), 3 * 130 * 16);
         assert_eq!(
             piece_rows(A::OneShotPush, 0, (100, BF16), 1),
@@ -335,6 +356,17 @@ mod tests {
         assert_eq!(of(&[100]).granules(), 0, "nobody to push to");
         assert_eq!(of(&[0, 0]).granules(), 0);
         assert_eq!(Packets::broadcast(64, 8), of(&[64, 0]));
+    }
+
+    #[test]
+    fn peers_pass_on_all_of_a_large_broadcast_between_them() {
+        for (bytes, size) in [(1 << 20, 4), ((1 << 20) + 33, 3), (600_001, 8)] {
+            let p = Packets::broadcast(bytes, size);
+            assert!(p.are_relayed(size) && !p.are_relayed(2));
+            let all: usize = (1..size).map(|d| p.relayed_bytes(d, size)).sum();
+            assert_eq!(all, bytes);
+        }
+        assert!(!Packets::broadcast(500_000, 4).are_relayed(4));
     }
 
     #[test]
