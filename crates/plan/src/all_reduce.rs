@@ -21,6 +21,7 @@ pub(crate) fn plan(
     let piece_elements = |algorithm| match algorithm {
         A::OneShotPush | A::TwoShotPush => {
             pushed::piece_elements(algorithm, room, (input, output), size)
+                .map(|most| pushed::even(elements, most))
         }
         A::Nccl if input != output => Err(reason::nccl_output(input, output)),
         A::Nccl => Ok(elements),

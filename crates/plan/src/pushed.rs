@@ -10,7 +10,7 @@ use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Reason};
 pub const GRANULE_BYTES: usize = 16;
 
 /// Granules of a line of a GPU's memory.
-const LINE_GRANULES: usize = 8;
+pub(crate) const LINE_GRANULES: usize = 8;
 
 /// From so many lines on, places in buffers are whole lines.
 const MANY_LINES: usize = 8;
@@ -297,6 +297,17 @@ pub(crate) fn piece_elements(
     }
 }
 
+/// The largest of as few pieces as there can be, none much smaller than the others: the one behind a large piece empties its buffer,
+/// and a small one has few threads for that.
+pub(crate) fn even(elements: usize, most: usize) -> usize {
+    /// What pieces are cut at: places of any type and number of ranks are whole lines then.
+    const UNIT: usize = 1 << 16;
+    match elements.div_ceil(most.max(1)) {
+        0 | 1 => most,
+        pieces => elements.div_ceil(pieces).next_multiple_of(UNIT).min(most),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -332,6 +343,20 @@ mod tests {
         // 256 MiB through buffers of 128 MiB on four ranks: no piece begins within a line.
         let piece = piece_elements(A::TwoShotPush, 128 << 20, (BF16, BF16), 4).unwrap();
         assert_eq!(piece, 8 * 4 * 1_398_096);
+    }
+
+    #[test]
+    fn pieces_are_much_the_same() {
+        assert_eq!(even(100, 100), 100);
+        assert_eq!(even(0, 100), 100);
+        assert_eq!(even(101, 100), 100, "too few for a choice");
+        // Not three of 44 million and one of next to nothing.
+        let (elements, most) = (1 << 27, 44_739_072);
+        let piece = even(elements, most);
+        assert_eq!(piece, 1 << 25);
+        assert_eq!(elements % piece, 0);
+        let ragged = even(elements + 1, most);
+        assert!(ragged <= most && ragged * 4 > elements && ragged.is_multiple_of(1 << 16));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use crate::{
     Topology,
     combine::Returning,
     dispatch::{Section, Sections},
-    pushed::GRANULE_BYTES,
+    pushed::{GRANULE_BYTES, LINE_GRANULES as LINE},
     reason,
     routes::Slots,
 };
@@ -18,9 +18,6 @@ pub const SLOTS: usize = 1024;
 
 /// Granules of a packet.
 const PACKET: usize = 4;
-
-/// Granules of 128 bytes, at which rows and their quarters begin: stores across such lines are slow to travel.
-const LINE: usize = 8;
 
 /// What a sender pushes for each of its rows: a header, the row with what belongs to it, and a word for each of its packets,
 /// each of them from a line on.
