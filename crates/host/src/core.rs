@@ -15,7 +15,7 @@ use brigade_device::{
 };
 use brigade_group::Control;
 use brigade_plan::{Table, Topology};
-use brigade_sync::{Area, Deadline, Flag, Half, Rotation, Uses, post};
+use brigade_sync::{Area, Deadline, Exchanges, Flag, Half, Rotation, Uses, post};
 use parking_lot::{Mutex, RwLock};
 use smallvec::SmallVec;
 use std::{
@@ -63,31 +63,6 @@ pub(crate) struct Issue {
     pub(crate) tickets: u64,
     /// The exchanges of each slot of the low-latency exchange.
     pub(crate) exchanges: [Exchanges; 2],
-}
-
-/// Exchanges of a slot, as they are issued.
-#[derive(Default)]
-pub(crate) struct Exchanges {
-    last: u64,
-    open: bool,
-}
-
-impl Exchanges {
-    /// Begins the next one, which gives up the last if it was not received.
-    pub(crate) fn begin(&mut self) -> u64 {
-        self.last += 1;
-        self.open = true;
-        self.last
-    }
-
-    /// Receives one.
-    pub(crate) fn receive(&mut self, ticket: u64) -> Result<()> {
-        if ticket != self.last || !std::mem::take(&mut self.open) {
-            let want = "the last one, to be received once";
-            return Err(Error::invalid("slot", "an exchange that is over", want));
-        }
-        Ok(())
-    }
 }
 
 /// Space for own rows that was handed out.

@@ -13,8 +13,7 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
-    Expected, FaultKind, Group, HandleParts, Plan, Result, Route, Transport, Turn,
-    Ways,
+    Expected, FaultKind, Group, HandleParts, Plan, Result, Route, Transport, Turn, Ways,
 };
 use brigade_plan::{
     dispatch::{Section, Sections, part_bytes, sections},

@@ -10,23 +10,19 @@ use crate::{
     routing::{Router, integers, set},
 };
 use brigade_device::{
-    Buffer, Call, DataType, Error, LowLatencyBack, LowLatencyCombineParams, LowLatencyDispatchCall,
-    LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output, Plan, Result, Turn,
+    Buffer, Call, DataType, Error, LowLatencyBack, LowLatencyCombineCall, LowLatencyCombineParams,
+    LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output, Plan,
+    Result, Turn,
 };
 use brigade_plan::{
     dispatch::part_bytes,
     low_latency::{Section, There, back_place, packed},
     routes::Slots,
 };
-use brigade_sync::{Area, Half};
-
-/// The half that an exchange of a slot takes: they alternate.
-fn half(ticket: u64) -> Half {
-    Half::of(ticket as u32)
-}
+use brigade_sync::{Area, Begun, Half};
 
 impl HostComm {
-    fn begin_exchange(&self, slot: u8, call: &Call) -> Result<u64> {
+    fn begin_exchange(&self, slot: u8, call: &Call) -> Result<Begun> {
         match self.core.plan(call)? {
             Plan::LowLatency { .. } => {
                 Ok(self.core.issue.lock().exchanges[usize::from(slot)].begin())
@@ -35,7 +31,7 @@ impl HostComm {
         }
     }
 
-    fn receive_exchange(&self, sent: &LowLatencySent) -> Result<()> {
+    fn receive_exchange(&self, sent: &LowLatencySent) -> Result<Half> {
         let control = &self.core.control;
         sent.check(control.group(), control.generation())?;
         let mut issue = self.core.issue.lock();
@@ -55,10 +51,11 @@ impl HostComm {
         let chosen = self.device.heap(DataType::I32, &[tokens, call.k])?;
         let router = Router::of(&p.routing, call.k, call.placement, group);
         let signed = Call::LowLatencyDispatch(call.clone());
+        let begun = self.begin_exchange(slot, &signed)?;
         let sent = LowLatencySent {
             group,
             generation: self.core.control.generation(),
-            ticket: self.begin_exchange(slot, &signed)?,
+            ticket: begun.ticket,
             call,
             chosen,
         };
@@ -66,7 +63,10 @@ impl HostComm {
         queue.run(move || {
             let routes = router.find()?;
             set(&to.chosen, &routes.slots)?;
-            core.in_turn(&signed, |active| send(active, &to, &rows, &routes.slots))
+            core.in_turn(&signed, |active| {
+                let of = begin(active, slot, begun)?;
+                send(active, of, (&to.call, &routes.slots), &rows)
+            })
         })?;
         Ok(sent)
     }
@@ -77,14 +77,17 @@ impl HostComm {
         sent: &LowLatencySent,
     ) -> Result<LowLatencyRows> {
         let queue = HostQueue::of(turn.stream())?;
-        self.receive_exchange(sent)?;
+        let half = self.receive_exchange(sent)?;
         let own = Slots::new(sent.call.placement, sent.group.size).of(sent.group.rank);
         let given = LowLatencyRows::new(sent, own.len(), |t, dims| self.device.heap(t, dims))?;
         let signed = Call::LowLatencyDispatch(sent.call.clone());
         let (core, to) = (self.core.clone(), given.clone());
         queue.run(move || {
-            core.in_turn(&signed, |active| receive(active, &to))
-                .inspect_err(|_| to.buffers().for_each(mark))
+            core.in_turn(&signed, |active| {
+                let of = arrived(active, to.sent.call.slot, half)?;
+                receive(active, of, &to)
+            })
+            .inspect_err(|_| to.buffers().for_each(mark))
         })?;
         Ok(given)
     }
@@ -99,9 +102,10 @@ impl HostComm {
         let control = &self.core.control;
         let call = p.check(there, control.group(), control.generation())?;
         let signed = Call::LowLatencyCombine(call.clone());
+        let begun = self.begin_exchange(call.there.slot, &signed)?;
         let back = LowLatencyBack {
             sent: LowLatencySent {
-                ticket: self.begin_exchange(call.there.slot, &signed)?,
+                ticket: begun.ticket,
                 ..there.sent.clone()
             },
             call,
@@ -110,10 +114,15 @@ impl HostComm {
         let (core, there, of, rows) = (
             self.core.clone(),
             there.clone(),
-            back.clone(),
+            back.call.clone(),
             p.rows.retain(),
         );
-        queue.run(move || core.in_turn(&signed, |active| send_back(active, &there, &of, &rows)))?;
+        queue.run(move || {
+            core.in_turn(&signed, |active| {
+                let half = begin(active, of.there.slot, begun)?;
+                send_back(active, half, (&of, &there), &rows)
+            })
+        })?;
         Ok(back)
     }
 
@@ -124,7 +133,7 @@ impl HostComm {
         output: Output<'_>,
     ) -> Result<Option<Buffer>> {
         let queue = HostQueue::of(turn.stream())?;
-        self.receive_exchange(&back.sent)?;
+        let half = self.receive_exchange(&back.sent)?;
         let dims = [back.weights.shape().rows(), back.call.hidden];
         let (d, new) = match output {
             Output::Into(view) => (view.as_view().retain(), false),
@@ -133,8 +142,11 @@ impl HostComm {
         let signed = Call::LowLatencyCombine(back.call.clone());
         let (core, back, to) = (self.core.clone(), back.clone(), d.clone());
         queue.run(move || {
-            core.in_turn(&signed, |active| add_up(active, &back, &to))
-                .inspect_err(|_| mark(&to))
+            core.in_turn(&signed, |active| {
+                let of = arrived(active, back.sent.call.slot, half)?;
+                add_up(active, of, &back, &to)
+            })
+            .inspect_err(|_| mark(&to))
         })?;
         Ok(new.then_some(d))
     }
@@ -149,21 +161,22 @@ fn mark(to: &Buffer) {
     });
 }
 
-/// Begins a use of a slot. One that was not received is given up: its sender writes there again behind what it wrote, and nobody reads it.
-fn begin(active: &mut Active<'_>, sent: &LowLatencySent) -> Result<Use> {
-    let area = Area::of_slot(sent.call.slot);
-    for old in [Half::of(0), Half::of(1)] {
-        if let Some(of) = active.open(area, old) {
-            active.end(of);
-        }
+/// Begins a use of a slot. What of it is still open was given up.
+fn begin(active: &mut Active<'_>, slot: u8, begun: Begun) -> Result<Use> {
+    let area = Area::of_slot(slot);
+    let open = [begun.given_up, Some(begun.half)].into_iter().flatten();
+    for of in open
+        .filter_map(|half| active.open(area, half))
+        .collect::<Vec<_>>()
+    {
+        active.end(of);
     }
-    active.begin_half(area, half(sent.ticket))
+    active.begin_half(area, begun.half)
 }
 
 /// The use that was begun when an exchange was sent, with all that peers sent for it.
-fn arrived(active: &Active<'_>, sent: &LowLatencySent) -> Result<Use> {
-    let area = Area::of_slot(sent.call.slot);
-    let of = active.open(area, half(sent.ticket)).ok_or_else(|| {
+fn arrived(active: &Active<'_>, slot: u8, half: Half) -> Result<Use> {
+    let of = active.open(Area::of_slot(slot), half).ok_or_else(|| {
         let got = "an exchange that was received";
         Error::invalid("slot", got, "one that was sent since")
     })?;
@@ -181,13 +194,11 @@ fn part(job: &Job, of: Use, from: usize) -> std::ops::Range<usize> {
 }
 
 fn send(
-    active: &mut Active<'_>,
-    sent: &LowLatencySent,
+    active: &Active<'_>,
+    of: Use,
+    (call, slots): (&LowLatencyDispatchCall, &[i32]),
     rows: &Buffer,
-    slots: &[i32],
 ) -> Result<()> {
-    let call = &sent.call;
-    let of = begin(active, sent)?;
     reading(&[rows], |inputs| {
         let (cast, scales) = match call.cast {
             Some(cast) => quantize::cast_rows(cast, call.dtype, call.hidden, inputs[0]),
@@ -245,10 +256,9 @@ fn write(
     }
 }
 
-fn receive(active: &mut Active<'_>, to: &LowLatencyRows) -> Result<()> {
+fn receive(active: &mut Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> {
     let call = &to.sent.call;
     let (there, room) = (There::new(call), call.room(to.sent.group.size));
-    let of = arrived(active, &to.sent)?;
     let job = &active.job;
     let me = job.rank();
     // SAFETY: announced by its sender for this use, which this rank ends below.
@@ -294,14 +304,13 @@ fn receive(active: &mut Active<'_>, to: &LowLatencyRows) -> Result<()> {
 }
 
 fn send_back(
-    active: &mut Active<'_>,
-    there: &LowLatencyRows,
-    back: &LowLatencyBack,
+    active: &Active<'_>,
+    of: Use,
+    (call, there): (&LowLatencyCombineCall, &LowLatencyRows),
     rows: &Buffer,
 ) -> Result<()> {
-    let (call, size) = (&back.call, there.sent.group.size);
+    let size = there.sent.group.size;
     let (room, each) = (call.there.room(size), call.hidden * call.dtype.bytes());
-    let of = begin(active, &back.sent)?;
     let job = &active.job;
     reading(&[rows, &there.counts, &there.sources], |inputs| {
         let counts = integers::<i32>(inputs[1]);
@@ -329,9 +338,8 @@ fn send_back(
     Ok(())
 }
 
-fn add_up(active: &mut Active<'_>, back: &LowLatencyBack, d: &Buffer) -> Result<()> {
+fn add_up(active: &mut Active<'_>, of: Use, back: &LowLatencyBack, d: &Buffer) -> Result<()> {
     let (call, k) = (&back.call, back.call.there.k);
-    let of = arrived(active, &back.sent)?;
     let job = &active.job;
     writing(d, &[&back.sent.chosen, &back.weights], |out, inputs| {
         let (slots, weights) = (integers::<i32>(inputs[0]), integers::<f32>(inputs[1]));
