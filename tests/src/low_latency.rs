@@ -257,7 +257,7 @@ fn round_trips(rank: &Rank, lease: &mut Lease<'_>, both: [&(Case, Back); 2]) {
     let own = [Own::of(rank, case_a), Own::of(rank, case_b)];
     let first = send(lease, a, &own[0], case_a).unwrap();
     let second = send(lease, b, &own[1], case_b).unwrap();
-    let (first, second) = if rank.rank % 2 == 0 {
+    let (first, second) = if rank.rank.is_multiple_of(2) {
         let first = first.receive(lease).unwrap();
         (first, second.receive(lease).unwrap())
     } else {
@@ -400,12 +400,15 @@ fn many_rounds(world: &World) {
     });
 }
 
+/// What is tried at every size.
+type Contract = fn(&World);
+
 /// Adds all trials.
 pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
-    let contracts: [(&str, fn(&World)); 5] = [
+    let contracts: [(&str, Contract); 5] = [
         ("sizes", sizes),
         ("extremes", extremes),
         ("placements", placements),

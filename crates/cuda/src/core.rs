@@ -432,33 +432,6 @@ impl Core {
         })
     }
 
-    /// Makes half of a call that all ranks make, without meeting them. `out` are poisoned if the group is stopped.
-    pub(crate) fn in_turn(
-        self: &Arc<Self>,
-        on: &Stream,
-        call: &Call,
-        buffers: &[&Buffer],
-        out: &[&Buffer],
-        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let kind = Kind {
-            operation: call.operation(),
-            signature: call.signature(),
-            made: Made::InTurn,
-            within: None,
-        };
-        let kept: Vec<&Buffer> = buffers.iter().chain(out).copied().collect();
-        self.enqueue(self.device.lane(on)?, kind, &kept, None, |job| {
-            for d in out {
-                job.poisons(d.address(), d.bytes(), d.dtype());
-            }
-            job.steps.start();
-            work(job)?;
-            job.steps.finish();
-            Ok(())
-        })
-    }
-
     /// Works with this rank's own memory, if the group was not stopped; no call.
     pub(crate) fn locally(
         self: &Arc<Self>,

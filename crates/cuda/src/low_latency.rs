@@ -4,8 +4,9 @@
 use crate::{
     Kernel, KernelSet, Launch, Missing,
     comm::{CudaComm, unexpected},
+    core::Core,
     dispatch::{row_blocks, row_threads},
-    job::Job,
+    job::{Job, Kind, Made},
     memory::check_reach,
     routing::Placed,
     steps::Use,
@@ -14,7 +15,7 @@ use crate::{
 use brigade_device::{
     Buffer, Call, DataType, Device, Fp8Cast, LowLatencyBack, LowLatencyCombineParams,
     LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output,
-    Placement, Plan, Result, Turn,
+    Placement, Plan, Result, Stream, Turn,
 };
 use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
@@ -212,6 +213,35 @@ impl CudaComm {
                 Ok(())
             })?;
         Ok(new.then_some(d))
+    }
+}
+
+impl Core {
+    /// Makes half of a call that all ranks make, without meeting them. `out` are poisoned if the group is stopped.
+    fn in_turn(
+        self: &Arc<Self>,
+        on: &Stream,
+        call: &Call,
+        buffers: &[&Buffer],
+        out: &[&Buffer],
+        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let kind = Kind {
+            operation: call.operation(),
+            signature: call.signature(),
+            made: Made::InTurn,
+            within: None,
+        };
+        let kept: Vec<&Buffer> = buffers.iter().chain(out).copied().collect();
+        self.enqueue(self.device.lane(on)?, kind, &kept, None, |job| {
+            for d in out {
+                job.poisons(d.address(), d.bytes(), d.dtype());
+            }
+            job.steps.start();
+            work(job)?;
+            job.steps.finish();
+            Ok(())
+        })
     }
 }
 

@@ -322,9 +322,9 @@ fn send_back(
                 let row = &inputs[0][(expert * room + i) * each..][..each];
                 let to = source as usize;
                 for entry in (0..call.there.k).filter(|entry| entries >> entry & 1 == 1) {
+                    let place = back_place(call, token as usize, entry);
                     // SAFETY: all peers have given their credit for this use of their halves; only the rank that has an expert fills its
                     // tokens' places, and it announces them below.
-                    let place = back_place(call, token as usize, entry);
                     unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(row);
                     if to != job.rank() {
                         job.count_moved(each);

@@ -1,6 +1,6 @@
 //! Exchanges that nobody receives, graphs, and what is refused.
 
-use super::{Back, check, config, drawn, round_trips, send, weights};
+use super::{Back, Contract, check, config, drawn, round_trips, send, weights};
 use crate::{
     backend::Rank,
     check::{expect_invalid, expect_unsupported},
@@ -247,7 +247,7 @@ fn reset(world: &World) {
 }
 
 pub(super) fn add(suite: &mut Suite) {
-    let contracts: [(&str, fn(&World)); 5] = [
+    let contracts: [(&str, Contract); 5] = [
         ("given_up", given_up),
         ("between", between),
         ("captured", captured),
