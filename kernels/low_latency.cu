@@ -105,9 +105,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
     __syncthreads();
     const uint32_t threads = threads_for((all + p.share - 1) / p.share);
     const uint32_t thread = threadIdx.x % threads, step = blockDim.x / threads * p.share;
-    // Those whose number is this block's, modulo its share.
-    const uint32_t begin = (mine + p.share - next % p.share) % p.share;
-    for (uint32_t n = begin + threadIdx.x / threads * p.share; n < all; n += step) {
+    for (uint32_t n = mine + threadIdx.x / threads * p.share; n < all; n += step) {
       const uint32_t token = found[n] % p.max_tokens;
       const uint64_t came = part(p, p.rank, found[n] / p.max_tokens), to = first + next + n;
       copy_bytes(p.to + to * p.row_bytes[row], place(p, came, row, token), p.row_bytes[row], thread, threads);

@@ -167,7 +167,7 @@ impl CudaComm {
         let (rows, weights) = (p.rows.retain(), p.weights.retain());
         check_reach(&device.card, "rows.memory", &rows)?;
         check_reach(&device.card, "weights.memory", &weights)?;
-        // Kernels write to places that it says.
+        // Before an exchange begins.
         device.lane(turn.stream())?;
         let begun = self.begin_exchange(call.there.slot, &signed)?;
         let back = LowLatencyBack {

@@ -61,10 +61,10 @@ impl HostComm {
         };
         let (core, to, rows) = (self.core.clone(), sent.clone(), p.rows.retain());
         queue.run(move || {
-            let routes = router.find()?;
-            set(&to.chosen, &routes.slots)?;
             core.in_turn(&signed, |active| {
                 let of = begin(active, slot, begun)?;
+                let routes = router.find()?;
+                set(&to.chosen, &routes.slots)?;
                 send(active, of, (&to.call, &routes.slots), &rows)
             })
         })?;
