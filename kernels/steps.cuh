@@ -26,6 +26,8 @@ struct Group {
   uint32_t barrier;
   uint32_t stop;
   bool collective;
+  // All ranks make this call, and do not meet in it: who is in a later call of all ranks has made it.
+  bool in_turn;
 
   __device__ uint64_t* word(uint32_t owner, uint32_t index) const {
     return reinterpret_cast<uint64_t*>(base + owner * stride) + index;
@@ -59,7 +61,8 @@ __device__ __forceinline__ Group group_of(const P& p, uint32_t signature) {
           signature,
           p.barrier,
           p.stop,
-          p.collective != 0};
+          p.collective == MADE_TOGETHER,
+          p.collective == MADE_IN_TURN};
 }
 
 __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* at) {
@@ -108,6 +111,8 @@ struct Waiting {
   uint64_t since_ns;
   // Many blocks wait for the same, and one of them counts it.
   bool uncounted;
+  // Looks that found the peer past this call.
+  uint32_t passed;
 };
 
 // Looks between two glances at the stop word and the clock, and between two at what the host says, which is far away.
@@ -128,6 +133,15 @@ __device__ inline bool find_peer(const G& g, bool missing, uint32_t& peer, uint6
     }
   }
   return false;
+}
+
+// Whether a peer has come to the next call of all ranks.
+template <typename G>
+__device__ inline bool has_passed(const G& g, uint32_t peer) {
+  if (!g.in_turn) return false;
+  const uint32_t next = g.epoch() + 1;
+  const uint64_t flag = load_acquire_sys(g.word(g.rank, g.barrier + (next & 1) * g.size + peer));
+  return progress(flag, g.flag(next), Want::at_least) == Progress::there;
 }
 
 // Takes one look. `w.end` stays `going_on` while there is hope.
@@ -170,6 +184,10 @@ __device__ inline void look(const G& g, Waiting& w) {
   } else if (find_peer(g, false, w.blamed, w.seen)) {
     w.blamed_expected = g.flag(g.epoch());
     w.end = End::mismatch;
+  } else if (has_passed(g, w.peer)) {
+    // What it posted before is there, at the latest, when this is seen again.
+    w.seen = load_acquire_sys(flag);
+    if (progress(w.seen, w.expected, w.want) == Progress::behind && ++w.passed == 2) w.end = End::mismatch;
   } else if (load_acquire_sys(reinterpret_cast<const uint64_t*>(g.report + REPORT_DEPARTED)) >> w.peer & 1) {
     // What a rank says last is that it is gone: its flag would be there.
     w.seen = load_acquire_sys(flag);

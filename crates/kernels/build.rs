@@ -28,6 +28,7 @@ fn main() {
         "src/params_fifo.rs",
         "src/params_group.rs",
         "src/params_linear.rs",
+        "src/params_low_latency.rs",
         "src/constants.rs",
     ] {
         println!("cargo::rerun-if-changed={file}");

@@ -4,7 +4,7 @@
 //! The sizes cover what the contract lists, not every combination of it: tokens 0, 1, 3, 128 and up to 1025; k 1, 2, 4, 6, 8, 10, 22, 32;
 //! experts 8 to 1024, multiples of the ranks and not; hidden 8 to 8192. Every value is in one case at least, with each arrangement.
 
-mod back;
+pub mod back;
 pub mod case;
 mod limits;
 pub mod own;

@@ -252,6 +252,10 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
     ];
     if engines.dispatches {
         pairs.push(("hidden", ops::experts(8, None), ops::experts(12, None)));
+        let exchange = ops::low_latency;
+        pairs.push(("hidden_in_turn", exchange(8), exchange(12)));
+        pairs.push(("in_turn", exchange(8), ops::barrier()));
+        pairs.push(("together", ops::all_gather(3), exchange(8)));
         let rows = ops::all_to_all_rows;
         pairs.push(("row_of_list", rows(6), rows(7)));
         pairs.push(("lists", rows(6), ops::all_to_all(6)));

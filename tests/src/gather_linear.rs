@@ -175,6 +175,7 @@ pub fn config() -> CommConfig {
     config.dispatch_bytes = 16 << 10;
     config.combine_bytes = 16 << 10;
     config.fifo_bytes = 32 << 10;
+    config.low_latency_bytes = 64 << 10;
     config
 }
 

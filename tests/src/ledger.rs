@@ -10,6 +10,7 @@ mod experts;
 mod inputs;
 mod linears;
 mod local;
+mod low_latency;
 mod moves;
 mod norms;
 
@@ -154,6 +155,7 @@ fn entries(worlds: &[usize], engines: Engines) -> Vec<(usize, Entry)> {
     everywhere.extend(linears::entries(engines));
     everywhere.extend(norms::entries(engines));
     everywhere.extend(experts::entries(engines));
+    everywhere.extend(low_latency::entries(engines));
     let mut all: Vec<_> = worlds
         .iter()
         .flat_map(|&size| everywhere.iter().map(move |e| (size, e.clone())))

@@ -41,6 +41,7 @@ mod ledger;
 mod life;
 mod linear_all_reduce;
 mod linear_reduce_scatter;
+mod low_latency;
 pub mod matrix;
 mod ops;
 pub mod oracle;
@@ -78,6 +79,7 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     copies::add(&mut suite);
     all_to_all_rows::add(&mut suite);
     experts::add(&mut suite);
+    low_latency::add(&mut suite);
     exchanges::add(&mut suite);
     send_recv::add(&mut suite);
     life::add(&mut suite);

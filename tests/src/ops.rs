@@ -9,9 +9,9 @@ use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceAlgorithm, AllReduceNormParams,
     AllReduceParams, AllToAllParams, AllToAllRowsParams, Arrangement, BroadcastParams, Buffer,
     Chunk, CombineParams, CombineSum, DataType, DispatchParams, GemmParams, Lease,
-    LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams, Normed, Operation,
-    Output, OverlapMode, Placement, ReduceOp, ReduceScatterParams, Result, Route, Routing,
-    RowPayload, Transport,
+    LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams, LowLatency,
+    LowLatencyCombineParams, LowLatencyDispatchParams, Normed, Operation, Output, OverlapMode,
+    Placement, ReduceOp, ReduceScatterParams, Result, Route, Routing, RowPayload, Transport,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -33,6 +33,8 @@ pub struct Op {
     pub name: String,
     /// As fault records name it, or the part of it that a rank was in.
     pub operations: Vec<Operation>,
+    /// Whether all ranks meet in it.
+    pub meets: bool,
     call: Arc<Make>,
 }
 
@@ -52,6 +54,7 @@ impl Op {
         Self {
             name: name.into(),
             operations: vec![operation],
+            meets: true,
             call: Arc::new(call),
         }
     }
@@ -370,6 +373,59 @@ pub fn experts(hidden: usize, choice: Option<Transport>) -> Op {
     }
 }
 
+/// A row of every rank to each rank, and back again, in two halves each. Its output is the sum of all.
+pub fn low_latency(hidden: usize) -> Op {
+    let op = Op::new(
+        "low_latency",
+        Operation::LowLatencyCombine,
+        move |rank, lease| {
+            let rows = own(rank, DataType::F32, &[1, hidden]);
+            let everybody: Vec<u8> = (0..rank.size as i32).flat_map(i32::to_ne_bytes).collect();
+            let ids = rank.upload_bytes(DataType::I32, &[1, rank.size], &everybody);
+            let weights = filled(rank, DataType::F32, &[1, rank.size], |_| 1.0);
+            let mut d = old(rank, DataType::F32, &[1, hidden]);
+            let mut exchange = LowLatency::default();
+            let there = lease
+                .low_latency_dispatch(
+                    exchange.slots().0,
+                    LowLatencyDispatchParams {
+                        rows: rows.view(),
+                        routing: Routing {
+                            ids: ids.view(),
+                            placement: Placement::Ranks,
+                        },
+                        max_tokens: 1,
+                        cast: None,
+                    },
+                )
+                .and_then(|pending| pending.receive(lease));
+            // What a dispatch writes is its own.
+            let there = match there {
+                Ok(there) => there,
+                Err(e) => {
+                    return Ended {
+                        result: Err(e),
+                        output: None,
+                    };
+                }
+            };
+            let p = LowLatencyCombineParams {
+                rows: there.rows(),
+                weights: weights.view(),
+            };
+            let result = lease
+                .low_latency_combine(&there, p)
+                .and_then(|pending| pending.receive(lease, Output::Into(d.view_mut())));
+            ended(result, d)
+        },
+    );
+    Op {
+        operations: vec![Operation::LowLatencyDispatch, Operation::LowLatencyCombine],
+        meets: false,
+        ..op
+    }
+}
+
 /// Every operation, in every mode and algorithm that a device has.
 pub fn all(engines: Engines) -> Vec<Op> {
     let named = |name: String, op: Op| Op { name, ..op };
@@ -392,6 +448,7 @@ pub fn all(engines: Engines) -> Vec<Op> {
             "experts_fifo".into(),
             experts(8, Some(Transport::Fifo)),
         ));
+        ops.push(low_latency(8));
         ops.push(all_to_all_rows(COLUMNS));
     }
     for (name, choice) in algorithms(engines) {

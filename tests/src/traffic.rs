@@ -1,6 +1,7 @@
 //! Traffic: what a call moves is what its schedule says.
 
 mod experts;
+mod low_latency;
 
 use crate::{
     all_reduce, all_reduce_norm, all_to_all_rows,
@@ -357,6 +358,7 @@ pub fn add(suite: &mut Suite) {
     if suite.backend().engines().dispatches {
         suite.add("traffic/all_to_all_rows", rows_of_lists);
         suite.add("traffic/experts", experts::whole);
+        suite.add("traffic/low_latency", low_latency::exchanged);
         suite.add("traffic/experts_in_pieces", experts::pieces);
     }
     suite.add_from(2, "traffic/waits_and_faults", waits_and_faults);

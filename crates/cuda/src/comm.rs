@@ -15,8 +15,9 @@ use brigade_device::{
     CombineParams, Combined, Comm, CommConfig, Communicator, DataType, Device, DispatchParams,
     Dispatched, Error, ExpertLayout, Experts, FaultRecord, Filled, GatherLinearParts,
     GatheredParts, Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams,
-    Output, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams, Reduced, Result, Routing,
-    SendParams, Stream, Traffic, Turn, UserBuffers, fallback,
+    LowLatencyBack, LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyRows,
+    LowLatencySent, Output, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams, Reduced,
+    Result, Routing, SendParams, Stream, Traffic, Turn, UserBuffers, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -315,5 +316,36 @@ impl Experts for CudaComm {
     }
     fn combine(&self, turn: &mut Turn, p: CombineParams<'_>) -> Result<Combined> {
         self.run_combine(turn, p)
+    }
+    fn low_latency_dispatch(
+        &self,
+        turn: &mut Turn,
+        slot: u8,
+        p: LowLatencyDispatchParams<'_>,
+    ) -> Result<LowLatencySent> {
+        self.send_low_latency(turn, slot, p)
+    }
+    fn low_latency_receive(
+        &self,
+        turn: &mut Turn,
+        sent: &LowLatencySent,
+    ) -> Result<LowLatencyRows> {
+        self.receive_low_latency(turn, sent)
+    }
+    fn low_latency_combine(
+        &self,
+        turn: &mut Turn,
+        there: &LowLatencyRows,
+        p: LowLatencyCombineParams<'_>,
+    ) -> Result<LowLatencyBack> {
+        self.send_low_latency_back(turn, there, p)
+    }
+    fn low_latency_take(
+        &self,
+        turn: &mut Turn,
+        back: &LowLatencyBack,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        self.receive_low_latency_back(turn, back, output)
     }
 }

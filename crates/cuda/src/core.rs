@@ -7,7 +7,7 @@ use crate::{
     CudaDevice, Launch,
     desk::Desk,
     inject::Asker,
-    job::{Job, Kind},
+    job::{Job, Kind, Made},
     lane::Lane,
     mark::{self, CudaMark},
     memory::DeviceMemory,
@@ -29,7 +29,7 @@ use brigade_device::{
 use brigade_group::Control;
 use brigade_kernels::{MESSAGE_THREADS, STATE_GENERATION, STEP_THREADS};
 use brigade_plan::{Table, Topology};
-use brigade_sync::{Area, HALVES, Half, Memory};
+use brigade_sync::{Area, Exchanges, HALVES, Half, Memory};
 use parking_lot::Mutex;
 use std::{
     collections::VecDeque,
@@ -103,6 +103,8 @@ pub(crate) struct Issue {
     next: [u32; Area::ALL.len()],
     pub(crate) reserved: Option<Reserved>,
     pub(crate) tickets: u64,
+    /// The exchanges of each slot of the low-latency exchange.
+    pub(crate) exchanges: [Exchanges; 2],
 }
 
 impl Issue {
@@ -379,7 +381,7 @@ impl Core {
         let kind = Kind {
             operation: call.operation(),
             signature: call.signature(),
-            collective: true,
+            made: Made::Together,
             within,
         };
         self.enqueue(lane, kind, buffers, out, |job| {

@@ -16,7 +16,8 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
-    Dispatched, Error, Expected, Group, Plan, Result, Route, ScaleFormat, Transport, Turn, Ways,
+    Dispatched, Error, Expected, Fp8Cast, Group, Plan, Result, Route, ScaleFormat, Transport, Turn,
+    Ways,
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
 use brigade_plan::{
@@ -421,20 +422,32 @@ impl Job<'_> {
     }
 
     pub(crate) fn cast(&mut self, a: &Arguments) -> Result<()> {
-        let (Some(cast), Some((values, scales))) = (a.call.cast, &a.cast) else {
-            return Ok(());
-        };
-        let (rows, (_, per_row)) = (a.rows.shape().rows(), cast.scales(a.call.hidden));
+        match (a.call.cast, &a.cast) {
+            (Some(cast), Some((values, scales))) => self.cast_rows(cast, &a.rows, values, scales),
+            _ => Ok(()),
+        }
+    }
+
+    /// Rows become fp8, with their scales by rows.
+    pub(crate) fn cast_rows(
+        &self,
+        cast: Fp8Cast,
+        from: &Buffer,
+        values: &Buffer,
+        scales: &Buffer,
+    ) -> Result<()> {
+        let (rows, hidden) = (from.shape().rows(), from.shape().row_len());
+        let (_, per_row) = cast.scales(hidden);
         if rows == 0 {
             return Ok(());
         }
         let parameters = CastParams {
-            from: a.rows.address(),
+            from: from.address(),
             values: values.address(),
             scales: scales.address(),
             rows: rows as u64,
-            hidden: a.call.hidden as u32,
-            from_type: types::float_code(a.call.dtype),
+            hidden: hidden as u32,
+            from_type: types::float_code(from.dtype()),
             format: match cast.format {
                 ScaleFormat::F32 => 0,
                 ScaleFormat::PowerOfTwo => 1,

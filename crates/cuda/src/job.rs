@@ -12,7 +12,8 @@ use crate::{
 };
 use brigade_device::{DataType, Error, Operation, Result, Storage};
 use brigade_kernels::{
-    MOST_MOVES, MOST_POISONED, MOST_STEPS, MoveParams, STEP_THREADS, StepsParams,
+    MADE_IN_TURN, MADE_PAIRWISE, MADE_TOGETHER, MOST_MOVES, MOST_POISONED, MOST_STEPS, MoveParams,
+    STEP_THREADS, StepsParams,
 };
 use brigade_sync::{Area, Flag};
 use cudarc::driver::sys;
@@ -27,12 +28,24 @@ pub(crate) enum Side {
     Waiter,
 }
 
+/// Who makes a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum Made {
+    /// Two ranks.
+    Pairwise = MADE_PAIRWISE as u32,
+    /// All ranks, and they meet in it.
+    Together = MADE_TOGETHER as u32,
+    /// All ranks, and they do not meet: a peer that is in a later call together has made this one.
+    InTurn = MADE_IN_TURN as u32,
+}
+
 /// What kind of call it is, for flags and fault records.
 #[derive(Clone, Copy)]
 pub(crate) struct Kind {
     pub(crate) operation: Operation,
     pub(crate) signature: u32,
-    pub(crate) collective: bool,
+    pub(crate) made: Made,
     pub(crate) within: Option<Duration>,
 }
 
@@ -41,7 +54,7 @@ impl Kind {
         Self {
             operation,
             signature,
-            collective: false,
+            made: Made::Pairwise,
             within: None,
         }
     }
@@ -65,7 +78,7 @@ macro_rules! waiting {
             operation: kind.operation as u32,
             barrier: layout.barrier.base as u32,
             stop: layout.abort.base as u32,
-            collective: u32::from(kind.collective),
+            collective: kind.made as u32,
             ..$parameters::default()
         }
     }};

@@ -2,8 +2,8 @@
 
 use crate::{
     Kernel, KernelSet, Launch, Missing, combine::CombineKernels, dispatch::DispatchKernels,
-    fifo::BackKernels, gemm_flags::TileKernels, lane::Lane, norm::NormKernels, pushed::PushKernels,
-    routing::RouteKernels,
+    fifo::BackKernels, gemm_flags::TileKernels, lane::Lane, low_latency::LowLatencyKernels,
+    norm::NormKernels, pushed::PushKernels, routing::RouteKernels,
 };
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
@@ -39,6 +39,7 @@ pub(crate) struct Kernels {
     pub(crate) combines: CombineKernels,
     pub(crate) dispatch_fifo: Kernel<DispatchFifoParams>,
     pub(crate) combine_fifo: BackKernels,
+    pub(crate) low_latency: LowLatencyKernels,
     /// On compute capability 9.0.
     pub(crate) tiles: Option<TileKernels>,
     sms: u32,
@@ -80,6 +81,7 @@ impl Kernels {
             combines: CombineKernels::load(&set("combine")?)?,
             dispatch_fifo: set("dispatch_fifo")?.kernel()?,
             combine_fifo: BackKernels::load(&set("combine_fifo")?)?,
+            low_latency: LowLatencyKernels::load(&set("low_latency")?)?,
             pushes: PushKernels::load(set, capability)?,
             tiles: (capability == (9, 0))
                 .then(|| TileKernels::load(&set("gemm_flags")?))

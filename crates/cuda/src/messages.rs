@@ -3,7 +3,7 @@
 use crate::{
     Launch,
     inject::Asker,
-    job::{Job, waiting},
+    job::{Job, Made, waiting},
     steps::{Counters, Use},
 };
 use brigade_device::{Error, Reason, Result};
@@ -63,7 +63,7 @@ impl Job<'_> {
             pieces: u32::from(MAX_PIECES),
             blocks,
             count: list.len() as u32,
-            confirmed: u32::from(self.kind.collective),
+            confirmed: u32::from(self.kind.made == Made::Together),
             counters: Counters::new(core.size()).messages() as u32,
             ..waiting!(MessagesParams, self)
         };

@@ -133,7 +133,7 @@ impl Core {
             self.views.all[half].fetch_add(1, Ordering::AcqRel);
         }
         let kind = job::Kind {
-            collective: true,
+            made: job::Made::Together,
             ..job::Kind::pairwise(call.operation(), call.signature())
         };
         self.enqueue(self.device.lane(on)?, kind, buffers, None, |job| {

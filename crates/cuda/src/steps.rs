@@ -252,6 +252,12 @@ impl<'a> Steps<'a> {
         self.count(STEP_CLOSE, Counters::uses(of));
     }
 
+    /// Ends a use that was begun and is not needed, if it has not ended.
+    pub(crate) fn give_up(&mut self, of: Use) {
+        self.credits_to_all(STEP_POST_OPEN, of);
+        self.count(STEP_CLOSE, Counters::uses(of));
+    }
+
     fn region_ring(&self, region: Region) -> Result<CreditRing> {
         self.layout.region_ring(region).ok_or_else(|| {
             brigade_device::Error::invalid("region", region.0, "a region of this communicator")

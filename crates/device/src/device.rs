@@ -203,6 +203,9 @@ pub struct CommConfig {
     /// Memory for queues: what all ranks send to one waits there, in an equal part for each. As many entries as find room, of as many
     /// rows as find room in them; what is sent may be any number of times as much. 0 for none.
     pub fifo_bytes: usize,
+    /// Capacity of one half of each of the two slots of the low-latency exchange: the places of all rows that can come to a rank.
+    /// 0 for none.
+    pub low_latency_bytes: usize,
     /// Regions that can be registered by users.
     pub regions: u16,
     /// Memory for all of them together, on devices that must take it when they join. The host device takes what each region
@@ -237,6 +240,7 @@ impl CommConfig {
             dispatch_bytes: experts_bytes,
             combine_bytes: experts_bytes,
             fifo_bytes: experts_bytes,
+            low_latency_bytes: 0,
             regions: 16,
             region_bytes: 8 << 20,
             deadline: Duration::from_secs(60),
@@ -260,6 +264,23 @@ impl CommConfig {
         self.gather_bytes = bytes;
         // A rank gets one part of its rows from every rank: size * ceil(max_rows / size) rows.
         self.reduce_scatter_bytes = max_rows.div_ceil(size.max(1)) * size * columns * dtype.bytes();
+        self
+    }
+
+    /// Sizes the low-latency exchange for up to `max_tokens` of each of `size` ranks, of rows that are `hidden` wide in `dtype`, with `k`
+    /// experts a token.
+    #[must_use]
+    pub fn for_low_latency(
+        mut self,
+        (max_tokens, k): (usize, usize),
+        hidden: usize,
+        dtype: DataType,
+        size: usize,
+    ) -> Self {
+        let row = hidden * dtype.bytes();
+        // A part has counts and up to three sections, each filled up to a line.
+        let there = size * (max_tokens * (row + 4 * k) + 4 * 64);
+        self.low_latency_bytes = there.max(max_tokens * k * row);
         self
     }
 

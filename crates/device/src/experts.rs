@@ -1,9 +1,9 @@
-//! Expert parallelism: rows to their experts and back, and the low-latency exchange with its two slots.
+//! Expert parallelism: rows to their experts and back.
 
 use crate::*;
 
 impl Lease<'_> {
-    fn experts(&mut self) -> Result<(&dyn Experts, &mut Turn)> {
+    pub(crate) fn experts(&mut self) -> Result<(&dyn Experts, &mut Turn)> {
         let (backend, turn) = self.parts();
         Ok((backend.experts()?, turn))
     }
@@ -35,96 +35,6 @@ impl Lease<'_> {
         let (experts, turn) = self.experts()?;
         experts.combine(turn, p)
     }
-
-    /// Sends rows to their experts by the low-latency transport.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if the device has no experts; otherwise as [`all_reduce`](Self::all_reduce).
-    pub fn low_latency_dispatch<'s>(
-        &mut self,
-        slot: &'s mut Slot,
-        p: LowLatencyDispatchParams<'_>,
-    ) -> Result<Pending<'s>> {
-        let (experts, turn) = self.experts()?;
-        experts.low_latency_dispatch(turn, slot.0, p)?;
-        Ok(Pending { slot })
-    }
-}
-
-/// One of two places for low-latency results: two can be live, and a third has no slot to borrow.
-pub struct Slot(u8);
-
-/// The two slots of a low-latency exchange.
-pub struct LowLatency {
-    slots: [Slot; 2],
-}
-
-impl LowLatency {
-    /// Both slots.
-    pub fn slots(&mut self) -> (&mut Slot, &mut Slot) {
-        let [a, b] = &mut self.slots;
-        (a, b)
-    }
-}
-
-impl Default for LowLatency {
-    fn default() -> Self {
-        Self {
-            slots: [Slot(0), Slot(1)],
-        }
-    }
-}
-
-/// Rows that have been sent, and not yet received.
-#[must_use = "the rows have been asked for, not received"]
-pub struct Pending<'s> {
-    slot: &'s mut Slot,
-}
-
-impl<'s> Pending<'s> {
-    /// Waits for them.
-    ///
-    /// # Errors
-    /// As every call on a communicator.
-    pub fn receive(self, lease: &mut Lease<'_>) -> Result<LowLatencyDispatched<'s>> {
-        let (experts, turn) = lease.experts()?;
-        let (rows, counts) = experts.low_latency_receive(turn, self.slot.0)?;
-        Ok(LowLatencyDispatched {
-            rows,
-            counts,
-            _slot: self.slot,
-        })
-    }
-}
-
-/// Received rows, in their slot.
-pub struct LowLatencyDispatched<'s> {
-    rows: Buffer,
-    counts: Buffer,
-    _slot: &'s mut Slot,
-}
-
-impl LowLatencyDispatched<'_> {
-    /// `[local experts, max tokens x ranks, hidden]`
-    pub fn rows(&self) -> View<'_> {
-        self.rows.view()
-    }
-
-    /// Rows of each local expert.
-    pub fn counts(&self) -> View<'_> {
-        self.counts.view()
-    }
-}
-
-/// Rows for their experts.
-#[derive(Clone, Copy, Debug)]
-pub struct LowLatencyDispatchParams<'a> {
-    /// `[tokens, hidden]`
-    pub rows: View<'a>,
-    /// `[tokens, k]`, -1 for none.
-    pub ids: View<'a>,
-    /// Whether rows are cast to fp8 with a scale per 128 columns on the way.
-    pub fp8: bool,
 }
 
 /// The backend's side of expert parallelism.
@@ -153,22 +63,47 @@ pub trait Experts: Send + Sync {
         _turn: &mut Turn,
         _slot: u8,
         _p: LowLatencyDispatchParams<'_>,
-    ) -> Result<()> {
-        Err(no_low_latency().into())
+    ) -> Result<LowLatencySent> {
+        Err(no_low_latency())
     }
     /// See [`Pending::receive`].
     ///
     /// # Errors
     /// As every call; why there is no such transport.
-    fn low_latency_receive(&self, _turn: &mut Turn, _slot: u8) -> Result<(Buffer, Buffer)> {
-        Err(no_low_latency().into())
+    fn low_latency_receive(
+        &self,
+        _turn: &mut Turn,
+        _sent: &LowLatencySent,
+    ) -> Result<LowLatencyRows> {
+        Err(no_low_latency())
+    }
+    /// See [`Lease::low_latency_combine`].
+    ///
+    /// # Errors
+    /// As every call; why there is no such transport.
+    fn low_latency_combine(
+        &self,
+        _turn: &mut Turn,
+        _there: &LowLatencyRows,
+        _p: LowLatencyCombineParams<'_>,
+    ) -> Result<LowLatencyBack> {
+        Err(no_low_latency())
+    }
+    /// See [`PendingCombine::receive`].
+    ///
+    /// # Errors
+    /// As every call; why there is no such transport.
+    fn low_latency_take(
+        &self,
+        _turn: &mut Turn,
+        _back: &LowLatencyBack,
+        _output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        Err(no_low_latency())
     }
 }
 
-fn no_low_latency() -> Reason {
-    Reason::new(
-        "no-low-latency",
-        "this device has no low-latency transport",
-        "use dispatch",
-    )
+fn no_low_latency() -> Error {
+    let what = "this device has no low-latency transport";
+    Reason::new("no-low-latency", what, "use dispatch").into()
 }

@@ -1,8 +1,8 @@
 //! Calls, plans and reasons are data and live here; the functions that choose them live in `brigade-plan`.
 
 use crate::{
-    AllToAllRowsCall, CombineCall, DataType, DispatchCall, ParallelMode, QScheme, ReduceOp,
-    Transport,
+    AllToAllRowsCall, CombineCall, DataType, DispatchCall, LowLatencyCombineCall,
+    LowLatencyDispatchCall, ParallelMode, QScheme, ReduceOp, Transport,
 };
 use smallvec::SmallVec;
 use std::{
@@ -78,10 +78,14 @@ pub enum Operation {
     Combine = 15,
     /// Every rank sends rows that it names to every rank.
     AllToAllRows = 16,
+    /// Every rank gets the rows whose experts it has, in two halves.
+    LowLatencyDispatch = 17,
+    /// Every rank gets back what became of them, in two halves.
+    LowLatencyCombine = 18,
 }
 
 impl Operation {
-    const ALL: [Self; 16] = [
+    const ALL: [Self; 18] = [
         Self::Barrier,
         Self::AllReduce,
         Self::AllGather,
@@ -98,6 +102,8 @@ impl Operation {
         Self::Dispatch,
         Self::Combine,
         Self::AllToAllRows,
+        Self::LowLatencyDispatch,
+        Self::LowLatencyCombine,
     ];
 
     /// The operation with this number.
@@ -124,6 +130,8 @@ impl Operation {
             Self::Dispatch => "dispatch",
             Self::Combine => "combine",
             Self::AllToAllRows => "all_to_all_rows",
+            Self::LowLatencyDispatch => "low_latency_dispatch",
+            Self::LowLatencyCombine => "low_latency_combine",
         }
     }
 }
@@ -232,6 +240,10 @@ pub enum Call {
     Combine(CombineCall),
     /// See [`Operation::AllToAllRows`]. Which rows go where is found out as they come, and how many, where they meet.
     AllToAllRows(AllToAllRowsCall),
+    /// See [`Operation::LowLatencyDispatch`].
+    LowLatencyDispatch(LowLatencyDispatchCall),
+    /// See [`Operation::LowLatencyCombine`].
+    LowLatencyCombine(LowLatencyCombineCall),
 }
 
 /// The signed part of a linear that overlaps with a collective.
@@ -284,6 +296,8 @@ impl Call {
             Self::Dispatch(_) => Operation::Dispatch,
             Self::Combine(_) => Operation::Combine,
             Self::AllToAllRows(_) => Operation::AllToAllRows,
+            Self::LowLatencyDispatch(_) => Operation::LowLatencyDispatch,
+            Self::LowLatencyCombine(_) => Operation::LowLatencyCombine,
         }
     }
 
@@ -421,6 +435,11 @@ pub enum Plan {
         /// For GPUs.
         launch: Launch,
     },
+    /// For [`Call::LowLatencyDispatch`] and [`Call::LowLatencyCombine`]: every row has its place at its receiver.
+    LowLatency {
+        /// Bytes of the places at each rank.
+        bytes: usize,
+    },
     /// For [`Call::AllToAllRows`]: through queues.
     Queued {
         /// Most rows in an entry.
@@ -477,6 +496,7 @@ impl fmt::Display for Plan {
             Self::Experts {
                 transport, pieces, ..
             } => write!(f, "{transport:?} in {pieces} pieces"),
+            Self::LowLatency { bytes } => write!(f, "{bytes} bytes of places at each rank"),
             Self::Queued {
                 entry_rows, depth, ..
             } => write!(f, "queues of {depth} entries of {entry_rows} rows"),

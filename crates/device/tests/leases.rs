@@ -243,8 +243,15 @@ fn what_a_backend_does_not_have_is_a_reason() {
     let mut lease = comm.lease(&on).unwrap();
     let mut exchange = LowLatency::default();
     let (rows, ids) = (common::plain(&[1, 8]), common::plain(&[1, 2]));
-    let (rows, ids, fp8) = (rows.view(), ids.view(), false);
-    let p = LowLatencyDispatchParams { rows, ids, fp8 };
+    let p = LowLatencyDispatchParams {
+        rows: rows.view(),
+        routing: Routing {
+            ids: ids.view(),
+            placement: Placement::Ranks,
+        },
+        max_tokens: 1,
+        cast: None,
+    };
     assert_eq!(
         text(lease.windows()),
         "this device registers no regions; use send and recv"

@@ -147,7 +147,7 @@ fn going(a: &Arguments, size: usize) -> Result<Vec<Going>> {
                     let factors: Vec<_> =
                         group.iter().map(|r| (row(r), Some(held[r.at]))).collect();
                     let mut sum = vec![0.0; call.hidden];
-                    add(call.dtype, &factors, &mut sum);
+                    element::add(call.dtype, &factors, &mut sum);
                     let start = going.rows.len();
                     going.rows.resize(start + bytes, 0);
                     element::store(call.dtype, &sum, &mut going.rows[start..]);
@@ -311,7 +311,7 @@ fn add_up(job: &Job, a: &Arguments, came: &[Came]) -> Result<()> {
                 .map(|&(_, row, w)| (row, w))
                 .chain(biases)
                 .collect();
-            add(call.dtype, &all, &mut sum);
+            element::add(call.dtype, &all, &mut sum);
             element::store(call.output, &sum, out);
         }
         Ok(())
@@ -320,21 +320,4 @@ fn add_up(job: &Job, a: &Arguments, came: &[Came]) -> Result<()> {
         Some(to) => set(to, &back),
         None => Ok(()),
     }
-}
-
-/// The sum of rows, each multiplied by its weight first if it has one; 0 of none.
-fn add(dtype: DataType, rows: &[(&[u8], Option<f32>)], sum: &mut [f32]) {
-    sum.fill(0.0);
-    let mut next = vec![0.0; sum.len()];
-    for (i, (row, weight)) in rows.iter().enumerate() {
-        element::load(dtype, row, &mut next);
-        if let Some(weight) = weight {
-            next.iter_mut().for_each(|x| *x *= weight);
-        }
-        match i {
-            0 => sum.copy_from_slice(&next),
-            _ => sum.iter_mut().zip(&next).for_each(|(s, x)| *s += x),
-        }
-    }
-    sum.iter_mut().for_each(|s| *s = element::canonical(*s));
 }

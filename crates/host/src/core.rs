@@ -2,7 +2,7 @@
 
 use crate::{
     fifo::none_queued,
-    job::{Active, Job, Use},
+    job::{Active, Job, Made, Use},
     memory::Staging,
     mover::Mover,
     pushed::Buffers,
@@ -15,7 +15,7 @@ use brigade_device::{
 };
 use brigade_group::Control;
 use brigade_plan::{Table, Topology};
-use brigade_sync::{Area, Deadline, Flag, Half, Rotation, Uses, post};
+use brigade_sync::{Area, Deadline, Exchanges, Flag, Half, Rotation, Uses, post};
 use parking_lot::{Mutex, RwLock};
 use smallvec::SmallVec;
 use std::{
@@ -61,6 +61,8 @@ pub(crate) struct Issue {
     pub(crate) halves: Uses,
     pub(crate) reserved: Option<Reserved>,
     pub(crate) tickets: u64,
+    /// The exchanges of each slot of the low-latency exchange.
+    pub(crate) exchanges: [Exchanges; 2],
 }
 
 /// Space for own rows that was handed out.
@@ -208,7 +210,7 @@ impl Core {
             deadline: Deadline::after(within),
             operation: call.operation(),
             number: self.calls.load(Ordering::Relaxed) + 1,
-            collective: true,
+            made: Made::Together,
         };
         let mut active = Active { job, state };
         let barrier = self.control.layout().barrier;
@@ -246,6 +248,25 @@ impl Core {
         signature: u32,
         work: impl FnOnce(&mut Active<'_>) -> Result<R>,
     ) -> Result<R> {
+        self.apart(Made::Pairwise, operation, signature, work)
+    }
+
+    /// Makes a call, or half of one, that all ranks make, without meeting them.
+    pub(crate) fn in_turn<R>(
+        self: &Arc<Self>,
+        call: &Call,
+        work: impl FnOnce(&mut Active<'_>) -> Result<R>,
+    ) -> Result<R> {
+        self.apart(Made::InTurn, call.operation(), call.signature(), work)
+    }
+
+    fn apart<R>(
+        self: &Arc<Self>,
+        made: Made,
+        operation: Operation,
+        signature: u32,
+        work: impl FnOnce(&mut Active<'_>) -> Result<R>,
+    ) -> Result<R> {
         self.control.usable()?;
         let state = self
             .state
@@ -253,11 +274,11 @@ impl Core {
             .ok_or(Error::Busy("the communicator"))?;
         let job = Job {
             core: Arc::clone(self),
-            flag: Flag::new(self.control.generation(), signature, 0),
+            flag: Flag::new(self.control.generation(), signature, state.epoch),
             deadline: Deadline::after(self.config.deadline),
             operation,
             number: self.calls.load(Ordering::Relaxed) + 1,
-            collective: false,
+            made,
         };
         let mut active = Active { job, state };
         active

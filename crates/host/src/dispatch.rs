@@ -4,7 +4,7 @@
 use crate::{
     comm::{HostComm, unexpected},
     device::HostDevice,
-    element, fifo,
+    fifo,
     job::{Active, Job, Use},
     memory::{poison, reading, writing},
     pushed, quantize,
@@ -13,8 +13,7 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
-    Expected, FaultKind, Fp8Cast, Group, HandleParts, Plan, Result, Route, ScaleFormat, Transport,
-    Turn, Ways,
+    Expected, FaultKind, Group, HandleParts, Plan, Result, Route, Transport, Turn, Ways,
 };
 use brigade_plan::{
     dispatch::{Section, Sections, part_bytes, sections},
@@ -184,7 +183,7 @@ fn dispatch(
     let inputs: Vec<&Buffer> = [&a.rows].into_iter().chain(weights).chain(beside).collect();
     let came = reading(&inputs, |inputs| {
         let (rows, scales) = match a.call.cast {
-            Some(cast) => cast_rows(cast, a.call.dtype, a.call.hidden, inputs[0]),
+            Some(cast) => quantize::cast_rows(cast, a.call.dtype, a.call.hidden, inputs[0]),
             None => (Vec::new(), Vec::new()),
         };
         let own = Own {
@@ -514,35 +513,4 @@ fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
         Some(to) => set(to, &weights),
         None => Ok(()),
     }
-}
-
-/// Rows as fp8, and their scales.
-fn cast_rows(cast: Fp8Cast, dtype: DataType, hidden: usize, rows: &[u8]) -> (Vec<u8>, Vec<u8>) {
-    let mut values = vec![0.0; rows.len() / dtype.bytes()];
-    element::load(dtype, rows, &mut values);
-    let (scale_type, per_row) = cast.scales(hidden);
-    let (mut cast_values, mut scales) = (vec![0; values.len()], Vec::new());
-    for (row, out) in values
-        .chunks_exact(hidden)
-        .zip(cast_values.chunks_exact_mut(hidden))
-    {
-        let first = scales.len();
-        for (block, out) in row
-            .chunks(Fp8Cast::BLOCK)
-            .zip(out.chunks_mut(Fp8Cast::BLOCK))
-        {
-            let scale = quantize::scale_of(DataType::F8E4M3, block);
-            let scale = match cast.format {
-                ScaleFormat::F32 => scale,
-                ScaleFormat::PowerOfTwo | ScaleFormat::Ue8m0 => quantize::power_of_two(scale),
-            };
-            quantize::by_scale(DataType::F8E4M3, block, scale, out);
-            match cast.format {
-                ScaleFormat::Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
-                ScaleFormat::F32 | ScaleFormat::PowerOfTwo => scales.extend(scale.to_le_bytes()),
-            }
-        }
-        scales.resize(first + per_row * scale_type.bytes(), 0);
-    }
-    (cast_values, scales)
 }

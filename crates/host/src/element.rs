@@ -265,6 +265,23 @@ pub(crate) fn convert(
     Ok(())
 }
 
+/// The sum of rows, each multiplied by its weight first if it has one; 0 of none.
+pub(crate) fn add(dtype: DataType, rows: &[(&[u8], Option<f32>)], sum: &mut [f32]) {
+    sum.fill(0.0);
+    let mut next = vec![0.0; sum.len()];
+    for (i, (row, weight)) in rows.iter().enumerate() {
+        load(dtype, row, &mut next);
+        if let Some(weight) = weight {
+            next.iter_mut().for_each(|x| *x *= weight);
+        }
+        match i {
+            0 => sum.copy_from_slice(&next),
+            _ => sum.iter_mut().zip(&next).for_each(|(s, x)| *s += x),
+        }
+    }
+    sum.iter_mut().for_each(|s| *s = canonical(*s));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

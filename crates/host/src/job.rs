@@ -4,7 +4,7 @@ use crate::core::{Core, State};
 use brigade_device::{Error, FaultKind, FaultRecord, Operation, Point, Result};
 use brigade_group::SharedSegment;
 use brigade_sync::{
-    Area, Budget, Deadline, Flag, Half, Memory, Post, Stop, Verdict, Wait, Words, post, wait,
+    Area, Budget, Deadline, Flag, Half, Memory, Post, Stop, Verdict, Wait, Want, Words, post, wait,
 };
 use parking_lot::MutexGuard;
 use std::{
@@ -29,8 +29,18 @@ pub(crate) struct Job {
     pub(crate) deadline: Deadline,
     pub(crate) operation: Operation,
     pub(crate) number: u64,
-    /// Whether all ranks make this call.
-    pub(crate) collective: bool,
+    pub(crate) made: Made,
+}
+
+/// Who makes a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Made {
+    /// All ranks, and they meet in it.
+    Together,
+    /// All ranks, and they do not meet: a peer that is in a later call together has made this one.
+    InTurn,
+    /// Two ranks.
+    Pairwise,
 }
 
 /// A call in progress.
@@ -87,7 +97,7 @@ impl Job {
     /// Waits for a flag until the call's deadline. Gives up early when the group was stopped, when a peer turns out to be
     /// in another call, or when the peer that is waited for is gone.
     pub(crate) fn wait(&self, w: Wait, slot: usize) -> Result<()> {
-        self.wait_while(w, slot, || !self.lost(&w))
+        self.wait_while(w, slot, || !self.lost(&w) && self.passed(&w).is_none())
     }
 
     fn wait_while(&self, w: Wait, slot: usize, hope: impl Fn() -> bool) -> Result<()> {
@@ -187,6 +197,8 @@ impl Job {
                     Error::Fault(record)
                 } else if let Some((peer, seen)) = self.stranger() {
                     self.fail(FaultKind::Mismatch, peer, slot, self.flag.bits(), seen)
+                } else if let Some(seen) = self.passed(w) {
+                    self.fail(FaultKind::Mismatch, w.peer, slot, expected, seen)
                 } else {
                     let seen = self.memory().load(w.word);
                     self.fail(FaultKind::PeerLost, w.peer, slot, expected, seen)
@@ -204,7 +216,7 @@ impl Job {
 
     fn arrivals(&self, verdict: Verdict) -> Option<(usize, u64)> {
         let barrier = self.core.control.layout().barrier;
-        self.collective
+        (self.made == Made::Together)
             .then(|| {
                 barrier.meet(self.flag).find_map(|w| {
                     let seen = self.memory().load(w.word);
@@ -219,13 +231,29 @@ impl Job {
         self.arrivals(Verdict::Mismatch)
     }
 
+    /// What a peer says of the call that it is in, if it has gone past this one, which all ranks make in turn, without what is waited for.
+    fn passed(&self, w: &Wait) -> Option<u64> {
+        if self.made != Made::InTurn {
+            return None;
+        }
+        let next = self.flag.epoch().wrapping_add(1);
+        let next = Flag::new(self.generation(), 0, next);
+        let barrier = self.core.control.layout().barrier;
+        let arrival = barrier.meet(next).find(|arrival| arrival.peer == w.peer)?;
+        let seen = self.memory().load(arrival.word);
+        // It arrived behind all that it posted before.
+        let late = Want::AtLeast(next).verdict(seen) == Verdict::Ready
+            && w.want.verdict(self.memory().load(w.word)) == Verdict::NotYet;
+        late.then_some(seen)
+    }
+
     /// A peer that has not come.
     fn absent(&self) -> Option<(usize, u64)> {
         self.arrivals(Verdict::NotYet)
     }
 
     /// The flag of a use, signed by this call.
-    fn flag_of(&self, of: Use) -> Flag {
+    pub(crate) fn flag_of(&self, of: Use) -> Flag {
         Flag::new(self.flag.generation(), self.flag.signature(), of.epoch)
     }
 
@@ -360,6 +388,13 @@ impl Active<'_> {
     pub(crate) fn begin(&mut self, area: Area) -> Result<Use> {
         let half = self.state.uses[area as usize].next_half();
         self.begin_half(area, half)
+    }
+
+    /// The use of a half that has begun and not ended.
+    pub(crate) fn open(&self, area: Area, half: Half) -> Option<Use> {
+        let mut open = self.state.uses[area as usize].open();
+        let (_, epoch) = open.find(|(h, _)| *h == half)?;
+        Some(Use { area, half, epoch })
     }
 
     /// Ends a use: every peer may begin the next one of this half.

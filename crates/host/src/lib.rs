@@ -32,6 +32,7 @@ mod inject;
 mod job;
 mod linear;
 mod linear_reduce_scatter;
+mod low_latency;
 mod memory;
 mod mover;
 mod norm;

@@ -8,7 +8,7 @@ use crate::{
     memory::{reading, writing},
     queue::HostQueue,
 };
-use brigade_device::{DataType, QBuffer, QScheme, Result, Stream, View};
+use brigade_device::{DataType, Fp8Cast, QBuffer, QScheme, Result, ScaleFormat, Stream, View};
 use float8::F8E4M3;
 
 /// Greatest int8 value used: the range is symmetric.
@@ -136,4 +136,40 @@ impl Groups {
             }
         }
     }
+}
+
+/// Rows as fp8, and their scales.
+pub(crate) fn cast_rows(
+    cast: Fp8Cast,
+    dtype: DataType,
+    hidden: usize,
+    rows: &[u8],
+) -> (Vec<u8>, Vec<u8>) {
+    let mut values = vec![0.0; rows.len() / dtype.bytes()];
+    element::load(dtype, rows, &mut values);
+    let (scale_type, per_row) = cast.scales(hidden);
+    let (mut cast_values, mut scales) = (vec![0; values.len()], Vec::new());
+    for (row, out) in values
+        .chunks_exact(hidden)
+        .zip(cast_values.chunks_exact_mut(hidden))
+    {
+        let first = scales.len();
+        for (block, out) in row
+            .chunks(Fp8Cast::BLOCK)
+            .zip(out.chunks_mut(Fp8Cast::BLOCK))
+        {
+            let scale = scale_of(DataType::F8E4M3, block);
+            let scale = match cast.format {
+                ScaleFormat::F32 => scale,
+                ScaleFormat::PowerOfTwo | ScaleFormat::Ue8m0 => power_of_two(scale),
+            };
+            by_scale(DataType::F8E4M3, block, scale, out);
+            match cast.format {
+                ScaleFormat::Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
+                ScaleFormat::F32 | ScaleFormat::PowerOfTwo => scales.extend(scale.to_le_bytes()),
+            }
+        }
+        scales.resize(first + per_row * scale_type.bytes(), 0);
+    }
+    (cast_values, scales)
 }

@@ -55,10 +55,10 @@ impl Router {
         })
     }
 
-    /// Finds out, and says so in the buffers.
-    pub(crate) fn route(&self, to: &ExpertLayout) -> Result<Routes> {
+    /// Finds out.
+    pub(crate) fn find(&self) -> Result<Routes> {
         let inputs: Vec<&Buffer> = std::iter::once(&self.ids).chain(&self.map).collect();
-        let routes = reading(&inputs, |inputs| {
+        reading(&inputs, |inputs| {
             let ids: Vec<i64> = match self.ids.dtype() {
                 DataType::I64 => integers::<i64>(inputs[0]),
                 _ => integers::<i32>(inputs[0])
@@ -74,7 +74,12 @@ impl Router {
                 size: self.group.size,
             };
             Ok(Routes::new(&ids, self.k, &chooser))
-        })?;
+        })
+    }
+
+    /// The same, and says so in the buffers.
+    pub(crate) fn route(&self, to: &ExpertLayout) -> Result<Routes> {
+        let routes = self.find()?;
         set(&to.slots, &routes.slots)?;
         set(&to.positions, &routes.positions)?;
         set(&to.sent, &routes.sent)?;

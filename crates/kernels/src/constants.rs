@@ -125,6 +125,13 @@ constants! {
     /// The step is left out.
     ANSWER_LEAVE_OUT: u64 = 2;
 
+    /// Two ranks make the call.
+    MADE_PAIRWISE: u64 = 0;
+    /// All ranks make it, and meet in it.
+    MADE_TOGETHER: u64 = 1;
+    /// All ranks make it, and do not meet in it.
+    MADE_IN_TURN: u64 = 2;
+
     /// Begins to count the time of a call.
     STEP_START: u64 = 0;
     /// A new use.

@@ -107,9 +107,11 @@ mod fifo;
 mod group;
 #[path = "params_linear.rs"]
 mod linear;
+#[path = "params_low_latency.rs"]
+mod low_latency;
 
 #[allow(unused_imports, reason = "builds include this file for its layouts")]
-pub use {experts::*, fifo::*, group::*, linear::*};
+pub use {experts::*, fifo::*, group::*, linear::*, low_latency::*};
 
 /// Name, size and fields of every struct.
 pub fn layouts() -> impl Iterator<Item = &'static Layout> {
@@ -118,6 +120,7 @@ pub fn layouts() -> impl Iterator<Item = &'static Layout> {
         .chain(linear::LAYOUTS)
         .chain(experts::LAYOUTS)
         .chain(fifo::LAYOUTS)
+        .chain(low_latency::LAYOUTS)
 }
 
 /// The C++ header that declares the same structs.

@@ -9,9 +9,10 @@ use crate::{
 };
 use anyhow::{Result, ensure};
 use brigade::{
-    Allocate, Arrangement, Buffer, CombineParams, CombineSum, Comm, CommConfig, DataType,
-    DispatchParams, Fp8Cast, MemoryType, Output, ParallelMode, Placement, Plan, Route, Routing,
-    ScaleFormat, Transport, View, ViewMut,
+    Allocate, Arrangement, Buffer, Call, CombineParams, CombineSum, Comm, CommConfig, DataType,
+    DispatchParams, Fp8Cast, LowLatency, LowLatencyCombineParams, LowLatencyDispatchParams,
+    MemoryType, Output, ParallelMode, Placement, Plan, Route, Routing, ScaleFormat, Transport,
+    View, ViewMut,
 };
 use clap::{Args, ValueEnum};
 use half::bf16;
@@ -71,12 +72,14 @@ enum Choice {
     Pushed,
     /// Rows pass through queues
     Fifo,
+    /// Rows are written to their places in a slot; sent and received apart, each expert's packed in its own room
+    LowLatency,
 }
 
 impl Moe {
     fn choice(&self) -> Option<Transport> {
         match self.transport {
-            Choice::Auto => None,
+            Choice::Auto | Choice::LowLatency => None,
             Choice::OneSided => Some(Transport::OneSided),
             Choice::Pushed => Some(Transport::Pushed),
             Choice::Fifo => Some(Transport::Fifo),
@@ -88,7 +91,7 @@ impl Moe {
         let bytes = size * (tokens * (2 * self.hidden + 16 * self.k + 64) + 8192);
         // What is pushed takes a word more for every sixteen.
         let pushed = bytes + bytes / 16;
-        CommConfig {
+        let config = CommConfig {
             dispatch_bytes: bytes,
             combine_bytes: bytes,
             all_reduce_bytes: pushed.clamp(8 << 20, 256 << 20),
@@ -96,7 +99,22 @@ impl Moe {
             reduce_scatter_bytes: 0,
             sm_budget: self.sm_budget,
             ..CommConfig::new(ParallelMode::Ep)
+        };
+        match self.in_slots() {
+            true => config.for_low_latency((tokens, self.k), self.hidden, DataType::BF16, size),
+            false => config,
         }
+    }
+
+    fn in_slots(&self) -> bool {
+        self.transport == Choice::LowLatency
+    }
+
+    fn cast(&self) -> Option<Fp8Cast> {
+        self.fp8.then_some(Fp8Cast {
+            format: ScaleFormat::F32,
+            column_major: false,
+        })
     }
 }
 
@@ -211,17 +229,64 @@ impl<'a> Case<'a> {
                 Rows::BySource => None,
                 Rows::ByExpert => Some(size * self.tokens * k.min(slots)),
             },
-            cast: self.options.fp8.then_some(Fp8Cast {
-                format: ScaleFormat::F32,
-                column_major: false,
-            }),
+            cast: self.options.cast(),
             choice: self.options.choice(),
         })
+    }
+
+    fn to_slot(&self) -> LowLatencyDispatchParams<'_> {
+        LowLatencyDispatchParams {
+            rows: self.rows.view(),
+            routing: self.routing(),
+            max_tokens: self.tokens,
+            cast: self.options.cast(),
+        }
+    }
+
+    /// One way, and what was done.
+    fn there(&self) -> brigade::Result<Plan> {
+        let mut lease = self.comm.lease(&self.rank.on)?;
+        if !self.options.in_slots() {
+            return Ok(self.dispatch(&mut lease)?.plan);
+        }
+        let (mut exchange, p) = (LowLatency::default(), self.to_slot());
+        let (slot, call) = (exchange.slots().0, p.check(0)?);
+        lease.low_latency_dispatch(slot, p)?.receive(&mut lease)?;
+        Ok(self.comm.explain(&Call::LowLatencyDispatch(call))?)
+    }
+
+    /// The shape of what experts make of rows.
+    fn made_shape(&self) -> brigade::Result<Vec<usize>> {
+        let hidden = self.options.hidden;
+        if self.options.in_slots() {
+            let placement = self.routing().check()?.1;
+            let (me, size) = (self.rank.number(), self.rank.size());
+            let slots = brigade::plan::routes::Slots::new(placement, size).of(me);
+            return Ok(vec![slots.len(), self.tokens * size, hidden]);
+        }
+        let first = self.dispatch(&mut self.comm.lease(&self.rank.on)?)?;
+        Ok(first.handle.shape(hidden)?.dims().to_vec())
     }
 
     /// There and back, with what stands for the experts' rows, or with the rows themselves.
     fn both(&self, made: Option<&Buffer>) -> brigade::Result<Buffer> {
         let mut lease = self.comm.lease(&self.rank.on)?;
+        let output = Output::Allocate(DataType::BF16);
+        if self.options.in_slots() {
+            let mut exchange = LowLatency::default();
+            let slot = exchange.slots().0;
+            let there = lease
+                .low_latency_dispatch(slot, self.to_slot())?
+                .receive(&mut lease)?;
+            let p = LowLatencyCombineParams {
+                rows: made.map_or(there.rows(), Buffer::view),
+                weights: self.weights.view(),
+            };
+            let back = lease.low_latency_combine(&there, p)?;
+            return back
+                .receive(&mut lease, output)?
+                .ok_or(brigade::Error::Closed);
+        }
         let there = self.dispatch(&mut lease)?;
         let back = lease.combine(CombineParams {
             rows: made.unwrap_or(&there.rows).view(),
@@ -232,7 +297,7 @@ impl<'a> Case<'a> {
             },
             weights: None,
             biases: &[],
-            output: Output::Allocate(DataType::BF16),
+            output,
             choice: self.options.choice(),
         })?;
         back.d.ok_or(brigade::Error::Closed)
@@ -255,12 +320,13 @@ impl<'a> Case<'a> {
             let mut factor = 0f64;
             for rank in 0..self.rank.size() {
                 let own: Vec<usize> = (0..k).filter(|&e| self.owner(ids[e]) == rank).collect();
-                factor += match self.options.rows {
-                    Rows::ByExpert => own
+                let by_expert = self.options.in_slots() || self.options.rows == Rows::ByExpert;
+                factor += match by_expert {
+                    true => own
                         .iter()
                         .map(|e| 1.0 / (1.0 + ((token * k + e) % 8) as f64))
                         .sum(),
-                    Rows::Dense | Rows::BySource => f64::from(u8::from(!own.is_empty())),
+                    false => f64::from(u8::from(!own.is_empty())),
                 };
             }
             for column in 0..hidden {
@@ -282,13 +348,12 @@ impl<'a> Case<'a> {
             rank.agree(self.check())?;
         }
         let how = (common.calls, common.graph);
-        let first = self.dispatch(&mut self.comm.lease(&rank.on)?)?;
-        let shape = first.handle.shape(self.options.hidden)?;
-        let made =
-            rank.device
-                .allocate(&rank.on, MemoryType::Device, DataType::BF16, shape.dims())?;
-        let plan = first.plan.clone();
-        let dispatch = || self.dispatch(&mut self.comm.lease(&rank.on)?).map(drop);
+        let shape = self.made_shape()?;
+        let made = rank
+            .device
+            .allocate(&rank.on, MemoryType::Device, DataType::BF16, &shape)?;
+        let plan = self.there()?;
+        let dispatch = || self.there().map(drop);
         let mut variants = vec![
             Variant::new(rank, "layout", how, || self.layout())?,
             Variant::new(rank, "dispatch", how, dispatch)?,
@@ -355,7 +420,11 @@ fn row(options: &Moe, tokens: usize, measured: &Measured) -> Value {
         .collect();
     json!({
         "tokens": tokens, "hidden": options.hidden, "k": options.k, "experts": options.experts,
-        "transport": measured.plan.to_string(), "rows": format!("{:?}", options.rows),
+        "transport": match options.in_slots() {
+            true => format!("low latency, {}", measured.plan),
+            false => measured.plan.to_string(),
+        },
+        "rows": format!("{:?}", options.rows),
         "dtype": if options.fp8 { "fp8 there, bf16 back" } else { "bf16" },
         "graph": options.common.graph, "sms": options.sm_budget, "sent_bytes": measured.sent_bytes,
         "layout_us": of("layout"), "dispatch_us": of("dispatch"),

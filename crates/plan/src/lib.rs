@@ -11,7 +11,7 @@
 //! - [`gathered`]: where the rows of all ranks lie.
 //! - [`routes`]: which rows go to which experts; [`dispatch`] and [`combine`]: where they lie on the way, and [`records`] if they are
 //!   pushed.
-//! - [`fifo`]: queues between ranks.
+//! - [`fifo`]: queues between ranks; [`low_latency`]: places of rows that are sent without waiting.
 //! - [`moved`]: the bytes that each schedule makes a rank move, for traffic counters and tests.
 
 mod all_gather;
@@ -26,6 +26,7 @@ pub mod fifo;
 mod gather_linear;
 pub mod gathered;
 mod linear_reduce_scatter;
+pub mod low_latency;
 pub mod moved;
 mod norm;
 mod overlap;
@@ -91,6 +92,8 @@ pub fn plan(call: &Call, topology: &Topology, table: &Table) -> Result<Plan, Rea
         Call::Dispatch(c) => dispatch::plan(c, topology, table),
         Call::Combine(c) => combine::plan(c, topology, table),
         Call::AllToAllRows(c) => all_to_all_rows::plan(c, topology),
+        Call::LowLatencyDispatch(c) => low_latency::dispatch(c, topology),
+        Call::LowLatencyCombine(c) => low_latency::combine(c, topology),
         Call::Barrier | Call::Register { .. } | Call::Deregister { .. } | Call::Close => {
             Ok(Plan::Copy {
                 piece_elements: 0,

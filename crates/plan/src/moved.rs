@@ -6,10 +6,14 @@
 
 use crate::{
     dispatch::Sections,
+    low_latency::{Section, There},
     pushed::{Granules, Packets, RowShares},
     ring, rows,
 };
-use brigade_device::{AllReduceAlgorithm, CombineCall, DataType, DispatchCall};
+use brigade_device::{
+    AllReduceAlgorithm, CombineCall, DataType, DispatchCall, LowLatencyCombineCall,
+    LowLatencyDispatchCall,
+};
 
 fn all(chunk_bytes: &[usize]) -> u64 {
     chunk_bytes.iter().map(|&b| b as u64).sum()
@@ -138,6 +142,21 @@ pub fn dispatch(rank: usize, rows_to: &[usize], call: &DispatchCall) -> u64 {
 pub fn combine(rank: usize, rows_to: &[usize], call: &CombineCall) -> u64 {
     let each = call.hidden * call.dtype.bytes() + 4 * call.row_weights();
     pull_gather(rank, rows_to) * each as u64
+}
+
+/// A low-latency dispatch: each row that goes to a peer, with its scales. Which experts each token names does not count.
+pub fn low_latency_dispatch(rank: usize, rows_to: &[usize], call: &LowLatencyDispatchCall) -> u64 {
+    let there = There::new(call);
+    let each: usize = [Section::Row, Section::Scales]
+        .map(|s| there.of(s).1)
+        .iter()
+        .sum();
+    pull_gather(rank, rows_to) * each as u64
+}
+
+/// A low-latency combine: a row for each expert of each token of a peer. Of an expert that a token names twice, two.
+pub fn low_latency_combine(rank: usize, rows_to: &[usize], call: &LowLatencyCombineCall) -> u64 {
+    pull_gather(rank, rows_to) * (call.hidden * call.dtype.bytes()) as u64
 }
 
 #[cfg(test)]

@@ -21,18 +21,32 @@ pub enum Area {
     Dispatch,
     /// Rows on their way back: a part per sender.
     Combine,
+    /// Rows of the low-latency exchange, there or back: places in its first slot.
+    LowLatencyFirst,
+    /// The same in its second slot.
+    LowLatencySecond,
 }
 
 impl Area {
     /// All of them, in the order in which they lie.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 8] = [
         Self::Gather,
         Self::ReduceScatter,
         Self::Scratch,
         Self::Mail,
         Self::Dispatch,
         Self::Combine,
+        Self::LowLatencyFirst,
+        Self::LowLatencySecond,
     ];
+
+    /// That of a slot of the low-latency exchange.
+    pub const fn of_slot(slot: u8) -> Self {
+        match slot {
+            0 => Self::LowLatencyFirst,
+            _ => Self::LowLatencySecond,
+        }
+    }
 }
 
 /// Bytes of a GPU's line of memory, where all data begins: a warp that writes whole lines to a peer would otherwise send the
@@ -144,6 +158,8 @@ impl Layout {
             mail,
             config.dispatch_bytes,
             config.combine_bytes,
+            config.low_latency_bytes,
+            config.low_latency_bytes,
         ];
         let mut bytes = 0usize;
         let mut take = |each: usize, count: usize| {
@@ -290,6 +306,7 @@ mod tests {
             dispatch_bytes: 300,
             combine_bytes: 70,
             fifo_bytes: 200,
+            low_latency_bytes: 90,
             regions: 3,
             ..CommConfig::new(ParallelMode::Tp)
         }

@@ -131,8 +131,9 @@ pub fn befall(rank: &Rank, director: &Director, mishap: Mishap, op: &Op, deadlin
     rank.meet();
     let fault = first_fault(rank, op, &want, deadline + GRACE);
     if !has_happened(rank, director, culprit) {
-        // Not every rank announces something in every operation, or is done with something; but all come, and say so.
-        assert!(matches!(point, Point::Announce | Point::Done), "{point}");
+        // Not every rank announces something in every operation, or is done with something; but where all meet, all come, and say so.
+        let comes = op.meets && point == Point::Arrive;
+        assert!(!comes && point != Point::Begin, "{point}");
         assert_eq!(fault, None, "{}: nothing happened at {point}", op.name);
         return;
     }
@@ -156,8 +157,11 @@ pub fn befall(rank: &Rank, director: &Director, mishap: Mishap, op: &Op, deadlin
 pub(super) fn killed(world: &World, op: Op) {
     let mut rng = world.rng();
     let culprit = rng.random_range(0..world.size);
-    // Points that every operation comes to on the thread that makes the call.
-    let points = [Point::Begin, Point::Arrive, Point::Meet];
+    // Points that every such operation comes to on the thread that makes the call.
+    let points = match op.meets {
+        true => [Point::Begin, Point::Arrive, Point::Meet],
+        false => [Point::Begin, Point::Announce, Point::Read],
+    };
     let point = *points.choose(&mut rng).unwrap();
     let director = Director::new(&world.backend, None);
     world.run_injected(&config(), director.clone(), move |rank| {

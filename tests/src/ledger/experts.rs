@@ -16,9 +16,9 @@ use brigade_plan::Engines;
 
 /// Experts of a token, and of all: more on the first ranks, where they do not divide.
 const K: usize = 3;
-const EXPERTS: usize = 11;
+pub(super) const EXPERTS: usize = 11;
 /// Columns of a row: no whole block of scales.
-const HIDDEN: usize = 208;
+pub(super) const HIDDEN: usize = 208;
 /// Rows that slots begin at a multiple of.
 const ALIGNMENT: usize = 8;
 /// Slots of a rank, where there is a map.
@@ -38,31 +38,31 @@ const ARRANGEMENTS: [(&str, Arrangement); 4] = [
 ];
 
 /// Tokens of a rank, none of some.
-fn tokens(rank: usize) -> usize {
+pub(super) fn tokens(rank: usize) -> usize {
     5 * ((3 * rank + 4) % 7)
 }
 
-const MOST_TOKENS: usize = 30;
+pub(super) const MOST_TOKENS: usize = 30;
 
 /// How experts are found.
 #[derive(Clone, Copy, Debug)]
-enum Placed {
+pub(super) enum Placed {
     Even,
     Map,
     Ranks,
 }
 
 /// Tokens and what belongs to them, in a rank's memory.
-struct Own {
-    rows: Buffer,
+pub(super) struct Own {
+    pub(super) rows: Buffer,
     ids: Buffer,
     map: Option<Buffer>,
-    weights: Buffer,
+    pub(super) weights: Buffer,
     beside: Buffer,
 }
 
 impl Own {
-    fn new(rank: &Rank, inputs: &mut Inputs, dtype: DataType, placed: Placed) -> Self {
+    pub(super) fn new(rank: &Rank, inputs: &mut Inputs, dtype: DataType, placed: Placed) -> Self {
         let tokens = tokens(rank.rank);
         let experts = match placed {
             Placed::Even | Placed::Map => EXPERTS,
@@ -100,7 +100,7 @@ impl Own {
         }
     }
 
-    fn routing(&self, placed: Placed) -> Routing<'_> {
+    pub(super) fn routing(&self, placed: Placed) -> Routing<'_> {
         Routing {
             ids: self.ids.view(),
             placement: match (placed, &self.map) {

@@ -9,7 +9,7 @@ use crate::{
     experts,
     gather_linear::{self, assert_mode},
     layer::{FLOATS, Spec},
-    linear_all_reduce, linear_reduce_scatter as twin,
+    linear_all_reduce, linear_reduce_scatter as twin, low_latency,
     quantized::{SCHEMES, gather as quantized},
     reduce_scatter,
     replays::Captured,
@@ -28,7 +28,15 @@ pub type Call = Box<dyn Fn(&Rank) + Send + Sync>;
 type Draw = fn(&mut StdRng, usize, Engines) -> Call;
 
 /// All kinds. A later operation is put under stress by an entry here.
-const KINDS: [Draw; 16] = [
+const KINDS: [Draw; 17] = [
+    |rng, size, engines| {
+        let draw = low_latency::draw(rng, size);
+        Box::new(move |rank| {
+            if engines.dispatches {
+                draw(rank);
+            }
+        })
+    },
     |rng, size, engines| {
         let case = all_to_all_rows::draw(rng, size);
         Box::new(move |rank| {

@@ -3,6 +3,7 @@
 use crate::{
     abort, barrier, bell, fifo,
     loomed::Orders,
+    low_latency::{self, AHEAD, BOTH, ONE},
     packet, reset,
     ring::{self, Mode},
     sentinel,
@@ -14,6 +15,7 @@ pub fn claims() -> Vec<Row> {
     const B: barrier::Without = barrier::Without::Nothing;
     const R: ring::Without = ring::Without::Nothing;
     const F: fifo::Without = fifo::Without::Nothing;
+    const L: low_latency::Without = low_latency::Without::Nothing;
     const P: packet::Without = packet::Without::Nothing;
     const S: sentinel::Without = sentinel::Without::Nothing;
     const A: abort::Without = abort::Without::Nothing;
@@ -21,6 +23,7 @@ pub fn claims() -> Vec<Row> {
     let ordered = |scenario: fn() -> Scenario| executions(Orders::RIGHT, deep(2, 3), scenario);
     let holds = Row::holds;
     let (barrier, ring, fifo, packets) = ("barrier", "ring", "fifo", "packets");
+    let low_latency = "low latency";
     let (sentinel, two_shots, copies) = ("sentinel", "two shots", "copies");
     let (abort, reset, waits) = ("abort", "reset", "waits");
     vec![
@@ -122,6 +125,41 @@ pub fn claims() -> Vec<Row> {
             fifo,
             "memory order of 2 ranks",
             ordered(|| fifo::scenario(2, 2, 2, 2, F)),
+        ),
+        holds(
+            low_latency,
+            "3 ranks use one slot over and over",
+            states(|| low_latency::scenario(3, &ONE, false, L)),
+        ),
+        holds(
+            low_latency,
+            "one of 2 ranks is ahead, and gives up what it sent before",
+            states(|| low_latency::scenario(2, &AHEAD, false, L)),
+        ),
+        holds(
+            low_latency,
+            "2 ranks use both slots at once, one gives up a use",
+            states(|| low_latency::scenario(2, &BOTH, false, L)),
+        ),
+        holds(
+            low_latency,
+            "one of 3 ranks dies at any point, the others end with one record",
+            states(|| low_latency::scenario(3, &ONE[1..], false, L).with_death(1)),
+        ),
+        holds(
+            low_latency,
+            "2 ranks in different calls: a mismatch on both",
+            states(|| must_mismatch(low_latency::scenario(2, &ONE[2..], true, L))),
+        ),
+        holds(
+            low_latency,
+            "stores become visible late, 2 ranks",
+            states(|| low_latency::scenario(2, &ONE, false, L).weak(false)),
+        ),
+        holds(
+            low_latency,
+            "memory order of 2 ranks, one ahead",
+            ordered(|| low_latency::scenario(2, &AHEAD, false, L)),
         ),
         holds(
             packets,

@@ -3,6 +3,7 @@
 use crate::{
     abort, barrier, bell, fifo,
     loomed::Orders,
+    low_latency::{self, AHEAD, ONE},
     packet, reset,
     ring::{self, Mode},
     sentinel,
@@ -136,6 +137,40 @@ fn fifo() -> Vec<Row> {
         ),
     ]);
     rows.extend(orders("fifo", || fifo::scenario(2, 2, 2, 2, Nothing)));
+    rows
+}
+
+fn low_latency() -> Vec<Row> {
+    use low_latency::Without::*;
+    let by = |without| states(move || low_latency::scenario(2, &AHEAD, false, without));
+    let row = |what, mutation, by| Row::without("low latency", what, mutation, by);
+    let mut rows = vec![
+        row("a half is written with credit", "no credit", by(Credit)),
+        row(
+            "who gives a use up gives its credit",
+            "only who received it",
+            by(CreditOfGivenUp),
+        ),
+        row("data, then its flag", "the flag, then data", by(DataFirst)),
+        row(
+            "reading, then the credit",
+            "the credit, then reading",
+            by(ReadFirst),
+        ),
+        row(
+            "flags are signed",
+            "one signature for all calls",
+            states(|| must_mismatch(low_latency::scenario(2, &ONE[2..], true, Signature))),
+        ),
+        row(
+            "a flag is visible after its data",
+            "in any order",
+            states(|| low_latency::scenario(2, &ONE, false, Nothing).weak(true)),
+        ),
+    ];
+    rows.extend(orders("low latency", || {
+        low_latency::scenario(2, &AHEAD, false, Nothing)
+    }));
     rows
 }
 
@@ -358,7 +393,17 @@ fn waits() -> Vec<Row> {
 
 pub fn guards() -> Vec<Row> {
     let machines = [
-        barrier, ring, fifo, packets, sentinel, two_shots, copies, abort, reset, waits,
+        barrier,
+        ring,
+        fifo,
+        low_latency,
+        packets,
+        sentinel,
+        two_shots,
+        copies,
+        abort,
+        reset,
+        waits,
     ];
     machines.into_iter().flat_map(|m| m()).collect()
 }

@@ -13,6 +13,7 @@ mod explore;
 mod fifo;
 mod guards;
 mod loomed;
+mod low_latency;
 mod packet;
 mod replay;
 mod reset;

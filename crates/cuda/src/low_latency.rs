@@ -1,0 +1,425 @@
+//! The low-latency exchange: rows go straight to their places at the receivers, a flag behind them; who receives packs what has come.
+//! What waits is one warp, and only from where the caller's stream comes to the receive.
+
+use crate::{
+    Kernel, KernelSet, Launch, Missing,
+    comm::{CudaComm, unexpected},
+    core::Core,
+    dispatch::{row_blocks, row_threads},
+    job::{Job, Kind, Made},
+    memory::check_reach,
+    routing::Placed,
+    steps::Use,
+    types,
+};
+use brigade_device::{
+    Buffer, Call, DataType, Device, Fp8Cast, LowLatencyBack, LowLatencyCombineParams,
+    LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output,
+    Placement, Plan, Result, Stream, Turn,
+};
+use brigade_kernels::LowLatencyParams as Parameters;
+use brigade_plan::{
+    dispatch::part_bytes,
+    low_latency::{Section, There},
+    routes::Slots,
+};
+use brigade_sync::{Area, Begun, Half};
+use std::sync::Arc;
+
+/// Its kernels, in the order in which they run.
+#[derive(Debug)]
+pub(crate) struct LowLatencyKernels {
+    send: Kernel<Parameters>,
+    receive: Kernel<Parameters>,
+    back: Kernel<Parameters>,
+    sum: Kernel<Parameters>,
+}
+
+impl LowLatencyKernels {
+    pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
+        Ok(Self {
+            send: set.variant("_send")?,
+            receive: set.variant("_receive")?,
+            back: set.variant("_back")?,
+            sum: set.variant("_sum")?,
+        })
+    }
+}
+
+/// Threads of a block that looks for an expert's rows.
+const EXPERT_THREADS: u32 = 1024;
+
+/// What a dispatch reads.
+struct Own {
+    rows: Buffer,
+    ids: Buffer,
+    map: Option<Buffer>,
+    /// Values and scales of rows that are cast.
+    cast: Option<(Fp8Cast, Buffer, Buffer)>,
+}
+
+impl CudaComm {
+    fn begin_exchange(&self, slot: u8, call: &Call) -> Result<Begun> {
+        match self.core.plan(call)? {
+            Plan::LowLatency { .. } => {
+                Ok(self.core.issue.lock().exchanges[usize::from(slot)].begin())
+            }
+            plan => Err(unexpected(&plan)),
+        }
+    }
+
+    fn receive_exchange(&self, sent: &LowLatencySent) -> Result<Half> {
+        let control = &self.core.control;
+        sent.check(control.group(), control.generation())?;
+        let mut issue = self.core.issue.lock();
+        issue.exchanges[usize::from(sent.call.slot)].receive(sent.ticket)
+    }
+
+    pub(crate) fn send_low_latency(
+        &self,
+        turn: &Turn,
+        slot: u8,
+        p: LowLatencyDispatchParams<'_>,
+    ) -> Result<LowLatencySent> {
+        let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
+        let group = *self.core.control.group();
+        let call = p.check(slot)?;
+        let signed = Call::LowLatencyDispatch(call.clone());
+        let tokens = p.rows.shape().rows();
+        let own = Own {
+            rows: p.rows.retain(),
+            ids: p.routing.ids.retain(),
+            map: match p.routing.placement {
+                Placement::Map { slots, .. } => Some(slots.retain()),
+                Placement::Even { .. } | Placement::Ranks => None,
+            },
+            cast: match (call.cast, call.scales()) {
+                (Some(cast), Some((dtype, n))) => {
+                    let values = device.scratch(lane, DataType::F8E4M3, &[tokens, call.hidden])?;
+                    Some((cast, values, device.scratch(lane, dtype, &[tokens, n])?))
+                }
+                _ => None,
+            },
+        };
+        check_reach(&device.card, "rows.memory", &own.rows)?;
+        check_reach(&device.card, "ids.memory", &own.ids)?;
+        if let Some(map) = &own.map {
+            check_reach(&device.card, "placement.slots.memory", map)?;
+        }
+        let chosen = device.scratch(lane, DataType::I32, &[tokens, call.k])?;
+        let begun = self.begin_exchange(slot, &signed)?;
+        let sent = LowLatencySent {
+            group,
+            generation: self.core.generation(),
+            ticket: begun.ticket,
+            call,
+            chosen,
+        };
+        let mut kept = vec![&own.rows, &own.ids, &sent.chosen];
+        kept.extend(&own.map);
+        kept.extend(
+            own.cast
+                .iter()
+                .flat_map(|(_, values, scales)| [values, scales]),
+        );
+        self.core
+            .in_turn(turn.stream(), &signed, &kept, &[], |job| {
+                let of = job.begin_slot(slot, begun)?;
+                job.send_there(&sent, &own, of)?;
+                job.steps.filled_to_all(of, group.rank, 0);
+                Ok(())
+            })?;
+        Ok(sent)
+    }
+
+    pub(crate) fn receive_low_latency(
+        &self,
+        turn: &Turn,
+        sent: &LowLatencySent,
+    ) -> Result<LowLatencyRows> {
+        let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
+        let half = self.receive_exchange(sent)?;
+        let own = Slots::new(sent.call.placement, sent.group.size).of(sent.group.rank);
+        let new = |dtype, dims: &[usize]| device.scratch(lane, dtype, dims);
+        let given = LowLatencyRows::new(sent, own.len(), new)?;
+        let out: Vec<&Buffer> = given.buffers().collect();
+        let signed = Call::LowLatencyDispatch(sent.call.clone());
+        self.core
+            .in_turn(turn.stream(), &signed, &[], &out, |job| {
+                let of = job.await_slot(sent.call.slot, half)?;
+                job.receive_there(&given, of)?;
+                job.steps.end(of);
+                Ok(())
+            })?;
+        Ok(given)
+    }
+
+    pub(crate) fn send_low_latency_back(
+        &self,
+        turn: &Turn,
+        there: &LowLatencyRows,
+        p: LowLatencyCombineParams<'_>,
+    ) -> Result<LowLatencyBack> {
+        let device = self.gpu();
+        let control = &self.core.control;
+        let call = p.check(there, control.group(), control.generation())?;
+        let signed = Call::LowLatencyCombine(call.clone());
+        let (rows, weights) = (p.rows.retain(), p.weights.retain());
+        check_reach(&device.card, "rows.memory", &rows)?;
+        check_reach(&device.card, "weights.memory", &weights)?;
+        // Before an exchange begins.
+        device.lane(turn.stream())?;
+        let begun = self.begin_exchange(call.there.slot, &signed)?;
+        let back = LowLatencyBack {
+            sent: LowLatencySent {
+                ticket: begun.ticket,
+                ..there.sent.clone()
+            },
+            call,
+            weights,
+        };
+        let kept = [&rows, &there.counts, &there.sources];
+        self.core
+            .in_turn(turn.stream(), &signed, &kept, &[], |job| {
+                let of = job.begin_slot(back.sent.call.slot, begun)?;
+                job.send_back(&back, there, &rows, of)?;
+                job.steps.filled_to_all(of, job.core.rank(), 0);
+                Ok(())
+            })?;
+        Ok(back)
+    }
+
+    pub(crate) fn receive_low_latency_back(
+        &self,
+        turn: &Turn,
+        back: &LowLatencyBack,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
+        let dims = [back.weights.shape().rows(), back.call.hidden];
+        let (d, new) = match output {
+            Output::Into(view) => (view.as_view().retain(), false),
+            Output::Allocate(dtype) => (device.scratch(lane, dtype, &dims)?, true),
+        };
+        check_reach(&device.card, "output.memory", &d)?;
+        let half = self.receive_exchange(&back.sent)?;
+        let signed = Call::LowLatencyCombine(back.call.clone());
+        let kept = [&back.sent.chosen, &back.weights];
+        self.core
+            .in_turn(turn.stream(), &signed, &kept, &[&d], |job| {
+                let of = job.await_slot(back.sent.call.slot, half)?;
+                job.add_up_back(back, &d, of)?;
+                job.steps.end(of);
+                Ok(())
+            })?;
+        Ok(new.then_some(d))
+    }
+}
+
+impl Core {
+    /// Makes half of a call that all ranks make, without meeting them. `out` are poisoned if the group is stopped.
+    fn in_turn(
+        self: &Arc<Self>,
+        on: &Stream,
+        call: &Call,
+        buffers: &[&Buffer],
+        out: &[&Buffer],
+        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let kind = Kind {
+            operation: call.operation(),
+            signature: call.signature(),
+            made: Made::InTurn,
+            within: None,
+        };
+        let kept: Vec<&Buffer> = buffers.iter().chain(out).copied().collect();
+        self.enqueue(self.device.lane(on)?, kind, &kept, None, |job| {
+            for d in out {
+                job.poisons(d.address(), d.bytes(), d.dtype());
+            }
+            job.steps.start();
+            work(job)?;
+            job.steps.finish();
+            Ok(())
+        })
+    }
+}
+
+impl Job<'_> {
+    /// Begins a use of a slot, once every peer has taken what this half had last.
+    fn begin_slot(&mut self, slot: u8, begun: Begun) -> Result<Use> {
+        let area = Area::of_slot(slot);
+        if let Some(half) = begun.given_up {
+            self.steps.give_up(Use { area, half });
+        }
+        let of = Use {
+            area,
+            half: begun.half,
+        };
+        self.steps.begin(of);
+        self.steps_now()?;
+        Ok(of)
+    }
+
+    /// Waits for all that peers have sent for the use that was begun when an exchange was sent.
+    fn await_slot(&mut self, slot: u8, half: Half) -> Result<Use> {
+        let area = Area::of_slot(slot);
+        let of = Use { area, half };
+        self.steps.await_all(of, 0);
+        self.steps_now()?;
+        Ok(of)
+    }
+
+    /// What all kernels are told.
+    fn exchanging_rows(&self, sent: &LowLatencySent, of: Use) -> Parameters {
+        let (core, call) = (self.core, &sent.call);
+        let (stop, state) = self.stop();
+        let placed = Placed::from(call.placement);
+        let half = core.control.layout().half_bytes(of.area);
+        Parameters {
+            stop,
+            state,
+            base: core.memory.symmetric.base(),
+            stride: core.memory.symmetric.stride() as u64,
+            half: core.data_offset(of) as u64,
+            part_bytes: part_bytes(half, core.size()) as u64,
+            chosen: sent.chosen.address(),
+            tokens: sent.chosen.shape().rows() as u32,
+            max_tokens: call.max_tokens as u32,
+            k: call.k as u32,
+            placement: placed.code,
+            experts: placed.experts,
+            copies: placed.copies,
+            per_rank: placed.per_rank,
+            rank: core.rank() as u32,
+            size: core.size() as u32,
+            room: call.room(core.size()) as u32,
+            ..Parameters::default()
+        }
+    }
+
+    /// The same of the way there.
+    fn there(&self, sent: &LowLatencySent, of: Use) -> Parameters {
+        let there = There::new(&sent.call);
+        let of_each = [Section::Row, Section::Scales, Section::Experts].map(|s| there.of(s));
+        Parameters {
+            section: of_each.map(|(start, _)| start as u64),
+            row_bytes: of_each.map(|(_, each)| each as u64),
+            ..self.exchanging_rows(sent, of)
+        }
+    }
+
+    fn send_there(&self, sent: &LowLatencySent, own: &Own, of: Use) -> Result<()> {
+        let (mut from, mut from_scales) = (own.rows.address(), 0);
+        if let Some((cast, values, scales)) = &own.cast {
+            self.cast_rows(*cast, &own.rows, values, scales)?;
+            (from, from_scales) = (values.address(), scales.address());
+        }
+        let mut parameters = self.there(sent, of);
+        let rows = sent.chosen.shape().rows() * self.core.size();
+        let row_bytes = row_bytes(&sent.call);
+        parameters.from = from;
+        parameters.from_scales = from_scales;
+        parameters.ids = own.ids.address();
+        parameters.map = own.map.as_ref().map_or(0, Buffer::address);
+        parameters.id_bytes = own.ids.dtype().bytes() as u32;
+        parameters.row_threads = row_threads(&self.core.device, rows, row_bytes);
+        let shape = row_blocks(self, rows, parameters.row_threads);
+        let kernel = &self.core.device.opened.kernels.low_latency.send;
+        // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// Blocks for each of so many experts, and for all of them.
+    fn expert_blocks(&self, experts: usize) -> (u32, Launch) {
+        let core = self.core;
+        let all = core.device.info().sms;
+        let sms = core
+            .config
+            .sm_budget
+            .map_or(all, |budget| budget.clamp(1, all));
+        let share = (usize::from(sms) / experts.max(1)).max(1);
+        let blocks = Launch::grid((share * experts) as u32, EXPERT_THREADS);
+        (share as u32, blocks)
+    }
+
+    fn receive_there(&self, given: &LowLatencyRows, of: Use) -> Result<()> {
+        let experts = given.counts.shape().len();
+        if experts == 0 {
+            return Ok(());
+        }
+        let (share, shape) = self.expert_blocks(experts);
+        let parameters = Parameters {
+            to: given.rows.address(),
+            to_scales: given.scales.as_ref().map_or(0, Buffer::address),
+            counts: given.counts.address(),
+            sources: given.sources.address(),
+            share,
+            ..self.there(&given.sent, of)
+        };
+        let kernel = &self.core.device.opened.kernels.low_latency.receive;
+        // SAFETY: what has come lies in the group's memory, and goes into buffers of the call.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// What kernels are told of the way back.
+    fn returning(&self, back: &LowLatencyBack, of: Use) -> Parameters {
+        let (hidden, dtype) = (back.call.hidden, back.call.dtype);
+        Parameters {
+            row_bytes: [(hidden * dtype.bytes()) as u64, 0, 0],
+            hidden: hidden as u32,
+            from_type: types::float_code(dtype),
+            ..self.exchanging_rows(&back.sent, of)
+        }
+    }
+
+    fn send_back(
+        &self,
+        back: &LowLatencyBack,
+        there: &LowLatencyRows,
+        rows: &Buffer,
+        of: Use,
+    ) -> Result<()> {
+        let experts = there.counts.shape().len();
+        if experts == 0 {
+            return Ok(());
+        }
+        let (share, shape) = self.expert_blocks(experts);
+        let parameters = Parameters {
+            from: rows.address(),
+            counts: there.counts.address(),
+            sources: there.sources.address(),
+            share,
+            ..self.returning(back, of)
+        };
+        let kernel = &self.core.device.opened.kernels.low_latency.back;
+        // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps: to places that are checked against
+        // the call's.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    fn add_up_back(&self, back: &LowLatencyBack, d: &Buffer, of: Use) -> Result<()> {
+        let tokens = back.weights.shape().rows();
+        if tokens == 0 {
+            return Ok(());
+        }
+        let bytes = back.call.hidden * back.call.dtype.bytes();
+        let threads = row_threads(&self.core.device, tokens, bytes);
+        let parameters = Parameters {
+            to: d.address(),
+            weights: back.weights.address(),
+            out_type: types::float_code(d.dtype()),
+            row_threads: threads,
+            ..self.returning(back, of)
+        };
+        let shape = row_blocks(self, tokens, threads);
+        let kernel = &self.core.device.opened.kernels.low_latency.sum;
+        // SAFETY: what has come back lies in the group's memory, all else in buffers of the call.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+}
+
+/// Bytes of a row on its way there.
+fn row_bytes(call: &LowLatencyDispatchCall) -> usize {
+    There::new(call).of(Section::Row).1
+}

@@ -1,0 +1,435 @@
+//! The low-latency exchange of rows with experts (after DeepEP's low-latency dispatch and combine): every call in two halves, a send
+//! and a receive, and nobody waits between them. Places are fixed, so no counts go ahead, and two slots let two exchanges overlap.
+
+use crate::{
+    Buffer, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, Output, PlacementCall, Result,
+    Routing, ScaleFormat, View,
+    params::{float, resident},
+    routing::countable,
+};
+
+/// One of two places for low-latency results: two can be live, and a third has no slot to borrow.
+pub struct Slot(u8);
+
+/// The two slots of a low-latency exchange. All ranks take the same slots in the same order.
+pub struct LowLatency {
+    slots: [Slot; 2],
+}
+
+impl LowLatency {
+    /// Both slots.
+    pub fn slots(&mut self) -> (&mut Slot, &mut Slot) {
+        let [a, b] = &mut self.slots;
+        (a, b)
+    }
+}
+
+impl Default for LowLatency {
+    fn default() -> Self {
+        Self {
+            slots: [Slot(0), Slot(1)],
+        }
+    }
+}
+
+/// Rows for their experts. A token has one row at an expert, however often it names it.
+#[derive(Clone, Copy, Debug)]
+pub struct LowLatencyDispatchParams<'a> {
+    /// f32, f16 or bf16 `[tokens, hidden]`; a row has a multiple of 16 bytes.
+    pub rows: View<'a>,
+    /// Where they go.
+    pub routing: Routing<'a>,
+    /// Most tokens of any rank: the same on every rank.
+    pub max_tokens: usize,
+    /// Cast to fp8 on the way. Scales lie by rows.
+    pub cast: Option<Fp8Cast>,
+}
+
+/// The signed part of a low-latency dispatch.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct LowLatencyDispatchCall {
+    /// Which slot.
+    pub slot: u8,
+    /// Most tokens of any rank.
+    pub max_tokens: usize,
+    /// Elements in a row.
+    pub hidden: usize,
+    /// Their type, before a cast.
+    pub dtype: DataType,
+    /// Experts of a token.
+    pub k: usize,
+    /// Where experts are.
+    pub placement: PlacementCall,
+    /// Cast on the way.
+    pub cast: Option<Fp8Cast>,
+}
+
+impl LowLatencyDispatchParams<'_> {
+    /// Checks types, shapes and places, and gives the signed call.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field, what it was and what it should have been.
+    pub fn check(&self, slot: u8) -> Result<LowLatencyDispatchCall> {
+        let rows = self.rows;
+        float("rows.dtype", rows.dtype())?;
+        let &[tokens, hidden] = rows.shape().dims() else {
+            let want = "2 dimensions, [tokens, hidden]";
+            return Err(Error::invalid("rows.shape", rows.shape(), want));
+        };
+        whole_row(rows.dtype(), hidden)?;
+        countable("max_tokens", self.max_tokens)?;
+        if tokens > self.max_tokens {
+            let want = format!("at most max_tokens, {}", self.max_tokens);
+            return Err(Error::invalid("rows.shape", rows.shape(), want));
+        }
+        let ids = self.routing.ids;
+        let (k, placement) = self.routing.check()?;
+        if ids.shape().rows() != tokens {
+            return Err(Error::invalid(
+                "ids",
+                ids.shape(),
+                format!("[{tokens}, ..]"),
+            ));
+        }
+        resident("ids", Some(ids.memory()), rows.memory())?;
+        if let Some(cast) = self.cast {
+            if !hidden.is_multiple_of(DispatchParams::ROW_BYTES) {
+                let least = DispatchParams::ROW_BYTES;
+                let want = format!("a multiple of {least} columns to be cast");
+                return Err(Error::invalid("rows.shape", rows.shape(), want));
+            }
+            if cast.column_major {
+                let want = "scales by rows";
+                return Err(Error::invalid("cast", "scales by columns", want));
+            }
+        }
+        Ok(LowLatencyDispatchCall {
+            slot,
+            max_tokens: self.max_tokens,
+            hidden,
+            dtype: rows.dtype(),
+            k,
+            placement,
+            cast: self.cast,
+        })
+    }
+}
+
+fn whole_row(dtype: DataType, hidden: usize) -> Result<()> {
+    let bytes = hidden * dtype.bytes();
+    if bytes == 0 || !bytes.is_multiple_of(DispatchParams::ROW_BYTES) {
+        let got = format!("{hidden} columns of {dtype}");
+        let least = DispatchParams::ROW_BYTES;
+        let want = format!("rows of a multiple of {least} bytes");
+        return Err(Error::invalid("rows.shape", got, want));
+    }
+    Ok(())
+}
+
+impl LowLatencyDispatchCall {
+    /// Type of rows as they travel.
+    pub const fn wire_type(&self) -> DataType {
+        match self.cast {
+            Some(_) => DataType::F8E4M3,
+            None => self.dtype,
+        }
+    }
+
+    /// Rows that each expert has room for.
+    pub const fn room(&self, size: usize) -> usize {
+        self.max_tokens * size
+    }
+
+    /// Type and number of a row's scales, if it is cast.
+    pub fn scales(&self) -> Option<(DataType, usize)> {
+        self.cast.map(|cast| cast.scales(self.hidden))
+    }
+}
+
+/// What experts made of rows, on its way back.
+#[derive(Clone, Copy, Debug)]
+pub struct LowLatencyCombineParams<'a> {
+    /// f32, f16 or bf16 `[local experts, max_tokens x ranks, hidden]`, as the received rows lie; a row has a multiple of 16 bytes. What
+    /// is behind an expert's count is not read.
+    pub rows: View<'a>,
+    /// The weights of own tokens' experts, f32 `[tokens, k]`. They are read when the rows are received.
+    pub weights: View<'a>,
+}
+
+/// The signed part of a low-latency combine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct LowLatencyCombineCall {
+    /// The dispatch whose rows go back.
+    pub there: LowLatencyDispatchCall,
+    /// Elements in a row.
+    pub hidden: usize,
+    /// Their type.
+    pub dtype: DataType,
+}
+
+impl LowLatencyCombineParams<'_> {
+    /// Checks types, shapes and places, and gives the signed call. `generation` is how often the group was reset.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field, what it was and what it should have been.
+    pub fn check(
+        &self,
+        there: &LowLatencyRows,
+        group: &Group,
+        generation: u8,
+    ) -> Result<LowLatencyCombineCall> {
+        there.sent.check(group, generation)?;
+        let (rows, weights) = (self.rows, self.weights);
+        float("rows.dtype", rows.dtype())?;
+        let experts = there.counts.shape().len();
+        let room = there.sent.call.room(group.size);
+        let hidden = match rows.shape().dims() {
+            &[e, r, hidden] if (e, r) == (experts, room) => hidden,
+            _ => {
+                let want = format!("[{experts}, {room}, hidden]");
+                return Err(Error::invalid("rows.shape", rows.shape(), want));
+            }
+        };
+        whole_row(rows.dtype(), hidden)?;
+        if weights.dtype() != DataType::F32 {
+            let want = DataType::F32;
+            return Err(Error::invalid("weights.dtype", weights.dtype(), want));
+        }
+        let want = there.sent.chosen.shape();
+        if weights.shape() != want {
+            return Err(Error::invalid("weights.shape", weights.shape(), want));
+        }
+        resident("weights", Some(weights.memory()), rows.memory())?;
+        Ok(LowLatencyCombineCall {
+            there: there.sent.call.clone(),
+            hidden,
+            dtype: rows.dtype(),
+        })
+    }
+}
+
+/// An exchange of a slot that was sent, for backends.
+#[derive(Clone, Debug)]
+pub struct LowLatencySent {
+    /// The group it was made in.
+    pub group: Group,
+    /// How often the group had been reset then.
+    pub generation: u8,
+    /// Which of the exchanges of its slot it is: a later one gives it up.
+    pub ticket: u64,
+    /// The dispatch.
+    pub call: LowLatencyDispatchCall,
+    /// Slots of own tokens' experts, i32 `[tokens, k]`; -1 for none.
+    pub chosen: Buffer,
+}
+
+impl LowLatencySent {
+    /// Checks that it is of this group, and was made since its last reset.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] otherwise.
+    pub fn check(&self, group: &Group, generation: u8) -> Result<()> {
+        if self.group != *group {
+            let got = format!("one of {:?}", self.group);
+            return Err(Error::invalid("slot", got, format!("{group:?}")));
+        }
+        if self.generation != generation {
+            let got = "an exchange from before a reset";
+            return Err(Error::invalid("slot", got, "one made since then"));
+        }
+        Ok(())
+    }
+}
+
+/// What a low-latency dispatch gives, for backends.
+#[derive(Clone, Debug)]
+pub struct LowLatencyRows {
+    /// What was sent.
+    pub sent: LowLatencySent,
+    /// `[local experts, max_tokens x ranks, hidden]`
+    pub rows: Buffer,
+    /// `[local experts, max_tokens x ranks, blocks]`, if rows were cast.
+    pub scales: Option<Buffer>,
+    /// i32 `[local experts]`
+    pub counts: Buffer,
+    /// i32 `[local experts, max_tokens x ranks, 3]`
+    pub sources: Buffer,
+}
+
+impl LowLatencyRows {
+    /// For this rank's `experts`; `new` makes a buffer.
+    ///
+    /// # Errors
+    /// Those of `new`.
+    pub fn new(
+        sent: &LowLatencySent,
+        experts: usize,
+        new: impl Fn(DataType, &[usize]) -> Result<Buffer>,
+    ) -> Result<Self> {
+        let (call, room) = (&sent.call, sent.call.room(sent.group.size));
+        let of_rows = |dtype, row_len| new(dtype, &[experts, room, row_len]);
+        Ok(Self {
+            sent: sent.clone(),
+            rows: of_rows(call.wire_type(), call.hidden)?,
+            scales: match call.scales() {
+                Some((dtype, n)) => Some(of_rows(dtype, n)?),
+                None => None,
+            },
+            counts: new(DataType::I32, &[experts])?,
+            sources: of_rows(DataType::I32, 3)?,
+        })
+    }
+
+    /// All buffers that a receive fills.
+    pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        [&self.rows, &self.counts, &self.sources]
+            .into_iter()
+            .chain(&self.scales)
+    }
+}
+
+/// A combine of a slot that was sent, for backends.
+#[derive(Clone, Debug)]
+pub struct LowLatencyBack {
+    /// What was sent there, with the ticket of the way back.
+    pub sent: LowLatencySent,
+    /// The combine.
+    pub call: LowLatencyCombineCall,
+    /// The weights of own tokens' experts.
+    pub weights: Buffer,
+}
+
+impl LowLatencyBack {
+    /// Checks where the result goes.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub fn check(&self, output: &Output<'_>) -> Result<()> {
+        let tokens = self.weights.shape().rows();
+        output.check(&[tokens, self.call.hidden])?;
+        let (out, rows) = (output.dtype(), self.call.dtype);
+        if out != rows && out != DataType::F32 {
+            return Err(Error::invalid(
+                "output.dtype",
+                out,
+                format!("{rows} or f32"),
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Lease<'_> {
+    /// Sends rows to their experts by the low-latency transport, and waits for nothing but, if they are very late, receivers of the
+    /// exchange before the last in this slot. Whoever drops what this gives without receiving it has given the exchange up; no peer
+    /// minds.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the device has no experts, or the communicator less memory than the call needs (see
+    /// [`CommConfig::low_latency_bytes`](crate::CommConfig::low_latency_bytes)); otherwise as [`all_reduce`](Self::all_reduce).
+    pub fn low_latency_dispatch<'s>(
+        &mut self,
+        slot: &'s mut Slot,
+        p: LowLatencyDispatchParams<'_>,
+    ) -> Result<Pending<'s>> {
+        let (experts, turn) = self.experts()?;
+        let sent = experts.low_latency_dispatch(turn, slot.0, p)?;
+        Ok(Pending { slot, sent })
+    }
+
+    /// Sends back what experts made of the rows of `there`.
+    ///
+    /// # Errors
+    /// As [`low_latency_dispatch`](Self::low_latency_dispatch).
+    pub fn low_latency_combine<'d>(
+        &mut self,
+        there: &'d LowLatencyDispatched<'_>,
+        p: LowLatencyCombineParams<'_>,
+    ) -> Result<PendingCombine<'d>> {
+        let (experts, turn) = self.experts()?;
+        let back = experts.low_latency_combine(turn, &there.parts, p)?;
+        Ok(PendingCombine {
+            back,
+            _slot: &*there.slot,
+        })
+    }
+}
+
+/// Rows that have been sent, and not yet received.
+#[must_use = "the rows have been sent, not received"]
+pub struct Pending<'s> {
+    slot: &'s mut Slot,
+    sent: LowLatencySent,
+}
+
+impl<'s> Pending<'s> {
+    /// Waits for them, and packs them expert by expert.
+    ///
+    /// # Errors
+    /// [`Error::Fault`](crate::Error::Fault) if a rank did not send, or sent something else; [`Error::Invalid`] if the group was reset
+    /// since.
+    pub fn receive(self, lease: &mut Lease<'_>) -> Result<LowLatencyDispatched<'s>> {
+        let (experts, turn) = lease.experts()?;
+        let parts = experts.low_latency_receive(turn, &self.sent)?;
+        Ok(LowLatencyDispatched {
+            parts,
+            slot: self.slot,
+        })
+    }
+}
+
+/// Received rows, which keep their slot.
+pub struct LowLatencyDispatched<'s> {
+    parts: LowLatencyRows,
+    slot: &'s mut Slot,
+}
+
+impl LowLatencyDispatched<'_> {
+    /// `[local experts, max_tokens x ranks, hidden]`: for each expert of this rank the rows of the tokens that name it, by source rank and
+    /// then token, one behind the other from its first place on. What is behind them is anything.
+    pub fn rows(&self) -> View<'_> {
+        self.parts.rows.view()
+    }
+
+    /// Scales, if rows were cast: `[local experts, max_tokens x ranks, blocks]`, as [`ScaleFormat`] has them.
+    pub fn scales(&self) -> Option<View<'_>> {
+        self.parts.scales.as_ref().map(Buffer::view)
+    }
+
+    /// Rows of each expert of this rank, i32 `[local experts]`.
+    pub fn counts(&self) -> View<'_> {
+        self.parts.counts.view()
+    }
+
+    /// Where each row is from, i32 `[local experts, max_tokens x ranks, 3]`: source rank, its token, and, as bits, which of the token's
+    /// experts this one is.
+    pub fn sources(&self) -> View<'_> {
+        self.parts.sources.view()
+    }
+
+    /// How scales are told, if rows were cast.
+    pub fn scale_format(&self) -> Option<ScaleFormat> {
+        self.parts.sent.call.cast.map(|cast| cast.format)
+    }
+}
+
+/// Rows on their way back, and not yet received.
+#[must_use = "the rows have been sent, not received"]
+pub struct PendingCombine<'d> {
+    back: LowLatencyBack,
+    _slot: &'d Slot,
+}
+
+impl PendingCombine<'_> {
+    /// Waits for them, and adds up those of each token: each multiplied by its weight, that product rounded to f32, in the order of the
+    /// token's experts, and one rounding to the type of `output`, `[tokens, hidden]`. A token without experts gets 0. Gives the result,
+    /// unless it went into the caller's buffer.
+    ///
+    /// # Errors
+    /// As [`Pending::receive`]; [`Error::Invalid`] also if another exchange has begun in this slot.
+    pub fn receive(self, lease: &mut Lease<'_>, output: Output<'_>) -> Result<Option<Buffer>> {
+        self.back.check(&output)?;
+        let (experts, turn) = lease.experts()?;
+        experts.low_latency_take(turn, &self.back, output)
+    }
+}

@@ -1,0 +1,365 @@
+//! The low-latency exchange: rows go straight to their places at the receivers, a flag behind them; who receives packs what has come.
+
+use crate::{
+    comm::{HostComm, unexpected},
+    element,
+    job::{Active, Job, Use},
+    memory::{poison, reading, writing},
+    quantize,
+    queue::HostQueue,
+    routing::{Router, integers, set},
+};
+use brigade_device::{
+    Buffer, Call, DataType, Error, LowLatencyBack, LowLatencyCombineCall, LowLatencyCombineParams,
+    LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output, Plan,
+    Result, Turn,
+};
+use brigade_plan::{
+    dispatch::part_bytes,
+    low_latency::{Section, There, back_place, packed},
+    routes::Slots,
+};
+use brigade_sync::{Area, Begun, Half};
+
+impl HostComm {
+    fn begin_exchange(&self, slot: u8, call: &Call) -> Result<Begun> {
+        match self.core.plan(call)? {
+            Plan::LowLatency { .. } => {
+                Ok(self.core.issue.lock().exchanges[usize::from(slot)].begin())
+            }
+            plan => Err(unexpected(&plan)),
+        }
+    }
+
+    fn receive_exchange(&self, sent: &LowLatencySent) -> Result<Half> {
+        let control = &self.core.control;
+        sent.check(control.group(), control.generation())?;
+        let mut issue = self.core.issue.lock();
+        issue.exchanges[usize::from(sent.call.slot)].receive(sent.ticket)
+    }
+
+    pub(crate) fn send_low_latency(
+        &self,
+        turn: &Turn,
+        slot: u8,
+        p: LowLatencyDispatchParams<'_>,
+    ) -> Result<LowLatencySent> {
+        let queue = HostQueue::of(turn.stream())?;
+        let group = *self.core.control.group();
+        let call = p.check(slot)?;
+        let tokens = p.rows.shape().rows();
+        let chosen = self.device.heap(DataType::I32, &[tokens, call.k])?;
+        let router = Router::of(&p.routing, call.k, call.placement, group);
+        let signed = Call::LowLatencyDispatch(call.clone());
+        let begun = self.begin_exchange(slot, &signed)?;
+        let sent = LowLatencySent {
+            group,
+            generation: self.core.control.generation(),
+            ticket: begun.ticket,
+            call,
+            chosen,
+        };
+        let (core, to, rows) = (self.core.clone(), sent.clone(), p.rows.retain());
+        queue.run(move || {
+            core.in_turn(&signed, |active| {
+                let of = begin(active, slot, begun)?;
+                let routes = router.find()?;
+                set(&to.chosen, &routes.slots)?;
+                send(active, of, (&to.call, &routes.slots), &rows)
+            })
+        })?;
+        Ok(sent)
+    }
+
+    pub(crate) fn receive_low_latency(
+        &self,
+        turn: &Turn,
+        sent: &LowLatencySent,
+    ) -> Result<LowLatencyRows> {
+        let queue = HostQueue::of(turn.stream())?;
+        let half = self.receive_exchange(sent)?;
+        let own = Slots::new(sent.call.placement, sent.group.size).of(sent.group.rank);
+        let given = LowLatencyRows::new(sent, own.len(), |t, dims| self.device.heap(t, dims))?;
+        let signed = Call::LowLatencyDispatch(sent.call.clone());
+        let (core, to) = (self.core.clone(), given.clone());
+        queue.run(move || {
+            core.in_turn(&signed, |active| {
+                let of = arrived(active, to.sent.call.slot, half)?;
+                receive(active, of, &to)
+            })
+            .inspect_err(|_| to.buffers().for_each(mark))
+        })?;
+        Ok(given)
+    }
+
+    pub(crate) fn send_low_latency_back(
+        &self,
+        turn: &Turn,
+        there: &LowLatencyRows,
+        p: LowLatencyCombineParams<'_>,
+    ) -> Result<LowLatencyBack> {
+        let queue = HostQueue::of(turn.stream())?;
+        let control = &self.core.control;
+        let call = p.check(there, control.group(), control.generation())?;
+        let signed = Call::LowLatencyCombine(call.clone());
+        let begun = self.begin_exchange(call.there.slot, &signed)?;
+        let back = LowLatencyBack {
+            sent: LowLatencySent {
+                ticket: begun.ticket,
+                ..there.sent.clone()
+            },
+            call,
+            weights: p.weights.retain(),
+        };
+        let (core, there, of, rows) = (
+            self.core.clone(),
+            there.clone(),
+            back.call.clone(),
+            p.rows.retain(),
+        );
+        queue.run(move || {
+            core.in_turn(&signed, |active| {
+                let half = begin(active, of.there.slot, begun)?;
+                send_back(active, half, (&of, &there), &rows)
+            })
+        })?;
+        Ok(back)
+    }
+
+    pub(crate) fn receive_low_latency_back(
+        &self,
+        turn: &Turn,
+        back: &LowLatencyBack,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        let queue = HostQueue::of(turn.stream())?;
+        let half = self.receive_exchange(&back.sent)?;
+        let dims = [back.weights.shape().rows(), back.call.hidden];
+        let (d, new) = match output {
+            Output::Into(view) => (view.as_view().retain(), false),
+            Output::Allocate(dtype) => (self.device.heap(dtype, &dims)?, true),
+        };
+        let signed = Call::LowLatencyCombine(back.call.clone());
+        let (core, back, to) = (self.core.clone(), back.clone(), d.clone());
+        queue.run(move || {
+            core.in_turn(&signed, |active| {
+                let of = arrived(active, back.sent.call.slot, half)?;
+                add_up(active, of, &back, &to)
+            })
+            .inspect_err(|_| mark(&to))
+        })?;
+        Ok(new.then_some(d))
+    }
+}
+
+/// Nobody may trust it.
+fn mark(to: &Buffer) {
+    // Whoever keeps the buffer busy writes to it anyhow.
+    let _ = writing(to, &[], |out, _| {
+        poison(to.dtype(), out);
+        Ok(())
+    });
+}
+
+/// Begins a use of a slot. What of it is still open was given up.
+fn begin(active: &mut Active<'_>, slot: u8, begun: Begun) -> Result<Use> {
+    let area = Area::of_slot(slot);
+    let open = [begun.given_up, Some(begun.half)].into_iter().flatten();
+    for of in open
+        .filter_map(|half| active.open(area, half))
+        .collect::<Vec<_>>()
+    {
+        active.end(of);
+    }
+    active.begin_half(area, begun.half)
+}
+
+/// The use that was begun when an exchange was sent, with all that peers sent for it.
+fn arrived(active: &Active<'_>, slot: u8, half: Half) -> Result<Use> {
+    let of = active.open(Area::of_slot(slot), half).ok_or_else(|| {
+        let got = "an exchange that was received";
+        Error::invalid("slot", got, "one that was sent since")
+    })?;
+    let job = &active.job;
+    job.peers()
+        .try_for_each(|from| job.await_filled(of, from, 0, from))?;
+    Ok(of)
+}
+
+/// Every sender's part of a half.
+fn part(job: &Job, of: Use, from: usize) -> std::ops::Range<usize> {
+    let half = job.core.control.layout().half_bytes(of.area);
+    let bytes = part_bytes(half, job.size());
+    from * bytes..(from + 1) * bytes
+}
+
+fn send(
+    active: &Active<'_>,
+    of: Use,
+    (call, slots): (&LowLatencyDispatchCall, &[i32]),
+    rows: &Buffer,
+) -> Result<()> {
+    reading(&[rows], |inputs| {
+        let (cast, scales) = match call.cast {
+            Some(cast) => quantize::cast_rows(cast, call.dtype, call.hidden, inputs[0]),
+            None => (Vec::new(), Vec::new()),
+        };
+        let rows = if call.cast.is_some() {
+            &cast
+        } else {
+            inputs[0]
+        };
+        let job = &active.job;
+        for to in job.peers().chain([job.rank()]) {
+            // SAFETY: all peers have given their credit for this use of their halves, only this rank fills this part, and it is announced
+            // below.
+            let out = unsafe { job.bytes_mut(to, of, part(job, of, job.rank())) };
+            write(job, call, to, (rows, &scales, slots), out);
+        }
+        Ok(())
+    })?;
+    active.job.say_filled_to_all(of, active.job.rank(), 0);
+    Ok(())
+}
+
+/// Writes own tokens into a receiver's part.
+fn write(
+    job: &Job,
+    call: &LowLatencyDispatchCall,
+    to: usize,
+    (rows, scales, slots): (&[u8], &[u8], &[i32]),
+    out: &mut [u8],
+) {
+    let there = There::new(call);
+    let theirs = Slots::new(call.placement, job.size()).of(to);
+    let tokens = slots.len() / call.k;
+    out[..8].copy_from_slice(&(tokens as u64).to_le_bytes());
+    let local = |&slot: &i32| match usize::try_from(slot) {
+        Ok(slot) if theirs.contains(&slot) => (slot - theirs.start) as i32,
+        _ => -1,
+    };
+    for (token, slots) in slots.chunks_exact(call.k).enumerate() {
+        let experts: Vec<i32> = slots.iter().map(local).collect();
+        out[there.place(Section::Experts, token)].copy_from_slice(bytemuck::cast_slice(&experts));
+        if experts.iter().all(|&e| e < 0) {
+            continue;
+        }
+        let mut moved = 0;
+        for (section, from) in [(Section::Row, rows), (Section::Scales, scales)] {
+            let (_, each) = there.of(section);
+            out[there.place(section, token)].copy_from_slice(&from[token * each..][..each]);
+            moved += each;
+        }
+        if to != job.rank() {
+            job.count_moved(moved);
+        }
+    }
+}
+
+fn receive(active: &mut Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> {
+    let call = &to.sent.call;
+    let (there, room) = (There::new(call), call.room(to.sent.group.size));
+    let job = &active.job;
+    let me = job.rank();
+    // SAFETY: announced by its sender for this use, which this rank ends below.
+    let came = |from: usize| unsafe { job.bytes(me, of, part(job, of, from)) };
+    let parts: Vec<&[u8]> = (0..job.size()).map(came).collect();
+    let named: Vec<Vec<i32>> = parts
+        .iter()
+        .map(|part| {
+            let tokens = u64::from_le_bytes(part[..8].try_into().unwrap_or_default()) as usize;
+            let (start, each) = there.of(Section::Experts);
+            integers(&part[start..start + each * tokens.min(call.max_tokens)])
+        })
+        .collect();
+    let named: Vec<&[i32]> = named.iter().map(Vec::as_slice).collect();
+    let rows = packed(&named, call.k, to.counts.shape().len());
+    let pack = |out: &Buffer, section: Section| {
+        let (_, each) = there.of(section);
+        writing(out, &[], |out, _| {
+            for (expert, rows) in rows.iter().enumerate() {
+                for (i, &[source, token, _]) in rows.iter().enumerate() {
+                    let row = &parts[source as usize][there.place(section, token as usize)];
+                    out[(expert * room + i) * each..][..each].copy_from_slice(row);
+                }
+            }
+            Ok(())
+        })
+    };
+    pack(&to.rows, Section::Row)?;
+    if let Some(scales) = &to.scales {
+        pack(scales, Section::Scales)?;
+    }
+    let counts: Vec<i32> = rows.iter().map(|rows| rows.len() as i32).collect();
+    set(&to.counts, &counts)?;
+    writing(&to.sources, &[], |out, _| {
+        for (expert, rows) in rows.iter().enumerate() {
+            let bytes: &[u8] = bytemuck::cast_slice(rows);
+            out[expert * room * 12..][..bytes.len()].copy_from_slice(bytes);
+        }
+        Ok(())
+    })?;
+    active.end(of);
+    Ok(())
+}
+
+fn send_back(
+    active: &Active<'_>,
+    of: Use,
+    (call, there): (&LowLatencyCombineCall, &LowLatencyRows),
+    rows: &Buffer,
+) -> Result<()> {
+    let size = there.sent.group.size;
+    let (room, each) = (call.there.room(size), call.hidden * call.dtype.bytes());
+    let job = &active.job;
+    reading(&[rows, &there.counts, &there.sources], |inputs| {
+        let counts = integers::<i32>(inputs[1]);
+        for (expert, count) in counts.into_iter().enumerate() {
+            let sources = integers::<[i32; 3]>(&inputs[2][expert * room * 12..][..room * 12]);
+            for (i, [source, token, entries]) in
+                sources.into_iter().take(count as usize).enumerate()
+            {
+                let row = &inputs[0][(expert * room + i) * each..][..each];
+                let to = source as usize;
+                for entry in (0..call.there.k).filter(|entry| entries >> entry & 1 == 1) {
+                    let place = back_place(call, token as usize, entry);
+                    // SAFETY: all peers have given their credit for this use of their halves; only the rank that has an expert fills its
+                    // tokens' places, and it announces them below.
+                    unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(row);
+                    if to != job.rank() {
+                        job.count_moved(each);
+                    }
+                }
+            }
+        }
+        Ok(())
+    })?;
+    job.say_filled_to_all(of, job.rank(), 0);
+    Ok(())
+}
+
+fn add_up(active: &mut Active<'_>, of: Use, back: &LowLatencyBack, d: &Buffer) -> Result<()> {
+    let (call, k) = (&back.call, back.call.there.k);
+    let job = &active.job;
+    writing(d, &[&back.sent.chosen, &back.weights], |out, inputs| {
+        let (slots, weights) = (integers::<i32>(inputs[0]), integers::<f32>(inputs[1]));
+        let mut sum = vec![0.0; call.hidden];
+        let each = call.hidden * d.dtype().bytes();
+        for (token, out) in out.chunks_exact_mut(each).enumerate() {
+            let entries = (0..k).filter(|entry| slots[token * k + entry] >= 0);
+            let rows: Vec<(&[u8], Option<f32>)> = entries
+                .map(|entry| {
+                    let place = back_place(call, token, entry);
+                    // SAFETY: announced for this use by whoever has the expert, and this rank ends it below.
+                    let row = unsafe { job.bytes(job.rank(), of, place) };
+                    (row, Some(weights[token * k + entry]))
+                })
+                .collect();
+            element::add(call.dtype, &rows, &mut sum);
+            element::store(d.dtype(), &sum, out);
+        }
+        Ok(())
+    })?;
+    active.end(of);
+    Ok(())
+}

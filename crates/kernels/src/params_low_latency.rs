@@ -1,0 +1,77 @@
+//! Of kernels of the low-latency exchange.
+
+use super::{Field, Layout, Parameters};
+
+parameters! {
+    /// Half of an exchange: rows are sent to their experts, received, sent back, and added up, in a launch each.
+    LowLatencyParams of "brigade_low_latency" in "low_latency" {
+        /// Device address of the word by which this rank is told to stop.
+        stop: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Byte of a rank's memory where the half begins.
+        half: u64,
+        /// Bytes of a sender's part of it, on the way there.
+        part_bytes: u64,
+        /// Where each section of such a part begins: rows, scales, experts.
+        section: [u64; 3],
+        /// Bytes of a token in each section. On the way back there are rows alone.
+        row_bytes: [u64; 3],
+        /// Device address of what is sent: own rows, or rows of this rank's experts.
+        from: u64,
+        /// Device address of the scales of own rows, or 0.
+        from_scales: u64,
+        /// Device address of the experts of every own token, i32 or i64.
+        ids: u64,
+        /// Device address of the slots of every expert, if there is a map.
+        map: u64,
+        /// Device address of the slots of the experts of every own token.
+        chosen: u64,
+        /// Device address of where received rows go, or sums.
+        to: u64,
+        /// Device address of where received scales go, or 0.
+        to_scales: u64,
+        /// Device address of the rows of each of this rank's experts.
+        counts: u64,
+        /// Device address of where each of them is from.
+        sources: u64,
+        /// Device address of the weights of own tokens' experts.
+        weights: u64,
+        /// Own tokens.
+        tokens: u32,
+        /// Most tokens of any rank.
+        max_tokens: u32,
+        /// Experts of a token.
+        k: u32,
+        /// Bytes of an id.
+        id_bytes: u32,
+        /// 0 even, 1 a map, 2 ids are ranks.
+        placement: u32,
+        /// How many experts there are.
+        experts: u32,
+        /// Most slots of an expert.
+        copies: u32,
+        /// Slots of a rank, if there is a map.
+        per_rank: u32,
+        /// Threads for each row.
+        row_threads: u32,
+        /// Blocks for each of this rank's experts.
+        share: u32,
+        /// Columns of rows that are added up.
+        hidden: u32,
+        /// Their type.
+        from_type: u32,
+        /// Type of the sums.
+        out_type: u32,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Rows that each expert has room for.
+        room: u32,
+    }
+}

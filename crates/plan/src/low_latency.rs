@@ -1,0 +1,193 @@
+//! The low-latency exchange: where rows lie at their receiver. Every row has a place that its sender knows, whatever else is sent.
+
+use crate::{
+    Topology,
+    dispatch::{Sections, part_bytes},
+    reason,
+};
+use brigade_device::{LowLatencyCombineCall, LowLatencyDispatchCall, Plan, Reason};
+
+pub(crate) fn dispatch(call: &LowLatencyDispatchCall, topology: &Topology) -> Result<Plan, Reason> {
+    let size = topology.group.size.max(1);
+    let there = There::new(call);
+    // Parts begin at a line, and are of equal size.
+    let bytes = there.bytes().next_multiple_of(64) * size;
+    fits(bytes, topology, |have| {
+        part_bytes(have, size) >= there.bytes()
+    })
+}
+
+pub(crate) fn combine(call: &LowLatencyCombineCall, topology: &Topology) -> Result<Plan, Reason> {
+    let bytes = back_bytes(call);
+    fits(bytes, topology, |have| have >= bytes)
+}
+
+fn fits(
+    bytes: usize,
+    topology: &Topology,
+    is_room: impl Fn(usize) -> bool,
+) -> Result<Plan, Reason> {
+    if !topology.engines.dispatches {
+        return Err(reason::no_experts());
+    }
+    let have = topology.config.low_latency_bytes;
+    if have == 0 || !is_room(have) {
+        return Err(reason::capacity("low_latency_bytes", bytes.max(64), have));
+    }
+    Ok(Plan::LowLatency { bytes })
+}
+
+/// A sender's part of a half, at each receiver: how many tokens it has, and then a place for each of them in each section.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct There {
+    sections: Sections,
+    max_tokens: usize,
+}
+
+/// What there is of a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Section {
+    /// Its row, where the receiver has one of its experts.
+    Row,
+    /// The row's scales, if it was cast.
+    Scales,
+    /// The receiver's experts that it names, counted from the first of them, i32 `[k]` with -1 for all others. These are there for every
+    /// token.
+    Experts,
+}
+
+impl There {
+    /// Of a dispatch.
+    pub fn new(call: &LowLatencyDispatchCall) -> Self {
+        let row = call.hidden * call.wire_type().bytes();
+        let scales = call.scales().map_or(0, |(dtype, n)| n * dtype.bytes());
+        Self {
+            sections: Sections::new(&[row, scales, 4 * call.k], call.max_tokens),
+            max_tokens: call.max_tokens,
+        }
+    }
+
+    /// All of it.
+    pub fn bytes(&self) -> usize {
+        self.sections.bytes
+    }
+
+    /// Where a section begins, and how many bytes of it are a token's.
+    pub fn of(&self, section: Section) -> (usize, usize) {
+        let index = section as usize;
+        let start = self.sections.at(index, 0).start;
+        (start, self.sections.at(index, 1).len())
+    }
+
+    /// The place of a token.
+    pub fn place(&self, section: Section, token: usize) -> std::ops::Range<usize> {
+        debug_assert!(token < self.max_tokens, "token {token} has no place");
+        let (start, each) = self.of(section);
+        start + token * each..start + (token + 1) * each
+    }
+}
+
+/// Bytes of a half on the way back: a place for each expert of each token, whoever has that expert.
+pub fn back_bytes(call: &LowLatencyCombineCall) -> usize {
+    back_place(call, call.there.max_tokens, 0).start
+}
+
+/// The place of what a token's expert made.
+pub fn back_place(
+    call: &LowLatencyCombineCall,
+    token: usize,
+    entry: usize,
+) -> std::ops::Range<usize> {
+    let each = call.hidden * call.dtype.bytes();
+    let start = (token * call.there.k + entry).saturating_mul(each);
+    start..start.saturating_add(each)
+}
+
+/// The rows of each of a rank's experts, in the order in which they lie: source rank, token, and which of the token's experts it is,
+/// as bits. `named` has, of every source, the experts that its tokens name, `k` each, as [`Section::Experts`] has them.
+///
+/// ```
+/// use brigade_plan::low_latency::packed;
+/// // Two tokens of rank 0, and one of rank 1 that names expert 1 twice.
+/// let named: [&[i32]; 2] = [&[1, -1, 0, 1], &[1, 1]];
+/// let rows = packed(&named, 2, 2);
+/// assert_eq!(rows[0], [[0, 1, 1]]);
+/// assert_eq!(rows[1], [[0, 0, 1], [0, 1, 2], [1, 0, 3]]);
+/// ```
+pub fn packed(named: &[&[i32]], k: usize, experts: usize) -> Vec<Vec<[i32; 3]>> {
+    let mut rows = vec![Vec::new(); experts];
+    for (source, tokens) in named.iter().enumerate() {
+        for (token, names) in tokens.chunks_exact(k.max(1)).enumerate() {
+            for (expert, rows) in rows.iter_mut().enumerate() {
+                let entries = names.iter().enumerate();
+                let bits = entries
+                    .filter(|(_, name)| usize::try_from(**name) == Ok(expert))
+                    .fold(0u32, |bits, (entry, _)| bits | 1 << entry);
+                if bits != 0 {
+                    rows.push([source as i32, token as i32, bits as i32]);
+                }
+            }
+        }
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brigade_device::{CommConfig, DataType, Fp8Cast, ParallelMode, PlacementCall, ScaleFormat};
+
+    fn call(hidden: usize, cast: Option<Fp8Cast>) -> LowLatencyDispatchCall {
+        LowLatencyDispatchCall {
+            slot: 0,
+            max_tokens: 5,
+            hidden,
+            dtype: DataType::BF16,
+            k: 3,
+            placement: PlacementCall::Even { experts: 7 },
+            cast,
+        }
+    }
+
+    #[test]
+    fn places_are_apart_and_all_of_them_fit() {
+        let cast = Fp8Cast {
+            format: ScaleFormat::F32,
+            column_major: false,
+        };
+        for cast in [None, Some(cast)] {
+            let there = There::new(&call(400, cast));
+            let mut end = Sections::COUNTS_BYTES;
+            for section in [Section::Row, Section::Scales, Section::Experts] {
+                let (start, _) = there.of(section);
+                assert!(start >= end && start.is_multiple_of(16), "{section:?}");
+                for token in 0..5 {
+                    let place = there.place(section, token);
+                    assert!(place.start >= end, "{section:?} of {token}");
+                    end = place.end;
+                }
+            }
+            assert!(end <= there.bytes());
+        }
+    }
+
+    #[test]
+    fn a_configuration_for_so_many_tokens_has_room_for_them() {
+        for (size, hidden) in [(1, 8), (3, 400), (8, 7168)] {
+            let there = call(hidden, None);
+            let back = LowLatencyCombineCall {
+                hidden,
+                dtype: DataType::BF16,
+                there: there.clone(),
+            };
+            let config = CommConfig::new(ParallelMode::Ep);
+            let config = config.for_low_latency((5, 3), hidden, DataType::BF16, size);
+            let have = config.low_latency_bytes;
+            assert!(
+                part_bytes(have, size) >= There::new(&there).bytes(),
+                "{size}"
+            );
+            assert!(have >= back_bytes(&back), "{size}");
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! The low-latency exchange. Of what is received, all is promised but what lies behind each expert's rows.
+
+use super::{
+    Entry, Inputs,
+    experts::{EXPERTS, HIDDEN, MOST_TOKENS, Own, Placed, tokens},
+    named,
+};
+use crate::{backend::Rank, experts, experts::own::i32s, layer::FLOATS};
+use brigade_device::{
+    CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams, LowLatencyDispatchParams,
+    Output, ScaleFormat, View,
+};
+use brigade_plan::Engines;
+
+fn config() -> CommConfig {
+    CommConfig {
+        low_latency_bytes: 1 << 20,
+        ..experts::config()
+    }
+}
+
+/// There and back, with something else for the way back.
+fn exchange(
+    rank: &Rank,
+    mut inputs: Inputs,
+    (dtype, output, cast): (DataType, DataType, Option<Fp8Cast>),
+) -> Vec<u8> {
+    let own = Own::new(rank, &mut inputs, dtype, Placed::Even);
+    let mut lease = rank.lease();
+    let mut slots = LowLatency::default();
+    let p = LowLatencyDispatchParams {
+        rows: own.rows.view(),
+        routing: own.routing(Placed::Even),
+        max_tokens: MOST_TOKENS,
+        cast,
+    };
+    let there = lease.low_latency_dispatch(slots.slots().0, p).unwrap();
+    let there = there.receive(&mut lease).unwrap();
+    let counts = i32s(rank, &there.counts().retain());
+    let mut all: Vec<u8> = bytemuck::cast_slice(&counts).to_vec();
+    let room = MOST_TOKENS * rank.size;
+    let mut keep = |view: View<'_>| {
+        let bytes = rank.raw(view);
+        let each = bytes.len() / (counts.len() * room).max(1);
+        for (expert, &count) in counts.iter().enumerate() {
+            all.extend(&bytes[expert * room * each..][..count as usize * each]);
+        }
+    };
+    keep(there.sources());
+    keep(there.rows());
+    there.scales().into_iter().for_each(&mut keep);
+    let dims = [counts.len(), room, HIDDEN];
+    let made = inputs.floats(dtype, dims.iter().product(), false);
+    let made = rank.upload_bytes(dtype, &dims, &made);
+    let p = LowLatencyCombineParams {
+        rows: made.view(),
+        weights: own.weights.view(),
+    };
+    let mut d = rank.poisoned(output, &[tokens(rank.rank), HIDDEN]);
+    let back = lease.low_latency_combine(&there, p).unwrap();
+    let back = back.receive(&mut lease, Output::Into(d.view_mut()));
+    assert!(back.unwrap().is_none());
+    drop(lease);
+    all.extend(rank.raw(d.view()));
+    all
+}
+
+pub(super) fn entries(engines: Engines) -> Vec<Entry> {
+    if !engines.dispatches {
+        return vec![];
+    }
+    let mut kinds = vec![];
+    for dtype in FLOATS {
+        kinds.push((named(dtype), (dtype, dtype, None)));
+    }
+    for format in [
+        ScaleFormat::F32,
+        ScaleFormat::PowerOfTwo,
+        ScaleFormat::Ue8m0,
+    ] {
+        let cast = Some(Fp8Cast {
+            format,
+            column_major: false,
+        });
+        let kind = (DataType::BF16, DataType::F32, cast);
+        kinds.push((format!("fp8_{format:?}"), kind));
+    }
+    let entry = |(name, kind): (String, _)| Entry {
+        config,
+        ..Entry::one(
+            format!("low_latency/{name}_of_{EXPERTS}"),
+            move |rank, inputs| exchange(rank, inputs, kind),
+        )
+    };
+    kinds.into_iter().map(entry).collect()
+}

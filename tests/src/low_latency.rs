@@ -1,0 +1,427 @@
+//! The low-latency exchange: bit for bit what was sent, expert by expert, in the order that the contract promises; and sums in the order
+//! of a token's experts. Two slots are in use at once, and ranks receive them in different orders.
+
+mod limits;
+
+use crate::{
+    backend::Rank,
+    check::assert_bits,
+    experts::{
+        back::diff,
+        case::{Came, Case, Where, rounded},
+        own::{Own, i32s},
+    },
+    matrix::{to_bytes, to_f32, to_f64},
+    quantized::fp8,
+    suite::{Suite, World},
+};
+use brigade_device::{
+    Buffer, CommConfig, DataType, Fp8Cast, Lease, LowLatency, LowLatencyCombineParams,
+    LowLatencyDispatchParams, LowLatencyDispatched, Output, ParallelMode, Pending, Result,
+    ScaleFormat, Slot,
+};
+use rand::{Rng, rngs::StdRng};
+
+/// Tokens of a rank at most, hidden, k, experts.
+const SIZES: [(usize, usize, usize, usize); 8] = [
+    (1, 2048, 8, 16),
+    (3, 7168, 8, 32),
+    (33, 288, 4, 60),
+    (128, 8, 1, 8),
+    (9, 64, 32, 100),
+    (65, 16, 10, 11),
+    (2, 5120, 22, 64),
+    (4, 24, 3, 5),
+];
+
+/// What has memory for all that is exchanged here, and for little else.
+fn config() -> CommConfig {
+    CommConfig {
+        low_latency_bytes: 8 << 20,
+        dispatch_bytes: 0,
+        combine_bytes: 0,
+        fifo_bytes: 0,
+        scratch_bytes: 4096,
+        gather_bytes: 0,
+        reduce_scatter_bytes: 0,
+        all_reduce_bytes: 64 << 10,
+        region_bytes: 0,
+        ..CommConfig::new(ParallelMode::Ep)
+    }
+}
+
+/// Sends a case's rows.
+fn send<'s>(
+    lease: &mut Lease<'_>,
+    slot: &'s mut Slot,
+    own: &Own,
+    case: &Case,
+) -> Result<Pending<'s>> {
+    lease.low_latency_dispatch(
+        slot,
+        LowLatencyDispatchParams {
+            rows: own.rows.view(),
+            routing: own.routing(case),
+            max_tokens: case.max_tokens,
+            cast: case.cast,
+        },
+    )
+}
+
+/// What each expert of a rank must get: source rank, token, and which of the token's experts it is, as bits.
+fn received(case: &Case, rank: usize) -> Vec<Vec<[i32; 3]>> {
+    let of_expert = |expert: usize| {
+        let tokens = (0..case.size).flat_map(|s| (0..case.tokens(s)).map(move |t| (s, t)));
+        let row = |(source, token): (usize, usize)| {
+            let names = |&entry: &usize| case.local(rank, source, token, entry) == Some(expert);
+            let bits: u32 = (0..case.k).filter(names).map(|entry| 1 << entry).sum();
+            (bits > 0).then_some([source as i32, token as i32, bits as i32])
+        };
+        tokens.filter_map(row).collect()
+    };
+    (0..case.slots()[rank]).map(of_expert).collect()
+}
+
+/// Asserts what has come.
+fn check(rank: &Rank, case: &Case, got: &LowLatencyDispatched<'_>) {
+    let want = received(case, rank.rank);
+    let room = case.max_tokens * case.size;
+    let counts: Vec<i32> = want.iter().map(|rows| rows.len() as i32).collect();
+    assert_eq!(i32s(rank, &got.counts().retain()), counts, "counts");
+    assert_eq!(
+        got.rows().shape().dims(),
+        [want.len(), room, case.hidden],
+        "rows"
+    );
+    let sources = i32s(rank, &got.sources().retain());
+    let rows = rank.raw(got.rows());
+    let scales = got.scales().map(|scales| rank.raw(scales));
+    for (expert, want) in want.iter().enumerate() {
+        let first = expert * room;
+        let named = &sources[first * 3..][..want.len() * 3];
+        assert_eq!(named, want.as_flattened(), "sources of expert {expert}");
+        for (i, &[source, token, _]) in want.iter().enumerate() {
+            let each = case.hidden * case.dtype.bytes();
+            let sent = &case.rows[source as usize][token as usize * each..][..each];
+            let at = first + i;
+            match (case.cast, &scales) {
+                (Some(cast), Some(scales)) => check_cast(case, cast, (&rows, scales), at, sent),
+                _ => assert_bits(&rows[at * each..][..each], sent, case.dtype, "a row"),
+            }
+        }
+    }
+}
+
+/// Asserts that a row that was cast is what was sent, as far as fp8 can tell.
+fn check_cast(case: &Case, cast: Fp8Cast, (rows, scales): (&[u8], &[u8]), at: usize, sent: &[u8]) {
+    let (_, per_row) = cast.scales(case.hidden);
+    let scale = |block: usize| match cast.format {
+        ScaleFormat::Ue8m0 => 2f64.powi(i32::from(scales[at * per_row + block]) - 127),
+        _ => f64::from(to_f32(DataType::F32, scales)[at * per_row + block]),
+    };
+    let original = to_f64(case.dtype, sent);
+    let (mut back, mut want) = (vec![], vec![]);
+    for (column, x) in original.into_iter().enumerate() {
+        let s = scale(column / 128);
+        if cast.format != ScaleFormat::F32 {
+            assert_eq!(s.log2().fract(), 0.0, "{s} is no power of two");
+        }
+        // Blocks of very different sizes count the same.
+        let size = 10f64.powi((column / 128 % 9) as i32 - 4);
+        back.push(fp8(rows[at * case.hidden + column]) * s / size);
+        want.push(x / size);
+    }
+    let limit = match cast.format {
+        ScaleFormat::F32 => 2e-3,
+        _ => 8e-3,
+    };
+    let diff = diff(&back, &want);
+    assert!(diff < limit, "{diff:e} of {cast:?}");
+}
+
+/// What everybody's experts make of rows, and how it comes back.
+#[derive(Clone, Copy)]
+struct Back {
+    dtype: DataType,
+    output: DataType,
+    /// Whether the result goes into a buffer of the caller's.
+    into: bool,
+}
+
+impl Back {
+    fn random(rng: &mut StdRng) -> Self {
+        let dtype = [DataType::BF16, DataType::F16, DataType::F32][rng.random_range(0..3)];
+        Self {
+            dtype,
+            output: if rng.random() { dtype } else { DataType::F32 },
+            into: rng.random(),
+        }
+    }
+
+    fn made(self, case: &Case, owner: usize, expert: usize, from: (usize, usize)) -> Vec<f64> {
+        let row = Came {
+            at: 0,
+            source: from.0,
+            token: from.1,
+            entry: Some(expert),
+        };
+        case.made(owner, &row, case.hidden, self.dtype)
+    }
+
+    /// What this rank's experts make of the rows that must have come; behind them, NaNs, of which nothing may come back.
+    fn rows(self, rank: &Rank, case: &Case) -> Buffer {
+        let want = received(case, rank.rank);
+        let room = case.max_tokens * case.size;
+        let mut rows = vec![f64::NAN; want.len() * room * case.hidden];
+        for (expert, want) in want.iter().enumerate() {
+            for (i, &[source, token, _]) in want.iter().enumerate() {
+                let made = self.made(case, rank.rank, expert, (source as usize, token as usize));
+                rows[(expert * room + i) * case.hidden..][..case.hidden].copy_from_slice(&made);
+            }
+        }
+        let dims = [want.len(), room, case.hidden];
+        rank.upload_bytes(self.dtype, &dims, &to_bytes(self.dtype, &rows))
+    }
+
+    /// Asserts what came back, to the last bit.
+    fn check(self, rank: &Rank, case: &Case, got: &Buffer) {
+        let (me, hidden) = (rank.rank, case.hidden);
+        let weights = &case.weights.as_ref().unwrap()[me];
+        let (mut exact, mut wide) = (vec![], vec![]);
+        for token in 0..case.tokens(me) {
+            let (mut sums, mut sums_wide) = (vec![None; hidden], vec![0.0; hidden]);
+            for entry in 0..case.k {
+                let Some(slot) = case.slot(me, token, entry) else {
+                    continue;
+                };
+                let (owner, expert) = case.owner(slot);
+                let weight = weights[token * case.k + entry];
+                let made = self.made(case, owner, expert, (me, token));
+                for (column, x) in made.into_iter().enumerate() {
+                    let product = x as f32 * weight;
+                    sums[column] = Some(sums[column].map_or(product, |sum: f32| sum + product));
+                    sums_wide[column] += x * f64::from(weight);
+                }
+            }
+            exact.extend(sums.into_iter().map(Option::unwrap_or_default));
+            wide.extend(sums_wide);
+        }
+        let rounded = |&x: &f32| f64::from(rounded(self.output, x));
+        let want = to_bytes(self.output, &exact.iter().map(rounded).collect::<Vec<_>>());
+        let got = rank.raw(got.view());
+        assert_bits(&got, &want, self.output, "sums");
+        let diff = diff(&to_f64(self.output, &got), &wide);
+        assert!(diff < 1e-3, "{diff:e} of {:?}", self.dtype);
+    }
+
+    /// There and back, behind what was received.
+    fn send<'d>(
+        self,
+        rank: &Rank,
+        lease: &mut Lease<'_>,
+        (own, case): (&Own, &Case),
+        there: &'d LowLatencyDispatched<'_>,
+    ) -> brigade_device::PendingCombine<'d> {
+        let rows = self.rows(rank, case);
+        let p = LowLatencyCombineParams {
+            rows: rows.view(),
+            weights: own.weights.as_ref().unwrap().view(),
+        };
+        lease.low_latency_combine(there, p).unwrap()
+    }
+
+    fn receive(
+        self,
+        rank: &Rank,
+        lease: &mut Lease<'_>,
+        case: &Case,
+        pending: brigade_device::PendingCombine<'_>,
+    ) {
+        let dims = [case.tokens(rank.rank), case.hidden];
+        let mut d = rank.poisoned(self.output, &dims);
+        let output = match self.into {
+            true => Output::Into(d.view_mut()),
+            false => Output::Allocate(self.output),
+        };
+        let given = pending.receive(lease, output).unwrap();
+        assert_eq!(given.is_none(), self.into);
+        self.check(rank, case, given.as_ref().unwrap_or(&d));
+    }
+}
+
+/// Two exchanges at once, there and back.
+fn round_trips(rank: &Rank, lease: &mut Lease<'_>, both: [&(Case, Back); 2]) {
+    let mut exchange = LowLatency::default();
+    let (a, b) = exchange.slots();
+    let [(case_a, back_a), (case_b, back_b)] = both;
+    let own = [Own::of(rank, case_a), Own::of(rank, case_b)];
+    let first = send(lease, a, &own[0], case_a).unwrap();
+    let second = send(lease, b, &own[1], case_b).unwrap();
+    let (first, second) = if rank.rank.is_multiple_of(2) {
+        let first = first.receive(lease).unwrap();
+        (first, second.receive(lease).unwrap())
+    } else {
+        let second = second.receive(lease).unwrap();
+        (first.receive(lease).unwrap(), second)
+    };
+    check(rank, case_a, &first);
+    check(rank, case_b, &second);
+    let back_of_first = back_a.send(rank, lease, (&own[0], case_a), &first);
+    let back_of_second = back_b.send(rank, lease, (&own[1], case_b), &second);
+    back_b.receive(rank, lease, case_b, back_of_second);
+    back_a.receive(rank, lease, case_a, back_of_first);
+}
+
+/// Each case beside the next one, and each of them in both slots.
+fn all_round_trips(world: &World, cases: Vec<(Case, Back)>) {
+    world.run(&config(), move |rank| {
+        let mut lease = rank.lease();
+        for (i, case) in cases.iter().enumerate() {
+            round_trips(rank, &mut lease, [case, &cases[(i + 1) % cases.len()]]);
+        }
+    });
+}
+
+fn drawn(rng: &mut StdRng, size: usize, sizes: (usize, usize, usize, usize)) -> (Case, Back) {
+    let mut case = Case::random(rng, size, sizes);
+    case.dtype = [DataType::BF16, DataType::F16, DataType::F32][rng.random_range(0..3)];
+    (case.with_rows(rng), Back::random(rng))
+}
+
+/// Any small round trip, for stress.
+pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use<> {
+    let mut both = [(); 2].map(|()| {
+        let sizes = (
+            rng.random_range(0..12),
+            8 * rng.random_range(1..5),
+            rng.random_range(1..5),
+            rng.random_range(1..20),
+        );
+        drawn(rng, size, sizes)
+    });
+    both[0].0.cast = rng.random::<bool>().then_some(Fp8Cast {
+        format: ScaleFormat::F32,
+        column_major: false,
+    });
+    if both[0].0.cast.is_some() {
+        both[0].0.hidden = 144;
+        both[0].0 = both[0].0.clone().with_rows(rng);
+    }
+    move |rank| round_trips(rank, &mut rank.lease(), [&both[0], &both[1]])
+}
+
+fn sizes(world: &World) {
+    let mut rng = world.rng();
+    let cases = SIZES.map(|sizes| drawn(&mut rng, world.size, sizes));
+    all_round_trips(world, cases.into());
+}
+
+/// All tokens, none, all to one expert, every one twice, and none that goes anywhere.
+fn extremes(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let (case, back) = drawn(&mut rng, size, (20, 32, 3, 2 * size + 1));
+    let full = case.clone().with_tokens(&mut rng, &vec![20; size]);
+    let none = case.clone().with_tokens(&mut rng, &vec![0; size]);
+    let mut to_one = full.clone();
+    to_one.ids.iter_mut().for_each(|ids| ids.fill(0));
+    let mut twice = full.clone();
+    for ids in twice.ids.iter_mut().flat_map(|ids| ids.chunks_mut(3)) {
+        ids[2] = ids[0];
+    }
+    let mut nowhere = full.clone();
+    nowhere.ids.iter_mut().for_each(|ids| ids.fill(-1));
+    let mut bare = full.clone();
+    bare.max_tokens = 0;
+    let bare = bare.with_tokens(&mut rng, &vec![0; size]);
+    let cases = [full, none, to_one, twice, nowhere, bare].map(|case| (case, back));
+    all_round_trips(world, cases.into());
+}
+
+/// Experts in several slots, slots of none, ids that are ranks, and fewer experts than ranks.
+fn placements(world: &World) {
+    let mut rng = world.rng();
+    let per_rank = 3;
+    let all = (per_rank * world.size) as i32;
+    let (mut case, back) = drawn(&mut rng, world.size, (30, 16, 4, 7));
+    let mut slots: Vec<i32> = (0..7 * 3).map(|_| rng.random_range(0..all)).collect();
+    // One expert has one copy, and one none.
+    slots[3..6].copy_from_slice(&[1, -1, -1]);
+    slots[6..9].fill(-1);
+    case.places = Where::Map { slots, per_rank };
+    let mut ranks = case.clone();
+    ranks.places = Where::Ranks;
+    let mut few = case.clone();
+    (few.places, few.experts) = (Where::Even, world.size / 2);
+    let cases = [case, ranks, few].map(|case| {
+        let tokens: Vec<usize> = (0..world.size).map(|_| rng.random_range(1..=30)).collect();
+        (case.with_tokens(&mut rng, &tokens), back)
+    });
+    all_round_trips(world, cases.into());
+}
+
+/// Rows that are cast on the way.
+fn casts(world: &World) {
+    let mut rng = world.rng();
+    let formats = [
+        ScaleFormat::F32,
+        ScaleFormat::PowerOfTwo,
+        ScaleFormat::Ue8m0,
+    ];
+    let cases = formats.map(|format| {
+        let (mut case, back) = drawn(&mut rng, world.size, (12, 400, 3, 7));
+        case.cast = Some(Fp8Cast {
+            format,
+            column_major: false,
+        });
+        (case.with_rows(&mut rng), back)
+    });
+    all_round_trips(world, cases.into());
+}
+
+/// Ranks are late in turn, for many rounds in the same memory.
+fn many_rounds(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<_> = (0..6)
+        .map(|_| drawn(&mut rng, world.size, (8, 16, 2, 5)))
+        .collect();
+    let late: Vec<(usize, u32)> = (0..60)
+        .map(|_| (rng.random_range(0..world.size), rng.random_range(0..200)))
+        .collect();
+    world.run(&config(), move |rank| {
+        let mut lease = rank.lease();
+        for (i, &(who, rounds)) in late.iter().enumerate() {
+            if who == rank.rank {
+                rank.dawdle(rounds);
+            }
+            let both = [&cases[i % cases.len()], &cases[(i * 5 + 1) % cases.len()]];
+            round_trips(rank, &mut lease, both);
+        }
+    });
+}
+
+/// What is tried at every size.
+type Contract = fn(&World);
+
+/// Adds all trials.
+pub fn add(suite: &mut Suite) {
+    if !suite.backend().engines().dispatches {
+        return;
+    }
+    let contracts: [(&str, Contract); 5] = [
+        ("sizes", sizes),
+        ("extremes", extremes),
+        ("placements", placements),
+        ("casts", casts),
+        ("many_rounds", many_rounds),
+    ];
+    for (name, contract) in contracts {
+        suite.add(&format!("low_latency/{name}"), contract);
+    }
+    limits::add(suite);
+}
+
+/// Weights that come beside a case.
+fn weights(own: &Own) -> &Buffer {
+    own.weights.as_ref().unwrap()
+}

@@ -1,0 +1,260 @@
+//! Exchanges that nobody receives, graphs, and what is refused.
+
+use super::{Back, Contract, check, config, drawn, round_trips, send, weights};
+use crate::{
+    backend::Rank,
+    check::{expect_invalid, expect_unsupported},
+    experts::{case::Case, own::Own},
+    suite::{Suite, World},
+};
+use brigade_device::{
+    Buffer, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams, Output, ScaleFormat,
+};
+use rand::Rng;
+use std::time::Duration;
+
+/// Every rank gives up other exchanges than the next, and is late at others; what it does receive is what was sent then.
+fn given_up(world: &World) {
+    let mut rng = world.rng();
+    let rounds: Vec<(Case, Vec<(bool, u32)>)> = (0..40)
+        .map(|_| {
+            let case = drawn(&mut rng, world.size, (8, 32, 2, 5)).0;
+            let each = (0..world.size).map(|_| (rng.random(), rng.random_range(0..150)));
+            (case, each.collect())
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        let mut lease = rank.lease();
+        let mut exchange = LowLatency::default();
+        let slot = exchange.slots().0;
+        for (case, each) in &rounds {
+            let (receives, late) = each[rank.rank];
+            let pending = send(&mut lease, slot, &Own::of(rank, case), case).unwrap();
+            if receives {
+                rank.dawdle(late);
+                check(rank, case, &pending.receive(&mut lease).unwrap());
+            }
+        }
+        // Of the last, some are given up by the end.
+        lease.barrier().unwrap();
+    });
+}
+
+/// Other calls go on between a send and its receive.
+fn between(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<_> = (0..3)
+        .map(|_| drawn(&mut rng, world.size, (8, 32, 2, 5)))
+        .collect();
+    world.run(&config(), move |rank| {
+        let mut lease = rank.lease();
+        let mut exchange = LowLatency::default();
+        for (case, back) in &cases {
+            let own = Own::of(rank, case);
+            let (a, _) = exchange.slots();
+            let pending = send(&mut lease, a, &own, case).unwrap();
+            lease.barrier().unwrap();
+            let there = pending.receive(&mut lease).unwrap();
+            lease.barrier().unwrap();
+            let pending = back.send(rank, &mut lease, (&own, case), &there);
+            lease.barrier().unwrap();
+            check(rank, case, &there);
+            back.receive(rank, &mut lease, case, pending);
+        }
+    });
+}
+
+/// A captured exchange follows what its inputs hold when it is replayed.
+fn captured(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<(Case, Back)> = (0..4)
+        .map(|_| {
+            let (case, back) = drawn(&mut rng, world.size, (10, 32, 3, 7));
+            let case = Case {
+                dtype: DataType::BF16,
+                wide: true,
+                ..case
+            };
+            let back = Back {
+                dtype: DataType::BF16,
+                output: DataType::F32,
+                ..back
+            };
+            (case.with_tokens(&mut rng, &vec![10; world.size]), back)
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        let (first, back) = &cases[0];
+        let mut own = Own::of(rank, first);
+        let mut made = back.rows(rank, first);
+        let mut exchange = LowLatency::default();
+        let mut kept = None;
+        let (slot, _) = exchange.slots();
+        let graph = rank.device.capture(&rank.stream, &mut || {
+            let mut lease = rank.lease();
+            let there = send(&mut lease, slot, &own, first)?.receive(&mut lease)?;
+            let p = LowLatencyCombineParams {
+                rows: made.view(),
+                weights: weights(&own).view(),
+            };
+            let d = lease
+                .low_latency_combine(&there, p)?
+                .receive(&mut lease, Output::Allocate(DataType::F32))?;
+            kept = Some((there.counts().retain(), d.unwrap()));
+            Ok(())
+        });
+        let (graph, (counts, d)) = (graph.unwrap(), kept.unwrap());
+        for (i, (case, _)) in cases.iter().enumerate() {
+            let (new, new_made) = (Own::of(rank, case), back.rows(rank, case));
+            for (to, from) in [
+                (&mut own.rows, &new.rows),
+                (&mut own.ids, &new.ids),
+                (own.weights.as_mut().unwrap(), weights(&new)),
+                (&mut made, &new_made),
+            ] {
+                let (device, stream) = (&rank.device, &rank.stream);
+                device.copy(stream, to.view_mut(), from.view()).unwrap();
+            }
+            graph.launch(&rank.stream).unwrap();
+            let came: i32 = crate::experts::own::i32s(rank, &counts).iter().sum();
+            let want: usize = super::received(case, rank.rank).iter().map(Vec::len).sum();
+            assert_eq!(came as usize, want, "rows of replay {i}");
+            back.check(rank, case, &d);
+            // Eager exchanges go on beside the graph's.
+            if i % 2 == 0 {
+                round_trips(rank, &mut rank.lease(), [&cases[i], &cases[0]]);
+            }
+        }
+    });
+}
+
+/// What is wrong is named.
+fn refused(world: &World) {
+    let mut rng = world.rng();
+    let case = drawn(&mut rng, world.size, (4, 16, 2, 4)).0;
+    let case = case.with_tokens(&mut rng, &vec![4; world.size]);
+    let small = CommConfig {
+        low_latency_bytes: 64,
+        ..config()
+    };
+    let (other, none) = (
+        case.clone(),
+        CommConfig::new(brigade_device::ParallelMode::Ep),
+    );
+    world.run(&config(), move |rank| {
+        let mut lease = rank.lease();
+        let mut exchange = LowLatency::default();
+        let mut with = |field: &str, change: &dyn Fn(&mut Case, &mut Own)| {
+            let (mut case, mut own) = (case.clone(), Own::of(rank, &case));
+            change(&mut case, &mut own);
+            let result = send(&mut lease, exchange.slots().0, &own, &case);
+            assert_eq!(expect_invalid(result, field), field);
+        };
+        with("rows.shape", &|case, _| case.max_tokens = 3);
+        with("rows.shape", &|case, own| {
+            own.rows = rank.poisoned(case.dtype, &[4, 2, 8]);
+        });
+        with("rows.shape", &|_, own| {
+            own.rows = rank.poisoned(DataType::BF16, &[4, 12]);
+        });
+        with("rows.dtype", &|_, own| {
+            own.rows = rank.poisoned(DataType::I32, &[4, 16]);
+        });
+        with("ids", &|_, own| {
+            own.ids = rank.poisoned(DataType::I32, &[3, 2]);
+        });
+        with("ids.dtype", &|_, own| {
+            own.ids = rank.poisoned(DataType::F32, &[4, 2]);
+        });
+        with("ids.shape", &|_, own| {
+            own.ids = rank.poisoned(DataType::I32, &[4, 33]);
+        });
+        with("max_tokens", &|case, _| case.max_tokens = usize::MAX);
+        with("cast", &|case, _| {
+            case.cast = Some(Fp8Cast {
+                format: ScaleFormat::F32,
+                column_major: true,
+            });
+        });
+        let own = Own::of(rank, &case);
+        let (a, _) = exchange.slots();
+        let there = send(&mut lease, a, &own, &case).unwrap();
+        let there = there.receive(&mut lease).unwrap();
+        let dims = there.rows().shape().dims().to_vec();
+        let rows = rank.poisoned(DataType::BF16, &dims);
+        let mut combine = |field: &str, rows: &Buffer, weights: &Buffer| {
+            let (rows, weights) = (rows.view(), weights.view());
+            let p = LowLatencyCombineParams { rows, weights };
+            let result = lease.low_latency_combine(&there, p);
+            assert_eq!(expect_invalid(result, field), field);
+        };
+        let room = dims[1];
+        let more = rank.poisoned(DataType::BF16, &[dims[0], room + 1, 16]);
+        combine("rows.shape", &more, weights(&own));
+        let numbers = rank.poisoned(DataType::I32, &dims);
+        combine("rows.dtype", &numbers, weights(&own));
+        let half = rank.poisoned(DataType::BF16, &[4, 2]);
+        combine("weights.dtype", &rows, &half);
+        let fewer = rank.poisoned(DataType::F32, &[4, 1]);
+        combine("weights.shape", &rows, &fewer);
+        // The first of two combines is given up.
+        let mut begin = || {
+            let p = LowLatencyCombineParams {
+                rows: rows.view(),
+                weights: weights(&own).view(),
+            };
+            lease.low_latency_combine(&there, p).unwrap()
+        };
+        let (first, second) = (begin(), begin());
+        let output = || Output::Allocate(DataType::F32);
+        let late = first.receive(&mut lease, output());
+        assert_eq!(expect_invalid(late, "a combine that is over"), "slot");
+        second.receive(&mut lease, output()).unwrap();
+    });
+    for config in [small, none] {
+        let case = other.clone();
+        world.run(&config, move |rank| {
+            let mut exchange = LowLatency::default();
+            let (mut lease, own) = (rank.lease(), Own::of(rank, &case));
+            let result = send(&mut lease, exchange.slots().0, &own, &case);
+            let code = expect_unsupported(result, "places that there is no memory for");
+            assert_eq!(code, brigade_plan::reason::CAPACITY);
+        });
+    }
+}
+
+/// What was sent before a reset is not received after it, and the slots are free again.
+fn reset(world: &World) {
+    let mut rng = world.rng();
+    let cases = [(); 2].map(|()| drawn(&mut rng, world.size, (6, 16, 2, 5)));
+    world.run(&config(), move |rank: &mut Rank| {
+        let mut exchange = LowLatency::default();
+        let (a, _) = exchange.slots();
+        let own = Own::of(rank, &cases[0].0);
+        for _ in 0..3 {
+            let mut lease = rank.lease();
+            let pending = send(&mut lease, a, &own, &cases[0].0).unwrap();
+            drop(lease);
+            rank.meet();
+            rank.comm().abort();
+            rank.meet();
+            rank.comm().reset(Duration::from_secs(30)).unwrap();
+            let late = pending.receive(&mut rank.lease());
+            assert_eq!(expect_invalid(late, "an old exchange"), "slot");
+            round_trips(rank, &mut rank.lease(), [&cases[0], &cases[1]]);
+        }
+    });
+}
+
+pub(super) fn add(suite: &mut Suite) {
+    let contracts: [(&str, Contract); 5] = [
+        ("given_up", given_up),
+        ("between", between),
+        ("captured", captured),
+        ("refused", refused),
+        ("reset", reset),
+    ];
+    for (name, contract) in contracts {
+        suite.add(&format!("low_latency/{name}"), contract);
+    }
+}

@@ -1,0 +1,97 @@
+//! The low-latency exchange moves each row once to a rank, and back once for each of its experts.
+
+use super::assert_moved;
+use crate::{
+    experts::{
+        self,
+        case::{Case, Where},
+        own::Own,
+    },
+    suite::World,
+};
+use brigade_device::{
+    CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineCall, LowLatencyCombineParams,
+    LowLatencyDispatchParams, Output, ScaleFormat,
+};
+use brigade_plan::moved;
+
+/// What becomes of the rows has this type.
+const BACK: DataType = DataType::F16;
+
+/// Own tokens with an expert on each rank, and the experts on this rank of each rank's tokens.
+fn counted(case: &Case, me: usize) -> [Vec<usize>; 2] {
+    let at = |to: usize, from: usize, token: usize| {
+        let local = |e| case.local(to, from, token, e);
+        (0..case.k).filter(|&e| local(e).is_some()).count()
+    };
+    let there = |to| (0..case.tokens(me)).filter(|&t| at(to, me, t) > 0).count();
+    let back = |to| (0..case.tokens(to)).map(|t| at(me, to, t)).sum();
+    [
+        (0..case.size).map(there).collect(),
+        (0..case.size).map(back).collect(),
+    ]
+}
+
+pub(super) fn exchanged(world: &World) {
+    let mut rng = world.rng();
+    let mut case = Case::random(&mut rng, world.size, (40, 144, 3, 7));
+    case.places = Where::Even;
+    let mut cast = case.clone();
+    cast.cast = Some(Fp8Cast {
+        format: ScaleFormat::F32,
+        column_major: false,
+    });
+    let cast = cast.with_rows(&mut rng);
+    let nothing = case.clone().with_tokens(&mut rng, &vec![0; world.size]);
+    let cases = [case, cast, nothing];
+    let config = CommConfig {
+        low_latency_bytes: 1 << 20,
+        ..experts::config()
+    };
+    world.run(&config, move |rank| {
+        for case in &cases {
+            let own = Own::of(rank, case);
+            let mut exchange = LowLatency::default();
+            let slot = exchange.slots().0;
+            let p = LowLatencyDispatchParams {
+                rows: own.rows.view(),
+                routing: own.routing(case),
+                max_tokens: case.max_tokens,
+                cast: case.cast,
+            };
+            let call = p.check(0).unwrap();
+            let [to, back_to] = counted(case, rank.rank);
+            let want = moved::low_latency_dispatch(rank.rank, &to, &call);
+            let (mut pending, mut there) = (None, None);
+            assert_moved(rank, want, &format!("{call:?}, sent"), || {
+                pending = Some(rank.lease().low_latency_dispatch(slot, p).unwrap());
+            });
+            assert_moved(rank, 0, &format!("{call:?}, received"), || {
+                there = pending
+                    .take()
+                    .map(|p| p.receive(&mut rank.lease()).unwrap());
+            });
+            let there = there.unwrap();
+            let made = rank.poisoned(BACK, there.rows().shape().dims());
+            let call = LowLatencyCombineCall {
+                there: call,
+                hidden: case.hidden,
+                dtype: BACK,
+            };
+            let want = moved::low_latency_combine(rank.rank, &back_to, &call);
+            let mut back = None;
+            assert_moved(rank, want, &format!("{call:?}, sent"), || {
+                let p = LowLatencyCombineParams {
+                    rows: made.view(),
+                    weights: own.weights.as_ref().unwrap().view(),
+                };
+                back = Some(rank.lease().low_latency_combine(&there, p).unwrap());
+            });
+            assert_moved(rank, 0, &format!("{call:?}, received"), || {
+                let output = Output::Allocate(BACK);
+                let back = back.take().map(|b| b.receive(&mut rank.lease(), output));
+                assert!(back.unwrap().unwrap().is_some());
+            });
+        }
+    });
+}
