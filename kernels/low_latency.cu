@@ -1,6 +1,6 @@
 // The low-latency exchange, after DeepEP's low-latency dispatch and combine: every row has a place at its receiver that its sender
 // knows, whatever else is sent. Nobody waits in these kernels: steps before them have waited for the half's credits or for everybody's
-// flags, and steps behind them post flags or credits.
+// flags, and steps behind those that send post flags. Credits are given when the slot is used again.
 //
 // There: a rank writes own tokens into its part of the halves of all, each at the token's own place, and beside every token which of the
 // receiver's experts it names; a row goes once to a rank. The receiver packs the rows of each of its experts, by source and token. Back:
@@ -9,6 +9,7 @@
 #include "back.cuh"
 #include "copy.cuh"
 #include "params.cuh"
+#include "poison.cuh"
 #include "slots.cuh"
 #include "steps.cuh"
 
@@ -20,6 +21,14 @@ constexpr uint32_t everybody = 0xFFFFFFFFu;
 
 __device__ __forceinline__ bool is_stopped(const LowLatencyParams& p) {
   return is_stopped(reinterpret_cast<const uint64_t*>(p.stop), reinterpret_cast<const uint64_t*>(p.state));
+}
+
+// What a launch gives, if the group was stopped: by all threads. Who waited for it in vain has stopped the group before this kernel.
+__device__ __noinline__ void poison_outputs(const LowLatencyParams& p) {
+  const uint64_t outputs[4] = {p.to, p.to_scales, p.counts, p.sources};
+  const uint64_t thread = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads = uint64_t(gridDim.x) * blockDim.x;
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) poison(outputs[i], p.poisoned_bytes[i], p.poisons[i], thread, threads);
 }
 
 // The part of sender `from` of a half at `at`.
@@ -78,7 +87,7 @@ __device__ __forceinline__ uint32_t threads_for(uint32_t rows) {
 // A block for each of this rank's experts, or several that all look for its rows and take each their share of them.
 extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
-  if (is_stopped(p)) return;
+  if (is_stopped(p)) return poison_outputs(p);
   // Of the places that are looked at together, those that have a row for this expert.
   __shared__ uint32_t found[1024];
   const uint32_t expert = blockIdx.x / p.share, mine = blockIdx.x % p.share;
@@ -145,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_back(cons
 // A group of threads for each own token.
 extern "C" __global__ void __launch_bounds__(256) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
-  if (is_stopped(p)) return;
+  if (is_stopped(p)) return poison_outputs(p);
   // Rows that are read before they are added.
   constexpr uint32_t at_once = 4;
   const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads;

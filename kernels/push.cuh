@@ -241,7 +241,7 @@ struct Pushing {
   // Behind all that threads read of the state. A rank alone takes no use of a buffer. `granules` are those of this use, of all peers.
   __device__ __forceinline__ void count(uint32_t granules) const {
     tally(p.moved_bytes);
-    if (threadIdx.x == blockDim.x - 1) fill(granules);
+    if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) fill(granules);
   }
 
   __device__ __forceinline__ void tally(uint64_t moved_bytes) const {
@@ -258,9 +258,9 @@ struct Pushing {
     atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_MOVED), (unsigned long long)moved_bytes);
   }
 
-  // What the next use is to empty: said by one thread of the first block, before this kernel ends.
+  // What the next use is to empty: said by one thread of all, before this kernel ends.
   __device__ __forceinline__ void fill(uint32_t granules) const {
-    if (p.size > 1 && blockIdx.x == 0) reinterpret_cast<uint32_t*>(state() + STATE_GRANULES)[use % 2] = granules;
+    if (p.size > 1) reinterpret_cast<uint32_t*>(state() + STATE_GRANULES)[use % 2] = granules;
   }
 
   // Looks until `look` is true; `missing` says for which rank. False if the group was stopped, or is now.

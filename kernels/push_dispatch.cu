@@ -134,7 +134,8 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       }
       ways.first[p.size] = sum, ways.at[p.size] = at;
       ways.most = max(most, ways.came[p.rank]);
-      fill(Most + most * (p.size - 1) * p.record);
+      // Only blocks that wait for counts know it.
+      if (tells_rows()) fill(Most + most * (p.size - 1) * p.record);
     }
     __syncthreads();
     return true;

@@ -23,7 +23,7 @@ use brigade_plan::{
     low_latency::{Section, There},
     routes::Slots,
 };
-use brigade_sync::{Area, Begun, Half};
+use brigade_sync::{Area, Half};
 use std::sync::Arc;
 
 /// Its kernels, in the order in which they run.
@@ -59,7 +59,7 @@ struct Own {
 }
 
 impl CudaComm {
-    fn begin_exchange(&self, slot: u8, call: &Call) -> Result<Begun> {
+    fn begin_exchange(&self, slot: u8, call: &Call) -> Result<(u64, Half)> {
         match self.core.plan(call)? {
             Plan::LowLatency { .. } => {
                 Ok(self.core.issue.lock().exchanges[usize::from(slot)].begin())
@@ -107,11 +107,11 @@ impl CudaComm {
             check_reach(&device.card, "placement.slots.memory", map)?;
         }
         let chosen = device.scratch(lane, DataType::I32, &[tokens, call.k])?;
-        let begun = self.begin_exchange(slot, &signed)?;
+        let (ticket, half) = self.begin_exchange(slot, &signed)?;
         let sent = LowLatencySent {
             group,
             generation: self.core.generation(),
-            ticket: begun.ticket,
+            ticket,
             call,
             chosen,
         };
@@ -122,13 +122,13 @@ impl CudaComm {
                 .iter()
                 .flat_map(|(_, values, scales)| [values, scales]),
         );
-        self.core
-            .in_turn(turn.stream(), &signed, &kept, &[], |job| {
-                let of = job.begin_slot(slot, begun)?;
-                job.send_there(&sent, &own, of)?;
-                job.steps.filled_to_all(of, group.rank, 0);
-                Ok(())
-            })?;
+        self.core.in_turn(turn.stream(), &signed, &kept, |job| {
+            let of = job.begin_slot(slot, half)?;
+            job.send_there(&sent, &own, of)?;
+            job.steps.filled_to_all(of, group.rank, 0);
+            job.steps.finish();
+            Ok(())
+        })?;
         Ok(sent)
     }
 
@@ -144,13 +144,10 @@ impl CudaComm {
         let given = LowLatencyRows::new(sent, own.len(), new)?;
         let out: Vec<&Buffer> = given.buffers().collect();
         let signed = Call::LowLatencyDispatch(sent.call.clone());
-        self.core
-            .in_turn(turn.stream(), &signed, &[], &out, |job| {
-                let of = job.await_slot(sent.call.slot, half)?;
-                job.receive_there(&given, of)?;
-                job.steps.end(of);
-                Ok(())
-            })?;
+        self.core.in_turn(turn.stream(), &signed, &out, |job| {
+            let of = job.await_slot(sent.call.slot, half)?;
+            job.receive_there(&given, of)
+        })?;
         Ok(given)
     }
 
@@ -169,23 +166,23 @@ impl CudaComm {
         check_reach(&device.card, "weights.memory", &weights)?;
         // Before an exchange begins.
         device.lane(turn.stream())?;
-        let begun = self.begin_exchange(call.there.slot, &signed)?;
+        let (ticket, half) = self.begin_exchange(call.there.slot, &signed)?;
         let back = LowLatencyBack {
             sent: LowLatencySent {
-                ticket: begun.ticket,
+                ticket,
                 ..there.sent.clone()
             },
             call,
             weights,
         };
         let kept = [&rows, &there.counts, &there.sources];
-        self.core
-            .in_turn(turn.stream(), &signed, &kept, &[], |job| {
-                let of = job.begin_slot(back.sent.call.slot, begun)?;
-                job.send_back(&back, there, &rows, of)?;
-                job.steps.filled_to_all(of, job.core.rank(), 0);
-                Ok(())
-            })?;
+        self.core.in_turn(turn.stream(), &signed, &kept, |job| {
+            let of = job.begin_slot(back.sent.call.slot, half)?;
+            job.send_back(&back, there, &rows, of)?;
+            job.steps.filled_to_all(of, job.core.rank(), 0);
+            job.steps.finish();
+            Ok(())
+        })?;
         Ok(back)
     }
 
@@ -204,26 +201,22 @@ impl CudaComm {
         check_reach(&device.card, "output.memory", &d)?;
         let half = self.receive_exchange(&back.sent)?;
         let signed = Call::LowLatencyCombine(back.call.clone());
-        let kept = [&back.sent.chosen, &back.weights];
-        self.core
-            .in_turn(turn.stream(), &signed, &kept, &[&d], |job| {
-                let of = job.await_slot(back.sent.call.slot, half)?;
-                job.add_up_back(back, &d, of)?;
-                job.steps.end(of);
-                Ok(())
-            })?;
+        let kept = [&back.sent.chosen, &back.weights, &d];
+        self.core.in_turn(turn.stream(), &signed, &kept, |job| {
+            let of = job.await_slot(back.sent.call.slot, half)?;
+            job.add_up_back(back, &d, of)
+        })?;
         Ok(new.then_some(d))
     }
 }
 
 impl Core {
-    /// Makes half of a call that all ranks make, without meeting them. `out` are poisoned if the group is stopped.
+    /// Makes half of a call that all ranks make, without meeting them. Kernels poison what they give if the group was stopped.
     fn in_turn(
         self: &Arc<Self>,
         on: &Stream,
         call: &Call,
         buffers: &[&Buffer],
-        out: &[&Buffer],
         work: impl FnOnce(&mut Job<'_>) -> Result<()>,
     ) -> Result<()> {
         let kind = Kind {
@@ -232,30 +225,20 @@ impl Core {
             made: Made::InTurn,
             within: None,
         };
-        let kept: Vec<&Buffer> = buffers.iter().chain(out).copied().collect();
-        self.enqueue(self.device.lane(on)?, kind, &kept, None, |job| {
-            for d in out {
-                job.poisons(d.address(), d.bytes(), d.dtype());
-            }
+        self.enqueue(self.device.lane(on)?, kind, buffers, None, |job| {
             job.steps.start();
-            work(job)?;
-            job.steps.finish();
-            Ok(())
+            work(job)
         })
     }
 }
 
 impl Job<'_> {
-    /// Begins a use of a slot, once every peer has taken what this half had last.
-    fn begin_slot(&mut self, slot: u8, begun: Begun) -> Result<Use> {
+    /// Begins a use of a slot, once every peer has taken what this half had last. What the slot was used for last has been packed, or is
+    /// given up.
+    fn begin_slot(&mut self, slot: u8, half: Half) -> Result<Use> {
         let area = Area::of_slot(slot);
-        if let Some(half) = begun.given_up {
-            self.steps.give_up(Use { area, half });
-        }
-        let of = Use {
-            area,
-            half: begun.half,
-        };
+        let of = Use { area, half };
+        self.steps.let_go_of_area(area);
         self.steps.begin(of);
         self.steps_now()?;
         Ok(of)
@@ -266,6 +249,7 @@ impl Job<'_> {
         let area = Area::of_slot(slot);
         let of = Use { area, half };
         self.steps.await_all(of, 0);
+        self.steps.finish();
         self.steps_now()?;
         Ok(of)
     }
@@ -349,7 +333,7 @@ impl Job<'_> {
             return Ok(());
         }
         let (share, shape) = self.expert_blocks(experts);
-        let parameters = Parameters {
+        let mut parameters = Parameters {
             to: given.rows.address(),
             to_scales: given.scales.as_ref().map_or(0, Buffer::address),
             counts: given.counts.address(),
@@ -357,6 +341,16 @@ impl Job<'_> {
             share,
             ..self.there(&given.sent, of)
         };
+        let outputs = [
+            Some(&given.rows),
+            given.scales.as_ref(),
+            Some(&given.counts),
+            Some(&given.sources),
+        ];
+        for (i, out) in outputs.into_iter().enumerate() {
+            parameters.poisoned_bytes[i] = out.map_or(0, |out| out.bytes() as u64);
+            parameters.poisons[i] = out.map_or(0, |out| types::poison_pattern(out.dtype()));
+        }
         let kernel = &self.core.device.opened.kernels.low_latency.receive;
         // SAFETY: what has come lies in the group's memory, and goes into buffers of the call.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
@@ -407,6 +401,8 @@ impl Job<'_> {
         let threads = row_threads(&self.core.device, tokens, bytes);
         let parameters = Parameters {
             to: d.address(),
+            poisoned_bytes: [d.bytes() as u64, 0, 0, 0],
+            poisons: [types::poison_pattern(d.dtype()), 0, 0, 0],
             weights: back.weights.address(),
             out_type: types::float_code(d.dtype()),
             row_threads: threads,

@@ -143,8 +143,13 @@ impl<'a> Steps<'a> {
 
     /// What the last call left to be read in the gather region is not read any more, unless it was begun ahead.
     pub(crate) fn let_go(&mut self) {
+        self.let_go_of_area(Area::Gather);
+    }
+
+    /// What was begun in an area, and not ahead, ends.
+    pub(crate) fn let_go_of_area(&mut self, area: Area) {
         let halves = [0, 1].map(|n| Use {
-            area: Area::Gather,
+            area,
             half: Half::of(n),
         });
         for of in halves {
@@ -249,12 +254,6 @@ impl<'a> Steps<'a> {
     /// Ends a use: every peer may begin the next one of this half.
     pub(crate) fn end(&mut self, of: Use) {
         self.credits_to_all(STEP_POST, of);
-        self.count(STEP_CLOSE, Counters::uses(of));
-    }
-
-    /// Ends a use that was begun and is not needed, if it has not ended.
-    pub(crate) fn give_up(&mut self, of: Use) {
-        self.credits_to_all(STEP_POST_OPEN, of);
         self.count(STEP_CLOSE, Counters::uses(of));
     }
 

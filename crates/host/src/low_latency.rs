@@ -19,10 +19,10 @@ use brigade_plan::{
     low_latency::{Section, There, back_place, packed},
     routes::Slots,
 };
-use brigade_sync::{Area, Begun, Half};
+use brigade_sync::{Area, Half};
 
 impl HostComm {
-    fn begin_exchange(&self, slot: u8, call: &Call) -> Result<Begun> {
+    fn begin_exchange(&self, slot: u8, call: &Call) -> Result<(u64, Half)> {
         match self.core.plan(call)? {
             Plan::LowLatency { .. } => {
                 Ok(self.core.issue.lock().exchanges[usize::from(slot)].begin())
@@ -51,18 +51,18 @@ impl HostComm {
         let chosen = self.device.heap(DataType::I32, &[tokens, call.k])?;
         let router = Router::of(&p.routing, call.k, call.placement, group);
         let signed = Call::LowLatencyDispatch(call.clone());
-        let begun = self.begin_exchange(slot, &signed)?;
+        let (ticket, half) = self.begin_exchange(slot, &signed)?;
         let sent = LowLatencySent {
             group,
             generation: self.core.control.generation(),
-            ticket: begun.ticket,
+            ticket,
             call,
             chosen,
         };
         let (core, to, rows) = (self.core.clone(), sent.clone(), p.rows.retain());
         queue.run(move || {
             core.in_turn(&signed, |active| {
-                let of = begin(active, slot, begun)?;
+                let of = begin(active, slot, half)?;
                 let routes = router.find()?;
                 set(&to.chosen, &routes.slots)?;
                 send(active, of, (&to.call, &routes.slots), &rows)
@@ -102,10 +102,10 @@ impl HostComm {
         let control = &self.core.control;
         let call = p.check(there, control.group(), control.generation())?;
         let signed = Call::LowLatencyCombine(call.clone());
-        let begun = self.begin_exchange(call.there.slot, &signed)?;
+        let (ticket, half) = self.begin_exchange(call.there.slot, &signed)?;
         let back = LowLatencyBack {
             sent: LowLatencySent {
-                ticket: begun.ticket,
+                ticket,
                 ..there.sent.clone()
             },
             call,
@@ -119,8 +119,8 @@ impl HostComm {
         );
         queue.run(move || {
             core.in_turn(&signed, |active| {
-                let half = begin(active, of.there.slot, begun)?;
-                send_back(active, half, (&of, &there), &rows)
+                let to = begin(active, of.there.slot, half)?;
+                send_back(active, to, (&of, &there), &rows)
             })
         })?;
         Ok(back)
@@ -161,24 +161,22 @@ fn mark(to: &Buffer) {
     });
 }
 
-/// Begins a use of a slot. What of it is still open was given up.
-fn begin(active: &mut Active<'_>, slot: u8, begun: Begun) -> Result<Use> {
+/// Begins a use of a slot. What it was used for last has been packed, or is given up.
+fn begin(active: &mut Active<'_>, slot: u8, half: Half) -> Result<Use> {
     let area = Area::of_slot(slot);
-    let open = [begun.given_up, Some(begun.half)].into_iter().flatten();
-    for of in open
-        .filter_map(|half| active.open(area, half))
-        .collect::<Vec<_>>()
-    {
-        active.end(of);
+    for last in [Half::of(0), Half::of(1)] {
+        if let Some(of) = active.open(area, last) {
+            active.end(of);
+        }
     }
-    active.begin_half(area, begun.half)
+    active.begin_half(area, half)
 }
 
 /// The use that was begun when an exchange was sent, with all that peers sent for it.
 fn arrived(active: &Active<'_>, slot: u8, half: Half) -> Result<Use> {
     let of = active.open(Area::of_slot(slot), half).ok_or_else(|| {
-        let got = "an exchange that was received";
-        Error::invalid("slot", got, "one that was sent since")
+        let got = "an exchange that was not sent";
+        Error::invalid("slot", got, "one that was")
     })?;
     let job = &active.job;
     job.peers()
@@ -256,12 +254,12 @@ fn write(
     }
 }
 
-fn receive(active: &mut Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> {
+fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> {
     let call = &to.sent.call;
     let (there, room) = (There::new(call), call.room(to.sent.group.size));
     let job = &active.job;
     let me = job.rank();
-    // SAFETY: announced by its sender for this use, which this rank ends below.
+    // SAFETY: announced by its sender for this use, which this rank ends when it uses the slot again.
     let came = |from: usize| unsafe { job.bytes(me, of, part(job, of, from)) };
     let parts: Vec<&[u8]> = (0..job.size()).map(came).collect();
     let named: Vec<Vec<i32>> = parts
@@ -298,9 +296,7 @@ fn receive(active: &mut Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> 
             out[expert * room * 12..][..bytes.len()].copy_from_slice(bytes);
         }
         Ok(())
-    })?;
-    active.end(of);
-    Ok(())
+    })
 }
 
 fn send_back(
@@ -338,7 +334,7 @@ fn send_back(
     Ok(())
 }
 
-fn add_up(active: &mut Active<'_>, of: Use, back: &LowLatencyBack, d: &Buffer) -> Result<()> {
+fn add_up(active: &Active<'_>, of: Use, back: &LowLatencyBack, d: &Buffer) -> Result<()> {
     let (call, k) = (&back.call, back.call.there.k);
     let job = &active.job;
     writing(d, &[&back.sent.chosen, &back.weights], |out, inputs| {
@@ -350,7 +346,7 @@ fn add_up(active: &mut Active<'_>, of: Use, back: &LowLatencyBack, d: &Buffer) -
             let rows: Vec<(&[u8], Option<f32>)> = entries
                 .map(|entry| {
                     let place = back_place(call, token, entry);
-                    // SAFETY: announced for this use by whoever has the expert, and this rank ends it below.
+                    // SAFETY: announced for this use by whoever has the expert, and this rank ends it when it uses the slot again.
                     let row = unsafe { job.bytes(job.rank(), of, place) };
                     (row, Some(weights[token * k + entry]))
                 })
@@ -359,7 +355,5 @@ fn add_up(active: &mut Active<'_>, of: Use, back: &LowLatencyBack, d: &Buffer) -
             element::store(d.dtype(), &sum, out);
         }
         Ok(())
-    })?;
-    active.end(of);
-    Ok(())
+    })
 }

@@ -41,6 +41,10 @@ parameters! {
         sources: u64,
         /// Device address of the weights of own tokens' experts.
         weights: u64,
+        /// Bytes of what a launch gives: rows or sums, scales, counts and sources.
+        poisoned_bytes: [u64; 4],
+        /// What it is filled with if the group was stopped.
+        poisons: [u64; 4],
         /// Own tokens.
         tokens: u32,
         /// Most tokens of any rank.

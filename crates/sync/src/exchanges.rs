@@ -6,19 +6,19 @@ use brigade_device::{Error, Result};
 /// The exchanges of one slot. Each takes the next of the two halves of the slot's [`Area`](crate::Area), whose
 /// [`CreditRing`](crate::CreditRing) tells of what was sent and of what was taken.
 ///
-/// Whoever sends again before it has received gives the exchange between up, and tells its peers that it has taken what they sent for
-/// it: nobody reads that, and a peer writes there again behind what it wrote itself.
+/// Credits are given when the slot is used again: by then what came has been packed, or was given up by sending again instead of receiving.
+/// Nobody reads that, and a peer writes there again behind what it wrote itself.
 ///
 /// ```
 /// use brigade_sync::Exchanges;
 /// let mut exchanges = Exchanges::default();
-/// let first = exchanges.begin();
-/// assert_eq!(exchanges.receive(first.ticket)?, first.half);
-/// let second = exchanges.begin();
-/// assert_ne!(second.half, first.half);
+/// let (first, half) = exchanges.begin();
+/// assert_eq!(exchanges.receive(first)?, half);
+/// let (second, other) = exchanges.begin();
+/// assert_ne!(other, half);
 /// let third = exchanges.begin();
-/// assert_eq!(third.given_up, Some(second.half));
-/// assert!(exchanges.receive(second.ticket).is_err());
+/// assert_eq!(third.1, half);
+/// assert!(exchanges.receive(second).is_err(), "it was given up");
 /// # Ok::<_, brigade_device::Error>(())
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -27,32 +27,16 @@ pub struct Exchanges {
     open: bool,
 }
 
-/// An exchange that begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Begun {
-    /// Its number.
-    pub ticket: u64,
-    /// Where its rows go.
-    pub half: Half,
-    /// The half of the one before, if that is given up.
-    pub given_up: Option<Half>,
-}
-
 impl Exchanges {
     fn half(ticket: u64) -> Half {
         Half::of(ticket as u32)
     }
 
-    /// Begins the next one.
-    pub fn begin(&mut self) -> Begun {
-        let given_up = self.open.then(|| Self::half(self.last));
+    /// Begins the next one: its number, and where its rows go. The one before is over.
+    pub fn begin(&mut self) -> (u64, Half) {
         self.last += 1;
         self.open = true;
-        Begun {
-            ticket: self.last,
-            half: Self::half(self.last),
-            given_up,
-        }
+        (self.last, Self::half(self.last))
     }
 
     /// Receives one, and says where its rows are.

@@ -31,7 +31,7 @@ mod wait;
 pub use abort::AbortCell;
 pub use barrier::FlagBarrier;
 pub use bell::Bell;
-pub use exchanges::{Begun, Exchanges};
+pub use exchanges::Exchanges;
 pub use fifo::{Fifo, FifoReceiver, FifoSender};
 pub use flag::{Flag, Verdict, Want};
 pub use layout::{Area, Layout};

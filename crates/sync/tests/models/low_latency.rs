@@ -58,8 +58,8 @@ const fn exchange(slot: usize, later: usize, given_up: u32) -> Exchange {
 struct Slot {
     ring: CreditRing,
     uses: Uses,
-    /// The use that was sent, and not received.
-    open: Option<(u32, Half, Flag)>,
+    /// The use that was sent last, and whether it was received.
+    open: Option<(u32, Half, Flag, bool)>,
 }
 
 impl Slot {
@@ -99,11 +99,13 @@ pub fn scenario(
         let mut program = Program::new();
         for (n, of) in exchanges.iter().enumerate() {
             let slot = &mut slots[of.slot];
-            // A use that was not received is given up.
-            if let Some((_, half, flag)) = slot.open.take() {
+            // What was not received is given up.
+            if let Some((_, half, flag, received)) = slot.open.take() {
                 let credits = slot.end(half, flag);
-                if without != Without::CreditOfGivenUp {
-                    program.extend(credits);
+                match without {
+                    Without::CreditOfGivenUp if !received => {}
+                    Without::ReadFirst if received => {}
+                    _ => program.extend(credits),
                 }
             }
             let half = slot.uses.next_half();
@@ -126,17 +128,17 @@ pub fn scenario(
                     _ => program.extend([data, filled]),
                 }
             }
-            slot.open = Some((n as u32, half, flag));
+            slot.open = Some((n as u32, half, flag, false));
             for (m, due) in exchanges.iter().enumerate().take(n + 1) {
                 let slot = &mut slots[due.slot];
                 let open = slot.open.filter(|open| open.0 == m as u32);
-                let Some((sent, half, flag)) = open.filter(|_| m + due.later == n) else {
+                let Some((sent, half, flag, _)) = open.filter(|_| m + due.later == n) else {
                     continue;
                 };
                 if due.given_up >> rank & 1 == 1 {
                     continue;
                 }
-                slot.open = None;
+                slot.open = Some((sent, half, flag, true));
                 for from in peers(rank, size) {
                     program.push(waits(slot.ring.arrival(half, from, 0, from, flag)));
                 }
@@ -144,11 +146,10 @@ pub fn scenario(
                 let look: Program = peers(rank, size)
                     .map(|from| reads(rank, place(from), value(sent, from)))
                     .collect();
-                let credits = slot.end(half, flag);
-                match without {
-                    Without::ReadFirst => program.extend(credits.into_iter().chain(look)),
-                    _ => program.extend(look.into_iter().chain(credits)),
+                if without == Without::ReadFirst {
+                    program.extend(slot.ring.release(half, flag).map(posts));
                 }
+                program.extend(look);
             }
         }
         program
