@@ -264,8 +264,8 @@ fn launch(threads: usize, most: u16) -> Launch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Engines;
-    use brigade_device::{CommConfig, DataType, Group, ParallelMode, PlacementCall};
+    use crate::{Engines, Table, dispatch};
+    use brigade_device::{CommConfig, DataType, Group, ParallelMode, PlacementCall, Transport};
 
     fn call(hidden: usize, k: usize) -> DispatchCall {
         DispatchCall {
@@ -336,6 +336,30 @@ mod tests {
             ..call(8, 1)
         };
         assert!(dispatch(&dense, &topology(1 << 30)).is_err());
+    }
+
+    #[test]
+    fn a_budget_pushes_its_part_of_the_bytes() {
+        let by = |sm_budget, most: usize| {
+            let mut topology = topology(1 << 30);
+            topology.config.sm_budget = sm_budget;
+            topology.engines = Engines::cuda(false, true);
+            let table = Table {
+                rows_push_max_bytes: Some(most),
+                ..Table::host()
+            };
+            match dispatch::plan(&call(7168, 8), &topology, &table) {
+                Ok(Plan::Experts { transport, .. }) => transport,
+                other => panic!("{other:?}"),
+            }
+        };
+        let need = Record::new(&call(7168, 8)).bytes(128, 4);
+        let most = need.next_multiple_of(132);
+        assert_eq!(by(None, most), Transport::Pushed);
+        assert_eq!(by(None, most - 132), Transport::OneSided);
+        assert_eq!(by(Some(66), 2 * most), Transport::Pushed);
+        assert_eq!(by(Some(65), 2 * most), Transport::OneSided);
+        assert_eq!(by(Some(500), most), Transport::Pushed, "no more blocks");
     }
 
     #[test]
