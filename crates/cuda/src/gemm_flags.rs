@@ -185,12 +185,6 @@ impl Tiled {
 
 /// Which width is best for so many bands of rows: as few rounds of all multiprocessors as can be, measured in columns.
 fn best_width(bands: usize, columns: usize, sms: usize) -> usize {
-    if let Some(w) = std::env::var("TILE_WIDTH")
-        .ok()
-        .and_then(|w| w.parse::<usize>().ok())
-    {
-        return WIDTHS.iter().position(|&x| x == w).unwrap_or(0);
-    }
     let cost = |width: usize| {
         let rounds = (bands * columns.div_ceil(width)).div_ceil(sms.max(1));
         rounds * (width + TILE_OVERHEAD)
@@ -400,6 +394,8 @@ mod tests {
         // 3.9 rounds of 224 columns, where 256 would take 3.4, and so 4.
         assert_eq!(width(2048, 7168), 224);
         assert_eq!(width(8192, 2560), 256);
+        // 55 rounds of 128 columns would be a little less than 28 of 256, but for what every tile costs.
+        assert_eq!(width(16384, 7168), 256);
         // Where rounds cost the same, fewer tiles do.
         assert_eq!(width(128, 128), 128);
         assert_eq!(best_width(0, 0, 0), 0);

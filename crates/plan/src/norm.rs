@@ -52,7 +52,8 @@ pub(crate) fn plan(
     })
 }
 
-/// A block for each row, with a thread for each granule, as far as there are so many.
+/// A block for each row, with a thread for each granule, as far as there are so many. A GPU that finds more places may add blocks that push
+/// alone, or blocks with half of the threads where rows are many: results do not depend on it.
 fn launch(cut: &RowShares, max_blocks: u16, sm_budget: Option<u16>) -> Launch {
     let most = usize::from(max_blocks.min(sm_budget.unwrap_or(u16::MAX)).max(1));
     let threads = [128, 256, 512, 1024]

@@ -16,7 +16,7 @@ pub(crate) const LINE_GRANULES: usize = 8;
 const MANY_LINES: usize = 8;
 
 /// A place for so many granules. Where there are many, it is whole lines, so that those behind it begin with a line: a warp
-/// writes a few of them to a peer at once, and the ends of lines that others write take several times as long.
+/// writes a few of them to a peer at once, and parts of lines are slower to travel.
 fn place(granules: usize) -> usize {
     match granules / LINE_GRANULES {
         ..MANY_LINES => granules,
