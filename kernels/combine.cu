@@ -20,7 +20,10 @@ extern "C" __global__ void __launch_bounds__(256) brigade_combine_back(const __g
   const uint64_t row_bytes = row_bytes_back(p);
   const uint32_t weights = weights_back(p);
   uint64_t moved = 0;
-  for (uint32_t at = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; at < p.capacity; at += groups) {
+  // Where rows lie by source, about the next rank's are the first, so that not all write to one.
+  const uint32_t first = uint32_t(uint64_t(p.rank + 1) * p.capacity / p.size);
+  for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < p.capacity; w += groups) {
+    const uint32_t at = w < p.capacity - first ? w + first : w - (p.capacity - first);
     const int4 source = reinterpret_cast<const int4*>(p.sources)[at];
     if (source.x < 0) continue;
     const uint32_t place = place_back(p, source);

@@ -61,6 +61,14 @@ __device__ __forceinline__ uint64_t read_word(const uint64_t* at) {
   return v;
 }
 
+// 0, though the compiler takes it for a thread's own: what follows from it is found by each thread, and not once for a warp in
+// registers from which addresses are slow to reach.
+__device__ __forceinline__ uint32_t nothing_of(uint32_t thread) {
+  uint32_t none;
+  asm volatile("shr.u32 %0, %1, 16;" : "=r"(none) : "r"(thread));
+  return none;
+}
+
 // A group in a call that is one use, which its kernel counts while it runs.
 struct Exchange : Group {
   uint64_t arrived;
@@ -161,12 +169,13 @@ struct Pushing {
   __device__ Pushing(const P& parameters, uint32_t this_use, uint32_t this_buffer, uint64_t this_flag)
       : p(parameters), use(this_use), buffer(this_buffer), stale(0), stale_granules(0), stopped(false), flag(this_flag) {}
 
-  // All that is read here is on its way at the same time.
-  __device__ __forceinline__ explicit Pushing(const P& parameters) : p(parameters) {
-    const uint64_t uses = read_word(state() + STATE_USES);
-    const uint64_t granules = read_word(state() + STATE_GRANULES);
-    const uint64_t generation = read_word(state() + STATE_GENERATION);
-    const uint64_t calls = read_word(state() + STATE_COUNTERS);
+  // All that is read here is on its way at the same time. See `nothing_of`.
+  __device__ __forceinline__ explicit Pushing(const P& parameters, uint32_t nothing = 0) : p(parameters) {
+    const uint64_t* words = state() + nothing;
+    const uint64_t uses = read_word(words + STATE_USES);
+    const uint64_t granules = read_word(words + STATE_GRANULES);
+    const uint64_t generation = read_word(words + STATE_GENERATION);
+    const uint64_t calls = read_word(words + STATE_COUNTERS);
     const uint64_t stop = load_relaxed_sys(reinterpret_cast<const uint64_t*>(p.base + p.rank * p.stride) + p.stop);
     use = uint32_t(uses >> USE_BITS);
     // 2^32 is 1 modulo 3, and what is above it is small.
@@ -203,12 +212,14 @@ struct Pushing {
   }
 
   // What the peer of a herald has said of its call. All other threads find that it is this one.
-  __device__ __forceinline__ uint64_t arrived(bool herald) const {
+  __device__ __forceinline__ uint64_t arrived(bool herald) const { return arrived(arrival(p.rank, threadIdx.x), herald); }
+
+  __device__ __forceinline__ uint64_t arrived(const uint64_t* arrival, bool herald) const {
     // No branch, so that what follows need not wait for it.
     uint64_t seen = flag;
     asm volatile("{.reg .pred q; setp.ne.u32 q, %1, 0; @q ld.relaxed.sys.global.u64 %0, [%2];}"
                  : "+l"(seen)
-                 : "r"(uint32_t(herald)), "l"(arrival(p.rank, threadIdx.x))
+                 : "r"(uint32_t(herald)), "l"(arrival)
                  : "memory");
     return seen;
   }
@@ -249,13 +260,16 @@ struct Pushing {
     if (threadIdx.x != blockDim.x - 1) return;
     if (p.size > 1) {
       // The first block adds what is left of USE.
-      const uint32_t share = USE / gridDim.x;
-      const uint32_t mine = blockIdx.x == 0 ? USE - share * (gridDim.x - 1) : share;
-      atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_USES), (unsigned long long)mine);
+      const uint32_t share = USE >> (32 - __clz(gridDim.x));
+      add(STATE_USES, blockIdx.x == 0 ? USE - share * (gridDim.x - 1) : share);
     }
     if (blockIdx.x != 0) return;
-    atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_CALLS), (unsigned long long)p.last);
-    atomicAdd(reinterpret_cast<unsigned long long*>(state() + STATE_MOVED), (unsigned long long)moved_bytes);
+    add(STATE_CALLS, p.last);
+    add(STATE_MOVED, moved_bytes);
+  }
+
+  __device__ __forceinline__ void add(uint32_t word, uint64_t value) const {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(state() + word), "l"(value) : "memory");
   }
 
   // What the next use is to empty: said by one thread of all, before this kernel ends.
@@ -267,17 +281,18 @@ struct Pushing {
   template <typename Missing, typename Look>
   __device__ __forceinline__ bool wait(Missing missing, Look look) const {
     uint64_t since_ns = 0;
+    bool hopeless = false;
     for (uint32_t spins = 1; !look(); ++spins) {
-      if (spins % looks_between != 0) continue;
-      const uint64_t since = hope_for(p, flag, missing(), spins / looks_between, since_ns);
-      if (since != 0) {
-        since_ns = since;
-        continue;
+      if (spins % looks_between != 0 && !hopeless) continue;
+      const uint32_t who = missing();
+      if (hopeless) {
+        give_up_on(p, flag, who, since_ns);
+        return false;
       }
-      // What a rank says last is that it is gone: all that it pushed would be there.
-      if (look()) break;
-      give_up_on(p, flag, missing(), since_ns);
-      return false;
+      const uint64_t since = hope_for(p, flag, who, spins / looks_between, since_ns);
+      // What a rank says last is that it is gone: all that it pushed would be there. So there is one more look.
+      hopeless = since == 0;
+      if (!hopeless) since_ns = since;
     }
     return true;
   }

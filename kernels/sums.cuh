@@ -146,6 +146,12 @@ struct Sums : Pushing<P, Hooked> {
       return who;
     };
     if (!this->wait(missing, look)) return false;
+    sum = combined_of(got, op);
+    return true;
+  }
+
+  // The granules of all ranks as one.
+  __device__ __forceinline__ Sum combined_of(const uint4 (&got)[Most], uint32_t op) const {
     Values<In> all;
     values<In>(got[0], all.x);
     const bool adds = op == Op::sum || op == average;
@@ -162,8 +168,9 @@ struct Sums : Pushing<P, Hooked> {
       }
     }
     if (op == average) all = averaged<In>(p.size, all);
+    Sum sum;
     sum.set(all.x);
-    return true;
+    return sum;
   }
 };
 
