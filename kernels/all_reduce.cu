@@ -6,7 +6,7 @@
 // at each stage in turn: while one is pushed, sums of the one before are taken, and results of the one before that. So links
 // are in use all the time, and what is done in a rank's own memory costs none. What a stage waits for depends on earlier
 // granules alone, however many threads the ranks have: somebody always goes on.
-#include "sums.cuh"
+#include "one_turn.cuh"
 
 using namespace brigade;
 
@@ -63,19 +63,7 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
     }
   }
 
-  // Where a thread's granules of this turn go, in the first buffer of every peer: found while the state is on its way.
-  struct Places {
-    uint64_t at[Most - 1];
-
-    __device__ __forceinline__ Places(const AllReduceParams& p, uint32_t j) {
-#pragma unroll
-      for (int d = 1; d < Most; ++d) {
-        at[d - 1] = p.base + peer_of(p, d) * p.stride + p.slots + 16ull * (uint64_t(p.size - 1 - d) * p.share + j);
-        // Not later, where there are registers for them.
-        if constexpr (Most <= 4) asm volatile("" : "+l"(at[d - 1]));
-      }
-    }
-  };
+  using Places = Targets<AllReduceParams, Most>;
 
   // Granule `j` of a place goes to every peer.
   __device__ __forceinline__ void push_inputs(const Places& places, uint32_t j, const uint4 (&in)[inputs]) const {
@@ -164,7 +152,7 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
     const uint32_t mine = blockIdx.x * blockDim.x + threadIdx.x;
     uint4 in[inputs];
     load(p, mine, in);
-    Places places(p, mine);
+    Places places(p, p.share, mine);
     AllReduce(p).run(in, places);
   }
 
@@ -211,88 +199,29 @@ struct AllReduce : Sums<AllReduceParams, In, Out, Most, !Plain> {
   }
 };
 
-// The plain kernel in one turn: a thread has at most one granule of each place. What such a call takes is the way from the state to the
-// stores, and from the data to the result; so addresses are found while the state is on its way, and none is found twice.
+// The plain kernel, where one turn is enough.
 template <uint32_t In, int Most, bool TwoShot>
-struct OneTurn : Sums<AllReduceParams, In, In, Most, false> {
-  using Base = Sums<AllReduceParams, In, In, Most, false>;
+struct ShortAllReduce : OneTurn<AllReduceParams, In, Most> {
+  using Base = OneTurn<AllReduceParams, In, Most>;
   using Turns = AllReduce<In, In, Most, TwoShot, true>;
-  using Base::Base, Base::p, Base::flag, Base::buffer, Base::stopped;
-  using typename Base::Sum;
+  using Base::Base, Base::p, Base::buffer, Base::stopped;
+  using typename Base::Sources, typename Base::Granules, typename Base::Sum;
 
   static __device__ __forceinline__ bool is_enough(const AllReduceParams& p) {
     return p.size > 1 && p.share <= gridDim.x * blockDim.x;
-  }
-
-  // Which granule of all a thread reduces.
-  static __device__ __forceinline__ uint32_t reduced(const AllReduceParams& p, uint32_t j) { return (TwoShot ? p.rank * p.share : 0) + j; }
-
-  // The peers, in the order of their ranks.
-  static __device__ __forceinline__ uint32_t rank_of_peer(const AllReduceParams& p, int k) { return k + (k >= p.rank); }
-
-  // Where this rank finds granule `j` of every peer, in the first buffer.
-  struct Parts {
-    uint64_t at[Most - 1];
-
-    __device__ __forceinline__ Parts(const AllReduceParams& p, uint32_t j) {
-      const uint64_t nearest = p.base + p.rank * p.stride + p.slots + 16ull * j;
-#pragma unroll
-      for (int k = 0; k < Most - 1; ++k) {
-        // How many peers are nearer, of those behind this rank.
-        const uint32_t nearer = k >= p.rank ? k - p.rank : k + p.size - 1 - p.rank;
-        at[k] = nearest + 16ull * nearer * p.share;
-        asm volatile("" : "+l"(at[k]));
-      }
-    }
-
-    __device__ __forceinline__ void move(uint64_t bytes) {
-#pragma unroll
-      for (int k = 0; k < Most - 1; ++k) {
-        at[k] += bytes;
-        asm volatile("" : "+l"(at[k]));
-      }
-    }
-  };
-
-  // Looks for a granule of every peer of which `is_due`.
-  template <typename Due>
-  __device__ __forceinline__ bool await(const Parts& parts, uint4 (&got)[Most - 1], bool herald, Due is_due) const {
-    const uint64_t* arrival = this->arrival(p.rank, threadIdx.x);
-    asm volatile("" : "+l"(arrival));
-    const auto look = [&] {
-      bool all = this->arrived(arrival, herald) == flag;
-#pragma unroll
-      for (int k = 0; k < Most - 1; ++k) {
-        // Nothing of an earlier look stays, which would have to be kept.
-        got[k] = make_uint4(0, 0, 0, 0);
-        if (is_due(k)) got[k] = peek(parts.at[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < Most - 1; ++k) all &= is_there(got[k]);
-      return all;
-    };
-    const auto missing = [&] {
-      uint32_t who = herald ? threadIdx.x : p.rank;
-#pragma unroll
-      for (int k = 0; k < Most - 1; ++k) {
-        if (!is_there(got[k])) who = rank_of_peer(p, k);
-      }
-      return who;
-    };
-    return this->wait(missing, look);
   }
 
   static __device__ __forceinline__ void run(const AllReduceParams& p) {
     const uint32_t j = blockIdx.x * blockDim.x + threadIdx.x;
     uint4 in[Turns::inputs];
     Turns::load(p, j, in);
-    const typename Turns::Places places(p, j);
-    Parts parts(p, j);
-    OneTurn(p, nothing_of(threadIdx.x)).run(j, in, places, parts);
+    const typename Turns::Places places(p, p.share, j);
+    Sources from(p, p.base + p.rank * p.stride + p.slots + 16ull * j, p.share);
+    ShortAllReduce(p, nothing_of(threadIdx.x)).run(j, in, places, from);
   }
 
   __device__ __forceinline__ void run(uint32_t j, const uint4 (&in)[Turns::inputs], const typename Turns::Places& places,
-                                      Parts& parts) const {
+                                      Sources& from) const {
     const uint64_t offset = buffer * p.buffer_bytes;
 #pragma unroll
     for (int d = 1; d < Most; ++d) {
@@ -301,45 +230,40 @@ struct OneTurn : Sums<AllReduceParams, In, In, Most, false> {
     }
     const bool herald = this->is_herald();
     this->announce();
-    parts.move(offset);
+    from.move(offset);
     this->empty();
     this->count((p.size - 1) * (TwoShot ? 2 : 1) * p.share);
     bool failed = stopped;
-    // Of sums, which lie behind the shares.
+    // Which granule of all this thread reduces.
+    const uint32_t i = (TwoShot ? p.rank * p.share : 0) + j;
+    // Where sums lie: behind the shares.
     const uint64_t behind = 16ull * (p.size - 1) * p.share;
-    if (j < p.share && reduced(p, j) < p.granules && !failed) {
-      const uint4 own = TwoShot ? Turns::input(p, reduced(p, j)) : in[0];
-      uint4 got[Most - 1], all[Most];
-      failed = !await(parts, got, herald, [&](int k) { return k + 1 < p.size; });
+    uint4* const out = reinterpret_cast<uint4*>(p.out);
+    if (j < p.share && i < p.granules && !failed) {
+      Sum sum;
+      failed = !this->reduce(from, TwoShot ? Turns::input(p, i) : in[0], herald, sum);
       if (!failed) {
-#pragma unroll
-        for (int r = 0; r < Most; ++r) {
-          all[r] = own;
-          if (r < p.rank && r < Most - 1) all[r] = got[r];
-          if (r > p.rank) all[r] = got[r - 1];
-        }
-        const Sum sum = this->combined_of(all, Op::sum);
         if constexpr (TwoShot) {
 #pragma unroll
           for (int d = 1; d < Most; ++d) {
             if (d < p.size) push(places.at[d - 1] + offset + behind, sum.part[0]);
           }
         }
-        reinterpret_cast<uint4*>(p.out)[reduced(p, j)] = sum.part[0];
+        out[i] = sum.part[0];
       }
     } else if (herald && !failed) {
-      failed = !this->wait([] { return threadIdx.x; }, [&] { return this->arrived(true) == flag; });
+      failed = !this->await_arrival();
     }
     if constexpr (TwoShot) {
       if (j < p.share && !failed) {
         const auto granule = [&](int k) { return rank_of_peer(p, k) * p.share + j; };
         const auto is_due = [&](int k) { return k + 1 < p.size && granule(k) < p.granules; };
-        uint4 got[Most - 1];
-        parts.move(behind);
-        failed = !await(parts, got, false, is_due);
+        Granules sums;
+        from.move(behind);
+        failed = !this->await(from, sums, false, is_due);
 #pragma unroll
         for (int k = 0; k < Most - 1; ++k) {
-          if (is_due(k) && !failed) reinterpret_cast<uint4*>(p.out)[granule(k)] = got[k];
+          if (is_due(k) && !failed) out[granule(k)] = sums[k];
         }
       }
     }
@@ -361,7 +285,7 @@ __device__ __noinline__ void in_general(const AllReduceParams& p) {
     using Kernel = AllReduce<IN, OUT, MOST, TWO, true>;                                                  \
     if (!Kernel::is_plain(p)) return in_general<AllReduce<IN, OUT, MOST, TWO, false>>(p);                \
     if constexpr (IN == OUT && MOST <= 4) {                                                              \
-      if (OneTurn<IN, MOST, TWO>::is_enough(p)) return OneTurn<IN, MOST, TWO>::run(p);                   \
+      if (ShortAllReduce<IN, MOST, TWO>::is_enough(p)) return ShortAllReduce<IN, MOST, TWO>::run(p);     \
     }                                                                                                    \
     Kernel::run(p);                                                                                      \
   }

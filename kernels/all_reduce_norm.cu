@@ -4,7 +4,7 @@
 //
 // sum = round(all-reduce) + residual, rounded; normed = sum / sqrt(mean(sum^2) + eps) * weight, each step one operation in f32.
 // Squares are added granule by granule, and granules by a tree of adjacent pairs, so that the host's are the same bits.
-#include "sums.cuh"
+#include "one_turn.cuh"
 
 namespace brigade {
 
@@ -76,21 +76,25 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     reinterpret_cast<uint4*>(array)[i] = v;
   }
 
+  // This thread's granules of a row, from granule `first` of an array on.
+  template <uint32_t Each>
+  static __device__ __forceinline__ void read_row(const AllReduceNormParams& p, uint64_t array, uint32_t first, uint4 (&to)[Each]) {
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t g = k * blockDim.x + threadIdx.x;
+      to[k] = make_uint4(0, 0, 0, 0);
+      if (g < p.granules) to[k] = read(p, array, first + g);
+    }
+  }
+
   // What comes behind the sums `h` of a row, by all threads of the block.
-  __device__ __forceinline__ void norm(uint32_t row, Row& h, const Row& residual) const {
+  template <uint32_t Each>
+  __device__ __forceinline__ void norm(uint32_t row, uint4 (&h)[Each], const uint4 (&residual)[Each], const uint4 (&weight)[Each]) const {
     // All have read those of the row before: they met when they took this one.
     __shared__ float mine[most_groups];
-    // On its way until all have met.
-    Row weight;
-#pragma unroll
-    for (uint32_t k = 0; k < most_granules; ++k) {
-      const uint32_t g = k * blockDim.x + threadIdx.x;
-      weight[k] = make_uint4(0, 0, 0, 0);
-      if (g < p.granules) weight[k] = read(p, p.weight, g);
-    }
     const uint32_t lane = threadIdx.x % 32, count = (p.granules + 31) / 32;
 #pragma unroll
-    for (uint32_t k = 0; k < most_granules; ++k) {
+    for (uint32_t k = 0; k < Each; ++k) {
       const uint32_t g = k * blockDim.x + threadIdx.x;
       if (k * blockDim.x >= p.granules) break;
       float q = 0;
@@ -124,7 +128,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
         __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, float(p.hidden)), __uint_as_float(p.eps))));
     uint32_t greatest = 0;
 #pragma unroll
-    for (uint32_t k = 0; k < most_granules; ++k) {
+    for (uint32_t k = 0; k < Each; ++k) {
       const uint32_t g = k * blockDim.x + threadIdx.x;
       if (k * blockDim.x >= p.granules) break;
       if (g >= p.granules) continue;
@@ -152,7 +156,8 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   }
 
   // int8, by the greatest magnitude of the row.
-  __device__ __forceinline__ void by_row(uint32_t row, uint32_t greatest, const Row& h) const {
+  template <uint32_t Each>
+  __device__ __forceinline__ void by_row(uint32_t row, uint32_t greatest, const uint4 (&h)[Each]) const {
     __shared__ uint32_t mine[NORM_THREADS / 32];
     greatest = __reduce_max_sync(0xFFFFFFFFu, greatest);
     if (threadIdx.x % 32 == 0) mine[threadIdx.x / 32] = greatest;
@@ -162,7 +167,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     const float scale = canonical(__fdiv_rn(__uint_as_float(greatest), 127.0f));
     if (threadIdx.x == 0) reinterpret_cast<float*>(p.scales)[row] = scale;
 #pragma unroll
-    for (uint32_t k = 0; k < most_granules; ++k) {
+    for (uint32_t k = 0; k < Each; ++k) {
       const uint32_t g = k * blockDim.x + threadIdx.x;
       if (g < p.granules) quantize(row, g, h[k], scale, false);
     }
@@ -272,16 +277,13 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     const uint32_t row = TwoShot ? owner * p.share + j : j;
     if (row >= p.rows) return true;
     // On their way while sums are waited for.
-    Row h, residual;
-#pragma unroll
-    for (uint32_t k = 0; k < most_granules; ++k) {
-      const uint32_t g = k * blockDim.x + threadIdx.x;
-      h[k] = residual[k] = make_uint4(0, 0, 0, 0);
-      if (g < p.granules) residual[k] = read(p, p.residual, row * p.granules + g);
-    }
+    Row h = {}, residual, weight;
+    read_row(p, p.residual, row * p.granules, residual);
     const bool there = !failed && take(owner, j, herald, h);
     if (!__syncthreads_and(there)) return false;
-    norm(row, h, residual);
+    // On its way until all have met.
+    read_row(p, p.weight, 0, weight);
+    norm(row, h, residual, weight);
     return true;
   }
 
@@ -337,6 +339,110 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   }
 };
 
+// The plain kernel, where one turn is enough, and a row for a block.
+template <uint32_t In, int Most, bool TwoShot>
+struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
+  using Base = OneTurn<AllReduceNormParams, In, Most>;
+  using Turns = AllReduceNorm<In, Most, TwoShot, true>;
+  using Base::Base, Base::p, Base::flag, Base::use, Base::buffer, Base::stopped;
+  using typename Base::Sources, typename Base::Sum;
+  // Granules of a row that a thread has.
+  static constexpr uint32_t each = TwoShot ? most_granules : 1;
+  using Row = uint4[each];
+
+  static __device__ __forceinline__ bool is_enough(const AllReduceNormParams& p) {
+    return p.size > 1 && Turns::place_of(p) <= gridDim.x * blockDim.x && (TwoShot ? p.share * p.size : p.rows) <= gridDim.x &&
+           p.granules <= each * blockDim.x;
+  }
+
+  // In the first buffer, where this rank finds what comes.
+  static __device__ __forceinline__ uint64_t slots(const AllReduceNormParams& p) { return p.base + p.rank * p.stride + p.slots; }
+
+  static __device__ __forceinline__ void run(const AllReduceNormParams& p) {
+    // The warps of a block are far apart, so that few rows are pushed by many blocks.
+    const uint32_t j = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32, place = Turns::place_of(p);
+    uint4 in[Turns::inputs];
+    Turns::load(p, j, in);
+    const Targets<AllReduceNormParams, Most> to(p, place, j);
+    Sources from(p, slots(p) + 16ull * (TwoShot ? j : blockIdx.x * p.granules + threadIdx.x), place);
+    ShortNorm(p, nothing_of(threadIdx.x)).run(j, place, in, to, from);
+  }
+
+  __device__ __forceinline__ void run(uint32_t j, uint32_t place, const uint4 (&in)[Turns::inputs],
+                                      const Targets<AllReduceNormParams, Most>& to, Sources& from) const {
+    const uint64_t offset = buffer * p.buffer_bytes;
+    const uint32_t all = p.rows * p.granules;
+#pragma unroll
+    for (int d = 1; d < Most; ++d) {
+      if (j >= place || d >= p.size || (TwoShot ? peer_of(p, d) * place : 0) + j >= all) continue;
+      push(to.at[d - 1] + offset, without_sentinel<In>(in[TwoShot ? d - 1 : 0]));
+    }
+    bool herald = this->is_herald(), failed = stopped;
+    this->announce();
+    from.move(offset);
+    this->empty();
+    this->count((TwoShot ? 2 * p.size - 1 : p.size - 1) * place);
+    if constexpr (TwoShot) {
+      const uint32_t i = p.rank * place + j;
+      if (j < place && i < all && !failed) {
+        Sum sum;
+        failed = !this->reduce(from, Turns::read(p, p.from, i), herald, sum);
+        herald = false;
+        if (!failed) {
+          // Behind the shares; own ones last.
+          const uint64_t behind = offset + 16ull * (p.size - 1) * place;
+#pragma unroll
+          for (int d = 1; d < Most; ++d) {
+            if (d < p.size) push(to.at[d - 1] + behind, sum.part[0]);
+          }
+          push(slots(p) + offset + 16 * (2ull * (p.size - 1) * place + j), sum.part[0]);
+        }
+      }
+    }
+    const uint32_t distance = TwoShot ? blockIdx.x % p.size : 0, index = TwoShot ? blockIdx.x / p.size : blockIdx.x;
+    const uint32_t row = TwoShot ? peer_of(p, distance) * p.share + index : index;
+    if (row < p.rows && (!TwoShot || index < p.share)) {
+      // On their way while sums are waited for.
+      Row h = {}, residual, weight;
+      Turns::read_row(p, p.residual, row * p.granules, residual);
+      Turns::read_row(p, p.weight, 0, weight);
+      if constexpr (TwoShot) {
+        const uint64_t nearer = p.size - 2 + (distance == 0 ? p.size : distance);
+        failed = failed || !take(slots(p) + offset + 16 * (nearer * place + index * p.granules), peer_of(p, distance), h);
+      } else if (threadIdx.x < p.granules && !failed) {
+        Sum sum;
+        failed = !this->reduce(from, Turns::read(p, p.from, row * p.granules + threadIdx.x), herald, sum);
+        herald = false;
+        h[0] = sum.part[0];
+      }
+      if (__syncthreads_or(failed)) {
+        failed = true;
+      } else {
+        Turns(p, use, buffer, flag).norm(row, h, residual, weight);
+      }
+    }
+    if (herald && !failed) failed = !this->await_arrival();
+    this->finish(failed);
+  }
+
+  // This thread's sums of a row that lie from `from` on, by `owner`. False if they do not come.
+  __device__ __forceinline__ bool take(uint64_t from, uint32_t owner, Row& h) const {
+    const auto look = [&] {
+#pragma unroll
+      for (uint32_t k = 0; k < each; ++k) {
+        const uint32_t g = k * blockDim.x + threadIdx.x;
+        h[k] = make_uint4(0, 0, 0, 0);
+        if (g < p.granules) h[k] = peek(from + 16ull * g);
+      }
+      bool all = true;
+#pragma unroll
+      for (uint32_t k = 0; k < each; ++k) all &= is_there(h[k]);
+      return all;
+    };
+    return this->wait([&] { return owner; }, look);
+  }
+};
+
 template <typename Kernel>
 __device__ __noinline__ void in_general(const AllReduceNormParams& p) {
   Kernel::run(p);
@@ -349,6 +455,9 @@ __device__ __noinline__ void in_general(const AllReduceNormParams& p) {
     let_next_kernel_start();                                                                   \
     using Kernel = AllReduceNorm<IN, MOST, TWO, true>;                                         \
     if (!Kernel::is_plain(p)) return in_general<AllReduceNorm<IN, MOST, TWO, false>>(p);       \
+    if constexpr (MOST <= 4) {                                                                 \
+      if (ShortNorm<IN, MOST, TWO>::is_enough(p)) return ShortNorm<IN, MOST, TWO>::run(p);     \
+    }                                                                                          \
     Kernel::run(p);                                                                            \
   }
 
