@@ -12,7 +12,7 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{DataType, FaultKind, FaultRecord, GemmParams, Output};
-use brigade_group::{Address, Launch, TcpConfig, TcpGroup};
+use brigade_group::{Launch, TcpConfig, TcpGroup};
 use brigade_plan::Engines;
 use libtest_mimic::{Failed, Trial};
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -75,11 +75,8 @@ fn until_lost(rank: &Rank, op: &Op, culprit: usize) -> FaultRecord {
 
 /// A place in the group of those that are left. Its address follows from the old one's, and from `round`.
 fn survivors(config: &TcpConfig, culprit: usize, round: usize) -> TcpGroup {
-    let Address::Unix(path) = &config.address else {
-        panic!("{} is no socket of this machine", config.address);
-    };
-    let path = path.with_extension(format!("without-{culprit}-{round}"));
-    let config = config.without(&[culprit], Address::Unix(path)).unwrap();
+    let address = processes::beside(config, &format!("without-{culprit}-{round}"));
+    let config = config.without(&[culprit], address).unwrap();
     TcpGroup::join(&config).unwrap()
 }
 
@@ -198,8 +195,7 @@ fn one(devices: &dyn Devices, name: &str, rng: &mut StdRng, round: usize) {
     let variables = |rank| launch.variables(rank);
     let seed: u64 = rng.random();
     let op = op(devices.engines(), seed);
-    let program = std::env::current_exe().unwrap();
-    let mut victim = processes::this_trial(devices, &program, name, seed)
+    let mut victim = processes::this_trial(devices, name, seed)
         .envs(variables(VICTIM))
         .stdout(Stdio::null())
         .stderr(Stdio::inherit())

@@ -1,35 +1,42 @@
 //! Ranks that are processes of this machine, each with a device of its own: the host's, or a GPU.
 //!
-//! A contract is a program for a rank, and talks to the other ranks through its group alone. So a trial starts this very
-//! program once for each rank, to run the same trial there, where `Processes` gives a seat to that rank only.
+//! A contract is a program for a rank, and talks to the other ranks through its group alone. So this very program is started
+//! once more for each rank, to run the same trial there, where `Processes` gives a seat to that rank only. These processes are
+//! a *crew*. To start takes seconds on a GPU, so they stay for the next trial of as many ranks, which makes its own group,
+//! devices and communicators. Only a trial that passed leaves its crew to another; `crews.rs` says which have new processes.
 
+mod crew;
+mod crews;
 mod cuda;
 mod host;
+mod turn;
 
 use crate::{
     backend::{Backend, Seat, takes_no_hook},
     killed,
-    suite::{SEED, base_seed},
+    suite::{SEED, Suite, base_seed},
 };
 use brigade_cuda::Missing;
 use brigade_device::{Bootstrap, Device, Injector, Result};
-use brigade_group::{Launch, TcpConfig, TcpGroup};
+use brigade_group::{Address, TcpConfig, TcpGroup};
 use brigade_plan::Engines;
-use libtest_mimic::{Failed, Trial};
+use crews::Crews;
+use libtest_mimic::{Arguments, Failed, Trial};
 use rustix::process::{Signal, getpid, kill_process};
 use std::{
-    collections::BTreeMap,
-    io::Read,
-    os::unix::process::ExitStatusExt,
-    path::Path,
-    process::{Command, ExitStatus, Stdio},
+    error::Error,
+    fmt,
+    io::{self, BufReader},
+    process::{Command, ExitCode, Stdio},
     sync::{Arc, OnceLock},
-    thread,
     time::Duration,
 };
 
-/// Longest that the processes of one trial may run.
+/// Longest that one trial may run.
 const LIMIT: Duration = Duration::from_secs(160);
+
+/// Set in the processes of a crew.
+const CREW: &str = "BRIGADE_CREW";
 
 /// Where trials stand whose ranks are killed: a rank that ends so is as it should be.
 pub const KILLED: &str = "killed";
@@ -85,9 +92,10 @@ pub trait Devices: Send + Sync {
     }
 }
 
-/// This process as a rank: the device of its own, and the group that its environment names.
+/// This process as a rank of one trial: the device of its own, and the group that meets at this place.
 struct Processes {
     devices: Arc<dyn Devices>,
+    place: Result<TcpConfig>,
     group: OnceLock<Result<Arc<TcpGroup>>>,
 }
 
@@ -108,7 +116,7 @@ impl Bootstrap for Shared {
 
 impl Processes {
     fn seat(&self, open: impl FnOnce(usize) -> Result<Arc<dyn Device>>) -> Result<Vec<Seat>> {
-        let join = || TcpGroup::join(&TcpConfig::from_env()?).map(Arc::new);
+        let join = || TcpGroup::join(self.place.as_ref().map_err(Clone::clone)?).map(Arc::new);
         let group = self.group.get_or_init(join).clone()?;
         Ok(vec![Seat {
             device: open(group.rank())?,
@@ -161,173 +169,139 @@ pub fn kill() -> ! {
     unreachable!("this process was killed")
 }
 
-/// Whether this process is a rank of a trial.
+/// Whether this process is a rank.
 fn is_rank() -> bool {
     std::env::var_os("RANK").is_some()
 }
 
-/// Trials whose ranks are processes on the host device; and in such a process, the trials themselves.
-pub fn on_host() -> Vec<Trial> {
-    trials(Arc::new(host::Hosts))
+/// A program of trials whose ranks are processes on the host device; and one of these processes.
+pub fn on_host(args: &Arguments) -> ExitCode {
+    run(args, &(Arc::new(host::Hosts) as _))
 }
 
-/// As [`on_host`], with a GPU for each rank. None where there are not GPUs for two.
+/// As [`on_host`], with a GPU for each rank. No trials where there are not GPUs for two.
 ///
 /// # Errors
 /// What is missing, on hosts where no GPU can be opened.
-pub fn on_gpus() -> Result<Vec<Trial>, Missing> {
+pub fn on_gpus(args: &Arguments) -> Result<ExitCode, Missing> {
     let gpus = cuda::Gpus::find(is_rank())?;
-    Ok(gpus.map_or_else(Vec::new, |gpus| trials(Arc::new(gpus))))
+    let none = || libtest_mimic::run(args, Vec::new()).exit_code();
+    Ok(gpus.map_or_else(none, |gpus| run(args, &(Arc::new(gpus) as _))))
 }
 
-fn trials(devices: Arc<dyn Devices>) -> Vec<Trial> {
+fn run(args: &Arguments, devices: &Arc<dyn Devices>) -> ExitCode {
+    if std::env::var_os(CREW).is_some() {
+        return told("this rank", serve(devices));
+    }
+    let seed = base_seed();
+    let starter = Arc::clone(devices);
+    let crews = Arc::new(Crews::new(LIMIT, move || rank_of_crew(&*starter, seed)));
+    let trials = trials(devices, &crews, seed);
+    let conclusion = libtest_mimic::run(args, trials);
+    // What ranks' processes end with counts too: a tool around them may have found something.
+    match told("ranks after their trials", crews.end()) {
+        ExitCode::SUCCESS => conclusion.exit_code(),
+        failure => failure,
+    }
+}
+
+#[allow(clippy::print_stderr, reason = "this is the whole of a test program")]
+fn told(whose: &str, ended: Result<(), impl fmt::Display>) -> ExitCode {
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{whose}: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs trials as a rank of a crew.
+fn serve(devices: &Arc<dyn Devices>) -> Result<(), Box<dyn Error>> {
+    let config = TcpConfig::from_env()?;
+    let input = BufReader::new(io::stdin());
+    turn::serve(
+        &config,
+        input,
+        io::stdout(),
+        || kill(),
+        |place, name| suite(devices, Ok(place)).run(name),
+    )?;
+    Ok(())
+}
+
+/// All contracts, for a rank with this place in a group.
+fn suite(devices: &Arc<dyn Devices>, place: Result<TcpConfig>) -> Suite {
     let mut suite = crate::suite(Arc::new(Processes {
-        devices: Arc::clone(&devices),
+        devices: Arc::clone(devices),
+        place,
         group: OnceLock::new(),
     }));
     killed::add(&mut suite);
-    let mut contracts = suite.into_trials();
-    let seed = base_seed();
-    let many = killed::trial(&devices, is_rank(), seed);
+    suite
+}
+
+/// The trials, each of which is run by a crew. In a process that is a rank, only those that tell ranks apart themselves.
+fn trials(devices: &Arc<dyn Devices>, crews: &Arc<Crews>, seed: u64) -> Vec<Trial> {
+    let many = killed::trial(devices, is_rank(), seed);
     if is_rank() {
-        contracts.extend(many);
-        return contracts;
+        return many.into_iter().collect();
     }
-    let is_tried = |name: &String| {
-        let parts: Vec<_> = name.split('/').collect();
-        devices.tries(&parts[1..])
-    };
-    let trials = contracts
-        .into_iter()
-        .map(|contract| contract.name().to_owned())
-        .filter(is_tried)
-        .map(|name| {
-            let devices = Arc::clone(&devices);
-            Trial::test(name.clone(), move || launch(&*devices, &name, seed))
-        });
+    let trials = names(devices).map(|name| {
+        let crews = Arc::clone(crews);
+        Trial::test(name.clone(), move || crews.run(&name))
+    });
     trials.chain(many).collect()
 }
 
-/// The group's size, as the trial's name says it.
-fn world(name: &str) -> Result<usize, Failed> {
-    let size = name.split('/').nth(1).and_then(|w| w.strip_prefix('w'));
-    let size = size.and_then(|n| n.parse().ok());
-    size.ok_or_else(|| Failed::from(format!("{name} does not say how many ranks it has")))
+/// The contracts that are tried.
+fn names(devices: &Arc<dyn Devices>) -> impl Iterator<Item = String> {
+    let all = suite(devices, TcpConfig::from_env()).into_names();
+    all.filter(|name| {
+        let parts: Vec<_> = name.split('/').collect();
+        devices.tries(&parts[1..])
+    })
+}
+
+/// A meeting place beside that where a group met at first.
+pub fn beside(config: &TcpConfig, what: &str) -> Address {
+    match &config.address {
+        Address::Unix(path) => Address::Unix(path.with_extension(what)),
+        other => panic!("{other} is no socket of this machine"),
+    }
+}
+
+/// The command that starts this program once more.
+fn this_program(devices: &dyn Devices, seed: u64) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    devices.prepare(&mut command);
+    command.env(SEED, seed.to_string());
+    command
+}
+
+/// The command that starts a rank of a crew.
+fn rank_of_crew(devices: &dyn Devices, seed: u64) -> Command {
+    let mut command = this_program(devices, seed);
+    command.env(CREW, "1");
+    command
 }
 
 /// The command that runs a trial of this program in another process.
-pub fn this_trial(devices: &dyn Devices, program: &Path, name: &str, seed: u64) -> Command {
-    let mut command = Command::new(program);
-    devices.prepare(&mut command);
+pub fn this_trial(devices: &dyn Devices, name: &str, seed: u64) -> Command {
+    let mut command = this_program(devices, seed);
     command
         .args(["--exact", name, "--test-threads", "1"])
-        .env(SEED, seed.to_string())
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
+        .stdin(Stdio::null());
     command
 }
 
 /// Runs a trial once more, in a process that it has to itself, and where `variable` is set.
 pub fn again(devices: &dyn Devices, name: &str, seed: u64, variable: &str) -> Result<(), Failed> {
-    let mut command = this_trial(devices, &std::env::current_exe()?, name, seed);
+    let mut command = this_trial(devices, name, seed);
     let output = command.env(variable, "1").output()?;
     if output.status.success() {
         return Ok(());
     }
     let text = [output.stderr, output.stdout].concat();
     Err(Failed::from(String::from_utf8_lossy(&text).into_owned()))
-}
-
-fn launch(devices: &dyn Devices, name: &str, seed: u64) -> Result<(), Failed> {
-    let size = world(name)?;
-    let program = std::env::current_exe()?;
-    let command = |_| this_trial(devices, &program, name, seed);
-    let mut ranks = Launch::new(size)?.start(command)?;
-    let outputs: Vec<_> = (0..size)
-        .map(|rank| {
-            let child = ranks.child(rank);
-            let (out, err) = (child.stdout.take(), child.stderr.take());
-            thread::spawn(move || [read(err), read(out)].concat())
-        })
-        .collect();
-    let ended = ranks.wait(LIMIT);
-    let outputs: Vec<String> = outputs
-        .into_iter()
-        .map(|output| output.join().unwrap_or_default())
-        .collect();
-    let wrong = match &ended {
-        Ok(statuses) => complaints(name, statuses, &outputs),
-        Err(error) => BTreeMap::from([(size, error.to_string())]),
-    };
-    if wrong.is_empty() {
-        return Ok(());
-    }
-    let mut text = String::new();
-    for (rank, what) in &wrong {
-        text += &format!("rank {rank} of {size}: {what}\n");
-    }
-    for (rank, output) in outputs.iter().enumerate() {
-        text += &format!("---- rank {rank}\n{output}\n");
-    }
-    Err(text.into())
-}
-
-/// What the library of trials says at the end of a process that ran one.
-const RAN: &str = " 1 passed";
-
-/// What is wrong with how ranks ended.
-fn complaints(name: &str, statuses: &[ExitStatus], outputs: &[String]) -> BTreeMap<usize, String> {
-    let may_die = name.contains(&format!("/{KILLED}/"));
-    let is_killed = |status: &ExitStatus| status.signal() == Some(9);
-    let mut wrong = BTreeMap::new();
-    for (rank, (status, output)) in statuses.iter().zip(outputs).enumerate() {
-        if may_die && is_killed(status) {
-            continue;
-        }
-        if !status.success() {
-            wrong.insert(rank, status.to_string());
-        } else if !output.contains(RAN) {
-            wrong.insert(rank, "ran no trial of this name".into());
-        }
-    }
-    if may_die && !statuses.iter().any(is_killed) {
-        wrong.insert(statuses.len(), "no rank was killed".into());
-    }
-    wrong
-}
-
-fn read(from: Option<impl Read>) -> String {
-    let mut bytes = Vec::new();
-    if let Some(mut from) = from {
-        // What was read until an error is worth showing.
-        let _ = from.read_to_end(&mut bytes);
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_rank_that_ran_nothing_or_was_not_killed_is_noticed() {
-        let [fine, failed, killed] = [0, 1 << 8, 9].map(ExitStatus::from_raw);
-        let (ran, idle) = ("test result: ok. 1 passed; 0 failed", "ok. 0 passed");
-        let told = |name, ranks: &[(ExitStatus, &str)]| {
-            let statuses: Vec<_> = ranks.iter().map(|r| r.0).collect();
-            let outputs: Vec<_> = ranks.iter().map(|r| r.1.to_owned()).collect();
-            complaints(name, &statuses, &outputs)
-                .into_keys()
-                .collect::<Vec<_>>()
-        };
-        let plain = "processes/w2/life/closed";
-        assert_eq!(told(plain, &[(fine, ran), (fine, ran)]), [0; 0]);
-        assert_eq!(told(plain, &[(fine, ran), (fine, idle)]), [1]);
-        assert_eq!(told(plain, &[(failed, ran), (killed, "")]), [0, 1]);
-        let deadly = "processes/w2/killed/barrier";
-        assert_eq!(told(deadly, &[(killed, ""), (fine, ran)]), [0; 0]);
-        assert_eq!(told(deadly, &[(killed, ""), (fine, idle)]), [1]);
-        assert_eq!(told(deadly, &[(fine, ran), (fine, ran)]), [2]);
-    }
 }

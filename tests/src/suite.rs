@@ -58,7 +58,13 @@ impl World {
 pub struct Suite {
     backend: Arc<dyn Backend>,
     base_seed: u64,
-    trials: Vec<Trial>,
+    contracts: Vec<Contract>,
+}
+
+/// A contract at one group size.
+struct Contract {
+    name: String,
+    run: Box<dyn FnOnce() -> Result<(), Failed> + Send>,
 }
 
 impl Suite {
@@ -67,7 +73,7 @@ impl Suite {
         Self {
             backend,
             base_seed: base_seed(),
-            trials: Vec::new(),
+            contracts: Vec::new(),
         }
     }
 
@@ -78,7 +84,24 @@ impl Suite {
 
     /// All of them.
     pub fn into_trials(self) -> Vec<Trial> {
-        self.trials
+        let contracts = self.contracts.into_iter();
+        contracts.map(|c| Trial::test(c.name, c.run)).collect()
+    }
+
+    /// All their names.
+    pub fn into_names(self) -> impl Iterator<Item = String> {
+        self.contracts.into_iter().map(|contract| contract.name)
+    }
+
+    /// Runs one of them, and drops what it leaves behind before the result is there.
+    ///
+    /// # Errors
+    /// Why it failed; that there is none of this name.
+    pub fn run(self, name: &str) -> Result<(), Failed> {
+        match self.contracts.into_iter().find(|c| c.name == name) {
+            Some(contract) => (contract.run)(),
+            None => Err(format!("there is no trial {name:?}").into()),
+        }
     }
 
     /// A contract at every group size.
@@ -111,11 +134,13 @@ impl Suite {
             size,
             seed: hasher.finish(),
         };
-        self.trials.push(Trial::test(name, move || {
+        let run = move || {
             catch_unwind(AssertUnwindSafe(|| contract(&world))).map_err(|payload| {
                 let text = panic_text(&*payload);
                 Failed::from(format!("{text}\nreplay with {SEED}={base_seed}"))
             })
-        }));
+        };
+        let run = Box::new(run);
+        self.contracts.push(Contract { name, run });
     }
 }

@@ -9,13 +9,10 @@ fn main() -> ExitCode {
     let mut args = libtest_mimic::Arguments::from_args();
     args.test_threads = Some(1);
     #[cfg(target_os = "linux")]
-    let trials = brigade_conformance::processes::on_gpus().unwrap_or_else(|missing| {
-        vec![brigade_conformance::missing_trial(
-            "cuda-processes",
-            missing,
-        )]
+    return brigade_conformance::processes::on_gpus(&args).unwrap_or_else(|missing| {
+        let trial = brigade_conformance::missing_trial("cuda-processes", missing);
+        libtest_mimic::run(&args, vec![trial]).exit_code()
     });
     #[cfg(not(target_os = "linux"))]
-    let trials = Vec::new();
-    libtest_mimic::run(&args, trials).exit_code()
+    libtest_mimic::run(&args, Vec::new()).exit_code()
 }

@@ -5,8 +5,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let args = libtest_mimic::Arguments::from_args();
     #[cfg(target_os = "linux")]
-    let trials = brigade_conformance::processes::on_host();
+    return brigade_conformance::processes::on_host(&args);
     #[cfg(not(target_os = "linux"))]
-    let trials = Vec::new();
-    libtest_mimic::run(&args, trials).exit_code()
+    libtest_mimic::run(&args, Vec::new()).exit_code()
 }

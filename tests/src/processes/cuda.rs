@@ -78,6 +78,8 @@ impl Devices for Gpus {
         }
     }
 
+    /// A device of the trial's own. What takes long to open, the context, the kernels and the library that multiplies, stays in the
+    /// rank's process for the next.
     fn open(&self, rank: usize) -> Result<Arc<dyn Device>> {
         Ok(CudaDevice::new(rank % self.count)?)
     }
@@ -119,8 +121,10 @@ mod tests {
     use std::collections::BTreeSet;
 
     fn tried(count: usize) -> Vec<String> {
-        let trials = crate::processes::trials(Arc::new(Gpus { count, tiles: true }));
-        trials.iter().map(|t| t.name().to_owned()).collect()
+        let gpus: Arc<dyn Devices> = Arc::new(Gpus { count, tiles: true });
+        let names = crate::processes::names(&gpus);
+        let many = killed::trial(&gpus, false, 0);
+        names.chain(many.map(|t| t.name().to_owned())).collect()
     }
 
     /// What is chosen by name is still there under that name.
