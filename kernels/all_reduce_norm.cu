@@ -16,6 +16,59 @@ __device__ inline void poison_outputs(const AllReduceNormParams& p) {
 
 using namespace brigade;
 
+// Blocks that share a row: a cluster, where there are few rows. All blocks of one meet like the threads of a block.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t n;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t n;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// Into the same place of block `to` of the cluster.
+__device__ __forceinline__ void put(uint32_t* at, uint32_t to, uint32_t value) {
+  asm volatile("{.reg .u32 r; mapa.shared::cluster.u32 r, %0, %1; st.shared::cluster.u32 [r], %2;}" ::"r"(
+                   uint32_t(__cvta_generic_to_shared(at))),
+               "r"(to), "r"(value)
+               : "memory");
+}
+#else
+__device__ __forceinline__ uint32_t cluster_size() { return 1; }
+__device__ __forceinline__ uint32_t cluster_rank() { return 0; }
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ void put(uint32_t*, uint32_t, uint32_t) {}
+#endif
+
+// The part of a row that a block has: of those with which it shares the row, it is one.
+struct Part {
+  uint32_t rank, size;
+
+  __device__ __forceinline__ uint32_t granule(uint32_t k) const { return (k * size + rank) * blockDim.x + threadIdx.x; }
+
+  // What each warp gives all blocks, by one of its lanes or several.
+  __device__ __forceinline__ void give(uint32_t* at, uint32_t value) const {
+    const uint32_t lane = threadIdx.x % 32;
+    if (size == 1) {
+      if (lane == 0) *at = value;
+    } else if (lane < size) {
+      put(at, lane, value);
+    }
+  }
+
+  // All have given.
+  __device__ __forceinline__ void meet() const {
+    if (size == 1) return __syncthreads();
+    cluster_arrive();
+    cluster_wait();
+  }
+};
+
 // Granules of a row that a thread has.
 constexpr uint32_t most_granules = NORM_COLUMNS / 8 / NORM_THREADS;
 // Leaves of the tree above a warp's.
@@ -78,25 +131,27 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
 
   // This thread's granules of a row, from granule `first` of an array on.
   template <uint32_t Each>
-  static __device__ __forceinline__ void read_row(const AllReduceNormParams& p, uint64_t array, uint32_t first, uint4 (&to)[Each]) {
+  static __device__ __forceinline__ void read_row(const AllReduceNormParams& p, Part part, uint64_t array, uint32_t first,
+                                                  uint4 (&to)[Each]) {
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = k * blockDim.x + threadIdx.x;
+      const uint32_t g = part.granule(k);
       to[k] = make_uint4(0, 0, 0, 0);
       if (g < p.granules) to[k] = read(p, array, first + g);
     }
   }
 
-  // What comes behind the sums `h` of a row, by all threads of the block.
+  // What comes behind the sums `h` of a row, by all threads of the blocks that share it.
   template <uint32_t Each>
-  __device__ __forceinline__ void norm(uint32_t row, uint4 (&h)[Each], const uint4 (&residual)[Each], const uint4 (&weight)[Each]) const {
+  __device__ __forceinline__ void norm(Part part, uint32_t row, uint4 (&h)[Each], const uint4 (&residual)[Each],
+                                       const uint4 (&weight)[Each]) const {
     // All have read those of the row before: they met when they took this one.
-    __shared__ float mine[most_groups];
+    __shared__ uint32_t mine[most_groups];
     const uint32_t lane = threadIdx.x % 32, count = (p.granules + 31) / 32;
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = k * blockDim.x + threadIdx.x;
-      if (k * blockDim.x >= p.granules) break;
+      const uint32_t g = part.granule(k);
+      if (k * part.size * blockDim.x >= p.granules) break;
       float q = 0;
       if (g < p.granules) {
         float x[lanes<In>], r[lanes<In>];
@@ -117,20 +172,20 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
         }
       }
       q = whole_tree(q);
-      if (lane == 0 && g / 32 < count) mine[g / 32] = q;
+      if (g / 32 < count) part.give(&mine[g / 32], __float_as_uint(q));
     }
-    __syncthreads();
+    part.meet();
     float q[4];
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) q[i] = 4 * lane + i < count ? mine[4 * lane + i] : 0.0f;
+    for (uint32_t i = 0; i < 4; ++i) q[i] = 4 * lane + i < count ? __uint_as_float(mine[4 * lane + i]) : 0.0f;
     const float squares = whole_tree(__fadd_rn(__fadd_rn(q[0], q[1]), __fadd_rn(q[2], q[3])));
     const float inverse =
         __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, float(p.hidden)), __uint_as_float(p.eps))));
     uint32_t greatest = 0;
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = k * blockDim.x + threadIdx.x;
-      if (k * blockDim.x >= p.granules) break;
+      const uint32_t g = part.granule(k);
+      if (k * part.size * blockDim.x >= p.granules) break;
       if (g >= p.granules) continue;
       float x[lanes<In>], w[lanes<In>];
       values<In>(h[k], x);
@@ -152,23 +207,23 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
         }
       }
     }
-    if (p.form == NORM_INT8) by_row(row, greatest, h);
+    if (p.form == NORM_INT8) by_row(part, row, greatest, h);
   }
 
   // int8, by the greatest magnitude of the row.
   template <uint32_t Each>
-  __device__ __forceinline__ void by_row(uint32_t row, uint32_t greatest, const uint4 (&h)[Each]) const {
+  __device__ __forceinline__ void by_row(Part part, uint32_t row, uint32_t greatest, const uint4 (&h)[Each]) const {
     __shared__ uint32_t mine[NORM_THREADS / 32];
     greatest = __reduce_max_sync(0xFFFFFFFFu, greatest);
-    if (threadIdx.x % 32 == 0) mine[threadIdx.x / 32] = greatest;
-    __syncthreads();
-    const uint32_t lane = threadIdx.x % 32;
-    greatest = __reduce_max_sync(0xFFFFFFFFu, lane < blockDim.x / 32 ? mine[lane] : 0);
+    const uint32_t warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    part.give(&mine[part.rank * warps + threadIdx.x / 32], greatest);
+    part.meet();
+    greatest = __reduce_max_sync(0xFFFFFFFFu, lane < part.size * warps ? mine[lane] : 0);
     const float scale = canonical(__fdiv_rn(__uint_as_float(greatest), 127.0f));
-    if (threadIdx.x == 0) reinterpret_cast<float*>(p.scales)[row] = scale;
+    if (threadIdx.x == 0 && part.rank == 0) reinterpret_cast<float*>(p.scales)[row] = scale;
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = k * blockDim.x + threadIdx.x;
+      const uint32_t g = part.granule(k);
       if (g < p.granules) quantize(row, g, h[k], scale, false);
     }
   }
@@ -276,14 +331,15 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   __device__ __forceinline__ bool norm_row(uint32_t owner, uint32_t j, bool failed, bool& herald) const {
     const uint32_t row = TwoShot ? owner * p.share + j : j;
     if (row >= p.rows) return true;
+    constexpr Part alone{0, 1};
     // On their way while sums are waited for.
     Row h = {}, residual, weight;
-    read_row(p, p.residual, row * p.granules, residual);
+    read_row(p, alone, p.residual, row * p.granules, residual);
     const bool there = !failed && take(owner, j, herald, h);
     if (!__syncthreads_and(there)) return false;
     // On its way until all have met.
-    read_row(p, p.weight, 0, weight);
-    norm(row, h, residual, weight);
+    read_row(p, alone, p.weight, 0, weight);
+    norm(alone, row, h, residual, weight);
     return true;
   }
 
@@ -339,7 +395,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   }
 };
 
-// The plain kernel, where one turn is enough, and a row for a block.
+// The plain kernel, where one turn is enough, and there is a block for each row, or a cluster of them.
 template <uint32_t In, int Most, bool TwoShot>
 struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
   using Base = OneTurn<AllReduceNormParams, In, Most>;
@@ -351,8 +407,9 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
   using Row = uint4[each];
 
   static __device__ __forceinline__ bool is_enough(const AllReduceNormParams& p) {
-    return p.size > 1 && Turns::place_of(p) <= gridDim.x * blockDim.x && (TwoShot ? p.share * p.size : p.rows) <= gridDim.x &&
-           p.granules <= each * blockDim.x;
+    const uint32_t blocks = cluster_size();
+    return p.size > 1 && Turns::place_of(p) <= gridDim.x * blockDim.x &&
+           (TwoShot ? p.share * p.size : p.rows) * blocks <= gridDim.x && p.granules <= each * blockDim.x * blocks;
   }
 
   // In the first buffer, where this rank finds what comes.
@@ -364,11 +421,15 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
     uint4 in[Turns::inputs];
     Turns::load(p, j, in);
     const Targets<AllReduceNormParams, Most> to(p, place, j);
-    Sources from(p, slots(p) + 16ull * (TwoShot ? j : blockIdx.x * p.granules + threadIdx.x), place);
-    ShortNorm(p, nothing_of(threadIdx.x)).run(j, place, in, to, from);
+    const Part part{cluster_rank(), cluster_size()};
+    const uint32_t which = blockIdx.x / part.size;
+    Sources from(p, slots(p) + 16ull * (TwoShot ? j : which * p.granules + part.granule(0)), place);
+    // Nobody gives others anything before all are there.
+    if (part.size > 1) cluster_arrive();
+    ShortNorm(p, nothing_of(threadIdx.x)).run(j, place, part, which, in, to, from);
   }
 
-  __device__ __forceinline__ void run(uint32_t j, uint32_t place, const uint4 (&in)[Turns::inputs],
+  __device__ __forceinline__ void run(uint32_t j, uint32_t place, Part part, uint32_t which, const uint4 (&in)[Turns::inputs],
                                       const Targets<AllReduceNormParams, Most>& to, Sources& from) const {
     const uint64_t offset = buffer * p.buffer_bytes;
     const uint32_t all = p.rows * p.granules;
@@ -399,38 +460,37 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
         }
       }
     }
-    const uint32_t distance = TwoShot ? blockIdx.x % p.size : 0, index = TwoShot ? blockIdx.x / p.size : blockIdx.x;
+    if (part.size > 1) cluster_wait();
+    const uint32_t distance = TwoShot ? which % p.size : 0, index = TwoShot ? which / p.size : which;
     const uint32_t row = TwoShot ? peer_of(p, distance) * p.share + index : index;
     if (row < p.rows && (!TwoShot || index < p.share)) {
       // On their way while sums are waited for.
       Row h = {}, residual, weight;
-      Turns::read_row(p, p.residual, row * p.granules, residual);
-      Turns::read_row(p, p.weight, 0, weight);
+      Turns::read_row(p, part, p.residual, row * p.granules, residual);
+      Turns::read_row(p, part, p.weight, 0, weight);
       if constexpr (TwoShot) {
         const uint64_t nearer = p.size - 2 + (distance == 0 ? p.size : distance);
-        failed = failed || !take(slots(p) + offset + 16 * (nearer * place + index * p.granules), peer_of(p, distance), h);
-      } else if (threadIdx.x < p.granules && !failed) {
+        failed = failed || !take(part, slots(p) + offset + 16 * (nearer * place + index * p.granules), peer_of(p, distance), h);
+      } else if (part.granule(0) < p.granules && !failed) {
         Sum sum;
-        failed = !this->reduce(from, Turns::read(p, p.from, row * p.granules + threadIdx.x), herald, sum);
+        failed = !this->reduce(from, Turns::read(p, p.from, row * p.granules + part.granule(0)), herald, sum);
         herald = false;
         h[0] = sum.part[0];
       }
-      if (__syncthreads_or(failed)) {
-        failed = true;
-      } else {
-        Turns(p, use, buffer, flag).norm(row, h, residual, weight);
-      }
+      // Blocks of a cluster meet whether or not one has failed: then all that they write is poisoned later.
+      if (part.size == 1) failed = __syncthreads_or(failed);
+      if (part.size > 1 || !failed) Turns(p, use, buffer, flag).norm(part, row, h, residual, weight);
     }
     if (herald && !failed) failed = !this->await_arrival();
     this->finish(failed);
   }
 
   // This thread's sums of a row that lie from `from` on, by `owner`. False if they do not come.
-  __device__ __forceinline__ bool take(uint64_t from, uint32_t owner, Row& h) const {
+  __device__ __forceinline__ bool take(Part part, uint64_t from, uint32_t owner, Row& h) const {
     const auto look = [&] {
 #pragma unroll
       for (uint32_t k = 0; k < each; ++k) {
-        const uint32_t g = k * blockDim.x + threadIdx.x;
+        const uint32_t g = part.granule(k);
         h[k] = make_uint4(0, 0, 0, 0);
         if (g < p.granules) h[k] = peek(from + 16ull * g);
       }

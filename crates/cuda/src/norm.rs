@@ -297,41 +297,66 @@ impl Job<'_> {
             parameters.poisoned_bytes[i] = out.bytes() as u64;
             parameters.poison[i] = types::poison_pattern(out.dtype());
         }
-        let shape = self.norm_shape(&cut, size);
+        let shape = self.norm_shape(pushed, &cut, (size, wide));
         // SAFETY: all arguments lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 
     /// A block for each row, with a thread for each granule of it; where there are many rows, twice as many blocks with a thread for
-    /// two. Beside few rows there are blocks that push and nothing else. All within the places that this rank has for blocks that
-    /// wait, and half of them where that is enough, so that the next kernel finds its places too.
-    fn norm_shape(&self, cut: &RowShares, size: usize) -> Launch {
+    /// two, and where there are few, a cluster of small blocks for each, as all threads of a multiprocessor take turns. Beside few
+    /// rows there are blocks that push and nothing else. All within the places that this rank has for blocks that wait, and half
+    /// of them where that is enough, so that the next kernel finds its places too.
+    fn norm_shape(
+        &self,
+        algorithm: AllReduceAlgorithm,
+        cut: &RowShares,
+        (size, wide): (usize, bool),
+    ) -> Launch {
         let core = self.core;
         let sms = u32::from(core.device.info().sms);
         let budget = core.config.sm_budget.map_or(sms, u32::from).max(1);
-        let fit = |threads: u32| match size {
+        let places = |threads: u32| match size {
             // Nobody to wait for.
             1 => sms,
             _ if core.memory.desk.is_some() => 1,
             _ => core.exchanging.blocks() * ALL_REDUCE_THREADS / threads,
         };
+        let fit = |threads: u32| places(threads).min(budget).max(1);
         let threads = |granules: u32| granules.next_multiple_of(32).clamp(32, NORM_THREADS);
-        let (rows, granules) = (cut.rows as u32, cut.row_granules as u32);
-        let whole = threads(granules);
-        let threads = match 2 * rows <= fit(whole).min(budget) {
-            true => whole,
-            false => threads(granules.div_ceil(2)),
+        let granules = cut.row_granules as u32;
+        // In two shots every rank has a share as large as the largest.
+        let rows = match algorithm {
+            AllReduceAlgorithm::TwoShotPush => (cut.share * size) as u32,
+            _ => cut.rows as u32,
         };
-        let fit = fit(threads).min(budget).max(1);
+        // What the kernel does in one turn alone is what it has clusters for.
+        let short = wide && (2..=RANKS[0]).contains(&size) && core.memory.desk.is_none();
+        let cluster = [8, 4, 2].into_iter().find(|blocks| {
+            let fits = rows.max(1).saturating_mul(*blocks) <= fit(threads(granules / blocks));
+            let much = (64 * blocks..=NORM_THREADS).contains(&granules);
+            short && core.overtakes && much && fits
+        });
+        let whole = threads(granules);
+        let (cluster, threads) = match cluster {
+            Some(blocks) => (blocks, threads(granules.div_ceil(blocks))),
+            None if 2 * rows <= fit(whole) => (1, whole),
+            None => (1, threads(granules.div_ceil(2))),
+        };
         let pushing = match size {
             1 => 0,
             _ => u32::try_from(cut.granules().div_ceil(PUSHING)).unwrap_or(u32::MAX),
         };
-        let most = if 2 * rows <= fit { fit / 2 } else { fit };
-        let blocks = rows.max(pushing).clamp(1, most.max(1));
+        let fit = fit(threads);
+        let most = if cluster == 1 && 2 * rows <= fit {
+            fit / 2
+        } else {
+            fit
+        };
+        let blocks = (rows * cluster).max(pushing).clamp(1, most.max(1));
         Launch {
-            programmatic: size > 1 && core.overtakes && 2 * blocks <= fit,
-            ..Launch::grid(blocks, threads)
+            programmatic: size > 1 && core.overtakes && 2 * blocks <= places(threads),
+            cluster,
+            ..Launch::grid((blocks / cluster).max(1) * cluster, threads)
         }
     }
 }
