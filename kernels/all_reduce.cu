@@ -213,11 +213,13 @@ struct ShortAllReduce : OneTurn<AllReduceParams, In, Most> {
 
   static __device__ __forceinline__ void run(const AllReduceParams& p) {
     const uint32_t j = blockIdx.x * blockDim.x + threadIdx.x;
-    uint4 in[Turns::inputs];
-    Turns::load(p, j, in);
     const typename Turns::Places places(p, p.share, j);
     Sources from(p, p.base + p.rank * p.stride + p.slots + 16ull * j, p.share);
-    ShortAllReduce(p, nothing_of(threadIdx.x)).run(j, in, places, from);
+    const uint32_t nothing = nothing_of(threadIdx.x);
+    begin_with(places.bits() | from.bits() | nothing);
+    uint4 in[Turns::inputs];
+    Turns::load(p, j, in);
+    ShortAllReduce(p, nothing).run(j, in, places, from);
   }
 
   __device__ __forceinline__ void run(uint32_t j, const uint4 (&in)[Turns::inputs], const typename Turns::Places& places,
@@ -276,18 +278,23 @@ __device__ __noinline__ void in_general(const AllReduceParams& p) {
   Kernel::run(p);
 }
 
+template <uint32_t In, uint32_t Out, int Most, bool TwoShot>
+__device__ __forceinline__ void all_reduce(const AllReduceParams& p) {
+  using Kernel = AllReduce<In, Out, Most, TwoShot, true>;
+  const bool plain = Kernel::is_plain(p);
+  if constexpr (In == Out && Most <= 4) {
+    if (plain && ShortAllReduce<In, Most, TwoShot>::is_enough(p)) return ShortAllReduce<In, Most, TwoShot>::run(p);
+  }
+  begin();
+  if (!plain) return in_general<AllReduce<In, Out, Most, TwoShot, false>>(p);
+  Kernel::run(p);
+}
+
 // Two blocks find room on a multiprocessor, as those of messages do, which have the same places.
-#define ALL_REDUCE(NAME, IN, OUT, MOST, TWO)                                                             \
-  extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)                                    \
-      brigade_all_reduce_##NAME##_##MOST(const __grid_constant__ AllReduceParams p) {                    \
-    wait_for_previous_kernel();                                                                          \
-    let_next_kernel_start();                                                                             \
-    using Kernel = AllReduce<IN, OUT, MOST, TWO, true>;                                                  \
-    if (!Kernel::is_plain(p)) return in_general<AllReduce<IN, OUT, MOST, TWO, false>>(p);                \
-    if constexpr (IN == OUT && MOST <= 4) {                                                              \
-      if (ShortAllReduce<IN, MOST, TWO>::is_enough(p)) return ShortAllReduce<IN, MOST, TWO>::run(p);     \
-    }                                                                                                    \
-    Kernel::run(p);                                                                                      \
+#define ALL_REDUCE(NAME, IN, OUT, MOST, TWO)                                          \
+  extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)                 \
+      brigade_all_reduce_##NAME##_##MOST(const __grid_constant__ AllReduceParams p) { \
+    all_reduce<IN, OUT, MOST, TWO>(p);                                                \
   }
 
 #define FOR_RANKS(NAME, IN, OUT, TWO) \

@@ -45,28 +45,50 @@ __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void put(uint32_t*, uint32_t, uint32_t) {}
 #endif
 
-// The part of a row that a block has: of those with which it shares the row, it is one.
-struct Part {
-  uint32_t rank, size;
+// A row that a block has for itself.
+struct Alone {
+  static constexpr uint32_t rank = 0, size = 1;
 
-  __device__ __forceinline__ uint32_t granule(uint32_t k) const { return (k * size + rank) * blockDim.x + threadIdx.x; }
+  __device__ __forceinline__ uint32_t granule(uint32_t k) const { return k * blockDim.x + threadIdx.x; }
 
   // What each warp gives all blocks, by one of its lanes or several.
   __device__ __forceinline__ void give(uint32_t* at, uint32_t value) const {
-    const uint32_t lane = threadIdx.x % 32;
-    if (size == 1) {
-      if (lane == 0) *at = value;
-    } else if (lane < size) {
-      put(at, lane, value);
-    }
+    if (threadIdx.x % 32 == 0) *at = value;
   }
 
   // All have given.
+  __device__ __forceinline__ void meet() const { __syncthreads(); }
+
+  // Whether one has failed: so that all stop.
+  __device__ __forceinline__ bool stops(bool failed) const { return __syncthreads_or(failed); }
+
+  __device__ __forceinline__ void begin() const {}
+  __device__ __forceinline__ void begun() const {}
+};
+
+// A row that the blocks of a cluster share.
+struct Shared {
+  uint32_t rank, size;
+
+  __device__ __forceinline__ Shared() : rank(cluster_rank()), size(cluster_size()) {}
+
+  __device__ __forceinline__ uint32_t granule(uint32_t k) const { return (k * size + rank) * blockDim.x + threadIdx.x; }
+
+  __device__ __forceinline__ void give(uint32_t* at, uint32_t value) const {
+    if (threadIdx.x % 32 < size) put(at, threadIdx.x % 32, value);
+  }
+
   __device__ __forceinline__ void meet() const {
-    if (size == 1) return __syncthreads();
     cluster_arrive();
     cluster_wait();
   }
+
+  // They meet in any case, so all go on; what they write is poisoned later.
+  __device__ __forceinline__ bool stops(bool) const { return false; }
+
+  // Nobody gives others anything before all are there.
+  __device__ __forceinline__ void begin() const { cluster_arrive(); }
+  __device__ __forceinline__ void begun() const { cluster_wait(); }
 };
 
 // Granules of a row that a thread has.
@@ -130,7 +152,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   }
 
   // This thread's granules of a row, from granule `first` of an array on.
-  template <uint32_t Each>
+  template <typename Part, uint32_t Each>
   static __device__ __forceinline__ void read_row(const AllReduceNormParams& p, Part part, uint64_t array, uint32_t first,
                                                   uint4 (&to)[Each]) {
 #pragma unroll
@@ -142,7 +164,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   }
 
   // What comes behind the sums `h` of a row, by all threads of the blocks that share it.
-  template <uint32_t Each>
+  template <typename Part, uint32_t Each>
   __device__ __forceinline__ void norm(Part part, uint32_t row, uint4 (&h)[Each], const uint4 (&residual)[Each],
                                        const uint4 (&weight)[Each]) const {
     // All have read those of the row before: they met when they took this one.
@@ -211,7 +233,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   }
 
   // int8, by the greatest magnitude of the row.
-  template <uint32_t Each>
+  template <typename Part, uint32_t Each>
   __device__ __forceinline__ void by_row(Part part, uint32_t row, uint32_t greatest, const uint4 (&h)[Each]) const {
     __shared__ uint32_t mine[NORM_THREADS / 32];
     greatest = __reduce_max_sync(0xFFFFFFFFu, greatest);
@@ -331,7 +353,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   __device__ __forceinline__ bool norm_row(uint32_t owner, uint32_t j, bool failed, bool& herald) const {
     const uint32_t row = TwoShot ? owner * p.share + j : j;
     if (row >= p.rows) return true;
-    constexpr Part alone{0, 1};
+    constexpr Alone alone;
     // On their way while sums are waited for.
     Row h = {}, residual, weight;
     read_row(p, alone, p.residual, row * p.granules, residual);
@@ -396,37 +418,37 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
 };
 
 // The plain kernel, where one turn is enough, and there is a block for each row, or a cluster of them.
-template <uint32_t In, int Most, bool TwoShot>
+template <uint32_t In, int Most, bool TwoShot, typename Part>
 struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
   using Base = OneTurn<AllReduceNormParams, In, Most>;
   using Turns = AllReduceNorm<In, Most, TwoShot, true>;
   using Base::Base, Base::p, Base::flag, Base::use, Base::buffer, Base::stopped;
   using typename Base::Sources, typename Base::Sum;
   // Granules of a row that a thread has.
-  static constexpr uint32_t each = TwoShot ? most_granules : 1;
+  static constexpr uint32_t each = TwoShot && std::is_same_v<Part, Alone> ? most_granules : 1;
   using Row = uint4[each];
 
-  static __device__ __forceinline__ bool is_enough(const AllReduceNormParams& p) {
-    const uint32_t blocks = cluster_size();
+  static __device__ __forceinline__ bool is_enough(const AllReduceNormParams& p, Part part) {
     return p.size > 1 && Turns::place_of(p) <= gridDim.x * blockDim.x &&
-           (TwoShot ? p.share * p.size : p.rows) * blocks <= gridDim.x && p.granules <= each * blockDim.x * blocks;
+           (TwoShot ? p.share * p.size : p.rows) * part.size <= gridDim.x && p.granules <= each * blockDim.x * part.size;
   }
 
   // In the first buffer, where this rank finds what comes.
   static __device__ __forceinline__ uint64_t slots(const AllReduceNormParams& p) { return p.base + p.rank * p.stride + p.slots; }
 
-  static __device__ __forceinline__ void run(const AllReduceNormParams& p) {
+  // All that follows from parameters is found before the kernel in front of this one has ended.
+  static __device__ __forceinline__ void run(const AllReduceNormParams& p, Part part) {
     // The warps of a block are far apart, so that few rows are pushed by many blocks.
     const uint32_t j = (threadIdx.x / 32 * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32, place = Turns::place_of(p);
+    const uint32_t which = blockIdx.x / part.size;
+    const Targets<AllReduceNormParams, Most> to(p, place, j);
+    Sources from(p, slots(p) + 16ull * (TwoShot ? j : which * p.granules + part.granule(0)), place);
+    part.begin();
+    const uint32_t nothing = nothing_of(threadIdx.x);
+    begin_with(to.bits() | from.bits() | nothing);
     uint4 in[Turns::inputs];
     Turns::load(p, j, in);
-    const Targets<AllReduceNormParams, Most> to(p, place, j);
-    const Part part{cluster_rank(), cluster_size()};
-    const uint32_t which = blockIdx.x / part.size;
-    Sources from(p, slots(p) + 16ull * (TwoShot ? j : which * p.granules + part.granule(0)), place);
-    // Nobody gives others anything before all are there.
-    if (part.size > 1) cluster_arrive();
-    ShortNorm(p, nothing_of(threadIdx.x)).run(j, place, part, which, in, to, from);
+    ShortNorm(p, nothing).run(j, place, part, which, in, to, from);
   }
 
   __device__ __forceinline__ void run(uint32_t j, uint32_t place, Part part, uint32_t which, const uint4 (&in)[Turns::inputs],
@@ -460,7 +482,7 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
         }
       }
     }
-    if (part.size > 1) cluster_wait();
+    part.begun();
     const uint32_t distance = TwoShot ? which % p.size : 0, index = TwoShot ? which / p.size : which;
     const uint32_t row = TwoShot ? peer_of(p, distance) * p.share + index : index;
     if (row < p.rows && (!TwoShot || index < p.share)) {
@@ -477,9 +499,11 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
         herald = false;
         h[0] = sum.part[0];
       }
-      // Blocks of a cluster meet whether or not one has failed: then all that they write is poisoned later.
-      if (part.size == 1) failed = __syncthreads_or(failed);
-      if (part.size > 1 || !failed) Turns(p, use, buffer, flag).norm(part, row, h, residual, weight);
+      if (part.stops(failed)) {
+        failed = true;
+      } else {
+        Turns(p, use, buffer, flag).norm(part, row, h, residual, weight);
+      }
     }
     if (herald && !failed) failed = !this->await_arrival();
     this->finish(failed);
@@ -508,17 +532,32 @@ __device__ __noinline__ void in_general(const AllReduceNormParams& p) {
   Kernel::run(p);
 }
 
+// Whether one turn was enough.
+template <uint32_t In, int Most, bool TwoShot, typename Part>
+__device__ __forceinline__ bool in_one_turn(const AllReduceNormParams& p, Part part) {
+  using Kernel = ShortNorm<In, Most, TwoShot, Part>;
+  if (!Kernel::is_enough(p, part)) return false;
+  Kernel::run(p, part);
+  return true;
+}
+
+template <uint32_t In, int Most, bool TwoShot>
+__device__ __forceinline__ void all_reduce_norm(const AllReduceNormParams& p) {
+  using Kernel = AllReduceNorm<In, Most, TwoShot, true>;
+  const bool plain = Kernel::is_plain(p);
+  if constexpr (Most <= 4) {
+    if (plain && cluster_size() > 1 && in_one_turn<In, Most, TwoShot>(p, Shared())) return;
+    if (plain && in_one_turn<In, Most, TwoShot>(p, Alone())) return;
+  }
+  begin();
+  if (!plain) return in_general<AllReduceNorm<In, Most, TwoShot, false>>(p);
+  Kernel::run(p);
+}
+
 #define NORM(NAME, IN, MOST, TWO)                                                              \
-  extern "C" __global__ void __launch_bounds__(NORM_THREADS)                              \
+  extern "C" __global__ void __launch_bounds__(NORM_THREADS)                                   \
       brigade_all_reduce_norm_##NAME##_##MOST(const __grid_constant__ AllReduceNormParams p) { \
-    wait_for_previous_kernel();                                                                \
-    let_next_kernel_start();                                                                   \
-    using Kernel = AllReduceNorm<IN, MOST, TWO, true>;                                         \
-    if (!Kernel::is_plain(p)) return in_general<AllReduceNorm<IN, MOST, TWO, false>>(p);       \
-    if constexpr (MOST <= 4) {                                                                 \
-      if (ShortNorm<IN, MOST, TWO>::is_enough(p)) return ShortNorm<IN, MOST, TWO>::run(p);     \
-    }                                                                                          \
-    Kernel::run(p);                                                                            \
+    all_reduce_norm<IN, MOST, TWO>(p);                                                         \
   }
 
 #define FOR_RANKS(NAME, IN, TWO) \

@@ -6,6 +6,19 @@
 
 namespace brigade {
 
+// What the kernel before this one wrote is there.
+__device__ __forceinline__ void begin() {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+}
+
+// The same, when these addresses have been found: from parameters alone, so the kernel before this one may still run. None is 0, but
+// a way out that depends on them is what the assembler does not move behind the wait.
+__device__ __forceinline__ void begin_with(uint64_t addresses) {
+  asm volatile("{.reg .pred q; setp.eq.u64 q, %0, 0; @q exit;}" ::"l"(addresses));
+  begin();
+}
+
 // Where granule `j` of this rank goes, in the first buffer of every peer, by distance.
 template <typename P, int Most>
 struct Targets {
@@ -19,6 +32,14 @@ struct Targets {
       // Not later, where there are registers for them.
       if constexpr (Most <= 4) asm volatile("" : "+l"(at[d - 1]));
     }
+  }
+
+  // Of all addresses.
+  __device__ __forceinline__ uint64_t bits() const {
+    uint64_t all = 0;
+#pragma unroll
+    for (int d = 1; d < Most; ++d) all |= at[d - 1];
+    return all;
   }
 };
 
@@ -47,6 +68,13 @@ struct OneTurn : Sums<P, In, In, Most, false> {
         at[k] = nearest + 16ull * nearer * place;
         asm volatile("" : "+l"(at[k]));
       }
+    }
+
+    __device__ __forceinline__ uint64_t bits() const {
+      uint64_t all = 0;
+#pragma unroll
+      for (int k = 0; k < Most - 1; ++k) all |= at[k];
+      return all;
     }
 
     __device__ __forceinline__ void move(uint64_t bytes) {

@@ -331,7 +331,7 @@ impl Job<'_> {
         };
         // What the kernel does in one turn alone is what it has clusters for.
         let short = wide && (2..=RANKS[0]).contains(&size) && core.memory.desk.is_none();
-        let cluster = [8, 4, 2].into_iter().find(|blocks| {
+        let cluster = [8, 4].into_iter().find(|blocks| {
             let fits = rows.max(1).saturating_mul(*blocks) <= fit(threads(granules / blocks));
             let much = (64 * blocks..=NORM_THREADS).contains(&granules);
             short && core.overtakes && much && fits
