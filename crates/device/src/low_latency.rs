@@ -2,8 +2,8 @@
 //! and a receive, and nobody waits between them. Places are fixed, so no counts go ahead, and two slots let two exchanges overlap.
 
 use crate::{
-    Buffer, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, Output, PlacementCall, Result,
-    Routing, ScaleFormat, View,
+    Buffer, CombineSum, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, Output,
+    PlacementCall, Result, Routing, ScaleFormat, Shape, View,
     params::{float, resident},
     routing::countable,
 };
@@ -39,6 +39,8 @@ pub struct LowLatencyDispatchParams<'a> {
     pub rows: View<'a>,
     /// Where they go.
     pub routing: Routing<'a>,
+    /// The weights of own tokens' experts, f32 `[tokens, k]`: for a combine by [`CombineSum::ExpertByRank`].
+    pub weights: Option<View<'a>>,
     /// Most tokens of any rank: the same on every rank.
     pub max_tokens: usize,
     /// Cast to fp8 on the way. Scales lie by rows.
@@ -58,6 +60,8 @@ pub struct LowLatencyDispatchCall {
     pub dtype: DataType,
     /// Experts of a token.
     pub k: usize,
+    /// Whether their weights go along.
+    pub weights: bool,
     /// Where experts are.
     pub placement: PlacementCall,
     /// Cast on the way.
@@ -92,6 +96,9 @@ impl LowLatencyDispatchParams<'_> {
             ));
         }
         resident("ids", Some(ids.memory()), rows.memory())?;
+        if let Some(weights) = self.weights {
+            weighty(weights, ids.shape(), rows)?;
+        }
         if let Some(cast) = self.cast {
             if !hidden.is_multiple_of(DispatchParams::ROW_BYTES) {
                 let least = DispatchParams::ROW_BYTES;
@@ -109,10 +116,23 @@ impl LowLatencyDispatchParams<'_> {
             hidden,
             dtype: rows.dtype(),
             k,
+            weights: self.weights.is_some(),
             placement,
             cast: self.cast,
         })
     }
+}
+
+/// Weights of own tokens' experts, beside rows of theirs.
+fn weighty(weights: View<'_>, want: Shape, rows: View<'_>) -> Result<()> {
+    if weights.dtype() != DataType::F32 {
+        let want = DataType::F32;
+        return Err(Error::invalid("weights.dtype", weights.dtype(), want));
+    }
+    if weights.shape() != want {
+        return Err(Error::invalid("weights.shape", weights.shape(), want));
+    }
+    resident("weights", Some(weights.memory()), rows.memory())
 }
 
 fn whole_row(dtype: DataType, hidden: usize) -> Result<()> {
@@ -152,8 +172,11 @@ pub struct LowLatencyCombineParams<'a> {
     /// f32, f16 or bf16 `[local experts, max_tokens x ranks, hidden]`, as the received rows lie; a row has a multiple of 16 bytes. What
     /// is behind an expert's count is not read.
     pub rows: View<'a>,
-    /// The weights of own tokens' experts, f32 `[tokens, k]`. They are read when the rows are received.
-    pub weights: View<'a>,
+    /// By `Expert`, a row for every expert of a token comes back; by `ExpertByRank`, one of every rank that has some of them: for that the
+    /// dispatch must have had weights. Not by `Rank`.
+    pub sum: CombineSum,
+    /// By `Expert`, and only there: the weights of own tokens' experts, f32 `[tokens, k]`. They are read when the rows are received.
+    pub weights: Option<View<'a>>,
 }
 
 /// The signed part of a low-latency combine.
@@ -165,6 +188,8 @@ pub struct LowLatencyCombineCall {
     pub hidden: usize,
     /// Their type.
     pub dtype: DataType,
+    /// What a token's rows become.
+    pub sum: CombineSum,
 }
 
 impl LowLatencyCombineParams<'_> {
@@ -179,7 +204,7 @@ impl LowLatencyCombineParams<'_> {
         generation: u8,
     ) -> Result<LowLatencyCombineCall> {
         there.sent.check(group, generation)?;
-        let (rows, weights) = (self.rows, self.weights);
+        let rows = self.rows;
         float("rows.dtype", rows.dtype())?;
         let experts = there.counts.shape().len();
         let room = there.sent.call.room(group.size);
@@ -191,19 +216,33 @@ impl LowLatencyCombineParams<'_> {
             }
         };
         whole_row(rows.dtype(), hidden)?;
-        if weights.dtype() != DataType::F32 {
-            let want = DataType::F32;
-            return Err(Error::invalid("weights.dtype", weights.dtype(), want));
+        match (self.sum, self.weights) {
+            (CombineSum::Expert, Some(weights)) => {
+                weighty(weights, there.sent.chosen.shape(), rows)?;
+            }
+            (CombineSum::Expert, None) => {
+                let want = "those of own tokens' experts, to add rows by Expert";
+                return Err(Error::invalid("weights", "none", want));
+            }
+            (CombineSum::Rank, _) => {
+                let want = "Expert or ExpertByRank";
+                return Err(Error::invalid("sum", "Rank", want));
+            }
+            (CombineSum::ExpertByRank, _) if !there.sent.call.weights => {
+                let want = "Expert: the dispatch had no weights";
+                return Err(Error::invalid("sum", "ExpertByRank", want));
+            }
+            (CombineSum::ExpertByRank, Some(weights)) => {
+                let want = "none: ExpertByRank takes those of the dispatch";
+                return Err(Error::invalid("weights", weights.shape(), want));
+            }
+            (CombineSum::ExpertByRank, None) => {}
         }
-        let want = there.sent.chosen.shape();
-        if weights.shape() != want {
-            return Err(Error::invalid("weights.shape", weights.shape(), want));
-        }
-        resident("weights", Some(weights.memory()), rows.memory())?;
         Ok(LowLatencyCombineCall {
             there: there.sent.call.clone(),
             hidden,
             dtype: rows.dtype(),
+            sum: self.sum,
         })
     }
 }
@@ -254,6 +293,17 @@ pub struct LowLatencyRows {
     pub counts: Buffer,
     /// i32 `[local experts, max_tokens x ranks, 3]`
     pub sources: Buffer,
+    /// If the dispatch had weights.
+    pub held: Option<LowLatencyHeld>,
+}
+
+/// What a rank keeps of the tokens whose rows came with weights, for backends.
+#[derive(Clone, Debug)]
+pub struct LowLatencyHeld {
+    /// The row that each of their experts got here, counted over all local experts, or -1: i32 `[ranks, max_tokens, k]`.
+    pub rows: Buffer,
+    /// The weights of those that have a row, f32 `[ranks, max_tokens, k]`.
+    pub weights: Buffer,
 }
 
 impl LowLatencyRows {
@@ -277,14 +327,26 @@ impl LowLatencyRows {
             },
             counts: new(DataType::I32, &[experts])?,
             sources: of_rows(DataType::I32, 3)?,
+            held: match call.weights {
+                true => {
+                    let dims = [sent.group.size, call.max_tokens, call.k];
+                    Some(LowLatencyHeld {
+                        rows: new(DataType::I32, &dims)?,
+                        weights: new(DataType::F32, &dims)?,
+                    })
+                }
+                false => None,
+            },
         })
     }
 
     /// All buffers that a receive fills.
     pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        let held = self.held.iter().flat_map(|h| [&h.rows, &h.weights]);
         [&self.rows, &self.counts, &self.sources]
             .into_iter()
             .chain(&self.scales)
+            .chain(held)
     }
 }
 
@@ -295,8 +357,8 @@ pub struct LowLatencyBack {
     pub sent: LowLatencySent,
     /// The combine.
     pub call: LowLatencyCombineCall,
-    /// The weights of own tokens' experts.
-    pub weights: Buffer,
+    /// The weights of own tokens' experts, if rows are multiplied here.
+    pub weights: Option<Buffer>,
 }
 
 impl LowLatencyBack {
@@ -305,7 +367,7 @@ impl LowLatencyBack {
     /// # Errors
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self, output: &Output<'_>) -> Result<()> {
-        let tokens = self.weights.shape().rows();
+        let tokens = self.sent.chosen.shape().rows();
         output.check(&[tokens, self.call.hidden])?;
         let (out, rows) = (output.dtype(), self.call.dtype);
         if out != rows && out != DataType::F32 {
@@ -421,9 +483,10 @@ pub struct PendingCombine<'d> {
 }
 
 impl PendingCombine<'_> {
-    /// Waits for them, and adds up those of each token: each multiplied by its weight, that product rounded to f32, in the order of the
-    /// token's experts, and one rounding to the type of `output`, `[tokens, hidden]`. A token without experts gets 0. Gives the result,
-    /// unless it went into the caller's buffer.
+    /// Waits for them, and adds up those of each token in f32, with one rounding to the type of `output`, `[tokens, hidden]`. By `Expert`
+    /// each is multiplied by its weight, that product rounded, in the order of the token's experts. By `ExpertByRank` each rank has done
+    /// so with its own and rounded their sum to the type of the rows; those are added in rank order. A token without experts gets 0.
+    /// Gives the result, unless it went into the caller's buffer.
     ///
     /// # Errors
     /// As [`Pending::receive`]; [`Error::Invalid`] also if another exchange has begun in this slot.

@@ -10,13 +10,13 @@ use crate::{
     routing::{Router, integers, set},
 };
 use brigade_device::{
-    Buffer, Call, DataType, Error, LowLatencyBack, LowLatencyCombineCall, LowLatencyCombineParams,
-    LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output, Plan,
-    Result, Turn,
+    Buffer, Call, CombineSum, DataType, Error, LowLatencyBack, LowLatencyCombineCall,
+    LowLatencyCombineParams, LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyHeld,
+    LowLatencyRows, LowLatencySent, Output, Plan, Result, Turn,
 };
 use brigade_plan::{
     dispatch::part_bytes,
-    low_latency::{Section, There, back_place, packed},
+    low_latency::{Section, There, back_order, back_place, packed},
     routes::Slots,
 };
 use brigade_sync::{Area, Half};
@@ -60,12 +60,19 @@ impl HostComm {
             chosen,
         };
         let (core, to, rows) = (self.core.clone(), sent.clone(), p.rows.retain());
+        let weights = p.weights.map(|weights| weights.retain());
         queue.run(move || {
             core.in_turn(&signed, |active| {
                 let of = begin(active, slot, half)?;
                 let routes = router.find()?;
                 set(&to.chosen, &routes.slots)?;
-                send(active, of, (&to.call, &routes.slots), &rows)
+                send(
+                    active,
+                    of,
+                    (&to.call, &routes.slots),
+                    &rows,
+                    weights.as_ref(),
+                )
             })
         })?;
         Ok(sent)
@@ -109,7 +116,7 @@ impl HostComm {
                 ..there.sent.clone()
             },
             call,
-            weights: p.weights.retain(),
+            weights: p.weights.map(|weights| weights.retain()),
         };
         let (core, there, of, rows) = (
             self.core.clone(),
@@ -120,7 +127,12 @@ impl HostComm {
         queue.run(move || {
             core.in_turn(&signed, |active| {
                 let to = begin(active, of.there.slot, half)?;
-                send_back(active, to, (&of, &there), &rows)
+                match &there.held {
+                    Some(held) if of.sum == CombineSum::ExpertByRank => {
+                        send_sums(active, to, (&of, held), &rows)
+                    }
+                    _ => send_back(active, to, (&of, &there), &rows),
+                }
             })
         })?;
         Ok(back)
@@ -134,7 +146,7 @@ impl HostComm {
     ) -> Result<Option<Buffer>> {
         let queue = HostQueue::of(turn.stream())?;
         let half = self.receive_exchange(&back.sent)?;
-        let dims = [back.weights.shape().rows(), back.call.hidden];
+        let dims = [back.sent.chosen.shape().rows(), back.call.hidden];
         let (d, new) = match output {
             Output::Into(view) => (view.as_view().retain(), false),
             Output::Allocate(dtype) => (self.device.heap(dtype, &dims)?, true),
@@ -196,8 +208,10 @@ fn send(
     of: Use,
     (call, slots): (&LowLatencyDispatchCall, &[i32]),
     rows: &Buffer,
+    weights: Option<&Buffer>,
 ) -> Result<()> {
-    reading(&[rows], |inputs| {
+    let inputs: Vec<&Buffer> = [rows].into_iter().chain(weights).collect();
+    reading(&inputs, |inputs| {
         let (cast, scales) = match call.cast {
             Some(cast) => quantize::cast_rows(cast, call.dtype, call.hidden, inputs[0]),
             None => (Vec::new(), Vec::new()),
@@ -207,12 +221,13 @@ fn send(
         } else {
             inputs[0]
         };
+        let weights = inputs.get(1).copied().unwrap_or_default();
         let job = &active.job;
         for to in job.peers().chain([job.rank()]) {
             // SAFETY: all peers have given their credit for this use of their halves, only this rank fills this part, and it is announced
             // below.
             let out = unsafe { job.bytes_mut(to, of, part(job, of, job.rank())) };
-            write(job, call, to, (rows, &scales, slots), out);
+            write(job, call, to, ([rows, &scales, weights], slots), out);
         }
         Ok(())
     })?;
@@ -225,7 +240,7 @@ fn write(
     job: &Job,
     call: &LowLatencyDispatchCall,
     to: usize,
-    (rows, scales, slots): (&[u8], &[u8], &[i32]),
+    ([rows, scales, weights], slots): ([&[u8]; 3], &[i32]),
     out: &mut [u8],
 ) {
     let there = There::new(call);
@@ -243,7 +258,11 @@ fn write(
             continue;
         }
         let mut moved = 0;
-        for (section, from) in [(Section::Row, rows), (Section::Scales, scales)] {
+        for (section, from) in [
+            (Section::Row, rows),
+            (Section::Scales, scales),
+            (Section::Weights, weights),
+        ] {
             let (_, each) = there.of(section);
             out[there.place(section, token)].copy_from_slice(&from[token * each..][..each]);
             moved += each;
@@ -290,6 +309,11 @@ fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> {
     }
     let counts: Vec<i32> = rows.iter().map(|rows| rows.len() as i32).collect();
     set(&to.counts, &counts)?;
+    if let Some(held) = &to.held {
+        hold(held, call, &rows, room, |source, token| {
+            integers(&parts[source][there.place(Section::Weights, token)])
+        })?;
+    }
     writing(&to.sources, &[], |out, _| {
         for (expert, rows) in rows.iter().enumerate() {
             let bytes: &[u8] = bytemuck::cast_slice(rows);
@@ -297,6 +321,31 @@ fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> {
         }
         Ok(())
     })
+}
+
+/// Keeps which row each expert of a token got, and its weight.
+fn hold(
+    held: &LowLatencyHeld,
+    call: &LowLatencyDispatchCall,
+    rows: &[Vec<[i32; 3]>],
+    room: usize,
+    weights_of: impl Fn(usize, usize) -> Vec<f32>,
+) -> Result<()> {
+    let entries = held.rows.shape().len();
+    let (mut at, mut weights) = (vec![-1i32; entries], vec![0f32; entries]);
+    for (expert, rows) in rows.iter().enumerate() {
+        for (i, &[source, token, bits]) in rows.iter().enumerate() {
+            let (source, token) = (source as usize, token as usize);
+            let of_token = weights_of(source, token);
+            for entry in (0..call.k).filter(|entry| bits >> entry & 1 == 1) {
+                let place = (source * call.max_tokens + token) * call.k + entry;
+                at[place] = (expert * room + i) as i32;
+                weights[place] = of_token[entry];
+            }
+        }
+    }
+    set(&held.rows, &at)?;
+    set(&held.weights, &weights)
 }
 
 fn send_back(
@@ -334,21 +383,67 @@ fn send_back(
     Ok(())
 }
 
+/// Sends back one row for each token that has some here: their sum.
+fn send_sums(
+    active: &Active<'_>,
+    of: Use,
+    (call, held): (&LowLatencyCombineCall, &LowLatencyHeld),
+    rows: &Buffer,
+) -> Result<()> {
+    let (k, each) = (call.there.k, call.hidden * call.dtype.bytes());
+    let job = &active.job;
+    reading(&[rows, &held.rows, &held.weights], |inputs| {
+        let (at, weights) = (integers::<i32>(inputs[1]), integers::<f32>(inputs[2]));
+        let (mut sum, mut row) = (vec![0.0; call.hidden], vec![0; each]);
+        for (i, (at, weights)) in at.chunks_exact(k).zip(weights.chunks_exact(k)).enumerate() {
+            let (to, token) = (i / call.there.max_tokens, i % call.there.max_tokens);
+            let Some(first) = at.iter().position(|&row| row >= 0) else {
+                continue;
+            };
+            let parts: Vec<_> = at
+                .iter()
+                .zip(weights)
+                .filter(|(row, _)| **row >= 0)
+                .map(|(&row, &weight)| (&inputs[0][row as usize * each..][..each], Some(weight)))
+                .collect();
+            element::add(call.dtype, &parts, &mut sum);
+            element::store(call.dtype, &sum, &mut row);
+            let place = back_place(call, token, first);
+            // SAFETY: all peers have given their credit for this use of their halves; of a token's places only the rank that has the place's
+            // expert fills it, and it announces them below.
+            unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(&row);
+            if to != job.rank() {
+                job.count_moved(each);
+            }
+        }
+        Ok(())
+    })?;
+    job.say_filled_to_all(of, job.rank(), 0);
+    Ok(())
+}
+
 fn add_up(active: &Active<'_>, of: Use, back: &LowLatencyBack, d: &Buffer) -> Result<()> {
     let (call, k) = (&back.call, back.call.there.k);
     let job = &active.job;
-    writing(d, &[&back.sent.chosen, &back.weights], |out, inputs| {
-        let (slots, weights) = (integers::<i32>(inputs[0]), integers::<f32>(inputs[1]));
+    let all = Slots::new(call.there.placement, job.size());
+    let inputs: Vec<&Buffer> = [&back.sent.chosen]
+        .into_iter()
+        .chain(&back.weights)
+        .collect();
+    writing(d, &inputs, |out, inputs| {
+        let slots = integers::<i32>(inputs[0]);
+        let weights = inputs.get(1).map(|weights| integers::<f32>(weights));
         let mut sum = vec![0.0; call.hidden];
         let each = call.hidden * d.dtype().bytes();
         for (token, out) in out.chunks_exact_mut(each).enumerate() {
-            let entries = (0..k).filter(|entry| slots[token * k + entry] >= 0);
-            let rows: Vec<(&[u8], Option<f32>)> = entries
+            let order = back_order(call.sum, &slots[token * k..][..k], &all);
+            let rows: Vec<(&[u8], Option<f32>)> = order
+                .into_iter()
                 .map(|entry| {
                     let place = back_place(call, token, entry);
                     // SAFETY: announced for this use by whoever has the expert, and this rank ends it when it uses the slot again.
                     let row = unsafe { job.bytes(job.rank(), of, place) };
-                    (row, Some(weights[token * k + entry]))
+                    (row, weights.as_ref().map(|w| w[token * k + entry]))
                 })
                 .collect();
             element::add(call.dtype, &rows, &mut sum);

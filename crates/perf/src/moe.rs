@@ -45,6 +45,9 @@ pub struct Moe {
     /// How rows travel
     #[arg(long, value_enum, default_value = "auto")]
     transport: Choice,
+    /// With low-latency: each rank adds its experts' rows before they go back
+    #[arg(long)]
+    by_rank: bool,
     /// Most multiprocessors that communication may use [default: the plan's choice]
     #[arg(long, value_name = "SMS")]
     sm_budget: Option<u16>,
@@ -103,6 +106,16 @@ impl Moe {
         match self.in_slots() {
             true => config.for_low_latency((tokens, self.k), self.hidden, DataType::BF16, size),
             false => config,
+        }
+    }
+
+    /// What comes back of a token.
+    fn sum(&self) -> CombineSum {
+        match (self.in_slots(), self.rows) {
+            (true, _) if self.by_rank => CombineSum::ExpertByRank,
+            (true, _) => CombineSum::Expert,
+            (false, Rows::ByExpert) => CombineSum::ExpertByRank,
+            (false, Rows::Dense | Rows::BySource) => CombineSum::Rank,
         }
     }
 
@@ -238,6 +251,7 @@ impl<'a> Case<'a> {
         LowLatencyDispatchParams {
             rows: self.rows.view(),
             routing: self.routing(),
+            weights: self.options.by_rank.then(|| self.weights.view()),
             max_tokens: self.tokens,
             cast: self.options.cast(),
         }
@@ -280,7 +294,8 @@ impl<'a> Case<'a> {
                 .receive(&mut lease)?;
             let p = LowLatencyCombineParams {
                 rows: made.map_or(there.rows(), Buffer::view),
-                weights: self.weights.view(),
+                sum: self.options.sum(),
+                weights: (!self.options.by_rank).then(|| self.weights.view()),
             };
             let back = lease.low_latency_combine(&there, p)?;
             return back
@@ -291,10 +306,7 @@ impl<'a> Case<'a> {
         let back = lease.combine(CombineParams {
             rows: made.unwrap_or(&there.rows).view(),
             handle: &there.handle,
-            sum: match self.options.rows {
-                Rows::ByExpert => CombineSum::ExpertByRank,
-                Rows::Dense | Rows::BySource => CombineSum::Rank,
-            },
+            sum: self.options.sum(),
             weights: None,
             biases: &[],
             output,
@@ -320,13 +332,12 @@ impl<'a> Case<'a> {
             let mut factor = 0f64;
             for rank in 0..self.rank.size() {
                 let own: Vec<usize> = (0..k).filter(|&e| self.owner(ids[e]) == rank).collect();
-                let by_expert = self.options.in_slots() || self.options.rows == Rows::ByExpert;
-                factor += match by_expert {
-                    true => own
+                factor += match self.options.sum() {
+                    CombineSum::Rank => f64::from(u8::from(!own.is_empty())),
+                    CombineSum::Expert | CombineSum::ExpertByRank => own
                         .iter()
                         .map(|e| 1.0 / (1.0 + ((token * k + e) % 8) as f64))
                         .sum(),
-                    false => f64::from(u8::from(!own.is_empty())),
                 };
             }
             for column in 0..hidden {
@@ -424,7 +435,7 @@ fn row(options: &Moe, tokens: usize, measured: &Measured) -> Value {
             true => format!("low latency, {}", measured.plan),
             false => measured.plan.to_string(),
         },
-        "rows": format!("{:?}", options.rows),
+        "rows": format!("{:?}", options.rows), "sum": format!("{:?}", options.sum()),
         "dtype": if options.fp8 { "fp8 there, bf16 back" } else { "bf16" },
         "graph": options.common.graph, "sms": options.sm_budget, "sent_bytes": measured.sent_bytes,
         "layout_us": of("layout"), "dispatch_us": of("dispatch"),

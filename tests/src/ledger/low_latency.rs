@@ -7,8 +7,8 @@ use super::{
 };
 use crate::{backend::Rank, experts, experts::own::i32s, layer::FLOATS};
 use brigade_device::{
-    CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams, LowLatencyDispatchParams,
-    Output, ScaleFormat, View,
+    CombineSum, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams,
+    LowLatencyDispatchParams, Output, ScaleFormat, View,
 };
 use brigade_plan::Engines;
 
@@ -19,18 +19,31 @@ fn config() -> CommConfig {
     }
 }
 
+/// How rows go there and back.
+#[derive(Clone, Copy)]
+struct Kind {
+    dtype: DataType,
+    output: DataType,
+    cast: Option<Fp8Cast>,
+    sum: CombineSum,
+}
+
 /// There and back, with something else for the way back.
-fn exchange(
-    rank: &Rank,
-    mut inputs: Inputs,
-    (dtype, output, cast): (DataType, DataType, Option<Fp8Cast>),
-) -> Vec<u8> {
+fn exchange(rank: &Rank, mut inputs: Inputs, kind: Kind) -> Vec<u8> {
+    let Kind {
+        dtype,
+        output,
+        cast,
+        sum,
+    } = kind;
+    let by_rank = sum == CombineSum::ExpertByRank;
     let own = Own::new(rank, &mut inputs, dtype, Placed::Even);
     let mut lease = rank.lease();
     let mut slots = LowLatency::default();
     let p = LowLatencyDispatchParams {
         rows: own.rows.view(),
         routing: own.routing(Placed::Even),
+        weights: by_rank.then(|| own.weights.view()),
         max_tokens: MOST_TOKENS,
         cast,
     };
@@ -54,7 +67,8 @@ fn exchange(
     let made = rank.upload_bytes(dtype, &dims, &made);
     let p = LowLatencyCombineParams {
         rows: made.view(),
-        weights: own.weights.view(),
+        sum,
+        weights: (!by_rank).then(|| own.weights.view()),
     };
     let mut d = rank.poisoned(output, &[tokens(rank.rank), HIDDEN]);
     let back = lease.low_latency_combine(&there, p).unwrap();
@@ -71,7 +85,18 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
     }
     let mut kinds = vec![];
     for dtype in FLOATS {
-        kinds.push((named(dtype), (dtype, dtype, None)));
+        let kind = Kind {
+            dtype,
+            output: dtype,
+            cast: None,
+            sum: CombineSum::Expert,
+        };
+        kinds.push((named(dtype), kind));
+        let by_rank = Kind {
+            sum: CombineSum::ExpertByRank,
+            ..kind
+        };
+        kinds.push((format!("{}_by_rank", named(dtype)), by_rank));
     }
     for format in [
         ScaleFormat::F32,
@@ -82,7 +107,12 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
             format,
             column_major: false,
         });
-        let kind = (DataType::BF16, DataType::F32, cast);
+        let kind = Kind {
+            dtype: DataType::BF16,
+            output: DataType::F32,
+            cast,
+            sum: CombineSum::Expert,
+        };
         kinds.push((format!("fp8_{format:?}"), kind));
     }
     let entry = |(name, kind): (String, _)| Entry {

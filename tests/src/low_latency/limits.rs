@@ -8,7 +8,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Buffer, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams, Output, ScaleFormat,
+    Buffer, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams, Output,
+    ScaleFormat,
 };
 use rand::Rng;
 use std::time::Duration;
@@ -29,7 +30,7 @@ fn given_up(world: &World) {
         let slot = exchange.slots().0;
         for (case, each) in &rounds {
             let (receives, late) = each[rank.rank];
-            let pending = send(&mut lease, slot, &Own::of(rank, case), case).unwrap();
+            let pending = send(&mut lease, slot, (&Own::of(rank, case), case), true).unwrap();
             if receives {
                 rank.dawdle(late);
                 check(rank, case, &pending.receive(&mut lease).unwrap());
@@ -52,7 +53,7 @@ fn between(world: &World) {
         for (case, back) in &cases {
             let own = Own::of(rank, case);
             let (a, _) = exchange.slots();
-            let pending = send(&mut lease, a, &own, case).unwrap();
+            let pending = send(&mut lease, a, (&own, case), back.weighted).unwrap();
             lease.barrier().unwrap();
             let there = pending.receive(&mut lease).unwrap();
             lease.barrier().unwrap();
@@ -66,6 +67,12 @@ fn between(world: &World) {
 
 /// A captured exchange follows what its inputs hold when it is replayed.
 fn captured(world: &World) {
+    for sum in [CombineSum::Expert, CombineSum::ExpertByRank] {
+        captured_by(world, sum);
+    }
+}
+
+fn captured_by(world: &World, sum: CombineSum) {
     let mut rng = world.rng();
     let cases: Vec<(Case, Back)> = (0..4)
         .map(|_| {
@@ -78,6 +85,8 @@ fn captured(world: &World) {
             let back = Back {
                 dtype: DataType::BF16,
                 output: DataType::F32,
+                sum,
+                weighted: true,
                 ..back
             };
             (case.with_tokens(&mut rng, &vec![10; world.size]), back)
@@ -92,11 +101,9 @@ fn captured(world: &World) {
         let (slot, _) = exchange.slots();
         let graph = rank.device.capture(&rank.stream, &mut || {
             let mut lease = rank.lease();
-            let there = send(&mut lease, slot, &own, first)?.receive(&mut lease)?;
-            let p = LowLatencyCombineParams {
-                rows: made.view(),
-                weights: weights(&own).view(),
-            };
+            let there =
+                send(&mut lease, slot, (&own, first), back.weighted)?.receive(&mut lease)?;
+            let p = back.params(&made, &own);
             let d = lease
                 .low_latency_combine(&there, p)?
                 .receive(&mut lease, Output::Allocate(DataType::F32))?;
@@ -147,7 +154,7 @@ fn refused(world: &World) {
         let mut with = |field: &str, change: &dyn Fn(&mut Case, &mut Own)| {
             let (mut case, mut own) = (case.clone(), Own::of(rank, &case));
             change(&mut case, &mut own);
-            let result = send(&mut lease, exchange.slots().0, &own, &case);
+            let result = send(&mut lease, exchange.slots().0, (&own, &case), true);
             assert_eq!(expect_invalid(result, field), field);
         };
         with("rows.shape", &|case, _| case.max_tokens = 3);
@@ -169,6 +176,12 @@ fn refused(world: &World) {
         with("ids.shape", &|_, own| {
             own.ids = rank.poisoned(DataType::I32, &[4, 33]);
         });
+        with("weights.dtype", &|_, own| {
+            own.weights = Some(rank.poisoned(DataType::BF16, &[4, 2]));
+        });
+        with("weights.shape", &|_, own| {
+            own.weights = Some(rank.poisoned(DataType::F32, &[4, 1]));
+        });
         with("max_tokens", &|case, _| case.max_tokens = usize::MAX);
         with("cast", &|case, _| {
             case.cast = Some(Fp8Cast {
@@ -177,14 +190,19 @@ fn refused(world: &World) {
             });
         });
         let own = Own::of(rank, &case);
-        let (a, _) = exchange.slots();
-        let there = send(&mut lease, a, &own, &case).unwrap();
+        let (a, b) = exchange.slots();
+        let plain = send(&mut lease, b, (&own, &case), false).unwrap();
+        let plain = plain.receive(&mut lease).unwrap();
+        let there = send(&mut lease, a, (&own, &case), true).unwrap();
         let there = there.receive(&mut lease).unwrap();
         let dims = there.rows().shape().dims().to_vec();
         let rows = rank.poisoned(DataType::BF16, &dims);
         let mut combine = |field: &str, rows: &Buffer, weights: &Buffer| {
-            let (rows, weights) = (rows.view(), weights.view());
-            let p = LowLatencyCombineParams { rows, weights };
+            let p = LowLatencyCombineParams {
+                rows: rows.view(),
+                sum: CombineSum::Expert,
+                weights: Some(weights.view()),
+            };
             let result = lease.low_latency_combine(&there, p);
             assert_eq!(expect_invalid(result, field), field);
         };
@@ -197,11 +215,30 @@ fn refused(world: &World) {
         combine("weights.dtype", &rows, &half);
         let fewer = rank.poisoned(DataType::F32, &[4, 1]);
         combine("weights.shape", &rows, &fewer);
+        // Weights, where they are needed and nowhere else.
+        let (expert, by_rank) = (CombineSum::Expert, CombineSum::ExpertByRank);
+        let given = Some(weights(&own).view());
+        for (field, there, sum, weights) in [
+            ("weights", &there, expert, None),
+            ("weights", &there, by_rank, given),
+            ("sum", &there, CombineSum::Rank, None),
+            ("sum", &plain, by_rank, None),
+            ("sum", &plain, by_rank, given),
+        ] {
+            let p = LowLatencyCombineParams {
+                rows: rows.view(),
+                sum,
+                weights,
+            };
+            let result = lease.low_latency_combine(there, p);
+            assert_eq!(expect_invalid(result, field), field);
+        }
         // The first of two combines is given up.
         let mut begin = || {
             let p = LowLatencyCombineParams {
                 rows: rows.view(),
-                weights: weights(&own).view(),
+                sum: CombineSum::Expert,
+                weights: Some(weights(&own).view()),
             };
             lease.low_latency_combine(&there, p).unwrap()
         };
@@ -216,7 +253,7 @@ fn refused(world: &World) {
         world.run(&config, move |rank| {
             let mut exchange = LowLatency::default();
             let (mut lease, own) = (rank.lease(), Own::of(rank, &case));
-            let result = send(&mut lease, exchange.slots().0, &own, &case);
+            let result = send(&mut lease, exchange.slots().0, (&own, &case), true);
             let code = expect_unsupported(result, "places that there is no memory for");
             assert_eq!(code, brigade_plan::reason::CAPACITY);
         });
@@ -233,7 +270,7 @@ fn reset(world: &World) {
         let own = Own::of(rank, &cases[0].0);
         for _ in 0..3 {
             let mut lease = rank.lease();
-            let pending = send(&mut lease, a, &own, &cases[0].0).unwrap();
+            let pending = send(&mut lease, a, (&own, &cases[0].0), true).unwrap();
             drop(lease);
             rank.meet();
             rank.comm().abort();
