@@ -7,9 +7,9 @@
 // experts, by source and token, and with weights it writes down which row each expert of a token got. Back: there is a place for each expert
 // of each token at the rank that has the token; where a rank adds a token's rows before they go, their sum takes the place of the first. The
 // sums are in f32, products rounded before they are added, never fused, so that the host's are the same bits.
-#include "back.cuh"
 #include "copy.cuh"
 #include "params.cuh"
+#include "payload.cuh"
 #include "poison.cuh"
 #include "slots.cuh"
 #include "steps.cuh"
@@ -17,6 +17,9 @@
 using namespace brigade;
 
 enum Section : uint32_t { row = 0, scales = 1, named = 2, weights = 3 };
+
+// On the way back, a row and its scales share a place.
+constexpr uint32_t both = 2;
 
 constexpr uint32_t everybody = 0xFFFFFFFFu;
 
@@ -152,6 +155,13 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
   if (mine == 0 && threadIdx.x == 0) reinterpret_cast<uint32_t*>(p.counts)[expert] = next;
 }
 
+// Calls `f` with the first of eight columns, time and again, until all threads of each warp are behind the last one; and whether this one is
+// not yet.
+template <typename F>
+__device__ __forceinline__ void for_columns(const LowLatencyParams& p, uint32_t thread, uint32_t threads, F f) {
+  for (uint32_t i = thread * 8; i - threadIdx.x % 32 * 8 < p.hidden; i += threads * 8) f(i, i < p.hidden);
+}
+
 // As many blocks for each expert as its rows were received by.
 extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_back(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
@@ -159,18 +169,26 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_back(cons
   const uint32_t expert = blockIdx.x / p.share, mine = blockIdx.x % p.share;
   const uint64_t first = uint64_t(expert) * p.room;
   const uint32_t all = min(reinterpret_cast<const uint32_t*>(p.counts)[expert], p.room);
+  const bool whole = is_whole(p.from, p.hidden);
   const uint32_t threads = threads_for((all + p.share - 1) / p.share), thread = threadIdx.x % threads;
   uint64_t moved = 0;
   for (uint32_t i = mine + threadIdx.x / threads * p.share; i < all; i += blockDim.x / threads * p.share) {
     const uint32_t* source = reinterpret_cast<const uint32_t*>(p.sources) + (first + i) * 3;
     const uint32_t to = source[0], token = source[1];
     if (to >= p.size || token >= p.max_tokens) continue;
-    const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[row];
+    const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[both];
     for (uint32_t entries = source[2]; entries != 0; entries &= entries - 1) {
       const uint32_t e = __ffs(entries) - 1;
       if (e >= p.k) break;
-      copy_bytes(places + e * p.row_bytes[row], p.from + (first + i) * p.row_bytes[row], p.row_bytes[row], thread, threads);
-      if (thread == 0 && to != p.rank) moved += p.row_bytes[row];
+      const uint64_t place = places + e * p.row_bytes[both], from = p.from + (first + i) * row_bytes_back(p);
+      if (p.payload == as_is) {
+        copy_bytes(place, from, p.row_bytes[row], thread, threads);
+      } else {
+        for_columns(p, thread, threads, [&](uint32_t i, bool there) {
+          store_payload(p, place, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{});
+        });
+      }
+      if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
     }
   }
   count_moved(p, moved);
@@ -215,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) brigade_low_latency_back_su
   __shared__ Listed lists[8];
   Listed& listed = lists[threadIdx.x / 32];
   const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
-  const uint64_t bytes = p.row_bytes[row];
+  const uint64_t from_bytes = row_bytes_back(p);
   const bool whole = is_whole(p.from | p.base | p.half | p.stride, p.hidden);
   uint64_t moved = 0;
   for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < p.max_tokens * p.size; w += groups) {
@@ -227,12 +245,16 @@ extern "C" __global__ void __launch_bounds__(256, 3) brigade_low_latency_back_su
     if (there == 0) continue;
     const float weight = at >= 0 ? reinterpret_cast<const float*>(p.held)[entry] : 0.0f;
     list(listed, at >= 0 ? __popc(there & ((1u << lane) - 1)) : -1, uint32_t(at), weight);
-    const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + __ffs(there) - 1) * bytes;
-    for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
-      const Eight sum = sum_of(listed, __popc(there), [&](uint32_t at) { return load(p.from_type, p.from + at * bytes, i, p.hidden, whole); });
-      store(p.from_type, target, i, p.hidden, whole, sum);
-    }
-    if (thread == 0 && to != p.rank) moved += bytes;
+    const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + __ffs(there) - 1) * p.row_bytes[both];
+    for_columns(p, thread, p.row_threads, [&](uint32_t i, bool within) {
+      const Eight sum = sum_of(listed, within ? __popc(there) : 0, [&](uint32_t at) { return load(p.from_type, p.from + at * from_bytes, i, p.hidden, whole); });
+      if (p.payload != as_is) {
+        store_payload(p, target, i, rounded(p.from_type, sum));
+      } else if (within) {
+        store(p.from_type, target, i, p.hidden, whole, sum);
+      }
+    });
+    if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
   }
   count_moved(p, moved);
 }
@@ -252,7 +274,7 @@ __device__ __forceinline__ int32_t place_among(const LowLatencyParams& p, int32_
 }
 
 // A group of threads, whole warps, for each own token.
-extern "C" __global__ void __launch_bounds__(256) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
+extern "C" __global__ void __launch_bounds__(256, 3) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return poison_outputs(p);
   __shared__ Listed lists[8];
@@ -269,9 +291,12 @@ extern "C" __global__ void __launch_bounds__(256) brigade_low_latency_sum(const 
     const float weight = place >= 0 && p.weights != 0 ? reinterpret_cast<const float*>(p.weights)[entry] : 1.0f;
     list(listed, place, lane, weight);
     const uint32_t count = __popc(__ballot_sync(everybody, place >= 0));
-    const uint64_t of_token = places + token * p.k * p.row_bytes[row];
+    const uint64_t of_token = places + token * p.k * p.row_bytes[both];
     for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
-      const Eight sum = sum_of(listed, count, [&](uint32_t e) { return load(p.from_type, of_token + e * p.row_bytes[row], i, p.hidden, whole); });
+      const Eight sum = sum_of(listed, count, [&](uint32_t e) {
+        const uint64_t place = of_token + e * p.row_bytes[both];
+        return p.payload == as_is ? load(p.from_type, place, i, p.hidden, whole) : load_payload(p, place, i);
+      });
       store(p.out_type, p.to + token * out_bytes, i, p.hidden, whole, sum);
     }
   }

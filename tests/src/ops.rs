@@ -413,6 +413,7 @@ pub fn low_latency(hidden: usize) -> Op {
             let p = LowLatencyCombineParams {
                 rows: there.rows(),
                 sum: CombineSum::Expert,
+                cast: None,
                 weights: Some(weights.view()),
             };
             let result = lease

@@ -6,7 +6,7 @@ use crate::{
     combine::sum_code,
     comm::{CudaComm, unexpected},
     core::Core,
-    dispatch::{row_blocks, row_threads},
+    dispatch::{format_code, row_blocks, row_threads},
     job::{Job, Kind, Made},
     memory::check_reach,
     routing::Placed,
@@ -14,14 +14,14 @@ use crate::{
     types,
 };
 use brigade_device::{
-    Buffer, Call, CombineSum, DataType, Device, Fp8Cast, LowLatencyBack, LowLatencyCombineParams,
-    LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output,
-    Placement, Plan, Result, Stream, Turn,
+    Buffer, Call, CombineCast, CombineSum, DataType, Device, Fp8Cast, LowLatencyBack,
+    LowLatencyCombineParams, LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows,
+    LowLatencySent, Output, Placement, Plan, Result, Stream, Turn,
 };
 use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
     dispatch::part_bytes,
-    low_latency::{Section, There},
+    low_latency::{BackRow, Section, There},
     routes::Slots,
 };
 use brigade_sync::{Area, Half};
@@ -393,11 +393,15 @@ impl Job<'_> {
 
     /// What kernels are told of the way back.
     fn returning(&self, back: &LowLatencyBack, of: Use) -> Parameters {
-        let (hidden, dtype) = (back.call.hidden, back.call.dtype);
+        let row = BackRow::new(&back.call);
         Parameters {
-            row_bytes: [(hidden * dtype.bytes()) as u64, 0, 0, 0],
-            hidden: hidden as u32,
-            from_type: types::float_code(dtype),
+            row_bytes: [row.values, row.beside, row.place(), 0].map(|bytes| bytes as u64),
+            hidden: back.call.hidden as u32,
+            from_type: types::float_code(back.call.dtype),
+            payload: match back.call.cast {
+                None => 0,
+                Some(CombineCast::Fp8(format)) => 1 + format_code(format),
+            },
             sum: sum_code(back.call.sum),
             ..self.exchanging_rows(&back.sent, of)
         }

@@ -100,11 +100,7 @@ impl LowLatencyDispatchParams<'_> {
             weighty(weights, ids.shape(), rows)?;
         }
         if let Some(cast) = self.cast {
-            if !hidden.is_multiple_of(DispatchParams::ROW_BYTES) {
-                let least = DispatchParams::ROW_BYTES;
-                let want = format!("a multiple of {least} columns to be cast");
-                return Err(Error::invalid("rows.shape", rows.shape(), want));
-            }
+            whole_row(DataType::F8E4M3, hidden)?;
             if cast.column_major {
                 let want = "scales by rows";
                 return Err(Error::invalid("cast", "scales by columns", want));
@@ -166,6 +162,13 @@ impl LowLatencyDispatchCall {
     }
 }
 
+/// Rows are cast by who sends them back, and are f32 again where they are added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CombineCast {
+    /// To fp8 e4m3, as [`Fp8Cast`] does it. A row has a multiple of 16 columns.
+    Fp8(ScaleFormat),
+}
+
 /// What experts made of rows, on its way back.
 #[derive(Clone, Copy, Debug)]
 pub struct LowLatencyCombineParams<'a> {
@@ -175,6 +178,8 @@ pub struct LowLatencyCombineParams<'a> {
     /// By `Expert`, a row for every expert of a token comes back; by `ExpertByRank`, one of every rank that has some of them: for that the
     /// dispatch must have had weights. Not by `Rank`.
     pub sum: CombineSum,
+    /// Cast on the way: each row of an expert, or each sum, once it is rounded to the type of the rows.
+    pub cast: Option<CombineCast>,
     /// By `Expert`, and only there: the weights of own tokens' experts, f32 `[tokens, k]`. They are read when the rows are received.
     pub weights: Option<View<'a>>,
 }
@@ -190,6 +195,8 @@ pub struct LowLatencyCombineCall {
     pub dtype: DataType,
     /// What a token's rows become.
     pub sum: CombineSum,
+    /// Cast on the way.
+    pub cast: Option<CombineCast>,
 }
 
 impl LowLatencyCombineParams<'_> {
@@ -216,6 +223,9 @@ impl LowLatencyCombineParams<'_> {
             }
         };
         whole_row(rows.dtype(), hidden)?;
+        if let Some(CombineCast::Fp8(_)) = self.cast {
+            whole_row(DataType::F8E4M3, hidden)?;
+        }
         match (self.sum, self.weights) {
             (CombineSum::Expert, Some(weights)) => {
                 weighty(weights, there.sent.chosen.shape(), rows)?;
@@ -243,6 +253,7 @@ impl LowLatencyCombineParams<'_> {
             hidden,
             dtype: rows.dtype(),
             sum: self.sum,
+            cast: self.cast,
         })
     }
 }
@@ -485,8 +496,8 @@ pub struct PendingCombine<'d> {
 impl PendingCombine<'_> {
     /// Waits for them, and adds up those of each token in f32, with one rounding to the type of `output`, `[tokens, hidden]`. By `Expert`
     /// each is multiplied by its weight, that product rounded, in the order of the token's experts. By `ExpertByRank` each rank has done
-    /// so with its own and rounded their sum to the type of the rows; those are added in rank order. A token without experts gets 0.
-    /// Gives the result, unless it went into the caller's buffer.
+    /// so with its own and rounded their sum to the type of the rows; those are added in rank order. Rows that were cast are first
+    /// multiplied by their scales, and each product is rounded to f32. A token without experts gets 0. Gives the result, unless it went into the caller's buffer.
     ///
     /// # Errors
     /// As [`Pending::receive`]; [`Error::Invalid`] also if another exchange has begun in this slot.

@@ -5,7 +5,7 @@ use crate::{
     element,
     job::{Active, Job, Use},
     memory::{poison, reading, writing},
-    quantize,
+    payload, quantize,
     queue::HostQueue,
     routing::{Router, integers, set},
 };
@@ -356,6 +356,7 @@ fn send_back(
 ) -> Result<()> {
     let size = there.sent.group.size;
     let (room, each) = (call.there.room(size), call.hidden * call.dtype.bytes());
+    let mut packed = Vec::new();
     let job = &active.job;
     reading(&[rows, &there.counts, &there.sources], |inputs| {
         let counts = integers::<i32>(inputs[1]);
@@ -365,14 +366,15 @@ fn send_back(
                 sources.into_iter().take(count as usize).enumerate()
             {
                 let row = &inputs[0][(expert * room + i) * each..][..each];
+                payload::pack(call, row, &mut packed);
                 let to = source as usize;
                 for entry in (0..call.there.k).filter(|entry| entries >> entry & 1 == 1) {
                     let place = back_place(call, token as usize, entry);
                     // SAFETY: all peers have given their credit for this use of their halves; only the rank that has an expert fills its
                     // tokens' places, and it announces them below.
-                    unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(row);
+                    unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(&packed);
                     if to != job.rank() {
-                        job.count_moved(each);
+                        job.count_moved(packed.len());
                     }
                 }
             }
@@ -395,6 +397,7 @@ fn send_sums(
     reading(&[rows, &held.rows, &held.weights], |inputs| {
         let (at, weights) = (integers::<i32>(inputs[1]), integers::<f32>(inputs[2]));
         let (mut sum, mut row) = (vec![0.0; call.hidden], vec![0; each]);
+        let mut packed = Vec::new();
         for (i, (at, weights)) in at.chunks_exact(k).zip(weights.chunks_exact(k)).enumerate() {
             let (to, token) = (i / call.there.max_tokens, i % call.there.max_tokens);
             let Some(first) = at.iter().position(|&row| row >= 0) else {
@@ -408,12 +411,13 @@ fn send_sums(
                 .collect();
             element::add(call.dtype, &parts, &mut sum);
             element::store(call.dtype, &sum, &mut row);
+            payload::pack(call, &row, &mut packed);
             let place = back_place(call, token, first);
             // SAFETY: all peers have given their credit for this use of their halves; of a token's places only the rank that has the place's
             // expert fills it, and it announces them below.
-            unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(&row);
+            unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(&packed);
             if to != job.rank() {
-                job.count_moved(each);
+                job.count_moved(packed.len());
             }
         }
         Ok(())
@@ -437,16 +441,20 @@ fn add_up(active: &Active<'_>, of: Use, back: &LowLatencyBack, d: &Buffer) -> Re
         let each = call.hidden * d.dtype().bytes();
         for (token, out) in out.chunks_exact_mut(each).enumerate() {
             let order = back_order(call.sum, &slots[token * k..][..k], &all);
-            let rows: Vec<(&[u8], Option<f32>)> = order
+            let rows: Vec<(Vec<f32>, Option<f32>)> = order
                 .into_iter()
                 .map(|entry| {
                     let place = back_place(call, token, entry);
                     // SAFETY: announced for this use by whoever has the expert, and this rank ends it when it uses the slot again.
-                    let row = unsafe { job.bytes(job.rank(), of, place) };
+                    let row = payload::unpack(call, unsafe { job.bytes(job.rank(), of, place) });
                     (row, weights.as_ref().map(|w| w[token * k + entry]))
                 })
                 .collect();
-            element::add(call.dtype, &rows, &mut sum);
+            let rows: Vec<(&[u8], Option<f32>)> = rows
+                .iter()
+                .map(|(row, weight)| (bytemuck::cast_slice(row), *weight))
+                .collect();
+            element::add(DataType::F32, &rows, &mut sum);
             element::store(d.dtype(), &sum, out);
         }
         Ok(())

@@ -9,10 +9,10 @@ use crate::{
 };
 use anyhow::{Result, ensure};
 use brigade::{
-    Allocate, Arrangement, Buffer, Call, CombineParams, CombineSum, Comm, CommConfig, DataType,
-    DispatchParams, Fp8Cast, LowLatency, LowLatencyCombineParams, LowLatencyDispatchParams,
-    MemoryType, Output, ParallelMode, Placement, Plan, Route, Routing, ScaleFormat, Transport,
-    View, ViewMut,
+    Allocate, Arrangement, Buffer, Call, CombineCast, CombineParams, CombineSum, Comm, CommConfig,
+    DataType, DispatchParams, Fp8Cast, LowLatency, LowLatencyCombineParams,
+    LowLatencyDispatchParams, MemoryType, Output, ParallelMode, Placement, Plan, Route, Routing,
+    ScaleFormat, Transport, View, ViewMut,
 };
 use clap::{Args, ValueEnum};
 use half::bf16;
@@ -48,6 +48,9 @@ pub struct Moe {
     /// With low-latency: each rank adds its experts' rows before they go back
     #[arg(long)]
     by_rank: bool,
+    /// With low-latency: how rows travel back
+    #[arg(long, value_enum, default_value = "as-is")]
+    back: Payload,
     /// Most multiprocessors that communication may use [default: the plan's choice]
     #[arg(long, value_name = "SMS")]
     sm_budget: Option<u16>,
@@ -62,6 +65,15 @@ enum Rows {
     BySource,
     /// A row for each expert; sums of a rank's experts go back
     ByExpert,
+}
+
+/// How rows travel back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Payload {
+    /// In bf16
+    AsIs,
+    /// Cast to fp8, with scales in f32
+    Fp8,
 }
 
 /// A forced transport.
@@ -106,6 +118,22 @@ impl Moe {
         match self.in_slots() {
             true => config.for_low_latency((tokens, self.k), self.hidden, DataType::BF16, size),
             false => config,
+        }
+    }
+
+    fn cast_back(&self) -> Option<CombineCast> {
+        match self.back {
+            Payload::AsIs => None,
+            Payload::Fp8 => Some(CombineCast::Fp8(ScaleFormat::F32)),
+        }
+    }
+
+    /// How far what comes back as it went may be off, relatively.
+    fn tolerance(&self) -> f64 {
+        match self.cast_back() {
+            None => 2e-2,
+            // Half a step of fp8, and what is rounded besides.
+            Some(CombineCast::Fp8(_)) => 8e-2,
         }
     }
 
@@ -295,6 +323,7 @@ impl<'a> Case<'a> {
             let p = LowLatencyCombineParams {
                 rows: made.map_or(there.rows(), Buffer::view),
                 sum: self.options.sum(),
+                cast: self.options.cast_back(),
                 weights: (!self.options.by_rank).then(|| self.weights.view()),
             };
             let back = lease.low_latency_combine(&there, p)?;
@@ -345,7 +374,7 @@ impl<'a> Case<'a> {
                 let (got, want) = (got[at].to_f64(), numbers[at].to_f64() * factor);
                 let off = (got - want).abs();
                 ensure!(
-                    off <= 2e-2 * want.abs().max(1e-2),
+                    off <= self.options.tolerance() * want.abs().max(1e-2),
                     "token {token}, column {column}: {got} instead of {want}"
                 );
             }
@@ -437,6 +466,7 @@ fn row(options: &Moe, tokens: usize, measured: &Measured) -> Value {
         },
         "rows": format!("{:?}", options.rows), "sum": format!("{:?}", options.sum()),
         "dtype": if options.fp8 { "fp8 there, bf16 back" } else { "bf16" },
+        "back": format!("{:?}", options.back),
         "graph": options.common.graph, "sms": options.sm_budget, "sent_bytes": measured.sent_bytes,
         "layout_us": of("layout"), "dispatch_us": of("dispatch"),
         "combine_us": rounded(number(of("total")) - number(of("dispatch"))),

@@ -2,11 +2,13 @@
 
 use crate::{
     Topology,
-    dispatch::{Sections, part_bytes},
+    dispatch::{SECTION_BYTES, Sections, part_bytes},
     reason,
     routes::Slots,
 };
-use brigade_device::{CombineSum, LowLatencyCombineCall, LowLatencyDispatchCall, Plan, Reason};
+use brigade_device::{
+    CombineCast, CombineSum, Fp8Cast, LowLatencyCombineCall, LowLatencyDispatchCall, Plan, Reason,
+};
 
 pub(crate) fn dispatch(call: &LowLatencyDispatchCall, topology: &Topology) -> Result<Plan, Reason> {
     let size = topology.group.size.max(1);
@@ -91,6 +93,48 @@ impl There {
     }
 }
 
+/// What travels back of a row: its values, and behind them what belongs to them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackRow {
+    /// Bytes of the values.
+    pub values: usize,
+    /// Bytes of their scales, if they were cast.
+    pub beside: usize,
+}
+
+impl BackRow {
+    /// Of a combine.
+    pub fn new(call: &LowLatencyCombineCall) -> Self {
+        match call.cast {
+            None => Self {
+                values: call.hidden * call.dtype.bytes(),
+                beside: 0,
+            },
+            Some(CombineCast::Fp8(format)) => {
+                let cast = Fp8Cast {
+                    format,
+                    column_major: false,
+                };
+                let (dtype, n) = cast.scales(call.hidden);
+                Self {
+                    values: call.hidden,
+                    beside: n * dtype.bytes(),
+                }
+            }
+        }
+    }
+
+    /// Bytes that are sent.
+    pub const fn bytes(self) -> usize {
+        self.values + self.beside
+    }
+
+    /// Bytes of its place, which begins at the widest access.
+    pub const fn place(self) -> usize {
+        self.bytes().next_multiple_of(SECTION_BYTES)
+    }
+}
+
 /// Bytes of a half on the way back: a place for each expert of each token, whoever has that expert. Where a token's rows are added before
 /// they come, the place of the first of its experts that a rank has is for all of that rank's.
 pub fn back_bytes(call: &LowLatencyCombineCall) -> usize {
@@ -128,9 +172,9 @@ pub fn back_place(
     token: usize,
     entry: usize,
 ) -> std::ops::Range<usize> {
-    let each = call.hidden * call.dtype.bytes();
-    let start = (token * call.there.k + entry).saturating_mul(each);
-    start..start.saturating_add(each)
+    let row = BackRow::new(call);
+    let start = (token * call.there.k + entry).saturating_mul(row.place());
+    start..start.saturating_add(row.bytes())
 }
 
 /// The rows of each of a rank's experts, in the order in which they lie: source rank, token, and which of the token's experts it is,
@@ -209,12 +253,13 @@ mod tests {
 
     #[test]
     fn a_configuration_for_so_many_tokens_has_room_for_them() {
-        for (size, hidden) in [(1, 8), (3, 400), (8, 7168)] {
+        for (size, hidden) in [(1, 16), (3, 400), (8, 7168)] {
             let there = call(hidden, None);
             let back = LowLatencyCombineCall {
                 hidden,
                 dtype: DataType::BF16,
                 sum: CombineSum::Expert,
+                cast: None,
                 there: there.clone(),
             };
             let config = CommConfig::new(ParallelMode::Ep);
@@ -225,6 +270,18 @@ mod tests {
                 "{size}"
             );
             assert!(have >= back_bytes(&back), "{size}");
+            for format in [
+                ScaleFormat::F32,
+                ScaleFormat::PowerOfTwo,
+                ScaleFormat::Ue8m0,
+            ] {
+                let cast = Some(CombineCast::Fp8(format));
+                let cast = LowLatencyCombineCall {
+                    cast,
+                    ..back.clone()
+                };
+                assert!(have >= back_bytes(&cast), "{size}, {format:?}");
+            }
         }
     }
 }

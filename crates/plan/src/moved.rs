@@ -6,7 +6,7 @@
 
 use crate::{
     dispatch::Sections,
-    low_latency::{Section, There},
+    low_latency::{BackRow, Section, There},
     pushed::{Granules, Packets, RowShares},
     ring, rows,
 };
@@ -155,9 +155,9 @@ pub fn low_latency_dispatch(rank: usize, rows_to: &[usize], call: &LowLatencyDis
 }
 
 /// A low-latency combine, `rows_to[r]` to rank `r`: a row for each expert of each token of a peer, of an expert that a token names
-/// twice, two; or one for each token that has some here, if they are added before they go.
+/// twice, two; or one for each token that has some here, if they are added before they go. Each with its scales, if it is cast.
 pub fn low_latency_combine(rank: usize, rows_to: &[usize], call: &LowLatencyCombineCall) -> u64 {
-    pull_gather(rank, rows_to) * (call.hidden * call.dtype.bytes()) as u64
+    pull_gather(rank, rows_to) * BackRow::new(call).bytes() as u64
 }
 
 #[cfg(test)]

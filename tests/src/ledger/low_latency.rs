@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{backend::Rank, experts, experts::own::i32s, layer::FLOATS};
 use brigade_device::{
-    CombineSum, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams,
+    CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams,
     LowLatencyDispatchParams, Output, ScaleFormat, View,
 };
 use brigade_plan::Engines;
@@ -26,6 +26,7 @@ struct Kind {
     output: DataType,
     cast: Option<Fp8Cast>,
     sum: CombineSum,
+    cast_back: Option<CombineCast>,
 }
 
 /// There and back, with something else for the way back.
@@ -35,6 +36,7 @@ fn exchange(rank: &Rank, mut inputs: Inputs, kind: Kind) -> Vec<u8> {
         output,
         cast,
         sum,
+        cast_back,
     } = kind;
     let by_rank = sum == CombineSum::ExpertByRank;
     let own = Own::new(rank, &mut inputs, dtype, Placed::Even);
@@ -68,6 +70,7 @@ fn exchange(rank: &Rank, mut inputs: Inputs, kind: Kind) -> Vec<u8> {
     let p = LowLatencyCombineParams {
         rows: made.view(),
         sum,
+        cast: cast_back,
         weights: (!by_rank).then(|| own.weights.view()),
     };
     let mut d = rank.poisoned(output, &[tokens(rank.rank), HIDDEN]);
@@ -90,6 +93,7 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
             output: dtype,
             cast: None,
             sum: CombineSum::Expert,
+            cast_back: None,
         };
         kinds.push((named(dtype), kind));
         let by_rank = Kind {
@@ -112,8 +116,23 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
             output: DataType::F32,
             cast,
             sum: CombineSum::Expert,
+            cast_back: None,
         };
         kinds.push((format!("fp8_{format:?}"), kind));
+        for (name, dtype, sum) in [
+            ("bf16", DataType::BF16, CombineSum::Expert),
+            ("f16", DataType::F16, CombineSum::ExpertByRank),
+            ("f32", DataType::F32, CombineSum::ExpertByRank),
+        ] {
+            let back = Kind {
+                dtype,
+                cast: None,
+                sum,
+                cast_back: Some(CombineCast::Fp8(format)),
+                ..kind
+            };
+            kinds.push((format!("{name}_fp8_{format:?}_back"), back));
+        }
     }
     let entry = |(name, kind): (String, _)| Entry {
         config,

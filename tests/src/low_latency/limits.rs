@@ -1,6 +1,6 @@
 //! Exchanges that nobody receives, graphs, and what is refused.
 
-use super::{Back, Contract, check, config, drawn, round_trips, send, weights};
+use super::{Back, Contract, FORMATS, check, config, drawn, round_trips, send, weights};
 use crate::{
     backend::Rank,
     check::{expect_invalid, expect_unsupported},
@@ -8,8 +8,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Buffer, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams, Output,
-    ScaleFormat,
+    Buffer, CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency,
+    LowLatencyCombineParams, Output, ScaleFormat,
 };
 use rand::Rng;
 use std::time::Duration;
@@ -201,6 +201,7 @@ fn refused(world: &World) {
             let p = LowLatencyCombineParams {
                 rows: rows.view(),
                 sum: CombineSum::Expert,
+                cast: None,
                 weights: Some(weights.view()),
             };
             let result = lease.low_latency_combine(&there, p);
@@ -215,6 +216,18 @@ fn refused(world: &World) {
         combine("weights.dtype", &rows, &half);
         let fewer = rank.poisoned(DataType::F32, &[4, 1]);
         combine("weights.shape", &rows, &fewer);
+        // 24 bytes of a row are no multiple of 16.
+        let odd = rank.poisoned(DataType::BF16, &[dims[0], room, 24]);
+        for format in FORMATS {
+            let p = LowLatencyCombineParams {
+                rows: odd.view(),
+                sum: CombineSum::Expert,
+                cast: Some(CombineCast::Fp8(format)),
+                weights: Some(weights(&own).view()),
+            };
+            let result = lease.low_latency_combine(&there, p);
+            assert_eq!(expect_invalid(result, "rows.shape"), "rows.shape");
+        }
         // Weights, where they are needed and nowhere else.
         let (expert, by_rank) = (CombineSum::Expert, CombineSum::ExpertByRank);
         let given = Some(weights(&own).view());
@@ -228,6 +241,7 @@ fn refused(world: &World) {
             let p = LowLatencyCombineParams {
                 rows: rows.view(),
                 sum,
+                cast: None,
                 weights,
             };
             let result = lease.low_latency_combine(there, p);
@@ -238,6 +252,7 @@ fn refused(world: &World) {
             let p = LowLatencyCombineParams {
                 rows: rows.view(),
                 sum: CombineSum::Expert,
+                cast: None,
                 weights: Some(weights(&own).view()),
             };
             lease.low_latency_combine(&there, p).unwrap()

@@ -10,8 +10,8 @@ use crate::{
     suite::World,
 };
 use brigade_device::{
-    Buffer, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineCall,
-    LowLatencyCombineParams, LowLatencyDispatchParams, Output, ScaleFormat,
+    Buffer, CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency,
+    LowLatencyCombineCall, LowLatencyCombineParams, LowLatencyDispatchParams, Output, ScaleFormat,
 };
 use brigade_plan::moved;
 
@@ -46,14 +46,24 @@ pub(super) fn exchanged(world: &World) {
     let cast = cast.with_rows(&mut rng);
     let nothing = case.clone().with_tokens(&mut rng, &vec![0; world.size]);
     let by = [CombineSum::Expert, CombineSum::ExpertByRank];
-    let cases = [case, cast, nothing].map(|case| by.map(|sum| (case.clone(), sum)));
+    let casts = [
+        None,
+        Some(CombineCast::Fp8(ScaleFormat::F32)),
+        Some(CombineCast::Fp8(ScaleFormat::Ue8m0)),
+    ];
+    let ways = by.map(|sum| casts.map(|cast_back| (sum, cast_back)));
+    let cases = [case, cast, nothing].map(|case| (case, ways));
     let config = CommConfig {
         low_latency_bytes: 1 << 20,
         ..experts::config()
     };
     world.run(&config, move |rank| {
-        for (case, sum) in cases.as_flattened() {
-            let by_rank = *sum == CombineSum::ExpertByRank;
+        let all = cases.iter().flat_map(|(case, ways)| {
+            let ways = ways.as_flattened().iter();
+            ways.map(move |&(sum, cast_back)| (case, sum, cast_back))
+        });
+        for (case, sum, cast_back) in all {
+            let by_rank = sum == CombineSum::ExpertByRank;
             let own = Own::of(rank, case);
             let mut exchange = LowLatency::default();
             let slot = exchange.slots().0;
@@ -84,14 +94,16 @@ pub(super) fn exchanged(world: &World) {
                 there: call,
                 hidden: case.hidden,
                 dtype: BACK,
-                sum: *sum,
+                sum,
+                cast: cast_back,
             };
             let want = moved::low_latency_combine(rank.rank, &back_to, &call);
             let mut back = None;
             assert_moved(rank, want, &format!("{call:?}, sent"), || {
                 let p = LowLatencyCombineParams {
                     rows: made.view(),
-                    sum: *sum,
+                    sum,
+                    cast: cast_back,
                     weights: weights.filter(|_| !by_rank),
                 };
                 back = Some(rank.lease().low_latency_combine(&there, p).unwrap());
