@@ -18,7 +18,7 @@ using namespace brigade;
 
 enum Section : uint32_t { row = 0, scales = 1, named = 2, weights = 3 };
 
-// On the way back, a row and its scales share a place.
+// On the way back, a row and what belongs to it share a place.
 constexpr uint32_t both = 2;
 
 constexpr uint32_t everybody = 0xFFFFFFFFu;

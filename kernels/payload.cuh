@@ -5,11 +5,12 @@
 #pragma once
 #include "back.cuh"
 #include "cast.cuh"
+#include "logfmt.cuh"
 
 namespace brigade {
 
 // 1 to 3 is fp8, with scales of the format before it.
-enum Payload : uint32_t { as_is = 0, fp8 = 1 };
+enum Payload : uint32_t { as_is = 0, fp8 = 1, as_logfmt = 4 };
 
 constexpr uint32_t block_columns = 128;
 
@@ -35,6 +36,10 @@ __device__ __forceinline__ Eight rounded(uint32_t type, Eight x) {
 template <typename P>
 __device__ __forceinline__ void store_payload(const P& p, uint64_t place, uint32_t i, const Eight& x) {
   const bool there = i < p.hidden;
+  if (p.payload == as_logfmt) {
+    const uint32_t block = i / block_columns;
+    return logfmt::store(place + block * logfmt::codes, place + p.row_bytes[0] + block * logfmt::beside, x, there);
+  }
   uint32_t most = 0;
 #pragma unroll
   for (uint32_t j = 0; j < 8; ++j) most = max(most, there ? __float_as_uint(x.v[j]) & 0x7FFFFFFFu : 0);
@@ -50,6 +55,10 @@ __device__ __forceinline__ void store_payload(const P& p, uint64_t place, uint32
 
 template <typename P>
 __device__ __forceinline__ Eight load_payload(const P& p, uint64_t place, uint32_t i) {
+  if (p.payload == as_logfmt) {
+    const uint32_t block = i / block_columns;
+    return logfmt::load(place + block * logfmt::codes, place + p.row_bytes[0] + block * logfmt::beside, i % block_columns);
+  }
   const float scale = load_scale(p.payload - fp8, place + p.row_bytes[0], i / block_columns);
   const uint2 both = *reinterpret_cast<const uint2*>(place + i);
   const uint32_t words[2] = {both.x, both.y};

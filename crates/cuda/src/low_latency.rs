@@ -401,6 +401,7 @@ impl Job<'_> {
             payload: match back.call.cast {
                 None => 0,
                 Some(CombineCast::Fp8(format)) => 1 + format_code(format),
+                Some(CombineCast::LogFmt10) => 4,
             },
             sum: sum_code(back.call.sum),
             ..self.exchanging_rows(&back.sent, of)

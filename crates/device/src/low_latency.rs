@@ -167,6 +167,8 @@ impl LowLatencyDispatchCall {
 pub enum CombineCast {
     /// To fp8 e4m3, as [`Fp8Cast`] does it. A row has a multiple of 16 columns.
     Fp8(ScaleFormat),
+    /// To LogFMT-10: a sign and nine bits of a logarithm each, and two f32 for every 128 columns. Rows are bf16, with a multiple of 128 columns.
+    LogFmt10,
 }
 
 /// What experts made of rows, on its way back.
@@ -223,8 +225,19 @@ impl LowLatencyCombineParams<'_> {
             }
         };
         whole_row(rows.dtype(), hidden)?;
-        if let Some(CombineCast::Fp8(_)) = self.cast {
-            whole_row(DataType::F8E4M3, hidden)?;
+        match self.cast {
+            None => {}
+            Some(CombineCast::Fp8(_)) => whole_row(DataType::F8E4M3, hidden)?,
+            Some(CombineCast::LogFmt10) if rows.dtype() != DataType::BF16 => {
+                let want = "bf16 for LogFMT-10";
+                return Err(Error::invalid("rows.dtype", rows.dtype(), want));
+            }
+            Some(CombineCast::LogFmt10) if !hidden.is_multiple_of(Fp8Cast::BLOCK) => {
+                let least = Fp8Cast::BLOCK;
+                let want = format!("a multiple of {least} columns for LogFMT-10");
+                return Err(Error::invalid("rows.shape", rows.shape(), want));
+            }
+            Some(CombineCast::LogFmt10) => {}
         }
         match (self.sum, self.weights) {
             (CombineSum::Expert, Some(weights)) => {
@@ -496,8 +509,8 @@ pub struct PendingCombine<'d> {
 impl PendingCombine<'_> {
     /// Waits for them, and adds up those of each token in f32, with one rounding to the type of `output`, `[tokens, hidden]`. By `Expert`
     /// each is multiplied by its weight, that product rounded, in the order of the token's experts. By `ExpertByRank` each rank has done
-    /// so with its own and rounded their sum to the type of the rows; those are added in rank order. Rows that were cast are first
-    /// multiplied by their scales, and each product is rounded to f32. A token without experts gets 0. Gives the result, unless it went into the caller's buffer.
+    /// so with its own and rounded their sum to the type of the rows; those are added in rank order. Rows that were cast are f32
+    /// again first; of fp8, values times their scales, rounded. A token without experts gets 0. Gives the result, unless it went into the caller's buffer.
     ///
     /// # Errors
     /// As [`Pending::receive`]; [`Error::Invalid`] also if another exchange has begun in this slot.

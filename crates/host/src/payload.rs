@@ -2,7 +2,7 @@
 
 use crate::{element, quantize};
 use brigade_device::{CombineCast, Fp8Cast, LowLatencyCombineCall};
-use brigade_plan::low_latency::BackRow;
+use brigade_plan::{logfmt, low_latency::BackRow};
 
 /// What travels of a row.
 pub(crate) fn pack(call: &LowLatencyCombineCall, row: &[u8], out: &mut Vec<u8>) {
@@ -17,6 +17,14 @@ pub(crate) fn pack(call: &LowLatencyCombineCall, row: &[u8], out: &mut Vec<u8>) 
             let (values, scales) = quantize::cast_rows(cast, call.dtype, call.hidden, row);
             out.extend(values);
             out.extend(scales);
+        }
+        Some(CombineCast::LogFmt10) => {
+            let mut numbers = vec![0.0; call.hidden];
+            element::load(call.dtype, row, &mut numbers);
+            let (blocks, _) = numbers.as_chunks();
+            let (codes, beside): (Vec<_>, Vec<_>) = blocks.iter().map(logfmt::pack).unzip();
+            out.extend(codes.as_flattened());
+            out.extend(bytemuck::cast_slice::<_, u8>(&beside));
         }
     }
 }
@@ -34,6 +42,13 @@ pub(crate) fn unpack(call: &LowLatencyCombineCall, bytes: &[u8]) -> Vec<f32> {
                 for (x, &value) in row.iter_mut().zip(values) {
                     *x = element::fp8_to_f32(value) * scale;
                 }
+            }
+        }
+        Some(CombineCast::LogFmt10) => {
+            let ((codes, _), (rows, _)) = (values.as_chunks(), row.as_chunks_mut());
+            let beside: Vec<[f32; 2]> = bytemuck::pod_collect_to_vec(beside);
+            for ((codes, beside), row) in codes.iter().zip(beside).zip(rows) {
+                *row = logfmt::unpack(codes, beside);
             }
         }
     }

@@ -19,7 +19,7 @@ parameters! {
         part_bytes: u64,
         /// Where each section of such a part begins: rows, scales, experts, weights.
         section: [u64; 4],
-        /// Bytes of a token in each section. On the way back those of a row's values, of their scales, and of a place for both.
+        /// Bytes of a token in each section. On the way back those of a row's values, of what belongs to them, and of a place for both.
         row_bytes: [u64; 4],
         /// Device address of what is sent: own rows, or rows of this rank's experts.
         from: u64,
@@ -83,7 +83,7 @@ parameters! {
         room: u32,
         /// 1 where there is a row for each expert, 2 where each rank has added its own.
         sum: u32,
-        /// On the way back: 0 as they are, 1 fp8 with scales in f32, 2 with powers of two, 3 with their exponents.
+        /// On the way back: 0 as they are, 1 fp8 with scales in f32, 2 with powers of two, 3 with their exponents, 4 LogFMT-10.
         payload: u32,
     }
 }

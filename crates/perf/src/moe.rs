@@ -74,6 +74,8 @@ enum Payload {
     AsIs,
     /// Cast to fp8, with scales in f32
     Fp8,
+    /// Cast to LogFMT-10
+    Logfmt10,
 }
 
 /// A forced transport.
@@ -125,6 +127,7 @@ impl Moe {
         match self.back {
             Payload::AsIs => None,
             Payload::Fp8 => Some(CombineCast::Fp8(ScaleFormat::F32)),
+            Payload::Logfmt10 => Some(CombineCast::LogFmt10),
         }
     }
 
@@ -134,6 +137,8 @@ impl Moe {
             None => 2e-2,
             // Half a step of fp8, and what is rounded besides.
             Some(CombineCast::Fp8(_)) => 8e-2,
+            // The same of 32 binary orders of magnitude in 510 steps.
+            Some(CombineCast::LogFmt10) => 4e-2,
         }
     }
 

@@ -3,7 +3,7 @@
 use crate::{
     Topology,
     dispatch::{SECTION_BYTES, Sections, part_bytes},
-    reason,
+    logfmt, reason,
     routes::Slots,
 };
 use brigade_device::{
@@ -98,7 +98,7 @@ impl There {
 pub struct BackRow {
     /// Bytes of the values.
     pub values: usize,
-    /// Bytes of their scales, if they were cast.
+    /// Bytes of their scales, or of what else belongs to blocks, if they were cast.
     pub beside: usize,
 }
 
@@ -119,6 +119,13 @@ impl BackRow {
                 Self {
                     values: call.hidden,
                     beside: n * dtype.bytes(),
+                }
+            }
+            Some(CombineCast::LogFmt10) => {
+                let blocks = call.hidden / logfmt::BLOCK;
+                Self {
+                    values: blocks * logfmt::CODES,
+                    beside: blocks * logfmt::BESIDE,
                 }
             }
         }
@@ -270,17 +277,17 @@ mod tests {
                 "{size}"
             );
             assert!(have >= back_bytes(&back), "{size}");
-            for format in [
-                ScaleFormat::F32,
-                ScaleFormat::PowerOfTwo,
-                ScaleFormat::Ue8m0,
+            for cast in [
+                CombineCast::Fp8(ScaleFormat::F32),
+                CombineCast::Fp8(ScaleFormat::PowerOfTwo),
+                CombineCast::Fp8(ScaleFormat::Ue8m0),
+                CombineCast::LogFmt10,
             ] {
-                let cast = Some(CombineCast::Fp8(format));
-                let cast = LowLatencyCombineCall {
-                    cast,
+                let back = LowLatencyCombineCall {
+                    cast: Some(cast),
                     ..back.clone()
                 };
-                assert!(have >= back_bytes(&cast), "{size}, {format:?}");
+                assert!(have >= back_bytes(&back), "{size}, {cast:?}");
             }
         }
     }

@@ -19,6 +19,9 @@ fn config() -> CommConfig {
     }
 }
 
+/// Columns of a row that goes back in whole blocks.
+const BLOCKS: usize = 256;
+
 /// How rows go there and back.
 #[derive(Clone, Copy)]
 struct Kind {
@@ -64,7 +67,11 @@ fn exchange(rank: &Rank, mut inputs: Inputs, kind: Kind) -> Vec<u8> {
     keep(there.sources());
     keep(there.rows());
     there.scales().into_iter().for_each(&mut keep);
-    let dims = [counts.len(), room, HIDDEN];
+    let hidden = match cast_back {
+        Some(CombineCast::LogFmt10) => BLOCKS,
+        _ => HIDDEN,
+    };
+    let dims = [counts.len(), room, hidden];
     let made = inputs.floats(dtype, dims.iter().product(), false);
     let made = rank.upload_bytes(dtype, &dims, &made);
     let p = LowLatencyCombineParams {
@@ -73,7 +80,7 @@ fn exchange(rank: &Rank, mut inputs: Inputs, kind: Kind) -> Vec<u8> {
         cast: cast_back,
         weights: (!by_rank).then(|| own.weights.view()),
     };
-    let mut d = rank.poisoned(output, &[tokens(rank.rank), HIDDEN]);
+    let mut d = rank.poisoned(output, &[tokens(rank.rank), hidden]);
     let back = lease.low_latency_combine(&there, p).unwrap();
     let back = back.receive(&mut lease, Output::Into(d.view_mut()));
     assert!(back.unwrap().is_none());
@@ -133,6 +140,19 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
             };
             kinds.push((format!("{name}_fp8_{format:?}_back"), back));
         }
+    }
+    for (name, sum) in [
+        ("", CombineSum::Expert),
+        ("_by_rank", CombineSum::ExpertByRank),
+    ] {
+        let kind = Kind {
+            dtype: DataType::BF16,
+            output: DataType::F32,
+            cast: None,
+            sum,
+            cast_back: Some(CombineCast::LogFmt10),
+        };
+        kinds.push((format!("bf16_logfmt10_back{name}"), kind));
     }
     let entry = |(name, kind): (String, _)| Entry {
         config,

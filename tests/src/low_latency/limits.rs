@@ -228,6 +228,18 @@ fn refused(world: &World) {
             let result = lease.low_latency_combine(&there, p);
             assert_eq!(expect_invalid(result, "rows.shape"), "rows.shape");
         }
+        // Of LogFMT-10, whole blocks of bf16.
+        let half = rank.poisoned(DataType::F16, &[dims[0], room, 128]);
+        for (field, rows) in [("rows.shape", &rows), ("rows.dtype", &half)] {
+            let p = LowLatencyCombineParams {
+                rows: rows.view(),
+                sum: CombineSum::Expert,
+                cast: Some(CombineCast::LogFmt10),
+                weights: Some(weights(&own).view()),
+            };
+            let result = lease.low_latency_combine(&there, p);
+            assert_eq!(expect_invalid(result, field), field);
+        }
         // Weights, where they are needed and nowhere else.
         let (expert, by_rank) = (CombineSum::Expert, CombineSum::ExpertByRank);
         let given = Some(weights(&own).view());

@@ -50,6 +50,7 @@ pub(super) fn exchanged(world: &World) {
         None,
         Some(CombineCast::Fp8(ScaleFormat::F32)),
         Some(CombineCast::Fp8(ScaleFormat::Ue8m0)),
+        Some(CombineCast::LogFmt10),
     ];
     let ways = by.map(|sum| casts.map(|cast_back| (sum, cast_back)));
     let cases = [case, cast, nothing].map(|case| (case, ways));
@@ -89,11 +90,16 @@ pub(super) fn exchanged(world: &World) {
                     .map(|p| p.receive(&mut rank.lease()).unwrap());
             });
             let there = there.unwrap();
-            let made = rank.poisoned(BACK, there.rows().shape().dims());
+            let (dtype, hidden) = match cast_back {
+                Some(CombineCast::LogFmt10) => (DataType::BF16, 256),
+                _ => (BACK, case.hidden),
+            };
+            let [experts, room] = [0, 1].map(|d| there.rows().shape().dims()[d]);
+            let made = rank.poisoned(dtype, &[experts, room, hidden]);
             let call = LowLatencyCombineCall {
                 there: call,
-                hidden: case.hidden,
-                dtype: BACK,
+                hidden,
+                dtype,
                 sum,
                 cast: cast_back,
             };
@@ -109,7 +115,7 @@ pub(super) fn exchanged(world: &World) {
                 back = Some(rank.lease().low_latency_combine(&there, p).unwrap());
             });
             assert_moved(rank, 0, &format!("{call:?}, received"), || {
-                let output = Output::Allocate(BACK);
+                let output = Output::Allocate(dtype);
                 let back = back.take().map(|b| b.receive(&mut rank.lease(), output));
                 assert!(back.unwrap().unwrap().is_some());
             });
