@@ -152,7 +152,10 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
     }
     next += all;
   }
-  if (mine == 0 && threadIdx.x == 0) reinterpret_cast<uint32_t*>(p.counts)[expert] = next;
+  if (mine == 0 && threadIdx.x == 0) {
+    reinterpret_cast<uint32_t*>(p.counts)[expert] = next;
+    if (p.totals != 0) reinterpret_cast<int64_t*>(p.totals)[expert] += next;
+  }
 }
 
 // Calls `f` with the first of eight columns, time and again, until all threads of each warp are behind the last one; and whether this one is

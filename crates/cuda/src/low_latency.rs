@@ -16,7 +16,7 @@ use crate::{
 use brigade_device::{
     Buffer, Call, CombineCast, CombineSum, DataType, Device, Fp8Cast, LowLatencyBack,
     LowLatencyCombineParams, LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows,
-    LowLatencySent, Output, Placement, Plan, Result, Stream, Turn,
+    LowLatencySent, Output, Placement, Plan, Result, Stream, Turn, ViewMut,
 };
 use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
@@ -144,17 +144,25 @@ impl CudaComm {
         &self,
         turn: &Turn,
         sent: &LowLatencySent,
+        totals: Option<ViewMut<'_>>,
     ) -> Result<LowLatencyRows> {
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
         let half = self.receive_exchange(sent)?;
         let own = Slots::new(sent.call.placement, sent.group.size).of(sent.group.rank);
         let new = |dtype, dims: &[usize]| device.scratch(lane, dtype, dims);
         let given = LowLatencyRows::new(sent, own.len(), new)?;
-        let out: Vec<&Buffer> = given.buffers().collect();
+        if let Some(totals) = &totals {
+            given.check_totals(totals)?;
+        }
+        let totals = totals.map(|totals| totals.as_view().retain());
+        if let Some(totals) = &totals {
+            check_reach(&device.card, "totals.memory", totals)?;
+        }
+        let kept: Vec<&Buffer> = given.buffers().chain(&totals).collect();
         let signed = Call::LowLatencyDispatch(sent.call.clone());
-        self.core.in_turn(turn.stream(), &signed, &out, |job| {
+        self.core.in_turn(turn.stream(), &signed, &kept, |job| {
             let of = job.await_slot(sent.call.slot, half)?;
-            job.receive_there(&given, of)
+            job.receive_there(&given, totals.as_ref(), of)
         })?;
         Ok(given)
     }
@@ -352,7 +360,12 @@ impl Job<'_> {
         (share as u32, blocks)
     }
 
-    fn receive_there(&self, given: &LowLatencyRows, of: Use) -> Result<()> {
+    fn receive_there(
+        &self,
+        given: &LowLatencyRows,
+        totals: Option<&Buffer>,
+        of: Use,
+    ) -> Result<()> {
         let experts = given.counts.shape().len();
         if experts == 0 {
             return Ok(());
@@ -363,6 +376,7 @@ impl Job<'_> {
             to_scales: given.scales.as_ref().map_or(0, Buffer::address),
             counts: given.counts.address(),
             sources: given.sources.address(),
+            totals: totals.map_or(0, Buffer::address),
             share,
             ..self.holding(given, self.there(&given.sent, of))
         };

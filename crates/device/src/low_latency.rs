@@ -3,7 +3,7 @@
 
 use crate::{
     Buffer, CombineSum, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, Output,
-    PlacementCall, Result, Routing, ScaleFormat, Shape, View,
+    PlacementCall, Result, Routing, ScaleFormat, Shape, View, ViewMut,
     params::{float, resident},
     routing::countable,
 };
@@ -331,6 +331,23 @@ pub struct LowLatencyHeld {
 }
 
 impl LowLatencyRows {
+    /// Checks where rows are counted.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub fn check_totals(&self, totals: &ViewMut<'_>) -> Result<()> {
+        if totals.dtype() != DataType::I64 {
+            let want = DataType::I64;
+            return Err(Error::invalid("totals.dtype", totals.dtype(), want));
+        }
+        if totals.shape() != self.counts.shape() {
+            let want = self.counts.shape();
+            return Err(Error::invalid("totals.shape", totals.shape(), want));
+        }
+        let memory = totals.as_view().memory();
+        resident("totals", Some(memory), self.rows.memory())
+    }
+
     /// For this rank's `experts`; `new` makes a buffer.
     ///
     /// # Errors
@@ -455,8 +472,29 @@ impl<'s> Pending<'s> {
     /// [`Error::Fault`](crate::Error::Fault) if a rank did not send, or sent something else; [`Error::Invalid`] if the group was reset
     /// since.
     pub fn receive(self, lease: &mut Lease<'_>) -> Result<LowLatencyDispatched<'s>> {
+        self.receive_into(lease, None)
+    }
+
+    /// The same, and adds to `totals`, i64 `[local experts]`, the rows that each expert of this rank got. Where it
+    /// fails, some of them may have been added.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive); [`Error::Invalid`] for a type or a shape of `totals`: the exchange is given up then.
+    pub fn receive_counted(
+        self,
+        lease: &mut Lease<'_>,
+        totals: ViewMut<'_>,
+    ) -> Result<LowLatencyDispatched<'s>> {
+        self.receive_into(lease, Some(totals))
+    }
+
+    fn receive_into(
+        self,
+        lease: &mut Lease<'_>,
+        totals: Option<ViewMut<'_>>,
+    ) -> Result<LowLatencyDispatched<'s>> {
         let (experts, turn) = lease.experts()?;
-        let parts = experts.low_latency_receive(turn, &self.sent)?;
+        let parts = experts.low_latency_receive(turn, &self.sent, totals)?;
         Ok(LowLatencyDispatched {
             parts,
             slot: self.slot,

@@ -12,7 +12,7 @@ use crate::{
 use brigade_device::{
     Buffer, Call, CombineSum, DataType, Error, LowLatencyBack, LowLatencyCombineCall,
     LowLatencyCombineParams, LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyHeld,
-    LowLatencyRows, LowLatencySent, Output, Plan, Result, Turn,
+    LowLatencyRows, LowLatencySent, Output, Plan, Result, Turn, ViewMut,
 };
 use brigade_plan::{
     dispatch::part_bytes,
@@ -82,17 +82,26 @@ impl HostComm {
         &self,
         turn: &Turn,
         sent: &LowLatencySent,
+        totals: Option<ViewMut<'_>>,
     ) -> Result<LowLatencyRows> {
         let queue = HostQueue::of(turn.stream())?;
         let half = self.receive_exchange(sent)?;
         let own = Slots::new(sent.call.placement, sent.group.size).of(sent.group.rank);
         let given = LowLatencyRows::new(sent, own.len(), |t, dims| self.device.heap(t, dims))?;
+        if let Some(totals) = &totals {
+            given.check_totals(totals)?;
+        }
         let signed = Call::LowLatencyDispatch(sent.call.clone());
         let (core, to) = (self.core.clone(), given.clone());
+        let totals = totals.map(|totals| totals.as_view().retain());
         queue.run(move || {
             core.in_turn(&signed, |active| {
                 let of = arrived(active, to.sent.call.slot, half)?;
-                receive(active, of, &to)
+                let counts = receive(active, of, &to)?;
+                match &totals {
+                    Some(totals) => count(totals, &counts),
+                    None => Ok(()),
+                }
             })
             .inspect_err(|_| to.buffers().for_each(mark))
         })?;
@@ -273,7 +282,19 @@ fn write(
     }
 }
 
-fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> {
+/// Adds what has come to what came before.
+fn count(totals: &Buffer, counts: &[i32]) -> Result<()> {
+    writing(totals, &[], |out, _| {
+        for (total, &count) in out.chunks_exact_mut(8).zip(counts) {
+            let sum = bytemuck::pod_read_unaligned::<i64>(total) + i64::from(count);
+            total.copy_from_slice(&sum.to_ne_bytes());
+        }
+        Ok(())
+    })
+}
+
+/// Packs what has come; gives the rows of each expert.
+fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<Vec<i32>> {
     let call = &to.sent.call;
     let (there, room) = (There::new(call), call.room(to.sent.group.size));
     let job = &active.job;
@@ -320,7 +341,8 @@ fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> {
             out[expert * room * 12..][..bytes.len()].copy_from_slice(bytes);
         }
         Ok(())
-    })
+    })?;
+    Ok(counts)
 }
 
 /// Keeps which row each expert of a token got, and its weight.

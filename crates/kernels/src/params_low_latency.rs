@@ -39,6 +39,8 @@ parameters! {
         counts: u64,
         /// Device address of where each of them is from.
         sources: u64,
+        /// Device address of the rows that each of this rank's experts has got so far, i64, or 0.
+        totals: u64,
         /// Device address of the weights of own tokens' experts, or 0.
         weights: u64,
         /// Device address of the row that each expert of every token got here, if weights came with them, or 0.

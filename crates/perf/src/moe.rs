@@ -51,6 +51,9 @@ pub struct Moe {
     /// With low-latency: how rows travel back
     #[arg(long, value_enum, default_value = "as-is")]
     back: Payload,
+    /// With low-latency: count what every expert gets
+    #[arg(long)]
+    count: bool,
     /// Most multiprocessors that communication may use [default: the plan's choice]
     #[arg(long, value_name = "SMS")]
     sm_budget: Option<u16>,
@@ -181,6 +184,8 @@ struct Case<'a> {
     rows: Buffer,
     ids: Buffer,
     weights: Buffer,
+    /// Rows that each expert of this rank has got, if they are counted.
+    totals: Option<Buffer>,
     /// Experts of every rank's tokens.
     all_ids: Vec<Vec<i32>>,
 }
@@ -208,6 +213,19 @@ impl<'a> Case<'a> {
             rank.device.write(&rank.on, buffer.view_mut(), bytes)?;
             Ok(buffer)
         };
+        let totals = || -> Result<Buffer> {
+            let placement = brigade::PlacementCall::Even {
+                experts: options.experts,
+            };
+            let own = brigade::plan::routes::Slots::new(placement, rank.size()).of(me);
+            let (memory, dtype) = (MemoryType::Device, DataType::I64);
+            let mut totals = rank
+                .device
+                .allocate(&rank.on, memory, dtype, &[own.len()])?;
+            let zeros = vec![0; own.len() * dtype.bytes()];
+            rank.device.write(&rank.on, totals.view_mut(), &zeros)?;
+            Ok(totals)
+        };
         let weights: Vec<f32> = (0..tokens * k)
             .map(|i| 1.0 / (1.0 + (i % 8) as f32))
             .collect();
@@ -215,6 +233,7 @@ impl<'a> Case<'a> {
             rows: data::upload(&rank.device, &rank.on, &numbers, [tokens, options.hidden])?,
             ids: small(DataType::I32, bytemuck::cast_slice(&all_ids[me]))?,
             weights: small(DataType::F32, bytemuck::cast_slice(&weights))?,
+            totals: options.count.then(totals).transpose()?,
             rank,
             comm,
             options,
@@ -290,6 +309,17 @@ impl<'a> Case<'a> {
         }
     }
 
+    fn receive<'s>(
+        &self,
+        lease: &mut brigade::Lease<'_>,
+        pending: brigade::Pending<'s>,
+    ) -> brigade::Result<brigade::LowLatencyDispatched<'s>> {
+        match self.totals.clone() {
+            Some(mut totals) => pending.receive_counted(lease, totals.view_mut()),
+            None => pending.receive(lease),
+        }
+    }
+
     /// One way, and what was done.
     fn there(&self) -> brigade::Result<Plan> {
         let mut lease = self.comm.lease(&self.rank.on)?;
@@ -298,7 +328,8 @@ impl<'a> Case<'a> {
         }
         let (mut exchange, p) = (LowLatency::default(), self.to_slot());
         let (slot, call) = (exchange.slots().0, p.check(0)?);
-        lease.low_latency_dispatch(slot, p)?.receive(&mut lease)?;
+        let pending = lease.low_latency_dispatch(slot, p)?;
+        self.receive(&mut lease, pending)?;
         Ok(self.comm.explain(&Call::LowLatencyDispatch(call))?)
     }
 
@@ -322,9 +353,8 @@ impl<'a> Case<'a> {
         if self.options.in_slots() {
             let mut exchange = LowLatency::default();
             let slot = exchange.slots().0;
-            let there = lease
-                .low_latency_dispatch(slot, self.to_slot())?
-                .receive(&mut lease)?;
+            let pending = lease.low_latency_dispatch(slot, self.to_slot())?;
+            let there = self.receive(&mut lease, pending)?;
             let p = LowLatencyCombineParams {
                 rows: made.map_or(there.rows(), Buffer::view),
                 sum: self.options.sum(),

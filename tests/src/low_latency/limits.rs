@@ -135,6 +135,66 @@ fn captured_by(world: &World, sum: CombineSum) {
     });
 }
 
+/// What experts got adds up, call by call and replay by replay.
+fn totals(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<Case> = (0..4)
+        .map(|_| drawn(&mut rng, world.size, (12, 16, 3, 7)).0)
+        .collect();
+    world.run(&config(), move |rank| {
+        let experts = cases[0].slots()[rank.rank];
+        // More than an i32 holds.
+        let mut want: Vec<i64> = (0..experts as i64).map(|e| (1 << 40) + e).collect();
+        let mut totals = rank.upload_bytes(
+            DataType::I64,
+            &[experts],
+            bytemuck::cast_slice(want.as_slice()),
+        );
+        let mut exchange = LowLatency::default();
+        let (slot, _) = exchange.slots();
+        let mut add = |case: &Case, times: i64| {
+            let rows = super::received(case, rank.rank);
+            let all = want.iter_mut().zip(rows);
+            all.for_each(|(want, rows)| *want += times * rows.len() as i64);
+            want.clone()
+        };
+        let now = |totals: &Buffer| -> Vec<i64> {
+            bytemuck::pod_collect_to_vec(&rank.raw(totals.view()))
+        };
+        for case in &cases {
+            let mut lease = rank.lease();
+            let pending = send(&mut lease, slot, (&Own::of(rank, case), case), true).unwrap();
+            let there = pending.receive_counted(&mut lease, totals.view_mut());
+            check(rank, case, &there.unwrap());
+            assert_eq!(now(&totals), add(case, 1));
+        }
+        let (case, own) = (&cases[0], Own::of(rank, &cases[0]));
+        let graph = rank.device.capture(&rank.stream, &mut || {
+            let mut lease = rank.lease();
+            send(&mut lease, slot, (&own, case), false)?
+                .receive_counted(&mut lease, totals.view_mut())
+                .map(drop)
+        });
+        let graph = graph.unwrap();
+        for _ in 0..3 {
+            graph.launch(&rank.stream).unwrap();
+        }
+        assert_eq!(now(&totals), add(case, 3));
+        // Who asks for something else has given the exchange up, and nothing was added.
+        for (field, mut wrong) in [
+            ("totals.dtype", rank.poisoned(DataType::I32, &[experts])),
+            ("totals.shape", rank.poisoned(DataType::I64, &[experts + 1])),
+        ] {
+            let mut lease = rank.lease();
+            let pending = send(&mut lease, slot, (&own, case), true).unwrap();
+            let result = pending.receive_counted(&mut lease, wrong.view_mut());
+            assert_eq!(expect_invalid(result, field), field);
+        }
+        assert_eq!(now(&totals), add(case, 0));
+        rank.lease().barrier().unwrap();
+    });
+}
+
 /// What is wrong is named.
 fn refused(world: &World) {
     let mut rng = world.rng();
@@ -311,8 +371,9 @@ fn reset(world: &World) {
 }
 
 pub(super) fn add(suite: &mut Suite) {
-    let contracts: [(&str, Contract); 5] = [
+    let contracts: [(&str, Contract); 6] = [
         ("given_up", given_up),
+        ("totals", totals),
         ("between", between),
         ("captured", captured),
         ("refused", refused),
