@@ -269,7 +269,8 @@ __device__ __forceinline__ int32_t place_among(const LowLatencyParams& p, int32_
   const uint32_t there = __ballot_sync(everybody, slot >= 0);
   if (p.sum == by_experts) return slot >= 0 ? __popc(there & before) : -1;
   const uint32_t rank = slot >= 0 ? rank_of_slot(p, uint32_t(slot)) : everybody;
-  const bool first = slot >= 0 && (__match_any_sync(everybody, rank) & before) == 0;
+  const uint32_t same = __match_any_sync(everybody, rank);
+  const bool first = slot >= 0 && (same & before) == 0;
   const uint32_t firsts = __ballot_sync(everybody, first);
   int32_t place = 0;
   for (uint32_t left = firsts; left != 0; left &= left - 1) place += __shfl_sync(everybody, rank, __ffs(left) - 1) < rank;
