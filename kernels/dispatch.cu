@@ -1,6 +1,7 @@
 // Rows to their experts. `push` writes own rows into this rank's part of every receiver's half, section by section; once the steps
 // between have seen all of them come, `count` counts what each slot gets, `place` says where rows begin and whether there is room,
 // `arrange` which row is what, and `collect` takes rows there.
+#include "cast.cuh"
 #include "params.cuh"
 #include "sections.cuh"
 #include "steps.cuh"
@@ -197,15 +198,6 @@ extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_collect(const
   }
 }
 
-// The least power of two that is not below a scale, and not subnormal; 1 for 0.
-__device__ __forceinline__ float power_of_two(float scale) {
-  const uint32_t bits = __float_as_uint(scale);
-  if (bits == 0) return 1.0f;
-  if (isnan(scale)) return canonical(scale);
-  constexpr uint32_t mantissa = (1u << 23) - 1;
-  return __uint_as_float(max((bits + mantissa) & ~mantissa, 1u << 23));
-}
-
 // A warp for each 128 columns of a row, as brigade-host does it.
 extern "C" __global__ void __launch_bounds__(256) brigade_cast(const __grid_constant__ CastParams p) {
   wait_for_previous_kernel();
@@ -213,9 +205,8 @@ extern "C" __global__ void __launch_bounds__(256) brigade_cast(const __grid_cons
   const uint32_t warps = gridDim.x * blockDim.x / 32;
   for (uint64_t w = (blockIdx.x * blockDim.x + threadIdx.x) / 32; w < uint64_t(p.rows) * p.per_row; w += warps) {
     const uint64_t at = w / p.per_row, block = w % p.per_row;
-    uint8_t* exponents = reinterpret_cast<uint8_t*>(p.scales);
     if (block >= blocks) {
-      if (lane == 0) exponents[w] = 0;
+      if (lane == 0) reinterpret_cast<uint8_t*>(p.scales)[w] = 0;
       continue;
     }
     const uint32_t first = uint32_t(block) * 128, count = min(128u, p.hidden - first);
@@ -229,19 +220,12 @@ extern "C" __global__ void __launch_bounds__(256) brigade_cast(const __grid_cons
       most = max(most, __float_as_uint(x[i]) & 0x7FFFFFFFu);
     }
     most = __reduce_max_sync(0xFFFFFFFFu, most);
-    float scale = canonical(__fdiv_rn(__uint_as_float(most), 448.0f));
-    if (p.format != 0) scale = power_of_two(scale);
+    const float scale = scale_of(p.format, most);
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
       const uint32_t c = i * 32 + lane;
-      const float q = scale == 0.0f ? 0.0f : __fdiv_rn(x[i], scale);
-      if (c < count) reinterpret_cast<uint8_t*>(p.values)[start + c] = fp8_bits(q);
+      if (c < count) reinterpret_cast<uint8_t*>(p.values)[start + c] = by_scale(x[i], scale);
     }
-    if (lane != 0) continue;
-    if (p.format == 2) {
-      exponents[w] = uint8_t(__float_as_uint(scale) >> 23);
-    } else {
-      reinterpret_cast<float*>(p.scales)[w] = scale;
-    }
+    if (lane == 0) store_scale(p.format, p.scales, w, scale);
   }
 }

@@ -3,19 +3,23 @@
 // flags, and steps behind those that send post flags. Credits are given when the slot is used again.
 //
 // There: a rank writes own tokens into its part of the halves of all, each at the token's own place, and beside every token which of the
-// receiver's experts it names; a row goes once to a rank. The receiver packs the rows of each of its experts, by source and token. Back:
-// there is a place for each expert of each token at the rank that has the token. The sums there are in f32, products rounded before they are
-// added, never fused, so that the host's are the same bits.
-#include "back.cuh"
+// receiver's experts it names, and their weights if it has any; a row goes once to a rank. The receiver packs the rows of each of its
+// experts, by source and token, and with weights it writes down which row each expert of a token got. Back: there is a place for each expert
+// of each token at the rank that has the token; where a rank adds a token's rows before they go, their sum takes the place of the first. The
+// sums are in f32, products rounded before they are added, never fused, so that the host's are the same bits.
 #include "copy.cuh"
 #include "params.cuh"
+#include "payload.cuh"
 #include "poison.cuh"
 #include "slots.cuh"
 #include "steps.cuh"
 
 using namespace brigade;
 
-enum Section : uint32_t { row = 0, scales = 1, named = 2 };
+enum Section : uint32_t { row = 0, scales = 1, named = 2, weights = 3 };
+
+// On the way back, a row and what belongs to it share a place.
+constexpr uint32_t both = 2;
 
 constexpr uint32_t everybody = 0xFFFFFFFFu;
 
@@ -65,6 +69,9 @@ extern "C" __global__ void __launch_bounds__(256) brigade_low_latency_send(const
     if (thread < p.k) {
       reinterpret_cast<int32_t*>(place(p, target, named, token))[thread] = theirs ? slot - begin : -1;
       if (to == p.rank) reinterpret_cast<int32_t*>(p.chosen)[uint64_t(token) * p.k + thread] = slot;
+      if (goes && p.weights != 0) {
+        reinterpret_cast<float*>(place(p, target, weights, token))[thread] = reinterpret_cast<const float*>(p.weights)[uint64_t(token) * p.k + thread];
+      }
     }
     if (!goes) continue;
     copy_bytes(place(p, target, row, token), p.from + token * p.row_bytes[row], p.row_bytes[row], thread, p.row_threads);
@@ -72,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256) brigade_low_latency_send(const
       const uint64_t bytes = p.row_bytes[scales];
       copy_bytes(place(p, target, scales, token), p.from_scales + token * bytes, bytes, thread, p.row_threads);
     }
-    if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
+    if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales] + p.row_bytes[weights];
   }
   count_moved(p, moved);
 }
@@ -82,6 +89,22 @@ __device__ __forceinline__ uint32_t threads_for(uint32_t rows) {
   uint32_t threads = 32;
   while (threads < blockDim.x && 2 * threads * rows <= blockDim.x) threads *= 2;
   return threads;
+}
+
+// What is kept of a token whose rows came with weights, by the thread that has looked at it for one of the experts. Of entries without a row
+// the first expert's thread says so. `at` counts tokens over all sources; `names` are their experts here, or null if there is no such token.
+__device__ __forceinline__ void hold(const LowLatencyParams& p, uint32_t at, const int32_t* names, const float* of_names, uint32_t expert, uint64_t to) {
+  int32_t* rows = reinterpret_cast<int32_t*>(p.rows_of) + uint64_t(at) * p.k;
+  float* held = reinterpret_cast<float*>(p.held) + uint64_t(at) * p.k;
+  for (uint32_t e = 0; e < p.k; ++e) {
+    const int32_t name = names == nullptr ? -1 : names[e];
+    if (name == int32_t(expert)) {
+      rows[e] = int32_t(to);
+      held[e] = of_names[e];
+    } else if (expert == 0 && name < 0) {
+      rows[e] = -1;
+    }
+  }
 }
 
 // A block for each of this rank's experts, or several that all look for its rows and take each their share of them.
@@ -96,10 +119,11 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
   for (uint32_t start = 0; start < p.size * p.max_tokens; start += blockDim.x) {
     const uint32_t at = start + threadIdx.x, source = at / p.max_tokens, token = at % p.max_tokens;
     uint32_t entries = 0;
+    const int32_t* names = nullptr;
     if (source < p.size) {
       const uint64_t came = part(p, p.rank, source);
       if (token < *reinterpret_cast<const uint64_t*>(came)) {
-        const int32_t* names = reinterpret_cast<const int32_t*>(place(p, came, named, token));
+        names = reinterpret_cast<const int32_t*>(place(p, came, named, token));
         for (uint32_t e = 0; e < p.k; ++e) entries |= uint32_t(names[e] == int32_t(expert)) << e;
       }
     }
@@ -110,6 +134,10 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
       found[i] = at;
       int32_t* said = reinterpret_cast<int32_t*>(p.sources) + (first + next + i) * 3;
       if (mine == 0) said[0] = int32_t(source), said[1] = int32_t(token), said[2] = int32_t(entries);
+    }
+    if (mine == 0 && p.rows_of != 0 && source < p.size && (entries != 0 || expert == 0)) {
+      const float* of_names = reinterpret_cast<const float*>(place(p, part(p, p.rank, source), weights, token));
+      hold(p, at, names, of_names, expert, first + next + i);
     }
     __syncthreads();
     const uint32_t threads = threads_for((all + p.share - 1) / p.share);
@@ -124,7 +152,17 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
     }
     next += all;
   }
-  if (mine == 0 && threadIdx.x == 0) reinterpret_cast<uint32_t*>(p.counts)[expert] = next;
+  if (mine == 0 && threadIdx.x == 0) {
+    reinterpret_cast<uint32_t*>(p.counts)[expert] = next;
+    if (p.totals != 0) reinterpret_cast<int64_t*>(p.totals)[expert] += next;
+  }
+}
+
+// Calls `f` with the first of eight columns, time and again, until all threads of each warp are behind the last one; and whether this one is
+// not yet.
+template <typename F>
+__device__ __forceinline__ void for_columns(const LowLatencyParams& p, uint32_t thread, uint32_t threads, F f) {
+  for (uint32_t i = thread * 8; i - threadIdx.x % 32 * 8 < p.hidden; i += threads * 8) f(i, i < p.hidden);
 }
 
 // As many blocks for each expert as its rows were received by.
@@ -134,52 +172,136 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_back(cons
   const uint32_t expert = blockIdx.x / p.share, mine = blockIdx.x % p.share;
   const uint64_t first = uint64_t(expert) * p.room;
   const uint32_t all = min(reinterpret_cast<const uint32_t*>(p.counts)[expert], p.room);
+  const bool whole = is_whole(p.from, p.hidden);
   const uint32_t threads = threads_for((all + p.share - 1) / p.share), thread = threadIdx.x % threads;
   uint64_t moved = 0;
   for (uint32_t i = mine + threadIdx.x / threads * p.share; i < all; i += blockDim.x / threads * p.share) {
     const uint32_t* source = reinterpret_cast<const uint32_t*>(p.sources) + (first + i) * 3;
     const uint32_t to = source[0], token = source[1];
     if (to >= p.size || token >= p.max_tokens) continue;
-    const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[row];
+    const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[both];
     for (uint32_t entries = source[2]; entries != 0; entries &= entries - 1) {
       const uint32_t e = __ffs(entries) - 1;
       if (e >= p.k) break;
-      copy_bytes(places + e * p.row_bytes[row], p.from + (first + i) * p.row_bytes[row], p.row_bytes[row], thread, threads);
-      if (thread == 0 && to != p.rank) moved += p.row_bytes[row];
+      const uint64_t place = places + e * p.row_bytes[both], from = p.from + (first + i) * row_bytes_back(p);
+      if (p.payload == as_is) {
+        copy_bytes(place, from, p.row_bytes[row], thread, threads);
+      } else {
+        for_columns(p, thread, threads, [&](uint32_t i, bool there) {
+          store_payload(p, place, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{});
+        });
+      }
+      if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
     }
   }
   count_moved(p, moved);
 }
 
-// A group of threads for each own token.
-extern "C" __global__ void __launch_bounds__(256) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
+// Rows that a warp adds, in this order, and what it multiplies them by.
+struct Listed {
+  uint32_t at[32];
+  float weight[32];
+};
+
+// Lists those lanes that have `place`, each at its place. What was listed before is no longer read.
+__device__ __forceinline__ void list(Listed& to, int32_t place, uint32_t at, float weight) {
+  __syncwarp();
+  if (place >= 0) to.at[place] = at, to.weight[place] = weight;
+  __syncwarp();
+}
+
+// Eight columns of the sum of those that are listed, from `i` on. Some are read before they are added.
+template <typename Load>
+__device__ __forceinline__ Eight sum_of(const Listed& listed, uint32_t count, Load load) {
+  constexpr uint32_t at_once = 4;
+  Adding all{};
+  for (uint32_t n = 0; n < count; n += at_once) {
+    Eight x[at_once];
+#pragma unroll
+    for (uint32_t j = 0; j < at_once; ++j) {
+      if (n + j < count) x[j] = load(listed.at[n + j]);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < at_once; ++j) {
+      if (n + j < count) all.add(x[j], listed.weight[n + j]);
+    }
+  }
+  return all.sum;
+}
+
+// A group of threads, whole warps, for each token that may have rows here.
+extern "C" __global__ void __launch_bounds__(256, 3) brigade_low_latency_back_sums(const __grid_constant__ LowLatencyParams p) {
+  wait_for_previous_kernel();
+  if (is_stopped(p)) return;
+  __shared__ Listed lists[8];
+  Listed& listed = lists[threadIdx.x / 32];
+  const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
+  const uint64_t from_bytes = row_bytes_back(p);
+  const bool whole = is_whole(p.from | p.base | p.half | p.stride, p.hidden);
+  uint64_t moved = 0;
+  for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < p.max_tokens * p.size; w += groups) {
+    // The next rank first, so that not all write to one.
+    const uint32_t to = (p.rank + 1 + w % p.size) % p.size, token = w / p.size;
+    const uint64_t entry = (uint64_t(to) * p.max_tokens + token) * p.k + lane;
+    const int32_t at = lane < p.k ? reinterpret_cast<const int32_t*>(p.rows_of)[entry] : -1;
+    const uint32_t there = __ballot_sync(everybody, at >= 0);
+    if (there == 0) continue;
+    const float weight = at >= 0 ? reinterpret_cast<const float*>(p.held)[entry] : 0.0f;
+    list(listed, at >= 0 ? __popc(there & ((1u << lane) - 1)) : -1, uint32_t(at), weight);
+    const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + __ffs(there) - 1) * p.row_bytes[both];
+    for_columns(p, thread, p.row_threads, [&](uint32_t i, bool within) {
+      const Eight sum = sum_of(listed, within ? __popc(there) : 0, [&](uint32_t at) { return load(p.from_type, p.from + at * from_bytes, i, p.hidden, whole); });
+      if (p.payload != as_is) {
+        store_payload(p, target, i, rounded(p.from_type, sum));
+      } else if (within) {
+        store(p.from_type, target, i, p.hidden, whole, sum);
+      }
+    });
+    if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
+  }
+  count_moved(p, moved);
+}
+
+// Where each lane's entry stands among those of a token that are added, or -1: in their order, or one for each rank, in rank order. `slot` is the
+// entry's, or -1.
+__device__ __forceinline__ int32_t place_among(const LowLatencyParams& p, int32_t slot) {
+  const uint32_t lane = threadIdx.x % 32, before = (1u << lane) - 1;
+  const uint32_t there = __ballot_sync(everybody, slot >= 0);
+  if (p.sum == by_experts) return slot >= 0 ? __popc(there & before) : -1;
+  const uint32_t rank = slot >= 0 ? rank_of_slot(p, uint32_t(slot)) : everybody;
+  const uint32_t same = __match_any_sync(everybody, rank);
+  const bool first = slot >= 0 && (same & before) == 0;
+  const uint32_t firsts = __ballot_sync(everybody, first);
+  int32_t place = 0;
+  for (uint32_t left = firsts; left != 0; left &= left - 1) place += __shfl_sync(everybody, rank, __ffs(left) - 1) < rank;
+  return first ? place : -1;
+}
+
+// A group of threads, whole warps, for each own token.
+extern "C" __global__ void __launch_bounds__(256, 3) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return poison_outputs(p);
-  // Rows that are read before they are added.
-  constexpr uint32_t at_once = 4;
-  const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads;
+  __shared__ Listed lists[8];
+  Listed& listed = lists[threadIdx.x / 32];
+  const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
   const uint64_t out_bytes = uint64_t(p.hidden) * (p.out_type == F32 ? 4 : 2);
   const uint64_t places = p.base + p.rank * p.stride + p.half;
   const bool whole = is_whole(places | p.to, p.hidden);
-  const int32_t* slots = reinterpret_cast<const int32_t*>(p.chosen);
-  const float* weights = reinterpret_cast<const float*>(p.weights);
   for (uint64_t token = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; token < p.tokens; token += groups) {
-    const uint64_t entry = token * p.k;
+    const uint64_t entry = token * p.k + lane;
+    const int32_t slot = lane < p.k ? reinterpret_cast<const int32_t*>(p.chosen)[entry] : -1;
+    const int32_t place = place_among(p, slot);
+    // Sums have been multiplied by their weights.
+    const float weight = place >= 0 && p.weights != 0 ? reinterpret_cast<const float*>(p.weights)[entry] : 1.0f;
+    list(listed, place, lane, weight);
+    const uint32_t count = __popc(__ballot_sync(everybody, place >= 0));
+    const uint64_t of_token = places + token * p.k * p.row_bytes[both];
     for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
-      Adding all{};
-      for (uint32_t e = 0; e < p.k; e += at_once) {
-        Eight x[at_once];
-#pragma unroll
-        for (uint32_t j = 0; j < at_once; ++j) {
-          const bool there = e + j < p.k && slots[entry + e + j] >= 0;
-          if (there) x[j] = load(p.from_type, places + (entry + e + j) * p.row_bytes[row], i, p.hidden, whole);
-        }
-#pragma unroll
-        for (uint32_t j = 0; j < at_once; ++j) {
-          if (e + j < p.k && slots[entry + e + j] >= 0) all.add(x[j], weights[entry + e + j]);
-        }
-      }
-      store(p.out_type, p.to + token * out_bytes, i, p.hidden, whole, all.sum);
+      const Eight sum = sum_of(listed, count, [&](uint32_t e) {
+        const uint64_t place = of_token + e * p.row_bytes[both];
+        return p.payload == as_is ? load(p.from_type, place, i, p.hidden, whole) : load_payload(p, place, i);
+      });
+      store(p.out_type, p.to + token * out_bytes, i, p.hidden, whole, sum);
     }
   }
 }

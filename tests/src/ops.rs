@@ -394,6 +394,7 @@ pub fn low_latency(hidden: usize) -> Op {
                             ids: ids.view(),
                             placement: Placement::Ranks,
                         },
+                        weights: None,
                         max_tokens: 1,
                         cast: None,
                     },
@@ -411,7 +412,9 @@ pub fn low_latency(hidden: usize) -> Op {
             };
             let p = LowLatencyCombineParams {
                 rows: there.rows(),
-                weights: weights.view(),
+                sum: CombineSum::Expert,
+                cast: None,
+                weights: Some(weights.view()),
             };
             let result = lease
                 .low_latency_combine(&there, p)

@@ -17,7 +17,7 @@ use brigade_device::{
     GatheredParts, Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams,
     LowLatencyBack, LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyRows,
     LowLatencySent, Output, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams, Reduced,
-    Result, Routing, SendParams, Stream, Traffic, Turn, UserBuffers, fallback,
+    Result, Routing, SendParams, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -329,8 +329,9 @@ impl Experts for CudaComm {
         &self,
         turn: &mut Turn,
         sent: &LowLatencySent,
+        totals: Option<ViewMut<'_>>,
     ) -> Result<LowLatencyRows> {
-        self.receive_low_latency(turn, sent)
+        self.receive_low_latency(turn, sent, totals)
     }
     fn low_latency_combine(
         &self,

@@ -57,6 +57,15 @@ pub(crate) const ROW_THREADS: u32 = 256;
 /// Threads of a block that goes through all entries.
 const ENTRY_THREADS: u32 = 1024;
 
+/// The number of a format of scales (`kernels/cast.cuh`).
+pub(crate) const fn format_code(format: ScaleFormat) -> u32 {
+    match format {
+        ScaleFormat::F32 => 0,
+        ScaleFormat::PowerOfTwo => 1,
+        ScaleFormat::Ue8m0 => 2,
+    }
+}
+
 /// Threads for each of so many rows, so that a few of them keep a GPU busy too.
 pub(crate) fn row_threads(device: &CudaDevice, rows: usize, row_bytes: usize) -> u32 {
     /// What keeps a multiprocessor busy.
@@ -448,11 +457,7 @@ impl Job<'_> {
             rows: rows as u64,
             hidden: hidden as u32,
             from_type: types::float_code(from.dtype()),
-            format: match cast.format {
-                ScaleFormat::F32 => 0,
-                ScaleFormat::PowerOfTwo => 1,
-                ScaleFormat::Ue8m0 => 2,
-            },
+            format: format_code(cast.format),
             per_row: per_row as u32,
         };
         let shape = row_blocks(self, rows * per_row, 32);

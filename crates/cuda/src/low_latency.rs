@@ -3,9 +3,10 @@
 
 use crate::{
     Kernel, KernelSet, Launch, Missing,
+    combine::sum_code,
     comm::{CudaComm, unexpected},
     core::Core,
-    dispatch::{row_blocks, row_threads},
+    dispatch::{format_code, row_blocks, row_threads},
     job::{Job, Kind, Made},
     memory::check_reach,
     routing::Placed,
@@ -13,14 +14,14 @@ use crate::{
     types,
 };
 use brigade_device::{
-    Buffer, Call, DataType, Device, Fp8Cast, LowLatencyBack, LowLatencyCombineParams,
-    LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output,
-    Placement, Plan, Result, Stream, Turn,
+    Buffer, Call, CombineCast, CombineSum, DataType, Device, Fp8Cast, LowLatencyBack,
+    LowLatencyCombineParams, LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows,
+    LowLatencySent, Output, Placement, Plan, Result, Stream, Turn, ViewMut,
 };
 use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
     dispatch::part_bytes,
-    low_latency::{Section, There},
+    low_latency::{BackRow, Section, There},
     routes::Slots,
 };
 use brigade_sync::{Area, Half};
@@ -32,6 +33,7 @@ pub(crate) struct LowLatencyKernels {
     send: Kernel<Parameters>,
     receive: Kernel<Parameters>,
     back: Kernel<Parameters>,
+    back_sums: Kernel<Parameters>,
     sum: Kernel<Parameters>,
 }
 
@@ -41,6 +43,7 @@ impl LowLatencyKernels {
             send: set.variant("_send")?,
             receive: set.variant("_receive")?,
             back: set.variant("_back")?,
+            back_sums: set.variant("_back_sums")?,
             sum: set.variant("_sum")?,
         })
     }
@@ -54,6 +57,7 @@ struct Own {
     rows: Buffer,
     ids: Buffer,
     map: Option<Buffer>,
+    weights: Option<Buffer>,
     /// Values and scales of rows that are cast.
     cast: Option<(Fp8Cast, Buffer, Buffer)>,
 }
@@ -93,6 +97,7 @@ impl CudaComm {
                 Placement::Map { slots, .. } => Some(slots.retain()),
                 Placement::Even { .. } | Placement::Ranks => None,
             },
+            weights: p.weights.map(|weights| weights.retain()),
             cast: match (call.cast, call.scales()) {
                 (Some(cast), Some((dtype, n))) => {
                     let values = device.scratch(lane, DataType::F8E4M3, &[tokens, call.hidden])?;
@@ -106,6 +111,9 @@ impl CudaComm {
         if let Some(map) = &own.map {
             check_reach(&device.card, "placement.slots.memory", map)?;
         }
+        if let Some(weights) = &own.weights {
+            check_reach(&device.card, "weights.memory", weights)?;
+        }
         let chosen = device.scratch(lane, DataType::I32, &[tokens, call.k])?;
         let (ticket, half) = self.begin_exchange(slot, &signed)?;
         let sent = LowLatencySent {
@@ -116,7 +124,7 @@ impl CudaComm {
             chosen,
         };
         let mut kept = vec![&own.rows, &own.ids, &sent.chosen];
-        kept.extend(&own.map);
+        kept.extend(own.map.iter().chain(&own.weights));
         kept.extend(
             own.cast
                 .iter()
@@ -136,17 +144,25 @@ impl CudaComm {
         &self,
         turn: &Turn,
         sent: &LowLatencySent,
+        totals: Option<ViewMut<'_>>,
     ) -> Result<LowLatencyRows> {
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
         let half = self.receive_exchange(sent)?;
         let own = Slots::new(sent.call.placement, sent.group.size).of(sent.group.rank);
         let new = |dtype, dims: &[usize]| device.scratch(lane, dtype, dims);
         let given = LowLatencyRows::new(sent, own.len(), new)?;
-        let out: Vec<&Buffer> = given.buffers().collect();
+        if let Some(totals) = &totals {
+            given.check_totals(totals)?;
+        }
+        let totals = totals.map(|totals| totals.as_view().retain());
+        if let Some(totals) = &totals {
+            check_reach(&device.card, "totals.memory", totals)?;
+        }
+        let kept: Vec<&Buffer> = given.buffers().chain(&totals).collect();
         let signed = Call::LowLatencyDispatch(sent.call.clone());
-        self.core.in_turn(turn.stream(), &signed, &out, |job| {
+        self.core.in_turn(turn.stream(), &signed, &kept, |job| {
             let of = job.await_slot(sent.call.slot, half)?;
-            job.receive_there(&given, of)
+            job.receive_there(&given, totals.as_ref(), of)
         })?;
         Ok(given)
     }
@@ -161,9 +177,12 @@ impl CudaComm {
         let control = &self.core.control;
         let call = p.check(there, control.group(), control.generation())?;
         let signed = Call::LowLatencyCombine(call.clone());
-        let (rows, weights) = (p.rows.retain(), p.weights.retain());
+        let rows = p.rows.retain();
+        let weights = p.weights.map(|weights| weights.retain());
         check_reach(&device.card, "rows.memory", &rows)?;
-        check_reach(&device.card, "weights.memory", &weights)?;
+        if let Some(weights) = &weights {
+            check_reach(&device.card, "weights.memory", weights)?;
+        }
         // Before an exchange begins.
         device.lane(turn.stream())?;
         let (ticket, half) = self.begin_exchange(call.there.slot, &signed)?;
@@ -175,7 +194,13 @@ impl CudaComm {
             call,
             weights,
         };
-        let kept = [&rows, &there.counts, &there.sources];
+        let mut kept = vec![&rows];
+        match &there.held {
+            Some(held) if back.call.sum == CombineSum::ExpertByRank => {
+                kept.extend([&held.rows, &held.weights]);
+            }
+            _ => kept.extend([&there.counts, &there.sources]),
+        }
         self.core.in_turn(turn.stream(), &signed, &kept, |job| {
             let of = job.begin_slot(back.sent.call.slot, half)?;
             job.send_back(&back, there, &rows, of)?;
@@ -193,7 +218,7 @@ impl CudaComm {
         output: Output<'_>,
     ) -> Result<Option<Buffer>> {
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
-        let dims = [back.weights.shape().rows(), back.call.hidden];
+        let dims = [back.sent.chosen.shape().rows(), back.call.hidden];
         let (d, new) = match output {
             Output::Into(view) => (view.as_view().retain(), false),
             Output::Allocate(dtype) => (device.scratch(lane, dtype, &dims)?, true),
@@ -201,7 +226,8 @@ impl CudaComm {
         check_reach(&device.card, "output.memory", &d)?;
         let half = self.receive_exchange(&back.sent)?;
         let signed = Call::LowLatencyCombine(back.call.clone());
-        let kept = [&back.sent.chosen, &back.weights, &d];
+        let mut kept = vec![&back.sent.chosen, &d];
+        kept.extend(&back.weights);
         self.core.in_turn(turn.stream(), &signed, &kept, |job| {
             let of = job.await_slot(back.sent.call.slot, half)?;
             job.add_up_back(back, &d, of)
@@ -285,7 +311,13 @@ impl Job<'_> {
     /// The same of the way there.
     fn there(&self, sent: &LowLatencySent, of: Use) -> Parameters {
         let there = There::new(&sent.call);
-        let of_each = [Section::Row, Section::Scales, Section::Experts].map(|s| there.of(s));
+        let of_each = [
+            Section::Row,
+            Section::Scales,
+            Section::Experts,
+            Section::Weights,
+        ]
+        .map(|s| there.of(s));
         Parameters {
             section: of_each.map(|(start, _)| start as u64),
             row_bytes: of_each.map(|(_, each)| each as u64),
@@ -304,6 +336,7 @@ impl Job<'_> {
         let row_bytes = row_bytes(&sent.call);
         parameters.from = from;
         parameters.from_scales = from_scales;
+        parameters.weights = own.weights.as_ref().map_or(0, Buffer::address);
         parameters.ids = own.ids.address();
         parameters.map = own.map.as_ref().map_or(0, Buffer::address);
         parameters.id_bytes = own.ids.dtype().bytes() as u32;
@@ -327,7 +360,12 @@ impl Job<'_> {
         (share as u32, blocks)
     }
 
-    fn receive_there(&self, given: &LowLatencyRows, of: Use) -> Result<()> {
+    fn receive_there(
+        &self,
+        given: &LowLatencyRows,
+        totals: Option<&Buffer>,
+        of: Use,
+    ) -> Result<()> {
         let experts = given.counts.shape().len();
         if experts == 0 {
             return Ok(());
@@ -338,8 +376,9 @@ impl Job<'_> {
             to_scales: given.scales.as_ref().map_or(0, Buffer::address),
             counts: given.counts.address(),
             sources: given.sources.address(),
+            totals: totals.map_or(0, Buffer::address),
             share,
-            ..self.there(&given.sent, of)
+            ..self.holding(given, self.there(&given.sent, of))
         };
         let outputs = [
             Some(&given.rows),
@@ -356,13 +395,29 @@ impl Job<'_> {
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 
+    /// With what is kept of tokens that came with weights.
+    fn holding(&self, given: &LowLatencyRows, parameters: Parameters) -> Parameters {
+        let held = given.held.as_ref();
+        Parameters {
+            rows_of: held.map_or(0, |held| held.rows.address()),
+            held: held.map_or(0, |held| held.weights.address()),
+            ..parameters
+        }
+    }
+
     /// What kernels are told of the way back.
     fn returning(&self, back: &LowLatencyBack, of: Use) -> Parameters {
-        let (hidden, dtype) = (back.call.hidden, back.call.dtype);
+        let row = BackRow::new(&back.call);
         Parameters {
-            row_bytes: [(hidden * dtype.bytes()) as u64, 0, 0],
-            hidden: hidden as u32,
-            from_type: types::float_code(dtype),
+            row_bytes: [row.values, row.beside, row.place(), 0].map(|bytes| bytes as u64),
+            hidden: back.call.hidden as u32,
+            from_type: types::float_code(back.call.dtype),
+            payload: match back.call.cast {
+                None => 0,
+                Some(CombineCast::Fp8(format)) => 1 + format_code(format),
+                Some(CombineCast::LogFmt10) => 4,
+            },
+            sum: sum_code(back.call.sum),
             ..self.exchanging_rows(&back.sent, of)
         }
     }
@@ -378,32 +433,52 @@ impl Job<'_> {
         if experts == 0 {
             return Ok(());
         }
-        let (share, shape) = self.expert_blocks(experts);
-        let parameters = Parameters {
+        let kernels = &self.core.device.opened.kernels.low_latency;
+        let mut parameters = Parameters {
             from: rows.address(),
-            counts: there.counts.address(),
-            sources: there.sources.address(),
-            share,
             ..self.returning(back, of)
         };
-        let kernel = &self.core.device.opened.kernels.low_latency.back;
+        let (kernel, shape) = match back.call.sum {
+            CombineSum::ExpertByRank => {
+                let tokens = back.call.there.room(self.core.size());
+                if tokens == 0 {
+                    return Ok(());
+                }
+                parameters = self.holding(there, parameters);
+                parameters.row_threads = self.token_threads(back, tokens);
+                let shape = row_blocks(self, tokens, parameters.row_threads);
+                (&kernels.back_sums, shape)
+            }
+            CombineSum::Expert | CombineSum::Rank => {
+                let (share, shape) = self.expert_blocks(experts);
+                parameters.counts = there.counts.address();
+                parameters.sources = there.sources.address();
+                parameters.share = share;
+                (&kernels.back, shape)
+            }
+        };
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps: to places that are checked against
-        // the call's.
+        // the call's, or follow from what the receiving kernel wrote down.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 
+    /// Threads for what comes back of each of so many tokens.
+    fn token_threads(&self, back: &LowLatencyBack, tokens: usize) -> u32 {
+        let bytes = back.call.hidden * back.call.dtype.bytes();
+        row_threads(&self.core.device, tokens, bytes)
+    }
+
     fn add_up_back(&self, back: &LowLatencyBack, d: &Buffer, of: Use) -> Result<()> {
-        let tokens = back.weights.shape().rows();
+        let tokens = back.sent.chosen.shape().rows();
         if tokens == 0 {
             return Ok(());
         }
-        let bytes = back.call.hidden * back.call.dtype.bytes();
-        let threads = row_threads(&self.core.device, tokens, bytes);
+        let threads = self.token_threads(back, tokens);
         let parameters = Parameters {
             to: d.address(),
             poisoned_bytes: [d.bytes() as u64, 0, 0, 0],
             poisons: [types::poison_pattern(d.dtype()), 0, 0, 0],
-            weights: back.weights.address(),
+            weights: back.weights.as_ref().map_or(0, Buffer::address),
             out_type: types::float_code(d.dtype()),
             row_threads: threads,
             ..self.returning(back, of)

@@ -268,7 +268,7 @@ impl CommConfig {
     }
 
     /// Sizes the low-latency exchange for up to `max_tokens` of each of `size` ranks, of rows that are `hidden` wide in `dtype`, with `k`
-    /// experts a token.
+    /// experts a token, with weights or without.
     #[must_use]
     pub fn for_low_latency(
         mut self,
@@ -278,8 +278,8 @@ impl CommConfig {
         size: usize,
     ) -> Self {
         let row = hidden * dtype.bytes();
-        // A part has counts and up to three sections, each filled up to a line.
-        let there = size * (max_tokens * (row + 4 * k) + 4 * 64);
+        // A part has counts and up to four sections, each filled up to a line: rows, their scales, experts and weights.
+        let there = size * (max_tokens * (row + 8 * k) + 5 * 64);
         self.low_latency_bytes = there.max(max_tokens * k * row);
         self
     }

@@ -66,7 +66,7 @@ pub trait Experts: Send + Sync {
     ) -> Result<LowLatencySent> {
         Err(no_low_latency())
     }
-    /// See [`Pending::receive`].
+    /// See [`Pending::receive`] and [`Pending::receive_counted`].
     ///
     /// # Errors
     /// As every call; why there is no such transport.
@@ -74,6 +74,7 @@ pub trait Experts: Send + Sync {
         &self,
         _turn: &mut Turn,
         _sent: &LowLatencySent,
+        _totals: Option<ViewMut<'_>>,
     ) -> Result<LowLatencyRows> {
         Err(no_low_latency())
     }

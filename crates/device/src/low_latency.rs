@@ -2,8 +2,8 @@
 //! and a receive, and nobody waits between them. Places are fixed, so no counts go ahead, and two slots let two exchanges overlap.
 
 use crate::{
-    Buffer, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, Output, PlacementCall, Result,
-    Routing, ScaleFormat, View,
+    Buffer, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, LowLatencyCombineParams,
+    PendingCombine, PlacementCall, Result, Routing, ScaleFormat, Shape, View, ViewMut,
     params::{float, resident},
     routing::countable,
 };
@@ -39,6 +39,8 @@ pub struct LowLatencyDispatchParams<'a> {
     pub rows: View<'a>,
     /// Where they go.
     pub routing: Routing<'a>,
+    /// The weights of own tokens' experts, f32 `[tokens, k]`: for a combine by [`CombineSum::ExpertByRank`](crate::CombineSum::ExpertByRank).
+    pub weights: Option<View<'a>>,
     /// Most tokens of any rank: the same on every rank.
     pub max_tokens: usize,
     /// Cast to fp8 on the way. Scales lie by rows.
@@ -58,6 +60,8 @@ pub struct LowLatencyDispatchCall {
     pub dtype: DataType,
     /// Experts of a token.
     pub k: usize,
+    /// Whether their weights go along.
+    pub weights: bool,
     /// Where experts are.
     pub placement: PlacementCall,
     /// Cast on the way.
@@ -92,12 +96,11 @@ impl LowLatencyDispatchParams<'_> {
             ));
         }
         resident("ids", Some(ids.memory()), rows.memory())?;
+        if let Some(weights) = self.weights {
+            weighty(weights, ids.shape(), rows)?;
+        }
         if let Some(cast) = self.cast {
-            if !hidden.is_multiple_of(DispatchParams::ROW_BYTES) {
-                let least = DispatchParams::ROW_BYTES;
-                let want = format!("a multiple of {least} columns to be cast");
-                return Err(Error::invalid("rows.shape", rows.shape(), want));
-            }
+            whole_row(DataType::F8E4M3, hidden)?;
             if cast.column_major {
                 let want = "scales by rows";
                 return Err(Error::invalid("cast", "scales by columns", want));
@@ -109,13 +112,26 @@ impl LowLatencyDispatchParams<'_> {
             hidden,
             dtype: rows.dtype(),
             k,
+            weights: self.weights.is_some(),
             placement,
             cast: self.cast,
         })
     }
 }
 
-fn whole_row(dtype: DataType, hidden: usize) -> Result<()> {
+/// Weights of own tokens' experts, beside rows of theirs.
+pub(crate) fn weighty(weights: View<'_>, want: Shape, rows: View<'_>) -> Result<()> {
+    if weights.dtype() != DataType::F32 {
+        let want = DataType::F32;
+        return Err(Error::invalid("weights.dtype", weights.dtype(), want));
+    }
+    if weights.shape() != want {
+        return Err(Error::invalid("weights.shape", weights.shape(), want));
+    }
+    resident("weights", Some(weights.memory()), rows.memory())
+}
+
+pub(crate) fn whole_row(dtype: DataType, hidden: usize) -> Result<()> {
     let bytes = hidden * dtype.bytes();
     if bytes == 0 || !bytes.is_multiple_of(DispatchParams::ROW_BYTES) {
         let got = format!("{hidden} columns of {dtype}");
@@ -143,68 +159,6 @@ impl LowLatencyDispatchCall {
     /// Type and number of a row's scales, if it is cast.
     pub fn scales(&self) -> Option<(DataType, usize)> {
         self.cast.map(|cast| cast.scales(self.hidden))
-    }
-}
-
-/// What experts made of rows, on its way back.
-#[derive(Clone, Copy, Debug)]
-pub struct LowLatencyCombineParams<'a> {
-    /// f32, f16 or bf16 `[local experts, max_tokens x ranks, hidden]`, as the received rows lie; a row has a multiple of 16 bytes. What
-    /// is behind an expert's count is not read.
-    pub rows: View<'a>,
-    /// The weights of own tokens' experts, f32 `[tokens, k]`. They are read when the rows are received.
-    pub weights: View<'a>,
-}
-
-/// The signed part of a low-latency combine.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct LowLatencyCombineCall {
-    /// The dispatch whose rows go back.
-    pub there: LowLatencyDispatchCall,
-    /// Elements in a row.
-    pub hidden: usize,
-    /// Their type.
-    pub dtype: DataType,
-}
-
-impl LowLatencyCombineParams<'_> {
-    /// Checks types, shapes and places, and gives the signed call. `generation` is how often the group was reset.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] naming the field, what it was and what it should have been.
-    pub fn check(
-        &self,
-        there: &LowLatencyRows,
-        group: &Group,
-        generation: u8,
-    ) -> Result<LowLatencyCombineCall> {
-        there.sent.check(group, generation)?;
-        let (rows, weights) = (self.rows, self.weights);
-        float("rows.dtype", rows.dtype())?;
-        let experts = there.counts.shape().len();
-        let room = there.sent.call.room(group.size);
-        let hidden = match rows.shape().dims() {
-            &[e, r, hidden] if (e, r) == (experts, room) => hidden,
-            _ => {
-                let want = format!("[{experts}, {room}, hidden]");
-                return Err(Error::invalid("rows.shape", rows.shape(), want));
-            }
-        };
-        whole_row(rows.dtype(), hidden)?;
-        if weights.dtype() != DataType::F32 {
-            let want = DataType::F32;
-            return Err(Error::invalid("weights.dtype", weights.dtype(), want));
-        }
-        let want = there.sent.chosen.shape();
-        if weights.shape() != want {
-            return Err(Error::invalid("weights.shape", weights.shape(), want));
-        }
-        resident("weights", Some(weights.memory()), rows.memory())?;
-        Ok(LowLatencyCombineCall {
-            there: there.sent.call.clone(),
-            hidden,
-            dtype: rows.dtype(),
-        })
     }
 }
 
@@ -254,9 +208,37 @@ pub struct LowLatencyRows {
     pub counts: Buffer,
     /// i32 `[local experts, max_tokens x ranks, 3]`
     pub sources: Buffer,
+    /// If the dispatch had weights.
+    pub held: Option<LowLatencyHeld>,
+}
+
+/// What a rank keeps of the tokens whose rows came with weights, for backends.
+#[derive(Clone, Debug)]
+pub struct LowLatencyHeld {
+    /// The row that each of their experts got here, counted over all local experts, or -1: i32 `[ranks, max_tokens, k]`.
+    pub rows: Buffer,
+    /// The weights of those that have a row, f32 `[ranks, max_tokens, k]`.
+    pub weights: Buffer,
 }
 
 impl LowLatencyRows {
+    /// Checks where rows are counted.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub fn check_totals(&self, totals: &ViewMut<'_>) -> Result<()> {
+        if totals.dtype() != DataType::I64 {
+            let want = DataType::I64;
+            return Err(Error::invalid("totals.dtype", totals.dtype(), want));
+        }
+        if totals.shape() != self.counts.shape() {
+            let want = self.counts.shape();
+            return Err(Error::invalid("totals.shape", totals.shape(), want));
+        }
+        let memory = totals.as_view().memory();
+        resident("totals", Some(memory), self.rows.memory())
+    }
+
     /// For this rank's `experts`; `new` makes a buffer.
     ///
     /// # Errors
@@ -277,45 +259,26 @@ impl LowLatencyRows {
             },
             counts: new(DataType::I32, &[experts])?,
             sources: of_rows(DataType::I32, 3)?,
+            held: match call.weights {
+                true => {
+                    let dims = [sent.group.size, call.max_tokens, call.k];
+                    Some(LowLatencyHeld {
+                        rows: new(DataType::I32, &dims)?,
+                        weights: new(DataType::F32, &dims)?,
+                    })
+                }
+                false => None,
+            },
         })
     }
 
     /// All buffers that a receive fills.
     pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        let held = self.held.iter().flat_map(|h| [&h.rows, &h.weights]);
         [&self.rows, &self.counts, &self.sources]
             .into_iter()
             .chain(&self.scales)
-    }
-}
-
-/// A combine of a slot that was sent, for backends.
-#[derive(Clone, Debug)]
-pub struct LowLatencyBack {
-    /// What was sent there, with the ticket of the way back.
-    pub sent: LowLatencySent,
-    /// The combine.
-    pub call: LowLatencyCombineCall,
-    /// The weights of own tokens' experts.
-    pub weights: Buffer,
-}
-
-impl LowLatencyBack {
-    /// Checks where the result goes.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] naming the field.
-    pub fn check(&self, output: &Output<'_>) -> Result<()> {
-        let tokens = self.weights.shape().rows();
-        output.check(&[tokens, self.call.hidden])?;
-        let (out, rows) = (output.dtype(), self.call.dtype);
-        if out != rows && out != DataType::F32 {
-            return Err(Error::invalid(
-                "output.dtype",
-                out,
-                format!("{rows} or f32"),
-            ));
-        }
-        Ok(())
+            .chain(held)
     }
 }
 
@@ -369,8 +332,29 @@ impl<'s> Pending<'s> {
     /// [`Error::Fault`](crate::Error::Fault) if a rank did not send, or sent something else; [`Error::Invalid`] if the group was reset
     /// since.
     pub fn receive(self, lease: &mut Lease<'_>) -> Result<LowLatencyDispatched<'s>> {
+        self.receive_into(lease, None)
+    }
+
+    /// The same, and adds to `totals`, i64 `[local experts]`, the rows that each expert of this rank got. Where it
+    /// fails, some of them may have been added.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive); [`Error::Invalid`] for a type or a shape of `totals`: the exchange is given up then.
+    pub fn receive_counted(
+        self,
+        lease: &mut Lease<'_>,
+        totals: ViewMut<'_>,
+    ) -> Result<LowLatencyDispatched<'s>> {
+        self.receive_into(lease, Some(totals))
+    }
+
+    fn receive_into(
+        self,
+        lease: &mut Lease<'_>,
+        totals: Option<ViewMut<'_>>,
+    ) -> Result<LowLatencyDispatched<'s>> {
         let (experts, turn) = lease.experts()?;
-        let parts = experts.low_latency_receive(turn, &self.sent)?;
+        let parts = experts.low_latency_receive(turn, &self.sent, totals)?;
         Ok(LowLatencyDispatched {
             parts,
             slot: self.slot,
@@ -410,26 +394,5 @@ impl LowLatencyDispatched<'_> {
     /// How scales are told, if rows were cast.
     pub fn scale_format(&self) -> Option<ScaleFormat> {
         self.parts.sent.call.cast.map(|cast| cast.format)
-    }
-}
-
-/// Rows on their way back, and not yet received.
-#[must_use = "the rows have been sent, not received"]
-pub struct PendingCombine<'d> {
-    back: LowLatencyBack,
-    _slot: &'d Slot,
-}
-
-impl PendingCombine<'_> {
-    /// Waits for them, and adds up those of each token: each multiplied by its weight, that product rounded to f32, in the order of the
-    /// token's experts, and one rounding to the type of `output`, `[tokens, hidden]`. A token without experts gets 0. Gives the result,
-    /// unless it went into the caller's buffer.
-    ///
-    /// # Errors
-    /// As [`Pending::receive`]; [`Error::Invalid`] also if another exchange has begun in this slot.
-    pub fn receive(self, lease: &mut Lease<'_>, output: Output<'_>) -> Result<Option<Buffer>> {
-        self.back.check(&output)?;
-        let (experts, turn) = lease.experts()?;
-        experts.low_latency_take(turn, &self.back, output)
     }
 }

@@ -249,6 +249,7 @@ fn what_a_backend_does_not_have_is_a_reason() {
             ids: ids.view(),
             placement: Placement::Ranks,
         },
+        weights: None,
         max_tokens: 1,
         cast: None,
     };

@@ -15,7 +15,7 @@ use brigade_device::{
     GatheredParts, Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams,
     LowLatencyBack, LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyRows,
     LowLatencySent, Output, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams, Reduced,
-    Result, Routing, SendParams, Stream, Traffic, Turn, UserBuffers, fallback,
+    Result, Routing, SendParams, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
 };
 use brigade_group::Control;
 use brigade_plan::{Engines, MAX_PIECES, Table, Topology, reason};
@@ -271,8 +271,9 @@ impl Experts for HostComm {
         &self,
         turn: &mut Turn,
         sent: &LowLatencySent,
+        totals: Option<ViewMut<'_>>,
     ) -> Result<LowLatencyRows> {
-        self.receive_low_latency(turn, sent)
+        self.receive_low_latency(turn, sent, totals)
     }
     fn low_latency_combine(
         &self,

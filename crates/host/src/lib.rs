@@ -37,6 +37,7 @@ mod memory;
 mod mover;
 mod norm;
 mod operand;
+mod payload;
 mod pushed;
 mod quantize;
 mod queue;

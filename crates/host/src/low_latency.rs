@@ -5,18 +5,18 @@ use crate::{
     element,
     job::{Active, Job, Use},
     memory::{poison, reading, writing},
-    quantize,
+    payload, quantize,
     queue::HostQueue,
     routing::{Router, integers, set},
 };
 use brigade_device::{
-    Buffer, Call, DataType, Error, LowLatencyBack, LowLatencyCombineCall, LowLatencyCombineParams,
-    LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output, Plan,
-    Result, Turn,
+    Buffer, Call, CombineSum, DataType, Error, LowLatencyBack, LowLatencyCombineCall,
+    LowLatencyCombineParams, LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyHeld,
+    LowLatencyRows, LowLatencySent, Output, Plan, Result, Turn, ViewMut,
 };
 use brigade_plan::{
     dispatch::part_bytes,
-    low_latency::{Section, There, back_place, packed},
+    low_latency::{Section, There, back_order, back_place, packed},
     routes::Slots,
 };
 use brigade_sync::{Area, Half};
@@ -60,12 +60,19 @@ impl HostComm {
             chosen,
         };
         let (core, to, rows) = (self.core.clone(), sent.clone(), p.rows.retain());
+        let weights = p.weights.map(|weights| weights.retain());
         queue.run(move || {
             core.in_turn(&signed, |active| {
                 let of = begin(active, slot, half)?;
                 let routes = router.find()?;
                 set(&to.chosen, &routes.slots)?;
-                send(active, of, (&to.call, &routes.slots), &rows)
+                send(
+                    active,
+                    of,
+                    (&to.call, &routes.slots),
+                    &rows,
+                    weights.as_ref(),
+                )
             })
         })?;
         Ok(sent)
@@ -75,17 +82,26 @@ impl HostComm {
         &self,
         turn: &Turn,
         sent: &LowLatencySent,
+        totals: Option<ViewMut<'_>>,
     ) -> Result<LowLatencyRows> {
         let queue = HostQueue::of(turn.stream())?;
         let half = self.receive_exchange(sent)?;
         let own = Slots::new(sent.call.placement, sent.group.size).of(sent.group.rank);
         let given = LowLatencyRows::new(sent, own.len(), |t, dims| self.device.heap(t, dims))?;
+        if let Some(totals) = &totals {
+            given.check_totals(totals)?;
+        }
         let signed = Call::LowLatencyDispatch(sent.call.clone());
         let (core, to) = (self.core.clone(), given.clone());
+        let totals = totals.map(|totals| totals.as_view().retain());
         queue.run(move || {
             core.in_turn(&signed, |active| {
                 let of = arrived(active, to.sent.call.slot, half)?;
-                receive(active, of, &to)
+                let counts = receive(active, of, &to)?;
+                match &totals {
+                    Some(totals) => count(totals, &counts),
+                    None => Ok(()),
+                }
             })
             .inspect_err(|_| to.buffers().for_each(mark))
         })?;
@@ -109,7 +125,7 @@ impl HostComm {
                 ..there.sent.clone()
             },
             call,
-            weights: p.weights.retain(),
+            weights: p.weights.map(|weights| weights.retain()),
         };
         let (core, there, of, rows) = (
             self.core.clone(),
@@ -120,7 +136,12 @@ impl HostComm {
         queue.run(move || {
             core.in_turn(&signed, |active| {
                 let to = begin(active, of.there.slot, half)?;
-                send_back(active, to, (&of, &there), &rows)
+                match &there.held {
+                    Some(held) if of.sum == CombineSum::ExpertByRank => {
+                        send_sums(active, to, (&of, held), &rows)
+                    }
+                    _ => send_back(active, to, (&of, &there), &rows),
+                }
             })
         })?;
         Ok(back)
@@ -134,7 +155,7 @@ impl HostComm {
     ) -> Result<Option<Buffer>> {
         let queue = HostQueue::of(turn.stream())?;
         let half = self.receive_exchange(&back.sent)?;
-        let dims = [back.weights.shape().rows(), back.call.hidden];
+        let dims = [back.sent.chosen.shape().rows(), back.call.hidden];
         let (d, new) = match output {
             Output::Into(view) => (view.as_view().retain(), false),
             Output::Allocate(dtype) => (self.device.heap(dtype, &dims)?, true),
@@ -196,8 +217,10 @@ fn send(
     of: Use,
     (call, slots): (&LowLatencyDispatchCall, &[i32]),
     rows: &Buffer,
+    weights: Option<&Buffer>,
 ) -> Result<()> {
-    reading(&[rows], |inputs| {
+    let inputs: Vec<&Buffer> = [rows].into_iter().chain(weights).collect();
+    reading(&inputs, |inputs| {
         let (cast, scales) = match call.cast {
             Some(cast) => quantize::cast_rows(cast, call.dtype, call.hidden, inputs[0]),
             None => (Vec::new(), Vec::new()),
@@ -207,12 +230,13 @@ fn send(
         } else {
             inputs[0]
         };
+        let weights = inputs.get(1).copied().unwrap_or_default();
         let job = &active.job;
         for to in job.peers().chain([job.rank()]) {
             // SAFETY: all peers have given their credit for this use of their halves, only this rank fills this part, and it is announced
             // below.
             let out = unsafe { job.bytes_mut(to, of, part(job, of, job.rank())) };
-            write(job, call, to, (rows, &scales, slots), out);
+            write(job, call, to, ([rows, &scales, weights], slots), out);
         }
         Ok(())
     })?;
@@ -225,7 +249,7 @@ fn write(
     job: &Job,
     call: &LowLatencyDispatchCall,
     to: usize,
-    (rows, scales, slots): (&[u8], &[u8], &[i32]),
+    ([rows, scales, weights], slots): ([&[u8]; 3], &[i32]),
     out: &mut [u8],
 ) {
     let there = There::new(call);
@@ -243,7 +267,11 @@ fn write(
             continue;
         }
         let mut moved = 0;
-        for (section, from) in [(Section::Row, rows), (Section::Scales, scales)] {
+        for (section, from) in [
+            (Section::Row, rows),
+            (Section::Scales, scales),
+            (Section::Weights, weights),
+        ] {
             let (_, each) = there.of(section);
             out[there.place(section, token)].copy_from_slice(&from[token * each..][..each]);
             moved += each;
@@ -254,7 +282,19 @@ fn write(
     }
 }
 
-fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> {
+/// Adds what has come to what came before.
+fn count(totals: &Buffer, counts: &[i32]) -> Result<()> {
+    writing(totals, &[], |out, _| {
+        for (total, &count) in out.chunks_exact_mut(8).zip(counts) {
+            let sum = bytemuck::pod_read_unaligned::<i64>(total) + i64::from(count);
+            total.copy_from_slice(&sum.to_ne_bytes());
+        }
+        Ok(())
+    })
+}
+
+/// Packs what has come; gives the rows of each expert.
+fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<Vec<i32>> {
     let call = &to.sent.call;
     let (there, room) = (There::new(call), call.room(to.sent.group.size));
     let job = &active.job;
@@ -290,13 +330,44 @@ fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<()> {
     }
     let counts: Vec<i32> = rows.iter().map(|rows| rows.len() as i32).collect();
     set(&to.counts, &counts)?;
+    if let Some(held) = &to.held {
+        hold(held, call, &rows, room, |source, token| {
+            integers(&parts[source][there.place(Section::Weights, token)])
+        })?;
+    }
     writing(&to.sources, &[], |out, _| {
         for (expert, rows) in rows.iter().enumerate() {
             let bytes: &[u8] = bytemuck::cast_slice(rows);
             out[expert * room * 12..][..bytes.len()].copy_from_slice(bytes);
         }
         Ok(())
-    })
+    })?;
+    Ok(counts)
+}
+
+/// Keeps which row each expert of a token got, and its weight.
+fn hold(
+    held: &LowLatencyHeld,
+    call: &LowLatencyDispatchCall,
+    rows: &[Vec<[i32; 3]>],
+    room: usize,
+    weights_of: impl Fn(usize, usize) -> Vec<f32>,
+) -> Result<()> {
+    let entries = held.rows.shape().len();
+    let (mut at, mut weights) = (vec![-1i32; entries], vec![0f32; entries]);
+    for (expert, rows) in rows.iter().enumerate() {
+        for (i, &[source, token, bits]) in rows.iter().enumerate() {
+            let (source, token) = (source as usize, token as usize);
+            let of_token = weights_of(source, token);
+            for entry in (0..call.k).filter(|entry| bits >> entry & 1 == 1) {
+                let place = (source * call.max_tokens + token) * call.k + entry;
+                at[place] = (expert * room + i) as i32;
+                weights[place] = of_token[entry];
+            }
+        }
+    }
+    set(&held.rows, &at)?;
+    set(&held.weights, &weights)
 }
 
 fn send_back(
@@ -307,6 +378,7 @@ fn send_back(
 ) -> Result<()> {
     let size = there.sent.group.size;
     let (room, each) = (call.there.room(size), call.hidden * call.dtype.bytes());
+    let mut packed = Vec::new();
     let job = &active.job;
     reading(&[rows, &there.counts, &there.sources], |inputs| {
         let counts = integers::<i32>(inputs[1]);
@@ -316,16 +388,58 @@ fn send_back(
                 sources.into_iter().take(count as usize).enumerate()
             {
                 let row = &inputs[0][(expert * room + i) * each..][..each];
+                payload::pack(call, row, &mut packed);
                 let to = source as usize;
                 for entry in (0..call.there.k).filter(|entry| entries >> entry & 1 == 1) {
                     let place = back_place(call, token as usize, entry);
                     // SAFETY: all peers have given their credit for this use of their halves; only the rank that has an expert fills its
                     // tokens' places, and it announces them below.
-                    unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(row);
+                    unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(&packed);
                     if to != job.rank() {
-                        job.count_moved(each);
+                        job.count_moved(packed.len());
                     }
                 }
+            }
+        }
+        Ok(())
+    })?;
+    job.say_filled_to_all(of, job.rank(), 0);
+    Ok(())
+}
+
+/// Sends back one row for each token that has some here: their sum.
+fn send_sums(
+    active: &Active<'_>,
+    of: Use,
+    (call, held): (&LowLatencyCombineCall, &LowLatencyHeld),
+    rows: &Buffer,
+) -> Result<()> {
+    let (k, each) = (call.there.k, call.hidden * call.dtype.bytes());
+    let job = &active.job;
+    reading(&[rows, &held.rows, &held.weights], |inputs| {
+        let (at, weights) = (integers::<i32>(inputs[1]), integers::<f32>(inputs[2]));
+        let (mut sum, mut row) = (vec![0.0; call.hidden], vec![0; each]);
+        let mut packed = Vec::new();
+        for (i, (at, weights)) in at.chunks_exact(k).zip(weights.chunks_exact(k)).enumerate() {
+            let (to, token) = (i / call.there.max_tokens, i % call.there.max_tokens);
+            let Some(first) = at.iter().position(|&row| row >= 0) else {
+                continue;
+            };
+            let parts: Vec<_> = at
+                .iter()
+                .zip(weights)
+                .filter(|(row, _)| **row >= 0)
+                .map(|(&row, &weight)| (&inputs[0][row as usize * each..][..each], Some(weight)))
+                .collect();
+            element::add(call.dtype, &parts, &mut sum);
+            element::store(call.dtype, &sum, &mut row);
+            payload::pack(call, &row, &mut packed);
+            let place = back_place(call, token, first);
+            // SAFETY: all peers have given their credit for this use of their halves; of a token's places only the rank that has the place's
+            // expert fills it, and it announces them below.
+            unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(&packed);
+            if to != job.rank() {
+                job.count_moved(packed.len());
             }
         }
         Ok(())
@@ -337,21 +451,32 @@ fn send_back(
 fn add_up(active: &Active<'_>, of: Use, back: &LowLatencyBack, d: &Buffer) -> Result<()> {
     let (call, k) = (&back.call, back.call.there.k);
     let job = &active.job;
-    writing(d, &[&back.sent.chosen, &back.weights], |out, inputs| {
-        let (slots, weights) = (integers::<i32>(inputs[0]), integers::<f32>(inputs[1]));
+    let all = Slots::new(call.there.placement, job.size());
+    let inputs: Vec<&Buffer> = [&back.sent.chosen]
+        .into_iter()
+        .chain(&back.weights)
+        .collect();
+    writing(d, &inputs, |out, inputs| {
+        let slots = integers::<i32>(inputs[0]);
+        let weights = inputs.get(1).map(|weights| integers::<f32>(weights));
         let mut sum = vec![0.0; call.hidden];
         let each = call.hidden * d.dtype().bytes();
         for (token, out) in out.chunks_exact_mut(each).enumerate() {
-            let entries = (0..k).filter(|entry| slots[token * k + entry] >= 0);
-            let rows: Vec<(&[u8], Option<f32>)> = entries
+            let order = back_order(call.sum, &slots[token * k..][..k], &all);
+            let rows: Vec<(Vec<f32>, Option<f32>)> = order
+                .into_iter()
                 .map(|entry| {
                     let place = back_place(call, token, entry);
                     // SAFETY: announced for this use by whoever has the expert, and this rank ends it when it uses the slot again.
-                    let row = unsafe { job.bytes(job.rank(), of, place) };
-                    (row, Some(weights[token * k + entry]))
+                    let row = payload::unpack(call, unsafe { job.bytes(job.rank(), of, place) });
+                    (row, weights.as_ref().map(|w| w[token * k + entry]))
                 })
                 .collect();
-            element::add(call.dtype, &rows, &mut sum);
+            let rows: Vec<(&[u8], Option<f32>)> = rows
+                .iter()
+                .map(|(row, weight)| (bytemuck::cast_slice(row), *weight))
+                .collect();
+            element::add(DataType::F32, &rows, &mut sum);
             element::store(d.dtype(), &sum, out);
         }
         Ok(())

@@ -138,6 +138,16 @@ impl Groups {
     }
 }
 
+/// A scale among those of a row.
+pub(crate) fn scale_at(format: ScaleFormat, scales: &[u8], block: usize) -> f32 {
+    match format {
+        ScaleFormat::Ue8m0 => f32::from_bits(u32::from(scales[block]) << 23),
+        ScaleFormat::F32 | ScaleFormat::PowerOfTwo => {
+            bytemuck::pod_read_unaligned(&scales[block * 4..][..4])
+        }
+    }
+}
+
 /// Rows as fp8, and their scales.
 pub(crate) fn cast_rows(
     cast: Fp8Cast,

@@ -17,10 +17,10 @@ parameters! {
         half: u64,
         /// Bytes of a sender's part of it, on the way there.
         part_bytes: u64,
-        /// Where each section of such a part begins: rows, scales, experts.
-        section: [u64; 3],
-        /// Bytes of a token in each section. On the way back there are rows alone.
-        row_bytes: [u64; 3],
+        /// Where each section of such a part begins: rows, scales, experts, weights.
+        section: [u64; 4],
+        /// Bytes of a token in each section. On the way back those of a row's values, of what belongs to them, and of a place for both.
+        row_bytes: [u64; 4],
         /// Device address of what is sent: own rows, or rows of this rank's experts.
         from: u64,
         /// Device address of the scales of own rows, or 0.
@@ -39,8 +39,14 @@ parameters! {
         counts: u64,
         /// Device address of where each of them is from.
         sources: u64,
-        /// Device address of the weights of own tokens' experts.
+        /// Device address of the rows that each of this rank's experts has got so far, i64, or 0.
+        totals: u64,
+        /// Device address of the weights of own tokens' experts, or 0.
         weights: u64,
+        /// Device address of the row that each expert of every token got here, if weights came with them, or 0.
+        rows_of: u64,
+        /// Device address of their weights.
+        held: u64,
         /// Bytes of what a launch gives: rows or sums, scales, counts and sources.
         poisoned_bytes: [u64; 4],
         /// What it is filled with if the group was stopped.
@@ -77,5 +83,9 @@ parameters! {
         size: u32,
         /// Rows that each expert has room for.
         room: u32,
+        /// 1 where there is a row for each expert, 2 where each rank has added its own.
+        sum: u32,
+        /// On the way back: 0 as they are, 1 fp8 with scales in f32, 2 with powers of two, 3 with their exponents, 4 LogFMT-10.
+        payload: u32,
     }
 }

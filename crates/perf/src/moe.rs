@@ -9,10 +9,10 @@ use crate::{
 };
 use anyhow::{Result, ensure};
 use brigade::{
-    Allocate, Arrangement, Buffer, Call, CombineParams, CombineSum, Comm, CommConfig, DataType,
-    DispatchParams, Fp8Cast, LowLatency, LowLatencyCombineParams, LowLatencyDispatchParams,
-    MemoryType, Output, ParallelMode, Placement, Plan, Route, Routing, ScaleFormat, Transport,
-    View, ViewMut,
+    Allocate, Arrangement, Buffer, Call, CombineCast, CombineParams, CombineSum, Comm, CommConfig,
+    DataType, DispatchParams, Fp8Cast, LowLatency, LowLatencyCombineParams,
+    LowLatencyDispatchParams, MemoryType, Output, ParallelMode, Placement, Plan, Route, Routing,
+    ScaleFormat, Transport, View, ViewMut,
 };
 use clap::{Args, ValueEnum};
 use half::bf16;
@@ -45,6 +45,15 @@ pub struct Moe {
     /// How rows travel
     #[arg(long, value_enum, default_value = "auto")]
     transport: Choice,
+    /// With low-latency: each rank adds its experts' rows before they go back
+    #[arg(long)]
+    by_rank: bool,
+    /// With low-latency: how rows travel back
+    #[arg(long, value_enum, default_value = "as-is")]
+    back: Payload,
+    /// With low-latency: count what every expert gets
+    #[arg(long)]
+    count: bool,
     /// Most multiprocessors that communication may use [default: the plan's choice]
     #[arg(long, value_name = "SMS")]
     sm_budget: Option<u16>,
@@ -59,6 +68,17 @@ enum Rows {
     BySource,
     /// A row for each expert; sums of a rank's experts go back
     ByExpert,
+}
+
+/// How rows travel back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Payload {
+    /// In bf16
+    AsIs,
+    /// Cast to fp8, with scales in f32
+    Fp8,
+    /// Cast to LogFMT-10
+    Logfmt10,
 }
 
 /// A forced transport.
@@ -106,6 +126,35 @@ impl Moe {
         }
     }
 
+    fn cast_back(&self) -> Option<CombineCast> {
+        match self.back {
+            Payload::AsIs => None,
+            Payload::Fp8 => Some(CombineCast::Fp8(ScaleFormat::F32)),
+            Payload::Logfmt10 => Some(CombineCast::LogFmt10),
+        }
+    }
+
+    /// How far what comes back as it went may be off, relatively.
+    fn tolerance(&self) -> f64 {
+        match self.cast_back() {
+            None => 2e-2,
+            // Half a step of fp8, and what is rounded besides.
+            Some(CombineCast::Fp8(_)) => 8e-2,
+            // The same of 32 binary orders of magnitude in 510 steps.
+            Some(CombineCast::LogFmt10) => 4e-2,
+        }
+    }
+
+    /// What comes back of a token.
+    fn sum(&self) -> CombineSum {
+        match (self.in_slots(), self.rows) {
+            (true, _) if self.by_rank => CombineSum::ExpertByRank,
+            (true, _) => CombineSum::Expert,
+            (false, Rows::ByExpert) => CombineSum::ExpertByRank,
+            (false, Rows::Dense | Rows::BySource) => CombineSum::Rank,
+        }
+    }
+
     fn in_slots(&self) -> bool {
         self.transport == Choice::LowLatency
     }
@@ -135,6 +184,8 @@ struct Case<'a> {
     rows: Buffer,
     ids: Buffer,
     weights: Buffer,
+    /// Rows that each expert of this rank has got, if they are counted.
+    totals: Option<Buffer>,
     /// Experts of every rank's tokens.
     all_ids: Vec<Vec<i32>>,
 }
@@ -162,6 +213,19 @@ impl<'a> Case<'a> {
             rank.device.write(&rank.on, buffer.view_mut(), bytes)?;
             Ok(buffer)
         };
+        let totals = || -> Result<Buffer> {
+            let placement = brigade::PlacementCall::Even {
+                experts: options.experts,
+            };
+            let own = brigade::plan::routes::Slots::new(placement, rank.size()).of(me);
+            let (memory, dtype) = (MemoryType::Device, DataType::I64);
+            let mut totals = rank
+                .device
+                .allocate(&rank.on, memory, dtype, &[own.len()])?;
+            let zeros = vec![0; own.len() * dtype.bytes()];
+            rank.device.write(&rank.on, totals.view_mut(), &zeros)?;
+            Ok(totals)
+        };
         let weights: Vec<f32> = (0..tokens * k)
             .map(|i| 1.0 / (1.0 + (i % 8) as f32))
             .collect();
@@ -169,6 +233,7 @@ impl<'a> Case<'a> {
             rows: data::upload(&rank.device, &rank.on, &numbers, [tokens, options.hidden])?,
             ids: small(DataType::I32, bytemuck::cast_slice(&all_ids[me]))?,
             weights: small(DataType::F32, bytemuck::cast_slice(&weights))?,
+            totals: options.count.then(totals).transpose()?,
             rank,
             comm,
             options,
@@ -238,8 +303,20 @@ impl<'a> Case<'a> {
         LowLatencyDispatchParams {
             rows: self.rows.view(),
             routing: self.routing(),
+            weights: self.options.by_rank.then(|| self.weights.view()),
             max_tokens: self.tokens,
             cast: self.options.cast(),
+        }
+    }
+
+    fn receive<'s>(
+        &self,
+        lease: &mut brigade::Lease<'_>,
+        pending: brigade::Pending<'s>,
+    ) -> brigade::Result<brigade::LowLatencyDispatched<'s>> {
+        match self.totals.clone() {
+            Some(mut totals) => pending.receive_counted(lease, totals.view_mut()),
+            None => pending.receive(lease),
         }
     }
 
@@ -251,7 +328,8 @@ impl<'a> Case<'a> {
         }
         let (mut exchange, p) = (LowLatency::default(), self.to_slot());
         let (slot, call) = (exchange.slots().0, p.check(0)?);
-        lease.low_latency_dispatch(slot, p)?.receive(&mut lease)?;
+        let pending = lease.low_latency_dispatch(slot, p)?;
+        self.receive(&mut lease, pending)?;
         Ok(self.comm.explain(&Call::LowLatencyDispatch(call))?)
     }
 
@@ -275,12 +353,13 @@ impl<'a> Case<'a> {
         if self.options.in_slots() {
             let mut exchange = LowLatency::default();
             let slot = exchange.slots().0;
-            let there = lease
-                .low_latency_dispatch(slot, self.to_slot())?
-                .receive(&mut lease)?;
+            let pending = lease.low_latency_dispatch(slot, self.to_slot())?;
+            let there = self.receive(&mut lease, pending)?;
             let p = LowLatencyCombineParams {
                 rows: made.map_or(there.rows(), Buffer::view),
-                weights: self.weights.view(),
+                sum: self.options.sum(),
+                cast: self.options.cast_back(),
+                weights: (!self.options.by_rank).then(|| self.weights.view()),
             };
             let back = lease.low_latency_combine(&there, p)?;
             return back
@@ -291,10 +370,7 @@ impl<'a> Case<'a> {
         let back = lease.combine(CombineParams {
             rows: made.unwrap_or(&there.rows).view(),
             handle: &there.handle,
-            sum: match self.options.rows {
-                Rows::ByExpert => CombineSum::ExpertByRank,
-                Rows::Dense | Rows::BySource => CombineSum::Rank,
-            },
+            sum: self.options.sum(),
             weights: None,
             biases: &[],
             output,
@@ -320,13 +396,12 @@ impl<'a> Case<'a> {
             let mut factor = 0f64;
             for rank in 0..self.rank.size() {
                 let own: Vec<usize> = (0..k).filter(|&e| self.owner(ids[e]) == rank).collect();
-                let by_expert = self.options.in_slots() || self.options.rows == Rows::ByExpert;
-                factor += match by_expert {
-                    true => own
+                factor += match self.options.sum() {
+                    CombineSum::Rank => f64::from(u8::from(!own.is_empty())),
+                    CombineSum::Expert | CombineSum::ExpertByRank => own
                         .iter()
                         .map(|e| 1.0 / (1.0 + ((token * k + e) % 8) as f64))
                         .sum(),
-                    false => f64::from(u8::from(!own.is_empty())),
                 };
             }
             for column in 0..hidden {
@@ -334,7 +409,7 @@ impl<'a> Case<'a> {
                 let (got, want) = (got[at].to_f64(), numbers[at].to_f64() * factor);
                 let off = (got - want).abs();
                 ensure!(
-                    off <= 2e-2 * want.abs().max(1e-2),
+                    off <= self.options.tolerance() * want.abs().max(1e-2),
                     "token {token}, column {column}: {got} instead of {want}"
                 );
             }
@@ -424,8 +499,9 @@ fn row(options: &Moe, tokens: usize, measured: &Measured) -> Value {
             true => format!("low latency, {}", measured.plan),
             false => measured.plan.to_string(),
         },
-        "rows": format!("{:?}", options.rows),
+        "rows": format!("{:?}", options.rows), "sum": format!("{:?}", options.sum()),
         "dtype": if options.fp8 { "fp8 there, bf16 back" } else { "bf16" },
+        "back": format!("{:?}", options.back),
         "graph": options.common.graph, "sms": options.sm_budget, "sent_bytes": measured.sent_bytes,
         "layout_us": of("layout"), "dispatch_us": of("dispatch"),
         "combine_us": rounded(number(of("total")) - number(of("dispatch"))),

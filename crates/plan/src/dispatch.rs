@@ -94,7 +94,7 @@ pub const fn part_bytes(half_bytes: usize, size: usize) -> usize {
 
 /// Parts begin at a line of the cache, and sections at the widest access.
 const ALIGN_BYTES: usize = 64;
-const SECTION_BYTES: usize = 16;
+pub(crate) const SECTION_BYTES: usize = 16;
 
 /// What a sender's part of a half holds, for so many rows: counts first, and then a section for each thing that a row has.
 #[derive(Clone, Debug, PartialEq, Eq)]

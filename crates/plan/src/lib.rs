@@ -11,7 +11,7 @@
 //! - [`gathered`]: where the rows of all ranks lie.
 //! - [`routes`]: which rows go to which experts; [`dispatch`] and [`combine`]: where they lie on the way, and [`records`] if they are
 //!   pushed.
-//! - [`fifo`]: queues between ranks; [`low_latency`]: places of rows that are sent without waiting.
+//! - [`fifo`]: queues between ranks; [`low_latency`]: places of rows that are sent without waiting; [`logfmt`]: rows of fewer bits.
 //! - [`moved`]: the bytes that each schedule makes a rank move, for traffic counters and tests.
 
 mod all_gather;
@@ -26,6 +26,7 @@ pub mod fifo;
 mod gather_linear;
 pub mod gathered;
 mod linear_reduce_scatter;
+pub mod logfmt;
 pub mod low_latency;
 pub mod moved;
 mod norm;

@@ -2,10 +2,13 @@
 
 use crate::{
     Topology,
-    dispatch::{Sections, part_bytes},
-    reason,
+    dispatch::{SECTION_BYTES, Sections, part_bytes},
+    logfmt, reason,
+    routes::Slots,
 };
-use brigade_device::{LowLatencyCombineCall, LowLatencyDispatchCall, Plan, Reason};
+use brigade_device::{
+    CombineCast, CombineSum, Fp8Cast, LowLatencyCombineCall, LowLatencyDispatchCall, Plan, Reason,
+};
 
 pub(crate) fn dispatch(call: &LowLatencyDispatchCall, topology: &Topology) -> Result<Plan, Reason> {
     let size = topology.group.size.max(1);
@@ -54,6 +57,8 @@ pub enum Section {
     /// The receiver's experts that it names, counted from the first of them, i32 `[k]` with -1 for all others. These are there for every
     /// token.
     Experts,
+    /// Their weights, f32 `[k]`, if it has any: where the receiver has one of its experts.
+    Weights,
 }
 
 impl There {
@@ -61,8 +66,9 @@ impl There {
     pub fn new(call: &LowLatencyDispatchCall) -> Self {
         let row = call.hidden * call.wire_type().bytes();
         let scales = call.scales().map_or(0, |(dtype, n)| n * dtype.bytes());
+        let weights = if call.weights { 4 * call.k } else { 0 };
         Self {
-            sections: Sections::new(&[row, scales, 4 * call.k], call.max_tokens),
+            sections: Sections::new(&[row, scales, 4 * call.k, weights], call.max_tokens),
             max_tokens: call.max_tokens,
         }
     }
@@ -87,9 +93,84 @@ impl There {
     }
 }
 
-/// Bytes of a half on the way back: a place for each expert of each token, whoever has that expert.
+/// What travels back of a row: its values, and behind them what belongs to them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackRow {
+    /// Bytes of the values.
+    pub values: usize,
+    /// Bytes of their scales, or of what else belongs to blocks, if they were cast.
+    pub beside: usize,
+}
+
+impl BackRow {
+    /// Of a combine.
+    pub fn new(call: &LowLatencyCombineCall) -> Self {
+        match call.cast {
+            None => Self {
+                values: call.hidden * call.dtype.bytes(),
+                beside: 0,
+            },
+            Some(CombineCast::Fp8(format)) => {
+                let cast = Fp8Cast {
+                    format,
+                    column_major: false,
+                };
+                let (dtype, n) = cast.scales(call.hidden);
+                Self {
+                    values: call.hidden,
+                    beside: n * dtype.bytes(),
+                }
+            }
+            Some(CombineCast::LogFmt10) => {
+                let blocks = call.hidden / logfmt::BLOCK;
+                Self {
+                    values: blocks * logfmt::CODES,
+                    beside: blocks * logfmt::BESIDE,
+                }
+            }
+        }
+    }
+
+    /// Bytes that are sent.
+    pub const fn bytes(self) -> usize {
+        self.values + self.beside
+    }
+
+    /// Bytes of its place, which begins at the widest access.
+    pub const fn place(self) -> usize {
+        self.bytes().next_multiple_of(SECTION_BYTES)
+    }
+}
+
+/// Bytes of a half on the way back: a place for each expert of each token, whoever has that expert. Where a token's rows are added before
+/// they come, the place of the first of its experts that a rank has is for all of that rank's.
 pub fn back_bytes(call: &LowLatencyCombineCall) -> usize {
     back_place(call, call.there.max_tokens, 0).start
+}
+
+/// Those of a token's places that are filled, in the order in which they are added: that of the token's experts, or of ranks. `chosen` are
+/// the token's slots.
+///
+/// ```
+/// use brigade_device::{CombineSum, PlacementCall};
+/// use brigade_plan::{low_latency::back_order, routes::Slots};
+/// // Four slots on two ranks.
+/// let slots = Slots::new(PlacementCall::Even { experts: 4 }, 2);
+/// let chosen = [3, -1, 0, 2, 1];
+/// assert_eq!(back_order(CombineSum::Expert, &chosen, &slots), [0, 2, 3, 4]);
+/// assert_eq!(back_order(CombineSum::ExpertByRank, &chosen, &slots), [2, 0]);
+/// ```
+pub fn back_order(sum: CombineSum, chosen: &[i32], slots: &Slots) -> Vec<usize> {
+    let rank = |entry: usize| {
+        let slot = usize::try_from(chosen[entry]).ok();
+        slot.and_then(|slot| slots.rank_of(slot))
+    };
+    let mut places: Vec<usize> = (0..chosen.len()).filter(|&e| rank(e).is_some()).collect();
+    if sum != CombineSum::Expert {
+        places.sort_by_key(|&entry| rank(entry));
+        places.dedup_by_key(|entry| rank(*entry));
+    }
+    places
 }
 
 /// The place of what a token's expert made.
@@ -98,9 +179,9 @@ pub fn back_place(
     token: usize,
     entry: usize,
 ) -> std::ops::Range<usize> {
-    let each = call.hidden * call.dtype.bytes();
-    let start = (token * call.there.k + entry).saturating_mul(each);
-    start..start.saturating_add(each)
+    let row = BackRow::new(call);
+    let start = (token * call.there.k + entry).saturating_mul(row.place());
+    start..start.saturating_add(row.bytes())
 }
 
 /// The rows of each of a rank's experts, in the order in which they lie: source rank, token, and which of the token's experts it is,
@@ -144,6 +225,7 @@ mod tests {
             hidden,
             dtype: DataType::BF16,
             k: 3,
+            weights: true,
             placement: PlacementCall::Even { experts: 7 },
             cast,
         }
@@ -158,7 +240,12 @@ mod tests {
         for cast in [None, Some(cast)] {
             let there = There::new(&call(400, cast));
             let mut end = Sections::COUNTS_BYTES;
-            for section in [Section::Row, Section::Scales, Section::Experts] {
+            for section in [
+                Section::Row,
+                Section::Scales,
+                Section::Experts,
+                Section::Weights,
+            ] {
                 let (start, _) = there.of(section);
                 assert!(start >= end && start.is_multiple_of(16), "{section:?}");
                 for token in 0..5 {
@@ -173,11 +260,13 @@ mod tests {
 
     #[test]
     fn a_configuration_for_so_many_tokens_has_room_for_them() {
-        for (size, hidden) in [(1, 8), (3, 400), (8, 7168)] {
+        for (size, hidden) in [(1, 16), (3, 400), (8, 7168)] {
             let there = call(hidden, None);
             let back = LowLatencyCombineCall {
                 hidden,
                 dtype: DataType::BF16,
+                sum: CombineSum::Expert,
+                cast: None,
                 there: there.clone(),
             };
             let config = CommConfig::new(ParallelMode::Ep);
@@ -188,6 +277,18 @@ mod tests {
                 "{size}"
             );
             assert!(have >= back_bytes(&back), "{size}");
+            for cast in [
+                CombineCast::Fp8(ScaleFormat::F32),
+                CombineCast::Fp8(ScaleFormat::PowerOfTwo),
+                CombineCast::Fp8(ScaleFormat::Ue8m0),
+                CombineCast::LogFmt10,
+            ] {
+                let back = LowLatencyCombineCall {
+                    cast: Some(cast),
+                    ..back.clone()
+                };
+                assert!(have >= back_bytes(&back), "{size}, {cast:?}");
+            }
         }
     }
 }

@@ -6,7 +6,7 @@
 
 use crate::{
     dispatch::Sections,
-    low_latency::{Section, There},
+    low_latency::{BackRow, Section, There},
     pushed::{Granules, Packets, RowShares},
     ring, rows,
 };
@@ -144,19 +144,20 @@ pub fn combine(rank: usize, rows_to: &[usize], call: &CombineCall) -> u64 {
     pull_gather(rank, rows_to) * each as u64
 }
 
-/// A low-latency dispatch: each row that goes to a peer, with its scales. Which experts each token names does not count.
+/// A low-latency dispatch: each row that goes to a peer, with its scales and weights. Which experts each token names does not count.
 pub fn low_latency_dispatch(rank: usize, rows_to: &[usize], call: &LowLatencyDispatchCall) -> u64 {
     let there = There::new(call);
-    let each: usize = [Section::Row, Section::Scales]
+    let each: usize = [Section::Row, Section::Scales, Section::Weights]
         .map(|s| there.of(s).1)
         .iter()
         .sum();
     pull_gather(rank, rows_to) * each as u64
 }
 
-/// A low-latency combine: a row for each expert of each token of a peer. Of an expert that a token names twice, two.
+/// A low-latency combine, `rows_to[r]` to rank `r`: a row for each expert of each token of a peer, of an expert that a token names
+/// twice, two; or one for each token that has some here, if they are added before they go. Each with its scales, if it is cast.
 pub fn low_latency_combine(rank: usize, rows_to: &[usize], call: &LowLatencyCombineCall) -> u64 {
-    pull_gather(rank, rows_to) * (call.hidden * call.dtype.bytes()) as u64
+    pull_gather(rank, rows_to) * BackRow::new(call).bytes() as u64
 }
 
 #[cfg(test)]

@@ -7,8 +7,8 @@ use super::{
 };
 use crate::{backend::Rank, experts, experts::own::i32s, layer::FLOATS};
 use brigade_device::{
-    CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams, LowLatencyDispatchParams,
-    Output, ScaleFormat, View,
+    CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams,
+    LowLatencyDispatchParams, Output, ScaleFormat, View,
 };
 use brigade_plan::Engines;
 
@@ -19,18 +19,36 @@ fn config() -> CommConfig {
     }
 }
 
+/// Columns of a row that goes back in whole blocks.
+const BLOCKS: usize = 256;
+
+/// How rows go there and back.
+#[derive(Clone, Copy)]
+struct Kind {
+    dtype: DataType,
+    output: DataType,
+    cast: Option<Fp8Cast>,
+    sum: CombineSum,
+    cast_back: Option<CombineCast>,
+}
+
 /// There and back, with something else for the way back.
-fn exchange(
-    rank: &Rank,
-    mut inputs: Inputs,
-    (dtype, output, cast): (DataType, DataType, Option<Fp8Cast>),
-) -> Vec<u8> {
+fn exchange(rank: &Rank, mut inputs: Inputs, kind: Kind) -> Vec<u8> {
+    let Kind {
+        dtype,
+        output,
+        cast,
+        sum,
+        cast_back,
+    } = kind;
+    let by_rank = sum == CombineSum::ExpertByRank;
     let own = Own::new(rank, &mut inputs, dtype, Placed::Even);
     let mut lease = rank.lease();
     let mut slots = LowLatency::default();
     let p = LowLatencyDispatchParams {
         rows: own.rows.view(),
         routing: own.routing(Placed::Even),
+        weights: by_rank.then(|| own.weights.view()),
         max_tokens: MOST_TOKENS,
         cast,
     };
@@ -49,14 +67,20 @@ fn exchange(
     keep(there.sources());
     keep(there.rows());
     there.scales().into_iter().for_each(&mut keep);
-    let dims = [counts.len(), room, HIDDEN];
+    let hidden = match cast_back {
+        Some(CombineCast::LogFmt10) => BLOCKS,
+        _ => HIDDEN,
+    };
+    let dims = [counts.len(), room, hidden];
     let made = inputs.floats(dtype, dims.iter().product(), false);
     let made = rank.upload_bytes(dtype, &dims, &made);
     let p = LowLatencyCombineParams {
         rows: made.view(),
-        weights: own.weights.view(),
+        sum,
+        cast: cast_back,
+        weights: (!by_rank).then(|| own.weights.view()),
     };
-    let mut d = rank.poisoned(output, &[tokens(rank.rank), HIDDEN]);
+    let mut d = rank.poisoned(output, &[tokens(rank.rank), hidden]);
     let back = lease.low_latency_combine(&there, p).unwrap();
     let back = back.receive(&mut lease, Output::Into(d.view_mut()));
     assert!(back.unwrap().is_none());
@@ -71,7 +95,19 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
     }
     let mut kinds = vec![];
     for dtype in FLOATS {
-        kinds.push((named(dtype), (dtype, dtype, None)));
+        let kind = Kind {
+            dtype,
+            output: dtype,
+            cast: None,
+            sum: CombineSum::Expert,
+            cast_back: None,
+        };
+        kinds.push((named(dtype), kind));
+        let by_rank = Kind {
+            sum: CombineSum::ExpertByRank,
+            ..kind
+        };
+        kinds.push((format!("{}_by_rank", named(dtype)), by_rank));
     }
     for format in [
         ScaleFormat::F32,
@@ -82,8 +118,41 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
             format,
             column_major: false,
         });
-        let kind = (DataType::BF16, DataType::F32, cast);
+        let kind = Kind {
+            dtype: DataType::BF16,
+            output: DataType::F32,
+            cast,
+            sum: CombineSum::Expert,
+            cast_back: None,
+        };
         kinds.push((format!("fp8_{format:?}"), kind));
+        for (name, dtype, sum) in [
+            ("bf16", DataType::BF16, CombineSum::Expert),
+            ("f16", DataType::F16, CombineSum::ExpertByRank),
+            ("f32", DataType::F32, CombineSum::ExpertByRank),
+        ] {
+            let back = Kind {
+                dtype,
+                cast: None,
+                sum,
+                cast_back: Some(CombineCast::Fp8(format)),
+                ..kind
+            };
+            kinds.push((format!("{name}_fp8_{format:?}_back"), back));
+        }
+    }
+    for (name, sum) in [
+        ("", CombineSum::Expert),
+        ("_by_rank", CombineSum::ExpertByRank),
+    ] {
+        let kind = Kind {
+            dtype: DataType::BF16,
+            output: DataType::F32,
+            cast: None,
+            sum,
+            cast_back: Some(CombineCast::LogFmt10),
+        };
+        kinds.push((format!("bf16_logfmt10_back{name}"), kind));
     }
     let entry = |(name, kind): (String, _)| Entry {
         config,

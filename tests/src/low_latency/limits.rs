@@ -1,6 +1,6 @@
 //! Exchanges that nobody receives, graphs, and what is refused.
 
-use super::{Back, Contract, check, config, drawn, round_trips, send, weights};
+use super::{Back, Contract, FORMATS, check, config, drawn, round_trips, send, weights};
 use crate::{
     backend::Rank,
     check::{expect_invalid, expect_unsupported},
@@ -8,7 +8,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Buffer, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams, Output, ScaleFormat,
+    Buffer, CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency,
+    LowLatencyCombineParams, Output, ScaleFormat,
 };
 use rand::Rng;
 use std::time::Duration;
@@ -29,7 +30,7 @@ fn given_up(world: &World) {
         let slot = exchange.slots().0;
         for (case, each) in &rounds {
             let (receives, late) = each[rank.rank];
-            let pending = send(&mut lease, slot, &Own::of(rank, case), case).unwrap();
+            let pending = send(&mut lease, slot, (&Own::of(rank, case), case), true).unwrap();
             if receives {
                 rank.dawdle(late);
                 check(rank, case, &pending.receive(&mut lease).unwrap());
@@ -52,7 +53,7 @@ fn between(world: &World) {
         for (case, back) in &cases {
             let own = Own::of(rank, case);
             let (a, _) = exchange.slots();
-            let pending = send(&mut lease, a, &own, case).unwrap();
+            let pending = send(&mut lease, a, (&own, case), back.weighted).unwrap();
             lease.barrier().unwrap();
             let there = pending.receive(&mut lease).unwrap();
             lease.barrier().unwrap();
@@ -66,6 +67,12 @@ fn between(world: &World) {
 
 /// A captured exchange follows what its inputs hold when it is replayed.
 fn captured(world: &World) {
+    for sum in [CombineSum::Expert, CombineSum::ExpertByRank] {
+        captured_by(world, sum);
+    }
+}
+
+fn captured_by(world: &World, sum: CombineSum) {
     let mut rng = world.rng();
     let cases: Vec<(Case, Back)> = (0..4)
         .map(|_| {
@@ -78,6 +85,8 @@ fn captured(world: &World) {
             let back = Back {
                 dtype: DataType::BF16,
                 output: DataType::F32,
+                sum,
+                weighted: true,
                 ..back
             };
             (case.with_tokens(&mut rng, &vec![10; world.size]), back)
@@ -92,11 +101,9 @@ fn captured(world: &World) {
         let (slot, _) = exchange.slots();
         let graph = rank.device.capture(&rank.stream, &mut || {
             let mut lease = rank.lease();
-            let there = send(&mut lease, slot, &own, first)?.receive(&mut lease)?;
-            let p = LowLatencyCombineParams {
-                rows: made.view(),
-                weights: weights(&own).view(),
-            };
+            let there =
+                send(&mut lease, slot, (&own, first), back.weighted)?.receive(&mut lease)?;
+            let p = back.params(&made, &own);
             let d = lease
                 .low_latency_combine(&there, p)?
                 .receive(&mut lease, Output::Allocate(DataType::F32))?;
@@ -128,6 +135,66 @@ fn captured(world: &World) {
     });
 }
 
+/// What experts got adds up, call by call and replay by replay.
+fn totals(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<Case> = (0..4)
+        .map(|_| drawn(&mut rng, world.size, (12, 16, 3, 7)).0)
+        .collect();
+    world.run(&config(), move |rank| {
+        let experts = cases[0].slots()[rank.rank];
+        // More than an i32 holds.
+        let mut want: Vec<i64> = (0..experts as i64).map(|e| (1 << 40) + e).collect();
+        let mut totals = rank.upload_bytes(
+            DataType::I64,
+            &[experts],
+            bytemuck::cast_slice(want.as_slice()),
+        );
+        let mut exchange = LowLatency::default();
+        let (slot, _) = exchange.slots();
+        let mut add = |case: &Case, times: i64| {
+            let rows = super::received(case, rank.rank);
+            let all = want.iter_mut().zip(rows);
+            all.for_each(|(want, rows)| *want += times * rows.len() as i64);
+            want.clone()
+        };
+        let now = |totals: &Buffer| -> Vec<i64> {
+            bytemuck::pod_collect_to_vec(&rank.raw(totals.view()))
+        };
+        for case in &cases {
+            let mut lease = rank.lease();
+            let pending = send(&mut lease, slot, (&Own::of(rank, case), case), true).unwrap();
+            let there = pending.receive_counted(&mut lease, totals.view_mut());
+            check(rank, case, &there.unwrap());
+            assert_eq!(now(&totals), add(case, 1));
+        }
+        let (case, own) = (&cases[0], Own::of(rank, &cases[0]));
+        let graph = rank.device.capture(&rank.stream, &mut || {
+            let mut lease = rank.lease();
+            send(&mut lease, slot, (&own, case), false)?
+                .receive_counted(&mut lease, totals.view_mut())
+                .map(drop)
+        });
+        let graph = graph.unwrap();
+        for _ in 0..3 {
+            graph.launch(&rank.stream).unwrap();
+        }
+        assert_eq!(now(&totals), add(case, 3));
+        // Who asks for something else has given the exchange up, and nothing was added.
+        for (field, mut wrong) in [
+            ("totals.dtype", rank.poisoned(DataType::I32, &[experts])),
+            ("totals.shape", rank.poisoned(DataType::I64, &[experts + 1])),
+        ] {
+            let mut lease = rank.lease();
+            let pending = send(&mut lease, slot, (&own, case), true).unwrap();
+            let result = pending.receive_counted(&mut lease, wrong.view_mut());
+            assert_eq!(expect_invalid(result, field), field);
+        }
+        assert_eq!(now(&totals), add(case, 0));
+        rank.lease().barrier().unwrap();
+    });
+}
+
 /// What is wrong is named.
 fn refused(world: &World) {
     let mut rng = world.rng();
@@ -147,7 +214,7 @@ fn refused(world: &World) {
         let mut with = |field: &str, change: &dyn Fn(&mut Case, &mut Own)| {
             let (mut case, mut own) = (case.clone(), Own::of(rank, &case));
             change(&mut case, &mut own);
-            let result = send(&mut lease, exchange.slots().0, &own, &case);
+            let result = send(&mut lease, exchange.slots().0, (&own, &case), true);
             assert_eq!(expect_invalid(result, field), field);
         };
         with("rows.shape", &|case, _| case.max_tokens = 3);
@@ -169,6 +236,12 @@ fn refused(world: &World) {
         with("ids.shape", &|_, own| {
             own.ids = rank.poisoned(DataType::I32, &[4, 33]);
         });
+        with("weights.dtype", &|_, own| {
+            own.weights = Some(rank.poisoned(DataType::BF16, &[4, 2]));
+        });
+        with("weights.shape", &|_, own| {
+            own.weights = Some(rank.poisoned(DataType::F32, &[4, 1]));
+        });
         with("max_tokens", &|case, _| case.max_tokens = usize::MAX);
         with("cast", &|case, _| {
             case.cast = Some(Fp8Cast {
@@ -177,14 +250,20 @@ fn refused(world: &World) {
             });
         });
         let own = Own::of(rank, &case);
-        let (a, _) = exchange.slots();
-        let there = send(&mut lease, a, &own, &case).unwrap();
+        let (a, b) = exchange.slots();
+        let plain = send(&mut lease, b, (&own, &case), false).unwrap();
+        let plain = plain.receive(&mut lease).unwrap();
+        let there = send(&mut lease, a, (&own, &case), true).unwrap();
         let there = there.receive(&mut lease).unwrap();
         let dims = there.rows().shape().dims().to_vec();
         let rows = rank.poisoned(DataType::BF16, &dims);
         let mut combine = |field: &str, rows: &Buffer, weights: &Buffer| {
-            let (rows, weights) = (rows.view(), weights.view());
-            let p = LowLatencyCombineParams { rows, weights };
+            let p = LowLatencyCombineParams {
+                rows: rows.view(),
+                sum: CombineSum::Expert,
+                cast: None,
+                weights: Some(weights.view()),
+            };
             let result = lease.low_latency_combine(&there, p);
             assert_eq!(expect_invalid(result, field), field);
         };
@@ -197,11 +276,56 @@ fn refused(world: &World) {
         combine("weights.dtype", &rows, &half);
         let fewer = rank.poisoned(DataType::F32, &[4, 1]);
         combine("weights.shape", &rows, &fewer);
+        // 24 bytes of a row are no multiple of 16.
+        let odd = rank.poisoned(DataType::BF16, &[dims[0], room, 24]);
+        for format in FORMATS {
+            let p = LowLatencyCombineParams {
+                rows: odd.view(),
+                sum: CombineSum::Expert,
+                cast: Some(CombineCast::Fp8(format)),
+                weights: Some(weights(&own).view()),
+            };
+            let result = lease.low_latency_combine(&there, p);
+            assert_eq!(expect_invalid(result, "rows.shape"), "rows.shape");
+        }
+        // Of LogFMT-10, whole blocks of bf16.
+        let half = rank.poisoned(DataType::F16, &[dims[0], room, 128]);
+        for (field, rows) in [("rows.shape", &rows), ("rows.dtype", &half)] {
+            let p = LowLatencyCombineParams {
+                rows: rows.view(),
+                sum: CombineSum::Expert,
+                cast: Some(CombineCast::LogFmt10),
+                weights: Some(weights(&own).view()),
+            };
+            let result = lease.low_latency_combine(&there, p);
+            assert_eq!(expect_invalid(result, field), field);
+        }
+        // Weights, where they are needed and nowhere else.
+        let (expert, by_rank) = (CombineSum::Expert, CombineSum::ExpertByRank);
+        let given = Some(weights(&own).view());
+        for (field, there, sum, weights) in [
+            ("weights", &there, expert, None),
+            ("weights", &there, by_rank, given),
+            ("sum", &there, CombineSum::Rank, None),
+            ("sum", &plain, by_rank, None),
+            ("sum", &plain, by_rank, given),
+        ] {
+            let p = LowLatencyCombineParams {
+                rows: rows.view(),
+                sum,
+                cast: None,
+                weights,
+            };
+            let result = lease.low_latency_combine(there, p);
+            assert_eq!(expect_invalid(result, field), field);
+        }
         // The first of two combines is given up.
         let mut begin = || {
             let p = LowLatencyCombineParams {
                 rows: rows.view(),
-                weights: weights(&own).view(),
+                sum: CombineSum::Expert,
+                cast: None,
+                weights: Some(weights(&own).view()),
             };
             lease.low_latency_combine(&there, p).unwrap()
         };
@@ -216,7 +340,7 @@ fn refused(world: &World) {
         world.run(&config, move |rank| {
             let mut exchange = LowLatency::default();
             let (mut lease, own) = (rank.lease(), Own::of(rank, &case));
-            let result = send(&mut lease, exchange.slots().0, &own, &case);
+            let result = send(&mut lease, exchange.slots().0, (&own, &case), true);
             let code = expect_unsupported(result, "places that there is no memory for");
             assert_eq!(code, brigade_plan::reason::CAPACITY);
         });
@@ -233,7 +357,7 @@ fn reset(world: &World) {
         let own = Own::of(rank, &cases[0].0);
         for _ in 0..3 {
             let mut lease = rank.lease();
-            let pending = send(&mut lease, a, &own, &cases[0].0).unwrap();
+            let pending = send(&mut lease, a, (&own, &cases[0].0), true).unwrap();
             drop(lease);
             rank.meet();
             rank.comm().abort();
@@ -247,8 +371,9 @@ fn reset(world: &World) {
 }
 
 pub(super) fn add(suite: &mut Suite) {
-    let contracts: [(&str, Contract); 5] = [
+    let contracts: [(&str, Contract); 6] = [
         ("given_up", given_up),
+        ("totals", totals),
         ("between", between),
         ("captured", captured),
         ("refused", refused),
