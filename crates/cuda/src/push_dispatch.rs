@@ -13,7 +13,7 @@ use brigade_device::{Buffer, DispatchOutputs, Launch, Result};
 use brigade_kernels::{PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams};
 use brigade_plan::{
     dispatch::Sections,
-    records::{Record, SLOTS, TOKENS},
+    records::{Record, SLOTS, TOKENS, inverse},
     routes::Slots,
 };
 use brigade_sync::BUFFERS;
@@ -76,6 +76,10 @@ impl Job<'_> {
             granules: record.granules() as u32,
             packets: record.packets() as u32,
             record: record.all() as u32,
+            inverse_tokens: inverse(tokens),
+            inverse_packets: inverse(record.packets()),
+            inverse_size: inverse(a.group.size),
+            inverse_peers: inverse(a.group.size - 1),
             signature: self.kind.signature,
             last: 1,
             ..pushing!(PushDispatchParams, self)

@@ -16,6 +16,12 @@ pub const TOKENS: usize = 1024;
 /// Most slots of a rank.
 pub const SLOTS: usize = 1024;
 
+/// For kernels to divide by `d` without a division: `n * inverse(d) >> 32` is `n / d`, or 1 less. For the inverse is not below
+/// `2^32 / d - 1`, so the product is above `n / d - 1`, and it is not above `n / d`.
+pub fn inverse(d: usize) -> u32 {
+    u32::MAX / u32::try_from(d.max(1)).unwrap_or(u32::MAX)
+}
+
 /// Granules of a packet.
 const PACKET: usize = 4;
 
@@ -373,5 +379,30 @@ mod tests {
         assert_eq!(of(128 * 224, 132), (114, 256));
         assert_eq!(of(1 << 30, 132), (132, 512));
         assert_eq!(of(1 << 30, 24), (24, 512));
+    }
+
+    /// As `divided` in `kernels/slots.cuh`.
+    #[test]
+    fn a_product_divides() {
+        let divided = |n: u32, d: u32| {
+            let inverse = inverse(d as usize);
+            let q = ((u64::from(n) * u64::from(inverse)) >> 32) as u32;
+            let rest = n - q * d;
+            if rest >= d {
+                (q + 1, rest - d)
+            } else {
+                (q, rest)
+            }
+        };
+        for d in (1..2000).chain([1 << 16, (1 << 31) - 1, 1 << 31, u32::MAX]) {
+            let some = (0..100).chain([u32::MAX - 1, u32::MAX]);
+            let near = [d, u32::MAX / d * d]
+                .into_iter()
+                .flat_map(|n| [n - 1, n, n.saturating_add(d - 1)]);
+            for n in some.chain(near) {
+                assert_eq!(divided(n, d), (n / d, n % d), "{n} / {d}");
+            }
+        }
+        assert_eq!(inverse(0), u32::MAX);
     }
 }
