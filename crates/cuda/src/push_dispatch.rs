@@ -100,8 +100,9 @@ impl Job<'_> {
             parameters.poisoned_bytes[i] = out.bytes() as u64;
             parameters.poisons[i] = types::poison_pattern(out.dtype());
         }
-        let shape = self.push_shape(launch, usize::MAX);
-        let kernel = &core.device.opened.kernels.pushes.dispatch;
+        let kernels = &core.device.opened.kernels.pushes;
+        let (kernel, together) = (&kernels.dispatch, kernels.dispatch_together);
+        let shape = self.push_shape_beside(launch, usize::MAX, together);
         // SAFETY: rows and all that is found lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
