@@ -10,12 +10,12 @@
 //   [count of each peer][row 0 of each peer][row 1 of each peer]..., so that what was filled is one range
 //
 // Rows begin at lines of 128 bytes, and so do the quarters that a warp pushes of them: what is less than a line is slow to travel.
-#include "ways.cuh"
+#include "packets.cuh"
 
 using namespace brigade;
 
-struct PushDispatch : Pushing<PushDispatchParams> {
-  using Pushing::Pushing;
+struct PushDispatch : Packets {
+  using Packets::Packets;
 
   __device__ __forceinline__ uint32_t workers() const { return gridDim.x > 2 ? gridDim.x - 2 : 1; }
   __device__ __forceinline__ bool is_worker() const { return blockIdx.x < workers(); }
@@ -30,115 +30,83 @@ struct PushDispatch : Pushing<PushDispatchParams> {
   __device__ __forceinline__ bool tells_ways() const { return blockIdx.x == gridDim.x - 1; }
   __device__ __forceinline__ bool tells_rows() const { return blockIdx.x == (gridDim.x > 2 ? gridDim.x - 2 : 0); }
 
-  // Which place `from` has at `to`: that of the next rank comes first.
-  __device__ __forceinline__ uint32_t place(uint32_t to, uint32_t from) const {
-    return (from > to ? from - to : from + p.size - to) - 1;
-  }
-
-  __device__ __forceinline__ uint64_t count_at(uint32_t to, uint32_t from) const {
-    return slots(to, buffer) + 16ull * place(to, from);
-  }
-
-  // Row `i` that `from` sends to `to`: its header, the row, and the words behind it.
-  __device__ __forceinline__ uint64_t record_at(uint32_t to, uint32_t from, uint32_t i) const {
-    return slots(to, buffer) + 16ull * (Most + (uint64_t(i) * (p.size - 1) + place(to, from)) * p.record);
-  }
-
-  // The words behind the packets of a record.
-  __device__ __forceinline__ uint32_t* words_of(uint64_t record) const { return reinterpret_cast<uint32_t*>(record + 16ull * p.words); }
-
-  __device__ __forceinline__ uint4 input(uint32_t t, uint32_t to, uint32_t g) const {
-    if (g < p.first_granule[1] && p.from[row] % 16 == 0) {
-      return *reinterpret_cast<const uint4*>(p.from[row] + t * p.row_bytes[row] + 16ull * g);
-    }
-    return rare_input(p, t, to, g);
-  }
-
-  __device__ __forceinline__ void output(uint64_t at, uint32_t g, uint4 v) const {
-    if (g < p.first_granule[1] && p.to[row] % 16 == 0) {
-      *reinterpret_cast<uint4*>(p.to[row] + at * p.row_bytes[row] + 16ull * g) = v;
-    } else {
-      rare_output(p, at, g, v);
-    }
-  }
-
-  __device__ __forceinline__ void push_packet(uint32_t to, uint32_t t, uint32_t i, uint32_t j) const {
-    const uint64_t record = record_at(to, p.rank, i), at = record + 16ull * p.body;
-    uint4 v[Each];
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = k * p.packets + j;
-      if (g < p.granules) v[k] = input(t, to, g);
-    }
-    uint32_t escaped = 0;
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = k * p.packets + j;
-      if (g < p.granules) push(at + 16ull * g, escape(v[k], Each * k, escaped));
-    }
-    store_relaxed_sys(words_of(record) + j, escaped);
-  }
-
   // Which of the rows for `to` this pair of token and peer is.
   __device__ __forceinline__ uint32_t pair(uint32_t w, uint32_t& to, uint32_t& t) const {
-    t = w / (p.size - 1), to = peer(1 + w % (p.size - 1));
+    uint32_t distance;
+    t = divided(w, p.size - 1, p.inverse_peers, distance), to = peer(1 + distance);
     return ways.position[t * p.size + to];
   }
 
-  __device__ __forceinline__ void push_headers(uint32_t me, uint32_t threads) const {
+  __device__ __forceinline__ void push_count() const {
     if (is_herald()) push(count_at(threadIdx.x, p.rank), make_uint4(ways.to[threadIdx.x], 0, 0, 0));
+  }
+
+  // From `w` on.
+  static __device__ __noinline__ void push_headers(const PushDispatchParams& p, uint32_t buffer, uint32_t w, uint32_t threads) {
+    const PushDispatch one(p, 0, buffer, 0);
     uint32_t to, t;
 #pragma unroll 1
-    for (uint32_t w = me; w < p.tokens * (p.size - 1) * p.header; w += threads) {
-      const uint32_t i = pair(w / p.header, to, t);
-      if (i != Nowhere) push(record_at(to, p.rank, i) + 16ull * (w % p.header), header_of(p, to, t, w % p.header));
+    for (; w < p.tokens * (p.size - 1) * p.header; w += threads) {
+      const uint32_t i = one.pair(w / p.header, to, t), h = w % p.header;
+      if (i != Nowhere) push(one.record_at(to, p.rank, i) + 16ull * h, header_of(p, to, t, h));
     }
   }
 
   // Packets from `w` up to an end.
   __device__ __forceinline__ void push_rows(uint32_t w, uint32_t end, uint32_t threads) const {
-    uint32_t to, t;
+    uint32_t to, t, j;
 #pragma unroll 1
     for (; w < end; w += threads) {
-      const uint32_t i = pair(w / p.packets, to, t);
-      if (i != Nowhere) push_packet(to, t, i, w % p.packets);
+      const uint32_t i = pair(divided(w, p.packets, p.inverse_packets, j), to, t);
+      if (i == Nowhere) continue;
+      if (is_plain(p.from[row], j)) {
+        push_plain(to, t, i, j);
+      } else {
+        push_rare(p, buffer, to, t, i, j);
+      }
     }
   }
 
   // Waits for the counts of all peers, and for their arrivals. By all threads; says whether they came.
   __device__ __forceinline__ bool take_counts() const {
     bool there = !stopped;
-    if (threadIdx.x < p.size && there) {
-      uint32_t n = ways.to[p.rank];
-      if (threadIdx.x != p.rank) {
-        // Every block looks whether the peer is in this call: what it reads of another one could be anything.
-        const auto look = [&] {
-          const uint64_t seen = arrived(true);
-          const uint4 v = peek(count_at(p.rank, threadIdx.x));
-          n = v.x;
-          return is_there(v) && seen == flag;
-        };
-        there = wait([] { return threadIdx.x; }, look);
+    if (threadIdx.x < 32) {
+      uint32_t n = 0;
+      if (threadIdx.x < p.size && there) {
+        n = ways.to[p.rank];
+        if (threadIdx.x != p.rank) {
+          // Every block looks whether the peer is in this call: what it reads of another one could be anything.
+          const uint64_t at = count_at(p.rank, threadIdx.x);
+          const auto look = [&] {
+            const uint64_t seen = arrived(true);
+            const uint4 v = peek(at);
+            n = v.x;
+            return is_there(v) && seen == flag;
+          };
+          there = wait([] { return threadIdx.x; }, look);
+        }
       }
-      ways.came[threadIdx.x] = n;
+      add_counts(n, __all_sync(0xFFFFFFFFu, there));
     }
-    if (__syncthreads_or(!there)) return false;
-    if (threadIdx.x == 0) {
-      uint32_t sum = 0, at = 0, most = 0;
-#pragma unroll 1
-      for (uint32_t r = 0; r < p.size; ++r) {
-        ways.first[r] = sum, ways.at[r] = at;
-        sum += ways.came[r];
-        at += p.arrangement == by_source ? p.max_tokens : ways.came[r];
-        if (r != p.rank) most = max(most, ways.came[r]);
-      }
-      ways.first[p.size] = sum, ways.at[p.size] = at;
-      ways.most = max(most, ways.came[p.rank]);
-      // Only blocks that wait for counts know it.
-      if (tells_rows()) fill(Most + most * (p.size - 1) * p.record);
+    return !__syncthreads_or(!there);
+  }
+
+  // By a warp: a lane for each rank, and one behind them.
+  __device__ __forceinline__ void add_counts(uint32_t n, bool all_there) const {
+    const uint32_t lane = threadIdx.x, others = __reduce_max_sync(0xFFFFFFFFu, lane == p.rank ? 0 : n);
+    uint32_t sum = n;
+#pragma unroll
+    for (uint32_t d = 1; d <= Most; d *= 2) {
+      const uint32_t below = __shfl_up_sync(0xFFFFFFFFu, sum, d);
+      if (lane >= d) sum += below;
     }
-    __syncthreads();
-    return true;
+    if (lane < p.size) ways.came[lane] = n, ways.first[lane + 1] = sum;
+    if (lane <= p.size) ways.at[lane] = p.arrangement == by_source ? lane * p.max_tokens : sum - n;
+    if (lane == p.rank) ways.most = max(n, others);
+    if (lane != 0) return;
+    ways.first[0] = 0;
+    // Only blocks that wait for counts know it.
+    if (all_there && tells_rows()) fill(Most + others * (p.size - 1) * p.record);
   }
 
   // Whose row `r` of all is that came, and which of those from there.
@@ -160,53 +128,13 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     return wait([&] { return s; }, [&] { return is_there(v = peek(at)); });
   }
 
-  // Waits for a packet, or takes it from own rows.
-  __device__ __forceinline__ bool take(uint32_t s, uint32_t i, uint32_t j, uint4 (&v)[Each]) const {
-    if (s == p.rank) {
-      const uint32_t t = ways.own[i];
-#pragma unroll
-      for (uint32_t k = 0; k < Each; ++k) {
-        const uint32_t g = k * p.packets + j;
-        if (g < p.granules) v[k] = input(t, s, g);
-      }
-      return true;
-    }
-    const uint64_t record = record_at(p.rank, s, i), at = record + 16ull * p.body;
-    uint32_t escaped;
-    const auto look = [&] {
-      bool come = true;
-#pragma unroll
-      for (uint32_t k = 0; k < Each; ++k) {
-        const uint32_t g = k * p.packets + j;
-        v[k] = g < p.granules ? peek(at + 16ull * g) : make_uint4(0, 0, 0, 0);
-      }
-      escaped = load_relaxed_sys(words_of(record) + j);
-      come = escaped != sentinel;
-#pragma unroll
-      for (uint32_t k = 0; k < Each; ++k) come &= is_there(v[k]);
-      return come;
-    };
-    if (!wait([&] { return s; }, look)) return false;
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) v[k] = restored(v[k], Each * k, escaped);
-    return true;
-  }
-
-  // The same where it is rare.
+  // Where there is a hook: by its number.
   static __device__ __noinline__ bool await_packet(const PushDispatchParams& p, uint32_t buffer, uint64_t flag, uint32_t w) {
     const PushDispatch one(p, 0, buffer, flag);
     uint32_t i;
     const uint32_t s = one.source_of(w / p.packets, i);
     uint4 v[Each];
     return one.take(s, i, w % p.packets, v);
-  }
-
-  __device__ __forceinline__ void give(uint64_t at, uint32_t j, const uint4 (&v)[Each]) const {
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = k * p.packets + j;
-      if (g < p.granules) output(at, g, v[k]);
-    }
   }
 
   // There are more rows than room: nothing is written.
@@ -257,16 +185,21 @@ struct PushDispatch : Pushing<PushDispatchParams> {
       if (n >= mine) break;
       const uint32_t w = (n * takers() + which()) * 32 + lane;
       if (w >= all) continue;
-      const uint32_t q = w / p.packets, j = w % p.packets, i = q / p.size, s = peer(q % p.size);
+      uint32_t j, distance;
+      const uint32_t q = divided(w, p.packets, p.inverse_packets, j), i = divided(q, p.size, p.inverse_size, distance);
+      const uint32_t s = peer(distance);
       if (i >= ways.came[s]) continue;
-      uint4 v[Each];
-      there = take(s, i, j, v);
-      if (there) give(ways.at[s] + i, j, v);
+      const uint64_t at = ways.at[s] + i;
+      there = is_plain(p.from[row] | p.to[row], j) ? move_plain(s, i, j, at) : move_rare(p, buffer, flag, s, i, j, at);
     }
     return there;
   }
 
-  __device__ __forceinline__ bool take_headers() const {
+  static __device__ __noinline__ bool take_headers(const PushDispatchParams& p, uint32_t buffer, uint64_t flag) {
+    return PushDispatch(p, 0, buffer, flag).take_all_headers();
+  }
+
+  __device__ __forceinline__ bool take_all_headers() const {
     const uint32_t all = ways.first[p.size];
     bool there = true;
     uint32_t i;
@@ -506,35 +439,52 @@ struct PushDispatch : Pushing<PushDispatchParams> {
     } else {
       // Slots are counted for the caller too.
       if ((p.arrangement == by_expert || tells_rows()) && !count_slots()) return false;
-      const uint32_t rows = p.arrangement == by_expert ? ways.begin[p.own_slots] : ways.at[p.size];
-      if (rows > p.capacity) {
-        overflow(p, flag, rows);
-        return false;
-      }
+      return is_room(p.arrangement == by_expert ? ways.begin[p.own_slots] : ways.at[p.size]);
     }
     return true;
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ bool is_room(uint32_t rows) const {
+    if (rows > p.capacity) overflow(p, flag, rows);
+    return rows <= p.capacity;
+  }
+
+  // Most blocks see no more than that there is room.
+  __device__ __forceinline__ bool are_well() const {
+    const bool only_room = p.arrangement != by_expert && p.desk == 0 && !p.again && !tells_rows();
+    return only_room ? is_room(ways.at[p.size]) : see(p, use, buffer, flag);
+  }
+
+  // Bytes that go to peers, which one thread tells.
+  __device__ __forceinline__ uint64_t moved() const {
+    uint32_t rows = 0;
+#pragma unroll 1
+    for (uint32_t r = 0; blockIdx.x == 0 && r < p.size; ++r) rows += r == p.rank ? 0 : ways.to[r];
+    return uint64_t(rows) * p.all_bytes;
+  }
+
+  __device__ __forceinline__ void run(const Entry& first) {
     announce();
     if (threadIdx.x == 0) ways.item = 0;
-    find_ways(p);
-    uint64_t rows = 0;
-#pragma unroll 1
-    for (uint32_t r = 0; r < p.size; ++r) rows += r == p.rank ? 0 : ways.to[r];
-    tally(rows * p.all_bytes);
+    find_ways(p, first);
+    // Before the rows, behind which they would be late.
+    push_count();
     const uint32_t me = which() * blockDim.x + threadIdx.x;
     if (pushes()) {
-      push_headers(me, pushers() * blockDim.x);
-      push_rows(me, p.tokens * (p.size - 1) * p.packets, pushers() * blockDim.x);
+      const uint32_t threads = pushers() * blockDim.x, pairs = p.tokens * (p.size - 1);
+      // By the last threads: the first ones have more to do.
+      const uint32_t w = threads - 1 - me;
+      if (w < pairs * p.header) push_headers(p, buffer, w, threads);
+      push_rows(me, pairs * p.packets, threads);
     }
     if (!splits()) empty();
     if (splits() && takes()) empty_by(me, takers() * blockDim.x);
+    tally(moved());
     if (tells_ways() && !p.again) tell_ways(p);
     bool there = true;
-    if (!splits() || !pushes()) there = take_counts() && see(p, use, buffer, flag);
+    if (!splits() || !pushes()) there = take_counts() && are_well();
     if (takes() && there) there = p.arrangement == by_expert ? by_experts(p, use, buffer, flag) : take_by_source();
-    if (tells_ways() && p.arrangement != by_expert && !p.again && there) there = take_headers();
+    if (tells_ways() && p.arrangement != by_expert && !p.again && there) there = take_headers(p, buffer, flag);
     finish(!there);
   }
 };
@@ -544,5 +494,7 @@ extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)
     brigade_push_dispatch(const __grid_constant__ PushDispatchParams p) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  PushDispatch(p).run();
+  // On its way with the state.
+  const Entry first(p, threadIdx.x);
+  PushDispatch(p, nothing_of(threadIdx.x)).run(first);
 }

@@ -32,21 +32,45 @@ __device__ __forceinline__ uint32_t rank_of_slot(const P& p, uint32_t slot) {
   }
 }
 
-// The slot for one of a token's experts, or -1.
+// An id as it lies in memory, low word first: so nothing waits for it where it is read.
+struct Id {
+  uint32_t low, high;
+};
+
 template <typename P>
-__device__ __forceinline__ int32_t chosen_slot(const P& p, uint32_t token, uint32_t entry) {
-  const uint64_t at = uint64_t(token) * p.k + entry;
-  const int64_t id = p.id_bytes == 8 ? reinterpret_cast<const int64_t*>(p.ids)[at] : reinterpret_cast<const int32_t*>(p.ids)[at];
-  if (id < 0) return -1;
-  if (p.placement == by_rank) return id < p.size ? int32_t(id) : -1;
-  if (id >= p.experts) return -1;
-  if (p.placement == evenly) return int32_t(id);
-  const int32_t* slots = reinterpret_cast<const int32_t*>(p.map) + id * p.copies;
+__device__ __forceinline__ Id read_id(const P& p, uint32_t token, uint32_t entry) {
+  const uint32_t wide = p.id_bytes / 8;
+  const uint32_t* at = reinterpret_cast<const uint32_t*>(p.ids) + ((uint64_t(token) * p.k + entry) << wide);
+  return {at[0], wide ? at[1] : 0};
+}
+
+// The slot for an expert of a token, or -1.
+template <typename P>
+__device__ __forceinline__ int32_t slot_of(const P& p, uint32_t token, Id id) {
+  const uint32_t limit = p.placement == by_rank ? p.size : p.experts;
+  // Those below 0 are above all others.
+  if (id.high != 0 || id.low >= limit) return -1;
+  if (p.placement != by_map) return int32_t(id.low);
+  const int32_t* slots = reinterpret_cast<const int32_t*>(p.map) + uint64_t(id.low) * p.copies;
   uint32_t there = 0;
   while (there < p.copies && slots[there] >= 0) ++there;
   if (there == 0) return -1;
   const int32_t slot = slots[(token + p.rank) % there];
   return uint32_t(slot) < p.per_rank * p.size ? slot : -1;
+}
+
+// That of one of a token's experts.
+template <typename P>
+__device__ __forceinline__ int32_t chosen_slot(const P& p, uint32_t token, uint32_t entry) {
+  return slot_of(p, token, read_id(p, token, entry));
+}
+
+// n / d, where `inverse` is that of d (crates/plan/src/records.rs): too small by 1 at most, which the rest shows.
+__device__ __forceinline__ uint32_t divided(uint32_t n, uint32_t d, uint32_t inverse, uint32_t& rest) {
+  uint32_t q = __umulhi(n, inverse);
+  rest = n - q * d;
+  if (rest >= d) rest -= d, ++q;
+  return q;
 }
 
 // How many of the threads before this one have `mine`, and how many of all. By all threads of a block.

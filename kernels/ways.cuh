@@ -11,7 +11,6 @@ __device__ inline void poison_outputs(const PushDispatchParams& p) {
   for (uint32_t i = 0; i < 10; ++i) poison(p.poisoned[i], p.poisoned_bytes[i], p.poisons[i], threadIdx.x, blockDim.x);
 }
 
-
 enum Section : uint32_t { row = 0, scales = 1, token = 2, slots_of_row = 3, weights = 4, beside = 5 };
 enum Arrangement : uint32_t { dense = 0, by_source = 1, by_expert = 2 };
 
@@ -31,7 +30,6 @@ struct Ways {
   uint16_t own[PUSH_TOKENS];
   // Slots of all entries, counted from 1, if they are few enough.
   uint16_t slot[Kept];
-  uint32_t warps[ALL_REDUCE_THREADS / 32][Most];
   // Rows to each rank, and from each rank.
   uint32_t to[Most], came[Most];
   // First slot of each rank.
@@ -70,19 +68,13 @@ __device__ __forceinline__ uint32_t slot_at(const PushDispatchParams& p, uint32_
 // Part of the header of a row for a rank: the token, and then two slots in each word. So none is the sentinel.
 __device__ __noinline__ uint4 header_of(const PushDispatchParams& p, uint32_t to, uint32_t t, uint32_t h) {
   uint32_t w[4];
-#pragma unroll 1
+#pragma unroll
   for (uint32_t i = 0; i < 4; ++i) {
     const int32_t e = 2 * (4 * int32_t(h) + int32_t(i) - 1);
-    uint32_t word = t;
-    if (e >= 0) {
-      word = e < int32_t(p.k) ? slot_at(p, to, t, e) : 0;
-      if (e + 1 < int32_t(p.k)) word |= slot_at(p, to, t, e + 1) << 16;
-    }
-    // Not by number, which would need memory.
-    if (i == 0) w[0] = word;
-    if (i == 1) w[1] = word;
-    if (i == 2) w[2] = word;
-    if (i == 3) w[3] = word;
+    w[i] = t;
+    if (e < 0) continue;
+    w[i] = e < int32_t(p.k) ? slot_at(p, to, t, e) : 0;
+    if (e + 1 < int32_t(p.k)) w[i] |= slot_at(p, to, t, e + 1) << 16;
   }
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
@@ -123,67 +115,65 @@ __device__ __noinline__ void rare_output(const PushDispatchParams& p, uint64_t a
   any_output(p.to[s] + at * p.row_bytes[s] + in_row, bytes, v);
 }
 
-// Where own tokens go. By all threads.
-__device__ __forceinline__ void find_ways(const PushDispatchParams& p) {
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (threadIdx.x < Most) ways.to[threadIdx.x] = 0;
-  if (threadIdx.x <= p.size) ways.slots[threadIdx.x] = first_slot(p, threadIdx.x);
-  if (p.again) {
-    const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.sent_offsets);
-    if (threadIdx.x < p.size) ways.to[threadIdx.x] = offsets[threadIdx.x + 1] - offsets[threadIdx.x];
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < p.tokens * p.size; i += blockDim.x) {
-      const int32_t at = reinterpret_cast<const int32_t*>(p.positions)[i];
-      ways.position[i] = at < 0 ? Nowhere : uint16_t(at);
-      if (at >= 0 && i % p.size == p.rank) ways.own[at] = uint16_t(i / p.size);
-    }
-    __syncthreads();
-    return;
+// Entries are found by column, so that lanes beside each other have other tokens. That of a thread, and how its id lies in memory: what is
+// behind the last one reads nothing.
+struct Entry {
+  uint32_t t, e;
+  Id id;
+
+  __device__ __forceinline__ Entry(const PushDispatchParams& p, uint32_t n) : id{~0u, ~0u} {
+    e = divided(n, p.tokens, p.inverse_tokens, t);
+    if (n < p.tokens * p.k && !p.again) id = read_id(p, t, e);
   }
-  // Entry by entry, so that all of them are read at once.
+};
+
+// In a call that is like an earlier one.
+__device__ __noinline__ void find_ways_again(const PushDispatchParams& p) {
+  const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.sent_offsets);
+  if (threadIdx.x < p.size) ways.to[threadIdx.x] = offsets[threadIdx.x + 1] - offsets[threadIdx.x];
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < p.tokens * p.size; i += blockDim.x) {
+    const int32_t at = reinterpret_cast<const int32_t*>(p.positions)[i];
+    ways.position[i] = at < 0 ? Nowhere : uint16_t(at);
+    if (at >= 0 && i % p.size == p.rank) ways.own[at] = uint16_t(i / p.size);
+  }
+  __syncthreads();
+}
+
+// Where own tokens go. By all threads, each of which has read its first entry.
+__device__ __forceinline__ void find_ways(const PushDispatchParams& p, Entry next) {
+  const uint32_t lane = threadIdx.x % 32;
+  if (threadIdx.x <= Most) ways.slots[threadIdx.x] = threadIdx.x <= p.size ? first_slot(p, threadIdx.x) : ~0u;
+  if (p.again) return find_ways_again(p);
 #pragma unroll 1
   for (uint32_t t = threadIdx.x; 4 * t < p.tokens; t += blockDim.x) ways.masks[t] = 0;
   __syncthreads();
 #pragma unroll 1
   for (uint32_t n = threadIdx.x; n < p.tokens * p.k; n += blockDim.x) {
-    const uint32_t t = n / p.k;
-    const int32_t slot = find_slot(p, t, n % p.k);
-    if (p.tokens * p.k <= Kept) ways.slot[n] = uint16_t(slot + 1);
+    const Entry entry = next;
+    // On its way while this one is handled.
+    next = Entry(p, n + blockDim.x);
+    const int32_t slot = slot_of(p, entry.t, entry.id);
+    if (p.tokens * p.k <= Kept) ways.slot[entry.t * p.k + entry.e] = uint16_t(slot + 1);
     uint32_t r = 0;
-#pragma unroll 1
-    while (slot >= int32_t(ways.slots[r + 1])) ++r;
-    if (slot >= 0) atomicOr(&ways.masks[t / 4], 1u << (t % 4 * Most + r));
+#pragma unroll
+    for (uint32_t i = 1; i < Most; ++i) r += uint32_t(slot) >= ways.slots[i];
+    if (slot >= 0) atomicOr(&ways.masks[entry.t / 4], 1u << (entry.t % 4 * Most + r));
   }
   __syncthreads();
+  // A warp for each rank.
 #pragma unroll 1
-  for (uint32_t start = 0; start < p.tokens; start += blockDim.x) {
-    const uint32_t t = start + threadIdx.x;
-    const uint32_t goes = t < p.tokens ? ways.masks[t / 4] >> (t % 4 * Most) & 0xFF : 0;
+  for (uint32_t r = threadIdx.x / 32; r < p.size; r += blockDim.x / 32) {
+    uint32_t before = 0;
 #pragma unroll 1
-    for (uint32_t r = 0; r < p.size; ++r) {
-      const uint32_t votes = __ballot_sync(0xFFFFFFFFu, goes >> r & 1);
-      if (lane == 0) ways.warps[warp][r] = __popc(votes);
+    for (uint32_t t = lane; t - lane < p.tokens; t += 32) {
+      const bool goes = t < p.tokens && (ways.masks[t / 4] >> (t % 4 * Most + r) & 1);
+      const uint32_t votes = __ballot_sync(0xFFFFFFFFu, goes), at = before + __popc(votes & ((1u << lane) - 1));
+      if (t < p.tokens) ways.position[t * p.size + r] = uint16_t(goes ? at : Nowhere);
+      if (goes && r == p.rank) ways.own[at] = uint16_t(t);
+      before += __popc(votes);
     }
-    __syncthreads();
-#pragma unroll 1
-    for (uint32_t r = 0; r < p.size; ++r) {
-      const uint32_t votes = __ballot_sync(0xFFFFFFFFu, goes >> r & 1);
-      if (t >= p.tokens) continue;
-      uint32_t at = Nowhere;
-      if (goes >> r & 1) {
-        at = ways.to[r] + __popc(votes & ((1u << lane) - 1));
-#pragma unroll 1
-        for (uint32_t w = 0; w < warp; ++w) at += ways.warps[w][r];
-        if (r == p.rank) ways.own[at] = uint16_t(t);
-      }
-      ways.position[t * p.size + r] = uint16_t(at);
-    }
-    __syncthreads();
-    if (threadIdx.x < p.size) {
-#pragma unroll 1
-      for (uint32_t w = 0; w < blockDim.x / 32; ++w) ways.to[threadIdx.x] += ways.warps[w][threadIdx.x];
-    }
-    __syncthreads();
+    if (lane == 0) ways.to[r] = before;
   }
   __syncthreads();
 }

@@ -13,7 +13,7 @@ use brigade_device::{Buffer, DispatchOutputs, Launch, Result};
 use brigade_kernels::{PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams};
 use brigade_plan::{
     dispatch::Sections,
-    records::{Record, SLOTS, TOKENS},
+    records::{Record, SLOTS, TOKENS, inverse},
     routes::Slots,
 };
 use brigade_sync::BUFFERS;
@@ -76,6 +76,10 @@ impl Job<'_> {
             granules: record.granules() as u32,
             packets: record.packets() as u32,
             record: record.all() as u32,
+            inverse_tokens: inverse(tokens),
+            inverse_packets: inverse(record.packets()),
+            inverse_size: inverse(a.group.size),
+            inverse_peers: inverse(a.group.size - 1),
             signature: self.kind.signature,
             last: 1,
             ..pushing!(PushDispatchParams, self)
@@ -96,8 +100,9 @@ impl Job<'_> {
             parameters.poisoned_bytes[i] = out.bytes() as u64;
             parameters.poisons[i] = types::poison_pattern(out.dtype());
         }
-        let shape = self.push_shape(launch, usize::MAX);
-        let kernel = &core.device.opened.kernels.pushes.dispatch;
+        let kernels = &core.device.opened.kernels.pushes;
+        let (kernel, together) = (&kernels.dispatch, kernels.dispatch_together);
+        let shape = self.push_shape_beside(launch, usize::MAX, together);
         // SAFETY: rows and all that is found lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }

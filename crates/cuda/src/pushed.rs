@@ -54,6 +54,8 @@ pub(crate) struct PushKernels {
     scatter: ByTypes<ReduceScatterParams>,
     copy: Kernel<PushCopyParams>,
     pub(crate) dispatch: Kernel<PushDispatchParams>,
+    /// Blocks of a dispatch that find room where the largest one does, however few threads they have: their shared memory is the same.
+    pub(crate) dispatch_together: u32,
     pub(crate) combine: ByTypes<PushCombineParams>,
     /// Whether one may start while the kernel before it ends.
     pub(crate) programmatic: bool,
@@ -65,12 +67,16 @@ impl PushKernels {
         capability: (u32, u32),
     ) -> Result<Self, Missing> {
         let all_reduce = set("all_reduce")?;
+        let dispatch: Kernel<PushDispatchParams> = set("push_dispatch")?.kernel()?;
+        let resident = |threads| dispatch.resident_per_sm(Launch::grid(1, threads));
+        let dispatch_together = resident(32)? / resident(ALL_REDUCE_THREADS)?.max(1);
         Ok(Self {
             one_shot: by_types(&all_reduce, "_one")?,
             two_shot: by_types(&all_reduce, "_two")?,
             scatter: by_types(&set("reduce_scatter")?, "")?,
             copy: set("push_copy")?.kernel()?,
-            dispatch: set("push_dispatch")?.kernel()?,
+            dispatch,
+            dispatch_together: dispatch_together.max(1),
             combine: by_types(&set("push_combine")?, "")?,
             programmatic: capability >= (9, 0),
         })
@@ -286,6 +292,16 @@ impl Job<'_> {
     /// As the plan has it, within the places that this rank reserved, and no more than there are granules for. The kernel may
     /// take its place while the one before it still waits, if there are places for both.
     pub(crate) fn push_shape(&self, launch: brigade_device::Launch, granules: usize) -> Launch {
+        self.push_shape_beside(launch, granules, ALL_REDUCE_THREADS)
+    }
+
+    /// The same where a place has room for so many blocks at most, however few threads they have.
+    pub(crate) fn push_shape_beside(
+        &self,
+        launch: brigade_device::Launch,
+        granules: usize,
+        together: u32,
+    ) -> Launch {
         let core = self.core;
         let threads = u32::from(launch.threads).clamp(32, ALL_REDUCE_THREADS);
         let places = match core.size() {
@@ -293,7 +309,7 @@ impl Job<'_> {
             1 => core.device.info().sms.into(),
             _ => core.exchanging.blocks(),
         };
-        let fit = places * (ALL_REDUCE_THREADS / threads);
+        let fit = places * (ALL_REDUCE_THREADS / threads).min(together);
         let needed = u32::try_from(granules.div_ceil(threads as usize)).unwrap_or(u32::MAX);
         // Where there is a hook, one block asks it.
         let most = if core.memory.desk.is_some() { 1 } else { fit };

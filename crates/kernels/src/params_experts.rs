@@ -359,6 +359,14 @@ parameters! {
         packets: u32,
         /// Granules of a row, with its header and the words behind it.
         record: u32,
+        /// To divide by `tokens`, as all inverses: `u32::MAX` divided by it.
+        inverse_tokens: u32,
+        /// To divide by `packets`.
+        inverse_packets: u32,
+        /// To divide by `size`.
+        inverse_size: u32,
+        /// To divide by how many peers there are.
+        inverse_peers: u32,
         /// Nothing.
         unused: u32,
         /// This rank.

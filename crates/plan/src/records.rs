@@ -16,6 +16,15 @@ pub const TOKENS: usize = 1024;
 /// Most slots of a rank.
 pub const SLOTS: usize = 1024;
 
+/// Blocks of a dispatch that find room where one of an all-reduce does: so much shared memory is theirs on the GPUs that have most of it.
+const TOGETHER: u16 = 2;
+
+/// For kernels to divide by `d` without a division: `n * inverse(d) >> 32` is `n / d`, or 1 less. For the inverse is not below
+/// `2^32 / d - 1`, so the product is above `n / d - 1`, and it is not above `n / d`.
+pub fn inverse(d: usize) -> u32 {
+    u32::MAX / u32::try_from(d.max(1)).unwrap_or(u32::MAX)
+}
+
 /// Granules of a packet.
 const PACKET: usize = 4;
 
@@ -145,13 +154,17 @@ pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushe
     }
     let record = Record::new(call);
     let sections = Sections::dispatch(call, call.max_tokens).bytes;
+    // By expert, blocks that push wait for rows as well.
+    let together = match call.arrangement {
+        Arrangement::ByExpert { .. } => 1,
+        Arrangement::Dense | Arrangement::BySource => TOGETHER,
+    };
     Pushed::new(
         call.max_tokens,
         (record.bytes(call.max_tokens, size), sections),
-        (
-            record.packets(),
-            call.max_tokens.saturating_mul(size.max(2) - 1),
-        ),
+        // Own rows are taken, too.
+        (record.packets(), call.max_tokens.saturating_mul(size)),
+        together,
         topology,
     )
 }
@@ -172,6 +185,7 @@ pub(crate) fn combine(call: &CombineCall, topology: &Topology) -> Result<Pushed,
             returned.row,
             call.max_tokens.saturating_mul(size.max(2) - 1),
         ),
+        1,
         topology,
     )?;
     Ok(Pushed {
@@ -194,11 +208,12 @@ pub(crate) struct Pushed {
 
 impl Pushed {
     /// `bytes` are those of a buffer, and those that a rank may send to another where rows are copied; `threads` those for a row, and how many
-    /// rows there may be.
+    /// rows there may be; `together` blocks may have the place of one of an all-reduce.
     fn new(
         max_tokens: usize,
         (arriving, sections): (usize, usize),
         (threads, rows): (usize, usize),
+        together: u16,
         topology: &Topology,
     ) -> Result<Self, Reason> {
         /// Bytes of a count, and of what stands behind packets.
@@ -217,13 +232,15 @@ impl Pushed {
         if size > 1 && need > have {
             return Err(reason::capacity("all_reduce_bytes", need, have));
         }
-        let budget = topology.config.sm_budget.unwrap_or(MOST_BLOCKS);
+        let (budget, together) = match topology.config.sm_budget {
+            Some(budget) => (budget, 1),
+            None => (MOST_BLOCKS, together),
+        };
         Ok(Self {
             rows: max_tokens,
             arriving,
             budget: budget.min(MOST_BLOCKS),
-            // Half of a block's threads push.
-            launch: launch(threads.saturating_mul(rows).saturating_mul(2), budget),
+            launch: launch(threads.saturating_mul(rows), budget, together),
         })
     }
 
@@ -242,18 +259,22 @@ impl Pushed {
     }
 }
 
-/// Most blocks that push.
+/// Most blocks that push, of the largest.
 const MOST_BLOCKS: u16 = 132;
 
 /// Blocks of a dispatch that write down what the caller is told, where there are more.
 const CLERKS: usize = 2;
 
-/// For so many packets or granules: a thread for each while there are blocks for that.
-fn launch(threads: usize, most: u16) -> Launch {
+/// For so many packets or granules: two threads for each while there are blocks for that, of which one pushes. Blocks with few threads are
+/// quicker; but where there are more than `most`, two kernels do not find room beside each other.
+fn launch(threads: usize, most: u16, together: u16) -> Launch {
     let most = most.clamp(1, MOST_BLOCKS);
-    let fits = |each: &u16| threads.div_ceil(usize::from(*each)) + CLERKS <= usize::from(most);
-    let each = [128, 256].into_iter().find(fits).unwrap_or(512);
-    let blocks = threads.div_ceil(usize::from(each)).saturating_add(CLERKS);
+    let blocks = |each: u16| 2 * threads.div_ceil(each.into()) + CLERKS;
+    let (each, most) = [(128, most), (256, most), (256, most * together)]
+        .into_iter()
+        .find(|&(each, most)| blocks(each) <= usize::from(most))
+        .unwrap_or((512, most));
+    let blocks = blocks(each);
     Launch {
         blocks: u16::try_from(blocks).unwrap_or(most).clamp(1, most),
         threads: each,
@@ -365,13 +386,48 @@ mod tests {
     #[test]
     fn few_rows_take_few_blocks() {
         let of = |threads, most| {
-            let launch = launch(threads, most);
+            let launch = launch(threads, most, 1);
             (launch.blocks, launch.threads)
         };
-        assert_eq!(of(224, 132), (4, 128));
+        assert_eq!(of(112, 132), (4, 128));
+        assert_eq!(of(129, 132), (6, 128));
         assert_eq!(of(0, 132), (2, 128));
-        assert_eq!(of(128 * 224, 132), (114, 256));
+        assert_eq!(of(64 * 224, 132), (114, 256));
         assert_eq!(of(1 << 30, 132), (132, 512));
         assert_eq!(of(1 << 30, 24), (24, 512));
+        let two = |threads| {
+            let launch = launch(threads, 132, TOGETHER);
+            (launch.blocks, launch.threads)
+        };
+        assert_eq!(two(128 * 65), (132, 128));
+        assert_eq!(two(256 * 65), (132, 256));
+        assert_eq!(two(256 * 65 + 1), (134, 256));
+        assert_eq!(two(256 * 131), (264, 256));
+        assert_eq!(two(256 * 131 + 1), (132, 512));
+    }
+
+    /// As `divided` in `kernels/slots.cuh`.
+    #[test]
+    fn a_product_divides() {
+        let divided = |n: u32, d: u32| {
+            let inverse = inverse(d as usize);
+            let q = ((u64::from(n) * u64::from(inverse)) >> 32) as u32;
+            let rest = n - q * d;
+            if rest >= d {
+                (q + 1, rest - d)
+            } else {
+                (q, rest)
+            }
+        };
+        for d in (1..2000).chain([1 << 16, (1 << 31) - 1, 1 << 31, u32::MAX]) {
+            let some = (0..100).chain([u32::MAX - 1, u32::MAX]);
+            let near = [d, u32::MAX / d * d]
+                .into_iter()
+                .flat_map(|n| [n - 1, n, n.saturating_add(d - 1)]);
+            for n in some.chain(near) {
+                assert_eq!(divided(n, d), (n / d, n % d), "{n} / {d}");
+            }
+        }
+        assert_eq!(inverse(0), u32::MAX);
     }
 }

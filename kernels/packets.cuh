@@ -1,0 +1,170 @@
+// Packets of rows that are pushed (push_dispatch.cu): where they lie, and how they go and come. Nearly all of them are nothing but granules
+// of rows that lie at multiples of 16 bytes. The way of those has no calls, which would have their granules read one after the other.
+#pragma once
+#include "ways.cuh"
+
+namespace brigade {
+
+struct Packets : Pushing<PushDispatchParams> {
+  using Pushing::Pushing;
+
+  // Which place `from` has at `to`: that of the next rank comes first.
+  __device__ __forceinline__ uint32_t place(uint32_t to, uint32_t from) const {
+    return (from > to ? from - to : from + p.size - to) - 1;
+  }
+
+  __device__ __forceinline__ uint64_t count_at(uint32_t to, uint32_t from) const {
+    return slots(to, buffer) + 16ull * place(to, from);
+  }
+
+  // Row `i` that `from` sends to `to`: its header, the row, and the words behind it.
+  __device__ __forceinline__ uint64_t record_at(uint32_t to, uint32_t from, uint32_t i) const {
+    return slots(to, buffer) + 16ull * (Most + (uint64_t(i) * (p.size - 1) + place(to, from)) * p.record);
+  }
+
+  // The words behind the packets of a record.
+  __device__ __forceinline__ uint32_t* words_of(uint64_t record) const { return reinterpret_cast<uint32_t*>(record + 16ull * p.words); }
+
+  // Bytes from a granule of a packet to the next one: found once.
+  __device__ __forceinline__ uint64_t apart() const {
+    uint64_t bytes = 16ull * p.packets;
+    asm volatile("" : "+l"(bytes));
+    return bytes;
+  }
+
+  // Granule `g` of an own row.
+  __device__ __forceinline__ uint64_t granule(uint32_t t, uint32_t g) const { return p.from[row] + t * p.row_bytes[row] + 16ull * g; }
+
+  // Whether a packet is nothing but granules of a row, and the row lies at a multiple of 16 bytes, as `array` does.
+  __device__ __forceinline__ bool is_plain(uint64_t array, uint32_t j) const {
+    bool plain = array % 16 == 0;
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t g = k * p.packets + j;
+      plain &= g < p.first_granule[1] || g >= p.granules;
+    }
+    return plain;
+  }
+
+  // A packet of an own row for a rank.
+  __device__ __forceinline__ void input(uint32_t t, uint32_t to, uint32_t j, uint4 (&v)[Each]) const {
+    const uint32_t whole = p.from[row] % 16 == 0 ? p.first_granule[1] : 0;
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t g = k * p.packets + j;
+      if (g < whole) v[k] = *reinterpret_cast<const uint4*>(granule(t, g));
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t g = k * p.packets + j;
+      if (g >= whole && g < p.granules) v[k] = rare_input(p, t, to, g);
+    }
+  }
+
+  __device__ __forceinline__ void output(uint64_t at, uint32_t g, uint4 v) const {
+    if (g < p.first_granule[1] && p.to[row] % 16 == 0) {
+      *reinterpret_cast<uint4*>(p.to[row] + at * p.row_bytes[row] + 16ull * g) = v;
+    } else {
+      rare_output(p, at, g, v);
+    }
+  }
+
+  __device__ __forceinline__ void push_packet(uint64_t record, uint32_t j, const uint4 (&v)[Each]) const {
+    const uint64_t at = record + 16ull * (p.body + j), step = apart();
+    uint32_t escaped = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      if (k * p.packets + j < p.granules) push(at + k * step, escape(v[k], Each * k, escaped));
+    }
+    store_relaxed_sys(words_of(record) + j, escaped);
+  }
+
+  // Of whole granules.
+  __device__ __forceinline__ void push_plain(uint32_t to, uint32_t t, uint32_t i, uint32_t j) const {
+    const uint64_t from = granule(t, j), step = apart();
+    uint4 v[Each];
+    // All of them are on their way at once.
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      v[k] = make_uint4(0, 0, 0, 0);
+      if (k * p.packets + j < p.granules) v[k] = peek(from + k * step);
+    }
+    push_packet(record_at(to, p.rank, i), j, v);
+  }
+
+  // The same of any packet.
+  static __device__ __noinline__ void push_rare(const PushDispatchParams& p, uint32_t buffer, uint32_t to, uint32_t t, uint32_t i,
+                                                uint32_t j) {
+    const Packets one(p, 0, buffer, 0);
+    uint4 v[Each];
+    one.input(t, to, j, v);
+    one.push_packet(one.record_at(to, p.rank, i), j, v);
+  }
+
+  // Waits for the granules of a packet and the word behind them. What is own is there, and has none.
+  __device__ __forceinline__ bool await_granules(uint32_t s, uint64_t from, const uint32_t* word, uint32_t j, uint4 (&v)[Each]) const {
+    const uint64_t step = apart();
+    uint32_t escaped;
+    const auto look = [&] {
+      escaped = 0;
+      if (s != p.rank) escaped = load_relaxed_sys(word);
+#pragma unroll
+      for (uint32_t k = 0; k < Each; ++k) {
+        v[k] = make_uint4(0, 0, 0, 0);
+        if (k * p.packets + j < p.granules) v[k] = peek(from + k * step);
+      }
+      bool come = escaped != sentinel;
+#pragma unroll
+      for (uint32_t k = 0; k < Each; ++k) come &= is_there(v[k]);
+      return come || s == p.rank;
+    };
+    if (!wait([&] { return s; }, look)) return false;
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) v[k] = restored(v[k], Each * k, escaped);
+    return true;
+  }
+
+  // Waits for a packet, or takes it from own rows.
+  __device__ __forceinline__ bool take(uint32_t s, uint32_t i, uint32_t j, uint4 (&v)[Each]) const {
+    if (s == p.rank) {
+      input(ways.own[i], s, j, v);
+      return true;
+    }
+    const uint64_t record = record_at(p.rank, s, i);
+    return await_granules(s, record + 16ull * (p.body + j), words_of(record) + j, j, v);
+  }
+
+  __device__ __forceinline__ void give(uint64_t at, uint32_t j, const uint4 (&v)[Each]) const {
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t g = k * p.packets + j;
+      if (g < p.granules) output(at, g, v[k]);
+    }
+  }
+
+  // Takes a packet of whole granules, and puts it where it belongs.
+  __device__ __forceinline__ bool move_plain(uint32_t s, uint32_t i, uint32_t j, uint64_t at) const {
+    const uint64_t record = record_at(p.rank, s, i), step = apart();
+    const uint64_t from = s == p.rank ? granule(ways.own[i], j) : record + 16ull * (p.body + j);
+    const uint64_t to = p.to[row] + at * p.row_bytes[row] + 16ull * j;
+    uint4 v[Each];
+    if (!await_granules(s, from, words_of(record) + j, j, v)) return false;
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      if (k * p.packets + j < p.granules) *reinterpret_cast<uint4*>(to + k * step) = v[k];
+    }
+    return true;
+  }
+
+  // The same of any packet.
+  static __device__ __noinline__ bool move_rare(const PushDispatchParams& p, uint32_t buffer, uint64_t flag, uint32_t s, uint32_t i,
+                                                uint32_t j, uint64_t at) {
+    const Packets one(p, 0, buffer, flag);
+    uint4 v[Each];
+    const bool there = one.take(s, i, j, v);
+    if (there) one.give(at, j, v);
+    return there;
+  }
+};
+
+}  // namespace brigade
