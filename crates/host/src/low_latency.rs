@@ -20,6 +20,7 @@ use brigade_plan::{
     routes::Slots,
 };
 use brigade_sync::{Area, Half};
+use std::ops::Range;
 
 impl HostComm {
     fn begin_exchange(&self, slot: u8, call: &Call) -> Result<(u64, Half)> {
@@ -370,6 +371,18 @@ fn hold(
     set(&held.weights, &weights)
 }
 
+/// Puts what goes back of a row into its place at a rank.
+///
+/// # Safety
+/// All peers have given their credit for this use of their halves, and until it is announced only this rank fills the place, once.
+unsafe fn put_back(job: &Job, of: Use, (to, place): (usize, Range<usize>), packed: &[u8]) {
+    // SAFETY: the caller's promise.
+    unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(packed);
+    if to != job.rank() {
+        job.count_moved(packed.len());
+    }
+}
+
 fn send_back(
     active: &Active<'_>,
     of: Use,
@@ -392,12 +405,9 @@ fn send_back(
                 let to = source as usize;
                 for entry in (0..call.there.k).filter(|entry| entries >> entry & 1 == 1) {
                     let place = back_place(call, token as usize, entry);
-                    // SAFETY: all peers have given their credit for this use of their halves; only the rank that has an expert fills its
-                    // tokens' places, and it announces them below.
-                    unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(&packed);
-                    if to != job.rank() {
-                        job.count_moved(packed.len());
-                    }
+                    // SAFETY: credits came before this call; only the rank that has an expert fills its tokens' places, and it announces them
+                    // below.
+                    unsafe { put_back(job, of, (to, place), &packed) };
                 }
             }
         }
@@ -435,12 +445,9 @@ fn send_sums(
             element::store(call.dtype, &sum, &mut row);
             payload::pack(call, &row, &mut packed);
             let place = back_place(call, token, first);
-            // SAFETY: all peers have given their credit for this use of their halves; of a token's places only the rank that has the place's
-            // expert fills it, and it announces them below.
-            unsafe { job.bytes_mut(to, of, place) }.copy_from_slice(&packed);
-            if to != job.rank() {
-                job.count_moved(packed.len());
-            }
+            // SAFETY: credits came before this call; of a token's places only the rank that has the place's expert fills it, and it announces
+            // them below.
+            unsafe { put_back(job, of, (to, place), &packed) };
         }
         Ok(())
     })?;

@@ -81,22 +81,30 @@ mod tests {
         }
     }
 
+    /// A row by way of each format of scales.
+    fn there_and_back(row: &[f32]) -> impl Iterator<Item = (ScaleFormat, Vec<f32>)> {
+        let formats = [
+            ScaleFormat::F32,
+            ScaleFormat::PowerOfTwo,
+            ScaleFormat::Ue8m0,
+        ];
+        formats.into_iter().map(|format| {
+            let call = call(CombineCast::Fp8(format));
+            let mut bytes = Vec::new();
+            pack(&call, bytemuck::cast_slice(row), &mut bytes);
+            assert_eq!(bytes.len(), BackRow::new(&call).bytes());
+            (format, unpack(&call, &bytes))
+        })
+    }
+
     #[test]
     fn fp8_comes_back_within_its_steps() {
         // Of either sign, down to 2^-7 of the greatest: none is subnormal.
         let row: Vec<f32> = (0..144i16)
             .map(|i| f32::from(i % 128 + 1) * if i % 2 == 0 { 0.3 } else { -0.3 })
             .collect();
-        for format in [
-            ScaleFormat::F32,
-            ScaleFormat::PowerOfTwo,
-            ScaleFormat::Ue8m0,
-        ] {
-            let call = call(CombineCast::Fp8(format));
-            let mut bytes = Vec::new();
-            pack(&call, bytemuck::cast_slice(&row), &mut bytes);
-            assert_eq!(bytes.len(), BackRow::new(&call).bytes());
-            for (x, y) in row.iter().zip(unpack(&call, &bytes)) {
+        for (format, back) in there_and_back(&row) {
+            for (x, y) in row.iter().zip(back) {
                 let off = (x - y).abs();
                 assert!(off <= x.abs() / 16.0, "{y} instead of {x}, {format:?}");
             }
@@ -107,15 +115,7 @@ mod tests {
     fn what_is_no_number_stays_none() {
         let mut row = vec![1f32; 144];
         (row[3], row[130]) = (f32::NAN, f32::INFINITY);
-        for format in [
-            ScaleFormat::F32,
-            ScaleFormat::PowerOfTwo,
-            ScaleFormat::Ue8m0,
-        ] {
-            let call = call(CombineCast::Fp8(format));
-            let mut bytes = Vec::new();
-            pack(&call, bytemuck::cast_slice(&row), &mut bytes);
-            let back = unpack(&call, &bytes);
+        for (format, back) in there_and_back(&row) {
             assert!(back[3].is_nan() && !back[130].is_finite(), "{format:?}");
         }
     }
