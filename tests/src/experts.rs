@@ -40,25 +40,27 @@ type By = [Option<Transport>; 2];
 const ONE_SIDED: Option<Transport> = Some(Transport::OneSided);
 const PUSHED: Option<Transport> = Some(Transport::Pushed);
 const FIFO: Option<Transport> = Some(Transport::Fifo);
+const GATHER: Option<Transport> = Some(Transport::Gather);
 
 /// What is tried by each transport.
 type Contract = fn(&World, By);
 
 /// How names of trials begin, and the transports that they force.
-const TRANSPORTS: [(&str, By); 3] = [
+const TRANSPORTS: [(&str, By); 4] = [
     ("", [ONE_SIDED; 2]),
     ("pushed/", [PUSHED; 2]),
     ("fifo/", [FIFO; 2]),
+    ("gather/", [GATHER; 2]),
 ];
 
-/// All transports of a device, with their names.
+/// All transports of a device but queues, with their names.
 pub fn transports(engines: Engines) -> Vec<(&'static str, Transport)> {
     let all = [
         ("one_sided", Transport::OneSided),
         ("pushed", Transport::Pushed),
+        ("gather", Transport::Gather),
     ];
-    let can =
-        |t: Transport| engines.dispatches && (t == Transport::OneSided || engines.pushes_rows);
+    let can = |t: Transport| engines.dispatches && (t != Transport::Pushed || engines.pushes_rows);
     all.into_iter().filter(|t| can(t.1)).collect()
 }
 
@@ -99,6 +101,21 @@ fn round_trip(rank: &Rank, case: &Case, back: &Back) {
     back.check(rank, &mut lease, case, &got.handle);
 }
 
+/// Rows of others the same ways as those of the first.
+fn same_ways(rank: &Rank, first: &Case, others: &[&Case]) {
+    let mut lease = rank.lease();
+    let there = Own::of(rank, first).dispatch(&mut lease, first).unwrap();
+    for case in others {
+        let route = Route::Again(&there.handle);
+        let own = Own::of(rank, case);
+        check(
+            rank,
+            case,
+            &own.dispatch_by(&mut lease, case, route).unwrap(),
+        );
+    }
+}
+
 /// Any small round trip, for stress.
 pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use<> {
     let sizes = (
@@ -109,7 +126,7 @@ pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use
     );
     let mut case = Case::random(rng, size, sizes);
     case.arrangement = ARRANGEMENTS[rng.random_range(0..ARRANGEMENTS.len())].1;
-    let by = [(); 2].map(|()| [ONE_SIDED, PUSHED, FIFO][rng.random_range(0..3)]);
+    let by = [(); 2].map(|()| [ONE_SIDED, PUSHED, FIFO, GATHER][rng.random_range(0..4)]);
     let case = case.by(by);
     let back = Back::random(rng, &case);
     move |rank| round_trip(rank, &case, &back)
@@ -117,10 +134,10 @@ pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use
 
 fn arranged(world: &World, arrangement: Arrangement, by: By) {
     let mut rng = world.rng();
-    // By queues every other one.
+    // By queues, and where all rows go to all, every other one.
     let sizes = SIZES.into_iter().enumerate();
     let cases: Vec<(Case, Back)> = sizes
-        .filter(|(i, _)| by[0] != FIFO || i % 2 == world.size % 2)
+        .filter(|(i, _)| !matches!(by[0], FIFO | GATHER) || i % 2 == world.size % 2)
         .map(|(i, mut sizes)| {
             if by[0] == PUSHED {
                 // The most that kernels are for.
@@ -230,6 +247,7 @@ fn pieces(world: &World, by: By) {
     world.run(&config, move |rank| {
         for (case, back) in &cases {
             round_trip(rank, case, back);
+            same_ways(rank, case, &[case]);
             let mut wide = case.clone();
             wide.hidden = 1024;
             wide.rows = wide
@@ -258,15 +276,7 @@ fn again(world: &World, by: By) {
     });
     world.run(&config(), move |rank| {
         for (case, other) in &cases {
-            let mut lease = rank.lease();
-            let first = Own::of(rank, case).dispatch(&mut lease, case).unwrap();
-            for case in [other, case] {
-                let route = Route::Again(&first.handle);
-                let got = Own::of(rank, case)
-                    .dispatch_by(&mut lease, case, route)
-                    .unwrap();
-                check(rank, case, &got);
-            }
+            same_ways(rank, case, &[other, case]);
         }
     });
 }

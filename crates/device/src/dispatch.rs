@@ -32,6 +32,11 @@ pub enum Transport {
     /// Rows pass through queues in the receivers' memory, however many they are: see
     /// [`CommConfig::fifo_bytes`](crate::CommConfig::fifo_bytes).
     Fifo,
+    /// All ranks hear first which rows are for them; then every rank gets all rows, in the order of their tokens, in pieces where they do
+    /// not fit, and keeps its own. As vLLM's `allgather_reducescatter` does, for large batches on one host. A combine goes
+    /// [one-sided](Self::OneSided): each rank sends a token's owner the one row that it has made of it, and none where it has none, which
+    /// is a reduce-scatter.
+    Gather,
 }
 
 /// Scales of rows that are cast to fp8 on the way: one for each 128 columns of a row.

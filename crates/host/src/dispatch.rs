@@ -1,28 +1,31 @@
 //! Dispatch: every rank writes its rows into its part of the receivers' halves, a piece at a time; who has all of them puts them
 //! where the arrangement wants them.
 
+mod arrange;
+mod gather;
+
 use crate::{
     comm::{HostComm, unexpected},
     device::HostDevice,
     fifo,
-    job::{Active, Job, Use},
+    job::{Active, Use},
     memory::{poison, reading, writing},
     pushed, quantize,
     queue::HostQueue,
-    routing::{Router, integers, set},
+    routing::{Router, integers},
 };
 use brigade_device::{
     Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
-    Expected, FaultKind, Group, HandleParts, Plan, Result, Route, Transport, Turn, Ways,
+    Expected, Group, Plan, Result, Route, Transport, Turn, Ways,
 };
 use brigade_plan::{
-    dispatch::{Section, Sections, part_bytes, sections},
+    dispatch::{Load, Section, Sections, part_bytes, sections},
     fifo::Queues,
-    routes::{Arranged, Slots, rows_of_sources},
+    routes::Slots,
 };
 use brigade_sync::Area;
 use parking_lot::Mutex;
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 /// The arguments, kept for as long as the call is in flight or captured.
 struct Arguments {
@@ -31,7 +34,6 @@ struct Arguments {
     generation: u8,
     transport: Transport,
     piece_rows: usize,
-    pieces: usize,
     rows: Buffer,
     beside: Vec<Buffer>,
     beside_rows: Vec<(DataType, usize)>,
@@ -51,7 +53,6 @@ impl HostComm {
         let Plan::Experts {
             transport,
             piece_rows,
-            pieces,
             ..
         } = plan
         else {
@@ -73,7 +74,6 @@ impl HostComm {
         let arguments = Arguments {
             transport,
             piece_rows,
-            pieces,
             group,
             generation,
             rows: p.rows.retain(),
@@ -115,7 +115,7 @@ impl Arguments {
     fn carrier(&self, area: Area) -> Carrier {
         match self.transport {
             // What passes through queues has gone.
-            Transport::OneSided | Transport::Fifo => Carrier::Half(area),
+            Transport::OneSided | Transport::Fifo | Transport::Gather => Carrier::Half(area),
             Transport::Pushed => {
                 Carrier::Pushed(Sections::dispatch(&self.call, self.call.max_tokens).bytes)
             }
@@ -201,7 +201,7 @@ fn dispatch(
         };
         exchange(active, a, &sent, &own)
     })?;
-    arrange(&active.job, a, given, &came)
+    arrange::arrange(&active.job, a, given, &came)
 }
 
 /// A rank's own rows, and what belongs to them.
@@ -229,7 +229,7 @@ impl Own<'_> {
         for (n, bytes) in self.beside.iter().enumerate() {
             put(Section::Beside(n), &bytes[at(Section::Beside(n))..]);
         }
-        if self.call.again {
+        if sections.row_bytes(Section::Slots) == 0 {
             return;
         }
         put(Section::Token, &token.to_le_bytes());
@@ -274,25 +274,41 @@ fn exchange(
             }
         });
     }
-    let lists: Vec<usize> = (0..Sections::dispatch(&a.call, 0).count()).collect();
     let mut came = vec![
         Came {
             rows: 0,
-            sections: vec![Vec::new(); lists.len()],
+            sections: vec![Vec::new(); sections(&a.call).len()],
         };
         a.group.size
     ];
+    if a.transport == Transport::Gather {
+        gather::gather(active, a, sent, own, &mut came)?;
+    } else {
+        let cut = (Load::of(&a.call), a.piece_rows);
+        in_pieces(active, a, cut, sent, own, &mut came)?;
+    }
+    Ok(came)
+}
+
+/// Writes to every receiver what is for it, so many rows at a time.
+fn in_pieces(
+    active: &mut Active<'_>,
+    a: &Arguments,
+    (load, piece_rows): (Load, usize),
+    sent: &[Vec<i32>],
+    own: &Own<'_>,
+    came: &mut [Came],
+) -> Result<()> {
     let by = a.carrier(Area::Dispatch);
-    for piece in 0..a.pieces {
-        let _span = tracing::info_span!(target: "brigade::comm", "dispatch", piece).entered();
+    for first in starts(a.call.max_tokens, piece_rows) {
+        let _span = tracing::info_span!(target: "brigade::comm", "dispatch", first).entered();
         round(
             active,
             by,
             |to, out| {
                 let list = &sent[to];
-                let first = (piece * a.piece_rows).min(list.len());
-                let rows = &list[first..(first + a.piece_rows).min(list.len())];
-                let sections = Sections::dispatch(&a.call, rows.len());
+                let rows = &list[cut(first, piece_rows, list.len())];
+                let sections = Sections::part(&a.call, load, rows.len());
                 out[..8].copy_from_slice(&(list.len() as u64).to_le_bytes());
                 for (i, &token) in rows.iter().enumerate() {
                     own.write(to, token, i, &sections, out);
@@ -303,17 +319,32 @@ fn exchange(
                 }
             },
             |from, part| {
-                let all = u64::from_le_bytes(part[..8].try_into().unwrap_or_default()) as usize;
-                let rows = all.saturating_sub(piece * a.piece_rows).min(a.piece_rows);
-                let sections = Sections::dispatch(&a.call, rows);
+                let all = count_of(part);
+                let rows = cut(first, piece_rows, all).len();
+                let sections = Sections::part(&a.call, load, rows);
                 came[from].rows = all;
-                for (section, of) in came[from].sections.iter_mut().zip(&lists) {
-                    section.extend_from_slice(&part[sections.at(*of, rows)]);
+                for (i, section) in came[from].sections.iter_mut().enumerate() {
+                    section.extend_from_slice(&part[sections.at(i, rows)]);
                 }
             },
         )?;
     }
-    Ok(came)
+    Ok(())
+}
+
+/// Where pieces of so many rows begin: one at least.
+fn starts(rows: usize, piece_rows: usize) -> impl Iterator<Item = usize> {
+    (0..rows.max(1)).step_by(piece_rows.max(1))
+}
+
+/// Rows of a piece, of as many as there are.
+fn cut(first: usize, piece_rows: usize, all: usize) -> Range<usize> {
+    first.min(all)..(first + piece_rows).min(all)
+}
+
+/// Rows that a sender says it has for this rank.
+fn count_of(part: &[u8]) -> usize {
+    u64::from_le_bytes(part[..8].try_into().unwrap_or_default()) as usize
 }
 
 /// What carries parts to all ranks.
@@ -369,148 +400,4 @@ pub(crate) fn round(
     }
     active.end(of);
     Ok(())
-}
-
-/// Puts what has come where it belongs.
-fn arrange(
-    job: &Job,
-    a: &Arguments,
-    given: Option<&DispatchOutputs>,
-    came: &[Came],
-) -> Result<DispatchOutputs> {
-    let call = &a.call;
-    let of = |section: Section| section.index();
-    let arranged = match &a.ways {
-        Ways::New(_) => {
-            let slots: Vec<Vec<i32>> = came
-                .iter()
-                .map(|c| integers(&c.sections[of(Section::Slots)]))
-                .collect();
-            let slots: Vec<&[i32]> = slots.iter().map(Vec::as_slice).collect();
-            let own = Slots::new(call.placement, a.group.size)
-                .of(a.group.rank)
-                .len();
-            Arranged::new(call.arrangement, call.max_tokens, &slots, call.k, own)
-        }
-        Ways::Again(parts) => {
-            let lists = [
-                &parts.sources,
-                &parts.received,
-                &parts.offsets,
-                &parts.counts,
-            ];
-            reading(&lists, |inputs| {
-                for (from, (&want, came)) in integers::<i32>(inputs[1]).iter().zip(came).enumerate()
-                {
-                    if came.rows != want as usize {
-                        let (want, seen) = (want as u64, came.rows as u64);
-                        return Err(job.fail(FaultKind::Mismatch, from, from, want, seen));
-                    }
-                }
-                Ok(Arranged {
-                    rows: rows_of_sources(&integers(inputs[0])),
-                    offsets: integers(inputs[2]),
-                    counts: integers(inputs[3]),
-                })
-            })?
-        }
-    };
-    let room = arranged.room();
-    let outputs = match given {
-        Some(given) => {
-            let have = given.capacity();
-            if room > have {
-                let (have, room) = (have as u64, room as u64);
-                return Err(job.fail(FaultKind::Overflow, job.rank(), 0, have, room));
-            }
-            given.clone()
-        }
-        None => a.allocate(room)?,
-    };
-    let scatter = |to: &Buffer, section: Section| {
-        writing(to, &[], |out, _| {
-            let each = Sections::dispatch(call, 1).row_bytes(section);
-            for row in &arranged.rows {
-                let from = &came[row.source].sections[of(section)][row.position * each..][..each];
-                out[row.at * each..][..each].copy_from_slice(from);
-            }
-            Ok(())
-        })
-    };
-    scatter(&outputs.rows, Section::Row)?;
-    for (i, to) in outputs.beside.iter().enumerate() {
-        scatter(to, Section::Beside(i))?;
-    }
-    match (&outputs.scales, call.cast) {
-        (Some(to), Some(cast)) if cast.column_major => {
-            // A scale, or four of them that are packed.
-            let each = 4;
-            let n = Sections::dispatch(call, 1).row_bytes(Section::Scales) / each;
-            let rows = outputs.capacity();
-            writing(to, &[], |out, _| {
-                for row in &arranged.rows {
-                    let from =
-                        &came[row.source].sections[of(Section::Scales)][row.position * n * each..];
-                    for (block, scale) in from.chunks_exact(each).take(n).enumerate() {
-                        out[(block * rows + row.at) * each..][..each].copy_from_slice(scale);
-                    }
-                }
-                Ok(())
-            })?;
-        }
-        (Some(to), _) => scatter(to, Section::Scales)?,
-        (None, _) => {}
-    }
-    if matches!(a.ways, Ways::New(_)) {
-        keep(&outputs.parts, &arranged, came)?;
-    }
-    Ok(outputs)
-}
-
-/// Says which row is what.
-fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
-    let k = parts.call.k;
-    let rows = parts.sources.shape().rows();
-    let per_row = parts.ids.shape().len() / rows.max(1);
-    let (mut sources, mut ids, mut weights) = (
-        vec![-1; rows * 4],
-        vec![-1; rows * per_row],
-        vec![0f32; rows * per_row],
-    );
-    let lists = |section: Section| came.iter().map(move |c| &c.sections[section.index()][..]);
-    let tokens: Vec<Vec<i32>> = lists(Section::Token).map(integers).collect();
-    let slots: Vec<Vec<i32>> = lists(Section::Slots).map(integers).collect();
-    let their_weights: Vec<Vec<f32>> = lists(Section::Weights).map(integers).collect();
-    for row in &arranged.rows {
-        let entry = row.entry.map_or(-1, |e| e as i32);
-        let token = tokens[row.source][row.position];
-        let source = [row.source as i32, token, entry, row.position as i32];
-        sources[row.at * 4..][..4].copy_from_slice(&source);
-        let of = match row.entry {
-            Some(entry) => row.position * k + entry..row.position * k + entry + 1,
-            None => row.position * k..(row.position + 1) * k,
-        };
-        ids[row.at * per_row..][..per_row].copy_from_slice(&slots[row.source][of.clone()]);
-        if parts.weights.is_some() {
-            weights[row.at * per_row..][..per_row].copy_from_slice(&their_weights[row.source][of]);
-        }
-    }
-    let received: Vec<i32> = came.iter().map(|c| c.rows as i32).collect();
-    set(&parts.received, &received)?;
-    set(&parts.sources, &sources)?;
-    set(&parts.offsets, &arranged.offsets)?;
-    set(&parts.ids, &ids)?;
-    set(&parts.counts, &arranged.counts)?;
-    if let Some(to) = &parts.rows_of {
-        let mut rows_of = vec![-1; to.shape().len()];
-        for row in &arranged.rows {
-            let token = row.source * parts.call.max_tokens + row.position;
-            rows_of[token * k + row.entry.unwrap_or(0)] = row.at as i32;
-        }
-        set(to, &rows_of)?;
-    }
-    match &parts.weights {
-        Some(to) => set(to, &weights),
-        None => Ok(()),
-    }
 }

@@ -133,8 +133,12 @@ parameters! {
         arrangement: u32,
         /// Rows that a slot's begin at a multiple of.
         alignment: u32,
-        /// Whether rows go the same ways again.
-        again: u32,
+        /// Whether it is known which rows come.
+        known: u32,
+        /// Whether all ranks get all rows.
+        gathers: u32,
+        /// Tokens of this rank.
+        tokens: u32,
         /// Sections.
         sections: u32,
         /// Words of a row's scales if they lie by columns, or 0.

@@ -16,14 +16,25 @@ pub(crate) fn plan(
     if call.choice == Some(Transport::Fifo) {
         return queued(call.max_tokens, &Queues::of(topology, &sections(call))?);
     }
-    let have = topology.config.dispatch_bytes;
-    pieces(
-        Transport::OneSided,
-        call.max_tokens,
-        topology,
-        ("dispatch_bytes", have),
-        |rows| Sections::dispatch(call, rows).bytes,
-    )
+    let in_pieces = |transport, load| {
+        let have = topology.config.dispatch_bytes;
+        let bytes = |rows| Sections::part(call, load, rows).bytes;
+        let room = ("dispatch_bytes", have);
+        pieces(transport, call.max_tokens, topology, room, bytes)
+    };
+    if call.choice == Some(Transport::Gather) {
+        if Load::of(call) == Load::Whole {
+            in_pieces(Transport::Gather, Load::Ways)?;
+        }
+        return in_pieces(Transport::Gather, Load::Rest);
+    }
+    in_pieces(Transport::OneSided, Load::of(call))
+}
+
+/// Rows of a sender at a time of which no more travels than which they are, through halves of so many bytes; 1 at least.
+pub fn ways_rows(call: &DispatchCall, half_bytes: usize, size: usize) -> usize {
+    let bytes = |rows| Sections::part(call, Load::Ways, rows).bytes;
+    fitting(call.max_tokens, part_bytes(half_bytes, size), bytes).unwrap_or(1)
 }
 
 /// The plan if rows are pushed: because that is forced, or because they are few.
@@ -37,7 +48,7 @@ pub(crate) fn rows_pushed(
         return Err(reason::no_experts());
     }
     match choice {
-        Some(Transport::OneSided | Transport::Fifo) => Ok(None),
+        Some(Transport::OneSided | Transport::Fifo | Transport::Gather) => Ok(None),
         Some(Transport::Pushed) => Ok(Some(pushed()?.plan())),
         None => {
             let few =
@@ -66,9 +77,21 @@ pub(crate) fn pieces(
     bytes: impl Fn(usize) -> usize,
 ) -> Result<Plan, Reason> {
     let size = topology.group.size.max(1);
-    let part = part_bytes(have, size);
-    if bytes(1) > part {
+    let Some(fits) = fitting(rows, part_bytes(have, size), &bytes) else {
         return Err(reason::capacity(field, bytes(1) * size, have));
+    };
+    Ok(Plan::Experts {
+        transport,
+        piece_rows: fits,
+        pieces: rows.div_ceil(fits).max(1),
+        launch: Launch::default(),
+    })
+}
+
+/// As many of `rows` rows as a part of a half holds, if it holds one.
+fn fitting(rows: usize, part: usize, bytes: impl Fn(usize) -> usize) -> Option<usize> {
+    if bytes(1) > part {
+        return None;
     }
     // Bytes grow with rows, so they can be searched.
     let (mut fits, mut too_many) = (1, rows.max(1) + 1);
@@ -79,12 +102,7 @@ pub(crate) fn pieces(
             false => too_many = middle,
         }
     }
-    Ok(Plan::Experts {
-        transport,
-        piece_rows: fits,
-        pieces: rows.div_ceil(fits).max(1),
-        launch: Launch::default(),
-    })
+    Some(fits)
 }
 
 /// What a sender has of a half of so many bytes, that all of `size` share.
@@ -136,21 +154,45 @@ impl Section {
     }
 }
 
-/// Bytes of a row of a dispatch in each section. Rows that go the same ways again bring no tokens, slots and weights.
+/// What of a row travels at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    /// All of it.
+    Whole,
+    /// What says which row it is: its token, its slots and their weights.
+    Ways,
+    /// The rest.
+    Rest,
+}
+
+impl Load {
+    /// Rows that go the same ways again bring no tokens, slots and weights.
+    pub const fn of(call: &DispatchCall) -> Self {
+        if call.again { Self::Rest } else { Self::Whole }
+    }
+}
+
+/// Bytes of a row of a dispatch in each section.
 pub fn sections(call: &DispatchCall) -> Vec<usize> {
+    sections_of(call, Load::of(call))
+}
+
+fn sections_of(call: &DispatchCall, load: Load) -> Vec<usize> {
     let (scale_type, scales) = match call.cast {
         Some(cast) => cast.scales(call.hidden),
         None => (call.dtype, 0),
     };
-    let first = |bytes: usize| if call.again { 0 } else { bytes };
+    let unless = |left_out: Load, bytes: usize| if load == left_out { 0 } else { bytes };
+    let rest = |bytes| unless(Load::Ways, bytes);
+    let ways = |bytes| unless(Load::Rest, bytes);
     let mut each = vec![
-        call.hidden * call.wire_type().bytes(),
-        scales * scale_type.bytes(),
-        first(4),
-        first(4 * call.k),
-        first(if call.weights { 4 * call.k } else { 0 }),
+        rest(call.hidden * call.wire_type().bytes()),
+        rest(scales * scale_type.bytes()),
+        ways(4),
+        ways(4 * call.k),
+        ways(if call.weights { 4 * call.k } else { 0 }),
     ];
-    each.extend(&call.beside_bytes);
+    each.extend(call.beside_bytes.iter().map(|&bytes| rest(bytes)));
     each
 }
 
@@ -160,7 +202,12 @@ impl Sections {
 
     /// For rows of a dispatch.
     pub fn dispatch(call: &DispatchCall, rows: usize) -> Self {
-        Self::new(&sections(call), rows)
+        Self::part(call, Load::of(call), rows)
+    }
+
+    /// For a part of what they are.
+    pub fn part(call: &DispatchCall, load: Load, rows: usize) -> Self {
+        Self::new(&sections_of(call, load), rows)
     }
 
     /// For rows that have so many bytes in each section.

@@ -5,7 +5,7 @@
 //! `chunk_bytes[c]` is the size of chunk `c` (in the twin, of the part that becomes rank `c`'s).
 
 use crate::{
-    dispatch::Sections,
+    dispatch::{Load, Sections},
     low_latency::{BackRow, Section, There},
     pushed::{Granules, Packets, RowShares},
     ring, rows,
@@ -137,6 +137,18 @@ pub fn dispatch(rank: usize, rows_to: &[usize], call: &DispatchCall) -> u64 {
     pull_gather(rank, rows_to) * Sections::dispatch(call, 1).all_bytes() as u64
 }
 
+/// A dispatch that gathers, in any pieces: own `tokens` to every peer, each with its scales and what is beside it; and of each row that is
+/// for a peer its token, a slot and a weight for each of the token's experts, unless rows go the same ways again.
+pub fn gather_dispatch(rank: usize, rows_to: &[usize], tokens: usize, call: &DispatchCall) -> u64 {
+    let bytes = |load| Sections::part(call, load, 1).all_bytes() as u64;
+    let ways = match Load::of(call) {
+        Load::Rest => 0,
+        Load::Whole | Load::Ways => pull_gather(rank, rows_to) * bytes(Load::Ways),
+    };
+    let peers = rows_to.len() as u64 - 1;
+    ways + peers * tokens as u64 * bytes(Load::Rest)
+}
+
 /// Combine, by either transport and in any pieces: each row that goes back to a peer, and a weight with it for each expert that it may
 /// be for. `rows_to[r]` go back to rank `r`: by expert all of its rows, otherwise one for each of its tokens.
 pub fn combine(rank: usize, rows_to: &[usize], call: &CombineCall) -> u64 {
@@ -185,11 +197,17 @@ mod tests {
         let of = |call: &DispatchCall| dispatch(0, &rows, call);
         assert_eq!(of(&call), 3 * (288 + 4 + 20 + 20 + 7));
         assert_eq!(dispatch(0, &rows[..1], &call), 0);
+        assert_eq!(
+            gather_dispatch(0, &rows, 8, &call),
+            3 * (4 + 20 + 20) + 2 * 8 * (288 + 7)
+        );
         let again = DispatchCall {
             again: true,
             ..call.clone()
         };
         assert_eq!(of(&again), 3 * (288 + 7));
+        assert_eq!(gather_dispatch(0, &rows, 8, &again), 2 * 8 * (288 + 7));
+        assert_eq!(gather_dispatch(0, &rows[..1], 8, &again), 0);
         let cast = DispatchCall {
             cast: Some(Fp8Cast {
                 format: ScaleFormat::F32,

@@ -1,4 +1,5 @@
-//! Rows to their experts and back: by both transports, in pieces too, what moves is each row for a peer with what belongs to it.
+//! Rows to their experts and back: by all transports but queues, in pieces too, what moves is each row for a peer with what belongs to it;
+//! or every row to every peer, and what says whose it is to those who keep it.
 
 use super::assert_moved;
 use crate::{
@@ -81,10 +82,19 @@ fn combined(
     });
 }
 
+/// Bytes that a rank moves.
+fn dispatched(case: &Case, me: usize, call: &DispatchCall) -> u64 {
+    match call.choice {
+        Some(Transport::Gather) => {
+            moved::gather_dispatch(me, &sent(case, me), case.tokens(me), call)
+        }
+        _ => moved::dispatch(me, &sent(case, me), call),
+    }
+}
+
 fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
     let case = case.clone().by([Some(choice); 2]);
     let own = Own::of(rank, &case);
-    let sent = sent(&case, rank.rank);
     let mut call = DispatchCall {
         max_tokens: case.max_tokens,
         hidden: case.hidden,
@@ -102,14 +112,14 @@ fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
         choice: Some(choice),
     };
     let mut there = None;
-    let want = moved::dispatch(rank.rank, &sent, &call);
+    let want = dispatched(&case, rank.rank, &call);
     assert_moved(rank, want, &format!("{call:?}"), || {
         there = Some(own.dispatch(&mut rank.lease(), &case).unwrap());
     });
     let handle = there.unwrap().handle;
     assert_eq!(handle.call(), &call, "what was dispatched");
     call.again = true;
-    let want = moved::dispatch(rank.rank, &sent, &call);
+    let want = dispatched(&case, rank.rank, &call);
     assert_moved(rank, want, &format!("{call:?}"), || {
         let again = own.dispatch_by(&mut rank.lease(), &case, Route::Again(&handle));
         drop(again.unwrap());
@@ -177,7 +187,9 @@ pub(super) fn pieces(world: &World) {
     };
     world.run(&config, move |rank| {
         for case in &cases {
-            round_trip(rank, case, Transport::OneSided);
+            for choice in [Transport::OneSided, Transport::Gather] {
+                round_trip(rank, case, choice);
+            }
         }
     });
 }
