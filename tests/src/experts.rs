@@ -6,6 +6,7 @@
 
 pub mod back;
 pub mod case;
+mod gathered;
 mod limits;
 pub mod own;
 mod routes;
@@ -23,7 +24,7 @@ use brigade_device::{
     Transport,
 };
 use brigade_plan::Engines;
-use case::{Case, Where};
+use case::{By, Case, Ids, Where};
 use own::{Own, check};
 use rand::{Rng, rngs::StdRng};
 
@@ -34,24 +35,32 @@ const ARRANGEMENTS: [(&str, Arrangement); 4] = [
     ("by_aligned_expert", Arrangement::ByExpert { alignment: 16 }),
 ];
 
-/// Transports there and back.
-type By = [Option<Transport>; 2];
-
-const ONE_SIDED: Option<Transport> = Some(Transport::OneSided);
-const PUSHED: Option<Transport> = Some(Transport::Pushed);
-const FIFO: Option<Transport> = Some(Transport::Fifo);
-const GATHER: Option<Transport> = Some(Transport::Gather);
-
 /// What is tried by each transport.
 type Contract = fn(&World, By);
 
 /// How names of trials begin, and the transports that they force.
-const TRANSPORTS: [(&str, By); 4] = [
-    ("", [ONE_SIDED; 2]),
-    ("pushed/", [PUSHED; 2]),
-    ("fifo/", [FIFO; 2]),
-    ("gather/", [GATHER; 2]),
+const TRANSPORTS: [(&str, By); 6] = [
+    ("", By::of(Transport::OneSided, Transport::OneSided)),
+    ("pushed/", By::of(Transport::Pushed, Transport::Pushed)),
+    ("fifo/", By::of(Transport::Fifo, Transport::Fifo)),
+    ("gather/", By::of(Transport::Gather, Transport::Gather)),
+    (
+        "ragged/",
+        By {
+            ids: Ids::Ragged,
+            ..By::of(Transport::OneSided, Transport::OneSided)
+        },
+    ),
+    (
+        "padded/",
+        By {
+            ids: Ids::Padded,
+            ..By::of(Transport::Gather, Transport::OneSided)
+        },
+    ),
 ];
+
+const PUSHED: Option<Transport> = Some(Transport::Pushed);
 
 /// All transports of a device but queues, with their names.
 pub fn transports(engines: Engines) -> Vec<(&'static str, Transport)> {
@@ -126,20 +135,22 @@ pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use
     );
     let mut case = Case::random(rng, size, sizes);
     case.arrangement = ARRANGEMENTS[rng.random_range(0..ARRANGEMENTS.len())].1;
-    let by = [(); 2].map(|()| [ONE_SIDED, PUSHED, FIFO, GATHER][rng.random_range(0..4)]);
-    let case = case.by(by);
+    let mut any = || TRANSPORTS[rng.random_range(0..TRANSPORTS.len())].1;
+    let (there, back) = (any(), any().back);
+    let case = case.by(By { back, ..there });
     let back = Back::random(rng, &case);
     move |rank| round_trip(rank, &case, &back)
 }
 
 fn arranged(world: &World, arrangement: Arrangement, by: By) {
     let mut rng = world.rng();
-    // By queues, and where all rows go to all, every other one.
+    // Every other one, but by the two transports that the plan takes.
+    let all = [TRANSPORTS[0].1, TRANSPORTS[1].1].contains(&by);
     let sizes = SIZES.into_iter().enumerate();
     let cases: Vec<(Case, Back)> = sizes
-        .filter(|(i, _)| !matches!(by[0], FIFO | GATHER) || i % 2 == world.size % 2)
+        .filter(|(i, _)| all || i % 2 == world.size % 2)
         .map(|(i, mut sizes)| {
-            if by[0] == PUSHED {
+            if by.there == PUSHED {
                 // The most that kernels are for.
                 sizes.0 = sizes.0.min(1024);
             }
@@ -150,7 +161,8 @@ fn arranged(world: &World, arrangement: Arrangement, by: By) {
                 case.dtype = DataType::BF16;
             }
             // What goes one way may come back another.
-            let by = if i % 4 == 3 { [by[0], None] } else { by };
+            let back = if i % 4 == 3 { None } else { by.back };
+            let by = By { back, ..by };
             let case = case.with_rows(&mut rng).by(by);
             let back = Back::random(&mut rng, &case);
             (case, back)
@@ -369,7 +381,7 @@ pub fn add(suite: &mut Suite) {
         return;
     }
     for (how, by) in TRANSPORTS {
-        if by[0] == PUSHED && !suite.backend().engines().pushes_rows {
+        if by.there == PUSHED && !suite.backend().engines().pushes_rows {
             continue;
         }
         for (name, arrangement) in ARRANGEMENTS {
@@ -387,7 +399,7 @@ pub fn add(suite: &mut Suite) {
             ("captured", limits::captured),
         ];
         for (name, contract) in contracts {
-            if (by[0], name) == (PUSHED, "pieces") {
+            if (by.there, name) == (PUSHED, "pieces") {
                 continue;
             }
             suite.add(&format!("experts/{how}{name}"), move |world| {
@@ -398,6 +410,15 @@ pub fn add(suite: &mut Suite) {
     if suite.backend().worlds().contains(&1) && matches!(suite.backend().routes(), Ok(Some(_))) {
         suite.add_at(1, "experts/routes", routes::of_any_group);
     }
+    for (name, there) in [
+        ("one_sided", Transport::OneSided),
+        ("gather", Transport::Gather),
+    ] {
+        suite.add(&format!("experts/gathered/{name}"), move |world| {
+            gathered::mismatch(world, there);
+        });
+    }
+    suite.add("experts/gathered/refused", gathered::refused);
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);
 }

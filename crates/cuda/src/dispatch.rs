@@ -3,6 +3,7 @@
 
 mod arrange;
 mod fifo;
+mod gathered;
 mod pieces;
 
 pub(crate) use pieces::own_parts;
@@ -19,8 +20,8 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
-    Dispatched, Error, Expected, Fp8Cast, Group, Plan, Result, Route, ScaleFormat, Transport, Turn,
-    Ways,
+    Dispatched, Error, Expected, Fp8Cast, Group, Plan, Result, Route, Routing, ScaleFormat,
+    Transport, Turn, Ways,
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
 use brigade_plan::{
@@ -29,6 +30,7 @@ use brigade_plan::{
     routes::Slots,
 };
 use brigade_sync::Area;
+use gathered::Gathered;
 use std::sync::Arc;
 
 /// Its kernels, in the order in which they run.
@@ -109,6 +111,8 @@ pub(crate) struct Arguments {
     beside_rows: Vec<(DataType, usize)>,
     /// What finds the ways of rows, where they are new.
     pub(crate) router: Option<Router>,
+    /// The ids of all ranks, where they are known.
+    gathered: Option<Gathered>,
     pub(crate) ways: Ways,
     cast: Option<(Buffer, Buffer)>,
     staged: Option<Buffer>,
@@ -203,19 +207,36 @@ impl Arguments {
             check_reach(&device.card, "beside.memory", buffer)?;
         }
         let new = |dtype, dims: &[usize]| device.scratch(lane, dtype, dims);
+        let ways_of = |routing: &Routing<'_>, weights: Option<Buffer>| {
+            let router = Router::of(device, lane, routing, (call.k, call.placement), group)?;
+            if let Some(weights) = &weights {
+                check_reach(&device.card, "weights.memory", weights)?;
+            }
+            let own = (router.allocate(device, lane)?, weights);
+            let slots = Slots::new(call.placement, group.size).of(group.rank).len();
+            let expected = Expected::new(&call, (group.size, slots), own, new)?;
+            Ok::<_, Error>((Some(router), Ways::New(Box::new(expected))))
+        };
         let (router, ways) = match &p.route {
-            Route::Experts { routing, weights } => {
-                let router = Router::of(device, lane, routing, (call.k, call.placement), group)?;
-                let weights = weights.map(|w| w.retain());
-                if let Some(weights) = &weights {
-                    check_reach(&device.card, "weights.memory", weights)?;
-                }
-                let own = (router.allocate(device, lane)?, weights);
-                let slots = Slots::new(call.placement, group.size).of(group.rank).len();
-                let expected = Expected::new(&call, (group.size, slots), own, new)?;
-                (Some(router), Ways::New(Box::new(expected)))
+            Route::Experts { routing, weights } => ways_of(routing, weights.map(|w| w.retain()))?,
+            Route::Gathered(all) => {
+                let dims = [rows.shape().rows(), call.k];
+                let ids = new(all.ids.dtype(), &dims)?;
+                let weights = match call.weights {
+                    true => Some(new(DataType::F32, &dims)?),
+                    false => None,
+                };
+                let own = Routing {
+                    ids: ids.view(),
+                    placement: all.placement,
+                };
+                ways_of(&own, weights)?
             }
             Route::Again(handle) => (None, Ways::Again(Box::new(handle.parts().clone()))),
+        };
+        let gathered = match &p.route {
+            Route::Gathered(all) => Some(Gathered::new(device, lane, (&call, group.size), all)?),
+            Route::Experts { .. } | Route::Again(_) => None,
         };
         let cast = match call.cast {
             Some(cast) => {
@@ -240,6 +261,7 @@ impl Arguments {
             rows,
             beside,
             router,
+            gathered,
             ways,
             cast,
             staged: None,
@@ -304,6 +326,7 @@ impl Arguments {
                 .flat_map(|(values, scales)| [values, scales]),
         );
         list.extend(self.router.iter().flat_map(Router::buffers));
+        list.extend(self.gathered.iter().flat_map(Gathered::buffers));
         list.extend(self.ways.buffers());
         list
     }
@@ -406,7 +429,13 @@ fn dispatch(
             Some((Came::staged(a, Load::of(&a.call), staged), None))
         }
         (_, _, Some(passage)) => Some(job.pass(a, passage)?),
-        (_, _, None) => None,
+        (_, _, None) => match &a.gathered {
+            Some(all) => {
+                job.prepare_rows(a)?;
+                Some((Came::staged(a, Load::Ways, &all.ways), None))
+            }
+            None => None,
+        },
     };
     if let Some(outputs) = &given {
         poisons(job, outputs);
@@ -441,6 +470,9 @@ impl Job<'_> {
     /// Peers hear of the arrival before anything is worked on here.
     fn prepare_rows(&mut self, a: &Arguments) -> Result<()> {
         self.steps_now()?;
+        if let Some(all) = &a.gathered {
+            self.find_rows(a, all)?;
+        }
         if let Some(router) = &a.router {
             router.route(&self.core.device, self.stream, a.ways.layout())?;
         }

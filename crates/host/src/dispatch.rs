@@ -3,12 +3,13 @@
 
 mod arrange;
 mod gather;
+mod gathered;
 
 use crate::{
     comm::{HostComm, unexpected},
     device::HostDevice,
     fifo,
-    job::{Active, Use},
+    job::{Active, Job, Use},
     memory::{poison, reading, writing},
     pushed, quantize,
     queue::HostQueue,
@@ -16,7 +17,7 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
-    Expected, Group, Plan, Result, Route, Transport, Turn, Ways,
+    Expected, FaultKind, Group, Plan, Result, Route, Routing, Transport, Turn, Ways,
 };
 use brigade_plan::{
     dispatch::{Load, Section, Sections, part_bytes, sections},
@@ -24,6 +25,7 @@ use brigade_plan::{
     routes::Slots,
 };
 use brigade_sync::Area;
+use gathered::Gathered;
 use parking_lot::Mutex;
 use std::{ops::Range, sync::Arc};
 
@@ -39,6 +41,8 @@ struct Arguments {
     beside_rows: Vec<(DataType, usize)>,
     /// What finds the ways of rows, where they are new.
     router: Option<Router>,
+    /// Whose the ids are that it has, if they are those of all ranks.
+    gathered: Option<Gathered>,
     ways: Ways,
     device: Arc<HostDevice>,
 }
@@ -61,15 +65,28 @@ impl HostComm {
         let queue = HostQueue::of(turn.stream())?;
         let device = &self.device;
         let new = |dtype, dims: &[usize]| device.heap(dtype, dims);
+        let tokens = p.rows.shape().rows();
+        let ways_of = |routing: &Routing<'_>, weights| {
+            let router = Router::of(routing, call.k, call.placement, group);
+            let own = (router.allocate(device, tokens)?, weights);
+            let slots = Slots::new(call.placement, group.size).of(group.rank).len();
+            let expected = Expected::new(&call, (group.size, slots), own, new)?;
+            Ok::<_, Error>((Some(router), Ways::New(Box::new(expected))))
+        };
         let (router, ways) = match &p.route {
-            Route::Experts { routing, weights } => {
-                let router = Router::of(routing, call.k, call.placement, group);
-                let own = (router.allocate(device)?, weights.map(|w| w.retain()));
-                let slots = Slots::new(call.placement, group.size).of(group.rank).len();
-                let expected = Expected::new(&call, (group.size, slots), own, new)?;
-                (Some(router), Ways::New(Box::new(expected)))
+            Route::Experts { routing, weights } => ways_of(routing, weights.map(|w| w.retain()))?,
+            Route::Gathered(all) => {
+                let own = match call.weights {
+                    true => Some(new(DataType::F32, &[tokens, call.k])?),
+                    false => None,
+                };
+                ways_of(&all.routing(), own)?
             }
             Route::Again(handle) => (None, Ways::Again(Box::new(handle.parts().clone()))),
+        };
+        let gathered = match &p.route {
+            Route::Gathered(all) => Some(Gathered::of(all)),
+            Route::Experts { .. } | Route::Again(_) => None,
         };
         let arguments = Arguments {
             transport,
@@ -84,6 +101,7 @@ impl HostComm {
                 .map(|v| (v.dtype(), v.shape().row_len()))
                 .collect(),
             router,
+            gathered,
             ways,
             device: Arc::clone(device),
             call,
@@ -162,10 +180,20 @@ fn dispatch(
     given: Option<&DispatchOutputs>,
 ) -> Result<DispatchOutputs> {
     let size = a.group.size;
+    let mut came = vec![
+        Came {
+            rows: 0,
+            sections: vec![Vec::new(); sections(&a.call).len()],
+        };
+        size
+    ];
     let (sent, slots, weights) = match &a.ways {
         Ways::New(expected) => {
             let router = a.router.as_ref().ok_or(Error::Closed)?;
-            let routes = router.route(&expected.layout)?;
+            let routes = match &a.gathered {
+                Some(all) => all.route(&active.job, a, (router, expected), &mut came)?,
+                None => router.route(&expected.layout)?,
+            };
             let lists = (0..size).map(|r| routes.to(r).to_vec()).collect();
             (lists, routes.slots, expected.own_weights.as_ref())
         }
@@ -199,7 +227,7 @@ fn dispatch(
             weights: weights.map_or(&[][..], |_| inputs[1]),
             beside: &inputs[1 + usize::from(weights.is_some())..],
         };
-        exchange(active, a, &sent, &own)
+        exchange(active, a, &sent, &own, came)
     })?;
     arrange::arrange(&active.job, a, given, &came)
 }
@@ -262,6 +290,7 @@ fn exchange(
     a: &Arguments,
     sent: &[Vec<i32>],
     own: &Own<'_>,
+    mut came: Vec<Came>,
 ) -> Result<Vec<Came>> {
     if a.transport == Transport::Fifo {
         let config = &active.job.core.config;
@@ -274,20 +303,28 @@ fn exchange(
             }
         });
     }
-    let mut came = vec![
-        Came {
-            rows: 0,
-            sections: vec![Vec::new(); sections(&a.call).len()],
-        };
-        a.group.size
-    ];
+    let expected: Vec<usize> = came.iter().map(|c| c.rows).collect();
     if a.transport == Transport::Gather {
         gather::gather(active, a, sent, own, &mut came)?;
     } else {
         let cut = (Load::of(&a.call), a.piece_rows);
         in_pieces(active, a, cut, sent, own, &mut came)?;
     }
+    if a.gathered.is_some() {
+        check_counts(&active.job, expected, &came)?;
+    }
     Ok(came)
+}
+
+/// As many rows must come as were expected.
+fn check_counts(job: &Job, expected: impl IntoIterator<Item = usize>, came: &[Came]) -> Result<()> {
+    for (from, (want, came)) in expected.into_iter().zip(came).enumerate() {
+        if came.rows != want {
+            let (want, seen) = (want as u64, came.rows as u64);
+            return Err(job.fail(FaultKind::Mismatch, from, from, want, seen));
+        }
+    }
+    Ok(())
 }
 
 /// Writes to every receiver what is for it, so many rows at a time.

@@ -9,7 +9,14 @@ pub(crate) fn plan(
     topology: &Topology,
     table: &Table,
 ) -> Result<Plan, Reason> {
-    let pushed = || records::dispatch(call, topology);
+    let own_only = matches!(call.choice, Some(Transport::Pushed | Transport::Fifo));
+    if call.gathered && own_only {
+        return Err(reason::gathered_ids());
+    }
+    let pushed = || match call.gathered {
+        true => Err(reason::gathered_ids()),
+        false => records::dispatch(call, topology),
+    };
     if let Some(plan) = rows_pushed(call.choice, pushed, topology, table)? {
         return Ok(plan);
     }
@@ -166,9 +173,13 @@ pub enum Load {
 }
 
 impl Load {
-    /// Rows that go the same ways again bring no tokens, slots and weights.
+    /// Rows of which it is known where they go bring no tokens, slots and weights.
     pub const fn of(call: &DispatchCall) -> Self {
-        if call.again { Self::Rest } else { Self::Whole }
+        if call.again || call.gathered {
+            Self::Rest
+        } else {
+            Self::Whole
+        }
     }
 }
 

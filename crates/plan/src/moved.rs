@@ -190,6 +190,7 @@ mod tests {
             arrangement: Arrangement::Dense,
             max_recv: None,
             again: false,
+            gathered: false,
             cast: None,
             choice: None,
         };

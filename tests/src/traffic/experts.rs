@@ -6,7 +6,7 @@ use crate::{
     backend::Rank,
     experts::{
         self,
-        case::{Came, Case},
+        case::{By, Came, Case},
         own::Own,
         transports,
     },
@@ -93,7 +93,7 @@ fn dispatched(case: &Case, me: usize, call: &DispatchCall) -> u64 {
 }
 
 fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
-    let case = case.clone().by([Some(choice); 2]);
+    let case = case.clone().by(By::of(choice, choice));
     let own = Own::of(rank, &case);
     let mut call = DispatchCall {
         max_tokens: case.max_tokens,
@@ -108,6 +108,7 @@ fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
         arrangement: case.arrangement,
         max_recv: case.room,
         again: false,
+        gathered: false,
         cast: case.cast,
         choice: Some(choice),
     };

@@ -68,9 +68,10 @@ impl Job<'_> {
         outputs: &DispatchOutputs,
     ) -> Result<()> {
         for first in passage.starts(a.call.max_tokens) {
-            let of = self.piece(a, passage, first, first == 0 && a.first.is_none())?;
+            let known = first == 0 && a.first.is_none();
+            let of = self.piece(a, passage, first, known && a.gathered.is_none())?;
             let came = Came::piece(self, of, passage, first);
-            if first == 0 && a.call.again {
+            if known {
                 self.count_and_say(a, came, outputs.capacity(), 0)?;
             }
             self.collect(a, came, outputs)?;

@@ -1,6 +1,6 @@
 //! What has come of a dispatch, to where the arrangement wants it.
 
-use super::{Arguments, Came};
+use super::{Arguments, Came, check_counts};
 use crate::{
     job::Job,
     memory::{reading, writing},
@@ -41,13 +41,8 @@ pub(super) fn arrange(
                 &parts.counts,
             ];
             reading(&lists, |inputs| {
-                for (from, (&want, came)) in integers::<i32>(inputs[1]).iter().zip(came).enumerate()
-                {
-                    if came.rows != want as usize {
-                        let (want, seen) = (want as u64, came.rows as u64);
-                        return Err(job.fail(FaultKind::Mismatch, from, from, want, seen));
-                    }
-                }
+                let received = integers::<i32>(inputs[1]);
+                check_counts(job, received.into_iter().map(|n| n as usize), came)?;
                 Ok(Arranged {
                     rows: rows_of_sources(&integers(inputs[0])),
                     offsets: integers(inputs[2]),

@@ -16,9 +16,11 @@ pub(super) fn gather(
 ) -> Result<()> {
     let wanted: Vec<Vec<i32>> = match &a.ways {
         Ways::New(_) => {
-            let half = active.job.core.control.layout().half_bytes(Area::Dispatch);
-            let rows = ways_rows(&a.call, half, a.group.size);
-            in_pieces(active, a, (Load::Ways, rows), sent, own, came)?;
+            if a.gathered.is_none() {
+                let half = active.job.core.control.layout().half_bytes(Area::Dispatch);
+                let rows = ways_rows(&a.call, half, a.group.size);
+                in_pieces(active, a, (Load::Ways, rows), sent, own, came)?;
+            }
             let tokens = |c: &Came| integers(&c.sections[Section::Token.index()]);
             came.iter().map(tokens).collect()
         }
