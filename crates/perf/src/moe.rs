@@ -471,7 +471,11 @@ impl<'a> Case<'a> {
         let times = measure(rank, &mut variants, common.rounds)?;
         rank.on.sync(PATIENCE)?;
         self.comm.check()?;
-        let rows: usize = peers.iter().map(|&peer| self.rows_between(me, peer)).sum();
+        let to = |&peer: &usize| match self.options.transport {
+            Choice::Gather => self.tokens,
+            _ => self.rows_between(me, peer),
+        };
+        let rows: usize = peers.iter().map(to).sum();
         Ok(Measured {
             plan,
             times,

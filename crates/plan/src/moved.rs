@@ -131,14 +131,15 @@ pub fn broadcast(rank: usize, root: usize, bytes: usize) -> u64 {
 }
 
 /// Dispatch, by either transport and in any pieces: each row that goes to a peer, with all that belongs to it. That is its scales, its
-/// token, a slot and a weight for each of the token's experts, and what is beside it; the same ways again, only the row, its scales
-/// and what is beside it. `rows_to[r]` go to rank `r`. What pads or marks them on the way does not count.
+/// token, a slot and a weight for each of the token's experts, and what is beside it; the same ways again, or where every rank has the
+/// experts of all tokens, only the row, its scales and what is beside it. `rows_to[r]` go to rank `r`. What pads or marks them on the way
+/// does not count.
 pub fn dispatch(rank: usize, rows_to: &[usize], call: &DispatchCall) -> u64 {
     pull_gather(rank, rows_to) * Sections::dispatch(call, 1).all_bytes() as u64
 }
 
 /// A dispatch that gathers, in any pieces: own `tokens` to every peer, each with its scales and what is beside it; and of each row that is
-/// for a peer its token, a slot and a weight for each of the token's experts, unless rows go the same ways again.
+/// for a peer its token, a slot and a weight for each of the token's experts, unless that is known there.
 pub fn gather_dispatch(rank: usize, rows_to: &[usize], tokens: usize, call: &DispatchCall) -> u64 {
     let bytes = |load| Sections::part(call, load, 1).all_bytes() as u64;
     let ways = match Load::of(call) {

@@ -6,7 +6,7 @@ use crate::{
     backend::Rank,
     experts::{
         self,
-        case::{By, Came, Case},
+        case::{By, Came, Case, Ids},
         own::Own,
         transports,
     },
@@ -50,7 +50,7 @@ fn combined(
     case: &Case,
     handle: &Handle,
     (sum, weights): (CombineSum, bool),
-    choice: Transport,
+    choice: Option<Transport>,
 ) {
     let rows = rank.poisoned(BACK, handle.shape(case.hidden).unwrap().dims());
     let back = rank.poisoned(DataType::F32, handle.parts().ids.shape().dims());
@@ -63,7 +63,7 @@ fn combined(
         arrangement: case.arrangement,
         sum,
         weights,
-        choice: Some(choice),
+        choice,
     };
     let want = moved::combine(rank.rank, &returned(case, rank.rank, sum), &call);
     assert_moved(rank, want, &format!("{call:?}"), || {
@@ -75,7 +75,7 @@ fn combined(
                 weights: weights.then(|| back.view()),
                 biases: &[],
                 output: Output::Allocate(DataType::F32),
-                choice: Some(choice),
+                choice,
             })
             .map(drop)
             .unwrap();
@@ -92,8 +92,8 @@ fn dispatched(case: &Case, me: usize, call: &DispatchCall) -> u64 {
     }
 }
 
-fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
-    let case = case.clone().by(By::of(choice, choice));
+fn round_trip(rank: &Rank, case: &Case, by: By) {
+    let case = case.clone().by(by);
     let own = Own::of(rank, &case);
     let mut call = DispatchCall {
         max_tokens: case.max_tokens,
@@ -108,9 +108,9 @@ fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
         arrangement: case.arrangement,
         max_recv: case.room,
         again: false,
-        gathered: false,
+        gathered: by.ids != Ids::Own,
         cast: case.cast,
-        choice: Some(choice),
+        choice: by.there,
     };
     let mut there = None;
     let want = dispatched(&case, rank.rank, &call);
@@ -119,7 +119,7 @@ fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
     });
     let handle = there.unwrap().handle;
     assert_eq!(handle.call(), &call, "what was dispatched");
-    call.again = true;
+    (call.again, call.gathered) = (true, false);
     let want = dispatched(&case, rank.rank, &call);
     assert_moved(rank, want, &format!("{call:?}"), || {
         let again = own.dispatch_by(&mut rank.lease(), &case, Route::Again(&handle));
@@ -132,8 +132,26 @@ fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
     };
     for &sum in sums {
         for weights in [false, true] {
-            combined(rank, &case, &handle, (sum, weights), choice);
+            combined(rank, &case, &handle, (sum, weights), by.back);
         }
+    }
+}
+
+/// Where every rank has the experts of all tokens, nobody sends them.
+fn known(rank: &Rank, case: &Case) {
+    for (there, ids) in [
+        (Transport::OneSided, Ids::Ragged),
+        (Transport::Gather, Ids::Padded),
+    ] {
+        let back = Transport::OneSided;
+        round_trip(
+            rank,
+            case,
+            By {
+                ids,
+                ..By::of(there, back)
+            },
+        );
     }
 }
 
@@ -172,8 +190,9 @@ pub(super) fn whole(world: &World) {
     world.run(&experts::config(), move |rank| {
         for case in &cases {
             for &(_, choice) in &transports {
-                round_trip(rank, case, choice);
+                round_trip(rank, case, By::of(choice, choice));
             }
+            known(rank, case);
         }
     });
 }
@@ -189,8 +208,9 @@ pub(super) fn pieces(world: &World) {
     world.run(&config, move |rank| {
         for case in &cases {
             for choice in [Transport::OneSided, Transport::Gather] {
-                round_trip(rank, case, choice);
+                round_trip(rank, case, By::of(choice, choice));
             }
+            known(rank, case);
         }
     });
 }
