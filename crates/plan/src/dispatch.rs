@@ -262,3 +262,69 @@ impl Sections {
         self.sections[section.index()].0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Engines;
+    use brigade_device::{
+        Arrangement, CommConfig, DataType, Group, ParallelMode, PlacementCall, Transport,
+    };
+
+    fn planned(call: &DispatchCall, dispatch_bytes: usize) -> Result<(usize, usize), String> {
+        let topology = Topology {
+            group: Group {
+                mode: ParallelMode::Ep,
+                rank: 0,
+                size: 2,
+            },
+            config: CommConfig {
+                dispatch_bytes,
+                ..CommConfig::new(ParallelMode::Ep)
+            },
+            engines: Engines::host(),
+        };
+        match plan(call, &topology, &Table::host()) {
+            Ok(Plan::Experts {
+                transport,
+                piece_rows,
+                pieces,
+                ..
+            }) => {
+                assert_eq!(transport, Transport::Gather);
+                Ok((piece_rows, pieces))
+            }
+            Ok(other) => panic!("{other}"),
+            Err(reason) => Err(reason.code.to_string()),
+        }
+    }
+
+    #[test]
+    fn what_gathers_goes_in_pieces_of_its_own() {
+        // 16 bytes a row, and 4 + 2 * 128 that say which it is.
+        let call = DispatchCall {
+            max_tokens: 100,
+            hidden: 8,
+            dtype: DataType::BF16,
+            beside_bytes: [].into_iter().collect(),
+            k: 32,
+            weights: true,
+            placement: PlacementCall::Ranks,
+            arrangement: Arrangement::Dense,
+            max_recv: None,
+            again: false,
+            gathered: false,
+            cast: None,
+            choice: Some(Transport::Gather),
+        };
+        assert_eq!(planned(&call, 2 * 1024), Ok((60, 2)));
+        assert_eq!(ways_rows(&call, 2 * 1024, 2), 3);
+        // Where the ways are known, only rows have to fit.
+        assert_eq!(planned(&call, 2 * 128), Err(reason::CAPACITY.into()));
+        let (mut again, mut gathered) = (call.clone(), call);
+        (again.again, gathered.gathered) = (true, true);
+        for known in [again, gathered] {
+            assert_eq!(planned(&known, 2 * 128), Ok((4, 25)));
+        }
+    }
+}
