@@ -43,6 +43,8 @@ pub const DTYPE: &str = "dtype";
 pub const SCRATCH: &str = "scratch";
 /// Row counts that do not go with the group.
 pub const ROWS: &str = "rows";
+/// A transport that has no use for the experts of all ranks' tokens.
+pub const GATHERED_IDS: &str = "gathered-ids";
 /// No rank of the group.
 pub const ROOT: &str = "root";
 /// An operation that this version has no plan for.
@@ -224,6 +226,14 @@ pub(crate) fn rows_pushed(field: &str, got: usize, most: usize) -> Reason {
         ROWS,
         format!("{field}: {got}, where rows are pushed for at most {most}"),
         "leave the transport to the plan, or take one-sided",
+    )
+}
+
+pub(crate) fn gathered_ids() -> Reason {
+    Reason::new(
+        GATHERED_IDS,
+        "rows that are pushed or queued bring their experts with them",
+        "take one-sided or gather, or leave the transport to the plan",
     )
 }
 

@@ -1,8 +1,7 @@
 //! Room that is too small, graphs, and arguments that are wrong.
 
 use super::{
-    By,
-    case::{Case, rounded},
+    case::{By, Case, rounded},
     config,
     own::{Own, check},
 };
@@ -77,7 +76,7 @@ pub fn captured(world: &World, by: By) {
                 weights: None,
                 biases: &[],
                 output: Output::Allocate(DataType::BF16),
-                choice: by[1],
+                choice: by.back,
             })?;
             (got, combined) = (Some(there), back.d);
             Ok(())
@@ -85,12 +84,17 @@ pub fn captured(world: &World, by: By) {
         let (graph, got, combined) = (graph.unwrap(), got.unwrap(), combined.unwrap());
         for case in &cases {
             let new = Own::of(rank, case);
-            for (to, from) in [
+            let mut changed = vec![
                 (&mut own.rows, &new.rows),
                 (&mut own.ids, &new.ids),
                 (own.weights.as_mut().unwrap(), new.weights.as_ref().unwrap()),
                 (&mut own.beside, &new.beside),
-            ] {
+            ];
+            if let (Some(to), Some(from)) = (&mut own.all, &new.all) {
+                let weights = (to.weights.as_mut().unwrap(), from.weights.as_ref().unwrap());
+                changed.extend([(&mut to.ids, &from.ids), weights]);
+            }
+            for (to, from) in changed {
                 rank.device
                     .copy(&rank.stream, to.view_mut(), from.view())
                     .unwrap();
