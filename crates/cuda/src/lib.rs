@@ -72,6 +72,7 @@ mod reduce_scatter;
 mod rendezvous;
 mod report;
 mod residency;
+mod retired;
 mod routing;
 mod send_recv;
 mod state;
