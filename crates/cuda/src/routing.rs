@@ -101,14 +101,8 @@ impl Router {
     pub(crate) fn allocate(&self, device: &CudaDevice, lane: &Arc<Lane>) -> Result<ExpertLayout> {
         let (tokens, size) = (self.ids.shape().rows(), self.group.size);
         let slots = Slots::new(self.placement, size).total();
-        let integers = |shape: &[usize]| device.scratch(lane, DataType::I32, shape);
-        Ok(ExpertLayout {
-            slots: integers(&[tokens, self.k])?,
-            positions: integers(&[tokens, size])?,
-            sent: integers(&[tokens * self.k.min(size)])?,
-            sent_offsets: integers(&[size + 1])?,
-            rows_per_slot: integers(&[slots])?,
-        })
+        let new = |dtype, dims: &[usize]| device.scratch(lane, dtype, dims);
+        ExpertLayout::new((tokens, self.k), (size, slots), new)
     }
 
     /// What work must keep.

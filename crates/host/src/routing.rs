@@ -45,14 +45,8 @@ impl Router {
     pub(crate) fn allocate(&self, device: &HostDevice) -> Result<ExpertLayout> {
         let (tokens, size) = (self.ids.shape().rows(), self.group.size);
         let slots = Slots::new(self.placement, size).total();
-        let integers = |shape: &[usize]| device.heap(DataType::I32, shape);
-        Ok(ExpertLayout {
-            slots: integers(&[tokens, self.k])?,
-            positions: integers(&[tokens, size])?,
-            sent: integers(&[tokens * self.k.min(size)])?,
-            sent_offsets: integers(&[size + 1])?,
-            rows_per_slot: integers(&[slots])?,
-        })
+        let new = |dtype, dims: &[usize]| device.heap(dtype, dims);
+        ExpertLayout::new((tokens, self.k), (size, slots), new)
     }
 
     /// Finds out.

@@ -11,6 +11,7 @@
 //! - [`gathered`]: where the rows of all ranks lie.
 //! - [`routes`]: which rows go to which experts; [`dispatch`] and [`combine`]: where they lie on the way, and [`records`] if they are
 //!   pushed.
+//! - [`experts`]: what calls with experts need and do, in bytes and in words.
 //! - [`fifo`]: queues between ranks; [`low_latency`]: places of rows that are sent without waiting; [`logfmt`]: rows of fewer bits.
 //! - [`moved`]: the bytes that each schedule makes a rank move, for traffic counters and tests.
 
@@ -22,6 +23,7 @@ mod broadcast;
 pub mod combine;
 pub mod crossover;
 pub mod dispatch;
+pub mod experts;
 pub mod fifo;
 mod gather_linear;
 pub mod gathered;
