@@ -51,6 +51,7 @@ mod quantized;
 mod reduce_scatter;
 mod replays;
 mod send_recv;
+mod shrink;
 mod stress;
 pub mod suite;
 mod themes;
@@ -82,6 +83,7 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     low_latency::add(&mut suite);
     exchanges::add(&mut suite);
     send_recv::add(&mut suite);
+    shrink::add(&mut suite);
     life::add(&mut suite);
     capture::add(&mut suite);
     chains::add(&mut suite);

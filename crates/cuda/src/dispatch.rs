@@ -154,6 +154,8 @@ impl CudaComm {
             (piece_rows, pieces),
         )?;
         a.queues = queues;
+        let absent = self.core.control.absent();
+        a.router = a.router.map(|router| router.without(absent));
         let given = match a.ways.room(&a.call, group.size) {
             Some(room) => Some(a.allocate(device, lane, room)?),
             None => {

@@ -33,6 +33,22 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     /// [`Error::Group`] naming the ranks that did not come.
     fn reset(&self, within: Duration) -> Result<()>;
+    /// See [`Comm::shrink`]: what a backend without it says.
+    ///
+    /// # Errors
+    /// As there.
+    fn shrink(&self, _within: Duration) -> Result<Absent> {
+        Err(Reason::new(
+            "no-engine",
+            "this device's groups do not shrink",
+            "make a new group of those who are left",
+        )
+        .into())
+    }
+    /// See [`Comm::absent`].
+    fn absent(&self) -> Absent {
+        Absent::default()
+    }
     /// See [`Comm::close`].
     ///
     /// # Errors
@@ -286,6 +302,28 @@ impl Comm {
     pub fn reset(&self, within: Duration) -> Result<()> {
         let _claim = self.claim()?;
         self.0.backend.reset(within)
+    }
+
+    /// After ranks were lost: those who are left agree on who that is, and start a new generation without the others. Ranks keep their
+    /// numbers, and the group its size. [`dispatch`](Lease::dispatch), [`combine`](Lease::combine), the low-latency exchange,
+    /// [`barrier`](Lease::barrier) and [`close`](Self::close) go on; every other call is [`Error::Unsupported`] with `absent-ranks` from
+    /// then on. May be called again when more are lost; absent ranks do not come back.
+    ///
+    /// All who are left call it, and no [`reset`](Self::reset). It ends as soon as all have come but those who are known to be gone; whoever
+    /// else has not come `within` the time of any other is left out, and gets [`Error::Unsupported`] with `left-out` for all calls. It takes
+    /// twice the time at most.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] while a lease is live; [`Error::Unsupported`] with `left-out` if the others went on without this rank, with
+    /// `no-engine` if the device's groups do not shrink, with `ranks` for more than [`Absent::MOST_RANKS`].
+    pub fn shrink(&self, within: Duration) -> Result<Absent> {
+        let _claim = self.claim()?;
+        self.0.backend.shrink(within)
+    }
+
+    /// The ranks that this group was shrunk by.
+    pub fn absent(&self) -> Absent {
+        self.0.backend.absent()
     }
 
     /// The collective end: all ranks come, and then nobody waits for this one any more. Later leases are [`Error::Closed`].

@@ -9,6 +9,7 @@
 //! - Using a communicator takes a [`Lease`], which has one stream.
 //! - [`fallback`] has the non-overlapped versions of what backends overlap.
 
+mod absent;
 mod all_to_all_rows;
 mod buffer;
 mod check;
@@ -38,6 +39,7 @@ mod routing;
 mod shape;
 mod windows;
 
+pub use absent::Absent;
 pub use all_to_all_rows::*;
 pub use buffer::{Adopted, Buffer, Storage, View, ViewMut};
 pub use collectives::*;
