@@ -23,8 +23,8 @@ use crate::{
     window::{Token, Window},
 };
 use brigade_device::{
-    Absent, Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Operation, PerRank,
-    Plan, Reason, Result, Shape, Stream, SumOrder,
+    Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Operation, PerRank, Plan,
+    Reason, Result, Shape, Stream, SumOrder,
 };
 use brigade_group::Control;
 use brigade_kernels::{MESSAGE_THREADS, STATE_GENERATION, STEP_THREADS};
@@ -34,7 +34,7 @@ use brigade_plan::{
     reason,
 };
 use brigade_sync::{Area, Exchanges, HALVES, Half, Memory};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::{
     collections::VecDeque,
     ops::Range,
@@ -560,58 +560,6 @@ impl Core {
             .filter(|lane| !lane.capturing())
             .filter_map(|lane| CudaMark::record(&self.device.card, lane.stream).ok())
             .collect()
-    }
-
-    /// All ranks let go of the old generation, then start a new one.
-    pub(crate) fn reset(&self, within: Duration) -> Result<()> {
-        let mut issue = self.take_issue()?;
-        self.control.reset(
-            within,
-            self.calls(),
-            |_| self.let_go(within),
-            || self.wipe(),
-            || *issue = Issue::default(),
-        )
-    }
-
-    /// The same by those who are left.
-    pub(crate) fn shrink(&self, within: Duration) -> Result<Absent> {
-        let mut issue = self.take_issue()?;
-        self.control.shrink(
-            within,
-            self.calls(),
-            |_| self.let_go(within),
-            || self.wipe(),
-            |generation, absent| {
-                self.write_generation(generation, absent)?;
-                *issue = Issue::default();
-                Ok(())
-            },
-        )
-    }
-
-    fn take_issue(&self) -> Result<MutexGuard<'_, Issue>> {
-        self.issue.try_lock().ok_or(Error::Busy("the communicator"))
-    }
-
-    /// Waits until this rank's work has ended, and takes from its user what belongs to the old generation.
-    fn let_go(&self, within: Duration) -> Result<()> {
-        let end = Instant::now() + within;
-        for mark in self.marks() {
-            if !mark.reached(end.saturating_duration_since(Instant::now()))? {
-                return Err(Error::Group {
-                    step: "reset",
-                    what: format!("work of this rank has not ended within {within:?}"),
-                });
-            }
-        }
-        if let Some(nccl) = &self.memory.nccl {
-            nccl.retire();
-        }
-        for views in self.views.all.iter().chain(&self.views.own) {
-            views.fetch_add(1, Ordering::AcqRel);
-        }
-        Ok(())
     }
 
     pub(crate) fn close(self: &Arc<Self>, within: Duration) -> Result<()> {
