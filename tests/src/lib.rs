@@ -21,6 +21,7 @@ mod all_reduce;
 mod all_reduce_norm;
 mod all_to_all_rows;
 pub mod backend;
+mod beside;
 mod capture;
 mod chains;
 pub mod check;
@@ -81,6 +82,7 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     all_to_all_rows::add(&mut suite);
     experts::add(&mut suite);
     low_latency::add(&mut suite);
+    beside::add(&mut suite);
     exchanges::add(&mut suite);
     send_recv::add(&mut suite);
     shrink::add(&mut suite);

@@ -19,6 +19,13 @@ pub trait Communicator: Send + Sync {
     fn group(&self) -> &Group;
     /// This rank's accelerator.
     fn device(&self) -> &dyn Device;
+    /// A stream for calls [beside](Comm::lease_beside) the caller's.
+    ///
+    /// # Errors
+    /// Backend errors.
+    fn own_stream(&self) -> Result<Stream> {
+        self.device().stream(i8::MAX)
+    }
     /// What would be done for `call`.
     ///
     /// # Errors
@@ -240,6 +247,8 @@ pub(crate) struct Shared {
     busy: AtomicBool,
     closed: AtomicBool,
     pub(crate) last: Mutex<(u64, Option<(Stream, Event)>)>,
+    /// The communicator's own stream, once there is one.
+    pub(crate) beside: Mutex<Option<Stream>>,
 }
 
 /// A communicator: one rank's membership in a group. Clones are the same communicator.
@@ -256,6 +265,7 @@ impl Comm {
             busy: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             last: Mutex::new((0, None)),
+            beside: Mutex::new(None),
         }))
     }
 

@@ -11,6 +11,7 @@
 
 mod absent;
 mod all_to_all_rows;
+mod beside;
 mod buffer;
 mod check;
 mod collectives;
@@ -41,6 +42,7 @@ mod windows;
 
 pub use absent::Absent;
 pub use all_to_all_rows::*;
+pub use beside::{Beside, Finished};
 pub use buffer::{Adopted, Buffer, Storage, View, ViewMut};
 pub use collectives::*;
 pub use combine::*;
