@@ -7,8 +7,9 @@ mod common;
 use brigade_device::*;
 use brigade_plan::{
     Engines, Table, Topology,
+    absent::plan_without,
     crossover::{Gpus, Links},
-    experts::{given_bytes, need, told},
+    experts::{Need, given_bytes, need, told},
     plan,
 };
 use std::fmt::Write;
@@ -121,7 +122,7 @@ fn what_is_needed_is_enough_and_less_is_not() {
             let what = format!("{what} of {size}");
             let need = need(&call, size).unwrap();
             let planned = |bytes: usize| {
-                let with = brigade_plan::experts::Need { bytes, ..need };
+                let with = Need { bytes, ..need };
                 let (topology, table) = on_gpus(size, with.fit(nothing()));
                 plan(&call, &topology, &table)
             };
@@ -164,6 +165,52 @@ fn needs_of_decoding_and_of_prefill() {
             .unwrap();
         }
     }
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn what_goes_on_without_some_ranks() {
+    let [there, back] = low_latency(128);
+    let config = CommConfig {
+        all_reduce_bytes: 64 << 20,
+        ..need(&there, 4)
+            .unwrap()
+            .fit(CommConfig::new(ParallelMode::Ep))
+    };
+    let (topology, table) = on_gpus(4, config);
+    let (nobody, gone) = (Absent::default(), Absent::from_bits(0b0110, 0b0110));
+    let alive = Absent::from_bits(0b0110, 0b0100);
+    let mut calls = calls(128);
+    calls.push(("dispatch".into(), Call::Dispatch(dispatch(128, None))));
+    calls.push(("combine".into(), Call::Combine(combine(128, None))));
+    calls.push(("barrier".into(), Call::Barrier));
+    calls.push(("close".into(), Call::Close));
+    calls.push(("register".into(), Call::Register { bytes: 64 }));
+    let (dtype, op, choice) = (DataType::F32, ReduceOp::Sum, None);
+    calls.push((
+        "all_reduce".into(),
+        Call::AllReduce {
+            elements: 64,
+            dtype,
+            output: dtype,
+            op,
+            choice,
+        },
+    ));
+    let mut text = String::new();
+    for (what, call) in &calls {
+        let with_all = plan_without(nobody, call, &topology, &table);
+        assert_eq!(with_all, plan(call, &topology, &table), "{what}");
+        for (who, absent) in [("gone", gone), ("one may live", alive)] {
+            let planned = match plan_without(absent, call, &topology, &table) {
+                Ok(plan) => plan.to_string(),
+                Err(why) => format!("{}: {why}", why.code),
+            };
+            writeln!(text, "{what:<20} {who:<12} {planned}").unwrap();
+        }
+    }
+    assert_eq!(calls[6].1, there);
+    assert_eq!(calls[7].1, back);
     insta::assert_snapshot!(text);
 }
 

@@ -332,7 +332,17 @@ pub fn claims() -> Vec<Row> {
         holds(
             roll,
             "2 ranks, three rolls: who is there is in all of them",
-            states(|| roll::following(2, ROLL)),
+            states(|| roll::following(2, 3, ROLL)),
+        ),
+        holds(
+            roll,
+            "3 ranks, one roll: who is there is in it",
+            states(|| roll::following(3, deep(1, 2), ROLL)),
+        ),
+        holds(
+            roll,
+            "3 ranks, too late for a roll at any time: one outcome",
+            states(|| roll::deciding(3, ROLL)),
         ),
         holds(
             roll,

@@ -383,7 +383,7 @@ fn roll() -> Vec<Row> {
     rows.push(row(
         "what a roll said stays until the next but one",
         "until the next",
-        states(|| roll::following(2, TwoWords)),
+        states(|| roll::following(2, 3, TwoWords)),
     ));
     rows.extend(orders("roll", || roll::renewing(2, Nothing)));
     rows

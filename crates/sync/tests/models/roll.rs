@@ -173,6 +173,29 @@ impl Model {
         }));
     }
 
+    /// Goes on with those who are left, if nobody goes on with others.
+    fn goes_on_alone(&self) -> Step {
+        let (rank, size, own) = (self.roll.rank, self.roll.size, self.own());
+        let all: Vec<Word> = (0..size).map(|r| self.goes_on(r)).collect();
+        acts(move |shared| {
+            let left = Self::left(shared, own);
+            if left == 0 {
+                return Ok(());
+            }
+            shared.store(all[rank], left);
+            let others = all.iter().map(|&at| shared.load(at));
+            match others
+                .into_iter()
+                .find(|&other| other != 0 && other != left)
+            {
+                Some(other) => Err(Fault::Wrong(format!(
+                    "ranks {left:#b} go on, and so do ranks {other:#b}"
+                ))),
+                None => Ok(()),
+            }
+        })
+    }
+
     /// A call that is given up, two rolls with wiping between them, and a call of those who are left. Generations have come round.
     fn program(self) -> Program {
         let (rank, size, own) = (self.roll.rank, self.roll.size, self.own());
@@ -209,24 +232,7 @@ impl Model {
             Without::RollBeforeWipe => self.calls(1, &mut program),
             _ => self.calls(2, &mut program),
         }
-        let all: Vec<Word> = (0..size).map(|r| self.goes_on(r)).collect();
-        program.push(acts(move |shared| {
-            let left = Self::left(shared, own);
-            if left == 0 {
-                return Ok(());
-            }
-            shared.store(all[rank], left);
-            let others = all.iter().map(|&at| shared.load(at));
-            match others
-                .into_iter()
-                .find(|&other| other != 0 && other != left)
-            {
-                Some(other) => Err(Fault::Wrong(format!(
-                    "ranks {left:#b} go on, and so do ranks {other:#b}"
-                ))),
-                None => Ok(()),
-            }
-        }));
+        program.push(self.goes_on_alone());
         for to in peers(rank, size) {
             program.push(does(move |shared| {
                 if Self::left(shared, own) >> to & 1 == 1 {
@@ -263,13 +269,13 @@ pub fn renewing(size: usize, without: Without) -> Scenario {
     Scenario::new(words, size, (0..size).map(program).collect())
 }
 
-/// Nobody is missing, and three rolls follow each other: nobody is left out, however late it looks.
-pub fn following(size: usize, without: Without) -> Scenario {
+/// Nobody is missing, and so many rolls follow each other: nobody is left out, however late it looks.
+pub fn following(size: usize, rolls: u32, without: Without) -> Scenario {
     let program = |rank| {
         let model = Model::new(rank, size, without);
         let own = model.own();
         let mut program = Program::new();
-        for round in 1..=3 {
+        for round in 1..=rolls {
             model.calls(round, &mut program);
         }
         program.push(acts(move |shared| match shared.load(own) {
@@ -282,6 +288,21 @@ pub fn following(size: usize, without: Without) -> Scenario {
     };
     let words = Model::new(0, size, without).words();
     Scenario::new(words, 0, (0..size).map(program).collect())
+}
+
+/// One roll, for which ranks may be too late at any time.
+pub fn deciding(size: usize, without: Without) -> Scenario {
+    let program = |rank| {
+        let model = Model::new(rank, size, without);
+        let mut program = Program::new();
+        model.calls(1, &mut program);
+        program.push(model.goes_on_alone());
+        program
+    };
+    let words = Model::new(0, size, without).words();
+    let mut scenario = Scenario::new(words, 0, (0..size).map(program).collect());
+    scenario.timeouts = Timeouts::Any;
+    scenario
 }
 
 /// Ranks may be too late at any time, and perhaps one dies at any point.
