@@ -321,7 +321,7 @@ impl Comm {
     ///
     /// All who are left call it, and no [`reset`](Self::reset). It ends as soon as all have come but those who are known to be gone; whoever
     /// else has not come `within` the time of any other is left out, and gets [`Error::Unsupported`] with `left-out` for all calls. It takes
-    /// twice the time at most.
+    /// three times the time at most: for own work to end, for the others to come, and for them to start anew.
     ///
     /// # Errors
     /// [`Error::Busy`] while a lease is live; [`Error::Unsupported`] with `left-out` if the others went on without this rank, with
