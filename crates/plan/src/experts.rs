@@ -165,7 +165,8 @@ fn records_of(call: &Call, topology: &Topology) -> Result<records::Pushed, Reaso
 /// have come, of the most that can come. Beside rows a device may take scratch memory.
 ///
 /// # Errors
-/// [`Error::Invalid`] for sizes that do not fit in memory; [`Error::Unsupported`] for another call.
+/// [`Error::Invalid`](brigade_device::Error::Invalid) for sizes that do not fit in memory;
+/// [`Error::Unsupported`](brigade_device::Error::Unsupported) for another call.
 pub fn given_bytes(call: &Call, group: &Group, tokens: usize) -> brigade_device::Result<usize> {
     let slots = |placement| Slots::new(placement, group.size);
     let buffers = match call {
