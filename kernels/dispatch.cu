@@ -1,6 +1,7 @@
 // Rows to their experts. `push` writes own rows into this rank's part of every receiver's half, section by section; once the steps
 // between have seen all of them come, `count` counts what each slot gets, `place` says where rows begin and whether there is room,
-// `arrange` which row is what, and `collect` takes rows there.
+// `arrange` which row is what, and `collect` takes rows there. A dispatch that gathers does all of it but `collect` without rows; then
+// all rows of all ranks come in the order of their tokens, and `collect` takes those that are for this rank.
 #include "cast.cuh"
 #include "params.cuh"
 #include "sections.cuh"
@@ -42,14 +43,15 @@ extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_push(const __
     // The next rank first, so that not all write to one.
     const uint32_t next = p.rank + 1 + w % p.size, to = next % p.size, i = w / p.size;
     if (absent >> to & 1) continue;
-    const uint32_t first = offsets[to], all = offsets[to + 1] - first, at = p.first_row + i;
+    const uint32_t first = offsets[to], theirs = offsets[to + 1] - first, at = p.first_row + i;
+    const uint32_t all = p.gathers ? p.tokens : theirs;
     const uint64_t part = p.base + to * p.stride + p.half + p.rank * p.part_bytes;
     if (i == 0 && thread == 0) {
-      *reinterpret_cast<uint64_t*>(part) = all;
+      *reinterpret_cast<uint64_t*>(part) = theirs;
       if (to != p.rank && at < all) count_moved(p, min(p.piece_rows, all - at));
     }
     if (at >= all) continue;
-    const uint32_t from = reinterpret_cast<const uint32_t*>(p.sent)[first + at];
+    const uint32_t from = p.gathers ? at : reinterpret_cast<const uint32_t*>(p.sent)[first + at];
     write_sections(p, p.section, part, i, to, from, thread);
   }
 }
@@ -82,13 +84,13 @@ extern "C" __global__ void brigade_dispatch_place(const __grid_constant__ Dispat
   Waiting w{};
   for (uint32_t s = 0; s < p.size; ++s) {
     const uint32_t n = came_from(p, s);
-    if (p.again && n != received[s]) {
+    if (p.known && n != received[s]) {
       w.blamed = w.slot = s, w.blamed_expected = received[s], w.seen = n, w.end = End::mismatch;
       return give_up(g, w);
     }
-    if (!p.again) received[s] = n;
+    if (!p.known) received[s] = n;
   }
-  if (p.again) return;
+  if (p.known) return;
   uint32_t* offsets = reinterpret_cast<uint32_t*>(p.offsets);
   uint32_t next = 0;
   const uint32_t runs = p.arrangement == by_expert ? p.own_slots : p.size;
@@ -177,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(cons
   for (uint32_t at = next + threadIdx.x; at < offsets[blockIdx.x + 1]; at += blockDim.x) nobody(at);
 }
 
-// A group of threads for each row that there is room for.
+// A group of threads for each row that there is room for, if it is in this piece.
 extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_collect(const __grid_constant__ DispatchParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
@@ -185,14 +187,16 @@ extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_collect(const
   const uint32_t thread = threadIdx.x % p.row_threads;
   for (uint32_t at = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; at < p.capacity; at += groups) {
     const int4 source = reinterpret_cast<const int4*>(p.sources)[at];
-    if (source.x < 0) continue;
+    // Those before the piece wrap around.
+    const uint32_t i = uint32_t(p.gathers ? source.y : source.w) - p.first_row;
+    if (source.x < 0 || i >= p.piece_rows) continue;
     for (uint32_t s = 0; s < p.sections; ++s) {
       const uint64_t bytes = p.row_bytes[s];
       if (bytes == 0 || (s >= token && s <= weights)) continue;
-      const uint64_t from = came(p, uint32_t(source.x), s, uint32_t(source.w));
+      const uint64_t from = came(p, uint32_t(source.x), s, i);
       if (s == scales && p.scale_words != 0) {
-        for (uint32_t i = thread; i < p.scale_words; i += p.row_threads) {
-          reinterpret_cast<uint32_t*>(p.to[s])[uint64_t(i) * p.capacity + at] = reinterpret_cast<const uint32_t*>(from)[i];
+        for (uint32_t w = thread; w < p.scale_words; w += p.row_threads) {
+          reinterpret_cast<uint32_t*>(p.to[s])[uint64_t(w) * p.capacity + at] = reinterpret_cast<const uint32_t*>(from)[w];
         }
         continue;
       }

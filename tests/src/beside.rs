@@ -6,7 +6,7 @@ use crate::{
     check::{assert_bits, expect_unsupported},
     experts::{
         self,
-        case::Case,
+        case::{By, Case},
         own::{Own, check},
     },
     faults::AMPLE,
@@ -23,7 +23,7 @@ fn case(world: &World) -> Case {
     case.arrangement = Arrangement::BySource;
     case.dtype = DataType::F32;
     // A rank waits with one warp, and leaves room for all else.
-    case.by = [Some(Transport::OneSided); 2];
+    case.by = By::of(Transport::OneSided, Transport::OneSided);
     let mut case = case.with_rows(&mut rng);
     for rows in &mut case.rows {
         // Whole numbers, so that sums are what they are.
@@ -78,7 +78,7 @@ fn round_trip(rank: &Rank, case: &Case, late: Option<usize>) {
             weights: None,
             biases: &[],
             output: Output::Into(d.view_mut()),
-            choice: case.by[1],
+            choice: case.by.back,
         })
         .unwrap();
     compute(rank, &mut other, late.is_some() && !late_here);

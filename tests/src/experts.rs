@@ -6,6 +6,7 @@
 
 pub mod back;
 pub mod case;
+mod gathered;
 mod limits;
 pub mod own;
 mod routes;
@@ -23,7 +24,7 @@ use brigade_device::{
     Transport,
 };
 use brigade_plan::Engines;
-use case::{Case, Where};
+use case::{By, Case, Ids, Where};
 use own::{Own, check};
 use rand::{Rng, rngs::StdRng};
 
@@ -34,31 +35,41 @@ const ARRANGEMENTS: [(&str, Arrangement); 4] = [
     ("by_aligned_expert", Arrangement::ByExpert { alignment: 16 }),
 ];
 
-/// Transports there and back.
-type By = [Option<Transport>; 2];
-
-const ONE_SIDED: Option<Transport> = Some(Transport::OneSided);
-const PUSHED: Option<Transport> = Some(Transport::Pushed);
-const FIFO: Option<Transport> = Some(Transport::Fifo);
-
 /// What is tried by each transport.
 type Contract = fn(&World, By);
 
 /// How names of trials begin, and the transports that they force.
-const TRANSPORTS: [(&str, By); 3] = [
-    ("", [ONE_SIDED; 2]),
-    ("pushed/", [PUSHED; 2]),
-    ("fifo/", [FIFO; 2]),
+const TRANSPORTS: [(&str, By); 6] = [
+    ("", By::of(Transport::OneSided, Transport::OneSided)),
+    ("pushed/", By::of(Transport::Pushed, Transport::Pushed)),
+    ("fifo/", By::of(Transport::Fifo, Transport::Fifo)),
+    ("gather/", By::of(Transport::Gather, Transport::Gather)),
+    (
+        "ragged/",
+        By {
+            ids: Ids::Ragged,
+            ..By::of(Transport::OneSided, Transport::OneSided)
+        },
+    ),
+    (
+        "padded/",
+        By {
+            ids: Ids::Padded,
+            ..By::of(Transport::Gather, Transport::OneSided)
+        },
+    ),
 ];
 
-/// All transports of a device, with their names.
+const PUSHED: Option<Transport> = Some(Transport::Pushed);
+
+/// All transports of a device but queues, with their names.
 pub fn transports(engines: Engines) -> Vec<(&'static str, Transport)> {
     let all = [
         ("one_sided", Transport::OneSided),
         ("pushed", Transport::Pushed),
+        ("gather", Transport::Gather),
     ];
-    let can =
-        |t: Transport| engines.dispatches && (t == Transport::OneSided || engines.pushes_rows);
+    let can = |t: Transport| engines.dispatches && (t != Transport::Pushed || engines.pushes_rows);
     all.into_iter().filter(|t| can(t.1)).collect()
 }
 
@@ -99,6 +110,21 @@ fn round_trip(rank: &Rank, case: &Case, back: &Back) {
     back.check(rank, &mut lease, case, &got.handle);
 }
 
+/// Rows of others the same ways as those of the first.
+fn same_ways(rank: &Rank, first: &Case, others: &[&Case]) {
+    let mut lease = rank.lease();
+    let there = Own::of(rank, first).dispatch(&mut lease, first).unwrap();
+    for case in others {
+        let route = Route::Again(&there.handle);
+        let own = Own::of(rank, case);
+        check(
+            rank,
+            case,
+            &own.dispatch_by(&mut lease, case, route).unwrap(),
+        );
+    }
+}
+
 /// Any small round trip, for stress.
 pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use<> {
     let sizes = (
@@ -109,20 +135,22 @@ pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use
     );
     let mut case = Case::random(rng, size, sizes);
     case.arrangement = ARRANGEMENTS[rng.random_range(0..ARRANGEMENTS.len())].1;
-    let by = [(); 2].map(|()| [ONE_SIDED, PUSHED, FIFO][rng.random_range(0..3)]);
-    let case = case.by(by);
+    let mut any = || TRANSPORTS[rng.random_range(0..TRANSPORTS.len())].1;
+    let (there, back) = (any(), any().back);
+    let case = case.by(By { back, ..there });
     let back = Back::random(rng, &case);
     move |rank| round_trip(rank, &case, &back)
 }
 
 fn arranged(world: &World, arrangement: Arrangement, by: By) {
     let mut rng = world.rng();
-    // By queues every other one.
+    // Every other one, but by the two transports that the plan takes.
+    let all = [TRANSPORTS[0].1, TRANSPORTS[1].1].contains(&by);
     let sizes = SIZES.into_iter().enumerate();
     let cases: Vec<(Case, Back)> = sizes
-        .filter(|(i, _)| by[0] != FIFO || i % 2 == world.size % 2)
+        .filter(|(i, _)| all || i % 2 == world.size % 2)
         .map(|(i, mut sizes)| {
-            if by[0] == PUSHED {
+            if by.there == PUSHED {
                 // The most that kernels are for.
                 sizes.0 = sizes.0.min(1024);
             }
@@ -133,7 +161,8 @@ fn arranged(world: &World, arrangement: Arrangement, by: By) {
                 case.dtype = DataType::BF16;
             }
             // What goes one way may come back another.
-            let by = if i % 4 == 3 { [by[0], None] } else { by };
+            let back = if i % 4 == 3 { None } else { by.back };
+            let by = By { back, ..by };
             let case = case.with_rows(&mut rng).by(by);
             let back = Back::random(&mut rng, &case);
             (case, back)
@@ -230,6 +259,7 @@ fn pieces(world: &World, by: By) {
     world.run(&config, move |rank| {
         for (case, back) in &cases {
             round_trip(rank, case, back);
+            same_ways(rank, case, &[case]);
             let mut wide = case.clone();
             wide.hidden = 1024;
             wide.rows = wide
@@ -258,15 +288,7 @@ fn again(world: &World, by: By) {
     });
     world.run(&config(), move |rank| {
         for (case, other) in &cases {
-            let mut lease = rank.lease();
-            let first = Own::of(rank, case).dispatch(&mut lease, case).unwrap();
-            for case in [other, case] {
-                let route = Route::Again(&first.handle);
-                let got = Own::of(rank, case)
-                    .dispatch_by(&mut lease, case, route)
-                    .unwrap();
-                check(rank, case, &got);
-            }
+            same_ways(rank, case, &[other, case]);
         }
     });
 }
@@ -359,7 +381,7 @@ pub fn add(suite: &mut Suite) {
         return;
     }
     for (how, by) in TRANSPORTS {
-        if by[0] == PUSHED && !suite.backend().engines().pushes_rows {
+        if by.there == PUSHED && !suite.backend().engines().pushes_rows {
             continue;
         }
         for (name, arrangement) in ARRANGEMENTS {
@@ -377,7 +399,7 @@ pub fn add(suite: &mut Suite) {
             ("captured", limits::captured),
         ];
         for (name, contract) in contracts {
-            if (by[0], name) == (PUSHED, "pieces") {
+            if (by.there, name) == (PUSHED, "pieces") {
                 continue;
             }
             suite.add(&format!("experts/{how}{name}"), move |world| {
@@ -388,6 +410,15 @@ pub fn add(suite: &mut Suite) {
     if suite.backend().worlds().contains(&1) && matches!(suite.backend().routes(), Ok(Some(_))) {
         suite.add_at(1, "experts/routes", routes::of_any_group);
     }
+    for (name, there) in [
+        ("one_sided", Transport::OneSided),
+        ("gather", Transport::Gather),
+    ] {
+        suite.add(&format!("experts/gathered/{name}"), move |world| {
+            gathered::mismatch(world, there);
+        });
+    }
+    suite.add("experts/gathered/refused", gathered::refused);
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);
     suite.add("experts/memory", limits::memory);

@@ -451,6 +451,8 @@ pub fn all(engines: Engines) -> Vec<Op> {
             "experts_fifo".into(),
             experts(8, Some(Transport::Fifo)),
         ));
+        let op = experts(8, Some(Transport::Gather));
+        ops.push(named("experts_gather".into(), op));
         ops.push(low_latency(8));
         ops.push(all_to_all_rows(COLUMNS));
     }

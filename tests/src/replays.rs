@@ -294,9 +294,27 @@ fn without_credits(world: &World) {
     );
 }
 
+/// A rank lets go of its graph while all others wait for it.
+fn let_go(world: &World) {
+    world.run(&impatient(), |rank| {
+        for last in 0..rank.size {
+            let mut captured = Captured::new(rank);
+            captured.check(rank, last as u32);
+            if rank.rank == last {
+                // So that the others wait by then.
+                rank.dawdle(3000);
+                drop(captured);
+            }
+            rank.lease().barrier().unwrap();
+            rank.stream.record().unwrap().sync(AMPLE).unwrap();
+        }
+    });
+}
+
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     suite.add_from(2, "replays/without_a_rank", without_a_rank);
+    suite.add_from(2, "replays/let_go", let_go);
     if !suite.backend().injects() {
         return;
     }

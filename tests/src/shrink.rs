@@ -7,7 +7,7 @@ use crate::{
     experts::{
         self,
         back::Back,
-        case::Case,
+        case::{By, Case, Ids},
         own::{Own, check},
     },
     faults::{AMPLE, GRACE},
@@ -62,8 +62,8 @@ impl Calls {
                 case.room = Some(20 * 3 * size + 4 * 8);
             }
             // Nothing is forced where one-sided is what is left.
-            by_map.by = [None; 2];
-            case.by = [Some(Transport::OneSided); 2];
+            (by_map.by.there, by_map.by.back) = (None, None);
+            case.by = By::of(Transport::OneSided, Transport::OneSided);
             for case in [case, by_map] {
                 let back = Back::random(rng, &case);
                 experts.push((case, back));
@@ -114,12 +114,19 @@ fn assert_refuses(rank: &Rank, backend: &dyn Backend, case: &Case) {
         }
     }
     let mut forced = case.clone();
-    for choice in [Transport::Fifo, Transport::Pushed] {
-        forced.by = [Some(choice); 2];
+    for choice in [Transport::Fifo, Transport::Pushed, Transport::Gather] {
+        forced.by = By::of(choice, choice);
         let own = Own::of(rank, &forced);
         let result = own.dispatch(&mut rank.lease(), &forced);
         refused(result, reason::ABSENT_RANKS, &format!("{choice:?}"));
     }
+    forced.by = By {
+        ids: Ids::Ragged,
+        ..By::of(Transport::OneSided, Transport::OneSided)
+    };
+    let own = Own::of(rank, &forced);
+    let result = own.dispatch(&mut rank.lease(), &forced);
+    refused(result, reason::ABSENT_RANKS, "experts of all ranks' tokens");
     let row = rank.upload_f32(&[1.0]);
     let peer = (rank.rank + 1) % rank.size;
     let from = row.view();
@@ -309,7 +316,7 @@ fn captured(world: &World) {
     let mut rng = world.rng();
     let mut case = Case::random(&mut rng, world.size, (20, 32, 3, 2 * world.size));
     (case.room, case.dtype) = (Some(20 * 3 * world.size), DataType::BF16);
-    case.by = [Some(Transport::OneSided); 2];
+    case.by = By::of(Transport::OneSided, Transport::OneSided);
     let case = case.with_rows(&mut rng);
     let lost = rng.random_range(0..world.size);
     world.run(&config(), move |rank| {

@@ -27,12 +27,8 @@ pub struct Bundle {
 }
 
 /// Packages and their test programs.
-const PROGRAMS: [(&str, &str); 7] = [
+const PROGRAMS: [(&str, &str); 3] = [
     ("brigade-cuda", "gpu"),
-    ("brigade-cuda", "device"),
-    ("brigade-cuda", "captures"),
-    ("brigade-cuda", "symmetric"),
-    ("brigade-cuda", "ipc"),
     ("brigade-conformance", "cuda"),
     ("brigade-conformance", "cuda_processes"),
 ];

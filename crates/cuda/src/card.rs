@@ -5,6 +5,7 @@ use crate::{
     Missing,
     driver::{failed, refused},
     mark::CudaMark,
+    retired::Retired,
 };
 use brigade_device::{Error, Mark, Result};
 use cudarc::driver::{
@@ -44,6 +45,8 @@ pub(crate) struct Card {
     /// Bytes in buffers that have not been dropped.
     pub(crate) held: AtomicU64,
     keeper: Mutex<Option<Sender<Task>>>,
+    /// Graphs of this GPU that nobody launches any more.
+    pub(crate) retired: Arc<Retired>,
 }
 
 // SAFETY: the handles belong to the context, not to a thread, and the driver locks what it changes.
@@ -69,6 +72,7 @@ impl Card {
                 .map_err(refused("cuStreamCreate"))?,
             held: AtomicU64::new(0),
             keeper: Mutex::new(None),
+            retired: Retired::of(ordinal),
         };
         let mut kept = KEPT_BYTES;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
@@ -149,6 +153,7 @@ impl Card {
 
 impl Drop for Card {
     fn drop(&mut self) {
+        self.retired.sweep();
         if self.context.bind_to_thread().is_ok() {
             // SAFETY: created in `open`, destroyed once; the driver lets what is in flight end first.
             let ended = unsafe { (stream::destroy(self.reclaim), mem_pool::destroy(self.pool)) };

@@ -75,7 +75,7 @@ impl CudaComm {
             return Err(unexpected(&plan));
         };
         let queues = match transport {
-            Transport::OneSided | Transport::Pushed => None,
+            Transport::OneSided | Transport::Gather | Transport::Pushed => None,
             Transport::Fifo => Some(Queues::new(
                 self.core.config.fifo_bytes,
                 self.core.size(),
@@ -134,7 +134,7 @@ impl CudaComm {
         }
         let mut kept = a.buffers();
         match transport {
-            Transport::OneSided | Transport::Fifo => {
+            Transport::OneSided | Transport::Gather | Transport::Fifo => {
                 self.core
                     .collective(turn.stream(), &signed, &kept, Some(&d), |job| {
                         combine(job, &a)

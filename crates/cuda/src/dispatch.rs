@@ -3,6 +3,10 @@
 
 mod arrange;
 mod fifo;
+mod gathered;
+mod pieces;
+
+pub(crate) use pieces::own_parts;
 
 use crate::{
     CudaDevice, Kernel, KernelSet, Launch, Missing,
@@ -16,16 +20,17 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
-    Dispatched, Error, Expected, Fp8Cast, Group, Plan, Result, Route, ScaleFormat, Transport, Turn,
-    Ways,
+    Dispatched, Error, Expected, Fp8Cast, Group, Plan, Result, Route, Routing, ScaleFormat,
+    Transport, Turn, Ways,
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
 use brigade_plan::{
-    dispatch::{Section, Sections, part_bytes, sections},
+    dispatch::{Load, Section, Sections, part_bytes, sections, ways_rows},
     fifo::Queues,
     routes::Slots,
 };
 use brigade_sync::Area;
+use gathered::Gathered;
 use std::sync::Arc;
 
 /// Its kernels, in the order in which they run.
@@ -97,27 +102,51 @@ pub(crate) struct Arguments {
     pub(crate) call: DispatchCall,
     pub(crate) group: Group,
     generation: u8,
-    piece_rows: usize,
-    /// None where rows go through queues.
-    pieces: usize,
+    /// What goes through halves before it is known which row is what, and behind that.
+    first: Option<Passage>,
+    rest: Option<Passage>,
     queues: Option<Queues>,
     rows: Buffer,
     beside: Vec<Buffer>,
     beside_rows: Vec<(DataType, usize)>,
     /// What finds the ways of rows, where they are new.
     pub(crate) router: Option<Router>,
+    /// The ids of all ranks, where they are known.
+    gathered: Option<Gathered>,
     pub(crate) ways: Ways,
     cast: Option<(Buffer, Buffer)>,
     staged: Option<Buffer>,
 }
 
+/// What goes through halves, in pieces.
+#[derive(Clone, Copy)]
+struct Passage {
+    load: Load,
+    /// Most rows of a sender at a time.
+    rows: usize,
+    /// Whether all ranks get all rows.
+    gathers: bool,
+}
+
+impl Passage {
+    /// Where pieces begin: one at least.
+    fn starts(self, max_tokens: usize) -> impl Iterator<Item = usize> {
+        (0..max_tokens.max(1)).step_by(self.rows.max(1))
+    }
+}
+
 /// Where rows lie that have come.
 #[derive(Clone, Copy)]
 struct Came {
+    load: Load,
     parts: u64,
     stride: usize,
+    /// The first of them: of a sender's rows for this rank, or of its tokens.
+    first: usize,
     /// Rows that a section has room for.
     rows: usize,
+    /// Whether they are all of the sender's.
+    gathers: bool,
 }
 
 impl CudaComm {
@@ -130,30 +159,15 @@ impl CudaComm {
         let Plan::Experts {
             transport,
             piece_rows,
-            pieces,
             launch,
+            ..
         } = plan
         else {
             return Err(unexpected(&plan));
         };
-        let queues = match transport {
-            Transport::OneSided | Transport::Pushed => None,
-            Transport::Fifo => Some(Queues::new(
-                self.core.config.fifo_bytes,
-                group.size,
-                &sections(&call),
-            )?),
-        };
-        let pieces = if queues.is_some() { 0 } else { pieces };
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
-        let mut a = Arguments::new(
-            device,
-            lane,
-            &p,
-            (call, group, generation),
-            (piece_rows, pieces),
-        )?;
-        a.queues = queues;
+        let mut a = Arguments::new(device, lane, &p, (call, group, generation))?;
+        a.travel(self, lane, (transport, piece_rows))?;
         let absent = self.core.control.absent();
         a.router = a.router.map(|router| router.without(absent));
         let given = match a.ways.room(&a.call, group.size) {
@@ -187,7 +201,6 @@ impl Arguments {
         lane: &Arc<Lane>,
         p: &DispatchParams<'_>,
         (call, group, generation): (DispatchCall, Group, u8),
-        (piece_rows, pieces): (usize, usize),
     ) -> Result<Self> {
         let rows = p.rows.retain();
         check_reach(&device.card, "rows.memory", &rows)?;
@@ -196,19 +209,36 @@ impl Arguments {
             check_reach(&device.card, "beside.memory", buffer)?;
         }
         let new = |dtype, dims: &[usize]| device.scratch(lane, dtype, dims);
+        let ways_of = |routing: &Routing<'_>, weights: Option<Buffer>| {
+            let router = Router::of(device, lane, routing, (call.k, call.placement), group)?;
+            if let Some(weights) = &weights {
+                check_reach(&device.card, "weights.memory", weights)?;
+            }
+            let own = (router.allocate(device, lane)?, weights);
+            let slots = Slots::new(call.placement, group.size).of(group.rank).len();
+            let expected = Expected::new(&call, (group.size, slots), own, new)?;
+            Ok::<_, Error>((Some(router), Ways::New(Box::new(expected))))
+        };
         let (router, ways) = match &p.route {
-            Route::Experts { routing, weights } => {
-                let router = Router::of(device, lane, routing, (call.k, call.placement), group)?;
-                let weights = weights.map(|w| w.retain());
-                if let Some(weights) = &weights {
-                    check_reach(&device.card, "weights.memory", weights)?;
-                }
-                let own = (router.allocate(device, lane)?, weights);
-                let slots = Slots::new(call.placement, group.size).of(group.rank).len();
-                let expected = Expected::new(&call, (group.size, slots), own, new)?;
-                (Some(router), Ways::New(Box::new(expected)))
+            Route::Experts { routing, weights } => ways_of(routing, weights.map(|w| w.retain()))?,
+            Route::Gathered(all) => {
+                let dims = [rows.shape().rows(), call.k];
+                let ids = new(all.ids.dtype(), &dims)?;
+                let weights = match call.weights {
+                    true => Some(new(DataType::F32, &dims)?),
+                    false => None,
+                };
+                let own = Routing {
+                    ids: ids.view(),
+                    placement: all.placement,
+                };
+                ways_of(&own, weights)?
             }
             Route::Again(handle) => (None, Ways::Again(Box::new(handle.parts().clone()))),
+        };
+        let gathered = match &p.route {
+            Route::Gathered(all) => Some(Gathered::new(device, lane, (&call, group.size), all)?),
+            Route::Experts { .. } | Route::Again(_) => None,
         };
         let cast = match call.cast {
             Some(cast) => {
@@ -219,20 +249,11 @@ impl Arguments {
             }
             None => None,
         };
-        let staged = match pieces {
-            1 => None,
-            _ => {
-                let bytes = Sections::dispatch(&call, call.max_tokens)
-                    .bytes
-                    .next_multiple_of(64);
-                Some(device.scratch(lane, DataType::U8, &[group.size, bytes])?)
-            }
-        };
         Ok(Self {
             group,
             generation,
-            piece_rows,
-            pieces,
+            first: None,
+            rest: None,
             queues: None,
             beside_rows: p
                 .beside
@@ -242,11 +263,58 @@ impl Arguments {
             rows,
             beside,
             router,
+            gathered,
             ways,
             cast,
-            staged,
+            staged: None,
             call,
         })
+    }
+
+    /// Says what goes through halves or queues, and what has to be kept until all of it is there.
+    fn travel(
+        &mut self,
+        comm: &CudaComm,
+        lane: &Arc<Lane>,
+        (transport, rows): (Transport, usize),
+    ) -> Result<()> {
+        let (call, size) = (&self.call, self.group.size);
+        let load = Load::of(call);
+        let gathers = transport == Transport::Gather;
+        let rest = Passage {
+            load: Load::Rest,
+            rows,
+            gathers,
+        };
+        (self.first, self.rest) = match (transport, load) {
+            (Transport::Pushed | Transport::Fifo, _) => (None, None),
+            (_, Load::Rest) => (None, Some(rest)),
+            (Transport::OneSided, _) => (Some(Passage { load, ..rest }), None),
+            (Transport::Gather, _) => {
+                let half = comm.core.control.layout().half_bytes(Area::Dispatch);
+                let ways = Passage {
+                    load: Load::Ways,
+                    rows: ways_rows(call, half, size),
+                    gathers: false,
+                };
+                (Some(ways), Some(rest))
+            }
+        };
+        let kept = match (transport, self.first) {
+            (Transport::Fifo, _) => {
+                let bytes = comm.core.config.fifo_bytes;
+                self.queues = Some(Queues::new(bytes, size, &sections(call))?);
+                Some(load)
+            }
+            (_, Some(first)) if first.rows < call.max_tokens => Some(first.load),
+            _ => None,
+        };
+        if let Some(load) = kept {
+            let bytes = Sections::part(call, load, call.max_tokens).bytes;
+            let dims = [size, bytes.next_multiple_of(64)];
+            self.staged = Some(comm.gpu().scratch(lane, DataType::U8, &dims)?);
+        }
+        Ok(())
     }
 
     /// What work must keep.
@@ -260,6 +328,7 @@ impl Arguments {
                 .flat_map(|(values, scales)| [values, scales]),
         );
         list.extend(self.router.iter().flat_map(Router::buffers));
+        list.extend(self.gathered.iter().flat_map(Gathered::buffers));
         list.extend(self.ways.buffers());
         list
     }
@@ -343,81 +412,58 @@ pub(crate) fn to(outputs: &DispatchOutputs) -> [u64; 9] {
     all
 }
 
-/// Every rank's part of a half of this rank.
-pub(crate) fn own_parts(job: &Job<'_>, of: Use) -> (u64, usize) {
-    let half = job.core.control.layout().half_bytes(of.area);
-    (
-        job.core.place(job.core.rank(), of, 0),
-        part_bytes(half, job.core.size()),
-    )
-}
-
+/// What says which row is what comes first; the rows come with it, or else behind it.
 fn dispatch(
     job: &mut Job<'_>,
     a: &Arguments,
     given: Option<DispatchOutputs>,
 ) -> Result<DispatchOutputs> {
     let device = Arc::clone(&job.core.device);
-    let sections = Sections::dispatch(&a.call, a.piece_rows);
-    let mut open = None;
-    if let (Some(queues), Some(staged)) = (&a.queues, &a.staged) {
-        job.prepare_rows(a)?;
-        job.queue_rows(a, queues, staged)?;
-    }
-    for piece in 0..a.pieces {
-        let of = job.begin(Area::Dispatch);
-        if piece == 0 {
-            job.prepare_rows(a)?;
-        }
-        job.push_rows(a, &sections, of, piece)?;
-        job.steps.filled_to_all(of, a.group.rank, 0);
-        job.steps.await_all(of, 0);
-        match &a.staged {
-            Some(staged) => {
-                job.stage(a, &sections, of, piece, staged)?;
-                job.steps.end(of);
-            }
-            None => open = Some(of),
-        }
-    }
-    let came = match (&a.staged, open) {
-        (None, Some(of)) => {
-            let (parts, stride) = own_parts(job, of);
-            Came {
-                parts,
-                stride,
-                rows: a.piece_rows,
-            }
-        }
-        (Some(staged), _) => Came {
-            parts: staged.address(),
-            stride: staged.shape().columns(),
-            rows: a.call.max_tokens,
-        },
-        (None, None) => return Err(Error::invalid("pieces", a.pieces, "at least 1")),
-    };
-    if let Some(outputs) = &given {
+    let poisons = |job: &mut Job<'_>, outputs: &DispatchOutputs| {
         for out in outputs.poisoned() {
             job.poisons(out.address(), out.bytes(), out.dtype());
         }
+    };
+    let first = match (&a.queues, &a.staged, a.first) {
+        (Some(queues), Some(staged), _) => {
+            job.prepare_rows(a)?;
+            job.queue_rows(a, queues, staged)?;
+            Some((Came::staged(a, Load::of(&a.call), staged), None))
+        }
+        (_, _, Some(passage)) => Some(job.pass(a, passage)?),
+        (_, _, None) => match &a.gathered {
+            Some(all) => {
+                job.prepare_rows(a)?;
+                Some((Came::staged(a, Load::Ways, &all.ways), None))
+            }
+            None => None,
+        },
+    };
+    if let Some(outputs) = &given {
+        poisons(job, outputs);
     }
-    let outputs = match given {
-        Some(outputs) => {
+    let outputs = match (given, first) {
+        (Some(outputs), Some((came, _))) => {
             job.count_and_say(a, came, outputs.capacity(), 0)?;
             outputs
         }
-        None => {
+        (Some(outputs), None) => outputs,
+        (None, Some((came, _))) => {
             let room = job.room(a, came)?;
             let outputs = a.allocate(&device, job.lane, room)?;
-            for out in outputs.poisoned() {
-                job.poisons(out.address(), out.bytes(), out.dtype());
-            }
+            poisons(job, &outputs);
             outputs
         }
+        (None, None) => return Err(Error::invalid("route", "again", "room for its rows")),
     };
-    job.collect(a, came, &outputs)?;
-    if let Some(of) = open {
-        job.steps.end(of);
+    if let Some((came, open)) = first {
+        job.collect(a, came, &outputs)?;
+        if let Some(of) = open {
+            job.steps.end(of);
+        }
+    }
+    if let Some(passage) = a.rest {
+        job.pass_by(a, passage, &outputs)?;
     }
     Ok(outputs)
 }
@@ -426,6 +472,9 @@ impl Job<'_> {
     /// Peers hear of the arrival before anything is worked on here.
     fn prepare_rows(&mut self, a: &Arguments) -> Result<()> {
         self.steps_now()?;
+        if let Some(all) = &a.gathered {
+            self.find_rows(a, all)?;
+        }
         if let Some(router) = &a.router {
             router.route(&self.core.device, self.stream, a.ways.layout())?;
         }
@@ -480,7 +529,7 @@ impl Job<'_> {
             sent_offsets: a.ways.layout().sent_offsets.address(),
             max_tokens: a.call.max_tokens as u32,
             k: a.call.k as u32,
-            again: u32::from(a.call.again),
+            tokens: a.rows.shape().rows() as u32,
             sections: sections.count() as u32,
             placement: placed.code,
             experts: placed.experts,
@@ -494,55 +543,5 @@ impl Job<'_> {
             parameters.row_bytes[i] = sections.at(i, 1).len() as u64;
         }
         parameters
-    }
-
-    /// Writes a piece of own rows into this rank's parts of the halves of all.
-    fn push_rows(
-        &mut self,
-        a: &Arguments,
-        sections: &Sections,
-        of: Use,
-        piece: usize,
-    ) -> Result<()> {
-        self.steps_now()?;
-        let mut parameters = self.dispatching(a, sections, Some(of));
-        parameters.from = a.from();
-        parameters.first_row = (piece * a.piece_rows) as u32;
-        parameters.piece_rows = a.piece_rows as u32;
-        let rows = a.piece_rows * a.group.size;
-        let most = rows.min(a.ways.layout().sent.shape().len().max(a.group.size));
-        parameters.row_threads =
-            row_threads(&self.core.device, most, sections.row_bytes(Section::Row));
-        let shape = row_blocks(self, most, parameters.row_threads);
-        let kernel = &self.core.device.opened.kernels.dispatches.push;
-        // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
-    }
-
-    /// Takes a piece of everybody's rows out of this rank's half.
-    fn stage(
-        &mut self,
-        a: &Arguments,
-        sections: &Sections,
-        of: Use,
-        piece: usize,
-        staged: &Buffer,
-    ) -> Result<()> {
-        let all = Sections::dispatch(&a.call, a.call.max_tokens);
-        let (parts, stride) = own_parts(self, of);
-        let first = piece * a.piece_rows;
-        let rows = a.piece_rows.min(a.call.max_tokens - first);
-        let mut list = Vec::new();
-        for source in 0..a.group.size {
-            let from = parts + (source * stride) as u64;
-            let to = staged.address() + (source * staged.shape().columns()) as u64;
-            list.push((to, from, Sections::COUNTS_BYTES));
-            for i in 0..sections.count() {
-                let piece = sections.at(i, rows);
-                let at = all.at(i, first).end;
-                list.push((to + at as u64, from + piece.start as u64, piece.len()));
-            }
-        }
-        self.moves(&list)
     }
 }

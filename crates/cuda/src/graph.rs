@@ -134,9 +134,7 @@ impl Drop for Graph {
                 }
             }
         }
-        if self.card.bind().is_ok() {
-            // SAFETY: instantiated once, destroyed once; the driver keeps what a launch in flight still needs.
-            let _ = unsafe { graph::exec_destroy(self.executable) };
-        }
+        let card = &self.card;
+        card.retired.retire(self.executable, &card.context);
     }
 }

@@ -8,8 +8,9 @@ use crate::{
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
     AdaptersParams, AllToAllRowsParams, ConvertParams, DequantizeParams, DispatchFifoParams,
-    FinishParams, GreatestParams, LongParams, MessagesParams, MoveParams, PackParams, Parameters,
-    QuantizeParams, QuantizeRowsParams, ReduceParams, StepsParams, TransposeParams, fatbin,
+    FinishParams, GatheredParams, GreatestParams, LongParams, MessagesParams, MoveParams,
+    PackParams, Parameters, QuantizeParams, QuantizeRowsParams, ReduceParams, StepsParams,
+    TransposeParams, fatbin,
 };
 use cudarc::driver::CudaContext;
 use std::sync::Arc;
@@ -35,6 +36,7 @@ pub(crate) struct Kernels {
     pub(crate) pushes: PushKernels,
     pub(crate) norms: NormKernels,
     pub(crate) routes: RouteKernels,
+    pub(crate) gathered: Kernel<GatheredParams>,
     pub(crate) dispatches: DispatchKernels,
     pub(crate) combines: CombineKernels,
     pub(crate) dispatch_fifo: Kernel<DispatchFifoParams>,
@@ -77,6 +79,7 @@ impl Kernels {
             adapters: set("adapters")?.kernel()?,
             norms: NormKernels::load(&set("all_reduce_norm")?)?,
             routes: RouteKernels::load(&set("routing")?)?,
+            gathered: set("gathered")?.kernel()?,
             dispatches: DispatchKernels::load(&set("dispatch")?)?,
             combines: CombineKernels::load(&set("combine")?)?,
             dispatch_fifo: set("dispatch_fifo")?.kernel()?,

@@ -147,6 +147,7 @@ impl Lane {
         if !capturing {
             self.tidy();
         }
+        let _enqueuing = self.card.retired.enqueuing();
         for buffer in buffers {
             Place::of(buffer.storage())?.used_on(self);
         }
@@ -199,6 +200,7 @@ impl Lane {
         }
         drop(gone);
         later.into_iter().for_each(|task| task());
+        self.card.retired.sweep();
     }
 
     /// Lets `other` wait for the work here. While a capture runs here, `later` is put off to its end, and `false` returned.

@@ -73,6 +73,7 @@ mod rendezvous;
 mod report;
 mod reset;
 mod residency;
+mod retired;
 mod routing;
 mod send_recv;
 mod state;

@@ -33,7 +33,8 @@ pub(crate) fn quiet(ordinal: usize) {
     }
 }
 
-fn alive(ordinal: usize) -> Vec<Arc<Core>> {
+/// The communicators of this process on a GPU.
+pub(crate) fn alive(ordinal: usize) -> Vec<Arc<Core>> {
     let mut here = HERE.lock();
     let list = here.entry(ordinal).or_default();
     list.retain(|core| core.strong_count() > 0);

@@ -1,9 +1,9 @@
 //! Rows of tokens to the ranks of their experts.
 
 use crate::{
-    DataType, Error, Group, Handle, PerRank, PlacementCall, Result, Routing, View,
+    DataType, Error, GatheredRouting, Group, Handle, PerRank, PlacementCall, Result, Routing, View,
     params::{float, plain, resident},
-    routing::countable,
+    routing::{check_weights, countable},
 };
 
 /// How received rows lie.
@@ -32,6 +32,11 @@ pub enum Transport {
     /// Rows pass through queues in the receivers' memory, however many they are: see
     /// [`CommConfig::fifo_bytes`](crate::CommConfig::fifo_bytes).
     Fifo,
+    /// All ranks hear first which rows are for them; then every rank gets all rows, in the order of their tokens, in pieces where they do
+    /// not fit, and keeps its own. As vLLM's `allgather_reducescatter` does, for large batches on one host. A combine goes
+    /// [one-sided](Self::OneSided): each rank sends a token's owner the one row that it has made of it, and none where it has none, which
+    /// is a reduce-scatter.
+    Gather,
 }
 
 /// Scales of rows that are cast to fp8 on the way: one for each 128 columns of a row.
@@ -95,10 +100,6 @@ pub struct DispatchParams<'a> {
 
 /// How the ways of rows are known.
 #[derive(Clone, Copy, Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "borrowed, and gone with the call"
-)]
 pub enum Route<'a> {
     /// By the experts of every token.
     Experts {
@@ -107,6 +108,8 @@ pub enum Route<'a> {
         /// The weights of a token's experts, f32 `[tokens, k]`.
         weights: Option<View<'a>>,
     },
+    /// By those of all ranks' tokens: one-sided, or where all rows are gathered.
+    Gathered(GatheredRouting<'a>),
     /// The same ways as before.
     Again(&'a Handle),
 }
@@ -134,6 +137,8 @@ pub struct DispatchCall {
     pub max_recv: Option<usize>,
     /// Whether rows go the ways of an earlier dispatch.
     pub again: bool,
+    /// Whether every rank has the experts of all ranks' tokens.
+    pub gathered: bool,
     /// Cast on the way.
     pub cast: Option<Fp8Cast>,
     /// Forced transport.
@@ -187,22 +192,17 @@ impl DispatchParams<'_> {
         }
         let beside = self.beside.iter();
         let beside_bytes = beside.map(|v| v.shape().row_len() * v.dtype().bytes());
-        let (k, weights, placement, again) = match &self.route {
+        let (k, weights, placement) = match &self.route {
             Route::Experts { routing, weights } => {
                 of_tokens("ids", routing.ids)?;
                 let (k, placement) = routing.check()?;
-                if let &Some(weights) = weights {
-                    if weights.dtype() != DataType::F32 {
-                        let want = DataType::F32;
-                        return Err(Error::invalid("weights.dtype", weights.dtype(), want));
-                    }
-                    if weights.shape() != routing.ids.shape() {
-                        let want = routing.ids.shape();
-                        return Err(Error::invalid("weights.shape", weights.shape(), want));
-                    }
-                    resident("weights", Some(weights.memory()), rows.memory())?;
-                }
-                (k, weights.is_some(), placement, false)
+                check_weights(*weights, routing.ids)?;
+                (k, weights.is_some(), placement)
+            }
+            Route::Gathered(all) => {
+                let (k, placement) = all.check(group.size, self.max_tokens)?;
+                resident("ids", Some(all.ids.memory()), rows.memory())?;
+                (k, all.weights.is_some(), placement)
             }
             Route::Again(handle) => {
                 let made = handle.call();
@@ -218,7 +218,7 @@ impl DispatchParams<'_> {
                     let want = format!("{:?}, {:?}, as at first", made.arrangement, made.max_recv);
                     return Err(Error::invalid("arrangement", got, want));
                 }
-                (made.k, made.weights, made.placement, true)
+                (made.k, made.weights, made.placement)
             }
         };
         match (self.arrangement, self.max_recv) {
@@ -256,7 +256,8 @@ impl DispatchParams<'_> {
             placement,
             arrangement: self.arrangement,
             max_recv: self.max_recv,
-            again,
+            again: matches!(self.route, Route::Again(_)),
+            gathered: matches!(self.route, Route::Gathered(_)),
             cast: self.cast,
             choice: self.choice,
         })

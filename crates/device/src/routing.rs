@@ -67,20 +67,32 @@ impl Routing<'_> {
     /// # Errors
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<(usize, PlacementCall)> {
-        let ids = self.ids;
-        if !matches!(ids.dtype(), DataType::I32 | DataType::I64) {
-            return Err(Error::invalid("ids.dtype", ids.dtype(), "i32 or i64"));
-        }
-        let &[tokens, k] = ids.shape().dims() else {
+        let &[tokens, k] = self.ids.shape().dims() else {
             let want = "2 dimensions, [tokens, k]";
-            return Err(Error::invalid("ids.shape", ids.shape(), want));
+            return Err(Error::invalid("ids.shape", self.ids.shape(), want));
         };
-        if !(1..=Self::MOST_K).contains(&k) {
-            let want = format!("a k from 1 to {}", Self::MOST_K);
-            return Err(Error::invalid("ids.shape", ids.shape(), want));
-        }
         countable("ids.shape", tokens)?;
-        let call = match self.placement {
+        check_ids(self.ids, k)?;
+        Ok((k, self.placement.check(self.ids)?))
+    }
+}
+
+/// Ids of any tokens, `k` each.
+fn check_ids(ids: View<'_>, k: usize) -> Result<()> {
+    if !matches!(ids.dtype(), DataType::I32 | DataType::I64) {
+        return Err(Error::invalid("ids.dtype", ids.dtype(), "i32 or i64"));
+    }
+    if !(1..=Routing::MOST_K).contains(&k) {
+        let want = format!("a k from 1 to {}", Routing::MOST_K);
+        return Err(Error::invalid("ids.shape", ids.shape(), want));
+    }
+    Ok(())
+}
+
+impl Placement<'_> {
+    /// Of experts that `ids` name.
+    fn check(&self, ids: View<'_>) -> Result<PlacementCall> {
+        Ok(match *self {
             Placement::Even { experts } => {
                 countable("placement.experts", experts)?;
                 PlacementCall::Even { experts }
@@ -104,9 +116,108 @@ impl Routing<'_> {
                 }
             }
             Placement::Ranks => PlacementCall::Ranks,
-        };
-        Ok((k, call))
+        })
     }
+}
+
+/// Experts of the tokens of all ranks, where every rank has them already: then no rank tells another which of its rows come.
+///
+/// What ranks have must agree. A number of rows that comes and is not what these ids say is a fault of
+/// [`Mismatch`](crate::FaultKind::Mismatch); so is a number of tokens that cannot be, or that is not that of this rank's rows. Where as many
+/// rows come as were expected, but of other tokens, what they hold is anything.
+#[derive(Clone, Copy, Debug)]
+pub struct GatheredRouting<'a> {
+    /// As in [`Routing`]: i32 or i64, `[rows, k]` if they are ragged, `[ranks, max_tokens, k]` if they are padded.
+    pub ids: View<'a>,
+    /// Whose they are.
+    pub lengths: Lengths<'a>,
+    /// The weights of the experts, f32 of the same shape.
+    pub weights: Option<View<'a>>,
+    /// Where they are.
+    pub placement: Placement<'a>,
+}
+
+/// Which of gathered rows are whose.
+#[derive(Clone, Copy, Debug)]
+pub enum Lengths<'a> {
+    /// Those of a rank behind those of the one before.
+    Ragged {
+        /// The first of each rank, and at the end their number: i32 `[ranks + 1]`. There may be more rows behind that.
+        offsets: View<'a>,
+    },
+    /// There is room for `max_tokens` of each.
+    Padded {
+        /// How many there are, i32 `[ranks]`.
+        counts: View<'a>,
+    },
+}
+
+impl<'a> GatheredRouting<'a> {
+    /// That of all rows.
+    pub const fn routing(&self) -> Routing<'a> {
+        Routing {
+            ids: self.ids,
+            placement: self.placement,
+        }
+    }
+
+    /// Checks types and shapes, and gives k and what all ranks must have in common.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub fn check(&self, ranks: usize, max_tokens: usize) -> Result<(usize, PlacementCall)> {
+        let ids = self.ids;
+        let (k, field, lengths, n) = match (self.lengths, ids.shape().dims()) {
+            (Lengths::Ragged { offsets }, &[rows, k]) => {
+                // Counted in 32 bits.
+                if i32::try_from(rows).is_err() {
+                    let want = format!("at most {} rows", i32::MAX);
+                    return Err(Error::invalid("ids.shape", ids.shape(), want));
+                }
+                (k, "lengths.offsets", offsets, ranks + 1)
+            }
+            (Lengths::Padded { counts }, &[r, t, k]) if (r, t) == (ranks, max_tokens) => {
+                (k, "lengths.counts", counts, ranks)
+            }
+            (Lengths::Ragged { .. }, _) => {
+                let want = "2 dimensions, [rows, k]";
+                return Err(Error::invalid("ids.shape", ids.shape(), want));
+            }
+            (Lengths::Padded { .. }, _) => {
+                let want = format!("[{ranks}, {max_tokens}, k]");
+                return Err(Error::invalid("ids.shape", ids.shape(), want));
+            }
+        };
+        check_ids(ids, k)?;
+        if lengths.dtype() != DataType::I32 {
+            return Err(Error::invalid(field, lengths.dtype(), DataType::I32));
+        }
+        if lengths.shape().dims() != [n] {
+            return Err(Error::invalid(field, lengths.shape(), format!("[{n}]")));
+        }
+        resident(field, Some(lengths.memory()), ids.memory())?;
+        check_weights(self.weights, ids)?;
+        Ok((k, self.placement.check(ids)?))
+    }
+}
+
+/// Weights of the experts that `ids` name.
+pub(crate) fn check_weights(weights: Option<View<'_>>, ids: View<'_>) -> Result<()> {
+    let Some(weights) = weights else {
+        return Ok(());
+    };
+    if weights.dtype() != DataType::F32 {
+        let want = DataType::F32;
+        return Err(Error::invalid("weights.dtype", weights.dtype(), want));
+    }
+    if weights.shape() != ids.shape() {
+        return Err(Error::invalid(
+            "weights.shape",
+            weights.shape(),
+            ids.shape(),
+        ));
+    }
+    resident("weights", Some(weights.memory()), ids.memory())
 }
 
 /// What 32 bits count, over all ranks.

@@ -1,6 +1,10 @@
 //! Dispatch: every rank writes its rows into its part of the receivers' halves, a piece at a time; who has all of them puts them
 //! where the arrangement wants them.
 
+mod arrange;
+mod gather;
+mod gathered;
+
 use crate::{
     comm::{HostComm, unexpected},
     device::HostDevice,
@@ -9,20 +13,21 @@ use crate::{
     memory::{poison, reading, writing},
     pushed, quantize,
     queue::HostQueue,
-    routing::{Router, integers, set},
+    routing::{Router, integers},
 };
 use brigade_device::{
     Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
-    Expected, FaultKind, Group, HandleParts, Plan, Result, Route, Transport, Turn, Ways,
+    Expected, FaultKind, Group, Plan, Result, Route, Routing, Transport, Turn, Ways,
 };
 use brigade_plan::{
-    dispatch::{Section, Sections, part_bytes, sections},
+    dispatch::{Load, Section, Sections, part_bytes, sections},
     fifo::Queues,
-    routes::{Arranged, Slots, rows_of_sources},
+    routes::Slots,
 };
 use brigade_sync::Area;
+use gathered::Gathered;
 use parking_lot::Mutex;
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 /// The arguments, kept for as long as the call is in flight or captured.
 struct Arguments {
@@ -31,12 +36,13 @@ struct Arguments {
     generation: u8,
     transport: Transport,
     piece_rows: usize,
-    pieces: usize,
     rows: Buffer,
     beside: Vec<Buffer>,
     beside_rows: Vec<(DataType, usize)>,
     /// What finds the ways of rows, where they are new.
     router: Option<Router>,
+    /// Whose the ids are that it has, if they are those of all ranks.
+    gathered: Option<Gathered>,
     ways: Ways,
     device: Arc<HostDevice>,
 }
@@ -52,7 +58,6 @@ impl HostComm {
         let Plan::Experts {
             transport,
             piece_rows,
-            pieces,
             ..
         } = plan
         else {
@@ -61,20 +66,32 @@ impl HostComm {
         let queue = HostQueue::of(turn.stream())?;
         let device = &self.device;
         let new = |dtype, dims: &[usize]| device.heap(dtype, dims);
+        let tokens = p.rows.shape().rows();
+        let ways_of = |routing: &Routing<'_>, weights| {
+            let router = Router::of(routing, call.k, call.placement, group).without(absent);
+            let own = (router.allocate(device, tokens)?, weights);
+            let slots = Slots::new(call.placement, group.size).of(group.rank).len();
+            let expected = Expected::new(&call, (group.size, slots), own, new)?;
+            Ok::<_, Error>((Some(router), Ways::New(Box::new(expected))))
+        };
         let (router, ways) = match &p.route {
-            Route::Experts { routing, weights } => {
-                let router = Router::of(routing, call.k, call.placement, group).without(absent);
-                let own = (router.allocate(device)?, weights.map(|w| w.retain()));
-                let slots = Slots::new(call.placement, group.size).of(group.rank).len();
-                let expected = Expected::new(&call, (group.size, slots), own, new)?;
-                (Some(router), Ways::New(Box::new(expected)))
+            Route::Experts { routing, weights } => ways_of(routing, weights.map(|w| w.retain()))?,
+            Route::Gathered(all) => {
+                let own = match call.weights {
+                    true => Some(new(DataType::F32, &[tokens, call.k])?),
+                    false => None,
+                };
+                ways_of(&all.routing(), own)?
             }
             Route::Again(handle) => (None, Ways::Again(Box::new(handle.parts().clone()))),
+        };
+        let gathered = match &p.route {
+            Route::Gathered(all) => Some(Gathered::of(all)),
+            Route::Experts { .. } | Route::Again(_) => None,
         };
         let arguments = Arguments {
             transport,
             piece_rows,
-            pieces,
             group,
             generation,
             rows: p.rows.retain(),
@@ -85,6 +102,7 @@ impl HostComm {
                 .map(|v| (v.dtype(), v.shape().row_len()))
                 .collect(),
             router,
+            gathered,
             ways,
             device: Arc::clone(device),
             call,
@@ -117,7 +135,7 @@ impl Arguments {
     fn carrier(&self, area: Area) -> Carrier {
         match self.transport {
             // What passes through queues has gone.
-            Transport::OneSided | Transport::Fifo => Carrier::Half(area),
+            Transport::OneSided | Transport::Fifo | Transport::Gather => Carrier::Half(area),
             Transport::Pushed => {
                 Carrier::Pushed(Sections::dispatch(&self.call, self.call.max_tokens).bytes)
             }
@@ -164,10 +182,20 @@ fn dispatch(
     given: Option<&DispatchOutputs>,
 ) -> Result<DispatchOutputs> {
     let size = a.group.size;
+    let mut came = vec![
+        Came {
+            rows: 0,
+            sections: vec![Vec::new(); sections(&a.call).len()],
+        };
+        size
+    ];
     let (sent, slots, weights) = match &a.ways {
         Ways::New(expected) => {
             let router = a.router.as_ref().ok_or(Error::Closed)?;
-            let routes = router.route(&expected.layout)?;
+            let routes = match &a.gathered {
+                Some(all) => all.route(&active.job, a, (router, expected), &mut came)?,
+                None => router.route(&expected.layout)?,
+            };
             let lists = (0..size).map(|r| routes.to(r).to_vec()).collect();
             (lists, routes.slots, expected.own_weights.as_ref())
         }
@@ -201,9 +229,9 @@ fn dispatch(
             weights: weights.map_or(&[][..], |_| inputs[1]),
             beside: &inputs[1 + usize::from(weights.is_some())..],
         };
-        exchange(active, a, &sent, &own)
+        exchange(active, a, &sent, &own, came)
     })?;
-    arrange(&active.job, a, given, &came)
+    arrange::arrange(&active.job, a, given, &came)
 }
 
 /// A rank's own rows, and what belongs to them.
@@ -231,7 +259,7 @@ impl Own<'_> {
         for (n, bytes) in self.beside.iter().enumerate() {
             put(Section::Beside(n), &bytes[at(Section::Beside(n))..]);
         }
-        if self.call.again {
+        if sections.row_bytes(Section::Slots) == 0 {
             return;
         }
         put(Section::Token, &token.to_le_bytes());
@@ -264,6 +292,7 @@ fn exchange(
     a: &Arguments,
     sent: &[Vec<i32>],
     own: &Own<'_>,
+    mut came: Vec<Came>,
 ) -> Result<Vec<Came>> {
     if a.transport == Transport::Fifo {
         let config = &active.job.core.config;
@@ -276,25 +305,49 @@ fn exchange(
             }
         });
     }
-    let lists: Vec<usize> = (0..Sections::dispatch(&a.call, 0).count()).collect();
-    let mut came = vec![
-        Came {
-            rows: 0,
-            sections: vec![Vec::new(); lists.len()],
-        };
-        a.group.size
-    ];
+    let expected: Vec<usize> = came.iter().map(|c| c.rows).collect();
+    if a.transport == Transport::Gather {
+        gather::gather(active, a, sent, own, &mut came)?;
+    } else {
+        let cut = (Load::of(&a.call), a.piece_rows);
+        in_pieces(active, a, cut, sent, own, &mut came)?;
+    }
+    if a.gathered.is_some() {
+        check_counts(&active.job, expected, &came)?;
+    }
+    Ok(came)
+}
+
+/// As many rows must come as were expected.
+fn check_counts(job: &Job, expected: impl IntoIterator<Item = usize>, came: &[Came]) -> Result<()> {
+    for (from, (want, came)) in expected.into_iter().zip(came).enumerate() {
+        if came.rows != want {
+            let (want, seen) = (want as u64, came.rows as u64);
+            return Err(job.fail(FaultKind::Mismatch, from, from, want, seen));
+        }
+    }
+    Ok(())
+}
+
+/// Writes to every receiver what is for it, so many rows at a time.
+fn in_pieces(
+    active: &mut Active<'_>,
+    a: &Arguments,
+    (load, piece_rows): (Load, usize),
+    sent: &[Vec<i32>],
+    own: &Own<'_>,
+    came: &mut [Came],
+) -> Result<()> {
     let by = a.carrier(Area::Dispatch);
-    for piece in 0..a.pieces {
-        let _span = tracing::info_span!(target: "brigade::comm", "dispatch", piece).entered();
+    for first in starts(a.call.max_tokens, piece_rows) {
+        let _span = tracing::info_span!(target: "brigade::comm", "dispatch", first).entered();
         round(
             active,
             by,
             |to, out| {
                 let list = &sent[to];
-                let first = (piece * a.piece_rows).min(list.len());
-                let rows = &list[first..(first + a.piece_rows).min(list.len())];
-                let sections = Sections::dispatch(&a.call, rows.len());
+                let rows = &list[cut(first, piece_rows, list.len())];
+                let sections = Sections::part(&a.call, load, rows.len());
                 out[..8].copy_from_slice(&(list.len() as u64).to_le_bytes());
                 for (i, &token) in rows.iter().enumerate() {
                     own.write(to, token, i, &sections, out);
@@ -305,17 +358,32 @@ fn exchange(
                 }
             },
             |from, part| {
-                let all = u64::from_le_bytes(part[..8].try_into().unwrap_or_default()) as usize;
-                let rows = all.saturating_sub(piece * a.piece_rows).min(a.piece_rows);
-                let sections = Sections::dispatch(&a.call, rows);
+                let all = count_of(part);
+                let rows = cut(first, piece_rows, all).len();
+                let sections = Sections::part(&a.call, load, rows);
                 came[from].rows = all;
-                for (section, of) in came[from].sections.iter_mut().zip(&lists) {
-                    section.extend_from_slice(&part[sections.at(*of, rows)]);
+                for (i, section) in came[from].sections.iter_mut().enumerate() {
+                    section.extend_from_slice(&part[sections.at(i, rows)]);
                 }
             },
         )?;
     }
-    Ok(came)
+    Ok(())
+}
+
+/// Where pieces of so many rows begin: one at least.
+fn starts(rows: usize, piece_rows: usize) -> impl Iterator<Item = usize> {
+    (0..rows.max(1)).step_by(piece_rows.max(1))
+}
+
+/// Rows of a piece, of as many as there are.
+fn cut(first: usize, piece_rows: usize, all: usize) -> Range<usize> {
+    first.min(all)..(first + piece_rows).min(all)
+}
+
+/// Rows that a sender says it has for this rank.
+fn count_of(part: &[u8]) -> usize {
+    u64::from_le_bytes(part[..8].try_into().unwrap_or_default()) as usize
 }
 
 /// What carries parts to all ranks.
@@ -371,148 +439,4 @@ pub(crate) fn round(
     }
     active.end(of);
     Ok(())
-}
-
-/// Puts what has come where it belongs.
-fn arrange(
-    job: &Job,
-    a: &Arguments,
-    given: Option<&DispatchOutputs>,
-    came: &[Came],
-) -> Result<DispatchOutputs> {
-    let call = &a.call;
-    let of = |section: Section| section.index();
-    let arranged = match &a.ways {
-        Ways::New(_) => {
-            let slots: Vec<Vec<i32>> = came
-                .iter()
-                .map(|c| integers(&c.sections[of(Section::Slots)]))
-                .collect();
-            let slots: Vec<&[i32]> = slots.iter().map(Vec::as_slice).collect();
-            let own = Slots::new(call.placement, a.group.size)
-                .of(a.group.rank)
-                .len();
-            Arranged::new(call.arrangement, call.max_tokens, &slots, call.k, own)
-        }
-        Ways::Again(parts) => {
-            let lists = [
-                &parts.sources,
-                &parts.received,
-                &parts.offsets,
-                &parts.counts,
-            ];
-            reading(&lists, |inputs| {
-                for (from, (&want, came)) in integers::<i32>(inputs[1]).iter().zip(came).enumerate()
-                {
-                    if came.rows != want as usize {
-                        let (want, seen) = (want as u64, came.rows as u64);
-                        return Err(job.fail(FaultKind::Mismatch, from, from, want, seen));
-                    }
-                }
-                Ok(Arranged {
-                    rows: rows_of_sources(&integers(inputs[0])),
-                    offsets: integers(inputs[2]),
-                    counts: integers(inputs[3]),
-                })
-            })?
-        }
-    };
-    let room = arranged.room();
-    let outputs = match given {
-        Some(given) => {
-            let have = given.capacity();
-            if room > have {
-                let (have, room) = (have as u64, room as u64);
-                return Err(job.fail(FaultKind::Overflow, job.rank(), 0, have, room));
-            }
-            given.clone()
-        }
-        None => a.allocate(room)?,
-    };
-    let scatter = |to: &Buffer, section: Section| {
-        writing(to, &[], |out, _| {
-            let each = Sections::dispatch(call, 1).row_bytes(section);
-            for row in &arranged.rows {
-                let from = &came[row.source].sections[of(section)][row.position * each..][..each];
-                out[row.at * each..][..each].copy_from_slice(from);
-            }
-            Ok(())
-        })
-    };
-    scatter(&outputs.rows, Section::Row)?;
-    for (i, to) in outputs.beside.iter().enumerate() {
-        scatter(to, Section::Beside(i))?;
-    }
-    match (&outputs.scales, call.cast) {
-        (Some(to), Some(cast)) if cast.column_major => {
-            // A scale, or four of them that are packed.
-            let each = 4;
-            let n = Sections::dispatch(call, 1).row_bytes(Section::Scales) / each;
-            let rows = outputs.capacity();
-            writing(to, &[], |out, _| {
-                for row in &arranged.rows {
-                    let from =
-                        &came[row.source].sections[of(Section::Scales)][row.position * n * each..];
-                    for (block, scale) in from.chunks_exact(each).take(n).enumerate() {
-                        out[(block * rows + row.at) * each..][..each].copy_from_slice(scale);
-                    }
-                }
-                Ok(())
-            })?;
-        }
-        (Some(to), _) => scatter(to, Section::Scales)?,
-        (None, _) => {}
-    }
-    if matches!(a.ways, Ways::New(_)) {
-        keep(&outputs.parts, &arranged, came)?;
-    }
-    Ok(outputs)
-}
-
-/// Says which row is what.
-fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
-    let k = parts.call.k;
-    let rows = parts.sources.shape().rows();
-    let per_row = parts.ids.shape().len() / rows.max(1);
-    let (mut sources, mut ids, mut weights) = (
-        vec![-1; rows * 4],
-        vec![-1; rows * per_row],
-        vec![0f32; rows * per_row],
-    );
-    let lists = |section: Section| came.iter().map(move |c| &c.sections[section.index()][..]);
-    let tokens: Vec<Vec<i32>> = lists(Section::Token).map(integers).collect();
-    let slots: Vec<Vec<i32>> = lists(Section::Slots).map(integers).collect();
-    let their_weights: Vec<Vec<f32>> = lists(Section::Weights).map(integers).collect();
-    for row in &arranged.rows {
-        let entry = row.entry.map_or(-1, |e| e as i32);
-        let token = tokens[row.source][row.position];
-        let source = [row.source as i32, token, entry, row.position as i32];
-        sources[row.at * 4..][..4].copy_from_slice(&source);
-        let of = match row.entry {
-            Some(entry) => row.position * k + entry..row.position * k + entry + 1,
-            None => row.position * k..(row.position + 1) * k,
-        };
-        ids[row.at * per_row..][..per_row].copy_from_slice(&slots[row.source][of.clone()]);
-        if parts.weights.is_some() {
-            weights[row.at * per_row..][..per_row].copy_from_slice(&their_weights[row.source][of]);
-        }
-    }
-    let received: Vec<i32> = came.iter().map(|c| c.rows as i32).collect();
-    set(&parts.received, &received)?;
-    set(&parts.sources, &sources)?;
-    set(&parts.offsets, &arranged.offsets)?;
-    set(&parts.ids, &ids)?;
-    set(&parts.counts, &arranged.counts)?;
-    if let Some(to) = &parts.rows_of {
-        let mut rows_of = vec![-1; to.shape().len()];
-        for row in &arranged.rows {
-            let token = row.source * parts.call.max_tokens + row.position;
-            rows_of[token * k + row.entry.unwrap_or(0)] = row.at as i32;
-        }
-        set(to, &rows_of)?;
-    }
-    match &parts.weights {
-        Some(to) => set(to, &weights),
-        None => Ok(()),
-    }
 }

@@ -11,6 +11,7 @@ use brigade_device::{
     Stream, Turn,
 };
 use brigade_plan::routes::{Chooser, Routes, Slots};
+use std::ops::Range;
 
 /// The arguments, kept for as long as the call is in flight or captured.
 #[derive(Clone)]
@@ -49,9 +50,9 @@ impl Router {
         Self { absent, ..self }
     }
 
-    /// Buffers for what it finds.
-    pub(crate) fn allocate(&self, device: &HostDevice) -> Result<ExpertLayout> {
-        let (tokens, size) = (self.ids.shape().rows(), self.group.size);
+    /// Buffers for what it finds of so many tokens.
+    pub(crate) fn allocate(&self, device: &HostDevice, tokens: usize) -> Result<ExpertLayout> {
+        let size = self.group.size;
         let slots = Slots::new(self.placement, size).total();
         let new = |dtype, dims: &[usize]| device.heap(dtype, dims);
         ExpertLayout::new((tokens, self.k), (size, slots), new)
@@ -59,6 +60,21 @@ impl Router {
 
     /// Finds out.
     pub(crate) fn find(&self) -> Result<Routes> {
+        self.choosing(|ids, chooser| Routes::new(ids, self.k, &chooser))
+    }
+
+    /// The same for every rank, of whose tokens these ids are.
+    pub(crate) fn find_all(&self, runs: &[Range<usize>]) -> Result<Vec<Routes>> {
+        self.choosing(|ids, chooser| {
+            let of = |(rank, run): (usize, &Range<usize>)| {
+                let ids = &ids[run.start * self.k..run.end * self.k];
+                Routes::new(ids, self.k, &Chooser { rank, ..chooser })
+            };
+            runs.iter().enumerate().map(of).collect()
+        })
+    }
+
+    fn choosing<R>(&self, find: impl FnOnce(&[i64], Chooser<'_>) -> R) -> Result<R> {
         let inputs: Vec<&Buffer> = std::iter::once(&self.ids).chain(&self.map).collect();
         reading(&inputs, |inputs| {
             let mut ids: Vec<i64> = match self.ids.dtype() {
@@ -85,20 +101,25 @@ impl Router {
                     }
                 }
             }
-            Ok(Routes::new(&ids, self.k, &chooser))
+            Ok(find(&ids, chooser))
         })
     }
 
     /// The same, and says so in the buffers.
     pub(crate) fn route(&self, to: &ExpertLayout) -> Result<Routes> {
         let routes = self.find()?;
-        set(&to.slots, &routes.slots)?;
-        set(&to.positions, &routes.positions)?;
-        set(&to.sent, &routes.sent)?;
-        set(&to.sent_offsets, &routes.sent_offsets)?;
-        set(&to.rows_per_slot, &routes.rows_per_slot)?;
+        tell(&routes, to)?;
         Ok(routes)
     }
+}
+
+/// Writes down where rows go.
+pub(crate) fn tell(routes: &Routes, to: &ExpertLayout) -> Result<()> {
+    set(&to.slots, &routes.slots)?;
+    set(&to.positions, &routes.positions)?;
+    set(&to.sent, &routes.sent)?;
+    set(&to.sent_offsets, &routes.sent_offsets)?;
+    set(&to.rows_per_slot, &routes.rows_per_slot)
 }
 
 /// Numbers from wherever they lie.
@@ -138,7 +159,7 @@ impl HostDevice {
     ) -> Result<ExpertLayout> {
         let (k, placement) = routing.check()?;
         let router = Router::of(&routing, k, placement, group).without(absent);
-        let layout = router.allocate(self)?;
+        let layout = router.allocate(self, routing.tokens())?;
         let to = layout.clone();
         HostQueue::of(on)?.run(move || router.route(&to).map(drop))?;
         Ok(layout)

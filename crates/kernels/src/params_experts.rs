@@ -45,6 +45,76 @@ parameters! {
         room: u32,
     }
 
+    /// Which rows come, where the experts of all ranks' tokens are known, with a block for each rank.
+    GatheredParams of "brigade_gathered" in "gathered" {
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report.
+        report: u64,
+        /// Where to ask the hook of fault injection: not here.
+        desk: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Device address of the experts of all tokens, i32 or i64.
+        ids: u64,
+        /// Device address of the slots of every expert, if there is a map.
+        map: u64,
+        /// Device address of where those of each rank begin, or of how many there are.
+        lengths: u64,
+        /// Device address of their weights, or 0.
+        weights: u64,
+        /// Device address of where own ids go.
+        own_ids: u64,
+        /// Device address of where own weights go, or 0.
+        own_weights: u64,
+        /// Device address of the part of rank 0, where it is told which rows come.
+        parts: u64,
+        /// From one part to the next.
+        parts_stride: u64,
+        /// Where each section of such a part begins, up to the weights.
+        came: [u64; 5],
+        /// Rows of ids.
+        rows: u64,
+        /// Whether a rank's are behind those of the one before.
+        ragged: u32,
+        /// Tokens of this rank.
+        tokens: u32,
+        /// Most tokens of any rank.
+        max_tokens: u32,
+        /// Experts of a token.
+        k: u32,
+        /// Bytes of an id.
+        id_bytes: u32,
+        /// 0 even, 1 a map, 2 ids are ranks.
+        placement: u32,
+        /// How many experts there are.
+        experts: u32,
+        /// Most slots of an expert.
+        copies: u32,
+        /// Slots of a rank, if there is a map.
+        per_rank: u32,
+        /// This rank.
+        rank: u32,
+        /// Ranks in the group.
+        size: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call.
+        signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+    }
+
     /// Rows become fp8, with a scale for each 128 columns.
     CastParams of "brigade_cast" in "dispatch" {
         /// Device address of the rows.
@@ -135,8 +205,12 @@ parameters! {
         arrangement: u32,
         /// Rows that a slot's begin at a multiple of.
         alignment: u32,
-        /// Whether rows go the same ways again.
-        again: u32,
+        /// Whether it is known which rows come.
+        known: u32,
+        /// Whether all ranks get all rows.
+        gathers: u32,
+        /// Tokens of this rank.
+        tokens: u32,
         /// Sections.
         sections: u32,
         /// Words of a row's scales if they lie by columns, or 0.

@@ -92,6 +92,8 @@ enum Choice {
     Pushed,
     /// Rows pass through queues
     Fifo,
+    /// All ranks get all rows, and keep their own
+    Gather,
     /// Rows are written to their places in a slot; sent and received apart, each expert's packed in its own room
     LowLatency,
 }
@@ -103,6 +105,7 @@ impl Moe {
             Choice::OneSided => Some(Transport::OneSided),
             Choice::Pushed => Some(Transport::Pushed),
             Choice::Fifo => Some(Transport::Fifo),
+            Choice::Gather => Some(Transport::Gather),
         }
     }
 
@@ -468,7 +471,11 @@ impl<'a> Case<'a> {
         let times = measure(rank, &mut variants, common.rounds)?;
         rank.on.sync(PATIENCE)?;
         self.comm.check()?;
-        let rows: usize = peers.iter().map(|&peer| self.rows_between(me, peer)).sum();
+        let to = |&peer: &usize| match self.options.transport {
+            Choice::Gather => self.tokens,
+            _ => self.rows_between(me, peer),
+        };
+        let rows: usize = peers.iter().map(to).sum();
         Ok(Measured {
             plan,
             times,

@@ -132,6 +132,7 @@ fn with_experts(max_tokens: usize) -> [Call; 2] {
         arrangement,
         max_recv: None,
         again: false,
+        gathered: false,
         cast: None,
         choice: None,
     };

@@ -18,6 +18,9 @@ pub fn plan_without(
         return plan(call, topology, table);
     }
     check(absent, call)?;
+    if matches!(call, Call::Dispatch(c) if c.gathered) {
+        return Err(reason::absent_ids(absent));
+    }
     let one_sided = |choice: Option<Transport>, by: &dyn Fn(Option<Transport>) -> Call| match choice
     {
         None | Some(Transport::OneSided) => Ok(by(Some(Transport::OneSided))),

@@ -20,6 +20,7 @@ pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Re
             &Queues::of(topology, &queued_sections(call))?,
         );
     }
+    // Sums of a rank go back as one row each, to be added in the order of ranks: there is nothing else to scatter.
     let have = topology.config.combine_bytes;
     pieces(
         Transport::OneSided,

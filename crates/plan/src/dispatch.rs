@@ -9,21 +9,39 @@ pub(crate) fn plan(
     topology: &Topology,
     table: &Table,
 ) -> Result<Plan, Reason> {
-    let pushed = || records::dispatch(call, topology);
+    let own_only = matches!(call.choice, Some(Transport::Pushed | Transport::Fifo));
+    if call.gathered && own_only {
+        return Err(reason::gathered_ids());
+    }
+    let pushed = || match call.gathered {
+        true => Err(reason::gathered_ids()),
+        false => records::dispatch(call, topology),
+    };
     if let Some(plan) = rows_pushed(call.choice, pushed, topology, table)? {
         return Ok(plan);
     }
     if call.choice == Some(Transport::Fifo) {
         return queued(call.max_tokens, &Queues::of(topology, &sections(call))?);
     }
-    let have = topology.config.dispatch_bytes;
-    pieces(
-        Transport::OneSided,
-        call.max_tokens,
-        topology,
-        ("dispatch_bytes", have),
-        |rows| Sections::dispatch(call, rows).bytes,
-    )
+    let in_pieces = |transport, load| {
+        let have = topology.config.dispatch_bytes;
+        let bytes = |rows| Sections::part(call, load, rows).bytes;
+        let room = ("dispatch_bytes", have);
+        pieces(transport, call.max_tokens, topology, room, bytes)
+    };
+    if call.choice == Some(Transport::Gather) {
+        if Load::of(call) == Load::Whole {
+            in_pieces(Transport::Gather, Load::Ways)?;
+        }
+        return in_pieces(Transport::Gather, Load::Rest);
+    }
+    in_pieces(Transport::OneSided, Load::of(call))
+}
+
+/// Rows of a sender at a time of which no more travels than which they are, through halves of so many bytes; 1 at least.
+pub fn ways_rows(call: &DispatchCall, half_bytes: usize, size: usize) -> usize {
+    let bytes = |rows| Sections::part(call, Load::Ways, rows).bytes;
+    fitting(call.max_tokens, part_bytes(half_bytes, size), bytes).unwrap_or(1)
 }
 
 /// The plan if rows are pushed: because that is forced, or because they are few.
@@ -37,7 +55,7 @@ pub(crate) fn rows_pushed(
         return Err(reason::no_experts());
     }
     match choice {
-        Some(Transport::OneSided | Transport::Fifo) => Ok(None),
+        Some(Transport::OneSided | Transport::Fifo | Transport::Gather) => Ok(None),
         Some(Transport::Pushed) => Ok(Some(pushed()?.plan())),
         None => {
             let few =
@@ -66,9 +84,21 @@ pub(crate) fn pieces(
     bytes: impl Fn(usize) -> usize,
 ) -> Result<Plan, Reason> {
     let size = topology.group.size.max(1);
-    let part = part_bytes(have, size);
-    if bytes(1) > part {
+    let Some(fits) = fitting(rows, part_bytes(have, size), &bytes) else {
         return Err(reason::capacity(field, bytes(1) * size, have));
+    };
+    Ok(Plan::Experts {
+        transport,
+        piece_rows: fits,
+        pieces: rows.div_ceil(fits).max(1),
+        launch: Launch::default(),
+    })
+}
+
+/// As many of `rows` rows as a part of a half holds, if it holds one.
+fn fitting(rows: usize, part: usize, bytes: impl Fn(usize) -> usize) -> Option<usize> {
+    if bytes(1) > part {
+        return None;
     }
     // Bytes grow with rows, so they can be searched.
     let (mut fits, mut too_many) = (1, rows.max(1) + 1);
@@ -79,12 +109,7 @@ pub(crate) fn pieces(
             false => too_many = middle,
         }
     }
-    Ok(Plan::Experts {
-        transport,
-        piece_rows: fits,
-        pieces: rows.div_ceil(fits).max(1),
-        launch: Launch::default(),
-    })
+    Some(fits)
 }
 
 /// What a sender has of a half of so many bytes, that all of `size` share.
@@ -136,21 +161,49 @@ impl Section {
     }
 }
 
-/// Bytes of a row of a dispatch in each section. Rows that go the same ways again bring no tokens, slots and weights.
+/// What of a row travels at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Load {
+    /// All of it.
+    Whole,
+    /// What says which row it is: its token, its slots and their weights.
+    Ways,
+    /// The rest.
+    Rest,
+}
+
+impl Load {
+    /// Rows of which it is known where they go bring no tokens, slots and weights.
+    pub const fn of(call: &DispatchCall) -> Self {
+        if call.again || call.gathered {
+            Self::Rest
+        } else {
+            Self::Whole
+        }
+    }
+}
+
+/// Bytes of a row of a dispatch in each section.
 pub fn sections(call: &DispatchCall) -> Vec<usize> {
+    sections_of(call, Load::of(call))
+}
+
+fn sections_of(call: &DispatchCall, load: Load) -> Vec<usize> {
     let (scale_type, scales) = match call.cast {
         Some(cast) => cast.scales(call.hidden),
         None => (call.dtype, 0),
     };
-    let first = |bytes: usize| if call.again { 0 } else { bytes };
+    let unless = |left_out: Load, bytes: usize| if load == left_out { 0 } else { bytes };
+    let rest = |bytes| unless(Load::Ways, bytes);
+    let ways = |bytes| unless(Load::Rest, bytes);
     let mut each = vec![
-        call.hidden * call.wire_type().bytes(),
-        scales * scale_type.bytes(),
-        first(4),
-        first(4 * call.k),
-        first(if call.weights { 4 * call.k } else { 0 }),
+        rest(call.hidden * call.wire_type().bytes()),
+        rest(scales * scale_type.bytes()),
+        ways(4),
+        ways(4 * call.k),
+        ways(if call.weights { 4 * call.k } else { 0 }),
     ];
-    each.extend(&call.beside_bytes);
+    each.extend(call.beside_bytes.iter().map(|&bytes| rest(bytes)));
     each
 }
 
@@ -160,7 +213,12 @@ impl Sections {
 
     /// For rows of a dispatch.
     pub fn dispatch(call: &DispatchCall, rows: usize) -> Self {
-        Self::new(&sections(call), rows)
+        Self::part(call, Load::of(call), rows)
+    }
+
+    /// For a part of what they are.
+    pub fn part(call: &DispatchCall, load: Load, rows: usize) -> Self {
+        Self::new(&sections_of(call, load), rows)
     }
 
     /// For rows that have so many bytes in each section.
@@ -202,5 +260,71 @@ impl Sections {
     /// Bytes of a row in a section.
     pub fn row_bytes(&self, section: Section) -> usize {
         self.sections[section.index()].0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Engines;
+    use brigade_device::{
+        Arrangement, CommConfig, DataType, Group, ParallelMode, PlacementCall, Transport,
+    };
+
+    fn planned(call: &DispatchCall, dispatch_bytes: usize) -> Result<(usize, usize), String> {
+        let topology = Topology {
+            group: Group {
+                mode: ParallelMode::Ep,
+                rank: 0,
+                size: 2,
+            },
+            config: CommConfig {
+                dispatch_bytes,
+                ..CommConfig::new(ParallelMode::Ep)
+            },
+            engines: Engines::host(),
+        };
+        match plan(call, &topology, &Table::host()) {
+            Ok(Plan::Experts {
+                transport,
+                piece_rows,
+                pieces,
+                ..
+            }) => {
+                assert_eq!(transport, Transport::Gather);
+                Ok((piece_rows, pieces))
+            }
+            Ok(other) => panic!("{other}"),
+            Err(reason) => Err(reason.code.to_string()),
+        }
+    }
+
+    #[test]
+    fn what_gathers_goes_in_pieces_of_its_own() {
+        // 16 bytes a row, and 4 + 2 * 128 that say which it is.
+        let call = DispatchCall {
+            max_tokens: 100,
+            hidden: 8,
+            dtype: DataType::BF16,
+            beside_bytes: [].into_iter().collect(),
+            k: 32,
+            weights: true,
+            placement: PlacementCall::Ranks,
+            arrangement: Arrangement::Dense,
+            max_recv: None,
+            again: false,
+            gathered: false,
+            cast: None,
+            choice: Some(Transport::Gather),
+        };
+        assert_eq!(planned(&call, 2 * 1024), Ok((60, 2)));
+        assert_eq!(ways_rows(&call, 2 * 1024, 2), 3);
+        // Where the ways are known, only rows have to fit.
+        assert_eq!(planned(&call, 2 * 128), Err(reason::CAPACITY.into()));
+        let (mut again, mut gathered) = (call.clone(), call);
+        (again.again, gathered.gathered) = (true, true);
+        for known in [again, gathered] {
+            assert_eq!(planned(&known, 2 * 128), Ok((4, 25)));
+        }
     }
 }

@@ -3,7 +3,7 @@
 use crate::{
     Engines, Table, Topology,
     combine::{Returning, queued_sections},
-    dispatch::{Sections, sections},
+    dispatch::{Load, Sections, sections},
     fifo::Queues,
     low_latency::{BackRow, Section, There, back_bytes},
     plan, reason, records,
@@ -76,6 +76,7 @@ const PUSHED: &str = "all_reduce_bytes";
 ///     arrangement: Arrangement::ByExpert { alignment: 1 },
 ///     max_recv: None,
 ///     again: false,
+///     gathered: false,
 ///     cast: None,
 ///     choice: None,
 /// };
@@ -111,8 +112,15 @@ pub fn need(call: &Call, size: usize) -> Result<Need, Reason> {
         Call::Dispatch(c) => match c.choice {
             Some(Transport::Pushed) => pushed()?,
             Some(Transport::Fifo) => queued(&sections(c)),
-            _ => {
-                let bytes = |rows| parts(Sections::dispatch(c, rows).bytes);
+            choice => {
+                let loads: &[Load] = match (choice, Load::of(c)) {
+                    (Some(Transport::Gather), Load::Whole) => &[Load::Ways, Load::Rest],
+                    (Some(Transport::Gather), _) => &[Load::Rest],
+                    (_, Load::Rest) => &[Load::Rest],
+                    (_, _) => &[Load::Whole],
+                };
+                let of_load = |load: &Load, rows| parts(Sections::part(c, *load, rows).bytes);
+                let bytes = |rows| loads.iter().map(|l| of_load(l, rows)).max().unwrap_or(0);
                 of(DISPATCH, 2, bytes(c.max_tokens.max(1)), bytes(1))
             }
         },
@@ -176,7 +184,13 @@ pub fn given_bytes(call: &Call, group: &Group, tokens: usize) -> brigade_device:
                 slots(c.placement).of(group.rank),
             );
             let layout = ExpertLayout::new((tokens, c.k), (group.size, all), imagined)?;
-            let expected = Expected::new(c, (group.size, own.len()), (layout, None), imagined)?;
+            // Of the weights of all ranks, those of own tokens.
+            let weights = match c.gathered && c.weights {
+                true => Some(imagined(DataType::F32, &[tokens, c.k])?),
+                false => None,
+            };
+            let of = (layout, weights);
+            let expected = Expected::new(c, (group.size, own.len()), of, imagined)?;
             let ways = Ways::New(Box::new(expected));
             let room = ways
                 .room(c, group.size)

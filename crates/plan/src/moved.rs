@@ -5,7 +5,7 @@
 //! `chunk_bytes[c]` is the size of chunk `c` (in the twin, of the part that becomes rank `c`'s).
 
 use crate::{
-    dispatch::Sections,
+    dispatch::{Load, Sections},
     low_latency::{BackRow, Section, There},
     pushed::{Granules, Packets, RowShares},
     ring, rows,
@@ -131,10 +131,23 @@ pub fn broadcast(rank: usize, root: usize, bytes: usize) -> u64 {
 }
 
 /// Dispatch, by either transport and in any pieces: each row that goes to a peer, with all that belongs to it. That is its scales, its
-/// token, a slot and a weight for each of the token's experts, and what is beside it; the same ways again, only the row, its scales
-/// and what is beside it. `rows_to[r]` go to rank `r`. What pads or marks them on the way does not count.
+/// token, a slot and a weight for each of the token's experts, and what is beside it; the same ways again, or where every rank has the
+/// experts of all tokens, only the row, its scales and what is beside it. `rows_to[r]` go to rank `r`. What pads or marks them on the way
+/// does not count.
 pub fn dispatch(rank: usize, rows_to: &[usize], call: &DispatchCall) -> u64 {
     pull_gather(rank, rows_to) * Sections::dispatch(call, 1).all_bytes() as u64
+}
+
+/// A dispatch that gathers, in any pieces: own `tokens` to every peer, each with its scales and what is beside it; and of each row that is
+/// for a peer its token, a slot and a weight for each of the token's experts, unless that is known there.
+pub fn gather_dispatch(rank: usize, rows_to: &[usize], tokens: usize, call: &DispatchCall) -> u64 {
+    let bytes = |load| Sections::part(call, load, 1).all_bytes() as u64;
+    let ways = match Load::of(call) {
+        Load::Rest => 0,
+        Load::Whole | Load::Ways => pull_gather(rank, rows_to) * bytes(Load::Ways),
+    };
+    let peers = rows_to.len() as u64 - 1;
+    ways + peers * tokens as u64 * bytes(Load::Rest)
 }
 
 /// Combine, by either transport and in any pieces: each row that goes back to a peer, and a weight with it for each expert that it may
@@ -178,6 +191,7 @@ mod tests {
             arrangement: Arrangement::Dense,
             max_recv: None,
             again: false,
+            gathered: false,
             cast: None,
             choice: None,
         };
@@ -185,11 +199,17 @@ mod tests {
         let of = |call: &DispatchCall| dispatch(0, &rows, call);
         assert_eq!(of(&call), 3 * (288 + 4 + 20 + 20 + 7));
         assert_eq!(dispatch(0, &rows[..1], &call), 0);
+        assert_eq!(
+            gather_dispatch(0, &rows, 8, &call),
+            3 * (4 + 20 + 20) + 2 * 8 * (288 + 7)
+        );
         let again = DispatchCall {
             again: true,
             ..call.clone()
         };
         assert_eq!(of(&again), 3 * (288 + 7));
+        assert_eq!(gather_dispatch(0, &rows, 8, &again), 2 * 8 * (288 + 7));
+        assert_eq!(gather_dispatch(0, &rows[..1], 8, &again), 0);
         let cast = DispatchCall {
             cast: Some(Fp8Cast {
                 format: ScaleFormat::F32,

@@ -43,6 +43,8 @@ pub const DTYPE: &str = "dtype";
 pub const SCRATCH: &str = "scratch";
 /// Row counts that do not go with the group.
 pub const ROWS: &str = "rows";
+/// A transport that has no use for the experts of all ranks' tokens.
+pub const GATHERED_IDS: &str = "gathered-ids";
 /// No rank of the group.
 pub const ROOT: &str = "root";
 /// An operation that needs all ranks, in a group that goes on without some; or a graph from before.
@@ -231,6 +233,14 @@ pub(crate) fn rows_pushed(field: &str, got: usize, most: usize) -> Reason {
     )
 }
 
+pub(crate) fn gathered_ids() -> Reason {
+    Reason::new(
+        GATHERED_IDS,
+        "rows that are pushed or queued bring their experts with them",
+        "take one-sided or gather, or leave the transport to the plan",
+    )
+}
+
 pub(crate) fn rows_uncounted() -> Reason {
     Reason::new(
         ROWS,
@@ -328,6 +338,14 @@ pub fn absent_since(absent: Absent) -> Reason {
         ABSENT_RANKS,
         format!("the graph was captured before the group went on without {absent}"),
         "capture it again",
+    )
+}
+
+pub(crate) fn absent_ids(absent: Absent) -> Reason {
+    Reason::new(
+        ABSENT_RANKS,
+        format!("experts of all ranks' tokens are not known where {absent} are absent"),
+        "dispatch by the experts of own tokens",
     )
 }
 

@@ -311,6 +311,7 @@ mod tests {
             arrangement: Arrangement::BySource,
             max_recv: None,
             again: false,
+            gathered: false,
             cast: None,
             choice: None,
         }

@@ -26,6 +26,7 @@ fn dispatch(max_tokens: usize, choice: Option<Transport>) -> DispatchCall {
         arrangement: Arrangement::BySource,
         max_recv: None,
         again: false,
+        gathered: false,
         cast: None,
         choice,
     }
@@ -69,7 +70,12 @@ fn low_latency(max_tokens: usize) -> [Call; 2] {
     ]
 }
 
-const CHOICES: [Transport; 3] = [Transport::OneSided, Transport::Pushed, Transport::Fifo];
+const CHOICES: [Transport; 4] = [
+    Transport::OneSided,
+    Transport::Pushed,
+    Transport::Fifo,
+    Transport::Gather,
+];
 
 fn calls(max_tokens: usize) -> Vec<(String, Call)> {
     let mut calls = Vec::new();
@@ -209,8 +215,8 @@ fn what_goes_on_without_some_ranks() {
             writeln!(text, "{what:<20} {who:<12} {planned}").unwrap();
         }
     }
-    assert_eq!(calls[6].1, there);
-    assert_eq!(calls[7].1, back);
+    assert_eq!(calls[8].1, there);
+    assert_eq!(calls[9].1, back);
     insta::assert_snapshot!(text);
 }
 

@@ -84,7 +84,7 @@ impl Back {
                 weights: Some(weights.view()),
                 biases: &views,
                 output: Output::Into(d.view_mut()),
-                choice: case.by[1],
+                choice: case.by.back,
             })
             .unwrap();
         let (exact, wide) = case.combined(me, (self.sum, self.dtype, self.hidden), &biases);

@@ -16,6 +16,35 @@ pub enum Where {
     Ranks,
 }
 
+/// Whose experts a rank gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ids {
+    /// Those of its tokens.
+    Own,
+    /// Those of all ranks' tokens, one rank's behind the other's.
+    Ragged,
+    /// The same, with room for as many of each.
+    Padded,
+}
+
+/// How rows travel there and back, and how it is known where they go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct By {
+    pub there: Option<Transport>,
+    pub back: Option<Transport>,
+    pub ids: Ids,
+}
+
+impl By {
+    pub const fn of(there: Transport, back: Transport) -> Self {
+        Self {
+            there: Some(there),
+            back: Some(back),
+            ids: Ids::Own,
+        }
+    }
+}
+
 /// What all ranks dispatch.
 #[derive(Clone, Debug)]
 pub struct Case {
@@ -30,8 +59,7 @@ pub struct Case {
     pub room: Option<usize>,
     pub places: Where,
     pub cast: Option<Fp8Cast>,
-    /// Forced transports, there and back.
-    pub by: [Option<Transport>; 2],
+    pub by: By,
     /// Ids are i64.
     pub wide: bool,
     /// Experts of every rank's tokens.
@@ -72,7 +100,11 @@ impl Case {
             room: None,
             places: Where::Even,
             cast: None,
-            by: [None; 2],
+            by: By {
+                there: None,
+                back: None,
+                ids: Ids::Own,
+            },
             wide: rng.random(),
             ids: vec![],
             rows: vec![],
@@ -85,11 +117,11 @@ impl Case {
         case.with_tokens(rng, &tokens)
     }
 
-    /// The same by these transports, there and back. What is pushed has room for a known number of rows.
-    pub fn by(mut self, transports: [Option<Transport>; 2]) -> Self {
-        self.by = transports;
+    /// The same by these transports. What is pushed has room for a known number of rows.
+    pub fn by(mut self, by: By) -> Self {
+        self.by = by;
         let counted = self.arrangement == Arrangement::BySource;
-        if transports[0] == Some(Transport::Pushed) && !counted {
+        if by.there == Some(Transport::Pushed) && !counted {
             let most = (0..self.size).map(|rank| self.capacity(rank)).max();
             self.room = most;
         }

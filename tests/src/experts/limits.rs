@@ -1,8 +1,7 @@
 //! Room that is too small, graphs, and arguments that are wrong.
 
 use super::{
-    By,
-    case::{Case, rounded},
+    case::{By, Case, rounded},
     config,
     own::{Own, check},
 };
@@ -13,7 +12,7 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, Buffer, Call, CombineParams, CombineSum, CommConfig, DataType, FaultKind, Fp8Cast,
-    Output, Route, ScaleFormat,
+    Output, Route, ScaleFormat, Transport,
 };
 use brigade_plan::experts;
 use std::time::Duration;
@@ -28,7 +27,7 @@ pub fn memory(world: &World) {
     let cases = super::ARRANGEMENTS.map(|(_, arrangement)| {
         let mut case = Case::random(&mut rng, world.size, (40, 512, 3, 2 * world.size));
         case.arrangement = arrangement;
-        case.by = [super::ONE_SIDED; 2];
+        case.by = By::of(Transport::OneSided, Transport::OneSided);
         if arrangement != Arrangement::BySource {
             case.room = Some(40 * 3 * world.size + 16 * 4);
         }
@@ -124,7 +123,7 @@ pub fn captured(world: &World, by: By) {
                 weights: None,
                 biases: &[],
                 output: Output::Allocate(DataType::BF16),
-                choice: by[1],
+                choice: by.back,
             })?;
             (got, combined) = (Some(there), back.d);
             Ok(())
@@ -132,12 +131,17 @@ pub fn captured(world: &World, by: By) {
         let (graph, got, combined) = (graph.unwrap(), got.unwrap(), combined.unwrap());
         for case in &cases {
             let new = Own::of(rank, case);
-            for (to, from) in [
+            let mut changed = vec![
                 (&mut own.rows, &new.rows),
                 (&mut own.ids, &new.ids),
                 (own.weights.as_mut().unwrap(), new.weights.as_ref().unwrap()),
                 (&mut own.beside, &new.beside),
-            ] {
+            ];
+            if let (Some(to), Some(from)) = (&mut own.all, &new.all) {
+                let weights = (to.weights.as_mut().unwrap(), from.weights.as_ref().unwrap());
+                changed.extend([(&mut to.ids, &from.ids), weights]);
+            }
+            for (to, from) in changed {
                 rank.device
                     .copy(&rank.stream, to.view_mut(), from.view())
                     .unwrap();

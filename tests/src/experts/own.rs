@@ -1,10 +1,10 @@
 //! A rank's arguments, and what must come of them.
 
-use super::case::{Case, Where};
+use super::case::{Case, Ids, Where};
 use crate::{backend::Rank, check::assert_bits};
 use brigade_device::{
-    Arrangement, Buffer, DataType, DispatchParams, Dispatched, Lease, Placement, Result, Route,
-    Routing,
+    Arrangement, Buffer, DataType, DispatchParams, Dispatched, GatheredRouting, Lease, Lengths,
+    Placement, Result, Route, Routing,
 };
 
 /// A rank's arguments, in its memory.
@@ -14,26 +14,79 @@ pub struct Own {
     pub weights: Option<Buffer>,
     pub beside: Buffer,
     map: Option<Buffer>,
+    /// What it knows of all ranks' tokens.
+    pub all: Option<All>,
+}
+
+/// Experts of all ranks' tokens, how many of whom they are, and their weights.
+pub struct All {
+    pub ids: Buffer,
+    pub lengths: Buffer,
+    pub weights: Option<Buffer>,
+}
+
+impl All {
+    /// What pads them, or is behind them, names experts as well.
+    fn of(rank: &Rank, case: &Case) -> Option<Self> {
+        const BEHIND: usize = 5;
+        let (size, k) = (case.size, case.k);
+        let counts = (0..size).map(|r| case.tokens(r) as i32);
+        let (room, dims, lengths): (_, Vec<usize>, Vec<i32>) = match case.by.ids {
+            Ids::Own => return None,
+            Ids::Padded => (
+                vec![case.max_tokens; size],
+                vec![size, case.max_tokens, k],
+                counts.collect(),
+            ),
+            Ids::Ragged => {
+                let mut room: Vec<usize> = (0..size).map(|r| case.tokens(r)).collect();
+                room[size - 1] += BEHIND;
+                let dims = vec![room.iter().sum(), k];
+                let sums = counts.scan(0, |sum, n| {
+                    *sum += n;
+                    Some(*sum)
+                });
+                (room, dims, std::iter::once(0).chain(sums).collect())
+            }
+        };
+        let (mut ids, mut weights) = (vec![], vec![]);
+        for (r, &room) in room.iter().enumerate() {
+            ids.extend(&case.ids[r]);
+            weights.extend(case.weights.iter().flat_map(|all| &all[r]));
+            let behind = (room - case.tokens(r)) * k;
+            ids.extend((0..behind).map(|i| i as i64 % 3));
+            weights.extend(case.weights.iter().flat_map(|_| vec![f32::NAN; behind]));
+        }
+        let (dtype, ids) = id_bytes(case, &ids);
+        let weights = bytemuck::cast_slice(&weights);
+        let weights_of = |_| rank.upload_bytes(DataType::F32, &dims, weights);
+        Some(Self {
+            ids: rank.upload_bytes(dtype, &dims, &ids),
+            weights: case.weights.as_ref().map(weights_of),
+            lengths: rank.upload_bytes(
+                DataType::I32,
+                &[lengths.len()],
+                bytemuck::cast_slice(&lengths),
+            ),
+        })
+    }
+}
+
+fn id_bytes(case: &Case, ids: &[i64]) -> (DataType, Vec<u8>) {
+    match case.wide {
+        true => (DataType::I64, bytemuck::cast_slice(ids).to_vec()),
+        false => {
+            let narrow = ids.iter().flat_map(|&id| (id as i32).to_ne_bytes());
+            (DataType::I32, narrow.collect())
+        }
+    }
 }
 
 impl Own {
     pub fn of(rank: &Rank, case: &Case) -> Self {
         let me = rank.rank;
         let tokens = case.tokens(me);
-        let ids = &case.ids[me];
-        let (id_type, bytes): (_, Vec<u8>) = if case.wide {
-            (
-                DataType::I64,
-                ids.iter().flat_map(|id| id.to_ne_bytes()).collect(),
-            )
-        } else {
-            (
-                DataType::I32,
-                ids.iter()
-                    .flat_map(|&id| (id as i32).to_ne_bytes())
-                    .collect(),
-            )
-        };
+        let (id_type, bytes) = id_bytes(case, &case.ids[me]);
         let bytes_of = |values: &[f32]| bytemuck::cast_slice::<_, u8>(values).to_vec();
         Self {
             rows: rank.upload_bytes(case.dtype, &[tokens, case.hidden], &case.rows[me]),
@@ -50,6 +103,7 @@ impl Own {
                 }
                 _ => None,
             },
+            all: All::of(rank, case),
         }
     }
 
@@ -70,9 +124,27 @@ impl Own {
     }
 
     pub fn dispatch(&self, lease: &mut Lease<'_>, case: &Case) -> Result<Dispatched> {
-        let weights = self.weights.as_ref().map(Buffer::view);
         let routing = self.routing(case);
-        self.dispatch_by(lease, case, Route::Experts { routing, weights })
+        let route = match &self.all {
+            None => Route::Experts {
+                routing,
+                weights: self.weights.as_ref().map(Buffer::view),
+            },
+            Some(all) => Route::Gathered(GatheredRouting {
+                ids: all.ids.view(),
+                lengths: match case.by.ids {
+                    Ids::Padded => Lengths::Padded {
+                        counts: all.lengths.view(),
+                    },
+                    _ => Lengths::Ragged {
+                        offsets: all.lengths.view(),
+                    },
+                },
+                weights: all.weights.as_ref().map(Buffer::view),
+                placement: routing.placement,
+            }),
+        };
+        self.dispatch_by(lease, case, route)
     }
 
     pub fn dispatch_by(
@@ -89,7 +161,7 @@ impl Own {
             max_tokens: case.max_tokens,
             max_recv: case.room,
             cast: case.cast,
-            choice: case.by[0],
+            choice: case.by.there,
         })
     }
 }

@@ -10,7 +10,8 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, Buffer, CombineParams, CombineSum, DataType, DispatchParams, Dispatched,
-    ExpertLayout, Fp8Cast, Output, Placement, Route, Routing, ScaleFormat, Transport,
+    ExpertLayout, Fp8Cast, GatheredRouting, Lengths, Output, Placement, Route, Routing,
+    ScaleFormat, Transport,
 };
 use brigade_plan::Engines;
 
@@ -143,6 +144,21 @@ impl Own {
     }
 }
 
+/// Experts of all ranks' tokens, how many there are of each, and their weights: every rank has room for as many.
+fn gathered(rank: &Rank, own: &Own) -> [Buffer; 3] {
+    let all = |of: &Buffer| -> Vec<u8> {
+        let mut parts = rank.share(&rank.raw(of.view()));
+        let room = MOST_TOKENS * K * of.dtype().bytes();
+        parts.iter_mut().for_each(|part| part.resize(room, 0));
+        parts.concat()
+    };
+    let counts: Vec<i32> = (0..rank.size).map(|r| tokens(r) as i32).collect();
+    let counts = rank.upload_bytes(DataType::I32, &[rank.size], bytemuck::cast_slice(&counts));
+    let dims = [rank.size, MOST_TOKENS, K];
+    let upload = |of: &Buffer| rank.upload_bytes(of.dtype(), &dims, &all(of));
+    [upload(&own.ids), counts, upload(&own.weights)]
+}
+
 fn laid_out(rank: &Rank, layout: &ExpertLayout) -> Vec<u8> {
     layout
         .buffers()
@@ -203,28 +219,44 @@ fn dispatch(
     (arrangement, dtype, cast): (Arrangement, DataType, Option<Fp8Cast>),
 ) -> Results {
     let own = Own::new(rank, &mut inputs, dtype, Placed::Even);
-    transports(engines)
+    let [ids, counts, weights] = gathered(rank, &own);
+    let known = Route::Gathered(GatheredRouting {
+        ids: ids.view(),
+        lengths: Lengths::Padded {
+            counts: counts.view(),
+        },
+        weights: Some(weights.view()),
+        placement: own.routing(Placed::Even).placement,
+    });
+    let by = transports(engines)
         .into_iter()
-        .map(|(name, choice)| {
-            let beside = [own.beside.view()];
-            let params = || DispatchParams {
-                beside: &beside,
-                ..own.params(rank, arrangement, cast, choice)
-            };
-            let mut lease = rank.lease();
-            let first = lease.dispatch(params()).unwrap();
-            let again = lease
-                .dispatch(DispatchParams {
-                    route: Route::Again(&first.handle),
-                    ..params()
-                })
-                .unwrap();
-            drop(lease);
-            let first = left(rank, &first);
-            assert!(first == left(rank, &again), "the same ways: {name}");
-            (name.into(), first)
-        })
-        .collect()
+        .map(|(name, choice)| (name, choice, None));
+    by.chain([
+        ("one_sided, known", Transport::OneSided, Some(known)),
+        ("gather, known", Transport::Gather, Some(known)),
+    ])
+    .map(|(name, choice, route)| {
+        let beside = [own.beside.view()];
+        let params = || DispatchParams {
+            beside: &beside,
+            ..own.params(rank, arrangement, cast, choice)
+        };
+        let mut lease = rank.lease();
+        let mut ways = params();
+        ways.route = route.unwrap_or(ways.route);
+        let first = lease.dispatch(ways).unwrap();
+        let again = lease
+            .dispatch(DispatchParams {
+                route: Route::Again(&first.handle),
+                ..params()
+            })
+            .unwrap();
+        drop(lease);
+        let first = left(rank, &first);
+        assert!(first == left(rank, &again), "the same ways: {name}");
+        (name.into(), first)
+    })
+    .collect()
 }
 
 fn combine(

@@ -77,7 +77,8 @@ impl Kind {
         let mut rng = StdRng::seed_from_u64(self.seed.wrapping_add(day.into()));
         let mut case = Case::random(&mut rng, size, (self.tokens, self.hidden, K, EXPERTS));
         (case.dtype, case.arrangement, case.wide) = (DataType::F32, self.arrangement, false);
-        case.by = [Some(self.there), self.back.map(|(_, by)| by)];
+        case.by.there = Some(self.there);
+        case.by.back = self.back.map(|(_, by)| by);
         case.room = self.room(size);
         case = case.with_tokens(&mut rng, &vec![self.tokens; size]);
         let some = rng.random_range(0..size);

@@ -1,11 +1,12 @@
-//! Rows to their experts and back: by both transports, in pieces too, what moves is each row for a peer with what belongs to it.
+//! Rows to their experts and back: by all transports but queues, in pieces too, what moves is each row for a peer with what belongs to it;
+//! or every row to every peer, and what says whose it is to those who keep it.
 
 use super::assert_moved;
 use crate::{
     backend::Rank,
     experts::{
         self,
-        case::{Came, Case},
+        case::{By, Came, Case, Ids},
         own::Own,
         transports,
     },
@@ -49,7 +50,7 @@ fn combined(
     case: &Case,
     handle: &Handle,
     (sum, weights): (CombineSum, bool),
-    choice: Transport,
+    choice: Option<Transport>,
 ) {
     let rows = rank.poisoned(BACK, handle.shape(case.hidden).unwrap().dims());
     let back = rank.poisoned(DataType::F32, handle.parts().ids.shape().dims());
@@ -62,7 +63,7 @@ fn combined(
         arrangement: case.arrangement,
         sum,
         weights,
-        choice: Some(choice),
+        choice,
     };
     let want = moved::combine(rank.rank, &returned(case, rank.rank, sum), &call);
     assert_moved(rank, want, &format!("{call:?}"), || {
@@ -74,17 +75,26 @@ fn combined(
                 weights: weights.then(|| back.view()),
                 biases: &[],
                 output: Output::Allocate(DataType::F32),
-                choice: Some(choice),
+                choice,
             })
             .map(drop)
             .unwrap();
     });
 }
 
-fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
-    let case = case.clone().by([Some(choice); 2]);
+/// Bytes that a rank moves.
+fn dispatched(case: &Case, me: usize, call: &DispatchCall) -> u64 {
+    match call.choice {
+        Some(Transport::Gather) => {
+            moved::gather_dispatch(me, &sent(case, me), case.tokens(me), call)
+        }
+        _ => moved::dispatch(me, &sent(case, me), call),
+    }
+}
+
+fn round_trip(rank: &Rank, case: &Case, by: By) {
+    let case = case.clone().by(by);
     let own = Own::of(rank, &case);
-    let sent = sent(&case, rank.rank);
     let mut call = DispatchCall {
         max_tokens: case.max_tokens,
         hidden: case.hidden,
@@ -98,18 +108,19 @@ fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
         arrangement: case.arrangement,
         max_recv: case.room,
         again: false,
+        gathered: by.ids != Ids::Own,
         cast: case.cast,
-        choice: Some(choice),
+        choice: by.there,
     };
     let mut there = None;
-    let want = moved::dispatch(rank.rank, &sent, &call);
+    let want = dispatched(&case, rank.rank, &call);
     assert_moved(rank, want, &format!("{call:?}"), || {
         there = Some(own.dispatch(&mut rank.lease(), &case).unwrap());
     });
     let handle = there.unwrap().handle;
     assert_eq!(handle.call(), &call, "what was dispatched");
-    call.again = true;
-    let want = moved::dispatch(rank.rank, &sent, &call);
+    (call.again, call.gathered) = (true, false);
+    let want = dispatched(&case, rank.rank, &call);
     assert_moved(rank, want, &format!("{call:?}"), || {
         let again = own.dispatch_by(&mut rank.lease(), &case, Route::Again(&handle));
         drop(again.unwrap());
@@ -121,8 +132,26 @@ fn round_trip(rank: &Rank, case: &Case, choice: Transport) {
     };
     for &sum in sums {
         for weights in [false, true] {
-            combined(rank, &case, &handle, (sum, weights), choice);
+            combined(rank, &case, &handle, (sum, weights), by.back);
         }
+    }
+}
+
+/// Where every rank has the experts of all tokens, nobody sends them.
+fn known(rank: &Rank, case: &Case) {
+    for (there, ids) in [
+        (Transport::OneSided, Ids::Ragged),
+        (Transport::Gather, Ids::Padded),
+    ] {
+        let back = Transport::OneSided;
+        round_trip(
+            rank,
+            case,
+            By {
+                ids,
+                ..By::of(there, back)
+            },
+        );
     }
 }
 
@@ -161,8 +190,9 @@ pub(super) fn whole(world: &World) {
     world.run(&experts::config(), move |rank| {
         for case in &cases {
             for &(_, choice) in &transports {
-                round_trip(rank, case, choice);
+                round_trip(rank, case, By::of(choice, choice));
             }
+            known(rank, case);
         }
     });
 }
@@ -177,7 +207,10 @@ pub(super) fn pieces(world: &World) {
     };
     world.run(&config, move |rank| {
         for case in &cases {
-            round_trip(rank, case, Transport::OneSided);
+            for choice in [Transport::OneSided, Transport::Gather] {
+                round_trip(rank, case, By::of(choice, choice));
+            }
+            known(rank, case);
         }
     });
 }

@@ -4,7 +4,7 @@ use super::{Arguments, Came, ENTRY_THREADS, Parameters, row_blocks, row_threads,
 use crate::{Launch, job::Job, memory::Pinned};
 use brigade_device::{Arrangement, Buffer, DispatchOutputs, Error, Result, Storage};
 use brigade_plan::{
-    dispatch::{Section, Sections},
+    dispatch::{Load, Section, Sections},
     routes::Slots,
 };
 use std::time::Duration;
@@ -12,9 +12,12 @@ use std::time::Duration;
 impl Job<'_> {
     /// What kernels are told of rows that have come.
     fn received(&self, a: &Arguments, came: Came) -> Parameters {
-        let sections = Sections::dispatch(&a.call, came.rows);
+        let sections = Sections::part(&a.call, came.load, came.rows);
         let mut parameters = self.dispatching(a, &sections, None);
         (parameters.parts, parameters.parts_stride) = (came.parts, came.stride as u64);
+        (parameters.first_row, parameters.piece_rows) = (came.first as u32, came.rows as u32);
+        parameters.gathers = u32::from(came.gathers);
+        parameters.known = u32::from(came.load == Load::Rest);
         parameters.came = parameters.section;
         let slots = Slots::new(a.call.placement, a.group.size).of(a.group.rank);
         parameters.own_slots = slots.len() as u32;
@@ -24,7 +27,8 @@ impl Job<'_> {
         parameters
     }
 
-    /// Counts what has come, and says where it goes; or, with an address for it, how much room that takes.
+    /// Counts what has come, and says where it goes; or, with an address for it, how much room that takes. Of rows that are known, whether
+    /// as many come.
     pub(super) fn count_and_say(
         &mut self,
         a: &Arguments,
@@ -37,7 +41,7 @@ impl Job<'_> {
         (parameters.capacity, parameters.room) =
             (u32::try_from(capacity).unwrap_or(u32::MAX), room);
         let kernels = &self.core.device.opened.kernels.dispatches;
-        if parameters.own_slots > 0 && !a.call.again {
+        if parameters.own_slots > 0 && came.load != Load::Rest {
             let shape = Launch::grid(parameters.own_slots, ENTRY_THREADS);
             // SAFETY: what has come lies in the group's memory or in a buffer of the call, and counts go into one.
             unsafe { kernels.count.launch(self.stream, shape, parameters) }.map_err(Error::from)?;
@@ -96,7 +100,7 @@ impl Job<'_> {
         parameters.scale_words = a.scale_words();
         let core = self.core;
         let kernels = &core.device.opened.kernels;
-        if !a.call.again {
+        if came.load != Load::Rest {
             let shape = match a.call.arrangement {
                 Arrangement::ByExpert { .. } => {
                     Launch::grid(parameters.own_slots.max(1), ENTRY_THREADS)
@@ -112,7 +116,10 @@ impl Job<'_> {
             }
             .map_err(Error::from)?;
         }
-        let row_bytes = Sections::dispatch(&a.call, 1).row_bytes(Section::Row);
+        if came.load == Load::Ways {
+            return Ok(());
+        }
+        let row_bytes = Sections::part(&a.call, came.load, 1).row_bytes(Section::Row);
         parameters.row_threads = row_threads(&core.device, capacity, row_bytes);
         let shape = row_blocks(self, capacity, parameters.row_threads);
         // SAFETY: as above.

@@ -1,15 +1,11 @@
 //! What only a device that works later can get wrong: lifetimes of what is in flight, bounds of waits, graphs beside eager
-//! work, and what comes from elsewhere. On a host without a GPU, opening says what is missing.
-//! With BRIGADE_TEST_DEVICE=cuda a GPU must be there.
-#![allow(clippy::unwrap_used, reason = "tests panic on what is not as promised")]
+//! work, and what comes from elsewhere.
 
-mod common;
-
+use crate::common::{AMPLE, all, bytes, code, dawdle, device, field, floats, layer};
 use brigade_device::{
     Activation, Allocate, Buffer, DataType, Device, DeviceExt, Error, GemmParams, Linear,
     MemoryType, Output, Queues,
 };
-use common::{AMPLE, all, bytes, code, dawdle, device, field, floats, layer};
 use cudarc::driver::{CudaContext, result, sys};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},

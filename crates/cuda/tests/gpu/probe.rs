@@ -1,14 +1,16 @@
 //! On a host with a GPU: the list, the fill and the bounded wait are right. On any other: the explanation is.
-//! With BRIGADE_TEST_DEVICE=cuda a GPU must be there.
 
+use crate::common::ALONE;
 use brigade_cuda::{Missing, Probe, WaitCase, devices};
 use brigade_device::{DataType, Error, FaultKind};
+use parking_lot::MutexGuard;
 use std::time::{Duration, Instant};
 
-/// The first GPU; `None`, after checking the explanation, where there is none to use.
-fn probe() -> Option<Probe> {
+/// The first GPU, and the right to use it; `None`, after checking the explanation, where there is none to use.
+fn probe() -> Option<(Probe, MutexGuard<'static, ()>)> {
+    let alone = ALONE.lock();
     match Probe::open(0) {
-        Ok(probe) => Some(probe),
+        Ok(probe) => Some((probe, alone)),
         Err(missing) => {
             check_explanation(&missing);
             None
@@ -59,16 +61,16 @@ fn devices_are_listed_or_the_lack_is_explained() {
 
 #[test]
 fn a_gpu_that_is_not_there_is_named() {
-    if probe().is_none() {
-        return;
-    }
+    let Some((_, _alone)) = probe() else { return };
     let refused = Probe::open(1000).expect_err("no thousand GPUs");
     assert!(matches!(refused, Missing::Ordinal { ordinal: 1000, .. }));
 }
 
 #[test]
 fn fill_poisons_the_range_and_nothing_else() {
-    let Some(probe) = probe() else { return };
+    let Some((probe, _alone)) = probe() else {
+        return;
+    };
     let (before, bytes) = (0x11, 70_000);
     for dtype in [
         DataType::F32,
@@ -102,7 +104,9 @@ fn fill_poisons_the_range_and_nothing_else() {
 
 #[test]
 fn fill_takes_an_address_of_any_alignment() {
-    let Some(probe) = probe() else { return };
+    let Some((probe, _alone)) = probe() else {
+        return;
+    };
     for start in 0..33 {
         for bytes in [0, 1, 7, 31, 32, 33, 100] {
             let got = probe
@@ -140,7 +144,9 @@ fn case(posted: Option<(u64, Duration)>) -> WaitCase {
 
 #[test]
 fn a_wait_ends_when_its_flag_comes() {
-    let Some(probe) = probe() else { return };
+    let Some((probe, _alone)) = probe() else {
+        return;
+    };
     let sight = probe
         .wait(case(Some((flag(7), Duration::from_millis(2)))))
         .expect("runs");
@@ -152,7 +158,9 @@ fn a_wait_ends_when_its_flag_comes() {
 
 #[test]
 fn a_later_flag_than_the_one_waited_for_is_another_call() {
-    let Some(probe) = probe() else { return };
+    let Some((probe, _alone)) = probe() else {
+        return;
+    };
     let sight = probe
         .wait(case(Some((flag(8), Duration::ZERO))))
         .expect("runs");
@@ -163,7 +171,9 @@ fn a_later_flag_than_the_one_waited_for_is_another_call() {
 
 #[test]
 fn a_wait_whose_flag_never_comes_gives_up_loudly_and_in_time() {
-    let Some(probe) = probe() else { return };
+    let Some((probe, _alone)) = probe() else {
+        return;
+    };
     // Nothing at all, and an earlier epoch: neither will do.
     for posted in [None, Some((flag(6), Duration::ZERO))] {
         let started = Instant::now();
@@ -200,7 +210,9 @@ fn a_wait_whose_flag_never_comes_gives_up_loudly_and_in_time() {
 
 #[test]
 fn a_wait_ends_at_once_for_an_abort_and_for_another_call() {
-    let Some(probe) = probe() else { return };
+    let Some((probe, _alone)) = probe() else {
+        return;
+    };
     let aborted = probe
         .wait(WaitCase {
             abort: true,

@@ -1,5 +1,4 @@
 //! A device, and what tests do with one.
-#![allow(dead_code, reason = "each test program uses a part")]
 
 use brigade_cuda::{CudaDevice, Kernel, KernelSet, Launch};
 use brigade_device::{
@@ -17,7 +16,7 @@ use std::{
 pub const AMPLE: Duration = Duration::from_secs(60);
 
 /// One test of a program at a time: some load kernels or allocate by calls that synchronize, which may break others' captures.
-static ALONE: Mutex<()> = Mutex::new(());
+pub static ALONE: Mutex<()> = Mutex::new(());
 
 /// The first GPU, a stream of it, and the right to use it; `None`, after checking the explanation, where there is none.
 pub fn device() -> Option<(Arc<CudaDevice>, Stream, MutexGuard<'static, ()>)> {

@@ -1,11 +1,8 @@
 //! Memory of another process: this program starts itself again, and the child reads what the parent wrote.
-#![allow(clippy::unwrap_used, reason = "tests panic on what is not as promised")]
 
-mod common;
-
+use crate::common::{bytes, device, field};
 use brigade_cuda::IpcMemory;
 use brigade_device::{DataType, DeviceExt, Error};
-use common::{bytes, device, field};
 use cudarc::driver::{CudaContext, result};
 use std::process::Command;
 
@@ -53,6 +50,7 @@ fn another_process_reads_memory_by_its_handle() {
         assert!(own.is_err(), "a handle of this process");
         let numbers = handle.map(|n| n.to_string()).join(",");
         let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "ipc::another_process_reads_memory_by_its_handle"])
             .env(HANDLE, numbers)
             .output()
             .unwrap();

@@ -1,12 +1,8 @@
-//! Captures beside what other threads do on the same GPU. On a host without one, opening says what is missing.
-//! With BRIGADE_TEST_DEVICE=cuda a GPU must be there.
-#![allow(clippy::unwrap_used, reason = "tests panic on what is not as promised")]
+//! Captures beside what other threads do on the same GPU.
 
-mod common;
-
+use crate::common::{AMPLE, all, bytes, device, floats, layer};
 use brigade_cuda::CudaDevice;
 use brigade_device::{Allocate, DataType, MemoryType, Queues};
-use common::{AMPLE, all, bytes, device, floats, layer};
 use std::{
     sync::{
         Arc,

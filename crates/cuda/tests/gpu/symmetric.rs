@@ -1,13 +1,9 @@
-//! Symmetric memory, launches of every shape, and places for blocks that wait. On a host without a GPU, opening says what is
-//! missing. With BRIGADE_TEST_DEVICE=cuda a GPU must be there.
-#![allow(clippy::unwrap_used, reason = "tests panic on what is not as promised")]
+//! Symmetric memory, launches of every shape, and places for blocks that wait.
 
-mod common;
-
+use crate::common::{AMPLE, bytes, code, dawdle, device, field};
 use brigade_cuda::{CudaDevice, Kernel, KernelSet, Launch, Pages, Symmetric, devices, link};
 use brigade_device::{Allocate, Buffer, DataType, Device, DeviceExt, Stream};
 use brigade_kernels::{FillParams, WaitParams, fatbin};
-use common::{AMPLE, bytes, code, dawdle, device, field};
 use cudarc::driver::CudaContext;
 use std::sync::Arc;
 

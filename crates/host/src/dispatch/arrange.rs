@@ -1,0 +1,152 @@
+//! What has come of a dispatch, to where the arrangement wants it.
+
+use super::{Arguments, Came, check_counts};
+use crate::{
+    job::Job,
+    memory::{reading, writing},
+    routing::{integers, set},
+};
+use brigade_device::{Buffer, DispatchOutputs, FaultKind, HandleParts, Result, Ways};
+use brigade_plan::{
+    dispatch::{Section, Sections},
+    routes::{Arranged, Slots, rows_of_sources},
+};
+
+/// Puts what has come where it belongs.
+pub(super) fn arrange(
+    job: &Job,
+    a: &Arguments,
+    given: Option<&DispatchOutputs>,
+    came: &[Came],
+) -> Result<DispatchOutputs> {
+    let call = &a.call;
+    let of = |section: Section| section.index();
+    let arranged = match &a.ways {
+        Ways::New(_) => {
+            let slots: Vec<Vec<i32>> = came
+                .iter()
+                .map(|c| integers(&c.sections[of(Section::Slots)]))
+                .collect();
+            let slots: Vec<&[i32]> = slots.iter().map(Vec::as_slice).collect();
+            let own = Slots::new(call.placement, a.group.size)
+                .of(a.group.rank)
+                .len();
+            Arranged::new(call.arrangement, call.max_tokens, &slots, call.k, own)
+        }
+        Ways::Again(parts) => {
+            let lists = [
+                &parts.sources,
+                &parts.received,
+                &parts.offsets,
+                &parts.counts,
+            ];
+            reading(&lists, |inputs| {
+                let received = integers::<i32>(inputs[1]);
+                check_counts(job, received.into_iter().map(|n| n as usize), came)?;
+                Ok(Arranged {
+                    rows: rows_of_sources(&integers(inputs[0])),
+                    offsets: integers(inputs[2]),
+                    counts: integers(inputs[3]),
+                })
+            })?
+        }
+    };
+    let room = arranged.room();
+    let outputs = match given {
+        Some(given) => {
+            let have = given.capacity();
+            if room > have {
+                let (have, room) = (have as u64, room as u64);
+                return Err(job.fail(FaultKind::Overflow, job.rank(), 0, have, room));
+            }
+            given.clone()
+        }
+        None => a.allocate(room)?,
+    };
+    let scatter = |to: &Buffer, section: Section| {
+        writing(to, &[], |out, _| {
+            let each = Sections::dispatch(call, 1).row_bytes(section);
+            for row in &arranged.rows {
+                let from = &came[row.source].sections[of(section)][row.position * each..][..each];
+                out[row.at * each..][..each].copy_from_slice(from);
+            }
+            Ok(())
+        })
+    };
+    scatter(&outputs.rows, Section::Row)?;
+    for (i, to) in outputs.beside.iter().enumerate() {
+        scatter(to, Section::Beside(i))?;
+    }
+    match (&outputs.scales, call.cast) {
+        (Some(to), Some(cast)) if cast.column_major => {
+            // A scale, or four of them that are packed.
+            let each = 4;
+            let n = Sections::dispatch(call, 1).row_bytes(Section::Scales) / each;
+            let rows = outputs.capacity();
+            writing(to, &[], |out, _| {
+                for row in &arranged.rows {
+                    let from =
+                        &came[row.source].sections[of(Section::Scales)][row.position * n * each..];
+                    for (block, scale) in from.chunks_exact(each).take(n).enumerate() {
+                        out[(block * rows + row.at) * each..][..each].copy_from_slice(scale);
+                    }
+                }
+                Ok(())
+            })?;
+        }
+        (Some(to), _) => scatter(to, Section::Scales)?,
+        (None, _) => {}
+    }
+    if matches!(a.ways, Ways::New(_)) {
+        keep(&outputs.parts, &arranged, came)?;
+    }
+    Ok(outputs)
+}
+
+/// Says which row is what.
+fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
+    let k = parts.call.k;
+    let rows = parts.sources.shape().rows();
+    let per_row = parts.ids.shape().len() / rows.max(1);
+    let (mut sources, mut ids, mut weights) = (
+        vec![-1; rows * 4],
+        vec![-1; rows * per_row],
+        vec![0f32; rows * per_row],
+    );
+    let lists = |section: Section| came.iter().map(move |c| &c.sections[section.index()][..]);
+    let tokens: Vec<Vec<i32>> = lists(Section::Token).map(integers).collect();
+    let slots: Vec<Vec<i32>> = lists(Section::Slots).map(integers).collect();
+    let their_weights: Vec<Vec<f32>> = lists(Section::Weights).map(integers).collect();
+    for row in &arranged.rows {
+        let entry = row.entry.map_or(-1, |e| e as i32);
+        let token = tokens[row.source][row.position];
+        let source = [row.source as i32, token, entry, row.position as i32];
+        sources[row.at * 4..][..4].copy_from_slice(&source);
+        let of = match row.entry {
+            Some(entry) => row.position * k + entry..row.position * k + entry + 1,
+            None => row.position * k..(row.position + 1) * k,
+        };
+        ids[row.at * per_row..][..per_row].copy_from_slice(&slots[row.source][of.clone()]);
+        if parts.weights.is_some() {
+            weights[row.at * per_row..][..per_row].copy_from_slice(&their_weights[row.source][of]);
+        }
+    }
+    let received: Vec<i32> = came.iter().map(|c| c.rows as i32).collect();
+    set(&parts.received, &received)?;
+    set(&parts.sources, &sources)?;
+    set(&parts.offsets, &arranged.offsets)?;
+    set(&parts.ids, &ids)?;
+    set(&parts.counts, &arranged.counts)?;
+    if let Some(to) = &parts.rows_of {
+        let mut rows_of = vec![-1; to.shape().len()];
+        for row in &arranged.rows {
+            let token = row.source * parts.call.max_tokens + row.position;
+            rows_of[token * k + row.entry.unwrap_or(0)] = row.at as i32;
+        }
+        set(to, &rows_of)?;
+    }
+    match &parts.weights {
+        Some(to) => set(to, &weights),
+        None => Ok(()),
+    }
+}
