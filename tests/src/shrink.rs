@@ -329,17 +329,19 @@ fn captured(world: &World) {
             });
             (graph.unwrap(), got.unwrap())
         };
-        let (before, got) = capture(rank);
-        before.launch(&rank.stream).unwrap();
-        check(rank, &case, &got);
-        rank.meet();
         if rank.rank == lost {
-            // A graph keeps its communicator.
-            drop(before);
+            // Not in a graph, which would keep the communicator.
+            let got = own.dispatch(&mut rank.lease(), &case).unwrap();
+            check(rank, &case, &got);
+            rank.meet();
             rank.leave();
             rank.meet();
             return;
         }
+        let (before, got) = capture(rank);
+        before.launch(&rank.stream).unwrap();
+        check(rank, &case, &got);
+        rank.meet();
         until_lost(rank, &[lost]);
         shrink(rank, &[lost]);
         let launched = before.launch(&rank.stream).map(drop);
