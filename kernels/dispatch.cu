@@ -21,6 +21,7 @@ __device__ __forceinline__ uint64_t came(const DispatchParams& p, uint32_t sourc
 
 // Rows that came from a rank.
 __device__ __forceinline__ uint32_t came_from(const DispatchParams& p, uint32_t source) {
+  if (absent_ranks(reinterpret_cast<const uint64_t*>(p.state)) >> source & 1) return 0;
   return uint32_t(*reinterpret_cast<const uint64_t*>(p.parts + source * p.parts_stride));
 }
 
@@ -37,9 +38,11 @@ extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_push(const __
   const uint32_t groups = gridDim.x * blockDim.x / p.row_threads;
   const uint32_t thread = threadIdx.x % p.row_threads;
   const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.sent_offsets);
+  const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
   for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < p.size * p.piece_rows; w += groups) {
     // The next rank first, so that not all write to one.
     const uint32_t next = p.rank + 1 + w % p.size, to = next % p.size, i = w / p.size;
+    if (absent >> to & 1) continue;
     const uint32_t first = offsets[to], theirs = offsets[to + 1] - first, at = p.first_row + i;
     const uint32_t all = p.gathers ? p.tokens : theirs;
     const uint64_t part = p.base + to * p.stride + p.half + p.rank * p.part_bytes;

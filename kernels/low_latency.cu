@@ -52,17 +52,21 @@ __device__ __forceinline__ void count_moved(const LowLatencyParams& p, uint64_t 
 extern "C" __global__ void __launch_bounds__(256) brigade_low_latency_send(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
+  const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
   if (blockIdx.x == 0) {
-    for (uint32_t to = threadIdx.x; to < p.size; to += blockDim.x) *reinterpret_cast<uint64_t*>(part(p, to, p.rank)) = p.tokens;
+    for (uint32_t to = threadIdx.x; to < p.size; to += blockDim.x) {
+      if (!(absent >> to & 1)) *reinterpret_cast<uint64_t*>(part(p, to, p.rank)) = p.tokens;
+    }
   }
   const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
   uint64_t moved = 0;
   for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < p.tokens * p.size; w += groups) {
     // The next rank first, so that not all write to one.
     const uint32_t to = (p.rank + 1 + w % p.size) % p.size, token = w / p.size;
+    if (absent >> to & 1) continue;
     const int32_t begin = int32_t(first_slot(p, to)), end = int32_t(first_slot(p, to + 1));
     // Every warp finds out by itself whether the row goes there: k is at most 32.
-    const int32_t slot = lane < p.k ? chosen_slot(p, token, lane) : -1;
+    const int32_t slot = lane < p.k ? present_slot(p, token, lane, absent) : -1;
     const bool theirs = slot >= begin && slot < end;
     const bool goes = __any_sync(everybody, theirs);
     const uint64_t target = part(p, to, p.rank);
@@ -115,12 +119,13 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
   __shared__ uint32_t found[1024];
   const uint32_t expert = blockIdx.x / p.share, mine = blockIdx.x % p.share;
   const uint64_t first = uint64_t(expert) * p.room;
+  const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
   uint32_t next = 0;
   for (uint32_t start = 0; start < p.size * p.max_tokens; start += blockDim.x) {
     const uint32_t at = start + threadIdx.x, source = at / p.max_tokens, token = at % p.max_tokens;
     uint32_t entries = 0;
     const int32_t* names = nullptr;
-    if (source < p.size) {
+    if (source < p.size && !(absent >> source & 1)) {
       const uint64_t came = part(p, p.rank, source);
       if (token < *reinterpret_cast<const uint64_t*>(came)) {
         names = reinterpret_cast<const int32_t*>(place(p, came, named, token));

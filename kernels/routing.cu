@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_route_positions(const
     const uint32_t token = start + threadIdx.x;
     bool goes = false;
     for (uint32_t e = 0; e < p.k && token < p.tokens; ++e) {
-      const int32_t slot = chosen_slot(p, token, e);
+      const int32_t slot = present_slot(p, token, e, uint32_t(p.absent));
       if (to == 0) slots[uint64_t(token) * p.k + e] = slot;
       if (slot < int32_t(first) || slot >= int32_t(end)) continue;
       goes = true;

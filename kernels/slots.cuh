@@ -65,6 +65,13 @@ __device__ __forceinline__ int32_t chosen_slot(const P& p, uint32_t token, uint3
   return slot_of(p, token, read_id(p, token, entry));
 }
 
+// The same, or -1 if the slot is one of an absent rank's.
+template <typename P>
+__device__ __forceinline__ int32_t present_slot(const P& p, uint32_t token, uint32_t entry, uint32_t absent) {
+  const int32_t slot = chosen_slot(p, token, entry);
+  return absent != 0 && slot >= 0 && (absent >> rank_of_slot(p, uint32_t(slot)) & 1) ? -1 : slot;
+}
+
 // n / d, where `inverse` is that of d (crates/plan/src/records.rs): too small by 1 at most, which the rest shows.
 __device__ __forceinline__ uint32_t divided(uint32_t n, uint32_t d, uint32_t inverse, uint32_t& rest) {
   uint32_t q = __umulhi(n, inverse);

@@ -46,6 +46,9 @@ struct Group {
   __device__ uint32_t arrivals() const { return barrier + (epoch() & 1) * size; }
 };
 
+// A bit for each rank that does not take part any more: nobody writes to it, waits for it, or reads what it wrote.
+__device__ __forceinline__ uint32_t absent_ranks(const uint64_t* state) { return uint32_t(state[STATE_ABSENT]); }
+
 template <typename P>
 __device__ __forceinline__ Group group_of(const P& p, uint32_t signature) {
   return {p.base,
@@ -123,8 +126,10 @@ template <typename G>
 __device__ inline bool find_peer(const G& g, bool missing, uint32_t& peer, uint64_t& seen) {
   if (!g.collective) return false;
   const uint64_t expected = g.flag(g.epoch());
+  const uint32_t absent = absent_ranks(g.state);
   for (uint32_t i = 1; i < g.size; ++i) {
     const uint32_t p = (g.rank + i) % g.size;
+    if (absent >> p & 1) continue;
     const uint64_t flag = load_acquire_sys(g.word(g.rank, g.arrivals() + p));
     if (progress(flag, expected, Want::exactly) == (missing ? Progress::behind : Progress::other_call)) {
       peer = p;

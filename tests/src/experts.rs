@@ -421,4 +421,5 @@ pub fn add(suite: &mut Suite) {
     suite.add("experts/gathered/refused", gathered::refused);
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);
+    suite.add("experts/memory", limits::memory);
 }

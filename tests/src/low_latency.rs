@@ -150,7 +150,7 @@ fn check_cast(case: &Case, cast: Fp8Cast, (rows, scales): (&[u8], &[u8]), at: us
 
 /// What everybody's experts make of rows, and how it comes back.
 #[derive(Clone, Copy, Debug)]
-struct Back {
+pub struct Back {
     dtype: DataType,
     output: DataType,
     sum: CombineSum,
@@ -322,8 +322,41 @@ fn added(rows: impl IntoIterator<Item = Vec<f32>>, columns: usize) -> Vec<f32> {
         .unwrap_or_else(|| vec![0.0; columns])
 }
 
+/// A case, and what comes back of it.
+pub type RoundTrip = (Case, Back);
+
+/// Small ones, one for each sum.
+pub fn both_sums(rng: &mut StdRng, size: usize) -> [RoundTrip; 2] {
+    let mut small = || drawn(rng, size, (12, 32, 3, 2 * size + 1));
+    [here(small()), by_rank(small())]
+}
+
+/// Sends, and gives it up.
+pub fn try_send(rank: &Rank, exchange: &mut LowLatency, (case, back): &RoundTrip) -> Result<()> {
+    let own = Own::of(rank, case);
+    send(
+        &mut rank.lease(),
+        exchange.slots().0,
+        (&own, case),
+        back.weighted,
+    )
+    .map(drop)
+}
+
+/// Two exchanges at once, there and back, in a group without these ranks.
+pub fn round_trips_without(rank: &Rank, absent: &[usize], both: &[RoundTrip; 2]) {
+    for _ in 0..2 {
+        exchanges(rank, &mut rank.lease(), [&both[0], &both[1]], absent);
+        exchanges(rank, &mut rank.lease(), [&both[1], &both[0]], absent);
+    }
+}
+
 /// Two exchanges at once, there and back.
-fn round_trips(rank: &Rank, lease: &mut Lease<'_>, both: [&(Case, Back); 2]) {
+fn round_trips(rank: &Rank, lease: &mut Lease<'_>, both: [&RoundTrip; 2]) {
+    exchanges(rank, lease, both, &[]);
+}
+
+fn exchanges(rank: &Rank, lease: &mut Lease<'_>, both: [&RoundTrip; 2], absent: &[usize]) {
     let mut exchange = LowLatency::default();
     let (a, b) = exchange.slots();
     let [(case_a, back_a), (case_b, back_b)] = both;
@@ -337,6 +370,8 @@ fn round_trips(rank: &Rank, lease: &mut Lease<'_>, both: [&(Case, Back); 2]) {
         let second = second.receive(lease).unwrap();
         (first.receive(lease).unwrap(), second)
     };
+    // Of the same tokens.
+    let (case_a, case_b) = (&case_a.without(absent), &case_b.without(absent));
     check(rank, case_a, &first);
     check(rank, case_b, &second);
     let back_of_first = back_a.send(rank, lease, (&own[0], case_a), &first);

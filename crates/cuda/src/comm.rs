@@ -10,14 +10,14 @@ use crate::{
     steps::Counters,
 };
 use brigade_device::{
-    AllGatherLoraLinearParams, AllGatherParams, AllReduceNormParams, AllReduceParams,
+    Absent, AllGatherLoraLinearParams, AllGatherParams, AllReduceNormParams, AllReduceParams,
     AllToAllParams, AllToAllRowsParams, Bootstrap, BroadcastParams, Buffer, Call, Chunk,
     CombineParams, Combined, Comm, CommConfig, Communicator, DataType, Device, DispatchParams,
     Dispatched, Error, ExpertLayout, Experts, FaultRecord, Filled, GatherLinearParts,
     GatheredParts, Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams,
     LowLatencyBack, LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyRows,
-    LowLatencySent, Output, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams, Reduced,
-    Result, Routing, SendParams, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
+    LowLatencySent, Output, OverlapMode, Plan, Queues, Reason, RecvParams, ReduceScatterParams,
+    Reduced, Result, Routing, SendParams, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -28,6 +28,8 @@ use std::{sync::Arc, time::Duration};
 /// One rank's communicator on a GPU.
 pub(crate) struct CudaComm {
     pub(crate) core: Arc<Core>,
+    /// For calls beside the caller's stream. Made before anybody waits, since making a stream may wait for the GPU.
+    own_stream: Stream,
 }
 
 /// What lies in a rank's part: words and data as everywhere, then the regions that users register.
@@ -117,6 +119,7 @@ pub(crate) fn join(
         rank,
         size,
     };
+    let own_stream = device.stream(i8::MAX);
     let made = Core::new(Parts {
         topology: Topology {
             group,
@@ -137,9 +140,11 @@ pub(crate) fn join(
         shares: hardware.shares,
         device,
     });
-    let core = agree(boot, "join: device state", made, within)?;
+    let made = made.and_then(|core| Ok((core, own_stream?)));
+    let (core, own_stream) = agree(boot, "join: device state", made, within)?;
     let comm = Comm::new(Arc::new(CudaComm {
         core: Arc::clone(&core),
+        own_stream,
     }));
     let met = if size > 1 { core.meet_once() } else { Ok(()) };
     agree(boot, "join: flags between GPUs", met, within)?;
@@ -183,6 +188,9 @@ impl Communicator for CudaComm {
     fn device(&self) -> &dyn Device {
         &*self.core.device
     }
+    fn own_stream(&self) -> Result<Stream> {
+        Ok(self.own_stream.clone())
+    }
     fn plan(&self, call: &Call) -> Result<Plan, Reason> {
         self.core.plan(call)
     }
@@ -194,6 +202,12 @@ impl Communicator for CudaComm {
     }
     fn reset(&self, within: Duration) -> Result<()> {
         self.core.reset(within)
+    }
+    fn shrink(&self, within: Duration) -> Result<Absent> {
+        self.core.shrink(within)
+    }
+    fn absent(&self) -> Absent {
+        self.core.control.absent()
     }
     fn close(&self, within: Duration) -> Result<()> {
         self.core.close(within)

@@ -28,7 +28,11 @@ use brigade_device::{
 };
 use brigade_group::Control;
 use brigade_kernels::{MESSAGE_THREADS, STATE_GENERATION, STEP_THREADS};
-use brigade_plan::{Table, Topology};
+use brigade_plan::{
+    Table, Topology,
+    absent::{check, plan_without},
+    reason,
+};
 use brigade_sync::{Area, Exchanges, HALVES, Half, Memory};
 use parking_lot::Mutex;
 use std::{
@@ -225,13 +229,13 @@ impl Core {
         self.control.group().size
     }
 
+    /// Other ranks that take part, the next one first.
     pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
-        let (rank, size) = (self.rank(), self.size());
-        (1..size).map(move |i| (rank + i) % size)
+        self.control.peers()
     }
 
     pub(crate) fn plan(&self, call: &Call) -> Result<Plan, Reason> {
-        let plan = brigade_plan::plan(call, &self.topology, &self.table)?;
+        let plan = plan_without(self.control.absent(), call, &self.topology, &self.table)?;
         if let (&Plan::AllReduce { order, .. }, Some(nccl)) = (&plan, &self.memory.nccl)
             && order == SumOrder::Foreign
         {
@@ -347,7 +351,16 @@ impl Core {
         if self.control.is_closed() {
             return Err(Error::Closed);
         }
+        self.control.is_in()?;
         self.fault().map_or(Ok(()), |f| Err(Error::Fault(f)))
+    }
+
+    /// Whether no rank is absent.
+    fn is_whole(&self, operation: Operation) -> Result<()> {
+        match self.control.absent() {
+            absent if absent.is_empty() => Ok(()),
+            absent => Err(reason::absent_ranks(absent, operation).into()),
+        }
     }
 
     /// Makes a call that all ranks make: tells them which, works, and sees to it that all were in the same one. `buffers` are
@@ -375,12 +388,14 @@ impl Core {
         out: Option<&Buffer>,
         work: impl FnOnce(&mut Job<'_>) -> Result<R>,
     ) -> Result<R> {
+        let absent = self.control.absent();
+        check(absent, call)?;
         for half in 0..HALVES {
             self.views.all[half].fetch_add(1, Ordering::AcqRel);
         }
         let kind = Kind {
             operation: call.operation(),
-            signature: call.signature(),
+            signature: absent.sign(call.signature()),
             made: Made::Together,
             within,
         };
@@ -401,6 +416,7 @@ impl Core {
         on: &Stream,
         work: impl FnOnce(&mut Job<'_>) -> Result<()>,
     ) -> Result<()> {
+        self.is_whole(Operation::GatherLinear)?;
         for half in 0..HALVES {
             self.views.all[half].fetch_add(1, Ordering::AcqRel);
         }
@@ -423,6 +439,7 @@ impl Core {
         out: Option<&Buffer>,
         work: impl FnOnce(&mut Job<'_>) -> Result<()>,
     ) -> Result<()> {
+        self.is_whole(operation)?;
         let kind = Kind::pairwise(operation, signature);
         self.enqueue(self.device.lane(on)?, kind, buffers, out, |job| {
             job.steps.start();
@@ -513,7 +530,7 @@ impl Core {
 
     /// Steps with nothing in them yet.
     pub(crate) fn steps(&self) -> Steps<'_> {
-        Steps::new(self.control.layout(), *self.control.group())
+        Steps::new(self.control.layout(), *self.control.group()).without(self.control.absent())
     }
 
     /// Work of this communicator goes to a stream: its faults are that stream's from here on.
@@ -543,39 +560,6 @@ impl Core {
             .filter(|lane| !lane.capturing())
             .filter_map(|lane| CudaMark::record(&self.device.card, lane.stream).ok())
             .collect()
-    }
-
-    /// All ranks let go of the old generation, then start a new one.
-    pub(crate) fn reset(&self, within: Duration) -> Result<()> {
-        let mut issue = self
-            .issue
-            .try_lock()
-            .ok_or(Error::Busy("the communicator"))?;
-        let end = Instant::now() + within;
-        let let_go = || {
-            for mark in self.marks() {
-                if !mark.reached(end.saturating_duration_since(Instant::now()))? {
-                    return Err(Error::Group {
-                        step: "reset",
-                        what: format!("work of this rank has not ended within {within:?}"),
-                    });
-                }
-            }
-            if let Some(nccl) = &self.memory.nccl {
-                nccl.retire();
-            }
-            for views in self.views.all.iter().chain(&self.views.own) {
-                views.fetch_add(1, Ordering::AcqRel);
-            }
-            Ok(())
-        };
-        self.control.reset(
-            within,
-            self.calls(),
-            |_| let_go(),
-            || self.wipe(),
-            || *issue = Issue::default(),
-        )
     }
 
     pub(crate) fn close(self: &Arc<Self>, within: Duration) -> Result<()> {

@@ -168,6 +168,8 @@ impl CudaComm {
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
         let mut a = Arguments::new(device, lane, &p, (call, group, generation))?;
         a.travel(self, lane, (transport, piece_rows))?;
+        let absent = self.core.control.absent();
+        a.router = a.router.map(|router| router.without(absent));
         let given = match a.ways.room(&a.call, group.size) {
             Some(room) => Some(a.allocate(device, lane, room)?),
             None => {

@@ -98,6 +98,7 @@ impl Replay for Graph {
                 sums.check()?;
             }
             if let Some(token) = any.downcast_ref::<Token>() {
+                token.check()?;
                 token.core.note(lane);
             }
         }

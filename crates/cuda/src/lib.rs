@@ -71,6 +71,7 @@ mod quiet;
 mod reduce_scatter;
 mod rendezvous;
 mod report;
+mod reset;
 mod residency;
 mod retired;
 mod routing;

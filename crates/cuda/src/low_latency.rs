@@ -20,6 +20,7 @@ use brigade_device::{
 };
 use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
+    absent::check,
     dispatch::part_bytes,
     low_latency::{BackRow, Section, There},
     routes::Slots,
@@ -245,9 +246,11 @@ impl Core {
         buffers: &[&Buffer],
         work: impl FnOnce(&mut Job<'_>) -> Result<()>,
     ) -> Result<()> {
+        let absent = self.control.absent();
+        check(absent, call)?;
         let kind = Kind {
             operation: call.operation(),
-            signature: call.signature(),
+            signature: absent.sign(call.signature()),
             made: Made::InTurn,
             within: None,
         };

@@ -4,7 +4,8 @@ use crate::{
     CudaDevice, Kernel, KernelSet, Launch, Missing, comm::CudaComm, lane::Lane, memory::check_reach,
 };
 use brigade_device::{
-    Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing, Stream, Turn,
+    Absent, Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing,
+    Stream, Turn,
 };
 use brigade_kernels::RouteParams;
 use brigade_plan::routes::Slots;
@@ -67,6 +68,7 @@ pub(crate) struct Router {
     k: usize,
     placement: PlacementCall,
     group: Group,
+    absent: Absent,
     counts: Buffer,
 }
 
@@ -88,6 +90,7 @@ impl Router {
             k,
             placement,
             group,
+            absent: Absent::default(),
             counts: device.scratch(lane, DataType::I32, &[group.size])?,
         };
         check_reach(&device.card, "ids.memory", &router.ids)?;
@@ -97,18 +100,17 @@ impl Router {
         Ok(router)
     }
 
+    /// For a group where these ranks are absent: experts that lie there are none.
+    pub(crate) fn without(self, absent: Absent) -> Self {
+        Self { absent, ..self }
+    }
+
     /// Buffers for what it finds.
     pub(crate) fn allocate(&self, device: &CudaDevice, lane: &Arc<Lane>) -> Result<ExpertLayout> {
         let (tokens, size) = (self.ids.shape().rows(), self.group.size);
         let slots = Slots::new(self.placement, size).total();
-        let integers = |shape: &[usize]| device.scratch(lane, DataType::I32, shape);
-        Ok(ExpertLayout {
-            slots: integers(&[tokens, self.k])?,
-            positions: integers(&[tokens, size])?,
-            sent: integers(&[tokens * self.k.min(size)])?,
-            sent_offsets: integers(&[size + 1])?,
-            rows_per_slot: integers(&[slots])?,
-        })
+        let new = |dtype, dims: &[usize]| device.scratch(lane, dtype, dims);
+        ExpertLayout::new((tokens, self.k), (size, slots), new)
     }
 
     /// What work must keep.
@@ -133,6 +135,7 @@ impl Router {
             sent_offsets: to.sent_offsets.address(),
             rows_per_slot: to.rows_per_slot.address(),
             counts: self.counts.address(),
+            absent: self.absent.bits().into(),
             tokens: self.ids.shape().rows() as u32,
             k: self.k as u32,
             id_bytes: self.ids.dtype().bytes() as u32,
@@ -167,9 +170,19 @@ impl CudaDevice {
         routing: Routing<'_>,
         group: Group,
     ) -> Result<ExpertLayout> {
+        self.expert_layout_without(Absent::default(), on, routing, group)
+    }
+
+    fn expert_layout_without(
+        &self,
+        absent: Absent,
+        on: &Stream,
+        routing: Routing<'_>,
+        group: Group,
+    ) -> Result<ExpertLayout> {
         let checked = routing.check()?;
         let lane = self.lane(on)?;
-        let router = Router::of(self, lane, &routing, checked, group)?;
+        let router = Router::of(self, lane, &routing, checked, group)?.without(absent);
         let layout = router.allocate(self, lane)?;
         let buffers: Vec<&Buffer> = router.buffers().chain(layout.buffers()).collect();
         lane.run(&buffers, |stream| router.route(self, stream, &layout))?;
@@ -183,7 +196,9 @@ impl CudaComm {
         turn: &Turn,
         routing: Routing<'_>,
     ) -> Result<ExpertLayout> {
-        let group = *self.core.control.group();
-        self.gpu().expert_layout(turn.stream(), routing, group)
+        let control = &self.core.control;
+        let (absent, group) = (control.absent(), *control.group());
+        self.gpu()
+            .expert_layout_without(absent, turn.stream(), routing, group)
     }
 }

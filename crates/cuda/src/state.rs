@@ -1,10 +1,10 @@
 //! A rank's own state in its GPU's memory: what kernels count, as the host reads and resets it.
 
 use crate::{core::Core, driver::failed, mark::CudaMark, steps::Counters};
-use brigade_device::{CommConfig, Mark, PeerWait, Result, Storage, Traffic};
+use brigade_device::{Absent, CommConfig, Mark, PeerWait, Result, Storage, Traffic};
 use brigade_kernels::{
-    STATE_CALLS, STATE_COUNTERS, STATE_GENERATION, STATE_MOVED, STATE_USES, STATE_WAITED,
-    STATE_WAITS,
+    STATE_ABSENT, STATE_CALLS, STATE_COUNTERS, STATE_GENERATION, STATE_MOVED, STATE_USES,
+    STATE_WAITED, STATE_WAITS,
 };
 use cudarc::driver::result;
 use std::time::Duration;
@@ -43,6 +43,12 @@ impl Core {
         unsafe { result::memcpy_htod_async(to, words, self.counting.stream) }
             .map_err(failed("cuMemcpyHtoDAsync"))?;
         CudaMark::record(card, self.counting.stream)?.sync(COUNTING)
+    }
+
+    /// Starts a generation that others may have counted further than this rank, in which some ranks are absent.
+    pub(crate) fn write_generation(&self, generation: u8, absent: Absent) -> Result<()> {
+        self.write_state(STATE_ABSENT, &[absent.bits().into()])?;
+        self.write_state(STATE_GENERATION, &[generation.into()])
     }
 
     /// Sets bytes of this rank's part that no kernel uses now, and waits for it.
@@ -95,6 +101,7 @@ impl Core {
         }
         let mut fresh = vec![0; STATE_COUNTERS];
         fresh[STATE_GENERATION] = next.into();
+        fresh[STATE_ABSENT] = self.control.absent().bits().into();
         for at in [STATE_CALLS, STATE_MOVED] {
             fresh[at] = kept[at];
         }

@@ -1,7 +1,7 @@
 //! Protocols as kernels carry them out: the posts and waits that the machines of `brigade-sync` give, with counters in the
 //! GPU's memory in place of epochs, so that a captured graph goes on counting at every replay.
 
-use brigade_device::{Group, Region, Result};
+use brigade_device::{Absent, Group, Region, Result};
 use brigade_kernels::{
     FIFO_CHANNELS, MOST_STEPS, STEP_ADVANCE, STEP_ARRIVE, STEP_CATCH_UP, STEP_CLOSE, STEP_CREDIT,
     STEP_FINISH, STEP_MEET, STEP_POST, STEP_POST_OPEN, STEP_RELEASED, STEP_RESERVE, STEP_START,
@@ -74,6 +74,7 @@ enum Kind {
 pub(crate) struct Steps<'a> {
     layout: &'a Layout,
     group: Group,
+    absent: Absent,
     counters: Counters,
     /// Steps, and the phase of each, counted from the first.
     list: Vec<(u64, u64)>,
@@ -99,12 +100,18 @@ impl<'a> Steps<'a> {
         Self {
             layout,
             group,
+            absent: Absent::default(),
             counters: Counters::new(group.size),
             list: Vec::new(),
             phase: 0,
             last: None,
             counted: Vec::new(),
         }
+    }
+
+    /// For a group that goes on without these ranks: no step is about them.
+    pub(crate) fn without(self, absent: Absent) -> Self {
+        Self { absent, ..self }
     }
 
     fn push(&mut self, kind: Kind, op: u64, counter: usize, slot: usize, at: Word) {
@@ -132,8 +139,10 @@ impl<'a> Steps<'a> {
     }
 
     pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
-        let Group { rank, size, .. } = self.group;
-        (1..size).map(move |i| (rank + i) % size)
+        let (Group { rank, size, .. }, absent) = (self.group, self.absent);
+        (1..size)
+            .map(move |i| (rank + i) % size)
+            .filter(move |&peer| !absent.contains(peer))
     }
 
     /// A call begins: its time is counted from here.
@@ -246,7 +255,8 @@ impl<'a> Steps<'a> {
 
     fn credits_to_all(&mut self, op: u64, of: Use) {
         let posts: Vec<_> = self.ring(of).release(of.half, ANY).collect();
-        for post in posts {
+        let absent = self.absent;
+        for post in posts.into_iter().filter(|p| !absent.contains(p.word.owner)) {
             self.push(Kind::Post, op, Counters::uses(of), 0, post.word);
         }
     }
@@ -407,6 +417,28 @@ mod tests {
             ];
             assert_eq!(batches.iter().map(told).collect::<Vec<_>>(), [want]);
             assert!(steps.batches().is_empty(), "they were taken");
+        });
+    }
+
+    #[test]
+    fn no_step_is_about_absent_ranks() {
+        with(|steps| {
+            let mut steps = steps.without(Absent::from_bits(0b001, 0));
+            steps.arrive();
+            steps.begin(scratch());
+            steps.filled_to_all(scratch(), 1, 0);
+            steps.await_all(scratch(), 0);
+            steps.end(scratch());
+            steps.meet();
+            let batches = steps.batches();
+            let all = batches.iter().flat_map(|(steps, n)| &steps[..*n as usize]);
+            let about: Vec<(u64, u64)> = all.map(|s| (s >> 60, s >> 20 & 0xFF)).collect();
+            let of = |op| about.iter().filter(move |s| s.0 == op).map(|s| s.1);
+            for op in [STEP_ARRIVE, STEP_CREDIT, STEP_WAIT, STEP_MEET] {
+                assert_eq!(of(op).collect::<Vec<_>>(), [2], "{op}");
+            }
+            // What is filled, and the credit.
+            assert_eq!(of(STEP_POST).collect::<Vec<_>>(), [2, 2]);
         });
     }
 

@@ -1,7 +1,8 @@
 //! Parts of a communicator's memory as buffers see them.
 
 use crate::core::Core;
-use brigade_device::{Error, MemoryType, Result, Storage};
+use brigade_device::{Absent, Error, MemoryType, Result, Storage};
+use brigade_plan::reason;
 use std::{
     any::Any,
     sync::{
@@ -64,11 +65,23 @@ impl Storage for Window {
 #[derive(Debug)]
 pub(crate) struct Token {
     pub(crate) core: Arc<Core>,
+    absent: Absent,
 }
 
 impl Token {
     pub(crate) fn new(core: Arc<Core>) -> Self {
-        Self { core }
+        Self {
+            absent: core.control.absent(),
+            core,
+        }
+    }
+
+    /// Whether the group still goes on without the ranks that were absent when work was captured, and no others.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.core.control.absent() {
+            now if now == self.absent => Ok(()),
+            now => Err(reason::absent_since(now).into()),
+        }
     }
 }
 

@@ -19,6 +19,13 @@ pub trait Communicator: Send + Sync {
     fn group(&self) -> &Group;
     /// This rank's accelerator.
     fn device(&self) -> &dyn Device;
+    /// A stream for calls [beside](Comm::lease_beside) the caller's.
+    ///
+    /// # Errors
+    /// Backend errors.
+    fn own_stream(&self) -> Result<Stream> {
+        self.device().stream(i8::MAX)
+    }
     /// What would be done for `call`.
     ///
     /// # Errors
@@ -33,6 +40,22 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     /// [`Error::Group`] naming the ranks that did not come.
     fn reset(&self, within: Duration) -> Result<()>;
+    /// See [`Comm::shrink`]: what a backend without it says.
+    ///
+    /// # Errors
+    /// As there.
+    fn shrink(&self, _within: Duration) -> Result<Absent> {
+        Err(Reason::new(
+            "no-engine",
+            "this device's groups do not shrink",
+            "make a new group of those who are left",
+        )
+        .into())
+    }
+    /// See [`Comm::absent`].
+    fn absent(&self) -> Absent {
+        Absent::default()
+    }
     /// See [`Comm::close`].
     ///
     /// # Errors
@@ -224,6 +247,8 @@ pub(crate) struct Shared {
     busy: AtomicBool,
     closed: AtomicBool,
     pub(crate) last: Mutex<(u64, Option<(Stream, Event)>)>,
+    /// The communicator's own stream, once there is one.
+    pub(crate) beside: Mutex<Option<Stream>>,
 }
 
 /// A communicator: one rank's membership in a group. Clones are the same communicator.
@@ -240,6 +265,7 @@ impl Comm {
             busy: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             last: Mutex::new((0, None)),
+            beside: Mutex::new(None),
         }))
     }
 
@@ -286,6 +312,28 @@ impl Comm {
     pub fn reset(&self, within: Duration) -> Result<()> {
         let _claim = self.claim()?;
         self.0.backend.reset(within)
+    }
+
+    /// After ranks were lost: those who are left agree on who that is, and start a new generation without the others. Ranks keep their
+    /// numbers, and the group its size. [`dispatch`](Lease::dispatch), [`combine`](Lease::combine), the low-latency exchange,
+    /// [`barrier`](Lease::barrier) and [`close`](Self::close) go on; every other call is [`Error::Unsupported`] with `absent-ranks` from
+    /// then on. May be called again when more are lost; absent ranks do not come back.
+    ///
+    /// All who are left call it, and no [`reset`](Self::reset). It ends as soon as all have come but those who are known to be gone; whoever
+    /// else has not come `within` the time of any other is left out, and gets [`Error::Unsupported`] with `left-out` for all calls. It takes
+    /// three times the time at most: for own work to end, for the others to come, and for them to start anew.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] while a lease is live; [`Error::Unsupported`] with `left-out` if the others went on without this rank, with
+    /// `no-engine` if the device's groups do not shrink, with `ranks` for more than [`Absent::MOST_RANKS`].
+    pub fn shrink(&self, within: Duration) -> Result<Absent> {
+        let _claim = self.claim()?;
+        self.0.backend.shrink(within)
+    }
+
+    /// The ranks that this group was shrunk by.
+    pub fn absent(&self) -> Absent {
+        self.0.backend.absent()
     }
 
     /// The collective end: all ranks come, and then nobody waits for this one any more. Later leases are [`Error::Closed`].

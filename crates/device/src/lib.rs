@@ -9,7 +9,9 @@
 //! - Using a communicator takes a [`Lease`], which has one stream.
 //! - [`fallback`] has the non-overlapped versions of what backends overlap.
 
+mod absent;
 mod all_to_all_rows;
+mod beside;
 mod buffer;
 mod check;
 mod collectives;
@@ -38,7 +40,9 @@ mod routing;
 mod shape;
 mod windows;
 
+pub use absent::Absent;
 pub use all_to_all_rows::*;
+pub use beside::{Beside, Finished};
 pub use buffer::{Adopted, Buffer, Storage, View, ViewMut};
 pub use collectives::*;
 pub use combine::*;

@@ -247,6 +247,25 @@ pub struct ExpertLayout {
 }
 
 impl ExpertLayout {
+    /// For so many tokens with `k` experts each, over ranks that have so many slots in all; `new` makes a buffer.
+    ///
+    /// # Errors
+    /// Those of `new`.
+    pub fn new(
+        (tokens, k): (usize, usize),
+        (size, slots): (usize, usize),
+        new: impl Fn(DataType, &[usize]) -> Result<Buffer>,
+    ) -> Result<Self> {
+        let integers = |shape: &[usize]| new(DataType::I32, shape);
+        Ok(Self {
+            slots: integers(&[tokens, k])?,
+            positions: integers(&[tokens, size])?,
+            sent: integers(&[tokens * k.min(size)])?,
+            sent_offsets: integers(&[size + 1])?,
+            rows_per_slot: integers(&[slots])?,
+        })
+    }
+
     /// All buffers.
     pub const fn buffers(&self) -> [&Buffer; 5] {
         [

@@ -124,6 +124,24 @@ fn finish_gives_the_event_of_the_end() {
 }
 
 #[test]
+fn calls_beside_a_stream_are_behind_one_event_and_before_another() {
+    let (log, _, comm) = setup();
+    let (compute, other) = (LogQueue::stream("a", &log), LogQueue::stream("b", &log));
+    let mut beside = comm.lease_beside(&compute, None).unwrap();
+    beside.barrier().unwrap();
+    assert_eq!(text(comm.lease(&compute)), BUSY);
+    let first = beside.finish().unwrap();
+    let ready = other.record().unwrap();
+    let mut beside = comm.lease_beside(&compute, Some(&ready)).unwrap();
+    beside.barrier().unwrap();
+    let second = beside.finish().unwrap();
+    other.wait(first.event()).unwrap();
+    second.join().unwrap();
+    drop(comm.lease(&compute));
+    insta::assert_snapshot!(log.lock().join("\n"));
+}
+
+#[test]
 fn after_a_fault_there_is_no_lease_until_reset() {
     let (log, backend, comm) = setup();
     let on = LogQueue::stream("a", &log);

@@ -2,11 +2,13 @@
 //! anew.
 
 use crate::{SharedSegment, Sharing};
-use brigade_device::{Error, FaultKind, FaultRecord, Group, Operation, Result};
-use brigade_sync::{Deadline, Layout, Memory, Word, Words, post, wait};
+use brigade_device::{Absent, Error, FaultKind, FaultRecord, Group, Operation, Reason, Result};
+use brigade_sync::{
+    AbortCell, Called, Deadline, Layout, Memory, ResetGate, RollCall, Word, Words, post, wait,
+};
 use parking_lot::Mutex;
 use std::{
-    sync::atomic::{AtomicBool, AtomicU8, Ordering},
+    sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
     time::Duration,
 };
 
@@ -21,6 +23,10 @@ pub struct Control {
     segments: Vec<SharedSegment>,
     memory: Words<SharedSegment>,
     generation: AtomicU8,
+    /// Who is absent, and in the upper half who of them is gone.
+    absent: AtomicU32,
+    /// Rolls that this rank was in.
+    rolls: AtomicU32,
     /// Steps of resets that are done: two for each. Held while one goes on.
     steps: Mutex<u32>,
     fault: Mutex<Option<FaultRecord>>,
@@ -42,6 +48,8 @@ impl Control {
             memory: Words::new(segments.clone()),
             segments,
             generation: AtomicU8::new(1),
+            absent: AtomicU32::new(0),
+            rolls: AtomicU32::new(0),
             steps: Mutex::default(),
             fault: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -78,6 +86,20 @@ impl Control {
         self.generation.load(Ordering::Acquire)
     }
 
+    /// Who does not take part any more.
+    pub fn absent(&self) -> Absent {
+        let bits = self.absent.load(Ordering::Acquire);
+        Absent::from_bits(bits as u16, (bits >> 16) as u16)
+    }
+
+    /// Other ranks that take part, the next one first.
+    pub fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let (Group { rank, size, .. }, absent) = (self.group, self.absent());
+        (1..size)
+            .map(move |i| (rank + i) % size)
+            .filter(move |&peer| !absent.contains(peer))
+    }
+
     /// The fault that stopped the group in this generation, whoever found it.
     pub fn fault(&self) -> Option<FaultRecord> {
         let mut fault = self.fault.lock();
@@ -94,16 +116,33 @@ impl Control {
     /// Whether calls can be made.
     ///
     /// # Errors
-    /// [`Error::Closed`] once closed; [`Error::Fault`] once stopped.
+    /// [`Error::Closed`] once closed; [`Error::Unsupported`] if the others have gone on without this rank; [`Error::Fault`] once stopped.
     pub fn usable(&self) -> Result<()> {
         if self.is_closed() {
             return Err(Error::Closed);
         }
+        self.is_in()?;
         self.fault().map_or(Ok(()), |f| Err(Error::Fault(f)))
+    }
+
+    /// Whether this rank belongs to those that are left.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] otherwise.
+    pub fn is_in(&self) -> Result<()> {
+        let rolls = self.rolls.load(Ordering::Acquire);
+        match self.layout.roll.is_left_out(&self.memory, rolls) {
+            true => Err(left_out(self.group.rank)),
+            false => Ok(()),
+        }
     }
 
     /// Stops the group; everybody's waits end with the record that won, which is returned.
     pub fn raise(&self, record: FaultRecord) -> FaultRecord {
+        if self.is_in().is_err() {
+            // The cell is the others' by now.
+            return *self.fault.lock().get_or_insert(record);
+        }
         let words = self
             .layout
             .abort
@@ -197,6 +236,7 @@ impl Control {
         if self.is_closed() {
             return Err(Error::Closed);
         }
+        self.is_in()?;
         let mut steps = self
             .steps
             .try_lock()
@@ -217,10 +257,106 @@ impl Control {
         self.pass_gate(steps.wrapping_add(1), &mut deadline, within, calls)?;
         renew();
         *steps = steps.wrapping_add(1);
-        let next = self.generation().checked_add(1).unwrap_or(1);
-        self.generation.store(next, Ordering::Release);
-        *self.fault.lock() = None;
+        self.start(after(self.generation()));
         Ok(())
+    }
+
+    fn start(&self, generation: u8) {
+        self.generation.store(generation, Ordering::Release);
+        *self.fault.lock() = None;
+    }
+
+    /// As [`reset`](Self::reset), by those who are left: in place of gates, two rolls are called. Each ends when all have answered
+    /// who are not known to be gone, or at the end of the time of the first whose time ends, and whoever has not answered is absent from
+    /// then on. `renew` hears which generation starts, and without whom.
+    ///
+    /// # Errors
+    /// As a reset; [`Error::Unsupported`] if the others have gone on without this rank, or the group is too large.
+    pub fn shrink(
+        &self,
+        within: Duration,
+        calls: u64,
+        let_go: impl FnOnce(&Deadline) -> Result<()>,
+        wipe: impl FnOnce() -> Result<()>,
+        renew: impl FnOnce(u8, Absent) -> Result<()>,
+    ) -> Result<Absent> {
+        if self.is_closed() {
+            return Err(Error::Closed);
+        }
+        self.is_in()?;
+        if self.group.size > Absent::MOST_RANKS {
+            return Err(too_many(self.group.size));
+        }
+        let mut steps = self
+            .steps
+            .try_lock()
+            .ok_or(Error::Busy("the communicator"))?;
+        let rolls = self.rolls.load(Ordering::Acquire);
+        if rolls.is_multiple_of(2) {
+            let_go(&Deadline::after(within))?;
+            self.call_roll(rolls.wrapping_add(1), within)?;
+            self.clear_words();
+            self.clear_for_others();
+            wipe().inspect_err(|_| {
+                self.stay_stopped(FaultRecord {
+                    call: calls,
+                    ..self.record(FaultKind::Aborted)
+                });
+            })?;
+            self.rolls.store(rolls.wrapping_add(1), Ordering::Release);
+        }
+        let last = self.rolls.load(Ordering::Acquire).wrapping_add(1);
+        let called = self.call_roll(last, within)?;
+        let all = (1u32 << self.group.size) - 1;
+        let absent = Absent::from_bits(all as u16 & !called.answered, called.gone);
+        let bits = u32::from(absent.bits()) | u32::from(called.gone) << 16;
+        self.absent.store(bits, Ordering::Release);
+        self.rolls.store(last, Ordering::Release);
+        *steps = 0;
+        renew(after(called.generation), absent).inspect_err(|_| {
+            self.stay_stopped(FaultRecord {
+                call: calls,
+                ..self.record(FaultKind::Aborted)
+            });
+        })?;
+        self.start(after(called.generation));
+        tracing::warn!(target: "brigade::fault", rank = self.group.rank, %absent, "shrunk");
+        Ok(absent)
+    }
+
+    /// Answers, and waits until the roll is closed.
+    fn call_roll(&self, round: u32, within: Duration) -> Result<Called> {
+        let (roll, memory) = (self.layout.roll, &self.memory);
+        if !roll.answer(memory, round, self.generation()) {
+            return Err(left_out(self.group.rank));
+        }
+        let bits = |of: &dyn Fn(usize) -> bool| {
+            let ranks = (0..self.group.size).filter(|&rank| of(rank));
+            ranks.fold(0u16, |bits, rank| bits | 1 << rank)
+        };
+        let absent = self.absent();
+        let expected = bits(&|rank| !absent.contains(rank));
+        let mut deadline = Deadline::after(within);
+        // Whoever is missing at the end of the time is left out.
+        let _ = roll.wait(memory, (round, expected), &mut deadline, |peer| {
+            self.departed(peer)
+        });
+        let gone = bits(&|rank| rank != self.group.rank && self.departed(rank));
+        roll.close(memory, round, gone)
+            .ok_or_else(|| left_out(self.group.rank))
+    }
+
+    /// Wipes the gate, which counts anew, and what absent ranks would have wiped of what all use.
+    fn clear_for_others(&self) {
+        let wipe = |owner, base, words| {
+            (base..base + words).for_each(|index| self.memory.store(Word { owner, index }, 0));
+        };
+        let layout = &self.layout;
+        let words = ResetGate::words(self.group.size);
+        wipe(self.group.rank, layout.reset.base, words);
+        for owner in self.absent().ranks() {
+            wipe(owner, layout.abort.base, AbortCell::WORDS);
+        }
     }
 
     /// Arrives at the gate, and waits for all.
@@ -232,9 +368,13 @@ impl Control {
         calls: u64,
     ) -> Result<()> {
         let gate = self.layout.reset;
-        gate.arrive(count).for_each(|p| post(&self.memory, p));
+        let absent = self.absent();
+        gate.arrive(count)
+            .filter(|p| !absent.contains(p.word.owner))
+            .for_each(|p| post(&self.memory, p));
         let missing: Vec<usize> = gate
             .meet(count)
+            .filter(|w| !absent.contains(w.peer))
             .filter(|&w| wait(&self.memory, w, deadline, || self.departed(w.peer)).is_err())
             .map(|w| w.peer)
             .collect();
@@ -279,9 +419,37 @@ impl Control {
         let layout = &self.layout;
         let gate = layout.reset.base..layout.reset.base + self.group.size;
         let departed = layout.departed..layout.departed + self.group.size;
-        for index in (0..layout.flags).filter(|i| !gate.contains(i) && !departed.contains(i)) {
+        let roll = layout.roll.base..layout.roll.base + RollCall::WORDS;
+        let kept = |i: &usize| [&gate, &departed, &roll].iter().any(|r| r.contains(i));
+        for index in (0..layout.flags).filter(|i| !kept(i)) {
             let owner = self.group.rank;
             self.memory.store(Word { owner, index }, 0);
         }
     }
+}
+
+/// The generation behind this one.
+fn after(generation: u8) -> u8 {
+    generation.checked_add(1).unwrap_or(1)
+}
+
+fn left_out(rank: usize) -> Error {
+    Reason::new(
+        "left-out",
+        format!("the group has gone on without rank {rank}, which did not come in time"),
+        "drop the communicator, and join a new group",
+    )
+    .into()
+}
+
+fn too_many(size: usize) -> Error {
+    Reason::new(
+        "ranks",
+        format!("a group of {size} ranks does not shrink"),
+        format!(
+            "make a new group, or groups of at most {}",
+            Absent::MOST_RANKS
+        ),
+    )
+    .into()
 }

@@ -6,6 +6,10 @@ use brigade_device::{Call, Result, Turn};
 impl HostComm {
     pub(crate) fn run_barrier(&self, turn: &Turn) -> Result<()> {
         let core = self.core.clone();
-        HostQueue::of(turn.stream())?.run(move || core.collective(&Call::Barrier, |_| Ok(())))
+        let absent = core.control.absent();
+        HostQueue::of(turn.stream())?.run(move || {
+            core.is_still_without(absent)?;
+            core.collective(&Call::Barrier, |_| Ok(()))
+        })
     }
 }

@@ -78,7 +78,9 @@ impl HostComm {
             weights_back,
         };
         let core = self.core.clone();
+        let absent = core.control.absent();
         HostQueue::of(turn.stream())?.run(move || {
+            core.is_still_without(absent)?;
             core.collective(&signed, |active| combine(active, &arguments))
                 .inspect_err(|_| arguments.poison())
         })?;

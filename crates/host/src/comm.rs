@@ -8,7 +8,7 @@ use crate::{
     rendezvous,
 };
 use brigade_device::{
-    AllGatherLoraLinearParams, AllGatherParams, AllReduceNormParams, AllReduceParams,
+    Absent, AllGatherLoraLinearParams, AllGatherParams, AllReduceNormParams, AllReduceParams,
     AllToAllParams, AllToAllRowsParams, Bootstrap, BroadcastParams, Buffer, Call, Chunk,
     CombineParams, Combined, Comm, CommConfig, Communicator, DataType, Device, DispatchParams,
     Dispatched, Error, ExpertLayout, Experts, FaultRecord, Filled, GatherLinearParts,
@@ -136,6 +136,12 @@ impl Communicator for HostComm {
     }
     fn reset(&self, within: Duration) -> Result<()> {
         self.core.reset(within)
+    }
+    fn shrink(&self, within: Duration) -> Result<Absent> {
+        self.core.shrink(within)
+    }
+    fn absent(&self) -> Absent {
+        self.core.control.absent()
     }
     fn close(&self, within: Duration) -> Result<()> {
         self.core.close(within)

@@ -10,11 +10,15 @@ use crate::{
     waits::Waits,
 };
 use brigade_device::{
-    Call, CommConfig, Error, FaultKind, Injector, Operation, PerRank, Plan, Point, Reason, Region,
-    Result, Traffic,
+    Absent, Call, CommConfig, Error, FaultKind, Injector, Operation, PerRank, Plan, Point, Reason,
+    Region, Result, Traffic,
 };
 use brigade_group::Control;
-use brigade_plan::{Table, Topology};
+use brigade_plan::{
+    Table, Topology,
+    absent::{check, plan_without},
+    reason,
+};
 use brigade_sync::{Area, Deadline, Exchanges, Flag, Half, Rotation, Uses, post};
 use parking_lot::{Mutex, RwLock};
 use smallvec::SmallVec;
@@ -119,6 +123,9 @@ impl State {
     }
 }
 
+/// Lets go of a generation.
+type LetGo<'a> = &'a dyn Fn(&Deadline) -> Result<()>;
+
 /// Everything that a communicator is made of.
 pub(crate) struct Parts {
     /// Who stopped the group, who left it, and the memory that all share.
@@ -158,7 +165,15 @@ impl Core {
     }
 
     pub(crate) fn plan(&self, call: &Call) -> Result<Plan, Reason> {
-        brigade_plan::plan(call, &self.topology, &self.table)
+        plan_without(self.control.absent(), call, &self.topology, &self.table)
+    }
+
+    /// Whether a graph that was captured without these ranks can be launched.
+    pub(crate) fn is_still_without(&self, absent: Absent) -> Result<()> {
+        match self.control.absent() {
+            now if now == absent => Ok(()),
+            now => Err(reason::absent_since(now).into()),
+        }
     }
 
     pub(crate) fn traffic(&self) -> Traffic {
@@ -193,6 +208,8 @@ impl Core {
         work: impl FnOnce(&mut Active<'_>) -> Result<R>,
     ) -> Result<R> {
         self.control.usable()?;
+        let absent = self.control.absent();
+        check(absent, call)?;
         let mut state = self
             .state
             .try_lock()
@@ -206,7 +223,11 @@ impl Core {
         });
         let job = Job {
             core: Arc::clone(self),
-            flag: Flag::new(self.control.generation(), call.signature(), state.epoch),
+            flag: Flag::new(
+                self.control.generation(),
+                absent.sign(call.signature()),
+                state.epoch,
+            ),
             deadline: Deadline::after(within),
             operation: call.operation(),
             number: self.calls.load(Ordering::Relaxed) + 1,
@@ -222,6 +243,7 @@ impl Core {
                     .step(Point::Begin, self.control.group().rank, None);
                 barrier
                     .arrive(active.job.flag)
+                    .filter(|p| !absent.contains(p.word.owner))
                     .filter(|p| active.job.step(Point::Arrive, p.word.owner, None))
                     .for_each(|p| post(self.control.memory(), p));
                 work(&mut active)
@@ -248,6 +270,10 @@ impl Core {
         signature: u32,
         work: impl FnOnce(&mut Active<'_>) -> Result<R>,
     ) -> Result<R> {
+        let absent = self.control.absent();
+        if !absent.is_empty() {
+            return Err(reason::absent_ranks(absent, operation).into());
+        }
         self.apart(Made::Pairwise, operation, signature, work)
     }
 
@@ -257,7 +283,10 @@ impl Core {
         call: &Call,
         work: impl FnOnce(&mut Active<'_>) -> Result<R>,
     ) -> Result<R> {
-        self.apart(Made::InTurn, call.operation(), call.signature(), work)
+        let absent = self.control.absent();
+        check(absent, call)?;
+        let signature = absent.sign(call.signature());
+        self.apart(Made::InTurn, call.operation(), signature, work)
     }
 
     fn apart<R>(
@@ -303,19 +332,37 @@ impl Core {
 
     /// All ranks let go of the old generation, then start a new one.
     pub(crate) fn reset(&self, within: Duration) -> Result<()> {
+        self.renew(|calls, let_go, wipe, renew| {
+            self.control.reset(within, calls, let_go, wipe, renew)
+        })
+    }
+
+    /// The same by those who are left.
+    pub(crate) fn shrink(&self, within: Duration) -> Result<Absent> {
+        self.renew(|calls, let_go, wipe, renew| {
+            self.control.shrink(within, calls, let_go, wipe, |_, _| {
+                renew();
+                Ok(())
+            })
+        })
+    }
+
+    fn renew<R>(
+        &self,
+        by: impl FnOnce(u64, LetGo<'_>, &dyn Fn() -> Result<()>, &mut dyn FnMut()) -> Result<R>,
+    ) -> Result<R> {
         let mut state = self
             .state
             .try_lock()
             .ok_or(Error::Busy("the communicator"))?;
-        self.control.reset(
-            within,
+        by(
             self.calls.load(Ordering::Relaxed),
-            |deadline| self.shut_gates(deadline),
-            || {
+            &|deadline| self.shut_gates(deadline),
+            &|| {
                 self.control.layout().sums().empty(&Buffers::of(self));
                 Ok(())
             },
-            || {
+            &mut || {
                 *state = State::new(self.control.group().size);
                 *self.issue.lock() = Issue::default();
             },

@@ -51,6 +51,7 @@ impl HostComm {
     pub(crate) fn run_dispatch(&self, turn: &Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
         let group = *self.core.control.group();
         let generation = self.core.control.generation();
+        let absent = self.core.control.absent();
         let call = p.check(&group, generation)?;
         let signed = Call::Dispatch(call.clone());
         let plan = self.core.plan(&signed)?;
@@ -67,7 +68,7 @@ impl HostComm {
         let new = |dtype, dims: &[usize]| device.heap(dtype, dims);
         let tokens = p.rows.shape().rows();
         let ways_of = |routing: &Routing<'_>, weights| {
-            let router = Router::of(routing, call.k, call.placement, group);
+            let router = Router::of(routing, call.k, call.placement, group).without(absent);
             let own = (router.allocate(device, tokens)?, weights);
             let slots = Slots::new(call.placement, group.size).of(group.rank).len();
             let expected = Expected::new(&call, (group.size, slots), own, new)?;
@@ -117,6 +118,7 @@ impl HostComm {
         let found = Arc::new(Mutex::new(given.clone()));
         let (core, to) = (Arc::clone(&self.core), Arc::clone(&found));
         queue.run(move || {
+            core.is_still_without(absent)?;
             core.collective(&signed, |active| {
                 let outputs = dispatch(active, &arguments, given.as_ref())?;
                 *to.lock() = Some(outputs);

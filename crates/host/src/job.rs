@@ -62,10 +62,16 @@ impl Job {
         self.core.control.group().size
     }
 
-    /// Other ranks, the next one first.
+    /// Other ranks that take part, the next one first.
     pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + use<> {
-        let (rank, size) = (self.rank(), self.size());
-        (1..size).map(move |i| (rank + i) % size)
+        self.core.control.peers()
+    }
+
+    /// Arrivals that are waited for.
+    fn arrivals_of(&self, flag: Flag) -> impl Iterator<Item = Wait> + use<> {
+        let absent = self.core.control.absent();
+        let barrier = self.core.control.layout().barrier;
+        barrier.meet(flag).filter(move |w| !absent.contains(w.peer))
     }
 
     /// Stops the group, and gives the error that this call returns.
@@ -171,8 +177,7 @@ impl Job {
 
     /// Waits until all ranks are in this call.
     pub(crate) fn meet(&self) -> Result<()> {
-        let barrier = self.core.control.layout().barrier;
-        barrier.meet(self.flag).try_for_each(|w| {
+        self.arrivals_of(self.flag).try_for_each(|w| {
             self.step(Point::Meet, w.peer, None);
             self.wait(w, 0)
         })
@@ -215,10 +220,9 @@ impl Job {
     }
 
     fn arrivals(&self, verdict: Verdict) -> Option<(usize, u64)> {
-        let barrier = self.core.control.layout().barrier;
         (self.made == Made::Together)
             .then(|| {
-                barrier.meet(self.flag).find_map(|w| {
+                self.arrivals_of(self.flag).find_map(|w| {
                     let seen = self.memory().load(w.word);
                     (w.want.verdict(seen) == verdict).then_some((w.peer, seen))
                 })

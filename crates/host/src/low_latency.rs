@@ -50,7 +50,8 @@ impl HostComm {
         let call = p.check(slot)?;
         let tokens = p.rows.shape().rows();
         let chosen = self.device.heap(DataType::I32, &[tokens, call.k])?;
-        let router = Router::of(&p.routing, call.k, call.placement, group);
+        let absent = self.core.control.absent();
+        let router = Router::of(&p.routing, call.k, call.placement, group).without(absent);
         let signed = Call::LowLatencyDispatch(call.clone());
         let (ticket, half) = self.begin_exchange(slot, &signed)?;
         let sent = LowLatencySent {
@@ -63,6 +64,7 @@ impl HostComm {
         let (core, to, rows) = (self.core.clone(), sent.clone(), p.rows.retain());
         let weights = p.weights.map(|weights| weights.retain());
         queue.run(move || {
+            core.is_still_without(absent)?;
             core.in_turn(&signed, |active| {
                 let of = begin(active, slot, half)?;
                 let routes = router.find()?;
@@ -94,8 +96,10 @@ impl HostComm {
         }
         let signed = Call::LowLatencyDispatch(sent.call.clone());
         let (core, to) = (self.core.clone(), given.clone());
+        let absent = core.control.absent();
         let totals = totals.map(|totals| totals.as_view().retain());
         queue.run(move || {
+            core.is_still_without(absent)?;
             core.in_turn(&signed, |active| {
                 let of = arrived(active, to.sent.call.slot, half)?;
                 let counts = receive(active, of, &to)?;
@@ -134,7 +138,9 @@ impl HostComm {
             back.call.clone(),
             p.rows.retain(),
         );
+        let absent = core.control.absent();
         queue.run(move || {
+            core.is_still_without(absent)?;
             core.in_turn(&signed, |active| {
                 let to = begin(active, of.there.slot, half)?;
                 match &there.held {
@@ -163,7 +169,9 @@ impl HostComm {
         };
         let signed = Call::LowLatencyCombine(back.call.clone());
         let (core, back, to) = (self.core.clone(), back.clone(), d.clone());
+        let absent = core.control.absent();
         queue.run(move || {
+            core.is_still_without(absent)?;
             core.in_turn(&signed, |active| {
                 let of = arrived(active, back.sent.call.slot, half)?;
                 add_up(active, of, &back, &to)
@@ -303,9 +311,14 @@ fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<Vec<i32>
     // SAFETY: announced by its sender for this use, which this rank ends when it uses the slot again.
     let came = |from: usize| unsafe { job.bytes(me, of, part(job, of, from)) };
     let parts: Vec<&[u8]> = (0..job.size()).map(came).collect();
+    let absent = job.core.control.absent();
     let named: Vec<Vec<i32>> = parts
         .iter()
-        .map(|part| {
+        .enumerate()
+        .map(|(from, part)| {
+            if absent.contains(from) {
+                return Vec::new();
+            }
             let tokens = u64::from_le_bytes(part[..8].try_into().unwrap_or_default()) as usize;
             let (start, each) = there.of(Section::Experts);
             integers(&part[start..start + each * tokens.min(call.max_tokens)])

@@ -7,7 +7,8 @@ use crate::{
     queue::HostQueue,
 };
 use brigade_device::{
-    Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing, Stream, Turn,
+    Absent, Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing,
+    Stream, Turn,
 };
 use brigade_plan::routes::{Chooser, Routes, Slots};
 use std::ops::Range;
@@ -20,6 +21,7 @@ pub(crate) struct Router {
     k: usize,
     placement: PlacementCall,
     group: Group,
+    absent: Absent,
 }
 
 impl Router {
@@ -39,21 +41,21 @@ impl Router {
             k,
             placement,
             group,
+            absent: Absent::default(),
         }
+    }
+
+    /// For a group where these ranks are absent: experts that lie there are none.
+    pub(crate) fn without(self, absent: Absent) -> Self {
+        Self { absent, ..self }
     }
 
     /// Buffers for what it finds of so many tokens.
     pub(crate) fn allocate(&self, device: &HostDevice, tokens: usize) -> Result<ExpertLayout> {
         let size = self.group.size;
         let slots = Slots::new(self.placement, size).total();
-        let integers = |shape: &[usize]| device.heap(DataType::I32, shape);
-        Ok(ExpertLayout {
-            slots: integers(&[tokens, self.k])?,
-            positions: integers(&[tokens, size])?,
-            sent: integers(&[tokens * self.k.min(size)])?,
-            sent_offsets: integers(&[size + 1])?,
-            rows_per_slot: integers(&[slots])?,
-        })
+        let new = |dtype, dims: &[usize]| device.heap(dtype, dims);
+        ExpertLayout::new((tokens, self.k), (size, slots), new)
     }
 
     /// Finds out.
@@ -75,7 +77,7 @@ impl Router {
     fn choosing<R>(&self, find: impl FnOnce(&[i64], Chooser<'_>) -> R) -> Result<R> {
         let inputs: Vec<&Buffer> = std::iter::once(&self.ids).chain(&self.map).collect();
         reading(&inputs, |inputs| {
-            let ids: Vec<i64> = match self.ids.dtype() {
+            let mut ids: Vec<i64> = match self.ids.dtype() {
                 DataType::I64 => integers::<i64>(inputs[0]),
                 _ => integers::<i32>(inputs[0])
                     .into_iter()
@@ -89,6 +91,16 @@ impl Router {
                 rank: self.group.rank,
                 size: self.group.size,
             };
+            if !self.absent.is_empty() {
+                let all = Slots::new(self.placement, self.group.size);
+                for (i, id) in ids.iter_mut().enumerate() {
+                    let slot = chooser.slot(*id, i / self.k);
+                    let rank = slot.and_then(|slot| all.rank_of(slot));
+                    if rank.is_some_and(|rank| self.absent.contains(rank)) {
+                        *id = -1;
+                    }
+                }
+            }
             Ok(find(&ids, chooser))
         })
     }
@@ -135,8 +147,18 @@ impl HostDevice {
         routing: Routing<'_>,
         group: Group,
     ) -> Result<ExpertLayout> {
+        self.expert_layout_without(Absent::default(), on, routing, group)
+    }
+
+    fn expert_layout_without(
+        &self,
+        absent: Absent,
+        on: &Stream,
+        routing: Routing<'_>,
+        group: Group,
+    ) -> Result<ExpertLayout> {
         let (k, placement) = routing.check()?;
-        let router = Router::of(&routing, k, placement, group);
+        let router = Router::of(&routing, k, placement, group).without(absent);
         let layout = router.allocate(self, routing.tokens())?;
         let to = layout.clone();
         HostQueue::of(on)?.run(move || router.route(&to).map(drop))?;
@@ -150,7 +172,9 @@ impl HostComm {
         turn: &Turn,
         routing: Routing<'_>,
     ) -> Result<ExpertLayout> {
-        let group = *self.core.control.group();
-        self.device.expert_layout(turn.stream(), routing, group)
+        let control = &self.core.control;
+        let (absent, group) = (control.absent(), *control.group());
+        self.device
+            .expert_layout_without(absent, turn.stream(), routing, group)
     }
 }

@@ -82,6 +82,8 @@ constants! {
     STATE_GRANULES: usize = 41;
     /// Tiles of the product in progress that blocks have taken; 0 between products.
     STATE_TILES: usize = 42;
+    /// A bit for each rank that does not take part any more.
+    STATE_ABSENT: usize = 43;
     /// The counters: two words each, the count and its marks.
     STATE_COUNTERS: usize = 44;
 

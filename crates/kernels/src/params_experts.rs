@@ -21,6 +21,8 @@ parameters! {
         rows_per_slot: u64,
         /// Device address of a count for each rank, between the launches.
         counts: u64,
+        /// A bit for each rank whose experts are none.
+        absent: u64,
         /// Tokens of this rank.
         tokens: u32,
         /// Experts of a token.

@@ -6,13 +6,13 @@
 #![allow(clippy::print_stdout)]
 
 use brigade_device::{
-    Call, CommConfig, DataType, Group, LinearCall, OverlapMode, ParallelMode, Plan, QScheme,
-    Reason, ReduceOp,
+    Arrangement, Call, CombineCall, CombineSum, CommConfig, DataType, DispatchCall, Group,
+    LinearCall, OverlapMode, ParallelMode, PerRank, PlacementCall, Plan, QScheme, Reason, ReduceOp,
 };
 use brigade_plan::{
     Engines, Table, Topology,
     crossover::{Gpus, Links},
-    plan, rows, tuned,
+    experts, plan, rows, tuned,
 };
 
 fn main() {
@@ -79,6 +79,17 @@ fn main() {
         };
         println!("{:<26} {size:<20} {answer}", call.operation().name());
     }
+    topology.config = CommConfig {
+        sm_budget: topology.config.sm_budget,
+        ..CommConfig::new(ParallelMode::Ep)
+    };
+    for call in [16, 128, 4096].into_iter().flat_map(with_experts) {
+        let answer = match experts::told(&call, &topology, &table) {
+            Ok(told) => told,
+            Err(reason) => format!("no: {reason}"),
+        };
+        println!("{:<26} {answer}", call.operation().name());
+    }
     for (operation, crossovers) in [
         ("gather-linear", &table.gather),
         ("its twin", &table.scatter),
@@ -104,6 +115,39 @@ fn main() {
         println!("all_reduce                 {dtype:<4} {shots:<32} {pushes}  {source}");
     }
     println!("the ranks vote on {:016x}", table.digest());
+}
+
+/// Rows of so many tokens of DeepSeek-V3 to their experts, and back.
+fn with_experts(max_tokens: usize) -> [Call; 2] {
+    let (hidden, dtype, k) = (7168, DataType::BF16, 8);
+    let arrangement = Arrangement::BySource;
+    let there = DispatchCall {
+        max_tokens,
+        hidden,
+        dtype,
+        beside_bytes: PerRank::new(),
+        k,
+        weights: true,
+        placement: PlacementCall::Even { experts: 256 },
+        arrangement,
+        max_recv: None,
+        again: false,
+        gathered: false,
+        cast: None,
+        choice: None,
+    };
+    let back = CombineCall {
+        max_tokens,
+        hidden,
+        dtype,
+        output: dtype,
+        k,
+        arrangement,
+        sum: CombineSum::Rank,
+        weights: false,
+        choice: None,
+    };
+    [Call::Dispatch(there), Call::Combine(back)]
 }
 
 /// A plan, and of an all-reduce its launch and what the choice rests on.

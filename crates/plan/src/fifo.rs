@@ -80,6 +80,15 @@ impl Queues {
         })
     }
 
+    /// Bytes for queues with which none has fewer or smaller entries than it should, and bytes with which one holds a row.
+    pub(crate) fn bytes(size: usize, each: &[usize]) -> (usize, usize) {
+        let one = Sections::new(each, 1).bytes.next_multiple_of(64);
+        let (channels, depth) = SHAPES[0];
+        let entries = channels * depth as usize;
+        let all = one.max(ENTRY_BYTES).saturating_mul(entries);
+        (all.saturating_mul(size), one.saturating_mul(size))
+    }
+
     /// Where an entry begins, among all from one rank to another.
     pub const fn start(&self, channel: usize, entry: usize) -> usize {
         (channel * self.depth as usize + entry) * self.entry_bytes

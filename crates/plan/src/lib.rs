@@ -11,9 +11,12 @@
 //! - [`gathered`]: where the rows of all ranks lie.
 //! - [`routes`]: which rows go to which experts; [`dispatch`] and [`combine`]: where they lie on the way, and [`records`] if they are
 //!   pushed.
+//! - [`experts`]: what calls with experts need and do, in bytes and in words.
+//! - [`absent`]: what is done in a group that goes on without some of its ranks.
 //! - [`fifo`]: queues between ranks; [`low_latency`]: places of rows that are sent without waiting; [`logfmt`]: rows of fewer bits.
 //! - [`moved`]: the bytes that each schedule makes a rank move, for traffic counters and tests.
 
+pub mod absent;
 mod all_gather;
 mod all_reduce;
 mod all_to_all;
@@ -22,6 +25,7 @@ mod broadcast;
 pub mod combine;
 pub mod crossover;
 pub mod dispatch;
+pub mod experts;
 pub mod fifo;
 mod gather_linear;
 pub mod gathered;

@@ -3,8 +3,8 @@
 
 use crate::{MAX_PIECES, Topology};
 use brigade_device::{
-    AllReduceAlgorithm, DataType, Error, LinearCall, Operation, OverlapMode, ParallelMode, QScheme,
-    Reason,
+    Absent, AllReduceAlgorithm, DataType, Error, LinearCall, Operation, OverlapMode, ParallelMode,
+    QScheme, Reason, Transport,
 };
 
 /// One rank has nothing to overlap with. Not an error even where a mode is forced.
@@ -47,6 +47,10 @@ pub const ROWS: &str = "rows";
 pub const GATHERED_IDS: &str = "gathered-ids";
 /// No rank of the group.
 pub const ROOT: &str = "root";
+/// An operation that needs all ranks, in a group that goes on without some; or a graph from before.
+pub const ABSENT_RANKS: &str = "absent-ranks";
+/// An exchange whose places absent ranks could write to, if they live.
+pub const ABSENT_ALIVE: &str = "absent-alive";
 /// An operation that this version has no plan for.
 pub const UNKNOWN: &str = "unknown-operation";
 
@@ -314,6 +318,52 @@ pub(crate) fn root(root: usize, size: usize) -> Reason {
         ROOT,
         format!("rank {root} cannot be the root of {size} ranks"),
         format!("name a rank below {size}"),
+    )
+}
+
+const WHOLE: &str = "make a new group of those who are left";
+
+/// An operation that needs all ranks.
+pub fn absent_ranks(absent: Absent, operation: Operation) -> Reason {
+    Reason::new(
+        ABSENT_RANKS,
+        format!("{operation} needs all ranks, and {absent} are absent"),
+        WHOLE,
+    )
+}
+
+/// A graph that was captured when other ranks were absent.
+pub fn absent_since(absent: Absent) -> Reason {
+    Reason::new(
+        ABSENT_RANKS,
+        format!("the graph was captured before the group went on without {absent}"),
+        "capture it again",
+    )
+}
+
+pub(crate) fn absent_ids(absent: Absent) -> Reason {
+    Reason::new(
+        ABSENT_RANKS,
+        format!("experts of all ranks' tokens are not known where {absent} are absent"),
+        "dispatch by the experts of own tokens",
+    )
+}
+
+pub(crate) fn absent_by(transport: Transport, absent: Absent) -> Reason {
+    Reason::new(
+        ABSENT_RANKS,
+        format!("{transport:?} needs all ranks, and {absent} are absent"),
+        "leave the transport to the plan, or make a new group of those who are left",
+    )
+}
+
+pub(crate) fn absent_alive(alive: Absent) -> Reason {
+    Reason::new(
+        ABSENT_ALIVE,
+        format!(
+            "ranks {alive} are absent and may live, and would write where others' rows come back"
+        ),
+        "end their processes and shrink again, or use dispatch and combine",
     )
 }
 

@@ -200,7 +200,9 @@ pub(crate) struct Pushed {
     /// Most rows from one rank to another.
     rows: usize,
     /// Bytes that may come to a rank.
-    arriving: usize,
+    pub(crate) arriving: usize,
+    /// Bytes that a buffer must have.
+    pub(crate) need: usize,
     /// Most blocks.
     budget: u16,
     launch: Launch,
@@ -227,9 +229,12 @@ impl Pushed {
         }
         // The host pushes sections as a copy.
         let copied = sections.saturating_add(sections / 16).saturating_add(COUNT);
-        let need = arriving.max(copied.saturating_mul(size.saturating_sub(1)));
+        let need = match size {
+            0 | 1 => 0,
+            _ => arriving.max(copied.saturating_mul(size - 1)),
+        };
         let have = topology.config.all_reduce_bytes;
-        if size > 1 && need > have {
+        if need > have {
             return Err(reason::capacity("all_reduce_bytes", need, have));
         }
         let (budget, together) = match topology.config.sm_budget {
@@ -239,14 +244,20 @@ impl Pushed {
         Ok(Self {
             rows: max_tokens,
             arriving,
+            need,
             budget: budget.min(MOST_BLOCKS),
             launch: launch(threads.saturating_mul(rows), budget, together),
         })
     }
 
-    /// Whether so many bytes may come, of which each block has its part.
+    /// Whether so many bytes may come.
     pub(crate) fn within(&self, most: usize) -> bool {
-        self.arriving <= most / usize::from(MOST_BLOCKS) * usize::from(self.budget)
+        self.arriving <= self.limit(most)
+    }
+
+    /// Most bytes that may come where `most` may with all blocks: each block has its part.
+    pub(crate) fn limit(&self, most: usize) -> usize {
+        most / usize::from(MOST_BLOCKS) * usize::from(self.budget)
     }
 
     pub(crate) fn plan(self) -> Plan {

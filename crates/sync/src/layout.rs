@@ -2,7 +2,7 @@
 
 use crate::{
     AbortCell, BELL_WORDS, BUFFERS, CreditRing, Fifo, FlagBarrier, HALVES, Half, ResetGate, Role,
-    Sentinel,
+    RollCall, Sentinel,
 };
 use brigade_device::{CommConfig, Error, Region, Result};
 
@@ -63,6 +63,8 @@ pub struct Layout {
     pub abort: AbortCell,
     /// Where all ranks let go of a generation.
     pub reset: ResetGate,
+    /// Where those who are left find each other.
+    pub roll: RollCall,
     /// First of a word per peer: 1 once it is gone.
     pub departed: usize,
     rings: [CreditRing; Area::ALL.len()],
@@ -112,6 +114,11 @@ impl Layout {
             rank,
             size,
             base: take(ResetGate::words(size)),
+        };
+        let roll = RollCall {
+            rank,
+            size,
+            base: take(RollCall::WORDS),
         };
         let departed = take(size);
         let rings = Area::ALL.map(|_| CreditRing {
@@ -183,6 +190,7 @@ impl Layout {
             barrier,
             abort,
             reset,
+            roll,
             departed,
             rings,
             region_rings,
@@ -355,6 +363,7 @@ mod tests {
             (layout.barrier.base, FlagBarrier::words(3)),
             (layout.abort.base, AbortCell::WORDS),
             (layout.reset.base, ResetGate::words(3)),
+            (layout.roll.base, RollCall::WORDS),
             (layout.departed, 3),
         ];
         parts.extend(Area::ALL.map(|a| (layout.ring(a).base, CreditRing::words(3, 4))));
@@ -362,7 +371,7 @@ mod tests {
         parts.extend(regions.map(|ring| (ring.base, CreditRing::words(3, 1))));
         parts.push((layout.sums().base, Sentinel::signatures(3)));
         parts.extend([0, 1, 2, 3].map(|c| (layout.fifo(0, 1, c, 1).base, Fifo::words(3))));
-        assert_eq!(parts.len(), 4 + Area::ALL.len() + 3 + 1 + Fifo::CHANNELS);
+        assert_eq!(parts.len(), 5 + Area::ALL.len() + 3 + 1 + Fifo::CHANNELS);
         let end = parts.into_iter().fold(0, |end, (base, words)| {
             assert_eq!(base, end);
             base + words

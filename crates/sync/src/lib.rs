@@ -1,6 +1,6 @@
 //! The waiting protocols of Brigade, written once over a small memory trait.
 //!
-//! A *machine* ([`FlagBarrier`], [`CreditRing`], [`Fifo`], [`Packets`], [`Sentinel`], [`AbortCell`], [`ResetGate`]) is
+//! A *machine* ([`FlagBarrier`], [`CreditRing`], [`Fifo`], [`Packets`], [`Sentinel`], [`AbortCell`], [`ResetGate`], [`RollCall`]) is
 //! arithmetic: it says which [`Post`]s a rank makes and which [`Wait`]s it holds, as data. [`post`] and [`wait`] carry them
 //! out on anything that is a [`Memory`]: std atomics shared by threads here ([`Words`]), a model checker's atomics in
 //! tests, and the same layout in CUDA in `kernels/sync.cuh`. So what is checked is what runs.
@@ -24,6 +24,7 @@ mod memory;
 mod packet;
 mod reset;
 mod ring;
+mod roll;
 mod rotation;
 mod sentinel;
 mod wait;
@@ -39,6 +40,7 @@ pub use memory::{BELL_WORDS, Memory, Word, Words};
 pub use packet::Packets;
 pub use reset::ResetGate;
 pub use ring::{CreditRing, HALVES, Half, Role, Uses};
+pub use roll::{Called, RollCall};
 pub use rotation::{BUFFERS, Rotation, Turnover};
 pub use sentinel::{Sentinel, Shot};
 pub use wait::{Budget, Deadline, Post, Stop, Wait, post, wait};

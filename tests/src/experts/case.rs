@@ -167,6 +167,23 @@ impl Case {
         self
     }
 
+    /// What is left of it where these ranks are absent: experts that lie there are none, and nothing comes from there.
+    pub fn without(&self, absent: &[usize]) -> Self {
+        let mut left = self.clone();
+        for rank in 0..self.size {
+            for (i, id) in left.ids[rank].iter_mut().enumerate() {
+                let slot = self.slot(rank, i / self.k, i % self.k);
+                if slot.is_some_and(|slot| absent.contains(&self.owner(slot).0)) {
+                    *id = -1;
+                }
+            }
+        }
+        for &rank in absent {
+            left.ids[rank].clear();
+        }
+        left
+    }
+
     fn id(&self, rng: &mut StdRng) -> i64 {
         let ids = match self.places {
             Where::Ranks => self.size,

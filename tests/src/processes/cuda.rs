@@ -60,7 +60,7 @@ impl Devices for Gpus {
             }
             [
                 _,
-                "faults" | "life" | "reset" | "user_buffers" | "send_recv",
+                "faults" | "life" | "reset" | "shrink" | "user_buffers" | "send_recv",
                 ..,
             ] => true,
             [

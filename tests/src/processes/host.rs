@@ -33,7 +33,7 @@ impl Devices for Hosts {
                 ..,
             ] => true,
             [_, "quantized_gather" | "quantized_scatter" | "capture", ..] => true,
-            [_, KILLED, ..] | [_, "stress", ..] => true,
+            [_, KILLED | "shrink" | "stress", ..] => true,
             _ => name.first() == Some(&"w3"),
         }
     }

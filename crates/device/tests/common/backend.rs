@@ -127,6 +127,9 @@ impl Communicator for LogComm {
     fn device(&self) -> &dyn Device {
         unreachable!("this backend has no device")
     }
+    fn own_stream(&self) -> Result<Stream> {
+        Ok(LogQueue::stream("own", &self.log))
+    }
     fn plan(&self, call: &Call) -> Result<Plan, Reason> {
         Err(Reason::new(
             "no-plan",

@@ -6,7 +6,7 @@ use crate::{
     low_latency::{self, AHEAD, BOTH, ONE},
     packet, reset,
     ring::{self, Mode},
-    sentinel,
+    roll, sentinel,
     shared::*,
     table::*,
 };
@@ -20,12 +20,13 @@ pub fn claims() -> Vec<Row> {
     const S: sentinel::Without = sentinel::Without::Nothing;
     const A: abort::Without = abort::Without::Nothing;
     const G: reset::Without = reset::Without::Nothing;
+    const ROLL: roll::Without = roll::Without::Nothing;
     let ordered = |scenario: fn() -> Scenario| executions(Orders::RIGHT, deep(2, 3), scenario);
     let holds = Row::holds;
     let (barrier, ring, fifo, packets) = ("barrier", "ring", "fifo", "packets");
     let low_latency = "low latency";
     let (sentinel, two_shots, copies) = ("sentinel", "two shots", "copies");
-    let (abort, reset, waits) = ("abort", "reset", "waits");
+    let (abort, reset, roll, waits) = ("abort", "reset", "roll", "waits");
     vec![
         holds(
             barrier,
@@ -312,6 +313,41 @@ pub fn claims() -> Vec<Row> {
             reset,
             "memory order of 2 ranks",
             ordered(|| reset::scenario(2, 2, G)),
+        ),
+        holds(
+            roll,
+            "2 ranks start anew, flags wiped between two rolls",
+            states(|| roll::renewing(2, ROLL)),
+        ),
+        holds(
+            roll,
+            "2 ranks, too late at any time: at most one group goes on",
+            states(|| roll::agreeing(2, None, ROLL)),
+        ),
+        holds(
+            roll,
+            "2 ranks, too late at any time, and one dies at any point",
+            states(|| roll::agreeing(2, Some(0), ROLL)),
+        ),
+        holds(
+            roll,
+            "2 ranks, three rolls: who is there is in all of them",
+            states(|| roll::following(2, 3, ROLL)),
+        ),
+        holds(
+            roll,
+            "3 ranks, one roll: who is there is in it",
+            states(|| roll::following(3, deep(1, 2), ROLL)),
+        ),
+        holds(
+            roll,
+            "3 ranks, too late for a roll at any time: one outcome",
+            states(|| roll::deciding(3, ROLL)),
+        ),
+        holds(
+            roll,
+            "memory order of 2 ranks",
+            ordered(|| roll::renewing(2, ROLL)),
         ),
         holds(
             waits,

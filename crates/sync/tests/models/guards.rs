@@ -6,7 +6,7 @@ use crate::{
     low_latency::{self, AHEAD, ONE},
     packet, reset,
     ring::{self, Mode},
-    sentinel,
+    roll, sentinel,
     shared::*,
     table::*,
 };
@@ -355,6 +355,40 @@ fn reset() -> Vec<Row> {
     rows
 }
 
+fn roll() -> Vec<Row> {
+    use roll::Without::*;
+    let row = |what, mutation, by| Row::without("roll", what, mutation, by);
+    let late = |without| states(move || roll::agreeing(2, None, without));
+    let renewing = |without| states(move || roll::renewing(2, without));
+    let mut rows = vec![
+        row("one word decides", "each rank's own", late(Arbiter)),
+        row("who comes late is left out", "it comes in", late(Closing)),
+        row(
+            "let go, then answer",
+            "answer, then let go",
+            renewing(LetGoFirst),
+        ),
+        row("flags are wiped", "they stay", renewing(Wipe)),
+        row(
+            "let go, then wiped",
+            "no roll before",
+            renewing(RollBeforeWipe),
+        ),
+        row(
+            "wiped, then begun",
+            "no roll after",
+            renewing(RollAfterWipe),
+        ),
+    ];
+    rows.push(row(
+        "what a roll said stays until the next but one",
+        "until the next",
+        states(|| roll::following(2, 3, TwoWords)),
+    ));
+    rows.extend(orders("roll", || roll::renewing(2, Nothing)));
+    rows
+}
+
 fn waits() -> Vec<Row> {
     let row = |what, mutation, by| Row::without("waits", what, mutation, by);
     let unbounded = || {
@@ -403,6 +437,7 @@ pub fn guards() -> Vec<Row> {
         copies,
         abort,
         reset,
+        roll,
         waits,
     ];
     machines.into_iter().flat_map(|m| m()).collect()

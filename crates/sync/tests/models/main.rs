@@ -18,6 +18,7 @@ mod packet;
 mod replay;
 mod reset;
 mod ring;
+mod roll;
 mod sentinel;
 mod shared;
 mod table;

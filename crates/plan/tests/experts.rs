@@ -1,0 +1,298 @@
+//! What calls with experts need, and what is told of them.
+
+#![allow(clippy::unwrap_used, reason = "what is not as promised panics")]
+
+mod common;
+
+use brigade_device::*;
+use brigade_plan::{
+    Engines, Table, Topology,
+    absent::plan_without,
+    crossover::{Gpus, Links},
+    experts::{Need, given_bytes, need, told},
+    plan,
+};
+use std::fmt::Write;
+
+fn dispatch(max_tokens: usize, choice: Option<Transport>) -> DispatchCall {
+    DispatchCall {
+        max_tokens,
+        hidden: 7168,
+        dtype: DataType::BF16,
+        beside_bytes: PerRank::new(),
+        k: 8,
+        weights: true,
+        placement: PlacementCall::Even { experts: 256 },
+        arrangement: Arrangement::BySource,
+        max_recv: None,
+        again: false,
+        gathered: false,
+        cast: None,
+        choice,
+    }
+}
+
+fn combine(max_tokens: usize, choice: Option<Transport>) -> CombineCall {
+    CombineCall {
+        max_tokens,
+        hidden: 7168,
+        dtype: DataType::BF16,
+        output: DataType::BF16,
+        k: 8,
+        arrangement: Arrangement::BySource,
+        sum: CombineSum::Rank,
+        weights: false,
+        choice,
+    }
+}
+
+fn low_latency(max_tokens: usize) -> [Call; 2] {
+    let there = LowLatencyDispatchCall {
+        slot: 0,
+        max_tokens,
+        hidden: 7168,
+        dtype: DataType::BF16,
+        k: 8,
+        weights: false,
+        placement: PlacementCall::Even { experts: 256 },
+        cast: None,
+    };
+    let back = LowLatencyCombineCall {
+        hidden: 7168,
+        dtype: DataType::BF16,
+        sum: CombineSum::Expert,
+        cast: None,
+        there: there.clone(),
+    };
+    [
+        Call::LowLatencyDispatch(there),
+        Call::LowLatencyCombine(back),
+    ]
+}
+
+const CHOICES: [Transport; 4] = [
+    Transport::OneSided,
+    Transport::Pushed,
+    Transport::Fifo,
+    Transport::Gather,
+];
+
+fn calls(max_tokens: usize) -> Vec<(String, Call)> {
+    let mut calls = Vec::new();
+    for choice in CHOICES {
+        let (there, back) = (
+            dispatch(max_tokens, Some(choice)),
+            combine(max_tokens, Some(choice)),
+        );
+        calls.push((format!("dispatch {choice:?}"), Call::Dispatch(there)));
+        calls.push((format!("combine {choice:?}"), Call::Combine(back)));
+    }
+    for call in low_latency(max_tokens) {
+        calls.push((call.operation().to_string(), call));
+    }
+    calls
+}
+
+fn on_gpus(size: usize, config: CommConfig) -> (Topology, Table) {
+    let gpus = Gpus {
+        model: Some("NVIDIA H200".into()),
+        links: Links::Nvlink,
+        ranks: size,
+    };
+    let topology = Topology {
+        group: Group {
+            mode: ParallelMode::Ep,
+            rank: 0,
+            size,
+        },
+        config,
+        engines: Engines::cuda(true, true),
+    };
+    (topology, Table::cuda(&gpus).unwrap())
+}
+
+fn nothing() -> CommConfig {
+    CommConfig {
+        all_reduce_bytes: 0,
+        dispatch_bytes: 0,
+        combine_bytes: 0,
+        fifo_bytes: 0,
+        ..CommConfig::new(ParallelMode::Ep)
+    }
+}
+
+#[test]
+fn what_is_needed_is_enough_and_less_is_not() {
+    for size in [1, 2, 3, 8] {
+        for (what, call) in calls(128) {
+            let what = format!("{what} of {size}");
+            let need = need(&call, size).unwrap();
+            let planned = |bytes: usize| {
+                let with = Need { bytes, ..need };
+                let (topology, table) = on_gpus(size, with.fit(nothing()));
+                plan(&call, &topology, &table)
+            };
+            let at_once = |plan: &Plan| !matches!(plan, Plan::Experts { pieces: 2.., .. });
+            let fifo = need.field == "fifo_bytes";
+            let enough = planned(need.bytes).unwrap_or_else(|why| panic!("{what}: {why}"));
+            assert!(fifo || at_once(&enough), "{what}: {enough}");
+            let least = planned(need.least_bytes);
+            assert!(least.is_ok(), "{what}: {least:?}");
+            let Some(less) = need.least_bytes.checked_sub(1) else {
+                continue;
+            };
+            let refused = planned(less).map_err(|why| why.code);
+            assert_eq!(refused, Err("capacity"), "{what}");
+            if need.bytes > need.least_bytes && !fifo {
+                let pieces = planned(need.bytes - 1).unwrap();
+                assert!(!at_once(&pieces), "{what}: {pieces}");
+            }
+        }
+    }
+}
+
+#[test]
+fn needs_of_decoding_and_of_prefill() {
+    let mut text = String::new();
+    for (size, max_tokens) in [(1, 128), (4, 128), (8, 128), (8, 1024)] {
+        writeln!(text, "{size} ranks, {max_tokens} tokens").unwrap();
+        for (what, call) in calls(max_tokens) {
+            let need = need(&call, size).unwrap();
+            let group = on_gpus(size, nothing()).0.group;
+            let given = given_bytes(&call, &group, max_tokens).unwrap();
+            writeln!(
+                text,
+                "  {what:<20} {:>17} {:>10}, at least {:>9}; at join {:>10}; gives {given:>10}",
+                need.field,
+                need.bytes,
+                need.least_bytes,
+                need.joined_bytes(),
+            )
+            .unwrap();
+        }
+    }
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn what_goes_on_without_some_ranks() {
+    let [there, back] = low_latency(128);
+    let config = CommConfig {
+        all_reduce_bytes: 64 << 20,
+        ..need(&there, 4)
+            .unwrap()
+            .fit(CommConfig::new(ParallelMode::Ep))
+    };
+    let (topology, table) = on_gpus(4, config);
+    let (nobody, gone) = (Absent::default(), Absent::from_bits(0b0110, 0b0110));
+    let alive = Absent::from_bits(0b0110, 0b0100);
+    let mut calls = calls(128);
+    calls.push(("dispatch".into(), Call::Dispatch(dispatch(128, None))));
+    calls.push(("combine".into(), Call::Combine(combine(128, None))));
+    calls.push(("barrier".into(), Call::Barrier));
+    calls.push(("close".into(), Call::Close));
+    calls.push(("register".into(), Call::Register { bytes: 64 }));
+    let (dtype, op, choice) = (DataType::F32, ReduceOp::Sum, None);
+    calls.push((
+        "all_reduce".into(),
+        Call::AllReduce {
+            elements: 64,
+            dtype,
+            output: dtype,
+            op,
+            choice,
+        },
+    ));
+    let mut text = String::new();
+    for (what, call) in &calls {
+        let with_all = plan_without(nobody, call, &topology, &table);
+        assert_eq!(with_all, plan(call, &topology, &table), "{what}");
+        for (who, absent) in [("gone", gone), ("one may live", alive)] {
+            let planned = match plan_without(absent, call, &topology, &table) {
+                Ok(plan) => plan.to_string(),
+                Err(why) => format!("{}: {why}", why.code),
+            };
+            writeln!(text, "{what:<20} {who:<12} {planned}").unwrap();
+        }
+    }
+    assert_eq!(calls[8].1, there);
+    assert_eq!(calls[9].1, back);
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn other_calls_are_not_told() {
+    let (topology, table) = on_gpus(2, nothing());
+    assert_eq!(
+        need(&Call::Barrier, 2).unwrap_err().code,
+        "unknown-operation"
+    );
+    let why = told(&Call::Barrier, &topology, &table).unwrap_err();
+    assert_eq!(why.code, "unknown-operation");
+    assert!(given_bytes(&Call::Barrier, &topology.group, 1).is_err());
+}
+
+#[test]
+fn what_is_told_says_how_and_why() {
+    let mut text = String::new();
+    let mut tell = |what: &str, call: Call, (topology, table): &(Topology, Table)| {
+        let told = told(&call, topology, table).unwrap_or_else(|why| format!("no: {why}"));
+        writeln!(text, "{what:<28} {told}").unwrap();
+    };
+    let low_latency_of_128 = low_latency(128);
+    let config = low_latency_of_128
+        .iter()
+        .fold(CommConfig::new(ParallelMode::Ep), |c, call| {
+            need(call, 8).unwrap().fit(c)
+        });
+    let config = CommConfig {
+        all_reduce_bytes: 256 << 20,
+        ..config
+    };
+    let usual = on_gpus(8, config.clone());
+    let budget = on_gpus(
+        8,
+        CommConfig {
+            sm_budget: Some(24),
+            ..config
+        },
+    );
+    for tokens in [1, 128, 1024, 4096] {
+        tell(
+            &format!("dispatch {tokens}"),
+            Call::Dispatch(dispatch(tokens, None)),
+            &usual,
+        );
+        tell(
+            &format!("combine {tokens}"),
+            Call::Combine(combine(tokens, None)),
+            &usual,
+        );
+    }
+    tell(
+        "dispatch 128, 24 SMs",
+        Call::Dispatch(dispatch(128, None)),
+        &budget,
+    );
+    for choice in CHOICES {
+        tell(
+            "dispatch 128, forced",
+            Call::Dispatch(dispatch(128, Some(choice))),
+            &usual,
+        );
+    }
+    for call in low_latency_of_128 {
+        tell(&format!("{} 128", call.operation()), call, &usual);
+    }
+    for call in low_latency(256) {
+        tell(&format!("{} 256", call.operation()), call, &usual);
+    }
+    let mut host = common::topology(0, 4);
+    host.config = CommConfig::new(ParallelMode::Ep);
+    tell(
+        "on the host: dispatch 128",
+        Call::Dispatch(dispatch(128, None)),
+        &(host, Table::host()),
+    );
+    insta::assert_snapshot!(text);
+}
