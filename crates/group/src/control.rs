@@ -246,12 +246,7 @@ impl Control {
             let_go(&deadline)?;
             self.pass_gate(steps.wrapping_add(1), &mut deadline, within, calls)?;
             self.clear_words();
-            wipe().inspect_err(|_| {
-                self.stay_stopped(FaultRecord {
-                    call: calls,
-                    ..self.record(FaultKind::Aborted)
-                });
-            })?;
+            self.or_stay_stopped(wipe(), calls)?;
             *steps = steps.wrapping_add(1);
         }
         self.pass_gate(steps.wrapping_add(1), &mut deadline, within, calls)?;
@@ -297,12 +292,7 @@ impl Control {
             self.call_roll(rolls.wrapping_add(1), within)?;
             self.clear_words();
             self.clear_for_others();
-            wipe().inspect_err(|_| {
-                self.stay_stopped(FaultRecord {
-                    call: calls,
-                    ..self.record(FaultKind::Aborted)
-                });
-            })?;
+            self.or_stay_stopped(wipe(), calls)?;
             self.rolls.store(rolls.wrapping_add(1), Ordering::Release);
         }
         let last = self.rolls.load(Ordering::Acquire).wrapping_add(1);
@@ -313,12 +303,7 @@ impl Control {
         self.absent.store(bits, Ordering::Release);
         self.rolls.store(last, Ordering::Release);
         *steps = 0;
-        renew(after(called.generation), absent).inspect_err(|_| {
-            self.stay_stopped(FaultRecord {
-                call: calls,
-                ..self.record(FaultKind::Aborted)
-            });
-        })?;
+        self.or_stay_stopped(renew(after(called.generation), absent), calls)?;
         self.start(after(called.generation));
         tracing::warn!(target: "brigade::fault", rank = self.group.rank, %absent, "shrunk");
         Ok(absent)
@@ -411,6 +396,16 @@ impl Control {
             operation: Operation::Reset as u32,
             ..record
         });
+    }
+
+    /// The same, if what the reset came to has failed.
+    fn or_stay_stopped(&self, done: Result<()>, calls: u64) -> Result<()> {
+        done.inspect_err(|_| {
+            self.stay_stopped(FaultRecord {
+                call: calls,
+                ..self.record(FaultKind::Aborted)
+            });
+        })
     }
 
     /// Wipes this rank's own flags while nobody writes any, so that none of them is taken for one of the generation that
