@@ -1,5 +1,6 @@
 // What goes back for a row that was dispatched, and how rows are added.
 #pragma once
+#include "copy.cuh"
 #include "types.cuh"
 
 namespace brigade {
@@ -67,6 +68,12 @@ __device__ __forceinline__ uint32_t place_back(const P& p, int4 source) {
   return p.sum == by_experts ? source.w * p.k + source.z : source.w;
 }
 
+// The same where every token of the source has a place, so that any run of them can go back on its own.
+template <typename P>
+__device__ __forceinline__ uint32_t token_back(const P& p, int4 source) {
+  return p.sum == by_experts ? source.y * p.k + source.z : source.y;
+}
+
 // The rows of a token's experts.
 template <typename P>
 __device__ __forceinline__ const int32_t* rows_of_token(const P& p, int4 source) {
@@ -90,18 +97,18 @@ __device__ __forceinline__ void write_back(const P& p, uint32_t at, int4 source,
   const bool whole = is_whole(p.from, p.hidden);
   const float* back = reinterpret_cast<const float*>(p.back);
   const int32_t* rows = rows_of_token(p, source);
-  for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
-    Adding all{};
-    if (p.sum == by_experts_and_ranks) {
+  if (p.sum != by_experts_and_ranks) {
+    copy_bytes(to, p.from + at * row_bytes, row_bytes, thread, p.row_threads);
+  } else {
+    for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
+      Adding all{};
       for (uint32_t e = source.z; e < p.k; ++e) {
         if (rows[e] < 0) continue;
         const uint64_t from = p.from + uint32_t(rows[e]) * row_bytes;
         all.add(load(p.from_type, from, i, p.hidden, whole), reinterpret_cast<const float*>(p.held)[rows[e]]);
       }
-    } else {
-      all.add(load(p.from_type, p.from + at * row_bytes, i, p.hidden, whole));
+      store(p.from_type, to, i, p.hidden, whole, all.sum);
     }
-    store(p.from_type, to, i, p.hidden, whole, all.sum);
   }
   if (back == nullptr) return;
   float* weights = reinterpret_cast<float*>(weights_to);

@@ -8,16 +8,19 @@ template <typename T>
 __device__ __forceinline__ void copy_as(uint64_t to, uint64_t from, uint64_t count, uint64_t thread, uint64_t threads) {
   T* out = reinterpret_cast<T*>(to);
   const T* in = reinterpret_cast<const T*>(from);
+  // Loads that are under way at once, also where there are fewer left.
   constexpr int in_flight = 4;
-  uint64_t i = thread;
-  for (; i + (in_flight - 1) * threads < count; i += in_flight * threads) {
+  for (uint64_t i = thread; i < count; i += in_flight * threads) {
     T held[in_flight];
 #pragma unroll
-    for (int k = 0; k < in_flight; ++k) held[k] = in[i + k * threads];
+    for (int k = 0; k < in_flight; ++k) {
+      if (i + k * threads < count) held[k] = in[i + k * threads];
+    }
 #pragma unroll
-    for (int k = 0; k < in_flight; ++k) out[i + k * threads] = held[k];
+    for (int k = 0; k < in_flight; ++k) {
+      if (i + k * threads < count) out[i + k * threads] = held[k];
+    }
   }
-  for (; i < count; i += threads) out[i] = in[i];
 }
 
 // The share of `thread` among `threads`: in words as wide as both addresses allow, the bytes before and after them one by one.

@@ -4,6 +4,7 @@
 // all rows of all ranks come in the order of their tokens, and `collect` takes those that are for this rank.
 #include "cast.cuh"
 #include "params.cuh"
+#include "rows.cuh"
 #include "sections.cuh"
 #include "steps.cuh"
 #include "types.cuh"
@@ -32,16 +33,22 @@ __device__ __forceinline__ void count_moved(const DispatchParams& p, uint32_t ro
 }
 
 // A group of threads for each row.
-extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_push(const __grid_constant__ DispatchParams p) {
+extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_push(const __grid_constant__ DispatchParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
   const uint32_t groups = gridDim.x * blockDim.x / p.row_threads;
   const uint32_t thread = threadIdx.x % p.row_threads;
   const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.sent_offsets);
   const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
-  for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < p.size * p.piece_rows; w += groups) {
+  // Own rows are taken from where they lie: this rank gets no more than what says which they are.
+  const uint32_t targets = p.size - (p.row_bytes[token] == 0);
+  if (targets < p.size && blockIdx.x == 0 && threadIdx.x == 0) {
+    const uint64_t own = p.base + p.rank * p.stride + p.half + p.rank * p.part_bytes;
+    *reinterpret_cast<uint64_t*>(own) = offsets[p.rank + 1] - offsets[p.rank];
+  }
+  for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < targets * p.piece_rows; w += groups) {
     // The next rank first, so that not all write to one.
-    const uint32_t next = p.rank + 1 + w % p.size, to = next % p.size, i = w / p.size;
+    const uint32_t next = p.rank + 1 + w % targets, to = next % p.size, i = w / targets;
     if (absent >> to & 1) continue;
     const uint32_t first = offsets[to], theirs = offsets[to + 1] - first, at = p.first_row + i;
     const uint32_t all = p.gathers ? p.tokens : theirs;
@@ -52,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_push(const __
     }
     if (at >= all) continue;
     const uint32_t from = p.gathers ? at : reinterpret_cast<const uint32_t*>(p.sent)[first + at];
-    write_sections(p, p.section, part, i, to, from, thread);
+    write_sections(p, p.section, part, i, to, from, to != p.rank, thread);
   }
 }
 
@@ -183,17 +190,17 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(cons
 extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_collect(const __grid_constant__ DispatchParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
-  const uint32_t groups = gridDim.x * blockDim.x / p.row_threads;
   const uint32_t thread = threadIdx.x % p.row_threads;
-  for (uint32_t at = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; at < p.capacity; at += groups) {
-    const int4 source = reinterpret_cast<const int4*>(p.sources)[at];
-    // Those before the piece wrap around.
-    const uint32_t i = uint32_t(p.gathers ? source.y : source.w) - p.first_row;
-    if (source.x < 0 || i >= p.piece_rows) continue;
+  // Those before the piece wrap around.
+  auto row_of_piece = [&](int4 source) { return uint32_t(p.gathers ? source.y : source.w) - p.first_row; };
+  auto wanted = [&](int4 source) { return row_of_piece(source) < p.piece_rows; };
+  for_rows(reinterpret_cast<const int4*>(p.sources), p.capacity, 0, p.row_threads, wanted, [&](uint32_t at, int4 source) {
+    const uint32_t i = row_of_piece(source);
     for (uint32_t s = 0; s < p.sections; ++s) {
       const uint64_t bytes = p.row_bytes[s];
-      if (bytes == 0 || (s >= token && s <= weights)) continue;
-      const uint64_t from = came(p, uint32_t(source.x), s, i);
+      if (bytes == 0 || says_which(s)) continue;
+      const bool own = uint32_t(source.x) == p.rank && p.from[s] != 0;
+      const uint64_t from = own ? p.from[s] + uint32_t(source.y) * bytes : came(p, uint32_t(source.x), s, i);
       if (s == scales && p.scale_words != 0) {
         for (uint32_t w = thread; w < p.scale_words; w += p.row_threads) {
           reinterpret_cast<uint32_t*>(p.to[s])[uint64_t(w) * p.capacity + at] = reinterpret_cast<const uint32_t*>(from)[w];
@@ -202,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_collect(const
       }
       copy_bytes(p.to[s] + at * bytes, from, bytes, thread, p.row_threads);
     }
-  }
+  });
 }
 
 // A warp for each 128 columns of a row, as brigade-host does it.

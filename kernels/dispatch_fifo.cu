@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
     if (blockIdx.x == waiting && threadIdx.x == 0) *reinterpret_cast<uint64_t*>(part) = rows;
     const uint32_t step = (gridDim.x - waiting) * groups;
     for (uint32_t i = (blockIdx.x - waiting) * groups + group; i < rows; i += step) {
-      write_sections(p, p.came, part, i, p.rank, sent[first + i], thread);
+      write_sections(p, p.came, part, i, p.rank, sent[first + i], true, thread);
     }
     return;
   }
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
     for (uint32_t s = 0; s < p.sections; ++s) all += p.row_bytes[s];
     send_rows(p, g, end, offsets[end.peer + 1] - first, all, failed, [&](uint64_t entry, Run run) {
       for (uint32_t i = group; i < run.count; i += groups) {
-        write_sections(p, p.section, entry, i, end.peer, sent[first + run.first + i], thread);
+        write_sections(p, p.section, entry, i, end.peer, sent[first + run.first + i], true, thread);
       }
     });
   }

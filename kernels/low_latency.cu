@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256) brigade_low_latency_send(const
     if (absent >> to & 1) continue;
     const int32_t begin = int32_t(first_slot(p, to)), end = int32_t(first_slot(p, to + 1));
     // Every warp finds out by itself whether the row goes there: k is at most 32.
-    const int32_t slot = lane < p.k ? present_slot(p, token, lane, absent) : -1;
+    const int32_t slot = lane < p.k ? present_slot(p, chosen_slot(p, token, lane), absent) : -1;
     const bool theirs = slot >= begin && slot < end;
     const bool goes = __any_sync(everybody, theirs);
     const uint64_t target = part(p, to, p.rank);

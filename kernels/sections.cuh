@@ -7,14 +7,17 @@ namespace brigade {
 
 enum Section : uint32_t { row = 0, scales = 1, token = 2, slots = 3, weights = 4, beside = 5 };
 
-// Writes what `to` gets of own row `from`, as row `i` of sections of which each begins at `part + section[..]`. By `p.row_threads`
-// threads, of which this one is `thread`.
+// Whether it is one of those that say which row it is.
+__device__ __forceinline__ bool says_which(uint32_t section) { return section >= token && section <= weights; }
+
+// Writes what `to` gets of own row `from`, as row `i` of sections of which each begins at `part + section[..]`; or nothing but what says
+// which row it is. By `p.row_threads` threads, of which this one is `thread`.
 template <typename P>
 __device__ __forceinline__ void write_sections(const P& p, const uint64_t* section, uint64_t part, uint32_t i, uint32_t to,
-                                               uint32_t from, uint32_t thread) {
+                                               uint32_t from, bool all, uint32_t thread) {
   for (uint32_t s = 0; s < p.sections; ++s) {
     const uint64_t bytes = p.row_bytes[s], target = part + section[s] + i * bytes;
-    if (bytes == 0) continue;
+    if (bytes == 0 || !(all || says_which(s))) continue;
     if (s == token) {
       if (thread == 0) *reinterpret_cast<uint32_t*>(target) = from;
     } else if (s == slots || s == weights) {

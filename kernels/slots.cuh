@@ -65,10 +65,9 @@ __device__ __forceinline__ int32_t chosen_slot(const P& p, uint32_t token, uint3
   return slot_of(p, token, read_id(p, token, entry));
 }
 
-// The same, or -1 if the slot is one of an absent rank's.
+// A slot, or -1 if it is one of an absent rank's.
 template <typename P>
-__device__ __forceinline__ int32_t present_slot(const P& p, uint32_t token, uint32_t entry, uint32_t absent) {
-  const int32_t slot = chosen_slot(p, token, entry);
+__device__ __forceinline__ int32_t present_slot(const P& p, int32_t slot, uint32_t absent) {
   return absent != 0 && slot >= 0 && (absent >> rank_of_slot(p, uint32_t(slot)) & 1) ? -1 : slot;
 }
 

@@ -9,6 +9,7 @@ use crate::{
     dispatch::{own_parts, row_blocks, row_threads},
     job::Job,
     memory::check_reach,
+    relay::Pieces,
     routing::Placed,
     steps::Use,
     types,
@@ -24,7 +25,8 @@ use brigade_plan::{
     fifo::Queues,
 };
 use brigade_sync::Area;
-use std::sync::Arc;
+use cudarc::driver::sys;
+use std::{ops::Range, sync::Arc};
 
 /// Its kernels, in the order in which they run.
 #[derive(Debug)]
@@ -95,9 +97,9 @@ impl CudaComm {
             true => Some(device.scratch(lane, DataType::F32, &[tokens, call.k])?),
             false => None,
         };
-        let staged = match pieces {
-            1 => None,
-            _ => {
+        let staged = match &queues {
+            None => None,
+            Some(_) => {
                 let bytes = Returning::new(&call, call.max_rows())
                     .bytes()
                     .next_multiple_of(64);
@@ -173,40 +175,46 @@ fn combine(job: &mut Job<'_>, a: &Arguments) -> Result<()> {
     if let Some(out) = &a.weights_back {
         job.poisons(out.address(), out.bytes(), out.dtype());
     }
-    let mut open = None;
-    if let (Some((queues, list)), Some(staged)) = (&a.queues, &a.staged) {
-        job.queue_back(a, queues, (staged, list))?;
-    }
-    for piece in 0..a.pieces {
-        let of = job.begin(Area::Combine);
-        job.back(a, of, piece)?;
-        job.steps.filled_to_all(of, job.core.rank(), 0);
-        job.steps.await_all(of, 0);
-        match &a.staged {
-            Some(staged) => {
-                job.stage_back(a, of, piece, staged)?;
-                job.steps.end(of);
-            }
-            None => open = Some(of),
-        }
-    }
-    let (parts, stride, rows) = match (&a.staged, open) {
-        (Some(staged), _) => (
-            staged.address(),
-            staged.shape().columns(),
-            a.call.max_rows(),
-        ),
-        (None, Some(of)) => {
-            let (parts, stride) = own_parts(job, of);
-            (parts, stride, a.piece_rows)
-        }
-        (None, None) => return Ok(()),
+    let (Some((queues, list)), Some(staged)) = (&a.queues, &a.staged) else {
+        return job.relay(&mut Returned { a });
     };
-    job.add_up(a, (parts, stride), rows)?;
-    if let Some(of) = open {
-        job.steps.end(of);
+    job.queue_back(a, queues, (staged, list))?;
+    let parts = (staged.address(), staged.shape().columns());
+    job.add_up(a, parts, 0..a.call.max_rows())
+}
+
+/// A combine through halves, so many tokens of every rank at a time.
+struct Returned<'a> {
+    a: &'a Arguments,
+}
+
+impl Returned<'_> {
+    /// Places of a piece.
+    fn places(&self, piece: usize) -> Range<usize> {
+        let rows = self.a.piece_rows;
+        piece * rows..(piece + 1) * rows
     }
-    Ok(())
+}
+
+impl Pieces for Returned<'_> {
+    const AREA: Area = Area::Combine;
+
+    fn count(&self) -> usize {
+        self.a.pieces
+    }
+
+    fn prepare(&mut self, _: &mut Job<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn push(&self, job: &Job<'_>, of: Use, piece: usize, on: sys::CUstream) -> Result<()> {
+        job.back(self.a, of, self.places(piece), on)
+    }
+
+    fn take(&mut self, job: &mut Job<'_>, of: Use, piece: usize) -> Result<()> {
+        let parts = own_parts(job, of);
+        job.add_up(self.a, parts, self.places(piece))
+    }
 }
 
 /// A sum as kernels know it.
@@ -263,65 +271,52 @@ impl Job<'_> {
         a.call.hidden * a.call.dtype.bytes()
     }
 
-    /// Writes a piece of what became of rows to where they came from.
-    fn back(&mut self, a: &Arguments, of: Use, piece: usize) -> Result<()> {
-        self.steps_now()?;
+    /// Writes what became of the rows of these places to where they came from.
+    fn back(&self, a: &Arguments, of: Use, places: Range<usize>, on: sys::CUstream) -> Result<()> {
         let capacity = a.parts.sources.shape().rows();
         if capacity == 0 {
             return Ok(());
         }
-        let sections = Returning::new(&a.call, a.piece_rows);
-        let threads = row_threads(&self.core.device, capacity, Self::row_bytes(a));
+        let sections = Returning::new(&a.call, places.len());
+        let rows = capacity.min(places.len() * self.core.size());
+        let threads = row_threads(&self.core.device, rows, Self::row_bytes(a));
         let parameters = Parameters {
             half: self.core.data_offset(of) as u64,
             rows_at: sections.rows(0).start as u64,
             weights_at: sections.weights(0).start as u64,
-            first_row: (piece * a.piece_rows) as u32,
-            piece_rows: a.piece_rows as u32,
+            first_row: places.start as u32,
+            piece_rows: places.len() as u32,
             row_threads: threads,
             ..self.combining(a)
         };
-        let shape = row_blocks(self, capacity, threads);
+        let shape = row_blocks(self, rows, threads);
         let kernel = &self.core.device.opened.kernels.combines.back;
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { kernel.launch(on, shape, parameters) }.map_err(Into::into)
     }
 
-    /// Takes a piece of what has come back out of this rank's half.
-    fn stage_back(&mut self, a: &Arguments, of: Use, piece: usize, staged: &Buffer) -> Result<()> {
-        let all = Returning::new(&a.call, a.call.max_rows());
-        let sections = Returning::new(&a.call, a.piece_rows);
-        let (parts, stride) = own_parts(self, of);
-        let first = piece * a.piece_rows;
-        let rows = a.piece_rows.min(a.call.max_rows() - first);
-        let list: Vec<_> = (0..self.core.size())
-            .flat_map(|source| {
-                let from = parts + (source * stride) as u64;
-                let to = staged.address() + (source * staged.shape().columns()) as u64;
-                [
-                    (all.rows(first).end, sections.rows(rows)),
-                    (all.weights(first).end, sections.weights(rows)),
-                ]
-                .map(|(at, piece)| (to + at as u64, from + piece.start as u64, piece.len()))
-            })
-            .collect();
-        self.moves(&list)
-    }
-
-    /// Adds up what has come back.
-    fn add_up(&mut self, a: &Arguments, (parts, stride): (u64, usize), rows: usize) -> Result<()> {
+    /// Adds up what has come back of the tokens of these places.
+    fn add_up(
+        &mut self,
+        a: &Arguments,
+        (parts, stride): (u64, usize),
+        places: Range<usize>,
+    ) -> Result<()> {
         self.steps_now()?;
-        let sections = Returning::new(&a.call, rows);
+        let sections = Returning::new(&a.call, places.len());
         let tokens = a.parts.layout.slots.shape().rows();
         if tokens == 0 {
             return Ok(());
         }
+        let tokens = tokens.min(places.len() / a.call.rows_per_token());
         let threads = row_threads(&self.core.device, tokens, Self::row_bytes(a));
         let mut parameters = Parameters {
             parts,
             parts_stride: stride as u64,
             came_rows: sections.rows(0).start as u64,
             came_weights: sections.weights(0).start as u64,
+            first_row: places.start as u32,
+            piece_rows: places.len() as u32,
             row_threads: threads,
             ..self.combining(a)
         };

@@ -31,6 +31,7 @@ use brigade_plan::{
 };
 use brigade_sync::Area;
 use gathered::Gathered;
+use pieces::{Passing, Piece};
 use std::sync::Arc;
 
 /// Its kernels, in the order in which they run.
@@ -38,6 +39,8 @@ use std::sync::Arc;
 pub(crate) struct DispatchKernels {
     cast: Kernel<CastParams>,
     push: Kernel<Parameters>,
+    /// A block of it that shares its multiprocessor with nobody.
+    push_alone: Launch,
     count: Kernel<Parameters>,
     place: Kernel<Parameters>,
     arrange: Kernel<Parameters>,
@@ -46,9 +49,13 @@ pub(crate) struct DispatchKernels {
 
 impl DispatchKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
+        /// Of a block that has a multiprocessor to write from.
+        const THREADS: u32 = 1024;
+        let push: Kernel<Parameters> = set.variant("_push")?;
         Ok(Self {
             cast: set.kernel()?,
-            push: set.variant("_push")?,
+            push_alone: push.alone(THREADS)?,
+            push,
             count: set.variant("_count")?,
             place: set.variant("_place")?,
             arrange: set.variant("_arrange")?,
@@ -84,17 +91,38 @@ pub(crate) fn row_threads(device: &CudaDevice, rows: usize, row_bytes: usize) ->
 
 /// Blocks for so many rows, within the multiprocessors that a communicator may use.
 pub(crate) fn row_blocks(job: &Job<'_>, rows: usize, threads: u32) -> Launch {
-    let kernels = &job.core.device.opened.kernels;
+    row_blocks_on(job, own_sms(job), rows, threads)
+}
+
+fn row_blocks_on(job: &Job<'_>, sms: usize, rows: usize, threads: u32) -> Launch {
+    /// Blocks of a multiprocessor.
+    const BLOCKS: usize = 8;
     let blocks = (rows * threads as usize).div_ceil(ROW_THREADS as usize);
-    let budget = job
+    let shape = job
         .core
-        .config
-        .sm_budget
-        .map_or(usize::MAX, |sms| 8 * usize::from(sms.max(1)));
+        .device
+        .opened
+        .kernels
+        .shape(blocks.min(BLOCKS * sms));
     Launch {
         threads: ROW_THREADS,
-        ..kernels.shape(blocks.min(budget))
+        ..shape
     }
+}
+
+/// Multiprocessors that a communicator may use.
+fn own_sms(job: &Job<'_>) -> usize {
+    let all = usize::from(job.core.device.info().sms);
+    job.core
+        .config
+        .sm_budget
+        .map_or(all, |n| usize::from(n.max(1)).min(all))
+}
+
+/// Where one of several pieces is written while another is taken, each side has multiprocessors of its own: stores that wait for the
+/// link keep all accesses of their multiprocessor waiting. Those that write.
+fn pushing_sms(job: &Job<'_>) -> usize {
+    (own_sms(job) / 2).max(1)
 }
 
 /// The arguments.
@@ -102,9 +130,8 @@ pub(crate) struct Arguments {
     pub(crate) call: DispatchCall,
     pub(crate) group: Group,
     generation: u8,
-    /// What goes through halves before it is known which row is what, and behind that.
-    first: Option<Passage>,
-    rest: Option<Passage>,
+    /// What goes through halves.
+    pieces: Vec<Piece>,
     queues: Option<Queues>,
     rows: Buffer,
     beside: Vec<Buffer>,
@@ -118,35 +145,14 @@ pub(crate) struct Arguments {
     staged: Option<Buffer>,
 }
 
-/// What goes through halves, in pieces.
-#[derive(Clone, Copy)]
-struct Passage {
-    load: Load,
-    /// Most rows of a sender at a time.
-    rows: usize,
-    /// Whether all ranks get all rows.
-    gathers: bool,
-}
-
-impl Passage {
-    /// Where pieces begin: one at least.
-    fn starts(self, max_tokens: usize) -> impl Iterator<Item = usize> {
-        (0..max_tokens.max(1)).step_by(self.rows.max(1))
-    }
-}
-
 /// Where rows lie that have come.
 #[derive(Clone, Copy)]
 struct Came {
-    load: Load,
     parts: u64,
     stride: usize,
-    /// The first of them: of a sender's rows for this rank, or of its tokens.
-    first: usize,
-    /// Rows that a section has room for.
-    rows: usize,
-    /// Whether they are all of the sender's.
-    gathers: bool,
+    piece: Piece,
+    /// Whether own rows lie there, too, and not only what says which they are.
+    with_own: bool,
 }
 
 impl CudaComm {
@@ -252,8 +258,7 @@ impl Arguments {
         Ok(Self {
             group,
             generation,
-            first: None,
-            rest: None,
+            pieces: Vec::new(),
             queues: None,
             beside_rows: p
                 .beside
@@ -279,38 +284,39 @@ impl Arguments {
         (transport, rows): (Transport, usize),
     ) -> Result<()> {
         let (call, size) = (&self.call, self.group.size);
-        let load = Load::of(call);
+        let (load, tokens) = (Load::of(call), call.max_tokens);
         let gathers = transport == Transport::Gather;
-        let rest = Passage {
-            load: Load::Rest,
-            rows,
-            gathers,
+        let ways = || {
+            let half = comm.core.control.layout().half_bytes(Area::Dispatch);
+            (tokens, ways_rows(call, half, size))
         };
-        (self.first, self.rest) = match (transport, load) {
-            (Transport::Pushed | Transport::Fifo, _) => (None, None),
-            (_, Load::Rest) => (None, Some(rest)),
-            (Transport::OneSided, _) => (Some(Passage { load, ..rest }), None),
-            (Transport::Gather, _) => {
-                let half = comm.core.control.layout().half_bytes(Area::Dispatch);
-                let ways = Passage {
-                    load: Load::Ways,
-                    rows: ways_rows(call, half, size),
-                    gathers: false,
-                };
-                (Some(ways), Some(rest))
+        self.pieces = match (transport, load) {
+            (Transport::Pushed | Transport::Fifo, _) => Vec::new(),
+            (Transport::OneSided, Load::Whole) if rows >= tokens => {
+                Piece::all(Load::Whole, (tokens, rows), false).collect()
+            }
+            // What says which row is what goes ahead, so that each piece of the others can be taken to where it belongs.
+            (_, Load::Whole) => Piece::all(Load::Ways, ways(), false)
+                .chain(Piece::all(Load::Rest, (tokens, rows), gathers))
+                .collect(),
+            (_, Load::Rest | Load::Ways) => {
+                Piece::all(Load::Rest, (tokens, rows), gathers).collect()
             }
         };
-        let kept = match (transport, self.first) {
-            (Transport::Fifo, _) => {
+        let kept = match transport {
+            Transport::Fifo => {
                 let bytes = comm.core.config.fifo_bytes;
                 self.queues = Some(Queues::new(bytes, size, &sections(call))?);
                 Some(load)
             }
-            (_, Some(first)) if first.rows < call.max_tokens => Some(first.load),
-            _ => None,
+            _ => self
+                .pieces
+                .first()
+                .filter(|first| first.load == Load::Ways && first.rows < tokens)
+                .map(|first| first.load),
         };
         if let Some(load) = kept {
-            let bytes = Sections::part(call, load, call.max_tokens).bytes;
+            let bytes = Sections::part(call, load, tokens).bytes;
             let dims = [size, bytes.next_multiple_of(64)];
             self.staged = Some(comm.gpu().scratch(lane, DataType::U8, &dims)?);
         }
@@ -412,63 +418,37 @@ pub(crate) fn to(outputs: &DispatchOutputs) -> [u64; 9] {
     all
 }
 
-/// What says which row is what comes first; the rows come with it, or else behind it.
 fn dispatch(
     job: &mut Job<'_>,
     a: &Arguments,
-    given: Option<DispatchOutputs>,
+    outputs: Option<DispatchOutputs>,
 ) -> Result<DispatchOutputs> {
-    let device = Arc::clone(&job.core.device);
-    let poisons = |job: &mut Job<'_>, outputs: &DispatchOutputs| {
-        for out in outputs.poisoned() {
-            job.poisons(out.address(), out.bytes(), out.dtype());
-        }
-    };
-    let first = match (&a.queues, &a.staged, a.first) {
-        (Some(queues), Some(staged), _) => {
-            job.prepare_rows(a)?;
-            job.queue_rows(a, queues, staged)?;
-            Some((Came::staged(a, Load::of(&a.call), staged), None))
-        }
-        (_, _, Some(passage)) => Some(job.pass(a, passage)?),
-        (_, _, None) => match &a.gathered {
-            Some(all) => {
-                job.prepare_rows(a)?;
-                Some((Came::staged(a, Load::Ways, &all.ways), None))
-            }
-            None => None,
-        },
-    };
-    if let Some(outputs) = &given {
-        poisons(job, outputs);
+    if let Some(outputs) = &outputs {
+        job.poison_all(outputs);
     }
-    let outputs = match (given, first) {
-        (Some(outputs), Some((came, _))) => {
-            job.count_and_say(a, came, outputs.capacity(), 0)?;
-            outputs
-        }
-        (Some(outputs), None) => outputs,
-        (None, Some((came, _))) => {
-            let room = job.room(a, came)?;
-            let outputs = a.allocate(&device, job.lane, room)?;
-            poisons(job, &outputs);
-            outputs
-        }
-        (None, None) => return Err(Error::invalid("route", "again", "room for its rows")),
-    };
-    if let Some((came, open)) = first {
+    if let (Some(queues), Some(staged)) = (&a.queues, &a.staged) {
+        job.prepare_rows(a)?;
+        job.queue_rows(a, queues, staged)?;
+        let came = Came::staged(a, Load::of(&a.call), staged);
+        let outputs = job.say(a, came, outputs)?;
+        job.arrange(a, came, &outputs)?;
         job.collect(a, came, &outputs)?;
-        if let Some(of) = open {
-            job.steps.end(of);
-        }
+        return Ok(outputs);
     }
-    if let Some(passage) = a.rest {
-        job.pass_by(a, passage, &outputs)?;
-    }
-    Ok(outputs)
+    let mut passing = Passing { a, outputs };
+    job.relay(&mut passing)?;
+    let outputs = passing.outputs;
+    outputs.ok_or_else(|| Error::invalid("route", "again", "room for its rows"))
 }
 
 impl Job<'_> {
+    /// Marks all that a dispatch writes, should it fail.
+    fn poison_all(&mut self, outputs: &DispatchOutputs) {
+        for out in outputs.poisoned() {
+            self.poisons(out.address(), out.bytes(), out.dtype());
+        }
+    }
+
     /// Peers hear of the arrival before anything is worked on here.
     fn prepare_rows(&mut self, a: &Arguments) -> Result<()> {
         self.steps_now()?;

@@ -261,7 +261,7 @@ impl<'a> Job<'a> {
             .try_for_each(|side| self.side_after(side, &begun))
     }
 
-    fn stream_of(&self, side: Side) -> sys::CUstream {
+    pub(crate) fn stream_of(&self, side: Side) -> sys::CUstream {
         match side {
             Side::Mover => self.core.mover.stream,
             Side::Waiter => self.core.waiter.stream,
@@ -346,6 +346,17 @@ impl<'a> Job<'a> {
         let on = ("compute", self.stream);
         let capturing = || self.lane.capturing();
         self.core.device.tracer.span(on, name, capturing, work)
+    }
+
+    /// The same for work that adds steps.
+    pub(crate) fn traced_all<R>(
+        &mut self,
+        name: impl FnOnce() -> String,
+        work: impl FnOnce(&mut Self) -> Result<R>,
+    ) -> Result<R> {
+        let (core, lane, on) = (self.core, self.lane, ("compute", self.stream));
+        let capturing = || lane.capturing();
+        core.device.tracer.span(on, name, capturing, || work(self))
     }
 
     /// A copy by the copy engine.

@@ -69,6 +69,7 @@ mod pushed;
 mod quantize;
 mod quiet;
 mod reduce_scatter;
+mod relay;
 mod rendezvous;
 mod report;
 mod reset;

@@ -15,17 +15,22 @@ use std::sync::Arc;
 /// The two kernels that find it out.
 #[derive(Debug)]
 pub(crate) struct RouteKernels {
-    positions: Kernel<RouteParams>,
+    counts: Kernel<RouteParams>,
     lists: Kernel<RouteParams>,
 }
 
-/// Threads of their blocks.
-const THREADS: u32 = 1024;
+/// Threads of their blocks, and the tokens of each.
+const THREADS: u32 = 512;
+
+/// Runs of tokens.
+fn runs(tokens: usize) -> usize {
+    tokens.div_ceil(THREADS as usize).max(1)
+}
 
 impl RouteKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
         Ok(Self {
-            positions: set.variant("_positions")?,
+            counts: set.variant("_counts")?,
             lists: set.variant("_lists")?,
         })
     }
@@ -91,7 +96,10 @@ impl Router {
             placement,
             group,
             absent: Absent::default(),
-            counts: device.scratch(lane, DataType::I32, &[group.size])?,
+            counts: {
+                let dims = [group.size, runs(routing.ids.shape().rows())];
+                device.scratch(lane, DataType::I32, &dims)?
+            },
         };
         check_reach(&device.card, "ids.memory", &router.ids)?;
         if let Some(map) = &router.map {
@@ -136,6 +144,7 @@ impl Router {
             rows_per_slot: to.rows_per_slot.address(),
             counts: self.counts.address(),
             absent: self.absent.bits().into(),
+            runs: runs(self.ids.shape().rows()) as u32,
             tokens: self.ids.shape().rows() as u32,
             k: self.k as u32,
             id_bytes: self.ids.dtype().bytes() as u32,
@@ -147,10 +156,10 @@ impl Router {
             per_rank: placed.per_rank,
             room: to.sent.shape().len() as u32,
         };
-        let tokens = (parameters.tokens).next_multiple_of(32).clamp(32, THREADS);
-        let shape = Launch::grid(parameters.size, tokens);
+        let threads = (parameters.tokens).next_multiple_of(32).clamp(32, THREADS);
+        let shape = Launch::grid(parameters.size * parameters.runs, threads);
         let kernels = &device.opened.kernels.routes;
-        for kernel in [&kernels.positions, &kernels.lists] {
+        for kernel in [&kernels.counts, &kernels.lists] {
             // SAFETY: all of it lies in buffers of the right sizes, which the caller keeps.
             unsafe { kernel.launch(stream, shape, parameters) }?;
         }

@@ -147,9 +147,14 @@ impl CombineParams<'_> {
 impl CombineCall {
     /// Most rows that go from one rank to another.
     pub const fn max_rows(&self) -> usize {
+        self.max_tokens * self.rows_per_token()
+    }
+
+    /// Most rows of one token that go from one rank to another.
+    pub const fn rows_per_token(&self) -> usize {
         match self.sum {
-            CombineSum::Expert => self.max_tokens * self.k,
-            CombineSum::Rank | CombineSum::ExpertByRank => self.max_tokens,
+            CombineSum::Expert => self.k,
+            CombineSum::Rank | CombineSum::ExpertByRank => 1,
         }
     }
 

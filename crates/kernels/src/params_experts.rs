@@ -19,10 +19,12 @@ parameters! {
         sent_offsets: u64,
         /// Device address of how often each slot is named.
         rows_per_slot: u64,
-        /// Device address of a count for each rank, between the launches.
+        /// Device address of a count for each block, between the launches.
         counts: u64,
         /// A bit for each rank whose experts are none.
-        absent: u64,
+        absent: u32,
+        /// Runs of tokens: a block for each rank and each of them.
+        runs: u32,
         /// Tokens of this rank.
         tokens: u32,
         /// Experts of a token.

@@ -14,14 +14,11 @@ use crate::{
     shape::{Mode, Shape, usual},
     trace::{self, Spans},
 };
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use case::{Case, Measured};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Which {
@@ -65,14 +62,8 @@ pub struct Linears {
 /// Writes the trace and the picture.
 fn draw(path: &Path, shape: Shape, plan: &str, spans: &[Spans]) -> Result<()> {
     let Shape { m, k, n } = shape;
-    let write = |path: &Path, text: String| {
-        fs::write(path, text).with_context(|| format!("writing {}", path.display()))
-    };
-    write(path, trace::chrome(spans).to_string())?;
     let title = format!("{m} x {k} x {n}, {} ranks, {plan}", spans.len());
-    let mut picture = path.as_os_str().to_owned();
-    picture.push(".svg");
-    write(Path::new(&picture), trace::svg(&title, spans))
+    trace::draw(path, &title, spans)
 }
 
 /// Measures all shapes; gives a table.

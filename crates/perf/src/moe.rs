@@ -6,6 +6,7 @@ use crate::{
     ranks::{PATIENCE, Rank, Ranks},
     rounded,
     sample::{Times, Variant, measure},
+    trace::{self, Spans},
 };
 use anyhow::{Result, ensure};
 use brigade::{
@@ -18,6 +19,7 @@ use clap::{Args, ValueEnum};
 use half::bf16;
 use rand::{SeedableRng, rngs::StdRng, seq::index::sample};
 use serde_json::{Map, Value, json};
+use std::path::PathBuf;
 
 /// What is measured.
 #[derive(Clone, Debug, Args)]
@@ -57,6 +59,10 @@ pub struct Moe {
     /// Most multiprocessors that communication may use [default: the plan's choice]
     #[arg(long, value_name = "SMS")]
     sm_budget: Option<u16>,
+    /// Write a trace of one call there and back to this file, for Perfetto, and a picture of it beside it, with .svg behind the name; of
+    /// the last number of tokens
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
 }
 
 /// How received rows lie.
@@ -176,6 +182,8 @@ struct Measured {
     times: Vec<Times>,
     /// Bytes that rank 0 sends to others, one way.
     sent_bytes: usize,
+    /// Of one call there and back, on every rank.
+    spans: Vec<Spans>,
 }
 
 /// One number of tokens on one rank.
@@ -469,6 +477,7 @@ impl<'a> Case<'a> {
             variants.push(Variant::new(rank, "nccl", how, both)?);
         }
         let times = measure(rank, &mut variants, common.rounds)?;
+        let spans = trace::record(rank, || self.both(Some(&made)).map(drop))?;
         rank.on.sync(PATIENCE)?;
         self.comm.check()?;
         let to = |&peer: &usize| match self.options.transport {
@@ -480,6 +489,7 @@ impl<'a> Case<'a> {
             plan,
             times,
             sent_bytes: rows * self.options.hidden * 2,
+            spans,
         })
     }
 }
@@ -540,6 +550,15 @@ pub fn run(options: &Moe, ranks: &Ranks) -> Result<String> {
         "tokens", "sent", "layout us", "dispatch us", "combine us", "total us", "nccl us"
     );
     let mut rows = Vec::new();
+    if let (Some(path), Some(last)) = (&options.trace, measured.last()) {
+        let title = format!(
+            "{} tokens, {} ranks, {}",
+            options.tokens.last().unwrap_or(&0),
+            last.spans.len(),
+            last.plan
+        );
+        trace::draw(path, &title, &last.spans)?;
+    }
     for (&tokens, measured) in options.tokens.iter().zip(&measured) {
         let row = row(options, tokens, measured);
         let of = |name: &str| row[name].as_f64().unwrap_or(f64::NAN);

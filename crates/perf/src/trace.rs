@@ -1,9 +1,11 @@
 //! A picture of what overlaps: spans of all ranks, as a Chrome trace and as an SVG.
 
+use crate::ranks::{PATIENCE, Rank};
+use anyhow::{Context, Result};
 use brigade::cuda::Span;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use std::time::Duration;
+use std::{fs, path::Path, time::Duration};
 
 /// Spans of one rank.
 #[derive(Debug, Serialize, Deserialize)]
@@ -54,6 +56,32 @@ const STREAMS: [(&str, &str); 3] = [
 const LEFT: f64 = 120.0;
 const WIDTH: f64 = 1000.0;
 const ROW: f64 = 18.0;
+
+/// Spans of one call on every rank, behind some that are not recorded.
+pub fn record(rank: &Rank, mut call: impl FnMut() -> brigade::Result<()>) -> Result<Vec<Spans>> {
+    call()?;
+    rank.on.sync(PATIENCE)?;
+    rank.meet()?;
+    // One call before the recorded one, so that the ranks' GPUs begin together.
+    call()?;
+    rank.device.record_spans()?;
+    call()?;
+    let mine = Spans::new(rank.number(), &rank.device.spans(PATIENCE)?);
+    let all = rank.share(&serde_json::to_vec(&mine)?)?;
+    let read = |bytes: &Vec<u8>| Ok(serde_json::from_slice(bytes)?);
+    all.iter().map(read).collect()
+}
+
+/// Writes the trace to this file, and the picture beside it, with .svg behind the name.
+pub fn draw(path: &Path, title: &str, ranks: &[Spans]) -> Result<()> {
+    let write = |path: &Path, text: String| {
+        fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+    };
+    write(path, chrome(ranks).to_string())?;
+    let mut picture = path.as_os_str().to_owned();
+    picture.push(".svg");
+    write(Path::new(&picture), svg(title, ranks))
+}
 
 /// What `chrome://tracing` and Perfetto read.
 pub fn chrome(ranks: &[Spans]) -> Value {

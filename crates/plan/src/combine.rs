@@ -2,7 +2,7 @@
 
 use crate::{
     Table, Topology,
-    dispatch::{Sections, pieces, queued, rows_pushed},
+    dispatch::{Sections, in_pieces, pieces, queued, rows_pushed},
     fifo::Queues,
     records,
 };
@@ -21,14 +21,13 @@ pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Re
         );
     }
     // Sums of a rank go back as one row each, to be added in the order of ranks: there is nothing else to scatter.
-    let have = topology.config.combine_bytes;
-    pieces(
-        Transport::OneSided,
-        call.max_rows(),
-        topology,
-        ("combine_bytes", have),
-        |rows| Returning::new(call, rows).bytes(),
-    )
+    // Whole tokens, so that each can be added up as soon as it is there.
+    let per_token = call.rows_per_token();
+    let room = ("combine_bytes", topology.config.combine_bytes);
+    let bytes = |tokens: usize| Returning::new(call, tokens.saturating_mul(per_token)).bytes();
+    let cut = (call.max_tokens, None);
+    let (tokens, pieces) = pieces(cut, topology, room, bytes)?;
+    Ok(in_pieces(Transport::OneSided, tokens * per_token, pieces))
 }
 
 /// Bytes of a row that goes back through a queue: its elements, the weights beside it, and which of the rows from there it is, i32.

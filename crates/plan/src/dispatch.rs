@@ -23,19 +23,20 @@ pub(crate) fn plan(
     if call.choice == Some(Transport::Fifo) {
         return queued(call.max_tokens, &Queues::of(topology, &sections(call))?);
     }
-    let in_pieces = |transport, load| {
-        let have = topology.config.dispatch_bytes;
+    let cut = |transport, load| {
+        let room = ("dispatch_bytes", topology.config.dispatch_bytes);
         let bytes = |rows| Sections::part(call, load, rows).bytes;
-        let room = ("dispatch_bytes", have);
-        pieces(transport, call.max_tokens, topology, room, bytes)
+        let most = (call.max_tokens, table.rows_at_a_time);
+        let (rows, pieces) = pieces(most, topology, room, bytes)?;
+        Ok(in_pieces(transport, rows, pieces))
     };
     if call.choice == Some(Transport::Gather) {
         if Load::of(call) == Load::Whole {
-            in_pieces(Transport::Gather, Load::Ways)?;
+            cut(Transport::Gather, Load::Ways)?;
         }
-        return in_pieces(Transport::Gather, Load::Rest);
+        return cut(Transport::Gather, Load::Rest);
     }
-    in_pieces(Transport::OneSided, Load::of(call))
+    cut(Transport::OneSided, Load::of(call))
 }
 
 /// Rows of a sender at a time of which no more travels than which they are, through halves of so many bytes; 1 at least.
@@ -67,32 +68,34 @@ pub(crate) fn rows_pushed(
 
 /// Through queues: as many rows at a time as an entry holds.
 pub(crate) fn queued(rows: usize, queues: &Queues) -> Result<Plan, Reason> {
-    Ok(Plan::Experts {
-        transport: Transport::Fifo,
-        piece_rows: queues.entry_rows,
-        pieces: rows.div_ceil(queues.entry_rows).max(1),
-        launch: Launch::default(),
-    })
+    let pieces = rows.div_ceil(queues.entry_rows).max(1);
+    Ok(in_pieces(Transport::Fifo, queues.entry_rows, pieces))
 }
 
-/// As many rows of a sender at a time as fit its part of a half.
+/// The plan for so many pieces of so many rows.
+pub(crate) fn in_pieces(transport: Transport, piece_rows: usize, pieces: usize) -> Plan {
+    Plan::Experts {
+        transport,
+        piece_rows,
+        pieces,
+        launch: Launch::default(),
+    }
+}
+
+/// As many rows of a sender at a time as fit its part of a half, and about `most` if there are more; and how often.
 pub(crate) fn pieces(
-    transport: Transport,
-    rows: usize,
+    (rows, most): (usize, Option<usize>),
     topology: &Topology,
     (field, have): (&'static str, usize),
     bytes: impl Fn(usize) -> usize,
-) -> Result<Plan, Reason> {
+) -> Result<(usize, usize), Reason> {
     let size = topology.group.size.max(1);
     let Some(fits) = fitting(rows, part_bytes(have, size), &bytes) else {
         return Err(reason::capacity(field, bytes(1) * size, have));
     };
-    Ok(Plan::Experts {
-        transport,
-        piece_rows: fits,
-        pieces: rows.div_ceil(fits).max(1),
-        launch: Launch::default(),
-    })
+    let even = most.map_or(fits, |most| rows.div_ceil(rows.div_ceil(most).max(1)));
+    let at_a_time = fits.min(even).max(1);
+    Ok((at_a_time, rows.div_ceil(at_a_time).max(1)))
 }
 
 /// As many of `rows` rows as a part of a half holds, if it holds one.

@@ -17,6 +17,9 @@ pub struct Table {
     /// Most bytes that may come to a rank in a dispatch or combine that is pushed, where a budget of multiprocessors does not keep it
     /// from all its blocks, and with fewer blocks that part of it; `None` if none is.
     pub rows_push_max_bytes: Option<usize>,
+    /// How many rows of a sender go through a half of a dispatch at a time where more could: while they are taken, the next are on their
+    /// way. `None` if as many as fit.
+    pub rows_at_a_time: Option<usize>,
     /// Smallest mean chunk, in bytes of rows, for which gather-linear overlaps.
     pub gather: Crossovers,
     /// Smallest mean part, in bytes of sums, for which the twin overlaps.
@@ -33,6 +36,9 @@ const PUSH_MAX_BYTES: usize = 8 << 20;
 /// that was measured.
 const ROWS_PUSH_MAX_BYTES: usize = 64 << 20;
 
+/// Of what was tried on two GPUs, the quickest (docs/src/experts.md).
+const ROWS_AT_A_TIME: usize = 1024;
+
 impl Table {
     /// For ranks that are threads or processes of one host: a chunk is worth overlapping once copying it takes longer
     /// than waking a thread. Nothing is pushed: no figure says that it pays.
@@ -47,6 +53,7 @@ impl Table {
             }),
             push_max_bytes: None,
             rows_push_max_bytes: None,
+            rows_at_a_time: None,
             gather: Crossovers::all(16 << 10),
             scatter: Crossovers::all(16 << 10),
             overlap: OverlapMode::Ring,
@@ -65,6 +72,7 @@ impl Table {
             all_reduce: tuned::File::embedded()?.of(gpus),
             push_max_bytes: Some(PUSH_MAX_BYTES),
             rows_push_max_bytes: Some(ROWS_PUSH_MAX_BYTES),
+            rows_at_a_time: Some(ROWS_AT_A_TIME),
             gather: figures.of(gpus, Overlapped::GatherLinear),
             scatter: figures.of(gpus, Overlapped::ReduceScatterLinear),
             overlap: OverlapMode::Tiles,
@@ -78,6 +86,7 @@ impl Table {
             all_reduce,
             push_max_bytes,
             rows_push_max_bytes,
+            rows_at_a_time,
             gather,
             scatter,
             overlap,
@@ -96,7 +105,10 @@ impl Table {
         all_reduce
             .numbers()
             .chain([overlap])
-            .chain([push_max_bytes, rows_push_max_bytes].map(|b| b.map_or(u64::MAX, |b| b as u64)))
+            .chain(
+                [push_max_bytes, rows_push_max_bytes, rows_at_a_time]
+                    .map(|b| b.map_or(u64::MAX, |b| b as u64)),
+            )
             .chain(crossovers)
             .flat_map(u64::to_le_bytes)
             .fold(0xcbf2_9ce4_8422_2325, |h, b| {

@@ -1,6 +1,9 @@
 //! What has come of a dispatch: counted, arranged, and taken to where it belongs.
 
-use super::{Arguments, Came, ENTRY_THREADS, Parameters, row_blocks, row_threads, to};
+use super::{
+    Arguments, Came, ENTRY_THREADS, Parameters, own_sms, pushing_sms, row_blocks_on, row_threads,
+    to,
+};
 use crate::{Launch, job::Job, memory::Pinned};
 use brigade_device::{Arrangement, Buffer, DispatchOutputs, Error, Result, Storage};
 use brigade_plan::{
@@ -9,15 +12,27 @@ use brigade_plan::{
 };
 use std::time::Duration;
 
+/// Most rows that become of one that comes.
+fn most_rows(a: &Arguments) -> usize {
+    match a.call.arrangement {
+        Arrangement::ByExpert { .. } => a.call.k,
+        Arrangement::Dense | Arrangement::BySource => 1,
+    }
+}
+
 impl Job<'_> {
     /// What kernels are told of rows that have come.
     fn received(&self, a: &Arguments, came: Came) -> Parameters {
-        let sections = Sections::part(&a.call, came.load, came.rows);
+        let piece = came.piece;
+        let sections = Sections::part(&a.call, piece.load, piece.rows);
         let mut parameters = self.dispatching(a, &sections, None);
         (parameters.parts, parameters.parts_stride) = (came.parts, came.stride as u64);
-        (parameters.first_row, parameters.piece_rows) = (came.first as u32, came.rows as u32);
-        parameters.gathers = u32::from(came.gathers);
-        parameters.known = u32::from(came.load == Load::Rest);
+        (parameters.first_row, parameters.piece_rows) = (piece.first as u32, piece.rows as u32);
+        parameters.gathers = u32::from(piece.gathers);
+        parameters.known = u32::from(piece.load == Load::Rest);
+        if !came.with_own {
+            parameters.from = a.from();
+        }
         parameters.came = parameters.section;
         let slots = Slots::new(a.call.placement, a.group.size).of(a.group.rank);
         parameters.own_slots = slots.len() as u32;
@@ -41,7 +56,7 @@ impl Job<'_> {
         (parameters.capacity, parameters.room) =
             (u32::try_from(capacity).unwrap_or(u32::MAX), room);
         let kernels = &self.core.device.opened.kernels.dispatches;
-        if parameters.own_slots > 0 && came.load != Load::Rest {
+        if parameters.own_slots > 0 && came.piece.load != Load::Rest {
             let shape = Launch::grid(parameters.own_slots, ENTRY_THREADS);
             // SAFETY: what has come lies in the group's memory or in a buffer of the call, and counts go into one.
             unsafe { kernels.count.launch(self.stream, shape, parameters) }.map_err(Error::from)?;
@@ -55,8 +70,25 @@ impl Job<'_> {
         .map_err(Into::into)
     }
 
+    /// The same, with room for just so many rows if there is none yet.
+    pub(super) fn say(
+        &mut self,
+        a: &Arguments,
+        came: Came,
+        given: Option<DispatchOutputs>,
+    ) -> Result<DispatchOutputs> {
+        if let Some(outputs) = given {
+            self.count_and_say(a, came, outputs.capacity(), 0)?;
+            return Ok(outputs);
+        }
+        let room = self.room(a, came)?;
+        let outputs = a.allocate(&self.core.device, self.lane, room)?;
+        self.poison_all(&outputs);
+        Ok(outputs)
+    }
+
     /// Waits until all rows have come, and says how much room they take.
-    pub(super) fn room(&mut self, a: &Arguments, came: Came) -> Result<usize> {
+    fn room(&mut self, a: &Arguments, came: Came) -> Result<usize> {
         /// How much later than its kernels, which end by themselves, a host gives up.
         const LATER: Duration = Duration::from_secs(5);
         let said = Pinned::new(&self.core.device.card, 8)?;
@@ -77,7 +109,47 @@ impl Job<'_> {
         Ok(usize::try_from(room).unwrap_or(usize::MAX))
     }
 
-    /// Says which row is what, and takes rows to where they belong.
+    /// What kernels are told of rows that go to where they belong.
+    fn belonging(&self, a: &Arguments, came: Came, outputs: &DispatchOutputs) -> Parameters {
+        let parts = &outputs.parts;
+        Parameters {
+            sources: parts.sources.address(),
+            ids: parts.ids.address(),
+            weights: parts.weights.as_ref().map_or(0, Buffer::address),
+            capacity: u32::try_from(outputs.capacity()).unwrap_or(u32::MAX),
+            rows_of: parts.rows_of.as_ref().map_or(0, Buffer::address),
+            to: to(outputs),
+            scale_words: a.scale_words(),
+            ..self.received(a, came)
+        }
+    }
+
+    /// Says which row is what, of rows of which that is not known.
+    pub(super) fn arrange(
+        &mut self,
+        a: &Arguments,
+        came: Came,
+        outputs: &DispatchOutputs,
+    ) -> Result<()> {
+        self.steps_now()?;
+        let capacity = outputs.capacity();
+        if capacity == 0 || came.piece.load == Load::Rest {
+            return Ok(());
+        }
+        let parameters = self.belonging(a, came, outputs);
+        let kernels = &self.core.device.opened.kernels;
+        let shape = match a.call.arrangement {
+            Arrangement::ByExpert { .. } => {
+                Launch::grid(parameters.own_slots.max(1), ENTRY_THREADS)
+            }
+            _ => kernels.shape(capacity.div_ceil(256)),
+        };
+        let kernel = &kernels.dispatches.arrange;
+        // SAFETY: what has come lies in the group's memory or in a buffer of the call, and goes into buffers of the call.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// Takes rows to where they belong.
     pub(super) fn collect(
         &mut self,
         a: &Arguments,
@@ -85,50 +157,22 @@ impl Job<'_> {
         outputs: &DispatchOutputs,
     ) -> Result<()> {
         self.steps_now()?;
-        let parts = &outputs.parts;
         let capacity = outputs.capacity();
         if capacity == 0 {
             return Ok(());
         }
-        let mut parameters = self.received(a, came);
-        parameters.sources = parts.sources.address();
-        parameters.ids = parts.ids.address();
-        parameters.weights = parts.weights.as_ref().map_or(0, Buffer::address);
-        parameters.capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
-        parameters.rows_of = parts.rows_of.as_ref().map_or(0, Buffer::address);
-        parameters.to = to(outputs);
-        parameters.scale_words = a.scale_words();
-        let core = self.core;
-        let kernels = &core.device.opened.kernels;
-        if came.load != Load::Rest {
-            let shape = match a.call.arrangement {
-                Arrangement::ByExpert { .. } => {
-                    Launch::grid(parameters.own_slots.max(1), ENTRY_THREADS)
-                }
-                _ => kernels.shape(capacity.div_ceil(256)),
-            };
-            // SAFETY: what has come lies in the group's memory or in a buffer of the call, and goes into buffers of the call.
-            unsafe {
-                kernels
-                    .dispatches
-                    .arrange
-                    .launch(self.stream, shape, parameters)
-            }
-            .map_err(Error::from)?;
-        }
-        if came.load == Load::Ways {
-            return Ok(());
-        }
-        let row_bytes = Sections::part(&a.call, came.load, 1).row_bytes(Section::Row);
-        parameters.row_threads = row_threads(&core.device, capacity, row_bytes);
-        let shape = row_blocks(self, capacity, parameters.row_threads);
+        let mut parameters = self.belonging(a, came, outputs);
+        let row_bytes = Sections::part(&a.call, came.piece.load, 1).row_bytes(Section::Row);
+        let device = &self.core.device;
+        let rows = capacity.min(came.piece.rows * a.group.size * most_rows(a));
+        parameters.row_threads = row_threads(device, rows, row_bytes);
+        let sms = match a.pieces.len() {
+            0 | 1 => own_sms(self),
+            _ => (own_sms(self) - pushing_sms(self)).max(1),
+        };
+        let shape = row_blocks_on(self, sms, rows, parameters.row_threads);
+        let kernel = &device.opened.kernels.dispatches.collect;
         // SAFETY: as above.
-        unsafe {
-            kernels
-                .dispatches
-                .collect
-                .launch(self.stream, shape, parameters)
-        }
-        .map_err(Into::into)
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 }

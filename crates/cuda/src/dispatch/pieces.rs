@@ -1,10 +1,11 @@
 //! Rows through halves, a piece at a time.
 
-use super::{Arguments, Came, Parameters, Passage, row_blocks, row_threads};
-use crate::{job::Job, steps::Use};
+use super::{Arguments, Came, Parameters, pushing_sms, row_blocks, row_threads};
+use crate::{Launch, job::Job, relay::Pieces, steps::Use};
 use brigade_device::{Buffer, DispatchOutputs, Error, Result};
 use brigade_plan::dispatch::{Load, Section, Sections, part_bytes};
 use brigade_sync::Area;
+use cudarc::driver::sys;
 
 /// Every rank's part of a half of this rank.
 pub(crate) fn own_parts(job: &Job<'_>, of: Use) -> (u64, usize) {
@@ -15,118 +16,169 @@ pub(crate) fn own_parts(job: &Job<'_>, of: Use) -> (u64, usize) {
     )
 }
 
+/// What goes through a half at once.
+#[derive(Clone, Copy)]
+pub(super) struct Piece {
+    pub(super) load: Load,
+    /// The first of a sender's rows for a rank, or of its tokens.
+    pub(super) first: usize,
+    /// Most rows of a sender.
+    pub(super) rows: usize,
+    /// Whether all ranks get all rows.
+    pub(super) gathers: bool,
+}
+
+impl Piece {
+    /// All of a load, so many rows at a time: one piece at least.
+    pub(super) fn all(
+        load: Load,
+        (most, rows): (usize, usize),
+        gathers: bool,
+    ) -> impl Iterator<Item = Self> {
+        (0..most.max(1))
+            .step_by(rows.max(1))
+            .map(move |first| Self {
+                load,
+                first,
+                rows,
+                gathers,
+            })
+    }
+}
+
 impl Came {
     /// In a buffer of the call, in one piece.
     pub(super) fn staged(a: &Arguments, load: Load, staged: &Buffer) -> Self {
         Self {
-            load,
             parts: staged.address(),
             stride: staged.shape().columns(),
-            first: 0,
-            rows: a.call.max_tokens,
-            gathers: false,
+            piece: Piece {
+                load,
+                first: 0,
+                rows: a.call.max_tokens,
+                gathers: false,
+            },
+            with_own: true,
         }
     }
 
-    /// A piece, in a half.
-    fn piece(job: &Job<'_>, of: Use, passage: Passage, first: usize) -> Self {
+    /// In a half, but for what own rows have where the caller has them.
+    fn of(job: &Job<'_>, of: Use, piece: Piece) -> Self {
         let (parts, stride) = own_parts(job, of);
         Self {
-            load: passage.load,
             parts,
             stride,
-            first,
-            rows: passage.rows,
-            gathers: passage.gathers,
+            piece,
+            with_own: false,
+        }
+    }
+}
+
+/// A dispatch through halves, and what comes out of it once that is known.
+pub(super) struct Passing<'a> {
+    pub(super) a: &'a Arguments,
+    pub(super) outputs: Option<DispatchOutputs>,
+}
+
+impl Passing<'_> {
+    /// Says how many rows come, and which row is what.
+    fn say(&mut self, job: &mut Job<'_>, came: Came) -> Result<()> {
+        let outputs = job.say(self.a, came, self.outputs.take())?;
+        job.arrange(self.a, came, &outputs)?;
+        self.outputs = Some(outputs);
+        Ok(())
+    }
+}
+
+impl Pieces for Passing<'_> {
+    const AREA: Area = Area::Dispatch;
+
+    fn count(&self) -> usize {
+        self.a.pieces.len()
+    }
+
+    fn prepare(&mut self, job: &mut Job<'_>) -> Result<()> {
+        job.prepare_rows(self.a)?;
+        match &self.a.gathered {
+            Some(all) => self.say(job, Came::staged(self.a, Load::Ways, &all.ways)),
+            None => Ok(()),
+        }
+    }
+
+    fn push(&self, job: &Job<'_>, of: Use, piece: usize, on: sys::CUstream) -> Result<()> {
+        job.push_rows(self.a, self.a.pieces[piece], of, on)
+    }
+
+    /// What says which row is what comes first; the rows come with it, or else behind it.
+    fn take(&mut self, job: &mut Job<'_>, of: Use, piece: usize) -> Result<()> {
+        let (a, piece) = (self.a, self.a.pieces[piece]);
+        let came = Came::of(job, of, piece);
+        match (piece.load, &a.staged) {
+            (Load::Ways, Some(staged)) => {
+                job.stage(a, came, staged)?;
+                if piece.first + piece.rows >= a.call.max_tokens {
+                    self.say(job, Came::staged(a, Load::Ways, staged))?;
+                }
+                return Ok(());
+            }
+            (Load::Ways | Load::Whole, _) => self.say(job, came)?,
+            (Load::Rest, _) => {
+                let first = piece.first == 0 && (a.call.again || a.call.gathered);
+                if let Some(outputs) = self.outputs.as_ref().filter(|_| first) {
+                    job.count_and_say(a, came, outputs.capacity(), 0)?;
+                }
+            }
+        }
+        match &self.outputs {
+            Some(outputs) => job.collect(a, came, outputs),
+            None => Err(Error::invalid("route", "again", "room for its rows")),
         }
     }
 }
 
 impl Job<'_> {
-    /// Takes what goes ahead of all that is known. Says where it lies, and the half that it lies in and that is to be ended.
-    pub(super) fn pass(&mut self, a: &Arguments, passage: Passage) -> Result<(Came, Option<Use>)> {
-        let mut last = None;
-        for first in passage.starts(a.call.max_tokens) {
-            let of = self.piece(a, passage, first, first == 0)?;
-            match &a.staged {
-                Some(staged) => {
-                    self.stage(a, Came::piece(self, of, passage, first), staged)?;
-                    self.steps.end(of);
-                    last = Some((Came::staged(a, passage.load, staged), None));
-                }
-                None => last = Some((Came::piece(self, of, passage, first), Some(of))),
-            }
-        }
-        last.ok_or_else(|| Error::invalid("pieces", 0, "at least 1"))
-    }
-
-    /// Once it is known which row is what, takes each piece of the rest to where it belongs.
-    pub(super) fn pass_by(
-        &mut self,
-        a: &Arguments,
-        passage: Passage,
-        outputs: &DispatchOutputs,
-    ) -> Result<()> {
-        for first in passage.starts(a.call.max_tokens) {
-            let known = first == 0 && a.first.is_none();
-            let of = self.piece(a, passage, first, known && a.gathered.is_none())?;
-            let came = Came::piece(self, of, passage, first);
-            if known {
-                self.count_and_say(a, came, outputs.capacity(), 0)?;
-            }
-            self.collect(a, came, outputs)?;
-            self.steps.end(of);
-        }
-        Ok(())
-    }
-
-    /// Writes a piece of own rows to everybody, and has everybody's here.
-    fn piece(
-        &mut self,
-        a: &Arguments,
-        passage: Passage,
-        first: usize,
-        prepares: bool,
-    ) -> Result<Use> {
-        let of = self.begin(Area::Dispatch);
-        if prepares {
-            self.prepare_rows(a)?;
-        }
-        self.push_rows(a, passage, of, first)?;
-        self.steps.filled_to_all(of, a.group.rank, 0);
-        self.steps.await_all(of, 0);
-        Ok(of)
-    }
-
     /// Writes a piece of own rows into this rank's parts of the halves of all.
-    fn push_rows(&mut self, a: &Arguments, passage: Passage, of: Use, first: usize) -> Result<()> {
-        self.steps_now()?;
-        let sections = Sections::part(&a.call, passage.load, passage.rows);
+    fn push_rows(&self, a: &Arguments, piece: Piece, of: Use, on: sys::CUstream) -> Result<()> {
+        let sections = Sections::part(&a.call, piece.load, piece.rows);
         let mut parameters: Parameters = self.dispatching(a, &sections, Some(of));
         parameters.from = a.from();
-        parameters.first_row = first as u32;
-        parameters.piece_rows = passage.rows as u32;
-        parameters.gathers = u32::from(passage.gathers);
+        parameters.first_row = piece.first as u32;
+        parameters.piece_rows = piece.rows as u32;
+        parameters.gathers = u32::from(piece.gathers);
         let (tokens, size) = (a.rows.shape().rows(), a.group.size);
-        let all = match passage.gathers {
+        let all = match piece.gathers {
             true => tokens * size,
             false => a.ways.layout().sent.shape().len(),
         };
         // Each rank is told how many rows come, if there are none.
-        let most = all.max(size).min(passage.rows * size);
+        let most = all.max(size).min(piece.rows * size);
         let device = &self.core.device;
         parameters.row_threads = row_threads(device, most, sections.row_bytes(Section::Row));
-        let shape = row_blocks(self, most, parameters.row_threads);
-        let kernel = &device.opened.kernels.dispatches.push;
+        let kernels = &device.opened.kernels.dispatches;
+        let shape = match a.pieces.len() {
+            0 | 1 => row_blocks(self, most, parameters.row_threads),
+            _ => {
+                let alone = kernels.push_alone;
+                let threads = most * parameters.row_threads as usize;
+                let blocks = threads.div_ceil(alone.threads as usize);
+                Launch {
+                    blocks: blocks.clamp(1, pushing_sms(self)) as u32,
+                    ..alone
+                }
+            }
+        };
         // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { kernels.push.launch(on, shape, parameters) }.map_err(Into::into)
     }
 
     /// Takes a piece of everybody's rows out of this rank's half.
     fn stage(&mut self, a: &Arguments, came: Came, staged: &Buffer) -> Result<()> {
-        let sections = Sections::part(&a.call, came.load, came.rows);
-        let all = Sections::part(&a.call, came.load, a.call.max_tokens);
-        let rows = came.rows.min(a.call.max_tokens - came.first);
+        let Piece {
+            load, first, rows, ..
+        } = came.piece;
+        let sections = Sections::part(&a.call, load, rows);
+        let all = Sections::part(&a.call, load, a.call.max_tokens);
+        let rows = rows.min(a.call.max_tokens - first);
         let mut list = Vec::new();
         for source in 0..a.group.size {
             let from = came.parts + (source * came.stride) as u64;
@@ -134,7 +186,7 @@ impl Job<'_> {
             list.push((to, from, Sections::COUNTS_BYTES));
             for i in 0..sections.count() {
                 let piece = sections.at(i, rows);
-                let at = all.at(i, came.first).end;
+                let at = all.at(i, first).end;
                 list.push((to + at as u64, from + piece.start as u64, piece.len()));
             }
         }

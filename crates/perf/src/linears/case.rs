@@ -7,7 +7,7 @@ use crate::{
     ranks::{PATIENCE, Rank},
     sample::{Times, Variant, measure},
     shape::Shape,
-    trace::Spans,
+    trace::{self, Spans},
 };
 use anyhow::{Result, anyhow};
 use brigade::{
@@ -207,22 +207,6 @@ impl<'a> Case<'a> {
         Ok(values)
     }
 
-    /// Spans of one call on every rank, behind some that are not recorded.
-    fn spans(&self, mut call: impl FnMut() -> brigade::Result<()>) -> Result<Vec<Spans>> {
-        let rank = self.rank;
-        call()?;
-        rank.on.sync(PATIENCE)?;
-        rank.meet()?;
-        // One call before the recorded one, so that the ranks' GPUs begin together.
-        call()?;
-        rank.device.record_spans()?;
-        call()?;
-        let mine = Spans::new(rank.number(), &rank.device.spans(PATIENCE)?);
-        let all = rank.share(&serde_json::to_vec(&mine)?)?;
-        let read = |bytes: &Vec<u8>| Ok(serde_json::from_slice(bytes)?);
-        all.iter().map(read).collect()
-    }
-
     /// What the operation is made of, and cannot be faster than: the product alone, and the collective alone.
     fn parts<'v>(
         &'v self,
@@ -340,7 +324,7 @@ impl<'a> Case<'a> {
         ];
         self.parts(which, &comm, &mut variants)?;
         let times = measure(rank, &mut variants, options.common.rounds)?;
-        let spans = self.spans(self.again(which, &comm, forced))?;
+        let spans = trace::record(rank, self.again(which, &comm, forced))?;
         comm.check()?;
         Ok(Measured {
             times,
