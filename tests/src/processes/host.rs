@@ -26,20 +26,26 @@ impl Devices for Hosts {
     /// what is about this suite, or directs ranks through memory of its own.
     fn tries(&self, name: &[&str]) -> bool {
         match name {
-            [_, "device" | "control", ..] | [_, "replays", "without_credits"] => false,
+            [_, "hierarchical", _, "longest"]
+            | [_, "device" | "control", ..]
+            | [_, "replays", "without_credits"] => false,
             [
                 _,
                 "gather_linear" | "linear_reduce_scatter" | "linear_all_reduce",
                 ..,
             ] => true,
             [_, "quantized_gather" | "quantized_scatter" | "capture", ..] => true,
-            [_, KILLED | "shrink" | "stress", ..] => true,
+            [_, KILLED | "shrink" | "stress" | "hierarchical", ..] => true,
             _ => name.first() == Some(&"w3"),
         }
     }
 
     fn open(&self, _: usize) -> Result<Arc<dyn Device>> {
         Ok(HostDevice::new()?)
+    }
+
+    fn spans_machines(&self) -> bool {
+        true
     }
 
     fn injects(&self) -> bool {
