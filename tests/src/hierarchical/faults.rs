@@ -101,6 +101,8 @@ fn goes_on(rank: &Rank, over: &Hierarchy, record: FaultRecord, case: &Case) {
     over.reset(AMPLE).unwrap();
     case.run(rank, over, None);
     case.run(rank, over, USUAL.choice);
+    // What stops the next call is not to reach anybody in this one.
+    rank.meet();
 }
 
 /// A rank that never calls: all others time out, and all of them name it.
@@ -171,6 +173,7 @@ fn other_call(world: &World, shape: (usize, usize)) {
         let over = rank.join_machines(shape.0, &config());
         for other in others {
             case.run(rank, &over, None);
+            rank.meet();
             let spec = if rank.rank == culprit { other } else { USUAL };
             let result = call(rank, &over, spec, GRACE);
             let record = expect_fault(result, "another call");
@@ -216,6 +219,7 @@ fn leaves(world: &World, shape: (usize, usize)) {
         for choice in [USUAL.choice, None] {
             let over = rank.join_machines(shape.0, &config());
             case.run(rank, &over, choice);
+            rank.meet();
             if rank.rank != culprit {
                 let spec = Spec { choice, ..USUAL };
                 let record = expect_fault(call(rank, &over, spec, GRACE), "a rank has left");
