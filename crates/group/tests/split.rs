@@ -1,5 +1,7 @@
 //! Groups as several groups.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 use brigade_device::{Bootstrap, Error, Result};
 use brigade_group::{machine, split, threads, vote};
 use std::{

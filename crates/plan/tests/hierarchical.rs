@@ -1,5 +1,7 @@
 //! Collectives across machines: every element goes where it must, slots are not taken too early, and plans as text.
 
+#![allow(clippy::unwrap_used, reason = "tests")]
+
 use brigade_device::{
     DataType, HierarchicalCall, HierarchicalOperation as Operation, HierarchicalPath as Path,
     HierarchicalPlan, HierarchyConfig, Machines, ParallelMode, PerRank, Phase, ReduceOp, SumOrder,

@@ -20,11 +20,12 @@ use std::{
 const MACHINES: usize = 2;
 const RANKS: usize = 2;
 
-/// Rails: microseconds that a byte is on its way, and bytes in a microsecond.
-const RAILS: [(u64, u64); 4] = [(200, 200), (1000, 200), (1000, 50), (5000, 200)];
+/// Rails: microseconds that a byte is on its way, and bytes in a microsecond. So slow that they are what is short on two cores, which four
+/// ranks share for all that goes on inside machines.
+const RAILS: [(u64, u64); 4] = [(1000, 20), (1000, 5), (5000, 20), (20_000, 20)];
 
 /// f32 elements.
-const ELEMENTS: [usize; 5] = [1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22];
+const ELEMENTS: [usize; 5] = [1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20];
 
 /// Far more than any step takes.
 const WITHIN: Duration = Duration::from_secs(60);
@@ -55,22 +56,34 @@ impl<'b> Rank<'b> {
     }
 
     /// Sums once, from when all are there. Checks the sum: rank r brings r + 1 everywhere.
-    fn time(&self, elements: usize, choice: Option<HierarchicalPath>) -> Result<(f64, HierarchicalPlan)> {
+    fn time(
+        &self,
+        elements: usize,
+        choice: Option<HierarchicalPath>,
+    ) -> Result<(f64, HierarchicalPlan)> {
         let mine = (self.boot.rank() + 1) as f32;
-        let mut data = self.device.upload(&self.on, &vec![mine; elements], &[elements])?;
+        let mut data = self
+            .device
+            .upload(&self.on, &vec![mine; elements], &[elements])?;
         self.boot.all_gather(&[], WITHIN)?;
         let start = Instant::now();
-        let plan = self.over.lease(&self.on)?.all_reduce(HierarchicalAllReduceParams {
-            data: data.view_mut(),
-            from: None,
-            op: ReduceOp::Sum,
-            choice,
-        })?;
+        let plan = self
+            .over
+            .lease(&self.on)?
+            .all_reduce(HierarchicalAllReduceParams {
+                data: data.view_mut(),
+                from: None,
+                op: ReduceOp::Sum,
+                choice,
+            })?;
         let us = start.elapsed().as_secs_f64() * 1e6;
         let got: Vec<f32> = self.device.download(&self.on, data.view())?;
         let size = self.boot.size();
         let want = (size * (size + 1) / 2) as f32;
-        ensure!(got.iter().all(|&x| x == want), "{plan}: not {want} everywhere");
+        ensure!(
+            got.iter().all(|&x| x == want),
+            "{plan}: not {want} everywhere"
+        );
         Ok((us, plan))
     }
 
@@ -80,7 +93,9 @@ impl<'b> Rank<'b> {
         // The first calls take their memory.
         let (_, plan) = self.time(elements, None)?;
         self.time(elements, one)?;
-        let pairs = Pairs::take(rounds.pairs, |which| Ok(self.time(elements, choices[which])?.0))?;
+        let pairs = Pairs::take(rounds.pairs, |which| {
+            Ok(self.time(elements, choices[which])?.0)
+        })?;
         Ok((pairs, plan))
     }
 }
@@ -98,7 +113,10 @@ fn row(latency_us: u64, bytes_per_us: u64, elements: usize, rounds: Rounds) -> R
         let joined = handles
             .into_iter()
             .map(|h| h.join().unwrap_or_else(|_| Err(anyhow!("a rank panicked"))));
-        joined.collect::<Vec<_>>().into_iter().collect::<Result<Vec<_>>>()
+        joined
+            .collect::<Vec<_>>()
+            .into_iter()
+            .collect::<Result<Vec<_>>>()
     })?;
     let (pairs, plans): (Vec<Pairs>, Vec<_>) = found.into_iter().unzip();
     let pairs = Pairs::slowest(&pairs);
@@ -113,7 +131,10 @@ fn row(latency_us: u64, bytes_per_us: u64, elements: usize, rounds: Rounds) -> R
     let rail = format!("{latency_us} us, {bytes_per_us} MB/s");
     let mut peers = serde_json::Map::new();
     peers.insert(format!("bound, {rail}"), json!(rounded(bound_us)));
-    peers.insert(format!("1 slice, {rail}"), json!(rounded(pairs.median_us(1))));
+    peers.insert(
+        format!("1 slice, {rail}"),
+        json!(rounded(pairs.median_us(1))),
+    );
     Ok(json!({
         "machines": MACHINES,
         "ranks": RANKS,
@@ -128,7 +149,9 @@ fn row(latency_us: u64, bytes_per_us: u64, elements: usize, rounds: Rounds) -> R
 }
 
 pub fn measure(rounds: Rounds) -> Result<Vec<Value>> {
-    let cases = RAILS.into_iter().flat_map(|rail| ELEMENTS.map(|n| (rail, n)));
+    let cases = RAILS
+        .into_iter()
+        .flat_map(|rail| ELEMENTS.map(|n| (rail, n)));
     cases
         .map(|((latency_us, bytes_per_us), n)| row(latency_us, bytes_per_us, n, rounds))
         .collect()
