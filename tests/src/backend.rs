@@ -4,7 +4,8 @@ use crate::matrix::Matrix;
 use brigade_cuda::CudaDevice;
 use brigade_device::{
     Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Error, ExpertLayout, Group,
-    Injector, Lease, MemoryType, Reason, Result, Routing, Stream, View,
+    Hierarchy, HierarchyConfig, Injector, Lease, Machines, MemoryType, Reason, Result, Routing,
+    Stream, View,
 };
 use brigade_host::HostDevice;
 use brigade_plan::Engines;
@@ -79,6 +80,11 @@ pub trait Backend: Send + Sync {
     /// What keeps it from being opened.
     fn routes(&self) -> Result<Option<Arc<dyn Routes>>> {
         Ok(None)
+    }
+
+    /// Whether its groups can span machines.
+    fn spans_machines(&self) -> bool {
+        false
     }
 
     /// Whether its devices take a hook for fault injection; contracts that need one are left out otherwise.
@@ -196,6 +202,33 @@ impl Rank {
     /// As [`Device::join`].
     pub fn try_join_another(&self, config: &CommConfig) -> Result<Comm> {
         Arc::clone(&self.device).join(&*self.boot, config)
+    }
+
+    /// Joins the same ranks as so many machines.
+    pub fn join_machines(&self, machines: usize, config: &HierarchyConfig) -> Hierarchy {
+        let joined = self.try_join_machines(Arc::clone(&self.device), machines, config);
+        joined.unwrap()
+    }
+
+    /// As [`join_machines`](Self::join_machines) with another device, and gives the error.
+    ///
+    /// # Errors
+    /// As [`Device::join_machines`].
+    pub fn try_join_machines(
+        &self,
+        device: Arc<dyn Device>,
+        machines: usize,
+        config: &HierarchyConfig,
+    ) -> Result<Hierarchy> {
+        device.join_machines(&*self.boot, Machines::cut(self.size, machines)?, config)
+    }
+
+    /// Joins machines of any size.
+    ///
+    /// # Errors
+    /// As [`Device::join_machines`].
+    pub fn try_join_any(&self, machines: Machines, config: &HierarchyConfig) -> Result<Hierarchy> {
+        Arc::clone(&self.device).join_machines(&*self.boot, machines, config)
     }
 
     /// Goes on with another communicator, and keeps this one in its place.

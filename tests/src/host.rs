@@ -30,6 +30,10 @@ impl Backend for HostThreads {
         Ok(Some(HostDevice::new()?))
     }
 
+    fn spans_machines(&self) -> bool {
+        true
+    }
+
     fn injects(&self) -> bool {
         true
     }

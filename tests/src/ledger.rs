@@ -11,6 +11,7 @@ mod inputs;
 mod linears;
 mod local;
 mod low_latency;
+mod machines;
 mod moves;
 mod norms;
 
@@ -150,7 +151,7 @@ fn check(world: &World, entry: &Entry) {
 }
 
 /// Every entry at every group size of a device.
-fn entries(worlds: &[usize], engines: Engines) -> Vec<(usize, Entry)> {
+fn entries(worlds: &[usize], engines: Engines, spans_machines: bool) -> Vec<(usize, Entry)> {
     let mut everywhere = moves::entries(engines);
     everywhere.extend(linears::entries(engines));
     everywhere.extend(norms::entries(engines));
@@ -162,6 +163,9 @@ fn entries(worlds: &[usize], engines: Engines) -> Vec<(usize, Entry)> {
         .collect();
     if worlds.contains(&1) {
         all.extend(local::entries().into_iter().map(|e| (1, e)));
+    }
+    if spans_machines {
+        all.extend(machines::entries(worlds));
     }
     all
 }
@@ -198,14 +202,15 @@ pub fn add_alone(suite: &mut Suite) {
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     let worlds = suite.backend().worlds();
-    let all = entries(&worlds, suite.backend().engines());
+    let spans_machines = suite.backend().spans_machines();
+    let all = entries(&worlds, suite.backend().engines(), spans_machines);
     // An operation that this device has not is not dead.
     let some_device = Engines {
         norms: true,
         dispatches: true,
         ..suite.backend().engines()
     };
-    let known: Vec<_> = entries(&worlds, some_device)
+    let known: Vec<_> = entries(&worlds, some_device, true)
         .iter()
         .map(|(size, e)| key(*size, &e.name))
         .collect();

@@ -33,6 +33,7 @@ mod exchanges;
 mod experts;
 mod faults;
 mod gather_linear;
+mod hierarchical;
 mod host;
 pub mod inject;
 #[cfg(target_os = "linux")]
@@ -82,6 +83,7 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     all_to_all_rows::add(&mut suite);
     experts::add(&mut suite);
     low_latency::add(&mut suite);
+    hierarchical::add(&mut suite);
     beside::add(&mut suite);
     exchanges::add(&mut suite);
     send_recv::add(&mut suite);

@@ -1,6 +1,9 @@
 //! What results should be: linears in f64, reductions in rank order in f32.
 
-use crate::{layer::Layer, matrix::Matrix};
+use crate::{
+    layer::Layer,
+    matrix::{Matrix, to_f32},
+};
 use brigade_device::{Activation, DataType, ReduceOp};
 use half::{bf16, f16};
 
@@ -115,6 +118,20 @@ pub fn reduce(op: ReduceOp, inputs: &[Vec<f32>], output: DataType) -> Vec<u8> {
         store(element(i), output, &mut out);
     }
     out
+}
+
+/// The same across machines of so many ranks: every machine's reduction, and then that of the machines', each rounded once.
+pub fn reduce_by_machine(
+    op: ReduceOp,
+    inputs: &[Vec<f32>],
+    ranks: usize,
+    output: DataType,
+) -> Vec<u8> {
+    let machines = inputs.chunks(ranks);
+    let machines: Vec<_> = machines
+        .map(|inside| to_f32(output, &reduce(op, inside, output)))
+        .collect();
+    reduce(op, &machines, output)
 }
 
 fn combine(op: ReduceOp, a: f32, b: f32) -> f32 {

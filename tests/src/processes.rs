@@ -13,7 +13,7 @@ mod turn;
 
 use crate::{
     backend::{Backend, Seat, takes_no_hook},
-    killed,
+    hierarchical, killed,
     suite::{SEED, Suite, base_seed},
 };
 use brigade_cuda::Missing;
@@ -56,6 +56,11 @@ pub trait Devices: Send + Sync {
     /// # Errors
     /// Why it cannot be opened.
     fn open(&self, rank: usize) -> Result<Arc<dyn Device>>;
+
+    /// As [`Backend::spans_machines`].
+    fn spans_machines(&self) -> bool {
+        false
+    }
 
     /// Whether devices take a hook for fault injection.
     fn injects(&self) -> bool {
@@ -144,6 +149,10 @@ impl Backend for Processes {
 
     fn seats(&self, _: usize) -> Result<Vec<Seat>> {
         self.seat(|rank| self.devices.open(rank))
+    }
+
+    fn spans_machines(&self) -> bool {
+        self.devices.spans_machines()
     }
 
     fn injects(&self) -> bool {
@@ -238,6 +247,7 @@ fn suite(devices: &Arc<dyn Devices>, place: Result<TcpConfig>) -> Suite {
         group: OnceLock::new(),
     }));
     killed::add(&mut suite);
+    hierarchical::add_killed(&mut suite);
     suite
 }
 

@@ -337,7 +337,7 @@ impl Core {
             waited_ns: 0,
             call: self.calls(),
             claimed: 1,
-            reserved: 0,
+            across: 0,
         }
     }
 

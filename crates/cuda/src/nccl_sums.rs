@@ -377,7 +377,7 @@ fn broken(control: &Control) -> FaultRecord {
         waited_ns: 0,
         call: 0,
         claimed: 1,
-        reserved: 0,
+        across: 0,
     }
 }
 

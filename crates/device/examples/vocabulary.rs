@@ -70,7 +70,7 @@ fn main() -> Result<()> {
         waited_ns: 1_500_000,
         call: 1,
         claimed: 1,
-        reserved: 0,
+        across: 0,
     };
     println!("{}", Error::Fault(record));
     Ok(())

@@ -22,18 +22,18 @@ impl AllReduceParams<'_> {
     /// # Errors
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<()> {
-        let data = self.data.as_view();
-        let (field, from) = self.from.map_or(("data", data), |from| ("from", from));
-        reduction(field, from, "data", data)?;
-        if from.shape() != self.data.shape() {
-            return Err(Error::invalid(
-                "from.shape",
-                from.shape(),
-                self.data.shape(),
-            ));
-        }
-        Ok(())
+        check_all_reduce(self.data.as_view(), self.from)
     }
+}
+
+/// Checks what an all-reduce reads and writes.
+pub(crate) fn check_all_reduce(data: View<'_>, from: Option<View<'_>>) -> Result<()> {
+    let (field, from) = from.map_or(("data", data), |from| ("from", from));
+    reduction(field, from, "data", data)?;
+    if from.shape() != data.shape() {
+        return Err(Error::invalid("from.shape", from.shape(), data.shape()));
+    }
+    Ok(())
 }
 
 /// Types a reduction can take and give: equal ones, or f32 out of f16 and bf16.

@@ -3,7 +3,10 @@
 //! `&mut` alone would order the host's calls, not the device's work: a lease on another stream therefore first waits for
 //! the event that the last lease left behind.
 
-use crate::*;
+use crate::{
+    turns::{Claim, Turns},
+    *,
+};
 use parking_lot::Mutex;
 use std::{
     sync::{
@@ -244,9 +247,8 @@ pub struct PeerWait {
 
 pub(crate) struct Shared {
     pub(crate) backend: Arc<dyn Communicator>,
-    busy: AtomicBool,
+    pub(crate) turns: Turns,
     closed: AtomicBool,
-    pub(crate) last: Mutex<(u64, Option<(Stream, Event)>)>,
     /// The communicator's own stream, once there is one.
     pub(crate) beside: Mutex<Option<Stream>>,
 }
@@ -262,9 +264,8 @@ impl Comm {
     pub fn new(backend: Arc<dyn Communicator>) -> Self {
         Self(Arc::new(Shared {
             backend,
-            busy: AtomicBool::new(false),
+            turns: Turns::default(),
             closed: AtomicBool::new(false),
-            last: Mutex::new((0, None)),
             beside: Mutex::new(None),
         }))
     }
@@ -349,23 +350,12 @@ impl Comm {
     }
 
     pub(crate) fn claim(&self) -> Result<Claim<'_>> {
-        if self.0.busy.swap(true, Ordering::Acquire) {
-            return Err(Error::Busy("the communicator"));
-        }
-        Ok(Claim(&self.0.busy))
+        self.0.turns.claim("the communicator")
     }
 }
 
 impl std::fmt::Debug for Comm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Comm").field(self.0.backend.group()).finish()
-    }
-}
-
-pub(crate) struct Claim<'c>(&'c AtomicBool);
-
-impl Drop for Claim<'_> {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
     }
 }

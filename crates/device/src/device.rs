@@ -1,8 +1,9 @@
 //! One [`Device`] value is one rank's accelerator: three small traits by role, and one object-safe sum of them.
 
 use crate::{
-    Activation, Buffer, Comm, DataType, Element, Error, GemmParams, LoraLinearParams, MemoryType,
-    Output, ParallelMode, QBuffer, QScheme, Replay, Result, Shape, Stream, View, ViewMut, fallback,
+    Activation, Buffer, Comm, DataType, Element, Error, GemmParams, Hierarchy, HierarchyConfig,
+    LoraLinearParams, Machines, MemoryType, Output, ParallelMode, QBuffer, QScheme, Reason, Replay,
+    Result, Shape, Stream, View, ViewMut, fallback,
 };
 use std::{sync::Arc, time::Duration};
 
@@ -161,6 +162,25 @@ pub trait Device: Allocate + Queues + Linear + Send + Sync {
     /// # Errors
     /// [`Error::Group`] if ranks are missing or disagree, with every rank's view.
     fn join(self: Arc<Self>, boot: &dyn Bootstrap, config: &CommConfig) -> Result<Comm>;
+
+    /// Joins a group that spans machines: what a backend without it says. Every rank of all machines must call it with the same
+    /// configuration.
+    ///
+    /// # Errors
+    /// As [`join`](Self::join); [`Error::Invalid`] if the group has another size than the machines.
+    fn join_machines(
+        self: Arc<Self>,
+        _boot: &dyn Bootstrap,
+        _machines: Machines,
+        _config: &HierarchyConfig,
+    ) -> Result<Hierarchy> {
+        Err(Reason::new(
+            "no-engine",
+            "this device has no collectives across machines",
+            "join one group per machine",
+        )
+        .into())
+    }
 }
 
 /// The only thing Brigade needs from whoever started the ranks: bring your own, or take one of `brigade-group`'s.

@@ -62,8 +62,9 @@ pub struct FaultRecord {
     pub call: u64,
     /// Set by the writer that claimed the record.
     pub claimed: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// 1 if ranks are those of all machines, whose groups tell each other what stopped one of them; otherwise 0, and they are those
+    /// of the group.
+    pub across: u32,
 }
 
 const _: () = assert!(size_of::<FaultRecord>() == 64);
@@ -82,7 +83,7 @@ impl FaultRecord {
             self.seen,
             self.waited_ns,
             self.call,
-            pair(self.claimed, self.reserved),
+            pair(self.claimed, self.across),
         ]
     }
 
@@ -103,7 +104,7 @@ impl FaultRecord {
             waited_ns: w[5],
             call: w[6],
             claimed: w[7] as u32,
-            reserved: (w[7] >> 32) as u32,
+            across: (w[7] >> 32) as u32,
         })
     }
 }

@@ -1,6 +1,6 @@
 //! Exclusive use of a communicator, and what its calls return.
 
-use crate::{comm::Claim, *};
+use crate::{turns::Claim, *};
 use std::marker::PhantomData;
 
 /// Gathered rows, and their scales if they are quantized.
@@ -90,25 +90,6 @@ pub struct Reduced {
     pub plan: Plan,
 }
 
-/// Proof of exclusive use, and the order of the work: made by [`Comm::lease`] alone.
-#[derive(Debug)]
-pub struct Turn {
-    number: u64,
-    on: Stream,
-}
-
-impl Turn {
-    /// Where the work goes.
-    pub fn stream(&self) -> &Stream {
-        &self.on
-    }
-
-    /// Which lease of the communicator it is, from 1.
-    pub fn number(&self) -> u64 {
-        self.number
-    }
-}
-
 /// Proof that own rows lie in the user buffer. By value and not `Clone`: spent by the call that uses the rows, and
 /// checked there against the backend's state.
 #[derive(Debug)]
@@ -166,24 +147,9 @@ impl Comm {
     pub fn lease(&self, on: &Stream) -> Result<Lease<'_>> {
         self.check()?;
         let claim = self.claim()?;
-        let number = {
-            let mut last = self.0.last.lock();
-            // If the wait fails, the event stays for the next lease.
-            if let Some((stream, end)) = &last.1
-                && !stream.same(on)
-            {
-                on.wait(end)?;
-            }
-            last.1 = None;
-            last.0 += 1;
-            last.0
-        };
         Ok(Lease {
             comm: self,
-            turn: Turn {
-                number,
-                on: on.clone(),
-            },
+            turn: self.0.turns.next(on)?,
             _claim: claim,
         })
     }
@@ -201,10 +167,8 @@ pub struct Lease<'c> {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        // Before the claim is given up (fields drop after this), so that the next lease finds the event.
-        if let Ok(end) = self.turn.on.record() {
-            self.comm.0.last.lock().1 = Some((self.turn.on.clone(), end));
-        }
+        // Before the claim is given up: fields drop after this.
+        self.comm.0.turns.end(&self.turn);
     }
 }
 
@@ -389,7 +353,7 @@ impl Lease<'_> {
     /// # Errors
     /// Backend errors; the fault, if there was one.
     pub fn finish(self) -> Result<Event> {
-        self.turn.on.record()
+        self.turn.stream().record()
     }
 }
 

@@ -7,6 +7,7 @@
 //! - [`Buffer`] owns, [`View`] borrows; parameters take views.
 //! - [`Device`] is one rank's accelerator; [`Comm`] is one rank's membership in a group.
 //! - Using a communicator takes a [`Lease`], which has one stream.
+//! - Across machines, a [`Hierarchy`] has the place of a communicator.
 //! - [`fallback`] has the non-overlapped versions of what backends overlap.
 
 mod absent;
@@ -25,10 +26,13 @@ mod experts;
 pub mod fallback;
 mod fault;
 mod gemm;
+mod hierarchical;
+mod hierarchy;
 mod inject;
 mod lease;
 mod low_latency;
 mod low_latency_back;
+mod machines;
 pub mod moves;
 mod norm;
 mod overlap;
@@ -36,8 +40,10 @@ mod params;
 mod plan;
 mod quant;
 mod queue;
+mod rail;
 mod routing;
 mod shape;
+mod turns;
 mod windows;
 
 pub use absent::Absent;
@@ -54,16 +60,21 @@ pub use dtype::{DataType, Element, MemoryType};
 pub use experts::*;
 pub use fault::{Error, FaultKind, FaultRecord, Result};
 pub use gemm::*;
+pub use hierarchical::*;
+pub use hierarchy::*;
 pub use inject::*;
 pub use lease::*;
 pub use low_latency::*;
 pub use low_latency_back::*;
+pub use machines::Machines;
 pub use norm::*;
 pub use overlap::*;
 pub use params::*;
 pub use plan::*;
 pub use quant::{Operand, QBuffer, QScheme, QView};
 pub use queue::*;
+pub use rail::{Rail, RailParams};
 pub use routing::*;
 pub use shape::Shape;
+pub use turns::Turn;
 pub use windows::*;

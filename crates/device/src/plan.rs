@@ -1,8 +1,8 @@
 //! Calls, plans and reasons are data and live here; the functions that choose them live in `brigade-plan`.
 
 use crate::{
-    AllToAllRowsCall, CombineCall, DataType, DispatchCall, LowLatencyCombineCall,
-    LowLatencyDispatchCall, ParallelMode, QScheme, ReduceOp, Transport,
+    AllToAllRowsCall, CombineCall, DataType, DispatchCall, HierarchicalCall, HierarchicalOperation,
+    LowLatencyCombineCall, LowLatencyDispatchCall, ParallelMode, QScheme, ReduceOp, Transport,
 };
 use smallvec::SmallVec;
 use std::{
@@ -82,10 +82,16 @@ pub enum Operation {
     LowLatencyDispatch = 17,
     /// Every rank gets back what became of them, in two halves.
     LowLatencyCombine = 18,
+    /// Every rank of all machines gets the reduction of all inputs.
+    HierarchicalAllReduce = 19,
+    /// Every rank of all machines gets its rows of the reduction.
+    HierarchicalReduceScatter = 20,
+    /// Every rank of all machines gets all rows.
+    HierarchicalAllGather = 21,
 }
 
 impl Operation {
-    const ALL: [Self; 18] = [
+    const ALL: [Self; 21] = [
         Self::Barrier,
         Self::AllReduce,
         Self::AllGather,
@@ -104,6 +110,9 @@ impl Operation {
         Self::AllToAllRows,
         Self::LowLatencyDispatch,
         Self::LowLatencyCombine,
+        Self::HierarchicalAllReduce,
+        Self::HierarchicalReduceScatter,
+        Self::HierarchicalAllGather,
     ];
 
     /// The operation with this number.
@@ -132,6 +141,9 @@ impl Operation {
             Self::AllToAllRows => "all_to_all_rows",
             Self::LowLatencyDispatch => "low_latency_dispatch",
             Self::LowLatencyCombine => "low_latency_combine",
+            Self::HierarchicalAllReduce => "hierarchical_all_reduce",
+            Self::HierarchicalReduceScatter => "hierarchical_reduce_scatter",
+            Self::HierarchicalAllGather => "hierarchical_all_gather",
         }
     }
 }
@@ -244,6 +256,8 @@ pub enum Call {
     LowLatencyDispatch(LowLatencyDispatchCall),
     /// See [`Operation::LowLatencyCombine`].
     LowLatencyCombine(LowLatencyCombineCall),
+    /// A collective across machines: every collective inside a machine and along a rail that is part of it bears its signature.
+    Hierarchical(HierarchicalCall),
 }
 
 /// The signed part of a linear that overlaps with a collective.
@@ -298,6 +312,11 @@ impl Call {
             Self::AllToAllRows(_) => Operation::AllToAllRows,
             Self::LowLatencyDispatch(_) => Operation::LowLatencyDispatch,
             Self::LowLatencyCombine(_) => Operation::LowLatencyCombine,
+            Self::Hierarchical(c) => match c.operation {
+                HierarchicalOperation::AllReduce { .. } => Operation::HierarchicalAllReduce,
+                HierarchicalOperation::ReduceScatter { .. } => Operation::HierarchicalReduceScatter,
+                HierarchicalOperation::AllGather { .. } => Operation::HierarchicalAllGather,
+            },
         }
     }
 
@@ -378,7 +397,9 @@ impl fmt::Display for OverlapMode {
 pub enum SumOrder {
     /// Rank 0 + rank 1 + ... in f32, one rounding at the end.
     Flat,
-    /// Flat inside machines of so many ranks, then flat across them.
+    /// [`Flat`](Self::Flat) inside machines of so many ranks, and then flat over what machines have, in machine order: the
+    /// operation is done twice, with two roundings to the type of the result. So an average is the average of the machines'
+    /// averages, and sums that are not to be rounded on their way between machines are those whose result is f32.
     ByMachine {
         /// Ranks in a machine.
         ranks: u16,

@@ -26,7 +26,7 @@ fn record(kind: FaultKind) -> FaultRecord {
         waited_ns: 60_000_123_456,
         call: 12,
         claimed: 1,
-        reserved: 0,
+        across: 0,
     }
 }
 
@@ -37,10 +37,10 @@ proptest! {
         small in any::<[u32; 7]>(),
         large in any::<[u64; 4]>(),
     ) {
-        let [operation, rank, peer, slot, generation, claimed, reserved] = small;
+        let [operation, rank, peer, slot, generation, claimed, across] = small;
         let [expected, seen, waited_ns, call] = large;
         let record = FaultRecord {
-            kind, operation, rank, peer, slot, generation, expected, seen, waited_ns, call, claimed, reserved,
+            kind, operation, rank, peer, slot, generation, expected, seen, waited_ns, call, claimed, across,
         };
         prop_assert_eq!(FaultRecord::from_words(record.to_words()), Some(record));
     }
@@ -64,7 +64,7 @@ fn words_lie_as_the_struct_does() {
     assert_eq!((low(1), high(1)), (1, 3), "rank, peer");
     assert_eq!((low(2), high(2)), (2, 4), "slot, generation");
     assert_eq!(words[3], 0x0400_0001_0000_0007, "expected");
-    assert_eq!((low(7), high(7)), (1, 0), "claimed, reserved");
+    assert_eq!((low(7), high(7)), (1, 0), "claimed, across");
     assert_eq!(std::mem::offset_of!(FaultRecord, expected), 24);
     assert_eq!(std::mem::offset_of!(FaultRecord, claimed), 56);
     assert_eq!(size_of::<FaultRecord>(), 64);
@@ -77,7 +77,7 @@ fn codes_and_names_are_each_others_inverse() {
     }
     let operations: Vec<_> = (0..100).filter_map(Operation::from_code).collect();
     let codes: Vec<_> = operations.iter().map(|&o| o as u32).collect();
-    assert_eq!(codes, (1..=18).collect::<Vec<_>>());
+    assert_eq!(codes, (1..=21).collect::<Vec<_>>());
     let mut names: Vec<_> = operations.iter().map(|o| o.name()).collect();
     names.sort_unstable();
     names.dedup();

@@ -175,7 +175,7 @@ impl Control {
             waited_ns: 0,
             call: 0,
             claimed: 1,
-            reserved: 0,
+            across: 0,
         }
     }
 

@@ -11,7 +11,8 @@
 //! - [`agree`]: all ranks succeeded, or all fail and see everybody's reason.
 //! - [`Deadline`]: one bound for a wait of several steps.
 //! - [`Sharing`]: memory of the host that all ranks reach, as [`Segment`]s: between threads and, on Linux, processes.
-//! - [`machine`]: how much memory this machine has.
+//! - [`split`]: a group as several, for machines and what is between them.
+//! - [`machine`]: which one this is, and how much memory it has; which ranks share one.
 //! - [`Control`]: what a communicator knows of its group once it has that memory: who stopped it, who left, when all start
 //!   anew.
 //!
@@ -44,6 +45,7 @@ pub mod machine;
 mod proof;
 mod rounds;
 mod shared;
+mod split;
 mod tcp;
 mod threads;
 mod vote;
@@ -57,6 +59,7 @@ pub use launch::{Launch, Ranks};
 pub use liveness::{Liveness, Loss, Watch};
 pub use proof::Secret;
 pub use shared::{Offer, Segment, SharedSegment, Sharing};
+pub use split::split;
 pub use tcp::{Address, TcpConfig, TcpGroup};
 pub use threads::{ThreadGroup, threads};
 pub use vote::{agree, vote};

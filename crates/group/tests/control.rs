@@ -58,7 +58,7 @@ fn record(rank: u32, generation: u8) -> FaultRecord {
         waited_ns: 3,
         call: 4,
         claimed: 1,
-        reserved: 0,
+        across: 0,
     }
 }
 

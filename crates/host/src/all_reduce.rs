@@ -77,7 +77,8 @@ impl HostComm {
     }
 }
 
-fn all_reduce(
+/// Passes through the scratch memory in pieces of so many elements.
+pub(crate) fn all_reduce(
     active: &mut Active<'_>,
     (algorithm, kind): (Algorithm, Kind),
     piece_elements: usize,

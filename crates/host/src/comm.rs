@@ -12,10 +12,11 @@ use brigade_device::{
     AllToAllParams, AllToAllRowsParams, Bootstrap, BroadcastParams, Buffer, Call, Chunk,
     CombineParams, Combined, Comm, CommConfig, Communicator, DataType, Device, DispatchParams,
     Dispatched, Error, ExpertLayout, Experts, FaultRecord, Filled, GatherLinearParts,
-    GatheredParts, Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams,
-    LowLatencyBack, LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyRows,
-    LowLatencySent, Output, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams, Reduced,
-    Result, Routing, SendParams, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
+    GatheredParts, Group, Injector, LinearCall, LoraLinearAllReduceParams,
+    LoraLinearReduceScatterParams, LowLatencyBack, LowLatencyCombineParams,
+    LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output, OverlapMode, Plan, Reason,
+    RecvParams, ReduceScatterParams, Reduced, Result, Routing, SendParams, Stream, Traffic, Turn,
+    UserBuffers, ViewMut, fallback,
 };
 use brigade_group::Control;
 use brigade_plan::{Engines, MAX_PIECES, Table, Topology, reason};
@@ -85,16 +86,27 @@ pub(crate) fn join(
     boot: &dyn Bootstrap,
     config: &CommConfig,
 ) -> Result<Comm> {
-    let (rank, size) = (boot.rank(), boot.size());
-    if rank >= size {
-        return Err(Error::invalid("rank", rank, format!("a rank below {size}")));
-    }
-    let layout = layout(config, rank, size)?;
     let table = Table {
         push_max_bytes: device.push_max_bytes,
         rows_push_max_bytes: device.push_max_bytes,
         ..Table::host()
     };
+    let core = join_core(boot, config, table, device.inject.clone())?;
+    Ok(Comm::new(Arc::new(HostComm { core, device })))
+}
+
+/// The same, without what a communicator is to its users.
+pub(crate) fn join_core(
+    boot: &dyn Bootstrap,
+    config: &CommConfig,
+    table: Table,
+    inject: Option<Injector>,
+) -> Result<Arc<Core>> {
+    let (rank, size) = (boot.rank(), boot.size());
+    if rank >= size {
+        return Err(Error::invalid("rank", rank, format!("a rank below {size}")));
+    }
+    let layout = layout(config, rank, size)?;
     let (sharing, segments) = rendezvous::exchange(boot, config, &table, &layout)?;
     if config.nccl {
         return Err(reason::no_nccl().into());
@@ -104,7 +116,7 @@ pub(crate) fn join(
         rank,
         size,
     };
-    let core = Core::new(Parts {
+    Core::new(Parts {
         control: Control::new(group, layout, sharing, segments),
         topology: Topology {
             group,
@@ -113,9 +125,8 @@ pub(crate) fn join(
         },
         config: config.clone(),
         table,
-        inject: device.inject.clone(),
-    })?;
-    Ok(Comm::new(Arc::new(HostComm { core, device })))
+        inject,
+    })
 }
 
 impl Communicator for HostComm {

@@ -10,8 +10,8 @@ use crate::{
     waits::Waits,
 };
 use brigade_device::{
-    Absent, Call, CommConfig, Error, FaultKind, Injector, Operation, PerRank, Plan, Point, Reason,
-    Region, Result, Traffic,
+    Absent, Call, CommConfig, Error, FaultKind, FaultRecord, Injector, Operation, PerRank, Plan,
+    Point, Reason, Region, Result, Traffic,
 };
 use brigade_group::Control;
 use brigade_plan::{
@@ -190,6 +190,13 @@ impl Core {
         self.control.abort(self.calls.load(Ordering::Relaxed));
     }
 
+    /// Stops the group with what stopped another one.
+    pub(crate) fn stop(&self, record: FaultRecord) {
+        if self.control.fault().is_none() {
+            self.control.raise(record);
+        }
+    }
+
     /// Makes a call that all ranks make: tells them which, works, and sees to it that all were in the same one.
     ///
     /// An error in `work` that is no fault stops the group too, since the others wait for this rank.
@@ -201,7 +208,8 @@ impl Core {
         self.collective_within(call, None, work)
     }
 
-    fn collective_within<R>(
+    /// The same with a bound of its own, or the configuration's.
+    pub(crate) fn collective_within<R>(
         self: &Arc<Self>,
         call: &Call,
         within: Option<Duration>,

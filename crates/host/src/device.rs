@@ -3,16 +3,19 @@
 use crate::{
     comm, element,
     gemm::{Matrix, Scratch, Workers},
+    hierarchical,
     linear::{OwnedLinear, finish},
     memory::{Heap, reading, writing},
     operand::OwnedOperand,
     queue::{self, HostQueue},
+    rail::RailModel,
 };
 use brigade_device::moves::{same_bytes, same_shape, same_type, transposed};
 use brigade_device::{
     Activation, Allocate, Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceInfo, Error,
-    GemmParams, GemmShape, Injector, Linear, LoraLinearParams, MemoryStatus, MemoryType, Operand,
-    Output, QBuffer, QScheme, Queues, Replay, Result, Shape, Stream, View, ViewMut,
+    GemmParams, GemmShape, Hierarchy, HierarchyConfig, Injector, Linear, LoraLinearParams,
+    Machines, MemoryStatus, MemoryType, Operand, Output, QBuffer, QScheme, Queues, Replay, Result,
+    Shape, Stream, View, ViewMut,
 };
 use brigade_group::machine;
 use std::sync::{
@@ -30,6 +33,9 @@ pub struct HostConfig {
     /// Largest copy or reduce-scatter, in bytes that arrive at a rank, that is pushed; the same on every rank. `None`, none of
     /// them, is quickest: it is for trying out what GPUs do.
     pub push_max_bytes: Option<usize>,
+    /// How slow links between machines are, where this host plays several; `None` makes them as quick as its memory. The same on
+    /// every rank.
+    pub rail: Option<RailModel>,
     /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest.
     pub inject: Option<Injector>,
 }
@@ -40,6 +46,7 @@ impl Default for HostConfig {
             threads: 1,
             ordinal: 0,
             push_max_bytes: None,
+            rail: None,
             inject: None,
         }
     }
@@ -53,6 +60,7 @@ pub struct HostDevice {
     info: DeviceInfo,
     held: Arc<AtomicU64>,
     pub(crate) push_max_bytes: Option<usize>,
+    pub(crate) rail: Option<RailModel>,
     pub(crate) inject: Option<Injector>,
     pub(crate) engine: Arc<Engine>,
 }
@@ -94,6 +102,7 @@ impl HostDevice {
             },
             held: Arc::default(),
             push_max_bytes: config.push_max_bytes,
+            rail: config.rail,
             inject: config.inject.clone(),
             engine: Arc::new(Engine {
                 workers,
@@ -374,5 +383,14 @@ impl Device for HostDevice {
 
     fn join(self: Arc<Self>, boot: &dyn Bootstrap, config: &CommConfig) -> Result<Comm> {
         comm::join(self, boot, config)
+    }
+
+    fn join_machines(
+        self: Arc<Self>,
+        boot: &dyn Bootstrap,
+        machines: Machines,
+        config: &HierarchyConfig,
+    ) -> Result<Hierarchy> {
+        hierarchical::join(&self, boot, machines, config)
     }
 }

@@ -96,7 +96,7 @@ impl Job {
             waited_ns: u64::try_from(elapsed).unwrap_or(u64::MAX),
             call: self.number,
             claimed: 1,
-            reserved: 0,
+            across: 0,
         }))
     }
 

@@ -76,7 +76,7 @@ fn push(
 }
 
 /// `elements` are those that every rank gets; they pass through the scratch memory in pieces of `piece` elements.
-fn reduce_scatter(
+pub(crate) fn reduce_scatter(
     active: &mut Active<'_>,
     op: ReduceOp,
     elements: &[usize],

@@ -14,6 +14,7 @@
 //! - [`experts`]: what calls with experts need and do, in bytes and in words.
 //! - [`absent`]: what is done in a group that goes on without some of its ranks.
 //! - [`fifo`]: queues between ranks; [`low_latency`]: places of rows that are sent without waiting; [`logfmt`]: rows of fewer bits.
+//! - [`hierarchical`]: slices and phases of collectives across machines.
 //! - [`moved`]: the bytes that each schedule makes a rank move, for traffic counters and tests.
 
 pub mod absent;
@@ -29,6 +30,7 @@ pub mod experts;
 pub mod fifo;
 mod gather_linear;
 pub mod gathered;
+pub mod hierarchical;
 mod linear_reduce_scatter;
 pub mod logfmt;
 pub mod low_latency;

@@ -22,7 +22,7 @@ impl Devices for Hosts {
         Engines::host()
     }
 
-    /// Linears with collectives in groups of every size, others in one of 3. What is about one device alone is not, nor
+    /// Linears with collectives in groups of every size, collectives across some machines, others in a group of 3. What is about one device alone is not, nor
     /// what is about this suite, or directs ranks through memory of its own.
     fn tries(&self, name: &[&str]) -> bool {
         match name {
@@ -33,13 +33,18 @@ impl Devices for Hosts {
                 ..,
             ] => true,
             [_, "quantized_gather" | "quantized_scatter" | "capture", ..] => true,
-            [_, KILLED | "shrink" | "stress", ..] => true,
+            [_, "hierarchical", "2x2" | "3x2", what] => *what != "longest",
+            [_, "hierarchical", "4x4", "sums"] | [_, KILLED | "shrink" | "stress", ..] => true,
             _ => name.first() == Some(&"w3"),
         }
     }
 
     fn open(&self, _: usize) -> Result<Arc<dyn Device>> {
         Ok(HostDevice::new()?)
+    }
+
+    fn spans_machines(&self) -> bool {
+        true
     }
 
     fn injects(&self) -> bool {

@@ -4,6 +4,7 @@
 mod demo;
 mod gather_linear;
 mod gemm;
+mod hierarchical;
 mod meta;
 mod reset;
 
@@ -33,6 +34,7 @@ enum What {
     GatherLinear,
     Demo,
     Reset,
+    Hierarchical,
 }
 
 impl What {
@@ -43,6 +45,7 @@ impl What {
             Self::GatherLinear => "gather-linear.host",
             Self::Demo => "demo.host",
             Self::Reset => "reset.host",
+            Self::Hierarchical => "hierarchical.host",
         }
     }
 
@@ -52,6 +55,7 @@ impl What {
             Self::GatherLinear => gather_linear::measure(rounds),
             Self::Demo => demo::measure(rounds),
             Self::Reset => reset::measure(rounds),
+            Self::Hierarchical => hierarchical::measure(rounds),
         }
     }
 }

@@ -1,0 +1,193 @@
+//! Collectives across machines: their parameters, the signed call, and the plan.
+//!
+//! Five phases, after fairring (`AllReduceFuture`, Meta Research, 2022): a reduce-scatter inside every machine; along every rail,
+//! each machine *collects* its piece of its ranks' shares from all machines, *adds*, and *diffuses* the sum; and an all-gather inside.
+//! The tensor goes through them in slices, so that all phases are busy at once.
+
+use crate::{
+    DataType, Error, Machines, PerRank, ReduceOp, Result, SumOrder, View, ViewMut,
+    collectives::check_all_reduce,
+};
+use smallvec::SmallVec;
+use std::{fmt, time::Duration};
+
+/// Every rank of all machines gets the reduction of all inputs.
+#[derive(Debug)]
+pub struct HierarchicalAllReduceParams<'a> {
+    /// Result, and input too unless `from` is given. Same shape on every rank.
+    pub data: ViewMut<'a>,
+    /// Input, if it is to be kept. The result may then be f32 where the input is f16 or bf16; so are the sums that travel between
+    /// machines.
+    pub from: Option<View<'a>>,
+    /// How values are combined.
+    pub op: ReduceOp,
+    /// Forced path.
+    pub choice: Option<HierarchicalPath>,
+}
+
+impl HierarchicalAllReduceParams<'_> {
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub fn check(&self) -> Result<()> {
+        if matches!(self.choice, Some(HierarchicalPath::Slices { count: 0 })) {
+            return Err(Error::invalid("choice", "0 slices", "at least 1"));
+        }
+        check_all_reduce(self.data.as_view(), self.from)
+    }
+}
+
+/// How data gets across machines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum HierarchicalPath {
+    /// For few bytes, and all-reduces alone: every rank gets its machine's reduction, sends all of it along its rail, and reduces what
+    /// came. One call inside, one across.
+    Whole,
+    /// Slices go through the phases. One slice is the plain sequence of phases, of several each phase has one at a time.
+    Slices {
+        /// At least 1. Fewer are made where the tensor has not as many elements, and more where memory does not hold so large ones.
+        count: u32,
+    },
+}
+
+/// What is done across machines.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum HierarchicalOperation {
+    /// See [`Hierarchy`](crate::Hierarchy)'s `all_reduce`.
+    AllReduce {
+        /// Elements of the input.
+        elements: usize,
+        /// How values are combined.
+        op: ReduceOp,
+    },
+    /// Its `reduce_scatter`.
+    ReduceScatter {
+        /// Rows that each rank gets.
+        rows: PerRank,
+        /// Elements in a row.
+        row_len: usize,
+        /// How values are combined.
+        op: ReduceOp,
+    },
+    /// Its `all_gather`.
+    AllGather {
+        /// Rows that each rank brings.
+        rows: PerRank,
+        /// Elements in a row.
+        row_len: usize,
+    },
+}
+
+/// The signed part of a call across machines.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct HierarchicalCall {
+    /// Which ranks share a machine.
+    pub machines: Machines,
+    /// What is done.
+    pub operation: HierarchicalOperation,
+    /// Type of the input.
+    pub dtype: DataType,
+    /// Type of the result.
+    pub output: DataType,
+    /// Forced path.
+    pub choice: Option<HierarchicalPath>,
+}
+
+/// What is done with a slice, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Phase {
+    /// Reduce-scatter inside the machine: every rank has its share of the machine's sum.
+    ReduceInside,
+    /// Along the rail: every machine gets its piece of that share from all machines.
+    Collect,
+    /// The pieces of all machines are reduced, in machine order.
+    Add,
+    /// Along the rail: every machine gets the others' reduced pieces.
+    Diffuse,
+    /// All-gather inside the machine.
+    GatherInside,
+}
+
+impl Phase {
+    /// All of them, in order.
+    pub const ALL: [Self; 5] = [
+        Self::ReduceInside,
+        Self::Collect,
+        Self::Add,
+        Self::Diffuse,
+        Self::GatherInside,
+    ];
+
+    /// Its name in traces and tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ReduceInside => "reduce inside",
+            Self::Collect => "collect",
+            Self::Add => "add",
+            Self::Diffuse => "diffuse",
+            Self::GatherInside => "gather inside",
+        }
+    }
+}
+
+/// How a call across machines is carried out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HierarchicalPlan {
+    /// There is one machine: it is one collective inside.
+    Inside,
+    /// See [`HierarchicalPath::Whole`].
+    Whole {
+        /// Which bits.
+        order: SumOrder,
+        /// Memory that it takes besides that of the communicators.
+        staging_bytes: usize,
+        /// What it should take.
+        expected: Duration,
+    },
+    /// See [`HierarchicalPath::Slices`].
+    Slices(SlicedPlan),
+}
+
+/// Slices and their phases.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlicedPlan {
+    /// What each slice goes through: without those inside where machines have one rank, and without those that the operation does
+    /// not need.
+    pub phases: SmallVec<[Phase; 5]>,
+    /// At least 1.
+    pub slices: usize,
+    /// Elements of each rank in a slice; the last one has what is left.
+    pub rank_elements: usize,
+    /// Places for slices on their way: the `n`-th takes the one of the slice so many before it, once that has left it.
+    pub slots: usize,
+    /// Which bits; of a gather, none.
+    pub order: Option<SumOrder>,
+    /// Memory of all slots.
+    pub staging_bytes: usize,
+    /// The phase that takes longest, or both along the rail if the link is what is short, for all slices; and each other phase for
+    /// one.
+    pub expected: Duration,
+}
+
+impl fmt::Display for HierarchicalPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Inside => f.write_str("one machine: inside"),
+            Self::Whole {
+                order, expected, ..
+            } => write!(f, "whole, {order:?}, expected {expected:.1?}"),
+            Self::Slices(p) => {
+                let phases: Vec<_> = p.phases.iter().map(|p| p.name()).collect();
+                let order = p.order.map_or(String::new(), |o| format!(", {o:?}"));
+                write!(
+                    f,
+                    "{} x {} elements a rank in {} slots: {}{order}, expected {:.1?}",
+                    p.slices,
+                    p.rank_elements,
+                    p.slots,
+                    phases.join(", "),
+                    p.expected
+                )
+            }
+        }
+    }
+}

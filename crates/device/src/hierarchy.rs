@@ -1,0 +1,268 @@
+//! A hierarchy is to several machines what a communicator is to one.
+
+use crate::{
+    turns::{Claim, Turns},
+    *,
+};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+/// How a hierarchy is set up. Every rank of all machines passes the same values; they are voted on at [`Device::join_machines`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HierarchyConfig {
+    /// Of the communicators inside a machine and along a rail. Mode, scratch memory, deadlines and the budget of multiprocessors count;
+    /// nothing else is taken by a hierarchy.
+    pub comm: CommConfig,
+    /// Most memory for slices on their way.
+    pub staging_bytes: usize,
+    /// Bytes of a slice's input, on each rank; `None` leaves them to the plan.
+    pub slice_bytes: Option<usize>,
+    /// Most slices on their way at a time; `None` leaves it to the plan.
+    pub parallelism: Option<u16>,
+}
+
+impl HierarchyConfig {
+    /// Defaults: 64 MiB for slices, which the plan cuts.
+    pub fn new(mode: ParallelMode) -> Self {
+        Self {
+            comm: CommConfig {
+                gather_bytes: 0,
+                gather_scale_bytes: 0,
+                reduce_scatter_bytes: 0,
+                all_reduce_bytes: 0,
+                dispatch_bytes: 0,
+                combine_bytes: 0,
+                fifo_bytes: 0,
+                low_latency_bytes: 0,
+                regions: 0,
+                region_bytes: 0,
+                ..CommConfig::new(mode)
+            },
+            staging_bytes: 64 << 20,
+            slice_bytes: None,
+            parallelism: None,
+        }
+    }
+
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub fn check(&self) -> Result<()> {
+        self.comm.check()?;
+        if self.slice_bytes == Some(0) {
+            return Err(Error::invalid("slice_bytes", 0, "at least 1"));
+        }
+        if self.parallelism == Some(0) {
+            return Err(Error::invalid("parallelism", 0, "at least 1"));
+        }
+        Ok(())
+    }
+}
+
+/// The backend's side of a hierarchy. Object-safe, and `&self`: whoever holds the [`Turn`] is alone.
+pub trait Hierarchical: Send + Sync {
+    /// All ranks, as this one sees them.
+    fn group(&self) -> &Group;
+    /// Which of them share a machine.
+    fn machines(&self) -> Machines;
+    /// What would be done for a call.
+    ///
+    /// # Errors
+    /// Why it cannot be done.
+    fn plan(&self, call: &HierarchicalCall) -> Result<HierarchicalPlan, Reason>;
+    /// The fault that stopped it, if one did; ranks are those of all machines.
+    fn fault(&self) -> Option<FaultRecord>;
+    /// See [`Hierarchy::abort`].
+    fn abort(&self);
+    /// See [`Hierarchy::reset`].
+    ///
+    /// # Errors
+    /// As there.
+    fn reset(&self, within: Duration) -> Result<()>;
+    /// See [`Hierarchy::close`].
+    ///
+    /// # Errors
+    /// As there.
+    fn close(&self, within: Duration) -> Result<()>;
+    /// See [`HierarchyLease::all_reduce`].
+    ///
+    /// # Errors
+    /// As there.
+    fn all_reduce(
+        &self,
+        turn: &mut Turn,
+        p: HierarchicalAllReduceParams<'_>,
+    ) -> Result<HierarchicalPlan>;
+    /// See [`HierarchyLease::reduce_scatter`].
+    ///
+    /// # Errors
+    /// As there.
+    fn reduce_scatter(
+        &self,
+        turn: &mut Turn,
+        p: ReduceScatterParams<'_>,
+    ) -> Result<HierarchicalPlan>;
+    /// See [`HierarchyLease::all_gather`].
+    ///
+    /// # Errors
+    /// As there.
+    fn all_gather(&self, turn: &mut Turn, p: AllGatherParams<'_>) -> Result<HierarchicalPlan>;
+}
+
+/// One rank's membership in a group that spans machines, made of communicators inside each machine and rails between them. Clones
+/// are the same. It is leased, stopped, reset and closed as a [`Comm`] is; ranks in its errors are those of all machines.
+///
+/// Made by [`Device::join_machines`].
+#[derive(Clone)]
+pub struct Hierarchy(Arc<Shared>);
+
+struct Shared {
+    backend: Arc<dyn Hierarchical>,
+    turns: Turns,
+    closed: AtomicBool,
+}
+
+impl Hierarchy {
+    /// Wraps a backend's hierarchy.
+    pub fn new(backend: Arc<dyn Hierarchical>) -> Self {
+        Self(Arc::new(Shared {
+            backend,
+            turns: Turns::default(),
+            closed: AtomicBool::new(false),
+        }))
+    }
+
+    /// All ranks, as this one sees them.
+    pub fn group(&self) -> Group {
+        *self.0.backend.group()
+    }
+
+    /// Which of them share a machine.
+    pub fn machines(&self) -> Machines {
+        self.0.backend.machines()
+    }
+
+    /// What would be done for `call`, without doing it.
+    ///
+    /// # Errors
+    /// Why it cannot be done.
+    pub fn explain(&self, call: &HierarchicalCall) -> Result<HierarchicalPlan, Reason> {
+        self.0.backend.plan(call)
+    }
+
+    /// # Errors
+    /// The fault that stopped it, if one did; [`Error::Closed`] after [`close`](Self::close).
+    pub fn check(&self) -> Result<()> {
+        if self.0.closed.load(Ordering::Acquire) {
+            return Err(Error::Closed);
+        }
+        let fault = self.0.backend.fault();
+        fault.map_or(Ok(()), |f| Err(Error::Fault(f)))
+    }
+
+    /// Ends every wait of every rank of all machines with [`FaultKind::Aborted`]. Needs no lease.
+    pub fn abort(&self) {
+        self.0.backend.abort();
+    }
+
+    /// After a fault: all ranks of all machines come together and start anew.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] while a lease is live; [`Error::Group`] naming the ranks of the machine or the machines of the rail that did
+    /// not come `within` the time (it may be called again).
+    pub fn reset(&self, within: Duration) -> Result<()> {
+        let _claim = self.claim()?;
+        self.0.backend.reset(within)
+    }
+
+    /// The collective end: all ranks come, and then nobody waits for this one any more. Later leases are [`Error::Closed`].
+    ///
+    /// # Errors
+    /// [`Error::Busy`] while a lease is live; the fault, if ranks did not come.
+    pub fn close(&self, within: Duration) -> Result<()> {
+        let _claim = self.claim()?;
+        self.0.backend.close(within)?;
+        self.0.closed.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Exclusive use on one stream. If the last lease was on another one, `on` first waits for its end.
+    ///
+    /// # Errors
+    /// As [`Comm::lease`].
+    pub fn lease(&self, on: &Stream) -> Result<HierarchyLease<'_>> {
+        self.check()?;
+        let claim = self.claim()?;
+        Ok(HierarchyLease {
+            shared: &self.0,
+            turn: self.0.turns.next(on)?,
+            _claim: claim,
+        })
+    }
+
+    fn claim(&self) -> Result<Claim<'_>> {
+        self.0.turns.claim("the hierarchy")
+    }
+}
+
+impl std::fmt::Debug for Hierarchy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Hierarchy({}, {:?})", self.machines(), self.group())
+    }
+}
+
+/// Exclusive use of a hierarchy on one stream, until it is dropped.
+///
+/// Every method is a call that all ranks of all machines make, in the same order; a rank that does not, or that makes another call,
+/// becomes a typed error on every rank.
+pub struct HierarchyLease<'h> {
+    shared: &'h Shared,
+    turn: Turn,
+    _claim: Claim<'h>,
+}
+
+impl Drop for HierarchyLease<'_> {
+    fn drop(&mut self) {
+        // Before the claim is given up: fields drop after this.
+        self.shared.turns.end(&self.turn);
+    }
+}
+
+impl HierarchyLease<'_> {
+    /// Every rank gets the reduction of all inputs.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field; [`Error::Unsupported`] if the staging memory holds no slice; [`Error::Fault`] if a rank
+    /// does not come or calls something else.
+    pub fn all_reduce(&mut self, p: HierarchicalAllReduceParams<'_>) -> Result<HierarchicalPlan> {
+        self.shared.backend.all_reduce(&mut self.turn, p)
+    }
+
+    /// Every rank gets its rows of the reduction of all inputs; rows in the order of all ranks.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn reduce_scatter(&mut self, p: ReduceScatterParams<'_>) -> Result<HierarchicalPlan> {
+        self.shared.backend.reduce_scatter(&mut self.turn, p)
+    }
+
+    /// Every rank gets all rows, in the order of all ranks.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn all_gather(&mut self, p: AllGatherParams<'_>) -> Result<HierarchicalPlan> {
+        self.shared.backend.all_gather(&mut self.turn, p)
+    }
+
+    /// Ends the lease; whoever needs the results elsewhere waits for the event.
+    ///
+    /// # Errors
+    /// Backend errors; the fault, if there was one.
+    pub fn finish(self) -> Result<Event> {
+        self.turn.stream().record()
+    }
+}

@@ -1,0 +1,254 @@
+//! The host's rails: a communicator among the ranks with one local number, and links between them that can be made as slow as a network's.
+
+use crate::{
+    core::Core,
+    job::{Active, Job},
+    memory::{poison, writing},
+    queue::HostQueue,
+};
+use brigade_device::{
+    Buffer, Call, Error, FaultKind, FaultRecord, Group, PerRank, Rail, RailParams, Result, Stream,
+    check_rows,
+};
+use brigade_plan::rows;
+use brigade_sync::{Area, Budget};
+use parking_lot::Mutex;
+use std::{
+    ops::Range,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How fast the links between machines are, where a host plays several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RailModel {
+    /// The way of a byte.
+    pub latency: Duration,
+    /// What each rank's link carries in a microsecond, out of its machine. At least 1.
+    pub bytes_per_us: u64,
+}
+
+impl RailModel {
+    fn time(&self, bytes: usize) -> Duration {
+        let ns = bytes as u64 * 1000 / self.bytes_per_us.max(1);
+        Duration::from_nanos(ns)
+    }
+}
+
+/// A rank's link out of its machine. What is collected and what is diffused take turns on it.
+pub(crate) struct Link {
+    model: RailModel,
+    free: Mutex<Instant>,
+}
+
+impl Link {
+    pub(crate) fn new(model: RailModel) -> Self {
+        Self {
+            model,
+            free: Mutex::new(Instant::now()),
+        }
+    }
+
+    /// Takes the link for so many bytes. Gives when they begin to move.
+    fn take(&self, bytes: usize) -> Instant {
+        let mut free = self.free.lock();
+        let start = (*free).max(Instant::now());
+        *free = start + self.model.time(bytes);
+        start
+    }
+}
+
+/// What one message waits for, by the model.
+struct Flight<'l> {
+    link: Option<(&'l Link, Instant)>,
+    sent: usize,
+}
+
+impl<'l> Flight<'l> {
+    /// A message of so many bytes sets out.
+    fn new(link: Option<&'l Link>, bytes: usize) -> Self {
+        Self {
+            link: link.map(|link| (link, link.take(bytes))),
+            sent: 0,
+        }
+    }
+
+    /// Waits until the next `bytes` of it are there.
+    fn land(&mut self, job: &Job, bytes: usize) -> Result<()> {
+        /// How soon a wait ends once the group is stopped.
+        const REST: Duration = Duration::from_millis(10);
+        self.sent += bytes;
+        let Some((link, start)) = self.link else {
+            return Ok(());
+        };
+        let there = start + link.model.time(self.sent) + link.model.latency;
+        let mut deadline = job.deadline;
+        loop {
+            let left = there.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            if let Some(record) = job.core.control.fault() {
+                return Err(Error::Fault(record));
+            }
+            if deadline.spent() {
+                return Err(job.fail(FaultKind::Timeout, job.rank(), 0, 0, 0));
+            }
+            // tidy: sleeps because a slow link is what is modelled
+            thread::sleep(left.min(REST));
+        }
+    }
+}
+
+/// One rank's connection to its rail, for one phase.
+pub(crate) struct HostRail {
+    pub(crate) core: Arc<Core>,
+    link: Option<Arc<Link>>,
+}
+
+/// How bytes are exchanged: `(active, link, bytes of every machine's piece, from, to)`.
+type Exchange = fn(&mut Active<'_>, Option<&Link>, &[usize], &[u8], &mut [u8]) -> Result<()>;
+
+impl HostRail {
+    pub(crate) fn new(core: Arc<Core>, link: Option<Arc<Link>>) -> Self {
+        Self { core, link }
+    }
+
+    fn run(&self, on: &Stream, p: &RailParams<'_>, exchange: Exchange) -> Result<()> {
+        check_rows("pieces", p.pieces, self.group().size)?;
+        let (to, from): (Buffer, Buffer) = (p.to.as_view().retain(), p.from.retain());
+        let pieces: PerRank = p.pieces.iter().map(|n| n * from.dtype().bytes()).collect();
+        let (core, link) = (Arc::clone(&self.core), self.link.clone());
+        let (call, within): (Call, Duration) = (p.call.clone(), p.within);
+        HostQueue::of(on)?.run(move || {
+            core.collective_within(&call, Some(within), |active| {
+                writing(&to, &[&from], |out, inputs| {
+                    exchange(active, link.as_deref(), &pieces, inputs[0], out)
+                        .inspect_err(|_| poison(to.dtype(), out))
+                })
+            })
+        })
+    }
+}
+
+impl Rail for HostRail {
+    fn group(&self) -> &Group {
+        self.core.control.group()
+    }
+
+    fn collect(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
+        let all: usize = p.pieces.iter().sum();
+        sized("from", p.from.shape().len(), all)?;
+        let own = p.pieces.get(self.group().rank).copied().unwrap_or(0);
+        sized("to", p.to.shape().len(), own * self.group().size)?;
+        self.run(on, &p, collect)
+    }
+
+    fn diffuse(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
+        let own = p.pieces.get(self.group().rank).copied().unwrap_or(0);
+        sized("from", p.from.shape().len(), own)?;
+        sized("to", p.to.shape().len(), p.pieces.iter().sum())?;
+        self.run(on, &p, diffuse)
+    }
+
+    fn poll(&self) -> Result<()> {
+        self.core.control.usable()
+    }
+
+    fn stop(&self, record: FaultRecord) {
+        self.core.stop(record);
+    }
+}
+
+fn sized(field: &'static str, got: usize, want: usize) -> Result<()> {
+    if got == want {
+        return Ok(());
+    }
+    Err(Error::invalid(field, got, format!("{want} elements")))
+}
+
+/// Lays every other machine's piece out for it, and reads what the others have for this one.
+fn collect(
+    active: &mut Active<'_>,
+    link: Option<&Link>,
+    pieces: &[usize],
+    from: &[u8],
+    to: &mut [u8],
+) -> Result<()> {
+    const LINE: usize = 64;
+    let (me, size) = (active.job.rank(), active.job.size());
+    let offsets = rows::offsets(pieces);
+    let own = pieces[me];
+    to[me * own..(me + 1) * own].copy_from_slice(&from[offsets[me]..offsets[me + 1]]);
+    let mut flight = Flight::new(link, from.len() - own);
+    let half = active.job.core.control.layout().half_bytes(Area::Scratch);
+    let room = (half / size / LINE * LINE).max(1);
+    let most = pieces.iter().copied().max().unwrap_or(0);
+    for start in (0..most).step_by(room) {
+        let cut = |machine: usize| -> Range<usize> {
+            start.min(pieces[machine])..(start + room).min(pieces[machine])
+        };
+        let of = active.begin(Area::Scratch)?;
+        let job = &active.job;
+        let mut bytes = 0;
+        for peer in job.peers() {
+            let part = cut(peer);
+            let place = peer * room..peer * room + part.len();
+            let part = &from[offsets[peer] + part.start..offsets[peer] + part.end];
+            // SAFETY: own half: all peers have given their credit for it, and it is announced below.
+            unsafe { job.bytes_mut(me, of, place) }.copy_from_slice(part);
+            bytes += part.len();
+        }
+        flight.land(job, bytes)?;
+        job.say_filled_to_all(of, me, 0);
+        for peer in job.peers() {
+            job.await_filled(of, peer, 0, peer)?;
+            let part = cut(me);
+            job.count_moved(part.len());
+            // SAFETY: announced by its owner for this use, which this rank has not ended.
+            let piece = unsafe { job.bytes(peer, of, me * room..me * room + part.len()) };
+            to[peer * own + part.start..peer * own + part.end].copy_from_slice(piece);
+        }
+        active.end(of);
+    }
+    Ok(())
+}
+
+/// Lays this machine's piece out for all, and reads everybody's.
+fn diffuse(
+    active: &mut Active<'_>,
+    link: Option<&Link>,
+    pieces: &[usize],
+    from: &[u8],
+    to: &mut [u8],
+) -> Result<()> {
+    let (me, size) = (active.job.rank(), active.job.size());
+    let offsets = rows::offsets(pieces);
+    to[offsets[me]..offsets[me + 1]].copy_from_slice(from);
+    let mut flight = Flight::new(link, from.len() * (size - 1));
+    let room = active.job.core.control.layout().half_bytes(Area::Scratch);
+    let most = pieces.iter().copied().max().unwrap_or(0);
+    for start in (0..most).step_by(room) {
+        let cut = |machine: usize| -> Range<usize> {
+            start.min(pieces[machine])..(start + room).min(pieces[machine])
+        };
+        let of = active.begin(Area::Scratch)?;
+        let job = &active.job;
+        let part = &from[cut(me)];
+        // SAFETY: own half: all peers have given their credit for it, and it is announced below.
+        unsafe { job.bytes_mut(me, of, 0..part.len()) }.copy_from_slice(part);
+        flight.land(job, part.len() * (size - 1))?;
+        job.say_filled_to_all(of, me, 0);
+        for peer in job.peers() {
+            job.await_filled(of, peer, 0, peer)?;
+            let part = cut(peer);
+            job.count_moved(part.len());
+            // SAFETY: announced by its owner for this use, which this rank has not ended.
+            let piece = unsafe { job.bytes(peer, of, 0..part.len()) };
+            to[offsets[peer] + part.start..offsets[peer] + part.end].copy_from_slice(piece);
+        }
+        active.end(of);
+    }
+    Ok(())
+}

@@ -1,0 +1,193 @@
+//! Collectives across machines: which slices, which phases, how many on their way; from what calls and links cost.
+//!
+//! After fairring (Meta Research, 2022), whose slices and parallelism were settings. Here both follow from a [`Costs`] table, since
+//! slices that are too small pay a call's cost over and over, and slices that are too large leave phases idle.
+
+mod costs;
+mod schedule;
+mod slices;
+
+pub use costs::{Costs, Link};
+pub use schedule::{Schedule, Step};
+pub use slices::{Slices, parts_bytes};
+
+use crate::reason;
+use brigade_device::{
+    HierarchicalCall, HierarchicalOperation as Operation, HierarchicalPath as Path,
+    HierarchicalPlan, HierarchyConfig, Machines, Phase, Reason, SlicedPlan, SumOrder, check_rows,
+};
+use smallvec::SmallVec;
+use std::time::Duration;
+
+/// Decides how `call` is carried out, or says why it cannot be. A function of its arguments alone; machines and call are signed,
+/// configuration and costs are voted on.
+///
+/// # Errors
+/// A [`Reason`] with [`CAPACITY`](reason::CAPACITY) if the staging memory does not hold an element of each rank, with
+/// [`ROWS`](reason::ROWS) for rows that do not go with the ranks, and with [`NO_ENGINE`](reason::NO_ENGINE) if the path is forced for an
+/// operation that has no such.
+pub fn plan(
+    call: &HierarchicalCall,
+    config: &HierarchyConfig,
+    costs: &Costs,
+) -> Result<HierarchicalPlan, Reason> {
+    if let Operation::ReduceScatter { rows, .. } | Operation::AllGather { rows, .. } =
+        &call.operation
+    {
+        let counts = check_rows("rows_per_rank", rows, call.machines.size());
+        counts.map_err(|e| reason::rows(&e))?;
+    }
+    let reduces = matches!(call.operation, Operation::AllReduce { .. });
+    if call.choice == Some(Path::Whole) && !reduces {
+        return Err(reason::no_whole());
+    }
+    if call.machines.count() == 1 {
+        return Ok(HierarchicalPlan::Inside);
+    }
+    let whole = reduces.then(|| whole(call, config, costs)).flatten();
+    match call.choice {
+        Some(Path::Whole) => whole.map(whole_plan).ok_or_else(|| {
+            let need = whole_bytes(call);
+            reason::capacity("staging_bytes", need, config.staging_bytes)
+        }),
+        Some(Path::Slices { count }) => sliced(call, config, costs, Some(count as usize))
+            .map(|(_, plan)| HierarchicalPlan::Slices(plan)),
+        None => {
+            let (ns, plan) = sliced(call, config, costs, None)?;
+            Ok(match whole {
+                // Whoever names the size of slices wants slices.
+                Some(w) if config.slice_bytes.is_none() && w.1 < ns => whole_plan(w),
+                _ => HierarchicalPlan::Slices(plan),
+            })
+        }
+    }
+}
+
+/// The phases that a call's slices go through: without those inside where a machine has one rank.
+pub fn phases(call: &HierarchicalCall) -> SmallVec<[Phase; 5]> {
+    let of = match call.operation {
+        Operation::AllReduce { .. } => Phase::ALL.as_slice(),
+        Operation::ReduceScatter { .. } => &Phase::ALL[..3],
+        Operation::AllGather { .. } => &Phase::ALL[3..],
+    };
+    let alone = call.machines.ranks() == 1;
+    of.iter()
+        .copied()
+        .filter(|p| !alone || !matches!(p, Phase::ReduceInside | Phase::GatherInside))
+        .collect()
+}
+
+/// Which bits a sum across these machines promises.
+fn order(machines: Machines) -> SumOrder {
+    SumOrder::ByMachine {
+        ranks: u16::try_from(machines.ranks()).unwrap_or(u16::MAX),
+    }
+}
+
+/// Bytes that the path of [`Path::Whole`] needs: the machine's result, and those of all machines.
+fn whole_bytes(call: &HierarchicalCall) -> usize {
+    let bytes = slices::elements(call).saturating_mul(call.output.bytes());
+    bytes.saturating_mul(call.machines.count() + 1)
+}
+
+type Whole = (HierarchicalPlan, u64);
+
+fn whole_plan(whole: Whole) -> HierarchicalPlan {
+    whole.0
+}
+
+/// The path as a whole, and what it costs, if there is room for it.
+fn whole(call: &HierarchicalCall, config: &HierarchyConfig, costs: &Costs) -> Option<Whole> {
+    let staging_bytes = whole_bytes(call);
+    let ns = costs.whole_ns(
+        call.machines,
+        slices::elements(call),
+        (call.dtype, call.output),
+    );
+    let plan = HierarchicalPlan::Whole {
+        order: order(call.machines),
+        staging_bytes,
+        expected: Duration::from_nanos(ns),
+    };
+    (staging_bytes <= config.staging_bytes).then_some((plan, ns))
+}
+
+/// Slots beyond this many are never used: a phase has one slice at a time.
+const MOST_SLOTS: usize = Phase::ALL.len();
+
+/// Where nothing is forced, pieces have a multiple of this many elements, so that copies of them are aligned.
+const ALIGN_ELEMENTS: usize = 64;
+
+/// The slices that cost least, or so many; and what they cost.
+fn sliced(
+    call: &HierarchicalCall,
+    config: &HierarchyConfig,
+    costs: &Costs,
+    count: Option<usize>,
+) -> Result<(u64, SlicedPlan), Reason> {
+    let phases = phases(call);
+    let largest = slices::most_rank_elements(call);
+    let ranks = call.machines.size();
+    let most_slots = config
+        .parallelism
+        .map_or(MOST_SLOTS, |p| MOST_SLOTS.min(p.into()));
+    // What fits: a slice of so many elements a rank, in as many slots as are of use.
+    let fits = |rank_elements: usize| {
+        let slices = largest.div_ceil(rank_elements.max(1)).max(1);
+        let bytes = slices::slot_bytes(call, rank_elements);
+        let slots = most_slots
+            .min(phases.len())
+            .min(slices)
+            .min(config.staging_bytes / bytes.max(1));
+        (slots > 0).then_some((slices, slots, bytes * slots))
+    };
+    let forced = count.map(|n| largest.div_ceil(n.max(1))).or_else(|| {
+        let bytes = config.slice_bytes?;
+        Some((bytes / call.dtype.bytes() / ranks).max(1))
+    });
+    let candidates: Vec<usize> = match forced {
+        // As asked for, or the next smaller that there is room for.
+        Some(wanted) => std::iter::successors(Some(wanted.min(largest).max(1)), |&n| {
+            (n > 1).then(|| n.div_ceil(2))
+        })
+        .find(|&n| fits(n).is_some())
+        .into_iter()
+        .collect(),
+        None => counts()
+            .take_while(|&n| n <= largest.max(1))
+            .map(|n| match largest.div_ceil(n).max(1) {
+                few @ ..ALIGN_ELEMENTS => few,
+                more => more.next_multiple_of(ALIGN_ELEMENTS).min(largest),
+            })
+            .filter(|&n| fits(n).is_some())
+            .collect(),
+    };
+    candidates
+        .into_iter()
+        .filter_map(|rank_elements| {
+            let (slices, slots, staging_bytes) = fits(rank_elements)?;
+            let ns = costs.slices_ns(call, &phases, rank_elements, (slices, slots));
+            let plan = SlicedPlan {
+                phases: phases.clone(),
+                slices,
+                rank_elements,
+                slots,
+                order: (!matches!(call.operation, Operation::AllGather { .. }))
+                    .then(|| order(call.machines)),
+                staging_bytes,
+                expected: Duration::from_nanos(ns),
+            };
+            Some((ns, plan))
+        })
+        // Of equal ones the first, which has fewest slices.
+        .min_by_key(|(ns, plan)| (*ns, plan.slices))
+        .ok_or_else(|| {
+            let need = slices::slot_bytes(call, 1);
+            reason::capacity("staging_bytes", need, config.staging_bytes)
+        })
+}
+
+/// Numbers of slices that are tried: 1, 2, 3, 4, 6, 8, 12, 16, ..
+fn counts() -> impl Iterator<Item = usize> {
+    std::iter::once(1).chain((0..usize::BITS - 2).flat_map(|e| [2 << e, 3 << e]))
+}

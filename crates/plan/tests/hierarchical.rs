@@ -1,0 +1,414 @@
+//! Collectives across machines: every element goes where it must, slots are not taken too early, and plans as text.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use brigade_device::{
+    DataType, HierarchicalCall, HierarchicalOperation as Operation, HierarchicalPath as Path,
+    HierarchicalPlan, HierarchyConfig, Machines, ParallelMode, PerRank, Phase, ReduceOp, SumOrder,
+};
+use brigade_plan::{
+    hierarchical::{Costs, Schedule, Slices, Step, parts_bytes, plan},
+    reason,
+};
+use proptest::{prelude::*, sample::select};
+use std::{collections::BTreeSet, fmt::Write};
+
+const SHAPES: [(usize, usize); 8] = [
+    (1, 1),
+    (2, 1),
+    (1, 4),
+    (2, 2),
+    (4, 1),
+    (3, 2),
+    (2, 8),
+    (4, 4),
+];
+
+fn machines((count, ranks): (usize, usize)) -> Machines {
+    Machines::cut(count * ranks, count).unwrap()
+}
+
+fn all_reduce(machines: Machines, elements: usize) -> HierarchicalCall {
+    HierarchicalCall {
+        machines,
+        operation: Operation::AllReduce {
+            elements,
+            op: ReduceOp::Sum,
+        },
+        dtype: DataType::BF16,
+        output: DataType::BF16,
+        choice: None,
+    }
+}
+
+fn config() -> HierarchyConfig {
+    HierarchyConfig::new(ParallelMode::Tp)
+}
+
+/// Rails of 10 us and 1 GB/s.
+fn costs() -> Costs {
+    Costs::host().with_rail(10_000, 1000)
+}
+
+fn line(call: &HierarchicalCall, config: &HierarchyConfig, costs: &Costs) -> String {
+    match plan(call, config, costs) {
+        Ok(plan) => plan.to_string(),
+        Err(reason) => format!("{}: {reason}", reason.code),
+    }
+}
+
+#[test]
+fn what_is_planned_for_which_machines_and_lengths() {
+    let mut text = String::new();
+    for shape in SHAPES {
+        let machines = machines(shape);
+        writeln!(text, "{machines}").unwrap();
+        for elements in [0, 1, 1 << 10, 1 << 16, 1 << 20, 1 << 24] {
+            let plan = line(&all_reduce(machines, elements), &config(), &costs());
+            writeln!(text, "  {elements:>8}: {plan}").unwrap();
+        }
+    }
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn settings_and_links_change_the_plan() {
+    let call = all_reduce(machines((2, 2)), 1 << 20);
+    let with = |change: &dyn Fn(&mut HierarchyConfig)| {
+        let mut config = config();
+        change(&mut config);
+        config
+    };
+    let rows: PerRank = [300, 0, 7, 1000].into_iter().collect();
+    let of = |operation| HierarchicalCall {
+        operation,
+        ..call.clone()
+    };
+    let scatter = of(Operation::ReduceScatter {
+        rows: rows.clone(),
+        row_len: 1024,
+        op: ReduceOp::Max,
+    });
+    let gather = of(Operation::AllGather {
+        rows,
+        row_len: 1024,
+    });
+    let forced = |choice| HierarchicalCall {
+        choice: Some(choice),
+        ..call.clone()
+    };
+    let wide = HierarchicalCall {
+        output: DataType::F32,
+        ..call.clone()
+    };
+    let usual = config();
+    let slow = Costs::host().with_rail(1_000_000, 1000);
+    let lines = [
+        ("as usual", line(&call, &usual, &costs())),
+        ("rails are memory", line(&call, &usual, &Costs::host())),
+        ("rails of 1 ms", line(&call, &usual, &slow)),
+        ("sums of f32", line(&wide, &usual, &costs())),
+        (
+            "1 MiB of staging memory",
+            line(&call, &with(&|c| c.staging_bytes = 1 << 20), &costs()),
+        ),
+        (
+            "one slice at a time",
+            line(&call, &with(&|c| c.parallelism = Some(1)), &costs()),
+        ),
+        (
+            "slices of 64 KiB",
+            line(&call, &with(&|c| c.slice_bytes = Some(1 << 16)), &costs()),
+        ),
+        (
+            "whole, forced",
+            line(&forced(Path::Whole), &usual, &costs()),
+        ),
+        (
+            "7 slices, forced",
+            line(&forced(Path::Slices { count: 7 }), &usual, &costs()),
+        ),
+        (
+            "1 slice, forced, in 100 KB",
+            line(
+                &forced(Path::Slices { count: 1 }),
+                &with(&|c| c.staging_bytes = 100_000),
+                &costs(),
+            ),
+        ),
+        (
+            "whole, forced, in 100 KB",
+            line(
+                &forced(Path::Whole),
+                &with(&|c| c.staging_bytes = 100_000),
+                &costs(),
+            ),
+        ),
+        (
+            "no staging memory",
+            line(&call, &with(&|c| c.staging_bytes = 0), &costs()),
+        ),
+        ("reduce-scatter", line(&scatter, &usual, &costs())),
+        ("all-gather", line(&gather, &usual, &costs())),
+        (
+            "reduce-scatter, whole",
+            line(
+                &HierarchicalCall {
+                    choice: Some(Path::Whole),
+                    ..scatter.clone()
+                },
+                &usual,
+                &costs(),
+            ),
+        ),
+        (
+            "rows of other machines",
+            line(
+                &HierarchicalCall {
+                    machines: machines((3, 2)),
+                    ..gather.clone()
+                },
+                &usual,
+                &costs(),
+            ),
+        ),
+    ];
+    let text: String = lines.iter().map(|(n, l)| format!("{n}: {l}\n")).collect();
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn few_bytes_take_the_path_of_fewest_calls() {
+    let of = |elements| {
+        let call = all_reduce(machines((2, 2)), elements);
+        plan(&call, &config(), &costs()).unwrap()
+    };
+    assert!(matches!(of(16), HierarchicalPlan::Whole { .. }));
+    assert!(matches!(of(1 << 22), HierarchicalPlan::Slices(p) if p.slices > 1 && p.slots > 1));
+    let alone = all_reduce(machines((1, 4)), 16);
+    let plan = plan(&alone, &config(), &costs()).unwrap();
+    assert_eq!(plan, HierarchicalPlan::Inside);
+}
+
+#[test]
+fn costs_that_decide_differently_have_other_digests() {
+    let all = [
+        Costs::host(),
+        costs(),
+        Costs::host().with_rail(10_000, 999),
+        Costs {
+            add_bytes_per_us: 7,
+            ..Costs::host()
+        },
+    ];
+    let digests: BTreeSet<u64> = all.iter().map(Costs::digest).collect();
+    assert_eq!(digests.len(), all.len());
+}
+
+fn shapes() -> impl Strategy<Value = Machines> {
+    select(&SHAPES[..]).prop_map(machines)
+}
+
+prop_compose! {
+    /// Any call, with pieces of its slices.
+    fn calls()(machines in shapes())(
+        which in 0..3,
+        elements in 0usize..5000,
+        rows in prop::collection::vec(0usize..40, machines.size()),
+        row_len in 0usize..9,
+        rank_elements in 1usize..70,
+        (dtype, output) in select(vec![
+            (DataType::BF16, DataType::BF16),
+            (DataType::F16, DataType::F32),
+            (DataType::F32, DataType::F32),
+        ]),
+        machines in Just(machines),
+    ) -> (HierarchicalCall, usize) {
+        let (rows, op): (PerRank, _) = (rows.into_iter().collect(), ReduceOp::Avg);
+        let (operation, output) = match which {
+            0 => (Operation::AllReduce { elements, op }, output),
+            1 => (Operation::ReduceScatter { rows, row_len, op }, output),
+            _ => (Operation::AllGather { rows, row_len }, dtype),
+        };
+        (HierarchicalCall { machines, operation, dtype, output, choice: None }, rank_elements)
+    }
+}
+
+fn elements(call: &HierarchicalCall) -> usize {
+    match &call.operation {
+        Operation::AllReduce { elements, .. } => *elements,
+        Operation::ReduceScatter { rows, row_len, .. } | Operation::AllGather { rows, row_len } => {
+            rows.iter().sum::<usize>() * row_len
+        }
+    }
+}
+
+/// Slices until nothing is left.
+fn slices_of(call: &HierarchicalCall, rank_elements: usize) -> usize {
+    let most = match &call.operation {
+        Operation::AllReduce { elements, .. } => elements.div_ceil(call.machines.size()),
+        Operation::ReduceScatter { rows, row_len, .. } | Operation::AllGather { rows, row_len } => {
+            rows.iter().max().unwrap() * row_len
+        }
+    };
+    most.div_ceil(rank_elements)
+}
+
+proptest! {
+    #[test]
+    fn every_element_is_in_one_piece((call, rank_elements) in calls()) {
+        let slices = Slices::new(&call, rank_elements);
+        let mut seen = vec![0u8; elements(&call)];
+        for slice in 0..slices_of(&call, rank_elements) {
+            for rank in 0..call.machines.size() {
+                let piece = slices.piece(slice, rank);
+                prop_assert!(piece.len() <= rank_elements);
+                prop_assert_eq!(slices.own(slice, rank).len(), piece.len());
+                piece.for_each(|i| seen[i] += 1);
+            }
+        }
+        prop_assert!(seen.iter().all(|&n| n == 1));
+    }
+
+    /// Pieces lie so that a reduce-scatter inside gives each rank what its rail collects.
+    #[test]
+    fn shares_are_what_rails_carry((call, rank_elements) in calls()) {
+        let slices = Slices::new(&call, rank_elements);
+        let machines = call.machines;
+        for slice in 0..slices_of(&call, rank_elements) {
+            let mut pieces = slices.pieces(slice);
+            let shares = slices.shares(slice);
+            for (local, &share) in shares.iter().enumerate() {
+                let rail = slices.rail(slice, local);
+                prop_assert_eq!(rail.iter().sum::<usize>(), share);
+                for (machine, &len) in rail.iter().enumerate() {
+                    let piece = slices.piece(slice, machines.rank(machine, local));
+                    prop_assert_eq!(piece.len(), len);
+                    prop_assert_eq!(pieces.next(), Some(piece));
+                }
+            }
+            prop_assert_eq!(pieces.next(), None);
+            let [whole, share, collected, sum, parts, gathered] = parts_bytes(&call, rank_elements);
+            let bytes = |elements: usize, dtype: DataType| elements * dtype.bytes();
+            let all: usize = shares.iter().sum();
+            for local in 0..machines.ranks() {
+                let rail = slices.rail(slice, local);
+                let most = rail.iter().copied().max().unwrap();
+                let has = brigade_plan::hierarchical::phases(&call);
+                for (phase, room, need) in [
+                    (Phase::ReduceInside, whole, bytes(all, call.dtype)),
+                    (Phase::Collect, share, bytes(shares[local], call.dtype)),
+                    (Phase::Add, collected, bytes(most * machines.count(), call.dtype)),
+                    (Phase::Add, sum, bytes(most, call.output)),
+                    (Phase::Diffuse, sum, bytes(most, call.output)),
+                    (Phase::Diffuse, parts, bytes(shares[local], call.output)),
+                    (Phase::GatherInside, gathered, bytes(all, call.output)),
+                ] {
+                    prop_assert!(!has.contains(&phase) || need <= room, "{phase:?}: {need} in {room}");
+                }
+            }
+        }
+    }
+
+    /// A plan keeps to its settings; its expectation is no less than its slowest phase for all slices.
+    #[test]
+    fn plans_keep_to_their_settings(
+        (call, _) in calls(),
+        staging_bytes in 0usize..200_000,
+        parallelism in prop::option::of(1u16..9),
+        slice_bytes in prop::option::of(1usize..20_000),
+        count in prop::option::of(1u32..40),
+    ) {
+        let choice = count.map(|count| Path::Slices { count });
+        let call = HierarchicalCall { choice, ..call };
+        let config = HierarchyConfig { staging_bytes, slice_bytes, parallelism, ..config() };
+        let costs = costs();
+        match plan(&call, &config, &costs) {
+            Err(r) => {
+                prop_assert_eq!(r.code, reason::CAPACITY);
+                let least: usize = parts_bytes(&call, 1).iter().sum();
+                prop_assert!(least > staging_bytes);
+            }
+            Ok(HierarchicalPlan::Inside) => prop_assert_eq!(call.machines.count(), 1),
+            Ok(HierarchicalPlan::Whole { staging_bytes: need, .. }) => {
+                prop_assert!(need <= staging_bytes && choice.is_none() && slice_bytes.is_none());
+            }
+            Ok(HierarchicalPlan::Slices(p)) => {
+                let slot: usize = parts_bytes(&call, p.rank_elements).iter().sum();
+                prop_assert_eq!(p.staging_bytes, slot * p.slots);
+                prop_assert!(p.staging_bytes <= staging_bytes);
+                prop_assert!(p.slots >= 1 && p.slots <= p.phases.len() && p.slots <= p.slices);
+                prop_assert!(parallelism.is_none_or(|n| p.slots <= n.into()));
+                prop_assert_eq!(p.slices, slices_of(&call, p.rank_elements).max(1));
+                let ranks = call.machines.ranks() as u16;
+                let gathers = matches!(call.operation, Operation::AllGather { .. });
+                prop_assert_eq!(p.order, (!gathers).then_some(SumOrder::ByMachine { ranks }));
+                let phase = |f: &Phase| costs.phase_ns(*f, &call, p.rank_elements) as u128;
+                let longest = p.phases.iter().map(phase).max().unwrap();
+                prop_assert!(p.expected.as_nanos() >= longest * p.slices as u128);
+                let one: u128 = p.phases.iter().map(phase).sum();
+                prop_assert!(p.expected.as_nanos() <= one * p.slices as u128);
+            }
+        }
+    }
+
+    /// Whatever order threads run in, every phase finds its own slice in its slot; and with one slot fewer than the schedule thinks,
+    /// some order shows it.
+    #[test]
+    fn slots_are_not_taken_before_their_last_reader(
+        phases in 2usize..=5,
+        slots in 2usize..=5,
+        more in 1usize..8,
+        seed in any::<u64>(),
+    ) {
+        let schedule = Schedule { phases, slices: slots + more, slots };
+        prop_assert_eq!(run(schedule, slots, seed), Ok(schedule.slices));
+        let caught = (0..64).any(|i| run(schedule, slots - 1, seed ^ i).is_err());
+        prop_assert!(caught, "{schedule:?} with a slot fewer");
+    }
+}
+
+/// Runs phases as threads that are scheduled at random, with so many slots, and looks what each finds in its slot. Gives the slices that
+/// came out.
+fn run(schedule: Schedule, slots: usize, seed: u64) -> Result<usize, Step> {
+    let mut random = seed | 1;
+    let mut done = vec![0; schedule.phases];
+    // Which slice's data lies in each slot, as which phase left it.
+    let mut content: Vec<Option<Step>> = vec![None; slots];
+    loop {
+        let ready: Vec<Step> = done
+            .iter()
+            .enumerate()
+            .map(|(phase, &slice)| Step { phase, slice })
+            .filter(|s| s.slice < schedule.slices)
+            .filter(|s| schedule.needs(*s).is_none_or(|n| done[n.phase] > n.slice))
+            .collect();
+        if ready.is_empty() {
+            return Ok(done[schedule.phases - 1]);
+        }
+        random = random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1);
+        // Mostly the earliest phase, which is what fills slots.
+        let pick = (random >> 33) as usize % (2 * ready.len());
+        let step = ready[if pick < ready.len() { pick } else { 0 }];
+        let slot = &mut content[step.slice % slots];
+        let found = step
+            .phase
+            .checked_sub(1)
+            .map(|phase| Step { phase, ..step });
+        if step.phase > 0 && *slot != found {
+            return Err(step);
+        }
+        *slot = Some(step);
+        // A slice that begins where another has not ended.
+        let last = Step {
+            phase: schedule.phases - 1,
+            slice: step.slice.wrapping_sub(slots),
+        };
+        if step.phase == 0 && step.slice >= slots && done[last.phase] <= last.slice {
+            return Err(step);
+        }
+        done[step.phase] += 1;
+    }
+}

@@ -1,0 +1,436 @@
+//! Collectives across machines: the bits of a reduction inside each machine and one across them, whatever the path and the slices.
+
+mod faults;
+mod life;
+mod rails;
+
+#[cfg(target_os = "linux")]
+pub use faults::add_killed;
+
+use crate::{
+    all_reduce::{OPS, uneven},
+    backend::Rank,
+    check::{assert_bits, expect_invalid},
+    layer::FLOATS,
+    matrix::{to_bytes, to_f32},
+    oracle,
+    suite::{Suite, World},
+};
+use brigade_device::{
+    AllGatherParams, Buffer, CommConfig, DataType, HierarchicalAllReduceParams, HierarchicalPath,
+    HierarchicalPlan, Hierarchy, HierarchyConfig, ParallelMode, ReduceOp, ReduceScatterParams,
+    Result, SumOrder,
+};
+use rand::{Rng, rngs::StdRng};
+
+/// Machines, and ranks of each.
+pub const SHAPES: [(usize, usize); 7] = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 2), (4, 4)];
+
+/// What a hierarchy is tried with: little scratch memory, so that slices go through it in pieces.
+pub fn config() -> HierarchyConfig {
+    let mut config = HierarchyConfig::new(ParallelMode::Tp);
+    config.comm.scratch_bytes = 16 << 10;
+    config.staging_bytes = 4 << 20;
+    config
+}
+
+/// The group of all ranks, of which hierarchies are made.
+fn all_ranks() -> CommConfig {
+    config().comm
+}
+
+/// Where the result goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    OverInput,
+    Beside,
+    Widened,
+}
+
+/// Inputs of all ranks, and what every rank must get.
+#[derive(Clone)]
+pub struct Case {
+    dtype: DataType,
+    op: ReduceOp,
+    place: Place,
+    inputs: Vec<Vec<u8>>,
+    want: Vec<u8>,
+}
+
+impl Case {
+    /// Values whose reduction depends on its order.
+    fn random(
+        rng: &mut StdRng,
+        (machines, ranks): (usize, usize),
+        len: usize,
+        (dtype, op, place): (DataType, ReduceOp, Place),
+    ) -> Self {
+        let stored = |_| -> Vec<u8> {
+            let values: Vec<f64> = (0..len).map(|_| f64::from(uneven(rng))).collect();
+            to_bytes(dtype, &values)
+        };
+        let inputs: Vec<Vec<u8>> = (0..machines * ranks).map(stored).collect();
+        let values: Vec<_> = inputs.iter().map(|x| to_f32(dtype, x)).collect();
+        let mut case = Self {
+            dtype,
+            op,
+            place,
+            want: Vec::new(),
+            inputs,
+        };
+        case.want = oracle::reduce_by_machine(op, &values, ranks, case.output());
+        case
+    }
+
+    /// A sum of floats, into memory of its own.
+    pub fn sum(rng: &mut StdRng, shape: (usize, usize), len: usize) -> Self {
+        Self::random(
+            rng,
+            shape,
+            len,
+            (DataType::F32, ReduceOp::Sum, Place::Beside),
+        )
+    }
+
+    fn output(&self) -> DataType {
+        match self.place {
+            Place::Widened => DataType::F32,
+            _ => self.dtype,
+        }
+    }
+
+    /// The same in other bits: what a flat order would give.
+    fn flat(&self) -> Vec<u8> {
+        let values: Vec<_> = self.inputs.iter().map(|x| to_f32(self.dtype, x)).collect();
+        oracle::reduce(self.op, &values, self.output())
+    }
+
+    /// Makes the call. Gives its input and output, too.
+    pub fn call(
+        &self,
+        rank: &Rank,
+        over: &Hierarchy,
+        choice: Option<HierarchicalPath>,
+    ) -> (Result<HierarchicalPlan>, Buffer, Buffer) {
+        let mine = &self.inputs[rank.rank];
+        let dims = [mine.len() / self.dtype.bytes()];
+        let from = rank.upload_bytes(self.dtype, &dims, mine);
+        let beside = (self.place != Place::OverInput).then(|| rank.poisoned(self.output(), &dims));
+        let mut out = beside.unwrap_or_else(|| from.clone());
+        let plan = over.lease(&rank.stream).and_then(|mut lease| {
+            lease.all_reduce(HierarchicalAllReduceParams {
+                data: out.view_mut(),
+                from: (self.place != Place::OverInput).then(|| from.view()),
+                op: self.op,
+                choice,
+            })
+        });
+        (plan, from, out)
+    }
+
+    /// Makes the call, and asserts its bits.
+    pub fn run(
+        &self,
+        rank: &Rank,
+        over: &Hierarchy,
+        choice: Option<HierarchicalPath>,
+    ) -> HierarchicalPlan {
+        let (plan, from, out) = self.call(rank, over, choice);
+        let what = format!(
+            "{} {:?} of {} x {}, {:?}, {choice:?}: {plan:?}",
+            over.machines(),
+            self.op,
+            from.shape().len(),
+            self.dtype,
+            self.place,
+        );
+        let plan = plan.unwrap_or_else(|e| panic!("{what}: {e}"));
+        assert_bits(&rank.raw(out.view()), &self.want, self.output(), &what);
+        if self.place != Place::OverInput {
+            let mine = &self.inputs[rank.rank];
+            assert_bits(&rank.raw(from.view()), mine, self.dtype, "input kept");
+        }
+        let ranks = over.machines().ranks() as u16;
+        let by_machine = SumOrder::ByMachine { ranks };
+        match &plan {
+            HierarchicalPlan::Inside => assert_eq!(over.machines().count(), 1, "{what}"),
+            HierarchicalPlan::Whole { order, .. } => assert_eq!(*order, by_machine, "{what}"),
+            HierarchicalPlan::Slices(p) => assert_eq!(p.order, Some(by_machine), "{what}"),
+        }
+        plan
+    }
+}
+
+const LENGTHS: [usize; 5] = [0, 1, 7, 1023, 20_011];
+
+/// Ways to go, all of which give the same bits.
+const CHOICES: [Option<HierarchicalPath>; 4] = [
+    None,
+    Some(HierarchicalPath::Whole),
+    Some(HierarchicalPath::Slices { count: 1 }),
+    Some(HierarchicalPath::Slices { count: 9 }),
+];
+
+/// Every operation, of every type, at every length; ways and places in turn.
+fn sums(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let places = [Place::OverInput, Place::Beside, Place::Widened];
+    let mut cases = Vec::new();
+    for op in OPS {
+        for dtype in FLOATS {
+            for len in LENGTHS {
+                let place = places[cases.len() % places.len()];
+                let choice = CHOICES[rng.random_range(0..CHOICES.len())];
+                let case = Case::random(&mut rng, shape, len, (dtype, op, place));
+                cases.push((case, choice));
+            }
+        }
+    }
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &config());
+        for (case, choice) in &cases {
+            case.run(rank, &over, *choice);
+        }
+    });
+}
+
+/// The same bits on all ranks, on all paths, in every number of slices and slots, in every repeat; and other bits than those of a flat
+/// order, which the data would show.
+fn same_bits(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let kind = (DataType::BF16, ReduceOp::Sum, Place::Beside);
+    let case = Case::random(&mut rng, shape, 5001, kind);
+    assert!(shape.0 == 1 || shape.1 == 1 || case.flat() != case.want);
+    world.run(&all_ranks(), move |rank| {
+        for parallelism in [None, Some(1), Some(2), Some(3)] {
+            let config = HierarchyConfig {
+                parallelism,
+                ..config()
+            };
+            let over = rank.join_machines(shape.0, &config);
+            for count in [1, 2, 3, 5, 8, 64] {
+                let choice = Some(HierarchicalPath::Slices { count });
+                let plan = case.run(rank, &over, choice);
+                if let HierarchicalPlan::Slices(p) = plan {
+                    // Of so few elements not every number of slices can be made.
+                    let made = p.slices == count as usize;
+                    assert!(made || count == 64 && p.slices > 32, "{p:?}");
+                    assert!(parallelism.is_none_or(|n| p.slots <= n.into()), "{p:?}");
+                    assert!(p.slots > 1 || count == 1 || parallelism == Some(1), "{p:?}");
+                }
+            }
+            for choice in [None, Some(HierarchicalPath::Whole), None] {
+                case.run(rank, &over, choice);
+            }
+        }
+        rank.assert_shared(&case.want, "sums across machines");
+    });
+}
+
+/// Long ones, which need many slices.
+fn long(world: &World, shape: (usize, usize), len: usize) {
+    let mut rng = world.rng();
+    let kind = (DataType::BF16, ReduceOp::Sum, Place::OverInput);
+    let case = Case::random(&mut rng, shape, len, kind);
+    world.run(&all_ranks(), move |rank| {
+        let mut config = config();
+        config.comm.scratch_bytes = 1 << 20;
+        let over = rank.join_machines(shape.0, &config);
+        let before = rank.device.memory_status().unwrap().held_bytes;
+        let plan = case.run(rank, &over, None);
+        let after = rank.device.memory_status().unwrap().held_bytes;
+        assert!(
+            matches!(&plan, HierarchicalPlan::Slices(p) if p.slices > 2),
+            "{plan}"
+        );
+        // The call's own memory, which stays for the next.
+        assert!(
+            after - before <= config.staging_bytes as u64,
+            "{before} to {after}"
+        );
+    });
+}
+
+/// Ragged rows, none on some ranks: every rank gets its own of the reduction.
+fn reduce_scatters(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let mut cases = Vec::new();
+    for op in OPS {
+        for dtype in FLOATS {
+            for place in [Place::Beside, Place::Widened] {
+                let rows: Vec<usize> = (0..size).map(|_| rng.random_range(0..9)).collect();
+                let columns = rng.random_range(1..300);
+                let len = rows.iter().sum::<usize>() * columns;
+                let case = Case::random(&mut rng, shape, len, (dtype, op, place));
+                let slice_bytes = [None, Some(rng.random_range(1..4000))][cases.len() % 2];
+                cases.push((case, rows, columns, slice_bytes));
+            }
+        }
+    }
+    world.run(&all_ranks(), move |rank| {
+        let joined = |slice_bytes| {
+            let config = HierarchyConfig {
+                slice_bytes,
+                ..config()
+            };
+            rank.join_machines(shape.0, &config)
+        };
+        let usual = joined(None);
+        let small = joined(Some(1000));
+        for (case, rows, columns, slice_bytes) in &cases {
+            let over = if slice_bytes.is_none() {
+                &usual
+            } else {
+                &small
+            };
+            let me = rank.rank;
+            let dims = [rows.iter().sum(), *columns];
+            let from = rank.upload_bytes(case.dtype, &dims, &case.inputs[me]);
+            let mut to = rank.poisoned(case.output(), &[rows[me], *columns]);
+            let plan = over
+                .lease(&rank.stream)
+                .unwrap()
+                .reduce_scatter(ReduceScatterParams {
+                    from: from.view(),
+                    rows_per_rank: rows,
+                    to: to.view_mut(),
+                    op: case.op,
+                })
+                .unwrap();
+            let row = columns * case.output().bytes();
+            let first = rows[..me].iter().sum::<usize>() * row;
+            let want = &case.want[first..first + rows[me] * row];
+            let what = format!(
+                "{:?} of {rows:?} x {columns} {}: {plan}",
+                case.op, case.dtype
+            );
+            assert_bits(&rank.raw(to.view()), want, case.output(), &what);
+            assert_bits(
+                &rank.raw(from.view()),
+                &case.inputs[me],
+                case.dtype,
+                "input kept",
+            );
+        }
+    });
+}
+
+/// Ragged rows of any type: every rank gets all.
+fn all_gathers(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let mut cases = Vec::new();
+    for dtype in [DataType::I8, DataType::BF16, DataType::F32, DataType::I64] {
+        for most in [1, 9, 400] {
+            let rows: Vec<usize> = (0..world.size)
+                .map(|_| rng.random_range(0..=most))
+                .collect();
+            let columns = rng.random_range(1..20);
+            let row = columns * dtype.bytes();
+            let draw = |&n: &usize| (0..n * row).map(|_| rng.random()).collect::<Vec<u8>>();
+            let parts: Vec<Vec<u8>> = rows.iter().map(draw).collect();
+            cases.push((dtype, rows, columns, parts));
+        }
+    }
+    world.run(&all_ranks(), move |rank| {
+        let small = HierarchyConfig {
+            slice_bytes: Some(2000),
+            ..config()
+        };
+        for config in [config(), small] {
+            let over = rank.join_machines(shape.0, &config);
+            for (dtype, rows, columns, parts) in &cases {
+                let mine = &parts[rank.rank];
+                let from = rank.upload_bytes(*dtype, &[rows[rank.rank], *columns], mine);
+                let mut to = rank.poisoned(*dtype, &[rows.iter().sum(), *columns]);
+                let mut lease = over.lease(&rank.stream).unwrap();
+                let plan = lease.all_gather(AllGatherParams {
+                    from: from.view(),
+                    rows_per_rank: rows,
+                    to: to.view_mut(),
+                });
+                let what = format!("{rows:?} x {columns} {dtype}: {plan:?}");
+                plan.unwrap();
+                assert_bits(&rank.raw(to.view()), &parts.concat(), *dtype, &what);
+            }
+        }
+    });
+}
+
+/// What cannot be is refused with the field, and the hierarchy goes on.
+fn refusals(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let case = Case::sum(&mut rng, shape, 100);
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &config());
+        let call = |dtype, len, choice| {
+            let mut data = rank.poisoned(dtype, &[8]);
+            let from = rank.poisoned(DataType::F32, &[len]);
+            over.lease(&rank.stream)?
+                .all_reduce(HierarchicalAllReduceParams {
+                    data: data.view_mut(),
+                    from: Some(from.view()),
+                    op: ReduceOp::Sum,
+                    choice,
+                })
+        };
+        assert_eq!(
+            expect_invalid(call(DataType::F32, 9, None), "length"),
+            "from.shape"
+        );
+        assert_eq!(
+            expect_invalid(call(DataType::F16, 8, None), "narrowed"),
+            "data"
+        );
+        let none = Some(HierarchicalPath::Slices { count: 0 });
+        assert_eq!(
+            expect_invalid(call(DataType::F32, 8, none), "no slices"),
+            "choice"
+        );
+        case.run(rank, &over, None);
+    });
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    if !suite.backend().spans_machines() {
+        return;
+    }
+    type Contract = fn(&World, (usize, usize));
+    let contracts: [(&str, Contract); 5] = [
+        ("sums", sums),
+        ("same_bits", same_bits),
+        ("reduce_scatters", reduce_scatters),
+        ("all_gathers", all_gathers),
+        ("refusals", refusals),
+    ];
+    for shape in SHAPES {
+        for (name, contract) in contracts {
+            at(suite, shape, name, contract);
+        }
+    }
+    at(suite, (2, 2), "long", |world, shape| {
+        long(world, shape, 1 << 20)
+    });
+    at(suite, (3, 2), "long", |world, shape| {
+        long(world, shape, 1 << 20)
+    });
+    at(suite, (2, 2), "longest", |world, shape| {
+        long(world, shape, (1 << 24) + 3)
+    });
+    faults::add(suite);
+    life::add(suite);
+    rails::add(suite);
+}
+
+/// A contract for these machines.
+fn at(
+    suite: &mut Suite,
+    shape: (usize, usize),
+    name: &str,
+    contract: impl Fn(&World, (usize, usize)) + Send + 'static,
+) {
+    let (machines, ranks) = shape;
+    let name = format!("hierarchical/{machines}x{ranks}/{name}");
+    suite.add_at(machines * ranks, &name, move |world| contract(world, shape));
+}

@@ -1,0 +1,131 @@
+//! Joining, leases, graphs and the end of a hierarchy.
+
+use super::{Case, SHAPES, all_ranks, at, config};
+use crate::{
+    check::assert_bits,
+    faults::AMPLE,
+    suite::{Suite, World},
+};
+use brigade_device::{
+    Error, HierarchicalAllReduceParams, HierarchicalPath, HierarchyConfig, ReduceOp,
+};
+use rand::Rng;
+use std::sync::Arc;
+
+/// One lease at a time; another stream may have the next one; after the end there are none.
+fn leases_and_end(world: &World, shape: (usize, usize)) {
+    let case = Case::sum(&mut world.rng(), shape, 99);
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &config());
+        let busy = |result: Result<(), Error>| matches!(result, Err(Error::Busy(_)));
+        let lease = over.lease(&rank.stream).unwrap();
+        assert!(busy(over.lease(&rank.stream).map(drop)));
+        assert!(busy(over.reset(AMPLE)));
+        assert!(busy(over.close(AMPLE)));
+        lease.finish().unwrap().sync(AMPLE).unwrap();
+        let other = rank.device.stream(1).unwrap();
+        drop(over.lease(&other).unwrap());
+        case.run(rank, &over, None);
+        over.close(AMPLE).unwrap();
+        for closed in [
+            over.check(),
+            over.lease(&rank.stream).map(drop),
+            over.reset(AMPLE),
+            over.close(AMPLE),
+        ] {
+            assert!(matches!(closed, Err(Error::Closed)), "{closed:?}");
+        }
+    });
+}
+
+/// All ranks pass the same machines and settings, and machines of all ranks.
+fn votes(world: &World, shape: (usize, usize)) {
+    let odd_one = world.rng().random_range(0..world.size);
+    world.run(&all_ranks(), move |rank| {
+        let device = || Arc::clone(&rank.device);
+        let other = HierarchyConfig {
+            staging_bytes: config().staging_bytes + usize::from(rank.rank == odd_one),
+            ..config()
+        };
+        let refused = rank.try_join_machines(device(), shape.0, &other);
+        assert!(
+            matches!(&refused, Err(Error::Group { what, .. })
+            if what.contains("do not agree")),
+            "{refused:?}"
+        );
+        let too_many = brigade_device::Machines::cut(2 * rank.size, 2).unwrap();
+        let refused = rank.try_join_any(too_many, &config());
+        assert!(
+            matches!(
+                &refused,
+                Err(Error::Invalid {
+                    field: "machines",
+                    ..
+                })
+            ),
+            "{refused:?}"
+        );
+        let none = HierarchyConfig {
+            slice_bytes: Some(0),
+            ..config()
+        };
+        let refused = rank.try_join_machines(device(), shape.0, &none);
+        assert!(
+            matches!(
+                &refused,
+                Err(Error::Invalid {
+                    field: "slice_bytes",
+                    ..
+                })
+            ),
+            "{refused:?}"
+        );
+    });
+}
+
+/// A captured call runs again and again with the data of the day.
+fn replayed(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let days: Vec<Case> = (0..4).map(|_| Case::sum(&mut rng, shape, 3001)).collect();
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &config());
+        for choice in [None, Some(HierarchicalPath::Slices { count: 6 })] {
+            let mut from = rank.poisoned(brigade_device::DataType::F32, &[3001]);
+            let mut to = rank.poisoned(brigade_device::DataType::F32, &[3001]);
+            let mut enqueue = || {
+                over.lease(&rank.stream)?
+                    .all_reduce(HierarchicalAllReduceParams {
+                        data: to.view_mut(),
+                        from: Some(from.view()),
+                        op: ReduceOp::Sum,
+                        choice,
+                    })
+                    .map(drop)
+            };
+            let graph = rank.device.capture(&rank.stream, &mut enqueue).unwrap();
+            for day in &days {
+                let mine = &day.inputs[rank.rank];
+                rank.device
+                    .write(&rank.stream, from.view_mut(), mine)
+                    .unwrap();
+                rank.device.fill(&rank.stream, to.view_mut(), 0xFF).unwrap();
+                graph.launch(&rank.stream).unwrap();
+                let got = rank.raw(to.view());
+                assert_bits(&got, &day.want, day.dtype, "a replay");
+                // Eager calls in between.
+                day.run(rank, &over, choice);
+            }
+        }
+    });
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    for shape in SHAPES {
+        at(suite, shape, "leases_and_end", leases_and_end);
+    }
+    for shape in [(2, 1), (2, 2)] {
+        at(suite, shape, "votes", votes);
+        at(suite, shape, "replayed", replayed);
+    }
+}
