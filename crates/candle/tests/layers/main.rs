@@ -1,0 +1,10 @@
+//! Every operation and layer against candle on one device, and against sums in f64: groups of one to four ranks, any shape.
+
+mod common;
+mod cuts;
+mod experts;
+mod faults;
+mod lending;
+mod linears;
+mod ops;
+mod vocab;
