@@ -12,7 +12,7 @@ use crate::{
 use brigade::{Access, Buffer, Loan, MemoryType, Stream, View, ViewMut, cuda::CudaDevice as Gpu};
 use candle_core::{
     CudaDevice, CudaStorage, DType, Layout, Result,
-    backend::{BackendDevice, BackendStorage},
+    backend::BackendStorage,
     cuda_backend::{
         CudaStorageSlice as Slice,
         cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr},
