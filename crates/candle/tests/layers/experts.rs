@@ -138,7 +138,7 @@ fn a_rank_whose_expert_fails_stops_the_others_at_once() {
                 _ => layer.expert(number, rows),
             },
         );
-        made.err().expect("rank 1 failed")
+        made.expect_err("rank 1 failed")
     });
     assert!(errors[1].to_string().starts_with("no memory for expert 1"));
     for error in [&errors[0], &errors[2]] {

@@ -11,7 +11,7 @@ use std::{
 };
 
 fn record(result: Result<Tensor>) -> FaultRecord {
-    let error = result.err().expect("a fault");
+    let error = result.expect_err("a fault");
     *brigade_error(&error).and_then(Error::fault).unwrap()
 }
 

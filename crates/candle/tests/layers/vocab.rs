@@ -49,7 +49,7 @@ fn a_word_that_nobody_has_is_named_on_every_rank() {
         let ids = Tensor::new(&[3i64, id, 2], &Device::Cpu).unwrap();
         let errors = ranks(3, |p| {
             let error = VocabParallelEmbedding::new(p, &table)?.forward(&ids);
-            let error = error.err().expect("a word that is not there");
+            let error = error.expect_err("a word that is not there");
             Ok(brigade_error(&error).unwrap().clone())
         });
         for error in errors {
