@@ -30,6 +30,17 @@ publish = false
 
 [dependencies]
 brigade-candle = { path = "ROOT/crates/candle", features = ["cuda"] }
+candle-core = "0.11"
+rand = "0.9"
+
+[features]
+default = ["cuda"]
+cuda = []
+
+# Tests of the layers on GPUs, which nothing else compiles here.
+[[test]]
+name = "gpu"
+path = "ROOT/crates/candle/tests/gpu/main.rs"
 
 # So that nobody else is given these kernels, which are empty.
 [profile.dev.package.candle-kernels]
@@ -62,7 +73,7 @@ impl Beside {
         let mut cargo = workspace.cargo();
         cargo
             .current_dir(&folder)
-            .args(["check", "--package", "brigade-candle"])
+            .args(["check", "--tests"])
             .env("PATH", path)
             // Most of it is what clippy has built, or the next one will.
             .env("CARGO_TARGET_DIR", &workspace.target)
