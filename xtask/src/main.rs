@@ -2,6 +2,7 @@
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
 mod bench;
+mod beside;
 mod bundle;
 mod chart;
 mod demo;
@@ -47,6 +48,7 @@ enum Command {
     Kernels(kernels::Kernels),
     Model(model::Model),
     Bench(bench::Bench),
+    Beside(beside::Beside),
     Memcheck(memcheck::Memcheck),
     Bundle(bundle::Bundle),
     Chart(chart::Chart),
@@ -63,6 +65,7 @@ fn main() -> ExitCode {
         Command::Kernels(kernels) => kernels.run(&workspace),
         Command::Model(model) => model.run(&workspace),
         Command::Bench(bench) => bench.run(&workspace),
+        Command::Beside(beside) => beside.run(&workspace),
         Command::Memcheck(memcheck) => memcheck.run(&workspace),
         Command::Bundle(bundle) => bundle.run(&workspace),
         Command::Chart(chart) => chart.run(&workspace),

@@ -20,10 +20,11 @@ const PLANTED: &str = "planted_fault";
 /// Tests of the crates that have unsafe host code: arguments of cargo. Where they can, they name the whole workspace, as the
 /// other tests do: for a single package cargo may choose other features, and build all of it anew. Under valgrind memory costs
 /// something before it is used, since the allocator there writes the zeros itself.
-const CRATES: [&str; 3] = [
+const CRATES: [&str; 4] = [
     "--workspace --test protocols --test exchange",
     "--package brigade-group --lib -- shared:: --skip memory_costs_nothing",
     "--package brigade-host --lib",
+    "--workspace --test layers -- lending:: ops::in_place",
 ];
 
 /// Contracts of memory that ranks share, of regions, of sums, and of linears in every mode: which program, and which part of

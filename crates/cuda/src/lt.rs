@@ -131,6 +131,21 @@ impl Operand {
     }
 }
 
+/// Whether the library was found.
+pub(crate) fn is_there() -> bool {
+    // cudarc looks only where it loads at run time, and then its function goes before that below.
+    #[allow(unused_imports, reason = "cudarc may be linked")]
+    use cudarc::cublaslt::sys::*;
+    // SAFETY: loading runs the initializers of cuBLASLt, which ask nothing of the caller.
+    unsafe { is_culib_present() }
+}
+
+/// Where another crate of the program has cudarc link its libraries (candle does), the program does not start without them.
+#[allow(dead_code, reason = "cudarc's own goes before it")]
+unsafe fn is_culib_present() -> bool {
+    true
+}
+
 impl Kind {
     fn of(p: &Product<'_>) -> Self {
         Self {
@@ -147,8 +162,7 @@ impl Kind {
 impl Lt {
     /// Opens the library on a GPU.
     pub(crate) fn open(context: &Arc<CudaContext>) -> Result<Self, Missing> {
-        // SAFETY: loading runs the initializers of cuBLASLt, which ask nothing of the caller.
-        if !unsafe { sys::is_culib_present() } {
+        if !is_there() {
             return Err(Missing::Cublas);
         }
         context

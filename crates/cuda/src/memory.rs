@@ -7,7 +7,7 @@ use crate::{
     nccl_sums::NcclUse,
     window::{Token, Window},
 };
-use brigade_device::{Adopted, Buffer, Error, MemoryType, Result, Storage};
+use brigade_device::{Access, Adopted, Buffer, Error, Gate, MemoryType, Result, Storage};
 use cudarc::driver::{result, sys};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -288,7 +288,8 @@ impl<'a> Place<'a> {
             Ok(Self::Pinned(memory))
         } else if any.is::<HostMemory>() {
             Ok(Self::Host)
-        } else if let Some(memory) = any.downcast_ref() {
+        } else if let Some(memory) = any.downcast_ref::<Adopted>() {
+            Gate::check(*memory.gate().lock().read_recursive(), Access::Read)?;
             Ok(Self::Adopted(memory))
         } else if let Some(window) = any.downcast_ref::<Window>() {
             window.check().map(|()| Self::Group)

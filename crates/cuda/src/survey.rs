@@ -6,6 +6,7 @@ use crate::{
     driver::{accept, driver_version, needed_driver},
     find_nccl,
     handles::{HandleKind, try_handle},
+    lt,
     nccl::{loaded_file, why_not},
     peers::link,
 };
@@ -312,8 +313,7 @@ fn runs(gpu: usize) -> Result<(), Missing> {
 }
 
 fn cublas() -> Result<(Version, Option<String>), Missing> {
-    // SAFETY: loading runs the initializers of cuBLASLt, which ask nothing of the caller.
-    if !unsafe { sys::is_culib_present() } {
+    if !lt::is_there() {
         return Err(Missing::Cublas);
     }
     // SAFETY: the library is there, and the call needs nothing.

@@ -1,6 +1,9 @@
 //! Buffers own, views borrow. Every parameter takes views: a [`View`] is `Copy` and cannot outlive what it looks at.
 
-use crate::{DataType, Element, Error, MemoryType, Result, Shape};
+use crate::{
+    DataType, Element, Error, MemoryType, Result, Shape,
+    loan::{Access, Gate},
+};
 use std::{any::Any, fmt, ops::Range, sync::Arc};
 
 /// One allocation. Dropping it frees it after the work that uses it, and never blocks.
@@ -15,13 +18,47 @@ pub trait Storage: Send + Sync + fmt::Debug {
     fn as_any(&self) -> &dyn Any;
 }
 
-/// Memory that belongs to somebody else, kept alive by `owner`. See [`Buffer::adopt`].
+/// Memory that belongs to somebody else, kept alive by `owner`. See [`Buffer::adopt`] and [`Buffer::lend`].
 #[derive(Debug)]
 pub struct Adopted {
     address: u64,
     bytes: usize,
     memory: MemoryType,
+    gate: Gate,
     _owner: Owner,
+}
+
+impl Adopted {
+    pub(crate) fn new(
+        address: u64,
+        memory: MemoryType,
+        dtype: DataType,
+        shape: &[usize],
+        access: Access,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<(Self, Shape)> {
+        let shape = Shape::new(shape)?;
+        if address == 0 || !address.is_multiple_of(dtype.bytes() as u64) {
+            return Err(Error::invalid(
+                "address",
+                format!("{address:#x}"),
+                format!("not null, and a multiple of {} for {dtype}", dtype.bytes()),
+            ));
+        }
+        let adopted = Self {
+            address,
+            bytes: shape.len() * dtype.bytes(),
+            memory,
+            gate: Gate::new(access),
+            _owner: Owner(owner),
+        };
+        Ok((adopted, shape))
+    }
+
+    /// Who may use it, for backends.
+    pub fn gate(&self) -> &Gate {
+        &self.gate
+    }
 }
 
 struct Owner(#[allow(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>);
@@ -155,20 +192,7 @@ impl Buffer {
         shape: &[usize],
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Self> {
-        let shape = Shape::new(shape)?;
-        if address == 0 || !address.is_multiple_of(dtype.bytes() as u64) {
-            return Err(Error::invalid(
-                "address",
-                format!("{address:#x}"),
-                format!("not null, and a multiple of {} for {dtype}", dtype.bytes()),
-            ));
-        }
-        let storage = Adopted {
-            address,
-            bytes: shape.len() * dtype.bytes(),
-            memory,
-            _owner: Owner(owner),
-        };
+        let (storage, shape) = Adopted::new(address, memory, dtype, shape, Access::Write, owner)?;
         Self::new(Arc::new(storage), dtype, shape)
     }
 

@@ -1,7 +1,7 @@
 //! Host memory behind buffers. Every allocation carries a lock, so that safe code cannot alias.
 
 use crate::window::Window;
-use brigade_device::{Adopted, Buffer, Error, MemoryType, Result, Storage};
+use brigade_device::{Access, Adopted, Buffer, Error, Gate, MemoryType, Result, Storage};
 use bytemuck::{Pod, Zeroable};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use smallvec::SmallVec;
@@ -133,7 +133,7 @@ fn reach(buffer: &Buffer) -> Result<Reach<'_>> {
 enum ReadGuard<'a> {
     Heap(RwLockReadGuard<'a, Bytes>),
     Window(RwLockReadGuard<'a, bool>, &'a Window),
-    Adopted(&'a Adopted),
+    Adopted(RwLockReadGuard<'a, Access>, &'a Adopted),
     Copy(Bytes),
 }
 
@@ -141,7 +141,7 @@ enum ReadGuard<'a> {
 enum WriteGuard<'a> {
     Heap(RwLockWriteGuard<'a, Bytes>),
     Window(RwLockWriteGuard<'a, bool>, &'a Window),
-    Adopted(&'a Adopted),
+    Adopted(RwLockWriteGuard<'a, Access>, &'a Adopted),
 }
 
 fn stale() -> Error {
@@ -162,7 +162,13 @@ impl<'a> ReadGuard<'a> {
                 Some(open) if !*open => return Err(stale()),
                 guard => guard.map(|g| Self::Window(g, w)),
             },
-            Reach::Adopted(a) => Some(Self::Adopted(a)),
+            Reach::Adopted(a) => match a.gate().lock().try_read_recursive() {
+                Some(access) => {
+                    Gate::check(*access, Access::Read)?;
+                    Some(Self::Adopted(access, a))
+                }
+                None => None,
+            },
         })
     }
 
@@ -173,8 +179,9 @@ impl<'a> ReadGuard<'a> {
             // SAFETY: the guard shows that the gate is open to this rank's views for reading, so no peer writes.
             Self::Window(_, w) => unsafe { &w.bytes()[range] },
             // SAFETY: whoever adopted the memory promised that it is valid while its owner lives, which `buffer`
-            // keeps alive, and that nobody writes to it while an operation runs.
-            Self::Adopted(a) => unsafe {
+            // keeps alive, and that nobody else writes to it while an operation runs; the guard keeps other operations from
+            // writing, and whoever lent the memory from taking it back.
+            Self::Adopted(_, a) => unsafe {
                 std::slice::from_raw_parts((a.address() as *const u8).add(range.start), range.len())
             },
             Self::Copy(bytes) => bytes.as_ref(),
@@ -190,7 +197,13 @@ impl<'a> WriteGuard<'a> {
                 Some(open) if !*open => return Err(stale()),
                 guard => guard.map(|g| Self::Window(g, w)),
             },
-            Reach::Adopted(a) => Some(Self::Adopted(a)),
+            Reach::Adopted(a) => match a.gate().lock().try_write() {
+                Some(access) => {
+                    Gate::check(*access, Access::Write)?;
+                    Some(Self::Adopted(access, a))
+                }
+                None => None,
+            },
         })
     }
 
@@ -200,8 +213,8 @@ impl<'a> WriteGuard<'a> {
             Self::Heap(g) => &mut (**g).as_mut()[range],
             // SAFETY: the guard shows that the gate is open to this rank's views, and nobody else holds it.
             Self::Window(_, w) => unsafe { &mut w.bytes_mut()[range] },
-            // SAFETY: as for reading; and nobody reads what an operation writes, by the same promise.
-            Self::Adopted(a) => unsafe {
+            // SAFETY: as for reading; and nobody reads what an operation writes, by the same promise and the same guard.
+            Self::Adopted(_, a) => unsafe {
                 std::slice::from_raw_parts_mut(
                     (a.address() as *mut u8).add(range.start),
                     range.len(),
@@ -322,5 +335,46 @@ impl AsRef<[u8]> for Staged {
 impl AsMut<[u8]> for Staged {
     fn as_mut(&mut self) -> &mut [u8] {
         &mut self.bytes.as_mut()[..self.len]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brigade_device::{DataType, Loan};
+
+    fn lend(values: &mut [u8], access: Access) -> Loan {
+        let address = values.as_mut_ptr() as u64;
+        let (memory, dtype) = (MemoryType::Host, DataType::U8);
+        let shape = [values.len()];
+        // SAFETY: the callers have the values for longer than the loan, and let go of them meanwhile.
+        unsafe { Buffer::lend(address, memory, dtype, &shape, access, Arc::new(())) }.unwrap()
+    }
+
+    fn add(to: &Buffer, from: &Buffer) -> Result<()> {
+        writing(to, &[from], |to, from| {
+            to.iter_mut()
+                .zip(from[0])
+                .for_each(|(to, from)| *to += from);
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn operations_reach_lent_memory_until_it_is_back() {
+        let (mut a, mut b) = ([1, 2, 3], [10, 20, 30]);
+        let (from, to) = (lend(&mut a, Access::Read), lend(&mut b, Access::Write));
+        let (kept, also) = (from.view().retain(), to.view().retain());
+        add(&also, &kept).unwrap();
+        add(&also, &also).unwrap();
+        let refused = add(&kept, &also).unwrap_err().to_string();
+        assert!(refused.contains("lent for reading"), "{refused}");
+        drop((from, to));
+        assert_eq!((a, b), ([1, 2, 3], [22, 44, 66]));
+        for (to, from) in [(&also, &kept), (&kept, &also)] {
+            let refused = add(to, from).unwrap_err().to_string();
+            assert!(refused.contains("given back"), "{refused}");
+        }
+        assert_eq!((a, b), ([1, 2, 3], [22, 44, 66]));
     }
 }

@@ -41,7 +41,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     ("brigade-candle", &["brigade"]),
     ("brigade-perf", &["brigade"]),
-    ("brigade-demo", &["brigade"]),
+    ("brigade-demo", &["brigade", "brigade-candle"]),
     // Tests and benchmarks stand above everything and may look inside.
     ("brigade-conformance", LIBRARIES),
     (

@@ -1,0 +1,185 @@
+//! What all linears have: a shard of the weight, a bias, an activation, adapters.
+
+use crate::{
+    Adapter, Parallel, Runs, adapter,
+    adapter::LentRuns,
+    error::{OrCandle, invalid},
+    memory::Lent,
+};
+use brigade::{Activation, GemmParams, LoraRun, View};
+use candle_core::{Result, Shape, Tensor};
+
+/// This rank's part of a linear.
+#[derive(Clone, Debug)]
+pub(crate) struct Shard {
+    pub(crate) parallel: Parallel,
+    /// `[out, in]`, as candle and checkpoints have it.
+    pub(crate) weight: Tensor,
+    /// `[out]`
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) activation: Activation,
+    pub(crate) adapters: Vec<Adapter>,
+}
+
+impl Shard {
+    pub(crate) fn new(parallel: &Parallel, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
+        parallel.check_place(weight)?;
+        let &[outputs, _] = weight.dims() else {
+            let want = "2 dimensions, [out, in]";
+            return Err(invalid(
+                "weight.shape",
+                format!("{:?}", weight.dims()),
+                want,
+            ));
+        };
+        if let Some(bias) = bias {
+            parallel.check_place(bias)?;
+            if bias.dims() != [outputs] {
+                let want = format!("[{outputs}]");
+                return Err(invalid("bias.shape", format!("{:?}", bias.dims()), want));
+            }
+        }
+        Ok(Self {
+            parallel: parallel.clone(),
+            weight: weight.contiguous()?,
+            bias: bias.map(Tensor::contiguous).transpose()?,
+            activation: Activation::None,
+            adapters: Vec::new(),
+        })
+    }
+
+    /// Features that this rank's weight takes.
+    pub(crate) fn inputs(&self) -> usize {
+        self.weight.dims()[1]
+    }
+
+    /// Features that this rank's weight gives.
+    pub(crate) fn outputs(&self) -> usize {
+        self.weight.dims()[0]
+    }
+
+    pub(crate) fn set_adapters(&mut self, adapters: Vec<Adapter>) -> Result<()> {
+        adapter::check(&adapters, (self.inputs(), self.outputs()))?;
+        self.adapters = adapters;
+        Ok(())
+    }
+
+    /// Lends everything that a call needs.
+    pub(crate) fn lend<'t>(&'t self, x: &'t Tensor, runs: &Runs) -> Result<LentShard<'t>> {
+        let parallel = &self.parallel;
+        Ok(LentShard {
+            x: parallel.lend(x)?,
+            weight: parallel.lend(&self.weight)?,
+            bias: self.bias.as_ref().map(|b| parallel.lend(b)).transpose()?,
+            runs: runs.lend(parallel, &self.adapters)?,
+        })
+    }
+
+    /// The product of `[.., in]`, with this rank's weight and a C that is added in it: rows are all dimensions but the last.
+    pub(crate) fn gemm<'a>(
+        &self,
+        lent: &'a LentShard<'_>,
+        bias: Option<View<'a>>,
+    ) -> brigade::Result<GemmParams<'a>> {
+        let x = lent.x.view();
+        let columns = self.inputs();
+        let rows: usize = x.shape().dims().iter().rev().skip(1).product();
+        Ok(GemmParams {
+            c: bias,
+            transpose_b: true,
+            activation: self.activation,
+            ..GemmParams::new(x.reshape(&[rows, columns])?, lent.weight.view())
+        })
+    }
+
+    /// The shape of what comes out of `[.., in]`, and the number of its rows.
+    pub(crate) fn output_shape(&self, x: &Tensor) -> Result<(Shape, usize)> {
+        let mut dims = x.dims().to_vec();
+        match dims.last_mut() {
+            Some(last) if *last == self.inputs() => *last = self.outputs(),
+            _ => {
+                let want = format!("[.., {}], as the weight", self.inputs());
+                return Err(invalid("x.shape", format!("{:?}", x.dims()), want));
+            }
+        }
+        let rows = dims[..dims.len() - 1].iter().product();
+        Ok((dims.into(), rows))
+    }
+
+    /// As [`output_shape`](Self::output_shape), of two dimensions or three, with another number of rows in the first.
+    pub(crate) fn output_rows(&self, x: &Tensor, rows: usize) -> Result<Shape> {
+        let mut dims = self.output_shape(x)?.0.into_dims();
+        if !(2..=3).contains(&dims.len()) {
+            let want = "[rows, in], or [rows, inner, in]";
+            return Err(invalid("x.shape", format!("{:?}", x.dims()), want));
+        }
+        dims[0] = rows;
+        Ok(dims.into())
+    }
+
+    pub(crate) fn lease(&self) -> brigade::Result<brigade::Lease<'_>> {
+        self.parallel.lease()
+    }
+}
+
+/// A shard's memory and that of the activations.
+pub(crate) struct LentShard<'t> {
+    pub(crate) x: Lent<'t>,
+    pub(crate) weight: Lent<'t>,
+    bias: Option<Lent<'t>>,
+    runs: LentRuns<'t>,
+}
+
+impl LentShard<'_> {
+    pub(crate) fn bias(&self) -> Option<View<'_>> {
+        self.bias.as_ref().map(Lent::view)
+    }
+
+    pub(crate) fn runs(&self) -> Vec<LoraRun<'_>> {
+        self.runs.runs()
+    }
+}
+
+/// The total that ranks must agree on, over the ranks' own numbers.
+///
+/// # Errors
+/// [`brigade::Error::Invalid`] if this rank has more.
+pub(crate) fn check_total(field: &'static str, total: usize, own: usize) -> Result<()> {
+    if own > total {
+        let want = format!("at least this rank's {own}");
+        return Err(brigade::Error::invalid(field, total, want)).or_candle();
+    }
+    Ok(())
+}
+
+/// What all linears offer beside their own calls.
+macro_rules! shard_methods {
+    () => {
+        /// Applied to the result, in the same rounding.
+        #[must_use]
+        pub fn with_activation(mut self, activation: brigade::Activation) -> Self {
+            self.shard.activation = activation;
+            self
+        }
+
+        /// Adapters that runs name by their place in this list: this rank's parts of them, as the weight is this rank's part.
+        ///
+        /// # Errors
+        /// [`brigade::Error::Invalid`] if one does not fit the weight.
+        pub fn with_adapters(mut self, adapters: Vec<crate::Adapter>) -> candle_core::Result<Self> {
+            self.shard.set_adapters(adapters)?;
+            Ok(self)
+        }
+
+        /// This rank's part of the weight, `[out, in]`.
+        pub fn weight(&self) -> &candle_core::Tensor {
+            &self.shard.weight
+        }
+
+        /// The bias that this rank has.
+        pub fn bias(&self) -> Option<&candle_core::Tensor> {
+            self.shard.bias.as_ref()
+        }
+    };
+}
+pub(crate) use shard_methods;

@@ -1,0 +1,83 @@
+//! Linears whose input features are spread over ranks.
+
+use crate::{
+    Parallel, Runs, cut,
+    linear::{Shard, shard_methods},
+};
+use brigade::{LoraLinearAllReduceParams, LoraLinearParams, Output};
+use candle_core::{Module, Result, Tensor, safetensors::MmapedSafetensors};
+
+/// `y = act(sum over ranks of (x W^T + adapters) + b)`, where each rank has its share of the input features (Shoeybi et al. 2019,
+/// Megatron-LM).
+///
+/// Every rank has its own columns of `x`, `[.., own in]`, as a [`ColumnParallelLinear`](crate::ColumnParallelLinear) gives them, and
+/// gets all of `y`, `[.., out]`. Every rank has the whole bias, which is added once.
+#[derive(Clone, Debug)]
+pub struct RowParallelLinear {
+    shard: Shard,
+}
+
+impl RowParallelLinear {
+    /// From the whole weight `[out, in]`, of which this rank keeps its part, and the bias `[out]`.
+    ///
+    /// # Errors
+    /// [`brigade::Error::Invalid`] for shapes that do not fit.
+    pub fn new(parallel: &Parallel, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
+        let weight = cut::tensor(parallel, weight, 1)?;
+        Self::from_shard(parallel, &weight, bias)
+    }
+
+    /// From this rank's part, `[out, own in]`, and the whole bias.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn from_shard(parallel: &Parallel, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
+        Ok(Self {
+            shard: Shard::new(parallel, weight, bias)?,
+        })
+    }
+
+    /// From `prefix.weight` (and `prefix.bias`, if it is there) of safetensors files: only this rank's part is read.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); candle's, for files that have no such weight.
+    pub fn load(parallel: &Parallel, files: &MmapedSafetensors, prefix: &str) -> Result<Self> {
+        let weight = cut::load(parallel, files, &format!("{prefix}.weight"), 1)?;
+        let bias = cut::whole_if_there(parallel, files, &format!("{prefix}.bias"))?;
+        Self::from_shard(parallel, &weight, bias.as_ref())
+    }
+
+    shard_methods!();
+
+    /// As [`forward`](Module::forward), with adapters.
+    ///
+    /// # Errors
+    /// [`brigade::Error::Invalid`] naming what does not fit; [`brigade::Error::Fault`] if a rank does not come, or calls something else.
+    pub fn forward_lora(&self, x: &Tensor, runs: &Runs) -> Result<Tensor> {
+        let shard = &self.shard;
+        let x = x.contiguous()?;
+        let (shape, rows) = shard.output_shape(&x)?;
+        let dims = [rows, shard.outputs()];
+        let lent = shard.lend(&x, runs)?;
+        let y = shard.parallel.make(x.dtype(), &dims, |to| {
+            let linear = LoraLinearParams {
+                gemm: shard.gemm(&lent, lent.bias())?,
+                runs: &lent.runs(),
+            };
+            let params = LoraLinearAllReduceParams {
+                linear,
+                output: Output::Into(to),
+                choice: None,
+            };
+            let mut lease = shard.lease()?;
+            lease.lora_linear_with_all_reduce(params).map(drop)
+        })?;
+        y.reshape(shape)
+    }
+}
+
+impl Module for RowParallelLinear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_lora(x, &Runs::none())
+    }
+}
