@@ -62,15 +62,10 @@ __device__ __forceinline__ uint32_t weights_back(const P& p) {
   return p.back == 0 ? 0 : p.sum == by_experts ? 1 : p.k;
 }
 
-// Which of the rows that go back to its source it is: both know.
+// Which place it has among the rows that go back to its source: both know. Every token there has one, so that any run of them can go back
+// on its own.
 template <typename P>
 __device__ __forceinline__ uint32_t place_back(const P& p, int4 source) {
-  return p.sum == by_experts ? source.w * p.k + source.z : source.w;
-}
-
-// The same where every token of the source has a place, so that any run of them can go back on its own.
-template <typename P>
-__device__ __forceinline__ uint32_t token_back(const P& p, int4 source) {
   return p.sum == by_experts ? source.y * p.k + source.z : source.y;
 }
 

@@ -24,10 +24,10 @@ extern "C" __global__ void __launch_bounds__(256) brigade_combine_back(const __g
   // Where rows lie by source, about the next rank's are the first, so that not all write to one.
   const uint32_t first = uint32_t(uint64_t(p.rank + 1) * p.capacity / p.size);
   // Those before the piece wrap around.
-  auto wanted = [&](int4 source) { return token_back(p, source) - p.first_row < p.piece_rows && goes_back(p, source); };
+  auto wanted = [&](int4 source) { return place_back(p, source) - p.first_row < p.piece_rows && goes_back(p, source); };
   for_rows(reinterpret_cast<const int4*>(p.sources), p.capacity, first, p.row_threads, wanted, [&](uint32_t at, int4 source) {
     const uint64_t part = p.base + uint32_t(source.x) * p.stride + p.half + p.rank * p.part_bytes;
-    const uint64_t i = token_back(p, source) - p.first_row;
+    const uint64_t i = place_back(p, source) - p.first_row;
     write_back(p, at, source, part + p.rows_at + i * row_bytes, part + p.weights_at + i * 4 * weights, thread);
     if (thread == 0 && uint32_t(source.x) != p.rank) moved += row_bytes + 4 * weights;
   });

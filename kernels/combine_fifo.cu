@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
     const uint64_t part = p.parts + p.rank * p.parts_stride;
     const uint32_t step = (gridDim.x - waiting) * groups;
     for (uint32_t i = (blockIdx.x - waiting) * groups + group; i < list[0]; i += step) {
-      const uint32_t at = list[1 + i], to = token_back(p, sources[at]);
+      const uint32_t at = list[1 + i], to = place_back(p, sources[at]);
       if (to >= p.max_rows) continue;
       write_back(p, at, sources[at], part + p.came_rows + to * row_bytes, part + p.came_weights + to * weight_bytes, thread);
     }
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
       for (uint32_t i = group; i < run.count; i += groups) {
         const uint32_t at = list[1 + run.first + i];
         write_back(p, at, sources[at], entry + p.section[row] + i * row_bytes, entry + p.section[weights] + i * weight_bytes, thread);
-        if (thread == 0) reinterpret_cast<uint32_t*>(entry + p.section[place])[i] = token_back(p, sources[at]);
+        if (thread == 0) reinterpret_cast<uint32_t*>(entry + p.section[place])[i] = place_back(p, sources[at]);
       }
     });
   }

@@ -90,7 +90,7 @@ const SIZES: [(usize, usize, usize, usize); 9] = [
 pub fn config() -> CommConfig {
     CommConfig {
         dispatch_bytes: 2 << 20,
-        combine_bytes: 2 << 20,
+        combine_bytes: 4 << 20,
         fifo_bytes: 1 << 20,
         scratch_bytes: 4096,
         gather_bytes: 0,

@@ -1,5 +1,5 @@
-//! Combine: every rank writes what became of rows into its part of the halves of those that they came from, a piece at a time; who has
-//! all of it adds it up.
+//! Combine: every rank writes what became of rows into its part of the halves of those that they came from, so many tokens at a time;
+//! who has all of a token's adds them up.
 
 mod fifo;
 
