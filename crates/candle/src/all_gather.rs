@@ -48,7 +48,7 @@ impl AllGather {
             rows_per_rank: rows,
             to,
         };
-        self.parallel.lease()?.all_gather(params).map(drop)
+        self.parallel.call(|lease| lease.all_gather(params))
     }
 }
 

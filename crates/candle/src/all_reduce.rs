@@ -32,7 +32,7 @@ impl AllReduce {
             op: self.op,
             choice: None,
         };
-        self.parallel.lease()?.all_reduce(params).map(drop)
+        self.parallel.call(|lease| lease.all_reduce(params))
     }
 
     fn make(&self, from: brigade::View<'_>, data: ViewMut<'_>) -> brigade::Result<()> {
@@ -42,7 +42,7 @@ impl AllReduce {
             op: self.op,
             choice: None,
         };
-        self.parallel.lease()?.all_reduce(params).map(drop)
+        self.parallel.call(|lease| lease.all_reduce(params))
     }
 }
 

@@ -188,7 +188,7 @@ impl ExpertParallel {
                 output: Output::Into(to),
                 choice: self.choice,
             };
-            parallel.lease()?.combine(params).map(drop)
+            parallel.call(|lease| Ok(lease.combine(params)?.plan))
         })
     }
 }

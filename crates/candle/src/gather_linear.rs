@@ -99,7 +99,9 @@ impl GatherLinear {
                 choice: self.choice,
                 ..AllGatherLoraLinearParams::new(chunk, &rows, lent.weight.view())
             };
-            shard.lease()?.all_gather_lora_linear(params).map(drop)
+            shard
+                .parallel
+                .call(|lease| Ok(lease.all_gather_lora_linear(params)?.plan))
         })
     }
 }

@@ -116,10 +116,6 @@ impl Shard {
         dims[0] = rows;
         Ok(dims.into())
     }
-
-    pub(crate) fn lease(&self) -> brigade::Result<brigade::Lease<'_>> {
-        self.parallel.lease()
-    }
 }
 
 /// A shard's memory and that of the activations.

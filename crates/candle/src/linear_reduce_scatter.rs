@@ -103,7 +103,9 @@ impl LinearReduceScatter {
                 choice: self.choice,
                 ..LoraLinearReduceScatterParams::new(lent.x.view(), &rows, lent.weight.view())
             };
-            shard.lease()?.lora_linear_reduce_scatter(params).map(drop)
+            shard
+                .parallel
+                .call(|lease| Ok(lease.lora_linear_reduce_scatter(params)?.plan))
         })
     }
 }

@@ -5,10 +5,11 @@ use crate::{
     memory::{self, Lent},
 };
 use brigade::{
-    Bootstrap, Comm, CommConfig, Group, Lease, Queues, Reason, Stream, View, ViewMut,
+    Bootstrap, Comm, CommConfig, Group, Lease, Plan, Queues, Reason, Stream, View, ViewMut,
     host::HostDevice,
 };
 use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, op::BackpropOp};
+use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 
 /// A rank's place in a group: its device, its communicator and its stream. Layers hold a clone, which is the same rank.
@@ -24,6 +25,7 @@ struct Inner {
     comm: Comm,
     on: Stream,
     place: Device,
+    last: Mutex<Option<Plan>>,
 }
 
 impl std::fmt::Debug for Parallel {
@@ -92,6 +94,7 @@ impl Parallel {
             comm,
             on,
             place: place.clone(),
+            last: Mutex::new(None),
         })))
     }
 
@@ -237,6 +240,22 @@ impl Parallel {
         self.make(dtype, view.shape().dims(), |to| {
             self.0.device.copy(&self.0.on, to, view)
         })
+    }
+
+    /// How this rank's last call was carried out: which algorithm or overlap, in how many pieces. `None` before the first. (A
+    /// column-parallel linear whose outputs are not gathered makes no call.)
+    pub fn last_plan(&self) -> Option<Plan> {
+        self.0.last.lock().clone()
+    }
+
+    /// One call of the communicator, whose plan is kept.
+    pub(crate) fn call(
+        &self,
+        work: impl FnOnce(&mut Lease<'_>) -> brigade::Result<Plan>,
+    ) -> brigade::Result<()> {
+        let plan = work(&mut self.lease()?)?;
+        *self.0.last.lock() = Some(plan);
+        Ok(())
     }
 
     /// Exclusive use of the communicator, for one call or several.

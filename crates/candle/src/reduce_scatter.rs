@@ -53,7 +53,7 @@ impl ReduceScatter {
             to,
             op: self.op,
         };
-        self.parallel.lease()?.reduce_scatter(params).map(drop)
+        self.parallel.call(|lease| lease.reduce_scatter(params))
     }
 }
 

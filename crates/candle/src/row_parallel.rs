@@ -69,8 +69,9 @@ impl RowParallelLinear {
                 output: Output::Into(to),
                 choice: None,
             };
-            let mut lease = shard.lease()?;
-            lease.lora_linear_with_all_reduce(params).map(drop)
+            shard
+                .parallel
+                .call(|lease| Ok(lease.lora_linear_with_all_reduce(params)?.plan))
         })?;
         y.reshape(shape)
     }

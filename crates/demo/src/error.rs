@@ -67,6 +67,9 @@ pub enum Error {
     /// A device or a communicator refused, or a group stopped.
     #[error(transparent)]
     Brigade(#[from] brigade::Error),
+    /// candle refused.
+    #[error(transparent)]
+    Candle(candle_core::Error),
     /// A layer is further from its evaluation in f64 than roundings explain.
     #[error(
         "the layer differs by {diff:.1e} from its evaluation in f64, a token by {worst:.1e}, wanted at most {bound:.1e}"
@@ -90,6 +93,16 @@ pub enum Error {
     /// There is neither a cache directory variable nor a home directory in the environment.
     #[error("no cache directory: set BRIGADE_CACHE, XDG_CACHE_HOME or HOME")]
     NoCacheDirectory,
+}
+
+impl From<candle_core::Error> for Error {
+    /// Brigade's error, where candle's carries it.
+    fn from(error: candle_core::Error) -> Self {
+        match brigade_candle::brigade_error(&error) {
+            Some(ours) => Self::Brigade(ours.clone()),
+            None => Self::Candle(error),
+        }
+    }
 }
 
 impl Error {

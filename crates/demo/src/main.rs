@@ -6,7 +6,7 @@ mod report;
 mod trace;
 
 use anyhow::Result;
-use brigade::{Bootstrap, DeviceChoice, OverlapMode, group::TcpGroup};
+use brigade::{Bootstrap, DataType, DeviceChoice, OverlapMode, group::TcpGroup};
 use brigade_demo::{
     AdapterSpec, Message, ModelFile, Source, Synthetic, Tokenizer, fetch,
     model::cache_directory,
@@ -127,6 +127,7 @@ impl Run {
                 Mode::Chunked => Some(OverlapMode::Chunked { pieces: PIECES }),
                 Mode::Ring => Some(OverlapMode::Ring),
             },
+            dtype: DataType::F32,
             lora: self.lora.then(|| AdapterSpec::new(LORA.0, LORA.1, LORA.2)),
             deadline: Duration::from_secs(self.deadline),
         }

@@ -18,8 +18,10 @@ use crate::{
     shard::{self, Shard},
 };
 use brigade::{
-    Bootstrap, CommConfig, DataType, DeviceChoice, OverlapMode, ParallelMode, host::HostConfig,
+    Bootstrap, CommConfig, DataType, DeviceChoice, OverlapMode, ParallelMode,
+    host::{HostConfig, HostDevice},
 };
+use brigade_candle::Parallel;
 use serde::{Deserialize, Serialize};
 use std::{
     sync::mpsc,
@@ -33,8 +35,10 @@ pub struct Options {
     pub ranks: usize,
     /// Most tokens to generate for each prompt.
     pub max_tokens: usize,
-    /// Where ranks compute.
+    /// Where ranks compute: with CUDA each on the GPU of its number.
     pub device: DeviceChoice,
+    /// Type of weights and activations: f32, f16 or bf16. Norms and attention are in f32 in any case.
+    pub dtype: DataType,
     /// Forced overlap mode; `None` lets the plan choose.
     pub mode: Option<OverlapMode>,
     /// A random adapter for each sequence: the n-th is made from the seed plus n.
@@ -49,6 +53,7 @@ impl Default for Options {
             ranks: 1,
             max_tokens: 64,
             device: DeviceChoice::Auto,
+            dtype: DataType::F32,
             mode: None,
             lora: None,
             deadline: Duration::from_secs(60),
@@ -228,42 +233,47 @@ fn run_rank(
     mut on_token: Option<OnToken<'_>>,
 ) -> Result<RankReport> {
     let config = source.config();
-    let device = brigade::open(&brigade::OpenConfig {
-        device: options.device,
-        host: HostConfig {
-            threads: threads_per_rank(options.ranks),
-            ..HostConfig::default()
-        },
-        ..brigade::OpenConfig::default()
-    })?;
+    let dtype = match options.dtype {
+        DataType::F32 | DataType::F16 | DataType::BF16 => brigade_candle::dtype_of(options.dtype)?,
+        other => return Err(Error::field("dtype", other, "f32, f16 or bf16")),
+    };
     let rows = prompts.iter().map(Vec::len).sum::<usize>().max(1);
     let comm = |mode| {
         let mut comm =
-            CommConfig::new(mode).for_linears(rows, config.hidden, DataType::F32, options.ranks);
+            CommConfig::new(mode).for_linears(rows, config.hidden, options.dtype, options.ranks);
         comm.deadline = options.deadline;
-        device.clone().join(boot, &comm)
+        comm
     };
-    let (attention, feed_forward) = (comm(ParallelMode::Tp)?, comm(ParallelMode::FfnTp)?);
-    let on = device.stream(0)?;
-    let weights = weights::RankWeights::load(
+    let attention = join(boot, options, &comm(ParallelMode::Tp))?;
+    let feed_forward = attention.and(boot, &comm(ParallelMode::FfnTp))?;
+    let sequences = 0..prompts.len();
+    let loader = weights::Loader {
         source,
+        shards,
+        attention: &attention,
+        feed_forward: &feed_forward,
+        dtype,
+        mode: options.mode,
+        adapters: options
+            .lora
+            .iter()
+            .flat_map(|spec| sequences.clone().map(|s| weights::for_sequence(spec, s)))
+            .collect(),
+        bytes: 0,
+    };
+    let weights = loader.load()?;
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let heads = attention::Heads::new(
+        config,
         &shards[boot.rank()],
-        options.lora.as_ref(),
-        prompts.len(),
-        &*device,
-        &on,
+        longest + options.max_tokens,
+        attention.place(),
     )?;
     let mut rank = rank::Rank::new(
-        rank::Place {
-            config: config.clone(),
-            shards,
-            device,
-            on,
-            attention,
-            feed_forward,
-            mode: options.mode,
-        },
+        config.clone(),
+        (attention, feed_forward),
         weights,
+        heads,
         prompts.len(),
     );
     let mut say = |sequence, token| {
@@ -308,6 +318,34 @@ fn run_rank(
         weight_bytes: rank.weight_bytes(),
         tally: rank.into_tally(),
     })
+}
+
+/// Opens the rank's device, and joins its first group.
+fn join(boot: &dyn Bootstrap, options: &Options, config: &CommConfig) -> Result<Parallel> {
+    if options.device == DeviceChoice::Cuda {
+        return on_gpu(boot, config);
+    }
+    let device = HostDevice::with(&HostConfig {
+        threads: threads_per_rank(options.ranks),
+        ..HostConfig::default()
+    })?;
+    Ok(Parallel::on_host(device, boot, config)?)
+}
+
+#[cfg(feature = "cuda")]
+fn on_gpu(boot: &dyn Bootstrap, config: &CommConfig) -> Result<Parallel> {
+    let place = candle_core::Device::new_cuda_with_stream(boot.rank())?;
+    Ok(Parallel::join(&place, boot, config)?)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_gpu(_: &dyn Bootstrap, _: &CommConfig) -> Result<Parallel> {
+    Err(brigade::Error::from(brigade::Reason::new(
+        "no-candle-cuda",
+        "this build has candle without its CUDA kernels",
+        "build with --features cuda, where nvcc and CUDA's libraries are; or use the host device",
+    ))
+    .into())
 }
 
 fn summarize(reports: Vec<RankReport>) -> Result<Generated> {

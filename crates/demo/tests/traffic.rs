@@ -91,8 +91,8 @@ impl Case {
     /// Calls, and bytes of a rank, for a phase and kind; the layers are those of the model.
     fn want(&self, phase: Phase, kind: Kind, layers: usize, rank: usize) -> (usize, usize) {
         let peers = self.ranks - 1;
-        // The best logit and its token.
-        let choice = 2 * 4;
+        // The best logit and its token, f64 each.
+        let choice = 2 * 8;
         let (steps, decoded) = (self.active.len(), self.active.iter().sum::<usize>());
         match (phase, kind) {
             (Phase::Prefill, Kind::Embedding) => (1, self.rows(rank) * peers * self.hidden),

@@ -1,7 +1,12 @@
-//! One rank's weights and adapters on its device. Linears that read the same rows are one matrix.
+//! One rank's layers, with its part of weights and adapters. Linears that read the same rows are one matrix.
 
 use crate::{Adapter, AdapterSpec, Config, Matrix, Projection, Result, Shard, Source, TensorId};
-use brigade::{Buffer, Device, DeviceExt, Lora, Stream};
+use brigade::OverlapMode;
+use brigade_candle::{
+    ColumnParallelLinear, GatherLinear, LinearReduceScatter, Parallel, RowParallelLinear, Runs,
+    VocabParallelEmbedding, VocabParallelHead,
+};
+use candle_core::{DType, Tensor};
 use std::ops::Range;
 
 /// The four linears of a layer, as ranks run them.
@@ -14,8 +19,6 @@ pub(crate) enum Fused {
 }
 
 impl Fused {
-    pub(crate) const ALL: [Self; 4] = [Self::QueryKeyValue, Self::Output, Self::GateUp, Self::Down];
-
     fn parts(self) -> &'static [Projection] {
         match self {
             Self::QueryKeyValue => &[Projection::Query, Projection::Key, Projection::Value],
@@ -51,94 +54,74 @@ fn share(p: Projection, config: &Config, shard: &Shard) -> Range<usize> {
     }
 }
 
-/// An adapter on the device.
-pub(crate) struct DeviceAdapter {
-    a: Buffer,
-    b: Buffer,
-    scale: f32,
+/// A linear whose outputs are spread: of rows that are spread too, and of rows that all ranks have. Both have one weight.
+pub(crate) struct Column {
+    pub(crate) gathered: GatherLinear,
+    pub(crate) whole: ColumnParallelLinear,
+    adapted: bool,
 }
 
-impl DeviceAdapter {
-    pub(crate) fn view(&self) -> Lora<'_> {
-        Lora {
-            a: self.a.view(),
-            b: self.b.view(),
-            scale: self.scale,
-        }
+/// A linear whose inputs are spread: to the owners of rows, and to all ranks.
+pub(crate) struct Row {
+    pub(crate) scattered: LinearReduceScatter,
+    pub(crate) whole: RowParallelLinear,
+    adapted: bool,
+}
+
+/// Each sequence's rows have the sequence's adapter, if the linear has adapters.
+fn runs(adapted: bool, rows: &[(usize, usize)]) -> Runs {
+    match adapted {
+        true => Runs::of(rows.iter().map(|&(sequence, rows)| (rows, Some(sequence)))),
+        false => Runs::none(),
+    }
+}
+
+impl Column {
+    pub(crate) fn runs(&self, rows: &[(usize, usize)]) -> Runs {
+        runs(self.adapted, rows)
+    }
+}
+
+impl Row {
+    pub(crate) fn runs(&self, rows: &[(usize, usize)]) -> Runs {
+        runs(self.adapted, rows)
     }
 }
 
 /// A layer's part on one rank.
 pub(crate) struct RankLayer {
-    pub(crate) attention_norm: Vec<f32>,
-    pub(crate) feed_forward_norm: Vec<f32>,
-    linears: [Buffer; 4],
-    /// For each sequence, for each linear.
-    adapters: Vec<[Option<DeviceAdapter>; 4]>,
-}
-
-impl RankLayer {
-    /// `[inputs, outputs]`
-    pub(crate) fn linear(&self, which: Fused) -> &Buffer {
-        &self.linears[which as usize]
-    }
-
-    pub(crate) fn adapter(&self, sequence: usize, which: Fused) -> Option<Lora<'_>> {
-        self.adapters
-            .get(sequence)
-            .and_then(|a| a[which as usize].as_ref())
-            .map(DeviceAdapter::view)
-    }
+    /// f32, as all norms.
+    pub(crate) attention_norm: Tensor,
+    pub(crate) query_key_value: Column,
+    pub(crate) output: Row,
+    pub(crate) feed_forward_norm: Tensor,
+    pub(crate) gate_up: Column,
+    pub(crate) down: Row,
 }
 
 /// All of a rank's part.
 pub(crate) struct RankWeights {
-    /// `[vocabulary of this rank, hidden]`
-    pub(crate) embedding: Buffer,
+    pub(crate) embedding: VocabParallelEmbedding,
     pub(crate) layers: Vec<RankLayer>,
-    pub(crate) output_norm: Vec<f32>,
+    pub(crate) output_norm: Tensor,
+    /// Shares the embedding's weight.
+    pub(crate) head: VocabParallelHead,
     /// Bytes of all weights without adapters.
     pub(crate) bytes: u64,
 }
 
-struct Loader<'a> {
-    source: &'a dyn Source,
-    shard: &'a Shard,
-    device: &'a dyn Device,
-    on: &'a Stream,
-    bytes: u64,
-}
-
-impl RankWeights {
-    /// Loads a rank's shard, and makes an adapter for each of `sequences` sequences.
-    pub(crate) fn load(
-        source: &dyn Source,
-        shard: &Shard,
-        lora: Option<&AdapterSpec>,
-        sequences: usize,
-        device: &dyn Device,
-        on: &Stream,
-    ) -> Result<Self> {
-        let mut loader = Loader {
-            source,
-            shard,
-            device,
-            on,
-            bytes: 0,
-        };
-        let specs: Vec<AdapterSpec> = lora
-            .map(|spec| (0..sequences).map(|s| for_sequence(spec, s)).collect())
-            .unwrap_or_default();
-        let embedding = source.rows(TensorId::Embedding, shard.vocabulary.clone())?;
-        Ok(Self {
-            embedding: loader.upload(embedding)?,
-            layers: (0..source.config().layers)
-                .map(|layer| loader.layer(layer, &specs))
-                .collect::<Result<_>>()?,
-            output_norm: loader.norm(TensorId::OutputNorm)?,
-            bytes: loader.bytes,
-        })
-    }
+/// Where weights go, and which.
+pub(crate) struct Loader<'a> {
+    pub(crate) source: &'a dyn Source,
+    pub(crate) shards: &'a [Shard],
+    /// For attention, the embedding and the head.
+    pub(crate) attention: &'a Parallel,
+    pub(crate) feed_forward: &'a Parallel,
+    pub(crate) dtype: DType,
+    pub(crate) mode: Option<OverlapMode>,
+    /// One for each sequence, or none.
+    pub(crate) adapters: Vec<AdapterSpec>,
+    pub(crate) bytes: u64,
 }
 
 /// The adapters of one sequence.
@@ -150,55 +133,109 @@ pub(crate) fn for_sequence(spec: &AdapterSpec, sequence: usize) -> AdapterSpec {
 }
 
 impl Loader<'_> {
-    fn upload(&mut self, m: Matrix) -> Result<Buffer> {
-        self.bytes += m.data().len() as u64 * 4;
-        self.place(&m)
-    }
-
-    fn place(&self, m: &Matrix) -> Result<Buffer> {
-        Ok(self
-            .device
-            .upload(self.on, m.data(), &[m.rows(), m.columns()])?)
-    }
-
-    fn norm(&mut self, id: TensorId) -> Result<Vec<f32>> {
-        let norm = self.source.tensor(id)?.into_data();
-        self.bytes += norm.len() as u64 * 4;
-        Ok(norm)
-    }
-
-    fn layer(&mut self, layer: usize, specs: &[AdapterSpec]) -> Result<RankLayer> {
-        let [qkv, output, gate_up, down] = Fused::ALL;
-        Ok(RankLayer {
-            attention_norm: self.norm(TensorId::AttentionNorm(layer))?,
-            feed_forward_norm: self.norm(TensorId::FeedForwardNorm(layer))?,
-            linears: [
-                self.linear(layer, qkv)?,
-                self.linear(layer, output)?,
-                self.linear(layer, gate_up)?,
-                self.linear(layer, down)?,
-            ],
-            adapters: specs
-                .iter()
-                .map(|spec| {
-                    Ok([
-                        self.adapter(layer, qkv, spec)?,
-                        self.adapter(layer, output, spec)?,
-                        self.adapter(layer, gate_up, spec)?,
-                        self.adapter(layer, down, spec)?,
-                    ])
-                })
+    /// Loads the rank's shard.
+    pub(crate) fn load(mut self) -> Result<RankWeights> {
+        let words = self.source.config().vocabulary;
+        let table = self
+            .source
+            .rows(TensorId::Embedding, self.shard().vocabulary.clone())?;
+        let table = self.weight(&table)?;
+        Ok(RankWeights {
+            embedding: VocabParallelEmbedding::from_shard(self.attention, &table, words)?,
+            head: VocabParallelHead::from_shard(self.attention, &table, words)?,
+            layers: (0..self.source.config().layers)
+                .map(|layer| self.layer(layer))
                 .collect::<Result<_>>()?,
+            output_norm: self.norm(TensorId::OutputNorm)?,
+            bytes: self.bytes,
         })
     }
 
-    fn linear(&mut self, layer: usize, which: Fused) -> Result<Buffer> {
+    fn shard(&self) -> &Shard {
+        &self.shards[self.attention.rank()]
+    }
+
+    fn weight(&mut self, m: &Matrix) -> Result<Tensor> {
+        self.bytes += (m.data().len() * self.dtype.size_in_bytes()) as u64;
+        self.place(m)
+    }
+
+    fn place(&self, m: &Matrix) -> Result<Tensor> {
+        let whole = Tensor::from_slice(m.data(), (m.rows(), m.columns()), self.attention.place())?;
+        Ok(whole.to_dtype(self.dtype)?)
+    }
+
+    fn norm(&mut self, id: TensorId) -> Result<Tensor> {
+        let norm = self.source.tensor(id)?.into_data();
+        self.bytes += norm.len() as u64 * 4;
+        Ok(Tensor::new(norm, self.attention.place())?)
+    }
+
+    fn layer(&mut self, layer: usize) -> Result<RankLayer> {
+        Ok(RankLayer {
+            attention_norm: self.norm(TensorId::AttentionNorm(layer))?,
+            query_key_value: self.column(layer, Fused::QueryKeyValue)?,
+            output: self.row(layer, Fused::Output)?,
+            feed_forward_norm: self.norm(TensorId::FeedForwardNorm(layer))?,
+            gate_up: self.column(layer, Fused::GateUp)?,
+            down: self.row(layer, Fused::Down)?,
+        })
+    }
+
+    /// Attention and feed-forward have a group each.
+    fn parallel(&self, which: Fused) -> Parallel {
+        match which {
+            Fused::QueryKeyValue | Fused::Output => self.attention.clone(),
+            Fused::GateUp | Fused::Down => self.feed_forward.clone(),
+        }
+    }
+
+    fn column(&mut self, layer: usize, which: Fused) -> Result<Column> {
+        let (weight, adapters) = (self.linear(layer, which)?, self.adapters(layer, which)?);
+        let total = which.total_outputs(self.source.config(), self.shards);
+        let parallel = self.parallel(which);
+        let gathered = GatherLinear::from_shard(&parallel, &weight, None, total)?;
+        let gathered = match self.mode {
+            Some(mode) => gathered.with_mode(mode),
+            None => gathered,
+        };
+        let whole = ColumnParallelLinear::from_shard(&parallel, &weight, None)?;
+        Ok(Column {
+            adapted: !adapters.is_empty(),
+            gathered: gathered.with_adapters(adapters.clone())?,
+            whole: whole.with_adapters(adapters)?,
+        })
+    }
+
+    fn row(&mut self, layer: usize, which: Fused) -> Result<Row> {
+        let (weight, adapters) = (self.linear(layer, which)?, self.adapters(layer, which)?);
+        let config = self.source.config();
+        let total = match which {
+            Fused::Output => config.query_width(),
+            _ => config.feed_forward,
+        };
+        let parallel = self.parallel(which);
+        let scattered = LinearReduceScatter::from_shard(&parallel, &weight, None, total)?;
+        let scattered = match self.mode {
+            Some(mode) => scattered.with_mode(mode),
+            None => scattered,
+        };
+        let whole = RowParallelLinear::from_shard(&parallel, &weight, None)?;
+        Ok(Row {
+            adapted: !adapters.is_empty(),
+            scattered: scattered.with_adapters(adapters.clone())?,
+            whole: whole.with_adapters(adapters)?,
+        })
+    }
+
+    /// `[own outputs, inputs]` or `[outputs, own inputs]`.
+    fn linear(&mut self, layer: usize, which: Fused) -> Result<Tensor> {
         let config = self.source.config();
         let mut all = Vec::new();
         let (mut rows, mut columns) = (0, 0);
         for &p in which.parts() {
             let id = TensorId::Linear(layer, p);
-            let share = share(p, config, self.shard);
+            let share = share(p, config, self.shard());
             let part = if which.column_parallel() {
                 self.source.rows(id, share)?
             } else {
@@ -208,11 +245,18 @@ impl Loader<'_> {
             columns = part.columns();
             all.extend(part.into_data());
         }
-        // Turned over once, since a product of several rows would otherwise do it at every call.
-        let turned = (0..columns)
-            .flat_map(|c| all.iter().skip(c).step_by(columns).copied())
+        self.weight(&Matrix::new(rows, columns, all)?)
+    }
+
+    /// Every sequence's adapter of a linear, if it has any.
+    fn adapters(&self, layer: usize, which: Fused) -> Result<Vec<brigade_candle::Adapter>> {
+        let all: Result<Vec<_>> = self
+            .adapters
+            .iter()
+            .map(|spec| self.adapter(layer, which, spec))
             .collect();
-        self.upload(Matrix::new(columns, rows, turned)?)
+        // Of one linear all sequences have one, or none has.
+        Ok(all?.into_iter().flatten().collect())
     }
 
     /// The adapters of a linear's parts as one: the A side by side, the B down the diagonal.
@@ -221,11 +265,11 @@ impl Loader<'_> {
         layer: usize,
         which: Fused,
         spec: &AdapterSpec,
-    ) -> Result<Option<DeviceAdapter>> {
+    ) -> Result<Option<brigade_candle::Adapter>> {
         let config = self.source.config();
         let mut parts = Vec::new();
         for &p in which.parts() {
-            let share = share(p, config, self.shard);
+            let share = share(p, config, self.shard());
             let outputs = if which.column_parallel() {
                 share.len()
             } else {
@@ -266,10 +310,11 @@ impl Loader<'_> {
             }
             column += outputs_of;
         }
-        Ok(Some(DeviceAdapter {
-            a: self.place(&Matrix::new(inputs, rank, a)?)?,
-            b: self.place(&Matrix::new(rank, outputs, b)?)?,
-            scale: spec.scale,
-        }))
+        let (a, b) = (
+            Matrix::new(inputs, rank, a)?,
+            Matrix::new(rank, outputs, b)?,
+        );
+        let (a, b) = (self.place(&a)?, self.place(&b)?);
+        Ok(Some(brigade_candle::Adapter::new(&a, &b, spec.scale)?))
     }
 }
