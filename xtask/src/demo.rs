@@ -57,6 +57,18 @@ pub struct Demo {
     /// Seconds after which a rank that waits for another gives up
     #[arg(long, value_name = "SECONDS")]
     deadline: Option<NonZeroU64>,
+    /// Type of weights and activations
+    #[arg(long, value_enum)]
+    dtype: Option<Dtype>,
+    /// Compare with the reference on one rank in f32: say where a token is another one
+    #[arg(long)]
+    check: bool,
+    /// Go on without ranks that are lost, in a new group
+    #[arg(long)]
+    regroup: bool,
+    /// Lose a rank after so many tokens, for instance 1@5: a thread goes away without a word, a process aborts
+    #[arg(long, value_name = "RANK@TOKENS")]
+    lose: Option<String>,
 }
 
 /// What else it can run.
@@ -65,11 +77,18 @@ enum Other {
     Moe(Box<moe::Moe>),
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Device {
     Auto,
     Host,
     Cuda,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Dtype {
+    F32,
+    F16,
+    Bf16,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -84,7 +103,12 @@ impl Demo {
     pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
         let here = std::env::current_dir()?;
         let mut cargo = workspace.cargo();
-        cargo.args(["run", "--release", "--package", "brigade-demo", "--"]);
+        cargo.args(["run", "--release", "--package", "brigade-demo"]);
+        if self.other.is_none() && self.device == Some(Device::Cuda) {
+            // Of candle's; layers of experts need Brigade's alone.
+            cargo.args(["--features", "cuda"]);
+        }
+        cargo.arg("--");
         // Relative paths stay those of the caller.
         cargo.args(self.arguments()).current_dir(here);
         cargo.env("CARGO_TARGET_DIR", &workspace.target);
@@ -109,12 +133,16 @@ impl Demo {
             ("--trace", self.trace.map(Into::into)),
             ("--model", self.model.map(Into::into)),
             ("--deadline", self.deadline.map(|n| n.to_string().into())),
+            ("--dtype", self.dtype.and_then(name)),
+            ("--lose", self.lose.map(Into::into)),
         ]);
         let flags = [
             ("--processes", self.processes),
             ("--lora", self.lora),
             ("--json", self.json),
             ("--synthetic", self.synthetic),
+            ("--check", self.check),
+            ("--regroup", self.regroup),
         ];
         [vec!["run".into()], forwarded(valued, &flags)].concat()
     }
@@ -159,7 +187,7 @@ mod tests {
     #[test]
     fn what_is_given_is_passed_on_and_nothing_else() {
         assert_eq!(passed(""), ["run"]);
-        let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --deadline 5 --processes --lora --json --synthetic";
+        let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --deadline 5 --dtype bf16 --lose 1@5 --processes --lora --json --synthetic --check --regroup";
         let same = |line: &str| {
             let want: Vec<&str> = std::iter::once("run")
                 .chain(line.split_whitespace())

@@ -67,6 +67,12 @@ pub enum Error {
     /// A device or a communicator refused, or a group stopped.
     #[error(transparent)]
     Brigade(#[from] brigade::Error),
+    /// This rank went away in the middle, as it was told to.
+    #[error("rank {rank} left in the middle, as it was told to")]
+    Left {
+        /// This rank.
+        rank: usize,
+    },
     /// candle refused.
     #[error(transparent)]
     Candle(candle_core::Error),

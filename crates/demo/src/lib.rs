@@ -7,7 +7,7 @@
 //! goes with either.
 //!
 //! [`mod@reference`] evaluates the same architecture on one rank in plain loops, with no matrix
-//! library and nothing of Brigade: it is what a tensor-parallel run is compared with.
+//! library and nothing of Brigade: it is what a tensor-parallel run is [compared](divergence) with.
 //!
 //! [`mod@moe`] is a layer of experts, of published dimensions and random weights.
 //!
@@ -26,6 +26,7 @@
 //! ```
 
 pub mod adapter;
+pub mod divergence;
 pub mod fetch;
 pub mod model;
 pub mod moe;

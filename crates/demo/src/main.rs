@@ -6,11 +6,11 @@ mod report;
 mod trace;
 
 use anyhow::Result;
-use brigade::{Bootstrap, DataType, DeviceChoice, OverlapMode, group::TcpGroup};
+use brigade::{DataType, DeviceChoice, OverlapMode};
 use brigade_demo::{
-    AdapterSpec, Message, ModelFile, Source, Synthetic, Tokenizer, fetch,
+    AdapterSpec, Message, ModelFile, Source, Synthetic, Tokenizer, divergence, fetch,
     model::cache_directory,
-    parallel::{Options, generate, generate_as_rank},
+    parallel::{Options, Seat, TcpSeat, generate, generate_as_rank},
 };
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::{
@@ -82,6 +82,43 @@ struct Run {
     /// Seconds after which a rank that waits for another gives up
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     deadline: u64,
+    /// Type of weights and activations
+    #[arg(long, value_enum, default_value_t = Dtype::F32)]
+    dtype: Dtype,
+    /// Compare with the reference on one rank in f32: say where a token is another one
+    #[arg(long)]
+    check: bool,
+    /// Go on without ranks that are lost, in a new group
+    #[arg(long)]
+    regroup: bool,
+    /// Lose a rank after so many tokens, for instance 1@5: a thread goes away without a word, a process aborts
+    #[arg(long, value_name = "RANK@TOKENS", value_parser = rank_at)]
+    lose: Option<(usize, usize)>,
+}
+
+fn rank_at(text: &str) -> Result<(usize, usize), String> {
+    let parsed = text.split_once('@').and_then(|(rank, at)| {
+        let (rank, at) = (rank.parse().ok()?, at.parse().ok()?);
+        Some((rank, at))
+    });
+    parsed.ok_or_else(|| "a rank and a number of tokens, as 1@5".into())
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl From<Dtype> for DataType {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::F16 => Self::F16,
+            Dtype::Bf16 => Self::BF16,
+        }
+    }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -127,9 +164,11 @@ impl Run {
                 Mode::Chunked => Some(OverlapMode::Chunked { pieces: PIECES }),
                 Mode::Ring => Some(OverlapMode::Ring),
             },
-            dtype: DataType::F32,
+            dtype: self.dtype.into(),
             lora: self.lora.then(|| AdapterSpec::new(LORA.0, LORA.1, LORA.2)),
             deadline: Duration::from_secs(self.deadline),
+            regroup: self.regroup,
+            leave: self.lose.filter(|_| !self.processes),
         }
     }
 
@@ -153,33 +192,39 @@ impl Run {
             return self.generate(None);
         }
         if processes::is_rank() {
-            return self.generate(Some(&processes::join()?));
+            return self.generate(Some(&mut TcpSeat::from_env()?));
         }
         // Once, and not by all ranks at the same time.
         drop(self.source()?);
-        processes::start(self.ranks)
+        processes::start(self.ranks, self.lose.map(|(rank, _)| rank))
     }
 
     /// With all ranks, or as the one of a group.
-    fn generate(self, group: Option<&TcpGroup>) -> Result<ExitCode> {
+    fn generate(self, mut seat: Option<&mut TcpSeat>) -> Result<ExitCode> {
         let (source, tokenizer) = self.source()?;
         let prompts = self
             .prompts
             .iter()
             .map(|text| tokenizer.chat(&[Message::user(text)]))
             .collect::<brigade_demo::Result<Vec<_>>>()?;
-        let trace = self.trace.as_deref().map(|path| match group {
+        let me = seat.as_ref().map(|seat| seat.group().rank());
+        let trace = self.trace.as_deref().map(|path| match me {
             None => trace::Trace::start(path),
-            Some(group) => trace::Trace::start(&processes::beside(path, group.rank())),
+            Some(rank) => trace::Trace::start(&processes::beside(path, rank)),
         });
         let trace = trace.transpose()?;
-        let speaks = group.is_none_or(|group| group.rank() == 0);
+        let speaks = me.is_none_or(|rank| rank == 0);
         let mut out = std::io::stdout();
         // One answer can be shown as it grows; several are shown when they are whole.
         let live = speaks && !self.json && prompts.len() == 1 && out.is_terminal();
         let mut told = Vec::new();
         let mut shown = String::new();
-        let mut on_token = |_, token| {
+        let mut first = 0;
+        let mut on_token = |sequence, token| {
+            first += usize::from(sequence == 0);
+            if me.is_some() && self.lose.map(|(rank, at)| (Some(rank), at)) == Some((me, first)) {
+                std::process::abort();
+            }
             told.push(token);
             if live && let Ok(text) = tokenizer.decode(&told) {
                 let _ = write!(out, "{}", text.strip_prefix(&shown).unwrap_or(""));
@@ -188,20 +233,30 @@ impl Run {
             }
         };
         let (end, mut options) = (tokenizer.end(), self.options());
-        let generated = match group {
+        let generated = match seat.as_deref_mut() {
             None => generate(&*source, &prompts, end, &options, &mut on_token),
-            Some(group) => {
-                options.ranks = group.size();
-                generate_as_rank(&*source, &prompts, end, &options, group, &mut on_token)
+            Some(seat) => {
+                options.ranks = seat.group().size();
+                generate_as_rank(&*source, &prompts, end, &options, seat, &mut on_token)
             }
         };
         // A timeline of what went wrong is one too.
         let traced = trace.map_or(Ok(()), trace::Trace::finish);
         let generated = generated?;
         traced?;
-        if !speaks {
+        // Whoever is first now.
+        if seat.is_some_and(|seat| seat.group().rank() != 0) {
             return Ok(ExitCode::SUCCESS);
         }
+        let divergences = match self.check {
+            true => Some(divergence::of(
+                &*source,
+                &prompts,
+                &generated.tokens,
+                options.lora.as_ref(),
+            )?),
+            false => None,
+        };
         let texts = generated
             .tokens
             .iter()
@@ -213,6 +268,7 @@ impl Run {
             texts: &texts,
             ranks: options.ranks,
             generated: &generated,
+            divergences: divergences.as_deref(),
         };
         if self.json {
             writeln!(out, "{}", report.json())?;

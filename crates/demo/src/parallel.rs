@@ -8,25 +8,21 @@
 
 mod attention;
 mod rank;
+mod run;
+mod seat;
 mod tally;
 mod weights;
 
+pub use seat::{Seat, TcpSeat};
 pub use tally::{Kind, LayerReport, Phase};
+pub use weights::for_sequence;
 
-use crate::{
-    AdapterSpec, Error, Result, Source,
-    shard::{self, Shard},
-};
-use brigade::{
-    Bootstrap, CommConfig, DataType, DeviceChoice, OverlapMode, ParallelMode,
-    host::{HostConfig, HostDevice},
-};
-use brigade_candle::Parallel;
+use crate::{AdapterSpec, Error, Result, Source, shard};
+use brigade::{DataType, DeviceChoice, OverlapMode};
+use run::Task;
+use seat::ThreadSeat;
 use serde::{Deserialize, Serialize};
-use std::{
-    sync::mpsc,
-    time::{Duration, Instant},
-};
+use std::{sync::mpsc, time::Duration};
 
 /// How to generate.
 #[derive(Clone, Debug)]
@@ -45,6 +41,10 @@ pub struct Options {
     pub lora: Option<AdapterSpec>,
     /// Every wait between ranks ends after this.
     pub deadline: Duration,
+    /// Whether those who are left go on when ranks are lost: in a new group, with new shards of the model, from where they were.
+    pub regroup: bool,
+    /// A rank of the first group that goes away without a word, before it chooses its next token after so many: to try that.
+    pub leave: Option<(usize, usize)>,
 }
 
 impl Default for Options {
@@ -57,6 +57,8 @@ impl Default for Options {
             mode: None,
             lora: None,
             deadline: Duration::from_secs(60),
+            regroup: false,
+            leave: None,
         }
     }
 }
@@ -78,6 +80,19 @@ pub struct Generated {
     pub layers: Vec<LayerReport>,
     /// Bytes of weights that each rank holds.
     pub weight_bytes: Vec<u64>,
+    /// Each time that ranks were lost on the way.
+    pub regrouped: Vec<Regrouped>,
+}
+
+/// Ranks were lost, and the others went on.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Regrouped {
+    /// Their numbers in the first group.
+    pub lost: Vec<usize>,
+    /// What those who are left were told.
+    pub error: String,
+    /// How long after its last step a rank was told.
+    pub noticed: Duration,
 }
 
 /// What one rank has to say at the end.
@@ -90,10 +105,11 @@ struct RankReport {
     decoded_tokens: usize,
     tally: tally::Tally,
     weight_bytes: u64,
+    regrouped: Vec<Regrouped>,
 }
 
-/// Told every token as it is chosen, with the number of its sequence.
-type OnToken<'a> = &'a mut dyn FnMut(usize, u32);
+/// Told every token as it is chosen: the number of its sequence, its place among the sequence's tokens, and the token.
+type OnToken<'a> = &'a mut dyn FnMut(usize, usize, u32);
 
 /// Continues prompts greedily until `end` or `max_tokens` on several ranks. `on_token` is told every token as it is
 /// chosen, with the number of its sequence.
@@ -106,48 +122,53 @@ pub fn generate(
     prompts: &[Vec<u32>],
     end: u32,
     options: &Options,
-    on_token: OnToken<'_>,
+    on_token: &mut dyn FnMut(usize, u32),
 ) -> Result<Generated> {
-    let config = source.config();
-    let shards = shard::plan(config, options.ranks)?;
+    let task = Task {
+        source,
+        prompts,
+        end,
+        options,
+    };
+    shard::plan(source.config(), options.ranks)?;
     check(source, prompts, options)?;
     let (tell, told) = mpsc::channel();
-    let ranks = brigade::group::threads(options.ranks);
-    let reports = std::thread::scope(|scope| {
+    let results = std::thread::scope(|scope| {
         let mut handles = Vec::new();
-        for boot in ranks {
-            let (shards, tell) = (&shards, tell.clone());
+        for mut seat in ThreadSeat::all(options.ranks) {
+            let tell = tell.clone();
             let handle = std::thread::Builder::new()
-                .name(format!("rank {} compute", boot.rank()))
+                .name(format!("rank {} compute", handles.len()))
                 .spawn_scoped(scope, move || {
-                    let mut say = |sequence, token| {
+                    let mut say = |sequence, at, token| {
                         // Nobody listens any more only if the run is over.
-                        let _ = tell.send((sequence, token));
+                        let _ = tell.send((sequence, at, token));
                     };
-                    let say: Option<OnToken<'_>> = (boot.rank() == 0).then_some(&mut say);
-                    run_rank(source, shards, prompts, end, options, &boot, say)
+                    run::run(task, &mut seat, &mut say)
                 })
                 .map_err(|e| Error::field("ranks", options.ranks, format!("threads: {e}")))?;
             handles.push(handle);
         }
         drop(tell);
-        for (sequence, token) in told {
-            on_token(sequence, token);
+        // All ranks say all tokens, since any of them may be lost: whoever is first is heard.
+        let mut heard = vec![0; prompts.len()];
+        for (sequence, at, token) in told {
+            if at == heard[sequence] {
+                heard[sequence] += 1;
+                on_token(sequence, token);
+            }
         }
         // All are joined, also behind one that failed.
-        let results: Vec<_> = handles
-            .into_iter()
-            .map(|h| {
-                h.join()
-                    .unwrap_or_else(|_| Err(Error::field("rank", "panicked", "an answer")))
-            })
-            .collect();
-        all_or_cause(results)
+        let join = |h: std::thread::ScopedJoinHandle<'_, Result<RankReport>>| {
+            h.join()
+                .unwrap_or_else(|_| Err(Error::field("rank", "panicked", "an answer")))
+        };
+        Ok::<_, Error>(handles.into_iter().map(join).collect())
     })?;
-    summarize(reports)
+    summarize(those_left(results)?)
 }
 
-/// As [`generate`], by a group of processes: this one is the rank that `boot` says, and all give the same result.
+/// As [`generate`], by a group of processes: this one is the rank of its seat, and all give the same result.
 /// `options.ranks` is the group's size.
 ///
 /// # Errors
@@ -157,27 +178,41 @@ pub fn generate_as_rank(
     prompts: &[Vec<u32>],
     end: u32,
     options: &Options,
-    boot: &dyn Bootstrap,
-    on_token: OnToken<'_>,
+    seat: &mut dyn Seat,
+    on_token: &mut dyn FnMut(usize, u32),
 ) -> Result<Generated> {
-    if options.ranks != boot.size() {
-        return Err(Error::field(
-            "ranks",
-            options.ranks,
-            boot.size().to_string(),
-        ));
+    let size = seat.group().size();
+    if options.ranks != size {
+        return Err(Error::field("ranks", options.ranks, size.to_string()));
     }
-    let shards = shard::plan(source.config(), options.ranks)?;
+    let task = Task {
+        source,
+        prompts,
+        end,
+        options,
+    };
+    shard::plan(source.config(), options.ranks)?;
     check(source, prompts, options)?;
-    let report = run_rank(source, &shards, prompts, end, options, boot, Some(on_token))?;
+    let report = run::run(task, seat, &mut |sequence, _, token| {
+        on_token(sequence, token)
+    })?;
     let unreadable = |e: serde_json::Error| Error::field("report of a rank", e, "JSON");
     let mine = serde_json::to_vec(&report).map_err(unreadable)?;
-    let all = boot.all_gather(&mine, options.deadline)?;
+    let all = seat.group().all_gather(&mine, options.deadline)?;
     let all: Result<Vec<RankReport>> = all
         .iter()
         .map(|report| serde_json::from_slice(report).map_err(unreadable))
         .collect();
     summarize(all?)
+}
+
+/// The results of those who went on without others, if any did.
+fn those_left(results: Vec<Result<RankReport>>) -> Result<Vec<RankReport>> {
+    let went_on = |r: &Result<RankReport>| r.as_ref().is_ok_and(|r| !r.regrouped.is_empty());
+    match results.iter().any(went_on) {
+        true => Ok(results.into_iter().flatten().collect()),
+        false => all_or_cause(results),
+    }
 }
 
 /// Everybody's result, or the error that came first: faults are what other ranks see of a rank that left.
@@ -223,131 +258,6 @@ pub(crate) fn threads_per_rank(ranks: usize) -> usize {
     (cores / ranks).max(1)
 }
 
-fn run_rank(
-    source: &dyn Source,
-    shards: &[Shard],
-    prompts: &[Vec<u32>],
-    end: u32,
-    options: &Options,
-    boot: &dyn Bootstrap,
-    mut on_token: Option<OnToken<'_>>,
-) -> Result<RankReport> {
-    let config = source.config();
-    let dtype = match options.dtype {
-        DataType::F32 | DataType::F16 | DataType::BF16 => brigade_candle::dtype_of(options.dtype)?,
-        other => return Err(Error::field("dtype", other, "f32, f16 or bf16")),
-    };
-    let rows = prompts.iter().map(Vec::len).sum::<usize>().max(1);
-    let comm = |mode| {
-        let mut comm =
-            CommConfig::new(mode).for_linears(rows, config.hidden, options.dtype, options.ranks);
-        comm.deadline = options.deadline;
-        comm
-    };
-    let attention = join(boot, options, &comm(ParallelMode::Tp))?;
-    let feed_forward = attention.and(boot, &comm(ParallelMode::FfnTp))?;
-    let sequences = 0..prompts.len();
-    let loader = weights::Loader {
-        source,
-        shards,
-        attention: &attention,
-        feed_forward: &feed_forward,
-        dtype,
-        mode: options.mode,
-        adapters: options
-            .lora
-            .iter()
-            .flat_map(|spec| sequences.clone().map(|s| weights::for_sequence(spec, s)))
-            .collect(),
-        bytes: 0,
-    };
-    let weights = loader.load()?;
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-    let heads = attention::Heads::new(
-        config,
-        &shards[boot.rank()],
-        longest + options.max_tokens,
-        attention.place(),
-    )?;
-    let mut rank = rank::Rank::new(
-        config.clone(),
-        (attention, feed_forward),
-        weights,
-        heads,
-        prompts.len(),
-    );
-    let mut say = |sequence, token| {
-        if let Some(on_token) = &mut on_token {
-            on_token(sequence, token);
-        }
-    };
-    let start = Instant::now();
-    let mut tokens: Vec<Vec<u32>> = vec![Vec::new(); prompts.len()];
-    if options.max_tokens > 0 {
-        for (sequence, token) in rank.prefill(prompts)?.into_iter().enumerate() {
-            tokens[sequence].push(token);
-            say(sequence, token);
-        }
-    }
-    let prefill = start.elapsed();
-    let start = Instant::now();
-    let mut decoded_tokens = 0;
-    loop {
-        let goes_on = |t: &Vec<u32>| t.len() < options.max_tokens && t.last() != Some(&end);
-        let active: Vec<(usize, u32)> = (0..tokens.len())
-            .filter(|&s| goes_on(&tokens[s]))
-            .filter_map(|s| Some((s, *tokens[s].last()?)))
-            .collect();
-        if active.is_empty() {
-            break;
-        }
-        for (&(sequence, _), token) in active.iter().zip(rank.decode(&active)?) {
-            tokens[sequence].push(token);
-            decoded_tokens += 1;
-            say(sequence, token);
-        }
-    }
-    let decode = start.elapsed();
-    rank.close(options.deadline)?;
-    Ok(RankReport {
-        tokens,
-        device: rank.device_name(),
-        prefill,
-        decode,
-        decoded_tokens,
-        weight_bytes: rank.weight_bytes(),
-        tally: rank.into_tally(),
-    })
-}
-
-/// Opens the rank's device, and joins its first group.
-fn join(boot: &dyn Bootstrap, options: &Options, config: &CommConfig) -> Result<Parallel> {
-    if options.device == DeviceChoice::Cuda {
-        return on_gpu(boot, config);
-    }
-    let device = HostDevice::with(&HostConfig {
-        threads: threads_per_rank(options.ranks),
-        ..HostConfig::default()
-    })?;
-    Ok(Parallel::on_host(device, boot, config)?)
-}
-
-#[cfg(feature = "cuda")]
-fn on_gpu(boot: &dyn Bootstrap, config: &CommConfig) -> Result<Parallel> {
-    let place = candle_core::Device::new_cuda_with_stream(boot.rank())?;
-    Ok(Parallel::join(&place, boot, config)?)
-}
-
-#[cfg(not(feature = "cuda"))]
-fn on_gpu(_: &dyn Bootstrap, _: &CommConfig) -> Result<Parallel> {
-    Err(brigade::Error::from(brigade::Reason::new(
-        "no-candle-cuda",
-        "this build has candle without its CUDA kernels",
-        "build with --features cuda, where nvcc and CUDA's libraries are; or use the host device",
-    ))
-    .into())
-}
-
 fn summarize(reports: Vec<RankReport>) -> Result<Generated> {
     let first = &reports[0];
     if let Some(other) = reports.iter().find(|r| r.tokens != first.tokens) {
@@ -364,6 +274,7 @@ fn summarize(reports: Vec<RankReport>) -> Result<Generated> {
         decode: first.decode,
         decoded_tokens: first.decoded_tokens,
         weight_bytes: reports.iter().map(|r| r.weight_bytes).collect(),
+        regrouped: first.regrouped.clone(),
         layers: tally::merge(reports.iter().map(|r| &r.tally)),
     })
 }

@@ -1,6 +1,6 @@
 //! What a run has to show: for people, and as one JSON object.
 
-use brigade_demo::parallel::Generated;
+use brigade_demo::{divergence::Divergence, parallel::Generated};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -10,6 +10,8 @@ pub struct Report<'a> {
     pub texts: &'a [String],
     pub ranks: usize,
     pub generated: &'a Generated,
+    /// Of each prompt, if it was compared with the reference.
+    pub divergences: Option<&'a [Option<Divergence>]>,
 }
 
 impl Report<'_> {
@@ -64,6 +66,24 @@ impl Report<'_> {
             });
             object["sequences"] = all.collect();
         }
+        if !g.regrouped.is_empty() {
+            let all = g.regrouped.iter().map(|r| {
+                json!({
+                    "lost": r.lost,
+                    "error": r.error,
+                    "noticed_ms": r.noticed.as_secs_f64() * 1e3,
+                })
+            });
+            object["regrouped"] = all.collect();
+        }
+        if let Some(divergences) = self.divergences {
+            let all = divergences.iter().map(|d| {
+                d.as_ref().map(
+                    |d| json!({ "at": d.at, "got": d.got, "reference": d.want, "lead": d.lead }),
+                )
+            });
+            object["divergences"] = all.collect();
+        }
         object
     }
 
@@ -91,6 +111,21 @@ impl Report<'_> {
             self.decode_tokens_per_s(),
             peak_rss_bytes().unwrap_or(0) as f64 / 1e6,
         );
+        for r in &g.regrouped {
+            let _ = writeln!(
+                out,
+                "without ranks {:?}, {:.0} ms behind the step before: {}",
+                r.lost,
+                r.noticed.as_secs_f64() * 1e3,
+                r.error
+            );
+        }
+        for (prompt, divergence) in self.prompts.iter().zip(self.divergences.unwrap_or(&[])) {
+            let _ = match divergence {
+                None => writeln!(out, "as the reference: {prompt}"),
+                Some(d) => writeln!(out, "{d}: {prompt}"),
+            };
+        }
         let _ = writeln!(
             out,
             "\n{:<8} {:<17} {:>6} {:>16}  plan",

@@ -31,9 +31,9 @@ impl Rank {
     pub(crate) fn new(
         config: Config,
         (attention, feed_forward): (Parallel, Parallel),
-        weights: RankWeights,
-        heads: Heads,
+        (weights, heads): (RankWeights, Heads),
         sequences: usize,
+        tally: Tally,
     ) -> Self {
         Self {
             caches: vec![vec![Cache::default(); config.layers]; sequences],
@@ -42,7 +42,7 @@ impl Rank {
             feed_forward,
             weights: Arc::new(weights),
             heads,
-            tally: Tally::default(),
+            tally,
         }
     }
 
@@ -64,11 +64,17 @@ impl Rank {
         Ok(self.feed_forward.close(within)?)
     }
 
-    /// Reads all prompts, and chooses the first token of each continuation.
-    pub(crate) fn prefill(&mut self, prompts: &[Vec<u32>]) -> Result<Vec<u32>> {
+    /// Reads all of some sequences, and chooses the next token of each.
+    pub(crate) fn prefill(&mut self, sequences: &[(usize, Vec<u32>)]) -> Result<Vec<u32>> {
         let weights = Arc::clone(&self.weights);
-        let runs: Vec<(usize, usize)> = prompts.iter().map(Vec::len).enumerate().collect();
-        let tokens = self.ids(prompts.concat())?;
+        let runs = sequences
+            .iter()
+            .map(|(sequence, tokens)| (*sequence, tokens.len()));
+        let runs: Vec<(usize, usize)> = runs.collect();
+        let tokens = sequences
+            .iter()
+            .flat_map(|(_, tokens)| tokens.iter().copied());
+        let tokens = self.ids(tokens.collect())?;
         let shares = rows::split(tokens.elem_count(), self.attention.size());
         let mut hidden = self.counted(Phase::Prefill, Kind::Embedding, |rank| {
             let embedding = &rank.weights.embedding;

@@ -125,7 +125,8 @@ pub(crate) struct Loader<'a> {
 }
 
 /// The adapters of one sequence.
-pub(crate) fn for_sequence(spec: &AdapterSpec, sequence: usize) -> AdapterSpec {
+#[must_use]
+pub fn for_sequence(spec: &AdapterSpec, sequence: usize) -> AdapterSpec {
     AdapterSpec {
         seed: spec.seed.wrapping_add(sequence as u64),
         ..spec.clone()
