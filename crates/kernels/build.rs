@@ -47,7 +47,7 @@ fn build() -> Result<(), String> {
         Ok((folder, nvcc)) => {
             println!("cargo::rerun-if-changed={}", folder.display());
             println!("cargo::rerun-if-changed={}", nvcc.path.display());
-            embed(&folder, &nvcc, &out)?
+            embed(&folder, &nvcc, &cache(&out))?
         }
         Err(why) if required => {
             return Err(format!(
@@ -60,14 +60,14 @@ fn build() -> Result<(), String> {
 }
 
 /// Compiles every file and writes the Rust that embeds the results.
-fn embed(folder: &Path, nvcc: &nvcc::Nvcc, out: &Path) -> Result<String, String> {
-    fs::write(out.join("params.cuh"), params::header()).map_err(|e| e.to_string())?;
+fn embed(folder: &Path, nvcc: &nvcc::Nvcc, into: &Path) -> Result<String, String> {
     let mut statics = String::new();
     let mut list = String::new();
-    for source in nvcc::sources(folder).map_err(|e| e.to_string())? {
-        let name = nvcc::name_of(&source);
-        let fatbin = out.join(format!("{name}.fatbin"));
-        nvcc.compile(&source, out, &fatbin)?;
+    for nvcc::Compiled { name, fatbin, .. } in
+        nvcc.compile(folder, &params::header(), into, &|_| {})?
+    {
+        // Should somebody clear it away, the next build compiles again.
+        println!("cargo::rerun-if-changed={}", fatbin.display());
         let upper = name.to_uppercase();
         let _ = writeln!(
             statics,
@@ -89,6 +89,18 @@ fn absent(why: &str) -> String {
          pub(crate) const COMPILER: Option<(u32, u32)> = None;\n\
          pub(crate) const ABSENCE: &str = {why:?};\n"
     )
+}
+
+/// Where fatbins are kept: under the target folder, for all profiles, and for `cargo xtask kernels`.
+fn cache(out: &Path) -> PathBuf {
+    let targets: Vec<&Path> = out.ancestors().skip(4).take(2).collect();
+    // cargo marks it; with an explicit target triple it is one deeper.
+    let ours = |dir: &&&Path| {
+        let marks = ["CACHEDIR.TAG", ".rustc_info.json"];
+        marks.iter().any(|mark| dir.join(mark).is_file())
+    };
+    let marked = targets.iter().find(ours);
+    marked.map_or_else(|| out.join("kernels"), |dir| dir.join("kernels"))
 }
 
 /// The kernels' sources: inside the package where it was packaged, else in the repository.

@@ -30,6 +30,7 @@ publish = false
 
 [dependencies]
 brigade-candle = { path = "ROOT/crates/candle", features = ["cuda"] }
+brigade-demo = { path = "ROOT/crates/demo", features = ["cuda"] }
 candle-core = "0.11"
 rand = "0.9"
 

@@ -1,6 +1,6 @@
 //! Packs the tests that need a GPU, and the benchmark, for a host that has one, and neither Rust nor a network.
 
-use crate::{nvcc, progress, toolchain, workspace::Workspace};
+use crate::{nvcc, toolchain, workspace::Workspace};
 use anyhow::{Context, Result, bail};
 use cargo_metadata::Message;
 use clap::Args;
@@ -193,19 +193,10 @@ fn empty(out: &Path) -> Result<()> {
 /// The fatbins, for cuobjdump and the like; the programs hold the same.
 fn kernels(workspace: &Workspace, nvcc: &nvcc::Nvcc, out: &Path) -> Result<()> {
     fs::create_dir_all(out)?;
-    let include = workspace.target.join("kernels");
-    fs::create_dir_all(&include)?;
-    fs::write(include.join("params.cuh"), crate::params::header())?;
-    let sources = nvcc::sources(&workspace.root.join("kernels"))?;
-    let bar = progress::bar(sources.len());
-    for source in &sources {
-        let name = nvcc::name_of(source);
-        bar.set_message(format!("{name}.cu"));
-        nvcc.compile(source, &include, &out.join(format!("{name}.fatbin")))
-            .map_err(anyhow::Error::msg)?;
-        bar.inc(1);
+    for one in crate::kernels::compile(workspace, nvcc)? {
+        let to = out.join(format!("{}.fatbin", one.name));
+        fs::copy(&one.fatbin, &to).with_context(|| to.display().to_string())?;
     }
-    bar.finish_and_clear();
     Ok(())
 }
 

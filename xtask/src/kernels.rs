@@ -1,9 +1,13 @@
 //! Compiles the kernels as the build does, and says what each costs.
 
-use crate::{nvcc, params, progress, toolchain, workspace::Workspace};
+use crate::{
+    nvcc::{self, Compiled, Nvcc},
+    params, progress, toolchain,
+    workspace::Workspace,
+};
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use std::{fs, process::ExitCode};
+use std::{path::PathBuf, process::ExitCode};
 
 /// Compile kernels/*.cu to fatbins under the build folder, and report registers, spills and shared memory
 ///
@@ -29,31 +33,39 @@ struct Usage {
 impl Kernels {
     pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
         let nvcc = toolchain::ensure(workspace)?;
-        let out = workspace.target.join("kernels");
-        fs::create_dir_all(&out)?;
-        fs::write(out.join("params.cuh"), params::header())?;
-        let sources = nvcc::sources(&workspace.root.join("kernels"))?;
-        let bar = progress::bar(sources.len());
+        let all = compile(workspace, &nvcc)?;
         let mut usages = Vec::new();
-        for source in &sources {
-            let name = nvcc::name_of(source);
-            bar.set_message(format!("{name}.cu"));
-            let fatbin = out.join(format!("{name}.fatbin"));
-            let said = nvcc
-                .compile(source, &out, &fatbin)
-                .map_err(anyhow::Error::msg)?;
-            usages.extend(parse(&said).with_context(|| format!("ptxas about {name}.cu"))?);
-            bar.inc(1);
+        for one in &all {
+            let about = || format!("ptxas about {}.cu", one.name);
+            usages.extend(parse(&one.said).with_context(about)?);
         }
-        bar.finish_and_clear();
+        usages.sort_by(|a, b| (&a.kernel, a.number()).cmp(&(&b.kernel, b.number())));
         print!("{}", table(&usages));
-        println!("{} fatbins in {}", sources.len(), out.display());
+        println!("{} fatbins in {}", all.len(), folder(workspace).display());
         let spilling = usages.iter().filter(|u| u.spill_bytes > 0).count();
         if self.deny_spills && spilling > 0 {
             bail!("{spilling} kernels spill registers");
         }
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// Where fatbins are kept: builds take them from there.
+fn folder(workspace: &Workspace) -> PathBuf {
+    workspace.target.join("kernels")
+}
+
+/// Compiles all kernels that are not compiled.
+pub fn compile(workspace: &Workspace, nvcc: &Nvcc) -> Result<Vec<Compiled>> {
+    let from = workspace.root.join("kernels");
+    let bar = progress::bar(nvcc::sources(&from)?.len());
+    let told = |name: &str| {
+        bar.set_message(format!("{name}.cu"));
+        bar.inc(1);
+    };
+    let all = nvcc.compile(&from, &params::header(), &folder(workspace), &told);
+    bar.finish_and_clear();
+    all.map_err(anyhow::Error::msg)
 }
 
 fn table(usages: &[Usage]) -> String {

@@ -1,13 +1,31 @@
 //! Finding nvcc and running it. Two callers include this file: the build script beside it, and `cargo xtask kernels`.
 
 use std::{
-    env, fs, io,
+    collections::BTreeSet,
+    env, fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    io,
     path::{Path, PathBuf},
-    process::Command,
+    process::{self, Command},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
 };
 
 /// Older compilers lack what the sources use.
 pub const OLDEST: (u32, u32) = (12, 4);
+
+/// A kernel file, compiled.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// `fill` for `kernels/fill.cu`.
+    pub name: String,
+    pub fatbin: PathBuf,
+    /// What ptxas said about registers and memory.
+    pub said: String,
+}
 
 /// An nvcc that answered.
 #[derive(Clone, Debug)]
@@ -99,10 +117,84 @@ impl Nvcc {
         targets
     }
 
-    /// Compiles one file to a fatbin; `include` holds `params.cuh`. Returns what ptxas said about registers and memory.
-    pub fn compile(&self, source: &Path, include: &Path, fatbin: &Path) -> Result<String, String> {
+    /// Compiles the `.cu` files of a folder to fatbins in another, but those that lie there already, compiled from the same text by
+    /// the same compiler: so several builds under one target folder share them. `header` is what `params.cuh` says; `done` hears of
+    /// every file that is there. Sorted by name.
+    pub fn compile(
+        &self,
+        folder: &Path,
+        header: &str,
+        into: &Path,
+        done: &(dyn Fn(&str) + Sync),
+    ) -> Result<Vec<Compiled>, String> {
+        let failed = |what: &Path, e: io::Error| format!("{}: {e}", what.display());
+        fs::create_dir_all(into).map_err(|e| failed(into, e))?;
+        // A folder of this text's own, as another build may want another text at the same time.
+        let include = into.join(format!("include-{:016x}", hash(header)));
+        fs::create_dir_all(&include).map_err(|e| failed(&include, e))?;
+        put(&include.join("params.cuh"), header.as_bytes()).map_err(|e| failed(&include, e))?;
+        let mut sources = sources(folder).map_err(|e| failed(folder, e))?;
+        // The longest first, so that none of them is left alone at the end.
+        sources.sort_by_key(|source| fs::metadata(source).map_or(0, |m| u64::MAX - m.len()));
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let workers = cores.min(sources.len()).max(1);
+        let (next, all) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+        thread::scope(|scope| {
+            for _ in 0..workers {
+                scope.spawn(|| {
+                    while let Some(source) = sources.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        let one = self.compile_one(source, &include, into, cores / workers);
+                        if one.is_err() {
+                            // Nobody begins another.
+                            next.store(sources.len(), Ordering::Relaxed);
+                        }
+                        done(&name_of(source));
+                        all.lock().unwrap_or_else(PoisonError::into_inner).push(one);
+                    }
+                });
+            }
+        });
+        let all = all.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut all = all.into_iter().collect::<Result<Vec<Compiled>, _>>()?;
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(all)
+    }
+
+    fn compile_one(
+        &self,
+        source: &Path,
+        include: &Path,
+        into: &Path,
+        threads: usize,
+    ) -> Result<Compiled, String> {
+        let name = name_of(source);
+        let failed = |e: io::Error| format!("{}: {e}", source.display());
+        let text = text_of(source, include).map_err(failed)?;
+        let key = hash(&(text, self.version, self.targets()));
+        let fatbin = into.join(format!("{name}-{key:016x}.fatbin"));
+        let log = fatbin.with_extension("txt");
+        // The log is written last.
+        if let (true, Ok(said)) = (fatbin.is_file(), fs::read_to_string(&log)) {
+            return Ok(Compiled { name, fatbin, said });
+        }
+        let new = into.join(format!("{name}-{key:016x}.{}", process::id()));
+        let said = self.run(source, include, &new, threads)?;
+        fs::rename(&new, &fatbin).map_err(failed)?;
+        put(&log, said.as_bytes()).map_err(failed)?;
+        Ok(Compiled { name, fatbin, said })
+    }
+
+    /// Runs the compiler for one file. Returns what ptxas said.
+    fn run(
+        &self,
+        source: &Path,
+        include: &Path,
+        fatbin: &Path,
+        threads: usize,
+    ) -> Result<String, String> {
         let mut command = Command::new(&self.path);
-        command.args(["-std=c++17", "-O3", "-t", "0", "--fatbin", "-Xptxas", "-v"]);
+        command.args(["-std=c++17", "-O3", "--fatbin", "-Xptxas", "-v"]);
+        command.args(["-t", &threads.max(1).to_string()]);
         command.args(["-Werror", "all-warnings"]);
         // Kernels of one file have much in common: a tenth of the usual size. Drivers of CUDA 12.4 and later read it.
         if self.version >= (12, 8) {
@@ -128,6 +220,42 @@ impl Nvcc {
             Err(format!("nvcc refused {}:\n{said}", source.display()))
         }
     }
+}
+
+/// A file whole or not at all, whoever else writes it.
+fn put(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let new = path.with_extension(format!("new{}", process::id()));
+    fs::write(&new, bytes)?;
+    fs::rename(&new, path)
+}
+
+fn hash(of: &(impl Hash + ?Sized)) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    of.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// A source and all that it includes of ours, from beside it or from `include`.
+fn text_of(source: &Path, include: &Path) -> io::Result<Vec<String>> {
+    let beside = source.parent().unwrap_or(include);
+    let (mut seen, mut left) = (BTreeSet::new(), vec![source.to_owned()]);
+    let mut texts = Vec::new();
+    while let Some(path) = left.pop() {
+        if !seen.insert(path.clone()) {
+            continue;
+        }
+        let text = fs::read_to_string(&path)?;
+        for line in text.lines() {
+            let rest = line.trim_start().strip_prefix("#include \"");
+            let Some((name, _)) = rest.and_then(|rest| rest.split_once('"')) else {
+                continue;
+            };
+            let places = [beside.join(name), include.join(name)];
+            left.extend(places.into_iter().find(|place| place.is_file()));
+        }
+        texts.push(text);
+    }
+    Ok(texts)
 }
 
 /// `13.0` out of `Cuda compilation tools, release 13.0, V13.0.88`.
