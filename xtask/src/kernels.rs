@@ -140,6 +140,59 @@ fn before(line: &str, what: &str) -> Option<u32> {
 mod tests {
     use super::*;
 
+    /// A compiler that writes what it was given, and counts its runs.
+    #[cfg(unix)]
+    const COUNTS: &str = r#"#!/bin/sh
+if [ "$1" = --version ]; then echo "release 13.0, V13.0.0"; exit 0; fi
+for last; do :; done
+while [ "$1" != -o ]; do shift; done
+grep -q broken "$last" && { echo "$last is broken" >&2; exit 1; }
+echo run >> "$(dirname "$0")/runs"
+cat "$last" > "$2"
+echo "ptxas about $(basename "$last")"
+"#;
+
+    #[cfg(unix)]
+    #[test]
+    fn what_is_compiled_is_compiled_again_only_if_its_text_changed() {
+        use std::{fs, os::unix::fs::PermissionsExt};
+        let shell = xshell::Shell::new().unwrap();
+        let folder = shell.create_temp_dir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir(at("cu")).unwrap();
+        let write = |name: &str, text: &str| fs::write(at("cu").join(name), text).unwrap();
+        write("one.cu", "#include \"a.cuh\"\n");
+        write("two.cu", "#include \"params.cuh\"\n");
+        write("a.cuh", "#include \"b.cuh\"\n");
+        write("b.cuh", "\n");
+        fs::write(at("nvcc"), COUNTS).unwrap();
+        fs::set_permissions(at("nvcc"), fs::Permissions::from_mode(0o755)).unwrap();
+        let nvcc = Nvcc::at(&at("nvcc")).unwrap();
+        let compile = |header: &str| {
+            let _ = fs::remove_file(at("runs"));
+            let all = nvcc.compile(&at("cu"), header, &at("out"), &|_| {})?;
+            let names: Vec<_> = all.iter().map(|one| one.name.as_str()).collect();
+            assert_eq!(names, ["one", "two"]);
+            for one in &all {
+                let source = at("cu").join(format!("{}.cu", one.name));
+                assert_eq!(fs::read(&one.fatbin).unwrap(), fs::read(source).unwrap());
+                assert_eq!(one.said, format!("ptxas about {}.cu\n", one.name));
+            }
+            let runs = fs::read_to_string(at("runs")).unwrap_or_default();
+            Ok::<_, String>(runs.lines().count())
+        };
+        assert_eq!(compile("struct P;"), Ok(2));
+        assert_eq!(compile("struct P;"), Ok(0));
+        // What only one of them includes, and through another file.
+        write("b.cuh", "// other\n");
+        assert_eq!(compile("struct P;"), Ok(1));
+        assert_eq!(compile("struct Q;"), Ok(1));
+        assert_eq!(compile("struct P;"), Ok(0));
+        write("two.cu", "broken\n");
+        let error = compile("struct P;").unwrap_err();
+        assert!(error.contains("two.cu is broken"), "{error}");
+    }
+
     const SAID: &str = "\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'brigade_b' for 'sm_100'

@@ -138,12 +138,11 @@ impl Preference {
             .map_err(failed_library("cublasLtMatmulPreferenceCreate"))?;
         let workspace = Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         preference.set(workspace, WORKSPACE_BYTES as u64)?;
-        // Parts of a split K are added in the type of the sum, never in that of the result: one rounding.
-        let schemes = Reduction::CUBLASLT_REDUCTION_SCHEME_INPLACE as u32
-            | Reduction::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        // Parts of a split K are added in the type of the sum, never in that of the result: one rounding. Adding in place would round
+        // each part, and its blocks wait for each other without a bound.
         preference.set(
             Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-            schemes,
+            Reduction::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32,
         )?;
         let [a, b, c, d] = &kind.operands;
         for (what, operand) in [
