@@ -14,7 +14,7 @@ use crate::{
     memory::{self, shares},
     mover::Mover,
     queue::HostQueue,
-    rail::{HostRail, Link},
+    rail::{HostRail, Link, RailModel},
 };
 use brigade_device::{
     AllGatherParams, Allocate, Bootstrap, Buffer, Call, Error, FaultKind, FaultRecord, Group,
@@ -25,7 +25,7 @@ use brigade_device::{
 use brigade_group::{split, vote};
 use brigade_plan::{
     Table,
-    hierarchical::{Costs, plan},
+    hierarchical::{Costs, Wire, plan},
 };
 use brigade_sync::Deadline;
 use parking_lot::Mutex;
@@ -81,14 +81,8 @@ pub(crate) fn join(
         let want = format!("the {size} ranks of the group");
         return Err(Error::invalid("machines", machines, want));
     }
-    let costs = match device.rail {
-        None => Costs::host(),
-        Some(model) => {
-            let latency_ns = u64::try_from(model.latency.as_nanos()).unwrap_or(u64::MAX);
-            Costs::host().with_rail(latency_ns, model.bytes_per_us)
-        }
-    };
-    let within = config.comm.first_deadline;
+    let wire = device.rail.map_or(Wire::NONE, RailModel::wire);
+    let costs = Costs::host().with_wire(wire);
     let voted = format!("{machines}, {config:?}, costs {:016x}", costs.digest());
     vote(boot, "join: machines", voted.as_bytes(), within)?;
     // Of a communicator's memory, a collective needs the scratch alone.

@@ -10,7 +10,7 @@ use brigade_device::{
     Buffer, Call, Error, FaultKind, FaultRecord, Group, PerRank, Rail, RailParams, Result, Stream,
     check_rows,
 };
-use brigade_plan::rows;
+use brigade_plan::{hierarchical::Wire, rows};
 use brigade_sync::{Area, Budget};
 use parking_lot::Mutex;
 use std::{
@@ -30,9 +30,16 @@ pub struct RailModel {
 }
 
 impl RailModel {
-    fn time(&self, bytes: usize) -> Duration {
-        let ns = bytes as u64 * 1000 / self.bytes_per_us.max(1);
-        Duration::from_nanos(ns)
+    /// The same as plans have it.
+    pub(crate) fn wire(self) -> Wire {
+        Wire {
+            latency_ns: u64::try_from(self.latency.as_nanos()).unwrap_or(u64::MAX),
+            bytes_per_us: self.bytes_per_us,
+        }
+    }
+
+    fn time(self, bytes: usize) -> Duration {
+        Duration::from_nanos(self.wire().link_ns(bytes as u64))
     }
 }
 

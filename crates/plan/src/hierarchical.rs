@@ -6,10 +6,12 @@
 mod costs;
 mod schedule;
 mod slices;
+mod timeline;
 
-pub use costs::{Costs, Link};
+pub use costs::{Costs, Link, Wire};
 pub use schedule::{Schedule, Step};
 pub use slices::{Slices, parts_bytes};
+pub use timeline::StepCost;
 
 use crate::reason;
 use brigade_device::{
@@ -162,29 +164,43 @@ fn sliced(
             .filter(|&n| fits(n).is_some())
             .collect(),
     };
-    candidates
-        .into_iter()
-        .filter_map(|rank_elements| {
-            let (slices, slots, staging_bytes) = fits(rank_elements)?;
-            let ns = costs.slices_ns(call, &phases, rank_elements, (slices, slots));
-            let plan = SlicedPlan {
-                phases: phases.clone(),
-                slices,
-                rank_elements,
-                slots,
-                order: (!matches!(call.operation, Operation::AllGather { .. }))
-                    .then(|| order(call.machines)),
-                staging_bytes,
-                expected: Duration::from_nanos(ns),
-            };
-            Some((ns, plan))
-        })
+    let mut best: Option<(u64, SlicedPlan)> = None;
+    for rank_elements in candidates {
+        let Some((slices, slots, staging_bytes)) = fits(rank_elements) else {
+            continue;
+        };
+        let schedule = Schedule {
+            phases: phases.len(),
+            slices,
+            slots,
+        };
+        let steps = costs.steps(call, &phases, rank_elements);
         // Of equal ones the first, which has fewest slices.
-        .min_by_key(|(ns, plan)| (*ns, plan.slices))
-        .ok_or_else(|| {
-            let need = slices::slot_bytes(call, 1);
-            reason::capacity("staging_bytes", need, config.staging_bytes)
-        })
+        let is_beaten = |ns: u64| best.as_ref().is_some_and(|(least, _)| ns >= *least);
+        // Most that have many slices need no simulation.
+        if is_beaten(schedule.bound_ns(&steps)) {
+            continue;
+        }
+        let ns = schedule.ns(&steps);
+        if is_beaten(ns) {
+            continue;
+        }
+        let plan = SlicedPlan {
+            phases: phases.clone(),
+            slices,
+            rank_elements,
+            slots,
+            order: (!matches!(call.operation, Operation::AllGather { .. }))
+                .then(|| order(call.machines)),
+            staging_bytes,
+            expected: Duration::from_nanos(ns),
+        };
+        best = Some((ns, plan));
+    }
+    best.ok_or_else(|| {
+        let need = slices::slot_bytes(call, 1);
+        reason::capacity("staging_bytes", need, config.staging_bytes)
+    })
 }
 
 /// Numbers of slices that are tried: 1, 2, 3, 4, 6, 8, 12, 16, ..
