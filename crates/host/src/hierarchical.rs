@@ -83,6 +83,7 @@ pub(crate) fn join(
     }
     let wire = device.rail.map_or(Wire::NONE, RailModel::wire);
     let costs = Costs::host().with_wire(wire);
+    let within = config.comm.first_deadline;
     let voted = format!("{machines}, {config:?}, costs {:016x}", costs.digest());
     vote(boot, "join: machines", voted.as_bytes(), within)?;
     // Of a communicator's memory, a collective needs the scratch alone.

@@ -36,19 +36,29 @@ fn by_the_clock(schedule: Schedule, costs: &[StepCost]) -> u64 {
             let is_done = |phase, slice| done.contains(&Step { phase, slice });
             let may_begin = |s: &&Step| {
                 let free = match s.phase {
-                    0 => s.slice < schedule.slots || {
-                        is_done(schedule.phases - 1, s.slice - schedule.slots)
-                    },
+                    0 => {
+                        s.slice < schedule.slots || {
+                            is_done(schedule.phases - 1, s.slice - schedule.slots)
+                        }
+                    }
                     p => is_done(p - 1, s.slice),
                 };
                 free && !begun.contains(s) && (s.slice == 0 || is_done(s.phase, s.slice - 1))
             };
-            let Some(&step) = steps.iter().filter(|s| !begun.contains(s)).take(64).find(may_begin) else {
+            let Some(&step) = steps
+                .iter()
+                .filter(|s| !begun.contains(s))
+                .take(64)
+                .find(may_begin)
+            else {
                 break;
             };
             begun.insert(step);
             match costs[step.phase] {
-                StepCost { link_ns: 0, then_ns } => {
+                StepCost {
+                    link_ns: 0,
+                    then_ns,
+                } => {
                     after.insert(step, then_ns);
                 }
                 _ => queue.push_back(step),

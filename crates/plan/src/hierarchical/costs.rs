@@ -50,18 +50,22 @@ pub struct Costs {
 }
 
 impl Costs {
-    /// Ranks that are threads or processes of one host, and rails that are its memory too. From what criterion's benchmarks of the host
-    /// device say of small and large calls, in round numbers.
+    /// Ranks that are threads or processes of one host, and rails that are its memory too. In round numbers what
+    /// `docs/results/hierarchical-costs.host.json` has: medians of phases of slices that go one after the other, while twice as many ranks as
+    /// there are cores do the same.
     pub const fn host() -> Self {
-        let memory = Link {
-            call_ns: 20_000,
-            bytes_per_us: 2_000,
-        };
+        let call_ns = 40_000;
         Self {
-            inside: memory,
-            across: memory,
+            inside: Link {
+                call_ns,
+                bytes_per_us: 800,
+            },
+            across: Link {
+                call_ns,
+                bytes_per_us: 1_000,
+            },
             wire: Wire::NONE,
-            add_bytes_per_us: 1_000,
+            add_bytes_per_us: 4_000,
         }
     }
 
