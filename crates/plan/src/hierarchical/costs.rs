@@ -51,10 +51,10 @@ pub struct Costs {
 
 impl Costs {
     /// Ranks that are threads or processes of one host, and rails that are its memory too. In round numbers what
-    /// `docs/results/hierarchical-costs.host.json` has: medians of phases of slices that go one after the other, while twice as many ranks as
-    /// there are cores do the same.
+    /// `docs/results/hierarchical-costs.host.json` has, where twice as many ranks as there are cores do the same at once: medians of phases of
+    /// slices that go one after the other, and as much again for each call, for the thread that is handed the slice has to wake.
     pub const fn host() -> Self {
-        let call_ns = 40_000;
+        let call_ns = 100_000;
         Self {
             inside: Link {
                 call_ns,
