@@ -8,7 +8,7 @@ use super::{
 };
 use anyhow::{Context, Result, anyhow, ensure};
 use brigade::{
-    Bootstrap, DataType, Device, DeviceExt, HierarchicalAllReduceParams, HierarchicalCall,
+    Bootstrap, Buffer, DataType, Device, DeviceExt, HierarchicalAllReduceParams, HierarchicalCall,
     HierarchicalOperation, HierarchicalPath, HierarchicalPlan, Hierarchy, HierarchyConfig,
     Machines, ParallelMode, Phase, ReduceOp, Stream,
     group::threads,
@@ -73,13 +73,12 @@ impl<'b> Rank<'b> {
     /// Sums once, from when all are there. Checks the sum: rank r brings r + 1 everywhere.
     fn time(
         &self,
-        elements: usize,
+        data: &mut Buffer,
         choice: Option<HierarchicalPath>,
     ) -> Result<(f64, HierarchicalPlan)> {
-        let mine = (self.boot.rank() + 1) as f32;
-        let mut data = self
-            .device
-            .upload(&self.on, &vec![mine; elements], &[elements])?;
+        let mine = ((self.boot.rank() + 1) as f32).to_le_bytes();
+        let mine = mine.repeat(data.shape().len());
+        self.device.write(&self.on, data.view_mut(), &mine)?;
         self.boot.all_gather(&[], WITHIN)?;
         let start = Instant::now();
         let plan = self
@@ -109,10 +108,13 @@ impl<'b> Rank<'b> {
         choices: [Option<HierarchicalPath>; 2],
         rounds: Rounds,
     ) -> Result<(Pairs, HierarchicalPlan)> {
-        let (_, plan) = self.time(elements, choices[0])?;
-        self.time(elements, choices[1])?;
+        let mut data = self
+            .device
+            .upload(&self.on, &vec![0f32; elements], &[elements])?;
+        let (_, plan) = self.time(&mut data, choices[0])?;
+        self.time(&mut data, choices[1])?;
         let pairs = Pairs::take(rounds.pairs, |which| {
-            Ok(self.time(elements, choices[which])?.0)
+            Ok(self.time(&mut data, choices[which])?.0)
         })?;
         Ok((pairs, plan))
     }
