@@ -15,7 +15,7 @@ use std::{
 ///
 /// Takes files whose rows have `bytes` and `us`, as `brigade-perf` writes them for collectives and sendrecv. A row's `choice`
 /// says whose line its `us` belongs to. Every other time of a row (`nccl_us`), and every number in its object `peers`, is a
-/// line too. The same file gives the same picture.
+/// line too; a peer called `NAME, CHOICE` has the colour of that choice. The same file gives the same picture.
 #[derive(Debug, Args)]
 pub struct Chart {
     /// Files to draw
@@ -110,12 +110,17 @@ fn series(results: &Value) -> Vec<Series> {
     all
 }
 
+/// At least; long names need more.
 const WIDTH: f64 = 780.0;
 const HEIGHT: f64 = 400.0;
 const LEFT: f64 = 60.0;
 const RIGHT: f64 = 580.0;
 const TOP: f64 = 44.0;
 const BOTTOM: f64 = 350.0;
+
+/// Where names begin, and about how wide a letter of them is.
+const NAMES: f64 = RIGHT + 46.0;
+const LETTER: f64 = 6.5;
 
 /// Told apart by those who do not see all colours, too: Okabe and Ito, <https://jfly.uni-koeln.de/color/>.
 const COLOURS: [&str; 7] = [
@@ -175,6 +180,21 @@ fn size(bytes: u64) -> String {
     )
 }
 
+/// The colour of every line: what belongs to one choice has one colour.
+fn colours(all: &[Series]) -> Vec<&'static str> {
+    let mut known = Vec::new();
+    let number = |series: &Series| {
+        let choice = series.name.split_once(", ").map(|(_, c)| c.to_owned());
+        let same = known.iter().position(|k| choice.is_some() && *k == choice);
+        same.unwrap_or_else(|| {
+            known.push(choice);
+            known.len() - 1
+        })
+    };
+    let numbers: Vec<usize> = all.iter().map(number).collect();
+    numbers.iter().map(|n| COLOURS[n % COLOURS.len()]).collect()
+}
+
 fn escaped(text: &str) -> String {
     let text = text.replace('&', "&amp;").replace('<', "&lt;");
     text.replace('>', "&gt;").replace('"', "&quot;")
@@ -200,12 +220,14 @@ fn draw(title: &str, all: &[Series]) -> Result<String> {
         places: [BOTTOM, TOP],
     };
     let title = escaped(title);
+    let longest = all.iter().map(|s| s.name.chars().count()).max();
+    let width = WIDTH.max((NAMES + LETTER * longest.unwrap_or(0) as f64).ceil());
     let mut text = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" width=\"{WIDTH}\" role=\"img\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {HEIGHT}\" width=\"{width}\" role=\"img\" \
          aria-label=\"{title}\">\n<title>{title}</title>\n{HEAD}\
          <rect class=\"p\" x=\"0.5\" y=\"0.5\" width=\"{}\" height=\"{}\" rx=\"6\"/>\n\
          <text class=\"b\" x=\"{LEFT}\" y=\"24\">{title}</text>\n",
-        WIDTH - 1.0,
+        width - 1.0,
         HEIGHT - 1.0,
     );
     for level in levels {
@@ -229,8 +251,7 @@ fn draw(title: &str, all: &[Series]) -> Result<String> {
         LEFT - 8.0,
         TOP - 10.0
     );
-    for (i, series) in all.iter().enumerate() {
-        let colour = COLOURS[i % COLOURS.len()];
+    for (i, (series, colour)) in all.iter().zip(colours(all)).enumerate() {
         let style = if series.ours { "s" } else { "s o" };
         let name = escaped(&series.name);
         let places: Vec<_> = series
@@ -254,7 +275,7 @@ fn draw(title: &str, all: &[Series]) -> Result<String> {
         let (from, at) = (RIGHT + 16.0, TOP + 10.0 + 20.0 * i as f64);
         text += &format!(
             "<path class=\"{style}\" stroke=\"{colour}\" d=\"M{from} {at} h24\"/><text x=\"{}\" y=\"{}\">{name}</text>\n",
-            from + 30.0,
+            NAMES,
             at + 4.0,
         );
     }
@@ -315,6 +336,28 @@ mod tests {
         assert!(picture.contains("2 x A&amp;B") && !picture.contains("A&B"));
         assert_eq!(picture.matches("<polyline").count(), 4);
         assert_eq!(picture.matches("s o\" stroke=\"#009e73\"").count(), 2);
+    }
+
+    #[test]
+    fn what_belongs_to_one_choice_has_one_colour() {
+        let all = [
+            "Brigade, near",
+            "Brigade",
+            "Brigade, far",
+            "nccl",
+            "bound, far",
+            "bound, near",
+            "other",
+        ];
+        let all = all.map(|name| Series {
+            name: name.to_owned(),
+            ours: name.starts_with("Brigade"),
+            points: BTreeMap::from([(1024, 4.0)]),
+        });
+        assert_eq!(colours(&all), [0, 1, 2, 3, 2, 0, 4].map(|n| COLOURS[n]));
+        let near = format!("stroke=\"{}\"", COLOURS[0]);
+        let picture = draw("near and far", &all).unwrap();
+        assert_eq!(picture.matches(&near).count(), 4);
     }
 
     #[test]

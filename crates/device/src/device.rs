@@ -163,6 +163,15 @@ pub trait Device: Allocate + Queues + Linear + Send + Sync {
     /// [`Error::Group`] if ranks are missing or disagree, with every rank's view.
     fn join(self: Arc<Self>, boot: &dyn Bootstrap, config: &CommConfig) -> Result<Comm>;
 
+    /// Device memory that [`join_machines`](Self::join_machines) with this configuration will take, and at most the slices of calls after it:
+    /// what a backend without it says.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a configuration that cannot be.
+    fn machines_memory_need(&self, _machines: Machines, _config: &HierarchyConfig) -> Result<u64> {
+        Err(no_machines().into())
+    }
+
     /// Joins a group that spans machines: what a backend without it says. Every rank of all machines must call it with the same
     /// configuration.
     ///
@@ -174,13 +183,16 @@ pub trait Device: Allocate + Queues + Linear + Send + Sync {
         _machines: Machines,
         _config: &HierarchyConfig,
     ) -> Result<Hierarchy> {
-        Err(Reason::new(
-            "no-engine",
-            "this device has no collectives across machines",
-            "join one group per machine",
-        )
-        .into())
+        Err(no_machines().into())
     }
+}
+
+fn no_machines() -> Reason {
+    Reason::new(
+        "no-engine",
+        "this device has no collectives across machines",
+        "join one group per machine",
+    )
 }
 
 /// The only thing Brigade needs from whoever started the ranks: bring your own, or take one of `brigade-group`'s.

@@ -163,8 +163,8 @@ pub struct SlicedPlan {
     pub order: Option<SumOrder>,
     /// Memory of all slots.
     pub staging_bytes: usize,
-    /// The phase that takes longest, or both along the rail if the link is what is short, for all slices; and each other phase for
-    /// one.
+    /// When the last step ends, if each takes what the table of costs says and begins as soon as its slice, its phase, a slot and the link
+    /// between machines let it.
     pub expected: Duration,
 }
 

@@ -385,6 +385,10 @@ impl Device for HostDevice {
         comm::join(self, boot, config)
     }
 
+    fn machines_memory_need(&self, machines: Machines, config: &HierarchyConfig) -> Result<u64> {
+        hierarchical::memory_need(machines, config)
+    }
+
     fn join_machines(
         self: Arc<Self>,
         boot: &dyn Bootstrap,

@@ -8,24 +8,24 @@ mod run;
 mod staging;
 
 use crate::{
-    comm::join_core,
+    comm::{self, join_core},
     core::Core,
     device::HostDevice,
     memory::{self, shares},
     mover::Mover,
     queue::HostQueue,
-    rail::{HostRail, Link},
+    rail::{HostRail, Link, RailModel},
 };
 use brigade_device::{
-    AllGatherParams, Allocate, Bootstrap, Buffer, Call, Error, FaultKind, FaultRecord, Group,
-    Hierarchical, HierarchicalAllReduceParams, HierarchicalCall, HierarchicalOperation,
+    AllGatherParams, Allocate, Bootstrap, Buffer, Call, CommConfig, Error, FaultKind, FaultRecord,
+    Group, Hierarchical, HierarchicalAllReduceParams, HierarchicalCall, HierarchicalOperation,
     HierarchicalPlan, Hierarchy, HierarchyConfig, Machines, MemoryType, PerRank, Phase, Queues,
     Reason, ReduceOp, ReduceScatterParams, Result, Stream, Turn,
 };
 use brigade_group::{split, vote};
 use brigade_plan::{
     Table,
-    hierarchical::{Costs, plan},
+    hierarchical::{Costs, Wire, plan},
 };
 use brigade_sync::Deadline;
 use parking_lot::Mutex;
@@ -68,6 +68,31 @@ struct Inner {
     fault: Mutex<Option<FaultRecord>>,
 }
 
+/// The configuration of each communicator: of its memory, a collective needs the scratch alone.
+fn each(config: &HierarchyConfig) -> CommConfig {
+    CommConfig {
+        scratch_bytes: config.comm.scratch_bytes,
+        deadline: config.comm.deadline,
+        first_deadline: config.comm.first_deadline,
+        sm_budget: config.comm.sm_budget,
+        ..HierarchyConfig::new(config.comm.mode).comm
+    }
+}
+
+/// Memory that every rank takes in [`join`], and at most in calls.
+pub(crate) fn memory_need(machines: Machines, config: &HierarchyConfig) -> Result<u64> {
+    config.check()?;
+    let comm = each(config);
+    let [inside, rail] =
+        [machines.ranks(), machines.count()].map(|size| comm::memory_need(&comm, size));
+    let staging = match machines.count() {
+        // One collective, from buffer to buffer.
+        1 => 0,
+        _ => config.staging_bytes as u64,
+    };
+    Ok(2 * (inside? + rail?) + staging)
+}
+
 /// Joins both groups of this rank, its machine's and its rail's, twice each.
 pub(crate) fn join(
     device: &Arc<HostDevice>,
@@ -75,31 +100,28 @@ pub(crate) fn join(
     machines: Machines,
     config: &HierarchyConfig,
 ) -> Result<Hierarchy> {
+    let inner = join_all(device, boot, machines, config)?;
+    Ok(Hierarchy::new(Arc::new(HostHierarchy { inner })))
+}
+
+fn join_all(
+    device: &Arc<HostDevice>,
+    boot: &dyn Bootstrap,
+    machines: Machines,
+    config: &HierarchyConfig,
+) -> Result<Arc<Inner>> {
     config.check()?;
     let (rank, size) = (boot.rank(), boot.size());
     if size != machines.size() || rank >= size {
         let want = format!("the {size} ranks of the group");
         return Err(Error::invalid("machines", machines, want));
     }
-    let costs = match device.rail {
-        None => Costs::host(),
-        Some(model) => {
-            let latency_ns = u64::try_from(model.latency.as_nanos()).unwrap_or(u64::MAX);
-            Costs::host().with_rail(latency_ns, model.bytes_per_us)
-        }
-    };
+    let wire = device.rail.map_or(Wire::NONE, RailModel::wire);
+    let costs = Costs::host().with_wire(wire);
     let within = config.comm.first_deadline;
     let voted = format!("{machines}, {config:?}, costs {:016x}", costs.digest());
     vote(boot, "join: machines", voted.as_bytes(), within)?;
-    // Of a communicator's memory, a collective needs the scratch alone.
-    let comm = brigade_device::CommConfig {
-        mode: config.comm.mode,
-        scratch_bytes: config.comm.scratch_bytes,
-        deadline: config.comm.deadline,
-        first_deadline: config.comm.first_deadline,
-        sm_budget: config.comm.sm_budget,
-        ..HierarchyConfig::new(config.comm.mode).comm
-    };
+    let comm = each(config);
     let pair = |part: &dyn Bootstrap| -> Result<[Arc<Core>; 2]> {
         let join = || join_core(part, &comm, Table::host(), device.inject.clone());
         Ok([join()?, join()?])
@@ -128,8 +150,7 @@ pub(crate) fn join(
         calls: AtomicU64::new(0),
         fault: Mutex::default(),
     };
-    let inner = Arc::new(inner);
-    Ok(Hierarchy::new(Arc::new(HostHierarchy { inner })))
+    Ok(Arc::new(inner))
 }
 
 /// Which ranks a communicator's numbers stand for.
@@ -417,5 +438,68 @@ impl Hierarchical for HostHierarchy {
         let (to, from) = (p.to.as_view().retain(), p.from.retain());
         // Nothing is combined.
         self.enqueue(turn, (operation, None), ReduceOp::Sum, (to, from))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brigade_device::{Device, DeviceExt, ParallelMode};
+    use brigade_group::threads;
+
+    /// What was said before: no less than what communicators and slices take, and no more than slices may.
+    #[test]
+    fn memory_is_what_was_said() -> Result<()> {
+        for (count, ranks) in [(1, 2), (2, 1), (2, 2)] {
+            let machines = Machines::cut(count * ranks, count)?;
+            let mut config = HierarchyConfig::new(ParallelMode::Tp);
+            config.comm.scratch_bytes = 16 << 10;
+            config.staging_bytes = 300_000;
+            let one = |boot: &dyn Bootstrap| -> Result<()> {
+                let device = HostDevice::new()?;
+                let need = device.machines_memory_need(machines, &config)?;
+                let held = || Ok::<_, Error>(device.memory_status()?.held_bytes);
+                let on = device.stream(0)?;
+                let inner = join_all(&device, boot, machines, &config)?;
+                let cores = inner
+                    .cores()
+                    .map(|(core, _)| core.control.layout().total_bytes());
+                let taken = cores.sum::<usize>() as u64;
+                let staging = if count == 1 {
+                    0
+                } else {
+                    config.staging_bytes as u64
+                };
+                assert_eq!(need, taken + staging);
+                let elements = 100_000;
+                let mut data = device.upload(&on, &vec![1f32; elements], &[elements])?;
+                let over = Hierarchy::new(Arc::new(HostHierarchy { inner }));
+                let before = held()?;
+                over.lease(&on)?.all_reduce(HierarchicalAllReduceParams {
+                    data: data.view_mut(),
+                    from: None,
+                    op: ReduceOp::Sum,
+                    choice: None,
+                })?;
+                let slices = held()? - before;
+                assert!(slices <= staging && (slices > 0) == (count > 1), "{slices}");
+                let got: Vec<f32> = device.download(&on, data.view())?;
+                assert!(got.iter().all(|&x| x == machines.size() as f32));
+                Ok(())
+            };
+            std::thread::scope(|scope| {
+                let ranks: Vec<_> = threads(machines.size())
+                    .into_iter()
+                    .map(|boot| scope.spawn(move || one(&boot)))
+                    .collect();
+                ranks.into_iter().try_for_each(|rank| match rank.join() {
+                    Ok(result) => result,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                })
+            })?;
+            config.comm.scratch_bytes = 1;
+            assert!(memory_need(machines, &config).is_err());
+        }
+        Ok(())
     }
 }

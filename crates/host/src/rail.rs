@@ -10,7 +10,7 @@ use brigade_device::{
     Buffer, Call, Error, FaultKind, FaultRecord, Group, PerRank, Rail, RailParams, Result, Stream,
     check_rows,
 };
-use brigade_plan::rows;
+use brigade_plan::{hierarchical::Wire, rows};
 use brigade_sync::{Area, Budget};
 use parking_lot::Mutex;
 use std::{
@@ -30,9 +30,16 @@ pub struct RailModel {
 }
 
 impl RailModel {
-    fn time(&self, bytes: usize) -> Duration {
-        let ns = bytes as u64 * 1000 / self.bytes_per_us.max(1);
-        Duration::from_nanos(ns)
+    /// The same as plans have it.
+    pub(crate) fn wire(self) -> Wire {
+        Wire {
+            latency_ns: u64::try_from(self.latency.as_nanos()).unwrap_or(u64::MAX),
+            bytes_per_us: self.bytes_per_us,
+        }
+    }
+
+    fn time(self, bytes: usize) -> Duration {
+        Duration::from_nanos(self.wire().link_ns(bytes as u64))
     }
 }
 
@@ -78,6 +85,8 @@ impl<'l> Flight<'l> {
     fn land(&mut self, job: &Job, bytes: usize) -> Result<()> {
         /// How soon a wait ends once the group is stopped.
         const REST: Duration = Duration::from_millis(10);
+        /// How late a sleep may end: it is not a network that would be measured then.
+        const LATE: Duration = Duration::from_micros(80);
         self.sent += bytes;
         let Some((link, start)) = self.link else {
             return Ok(());
@@ -95,8 +104,12 @@ impl<'l> Flight<'l> {
             if deadline.spent() {
                 return Err(job.fail(FaultKind::Timeout, job.rank(), 0, 0, 0));
             }
-            // tidy: sleeps because a slow link is what is modelled
-            thread::sleep(left.min(REST));
+            match left.checked_sub(LATE) {
+                // tidy: sleeps because a slow link is what is modelled
+                Some(rest) => thread::sleep(rest.min(REST)),
+                // Whoever has work goes first.
+                None => thread::yield_now(),
+            }
         }
     }
 }

@@ -6,10 +6,12 @@
 mod costs;
 mod schedule;
 mod slices;
+mod timeline;
 
-pub use costs::{Costs, Link};
+pub use costs::{Costs, Link, Wire};
 pub use schedule::{Schedule, Step};
 pub use slices::{Slices, parts_bytes};
+pub use timeline::StepCost;
 
 use crate::reason;
 use brigade_device::{
@@ -56,7 +58,7 @@ pub fn plan(
             let (ns, plan) = sliced(call, config, costs, None)?;
             Ok(match whole {
                 // Whoever names the size of slices wants slices.
-                Some(w) if config.slice_bytes.is_none() && w.1 < ns => whole_plan(w),
+                Some(w) if config.slice_bytes.is_none() && about(w.1) < ns => whole_plan(w),
                 _ => HierarchicalPlan::Slices(plan),
             })
         }
@@ -162,29 +164,48 @@ fn sliced(
             .filter(|&n| fits(n).is_some())
             .collect(),
     };
-    candidates
-        .into_iter()
-        .filter_map(|rank_elements| {
-            let (slices, slots, staging_bytes) = fits(rank_elements)?;
-            let ns = costs.slices_ns(call, &phases, rank_elements, (slices, slots));
-            let plan = SlicedPlan {
-                phases: phases.clone(),
-                slices,
-                rank_elements,
-                slots,
-                order: (!matches!(call.operation, Operation::AllGather { .. }))
-                    .then(|| order(call.machines)),
-                staging_bytes,
-                expected: Duration::from_nanos(ns),
-            };
-            Some((ns, plan))
-        })
-        // Of equal ones the first, which has fewest slices.
-        .min_by_key(|(ns, plan)| (*ns, plan.slices))
-        .ok_or_else(|| {
-            let need = slices::slot_bytes(call, 1);
-            reason::capacity("staging_bytes", need, config.staging_bytes)
-        })
+    let mut least = u64::MAX;
+    let mut tried = Vec::new();
+    for rank_elements in candidates {
+        let Some((slices, slots, staging_bytes)) = fits(rank_elements) else {
+            continue;
+        };
+        let schedule = Schedule {
+            phases: phases.len(),
+            slices,
+            slots,
+        };
+        let steps = costs.steps(call, &phases, rank_elements);
+        // Most that have many slices need no simulation.
+        if !tried.is_empty() && schedule.bound_ns(&steps) >= least {
+            continue;
+        }
+        let ns = schedule.ns(&steps);
+        least = least.min(ns);
+        let plan = SlicedPlan {
+            phases: phases.clone(),
+            slices,
+            rank_elements,
+            slots,
+            order: (!matches!(call.operation, Operation::AllGather { .. }))
+                .then(|| order(call.machines)),
+            staging_bytes,
+            expected: Duration::from_nanos(ns),
+        };
+        tried.push((ns, plan));
+    }
+    let first = tried.into_iter().find(|(ns, _)| *ns <= about(least));
+    first.ok_or_else(|| {
+        let need = slices::slot_bytes(call, 1);
+        reason::capacity("staging_bytes", need, config.staging_bytes)
+    })
+}
+
+/// The most that is about as long as this. Of plans that take about as long, the one of fewest slices is taken, since it depends least on what calls
+/// really cost: with as many slices as can be, the link waits for whatever takes longer than was thought. And slices are taken where all bytes
+/// in one call are about as quick, since they need less memory.
+fn about(ns: u64) -> u64 {
+    ns.saturating_add(ns / 64)
 }
 
 /// Numbers of slices that are tried: 1, 2, 3, 4, 6, 8, 12, 16, ..

@@ -89,7 +89,7 @@ fn links_are_shared(world: &World, shape: (usize, usize)) {
 
 /// What the links are decides on the path, alike on all ranks.
 fn plans_know_the_links(world: &World, shape: (usize, usize)) {
-    let case = Case::sum(&mut world.rng(), shape, 1 << 14);
+    let case = Case::sum(&mut world.rng(), shape, 1 << 17);
     world.run(&all_ranks(), move |rank| {
         let plan = |latency| {
             let model = RailModel {

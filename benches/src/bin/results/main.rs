@@ -6,6 +6,7 @@ mod gather_linear;
 mod gemm;
 mod hierarchical;
 mod meta;
+mod phases;
 mod reset;
 
 use anyhow::{Context, Result};
@@ -35,6 +36,7 @@ enum What {
     Demo,
     Reset,
     Hierarchical,
+    HierarchicalCosts,
 }
 
 impl What {
@@ -46,6 +48,7 @@ impl What {
             Self::Demo => "demo.host",
             Self::Reset => "reset.host",
             Self::Hierarchical => "hierarchical.host",
+            Self::HierarchicalCosts => "hierarchical-costs.host",
         }
     }
 
@@ -56,6 +59,7 @@ impl What {
             Self::Demo => demo::measure(rounds),
             Self::Reset => reset::measure(rounds),
             Self::Hierarchical => hierarchical::measure(rounds),
+            Self::HierarchicalCosts => hierarchical::measure_costs(rounds),
         }
     }
 }

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 pub(super) struct Progress {
     schedule: Schedule,
     state: Mutex<State>,
-    changed: Condvar,
+    /// For each phase, that it may look again: each of them waits for one other. To wake all at every step costs more than a small step.
+    may_look: [Condvar; Phase::ALL.len()],
+    has_ended: Condvar,
 }
 
 #[derive(Default)]
@@ -26,7 +28,8 @@ impl Progress {
         Self {
             schedule,
             state: Mutex::default(),
-            changed: Condvar::new(),
+            may_look: Default::default(),
+            has_ended: Condvar::new(),
         }
     }
 
@@ -44,7 +47,8 @@ impl Progress {
             if needs.is_none_or(|n| state.done[n.phase] > n.slice) {
                 return Ok(true);
             }
-            if self.changed.wait_until(&mut state, until).timed_out() && Instant::now() >= until {
+            let changed = &self.may_look[step.phase];
+            if changed.wait_until(&mut state, until).timed_out() && Instant::now() >= until {
                 return Ok(false);
             }
         }
@@ -53,7 +57,8 @@ impl Progress {
     /// A step is done.
     pub(super) fn done(&self, step: Step) {
         self.state.lock().done[step.phase] = step.slice + 1;
-        self.changed.notify_all();
+        // The next phase waits for the same slice, and the first one for a slot that the last one has left.
+        self.may_look[(step.phase + 1) % self.schedule.phases].notify_one();
     }
 
     /// A phase has ended.
@@ -63,7 +68,10 @@ impl Progress {
         if let Err(error) = result {
             state.failed.get_or_insert(error);
         }
-        self.changed.notify_all();
+        for changed in &self.may_look {
+            changed.notify_one();
+        }
+        self.has_ended.notify_one();
     }
 
     /// Waits until all phases have ended. Bounded by them; `look` is asked now and then.
@@ -75,7 +83,7 @@ impl Progress {
         const REST: Duration = Duration::from_millis(10);
         let mut state = self.state.lock();
         while state.ended < self.schedule.phases {
-            if self.changed.wait_for(&mut state, REST).timed_out() {
+            if self.has_ended.wait_for(&mut state, REST).timed_out() {
                 parking_lot::MutexGuard::unlocked(&mut state, &look);
             }
         }

@@ -65,7 +65,8 @@ impl Run {
         let (inner, count) = (&self.inner, self.call.machines.count());
         let (dtype, elements) = (self.call.output, self.from.shape().len());
         let bytes = elements * dtype.bytes();
-        let slot = &staging.slots(&inner.device, 1, [0, bytes, bytes * count, 0, 0, 0])?[0];
+        let parts = [0, bytes, bytes * count, 0, 0, 0];
+        let slot = &staging.slots(&inner.device, 1, parts, inner.config.staging_bytes)?[0];
         let own = slot.part(Part::Share, dtype, elements)?;
         let mut all = slot.part(Part::Collected, dtype, elements * count)?;
         self.reduce_all(&own, &self.from)?;
@@ -90,7 +91,8 @@ impl Run {
             self.inner.inside[0].collective_within(&self.signed, within, |_| Ok(()))?;
         }
         let bytes = parts_bytes(&self.call, plan.rank_elements);
-        let slots = staging.slots(&self.inner.device, plan.slots, bytes)?;
+        let most = self.inner.config.staging_bytes;
+        let slots = staging.slots(&self.inner.device, plan.slots, bytes, most)?;
         let schedule = Schedule::of(plan);
         let pipe = Arc::new(Pipe {
             run: self.clone(),

@@ -1,15 +1,38 @@
 //! What calls and links cost, and from that what slices take.
 
-use super::slices;
+use super::{StepCost, slices};
 use brigade_device::{DataType, HierarchicalCall, Machines, Phase};
+use smallvec::SmallVec;
 
-/// What one collective costs on one kind of link.
+/// What one collective costs a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// Nanoseconds of a call, however little it moves: what it costs to begin, and the way of a byte.
+    /// Nanoseconds of a call, however little it moves.
     pub call_ns: u64,
     /// Bytes that a rank sends, or receives, in a microsecond. At least 1.
     pub bytes_per_us: u64,
+}
+
+/// What is between machines, besides what calls cost the ranks themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wire {
+    /// Nanoseconds that a byte is on its way. The link is free for others meanwhile.
+    pub latency_ns: u64,
+    /// Bytes that a rank's link carries in a microsecond. At least 1.
+    pub bytes_per_us: u64,
+}
+
+impl Wire {
+    /// None: ranks reach each other's memory.
+    pub const NONE: Self = Self {
+        latency_ns: 0,
+        bytes_per_us: u64::MAX,
+    };
+
+    /// Nanoseconds for which so many bytes keep the link.
+    pub fn link_ns(&self, bytes: u64) -> u64 {
+        nanoseconds(bytes, self.bytes_per_us)
+    }
 }
 
 /// Costs of a group that spans machines. Whole numbers, so that all ranks and builds decide alike; all ranks have the same, and vote on
@@ -18,35 +41,38 @@ pub struct Link {
 pub struct Costs {
     /// Between ranks of a machine.
     pub inside: Link,
-    /// Between machines. What is collected and what is diffused share the link.
+    /// Between machines, as if there were no wire: what is copied and told.
     pub across: Link,
+    /// The wire. What is collected and what is diffused share the link.
+    pub wire: Wire,
     /// Bytes that a rank reads in a microsecond where it adds. At least 1.
     pub add_bytes_per_us: u64,
 }
 
 impl Costs {
-    /// Ranks that are threads or processes of one host, and rails that are its memory too. From what criterion's benchmarks of the host
-    /// device say of small and large calls, in round numbers.
+    /// Ranks that are threads or processes of one host, and rails that are its memory too. In round numbers what
+    /// `docs/results/hierarchical-costs.host.json` has, where twice as many ranks as there are cores do the same at once: medians of phases of
+    /// slices that go one after the other, and as much again for each call, for the thread that is handed the slice has to wake.
     pub const fn host() -> Self {
-        let memory = Link {
-            call_ns: 20_000,
-            bytes_per_us: 2_000,
-        };
+        let call_ns = 100_000;
         Self {
-            inside: memory,
-            across: memory,
-            add_bytes_per_us: 1_000,
+            inside: Link {
+                call_ns,
+                bytes_per_us: 800,
+            },
+            across: Link {
+                call_ns,
+                bytes_per_us: 1_000,
+            },
+            wire: Wire::NONE,
+            add_bytes_per_us: 4_000,
         }
     }
 
-    /// The same with rails of this latency and bandwidth, where it is less than the memory's.
+    /// The same with such a wire between machines.
     #[must_use]
-    pub fn with_rail(self, latency_ns: u64, bytes_per_us: u64) -> Self {
-        let across = Link {
-            call_ns: self.across.call_ns.saturating_add(latency_ns),
-            bytes_per_us: self.across.bytes_per_us.min(bytes_per_us).max(1),
-        };
-        Self { across, ..self }
+    pub fn with_wire(self, wire: Wire) -> Self {
+        Self { wire, ..self }
     }
 
     /// A number that differs, with overwhelming likelihood, between tables that decide differently (FNV-1a).
@@ -54,6 +80,7 @@ impl Costs {
         let Self {
             inside,
             across,
+            wire,
             add_bytes_per_us,
         } = self;
         [
@@ -61,6 +88,8 @@ impl Costs {
             inside.bytes_per_us,
             across.call_ns,
             across.bytes_per_us,
+            wire.latency_ns,
+            wire.bytes_per_us,
             *add_bytes_per_us,
         ]
         .into_iter()
@@ -70,46 +99,43 @@ impl Costs {
         })
     }
 
-    /// Nanoseconds of one phase with a slice of `rank_elements` of each rank.
-    pub fn phase_ns(&self, phase: Phase, call: &HierarchicalCall, rank_elements: usize) -> u64 {
+    /// What one phase takes with a slice of `rank_elements` of each rank.
+    pub fn step(&self, phase: Phase, call: &HierarchicalCall, rank_elements: usize) -> StepCost {
         let [input, travels, collected, sum, _, gathered] =
             slices::parts_bytes(call, rank_elements);
         let (count, ranks) = (call.machines.count(), call.machines.ranks());
         let others = |bytes: usize, of: usize| bytes as u64 * (of as u64 - 1) / of as u64;
+        let alone = |then_ns| StepCost {
+            link_ns: 0,
+            then_ns,
+        };
         match phase {
-            Phase::ReduceInside => self.inside.ns(others(input, ranks)),
-            Phase::Collect => self.across.ns(others(travels, count)),
-            Phase::Add => nanoseconds(collected as u64, self.add_bytes_per_us),
-            Phase::Diffuse => self.across.ns(sum as u64 * (count as u64 - 1)),
-            Phase::GatherInside => self.inside.ns(others(gathered, ranks)),
+            Phase::ReduceInside => alone(self.inside.ns(others(input, ranks))),
+            Phase::Collect => self.along(others(travels, count)),
+            Phase::Add => alone(nanoseconds(collected as u64, self.add_bytes_per_us)),
+            Phase::Diffuse => self.along(sum as u64 * (count as u64 - 1)),
+            Phase::GatherInside => alone(self.inside.ns(others(gathered, ranks))),
         }
     }
 
-    /// How long a slice keeps the link between machines busy.
-    fn link_ns(&self, call: &HierarchicalCall, phases: &[Phase], rank_elements: usize) -> u64 {
-        let along = |p: &&Phase| matches!(p, Phase::Collect | Phase::Diffuse);
-        let phases = phases.iter().filter(along);
-        phases
-            .map(|&p| self.phase_ns(p, call, rank_elements) - self.across.call_ns)
-            .sum()
+    /// So many bytes of a rank along its rail.
+    fn along(&self, bytes: u64) -> StepCost {
+        let then = self.across.ns(bytes);
+        StepCost {
+            link_ns: self.wire.link_ns(bytes),
+            then_ns: then.saturating_add(self.wire.latency_ns),
+        }
     }
 
-    /// Nanoseconds of a call in so many slices and slots: what is slowest for every slice, and everything for one. What is slowest is a
-    /// phase, or the link that two of them share, or that there are not enough slots to keep all phases busy.
-    pub fn slices_ns(
+    /// What all phases take with a slice of `rank_elements` of each rank.
+    pub fn steps(
         &self,
         call: &HierarchicalCall,
         phases: &[Phase],
         rank_elements: usize,
-        (slices, slots): (usize, usize),
-    ) -> u64 {
-        let each = |p: &Phase| self.phase_ns(*p, call, rank_elements);
-        let one: u64 = phases.iter().map(each).sum();
-        let longest = phases.iter().map(each).max().unwrap_or(0);
-        let slowest = longest
-            .max(self.link_ns(call, phases, rank_elements))
-            .max(one / slots.max(1) as u64);
-        one.saturating_add(slowest.saturating_mul(slices.saturating_sub(1) as u64))
+    ) -> SmallVec<[StepCost; 5]> {
+        let step = |p: &Phase| self.step(*p, call, rank_elements);
+        phases.iter().map(step).collect()
     }
 
     /// Nanoseconds of an all-reduce on the path as a whole.
@@ -128,7 +154,7 @@ impl Costs {
                 .ns((bytes(input) + bytes(output)) * (ranks - 1) / ranks),
         };
         inside
-            .saturating_add(self.across.ns(bytes(output) * (count - 1)))
+            .saturating_add(self.along(bytes(output) * (count - 1)).ns())
             .saturating_add(nanoseconds(bytes(output) * count, self.add_bytes_per_us))
     }
 }
