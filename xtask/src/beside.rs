@@ -71,16 +71,23 @@ impl Beside {
         let bin = lay_out(workspace, &folder)?;
         let path = env::var_os("PATH").unwrap_or_default();
         let path = env::join_paths([bin].into_iter().chain(env::split_paths(&path)))?;
-        let mut cargo = workspace.cargo();
-        cargo
-            .current_dir(&folder)
-            .args(["check", "--tests"])
-            .env("PATH", path)
-            // Most of it is what clippy has built, or the next one will.
-            .env("CARGO_TARGET_DIR", &workspace.target)
-            .env("CUDARC_CUDA_VERSION", &self.cuda)
-            .env("CUDA_COMPUTE_CAP", "90");
-        Ok(exit_code(status(&mut cargo)?))
+        let perf = "clippy --package brigade-perf --features candle -- -D warnings";
+        for (from, what) in [(&folder, "check --tests"), (&workspace.root, perf)] {
+            let mut cargo = workspace.cargo();
+            cargo
+                .current_dir(from)
+                .args(what.split(' '))
+                .env("PATH", &path)
+                // Most of it is what clippy has built, or the next one will.
+                .env("CARGO_TARGET_DIR", &workspace.target)
+                .env("CUDARC_CUDA_VERSION", &self.cuda)
+                .env("CUDA_COMPUTE_CAP", "90");
+            let ended = status(&mut cargo)?;
+            if !ended.success() {
+                return Ok(exit_code(ended));
+            }
+        }
+        Ok(ExitCode::SUCCESS)
     }
 }
 

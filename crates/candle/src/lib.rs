@@ -7,6 +7,7 @@
 //! | to | there is |
 //! |---|---|
 //! | add, gather or scatter tensors | [`AllReduce`], [`AllGather`], [`ReduceScatter`], and methods of [`Parallel`] |
+//! | add a residual to a sum, and normalize it | [`Parallel::all_reduce_norm`], [`RowParallelLinear::forward_norm`] |
 //! | spread a linear over ranks | [`ColumnParallelLinear`], [`RowParallelLinear`] |
 //! | the same where rows are spread too, with communication and products at the same time | [`GatherLinear`], [`LinearReduceScatter`] |
 //! | spread a vocabulary | [`VocabParallelEmbedding`], [`VocabParallelHead`] |
@@ -50,6 +51,7 @@
 mod adapter;
 mod all_gather;
 mod all_reduce;
+mod all_reduce_norm;
 mod column_parallel;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -68,6 +70,7 @@ mod vocab;
 pub use adapter::{Adapter, Runs};
 pub use all_gather::AllGather;
 pub use all_reduce::AllReduce;
+pub use all_reduce_norm::{Residual, ResidualNorm};
 pub use brigade;
 pub use column_parallel::ColumnParallelLinear;
 pub use error::{brigade_error, to_candle};

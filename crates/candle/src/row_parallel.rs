@@ -1,10 +1,11 @@
 //! Linears whose input features are spread over ranks.
 
 use crate::{
-    Parallel, Runs, cut,
+    Parallel, Residual, ResidualNorm, Runs, cut,
+    error::invalid,
     linear::{Shard, shard_methods},
 };
-use brigade::{LoraLinearAllReduceParams, LoraLinearParams, Output};
+use brigade::{Activation, LoraLinearAllReduceParams, LoraLinearParams, Output};
 use candle_core::{Module, Result, Tensor, safetensors::MmapedSafetensors};
 
 /// `y = act(sum over ranks of (x W^T + adapters) + b)`, where each rank has its share of the input features (Shoeybi et al. 2019,
@@ -74,6 +75,48 @@ impl RowParallelLinear {
                 .call(|lease| Ok(lease.lora_linear_with_all_reduce(params)?.plan))
         })?;
         y.reshape(shape)
+    }
+
+    /// As [`forward_lora`](Self::forward_lora) with what stands behind it in a transformer: adds `residual` `[.., out]` to the sum, and
+    /// normalizes it, in one operation. A product of this rank's columns is rounded to the type of `x` on the way.
+    ///
+    /// # Errors
+    /// As [`forward_lora`](Self::forward_lora); [`brigade::Error::Invalid`] for a linear with a bias or an activation, which would stand
+    /// between the two.
+    pub fn forward_norm(
+        &self,
+        x: &Tensor,
+        runs: &Runs,
+        residual: &Tensor,
+        norm: &ResidualNorm,
+    ) -> Result<Residual> {
+        let shard = &self.shard;
+        for (field, there) in [
+            ("bias", shard.bias.is_some()),
+            ("activation", shard.activation != Activation::None),
+        ] {
+            if there {
+                return Err(invalid(
+                    field,
+                    "there is one",
+                    "none in front of a residual",
+                ));
+            }
+        }
+        let x = x.contiguous()?;
+        let (shape, rows) = shard.output_shape(&x)?;
+        let lent = shard.lend(&x, runs)?;
+        let parallel = &shard.parallel;
+        let part = parallel.make(x.dtype(), (rows, shard.outputs()), |to| {
+            let linear = LoraLinearParams {
+                gemm: shard.gemm(&lent, None)?,
+                runs: &lent.runs(),
+            };
+            let (device, on) = (parallel.device(), parallel.stream());
+            device.lora_linear(on, &linear, Output::Into(to)).map(drop)
+        })?;
+        let part = parallel.lend(&part)?;
+        parallel.residual((shape.dims(), part.view()), residual, norm)
     }
 }
 

@@ -1,5 +1,7 @@
 //! `brigade-perf`: what operations take on the GPUs of this host, in the manner of nccl-tests, beside NCCL in the same process.
 
+#[cfg(feature = "candle")]
+mod block;
 mod check;
 mod collectives;
 mod data;
@@ -56,6 +58,9 @@ enum Operation {
     ReduceScatter(collectives::ReduceScatter),
     /// Every rank gets rank 0's data
     Broadcast(collectives::Broadcast),
+    /// A block of a transformer, of brigade-candle's layers, beside candle's own with NCCL
+    #[cfg(feature = "candle")]
+    Block(block::Block),
     /// Rows to their experts and back, beside grouped sends of rows that are laid out already
     Moe(moe::Moe),
     /// Say what this host has for GPUs and what it lacks: GPUs, links, driver, handles, libraries, and what to do about each
@@ -160,6 +165,8 @@ fn main() -> ExitCode {
         Operation::AllGather(c) => collective(&c.asked()),
         Operation::ReduceScatter(c) => collective(&c.asked()),
         Operation::Broadcast(c) => collective(&c.asked()),
+        #[cfg(feature = "candle")]
+        Operation::Block(b) => b.common.run(|r| block::run(b, r)),
         Operation::Moe(m) => m.common.run(|r| moe::run(m, r)),
         Operation::Doctor(d) => {
             let (report, code) = doctor::run(d);

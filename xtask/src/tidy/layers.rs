@@ -40,7 +40,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         ],
     ),
     ("brigade-candle", &["brigade"]),
-    ("brigade-perf", &["brigade"]),
+    ("brigade-perf", &["brigade", "brigade-candle"]),
     ("brigade-demo", &["brigade", "brigade-candle"]),
     // Tests and benchmarks stand above everything and may look inside.
     ("brigade-conformance", LIBRARIES),

@@ -1,7 +1,7 @@
 use crate::common::*;
 use brigade_candle::{
-    Adapter, ColumnParallelLinear, GatherLinear, LinearReduceScatter, Parallel, RowParallelLinear,
-    Runs,
+    Adapter, ColumnParallelLinear, GatherLinear, LinearReduceScatter, Parallel, ResidualNorm,
+    RowParallelLinear, Runs,
     brigade::{Activation, OverlapMode},
     brigade_error, cut,
 };
@@ -105,6 +105,39 @@ fn row_parallel_gives_every_rank_the_sum() {
         for y in &got {
             case.check_sum(y, &case.want);
             assert_eq!(bits(y), bits(&got[0]));
+        }
+    }
+}
+
+#[test]
+fn row_parallel_adds_a_residual_and_normalizes() {
+    for (size, case) in cases() {
+        let dtype = case.x.dtype();
+        let dims = [case.x.dims()[0], case.n()];
+        let (old, weight) = (random(&dims, dtype), random(&dims[1..], dtype));
+        let got = ranks(size, |p| {
+            let norm = ResidualNorm::new(&weight, 1e-5)?;
+            let linear = RowParallelLinear::new(p, &case.weight, None)?;
+            let own = case.own_columns(p)?;
+            let both = linear.forward_norm(&own, &Runs::none(), &old, &norm)?;
+            // The same as one after the other.
+            let part = linear.forward_norm(&own, &Runs::none(), &old.zeros_like()?, &norm)?;
+            let biased = RowParallelLinear::new(p, &case.weight, Some(&case.bias))?;
+            let refused = biased.forward_norm(&own, &Runs::none(), &old, &norm);
+            assert!(refused.unwrap_err().to_string().contains("bias"));
+            Ok((both, part.sum))
+        });
+        let mut want = product(&case.x, &case.weight);
+        for (at, &value) in values(&old).iter().enumerate() {
+            want.add(at, value);
+        }
+        for (both, _) in &got {
+            case.check_sum(&both.sum, &want);
+            assert_eq!(bits(&both.sum), bits(&got[0].0.sum));
+            assert_eq!(bits(&both.normed), bits(&got[0].0.normed));
+        }
+        for (_, part) in &got {
+            case.check_sum(part, &product(&case.x, &case.weight));
         }
     }
 }

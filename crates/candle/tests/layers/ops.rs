@@ -1,5 +1,5 @@
-use crate::common::{FLOATS, SIZES, bits, random, ranks, values};
-use brigade_candle::{AllReduce, brigade::ReduceOp};
+use crate::common::{FLOATS, SIZES, Want, bits, close, random, ranks, tolerance, values};
+use brigade_candle::{AllReduce, Residual, ResidualNorm, brigade::ReduceOp};
 use candle_core::{DType, Device, Result, Tensor};
 
 /// In rank order in f32, with one rounding, as Brigade promises it.
@@ -31,6 +31,70 @@ fn all_reduce_gives_every_rank_the_same_bits_as_candle_on_one_device() {
             }
         }
     }
+}
+
+/// The new residual and the norm of it, in f64.
+fn normed(parts: &[Tensor], residual: &Tensor, weight: &Tensor, eps: f64) -> [Want; 2] {
+    let mut sums = values(residual);
+    for part in parts {
+        sums.iter_mut().zip(values(part)).for_each(|(s, p)| *s += p);
+    }
+    let weight = values(weight);
+    let mut rows = Vec::new();
+    for row in sums.chunks(weight.len().max(1)) {
+        let mean = row.iter().map(|s| s * s).sum::<f64>() / row.len() as f64;
+        let factor = (mean + eps).sqrt().recip();
+        rows.extend(row.iter().zip(&weight).map(|(s, w)| s * factor * w));
+    }
+    [sums, rows].map(Want::plain)
+}
+
+#[test]
+fn a_residual_and_a_norm_come_with_the_sum() {
+    for (size, dtype) in SIZES.flat_map(|s| FLOATS.map(|d| (s, d))) {
+        for dims in [&[1, 8][..], &[5, 24], &[2, 3, 16], &[0, 8], &[64, 136]] {
+            let parts: Vec<_> = (0..size).map(|_| random(dims, dtype)).collect();
+            let (old, weight) = (random(dims, dtype), random(&dims[dims.len() - 1..], dtype));
+            let before = bits(&old);
+            let got = ranks(size, |p| {
+                let norm = ResidualNorm::new(&weight, 1e-5)?;
+                p.all_reduce_norm(&parts[p.rank()], &old, &norm)
+            });
+            let want = normed(&parts, &old, &weight, 1e-5);
+            for Residual { sum, normed } in &got {
+                let case = format!("{size} {dtype:?} {dims:?}");
+                assert_eq!([sum.dims(), normed.dims()], [dims, dims]);
+                close(sum, &want[0], tolerance(dtype), &case);
+                close(normed, &want[1], 2.0 * tolerance(dtype), &case);
+                assert_eq!(bits(sum), bits(&got[0].sum), "{case}");
+                assert_eq!(bits(normed), bits(&got[0].normed), "{case}");
+            }
+            assert_eq!(bits(&old), before, "the residual before stays as it is");
+        }
+    }
+}
+
+#[test]
+fn residuals_and_weights_that_do_not_fit_are_named() {
+    ranks(2, |p| {
+        let x = random(&[3, 8], DType::F32);
+        let norm = ResidualNorm::new(&random(&[8], DType::F32), 1e-5)?;
+        let refused = |told: candle_core::Error, field: &str| {
+            let told = told.to_string();
+            assert!(told.contains(field), "{told}");
+        };
+        let other = random(&[3, 7], DType::F32);
+        refused(
+            p.all_reduce_norm(&x, &other, &norm).unwrap_err(),
+            "residual",
+        );
+        let narrow = ResidualNorm::new(&random(&[7], DType::F32), 1e-5)?;
+        refused(p.all_reduce_norm(&x, &x, &narrow).unwrap_err(), "weight");
+        let matrix = ResidualNorm::new(&x, 1e-5);
+        refused(matrix.unwrap_err(), "weight");
+        // The group goes on.
+        p.all_reduce_norm(&x, &x, &norm).map(drop)
+    });
 }
 
 #[test]
