@@ -1,7 +1,7 @@
 //! Sums over all ranks with what stands behind them in a transformer: a residual, and a norm.
 
 use crate::{Parallel, error::invalid};
-use brigade::{AllReduceNormParams, Normed, View, ViewMut};
+use brigade::{AllReduceNormParams, Normed, ViewMut};
 use candle_core::{Result, Tensor};
 
 /// The norm behind a sum: `sum / sqrt(mean(sum^2) + eps) * weight` over the last dimension (Zhang and Sennrich: Root Mean Square Layer
@@ -50,21 +50,10 @@ impl Parallel {
         residual: &Tensor,
         norm: &ResidualNorm,
     ) -> Result<Residual> {
-        let (dims, x) = (x.dims(), x.contiguous()?);
-        let lent = self.lend(&x)?;
-        self.residual((dims, lent.view()), residual, norm)
-    }
-
-    /// The same of rows that lie anywhere.
-    pub(crate) fn residual(
-        &self,
-        (dims, x): (&[usize], View<'_>),
-        residual: &Tensor,
-        norm: &ResidualNorm,
-    ) -> Result<Residual> {
         for tensor in [residual, &norm.weight] {
             self.check_place(tensor)?;
         }
+        let dims = x.dims();
         let Some((&hidden, outer)) = dims.split_last() else {
             return Err(invalid("x.shape", "a scalar", "[.., hidden]"));
         };
@@ -77,11 +66,16 @@ impl Parallel {
             ));
         }
         let rows = [outer.iter().product(), hidden];
-        let (dtype, residual) = (residual.dtype(), residual.contiguous()?);
-        let (old, weight) = (self.lend(&residual)?, self.lend(&norm.weight)?);
+        let dtype = residual.dtype();
+        let (x, residual) = (x.contiguous()?, residual.contiguous()?);
+        let (x, old, weight) = (
+            self.lend(&x)?,
+            self.lend(&residual)?,
+            self.lend(&norm.weight)?,
+        );
         let call = |sum: ViewMut<'_>, normed: ViewMut<'_>| {
             let params = AllReduceNormParams {
-                from: x.reshape(&rows)?,
+                from: x.view().reshape(&rows)?,
                 residual: old.view().reshape(&rows)?,
                 weight: weight.view(),
                 eps: norm.eps,

@@ -4,7 +4,6 @@ use crate::{
     Parallel, Runs, cut,
     linear::{Shard, check_total, shard_methods},
 };
-use brigade::{LoraLinearParams, Output};
 use candle_core::{D, Module, Result, Tensor, safetensors::MmapedSafetensors};
 
 /// `y = act(x W^T + adapters + b)`, where each rank has its share of the output features (Shoeybi et al. 2019, Megatron-LM).
@@ -80,19 +79,7 @@ impl ColumnParallelLinear {
     /// [`brigade::Error::Invalid`] naming what does not fit; [`brigade::Error::Fault`] if outputs are gathered and a rank does not come.
     pub fn forward_lora(&self, x: &Tensor, runs: &Runs) -> Result<Tensor> {
         let shard = &self.shard;
-        let x = x.contiguous()?;
-        let (shape, rows) = shard.output_shape(&x)?;
-        let dims = [rows, shard.outputs()];
-        let lent = shard.lend(&x, runs)?;
-        let own = shard.parallel.make(x.dtype(), &dims, |to| {
-            let linear = LoraLinearParams {
-                gemm: shard.gemm(&lent, lent.bias())?,
-                runs: &lent.runs(),
-            };
-            let (device, on) = (shard.parallel.device(), shard.parallel.stream());
-            device.lora_linear(on, &linear, Output::Into(to)).map(drop)
-        })?;
-        let own = own.reshape(shape)?;
+        let own = shard.product(x, runs)?;
         match &self.gathered {
             Some(counts) => shard.parallel.all_gather(&own, D::Minus1, Some(counts)),
             None => Ok(own),

@@ -6,7 +6,7 @@ use crate::{
     error::{OrCandle, invalid},
     memory::Lent,
 };
-use brigade::{Activation, GemmParams, LoraRun, View};
+use brigade::{Activation, GemmParams, LoraLinearParams, LoraRun, Output, View};
 use candle_core::{Result, Shape, Tensor};
 
 /// This rank's part of a linear.
@@ -90,6 +90,23 @@ impl Shard {
             activation: self.activation,
             ..GemmParams::new(x.reshape(&[rows, columns])?, lent.weight.view())
         })
+    }
+
+    /// This rank's product, with its own adapters and bias: nothing travels.
+    pub(crate) fn product(&self, x: &Tensor, runs: &Runs) -> Result<Tensor> {
+        let x = x.contiguous()?;
+        let (shape, rows) = self.output_shape(&x)?;
+        let lent = self.lend(&x, runs)?;
+        let dims = (rows, self.outputs());
+        let own = self.parallel.make(x.dtype(), dims, |to| {
+            let linear = LoraLinearParams {
+                gemm: self.gemm(&lent, lent.bias())?,
+                runs: &lent.runs(),
+            };
+            let (device, on) = (self.parallel.device(), self.parallel.stream());
+            device.lora_linear(on, &linear, Output::Into(to)).map(drop)
+        })?;
+        own.reshape(shape)
     }
 
     /// The shape of what comes out of `[.., in]`, and the number of its rows.

@@ -103,20 +103,8 @@ impl RowParallelLinear {
                 ));
             }
         }
-        let x = x.contiguous()?;
-        let (shape, rows) = shard.output_shape(&x)?;
-        let lent = shard.lend(&x, runs)?;
-        let parallel = &shard.parallel;
-        let part = parallel.make(x.dtype(), (rows, shard.outputs()), |to| {
-            let linear = LoraLinearParams {
-                gemm: shard.gemm(&lent, None)?,
-                runs: &lent.runs(),
-            };
-            let (device, on) = (parallel.device(), parallel.stream());
-            device.lora_linear(on, &linear, Output::Into(to)).map(drop)
-        })?;
-        let part = parallel.lend(&part)?;
-        parallel.residual((shape.dims(), part.view()), residual, norm)
+        let part = shard.product(x, runs)?;
+        shard.parallel.all_reduce_norm(&part, residual, norm)
     }
 }
 
