@@ -47,7 +47,7 @@ fn build() -> Result<(), String> {
         Ok((folder, nvcc)) => {
             println!("cargo::rerun-if-changed={}", folder.display());
             println!("cargo::rerun-if-changed={}", nvcc.path.display());
-            embed(&folder, &nvcc, &cache(&out))?
+            embed(&folder, &nvcc, &out)?
         }
         Err(why) if required => {
             return Err(format!(
@@ -60,18 +60,18 @@ fn build() -> Result<(), String> {
 }
 
 /// Compiles every file and writes the Rust that embeds the results.
-fn embed(folder: &Path, nvcc: &nvcc::Nvcc, into: &Path) -> Result<String, String> {
+fn embed(folder: &Path, nvcc: &nvcc::Nvcc, out: &Path) -> Result<String, String> {
     let mut statics = String::new();
     let mut list = String::new();
-    for nvcc::Compiled { name, fatbin, .. } in
-        nvcc.compile(folder, &params::header(), into, &|_| {})?
-    {
-        // Should somebody clear it away, the next build compiles again.
-        println!("cargo::rerun-if-changed={}", fatbin.display());
+    let all = nvcc.compile(folder, &params::header(), &cache(out), &|_| {})?;
+    for nvcc::Compiled { name, fatbin, .. } in all {
+        // This build's own, whatever becomes of the others.
+        let kept = out.join(format!("{name}.fatbin"));
+        fs::copy(&fatbin, &kept).map_err(|e| format!("{}: {e}", fatbin.display()))?;
         let upper = name.to_uppercase();
         let _ = writeln!(
             statics,
-            "static {upper}: &Aligned<[u8]> = &Aligned(*include_bytes!({fatbin:?}));"
+            "static {upper}: &Aligned<[u8]> = &Aligned(*include_bytes!({kept:?}));"
         );
         let _ = writeln!(list, "    Fatbin {{ name: {name:?}, bytes: &{upper}.0 }},");
     }

@@ -17,7 +17,7 @@ pub use seat::{Seat, TcpSeat};
 pub use tally::{Kind, LayerReport, Phase};
 pub use weights::for_sequence;
 
-use crate::{AdapterSpec, Error, Result, Source, shard};
+use crate::{AdapterSpec, Error, Result, Source};
 use brigade::{DataType, DeviceChoice, OverlapMode};
 use run::Task;
 use seat::ThreadSeat;
@@ -129,9 +129,8 @@ pub fn generate(
         prompts,
         end,
         options,
-    };
-    shard::plan(source.config(), options.ranks)?;
-    check(source, prompts, options)?;
+    }
+    .checked()?;
     let (tell, told) = mpsc::channel();
     let results = std::thread::scope(|scope| {
         let mut handles = Vec::new();
@@ -190,9 +189,8 @@ pub fn generate_as_rank(
         prompts,
         end,
         options,
-    };
-    shard::plan(source.config(), options.ranks)?;
-    check(source, prompts, options)?;
+    }
+    .checked()?;
     let report = run::run(task, seat, &mut |sequence, _, token| {
         on_token(sequence, token)
     })?;
@@ -226,30 +224,6 @@ pub(crate) fn all_or_cause<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
         }
     }
     fault.map_or(Ok(all), Err)
-}
-
-fn check(source: &dyn Source, prompts: &[Vec<u32>], options: &Options) -> Result<()> {
-    let config = source.config();
-    if prompts.is_empty() {
-        return Err(Error::field("prompts", 0, "at least one"));
-    }
-    for prompt in prompts {
-        if prompt.is_empty() {
-            return Err(Error::field("prompt", "empty", "at least one token"));
-        }
-        if let Some(id) = prompt.iter().find(|&&id| id as usize >= config.vocabulary) {
-            let want = format!("below {}", config.vocabulary);
-            return Err(Error::field("prompt token", id, want));
-        }
-        if prompt.len() + options.max_tokens > config.context {
-            return Err(Error::field(
-                "prompt and max_tokens",
-                format!("{} + {}", prompt.len(), options.max_tokens),
-                format!("at most the context of {}", config.context),
-            ));
-        }
-    }
-    Ok(())
 }
 
 /// Threads that each rank may multiply with: the machine's cores, dealt to the ranks.

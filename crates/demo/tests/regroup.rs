@@ -48,8 +48,15 @@ fn those_who_are_left_give_the_same_answer() {
     let lora = AdapterSpec::new(9, 4, 0.5);
     for lora in [None, Some(lora)] {
         let want = answers(&model(), &prompts(), NEVER, 8, lora.as_ref());
-        // Before the first token, in the middle, and before the last; the first rank, which speaks, too.
-        for (ranks, lost, after) in [(2, 0, 3), (3, 2, 0), (3, 1, 7), (4, 0, 1), (6, 5, 4)] {
+        // Before the first token, in the middle, before the last, and behind it; the first rank, which speaks, too.
+        for (ranks, lost, after) in [
+            (2, 0, 3),
+            (3, 2, 0),
+            (3, 1, 7),
+            (3, 1, 8),
+            (4, 0, 1),
+            (6, 5, 4),
+        ] {
             let mut told = Vec::new();
             let got = run(&without(ranks, lost, after, lora.clone()), &mut told).unwrap();
             let about = format!("rank {lost} of {ranks} after {after}");

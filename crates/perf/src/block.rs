@@ -21,7 +21,10 @@ use brigade_candle::{
     RowParallelLinear, Runs, brigade_error,
 };
 use candle_core::{DType, Device, Module, Tensor};
-use candle_nn::{Linear, ops::rms_norm};
+use candle_nn::{
+    Linear,
+    ops::{rms_norm, swiglu},
+};
 use clap::Args;
 use serde_json::{Value, json};
 use std::{path::PathBuf, sync::Arc};
@@ -120,10 +123,6 @@ struct Setup {
     own: State,
 }
 
-fn silu_times(gate_up: &Tensor) -> candle_core::Result<Tensor> {
-    candle_nn::ops::swiglu(gate_up)
-}
-
 impl Setup {
     fn new(parallel: &Parallel, case: Case, options: &Block) -> candle_core::Result<Self> {
         let (place, size, rank) = (parallel.place(), parallel.size(), parallel.rank());
@@ -176,7 +175,7 @@ impl Setup {
                 let (residual, normed) = &self.own;
                 let attended = self.attention.step(&qkv.forward(normed)?, &self.past)?;
                 let middle = output.forward_norm(&attended, &none, residual, &inner)?;
-                let inside = silu_times(&gate_up.forward(&middle.normed)?)?;
+                let inside = swiglu(&gate_up.forward(&middle.normed)?)?;
                 let out = down.forward_norm(&inside, &none, &middle.sum, &next)?;
                 Ok((out.sum, out.normed))
             }));
@@ -199,7 +198,7 @@ impl Setup {
             let attended = self.attention.prompt(&attended)?;
             let middle = (residual + output.forward_rows(&attended, shares, &none)?)?;
             let normed = rms_norm(&middle, &w.norms[0], EPS)?;
-            let inside = silu_times(&gate_up.forward_rows(&normed, shares, &none)?)?;
+            let inside = swiglu(&gate_up.forward_rows(&normed, shares, &none)?)?;
             let out = (middle + down.forward_rows(&inside, shares, &none)?)?;
             let normed = rms_norm(&out, &w.norms[1], EPS)?;
             Ok((out, normed))
@@ -231,7 +230,7 @@ impl Setup {
             };
             let middle = (residual + all_reduce(&output.forward(&attended)?)?)?;
             let normed = rms_norm(&middle, &w.norms[0], EPS)?;
-            let inside = silu_times(&gate_up.forward(&normed)?)?;
+            let inside = swiglu(&gate_up.forward(&normed)?)?;
             let out = (middle + all_reduce(&down.forward(&inside)?)?)?;
             let normed = rms_norm(&out, &w.norms[1], EPS)?;
             Ok((out, normed))

@@ -58,10 +58,10 @@ impl Rank {
         self.tally
     }
 
-    /// The collective end of both communicators.
+    /// The collective end of both communicators. That of attention, by which ranks vote on who is lost, is the last.
     pub(crate) fn close(&self, within: Duration) -> Result<()> {
-        self.attention.close(within)?;
-        Ok(self.feed_forward.close(within)?)
+        self.feed_forward.close(within)?;
+        Ok(self.attention.close(within)?)
     }
 
     /// Reads all of some sequences, and chooses the next token of each.

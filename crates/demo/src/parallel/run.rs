@@ -21,6 +21,40 @@ pub(super) struct Task<'a> {
     pub(super) options: &'a Options,
 }
 
+impl Task<'_> {
+    /// Refuses what cannot be before a rank starts.
+    pub(super) fn checked(self) -> Result<Self> {
+        let Self {
+            source,
+            prompts,
+            options,
+            ..
+        } = self;
+        let config = source.config();
+        shard::plan(config, options.ranks)?;
+        if prompts.is_empty() {
+            return Err(Error::field("prompts", 0, "at least one"));
+        }
+        for prompt in prompts {
+            if prompt.is_empty() {
+                return Err(Error::field("prompt", "empty", "at least one token"));
+            }
+            if let Some(id) = prompt.iter().find(|&&id| id as usize >= config.vocabulary) {
+                let want = format!("below {}", config.vocabulary);
+                return Err(Error::field("prompt token", id, want));
+            }
+            if prompt.len() + options.max_tokens > config.context {
+                return Err(Error::field(
+                    "prompt and max_tokens",
+                    format!("{} + {}", prompt.len(), options.max_tokens),
+                    format!("at most the context of {}", config.context),
+                ));
+            }
+        }
+        Ok(self)
+    }
+}
+
 /// How far a rank has come.
 struct Progress {
     tokens: Vec<Vec<u32>>,
@@ -51,9 +85,11 @@ pub(super) fn run(
     let mut tally = Tally::default();
     loop {
         let (attention, mut rank) = set_up(task, seat, &place, tally)?;
-        let error = match steps(task, (&mut rank, me), &mut progress, on_token) {
+        let ended = steps(task, (&mut rank, me), &mut progress, on_token)
+            // Who is lost by then may have been needed by others, for their last step.
+            .and_then(|()| rank.close(options.deadline));
+        let error = match ended {
             Ok(()) => {
-                rank.close(options.deadline)?;
                 return Ok(RankReport {
                     tokens: progress.tokens,
                     device: rank.device_name(),
@@ -191,14 +227,13 @@ fn steps(
     let mut first = true;
     loop {
         let tokens = &progress.tokens;
+        let steps = tokens.iter().map(Vec::len).max().unwrap_or(0);
+        if options.leave == Some((me, steps)) {
+            return Err(Error::Left { rank: me });
+        }
         let active: Vec<usize> = (0..tokens.len()).filter(|&s| goes_on(&tokens[s])).collect();
         if active.is_empty() {
             return Ok(());
-        }
-        if let Some((who, after)) = options.leave
-            && (who, after) == (me, tokens[active[0]].len())
-        {
-            return Err(Error::Left { rank: me });
         }
         let start = Instant::now();
         let chosen = if first {

@@ -24,13 +24,11 @@ pub trait Seat: Send {
 /// A thread's.
 pub(super) struct ThreadSeat {
     group: ThreadGroup,
-    /// Numbers in the first group of those in the present one.
-    left: Vec<usize>,
     rounds: usize,
     later: Arc<Later>,
 }
 
-/// How many groups there were before, and who of the first one is in it.
+/// How many groups there were before, and who of the last of them is lost.
 type Which = (usize, Vec<usize>);
 
 /// The groups that come later. Who is first makes a group for all.
@@ -43,7 +41,6 @@ impl ThreadSeat {
         let later = Arc::<Later>::default();
         let seat = |group| Self {
             group,
-            left: (0..ranks).collect(),
             rounds: 0,
             later: Arc::clone(&later),
         };
@@ -60,25 +57,20 @@ impl Seat for ThreadSeat {
     }
 
     fn regroup(&mut self, lost: &[usize]) -> Result<()> {
-        let me = self.left[self.group.rank()];
-        let left = self.left.iter().enumerate();
-        self.left = left
-            .filter(|(rank, _)| !lost.contains(rank))
-            .map(|(_, &first)| first)
-            .collect();
         self.rounds += 1;
-        let size = self.left.len();
-        let rank = self.left.iter().position(|&first| first == me);
+        let size = self.group.size().saturating_sub(lost.len());
+        let before = lost.iter().filter(|&&rank| rank < self.group.rank());
+        let rank = self.group.rank() - before.count();
         let mut later = self.later.0.lock();
         let seats = later
-            .entry((self.rounds, self.left.clone()))
+            .entry((self.rounds, lost.to_vec()))
             .or_insert_with(|| {
                 brigade::group::threads(size)
                     .into_iter()
                     .map(Some)
                     .collect()
             });
-        let group = rank.and_then(|rank| seats[rank].take());
+        let group = seats.get_mut(rank).and_then(Option::take);
         self.group = group.ok_or_else(|| Error::field("lost", format!("{lost:?}"), "others"))?;
         Ok(())
     }
