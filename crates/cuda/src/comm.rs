@@ -3,6 +3,7 @@
 use crate::{
     CudaDevice, Pages,
     core::{Core, Parts},
+    loading,
     nccl_sums::NcclSums,
     pushed,
     rendezvous::{self, Hardware},
@@ -108,6 +109,7 @@ pub(crate) fn join(
     let hardware = Hardware::of(boot, &device, within)?;
     let table = hardware.table(boot, within)?;
     let sharing = Sharing::between(boot, within)?;
+    loading::check(sharing.one_process(), hardware.distinct)?;
     let segments = sharing.exchange(boot, layout.words, 0, within)?;
     let symmetric = rendezvous::exchange(boot, &device, &sharing, bytes, within)?;
     let nccl = config

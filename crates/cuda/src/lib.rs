@@ -46,6 +46,7 @@ mod kernels;
 mod lane;
 mod linear;
 mod linear_reduce_scatter;
+mod loading;
 mod low_latency;
 mod lt;
 mod lt_call;

@@ -7,7 +7,7 @@ use brigade_plan::{
     Table,
     crossover::{Gpus, Links},
 };
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 /// All ranks want the same.
 pub(crate) fn vote_on(boot: &dyn Bootstrap, config: &CommConfig) -> Result<()> {
@@ -20,6 +20,8 @@ pub(crate) fn vote_on(boot: &dyn Bootstrap, config: &CommConfig) -> Result<()> {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Hardware {
     pub(crate) gpus: Gpus,
+    /// How many GPUs the ranks have.
+    pub(crate) distinct: usize,
     /// Whether some ranks have the same GPU.
     pub(crate) shares: bool,
     /// Whether every GPU has the kernels for [`OverlapMode::Tiles`](brigade_device::OverlapMode::Tiles).
@@ -43,15 +45,11 @@ impl Hardware {
             .map(|(_, uuid)| here.iter().position(|gpu| uuid.starts_with(&gpu.uuid)));
         let links = agree(boot, STEP, links(own, there), within)?;
         let views = boot.all_gather(view(&device.info().name, links).as_bytes(), within)?;
-        let shares = {
-            let mut one_each = uuids.clone();
-            one_each.sort_unstable();
-            one_each.dedup();
-            one_each.len() < uuids.len()
-        };
+        let distinct = uuids.iter().collect::<BTreeSet<_>>().len();
         Ok(Self {
             gpus: together(&views, &device.info().name, links),
-            shares,
+            distinct,
+            shares: distinct < uuids.len(),
             tiles: uuids.iter().all(|uuid| uuid.last() == Some(&1)),
         })
     }

@@ -6,6 +6,7 @@ use crate::{
     driver::{accept, driver_version, needed_driver},
     find_nccl,
     handles::{HandleKind, try_handle},
+    loading::is_eager,
     lt,
     nccl::{loaded_file, why_not},
     peers::link,
@@ -45,6 +46,8 @@ struct Seen {
     cublas: Result<(Version, Option<String>), Missing>,
     handles: [Vec<Result<(), Missing>>; 3],
     nccl: Result<Nccl, String>,
+    /// Whether kernels are loaded eagerly.
+    eager: Result<bool, Missing>,
 }
 
 /// For what each kind of handle is needed, in the order of [`Seen::handles`].
@@ -90,6 +93,7 @@ impl Seen {
             handles: HANDLES.map(|(kind, ..)| every(&|gpu| try_handle(gpu, kind))),
             nccl: find_nccl(&[])
                 .ok_or_else(|| why_not().unwrap_or_else(|| "it tells no version".into())),
+            eager: gpus.as_ref().map_err(Clone::clone).and_then(|_| is_eager()),
             gpus,
         }
     }
@@ -103,6 +107,7 @@ impl Seen {
         all.push(finding("cuda kernels", self.kernels()));
         all.push(finding("cublas", self.cublas()));
         if self.gpus.is_ok() {
+            all.push(finding("kernel loading", self.loading()));
             all.push(finding("links", self.links()));
             for ((_, name, purpose, remedy), tried) in HANDLES.iter().zip(&self.handles) {
                 all.push(finding(name, handle(tried, purpose, remedy)));
@@ -141,6 +146,13 @@ impl Seen {
         Ok(match file {
             Some(file) => format!("cuBLASLt {version} ({file})"),
             None => format!("cuBLASLt {version}"),
+        })
+    }
+
+    fn loading(&self) -> Result<String, Reason> {
+        Ok(match self.eager.clone()? {
+            false => "lazy".into(),
+            true => "eager: no ranks of one process on several GPUs".into(),
         })
     }
 
@@ -374,6 +386,7 @@ mod tests {
             )),
             handles: [fine(), fine(), fine()],
             nccl: Err("libnccl.so.2: cannot open".into()),
+            eager: Ok(false),
         }
     }
 
