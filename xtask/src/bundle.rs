@@ -301,16 +301,24 @@ mod tests {
         script(&at(MARK), &runner(&["bad", "good"])).unwrap();
         script(&at("bad"), "#!/bin/sh\necho bad \"$@\"\nexit 3\n").unwrap();
         script(&at("good"), "#!/bin/sh\necho good \"$@\"\n").unwrap();
-        let run = |arguments: &[&str]| {
-            let mut command = std::process::Command::new(at(MARK));
+        script(
+            &at("cuda"),
+            "#!/bin/sh\necho ${CUDA_MODULE_LOADING:-usual} \"$@\"\n",
+        )
+        .unwrap();
+        script(&at("threads"), &runner(&["cuda"])).unwrap();
+        let run_script = |name: &str, arguments: &[&str]| {
+            let mut command = std::process::Command::new(at(name));
             let output = command
                 .args(arguments)
                 .env_remove("BRIGADE_THREADS")
+                .env_remove("CUDA_MODULE_LOADING")
                 .output();
             let output = output.unwrap();
             let text = String::from_utf8(output.stdout).unwrap();
             (output.status.code(), text.replace('\n', "|"))
         };
+        let run = |arguments: &[&str]| run_script(MARK, arguments);
         let all = "== bad |bad --test-threads 1|== good |good --test-threads 1|";
         assert_eq!(run(&[]), (Some(1), all.to_owned()));
         let (code, text) = run(&["x", "y z"]);
@@ -320,5 +328,7 @@ mod tests {
             text.ends_with("== good y z|good y z --test-threads 1|"),
             "{text}"
         );
+        let both = "== cuda x|usual x --test-threads 1 --skip shared/|EAGER x --test-threads 1 --skip cuda/|";
+        assert_eq!(run_script("threads", &["x"]), (Some(0), both.to_owned()));
     }
 }
