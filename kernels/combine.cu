@@ -1,6 +1,6 @@
 // Rows back from their experts. `back` writes each into this rank's part of the half of the rank that it came from, at a place that both
 // know: that of its token, and by expert also by its place among the token's experts. Once the steps between have
-// seen all of them come, `sum` adds them up, for the tokens of a piece: in f32, products rounded before they are added, never fused, so that the host's are the
+// seen all of them come, `sum` adds them up, for the tokens of a piece (and `pull` those that stayed in place, from where they lie): in f32, products rounded before they are added, never fused, so that the host's are the
 // same bits.
 #include "back.cuh"
 #include "params.cuh"
@@ -66,8 +66,9 @@ struct Held<any_type> {
   __device__ __forceinline__ Eight eight() const { return values; }
 };
 
-// With rows of `known` type, that suit the widest access and give the same type; or of any.
-template <uint32_t known>
+// With rows of `known` type, that suit the widest access and give the same type; or of any. Where they stayed in place, `parts` are what this
+// rank has sent to each, and rows are read from there.
+template <uint32_t known, bool in_place>
 __device__ __forceinline__ void sum_rows(const CombineParams& p, bool whole) {
   const uint32_t from_type = known == any_type ? p.from_type : known, out_type = known == any_type ? p.out_type : known;
   whole |= known != any_type;
@@ -77,6 +78,7 @@ __device__ __forceinline__ void sum_rows(const CombineParams& p, bool whole) {
   const int32_t* slots = reinterpret_cast<const int32_t*>(p.slots);
   const int32_t* positions = reinterpret_cast<const int32_t*>(p.positions);
   auto part = [&](uint32_t rank) { return p.parts + rank * p.parts_stride; };
+  uint64_t moved = 0;
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t each = p.sum == by_experts ? p.k : 1, first = p.first_row / each, piece = p.piece_rows / each;
   for (uint64_t of_piece = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; of_piece < piece; of_piece += groups) {
@@ -94,8 +96,10 @@ __device__ __forceinline__ void sum_rows(const CombineParams& p, bool whole) {
         weight = reinterpret_cast<const float*>(p.own_weights)[token * p.k + lane];
       }
     } else {
-      there = lane < p.size && positions[token * p.size + lane] >= 0;
-      row = part(lane) + p.came_rows + of_piece * row_bytes;
+      const int32_t position = lane < p.size ? positions[token * p.size + lane] : -1;
+      there = position >= 0;
+      row = part(lane) + p.came_rows + (in_place ? uint32_t(position) : of_piece) * row_bytes;
+      if (in_place && thread < 32 && there && lane != p.rank) moved += row_bytes;
     }
     const uint32_t all_rows = __ballot_sync(0xFFFFFFFFu, there);
     // All lanes go on as long as one of a warp does, since they tell each other.
@@ -140,15 +144,26 @@ __device__ __forceinline__ void sum_rows(const CombineParams& p, bool whole) {
       reinterpret_cast<float*>(p.weights_out)[token * p.k + e] = x;
     }
   }
+  if (in_place && moved > 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.state) + STATE_MOVED, (unsigned long long)moved);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4) brigade_combine_sum(const __grid_constant__ CombineParams p) {
+template <bool in_place>
+__device__ __forceinline__ void sum_of_type(const CombineParams& p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
   const bool whole = is_whole(p.parts | p.parts_stride | p.out | p.biases[0] | p.biases[1], p.hidden);
   switch (whole && p.from_type == p.out_type ? p.from_type : any_type) {
-    case BF16: return sum_rows<BF16>(p, whole);
-    case F16: return sum_rows<F16>(p, whole);
-    default: return sum_rows<any_type>(p, whole);
+    case BF16: return sum_rows<BF16, in_place>(p, whole);
+    case F16: return sum_rows<F16, in_place>(p, whole);
+    default: return sum_rows<any_type, in_place>(p, whole);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 4) brigade_combine_sum(const __grid_constant__ CombineParams p) {
+  sum_of_type<false>(p);
+}
+
+// The same of rows that stayed in place, at each rank.
+extern "C" __global__ void __launch_bounds__(256, 4) brigade_combine_pull(const __grid_constant__ CombineParams p) {
+  sum_of_type<true>(p);
 }

@@ -41,7 +41,9 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_push(const _
   const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.sent_offsets);
   const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
   // Own rows are taken from where they lie: this rank gets no more than what says which they are.
-  const uint32_t targets = p.size - (p.row_bytes[token] == 0);
+  // Rows that stay in place lie before the parts: own ones, too.
+  const bool in_place = int64_t(p.section[row]) < 0;
+  const uint32_t targets = p.size - (p.row_bytes[token] == 0 && !in_place);
   if (targets < p.size && blockIdx.x == 0 && threadIdx.x == 0) {
     const uint64_t own = p.base + p.rank * p.stride + p.half + p.rank * p.part_bytes;
     *reinterpret_cast<uint64_t*>(own) = offsets[p.rank + 1] - offsets[p.rank];
@@ -59,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_push(const _
     }
     if (at >= all) continue;
     const uint32_t from = p.gathers ? at : reinterpret_cast<const uint32_t*>(p.sent)[first + at];
-    write_sections(p, p.section, part, i, to, from, to != p.rank, thread);
+    write_sections(p, p.section, part, i, to, from, to != p.rank || in_place, thread);
   }
 }
 

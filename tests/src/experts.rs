@@ -7,6 +7,7 @@
 pub mod back;
 pub mod case;
 mod gathered;
+mod in_place;
 mod limits;
 pub mod own;
 mod routes;
@@ -380,6 +381,7 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
+    in_place::add(suite);
     for (how, by) in TRANSPORTS {
         if by.there == PUSHED && !suite.backend().engines().pushes_rows {
             continue;

@@ -6,6 +6,7 @@ mod fifo;
 use crate::{
     Kernel, KernelSet, Missing,
     comm::{CudaComm, unexpected},
+    core::Core,
     dispatch::{own_parts, row_blocks, row_threads},
     job::Job,
     memory::check_reach,
@@ -15,8 +16,8 @@ use crate::{
     types,
 };
 use brigade_device::{
-    Buffer, Call, CombineCall, CombineParams, CombineSum, Combined, DataType, HandleParts, Output,
-    Plan, Result, Transport, Turn,
+    Buffer, Call, CombineCall, CombineParams, CombineSum, Combined, DataType, Error, HandleParts,
+    Output, Plan, Result, Transport, Turn,
 };
 use brigade_kernels::CombineParams as Parameters;
 use brigade_plan::{
@@ -26,13 +27,17 @@ use brigade_plan::{
 };
 use brigade_sync::Area;
 use cudarc::driver::sys;
-use std::{ops::Range, sync::Arc};
+use std::{
+    ops::Range,
+    sync::{Arc, atomic::Ordering},
+};
 
 /// Its kernels, in the order in which they run.
 #[derive(Debug)]
 pub(crate) struct CombineKernels {
     back: Kernel<Parameters>,
     sum: Kernel<Parameters>,
+    pull: Kernel<Parameters>,
 }
 
 impl CombineKernels {
@@ -40,6 +45,7 @@ impl CombineKernels {
         Ok(Self {
             back: set.variant("_back")?,
             sum: set.variant("_sum")?,
+            pull: set.variant("_pull")?,
         })
     }
 }
@@ -77,7 +83,9 @@ impl CudaComm {
             return Err(unexpected(&plan));
         };
         let queues = match transport {
-            Transport::OneSided | Transport::Gather | Transport::Pushed => None,
+            Transport::OneSided | Transport::Gather | Transport::Pushed | Transport::InPlace => {
+                None
+            }
             Transport::Fifo => Some(Queues::new(
                 self.core.config.fifo_bytes,
                 self.core.size(),
@@ -141,6 +149,17 @@ impl CudaComm {
                     .collective(turn.stream(), &signed, &kept, Some(&d), |job| {
                         combine(job, &a)
                     })?;
+            }
+            Transport::InPlace => {
+                let rows = self.core.parts_in_place(&a)?;
+                self.core
+                    .collective(turn.stream(), &signed, &kept, Some(&d), |job| {
+                        // Whoever is in the call has written its rows.
+                        job.steps.meet();
+                        job.add_up_in_place(&a, rows)
+                    })?;
+                // Peers may still be reading.
+                self.core.views.dispatched.fetch_add(1, Ordering::AcqRel);
             }
             Transport::Pushed => {
                 kept.push(&d);
@@ -327,5 +346,46 @@ impl Job<'_> {
         let kernel = &self.core.device.opened.kernels.combines.sum;
         // SAFETY: what has come back lies in the group's memory, or in a buffer of the call, as all else.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// The same of rows that stayed in place: what this rank has sent to each begins at `parts` of it.
+    fn add_up_in_place(&mut self, a: &Arguments, parts: u64) -> Result<()> {
+        self.steps_now()?;
+        let tokens = a.parts.layout.slots.shape().rows();
+        if tokens == 0 {
+            return Ok(());
+        }
+        let threads = row_threads(&self.core.device, tokens, Self::row_bytes(a));
+        let mut parameters = Parameters {
+            parts,
+            parts_stride: self.core.memory.symmetric.stride() as u64,
+            piece_rows: a.call.max_rows() as u32,
+            row_threads: threads,
+            ..self.combining(a)
+        };
+        for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
+            *to = bias.address();
+        }
+        let shape = row_blocks(self, tokens, threads);
+        let kernel = &self.core.device.opened.kernels.combines.pull;
+        // SAFETY: rows lie in the group's memory, at the same place of each rank's, and all else in buffers of the call.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+}
+
+impl Core {
+    /// Where rank 0 has what this rank has sent to it, in place; each other rank's lies a stride further.
+    fn parts_in_place(&self, a: &Arguments) -> Result<u64> {
+        let symmetric = &self.memory.symmetric;
+        let own = symmetric.base() + (self.rank() * symmetric.stride()) as u64;
+        let bytes = a.rows.bytes() as u64;
+        let inside = |at: &u64| at + bytes <= symmetric.stride() as u64;
+        let at = a.rows.address().checked_sub(own).filter(inside);
+        let at = at.ok_or_else(|| {
+            let want = "memory of this communicator";
+            Error::invalid("rows.memory", "rows of another communicator", want)
+        })?;
+        let of_source = bytes / self.size() as u64;
+        Ok(symmetric.base() + at + self.rank() as u64 * of_source)
     }
 }

@@ -129,11 +129,13 @@ pub(crate) struct Reserved {
     pub(crate) rows: PerRank,
 }
 
-/// Which views of the gather region's halves are still good: a view knows the number of its time.
+/// Which views of halves are still good: a view knows the number of its time.
 #[derive(Default)]
 pub(crate) struct Views {
     pub(crate) all: [Arc<AtomicU64>; HALVES],
     pub(crate) own: [Arc<AtomicU64>; HALVES],
+    /// Rows of a dispatch that stay in place, whichever half they lie in.
+    pub(crate) dispatched: Arc<AtomicU64>,
 }
 
 /// Everything that a communicator is made of.

@@ -4,6 +4,7 @@
 mod arrange;
 mod fifo;
 mod gathered;
+mod in_place;
 mod pieces;
 
 pub(crate) use pieces::own_parts;
@@ -25,14 +26,14 @@ use brigade_device::{
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
 use brigade_plan::{
-    dispatch::{Load, Section, Sections, part_bytes, sections, ways_rows},
+    dispatch::{InPlace, Load, Section, Sections, part_bytes, sections, ways_rows},
     fifo::Queues,
     routes::Slots,
 };
 use brigade_sync::Area;
 use gathered::Gathered;
 use pieces::{Passing, Piece};
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 /// Its kernels, in the order in which they run.
 #[derive(Debug)]
@@ -143,6 +144,8 @@ pub(crate) struct Arguments {
     pub(crate) ways: Ways,
     cast: Option<(Buffer, Buffer)>,
     staged: Option<Buffer>,
+    /// How the half lies, where rows stay in it.
+    in_place: Option<InPlace>,
 }
 
 /// Where rows lie that have come.
@@ -174,6 +177,8 @@ impl CudaComm {
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
         let mut a = Arguments::new(device, lane, &p, (call, group, generation))?;
         a.travel(self, lane, (transport, piece_rows))?;
+        // Whoever has rows of an earlier one in place has them no longer.
+        self.core.views.dispatched.fetch_add(1, Ordering::AcqRel);
         let absent = self.core.control.absent();
         a.router = a.router.map(|router| router.without(absent));
         let given = match a.ways.room(&a.call, group.size) {
@@ -272,6 +277,7 @@ impl Arguments {
             ways,
             cast,
             staged: None,
+            in_place: None,
             call,
         })
     }
@@ -292,6 +298,10 @@ impl Arguments {
         };
         self.pieces = match (transport, load) {
             (Transport::Pushed | Transport::Fifo, _) => Vec::new(),
+            (Transport::InPlace, load) => {
+                self.in_place = Some(InPlace::of(call, size));
+                Piece::all(load, (tokens, tokens), false).collect()
+            }
             (Transport::OneSided, Load::Whole) if rows >= tokens => {
                 Piece::all(Load::Whole, (tokens, rows), false).collect()
             }
@@ -423,7 +433,7 @@ fn dispatch(
     a: &Arguments,
     outputs: Option<DispatchOutputs>,
 ) -> Result<DispatchOutputs> {
-    if let Some(outputs) = &outputs {
+    if let Some(outputs) = outputs.as_ref().filter(|_| a.in_place.is_none()) {
         job.poison_all(outputs);
     }
     if let (Some(queues), Some(staged)) = (&a.queues, &a.staged) {
@@ -434,6 +444,11 @@ fn dispatch(
         job.arrange(a, came, &outputs)?;
         job.collect(a, came, &outputs)?;
         return Ok(outputs);
+    }
+    // Where rows stayed in place, they are not needed any more.
+    job.steps.let_go_of_area(Area::Dispatch);
+    if let (Some(layout), Some(outputs)) = (&a.in_place, &outputs) {
+        return in_place::dispatch(job, a, layout, outputs.clone());
     }
     let mut passing = Passing { a, outputs };
     job.relay(&mut passing)?;

@@ -55,7 +55,14 @@ impl Core {
         if let Some(nccl) = &self.memory.nccl {
             nccl.retire();
         }
-        for views in self.views.all.iter().chain(&self.views.own) {
+        let dispatched = [&self.views.dispatched];
+        for views in self
+            .views
+            .all
+            .iter()
+            .chain(&self.views.own)
+            .chain(dispatched)
+        {
             views.fetch_add(1, Ordering::AcqRel);
         }
         Ok(())

@@ -106,6 +106,14 @@ impl CombineParams<'_> {
             }
             resident("weights", Some(weights.memory()), rows.memory())?;
         }
+        if self.choice == Some(Transport::InPlace) {
+            let there = handle.parts().in_place.as_ref();
+            let same = |b: &Buffer| (b.address(), b.bytes()) == (rows.address(), rows.bytes());
+            if !there.is_some_and(same) {
+                let want = "the rows of the handle's dispatch, in place";
+                return Err(Error::invalid("rows", "other memory", want));
+            }
+        }
         let matrix = [handle.tokens(), hidden];
         if self.biases.len() > Self::MOST_BIASES {
             let want = format!("at most {}", Self::MOST_BIASES);

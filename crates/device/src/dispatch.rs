@@ -37,6 +37,11 @@ pub enum Transport {
     /// [one-sided](Self::OneSided): each rank sends a token's owner the one row that it has made of it, and none where it has none, which
     /// is a reduce-scatter.
     Gather,
+    /// Rows are written to their places in the receivers' memory, and stay there: what the dispatch gives as its rows is memory of the group,
+    /// good until the next dispatch. Experts may write what they make where it lies. A combine of the same transport adds rows up
+    /// straight from where they lie at each rank, and they are gone then. Nothing is copied on either side; all rows must fit at once,
+    /// [`Arrangement::BySource`], and sums are those of ranks, with no weights beside them.
+    InPlace,
 }
 
 /// Scales of rows that are cast to fp8 on the way: one for each 128 columns of a row.

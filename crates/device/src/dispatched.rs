@@ -61,6 +61,8 @@ pub struct HandleParts {
     pub weights: Option<Buffer>,
     /// As in [`Dispatched`].
     pub counts: Buffer,
+    /// The rows themselves, where they stay [in place](crate::Transport::InPlace).
+    pub in_place: Option<Buffer>,
 }
 
 impl Handle {
@@ -326,9 +328,20 @@ impl DispatchOutputs {
                         false => None,
                     },
                     counts: expected.counts.clone(),
+                    in_place: None,
                 },
             },
         })
+    }
+
+    /// The same where rows stay in place, if they do: there is no other buffer for them.
+    #[must_use]
+    pub fn in_place(mut self, rows: Option<Buffer>) -> Self {
+        if let Some(rows) = &rows {
+            self.rows = rows.clone();
+        }
+        self.parts.in_place = rows;
+        self
     }
 
     /// Rows that there is room for.

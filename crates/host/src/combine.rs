@@ -202,7 +202,9 @@ fn exchange(active: &mut Active<'_>, a: &Arguments, going: &[Going]) -> Result<V
     ];
     let by = match a.transport {
         // What passes through queues has gone.
-        Transport::OneSided | Transport::Fifo | Transport::Gather => Carrier::Half(Area::Combine),
+        Transport::OneSided | Transport::Fifo | Transport::Gather | Transport::InPlace => {
+            Carrier::Half(Area::Combine)
+        }
         Transport::Pushed => Carrier::Pushed(Returning::new(&a.call, a.call.max_rows()).bytes()),
     };
     for piece in 0..a.pieces {

@@ -135,7 +135,9 @@ impl Arguments {
     fn carrier(&self, area: Area) -> Carrier {
         match self.transport {
             // What passes through queues has gone.
-            Transport::OneSided | Transport::Fifo | Transport::Gather => Carrier::Half(area),
+            Transport::OneSided | Transport::Fifo | Transport::Gather | Transport::InPlace => {
+                Carrier::Half(area)
+            }
             Transport::Pushed => {
                 Carrier::Pushed(Sections::dispatch(&self.call, self.call.max_tokens).bytes)
             }
@@ -145,14 +147,17 @@ impl Arguments {
     /// Buffers for so many rows.
     fn allocate(&self, room: usize) -> Result<DispatchOutputs> {
         let (call, group) = (&self.call, self.group);
-        DispatchOutputs::new(
+        let outputs = DispatchOutputs::new(
             call,
             (group, self.generation),
             room,
             &self.beside_rows,
             &self.ways,
             |dtype, dims| self.device.heap(dtype, dims),
-        )
+        )?;
+        // Rows are copied out here; that they are those which go back is the same.
+        let rows = (self.transport == Transport::InPlace).then(|| outputs.rows.clone());
+        Ok(outputs.in_place(rows))
     }
 }
 

@@ -100,6 +100,8 @@ enum Choice {
     Fifo,
     /// All ranks get all rows, and keep their own
     Gather,
+    /// Rows are written to their places at each receiver, stay there, and are added up from there
+    InPlace,
     /// Rows are written to their places in a slot; sent and received apart, each expert's packed in its own room
     LowLatency,
 }
@@ -112,6 +114,7 @@ impl Moe {
             Choice::Pushed => Some(Transport::Pushed),
             Choice::Fifo => Some(Transport::Fifo),
             Choice::Gather => Some(Transport::Gather),
+            Choice::InPlace => Some(Transport::InPlace),
         }
     }
 
@@ -378,6 +381,7 @@ impl<'a> Case<'a> {
                 .ok_or(brigade::Error::Closed);
         }
         let there = self.dispatch(&mut lease)?;
+        let made = made.filter(|_| self.options.transport != Choice::InPlace);
         let back = lease.combine(CombineParams {
             rows: made.unwrap_or(&there.rows).view(),
             handle: &there.handle,

@@ -4,9 +4,9 @@ use crate::{
     Table, Topology,
     dispatch::{Sections, in_pieces, pieces, queued, rows_pushed},
     fifo::Queues,
-    records,
+    reason, records,
 };
-use brigade_device::{CombineCall, CombineSum, Plan, Reason, Transport};
+use brigade_device::{Arrangement, CombineCall, CombineSum, Plan, Reason, Transport};
 use std::ops::Range;
 
 pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
@@ -20,6 +20,15 @@ pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Re
             &Queues::of(topology, &queued_sections(call))?,
         );
     }
+    let in_place = call.choice == Some(Transport::InPlace);
+    if in_place {
+        if call.arrangement != Arrangement::BySource || call.weights {
+            return Err(reason::not_in_place());
+        }
+        if topology.engines.rows_in_place {
+            return Ok(in_pieces(Transport::InPlace, call.max_rows(), 1));
+        }
+    }
     // Sums of a rank go back as one row each, to be added in the order of ranks: there is nothing else to scatter.
     // Whole tokens, so that each can be added up as soon as it is there.
     let per_token = call.rows_per_token();
@@ -27,7 +36,11 @@ pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Re
     let bytes = |tokens: usize| Returning::new(call, tokens.saturating_mul(per_token)).bytes();
     let cut = (call.max_tokens, None);
     let (tokens, pieces) = pieces(cut, topology, room, bytes)?;
-    Ok(in_pieces(Transport::OneSided, tokens * per_token, pieces))
+    let transport = match in_place {
+        true => Transport::InPlace,
+        false => Transport::OneSided,
+    };
+    Ok(in_pieces(transport, tokens * per_token, pieces))
 }
 
 /// Bytes of a row that goes back through a queue: its elements, the weights beside it, and which of the rows from there it is, i32.

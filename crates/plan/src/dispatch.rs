@@ -1,7 +1,7 @@
 //! Dispatch: how many rows go at a time, and where what belongs to them lies on the way.
 
 use crate::{Table, Topology, fifo::Queues, reason, records};
-use brigade_device::{DispatchCall, Launch, Plan, Reason, Transport};
+use brigade_device::{Arrangement, DispatchCall, Launch, Plan, Reason, Transport};
 use std::ops::Range;
 
 pub(crate) fn plan(
@@ -30,6 +30,20 @@ pub(crate) fn plan(
         let (rows, pieces) = pieces(most, topology, room, bytes)?;
         Ok(in_pieces(transport, rows, pieces))
     };
+    if call.choice == Some(Transport::InPlace) {
+        if call.arrangement != Arrangement::BySource {
+            return Err(reason::not_in_place());
+        }
+        if !topology.engines.rows_in_place {
+            return cut(Transport::InPlace, Load::of(call));
+        }
+        let need = InPlace::of(call, topology.group.size).bytes(topology.group.size);
+        let have = topology.config.dispatch_bytes;
+        if need > have {
+            return Err(reason::capacity("dispatch_bytes", need, have));
+        }
+        return Ok(in_pieces(Transport::InPlace, call.max_tokens, 1));
+    }
     if call.choice == Some(Transport::Gather) {
         if Load::of(call) == Load::Whole {
             cut(Transport::Gather, Load::Ways)?;
@@ -56,7 +70,9 @@ pub(crate) fn rows_pushed(
         return Err(reason::no_experts());
     }
     match choice {
-        Some(Transport::OneSided | Transport::Fifo | Transport::Gather) => Ok(None),
+        Some(Transport::OneSided | Transport::Fifo | Transport::Gather | Transport::InPlace) => {
+            Ok(None)
+        }
         Some(Transport::Pushed) => Ok(Some(pushed()?.plan())),
         None => {
             let few =
@@ -263,6 +279,46 @@ impl Sections {
     /// Bytes of a row in a section.
     pub fn row_bytes(&self, section: Section) -> usize {
         self.sections[section.index()].0
+    }
+}
+
+/// A half whose rows stay where they come: first the rows, `[ranks, max_tokens, ..]`, and behind them a part of each sender for what
+/// else a row has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InPlace {
+    /// Bytes of a row.
+    pub row_bytes: usize,
+    /// Bytes of what a rank may send.
+    pub source_bytes: usize,
+    /// Where parts begin.
+    pub parts_start: usize,
+    /// Bytes of a part.
+    pub part_bytes: usize,
+    /// Where sections lie in a part. That of rows is empty.
+    pub sections: Sections,
+}
+
+impl InPlace {
+    /// For all rows of a dispatch.
+    pub fn of(call: &DispatchCall, size: usize) -> Self {
+        let mut each = sections(call);
+        let row_bytes = std::mem::take(&mut each[Section::Row.index()]);
+        let sections = Sections::new(&each, call.max_tokens);
+        let source_bytes = row_bytes.saturating_mul(call.max_tokens);
+        let rows = source_bytes.saturating_mul(size);
+        Self {
+            row_bytes,
+            source_bytes,
+            parts_start: rows.div_ceil(ALIGN_BYTES).saturating_mul(ALIGN_BYTES),
+            part_bytes: sections.bytes.div_ceil(ALIGN_BYTES) * ALIGN_BYTES,
+            sections,
+        }
+    }
+
+    /// All of it.
+    pub fn bytes(&self, size: usize) -> usize {
+        self.parts_start
+            .saturating_add(self.part_bytes.saturating_mul(size))
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::{
     Engines, Table, Topology,
     combine::{Returning, queued_sections},
-    dispatch::{Load, Sections, sections},
+    dispatch::{InPlace, Load, Sections, sections},
     fifo::Queues,
     low_latency::{BackRow, Section, There, back_bytes},
     plan, reason, records,
@@ -112,6 +112,21 @@ pub fn need(call: &Call, size: usize) -> Result<Need, Reason> {
         Call::Dispatch(c) => match c.choice {
             Some(Transport::Pushed) => pushed()?,
             Some(Transport::Fifo) => queued(&sections(c)),
+            Some(Transport::InPlace) => {
+                let bytes = |rows| {
+                    let call = DispatchCall {
+                        max_tokens: rows,
+                        ..c.clone()
+                    };
+                    InPlace::of(&call, size).bytes(size)
+                };
+                of(
+                    DISPATCH,
+                    2,
+                    bytes(c.max_tokens.max(1)),
+                    bytes(c.max_tokens.max(1)),
+                )
+            }
             choice => {
                 let loads: &[Load] = match (choice, Load::of(c)) {
                     (Some(Transport::Gather), Load::Whole) => &[Load::Ways, Load::Rest],

@@ -45,6 +45,8 @@ pub const SCRATCH: &str = "scratch";
 pub const ROWS: &str = "rows";
 /// A transport that has no use for the experts of all ranks' tokens.
 pub const GATHERED_IDS: &str = "gathered-ids";
+/// Rows cannot stay where they come.
+pub const IN_PLACE: &str = "in-place";
 /// No rank of the group.
 pub const ROOT: &str = "root";
 /// An operation that needs all ranks, in a group that goes on without some; or a graph from before.
@@ -238,6 +240,14 @@ pub(crate) fn gathered_ids() -> Reason {
         GATHERED_IDS,
         "rows that are pushed or queued bring their experts with them",
         "take one-sided or gather, or leave the transport to the plan",
+    )
+}
+
+pub(crate) fn not_in_place() -> Reason {
+    Reason::new(
+        IN_PLACE,
+        "rows stay in place where they lie by source, and go back as sums of ranks, with no weights beside them",
+        "take by source, or another transport",
     )
 }
 

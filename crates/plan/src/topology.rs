@@ -42,6 +42,8 @@ pub struct Engines {
     pub dispatches: bool,
     /// [`Transport::Pushed`](brigade_device::Transport::Pushed).
     pub pushes_rows: bool,
+    /// Whether rows of [`Transport::InPlace`](brigade_device::Transport::InPlace) are never copied. A device where they are gives the same.
+    pub rows_in_place: bool,
 }
 
 impl Engines {
@@ -61,6 +63,7 @@ impl Engines {
             norms: true,
             dispatches: true,
             pushes_rows: true,
+            rows_in_place: false,
         }
     }
 
@@ -74,6 +77,7 @@ impl Engines {
             pushes_parts: true,
             norms: pushes,
             pushes_rows: pushes,
+            rows_in_place: true,
             ..Self::host()
         }
     }
@@ -122,6 +126,7 @@ impl Engines {
             self.norms,
             self.dispatches,
             self.pushes_rows,
+            self.rows_in_place,
         ]
         .into_iter()
         .rev()

@@ -10,7 +10,7 @@ use crate::{
     matrix::{to_bytes, to_f64},
 };
 use brigade_device::{
-    Arrangement, Buffer, CombineParams, CombineSum, DataType, Handle, Lease, Output,
+    Arrangement, Buffer, CombineParams, CombineSum, DataType, Dispatched, Handle, Lease, Output,
 };
 use rand::{Rng, rngs::StdRng};
 
@@ -21,6 +21,8 @@ pub struct Back {
     output: DataType,
     hidden: usize,
     biases: usize,
+    /// Whether weights go back, too.
+    weights: bool,
 }
 
 impl Back {
@@ -37,11 +39,42 @@ impl Back {
             output: if rng.random() { dtype } else { DataType::F32 },
             hidden: case.hidden,
             biases: rng.random_range(0..=2),
+            weights: true,
+        }
+    }
+
+    /// What can be made where rows lie that stay in place.
+    pub fn in_place(rng: &mut StdRng, case: &Case) -> Self {
+        let any = Self::random(rng, case);
+        Self {
+            output: if rng.random() {
+                case.dtype
+            } else {
+                DataType::F32
+            },
+            dtype: case.dtype,
+            weights: false,
+            ..any
         }
     }
 
     /// Combines, and checks every bit.
     pub fn check(&self, rank: &Rank, lease: &mut Lease<'_>, case: &Case, handle: &Handle) {
+        self.check_from(rank, lease, case, (handle, None));
+    }
+
+    /// The same, with what experts make written to the place of the rows that came.
+    pub fn check_there(&self, rank: &Rank, lease: &mut Lease<'_>, case: &Case, got: &Dispatched) {
+        self.check_from(rank, lease, case, (&got.handle, Some(got.rows.clone())));
+    }
+
+    fn check_from(
+        &self,
+        rank: &Rank,
+        lease: &mut Lease<'_>,
+        case: &Case,
+        (handle, place): (&Handle, Option<Buffer>),
+    ) {
         let (me, tokens) = (rank.rank, case.tokens(rank.rank));
         let (came, _) = case.received(me);
         let capacity = case.capacity(me);
@@ -60,6 +93,14 @@ impl Back {
         }
         let shape = handle.shape(self.hidden).unwrap();
         let rows = rank.upload_bytes(self.dtype, shape.dims(), &to_bytes(self.dtype, &rows));
+        let rows = match place {
+            None => rows,
+            Some(mut there) => {
+                let (device, on) = (&rank.device, &rank.stream);
+                device.copy(on, there.view_mut(), rows.view()).unwrap();
+                there
+            }
+        };
         let ids = handle.parts().ids.shape();
         let weights = rank.upload_bytes(DataType::F32, ids.dims(), bytemuck::cast_slice(&weights));
         let bias = |n: usize| -> Vec<f64> {
@@ -81,7 +122,7 @@ impl Back {
                 rows: rows.view(),
                 handle,
                 sum: self.sum,
-                weights: Some(weights.view()),
+                weights: self.weights.then(|| weights.view()),
                 biases: &views,
                 output: Output::Into(d.view_mut()),
                 choice: case.by.back,
@@ -110,11 +151,8 @@ impl Back {
                 }
             }
         }
-        assert_eq!(
-            f32s(rank, &combined.weights.unwrap()),
-            want,
-            "weights that come back"
-        );
+        let got = combined.weights.map(|w| f32s(rank, &w));
+        assert_eq!(got, self.weights.then_some(want), "weights that come back");
     }
 }
 

@@ -1,8 +1,8 @@
 //! What has come of a dispatch: counted, arranged, and taken to where it belongs.
 
 use super::{
-    Arguments, Came, ENTRY_THREADS, Parameters, own_sms, pushing_sms, row_blocks_on, row_threads,
-    to,
+    Arguments, Came, ENTRY_THREADS, Parameters, in_place, own_sms, pushing_sms, row_blocks_on,
+    row_threads, to,
 };
 use crate::{Launch, job::Job, memory::Pinned};
 use brigade_device::{Arrangement, Buffer, DispatchOutputs, Error, Result, Storage};
@@ -32,6 +32,9 @@ impl Job<'_> {
         parameters.known = u32::from(piece.load == Load::Rest);
         if !came.with_own {
             parameters.from = a.from();
+        }
+        if let Some(layout) = a.in_place.as_ref().filter(|_| !came.with_own) {
+            in_place::but_rows(&mut parameters, layout);
         }
         parameters.came = parameters.section;
         let slots = Slots::new(a.call.placement, a.group.size).of(a.group.rank);

@@ -1,6 +1,6 @@
 //! Rows through halves, a piece at a time.
 
-use super::{Arguments, Came, Parameters, pushing_sms, row_blocks, row_threads};
+use super::{Arguments, Came, Parameters, in_place, pushing_sms, row_blocks, row_threads};
 use crate::{Launch, job::Job, relay::Pieces, steps::Use};
 use brigade_device::{Buffer, DispatchOutputs, Error, Result};
 use brigade_plan::dispatch::{Load, Section, Sections, part_bytes};
@@ -138,9 +138,18 @@ impl Pieces for Passing<'_> {
 
 impl Job<'_> {
     /// Writes a piece of own rows into this rank's parts of the halves of all.
-    fn push_rows(&self, a: &Arguments, piece: Piece, of: Use, on: sys::CUstream) -> Result<()> {
+    pub(super) fn push_rows(
+        &self,
+        a: &Arguments,
+        piece: Piece,
+        of: Use,
+        on: sys::CUstream,
+    ) -> Result<()> {
         let sections = Sections::part(&a.call, piece.load, piece.rows);
         let mut parameters: Parameters = self.dispatching(a, &sections, Some(of));
+        if let Some(layout) = &a.in_place {
+            in_place::to_places(&mut parameters, layout);
+        }
         parameters.from = a.from();
         parameters.first_row = piece.first as u32;
         parameters.piece_rows = piece.rows as u32;

@@ -1,0 +1,198 @@
+//! Rows that stay where they came, and go back from there.
+
+use super::{
+    ARRANGEMENTS, SIZES,
+    back::Back,
+    case::{By, Case},
+    config,
+    own::{Own, check},
+};
+use crate::{
+    backend::Rank,
+    check::{expect_invalid, expect_unsupported},
+    suite::{Suite, World},
+};
+use brigade_device::{
+    Arrangement, Buffer, CombineParams, CombineSum, Combined, CommConfig, DataType, Dispatched,
+    Fp8Cast, Lease, Output, Route, ScaleFormat, Transport,
+};
+use brigade_plan::reason;
+use rand::{Rng, rngs::StdRng};
+
+const IN_PLACE: By = By::of(Transport::InPlace, Transport::InPlace);
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    suite.add("experts/in_place/round_trips", round_trips);
+    suite.add("experts/in_place/others_between", others_between);
+    suite.add("experts/in_place/casts", casts);
+    suite.add("experts/in_place/refused", refused);
+}
+
+/// All rows must fit at once.
+fn room() -> CommConfig {
+    CommConfig {
+        dispatch_bytes: 32 << 20,
+        ..config()
+    }
+}
+
+fn case_of(rng: &mut StdRng, size: usize, sizes: (usize, usize, usize, usize)) -> Case {
+    let mut case = Case::random(rng, size, sizes);
+    case.dtype = [DataType::BF16, DataType::F16, DataType::F32][rng.random_range(0..3)];
+    case.arrangement = Arrangement::BySource;
+    case.with_rows(rng).by(IN_PLACE)
+}
+
+fn there_and_back(rank: &Rank, case: &Case, back: &Back) {
+    let own = Own::of(rank, case);
+    let mut lease = rank.lease();
+    let got = own.dispatch(&mut lease, case).unwrap();
+    check(rank, case, &got);
+    back.check_there(rank, &mut lease, case, &got);
+}
+
+/// Every size, one behind the other on one communicator, twice each with other routing: both halves in turn.
+fn round_trips(world: &World) {
+    let mut rng = world.rng();
+    let mut cases = vec![];
+    for sizes in SIZES {
+        for _ in 0..2 {
+            let case = case_of(&mut rng, world.size, sizes);
+            let back = Back::in_place(&mut rng, &case);
+            cases.push((case, back));
+        }
+    }
+    world.run(&room(), move |rank| {
+        for (case, back) in &cases {
+            there_and_back(rank, case, back);
+        }
+    });
+}
+
+/// Rows stay while others go the same ways back, and until the next dispatch; other transports go on behind them.
+fn others_between(world: &World) {
+    let mut rng = world.rng();
+    let sizes = (33, 64, 3, 12);
+    let first = case_of(&mut rng, world.size, sizes);
+    let again = first.clone().with_rows(&mut rng);
+    let back = Back::in_place(&mut rng, &first);
+    let copied = Back::random(&mut rng, &first);
+    let other = |rng: &mut StdRng, by| case_of(rng, world.size, sizes).by(by);
+    let others: Vec<_> = [Transport::OneSided, Transport::Pushed, Transport::Gather]
+        .into_iter()
+        .map(|by| other(&mut rng, By::of(by, by)))
+        .collect();
+    world.run(&room(), move |rank| {
+        for round in 0..3 {
+            let own = Own::of(rank, &first);
+            let mut lease = rank.lease();
+            let got = own.dispatch(&mut lease, &first).unwrap();
+            check(rank, &first, &got);
+            // Sums of other rows by the same handle, and then those in place.
+            let one_sided = first
+                .clone()
+                .by(By::of(Transport::InPlace, Transport::OneSided));
+            copied.check(rank, &mut lease, &one_sided, &got.handle);
+            check(rank, &first, &got);
+            back.check_there(rank, &mut lease, &first, &got);
+            let own = Own::of(rank, &again);
+            let route = Route::Again(&got.handle);
+            let got = own.dispatch_by(&mut lease, &again, route).unwrap();
+            check(rank, &again, &got);
+            if round % 2 == 0 {
+                back.check_there(rank, &mut lease, &again, &got);
+            }
+            drop(lease);
+            let other = &others[round];
+            let mut lease = rank.lease();
+            let got = Own::of(rank, other).dispatch(&mut lease, other).unwrap();
+            check(rank, other, &got);
+            copied.check(rank, &mut lease, other, &got.handle);
+        }
+    });
+}
+
+/// Rows that are cast stay as they are cast; sums go back another way.
+fn casts(world: &World) {
+    let mut rng = world.rng();
+    let mut case = case_of(&mut rng, world.size, (40, 256, 4, 16));
+    case.cast = Some(Fp8Cast {
+        format: ScaleFormat::F32,
+        column_major: false,
+    });
+    let case = case
+        .with_rows(&mut rng)
+        .by(By::of(Transport::InPlace, Transport::OneSided));
+    let copied = case
+        .clone()
+        .by(By::of(Transport::OneSided, Transport::OneSided));
+    let back = Back::random(&mut rng, &case);
+    world.run(&room(), move |rank| {
+        let own = Own::of(rank, &case);
+        let mut lease = rank.lease();
+        let (of, _) = case.received(rank.rank);
+        let want = own.dispatch(&mut lease, &copied).unwrap();
+        let got = own.dispatch(&mut lease, &case).unwrap();
+        check(rank, &case, &got);
+        let bytes = |buffer: &Buffer| rank.raw(buffer.view());
+        let (rows, rows_want) = (bytes(&got.rows), bytes(&want.rows));
+        let (scales, scales_want) = (got.scales.as_ref(), want.scales.as_ref());
+        let (scales, scales_want) = (bytes(scales.unwrap()), bytes(scales_want.unwrap()));
+        let each = scales.len() / got.handle.capacity();
+        for row in &of {
+            let part = row.at * case.hidden..(row.at + 1) * case.hidden;
+            assert_eq!(rows[part.clone()], rows_want[part], "{row:?}");
+            let part = row.at * each..(row.at + 1) * each;
+            assert_eq!(scales[part.clone()], scales_want[part], "scales of {row:?}");
+        }
+        back.check(rank, &mut lease, &case, &got.handle);
+    });
+}
+
+/// What cannot stay in place, and what does not lie there.
+fn refused(world: &World) {
+    let mut rng = world.rng();
+    let case = case_of(&mut rng, world.size, (9, 16, 2, 6));
+    let copied = case
+        .clone()
+        .by(By::of(Transport::OneSided, Transport::InPlace));
+    world.run(&room(), move |rank| {
+        let own = Own::of(rank, &case);
+        let mut lease = rank.lease();
+        for (_, arrangement) in ARRANGEMENTS {
+            if arrangement == Arrangement::BySource {
+                continue;
+            }
+            let mut other = case.clone();
+            other.arrangement = arrangement;
+            other.room = Some(case.capacity(rank.rank).max(1) * case.k);
+            let refused = own.dispatch(&mut lease, &other);
+            let code = expect_unsupported(refused, "rows that lie otherwise");
+            assert_eq!(code, reason::IN_PLACE);
+        }
+        let field = |result| expect_invalid::<Combined>(result, "rows that are not there");
+        let combine = |lease: &mut Lease<'_>, got: &Dispatched, rows: &Buffer, weighed| {
+            let weights = got.weights.as_ref().filter(|_| weighed);
+            lease.combine(CombineParams {
+                rows: rows.view(),
+                handle: &got.handle,
+                sum: CombineSum::Rank,
+                weights: weights.map(Buffer::view),
+                biases: &[],
+                output: Output::Allocate(DataType::F32),
+                choice: Some(Transport::InPlace),
+            })
+        };
+        let got = own.dispatch(&mut lease, &copied).unwrap();
+        assert_eq!(field(combine(&mut lease, &got, &got.rows, false)), "rows");
+        let got = own.dispatch(&mut lease, &case).unwrap();
+        let elsewhere = rank.poisoned(case.dtype, got.rows.shape().dims());
+        assert_eq!(field(combine(&mut lease, &got, &elsewhere, false)), "rows");
+        let weighed = combine(&mut lease, &got, &got.rows, true);
+        let code = expect_unsupported(weighed, "weights beside sums in place");
+        assert_eq!(code, reason::IN_PLACE);
+        // Nothing of that has touched the group.
+        assert!(combine(&mut lease, &got, &got.rows, false).is_ok());
+    });
+}
