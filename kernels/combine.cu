@@ -14,7 +14,7 @@ __device__ __forceinline__ bool is_stopped(const CombineParams& p) {
   return is_stopped(reinterpret_cast<const uint64_t*>(p.stop), reinterpret_cast<const uint64_t*>(p.state));
 }
 
-extern "C" __global__ void __launch_bounds__(256) brigade_combine_back(const __grid_constant__ CombineParams p) {
+extern "C" __global__ void __launch_bounds__(1024) brigade_combine_back(const __grid_constant__ CombineParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
   const uint32_t thread = threadIdx.x % p.row_threads;
@@ -159,11 +159,11 @@ __device__ __forceinline__ void sum_of_type(const CombineParams& p) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4) brigade_combine_sum(const __grid_constant__ CombineParams p) {
+extern "C" __global__ void __launch_bounds__(1024) brigade_combine_sum(const __grid_constant__ CombineParams p) {
   sum_of_type<false>(p);
 }
 
 // The same of rows that stayed in place, at each rank.
-extern "C" __global__ void __launch_bounds__(256, 4) brigade_combine_pull(const __grid_constant__ CombineParams p) {
+extern "C" __global__ void __launch_bounds__(1024) brigade_combine_pull(const __grid_constant__ CombineParams p) {
   sum_of_type<true>(p);
 }

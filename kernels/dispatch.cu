@@ -65,23 +65,25 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_push(const _
   }
 }
 
-// A block for each slot.
+// A block for each slot, or for several.
 extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_count(const __grid_constant__ DispatchParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
   __shared__ uint32_t sum;
-  if (threadIdx.x == 0) sum = 0;
-  __syncthreads();
-  uint32_t mine = 0;
-  for (uint32_t s = 0; s < p.size; ++s) {
-    const int32_t* entries = reinterpret_cast<const int32_t*>(came(p, s, slots, 0));
-    const uint32_t n = came_from(p, s) * p.k;
-    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) mine += entries[i] == int32_t(blockIdx.x);
+  for (uint32_t slot = blockIdx.x; slot < p.own_slots; slot += gridDim.x) {
+    if (threadIdx.x == 0) sum = 0;
+    __syncthreads();
+    uint32_t mine = 0;
+    for (uint32_t s = 0; s < p.size; ++s) {
+      const int32_t* entries = reinterpret_cast<const int32_t*>(came(p, s, slots, 0));
+      const uint32_t n = came_from(p, s) * p.k;
+      for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) mine += entries[i] == int32_t(slot);
+    }
+    mine = __reduce_add_sync(0xFFFFFFFFu, mine);
+    if (threadIdx.x % 32 == 0) atomicAdd(&sum, mine);
+    __syncthreads();
+    if (threadIdx.x == 0) reinterpret_cast<uint32_t*>(p.counts)[slot] = sum;
   }
-  mine = __reduce_add_sync(0xFFFFFFFFu, mine);
-  if (threadIdx.x % 32 == 0) atomicAdd(&sum, mine);
-  __syncthreads();
-  if (threadIdx.x == 0) reinterpret_cast<uint32_t*>(p.counts)[blockIdx.x] = sum;
 }
 
 // One thread's work.
@@ -189,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(cons
 }
 
 // A group of threads for each row that there is room for, if it is in this piece.
-extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_collect(const __grid_constant__ DispatchParams p) {
+extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_collect(const __grid_constant__ DispatchParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
   const uint32_t thread = threadIdx.x % p.row_threads;
@@ -215,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(256) brigade_dispatch_collect(const
 }
 
 // A warp for each 128 columns of a row, as brigade-host does it.
-extern "C" __global__ void __launch_bounds__(256) brigade_cast(const __grid_constant__ CastParams p) {
+extern "C" __global__ void __launch_bounds__(1024) brigade_cast(const __grid_constant__ CastParams p) {
   wait_for_previous_kernel();
   const uint32_t blocks = (p.hidden + 127) / 128, lane = threadIdx.x % 32;
   const uint32_t warps = gridDim.x * blockDim.x / 32;

@@ -49,7 +49,7 @@ __device__ __forceinline__ void count_moved(const LowLatencyParams& p, uint64_t 
 }
 
 // A group of threads, whole warps, for each own token and rank.
-extern "C" __global__ void __launch_bounds__(256) brigade_low_latency_send(const __grid_constant__ LowLatencyParams p) {
+extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_send(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
   const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
@@ -235,7 +235,7 @@ __device__ __forceinline__ Eight sum_of(const Listed& listed, uint32_t count, Lo
 }
 
 // A group of threads, whole warps, for each token that may have rows here.
-extern "C" __global__ void __launch_bounds__(256, 3) brigade_low_latency_back_sums(const __grid_constant__ LowLatencyParams p) {
+extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_back_sums(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
   __shared__ Listed lists[8];
@@ -283,7 +283,7 @@ __device__ __forceinline__ int32_t place_among(const LowLatencyParams& p, int32_
 }
 
 // A group of threads, whole warps, for each own token.
-extern "C" __global__ void __launch_bounds__(256, 3) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
+extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return poison_outputs(p);
   __shared__ Listed lists[8];

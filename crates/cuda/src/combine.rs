@@ -7,7 +7,7 @@ use crate::{
     Kernel, KernelSet, Missing,
     comm::{CudaComm, unexpected},
     core::Core,
-    dispatch::{own_parts, row_blocks, row_threads},
+    dispatch::{WIDEST, own_parts, row_blocks, row_threads},
     job::Job,
     memory::check_reach,
     relay::Pieces,
@@ -308,7 +308,7 @@ impl Job<'_> {
             row_threads: threads,
             ..self.combining(a)
         };
-        let shape = row_blocks(self, rows, threads);
+        let shape = row_blocks(self, rows, threads, WIDEST);
         let kernel = &self.core.device.opened.kernels.combines.back;
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps.
         unsafe { kernel.launch(on, shape, parameters) }.map_err(Into::into)
@@ -342,7 +342,7 @@ impl Job<'_> {
         for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
             *to = bias.address();
         }
-        let shape = row_blocks(self, tokens, threads);
+        let shape = row_blocks(self, tokens, threads, WIDEST);
         let kernel = &self.core.device.opened.kernels.combines.sum;
         // SAFETY: what has come back lies in the group's memory, or in a buffer of the call, as all else.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
@@ -366,7 +366,7 @@ impl Job<'_> {
         for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
             *to = bias.address();
         }
-        let shape = row_blocks(self, tokens, threads);
+        let shape = row_blocks(self, tokens, threads, WIDEST);
         let kernel = &self.core.device.opened.kernels.combines.pull;
         // SAFETY: rows lie in the group's memory, at the same place of each rank's, and all else in buffers of the call.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)

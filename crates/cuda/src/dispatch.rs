@@ -65,6 +65,8 @@ impl DispatchKernels {
     }
 }
 
+/// Threads of the largest block that takes rows.
+pub(crate) const WIDEST: u32 = 1024;
 /// Threads of a block that takes rows.
 pub(crate) const ROW_THREADS: u32 = 256;
 /// Threads of a block that goes through all entries.
@@ -90,23 +92,23 @@ pub(crate) fn row_threads(device: &CudaDevice, rows: usize, row_bytes: usize) ->
         .unwrap_or(32)
 }
 
-/// Blocks for so many rows, within the multiprocessors that a communicator may use.
-pub(crate) fn row_blocks(job: &Job<'_>, rows: usize, threads: u32) -> Launch {
-    row_blocks_on(job, own_sms(job), rows, threads)
+/// Blocks for so many rows, within the multiprocessors that a communicator may use. `widest` is the largest block of the kernel.
+pub(crate) fn row_blocks(job: &Job<'_>, rows: usize, threads: u32, widest: u32) -> Launch {
+    row_blocks_on(job, own_sms(job), (rows, threads), widest)
 }
 
-fn row_blocks_on(job: &Job<'_>, sms: usize, rows: usize, threads: u32) -> Launch {
+fn row_blocks_on(job: &Job<'_>, sms: usize, (rows, threads): (usize, u32), widest: u32) -> Launch {
     /// Blocks of a multiprocessor.
     const BLOCKS: usize = 8;
-    let blocks = (rows * threads as usize).div_ceil(ROW_THREADS as usize);
-    let shape = job
-        .core
-        .device
-        .opened
-        .kernels
-        .shape(blocks.min(BLOCKS * sms));
+    // Blocks go to whichever multiprocessor has room: to stay within a budget, there are no more of them than it has.
+    let (each, most) = match job.core.config.sm_budget {
+        Some(_) => (widest, sms),
+        None => (ROW_THREADS, BLOCKS * sms),
+    };
+    let blocks = (rows * threads as usize).div_ceil(each as usize);
+    let shape = job.core.device.opened.kernels.shape(blocks.min(most));
     Launch {
-        threads: ROW_THREADS,
+        threads: each,
         ..shape
     }
 }
@@ -506,7 +508,7 @@ impl Job<'_> {
             format: format_code(cast.format),
             per_row: per_row as u32,
         };
-        let shape = row_blocks(self, rows * per_row, 32);
+        let shape = row_blocks(self, rows * per_row, 32, WIDEST);
         let kernel = &self.core.device.opened.kernels.dispatches.cast;
         // SAFETY: all of it lies in buffers of the right sizes, which the call keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)

@@ -50,6 +50,8 @@ impl LowLatencyKernels {
     }
 }
 
+/// Threads of the largest block that takes rows.
+const WIDEST: u32 = 768;
 /// Threads of a block that looks for an expert's rows.
 const EXPERT_THREADS: u32 = 1024;
 
@@ -344,7 +346,7 @@ impl Job<'_> {
         parameters.map = own.map.as_ref().map_or(0, Buffer::address);
         parameters.id_bytes = own.ids.dtype().bytes() as u32;
         parameters.row_threads = row_threads(&self.core.device, rows, row_bytes);
-        let shape = row_blocks(self, rows, parameters.row_threads);
+        let shape = row_blocks(self, rows, parameters.row_threads, WIDEST);
         let kernel = &self.core.device.opened.kernels.low_latency.send;
         // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
@@ -449,7 +451,7 @@ impl Job<'_> {
                 }
                 parameters = self.holding(there, parameters);
                 parameters.row_threads = self.token_threads(back, tokens);
-                let shape = row_blocks(self, tokens, parameters.row_threads);
+                let shape = row_blocks(self, tokens, parameters.row_threads, WIDEST);
                 (&kernels.back_sums, shape)
             }
             CombineSum::Expert | CombineSum::Rank => {
@@ -486,7 +488,7 @@ impl Job<'_> {
             row_threads: threads,
             ..self.returning(back, of)
         };
-        let shape = row_blocks(self, tokens, threads);
+        let shape = row_blocks(self, tokens, threads, WIDEST);
         let kernel = &self.core.device.opened.kernels.low_latency.sum;
         // SAFETY: what has come back lies in the group's memory, all else in buffers of the call.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)

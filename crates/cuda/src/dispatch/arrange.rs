@@ -1,8 +1,8 @@
 //! What has come of a dispatch: counted, arranged, and taken to where it belongs.
 
 use super::{
-    Arguments, Came, ENTRY_THREADS, Parameters, in_place, own_sms, pushing_sms, row_blocks_on,
-    row_threads, to,
+    Arguments, Came, ENTRY_THREADS, Parameters, WIDEST, in_place, own_sms, pushing_sms,
+    row_blocks_on, row_threads, to,
 };
 use crate::{Launch, job::Job, memory::Pinned};
 use brigade_device::{Arrangement, Buffer, DispatchOutputs, Error, Result, Storage};
@@ -60,7 +60,11 @@ impl Job<'_> {
             (u32::try_from(capacity).unwrap_or(u32::MAX), room);
         let kernels = &self.core.device.opened.kernels.dispatches;
         if parameters.own_slots > 0 && came.piece.load != Load::Rest {
-            let shape = Launch::grid(parameters.own_slots, ENTRY_THREADS);
+            let blocks = match self.core.config.sm_budget {
+                Some(_) => parameters.own_slots.min(own_sms(self) as u32),
+                None => parameters.own_slots,
+            };
+            let shape = Launch::grid(blocks, ENTRY_THREADS);
             // SAFETY: what has come lies in the group's memory or in a buffer of the call, and counts go into one.
             unsafe { kernels.count.launch(self.stream, shape, parameters) }.map_err(Error::from)?;
         }
@@ -145,7 +149,7 @@ impl Job<'_> {
             Arrangement::ByExpert { .. } => {
                 Launch::grid(parameters.own_slots.max(1), ENTRY_THREADS)
             }
-            _ => kernels.shape(capacity.div_ceil(256)),
+            _ => row_blocks_on(self, own_sms(self), (capacity, 1), WIDEST),
         };
         let kernel = &kernels.dispatches.arrange;
         // SAFETY: what has come lies in the group's memory or in a buffer of the call, and goes into buffers of the call.
@@ -173,7 +177,7 @@ impl Job<'_> {
             0 | 1 => own_sms(self),
             _ => (own_sms(self) - pushing_sms(self)).max(1),
         };
-        let shape = row_blocks_on(self, sms, rows, parameters.row_threads);
+        let shape = row_blocks_on(self, sms, (rows, parameters.row_threads), WIDEST);
         let kernel = &device.opened.kernels.dispatches.collect;
         // SAFETY: as above.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)

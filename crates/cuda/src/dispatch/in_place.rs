@@ -20,7 +20,7 @@ pub(super) fn dispatch(
         0..layout.source_bytes * core.size(),
         &core.views.dispatched,
         outputs.rows.dtype(),
-        outputs.rows.shape().clone(),
+        outputs.rows.shape(),
     )?;
     let outputs = outputs.in_place(Some(rows));
     job.poison_all(&outputs);

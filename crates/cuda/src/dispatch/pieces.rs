@@ -1,6 +1,6 @@
 //! Rows through halves, a piece at a time.
 
-use super::{Arguments, Came, Parameters, in_place, pushing_sms, row_blocks, row_threads};
+use super::{Arguments, Came, Parameters, WIDEST, in_place, pushing_sms, row_blocks, row_threads};
 use crate::{Launch, job::Job, relay::Pieces, steps::Use};
 use brigade_device::{Buffer, DispatchOutputs, Error, Result};
 use brigade_plan::dispatch::{Load, Section, Sections, part_bytes};
@@ -165,7 +165,7 @@ impl Job<'_> {
         parameters.row_threads = row_threads(device, most, sections.row_bytes(Section::Row));
         let kernels = &device.opened.kernels.dispatches;
         let shape = match a.pieces.len() {
-            0 | 1 => row_blocks(self, most, parameters.row_threads),
+            0 | 1 => row_blocks(self, most, parameters.row_threads, WIDEST),
             _ => {
                 let alone = kernels.push_alone;
                 let threads = most * parameters.row_threads as usize;
