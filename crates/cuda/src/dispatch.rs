@@ -394,12 +394,16 @@ impl Arguments {
         room: usize,
     ) -> Result<DispatchOutputs> {
         let (call, group) = (&self.call, self.group);
+        // Rows that stay in place have theirs.
+        let none = self.in_place.as_ref();
+        let none = none.map(|_| device.scratch(lane, call.wire_type(), &[0]));
         DispatchOutputs::new(
             call,
             (group, self.generation),
             room,
             &self.beside_rows,
             &self.ways,
+            none.transpose()?,
             |dtype, dims| device.scratch(lane, dtype, dims),
         )
     }

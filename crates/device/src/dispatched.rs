@@ -271,7 +271,7 @@ pub struct DispatchOutputs {
 }
 
 impl DispatchOutputs {
-    /// For `room` rows, each with as many elements of these types beside it; `new` makes a buffer.
+    /// For `room` rows, each with as many elements of these types beside it; `new` makes a buffer. That of the rows may be given.
     ///
     /// # Errors
     /// Those of `new`.
@@ -281,6 +281,7 @@ impl DispatchOutputs {
         room: usize,
         beside: &[(DataType, usize)],
         ways: &Ways,
+        rows: Option<Buffer>,
         new: impl Fn(DataType, &[usize]) -> Result<Buffer>,
     ) -> Result<Self> {
         let of_rows = |dtype, row_len| new(dtype, &call.dims(group.size, room, row_len));
@@ -301,7 +302,10 @@ impl DispatchOutputs {
         };
         let beside = beside.iter().map(|&(dtype, n)| of_rows(dtype, n));
         Ok(Self {
-            rows: of_rows(call.wire_type(), call.hidden)?,
+            rows: match rows {
+                Some(rows) => rows,
+                None => of_rows(call.wire_type(), call.hidden)?,
+            },
             scales,
             beside: beside.collect::<Result<_>>()?,
             parts: match ways {

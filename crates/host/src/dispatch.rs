@@ -153,6 +153,7 @@ impl Arguments {
             room,
             &self.beside_rows,
             &self.ways,
+            None,
             |dtype, dims| self.device.heap(dtype, dims),
         )?;
         // Rows are copied out here; that they are those which go back is the same.

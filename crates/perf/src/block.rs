@@ -343,6 +343,9 @@ pub fn run(options: &Block, ranks: &Ranks) -> Result<String> {
         };
         let device = Arc::clone(&given.device);
         let parallel = Parallel::on_gpu(device, stream_of, &*given.boot, &config)?;
+        // What candle uploads of tensors' dims has to stay where graphs read it.
+        let graph = options.common.graph;
+        let _kept = graph.then(|| stream_of.enable_cuda_graph_htod_cache());
         // All of it on candle's stream.
         let nccl = options.common.with_nccl();
         let rank = Rank {

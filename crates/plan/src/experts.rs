@@ -211,7 +211,8 @@ pub fn given_bytes(call: &Call, group: &Group, tokens: usize) -> brigade_device:
                 .room(c, group.size)
                 .unwrap_or_else(|| most_rows(c, group.size, own.len()));
             let beside: Vec<_> = c.beside_bytes.iter().map(|&n| (DataType::U8, n)).collect();
-            let outputs = DispatchOutputs::new(c, (*group, 1), room, &beside, &ways, imagined)?;
+            let outputs =
+                DispatchOutputs::new(c, (*group, 1), room, &beside, &ways, None, imagined)?;
             outputs.buffers().cloned().collect()
         }
         Call::Combine(c) => {

@@ -255,12 +255,11 @@ impl Pushed {
         self.arriving <= self.limit(most)
     }
 
-    /// Most bytes that may come where `most` may with all blocks: with fewer, a quarter of each block's part, since what is pushed wants
-    /// more blocks than what is written one-sided.
+    /// Most bytes that may come where `most` may with all blocks: with fewer, their part.
     pub(crate) fn limit(&self, most: usize) -> usize {
         match self.budget {
             MOST_BLOCKS => most,
-            budget => most / 4 / usize::from(MOST_BLOCKS) * usize::from(budget),
+            budget => most / usize::from(MOST_BLOCKS) * usize::from(budget),
         }
     }
 
@@ -391,11 +390,11 @@ mod tests {
             }
         };
         let need = Record::new(&call(7168, 8)).bytes(128, 4);
-        let most = need.next_multiple_of(4 * 132);
+        let most = need.next_multiple_of(132);
         assert_eq!(by(None, need), Transport::Pushed);
         assert_eq!(by(None, need - 1), Transport::OneSided);
-        assert_eq!(by(Some(66), 8 * most), Transport::Pushed);
-        assert_eq!(by(Some(65), 8 * most), Transport::OneSided);
+        assert_eq!(by(Some(66), 2 * most), Transport::Pushed);
+        assert_eq!(by(Some(65), 2 * most), Transport::OneSided);
         assert_eq!(by(Some(500), most), Transport::Pushed, "no more blocks");
     }
 

@@ -15,7 +15,7 @@ pub struct Table {
     /// once, too.
     pub push_max_bytes: Option<usize>,
     /// Most bytes that may come to a rank in a dispatch or combine that is pushed, where a budget of multiprocessors does not keep it
-    /// from all its blocks, and with fewer blocks a quarter of that part of it; `None` if none is.
+    /// from all its blocks, and with fewer blocks that part of it; `None` if none is.
     pub rows_push_max_bytes: Option<usize>,
     /// How many rows of a sender go through a half of a dispatch at a time where more could: while they are taken, the next are on their
     /// way. `None` if as many as fit.

@@ -2,7 +2,7 @@
 
 use super::{Arguments, Came, Parameters};
 use crate::job::Job;
-use brigade_device::{DispatchOutputs, Result};
+use brigade_device::{DispatchOutputs, Result, Shape};
 use brigade_plan::dispatch::{InPlace, Load, Section};
 use brigade_sync::Area;
 
@@ -19,8 +19,8 @@ pub(super) fn dispatch(
         of,
         0..layout.source_bytes * core.size(),
         &core.views.dispatched,
-        outputs.rows.dtype(),
-        outputs.rows.shape(),
+        a.call.wire_type(),
+        Shape::new(&[core.size(), a.call.max_tokens, a.call.hidden])?,
     )?;
     let outputs = outputs.in_place(Some(rows));
     job.poison_all(&outputs);
