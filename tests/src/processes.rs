@@ -57,8 +57,13 @@ pub trait Devices: Send + Sync {
     /// Why it cannot be opened.
     fn open(&self, rank: usize) -> Result<Arc<dyn Device>>;
 
-    /// As [`Backend::spans_machines`].
-    fn spans_machines(&self) -> bool {
+    /// As [`Backend::spans`].
+    fn spans(&self, _shape: (usize, usize)) -> bool {
+        false
+    }
+
+    /// As [`Backend::slows_rails`].
+    fn slows_rails(&self) -> bool {
         false
     }
 
@@ -151,8 +156,12 @@ impl Backend for Processes {
         self.seat(|rank| self.devices.open(rank))
     }
 
-    fn spans_machines(&self) -> bool {
-        self.devices.spans_machines()
+    fn spans(&self, shape: (usize, usize)) -> bool {
+        self.devices.spans(shape)
+    }
+
+    fn slows_rails(&self) -> bool {
+        self.devices.slows_rails()
     }
 
     fn injects(&self) -> bool {
