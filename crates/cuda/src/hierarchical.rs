@@ -180,13 +180,11 @@ impl Inner {
         usual + GRACE
     }
 
-    /// Looks at everything that can stop it, and stops all if something has.
+    /// Looks at everything that can stop it, and stops all if something has. The rails first: whoever finds a core stopped may wait to hear
+    /// why, and it may be a rail that knows.
     fn look(&self) -> Option<FaultRecord> {
-        let found = self.rails.as_ref().and_then(|rails| {
-            let known = self.across.fault().is_some();
-            (!known).then(|| rails.look(self.most())).flatten()
-        });
-        if let Some(found) = found {
+        let rails = self.rails.as_ref();
+        if let Some(found) = rails.and_then(|rails| rails.look(self.most())) {
             let machines = self.machines();
             let local = machines.local_of(self.across.group().rank);
             self.across.stop(FaultRecord {

@@ -461,9 +461,12 @@ impl Rails {
         agree(self.line.group(), STEP, done, within)
     }
 
-    /// Whether the rail is as it should be; what was found, else. NCCL may be under way for `most` at a time.
+    /// Whether the rail is as it should be; what was found, else, until it is stopped. NCCL may be under way for `most` at a time.
     pub(crate) fn look(&self, most: Duration) -> Option<Found> {
         let mut watched = self.watched.lock();
+        if watched.stopped {
+            return None;
+        }
         let found = |kind, machine| Found {
             kind,
             machine,

@@ -80,15 +80,25 @@ impl Across {
 
     /// What stopped it: the first that this rank heard of.
     pub fn fault(&self) -> Option<FaultRecord> {
-        let mut fault = self.fault.lock();
-        if fault.is_none() && !self.renewing.load(Ordering::Acquire) {
-            let mut found = self.parts.iter().filter_map(|(part, numbers)| {
-                let record = part.fault()?;
-                Some(self.machines.over_all(record, self.group.rank, *numbers))
-            });
-            *fault = found.next();
+        let (known, generation) = (*self.fault.lock(), self.generation());
+        if known.is_some() || self.renewing.load(Ordering::Acquire) {
+            return known;
         }
-        *fault
+        // Nothing is held meanwhile: a group may wait to hear why it was stopped, and another thread of this rank be about to say it.
+        let found = self.parts.iter().find_map(|(part, numbers)| {
+            let record = part.fault()?;
+            Some(self.machines.over_all(record, self.group.rank, *numbers))
+        });
+        let mut fault = self.fault.lock();
+        match found {
+            Some(record) if self.is_in(generation) => Some(*fault.get_or_insert(record)),
+            _ => *fault,
+        }
+    }
+
+    /// Whether this generation is the one of now.
+    fn is_in(&self, generation: u32) -> bool {
+        self.generation() == generation && !self.renewing.load(Ordering::Acquire)
     }
 
     /// If one group was stopped, stops the others.
@@ -100,12 +110,9 @@ impl Across {
         Some(record)
     }
 
-    /// Stops all groups with this record, if nothing else has; gives what stopped them.
+    /// Stops all groups with this record, if nothing has that this rank has heard of; gives what stopped them.
     pub fn stop(&self, record: FaultRecord) -> FaultRecord {
-        let record = match self.fault() {
-            Some(first) => first,
-            None => *self.fault.lock().get_or_insert(record),
-        };
+        let record = *self.fault.lock().get_or_insert(record);
         self.relay();
         record
     }
@@ -118,7 +125,8 @@ impl Across {
     /// Stops all groups after `error`; gives what the call that it ended returns.
     pub fn give_up(&self, error: Error) -> Error {
         // If no group was stopped, it went wrong outside of any, and they wait for this rank.
-        let record = self.stop(self.record(FaultKind::Aborted));
+        let record = self.fault();
+        let record = self.stop(record.unwrap_or_else(|| self.record(FaultKind::Aborted)));
         match error {
             Error::Fault(_) => Error::Fault(record),
             other => other,

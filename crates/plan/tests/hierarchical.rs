@@ -52,6 +52,40 @@ fn wire(latency_ns: u64, bytes_per_us: u64) -> Costs {
     })
 }
 
+/// What GPUs are taken for: few bytes go as a whole, many in phases. Over sockets one slice is as good as many, for the wire is all that takes
+/// time; where it is quick, several are under way. (Two machines of one rank carry as many bytes either way.)
+#[test]
+fn gpus_cut_what_keeps_more_than_the_wire_busy() {
+    let sockets = Costs::cuda();
+    let quick = sockets.with_wire(Wire {
+        latency_ns: 5_000,
+        bytes_per_us: 50_000,
+    });
+    for shape in [(2, 2), (4, 1), (2, 8)] {
+        let of = |bytes: usize, costs| {
+            let call = all_reduce(machines(shape), bytes / 2);
+            plan(&call, &config(), costs).unwrap()
+        };
+        for bytes in [2, 2 << 10] {
+            let plan = of(bytes, &sockets);
+            assert!(
+                matches!(plan, HierarchicalPlan::Whole { .. }),
+                "{shape:?}: {plan}"
+            );
+        }
+        for costs in [&sockets, &quick] {
+            let plan = of(64 << 20, costs);
+            let HierarchicalPlan::Slices(p) = &plan else {
+                panic!("{shape:?}: {plan}");
+            };
+            assert!(
+                costs == &sockets || p.slices > 1 && p.slots > 1,
+                "{shape:?}: {plan}"
+            );
+        }
+    }
+}
+
 /// Rails of 10 us and 1 GB/s.
 fn costs() -> Costs {
     wire(10_000, 1000)

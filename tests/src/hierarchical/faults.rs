@@ -328,7 +328,7 @@ fn killed(world: &World, shape: (usize, usize)) {
 /// Adds what kills processes.
 #[cfg(target_os = "linux")]
 pub fn add_killed(suite: &mut Suite) {
-    for shape in [(2, 2), (3, 2), (3, 1)] {
+    for shape in [(2, 1), (2, 2), (3, 2), (3, 1)] {
         let (machines, ranks) = shape;
         let name = format!(
             "{}/hierarchical_{machines}x{ranks}",
