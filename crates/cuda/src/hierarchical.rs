@@ -13,12 +13,13 @@ use crate::{
     core::Core,
     lane::Lane,
     memory::{check_reach, overlap},
-    rail::{GRACE, Rails},
+    rail::GRACE,
+    rails::{Found, Rails},
 };
 use brigade_device::{
-    AllGatherParams, Bootstrap, Buffer, Call, CommConfig, DataType, Error, FaultRecord, Group,
-    Hierarchical, HierarchicalAllReduceParams, HierarchicalCall, HierarchicalPlan, Hierarchy,
-    HierarchyConfig, Machines, MemoryType, Numbers, Operation, Phase, Queues, Reason,
+    AllGatherParams, Bootstrap, Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord,
+    Group, Hierarchical, HierarchicalAllReduceParams, HierarchicalCall, HierarchicalPlan,
+    Hierarchy, HierarchyConfig, Machines, MemoryType, Numbers, Operation, Phase, Queues, Reason,
     ReduceScatterParams, Result, Shape, Staging, Storage, Stream, Turn,
 };
 use brigade_group::{Across, Deadline, Stoppable, agree, machine, split};
@@ -185,15 +186,7 @@ impl Inner {
     fn look(&self) -> Option<FaultRecord> {
         let rails = self.rails.as_ref();
         if let Some(found) = rails.and_then(|rails| rails.look(self.most())) {
-            let machines = self.machines();
-            let local = machines.local_of(self.across.group().rank);
-            self.across.stop(FaultRecord {
-                peer: machines.rank(found.machine, local) as u32,
-                operation: self.operation.load(Ordering::Relaxed),
-                waited_ns: u64::try_from(found.waited.as_nanos()).unwrap_or(u64::MAX),
-                seen: found.seen,
-                ..self.across.record(found.kind)
-            });
+            self.across.stop(self.record_of(&found));
         }
         self.across.relay()
     }
@@ -202,6 +195,33 @@ impl Inner {
     fn usable(&self) -> Result<()> {
         self.look();
         self.across.usable()
+    }
+
+    /// The same, where no rank of the rail is gone: what is called then, nobody ends.
+    fn can_call(&self) -> Result<()> {
+        self.usable()?;
+        match self.rails.as_ref().and_then(|rails| rails.line.gone()) {
+            Some(machine) => Err(Error::Fault(self.blame(FaultKind::PeerLost, machine))),
+            None => Ok(()),
+        }
+    }
+
+    /// Stops all for what a machine's rank of this rail has done; gives what stopped them.
+    fn blame(&self, kind: FaultKind, machine: usize) -> FaultRecord {
+        let found = Found::by(kind, machine);
+        self.across.stop(self.record_of(&found))
+    }
+
+    fn record_of(&self, found: &Found) -> FaultRecord {
+        let machines = self.machines();
+        let local = machines.local_of(self.across.group().rank);
+        FaultRecord {
+            peer: machines.rank(found.machine, local) as u32,
+            operation: self.operation.load(Ordering::Relaxed),
+            waited_ns: u64::try_from(found.waited.as_nanos()).unwrap_or(u64::MAX),
+            seen: found.seen,
+            ..self.across.record(found.kind)
+        }
     }
 
     /// All ranks of all machines meet: those of each machine; then along the rails, so that each machine has met all; and again inside,
@@ -256,7 +276,7 @@ impl CudaHierarchy {
         check_reach(&inner.device.card, "to.memory", &to)?;
         check_reach(&inner.device.card, "from.memory", &from)?;
         // What stopped it says more than that NCCL's communicators ended with it.
-        inner.usable()?;
+        inner.can_call()?;
         let plan = plan(&call, &inner.config, &inner.costs)?;
         let mut staging = inner
             .staging
@@ -306,7 +326,7 @@ impl Made {
     /// For a launch of a graph that it is in.
     pub(crate) fn again(&self, lane: &Arc<Lane>) -> Result<()> {
         let inner = self.handle.inner();
-        inner.usable()?;
+        inner.can_call()?;
         if inner.rails.is_some() && inner.across.generation() != self.generation {
             return Err(Reason::new(
                 "nccl-gone",

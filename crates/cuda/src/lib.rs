@@ -73,6 +73,7 @@ mod pushed;
 mod quantize;
 mod quiet;
 mod rail;
+mod rails;
 mod reduce_scatter;
 mod relay;
 mod rendezvous;

@@ -5,110 +5,36 @@
 //! carries one more word to each machine, and a kernel behind it compares; what differs in size as well, and would not end, hosts find out
 //! (`line.rs`). What stops the rail gives NCCL's communicators up, and a reset makes new ones.
 
+mod page;
+
+pub(crate) use page::{Pace, Page};
+
 use crate::{
-    CudaDevice, Missing,
     core::Core,
-    devices,
     driver::failed,
     lane::Lane,
     line::Line,
     mark::CudaMark,
-    memory::{DeviceMemory, Pinned, check_reach},
-    nccl_bounded::{Bounded, Usable, late, remains, shared},
+    memory::check_reach,
+    nccl_bounded::{Bounded, late, remains},
     nccl_comm::{Functions, Handle, Status},
-    quiet,
 };
 use brigade_device::{
-    Bootstrap, Buffer, Device, Error, FaultKind, FaultRecord, Group, Rail, RailParams, Result,
-    Storage, Stream, check_rows,
+    Bootstrap, Buffer, Error, FaultRecord, Group, Rail, RailParams, Result, Stream, check_rows,
 };
-use brigade_group::{Stoppable, agree};
 use brigade_plan::rows;
 use cudarc::driver::sys;
 use parking_lot::Mutex;
 use std::{
-    net::IpAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
-
-const STEP: &str = "join: rails";
 
 /// Two connections, so that what is collected and what is diffused need not wait for each other.
 pub(crate) const CONNECTIONS: usize = 2;
 
 /// Waits along rails may be so much longer than those inside: where a rank is missing, its own machine is to find out first, and say who.
 pub(crate) const GRACE: Duration = Duration::from_millis(300);
-
-/// How long what NCCL fails with may wait for what stopped the peer that it failed for.
-const HEARSAY: Duration = Duration::from_millis(200);
-
-/// How long a wait for a machine that is gone may go on: what it sent before may still come.
-const LAST_WORDS: Duration = Duration::from_millis(20);
-
-/// Words of the page: for each connection, whether NCCL is under way, and whether it has got through since the host looked.
-const fn under_way(connection: usize) -> usize {
-    2 * connection
-}
-const PASSED: usize = 1;
-/// The machine that made another call, from 1.
-const DIFFERS: usize = 2 * CONNECTIONS;
-const PAGE_WORDS: usize = DIFFERS + 1;
-
-/// Words of the GPU's: what is copied to the page, and from there on what each machine signed.
-const COPIED: [u64; 3] = [1, 0, 1];
-const SIGNED: usize = COPIED.len();
-
-/// A page of the host's that the GPU writes, and what it writes.
-struct Page {
-    page: Pinned,
-    words: DeviceMemory,
-}
-
-impl Page {
-    fn new(core: &Core, machines: usize) -> Result<Self> {
-        let card = &core.device.card;
-        let words = DeviceMemory::outside_of_streams(card, 8 * (SIGNED + machines))?;
-        for (i, word) in COPIED.into_iter().enumerate() {
-            core.write_word(words.address() + 8 * i as u64, word)?;
-        }
-        Ok(Self {
-            page: Pinned::new(card, 8 * PAGE_WORDS)?,
-            words,
-        })
-    }
-
-    /// Address of a word of the page, for both.
-    fn at(&self, word: usize) -> u64 {
-        self.page.address() + 8 * word as u64
-    }
-
-    /// Address of a word of the GPU's.
-    fn word(&self, word: usize) -> u64 {
-        self.words.address() + 8 * word as u64
-    }
-
-    fn cell(&self, word: usize) -> &AtomicU64 {
-        debug_assert!(word < PAGE_WORDS);
-        // SAFETY: inside the page, which lives as long as `self`; its words are only ever used as atomics here.
-        unsafe { AtomicU64::from_ptr(self.at(word) as *mut u64) }
-    }
-
-    fn clear(&self) {
-        (0..PAGE_WORDS).for_each(|word| self.cell(word).store(0, Ordering::Release));
-    }
-
-    /// Enqueues a copy of `count` words, from one of the GPU's to one of the page.
-    fn show(&self, stream: sys::CUstream, to: usize, from: usize, count: usize) -> Result<()> {
-        // SAFETY: both lie in memory of the rail's, which outlives its work.
-        unsafe { sys::cuMemcpyAsync(self.at(to), self.word(from), 8 * count, stream) }
-            .result()
-            .map_err(failed("cuMemcpyAsync"))
-    }
-}
 
 /// Bytes at an address, to or from a machine.
 type Part = (usize, u64, usize);
@@ -126,8 +52,35 @@ pub(crate) struct NcclRail {
 }
 
 impl NcclRail {
+    pub(crate) fn new(
+        connection: usize,
+        core: &Arc<Core>,
+        comm: Arc<Bounded>,
+        page: &Arc<Page>,
+        line: &Arc<Line>,
+    ) -> Self {
+        let hosts = line.group();
+        Self {
+            group: Group {
+                mode: core.control.group().mode,
+                rank: hosts.rank(),
+                size: hosts.size(),
+            },
+            connection,
+            core: Arc::clone(core),
+            comm: Mutex::new(comm),
+            page: Arc::clone(page),
+            line: Arc::clone(line),
+        }
+    }
+
+    /// Another communicator, behind a reset.
+    pub(crate) fn renew(&self, comm: Arc<Bounded>) {
+        *self.comm.lock() = comm;
+    }
+
     /// The communicator of now.
-    fn comm(&self) -> Arc<Bounded> {
+    pub(crate) fn comm(&self) -> Arc<Bounded> {
         Arc::clone(&self.comm.lock())
     }
 
@@ -152,8 +105,8 @@ impl NcclRail {
         let (mut sent, mut received) = (sent, received);
         if signature.is_some() {
             let others = || (0..size).filter(|&machine| machine != me);
-            sent.extend(others().map(|to| (to, self.page.word(SIGNED + me), 8)));
-            received.extend(others().map(|from| (from, self.page.word(SIGNED + from), 8)));
+            sent.extend(others().map(|to| (to, self.page.signed(me), 8)));
+            received.extend(others().map(|from| (from, self.page.signed(from), 8)));
         }
         for list in [&mut sent, &mut received] {
             list.retain(|(machine, _, bytes)| *machine != me && *bytes > 0);
@@ -167,7 +120,7 @@ impl NcclRail {
                     .map_err(failed("cuMemcpyDtoDAsync"))?;
             }
             if let Some(signature) = signature {
-                let word = self.page.word(SIGNED + me);
+                let word = self.page.signed(me);
                 // SAFETY: a word of the rail's memory, which outlives its work.
                 unsafe { sys::cuMemsetD32Async(word, signature, 1, stream) }
                     .result()
@@ -176,8 +129,7 @@ impl NcclRail {
             if sent.is_empty() && received.is_empty() {
                 return Ok(());
             }
-            let under_way = under_way(self.connection);
-            self.page.show(stream, under_way, 0, 1)?;
+            self.page.begins(self.connection, stream)?;
             let done = self
                 .comm()
                 .call("ncclSend and ncclRecv", goes_on, |f, comm| {
@@ -185,13 +137,13 @@ impl NcclRail {
                     unsafe { grouped(f, comm, stream.cast(), &sent, &received) }
                 });
             // Also after a failure: nothing is under way then.
-            let shown = self.page.show(stream, under_way, 1, 2);
+            let shown = self.page.ends(self.connection, stream);
             done.and(shown)
         })?;
         match signature {
             Some(_) => core.locally(on, &[], |job| {
-                let signed = self.page.word(SIGNED);
-                job.compare_words(signed, size, me, self.page.at(DIFFERS))
+                let signed = self.page.signed(0);
+                job.compare_words(signed, size, me, self.page.tells())
             }),
             None => Ok(()),
         }
@@ -267,10 +219,10 @@ impl NcclRail {
     }
 
     /// Sends a word each way, which makes NCCL connect and load, and waits for it.
-    fn warm_up(&self, end: Instant) -> Result<()> {
+    pub(crate) fn warm_up(&self, end: Instant) -> Result<()> {
         let lane = Lane::new(&self.core.device.card, 0)?;
         let (me, size) = (self.group.rank, self.group.size);
-        let word = |machine: usize| (machine, self.page.word(SIGNED + machine), 8);
+        let word = |machine: usize| (machine, self.page.signed(machine), 8);
         let others = || (0..size).filter(|&machine| machine != me);
         let sent: Vec<Part> = others().map(|m| (m, word(me).1, 8)).collect();
         let received: Vec<Part> = others().map(word).collect();
@@ -364,235 +316,4 @@ impl Rail for NcclRail {
         self.line.tell_fault(record);
         self.comm().give_up();
     }
-}
-
-/// What the watch knows of a connection.
-#[derive(Default)]
-struct Pace {
-    /// Since when NCCL has been under way without getting through.
-    since: Option<Instant>,
-}
-
-impl Pace {
-    /// Looks, and says for how long NCCL has been under way.
-    fn look(&mut self, page: &Page, connection: usize) -> Duration {
-        let at = under_way(connection);
-        let now = Instant::now();
-        // If it gets through again in between, it has all the same just got through.
-        if page.cell(at + PASSED).load(Ordering::Acquire) != 0 {
-            page.cell(at + PASSED).store(0, Ordering::Release);
-            self.since = None;
-        }
-        if page.cell(at).load(Ordering::Acquire) == 0 {
-            self.since = None;
-            return Duration::ZERO;
-        }
-        now.saturating_duration_since(*self.since.get_or_insert(now))
-    }
-}
-
-/// What the watch remembers from one look to the next.
-#[derive(Default)]
-struct Watched {
-    pace: [Pace; CONNECTIONS],
-    failed: Option<(Status, Instant)>,
-    /// Whether what stopped the rail was told.
-    stopped: bool,
-}
-
-/// What was found on a rail.
-pub(crate) struct Found {
-    pub(crate) kind: FaultKind,
-    /// The machine that is to blame.
-    pub(crate) machine: usize,
-    pub(crate) waited: Duration,
-    pub(crate) seen: u64,
-}
-
-/// Both connections of a rank to its rail, and the line beside them.
-pub(crate) struct Rails {
-    pub(crate) line: Arc<Line>,
-    pub(crate) pair: [NcclRail; CONNECTIONS],
-    page: Arc<Page>,
-    watched: Mutex<Watched>,
-}
-
-impl Rails {
-    /// All ranks of a rail make both, or all fail. `core` is a communicator inside the machine.
-    pub(crate) fn join(
-        rail: &dyn Bootstrap,
-        core: &Arc<Core>,
-        at: Option<IpAddr>,
-        within: Duration,
-    ) -> Result<Self> {
-        let end = Instant::now() + within;
-        let left = || end.saturating_duration_since(Instant::now());
-        let line = Line::join(rail, at, left())?;
-        own_gpus(&line, &core.device, left())?;
-        let page = Page::new(core, rail.size()).map(Arc::new);
-        let page = agree(line.group(), STEP, page, left())?;
-        let group = Group {
-            mode: core.control.group().mode,
-            rank: rail.rank(),
-            size: rail.size(),
-        };
-        let pair = comms(&line, &core.device, left())?;
-        let mut connection = 0..CONNECTIONS;
-        let pair = pair.map(|comm| NcclRail {
-            group,
-            connection: connection.next().unwrap_or(0),
-            core: Arc::clone(core),
-            comm: Mutex::new(comm),
-            page: Arc::clone(&page),
-            line: Arc::clone(&line),
-        });
-        Ok(Self {
-            line,
-            pair,
-            page,
-            watched: Mutex::default(),
-        })
-    }
-
-    /// To be done when all ranks have made their connections, since NCCL's first kernels wait for each other.
-    pub(crate) fn warm_up(&self, within: Duration) -> Result<()> {
-        let end = Instant::now() + within;
-        let done = self.pair.iter().try_for_each(|rail| rail.warm_up(end));
-        agree(self.line.group(), STEP, done, within)
-    }
-
-    /// Whether the rail is as it should be; what was found, else, until it is stopped. NCCL may be under way for `most` at a time.
-    pub(crate) fn look(&self, most: Duration) -> Option<Found> {
-        let mut watched = self.watched.lock();
-        if watched.stopped {
-            return None;
-        }
-        let found = |kind, machine| Found {
-            kind,
-            machine,
-            waited: Duration::ZERO,
-            seen: 0,
-        };
-        let differs = self.page.cell(DIFFERS).load(Ordering::Acquire);
-        if differs > 0 {
-            return Some(found(FaultKind::Mismatch, differs as usize - 1));
-        }
-        if let Some(machine) = self.line.differs() {
-            return Some(found(FaultKind::Mismatch, machine));
-        }
-        let paces = watched.pace.iter_mut().enumerate();
-        let waited = paces.map(|(connection, pace)| pace.look(&self.page, connection));
-        let waited = waited.max().unwrap_or_default();
-        if waited >= LAST_WORDS
-            && let Some(machine) = self.line.gone()
-        {
-            return Some(Found {
-                waited,
-                ..found(FaultKind::PeerLost, machine)
-            });
-        }
-        if waited >= most {
-            return Some(Found {
-                waited,
-                ..found(FaultKind::Timeout, self.line.awaited())
-            });
-        }
-        // A machine that is gone has ended its part of NCCL's communicators: where nothing is under way, nobody minds.
-        let status = self.pair.iter().find_map(|rail| rail.comm().failed());
-        let Some(status) = status.filter(|_| self.line.gone().is_none()) else {
-            watched.failed = None;
-            return None;
-        };
-        let (_, since) = *watched.failed.get_or_insert((status, Instant::now()));
-        (since.elapsed() >= HEARSAY).then(|| Found {
-            seen: status as u64,
-            ..found(FaultKind::Aborted, self.pair[0].group.rank)
-        })
-    }
-
-    /// New connections for a new generation, behind a reset of what is inside the machine; all ranks of the rail make them, or all fail.
-    pub(crate) fn renew(&self, generation: u32, within: Duration) -> Result<()> {
-        let end = Instant::now() + within;
-        let left = || end.saturating_duration_since(Instant::now());
-        for rail in &self.pair {
-            rail.comm().give_up();
-            // What NCCL frees may hold up the driver: better now, while no kernel waits.
-            rail.comm().settle();
-        }
-        let group = self.line.group();
-        group.all_gather(&[], left())?;
-        let made = comms(&self.line, &self.pair[0].core.device, left())?;
-        for (rail, comm) in self.pair.iter().zip(made) {
-            *rail.comm.lock() = comm;
-        }
-        self.page.clear();
-        self.warm_up(left())?;
-        self.line.renew(generation);
-        *self.watched.lock() = Watched::default();
-        Ok(())
-    }
-
-    /// Ends this rank's part, once its work is done.
-    pub(crate) fn leave(&self) {
-        self.line.leave();
-        for rail in &self.pair {
-            rail.comm().give_up();
-            rail.comm().settle();
-        }
-    }
-}
-
-impl Stoppable for Rails {
-    fn fault(&self) -> Option<FaultRecord> {
-        self.line.fault()
-    }
-
-    fn stop(&self, record: FaultRecord) {
-        if std::mem::replace(&mut self.watched.lock().stopped, true) {
-            return;
-        }
-        // In this order: whom NCCL fails then has heard why.
-        self.line.tell_fault(record);
-        for rail in &self.pair {
-            rail.comm().give_up();
-        }
-    }
-}
-
-/// NCCL serves no ranks that share a GPU: all ranks of the rail show theirs.
-fn own_gpus(line: &Line, device: &CudaDevice, within: Duration) -> Result<()> {
-    let group = line.group();
-    let here: Result<_, Missing> = devices();
-    let here = agree(group, STEP, here.map_err(Error::from), within)?;
-    let uuid = here.get(device.info().ordinal as usize).map(|gpu| gpu.uuid);
-    let mut all = group.all_gather(&uuid.unwrap_or_default(), within)?;
-    all.sort_unstable();
-    all.dedup();
-    match all.len() == group.size() {
-        true => Ok(()),
-        false => Err(shared()),
-    }
-}
-
-/// A communicator of NCCL's for each connection.
-fn comms(
-    line: &Line,
-    device: &CudaDevice,
-    within: Duration,
-) -> Result<[Arc<Bounded>; CONNECTIONS]> {
-    let group = line.group();
-    let end = Instant::now() + within;
-    let left = || end.saturating_duration_since(Instant::now());
-    let make = || -> Result<Arc<Bounded>> {
-        let found = Usable::find();
-        // Where it is missing, the reason with its remedy says more than the ranks' list.
-        let own = found.as_ref().err().cloned();
-        let usable = agree(group, STEP, found, left()).map_err(|ranks| own.unwrap_or(ranks))?;
-        let id = usable.name(group, left())?;
-        quiet::quiet(device.card.context.ordinal());
-        let place = (group.rank(), group.size());
-        let made = Bounded::make(&device.card, usable, id, place, end);
-        agree(group, STEP, made, left())
-    };
-    Ok([make()?, make()?])
 }

@@ -51,7 +51,8 @@ impl TcpGroup {
     pub fn among(boot: &dyn Bootstrap, at: Option<IpAddr>, within: Duration) -> Result<Self> {
         let deadline = Deadline::after(within);
         let names = boot.all_gather(&machine::identity(), deadline.remaining())?;
-        let together = names.iter().all(|name| *name == names[0]);
+        // A machine that has no name may be any.
+        let together = !names[0].is_empty() && names.iter().all(|name| *name == names[0]);
         let drawn = match boot.rank() {
             0 => proof::random::<SECRET_BYTES>().and_then(|secret| {
                 let place = Place::find(together, at)?;
@@ -141,5 +142,73 @@ fn refused(call: &'static str) -> impl Fn(std::io::Error) -> Error {
         call,
         code: error.raw_os_error().unwrap_or(0).into(),
         source: Some(std::sync::Arc::new(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use parking_lot::Mutex;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// A rank of a machine of its own, as far as others are told.
+    struct Elsewhere<B> {
+        boot: B,
+        told: Mutex<bool>,
+    }
+
+    impl<B: Bootstrap> Bootstrap for Elsewhere<B> {
+        fn rank(&self) -> usize {
+            self.boot.rank()
+        }
+        fn size(&self) -> usize {
+            self.boot.size()
+        }
+        fn all_gather(&self, mine: &[u8], within: Duration) -> Result<Vec<Vec<u8>>> {
+            // The first message is the machine's name.
+            if std::mem::replace(&mut self.told.lock(), true) {
+                return self.boot.all_gather(mine, within);
+            }
+            let other = format!("machine {}", self.rank());
+            self.boot.all_gather(other.as_bytes(), within)
+        }
+    }
+
+    #[test]
+    fn ranks_of_several_machines_meet_at_a_port_with_a_secret() {
+        std::thread::scope(|scope| {
+            for boot in crate::threads(3) {
+                scope.spawn(move || {
+                    let boot = Elsewhere {
+                        boot,
+                        told: Mutex::new(false),
+                    };
+                    let at = Some(Ipv4Addr::LOCALHOST.into());
+                    let group = TcpGroup::among(&boot, at, LONG).unwrap();
+                    assert_eq!((group.rank(), group.size()), (boot.rank(), 3));
+                    let all = group.all_gather(&[boot.rank() as u8], LONG).unwrap();
+                    assert_eq!(all, [[0], [1], [2]]);
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn places_are_where_others_can_reach_them() {
+        let elsewhere = Place::find(false, Some(Ipv4Addr::LOCALHOST.into())).unwrap();
+        let tcp = |address: &Address| match address {
+            Address::Tcp { host, port } => Some((host.clone(), *port > 0)),
+            Address::Unix(_) => None,
+        };
+        assert_eq!(tcp(&elsewhere.address), Some(("127.0.0.1".into(), true)));
+        #[cfg(unix)]
+        assert_eq!(tcp(&Place::find(true, None).unwrap().address), None);
+        // Where this machine has a route, it is no loopback.
+        match Place::find(false, None) {
+            Ok(place) => assert!(tcp(&place.address).is_some_and(|(host, _)| host != "127.0.0.1")),
+            Err(Error::Unsupported(reason)) => assert_eq!(reason.code, "no-address"),
+            Err(other) => panic!("{other}"),
+        }
     }
 }
