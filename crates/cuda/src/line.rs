@@ -6,10 +6,18 @@
 use brigade_device::{Bootstrap, FaultRecord, Result};
 use brigade_group::{Loss, TcpGroup, Watch};
 use parking_lot::Mutex;
-use std::{collections::VecDeque, net::IpAddr, sync::Arc, time::Duration};
+use std::{
+    collections::VecDeque,
+    net::IpAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// Digests of own calls that are kept, to compare what slower ranks say with.
 const KEPT: usize = 4096;
+
+/// Least time between two words about calls, which are made more often than anybody needs to hear of.
+const PACE: Duration = Duration::from_millis(5);
 
 /// What a word is about: its first byte.
 const CALLS: u8 = 1;
@@ -64,8 +72,8 @@ struct Book {
     own: Calls,
     /// Digests of the last own calls, the last one last.
     digests: VecDeque<u64>,
-    /// What was last told.
-    told: Calls,
+    /// What was last told, and when.
+    told: (Calls, Option<Instant>),
     peers: Vec<Peer>,
     fault: Option<(u32, FaultRecord)>,
 }
@@ -80,7 +88,7 @@ impl Book {
             me,
             own,
             digests: VecDeque::new(),
-            told: own,
+            told: (own, None),
             peers: vec![Peer::default(); size],
             fault: None,
         }
@@ -94,11 +102,15 @@ impl Book {
         }
     }
 
-    /// What there is to tell, if there is anything new. What is in between is never told.
-    fn news(&mut self) -> Option<Vec<u8>> {
-        let is_new = self.told != self.own;
-        self.told = self.own;
-        is_new.then(|| self.own.word())
+    /// What there is to tell by `now`, if there is anything new. What is in between is never told.
+    fn news(&mut self, now: Instant) -> Option<Vec<u8>> {
+        let (told, at) = self.told;
+        let is_early = at.is_some_and(|at| now.saturating_duration_since(at) < PACE);
+        if told == self.own || is_early {
+            return None;
+        }
+        self.told = (self.own, Some(now));
+        Some(self.own.word())
     }
 
     /// Others, the next one first.
@@ -199,7 +211,7 @@ impl Book {
             generation,
             ..Calls::default()
         };
-        self.told = self.own;
+        self.told.0 = self.own;
         self.digests.clear();
     }
 }
@@ -256,7 +268,7 @@ impl Line {
         for (rank, word) in words {
             book.hear(rank, &word);
         }
-        let news = book.news();
+        let news = book.news(Instant::now());
         drop(book);
         if let Some(news) = news {
             self.tell(&news);
@@ -313,13 +325,29 @@ impl Line {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Instant;
 
     fn say(from: &mut Book, to: &mut Book) {
         let rank = from.me;
-        if let Some(word) = from.news() {
+        // Not too early for another.
+        from.told.1 = None;
+        if let Some(word) = from.news(Instant::now()) {
             to.hear(rank, &word);
         }
+    }
+
+    #[test]
+    fn many_calls_are_few_words() {
+        let mut book = Book::new(0, 2);
+        let start = Instant::now();
+        assert_eq!(book.news(start), None);
+        book.call(1);
+        assert!(book.news(start).is_some(), "the first at once");
+        book.call(2);
+        book.call(3);
+        assert_eq!(book.news(start + PACE / 2), None);
+        let word = book.news(start + PACE).unwrap();
+        assert_eq!(word, book.own.word());
+        assert_eq!(book.news(start + 3 * PACE), None);
     }
 
     #[test]

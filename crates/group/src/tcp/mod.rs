@@ -97,7 +97,7 @@ impl TcpGroup {
     }
 
     /// Tells all other ranks something, between rounds or in one: nobody waits for it, and [`heard`](Self::heard) is where it comes
-    /// out, in the order in which each rank told what it did.
+    /// out, in the order in which each rank told what it did. Some hundred words may be under way; with more of them, the connection ends.
     ///
     /// # Errors
     /// [`Error::Invalid`] if it is too long.
