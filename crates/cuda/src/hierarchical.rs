@@ -201,7 +201,7 @@ impl Inner {
     fn can_call(&self) -> Result<()> {
         self.usable()?;
         match self.rails.as_ref().and_then(|rails| rails.line.gone()) {
-            Some(machine) => Err(Error::Fault(self.blame(FaultKind::PeerLost, machine))),
+            Some((machine, _)) => Err(Error::Fault(self.blame(FaultKind::PeerLost, machine))),
             None => Ok(()),
         }
     }

@@ -61,8 +61,18 @@ impl Calls {
 #[derive(Clone, Copy, Debug, Default)]
 struct Peer {
     calls: Calls,
-    /// It said so, or its connection ended.
-    gone: bool,
+    gone: Option<Gone>,
+}
+
+/// How a rank has gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Gone {
+    /// Before it made a call that this rank has made: nobody will.
+    Behind,
+    /// Its connection ended. What it sent before may have arrived.
+    Lost,
+    /// It said so, behind everything that it made.
+    Left,
 }
 
 /// What one rank has said and heard. No I/O.
@@ -152,7 +162,7 @@ impl Book {
                     self.fault = Some((generation, record));
                 }
             }
-            (LEAVES, ..) => peer.gone = true,
+            (LEAVES, ..) => peer.gone = Some(Gone::Left),
             _ => {}
         }
     }
@@ -196,13 +206,16 @@ impl Book {
         found.map(|(rank, _)| rank)
     }
 
-    /// A rank that is gone; first one that has not made as many calls as this one.
-    fn gone(&self) -> Option<usize> {
-        let gone: Vec<_> = self.others().filter(|(_, peer)| peer.gone).collect();
-        let behind = gone
-            .iter()
-            .find(|(_, peer)| self.made(peer) < self.own.count);
-        behind.or(gone.first()).map(|(rank, _)| *rank)
+    /// A rank that is gone, and how: first one that has not made as many calls as this one.
+    fn gone(&self) -> Option<(usize, Gone)> {
+        let how = |peer: &Peer| match peer.gone? {
+            _ if self.made(peer) < self.own.count => Some(Gone::Behind),
+            how => Some(how),
+        };
+        let gone = self
+            .others()
+            .filter_map(|(rank, peer)| Some((rank, how(peer)?)));
+        gone.min_by_key(|(_, how)| *how as u8)
     }
 
     /// A new generation, in which nobody has made a call.
@@ -235,7 +248,7 @@ impl Line {
         let heard = Arc::clone(&book);
         let losses = group.on_loss(move |loss: &Loss| {
             if let Some(peer) = heard.lock().peers.get_mut(loss.rank) {
-                peer.gone = true;
+                peer.gone.get_or_insert(Gone::Lost);
             }
         });
         Ok(Arc::new(Self {
@@ -285,6 +298,8 @@ impl Line {
 
     /// Tells that this rank is through with everything.
     pub(crate) fn leave(&self) {
+        let calls = self.book.lock().own.word();
+        self.tell(&calls);
         self.tell(&[LEAVES]);
     }
 
@@ -311,8 +326,8 @@ impl Line {
         book.behind().unwrap_or(next)
     }
 
-    /// A rank that is gone.
-    pub(crate) fn gone(&self) -> Option<usize> {
+    /// A rank that is gone, and how.
+    pub(crate) fn gone(&self) -> Option<(usize, Gone)> {
         self.book.lock().gone()
     }
 
@@ -421,7 +436,10 @@ mod tests {
         book.hear(2, &[LEAVES]);
         assert_eq!((book.fault(), book.gone()), (None, None));
         book.hear(1, &[LEAVES]);
-        assert_eq!(book.gone(), Some(1));
+        assert_eq!(book.gone(), Some((1, Gone::Left)));
+        // It will not make this one.
+        book.call(1);
+        assert_eq!(book.gone(), Some((1, Gone::Behind)));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use crate::{
     CudaDevice, Missing,
     core::Core,
     devices,
-    line::Line,
+    line::{Gone, Line},
     nccl_bounded::{Bounded, Usable, shared},
     nccl_comm::Status,
     quiet,
@@ -24,8 +24,15 @@ const STEP: &str = "join: rails";
 /// How long what NCCL fails with may wait for what stopped the peer that it failed for.
 const HEARSAY: Duration = Duration::from_millis(200);
 
-/// How long a wait for a machine that is gone may go on: what it sent before may still come.
-const LAST_WORDS: Duration = Duration::from_millis(20);
+/// How long a wait may go on for a machine that is gone: word of the call that is waited for may be on its way, or, if it was lost in that call,
+/// what it had sent. Nobody waits for one that left behind it.
+const fn patience(gone: Gone) -> Duration {
+    match gone {
+        Gone::Behind => Duration::from_millis(20),
+        Gone::Lost => Duration::from_millis(300),
+        Gone::Left => Duration::MAX,
+    }
+}
 
 /// What the watch remembers from one look to the next.
 #[derive(Default)]
@@ -109,8 +116,8 @@ impl Rails {
         let paces = watched.pace.iter_mut().enumerate();
         let waited = paces.map(|(connection, pace)| pace.look(&self.page, connection));
         let waited = waited.max().unwrap_or_default();
-        if waited >= LAST_WORDS
-            && let Some(machine) = self.line.gone()
+        if let Some((machine, how)) = self.line.gone()
+            && waited >= patience(how)
         {
             return Some(Found {
                 waited,
