@@ -82,9 +82,34 @@ pub trait Backend: Send + Sync {
         Ok(None)
     }
 
-    /// Whether its groups can span machines.
-    fn spans_machines(&self) -> bool {
+    /// Whether its groups can span so many machines, of so many ranks each.
+    fn spans(&self, _shape: (usize, usize)) -> bool {
         false
+    }
+
+    /// Whether its rails can be made slow.
+    fn slows_rails(&self) -> bool {
+        false
+    }
+
+    /// As [`seats`](Self::seats), for machines: how many, and ranks of each. Machines may have accelerators of their own.
+    ///
+    /// # Errors
+    /// As [`seats`](Self::seats).
+    fn machine_seats(&self, (machines, ranks): (usize, usize)) -> Result<Vec<Seat>> {
+        self.seats(machines * ranks)
+    }
+
+    /// The same with this hook in every rank's device.
+    ///
+    /// # Errors
+    /// As [`injected_seats`](Self::injected_seats).
+    fn injected_machine_seats(
+        &self,
+        (machines, ranks): (usize, usize),
+        hook: &Injector,
+    ) -> Result<Vec<Seat>> {
+        self.injected_seats(machines * ranks, hook)
     }
 
     /// Whether its devices take a hook for fault injection; contracts that need one are left out otherwise.

@@ -14,6 +14,18 @@ pub struct CudaBackend {
     worlds: Vec<usize>,
     /// Whether these GPUs have the kernels for tiles that wait.
     tiles: bool,
+    across: Across,
+}
+
+/// Which machines groups span, as which virtual machines their GPUs are taken.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Across {
+    /// Every rank has a GPU, whatever machine it is of.
+    OwnGpus,
+    /// There is one machine, and one GPU.
+    OneGpu,
+    /// The ranks of a machine share its GPU, where there are not enough for each: NCCL serves no two ranks of a rail on one.
+    GpuEach,
 }
 
 /// Whether all GPUs of this host have the kernels for tiles that wait.
@@ -44,6 +56,7 @@ impl CudaBackend {
                     ordinals: vec![gpu.ordinal],
                     worlds: vec![1],
                     tiles: false,
+                    across: Across::OneGpu,
                 })
             })
             .collect()
@@ -61,6 +74,7 @@ impl CudaBackend {
                 worlds: (1..=ordinals.len()).collect(),
                 tiles: tiles()?,
                 ordinals: ordinals.clone(),
+                across: Across::OwnGpus,
             },
             Self {
                 name: "shared".into(),
@@ -68,8 +82,23 @@ impl CudaBackend {
                 ordinals: ordinals[..1].to_vec(),
                 // They would hold the whole GPU, each for itself.
                 tiles: false,
+                across: Across::OneGpu,
             },
         ])
+    }
+
+    /// Machines that are a GPU each, for [`machine_trials`](crate::machine_trials).
+    ///
+    /// # Errors
+    /// As [`all`](Self::all).
+    pub fn machines() -> Result<Self, Missing> {
+        Ok(Self {
+            name: "machines".into(),
+            ordinals: devices()?.iter().map(|gpu| gpu.ordinal).collect(),
+            worlds: Vec::new(),
+            tiles: false,
+            across: Across::GpuEach,
+        })
     }
 }
 
@@ -98,6 +127,26 @@ impl Backend for CudaBackend {
         has_nccl() && self.differs()
     }
 
+    fn spans(&self, (machines, ranks): (usize, usize)) -> bool {
+        let gpus = self.ordinals.len();
+        match self.across {
+            Across::OwnGpus => machines * ranks <= gpus && (machines == 1 || has_nccl()),
+            Across::OneGpu => machines == 1 && self.worlds.contains(&ranks),
+            Across::GpuEach => {
+                let each = machines * ranks <= gpus;
+                (2..=gpus).contains(&machines) && ranks <= SHARED && !each && has_nccl()
+            }
+        }
+    }
+
+    fn machine_seats(&self, shape: (usize, usize)) -> Result<Vec<Seat>> {
+        self.machine_seats_with(shape, &CudaConfig::default())
+    }
+
+    fn injected_machine_seats(&self, shape: (usize, usize), hook: &Injector) -> Result<Vec<Seat>> {
+        self.machine_seats_with(shape, &injected(hook))
+    }
+
     fn seats(&self, size: usize) -> Result<Vec<Seat>> {
         self.seats_with(size, &CudaConfig::default())
     }
@@ -121,11 +170,32 @@ impl Backend for CudaBackend {
 
 impl CudaBackend {
     fn seats_with(&self, size: usize, config: &CudaConfig) -> Result<Vec<Seat>> {
+        self.placed(size, config, |rank| rank)
+    }
+
+    fn machine_seats_with(
+        &self,
+        (machines, ranks): (usize, usize),
+        config: &CudaConfig,
+    ) -> Result<Vec<Seat>> {
+        let shares = self.across == Across::GpuEach;
+        self.placed(machines * ranks, config, |rank| {
+            if shares { rank / ranks } else { rank }
+        })
+    }
+
+    /// Ranks with these GPUs, which go round.
+    fn placed(
+        &self,
+        size: usize,
+        config: &CudaConfig,
+        gpu: impl Fn(usize) -> usize,
+    ) -> Result<Vec<Seat>> {
         brigade_group::threads(size)
             .into_iter()
             .enumerate()
             .map(|(rank, boot)| {
-                let ordinal = self.ordinals[rank % self.ordinals.len()];
+                let ordinal = self.ordinals[gpu(rank) % self.ordinals.len()];
                 Ok(Seat {
                     device: CudaDevice::with(ordinal, config)?,
                     boot: Box::new(boot),

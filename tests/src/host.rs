@@ -30,7 +30,11 @@ impl Backend for HostThreads {
         Ok(Some(HostDevice::new()?))
     }
 
-    fn spans_machines(&self) -> bool {
+    fn spans(&self, _: (usize, usize)) -> bool {
+        true
+    }
+
+    fn slows_rails(&self) -> bool {
         true
     }
 

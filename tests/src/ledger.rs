@@ -151,7 +151,7 @@ fn check(world: &World, entry: &Entry) {
 }
 
 /// Every entry at every group size of a device.
-fn entries(worlds: &[usize], engines: Engines, spans_machines: bool) -> Vec<(usize, Entry)> {
+fn entries(worlds: &[usize], engines: Engines) -> Vec<(usize, Entry)> {
     let mut everywhere = moves::entries(engines);
     everywhere.extend(linears::entries(engines));
     everywhere.extend(norms::entries(engines));
@@ -163,9 +163,6 @@ fn entries(worlds: &[usize], engines: Engines, spans_machines: bool) -> Vec<(usi
         .collect();
     if worlds.contains(&1) {
         all.extend(local::entries().into_iter().map(|e| (1, e)));
-    }
-    if spans_machines {
-        all.extend(machines::entries(worlds));
     }
     all
 }
@@ -199,21 +196,32 @@ pub fn add_alone(suite: &mut Suite) {
     }
 }
 
+/// Adds the entries of groups that span machines.
+pub fn add_machines(suite: &mut Suite) {
+    for (shape, entry) in machines::entries() {
+        let name = format!("ledger/{}", entry.name);
+        suite.add_across(shape, &name, move |world| check(world, &entry));
+    }
+}
+
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     let worlds = suite.backend().worlds();
-    let spans_machines = suite.backend().spans_machines();
-    let all = entries(&worlds, suite.backend().engines(), spans_machines);
+    let all = entries(&worlds, suite.backend().engines());
     // An operation that this device has not is not dead.
     let some_device = Engines {
         norms: true,
         dispatches: true,
         ..suite.backend().engines()
     };
-    let known: Vec<_> = entries(&worlds, some_device, true)
+    let across = machines::entries();
+    let across = across.iter().map(|((m, r), e)| key(m * r, &e.name));
+    let known: Vec<_> = entries(&worlds, some_device)
         .iter()
         .map(|(size, e)| key(*size, &e.name))
+        .chain(across)
         .collect();
+    add_machines(suite);
     for (size, entry) in all {
         let name = format!("ledger/{}", entry.name);
         suite.add_at(size, &name, move |world| check(world, &entry));

@@ -103,6 +103,14 @@ fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
     suite
 }
 
+/// The contracts of groups that span machines, and nothing else.
+pub fn machine_trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
+    let mut suite = suite::Suite::new(backend);
+    hierarchical::add(&mut suite);
+    ledger::add_machines(&mut suite);
+    suite.into_trials()
+}
+
 /// The contracts that need no communicator, at one rank.
 pub fn device_trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
     let mut suite = suite::Suite::new(backend);

@@ -35,7 +35,7 @@ use std::{
 /// Longest that one trial may run.
 const LIMIT: Duration = Duration::from_secs(160);
 
-/// Set in the processes of a crew.
+/// Set in the processes of a crew: the name of its devices.
 const CREW: &str = "BRIGADE_CREW";
 
 /// Where trials stand whose ranks are killed: a rank that ends so is as it should be.
@@ -57,8 +57,13 @@ pub trait Devices: Send + Sync {
     /// Why it cannot be opened.
     fn open(&self, rank: usize) -> Result<Arc<dyn Device>>;
 
-    /// As [`Backend::spans_machines`].
-    fn spans_machines(&self) -> bool {
+    /// As [`Backend::spans`].
+    fn spans(&self, _shape: (usize, usize)) -> bool {
+        false
+    }
+
+    /// As [`Backend::slows_rails`].
+    fn slows_rails(&self) -> bool {
         false
     }
 
@@ -151,8 +156,12 @@ impl Backend for Processes {
         self.seat(|rank| self.devices.open(rank))
     }
 
-    fn spans_machines(&self) -> bool {
-        self.devices.spans_machines()
+    fn spans(&self, shape: (usize, usize)) -> bool {
+        self.devices.spans(shape)
+    }
+
+    fn slows_rails(&self) -> bool {
+        self.devices.slows_rails()
     }
 
     fn injects(&self) -> bool {
@@ -185,30 +194,42 @@ fn is_rank() -> bool {
 
 /// A program of trials whose ranks are processes on the host device; and one of these processes.
 pub fn on_host(args: &Arguments) -> ExitCode {
-    run(args, &(Arc::new(host::Hosts) as _))
+    run(args, &[Arc::new(host::Hosts)])
 }
 
-/// As [`on_host`], with a GPU for each rank. No trials where there are not GPUs for two.
+/// As [`on_host`], with a GPU for each rank; and with a GPU for each rank of several machines, between which NCCL goes through sockets. No
+/// trials where there are not GPUs for two.
 ///
 /// # Errors
 /// What is missing, on hosts where no GPU can be opened.
 pub fn on_gpus(args: &Arguments) -> Result<ExitCode, Missing> {
-    let gpus = cuda::Gpus::find(is_rank())?;
-    let none = || libtest_mimic::run(args, Vec::new()).exit_code();
-    Ok(gpus.map_or_else(none, |gpus| run(args, &(Arc::new(gpus) as _))))
+    let Some(gpus) = cuda::Gpus::find(is_rank())? else {
+        return Ok(libtest_mimic::run(args, Vec::new()).exit_code());
+    };
+    let machines = cuda::Machines::of(gpus);
+    Ok(run(args, &[Arc::new(gpus), Arc::new(machines)]))
 }
 
-fn run(args: &Arguments, devices: &Arc<dyn Devices>) -> ExitCode {
-    if std::env::var_os(CREW).is_some() {
-        return told("this rank", serve(devices));
+fn run(args: &Arguments, all: &[Arc<dyn Devices>]) -> ExitCode {
+    if let Some(crew) = std::env::var_os(CREW) {
+        let mine = all.iter().find(|devices| crew == devices.name());
+        let served = mine.map_or_else(|| Err("no such devices".into()), serve);
+        return told("this rank", served);
     }
     let seed = base_seed();
-    let starter = Arc::clone(devices);
-    let crews = Arc::new(Crews::new(LIMIT, move || rank_of_crew(&*starter, seed)));
-    let trials = trials(devices, &crews, seed);
-    let conclusion = libtest_mimic::run(args, trials);
+    let crews: Vec<_> = all
+        .iter()
+        .map(|devices| {
+            let starter = Arc::clone(devices);
+            Arc::new(Crews::new(LIMIT, move || rank_of_crew(&*starter, seed)))
+        })
+        .collect();
+    let with_crews = all.iter().zip(&crews);
+    let trials = with_crews.flat_map(|(devices, crews)| trials(devices, crews, seed));
+    let conclusion = libtest_mimic::run(args, trials.collect());
     // What ranks' processes end with counts too: a tool around them may have found something.
-    match told("ranks after their trials", crews.end()) {
+    let ended = crews.iter().try_for_each(|crews| crews.end());
+    match told("ranks after their trials", ended) {
         ExitCode::SUCCESS => conclusion.exit_code(),
         failure => failure,
     }
@@ -292,7 +313,7 @@ fn this_program(devices: &dyn Devices, seed: u64) -> Command {
 /// The command that starts a rank of a crew.
 fn rank_of_crew(devices: &dyn Devices, seed: u64) -> Command {
     let mut command = this_program(devices, seed);
-    command.env(CREW, "1");
+    command.env(CREW, devices.name());
     command
 }
 

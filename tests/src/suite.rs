@@ -28,6 +28,8 @@ pub struct World {
     pub backend: Arc<dyn Backend>,
     /// Ranks in the group.
     pub size: usize,
+    /// Machines, and ranks of each, where it is about these.
+    machines: Option<(usize, usize)>,
     seed: u64,
 }
 
@@ -39,7 +41,11 @@ impl World {
 
     /// Runs `body` on every rank. See [`run`].
     pub fn run(&self, config: &CommConfig, body: impl Fn(&mut Rank) + Send + Sync + 'static) {
-        run(self.backend.seats(self.size).unwrap(), Some(config), body);
+        let seats = match self.machines {
+            Some(shape) => self.backend.machine_seats(shape),
+            None => self.backend.seats(self.size),
+        };
+        run(seats.unwrap(), Some(config), body);
     }
 
     /// As [`run`](Self::run), with a hook in every rank's device.
@@ -49,7 +55,11 @@ impl World {
         hook: Arc<dyn Inject>,
         body: impl Fn(&mut Rank) + Send + Sync + 'static,
     ) {
-        let seats = self.backend.injected_seats(self.size, &Injector::new(hook));
+        let hook = Injector::new(hook);
+        let seats = match self.machines {
+            Some(shape) => self.backend.injected_machine_seats(shape, &hook),
+            None => self.backend.injected_seats(self.size, &hook),
+        };
         run(seats.unwrap(), Some(config), body);
     }
 }
@@ -125,6 +135,28 @@ impl Suite {
 
     /// A contract at one group size.
     pub fn add_at(&mut self, size: usize, name: &str, contract: impl Fn(&World) + Send + 'static) {
+        self.add_for(size, None, name, contract);
+    }
+
+    /// A contract across machines: how many, and ranks of each. None where the device does not span these.
+    pub fn add_across(
+        &mut self,
+        shape: (usize, usize),
+        name: &str,
+        contract: impl Fn(&World) + Send + 'static,
+    ) {
+        if self.backend.spans(shape) {
+            self.add_for(shape.0 * shape.1, Some(shape), name, contract);
+        }
+    }
+
+    fn add_for(
+        &mut self,
+        size: usize,
+        machines: Option<(usize, usize)>,
+        name: &str,
+        contract: impl Fn(&World) + Send + 'static,
+    ) {
         let name = format!("{}/w{size}/{name}", self.backend.name());
         let base_seed = self.base_seed;
         let mut hasher = DefaultHasher::new();
@@ -132,6 +164,7 @@ impl Suite {
         let world = World {
             backend: Arc::clone(&self.backend),
             size,
+            machines,
             seed: hasher.finish(),
         };
         let run = move || {

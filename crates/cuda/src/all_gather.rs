@@ -5,12 +5,18 @@ use crate::{
     job::Job,
     memory::check_reach,
 };
-use brigade_device::{AllGatherParams, Buffer, Call, PerRank, Plan, Result, Turn};
+use brigade_device::{AllGatherParams, Buffer, Call, PerRank, Plan, Result, Stream};
 use brigade_plan::{moved, pushed::Packets};
 use brigade_sync::Area;
 
 impl CudaComm {
-    pub(crate) fn run_all_gather(&self, turn: &Turn, p: AllGatherParams<'_>) -> Result<Plan> {
+    /// As a call of its own, or as part of one whose signature it bears.
+    pub(crate) fn run_all_gather(
+        &self,
+        on: &Stream,
+        part_of: Option<&Call>,
+        p: AllGatherParams<'_>,
+    ) -> Result<Plan> {
         let (rank, size) = (self.core.rank(), self.core.size());
         p.check(rank, size)?;
         let (to, from) = (p.to.as_view().retain(), p.from.retain());
@@ -38,32 +44,27 @@ impl CudaComm {
             .map(|rows| rows * row_bytes)
             .collect();
         let piece = piece_elements * to.dtype().bytes();
-        let from = self.apart(turn.stream(), from, &to)?;
+        let from = self.apart(on, from, &to)?;
+        let signed = part_of.unwrap_or(&call);
         if let Some(launch) = pushed {
             let offsets = brigade_plan::rows::offsets(&bytes);
             let at = |&offset: &usize| to.address() + offset as u64;
             let parts: Vec<_> = bytes.iter().copied().zip(offsets.iter().map(at)).collect();
             let moved = moved::push_gather(rank, &bytes);
-            self.core
-                .exchange(turn.stream(), &call, &[&from, &to], |job| {
-                    job.push_copy(launch, Packets::gathered(&bytes), &from, &parts, moved)
-                })?;
+            self.core.exchange(on, signed, &[&from, &to], |job| {
+                job.push_copy(launch, Packets::gathered(&bytes), &from, &parts, moved)
+            })?;
             return Ok(plan);
         }
         self.core
-            .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
+            .collective(on, signed, &[&from], Some(&to), |job| {
                 all_gather(job, &bytes, piece, &to, &from)
             })?;
         Ok(plan)
     }
 
     /// `from`, or a copy of it where it shares memory with `to`.
-    pub(crate) fn apart(
-        &self,
-        on: &brigade_device::Stream,
-        from: Buffer,
-        to: &Buffer,
-    ) -> Result<Buffer> {
+    pub(crate) fn apart(&self, on: &Stream, from: Buffer, to: &Buffer) -> Result<Buffer> {
         if !crate::memory::overlap(&from, to) {
             return Ok(from);
         }

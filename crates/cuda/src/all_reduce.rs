@@ -12,7 +12,7 @@ use crate::{
 };
 use brigade_device::{
     AllReduceAlgorithm, AllReduceParams, Buffer, Call, DataType, Launch, Plan, ReduceOp, Result,
-    Turn,
+    Stream,
 };
 use brigade_sync::Area;
 
@@ -44,7 +44,13 @@ impl Kind {
 }
 
 impl CudaComm {
-    pub(crate) fn run_all_reduce(&self, turn: &Turn, p: AllReduceParams<'_>) -> Result<Plan> {
+    /// As a call of its own, or as part of one whose signature it bears.
+    pub(crate) fn run_all_reduce(
+        &self,
+        on: &Stream,
+        part_of: Option<&Call>,
+        p: AllReduceParams<'_>,
+    ) -> Result<Plan> {
         p.check()?;
         let to = p.data.as_view().retain();
         let from = p.from.map_or_else(|| to.clone(), |f| f.retain());
@@ -69,6 +75,7 @@ impl CudaComm {
         else {
             return Err(unexpected(&plan));
         };
+        let signed = part_of.unwrap_or(&call);
         let kind = Kind {
             dtype: from.dtype(),
             output: to.dtype(),
@@ -78,7 +85,7 @@ impl CudaComm {
         let from = if same_elements(&from, &to) {
             from
         } else {
-            self.apart(turn.stream(), from, &to)?
+            self.apart(on, from, &to)?
         };
         if matches!(
             algorithm,
@@ -86,10 +93,9 @@ impl CudaComm {
         ) {
             let how = (algorithm, launch);
             let most = piece_elements.min(pushed::MOST_ELEMENTS);
-            self.core
-                .exchange(turn.stream(), &call, &[&from, &to], |job| {
-                    pushed(job, how, kind, most, &from, &to)
-                })?;
+            self.core.exchange(on, signed, &[&from, &to], |job| {
+                pushed(job, how, kind, most, &from, &to)
+            })?;
             return Ok(plan);
         }
         if algorithm == AllReduceAlgorithm::Nccl {
@@ -97,13 +103,13 @@ impl CudaComm {
             let whole = kind.piece(0, from.shape().len(), &from, &to);
             let kept = NcclUse::buffer(sums)?;
             self.core
-                .collective(turn.stream(), &call, &[&from, &kept], Some(&to), |job| {
+                .collective(on, signed, &[&from, &kept], Some(&to), |job| {
                     job.sum_by_nccl(sums, kind, whole)
                 })?;
             return Ok(plan);
         }
         self.core
-            .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
+            .collective(on, signed, &[&from], Some(&to), |job| {
                 pulled(job, algorithm, kind, piece_elements, &from, &to)
             })?;
         Ok(plan)
@@ -159,6 +165,7 @@ fn one_shot(job: &mut Job<'_>, kind: Kind, piece: &Piece) -> Result<()> {
     job.steps.await_all(of, 0);
     job.count_moved((size - 1) * bytes);
     job.reduce(Reduction {
+        parts: size,
         op: kind.op,
         from: core.place(0, of, 0),
         stride: core.memory.symmetric.stride(),
@@ -189,6 +196,7 @@ fn two_shot(job: &mut Job<'_>, kind: Kind, piece: &Piece) -> Result<()> {
     let own = share(me);
     job.count_moved((size - 1) * own.len() * in_bytes);
     job.reduce(Reduction {
+        parts: size,
         op: kind.op,
         from: core.place(0, of, own.start * in_bytes),
         stride: core.memory.symmetric.stride(),

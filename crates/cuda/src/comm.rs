@@ -95,6 +95,15 @@ pub(crate) fn join(
     boot: &dyn Bootstrap,
     config: &CommConfig,
 ) -> Result<Comm> {
+    Ok(Comm::new(Arc::new(join_one(device, boot, config)?)))
+}
+
+/// The same, for what is made of communicators.
+pub(crate) fn join_one(
+    device: Arc<CudaDevice>,
+    boot: &dyn Bootstrap,
+    config: &CommConfig,
+) -> Result<CudaComm> {
     let (rank, size) = (boot.rank(), boot.size());
     if rank >= size {
         return Err(Error::invalid("rank", rank, format!("a rank below {size}")));
@@ -144,11 +153,11 @@ pub(crate) fn join(
     });
     let made = made.and_then(|core| Ok((core, own_stream?)));
     let (core, own_stream) = agree(boot, "join: device state", made, within)?;
-    let comm = Comm::new(Arc::new(CudaComm {
-        core: Arc::clone(&core),
-        own_stream,
-    }));
-    let met = if size > 1 { core.meet_once() } else { Ok(()) };
+    let comm = CudaComm { core, own_stream };
+    let met = match size {
+        1 => Ok(()),
+        _ => comm.core.meet_once(),
+    };
     agree(boot, "join: flags between GPUs", met, within)?;
     Ok(comm)
 }
@@ -221,16 +230,16 @@ impl Communicator for CudaComm {
         self.run_barrier(turn)
     }
     fn all_reduce(&self, turn: &mut Turn, p: AllReduceParams<'_>) -> Result<Plan> {
-        self.run_all_reduce(turn, p)
+        self.run_all_reduce(turn.stream(), None, p)
     }
     fn all_reduce_norm(&self, turn: &mut Turn, p: AllReduceNormParams<'_>) -> Result<Plan> {
         self.run_all_reduce_norm(turn, p)
     }
     fn all_gather(&self, turn: &mut Turn, p: AllGatherParams<'_>) -> Result<Plan> {
-        self.run_all_gather(turn, p)
+        self.run_all_gather(turn.stream(), None, p)
     }
     fn reduce_scatter(&self, turn: &mut Turn, p: ReduceScatterParams<'_>) -> Result<Plan> {
-        self.run_reduce_scatter(turn, None, p)
+        self.run_reduce_scatter(turn.stream(), None, p)
     }
     fn reduce_scatter_parts(
         &self,
@@ -238,7 +247,8 @@ impl Communicator for CudaComm {
         call: &LinearCall,
         p: ReduceScatterParams<'_>,
     ) -> Result<Plan> {
-        self.run_reduce_scatter(turn, Some(Call::LinearReduceScatter(call.clone())), p)
+        let call = Call::LinearReduceScatter(call.clone());
+        self.run_reduce_scatter(turn.stream(), Some(&call), p)
     }
     fn broadcast(&self, turn: &mut Turn, p: BroadcastParams<'_>) -> Result<Plan> {
         self.run_broadcast(turn, p)

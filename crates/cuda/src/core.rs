@@ -9,7 +9,7 @@ use crate::{
     inject::Asker,
     job::{Job, Kind, Made},
     lane::Lane,
-    mark::{self, CudaMark},
+    mark::CudaMark,
     memory::DeviceMemory,
     nccl_sums::NcclSums,
     quiet,
@@ -26,7 +26,7 @@ use brigade_device::{
     Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Operation, PerRank, Plan,
     Reason, Result, Shape, Stream, SumOrder,
 };
-use brigade_group::Control;
+use brigade_group::{Control, Stoppable};
 use brigade_kernels::{MESSAGE_THREADS, STATE_GENERATION, STEP_THREADS};
 use brigade_plan::{
     Table, Topology,
@@ -39,8 +39,8 @@ use std::{
     collections::VecDeque,
     ops::Range,
     sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
+        Arc, OnceLock, Weak,
+        atomic::{AtomicU8, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -97,6 +97,10 @@ pub(crate) struct Core {
     pub(crate) stepping: Spinning,
     /// Places for the blocks of messages, and of exchanges by pushing.
     pub(crate) exchanging: Spinning,
+    /// The hierarchy that this is a part of, if it is one: its faults are what waits for a stream are told.
+    pub(crate) whole: OnceLock<Weak<dyn Stoppable>>,
+    /// The last generation whose kernels this host told to stop.
+    stopped: AtomicU8,
     /// Whether an exchange may take its place on the GPU while the one before it still waits.
     pub(crate) overtakes: bool,
 }
@@ -212,6 +216,8 @@ impl Core {
             ahead: Mutex::default(),
             stepping,
             exchanging,
+            whole: OnceLock::new(),
+            stopped: AtomicU8::new(0),
             overtakes: kernels.pushes.programmatic && !shares && !device.serial,
             device,
         };
@@ -343,6 +349,23 @@ impl Core {
         }
     }
 
+    /// Stops the group with what stopped another one. Kernels that wait for nothing look at their own stop word alone.
+    pub(crate) fn stop(&self, record: FaultRecord) {
+        if self.control.fault().is_none() {
+            self.raise(record);
+        }
+        let generation = self.generation();
+        if self.stopped.swap(generation, Ordering::AcqRel) == generation {
+            return;
+        }
+        self.memory.report.ask_to_stop(generation);
+        let stop = 8 * self.control.layout().abort.base;
+        let told = self.write_word(self.address(self.rank(), stop), generation.into());
+        if let Err(error) = told {
+            tracing::warn!(%error, "kernels hear of a stop when they wait");
+        }
+    }
+
     pub(crate) fn abort(&self) {
         self.control.abort(self.calls());
         self.memory.report.ask_to_stop(self.generation());
@@ -381,7 +404,7 @@ impl Core {
         self.collective_within(lane, call, None, buffers, out, work)
     }
 
-    fn collective_within<R>(
+    pub(crate) fn collective_within<R>(
         self: &Arc<Self>,
         lane: &Arc<Lane>,
         call: &Call,
@@ -462,27 +485,6 @@ impl Core {
         self.enqueue(self.device.lane(on)?, kind, buffers, None, work)
     }
 
-    /// All ranks meet on their GPUs: what a group does first.
-    pub(crate) fn meet_once(self: &Arc<Self>) -> Result<()> {
-        let own = Arc::clone(&self.waiter);
-        self.collective_within(&own, &Call::Barrier, None, &[], None, |_| Ok(()))?;
-        self.own_ended("join: flags between GPUs", self.config.first_deadline)
-    }
-
-    /// Waits for the call on the communicator's own stream, which ends `within` the time by itself.
-    fn own_ended(&self, step: &'static str, within: Duration) -> Result<()> {
-        let ended =
-            CudaMark::record(&self.device.card, self.waiter.stream)?.reached(within + HEARSAY);
-        self.usable()?;
-        if ended? {
-            return Ok(());
-        }
-        Err(Error::Group {
-            step,
-            what: format!("this rank's GPU has not come to it within {within:?}"),
-        })
-    }
-
     pub(crate) fn enqueue<R>(
         self: &Arc<Self>,
         lane: &Arc<Lane>,
@@ -539,7 +541,10 @@ impl Core {
     pub(crate) fn note(self: &Arc<Self>, lane: &Arc<Lane>) {
         let mut used = self.used.lock();
         if !used.iter().any(|l| Arc::ptr_eq(l, lane)) {
-            lane.belongs_to(self);
+            match self.whole.get() {
+                Some(whole) => lane.belongs_to(Weak::clone(whole)),
+                None => lane.belongs_to(Arc::downgrade(self) as _),
+            }
             used.push(Arc::clone(lane));
         }
     }
@@ -562,20 +567,5 @@ impl Core {
             .filter(|lane| !lane.capturing())
             .filter_map(|lane| CudaMark::record(&self.device.card, lane.stream).ok())
             .collect()
-    }
-
-    pub(crate) fn close(self: &Arc<Self>, within: Duration) -> Result<()> {
-        self.usable()?;
-        let end = Instant::now() + within;
-        let left = || end.saturating_duration_since(Instant::now());
-        // Work of the last lease first, whatever stream it is on.
-        for mark in self.marks() {
-            mark::wait(&self.device.card, self.waiter.stream, &mark)?;
-        }
-        let own = Arc::clone(&self.waiter);
-        self.collective_within(&own, &Call::Close, Some(left()), &[], None, |_| Ok(()))?;
-        self.own_ended("close", left())?;
-        self.control.set_closed();
-        Ok(())
     }
 }

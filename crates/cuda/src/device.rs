@@ -5,16 +5,18 @@ use crate::{
     card::Card,
     comm,
     devices::devices,
-    graph,
+    graph, hierarchical,
     lane::{CudaQueue, Lane},
     opened::Opened,
     trace::Tracer,
 };
 use brigade_device::{
-    Bootstrap, Comm, CommConfig, Device, DeviceInfo, Injector, Queues, Replay, Result, Stream,
+    Bootstrap, Comm, CommConfig, Device, DeviceInfo, Hierarchy, HierarchyConfig, Injector,
+    Machines, Queues, Replay, Result, Stream,
 };
+use brigade_plan::hierarchical::Wire;
 use cudarc::driver::sys;
-use std::{any::Any, ffi::c_void, sync::Arc};
+use std::{any::Any, ffi::c_void, net::IpAddr, sync::Arc};
 
 /// How a CUDA device is set up.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -22,6 +24,12 @@ pub struct CudaConfig {
     /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest. Kernels wait for its answers,
     /// which threads of the communicator give: on a GPU, whoever is asked is never the thread that made the call.
     pub inject: Option<Injector>,
+    /// What is between machines, for plans: latency and bandwidth of a rank's link. `None` takes what `Costs::cuda` guesses. The same on
+    /// every rank.
+    pub wire: Option<Wire>,
+    /// Where other machines reach this one, for what hosts tell each other at faults and resets; `None` takes the address that its
+    /// packets to others bear. NCCL finds its own ways (`NCCL_SOCKET_IFNAME`).
+    pub rail_address: Option<IpAddr>,
     /// No kernel of a communicator's begins before the one in front of it has ended. Else those that push do, where the GPU can
     /// (programmatic launch).
     pub serial: bool,
@@ -40,6 +48,8 @@ pub struct CudaDevice {
     pub(crate) tracer: Tracer,
     pub(crate) inject: Option<Injector>,
     pub(crate) serial: bool,
+    pub(crate) wire: Option<Wire>,
+    pub(crate) rail_address: Option<IpAddr>,
 }
 
 impl std::fmt::Debug for CudaDevice {
@@ -85,6 +95,8 @@ impl CudaDevice {
             tracer: Tracer::default(),
             inject: config.inject.clone(),
             serial: config.serial,
+            wire: config.wire,
+            rail_address: config.rail_address,
         }))
     }
 
@@ -144,5 +156,18 @@ impl Device for CudaDevice {
 
     fn join(self: Arc<Self>, boot: &dyn Bootstrap, config: &CommConfig) -> Result<Comm> {
         comm::join(self, boot, config)
+    }
+
+    fn machines_memory_need(&self, machines: Machines, config: &HierarchyConfig) -> Result<u64> {
+        hierarchical::memory_need(self, machines, config)
+    }
+
+    fn join_machines(
+        self: Arc<Self>,
+        boot: &dyn Bootstrap,
+        machines: Machines,
+        config: &HierarchyConfig,
+    ) -> Result<Hierarchy> {
+        hierarchical::join(&self, boot, machines, config)
     }
 }

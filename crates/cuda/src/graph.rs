@@ -1,8 +1,8 @@
 //! CUDA graphs behind `capture` and [`Replay`].
 
 use crate::{
-    card::Card, driver::failed, lane::Lane, mark::CudaMark, memory::Place, nccl_sums::NcclUse,
-    window::Token,
+    card::Card, driver::failed, hierarchical::Made, lane::Lane, mark::CudaMark, memory::Place,
+    nccl_sums::NcclUse, window::Token,
 };
 use brigade_device::{Event, Replay, Result, Storage, Stream};
 use cudarc::driver::{
@@ -94,6 +94,9 @@ impl Replay for Graph {
         lane.refuse_capture("the launch of a graph")?;
         for storage in &self.kept {
             let any = storage.as_any();
+            if let Some(made) = any.downcast_ref::<Made>() {
+                made.again(lane)?;
+            }
             if let Some(NcclUse(sums)) = any.downcast_ref() {
                 sums.check()?;
             }

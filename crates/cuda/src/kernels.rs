@@ -30,6 +30,8 @@ pub(crate) struct Kernels {
     pub(crate) steps: Kernel<StepsParams>,
     pub(crate) moves: Kernel<MoveParams>,
     pub(crate) reduce: Kernel<ReduceParams>,
+    /// Compares what machines signed.
+    pub(crate) compare: Kernel<ReduceParams>,
     pub(crate) messages: Kernel<MessagesParams>,
     pub(crate) rows: Kernel<AllToAllRowsParams>,
     pub(crate) adapters: Kernel<AdaptersParams>,
@@ -61,6 +63,7 @@ impl Kernels {
     ) -> Result<Self, Missing> {
         let set = |name: &str| KernelSet::load(context, fatbin(name)?);
         let (quantize, int8) = (set("quantize")?, set("int8")?);
+        let reduce = set("reduce")?;
         Ok(Self {
             convert: set("convert")?.kernel()?,
             transpose: set("transpose")?.kernel()?,
@@ -73,7 +76,8 @@ impl Kernels {
             long: int8.kernel()?,
             steps: set("steps")?.kernel()?,
             moves: set("move")?.kernel()?,
-            reduce: set("reduce")?.kernel()?,
+            reduce: reduce.kernel()?,
+            compare: reduce.variant("_compare")?,
             messages: set("messages")?.kernel()?,
             rows: set("all_to_all_rows")?.kernel()?,
             adapters: set("adapters")?.kernel()?,

@@ -2,12 +2,12 @@
 
 use crate::{
     card::{Card, Task},
-    core::Core,
     driver::failed,
     mark::{self, CudaMark},
     memory::{DeviceMemory, Place},
 };
 use brigade_device::{Buffer, Error, Event, Hook, Mark, Queue, Reason, Result, Storage, Stream};
+use brigade_group::Stoppable;
 use cudarc::driver::{
     result::stream,
     sys::{
@@ -44,7 +44,7 @@ struct Notes {
     /// Memory of somebody else's, until the work that uses it is done.
     in_use: VecDeque<(CudaMark, Arc<dyn Storage>)>,
     /// Communicators that work here: their faults are this stream's.
-    groups: Vec<Weak<Core>>,
+    groups: Vec<Weak<dyn Stoppable>>,
     /// Scratch memory of the library that multiplies: for work that runs at once, and for graphs of others.
     workspaces: [Option<u64>; 2],
 }
@@ -152,10 +152,7 @@ impl Lane {
             Place::of(buffer.storage())?.used_on(self);
         }
         if capturing {
-            let notes = &mut *self.notes.lock();
-            let own = notes.capture.as_mut().map(|c| &mut c.kept);
-            let list = own.unwrap_or(&mut notes.kept);
-            list.extend(buffers.iter().map(|b| Arc::clone(b.storage())));
+            self.keep(buffers.iter().map(|b| Arc::clone(b.storage())));
         }
         let result = work(self.stream);
         let adopted = |b: &&&Buffer| matches!(Place::of(b.storage()), Ok(Place::Adopted(_)));
@@ -168,10 +165,32 @@ impl Lane {
     }
 
     /// From here on, a fault of this communicator is told to who waits for this stream.
-    pub(crate) fn belongs_to(&self, group: &Arc<Core>) {
+    pub(crate) fn belongs_to(&self, group: Weak<dyn Stoppable>) {
         let mut notes = self.notes.lock();
-        notes.groups.retain(|g| g.strong_count() > 0);
-        notes.groups.push(Arc::downgrade(group));
+        notes
+            .groups
+            .retain(|g| g.strong_count() > 0 && !g.ptr_eq(&group));
+        notes.groups.push(group);
+    }
+
+    /// Work here is about to become part of what `of` captures, if that captures: what it uses is that graph's to keep.
+    pub(crate) fn branch(&self, of: &Self) {
+        if of.capturing() {
+            self.notes.lock().capture = Some(Capture::default());
+        }
+    }
+
+    /// The end of that.
+    pub(crate) fn unbranch(&self, of: &Self) {
+        let capture = self.notes.lock().capture.take();
+        of.keep(capture.map_or_else(Vec::new, |c| c.kept));
+    }
+
+    /// What is captured here refers to this.
+    fn keep(&self, storages: impl IntoIterator<Item = Arc<dyn Storage>>) {
+        let notes = &mut *self.notes.lock();
+        let own = notes.capture.as_mut().map(|c| &mut c.kept);
+        own.unwrap_or(&mut notes.kept).extend(storages);
     }
 
     /// The fault of a communicator that worked here, if one was stopped.

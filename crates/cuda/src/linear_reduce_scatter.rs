@@ -252,6 +252,7 @@ impl Product<'_> {
             d.clone()
         };
         job.reduce(Reduction {
+            parts: job.core.size(),
             op: ReduceOp::Sum,
             from: job.core.place(me, of, 0),
             stride: own.len() * self.row_bytes(),

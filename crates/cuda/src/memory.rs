@@ -3,6 +3,7 @@
 use crate::{
     card::{Card, Task},
     driver::failed,
+    hierarchical::Made,
     lane::Lane,
     nccl_sums::NcclUse,
     window::{Token, Window},
@@ -293,7 +294,7 @@ impl<'a> Place<'a> {
             Ok(Self::Adopted(memory))
         } else if let Some(window) = any.downcast_ref::<Window>() {
             window.check().map(|()| Self::Group)
-        } else if any.is::<Token>() || any.is::<NcclUse>() {
+        } else if any.is::<Token>() || any.is::<NcclUse>() || any.is::<Made>() {
             Ok(Self::Group)
         } else {
             Err(Error::invalid(

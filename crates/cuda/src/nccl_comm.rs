@@ -83,10 +83,12 @@ pub(crate) struct Functions {
     pub(crate) all_reduce: Collective,
     reduce_scatter: Collective,
     broadcast: Collective,
-    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Handle) -> Status,
-    recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, Handle) -> Status,
-    group_start: unsafe extern "C" fn() -> Status,
-    group_end: unsafe extern "C" fn() -> Status,
+    pub(crate) send:
+        unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Handle) -> Status,
+    pub(crate) recv:
+        unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, Handle) -> Status,
+    pub(crate) group_start: unsafe extern "C" fn() -> Status,
+    pub(crate) group_end: unsafe extern "C" fn() -> Status,
     destroy: unsafe extern "C" fn(Handle) -> Status,
     pub(crate) abort: unsafe extern "C" fn(Handle) -> Status,
     pub(crate) async_error: unsafe extern "C" fn(Handle, *mut Status) -> Status,

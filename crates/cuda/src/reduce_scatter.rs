@@ -2,6 +2,7 @@
 //! lays a slot out for every rank. Everybody reduces its own share of all.
 
 use crate::{
+    Launch,
     all_reduce::Kind,
     comm::{CudaComm, unexpected},
     job::Job,
@@ -9,7 +10,7 @@ use crate::{
     types,
 };
 use brigade_device::{
-    Buffer, Call, DataType, PerRank, Plan, ReduceOp, ReduceScatterParams, Result, Turn,
+    Buffer, Call, DataType, PerRank, Plan, ReduceOp, ReduceScatterParams, Result, Stream,
 };
 use brigade_kernels::ReduceParams;
 use brigade_sync::Area;
@@ -18,8 +19,8 @@ impl CudaComm {
     /// As a call of its own, or as part of one whose signature it bears.
     pub(crate) fn run_reduce_scatter(
         &self,
-        turn: &Turn,
-        part_of: Option<Call>,
+        on: &Stream,
+        part_of: Option<&Call>,
         p: ReduceScatterParams<'_>,
     ) -> Result<Plan> {
         p.check(self.core.rank(), self.core.size())?;
@@ -44,22 +45,21 @@ impl CudaComm {
             return Err(unexpected(&plan));
         };
         let elements: PerRank = p.rows_per_rank.iter().map(|r| r * row_len).collect();
-        let from = self.apart(turn.stream(), from, &to)?;
-        let signed = part_of.unwrap_or(call);
+        let from = self.apart(on, from, &to)?;
+        let signed = part_of.unwrap_or(&call);
         if let Some(launch) = pushed {
             let kind = Kind {
                 dtype: from.dtype(),
                 output: to.dtype(),
                 op: p.op,
             };
-            self.core
-                .exchange(turn.stream(), &signed, &[&from, &to], |job| {
-                    job.push_shares(launch, kind, &elements, (&from, &to))
-                })?;
+            self.core.exchange(on, signed, &[&from, &to], |job| {
+                job.push_shares(launch, kind, &elements, (&from, &to))
+            })?;
             return Ok(plan);
         }
         self.core
-            .collective(turn.stream(), &signed, &[&from], Some(&to), |job| {
+            .collective(on, signed, &[&from], Some(&to), |job| {
                 let most = elements.iter().max().copied().unwrap_or(0);
                 let all = self.core.size() * most * from.dtype().bytes();
                 if all <= self.core.config.reduce_scatter_bytes {
@@ -100,6 +100,7 @@ fn push_and_reduce(
     job.steps.filled_to_all(of, me, 0);
     job.steps.await_all(of, 0);
     job.reduce(Reduction {
+        parts: size,
         op,
         from: core.place(me, of, 0),
         stride: bytes(elements[me]),
@@ -143,6 +144,7 @@ fn reduce_scatter(
         let own = cut(me);
         job.count_moved((size - 1) * own.len() * in_bytes);
         job.reduce(Reduction {
+            parts: size,
             op,
             from: core.place(0, of, slot(me)),
             stride: core.memory.symmetric.stride(),
@@ -156,9 +158,11 @@ fn reduce_scatter(
     Ok(())
 }
 
-/// One value of every rank for each element, combined in rank order.
+/// One value of every rank for each element, combined in rank order; or of every machine.
 pub(crate) struct Reduction {
     pub(crate) op: ReduceOp,
+    /// How many values.
+    pub(crate) parts: usize,
     /// Address of rank 0's elements, and bytes to the next rank's.
     pub(crate) from: u64,
     pub(crate) stride: usize,
@@ -169,6 +173,32 @@ pub(crate) struct Reduction {
 }
 
 impl Job<'_> {
+    /// Compares words that machines wrote one after the other with that of machine `mine`. Where one differs, this rank stops, and the
+    /// host's word `tell` says which, from 1.
+    pub(crate) fn compare_words(
+        &mut self,
+        words: u64,
+        machines: usize,
+        mine: usize,
+        tell: u64,
+    ) -> Result<()> {
+        self.steps_now()?;
+        let (stop, state) = self.stop();
+        let parameters = ReduceParams {
+            stop,
+            state,
+            out: tell,
+            from: words,
+            parts: machines as u32,
+            op: mine as u32,
+            ..ReduceParams::default()
+        };
+        let shape = Launch::grid(1, 32);
+        let kernel = &self.core.device.opened.kernels.compare;
+        // SAFETY: the words are the rail's, which outlives its work; the rest is the group's memory.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
     /// Enqueues a reduction behind the steps so far.
     pub(crate) fn reduce(&mut self, r: Reduction) -> Result<()> {
         self.steps_now()?;
@@ -185,7 +215,7 @@ impl Job<'_> {
             elements: r.elements as u64,
             out_type: types::float_code(r.output),
             from_type: types::float_code(r.dtype),
-            parts: self.core.size() as u32,
+            parts: r.parts as u32,
             op: types::op_code(r.op),
         };
         let kernels = &self.core.device.opened.kernels;

@@ -100,7 +100,9 @@ impl Core {
     /// Whether products of this group may be of tiles that wait.
     pub(crate) fn has_tiles(&self) -> bool {
         let topology = &self.topology;
-        self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
+        // Rows pass through the gather region.
+        let gathers = self.config.gather_bytes > 0;
+        gathers && self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
     }
 
     /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need is left free.

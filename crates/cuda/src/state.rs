@@ -45,6 +45,17 @@ impl Core {
         CudaMark::record(card, self.counting.stream)?.sync(COUNTING)
     }
 
+    /// Writes a word of this rank's part, and waits for it.
+    pub(crate) fn write_word(&self, address: u64, word: u64) -> Result<()> {
+        let card = &self.device.card;
+        card.bind()?;
+        let words = [word];
+        // SAFETY: a word of own memory of the group, as the caller says, and the number outlives the wait below.
+        unsafe { result::memcpy_htod_async(address, &words, self.counting.stream) }
+            .map_err(failed("cuMemcpyHtoDAsync"))?;
+        CudaMark::record(card, self.counting.stream)?.sync(COUNTING)
+    }
+
     /// Starts a generation that others may have counted further than this rank, in which some ranks are absent.
     pub(crate) fn write_generation(&self, generation: u8, absent: Absent) -> Result<()> {
         self.write_state(STATE_ABSENT, &[absent.bits().into()])?;

@@ -16,7 +16,7 @@ use std::{
 /// Something that ran on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// On which of a communicator's streams: `compute`, `copy` or `wait`.
+    /// On which of a communicator's streams: `compute`, `copy` or `wait`; or the phase, for what goes across machines.
     pub stream: &'static str,
     /// What it was.
     pub name: String,

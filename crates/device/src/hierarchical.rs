@@ -5,8 +5,8 @@
 //! The tensor goes through them in slices, so that all phases are busy at once.
 
 use crate::{
-    DataType, Error, Machines, PerRank, ReduceOp, Result, SumOrder, View, ViewMut,
-    collectives::check_all_reduce,
+    AllGatherParams, DataType, Error, Machines, PerRank, ReduceOp, ReduceScatterParams, Result,
+    SumOrder, View, ViewMut, collectives::check_all_reduce,
 };
 use smallvec::SmallVec;
 use std::{fmt, time::Duration};
@@ -90,6 +90,89 @@ pub struct HierarchicalCall {
     pub output: DataType,
     /// Forced path.
     pub choice: Option<HierarchicalPath>,
+}
+
+impl HierarchicalCall {
+    /// The call that these parameters make, checked.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub fn all_reduce(machines: Machines, p: &HierarchicalAllReduceParams<'_>) -> Result<Self> {
+        p.check()?;
+        let data = p.data.as_view();
+        let from = p.from.unwrap_or(data);
+        Ok(Self {
+            machines,
+            operation: HierarchicalOperation::AllReduce {
+                elements: from.shape().len(),
+                op: p.op,
+            },
+            dtype: from.dtype(),
+            output: data.dtype(),
+            choice: p.choice,
+        })
+    }
+
+    /// The same for `rank` of all machines.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn reduce_scatter(
+        machines: Machines,
+        rank: usize,
+        p: &ReduceScatterParams<'_>,
+    ) -> Result<Self> {
+        p.check(rank, machines.size())?;
+        Ok(Self {
+            machines,
+            operation: HierarchicalOperation::ReduceScatter {
+                rows: PerRank::from_slice(p.rows_per_rank),
+                row_len: p.from.shape().row_len(),
+                op: p.op,
+            },
+            dtype: p.from.dtype(),
+            output: p.to.dtype(),
+            choice: None,
+        })
+    }
+
+    /// The same for `rank` of all machines.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn all_gather(machines: Machines, rank: usize, p: &AllGatherParams<'_>) -> Result<Self> {
+        p.check(rank, machines.size())?;
+        Ok(Self {
+            machines,
+            operation: HierarchicalOperation::AllGather {
+                rows: PerRank::from_slice(p.rows_per_rank),
+                row_len: p.to.shape().row_len(),
+            },
+            dtype: p.from.dtype(),
+            output: p.to.dtype(),
+            choice: None,
+        })
+    }
+
+    /// How values are combined; a gather combines none.
+    pub fn op(&self) -> ReduceOp {
+        match self.operation {
+            HierarchicalOperation::AllReduce { op, .. }
+            | HierarchicalOperation::ReduceScatter { op, .. } => op,
+            HierarchicalOperation::AllGather { .. } => ReduceOp::Sum,
+        }
+    }
+
+    /// Elements of each rank, of what is scattered or gathered; none of an all-reduce.
+    pub fn elements_of_ranks(&self) -> PerRank {
+        match &self.operation {
+            HierarchicalOperation::AllReduce { .. } => PerRank::new(),
+            HierarchicalOperation::ReduceScatter { rows, row_len, .. }
+            | HierarchicalOperation::AllGather { rows, row_len } => {
+                rows.iter().map(|r| r * row_len).collect()
+            }
+        }
+    }
 }
 
 /// What is done with a slice, one after the other.

@@ -49,6 +49,17 @@ impl HierarchyConfig {
         }
     }
 
+    /// Of each communicator that a hierarchy is made of: of its memory, a collective needs the scratch alone.
+    pub fn part(&self) -> CommConfig {
+        CommConfig {
+            scratch_bytes: self.comm.scratch_bytes,
+            deadline: self.comm.deadline,
+            first_deadline: self.comm.first_deadline,
+            sm_budget: self.comm.sm_budget,
+            ..Self::new(self.comm.mode).comm
+        }
+    }
+
     /// # Errors
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<()> {

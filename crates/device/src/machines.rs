@@ -1,6 +1,6 @@
 //! Which ranks share a machine.
 
-use crate::Reason;
+use crate::{FaultRecord, Reason};
 use std::{fmt, ops::Range};
 
 /// Machines of equally many ranks. Ranks are numbered machine by machine: rank = machine * ranks of a machine + local number. Ranks
@@ -112,6 +112,39 @@ impl Machines {
     }
 }
 
+/// Which ranks the numbers of a group stand for that is part of a hierarchy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Numbers {
+    /// Those of one machine.
+    Inside,
+    /// Those of one rail: its machines.
+    Rail,
+}
+
+impl Machines {
+    /// The record with ranks of all machines, as `rank` of these reads one of a group that it is in.
+    #[must_use]
+    pub fn over_all(&self, record: FaultRecord, rank: usize, numbers: Numbers) -> FaultRecord {
+        if record.across == 1 {
+            return record;
+        }
+        let of = |number: u32| {
+            let number = number as usize;
+            let rank = match numbers {
+                Numbers::Inside => self.rank(self.machine_of(rank), number),
+                Numbers::Rail => self.rank(number, self.local_of(rank)),
+            };
+            rank as u32
+        };
+        FaultRecord {
+            rank: of(record.rank),
+            peer: of(record.peer),
+            across: 1,
+            ..record
+        }
+    }
+}
+
 impl fmt::Display for Machines {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}x{}", self.count, self.ranks)
@@ -143,6 +176,20 @@ mod tests {
         for (size, machines) in [(5, 2), (0, 1), (4, 0), (2, 4)] {
             assert_eq!(cut(size, machines), Err("unequal-machines"));
         }
+    }
+
+    #[test]
+    fn records_name_ranks_of_all_machines_once() {
+        let mut words = [0; 8];
+        // A timeout of rank 1, which waited for rank 0.
+        (words[0], words[1]) = (1, 1);
+        let record = FaultRecord::from_words(words).unwrap();
+        let machines = Machines::cut(6, 3).unwrap();
+        let named = |record: FaultRecord| (record.rank, record.peer, record.across);
+        let inside = machines.over_all(record, 4, Numbers::Inside);
+        let rail = machines.over_all(record, 5, Numbers::Rail);
+        assert_eq!((named(inside), named(rail)), ((5, 4, 1), (3, 1, 1)));
+        assert_eq!(machines.over_all(rail, 0, Numbers::Inside), rail);
     }
 
     #[test]

@@ -12,6 +12,7 @@
 //! - [`Deadline`]: one bound for a wait of several steps.
 //! - [`Sharing`]: memory of the host that all ranks reach, as [`Segment`]s: between threads and, on Linux, processes.
 //! - [`split`]: a group as several, for machines and what is between them.
+//! - [`Across`]: the groups of a hierarchy, each of which stops the others.
 //! - [`machine`]: which one this is, and how much memory it has; which ranks share one.
 //! - [`Control`]: what a communicator knows of its group once it has that memory: who stopped it, who left, when all start
 //!   anew.
@@ -31,6 +32,7 @@
 //! });
 //! ```
 
+mod across;
 mod control;
 mod deadline;
 #[cfg(unix)]
@@ -50,6 +52,7 @@ mod tcp;
 mod threads;
 mod vote;
 
+pub use across::{Across, Stoppable};
 pub use control::Control;
 pub use deadline::Deadline;
 #[cfg(unix)]

@@ -1,6 +1,7 @@
 //! This machine, as the system tells it: which one it is, and its memory.
 
-use brigade_device::{Bootstrap, Machines, Result};
+use crate::vote;
+use brigade_device::{Bootstrap, Error, Group, HierarchyConfig, Machines, Result};
 use std::time::Duration;
 
 /// What only ranks of this machine have, since it was last started: the kernel's number of that (`boot_id`), or the host's name where
@@ -16,11 +17,35 @@ pub fn identity() -> Vec<u8> {
 /// Which ranks of a group share a machine, by what each calls its own: [`identity`], or any other name.
 ///
 /// # Errors
-/// [`Error::Unsupported`](brigade_device::Error::Unsupported) if machines have unequal numbers of ranks, or ranks are not numbered machine
-/// by machine; [`Error::Group`](brigade_device::Error::Group) naming the ranks that did not come.
+/// [`Error::Unsupported`] if machines have unequal numbers of ranks, or ranks are not numbered machine
+/// by machine; [`Error::Group`] naming the ranks that did not come.
 pub fn machines(boot: &dyn Bootstrap, name: &[u8], within: Duration) -> Result<Machines> {
     let names = boot.all_gather(name, within)?;
     Ok(Machines::of(&names)?)
+}
+
+/// What all ranks of all machines do first when they join: they pass the same machines and settings, and plan with the same costs, of
+/// which `costs` is the digest. Gives this rank's place among them.
+///
+/// # Errors
+/// [`Error::Invalid`] naming the field; [`Error::Group`] naming the ranks that have something else, or did not come.
+pub fn vote_on(
+    boot: &dyn Bootstrap,
+    machines: Machines,
+    config: &HierarchyConfig,
+    costs: u64,
+) -> Result<Group> {
+    config.check()?;
+    let (rank, size) = (boot.rank(), boot.size());
+    if size != machines.size() || rank >= size {
+        let want = format!("the {size} ranks of the group");
+        return Err(Error::invalid("machines", machines, want));
+    }
+    let voted = format!("{machines}, {config:?}, costs {costs:016x}");
+    let within = config.comm.first_deadline;
+    vote(boot, "join: machines", voted.as_bytes(), within)?;
+    let mode = config.comm.mode;
+    Ok(Group { mode, rank, size })
 }
 
 /// All of it, or 0 where it cannot be known.

@@ -61,6 +61,7 @@ fn corpus() -> Vec<(&'static str, Vec<u8>, usize, FrameError)> {
         Frame::alone(Body::Beat),
         Frame::alone(Body::Bye),
     ];
+    let words = [Body::Word(2, b"a word"), Body::Word(0, b"")].map(Frame::alone);
     let gathered = sent(3, 3, &answers[1..2]);
     let lost = sent(3, 3, &answers[2..3]);
     let cut = from_stranger[..from_stranger.len() - 1].to_vec();
@@ -68,9 +69,9 @@ fn corpus() -> Vec<(&'static str, Vec<u8>, usize, FrameError)> {
     vec![
         (
             "bad-kind",
-            with(from_stranger.clone(), 6, 14),
+            with(from_stranger.clone(), 6, 15),
             0,
-            E::Kind(14),
+            E::Kind(15),
         ),
         (
             "bad-magic",
@@ -133,6 +134,7 @@ fn corpus() -> Vec<(&'static str, Vec<u8>, usize, FrameError)> {
             0,
             E::Payload(Kind::Gathered),
         ),
+        ("words", sent(2, 3, &words), 2, E::Short),
         (
             "stranger-calls",
             sent(0, 3, &calls),
@@ -252,6 +254,8 @@ fn frames() -> impl Strategy<Value = (u8, u8, Vec<u8>)> {
             let body = Body::Gathered(all.iter().map(Vec::as_slice).collect());
             (3, ranks, Frame { round, body }.encode())
         }),
+        (0..4u32, bytes())
+            .prop_map(|(rank, what)| { (2, 3, Frame::alone(Body::Word(rank, &what)).encode()) }),
         (any::<u64>(), ".{0,80}").prop_map(|(round, why)| {
             (
                 3,

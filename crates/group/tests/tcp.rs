@@ -46,6 +46,46 @@ fn rounds_do_not_mix() {
     }
 }
 
+/// Words come beside rounds, once each and in order, and are nobody else's; whoever waits for some can be woken.
+#[test]
+fn words_reach_all_others_in_order() {
+    const WORDS: u8 = 9;
+    for address in addresses() {
+        let ranks = group(3, &address);
+        let heard = at_once(&ranks, |b| {
+            let mut heard = Vec::new();
+            for n in 0..WORDS {
+                b.tell(&[b.rank() as u8, n]).unwrap();
+                b.all_gather(&[n], LONG).unwrap();
+            }
+            while heard.len() < 2 * usize::from(WORDS) {
+                let more = b.heard(LONG);
+                assert!(!more.is_empty(), "{heard:?}");
+                heard.extend(more);
+            }
+            heard
+        });
+        for (me, heard) in heard.into_iter().enumerate() {
+            for rank in (0..3).filter(|&rank| rank != me) {
+                let of = heard.iter().filter(|(from, _)| *from == rank);
+                let said: Vec<Vec<u8>> = of.map(|(_, what)| what.clone()).collect();
+                let want: Vec<_> = (0..WORDS).map(|n| vec![rank as u8, n]).collect();
+                assert_eq!(said, want, "rank {me} of rank {rank}");
+            }
+        }
+        let start = Instant::now();
+        ranks[1].wake();
+        assert_eq!(ranks[1].heard(LONG), []);
+        assert!(start.elapsed() < LONG);
+        assert_eq!(ranks[1].heard(Duration::ZERO), []);
+        let too_long = ranks[0].tell(&[0; 1 << 10]);
+        assert!(matches!(
+            too_long,
+            Err(brigade_device::Error::Invalid { field: "what", .. })
+        ));
+    }
+}
+
 #[test]
 fn messages_as_long_as_may_be_arrive_and_longer_ones_fail_for_all() {
     let ranks = group(3, &tcp());

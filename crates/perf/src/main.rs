@@ -8,6 +8,7 @@ mod data;
 mod doctor;
 mod factor;
 mod float;
+mod hierarchical;
 mod linears;
 mod meta;
 mod moe;
@@ -23,7 +24,11 @@ use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use ranks::Ranks;
 use serde_json::{Value, json};
-use std::{fs, path::PathBuf, process::ExitCode};
+use std::{
+    fs,
+    path::PathBuf,
+    process::{Command, ExitCode},
+};
 
 /// Measure Brigade's operations on GPUs
 ///
@@ -58,6 +63,8 @@ enum Operation {
     ReduceScatter(collectives::ReduceScatter),
     /// Every rank gets rank 0's data
     Broadcast(collectives::Broadcast),
+    /// Every rank of several machines gets the reduction of all inputs, beside NCCL's over all ranks at once
+    Hierarchical(hierarchical::Hierarchical),
     /// A block of a transformer, of brigade-candle's layers, beside candle's own with NCCL
     #[cfg(feature = "candle")]
     Block(block::Block),
@@ -115,8 +122,19 @@ impl Common {
 
     /// Measures on the ranks that there are, in this process or in others; gives a table where this process is to show one.
     fn run(&self, measure: impl FnOnce(&Ranks) -> Result<String>) -> Result<String> {
+        self.run_prepared(|_, _, _| Ok(()), measure)
+    }
+
+    /// The same where processes that this one starts find something in their environment: `prepare` is given how many ranks there are, and
+    /// which one it is.
+    fn run_prepared(
+        &self,
+        prepare: impl Fn(usize, usize, &mut Command) -> Result<()>,
+        measure: impl FnOnce(&Ranks) -> Result<String>,
+    ) -> Result<String> {
         if self.processes && !ranks::is_rank() {
-            ranks::start(ranks::count(self.ranks)?)?;
+            let count = ranks::count(self.ranks)?;
+            ranks::start(count, |rank, command| prepare(count, rank, command))?;
             return Ok(String::new());
         }
         measure(&Ranks::find(self)?)
@@ -165,6 +183,10 @@ fn main() -> ExitCode {
         Operation::AllGather(c) => collective(&c.asked()),
         Operation::ReduceScatter(c) => collective(&c.asked()),
         Operation::Broadcast(c) => collective(&c.asked()),
+        Operation::Hierarchical(h) => {
+            let prepare = |ranks, rank, command: &mut Command| h.prepare(ranks, rank, command);
+            h.common.run_prepared(prepare, |r| hierarchical::run(h, r))
+        }
         #[cfg(feature = "candle")]
         Operation::Block(b) => b.common.run(|r| block::run(b, r)),
         Operation::Moe(m) => m.common.run(|r| moe::run(m, r)),

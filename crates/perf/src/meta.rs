@@ -6,6 +6,7 @@ use brigade::cuda::{devices, driver_version, find_nccl, link};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::{
+    ffi::OsString,
     fs,
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -37,6 +38,19 @@ pub fn meta(ranks: &Ranks) -> Result<Value> {
         "command": format!("brigade-perf {}", words.join(" ")),
         "binary": hash,
     }))
+}
+
+/// What the environment tells NCCL.
+pub fn nccl_environment(variables: impl Iterator<Item = (OsString, OsString)>) -> String {
+    let mut of_nccl: Vec<String> = variables
+        .map(|(name, value)| format!("{}={}", name.to_string_lossy(), value.to_string_lossy()))
+        .filter(|variable| variable.starts_with("NCCL_"))
+        .collect();
+    of_nccl.sort();
+    match &of_nccl[..] {
+        [] => "NCCL as it is".to_owned(),
+        set => set.join(" "),
+    }
 }
 
 /// A day since 1970 as YYYY-MM-DD, by Howard Hinnant's `civil_from_days`.

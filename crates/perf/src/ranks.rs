@@ -197,9 +197,13 @@ pub fn count(asked: Option<usize>) -> Result<usize> {
     }
 }
 
-/// Starts a process for each rank, with this one's arguments, and waits for all of them. Rank 0's speaks.
+/// Starts a process for each rank, with this one's arguments and what `prepare` adds for the rank, and waits for all of them. Rank 0's
+/// speaks.
 #[cfg(unix)]
-pub fn start(ranks: usize) -> Result<()> {
+pub fn start(
+    ranks: usize,
+    prepare: impl Fn(usize, &mut std::process::Command) -> Result<()>,
+) -> Result<()> {
     use brigade::group::Launch;
     use std::process::Command;
 
@@ -207,11 +211,15 @@ pub fn start(ranks: usize) -> Result<()> {
     const GRACE: Duration = Duration::from_secs(30);
 
     let program = std::env::current_exe()?;
-    let mut ranks = Launch::new(ranks)?.start(|_| {
+    let command = |rank: usize| {
         let mut command = Command::new(&program);
         command.args(std::env::args_os().skip(1));
-        command
-    })?;
+        prepare(rank, &mut command).map(|()| command)
+    };
+    let commands: Result<Vec<_>> = (0..ranks).map(command).collect();
+    let mut commands = commands?.into_iter();
+    let mut ranks =
+        Launch::new(ranks)?.start(|_| commands.next().unwrap_or_else(|| Command::new(&program)))?;
     // While none has failed, each has bounds of its own; NCCL has none for one that waits for a rank that is gone.
     let mut within = Duration::MAX;
     let mut failed = Vec::new();
@@ -228,6 +236,6 @@ pub fn start(ranks: usize) -> Result<()> {
 }
 
 #[cfg(not(unix))]
-pub fn start(_: usize) -> Result<()> {
+pub fn start(_: usize, _: impl Fn(usize, &mut std::process::Command) -> Result<()>) -> Result<()> {
     bail!("--processes needs a system on which processes share memory")
 }

@@ -2,7 +2,7 @@
 
 use crate::ranks::{PATIENCE, Rank};
 use anyhow::{Context, Result};
-use brigade::cuda::Span;
+use brigade::cuda::{CudaDevice, Span};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::{fs, path::Path, time::Duration};
@@ -46,11 +46,16 @@ impl Bar {
     }
 }
 
-/// Rows of the picture for each rank, from top to bottom, and their colours.
-const STREAMS: [(&str, &str); 3] = [
+/// Rows of the picture for each rank, from top to bottom, and their colours; those that there are.
+const STREAMS: [(&str, &str); 8] = [
     ("compute", "#4878d0"),
     ("copy", "#ee854a"),
     ("wait", "#bbbbbb"),
+    ("reduce inside", "#4878d0"),
+    ("collect", "#ee854a"),
+    ("add", "#6acc64"),
+    ("diffuse", "#d65f5f"),
+    ("gather inside", "#956cb4"),
 ];
 
 const LEFT: f64 = 120.0;
@@ -58,15 +63,24 @@ const WIDTH: f64 = 1000.0;
 const ROW: f64 = 18.0;
 
 /// Spans of one call on every rank, behind some that are not recorded.
-pub fn record(rank: &Rank, mut call: impl FnMut() -> brigade::Result<()>) -> Result<Vec<Spans>> {
+pub fn record(rank: &Rank, call: impl FnMut() -> brigade::Result<()>) -> Result<Vec<Spans>> {
+    record_on(&rank.device, rank, call)
+}
+
+/// The same of a call on another device of the rank's GPU.
+pub fn record_on(
+    device: &CudaDevice,
+    rank: &Rank,
+    mut call: impl FnMut() -> brigade::Result<()>,
+) -> Result<Vec<Spans>> {
     call()?;
     rank.on.sync(PATIENCE)?;
     rank.meet()?;
     // One call before the recorded one, so that the ranks' GPUs begin together.
     call()?;
-    rank.device.record_spans()?;
+    device.record_spans()?;
     call()?;
-    let mine = Spans::new(rank.number(), &rank.device.spans(PATIENCE)?);
+    let mine = Spans::new(rank.number(), &device.spans(PATIENCE)?);
     let all = rank.share(&serde_json::to_vec(&mine)?)?;
     let read = |bytes: &Vec<u8>| Ok(serde_json::from_slice(bytes)?);
     all.iter().map(read).collect()
@@ -108,7 +122,13 @@ pub fn svg(title: &str, ranks: &[Spans]) -> String {
         .iter()
         .flat_map(|r| r.list.iter().map(move |s| s.end - first(r)))
         .fold(1.0, f64::max);
-    let block = ROW * STREAMS.len() as f64 + 10.0;
+    let has = |stream: &str| {
+        ranks
+            .iter()
+            .any(|r| r.list.iter().any(|s| s.stream == stream))
+    };
+    let rows: Vec<_> = STREAMS.iter().filter(|(stream, _)| has(stream)).collect();
+    let block = ROW * rows.len() as f64 + 10.0;
     let height = 50.0 + block * ranks.len() as f64 + 30.0;
     let mut text = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {height}\" font-family=\"sans-serif\" font-size=\"11\">\n\
@@ -118,7 +138,7 @@ pub fn svg(title: &str, ranks: &[Spans]) -> String {
     );
     for (i, r) in ranks.iter().enumerate() {
         let top = 40.0 + block * i as f64;
-        for (row, (stream, colour)) in STREAMS.iter().enumerate() {
+        for (row, (stream, colour)) in rows.iter().enumerate() {
             let y = top + ROW * row as f64;
             text += &format!(
                 "<text x=\"10\" y=\"{}\">rank {} {stream}</text>\n",

@@ -7,11 +7,13 @@ mod costs;
 mod schedule;
 mod slices;
 mod timeline;
+mod work;
 
 pub use costs::{Costs, Link, Wire};
 pub use schedule::{Schedule, Step};
 pub use slices::{Slices, parts_bytes};
 pub use timeline::StepCost;
+pub use work::{Piece, Place, Work};
 
 use crate::reason;
 use brigade_device::{

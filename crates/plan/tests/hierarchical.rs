@@ -52,6 +52,40 @@ fn wire(latency_ns: u64, bytes_per_us: u64) -> Costs {
     })
 }
 
+/// What GPUs are taken for: few bytes go as a whole, many in phases. Over sockets one slice is as good as many, for the wire is all that takes
+/// time; where it is quick, several are under way. (Two machines of one rank carry as many bytes either way.)
+#[test]
+fn gpus_cut_what_keeps_more_than_the_wire_busy() {
+    let sockets = Costs::cuda();
+    let quick = sockets.with_wire(Wire {
+        latency_ns: 5_000,
+        bytes_per_us: 50_000,
+    });
+    for shape in [(2, 2), (4, 1), (2, 8)] {
+        let of = |bytes: usize, costs| {
+            let call = all_reduce(machines(shape), bytes / 2);
+            plan(&call, &config(), costs).unwrap()
+        };
+        for bytes in [2, 2 << 10] {
+            let plan = of(bytes, &sockets);
+            assert!(
+                matches!(plan, HierarchicalPlan::Whole { .. }),
+                "{shape:?}: {plan}"
+            );
+        }
+        for costs in [&sockets, &quick] {
+            let plan = of(64 << 20, costs);
+            let HierarchicalPlan::Slices(p) = &plan else {
+                panic!("{shape:?}: {plan}");
+            };
+            assert!(
+                costs == &sockets || p.slices > 1 && p.slots > 1,
+                "{shape:?}: {plan}"
+            );
+        }
+    }
+}
+
 /// Rails of 10 us and 1 GB/s.
 fn costs() -> Costs {
     wire(10_000, 1000)
@@ -315,6 +349,52 @@ proptest! {
                     prop_assert!(!has.contains(&phase) || need <= room, "{phase:?}: {need} in {room}");
                 }
             }
+        }
+    }
+
+    /// Every rank takes what there is of its input once, gives its whole output once, and what goes into a phase is what came out of the
+    /// one before.
+    #[test]
+    fn steps_take_all_and_give_all((call, rank_elements) in calls()) {
+        let slices = Slices::new(&call, rank_elements);
+        let phases = brigade_plan::hierarchical::phases(&call);
+        let rank = call.machines.size() - 1;
+        let own = call.elements_of_ranks().last().copied().unwrap_or(0);
+        let all = elements(&call);
+        let (input, output) = match call.operation {
+            Operation::AllReduce { .. } => (all, all),
+            Operation::ReduceScatter { .. } => (all, own),
+            Operation::AllGather { .. } => (own, all),
+        };
+        let (mut taken, mut given) = (vec![0u8; input], vec![0u8; output]);
+        let parts = parts_bytes(&call, rank_elements);
+        for slice in 0..slices_of(&call, rank_elements) {
+            let mut before = None;
+            for phase in 0..phases.len() {
+                let work = slices.work(&call, &phases, rank, Step { phase, slice }).unwrap();
+                prop_assert!(before.is_none_or(|p| p == work.from), "{work:?} after {before:?}");
+                before = Some(work.to);
+                for place in [work.from, work.to] {
+                    let bytes = place.elements * place.dtype.bytes();
+                    prop_assert!(bytes <= parts[place.part as usize], "{work:?}");
+                }
+                for (pieces, count, room) in [
+                    (&work.take, &mut taken, work.from.elements),
+                    (&work.give, &mut given, work.to.elements),
+                ] {
+                    for piece in pieces {
+                        prop_assert_eq!(piece.place.len(), piece.tensor.len());
+                        prop_assert!(piece.place.end <= room);
+                        piece.tensor.clone().for_each(|i| count[i] += 1);
+                    }
+                }
+            }
+            let beyond = Step { phase: phases.len(), slice };
+            prop_assert!(slices.work(&call, &phases, rank, beyond).is_none());
+        }
+        // With a machine alone, nothing goes through phases that there are not.
+        if !phases.is_empty() {
+            prop_assert!(taken.iter().chain(&given).all(|&n| n == 1));
         }
     }
 

@@ -5,9 +5,16 @@ use crate::{cuda::injected, killed};
 use brigade_cuda::{CudaDevice, Missing, devices};
 use brigade_device::{Device, Injector, Result};
 use brigade_plan::Engines;
-use std::{process::Command, sync::Arc};
+use std::{
+    process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
 
 /// The GPUs of this host: rank 0 has the first.
+#[derive(Clone, Copy)]
 pub(super) struct Gpus {
     count: usize,
     tiles: bool,
@@ -115,6 +122,84 @@ impl Devices for Gpus {
     }
 }
 
+/// The same GPUs as several machines. A process is one of NCCL's hosts, since ranks of one rail are of different machines, and all else is not
+/// NCCL's: so it goes through sockets.
+pub(super) struct Machines {
+    gpus: Gpus,
+    /// Processes so far.
+    started: AtomicUsize,
+}
+
+impl Machines {
+    pub(super) fn of(gpus: Gpus) -> Self {
+        Self {
+            gpus,
+            started: AtomicUsize::new(0),
+        }
+    }
+}
+
+impl Devices for Machines {
+    fn name(&self) -> &str {
+        "cuda-machines"
+    }
+
+    /// None for contracts inside a machine.
+    fn worlds(&self) -> Vec<usize> {
+        Vec::new()
+    }
+
+    fn engines(&self) -> Engines {
+        self.gpus.engines()
+    }
+
+    /// All but what takes sockets too long, and ranks that are killed.
+    fn tries(&self, name: &[&str]) -> bool {
+        match name {
+            [_, "hierarchical", _, what] => *what != "longest",
+            [_, KILLED, op] => op.starts_with("hierarchical_"),
+            _ => false,
+        }
+    }
+
+    fn open(&self, rank: usize) -> Result<Arc<dyn Device>> {
+        self.gpus.open(rank)
+    }
+
+    fn spans(&self, (machines, ranks): (usize, usize)) -> bool {
+        machines > 1 && machines * ranks <= self.gpus.count && self.gpus.has_nccl()
+    }
+
+    fn injects(&self) -> bool {
+        true
+    }
+
+    fn open_injected(&self, rank: usize, hook: &Injector) -> Result<Arc<dyn Device>> {
+        self.gpus.open_injected(rank, hook)
+    }
+
+    fn asks_callers(&self) -> bool {
+        false
+    }
+
+    fn prepare(&self, rank: &mut Command) {
+        let host = self.started.fetch_add(1, Ordering::Relaxed);
+        self.gpus.prepare(rank);
+        rank.env("NCCL_HOSTID", format!("{}-{host}", std::process::id()))
+            .env("NCCL_SOCKET_IFNAME", "lo")
+            .env("NCCL_IB_DISABLE", "1")
+            .env("NCCL_NVLS_ENABLE", "0");
+    }
+
+    fn kills(&self) -> Option<usize> {
+        None
+    }
+
+    fn keeps(&self) -> bool {
+        true
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -168,6 +253,33 @@ mod tests {
         for part in ["stress", "device", "control", "faults/killed", "quantized"] {
             assert!(!largest.iter().any(|n| n.starts_with(part)), "{part}");
         }
+    }
+
+    #[test]
+    fn machines_are_tried_with_a_gpu_for_each_rank_where_there_is_nccl() {
+        let gpus = Gpus {
+            count: 2,
+            tiles: true,
+        };
+        let all: Arc<dyn Devices> = Arc::new(Machines::of(gpus));
+        let names: Vec<_> = crate::processes::names(&all).collect();
+        let has = |name: &str| names.iter().any(|n| n == name);
+        let sums = "cuda-machines/w2/hierarchical/2x1/sums";
+        assert_eq!(has(sums), crate::cuda::has_nccl());
+        let wrong = names
+            .iter()
+            .find(|n| !n.contains("hierarchical") || n.contains("2x2"));
+        assert_eq!(wrong, None);
+        // Processes are hosts of their own.
+        let host = || {
+            let mut command = Command::new("none");
+            all.prepare(&mut command);
+            let mut variables = command.get_envs();
+            let host = variables.find(|(name, _)| *name == "NCCL_HOSTID");
+            host.and_then(|(_, value)| Some(value?.to_owned()))
+        };
+        let (first, second) = (host(), host());
+        assert!(first.is_some() && first != second);
     }
 
     #[test]

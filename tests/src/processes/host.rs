@@ -43,7 +43,11 @@ impl Devices for Hosts {
         Ok(HostDevice::new()?)
     }
 
-    fn spans_machines(&self) -> bool {
+    fn spans(&self, _: (usize, usize)) -> bool {
+        true
+    }
+
+    fn slows_rails(&self) -> bool {
         true
     }
 

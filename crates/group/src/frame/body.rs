@@ -61,6 +61,8 @@ pub enum Body<'a> {
     Beat,
     /// Will not come any more.
     Bye,
+    /// What this rank tells all others.
+    Word(u32, &'a [u8]),
 }
 
 /// One frame.
@@ -144,6 +146,7 @@ impl Body<'_> {
             Self::Lost(..) => Kind::Lost,
             Self::Beat => Kind::Beat,
             Self::Bye => Kind::Bye,
+            Self::Word(..) => Kind::Word,
         }
     }
 
@@ -173,6 +176,10 @@ impl Body<'_> {
             Self::Lost(rank, why) => {
                 out.extend(rank.to_le_bytes());
                 out.extend(cut(why, SMALL_BYTES - 4).as_bytes());
+            }
+            Self::Word(rank, what) => {
+                out.extend(rank.to_le_bytes());
+                out.extend_from_slice(what);
             }
             Self::Beat | Self::Bye => {}
         }
@@ -222,6 +229,13 @@ fn body(kind: Kind, payload: &[u8], size: usize) -> Option<Body<'_>> {
         }
         Kind::Beat => Body::Beat,
         Kind::Bye => Body::Bye,
+        Kind::Word => {
+            let rank = take(&mut left).map(u32::from_le_bytes)?;
+            if rank as usize >= size {
+                return None;
+            }
+            Body::Word(rank, std::mem::take(&mut left))
+        }
     };
     left.is_empty().then_some(body)
 }

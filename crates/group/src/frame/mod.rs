@@ -12,6 +12,9 @@ mod body;
 
 pub use body::{Body, Challenge, Frame, Hello, message_limit};
 
+/// Most bytes of a word.
+pub const WORD_BYTES: usize = SMALL_BYTES - 4;
+
 use std::ops::RangeInclusive;
 
 /// The first bytes of every frame.
@@ -59,10 +62,12 @@ pub enum Kind {
     Beat = 12,
     /// Will not come any more.
     Bye = 13,
+    /// What a rank tells all others between rounds.
+    Word = 14,
 }
 
 impl Kind {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 14] = [
         Self::Hello,
         Self::Challenge,
         Self::Proof,
@@ -76,6 +81,7 @@ impl Kind {
         Self::Lost,
         Self::Beat,
         Self::Bye,
+        Self::Word,
     ];
 
     /// How many bytes may follow, in a group of `size` ranks.
@@ -89,7 +95,7 @@ impl Kind {
             Self::GiveUp | Self::TooLong => 8..=8,
             Self::Gathered => 4 * size..=MOST_BYTES,
             Self::Failed => 0..=TEXT_BYTES,
-            Self::Lost => 4..=SMALL_BYTES,
+            Self::Lost | Self::Word => 4..=SMALL_BYTES,
             Self::Beat | Self::Bye => 0..=0,
         }
     }
@@ -122,11 +128,11 @@ impl Sender {
             Self::Listener => matches!(kind, Kind::Challenge | Kind::Welcome | Kind::Refused),
             Self::Member => matches!(
                 kind,
-                Kind::Message | Kind::GiveUp | Kind::TooLong | Kind::Beat | Kind::Bye
+                Kind::Message | Kind::GiveUp | Kind::TooLong | Kind::Beat | Kind::Bye | Kind::Word
             ),
             Self::Root => matches!(
                 kind,
-                Kind::Gathered | Kind::Failed | Kind::Lost | Kind::Beat | Kind::Bye
+                Kind::Gathered | Kind::Failed | Kind::Lost | Kind::Beat | Kind::Bye | Kind::Word
             ),
         }
     }

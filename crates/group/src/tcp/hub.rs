@@ -5,6 +5,7 @@ use super::{
     handshake::{Proven, part},
     link::{Link, Receiver, Threads},
     too_long,
+    words::Words,
 };
 use crate::{
     Deadline, Liveness, Loss,
@@ -29,6 +30,7 @@ pub(crate) struct Hub {
     changed: Condvar,
     threads: Arc<Threads>,
     pub(crate) liveness: Liveness,
+    pub(crate) words: Words,
 }
 
 impl Hub {
@@ -43,6 +45,7 @@ impl Hub {
             changed: Condvar::new(),
             threads: Arc::default(),
             liveness: Liveness::default(),
+            words: Words::default(),
         })
     }
 
@@ -116,6 +119,13 @@ impl Hub {
         result
     }
 
+    /// Tells all others.
+    pub(crate) fn tell(&self, what: &[u8]) {
+        let mut state = self.state.lock();
+        state.tell_others(0, what);
+        self.settle(state);
+    }
+
     /// Says goodbye, and gives what was said before the time to arrive.
     pub(crate) fn close(&self) {
         let bye: Arc<[u8]> = Frame::alone(Body::Bye).encode().into();
@@ -178,6 +188,15 @@ impl Receiver for Hub {
             return Ok(true);
         }
         let mut state = self.state.lock();
+        if let Body::Word(rank, what) = frame.body {
+            if rank as usize != peer {
+                return Err(format!("it speaks for rank {rank}"));
+            }
+            self.words.hear(peer, what)?;
+            state.tell_others(peer, what);
+            self.settle(state);
+            return Ok(true);
+        }
         let goes_on = frame.body != Body::Bye;
         if goes_on {
             self.take(&mut state, peer, &frame)?;
@@ -254,6 +273,25 @@ impl State {
             {
                 link.send(encoded(number, Verdict::Failed(why)));
             }
+        }
+    }
+
+    /// Hands a rank's word to all others.
+    fn tell_others(&mut self, from: usize, what: &[u8]) {
+        let body = Body::Word(from as u32, what);
+        let word: Arc<[u8]> = Frame::alone(body).encode().into();
+        let does_not_read = |(_, link): &(usize, &Option<Link>)| {
+            link.as_ref()
+                .is_some_and(|link| !link.send(Arc::clone(&word)))
+        };
+        let others = self
+            .links
+            .iter()
+            .enumerate()
+            .filter(|(rank, _)| *rank != from);
+        let lost: Vec<usize> = others.filter(does_not_read).map(|(rank, _)| rank).collect();
+        for rank in lost {
+            self.lose(rank, "it does not read".into());
         }
     }
 

@@ -18,6 +18,9 @@ use std::{
 /// What is read at once of a long frame: a header that promises much gets memory only as it keeps the promise.
 const PART_BYTES: usize = 1 << 16;
 
+/// Words that may be under way. Whoever tells some often paces itself.
+const WORDS: usize = 512;
+
 /// What a group does with what comes.
 pub(crate) trait Receiver: Send + Sync + 'static {
     /// A frame from this peer. False if it was the last. The text is what is wrong with it.
@@ -93,8 +96,9 @@ impl Link {
             beat: stream.can_fall_silent().then_some(config.heartbeat),
             silent_after: config.silent_after,
         };
-        // One answer to a call, and one notice for each rank, can be under way; twice that is a peer that does not read.
-        let (queue, queued) = mpsc::sync_channel(2 * config.size + 16);
+        // One answer to a call, and one notice for each rank, can be under way; twice that, and some words, is a peer that does not
+        // read.
+        let (queue, queued) = mpsc::sync_channel(2 * config.size + 16 + WORDS);
         let size = config.size;
         let started = || {
             let (at, to) = (Arc::clone(&stream), Arc::clone(receiver));

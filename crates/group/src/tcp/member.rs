@@ -6,6 +6,7 @@ use super::{
     handshake,
     link::{Link, Receiver, Threads},
     socket::Stream,
+    words::Words,
 };
 use crate::{
     Deadline, Liveness, Loss,
@@ -45,6 +46,7 @@ pub(crate) struct Member {
     changed: Condvar,
     threads: Arc<Threads>,
     pub(crate) liveness: Liveness,
+    pub(crate) words: Words,
 }
 
 impl Member {
@@ -58,6 +60,7 @@ impl Member {
             changed: Condvar::new(),
             threads: Arc::default(),
             liveness: Liveness::default(),
+            words: Words::default(),
         });
         let link = Link::start(stream, 0, Sender::Root, config, &member.threads, &member);
         let link = link.map_err(|error| super::joining(error.to_string()))?;
@@ -110,6 +113,12 @@ impl Member {
         result
     }
 
+    /// Tells all others.
+    pub(crate) fn tell(&self, what: &[u8]) {
+        let word = Frame::alone(Body::Word(self.rank as u32, what)).encode();
+        self.state.lock().queue(word.into());
+    }
+
     /// Says goodbye, and gives what was said before the time to arrive.
     pub(crate) fn close(&self) {
         let mut state = self.state.lock();
@@ -129,7 +138,10 @@ impl Member {
 impl State {
     fn send(&mut self, body: Body<'_>) {
         let round = self.round;
-        let frame = Frame { round, body }.encode().into();
+        self.queue(Frame { round, body }.encode().into());
+    }
+
+    fn queue(&mut self, frame: Arc<[u8]>) {
         if self.link.as_ref().is_some_and(|link| !link.send(frame))
             && let Some(link) = self.link.take()
         {
@@ -146,6 +158,10 @@ impl Receiver for Member {
             Body::Beat => return Ok(true),
             Body::Gathered(all) => Ok(all.into_iter().map(<[u8]>::to_vec).collect()),
             Body::Failed(why) => Err(why.to_owned()),
+            Body::Word(rank, what) => {
+                drop(state);
+                return self.words.hear(rank as usize, what).map(|()| true);
+            }
             Body::Lost(rank, why) => {
                 drop(state);
                 let (rank, why) = (rank as usize, why.to_owned());

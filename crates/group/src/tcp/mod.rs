@@ -4,6 +4,7 @@
 //! ends in the same way for all.
 
 mod address;
+mod among;
 mod config;
 mod form;
 mod handshake;
@@ -13,11 +14,15 @@ mod member;
 mod socket;
 #[cfg(test)]
 mod tests;
+mod words;
 
 pub use address::Address;
 pub use config::TcpConfig;
 
-use crate::{Deadline, Liveness, Loss, Watch, frame::message_limit};
+use crate::{
+    Deadline, Liveness, Loss, Watch,
+    frame::{WORD_BYTES, message_limit},
+};
 use brigade_device::{Bootstrap, Error, Result};
 use std::{fmt, sync::Arc, time::Duration};
 
@@ -88,6 +93,41 @@ impl TcpGroup {
         match &self.side {
             Side::Root(hub) => hub.liveness.clone(),
             Side::Member(member) => member.liveness.clone(),
+        }
+    }
+
+    /// Tells all other ranks something, between rounds or in one: nobody waits for it, and [`heard`](Self::heard) is where it comes
+    /// out, in the order in which each rank told what it did. Some hundred words may be under way; with more of them, the connection ends.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if it is too long.
+    pub fn tell(&self, what: &[u8]) -> Result<()> {
+        if what.len() > WORD_BYTES {
+            let want = format!("at most {WORD_BYTES} bytes");
+            return Err(Error::invalid("what", what.len(), want));
+        }
+        match &self.side {
+            Side::Root(hub) => hub.tell(what),
+            Side::Member(member) => member.tell(what),
+        }
+        Ok(())
+    }
+
+    /// What other ranks have told since the last time, each with its number. Waits for something, but not longer than this, and not once
+    /// [`wake`](Self::wake) was called.
+    pub fn heard(&self, within: Duration) -> Vec<(usize, Vec<u8>)> {
+        self.words().take(within)
+    }
+
+    /// Ends this rank's wait in [`heard`](Self::heard), or its next one.
+    pub fn wake(&self) {
+        self.words().wake();
+    }
+
+    fn words(&self) -> &words::Words {
+        match &self.side {
+            Side::Root(hub) => &hub.words,
+            Side::Member(member) => &member.words,
         }
     }
 

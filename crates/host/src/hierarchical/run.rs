@@ -1,10 +1,6 @@
 //! One call as it runs: slices through their phases.
 
-use super::{
-    GRACE, Inner,
-    progress::Progress,
-    staging::{Part, Slot, Staging},
-};
+use super::{GRACE, Inner, progress::Progress};
 use crate::{
     all_gather::all_gather,
     all_reduce::{Kind, algorithm_of, all_reduce},
@@ -16,10 +12,10 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, DataType, Error, FaultKind, FaultRecord, HierarchicalCall,
-    HierarchicalOperation as Operation, HierarchicalPlan, PerRank, Phase, Plan, Rail, RailParams,
-    ReduceOp, Result, SlicedPlan,
+    HierarchicalOperation as Operation, HierarchicalPlan, Part, PerRank, Phase, Plan, Rail,
+    RailParams, ReduceOp, Result, SliceSlot, SlicedPlan, Staging,
 };
-use brigade_plan::hierarchical::{Schedule, Slices, Step, parts_bytes};
+use brigade_plan::hierarchical::{Piece, Place, Schedule, Slices, Step, Work, parts_bytes};
 use brigade_sync::Deadline;
 use std::{ops::Range, sync::Arc, time::Instant};
 
@@ -30,7 +26,6 @@ pub(super) struct Run {
     pub(super) call: Arc<HierarchicalCall>,
     /// The same, as every collective that is part of it signs.
     pub(super) signed: Call,
-    pub(super) op: ReduceOp,
     pub(super) to: Buffer,
     pub(super) from: Buffer,
     pub(super) deadline: Deadline,
@@ -49,12 +44,11 @@ impl Run {
     fn inside(&self) -> Result<()> {
         match &self.call.operation {
             Operation::AllReduce { .. } => self.reduce_all(&self.to, &self.from),
-            Operation::ReduceScatter { rows, row_len, .. } => {
-                let elements: PerRank = rows.iter().map(|r| r * row_len).collect();
-                self.reduce_inside(&elements, &self.to, &self.from)
+            Operation::ReduceScatter { .. } => {
+                self.reduce_inside(&self.call.elements_of_ranks(), &self.to, &self.from)
             }
-            Operation::AllGather { rows, row_len } => {
-                let elements: PerRank = rows.iter().map(|r| r * row_len).collect();
+            Operation::AllGather { .. } => {
+                let elements = self.call.elements_of_ranks();
                 self.gather_inside(&self.inner.inside[0], &elements, &self.to, &self.from)
             }
         }
@@ -66,7 +60,7 @@ impl Run {
         let (dtype, elements) = (self.call.output, self.from.shape().len());
         let bytes = elements * dtype.bytes();
         let parts = [0, bytes, bytes * count, 0, 0, 0];
-        let slot = &staging.slots(&inner.device, 1, parts, inner.config.staging_bytes)?[0];
+        let slot = &self.slots(staging, 1, parts)?[0];
         let own = slot.part(Part::Share, dtype, elements)?;
         let mut all = slot.part(Part::Collected, dtype, elements * count)?;
         self.reduce_all(&own, &self.from)?;
@@ -91,8 +85,7 @@ impl Run {
             self.inner.inside[0].collective_within(&self.signed, within, |_| Ok(()))?;
         }
         let bytes = parts_bytes(&self.call, plan.rank_elements);
-        let most = self.inner.config.staging_bytes;
-        let slots = staging.slots(&self.inner.device, plan.slots, bytes, most)?;
+        let slots = self.slots(staging, plan.slots, bytes)?;
         let schedule = Schedule::of(plan);
         let pipe = Arc::new(Pipe {
             run: self.clone(),
@@ -119,18 +112,34 @@ impl Run {
             })
             .collect();
         let result = pipe.progress.watch(|| {
-            inner.relay();
+            inner.across.relay();
         });
         // They have ended, or are about to.
         tickets.into_iter().try_for_each(|ticket| ticket.wait())?;
         result
     }
 
+    /// So many slots with such parts.
+    fn slots(
+        &self,
+        staging: &mut Staging,
+        count: usize,
+        bytes: [usize; Part::COUNT],
+    ) -> Result<Vec<SliceSlot>> {
+        let inner = &self.inner;
+        let make = |bytes| inner.device.heap(DataType::U8, &[bytes]);
+        staging.slots(make, count, bytes, inner.config.staging_bytes)
+    }
+
+    fn op(&self) -> ReduceOp {
+        self.call.op()
+    }
+
     /// Every rank gets the machine's reduction.
     fn reduce_all(&self, to: &Buffer, from: &Buffer) -> Result<()> {
         let core = &self.inner.inside[0];
         let (elements, dtype, output) = (from.shape().len(), from.dtype(), to.dtype());
-        let op = self.op;
+        let op = self.op();
         let plan = core.plan(&Call::AllReduce {
             elements,
             dtype,
@@ -166,13 +175,13 @@ impl Run {
             row_len: 1,
             dtype: from.dtype(),
             output: to.dtype(),
-            op: self.op,
+            op: self.op(),
         })?;
         let Plan::ReduceScatter { piece_elements, .. } = plan else {
             return Err(unexpected(&plan));
         };
         core.collective_within(&self.signed, Some(self.deadline.left()), |active| {
-            reduce_scatter(active, self.op, elements, piece_elements, to, from)
+            reduce_scatter(active, self.op(), elements, piece_elements, to, from)
         })
     }
 
@@ -206,7 +215,7 @@ impl Run {
         writing(to, &[from], |out, inputs| {
             if bytes > 0 {
                 let parts: Vec<&[u8]> = inputs[0].chunks(bytes).collect();
-                element::reduce(self.op, dtype, &parts, to.dtype(), out);
+                element::reduce(self.op(), dtype, &parts, to.dtype(), out);
             }
             Ok(())
         })
@@ -215,11 +224,10 @@ impl Run {
     /// The record of a phase that was never let go on.
     fn stuck(&self, phase: Phase) -> Error {
         Error::Fault(FaultRecord {
-            kind: FaultKind::Timeout,
             operation: self.signed.operation() as u32,
             slot: phase as u32,
             waited_ns: u64::try_from(self.deadline.elapsed().as_nanos()).unwrap_or(u64::MAX),
-            ..self.inner.aborted()
+            ..self.inner.across.record(FaultKind::Timeout)
         })
     }
 }
@@ -230,7 +238,7 @@ struct Pipe {
     slices: Slices,
     phases: Vec<Phase>,
     schedule: Schedule,
-    slots: Vec<Slot>,
+    slots: Vec<SliceSlot>,
     progress: Progress,
 }
 
@@ -251,126 +259,55 @@ impl Pipe {
         let result = result.collect::<Result<()>>();
         if result.is_err() {
             // Peers wait for the other phases of this rank.
-            run.inner.relay();
+            run.inner.across.relay();
         }
         self.progress.end(result);
     }
 
     /// One slice through one phase.
     fn step(&self, step: Step) -> Result<()> {
-        let Step { phase, slice } = step;
         let run = &self.run;
-        let (machines, rank) = (run.call.machines, run.inner.group.rank);
-        let (local, machine) = (machines.local_of(rank), machines.machine_of(rank));
-        let of = self.phases[phase];
-        let (first, last) = (phase == 0, phase + 1 == self.phases.len());
-        let _span = tracing::info_span!(target: "brigade::comm", "slice", phase = of.name(), slice)
-            .entered();
+        let rank = run.inner.across.group().rank;
+        let Some(work) = self.slices.work(&run.call, &self.phases, rank, step) else {
+            return Ok(());
+        };
+        let Step { slice, .. } = step;
+        let phase = work.phase.name();
+        let _span = tracing::info_span!(target: "brigade::comm", "slice", phase, slice).entered();
         let slot = &self.slots[self.schedule.slot(slice)];
-        let (input, output) = (run.call.dtype, run.call.output);
-        let travels = if machines.ranks() == 1 { input } else { output };
-        let rail = self.slices.rail(slice, local);
-        let share: usize = rail.iter().sum();
-        let own = rail[machine];
-        let shares = self.slices.shares(slice);
-        let all: usize = shares.iter().sum();
-        match of {
-            Phase::ReduceInside => {
-                let input = slot.part(Part::Input, input, all)?;
-                self.take(slice, &input)?;
-                let to = slot.part(Part::Share, output, share)?;
-                run.reduce_inside(&shares, &to, &input)
-            }
-            Phase::Collect => {
-                let from = slot.part(Part::Share, travels, share)?;
-                if first {
-                    self.take(slice, &from)?;
-                }
-                let to = slot.part(Part::Collected, travels, own * machines.count())?;
-                self.along(0, of, &rail, to, &from)
-            }
-            Phase::Add => {
-                let from = slot.part(Part::Collected, travels, own * machines.count())?;
-                let sum = slot.part(Part::Sum, output, own)?;
-                run.add(&sum, &from)?;
-                if last {
-                    copy(&run.to, self.slices.own(slice, rank), &sum, 0..own)?;
-                }
-                Ok(())
-            }
-            Phase::Diffuse => {
-                let sum = slot.part(Part::Sum, output, own)?;
-                if first {
-                    copy(&sum, 0..own, &run.from, self.slices.own(slice, rank))?;
-                }
-                let to = slot.part(Part::Rail, output, share)?;
-                // The first that goes along the rail takes the first of both, whatever it is.
-                self.along(usize::from(!first), of, &rail, to.clone(), &sum)?;
-                if last {
-                    self.give(slice, &to)?;
-                }
-                Ok(())
-            }
-            Phase::GatherInside => {
-                let from = slot.part(Part::Rail, output, share)?;
-                let to = slot.part(Part::Output, output, all)?;
-                run.gather_inside(&run.inner.inside[1], &shares, &to, &from)?;
-                self.give(slice, &to)
-            }
+        let part = |p: &Place| slot.part(p.part, p.dtype, p.elements);
+        let (from, to) = (part(&work.from)?, part(&work.to)?);
+        for Piece { place, tensor } in &work.take {
+            copy(&from, place.clone(), &run.from, tensor.clone())?;
         }
+        match work.phase {
+            Phase::ReduceInside => run.reduce_inside(&work.pieces, &to, &from),
+            Phase::Collect | Phase::Diffuse => self.along(&work, to.clone(), &from),
+            Phase::Add => run.add(&to, &from),
+            Phase::GatherInside => {
+                run.gather_inside(&run.inner.inside[1], &work.pieces, &to, &from)
+            }
+        }?;
+        let mut give = work.give.iter();
+        give.try_for_each(|p| copy(&run.to, p.tensor.clone(), &to, p.place.clone()))
     }
 
     /// Along the rail.
-    fn along(
-        &self,
-        which: usize,
-        phase: Phase,
-        pieces: &[usize],
-        mut to: Buffer,
-        from: &Buffer,
-    ) -> Result<()> {
+    fn along(&self, work: &Work, mut to: Buffer, from: &Buffer) -> Result<()> {
         let inner = &self.run.inner;
         let p = RailParams {
             call: &self.run.signed,
-            pieces,
+            pieces: &work.pieces,
             from: from.view(),
             to: to.view_mut(),
             within: self.run.deadline.left() + GRACE,
         };
-        let (rail, on) = (&inner.rails[which], &inner.streams[phase as usize]);
-        match phase {
+        let rail = &inner.rails[work.connection];
+        let on = &inner.streams[work.phase as usize];
+        match work.phase {
             Phase::Collect => rail.collect(on, p),
             _ => rail.diffuse(on, p),
         }
-    }
-
-    /// All pieces of a slice out of the caller's input.
-    fn take(&self, slice: usize, to: &Buffer) -> Result<()> {
-        self.pieces(slice, |place, piece| copy(to, place, &self.run.from, piece))
-    }
-
-    /// All pieces of a slice into the caller's output.
-    fn give(&self, slice: usize, from: &Buffer) -> Result<()> {
-        self.pieces(slice, |place, piece| copy(&self.run.to, piece, from, place))
-    }
-
-    /// Where each piece lies in a slot and in the tensor. Neighbours in both count as one.
-    fn pieces(
-        &self,
-        slice: usize,
-        mut each: impl FnMut(Range<usize>, Range<usize>) -> Result<()>,
-    ) -> Result<()> {
-        let (mut place, mut run) = (0, 0..0);
-        for piece in self.slices.pieces(slice) {
-            if piece.start != run.end {
-                each(place..place + run.len(), run.clone())?;
-                place += run.len();
-                run = piece;
-            } else {
-                run.end = piece.end;
-            }
-        }
-        each(place..place + run.len(), run)
     }
 }
 

@@ -27,7 +27,7 @@ use brigade::{
 };
 use clap::Args;
 use serde_json::{Value, json};
-use std::{ffi::OsString, fs, path::PathBuf};
+use std::{fs, path::PathBuf};
 use verdict::{Medians, Verdict, sweep_table, table};
 
 /// Sizes at which numbers of blocks are compared: one of latency, one between, one of bandwidth.
@@ -179,7 +179,7 @@ impl Tune {
             tuned_type(self.float()).name(),
             self.rounds,
             blocks.join(" "),
-            configured(std::env::vars_os())
+            meta::nccl_environment(std::env::vars_os())
         );
         Ok(Entry {
             gpu: text("gpu"),
@@ -230,19 +230,6 @@ fn asked<'a>(options: &'a Options, choices: &'a [Choice]) -> Asked<'a> {
 fn config(options: &Options, sizes: &[usize]) -> CommConfig {
     let largest = sizes.iter().copied().max().unwrap_or(0);
     asked(options, &[]).config(largest)
-}
-
-/// What the environment tells NCCL.
-fn configured(variables: impl Iterator<Item = (OsString, OsString)>) -> String {
-    let mut of_nccl: Vec<String> = variables
-        .map(|(name, value)| format!("{}={}", name.to_string_lossy(), value.to_string_lossy()))
-        .filter(|variable| variable.starts_with("NCCL_"))
-        .collect();
-    of_nccl.sort();
-    match &of_nccl[..] {
-        [] => "NCCL as it is".to_owned(),
-        set => set.join(" "),
-    }
 }
 
 /// Measures; gives a table, and what it comes to.
@@ -379,8 +366,8 @@ mod tests {
         let told = |all: &[(&str, &str)]| {
             let all = all
                 .iter()
-                .map(|(n, v)| (OsString::from(n), OsString::from(v)));
-            configured(all)
+                .map(|(n, v)| (std::ffi::OsString::from(n), std::ffi::OsString::from(v)));
+            meta::nccl_environment(all)
         };
         assert_eq!(told(&[("HOME", "/")]), "NCCL as it is");
         assert_eq!(

@@ -69,6 +69,27 @@ impl Costs {
         }
     }
 
+    /// GPUs whose machines reach each other by sockets. First guesses, none of which was measured: of a call inside and across, of NVLink,
+    /// of a socket's bandwidth, and of reading memory.
+    pub const fn cuda() -> Self {
+        Self {
+            inside: Link {
+                call_ns: 5_000,
+                bytes_per_us: 340_000,
+            },
+            across: Link {
+                call_ns: 20_000,
+                // What is on its way is on the wire alone.
+                bytes_per_us: 340_000,
+            },
+            wire: Wire {
+                latency_ns: 0,
+                bytes_per_us: 3_000,
+            },
+            add_bytes_per_us: 2_000_000,
+        }
+    }
+
     /// The same with such a wire between machines.
     #[must_use]
     pub fn with_wire(self, wire: Wire) -> Self {

@@ -2,7 +2,7 @@
 
 use crate::rows;
 use brigade_device::{
-    HierarchicalCall, HierarchicalOperation as Operation, Machines, PerRank, Phase,
+    HierarchicalCall, HierarchicalOperation as Operation, Machines, Part, PerRank, Phase,
 };
 use std::ops::Range;
 
@@ -50,10 +50,8 @@ impl Slices {
     pub fn new(call: &HierarchicalCall, rank_elements: usize) -> Self {
         let cut = match &call.operation {
             Operation::AllReduce { elements, .. } => Cut::Even(*elements),
-            Operation::ReduceScatter { rows, row_len, .. }
-            | Operation::AllGather { rows, row_len } => {
-                let elements: PerRank = rows.iter().map(|r| r * row_len).collect();
-                Cut::Owned(rows::offsets(&elements))
+            Operation::ReduceScatter { .. } | Operation::AllGather { .. } => {
+                Cut::Owned(rows::offsets(&call.elements_of_ranks()))
             }
         };
         Self {
@@ -137,7 +135,7 @@ pub(super) fn most_rank_elements(call: &HierarchicalCall) -> usize {
 /// What lies in a slot, in bytes of the largest slice: what goes into each phase that there is, in their order, and what comes out of the
 /// last. What nobody needs has none. (Of a full slice every piece is as large as can be; what is left for the last slice is less, however it
 /// is cut.)
-pub fn parts_bytes(call: &HierarchicalCall, rank_elements: usize) -> [usize; Phase::ALL.len() + 1] {
+pub fn parts_bytes(call: &HierarchicalCall, rank_elements: usize) -> [usize; Part::COUNT] {
     let (count, ranks) = (call.machines.count(), call.machines.ranks());
     let bytes = |elements: usize, each: usize| {
         elements

@@ -1,0 +1,452 @@
+//! Collectives across machines: two communicators inside the machine and NCCL's two along the rail, so that no phase waits for another's
+//! turn.
+//!
+//! A call is enqueued as a whole, and the host waits for nothing: phases have streams, and what waits for what are events. A watch of the
+//! hierarchy's sees what NCCL would not tell, and hands on what stops one group, to the others and along the rail.
+
+mod run;
+mod watch;
+
+use crate::{
+    CudaDevice,
+    comm::{self, CudaComm},
+    core::Core,
+    lane::Lane,
+    memory::{check_reach, overlap},
+    rail::GRACE,
+    rails::{Found, Rails},
+};
+use brigade_device::{
+    AllGatherParams, Bootstrap, Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord,
+    Group, Hierarchical, HierarchicalAllReduceParams, HierarchicalCall, HierarchicalPlan,
+    Hierarchy, HierarchyConfig, Machines, MemoryType, Numbers, Operation, Phase, Queues, Reason,
+    ReduceScatterParams, Result, Shape, Staging, Storage, Stream, Turn,
+};
+use brigade_group::{Across, Deadline, Stoppable, agree, machine, split};
+use brigade_plan::hierarchical::{Costs, plan};
+use parking_lot::{Condvar, Mutex};
+use run::Run;
+use std::{
+    any::Any,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    time::Duration,
+};
+use watch::Handle;
+
+/// One rank's part in a hierarchy.
+struct CudaHierarchy {
+    handle: Arc<Handle>,
+}
+
+/// What calls, graphs and the watch share.
+pub(crate) struct Inner {
+    /// All groups, as one.
+    across: Across,
+    config: HierarchyConfig,
+    costs: Costs,
+    device: Arc<CudaDevice>,
+    /// For the phase that reduces inside, and for the one that gathers.
+    inside: [CudaComm; 2],
+    /// None where there is one machine.
+    rails: Option<Arc<Rails>>,
+    /// A stream for each phase, in the order of [`Phase::ALL`].
+    streams: Vec<Stream>,
+    staging: Mutex<Staging>,
+    /// The operation of the last call, for records.
+    operation: AtomicU32,
+    /// Nobody uses it any more: the watch ends once the work is done.
+    leaving: AtomicBool,
+    left: (Mutex<bool>, Condvar),
+}
+
+impl Stoppable for Core {
+    fn fault(&self) -> Option<FaultRecord> {
+        Self::fault(self)
+    }
+    fn stop(&self, record: FaultRecord) {
+        Self::stop(self, record);
+    }
+    fn is_closed(&self) -> bool {
+        self.control.is_closed()
+    }
+}
+
+/// Each communicator's configuration: what pushes is much quicker for few bytes, so it has buffers for that as all others do.
+fn part(config: &HierarchyConfig) -> CommConfig {
+    let usual = CommConfig::new(config.comm.mode);
+    CommConfig {
+        all_reduce_bytes: usual.all_reduce_bytes,
+        reduce_scatter_bytes: usual.reduce_scatter_bytes,
+        ..config.part()
+    }
+}
+
+/// Memory that every rank takes in [`join`], and at most in calls, besides what NCCL takes.
+pub(crate) fn memory_need(
+    device: &CudaDevice,
+    machines: Machines,
+    config: &HierarchyConfig,
+) -> Result<u64> {
+    config.check()?;
+    let inside = comm::memory_need(device, &part(config), machines.ranks())?;
+    let staging = match machines.count() {
+        // One collective, from buffer to buffer.
+        1 => 0,
+        _ => config.staging_bytes as u64,
+    };
+    Ok(2 * inside + staging)
+}
+
+/// Joins this rank's machine, twice, and its rail.
+pub(crate) fn join(
+    device: &Arc<CudaDevice>,
+    boot: &dyn Bootstrap,
+    machines: Machines,
+    config: &HierarchyConfig,
+) -> Result<Hierarchy> {
+    let costs = match device.wire {
+        Some(wire) => Costs::cuda().with_wire(wire),
+        None => Costs::cuda(),
+    };
+    let group = machine::vote_on(boot, machines, config, costs.digest())?;
+    let within = config.comm.first_deadline;
+    let comm = part(config);
+    let inside = split(boot, machines.machine_of(group.rank), within, |part| {
+        let join = || comm::join_one(Arc::clone(device), part, &comm);
+        Ok([join()?, join()?])
+    })?;
+    let rails = match machines.count() {
+        1 => None,
+        _ => {
+            let rails = split(boot, machines.local_of(group.rank), within, |part| {
+                Rails::join(part, &inside[0].core, device.rail_address, within)
+            })?;
+            // NCCL's first kernels, once nobody loads anything any more.
+            agree(boot, "join: rails", rails.warm_up(within), within)?;
+            Some(Arc::new(rails))
+        }
+    };
+    let streams = Phase::ALL.iter().map(|phase| {
+        // Later phases make room for others.
+        device.stream(*phase as i8)
+    });
+    let streams = agree(boot, "join: streams", streams.collect(), within)?;
+    let cores = inside.iter().map(|comm| Arc::clone(&comm.core));
+    let parts = cores.map(|core| (core as Arc<dyn Stoppable>, Numbers::Inside));
+    let rail = rails.iter().map(|rails| {
+        let rails = Arc::clone(rails);
+        (rails as Arc<dyn Stoppable>, Numbers::Rail)
+    });
+    let inner = Arc::new(Inner {
+        across: Across::new(group, machines, parts.chain(rail).collect()),
+        config: config.clone(),
+        costs,
+        device: Arc::clone(device),
+        inside,
+        rails,
+        streams,
+        staging: Mutex::default(),
+        operation: AtomicU32::new(0),
+        leaving: AtomicBool::new(false),
+        left: Default::default(),
+    });
+    for comm in &inner.inside {
+        // The first, and the last: nobody else knows this communicator.
+        let _ = comm.core.whole.set(inner.whole());
+    }
+    let handle = agree(boot, "join: watch", Handle::new(inner), within)?;
+    Ok(Hierarchy::new(Arc::new(CudaHierarchy { handle })))
+}
+
+impl Inner {
+    fn machines(&self) -> Machines {
+        self.across.machines()
+    }
+
+    /// As what waits for a stream is told of faults by.
+    fn whole(self: &Arc<Self>) -> Weak<dyn Stoppable> {
+        Arc::downgrade(self) as _
+    }
+
+    /// For how long NCCL may be under way.
+    fn most(&self) -> Duration {
+        let config = &self.config.comm;
+        let usual = match self.across.calls() {
+            0 | 1 => config.first_deadline,
+            _ => config.deadline,
+        };
+        usual + GRACE
+    }
+
+    /// Looks at everything that can stop it, and stops all if something has. The rails first: whoever finds a core stopped may wait to hear
+    /// why, and it may be a rail that knows.
+    fn look(&self) -> Option<FaultRecord> {
+        let rails = self.rails.as_ref();
+        if let Some(found) = rails.and_then(|rails| rails.look(self.most())) {
+            self.across.stop(self.record_of(&found));
+        }
+        self.across.relay()
+    }
+
+    /// Whether calls can be made.
+    fn usable(&self) -> Result<()> {
+        self.look();
+        self.across.usable()
+    }
+
+    /// The same, where no rank of the rail is gone: what is called then, nobody ends.
+    fn can_call(&self) -> Result<()> {
+        self.usable()?;
+        match self.rails.as_ref().and_then(|rails| rails.line.gone()) {
+            Some((machine, _)) => Err(Error::Fault(self.blame(FaultKind::PeerLost, machine))),
+            None => Ok(()),
+        }
+    }
+
+    /// Stops all for what a machine's rank of this rail has done; gives what stopped them.
+    fn blame(&self, kind: FaultKind, machine: usize) -> FaultRecord {
+        let found = Found::by(kind, machine);
+        self.across.stop(self.record_of(&found))
+    }
+
+    fn record_of(&self, found: &Found) -> FaultRecord {
+        let machines = self.machines();
+        let local = machines.local_of(self.across.group().rank);
+        FaultRecord {
+            peer: machines.rank(found.machine, local) as u32,
+            operation: self.operation.load(Ordering::Relaxed),
+            waited_ns: u64::try_from(found.waited.as_nanos()).unwrap_or(u64::MAX),
+            seen: found.seen,
+            ..self.across.record(found.kind)
+        }
+    }
+
+    /// All ranks of all machines meet: those of each machine; then along the rails, so that each machine has met all; and again inside,
+    /// so that every rank knows of every rail.
+    fn meet(&self, step: &'static str, deadline: Deadline) -> Result<()> {
+        let inside = || match self.machines().ranks() {
+            1 => Ok(()),
+            _ => self.inside[0].core.meet_within(step, deadline.remaining()),
+        };
+        let rail = || match &self.rails {
+            Some(rails) => {
+                let met = rails.line.group().all_gather(&[], deadline.remaining());
+                met.map(drop)
+            }
+            None => Ok(()),
+        };
+        let met = inside().and_then(|()| rail()).and_then(|()| inside());
+        met.map_err(|error| self.across.give_up(error))
+    }
+
+    /// The input as it may be read while the output is written: slices in place follow each other, but others may not.
+    fn apart(&self, lane: &Arc<Lane>, to: &Buffer, from: Buffer) -> Result<Buffer> {
+        if !overlap(to, &from) || (to.address(), to.bytes()) == (from.address(), from.bytes()) {
+            return Ok(from);
+        }
+        let copy = self
+            .device
+            .scratch(lane, from.dtype(), from.shape().dims())?;
+        self.device.copy_bytes(lane, &copy, &from)?;
+        Ok(copy)
+    }
+}
+
+impl Stoppable for Inner {
+    fn fault(&self) -> Option<FaultRecord> {
+        self.look()
+    }
+    fn stop(&self, record: FaultRecord) {
+        self.across.stop(record);
+    }
+}
+
+impl CudaHierarchy {
+    /// Enqueues a call.
+    fn enqueue(
+        &self,
+        turn: &Turn,
+        call: HierarchicalCall,
+        (to, from): (Buffer, Buffer),
+    ) -> Result<HierarchicalPlan> {
+        let inner = self.handle.inner();
+        check_reach(&inner.device.card, "to.memory", &to)?;
+        check_reach(&inner.device.card, "from.memory", &from)?;
+        // What stopped it says more than that NCCL's communicators ended with it.
+        inner.can_call()?;
+        let plan = plan(&call, &inner.config, &inner.costs)?;
+        let mut staging = inner
+            .staging
+            .try_lock()
+            .ok_or(Error::Busy("the hierarchy"))?;
+        let on = turn.stream();
+        let lane = inner.device.lane(on)?;
+        let from = inner.apart(lane, &to, from)?;
+        let signed = Call::Hierarchical(call.clone());
+        let made = Made {
+            handle: Arc::clone(&self.handle),
+            operation: signed.operation(),
+            signature: signed.signature(),
+            generation: inner.across.generation(),
+        };
+        if lane.capturing() {
+            // It is made by each launch of the graph.
+            let made = Buffer::new(Arc::new(made), DataType::U8, Shape::new(&[0])?)?;
+            lane.run(&[&made], |_| Ok(()))?;
+        } else {
+            made.begin(lane);
+        }
+        let run = Run {
+            inner,
+            call: &call,
+            signed: &signed,
+            on,
+            lane,
+            to: &to,
+            from: &from,
+        };
+        let done = run.run(&plan, &mut staging);
+        done.map_err(|error| inner.across.give_up(error))?;
+        Ok(plan)
+    }
+}
+
+/// A call, as a graph keeps it: each launch makes it once more.
+pub(crate) struct Made {
+    handle: Arc<Handle>,
+    operation: Operation,
+    signature: u32,
+    generation: u32,
+}
+
+impl Made {
+    /// For a launch of a graph that it is in.
+    pub(crate) fn again(&self, lane: &Arc<Lane>) -> Result<()> {
+        let inner = self.handle.inner();
+        inner.can_call()?;
+        if inner.rails.is_some() && inner.across.generation() != self.generation {
+            return Err(Reason::new(
+                "nccl-gone",
+                "the graph was captured before a reset, and holds kernels of NCCL's communicators that ended then",
+                "capture it anew",
+            )
+            .into());
+        }
+        self.begin(lane);
+        Ok(())
+    }
+
+    /// This rank makes it now, on this stream.
+    fn begin(&self, lane: &Lane) {
+        let inner = self.handle.inner();
+        inner.across.count_call();
+        inner
+            .operation
+            .store(self.operation as u32, Ordering::Relaxed);
+        lane.belongs_to(inner.whole());
+        if let Some(rails) = &inner.rails {
+            rails.line.call(self.signature);
+        }
+    }
+}
+
+impl std::fmt::Debug for Made {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Made({:?})", self.operation)
+    }
+}
+
+impl Storage for Made {
+    fn address(&self) -> u64 {
+        0
+    }
+    fn bytes(&self) -> usize {
+        0
+    }
+    fn memory(&self) -> MemoryType {
+        MemoryType::Device
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Hierarchical for CudaHierarchy {
+    fn group(&self) -> &Group {
+        self.handle.inner().across.group()
+    }
+
+    fn machines(&self) -> Machines {
+        self.handle.inner().machines()
+    }
+
+    fn plan(&self, call: &HierarchicalCall) -> Result<HierarchicalPlan, Reason> {
+        let inner = self.handle.inner();
+        plan(call, &inner.config, &inner.costs)
+    }
+
+    fn fault(&self) -> Option<FaultRecord> {
+        self.handle.inner().look()
+    }
+
+    fn abort(&self) {
+        self.handle.inner().across.abort();
+    }
+
+    fn reset(&self, within: Duration) -> Result<()> {
+        let inner = self.handle.inner();
+        let deadline = Deadline::after(within);
+        inner.across.renew(|| {
+            for comm in &inner.inside {
+                comm.core.reset(deadline.remaining())?;
+            }
+            match &inner.rails {
+                Some(rails) => {
+                    let next = inner.across.generation() + 1;
+                    rails.renew(next, deadline.remaining())
+                }
+                None => Ok(()),
+            }
+        })?;
+        inner.meet("reset", deadline)
+    }
+
+    fn close(&self, within: Duration) -> Result<()> {
+        let inner = self.handle.inner();
+        let deadline = Deadline::after(within);
+        inner.usable()?;
+        inner.meet("close", deadline)?;
+        let mut comms = inner.inside.iter();
+        comms
+            .try_for_each(|comm| comm.core.close(deadline.remaining()))
+            .map_err(|error| inner.across.give_up(error))
+    }
+
+    fn all_reduce(
+        &self,
+        turn: &mut Turn,
+        p: HierarchicalAllReduceParams<'_>,
+    ) -> Result<HierarchicalPlan> {
+        let call = HierarchicalCall::all_reduce(self.machines(), &p)?;
+        let to = p.data.as_view().retain();
+        let from = p.from.map_or_else(|| to.clone(), |f| f.retain());
+        self.enqueue(turn, call, (to, from))
+    }
+
+    fn reduce_scatter(
+        &self,
+        turn: &mut Turn,
+        p: ReduceScatterParams<'_>,
+    ) -> Result<HierarchicalPlan> {
+        let call = HierarchicalCall::reduce_scatter(self.machines(), self.group().rank, &p)?;
+        self.enqueue(turn, call, (p.to.as_view().retain(), p.from.retain()))
+    }
+
+    fn all_gather(&self, turn: &mut Turn, p: AllGatherParams<'_>) -> Result<HierarchicalPlan> {
+        let call = HierarchicalCall::all_gather(self.machines(), self.group().rank, &p)?;
+        self.enqueue(turn, call, (p.to.as_view().retain(), p.from.retain()))
+    }
+}

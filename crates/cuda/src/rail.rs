@@ -1,0 +1,319 @@
+//! Rails of GPUs: what goes along one is NCCL's to carry, and what NCCL cannot do is done beside it.
+//!
+//! NCCL waits without a bound and tells nobody, so each of its kernels stands between two copies of a few bytes into a page of the
+//! host's, where the hierarchy's watch sees for how long it has been under way. It carries no signatures, so the first exchange of a call
+//! carries one more word to each machine, and a kernel behind it compares; what differs in size as well, and would not end, hosts find out
+//! (`line.rs`). What stops the rail gives NCCL's communicators up, and a reset makes new ones.
+
+mod page;
+
+pub(crate) use page::{Pace, Page};
+
+use crate::{
+    core::Core,
+    driver::failed,
+    lane::Lane,
+    line::Line,
+    mark::CudaMark,
+    memory::check_reach,
+    nccl_bounded::{Bounded, late, remains},
+    nccl_comm::{Functions, Handle, Status},
+};
+use brigade_device::{
+    Bootstrap, Buffer, Error, FaultRecord, Group, Rail, RailParams, Result, Stream, check_rows,
+};
+use brigade_plan::rows;
+use cudarc::driver::sys;
+use parking_lot::Mutex;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Two connections, so that what is collected and what is diffused need not wait for each other.
+pub(crate) const CONNECTIONS: usize = 2;
+
+/// Waits along rails may be so much longer than those inside: where a rank is missing, its own machine is to find out first, and say who.
+pub(crate) const GRACE: Duration = Duration::from_millis(300);
+
+/// Bytes at an address, to or from a machine.
+type Part = (usize, u64, usize);
+
+/// One of a rank's connections to its rail: a communicator of NCCL's.
+pub(crate) struct NcclRail {
+    /// Rank and size are numbers of machines.
+    group: Group,
+    connection: usize,
+    /// Whose kernels stop with the rail, and compare signatures.
+    core: Arc<Core>,
+    comm: Mutex<Arc<Bounded>>,
+    page: Arc<Page>,
+    line: Arc<Line>,
+}
+
+impl NcclRail {
+    pub(crate) fn new(
+        connection: usize,
+        core: &Arc<Core>,
+        comm: Arc<Bounded>,
+        page: &Arc<Page>,
+        line: &Arc<Line>,
+    ) -> Self {
+        let hosts = line.group();
+        Self {
+            group: Group {
+                mode: core.control.group().mode,
+                rank: hosts.rank(),
+                size: hosts.size(),
+            },
+            connection,
+            core: Arc::clone(core),
+            comm: Mutex::new(comm),
+            page: Arc::clone(page),
+            line: Arc::clone(line),
+        }
+    }
+
+    /// Another communicator, behind a reset.
+    pub(crate) fn renew(&self, comm: Arc<Bounded>) {
+        *self.comm.lock() = comm;
+    }
+
+    /// The communicator of now.
+    pub(crate) fn comm(&self) -> Arc<Bounded> {
+        Arc::clone(&self.comm.lock())
+    }
+
+    /// Enqueues sends and receives, one of NCCL's kernels, with a copy of what stays here before. With a signature, one goes to each
+    /// machine and comes from each, and all are compared.
+    fn exchange(
+        &self,
+        on: &Stream,
+        buffers: [&Buffer; 2],
+        own: (u64, u64, usize),
+        (sent, received): (Vec<Part>, Vec<Part>),
+        (signature, within): (Option<u32>, Duration),
+    ) -> Result<()> {
+        let core = &self.core;
+        let lane = core.device.lane(on)?;
+        let (me, size) = (self.group.rank, self.group.size);
+        let end = Instant::now() + within;
+        let goes_on = || match core.fault() {
+            Some(fault) => Err(Error::Fault(fault)),
+            None => remains(end),
+        };
+        let (mut sent, mut received) = (sent, received);
+        if signature.is_some() {
+            let others = || (0..size).filter(|&machine| machine != me);
+            sent.extend(others().map(|to| (to, self.page.signed(me), 8)));
+            received.extend(others().map(|from| (from, self.page.signed(from), 8)));
+        }
+        for list in [&mut sent, &mut received] {
+            list.retain(|(machine, _, bytes)| *machine != me && *bytes > 0);
+        }
+        lane.run(&buffers, |stream| {
+            let (to, from, bytes) = own;
+            if bytes > 0 {
+                // SAFETY: both ranges lie in buffers of the call, which `run` keeps.
+                unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, stream) }
+                    .result()
+                    .map_err(failed("cuMemcpyDtoDAsync"))?;
+            }
+            if let Some(signature) = signature {
+                let word = self.page.signed(me);
+                // SAFETY: a word of the rail's memory, which outlives its work.
+                unsafe { sys::cuMemsetD32Async(word, signature, 1, stream) }
+                    .result()
+                    .map_err(failed("cuMemsetD32Async"))?;
+            }
+            if sent.is_empty() && received.is_empty() {
+                return Ok(());
+            }
+            self.page.begins(self.connection, stream)?;
+            let done = self
+                .comm()
+                .call("ncclSend and ncclRecv", goes_on, |f, comm| {
+                    // SAFETY: all parts lie in buffers of the call or in the rail's memory, which are kept until the work is done.
+                    unsafe { grouped(f, comm, stream.cast(), &sent, &received) }
+                });
+            // Also after a failure: nothing is under way then.
+            let shown = self.page.ends(self.connection, stream);
+            done.and(shown)
+        })?;
+        match signature {
+            Some(_) => core.locally(on, &[], |job| {
+                let signed = self.page.signed(0);
+                job.compare_words(signed, size, me, self.page.tells())
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// As [`Rail::collect`]; with `signs`, ranks of other machines that make another call are found out.
+    pub(crate) fn collect_signed(
+        &self,
+        on: &Stream,
+        p: &RailParams<'_>,
+        signs: bool,
+    ) -> Result<()> {
+        let Group { rank, size, .. } = self.group;
+        check_rows("pieces", p.pieces, size)?;
+        let own = p.pieces[rank];
+        sized("from", p.from.shape().len(), p.pieces.iter().sum())?;
+        sized("to", p.to.as_view().shape().len(), own * size)?;
+        let (from, to, bytes) = self.ends(p)?;
+        let offsets = rows::offsets(p.pieces);
+        let sent = (0..size)
+            .map(|m| {
+                (
+                    m,
+                    from.address() + (offsets[m] * bytes) as u64,
+                    p.pieces[m] * bytes,
+                )
+            })
+            .collect();
+        let place = |machine: usize| to.address() + (machine * own * bytes) as u64;
+        let received = (0..size).map(|m| (m, place(m), own * bytes)).collect();
+        let mine = from.address() + (offsets[rank] * bytes) as u64;
+        let stays = (place(rank), mine, own * bytes);
+        let how = (signs.then(|| p.call.signature()), p.within);
+        self.exchange(on, [&from, &to], stays, (sent, received), how)
+    }
+
+    /// As [`Rail::diffuse`], likewise.
+    pub(crate) fn diffuse_signed(
+        &self,
+        on: &Stream,
+        p: &RailParams<'_>,
+        signs: bool,
+    ) -> Result<()> {
+        let Group { rank, size, .. } = self.group;
+        check_rows("pieces", p.pieces, size)?;
+        let own = p.pieces[rank];
+        sized("from", p.from.shape().len(), own)?;
+        sized("to", p.to.as_view().shape().len(), p.pieces.iter().sum())?;
+        let (from, to, bytes) = self.ends(p)?;
+        let offsets = rows::offsets(p.pieces);
+        let place = |machine: usize| to.address() + (offsets[machine] * bytes) as u64;
+        let sent = (0..size)
+            .map(|m| (m, from.address(), own * bytes))
+            .collect();
+        let received = (0..size)
+            .map(|m| (m, place(m), p.pieces[m] * bytes))
+            .collect();
+        let stays = (place(rank), from.address(), own * bytes);
+        let how = (signs.then(|| p.call.signature()), p.within);
+        self.exchange(on, [&from, &to], stays, (sent, received), how)
+    }
+
+    /// What goes and what comes, and bytes of an element.
+    fn ends(&self, p: &RailParams<'_>) -> Result<(Buffer, Buffer, usize)> {
+        let (from, to) = (p.from.retain(), p.to.as_view().retain());
+        check_reach(&self.core.device.card, "from.memory", &from)?;
+        check_reach(&self.core.device.card, "to.memory", &to)?;
+        if to.dtype() != from.dtype() {
+            return Err(Error::invalid("to", to.dtype(), from.dtype()));
+        }
+        let bytes = from.dtype().bytes();
+        Ok((from, to, bytes))
+    }
+
+    /// Sends a word each way, which makes NCCL connect and load, and waits for it.
+    pub(crate) fn warm_up(&self, end: Instant) -> Result<()> {
+        let lane = Lane::new(&self.core.device.card, 0)?;
+        let (me, size) = (self.group.rank, self.group.size);
+        let word = |machine: usize| (machine, self.page.signed(machine), 8);
+        let others = || (0..size).filter(|&machine| machine != me);
+        let sent: Vec<Part> = others().map(|m| (m, word(me).1, 8)).collect();
+        let received: Vec<Part> = others().map(word).collect();
+        let stream = lane.stream;
+        let comm = self.comm();
+        let called = comm.call(
+            "ncclSend and ncclRecv",
+            || remains(end),
+            |f, comm| {
+                // SAFETY: words of the rail's memory.
+                unsafe { grouped(f, comm, stream.cast(), &sent, &received) }
+            },
+        );
+        let left = end.saturating_duration_since(Instant::now());
+        let done = called.and_then(|()| {
+            match CudaMark::record(&self.core.device.card, stream)?.reached(left)? {
+                true => Ok(()),
+                false => Err(late()),
+            }
+        });
+        if done.is_err() {
+            // A kernel that still waits there ends when NCCL is given up.
+            comm.give_up();
+            std::mem::forget(lane);
+        }
+        done
+    }
+}
+
+/// One group of NCCL's calls.
+///
+/// # Safety
+/// All parts must lie in memory within reach until the work is done.
+unsafe fn grouped(
+    f: &Functions,
+    comm: Handle,
+    stream: Handle,
+    sent: &[Part],
+    received: &[Part],
+) -> Status {
+    /// NCCL's number of bytes.
+    const BYTES: i32 = 1;
+    /// What a call that has begun gives where communicators do not block.
+    const BEGUN: [Status; 2] = [0, crate::nccl_comm::IN_PROGRESS];
+    // SAFETY: the caller's promise; a group that was begun is always ended.
+    unsafe {
+        let begun = (f.group_start)();
+        let sent = sent.iter().map(|&(to, at, bytes)| {
+            (f.send)(at as *const _, bytes, BYTES, to as i32, comm, stream)
+        });
+        let sent: Vec<Status> = sent.collect();
+        let received = received.iter().map(|&(from, at, bytes)| {
+            (f.recv)(at as *mut _, bytes, BYTES, from as i32, comm, stream)
+        });
+        let received: Vec<Status> = received.collect();
+        let ended = (f.group_end)();
+        let mut all = std::iter::once(begun).chain(sent).chain(received);
+        all.find(|s| !BEGUN.contains(s)).unwrap_or(ended)
+    }
+}
+
+fn sized(field: &'static str, got: usize, want: usize) -> Result<()> {
+    if got == want {
+        return Ok(());
+    }
+    Err(Error::invalid(field, got, format!("{want} elements")))
+}
+
+impl Rail for NcclRail {
+    fn group(&self) -> &Group {
+        &self.group
+    }
+
+    fn collect(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
+        self.collect_signed(on, &p, true)
+    }
+
+    fn diffuse(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
+        self.diffuse_signed(on, &p, true)
+    }
+
+    fn poll(&self) -> Result<()> {
+        match (self.line.fault(), self.comm().failed()) {
+            (Some(record), _) => Err(Error::Fault(record)),
+            (None, Some(status)) => crate::nccl_comm::check("ncclCommGetAsyncError", status),
+            (None, None) => Ok(()),
+        }
+    }
+
+    fn stop(&self, record: FaultRecord) {
+        self.line.tell_fault(record);
+        self.comm().give_up();
+    }
+}

@@ -1,0 +1,128 @@
+//! A page of the host's that the GPU writes: whether NCCL is under way on a connection, and which machine made another call.
+
+use super::CONNECTIONS;
+use crate::{
+    core::Core,
+    driver::failed,
+    memory::{DeviceMemory, Pinned},
+};
+use brigade_device::{Result, Storage};
+use cudarc::driver::sys;
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::{Duration, Instant},
+};
+
+/// Words of the page: for each connection, whether NCCL is under way, and whether it has got through since the host looked.
+const fn under_way(connection: usize) -> usize {
+    2 * connection
+}
+const PASSED: usize = 1;
+/// The machine that made another call, from 1.
+const DIFFERS: usize = 2 * CONNECTIONS;
+const PAGE_WORDS: usize = DIFFERS + 1;
+
+/// Words of the GPU's: what is copied to the page, and from there on what each machine signed.
+const COPIED: [u64; 3] = [1, 0, 1];
+const SIGNED: usize = COPIED.len();
+
+/// A page of the host's that the GPU writes, and what it writes.
+pub(crate) struct Page {
+    page: Pinned,
+    words: DeviceMemory,
+}
+
+impl Page {
+    /// Of a rail of so many machines.
+    pub(crate) fn new(core: &Core, machines: usize) -> Result<Self> {
+        let card = &core.device.card;
+        let words = DeviceMemory::outside_of_streams(card, 8 * (SIGNED + machines))?;
+        for (i, word) in COPIED.into_iter().enumerate() {
+            core.write_word(words.address() + 8 * i as u64, word)?;
+        }
+        Ok(Self {
+            page: Pinned::new(card, 8 * PAGE_WORDS)?,
+            words,
+        })
+    }
+
+    /// Address of the word that a machine signs with, in the GPU's memory. They lie one after the other.
+    pub(super) fn signed(&self, machine: usize) -> u64 {
+        self.word(SIGNED + machine)
+    }
+
+    /// Address of the word that tells the host which machine made another call, from 1.
+    pub(super) fn tells(&self) -> u64 {
+        self.at(DIFFERS)
+    }
+
+    /// That machine.
+    pub(crate) fn differs(&self) -> Option<usize> {
+        let told = self.cell(DIFFERS).load(Ordering::Acquire);
+        usize::try_from(told).ok()?.checked_sub(1)
+    }
+
+    /// Enqueues that NCCL is under way from here on.
+    pub(super) fn begins(&self, connection: usize, stream: sys::CUstream) -> Result<()> {
+        self.show(stream, under_way(connection), 0, 1)
+    }
+
+    /// Enqueues that it has got through.
+    pub(super) fn ends(&self, connection: usize, stream: sys::CUstream) -> Result<()> {
+        self.show(stream, under_way(connection), 1, 2)
+    }
+
+    /// Address of a word of the page, for both.
+    fn at(&self, word: usize) -> u64 {
+        self.page.address() + 8 * word as u64
+    }
+
+    /// Address of a word of the GPU's.
+    fn word(&self, word: usize) -> u64 {
+        self.words.address() + 8 * word as u64
+    }
+
+    fn cell(&self, word: usize) -> &AtomicU64 {
+        debug_assert!(word < PAGE_WORDS);
+        // SAFETY: inside the page, which lives as long as `self`; its words are only ever used as atomics here.
+        unsafe { AtomicU64::from_ptr(self.at(word) as *mut u64) }
+    }
+
+    /// For a new generation.
+    pub(crate) fn clear(&self) {
+        (0..PAGE_WORDS).for_each(|word| self.cell(word).store(0, Ordering::Release));
+    }
+
+    /// Enqueues a copy of `count` words, from one of the GPU's to one of the page.
+    fn show(&self, stream: sys::CUstream, to: usize, from: usize, count: usize) -> Result<()> {
+        // SAFETY: both lie in memory of the rail's, which outlives its work.
+        unsafe { sys::cuMemcpyAsync(self.at(to), self.word(from), 8 * count, stream) }
+            .result()
+            .map_err(failed("cuMemcpyAsync"))
+    }
+}
+
+/// What the watch knows of a connection.
+#[derive(Default)]
+pub(crate) struct Pace {
+    /// Since when NCCL has been under way without getting through.
+    since: Option<Instant>,
+}
+
+impl Pace {
+    /// Looks, and says for how long NCCL has been under way.
+    pub(crate) fn look(&mut self, page: &Page, connection: usize) -> Duration {
+        let at = under_way(connection);
+        let now = Instant::now();
+        // If it gets through again in between, it has all the same just got through.
+        if page.cell(at + PASSED).load(Ordering::Acquire) != 0 {
+            page.cell(at + PASSED).store(0, Ordering::Release);
+            self.since = None;
+        }
+        if page.cell(at).load(Ordering::Acquire) == 0 {
+            self.since = None;
+            return Duration::ZERO;
+        }
+        now.saturating_duration_since(*self.since.get_or_insert(now))
+    }
+}

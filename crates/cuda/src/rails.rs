@@ -1,0 +1,231 @@
+//! Both connections of a rank to its rail, and the line beside them: making them, looking after them, stopping and renewing them.
+
+use crate::{
+    CudaDevice, Missing,
+    core::Core,
+    devices,
+    line::{Gone, Line},
+    nccl_bounded::{Bounded, Usable, shared},
+    nccl_comm::Status,
+    quiet,
+    rail::{CONNECTIONS, NcclRail, Pace, Page},
+};
+use brigade_device::{Bootstrap, Device, Error, FaultKind, FaultRecord, Result};
+use brigade_group::{Stoppable, agree};
+use parking_lot::Mutex;
+use std::{
+    net::IpAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+const STEP: &str = "join: rails";
+
+/// How long what NCCL fails with may wait for what stopped the peer that it failed for.
+const HEARSAY: Duration = Duration::from_millis(200);
+
+/// How long a wait may go on for a machine that is gone: word of the call that is waited for may be on its way, or, if it was lost in that call,
+/// what it had sent. Nobody waits for one that left behind it.
+const fn patience(gone: Gone) -> Duration {
+    match gone {
+        Gone::Behind => Duration::from_millis(20),
+        Gone::Lost => Duration::from_millis(300),
+        Gone::Left => Duration::MAX,
+    }
+}
+
+/// What the watch remembers from one look to the next.
+#[derive(Default)]
+struct Watched {
+    pace: [Pace; CONNECTIONS],
+    failed: Option<(Status, Instant)>,
+    /// Whether what stopped the rail was told.
+    stopped: bool,
+}
+
+/// What was found on a rail.
+pub(crate) struct Found {
+    pub(crate) kind: FaultKind,
+    /// The machine that is to blame.
+    pub(crate) machine: usize,
+    pub(crate) waited: Duration,
+    pub(crate) seen: u64,
+}
+
+impl Found {
+    pub(crate) const fn by(kind: FaultKind, machine: usize) -> Self {
+        Self {
+            kind,
+            machine,
+            waited: Duration::ZERO,
+            seen: 0,
+        }
+    }
+}
+
+/// Both connections of a rank to its rail, and the line beside them.
+pub(crate) struct Rails {
+    pub(crate) line: Arc<Line>,
+    pub(crate) pair: [NcclRail; CONNECTIONS],
+    page: Arc<Page>,
+    device: Arc<CudaDevice>,
+    watched: Mutex<Watched>,
+}
+
+impl Rails {
+    /// All ranks of a rail make both, or all fail. `core` is a communicator inside the machine.
+    pub(crate) fn join(
+        rail: &dyn Bootstrap,
+        core: &Arc<Core>,
+        at: Option<IpAddr>,
+        within: Duration,
+    ) -> Result<Self> {
+        let end = Instant::now() + within;
+        let left = || end.saturating_duration_since(Instant::now());
+        let line = Line::join(rail, at, left())?;
+        own_gpus(&line, &core.device, left())?;
+        let page = Page::new(core, rail.size()).map(Arc::new);
+        let page = agree(line.group(), STEP, page, left())?;
+        let [first, second] = comms(&line, &core.device, left())?;
+        let new = |connection, comm| NcclRail::new(connection, core, comm, &page, &line);
+        Ok(Self {
+            pair: [new(0, first), new(1, second)],
+            device: Arc::clone(&core.device),
+            line,
+            page,
+            watched: Mutex::default(),
+        })
+    }
+
+    /// To be done when all ranks have made their connections, since NCCL's first kernels wait for each other.
+    pub(crate) fn warm_up(&self, within: Duration) -> Result<()> {
+        let end = Instant::now() + within;
+        let done = self.pair.iter().try_for_each(|rail| rail.warm_up(end));
+        agree(self.line.group(), STEP, done, within)
+    }
+
+    /// Whether the rail is as it should be; what was found, else, until it is stopped. NCCL may be under way for `most` at a time.
+    pub(crate) fn look(&self, most: Duration) -> Option<Found> {
+        let mut watched = self.watched.lock();
+        if watched.stopped {
+            return None;
+        }
+        if let Some(machine) = self.page.differs().or_else(|| self.line.differs()) {
+            return Some(Found::by(FaultKind::Mismatch, machine));
+        }
+        let paces = watched.pace.iter_mut().enumerate();
+        let waited = paces.map(|(connection, pace)| pace.look(&self.page, connection));
+        let waited = waited.max().unwrap_or_default();
+        if let Some((machine, how)) = self.line.gone()
+            && waited >= patience(how)
+        {
+            return Some(Found {
+                waited,
+                ..Found::by(FaultKind::PeerLost, machine)
+            });
+        }
+        if waited >= most {
+            return Some(Found {
+                waited,
+                ..Found::by(FaultKind::Timeout, self.line.awaited())
+            });
+        }
+        // A machine that is gone has ended its part of NCCL's communicators: where nothing is under way, nobody minds.
+        let status = self.pair.iter().find_map(|rail| rail.comm().failed());
+        let Some(status) = status.filter(|_| self.line.gone().is_none()) else {
+            watched.failed = None;
+            return None;
+        };
+        let (_, since) = *watched.failed.get_or_insert((status, Instant::now()));
+        (since.elapsed() >= HEARSAY).then(|| Found {
+            seen: status as u64,
+            ..Found::by(FaultKind::Aborted, self.line.group().rank())
+        })
+    }
+
+    /// New connections for a new generation, behind a reset of what is inside the machine; all ranks of the rail make them, or all fail.
+    pub(crate) fn renew(&self, generation: u32, within: Duration) -> Result<()> {
+        let end = Instant::now() + within;
+        let left = || end.saturating_duration_since(Instant::now());
+        for rail in &self.pair {
+            rail.comm().give_up();
+            // What NCCL frees may hold up the driver: better now, while no kernel waits.
+            rail.comm().settle();
+        }
+        let group = self.line.group();
+        group.all_gather(&[], left())?;
+        let made = comms(&self.line, &self.device, left())?;
+        for (rail, comm) in self.pair.iter().zip(made) {
+            rail.renew(comm);
+        }
+        self.page.clear();
+        self.warm_up(left())?;
+        self.line.renew(generation);
+        *self.watched.lock() = Watched::default();
+        Ok(())
+    }
+
+    /// Ends this rank's part, once its work is done.
+    pub(crate) fn leave(&self) {
+        self.line.leave();
+        for rail in &self.pair {
+            rail.comm().give_up();
+            rail.comm().settle();
+        }
+    }
+}
+
+impl Stoppable for Rails {
+    fn fault(&self) -> Option<FaultRecord> {
+        self.line.fault()
+    }
+
+    fn stop(&self, record: FaultRecord) {
+        if std::mem::replace(&mut self.watched.lock().stopped, true) {
+            return;
+        }
+        // In this order: whom NCCL fails then has heard why.
+        self.line.tell_fault(record);
+        for rail in &self.pair {
+            rail.comm().give_up();
+        }
+    }
+}
+
+/// NCCL serves no ranks that share a GPU: all ranks of the rail show theirs.
+fn own_gpus(line: &Line, device: &CudaDevice, within: Duration) -> Result<()> {
+    let group = line.group();
+    let here: Result<_, Missing> = devices();
+    let here = agree(group, STEP, here.map_err(Error::from), within)?;
+    let uuid = here.get(device.info().ordinal as usize).map(|gpu| gpu.uuid);
+    let mut all = group.all_gather(&uuid.unwrap_or_default(), within)?;
+    all.sort_unstable();
+    all.dedup();
+    match all.len() == group.size() {
+        true => Ok(()),
+        false => Err(shared()),
+    }
+}
+
+/// A communicator of NCCL's for each connection.
+fn comms(
+    line: &Line,
+    device: &CudaDevice,
+    within: Duration,
+) -> Result<[Arc<Bounded>; CONNECTIONS]> {
+    let group = line.group();
+    let end = Instant::now() + within;
+    let left = || end.saturating_duration_since(Instant::now());
+    let make = || -> Result<Arc<Bounded>> {
+        let found = Usable::find();
+        // Where it is missing, the reason with its remedy says more than the ranks' list.
+        let own = found.as_ref().err().cloned();
+        let usable = agree(group, STEP, found, left()).map_err(|ranks| own.unwrap_or(ranks))?;
+        let id = usable.name(group, left())?;
+        quiet::quiet(device.card.context.ordinal());
+        let place = (group.rank(), group.size());
+        let made = Bounded::make(&device.card, usable, id, place, end);
+        agree(group, STEP, made, left())
+    };
+    Ok([make()?, make()?])
+}
