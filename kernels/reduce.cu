@@ -32,20 +32,24 @@ extern "C" __global__ void brigade_reduce(const __grid_constant__ ReduceParams p
   }
 }
 
-// Compares words, one of each of `parts` machines, with that of machine `op`. If one differs, this rank's kernels are told to stop, and
-// `out`, which the host sees, tells which, from 1.
+// Compares words, one of each of `parts` machines, with that of machine `op`, and takes them away, so that none is there for the next. If one
+// differs, this rank's kernels are told to stop, and `out`, which the host sees, tells which, from 1. One that did not come, although what
+// should have brought it has ended, stops them too: who ended that will tell why.
 extern "C" __global__ void brigade_reduce_compare(const __grid_constant__ ReduceParams p) {
   wait_for_previous_kernel();
   uint64_t* stop = reinterpret_cast<uint64_t*>(p.stop);
   const uint64_t* state = reinterpret_cast<const uint64_t*>(p.state);
   // What stopped this rank may have kept words from coming.
   if (blockIdx.x != 0 || threadIdx.x != 0 || is_stopped(stop, state)) return;
-  const uint64_t* words = reinterpret_cast<const uint64_t*>(p.from);
+  uint64_t* words = reinterpret_cast<uint64_t*>(p.from);
   const uint64_t mine = load_acquire_sys(words + p.op);
   for (uint32_t i = 0; i < p.parts; ++i) {
-    if (load_acquire_sys(words + i) == mine) continue;
+    if (i == p.op) continue;
+    const uint64_t theirs = load_acquire_sys(words + i);
+    words[i] = 0;
+    if (theirs == mine) continue;
     store_release_sys(stop, state[STATE_GENERATION]);
-    store_release_sys(reinterpret_cast<uint64_t*>(p.out), uint64_t(i) + 1);
+    if (theirs != 0) store_release_sys(reinterpret_cast<uint64_t*>(p.out), uint64_t(i) + 1);
     return;
   }
 }

@@ -16,7 +16,7 @@ use crate::{
     line::Line,
     mark::CudaMark,
     memory::check_reach,
-    nccl_bounded::{Bounded, late, remains},
+    nccl_bounded::{Bounded, ROUND, gone, late, remains},
     nccl_comm::{Functions, Handle, Status},
 };
 use brigade_device::{
@@ -26,7 +26,11 @@ use brigade_plan::rows;
 use cudarc::driver::sys;
 use parking_lot::Mutex;
 use std::{
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicI32, Ordering},
+    },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -35,6 +39,12 @@ pub(crate) const CONNECTIONS: usize = 2;
 
 /// Waits along rails may be so much longer than those inside: where a rank is missing, its own machine is to find out first, and say who.
 pub(crate) const GRACE: Duration = Duration::from_millis(300);
+
+/// A bit of a signature's word, so that none is 0, as a word is that did not come. Signatures have 24.
+const CAME: u32 = 1 << 31;
+
+/// How long an error of NCCL's may take to be explained: longer than the watch waits for news of peers.
+const EXPLAINING: Duration = Duration::from_secs(1);
 
 /// Bytes at an address, to or from a machine.
 type Part = (usize, u64, usize);
@@ -49,6 +59,8 @@ pub(crate) struct NcclRail {
     comm: Mutex<Arc<Bounded>>,
     page: Arc<Page>,
     line: Arc<Line>,
+    /// What NCCL refused a call with, or 0.
+    refused: AtomicI32,
 }
 
 impl NcclRail {
@@ -71,17 +83,49 @@ impl NcclRail {
             comm: Mutex::new(comm),
             page: Arc::clone(page),
             line: Arc::clone(line),
+            refused: AtomicI32::new(0),
         }
     }
 
     /// Another communicator, behind a reset.
     pub(crate) fn renew(&self, comm: Arc<Bounded>) {
+        self.refused.store(0, Ordering::Release);
         *self.comm.lock() = comm;
     }
 
     /// The communicator of now.
     pub(crate) fn comm(&self) -> Arc<Bounded> {
         Arc::clone(&self.comm.lock())
+    }
+
+    /// Whether it did not take a call.
+    pub(crate) fn was_refused(&self) -> bool {
+        self.refused.load(Ordering::Acquire) != 0
+    }
+
+    /// What NCCL has failed with, in a call or beside them.
+    pub(crate) fn failed(&self) -> Option<Status> {
+        let refused = Some(self.refused.load(Ordering::Acquire)).filter(|&code| code != 0);
+        refused.or_else(|| self.comm().failed())
+    }
+
+    /// What became of a call that NCCL did not take. Mostly that is for something that another rank did, and which is known soon: the watch finds
+    /// out what, or hears of it.
+    fn explained(&self, error: Error) -> Error {
+        match &error {
+            Error::Backend { code, .. } => self.refused.store(*code as Status, Ordering::Release),
+            Error::Unsupported(reason) if reason.code == gone().code => {}
+            _ => return error,
+        }
+        let end = Instant::now() + EXPLAINING;
+        while Instant::now() < end {
+            if let Some(fault) = self.core.fault() {
+                return Error::Fault(fault);
+            }
+            // tidy: sleeps because the watch looks from time to time.
+            thread::sleep(ROUND);
+        }
+        error
     }
 
     /// Enqueues sends and receives, one of NCCL's kernels, with a copy of what stays here before. With a signature, one goes to each
@@ -122,7 +166,7 @@ impl NcclRail {
             if let Some(signature) = signature {
                 let word = self.page.signed(me);
                 // SAFETY: a word of the rail's memory, which outlives its work.
-                unsafe { sys::cuMemsetD32Async(word, signature, 1, stream) }
+                unsafe { sys::cuMemsetD32Async(word, signature | CAME, 1, stream) }
                     .result()
                     .map_err(failed("cuMemsetD32Async"))?;
             }
@@ -139,7 +183,8 @@ impl NcclRail {
             // Also after a failure: nothing is under way then.
             let shown = self.page.ends(self.connection, stream);
             done.and(shown)
-        })?;
+        })
+        .map_err(|error| self.explained(error))?;
         match signature {
             Some(_) => core.locally(on, &[], |job| {
                 let signed = self.page.signed(0);
@@ -248,7 +293,8 @@ impl NcclRail {
             comm.give_up();
             std::mem::forget(lane);
         }
-        done
+        // What was sent was what the last call signed, before a reset.
+        done.and_then(|()| self.page.unsign(&self.core, size))
     }
 }
 

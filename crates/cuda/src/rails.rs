@@ -131,13 +131,19 @@ impl Rails {
             });
         }
         // A machine that is gone has ended its part of NCCL's communicators: where nothing is under way, nobody minds.
-        let status = self.pair.iter().find_map(|rail| rail.comm().failed());
-        let Some(status) = status.filter(|_| self.line.gone().is_none()) else {
+        let refused = self.pair.iter().any(NcclRail::was_refused);
+        let status = self.pair.iter().find_map(NcclRail::failed);
+        let Some(status) = status.filter(|_| refused || self.line.gone().is_none()) else {
             watched.failed = None;
             return None;
         };
         let (_, since) = *watched.failed.get_or_insert((status, Instant::now()));
-        (since.elapsed() >= HEARSAY).then(|| Found {
+        let waited = since.elapsed();
+        if let Some((machine, how)) = self.line.gone() {
+            let lost = Found::by(FaultKind::PeerLost, machine);
+            return (waited >= patience(how).min(HEARSAY)).then_some(Found { waited, ..lost });
+        }
+        (waited >= HEARSAY).then(|| Found {
             seen: status as u64,
             ..Found::by(FaultKind::Aborted, self.line.group().rank())
         })

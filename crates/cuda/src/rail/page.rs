@@ -40,10 +40,17 @@ impl Page {
         for (i, word) in COPIED.into_iter().enumerate() {
             core.write_word(words.address() + 8 * i as u64, word)?;
         }
-        Ok(Self {
+        let made = Self {
             page: Pinned::new(card, 8 * PAGE_WORDS)?,
             words,
-        })
+        };
+        made.unsign(core, machines)?;
+        Ok(made)
+    }
+
+    /// Takes away what machines signed, while nothing is under way.
+    pub(super) fn unsign(&self, core: &Core, machines: usize) -> Result<()> {
+        (0..machines).try_for_each(|machine| core.write_word(self.signed(machine), 0))
     }
 
     /// Address of the word that a machine signs with, in the GPU's memory. They lie one after the other.
