@@ -84,7 +84,7 @@ fn others_between(world: &World) {
         .map(|by| other(&mut rng, By::of(by, by)))
         .collect();
     world.run(&room(), move |rank| {
-        for round in 0..3 {
+        for (round, other) in others.iter().enumerate() {
             let own = Own::of(rank, &first);
             let mut lease = rank.lease();
             let got = own.dispatch(&mut lease, &first).unwrap();
@@ -104,7 +104,6 @@ fn others_between(world: &World) {
                 back.check_there(rank, &mut lease, &again, &got);
             }
             drop(lease);
-            let other = &others[round];
             let mut lease = rank.lease();
             let got = Own::of(rank, other).dispatch(&mut lease, other).unwrap();
             check(rank, other, &got);
