@@ -132,14 +132,15 @@ impl Report<'_> {
             "phase", "layers", "calls", "KB moved a rank"
         );
         for l in &g.layers {
-            let most = l.moved_bytes.iter().max().copied().unwrap_or(0);
+            let most = l.moved_bytes.iter().max();
+            let most = most.map_or("-".into(), |&bytes| format!("{:.1}", bytes as f64 / 1e3));
             let _ = writeln!(
                 out,
-                "{:<8} {:<17} {:>6} {:>16.1}  {}",
+                "{:<8} {:<17} {:>6} {:>16}  {}",
                 l.phase.name(),
                 l.kind.name(),
                 l.calls,
-                most as f64 / 1e3,
+                most,
                 l.plan
             );
         }

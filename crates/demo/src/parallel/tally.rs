@@ -67,12 +67,12 @@ pub struct LayerReport {
     pub plan: String,
     /// Calls on one rank.
     pub calls: u64,
-    /// Bytes that each rank moved to or from others.
+    /// Bytes that each rank moved to or from others. Empty on GPUs: there a call has not run when it returns, and to ask would be to wait for it.
     pub moved_bytes: Vec<u64>,
 }
 
-/// Plan, calls, bytes moved.
-type Counts = (String, u64, u64);
+/// Plan, calls, and bytes moved where they are counted.
+type Counts = (String, u64, Option<u64>);
 
 /// One rank's counts.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -95,11 +95,12 @@ impl From<Tally> for Vec<((Phase, Kind), Counts)> {
 }
 
 impl Tally {
-    pub(crate) fn add(&mut self, phase: Phase, kind: Kind, plan: String, moved_bytes: u64) {
-        let entry = self.0.entry((phase, kind)).or_default();
+    pub(crate) fn add(&mut self, phase: Phase, kind: Kind, plan: String, moved_bytes: Option<u64>) {
+        let new = || (String::new(), 0, Some(0));
+        let entry = self.0.entry((phase, kind)).or_insert_with(new);
         entry.0 = plan;
         entry.1 += 1;
-        entry.2 += moved_bytes;
+        entry.2 = entry.2.zip(moved_bytes).map(|(sum, more)| sum + more);
     }
 }
 
@@ -117,7 +118,7 @@ pub(crate) fn merge<'a>(tallies: impl Iterator<Item = &'a Tally>) -> Vec<LayerRe
                     moved_bytes: Vec::new(),
                 })
                 .moved_bytes
-                .push(*moved);
+                .extend(moved);
         }
     }
     all.into_values().collect()
