@@ -161,11 +161,16 @@ impl Bounded {
         };
         let (bounded, comm) = (Arc::clone(self), Given(comm));
         let gives_up = thread::Builder::new().name("gives NCCL up".into());
-        // Without a thread its kernels go on until their process ends.
-        let _ = gives_up.spawn(move || {
+        ending::one_more();
+        let spawned = gives_up.spawn(move || {
             bounded.abort(comm);
             bounded.ended.store(true, Ordering::Release);
+            ending::one_less();
         });
+        // Without a thread its kernels go on until their process ends.
+        if spawned.is_err() {
+            ending::one_less();
+        }
     }
 
     fn abort(&self, Given(comm): Given) {
@@ -193,6 +198,71 @@ impl Drop for Bounded {
     fn drop(&mut self) {
         if let Some(comm) = self.comm.get_mut().take() {
             self.abort(Given(comm));
+        }
+    }
+}
+
+/// A process that exits while NCCL is being given up would take the driver away from NCCL's threads, which crash then.
+mod ending {
+    use super::{Duration, Instant, ROUND, thread};
+    use std::{
+        ffi::c_int,
+        sync::{
+            Once,
+            atomic::{AtomicUsize, Ordering},
+        },
+    };
+
+    /// Communicators that are being given up.
+    static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
+
+    /// The longest that an exit is held up.
+    const PATIENCE: Duration = Duration::from_secs(2);
+
+    unsafe extern "C" {
+        fn atexit(call: extern "C" fn()) -> c_int;
+    }
+
+    pub(super) fn one_more() {
+        static ASKED: Once = Once::new();
+        UNDER_WAY.fetch_add(1, Ordering::AcqRel);
+        // What is asked for last comes first: before NCCL and the driver, which are loaded already, take themselves down.
+        ASKED.call_once(|| {
+            // SAFETY: the function is there for as long as the program is, and panics nowhere. That it could not be noted changes nothing here.
+            let _ = unsafe { atexit(wait) };
+        });
+    }
+
+    pub(super) fn one_less() {
+        UNDER_WAY.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    extern "C" fn wait() {
+        let end = Instant::now() + PATIENCE;
+        while UNDER_WAY.load(Ordering::Acquire) > 0 && Instant::now() < end {
+            // tidy: sleeps because NCCL tells nobody when it is done.
+            thread::sleep(ROUND);
+        }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn an_exit_waits_for_what_is_under_way() {
+            one_more();
+            let begun = Instant::now();
+            let exit = thread::spawn(|| wait());
+            assert_eq!(UNDER_WAY.load(Ordering::Acquire), 1);
+            one_less();
+            exit.join().unwrap();
+            assert!(begun.elapsed() < PATIENCE, "it waited for nothing");
+            // What never ends holds an exit up no longer than that.
+            one_more();
+            wait();
+            assert!(begun.elapsed() >= PATIENCE);
+            one_less();
         }
     }
 }
