@@ -5,11 +5,13 @@ use super::{
     back::Back,
     case::{By, Case},
     config,
-    own::{Own, check},
+    own::{Own, check, f32s},
 };
 use crate::{
     backend::Rank,
     check::{expect_invalid, expect_unsupported},
+    faults::AMPLE,
+    matrix::{to_bytes, to_f64},
     suite::{Suite, World},
 };
 use brigade_device::{
@@ -18,6 +20,7 @@ use brigade_device::{
 };
 use brigade_plan::reason;
 use rand::{Rng, rngs::StdRng};
+use std::collections::BTreeSet;
 
 const IN_PLACE: By = By::of(Transport::InPlace, Transport::InPlace);
 
@@ -27,6 +30,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("experts/in_place/others_between", others_between);
     suite.add("experts/in_place/casts", casts);
     suite.add("experts/in_place/refused", refused);
+    suite.add("experts/in_place/replayed", replayed);
 }
 
 /// All rows must fit at once.
@@ -193,5 +197,70 @@ fn refused(world: &World) {
         assert_eq!(code, reason::IN_PLACE);
         // Nothing of that has touched the group.
         assert!(combine(&mut lease, &got, &got.rows, false).is_ok());
+    });
+}
+
+/// A captured way there and back, with other rows and experts every day: rows go back as they came, so each token gets its own as often as
+/// there are ranks with experts of it.
+fn replayed(world: &World) {
+    const DAYS: usize = 50;
+    let mut rng = world.rng();
+    let first = case_of(&mut rng, world.size, (24, 48, 3, 7));
+    let tokens: Vec<usize> = (0..world.size).map(|rank| first.tokens(rank)).collect();
+    let days: Vec<Case> = (0..DAYS)
+        .map(|_| {
+            let mut day = first.clone().with_tokens(&mut rng, &tokens);
+            (day.dtype, day.wide) = (DataType::BF16, false);
+            let rows = tokens.iter().map(|n| n * day.hidden);
+            let mut row = |n| {
+                (0..n)
+                    .map(|_| rng.random_range(-1.0..1.0))
+                    .collect::<Vec<f64>>()
+            };
+            day.rows = rows.map(|n| to_bytes(DataType::BF16, &row(n))).collect();
+            day
+        })
+        .collect();
+    world.run(&room(), move |rank| {
+        let (me, device, on) = (rank.rank, &rank.device, &rank.stream);
+        let case = &days[0];
+        let mut own = Own::of(rank, case);
+        let d = rank.poisoned(DataType::F32, &[case.tokens(me), case.hidden]);
+        let mut to = d.clone();
+        let work = &mut || {
+            let mut lease = rank.lease();
+            let got = own.dispatch(&mut lease, case)?;
+            lease.combine(CombineParams {
+                rows: got.rows.view(),
+                handle: &got.handle,
+                sum: CombineSum::Rank,
+                weights: None,
+                biases: &[],
+                output: Output::Into(to.view_mut()),
+                choice: Some(Transport::InPlace),
+            })?;
+            Ok(())
+        };
+        let graph = device.capture(on, work).unwrap();
+        for day in &days {
+            let ids: Vec<i32> = day.ids[me].iter().map(|&id| id as i32).collect();
+            let ids: &[u8] = bytemuck::cast_slice(&ids);
+            device.fill(on, d.clone().view_mut(), 0x7F).unwrap();
+            device
+                .write(on, own.rows.view_mut(), &day.rows[me])
+                .unwrap();
+            device.write(on, own.ids.view_mut(), ids).unwrap();
+            graph.launch(on).unwrap().sync(AMPLE).unwrap();
+            let rows = to_f64(DataType::BF16, &day.rows[me]);
+            let times = |token: usize| {
+                let slots = (0..day.k).filter_map(|entry| day.slot(me, token, entry));
+                let ranks: BTreeSet<usize> = slots.map(|slot| day.owner(slot).0).collect();
+                ranks.len() as f64
+            };
+            let want: Vec<f32> = (0..rows.len())
+                .map(|i| (rows[i] * times(i / day.hidden)) as f32)
+                .collect();
+            assert_eq!(f32s(rank, &d), want);
+        }
     });
 }
