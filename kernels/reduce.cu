@@ -33,8 +33,8 @@ extern "C" __global__ void brigade_reduce(const __grid_constant__ ReduceParams p
 }
 
 // Compares words, one of each of `parts` machines, with that of machine `op`, and takes them away, so that none is there for the next. If one
-// differs, this rank's kernels are told to stop, and `out`, which the host sees, tells which, from 1. One that did not come, although what
-// should have brought it has ended, stops them too: who ended that will tell why.
+// differs, this rank's kernels are told to stop, and `out`, which the host sees, tells which, from 1; or, with all bits set, that one did not
+// come, although what should have brought it has ended.
 extern "C" __global__ void brigade_reduce_compare(const __grid_constant__ ReduceParams p) {
   wait_for_previous_kernel();
   uint64_t* stop = reinterpret_cast<uint64_t*>(p.stop);
@@ -49,7 +49,7 @@ extern "C" __global__ void brigade_reduce_compare(const __grid_constant__ Reduce
     words[i] = 0;
     if (theirs == mine) continue;
     store_release_sys(stop, state[STATE_GENERATION]);
-    if (theirs != 0) store_release_sys(reinterpret_cast<uint64_t*>(p.out), uint64_t(i) + 1);
+    store_release_sys(reinterpret_cast<uint64_t*>(p.out), theirs != 0 ? uint64_t(i) + 1 : ~uint64_t(0));
     return;
   }
 }

@@ -13,7 +13,8 @@ use crate::{
     core::Core,
     lane::Lane,
     memory::{check_reach, overlap},
-    rail::GRACE,
+    nccl_bounded::ROUND,
+    rail::{EXPLAINING, GRACE},
     rails::{Found, Rails},
 };
 use brigade_device::{
@@ -32,7 +33,7 @@ use std::{
         Arc, Weak,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 use watch::Handle;
 
@@ -257,7 +258,16 @@ impl Inner {
 
 impl Stoppable for Inner {
     fn fault(&self) -> Option<FaultRecord> {
-        self.look()
+        let cut_short = || self.rails.as_ref().is_some_and(|r| r.is_cut_short());
+        let end = Instant::now() + EXPLAINING;
+        loop {
+            let found = self.look();
+            if found.is_some() || !cut_short() || Instant::now() >= end {
+                return found;
+            }
+            // tidy: sleeps because why NCCL was given up is heard from another host.
+            std::thread::sleep(ROUND);
+        }
     }
     fn stop(&self, record: FaultRecord) {
         self.across.stop(record);

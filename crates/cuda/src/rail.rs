@@ -44,7 +44,7 @@ pub(crate) const GRACE: Duration = Duration::from_millis(300);
 const CAME: u32 = 1 << 31;
 
 /// How long an error of NCCL's may take to be explained: longer than the watch waits for news of peers.
-const EXPLAINING: Duration = Duration::from_secs(1);
+pub(crate) const EXPLAINING: Duration = Duration::from_secs(1);
 
 /// Bytes at an address, to or from a machine.
 type Part = (usize, u64, usize);

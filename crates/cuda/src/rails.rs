@@ -131,8 +131,10 @@ impl Rails {
             });
         }
         // A machine that is gone has ended its part of NCCL's communicators: where nothing is under way, nobody minds.
-        let refused = self.pair.iter().any(NcclRail::was_refused);
+        let cut_short = self.page.is_cut_short();
+        let refused = cut_short || self.pair.iter().any(NcclRail::was_refused);
         let status = self.pair.iter().find_map(NcclRail::failed);
+        let status = status.or(cut_short.then_some(0));
         let Some(status) = status.filter(|_| refused || self.line.gone().is_none()) else {
             watched.failed = None;
             return None;
@@ -147,6 +149,11 @@ impl Rails {
             seen: status as u64,
             ..Found::by(FaultKind::Aborted, self.line.group().rank())
         })
+    }
+
+    /// Whether NCCL's kernel ended without what it should have brought, and why is to be heard.
+    pub(crate) fn is_cut_short(&self) -> bool {
+        self.page.is_cut_short()
     }
 
     /// New connections for a new generation, behind a reset of what is inside the machine; all ranks of the rail make them, or all fail.

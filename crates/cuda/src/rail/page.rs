@@ -20,6 +20,8 @@ const fn under_way(connection: usize) -> usize {
 const PASSED: usize = 1;
 /// The machine that made another call, from 1.
 const DIFFERS: usize = 2 * CONNECTIONS;
+/// What stands there where no signature came.
+const CUT_SHORT: u64 = u64::MAX;
 const PAGE_WORDS: usize = DIFFERS + 1;
 
 /// Words of the GPU's: what is copied to the page, and from there on what each machine signed.
@@ -66,7 +68,15 @@ impl Page {
     /// That machine.
     pub(crate) fn differs(&self) -> Option<usize> {
         let told = self.cell(DIFFERS).load(Ordering::Acquire);
-        usize::try_from(told).ok()?.checked_sub(1)
+        usize::try_from(told)
+            .ok()
+            .filter(|_| told != CUT_SHORT)?
+            .checked_sub(1)
+    }
+
+    /// Whether NCCL's kernel ended before signatures had come: somebody has given it up, and will say why.
+    pub(crate) fn is_cut_short(&self) -> bool {
+        self.cell(DIFFERS).load(Ordering::Acquire) == CUT_SHORT
     }
 
     /// Enqueues that NCCL is under way from here on.
