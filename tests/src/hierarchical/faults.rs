@@ -304,6 +304,8 @@ fn killed(world: &World, shape: (usize, usize)) {
             choice: Some(HierarchicalPath::Slices { count: 20 }),
             ..USUAL
         };
+        // Nobody is killed before all are back from meeting. Who is slow may hear of it here already.
+        let _ = call(rank, &over, USUAL, AMPLE);
         if rank.rank == culprit {
             std::thread::scope(|s| {
                 s.spawn(|| {
