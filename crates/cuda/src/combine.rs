@@ -328,23 +328,34 @@ impl Job<'_> {
             return Ok(());
         }
         let tokens = tokens.min(places.len() / a.call.rows_per_token());
-        let threads = row_threads(&self.core.device, tokens, Self::row_bytes(a));
-        let mut parameters = Parameters {
+        let parameters = Parameters {
             parts,
             parts_stride: stride as u64,
             came_rows: sections.rows(0).start as u64,
             came_weights: sections.weights(0).start as u64,
             first_row: places.start as u32,
             piece_rows: places.len() as u32,
-            row_threads: threads,
             ..self.combining(a)
         };
+        let kernel = &self.core.device.opened.kernels.combines.sum;
+        self.add(a, kernel, tokens, parameters)
+    }
+
+    /// Adds up so many tokens' rows.
+    fn add(
+        &self,
+        a: &Arguments,
+        kernel: &Kernel<Parameters>,
+        tokens: usize,
+        mut parameters: Parameters,
+    ) -> Result<()> {
+        let threads = row_threads(&self.core.device, tokens, Self::row_bytes(a));
+        parameters.row_threads = threads;
         for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
             *to = bias.address();
         }
         let shape = row_blocks(self, tokens, threads, WIDEST);
-        let kernel = &self.core.device.opened.kernels.combines.sum;
-        // SAFETY: what has come back lies in the group's memory, or in a buffer of the call, as all else.
+        // SAFETY: rows lie in the group's memory, at the same place of each rank's, or in a buffer of the call, as all else.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 
@@ -355,21 +366,14 @@ impl Job<'_> {
         if tokens == 0 {
             return Ok(());
         }
-        let threads = row_threads(&self.core.device, tokens, Self::row_bytes(a));
-        let mut parameters = Parameters {
+        let parameters = Parameters {
             parts,
             parts_stride: self.core.memory.symmetric.stride() as u64,
             piece_rows: a.call.max_rows() as u32,
-            row_threads: threads,
             ..self.combining(a)
         };
-        for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
-            *to = bias.address();
-        }
-        let shape = row_blocks(self, tokens, threads, WIDEST);
         let kernel = &self.core.device.opened.kernels.combines.pull;
-        // SAFETY: rows lie in the group's memory, at the same place of each rank's, and all else in buffers of the call.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        self.add(a, kernel, tokens, parameters)
     }
 }
 

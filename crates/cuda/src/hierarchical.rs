@@ -18,10 +18,10 @@ use crate::{
     rails::{Found, Rails},
 };
 use brigade_device::{
-    AllGatherParams, Bootstrap, Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord,
-    Group, Hierarchical, HierarchicalAllReduceParams, HierarchicalCall, HierarchicalPlan,
-    Hierarchy, HierarchyConfig, Machines, MemoryType, Numbers, Operation, Phase, Queues, Reason,
-    ReduceScatterParams, Result, Shape, Staging, Storage, Stream, Turn,
+    Bootstrap, Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Group,
+    Hierarchical, HierarchicalCall, HierarchicalPlan, Hierarchy, HierarchyConfig, Machines,
+    MemoryType, Numbers, Operation, Phase, Queues, Reason, Result, Shape, Staging, Storage, Stream,
+    Turn,
 };
 use brigade_group::{Across, Deadline, Stoppable, agree, machine, split};
 use brigade_plan::hierarchical::{Costs, plan};
@@ -274,56 +274,6 @@ impl Stoppable for Inner {
     }
 }
 
-impl CudaHierarchy {
-    /// Enqueues a call.
-    fn enqueue(
-        &self,
-        turn: &Turn,
-        call: HierarchicalCall,
-        (to, from): (Buffer, Buffer),
-    ) -> Result<HierarchicalPlan> {
-        let inner = self.handle.inner();
-        check_reach(&inner.device.card, "to.memory", &to)?;
-        check_reach(&inner.device.card, "from.memory", &from)?;
-        // What stopped it says more than that NCCL's communicators ended with it.
-        inner.can_call()?;
-        let plan = plan(&call, &inner.config, &inner.costs)?;
-        let mut staging = inner
-            .staging
-            .try_lock()
-            .ok_or(Error::Busy("the hierarchy"))?;
-        let on = turn.stream();
-        let lane = inner.device.lane(on)?;
-        let from = inner.apart(lane, &to, from)?;
-        let signed = Call::Hierarchical(call.clone());
-        let made = Made {
-            handle: Arc::clone(&self.handle),
-            operation: signed.operation(),
-            signature: signed.signature(),
-            generation: inner.across.generation(),
-        };
-        if lane.capturing() {
-            // It is made by each launch of the graph.
-            let made = Buffer::new(Arc::new(made), DataType::U8, Shape::new(&[0])?)?;
-            lane.run(&[&made], |_| Ok(()))?;
-        } else {
-            made.begin(lane);
-        }
-        let run = Run {
-            inner,
-            call: &call,
-            signed: &signed,
-            on,
-            lane,
-            to: &to,
-            from: &from,
-        };
-        let done = run.run(&plan, &mut staging);
-        done.map_err(|error| inner.across.give_up(error))?;
-        Ok(plan)
-    }
-}
-
 /// A call, as a graph keeps it: each launch makes it once more.
 pub(crate) struct Made {
     handle: Arc<Handle>,
@@ -435,28 +385,50 @@ impl Hierarchical for CudaHierarchy {
             .map_err(|error| inner.across.give_up(error))
     }
 
-    fn all_reduce(
+    fn enqueue(
         &self,
-        turn: &mut Turn,
-        p: HierarchicalAllReduceParams<'_>,
+        turn: &Turn,
+        call: HierarchicalCall,
+        (to, from): (Buffer, Buffer),
     ) -> Result<HierarchicalPlan> {
-        let call = HierarchicalCall::all_reduce(self.machines(), &p)?;
-        let to = p.data.as_view().retain();
-        let from = p.from.map_or_else(|| to.clone(), |f| f.retain());
-        self.enqueue(turn, call, (to, from))
-    }
-
-    fn reduce_scatter(
-        &self,
-        turn: &mut Turn,
-        p: ReduceScatterParams<'_>,
-    ) -> Result<HierarchicalPlan> {
-        let call = HierarchicalCall::reduce_scatter(self.machines(), self.group().rank, &p)?;
-        self.enqueue(turn, call, (p.to.as_view().retain(), p.from.retain()))
-    }
-
-    fn all_gather(&self, turn: &mut Turn, p: AllGatherParams<'_>) -> Result<HierarchicalPlan> {
-        let call = HierarchicalCall::all_gather(self.machines(), self.group().rank, &p)?;
-        self.enqueue(turn, call, (p.to.as_view().retain(), p.from.retain()))
+        let inner = self.handle.inner();
+        check_reach(&inner.device.card, "to.memory", &to)?;
+        check_reach(&inner.device.card, "from.memory", &from)?;
+        // What stopped it says more than that NCCL's communicators ended with it.
+        inner.can_call()?;
+        let plan = plan(&call, &inner.config, &inner.costs)?;
+        let mut staging = inner
+            .staging
+            .try_lock()
+            .ok_or(Error::Busy("the hierarchy"))?;
+        let on = turn.stream();
+        let lane = inner.device.lane(on)?;
+        let from = inner.apart(lane, &to, from)?;
+        let signed = Call::Hierarchical(call.clone());
+        let made = Made {
+            handle: Arc::clone(&self.handle),
+            operation: signed.operation(),
+            signature: signed.signature(),
+            generation: inner.across.generation(),
+        };
+        if lane.capturing() {
+            // It is made by each launch of the graph.
+            let made = Buffer::new(Arc::new(made), DataType::U8, Shape::new(&[0])?)?;
+            lane.run(&[&made], |_| Ok(()))?;
+        } else {
+            made.begin(lane);
+        }
+        let run = Run {
+            inner,
+            call: &call,
+            signed: &signed,
+            on,
+            lane,
+            to: &to,
+            from: &from,
+        };
+        let done = run.run(&plan, &mut staging);
+        done.map_err(|error| inner.across.give_up(error))?;
+        Ok(plan)
     }
 }

@@ -1,8 +1,8 @@
 //! When the driver loads kernels: all of a module at once (eager), or each when it first runs (lazy, as is usual).
 //!
 //! Whatever loads waits for the kernels that run meanwhile: lazily for those of its own GPU, and eagerly for those of every GPU that
-//! the process uses. Measured on two H200s with CUDA 13.0: the first run of a product by cuBLASLt took as long as a kernel on the other GPU
-//! spun, with `CUDA_MODULE_LOADING=EAGER`, and 2 ms without. (cuBLASLt loads some kernels one by one, eagerly too.)
+//! the process uses. Seen on two H200s with CUDA 13.0: with `CUDA_MODULE_LOADING=EAGER` the first run of a product by cuBLASLt took as long as
+//! a kernel on the other GPU spun, and without it did not wait for that one. (cuBLASLt loads some kernels one by one, eagerly too.)
 
 use crate::{Missing, driver::refused};
 use brigade_device::{Reason, Result};

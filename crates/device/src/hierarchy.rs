@@ -99,29 +99,16 @@ pub trait Hierarchical: Send + Sync {
     /// # Errors
     /// As there.
     fn close(&self, within: Duration) -> Result<()>;
-    /// See [`HierarchyLease::all_reduce`].
+    /// Makes a call that was checked: `to` gets what it gives, and `from` may be the same.
     ///
     /// # Errors
-    /// As there.
-    fn all_reduce(
+    /// As [`HierarchyLease::all_reduce`].
+    fn enqueue(
         &self,
-        turn: &mut Turn,
-        p: HierarchicalAllReduceParams<'_>,
+        turn: &Turn,
+        call: HierarchicalCall,
+        to_and_from: (Buffer, Buffer),
     ) -> Result<HierarchicalPlan>;
-    /// See [`HierarchyLease::reduce_scatter`].
-    ///
-    /// # Errors
-    /// As there.
-    fn reduce_scatter(
-        &self,
-        turn: &mut Turn,
-        p: ReduceScatterParams<'_>,
-    ) -> Result<HierarchicalPlan>;
-    /// See [`HierarchyLease::all_gather`].
-    ///
-    /// # Errors
-    /// As there.
-    fn all_gather(&self, turn: &mut Turn, p: AllGatherParams<'_>) -> Result<HierarchicalPlan>;
 }
 
 /// One rank's membership in a group that spans machines, made of communicators inside each machine and rails between them. Clones
@@ -250,7 +237,11 @@ impl HierarchyLease<'_> {
     /// [`Error::Invalid`] naming the field; [`Error::Unsupported`] if the staging memory holds no slice; [`Error::Fault`] if a rank
     /// does not come or calls something else.
     pub fn all_reduce(&mut self, p: HierarchicalAllReduceParams<'_>) -> Result<HierarchicalPlan> {
-        self.shared.backend.all_reduce(&mut self.turn, p)
+        let backend = &self.shared.backend;
+        let call = HierarchicalCall::all_reduce(backend.machines(), &p)?;
+        let to = p.data.as_view().retain();
+        let from = p.from.map_or_else(|| to.clone(), |f| f.retain());
+        backend.enqueue(&self.turn, call, (to, from))
     }
 
     /// Every rank gets its rows of the reduction of all inputs; rows in the order of all ranks.
@@ -258,7 +249,11 @@ impl HierarchyLease<'_> {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
     pub fn reduce_scatter(&mut self, p: ReduceScatterParams<'_>) -> Result<HierarchicalPlan> {
-        self.shared.backend.reduce_scatter(&mut self.turn, p)
+        let backend = &self.shared.backend;
+        let rank = backend.group().rank;
+        let call = HierarchicalCall::reduce_scatter(backend.machines(), rank, &p)?;
+        let buffers = (p.to.as_view().retain(), p.from.retain());
+        backend.enqueue(&self.turn, call, buffers)
     }
 
     /// Every rank gets all rows, in the order of all ranks.
@@ -266,7 +261,11 @@ impl HierarchyLease<'_> {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
     pub fn all_gather(&mut self, p: AllGatherParams<'_>) -> Result<HierarchicalPlan> {
-        self.shared.backend.all_gather(&mut self.turn, p)
+        let backend = &self.shared.backend;
+        let rank = backend.group().rank;
+        let call = HierarchicalCall::all_gather(backend.machines(), rank, &p)?;
+        let buffers = (p.to.as_view().retain(), p.from.retain());
+        backend.enqueue(&self.turn, call, buffers)
     }
 
     /// Ends the lease; whoever needs the results elsewhere waits for the event.

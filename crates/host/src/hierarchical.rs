@@ -16,10 +16,9 @@ use crate::{
     rail::{HostRail, Link, RailModel},
 };
 use brigade_device::{
-    AllGatherParams, Allocate, Bootstrap, Buffer, Call, Error, FaultRecord, Group, Hierarchical,
-    HierarchicalAllReduceParams, HierarchicalCall, HierarchicalPlan, Hierarchy, HierarchyConfig,
-    Machines, MemoryType, Numbers, Phase, Queues, Reason, ReduceScatterParams, Result, Staging,
-    Stream, Turn,
+    Allocate, Bootstrap, Buffer, Call, Error, FaultRecord, Group, Hierarchical, HierarchicalCall,
+    HierarchicalPlan, Hierarchy, HierarchyConfig, Machines, MemoryType, Numbers, Phase, Queues,
+    Reason, Result, Staging, Stream, Turn,
 };
 use brigade_group::{Across, Stoppable, machine, split};
 use brigade_plan::{
@@ -179,48 +178,6 @@ impl Inner {
     }
 }
 
-impl HostHierarchy {
-    /// Enqueues a call.
-    fn enqueue(
-        &self,
-        turn: &Turn,
-        call: HierarchicalCall,
-        (to, from): (Buffer, Buffer),
-    ) -> Result<HierarchicalPlan> {
-        let inner = &self.inner;
-        let plan = plan(&call, &inner.config, &inner.costs)?;
-        let (inner, ours) = (Arc::clone(inner), plan.clone());
-        let call = Arc::new(call);
-        HostQueue::of(turn.stream())?.run(move || {
-            inner.across.usable()?;
-            let mut staging = inner
-                .staging
-                .try_lock()
-                .ok_or(Error::Busy("the hierarchy"))?;
-            let from = inner.apart(&to, &from)?;
-            let run = Run {
-                inner: Arc::clone(&inner),
-                deadline: inner.deadline(),
-                signed: Call::Hierarchical((*call).clone()),
-                call: Arc::clone(&call),
-                to: to.clone(),
-                from,
-            };
-            let result = run.run(&ours, &mut staging);
-            inner.across.count_call();
-            result.map_err(|error| {
-                // Whoever keeps the buffer busy writes to it anyhow.
-                let _ = memory::writing(&to, &[], |out, _| {
-                    memory::poison(to.dtype(), out);
-                    Ok(())
-                });
-                inner.across.give_up(error)
-            })
-        })?;
-        Ok(plan)
-    }
-}
-
 impl Hierarchical for HostHierarchy {
     fn group(&self) -> &Group {
         self.inner.across.group()
@@ -265,36 +222,50 @@ impl Hierarchical for HostHierarchy {
             .map_err(|error| inner.across.give_up(error))
     }
 
-    fn all_reduce(
+    fn enqueue(
         &self,
-        turn: &mut Turn,
-        p: HierarchicalAllReduceParams<'_>,
+        turn: &Turn,
+        call: HierarchicalCall,
+        (to, from): (Buffer, Buffer),
     ) -> Result<HierarchicalPlan> {
-        let call = HierarchicalCall::all_reduce(self.machines(), &p)?;
-        let to = p.data.as_view().retain();
-        let from = p.from.map_or_else(|| to.clone(), |f| f.retain());
-        self.enqueue(turn, call, (to, from))
-    }
-
-    fn reduce_scatter(
-        &self,
-        turn: &mut Turn,
-        p: ReduceScatterParams<'_>,
-    ) -> Result<HierarchicalPlan> {
-        let call = HierarchicalCall::reduce_scatter(self.machines(), self.group().rank, &p)?;
-        self.enqueue(turn, call, (p.to.as_view().retain(), p.from.retain()))
-    }
-
-    fn all_gather(&self, turn: &mut Turn, p: AllGatherParams<'_>) -> Result<HierarchicalPlan> {
-        let call = HierarchicalCall::all_gather(self.machines(), self.group().rank, &p)?;
-        self.enqueue(turn, call, (p.to.as_view().retain(), p.from.retain()))
+        let inner = &self.inner;
+        let plan = plan(&call, &inner.config, &inner.costs)?;
+        let (inner, ours) = (Arc::clone(inner), plan.clone());
+        let call = Arc::new(call);
+        HostQueue::of(turn.stream())?.run(move || {
+            inner.across.usable()?;
+            let mut staging = inner
+                .staging
+                .try_lock()
+                .ok_or(Error::Busy("the hierarchy"))?;
+            let from = inner.apart(&to, &from)?;
+            let run = Run {
+                inner: Arc::clone(&inner),
+                deadline: inner.deadline(),
+                signed: Call::Hierarchical((*call).clone()),
+                call: Arc::clone(&call),
+                to: to.clone(),
+                from,
+            };
+            let result = run.run(&ours, &mut staging);
+            inner.across.count_call();
+            result.map_err(|error| {
+                // Whoever keeps the buffer busy writes to it anyhow.
+                let _ = memory::writing(&to, &[], |out, _| {
+                    memory::poison(to.dtype(), out);
+                    Ok(())
+                });
+                inner.across.give_up(error)
+            })
+        })?;
+        Ok(plan)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use brigade_device::{Device, DeviceExt, ParallelMode, ReduceOp};
+    use brigade_device::{Device, DeviceExt, HierarchicalAllReduceParams, ParallelMode, ReduceOp};
     use brigade_group::threads;
 
     /// What was said before: no less than what communicators and slices take, and no more than slices may.
