@@ -32,9 +32,17 @@ extern "C" __global__ void brigade_reduce(const __grid_constant__ ReduceParams p
   }
 }
 
+// Writes the word `elements` to `out`; or 0, if this rank was stopped, and nobody is to take what it sends for its part.
+extern "C" __global__ void brigade_reduce_sign(const __grid_constant__ ReduceParams p) {
+  wait_for_previous_kernel();
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  const bool stopped = is_stopped(reinterpret_cast<uint64_t*>(p.stop), reinterpret_cast<const uint64_t*>(p.state));
+  store_release_sys(reinterpret_cast<uint64_t*>(p.out), stopped ? 0 : p.elements);
+}
+
 // Compares words, one of each of `parts` machines, with that of machine `op`, and takes them away, so that none is there for the next. If one
 // differs, this rank's kernels are told to stop, and `out`, which the host sees, tells which, from 1; or, with all bits set, that one did not
-// come, although what should have brought it has ended.
+// come, although what should have brought it has ended, or that who should have sent it was stopped.
 extern "C" __global__ void brigade_reduce_compare(const __grid_constant__ ReduceParams p) {
   wait_for_previous_kernel();
   uint64_t* stop = reinterpret_cast<uint64_t*>(p.stop);

@@ -68,7 +68,9 @@ pub(crate) fn capture(
     let (graph, kept) = capturing.end();
     let graph = graph?;
     card.bind()?;
-    let flags = CUgraphInstantiate_flags_enum::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY;
+    // Memory that was allocated in the capture and is lent to it stays allocated until the next launch, which allocates it again.
+    let flags = CUgraphInstantiate_flags_enum::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+        | CUgraphInstantiate_flags_enum::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
     // SAFETY: the graph was just captured; the executable copy does not refer to it.
     let executable = unsafe {
         let executable = graph::instantiate(graph, flags);

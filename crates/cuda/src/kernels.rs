@@ -32,6 +32,7 @@ pub(crate) struct Kernels {
     pub(crate) reduce: Kernel<ReduceParams>,
     /// Compares what machines signed.
     pub(crate) compare: Kernel<ReduceParams>,
+    pub(crate) sign: Kernel<ReduceParams>,
     pub(crate) messages: Kernel<MessagesParams>,
     pub(crate) rows: Kernel<AllToAllRowsParams>,
     pub(crate) adapters: Kernel<AdaptersParams>,
@@ -78,6 +79,7 @@ impl Kernels {
             moves: set("move")?.kernel()?,
             reduce: reduce.kernel()?,
             compare: reduce.variant("_compare")?,
+            sign: reduce.variant("_sign")?,
             messages: set("messages")?.kernel()?,
             rows: set("all_to_all_rows")?.kernel()?,
             adapters: set("adapters")?.kernel()?,

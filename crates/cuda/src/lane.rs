@@ -33,6 +33,9 @@ pub(crate) struct Lane {
     notes: Mutex<Notes>,
 }
 
+/// What one piece of work uses.
+type Kept = SmallVec<[Arc<dyn Storage>; 4]>;
+
 #[derive(Default)]
 struct Notes {
     /// The capture that runs here, if it is ours.
@@ -42,7 +45,7 @@ struct Notes {
     /// What must wait until no capture runs.
     later: Vec<Task>,
     /// Memory of somebody else's, until the work that uses it is done.
-    in_use: VecDeque<(CudaMark, Arc<dyn Storage>)>,
+    in_use: VecDeque<(CudaMark, Kept)>,
     /// Communicators that work here: their faults are this stream's.
     groups: Vec<Weak<dyn Stoppable>>,
     /// Scratch memory of the library that multiplies: for work that runs at once, and for graphs of others.
@@ -155,11 +158,14 @@ impl Lane {
             self.keep(buffers.iter().map(|b| Arc::clone(b.storage())));
         }
         let result = work(self.stream);
-        let adopted = |b: &&&Buffer| matches!(Place::of(b.storage()), Ok(Place::Adopted(_)));
-        for buffer in buffers.iter().filter(adopted).filter(|_| !capturing) {
+        // Who lends memory keeps it for as long as that takes.
+        let adopted =
+            |b: &&&Buffer| matches!(Place::of(b.storage()), Ok(Place::Adopted(a)) if !a.is_lent());
+        let adopted = buffers.iter().filter(adopted).filter(|_| !capturing);
+        let adopted: Kept = adopted.map(|b| Arc::clone(b.storage())).collect();
+        if !adopted.is_empty() {
             let mark = CudaMark::record(&self.card, self.stream)?;
-            let entry = (mark, Arc::clone(buffer.storage()));
-            self.notes.lock().in_use.push_back(entry);
+            self.notes.lock().in_use.push_back((mark, adopted));
         }
         result
     }

@@ -1,4 +1,4 @@
-//! Products by cuBLASLt, which is loaded at run time. An algorithm is asked for once per kind of product and kept.
+//! Products by cuBLASLt, which is loaded at run time. An algorithm is asked for once per kind of product and kept, with its descriptors.
 //!
 //! Matrices here are row-major, and the library's are column-major: it is given `D' = op(B)' op(A)'`.
 
@@ -19,11 +19,15 @@ use cudarc::{
     driver::CudaContext,
 };
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use std::{
     collections::{HashMap, HashSet},
     ffi::c_void,
     ptr,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 /// What the library may use beside its operands; NVIDIA's advice for Hopper.
@@ -37,10 +41,23 @@ pub(crate) struct Lt {
     handle: sys::cublasLtHandle_t,
     /// The handle belongs to the context, which must not go either.
     context: Arc<CudaContext>,
-    algorithms: Mutex<HashMap<Kind, Option<sys::cublasLtMatmulAlgo_t>>>,
+    prepared: Mutex<HashMap<Kind, Option<Arc<Prepared>>>>,
     /// Algorithms that have run here, so that what they need is loaded.
     loaded: Mutex<HashSet<(Form, [u64; 8])>>,
 }
+
+/// What is kept of a kind of product. The library only reads it.
+struct Prepared {
+    call: Call,
+    algorithm: sys::cublasLtMatmulAlgo_t,
+    /// The algorithm has run here.
+    loaded: AtomicBool,
+}
+
+// SAFETY: descriptors belong to no thread, and nobody changes those that are kept.
+unsafe impl Send for Prepared {}
+// SAFETY: as above.
+unsafe impl Sync for Prepared {}
 
 /// What of a product tells its kernel from those of the same algorithm: types and transposes of A, B and D, batch, bias.
 type Form = ([(DataType, bool); 3], bool, bool);
@@ -175,7 +192,7 @@ impl Lt {
         Ok(Self {
             handle,
             context: Arc::clone(context),
-            algorithms: Mutex::default(),
+            prepared: Mutex::default(),
             loaded: Mutex::default(),
         })
     }
@@ -185,13 +202,19 @@ impl Lt {
         self.context
             .bind_to_thread()
             .map_err(failed("cuCtxSetCurrent"))?;
-        let call = Call::new(p)?;
-        let Some(algorithm) = self.algorithm(p, &call)? else {
+        let Some(prepared) = self.prepared(p)? else {
             return Ok(false);
         };
+        // Descriptors hold the addresses of a bias and of scales, if there are any.
+        let own = match (p.bias, p.scales) {
+            (None, None) => None,
+            _ => Some(Call::new(p)?),
+        };
+        let call = own.as_ref().unwrap_or(&prepared.call);
+        let algorithm = &prepared.algorithm;
         let parts = [Some(p.a), Some(p.b), Some(p.d), p.c, p.bias];
         let scales = p.scales.into_iter().flatten();
-        let buffers: Vec<_> = parts
+        let buffers: SmallVec<[_; 7]> = parts
             .into_iter()
             .flatten()
             .chain(scales)
@@ -204,7 +227,7 @@ impl Lt {
             floats.each_ref().map(|x| ptr::from_ref(x).cast())
         };
         let workspace = lane.workspace(WORKSPACE_BYTES)?;
-        self.load(p, &algorithm);
+        self.load(p, &prepared);
         lane.run(&buffers, |stream| {
             // SAFETY: the descriptors say what the matrices are, which lie in buffers that `run` keeps until the work is
             // done; the factors are read during the call, and the workspace is this stream's, or this graph's.
@@ -222,7 +245,7 @@ impl Lt {
                     call.c.0,
                     p.d.address() as *mut c_void,
                     call.d.0,
-                    &raw const algorithm,
+                    algorithm,
                     workspace as *mut c_void,
                     WORKSPACE_BYTES,
                     stream.cast(),
@@ -234,22 +257,47 @@ impl Lt {
     }
 
     /// What an algorithm needs is loaded when it first runs: nobody may be waiting on the GPU then.
-    fn load(&self, p: &Product<'_>, algorithm: &sys::cublasLtMatmulAlgo_t) {
+    fn load(&self, p: &Product<'_>, prepared: &Prepared) {
+        if prepared.loaded.load(Ordering::Relaxed) {
+            return;
+        }
         let operands = [p.a, p.b, p.d].map(|m| (m.dtype(), m.transposed()));
         let form = (operands, p.batch > 1, p.bias.is_some());
-        if !self.loaded.lock().contains(&(form, algorithm.data)) {
+        let key = (form, prepared.algorithm.data);
+        if !self.loaded.lock().contains(&key) {
             quiet(self.context.ordinal());
-            self.loaded.lock().insert((form, algorithm.data));
+            self.loaded.lock().insert(key);
         }
+        prepared.loaded.store(true, Ordering::Relaxed);
     }
 
-    fn algorithm(&self, p: &Product<'_>, call: &Call) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
-        use sys::cublasStatus_t::{CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED};
+    /// What is known of the product's kind; `None` if there is no algorithm for it.
+    fn prepared(&self, p: &Product<'_>) -> Result<Option<Arc<Prepared>>> {
         let kind = Kind::of(p);
-        if let Some(known) = self.algorithms.lock().get(&kind) {
-            return Ok(*known);
+        if let Some(known) = self.prepared.lock().get(&kind) {
+            return Ok(known.clone());
         }
-        let preference = Preference::new(&kind)?;
+        let call = Call::new(p)?;
+        let algorithm = self.algorithm(&kind, &call)?;
+        let prepared = algorithm.map(|algorithm| {
+            let loaded = AtomicBool::new(false);
+            Arc::new(Prepared {
+                call,
+                algorithm,
+                loaded,
+            })
+        });
+        let mut all = self.prepared.lock();
+        if all.len() >= KEPT {
+            all.clear();
+        }
+        all.insert(kind, prepared.clone());
+        Ok(prepared)
+    }
+
+    fn algorithm(&self, kind: &Kind, call: &Call) -> Result<Option<sys::cublasLtMatmulAlgo_t>> {
+        use sys::cublasStatus_t::{CUBLAS_STATUS_INVALID_VALUE, CUBLAS_STATUS_NOT_SUPPORTED};
+        let preference = Preference::new(kind)?;
         // SAFETY: all descriptors are alive.
         let found = unsafe {
             result::get_matmul_algo_heuristic(
@@ -268,11 +316,6 @@ impl Lt {
             Err(e) => return Err(failed_library("cublasLtMatmulAlgoGetHeuristic")(e)),
         };
         tracing::debug!(?kind, found = algorithm.is_some(), "algorithm of a product");
-        let mut algorithms = self.algorithms.lock();
-        if algorithms.len() >= KEPT {
-            algorithms.clear();
-        }
-        algorithms.insert(kind, algorithm);
         Ok(algorithm)
     }
 }

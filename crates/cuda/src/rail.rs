@@ -2,8 +2,8 @@
 //!
 //! NCCL waits without a bound and tells nobody, so each of its kernels stands between two copies of a few bytes into a page of the
 //! host's, where the hierarchy's watch sees for how long it has been under way. It carries no signatures, so the first exchange of a call
-//! carries one more word to each machine, and a kernel behind it compares; what differs in size as well, and would not end, hosts find out
-//! (`line.rs`). What stops the rail gives NCCL's communicators up, and a reset makes new ones.
+//! and each phase's last carry one more word to each machine, and a kernel behind them compares; what differs in size as well, and would
+//! not end, hosts find out (`line.rs`). Who was stopped does not sign, so that nobody takes what it sent all the same for its part. What stops the rail gives NCCL's communicators up, and a reset makes new ones.
 
 mod page;
 
@@ -147,10 +147,13 @@ impl NcclRail {
             None => remains(end),
         };
         let (mut sent, mut received) = (sent, received);
-        if signature.is_some() {
+        let signed = |machine| self.page.signed(self.connection, machine);
+        if let Some(signature) = signature {
             let others = || (0..size).filter(|&machine| machine != me);
-            sent.extend(others().map(|to| (to, self.page.signed(me), 8)));
-            received.extend(others().map(|from| (from, self.page.signed(from), 8)));
+            sent.extend(others().map(|to| (to, signed(me), 8)));
+            received.extend(others().map(|from| (from, signed(from), 8)));
+            let word = u64::from(signature | CAME);
+            core.locally(on, &[], |job| job.sign(signed(me), word))?;
         }
         for list in [&mut sent, &mut received] {
             list.retain(|(machine, _, bytes)| *machine != me && *bytes > 0);
@@ -162,13 +165,6 @@ impl NcclRail {
                 unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, stream) }
                     .result()
                     .map_err(failed("cuMemcpyDtoDAsync"))?;
-            }
-            if let Some(signature) = signature {
-                let word = self.page.signed(me);
-                // SAFETY: a word of the rail's memory, which outlives its work.
-                unsafe { sys::cuMemsetD32Async(word, signature | CAME, 1, stream) }
-                    .result()
-                    .map_err(failed("cuMemsetD32Async"))?;
             }
             if sent.is_empty() && received.is_empty() {
                 return Ok(());
@@ -187,8 +183,7 @@ impl NcclRail {
         .map_err(|error| self.explained(error))?;
         match signature {
             Some(_) => core.locally(on, &[], |job| {
-                let signed = self.page.signed(0);
-                job.compare_words(signed, size, me, self.page.tells())
+                job.compare_words(signed(0), size, me, self.page.tells())
             }),
             None => Ok(()),
         }
@@ -267,7 +262,7 @@ impl NcclRail {
     pub(crate) fn warm_up(&self, end: Instant) -> Result<()> {
         let lane = Lane::new(&self.core.device.card, 0)?;
         let (me, size) = (self.group.rank, self.group.size);
-        let word = |machine: usize| (machine, self.page.signed(machine), 8);
+        let word = |machine: usize| (machine, self.page.signed(self.connection, machine), 8);
         let others = || (0..size).filter(|&machine| machine != me);
         let sent: Vec<Part> = others().map(|m| (m, word(me).1, 8)).collect();
         let received: Vec<Part> = others().map(word).collect();
@@ -294,7 +289,7 @@ impl NcclRail {
             std::mem::forget(lane);
         }
         // What was sent was what the last call signed, before a reset.
-        done.and_then(|()| self.page.unsign(&self.core, size))
+        done.and_then(|()| self.page.unsign(&self.core))
     }
 }
 

@@ -173,6 +173,23 @@ pub(crate) struct Reduction {
 }
 
 impl Job<'_> {
+    /// Writes a word that says that this rank has not been stopped until here, or 0.
+    pub(crate) fn sign(&mut self, word: u64, value: u64) -> Result<()> {
+        self.steps_now()?;
+        let (stop, state) = self.stop();
+        let parameters = ReduceParams {
+            stop,
+            state,
+            out: word,
+            elements: value,
+            ..ReduceParams::default()
+        };
+        let shape = Launch::grid(1, 32);
+        let kernel = &self.core.device.opened.kernels.sign;
+        // SAFETY: as of the words that are compared.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
     /// Compares words that machines wrote one after the other with that of machine `mine`. Where one differs, this rank stops, and the
     /// host's word `tell` says which, from 1.
     pub(crate) fn compare_words(

@@ -25,6 +25,7 @@ pub struct Adopted {
     bytes: usize,
     memory: MemoryType,
     gate: Gate,
+    lent: bool,
     _owner: Owner,
 }
 
@@ -34,7 +35,7 @@ impl Adopted {
         memory: MemoryType,
         dtype: DataType,
         shape: &[usize],
-        access: Access,
+        lent: Option<Access>,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<(Self, Shape)> {
         let shape = Shape::new(shape)?;
@@ -49,7 +50,8 @@ impl Adopted {
             address,
             bytes: shape.len() * dtype.bytes(),
             memory,
-            gate: Gate::new(access),
+            gate: Gate::new(lent.unwrap_or(Access::Write)),
+            lent: lent.is_some(),
             _owner: Owner(owner),
         };
         Ok((adopted, shape))
@@ -58,6 +60,11 @@ impl Adopted {
     /// Who may use it, for backends.
     pub fn gate(&self) -> &Gate {
         &self.gate
+    }
+
+    /// Whether who lent it sees to it that it outlives work that was enqueued, as [`Buffer::lend`] asks; else its owner must be kept.
+    pub fn is_lent(&self) -> bool {
+        self.lent
     }
 }
 
@@ -192,7 +199,7 @@ impl Buffer {
         shape: &[usize],
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Self> {
-        let (storage, shape) = Adopted::new(address, memory, dtype, shape, Access::Write, owner)?;
+        let (storage, shape) = Adopted::new(address, memory, dtype, shape, None, owner)?;
         Self::new(Arc::new(storage), dtype, shape)
     }
 

@@ -90,7 +90,8 @@ impl Buffer {
     /// Until the loan is dropped, and for ever if it is not: `address` must be the start of `shape` elements of `dtype` in
     /// `memory`, valid while `owner` lives; nobody else may write there, and, if it was lent for writing, nobody read.
     /// In device memory, where work goes on when calls have returned, the same must hold until work that was enqueued before
-    /// is done.
+    /// is done, also if `owner` is dropped by then: memory that is freed in the order of that work's stream does so. Graphs that
+    /// were captured keep `owner`.
     pub unsafe fn lend(
         address: u64,
         memory: MemoryType,
@@ -99,7 +100,7 @@ impl Buffer {
         access: Access,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Loan> {
-        let (storage, shape) = Adopted::new(address, memory, dtype, shape, access, owner)?;
+        let (storage, shape) = Adopted::new(address, memory, dtype, shape, Some(access), owner)?;
         let storage = Arc::new(storage);
         let shared: Arc<dyn Storage> = storage.clone();
         Ok(Loan {

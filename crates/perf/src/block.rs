@@ -341,6 +341,8 @@ pub fn run(options: &Block, ranks: &Ranks) -> Result<String> {
         let Device::Cuda(stream_of) = &place else {
             anyhow::bail!("candle has no CUDA here");
         };
+        // SAFETY: all tensors of a rank are used on one stream, which orders what is done with them.
+        unsafe { stream_of.disable_event_tracking() };
         let device = Arc::clone(&given.device);
         let parallel = Parallel::on_gpu(device, stream_of, &*given.boot, &config)?;
         // What candle uploads of tensors' dims has to stay where graphs read it.

@@ -309,8 +309,10 @@ impl Pipe<'_> {
                     return Ok(());
                 };
                 let rail = &rails.pair[work.connection];
-                // The first thing of a call that goes along the rail takes its signature with it.
-                let signs = step.slice == 0 && work.connection == 0;
+                // The first thing of a call that goes along the rail takes its signature with it; and the last of each phase, so that nobody
+                // who was stopped in between is taken to have sent all of it.
+                let first = step.slice == 0 && work.connection == 0;
+                let signs = first || step.slice + 1 == self.schedule.slices;
                 let p = run.along(pieces, &from.buffer, &mut to.buffer);
                 match work.phase {
                     Phase::Collect => rail.collect_signed(on, &p, signs),

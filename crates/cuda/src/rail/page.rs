@@ -24,7 +24,7 @@ const DIFFERS: usize = 2 * CONNECTIONS;
 const CUT_SHORT: u64 = u64::MAX;
 const PAGE_WORDS: usize = DIFFERS + 1;
 
-/// Words of the GPU's: what is copied to the page, and from there on what each machine signed.
+/// Words of the GPU's: what is copied to the page, and from there on what each machine signed, for each connection.
 const COPIED: [u64; 3] = [1, 0, 1];
 const SIGNED: usize = COPIED.len();
 
@@ -32,32 +32,35 @@ const SIGNED: usize = COPIED.len();
 pub(crate) struct Page {
     page: Pinned,
     words: DeviceMemory,
+    machines: usize,
 }
 
 impl Page {
     /// Of a rail of so many machines.
     pub(crate) fn new(core: &Core, machines: usize) -> Result<Self> {
         let card = &core.device.card;
-        let words = DeviceMemory::outside_of_streams(card, 8 * (SIGNED + machines))?;
+        let words = DeviceMemory::outside_of_streams(card, 8 * (SIGNED + CONNECTIONS * machines))?;
         for (i, word) in COPIED.into_iter().enumerate() {
             core.write_word(words.address() + 8 * i as u64, word)?;
         }
         let made = Self {
             page: Pinned::new(card, 8 * PAGE_WORDS)?,
             words,
+            machines,
         };
-        made.unsign(core, machines)?;
+        made.unsign(core)?;
         Ok(made)
     }
 
     /// Takes away what machines signed, while nothing is under way.
-    pub(super) fn unsign(&self, core: &Core, machines: usize) -> Result<()> {
-        (0..machines).try_for_each(|machine| core.write_word(self.signed(machine), 0))
+    pub(super) fn unsign(&self, core: &Core) -> Result<()> {
+        let words = CONNECTIONS * self.machines;
+        (0..words).try_for_each(|word| core.write_word(self.word(SIGNED + word), 0))
     }
 
-    /// Address of the word that a machine signs with, in the GPU's memory. They lie one after the other.
-    pub(super) fn signed(&self, machine: usize) -> u64 {
-        self.word(SIGNED + machine)
+    /// Address of the word that a machine signs with on a connection, in the GPU's memory. A connection's lie one after the other.
+    pub(super) fn signed(&self, connection: usize, machine: usize) -> u64 {
+        self.word(SIGNED + connection * self.machines + machine)
     }
 
     /// Address of the word that tells the host which machine made another call, from 1.
@@ -74,7 +77,7 @@ impl Page {
             .checked_sub(1)
     }
 
-    /// Whether NCCL's kernel ended before signatures had come: somebody has given it up, and will say why.
+    /// Whether NCCL's kernel ended without a signature: somebody was stopped or has given it up, and will say why.
     pub(crate) fn is_cut_short(&self) -> bool {
         self.cell(DIFFERS).load(Ordering::Acquire) == CUT_SHORT
     }
