@@ -9,6 +9,9 @@
 // adapters' first factors. Every tile ends with a product of its rows of `low` and the second factors. A narrow tile waits for
 // its part alone and comes before all that wait for it, so each is done by a block that is on its way already.
 //
+// Factors of 8 bits have scales, one for each row (or part) and one for each column (or for all), which the end multiplies by as `finish.cu`
+// does. Sums of int8 are exact; those of fp8 are taken of 128 products at a time, and added up in f32, since tensor cores keep fewer bits.
+//
 // The split into loading and multiplying warps is CUTLASS's (its warp-specialized cooperative kernels); flags in front of tiles
 // are after FLUX and TileLink; adapters by runs of rows after Punica and S-LoRA.
 #include "steps.cuh"
@@ -23,7 +26,7 @@ static_assert(sizeof(Parameters) == sizeof(GemmFlagsParams), "the host's struct 
 
 #ifdef BRIGADE_HAS_WGMMA
 
-constexpr uint32_t tile_rows = GEMM_ROWS, inner = 64, row_bytes = 128;
+constexpr uint32_t tile_rows = GEMM_ROWS, row_bytes = 128;
 constexpr uint32_t rows_bytes = tile_rows * row_bytes;
 constexpr uint32_t bands_together = 8;
 
@@ -36,6 +39,21 @@ constexpr uint32_t stages = (GEMM_SHARED_BYTES - 1024 - 160) / stage_bytes<COLUM
 // Steps of a narrow tile that find room in one stage: fewer and longer ones, since it waits for loads more than for products.
 template <uint32_t COLUMNS>
 constexpr uint32_t narrow_steps = stage_bytes<COLUMNS> / stage_bytes<GEMM_LOW_COLUMNS>;
+
+// Elements of the inner dimension in a row of a stage.
+template <typename In>
+constexpr uint32_t inner_of = row_bytes / sizeof(In);
+
+template <typename In>
+using SumOf = std::conditional_t<std::is_same_v<In, int8_t>, int32_t, float>;
+
+// Whether rows and columns have scales. Adapters go with those that have none.
+template <typename In>
+constexpr bool has_scales = sizeof(In) == 1;
+
+// Whether sums of a stage are added up apart.
+template <typename In>
+constexpr bool adds_apart = std::is_same_v<In, __nv_fp8_e4m3>;
 
 // How many steps a stage is for.
 template <uint32_t N>
@@ -129,8 +147,9 @@ struct Ring {
 };
 
 // Loads what the tiles need, stage after stage, and says of each stage for which tile it is.
-template <uint32_t COLUMNS>
+template <typename In, uint32_t COLUMNS>
 __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty, uint32_t* tiles) {
+  constexpr uint32_t inner = inner_of<In>;
   const Group g = group_of(p, p.signature);
   Ring<COLUMNS> ring;
   uint32_t t = next_tile(p), next = 0;
@@ -165,7 +184,7 @@ __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, u
     }
     const void* rows = own ? p.own_map : p.rows_map;
     const uint32_t row = p.part_row[tile.part] + tile.band * tile_rows;
-    if (tile.narrow) {
+    if (!has_scales<In> && tile.narrow) {
       for (uint32_t k = 0; k < p.inner; k += inner * several.count) {
         if (k == ask_at) next = next_tile(p);
         load_stage(rows, row, p.down_map, 0, k, several, stage_bytes<GEMM_LOW_COLUMNS>);
@@ -176,7 +195,7 @@ __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, u
       if (k == ask_at) next = next_tile(p);
       load_stage(rows, row, p.weight_map, tile.column, k, one, stage_bytes<COLUMNS>);
     }
-    if (p.low_columns == 0) continue;
+    if (has_scales<In> || p.low_columns == 0) continue;
     if (waits) waits = wait_for_low(p, g, low_flag(p, tile.part, tile.band));
     bulk_copies_follow();
     const uint32_t out_row = p.part_out_row[tile.part] + tile.band * tile_rows;
@@ -205,21 +224,40 @@ __device__ __forceinline__ float2 both(uint32_t bits) {
   return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits));
 }
 
-// Bias, and rounding; then the four threads of a quad, which hold 2 columns of each block of 8, trade until each has
+// What a part of the rows has been waited for to be read: not by a line that was in the multiprocessor's cache before.
+__device__ __forceinline__ float load_arrived(uint64_t at) {
+  float value;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+  return value;
+}
+
+// Scales, bias, and rounding; then the four threads of a quad, which hold 2 columns of each block of 8, trade until each has
 // one block, so that a store is 16 bytes.
-template <typename T, uint32_t COLUMNS>
-__device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_t first_row, float (&sums)[COLUMNS / 2]) {
+template <typename In, typename Out, uint32_t COLUMNS>
+__device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
   const uint32_t lane = threadIdx.x % 32, quad = lane % 4;
   const uint32_t rows = p.part_rows[tile.part], own_row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
   const uint32_t* bias = reinterpret_cast<const uint32_t*>(p.bias);
+  const float* column_scales = reinterpret_cast<const float*>(p.column_scales);
+  float row_scale[2] = {};
+  if constexpr (has_scales<In>) {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      const uint32_t row = own_row + 8 * half;
+      if (row < rows) row_scale[half] = load_arrived(p.part_scales[tile.part] + uint64_t(row) * p.row_scale_stride * sizeof(float));
+    }
+  }
 #pragma unroll
   for (uint32_t block = 0; block < COLUMNS / 8; block += 4) {
-    float2 added[4] = {};
-    if (bias != nullptr) {
+    float2 added[4] = {}, scale[4] = {};
 #pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) {
-        const uint32_t column = tile.column + 8 * (block + i) + 2 * quad;
-        if (column < p.columns) added[i] = both<T>(bias[column / 2]);
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t column = tile.column + 8 * (block + i) + 2 * quad;
+      if (column >= p.columns) continue;
+      if (bias != nullptr) added[i] = both<Out>(bias[column / 2]);
+      if constexpr (has_scales<In>) {
+        const uint32_t stride = p.column_scale_stride;
+        scale[i] = {column_scales[column * stride], column_scales[(column + 1) * stride]};
       }
     }
 #pragma unroll
@@ -227,9 +265,13 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
       uint32_t v[4];
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
-        float low = sums[4 * (block + i) + 2 * half], high = sums[4 * (block + i) + 2 * half + 1];
+        float low = float(sums[4 * (block + i) + 2 * half]), high = float(sums[4 * (block + i) + 2 * half + 1]);
+        if constexpr (has_scales<In>) {
+          low = __fmul_rn(__fmul_rn(low, row_scale[half]), scale[i].x);
+          high = __fmul_rn(__fmul_rn(high, row_scale[half]), scale[i].y);
+        }
         if (bias != nullptr) low = __fadd_rn(low, added[i].x), high = __fadd_rn(high, added[i].y);
-        v[i] = rounded<T>(low, high);
+        v[i] = rounded<Out>(low, high);
       }
 #pragma unroll
       for (uint32_t i = 0; i < 4; i += 2) {
@@ -243,7 +285,7 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
       }
       const uint32_t row = own_row + 8 * half, column = tile.column + 8 * (block + quad);
       if (row < rows && column < p.columns) {
-        uint4* out = reinterpret_cast<uint4*>(p.part_out[tile.part] + (uint64_t(row) * p.columns + column) * sizeof(T));
+        uint4* out = reinterpret_cast<uint4*>(p.part_out[tile.part] + (uint64_t(row) * p.columns + column) * sizeof(Out));
         *out = {v[0], v[1], v[2], v[3]};
       }
     }
@@ -278,10 +320,11 @@ __device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t
 }
 
 // Multiplies what was loaded.
-template <typename T, uint32_t COLUMNS>
+template <typename In, typename Out, uint32_t COLUMNS>
 __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty, const uint32_t* tiles) {
   const uint32_t half = threadIdx.x / 128 - 1;
   const bool leads = threadIdx.x % 128 == 0;
+  constexpr uint32_t inner = inner_of<In>;
   Ring<COLUMNS> ring;
   // One tile of so many stages, each of so many steps. Boxes are zero beyond the end of the inner dimension.
   const auto sum_up = [&](auto& sums, uint32_t stages_of_tile, auto steps, uint32_t step_bytes) {
@@ -295,9 +338,9 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
       for (uint32_t step = 0; step < count; ++step) {
         const uint32_t from = at + step * step_bytes;
         const uint64_t a = inner_major(from + half * 64 * row_bytes), b = inner_major(from + rows_bytes);
-        // 16 elements are 32 bytes, and descriptors count in 16.
+        // A product is of 32 bytes of each row, and descriptors count in 16.
 #pragma unroll
-        for (uint32_t i = 0; i < inner / 16; ++i) product(T{}, sums, a + 2 * i, b + 2 * i, i > 0 || step > 0 || stage > 0);
+        for (uint32_t i = 0; i < row_bytes / 32; ++i) product(In{}, sums, a + 2 * i, b + 2 * i, i > 0 || step > 0 || stage > 0);
       }
       products_commit();
       // The stage before is free once its products are through; this one's go on meanwhile.
@@ -312,6 +355,26 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
     products_done(sums);
     if (leads) barrier_arrive(empty + 8 * before);
   };
+  // The same, where what a stage gives is added up apart. The other group multiplies meanwhile.
+  const auto add_up = [&](auto& sums, uint32_t stages_of_tile) {
+    for (float& sum : sums) sum = 0;
+    for (uint32_t stage = 0; stage < stages_of_tile; ++stage) {
+      barrier_wait(full + 8 * ring.stage, ring.phase);
+      const uint32_t at = base + ring.stage * stage_bytes<COLUMNS>;
+      const uint64_t a = inner_major(at + half * 64 * row_bytes), b = inner_major(at + rows_bytes);
+      std::remove_reference_t<decltype(sums)> part;
+      products_begin();
+#pragma unroll
+      for (uint32_t i = 0; i < row_bytes / 32; ++i) product(In{}, part, a + 2 * i, b + 2 * i, i > 0);
+      products_commit();
+      products_wait<0>();
+      products_done(part);
+      if (leads) barrier_arrive(empty + 8 * ring.stage);
+      ring.next();
+#pragma unroll
+      for (uint32_t i = 0; i < COLUMNS / 2; ++i) sums[i] = __fadd_rn(sums[i], part[i]);
+    }
+  };
   constexpr Steps<1> one;
   constexpr Steps<narrow_steps<COLUMNS>> several;
   const uint32_t steps = (p.inner + inner - 1) / inner;
@@ -323,23 +386,29 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
   for (uint32_t t = next(); t < p.tiles; t = next()) {
     const Tile tile = tile_of(p, t, COLUMNS);
     const uint32_t first_row = tile.band * tile_rows + half * 64;
-    if (tile.narrow) {
-      float sums[GEMM_LOW_COLUMNS / 2];
-      sum_up(sums, (steps + several.count - 1) / several.count, several, stage_bytes<GEMM_LOW_COLUMNS>);
-      write_low<T>(p, tile, first_row, sums);
-      __threadfence();
-      bulk_copies_follow();
-      both_groups_meet();
-      if (threadIdx.x == 128) store_release_gpu(low_flag(p, tile.part, tile.band), 1);
-      continue;
+    SumOf<In> sums[COLUMNS / 2];
+    if constexpr (adds_apart<In>) {
+      add_up(sums, steps);
+    } else if constexpr (has_scales<In>) {
+      sum_up(sums, steps, one, stage_bytes<COLUMNS>);
+    } else {
+      if (tile.narrow) {
+        float low[GEMM_LOW_COLUMNS / 2];
+        sum_up(low, (steps + several.count - 1) / several.count, several, stage_bytes<GEMM_LOW_COLUMNS>);
+        write_low<In>(p, tile, first_row, low);
+        __threadfence();
+        bulk_copies_follow();
+        both_groups_meet();
+        if (threadIdx.x == 128) store_release_gpu(low_flag(p, tile.part, tile.band), 1);
+        continue;
+      }
+      sum_up(sums, p.low_columns != 0 ? steps + 1 : steps, one, stage_bytes<COLUMNS>);
     }
-    float sums[COLUMNS / 2];
-    sum_up(sums, p.low_columns != 0 ? steps + 1 : steps, one, stage_bytes<COLUMNS>);
-    write_tile<T, COLUMNS>(p, tile, first_row, sums);
+    write_tile<In, Out, COLUMNS>(p, tile, first_row, sums);
   }
 }
 
-template <typename T, uint32_t COLUMNS>
+template <typename In, typename Out, uint32_t COLUMNS>
 __device__ __forceinline__ void gemm_flags(const Parameters& p) {
   wait_for_previous_kernel();
   extern __shared__ uint8_t memory[];
@@ -356,29 +425,37 @@ __device__ __forceinline__ void gemm_flags(const Parameters& p) {
   __syncthreads();
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if (threadIdx.x == 0) load<COLUMNS>(p, base, full, empty, tiles);
+    if (threadIdx.x == 0) load<In, COLUMNS>(p, base, full, empty, tiles);
   } else {
     more_registers<232>();
-    multiply<T, COLUMNS>(p, base, full, empty, tiles);
+    multiply<In, Out, COLUMNS>(p, base, full, empty, tiles);
   }
 }
 #else
-template <typename T, uint32_t COLUMNS>
+template <typename In, typename Out, uint32_t COLUMNS>
 __device__ __forceinline__ void gemm_flags(const Parameters&) {
   __trap();  // The host launches it on compute capability 9.0 alone.
 }
 #endif
 
-#define BRIGADE_GEMM_FLAGS(T, TYPE, COLUMNS)                                        \
-  extern "C" __global__ void __launch_bounds__(GEMM_THREADS, 1)                     \
-      brigade_gemm_flags_##TYPE##_##COLUMNS(const __grid_constant__ Parameters p) { \
-    gemm_flags<T, COLUMNS>(p);                                                      \
+#define BRIGADE_GEMM_FLAGS(IN, OUT, TYPES, COLUMNS)                                  \
+  extern "C" __global__ void __launch_bounds__(GEMM_THREADS, 1)                      \
+      brigade_gemm_flags_##TYPES##_##COLUMNS(const __grid_constant__ Parameters p) { \
+    gemm_flags<IN, OUT, COLUMNS>(p);                                                 \
   }
-#define BRIGADE_GEMM_FLAGS_OF(T, TYPE) \
-  BRIGADE_GEMM_FLAGS(T, TYPE, 128)     \
-  BRIGADE_GEMM_FLAGS(T, TYPE, 192)     \
-  BRIGADE_GEMM_FLAGS(T, TYPE, 224)     \
-  BRIGADE_GEMM_FLAGS(T, TYPE, 256)
+#define BRIGADE_GEMM_FLAGS_OF(T, TYPE)   \
+  BRIGADE_GEMM_FLAGS(T, T, TYPE, 128)    \
+  BRIGADE_GEMM_FLAGS(T, T, TYPE, 192)    \
+  BRIGADE_GEMM_FLAGS(T, T, TYPE, 224)    \
+  BRIGADE_GEMM_FLAGS(T, T, TYPE, 256)
 
 BRIGADE_GEMM_FLAGS_OF(__half, f16)
 BRIGADE_GEMM_FLAGS_OF(__nv_bfloat16, bf16)
+BRIGADE_GEMM_FLAGS(int8_t, __half, int8_f16, 128)
+BRIGADE_GEMM_FLAGS(int8_t, __half, int8_f16, 256)
+BRIGADE_GEMM_FLAGS(int8_t, __nv_bfloat16, int8_bf16, 128)
+BRIGADE_GEMM_FLAGS(int8_t, __nv_bfloat16, int8_bf16, 256)
+BRIGADE_GEMM_FLAGS(__nv_fp8_e4m3, __half, fp8_f16, 128)
+BRIGADE_GEMM_FLAGS(__nv_fp8_e4m3, __half, fp8_f16, 192)
+BRIGADE_GEMM_FLAGS(__nv_fp8_e4m3, __nv_bfloat16, fp8_bf16, 128)
+BRIGADE_GEMM_FLAGS(__nv_fp8_e4m3, __nv_bfloat16, fp8_bf16, 192)

@@ -7,7 +7,7 @@
 use crate::{
     comm::CudaComm,
     gathered::Rows,
-    gemm_flags::{self, Part, Tiled},
+    gemm_flags::{self, Part, Scales, Tiled},
     job::{Job, Side},
     mark::CudaMark,
     memory::{check_reach, overlap},
@@ -15,7 +15,7 @@ use crate::{
 use brigade_device::{
     Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, GatherLinearParts,
     GatheredParts, GemmParams, Linear, LinearCall, LoraLinearParams, LoraRun, Operand, Output,
-    OverlapMode, OverlapPlan, PerRank, Plan, QView, Result, Shape, Turn, View, fallback,
+    OverlapMode, OverlapPlan, PerRank, Plan, QScheme, QView, Result, Shape, Turn, View, fallback,
 };
 use brigade_plan::gathered::{Span, rows_shape, scales_shape};
 use std::{ops::Range, sync::atomic::Ordering};
@@ -219,6 +219,9 @@ impl Layer<'_> {
     fn buffers(&self) -> Vec<(&'static str, Buffer)> {
         let adapters = self.runs.iter().filter_map(|run| run.adapter);
         let mut list = vec![("weight.memory", self.weight.kernel().retain())];
+        if let Operand::Quantized(weight) = &self.weight {
+            list.push(("weight.memory", weight.scales().retain()));
+        }
         list.extend(self.bias.map(|c| ("bias.memory", c.retain())));
         list.extend(
             adapters.flat_map(|lora| [lora.a, lora.b].map(|v| ("runs.adapter", v.retain()))),
@@ -288,15 +291,18 @@ impl Product<'_> {
         };
         let blocks = core.waiting_blocks();
         let (weight, kernel) = (self.layer.weight.kernel(), self.a.kernel.view());
-        let dtype = kernel.dtype();
+        let (dtype, output) = (kernel.dtype(), self.d.dtype());
         let can = self.plan.mode == OverlapMode::Tiles
             && blocks > 0
             && self.n > 0
-            && [weight.dtype(), self.d.dtype()] == [dtype; 2]
+            && weight.dtype() == dtype
             && self.layer.transpose_weight
             && self.layer.activation == Activation::None;
+        let Some(scales) = self.tile_scales().filter(|_| can) else {
+            return Ok(None);
+        };
         let bias = self.layer.bias;
-        let row = bias.is_none_or(|c| c.dtype() == dtype && c.shape().len() == self.n);
+        let row = bias.is_none_or(|c| c.dtype() == output && c.shape().len() == self.n);
         let Some(runs) = gemm_flags::adapters(self.layer.runs, dtype).filter(|_| can && row) else {
             return Ok(None);
         };
@@ -325,7 +331,8 @@ impl Product<'_> {
             let rows = self.plan.chunk(c);
             Part {
                 first: if c == me { 0 } else { rows.start },
-                out: self.d.address() + (rows.start * self.n * dtype.bytes()) as u64,
+                out: self.d.address() + (rows.start * self.n * output.bytes()) as u64,
+                scales: self.row_scales(c, rows.start),
                 from: (c != me).then_some(c),
                 rows,
             }
@@ -333,6 +340,8 @@ impl Product<'_> {
         let tiled = Tiled {
             blocks,
             dtype,
+            output,
+            scales,
             all,
             own,
             weight: plain(weight, self.n, k),
@@ -342,6 +351,42 @@ impl Product<'_> {
             buffers: buffers.into_iter().map(|(_, buffer)| buffer).collect(),
         };
         Ok(Some(tiled).filter(Tiled::fits))
+    }
+
+    /// What scales of the factors are like, if tiles can take them: each row or each rank has one, each column or the weight.
+    fn tile_scales(&self) -> Option<Option<Scales>> {
+        match (&self.a.scales, &self.layer.weight) {
+            (None, Operand::Plain(_)) => Some(None),
+            (Some((_, rows)), Operand::Quantized(weight)) => {
+                let by_column = match (rows, weight.scheme()) {
+                    (QScheme::Int8PerToken, QScheme::Int8PerToken) => true,
+                    (QScheme::Int8PerToken, QScheme::Int8PerTensor) => false,
+                    (QScheme::Fp8PerTensor, QScheme::Fp8PerTensor) => false,
+                    _ => return None,
+                };
+                let scales = Scales {
+                    by_row: rows.per_row(),
+                    columns: weight.scales().address(),
+                    by_column,
+                };
+                weight.zeros().is_none().then_some(Some(scales))
+            }
+            _ => None,
+        }
+    }
+
+    /// Address of the scale of row `first` of all, which rank `c` has. Own rows' are read where the caller has them.
+    fn row_scales(&self, c: usize, first: usize) -> u64 {
+        let Some((all, scheme)) = &self.a.scales else {
+            return 0;
+        };
+        match self.own {
+            Some(Operand::Quantized(own)) if c == self.comm.core.rank() => own.scales().address(),
+            _ => {
+                let place = if scheme.per_row() { first } else { c };
+                all.address() + (place * DataType::F32.bytes()) as u64
+            }
+        }
     }
 
     /// The product holds every multiprocessor while it waits. So the steps by which this rank enters the call come before it,

@@ -16,48 +16,62 @@ use brigade_kernels::{
 use cudarc::driver::sys;
 use std::{ffi::c_void, mem::MaybeUninit, ops::Range, ptr, sync::Arc};
 
-/// Columns that tiles come in.
-const WIDTHS: [usize; 4] = [256, 224, 192, 128];
+/// Columns that tiles come in: of halves, of int8, and of fp8, whose sums take the registers of two.
+const WIDTHS: [&[usize]; 3] = [&[256, 224, 192, 128], &[256, 128], &[192, 128]];
 
 /// What a tile costs beside its columns, in columns: a block writes its result while it multiplies nothing.
 const TILE_OVERHEAD: usize = 11;
 
-/// Elements of the inner dimension that a box holds: 128 bytes.
-const BOX_ELEMENTS: usize = 64;
+/// Bytes of the inner dimension that a box holds.
+const BOX_BYTES: usize = 128;
 
-/// The kernels for one type, by width.
-type ByWidth = [Kernel<GemmFlagsParams>; WIDTHS.len()];
-
-/// The kernels for f16 and bf16.
+/// The kernels for factors of one type and results of one, with how many columns the tiles of each have.
 #[derive(Debug)]
-pub(crate) struct TileKernels {
-    f16: ByWidth,
-    bf16: ByWidth,
+struct OfType {
+    input: DataType,
+    output: DataType,
+    widths: &'static [usize],
+    kernels: Vec<Kernel<GemmFlagsParams>>,
 }
+
+/// The kernels for all types.
+#[derive(Debug)]
+pub(crate) struct TileKernels(Vec<OfType>);
 
 impl TileKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
-        let of = |dtype: &str| -> Result<ByWidth, Missing> {
-            let load = |width| -> Result<_, Missing> {
-                let kernel = set.variant(format!("_{dtype}_{width}"))?;
+        use DataType::{BF16, F8E4M3, F16, I8};
+        let [halves, int8, fp8] = WIDTHS;
+        let of = |name: &str, input, output, widths: &'static [usize]| {
+            let load = |width: &usize| -> Result<_, Missing> {
+                let kernel = set.variant(format!("_{name}_{width}"))?;
                 kernel.allow_shared_bytes(GEMM_SHARED_BYTES)?;
                 Ok(kernel)
             };
-            let [a, b, c, d] = WIDTHS;
-            Ok([load(a)?, load(b)?, load(c)?, load(d)?])
+            let kernels = widths.iter().map(load).collect::<Result<_, Missing>>()?;
+            Ok(OfType {
+                input,
+                output,
+                widths,
+                kernels,
+            })
         };
-        Ok(Self {
-            f16: of("f16")?,
-            bf16: of("bf16")?,
-        })
+        let all: Result<_, Missing> = [
+            of("f16", F16, F16, halves),
+            of("bf16", BF16, BF16, halves),
+            of("int8_f16", I8, F16, int8),
+            of("int8_bf16", I8, BF16, int8),
+            of("fp8_f16", F8E4M3, F16, fp8),
+            of("fp8_bf16", F8E4M3, BF16, fp8),
+        ]
+        .into_iter()
+        .collect();
+        all.map(Self)
     }
 
-    fn of(&self, dtype: DataType) -> Option<&ByWidth> {
-        match dtype {
-            DataType::F16 => Some(&self.f16),
-            DataType::BF16 => Some(&self.bf16),
-            _ => None,
-        }
+    fn of(&self, p: &Tiled) -> Option<&OfType> {
+        let mut all = self.0.iter();
+        all.find(|k| (k.input, k.output) == (p.dtype, p.output))
     }
 }
 
@@ -78,8 +92,21 @@ pub(crate) struct Part {
     pub(crate) first: usize,
     /// Address of the first row of their result.
     pub(crate) out: u64,
+    /// Address of the scale of its first row, where there are scales.
+    pub(crate) scales: u64,
     /// Whose they are, and the slot by whose flag they are announced; `None` for own rows.
     pub(crate) from: Option<usize>,
+}
+
+/// Scales of factors of 8 bits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scales {
+    /// Whether each row has one; else each part.
+    pub(crate) by_row: bool,
+    /// Address of those of columns.
+    pub(crate) columns: u64,
+    /// Whether each column has one; else all have one.
+    pub(crate) by_column: bool,
 }
 
 /// Rows of the result with an adapter.
@@ -125,7 +152,10 @@ pub(crate) fn adapters(runs: &[LoraRun<'_>], dtype: DataType) -> Option<Vec<Run>
 pub(crate) struct Tiled {
     /// How many there is room for.
     pub(crate) blocks: u32,
+    /// Of rows and weight.
     pub(crate) dtype: DataType,
+    pub(crate) output: DataType,
+    pub(crate) scales: Option<Scales>,
     /// Where rows of peers arrive.
     pub(crate) all: Rows,
     /// Own rows.
@@ -166,7 +196,9 @@ impl Tiled {
                     .all(|&n| i32::try_from(n).is_ok())
         }) && self.parts.iter().all(|part| aligned(part.out))
             && self.bias.is_none_or(|bias| bias.is_multiple_of(4))
-            && self.weight.rows.is_multiple_of(elements)
+            && self.weight.rows.is_multiple_of(16 / self.output.bytes())
+            && self.scales.is_some() == (self.dtype.bytes() == 1)
+            && (self.scales.is_none() || self.runs.is_empty())
             && self.parts.len() <= MOST_PARTS
             && self.runs.len() <= MOST_RUNS
             && self.low_columns() <= GEMM_LOW_COLUMNS as usize
@@ -184,13 +216,13 @@ impl Tiled {
 }
 
 /// Which width is best for so many bands of rows: as few rounds of all multiprocessors as can be, measured in columns.
-fn best_width(bands: usize, columns: usize, sms: usize) -> usize {
+fn best_width(widths: &[usize], bands: usize, columns: usize, sms: usize) -> usize {
     let cost = |width: usize| {
         let rounds = (bands * columns.div_ceil(width)).div_ceil(sms.max(1));
         rounds * (width + TILE_OVERHEAD)
     };
-    (0..WIDTHS.len())
-        .min_by_key(|&i| cost(WIDTHS[i]))
+    (0..widths.len())
+        .min_by_key(|&i| cost(widths[i]))
         .unwrap_or(0)
 }
 
@@ -202,11 +234,12 @@ fn tensor_map(matrix: &Rows, dtype: DataType, rows: u32) -> Result<[u64; 16]> {
     };
     let kind = match dtype {
         DataType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        _ => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        DataType::BF16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        _ => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
     };
     let sizes = [matrix.columns as u64, matrix.rows as u64];
     let strides = [(matrix.columns * dtype.bytes()) as u64];
-    let boxes = [BOX_ELEMENTS as u32, rows];
+    let boxes = [(BOX_BYTES / dtype.bytes()) as u32, rows];
     let mut map = MaybeUninit::<sys::CUtensorMap>::zeroed();
     // SAFETY: all arrays have as many elements as two dimensions ask for; the map is written by the call, and aligned by its
     // type.
@@ -241,7 +274,7 @@ impl Job<'_> {
             return Ok(());
         }
         let kernels = core.device.opened.kernels.tiles.as_ref();
-        let Some(kernels) = kernels.and_then(|k| k.of(p.dtype)) else {
+        let Some(of_type) = kernels.and_then(|k| k.of(p)) else {
             return Err(Reason::new(
                 "tiles",
                 format!("this GPU has no kernel for tiles of {}", p.dtype),
@@ -251,8 +284,8 @@ impl Job<'_> {
         };
         let low = self.low(p)?;
         let sms = p.blocks as usize;
-        let chosen = best_width(p.bands(), columns, sms);
-        let width = WIDTHS[chosen];
+        let chosen = best_width(of_type.widths, p.bands(), columns, sms);
+        let width = of_type.widths[chosen];
         let steps = core.steps();
         let mut parameters = GemmFlagsParams {
             rows_map: tensor_map(&p.all, p.dtype, GEMM_ROWS)?,
@@ -270,6 +303,9 @@ impl Job<'_> {
             inner: p.weight.columns as u32,
             column_tiles: columns.div_ceil(width) as u32,
             parts: p.parts.len() as u32,
+            column_scales: p.scales.map_or(0, |s| s.columns),
+            row_scale_stride: u32::from(p.scales.is_some_and(|s| s.by_row)),
+            column_scale_stride: u32::from(p.scales.is_some_and(|s| s.by_column)),
             ..waiting!(GemmFlagsParams, self)
         };
         if let Some(low) = &low {
@@ -296,6 +332,7 @@ impl Job<'_> {
         for (i, part) in p.parts.iter().enumerate() {
             let rows = &part.rows;
             parameters.part_out[i] = part.out;
+            parameters.part_scales[i] = part.scales;
             parameters.part_row[i] = part.first as u32;
             parameters.part_rows[i] = rows.len() as u32;
             parameters.part_out_row[i] = rows.start as u32;
@@ -316,7 +353,8 @@ impl Job<'_> {
         self.lane.run(&kept, |stream| {
             // SAFETY: rows and result lie in buffers of the call, which its `run` keeps, or in the group's memory; this `run`
             // keeps the rest.
-            unsafe { kernels[chosen].launch(stream, shape, parameters) }.map_err(Error::from)
+            unsafe { of_type.kernels[chosen].launch(stream, shape, parameters) }
+                .map_err(Error::from)
         })
     }
 
@@ -388,7 +426,8 @@ mod tests {
 
     #[test]
     fn tiles_are_as_wide_as_leaves_the_least_idle() {
-        let width = |rows: usize, columns| WIDTHS[best_width(rows / 128, columns, 132)];
+        let widths = WIDTHS[0];
+        let width = |rows: usize, columns| widths[best_width(widths, rows / 128, columns, 132)];
         // One round of 192 columns, not one of 256.
         assert_eq!(width(512, 6144), 192);
         // 3.9 rounds of 224 columns, where 256 would take 3.4, and so 4.
@@ -398,7 +437,7 @@ mod tests {
         assert_eq!(width(16384, 7168), 256);
         // Where rounds cost the same, fewer tiles do.
         assert_eq!(width(128, 128), 128);
-        assert_eq!(best_width(0, 0, 0), 0);
+        assert_eq!(best_width(widths, 0, 0, 0), 0);
     }
 
     fn product() -> Tiled {
@@ -410,6 +449,8 @@ mod tests {
         Tiled {
             blocks: 132,
             dtype: DataType::BF16,
+            output: DataType::BF16,
+            scales: None,
             all: of(300, 64),
             own: of(100, 64),
             weight: of(24, 64),
@@ -419,12 +460,14 @@ mod tests {
                     rows: 0..129,
                     first: 0,
                     out: 16,
+                    scales: 0,
                     from: None,
                 },
                 Part {
                     rows: 129..129,
                     first: 129,
                     out: 16,
+                    scales: 0,
                     from: Some(1),
                 },
             ],
@@ -448,6 +491,14 @@ mod tests {
         refused(|p| p.bias = Some(2));
         refused(|p| p.all.rows = usize::MAX);
         refused(|p| p.parts = vec![p.parts[0].clone(); MOST_PARTS + 1]);
+        refused(|p| p.dtype = DataType::I8);
+        refused(|p| {
+            p.scales = Some(Scales {
+                by_row: true,
+                columns: 4,
+                by_column: true,
+            });
+        });
         let run = |width| Run {
             rows: 0..1,
             first: 2,

@@ -167,6 +167,7 @@ impl Product<'_> {
             Part {
                 first: chunk.start,
                 out: core.place(usize::from(c), of, slot.start),
+                scales: 0,
                 from: None,
                 rows: chunk,
             }
@@ -174,6 +175,8 @@ impl Product<'_> {
         let tiled = Tiled {
             blocks,
             dtype: self.dtype,
+            output: self.dtype,
+            scales: None,
             all: rows(x),
             own: rows(x),
             weight: rows(weight),

@@ -271,6 +271,8 @@ parameters! {
         low_flags: u64,
         /// Zero: tiles ask no hook.
         desk: u64,
+        /// Device address of f32 scales, one per column (or one), where factors have 8 bits.
+        column_scales: u64,
         /// This rank.
         rank: u32,
         /// Ranks in the group.
@@ -301,8 +303,12 @@ parameters! {
         low_columns: u32,
         /// How many runs have an adapter.
         runs: u32,
+        /// 1 if each row has a scale, 0 if each part has.
+        row_scale_stride: u32,
+        /// 1 if each column has a scale, 0 if all have one.
+        column_scale_stride: u32,
         /// Zero.
-        padding: [u32; 13],
+        padding: [u32; 9],
         /// Row of the result where each run begins.
         run_row: [u32; 16],
         /// Its rows.
@@ -315,6 +321,8 @@ parameters! {
         run_scale: [f32; 16],
         /// Where the rows of each part go.
         part_out: [u64; 32],
+        /// Device address of the scale of each part's first row, where factors have 8 bits.
+        part_scales: [u64; 32],
         /// Row in its map where each begins.
         part_row: [u32; 32],
         /// Row of the result where each begins.

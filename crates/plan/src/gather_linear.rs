@@ -11,7 +11,7 @@ use brigade_device::{LinearCall, OverlapMode, Plan, QScheme, Reason};
 const SCALE_BYTES: usize = 4;
 
 pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
-    let in_tiles = overlap::in_tiles(call);
+    let in_tiles = overlap::in_tiles(call, true);
     let preferred = match table.overlap {
         OverlapMode::Tiles if in_tiles.is_err() => overlap::instead(OverlapMode::Tiles),
         mode => mode,

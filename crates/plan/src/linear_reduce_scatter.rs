@@ -20,7 +20,7 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
         }
         capacity(call, topology)?;
         if call.choice == Some(OverlapMode::Tiles) {
-            overlap::in_tiles(call)?;
+            overlap::in_tiles(call, false)?;
         }
         if forced {
             return Ok(());

@@ -27,7 +27,8 @@ pub(crate) fn choose(
     if call.choice == Some(OverlapMode::Off) {
         return Ok((OverlapMode::Off, None));
     }
-    if topology.group.size <= 1 {
+    // Alone it does not overlap either, but who wants tiles wants their bits.
+    if topology.group.size <= 1 && call.choice != Some(OverlapMode::Tiles) {
         return Ok((OverlapMode::Off, Some(reason::single_rank())));
     }
     let mode = overlappable(call, topology).and_then(|()| match call.choice {
@@ -82,18 +83,22 @@ fn available(topology: &Topology, preferred: OverlapMode) -> Result<OverlapMode,
     .ok_or_else(|| reason::no_engine(preferred))
 }
 
-/// Elements of the 16 bytes that rows of tiles are aligned to.
-const TILE_ELEMENTS: usize = 8;
+/// Bytes that rows of tiles are aligned to.
+const TILE_BYTES: usize = 16;
 
-/// Whether the rows can be multiplied in [`OverlapMode::Tiles`].
-pub(crate) fn in_tiles(call: &LinearCall) -> Result<(), Reason> {
-    let halves = |dtype| matches!(dtype, DataType::F16 | DataType::BF16);
-    if halves(call.input)
-        && call.output == call.input
-        && call.scheme == QScheme::None
-        && call.k > 0
-        && call.k.is_multiple_of(TILE_ELEMENTS)
-    {
+/// Greatest K whose sums of products of int8 stay in 32 bits.
+const LONGEST_INT8: usize = (1 << 17) - 1;
+
+/// Whether the rows can be multiplied in [`OverlapMode::Tiles`]: floats of 16 bits, and, if `quantized` may come, rows of 8 bits with results of 16.
+pub(crate) fn in_tiles(call: &LinearCall, quantized: bool) -> Result<(), Reason> {
+    let half = |dtype| matches!(dtype, DataType::F16 | DataType::BF16);
+    let types = match call.scheme {
+        QScheme::None => half(call.input) && call.output == call.input,
+        QScheme::Int8PerToken => quantized && half(call.output) && call.k <= LONGEST_INT8,
+        QScheme::Fp8PerTensor => quantized && half(call.output),
+        _ => false,
+    };
+    if types && call.k > 0 && (call.k * call.input.bytes()).is_multiple_of(TILE_BYTES) {
         return Ok(());
     }
     Err(reason::tiles(call))

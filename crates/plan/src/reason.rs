@@ -295,7 +295,7 @@ pub(crate) fn tiles(call: &LinearCall) -> Reason {
     Reason::new(
         TILES,
         format!(
-            "tiles are f16 or bf16 with K a multiple of 8, not {} to {} with K {} ({:?})",
+            "tiles are of rows of f16 or bf16, or of int8 by token or fp8 by tensor with results of 16 bits, each row a multiple of 16 bytes, not {} to {} with K {} ({:?})",
             call.input, call.output, call.k, call.scheme
         ),
         "force chunked, or leave the mode to the plan",

@@ -154,9 +154,8 @@ fn product(rank: &Rank, all: &Matrix, weight: &Matrix, cut: &[usize]) -> Vec<u8>
 }
 
 pub(super) fn add(suite: &mut Suite) {
-    suite.add_from(2, "gather_linear/tiles/many", many_tiles);
-    let twin = "linear_reduce_scatter/tiles/many";
-    suite.add_from(2, twin, many_tiles_of_twin);
-    suite.add_from(2, "gather_linear/tiles/refused", refused);
-    suite.add_from(2, "gather_linear/tiles/bits", bits);
+    suite.add("gather_linear/tiles/many", many_tiles);
+    suite.add("linear_reduce_scatter/tiles/many", many_tiles_of_twin);
+    suite.add("gather_linear/tiles/refused", refused);
+    suite.add("gather_linear/tiles/bits", bits);
 }

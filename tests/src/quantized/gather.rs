@@ -131,6 +131,25 @@ impl Case {
         (Ok(plan), explained)
     }
 
+    /// The bytes of the result in a mode.
+    fn bytes(&self, rank: &Rank, mode: OverlapMode) -> Vec<u8> {
+        let (spec, me) = (&self.spec, rank.rank);
+        let layer = self.layers[me].upload(rank);
+        let (x, weight) = (self.chunks[me].upload(rank), self.weights[me].upload(rank));
+        let mut d = rank.poisoned(spec.output, &[spec.total_rows(), spec.n[me]]);
+        let mut lease = rank.lease();
+        let params = AllGatherLoraLinearParams {
+            transpose_weight: spec.transpose,
+            bias: layer.bias.as_ref().map(|b| b.view()),
+            output: Output::Into(d.view_mut()),
+            choice: Some(mode),
+            ..params(&x, &spec.rows, &weight)
+        };
+        lease.all_gather_lora_linear(params).unwrap();
+        drop(lease);
+        rank.raw(d.view())
+    }
+
     /// Makes a call that works.
     pub fn run(&self, rank: &Rank, choice: Option<OverlapMode>) -> OverlapPlan {
         self.call(rank, choice).0.unwrap()
@@ -285,7 +304,51 @@ fn every_mode(world: &World, scheme: QScheme) {
     });
 }
 
+/// Sizes on both sides of those of tiles. Sums of int8 are exact, so tiles give the bits that any other mode gives.
+fn tiles(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<_> = [
+        (QScheme::Int8PerToken, QScheme::Int8PerToken),
+        (QScheme::Int8PerToken, QScheme::Int8PerTensor),
+        (QScheme::Fp8PerTensor, QScheme::Fp8PerTensor),
+    ]
+    .into_iter()
+    .cycle()
+    .take(9)
+    .map(|(scheme, weight)| {
+        let rows = [0, 1, 127, 128, 129, 200, 300];
+        let output = [DataType::F16, DataType::BF16][rng.random_range(0..2)];
+        let mut spec = Spec::even(&mut rng, world.size);
+        for r in &mut spec.rows {
+            *r = rows[rng.random_range(0..rows.len())];
+        }
+        spec.rows[0] = spec.rows[0].max(1);
+        spec.k.fill(16 * rng.random_range(1..=40));
+        spec.n.fill(8 * rng.random_range(1..=70));
+        spec.bias = [BiasKind::None, BiasKind::Row, BiasKind::OneRow][rng.random_range(0..3)];
+        (spec.output, spec.bias_type, spec.transpose) = (output, output, true);
+        Case::new(&mut rng, spec, scheme, weight)
+    })
+    .collect();
+    let mut config = config();
+    config.gather_bytes = 4 << 20;
+    world.run(&config, move |rank| {
+        for case in &cases {
+            let plan = case.run(rank, Some(OverlapMode::Tiles));
+            assert_eq!(plan.mode, OverlapMode::Tiles);
+            if case.scheme == QScheme::Int8PerToken {
+                let [tiles, off] =
+                    [OverlapMode::Tiles, OverlapMode::Off].map(|m| case.bytes(rank, m));
+                assert_bits(&tiles, &off, case.spec.output, &format!("{:?}", case.spec));
+            }
+        }
+    });
+}
+
 pub(super) fn add(suite: &mut Suite) {
+    if suite.backend().engines().tiles {
+        suite.add("quantized_gather/tiles", tiles);
+    }
     for scheme in SCHEMES {
         let name = format!("quantized_gather/{scheme:?}").to_lowercase();
         add_at_worlds(suite, &name, move |world| every_mode(world, scheme));
