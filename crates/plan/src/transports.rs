@@ -281,6 +281,11 @@ impl File {
         &self.entries
     }
 
+    /// Most bytes that are pushed where nothing was measured.
+    pub const fn untuned_push_max_bytes(&self) -> usize {
+        self.untuned.push_max_bytes
+    }
+
     /// For rows of both kinds: the entry of these GPUs for them, else the one for all rows, else the usual figures.
     pub fn of(&self, gpus: &Gpus) -> ByRows {
         ByRows {
