@@ -302,13 +302,13 @@ impl File {
             |rows: Option<Rows>| self.entries.iter().filter(fits).find(|e| e.rows == rows);
         match of_rows(Some(rows)).or_else(|| of_rows(None)) {
             Some(entry) => entry.figures(&self.untuned),
-            None => self.untuned.figures(gpus),
+            None => self.untuned.figures(gpus, rows),
         }
     }
 }
 
 impl Untuned {
-    fn figures(&self, gpus: &Gpus) -> Figures {
+    fn figures(&self, gpus: &Gpus, rows: Rows) -> Figures {
         let model = gpus.model.as_deref().unwrap_or("several models of GPU");
         let (ranks, links) = (gpus.ranks, gpus.links);
         Figures {
@@ -316,8 +316,11 @@ impl Untuned {
             push_max_bytes_per_sm: self.push_max_bytes_per_sm,
             rows_at_a_time: Some(self.rows_at_a_time),
             others: Vec::new(),
-            source: format!("untuned: nobody has measured {model} by {links} of {ranks} ranks")
-                .into(),
+            source: format!(
+                "untuned: nobody has measured {} rows on {model} by {links} of {ranks} ranks",
+                rows.name()
+            )
+            .into(),
         }
     }
 }

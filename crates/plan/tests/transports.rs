@@ -217,7 +217,7 @@ fn what_is_told_names_the_source_and_what_the_caller_may_ask_for() {
         assert!(measured.contains(part), "{part} in {measured}");
     }
     let eight = told(8, 128, None);
-    let untuned = "untuned: nobody has measured NVIDIA H200 by nvlink of 8 ranks";
+    let untuned = "untuned: nobody has measured plain rows on NVIDIA H200 by nvlink of 8 ranks";
     assert!(
         eight.contains(untuned) && eight.contains("InPlace"),
         "{eight}"
