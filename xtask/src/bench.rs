@@ -15,14 +15,15 @@ use std::{
 ///
 /// Without `results` they are criterion's, whose reports stay in the target folder. With it, what the host device reaches
 /// is measured and written to docs/results, from where the book takes its figures: on a quiet machine, from a commit. With
-/// `tune`, brigade-perf finds which all-reduce is quickest at which size on the GPUs of this host. For a GPU host without
-/// Rust, `cargo xtask bundle` packs brigade-perf: run `./brigade-perf tune` there.
+/// `tune`, brigade-perf finds which all-reduce is quickest at which size on the GPUs of this host, and with `tune-experts`, by
+/// which transport rows travel quickest to experts. For a GPU host without Rust, `cargo xtask bundle` packs brigade-perf: run
+/// `./brigade-perf tune` there.
 #[derive(Debug, Args)]
 pub struct Bench {
     /// What to run, if not criterion
     #[arg(value_enum)]
     what: Option<What>,
-    /// Passed on to cargo bench, for instance a part of a benchmark's name; or to results and tune, which tell theirs by --help
+    /// Passed on to cargo bench, for instance a part of a benchmark's name; or to results and what tunes, which tell theirs by --help
     #[arg(last = true, value_name = "ARGS")]
     arguments: Vec<OsString>,
 }
@@ -33,12 +34,25 @@ enum What {
     Results,
     /// Tune all-reduces on the GPUs of this host: --entry FILE writes an entry for crates/plan/tables/all_reduce.json
     Tune,
+    /// Tune rows to experts on the GPUs of this host: --entry FILE writes an entry for crates/plan/tables/experts.json
+    TuneExperts,
+}
+
+impl What {
+    /// The subcommand of brigade-perf, if it is one.
+    const fn tunes(self) -> Option<&'static str> {
+        match self {
+            Self::Results => None,
+            Self::Tune => Some("tune"),
+            Self::TuneExperts => Some("tune-experts"),
+        }
+    }
 }
 
 impl Bench {
     pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
         let mut cargo = workspace.cargo();
-        if matches!(self.what, Some(What::Tune)) {
+        if self.what.and_then(What::tunes).is_some() {
             // Without an nvcc brigade-perf would be built with no kernels.
             toolchain::ensure(workspace)?;
             cargo.env("BRIGADE_REQUIRE_CUDA", "1");
@@ -55,13 +69,15 @@ impl Bench {
             Some(What::Results) => cargo
                 .args(["run", "--release", "--package", "brigade-benches"])
                 .args(["--bin", "results"]),
-            Some(What::Tune) => cargo.args(["run", "--release", "--package", "brigade-perf"]),
+            Some(What::Tune | What::TuneExperts) => {
+                cargo.args(["run", "--release", "--package", "brigade-perf"])
+            }
         };
-        match self.what {
+        match self.what.and_then(What::tunes) {
             // Its name for what is asked of it.
-            Some(What::Tune) => cargo.args(["--", "tune"]),
-            _ if self.arguments.is_empty() => return,
-            _ => cargo.arg("--"),
+            Some(name) => cargo.args(["--", name]),
+            None if self.arguments.is_empty() => return,
+            None => cargo.arg("--"),
         };
         cargo.args(self.arguments);
     }
@@ -91,6 +107,10 @@ mod tests {
         let tune = "run --release --package brigade-perf -- tune";
         assert_eq!(started("tune"), tune);
         assert_eq!(started("tune -- -w 2"), format!("{tune} -w 2"));
+        assert_eq!(
+            started("tune-experts -- --fp8"),
+            format!("{tune}-experts --fp8")
+        );
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Draws measured results: time over bytes, both logarithmic, a line for ours and one for everybody that was measured beside it.
+//! Draws measured results: time over bytes or tokens, both logarithmic, a line for ours and one for everybody that was measured beside it.
 
 use crate::workspace::Workspace;
 use anyhow::{Context, Result, ensure};
@@ -11,16 +11,20 @@ use std::{
     process::ExitCode,
 };
 
-/// Draw files of docs/results as pictures for the book: microseconds over bytes
+/// Draw files of docs/results as pictures for the book: microseconds over bytes, or over tokens
 ///
 /// Takes files whose rows have `bytes` and `us`, as `brigade-perf` writes them for collectives and sendrecv. A row's `choice`
 /// says whose line its `us` belongs to. Every other time of a row (`nccl_us`), and every number in its object `peers`, is a
-/// line too; a peer called `NAME, CHOICE` has the colour of that choice. The same file gives the same picture.
+/// line too; a peer called `NAME, CHOICE` has the colour of that choice. Of files of `brigade-perf moe`, whose rows have `tokens`,
+/// `total_us` is ours and `nccl_us` a line beside it. The same files give the same picture.
 #[derive(Debug, Args)]
 pub struct Chart {
     /// Files to draw
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
+    /// Files of other runs, whose lines are drawn into every picture, dashed and named as such: experts by their transport
+    #[arg(long, num_args = 1.., value_name = "FILE")]
+    beside: Vec<PathBuf>,
     /// Folder for the pictures [default: docs/src/diagrams]
     #[arg(long, value_name = "FOLDER")]
     to: Option<PathBuf>,
@@ -31,7 +35,7 @@ impl Chart {
         let usual = || workspace.root.join("docs/src/diagrams");
         let folder = self.to.unwrap_or_else(usual);
         for file in &self.files {
-            let drawn = picture(file).with_context(|| file.display().to_string())?;
+            let drawn = picture(file, &self.beside).with_context(|| file.display().to_string())?;
             let name = file.with_extension("svg");
             let path = folder.join(name.file_name().unwrap_or_default());
             fs::write(&path, drawn).with_context(|| format!("writing {}", path.display()))?;
@@ -41,10 +45,81 @@ impl Chart {
     }
 }
 
-fn picture(file: &Path) -> Result<String> {
-    let results: Value = serde_json::from_str(&fs::read_to_string(file)?)?;
+fn picture(file: &Path, beside: &[PathBuf]) -> Result<String> {
+    let read = |file: &Path| -> Result<Value> {
+        let text = fs::read_to_string(file).with_context(|| file.display().to_string())?;
+        serde_json::from_str(&text).with_context(|| file.display().to_string())
+    };
+    let results = read(file)?;
     let stem = file.file_stem().unwrap_or_default().to_string_lossy();
-    draw(&title(&stem, &results), &series(&results))
+    let over = Over::of(&results);
+    let mut all = series(&results, over);
+    for other in beside {
+        let more = other_run(series(&read(other)?, over), &all);
+        all.extend(more);
+    }
+    draw(&title(&stem, &results), &all, over)
+}
+
+/// What times are drawn over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Over {
+    Bytes,
+    Tokens,
+}
+
+impl Over {
+    /// Rows that have tokens and no bytes are of experts.
+    fn of(results: &Value) -> Self {
+        let row = &results["rows"][0];
+        match row["bytes"].is_null() && row["tokens"].is_u64() {
+            true => Self::Tokens,
+            false => Self::Bytes,
+        }
+    }
+
+    const fn field(self) -> &'static str {
+        match self {
+            Self::Bytes => "bytes",
+            Self::Tokens => "tokens",
+        }
+    }
+
+    /// The time that is ours.
+    const fn ours(self) -> &'static str {
+        match self {
+            Self::Bytes => "us",
+            Self::Tokens => "total_us",
+        }
+    }
+
+    /// Whether a field is somebody else's time. Those of experts have times of parts, too.
+    fn peer(self, field: &str) -> Option<&str> {
+        let peer = field.strip_suffix("_us")?;
+        (self == Self::Bytes || peer == "nccl").then_some(peer)
+    }
+
+    fn told(self, at: u64) -> String {
+        match self {
+            Self::Bytes => size(at),
+            Self::Tokens => at.to_string(),
+        }
+    }
+}
+
+/// Lines of another run, told apart from what was measured together. Ours are named after how rows travel there; whoever has a line
+/// already needs no second one.
+fn other_run(more: Vec<Series>, known: &[Series]) -> Vec<Series> {
+    let is_new = |series: &Series| series.ours || known.iter().all(|k| k.name != series.name);
+    let named = |series: Series| Series {
+        name: match &series.transport {
+            Some(transport) if series.ours => format!("{} {transport} (other run)", series.name),
+            _ => format!("{} (other run)", series.name),
+        },
+        ours: false,
+        ..series
+    };
+    more.into_iter().filter(is_new).map(named).collect()
 }
 
 /// The operation, which a file of results is named after, and where it was measured.
@@ -67,47 +142,75 @@ fn title(stem: &str, results: &Value) -> String {
 struct Series {
     name: String,
     ours: bool,
-    /// Microseconds of so many bytes.
+    /// How its rows travel, of experts.
+    transport: Option<String>,
+    /// Microseconds of so many bytes or tokens.
     points: BTreeMap<u64, f64>,
 }
 
 /// Ours in the order in which they first come, then the others likewise.
-fn series(results: &Value) -> Vec<Series> {
+fn series(results: &Value, over: Over) -> Vec<Series> {
     let mut all: Vec<Series> = Vec::new();
-    let mut add = |name: String, ours: bool, bytes: u64, us: &Value| {
+    let mut add = |name: String, ours: bool, row: &Value, us: &Value| {
         // A logarithm has no place for others; what did not run has no time.
-        let Some(us) = us.as_f64().filter(|&us| us > 0.0) else {
+        let (Some(us), Some(at)) = (
+            us.as_f64().filter(|&us| us > 0.0),
+            row[over.field()].as_u64(),
+        ) else {
             return;
         };
         let known = all.iter_mut().position(|s| s.name == name);
-        let at = known.unwrap_or_else(|| {
-            let points = BTreeMap::new();
-            all.push(Series { name, ours, points });
+        let known = known.unwrap_or_else(|| {
+            let transport = row["transport"].as_str().map(transport);
+            all.push(Series {
+                name,
+                ours,
+                transport,
+                points: BTreeMap::new(),
+            });
             all.len() - 1
         });
         // The rows of several choices repeat what was measured beside them.
-        all[at].points.entry(bytes).or_insert(us);
+        all[known].points.entry(at).or_insert(us);
     };
     for row in results["rows"].as_array().into_iter().flatten() {
-        let (Some(fields), Some(bytes)) = (row.as_object(), row["bytes"].as_u64()) else {
+        let Some(fields) = row.as_object() else {
             continue;
         };
         let name = match row["choice"].as_str() {
             None | Some("auto") => "Brigade".to_owned(),
             Some(choice) => format!("Brigade, {choice}"),
         };
-        add(name, true, bytes, &row["us"]);
+        add(name, true, row, &row[over.ours()]);
         for (key, us) in fields {
-            if let Some(peer) = key.strip_suffix("_us") {
-                add(peer.to_owned(), false, bytes, us);
+            if let Some(peer) = over.peer(key).filter(|_| key != over.ours()) {
+                add(peer.to_owned(), false, row, us);
             }
         }
         for (peer, us) in row["peers"].as_object().into_iter().flatten() {
-            add(peer.clone(), false, bytes, us);
+            let name = peer.strip_suffix("_us").unwrap_or(peer).replace('_', " ");
+            add(name, false, row, us);
         }
     }
     all.sort_by_key(|s| !s.ours);
     all
+}
+
+/// A transport, out of a plan in words.
+fn transport(plan: &str) -> String {
+    let name = match plan.split_once(", ") {
+        Some((name, _)) => name,
+        None => plan.split(' ').next().unwrap_or(plan),
+    };
+    // OneSided, as the command line has it.
+    let mut told = String::new();
+    for (i, letter) in name.chars().enumerate() {
+        if letter.is_uppercase() && i > 0 {
+            told.push('-');
+        }
+        told.extend(letter.to_lowercase());
+    }
+    told.replace(' ', "-")
 }
 
 /// At least; long names need more.
@@ -161,7 +264,7 @@ fn steps(low: f64, high: f64) -> Vec<f64> {
     all[first..=last.unwrap_or(all.len() - 1)].to_vec()
 }
 
-/// Powers of two of bytes, twelve of them at most.
+/// Powers of two, twelve of them at most.
 fn sizes(low: u64, high: u64) -> Vec<u64> {
     let powers: Vec<u64> = (0..63)
         .map(|n| 1 << n)
@@ -200,15 +303,16 @@ fn escaped(text: &str) -> String {
     text.replace('>', "&gt;").replace('"', "&quot;")
 }
 
-fn draw(title: &str, all: &[Series]) -> Result<String> {
+fn draw(title: &str, all: &[Series], over: Over) -> Result<String> {
     let bytes = || all.iter().flat_map(|s| s.points.keys().copied());
     let us = || all.iter().flat_map(|s| s.points.values().copied());
     let (Some(least), Some(most)) = (bytes().min(), bytes().max()) else {
-        anyhow::bail!("no row has bytes and us");
+        anyhow::bail!("no row has {} and {}", over.field(), over.ours());
     };
     ensure!(
         all.iter().any(|s| s.ours),
-        "no row has a time of ours, which is called us"
+        "no row has a time of ours, which is called {}",
+        over.ours()
     );
     let levels = steps(us().fold(f64::INFINITY, f64::min), us().fold(0.0, f64::max));
     let x = Axis {
@@ -243,7 +347,14 @@ fn draw(title: &str, all: &[Series]) -> Result<String> {
         text += &format!(
             "<path class=\"g\" d=\"M{at:.1} {TOP} V{BOTTOM}\"/><text class=\"m\" x=\"{at:.1}\" y=\"{}\">{}</text>\n",
             BOTTOM + 18.0,
-            size(bytes),
+            over.told(bytes),
+        );
+    }
+    if over == Over::Tokens {
+        text += &format!(
+            "<text class=\"m\" x=\"{}\" y=\"{}\">tokens of a rank</text>\n",
+            LEFT.midpoint(RIGHT),
+            BOTTOM + 36.0
         );
     }
     text += &format!(
@@ -252,7 +363,7 @@ fn draw(title: &str, all: &[Series]) -> Result<String> {
         TOP - 10.0
     );
     for (i, (series, colour)) in all.iter().zip(colours(all)).enumerate() {
-        let style = if series.ours { "s" } else { "s o" };
+        let (style, unit) = (if series.ours { "s" } else { "s o" }, over.field());
         let name = escaped(&series.name);
         let places: Vec<_> = series
             .points
@@ -269,7 +380,7 @@ fn draw(title: &str, all: &[Series]) -> Result<String> {
         );
         for (x, y, bytes, us) in places {
             text += &format!(
-                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{colour}\"><title>{name}, {bytes} bytes: {us} us</title></circle>\n"
+                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{colour}\"><title>{name}, {bytes} {unit}: {us} us</title></circle>\n"
             );
         }
         let (from, at) = (RIGHT + 16.0, TOP + 10.0 + 20.0 * i as f64);
@@ -306,6 +417,7 @@ mod tests {
         let line = |name: &str, ours, points: &[(u64, f64)]| Series {
             name: name.to_owned(),
             ours,
+            transport: None,
             points: points.iter().copied().collect(),
         };
         let wanted = [
@@ -314,7 +426,7 @@ mod tests {
             line("nccl", false, &[(1024, 8.0), (4096, 10.0)]),
             line("other", false, &[(1024, 16.0)]),
         ];
-        assert_eq!(series(&results()), wanted);
+        assert_eq!(series(&results(), Over::Bytes), wanted);
     }
 
     #[test]
@@ -322,8 +434,9 @@ mod tests {
         let results = results();
         let title = title("all-reduce.h200x2", &results);
         assert_eq!(title, "all-reduce, bf16, 2 x A&B, in CUDA graphs");
-        let picture = draw(&title, &series(&results)).unwrap();
-        assert_eq!(picture, draw(&title, &series(&results)).unwrap());
+        let all = series(&results, Over::of(&results));
+        let picture = draw(&title, &all, Over::Bytes).unwrap();
+        assert_eq!(picture, draw(&title, &all, Over::Bytes).unwrap());
         // From 2 to 20 us on 306 units of height, from 1 KiB to 4 KiB on 520 of width.
         let at = |us: f64| BOTTOM - (us / 2.0).log10() * (BOTTOM - TOP);
         for [x, y] in [[60.0, at(4.0)], [580.0, at(5.0)], [580.0, at(10.0)]] {
@@ -352,11 +465,12 @@ mod tests {
         let all = all.map(|name| Series {
             name: name.to_owned(),
             ours: name.starts_with("Brigade"),
+            transport: None,
             points: BTreeMap::from([(1024, 4.0)]),
         });
         assert_eq!(colours(&all), [0, 1, 2, 3, 2, 0, 4].map(|n| COLOURS[n]));
         let near = format!("stroke=\"{}\"", COLOURS[0]);
-        let picture = draw("near and far", &all).unwrap();
+        let picture = draw("near and far", &all, Over::Bytes).unwrap();
         assert_eq!(picture.matches(&near).count(), 4);
     }
 
@@ -370,9 +484,54 @@ mod tests {
                 "no row has a time of ours, which is called us",
             ),
         ] {
-            let all = series(&json!({ "rows": rows }));
-            assert_eq!(draw("nothing", &all).unwrap_err().to_string(), why);
+            let results = json!({ "rows": rows });
+            let over = Over::of(&results);
+            let refused = draw("nothing", &series(&results, over), over).unwrap_err();
+            assert_eq!(refused.to_string(), why);
         }
+    }
+
+    #[test]
+    fn experts_are_drawn_over_tokens_with_other_runs_beside_them() {
+        let row = |tokens: u64, transport: &str, us: f64| {
+            json!({ "tokens": tokens, "transport": transport, "layout_us": 1.0, "dispatch_us": us / 2.0,
+                    "total_us": us, "nccl_us": 2.0 * us })
+        };
+        let results = json!({ "rows": [row(1, "Pushed in 1 pieces", 8.0), row(4096, "OneSided in 4 pieces", 500.0)] });
+        let over = Over::of(&results);
+        assert_eq!(over, Over::Tokens);
+        let mut all = series(&results, over);
+        let names = |all: &[Series]| all.iter().map(|s| s.name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(&all), ["Brigade", "nccl"]);
+        for other in [
+            json!({ "rows": [row(8, "InPlace in 1 pieces", 9.0)] }),
+            json!({ "rows": [row(8, "low latency, 5 bytes of places at each rank", 9.0)] }),
+            json!({ "rows": [{ "tokens": 8, "peers": { "somebody": 7.0 } }] }),
+        ] {
+            let more = other_run(series(&other, over), &all);
+            all.extend(more);
+        }
+        let wanted = [
+            "Brigade",
+            "nccl",
+            "Brigade in-place (other run)",
+            "Brigade low-latency (other run)",
+            "somebody (other run)",
+        ];
+        assert_eq!(names(&all), wanted);
+        assert_eq!(all[0].points, BTreeMap::from([(1, 8.0), (4096, 500.0)]));
+        assert!(all[1..].iter().all(|s| !s.ours));
+        let picture = draw("moe", &all, over).unwrap();
+        for part in [
+            "tokens of a rank",
+            ">1024</text>",
+            "somebody (other run), 8 tokens: 7 us",
+        ] {
+            assert!(picture.contains(part), "{part} in {picture}");
+        }
+        // Who measured no time of ours has no picture of their own.
+        let peers = json!({ "rows": [{ "tokens": 8, "peers": { "somebody": 7.0 } }] });
+        assert!(draw("peers", &series(&peers, over), over).is_err());
     }
 
     #[test]

@@ -19,7 +19,10 @@ use brigade_device::{
     UserBuffers, ViewMut, fallback,
 };
 use brigade_group::Control;
-use brigade_plan::{Engines, MAX_PIECES, Table, Topology, reason};
+use brigade_plan::{
+    Copies, Engines, MAX_PIECES, Table, Topology, reason,
+    transports::{ByRows, Figures},
+};
 use brigade_sync::Layout;
 use std::{sync::Arc, time::Duration};
 
@@ -87,8 +90,14 @@ pub(crate) fn join(
     config: &CommConfig,
 ) -> Result<Comm> {
     let table = Table {
-        push_max_bytes: device.push_max_bytes,
-        rows_push_max_bytes: device.push_max_bytes,
+        copies: Copies {
+            push_max_bytes: device.push_max_bytes,
+            source: "".into(),
+        },
+        experts: ByRows::all(Figures {
+            push_max_bytes: device.push_max_bytes,
+            ..Figures::nothing_pushed()
+        }),
         ..Table::host()
     };
     let core = join_core(boot, config, table, device.inject.clone())?;

@@ -11,10 +11,12 @@ use crate::{
     ranks::Ranks,
     rounded,
     sample::Times,
-    shape::{Mode, Shape, usual},
+    shape::{self, Mode, Model, Shape},
+    sizes,
     trace::{self, Spans},
 };
 use anyhow::{Result, ensure};
+use brigade::DataType;
 use case::{Case, Measured};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
@@ -38,6 +40,24 @@ pub struct Linears {
     /// Shapes m,k,n: rows of all ranks, inner dimension and columns of one rank [default: six of large models]
     #[arg(long, value_name = "M,K,N", num_args = 1..)]
     shapes: Vec<Shape>,
+    /// Layers of models, in place of shapes; several go one after the other
+    #[arg(long, value_enum, num_args = 1.., conflicts_with = "shapes")]
+    model: Vec<Model>,
+    /// Rows of all ranks to begin with: every layer of the shapes with each number of rows from here on
+    #[arg(short, long, value_name = "ROWS")]
+    begin: Option<usize>,
+    /// Rows to end with
+    #[arg(
+        short,
+        long,
+        value_name = "ROWS",
+        default_value_t = 16_384,
+        requires = "begin"
+    )]
+    end: usize,
+    /// From one number of rows to the next
+    #[arg(short, long, default_value_t = 2, requires = "begin")]
+    factor: usize,
     /// How rows and weights are stored; quantized before anything is timed
     #[arg(long, value_enum, default_value_t = Scheme::Bf16)]
     scheme: Scheme,
@@ -59,6 +79,36 @@ pub struct Linears {
     lora: usize,
 }
 
+impl Linears {
+    /// What is measured, on so many ranks.
+    fn shapes(&self, which: Which, ranks: usize) -> Result<Vec<Shape>> {
+        let scatters = which == Which::Scatter;
+        let models = match &self.model[..] {
+            [] => &[Model::Six],
+            named => named,
+        };
+        let shapes = match &self.shapes[..] {
+            [] => models
+                .iter()
+                .flat_map(|model| model.shapes(scatters, ranks))
+                .collect(),
+            named => named.to_vec(),
+        };
+        match self.begin {
+            Some(begin) => shape::swept(&shapes, &sizes::steps(begin, self.end, self.factor)?),
+            None => Ok(shapes),
+        }
+    }
+
+    /// Bytes that travel, as the collective alone counts them: rows of all ranks as they come out, or for all ranks as they go in.
+    fn bytes(&self, which: Which, shape: Shape) -> usize {
+        match which {
+            Which::Gather => shape.m * shape.k * self.scheme.bytes(),
+            Which::Scatter => shape.m * shape.n * DataType::BF16.bytes(),
+        }
+    }
+}
+
 /// Writes the trace and the picture.
 fn draw(path: &Path, shape: Shape, plan: &str, spans: &[Spans]) -> Result<()> {
     let Shape { m, k, n } = shape;
@@ -72,14 +122,10 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
         !options.resident || options.scheme == Scheme::Bf16,
         "--resident goes with bf16 alone: space in the user buffer is handed out for floats"
     );
-    let shapes = if options.shapes.is_empty() {
-        usual(ranks.size())
-    } else {
-        options.shapes.clone()
-    };
+    let shapes = options.shapes(which, ranks.size())?;
     let meta = meta::meta(ranks)?;
     let mut text = format!(
-        "{:>6} {:>6} {:>6} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>7} {:>7} {:>7}  plan\n",
+        "{:>6} {:>6} {:>6} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>7} {:>7} {:>7} {:>9} {:>9}  plan\n",
         "scheme",
         "m",
         "k",
@@ -92,7 +138,9 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
         "nccl+gemm",
         "/floor",
         "/off",
-        "/nccl"
+        "/nccl",
+        "alg GB/s",
+        "bus GB/s"
     );
     let measured = ranks.run(&options.common, |rank| {
         shapes
@@ -124,8 +172,11 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
             gemm
         };
         let ratio = |to: Option<f64>| to.map_or(f64::NAN, |t| ours / t);
+        // 10^9 bytes in a second are 1000 in a microsecond.
+        let alg = options.bytes(which, *shape) as f64 / ours / 1e3;
+        let bus = alg * (ranks.size() as f64 - 1.0) / ranks.size() as f64;
         text += &format!(
-            "{:>6} {:>6} {:>6} {:>6} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>7.3} {:>7.3} {:>7.3}  {plan}\n",
+            "{:>6} {:>6} {:>6} {:>6} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>7.3} {:>7.3} {:>7.3} {alg:>9.1} {bus:>9.1}  {plan}\n",
             options.scheme.name(),
             shape.m,
             shape.k,
@@ -140,7 +191,9 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
             ratio(of("off")),
             ratio(of("nccl_and_gemm")),
         );
-        rows.push(row(*shape, options, times, plan, ours / floor));
+        let mut row = row(*shape, options, times, plan, ours / floor);
+        (row["alg_gb_per_s"], row["bus_gb_per_s"]) = (rounded(alg), rounded(bus));
+        rows.push(row);
     }
     options.common.write(&meta, &rows)?;
     Ok(text)
@@ -166,4 +219,49 @@ fn row(shape: Shape, options: &Linears, times: &[Times], plan: &str, of_floor: f
         row["samples"][t.name] = t.samples.iter().map(|&s| rounded(s)).collect();
     }
     row
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        linears: Linears,
+    }
+
+    fn read(words: &str) -> Result<Linears, clap::Error> {
+        let words = std::iter::once("gather-linear").chain(words.split_whitespace());
+        Line::try_parse_from(words).map(|line| line.linears)
+    }
+
+    #[test]
+    fn rows_are_swept_over_layers() {
+        let shapes = |words: &str, which| read(words).unwrap().shapes(which, 4).unwrap();
+        assert_eq!(shapes("", Which::Gather), Model::Six.shapes(false, 4));
+        let both = shapes("--model six qwen3-235b", Which::Scatter);
+        assert_eq!(both.len(), 6 + 3);
+        let swept = shapes("--shapes 5,8,16 7,8,16 -b 16 -e 128 -f 4", Which::Gather);
+        assert_eq!(swept.iter().map(|s| s.m).collect::<Vec<_>>(), [16, 64]);
+        let llama = shapes("--model llama-3-70b -b 1024", Which::Gather);
+        assert_eq!((llama.len(), llama[9].m), (10, 16_384));
+        assert!(read("-e 128").is_err() && read("--model six --shapes 1,2,3").is_err());
+        assert!(
+            read("-b 64 -e 32")
+                .unwrap()
+                .shapes(Which::Gather, 4)
+                .is_err()
+        );
+    }
+
+    #[test]
+    fn bytes_are_those_of_the_collective_alone() {
+        let (shape, int8) = (Shape { m: 8, k: 16, n: 32 }, read("--scheme int8").unwrap());
+        let of =
+            |options: &Linears| [Which::Gather, Which::Scatter].map(|w| options.bytes(w, shape));
+        assert_eq!(of(&read("").unwrap()), [256, 512]);
+        assert_eq!(of(&int8), [128, 512]);
+    }
 }

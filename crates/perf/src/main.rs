@@ -7,6 +7,7 @@ mod collectives;
 mod data;
 mod doctor;
 mod factor;
+mod fit;
 mod float;
 mod hierarchical;
 mod linears;
@@ -51,6 +52,8 @@ enum Operation {
     Crossover(linears::crossover::Options),
     /// Find which all-reduce is quickest at which size on these GPUs, and write it as an entry of brigade-plan's table
     Tune(collectives::tune::Tune),
+    /// Find by which transport rows travel quickest to experts on these GPUs, and write it as an entry of brigade-plan's table
+    TuneExperts(moe::tune::Tune),
     /// Send to the next rank, and receive from the one before
     Sendrecv(sendrecv::SendRecv),
     /// Every rank gets the reduction of all inputs
@@ -177,6 +180,7 @@ fn main() -> ExitCode {
             .run(|r| linears::run(l, linears::Which::Scatter, r)),
         Operation::Crossover(c) => c.common.run(|r| linears::crossover::run(c, r)),
         Operation::Tune(t) => t.common().run(|r| collectives::tune::run(t, r)),
+        Operation::TuneExperts(t) => t.common().run(|r| moe::tune::run(t, r)),
         Operation::Sendrecv(s) => s.common.run(|r| sendrecv::run(s, r)),
         Operation::AllReduce(c) => collective(&c.asked()),
         Operation::AllReduceNorm(n) => n.common.run(|r| norms::run(n, r)),

@@ -68,6 +68,22 @@ pub struct Times {
     pub samples: Vec<f64>,
 }
 
+impl Times {
+    /// Of all rounds, of which there is one at least.
+    pub fn new(name: &'static str, samples: Vec<f64>) -> Self {
+        let mut sorted = samples.clone();
+        sorted.sort_by(f64::total_cmp);
+        let last = sorted.len().saturating_sub(1);
+        let at = |part: f64| sorted.get((last as f64 * part).round() as usize);
+        Self {
+            name,
+            median: at(0.5).copied().unwrap_or(f64::NAN),
+            p99: at(0.99).copied().unwrap_or(f64::NAN),
+            samples,
+        }
+    }
+}
+
 /// Measures all variants, in turn.
 pub fn measure(rank: &Rank, variants: &mut [Variant<'_>], rounds: usize) -> Result<Vec<Times>> {
     let mut samples = vec![Vec::new(); variants.len()];
@@ -80,16 +96,8 @@ pub fn measure(rank: &Rank, variants: &mut [Variant<'_>], rounds: usize) -> Resu
             }
         }
     }
-    let times = variants.iter().zip(samples).map(|(variant, samples)| {
-        let mut sorted = samples.clone();
-        sorted.sort_by(f64::total_cmp);
-        let at = |part: f64| sorted[((sorted.len() - 1) as f64 * part).round() as usize];
-        Times {
-            name: variant.name,
-            median: at(0.5),
-            p99: at(0.99),
-            samples,
-        }
-    });
-    Ok(times.collect())
+    let all = variants.iter().zip(samples);
+    Ok(all
+        .map(|(v, samples)| Times::new(v.name, samples))
+        .collect())
 }

@@ -1,6 +1,8 @@
 //! Shapes and modes, as the command line names them.
 
+use anyhow::{Result as Outcome, ensure};
 use brigade::OverlapMode;
+use clap::ValueEnum;
 use std::str::FromStr;
 
 /// M rows in all, K and N, of one rank.
@@ -56,6 +58,80 @@ pub fn usual(ranks: usize) -> Vec<Shape> {
     .to_vec()
 }
 
+/// Layers that are measured together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Model {
+    /// Six shapes of large models, each with rows of its own
+    Six,
+    /// The layers of Llama-3-70B
+    #[value(name = "llama-3-70b")]
+    Llama3_70b,
+    /// The attention's layers of Qwen3-235B-A22B; its experts go by `moe`
+    #[value(name = "qwen3-235b")]
+    Qwen3_235b,
+}
+
+/// Rows of all ranks for a model's layers, if none are named.
+const MODEL_ROWS: [usize; 3] = [512, 2048, 8192];
+
+impl Model {
+    /// K and N of the layers that gather their rows, and of those that scatter sums, over all ranks.
+    ///
+    /// Of Llama-3-70B hidden 8192, 64 heads and 8 of keys and values of 128 columns each, feed-forward 28672, gate and up in one; of
+    /// Qwen3-235B-A22B hidden 4096, 64 heads and 4 of keys and values of 128 columns each (their models' `config.json`).
+    fn layers(self) -> (Vec<Layer>, Vec<Layer>) {
+        let layer = |k, n| Layer { k, n };
+        match self {
+            Self::Six => (vec![], vec![]),
+            Self::Llama3_70b => (
+                vec![layer(8192, 10_240), layer(8192, 57_344)],
+                vec![layer(8192, 8192), layer(28_672, 8192)],
+            ),
+            Self::Qwen3_235b => (vec![layer(4096, 9216)], vec![layer(8192, 4096)]),
+        }
+    }
+
+    /// The shapes of one of `ranks` ranks: who gathers rows has a part of the columns, and who scatters sums a part of the inner
+    /// dimension.
+    pub fn shapes(self, scatters: bool, ranks: usize) -> Vec<Shape> {
+        if self == Self::Six {
+            return usual(ranks);
+        }
+        let (gathering, scattering) = self.layers();
+        let layers: Vec<Layer> = match scatters {
+            true => scattering
+                .iter()
+                .map(|l| Layer {
+                    k: l.k / ranks,
+                    ..*l
+                })
+                .collect(),
+            false => gathering
+                .iter()
+                .map(|l| Layer {
+                    n: l.n / ranks,
+                    ..*l
+                })
+                .collect(),
+        };
+        let rows = |l: Layer| MODEL_ROWS.map(|m| Shape { m, k: l.k, n: l.n });
+        layers.into_iter().flat_map(rows).collect()
+    }
+}
+
+/// Every layer of these shapes with each of these numbers of rows.
+pub fn swept(shapes: &[Shape], rows: &[usize]) -> Outcome<Vec<Shape>> {
+    ensure!(!rows.contains(&0), "there must be rows");
+    let mut layers: Vec<Layer> = Vec::new();
+    for &Shape { k, n, .. } in shapes {
+        if !layers.contains(&Layer { k, n }) {
+            layers.push(Layer { k, n });
+        }
+    }
+    let with_rows = |l: Layer| rows.iter().map(move |&m| Shape { m, k: l.k, n: l.n });
+    Ok(layers.into_iter().flat_map(with_rows).collect())
+}
+
 /// A mode to force; `None` leaves it to the plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mode(pub Option<OverlapMode>);
@@ -107,6 +183,40 @@ mod tests {
         for wrong in ["3", "3,4,5", "0,4", ""] {
             assert!(wrong.parse::<Layer>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn layers_of_models_are_cut_as_linears_are() {
+        let kn = |shapes: Vec<Shape>| shapes.iter().map(|s| (s.m, s.k, s.n)).collect::<Vec<_>>();
+        let gather = kn(Model::Llama3_70b.shapes(false, 4));
+        assert_eq!(gather.len(), 6);
+        assert_eq!(
+            (gather[0], gather[5]),
+            ((512, 8192, 2560), (8192, 8192, 14_336))
+        );
+        let scatter = kn(Model::Llama3_70b.shapes(true, 4));
+        assert_eq!(
+            (scatter[0], scatter[5]),
+            ((512, 2048, 8192), (8192, 7168, 8192))
+        );
+        assert_eq!(kn(Model::Qwen3_235b.shapes(true, 2))[1], (2048, 4096, 4096));
+        assert_eq!(Model::Six.shapes(true, 4), usual(4));
+    }
+
+    #[test]
+    fn a_sweep_has_every_layer_once() {
+        let swept = swept(&usual(4), &[16, 32]).unwrap();
+        let got: Vec<_> = swept.iter().map(|s| (s.m, s.n)).collect();
+        let wanted = [
+            (16, 6144),
+            (32, 6144),
+            (16, 7168),
+            (32, 7168),
+            (16, 2560),
+            (32, 2560),
+        ];
+        assert_eq!(got, wanted);
+        assert!(super::swept(&usual(4), &[0]).is_err());
     }
 
     #[test]

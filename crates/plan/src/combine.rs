@@ -11,7 +11,7 @@ use std::ops::Range;
 
 pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
     let pushed = || records::combine(call, topology);
-    if let Some(plan) = rows_pushed(call.choice, pushed, topology, table)? {
+    if let Some(plan) = rows_pushed(call.choice, pushed, topology, &table.experts.plain)? {
         return Ok(plan);
     }
     if call.choice == Some(Transport::Fifo) {

@@ -1,6 +1,6 @@
 //! Dispatch: how many rows go at a time, and where what belongs to them lies on the way.
 
-use crate::{Table, Topology, fifo::Queues, reason, records};
+use crate::{Table, Topology, fifo::Queues, reason, records, transports::Figures};
 use brigade_device::{Arrangement, DispatchCall, Launch, Plan, Reason, Transport};
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ pub(crate) fn plan(
         true => Err(reason::gathered_ids()),
         false => records::dispatch(call, topology),
     };
-    if let Some(plan) = rows_pushed(call.choice, pushed, topology, table)? {
+    if let Some(plan) = rows_pushed(call.choice, pushed, topology, table.experts.of(call))? {
         return Ok(plan);
     }
     if call.choice == Some(Transport::Fifo) {
@@ -26,7 +26,7 @@ pub(crate) fn plan(
     let cut = |transport, load| {
         let room = ("dispatch_bytes", topology.config.dispatch_bytes);
         let bytes = |rows| Sections::part(call, load, rows).bytes;
-        let most = (call.max_tokens, table.rows_at_a_time);
+        let most = (call.max_tokens, table.experts.of(call).rows_at_a_time);
         let (rows, pieces) = pieces(most, topology, room, bytes)?;
         Ok(in_pieces(transport, rows, pieces))
     };
@@ -64,7 +64,7 @@ pub(crate) fn rows_pushed(
     choice: Option<Transport>,
     pushed: impl Fn() -> Result<records::Pushed, Reason>,
     topology: &Topology,
-    table: &Table,
+    figures: &Figures,
 ) -> Result<Option<Plan>, Reason> {
     if !topology.engines.dispatches {
         return Err(reason::no_experts());
@@ -75,8 +75,8 @@ pub(crate) fn rows_pushed(
         }
         Some(Transport::Pushed) => Ok(Some(pushed()?.plan())),
         None => {
-            let few =
-                |of: &records::Pushed| table.rows_push_max_bytes.is_some_and(|n| of.within(n));
+            let limit = figures.push_limit(topology.config.sm_budget);
+            let few = |of: &records::Pushed| limit.is_some_and(|most| of.arriving <= most);
             Ok(pushed().ok().filter(few).map(records::Pushed::plan))
         }
     }

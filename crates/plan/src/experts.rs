@@ -6,8 +6,10 @@ use crate::{
     dispatch::{InPlace, Load, Sections, sections},
     fifo::Queues,
     low_latency::{BackRow, Section, There, back_bytes},
-    plan, reason, records,
+    plan, reason,
+    records::{self, Record, Returned},
     routes::Slots,
+    transports::Asked,
 };
 use brigade_device::{
     Arrangement, Buffer, Call, CombineCall, CommConfig, DataType, DispatchCall, DispatchOutputs,
@@ -337,29 +339,49 @@ fn there_bytes(call: &LowLatencyDispatchCall) -> usize {
     sections.into_iter().map(|s| there.of(s).1).sum()
 }
 
-/// Why rows travel by this transport.
+/// Bytes that may come to a rank of `size` in a dispatch or a combine, as [figures](crate::transports) count them: what its peers push,
+/// or would.
+///
+/// # Errors
+/// [`UNKNOWN`](reason::UNKNOWN) for another call.
+pub fn arriving_bytes(call: &Call, size: usize) -> Result<usize, Reason> {
+    match call {
+        Call::Dispatch(c) => Ok(Record::new(c).bytes(c.max_tokens, size)),
+        Call::Combine(c) => Ok(Returned::new(c, size).bytes(c.max_tokens)),
+        other => Err(reason::unknown(other.operation())),
+    }
+}
+
+/// Why rows travel by this transport, and by which figures.
 fn why(call: &Call, transport: Transport, topology: &Topology, table: &Table) -> String {
-    let forced = match call {
-        Call::Dispatch(DispatchCall { choice, .. }) | Call::Combine(CombineCall { choice, .. }) => {
-            choice.is_some()
-        }
-        _ => false,
+    let (figures, choice, asked) = match call {
+        // What goes back from a gather is one-sided.
+        Call::Combine(CombineCall { choice, .. }) => (
+            &table.experts.plain,
+            *choice,
+            &[Asked::InPlace, Asked::Fifo][..],
+        ),
+        Call::Dispatch(c) => (table.experts.of(c), c.choice, &Asked::ALL[..]),
+        _ => return String::new(),
     };
-    let most = table.rows_push_max_bytes;
-    match (records_of(call, topology), most) {
-        _ if forced => "forced".into(),
-        (_, None) => "this device pushes no rows by itself".into(),
-        (Err(reason), _) => format!("not pushed: {}", reason.what),
-        (Ok(pushed), Some(most)) => {
-            let (come, limit) = (pushed.arriving, pushed.limit(most));
-            let than = if transport == Transport::Pushed {
-                "not more"
-            } else {
-                "more"
+    if choice.is_some() {
+        return "forced".into();
+    }
+    let Some(limit) = figures.push_limit(topology.config.sm_budget) else {
+        return "this device pushes no rows by itself".into();
+    };
+    let pushed = match records_of(call, topology) {
+        Err(reason) => format!("not pushed: {}", reason.what),
+        Ok(pushed) => {
+            let than = match transport {
+                Transport::Pushed => "not more",
+                _ => "more",
             };
+            let come = pushed.arriving;
             format!(
                 "{come} bytes may come to a rank, {than} than the {limit} up to which rows are pushed"
             )
         }
-    }
+    };
+    [pushed, figures.source.to_string(), figures.asked_for(asked)].join("; ")
 }

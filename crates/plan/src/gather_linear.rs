@@ -24,8 +24,7 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
         if forced {
             return Ok(());
         }
-        let travels = bytes(&[call.total_rows(), call.k, call.input.bytes()]);
-        overlap::pays(call, topology, travels, &table.gather)
+        overlap::pays(call, topology, overlap::gathered_bytes(call), &table.gather)
     })?;
     let (rank, size) = (topology.group.rank, topology.group.size);
     let order = match mode {
@@ -41,7 +40,7 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
 fn capacity(call: &LinearCall, topology: &Topology) -> Result<(), Reason> {
     let config = &topology.config;
     let rows = call.total_rows();
-    let need = bytes(&[rows, call.k, call.input.bytes()]);
+    let need = overlap::gathered_bytes(call);
     if need > config.gather_bytes {
         return Err(reason::capacity("gather_bytes", need, config.gather_bytes));
     }

@@ -6,6 +6,7 @@
 //!
 //! - [`crossover`]: from which size on overlap pays on which GPUs, as measured.
 //! - [`tuned`]: which all-reduce is quickest on which GPUs, as measured.
+//! - [`transports`]: which way rows go to experts on which GPUs, as measured.
 //! - [`rows`]: ragged chunks and the pieces of a chunk.
 //! - [`ring`]: who multiplies, sends and receives which chunk when.
 //! - [`gathered`]: where the rows of all ranks lie.
@@ -46,11 +47,14 @@ pub mod routes;
 pub mod rows;
 mod scratch;
 mod table;
+mod told;
 mod topology;
+pub mod transports;
 pub mod tuned;
 
 pub use overlap::MAX_PIECES;
-pub use table::Table;
+pub use table::{Copies, Table};
+pub use told::told;
 pub use topology::{Engines, Topology};
 
 use brigade_device::{Call, Plan, Reason};

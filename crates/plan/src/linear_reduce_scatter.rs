@@ -25,7 +25,7 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
         if forced {
             return Ok(());
         }
-        let travels = bytes(&[call.total_rows(), call.n, call.output.bytes()]);
+        let travels = overlap::scattered_bytes(call);
         overlap::pays(call, topology, travels, &table.scatter)
     })?;
     let order = ring::scatter_order(topology.group.rank, topology.group.size);

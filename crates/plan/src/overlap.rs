@@ -112,6 +112,16 @@ pub(crate) const fn instead(mode: OverlapMode) -> OverlapMode {
     }
 }
 
+/// Bytes of rows that a gather-linear moves.
+pub(crate) fn gathered_bytes(call: &LinearCall) -> usize {
+    bytes(&[call.total_rows(), call.k, call.input.bytes()])
+}
+
+/// Bytes of sums that its twin moves.
+pub(crate) fn scattered_bytes(call: &LinearCall) -> usize {
+    bytes(&[call.total_rows(), call.n, call.output.bytes()])
+}
+
 /// Whether so few bytes are worth overlapping, when nothing forces it.
 pub(crate) fn pays(
     call: &LinearCall,

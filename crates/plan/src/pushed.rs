@@ -183,7 +183,7 @@ impl Packets {
     }
 
     /// Granules of a buffer that the exchange fills.
-    pub fn granules(&self) -> usize {
+    pub const fn granules(&self) -> usize {
         self.slots.saturating_mul(self.slot)
     }
 
@@ -205,21 +205,17 @@ impl Packets {
     }
 }
 
-/// The launch of a copy that pushes, if it is pushed: a packet for each thread.
+/// The launch of a copy that pushes, if it is pushed.
 pub(crate) fn copy(
     packets: Packets,
     dtype: DataType,
     topology: &Topology,
     table: &Table,
 ) -> Option<Launch> {
-    let arriving = packets.slots.saturating_mul(packets.bytes);
-    let peers = topology.group.size.saturating_sub(1);
-    let threads = packets.most.saturating_mul(peers);
-    let filled = packets.granules().saturating_mul(GRANULE_BYTES);
-    at_once((arriving, filled), threads, dtype, topology, table)
+    copied(packets, topology).launch(dtype, topology, table)
 }
 
-/// The launch of a reduce-scatter that pushes, of so many elements for each rank, if it is pushed: a granule for each thread.
+/// The launch of a reduce-scatter that pushes, of so many elements for each rank, if it is pushed.
 pub(crate) fn scatter(
     elements: &[usize],
     input: DataType,
@@ -227,26 +223,73 @@ pub(crate) fn scatter(
     table: &Table,
 ) -> Option<Launch> {
     let most = elements.iter().max().copied().unwrap_or(0);
-    let peers = topology.group.size.saturating_sub(1);
-    let granules = most.saturating_mul(input.bytes()).div_ceil(GRANULE_BYTES);
-    let arriving = granules.saturating_mul(peers).saturating_mul(GRANULE_BYTES);
-    at_once((arriving, arriving), granules, input, topology, table)
+    scattered(most, input, topology).launch(input, topology, table)
 }
 
-/// The launch of what takes so many threads, if it is pushed: where bytes that arrive are few, and those that they fill fit a
-/// buffer.
-fn at_once(
-    (arriving, filled): (usize, usize),
+/// What comes in a copy: a packet for each thread.
+pub(crate) const fn copied(packets: Packets, topology: &Topology) -> Arriving {
+    let peers = topology.group.size.saturating_sub(1);
+    Arriving {
+        bytes: packets.slots.saturating_mul(packets.bytes),
+        filled: packets.granules().saturating_mul(GRANULE_BYTES),
+        threads: packets.most.saturating_mul(peers),
+    }
+}
+
+/// What comes in a reduce-scatter of at most so many elements for a rank: a granule for each thread.
+pub(crate) const fn scattered(most: usize, input: DataType, topology: &Topology) -> Arriving {
+    let peers = topology.group.size.saturating_sub(1);
+    let granules = most.saturating_mul(input.bytes()).div_ceil(GRANULE_BYTES);
+    let bytes = granules.saturating_mul(peers).saturating_mul(GRANULE_BYTES);
+    Arriving {
+        bytes,
+        filled: bytes,
+        threads: granules,
+    }
+}
+
+/// What comes to a rank if all of it is pushed at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Arriving {
+    bytes: usize,
+    /// Bytes of a buffer that it fills.
+    filled: usize,
+    /// Threads that have something to do.
     threads: usize,
-    dtype: DataType,
-    topology: &Topology,
-    table: &Table,
-) -> Option<Launch> {
-    let room = topology.config.all_reduce_bytes;
-    let few = table.push_max_bytes.is_some_and(|most| arriving <= most);
-    let pushes = topology.engines.one_shot_push && room > 0 && filled <= room && few;
-    let figures = table.all_reduce.of(dtype);
-    pushes.then(|| figures.launch(arriving, threads, topology.config.sm_budget))
+}
+
+impl Arriving {
+    /// The launch, if it is pushed: where bytes that arrive are few, and those that they fill fit a buffer.
+    fn launch(&self, dtype: DataType, topology: &Topology, table: &Table) -> Option<Launch> {
+        let few = (table.copies.push_max_bytes).is_some_and(|most| self.bytes <= most);
+        let pushes = topology.engines.one_shot_push && self.fits(topology) && few;
+        let figures = table.all_reduce.of(dtype);
+        pushes.then(|| figures.launch(self.bytes, self.threads, topology.config.sm_budget))
+    }
+
+    const fn fits(&self, topology: &Topology) -> bool {
+        let room = topology.config.all_reduce_bytes;
+        room > 0 && self.filled <= room
+    }
+
+    /// Why it is pushed, or is not.
+    pub(crate) fn why(&self, topology: &Topology, table: &Table) -> String {
+        let Self { bytes, filled, .. } = self;
+        match table.copies.push_max_bytes {
+            Some(_) if !topology.engines.one_shot_push => "this device pushes nothing".into(),
+            None => "this device pushes no copies by itself".into(),
+            Some(most) if *bytes > most => {
+                format!("{bytes} bytes come to a rank, more than the {most} that are pushed")
+            }
+            Some(_) if !self.fits(topology) => {
+                let room = topology.config.all_reduce_bytes;
+                format!("{filled} bytes do not fit all_reduce_bytes, {room}")
+            }
+            Some(most) => {
+                format!("{bytes} bytes come to a rank, not more than the {most} that are pushed")
+            }
+        }
+    }
 }
 
 /// Most rows of `hidden` elements in one exchange in buffers of `capacity` bytes.
@@ -311,7 +354,7 @@ pub(crate) fn even(elements: usize, most: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Engines;
+    use crate::{Copies, Engines};
     use DataType::{BF16, F32};
     use brigade_device::{CommConfig, Group, ParallelMode};
     use proptest::prelude::*;
@@ -408,7 +451,10 @@ mod tests {
         };
         topology.config.all_reduce_bytes = 3 * 65_536;
         let table = Table {
-            push_max_bytes: Some(1 << 30),
+            copies: Copies {
+                push_max_bytes: Some(1 << 30),
+                source: "".into(),
+            },
             ..Table::host()
         };
         let by = |topology: &Topology, table: &Table, elements: usize| {

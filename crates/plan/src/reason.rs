@@ -29,6 +29,8 @@ pub const TUNED_OFF: &str = "tuned-off";
 pub const CROSSOVERS: &str = "crossovers";
 /// The figures of which all-reduce is quickest cannot be read.
 pub const ALL_REDUCES: &str = "all-reduces";
+/// The figures of this build of how rows travel to experts cannot be read.
+pub const EXPERTS: &str = "experts";
 /// The backend cannot run the mode or algorithm.
 pub const NO_ENGINE: &str = "no-engine";
 /// A number of pieces that is not allowed.
@@ -159,6 +161,14 @@ pub(crate) fn all_reduces(why: &str) -> Reason {
         ALL_REDUCES,
         format!("the figures of which all-reduce is quickest cannot be read: {why}"),
         "build with crates/plan/tables/all_reduce.json as it is in the repository",
+    )
+}
+
+pub(crate) fn experts(why: &str) -> Reason {
+    Reason::new(
+        EXPERTS,
+        format!("the figures of how rows travel to experts cannot be read: {why}"),
+        "build with crates/plan/tables/experts.json as it is in the repository",
     )
 }
 

@@ -203,8 +203,6 @@ pub(crate) struct Pushed {
     pub(crate) arriving: usize,
     /// Bytes that a buffer must have.
     pub(crate) need: usize,
-    /// Most blocks.
-    budget: u16,
     launch: Launch,
 }
 
@@ -245,22 +243,8 @@ impl Pushed {
             rows: max_tokens,
             arriving,
             need,
-            budget: budget.min(MOST_BLOCKS),
             launch: launch(threads.saturating_mul(rows), budget, together),
         })
-    }
-
-    /// Whether so many bytes may come.
-    pub(crate) fn within(&self, most: usize) -> bool {
-        self.arriving <= self.limit(most)
-    }
-
-    /// Most bytes that may come where `most` may with all blocks: with fewer, their part.
-    pub(crate) fn limit(&self, most: usize) -> usize {
-        match self.budget {
-            MOST_BLOCKS => most,
-            budget => most / usize::from(MOST_BLOCKS) * usize::from(budget),
-        }
     }
 
     pub(crate) fn plan(self) -> Plan {
@@ -274,7 +258,7 @@ impl Pushed {
 }
 
 /// Most blocks that push, of the largest.
-const MOST_BLOCKS: u16 = 132;
+pub(crate) const MOST_BLOCKS: u16 = 132;
 
 /// Blocks of a dispatch that write down what the caller is told, where there are more.
 const CLERKS: usize = 2;
@@ -299,7 +283,10 @@ fn launch(threads: usize, most: u16, together: u16) -> Launch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Engines, Table, dispatch};
+    use crate::{
+        Engines, Table, dispatch,
+        transports::{ByRows, Figures},
+    };
     use brigade_device::{CommConfig, DataType, Group, ParallelMode, PlacementCall, Transport};
 
     fn call(hidden: usize, k: usize) -> DispatchCall {
@@ -375,13 +362,17 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_pushes_its_part_of_the_bytes() {
-        let by = |sm_budget, most: usize| {
+    fn a_budget_pushes_so_much_for_each_multiprocessor() {
+        let by = |sm_budget, most: usize, per_sm: usize| {
             let mut topology = topology(1 << 30);
             topology.config.sm_budget = sm_budget;
             topology.engines = Engines::cuda(false, true);
             let table = Table {
-                rows_push_max_bytes: Some(most),
+                experts: ByRows::all(Figures {
+                    push_max_bytes: Some(most),
+                    push_max_bytes_per_sm: per_sm,
+                    ..Figures::nothing_pushed()
+                }),
                 ..Table::host()
             };
             match dispatch::plan(&call(7168, 8), &topology, &table) {
@@ -390,12 +381,13 @@ mod tests {
             }
         };
         let need = Record::new(&call(7168, 8)).bytes(128, 4);
-        let most = need.next_multiple_of(132);
-        assert_eq!(by(None, need), Transport::Pushed);
-        assert_eq!(by(None, need - 1), Transport::OneSided);
-        assert_eq!(by(Some(66), 2 * most), Transport::Pushed);
-        assert_eq!(by(Some(65), 2 * most), Transport::OneSided);
-        assert_eq!(by(Some(500), most), Transport::Pushed, "no more blocks");
+        let each = need.div_ceil(66);
+        assert_eq!(by(None, need, 0), Transport::Pushed);
+        assert_eq!(by(None, need - 1, each), Transport::OneSided);
+        assert_eq!(by(Some(66), need, each), Transport::Pushed);
+        assert_eq!(by(Some(65), need, each), Transport::OneSided);
+        assert_eq!(by(Some(131), need - 1, each), Transport::OneSided);
+        assert_eq!(by(Some(500), need, 0), Transport::Pushed, "all blocks");
     }
 
     #[test]

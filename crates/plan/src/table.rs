@@ -2,24 +2,21 @@
 
 use crate::{
     crossover::{Crossovers, Figures, Gpus, Overlapped},
+    transports::{self, ByRows},
     tuned::{self, ByType},
 };
 use brigade_device::{OverlapMode, Reason};
+use std::borrow::Cow;
 
 /// Where one way of doing things overtakes another, as measured.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Table {
     /// Which all-reduce, and how it is launched.
     pub all_reduce: ByType,
-    /// Largest copy or reduce-scatter, in bytes that arrive at a rank, that is pushed; `None` if none is. It must fit the buffers at
-    /// once, too.
-    pub push_max_bytes: Option<usize>,
-    /// Most bytes that may come to a rank in a dispatch or combine that is pushed, where a budget of multiprocessors does not keep it
-    /// from all its blocks, and with fewer blocks that part of it; `None` if none is.
-    pub rows_push_max_bytes: Option<usize>,
-    /// How many rows of a sender go through a half of a dispatch at a time where more could: while they are taken, the next are on their
-    /// way. `None` if as many as fit.
-    pub rows_at_a_time: Option<usize>,
+    /// Which copies and reduce-scatters are pushed.
+    pub copies: Copies,
+    /// How rows travel to experts and back.
+    pub experts: ByRows,
     /// Smallest mean chunk, in bytes of rows, for which gather-linear overlaps.
     pub gather: Crossovers,
     /// Smallest mean part, in bytes of sums, for which the twin overlaps.
@@ -29,15 +26,25 @@ pub struct Table {
     pub overlap: OverlapMode,
 }
 
-/// What fits the buffers of a usual configuration: there a push costs one launch and no wait for anybody before it.
-const PUSH_MAX_BYTES: usize = 8 << 20;
+/// Which all-gathers, broadcasts and reduce-scatters are pushed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Copies {
+    /// The largest, in bytes that arrive at a rank; `None` if none is. It must fit the buffers at once, too.
+    pub push_max_bytes: Option<usize>,
+    /// Where the figure is from, for people. Empty for the host, whose figure is a rule.
+    pub source: Cow<'static, str>,
+}
 
-/// Where rows were quicker pushed than one-sided on two and four GPUs, in docs/results/moe.h200x4.json and its like: up to the most
-/// that was measured.
-const ROWS_PUSH_MAX_BYTES: usize = 64 << 20;
-
-/// Of what was tried on two GPUs, the quickest (docs/src/experts.md).
-const ROWS_AT_A_TIME: usize = 1024;
+impl Copies {
+    /// Those of GPUs: what fits the buffers of a usual configuration. There a push costs one launch and no wait for anybody before
+    /// it. docs/results/all-gather.h200x4.json and its like have it ahead of NCCL up to 4 MiB; no file has it beside a pull.
+    const UNTUNED: Self = Self {
+        push_max_bytes: Some(8 << 20),
+        source: Cow::Borrowed(
+            "untuned: nobody has measured from where on a pull is quicker; this much fits usual buffers at once",
+        ),
+    };
+}
 
 impl Table {
     /// For ranks that are threads or processes of one host: a chunk is worth overlapping once copying it takes longer
@@ -51,9 +58,11 @@ impl Table {
                 threads: Vec::new(),
                 source: "".into(),
             }),
-            push_max_bytes: None,
-            rows_push_max_bytes: None,
-            rows_at_a_time: None,
+            copies: Copies {
+                push_max_bytes: None,
+                source: "".into(),
+            },
+            experts: ByRows::all(transports::Figures::nothing_pushed()),
             gather: Crossovers::all(16 << 10),
             scatter: Crossovers::all(16 << 10),
             overlap: OverlapMode::Ring,
@@ -62,17 +71,17 @@ impl Table {
 
     /// For GPUs of one host: own rows are pushed to all peers by copy engines. Below some megabytes a product of chunks
     /// loses more than the gather costs; from where on depends on the GPUs, and is read from the [figures](crate::crossover)
-    /// of this build, as is [which all-reduce](crate::tuned) is quickest.
+    /// of this build, as are [which all-reduce](crate::tuned) is quickest and [how rows travel](crate::transports) to experts.
     ///
     /// # Errors
-    /// [`CROSSOVERS`](crate::reason::CROSSOVERS) or [`ALL_REDUCES`](crate::reason::ALL_REDUCES) if they cannot be read.
+    /// [`CROSSOVERS`](crate::reason::CROSSOVERS), [`ALL_REDUCES`](crate::reason::ALL_REDUCES) or
+    /// [`EXPERTS`](crate::reason::EXPERTS) if they cannot be read.
     pub fn cuda(gpus: &Gpus) -> Result<Self, Reason> {
         let figures = Figures::embedded()?;
         Ok(Self {
             all_reduce: tuned::File::embedded()?.of(gpus),
-            push_max_bytes: Some(PUSH_MAX_BYTES),
-            rows_push_max_bytes: Some(ROWS_PUSH_MAX_BYTES),
-            rows_at_a_time: Some(ROWS_AT_A_TIME),
+            copies: Copies::UNTUNED,
+            experts: transports::File::embedded()?.of(gpus),
             gather: figures.of(gpus, Overlapped::GatherLinear),
             scatter: figures.of(gpus, Overlapped::ReduceScatterLinear),
             overlap: OverlapMode::Tiles,
@@ -84,9 +93,8 @@ impl Table {
     pub fn digest(&self) -> u64 {
         let Self {
             all_reduce,
-            push_max_bytes,
-            rows_push_max_bytes,
-            rows_at_a_time,
+            copies,
+            experts,
             gather,
             scatter,
             overlap,
@@ -105,10 +113,8 @@ impl Table {
         all_reduce
             .numbers()
             .chain([overlap])
-            .chain(
-                [push_max_bytes, rows_push_max_bytes, rows_at_a_time]
-                    .map(|b| b.map_or(u64::MAX, |b| b as u64)),
-            )
+            .chain([copies.push_max_bytes.map_or(u64::MAX, |b| b as u64)])
+            .chain(experts.numbers())
             .chain(crossovers)
             .flat_map(u64::to_le_bytes)
             .fold(0xcbf2_9ce4_8422_2325, |h, b| {

@@ -1,7 +1,11 @@
 //! What ranks vote on before they plan: equal for equal tables and engines, different for different ones.
 
 use brigade_device::OverlapMode;
-use brigade_plan::{Engines, Table, tuned::Threads};
+use brigade_plan::{
+    Engines, Table,
+    transports::{Asked, Other},
+    tuned::Threads,
+};
 
 fn threads(max_bytes: usize, threads: u16) -> Threads {
     Threads { max_bytes, threads }
@@ -26,8 +30,12 @@ fn what_is_voted_on_tells_tables_and_engines_apart() {
         with(|t| t.all_reduce.bf16.threads = vec![threads(1, 32)]),
         with(|t| t.all_reduce.bf16.threads = vec![threads(1, 64)]),
         with(|t| t.all_reduce.bf16.threads = vec![threads(1, 32), threads(2, 64)]),
-        with(|t| t.push_max_bytes = Some(1)),
-        with(|t| t.rows_push_max_bytes = Some(1)),
+        with(|t| t.copies.push_max_bytes = Some(1)),
+        with(|t| t.experts.plain.push_max_bytes = Some(1)),
+        with(|t| t.experts.plain.push_max_bytes_per_sm = 1),
+        with(|t| t.experts.plain.rows_at_a_time = Some(1)),
+        with(|t| t.experts.fp8.push_max_bytes = Some(1)),
+        with(|t| t.experts.fp8.rows_at_a_time = Some(1)),
         with(|t| t.gather.bf16.min_chunk_bytes = Some(1)),
         with(|t| t.gather.int8.min_chunk_bytes = Some(1)),
         with(|t| t.gather.fp8.min_chunk_bytes = Some(1)),
@@ -60,6 +68,12 @@ fn what_is_voted_on_tells_tables_and_engines_apart() {
     let told = with(|t| {
         t.gather.bf16.source = "elsewhere".into();
         t.all_reduce.f16.source = "elsewhere".into();
+        t.copies.source = "elsewhere".into();
+        t.experts.fp8.source = "elsewhere".into();
+        t.experts.plain.others = vec![Other {
+            transport: Asked::InPlace,
+            from_bytes: Some(1),
+        }];
     });
     assert_eq!(told.digest(), table().digest());
     // Stable over builds: a rank of yesterday's build may vote with one of today's.

@@ -1,4 +1,5 @@
-//! Measured results: every file parses, and says when, at which commit and by which command it was measured.
+//! Measured results: every file parses, and says when, at which commit and by which command it was measured. A file of other
+//! programs alone says which they are, in place of a commit.
 
 use super::{Problem, Tree};
 use serde_json::Value;
@@ -29,9 +30,12 @@ fn faults(value: &Value) -> Vec<String> {
         ("commit", "7 to 40 hex digits", is_commit),
         ("command", "the command that measured it", is_text),
     ];
+    let given = |name: &str, good: Check| meta.get(name).and_then(Value::as_str).is_some_and(good);
+    let of_others = given("of", is_text);
     fields
         .into_iter()
-        .filter(|(name, _, good)| !meta.get(name).and_then(Value::as_str).is_some_and(good))
+        .filter(|(name, _, _)| !(of_others && *name == "commit"))
+        .filter(|(name, _, good)| !given(name, *good))
         .map(|(name, want, _)| format!("meta.{name} must be {want}"))
         .collect()
 }
@@ -66,6 +70,17 @@ mod tests {
         let sound = r#"{"meta": {"date": "2026-01-31", "commit": "0123abc", "command": "cargo xtask bench"}, "rows": []}"#;
         assert_eq!(told(sound), "");
         assert_eq!(check(&tree(&[("docs/results/notes.md", "{")])), []);
+    }
+
+    #[test]
+    fn a_result_of_others_needs_no_commit_but_their_names() {
+        let with = |of: &str| {
+            format!(
+                r#"{{"meta": {{"date": "2026-01-31", "of": "{of}", "command": "theirs"}}, "rows": []}}"#
+            )
+        };
+        assert_eq!(told(&with("vLLM")), "");
+        assert!(told(&with(" ")).contains("meta.commit must be"));
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! Which all-reduce is quickest at which size, and with how many blocks: all of Brigade's and NCCL's in turn, over sizes.
 
-mod fit;
 mod verdict;
 
 use super::{

@@ -17,6 +17,9 @@ use brigade::{
 };
 use half::bf16;
 
+/// What adapters are multiplied by.
+pub const ADAPTER_SCALE: f32 = 0.5;
+
 /// What one rank has of a shape.
 pub struct Measured {
     pub times: Vec<Times>,
@@ -98,7 +101,7 @@ impl<'a> Case<'a> {
     }
 
     fn runs(&self) -> Vec<LoraRun<'_>> {
-        let half = self.shape.m / 2;
+        let half = self.first_run();
         self.adapters
             .iter()
             .zip([half, self.shape.m - half])
@@ -107,7 +110,7 @@ impl<'a> Case<'a> {
                 adapter: Some(Lora {
                     a: a.view(),
                     b: b.view(),
-                    scale: 0.5,
+                    scale: ADAPTER_SCALE,
                 }),
             })
             .collect()
@@ -199,6 +202,20 @@ impl<'a> Case<'a> {
         self.weight.row(&self.rank.device, &self.rank.on, j)
     }
 
+    /// An adapter's A `[k, lora]` or B `[lora, n]`.
+    pub fn adapter(&self, i: usize, of: usize) -> Result<Vec<bf16>> {
+        let buffer = &self.adapters[i][of];
+        let mut values = vec![bf16::ZERO; buffer.shape().len()];
+        let bytes = bytemuck::cast_slice_mut(&mut values);
+        self.rank.device.read(&self.rank.on, buffer.view(), bytes)?;
+        Ok(values)
+    }
+
+    /// Rows that go by the first adapter; the rest go by the second.
+    pub const fn first_run(&self) -> usize {
+        self.shape.m / 2
+    }
+
     /// D.
     pub fn result(&self) -> Result<Vec<bf16>> {
         let mut values = vec![bf16::ZERO; self.d.shape().len()];
@@ -282,7 +299,7 @@ impl<'a> Case<'a> {
             }
         };
         rank.on.sync(PATIENCE)?;
-        if options.common.check && options.lora == 0 && !options.resident {
+        if options.common.check && !options.resident {
             expected::check(self, which)?;
         }
         rank.meet()?;

@@ -119,6 +119,10 @@ pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
     let linears = Linears {
         common: options.common.clone(),
         shapes: Vec::new(),
+        model: Vec::new(),
+        begin: None,
+        end: 0,
+        factor: 2,
         scheme: options.scheme,
         mode: options.mode,
         resident: false,

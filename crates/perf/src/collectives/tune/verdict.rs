@@ -1,10 +1,10 @@
 //! What the times of all candidates come to, and how they are shown.
 
-use super::{
-    super::{case::Measured, names::Choice},
+use super::super::{case::Measured, names::Choice};
+use crate::{
     fit::{self, Point},
+    float::Float,
 };
-use crate::float::Float;
 use anyhow::{Result, anyhow};
 
 /// What the times come to.

@@ -1,0 +1,168 @@
+//! What was measured, as a row of the file and as a line of the table.
+
+use super::{Moe, case::Measured};
+use crate::rounded;
+use brigade::Plan;
+use serde_json::{Map, Value, json};
+
+pub fn row(options: &Moe, tokens: usize, measured: &Measured) -> Value {
+    let of = |name: &str| {
+        let found = measured.times.iter().find(|t| t.name == name);
+        found.map_or(Value::Null, |t| rounded(t.median))
+    };
+    let number = |v: Value| v.as_f64().unwrap_or(f64::NAN);
+    let samples: Map<_, _> = measured
+        .times
+        .iter()
+        .map(|t| {
+            (
+                t.name.to_owned(),
+                t.samples.iter().map(|&s| rounded(s)).collect(),
+            )
+        })
+        .collect();
+    let floor = measured.floor_us;
+    let total = number(of("total"));
+    let of_floor = match floor > 0.0 && total.is_finite() {
+        true => json!((total / floor * 1000.0).round() / 1000.0),
+        false => Value::Null,
+    };
+    let blocks = match measured.plan {
+        Plan::Experts { launch, .. } if launch.blocks > 0 => json!(launch.blocks),
+        _ => Value::Null,
+    };
+    let mut row = json!({
+        "tokens": tokens, "hidden": options.hidden, "k": options.k, "experts": options.experts,
+        "transport": match options.in_slots() {
+            true => format!("low latency, {}", measured.plan),
+            false => measured.plan.to_string(),
+        },
+        "rows": format!("{:?}", options.rows), "sum": format!("{:?}", options.sum()),
+        "dtype": if options.fp8 { "fp8 there, bf16 back" } else { "bf16" },
+        "back": format!("{:?}", options.back),
+        "graph": options.common.graph, "sms": blocks, "sm_budget": options.sm_budget, "sent_bytes": measured.sent_bytes,
+        "layout_us": of("layout"), "dispatch_us": of("dispatch"),
+        "combine_us": rounded(number(of("total")) - number(of("dispatch"))),
+        "total_us": of("total"), "nccl_us": of("nccl"),
+        "wire_gb_per_s": options.wire_gb_per_s, "floor_us": rounded(floor), "of_floor": of_floor, "samples": samples,
+    });
+    // What was sent and received apart, outside of graphs.
+    let halves = measured
+        .times
+        .iter()
+        .filter(|t| t.name.ends_with("_send") || t.name.ends_with("_receive"));
+    for times in halves {
+        row[format!("{}_us", times.name)] = rounded(times.median);
+    }
+    row
+}
+
+/// The table of these rows.
+pub fn table(rows: &[Value], in_slots: bool) -> String {
+    let mut columns = vec![
+        ("tokens", "tokens"),
+        ("sent_bytes", "sent"),
+        ("layout_us", "layout us"),
+        ("dispatch_us", "dispatch us"),
+        ("combine_us", "combine us"),
+        ("total_us", "total us"),
+        ("floor_us", "floor us"),
+        ("of_floor", "of floor"),
+        ("nccl_us", "nccl us"),
+    ];
+    if in_slots {
+        columns.extend([
+            ("dispatch_send_us", "send us"),
+            ("dispatch_receive_us", "receive us"),
+            ("combine_send_us", "send back us"),
+            ("combine_receive_us", "receive us"),
+        ]);
+    }
+    let line = |cell: &dyn Fn(&(&str, &str)) -> String| {
+        let cells: Vec<_> = columns.iter().map(|c| format!("{:>12}", cell(c))).collect();
+        cells.join(" ") + "\n"
+    };
+    let mut text = line(&|(_, title)| (*title).to_owned());
+    for row in rows {
+        text += &line(&|(name, _)| match &row[*name] {
+            Value::Null => "-".to_owned(),
+            value => value.to_string(),
+        });
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sample::Times;
+    use brigade::{Launch, Transport};
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        moe: Moe,
+    }
+
+    fn told(words: &str, launch: Launch, halves: bool) -> (Value, String) {
+        let words = std::iter::once("moe").chain(words.split_whitespace());
+        let options = Line::try_parse_from(words).unwrap().moe;
+        let mut times = vec![
+            Times::new("layout", vec![1.0]),
+            Times::new("dispatch", vec![12.0]),
+            Times::new("total", vec![20.0]),
+        ];
+        if halves {
+            times.push(Times::new("dispatch_send", vec![7.0]));
+            times.push(Times::new("combine_receive", vec![3.0]));
+        }
+        let measured = Measured {
+            plan: Plan::Experts {
+                transport: Transport::Pushed,
+                piece_rows: 8,
+                pieces: 1,
+                launch,
+            },
+            times,
+            sent_bytes: 1000,
+            floor_us: 8.0,
+            spans: Vec::new(),
+        };
+        let row = row(&options, 8, &measured);
+        let text = table(std::slice::from_ref(&row), options.in_slots());
+        (row, text)
+    }
+
+    #[test]
+    fn a_row_has_its_floor_and_the_blocks_that_the_plan_knows() {
+        let launch = Launch {
+            blocks: 24,
+            threads: 256,
+            ..Launch::default()
+        };
+        let (row, text) = told("--sm-budget 30", launch, false);
+        assert_eq!((&row["sms"], &row["sm_budget"]), (&json!(24), &json!(30)));
+        assert_eq!(
+            (&row["floor_us"], &row["of_floor"]),
+            (&json!(8.0), &json!(2.5))
+        );
+        assert_eq!(
+            (&row["combine_us"], &row["nccl_us"]),
+            (&json!(8.0), &Value::Null)
+        );
+        assert!(row.get("dispatch_send_us").is_none());
+        let widths: Vec<_> = text.lines().map(str::len).collect();
+        assert!(widths.len() == 2 && widths[0] == widths[1], "{text}");
+        let (row, _) = told("", Launch::default(), false);
+        assert!(row["sms"].is_null() && row["sm_budget"].is_null());
+    }
+
+    #[test]
+    fn halves_are_told_apart() {
+        let (row, text) = told("--transport low-latency", Launch::default(), true);
+        assert_eq!(row["dispatch_send_us"], json!(7.0));
+        assert_eq!(row["combine_receive_us"], json!(3.0));
+        assert!(text.contains("send back us"));
+    }
+}

@@ -1,0 +1,245 @@
+//! How rows travel to experts, by figures that are data.
+
+#![allow(clippy::unwrap_used, reason = "what is not as promised panics")]
+
+use brigade_device::*;
+use brigade_plan::{
+    Engines, Table, Topology,
+    crossover::{Gpus, Links},
+    experts::{arriving_bytes, told},
+    plan, reason,
+    transports::{File, Rows},
+};
+use serde_json::{Value, json};
+
+fn gpus(model: &str, ranks: usize) -> Gpus {
+    Gpus {
+        model: Some(model.into()),
+        links: Links::Nvlink,
+        ranks,
+    }
+}
+
+/// An entry of four GPUs `A`, with these fields instead.
+fn entry(changes: &Value) -> Value {
+    let mut entry = json!({
+        "gpu": "A", "links": "nvlink", "ranks": 4, "push_max_bytes": 1000,
+        "measured": { "from_tokens": 1, "to_tokens": 64, "hidden": 7168 },
+        "versions": { "driver": "1", "cuda": "2", "nccl": null },
+        "source": { "command": "c", "date": "2026-01-02", "commit": "0123456" },
+    });
+    for (name, value) in changes.as_object().unwrap() {
+        entry[name] = value.clone();
+    }
+    entry
+}
+
+fn file(entries: &[Value]) -> Result<File, Reason> {
+    let untuned = json!({ "push_max_bytes": 10, "push_max_bytes_per_sm": 2, "rows_at_a_time": 3 });
+    File::read(&json!({ "untuned": untuned, "entries": entries }).to_string())
+}
+
+fn call(max_tokens: usize, cast: bool, choice: Option<Transport>) -> DispatchCall {
+    DispatchCall {
+        max_tokens,
+        hidden: 7168,
+        dtype: DataType::BF16,
+        beside_bytes: PerRank::new(),
+        k: 8,
+        weights: true,
+        placement: PlacementCall::Even { experts: 256 },
+        arrangement: Arrangement::BySource,
+        max_recv: None,
+        again: false,
+        gathered: false,
+        cast: cast.then_some(Fp8Cast {
+            format: ScaleFormat::F32,
+            column_major: false,
+        }),
+        choice,
+    }
+}
+
+fn topology(size: usize, sm_budget: Option<u16>) -> Topology {
+    let mode = ParallelMode::Ep;
+    Topology {
+        group: Group {
+            mode,
+            rank: 0,
+            size,
+        },
+        config: CommConfig {
+            all_reduce_bytes: 256 << 20,
+            dispatch_bytes: 1 << 30,
+            combine_bytes: 1 << 30,
+            sm_budget,
+            ..CommConfig::new(mode)
+        },
+        engines: Engines::cuda(true, true),
+    }
+}
+
+#[test]
+fn entries_are_chosen_by_model_ranks_and_rows() {
+    let all = entry(&json!({ "rows_at_a_time": 7 }));
+    let cast = entry(&json!({ "rows": "fp8", "push_max_bytes": 0, "push_max_bytes_per_sm": 5 }));
+    let file = file(&[all, cast]).unwrap();
+    let of = |gpus: &Gpus| {
+        let by_rows = file.of(gpus);
+        by_rows.each().map(|(_, f)| {
+            (
+                f.push_max_bytes,
+                f.push_max_bytes_per_sm,
+                f.rows_at_a_time,
+                f.source.starts_with("untuned: nobody has measured"),
+            )
+        })
+    };
+    assert_eq!(
+        of(&gpus("A", 4)),
+        [
+            (Some(1000), 2, Some(7), false),
+            (Some(0), 5, Some(3), false)
+        ]
+    );
+    let usual = (Some(10), 2, Some(3), true);
+    let pcie = Gpus {
+        links: Links::Pcie,
+        ..gpus("A", 4)
+    };
+    for other in [gpus("A", 8), gpus("B", 4), pcie] {
+        assert_eq!(of(&other), [usual; 2], "{other:?}");
+    }
+    let found = file.of(&gpus("A", 4));
+    assert!(
+        found
+            .plain
+            .source
+            .ends_with("untuned: push_max_bytes_per_sm")
+    );
+    assert!(
+        found.fp8.source.contains(" of fp8 rows ")
+            && found.fp8.source.contains("untuned: rows_at_a_time")
+    );
+}
+
+#[test]
+fn a_budget_has_so_much_for_each_multiprocessor_and_never_more_than_all() {
+    let file = file(&[entry(&json!({ "push_max_bytes_per_sm": 10 }))]).unwrap();
+    let figures = file.of(&gpus("A", 4)).plain;
+    for (budget, limit) in [
+        (None, 1000),
+        (Some(1), 10),
+        (Some(99), 990),
+        (Some(101), 1000),
+        (Some(132), 1000),
+        (Some(u16::MAX), 1000),
+    ] {
+        assert_eq!(figures.push_limit(budget), Some(limit), "{budget:?}");
+    }
+}
+
+#[test]
+fn what_is_no_such_file_is_refused() {
+    let refused = |changes: Value| file(&[entry(&changes)]).unwrap_err().code;
+    for wrong in [
+        json!({ "push_max_bytes": -1 }),
+        json!({ "rows": "bf16" }),
+        json!({ "others": [{ "transport": "one-sided", "from_bytes": 1 }] }),
+        json!({ "faster": true }),
+        json!({ "rows_at_a_time": 0 }),
+    ] {
+        assert_eq!(refused(wrong.clone()), reason::EXPERTS, "{wrong}");
+    }
+    assert_eq!(File::read("{").unwrap_err().code, reason::EXPERTS);
+    assert!(file(&[entry(&json!({ "rows_at_a_time": 1 }))]).is_ok());
+}
+
+/// The entries of this build: every plan is the quicker one in the files that they name.
+#[test]
+fn on_h200s_the_plan_is_what_was_measured_to_be_quicker() {
+    let table = |ranks| Table::cuda(&gpus("NVIDIA H200", ranks)).unwrap();
+    let by = |ranks, tokens, sm_budget| {
+        let call = Call::Dispatch(call(tokens, false, None));
+        match plan(&call, &topology(ranks, sm_budget), &table(ranks)) {
+            Ok(Plan::Experts { transport, .. }) => transport,
+            other => panic!("{other:?}"),
+        }
+    };
+    let quicker = |pushed: f64, one_sided: f64| match pushed < one_sided {
+        true => Transport::Pushed,
+        false => Transport::OneSided,
+    };
+    // total_us of docs/results/moe-sm-budget-N-pushed.h200x2.json and moe-sm-budget-N-one-sided.h200x2.json.
+    let measured = [
+        (32, [(46.3, 80.9), (23.1, 67.1), (19.2, 65.0)]),
+        (64, [(81.4, 103.1), (34.7, 77.8), (21.6, 67.4)]),
+        (128, [(155.3, 147.1), (57.8, 96.2), (31.3, 76.8)]),
+        (256, [(304.2, 234.2), (105.7, 132.6), (51.5, 97.0)]),
+        (512, [(624.1, 328.2), (208.9, 186.2), (94.1, 137.0)]),
+        (1024, [(1296.9, 525.0), (426.9, 296.1), (176.5, 208.7)]),
+    ];
+    for (tokens, of_budgets) in measured {
+        for (sms, (pushed, one_sided)) in [8, 24, 64].into_iter().zip(of_budgets) {
+            let wanted = quicker(pushed, one_sided);
+            assert_eq!(
+                by(2, tokens, Some(sms)),
+                wanted,
+                "{tokens} tokens, {sms} SMs"
+            );
+        }
+    }
+    for ranks in [2, 4] {
+        for tokens in [1, 8, 32, 128, 512, 1024] {
+            assert_eq!(by(ranks, tokens, None), Transport::Pushed);
+        }
+        assert_eq!(by(ranks, 4096, None), Transport::OneSided);
+    }
+}
+
+#[test]
+fn what_is_told_names_the_source_and_what_the_caller_may_ask_for() {
+    let told = |ranks, tokens, choice| {
+        let table = Table::cuda(&gpus("NVIDIA H200", ranks)).unwrap();
+        let call = Call::Dispatch(call(tokens, false, choice));
+        told(&call, &topology(ranks, None), &table).unwrap()
+    };
+    let measured = told(2, 4096, None);
+    let bytes = arriving_bytes(&Call::Dispatch(call(4096, false, None)), 2).unwrap();
+    for part in [
+        "measured on NVIDIA H200 by nvlink of 2 ranks, 1 to 4096 tokens of plain rows of 7168 columns, 2026-11-23",
+        &format!(
+            "InPlace (rows are lent until the next dispatch, which the caller must allow; quicker from {bytes} bytes on)"
+        ),
+        "Gather (it sends every row to every rank; quicker at no size)",
+        "Fifo (it is for little memory; not measured)",
+    ] {
+        assert!(measured.contains(part), "{part} in {measured}");
+    }
+    let eight = told(8, 128, None);
+    let untuned = "untuned: nobody has measured plain rows on NVIDIA H200 by nvlink of 8 ranks";
+    assert!(
+        eight.contains(untuned) && eight.contains("InPlace"),
+        "{eight}"
+    );
+    assert!(!told(8, 128, Some(Transport::OneSided)).contains("untuned"));
+}
+
+#[test]
+fn rows_that_are_cast_have_their_own_figures() {
+    let file = file(&[
+        entry(&json!({ "push_max_bytes": 1 << 30, "push_max_bytes_per_sm": 1 << 30 })),
+        entry(&json!({ "rows": "fp8", "push_max_bytes": 0 })),
+    ]);
+    let table = Table {
+        experts: file.unwrap().of(&gpus("A", 4)),
+        ..Table::host()
+    };
+    let by = |cast| {
+        let call = Call::Dispatch(call(64, cast, None));
+        plan(&call, &topology(4, None), &table).unwrap()
+    };
+    let pushed = |plan: &Plan| matches!(plan, Plan::Experts { transport, .. } if *transport == Transport::Pushed);
+    assert_eq!([false, true].map(|cast| pushed(&by(cast))), [true, false]);
+    assert_eq!(Rows::Fp8.name(), "fp8");
+}
