@@ -12,8 +12,8 @@ use anyhow::{Result, ensure};
 use brigade::{
     Allocate, Arrangement, Buffer, Call, CombineCast, CombineParams, CombineSum, Comm, CommConfig,
     DataType, DispatchParams, Fp8Cast, LowLatency, LowLatencyCombineParams,
-    LowLatencyDispatchParams, MemoryType, Output, ParallelMode, Placement, Plan, Route, Routing,
-    ScaleFormat, Transport, View, ViewMut,
+    LowLatencyDispatchParams, MemoryType, Output, ParallelMode, Placement, Plan, ReceivedIds,
+    Route, Routing, ScaleFormat, Transport, View, ViewMut,
 };
 use clap::{Args, ValueEnum};
 use half::bf16;
@@ -308,6 +308,8 @@ impl<'a> Case<'a> {
                 Rows::BySource => None,
                 Rows::ByExpert => Some(size * self.tokens * k.min(slots)),
             },
+            received_ids: ReceivedIds::Local,
+            totals: None,
             cast: self.options.cast(),
             choice: self.options.choice(),
         })

@@ -7,7 +7,8 @@
 
 use brigade_device::{
     Arrangement, Call, CombineCall, CombineSum, CommConfig, DataType, DispatchCall, Group,
-    LinearCall, OverlapMode, ParallelMode, PerRank, PlacementCall, Plan, QScheme, Reason, ReduceOp,
+    LinearCall, OverlapMode, ParallelMode, PerRank, PlacementCall, Plan, QScheme, Reason,
+    ReceivedIds, ReduceOp,
 };
 use brigade_plan::{
     Engines, Table, Topology,
@@ -131,6 +132,7 @@ fn with_experts(max_tokens: usize) -> [Call; 2] {
         placement: PlacementCall::Even { experts: 256 },
         arrangement,
         max_recv: None,
+        received_ids: ReceivedIds::Local,
         again: false,
         gathered: false,
         cast: None,

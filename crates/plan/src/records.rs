@@ -300,7 +300,9 @@ fn launch(threads: usize, most: u16, together: u16) -> Launch {
 mod tests {
     use super::*;
     use crate::{Engines, Table, dispatch};
-    use brigade_device::{CommConfig, DataType, Group, ParallelMode, PlacementCall, Transport};
+    use brigade_device::{
+        CommConfig, DataType, Group, ParallelMode, PlacementCall, ReceivedIds, Transport,
+    };
 
     fn call(hidden: usize, k: usize) -> DispatchCall {
         DispatchCall {
@@ -313,6 +315,7 @@ mod tests {
             placement: PlacementCall::Even { experts: 256 },
             arrangement: Arrangement::BySource,
             max_recv: None,
+            received_ids: ReceivedIds::Local,
             again: false,
             gathered: false,
             cast: None,
