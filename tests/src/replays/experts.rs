@@ -425,10 +425,8 @@ fn overwritten(world: &World, there: Transport, unguarded: bool) -> Vec<u32> {
     let patience = if unguarded { AMPLE } else { HELD };
     let hazard = super::Hazard::new(unguarded, patience);
     wrong_of(world, kind, Arc::new(hazard), move |rank, captured, day| {
-        let of = |day| {
-            let sent: Vec<Vec<f32>> = kind.case(2, day).rows.iter().map(to_f32s).collect();
-            sent.concat()
-        };
+        let of =
+            |day| -> Vec<f32> { bytemuck::pod_collect_to_vec(&kind.case(2, day).rows.concat()) };
         let (got, want) = (f32s(rank, &captured.there.rows), of(day));
         if got == want {
             return false;
@@ -447,10 +445,6 @@ fn overwritten(world: &World, there: Transport, unguarded: bool) -> Vec<u32> {
         assert!((0..got.len()).all(|i| got[i] == want_of(i)), "replay {day}");
         true
     })
-}
-
-fn to_f32s(bytes: &Vec<u8>) -> Vec<f32> {
-    bytemuck::pod_collect_to_vec(bytes)
 }
 
 fn wrong_replays(
