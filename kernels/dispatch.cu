@@ -86,10 +86,8 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_count(const 
   }
 }
 
-// One thread's work.
-extern "C" __global__ void brigade_dispatch_place(const __grid_constant__ DispatchParams p) {
-  wait_for_previous_kernel();
-  if (threadIdx.x != 0 || is_stopped(p)) return;
+// One thread's work. Says whether as many rows come as should, and there is room for them.
+__device__ __forceinline__ bool place_rows(const DispatchParams& p) {
   uint32_t* received = reinterpret_cast<uint32_t*>(p.received);
   const Group g = group_of(p, p.signature);
   Waiting w{};
@@ -97,11 +95,12 @@ extern "C" __global__ void brigade_dispatch_place(const __grid_constant__ Dispat
     const uint32_t n = came_from(p, s);
     if (p.known && n != received[s]) {
       w.blamed = w.slot = s, w.blamed_expected = received[s], w.seen = n, w.end = End::mismatch;
-      return give_up(g, w);
+      give_up(g, w);
+      return false;
     }
     if (!p.known) received[s] = n;
   }
-  if (p.known) return;
+  if (p.known) return true;
   uint32_t* offsets = reinterpret_cast<uint32_t*>(p.offsets);
   uint32_t next = 0;
   const uint32_t runs = p.arrangement == by_expert ? p.own_slots : p.size;
@@ -121,6 +120,18 @@ extern "C" __global__ void brigade_dispatch_place(const __grid_constant__ Dispat
   if (p.room == 0 && next > p.capacity) {
     w.blamed = p.rank, w.blamed_expected = p.capacity, w.seen = next, w.end = End::overflow;
     give_up(g, w);
+    return false;
+  }
+  return true;
+}
+
+// A warp's: the first thread places rows, and all of them add up what slots get.
+extern "C" __global__ void __launch_bounds__(32) brigade_dispatch_place(const __grid_constant__ DispatchParams p) {
+  wait_for_previous_kernel();
+  const bool placed = threadIdx.x == 0 && !is_stopped(p) && place_rows(p);
+  if (!__any_sync(0xFFFFFFFFu, placed) || p.totals == 0) return;
+  for (uint32_t slot = threadIdx.x; slot < p.own_slots; slot += 32) {
+    reinterpret_cast<int64_t*>(p.totals)[slot] += reinterpret_cast<const uint32_t*>(p.counts)[slot];
   }
 }
 
@@ -147,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(cons
       const uint64_t from = came(p, s, slots, i), with = came(p, s, weights, i);
       say(p, at, there ? make_int4(int32_t(s), *reinterpret_cast<const int32_t*>(came(p, s, token, i)), -1, int32_t(i)) : none);
       for (uint32_t e = 0; e < p.k; ++e) {
-        ids[uint64_t(at) * p.k + e] = there ? reinterpret_cast<const int32_t*>(from)[e] : -1;
+        ids[uint64_t(at) * p.k + e] = called(p, there ? reinterpret_cast<const int32_t*>(from)[e] : -1);
         if (out_weights != nullptr) {
           out_weights[uint64_t(at) * p.k + e] = there ? reinterpret_cast<const float*>(with)[e] : 0.0f;
         }
@@ -158,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(cons
   const uint32_t end = p.own_slots == 0 ? 0 : offsets[p.own_slots];
   auto nobody = [&](uint32_t at) {
     say(p, at, none);
-    ids[at] = -1;
+    ids[at] = called(p, -1);
     if (out_weights != nullptr) out_weights[at] = 0.0f;
   };
   for (uint32_t at = end + me; at < p.capacity; at += threads) nobody(at);
@@ -182,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(cons
       if (!mine) continue;
       const int32_t from = *reinterpret_cast<const int32_t*>(came(p, s, token, i / p.k));
       say(p, at, make_int4(int32_t(s), from, int32_t(i % p.k), int32_t(i / p.k)));
-      ids[at] = int32_t(blockIdx.x);
+      ids[at] = called(p, int32_t(blockIdx.x));
       rows_of[(uint64_t(s) * p.max_tokens + i / p.k) * p.k + i % p.k] = int32_t(at);
       if (out_weights != nullptr) out_weights[at] = reinterpret_cast<const float*>(came(p, s, weights, 0))[i];
     }

@@ -29,10 +29,10 @@ __device__ __forceinline__ bool is_stopped(const LowLatencyParams& p) {
 
 // What a launch gives, if the group was stopped: by all threads. Who waited for it in vain has stopped the group before this kernel.
 __device__ __noinline__ void poison_outputs(const LowLatencyParams& p) {
-  const uint64_t outputs[4] = {p.to, p.to_scales, p.counts, p.sources};
+  const uint64_t outputs[5] = {p.to, p.to_scales, p.counts, p.sources, p.ranges};
   const uint64_t thread = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads = uint64_t(gridDim.x) * blockDim.x;
 #pragma unroll
-  for (uint32_t i = 0; i < 4; ++i) poison(outputs[i], p.poisoned_bytes[i], p.poisons[i], thread, threads);
+  for (uint32_t i = 0; i < 5; ++i) poison(outputs[i], p.poisoned_bytes[i], p.poisons[i], thread, threads);
 }
 
 // The part of sender `from` of a half at `at`.
@@ -111,6 +111,17 @@ __device__ __forceinline__ void hold(const LowLatencyParams& p, uint32_t at, con
   }
 }
 
+// How many rows came from each rank, where it is written down which is the first; `all` came. By all threads of a block.
+__device__ __forceinline__ void tell_ranges(const LowLatencyParams& p, int32_t* ranges, uint32_t all) {
+  __syncthreads();
+  for (uint32_t source = threadIdx.x; source < p.size; source += blockDim.x) {
+    // No rank has a token.
+    if (p.max_tokens == 0) ranges[2 * source] = 0;
+    const int32_t end = source + 1 < p.size && p.max_tokens != 0 ? ranges[2 * source + 2] : int32_t(all);
+    ranges[2 * source + 1] = end - ranges[2 * source];
+  }
+}
+
 // A block for each of this rank's experts, or several that all look for its rows and take each their share of them.
 extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
@@ -120,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
   const uint32_t expert = blockIdx.x / p.share, mine = blockIdx.x % p.share;
   const uint64_t first = uint64_t(expert) * p.room;
   const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
+  int32_t* ranges = reinterpret_cast<int32_t*>(p.ranges) + uint64_t(expert) * p.size * 2;
   uint32_t next = 0;
   for (uint32_t start = 0; start < p.size * p.max_tokens; start += blockDim.x) {
     const uint32_t at = start + threadIdx.x, source = at / p.max_tokens, token = at % p.max_tokens;
@@ -135,6 +147,8 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
     uint32_t all;
     // What was found before has been taken by all threads that come here.
     const uint32_t i = rank_among(entries != 0, all);
+    // The first token of a rank says where its rows begin.
+    if (mine == 0 && token == 0 && source < p.size) ranges[2 * source] = int32_t(next + i);
     if (entries != 0) {
       found[i] = at;
       int32_t* said = reinterpret_cast<int32_t*>(p.sources) + (first + next + i) * 3;
@@ -152,11 +166,17 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
       const uint64_t came = part(p, p.rank, found[n] / p.max_tokens), to = first + next + n;
       copy_bytes(p.to + to * p.row_bytes[row], place(p, came, row, token), p.row_bytes[row], thread, threads);
       if (p.to_scales == 0) continue;
-      const uint64_t bytes = p.row_bytes[scales];
-      copy_bytes(p.to_scales + to * bytes, place(p, came, scales, token), bytes, thread, threads);
+      const uint64_t bytes = p.row_bytes[scales], from = place(p, came, scales, token);
+      if (p.scale_words == 0) {
+        copy_bytes(p.to_scales + to * bytes, from, bytes, thread, threads);
+        continue;
+      }
+      uint32_t* columns = reinterpret_cast<uint32_t*>(p.to_scales) + first * p.scale_words + next + n;
+      for (uint32_t w = thread; w < p.scale_words; w += threads) columns[uint64_t(w) * p.room] = reinterpret_cast<const uint32_t*>(from)[w];
     }
     next += all;
   }
+  if (mine == 0) tell_ranges(p, ranges, next);
   if (mine == 0 && threadIdx.x == 0) {
     reinterpret_cast<uint32_t*>(p.counts)[expert] = next;
     if (p.totals != 0) reinterpret_cast<int64_t*>(p.totals)[expert] += next;

@@ -115,6 +115,8 @@ struct PushCombine : Pushing<PushCombineParams> {
   __device__ __forceinline__ uint32_t push_by_source(uint32_t w, uint32_t end, uint32_t threads) const {
     uint32_t begun = 0;
     const uint32_t* received = reinterpret_cast<const uint32_t*>(p.received);
+    // Whatever none is called in ids, it is no less.
+    const uint32_t all_slots = first_slot(p, p.size);
 #pragma unroll 1
     for (; w < end; w += threads) {
       const uint32_t q = w / p.granules, g = w % p.granules, i = q / (p.size - 1), s = peer(1 + q % (p.size - 1));
@@ -127,7 +129,7 @@ struct PushCombine : Pushing<PushCombineParams> {
 #pragma unroll 1
         for (uint32_t e = g; e < p.k; e += p.granules) {
           const uint32_t entry = at * p.k + e;
-          if (reinterpret_cast<const int32_t*>(p.received_ids)[entry] >= 0) push_weight(s, uint64_t(t) * p.k + e, entry);
+          if (reinterpret_cast<const uint32_t*>(p.received_ids)[entry] < all_slots) push_weight(s, uint64_t(t) * p.k + e, entry);
         }
         continue;
       }

@@ -165,7 +165,7 @@ struct PushDispatch : Packets {
     say(at, make_int4(-1, -1, -1, -1));
 #pragma unroll 1
     for (uint32_t e = 0; e < each; ++e) {
-      ids()[uint64_t(at) * each + e] = -1;
+      ids()[uint64_t(at) * each + e] = called(p, -1);
       if (p.to[weights] != 0) out_weights()[uint64_t(at) * each + e] = 0;
     }
   }
@@ -220,8 +220,8 @@ struct PushDispatch : Packets {
             continue;
           }
           const uint32_t e = 2 * (word - 1);
-          if (e < p.k) ids()[uint64_t(at) * p.k + e] = int32_t(w[k] & 0xFFFF) - 1;
-          if (e + 1 < p.k) ids()[uint64_t(at) * p.k + e + 1] = int32_t(w[k] >> 16) - 1;
+          if (e < p.k) ids()[uint64_t(at) * p.k + e] = called(p, int32_t(w[k] & 0xFFFF) - 1);
+          if (e + 1 < p.k) ids()[uint64_t(at) * p.k + e + 1] = called(p, int32_t(w[k] >> 16) - 1);
         }
       }
     }
@@ -330,7 +330,7 @@ struct PushDispatch : Packets {
         const uint32_t s = source_of(r, i);
         const uint32_t t = s == p.rank ? ways.own[i] : load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, i)));
         say(at, make_int4(int32_t(s), int32_t(t), int32_t(e), int32_t(i)));
-        ids()[at] = int32_t(slot) - 1;
+        ids()[at] = called(p, int32_t(slot) - 1);
         reinterpret_cast<int32_t*>(p.rows_of)[(uint64_t(s) * p.max_tokens + i) * p.k + e] = int32_t(at);
         uint32_t weight = 0;
         if (p.to[weights] != 0 && there) there = take_weight(s, i, e, weight);
@@ -379,8 +379,8 @@ struct PushDispatch : Packets {
     return p.again ? all.take_again(me, all.workers() * blockDim.x) : all.take_by_expert();
   }
 
-  // What the caller is told of the rows that come. By all threads of a block; says whether they came.
-  __device__ __forceinline__ bool tell_rows() const {
+  // What the caller is told of the rows that come. By all threads of a block.
+  __device__ __forceinline__ void tell_rows() const {
     const uint32_t me = threadIdx.x, threads = blockDim.x;
     uint32_t* offsets = reinterpret_cast<uint32_t*>(p.offsets);
     if (me < p.size) reinterpret_cast<uint32_t*>(p.received)[me] = ways.came[me];
@@ -398,7 +398,7 @@ struct PushDispatch : Packets {
         const bool there = i < ways.came[s] && entry(ways.first[s] + i, n % p.k) != 0;
         if (!there) reinterpret_cast<int32_t*>(p.rows_of)[n] = -1;
       }
-      return true;
+      return;
     }
     if (me <= p.size) offsets[me] = ways.at[me];
 #pragma unroll 1
@@ -408,7 +408,6 @@ struct PushDispatch : Packets {
       while (s + 1 < p.size && ways.at[s + 1] <= at) ++s;
       if (at >= ways.at[p.size] || at - ways.at[s] >= ways.came[s]) nobody(at, p.k);
     }
-    return true;
   }
 
   // Where there is a hook: waits until all has come, and tells it.
@@ -425,7 +424,19 @@ struct PushDispatch : Packets {
   // Sees that what came is what there is room for, and tells of it. By all threads of a block.
   static __device__ __noinline__ bool see(const PushDispatchParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
     const PushDispatch all(p, use, buffer, flag);
-    return all.check_rows() && (p.desk == 0 || all.await()) && (!all.tells_rows() || p.again || all.tell_rows());
+    if (!all.check_rows() || (p.desk != 0 && !all.await())) return false;
+    if (!all.tells_rows()) return true;
+    if (!p.again) all.tell_rows();
+    all.add_totals();
+    return true;
+  }
+
+  // What slots get, to what they got before.
+  __device__ __forceinline__ void add_totals() const {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; p.totals != 0 && i < p.own_slots; i += blockDim.x) {
+      reinterpret_cast<int64_t*>(p.totals)[i] += p.again ? reinterpret_cast<const uint32_t*>(p.counts)[i] : ways.count[i];
+    }
   }
 
   __device__ __forceinline__ bool check_rows() const {

@@ -71,6 +71,12 @@ __device__ __forceinline__ int32_t present_slot(const P& p, int32_t slot, uint32
   return absent != 0 && slot >= 0 && (absent >> rank_of_slot(p, uint32_t(slot)) & 1) ? -1 : slot;
 }
 
+// What a slot of this rank is called in the ids of received rows, counted from its first one; -1 for none.
+template <typename P>
+__device__ __forceinline__ int32_t called(const P& p, int32_t slot) {
+  return int32_t(slot < 0 ? p.no_id : p.first_id + uint32_t(slot));
+}
+
 // n / d, where `inverse` is that of d (crates/plan/src/records.rs): too small by 1 at most, which the rest shows.
 __device__ __forceinline__ uint32_t divided(uint32_t n, uint32_t d, uint32_t inverse, uint32_t& rest) {
   uint32_t q = __umulhi(n, inverse);

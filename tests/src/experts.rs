@@ -11,6 +11,7 @@ mod in_place;
 mod limits;
 pub mod own;
 mod routes;
+mod totals;
 
 use crate::{
     backend::Rank,
@@ -63,15 +64,25 @@ const TRANSPORTS: [(&str, By); 6] = [
 
 const PUSHED: Option<Transport> = Some(Transport::Pushed);
 
-/// All transports of a device but queues, with their names.
-pub fn transports(engines: Engines) -> Vec<(&'static str, Transport)> {
+/// All transports of a device for rows that lie so, with their names.
+pub fn transports(
+    engines: Engines,
+    arrangement: Arrangement,
+) -> impl Iterator<Item = (&'static str, Transport)> {
     let all = [
         ("one_sided", Transport::OneSided),
         ("pushed", Transport::Pushed),
         ("gather", Transport::Gather),
+        ("fifo", Transport::Fifo),
+        ("in_place", Transport::InPlace),
     ];
-    let can = |t: Transport| engines.dispatches && (t != Transport::Pushed || engines.pushes_rows);
-    all.into_iter().filter(|t| can(t.1)).collect()
+    let can = move |by: Transport| match by {
+        Transport::Pushed => engines.pushes_rows,
+        Transport::InPlace => arrangement == Arrangement::BySource,
+        Transport::OneSided | Transport::Gather | Transport::Fifo => true,
+    };
+    let can = move |by| engines.dispatches && can(by);
+    all.into_iter().filter(move |t| can(t.1))
 }
 
 /// Tokens of a rank at most, hidden, k, experts.
@@ -138,7 +149,7 @@ pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use
     case.arrangement = ARRANGEMENTS[rng.random_range(0..ARRANGEMENTS.len())].1;
     let mut any = || TRANSPORTS[rng.random_range(0..TRANSPORTS.len())].1;
     let (there, back) = (any(), any().back);
-    let case = case.by(By { back, ..there });
+    let case = case.by(By { back, ..there }).with_any_ids(rng);
     let back = Back::random(rng, &case);
     move |rank| round_trip(rank, &case, &back)
 }
@@ -164,7 +175,7 @@ fn arranged(world: &World, arrangement: Arrangement, by: By) {
             // What goes one way may come back another.
             let back = if i % 4 == 3 { None } else { by.back };
             let by = By { back, ..by };
-            let case = case.with_rows(&mut rng).by(by);
+            let case = case.with_rows(&mut rng).by(by).with_any_ids(&mut rng);
             let back = Back::random(&mut rng, &case);
             (case, back)
         })
@@ -195,6 +206,7 @@ fn extremes(world: &World, by: By) {
         nowhere.ids.iter_mut().for_each(|ids| ids.fill(-1));
         cases.extend([full, none, to_one, nowhere].map(|mut case| {
             case.by = by;
+            let case = case.with_any_ids(&mut rng);
             let back = Back::random(&mut rng, &case);
             (case, back)
         }));
@@ -230,6 +242,7 @@ fn placements(world: &World, by: By) {
         for case in [case, ranks] {
             let tokens: Vec<usize> = (0..world.size).map(|_| rng.random_range(1..=30)).collect();
             let case = case.with_tokens(&mut rng, &tokens).by(by);
+            let case = case.with_any_ids(&mut rng);
             let back = Back::random(&mut rng, &case);
             cases.push((case, back));
         }
@@ -275,13 +288,51 @@ fn pieces(world: &World, by: By) {
     });
 }
 
+/// More tokens of every rank than any other case has, all that most stacks prefill at once.
+fn many_tokens(world: &World, by: By) {
+    const TOKENS: usize = 4096;
+    let mut rng = world.rng();
+    let cases = [
+        Arrangement::BySource,
+        Arrangement::ByExpert { alignment: 16 },
+    ];
+    let in_place = by.there == Some(Transport::InPlace);
+    let cases: Vec<_> = cases
+        .into_iter()
+        .filter(|&arrangement| !in_place || arrangement == Arrangement::BySource)
+        .map(|arrangement| {
+            let mut case = Case::random(&mut rng, world.size, (TOKENS, 8, 2, 8));
+            case.arrangement = arrangement;
+            let case = case.with_tokens(&mut rng, &vec![TOKENS; world.size]);
+            let case = case.by(by).with_any_ids(&mut rng);
+            let back = match in_place {
+                true => Back::in_place(&mut rng, &case),
+                false => Back::random(&mut rng, &case),
+            };
+            (case, back)
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        for (case, back) in &cases {
+            let own = Own::of(rank, case);
+            let mut lease = rank.lease();
+            let got = own.dispatch(&mut lease, case).unwrap();
+            check(rank, case, &got);
+            match in_place {
+                true => back.check_there(rank, &mut lease, case, &got),
+                false => back.check(rank, &mut lease, case, &got.handle),
+            }
+        }
+    });
+}
+
 /// Other rows the same ways.
 fn again(world: &World, by: By) {
     let mut rng = world.rng();
     let cases = ARRANGEMENTS.map(|(_, arrangement)| {
         let mut case = Case::random(&mut rng, world.size, (40, 24, 3, 9));
         case.arrangement = arrangement;
-        let case = case.by(by);
+        let case = case.by(by).with_any_ids(&mut rng);
         let mut other = case.clone();
         other.dtype = DataType::F32;
         let other = other.with_rows(&mut rng);
@@ -391,7 +442,7 @@ pub fn add(suite: &mut Suite) {
                 arranged(world, arrangement, by);
             });
         }
-        let contracts: [(&str, Contract); 7] = [
+        let contracts: [(&str, Contract); 8] = [
             ("extremes", extremes),
             ("placements", placements),
             ("pieces", pieces),
@@ -399,6 +450,7 @@ pub fn add(suite: &mut Suite) {
             ("casts", casts),
             ("overflow", limits::overflow),
             ("captured", limits::captured),
+            ("totals", totals::totals),
         ];
         for (name, contract) in contracts {
             if (by.there, name) == (PUSHED, "pieces") {
@@ -420,6 +472,18 @@ pub fn add(suite: &mut Suite) {
             gathered::mismatch(world, there);
         });
     }
+    let in_place = [("in_place/", in_place::IN_PLACE)];
+    for (how, by) in TRANSPORTS.into_iter().chain(in_place) {
+        // Of what is pushed, 1024 are the most that kernels are for.
+        if by.there != PUSHED && suite.backend().worlds().contains(&2) {
+            suite.add_at(2, &format!("experts/{how}many_tokens"), move |world| {
+                many_tokens(world, by);
+            });
+        }
+    }
+    suite.add("experts/in_place/totals", |world| {
+        totals::totals(world, in_place::IN_PLACE);
+    });
     suite.add("experts/gathered/refused", gathered::refused);
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);

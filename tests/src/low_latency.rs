@@ -1,27 +1,26 @@
 //! The low-latency exchange: bit for bit what was sent, expert by expert, in the order that the contract promises; and sums in the order
 //! of a token's experts. Two slots are in use at once, and ranks receive them in different orders.
 
+mod back;
+pub mod came;
 mod limits;
 
 use crate::{
     backend::Rank,
-    check::assert_bits,
     experts::{
-        back::diff,
-        case::{Came, Case, Where, rounded},
-        own::{Own, i32s},
+        case::{Case, Where},
+        own::Own,
     },
-    matrix::{to_bytes, to_f32, to_f64},
-    quantized::fp8,
     suite::{Suite, World},
 };
+use back::Back;
 use brigade_device::{
     Buffer, CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, Lease, LowLatency,
-    LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyDispatched, Output, ParallelMode,
-    Pending, Result, ScaleFormat, Slot,
+    LowLatencyDispatchParams, Output, ParallelMode, Pending, Result, ScaleFormat, Slot,
 };
+use came::{check, promised};
 use rand::{Rng, rngs::StdRng};
-use std::collections::BTreeMap;
+use sha2::{Digest, Sha256};
 
 /// Tokens of a rank at most, hidden, k, experts.
 const SIZES: [(usize, usize, usize, usize); 8] = [
@@ -75,264 +74,6 @@ fn send<'s>(
             cast: case.cast,
         },
     )
-}
-
-/// What each expert of a rank must get: source rank, token, and which of the token's experts it is, as bits.
-fn received(case: &Case, rank: usize) -> Vec<Vec<[i32; 3]>> {
-    let of_expert = |expert: usize| {
-        let tokens = (0..case.size).flat_map(|s| (0..case.tokens(s)).map(move |t| (s, t)));
-        let row = |(source, token): (usize, usize)| {
-            let names = |&entry: &usize| case.local(rank, source, token, entry) == Some(expert);
-            let bits: u32 = (0..case.k).filter(names).map(|entry| 1 << entry).sum();
-            (bits > 0).then_some([source as i32, token as i32, bits as i32])
-        };
-        tokens.filter_map(row).collect()
-    };
-    (0..case.slots()[rank]).map(of_expert).collect()
-}
-
-/// Asserts what has come.
-fn check(rank: &Rank, case: &Case, got: &LowLatencyDispatched<'_>) {
-    let want = received(case, rank.rank);
-    let room = case.max_tokens * case.size;
-    let counts: Vec<i32> = want.iter().map(|rows| rows.len() as i32).collect();
-    assert_eq!(i32s(rank, &got.counts().retain()), counts, "counts");
-    assert_eq!(
-        got.rows().shape().dims(),
-        [want.len(), room, case.hidden],
-        "rows"
-    );
-    let sources = i32s(rank, &got.sources().retain());
-    let rows = rank.raw(got.rows());
-    let scales = got.scales().map(|scales| rank.raw(scales));
-    for (expert, want) in want.iter().enumerate() {
-        let first = expert * room;
-        let named = &sources[first * 3..][..want.len() * 3];
-        assert_eq!(named, want.as_flattened(), "sources of expert {expert}");
-        for (i, &[source, token, _]) in want.iter().enumerate() {
-            let each = case.hidden * case.dtype.bytes();
-            let sent = &case.rows[source as usize][token as usize * each..][..each];
-            let at = first + i;
-            match (case.cast, &scales) {
-                (Some(cast), Some(scales)) => check_cast(case, cast, (&rows, scales), at, sent),
-                _ => assert_bits(&rows[at * each..][..each], sent, case.dtype, "a row"),
-            }
-        }
-    }
-}
-
-/// Asserts that a row that was cast is what was sent, as far as fp8 can tell.
-fn check_cast(case: &Case, cast: Fp8Cast, (rows, scales): (&[u8], &[u8]), at: usize, sent: &[u8]) {
-    let (_, per_row) = cast.scales(case.hidden);
-    let scale = |block: usize| match cast.format {
-        ScaleFormat::Ue8m0 => 2f64.powi(i32::from(scales[at * per_row + block]) - 127),
-        _ => f64::from(to_f32(DataType::F32, scales)[at * per_row + block]),
-    };
-    let original = to_f64(case.dtype, sent);
-    let (mut back, mut want) = (vec![], vec![]);
-    for (column, x) in original.into_iter().enumerate() {
-        let s = scale(column / 128);
-        if cast.format != ScaleFormat::F32 {
-            assert_eq!(s.log2().fract(), 0.0, "{s} is no power of two");
-        }
-        // Blocks of very different sizes count the same.
-        let size = 10f64.powi((column / 128 % 9) as i32 - 4);
-        back.push(fp8(rows[at * case.hidden + column]) * s / size);
-        want.push(x / size);
-    }
-    let limit = match cast.format {
-        ScaleFormat::F32 => 2e-3,
-        _ => 8e-3,
-    };
-    let diff = diff(&back, &want);
-    assert!(diff < limit, "{diff:e} of {cast:?}");
-}
-
-/// What everybody's experts make of rows, and how it comes back.
-#[derive(Clone, Copy, Debug)]
-pub struct Back {
-    dtype: DataType,
-    output: DataType,
-    sum: CombineSum,
-    cast: Option<CombineCast>,
-    /// Whether weights go ahead with the rows.
-    weighted: bool,
-    /// Whether the result goes into a buffer of the caller's.
-    into: bool,
-}
-
-impl Back {
-    fn random(rng: &mut StdRng) -> Self {
-        let dtype = [DataType::BF16, DataType::F16, DataType::F32][rng.random_range(0..3)];
-        let by_rank = rng.random();
-        Self {
-            dtype,
-            output: if rng.random() { dtype } else { DataType::F32 },
-            sum: match by_rank {
-                true => CombineSum::ExpertByRank,
-                false => CombineSum::Expert,
-            },
-            cast: None,
-            weighted: by_rank || rng.random(),
-            into: rng.random(),
-        }
-    }
-
-    /// The same with rows that are bf16, and LogFMT-10 on the way.
-    fn in_logfmt(self) -> Self {
-        Self {
-            dtype: DataType::BF16,
-            output: match self.output {
-                DataType::F32 => DataType::F32,
-                _ => DataType::BF16,
-            },
-            cast: Some(CombineCast::LogFmt10),
-            ..self
-        }
-    }
-
-    fn made(self, case: &Case, owner: usize, expert: usize, from: (usize, usize)) -> Vec<f64> {
-        let row = Came {
-            at: 0,
-            source: from.0,
-            token: from.1,
-            entry: Some(expert),
-        };
-        case.made(owner, &row, case.hidden, self.dtype)
-    }
-
-    /// What this rank's experts make of the rows that must have come; behind them, NaNs, of which nothing may come back.
-    fn rows(self, rank: &Rank, case: &Case) -> Buffer {
-        let want = received(case, rank.rank);
-        let room = case.max_tokens * case.size;
-        let mut rows = vec![f64::NAN; want.len() * room * case.hidden];
-        for (expert, want) in want.iter().enumerate() {
-            for (i, &[source, token, _]) in want.iter().enumerate() {
-                let made = self.made(case, rank.rank, expert, (source as usize, token as usize));
-                rows[(expert * room + i) * case.hidden..][..case.hidden].copy_from_slice(&made);
-            }
-        }
-        let dims = [want.len(), room, case.hidden];
-        rank.upload_bytes(self.dtype, &dims, &to_bytes(self.dtype, &rows))
-    }
-
-    /// Asserts what came back: to the last bit, or, if it was cast, as far as that can tell.
-    fn check(self, rank: &Rank, case: &Case, got: &Buffer) {
-        let (me, hidden) = (rank.rank, case.hidden);
-        let weights = &case.weights.as_ref().unwrap()[me];
-        // And what the greatest magnitudes of rows would add up to.
-        let (mut exact, mut wide, mut most) = (vec![], vec![], vec![]);
-        for token in 0..case.tokens(me) {
-            // What is added by rank, and there by entry; or all by entry.
-            let mut parts: BTreeMap<usize, Vec<Vec<f32>>> = BTreeMap::new();
-            let mut sums_wide = vec![0.0; hidden];
-            let mut greatest = 0.0;
-            for entry in 0..case.k {
-                let Some(slot) = case.slot(me, token, entry) else {
-                    continue;
-                };
-                let (owner, expert) = case.owner(slot);
-                let weight = weights[token * case.k + entry];
-                let made = self.made(case, owner, expert, (me, token));
-                let row = made.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
-                greatest += row * f64::from(weight.abs());
-                let each = sums_wide.iter_mut().zip(&made);
-                each.for_each(|(sum, x)| *sum += x * f64::from(weight));
-                let products = made.into_iter().map(|x| x as f32 * weight).collect();
-                let part = match self.sum {
-                    CombineSum::ExpertByRank => owner,
-                    _ => entry,
-                };
-                parts.entry(part).or_default().push(products);
-            }
-            let parts = parts.into_values().map(|part| match self.sum {
-                CombineSum::ExpertByRank => added(part, hidden)
-                    .into_iter()
-                    .map(|x| rounded(self.dtype, x))
-                    .collect(),
-                _ => added(part, hidden),
-            });
-            exact.extend(added(parts, hidden));
-            wide.extend(sums_wide);
-            most.extend(vec![greatest; hidden]);
-        }
-        let rounded = |&x: &f32| f64::from(rounded(self.output, x));
-        let want = to_bytes(self.output, &exact.iter().map(rounded).collect::<Vec<_>>());
-        let got = rank.raw(got.view());
-        let limit = match self.cast {
-            None => {
-                assert_bits(&got, &want, self.output, "sums");
-                5e-6
-            }
-            Some(CombineCast::Fp8(_)) => 9e-4,
-            Some(CombineCast::LogFmt10) => 1e-4,
-        };
-        let got = to_f64(self.output, &got);
-        if wide.len() >= 1000 {
-            let diff = diff(&got, &wide);
-            assert!(diff < limit, "{diff:e} of {self:?}");
-            return;
-        }
-        // A few sums may all nearly cancel: each is as near as its addends are.
-        let near = if self.cast.is_some() {
-            1.0 / 16.0
-        } else {
-            1.0 / 128.0
-        };
-        for ((got, want), most) in got.iter().zip(&wide).zip(&most) {
-            let off = (got - want).abs();
-            assert!(off <= near * most, "{got} for {want}, of {most}: {self:?}");
-        }
-    }
-
-    fn params<'a>(self, rows: &'a Buffer, own: &'a Own) -> LowLatencyCombineParams<'a> {
-        let here = self.sum == CombineSum::Expert;
-        LowLatencyCombineParams {
-            rows: rows.view(),
-            sum: self.sum,
-            cast: self.cast,
-            weights: here.then(|| weights(own).view()),
-        }
-    }
-
-    /// There and back, behind what was received.
-    fn send<'d>(
-        self,
-        rank: &Rank,
-        lease: &mut Lease<'_>,
-        (own, case): (&Own, &Case),
-        there: &'d LowLatencyDispatched<'_>,
-    ) -> brigade_device::PendingCombine<'d> {
-        let rows = self.rows(rank, case);
-        let p = self.params(&rows, own);
-        lease.low_latency_combine(there, p).unwrap()
-    }
-
-    fn receive(
-        self,
-        rank: &Rank,
-        lease: &mut Lease<'_>,
-        case: &Case,
-        pending: brigade_device::PendingCombine<'_>,
-    ) {
-        let dims = [case.tokens(rank.rank), case.hidden];
-        let mut d = rank.poisoned(self.output, &dims);
-        let output = match self.into {
-            true => Output::Into(d.view_mut()),
-            false => Output::Allocate(self.output),
-        };
-        let given = pending.receive(lease, output).unwrap();
-        assert_eq!(given.is_none(), self.into);
-        self.check(rank, case, given.as_ref().unwrap_or(&d));
-    }
-}
-
-/// The sums of all columns, in the order of the rows; 0 of none.
-fn added(rows: impl IntoIterator<Item = Vec<f32>>, columns: usize) -> Vec<f32> {
-    let add = |sum: Vec<f32>, row: Vec<f32>| sum.iter().zip(row).map(|(s, x)| s + x).collect();
-    rows.into_iter()
-        .reduce(add)
-        .unwrap_or_else(|| vec![0.0; columns])
 }
 
 /// A case, and what comes back of it.
@@ -421,8 +162,8 @@ pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use
         drawn(rng, size, sizes)
     });
     both[0].0.cast = rng.random::<bool>().then_some(Fp8Cast {
-        format: ScaleFormat::F32,
-        column_major: false,
+        format: FORMATS[rng.random_range(0..3)],
+        column_major: rng.random(),
     });
     if both[0].0.cast.is_some() {
         both[0].0.hidden = 144;
@@ -509,15 +250,64 @@ fn placements(world: &World) {
 /// Rows that are cast on the way there.
 fn casts(world: &World) {
     let mut rng = world.rng();
-    let cases = FORMATS.map(|format| {
-        let (mut case, back) = drawn(&mut rng, world.size, (12, 400, 3, 7));
+    let mut cases = vec![];
+    for format in FORMATS {
+        for column_major in [false, true] {
+            let (mut case, back) = drawn(&mut rng, world.size, (12, 400, 3, 7));
+            case.cast = Some(Fp8Cast {
+                format,
+                column_major,
+            });
+            cases.push((case.with_rows(&mut rng), back));
+        }
+    }
+    all_round_trips(world, cases);
+}
+
+/// The same exchange has the same bits, each time that it is made: in both slots, and whoever is late.
+fn repeats(world: &World) {
+    const TIMES: usize = 20;
+    let mut rng = world.rng();
+    let plain = drawn(&mut rng, world.size, (40, 64, 4, 9));
+    let mut cases = vec![here(plain.clone()), by_rank(plain)];
+    for (i, format) in FORMATS.into_iter().enumerate() {
+        let (mut case, back) = by_rank(drawn(&mut rng, world.size, (30, 384, 4, 9)));
         case.cast = Some(Fp8Cast {
             format,
-            column_major: false,
+            column_major: i == 1,
         });
-        (case.with_rows(&mut rng), back)
+        let cast = Some(CombineCast::Fp8(format));
+        cases.push((case.with_rows(&mut rng), Back { cast, ..back }));
+    }
+    let (case, back) = here(drawn(&mut rng, world.size, (30, 256, 4, 9)));
+    cases.push((case, back.in_logfmt()));
+    let late: Vec<(usize, u32)> = (0..TIMES * cases.len())
+        .map(|_| (rng.random_range(0..world.size), rng.random_range(0..200)))
+        .collect();
+    world.run(&config(), move |rank| {
+        let mut lease = rank.lease();
+        let mut exchange = LowLatency::default();
+        let (a, b) = exchange.slots();
+        for ((case, back), late) in cases.iter().zip(late.chunks(TIMES)) {
+            let own = Own::of(rank, case);
+            let mut first = None;
+            for (time, &(who, rounds)) in late.iter().enumerate() {
+                if who == rank.rank {
+                    rank.dawdle(rounds);
+                }
+                let slot = if time % 2 == 0 { &mut *a } else { &mut *b };
+                let pending = send(&mut lease, slot, (&own, case), back.weighted).unwrap();
+                let there = pending.receive(&mut lease).unwrap();
+                let mut all = promised(rank, &there, case.cast);
+                all.extend(rank.raw(there.ranges()));
+                let pending = back.send(rank, &mut lease, (&own, case), &there);
+                let d = pending.receive(&mut lease, Output::Allocate(back.output));
+                all.extend(rank.raw(d.unwrap().unwrap().view()));
+                let hash = Sha256::digest(&all);
+                assert_eq!(hash, *first.get_or_insert(hash), "time {time} of {back:?}");
+            }
+        }
     });
-    all_round_trips(world, cases.into());
 }
 
 /// Rows that are cast on the way back, and a last block of columns that is not whole.
@@ -570,8 +360,9 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
-    let contracts: [(&str, Contract); 6] = [
+    let contracts: [(&str, Contract); 7] = [
         ("sizes", sizes),
+        ("repeats", repeats),
         ("extremes", extremes),
         ("placements", placements),
         ("casts", casts),
@@ -582,9 +373,4 @@ pub fn add(suite: &mut Suite) {
         suite.add(&format!("low_latency/{name}"), contract);
     }
     limits::add(suite);
-}
-
-/// Weights that come beside a case.
-fn weights(own: &Own) -> &Buffer {
-    own.weights.as_ref().unwrap()
 }

@@ -8,10 +8,11 @@ use crate::{
 use brigade_device::{
     AllGatherLoraLinearParams, AllGatherParams, AllReduceAlgorithm, AllReduceNormParams,
     AllReduceParams, AllToAllParams, AllToAllRowsParams, Arrangement, BroadcastParams, Buffer,
-    Chunk, CombineParams, CombineSum, DataType, DispatchParams, GemmParams, Lease,
-    LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams, LowLatency,
-    LowLatencyCombineParams, LowLatencyDispatchParams, Normed, Operation, Output, OverlapMode,
-    Placement, ReduceOp, ReduceScatterParams, Result, Route, Routing, RowPayload, Transport,
+    Chunk, CombineParams, CombineSum, DataType, DispatchParams, GatheredRouting, GemmParams, Lease,
+    Lengths, LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams,
+    LowLatency, LowLatencyCombineParams, LowLatencyDispatchParams, Normed, Operation, Output,
+    OverlapMode, Placement, ReceivedIds, ReduceOp, ReduceScatterParams, Result, Route, Routing,
+    RowPayload, Transport,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -325,24 +326,48 @@ pub fn linear_all_reduce() -> Op {
 
 /// A row of every rank to each rank, and back again. Its output is the sum of all.
 pub fn experts(hidden: usize, choice: Option<Transport>) -> Op {
+    experts_by(hidden, choice, false)
+}
+
+/// The same where every rank has the experts of all ranks' tokens.
+fn experts_gathered(hidden: usize, choice: Option<Transport>) -> Op {
+    experts_by(hidden, choice, true)
+}
+
+fn experts_by(hidden: usize, choice: Option<Transport>, gathered: bool) -> Op {
     let op = Op::new("experts", Operation::Combine, move |rank, lease| {
         let rows = own(rank, DataType::F32, &[1, hidden]);
         let everybody: Vec<u8> = (0..rank.size as i32).flat_map(i32::to_ne_bytes).collect();
         let ids = rank.upload_bytes(DataType::I32, &[1, rank.size], &everybody);
+        let dims = [rank.size, 1, rank.size];
+        let all = rank.upload_bytes(DataType::I32, &dims, &everybody.repeat(rank.size));
+        let one: Vec<u8> = 1i32.to_ne_bytes().repeat(rank.size);
+        let counts = rank.upload_bytes(DataType::I32, &[rank.size], &one);
+        let known = Route::Gathered(GatheredRouting {
+            ids: all.view(),
+            lengths: Lengths::Padded {
+                counts: counts.view(),
+            },
+            weights: None,
+            placement: Placement::Ranks,
+        });
+        let own_ids = Route::Experts {
+            routing: Routing {
+                ids: ids.view(),
+                placement: Placement::Ranks,
+            },
+            weights: None,
+        };
         let mut d = old(rank, DataType::F32, &[1, hidden]);
         let there = lease.dispatch(DispatchParams {
             rows: rows.view(),
             beside: &[],
-            route: Route::Experts {
-                routing: Routing {
-                    ids: ids.view(),
-                    placement: Placement::Ranks,
-                },
-                weights: None,
-            },
+            route: if gathered { known } else { own_ids },
             arrangement: Arrangement::BySource,
             max_tokens: 1,
             max_recv: None,
+            received_ids: ReceivedIds::Local,
+            totals: None,
             cast: None,
             choice,
         });
@@ -453,6 +478,10 @@ pub fn all(engines: Engines) -> Vec<Op> {
         ));
         let op = experts(8, Some(Transport::Gather));
         ops.push(named("experts_gather".into(), op));
+        let op = experts(8, Some(Transport::InPlace));
+        ops.push(named("experts_in_place".into(), op));
+        let op = experts_gathered(8, Some(Transport::OneSided));
+        ops.push(named("experts_gathered".into(), op));
         ops.push(low_latency(8));
         ops.push(all_to_all_rows(COLUMNS));
     }

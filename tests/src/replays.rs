@@ -194,6 +194,15 @@ struct Uses {
 }
 
 impl Hazard {
+    fn new(unguarded: bool, patience: Duration) -> Self {
+        Self {
+            unguarded,
+            patience,
+            uses: Mutex::default(),
+            news: Condvar::new(),
+        }
+    }
+
     fn is_held(epoch: u32) -> bool {
         epoch % 2 == 1
     }
@@ -245,12 +254,7 @@ impl Inject for Hazard {
 /// Two ranks, a reader held at the hazard in every other replay. Gives the replays in which its part of D that comes from
 /// the writer was wrong.
 fn wrong_replays(world: &World, unguarded: bool, patience: Duration) -> Vec<u32> {
-    let hazard = Arc::new(Hazard {
-        unguarded,
-        patience,
-        uses: Mutex::default(),
-        news: Condvar::new(),
-    });
+    let hazard = Arc::new(Hazard::new(unguarded, patience));
     let wrong = Arc::new(Mutex::new(vec![]));
     let found = Arc::clone(&wrong);
     world.run_injected(&config(), hazard, move |rank| {

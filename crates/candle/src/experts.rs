@@ -7,7 +7,7 @@ use crate::{
 };
 use brigade::{
     Arrangement, CombineParams, CombineSum, DeviceExt, DispatchParams, Dispatched, Output,
-    Placement, Route, Routing, Transport, View,
+    Placement, ReceivedIds, Route, Routing, Transport, View,
 };
 use candle_core::{DType, Result, Tensor};
 use std::ops::Range;
@@ -132,6 +132,8 @@ impl ExpertParallel {
             max_tokens: self.max_tokens,
             // Who calls an expert must know its rows on the host anyway.
             max_recv: None,
+            received_ids: ReceivedIds::Local,
+            totals: None,
             cast: None,
             choice: self.choice,
         };

@@ -144,6 +144,8 @@ pub(crate) struct Arguments {
     /// The ids of all ranks, where they are known.
     gathered: Option<Gathered>,
     pub(crate) ways: Ways,
+    /// What slots get is added to it.
+    pub(crate) totals: Option<Buffer>,
     cast: Option<(Buffer, Buffer)>,
     staged: Option<Buffer>,
     /// How the half lies, where rows stay in it.
@@ -262,6 +264,15 @@ impl Arguments {
             }
             None => None,
         };
+        let totals = match &p.totals {
+            Some(totals) => {
+                ways.check_totals(totals)?;
+                let totals = totals.as_view().retain();
+                check_reach(&device.card, "totals.memory", &totals)?;
+                Some(totals)
+            }
+            None => None,
+        };
         Ok(Self {
             group,
             generation,
@@ -277,6 +288,7 @@ impl Arguments {
             router,
             gathered,
             ways,
+            totals,
             cast,
             staged: None,
             in_place: None,
@@ -339,7 +351,7 @@ impl Arguments {
     fn buffers(&self) -> Vec<&Buffer> {
         let mut list = vec![&self.rows];
         list.extend(&self.beside);
-        list.extend(&self.staged);
+        list.extend(self.staged.iter().chain(&self.totals));
         list.extend(
             self.cast
                 .iter()
@@ -375,15 +387,20 @@ impl Arguments {
         all
     }
 
+    /// What this rank's first slot is called in ids, and what none is, as kernels take them.
+    pub(crate) fn called(&self) -> (u32, u32) {
+        let slots = Slots::new(self.call.placement, self.group.size);
+        let (first, none) = slots.called(self.group.rank, self.call.received_ids);
+        (first as u32, none as u32)
+    }
+
     /// Words of a row's scales if they lie by columns, or 0.
     pub(crate) fn scale_words(&self) -> u32 {
-        match self.call.cast.filter(|cast| cast.column_major) {
-            Some(cast) => {
-                let (dtype, n) = cast.scales(self.call.hidden);
-                (n * dtype.bytes() / 4) as u32
-            }
-            None => 0,
-        }
+        let words = self
+            .call
+            .cast
+            .and_then(|c| c.words_by_columns(self.call.hidden));
+        words.unwrap_or(0) as u32
     }
 
     /// Buffers for so many rows.

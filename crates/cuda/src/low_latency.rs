@@ -381,6 +381,8 @@ impl Job<'_> {
             to_scales: given.scales.as_ref().map_or(0, Buffer::address),
             counts: given.counts.address(),
             sources: given.sources.address(),
+            ranges: given.ranges.address(),
+            scale_words: words_by_columns(&given.sent.call),
             totals: totals.map_or(0, Buffer::address),
             share,
             ..self.holding(given, self.there(&given.sent, of))
@@ -390,6 +392,7 @@ impl Job<'_> {
             given.scales.as_ref(),
             Some(&given.counts),
             Some(&given.sources),
+            Some(&given.ranges),
         ];
         for (i, out) in outputs.into_iter().enumerate() {
             parameters.poisoned_bytes[i] = out.map_or(0, |out| out.bytes() as u64);
@@ -481,8 +484,8 @@ impl Job<'_> {
         let threads = self.token_threads(back, tokens);
         let parameters = Parameters {
             to: d.address(),
-            poisoned_bytes: [d.bytes() as u64, 0, 0, 0],
-            poisons: [types::poison_pattern(d.dtype()), 0, 0, 0],
+            poisoned_bytes: [d.bytes() as u64, 0, 0, 0, 0],
+            poisons: [types::poison_pattern(d.dtype()), 0, 0, 0, 0],
             weights: back.weights.as_ref().map_or(0, Buffer::address),
             out_type: types::float_code(d.dtype()),
             row_threads: threads,
@@ -493,6 +496,14 @@ impl Job<'_> {
         // SAFETY: what has come back lies in the group's memory, all else in buffers of the call.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
+}
+
+/// Words of a row's scales if they lie by columns, or 0.
+fn words_by_columns(call: &LowLatencyDispatchCall) -> u32 {
+    let words = call
+        .cast
+        .and_then(|cast| cast.words_by_columns(call.hidden));
+    words.unwrap_or(0) as u32
 }
 
 /// Bytes of a row on its way there.

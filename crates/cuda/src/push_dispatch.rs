@@ -37,6 +37,7 @@ impl Job<'_> {
         let placed = Placed::from(call.placement);
         let slots = Slots::new(call.placement, a.group.size);
         let (arrangement, alignment) = codes(call.arrangement);
+        let (first_id, no_id) = a.called();
         let tokens = layout.slots.shape().rows();
         let mut parameters = PushDispatchParams {
             desk: core.memory.desk(Asker::Messages),
@@ -50,6 +51,7 @@ impl Job<'_> {
             offsets: parts.offsets.address(),
             received_ids: parts.ids.address(),
             counts: parts.counts.address(),
+            totals: a.totals.as_ref().map_or(0, Buffer::address),
             rows_of: parts.rows_of.as_ref().map_or(0, Buffer::address),
             from: a.from(),
             to: to(outputs),
@@ -62,6 +64,8 @@ impl Job<'_> {
             copies: placed.copies,
             per_rank: placed.per_rank,
             own_slots: slots.of(a.group.rank).len() as u32,
+            first_id,
+            no_id,
             all_slots: slots.total() as u32,
             room: layout.sent.shape().len() as u32,
             arrangement,

@@ -2,9 +2,11 @@
 
 use crate::{
     DataType, Error, GatheredRouting, Group, Handle, PerRank, PlacementCall, Result, Routing, View,
+    ViewMut,
     params::{float, plain, resident},
     routing::{check_weights, countable},
 };
+use smallvec::{SmallVec, smallvec};
 
 /// How received rows lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,6 +46,19 @@ pub enum Transport {
     InPlace,
 }
 
+/// How the ids of received rows number slots. A rank is told of its own alone: all others are none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum ReceivedIds {
+    /// From the first slot of the rank; -1 for none.
+    #[default]
+    Local,
+    /// Over all ranks, as experts are numbered where each has one slot; -1 for none.
+    Global,
+    /// The same, and the number of all slots for none: nothing is below 0, so rows that are sorted by their ids have those of nobody
+    /// behind all others. With weights, which are 0 there, that is what TensorRT-LLM's local gather gives.
+    Padded,
+}
+
 /// Scales of rows that are cast to fp8 on the way: one for each 128 columns of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaleFormat {
@@ -77,6 +92,25 @@ impl Fp8Cast {
             ScaleFormat::F32 | ScaleFormat::PowerOfTwo => (DataType::F32, blocks),
         }
     }
+
+    /// Type and shape of the scales of so many rows where they lie by columns.
+    pub fn by_columns(self, hidden: usize, rows: usize) -> (DataType, SmallVec<[usize; 3]>) {
+        let (dtype, n) = self.scales(hidden);
+        let dims = match self.format {
+            ScaleFormat::Ue8m0 => smallvec![n / 4, rows, 4],
+            ScaleFormat::F32 | ScaleFormat::PowerOfTwo => smallvec![n, rows],
+        };
+        (dtype, dims)
+    }
+
+    /// 4-byte words of a row's scales if they lie by columns: each has a place of its own then.
+    pub const fn words_by_columns(self, hidden: usize) -> Option<usize> {
+        let (dtype, n) = self.scales(hidden);
+        match self.column_major {
+            true => Some(n * dtype.bytes() / 4),
+            false => None,
+        }
+    }
 }
 
 /// Rows to the ranks of their experts.
@@ -97,6 +131,11 @@ pub struct DispatchParams<'a> {
     /// [`Overflow`](crate::FaultKind::Overflow), and nothing is written behind the last. `None` waits for the counts on the host, which
     /// no graph can. Not for [`Arrangement::BySource`], which has room for all.
     pub max_recv: Option<usize>,
+    /// How the ids of received rows number slots.
+    pub received_ids: ReceivedIds,
+    /// i64 `[slots of this rank]`: what each slot gets is added to it, as [`Dispatched::counts`](crate::Dispatched::counts) has it, for
+    /// statistics over many calls. In the order of the stream, in replays of graphs too. Of a call that ends in a fault, some may have been added.
+    pub totals: Option<ViewMut<'a>>,
     /// Cast to fp8 on the way. Rows are f32, f16 or bf16 then.
     pub cast: Option<Fp8Cast>,
     /// Forced transport.
@@ -140,6 +179,8 @@ pub struct DispatchCall {
     pub arrangement: Arrangement,
     /// Rows that there is room for.
     pub max_recv: Option<usize>,
+    /// How the ids of received rows number slots.
+    pub received_ids: ReceivedIds,
     /// Whether rows go the ways of an earlier dispatch.
     pub again: bool,
     /// Whether every rank has the experts of all ranks' tokens.
@@ -223,6 +264,11 @@ impl DispatchParams<'_> {
                     let want = format!("{:?}, {:?}, as at first", made.arrangement, made.max_recv);
                     return Err(Error::invalid("arrangement", got, want));
                 }
+                if self.received_ids != made.received_ids {
+                    let got = format!("{:?}", self.received_ids);
+                    let want = format!("{:?}, as at first", made.received_ids);
+                    return Err(Error::invalid("received_ids", got, want));
+                }
                 (made.k, made.weights, made.placement)
             }
         };
@@ -261,6 +307,7 @@ impl DispatchParams<'_> {
             placement,
             arrangement: self.arrangement,
             max_recv: self.max_recv,
+            received_ids: self.received_ids,
             again: matches!(self.route, Route::Again(_)),
             gathered: matches!(self.route, Route::Gathered(_)),
             cast: self.cast,

@@ -1,8 +1,8 @@
 //! What a dispatch gives: received rows, and the handle that takes rows back.
 
 use crate::{
-    Arrangement, Buffer, DataType, DispatchCall, Error, ExpertLayout, Group, Plan, Result,
-    ScaleFormat, Shape, View,
+    Arrangement, Buffer, DataType, DispatchCall, Error, ExpertLayout, Group, Plan, Result, Shape,
+    View, ViewMut, params::check_totals,
 };
 use smallvec::{SmallVec, smallvec};
 
@@ -15,8 +15,8 @@ pub struct Dispatched {
     pub scales: Option<Buffer>,
     /// What came beside them, in the order in which it was given.
     pub beside: Vec<Buffer>,
-    /// Slots of every row, counted from the first of this rank, i32 `[rows, k]` with -1 for none; by expert, where a row is for one,
-    /// `[rows]`. -1 in all that is behind the last row, and between those of two experts.
+    /// Slots of every row, i32 `[rows, k]`; by expert, where a row is for one, `[rows]`. Counted from the first of this rank, with -1 for
+    /// none, or as [`ReceivedIds`](crate::ReceivedIds) has it. None in all that is behind the last row, and between those of two experts.
     pub ids: Buffer,
     /// Their weights, f32 of the same shape, 0 for none.
     pub weights: Option<Buffer>,
@@ -227,6 +227,15 @@ impl Ways {
         }
     }
 
+    /// Checks where what slots get is added up.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub fn check_totals(&self, totals: &ViewMut<'_>) -> Result<()> {
+        let [_, _, counts] = self.counted();
+        check_totals(totals, counts)
+    }
+
     /// Where own rows go.
     pub fn layout(&self) -> &ExpertLayout {
         match self {
@@ -290,13 +299,13 @@ impl DispatchOutputs {
             Arrangement::Dense | Arrangement::BySource => of_rows(dtype, call.k),
         };
         let scales = match call.cast {
+            Some(cast) if cast.column_major => {
+                let (dtype, dims) = cast.by_columns(call.hidden, room);
+                Some(new(dtype, &dims)?)
+            }
             Some(cast) => {
                 let (dtype, n) = cast.scales(call.hidden);
-                Some(match (cast.column_major, cast.format) {
-                    (false, _) => of_rows(dtype, n)?,
-                    (true, ScaleFormat::Ue8m0) => new(dtype, &[n / 4, room, 4])?,
-                    (true, _) => new(dtype, &[n, room])?,
-                })
+                Some(of_rows(dtype, n)?)
             }
             None => None,
         };

@@ -4,7 +4,7 @@
 use crate::{
     Buffer, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, LowLatencyCombineParams,
     PendingCombine, PlacementCall, Result, Routing, ScaleFormat, Shape, View, ViewMut,
-    params::{float, resident},
+    params::{check_totals, float, resident},
     routing::countable,
 };
 
@@ -43,7 +43,7 @@ pub struct LowLatencyDispatchParams<'a> {
     pub weights: Option<View<'a>>,
     /// Most tokens of any rank: the same on every rank.
     pub max_tokens: usize,
-    /// Cast to fp8 on the way. Scales lie by rows.
+    /// Cast to fp8 on the way.
     pub cast: Option<Fp8Cast>,
 }
 
@@ -99,12 +99,8 @@ impl LowLatencyDispatchParams<'_> {
         if let Some(weights) = self.weights {
             weighty(weights, ids.shape(), rows)?;
         }
-        if let Some(cast) = self.cast {
+        if self.cast.is_some() {
             whole_row(DataType::F8E4M3, hidden)?;
-            if cast.column_major {
-                let want = "scales by rows";
-                return Err(Error::invalid("cast", "scales by columns", want));
-            }
         }
         Ok(LowLatencyDispatchCall {
             slot,
@@ -202,10 +198,12 @@ pub struct LowLatencyRows {
     pub sent: LowLatencySent,
     /// `[local experts, max_tokens x ranks, hidden]`
     pub rows: Buffer,
-    /// `[local experts, max_tokens x ranks, blocks]`, if rows were cast.
+    /// `[local experts, max_tokens x ranks, blocks]`, if rows were cast; by columns, what [`Fp8Cast`] says of each expert's.
     pub scales: Option<Buffer>,
     /// i32 `[local experts]`
     pub counts: Buffer,
+    /// i32 `[local experts, ranks, 2]`
+    pub ranges: Buffer,
     /// i32 `[local experts, max_tokens x ranks, 3]`
     pub sources: Buffer,
     /// If the dispatch had weights.
@@ -227,16 +225,7 @@ impl LowLatencyRows {
     /// # Errors
     /// [`Error::Invalid`] naming the field.
     pub fn check_totals(&self, totals: &ViewMut<'_>) -> Result<()> {
-        if totals.dtype() != DataType::I64 {
-            let want = DataType::I64;
-            return Err(Error::invalid("totals.dtype", totals.dtype(), want));
-        }
-        if totals.shape() != self.counts.shape() {
-            let want = self.counts.shape();
-            return Err(Error::invalid("totals.shape", totals.shape(), want));
-        }
-        let memory = totals.as_view().memory();
-        resident("totals", Some(memory), self.rows.memory())
+        check_totals(totals, &self.counts)
     }
 
     /// For this rank's `experts`; `new` makes a buffer.
@@ -253,11 +242,20 @@ impl LowLatencyRows {
         Ok(Self {
             sent: sent.clone(),
             rows: of_rows(call.wire_type(), call.hidden)?,
-            scales: match call.scales() {
-                Some((dtype, n)) => Some(of_rows(dtype, n)?),
+            scales: match call.cast {
+                Some(cast) if cast.column_major => {
+                    let (dtype, mut dims) = cast.by_columns(call.hidden, room);
+                    dims.insert(0, experts);
+                    Some(new(dtype, &dims)?)
+                }
+                Some(cast) => {
+                    let (dtype, n) = cast.scales(call.hidden);
+                    Some(of_rows(dtype, n)?)
+                }
                 None => None,
             },
             counts: new(DataType::I32, &[experts])?,
+            ranges: new(DataType::I32, &[experts, sent.group.size, 2])?,
             sources: of_rows(DataType::I32, 3)?,
             held: match call.weights {
                 true => {
@@ -275,7 +273,7 @@ impl LowLatencyRows {
     /// All buffers that a receive fills.
     pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
         let held = self.held.iter().flat_map(|h| [&h.rows, &h.weights]);
-        [&self.rows, &self.counts, &self.sources]
+        [&self.rows, &self.counts, &self.ranges, &self.sources]
             .into_iter()
             .chain(&self.scales)
             .chain(held)
@@ -375,7 +373,8 @@ impl LowLatencyDispatched<'_> {
         self.parts.rows.view()
     }
 
-    /// Scales, if rows were cast: `[local experts, max_tokens x ranks, blocks]`, as [`ScaleFormat`] has them.
+    /// Scales, if rows were cast: `[local experts, max_tokens x ranks, blocks]`, as [`ScaleFormat`] has them. By columns,
+    /// `[local experts, blocks, max_tokens x ranks]`; packed ones `[local experts, blocks / 4, max_tokens x ranks, 4]`.
     pub fn scales(&self) -> Option<View<'_>> {
         self.parts.scales.as_ref().map(Buffer::view)
     }
@@ -383,6 +382,12 @@ impl LowLatencyDispatched<'_> {
     /// Rows of each expert of this rank, i32 `[local experts]`.
     pub fn counts(&self) -> View<'_> {
         self.parts.counts.view()
+    }
+
+    /// For each expert and source rank, which of the expert's rows is the first from there, and how many are: i32
+    /// `[local experts, ranks, 2]` (DeepEP's `layout_range`). Where none are, the first is where they would be.
+    pub fn ranges(&self) -> View<'_> {
+        self.parts.ranges.view()
     }
 
     /// Where each row is from, i32 `[local experts, max_tokens x ranks, 3]`: source rank, its token, and, as bits, which of the token's

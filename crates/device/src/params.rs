@@ -1,7 +1,7 @@
 //! What parameters are made of. Callers fill in one struct per operation, never a list of positional arguments; its
 //! `check()` names the field that is wrong, what it was and what it should have been.
 
-use crate::{DataType, Error, MemoryType, Result, ViewMut};
+use crate::{Buffer, DataType, Error, MemoryType, Result, ViewMut};
 
 /// How values of several ranks are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -125,4 +125,18 @@ pub(crate) fn resident(
         }
         _ => Ok(()),
     }
+}
+
+/// Where what is counted is added up.
+pub(crate) fn check_totals(totals: &ViewMut<'_>, counts: &Buffer) -> Result<()> {
+    if totals.dtype() != DataType::I64 {
+        let want = DataType::I64;
+        return Err(Error::invalid("totals.dtype", totals.dtype(), want));
+    }
+    if totals.shape() != counts.shape() {
+        let want = counts.shape();
+        return Err(Error::invalid("totals.shape", totals.shape(), want));
+    }
+    let memory = totals.as_view().memory();
+    resident("totals", Some(memory), counts.memory())
 }

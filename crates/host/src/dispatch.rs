@@ -44,6 +44,8 @@ struct Arguments {
     /// Whose the ids are that it has, if they are those of all ranks.
     gathered: Option<Gathered>,
     ways: Ways,
+    /// What slots get is added to it.
+    totals: Option<Buffer>,
     device: Arc<HostDevice>,
 }
 
@@ -89,6 +91,9 @@ impl HostComm {
             Route::Gathered(all) => Some(Gathered::of(all)),
             Route::Experts { .. } | Route::Again(_) => None,
         };
+        if let Some(totals) = &p.totals {
+            ways.check_totals(totals)?;
+        }
         let arguments = Arguments {
             transport,
             piece_rows,
@@ -104,6 +109,7 @@ impl HostComm {
             router,
             gathered,
             ways,
+            totals: p.totals.map(|totals| totals.as_view().retain()),
             device: Arc::clone(device),
             call,
         };

@@ -7,7 +7,7 @@ use crate::{
     memory::{poison, reading, writing},
     payload, quantize,
     queue::HostQueue,
-    routing::{Router, integers, set},
+    routing::{Router, add_to, integers, set},
 };
 use brigade_device::{
     Buffer, Call, CombineSum, DataType, Error, LowLatencyBack, LowLatencyCombineCall,
@@ -16,7 +16,7 @@ use brigade_device::{
 };
 use brigade_plan::{
     dispatch::part_bytes,
-    low_latency::{Section, There, back_order, back_place, packed},
+    low_latency::{Section, There, back_order, back_place, packed, ranges},
     routes::Slots,
 };
 use brigade_sync::{Area, Half};
@@ -104,7 +104,7 @@ impl HostComm {
                 let of = arrived(active, to.sent.call.slot, half)?;
                 let counts = receive(active, of, &to)?;
                 match &totals {
-                    Some(totals) => count(totals, &counts),
+                    Some(totals) => add_to(totals, &counts),
                     None => Ok(()),
                 }
             })
@@ -291,17 +291,6 @@ fn write(
     }
 }
 
-/// Adds what has come to what came before.
-fn count(totals: &Buffer, counts: &[i32]) -> Result<()> {
-    writing(totals, &[], |out, _| {
-        for (total, &count) in out.chunks_exact_mut(8).zip(counts) {
-            let sum = bytemuck::pod_read_unaligned::<i64>(total) + i64::from(count);
-            total.copy_from_slice(&sum.to_ne_bytes());
-        }
-        Ok(())
-    })
-}
-
 /// Packs what has come; gives the rows of each expert.
 fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<Vec<i32>> {
     let call = &to.sent.call;
@@ -326,22 +315,30 @@ fn receive(active: &Active<'_>, of: Use, to: &LowLatencyRows) -> Result<Vec<i32>
         .collect();
     let named: Vec<&[i32]> = named.iter().map(Vec::as_slice).collect();
     let rows = packed(&named, call.k, to.counts.shape().len());
-    let pack = |out: &Buffer, section: Section| {
+    // A row's bytes are in so many pieces, which lie `room` places apart.
+    let pack = |out: &Buffer, section: Section, pieces: usize| {
         let (_, each) = there.of(section);
+        let piece = each / pieces;
         writing(out, &[], |out, _| {
             for (expert, rows) in rows.iter().enumerate() {
                 for (i, &[source, token, _]) in rows.iter().enumerate() {
                     let row = &parts[source as usize][there.place(section, token as usize)];
-                    out[(expert * room + i) * each..][..each].copy_from_slice(row);
+                    for (n, from) in row.chunks_exact(piece).enumerate() {
+                        let place = (expert * pieces + n) * room + i;
+                        out[place * piece..][..piece].copy_from_slice(from);
+                    }
                 }
             }
             Ok(())
         })
     };
-    pack(&to.rows, Section::Row)?;
-    if let Some(scales) = &to.scales {
-        pack(scales, Section::Scales)?;
+    pack(&to.rows, Section::Row, 1)?;
+    if let (Some(scales), Some(cast)) = (&to.scales, call.cast) {
+        let pieces = cast.words_by_columns(call.hidden).unwrap_or(1);
+        pack(scales, Section::Scales, pieces)?;
     }
+    let of_ranks: Vec<_> = rows.iter().map(|rows| ranges(rows, job.size())).collect();
+    set(&to.ranges, of_ranks.concat().as_flattened())?;
     let counts: Vec<i32> = rows.iter().map(|rows| rows.len() as i32).collect();
     set(&to.counts, &counts)?;
     if let Some(held) = &to.held {

@@ -127,6 +127,17 @@ pub(crate) fn integers<T: bytemuck::Pod>(bytes: &[u8]) -> Vec<T> {
     bytemuck::allocation::pod_collect_to_vec(bytes)
 }
 
+/// Adds counts to what was counted before, i64.
+pub(crate) fn add_to(totals: &Buffer, counts: &[i32]) -> Result<()> {
+    writing(totals, &[], |out, _| {
+        for (total, &count) in out.chunks_exact_mut(8).zip(counts) {
+            let sum = bytemuck::pod_read_unaligned::<i64>(total) + i64::from(count);
+            total.copy_from_slice(&sum.to_ne_bytes());
+        }
+        Ok(())
+    })
+}
+
 /// Writes all of a buffer.
 pub(crate) fn set<T: bytemuck::NoUninit>(to: &Buffer, values: &[T]) -> Result<()> {
     writing(to, &[], |out, _| {

@@ -191,6 +191,8 @@ parameters! {
         rows_of: u64,
         /// Address of how much room is needed.
         room: u64,
+        /// Device address of what each slot has got so far, i64, or 0.
+        totals: u64,
         /// Rows that there is room for.
         capacity: u32,
         /// First row of the piece.
@@ -219,6 +221,10 @@ parameters! {
         scale_words: u32,
         /// Slots of this rank.
         own_slots: u32,
+        /// What the first of them is called in ids.
+        first_id: u32,
+        /// What is said there of none.
+        no_id: u32,
         /// 0 even, 1 a map, 2 ids are ranks.
         placement: u32,
         /// How many experts there are.
@@ -371,6 +377,8 @@ parameters! {
         received_ids: u64,
         /// Device address of the rows of each slot.
         counts: u64,
+        /// Device address of what each slot has got so far, i64, or 0.
+        totals: u64,
         /// Device address of the row of every expert of every token that came, or 0.
         rows_of: u64,
         /// Device address of what goes into each section of own rows.
@@ -409,6 +417,10 @@ parameters! {
         per_rank: u32,
         /// Slots of this rank.
         own_slots: u32,
+        /// What the first of them is called in ids.
+        first_id: u32,
+        /// What is said there of none.
+        no_id: u32,
         /// Slots of all ranks.
         all_slots: u32,
         /// Room for tokens in the lists of sent ones.

@@ -39,6 +39,8 @@ parameters! {
         counts: u64,
         /// Device address of where each of them is from.
         sources: u64,
+        /// Device address of where those of each rank begin, and how many they are.
+        ranges: u64,
         /// Device address of the rows that each of this rank's experts has got so far, i64, or 0.
         totals: u64,
         /// Device address of the weights of own tokens' experts, or 0.
@@ -47,10 +49,10 @@ parameters! {
         rows_of: u64,
         /// Device address of their weights.
         held: u64,
-        /// Bytes of what a launch gives: rows or sums, scales, counts and sources.
-        poisoned_bytes: [u64; 4],
+        /// Bytes of what a launch gives: rows or sums, scales, counts, sources and ranges.
+        poisoned_bytes: [u64; 5],
         /// What it is filled with if the group was stopped.
-        poisons: [u64; 4],
+        poisons: [u64; 5],
         /// Own tokens.
         tokens: u32,
         /// Most tokens of any rank.
@@ -87,5 +89,9 @@ parameters! {
         sum: u32,
         /// On the way back: 0 as they are, 1 fp8 with scales in f32, 2 with powers of two, 3 with their exponents, 4 LogFMT-10.
         payload: u32,
+        /// Words of a received row's scales if they lie by columns, or 0.
+        scale_words: u32,
+        /// Nothing.
+        unused: u32,
     }
 }

@@ -7,7 +7,7 @@
 use brigade_device::{
     Arrangement, Call, CombineCall, CombineSum, CommConfig, DataType, DispatchCall, Fp8Cast, Group,
     LinearCall, LowLatencyCombineCall, LowLatencyDispatchCall, OverlapMode, ParallelMode, PerRank,
-    PlacementCall, QScheme, Reason, ReduceOp, ScaleFormat, Transport,
+    PlacementCall, QScheme, Reason, ReceivedIds, ReduceOp, ScaleFormat, Transport,
 };
 use brigade_plan::{
     Engines, Table, Topology,
@@ -176,6 +176,7 @@ fn with_experts(max_tokens: usize) -> Vec<(String, Call)> {
         placement,
         arrangement: Arrangement::BySource,
         max_recv: None,
+        received_ids: ReceivedIds::Local,
         again: false,
         gathered: false,
         cast: None,

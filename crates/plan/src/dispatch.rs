@@ -327,7 +327,8 @@ mod tests {
     use super::*;
     use crate::Engines;
     use brigade_device::{
-        Arrangement, CommConfig, DataType, Group, ParallelMode, PlacementCall, Transport,
+        Arrangement, CommConfig, DataType, Group, ParallelMode, PlacementCall, ReceivedIds,
+        Transport,
     };
 
     fn planned(call: &DispatchCall, dispatch_bytes: usize) -> Result<(usize, usize), String> {
@@ -371,6 +372,7 @@ mod tests {
             placement: PlacementCall::Ranks,
             arrangement: Arrangement::Dense,
             max_recv: None,
+            received_ids: ReceivedIds::Local,
             again: false,
             gathered: false,
             cast: None,

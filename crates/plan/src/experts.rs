@@ -65,7 +65,7 @@ const PUSHED: &str = "all_reduce_bytes";
 /// if it forces none.
 ///
 /// ```
-/// use brigade_device::{Arrangement, Call, CommConfig, DataType, DispatchCall, ParallelMode, PerRank, PlacementCall};
+/// use brigade_device::{Arrangement, Call, CommConfig, DataType, DispatchCall, ParallelMode, PerRank, PlacementCall, ReceivedIds};
 /// use brigade_plan::experts::need;
 /// let call = DispatchCall {
 ///     max_tokens: 4096,
@@ -77,6 +77,7 @@ const PUSHED: &str = "all_reduce_bytes";
 ///     placement: PlacementCall::Even { experts: 256 },
 ///     arrangement: Arrangement::ByExpert { alignment: 1 },
 ///     max_recv: None,
+///     received_ids: ReceivedIds::Local,
 ///     again: false,
 ///     gathered: false,
 ///     cast: None,

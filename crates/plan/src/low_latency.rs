@@ -213,6 +213,20 @@ pub fn packed(named: &[&[i32]], k: usize, experts: usize) -> Vec<Vec<[i32; 3]>> 
     rows
 }
 
+/// For each of `size` ranks, which of an expert's rows is the first from there, and how many are: of rows as [`packed`] gives them.
+///
+/// ```
+/// use brigade_plan::low_latency::ranges;
+/// // A row of rank 0, none of rank 1, and two of rank 2.
+/// assert_eq!(ranges(&[[0, 4, 1], [2, 0, 1], [2, 5, 2]], 3), [[0, 1], [1, 0], [1, 2]]);
+/// ```
+pub fn ranges(rows: &[[i32; 3]], size: usize) -> Vec<[i32; 2]> {
+    let first = |rank: usize| rows.partition_point(|row| row[0] < rank as i32) as i32;
+    (0..size)
+        .map(|rank| [first(rank), first(rank + 1) - first(rank)])
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

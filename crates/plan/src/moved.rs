@@ -176,7 +176,9 @@ pub fn low_latency_combine(rank: usize, rows_to: &[usize], call: &LowLatencyComb
 #[cfg(test)]
 mod tests {
     use super::*;
-    use brigade_device::{Arrangement, CombineSum, Fp8Cast, PlacementCall, ScaleFormat};
+    use brigade_device::{
+        Arrangement, CombineSum, Fp8Cast, PlacementCall, ReceivedIds, ScaleFormat,
+    };
 
     #[test]
     fn rows_count_with_what_belongs_to_them() {
@@ -190,6 +192,7 @@ mod tests {
             placement: PlacementCall::Ranks,
             arrangement: Arrangement::Dense,
             max_recv: None,
+            received_ids: ReceivedIds::Local,
             again: false,
             gathered: false,
             cast: None,

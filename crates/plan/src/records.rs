@@ -287,7 +287,9 @@ mod tests {
         Engines, Table, dispatch,
         transports::{ByRows, Figures},
     };
-    use brigade_device::{CommConfig, DataType, Group, ParallelMode, PlacementCall, Transport};
+    use brigade_device::{
+        CommConfig, DataType, Group, ParallelMode, PlacementCall, ReceivedIds, Transport,
+    };
 
     fn call(hidden: usize, k: usize) -> DispatchCall {
         DispatchCall {
@@ -300,6 +302,7 @@ mod tests {
             placement: PlacementCall::Even { experts: 256 },
             arrangement: Arrangement::BySource,
             max_recv: None,
+            received_ids: ReceivedIds::Local,
             again: false,
             gathered: false,
             cast: None,

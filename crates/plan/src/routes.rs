@@ -2,7 +2,7 @@
 //! kernels are held against.
 
 use crate::rows;
-use brigade_device::{Arrangement, PlacementCall};
+use brigade_device::{Arrangement, PlacementCall, ReceivedIds};
 use std::ops::Range;
 
 /// Which slots are whose.
@@ -41,6 +41,26 @@ impl Slots {
     /// Those of one rank.
     pub fn of(&self, rank: usize) -> Range<usize> {
         self.first[rank]..self.first[rank + 1]
+    }
+
+    /// What the first slot of a rank is called in the ids of the rows that it receives, and what none is.
+    ///
+    /// ```
+    /// use brigade_device::{PlacementCall, ReceivedIds};
+    /// use brigade_plan::routes::Slots;
+    /// let slots = Slots::new(PlacementCall::Even { experts: 7 }, 3);
+    /// assert_eq!(slots.called(1, ReceivedIds::Local), (0, -1));
+    /// assert_eq!(slots.called(1, ReceivedIds::Global), (3, -1));
+    /// assert_eq!(slots.called(1, ReceivedIds::Padded), (3, 7));
+    /// ```
+    pub fn called(&self, rank: usize, ids: ReceivedIds) -> (i32, i32) {
+        // Checked to be countable.
+        let (first, all) = (self.first[rank] as i32, self.total() as i32);
+        match ids {
+            ReceivedIds::Local => (0, -1),
+            ReceivedIds::Global => (first, -1),
+            ReceivedIds::Padded => (first, all),
+        }
     }
 
     /// Whose a slot is, if there is such a slot.

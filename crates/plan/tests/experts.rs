@@ -25,6 +25,7 @@ fn dispatch(max_tokens: usize, choice: Option<Transport>) -> DispatchCall {
         placement: PlacementCall::Even { experts: 256 },
         arrangement: Arrangement::BySource,
         max_recv: None,
+        received_ids: ReceivedIds::Local,
         again: false,
         gathered: false,
         cast: None,

@@ -50,6 +50,7 @@ fn call(max_tokens: usize, cast: bool, choice: Option<Transport>) -> DispatchCal
         placement: PlacementCall::Even { experts: 256 },
         arrangement: Arrangement::BySource,
         max_recv: None,
+        received_ids: ReceivedIds::Local,
         again: false,
         gathered: false,
         cast: cast.then_some(Fp8Cast {

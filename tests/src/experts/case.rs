@@ -1,7 +1,7 @@
 //! What is dispatched, and what must come of it: told token by token, in the words of the contract.
 
 use crate::matrix::to_bytes;
-use brigade_device::{Arrangement, CombineSum, DataType, Fp8Cast, Transport};
+use brigade_device::{Arrangement, CombineSum, DataType, Fp8Cast, ReceivedIds, Transport};
 use half::{bf16, f16};
 use rand::{Rng, RngCore, rngs::StdRng, seq::IndexedRandom};
 
@@ -58,6 +58,8 @@ pub struct Case {
     /// Whether there is room for a known number of rows.
     pub room: Option<usize>,
     pub places: Where,
+    /// How received ids number slots.
+    pub received_ids: ReceivedIds,
     pub cast: Option<Fp8Cast>,
     pub by: By,
     /// Ids are i64.
@@ -99,6 +101,7 @@ impl Case {
             arrangement: Arrangement::Dense,
             room: None,
             places: Where::Even,
+            received_ids: ReceivedIds::Local,
             cast: None,
             by: By {
                 there: None,
@@ -125,6 +128,13 @@ impl Case {
             let most = (0..self.size).map(|rank| self.capacity(rank)).max();
             self.room = most;
         }
+        self
+    }
+
+    /// The same with received ids that number slots in any way.
+    pub fn with_any_ids(mut self, rng: &mut StdRng) -> Self {
+        let all = [ReceivedIds::Local, ReceivedIds::Global, ReceivedIds::Padded];
+        self.received_ids = all[rng.random_range(0..all.len())];
         self
     }
 
@@ -254,6 +264,32 @@ impl Case {
     pub fn local(&self, rank: usize, source: usize, token: usize, entry: usize) -> Option<usize> {
         let (owner, local) = self.owner(self.slot(source, token, entry)?);
         (owner == rank).then_some(local)
+    }
+
+    /// What one of a rank's slots is called in received ids, or none.
+    pub fn called(&self, rank: usize, local: Option<usize>) -> i32 {
+        let slots = self.slots();
+        let first: usize = slots[..rank].iter().sum();
+        let called = match (self.received_ids, local) {
+            (ReceivedIds::Local, Some(slot)) => slot,
+            (ReceivedIds::Global | ReceivedIds::Padded, Some(slot)) => first + slot,
+            (ReceivedIds::Padded, None) => slots.iter().sum(),
+            (ReceivedIds::Local | ReceivedIds::Global, None) => return -1,
+        };
+        called as i32
+    }
+
+    /// What slots of a rank get.
+    pub fn counts(&self, rank: usize) -> Vec<i64> {
+        let mut counts = vec![0; self.slots()[rank]];
+        for (source, ids) in self.ids.iter().enumerate() {
+            for entry in 0..ids.len() {
+                if let Some(slot) = self.local(rank, source, entry / self.k, entry % self.k) {
+                    counts[slot] += 1;
+                }
+            }
+        }
+        counts
     }
 
     /// What a rank must get, and how many rows that takes.

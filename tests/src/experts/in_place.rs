@@ -22,7 +22,7 @@ use brigade_plan::reason;
 use rand::{Rng, rngs::StdRng};
 use std::collections::BTreeSet;
 
-const IN_PLACE: By = By::of(Transport::InPlace, Transport::InPlace);
+pub const IN_PLACE: By = By::of(Transport::InPlace, Transport::InPlace);
 
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
@@ -45,7 +45,7 @@ fn case_of(rng: &mut StdRng, size: usize, sizes: (usize, usize, usize, usize)) -
     let mut case = Case::random(rng, size, sizes);
     case.dtype = [DataType::BF16, DataType::F16, DataType::F32][rng.random_range(0..3)];
     case.arrangement = Arrangement::BySource;
-    case.with_rows(rng).by(IN_PLACE)
+    case.with_rows(rng).by(IN_PLACE).with_any_ids(rng)
 }
 
 fn there_and_back(rank: &Rank, case: &Case, back: &Back) {

@@ -16,6 +16,8 @@ pub struct Own {
     map: Option<Buffer>,
     /// What it knows of all ranks' tokens.
     pub all: Option<All>,
+    /// Where what slots get is added up.
+    pub totals: Option<Buffer>,
 }
 
 /// Experts of all ranks' tokens, how many of whom they are, and their weights.
@@ -104,6 +106,7 @@ impl Own {
                 _ => None,
             },
             all: All::of(rank, case),
+            totals: None,
         }
     }
 
@@ -153,6 +156,7 @@ impl Own {
         case: &Case,
         route: Route<'_>,
     ) -> Result<Dispatched> {
+        let mut totals = self.totals.clone();
         lease.dispatch(DispatchParams {
             rows: self.rows.view(),
             beside: &[self.beside.view()],
@@ -160,6 +164,8 @@ impl Own {
             arrangement: case.arrangement,
             max_tokens: case.max_tokens,
             max_recv: case.room,
+            received_ids: case.received_ids,
+            totals: totals.as_mut().map(Buffer::view_mut),
             cast: case.cast,
             choice: case.by.there,
         })
@@ -187,17 +193,29 @@ pub fn check(rank: &Rank, case: &Case, got: &Dispatched) {
         "rows that there is room for"
     );
     let mut sources = vec![[-1; 4]; capacity];
-    let (mut ids, mut weights) = (vec![-1; capacity * per_row], vec![0f32; capacity * per_row]);
+    let mut ids = vec![case.called(me, None); capacity * per_row];
+    let mut weights = vec![0f32; capacity * per_row];
     let mut counts = vec![0; case.slots()[me]];
     let mut received = vec![0; case.size];
     let mut seen = std::collections::BTreeSet::new();
     let row_bytes = case.hidden * case.dtype.bytes();
     let rows = rank.raw(got.rows.view());
     let beside = rank.raw(got.beside[0].view());
+    // Of the tokens of each rank, those in front of each that come.
+    let before: Vec<Vec<i32>> = (0..case.size)
+        .map(|source| {
+            let goes = |token| (0..case.k).any(|e| case.local(me, source, token, e).is_some());
+            let tokens = (0..case.tokens(source)).scan(0, |sum, token| {
+                let before = *sum;
+                *sum += i32::from(goes(token));
+                Some(before)
+            });
+            tokens.collect()
+        })
+        .collect();
     for row in &came {
         let entry = row.entry.map_or(-1, |e| e as i32);
-        let goes = |t: &usize| (0..case.k).any(|e| case.local(me, row.source, *t, e).is_some());
-        let before = (0..row.token).filter(goes).count() as i32;
+        let before = before[row.source][row.token];
         sources[row.at] = [row.source as i32, row.token as i32, entry, before];
         if seen.insert((row.source, row.token)) {
             received[row.source] += 1;
@@ -205,7 +223,7 @@ pub fn check(rank: &Rank, case: &Case, got: &Dispatched) {
         let entries = row.entry.map_or(0..case.k, |e| e..e + 1);
         for (i, entry) in entries.enumerate() {
             if let Some(slot) = case.local(me, row.source, row.token, entry) {
-                ids[row.at * per_row + i] = slot as i32;
+                ids[row.at * per_row + i] = case.called(me, Some(slot));
                 if let Some(all) = &case.weights {
                     weights[row.at * per_row + i] = all[row.source][row.token * case.k + entry];
                 }
@@ -241,11 +259,8 @@ pub fn check(rank: &Rank, case: &Case, got: &Dispatched) {
     }
     let offsets = i32s(rank, &handle.parts().offsets);
     for row in &came {
-        let run = if by_expert {
-            ids[row.at] as usize
-        } else {
-            row.source
-        };
+        let slot = |entry| case.local(me, row.source, row.token, entry).unwrap();
+        let run = row.entry.map_or(row.source, slot);
         let of_run = offsets[run] as usize..offsets[run + 1] as usize;
         assert!(of_run.contains(&row.at), "{row:?} in {of_run:?}");
     }

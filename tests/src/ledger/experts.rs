@@ -10,8 +10,8 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, Buffer, CombineParams, CombineSum, DataType, DispatchParams, Dispatched,
-    ExpertLayout, Fp8Cast, GatheredRouting, Lengths, Output, Placement, Route, Routing,
-    ScaleFormat, Transport,
+    ExpertLayout, Fp8Cast, GatheredRouting, Lengths, Output, Placement, ReceivedIds, Route,
+    Routing, ScaleFormat, Transport,
 };
 use brigade_plan::Engines;
 
@@ -138,6 +138,8 @@ impl Own {
                 Arrangement::Dense => Some(all),
                 Arrangement::ByExpert { alignment } => Some(all * K + EXPERTS * (alignment - 1)),
             },
+            received_ids: ReceivedIds::Local,
+            totals: None,
             cast,
             choice: Some(choice),
         }
@@ -228,9 +230,7 @@ fn dispatch(
         weights: Some(weights.view()),
         placement: own.routing(Placed::Even).placement,
     });
-    let by = transports(engines)
-        .into_iter()
-        .map(|(name, choice)| (name, choice, None));
+    let by = transports(engines, arrangement).map(|(name, choice)| (name, choice, None));
     by.chain([
         ("one_sided, known", Transport::OneSided, Some(known)),
         ("gather, known", Transport::Gather, Some(known)),
@@ -245,6 +245,7 @@ fn dispatch(
         let mut ways = params();
         ways.route = route.unwrap_or(ways.route);
         let first = lease.dispatch(ways).unwrap();
+        let found = left(rank, &first);
         let again = lease
             .dispatch(DispatchParams {
                 route: Route::Again(&first.handle),
@@ -252,12 +253,14 @@ fn dispatch(
             })
             .unwrap();
         drop(lease);
-        let first = left(rank, &first);
-        assert!(first == left(rank, &again), "the same ways: {name}");
-        (name.into(), first)
+        assert!(found == left(rank, &again), "the same ways: {name}");
+        (name.into(), found)
     })
     .collect()
 }
+
+/// Rows that experts made, what goes back with them, and what is added.
+type Made = (Buffer, Buffer, [Buffer; 2]);
 
 fn combine(
     rank: &Rank,
@@ -270,9 +273,8 @@ fn combine(
         CombineSum::Expert | CombineSum::ExpertByRank => BY_EXPERT,
     };
     let own = Own::new(rank, &mut inputs, dtype, Placed::Even);
-    let mut made = None;
-    transports(engines)
-        .into_iter()
+    let mut made: Option<Made> = None;
+    let mut results: Results = transports(engines, arrangement)
         .map(|(name, choice)| {
             let mut lease = rank.lease();
             let there = lease
@@ -306,7 +308,62 @@ fn combine(
             all.extend(rank.raw(combined.weights.unwrap().view()));
             (name.into(), all)
         })
-        .collect()
+        .collect();
+    if let (CombineSum::Rank, Some(made)) = (sum, &made) {
+        results.push(("in_place".into(), in_place(rank, &own, made, output)));
+    }
+    results
+}
+
+/// The same from rows that lie where those of the dispatch do, each with a place for its token; weights go back another way.
+fn in_place(rank: &Rank, own: &Own, (made, back, biases): &Made, output: DataType) -> Vec<u8> {
+    let mut lease = rank.lease();
+    let dtype = made.dtype();
+    let mut send = |arrangement, choice| {
+        let params = own.params(rank, arrangement, None, choice);
+        lease.dispatch(params).unwrap()
+    };
+    let dense = send(Arrangement::Dense, Transport::OneSided);
+    let there = send(Arrangement::BySource, Transport::InPlace);
+    let mut rows = there.rows.clone();
+    let each = HIDDEN * dtype.bytes();
+    let first = i32s(rank, &dense.handle.parts().offsets);
+    let (from, mut to) = (rank.raw(made.view()), rank.raw(rows.view()));
+    for (source, &count) in i32s(rank, &there.handle.parts().received)
+        .iter()
+        .enumerate()
+    {
+        let run = |first: usize| first * each..(first + count as usize) * each;
+        let theirs = &from[run(first[source] as usize)];
+        to[run(source * MOST_TOKENS)].copy_from_slice(theirs);
+    }
+    let on = &rank.stream;
+    rank.device.write(on, rows.view_mut(), &to).unwrap();
+    let mut d = rank.poisoned(output, &[tokens(rank.rank), HIDDEN]);
+    let combined = lease.combine(CombineParams {
+        rows: rows.view(),
+        handle: &there.handle,
+        sum: CombineSum::Rank,
+        weights: None,
+        biases: &[biases[0].view(), biases[1].view()],
+        output: Output::Into(d.view_mut()),
+        choice: Some(Transport::InPlace),
+    });
+    assert!(combined.unwrap().weights.is_none());
+    let weights = lease.combine(CombineParams {
+        rows: made.view(),
+        handle: &dense.handle,
+        sum: CombineSum::Rank,
+        weights: Some(back.view()),
+        biases: &[],
+        output: Output::Allocate(dtype),
+        choice: Some(Transport::OneSided),
+    });
+    let weights = weights.unwrap().weights.unwrap();
+    drop(lease);
+    let mut all = rank.raw(d.view());
+    all.extend(rank.raw(weights.view()));
+    all
 }
 
 fn layout(rank: &Rank, mut inputs: Inputs, placed: Placed) -> Vec<u8> {
@@ -321,7 +378,7 @@ pub(super) fn guards(world: &World) {
     world.run(&experts::config(), move |rank| {
         let mut inputs = Inputs::new("guards", rank.rank);
         let own = Own::new(rank, &mut inputs, DataType::BF16, Placed::Even);
-        for (name, choice) in transports(engines) {
+        for (name, choice) in transports(engines, BY_EXPERT) {
             let params = own.params(rank, BY_EXPERT, None, choice);
             let got = rank.lease().dispatch(params).unwrap();
             let sources = i32s(rank, &got.handle.parts().sources);

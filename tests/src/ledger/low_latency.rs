@@ -5,10 +5,10 @@ use super::{
     experts::{EXPERTS, HIDDEN, MOST_TOKENS, Own, Placed, tokens},
     named,
 };
-use crate::{backend::Rank, experts, experts::own::i32s, layer::FLOATS};
+use crate::{backend::Rank, experts, layer::FLOATS, low_latency::came::promised};
 use brigade_device::{
     CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams,
-    LowLatencyDispatchParams, Output, ScaleFormat, View,
+    LowLatencyDispatchParams, Output, ScaleFormat,
 };
 use brigade_plan::Engines;
 
@@ -54,24 +54,15 @@ fn exchange(rank: &Rank, mut inputs: Inputs, kind: Kind) -> Vec<u8> {
     };
     let there = lease.low_latency_dispatch(slots.slots().0, p).unwrap();
     let there = there.receive(&mut lease).unwrap();
-    let counts = i32s(rank, &there.counts().retain());
-    let mut all: Vec<u8> = bytemuck::cast_slice(&counts).to_vec();
-    let room = MOST_TOKENS * rank.size;
-    let mut keep = |view: View<'_>| {
-        let bytes = rank.raw(view);
-        let each = bytes.len() / (counts.len() * room).max(1);
-        for (expert, &count) in counts.iter().enumerate() {
-            all.extend(&bytes[expert * room * each..][..count as usize * each]);
-        }
-    };
-    keep(there.sources());
-    keep(there.rows());
-    there.scales().into_iter().for_each(&mut keep);
+    let mut all = promised(rank, &there, cast);
     let hidden = match cast_back {
         Some(CombineCast::LogFmt10) => BLOCKS,
         _ => HIDDEN,
     };
-    let dims = [counts.len(), room, hidden];
+    let [experts, room, _] = *there.rows().shape().dims() else {
+        panic!("{:?}", there.rows());
+    };
+    let dims = [experts, room, hidden];
     let made = inputs.floats(dtype, dims.iter().product(), false);
     let made = rank.upload_bytes(dtype, &dims, &made);
     let p = LowLatencyCombineParams {
@@ -87,6 +78,23 @@ fn exchange(rank: &Rank, mut inputs: Inputs, kind: Kind) -> Vec<u8> {
     drop(lease);
     all.extend(rank.raw(d.view()));
     all
+}
+
+/// Where the rows of each rank begin at every expert.
+fn ranges(rank: &Rank, mut inputs: Inputs) -> Vec<u8> {
+    let own = Own::new(rank, &mut inputs, DataType::BF16, Placed::Even);
+    let mut lease = rank.lease();
+    let mut slots = LowLatency::default();
+    let p = LowLatencyDispatchParams {
+        rows: own.rows.view(),
+        routing: own.routing(Placed::Even),
+        weights: None,
+        max_tokens: MOST_TOKENS,
+        cast: None,
+    };
+    let there = lease.low_latency_dispatch(slots.slots().0, p).unwrap();
+    let there = there.receive(&mut lease).unwrap();
+    rank.raw(there.ranges())
 }
 
 pub(super) fn entries(engines: Engines) -> Vec<Entry> {
@@ -114,17 +122,18 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
         ScaleFormat::PowerOfTwo,
         ScaleFormat::Ue8m0,
     ] {
-        let cast = Some(Fp8Cast {
-            format,
-            column_major: false,
-        });
-        let kind = Kind {
+        let kind = |column_major| Kind {
             dtype: DataType::BF16,
             output: DataType::F32,
-            cast,
+            cast: Some(Fp8Cast {
+                format,
+                column_major,
+            }),
             sum: CombineSum::Expert,
             cast_back: None,
         };
+        kinds.push((format!("fp8_{format:?}_by_columns"), kind(true)));
+        let kind = kind(false);
         kinds.push((format!("fp8_{format:?}"), kind));
         for (name, dtype, sum) in [
             ("bf16", DataType::BF16, CombineSum::Expert),
@@ -161,5 +170,9 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
             move |rank, inputs| exchange(rank, inputs, kind),
         )
     };
-    kinds.into_iter().map(entry).collect()
+    let ranges = Entry {
+        config,
+        ..Entry::one(format!("low_latency/ranges_of_{EXPERTS}"), ranges)
+    };
+    kinds.into_iter().map(entry).chain([ranges]).collect()
 }

@@ -1,6 +1,11 @@
 //! Exchanges that nobody receives, graphs, and what is refused.
 
-use super::{Back, Contract, FORMATS, check, config, drawn, round_trips, send, weights};
+use super::{
+    Contract, FORMATS,
+    back::{Back, weights},
+    came::{check, received},
+    config, drawn, round_trips, send,
+};
 use crate::{
     backend::Rank,
     check::{expect_invalid, expect_unsupported},
@@ -8,8 +13,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Buffer, CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency,
-    LowLatencyCombineParams, Output, ScaleFormat,
+    Buffer, CombineCast, CombineSum, CommConfig, DataType, LowLatency, LowLatencyCombineParams,
+    Output,
 };
 use rand::Rng;
 use std::time::Duration;
@@ -124,7 +129,7 @@ fn captured_by(world: &World, sum: CombineSum) {
             }
             graph.launch(&rank.stream).unwrap();
             let came: i32 = crate::experts::own::i32s(rank, &counts).iter().sum();
-            let want: usize = super::received(case, rank.rank).iter().map(Vec::len).sum();
+            let want: usize = received(case, rank.rank).iter().map(Vec::len).sum();
             assert_eq!(came as usize, want, "rows of replay {i}");
             back.check(rank, case, &d);
             // Eager exchanges go on beside the graph's.
@@ -153,7 +158,7 @@ fn totals(world: &World) {
         let mut exchange = LowLatency::default();
         let (slot, _) = exchange.slots();
         let mut add = |case: &Case, times: i64| {
-            let rows = super::received(case, rank.rank);
+            let rows = received(case, rank.rank);
             let all = want.iter_mut().zip(rows);
             all.for_each(|(want, rows)| *want += times * rows.len() as i64);
             want.clone()
@@ -243,12 +248,6 @@ fn refused(world: &World) {
             own.weights = Some(rank.poisoned(DataType::F32, &[4, 1]));
         });
         with("max_tokens", &|case, _| case.max_tokens = usize::MAX);
-        with("cast", &|case, _| {
-            case.cast = Some(Fp8Cast {
-                format: ScaleFormat::F32,
-                column_major: true,
-            });
-        });
         let own = Own::of(rank, &case);
         let (a, b) = exchange.slots();
         let plain = send(&mut lease, b, (&own, &case), false).unwrap();

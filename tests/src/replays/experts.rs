@@ -1,8 +1,10 @@
-//! The same for rows that go to their experts and back, by both transports: ten thousand replays under stalls, in which rows, weights
+//! The same for rows that go to their experts and back, by all transports: ten thousand replays under stalls, in which rows, weights
 //! and experts change; and, for what is pushed, the control in which a buffer that was read is not emptied before it is pushed into
 //! again.
 //!
-//! Rows that are written one-sided lie in halves, whose credits `replays/without_credits` is about. What is pushed tells by itself that it is
+//! Rows that are written one-sided, or that stay in place, lie in halves, whose credits have a control as `replays/without_credits` is one: on
+//! GPUs, where a captured call keeps its half. The host's take the next one in every replay, and to come to the same again a rank has met all
+//! others in between. Rows in queues have none: nobody ends a call before its entries are taken. What is pushed tells by itself that it is
 //! there; how soon a reader that finds old values believes in them is different:
 //!
 //! | device | call | what the reader waits for first | what is old then |
@@ -32,11 +34,11 @@ use crate::{
 };
 use brigade_device::{
     Activation, Arrangement, Buffer, CombineParams, CombineSum, DataType, Dispatched, ExpertLayout,
-    Output, Replay, Transport,
+    Inject, Output, Replay, Transport,
 };
 use parking_lot::Mutex;
 use rand::{Rng, SeedableRng, rngs::StdRng};
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 /// Experts of a token, and of all.
 const K: usize = 3;
@@ -143,6 +145,7 @@ struct Captured {
     kind: Kind,
     own: Own,
     layout: ExpertLayout,
+    /// Its rows are a copy, if they stay in place: those are gone at the end.
     there: Dispatched,
     d: Buffer,
     back: Option<Buffer>,
@@ -155,25 +158,39 @@ impl Captured {
         let bias = rank.upload_f32(&bias(rank.rank, kind.hidden));
         let d = rank.poisoned(DataType::F32, &[kind.tokens, kind.hidden]);
         let mut to = d.clone();
+        let copy = rank.poisoned(DataType::F32, &[rank.size, kind.tokens, kind.hidden]);
         let mut left = None;
         let work = &mut || {
             let mut lease = rank.lease();
             let layout = lease.expert_layout(own.routing(&case))?;
-            let there = own.dispatch(&mut lease, &case)?;
+            let mut there = own.dispatch(&mut lease, &case)?;
+            let in_place = kind.there == Transport::InPlace;
+            let came = there.rows.clone();
+            if in_place {
+                rank.device
+                    .copy(&rank.stream, copy.clone().view_mut(), came.view())?;
+                there.rows = copy.clone();
+            }
             let mut back = None;
             if let Some((sum, choice)) = kind.back {
+                let mut place = came.clone();
                 let made = rank.device.bias_activation(
                     &rank.stream,
                     there.rows.view(),
                     Some(bias.view()),
                     Activation::None,
-                    Output::Allocate(DataType::F32),
+                    match in_place {
+                        true => Output::Into(place.view_mut()),
+                        false => Output::Allocate(DataType::F32),
+                    },
                 )?;
+                // None goes back with rows that stay in place.
+                let weights = there.weights.as_ref().filter(|_| !in_place);
                 let combined = lease.combine(CombineParams {
-                    rows: made.unwrap().view(),
+                    rows: made.as_ref().unwrap_or(&came).view(),
                     handle: &there.handle,
                     sum,
-                    weights: there.weights.as_ref().map(Buffer::view),
+                    weights: weights.map(Buffer::view),
                     biases: &[],
                     output: Output::Into(to.view_mut()),
                     choice: Some(choice),
@@ -241,10 +258,13 @@ impl Captured {
                 "layout of replay {day}"
             );
         }
-        if let (Some((sum, _)), Some(back)) = (self.kind.back, &self.back) {
-            let want = returned(&case, rank.rank, sum);
-            let got = [&self.d, back].map(|b| f32s(rank, b));
-            assert_eq!(got, want, "what came back in replay {day}: {:?}", self.kind);
+        if let Some((sum, _)) = self.kind.back {
+            let [d, weights] = returned(&case, rank.rank, sum);
+            let what = format!("what came back in replay {day}: {:?}", self.kind);
+            assert_eq!(f32s(rank, &self.d), d, "{what}");
+            if let Some(back) = &self.back {
+                assert_eq!(f32s(rank, back), weights, "weights of {what}");
+            }
         }
     }
 }
@@ -255,19 +275,19 @@ fn under_stalls(world: &World) {
     let mut rng = world.rng();
     let jitter = Jitter::new(&mut rng, 20, 200);
     let mut kinds = vec![];
-    for (_, by) in transports(world.backend.engines()) {
-        for (i, (arrangement, sum)) in [
-            (Arrangement::Dense, CombineSum::Rank),
-            (Arrangement::BySource, CombineSum::Rank),
-            (Arrangement::ByExpert { alignment: 1 }, CombineSum::Expert),
-            (
-                Arrangement::ByExpert { alignment: 4 },
-                CombineSum::ExpertByRank,
-            ),
-        ]
-        .into_iter()
-        .enumerate()
-        {
+    for (i, (arrangement, sum)) in [
+        (Arrangement::Dense, CombineSum::Rank),
+        (Arrangement::BySource, CombineSum::Rank),
+        (Arrangement::ByExpert { alignment: 1 }, CombineSum::Expert),
+        (
+            Arrangement::ByExpert { alignment: 4 },
+            CombineSum::ExpertByRank,
+        ),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for (_, by) in transports(world.backend.engines(), arrangement) {
             kinds.push(Kind {
                 tokens: 3 + i,
                 hidden: 8,
@@ -294,6 +314,9 @@ fn under_stalls(world: &World) {
 
 /// Tokens and columns of what a quick reader overtakes: which of them it does, is the machine's business.
 const LARGE: [(usize, usize); 3] = [(32, 512), (6, 1024), (64, 1024)];
+
+/// How long the reader is held where credits protect what it reads.
+const HELD: Duration = Duration::from_millis(1);
 
 /// How often a control is tried where the reader has to be quick: its ranks are threads, which other work may hold up.
 const TRIES: usize = 30;
@@ -386,15 +409,61 @@ fn wrong_rows(world: &World, unguarded: bool, round: usize) -> Vec<u32> {
     })
 }
 
+/// The same for rows that lie in a half, there to be taken or to stay: its credit is what protects them from the next replay, as it does
+/// in [`super::without_credits`]. Nothing comes back, or the writer would meet the reader there.
+fn overwritten(world: &World, there: Transport, unguarded: bool) -> Vec<u32> {
+    let kind = Kind {
+        tokens: 6,
+        hidden: 64,
+        arrangement: Arrangement::BySource,
+        there,
+        back: None,
+        // What says which row is what is the same every day.
+        to_all: true,
+        seed: world.rng().random(),
+    };
+    let patience = if unguarded { AMPLE } else { HELD };
+    let hazard = super::Hazard::new(unguarded, patience);
+    wrong_of(world, kind, Arc::new(hazard), move |rank, captured, day| {
+        let of =
+            |day| -> Vec<f32> { bytemuck::pod_collect_to_vec(&kind.case(2, day).rows.concat()) };
+        let (got, want) = (f32s(rank, &captured.there.rows), of(day));
+        if got == want {
+            return false;
+        }
+        // What is wrong is of the next replay.
+        assert_eq!(rank.rank, super::READER, "replay {day}");
+        let next = of(day + 1);
+        let writers = want.len() / 2 * super::WRITER..want.len() / 2 * (super::WRITER + 1);
+        let want_of = |i: usize| {
+            if writers.contains(&i) {
+                next[i]
+            } else {
+                want[i]
+            }
+        };
+        assert!((0..got.len()).all(|i| got[i] == want_of(i)), "replay {day}");
+        true
+    })
+}
+
 fn wrong_replays(
     world: &World,
     kind: Kind,
     unguarded: bool,
     is_wrong: impl Fn(&Rank, &Captured, u32) -> bool + Send + Sync + 'static,
 ) -> Vec<u32> {
+    wrong_of(world, kind, Arc::new(Hazard::new(unguarded)), is_wrong)
+}
+
+fn wrong_of(
+    world: &World,
+    kind: Kind,
+    hazard: Arc<dyn Inject>,
+    is_wrong: impl Fn(&Rank, &Captured, u32) -> bool + Send + Sync + 'static,
+) -> Vec<u32> {
     let wrong = Arc::new(Mutex::new(vec![]));
     let found = Arc::clone(&wrong);
-    let hazard = Arc::new(Hazard::new(unguarded));
     world.run_injected(&config(), hazard, move |rank| {
         let mut captured = Captured::new(rank, kind);
         for day in 0..CONTROL_REPLAYS {
@@ -417,7 +486,30 @@ pub(super) fn add(suite: &mut Suite) {
     for &size in worlds.iter().filter(|size| (2..=4).contains(*size)) {
         suite.add_at(size, "replays/experts/under_stalls", under_stalls);
     }
-    if !worlds.contains(&2) || !engines.pushes_rows {
+    if !worlds.contains(&2) {
+        return;
+    }
+    for (name, there) in [
+        ("one_sided", Transport::OneSided),
+        ("in_place", Transport::InPlace),
+    ] {
+        let name = format!("replays/experts/{name}");
+        suite.add_at(2, &format!("{name}/with_credits"), move |world| {
+            let wrong = overwritten(world, there, false);
+            assert!(wrong.is_empty(), "wrong in replays {wrong:?}");
+        });
+        if suite.backend().asks_callers() {
+            continue;
+        }
+        suite.add_at(2, &format!("{name}/without_credits"), move |world| {
+            let wrong = overwritten(world, there, true);
+            assert!(
+                !wrong.is_empty(),
+                "nothing wrong in {CONTROL_REPLAYS} replays"
+            );
+        });
+    }
+    if !engines.pushes_rows {
         return;
     }
     type Wrong = fn(&World, bool, usize) -> Vec<u32>;

@@ -14,7 +14,7 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, CombineCall, CombineParams, CombineSum, CommConfig, DataType, DispatchCall,
-    Fp8Cast, Handle, Output, Route, ScaleFormat, Transport,
+    Fp8Cast, Handle, Output, ReceivedIds, Route, ScaleFormat, Transport,
 };
 use brigade_plan::moved;
 use std::collections::BTreeSet;
@@ -107,6 +107,7 @@ fn round_trip(rank: &Rank, case: &Case, by: By) {
         },
         arrangement: case.arrangement,
         max_recv: case.room,
+        received_ids: ReceivedIds::Local,
         again: false,
         gathered: by.ids != Ids::Own,
         cast: case.cast,
@@ -186,7 +187,10 @@ fn cases(world: &World) -> Vec<Case> {
 }
 
 pub(super) fn whole(world: &World) {
-    let (cases, transports) = (cases(world), transports(world.backend.engines()));
+    let cases = cases(world);
+    let transports: Vec<_> = transports(world.backend.engines(), Arrangement::Dense)
+        .filter(|(_, by)| *by != Transport::Fifo)
+        .collect();
     world.run(&experts::config(), move |rank| {
         for case in &cases {
             for &(_, choice) in &transports {

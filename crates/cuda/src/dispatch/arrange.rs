@@ -58,6 +58,10 @@ impl Job<'_> {
         let mut parameters = self.received(a, came);
         (parameters.capacity, parameters.room) =
             (u32::try_from(capacity).unwrap_or(u32::MAX), room);
+        // Rows that are known come once more, behind what says which they are.
+        if came.piece.load != Load::Rest || a.call.again {
+            parameters.totals = a.totals.as_ref().map_or(0, Buffer::address);
+        }
         let kernels = &self.core.device.opened.kernels.dispatches;
         if parameters.own_slots > 0 && came.piece.load != Load::Rest {
             let blocks = match self.core.config.sm_budget {
@@ -119,7 +123,10 @@ impl Job<'_> {
     /// What kernels are told of rows that go to where they belong.
     fn belonging(&self, a: &Arguments, came: Came, outputs: &DispatchOutputs) -> Parameters {
         let parts = &outputs.parts;
+        let (first_id, no_id) = a.called();
         Parameters {
+            first_id,
+            no_id,
             sources: parts.sources.address(),
             ids: parts.ids.address(),
             weights: parts.weights.as_ref().map_or(0, Buffer::address),

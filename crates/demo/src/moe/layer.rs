@@ -5,7 +5,7 @@ use crate::{Error, Result};
 use brigade::{
     Arrangement, Bootstrap, Buffer, CombineParams, Comm, CommConfig, DataType, Device, DeviceExt,
     DispatchParams, Dispatched, Fp8Cast, GemmParams, MemoryType, Output, ParallelMode, Placement,
-    PlacementCall, Route, Routing, ScaleFormat, Stream, plan::routes::Slots,
+    PlacementCall, ReceivedIds, Route, Routing, ScaleFormat, Stream, plan::routes::Slots,
 };
 use float8::F8E4M3;
 use half::bf16;
@@ -245,6 +245,8 @@ impl<'a> Layer<'a> {
             max_tokens: self.options.max_tokens(),
             // Products need the counts on the host anyway.
             max_recv: None,
+            received_ids: ReceivedIds::Local,
+            totals: None,
             cast: self.options.fp8.then_some(CAST),
             choice: None,
         })?)

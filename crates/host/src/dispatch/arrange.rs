@@ -4,7 +4,7 @@ use super::{Arguments, Came, check_counts};
 use crate::{
     job::Job,
     memory::{reading, writing},
-    routing::{integers, set},
+    routing::{add_to, integers, set},
 };
 use brigade_device::{Buffer, DispatchOutputs, FaultKind, HandleParts, Result, Ways};
 use brigade_plan::{
@@ -81,7 +81,7 @@ pub(super) fn arrange(
         (Some(to), Some(cast)) if cast.column_major => {
             // A scale, or four of them that are packed.
             let each = 4;
-            let n = Sections::dispatch(call, 1).row_bytes(Section::Scales) / each;
+            let n = cast.words_by_columns(call.hidden).unwrap_or(0);
             let rows = outputs.capacity();
             writing(to, &[], |out, _| {
                 for row in &arranged.rows {
@@ -100,6 +100,9 @@ pub(super) fn arrange(
     if matches!(a.ways, Ways::New(_)) {
         keep(&outputs.parts, &arranged, came)?;
     }
+    if let Some(totals) = &a.totals {
+        add_to(totals, &arranged.counts)?;
+    }
     Ok(outputs)
 }
 
@@ -108,9 +111,11 @@ fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
     let k = parts.call.k;
     let rows = parts.sources.shape().rows();
     let per_row = parts.ids.shape().len() / rows.max(1);
+    let slots_of = Slots::new(parts.call.placement, parts.group.size);
+    let (first, none) = slots_of.called(parts.group.rank, parts.call.received_ids);
     let (mut sources, mut ids, mut weights) = (
         vec![-1; rows * 4],
-        vec![-1; rows * per_row],
+        vec![none; rows * per_row],
         vec![0f32; rows * per_row],
     );
     let lists = |section: Section| came.iter().map(move |c| &c.sections[section.index()][..]);
@@ -126,7 +131,10 @@ fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
             Some(entry) => row.position * k + entry..row.position * k + entry + 1,
             None => row.position * k..(row.position + 1) * k,
         };
-        ids[row.at * per_row..][..per_row].copy_from_slice(&slots[row.source][of.clone()]);
+        let called = ids[row.at * per_row..][..per_row].iter_mut();
+        for (id, &slot) in called.zip(&slots[row.source][of.clone()]) {
+            *id = if slot < 0 { none } else { first + slot };
+        }
         if parts.weights.is_some() {
             weights[row.at * per_row..][..per_row].copy_from_slice(&their_weights[row.source][of]);
         }

@@ -10,8 +10,8 @@ use crate::{
 use anyhow::Result;
 use brigade::{
     Allocate, Arrangement, Buffer, Call, CombineParams, Comm, DataType, DispatchParams, LowLatency,
-    LowLatencyCombineParams, LowLatencyDispatchParams, MemoryType, Output, Placement, Plan, Route,
-    Routing, View, ViewMut, cuda::Stopwatch,
+    LowLatencyCombineParams, LowLatencyDispatchParams, MemoryType, Output, Placement, Plan,
+    ReceivedIds, Route, Routing, View, ViewMut, cuda::Stopwatch,
 };
 
 /// What was measured of a number of tokens.
@@ -114,6 +114,8 @@ impl<'a> Case<'a> {
                 Rows::BySource => None,
                 Rows::ByExpert => Some(size * self.tokens * k.min(slots)),
             },
+            received_ids: ReceivedIds::Local,
+            totals: None,
             cast: self.options.cast(),
             choice: self.options.choice(),
         })

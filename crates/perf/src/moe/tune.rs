@@ -11,7 +11,8 @@ use crate::{
 };
 use anyhow::{Context as _, Result, ensure};
 use brigade::{
-    Arrangement, Call, DataType, DispatchCall, Error, PerRank, PlacementCall, Transport,
+    Arrangement, Call, DataType, DispatchCall, Error, PerRank, PlacementCall, ReceivedIds,
+    Transport,
     plan::{
         crossover::Source,
         experts::{arriving_bytes, need},
@@ -136,6 +137,7 @@ impl Tune {
             },
             arrangement: Arrangement::BySource,
             max_recv: None,
+            received_ids: ReceivedIds::Local,
             again: false,
             gathered: false,
             cast: self.moe(Choice::Auto, None).cast(),
