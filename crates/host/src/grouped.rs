@@ -4,7 +4,7 @@ use crate::{
     device::HostDevice,
     element,
     gemm::{Matrix, Scratch},
-    memory::writing,
+    memory::{Bytes, writing},
     operand::OwnedOperand,
     queue::HostQueue,
 };
@@ -37,7 +37,7 @@ impl HostDevice {
                 let scratch = &engine.scratch;
                 let mut inputs = inputs.iter().copied();
                 let dtype = weights.dtype();
-                let rows = Rows::new(&x, dtype, &mut inputs, scratch);
+                let rows = Rows::new(&x, dtype, &mut inputs, scratch)?;
                 let weights = inputs.next().unwrap_or_default();
                 let mut list = |there: &Option<Buffer>| -> &[i32] {
                     let bytes = there.as_ref().and_then(|_| inputs.next());
@@ -87,24 +87,21 @@ impl<'a> Rows<'a> {
         dtype: DataType,
         bytes: &mut impl Iterator<Item = &'a [u8]>,
         scratch: &'a Scratch,
-    ) -> Self {
+    ) -> Result<Self> {
         if x.scheme == QScheme::None {
-            return Self::Plain(dtype, bytes.next().unwrap_or_default());
+            return Ok(Self::Plain(dtype, bytes.next().unwrap_or_default()));
         }
         let dims = x.kernel.shape();
         let factor = x.bind(bytes, false, scratch);
         let mut values = scratch.take(dims.len());
         factor.float(scratch).with(|m| values.copy_from_slice(m));
         if dtype != DataType::F32 {
-            let mut rounded = vec![0; values.len() * dtype.bytes()];
-            element::store(dtype, &values, &mut rounded);
-            element::load(dtype, &rounded, &mut values);
+            let mut rounded = Bytes::zeroed(values.len() * dtype.bytes())?;
+            element::store(dtype, &values, rounded.as_mut());
+            element::load(dtype, rounded.as_ref(), &mut values);
         }
-        Self::Made(Matrix::converted(
-            values,
-            [dims.rows(), dims.columns()],
-            false,
-        ))
+        let dims = [dims.rows(), dims.columns()];
+        Ok(Self::Made(Matrix::converted(values, dims, false)))
     }
 
     fn matrix<'s>(&'s self, rows: Range<usize>, k: usize, scratch: &'s Scratch) -> Matrix<'s> {

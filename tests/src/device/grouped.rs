@@ -265,8 +265,10 @@ fn bits(rank: &Rank, rng: &mut StdRng) {
 
 /// Rows that were quantized are what they mean, rounded to the type of the weights.
 fn quantized(rank: &Rank, rng: &mut StdRng) {
-    for dtype in FLOATS {
-        let mut case = Case::new(rng, dtype, (&[4, 0, 9], [24, 144]), Told::Counts, None);
+    let some = (&[4, 0, 9][..], Told::Counts);
+    let none = (&[][..], Told::Places);
+    for (dtype, (counts, told)) in FLOATS.into_iter().flat_map(|d| [(d, some), (d, none)]) {
+        let mut case = Case::new(rng, dtype, (counts, [24, 144]), told, None);
         let x = rank.upload(&case.x);
         let q = (rank.device)
             .quantize(&rank.stream, x.view(), QScheme::Fp8PerTokenBlock)
