@@ -2,8 +2,11 @@
 
 mod buffers;
 mod gemm;
+mod grouped;
 mod moves;
+mod silu_mul;
 mod streams;
+mod top_k;
 
 use crate::{backend::Rank, gather_linear::config, suite::Suite};
 use rand::rngs::StdRng;
@@ -11,6 +14,9 @@ use rand::rngs::StdRng;
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     gemm::add(suite);
+    grouped::add(suite);
+    silu_mul::add(suite);
+    top_k::add(suite);
     moves::add(suite);
     buffers::add(suite);
     streams::add(suite);

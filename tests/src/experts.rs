@@ -6,6 +6,7 @@
 
 pub mod back;
 pub mod case;
+mod chain;
 mod gathered;
 mod in_place;
 mod limits;
@@ -432,6 +433,7 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
+    chain::add(suite);
     in_place::add(suite);
     for (how, by) in TRANSPORTS {
         if by.there == PUSHED && !suite.backend().engines().pushes_rows {

@@ -6,8 +6,9 @@ use crate::{
     memory,
 };
 use brigade::{
-    Arrangement, CombineParams, CombineSum, DeviceExt, DispatchParams, Dispatched, Output,
-    Placement, ReceivedIds, Route, Routing, Transport, View,
+    Arrangement, Buffer, CombineParams, CombineSum, DataType, DeviceExt, DispatchParams,
+    Dispatched, GroupedGemmParams, Groups, Output, Placement, ReceivedIds, Route, Routing,
+    SiluMulParams, Transport, View,
 };
 use candle_core::{DType, Result, Tensor};
 use std::ops::Range;
@@ -23,6 +24,55 @@ pub struct ExpertParallel {
     max_tokens: usize,
     sum: CombineSum,
     choice: Option<Transport>,
+    max_recv: Option<usize>,
+}
+
+/// This rank's experts, each a gated feed-forward network, `down(silu(gate(x)) * up(x))`, with their weights one behind the other.
+#[derive(Clone, Debug)]
+pub struct GatedExperts {
+    /// `[experts, 2 * inner, width]`
+    gate_up: Tensor,
+    /// `[experts, width, inner]`
+    down: Tensor,
+    /// Columns of a row, which `width` fills up to what rows have that travel.
+    hidden: usize,
+}
+
+impl GatedExperts {
+    /// From `gate_up [experts, 2 * inner, hidden]`, in which the rows of up come behind those of gate, and `down [experts, hidden, inner]`:
+    /// those of [`ExpertParallel::own`], in their order. f32, f16 or bf16. Where rows are no multiple of 16 bytes, the weights are copied.
+    ///
+    /// # Errors
+    /// [`brigade::Error::Invalid`] if they do not fit each other.
+    pub fn new(gate_up: &Tensor, down: &Tensor) -> Result<Self> {
+        let fits = match (gate_up.dims(), down.dims()) {
+            (&[experts, both, hidden], &[e, h, inner]) => {
+                (experts, hidden, both) == (e, h, 2 * inner)
+            }
+            _ => false,
+        };
+        if !fits || gate_up.dtype() != down.dtype() {
+            let of = |t: &Tensor| format!("{:?} of {:?}", t.dims(), t.dtype());
+            let got = format!("gate_up {}, down {}", of(gate_up), of(down));
+            let want = "[experts, 2 inner, hidden] and [experts, hidden, inner] of one type";
+            return Err(invalid("experts", got, want));
+        }
+        Ok(Self {
+            gate_up: padded(gate_up, 2)?,
+            down: padded(down, 1)?,
+            hidden: gate_up.dims()[2],
+        })
+    }
+}
+
+/// With as many zeros along a dimension of `hidden` columns as make rows a multiple of 16 bytes.
+fn padded(tensor: &Tensor, dim: usize) -> Result<Tensor> {
+    let hidden = tensor.dims()[dim];
+    let step = (DispatchParams::ROW_BYTES / tensor.dtype().size_in_bytes().max(1)).max(1);
+    match hidden.next_multiple_of(step) - hidden {
+        0 => tensor.contiguous(),
+        more => tensor.pad_with_zeros(dim, 0, more)?.contiguous(),
+    }
 }
 
 impl ExpertParallel {
@@ -36,7 +86,17 @@ impl ExpertParallel {
             max_tokens,
             sum: CombineSum::Expert,
             choice: None,
+            max_recv: None,
         }
+    }
+
+    /// Room for so many rows at a rank, one for each expert of a token that lies there, the same on every rank; more of them are a fault of
+    /// [`Overflow`](brigade::FaultKind::Overflow). Then [`forward_grouped`](Self::forward_grouped) reads nothing on the host. Without it
+    /// rows take as much memory as they need, which the host waits to hear.
+    #[must_use]
+    pub fn with_max_recv(mut self, rows: usize) -> Self {
+        self.max_recv = Some(rows);
+        self
     }
 
     /// Each rank adds what its own experts made of a token before it goes back: fewer bytes travel, and sums are rounded once more. The
@@ -77,38 +137,74 @@ impl ExpertParallel {
         weights: &Tensor,
         mut expert: impl FnMut(usize, &Tensor) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let &[tokens, hidden] = x.dims() else {
-            return Err(invalid(
-                "x.shape",
-                format!("{:?}", x.dims()),
-                "[tokens, hidden]",
-            ));
-        };
+        let hidden = hidden_of(x)?;
+        // Who calls an expert must know its rows on the host anyway.
+        self.there_and_back(x, ids, weights, None, |there| {
+            self.made(there, hidden, &mut expert)
+        })
+    }
+
+    /// The same with gated experts, all of which multiply in one product in groups: `x` of the weights' type. With
+    /// [`with_max_recv`](Self::with_max_recv) the host reads nothing on the way, and on a GPU the call can be captured in a graph.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn forward_grouped(
+        &self,
+        x: &Tensor,
+        ids: &Tensor,
+        weights: &Tensor,
+        experts: &GatedExperts,
+    ) -> Result<Tensor> {
+        let hidden = hidden_of(x)?;
+        let own = self.own()?.len();
+        let got = (experts.gate_up.dims()[0], experts.hidden);
+        if got != (own, hidden) {
+            let got = format!("{} of {}", got.0, got.1);
+            let want = format!("{own} of {hidden}, as this rank has, and as x");
+            return Err(invalid("experts", got, want));
+        }
+        if x.dtype() != experts.gate_up.dtype() {
+            let want = format!("{:?}, as the experts", experts.gate_up.dtype());
+            return Err(invalid("x.dtype", format!("{:?}", x.dtype()), want));
+        }
+        // A rank whose weights lie elsewhere should say so before the others wait for it.
+        self.parallel.check_place(&experts.gate_up)?;
+        self.parallel.check_place(&experts.down)?;
+        self.there_and_back(x, ids, weights, self.max_recv, |there| {
+            self.made_grouped(there, experts)
+        })
+    }
+
+    /// Rows to their experts, what `made` makes of them, and its sums back.
+    fn there_and_back(
+        &self,
+        x: &Tensor,
+        ids: &Tensor,
+        weights: &Tensor,
+        max_recv: Option<usize>,
+        made: impl FnOnce(&Dispatched) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let (tokens, hidden) = x.dims2()?;
         self.parallel.refuse_capture()?;
-        let padded = self.padded(x)?;
+        let padded = padded(x, 1)?;
         let weights = weights.to_dtype(DType::F32)?.contiguous()?;
         // The handle of a dispatch keeps a view of them, for the combine.
         let weights = self.parallel.lend(&weights)?;
-        let there = self.dispatch(&padded, ids, weights.view())?;
-        let back = self
-            .made(&there, hidden, &mut expert)
-            // The others wait for this rank's rows in the combine.
-            .inspect_err(|_| self.parallel.abort())?;
+        let there = self.dispatch(&padded, ids, weights.view(), max_recv)?;
+        // The others wait for this rank's rows in the combine.
+        let back = made(&there).inspect_err(|_| self.parallel.abort())?;
         let out = self.combine(&there, &back, tokens)?;
         out.narrow(1, 0, hidden)?.contiguous()
     }
 
-    /// Rows of a multiple of 16 bytes, as they travel.
-    fn padded(&self, x: &Tensor) -> Result<Tensor> {
-        let hidden = x.dim(1)?;
-        let step = (DispatchParams::ROW_BYTES / x.dtype().size_in_bytes().max(1)).max(1);
-        match hidden.next_multiple_of(step) - hidden {
-            0 => x.contiguous(),
-            more => x.pad_with_zeros(1, 0, more)?.contiguous(),
-        }
-    }
-
-    fn dispatch(&self, x: &Tensor, ids: &Tensor, weights: View<'_>) -> Result<Dispatched> {
+    fn dispatch(
+        &self,
+        x: &Tensor,
+        ids: &Tensor,
+        weights: View<'_>,
+        max_recv: Option<usize>,
+    ) -> Result<Dispatched> {
         let parallel = &self.parallel;
         let ids = match ids.dtype() {
             DType::I32 | DType::I64 => ids.contiguous()?,
@@ -130,8 +226,7 @@ impl ExpertParallel {
             },
             arrangement: Arrangement::ByExpert { alignment: 1 },
             max_tokens: self.max_tokens,
-            // Who calls an expert must know its rows on the host anyway.
-            max_recv: None,
+            max_recv,
             received_ids: ReceivedIds::Local,
             totals: None,
             cast: None,
@@ -176,6 +271,38 @@ impl ExpertParallel {
         }
     }
 
+    /// What own experts make of the rows that came, by what their numbers on the device say.
+    fn made_grouped(&self, there: &Dispatched, experts: &GatedExperts) -> Result<Tensor> {
+        let parallel = &self.parallel;
+        let (device, on) = (parallel.device(), parallel.stream());
+        let (gate_up, down) = (
+            parallel.lend(&experts.gate_up)?,
+            parallel.lend(&experts.down)?,
+        );
+        let offsets = there.handle.offsets();
+        let groups = Groups::Behind {
+            offsets,
+            counts: Some(there.counts.view()),
+        };
+        let (rows, dtype) = (there.rows.shape(), there.rows.dtype());
+        let gated = || -> brigade::Result<Buffer> {
+            let params = GroupedGemmParams::new(&there.rows, gate_up.view(), groups);
+            let both = device.grouped_gemm(on, &params, Output::Allocate(DataType::F32))?;
+            let both = given(both)?;
+            let gate = SiluMulParams {
+                from: both.view(),
+                rows: Some(offsets.slice(there.counts.shape().len(), 1)?),
+            };
+            given(device.silu_mul(on, &gate, Output::Allocate(dtype))?)
+        };
+        let gated = gated().or_candle()?;
+        parallel.make(memory::dtype_of(dtype)?, rows.dims(), |to| {
+            let params = GroupedGemmParams::new(&gated, down.view(), groups);
+            device.grouped_gemm(on, &params, Output::Into(to))?;
+            Ok(())
+        })
+    }
+
     fn combine(&self, there: &Dispatched, rows: &Tensor, tokens: usize) -> Result<Tensor> {
         let parallel = &self.parallel;
         memory::data_type(rows.dtype())?;
@@ -193,4 +320,17 @@ impl ExpertParallel {
             parallel.call(|lease| Ok(lease.combine(params)?.plan))
         })
     }
+}
+
+/// Columns of `[tokens, hidden]`.
+fn hidden_of(x: &Tensor) -> Result<usize> {
+    match x.dims() {
+        &[_, hidden] => Ok(hidden),
+        dims => Err(invalid("x.shape", format!("{dims:?}"), "[tokens, hidden]")),
+    }
+}
+
+/// What was to be allocated.
+fn given(made: Option<Buffer>) -> brigade::Result<Buffer> {
+    made.ok_or_else(|| brigade::Error::invalid("output", "none", "a new buffer"))
 }

@@ -74,7 +74,7 @@ pub use all_reduce_norm::{Residual, ResidualNorm};
 pub use brigade;
 pub use column_parallel::ColumnParallelLinear;
 pub use error::{brigade_error, to_candle};
-pub use experts::ExpertParallel;
+pub use experts::{ExpertParallel, GatedExperts};
 pub use gather_linear::GatherLinear;
 pub use linear_reduce_scatter::LinearReduceScatter;
 pub use memory::{Lent, data_type, dtype_of};

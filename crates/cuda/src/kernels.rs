@@ -2,15 +2,15 @@
 
 use crate::{
     Kernel, KernelSet, Launch, Missing, combine::CombineKernels, dispatch::DispatchKernels,
-    fifo::BackKernels, gemm_flags::TileKernels, lane::Lane, low_latency::LowLatencyKernels,
-    norm::NormKernels, pushed::PushKernels, routing::RouteKernels,
+    fifo::BackKernels, gemm_flags::TileKernels, grouped::GroupedKernels, lane::Lane,
+    low_latency::LowLatencyKernels, norm::NormKernels, pushed::PushKernels, routing::RouteKernels,
 };
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
     AdaptersParams, AllToAllRowsParams, ConvertParams, DequantizeParams, DispatchFifoParams,
     FinishParams, GatheredParams, GreatestParams, LongParams, MessagesParams, MoveParams,
-    PackParams, Parameters, QuantizeParams, QuantizeRowsParams, ReduceParams, StepsParams,
-    TransposeParams, fatbin,
+    PackParams, Parameters, QuantizeParams, QuantizeRowsParams, ReduceParams, SiluMulParams,
+    StepsParams, TopKParams, TransposeParams, fatbin,
 };
 use cudarc::driver::CudaContext;
 use std::sync::Arc;
@@ -27,6 +27,9 @@ pub(crate) struct Kernels {
     pub(crate) dequantize: Kernel<DequantizeParams>,
     pub(crate) pack: Kernel<PackParams>,
     pub(crate) long: Kernel<LongParams>,
+    pub(crate) grouped: GroupedKernels,
+    pub(crate) silu_mul: Kernel<SiluMulParams>,
+    pub(crate) top_k: Kernel<TopKParams>,
     pub(crate) steps: Kernel<StepsParams>,
     pub(crate) moves: Kernel<MoveParams>,
     pub(crate) reduce: Kernel<ReduceParams>,
@@ -75,6 +78,9 @@ impl Kernels {
             dequantize: quantize.kernel()?,
             pack: int8.kernel()?,
             long: int8.kernel()?,
+            grouped: GroupedKernels::load(&set("grouped")?)?,
+            silu_mul: set("silu_mul")?.kernel()?,
+            top_k: set("top_k")?.kernel()?,
             steps: set("steps")?.kernel()?,
             moves: set("move")?.kernel()?,
             reduce: reduce.kernel()?,

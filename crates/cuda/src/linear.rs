@@ -13,8 +13,9 @@ use crate::{
     memory::{check_reach, overlap},
 };
 use brigade_device::{
-    Activation, Buffer, DataType, GemmParams, GemmShape, Linear, LoraLinearParams, LoraRun,
-    Operand, Output, QBuffer, QScheme, QView, Reason, Result, Stream, View,
+    Activation, Buffer, DataType, GemmParams, GemmShape, GroupedGemmParams, Linear,
+    LoraLinearParams, LoraRun, Operand, Output, QBuffer, QScheme, QView, Reason, Result,
+    SiluMulParams, Stream, TopK, TopKParams, View,
 };
 use std::sync::Arc;
 
@@ -70,6 +71,28 @@ impl Linear for CudaDevice {
             self.beside(lane, &d, apart, |d| job.run(d))?;
         }
         Ok(new.then_some(d))
+    }
+
+    fn grouped_gemm(
+        &self,
+        on: &Stream,
+        p: &GroupedGemmParams<'_>,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        self.run_grouped_gemm(on, p, output)
+    }
+
+    fn silu_mul(
+        &self,
+        on: &Stream,
+        p: &SiluMulParams<'_>,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        self.run_silu_mul(on, p, output)
+    }
+
+    fn top_k(&self, on: &Stream, p: &TopKParams<'_>) -> Result<TopK> {
+        self.run_top_k(on, p)
     }
 }
 

@@ -1,10 +1,8 @@
 //! A layer of experts on Brigade: router, dispatch, experts, combine.
 //!
 //! Every rank scores its tokens (a product in f32), chooses the experts of each, and sends rows in bf16 or fp8 to the ranks that have them.
-//! There each expert multiplies its rows, and `combine` brings the sums back. Products run on the device; three small things do not,
-//! since no device has an operation for them: the choice of the best scores, gating (`silu(gate) * up`), and widening of rows that came in
-//! fp8. They are copied to the host and back. There is no grouped product either: experts multiply one after the other, by the counts that
-//! the dispatch gave.
+//! There all experts multiply their rows in one product in groups, by the counts that the dispatch left on the device, and `combine` brings the
+//! sums back. The host reads nothing between the calls, but in the first pass: only the weights of experts that were chosen are made.
 //!
 //! [`Outcome::compare`] evaluates tokens in f64 from the same weights, with no dispatch and no group, and says how far off the layer
 //! was.

@@ -1,9 +1,10 @@
 //! One [`Device`] value is one rank's accelerator: three small traits by role, and one object-safe sum of them.
 
 use crate::{
-    Activation, Buffer, Comm, DataType, Element, Error, GemmParams, Hierarchy, HierarchyConfig,
-    LoraLinearParams, Machines, MemoryType, Output, ParallelMode, QBuffer, QScheme, Reason, Replay,
-    Result, Shape, Stream, View, ViewMut, fallback,
+    Activation, Buffer, Comm, DataType, Element, Error, GemmParams, GroupedGemmParams, Hierarchy,
+    HierarchyConfig, LoraLinearParams, Machines, MemoryType, Output, ParallelMode, QBuffer,
+    QScheme, Reason, Replay, Result, Shape, SiluMulParams, Stream, TopK, TopKParams, View, ViewMut,
+    fallback,
 };
 use std::{sync::Arc, time::Duration};
 
@@ -144,6 +145,34 @@ pub trait Linear: Allocate {
     ) -> Result<Option<Buffer>> {
         fallback::lora_linear(self, on, p, output)
     }
+
+    /// Products in groups of rows, each with a weight of its own.
+    ///
+    /// # Errors
+    /// As [`GroupedGemmParams::check`].
+    fn grouped_gemm(
+        &self,
+        on: &Stream,
+        p: &GroupedGemmParams<'_>,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>>;
+
+    /// The gate between two products: `silu` of one half of the columns, times the other.
+    ///
+    /// # Errors
+    /// As [`SiluMulParams::check`].
+    fn silu_mul(
+        &self,
+        on: &Stream,
+        p: &SiluMulParams<'_>,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>>;
+
+    /// The best experts of every token, and their weights.
+    ///
+    /// # Errors
+    /// As [`TopKParams::check`].
+    fn top_k(&self, on: &Stream, p: &TopKParams<'_>) -> Result<TopK>;
 }
 
 /// One rank's accelerator.

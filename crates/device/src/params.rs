@@ -1,7 +1,7 @@
 //! What parameters are made of. Callers fill in one struct per operation, never a list of positional arguments; its
 //! `check()` names the field that is wrong, what it was and what it should have been.
 
-use crate::{Buffer, DataType, Error, MemoryType, Result, ViewMut};
+use crate::{Buffer, DataType, Error, MemoryType, Result, View, ViewMut};
 
 /// How values of several ranks are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -139,4 +139,15 @@ pub(crate) fn check_totals(totals: &ViewMut<'_>, counts: &Buffer) -> Result<()> 
     }
     let memory = totals.as_view().memory();
     resident("totals", Some(memory), counts.memory())
+}
+
+/// Checks that a result has no byte in common with what is read.
+pub(crate) fn apart(output: &ViewMut<'_>, input: View<'_>) -> Result<()> {
+    let span = |v: View<'_>| (v.address(), v.address() + v.bytes() as u64);
+    let ((a, a_end), (b, b_end)) = (span(output.as_view()), span(input));
+    if a.max(b) < a_end.min(b_end) {
+        let got = "bytes of an input";
+        return Err(Error::invalid("output.memory", got, "bytes of its own"));
+    }
+    Ok(())
 }

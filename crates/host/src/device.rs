@@ -13,9 +13,9 @@ use crate::{
 use brigade_device::moves::{same_bytes, same_shape, same_type, transposed};
 use brigade_device::{
     Activation, Allocate, Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceInfo, Error,
-    GemmParams, GemmShape, Hierarchy, HierarchyConfig, Injector, Linear, LoraLinearParams,
-    Machines, MemoryStatus, MemoryType, Operand, Output, QBuffer, QScheme, Queues, Replay, Result,
-    Shape, Stream, View, ViewMut,
+    GemmParams, GemmShape, GroupedGemmParams, Hierarchy, HierarchyConfig, Injector, Linear,
+    LoraLinearParams, Machines, MemoryStatus, MemoryType, Operand, Output, QBuffer, QScheme,
+    Queues, Replay, Result, Shape, SiluMulParams, Stream, TopK, TopKParams, View, ViewMut,
 };
 use brigade_group::machine;
 use std::sync::{
@@ -369,6 +369,28 @@ impl Linear for HostDevice {
         let engine = Arc::clone(&self.engine);
         HostQueue::of(on)?.run(move || products.iter().try_for_each(|p| p.run(&engine)))?;
         Ok(new.then_some(d))
+    }
+
+    fn grouped_gemm(
+        &self,
+        on: &Stream,
+        p: &GroupedGemmParams<'_>,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        self.run_grouped_gemm(on, p, output)
+    }
+
+    fn silu_mul(
+        &self,
+        on: &Stream,
+        p: &SiluMulParams<'_>,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        self.run_silu_mul(on, p, output)
+    }
+
+    fn top_k(&self, on: &Stream, p: &TopKParams<'_>) -> Result<TopK> {
+        self.run_top_k(on, p)
     }
 }
 

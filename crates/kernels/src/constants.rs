@@ -53,6 +53,20 @@ constants! {
     GEMM_THREADS: u32 = 384;
     /// Its shared memory in bytes, which as many stages fill as find room.
     GEMM_SHARED_BYTES: u32 = 230_400;
+    /// Rows and columns of a large tile of a product in groups.
+    GROUPED_LARGE: u32 = 128;
+    /// Threads of a block that has these.
+    GROUPED_LARGE_THREADS: u32 = 256;
+    /// Its shared memory in bytes: three stages.
+    GROUPED_LARGE_BYTES: u32 = 3 * (GROUPED_LARGE + GROUPED_LARGE) * 128;
+    /// Rows of a small tile.
+    GROUPED_SMALL_ROWS: u32 = 32;
+    /// Its columns.
+    GROUPED_SMALL_COLUMNS: u32 = 64;
+    /// Threads of a block that has these.
+    GROUPED_SMALL_THREADS: u32 = 128;
+    /// Its shared memory in bytes: five stages.
+    GROUPED_SMALL_BYTES: u32 = 5 * (GROUPED_SMALL_ROWS + GROUPED_SMALL_COLUMNS) * 128;
     /// Parts of rows that one launch waits for.
     MOST_PARTS: usize = 32;
     /// Columns that all adapters of such a product have between their factors.

@@ -208,6 +208,81 @@ parameters! {
         reserved: u32,
     }
 
+    /// Products in groups of rows: `out[i] = x[i] weight^T` with the weight of row i's group. There is a kernel for each type of x and
+    /// weights, and of 16 bits one with large tiles and one with small ones.
+    GroupedParams of "brigade_grouped" in "grouped" {
+        /// Device address of the result, `[rows, columns]`.
+        out: u64,
+        /// Device address of the rows, `[rows, inner]`.
+        x: u64,
+        /// Device address of the weights, `[weight_count, columns, inner]`.
+        weights: u64,
+        /// Device address of each group's first row, and at the end where the last one ends; or 0, where groups have `places` rows each.
+        offsets: u64,
+        /// Device address of the rows of each group; or 0, where each ends where the next begins.
+        counts: u64,
+        /// Device address of the number of each group's weight; or 0, where it is that of the group.
+        which: u64,
+        /// Rows that there are.
+        rows: u32,
+        /// Groups.
+        groups: u32,
+        /// Rows from one group to the next, where there are no offsets.
+        places: u32,
+        /// Weights.
+        weight_count: u32,
+        /// Columns of the result.
+        columns: u32,
+        /// Inner dimension.
+        inner: u32,
+        /// Type of the result.
+        out_type: u32,
+        /// Whether every row of x and weights begins at a multiple of 16 bytes.
+        aligned: u32,
+    }
+
+    /// The gate between two products: `out[i, j] = silu(from[i, j]) * from[i, columns + j]`.
+    SiluMulParams of "brigade_silu_mul" in "silu_mul" {
+        /// Device address of the result, `[rows, columns]`.
+        out: u64,
+        /// Device address of `[rows, 2 columns]`.
+        from: u64,
+        /// Device address of how many rows count, an i32; or 0 for all.
+        count: u64,
+        /// Rows that there are.
+        rows: u64,
+        /// Columns of the result.
+        columns: u64,
+        /// Type of the result.
+        out_type: u32,
+        /// Type of what is gated.
+        from_type: u32,
+    }
+
+    /// The experts of every token that have the greatest scores, and their weights.
+    TopKParams of "brigade_top_k" in "top_k" {
+        /// Device address of the experts, i32 `[tokens, k]`.
+        ids: u64,
+        /// Device address of their weights, f32 `[tokens, k]`.
+        weights: u64,
+        /// Device address of the scores, `[tokens, experts]`.
+        scores: u64,
+        /// Tokens.
+        tokens: u64,
+        /// Experts, up to 1024.
+        experts: u32,
+        /// Experts of a token, up to 32.
+        k: u32,
+        /// Type of the scores.
+        scores_type: u32,
+        /// 0 softmax of the chosen, 1 softmax of all, 2 sigmoid.
+        weighting: u32,
+        /// Factor of all weights.
+        factor: f32,
+        /// Zero.
+        reserved: u32,
+    }
+
     /// Lays adapters out for `brigade_gemm_flags`: side by side, and both factors by the dimension that is summed over.
     AdaptersParams of "brigade_adapters" in "adapters" {
         /// Device address of `[columns of all, inner]`: the first factors, transposed.

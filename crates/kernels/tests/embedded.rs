@@ -73,6 +73,9 @@ fn kernels_are_all_there_and_aligned_or_all_absent_with_a_reason() {
         "finish",
         "quantize",
         "int8",
+        "grouped",
+        "silu_mul",
+        "top_k",
     ] {
         let found = fatbin(name).expect("embedded");
         assert_eq!(found.bytes.as_ptr() as usize % 16, 0, "{name}");

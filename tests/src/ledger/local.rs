@@ -1,8 +1,8 @@
-//! What a device does alone: quantizing, converting, and the end of a linear.
+//! What a device does alone: quantizing, converting, a router's choice, and the end of a linear.
 
 use super::{Entry, Inputs, named};
 use crate::{backend::Rank, layer::FLOATS, quantized::SCHEMES};
-use brigade_device::{Activation, DataType, Output, QScheme};
+use brigade_device::{Activation, DataType, Output, QScheme, TopKParams};
 
 const DIMS: [usize; 2] = [23, 300];
 const ELEMENTS: usize = DIMS[0] * DIMS[1];
@@ -57,8 +57,23 @@ fn convert(rank: &Rank, mut inputs: Inputs, from: DataType, to: DataType) -> Vec
     rank.raw(d.view())
 }
 
+/// Which experts are chosen, of scores of which many are equal; what they weigh is a library's.
+fn top_k(rank: &Rank, mut inputs: Inputs, dtype: DataType) -> Vec<u8> {
+    let scores = inputs.floats(dtype, ELEMENTS, true);
+    let scores = rank.upload_bytes(dtype, &DIMS, &scores);
+    let params = TopKParams::new(scores.view(), 32);
+    let made = rank.device.top_k(&rank.stream, &params).unwrap();
+    rank.raw(made.ids.view())
+}
+
 pub(super) fn entries() -> Vec<Entry> {
     let mut all = vec![];
+    for dtype in FLOATS {
+        let name = format!("top_k/{}/ids", named(dtype));
+        all.push(Entry::one(name, move |rank, inputs| {
+            top_k(rank, inputs, dtype)
+        }));
+    }
     for scheme in SCHEMES {
         for dtype in FLOATS {
             for (part, name) in ["kernel", "scales"].into_iter().enumerate() {

@@ -13,9 +13,9 @@ mod common;
 
 use brigade::{Activation, Error, FaultKind, ParallelMode, cuda};
 use brigade_candle::{
-    Adapter, AllReduce, ColumnParallelLinear, ExpertParallel, GatherLinear, LinearReduceScatter,
-    Parallel, RowParallelLinear, Runs, VocabParallelEmbedding, VocabParallelHead, brigade,
-    brigade_error, cut,
+    Adapter, AllReduce, ColumnParallelLinear, ExpertParallel, GatedExperts, GatherLinear,
+    LinearReduceScatter, Parallel, RowParallelLinear, Runs, VocabParallelEmbedding,
+    VocabParallelHead, brigade, brigade_error, cut,
 };
 use candle_core::{DType, Device, Module, Result, Tensor};
 use common::{FLOATS, Want, biased, bits, close, config, product, random, tolerance, values};
@@ -208,6 +208,45 @@ fn tokens_come_back_with_the_sum_of_their_experts() {
         close(&y, &want, 1e-3, "experts");
         Ok(())
     });
+}
+
+#[test]
+fn experts_multiply_in_groups() {
+    let (hidden, inner) = (40, 24);
+    for dtype in FLOATS {
+        let (x, weights) = (random(&[7, hidden], dtype), random(&[7, 2], DType::F32));
+        let gate_up = random(&[3, 2 * inner, hidden], dtype);
+        let down = random(&[3, hidden, inner], dtype);
+        let ids: Vec<u32> = (0..14).map(|i| (i * 5 % 7) % 3).collect();
+        let mut want = Want::plain(vec![0.0; 7 * hidden]);
+        let factors = values(&weights);
+        for (at, &id) in ids.iter().enumerate() {
+            let row = x.narrow(0, at / 2, 1).unwrap();
+            let both = product(&row, &gate_up.get(id as usize).unwrap()).values;
+            let (gate, up) = both.split_at(inner);
+            let gated = gate.iter().zip(up);
+            let gated: Vec<f64> = gated.map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+            let gated = Tensor::from_vec(gated, (1, inner), &Device::Cpu).unwrap();
+            let made = product(&gated, &down.get(id as usize).unwrap()).values;
+            for (column, made) in made.into_iter().enumerate() {
+                want.add(at / 2 * hidden + column, factors[at] * made);
+            }
+        }
+        ranks(ParallelMode::Ep, |p, place| {
+            let on = |t: &Tensor| t.to_device(place);
+            let ids = Tensor::from_vec(ids.clone(), (7, 2), place)?;
+            let layer = ExpertParallel::new(p, 3, 7);
+            let own = layer.own()?;
+            let part = |all: &Tensor| on(&all.narrow(0, own.start, own.len())?);
+            let experts = GatedExperts::new(&part(&gate_up)?, &part(&down)?)?;
+            let (x, weights) = (on(&x)?, on(&weights)?);
+            for layer in [layer.clone(), layer.with_max_recv(2 * 14)] {
+                let y = layer.forward_grouped(&x, &ids, &weights, &experts)?;
+                close(&y, &want, 3.0 * tolerance(dtype), "experts in groups");
+            }
+            Ok(())
+        });
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 use crate::common::*;
 use brigade_candle::{
-    ExpertParallel, Parallel,
+    ExpertParallel, GatedExperts, Parallel,
     brigade::{Error, FaultKind, ParallelMode},
     brigade_error,
 };
@@ -163,5 +163,138 @@ fn an_expert_that_gives_another_shape_is_named() {
             .unwrap();
         let told = brigade_error(&error).unwrap().to_string();
         assert_eq!(told, "expert: got [12, 5] of expert 0, wanted [12, 8]");
+    });
+}
+
+/// Experts with a gate: their weights one behind the other, `[experts, 2 * inner, hidden]` and `[experts, hidden, inner]`.
+struct Gated {
+    gate_up: Tensor,
+    down: Tensor,
+    inner: usize,
+}
+
+impl Gated {
+    fn new((experts, hidden, inner): (usize, usize, usize), dtype: DType) -> Self {
+        let small = |dims: &[usize]| (random(dims, DType::F32) * 0.5)?.to_dtype(dtype);
+        Self {
+            gate_up: small(&[experts, 2 * inner, hidden]).unwrap(),
+            down: small(&[experts, hidden, inner]).unwrap(),
+            inner,
+        }
+    }
+
+    /// Those of a rank.
+    fn own(&self, experts: &ExpertParallel) -> Result<GatedExperts> {
+        let own = experts.own()?;
+        let part = |all: &Tensor| all.narrow(0, own.start, own.len());
+        GatedExperts::new(&part(&self.gate_up)?, &part(&self.down)?)
+    }
+
+    /// One of them, as candle has it.
+    fn expert(&self, number: usize, rows: &Tensor) -> Result<Tensor> {
+        let both = rows.matmul(&self.gate_up.get(number)?.t()?)?;
+        let gate = both.narrow(1, 0, self.inner)?.contiguous()?.silu()?;
+        let up = both.narrow(1, self.inner, self.inner)?;
+        (gate * up)?.matmul(&self.down.get(number)?.t()?)
+    }
+
+    /// What a rank's tokens should become, in f64.
+    fn want(&self, tokens: &Tokens, hidden: usize) -> Want {
+        let [gate_up, down, x, weights] =
+            [&self.gate_up, &self.down, &tokens.x, &tokens.weights].map(values);
+        let inner = self.inner;
+        let mut want = Want::plain(vec![0.0; x.len()]);
+        for (at, &id) in tokens.ids.iter().enumerate() {
+            let Ok(expert) = usize::try_from(id) else {
+                continue;
+            };
+            let token = at / tokens.k;
+            let x = &x[token * hidden..][..hidden];
+            let dot = |row: usize| -> f64 {
+                let row = gate_up[row * hidden..][..hidden].iter();
+                row.zip(x).map(|(w, x)| w * x).sum()
+            };
+            let gated: Vec<f64> = (0..inner)
+                .map(|i| {
+                    let gate = dot(expert * 2 * inner + i);
+                    gate / (1.0 + (-gate).exp()) * dot(expert * 2 * inner + inner + i)
+                })
+                .collect();
+            for column in 0..hidden {
+                let row = &down[(expert * hidden + column) * inner..][..inner];
+                let made: f64 = row.iter().zip(&gated).map(|(w, g)| w * g).sum();
+                want.add(token * hidden + column, weights[at] * made);
+            }
+        }
+        want
+    }
+}
+
+#[test]
+fn grouped_experts_make_what_a_closure_makes() {
+    for (size, dtype) in SIZES.flat_map(|s| FLOATS.map(|d| (s, d))) {
+        for (count, hidden, inner) in [(8, 16, 24), (3, 7, 5)] {
+            let layer = Layer::new(count, &[6, 0, 1, 9][..size], hidden, dtype);
+            let gated = Gated::new((count, hidden, inner), dtype);
+            let got = ranks_of(size, &config(ParallelMode::Ep), |p| {
+                let tokens = &layer.tokens[p.rank()];
+                let ids = layer.ids(p.rank(), DType::I32).unwrap();
+                let experts = ExpertParallel::new(p, count, 9);
+                let roomy = experts.clone().with_max_recv(size * 9 * tokens.k);
+                let own = gated.own(&experts).unwrap();
+                let grouped = |way: &ExpertParallel| {
+                    let made = way.forward_grouped(&tokens.x, &ids, &tokens.weights, &own);
+                    made.unwrap()
+                };
+                let each = |number: usize, rows: &Tensor| gated.expert(number, rows);
+                let closure = experts.forward(&tokens.x, &ids, &tokens.weights, each);
+                let by_rank = grouped(&roomy.clone().with_sums_by_rank());
+                [
+                    grouped(&experts),
+                    grouped(&roomy),
+                    by_rank,
+                    closure.unwrap(),
+                ]
+            });
+            for (rank, made) in got.into_iter().enumerate() {
+                let want = gated.want(&layer.tokens[rank], hidden);
+                let name = format!("{size} ranks, {dtype:?}, {count} experts of {hidden}");
+                for y in &made {
+                    assert_eq!(y.dims(), layer.tokens[rank].x.dims());
+                    assert_eq!(y.dtype(), dtype);
+                    // candle rounds four times in an expert.
+                    close(y, &want, 3.0 * tolerance(dtype), &name);
+                }
+                // Room that is left over changes nothing.
+                assert_eq!(bits(&made[0]), bits(&made[1]), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn grouped_experts_that_do_not_fit_are_named() {
+    let new = |dims: &[usize]| Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
+    let told = |error: candle_core::Error| brigade_error(&error).unwrap().to_string();
+    for down in [&[3, 8, 6][..], &[2, 8, 5], &[3, 9, 5]] {
+        let error = GatedExperts::new(&new(&[3, 10, 8]), &new(down)).unwrap_err();
+        assert!(told(error).starts_with("experts: "), "{down:?}");
+    }
+    ranks_of(1, &config(ParallelMode::Ep), |p| {
+        let layer = Layer::new(4, &[2], 8, DType::F32);
+        let (tokens, ids) = (&layer.tokens[0], layer.ids(0, DType::I64).unwrap());
+        let refused = |experts: usize, x: &Tensor| {
+            let own = GatedExperts::new(&new(&[experts, 10, 8]), &new(&[experts, 8, 5])).unwrap();
+            let layer = ExpertParallel::new(p, 4, 2);
+            let made = layer.forward_grouped(x, &ids, &tokens.weights, &own);
+            told(made.unwrap_err())
+        };
+        let told = refused(3, &tokens.x);
+        assert!(
+            told.starts_with("experts: got 3 of 8, wanted 4 of 8"),
+            "{told}"
+        );
+        let half = tokens.x.to_dtype(DType::F16).unwrap();
+        assert!(refused(4, &half).starts_with("x.dtype: "));
     });
 }

@@ -1,13 +1,15 @@
-//! One rank's layer.
+//! One rank's layer: a chain of calls, of which the host reads nothing until it has ended. Only the first pass stops behind the dispatch, to
+//! see which experts' weights it must load.
 
-use super::{ExpertSource, Options, RankReport, Sampled, Sum};
+use super::{ExpertSource, Options, RankReport, Sampled, Scoring, Sum};
 use crate::{Error, Result};
 use brigade::{
     Arrangement, Bootstrap, Buffer, CombineParams, Comm, CommConfig, DataType, Device, DeviceExt,
-    DispatchParams, Dispatched, Fp8Cast, GemmParams, MemoryType, Output, ParallelMode, Placement,
-    PlacementCall, ReceivedIds, Route, Routing, ScaleFormat, Stream, plan::routes::Slots,
+    DispatchParams, Dispatched, Fp8Cast, GemmParams, GroupedGemmParams, Groups, MemoryType,
+    Operand, Output, ParallelMode, Placement, PlacementCall, QScheme, QView, ReceivedIds, Route,
+    Routing, ScaleFormat, SiluMulParams, Stream, TopK, TopKParams, View, Weighting,
+    plan::routes::Slots,
 };
-use float8::F8E4M3;
 use half::bf16;
 use std::{
     ops::Range,
@@ -27,10 +29,18 @@ const CAST: Fp8Cast = Fp8Cast {
     column_major: false,
 };
 
-/// An expert's weights on the device.
-struct DeviceExpert {
+/// Weights of this rank's experts that rows have come for.
+struct Loaded {
+    /// How many.
+    experts: usize,
+    /// `[experts, 2 * feed_forward, hidden]`
     gate_up: Buffer,
+    /// `[experts, hidden, feed_forward]`
     down: Buffer,
+    /// Which of them each slot has, i32 `[slots]`; -1 for those that nobody has chosen.
+    which: Buffer,
+    /// Most rows that came to any rank: room for so many is there in all further passes, which choose the same experts.
+    room: usize,
 }
 
 /// One rank, with what stays on its device.
@@ -48,17 +58,9 @@ pub(super) struct Layer<'a> {
     /// `[experts, hidden]`, f32.
     router: Buffer,
     slots: Range<usize>,
-    /// For each slot; those that nobody has chosen are not made.
-    experts: Vec<Option<DeviceExpert>>,
+    /// From the first pass on.
+    loaded: Option<Loaded>,
     plans: [String; 2],
-}
-
-/// What a router decides, as it goes to the device.
-struct Chosen {
-    ids: Buffer,
-    weights: Buffer,
-    /// Of every token.
-    experts: Vec<Vec<u32>>,
 }
 
 /// What one pass gives.
@@ -91,7 +93,7 @@ impl<'a> Layer<'a> {
         Ok(Self {
             rows: device.upload(&on, &source.tokens(tokens.clone()), &dims)?,
             router: device.upload(&on, &source.router(), &[experts, shape.hidden])?,
-            experts: slots.clone().map(|_| None).collect(),
+            loaded: None,
             plans: Default::default(),
             source,
             options,
@@ -106,10 +108,10 @@ impl<'a> Layer<'a> {
 
     /// Runs the layer once to load what its tokens choose, and then as often as was asked.
     pub(super) fn run(mut self, sample: &[usize]) -> Result<RankReport> {
-        let first = self.pass(true)?;
+        let first = self.pass()?;
         let (mut times, mut differing) = (Vec::new(), None);
         for repeat in 1..=self.options.repeats {
-            let next = self.pass(false)?;
+            let next = self.pass()?;
             let bits = |out: &[bf16]| out.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
             if bits(&next.out) != bits(&first.out) {
                 differing = differing.or(Some(repeat));
@@ -128,7 +130,7 @@ impl<'a> Layer<'a> {
                 bits: row.iter().map(|v| v.to_bits()).collect(),
             }
         });
-        let loaded = self.experts.iter().flatten().count();
+        let loaded = self.loaded.as_ref().map_or(0, |loaded| loaded.experts);
         Ok(RankReport {
             device: self.device.info().name.clone(),
             sampled: sampled.collect(),
@@ -145,18 +147,19 @@ impl<'a> Layer<'a> {
         Ok(Instant::now())
     }
 
-    fn pass(&mut self, first: bool) -> Result<Pass> {
+    fn pass(&mut self) -> Result<Pass> {
         let began = self.sync()?;
         let chosen = self.choose()?;
         let routed = self.sync()?;
         let there = self.dispatch(&chosen)?;
-        let counts: Vec<i32> = self.device.download(&self.on, there.counts.view())?;
         let sent = self.sync()?;
-        if first {
-            self.load(&counts)?;
-        }
-        let loaded = self.sync()?;
-        let made = self.experts(&there, &counts)?;
+        let loaded = match self.loaded.take() {
+            Some(loaded) => loaded,
+            None => self.load(&there)?,
+        };
+        let ready = self.sync()?;
+        let made = self.experts(&there, &loaded)?;
+        self.loaded = Some(loaded);
         let multiplied = self.sync()?;
         let back = self.comm.lease(&self.on)?.combine(CombineParams {
             rows: made.view(),
@@ -172,16 +175,20 @@ impl<'a> Layer<'a> {
         })?;
         let combined = self.sync()?;
         self.plans = [there.plan.to_string(), back.plan.to_string()];
+        let (device, on) = (&self.device, &self.on);
+        let ids: Vec<i32> = device.download(on, chosen.ids.view())?;
+        let of_token = |ids: &[i32]| ids.iter().map(|&id| id as u32).collect();
         Ok(Pass {
-            out: self
-                .device
-                .download(&self.on, given(back.d, "combine")?.view())?,
-            experts: chosen.experts,
-            counts,
+            out: device.download(on, given(back.d, "combine")?.view())?,
+            experts: ids
+                .chunks(self.source.shape().top_k)
+                .map(of_token)
+                .collect(),
+            counts: device.download(on, there.counts.view())?,
             times: [
                 routed - began,
                 sent - routed,
-                multiplied - loaded,
+                multiplied - ready,
                 combined - multiplied,
             ],
         })
@@ -192,42 +199,33 @@ impl<'a> Layer<'a> {
         Ok(self.device.allocate(&self.on, memory, dtype, shape)?)
     }
 
-    /// Scores every token in f32 on the device, and chooses its experts on the host.
-    fn choose(&self) -> Result<Chosen> {
+    /// Scores every token in f32, and chooses its experts.
+    fn choose(&self) -> Result<TopK> {
         let shape = self.source.shape();
-        let (tokens, k) = (self.tokens.len(), shape.top_k);
-        let mut scores: Vec<f32> = Vec::new();
-        if tokens > 0 {
-            let mut wide = self.new_buffer(DataType::F32, &[tokens, shape.hidden])?;
-            self.device
-                .convert(&self.on, wide.view_mut(), self.rows.view())?;
-            let product = GemmParams {
-                transpose_b: true,
-                ..GemmParams::new(&wide, &self.router)
-            };
-            let output = Output::Allocate(DataType::F32);
-            let made = self.device.gemm(&self.on, &product, output)?;
-            scores = self
-                .device
-                .download(&self.on, given(made, "router")?.view())?;
-        }
-        let (mut ids, mut weights) = (Vec::new(), Vec::new());
-        let mut experts = Vec::new();
-        for scores in scores.chunks(shape.experts) {
-            let scores: Vec<f64> = scores.iter().map(|&s| f64::from(s)).collect();
-            let chosen = shape.choose(&scores);
-            ids.extend(chosen.iter().map(|c| c.0 as i32));
-            weights.extend(chosen.iter().map(|c| c.1 as f32));
-            experts.push(chosen.iter().map(|c| c.0 as u32).collect());
-        }
-        Ok(Chosen {
-            ids: self.device.upload(&self.on, &ids, &[tokens, k])?,
-            weights: self.device.upload(&self.on, &weights, &[tokens, k])?,
-            experts,
-        })
+        let (device, on) = (&self.device, &self.on);
+        let mut wide = self.new_buffer(DataType::F32, &[self.tokens.len(), shape.hidden])?;
+        device.convert(on, wide.view_mut(), self.rows.view())?;
+        let product = GemmParams {
+            transpose_b: true,
+            ..GemmParams::new(&wide, &self.router)
+        };
+        let scores = device.gemm(on, &product, Output::Allocate(DataType::F32))?;
+        let scores = given(scores, "router")?;
+        let (weights, factor) = match shape.scoring {
+            Scoring::SoftmaxOfChosen | Scoring::SoftmaxRenormalized => {
+                (Weighting::SoftmaxOfChosen, 1.0)
+            }
+            Scoring::Sigmoid { factor } => (Weighting::Sigmoid, factor as f32),
+        };
+        let params = TopKParams {
+            weights,
+            factor,
+            ..TopKParams::new(scores.view(), shape.top_k)
+        };
+        Ok(device.top_k(on, &params)?)
     }
 
-    fn dispatch(&self, chosen: &Chosen) -> Result<Dispatched> {
+    fn dispatch(&self, chosen: &TopK) -> Result<Dispatched> {
         let experts = self.source.shape().experts;
         Ok(self.comm.lease(&self.on)?.dispatch(DispatchParams {
             rows: self.rows.view(),
@@ -243,8 +241,7 @@ impl<'a> Layer<'a> {
                 alignment: ALIGNMENT,
             },
             max_tokens: self.options.max_tokens(),
-            // Products need the counts on the host anyway.
-            max_recv: None,
+            max_recv: self.loaded.as_ref().map(|loaded| loaded.room),
             received_ids: ReceivedIds::Local,
             totals: None,
             cast: self.options.fp8.then_some(CAST),
@@ -253,7 +250,8 @@ impl<'a> Layer<'a> {
     }
 
     /// Makes the weights of the experts that rows have come for, if all ranks together have memory for them.
-    fn load(&mut self, counts: &[i32]) -> Result<()> {
+    fn load(&self, there: &Dispatched) -> Result<Loaded> {
+        let counts: Vec<i32> = self.device.download(&self.on, there.counts.view())?;
         let shape = self.source.shape();
         let wanted: Vec<usize> = (0..counts.len()).filter(|&s| counts[s] > 0).collect();
         // While they are made, and while the host multiplies by them in f32, one expert is there up to three times more.
@@ -289,98 +287,71 @@ impl<'a> Layer<'a> {
             );
             return Err(Error::field(field, gb(need), want));
         }
-        for slot in wanted {
+        let (device, on) = (&self.device, &self.on);
+        let (hidden, inner, experts) = (shape.hidden, shape.feed_forward, wanted.len());
+        let mut gate_up = self.new_buffer(DataType::BF16, &[experts, 2 * inner, hidden])?;
+        let mut down = self.new_buffer(DataType::BF16, &[experts, hidden, inner])?;
+        let mut which = vec![-1i32; counts.len()];
+        for (at, &slot) in wanted.iter().enumerate() {
             let made = self.source.expert(self.slots.start + slot);
-            let (hidden, inner) = (shape.hidden, shape.feed_forward);
-            self.experts[slot] = Some(DeviceExpert {
-                gate_up: self
-                    .device
-                    .upload(&self.on, &made.gate_up, &[2 * inner, hidden])?,
-                down: self.device.upload(&self.on, &made.down, &[hidden, inner])?,
-            });
+            for (to, values) in [(&mut gate_up, &made.gate_up), (&mut down, &made.down)] {
+                let mut to = to.view_mut();
+                device.write(on, to.rows(at..at + 1)?, bytemuck::cast_slice(values))?;
+            }
+            which[slot] = at as i32;
         }
         // Deadlines of calls are not for loading.
-        self.boot.all_gather(&[], LOADING)?;
-        Ok(())
+        let came = (there.handle.capacity() as u64).to_le_bytes();
+        let of_all = self.boot.all_gather(&came, LOADING)?;
+        let room = of_all.iter().map(|told| number(told, 0)).max();
+        Ok(Loaded {
+            experts,
+            gate_up,
+            down,
+            which: device.upload(on, &which, &[counts.len()])?,
+            room: room.unwrap_or(0) as usize,
+        })
     }
 
-    /// What every expert makes of its rows, as they lie.
-    fn experts(&self, there: &Dispatched, counts: &[i32]) -> Result<Buffer> {
-        let shape = self.source.shape();
-        let offsets: Vec<i32> = self.device.download(&self.on, there.handle.offsets())?;
-        let wide;
-        let rows = match &there.scales {
-            None => &there.rows,
-            Some(scales) => {
-                wide = self.widened(&there.rows, scales)?;
-                &wide
-            }
-        };
-        let dims = there.handle.shape(shape.hidden)?;
-        let mut made = self.new_buffer(DataType::BF16, dims.dims())?;
-        for (slot, &count) in counts.iter().enumerate().filter(|c| *c.1 > 0) {
-            let expert = self.experts[slot]
-                .as_ref()
-                .ok_or_else(|| Error::field("expert", "not loaded", "as in the first pass"))?;
-            let (first, count) = (offsets[slot] as usize, count as usize);
-            let x = rows.slice(first, count)?;
-            let inner = self.inner(&x, &expert.gate_up)?;
-            let product = GemmParams {
-                transpose_b: true,
-                ..GemmParams::new(&inner, &expert.down)
+    /// What every expert makes of its rows, as they lie: `down(silu(gate(x)) * up(x))`, the inner value rounded once.
+    fn experts(&self, there: &Dispatched, loaded: &Loaded) -> Result<Buffer> {
+        let (device, on) = (&self.device, &self.on);
+        let offsets = there.handle.offsets();
+        let grouped = |x: Operand<'_>, weights: View<'_>, output: DataType| {
+            let params = GroupedGemmParams {
+                which: Some(loaded.which.view()),
+                ..GroupedGemmParams::new(
+                    x,
+                    weights,
+                    Groups::Behind {
+                        offsets,
+                        counts: Some(there.counts.view()),
+                    },
+                )
             };
-            let mut to = made.view_mut();
-            let to = Output::Into(to.rows(first..first + count)?);
-            self.device.gemm(&self.on, &product, to)?;
-        }
-        Ok(made)
-    }
-
-    /// `silu(gate(x)) * up(x)`: the product on the device, gating on the host, and one rounding.
-    fn inner(&self, x: &Buffer, gate_up: &Buffer) -> Result<Buffer> {
-        let inner = self.source.shape().feed_forward;
-        let product = GemmParams {
-            transpose_b: true,
-            ..GemmParams::new(x, gate_up)
+            given(
+                device.grouped_gemm(on, &params, Output::Allocate(output))?,
+                "experts",
+            )
         };
-        let both = self
-            .device
-            .gemm(&self.on, &product, Output::Allocate(DataType::F32))?;
-        let both: Vec<f32> = self
-            .device
-            .download(&self.on, given(both, "expert")?.view())?;
-        let gated: Vec<bf16> = both
-            .chunks_exact(2 * inner)
-            .flat_map(|row| {
-                let (gate, up) = row.split_at(inner);
-                gate.iter().zip(up)
-            })
-            .map(|(&g, &u)| bf16::from_f32(g / (1.0 + (-g).exp()) * u))
-            .collect();
-        let shape = [x.shape().rows(), inner];
-        Ok(self.device.upload(&self.on, &gated, &shape)?)
-    }
-
-    /// Rows that came in fp8, times their scales, on the host.
-    fn widened(&self, rows: &Buffer, scales: &Buffer) -> Result<Buffer> {
-        let mut bytes = vec![0u8; rows.bytes()];
-        self.device.read(&self.on, rows.view(), &mut bytes)?;
-        let scales: Vec<f32> = self.device.download(&self.on, scales.view())?;
-        let hidden = self.source.shape().hidden;
-        let blocks = CAST.scales(hidden).1;
-        let wide: Vec<bf16> = bytes
-            .chunks(hidden)
-            .zip(scales.chunks(blocks))
-            .flat_map(|(row, scales)| {
-                let value = |(at, &bits): (usize, &u8)| {
-                    let value = F8E4M3::from_bits(bits).to_f32();
-                    bf16::from_f32(value * scales[at / Fp8Cast::BLOCK])
-                };
-                row.iter().enumerate().map(value).collect::<Vec<_>>()
-            })
-            .collect();
-        let dims = rows.shape();
-        Ok(self.device.upload(&self.on, &wide, dims.dims())?)
+        // What came in fp8 is what was quantized block by block.
+        let rows = match &there.scales {
+            None => Operand::Plain(there.rows.view()),
+            Some(scales) => Operand::Quantized(QView::new(
+                there.rows.view(),
+                scales.view(),
+                None,
+                QScheme::Fp8PerTokenBlock,
+            )?),
+        };
+        let both = grouped(rows, loaded.gate_up.view(), DataType::F32)?;
+        let gate = SiluMulParams {
+            from: both.view(),
+            rows: Some(offsets.slice(self.slots.len(), 1)?),
+        };
+        let inner = device.silu_mul(on, &gate, Output::Allocate(DataType::BF16))?;
+        let inner = given(inner, "gate")?;
+        grouped((&inner).into(), loaded.down.view(), DataType::BF16)
     }
 }
 
