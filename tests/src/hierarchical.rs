@@ -25,7 +25,17 @@ use brigade_device::{
 use rand::{Rng, rngs::StdRng};
 
 /// Machines, and ranks of each.
-pub const SHAPES: [(usize, usize); 7] = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 2), (4, 4)];
+pub const SHAPES: [(usize, usize); 9] = [
+    (1, 1),
+    (2, 1),
+    (1, 4),
+    (2, 2),
+    (4, 1),
+    (3, 2),
+    (2, 4),
+    (4, 2),
+    (4, 4),
+];
 
 /// What a hierarchy is tried with: little scratch memory, so that slices go through it in pieces.
 pub fn config() -> HierarchyConfig {
