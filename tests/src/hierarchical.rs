@@ -1,11 +1,13 @@
 //! Collectives across machines: the bits of a reduction inside each machine and one across them, whatever the path and the slices.
 
 mod faults;
+#[cfg(target_os = "linux")]
+mod killed;
 mod life;
 mod rails;
 
 #[cfg(target_os = "linux")]
-pub use faults::add_killed;
+pub use killed::add as add_killed;
 
 use crate::{
     all_reduce::{OPS, uneven},
