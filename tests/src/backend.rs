@@ -53,6 +53,10 @@ pub trait Backend: Send + Sync {
     fn name(&self) -> &str;
     /// Group sizes to run every contract at.
     fn worlds(&self) -> Vec<usize>;
+    /// Whether a contract is tried at all. Its name comes in parts, from the group size on: `w8`, `faults`, ..
+    fn tries(&self, _name: &[&str]) -> bool {
+        true
+    }
     /// Modes and algorithms that can be forced.
     fn engines(&self) -> Engines;
     /// Whether ranks may multiply different shapes. Where several share a GPU, a product that only one of them makes has to

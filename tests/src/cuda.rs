@@ -1,6 +1,9 @@
 //! Ranks on GPUs: one GPU for each, or several ranks on one.
 
-use crate::backend::{Backend, Routes, Seat};
+use crate::{
+    backend::{Backend, Routes, Seat},
+    cover::covers,
+};
 use brigade_cuda::{CudaConfig, CudaDevice, Missing, devices, find_nccl};
 use brigade_device::{Error, Injector, Result};
 use brigade_plan::Engines;
@@ -24,6 +27,8 @@ enum Across {
     OwnGpus,
     /// There is one machine, and one GPU.
     OneGpu,
+    /// None: that is tried otherwise.
+    None,
     /// The ranks of a machine share its GPU, where there are not enough for each: NCCL serves no two ranks of a rail on one.
     GpuEach,
 }
@@ -38,8 +43,11 @@ pub(crate) fn has_nccl() -> bool {
     find_nccl(&[]).is_some_and(|nccl| (nccl.version.major, nccl.version.minor) >= (2, 14))
 }
 
-/// Most ranks that share a GPU.
+/// Most ranks that share a GPU, and are tried with everything.
 const SHARED: usize = 4;
+
+/// Ranks of the groups that share a GPU, or several, and are tried with some contracts alone: there are no eight GPUs to be had.
+const CROWD: usize = 8;
 
 impl CudaBackend {
     /// Every GPU that can be opened, alone.
@@ -62,7 +70,8 @@ impl CudaBackend {
             .collect()
     }
 
-    /// Groups: of ranks with a GPU each, as large as there are GPUs; and of some that share the first.
+    /// Groups: of ranks with a GPU each, as large as there are GPUs; of some that share the first; and of more than there are GPUs, which
+    /// are spread over all of these. In the last a process loads lazily, as where it has a GPU for each rank.
     ///
     /// # Errors
     /// As [`all`](Self::all).
@@ -78,11 +87,18 @@ impl CudaBackend {
             },
             Self {
                 name: "shared".into(),
-                worlds: (2..=SHARED).collect(),
+                worlds: (2..=SHARED).chain([CROWD]).collect(),
                 ordinals: ordinals[..1].to_vec(),
                 // They would hold the whole GPU, each for itself.
                 tiles: false,
                 across: Across::OneGpu,
+            },
+            Self {
+                name: "spread".into(),
+                worlds: spread(ordinals.len()),
+                ordinals,
+                tiles: false,
+                across: Across::None,
             },
         ])
     }
@@ -111,6 +127,17 @@ impl Backend for CudaBackend {
         self.worlds.clone()
     }
 
+    fn tries(&self, name: &[&str]) -> bool {
+        let crowd = format!("w{CROWD}");
+        match name {
+            [_, rest @ ..] if self.across == Across::None => covers(rest),
+            [size, rest @ ..] if self.across == Across::OneGpu && *size == crowd => {
+                covers(rest) && !overlaps(rest)
+            }
+            _ => true,
+        }
+    }
+
     fn differs(&self) -> bool {
         self.worlds.iter().all(|&size| size <= self.ordinals.len())
     }
@@ -132,6 +159,7 @@ impl Backend for CudaBackend {
         match self.across {
             Across::OwnGpus => machines * ranks <= gpus && (machines == 1 || has_nccl()),
             Across::OneGpu => machines == 1 && self.worlds.contains(&ranks),
+            Across::None => false,
             Across::GpuEach => {
                 let each = machines * ranks <= gpus;
                 (2..=gpus).contains(&machines) && ranks <= SHARED && !each && has_nccl()
@@ -205,6 +233,21 @@ impl CudaBackend {
     }
 }
 
+/// Groups of four and eight over so many GPUs, where each has as many ranks as the others, and more than one.
+fn spread(gpus: usize) -> Vec<usize> {
+    let shared = |&size: &usize| gpus > 1 && size > gpus && size.is_multiple_of(gpus);
+    [SHARED, CROWD].into_iter().filter(shared).collect()
+}
+
+/// Whether a linear multiplies while rows move, for which each rank has three streams on its GPU. A process has 32 queues into a GPU, and
+/// eight ranks more streams than that: one that waits for a peer would stand before what that peer is to do.
+fn overlaps(name: &[&str]) -> bool {
+    matches!(
+        name,
+        ["gather_linear" | "linear_reduce_scatter", mode, ..] if !matches!(*mode, "off" | "auto")
+    )
+}
+
 /// A device with this hook.
 pub(crate) fn injected(hook: &Injector) -> CudaConfig {
     CudaConfig {
@@ -230,5 +273,84 @@ fn explains(missing: &Missing) -> Result<(), Failed> {
             Ok(())
         }
         other => Err(format!("{other:?} instead of {missing}").into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::suite;
+
+    /// GPUs that nobody opens.
+    fn names(name: &str, gpus: usize, worlds: Vec<usize>, across: Across) -> Vec<String> {
+        let backend = CudaBackend {
+            name: name.into(),
+            ordinals: (0..gpus).collect(),
+            worlds,
+            tiles: false,
+            across,
+        };
+        let suite: suite::Suite = crate::suite(Arc::new(backend));
+        suite.into_names().collect()
+    }
+
+    #[test]
+    fn ranks_are_spread_evenly_over_gpus_that_they_share() {
+        let worlds = [1, 2, 3, 4, 8].map(spread);
+        assert_eq!(worlds, [vec![], vec![4, 8], vec![], vec![8], vec![]]);
+    }
+
+    /// What is chosen by name is still there under that name, and each operation is among it.
+    #[test]
+    fn large_groups_are_tried_with_some_of_each_operation() {
+        let shared = names("shared", 1, vec![2, 8], Across::OneGpu);
+        let spread = names("spread", 2, vec![4, 8], Across::None);
+        for (all, prefix) in [
+            (&shared, "shared/w8/"),
+            (&spread, "spread/w4/"),
+            (&spread, "spread/w8/"),
+        ] {
+            let here: Vec<_> = all.iter().filter_map(|n| n.strip_prefix(prefix)).collect();
+            for part in [
+                "barrier/nobody_leaves_early",
+                "all_gather/ragged",
+                "broadcast/every_root",
+                "reduce_scatter/ragged",
+                "all_to_all/uneven",
+                "all_to_all_rows/ragged",
+                "all_reduce/same_bits",
+                "all_reduce/one_shot_push/exact_integers",
+                "all_reduce/two_shot_push/exact_integers",
+                "all_reduce_norm/auto/none",
+                "exchanges/in_turn",
+                "send_recv/all_pairs",
+                "experts/dense",
+                "experts/by_expert",
+                "experts/in_place/round_trips",
+                "experts/pushed/dense",
+                "experts/fifo/dense",
+                "experts/gather/captured",
+                "low_latency/sizes",
+                "low_latency/casts_back",
+                "user_buffers/pairs",
+                "gather_linear/auto/even",
+                "linear_reduce_scatter/off/even",
+                "linear_all_reduce/auto/even",
+                "faults/never_calls/all_reduce_auto",
+                "faults/peer_lost/experts",
+                "faults/mishaps/gather_linear_auto",
+                "life/leases",
+                "reset/generations",
+                "capture/all_reduce/auto",
+            ] {
+                assert!(here.contains(&part), "no {prefix}{part} in {here:#?}");
+            }
+            let ring = here.contains(&"gather_linear/ring/even");
+            assert_eq!(ring, prefix.starts_with("spread"));
+            assert!(here.len() < 100, "{}", here.len());
+        }
+        // Smaller groups are tried with everything.
+        assert!(shared.contains(&"shared/w2/gather_linear/ring/ragged".to_owned()));
+        assert!(!spread.iter().any(|n| n.contains("hierarchical")));
     }
 }

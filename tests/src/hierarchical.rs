@@ -1,11 +1,13 @@
 //! Collectives across machines: the bits of a reduction inside each machine and one across them, whatever the path and the slices.
 
 mod faults;
+#[cfg(target_os = "linux")]
+mod killed;
 mod life;
 mod rails;
 
 #[cfg(target_os = "linux")]
-pub use faults::add_killed;
+pub use killed::add as add_killed;
 
 use crate::{
     all_reduce::{OPS, uneven},
@@ -25,7 +27,17 @@ use brigade_device::{
 use rand::{Rng, rngs::StdRng};
 
 /// Machines, and ranks of each.
-pub const SHAPES: [(usize, usize); 7] = [(1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (3, 2), (4, 4)];
+pub const SHAPES: [(usize, usize); 9] = [
+    (1, 1),
+    (2, 1),
+    (1, 4),
+    (2, 2),
+    (4, 1),
+    (3, 2),
+    (2, 4),
+    (4, 2),
+    (4, 4),
+];
 
 /// What a hierarchy is tried with: little scratch memory, so that slices go through it in pieces.
 pub fn config() -> HierarchyConfig {
@@ -228,28 +240,30 @@ fn same_bits(world: &World, shape: (usize, usize)) {
     });
 }
 
-/// Long ones, which need many slices.
-fn long(world: &World, shape: (usize, usize), len: usize) {
-    let mut rng = world.rng();
-    let kind = (DataType::BF16, ReduceOp::Sum, Place::OverInput);
-    let case = Case::random(&mut rng, shape, len, kind);
-    world.run(&all_ranks(), move |rank| {
-        let mut config = config();
-        config.comm.scratch_bytes = 1 << 20;
-        let over = rank.join_machines(shape.0, &config);
-        let before = rank.device.memory_status().unwrap().held_bytes;
-        let plan = case.run(rank, &over, None);
-        let after = rank.device.memory_status().unwrap().held_bytes;
-        assert!(
-            matches!(&plan, HierarchicalPlan::Slices(p) if p.slices > 2),
-            "{plan}"
-        );
-        // The call's own memory, which stays for the next.
-        assert!(
-            after - before <= config.staging_bytes as u64,
-            "{before} to {after}"
-        );
-    });
+/// Long ones of these types, which need many slices.
+fn long(world: &World, shape: (usize, usize), len: usize, dtypes: &[DataType]) {
+    for &dtype in dtypes {
+        let mut rng = world.rng();
+        let kind = (dtype, ReduceOp::Sum, Place::OverInput);
+        let case = Case::random(&mut rng, shape, len, kind);
+        world.run(&all_ranks(), move |rank| {
+            let mut config = config();
+            config.comm.scratch_bytes = 1 << 20;
+            let over = rank.join_machines(shape.0, &config);
+            let before = rank.device.memory_status().unwrap().held_bytes;
+            let plan = case.run(rank, &over, None);
+            let after = rank.device.memory_status().unwrap().held_bytes;
+            assert!(
+                matches!(&plan, HierarchicalPlan::Slices(p) if p.slices > 2),
+                "{plan}"
+            );
+            // The call's own memory, which stays for the next.
+            assert!(
+                after - before <= config.staging_bytes as u64,
+                "{before} to {after}"
+            );
+        });
+    }
 }
 
 /// Ragged rows, none on some ranks: every rank gets its own of the reduction.
@@ -408,14 +422,18 @@ pub fn add(suite: &mut Suite) {
         }
     }
     at(suite, (2, 2), "long", |world, shape| {
-        long(world, shape, 1 << 20)
+        long(world, shape, 1 << 20, &FLOATS);
     });
-    at(suite, (3, 2), "long", |world, shape| {
-        long(world, shape, 1 << 20)
-    });
-    at(suite, (2, 2), "longest", |world, shape| {
-        long(world, shape, (1 << 24) + 3)
-    });
+    for (shape, what, len) in [
+        ((3, 2), "long", 1 << 20),
+        ((2, 4), "long", 1 << 20),
+        ((2, 1), "longest", (1 << 24) + 3),
+        ((2, 2), "longest", (1 << 24) + 3),
+    ] {
+        at(suite, shape, what, move |world, shape| {
+            long(world, shape, len, &[DataType::BF16]);
+        });
+    }
     faults::add(suite);
     life::add(suite);
     if suite.backend().slows_rails() {

@@ -73,10 +73,11 @@ fn until_lost(rank: &Rank, op: &Op, culprit: usize) -> FaultRecord {
     }
 }
 
-/// A place in the group of those that are left. Its address follows from the old one's, and from `round`.
-fn survivors(config: &TcpConfig, culprit: usize, round: usize) -> TcpGroup {
-    let address = processes::beside(config, &format!("without-{culprit}-{round}"));
-    let config = config.without(&[culprit], address).unwrap();
+/// A place in the group of those that are left. Its address follows from the old one's, from who is lost, and from `round`.
+pub fn survivors(config: &TcpConfig, lost: &[usize], round: usize) -> TcpGroup {
+    let names: Vec<_> = lost.iter().map(usize::to_string).collect();
+    let address = processes::beside(config, &format!("without-{}-{round}", names.join("-")));
+    let config = config.without(lost, address).unwrap();
     TcpGroup::join(&config).unwrap()
 }
 
@@ -155,7 +156,7 @@ fn killed(world: &World, op: Op) {
         assert!(reset.is_err(), "reset without rank {culprit}");
         rank.leave();
         eventually("all shared memory is released", || mapped() == 0);
-        let group = survivors(&TcpConfig::from_env().unwrap(), culprit, 0);
+        let group = survivors(&TcpConfig::from_env().unwrap(), &[culprit], 0);
         let seat = Seat {
             device: Arc::clone(&rank.device),
             boot: Box::new(group),
@@ -216,7 +217,7 @@ fn one(devices: &dyn Devices, name: &str, rng: &mut StdRng, round: usize) {
                 let rank = join(TcpGroup::join(&place).unwrap());
                 until_lost(&rank, op, VICTIM);
                 drop(rank);
-                probe.run(&join(survivors(&place, VICTIM, round)));
+                probe.run(&join(survivors(&place, &[VICTIM], round)));
             });
         }
     });

@@ -27,6 +27,7 @@ mod chains;
 pub mod check;
 mod control;
 mod copies;
+mod cover;
 mod cuda;
 mod device;
 mod exchanges;

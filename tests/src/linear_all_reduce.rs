@@ -3,16 +3,17 @@
 use crate::{
     all_reduce::algorithms,
     backend::Rank,
-    check::{assert_sum_close, expect_invalid, norm},
+    check::{assert_bits, assert_sum_close, expect_invalid, norm},
     gather_linear::config,
-    layer::{BiasKind, Layer, Spec},
-    matrix::Matrix,
+    layer::{BiasKind, FLOATS, Layer, Spec},
+    matrix::{Matrix, to_f32},
     oracle,
     suite::{Suite, World},
     themes::THEMES,
 };
 use brigade_device::{
     AllReduceAlgorithm, GemmParams, LoraLinearAllReduceParams, LoraLinearParams, Output, Plan,
+    ReduceOp,
 };
 use rand::rngs::StdRng;
 
@@ -151,6 +152,61 @@ fn beta(world: &World) {
     });
 }
 
+/// D without C and an activation has the bits of the parts, rounded to D's type, added in rank order in f32 and rounded once; and so has
+/// D with a C of zeros, which goes another way.
+fn same_bits(world: &World) {
+    let mut rng = world.rng();
+    let sizes = [(5, 33, 70), (64, 96, 48), (1, 7, 1)];
+    let cases: Vec<_> = FLOATS
+        .into_iter()
+        .flat_map(|dtype| sizes.map(|size| (dtype, size)))
+        .map(|(dtype, (m, k, n))| {
+            let mut draw = |dims: [usize; 2]| -> Vec<Matrix> {
+                let one = |_| Matrix::random(&mut rng, dtype, &dims, 1.0);
+                (0..world.size).map(one).collect()
+            };
+            (dtype, draw([m, k]), draw([k, n]), [m, n])
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        for (i, (dtype, x, weight, dims)) in cases.iter().enumerate() {
+            let (x, weight) = (rank.upload(&x[rank.rank]), rank.upload(&weight[rank.rank]));
+            let product = GemmParams::new(&x, &weight);
+            let part = rank
+                .device
+                .gemm(&rank.stream, &product, Output::Allocate(*dtype))
+                .unwrap()
+                .unwrap();
+            let parts = rank.share(&rank.raw(part.view()));
+            let parts: Vec<_> = parts.iter().map(|bytes| to_f32(*dtype, bytes)).collect();
+            let want = oracle::reduce(ReduceOp::Sum, &parts, *dtype);
+            let zeros = vec![0; dims[1] * dtype.bytes()];
+            let zeros = rank.upload_bytes(*dtype, &[dims[1]], &zeros);
+            for c in [None, Some(zeros.view())] {
+                let mut given = (i % 2 == 0).then(|| rank.poisoned(*dtype, dims));
+                let gemm = GemmParams { c, ..product };
+                let params = LoraLinearAllReduceParams {
+                    linear: LoraLinearParams { gemm, runs: &[] },
+                    output: match &mut given {
+                        Some(d) => Output::Into(d.view_mut()),
+                        None => Output::Allocate(*dtype),
+                    },
+                    choice: None,
+                };
+                let result = rank.lease().lora_linear_with_all_reduce(params).unwrap();
+                let d = result.d.or(given).unwrap();
+                let what = format!("{dims:?} of {dtype}, C: {}", c.is_some());
+                let got = rank.raw(d.view());
+                if c.is_none() {
+                    assert_bits(&got, &want, *dtype, &what);
+                }
+                // Zero plus minus zero is zero.
+                assert_eq!(to_f32(*dtype, &got), to_f32(*dtype, &want), "{what}");
+            }
+        }
+    });
+}
+
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     for (name, choice) in algorithms(suite.backend().engines()) {
@@ -166,4 +222,5 @@ pub fn add(suite: &mut Suite) {
         }
     }
     suite.add("linear_all_reduce/beta", beta);
+    suite.add("linear_all_reduce/same_bits", same_bits);
 }

@@ -231,7 +231,7 @@ fn quantize_weight(rng: &mut StdRng, layer: &mut Layer, scheme: QScheme) -> Fact
 }
 
 /// Group sizes of these contracts.
-const WORLDS: [usize; 4] = [1, 2, 3, 5];
+const WORLDS: [usize; 5] = [1, 2, 3, 5, 8];
 
 fn add_at_worlds(
     suite: &mut Suite,

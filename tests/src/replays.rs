@@ -22,6 +22,11 @@ use std::{sync::Arc, time::Duration};
 
 const REPLAYS: u32 = 10_000;
 
+/// The same in groups of so many ranks: fewer in large ones, whose replays take longer, most of all where there are more ranks than cores.
+fn replays(size: usize) -> u32 {
+    if size > 4 { REPLAYS / 10 } else { REPLAYS }
+}
+
 /// Replays within which a missing guard must show.
 const CONTROL_REPLAYS: u32 = 100;
 
@@ -132,7 +137,7 @@ fn under_stalls(world: &World) {
     let jitter = Jitter::new(&mut world.rng(), 20, 200);
     world.run_injected(&config(), Arc::new(jitter), |rank| {
         let mut captured = Captured::new(rank);
-        for day in 0..REPLAYS {
+        for day in 0..replays(rank.size) {
             captured.check(rank, day);
         }
     });
@@ -325,7 +330,7 @@ pub fn add(suite: &mut Suite) {
     sums::add(suite);
     experts::add(suite);
     let worlds = suite.backend().worlds();
-    for &size in worlds.iter().filter(|size| (2..=4).contains(*size)) {
+    for &size in worlds.iter().filter(|size| matches!(size, 2..=4 | 8)) {
         suite.add_at(size, "replays/under_stalls", under_stalls);
     }
     if worlds.contains(&2) {

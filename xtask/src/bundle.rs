@@ -218,10 +218,10 @@ for program in {}; do
         once() {{
             ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-1}}" "$@" || worst=1
         }}
-        # Ranks that share a GPU want kernels loaded ahead, and ranks with a GPU each want nothing of the kind.
+        # Ranks that are all on one GPU want kernels loaded ahead, and ranks on several GPUs of one process want nothing of the kind.
         if [ "$program" = cuda ]; then
             once --skip shared/
-            CUDA_MODULE_LOADING=EAGER once --skip cuda/ --skip machines/
+            CUDA_MODULE_LOADING=EAGER once --skip cuda/ --skip machines/ --skip spread/
         else
             once
         fi
@@ -330,7 +330,7 @@ mod tests {
             text.ends_with("== good y z|good y z --test-threads 1|"),
             "{text}"
         );
-        let both = "== cuda x|usual x --test-threads 1 --skip shared/|EAGER x --test-threads 1 --skip cuda/ --skip machines/|";
+        let both = "== cuda x|usual x --test-threads 1 --skip shared/|EAGER x --test-threads 1 --skip cuda/ --skip machines/ --skip spread/|";
         assert_eq!(run_script("threads", &["x"]), (Some(0), both.to_owned()));
     }
 }

@@ -1,4 +1,6 @@
-//! Compiles the kernels as the build does, and says what each costs.
+//! Compiles the kernels as the build does, says what each costs, and compares that with what it cost before.
+
+mod resources;
 
 use crate::{
     nvcc::{self, Compiled, Nvcc},
@@ -7,16 +9,21 @@ use crate::{
 };
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use resources::Compared;
 use std::{path::PathBuf, process::ExitCode};
 
 /// Compile kernels/*.cu to fatbins under the build folder, and report registers, spills and shared memory
 ///
-/// One fatbin per file, with machine code for sm_80, sm_90a and sm_100 and PTX for later GPUs.
+/// One fatbin per file, with machine code for sm_80, sm_90a and sm_100 and PTX for later GPUs. What they take is compared with
+/// kernels/resources.txt, where nvcc is the one that the file is of: a difference is a failure.
 #[derive(Debug, Args)]
 pub struct Kernels {
     /// Fail if a kernel spills registers to memory
     #[arg(long)]
     deny_spills: bool,
+    /// Write kernels/resources.txt anew instead of comparing with it
+    #[arg(long)]
+    update: bool,
 }
 
 /// What ptxas says about one kernel on one architecture.
@@ -42,11 +49,32 @@ impl Kernels {
         usages.sort_by(|a, b| (&a.kernel, a.number()).cmp(&(&b.kernel, b.number())));
         print!("{}", table(&usages));
         println!("{} fatbins in {}", all.len(), folder(workspace).display());
+        self.keep_or_compare(workspace, &nvcc, &usages)?;
         let spilling = usages.iter().filter(|u| u.spill_bytes > 0).count();
         if self.deny_spills && spilling > 0 {
             bail!("{spilling} kernels spill registers");
         }
         Ok(ExitCode::SUCCESS)
+    }
+
+    fn keep_or_compare(&self, workspace: &Workspace, nvcc: &Nvcc, usages: &[Usage]) -> Result<()> {
+        let path = workspace.root.join("kernels/resources.txt");
+        let release = resources::release(nvcc)?;
+        if self.update {
+            resources::update(usages, &release, &path)?;
+            println!("{} is of nvcc {release}", path.display());
+            return Ok(());
+        }
+        match resources::compare(usages, &release, &path)? {
+            Compared::Alike => println!("as {} says", path.display()),
+            Compared::OtherCompiler(of) => {
+                println!(
+                    "not compared: {} is of nvcc {of}, this is {release}",
+                    path.display()
+                );
+            }
+        }
+        Ok(())
     }
 }
 

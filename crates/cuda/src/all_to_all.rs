@@ -1,12 +1,7 @@
 //! All-to-all of rows: a message to and from every peer. Each is signed with its count, so that a pair that disagrees is found
 //! before anything is read.
 
-use crate::{
-    comm::CudaComm,
-    memory::check_reach,
-    messages::{BLOCKS_EACH, Message},
-    send_recv::signature,
-};
+use crate::{comm::CudaComm, memory::check_reach, messages::Message, send_recv::signature};
 use brigade_device::{AllToAllParams, Call, PerRank, Plan, Result, Turn};
 
 impl CudaComm {
@@ -52,7 +47,7 @@ impl CudaComm {
             .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
                 let (own, target) = (message(me, false), message(me, true));
                 job.moves(&[(target.address, own.address, own.bytes)])?;
-                job.messages(&list, BLOCKS_EACH)
+                job.messages(&list, job.core.blocks_each())
             })?;
         Ok(plan)
     }

@@ -53,7 +53,7 @@ impl CudaComm {
         }
         let each: Vec<usize> = call.row_bytes().collect();
         let a = Arguments {
-            queues: Queues::new(self.core.config.fifo_bytes, size, &each)?,
+            queues: Queues::of(&self.core.topology, &each)?,
             call,
             from,
             to,

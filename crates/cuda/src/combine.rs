@@ -86,11 +86,7 @@ impl CudaComm {
             Transport::OneSided | Transport::Gather | Transport::Pushed | Transport::InPlace => {
                 None
             }
-            Transport::Fifo => Some(Queues::new(
-                self.core.config.fifo_bytes,
-                self.core.size(),
-                &queued_sections(&call),
-            )?),
+            Transport::Fifo => Some(Queues::of(&self.core.topology, &queued_sections(&call))?),
         };
         let pieces = if queues.is_some() { 0 } else { pieces };
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);

@@ -3,7 +3,7 @@
 use crate::{
     CudaDevice, Pages,
     core::{Core, Parts},
-    loading,
+    loading, messages,
     nccl_sums::NcclSums,
     pushed,
     rendezvous::{self, Hardware},
@@ -123,7 +123,7 @@ pub(crate) fn join_one(
     let symmetric = rendezvous::exchange(boot, &device, &sharing, bytes, within)?;
     let nccl = config
         .nccl
-        .then(|| NcclSums::join(boot, &device, hardware.shares, within))
+        .then(|| NcclSums::join(boot, &device, hardware.shares(), within))
         .transpose()?;
     let group = Group {
         mode: config.mode,
@@ -137,10 +137,11 @@ pub(crate) fn join_one(
             config: config.clone(),
             // Tiles that wait hold all of a GPU: a rank that shares it would find no room to send what they wait for.
             engines: Engines::cuda(
-                hardware.tiles && !hardware.shares,
+                hardware.tiles && !hardware.shares(),
                 size <= pushed::MOST_RANKS,
             )
-            .with_nccl(nccl.is_some()),
+            .with_nccl(nccl.is_some())
+            .with_channels(messages::blocks_each(size, hardware.sharing) as u8),
         },
         control: Control::new(group, layout, sharing, segments),
         config: config.clone(),
@@ -148,7 +149,7 @@ pub(crate) fn join_one(
         symmetric,
         nccl,
         regions_start,
-        shares: hardware.shares,
+        shares: hardware.shares(),
         device,
     });
     let made = made.and_then(|core| Ok((core, own_stream?)));

@@ -181,7 +181,8 @@ impl Core {
         let kernels = &device.opened.kernels;
         let hook = device.inject.as_ref();
         let steps = Launch::grid(STEPS_AT_ONCE + u32::from(hook.is_some()), STEP_THREADS);
-        let messages = Launch::grid(crate::messages::most_blocks(size), MESSAGE_THREADS);
+        let most = crate::messages::most_blocks(size, topology.engines.channels.into());
+        let messages = Launch::grid(most, MESSAGE_THREADS);
         let stepping = device.reserve_spinning(&kernels.steps, steps)?;
         // Messages and sums that are pushed take the same places in turn.
         let exchanging = if shares || size < 2 || config.all_reduce_bytes == 0 {

@@ -7,7 +7,7 @@ use crate::{
     card::Card,
     inject::{Asker, Words},
     memory::Pinned,
-    messages::most_blocks,
+    messages::{BLOCKS_EACH, most_blocks},
 };
 use brigade_device::{Action, Error, Injector, Result, Storage};
 use brigade_group::Control;
@@ -45,7 +45,7 @@ impl std::fmt::Debug for Desk {
 
 impl Desk {
     pub(crate) fn new(card: &Arc<Card>, hook: &Injector, control: &Arc<Control>) -> Result<Self> {
-        let blocks = most_blocks(control.group().size) as usize;
+        let blocks = most_blocks(control.group().size, BLOCKS_EACH) as usize;
         let count = Asker::Messages.first_slot() + blocks;
         let memory = Pinned::new(card, 8 * QUESTION_WORDS * count)?;
         let slots = Slots {

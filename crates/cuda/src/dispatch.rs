@@ -329,8 +329,7 @@ impl Arguments {
         };
         let kept = match transport {
             Transport::Fifo => {
-                let bytes = comm.core.config.fifo_bytes;
-                self.queues = Some(Queues::new(bytes, size, &sections(call))?);
+                self.queues = Some(Queues::of(&comm.core.topology, &sections(call))?);
                 Some(load)
             }
             _ => self

@@ -22,12 +22,24 @@ pub(crate) struct Message {
 
 /// Blocks that carry a message when it is alone.
 pub(crate) const BLOCKS_ALONE: u32 = 8;
-/// Blocks that carry each of many.
+/// Blocks that carry each of many, where nobody shares a GPU.
 pub(crate) const BLOCKS_EACH: u32 = 4;
 
-/// Most blocks of one launch.
-pub(crate) fn most_blocks(size: usize) -> u32 {
-    BLOCKS_ALONE.max(2 * size.saturating_sub(1) as u32 * BLOCKS_EACH)
+/// Most blocks of one launch where so many carry each message.
+pub(crate) fn most_blocks(size: usize, each: u32) -> u32 {
+    BLOCKS_ALONE.max(2 * size.saturating_sub(1) as u32 * each)
+}
+
+/// Blocks that carry each of many messages, where so many ranks of the group share a GPU: their blocks may all wait at once, for each
+/// other's, so they must find places there, and those of a few more groups beside them. One at least, whatever that takes.
+pub(crate) fn blocks_each(size: usize, sharing: usize) -> u32 {
+    /// Of all ranks of a group that are on one GPU: a quarter of what an H200 holds.
+    const SHARED_BLOCKS: u32 = 64;
+    if sharing < 2 {
+        return BLOCKS_EACH;
+    }
+    let fits = |each: &u32| most_blocks(size, *each) * sharing as u32 <= SHARED_BLOCKS;
+    [BLOCKS_EACH, 2].into_iter().find(fits).unwrap_or(1)
 }
 
 impl Job<'_> {
@@ -80,5 +92,42 @@ impl Job<'_> {
         let shape = Launch::grid(blocks * list.len() as u32, MESSAGE_THREADS);
         // SAFETY: the messages lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Error::from)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_share_a_gpu_carry_a_message_with_fewer_blocks() {
+        // Blocks of 512 threads with 64 registers each: two on each of 132 multiprocessors.
+        const PLACES: u32 = 264;
+        let of = |size, sharing| blocks_each(size, sharing);
+        for size in 1..=16 {
+            assert_eq!(of(size, 1), BLOCKS_EACH, "{size}");
+        }
+        let found = [
+            (2, 2),
+            (3, 3),
+            (4, 2),
+            (4, 4),
+            (8, 2),
+            (8, 4),
+            (8, 8),
+            (16, 4),
+        ];
+        let found = found.map(|(size, sharing)| of(size, sharing));
+        assert_eq!(found, [4, 4, 4, 2, 2, 1, 1, 1]);
+        // Two groups of all ranks find places beside each other.
+        for (size, sharing) in [(4, 4), (8, 2), (8, 4), (8, 8)] {
+            let blocks = sharing as u32 * most_blocks(size, of(size, sharing));
+            assert!(
+                2 * blocks < PLACES,
+                "{size} ranks, {sharing} on a GPU: {blocks}"
+            );
+        }
+        // With as many as if nobody shared, one group of eight would not.
+        assert!(8 * most_blocks(8, BLOCKS_EACH) > PLACES);
     }
 }

@@ -7,7 +7,7 @@ use brigade_plan::{
     Table,
     crossover::{Gpus, Links},
 };
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 /// All ranks want the same.
 pub(crate) fn vote_on(boot: &dyn Bootstrap, config: &CommConfig) -> Result<()> {
@@ -22,8 +22,8 @@ pub(crate) struct Hardware {
     pub(crate) gpus: Gpus,
     /// How many GPUs the ranks have.
     pub(crate) distinct: usize,
-    /// Whether some ranks have the same GPU.
-    pub(crate) shares: bool,
+    /// Most ranks that have the same GPU.
+    pub(crate) sharing: usize,
     /// Whether every GPU has the kernels for [`OverlapMode::Tiles`](brigade_device::OverlapMode::Tiles).
     pub(crate) tiles: bool,
 }
@@ -45,13 +45,21 @@ impl Hardware {
             .map(|(_, uuid)| here.iter().position(|gpu| uuid.starts_with(&gpu.uuid)));
         let links = agree(boot, STEP, links(own, there), within)?;
         let views = boot.all_gather(view(&device.info().name, links).as_bytes(), within)?;
-        let distinct = uuids.iter().collect::<BTreeSet<_>>().len();
+        let mut each: BTreeMap<_, usize> = BTreeMap::new();
+        for uuid in &uuids {
+            *each.entry(uuid).or_default() += 1;
+        }
         Ok(Self {
             gpus: together(&views, &device.info().name, links),
-            distinct,
-            shares: distinct < uuids.len(),
+            distinct: each.len(),
+            sharing: each.values().copied().max().unwrap_or(1),
             tiles: uuids.iter().all(|uuid| uuid.last() == Some(&1)),
         })
+    }
+
+    /// Whether some ranks have the same GPU.
+    pub(crate) fn shares(&self) -> bool {
+        self.sharing > 1
     }
 
     /// The numbers that decide on plans, the same on all ranks.

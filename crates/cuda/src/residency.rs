@@ -89,6 +89,16 @@ impl Spinning {
 const CALLS_AHEAD: usize = 32;
 
 impl Core {
+    /// Blocks that carry each of many messages, the same on all ranks.
+    pub(crate) fn blocks_each(&self) -> u32 {
+        u32::from(self.topology.engines.channels).max(1)
+    }
+
+    /// Most blocks of a launch of messages, for which there are places.
+    fn most_messages(&self) -> u32 {
+        messages::most_blocks(self.size(), self.blocks_each())
+    }
+
     /// What products may use while protocol steps run beside them, where the group keeps some of the GPU from them. By default
     /// they have all of it: steps find room between a product's blocks, and the library does better on a whole GPU.
     pub(crate) fn product_sms(&self) -> Option<u16> {
@@ -117,7 +127,7 @@ impl Core {
         // Each of theirs may sit on a multiprocessor of its own: but for sums that are pushed, which these tiles never wait for.
         let kept = others
             .iter()
-            .map(|core| core.stepping.blocks + messages::most_blocks(core.size()));
+            .map(|core| core.stepping.blocks + core.most_messages());
         u32::from(sms).saturating_sub(kept.sum())
     }
 

@@ -292,7 +292,7 @@ pub fn cut_bias(
 }
 
 /// Linear, then all-reduce. Parts are rounded to D's type, summed in rank order in f32, and then meet C and the
-/// activation before the one rounding.
+/// activation before the one rounding. Where there is neither, the all-reduce rounds, and gives D itself: the same bits.
 ///
 /// # Errors
 /// As every call on a communicator.
@@ -319,16 +319,29 @@ pub fn lora_linear_with_all_reduce<C: Communicator + ?Sized>(
     part.gemm.activation = Activation::None;
     let dtype = p.output.dtype();
     let part = produced(device.lora_linear(&on, &part, Output::Allocate(dtype))?)?;
-    let mut sum = device.allocate(&on, part.memory(), DataType::F32, shape.d.dims())?;
-    let plan = comm.all_reduce(
-        turn,
-        AllReduceParams {
-            data: sum.view_mut(),
+    let mut reduce = |data| {
+        let params = AllReduceParams {
+            data,
             from: Some(part.view()),
             op: ReduceOp::Sum,
             choice: p.choice,
-        },
-    )?;
-    let d = device.bias_activation(&on, sum.view(), c, gemm.activation, p.output)?;
+        };
+        comm.all_reduce(turn, params)
+    };
+    let new = |dtype| device.allocate(&on, part.memory(), dtype, shape.d.dims());
+    if c.is_some() || gemm.activation != Activation::None {
+        let mut sum = new(DataType::F32)?;
+        let plan = reduce(sum.view_mut())?;
+        let d = device.bias_activation(&on, sum.view(), c, gemm.activation, p.output)?;
+        return Ok(Reduced { d, plan });
+    }
+    let (d, plan) = match p.output {
+        Output::Into(d) => (None, reduce(d)?),
+        Output::Allocate(dtype) => {
+            let mut d = new(dtype)?;
+            let plan = reduce(d.view_mut())?;
+            (Some(d), plan)
+        }
+    };
     Ok(Reduced { d, plan })
 }

@@ -138,7 +138,8 @@ impl<'a> LoraLinearReduceScatterParams<'a> {
 /// Multiplies, sums over all ranks, and gives every rank everything: `D = act(sum over ranks of (x W + adapters) + C)`.
 #[derive(Debug)]
 pub struct LoraLinearAllReduceParams<'a> {
-    /// The linear. Its C and activation are applied once, after the sum.
+    /// The linear. Its C and activation are applied once, after the sum. All ranks have them, or none: the sum is one of another type
+    /// where they follow.
     pub linear: LoraLinearParams<'a>,
     /// Where D goes. Parts are summed in its type.
     pub output: Output<'a>,

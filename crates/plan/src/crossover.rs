@@ -144,7 +144,8 @@ pub struct Entry {
     pub gpu: String,
     /// How the GPUs reach each other.
     pub links: Links,
-    /// In groups of so many ranks; in all that have no entry of their own, if left out.
+    /// In groups of so many ranks; in all that have no entry of their own, if left out. Groups of which nobody measured anything go by
+    /// the entry of the next size, and say so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ranks: Option<usize>,
     /// Of which operation.
@@ -201,7 +202,8 @@ impl Figures {
         &self.entries
     }
 
-    /// For every type of rows: the entry of these GPUs in groups of this size, else the one for all sizes, else the default.
+    /// For every type of rows: the entry of these GPUs in groups of this size, else the one for all sizes, else that of the size that is
+    /// nearest, else the default. The last two say that they were not measured so.
     pub fn of(&self, gpus: &Gpus, operation: Overlapped) -> Crossovers {
         let of = |dtype| self.one(gpus, operation, dtype);
         Crossovers {
@@ -218,10 +220,23 @@ impl Figures {
         };
         let of_size =
             |ranks: Option<usize>| self.entries.iter().filter(fits).find(|e| e.ranks == ranks);
-        match of_size(Some(gpus.ranks)).or_else(|| of_size(None)) {
-            Some(entry) => Crossover {
+        if let Some(entry) = of_size(Some(gpus.ranks)).or_else(|| of_size(None)) {
+            return Crossover {
                 min_chunk_bytes: entry.min_chunk_bytes,
                 source: entry.told().into(),
+            };
+        }
+        // Of two that are as near, the smaller one.
+        let far = |e: &&Entry| e.ranks.map(|ranks| (ranks.abs_diff(gpus.ranks), ranks));
+        match self.entries.iter().filter(fits).min_by_key(far) {
+            Some(entry) => Crossover {
+                min_chunk_bytes: entry.min_chunk_bytes,
+                source: format!(
+                    "untuned: not measured at {} ranks; the figure of {}",
+                    gpus.ranks,
+                    entry.told()
+                )
+                .into(),
             },
             None => Crossover {
                 min_chunk_bytes: Some(self.default.min_chunk_bytes),

@@ -48,12 +48,25 @@ impl Queues {
     /// # Ok::<_, brigade_device::Reason>(())
     /// ```
     pub fn new(fifo_bytes: usize, size: usize, each: &[usize]) -> Result<Self, Reason> {
+        Self::within(MOST_CHANNELS as u8, fifo_bytes, size, each)
+    }
+
+    fn within(
+        channels: u8,
+        fifo_bytes: usize,
+        size: usize,
+        each: &[usize],
+    ) -> Result<Self, Reason> {
+        let most = usize::from(channels).max(1);
         let size = size.max(1);
         let part = part_bytes(fifo_bytes, size);
         let bytes = |rows: usize| Sections::new(each, rows).bytes.next_multiple_of(64);
         let one = bytes(1);
         let entry = |(channels, depth): (usize, u32)| part_bytes(part, channels * depth as usize);
-        let fits = |least: usize| SHAPES.into_iter().find(|&shape| entry(shape) >= least);
+        let fits = |least: usize| {
+            let mut shapes = SHAPES.into_iter().filter(|&(channels, _)| channels <= most);
+            shapes.find(|&shape| entry(shape) >= least)
+        };
         let Some(shape) = fits(one.max(ENTRY_BYTES)).or_else(|| fits(one)) else {
             return Err(reason::capacity(
                 "fifo_bytes",
@@ -109,8 +122,18 @@ impl Queues {
         first..(first + self.entry_rows).min(rows)
     }
 
-    pub(crate) fn of(topology: &Topology, each: &[usize]) -> Result<Self, Reason> {
-        Self::new(topology.config.fifo_bytes, topology.group.size, each)
+    /// Those of a communicator, with no more channels than its device has there.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of(topology: &Topology, each: &[usize]) -> Result<Self, Reason> {
+        let channels = topology.engines.channels;
+        Self::within(
+            channels,
+            topology.config.fifo_bytes,
+            topology.group.size,
+            each,
+        )
     }
 
     pub(crate) fn plan(&self) -> Plan {

@@ -1,5 +1,6 @@
 //! What the ranks of a communicator agreed on when they joined.
 
+use crate::fifo::MOST_CHANNELS;
 use brigade_device::{AllReduceAlgorithm, CommConfig, Group, OverlapMode};
 
 /// The group and everything voted on at `join`. Only `group.rank` differs between ranks.
@@ -44,6 +45,9 @@ pub struct Engines {
     pub pushes_rows: bool,
     /// Whether rows of [`Transport::InPlace`](brigade_device::Transport::InPlace) are never copied. A device where they are gives the same.
     pub rows_in_place: bool,
+    /// Most queues from one rank to another, and workers that carry a message between two: [`MOST_CHANNELS`], or fewer where ranks
+    /// share what these run on.
+    pub channels: u8,
 }
 
 impl Engines {
@@ -64,6 +68,7 @@ impl Engines {
             dispatches: true,
             pushes_rows: true,
             rows_in_place: false,
+            channels: MOST_CHANNELS as u8,
         }
     }
 
@@ -88,6 +93,12 @@ impl Engines {
         Self { nccl, ..self }
     }
 
+    /// The same with at most so many queues from one rank to another.
+    #[must_use]
+    pub const fn with_channels(self, channels: u8) -> Self {
+        Self { channels, ..self }
+    }
+
     /// Whether `mode` can run.
     pub const fn overlaps(self, mode: OverlapMode) -> bool {
         match mode {
@@ -110,9 +121,9 @@ impl Engines {
         }
     }
 
-    /// One bit for each, for the vote.
+    /// One bit for each, and the queues above them, for the vote.
     pub fn bits(self) -> u32 {
-        [
+        let has = [
             self.chunked,
             self.ring,
             self.pull,
@@ -127,9 +138,10 @@ impl Engines {
             self.dispatches,
             self.pushes_rows,
             self.rows_in_place,
-        ]
-        .into_iter()
-        .rev()
-        .fold(0, |bits, has| bits << 1 | u32::from(has))
+        ];
+        let queues = u32::from(self.channels);
+        has.into_iter()
+            .rev()
+            .fold(queues, |bits, has| bits << 1 | u32::from(has))
     }
 }

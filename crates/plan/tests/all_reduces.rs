@@ -325,6 +325,30 @@ fn a_launch_is_within_its_budget() {
     }
 }
 
+/// What this build has for eight of the GPUs that were measured, and why: nobody has measured eight.
+#[test]
+fn all_reduces_of_this_build_on_eight_h200s() {
+    let file = File::embedded().unwrap();
+    let mut text = String::new();
+    for links in [Links::Nvlink, Links::Shared] {
+        let here = gpus("NVIDIA H200", links, 8);
+        let on = on_gpus(8, file.of(&here), None);
+        writeln!(text, "{links}").unwrap();
+        for bytes in (11..=28).map(|shift| 1usize << shift) {
+            let (algorithm, launch, _) = planned(&all_reduce(bytes, DataType::BF16, None), &on);
+            let told = told(algorithm, launch, &on.1.all_reduce.bf16);
+            writeln!(text, "  {bytes:>9} bytes, {algorithm:?}: {told}").unwrap();
+            assert!(told.contains("untuned: nobody has measured"), "{told}");
+        }
+    }
+    // Beside it, what was measured says so.
+    for ranks in [2, 4] {
+        let figures = file.of(&gpus("NVIDIA H200", Links::Nvlink, ranks));
+        assert!(figures.bf16.source.starts_with("measured on"), "{ranks}");
+    }
+    insta::assert_snapshot!(text);
+}
+
 #[test]
 fn what_is_told_names_blocks_threads_multiprocessors_and_why() {
     let file = file(&[entry(2, 1 << 20, &json!({"pull_from_bytes": 1 << 20}))]);

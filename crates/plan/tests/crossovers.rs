@@ -57,11 +57,12 @@ fn the_narrowest_entry_counts_and_else_the_default() {
         found.each().map(|(_, c)| c.min_chunk_bytes)
     };
     let (default, nvlink, pcie) = (Some(77), Links::Nvlink, Links::Pcie);
-    assert_eq!(of("A", nvlink, 2), [Some(10), default, default]);
+    assert_eq!(of("A", nvlink, 2), [Some(10), Some(12), default]);
     assert_eq!(of("A", nvlink, 4), [Some(11), Some(12), default]);
     assert_eq!(of("A", pcie, 4), [None, default, default]);
     assert_eq!(of("B", nvlink, 8), [default, default, Some(13)]);
-    assert_eq!(of("B", nvlink, 4), [default; 3]);
+    // Nobody measured groups of this size: the nearest.
+    assert_eq!(of("B", nvlink, 4), [default, default, Some(13)]);
     assert_eq!(of("C", nvlink, 4), [default; 3]);
     assert_eq!(of("A", Links::Shared, 4), [default; 3]);
     // Nor does the twin, or a group of several models, take what was measured of others.
@@ -84,6 +85,32 @@ fn the_narrowest_entry_counts_and_else_the_default() {
         told(4),
         "A by nvlink of 4 ranks, 2026-01-02, commit 0123456"
     );
+}
+
+#[test]
+fn what_was_measured_at_another_number_of_ranks_says_so() {
+    let figures = figures(&[
+        "A nvlink 4 bf16 11",
+        "A nvlink 2 bf16 10",
+        "A nvlink 2 int8 -",
+    ]);
+    let of = |ranks| figures.of(&gpus("A", Links::Nvlink, ranks), Overlapped::GatherLinear);
+    let measured =
+        |ranks: usize| format!("A by nvlink of {ranks} ranks, 2026-01-02, commit 0123456");
+    for (ranks, bytes, from) in [(2, 10, 2), (3, 10, 2), (4, 11, 4), (5, 11, 4), (8, 11, 4)] {
+        let found = of(ranks).bf16;
+        assert_eq!(found.min_chunk_bytes, Some(bytes), "{ranks}");
+        let own = ranks == from;
+        let told = format!(
+            "untuned: not measured at {ranks} ranks; the figure of {}",
+            measured(from)
+        );
+        assert_eq!(found.source, if own { measured(from) } else { told });
+    }
+    // That it paid nowhere is no less a figure.
+    let int8 = of(8).int8;
+    assert_eq!(int8.min_chunk_bytes, None);
+    assert!(int8.source.starts_with("untuned"), "{}", int8.source);
 }
 
 #[test]
@@ -132,7 +159,17 @@ fn the_figures_of_this_build_are_sound() {
         assert_eq!(table.gather.bf16.min_chunk_bytes, Some(4 << 20));
         assert_eq!(table.scatter.bf16.min_chunk_bytes, Some(4 << 20));
     }
-    assert!(h200.gather.bf16.source.starts_with("NVIDIA H200"));
+    let two = Table::cuda(&gpus("NVIDIA H200", Links::Nvlink, 2)).unwrap();
+    for (table, measured) in [(&two, true), (&h200, false)] {
+        for crossover in [&table.gather.bf16, &table.scatter.bf16] {
+            let source = &crossover.source;
+            assert!(
+                source.contains("NVIDIA H200 by nvlink of 2 ranks"),
+                "{source}"
+            );
+            assert_eq!(!source.starts_with("untuned"), measured, "{source}");
+        }
+    }
     assert!(other.gather.bf16.source.starts_with("default"));
 }
 

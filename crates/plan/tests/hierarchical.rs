@@ -13,13 +13,15 @@ use brigade_plan::{
 use proptest::{prelude::*, sample::select};
 use std::{collections::BTreeSet, fmt::Write};
 
-const SHAPES: [(usize, usize); 8] = [
+const SHAPES: [(usize, usize); 10] = [
     (1, 1),
     (2, 1),
     (1, 4),
     (2, 2),
     (4, 1),
     (3, 2),
+    (2, 4),
+    (4, 2),
     (2, 8),
     (4, 4),
 ];
@@ -245,6 +247,51 @@ fn costs_that_decide_differently_have_other_digests() {
     ];
     let digests: BTreeSet<u64> = all.iter().map(Costs::digest).collect();
     assert_eq!(digests.len(), all.len());
+}
+
+/// Who reads a plan learns what of it was measured on so many machines and ranks, and what was not.
+#[test]
+fn costs_that_were_not_measured_on_these_machines_say_so() {
+    let sockets = Costs::cuda();
+    let own = sockets.with_wire(Wire {
+        latency_ns: 5_000,
+        bytes_per_us: 50_000,
+    });
+    let lines = [
+        ("host", Costs::host()),
+        ("host, slow rails", costs()),
+        ("GPUs", sockets),
+        ("GPUs, a wire that is known", own),
+    ];
+    let mut text = String::new();
+    for shape in [(2, 2), (2, 4), (4, 2)] {
+        for (name, costs) in &lines {
+            let told = costs.told(machines(shape));
+            writeln!(text, "{} x {}, {name}: {told}", shape.0, shape.1).unwrap();
+        }
+        for bytes in [1 << 10, 1 << 20, 64 << 20] {
+            let call = all_reduce(machines(shape), bytes / 2);
+            let plan = line(&call, &config(), &sockets);
+            writeln!(text, "  {bytes:>8} bytes on GPUs: {plan}").unwrap();
+        }
+    }
+    insta::assert_snapshot!(text);
+}
+
+/// Where costs are from decides nothing, so ranks need not agree on it.
+#[test]
+fn where_costs_are_from_changes_no_plan() {
+    let measured = Costs {
+        measured: Some((2, 4)),
+        ..Costs::cuda()
+    };
+    assert_eq!(measured.digest(), Costs::cuda().digest());
+    assert!(!measured.told(machines((2, 4))).contains("untuned"));
+    for elements in [7, 1 << 20] {
+        let call = all_reduce(machines((2, 4)), elements);
+        let lines = [measured, Costs::cuda()].map(|costs| line(&call, &config(), &costs));
+        assert_eq!(lines[0], lines[1]);
+    }
 }
 
 fn shapes() -> impl Strategy<Value = Machines> {

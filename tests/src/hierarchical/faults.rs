@@ -29,7 +29,7 @@ fn impatient() -> HierarchyConfig {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum What {
+pub(super) enum What {
     AllReduce,
     ReduceScatter,
     AllGather,
@@ -37,15 +37,15 @@ enum What {
 
 /// A call that differs from the others' in one thing.
 #[derive(Clone, Copy, Debug)]
-struct Spec {
-    what: What,
-    elements: usize,
-    dtype: DataType,
-    op: ReduceOp,
-    choice: Option<HierarchicalPath>,
+pub(super) struct Spec {
+    pub(super) what: What,
+    pub(super) elements: usize,
+    pub(super) dtype: DataType,
+    pub(super) op: ReduceOp,
+    pub(super) choice: Option<HierarchicalPath>,
 }
 
-const USUAL: Spec = Spec {
+pub(super) const USUAL: Spec = Spec {
     what: What::AllReduce,
     elements: 1000,
     dtype: DataType::F32,
@@ -54,7 +54,7 @@ const USUAL: Spec = Spec {
 };
 
 /// Makes a call; asserts that it took no longer than it may, and that nobody takes its output for a result.
-fn call(rank: &Rank, over: &Hierarchy, spec: Spec, limit: Duration) -> Result<()> {
+pub(super) fn call(rank: &Rank, over: &Hierarchy, spec: Spec, limit: Duration) -> Result<()> {
     let bytes = vec![0x3C; spec.elements * spec.dtype.bytes()];
     let mut data = rank.upload_bytes(spec.dtype, &[spec.elements], &bytes);
     let start = Instant::now();
@@ -286,58 +286,6 @@ fn delays(world: &World, shape: (usize, usize)) {
             }
         }
     });
-}
-
-/// A rank whose process is killed in the middle of slices.
-#[cfg(target_os = "linux")]
-fn killed(world: &World, shape: (usize, usize)) {
-    let mut rng = world.rng();
-    let case = Case::sum(&mut rng, shape, 777);
-    let culprit = rng.random_range(0..world.size);
-    let rounds = rng.random_range(0..3000);
-    world.run(&all_ranks(), move |rank| {
-        let over = rank.join_machines(shape.0, &config());
-        case.run(rank, &over, None);
-        rank.meet();
-        let spec = Spec {
-            elements: 50_000,
-            choice: Some(HierarchicalPath::Slices { count: 20 }),
-            ..USUAL
-        };
-        // Nobody is killed before all are back from meeting. Who is slow may hear of it here already.
-        let _ = call(rank, &over, USUAL, AMPLE);
-        if rank.rank == culprit {
-            std::thread::scope(|s| {
-                s.spawn(|| {
-                    rank.dawdle(rounds);
-                    crate::processes::kill();
-                });
-                loop {
-                    call(rank, &over, spec, AMPLE).unwrap();
-                }
-            });
-        }
-        let record = loop {
-            if let Err(error) = call(rank, &over, spec, 2 * GRACE) {
-                break expect_fault::<()>(Err(error), "a rank was killed");
-            }
-        };
-        assert_kind(&record, FaultKind::PeerLost, "a rank was killed");
-        assert_eq!(record.peer as usize, culprit, "{record}");
-    });
-}
-
-/// Adds what kills processes.
-#[cfg(target_os = "linux")]
-pub fn add_killed(suite: &mut Suite) {
-    for shape in [(2, 1), (2, 2), (3, 2), (3, 1)] {
-        let (machines, ranks) = shape;
-        let name = format!(
-            "{}/hierarchical_{machines}x{ranks}",
-            crate::processes::KILLED
-        );
-        suite.add_across(shape, &name, move |world| killed(world, shape));
-    }
 }
 
 /// Adds the contracts.

@@ -1,6 +1,7 @@
 //! The host device, for ranks that are processes.
 
 use super::{Devices, KILLED};
+use crate::cover::covers;
 use brigade_device::{Device, Injector, Result};
 use brigade_host::{HostConfig, HostDevice};
 use brigade_plan::Engines;
@@ -22,8 +23,8 @@ impl Devices for Hosts {
         Engines::host()
     }
 
-    /// Linears with collectives in groups of every size, collectives across some machines, others in a group of 3. What is about one device alone is not, nor
-    /// what is about this suite, or directs ranks through memory of its own.
+    /// Linears with collectives in groups of every size, collectives across some machines, others in a group of 3, and some of those in one of
+    /// 8. What is about one device alone is not, nor what is about this suite, or directs ranks through memory of its own.
     fn tries(&self, name: &[&str]) -> bool {
         match name {
             [_, "device" | "control", ..] | [_, "replays", "without_credits"] => false,
@@ -34,7 +35,16 @@ impl Devices for Hosts {
             ] => true,
             [_, "quantized_gather" | "quantized_scatter" | "capture", ..] => true,
             [_, "hierarchical", "2x2" | "3x2", what] => *what != "longest",
+            [_, "hierarchical", "2x4", what] => {
+                matches!(
+                    *what,
+                    "sums" | "all_gathers" | "reduce_scatters" | "never_calls" | "leaves"
+                )
+            }
             [_, "hierarchical", "4x4", "sums"] | [_, KILLED | "shrink" | "stress", ..] => true,
+            // Their rows are many, and each transport is tried with a few.
+            ["w8", "experts", "by_expert"] | ["w8", "experts", _, "dense" | "round_trips"] => false,
+            ["w8", rest @ ..] => covers(rest),
             _ => name.first() == Some(&"w3"),
         }
     }

@@ -17,7 +17,7 @@
 //! gets several times a hundred replays for that; most often it needs the first.
 
 use super::{
-    CONTROL_REPLAYS, REPLAYS,
+    CONTROL_REPLAYS,
     sums::{BUFFERS, Hazard, READER, WRITER},
 };
 use crate::{
@@ -305,7 +305,7 @@ fn under_stalls(world: &World) {
             .map(|&kind| Captured::new(rank, kind))
             .collect();
         let kinds = graphs.len();
-        for day in 0..REPLAYS {
+        for day in 0..super::replays(rank.size) {
             // Not one after the other, or each would find a buffer that only its own kind was in.
             graphs[(day as usize / 2 + day as usize) % kinds].check(rank, day);
         }
@@ -483,7 +483,7 @@ pub(super) fn add(suite: &mut Suite) {
     if !engines.dispatches {
         return;
     }
-    for &size in worlds.iter().filter(|size| (2..=4).contains(*size)) {
+    for &size in worlds.iter().filter(|size| matches!(size, 2..=4 | 8)) {
         suite.add_at(size, "replays/experts/under_stalls", under_stalls);
     }
     if !worlds.contains(&2) {

@@ -1,7 +1,7 @@
 //! The same for all-reduces that push: ten thousand replays under stalls, and the control in which a buffer that was read is
 //! not emptied before it is pushed into again.
 
-use super::{CONTROL_REPLAYS, REPLAYS};
+use super::{CONTROL_REPLAYS, replays};
 use crate::{
     all_reduce::pushing,
     backend::Rank,
@@ -77,7 +77,7 @@ fn under_stalls(world: &World) {
         let all = choices.iter().flat_map(|c| [7, 50].map(|len| (c.1, len)));
         let mut graphs: Vec<_> = all.map(|(c, len)| Captured::new(rank, c, len)).collect();
         let kinds = graphs.len();
-        for day in 0..REPLAYS {
+        for day in 0..replays(rank.size) {
             // Not one after the other, or each would find a buffer that only its own kind was in.
             let graph = &mut graphs[(day as usize / 2 + day as usize) % kinds];
             let got = graph.replay(rank, day);
@@ -173,7 +173,7 @@ pub(super) fn add(suite: &mut Suite) {
     if choices.is_empty() {
         return;
     }
-    for &size in worlds.iter().filter(|size| (2..=4).contains(*size)) {
+    for &size in worlds.iter().filter(|size| matches!(size, 2..=4 | 8)) {
         suite.add_at(size, "replays/sums/under_stalls", under_stalls);
     }
     if !worlds.contains(&2) {

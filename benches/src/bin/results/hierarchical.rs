@@ -245,6 +245,7 @@ pub fn measure_costs(rounds: Rounds) -> Result<Vec<Value>> {
         across: each,
         wire: Wire::NONE,
         add_bytes_per_us: 1000,
+        measured: None,
     };
     let machines = Machines::cut(TIMED.0 * TIMED.1, TIMED.0)?;
     let found = SLICES.map(|elements| -> Result<_> {

@@ -47,6 +47,8 @@ pub struct Costs {
     pub wire: Wire,
     /// Bytes that a rank reads in a microsecond where it adds. At least 1.
     pub add_bytes_per_us: u64,
+    /// Machines, and ranks of each, with which all but the wire was measured; `None` if it is guessed. It decides nothing.
+    pub measured: Option<(usize, usize)>,
 }
 
 impl Costs {
@@ -66,6 +68,7 @@ impl Costs {
             },
             wire: Wire::NONE,
             add_bytes_per_us: 4_000,
+            measured: Some((2, 2)),
         }
     }
 
@@ -87,6 +90,7 @@ impl Costs {
                 bytes_per_us: 3_000,
             },
             add_bytes_per_us: 2_000_000,
+            measured: None,
         }
     }
 
@@ -96,6 +100,30 @@ impl Costs {
         Self { wire, ..self }
     }
 
+    /// What plans across these machines rest on, in one line for people: where the costs are from, and the wire. What was not measured on
+    /// as many machines, of as many ranks, says `untuned`.
+    pub fn told(&self, machines: Machines) -> String {
+        let shape = (machines.count(), machines.ranks());
+        let costs = match self.measured {
+            None => "untuned: what calls and bytes cost is guessed".to_owned(),
+            Some((count, ranks)) if shape == (count, ranks) => {
+                format!("costs of calls and bytes measured at {count} x {ranks} ranks")
+            }
+            Some((count, ranks)) => format!(
+                "untuned: not measured at {} x {} ranks; costs of calls and bytes of {count} x {ranks}",
+                shape.0, shape.1
+            ),
+        };
+        let Wire {
+            latency_ns,
+            bytes_per_us,
+        } = self.wire;
+        if self.wire == Wire::NONE {
+            return format!("{costs}; no wire");
+        }
+        format!("{costs}; a wire of {latency_ns} ns and {bytes_per_us} bytes in a microsecond")
+    }
+
     /// A number that differs, with overwhelming likelihood, between tables that decide differently (FNV-1a).
     pub fn digest(&self) -> u64 {
         let Self {
@@ -103,6 +131,7 @@ impl Costs {
             across,
             wire,
             add_bytes_per_us,
+            measured: _,
         } = self;
         [
             inside.call_ns,

@@ -1,0 +1,131 @@
+//! Processes that are killed in the middle of slices, one or all of a machine: the others hear of it at once, and go on without that
+//! machine.
+
+use super::{
+    Case, all_ranks, config,
+    faults::{Spec, USUAL, call},
+};
+use crate::{
+    backend::{Rank, Seat},
+    check::{assert_kind, expect_fault},
+    faults::{AMPLE, GRACE},
+    killed::survivors,
+    processes::{self, KILLED},
+    suite::{Suite, World},
+};
+use brigade_device::{FaultKind, FaultRecord, HierarchicalPath, Hierarchy};
+use brigade_group::TcpConfig;
+use rand::Rng;
+use std::{ops::Range, sync::Arc, time::Duration};
+
+/// What goes on while a process is killed: many slices.
+const LONG: Spec = Spec {
+    elements: 50_000,
+    choice: Some(HierarchicalPath::Slices { count: 20 }),
+    ..USUAL
+};
+
+/// Makes calls until this process is killed, in so many rounds of idling. Others may be killed before.
+fn until_killed(rank: &Rank, over: &Hierarchy, rounds: u32) {
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            rank.dawdle(rounds);
+            processes::kill();
+        });
+        while call(rank, over, LONG, AMPLE).is_ok() {}
+    });
+}
+
+/// Makes calls until one fails, each in time; it says that one of these ranks is lost.
+fn until_lost(rank: &Rank, over: &Hierarchy, lost: &Range<usize>) -> FaultRecord {
+    let record = loop {
+        if let Err(error) = call(rank, over, LONG, 2 * GRACE) {
+            break expect_fault::<()>(Err(error), "a rank was killed");
+        }
+    };
+    assert_kind(&record, FaultKind::PeerLost, "a rank was killed");
+    assert!(lost.contains(&(record.peer as usize)), "{record}");
+    record
+}
+
+/// A hierarchy in which all have made a call.
+fn begun(rank: &Rank, machines: usize, case: &Case) -> Hierarchy {
+    let over = rank.join_machines(machines, &config());
+    case.run(rank, &over, None);
+    rank.meet();
+    // Nobody is killed before all are back from meeting. Who is slow may hear of it here already.
+    let _ = call(rank, &over, USUAL, AMPLE);
+    over
+}
+
+/// A rank.
+fn one(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let case = Case::sum(&mut rng, shape, 777);
+    let culprit = rng.random_range(0..world.size);
+    let rounds = rng.random_range(0..3000);
+    world.run(&all_ranks(), move |rank| {
+        let over = begun(rank, shape.0, &case);
+        if rank.rank == culprit {
+            return until_killed(rank, &over, rounds);
+        }
+        until_lost(rank, &over, &(culprit..culprit + 1));
+    });
+}
+
+/// All ranks of a machine, each at its own time. Those of the others form a group of their own, and go on across the machines that are
+/// left.
+fn machine(world: &World, (machines, ranks): (usize, usize)) {
+    let mut rng = world.rng();
+    let case = Case::sum(&mut rng, (machines, ranks), 777);
+    let later: Vec<_> = [100, 20_011]
+        .map(|len| Case::sum(&mut rng, (machines - 1, ranks), len))
+        .into();
+    let first = rng.random_range(0..machines) * ranks;
+    let lost = first..first + ranks;
+    let rounds: Vec<u32> = lost.clone().map(|_| rng.random_range(0..3000)).collect();
+    world.run(&all_ranks(), move |rank| {
+        let over = begun(rank, machines, &case);
+        if lost.contains(&rank.rank) {
+            return until_killed(rank, &over, rounds[rank.rank - first]);
+        }
+        let record = until_lost(rank, &over, &lost);
+        assert_eq!(expect_fault(over.check(), "check"), record);
+        let reset = over.reset(Duration::from_millis(50));
+        assert!(reset.is_err(), "reset without machine {lost:?}");
+        // A machine is lost as a whole: whoever is named, it is the one of all who go.
+        let all = over.machines();
+        let gone = all.inside(all.machine_of(record.peer as usize));
+        assert_eq!(gone, lost);
+        drop(over);
+        rank.leave();
+        let gone: Vec<_> = gone.collect();
+        let group = survivors(&TcpConfig::from_env().unwrap(), &gone, 0);
+        let seat = Seat {
+            device: Arc::clone(&rank.device),
+            boot: Box::new(group),
+        };
+        let left = Rank::join(seat, &all_ranks());
+        assert_eq!(left.size, (machines - 1) * ranks);
+        let over = left.join_machines(machines - 1, &config());
+        for case in &later {
+            for choice in [None, Some(HierarchicalPath::Whole), LONG.choice] {
+                case.run(&left, &over, choice);
+            }
+        }
+    });
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    for shape in [(2, 1), (2, 2), (3, 2), (3, 1)] {
+        let (machines, ranks) = shape;
+        let name = format!("{KILLED}/hierarchical_{machines}x{ranks}");
+        suite.add_across(shape, &name, move |world| one(world, shape));
+    }
+    for shape in [(2, 2), (3, 1), (3, 2)] {
+        let (machines, ranks) = shape;
+        let name = format!("{KILLED}/hierarchical_machine_of_{machines}x{ranks}");
+        suite.add_across(shape, &name, move |world| machine(world, shape));
+    }
+}
