@@ -49,6 +49,44 @@ pub(crate) const EXPLAINING: Duration = Duration::from_secs(1);
 /// Bytes at an address, to or from a machine.
 type Part = (usize, u64, usize);
 
+/// What a rank sends along its rail and receives there.
+pub(crate) struct Exchange {
+    /// What it reads and writes.
+    buffers: [Buffer; 2],
+    /// What stays here: to, from, bytes.
+    own: (u64, u64, usize),
+    sent: Vec<Part>,
+    received: Vec<Part>,
+}
+
+impl Exchange {
+    /// Half of every part for each connection.
+    pub(crate) fn halves(self) -> [Self; CONNECTIONS] {
+        let half = |bytes: usize| (bytes / 2).next_multiple_of(16).min(bytes);
+        let first = |parts: &[Part]| parts.iter().map(|&(m, at, n)| (m, at, half(n))).collect();
+        let second = |parts: &[Part]| {
+            let rest = |&(m, at, n): &Part| (m, at + half(n) as u64, n - half(n));
+            parts.iter().map(rest).collect()
+        };
+        let other = Self {
+            buffers: self.buffers.clone(),
+            own: (0, 0, 0),
+            sent: second(&self.sent),
+            received: second(&self.received),
+        };
+        let sent = first(&self.sent);
+        let received = first(&self.received);
+        [
+            Self {
+                sent,
+                received,
+                ..self
+            },
+            other,
+        ]
+    }
+}
+
 /// One of a rank's connections to its rail: a communicator of NCCL's.
 pub(crate) struct NcclRail {
     /// Rank and size are numbers of machines.
@@ -128,16 +166,20 @@ impl NcclRail {
         error
     }
 
-    /// Enqueues sends and receives, one of NCCL's kernels, with a copy of what stays here before. With a signature, one goes to each
+    /// Enqueues an exchange, one of NCCL's kernels, with a copy of what stays here before. With a signature, one goes to each
     /// machine and comes from each, and all are compared.
-    fn exchange(
+    pub(crate) fn exchange(
         &self,
         on: &Stream,
-        buffers: [&Buffer; 2],
-        own: (u64, u64, usize),
-        (sent, received): (Vec<Part>, Vec<Part>),
+        what: Exchange,
         (signature, within): (Option<u32>, Duration),
     ) -> Result<()> {
+        let Exchange {
+            buffers,
+            own,
+            mut sent,
+            mut received,
+        } = what;
         let core = &self.core;
         let lane = core.device.lane(on)?;
         let (me, size) = (self.group.rank, self.group.size);
@@ -146,7 +188,6 @@ impl NcclRail {
             Some(fault) => Err(Error::Fault(fault)),
             None => remains(end),
         };
-        let (mut sent, mut received) = (sent, received);
         let signed = |machine| self.page.signed(self.connection, machine);
         if let Some(signature) = signature {
             let others = || (0..size).filter(|&machine| machine != me);
@@ -158,7 +199,7 @@ impl NcclRail {
         for list in [&mut sent, &mut received] {
             list.retain(|(machine, _, bytes)| *machine != me && *bytes > 0);
         }
-        lane.run(&buffers, |stream| {
+        lane.run(&buffers.each_ref(), |stream| {
             let (to, from, bytes) = own;
             if bytes > 0 {
                 // SAFETY: both ranges lie in buffers of the call, which `run` keeps.
@@ -189,13 +230,8 @@ impl NcclRail {
         }
     }
 
-    /// As [`Rail::collect`]; with `signs`, ranks of other machines that make another call are found out.
-    pub(crate) fn collect_signed(
-        &self,
-        on: &Stream,
-        p: &RailParams<'_>,
-        signs: bool,
-    ) -> Result<()> {
+    /// What [`Rail::collect`] exchanges.
+    pub(crate) fn collects(&self, p: &RailParams<'_>) -> Result<Exchange> {
         let Group { rank, size, .. } = self.group;
         check_rows("pieces", p.pieces, size)?;
         let own = p.pieces[rank];
@@ -215,18 +251,16 @@ impl NcclRail {
         let place = |machine: usize| to.address() + (machine * own * bytes) as u64;
         let received = (0..size).map(|m| (m, place(m), own * bytes)).collect();
         let mine = from.address() + (offsets[rank] * bytes) as u64;
-        let stays = (place(rank), mine, own * bytes);
-        let how = (signs.then(|| p.call.signature()), p.within);
-        self.exchange(on, [&from, &to], stays, (sent, received), how)
+        Ok(Exchange {
+            own: (place(rank), mine, own * bytes),
+            buffers: [from, to],
+            sent,
+            received,
+        })
     }
 
-    /// As [`Rail::diffuse`], likewise.
-    pub(crate) fn diffuse_signed(
-        &self,
-        on: &Stream,
-        p: &RailParams<'_>,
-        signs: bool,
-    ) -> Result<()> {
+    /// What [`Rail::diffuse`] exchanges.
+    pub(crate) fn diffuses(&self, p: &RailParams<'_>) -> Result<Exchange> {
         let Group { rank, size, .. } = self.group;
         check_rows("pieces", p.pieces, size)?;
         let own = p.pieces[rank];
@@ -241,9 +275,12 @@ impl NcclRail {
         let received = (0..size)
             .map(|m| (m, place(m), p.pieces[m] * bytes))
             .collect();
-        let stays = (place(rank), from.address(), own * bytes);
-        let how = (signs.then(|| p.call.signature()), p.within);
-        self.exchange(on, [&from, &to], stays, (sent, received), how)
+        Ok(Exchange {
+            own: (place(rank), from.address(), own * bytes),
+            buffers: [from, to],
+            sent,
+            received,
+        })
     }
 
     /// What goes and what comes, and bytes of an element.
@@ -338,11 +375,13 @@ impl Rail for NcclRail {
     }
 
     fn collect(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
-        self.collect_signed(on, &p, true)
+        let how = (Some(p.call.signature()), p.within);
+        self.exchange(on, self.collects(&p)?, how)
     }
 
     fn diffuse(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
-        self.diffuse_signed(on, &p, true)
+        let how = (Some(p.call.signature()), p.within);
+        self.exchange(on, self.diffuses(&p)?, how)
     }
 
     fn poll(&self) -> Result<()> {

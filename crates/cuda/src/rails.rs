@@ -5,12 +5,13 @@ use crate::{
     core::Core,
     devices,
     line::{Gone, Line},
+    mark::{self, CudaMark},
     nccl_bounded::{Bounded, Usable, shared},
     nccl_comm::Status,
     quiet,
-    rail::{CONNECTIONS, NcclRail, Pace, Page},
+    rail::{CONNECTIONS, Exchange, NcclRail, Pace, Page},
 };
-use brigade_device::{Bootstrap, Device, Error, FaultKind, FaultRecord, Result};
+use brigade_device::{Bootstrap, Device, Error, FaultKind, FaultRecord, Result, Stream};
 use brigade_group::{Stoppable, agree};
 use parking_lot::Mutex;
 use std::{
@@ -102,6 +103,27 @@ impl Rails {
         let end = Instant::now() + within;
         let done = self.pair.iter().try_for_each(|rail| rail.warm_up(end));
         agree(self.line.group(), STEP, done, within)
+    }
+
+    /// An exchange by both connections, half of it by each, which carry more together than one does: on a stream, and on another beside it.
+    pub(crate) fn exchange(
+        &self,
+        (on, beside): (&Stream, &Stream),
+        what: Exchange,
+        how: (Option<u32>, Duration),
+    ) -> Result<()> {
+        let card = &self.device.card;
+        let (lane, other) = (self.device.lane(on)?, self.device.lane(beside)?);
+        let begun = CudaMark::record(card, lane.stream)?;
+        other.branch(lane);
+        mark::wait(card, other.stream, &begun)?;
+        let [first, second] = what.halves();
+        let done = self.pair[0].exchange(on, first, how);
+        let done = done.and_then(|()| self.pair[1].exchange(beside, second, how));
+        // Also after a failure, since a capture cannot end while another stream is forked from it.
+        other.unbranch(lane);
+        mark::wait(card, lane.stream, &CudaMark::record(card, other.stream)?)?;
+        done
     }
 
     /// Whether the rail is as it should be; what was found, else, until it is stopped. NCCL may be under way for `most` at a time.

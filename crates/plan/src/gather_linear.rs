@@ -12,8 +12,10 @@ const SCALE_BYTES: usize = 4;
 
 pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
     let in_tiles = overlap::in_tiles(call, true);
+    // Tiles of fp8 take a tenth longer than the library's products, which is more than they save.
+    let slow = call.scheme == QScheme::Fp8PerTensor;
     let preferred = match table.overlap {
-        OverlapMode::Tiles if in_tiles.is_err() => overlap::instead(OverlapMode::Tiles),
+        OverlapMode::Tiles if in_tiles.is_err() || slow => overlap::instead(OverlapMode::Tiles),
         mode => mode,
     };
     let (mode, instead_of) = overlap::choose(call, topology, preferred, |forced| {

@@ -98,7 +98,7 @@ pub(crate) fn in_tiles(call: &LinearCall, quantized: bool) -> Result<(), Reason>
         QScheme::Fp8PerTensor => quantized && half(call.output),
         _ => false,
     };
-    if types && call.k > 0 && (call.k * call.input.bytes()).is_multiple_of(TILE_BYTES) {
+    if types && call.k > 0 && call.k.is_multiple_of(TILE_BYTES / call.input.bytes()) {
         return Ok(());
     }
     Err(reason::tiles(call))

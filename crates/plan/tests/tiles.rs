@@ -62,7 +62,14 @@ fn halves_with_whole_16_bytes_are_taken_and_others_go_in_one_piece() {
     let int8 = change(|c| {
         (c.input, c.scheme) = (DataType::I8, QScheme::Int8PerToken);
     });
-    assert_eq!(int8, ONE_PIECE);
+    assert_eq!(int8, OverlapMode::Tiles);
+    let f32_of_int8 = change(|c| {
+        (c.input, c.output, c.scheme) = (DataType::I8, DataType::F32, QScheme::Int8PerToken);
+    });
+    assert_eq!(f32_of_int8, ONE_PIECE);
+    // The library is quicker.
+    let fp8 = change(|c| (c.input, c.scheme) = (DataType::F8E4M3, QScheme::Fp8PerTensor));
+    assert_eq!(fp8, ONE_PIECE);
     assert_eq!(gather(large(), false), Ok(ONE_PIECE), "no kernels for it");
     assert_eq!(
         change(|c| c.rows = [8; 4].as_slice().into()),
@@ -79,6 +86,14 @@ fn what_is_forced_is_done_or_refused_by_name() {
     assert_eq!(forced(linear(&[8; 4]), true), Ok(OverlapMode::Tiles));
     assert_eq!(forced(large(), false), Err(reason::NO_ENGINE));
     let uneven = LinearCall { k: 1020, ..large() };
+    assert_eq!(forced(uneven, true), Err(reason::TILES));
+    let fp8 = LinearCall {
+        input: DataType::F8E4M3,
+        scheme: QScheme::Fp8PerTensor,
+        ..large()
+    };
+    assert_eq!(forced(fp8.clone(), true), Ok(OverlapMode::Tiles));
+    let uneven = LinearCall { k: 8200, ..fp8 };
     assert_eq!(forced(uneven, true), Err(reason::TILES));
 }
 

@@ -12,8 +12,8 @@ use crate::{
 };
 use brigade_device::{
     Activation, Arrangement, Buffer, CombineParams, CombineSum, DataType, DispatchParams,
-    GemmParams, GroupedGemmParams, Groups, MemoryType, Output, Placement, PlacementCall, Result,
-    Route, Routing, SiluMulParams, TopKParams, View,
+    GemmParams, GroupedGemmParams, Groups, MemoryType, Output, Placement, PlacementCall,
+    ReceivedIds, Result, Route, Routing, SiluMulParams, TopKParams, View,
 };
 use brigade_plan::routes::Slots;
 use rand::{Rng, rngs::StdRng};
@@ -178,6 +178,8 @@ impl Own {
             },
             max_tokens: MAX_TOKENS,
             max_recv: Some(rank.size * MAX_TOKENS * K + EXPERTS * ALIGNMENT),
+            received_ids: ReceivedIds::Local,
+            totals: None,
             cast: None,
             choice: None,
         })?;

@@ -1,8 +1,16 @@
-//! The rows that gather-linear leaves behind, in every mode: as they are, and quantized with their scales.
+//! The rows that gather-linear leaves behind, in every mode: as they are, and quantized with their scales. And results whose sums are exact,
+//! which are the same in every mode.
 
 use super::{Entry, Inputs, Results, named};
-use crate::{backend::Rank, layer::FLOATS, quantized::SCHEMES, themes::modes_of_any_rows};
-use brigade_device::{AllGatherLoraLinearParams, Chunk, DataType, Operand, OverlapMode, QScheme};
+use crate::{
+    backend::Rank,
+    layer::FLOATS,
+    quantized::SCHEMES,
+    themes::{modes, modes_of_any_rows},
+};
+use brigade_device::{
+    AllGatherLoraLinearParams, Chunk, DataType, Operand, Output, OverlapMode, QScheme,
+};
 use brigade_plan::Engines;
 
 const COLUMNS: usize = 130;
@@ -62,9 +70,51 @@ fn gathered(
         .collect()
 }
 
+/// Results of int8, whose rows and weights have scales, with a row of C.
+fn products(rank: &Rank, engines: Engines, mut inputs: Inputs, dtype: DataType) -> Results {
+    const K: usize = 144;
+    const N: usize = 40;
+    let rows: Vec<usize> = (0..rank.size).map(|r| (97 * r + 131) % 200).collect();
+    let mut quantized = |dims: [usize; 2]| {
+        let values = inputs.floats(dtype, dims[0] * dims[1], false);
+        let values = rank.upload_bytes(dtype, &dims, &values);
+        let scheme = QScheme::Int8PerToken;
+        let quantized = rank.device.quantize(&rank.stream, values.view(), scheme);
+        quantized.unwrap()
+    };
+    let (x, weight) = (quantized([rows[rank.rank], K]), quantized([N, K]));
+    let bias = inputs.floats(dtype, N, false);
+    let bias = rank.upload_bytes(dtype, &[N], &bias);
+    let all = modes(engines).into_iter();
+    all.flat_map(|(name, choices)| choices.into_iter().map(move |c| (name, c)))
+        .map(|(name, choice)| {
+            let (x, weight) = (
+                Operand::Quantized(x.view()),
+                Operand::Quantized(weight.view()),
+            );
+            let params = AllGatherLoraLinearParams {
+                transpose_weight: true,
+                bias: Some(bias.view()),
+                output: Output::Allocate(dtype),
+                choice,
+                ..AllGatherLoraLinearParams::new(Chunk::Copy(x), &rows, weight)
+            };
+            let mut lease = rank.lease();
+            let d = lease.all_gather_lora_linear(params).unwrap().d.unwrap();
+            (format!("{name} {choice:?}"), rank.raw(d.view()))
+        })
+        .collect()
+}
+
 pub(super) fn entries(engines: Engines) -> Vec<Entry> {
     let plain = FLOATS.map(|dtype| (dtype, QScheme::None));
     let quantized = SCHEMES.map(|scheme| (DataType::BF16, scheme));
+    let products = [DataType::F16, DataType::BF16].map(|dtype| {
+        let name = format!("int8_products/{}", named(dtype));
+        Entry::new(name, move |rank, inputs| {
+            products(rank, engines, inputs, dtype)
+        })
+    });
     plain
         .into_iter()
         .chain(quantized)
@@ -74,5 +124,6 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
                 gathered(rank, engines, inputs, dtype, scheme)
             })
         })
+        .chain(products)
         .collect()
 }

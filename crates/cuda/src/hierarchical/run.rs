@@ -6,7 +6,8 @@ use crate::{
     lane::Lane,
     mark::{self, CudaMark},
     memory::DeviceMemory,
-    rail::GRACE,
+    rail::{Exchange, GRACE},
+    rails::Rails,
     reduce_scatter::Reduction,
 };
 use brigade_device::{
@@ -16,6 +17,9 @@ use brigade_device::{
 };
 use brigade_plan::hierarchical::{Piece, Place, Schedule, Slices, Step, Work, parts_bytes};
 use std::{ops::Range, sync::Arc};
+
+/// Fewer bytes of a rail's ranks go by one connection: two calls of NCCL's take longer.
+const BOTH_BYTES: usize = 256 << 10;
 
 /// A call on its way to its streams.
 pub(super) struct Run<'a> {
@@ -85,12 +89,31 @@ impl Run<'_> {
         let pieces = PerRank::from_elem(elements, count);
         let p = self.along(&pieces, &own, &mut all);
         if let Some(rails) = &self.inner.rails {
-            rails.pair[0].diffuse_signed(self.on, &p, true)?;
+            let what = rails.pair[0].diffuses(&p)?;
+            self.exchange(rails, (self.on, Phase::Collect), (&p, what), true)?;
         }
         self.add(self.on, &flat(self.to)?, &all)
     }
 
-    /// One slice on the caller's stream, one phase after the other; or each phase of several on its own.
+    /// An exchange while no other one is under way: by both connections, unless it is small. The stream of a phase that does nothing then is
+    /// the second one's.
+    fn exchange(
+        &self,
+        rails: &Rails,
+        (on, idle): (&Stream, Phase),
+        (p, what): (&RailParams<'_>, Exchange),
+        signs: bool,
+    ) -> Result<()> {
+        let how = (signs.then(|| p.call.signature()), p.within);
+        let bytes = p.pieces.iter().sum::<usize>() * p.from.dtype().bytes();
+        if bytes < BOTH_BYTES {
+            return rails.pair[0].exchange(on, what, how);
+        }
+        let beside = &self.inner.streams[idle as usize];
+        rails.exchange((on, beside), what, how)
+    }
+
+    /// Slices of which only one is under way on the caller's stream, one phase after the other; or each phase of several on its own.
     fn slices(&self, plan: &SlicedPlan, staging: &mut Staging) -> Result<()> {
         if plan.phases[0] == Phase::Diffuse && self.call.machines.ranks() > 1 {
             // All calls begin inside: so a machine finds out at once if its ranks make different ones.
@@ -106,9 +129,11 @@ impl Run<'_> {
             schedule,
             slots: self.slots(staging, plan.slots, bytes)?,
         };
-        if plan.slices == 1 {
-            let mut phases = 0..schedule.phases;
-            return phases.try_for_each(|phase| pipe.step(self.on, Step { phase, slice: 0 }));
+        if plan.slots == 1 {
+            let slices = 0..schedule.slices;
+            let mut steps = slices
+                .flat_map(|slice| (0..schedule.phases).map(move |phase| Step { phase, slice }));
+            return steps.try_for_each(|step| pipe.step(self.on, step));
         }
         let streams: Vec<&Stream> = plan
             .phases
@@ -314,9 +339,15 @@ impl Pipe<'_> {
                 let first = step.slice == 0 && work.connection == 0;
                 let signs = first || step.slice + 1 == self.schedule.slices;
                 let p = run.along(pieces, &from.buffer, &mut to.buffer);
-                match work.phase {
-                    Phase::Collect => rail.collect_signed(on, &p, signs),
-                    _ => rail.diffuse_signed(on, &p, signs),
+                let (what, idle) = match work.phase {
+                    Phase::Collect => (rail.collects(&p)?, Phase::Diffuse),
+                    _ => (rail.diffuses(&p)?, Phase::Collect),
+                };
+                if self.schedule.slots == 1 {
+                    run.exchange(rails, (on, idle), (&p, what), signs)
+                } else {
+                    let how = (signs.then(|| p.call.signature()), p.within);
+                    rail.exchange(on, what, how)
                 }
             }
         }?;
