@@ -24,10 +24,11 @@ mod trace;
 use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use ranks::Ranks;
+use serde::Serialize;
 use serde_json::{Value, json};
 use std::{
     fs,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, ExitCode},
 };
 
@@ -156,6 +157,12 @@ impl Common {
         text += "  ]\n}\n";
         fs::write(path, text).with_context(|| format!("writing {}", path.display()))
     }
+}
+
+/// Writes an entry of a table of figures.
+fn write_entry(path: &Path, entry: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(entry)? + "\n";
+    fs::write(path, text).with_context(|| format!("writing {}", path.display()))
 }
 
 #[expect(

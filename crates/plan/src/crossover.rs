@@ -122,6 +122,18 @@ pub struct Gpus {
     pub ranks: usize,
 }
 
+impl Gpus {
+    /// Whether they are of a model, so linked, and so many.
+    pub(crate) fn are(&self, model: &str, links: Links, ranks: usize) -> bool {
+        self.model.as_deref() == Some(model) && (self.links, self.ranks) == (links, ranks)
+    }
+
+    /// The model of all of them, for people.
+    pub(crate) fn name(&self) -> &str {
+        self.model.as_deref().unwrap_or("several models of GPU")
+    }
+}
+
 /// How a figure came about.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Source {

@@ -295,9 +295,7 @@ impl File {
     }
 
     fn one(&self, gpus: &Gpus, rows: Rows) -> Figures {
-        let fits = |e: &&Entry| {
-            (Some(&e.gpu), e.links, e.ranks) == (gpus.model.as_ref(), gpus.links, gpus.ranks)
-        };
+        let fits = |e: &&Entry| gpus.are(&e.gpu, e.links, e.ranks);
         let of_rows =
             |rows: Option<Rows>| self.entries.iter().filter(fits).find(|e| e.rows == rows);
         match of_rows(Some(rows)).or_else(|| of_rows(None)) {
@@ -309,7 +307,7 @@ impl File {
 
 impl Untuned {
     fn figures(&self, gpus: &Gpus, rows: Rows) -> Figures {
-        let model = gpus.model.as_deref().unwrap_or("several models of GPU");
+        let model = gpus.name();
         let (ranks, links) = (gpus.ranks, gpus.links);
         Figures {
             push_max_bytes: Some(self.push_max_bytes),

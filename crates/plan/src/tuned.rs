@@ -304,9 +304,7 @@ impl File {
     }
 
     fn one(&self, gpus: &Gpus, dtype: Float) -> Figures {
-        let fits = |e: &&Entry| {
-            (Some(&e.gpu), e.links, e.ranks) == (gpus.model.as_ref(), gpus.links, gpus.ranks)
-        };
+        let fits = |e: &&Entry| gpus.are(&e.gpu, e.links, e.ranks);
         let of_type =
             |dtype: Option<Float>| self.entries.iter().filter(fits).find(|e| e.dtype == dtype);
         match of_type(Some(dtype)).or_else(|| of_type(None)) {
@@ -316,7 +314,7 @@ impl File {
     }
 
     fn usual(&self, gpus: &Gpus) -> Figures {
-        let model = gpus.model.as_deref().unwrap_or("several models of GPU");
+        let model = gpus.name();
         let (ranks, links) = (gpus.ranks, gpus.links);
         let usual = self.untuned.iter().find(|u| ranks <= u.max_ranks);
         // `check` has seen to it that there is one.

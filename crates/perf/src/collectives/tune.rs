@@ -16,7 +16,7 @@ use crate::{
     ranks::{Rank, Ranks},
     sizes,
 };
-use anyhow::{Context as _, Result, anyhow, ensure};
+use anyhow::{Result, anyhow, ensure};
 use brigade::{
     CommConfig,
     plan::{
@@ -26,7 +26,7 @@ use brigade::{
 };
 use clap::Args;
 use serde_json::{Value, json};
-use std::{fs, path::PathBuf};
+use std::path::PathBuf;
 use verdict::{Medians, Verdict, sweep_table, table};
 
 /// Sizes at which numbers of blocks are compared: one of latency, one between, one of bandwidth.
@@ -261,8 +261,7 @@ pub fn run(tune: &Tune, ranks: &Ranks) -> Result<String> {
         .write(&with_sweep(meta.clone(), &tune.swept(), &swept), &rows)?;
     if let Some(path) = &tune.entry {
         let entry = tune.written(&meta, ranks.size(), &sizes, &verdict)?;
-        let text = serde_json::to_string_pretty(&entry)? + "\n";
-        fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
+        crate::write_entry(path, &entry)?;
     }
     Ok(table(&medians)
         + &sweep_table(&tune.swept(), &swept)

@@ -10,14 +10,14 @@ use crate::{
     sample::Times,
     shape::{Layer, Mode, Shape},
 };
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use brigade::{
     DataType,
     plan::crossover::{Entry, Overlapped, RowType, Source},
 };
 use clap::Args;
 use serde_json::{Value, json};
-use std::{fs, path::PathBuf};
+use std::path::PathBuf;
 
 /// Rows of one rank, if none are named.
 const ROWS: [usize; 12] = [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048];
@@ -164,8 +164,7 @@ pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
     options.common.write(&meta, &json_rows)?;
     if let Some(path) = &options.entry {
         let entry = entry(options, &meta, size, all, (&layers, &rows))?;
-        let written = serde_json::to_string_pretty(&entry)? + "\n";
-        fs::write(path, written).with_context(|| format!("writing {}", path.display()))?;
+        crate::write_entry(path, &entry)?;
     }
     Ok(text)
 }

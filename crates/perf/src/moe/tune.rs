@@ -9,7 +9,7 @@ use crate::{
     rounded,
     sample::{Variant, measure},
 };
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use brigade::{
     Arrangement, Call, DataType, DispatchCall, Error, PerRank, PlacementCall, ReceivedIds,
     Transport,
@@ -22,7 +22,7 @@ use brigade::{
 };
 use clap::Args;
 use serde_json::{Value, json};
-use std::{fs, path::PathBuf};
+use std::path::PathBuf;
 use verdict::{Point, Verdict};
 
 /// What is compared, in the order of [`Point::us`].
@@ -316,8 +316,7 @@ pub fn run(tune: &Tune, ranks: &Ranks) -> Result<String> {
     tune.common().write(&with_rows, &rows)?;
     if let Some(path) = &tune.entry {
         let entry = tune.written(&meta, ranks.size(), &verdict)?;
-        let written = serde_json::to_string_pretty(&entry)? + "\n";
-        fs::write(path, written).with_context(|| format!("writing {}", path.display()))?;
+        crate::write_entry(path, &entry)?;
     }
     Ok(text + &verdict.told())
 }
