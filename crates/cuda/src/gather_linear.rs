@@ -7,15 +7,15 @@
 use crate::{
     comm::CudaComm,
     gathered::Rows,
-    gemm_flags::{self, Part, Scales, Tiled},
+    gemm_flags::{self, Part, Tiled},
     job::{Job, Side},
     mark::CudaMark,
-    memory::{check_reach, overlap},
+    tiles::{Operands, Taken},
 };
 use brigade_device::{
     Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, DataType, Error, GatherLinearParts,
     GatheredParts, GemmParams, Linear, LinearCall, LoraLinearParams, LoraRun, Operand, Output,
-    OverlapMode, OverlapPlan, PerRank, Plan, QScheme, QView, Result, Shape, Turn, View, fallback,
+    OverlapMode, OverlapPlan, PerRank, Plan, QView, Result, Shape, Turn, View, fallback,
 };
 use brigade_plan::gathered::{Span, rows_shape, scales_shape};
 use std::{ops::Range, sync::atomic::Ordering};
@@ -88,7 +88,7 @@ impl CudaComm {
         turn: &Turn,
         p: AllGatherLoraLinearParams<'_>,
         call: Call,
-        plan: OverlapPlan,
+        mut plan: OverlapPlan,
     ) -> Result<GatherLinearParts> {
         let Call::GatherLinear(linear_call) = &call else {
             return Err(Error::invalid("call", call.operation(), "gather-linear"));
@@ -106,6 +106,25 @@ impl CudaComm {
             .gpu()
             .place(lane, p.output, &[linear_call.total_rows(), n])?;
         let shape = rows_shape(linear_call, &p.chunk)?;
+        let own = match &p.chunk {
+            Chunk::Copy(own) => Some(*own),
+            Chunk::Resident(_) => None,
+        };
+        let operands = Operands {
+            dtype: linear_call.input,
+            scheme: linear_call.scheme,
+            rows: linear_call.total_rows(),
+            parts: linear_call.rows.len(),
+            own,
+            weight: p.weight,
+            transpose_weight: p.transpose_weight,
+            bias: p.bias,
+            activation: p.activation,
+            runs: p.runs,
+            output: d.dtype(),
+            d: Some(&d),
+        };
+        let tiles = self.core.tiles(&mut plan, p.choice, &operands)?;
         let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
             return Err(Error::invalid(
                 "plan",
@@ -124,15 +143,12 @@ impl CudaComm {
                 plan: &plan,
                 rows: &rows,
                 a: &a,
-                own: match &p.chunk {
-                    Chunk::Copy(own) => Some(*own),
-                    Chunk::Resident(_) => None,
-                },
+                own,
                 layer: &layer,
                 d: &d,
                 n,
             };
-            product.run(job)?;
+            product.run(job, tiles)?;
             Ok(a)
         })?;
         Ok(GatherLinearParts {
@@ -214,22 +230,6 @@ impl Layer<'_> {
     }
 }
 
-impl Layer<'_> {
-    /// What weight, C and adapters lie in, by the names of parameters.
-    fn buffers(&self) -> Vec<(&'static str, Buffer)> {
-        let adapters = self.runs.iter().filter_map(|run| run.adapter);
-        let mut list = vec![("weight.memory", self.weight.kernel().retain())];
-        if let Operand::Quantized(weight) = &self.weight {
-            list.push(("weight.memory", weight.scales().retain()));
-        }
-        list.extend(self.bias.map(|c| ("bias.memory", c.retain())));
-        list.extend(
-            adapters.flat_map(|lora| [lora.a, lora.b].map(|v| ("runs.adapter", v.retain()))),
-        );
-        list
-    }
-}
-
 /// The product of one call.
 struct Product<'a> {
     comm: &'a CudaComm,
@@ -252,14 +252,14 @@ struct There {
 }
 
 impl Product<'_> {
-    fn run(&self, job: &mut Job<'_>) -> Result<()> {
+    fn run(&self, job: &mut Job<'_>, tiles: Option<Taken>) -> Result<()> {
         let (me, pieces) = (job.core.rank(), self.plan.pieces());
         // Own words hold the flags that are copied to the peers.
         for p in 0..pieces {
             job.steps.filled(me, self.rows.of, me, p);
         }
-        if let Some(tiled) = self.tiled()? {
-            return self.run_tiled(job, &tiled);
+        if let Some(taken) = tiles {
+            return self.run_tiled(job, &self.tiled(taken));
         }
         job.fork()?;
         // All that moves is enqueued before the first product: should a product have to load something, which waits for the
@@ -280,42 +280,16 @@ impl Product<'_> {
         Ok(())
     }
 
-    /// All rows as one product whose tiles wait, in the mode for that and if the kernel can do it.
-    fn tiled(&self) -> Result<Option<Tiled>> {
-        let core = &self.comm.core;
-        let me = core.rank();
+    /// All rows as one product whose tiles wait.
+    fn tiled(&self, taken: Taken) -> Tiled {
+        let me = self.comm.core.rank();
         let plain = |v: View<'_>, rows: usize, columns: usize| gemm_flags::Rows {
             address: v.address(),
             rows,
             columns,
         };
-        let blocks = core.waiting_blocks();
         let (weight, kernel) = (self.layer.weight.kernel(), self.a.kernel.view());
         let (dtype, output) = (kernel.dtype(), self.d.dtype());
-        let can = self.plan.mode == OverlapMode::Tiles
-            && blocks > 0
-            && self.n > 0
-            && weight.dtype() == dtype
-            && self.layer.transpose_weight
-            && self.layer.activation == Activation::None;
-        let Some(scales) = self.tile_scales().filter(|_| can) else {
-            return Ok(None);
-        };
-        let bias = self.layer.bias;
-        let row = bias.is_none_or(|c| c.dtype() == output && c.shape().len() == self.n);
-        let Some(runs) = gemm_flags::adapters(self.layer.runs, dtype).filter(|_| can && row) else {
-            return Ok(None);
-        };
-        let buffers = self.layer.buffers();
-        let read = buffers.iter().map(|(_, buffer)| buffer);
-        // D is written while its factors are still read.
-        let rows = self.rows.source.iter().flatten().chain([&self.a.kernel]);
-        if read.chain(rows).any(|b| overlap(b, self.d)) {
-            return Ok(None);
-        }
-        for (field, buffer) in &buffers {
-            check_reach(&self.comm.gpu().card, field, buffer)?;
-        }
         let k = weight.shape().columns();
         let all = plain(kernel, kernel.shape().rows(), k);
         let rows = self.plan.chunk(me);
@@ -337,41 +311,18 @@ impl Product<'_> {
                 rows,
             }
         };
-        let tiled = Tiled {
-            blocks,
+        Tiled {
+            blocks: taken.blocks,
             dtype,
             output,
-            scales,
+            scales: taken.scales,
             all,
             own,
             weight: plain(weight, self.n, k),
-            bias: bias.map(|c| c.address()),
+            bias: self.layer.bias.map(|c| c.address()),
             parts: std::iter::once(me).chain(self.others()).map(part).collect(),
-            runs,
-            buffers: buffers.into_iter().map(|(_, buffer)| buffer).collect(),
-        };
-        Ok(Some(tiled).filter(Tiled::fits))
-    }
-
-    /// What scales of the factors are like, if tiles can take them: each row or each rank has one, each column or the weight.
-    fn tile_scales(&self) -> Option<Option<Scales>> {
-        match (&self.a.scales, &self.layer.weight) {
-            (None, Operand::Plain(_)) => Some(None),
-            (Some((_, rows)), Operand::Quantized(weight)) => {
-                let by_column = match (rows, weight.scheme()) {
-                    (QScheme::Int8PerToken, QScheme::Int8PerToken) => true,
-                    (QScheme::Int8PerToken, QScheme::Int8PerTensor) => false,
-                    (QScheme::Fp8PerTensor, QScheme::Fp8PerTensor) => false,
-                    _ => return None,
-                };
-                let scales = Scales {
-                    by_row: rows.per_row(),
-                    columns: weight.scales().address(),
-                    by_column,
-                };
-                weight.zeros().is_none().then_some(Some(scales))
-            }
-            _ => None,
+            runs: taken.runs,
+            buffers: taken.buffers,
         }
     }
 

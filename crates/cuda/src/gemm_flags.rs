@@ -5,14 +5,13 @@ use crate::{
     driver::failed,
     job::{Job, waiting},
     kernels::blocks_for,
-    linear::adds_something,
     steps::{Counters, Use},
 };
-use brigade_device::{Buffer, DataType, Error, LoraRun, Reason, Result};
+use brigade_device::{Buffer, DataType, Error, Result};
 use brigade_kernels::{
     AdaptersParams, GEMM_LOW_COLUMNS, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams,
-    MOST_PARTS, MOST_RUNS,
 };
+use brigade_plan::reason;
 use cudarc::driver::sys;
 use std::{ffi::c_void, mem::MaybeUninit, ops::Range, ptr, sync::Arc};
 
@@ -121,32 +120,6 @@ pub(crate) struct Run {
     pub(crate) scale: f32,
 }
 
-/// Runs of rows to which an adapter adds something; `None` if one is of another type, or not to be had in this one.
-pub(crate) fn adapters(runs: &[LoraRun<'_>], dtype: DataType) -> Option<Vec<Run>> {
-    let mut end = 0;
-    let mut list = Vec::new();
-    for run in runs {
-        let rows = end..end + run.rows;
-        end = rows.end;
-        let Some(lora) = run.adapter.filter(|_| adds_something(run)) else {
-            continue;
-        };
-        // The factor goes into what is rounded between the two: in f16, it must neither overflow nor vanish there.
-        let fits = dtype != DataType::F16 || (0.25..=1.0).contains(&lora.scale.abs());
-        if !fits || [lora.a.dtype(), lora.b.dtype()] != [dtype; 2] {
-            return None;
-        }
-        list.push(Run {
-            rows,
-            first: lora.a.address(),
-            second: lora.b.address(),
-            width: lora.a.shape().columns(),
-            scale: lora.scale,
-        });
-    }
-    Some(list)
-}
-
 /// `out = rows weight^T + bias`, and adapters.
 #[derive(Clone, Debug)]
 pub(crate) struct Tiled {
@@ -183,27 +156,6 @@ struct Low {
 }
 
 impl Tiled {
-    /// Whether the kernel takes addresses and sizes as they are.
-    pub(crate) fn fits(&self) -> bool {
-        let elements = 16 / self.dtype.bytes();
-        let aligned = |address: u64| address.is_multiple_of(16);
-        let factors = [self.all, self.own, self.weight];
-        factors.iter().all(|m| {
-            aligned(m.address)
-                && m.columns.is_multiple_of(elements)
-                && [m.rows, m.columns]
-                    .iter()
-                    .all(|&n| i32::try_from(n).is_ok())
-        }) && self.parts.iter().all(|part| aligned(part.out))
-            && self.bias.is_none_or(|bias| bias.is_multiple_of(4))
-            && self.weight.rows.is_multiple_of(16 / self.output.bytes())
-            && self.scales.is_some() == (self.dtype.bytes() == 1)
-            && (self.scales.is_none() || self.runs.is_empty())
-            && self.parts.len() <= MOST_PARTS
-            && self.runs.len() <= MOST_RUNS
-            && self.low_columns() <= GEMM_LOW_COLUMNS as usize
-    }
-
     /// Columns that all adapters have between their factors.
     fn low_columns(&self) -> usize {
         self.runs.iter().map(|run| run.width).sum()
@@ -275,9 +227,12 @@ impl Job<'_> {
         }
         let kernels = core.device.opened.kernels.tiles.as_ref();
         let Some(of_type) = kernels.and_then(|k| k.of(p)) else {
-            return Err(Reason::new(
-                "tiles",
-                format!("this GPU has no kernel for tiles of {}", p.dtype),
+            // The plan knows of the kernels, and of the types that they are for.
+            return Err(reason::tiles_operands(
+                format!(
+                    "chunk.dtype: this GPU has no kernel for tiles of {}",
+                    p.dtype
+                ),
                 "force another mode",
             )
             .into());
@@ -473,49 +428,6 @@ mod tests {
             ],
             runs: Vec::new(),
             buffers: Vec::new(),
-        }
-    }
-
-    #[test]
-    fn what_bulk_copies_and_wide_stores_cannot_take_is_refused() {
-        assert!(product().fits());
-        let refused = |change: fn(&mut Tiled)| {
-            let mut p = product();
-            change(&mut p);
-            assert!(!p.fits(), "{p:?}");
-        };
-        refused(|p| p.weight.address += 8);
-        refused(|p| p.all.columns = 60);
-        refused(|p| p.weight.rows = 20);
-        refused(|p| p.parts[0].out = 8);
-        refused(|p| p.bias = Some(2));
-        refused(|p| p.all.rows = usize::MAX);
-        refused(|p| p.parts = vec![p.parts[0].clone(); MOST_PARTS + 1]);
-        refused(|p| p.dtype = DataType::I8);
-        refused(|p| {
-            p.scales = Some(Scales {
-                by_row: true,
-                columns: 4,
-                by_column: true,
-            });
-        });
-        let run = |width| Run {
-            rows: 0..1,
-            first: 2,
-            second: 2,
-            width,
-            scale: 1.0,
-        };
-        assert!(
-            Tiled {
-                runs: vec![run(64)],
-                ..product()
-            }
-            .fits()
-        );
-        for runs in [vec![run(65)], vec![run(1); MOST_RUNS + 1]] {
-            let p = Tiled { runs, ..product() };
-            assert!(!p.fits(), "{p:?}");
         }
     }
 

@@ -91,6 +91,7 @@ mod steps;
 mod stopwatch;
 mod survey;
 mod symmetric;
+mod tiles;
 mod top_k;
 mod trace;
 mod types;

@@ -9,11 +9,12 @@ use crate::{
     memory::check_reach,
     reduce_scatter::Reduction,
     steps::Use,
+    tiles::{Operands, Taken},
 };
 use brigade_device::{
     Activation, Buffer, Call, DataType, Error, GemmParams, Linear, LoraLinearParams,
-    LoraLinearReduceScatterParams, Output, OverlapMode, OverlapPlan, Plan, ReduceOp, Reduced,
-    Result, Shape, Stream, Turn, View, fallback,
+    LoraLinearReduceScatterParams, Output, OverlapPlan, Plan, ReduceOp, Reduced, Result, Shape,
+    Stream, Turn, View, fallback,
 };
 use brigade_sync::Area;
 use std::ops::Range;
@@ -24,7 +25,7 @@ impl CudaComm {
         turn: &Turn,
         p: LoraLinearReduceScatterParams<'_>,
         call: Call,
-        plan: OverlapPlan,
+        mut plan: OverlapPlan,
     ) -> Result<Reduced> {
         let Call::LinearReduceScatter(linear_call) = &call else {
             return Err(Error::invalid(
@@ -47,6 +48,25 @@ impl CudaComm {
             ..GemmParams::new(p.x, p.weight)
         };
         let (d, new) = self.gpu().place(lane, p.output, &[own.len(), n])?;
+        // C and the activation come after the sum, and D is written there; tiles write parts to their owners.
+        let operands = Operands {
+            dtype: linear_call.input,
+            scheme: linear_call.scheme,
+            rows: linear_call.total_rows(),
+            parts: linear_call.rows.len(),
+            own: Some(p.x),
+            weight: p.weight,
+            transpose_weight: p.transpose_weight,
+            bias: None,
+            activation: Activation::None,
+            runs: p.runs,
+            output: d.dtype(),
+            d: None,
+        };
+        let tiles = self.core.tiles(&mut plan, p.choice, &operands)?;
+        if tiles.is_some() {
+            check_reach(&self.gpu().card, "x.memory", &p.x.kernel().retain())?;
+        }
         let buffers: Vec<&Buffer> = bias.iter().collect();
         self.core.collective(on, &call, &buffers, Some(&d), |job| {
             let product = Product {
@@ -57,7 +77,7 @@ impl CudaComm {
                 n,
                 dtype: d.dtype(),
             };
-            product.run(job, bias.as_ref(), p.activation, &d)
+            product.run(job, tiles, (bias.as_ref(), p.activation), &d)
         })?;
         Ok(Reduced {
             d: new.then_some(d),
@@ -91,13 +111,14 @@ impl Product<'_> {
     fn run(
         &self,
         job: &mut Job<'_>,
-        bias: Option<&Buffer>,
-        activation: Activation,
+        tiles: Option<Taken>,
+        (bias, activation): (Option<&Buffer>, Activation),
         d: &Buffer,
     ) -> Result<()> {
         let of = job.begin(Area::ReduceScatter);
         let me = job.core.rank();
-        if let Some(tiled) = self.tiled(job, of)? {
+        if let Some(taken) = tiles {
+            let tiled = self.tiled(job, of, taken);
             // Tiles go straight to their owners, so the credits for that must be there before the first.
             job.steps_now()?;
             job.traced(|| "multiply".into(), || job.tiled(of, &tiled))?;
@@ -133,29 +154,10 @@ impl Product<'_> {
         Ok(())
     }
 
-    /// The product of all rows by tiles that are written where their owners add them up, in the mode for that and if the
-    /// kernel can do it.
-    fn tiled(&self, job: &mut Job<'_>, of: Use) -> Result<Option<Tiled>> {
+    /// The product of all rows by tiles that are written where their owners add them up.
+    fn tiled(&self, job: &mut Job<'_>, of: Use, taken: Taken) -> Tiled {
         let (core, me) = (job.core, job.core.rank());
-        let blocks = core.waiting_blocks();
-        let gemm = &self.linear.gemm;
-        let (x, weight) = (gemm.a.kernel(), gemm.b.kernel());
-        let can = self.plan.mode == OverlapMode::Tiles
-            && blocks > 0
-            && [x.dtype(), weight.dtype()] == [self.dtype; 2]
-            && gemm.transpose_b
-            && weight.shape().columns() > 0;
-        let Some(runs) = gemm_flags::adapters(self.linear.runs, self.dtype).filter(|_| can) else {
-            return Ok(None);
-        };
-        let adapters = self.linear.runs.iter().filter_map(|run| run.adapter);
-        let mut buffers = vec![("x.memory", x.retain()), ("weight.memory", weight.retain())];
-        buffers.extend(
-            adapters.flat_map(|lora| [lora.a, lora.b].map(|v| ("runs.adapter", v.retain()))),
-        );
-        for (field, buffer) in &buffers {
-            check_reach(&self.comm.gpu().card, field, buffer)?;
-        }
+        let x = self.linear.gemm.a.kernel();
         let rows = |v: View<'_>| gemm_flags::Rows {
             address: v.address(),
             rows: v.shape().rows(),
@@ -172,26 +174,23 @@ impl Product<'_> {
                 rows: chunk,
             }
         };
-        let tiled = Tiled {
-            blocks,
-            dtype: self.dtype,
-            output: self.dtype,
-            scales: None,
-            all: rows(x),
-            own: rows(x),
-            weight: rows(weight),
-            bias: None,
-            parts: self.plan.order.iter().map(part).collect(),
-            runs,
-            buffers: buffers.into_iter().map(|(_, buffer)| buffer).collect(),
-        };
-        if !tiled.fits() {
-            return Ok(None);
-        }
         for c in core.peers() {
             job.count_moved(self.plan.chunk(c).len() * self.row_bytes());
         }
-        Ok(Some(tiled))
+        let buffers = [x.retain()].into_iter().chain(taken.buffers);
+        Tiled {
+            blocks: taken.blocks,
+            dtype: self.dtype,
+            output: self.dtype,
+            scales: taken.scales,
+            all: rows(x),
+            own: rows(x),
+            weight: rows(self.linear.gemm.b.kernel()),
+            bias: None,
+            parts: self.plan.order.iter().map(part).collect(),
+            runs: taken.runs,
+            buffers: buffers.collect(),
+        }
     }
 
     /// Multiplies a piece of a chunk, and sends it to its owner. Gives what must stay until the copy is done.

@@ -24,7 +24,8 @@ pub(crate) struct Hardware {
     pub(crate) distinct: usize,
     /// Most ranks that have the same GPU.
     pub(crate) sharing: usize,
-    /// Whether every GPU has the kernels for [`OverlapMode::Tiles`](brigade_device::OverlapMode::Tiles).
+    /// Whether every GPU has the kernels for [`OverlapMode::Tiles`](brigade_device::OverlapMode::Tiles), and no rank a hook, which
+    /// tiles do not ask.
     pub(crate) tiles: bool,
 }
 
@@ -35,7 +36,7 @@ impl Hardware {
         let own = device.info().ordinal as usize;
         let here = agree(boot, STEP, devices(), within)?;
         let uuid = here.get(own).map_or([0; 16], |gpu| gpu.uuid);
-        let tiles = device.opened.kernels.tiles.is_some();
+        let tiles = device.opened.kernels.tiles.is_some() && device.inject.is_none();
         let shown = [&uuid[..], &[tiles.into()]].concat();
         let uuids = boot.all_gather(&shown, within)?;
         let there = uuids

@@ -2,7 +2,7 @@
 //! find none, nobody goes on. So whoever launches waiting blocks reserves their places first, over all communicators of the
 //! process, and takes fewer blocks where there is no more room.
 
-use crate::{CudaDevice, Kernel, Launch, core::Core, lane::Lane, mark::CudaMark, messages, quiet};
+use crate::{CudaDevice, Kernel, Launch, core::Core, lane::Lane, mark::CudaMark, messages};
 use brigade_device::{Device, Reason, Result};
 use brigade_kernels::Parameters;
 use parking_lot::Mutex;
@@ -107,28 +107,9 @@ impl Core {
         kept.map(|kept| sms - kept)
     }
 
-    /// Whether products of this group may be of tiles that wait.
-    pub(crate) fn has_tiles(&self) -> bool {
-        let topology = &self.topology;
-        // Rows pass through the gather region.
-        let gathers = self.config.gather_bytes > 0;
-        gathers && self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
-    }
-
-    /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need is left free.
-    /// None while another one has tiles that wait, too, and none with a hook, which they do not ask.
-    pub(crate) fn waiting_blocks(&self) -> u32 {
-        // Two that have tiles would each keep the other's steps from their peers.
-        let others = quiet::others(self);
-        if self.memory.desk.is_some() || others.iter().any(|core| core.has_tiles()) {
-            return 0;
-        }
-        let sms = self.product_sms().unwrap_or(self.device.info().sms);
-        // Each of theirs may sit on a multiprocessor of its own: but for sums that are pushed, which these tiles never wait for.
-        let kept = others
-            .iter()
-            .map(|core| core.stepping.blocks + core.most_messages());
-        u32::from(sms).saturating_sub(kept.sum())
+    /// Blocks of steps and messages that may wait at the same time, each on a multiprocessor of its own.
+    pub(crate) fn may_wait(&self) -> u32 {
+        self.stepping.blocks + self.most_messages()
     }
 
     /// Where ranks share a GPU, none runs far ahead of what is done: a stream takes so many launches and no more, and a thread

@@ -52,7 +52,7 @@ mod topology;
 pub mod transports;
 pub mod tuned;
 
-pub use overlap::MAX_PIECES;
+pub use overlap::{MAX_PIECES, without_tiles};
 pub use table::{Copies, Table};
 pub use told::told;
 pub use topology::{Engines, Topology};

@@ -112,6 +112,21 @@ pub(crate) const fn instead(mode: OverlapMode) -> OverlapMode {
     }
 }
 
+/// What is left of a plan of [`OverlapMode::Tiles`] on a rank that cannot do it, because of what is its own: how its weight is stored, its C and
+/// adapters, addresses, other work on its GPU. The signed call has none of that, and ranks may differ in it, since rows travel alike. So the rank
+/// multiplies chunk by chunk, and its plan says so and why, unless tiles were forced.
+///
+/// # Errors
+/// `why`, where tiles were forced.
+pub fn without_tiles(plan: &mut OverlapPlan, forced: bool, why: Reason) -> Result<(), Reason> {
+    if forced {
+        return Err(why);
+    }
+    plan.mode = instead(OverlapMode::Tiles);
+    plan.instead_of = Some(why);
+    Ok(())
+}
+
 /// Bytes of rows that a gather-linear moves.
 pub(crate) fn gathered_bytes(call: &LinearCall) -> usize {
     bytes(&[call.total_rows(), call.k, call.input.bytes()])

@@ -6,6 +6,7 @@ use brigade_device::{
     Absent, AllReduceAlgorithm, DataType, Error, LinearCall, Operation, OverlapMode, ParallelMode,
     QScheme, Reason, Transport,
 };
+use std::borrow::Cow;
 
 /// One rank has nothing to overlap with. Not an error even where a mode is forced.
 pub const SINGLE_RANK: &str = "single-rank";
@@ -39,6 +40,10 @@ pub const PIECES: &str = "pieces";
 pub const PULL_TWIN: &str = "pull-twin";
 /// Rows of which no product of waiting tiles can be made.
 pub const TILES: &str = "tiles";
+/// What a rank multiplies those rows by is not for tiles.
+pub const TILES_OPERANDS: &str = "tiles-operands";
+/// A GPU has no room for tiles that wait.
+pub const TILES_ROOM: &str = "tiles-room";
 /// A type that sums are not made of.
 pub const DTYPE: &str = "dtype";
 /// The scratch memory does not hold one element for each rank.
@@ -309,6 +314,23 @@ pub(crate) fn tiles(call: &LinearCall) -> Reason {
             call.input, call.output, call.k, call.scheme
         ),
         "force chunked, or leave the mode to the plan",
+    )
+}
+
+/// What is this rank's own is not for tiles: `what` names the parameter first.
+pub fn tiles_operands(
+    what: impl Into<Cow<'static, str>>,
+    remedy: impl Into<Cow<'static, str>>,
+) -> Reason {
+    Reason::new(TILES_OPERANDS, what, remedy)
+}
+
+/// Tiles that wait would find no multiprocessors on this rank's GPU.
+pub fn tiles_room(what: impl Into<Cow<'static, str>>) -> Reason {
+    Reason::new(
+        TILES_ROOM,
+        what,
+        "close communicators that are not needed, or leave the mode to the plan",
     )
 }
 

@@ -6,7 +6,7 @@ use brigade_device::{Call, DataType, LinearCall, OverlapMode, Plan, QScheme, Rea
 use brigade_plan::{
     Engines, Table, Topology,
     crossover::{Gpus, Links},
-    plan, reason,
+    plan, reason, without_tiles,
 };
 use common::{linear, topology};
 
@@ -95,6 +95,27 @@ fn what_is_forced_is_done_or_refused_by_name() {
     assert_eq!(forced(fp8.clone(), true), Ok(OverlapMode::Tiles));
     let uneven = LinearCall { k: 8200, ..fp8 };
     assert_eq!(forced(uneven, true), Err(reason::TILES));
+}
+
+#[test]
+fn a_rank_without_tiles_says_so_or_fails_where_they_were_forced() {
+    let (topology, table) = on_gpus(true);
+    let choice = Some(OverlapMode::Tiles);
+    let call = LinearCall {
+        choice,
+        ..linear(&[8; 4])
+    };
+    let Ok(Plan::GatherLinear(plan)) = plan(&Call::GatherLinear(call), &topology, &table) else {
+        panic!("forced");
+    };
+    let why = || reason::tiles_operands("activation: one", "none");
+    let mut other = plan.clone();
+    assert_eq!(without_tiles(&mut other, true, why()), Err(why()));
+    assert_eq!(other, plan, "nothing is changed where it fails");
+    without_tiles(&mut other, false, why()).unwrap();
+    assert_eq!((other.mode, other.instead_of), (ONE_PIECE, Some(why())));
+    // Rows travel alike, in the same order: only who multiplies differs.
+    assert_eq!((other.order, other.offsets), (plan.order, plan.offsets));
 }
 
 #[test]

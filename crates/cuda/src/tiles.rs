@@ -1,0 +1,388 @@
+//! Whether this rank goes by tiles, where the plan says so.
+//!
+//! The plan goes by the signed call, which all ranks have in common. What is a rank's own is looked at here, before anything is
+//! enqueued: what it multiplies rows by, where that lies, and whether its GPU has room. A rank that cannot have tiles is refused where they
+//! were forced, and its plan says why it went chunk by chunk where they were not.
+
+use crate::{
+    core::Core,
+    gemm_flags::{Run, Scales},
+    linear::adds_something,
+    memory::{check_reach, overlap},
+    quiet,
+    steps::Use,
+};
+use brigade_device::{
+    Activation, Buffer, DataType, Device, LoraRun, Operand, OverlapMode, OverlapPlan, QScheme,
+    Reason, Result, View,
+};
+use brigade_kernels::{GEMM_LOW_COLUMNS, MOST_PARTS, MOST_RUNS};
+use brigade_plan::{
+    reason::{tiles_operands, tiles_room},
+    without_tiles,
+};
+use brigade_sync::{Area, Half};
+use std::ops::Range;
+
+/// What bulk copies and wide stores want addresses and rows to be multiples of, in bytes.
+const GRAIN: usize = 16;
+
+/// What a row of C is read by, in bytes.
+const BIAS_GRAIN: u64 = 4;
+
+/// What a rank brings to a product of tiles.
+#[derive(Debug)]
+pub(crate) struct Operands<'a> {
+    /// Of the rows that are multiplied.
+    pub(crate) dtype: DataType,
+    pub(crate) scheme: QScheme,
+    /// Rows over all ranks.
+    pub(crate) rows: usize,
+    /// Ranks that have some.
+    pub(crate) parts: usize,
+    /// Own rows, where the caller has them.
+    pub(crate) own: Option<Operand<'a>>,
+    pub(crate) weight: Operand<'a>,
+    pub(crate) transpose_weight: bool,
+    pub(crate) bias: Option<View<'a>>,
+    pub(crate) activation: Activation,
+    pub(crate) runs: &'a [LoraRun<'a>],
+    /// Of the result.
+    pub(crate) output: DataType,
+    /// Where tiles write it, if that is the caller's memory.
+    pub(crate) d: Option<&'a Buffer>,
+}
+
+/// What tiles take of a rank's operands.
+pub(crate) struct Taken {
+    /// Blocks that there is room for.
+    pub(crate) blocks: u32,
+    pub(crate) scales: Option<Scales>,
+    pub(crate) runs: Vec<Run>,
+    /// What weight, bias and adapters lie in.
+    pub(crate) buffers: Vec<Buffer>,
+}
+
+impl Core {
+    /// What a product of tiles takes, if `plan` says tiles and this rank can have them; `plan` says what it does instead.
+    pub(crate) fn tiles(
+        &self,
+        plan: &mut OverlapPlan,
+        choice: Option<OverlapMode>,
+        operands: &Operands<'_>,
+    ) -> Result<Option<Taken>> {
+        if plan.mode != OverlapMode::Tiles || operands.are_empty() {
+            return Ok(None);
+        }
+        let of = |half| Use {
+            area: Area::Gather,
+            half: Half::of(half),
+        };
+        let arriving = self.place(self.rank(), of(0), 0)
+            ..self.place(self.rank(), of(1), self.config.gather_bytes);
+        let buffers = operands.buffers();
+        let found = operands.taken(&buffers, &arriving).and_then(|taken| {
+            let blocks = self.waiting_blocks()?;
+            Ok((taken, blocks))
+        });
+        let ((scales, runs), blocks) = match found {
+            Ok(found) => found,
+            Err(why) => {
+                without_tiles(plan, choice.is_some(), why)?;
+                return Ok(None);
+            }
+        };
+        for (field, buffer) in &buffers {
+            check_reach(&self.device.card, field, buffer)?;
+        }
+        Ok(Some(Taken {
+            blocks,
+            scales,
+            runs,
+            buffers: buffers.into_iter().map(|(_, buffer)| buffer).collect(),
+        }))
+    }
+
+    /// Whether products of this group may be of tiles that wait.
+    fn has_tiles(&self) -> bool {
+        let topology = &self.topology;
+        // Rows pass through the gather region.
+        let gathers = self.config.gather_bytes > 0;
+        gathers && self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
+    }
+
+    /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need is left free.
+    fn waiting_blocks(&self) -> Result<u32, Reason> {
+        // Two that have tiles would each keep the other's steps from their peers.
+        let others = quiet::others(self);
+        if others.iter().any(|core| core.has_tiles()) {
+            return Err(tiles_room(
+                "another communicator of this process may have tiles that wait on this GPU",
+            ));
+        }
+        let sms = self.product_sms().unwrap_or(self.device.info().sms);
+        // Each of theirs may sit on a multiprocessor of its own: but for sums that are pushed, which these tiles never wait for.
+        let kept = others.iter().map(|core| core.may_wait()).sum();
+        match u32::from(sms).saturating_sub(kept) {
+            0 => Err(tiles_room(format!(
+                "{} other communicators of this process may have {kept} blocks waiting on the {sms} multiprocessors for products",
+                others.len()
+            ))),
+            blocks => Ok(blocks),
+        }
+    }
+}
+
+impl Operands<'_> {
+    /// Inner and outer dimension.
+    fn dims(&self) -> (usize, usize) {
+        let shape = self.weight.shape();
+        match self.transpose_weight {
+            true => (shape.columns(), shape.rows()),
+            false => (shape.rows(), shape.columns()),
+        }
+    }
+
+    /// Whether there is nothing to multiply, by tiles or otherwise.
+    fn are_empty(&self) -> bool {
+        let (k, n) = self.dims();
+        k == 0 || n == 0
+    }
+
+    /// What is read beside the rows, by the names of parameters.
+    fn buffers(&self) -> Vec<(&'static str, Buffer)> {
+        let adapters = self.runs.iter().filter_map(|run| run.adapter);
+        let mut list = vec![("weight.memory", self.weight.kernel().retain())];
+        if let Operand::Quantized(weight) = &self.weight {
+            list.push(("weight.memory", weight.scales().retain()));
+        }
+        list.extend(self.bias.map(|c| ("bias.memory", c.retain())));
+        list.extend(
+            adapters.flat_map(|lora| [lora.a, lora.b].map(|v| ("runs.adapter", v.retain()))),
+        );
+        list
+    }
+
+    /// Scales and adapters as the kernel has them, or the first parameter that it does not take. Rows of peers are `arriving` there.
+    fn taken(
+        &self,
+        buffers: &[(&'static str, Buffer)],
+        arriving: &Range<u64>,
+    ) -> Result<(Option<Scales>, Vec<Run>), Reason> {
+        self.check_weight()?;
+        let scales = self.scales()?;
+        self.check_end()?;
+        let runs = self.adapters()?;
+        self.check_sizes()?;
+        self.check_addresses()?;
+        self.check_apart(buffers, arriving)?;
+        Ok((scales, runs))
+    }
+
+    fn check_weight(&self) -> Result<(), Reason> {
+        let dtype = self.weight.kernel().dtype();
+        if dtype != self.dtype {
+            return Err(tiles_operands(
+                format!(
+                    "weight.dtype: tiles have factors of one type, not {} and {dtype}",
+                    self.dtype
+                ),
+                "give the weight in the type of the rows",
+            ));
+        }
+        if !self.transpose_weight {
+            return Err(tiles_operands(
+                "transpose_weight: tiles read weights stored as [N, K], and this one is stored as [K, N]",
+                "store it as [N, K]",
+            ));
+        }
+        Ok(())
+    }
+
+    /// What scales are like: each row or each rank has one, each column or the weight.
+    fn scales(&self) -> Result<Option<Scales>, Reason> {
+        let weight = match (self.scheme, &self.weight) {
+            (QScheme::None, Operand::Plain(_)) => return Ok(None),
+            (_, Operand::Quantized(weight)) if weight.zeros().is_none() => weight,
+            _ => return Err(self.other_scheme()),
+        };
+        let by_column = match (self.scheme, weight.scheme()) {
+            (QScheme::Int8PerToken, QScheme::Int8PerToken) => true,
+            (QScheme::Int8PerToken, QScheme::Int8PerTensor)
+            | (QScheme::Fp8PerTensor, QScheme::Fp8PerTensor) => false,
+            _ => return Err(self.other_scheme()),
+        };
+        Ok(Some(Scales {
+            by_row: self.scheme.per_row(),
+            columns: weight.scales().address(),
+            by_column,
+        }))
+    }
+
+    fn other_scheme(&self) -> Reason {
+        tiles_operands(
+            format!(
+                "weight: tiles have no scales for rows of {:?} and a weight of {:?}, and no zero points",
+                self.scheme,
+                self.weight.scheme()
+            ),
+            "quantize the weight as the rows are, symmetrically",
+        )
+    }
+
+    /// C and the activation.
+    fn check_end(&self) -> Result<(), Reason> {
+        let (_, n) = self.dims();
+        if self.activation != Activation::None {
+            return Err(tiles_operands(
+                format!(
+                    "activation: tiles end with none, not with {:?}",
+                    self.activation
+                ),
+                "apply it in a call of its own",
+            ));
+        }
+        let Some(c) = self.bias else { return Ok(()) };
+        if c.dtype() == self.output && c.shape().len() == n {
+            return Ok(());
+        }
+        Err(tiles_operands(
+            format!(
+                "bias: tiles add a row of {n} of {}, not {} of {}",
+                self.output,
+                c.shape(),
+                c.dtype()
+            ),
+            "give C as a row of D's type",
+        ))
+    }
+
+    /// Runs of rows to which an adapter adds something.
+    fn adapters(&self) -> Result<Vec<Run>, Reason> {
+        let mut end = 0;
+        let mut list = Vec::new();
+        for run in self.runs {
+            let rows = end..end + run.rows;
+            end = rows.end;
+            let Some(lora) = run.adapter.filter(|_| adds_something(run)) else {
+                continue;
+            };
+            if [lora.a.dtype(), lora.b.dtype()] != [self.dtype; 2] {
+                return Err(tiles_operands(
+                    format!(
+                        "runs.adapter: tiles take factors of the rows' {}, not {} and {}",
+                        self.dtype,
+                        lora.a.dtype(),
+                        lora.b.dtype()
+                    ),
+                    "give adapters in the type of rows that are not quantized",
+                ));
+            }
+            // The factor goes into what is rounded between the two: in f16, it must neither overflow nor vanish there.
+            if self.dtype == DataType::F16 && !(0.25..=1.0).contains(&lora.scale.abs()) {
+                return Err(tiles_operands(
+                    format!(
+                        "runs.adapter.scale: tiles of f16 take 0.25 to 1, and not {}",
+                        lora.scale
+                    ),
+                    "put the rest of it into a factor",
+                ));
+            }
+            list.push(Run {
+                rows,
+                first: lora.a.address(),
+                second: lora.b.address(),
+                width: lora.a.shape().columns(),
+                scale: lora.scale,
+            });
+        }
+        let columns: usize = list.iter().map(|run| run.width).sum();
+        if list.len() > MOST_RUNS || columns > GEMM_LOW_COLUMNS as usize {
+            return Err(tiles_operands(
+                format!(
+                    "runs: tiles take {MOST_RUNS} with adapters of {GEMM_LOW_COLUMNS} columns in all, not {} of {columns}",
+                    list.len()
+                ),
+                "make several calls",
+            ));
+        }
+        Ok(list)
+    }
+
+    fn check_sizes(&self) -> Result<(), Reason> {
+        let (k, n) = self.dims();
+        let whole = |n: usize, dtype: DataType| n.is_multiple_of(GRAIN / dtype.bytes());
+        if !whole(k, self.dtype) || !whole(n, self.output) {
+            return Err(tiles_operands(
+                format!("weight.shape: tiles take K and N of whole {GRAIN} bytes, not {k} and {n}"),
+                "fill the weight up",
+            ));
+        }
+        let fits = |&n: &usize| i32::try_from(n).is_ok();
+        if ![k, n, self.rows].iter().all(fits) || self.parts > MOST_PARTS {
+            return Err(tiles_operands(
+                format!(
+                    "rows_per_rank: {} rows of {} ranks by {k} by {n} are more than tiles count",
+                    self.rows, self.parts
+                ),
+                "make several calls",
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_addresses(&self) -> Result<(), Reason> {
+        let own = self.own.map(|rows| ("chunk", rows.kernel().address()));
+        let weight = ("weight", self.weight.kernel().address());
+        let d = self.d.map(|d| ("output", d.address()));
+        for (field, address) in own.into_iter().chain([weight]).chain(d) {
+            if !address.is_multiple_of(GRAIN as u64) {
+                return Err(unaligned(field, address, GRAIN as u64));
+            }
+        }
+        let bias = self.bias.map(|c| c.address());
+        if let Some(address) = bias.filter(|at| !at.is_multiple_of(BIAS_GRAIN)) {
+            return Err(unaligned("bias", address, BIAS_GRAIN));
+        }
+        Ok(())
+    }
+
+    /// D is written while its factors are still read, and rows still come.
+    fn check_apart(
+        &self,
+        buffers: &[(&'static str, Buffer)],
+        arriving: &Range<u64>,
+    ) -> Result<(), Reason> {
+        let Some(d) = self.d else { return Ok(()) };
+        let own = self.own.iter().flat_map(|rows| {
+            let scales = match rows {
+                Operand::Quantized(q) => Some(q.scales().retain()),
+                Operand::Plain(_) => None,
+            };
+            [rows.kernel().retain()].into_iter().chain(scales)
+        });
+        let apart = |b: &Buffer| !overlap(b, d);
+        let end = d.address() + d.bytes() as u64;
+        let in_the_way = d.address() < arriving.end && arriving.start < end;
+        if !in_the_way
+            && buffers.iter().all(|(_, b)| apart(b))
+            && own.into_iter().all(|b| apart(&b))
+        {
+            return Ok(());
+        }
+        Err(tiles_operands(
+            "output: tiles write D while factors are still read, and it lies in one",
+            "give D memory of its own",
+        ))
+    }
+}
+
+fn unaligned(field: &str, address: u64, grain: u64) -> Reason {
+    tiles_operands(
+        format!("{field}: tiles want it at a multiple of {grain} bytes, not at {address:#x}"),
+        "align it",
+    )
+}
+
+#[cfg(test)]
+mod tests;
