@@ -11,7 +11,7 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    CommConfig, DataType, Error, FaultKind, Region, Result, TransferParams, Windows,
+    CommConfig, CopyBy, DataType, Error, FaultKind, Region, Result, TransferParams, Windows,
 };
 use rand::Rng;
 
@@ -72,7 +72,16 @@ fn transfer(
         source_offset: source,
         target_offset: target,
         bytes,
+        choice: None,
     }
+}
+
+/// All that a caller may name to carry a copy.
+const CARRIERS: [Option<CopyBy>; 3] = [None, Some(CopyBy::Engine), Some(CopyBy::Kernel)];
+
+/// The same by a carrier.
+fn by(choice: Option<CopyBy>, transfer: TransferParams) -> TransferParams {
+    TransferParams { choice, ..transfer }
 }
 
 /// The ranks beside this one.
@@ -190,6 +199,56 @@ fn places(world: &World) {
                 "after a put",
             );
             rank.meet();
+        }
+        deregister(rank, region);
+    });
+}
+
+/// Whatever carries a copy, and however long it is, the bytes lie where they should and nothing beside them changes. From 1 MiB on a GPU's copy
+/// engine carries what nobody forces.
+fn carriers(world: &World) {
+    const MIB: usize = 1 << 20;
+    const MOST: usize = MIB + 4177;
+    const LENGTHS: [usize; 9] = [0, 1, 15, 16, 4097, MOST, MIB - 1, MIB, MIB + 1];
+    // Own bytes, then what is put there, then what is got, with some bytes between.
+    const PUT: usize = MOST + 65;
+    const GOT: usize = 2 * MOST + 142;
+    const BYTES: usize = 3 * MOST + 200;
+    let mut rng = world.rng();
+    let data: Vec<_> = (0..world.size).map(|_| noise(&mut rng, BYTES)).collect();
+    let mut config = config();
+    config.region_bytes = BYTES + MIB;
+    // Pairs are what matters, so one of the long ones is enough for larger groups.
+    let lengths = if world.size == 2 {
+        &LENGTHS[..]
+    } else {
+        &LENGTHS[..6]
+    };
+    run(world, &config, move |rank| {
+        let (me, size) = (rank.rank, rank.size);
+        let (next, prev) = ((me + 1) % size, (me + size - 1) % size);
+        let region = register(rank, BYTES);
+        let mut model = data[me].clone();
+        write(rank, region, 0, &model);
+        for (round, &bytes) in lengths.iter().enumerate() {
+            for (i, choice) in CARRIERS.into_iter().enumerate() {
+                // Other bytes each time, so that it shows who brought none.
+                let source = (CARRIERS.len() * round + i) % 7;
+                let params =
+                    |peer, target| by(choice, transfer(region, peer, source, target, bytes));
+                rank.meet();
+                with(rank, |w| w.put(params(next, PUT))).unwrap();
+                with(rank, |w| w.get(params(prev, GOT))).unwrap();
+                rank.meet();
+                let theirs = &data[prev][source..source + bytes];
+                for at in [PUT, GOT] {
+                    model[at..at + bytes].copy_from_slice(theirs);
+                    let (first, len) = (at - 8, bytes + 16);
+                    let got = read(rank, region, first, len);
+                    let what = format!("{bytes} bytes to {at} by {choice:?}");
+                    assert_bits(&got, &model[first..first + len], DataType::U8, &what);
+                }
+            }
         }
         deregister(rank, region);
     });
@@ -326,6 +385,7 @@ fn refusals(world: &World) {
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     suite.add("user_buffers/places", places);
+    suite.add_from(2, "user_buffers/carriers", carriers);
     suite.add("user_buffers/reuse", reuse);
     suite.add("user_buffers/let_go", let_go);
     suite.add_from(2, "user_buffers/other_size", other_size);

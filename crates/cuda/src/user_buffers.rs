@@ -12,7 +12,7 @@ use crate::{
     memory::check_reach,
 };
 use brigade_device::{
-    Allocate, Buffer, Call, CommConfig, DataType, Error, Operation, Reason, Region, Result,
+    Allocate, Buffer, Call, CommConfig, CopyBy, DataType, Error, Operation, Reason, Region, Result,
     TransferParams, Turn, UserBuffers, View, ViewMut, check_peer,
 };
 use cudarc::driver::result;
@@ -21,7 +21,7 @@ use std::time::Duration;
 /// All signals of regions are signed alike; which region it is shows in which word they stand.
 const SIGNATURE: u32 = 1;
 
-/// From this size on a copy is the copy engine's, which takes no SM; below, a kernel's, which begins sooner.
+/// From this size on a copy is the copy engine's, which takes no SM, and below a kernel's, which begins sooner, where the caller leaves it to us.
 const ENGINE_BYTES: usize = 1 << 20;
 
 /// Beyond its deadline, how long a call may take to end.
@@ -201,13 +201,23 @@ impl CudaComm {
             let from = job.core.address(source, span.start + p.source_offset);
             let to = job.core.address(target, span.start + p.target_offset);
             job.count_moved(p.bytes);
-            if p.bytes < ENGINE_BYTES {
-                return job.moves(&[(to, from, p.bytes)]);
+            match carrier(&p) {
+                CopyBy::Kernel => job.moves(&[(to, from, p.bytes)]),
+                CopyBy::Engine => {
+                    job.steps_now()?;
+                    job.copy(job.stream, to, from, p.bytes)
+                }
             }
-            job.steps_now()?;
-            job.copy(job.stream, to, from, p.bytes)
         })
     }
+}
+
+/// What carries a copy.
+fn carrier(p: &TransferParams) -> CopyBy {
+    p.choice.unwrap_or(match p.bytes {
+        ENGINE_BYTES.. => CopyBy::Engine,
+        _ => CopyBy::Kernel,
+    })
 }
 
 impl UserBuffers for CudaComm {
@@ -368,6 +378,27 @@ mod tests {
         assert_eq!(regions.free_from(0), 1);
         assert_eq!(take(&mut regions, 256), Some(2048));
         assert!(regions.get(Region(1)).is_ok() && regions.get(Region(3)).is_err());
+    }
+
+    #[test]
+    fn a_forced_carrier_is_taken_at_any_size() {
+        let by = |bytes, choice| {
+            carrier(&TransferParams {
+                region: Region(0),
+                peer: 1,
+                source_offset: 0,
+                target_offset: 0,
+                bytes,
+                choice,
+            })
+        };
+        for bytes in [0, ENGINE_BYTES - 1, ENGINE_BYTES, usize::MAX] {
+            for forced in [CopyBy::Engine, CopyBy::Kernel] {
+                assert_eq!(by(bytes, Some(forced)), forced, "{bytes}");
+            }
+        }
+        assert_eq!(by(ENGINE_BYTES - 1, None), CopyBy::Kernel);
+        assert_eq!(by(ENGINE_BYTES, None), CopyBy::Engine);
     }
 
     #[test]

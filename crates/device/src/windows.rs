@@ -9,6 +9,16 @@ pub struct Region(
     pub u16,
 );
 
+/// What carries a copy between two ranks' parts of a region. The bytes and their order are the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CopyBy {
+    /// A copy engine, which takes no multiprocessor; on the host, the communication thread. A GPU's engine hears of no fault: where a put waited in
+    /// vain for a release, it writes all the same.
+    Engine,
+    /// A kernel, which begins sooner, and does nothing once the group is stopped; on the host, the thread that calls.
+    Kernel,
+}
+
 /// A copy between this rank's and a peer's part of a region.
 #[derive(Clone, Copy, Debug)]
 pub struct TransferParams {
@@ -22,6 +32,8 @@ pub struct TransferParams {
     pub target_offset: usize,
     /// How many.
     pub bytes: usize,
+    /// Forced carrier. Left to the device, it is on a GPU the engine from 1 MiB on and a kernel below, and on the host the thread that calls.
+    pub choice: Option<CopyBy>,
 }
 
 /// The backend's side of registered regions. Offsets and sizes are checked against the region.

@@ -9,7 +9,7 @@ use crate::{
     queue::HostQueue,
 };
 use brigade_device::{
-    Call, Error, Operation, Place, Point, Reason, Region, Result, TransferParams, Turn,
+    Call, CopyBy, Error, Operation, Place, Point, Reason, Region, Result, TransferParams, Turn,
     UserBuffers, View, ViewMut, check_peer,
 };
 use brigade_group::Segment;
@@ -249,6 +249,38 @@ impl HostComm {
     }
 }
 
+impl HostComm {
+    /// Copies between this rank's part of a region and a peer's.
+    fn transfer(&self, turn: &Turn, p: TransferParams, puts: bool) -> Result<()> {
+        let memory = self.core.region(p.region)?;
+        memory.check("source_offset", p.source_offset, p.bytes)?;
+        memory.check("target_offset", p.target_offset, p.bytes)?;
+        let me = self.core.control.group().rank;
+        self.with_peer(turn, p.region, p.peer, move |pair| {
+            let (source, target) = if puts {
+                pair.await_released()?;
+                (me, p.peer)
+            } else {
+                (p.peer, me)
+            };
+            let (from, to) = ((source, p.source_offset), (target, p.target_offset));
+            match p.choice.unwrap_or(CopyBy::Kernel) {
+                CopyBy::Kernel => memory.copy(from, to, p.bytes),
+                CopyBy::Engine => {
+                    let memory = Arc::clone(&memory);
+                    let copy = move || {
+                        memory.copy(from, to, p.bytes);
+                        Ok(())
+                    };
+                    pair.active.job.core.mover.start(copy).wait()?;
+                }
+            }
+            pair.active.job.count_moved(p.bytes);
+            Ok(())
+        })
+    }
+}
+
 impl UserBuffers for HostComm {
     fn register(&self, turn: &mut Turn, bytes: usize) -> Result<Region> {
         let queue = HostQueue::of(turn.stream())?;
@@ -349,28 +381,11 @@ impl UserBuffers for HostComm {
     }
 
     fn put(&self, turn: &mut Turn, p: TransferParams) -> Result<()> {
-        let memory = self.core.region(p.region)?;
-        memory.check("source_offset", p.source_offset, p.bytes)?;
-        memory.check("target_offset", p.target_offset, p.bytes)?;
-        let me = self.core.control.group().rank;
-        self.with_peer(turn, p.region, p.peer, move |pair| {
-            pair.await_released()?;
-            memory.copy((me, p.source_offset), (p.peer, p.target_offset), p.bytes);
-            pair.active.job.count_moved(p.bytes);
-            Ok(())
-        })
+        self.transfer(turn, p, true)
     }
 
     fn get(&self, turn: &mut Turn, p: TransferParams) -> Result<()> {
-        let memory = self.core.region(p.region)?;
-        memory.check("source_offset", p.source_offset, p.bytes)?;
-        memory.check("target_offset", p.target_offset, p.bytes)?;
-        let me = self.core.control.group().rank;
-        self.with_peer(turn, p.region, p.peer, move |pair| {
-            memory.copy((p.peer, p.source_offset), (me, p.target_offset), p.bytes);
-            pair.active.job.count_moved(p.bytes);
-            Ok(())
-        })
+        self.transfer(turn, p, false)
     }
 
     fn signal(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {

@@ -57,6 +57,7 @@ fn one_size(rank: &Rank, options: &SendRecv, bytes: usize) -> Result<Vec<Times>>
                 source_offset: 0,
                 target_offset: bytes,
                 bytes,
+                choice: None,
             })?;
             w.signal(region, next)?;
             w.wait(region, prev)?;

@@ -1,6 +1,6 @@
 //! Waits in regions end: at the deadline, by an abort, or because the peer is gone; and regions outlive a reset.
 
-use super::{WORKING, assert_works, peers, read, register, run, transfer, with, write};
+use super::{WORKING, assert_works, by, peers, read, register, run, transfer, with, write};
 use crate::{
     backend::Rank,
     check::{assert_kind, expect_fault},
@@ -10,7 +10,7 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Action, CommConfig, DataType, FaultKind, FaultRecord, Operation, Point, Region, Result,
+    Action, CommConfig, CopyBy, DataType, FaultKind, FaultRecord, Operation, Point, Region, Result,
 };
 use rand::{Rng, seq::IndexedRandom};
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 type Call = fn(&Rank, Region, usize) -> Result<()>;
 
 /// Every call that waits, and what has to come before it.
-const WAITING: [(&str, Call, Call); 3] = [
+const WAITING: [(&str, Call, Call); 4] = [
     (
         "wait",
         |_, _, _| Ok(()),
@@ -29,6 +29,14 @@ const WAITING: [(&str, Call, Call); 3] = [
         "put",
         |rank, region, peer| with(rank, |w| w.signal(region, peer)),
         |rank, region, peer| with(rank, |w| w.put(transfer(region, peer, 0, 8, 8))),
+    ),
+    (
+        "put by an engine",
+        |rank, region, peer| with(rank, |w| w.signal(region, peer)),
+        |rank, region, peer| {
+            let put = transfer(region, peer, 0, 8, 8);
+            with(rank, |w| w.put(by(Some(CopyBy::Engine), put)))
+        },
     ),
     (
         "signal",

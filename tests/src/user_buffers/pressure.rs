@@ -1,13 +1,15 @@
 //! Data that changes every round, readers that are slow, and what it all costs.
 
-use super::{assert_works, byte, bytes_of, peers, read, register, run, transfer, with, write};
+use super::{
+    CARRIERS, assert_works, by, byte, bytes_of, peers, read, register, run, transfer, with, write,
+};
 use crate::{
     backend::Rank,
     check::assert_bits,
     gather_linear::config,
     suite::{Suite, World},
 };
-use brigade_device::{Buffer, DataType, Region, Replay};
+use brigade_device::{Buffer, CopyBy, DataType, Region, Replay};
 use rand::{Rng, rngs::StdRng};
 
 /// Bytes that a rank has for another in a round, at most.
@@ -26,6 +28,7 @@ struct Round {
     region: usize,
     slow: usize,
     get: bool,
+    choice: Option<CopyBy>,
 }
 
 fn draw(rng: &mut StdRng, size: usize, regions: usize) -> Vec<Round> {
@@ -40,6 +43,7 @@ fn draw(rng: &mut StdRng, size: usize, regions: usize) -> Vec<Round> {
                 size
             },
             get: rng.random_ratio(1, 4),
+            choice: CARRIERS[rng.random_range(0..CARRIERS.len())],
         })
         .collect()
 }
@@ -68,6 +72,7 @@ fn pairs(world: &World, count: usize) {
                     let out = slot(to) + round.offset;
                     write(rank, region, out, &data);
                     let put = transfer(region, to, out, half + slot(me), round.bytes);
+                    let put = by(round.choice, put);
                     with(rank, |w| w.put(put)).unwrap();
                 }
                 with(rank, |w| w.signal(region, to)).unwrap();
@@ -80,6 +85,7 @@ fn pairs(world: &World, count: usize) {
                 if round.get {
                     let out = 2 * half + slot(me) + round.offset;
                     let get = transfer(region, from, out, half + slot(from), round.bytes);
+                    let get = by(round.choice, get);
                     with(rank, |w| w.get(get)).unwrap();
                 }
                 let got = read(rank, region, half + slot(from), round.bytes);
@@ -94,10 +100,10 @@ fn pairs(world: &World, count: usize) {
 
 /// A second put waits for the release: whatever the writer does meanwhile, the reader sees what was signalled. Without the
 /// signal between them nothing holds the second back, and the same reader sees it: the guard is what the first part shows.
-fn back_pressure(world: &World) {
-    run(world, &config(), |rank| {
+fn back_pressure(world: &World, choice: Option<CopyBy>) {
+    run(world, &config(), move |rank| {
         let region = register(rank, 64);
-        let to = |round| transfer(region, 1, 8 * round, 32, 8);
+        let to = |round| by(choice, transfer(region, 1, 8 * round, 32, 8));
         let byte = |round: usize| byte(0, 1, round, 0);
         if rank.rank == 0 {
             for round in 0..2 {
@@ -190,7 +196,7 @@ struct Captured {
     to: Buffer,
 }
 
-fn capture(rank: &Rank, region: Region) -> Captured {
+fn capture(rank: &Rank, region: Region, choice: CopyBy) -> Captured {
     let next = (rank.rank + 1) % rank.size;
     let prev = (rank.rank + rank.size - 1) % rank.size;
     let from = rank.poisoned(DataType::U8, &[MOST]);
@@ -199,7 +205,7 @@ fn capture(rank: &Rank, region: Region) -> Captured {
         let mut lease = rank.lease();
         let mut w = lease.windows()?;
         w.write(region, 3, from.view())?;
-        w.put(transfer(region, next, 3, 2 * MOST, MOST))?;
+        w.put(by(Some(choice), transfer(region, next, 3, 2 * MOST, MOST)))?;
         w.signal(region, next)?;
         w.wait(region, prev)?;
         w.read(region, 2 * MOST, to.view_mut())?;
@@ -217,7 +223,8 @@ fn replayed(world: &World) {
     run(world, &config(), |rank| {
         let regions = [register(rank, 4 * MOST), register(rank, 4 * MOST)];
         let eager = register(rank, super::WORKING);
-        let mut graphs = regions.map(|region| capture(rank, region));
+        let mut graphs = [(regions[0], CopyBy::Engine), (regions[1], CopyBy::Kernel)]
+            .map(|(region, choice)| capture(rank, region, choice));
         let prev = (rank.rank + rank.size - 1) % rank.size;
         for day in 0..200 {
             let captured = &mut graphs[day % 3 % 2];
@@ -257,7 +264,10 @@ fn replayed(world: &World) {
 pub(super) fn add(suite: &mut Suite) {
     suite.add_from(2, "user_buffers/pairs", |w| pairs(w, 1));
     suite.add_from(2, "user_buffers/several_regions", |w| pairs(w, 5));
-    suite.add_from(2, "user_buffers/back_pressure", back_pressure);
+    suite.add_from(2, "user_buffers/back_pressure", |w| back_pressure(w, None));
+    suite.add_from(2, "user_buffers/back_pressure/engine", |w| {
+        back_pressure(w, Some(CopyBy::Engine));
+    });
     suite.add_from(2, "user_buffers/traffic", traffic);
     suite.add_from(2, "user_buffers/replayed", replayed);
 }
