@@ -12,6 +12,7 @@ use crate::{
     layer::Spec,
     ops::{self, Ended, Op},
     suite::{Suite, World},
+    themes::with_a_hook,
 };
 use brigade_device::{CommConfig, DataType, FaultKind, FaultRecord, OverlapMode, ReduceOp, Result};
 use brigade_plan::Engines;
@@ -357,13 +358,16 @@ pub fn add(suite: &mut Suite) {
     let (injects, asks_callers) = (suite.backend().injects(), suite.backend().asks_callers());
     let injected = injects.then_some(INJECTED).into_iter().flatten();
     let killed = (injects && asks_callers).then_some(KILLED);
-    for (contract, f) in CONTRACTS.into_iter().chain(injected).chain(killed) {
-        for op in ops::all(suite.backend().engines()) {
+    let engines = suite.backend().engines();
+    let plain = CONTRACTS.map(|contract| (contract, engines));
+    let hooked = injected.chain(killed);
+    let hooked = hooked.map(|contract| (contract, with_a_hook(engines)));
+    for ((contract, f), engines) in plain.into_iter().chain(hooked) {
+        for op in ops::all(engines) {
             let name = format!("faults/{contract}/{}", op.name);
             suite.add_from(2, &name, move |world| f(world, op.clone()));
         }
     }
-    let engines = suite.backend().engines();
     let pairs = mismatches(engines).into_iter();
     let named = pairs.map(|(name, op, other)| (name.to_owned(), op, other));
     for (name, op, other) in named.chain(mismatches_of_pushed(engines)) {

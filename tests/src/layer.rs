@@ -146,16 +146,39 @@ impl Spec {
             if s.dtype == DataType::F32 {
                 s.dtype = DataType::BF16;
             }
+            // Of f16 they do not take all scales of adapters.
+            if s.lora == LoraKind::Mixed {
+                s.dtype = DataType::BF16;
+            }
             (s.output, s.bias_type, s.transpose) = (s.dtype, s.dtype, true);
         })
     }
 
-    /// A mode, or what comes closest to it where it does not take this case.
+    /// A mode of gather-linear, or what comes closest to it where it does not take this case.
     pub fn choice(&self, choice: Option<OverlapMode>) -> Option<OverlapMode> {
-        let taken = self.dtype != DataType::F32
+        let row = match self.bias {
+            BiasKind::None => true,
+            BiasKind::Row | BiasKind::OneRow => self.bias_type == self.output,
+            BiasKind::Full => false,
+        };
+        let ends = row && self.activation == Activation::None;
+        self.closest(choice, ends)
+    }
+
+    /// The same of its twin, where C and the activation come after the sum.
+    pub fn choice_of_twin(&self, choice: Option<OverlapMode>) -> Option<OverlapMode> {
+        self.closest(choice, true)
+    }
+
+    fn closest(&self, choice: Option<OverlapMode>, ends: bool) -> Option<OverlapMode> {
+        let whole = |n: &usize| n.is_multiple_of(8);
+        let taken = ends
+            && self.dtype != DataType::F32
             && self.output == self.dtype
+            && self.transpose
             && self.k[0] > 0
-            && self.k.iter().all(|k| k.is_multiple_of(8));
+            && self.k.iter().chain(&self.n).all(whole)
+            && !(self.dtype == DataType::F16 && self.lora == LoraKind::Mixed);
         match choice {
             Some(OverlapMode::Tiles) if !taken => Some(OverlapMode::Chunked { pieces: 1 }),
             choice => choice,

@@ -17,6 +17,7 @@ use crate::{
     inject::{Director, Jitter, Mishap, What},
     ops::{self, Op},
     suite::{Suite, World},
+    themes::with_a_hook,
 };
 use brigade_device::CommConfig;
 use rand::{
@@ -52,13 +53,13 @@ fn turn(rng: &mut StdRng, world: &World) -> Turn {
     if world.size > 1 && rng.random_ratio(1, 20) {
         return fault(rng, world);
     }
-    let call = draw::call(rng, world.size, world.backend.engines());
+    let call = draw::call(rng, world.size, with_a_hook(world.backend.engines()));
     Box::new(move |rank, _| call(rank))
 }
 
 fn fault(rng: &mut StdRng, world: &World) -> Turn {
     let culprit = rng.random_range(0..world.size);
-    let all = ops::all(world.backend.engines());
+    let all = ops::all(with_a_hook(world.backend.engines()));
     let op = all.choose(rng).unwrap().clone();
     // Modes of one operation may come down to the same call.
     let differs = |other: &&Op| !other.operations.iter().any(|o| op.operations.contains(o));

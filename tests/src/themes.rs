@@ -31,6 +31,14 @@ pub fn modes_of_any_rows(engines: Engines) -> Modes {
     list
 }
 
+/// What a device has while it asks a hook, which tiles do not.
+pub fn with_a_hook(engines: Engines) -> Engines {
+    Engines {
+        tiles: false,
+        ..engines
+    }
+}
+
 /// Whether a mode scatters too: pull is only a way to gather.
 pub fn scatters(choice: Option<OverlapMode>) -> bool {
     choice != Some(OverlapMode::Pull)

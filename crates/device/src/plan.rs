@@ -375,8 +375,9 @@ pub enum OverlapMode {
     /// Every rank fetches chunks from their owners.
     Pull,
     /// All rows are one product. Its tiles wait for their rows, which every rank pushes to all; in the twin, they are written
-    /// where their owners add them up. A rank whose weight, C, activation or adapters that product does not take multiplies
-    /// chunk by chunk, as with one piece.
+    /// where their owners add them up. A rank of which that product does not take what is its own (weight, C, activation, adapters, where
+    /// they lie), or whose GPU has no room for it, is refused where this mode is forced; otherwise it multiplies chunk by chunk, as with one
+    /// piece, and the plan that the call gives says so.
     Tiles,
 }
 
@@ -472,7 +473,8 @@ pub enum Plan {
     },
 }
 
-/// A linear and its collective, step by step, for one rank.
+/// A linear and its collective, step by step, for one rank. What is asked for beforehand is common to all ranks; what a call gives is what this
+/// rank did, which differs from that in [`OverlapMode::Tiles`] alone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OverlapPlan {
     /// How they share the time.

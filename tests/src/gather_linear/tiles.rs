@@ -1,20 +1,24 @@
-//! Products whose tiles wait: more than one tile in every direction, what they refuse, and bits that do not depend on how rows
-//! were cut.
+//! Products whose tiles wait: more than one tile in every direction, what they refuse, bits that do not depend on how rows
+//! were cut, and ranks that go another way and say so.
 
 use super::Case;
 use crate::{
     backend::Rank,
-    check::{assert_bits, expect_unsupported},
+    check::{assert_bits, assert_close, expect_unsupported, overlap_of},
+    faults::AMPLE,
+    inject::Jitter,
     layer::{BiasKind, LoraKind, Spec},
     linear_reduce_scatter as twin,
     matrix::Matrix,
     suite::{Suite, World},
 };
 use brigade_device::{
-    AllGatherLoraLinearParams, Chunk, CommConfig, DataType, OverlapMode, ParallelMode,
+    Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, CommConfig, DataType, Error,
+    LoraLinearReduceScatterParams, Output, OverlapMode, OverlapPlan, ParallelMode, Result,
 };
 use brigade_plan::reason;
 use rand::{Rng, rngs::StdRng};
+use std::{sync::Arc, time::Instant};
 
 const TILES: Option<OverlapMode> = Some(OverlapMode::Tiles);
 
@@ -29,24 +33,26 @@ fn config() -> CommConfig {
 fn large(rng: &mut StdRng, size: usize) -> Spec {
     let rows = [0, 1, 64, 127, 128, 129, 200, 256, 300];
     let dtype = [DataType::F16, DataType::BF16][rng.random_range(0..2)];
-    Spec::even(rng, size).with(|s| {
-        for r in &mut s.rows {
-            *r = rows[rng.random_range(0..rows.len())];
-        }
-        s.rows[0] = s.rows[0].max(1);
-        s.k.fill(8 * rng.random_range(1..=90));
-        s.n.fill(8 * rng.random_range(1..=70));
-        (s.dtype, s.output, s.bias_type, s.transpose) = (dtype, dtype, dtype, true);
-        s.bias = [BiasKind::None, BiasKind::Row, BiasKind::OneRow][rng.random_range(0..3)];
-        s.resident = rng.random();
-        let kinds = [
-            LoraKind::None,
-            LoraKind::Bare,
-            LoraKind::One,
-            LoraKind::Mixed,
-        ];
-        s.lora = kinds[rng.random_range(0..kinds.len())];
-    })
+    Spec::even(rng, size)
+        .with(|s| {
+            for r in &mut s.rows {
+                *r = rows[rng.random_range(0..rows.len())];
+            }
+            s.rows[0] = s.rows[0].max(1);
+            s.k.fill(8 * rng.random_range(1..=90));
+            s.n.fill(8 * rng.random_range(1..=70));
+            (s.dtype, s.output, s.bias_type, s.transpose) = (dtype, dtype, dtype, true);
+            s.bias = [BiasKind::None, BiasKind::Row, BiasKind::OneRow][rng.random_range(0..3)];
+            s.resident = rng.random();
+            let kinds = [
+                LoraKind::None,
+                LoraKind::Bare,
+                LoraKind::One,
+                LoraKind::Mixed,
+            ];
+            s.lora = kinds[rng.random_range(0..kinds.len())];
+        })
+        .taken_by(TILES)
 }
 
 fn many_tiles(world: &World) {
@@ -153,7 +159,225 @@ fn product(rank: &Rank, all: &Matrix, weight: &Matrix, cut: &[usize]) -> Vec<u8>
     rank.raw(d.view())
 }
 
+/// Own rows where no bulk copy can read them.
+fn unaligned(rank: &Rank, x: &Matrix) -> Buffer {
+    let elements = x.values.len();
+    let mut room = rank.poisoned(x.dtype, &[elements + 1]);
+    let data = rank.upload(x).reshape(&[elements]).unwrap();
+    let mut inside = room.view_mut();
+    let inside = inside.rows(1..elements + 1).unwrap();
+    rank.device.copy(&rank.stream, inside, data.view()).unwrap();
+    room.slice(1, elements).unwrap().reshape(&x.dims).unwrap()
+}
+
+/// What a rank multiplies its rows by, and where they lie.
+struct Own {
+    case: Case,
+    /// By rank, whether the weight is stored as `[N, K]`.
+    transposed: Vec<bool>,
+    aligned: bool,
+}
+
+impl Own {
+    /// Makes the call, and asserts its result, if there is one. Gives its plan, and what was explained beforehand.
+    fn call(&self, rank: &Rank, choice: Option<OverlapMode>) -> Result<[OverlapPlan; 2]> {
+        let (case, me) = (&self.case, rank.rank);
+        let layer = case.layers[me].upload(rank);
+        let x = match self.aligned {
+            true => rank.upload(&case.x[me]),
+            false => unaligned(rank, &case.x[me]),
+        };
+        let mut d = rank.poisoned(case.spec.output, &[case.spec.total_rows(), case.spec.n[me]]);
+        let params = AllGatherLoraLinearParams {
+            transpose_weight: self.transposed[me],
+            bias: layer.bias.as_ref().map(|b| b.view()),
+            activation: case.spec.activation,
+            output: Output::Into(d.view_mut()),
+            choice,
+            ..AllGatherLoraLinearParams::new(
+                Chunk::Copy((&x).into()),
+                &case.spec.rows,
+                &layer.weight,
+            )
+        };
+        let call = Call::GatherLinear(params.check(&rank.comm().group())?);
+        let explained = rank.comm().explain(&call)?;
+        let plan = rank.lease().all_gather_lora_linear(params)?.plan;
+        rank.settle(Ok(()))?;
+        let want = &case.want[me];
+        assert_close(&rank.values(d.view()), want, case.spec.output, "own way");
+        Ok([plan, explained].map(|plan| overlap_of(&plan).clone()))
+    }
+}
+
+/// What a rank multiplies by that tiles do not take is refused by name where tiles are forced, before anything is done: the next
+/// call finds everybody where they were.
+fn operands(world: &World) {
+    let mut rng = world.rng();
+    let changes: [fn(&mut Spec); 6] = [
+        |_| {},
+        |s| s.transpose = false,
+        |s| s.activation = Activation::Silu,
+        |s| s.bias = BiasKind::Full,
+        |s| (s.bias, s.bias_type) = (BiasKind::Row, DataType::F32),
+        |s| s.n.fill(12),
+    ];
+    let cases = changes.map(|change| {
+        // All have rows, and so all are refused: a rank without any would wait for the others.
+        let spec = Spec::even(&mut rng, world.size).with(|s| s.dtype = DataType::BF16);
+        let spec = spec.taken_by(TILES).with(change);
+        Own {
+            transposed: vec![spec.transpose; world.size],
+            // The one that is changed in nothing else.
+            aligned: spec.choice(TILES) != TILES,
+            case: Case::new(&mut rng, spec),
+        }
+    });
+    let spec = Spec::ragged(&mut rng, world.size).taken_by(TILES);
+    let taken = Case::new(&mut rng, spec);
+    world.run(&config(), move |rank| {
+        for own in &cases {
+            let moved = rank.comm().traffic().moved_bytes;
+            let refused = own.call(rank, TILES);
+            assert_eq!(
+                expect_unsupported(refused, "forced"),
+                reason::TILES_OPERANDS
+            );
+            assert_eq!(rank.comm().traffic().moved_bytes, moved, "moved something");
+            own.call(rank, None).unwrap();
+            taken.run_forced(rank, TILES);
+        }
+    });
+}
+
+/// The same for the twin, of which C and the activation are no matter: a weight that is stored as `[K, N]`.
+fn operands_of_twin(world: &World) {
+    let mut rng = world.rng();
+    let spec = Spec::ragged(&mut rng, world.size).with(|s| s.activation = Activation::Silu);
+    let spec = spec.taken_by(TILES);
+    let case = twin::Case::new(&mut rng, spec);
+    world.run(&config(), move |rank| {
+        let spec = &case.spec;
+        let x = rank.upload(&case.x[rank.rank]);
+        let weight = rank.poisoned(spec.dtype, &[spec.k[rank.rank], spec.n[0]]);
+        let refused = rank
+            .lease()
+            .lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
+                choice: TILES,
+                ..LoraLinearReduceScatterParams::new(&x, &spec.rows, &weight)
+            });
+        assert_eq!(
+            expect_unsupported(refused, "forced"),
+            reason::TILES_OPERANDS
+        );
+        case.run(rank, TILES);
+    });
+}
+
+/// Where nothing is forced, a rank that cannot have tiles goes chunk by chunk and says why; the others have tiles, and all results are
+/// right.
+fn one_rank_differs(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let culprit = rng.random_range(0..size);
+    // 4 MiB of each rank: large enough for every device.
+    let spec = Spec::even(&mut rng, size).with(|s| {
+        s.rows.fill(1024);
+        s.k.fill(2048);
+        s.n.fill(8);
+        (s.dtype, s.output, s.transpose) = (DataType::BF16, DataType::BF16, true);
+    });
+    let mut layers = spec.layers(&mut rng, false);
+    let other = spec.clone().with(|s| s.transpose = false);
+    layers[culprit] = other.layers(&mut rng, false).swap_remove(culprit);
+    let own = Own {
+        transposed: layers.iter().map(|layer| layer.transpose).collect(),
+        aligned: true,
+        case: Case::with_layers(&mut rng, spec, Some(layers)),
+    };
+    let mut config = config();
+    config.gather_bytes = size << 22;
+    world.run(&config, move |rank| {
+        let [plan, explained] = own.call(rank, None).unwrap();
+        assert_eq!(
+            (explained.mode, &explained.instead_of),
+            (OverlapMode::Tiles, &None)
+        );
+        if rank.rank != culprit {
+            assert_eq!(plan, explained);
+            return;
+        }
+        let why = plan.instead_of.as_ref().map(|r| r.code);
+        let chunked = OverlapMode::Chunked { pieces: 1 };
+        assert_eq!((plan.mode, why), (chunked, Some(reason::TILES_OPERANDS)));
+        assert_eq!(plan.order, explained.order);
+    });
+}
+
+/// Of two groups with tiles on the same GPUs, neither has any, and both say so; once one is gone, the other has them.
+fn room(world: &World) {
+    let mut rng = world.rng();
+    let spec = Spec::ragged(&mut rng, world.size).taken_by(TILES);
+    let own = Own {
+        transposed: vec![true; world.size],
+        aligned: true,
+        case: Case::new(&mut rng, spec),
+    };
+    world.run(&config(), move |rank| {
+        own.call(rank, TILES).unwrap();
+        rank.meet();
+        let mut other = config();
+        other.mode = ParallelMode::FfnTp;
+        let mut other = Some(rank.join_another(&other));
+        for _ in 0..2 {
+            let refused = own.call(rank, TILES);
+            assert_eq!(expect_unsupported(refused, "forced"), reason::TILES_ROOM);
+            own.call(rank, None).unwrap();
+            rank.swap_comm(&mut other);
+        }
+        rank.meet();
+        drop(other);
+        // A thread of the other's may hold it for a moment longer. Whoever is refused has done nothing, and calls again.
+        let end = Instant::now() + AMPLE;
+        loop {
+            match own.call(rank, TILES) {
+                Ok(_) => break,
+                Err(Error::Unsupported(why)) if why.code == reason::TILES_ROOM => {
+                    assert!(Instant::now() < end, "{why}");
+                    rank.dawdle(10);
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+    });
+}
+
+/// Tiles ask no hook: with one they are not to be had, on all ranks alike.
+fn hooked(world: &World) {
+    let mut rng = world.rng();
+    let spec = Spec::ragged(&mut rng, world.size).taken_by(TILES);
+    let own = Own {
+        transposed: vec![true; world.size],
+        aligned: true,
+        case: Case::new(&mut rng, spec),
+    };
+    let jitter = Jitter::new(&mut rng, 1000, 10);
+    world.run_injected(&config(), Arc::new(jitter), move |rank| {
+        let refused = own.call(rank, TILES);
+        assert_eq!(expect_unsupported(refused, "forced"), reason::NO_ENGINE);
+        own.call(rank, None).unwrap();
+    });
+}
+
 pub(super) fn add(suite: &mut Suite) {
+    suite.add("gather_linear/tiles/operands", operands);
+    suite.add("linear_reduce_scatter/tiles/operands", operands_of_twin);
+    suite.add_from(2, "gather_linear/tiles/one_rank_differs", one_rank_differs);
+    suite.add_from(2, "gather_linear/tiles/room", room);
+    if suite.backend().injects() {
+        suite.add("gather_linear/tiles/hooked", hooked);
+    }
+
     suite.add("gather_linear/tiles/many", many_tiles);
     suite.add("linear_reduce_scatter/tiles/many", many_tiles_of_twin);
     suite.add("gather_linear/tiles/refused", refused);

@@ -56,10 +56,13 @@ struct Layer {
     transpose_weight: bool,
     bias: Option<Buffer>,
     activation: Activation,
-    /// Rows, both factors and the scale.
-    runs: Vec<(usize, Option<(Buffer, Buffer, f32)>)>,
+    /// Rows, and their adapter.
+    runs: Vec<(usize, Option<Adapter>)>,
     d: Option<Buffer>,
 }
+
+/// Both factors, and the scale.
+type Adapter = (Buffer, Buffer, f32);
 
 const BF16: DataType = DataType::BF16;
 
@@ -79,7 +82,7 @@ fn layer() -> Layer {
     }
 }
 
-fn adapter(dtype: DataType, width: usize, scale: f32) -> (Buffer, Buffer, f32) {
+fn adapter(dtype: DataType, width: usize, scale: f32) -> Adapter {
     (
         at(0x5_0002, dtype, &[64, width]),
         at(0x6_0002, dtype, &[width, 24]),
@@ -166,6 +169,11 @@ fn what_tiles_are_for_is_taken() {
         ..layer()
     };
     assert!(bare.taken().unwrap().1.is_empty());
+    let idle = Layer {
+        own: Some(Factor::Plain(at(0x1_0008, BF16, &[0, 64]))),
+        ..layer()
+    };
+    assert!(idle.taken().is_ok(), "no own rows lie nowhere");
 }
 
 #[test]
