@@ -5,8 +5,8 @@ use crate::{
     comm::{CudaComm, unexpected},
     finish::same_elements,
     job::Job,
+    kept::Kept,
     memory::check_reach,
-    nccl_sums::NcclUse,
     pushed,
     reduce_scatter::Reduction,
 };
@@ -15,6 +15,7 @@ use brigade_device::{
     Stream,
 };
 use brigade_sync::Area;
+use std::sync::Arc;
 
 /// What every piece is reduced with.
 #[derive(Clone, Copy, Debug)]
@@ -101,7 +102,7 @@ impl CudaComm {
         if algorithm == AllReduceAlgorithm::Nccl {
             let sums = self.core.nccl()?;
             let whole = kind.piece(0, from.shape().len(), &from, &to);
-            let kept = NcclUse::buffer(sums)?;
+            let kept = Kept::Nccl(Arc::clone(sums)).buffer()?;
             self.core
                 .collective(on, signed, &[&from, &kept], Some(&to), |job| {
                     job.sum_by_nccl(sums, kind, whole)

@@ -8,6 +8,7 @@ use crate::{
     desk::Desk,
     inject::Asker,
     job::{Job, Kind, Made},
+    kept::{Kept, Token},
     lane::Lane,
     mark::CudaMark,
     memory::DeviceMemory,
@@ -20,7 +21,7 @@ use crate::{
     symmetric::Symmetric,
     user_buffers::Regions,
     watch::watch,
-    window::{Token, Window},
+    window::Window,
 };
 use brigade_device::{
     Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Operation, PerRank, Plan,
@@ -496,11 +497,7 @@ impl Core {
     ) -> Result<R> {
         self.usable()?;
         self.note(lane);
-        let token = Buffer::new(
-            Arc::new(Token::new(Arc::clone(self))),
-            DataType::U8,
-            Shape::new(&[0])?,
-        )?;
+        let token = Kept::Group(Token::new(Arc::clone(self))).buffer()?;
         let mut kept = buffers.to_vec();
         kept.extend(out);
         kept.push(&token);

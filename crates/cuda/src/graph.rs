@@ -1,9 +1,6 @@
 //! CUDA graphs behind `capture` and [`Replay`].
 
-use crate::{
-    card::Card, driver::failed, hierarchical::Made, lane::Lane, mark::CudaMark, memory::Place,
-    nccl_sums::NcclUse, window::Token,
-};
+use crate::{card::Card, driver::failed, kept::Kept, lane::Lane, mark::CudaMark, memory::Place};
 use brigade_device::{Event, Replay, Result, Storage, Stream};
 use cudarc::driver::{
     result::{graph, stream},
@@ -95,16 +92,8 @@ impl Replay for Graph {
         let lane = Lane::of(on, &self.card)?;
         lane.refuse_capture("the launch of a graph")?;
         for storage in &self.kept {
-            let any = storage.as_any();
-            if let Some(made) = any.downcast_ref::<Made>() {
-                made.again(lane)?;
-            }
-            if let Some(NcclUse(sums)) = any.downcast_ref() {
-                sums.check()?;
-            }
-            if let Some(token) = any.downcast_ref::<Token>() {
-                token.check()?;
-                token.core.note(lane);
+            if let Some(kept) = Kept::of(storage) {
+                kept.again(lane)?;
             }
         }
         lane.run(&[], |stream| {
@@ -117,7 +106,7 @@ impl Replay for Graph {
         }
         drop(ran_on);
         for storage in &self.kept {
-            if let Some(token) = storage.as_any().downcast_ref::<Token>() {
+            if let Some(Kept::Group(token)) = Kept::of(storage) {
                 token.core.keep_pace(lane);
             }
         }

@@ -11,6 +11,7 @@ use crate::{
     CudaDevice,
     comm::{self, CudaComm},
     core::Core,
+    kept::Kept,
     lane::Lane,
     memory::{check_reach, overlap},
     nccl_bounded::ROUND,
@@ -18,17 +19,15 @@ use crate::{
     rails::{Found, Rails},
 };
 use brigade_device::{
-    Bootstrap, Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Group,
-    Hierarchical, HierarchicalCall, HierarchicalPlan, Hierarchy, HierarchyConfig, Machines,
-    MemoryType, Numbers, Operation, Phase, Queues, Reason, Result, Shape, Staging, Storage, Stream,
-    Turn,
+    Bootstrap, Buffer, Call, CommConfig, Error, FaultKind, FaultRecord, Group, Hierarchical,
+    HierarchicalCall, HierarchicalPlan, Hierarchy, HierarchyConfig, Machines, Numbers, Operation,
+    Phase, Queues, Reason, Result, Staging, Stream, Turn,
 };
 use brigade_group::{Across, Deadline, Stoppable, agree, machine, split};
 use brigade_plan::hierarchical::{Costs, plan};
 use parking_lot::{Condvar, Mutex};
 use run::Run;
 use std::{
-    any::Any,
     sync::{
         Arc, Weak,
         atomic::{AtomicBool, AtomicU32, Ordering},
@@ -319,21 +318,6 @@ impl std::fmt::Debug for Made {
     }
 }
 
-impl Storage for Made {
-    fn address(&self) -> u64 {
-        0
-    }
-    fn bytes(&self) -> usize {
-        0
-    }
-    fn memory(&self) -> MemoryType {
-        MemoryType::Device
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
 impl Hierarchical for CudaHierarchy {
     fn group(&self) -> &Group {
         self.handle.inner().across.group()
@@ -413,7 +397,7 @@ impl Hierarchical for CudaHierarchy {
         };
         if lane.capturing() {
             // It is made by each launch of the graph.
-            let made = Buffer::new(Arc::new(made), DataType::U8, Shape::new(&[0])?)?;
+            let made = Kept::Across(made).buffer()?;
             lane.run(&[&made], |_| Ok(()))?;
         } else {
             made.begin(lane);

@@ -43,6 +43,7 @@ mod hierarchical;
 mod inject;
 mod ipc;
 mod job;
+mod kept;
 mod kernel;
 mod kernels;
 mod lane;

@@ -3,10 +3,9 @@
 use crate::{
     card::{Card, Task},
     driver::failed,
-    hierarchical::Made,
+    kept::Kept,
     lane::Lane,
-    nccl_sums::NcclUse,
-    window::{Token, Window},
+    window::Window,
 };
 use brigade_device::{Access, Adopted, Buffer, Error, Gate, MemoryType, Result, Storage};
 use cudarc::driver::{result, sys};
@@ -275,7 +274,7 @@ pub(crate) enum Place<'a> {
     Pinned(&'a Pinned),
     Host,
     Adopted(&'a Adopted),
-    /// A communicator's memory, which lives until its work is done.
+    /// A communicator's memory, which lives until its work is done, or what is kept beside memory.
     Group,
 }
 
@@ -294,7 +293,7 @@ impl<'a> Place<'a> {
             Ok(Self::Adopted(memory))
         } else if let Some(window) = any.downcast_ref::<Window>() {
             window.check().map(|()| Self::Group)
-        } else if any.is::<Token>() || any.is::<NcclUse>() || any.is::<Made>() {
+        } else if any.is::<Kept>() {
             Ok(Self::Group)
         } else {
             Err(Error::invalid(

@@ -16,13 +16,12 @@ use crate::{
     quiet,
 };
 use brigade_device::{
-    Bootstrap, Buffer, DataType, Error, FaultKind, FaultRecord, Group, MemoryType, Operation,
-    Reason, ReduceOp, Result, Shape, Storage,
+    Bootstrap, DataType, Error, FaultKind, FaultRecord, Group, Operation, Reason, ReduceOp, Result,
+    Storage,
 };
 use brigade_group::{Control, agree};
 use brigade_sync::Area;
 use std::{
-    any::Any,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -158,38 +157,12 @@ impl NcclSums {
         self.comm.settle();
     }
 
-    /// Whether calls can be made, as all ranks know.
+    /// Whether calls can be made, as all ranks know. Graphs ask as well.
     pub(crate) fn check(&self) -> Result<(), Reason> {
         match self.gone.load(Ordering::Acquire) {
             false => Ok(()),
             true => Err(gone()),
         }
-    }
-}
-
-/// Graphs keep it: they are refused once NCCL is gone.
-#[derive(Debug)]
-pub(crate) struct NcclUse(pub(crate) Arc<NcclSums>);
-
-impl Storage for NcclUse {
-    fn address(&self) -> u64 {
-        0
-    }
-    fn bytes(&self) -> usize {
-        0
-    }
-    fn memory(&self) -> MemoryType {
-        MemoryType::Device
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
-impl NcclUse {
-    pub(crate) fn buffer(sums: &Arc<NcclSums>) -> Result<Buffer> {
-        let storage = Arc::new(Self(Arc::clone(sums)));
-        Buffer::new(storage, DataType::U8, Shape::new(&[0])?)
     }
 }
 

@@ -1,8 +1,7 @@
 //! Parts of a communicator's memory as buffers see them.
 
 use crate::core::Core;
-use brigade_device::{Absent, Error, MemoryType, Result, Storage};
-use brigade_plan::reason;
+use brigade_device::{Error, MemoryType, Result, Storage};
 use std::{
     any::Any,
     sync::{
@@ -52,45 +51,6 @@ impl Storage for Window {
     }
     fn bytes(&self) -> usize {
         self.bytes
-    }
-    fn memory(&self) -> MemoryType {
-        MemoryType::Device
-    }
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
-/// Nothing but the wish that a communicator lives: graphs keep it.
-#[derive(Debug)]
-pub(crate) struct Token {
-    pub(crate) core: Arc<Core>,
-    absent: Absent,
-}
-
-impl Token {
-    pub(crate) fn new(core: Arc<Core>) -> Self {
-        Self {
-            absent: core.control.absent(),
-            core,
-        }
-    }
-
-    /// Whether the group still goes on without the ranks that were absent when work was captured, and no others.
-    pub(crate) fn check(&self) -> Result<()> {
-        match self.core.control.absent() {
-            now if now == self.absent => Ok(()),
-            now => Err(reason::absent_since(now).into()),
-        }
-    }
-}
-
-impl Storage for Token {
-    fn address(&self) -> u64 {
-        0
-    }
-    fn bytes(&self) -> usize {
-        0
     }
     fn memory(&self) -> MemoryType {
         MemoryType::Device
