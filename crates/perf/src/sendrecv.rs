@@ -8,8 +8,8 @@ use crate::{
     sizes,
 };
 use anyhow::{Result, ensure};
-use brigade::{CommConfig, ParallelMode, TransferParams};
-use clap::Args;
+use brigade::{CommConfig, CopyBy, ParallelMode, TransferParams};
+use clap::{Args, ValueEnum};
 use serde_json::json;
 
 /// What is measured.
@@ -26,6 +26,33 @@ pub struct SendRecv {
     /// From one size to the next
     #[arg(short, long, default_value_t = 4)]
     factor: usize,
+    /// What carries the put [default: the device's choice, by size]
+    #[arg(long, value_enum)]
+    by: Option<By>,
+}
+
+/// What carries a put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum By {
+    Engine,
+    Kernel,
+}
+
+impl By {
+    const fn choice(self) -> CopyBy {
+        match self {
+            Self::Engine => CopyBy::Engine,
+            Self::Kernel => CopyBy::Kernel,
+        }
+    }
+
+    /// As files name it.
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Engine => "engine",
+            Self::Kernel => "kernel",
+        }
+    }
 }
 
 /// Longest region: both what is sent and what comes in lie in it.
@@ -46,6 +73,7 @@ fn one_size(rank: &Rank, options: &SendRecv, bytes: usize) -> Result<Vec<Times>>
     let y = data::poisoned(&rank.device, &rank.on, [1, elements])?;
     let how = (options.common.calls, options.common.graph);
     let region = comm.lease(&rank.on)?.windows()?.register(2 * bytes)?;
+    let choice = options.by.map(By::choice);
     let put = {
         let comm = comm.clone();
         move || {
@@ -57,7 +85,7 @@ fn one_size(rank: &Rank, options: &SendRecv, bytes: usize) -> Result<Vec<Times>>
                 source_offset: 0,
                 target_offset: bytes,
                 bytes,
-                choice: None,
+                choice,
             })?;
             w.signal(region, next)?;
             w.wait(region, prev)?;
@@ -117,7 +145,7 @@ pub fn run(options: &SendRecv, ranks: &Ranks) -> Result<String> {
             })
             .collect();
         rows.push(json!({
-            "bytes": bytes, "graph": options.common.graph, "us": rounded(put),
+            "choice": options.by.map(By::name), "bytes": bytes, "graph": options.common.graph, "us": rounded(put),
             "gb_per_s": rounded(rate(put)), "nccl_us": rounded(nccl), "samples": samples,
         }));
     }
