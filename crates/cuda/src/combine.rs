@@ -307,7 +307,7 @@ impl Job<'_> {
         let shape = row_blocks(self, rows, threads, WIDEST);
         let kernel = &self.core.device.opened.kernels.combines.back;
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps.
-        unsafe { kernel.launch(on, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(on, kernel, shape, parameters) }
     }
 
     /// Adds up what has come back of the tokens of these places.
@@ -352,7 +352,7 @@ impl Job<'_> {
         }
         let shape = row_blocks(self, tokens, threads, WIDEST);
         // SAFETY: rows lie in the group's memory, at the same place of each rank's, or in a buffer of the call, as all else.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }
 
     /// The same of rows that stayed in place: what this rank has sent to each begins at `parts` of it.

@@ -531,7 +531,7 @@ impl Job<'_> {
         let shape = row_blocks(self, rows * per_row, 32, WIDEST);
         let kernel = &self.core.device.opened.kernels.dispatches.cast;
         // SAFETY: all of it lies in buffers of the right sizes, which the call keeps.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }
 
     /// What all kernels of a dispatch are told.

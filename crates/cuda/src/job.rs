@@ -1,7 +1,7 @@
 //! A call that is being enqueued: on the caller's stream, and on two beside it.
 
 use crate::{
-    Launch,
+    Kernel, Launch,
     core::Core,
     driver::failed,
     inject::Asker,
@@ -10,14 +10,14 @@ use crate::{
     steps::{Batch, Steps, Use},
     types,
 };
-use brigade_device::{DataType, Error, Operation, Result, Storage};
+use brigade_device::{DataType, Operation, Result, Storage};
 use brigade_kernels::{
     MADE_IN_TURN, MADE_PAIRWISE, MADE_TOGETHER, MOST_MOVES, MOST_POISONED, MOST_STEPS, MoveParams,
-    STEP_THREADS, StepsParams,
+    Parameters, STEP_THREADS, StepsParams,
 };
 use brigade_sync::{Area, Flag};
 use cudarc::driver::sys;
-use std::{sync::Arc, time::Duration};
+use std::{cell::Cell, sync::Arc, time::Duration};
 
 /// A stream beside the caller's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,6 +94,8 @@ pub(crate) struct Job<'a> {
     pub(crate) steps: Steps<'a>,
     moved: u64,
     forked: bool,
+    /// Steps of this call are the last that was enqueued on the caller's stream, or kernels behind them.
+    stepped: Cell<bool>,
     /// What is poisoned if the group was stopped: addresses, sizes and types.
     poisoned: Vec<(u64, usize, DataType)>,
 }
@@ -113,6 +115,7 @@ impl<'a> Job<'a> {
             steps: core.steps(),
             moved: 0,
             forked: false,
+            stepped: Cell::new(false),
             poisoned: Vec::new(),
         }
     }
@@ -180,11 +183,36 @@ impl<'a> Job<'a> {
             parameters.poison_pattern[i] = types::poison_pattern(dtype);
         }
         let kernel = &core.device.opened.kernels.steps;
-        let shape = Launch::grid(1, STEP_THREADS);
+        // One block, which has its place, may lie in wait for the end of any kernel.
+        let shape = Launch {
+            programmatic: core.overtakes,
+            ..Launch::grid(1, STEP_THREADS)
+        };
         let stream = side.map_or(self.stream, |side| self.stream_of(side));
+        self.stepped.set(self.stepped.get() || side.is_none());
         // SAFETY: all addresses lie in the group's memory, which the core keeps until this work is done (and a graph keeps
         // the core), or in buffers that the call's `run` keeps.
         unsafe { kernel.launch(stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// Enqueues a kernel that waits for nobody. Behind this call's steps, which let no other kernel begin before they end, its launch
+    /// takes place while they do.
+    ///
+    /// # Safety
+    /// As of [`Kernel::launch`].
+    pub(crate) unsafe fn follow<P: Parameters>(
+        &self,
+        on: sys::CUstream,
+        kernel: &Kernel<P>,
+        shape: Launch,
+        parameters: P,
+    ) -> Result<()> {
+        let shape = Launch {
+            programmatic: self.core.overtakes && self.stepped.get() && on == self.stream,
+            ..shape
+        };
+        // SAFETY: the caller's promise.
+        unsafe { kernel.launch(on, shape, parameters) }.map_err(Into::into)
     }
 
     /// Where this rank is told to stop, and the state that says for which generation.
@@ -219,7 +247,7 @@ impl<'a> Job<'a> {
             // A thread for each 16 bytes of the longest.
             let shape = kernels.shape(most.div_ceil(16 * 256));
             // SAFETY: the caller's ranges lie in buffers of the call, or in the group's memory.
-            unsafe { kernels.moves.launch(self.stream, shape, parameters) }.map_err(Error::from)?;
+            unsafe { self.follow(self.stream, &kernels.moves, shape, parameters) }?;
         }
         Ok(())
     }

@@ -349,7 +349,7 @@ impl Job<'_> {
         let shape = row_blocks(self, rows, parameters.row_threads, WIDEST);
         let kernel = &self.core.device.opened.kernels.low_latency.send;
         // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }
 
     /// Blocks for each of so many experts, and for all of them.
@@ -400,7 +400,7 @@ impl Job<'_> {
         }
         let kernel = &self.core.device.opened.kernels.low_latency.receive;
         // SAFETY: what has come lies in the group's memory, and goes into buffers of the call.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }
 
     /// With what is kept of tokens that came with weights.
@@ -467,7 +467,7 @@ impl Job<'_> {
         };
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps: to places that are checked against
         // the call's, or follow from what the receiving kernel wrote down.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }
 
     /// Threads for what comes back of each of so many tokens.
@@ -494,7 +494,7 @@ impl Job<'_> {
         let shape = row_blocks(self, tokens, threads, WIDEST);
         let kernel = &self.core.device.opened.kernels.low_latency.sum;
         // SAFETY: what has come back lies in the group's memory, all else in buffers of the call.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }
 }
 

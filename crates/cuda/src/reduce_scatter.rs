@@ -240,6 +240,6 @@ impl Job<'_> {
         let shape = kernels.shape(r.elements.div_ceil(8 * 256));
         // SAFETY: the elements lie in the group's memory, which the core keeps, and the result in a buffer of the call, or in
         // own memory of the group.
-        unsafe { kernels.reduce.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(self.stream, &kernels.reduce, shape, parameters) }
     }
 }

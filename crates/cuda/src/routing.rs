@@ -158,8 +158,16 @@ impl Router {
         };
         let threads = (parameters.tokens).next_multiple_of(32).clamp(32, THREADS);
         let shape = Launch::grid(parameters.size * parameters.runs, threads);
-        let kernels = &device.opened.kernels.routes;
-        for kernel in [&kernels.counts, &kernels.lists] {
+        let kernels = &device.opened.kernels;
+        let programmatic = kernels.pushes.programmatic && !device.serial;
+        for (kernel, follows) in [
+            (&kernels.routes.counts, false),
+            (&kernels.routes.lists, programmatic),
+        ] {
+            let shape = Launch {
+                programmatic: follows,
+                ..shape
+            };
             // SAFETY: all of it lies in buffers of the right sizes, which the caller keeps.
             unsafe { kernel.launch(stream, shape, parameters) }?;
         }

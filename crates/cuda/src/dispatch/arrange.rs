@@ -70,15 +70,10 @@ impl Job<'_> {
             };
             let shape = Launch::grid(blocks, ENTRY_THREADS);
             // SAFETY: what has come lies in the group's memory or in a buffer of the call, and counts go into one.
-            unsafe { kernels.count.launch(self.stream, shape, parameters) }.map_err(Error::from)?;
+            unsafe { self.follow(self.stream, &kernels.count, shape, parameters) }?;
         }
         // SAFETY: as above.
-        unsafe {
-            kernels
-                .place
-                .launch(self.stream, Launch::grid(1, 32), parameters)
-        }
-        .map_err(Into::into)
+        unsafe { self.follow(self.stream, &kernels.place, Launch::grid(1, 32), parameters) }
     }
 
     /// The same, with room for just so many rows if there is none yet.
@@ -160,7 +155,7 @@ impl Job<'_> {
         };
         let kernel = &kernels.dispatches.arrange;
         // SAFETY: what has come lies in the group's memory or in a buffer of the call, and goes into buffers of the call.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }
 
     /// Takes rows to where they belong.
@@ -187,6 +182,6 @@ impl Job<'_> {
         let shape = row_blocks_on(self, sms, (rows, parameters.row_threads), WIDEST);
         let kernel = &device.opened.kernels.dispatches.collect;
         // SAFETY: as above.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }
 }

@@ -99,6 +99,6 @@ impl Job<'_> {
         let kernel = &self.core.device.opened.kernels.gathered;
         // SAFETY: all of it lies in buffers of the right sizes, which the call keeps; the kernel reads no ids but those that its lengths
         // say are there, and stops the group if they cannot be.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }
 }

@@ -177,7 +177,7 @@ impl Job<'_> {
             }
         };
         // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
-        unsafe { kernels.push.launch(on, shape, parameters) }.map_err(Into::into)
+        unsafe { self.follow(on, &kernels.push, shape, parameters) }
     }
 
     /// Takes a piece of everybody's rows out of this rank's half.
