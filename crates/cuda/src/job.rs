@@ -185,7 +185,7 @@ impl<'a> Job<'a> {
         let kernel = &core.device.opened.kernels.steps;
         // One block, which has its place, may lie in wait for the end of any kernel.
         let shape = Launch {
-            programmatic: core.overtakes,
+            programmatic: core.overtakes && side.is_none(),
             ..Launch::grid(1, STEP_THREADS)
         };
         let stream = side.map_or(self.stream, |side| self.stream_of(side));
