@@ -307,8 +307,7 @@ fn exchange(
     mut came: Vec<Came>,
 ) -> Result<Vec<Came>> {
     if a.transport == Transport::Fifo {
-        let config = &active.job.core.config;
-        let queues = Queues::new(config.fifo_bytes, a.group.size, &sections(&a.call))?;
+        let queues = Queues::of(&active.job.core.topology, &sections(&a.call))?;
         let counts = sent.iter().map(Vec::len).collect();
         let kept = queues.sections.count();
         return fifo::collect(active, &queues, counts, kept, |to, rows, entry| {
