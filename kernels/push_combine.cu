@@ -253,6 +253,14 @@ struct PushCombine : Pushing<PushCombineParams> {
     return true;
   }
 
+  // Waits for each peer to be in the call, and adds how long. By a block.
+  static __device__ __noinline__ bool add_waits(const PushCombineParams& p, uint64_t flag) {
+    const PushCombine combine(p, 0, 0, flag);
+    if (threadIdx.x >= p.size || threadIdx.x == p.rank) return true;
+    const uint64_t* arrival = combine.arrival(p.rank, threadIdx.x);
+    return combine.wait_and_add(threadIdx.x, [&] { return combine.arrived(arrival, true) == flag; });
+  }
+
   // Where there is a hook: waits until all has come, and tells it.
   static __device__ __noinline__ bool await(const PushCombineParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
     const PushCombine combine(p, use, buffer, flag);
@@ -358,6 +366,8 @@ struct PushCombine : Pushing<PushCombineParams> {
     count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
     // What one thread has seen holds for all: warps go on together.
     failed = __syncthreads_or(failed);
+    // By the first block that adds.
+    if (p.waits != 0 && !failed && blockIdx.x == uint32_t(splits())) failed = __syncthreads_or(!add_waits(p, flag));
     if (p.desk != 0 && !failed) failed = __syncthreads_or(!await(p, use, buffer, flag));
     if (splits() && blockIdx.x % 2 == 0) {
       push_rows(which() * blockDim.x + threadIdx.x, all, (gridDim.x + 1) / 2 * blockDim.x);

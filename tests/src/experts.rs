@@ -13,6 +13,7 @@ mod limits;
 pub mod own;
 mod routes;
 mod totals;
+pub mod waits;
 
 use crate::{
     backend::Rank,
@@ -496,7 +497,13 @@ pub fn add(suite: &mut Suite) {
                 contract(world, by);
             });
         }
+        waits::add(suite, &format!("experts/{how}waits"), move |world| {
+            waits::waits(world, by);
+        });
     }
+    waits::add(suite, "experts/in_place/waits", |world| {
+        waits::waits(world, in_place::IN_PLACE);
+    });
     if suite.backend().worlds().contains(&1) && matches!(suite.backend().routes(), Ok(Some(_))) {
         suite.add_at(1, "experts/routes", routes::of_any_group);
     }

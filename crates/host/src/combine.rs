@@ -77,11 +77,15 @@ impl HostComm {
             d,
             weights_back,
         };
+        let waits = p.waits.map(|waits| waits.as_view().retain());
         let core = self.core.clone();
         let absent = core.control.absent();
         HostQueue::of(turn.stream())?.run(move || {
             core.is_still_without(absent)?;
-            core.collective(&signed, |active| combine(active, &arguments))
+            core.waits
+                .of_call(waits.as_ref(), || {
+                    core.collective(&signed, |active| combine(active, &arguments))
+                })
                 .inspect_err(|_| arguments.poison())
         })?;
         Ok(combined)
