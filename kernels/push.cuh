@@ -297,6 +297,22 @@ struct Pushing {
     return true;
   }
 
+  // The same as one lane for one peer, where the caller has waits added up. Each lane takes its times as it looks: those of a warp
+  // come out of the loop together.
+  template <typename Look>
+  __device__ __forceinline__ bool wait_and_add(uint32_t from, Look look) const {
+    uint64_t since_ns = 0, waited_ns = 0;
+    const auto timed = [&] {
+      const bool come = look();
+      if (!come && since_ns == 0) since_ns = globaltimer_ns();
+      if (come && since_ns != 0) waited_ns = globaltimer_ns() - since_ns;
+      return come;
+    };
+    const bool there = wait([&] { return from; }, timed);
+    if (there && since_ns != 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.waits) + from, (unsigned long long)waited_ns);
+    return there;
+  }
+
   // All data of shot `piece` has come, and the hook hears of it, by all threads.
   __device__ __forceinline__ void have_come(uint32_t piece) const {
     __syncthreads();

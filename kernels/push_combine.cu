@@ -253,10 +253,17 @@ struct PushCombine : Pushing<PushCombineParams> {
     return true;
   }
 
-  // Where there is a hook: waits until all has come, and tells it.
+  // Waits for each peer to be in the call, and adds how long: a lane for each, of the first block that adds.
+  __device__ __forceinline__ bool add_waits() const {
+    if (p.waits == 0 || blockIdx.x != uint32_t(splits()) || threadIdx.x >= p.size || threadIdx.x == p.rank) return true;
+    return wait_and_add(threadIdx.x, [&] { return arrived(true) == flag; });
+  }
+
+  // Where waits are added up; and where there is a hook: waits until all has come, and tells it.
   static __device__ __noinline__ bool await(const PushCombineParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
     const PushCombine combine(p, use, buffer, flag);
-    bool there = true;
+    bool there = combine.add_waits();
+    if (p.desk == 0) return there;
 #pragma unroll 1
     for (uint32_t w = threadIdx.x; w < p.tokens * p.granules && there; w += blockDim.x) {
       Adding<In> all{};
@@ -358,7 +365,7 @@ struct PushCombine : Pushing<PushCombineParams> {
     count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
     // What one thread has seen holds for all: warps go on together.
     failed = __syncthreads_or(failed);
-    if (p.desk != 0 && !failed) failed = __syncthreads_or(!await(p, use, buffer, flag));
+    if ((p.desk != 0 || p.waits != 0) && !failed) failed = __syncthreads_or(!await(p, use, buffer, flag));
     if (splits() && blockIdx.x % 2 == 0) {
       push_rows(which() * blockDim.x + threadIdx.x, all, (gridDim.x + 1) / 2 * blockDim.x);
     } else {

@@ -67,6 +67,13 @@ struct PushDispatch : Packets {
     }
   }
 
+  // Waits for a peer's count and its arrival, and adds how long. By a lane for each peer.
+  static __device__ __noinline__ bool add_wait(const PushDispatchParams& p, uint32_t buffer, uint64_t flag) {
+    const PushDispatch one(p, 0, buffer, flag);
+    const uint64_t at = one.count_at(p.rank, threadIdx.x);
+    return one.wait_and_add(threadIdx.x, [&] { return one.arrived(true) == flag && is_there(peek(at)); });
+  }
+
   // Waits for the counts of all peers, and for their arrivals. By all threads; says whether they came.
   __device__ __forceinline__ bool take_counts() const {
     bool there = !stopped;
@@ -83,7 +90,9 @@ struct PushDispatch : Packets {
             n = v.x;
             return is_there(v) && seen == flag;
           };
-          there = wait([] { return threadIdx.x; }, look);
+          // What is waited for there is there in the end.
+          if (p.waits != 0 && tells_rows()) there = add_wait(p, buffer, flag);
+          there = there && wait([] { return threadIdx.x; }, look);
         }
       }
       add_counts(n, __all_sync(0xFFFFFFFFu, there));

@@ -28,6 +28,8 @@ struct Group {
   bool collective;
   // All ranks make this call, and do not meet in it: who is in a later call of all ranks has made it.
   bool in_turn;
+  // Where the caller has waits for each rank added up, or null.
+  uint64_t* waits;
 
   __device__ uint64_t* word(uint32_t owner, uint32_t index) const {
     return reinterpret_cast<uint64_t*>(base + owner * stride) + index;
@@ -49,6 +51,15 @@ struct Group {
 // A bit for each rank that does not take part any more: nobody writes to it, waits for it, or reads what it wrote.
 __device__ __forceinline__ uint32_t absent_ranks(const uint64_t* state) { return uint32_t(state[STATE_ABSENT]); }
 
+// Where a kernel adds up its waits: only those that calls with experts wait by are told.
+template <typename P>
+__device__ __forceinline__ uint64_t waits_of(const P&) {
+  return 0;
+}
+__device__ __forceinline__ uint64_t waits_of(const StepsParams& p) { return p.waits; }
+__device__ __forceinline__ uint64_t waits_of(const DispatchFifoParams& p) { return p.waits; }
+__device__ __forceinline__ uint64_t waits_of(const CombineFifoParams& p) { return p.waits; }
+
 template <typename P>
 __device__ __forceinline__ Group group_of(const P& p, uint32_t signature) {
   return {p.base,
@@ -65,7 +76,8 @@ __device__ __forceinline__ Group group_of(const P& p, uint32_t signature) {
           p.barrier,
           p.stop,
           p.collective == MADE_TOGETHER,
-          p.collective == MADE_IN_TURN};
+          p.collective == MADE_IN_TURN,
+          reinterpret_cast<uint64_t*>(waits_of(p))};
 }
 
 __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* at) {
@@ -158,9 +170,10 @@ __device__ inline void look(const G& g, Waiting& w) {
   if (p == Progress::there) {
     w.end = End::there;
     if (w.looks > 0 && !w.uncounted) {
+      const unsigned long long waited_ns = globaltimer_ns() - w.since_ns;
       atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITS + w.peer), 1ull);
-      atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITED + w.peer),
-                (unsigned long long)(globaltimer_ns() - w.since_ns));
+      atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITED + w.peer), waited_ns);
+      if (g.waits != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(g.waits + w.peer), waited_ns);
     }
     return;
   }

@@ -10,7 +10,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    AllToAllRowsParams, Buffer, CommConfig, DataType, FaultKind, Lease, Plan, Result, RowPayload,
+    AllToAllRowsParams, Buffer, CommConfig, DataType, Error, FaultKind, Lease, Plan, Result,
+    RowPayload,
 };
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom, seq::SliceRandom};
 
@@ -314,6 +315,86 @@ fn more_than_fits(world: &World) {
     }
 }
 
+/// Queues of so many entries, and of so many bytes, as the configuration says: from one entry of one row on.
+fn settings(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    // A row of the second payloads, with what an entry begins with, takes 128 bytes.
+    for (depth, entry_bytes) in [
+        (Some(1), Some(128)),
+        (Some(2), Some(192)),
+        (Some(1), None),
+        (Some(1024), Some(128)),
+        (None, Some(4160)),
+        (Some(32), None),
+    ] {
+        let config = CommConfig {
+            fifo_bytes: (128 << 10) * size,
+            fifo_depth: depth,
+            fifo_entry_bytes: entry_bytes,
+            ..config()
+        };
+        let mut counts = table(&mut rng, size, 60);
+        counts[0][size - 1] = 300;
+        let case = Case::new(&mut rng, PAYLOADS[1], &counts);
+        let wide = Case::new(&mut rng, PAYLOADS[4], &vec![vec![2; size]; size]);
+        world.run(&config, move |rank| {
+            let plan = Own::of(rank, &case).call(&mut rank.lease()).unwrap();
+            let Plan::Queued {
+                depth: d,
+                entry_bytes: b,
+                ..
+            } = plan
+            else {
+                panic!("{plan} goes through no queues")
+            };
+            assert_eq!((d, b), (depth.unwrap_or(d), entry_bytes.unwrap_or(b)));
+            case.run(rank);
+            case.run(rank);
+            // 800 bytes of a row, and what an entry begins with.
+            if b >= 896 {
+                wide.run(rank);
+                return;
+            }
+            let refused = Own::of(rank, &wide).call(&mut rank.lease());
+            match refused {
+                Err(Error::Unsupported(why)) => {
+                    assert_eq!(why.code, brigade_plan::reason::CAPACITY);
+                    assert!(why.remedy.contains("fifo_entry_bytes"), "{why}");
+                }
+                other => panic!("an entry of {b} bytes took a row: {other:?}"),
+            }
+        });
+    }
+    // What cannot be is no ballot either.
+    world.run(&config(), move |rank| {
+        for (field, depth, entry_bytes) in [
+            ("fifo_depth", Some(3), None),
+            ("fifo_depth", Some(0), Some(64)),
+            ("fifo_depth", Some(1 << 17), None),
+            ("fifo_entry_bytes", None, Some(0)),
+            ("fifo_entry_bytes", Some(2), Some(100)),
+        ] {
+            let wrong = CommConfig {
+                fifo_depth: depth,
+                fifo_entry_bytes: entry_bytes,
+                ..config()
+            };
+            let joined = rank.try_join_another(&wrong).map(drop);
+            assert_eq!(expect_invalid(joined, field), field);
+        }
+        // Settings are voted on.
+        let other = CommConfig {
+            fifo_depth: (rank.rank == 0).then_some(2),
+            ..config()
+        };
+        match rank.try_join_another(&other).map(drop) {
+            Err(Error::Group { .. }) => assert!(size > 1, "a rank alone agrees"),
+            other => assert!(size == 1 && other.is_ok(), "{other:?}"),
+        }
+    });
+}
+
 /// Rows that go where others come from: what is sent is what was there before.
 fn in_place(world: &World) {
     let mut rng = world.rng();
@@ -494,6 +575,7 @@ pub fn add(suite: &mut Suite) {
     }
     suite.add("all_to_all_rows/ragged", ragged);
     suite.add("all_to_all_rows/more_than_fits", more_than_fits);
+    suite.add("all_to_all_rows/settings", settings);
     suite.add("all_to_all_rows/in_place", in_place);
     suite.add("all_to_all_rows/captured", captured);
     suite.add("all_to_all_rows/disagreeing_pair", disagreeing_pair);

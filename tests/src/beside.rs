@@ -78,6 +78,7 @@ fn round_trip(rank: &Rank, case: &Case, late: Option<usize>) {
             weights: None,
             biases: &[],
             output: Output::Into(d.view_mut()),
+            waits: None,
             choice: case.by.back,
         })
         .unwrap();

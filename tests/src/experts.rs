@@ -13,6 +13,7 @@ mod limits;
 pub mod own;
 mod routes;
 mod totals;
+pub mod waits;
 
 use crate::{
     backend::Rank,
@@ -30,6 +31,7 @@ use brigade_plan::Engines;
 use case::{By, Case, Ids, Where};
 use own::{Own, check};
 use rand::{Rng, rngs::StdRng};
+use std::sync::Arc;
 
 const ARRANGEMENTS: [(&str, Arrangement); 4] = [
     ("dense", Arrangement::Dense),
@@ -289,6 +291,39 @@ fn pieces(world: &World, by: By) {
     });
 }
 
+/// Queues of so many entries, and of so many bytes, as the configuration says.
+fn queue_settings(world: &World) {
+    let by = By::of(Transport::Fifo, Transport::Fifo);
+    let mut rng = world.rng();
+    let cases = ARRANGEMENTS.map(|(_, arrangement)| {
+        let mut case = Case::random(&mut rng, world.size, (30, 64, 3, 10));
+        case.arrangement = arrangement;
+        let case = case.by(by);
+        let back = Back::random(&mut rng, &case);
+        (case, back)
+    });
+    let cases = Arc::new(cases);
+    for (depth, entry_bytes) in [
+        (Some(1), Some(512)),
+        (Some(2), Some(832)),
+        (Some(64), None),
+        (None, Some(1984)),
+    ] {
+        let config = CommConfig {
+            fifo_bytes: (128 << 10) * world.size,
+            fifo_depth: depth,
+            fifo_entry_bytes: entry_bytes,
+            ..config()
+        };
+        let cases = Arc::clone(&cases);
+        world.run(&config, move |rank| {
+            for (case, back) in &*cases {
+                round_trip(rank, case, back);
+            }
+        });
+    }
+}
+
 /// More tokens of every rank than any other case has, all that most stacks prefill at once.
 fn many_tokens(world: &World, by: By) {
     const TOKENS: usize = 4096;
@@ -462,7 +497,13 @@ pub fn add(suite: &mut Suite) {
                 contract(world, by);
             });
         }
+        waits::add(suite, &format!("experts/{how}waits"), move |world| {
+            waits::waits(world, by);
+        });
     }
+    waits::add(suite, "experts/in_place/waits", |world| {
+        waits::waits(world, in_place::IN_PLACE);
+    });
     if suite.backend().worlds().contains(&1) && matches!(suite.backend().routes(), Ok(Some(_))) {
         suite.add_at(1, "experts/routes", routes::of_any_group);
     }
@@ -486,6 +527,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("experts/in_place/totals", |world| {
         totals::totals(world, in_place::IN_PLACE);
     });
+    suite.add("experts/fifo/settings", queue_settings);
     suite.add("experts/gathered/refused", gathered::refused);
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);

@@ -1,6 +1,7 @@
 //! The low-latency exchange: bit for bit what was sent, expert by expert, in the order that the contract promises; and sums in the order
 //! of a token's experts. Two slots are in use at once, and ranks receive them in different orders.
 
+mod apart;
 mod back;
 pub mod came;
 mod limits;
@@ -360,7 +361,8 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
-    let contracts: [(&str, Contract); 7] = [
+    let contracts: [(&str, Contract); 8] = [
+        ("apart", apart::apart),
         ("sizes", sizes),
         ("repeats", repeats),
         ("extremes", extremes),

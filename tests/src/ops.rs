@@ -368,6 +368,7 @@ fn experts_by(hidden: usize, choice: Option<Transport>, gathered: bool) -> Op {
             max_recv: None,
             received_ids: ReceivedIds::Local,
             totals: None,
+            waits: None,
             cast: None,
             choice,
         });
@@ -388,6 +389,7 @@ fn experts_by(hidden: usize, choice: Option<Transport>, gathered: bool) -> Op {
             weights: None,
             biases: &[],
             output: Output::Into(d.view_mut()),
+            waits: None,
             choice,
         });
         ended(result, d)

@@ -229,6 +229,7 @@ impl ExpertParallel {
             max_recv,
             received_ids: ReceivedIds::Local,
             totals: None,
+            waits: None,
             cast: None,
             choice: self.choice,
         };
@@ -315,6 +316,7 @@ impl ExpertParallel {
                 weights: None,
                 biases: &[],
                 output: Output::Into(to),
+                waits: None,
                 choice: self.choice,
             };
             parallel.call(|lease| Ok(lease.combine(params)?.plan))

@@ -65,6 +65,8 @@ pub(crate) struct Arguments {
     pub(crate) d: Buffer,
     pub(crate) weights_back: Option<Buffer>,
     staged: Option<Buffer>,
+    /// Waits for each rank are added to it.
+    waits: Option<Buffer>,
 }
 
 impl CudaComm {
@@ -129,11 +131,15 @@ impl CudaComm {
             d: d.clone(),
             weights_back: weights_back.clone(),
             staged,
+            waits: p.waits.map(|waits| waits.as_view().retain()),
         };
         check_reach(&device.card, "rows.memory", &a.rows)?;
         check_reach(&device.card, "output.memory", &a.d)?;
         if let Some(weights) = &a.weights {
             check_reach(&device.card, "weights.memory", weights)?;
+        }
+        if let Some(waits) = &a.waits {
+            check_reach(&device.card, "waits.memory", waits)?;
         }
         for bias in &a.biases {
             check_reach(&device.card, "biases.memory", bias)?;
@@ -143,6 +149,7 @@ impl CudaComm {
             Transport::OneSided | Transport::Gather | Transport::Fifo => {
                 self.core
                     .collective(turn.stream(), &signed, &kept, Some(&d), |job| {
+                        job.adds_waits(a.waits.as_ref());
                         combine(job, &a)
                     })?;
             }
@@ -150,6 +157,7 @@ impl CudaComm {
                 let rows = self.core.parts_in_place(&a)?;
                 self.core
                     .collective(turn.stream(), &signed, &kept, Some(&d), |job| {
+                        job.adds_waits(a.waits.as_ref());
                         // Whoever is in the call has written its rows.
                         job.steps.meet();
                         job.add_up_in_place(&a, rows)
@@ -160,6 +168,7 @@ impl CudaComm {
             Transport::Pushed => {
                 kept.push(&d);
                 self.core.exchange(turn.stream(), &signed, &kept, |job| {
+                    job.adds_waits(a.waits.as_ref());
                     job.push_combine(launch, &a)
                 })?;
             }
@@ -180,6 +189,7 @@ impl Arguments {
         list.extend(&self.biases);
         list.extend(&self.weights_back);
         list.extend(&self.staged);
+        list.extend(&self.waits);
         list.extend(self.queues.iter().map(|(_, rows)| rows));
         list.extend(self.parts.buffers());
         list

@@ -18,7 +18,8 @@ use brigade_device::{
     GatheredParts, Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams,
     LowLatencyBack, LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyRows,
     LowLatencySent, Output, OverlapMode, Plan, Queues, Reason, RecvParams, ReduceScatterParams,
-    Reduced, Result, Routing, SendParams, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
+    Reduced, Result, Routing, SendParams, Statistics, Stream, Traffic, Turn, UserBuffers, ViewMut,
+    fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -356,9 +357,9 @@ impl Experts for CudaComm {
         &self,
         turn: &mut Turn,
         sent: &LowLatencySent,
-        totals: Option<ViewMut<'_>>,
+        to: Statistics<'_>,
     ) -> Result<LowLatencyRows> {
-        self.receive_low_latency(turn, sent, totals)
+        self.receive_low_latency(turn, sent, to)
     }
     fn low_latency_combine(
         &self,
@@ -373,7 +374,8 @@ impl Experts for CudaComm {
         turn: &mut Turn,
         back: &LowLatencyBack,
         output: Output<'_>,
+        waits: Option<ViewMut<'_>>,
     ) -> Result<Option<Buffer>> {
-        self.receive_low_latency_back(turn, back, output)
+        self.receive_low_latency_back(turn, back, output, waits)
     }
 }

@@ -146,6 +146,8 @@ pub(crate) struct Arguments {
     pub(crate) ways: Ways,
     /// What slots get is added to it.
     pub(crate) totals: Option<Buffer>,
+    /// Waits for each rank are added to it.
+    waits: Option<Buffer>,
     cast: Option<(Buffer, Buffer)>,
     staged: Option<Buffer>,
     /// How the half lies, where rows stay in it.
@@ -196,6 +198,7 @@ impl CudaComm {
         kept.extend(given.iter().flat_map(DispatchOutputs::buffers));
         if let (Transport::Pushed, Some(outputs)) = (transport, &given) {
             self.core.exchange(turn.stream(), &signed, &kept, |job| {
+                job.adds_waits(a.waits.as_ref());
                 job.cast(&a)?;
                 job.push_dispatch(launch, &a, outputs)
             })?;
@@ -204,6 +207,7 @@ impl CudaComm {
         let outputs = self
             .core
             .collective(turn.stream(), &signed, &kept, None, |job| {
+                job.adds_waits(a.waits.as_ref());
                 dispatch(job, &a, given.clone())
             })?;
         Ok(outputs.dispatched(plan))
@@ -273,6 +277,10 @@ impl Arguments {
             }
             None => None,
         };
+        let waits = p.waits.as_ref().map(|waits| waits.as_view().retain());
+        if let Some(waits) = &waits {
+            check_reach(&device.card, "waits.memory", waits)?;
+        }
         Ok(Self {
             group,
             generation,
@@ -289,6 +297,7 @@ impl Arguments {
             gathered,
             ways,
             totals,
+            waits,
             cast,
             staged: None,
             in_place: None,
@@ -350,7 +359,7 @@ impl Arguments {
     fn buffers(&self) -> Vec<&Buffer> {
         let mut list = vec![&self.rows];
         list.extend(&self.beside);
-        list.extend(self.staged.iter().chain(&self.totals));
+        list.extend(self.staged.iter().chain(&self.totals).chain(&self.waits));
         list.extend(
             self.cast
                 .iter()

@@ -10,7 +10,7 @@ use crate::{
     steps::{Batch, Steps, Use},
     types,
 };
-use brigade_device::{DataType, Operation, Result, Storage};
+use brigade_device::{Buffer, DataType, Operation, Result, Storage};
 use brigade_kernels::{
     MADE_IN_TURN, MADE_PAIRWISE, MADE_TOGETHER, MOST_MOVES, MOST_POISONED, MOST_STEPS, MoveParams,
     Parameters, STEP_THREADS, StepsParams,
@@ -93,6 +93,8 @@ pub(crate) struct Job<'a> {
     pub(crate) kind: Kind,
     pub(crate) steps: Steps<'a>,
     moved: u64,
+    /// Where waits for each rank are added up, or 0.
+    pub(crate) waits: u64,
     forked: bool,
     /// Steps of this call are the last that was enqueued on the caller's stream, or kernels behind them.
     stepped: Cell<bool>,
@@ -114,6 +116,7 @@ impl<'a> Job<'a> {
             kind,
             steps: core.steps(),
             moved: 0,
+            waits: 0,
             forked: false,
             stepped: Cell::new(false),
             poisoned: Vec::new(),
@@ -125,6 +128,11 @@ impl<'a> Job<'a> {
         if bytes > 0 {
             self.poisoned.push((address, bytes, dtype));
         }
+    }
+
+    /// What this call's kernels wait for each rank, from here on, is added to this tensor, which the call's `run` keeps.
+    pub(crate) fn adds_waits(&mut self, to: Option<&Buffer>) {
+        self.waits = to.map_or(0, Buffer::address);
     }
 
     /// Enqueues the steps so far.
@@ -172,6 +180,7 @@ impl<'a> Job<'a> {
         let mut parameters = StepsParams {
             desk: core.memory.desk(Asker::of(side)),
             moved_bytes: self.moved,
+            waits: self.waits,
             signature: self.kind.signature,
             count,
             steps,

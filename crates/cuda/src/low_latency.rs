@@ -16,7 +16,7 @@ use crate::{
 use brigade_device::{
     Buffer, Call, CombineCast, CombineSum, DataType, Device, Fp8Cast, LowLatencyBack,
     LowLatencyCombineParams, LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows,
-    LowLatencySent, Output, Placement, Plan, Result, Stream, Turn, ViewMut,
+    LowLatencySent, Output, Placement, Plan, Result, Statistics, Stream, Turn, ViewMut,
 };
 use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
@@ -147,23 +147,27 @@ impl CudaComm {
         &self,
         turn: &Turn,
         sent: &LowLatencySent,
-        totals: Option<ViewMut<'_>>,
+        to: Statistics<'_>,
     ) -> Result<LowLatencyRows> {
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
         let half = self.receive_exchange(sent)?;
         let own = Slots::new(sent.call.placement, sent.group.size).of(sent.group.rank);
         let new = |dtype, dims: &[usize]| device.scratch(lane, dtype, dims);
         let given = LowLatencyRows::new(sent, own.len(), new)?;
-        if let Some(totals) = &totals {
+        if let Some(totals) = &to.totals {
             given.check_totals(totals)?;
         }
-        let totals = totals.map(|totals| totals.as_view().retain());
-        if let Some(totals) = &totals {
-            check_reach(&device.card, "totals.memory", totals)?;
+        let Statistics { totals, waits } = to;
+        let [totals, waits] = [totals, waits].map(|to| to.map(|to| to.as_view().retain()));
+        for (field, to) in [("totals.memory", &totals), ("waits.memory", &waits)] {
+            if let Some(to) = to {
+                check_reach(&device.card, field, to)?;
+            }
         }
-        let kept: Vec<&Buffer> = given.buffers().chain(&totals).collect();
+        let kept: Vec<&Buffer> = given.buffers().chain(&totals).chain(&waits).collect();
         let signed = Call::LowLatencyDispatch(sent.call.clone());
         self.core.in_turn(turn.stream(), &signed, &kept, |job| {
+            job.adds_waits(waits.as_ref());
             let of = job.await_slot(sent.call.slot, half)?;
             job.receive_there(&given, totals.as_ref(), of)
         })?;
@@ -219,6 +223,7 @@ impl CudaComm {
         turn: &Turn,
         back: &LowLatencyBack,
         output: Output<'_>,
+        waits: Option<ViewMut<'_>>,
     ) -> Result<Option<Buffer>> {
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
         let dims = [back.sent.chosen.shape().rows(), back.call.hidden];
@@ -227,11 +232,16 @@ impl CudaComm {
             Output::Allocate(dtype) => (device.scratch(lane, dtype, &dims)?, true),
         };
         check_reach(&device.card, "output.memory", &d)?;
+        let waits = waits.map(|waits| waits.as_view().retain());
+        if let Some(waits) = &waits {
+            check_reach(&device.card, "waits.memory", waits)?;
+        }
         let half = self.receive_exchange(&back.sent)?;
         let signed = Call::LowLatencyCombine(back.call.clone());
         let mut kept = vec![&back.sent.chosen, &d];
-        kept.extend(&back.weights);
+        kept.extend(back.weights.iter().chain(&waits));
         self.core.in_turn(turn.stream(), &signed, &kept, |job| {
+            job.adds_waits(waits.as_ref());
             let of = job.await_slot(back.sent.call.slot, half)?;
             job.add_up_back(back, &d, of)
         })?;

@@ -33,6 +33,7 @@ impl Job<'_> {
         let tokens = parts.layout.slots.shape().rows();
         let mut parameters = PushCombineParams {
             desk: core.memory.desk(Asker::Messages),
+            waits: self.waits,
             from: a.rows.address(),
             back: a.weights.as_ref().map_or(0, Buffer::address),
             received: parts.received.address(),

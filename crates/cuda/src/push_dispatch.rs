@@ -51,6 +51,7 @@ impl Job<'_> {
             offsets: parts.offsets.address(),
             received_ids: parts.ids.address(),
             counts: parts.counts.address(),
+            waits: self.waits,
             totals: a.totals.as_ref().map_or(0, Buffer::address),
             rows_of: parts.rows_of.as_ref().map_or(0, Buffer::address),
             from: a.from(),

@@ -2,7 +2,9 @@
 
 use crate::{
     Arrangement, Buffer, DataType, Error, Group, Handle, Output, Plan, Result, Transport, View,
+    ViewMut,
     params::{float, resident},
+    statistics::check_waits,
 };
 
 /// What a token's rows become.
@@ -35,6 +37,9 @@ pub struct CombineParams<'a> {
     pub biases: &'a [View<'a>],
     /// `[tokens, hidden]`
     pub output: Output<'a>,
+    /// i64 `[ranks]`: how long this rank waited for each other one in this call is added to it, as by
+    /// [`DispatchParams::waits`](crate::DispatchParams::waits).
+    pub waits: Option<ViewMut<'a>>,
     /// Forced transport.
     pub choice: Option<Transport>,
 }
@@ -132,6 +137,7 @@ impl CombineParams<'_> {
             }
             resident("biases", Some(bias.memory()), rows.memory())?;
         }
+        check_waits(self.waits.as_ref(), group.size, rows.memory())?;
         self.output.check(&matrix)?;
         let output = self.output.dtype();
         if output != rows.dtype() && output != DataType::F32 {

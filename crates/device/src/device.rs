@@ -264,6 +264,11 @@ pub struct CommConfig {
     /// Memory for queues: what all ranks send to one waits there, in an equal part for each. As many entries as find room, of as many
     /// rows as find room in them; what is sent may be any number of times as much. 0 for none.
     pub fifo_bytes: usize,
+    /// Entries of a queue: a power of two, [`MOST_FIFO_DEPTH`](Self::MOST_FIFO_DEPTH) at most. `None` leaves it to the plan, up to eight.
+    pub fifo_depth: Option<u32>,
+    /// Bytes of an entry, with the number of rows that it begins with: a multiple of [`FIFO_ENTRY_BYTES`](Self::FIFO_ENTRY_BYTES).
+    /// `None` leaves it to the plan: an equal part of what the queues have.
+    pub fifo_entry_bytes: Option<usize>,
     /// Capacity of one half of each of the two slots of the low-latency exchange: the places of all rows that can come to a rank.
     /// 0 for none.
     pub low_latency_bytes: usize,
@@ -284,6 +289,11 @@ pub struct CommConfig {
 }
 
 impl CommConfig {
+    /// Most entries of a queue.
+    pub const MOST_FIFO_DEPTH: u32 = 1 << 16;
+    /// What entries of queues have a multiple of, in bytes.
+    pub const FIFO_ENTRY_BYTES: usize = 64;
+
     /// Defaults: 8 MiB a half for gather and reduce-scatter, 8 MiB a buffer for all-reduces, 1 MiB scratch, 16 regions of 8 MiB in all, 60 s (120 s at first);
     /// and, for expert parallelism alone, 8 MiB a half for dispatch and combine, and 8 MiB for queues.
     pub fn new(mode: ParallelMode) -> Self {
@@ -301,6 +311,8 @@ impl CommConfig {
             dispatch_bytes: experts_bytes,
             combine_bytes: experts_bytes,
             fifo_bytes: experts_bytes,
+            fifo_depth: None,
+            fifo_entry_bytes: None,
             low_latency_bytes: 0,
             regions: 16,
             region_bytes: 8 << 20,
@@ -354,6 +366,18 @@ impl CommConfig {
                 self.scratch_bytes,
                 "at least 4096",
             ));
+        }
+        if let Some(depth) = self.fifo_depth
+            && !(depth.is_power_of_two() && depth <= Self::MOST_FIFO_DEPTH)
+        {
+            let want = format!("a power of two up to {}", Self::MOST_FIFO_DEPTH);
+            return Err(Error::invalid("fifo_depth", depth, want));
+        }
+        if let Some(bytes) = self.fifo_entry_bytes
+            && (bytes == 0 || !bytes.is_multiple_of(Self::FIFO_ENTRY_BYTES))
+        {
+            let want = format!("a multiple of {}", Self::FIFO_ENTRY_BYTES);
+            return Err(Error::invalid("fifo_entry_bytes", bytes, want));
         }
         for (field, d) in [
             ("deadline", self.deadline),

@@ -5,6 +5,7 @@ use crate::{
     ViewMut,
     params::{float, plain, resident},
     routing::{check_weights, countable},
+    statistics::check_waits,
 };
 use smallvec::{SmallVec, smallvec};
 
@@ -136,6 +137,9 @@ pub struct DispatchParams<'a> {
     /// i64 `[slots of this rank]`: what each slot gets is added to it, as [`Dispatched::counts`](crate::Dispatched::counts) has it, for
     /// statistics over many calls. In the order of the stream, in replays of graphs too. Of a call that ends in a fault, some may have been added.
     pub totals: Option<ViewMut<'a>>,
+    /// i64 `[ranks]`: how long this rank waited for each other one in this call, in nanoseconds, is added to it; its own entry stays as it
+    /// is. In the order of the stream, as `totals`. Waits for several ranks go on side by side, so their sum may be longer than the call.
+    pub waits: Option<ViewMut<'a>>,
     /// Cast to fp8 on the way. Rows are f32, f16 or bf16 then.
     pub cast: Option<Fp8Cast>,
     /// Forced transport.
@@ -297,6 +301,7 @@ impl DispatchParams<'_> {
                 return Err(Error::invalid("rows.shape", rows.shape(), want));
             }
         }
+        check_waits(self.waits.as_ref(), group.size, rows.memory())?;
         Ok(DispatchCall {
             max_tokens: self.max_tokens,
             hidden,

@@ -74,7 +74,7 @@ pub trait Experts: Send + Sync {
         &self,
         _turn: &mut Turn,
         _sent: &LowLatencySent,
-        _totals: Option<ViewMut<'_>>,
+        _to: Statistics<'_>,
     ) -> Result<LowLatencyRows> {
         Err(no_low_latency())
     }
@@ -90,7 +90,7 @@ pub trait Experts: Send + Sync {
     ) -> Result<LowLatencyBack> {
         Err(no_low_latency())
     }
-    /// See [`PendingCombine::receive`].
+    /// See [`PendingCombine::receive`] and [`PendingCombine::receive_counted`].
     ///
     /// # Errors
     /// As every call; why there is no such transport.
@@ -99,6 +99,7 @@ pub trait Experts: Send + Sync {
         _turn: &mut Turn,
         _back: &LowLatencyBack,
         _output: Output<'_>,
+        _waits: Option<ViewMut<'_>>,
     ) -> Result<Option<Buffer>> {
         Err(no_low_latency())
     }

@@ -3,9 +3,10 @@
 
 use crate::{
     Buffer, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, LowLatencyCombineParams,
-    PendingCombine, PlacementCall, Result, Routing, ScaleFormat, Shape, View, ViewMut,
+    PendingCombine, PlacementCall, Result, Routing, ScaleFormat, Shape, Statistics, View, ViewMut,
     params::{check_totals, float, resident},
     routing::countable,
+    statistics::check_waits,
 };
 
 /// One of two places for low-latency results: two can be live, and a third has no slot to borrow.
@@ -330,29 +331,22 @@ impl<'s> Pending<'s> {
     /// [`Error::Fault`](crate::Error::Fault) if a rank did not send, or sent something else; [`Error::Invalid`] if the group was reset
     /// since.
     pub fn receive(self, lease: &mut Lease<'_>) -> Result<LowLatencyDispatched<'s>> {
-        self.receive_into(lease, None)
+        self.receive_counted(lease, Statistics::default())
     }
 
-    /// The same, and adds to `totals`, i64 `[local experts]`, the rows that each expert of this rank got. Where it
-    /// fails, some of them may have been added.
+    /// The same, and adds up what is asked for. Where it fails, some of it may have been added.
     ///
     /// # Errors
-    /// As [`receive`](Self::receive); [`Error::Invalid`] for a type or a shape of `totals`: the exchange is given up then.
+    /// As [`receive`](Self::receive); [`Error::Invalid`] for a type or a shape of what is added to: the exchange is given up then.
     pub fn receive_counted(
         self,
         lease: &mut Lease<'_>,
-        totals: ViewMut<'_>,
+        to: Statistics<'_>,
     ) -> Result<LowLatencyDispatched<'s>> {
-        self.receive_into(lease, Some(totals))
-    }
-
-    fn receive_into(
-        self,
-        lease: &mut Lease<'_>,
-        totals: Option<ViewMut<'_>>,
-    ) -> Result<LowLatencyDispatched<'s>> {
+        let LowLatencySent { group, chosen, .. } = &self.sent;
+        check_waits(to.waits.as_ref(), group.size, chosen.memory())?;
         let (experts, turn) = lease.experts()?;
-        let parts = experts.low_latency_receive(turn, &self.sent, totals)?;
+        let parts = experts.low_latency_receive(turn, &self.sent, to)?;
         Ok(LowLatencyDispatched {
             parts,
             slot: self.slot,

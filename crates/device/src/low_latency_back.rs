@@ -2,9 +2,10 @@
 
 use crate::{
     Buffer, CombineSum, DataType, Error, Fp8Cast, Group, Lease, LowLatencyDispatchCall,
-    LowLatencyRows, LowLatencySent, Output, Result, ScaleFormat, Slot, View,
+    LowLatencyRows, LowLatencySent, Output, Result, ScaleFormat, Slot, View, ViewMut,
     low_latency::{weighty, whole_row},
     params::float,
+    statistics::check_waits,
 };
 
 /// Rows are cast by who sends them back, and are f32 again where they are added.
@@ -163,8 +164,33 @@ impl PendingCombine<'_> {
     /// # Errors
     /// As [`Pending::receive`](crate::Pending::receive); [`Error::Invalid`] also if another exchange has begun in this slot.
     pub fn receive(self, lease: &mut Lease<'_>, output: Output<'_>) -> Result<Option<Buffer>> {
+        self.receive_into(lease, output, None)
+    }
+
+    /// The same, and adds to `waits`, i64 `[ranks]`, how long this rank waited for each other one, in nanoseconds, as
+    /// [`Statistics::waits`](crate::Statistics::waits) has it. Where it fails, some of it may have been added.
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive); [`Error::Invalid`] for a type or a shape of `waits`: the exchange is given up then.
+    pub fn receive_counted(
+        self,
+        lease: &mut Lease<'_>,
+        output: Output<'_>,
+        waits: ViewMut<'_>,
+    ) -> Result<Option<Buffer>> {
+        self.receive_into(lease, output, Some(waits))
+    }
+
+    fn receive_into(
+        self,
+        lease: &mut Lease<'_>,
+        output: Output<'_>,
+        waits: Option<ViewMut<'_>>,
+    ) -> Result<Option<Buffer>> {
         self.back.check(&output)?;
+        let LowLatencySent { group, chosen, .. } = &self.back.sent;
+        check_waits(waits.as_ref(), group.size, chosen.memory())?;
         let (experts, turn) = lease.experts()?;
-        experts.low_latency_take(turn, &self.back, output)
+        experts.low_latency_take(turn, &self.back, output, waits)
     }
 }

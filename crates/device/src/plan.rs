@@ -464,7 +464,9 @@ pub enum Plan {
     },
     /// For [`Call::AllToAllRows`]: through queues.
     Queued {
-        /// Most rows in an entry.
+        /// Bytes of an entry.
+        entry_bytes: usize,
+        /// Most rows in one.
         entry_rows: usize,
         /// Entries of a queue.
         depth: u32,
@@ -521,8 +523,20 @@ impl fmt::Display for Plan {
             } => write!(f, "{transport:?} in {pieces} pieces"),
             Self::LowLatency { bytes } => write!(f, "{bytes} bytes of places at each rank"),
             Self::Queued {
-                entry_rows, depth, ..
-            } => write!(f, "queues of {depth} entries of {entry_rows} rows"),
+                entry_bytes,
+                entry_rows,
+                depth,
+                channels,
+            } => {
+                let s = |n| if n == 1 { "" } else { "s" };
+                let queues = format!("{channels} queue{}", s(usize::from(*channels)));
+                let entries = if *depth == 1 { "entry" } else { "entries" };
+                let rows = format!("{entry_rows} row{}", s(*entry_rows));
+                write!(
+                    f,
+                    "{queues} of {depth} {entries} of {entry_bytes} bytes, up to {rows}"
+                )
+            }
             Self::ReduceScatter { order, pushed, .. } => {
                 let how = pushed.map_or("", |_| ", pushed at once");
                 write!(f, "{order:?}{how}")

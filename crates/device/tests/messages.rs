@@ -53,6 +53,41 @@ fn shapes_buffers_and_configurations() {
             },
         ),
         (
+            "three entries",
+            CommConfig {
+                fifo_depth: Some(3),
+                ..config()
+            },
+        ),
+        (
+            "no entries",
+            CommConfig {
+                fifo_depth: Some(0),
+                ..config()
+            },
+        ),
+        (
+            "too many entries",
+            CommConfig {
+                fifo_depth: Some(1 << 17),
+                ..config()
+            },
+        ),
+        (
+            "empty entries",
+            CommConfig {
+                fifo_entry_bytes: Some(0),
+                ..config()
+            },
+        ),
+        (
+            "half a line",
+            CommConfig {
+                fifo_entry_bytes: Some(96),
+                ..config()
+            },
+        ),
+        (
             "no deadline",
             CommConfig {
                 deadline: Duration::ZERO,

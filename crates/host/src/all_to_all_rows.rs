@@ -38,7 +38,7 @@ impl HostComm {
         let lists = [p.send_offsets, p.send_rows, p.recv_offsets, p.recv_rows];
         let arguments = Arguments {
             call,
-            queues: Queues::new(self.core.config.fifo_bytes, group.size, &each)?,
+            queues: Queues::of(&self.core.topology, &each)?,
             from: p.payloads.iter().map(|p| p.from.retain()).collect(),
             to: p.payloads.iter().map(|p| p.to.as_view().retain()).collect(),
             lists: lists.map(|list| list.retain()),

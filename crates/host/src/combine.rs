@@ -77,11 +77,15 @@ impl HostComm {
             d,
             weights_back,
         };
+        let waits = p.waits.map(|waits| waits.as_view().retain());
         let core = self.core.clone();
         let absent = core.control.absent();
         HostQueue::of(turn.stream())?.run(move || {
             core.is_still_without(absent)?;
-            core.collective(&signed, |active| combine(active, &arguments))
+            core.waits
+                .of_call(waits.as_ref(), || {
+                    core.collective(&signed, |active| combine(active, &arguments))
+                })
                 .inspect_err(|_| arguments.poison())
         })?;
         Ok(combined)
@@ -181,8 +185,7 @@ fn going(a: &Arguments, size: usize) -> Result<Vec<Going>> {
 fn exchange(active: &mut Active<'_>, a: &Arguments, going: &[Going]) -> Result<Vec<Came>> {
     let (bytes, per_row) = (a.call.hidden * a.call.dtype.bytes(), a.call.row_weights());
     if a.transport == Transport::Fifo {
-        let config = &active.job.core.config;
-        let queues = Queues::new(config.fifo_bytes, going.len(), &queued_sections(&a.call))?;
+        let queues = Queues::of(&active.job.core.topology, &queued_sections(&a.call))?;
         let counts = going.iter().map(|g| g.count).collect();
         // They come in an order that their receiver knows, so none brings its place.
         return fifo::collect(active, &queues, counts, 2, |to, part, entry| {

@@ -15,8 +15,8 @@ use brigade_device::{
     GatheredParts, Group, Injector, LinearCall, LoraLinearAllReduceParams,
     LoraLinearReduceScatterParams, LowLatencyBack, LowLatencyCombineParams,
     LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output, OverlapMode, Plan, Reason,
-    RecvParams, ReduceScatterParams, Reduced, Result, Routing, SendParams, Stream, Traffic, Turn,
-    UserBuffers, ViewMut, fallback,
+    RecvParams, ReduceScatterParams, Reduced, Result, Routing, SendParams, Statistics, Stream,
+    Traffic, Turn, UserBuffers, ViewMut, fallback,
 };
 use brigade_group::Control;
 use brigade_plan::{
@@ -297,9 +297,9 @@ impl Experts for HostComm {
         &self,
         turn: &mut Turn,
         sent: &LowLatencySent,
-        totals: Option<ViewMut<'_>>,
+        to: Statistics<'_>,
     ) -> Result<LowLatencyRows> {
-        self.receive_low_latency(turn, sent, totals)
+        self.receive_low_latency(turn, sent, to)
     }
     fn low_latency_combine(
         &self,
@@ -314,7 +314,8 @@ impl Experts for HostComm {
         turn: &mut Turn,
         back: &LowLatencyBack,
         output: Output<'_>,
+        waits: Option<ViewMut<'_>>,
     ) -> Result<Option<Buffer>> {
-        self.receive_low_latency_back(turn, back, output)
+        self.receive_low_latency_back(turn, back, output, waits)
     }
 }

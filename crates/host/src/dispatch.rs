@@ -120,17 +120,21 @@ impl HostComm {
                 None
             }
         };
+        let waits = p.waits.map(|waits| waits.as_view().retain());
         // What is not known before the rows have come.
         let found = Arc::new(Mutex::new(given.clone()));
         let (core, to) = (Arc::clone(&self.core), Arc::clone(&found));
         queue.run(move || {
             core.is_still_without(absent)?;
-            core.collective(&signed, |active| {
-                let outputs = dispatch(active, &arguments, given.as_ref())?;
-                *to.lock() = Some(outputs);
-                Ok(())
-            })
-            .inspect_err(|_| given.iter().for_each(poison_all))
+            core.waits
+                .of_call(waits.as_ref(), || {
+                    core.collective(&signed, |active| {
+                        let outputs = dispatch(active, &arguments, given.as_ref())?;
+                        *to.lock() = Some(outputs);
+                        Ok(())
+                    })
+                })
+                .inspect_err(|_| given.iter().for_each(poison_all))
         })?;
         let outputs = found.lock().take().ok_or_else(|| unexpected(&plan))?;
         Ok(outputs.dispatched(plan))
@@ -307,8 +311,7 @@ fn exchange(
     mut came: Vec<Came>,
 ) -> Result<Vec<Came>> {
     if a.transport == Transport::Fifo {
-        let config = &active.job.core.config;
-        let queues = Queues::new(config.fifo_bytes, a.group.size, &sections(&a.call))?;
+        let queues = Queues::of(&active.job.core.topology, &sections(&a.call))?;
         let counts = sent.iter().map(Vec::len).collect();
         let kept = queues.sections.count();
         return fifo::collect(active, &queues, counts, kept, |to, rows, entry| {

@@ -171,7 +171,13 @@ impl Job {
                 memory.rest(self.rank(), events, deadline.until());
             }
         };
-        self.core.waits.add(first.peer, start.elapsed());
+        let took = start.elapsed();
+        // Of all of them, each once: this rank would have gone on with any.
+        for (i, (w, _)) in all.iter().enumerate() {
+            if all[..i].iter().all(|(before, _)| before.peer != w.peer) {
+                self.core.waits.add(w.peer, took);
+            }
+        }
         result
     }
 

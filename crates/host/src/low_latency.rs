@@ -12,7 +12,7 @@ use crate::{
 use brigade_device::{
     Buffer, Call, CombineSum, DataType, Error, LowLatencyBack, LowLatencyCombineCall,
     LowLatencyCombineParams, LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyHeld,
-    LowLatencyRows, LowLatencySent, Output, Plan, Result, Turn, ViewMut,
+    LowLatencyRows, LowLatencySent, Output, Plan, Result, Statistics, Turn, ViewMut,
 };
 use brigade_plan::{
     dispatch::part_bytes,
@@ -85,30 +85,33 @@ impl HostComm {
         &self,
         turn: &Turn,
         sent: &LowLatencySent,
-        totals: Option<ViewMut<'_>>,
+        to: Statistics<'_>,
     ) -> Result<LowLatencyRows> {
         let queue = HostQueue::of(turn.stream())?;
         let half = self.receive_exchange(sent)?;
         let own = Slots::new(sent.call.placement, sent.group.size).of(sent.group.rank);
         let given = LowLatencyRows::new(sent, own.len(), |t, dims| self.device.heap(t, dims))?;
-        if let Some(totals) = &totals {
+        if let Some(totals) = &to.totals {
             given.check_totals(totals)?;
         }
+        let Statistics { totals, waits } = to;
+        let [totals, waits] = [totals, waits].map(|to| to.map(|to| to.as_view().retain()));
         let signed = Call::LowLatencyDispatch(sent.call.clone());
         let (core, to) = (self.core.clone(), given.clone());
         let absent = core.control.absent();
-        let totals = totals.map(|totals| totals.as_view().retain());
         queue.run(move || {
             core.is_still_without(absent)?;
-            core.in_turn(&signed, |active| {
+            let receive = |active: &mut Active<'_>| {
                 let of = arrived(active, to.sent.call.slot, half)?;
                 let counts = receive(active, of, &to)?;
                 match &totals {
                     Some(totals) => add_to(totals, &counts),
                     None => Ok(()),
                 }
-            })
-            .inspect_err(|_| to.buffers().for_each(mark))
+            };
+            core.waits
+                .of_call(waits.as_ref(), || core.in_turn(&signed, receive))
+                .inspect_err(|_| to.buffers().for_each(mark))
         })?;
         Ok(given)
     }
@@ -159,6 +162,7 @@ impl HostComm {
         turn: &Turn,
         back: &LowLatencyBack,
         output: Output<'_>,
+        waits: Option<ViewMut<'_>>,
     ) -> Result<Option<Buffer>> {
         let queue = HostQueue::of(turn.stream())?;
         let half = self.receive_exchange(&back.sent)?;
@@ -170,13 +174,16 @@ impl HostComm {
         let signed = Call::LowLatencyCombine(back.call.clone());
         let (core, back, to) = (self.core.clone(), back.clone(), d.clone());
         let absent = core.control.absent();
+        let waits = waits.map(|waits| waits.as_view().retain());
         queue.run(move || {
             core.is_still_without(absent)?;
-            core.in_turn(&signed, |active| {
+            let take = |active: &mut Active<'_>| {
                 let of = arrived(active, back.sent.call.slot, half)?;
                 add_up(active, of, &back, &to)
-            })
-            .inspect_err(|_| mark(&to))
+            };
+            core.waits
+                .of_call(waits.as_ref(), || core.in_turn(&signed, take))
+                .inspect_err(|_| mark(&to))
         })?;
         Ok(new.then_some(d))
     }

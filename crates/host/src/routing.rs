@@ -128,10 +128,10 @@ pub(crate) fn integers<T: bytemuck::Pod>(bytes: &[u8]) -> Vec<T> {
 }
 
 /// Adds counts to what was counted before, i64.
-pub(crate) fn add_to(totals: &Buffer, counts: &[i32]) -> Result<()> {
+pub(crate) fn add_to<T: Copy + Into<i64>>(totals: &Buffer, counts: &[T]) -> Result<()> {
     writing(totals, &[], |out, _| {
         for (total, &count) in out.chunks_exact_mut(8).zip(counts) {
-            let sum = bytemuck::pod_read_unaligned::<i64>(total) + i64::from(count);
+            let sum = bytemuck::pod_read_unaligned::<i64>(total).wrapping_add(count.into());
             total.copy_from_slice(&sum.to_ne_bytes());
         }
         Ok(())

@@ -1,6 +1,7 @@
 //! How long a rank waited, and for whom.
 
-use brigade_device::PeerWait;
+use crate::routing::add_to;
+use brigade_device::{Buffer, PeerWait, Result};
 use std::{
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
@@ -26,6 +27,24 @@ impl Waits {
         let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         counts.waits.fetch_add(1, Ordering::Relaxed);
         counts.waited_ns.fetch_add(ns, Ordering::Relaxed);
+    }
+
+    /// Makes a call, and adds how long it waited for each rank to `to`, i64 `[ranks]`, in nanoseconds. A communicator makes one call at
+    /// a time.
+    pub(crate) fn of_call<R>(
+        &self,
+        to: Option<&Buffer>,
+        call: impl FnOnce() -> Result<R>,
+    ) -> Result<R> {
+        let Some(to) = to else {
+            return call();
+        };
+        let before = self.per_peer();
+        let result = call();
+        let all = self.per_peer().into_iter().zip(before);
+        let more = all.map(|(now, before)| now.waited_ns.wrapping_sub(before.waited_ns) as i64);
+        let added = add_to(to, &more.collect::<Vec<i64>>());
+        result.and_then(|result| added.map(|()| result))
     }
 
     pub(crate) fn per_peer(&self) -> Vec<PeerWait> {

@@ -347,6 +347,8 @@ parameters! {
         deadline_ns: u64,
         /// The same for the first call that all ranks make.
         first_deadline_ns: u64,
+        /// Device address of what waits for each rank are added to, or 0.
+        waits: u64,
         /// Bytes to count as moved, beside those that the kernel counts.
         moved_bytes: u64,
         /// Byte of a rank's memory where the first buffer begins.
@@ -493,6 +495,8 @@ parameters! {
         deadline_ns: u64,
         /// The same for the first call that all ranks make.
         first_deadline_ns: u64,
+        /// Device address of what waits for each rank are added to, or 0.
+        waits: u64,
         /// Bytes to count as moved, beside those that the kernel counts.
         moved_bytes: u64,
         /// Byte of a rank's memory where the first buffer begins.

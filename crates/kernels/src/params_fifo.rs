@@ -19,6 +19,8 @@ parameters! {
         deadline_ns: u64,
         /// The same for the first call that all ranks make.
         first_deadline_ns: u64,
+        /// Device address of what waits for each rank are added to, or 0.
+        waits: u64,
         /// Byte of a rank's memory where the queues begin.
         queues: u64,
         /// Bytes of those from each rank.
@@ -99,6 +101,8 @@ parameters! {
         deadline_ns: u64,
         /// The same for the first call that all ranks make.
         first_deadline_ns: u64,
+        /// Device address of what waits for each rank are added to, or 0.
+        waits: u64,
         /// Byte of a rank's memory where the queues begin.
         queues: u64,
         /// Bytes of those from each rank.

@@ -67,6 +67,8 @@ parameters! {
         first_deadline_ns: u64,
         /// Bytes to count as moved when the call has ended well.
         moved_bytes: u64,
+        /// Device address of what waits for each rank are added to, or 0.
+        waits: u64,
         /// Device addresses of what is poisoned if the group was stopped.
         poison: [u64; 6],
         /// Bytes to poison at each.

@@ -23,7 +23,8 @@ use std::{any::Any, sync::Arc};
 pub struct Need {
     /// The field of [`CommConfig`] that says how much there is.
     pub field: &'static str,
-    /// So much of it, and all rows go at once; of queues, which any number of rows pass, so much that none is shorter than it should be.
+    /// So much of it, and all rows go at once; of queues, which any number of rows pass, so much that none is shorter than it should be
+    /// where the plan cuts them.
     pub bytes: usize,
     /// With less, not even a row goes at a time.
     pub least_bytes: usize,
@@ -301,6 +302,10 @@ pub fn told(call: &Call, topology: &Topology, table: &Table) -> Result<String, R
         } => {
             let s = if pieces == 1 { "" } else { "s" };
             let how = format!("{transport:?} in {pieces} piece{s} of {piece_rows} rows");
+            let how = match queues(call, topology)? {
+                Some(queues) => format!("{how}: {}", queues.told(&topology.config)),
+                None => how,
+            };
             let blocks = launch.blocks;
             let launched = match (transport, topology.config.sm_budget) {
                 (Transport::Pushed, _) => {
@@ -327,6 +332,16 @@ pub fn told(call: &Call, topology: &Topology, table: &Table) -> Result<String, R
         }
     };
     Ok(parts.join("; "))
+}
+
+/// The queues that rows go through, if they do.
+fn queues(call: &Call, topology: &Topology) -> Result<Option<Queues>, Reason> {
+    let through = |each: &[usize]| Queues::of(topology, each).map(Some);
+    match call {
+        Call::Dispatch(c) if c.choice == Some(Transport::Fifo) => through(&sections(c)),
+        Call::Combine(c) if c.choice == Some(Transport::Fifo) => through(&queued_sections(c)),
+        _ => Ok(None),
+    }
 }
 
 fn there_bytes(call: &LowLatencyDispatchCall) -> usize {

@@ -6,7 +6,7 @@ use crate::{
     dispatch::{Sections, part_bytes},
     reason,
 };
-use brigade_device::{Plan, Reason};
+use brigade_device::{CommConfig, Plan, Reason};
 
 /// Most queues from one rank to another.
 pub const MOST_CHANNELS: usize = 4;
@@ -35,6 +35,37 @@ const MOST_ROWS: usize = 1 << 24;
 /// Channels and entries, the ones that let most go on side by side first.
 const SHAPES: [(usize, u32); 6] = [(MOST_CHANNELS, 8), (4, 4), (4, 2), (2, 2), (1, 2), (1, 1)];
 
+/// What is known of queues before the memory is cut.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    /// Most queues from one rank to another.
+    channels: usize,
+    /// Entries of each, if the configuration says it.
+    depth: Option<u32>,
+    /// Bytes of an entry, if it says that.
+    entry_bytes: Option<usize>,
+}
+
+impl Cut {
+    /// Channels and entries that may be taken, in the order in which they are tried.
+    fn shapes(self) -> impl Iterator<Item = (usize, u32)> {
+        SHAPES
+            .into_iter()
+            .filter(move |&(channels, _)| channels <= self.channels)
+            .map(move |(channels, depth)| (channels, self.depth.unwrap_or(depth)))
+    }
+
+    /// Bytes of an entry where a rank has so many for all; none, if there are too few.
+    fn entry(self, (channels, depth): (usize, u32), part: usize) -> usize {
+        let entries = channels * depth as usize;
+        match self.entry_bytes {
+            Some(bytes) if bytes.saturating_mul(entries) > part => 0,
+            Some(bytes) => bytes,
+            None => part_bytes(part, entries),
+        }
+    }
+}
+
 impl Queues {
     /// Of a communicator with so many bytes for queues, for rows that have `each` bytes in each section.
     ///
@@ -48,31 +79,29 @@ impl Queues {
     /// # Ok::<_, brigade_device::Reason>(())
     /// ```
     pub fn new(fifo_bytes: usize, size: usize, each: &[usize]) -> Result<Self, Reason> {
-        Self::within(MOST_CHANNELS as u8, fifo_bytes, size, each)
+        let cut = Cut {
+            channels: MOST_CHANNELS,
+            depth: None,
+            entry_bytes: None,
+        };
+        Self::cut(cut, fifo_bytes, size, each)
     }
 
-    fn within(
-        channels: u8,
-        fifo_bytes: usize,
-        size: usize,
-        each: &[usize],
-    ) -> Result<Self, Reason> {
-        let most = usize::from(channels).max(1);
+    fn cut(given: Cut, fifo_bytes: usize, size: usize, each: &[usize]) -> Result<Self, Reason> {
         let size = size.max(1);
         let part = part_bytes(fifo_bytes, size);
         let bytes = |rows: usize| Sections::new(each, rows).bytes.next_multiple_of(64);
         let one = bytes(1);
-        let entry = |(channels, depth): (usize, u32)| part_bytes(part, channels * depth as usize);
-        let fits = |least: usize| {
-            let mut shapes = SHAPES.into_iter().filter(|&(channels, _)| channels <= most);
-            shapes.find(|&shape| entry(shape) >= least)
-        };
+        if let Some(entry_bytes) = given.entry_bytes.filter(|&bytes| bytes < one) {
+            return Err(reason::narrow_entry(one, entry_bytes));
+        }
+        let entry = |shape| given.entry(shape, part);
+        let fits = |least: usize| given.shapes().find(|&shape| entry(shape) >= least);
         let Some(shape) = fits(one.max(ENTRY_BYTES)).or_else(|| fits(one)) else {
-            return Err(reason::capacity(
-                "fifo_bytes",
-                one.saturating_mul(size),
-                fifo_bytes,
-            ));
+            let entries = given.depth.unwrap_or(1) as usize;
+            let queue = given.entry_bytes.unwrap_or(one).saturating_mul(entries);
+            let need = queue.saturating_mul(size);
+            return Err(reason::capacity("fifo_bytes", need, fifo_bytes));
         };
         let entry_bytes = entry(shape);
         // Bytes grow with rows, so they can be searched. A row of nothing takes no room.
@@ -122,22 +151,34 @@ impl Queues {
         first..(first + self.entry_rows).min(rows)
     }
 
-    /// Those of a communicator, with no more channels than its device has there.
+    /// Those of a communicator: with entries as its configuration has them, if it says so, and no more channels than its device has there.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As [`new`](Self::new), and if a row does not fit an entry that is configured, or a queue of such entries the memory.
     pub fn of(topology: &Topology, each: &[usize]) -> Result<Self, Reason> {
-        let channels = topology.engines.channels;
-        Self::within(
-            channels,
-            topology.config.fifo_bytes,
-            topology.group.size,
-            each,
-        )
+        let config = &topology.config;
+        let cut = Cut {
+            channels: usize::from(topology.engines.channels).max(1),
+            depth: config.fifo_depth,
+            entry_bytes: config.fifo_entry_bytes,
+        };
+        Self::cut(cut, config.fifo_bytes, topology.group.size, each)
+    }
+
+    /// In words, and whether somebody else than the plan said so.
+    pub(crate) fn told(&self, config: &CommConfig) -> String {
+        let given = match (config.fifo_depth, config.fifo_entry_bytes) {
+            (None, None) => "",
+            (Some(_), None) => ", so many as configured",
+            (None, Some(_)) => ", of a size that is configured",
+            (Some(_), Some(_)) => ", as configured",
+        };
+        format!("{}{given}", self.plan())
     }
 
     pub(crate) fn plan(&self) -> Plan {
         Plan::Queued {
+            entry_bytes: self.entry_bytes,
             entry_rows: self.entry_rows,
             depth: self.depth,
             channels: self.channels as u16,
@@ -150,21 +191,46 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// What can be said of a cut.
+    fn cuts() -> impl Strategy<Value = Cut> {
+        let depth = prop::option::of((0u32..8).prop_map(|log| 1 << log));
+        let entry_bytes = prop::option::of((1usize..50).prop_map(|lines| 64 * lines));
+        let channels = 1usize..=MOST_CHANNELS;
+        (channels, depth, entry_bytes).prop_map(|(channels, depth, entry_bytes)| Cut {
+            channels,
+            depth,
+            entry_bytes,
+        })
+    }
+
     proptest! {
         #[test]
         fn every_row_is_in_one_entry(
-            fifo_bytes in 0usize..1 << 18, size in 1usize..9, rows in 0usize..500,
+            cut in cuts(), fifo_bytes in 0usize..1 << 18, size in 1usize..9, rows in 0usize..500,
             each in prop::collection::vec(0usize..700, 1..5),
         ) {
-            let Ok(queues) = Queues::new(fifo_bytes, size, &each) else {
-                let need = each.iter().map(|e| e.next_multiple_of(16)).sum::<usize>() + 64;
-                prop_assert!(need.next_multiple_of(64) > part_bytes(fifo_bytes, size));
-                return Ok(());
+            let part = part_bytes(fifo_bytes, size);
+            let queues = match Queues::cut(cut, fifo_bytes, size, &each) {
+                Ok(queues) => queues,
+                Err(why) => {
+                    let one = each.iter().map(|e| e.next_multiple_of(16)).sum::<usize>() + 64;
+                    let one = one.next_multiple_of(64);
+                    let entry = cut.entry_bytes.unwrap_or(one);
+                    let least = entry * cut.depth.unwrap_or(1) as usize;
+                    prop_assert!(one > entry || least > part, "{why}");
+                    let field = if one > entry { "fifo_entry_bytes" } else { "fifo_bytes" };
+                    prop_assert!(why.remedy.contains(field), "{why}");
+                    return Ok(());
+                }
             };
+            prop_assert!(queues.channels <= cut.channels);
+            prop_assert_eq!(queues.depth, cut.depth.unwrap_or(queues.depth));
+            prop_assert_eq!(queues.entry_bytes, cut.entry_bytes.unwrap_or(queues.entry_bytes));
             prop_assert!(queues.sections.bytes <= queues.entry_bytes);
             prop_assert!(queues.entry_bytes.is_multiple_of(64));
+            prop_assert!(queues.depth.is_power_of_two());
             let last = queues.start(queues.channels - 1, queues.depth as usize);
-            prop_assert!(last <= part_bytes(fifo_bytes, size));
+            prop_assert!(last <= part);
             let mut seen = vec![0; rows];
             for channel in 0..queues.channels {
                 let entries = queues.entries(rows, channel);

@@ -111,6 +111,15 @@ pub(crate) fn capacity(field: &'static str, need: usize, have: usize) -> Reason 
     )
 }
 
+/// An entry of a queue holds no row.
+pub(crate) fn narrow_entry(need: usize, have: usize) -> Reason {
+    Reason::new(
+        CAPACITY,
+        format!("a row takes {need} bytes of an entry, the communicator's have {have}"),
+        format!("join with fifo_entry_bytes of at least {need}, or leave it to the plan"),
+    )
+}
+
 pub(crate) fn empty(call: &LinearCall) -> Reason {
     Reason::new(
         EMPTY,

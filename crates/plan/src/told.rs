@@ -3,7 +3,9 @@
 use crate::{
     Table, Topology,
     crossover::Crossover,
-    experts, overlap, plan,
+    experts,
+    fifo::Queues,
+    overlap, plan,
     pushed::{self, Arriving, Packets},
     tuned,
 };
@@ -81,6 +83,10 @@ pub fn told(call: &Call, topology: &Topology, table: &Table) -> Result<String, R
             let most = rows.iter().max().copied().unwrap_or(0);
             let arriving = pushed::scattered(most.saturating_mul(*row_len), *dtype, topology);
             copied(&plan, &arriving, topology, table)
+        }
+        (Call::AllToAllRows(c), _) => {
+            let each: Vec<usize> = c.row_bytes().collect();
+            vec![Queues::of(topology, &each)?.told(&topology.config)]
         }
         _ => vec![plan.to_string()],
     };

@@ -282,6 +282,27 @@ fn what_is_told_says_how_and_why() {
             &usual,
         );
     }
+    let set = |fifo_depth, fifo_entry_bytes| {
+        let config = CommConfig {
+            fifo_depth,
+            fifo_entry_bytes,
+            ..usual.0.config.clone()
+        };
+        on_gpus(8, config)
+    };
+    for (depth, entry_bytes) in [
+        (Some(1), None),
+        (None, Some(29056)),
+        (Some(16), Some(14528)),
+        (Some(16), Some(14464)),
+        (Some(64), Some(32768)),
+    ] {
+        tell(
+            "dispatch 128, queues set",
+            Call::Dispatch(dispatch(128, Some(Transport::Fifo))),
+            &set(depth, entry_bytes),
+        );
+    }
     for call in low_latency_of_128 {
         tell(&format!("{} 128", call.operation()), call, &usual);
     }

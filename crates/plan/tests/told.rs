@@ -74,6 +74,12 @@ fn calls() -> Vec<(&'static str, Call)> {
         ("broadcast", broadcast(1 << 10)),
         ("broadcast, large", broadcast(1 << 24)),
         ("barrier", Call::Barrier),
+        (
+            "all-to-all of rows",
+            Call::AllToAllRows(AllToAllRowsCall {
+                payloads: [(7168, dtype)].into_iter().collect(),
+            }),
+        ),
     ]
 }
 
@@ -84,10 +90,12 @@ fn every_call_is_told_with_what_decided() {
         links: Links::Nvlink,
         ranks: 4,
     };
-    let on_gpus = Topology {
+    let mut on_gpus = Topology {
         engines: Engines::cuda(true, true),
         ..topology(0, 4)
     };
+    on_gpus.config.fifo_bytes = 1 << 20;
+    on_gpus.config.fifo_depth = Some(4);
     let mut none = on_gpus.clone();
     none.config.all_reduce_bytes = 0;
     let cuda = Table::cuda(&gpus).unwrap();

@@ -125,6 +125,7 @@ impl Back {
                 weights: self.weights.then(|| weights.view()),
                 biases: &views,
                 output: Output::Into(d.view_mut()),
+                waits: None,
                 choice: case.by.back,
             })
             .unwrap();

@@ -180,6 +180,7 @@ impl Own {
             max_recv: Some(rank.size * MAX_TOKENS * K + EXPERTS * ALIGNMENT),
             received_ids: ReceivedIds::Local,
             totals: None,
+            waits: None,
             cast: None,
             choice: None,
         })?;
@@ -206,6 +207,7 @@ impl Own {
             weights: None,
             biases: &[],
             output: Output::Into(to.view_mut()),
+            waits: None,
             choice: None,
         })?;
         Ok(())

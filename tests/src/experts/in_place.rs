@@ -184,6 +184,7 @@ fn refused(world: &World) {
                 weights: weights.map(Buffer::view),
                 biases: &[],
                 output: Output::Allocate(DataType::F32),
+                waits: None,
                 choice: Some(Transport::InPlace),
             })
         };
@@ -237,6 +238,7 @@ fn replayed(world: &World) {
                 weights: None,
                 biases: &[],
                 output: Output::Into(to.view_mut()),
+                waits: None,
                 choice: Some(Transport::InPlace),
             })?;
             Ok(())

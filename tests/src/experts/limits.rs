@@ -123,6 +123,7 @@ pub fn captured(world: &World, by: By) {
                 weights: None,
                 biases: &[],
                 output: Output::Allocate(DataType::BF16),
+                waits: None,
                 choice: by.back,
             })?;
             (got, combined) = (Some(there), back.d);
@@ -251,6 +252,7 @@ pub fn refused(world: &World) {
                 weights: None,
                 biases: &[],
                 output: Output::Allocate(DataType::BF16),
+                waits: None,
                 choice: None,
             });
             assert_eq!(expect_invalid(result, field), field);

@@ -18,6 +18,8 @@ pub struct Own {
     pub all: Option<All>,
     /// Where what slots get is added up.
     pub totals: Option<Buffer>,
+    /// Where waits for each rank are added up.
+    pub waits: Option<Buffer>,
 }
 
 /// Experts of all ranks' tokens, how many of whom they are, and their weights.
@@ -107,6 +109,7 @@ impl Own {
             },
             all: All::of(rank, case),
             totals: None,
+            waits: None,
         }
     }
 
@@ -156,7 +159,7 @@ impl Own {
         case: &Case,
         route: Route<'_>,
     ) -> Result<Dispatched> {
-        let mut totals = self.totals.clone();
+        let [mut totals, mut waits] = [&self.totals, &self.waits].map(Clone::clone);
         lease.dispatch(DispatchParams {
             rows: self.rows.view(),
             beside: &[self.beside.view()],
@@ -166,6 +169,7 @@ impl Own {
             max_recv: case.room,
             received_ids: case.received_ids,
             totals: totals.as_mut().map(Buffer::view_mut),
+            waits: waits.as_mut().map(Buffer::view_mut),
             cast: case.cast,
             choice: case.by.there,
         })

@@ -140,6 +140,7 @@ impl Own {
             },
             received_ids: ReceivedIds::Local,
             totals: None,
+            waits: None,
             cast,
             choice: Some(choice),
         }
@@ -300,6 +301,7 @@ fn combine(
                     weights: Some(back.view()),
                     biases: &[biases[0].view(), biases[1].view()],
                     output: Output::Into(d.view_mut()),
+                    waits: None,
                     choice: Some(choice),
                 })
                 .unwrap();
@@ -347,6 +349,7 @@ fn in_place(rank: &Rank, own: &Own, (made, back, biases): &Made, output: DataTyp
         weights: None,
         biases: &[biases[0].view(), biases[1].view()],
         output: Output::Into(d.view_mut()),
+        waits: None,
         choice: Some(Transport::InPlace),
     });
     assert!(combined.unwrap().weights.is_none());
@@ -357,6 +360,7 @@ fn in_place(rank: &Rank, own: &Own, (made, back, biases): &Made, output: DataTyp
         weights: Some(back.view()),
         biases: &[],
         output: Output::Allocate(dtype),
+        waits: None,
         choice: Some(Transport::OneSided),
     });
     let weights = weights.unwrap().weights.unwrap();

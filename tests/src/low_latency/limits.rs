@@ -9,12 +9,16 @@ use super::{
 use crate::{
     backend::Rank,
     check::{expect_invalid, expect_unsupported},
-    experts::{case::Case, own::Own},
+    experts::{
+        case::Case,
+        own::Own,
+        waits::{self, ROUNDS, Waits, late_rank, try_all},
+    },
     suite::{Suite, World},
 };
 use brigade_device::{
     Buffer, CombineCast, CombineSum, CommConfig, DataType, LowLatency, LowLatencyCombineParams,
-    Output,
+    Output, Result, Statistics,
 };
 use rand::Rng;
 use std::time::Duration;
@@ -140,6 +144,14 @@ fn captured_by(world: &World, sum: CombineSum) {
     });
 }
 
+/// Where what experts got adds up.
+fn counted(totals: &mut Buffer) -> Statistics<'_> {
+    Statistics {
+        totals: Some(totals.view_mut()),
+        waits: None,
+    }
+}
+
 /// What experts got adds up, call by call and replay by replay.
 fn totals(world: &World) {
     let mut rng = world.rng();
@@ -169,7 +181,7 @@ fn totals(world: &World) {
         for case in &cases {
             let mut lease = rank.lease();
             let pending = send(&mut lease, slot, (&Own::of(rank, case), case), true).unwrap();
-            let there = pending.receive_counted(&mut lease, totals.view_mut());
+            let there = pending.receive_counted(&mut lease, counted(&mut totals));
             check(rank, case, &there.unwrap());
             assert_eq!(now(&totals), add(case, 1));
         }
@@ -177,7 +189,7 @@ fn totals(world: &World) {
         let graph = rank.device.capture(&rank.stream, &mut || {
             let mut lease = rank.lease();
             send(&mut lease, slot, (&own, case), false)?
-                .receive_counted(&mut lease, totals.view_mut())
+                .receive_counted(&mut lease, counted(&mut totals))
                 .map(drop)
         });
         let graph = graph.unwrap();
@@ -192,12 +204,87 @@ fn totals(world: &World) {
         ] {
             let mut lease = rank.lease();
             let pending = send(&mut lease, slot, (&own, case), true).unwrap();
-            let result = pending.receive_counted(&mut lease, wrong.view_mut());
+            let result = pending.receive_counted(&mut lease, counted(&mut wrong));
             assert_eq!(expect_invalid(result, field), field);
         }
         assert_eq!(now(&totals), add(case, 0));
         rank.lease().barrier().unwrap();
     });
+}
+
+/// How long was waited for whom adds up, in both receives, call by call and replay by replay.
+fn waits(world: &World) {
+    let mut rng = world.rng();
+    let (late, hook) = late_rank(world);
+    let (case, _) = drawn(&mut rng, world.size, (12, 16, 3, 7));
+    world.run_injected(&config(), hook, move |rank| {
+        let (own, back) = (Own::of(rank, &case), plain(case.dtype));
+        let made = back.rows(rank, &case);
+        let mut exchange = LowLatency::default();
+        let (slot, _) = exchange.slots();
+        let (mut gone, mut came) = (Waits::new(rank), Waits::new(rank));
+        let mut round_trip = |to: [&mut Buffer; 2]| -> Result<()> {
+            let [gone, came] = to.map(Buffer::view_mut);
+            let mut lease = rank.lease();
+            let to = Statistics {
+                totals: None,
+                waits: Some(gone),
+            };
+            let there = send(&mut lease, slot, (&own, &case), back.weighted)?;
+            let there = there.receive_counted(&mut lease, to)?;
+            let p = back.params(&made, &own);
+            let pending = lease.low_latency_combine(&there, p)?;
+            let output = Output::Allocate(back.output);
+            pending.receive_counted(&mut lease, output, came).map(drop)
+        };
+        // What is loaded first takes its time.
+        round_trip([&mut gone.buffer, &mut came.buffer]).unwrap();
+        gone.more(rank);
+        came.more(rank);
+        try_all(rank, "calls", || {
+            for _ in 0..ROUNDS {
+                round_trip([&mut gone.buffer, &mut came.buffer]).unwrap();
+            }
+            gone.show(rank, late) & came.show(rank, late)
+        });
+        let graph = rank.device.capture(&rank.stream, &mut || {
+            round_trip([&mut gone.buffer, &mut came.buffer])
+        });
+        let graph = graph.unwrap();
+        try_all(rank, "replays", || {
+            for _ in 0..ROUNDS {
+                graph.launch(&rank.stream).unwrap();
+            }
+            gone.show(rank, late) & came.show(rank, late)
+        });
+        // Who asks for something else has given the exchange up, and nothing was added.
+        for (field, mut wrong) in [
+            ("waits.dtype", rank.poisoned(DataType::I32, &[rank.size])),
+            (
+                "waits.shape",
+                rank.poisoned(DataType::I64, &[rank.size + 1]),
+            ),
+        ] {
+            let result = round_trip([&mut wrong, &mut came.buffer]);
+            assert_eq!(expect_invalid(result, field), field);
+            let result = round_trip([&mut gone.buffer, &mut wrong]);
+            assert_eq!(expect_invalid(result, field), field);
+        }
+        assert_eq!(came.more(rank), vec![0; rank.size]);
+        rank.lease().barrier().unwrap();
+    });
+}
+
+/// What is added up where it comes back to.
+fn plain(dtype: DataType) -> Back {
+    Back {
+        dtype,
+        output: dtype,
+        sum: CombineSum::Expert,
+        cast: None,
+        weighted: false,
+        into: false,
+    }
 }
 
 /// What is wrong is named.
@@ -370,6 +457,7 @@ fn reset(world: &World) {
 }
 
 pub(super) fn add(suite: &mut Suite) {
+    waits::add(suite, "low_latency/waits", waits);
     let contracts: [(&str, Contract); 6] = [
         ("given_up", given_up),
         ("totals", totals),

@@ -193,6 +193,7 @@ impl Captured {
                     weights: weights.map(Buffer::view),
                     biases: &[],
                     output: Output::Into(to.view_mut()),
+                    waits: None,
                     choice: Some(choice),
                 })?;
                 back = combined.weights;

@@ -75,6 +75,7 @@ fn combined(
                 weights: weights.then(|| back.view()),
                 biases: &[],
                 output: Output::Allocate(DataType::F32),
+                waits: None,
                 choice,
             })
             .map(drop)

@@ -49,6 +49,7 @@ impl Job<'_> {
             k: a.call.k as u32,
             max_rows: a.call.max_rows() as u32,
             row_threads: threads,
+            waits: self.waits,
             ..queued!(CombineFifoParams, self, queues)
         };
         let kernels = &self.core.device.opened.kernels.combine_fifo;

@@ -39,6 +39,7 @@ impl Job<'_> {
             experts: placed.experts,
             per_rank: placed.per_rank,
             row_threads: threads,
+            waits: self.waits,
             ..queued!(DispatchFifoParams, self, queues)
         };
         let all = Sections::dispatch(&a.call, a.call.max_tokens);

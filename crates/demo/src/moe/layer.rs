@@ -171,6 +171,7 @@ impl<'a> Layer<'a> {
             weights: None,
             biases: &[],
             output: Output::Allocate(DataType::BF16),
+            waits: None,
             choice: None,
         })?;
         let combined = self.sync()?;
@@ -244,6 +245,7 @@ impl<'a> Layer<'a> {
             max_recv: self.loaded.as_ref().map(|loaded| loaded.room),
             received_ids: ReceivedIds::Local,
             totals: None,
+            waits: None,
             cast: self.options.fp8.then_some(CAST),
             choice: None,
         })?)

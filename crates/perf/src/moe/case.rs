@@ -116,6 +116,7 @@ impl<'a> Case<'a> {
             },
             received_ids: ReceivedIds::Local,
             totals: None,
+            waits: None,
             cast: self.options.cast(),
             choice: self.options.choice(),
         })
@@ -136,10 +137,12 @@ impl<'a> Case<'a> {
         lease: &mut brigade::Lease<'_>,
         pending: brigade::Pending<'s>,
     ) -> brigade::Result<brigade::LowLatencyDispatched<'s>> {
-        match self.totals.clone() {
-            Some(mut totals) => pending.receive_counted(lease, totals.view_mut()),
-            None => pending.receive(lease),
-        }
+        let mut totals = self.totals.clone();
+        let to = brigade::Statistics {
+            totals: totals.as_mut().map(Buffer::view_mut),
+            waits: None,
+        };
+        pending.receive_counted(lease, to)
     }
 
     /// One way, and what was done.
@@ -216,6 +219,7 @@ impl<'a> Case<'a> {
             weights: None,
             biases: &[],
             output,
+            waits: None,
             choice: self.options.choice().filter(|_| !(in_place && fp8)),
         })?;
         Ok(back.d.ok_or(brigade::Error::Closed)?)
