@@ -10,6 +10,7 @@
 
 mod combine;
 mod dispatch;
+mod weights;
 
 use crate::{
     rail_ways::{Outward, Owners, RowWords},
@@ -26,6 +27,11 @@ pub struct MachineWays {
     inside: Option<Handle>,
     /// Rows of each machine for each along this rail, row by row.
     rows: PerRank,
+    /// First slot of every rank, and their number at the end.
+    first: Vec<usize>,
+    /// Words of the rows that went along the rail, and of those that came.
+    sent_words: Vec<i32>,
+    came_words: Vec<i32>,
     received: Buffer,
 }
 

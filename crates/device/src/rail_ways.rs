@@ -4,6 +4,7 @@
 //! weights. Whoever gets the row finds in them what is its own.
 
 use crate::{Error, Machines, ReceivedIds, Result};
+use std::ops::Range;
 
 /// Whose slots are whose, over all machines.
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +121,31 @@ pub(crate) fn square(counts: &[i32], most: usize) -> Result<Vec<usize>> {
 pub(crate) fn turned(square: &[usize], machines: usize) -> Vec<usize> {
     let at = |i: usize| square[i % machines * machines + i / machines];
     (0..machines * machines).map(at).collect()
+}
+
+/// The machine of each of so many rows for each machine.
+pub(crate) fn rows_of_machines(rows: &[usize]) -> impl Iterator<Item = usize> {
+    let each = rows.iter().enumerate();
+    each.flat_map(|(machine, &rows)| std::iter::repeat_n(machine, rows))
+}
+
+/// Takes what belongs to experts of these ranks, out of numbers for each of a token's experts.
+pub(crate) fn take_entries(
+    owners: Owners<'_>,
+    row: RowWords,
+    words: &[i32],
+    ranks: &Range<usize>,
+    from: &[f32],
+    to: &mut [f32],
+) {
+    for ((&slot, &from), to) in row.slots(words).iter().zip(from).zip(to) {
+        if owners
+            .rank_of(slot)
+            .is_some_and(|rank| ranks.contains(&rank))
+        {
+            *to = from;
+        }
+    }
 }
 
 /// Where rows that came along a rail go inside: for each, the places `local number * machines + machine it is from` of the ranks that have

@@ -1,7 +1,7 @@
 //! Rows back from experts on other machines: added up inside, along the rail, and added up.
 
-use super::{Along, ONE_BY_ONE, Over, only_inside, ways_of};
-use crate::{rail_ways::turned, *};
+use super::{Along, ONE_BY_ONE, Over, ways_of};
+use crate::{rail_ways::turned, routing::countable, *};
 
 impl Over<'_> {
     /// Checks a combine, and whether all that it is made of can be. Nothing is enqueued.
@@ -11,15 +11,17 @@ impl Over<'_> {
     pub(super) fn check_combine(&self, p: &CombineParams<'_>) -> Result<CombineCall> {
         let call = p.check(&self.group, self.parts.generation())?;
         let ways = ways_of(p.handle)?;
-        if call.weights {
-            let what = "weights that go back".to_string();
-            return Err(only_inside(what, "keep those of the dispatch").into());
+        if call.weights && ways.inside.is_some() {
+            let part = self.weights_call(p.handle.call());
+            countable("max_tokens", part.max_tokens)?;
+            self.inside.plan(&Call::Dispatch(part))?;
         }
         let out = CombineCall {
             dtype: call.output,
             k: ways.out.call().k,
             arrangement: ONE_BY_ONE,
             sum: CombineSum::Expert,
+            weights: false,
             choice: None,
             ..call.clone()
         };
@@ -89,7 +91,7 @@ impl Over<'_> {
             let biases = biases.collect::<Result<Vec<Buffer>>>()?;
             let biases: Vec<_> = biases.iter().map(Buffer::view).collect();
             let mut into = given.clone();
-            experts.combine(
+            let mut combined = experts.combine(
                 turn,
                 CombineParams {
                     rows: rows.view(),
@@ -103,7 +105,13 @@ impl Over<'_> {
                     },
                     choice: None,
                 },
-            )
+            )?;
+            if let Some(weights) = p.weights {
+                let ways = (p.handle, ways);
+                let back = self.weights_back(turn, ways, weights, &signed)?;
+                combined.weights = Some(back);
+            }
+            Ok(combined)
         };
         let done = back();
         if let (Err(_), Some(mut d)) = (&done, given) {

@@ -177,7 +177,7 @@ impl Over<'_> {
         let (layout, first) = self.parts.layout(&on, routing)?;
         let owners = self.owners(&first);
         let outward = self.outward(&on, (&layout, &first), row, weights)?;
-        let packed = self.pack(turn, &p, &outward.machines)?;
+        let packed = self.pack(turn, &p, (&outward.machines, row.k))?;
         let signed = Call::Dispatch(call.clone());
         let rows = self.counted(&on, &signed, &outward.counts, call.max_tokens)?;
         let along = Along {
@@ -192,7 +192,7 @@ impl Over<'_> {
         let words = along.go(&device.upload(&on, &outward.words, &words)?)?;
         let known = device.download::<i32>(&on, words.view())?;
         let (came, inside, words, plan) = if self.stays(call) {
-            (rail, None, known, plan)
+            (rail, None, known.clone(), plan)
         } else {
             let places = inward(owners, self.group.rank, row, &known)?;
             let (_, most) = self.most(row.k);
@@ -224,6 +224,9 @@ impl Over<'_> {
             out,
             inside,
             rows,
+            sent_words: outward.words,
+            came_words: known,
+            first,
             received: integers(&of_machines, &[of_machines.len()])?,
         };
         let parts = HandleParts {
@@ -292,7 +295,7 @@ impl Over<'_> {
         &self,
         turn: &mut Turn,
         p: &DispatchParams<'_>,
-        machines: &[i32],
+        (machines, k): (&[i32], usize),
     ) -> Result<Dispatched> {
         let on = turn.stream().clone();
         let device = self.device();
@@ -303,9 +306,8 @@ impl Over<'_> {
         let first = (local * count) as i32;
         let place = |&machine: &i32| if machine < 0 { -1 } else { first + machine };
         let places: Vec<i32> = machines.iter().map(place).collect();
-        let tokens = p.rows.shape().rows();
-        let per_token = places.len() / tokens.max(1);
-        let places = device.upload(&on, &places, &[tokens, per_token.max(1)])?;
+        let shape = [p.rows.shape().rows(), self.most(k).0];
+        let places = device.upload(&on, &places, &shape)?;
         let ones = ones(device, &on, &places)?;
         let params = own_params(p, self.to_places(&places, &ones));
         self.inside.experts()?.dispatch(turn, params)

@@ -1,0 +1,606 @@
+//! Rows to experts on all machines and back: bit for bit what was sent, in the order of all ranks; and sums in the order of ranks inside
+//! each machine, and of machines.
+
+use super::{
+    SHAPES, all_ranks, at, config,
+    faults::{DEADLINE, heard},
+};
+use crate::{
+    backend::Rank,
+    check::{assert_kind, expect_fault, expect_invalid, expect_unsupported},
+    experts::{
+        back::Back,
+        case::{By, Case, Ids, Where},
+        check_cast,
+        own::{Own, check, i32s},
+    },
+    faults::{AMPLE, GRACE},
+    inject::Jitter,
+    suite::{Suite, World},
+};
+use brigade_device::{
+    Arrangement, CombineParams, CombineSum, DataType, DispatchParams, Dispatched, FaultKind,
+    FaultRecord, Fp8Cast, Handle, Hierarchy, HierarchyConfig, Operation, Output, ParallelMode,
+    Result, Route, ScaleFormat, Transport,
+};
+use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
+use std::{sync::Arc, time::Instant};
+
+/// Little memory, so that rows go in pieces inside, along the rail and through queues.
+pub fn with_experts() -> HierarchyConfig {
+    let mut config = config();
+    config.comm.mode = ParallelMode::Ep;
+    config.comm.dispatch_bytes = 64 << 10;
+    config.comm.combine_bytes = 96 << 10;
+    config.comm.fifo_bytes = 64 << 10;
+    config
+}
+
+/// Calls have a short deadline, once the first is over.
+fn impatient() -> HierarchyConfig {
+    let mut config = with_experts();
+    config.comm.deadline = DEADLINE;
+    config.comm.first_deadline = AMPLE;
+    config
+}
+
+/// Any tokens of all ranks of these machines.
+fn case(rng: &mut StdRng, shape: (usize, usize), sizes: (usize, usize, usize, usize)) -> Case {
+    let mut case = Case::random(rng, shape.0 * shape.1, sizes);
+    case.by_machine = (shape.0 > 1).then_some(shape.1);
+    case
+}
+
+/// Tokens that go to each machine, of those of `source` with experts at `to`, or anywhere.
+fn to_machines(case: &Case, source: usize, machines: usize) -> Vec<i32> {
+    let ranks = case.size / machines;
+    let mut counts = vec![0; machines];
+    for token in 0..case.tokens(source) {
+        for (machine, count) in counts.iter_mut().enumerate() {
+            let slots = (0..case.k).filter_map(|entry| case.slot(source, token, entry));
+            let goes = |slot| case.owner(slot).0 / ranks == machine;
+            *count += i32::from(slots.map(goes).any(|goes| goes));
+        }
+    }
+    counts
+}
+
+/// What came, and what is known of machines.
+fn check_all(rank: &Rank, over: &Hierarchy, case: &Case, got: &Dispatched) {
+    check(rank, case, got);
+    let machines = over.machines();
+    let Some(ways) = got.handle.machines() else {
+        assert_eq!(machines.count(), 1);
+        return;
+    };
+    let numbers = |view| bytemuck::pod_collect_to_vec::<u8, i32>(&rank.raw(view));
+    let sent = to_machines(case, rank.rank, machines.count());
+    assert_eq!(numbers(ways.sent()), sent, "rows to machines");
+    let mut received = vec![0; machines.count()];
+    for row in case.received(rank.rank).0 {
+        received[machines.machine_of(row.source)] += 1;
+    }
+    assert_eq!(numbers(ways.received()), received, "rows from machines");
+}
+
+fn dispatch(rank: &Rank, over: &Hierarchy, case: &Case) -> Result<Dispatched> {
+    Own::of(rank, case).dispatch(&mut over.lease(&rank.stream)?, case)
+}
+
+/// There and back again.
+fn round_trip(rank: &Rank, over: &Hierarchy, case: &Case, back: &Back) -> Dispatched {
+    let got = dispatch(rank, over, case).unwrap();
+    check_all(rank, over, case, &got);
+    let mut lease = over.lease(&rank.stream).unwrap();
+    back.check(rank, &mut lease, case, &got.handle);
+    got
+}
+
+const TRANSPORTS: [Option<Transport>; 4] = [
+    None,
+    Some(Transport::OneSided),
+    Some(Transport::Fifo),
+    Some(Transport::Gather),
+];
+
+/// The same, by any transport, in any type, with room for what comes or for more.
+fn any(rng: &mut StdRng, mut case: Case) -> (Case, Back) {
+    case.by = By {
+        there: *TRANSPORTS.choose(rng).unwrap(),
+        back: *TRANSPORTS.choose(rng).unwrap(),
+        ids: Ids::Own,
+    };
+    case.dtype = [DataType::BF16, DataType::F32, DataType::I8][rng.random_range(0..3)];
+    let case = case.with_rows(rng).with_any_ids(rng);
+    let most = (0..case.size).map(|rank| case.received(rank).1).max();
+    let room = rng.random::<bool>().then(|| most.unwrap_or(0) + 3);
+    let case = Case { room, ..case };
+    let back = Back::random(rng, &case);
+    (case, back)
+}
+
+/// Tokens of a rank at most, hidden, k, experts.
+const SIZES: [(usize, usize, usize, usize); 6] = [
+    (1, 512, 8, 64),
+    (3, 1024, 6, 33),
+    (40, 64, 4, 20),
+    (130, 16, 1, 7),
+    (17, 32, 32, 100),
+    (60, 96, 10, 5),
+];
+
+fn round_trips(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let cases = SIZES.map(|sizes| {
+        let case = case(&mut rng, shape, sizes);
+        any(&mut rng, case)
+    });
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        for (case, back) in &cases {
+            round_trip(rank, &over, case, back);
+        }
+    });
+}
+
+/// Nobody's rows, all to one rank, each to nobody, one expert twice; and no weights.
+fn extremes(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let full = case(&mut rng, shape, (20, 32, 3, 2 * size + 1));
+    let full = full.with_tokens(&mut rng, &vec![20; size]);
+    let none = full.clone().with_tokens(&mut rng, &vec![0; size]);
+    let mut one = vec![0; size];
+    one[rng.random_range(0..size)] = 20;
+    let from_one = full.clone().with_tokens(&mut rng, &one);
+    let filled = |case: &Case, id: i64| {
+        let mut case = case.clone();
+        case.ids.iter_mut().for_each(|ids| ids.fill(id));
+        case
+    };
+    let (to_one, nowhere) = (filled(&full, 2 * size as i64), filled(&full, -1));
+    let mut bare = full.clone();
+    bare.weights = None;
+    let cases = [full, none, from_one, to_one, nowhere, bare].map(|case| any(&mut rng, case));
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        for (case, back) in &cases {
+            round_trip(rank, &over, case, back);
+        }
+    });
+}
+
+/// Experts in several slots, slots of none, and ids that are ranks; and the layout that says so beforehand.
+fn placements(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let per_rank = 3;
+    let all = (per_rank * world.size) as i32;
+    let mut mapped = case(&mut rng, shape, (30, 16, 4, 7));
+    let mut slots: Vec<i32> = (0..7 * 3).map(|_| rng.random_range(0..all)).collect();
+    // One expert has one copy, and one none.
+    slots[3..6].copy_from_slice(&[1, -1, -1]);
+    slots[6..9].fill(-1);
+    mapped.places = Where::Map { slots, per_rank };
+    let mut ranks = mapped.clone();
+    ranks.places = Where::Ranks;
+    let cases = [mapped, ranks].map(|case| {
+        let tokens: Vec<usize> = (0..world.size).map(|_| rng.random_range(1..=30)).collect();
+        let case = case.with_tokens(&mut rng, &tokens);
+        any(&mut rng, case)
+    });
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        for (case, back) in &cases {
+            let got = round_trip(rank, &over, case, back);
+            let own = Own::of(rank, case);
+            let mut lease = over.lease(&rank.stream).unwrap();
+            let layout = lease.expert_layout(own.routing(case)).unwrap();
+            let counts = to_machines(case, rank.rank, shape.0);
+            assert_eq!(i32s(rank, &layout.rows_per_machine), counts);
+            let known = got.handle.layout().buffers();
+            for (told, known) in layout.ranks.buffers().into_iter().zip(known) {
+                assert_eq!(i32s(rank, told), i32s(rank, known));
+            }
+        }
+    });
+}
+
+/// Other rows the same ways, of another type, and sums of them; statistics count each time.
+fn again(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let cases = [0, 1].map(|_| {
+        let case = case(&mut rng, shape, (40, 48, 3, 9));
+        let (case, back) = any(&mut rng, case);
+        let mut other = case.clone();
+        other.dtype = DataType::F32;
+        (case, other.with_rows(&mut rng), back)
+    });
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        for (case, other, back) in &cases {
+            let slots = case.slots()[rank.rank];
+            let before: Vec<i64> = (0..slots as i64).map(|slot| (1 << 40) + slot).collect();
+            let bytes = bytemuck::cast_slice(&before);
+            let totals = rank.upload_bytes(DataType::I64, &[slots], bytes);
+            let own = |case| {
+                let mut own = Own::of(rank, case);
+                own.totals = Some(totals.clone());
+                own
+            };
+            let mut lease = over.lease(&rank.stream).unwrap();
+            let there = own(case).dispatch(&mut lease, case).unwrap();
+            for case in [other, case, other] {
+                let route = Route::Again(&there.handle);
+                let got = own(case).dispatch_by(&mut lease, case, route).unwrap();
+                check_all(rank, &over, case, &got);
+                back.check(rank, &mut lease, case, &got.handle);
+            }
+            let got: Vec<i64> = bytemuck::pod_collect_to_vec(&rank.raw(totals.view()));
+            let counts = case.counts(rank.rank).into_iter();
+            let want: Vec<i64> = before.iter().zip(counts).map(|(b, n)| b + 4 * n).collect();
+            assert_eq!(got, want, "totals of four dispatches");
+        }
+    });
+}
+
+/// Rows that are cast are so before they go along the rail.
+fn casts(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let formats = [
+        (ScaleFormat::F32, 9e-4),
+        (ScaleFormat::PowerOfTwo, 7e-3),
+        (ScaleFormat::Ue8m0, 7e-3),
+    ];
+    let cases = formats.map(|(format, limit)| {
+        let mut case = case(&mut rng, shape, (12, 400, 3, 7));
+        case.cast = Some(Fp8Cast {
+            format,
+            column_major: false,
+        });
+        (case.with_rows(&mut rng), limit)
+    });
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        for (case, limit) in &cases {
+            let got = dispatch(rank, &over, case).unwrap();
+            check_all(rank, &over, case, &got);
+            check_cast(rank, case, &got, *limit);
+        }
+    });
+}
+
+/// The sum of what all ranks' experts made, as bytes.
+fn combined(rank: &Rank, over: &Hierarchy, handle: &Handle, case: &Case) -> Result<Vec<u8>> {
+    let rows = rank.poisoned(case.dtype, &[handle.capacity(), case.hidden]);
+    let back = over.lease(&rank.stream)?.combine(CombineParams {
+        rows: rows.view(),
+        handle,
+        sum: CombineSum::Rank,
+        weights: None,
+        biases: &[],
+        output: Output::Allocate(case.dtype),
+        choice: None,
+    })?;
+    Ok(rank.raw(back.d.unwrap().view()))
+}
+
+/// What does not go across machines is refused with a reason, and what cannot be with the field; and the hierarchy goes on.
+fn refusals(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let case = case(&mut rng, shape, (10, 128, 3, 7));
+    let (case, back) = any(&mut rng, case);
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        let got = round_trip(rank, &over, &case, &back);
+        let unsupported = |case: &Case, what: &str| {
+            let refused = dispatch(rank, &over, case);
+            assert_eq!(expect_unsupported(refused, what), "across-machines");
+        };
+        let with = |change: fn(&mut Case)| {
+            let mut case = case.clone();
+            (case.by.there, case.room) = (None, None);
+            change(&mut case);
+            case
+        };
+        let by_source = with(|case| case.arrangement = Arrangement::BySource);
+        unsupported(&by_source, "places of ranks");
+        let by_expert = with(|case| case.arrangement = Arrangement::ByExpert { alignment: 1 });
+        unsupported(&by_expert, "rows by expert");
+        unsupported(&with(|case| case.by.ids = Ids::Padded), "gathered ids");
+        let bf16 = with(|case| case.dtype = DataType::BF16).with_rows(&mut StdRng::seed(1));
+        let by_columns = Case {
+            cast: Some(Fp8Cast {
+                format: ScaleFormat::F32,
+                column_major: true,
+            }),
+            ..bf16
+        };
+        unsupported(&by_columns, "scales by columns");
+        let own = Own::of(rank, &case);
+        let beside = [own.beside.view(); DispatchParams::MOST_BESIDE];
+        let route = || Route::Experts {
+            routing: own.routing(&case),
+            weights: None,
+        };
+        let call = |beside, max_tokens| {
+            over.lease(&rank.stream)?.dispatch(DispatchParams {
+                rows: own.rows.view(),
+                beside,
+                route: route(),
+                arrangement: Arrangement::Dense,
+                max_tokens,
+                max_recv: None,
+                received_ids: case.received_ids,
+                totals: None,
+                cast: None,
+                choice: None,
+            })
+        };
+        let refused = call(&beside, 10);
+        let code = expect_unsupported(refused, "four things beside rows");
+        assert_eq!(code, "across-machines");
+        let refused = call(&beside[..1], 1 << 20);
+        assert_eq!(expect_invalid(refused, "too many tokens"), "max_tokens");
+        let captured = rank.device.capture(&rank.stream, &mut || {
+            let mut lease = over.lease(&rank.stream)?;
+            own.dispatch(&mut lease, &case).map(drop)
+        });
+        let code = expect_unsupported(captured.map(drop), "captured");
+        assert_eq!(code, "not-capturable");
+        // Of one group, though it has all ranks.
+        let flat = rank.join_another(&crate::experts::config());
+        let mut lease = flat.lease(&rank.stream).unwrap();
+        let flat = with(|case| case.dtype = DataType::F32).with_rows(&mut StdRng::seed(2));
+        let there = Own::of(rank, &flat).dispatch(&mut lease, &flat).unwrap();
+        let refused = combined(rank, &over, &there.handle, &flat);
+        assert_eq!(expect_invalid(refused, "another's handle"), "handle");
+        let mut lease = over.lease(&rank.stream).unwrap();
+        back.check(rank, &mut lease, &case, &got.handle);
+        drop(lease);
+        round_trip(rank, &over, &case, &back);
+    });
+}
+
+trait Seeded {
+    fn seed(seed: u64) -> Self;
+}
+
+impl Seeded for StdRng {
+    fn seed(seed: u64) -> Self {
+        rand::SeedableRng::seed_from_u64(seed)
+    }
+}
+
+/// More rows than there is room for: every rank of all machines hears of it, in this call or the next; and after a reset all goes on,
+/// with new handles.
+fn overflow(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let mut case = case(&mut rng, shape, (8, 16, 1, world.size));
+    case = case.with_tokens(&mut rng, &vec![8; world.size]);
+    let full = rng.random_range(0..world.size) as i64;
+    case.ids.iter_mut().for_each(|ids| ids.fill(full));
+    case.dtype = DataType::BF16;
+    let case = case.with_rows(&mut rng);
+    let room = 8 * world.size;
+    let fits = Case {
+        room: Some(room),
+        ..case.clone()
+    };
+    let small = Case {
+        room: Some(room - 1),
+        ..case
+    };
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        let before = dispatch(rank, &over, &fits).unwrap();
+        check_all(rank, &over, &fits, &before);
+        // Who had no part in it may hear of it in the next call.
+        let result = dispatch(rank, &over, &small);
+        let result = result.and_then(|got| combined(rank, &over, &got.handle, &small));
+        let record = expect_fault(result, "one row too many");
+        assert_kind(&record, FaultKind::Overflow, "one row too many");
+        rank.meet();
+        over.reset(AMPLE).unwrap();
+        let refused = combined(rank, &over, &before.handle, &fits);
+        assert_eq!(expect_invalid(refused, "one from before a reset"), "handle");
+        let got = dispatch(rank, &over, &fits).unwrap();
+        check_all(rank, &over, &fits, &got);
+        combined(rank, &over, &got.handle, &fits).unwrap();
+    });
+}
+
+/// Makes a call and asserts that it ended in time.
+fn timed<R>(call: impl FnOnce() -> Result<R>, what: &str) -> Result<R> {
+    let start = Instant::now();
+    let result = call();
+    let took = start.elapsed();
+    assert!(took < DEADLINE + GRACE, "{what} took {took:?}");
+    result
+}
+
+/// After a fault: a reset, and all is as before.
+fn goes_on(rank: &Rank, over: &Hierarchy, record: FaultRecord, (case, back): &(Case, Back)) {
+    assert_eq!(expect_fault(over.check(), "check"), record);
+    rank.meet();
+    over.reset(AMPLE).unwrap();
+    round_trip(rank, over, case, back);
+    rank.meet();
+}
+
+/// A rank that makes no dispatch, or no combine: all others time out, and name it.
+fn never_calls(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let case = case(&mut rng, shape, (9, 32, 3, 7));
+    let usual = any(&mut rng, case);
+    let culprit = rng.random_range(0..world.size);
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &impatient());
+        let (case, back) = &usual;
+        for operation in [Operation::Dispatch, Operation::Combine] {
+            let got = round_trip(rank, &over, case, back);
+            rank.meet();
+            let record = if rank.rank == culprit {
+                rank.meet();
+                expect_fault(heard(&over), "the culprit")
+            } else {
+                let result = timed(
+                    || match operation {
+                        Operation::Dispatch => dispatch(rank, &over, case).map(drop),
+                        _ => {
+                            let floats = Case {
+                                dtype: DataType::F32,
+                                ..case.clone()
+                            };
+                            combined(rank, &over, &got.handle, &floats).map(drop)
+                        }
+                    },
+                    "a call without one rank",
+                );
+                let record = expect_fault(result, "a rank is missing");
+                assert_kind(&record, FaultKind::Timeout, "a rank is missing");
+                assert_eq!(record.peer as usize, culprit, "{record}");
+                assert_eq!(record.operation, operation as u32);
+                rank.meet();
+                record
+            };
+            goes_on(rank, &over, record, &usual);
+        }
+    });
+}
+
+/// A rank, or a machine, that makes another call: with other room, ids that number otherwise, wider rows; or a combine.
+fn other_call(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let mut case = case(&mut rng, shape, (9, 32, 3, 7));
+    case.room = Some(9 * world.size);
+    let back = Back::random(&mut rng, &case);
+    let usual = (case, back);
+    let culprit = rng.random_range(0..world.size);
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        let (case, _) = &usual;
+        let more = Case {
+            room: case.room.map(|room| room + 1),
+            ..case.clone()
+        };
+        let mut wider = case.clone();
+        wider.hidden *= 2;
+        let wider = wider.with_rows(&mut StdRng::seed(3));
+        let machines = over.machines();
+        let machine = machines.machine_of(culprit);
+        for (other, whole_machine) in [(&more, false), (&wider, false), (&more, true)] {
+            if whole_machine && machines.count() == 1 {
+                continue;
+            }
+            rank.meet();
+            let is_other = match whole_machine {
+                true => machines.machine_of(rank.rank) == machine,
+                false => rank.rank == culprit,
+            };
+            let case = if is_other { other } else { case };
+            let result = timed(|| dispatch(rank, &over, case), "another call");
+            let record = expect_fault(result, "another call");
+            assert_kind(&record, FaultKind::Mismatch, "another call");
+            let named = [record.rank, record.peer].map(|r| machines.machine_of(r as usize));
+            assert!(named.contains(&machine), "{culprit}: {record}");
+            goes_on(rank, &over, record, &usual);
+        }
+    });
+}
+
+/// A rank that leaves before a dispatch or a combine: all hear of it, with its name.
+fn leaves(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let case = case(&mut rng, shape, (9, 32, 3, 7));
+    let case = Case {
+        dtype: DataType::F32,
+        ..case
+    };
+    let case = case.with_rows(&mut rng);
+    let culprit = rng.random_range(0..world.size);
+    world.run(&all_ranks(), move |rank| {
+        for combines in [false, true] {
+            let over = rank.join_machines(shape.0, &with_experts());
+            let got = dispatch(rank, &over, &case).unwrap();
+            rank.meet();
+            if rank.rank != culprit {
+                let call = || match combines {
+                    true => combined(rank, &over, &got.handle, &case).map(drop),
+                    false => dispatch(rank, &over, &case).map(drop),
+                };
+                let record = expect_fault(timed(call, "without one rank"), "a rank has left");
+                assert_kind(&record, FaultKind::PeerLost, "a rank has left");
+                assert_eq!(record.peer as usize, culprit, "{record}");
+            }
+            drop((got, over));
+            rank.meet();
+        }
+    });
+}
+
+/// Delays at any step change nothing but the time.
+fn delays(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let cases = [0, 1, 2].map(|_| {
+        let case = case(&mut rng, shape, (30, 48, 3, 9));
+        any(&mut rng, case)
+    });
+    let jitter = Jitter::new(&mut rng, 9, 400);
+    world.run_injected(&all_ranks(), Arc::new(jitter), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        for (case, back) in &cases {
+            round_trip(rank, &over, case, back);
+        }
+    });
+}
+
+/// Without memory for rows a hierarchy refuses them, and its other calls go on.
+fn no_memory(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let case = case(&mut rng, shape, (9, 32, 3, 7));
+    let sums = super::Case::sum(&mut rng, shape, 777);
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &config());
+        let code = expect_unsupported(dispatch(rank, &over, &case), "no memory");
+        assert_eq!(code, brigade_plan::reason::CAPACITY);
+        sums.run(rank, &over, None);
+    });
+}
+
+/// Adds the contracts.
+pub fn add(suite: &mut Suite) {
+    if !suite.backend().engines().dispatches {
+        return;
+    }
+    type Contract = fn(&World, (usize, usize));
+    let contracts: [(&str, Contract); 5] = [
+        ("round_trips", round_trips),
+        ("extremes", extremes),
+        ("placements", placements),
+        ("again", again),
+        ("no_memory", no_memory),
+    ];
+    let injects = suite.backend().injects();
+    for shape in SHAPES {
+        let mut add = |name: &str, contract: Contract| {
+            at(suite, shape, &format!("experts/{name}"), contract);
+        };
+        for (name, contract) in contracts {
+            add(name, contract);
+        }
+        let (machines, ranks) = shape;
+        if machines * ranks > 1 {
+            add("overflow", overflow);
+            add("never_calls", never_calls);
+            add("other_call", other_call);
+            add("leaves", leaves);
+            if injects {
+                add("delays", delays);
+            }
+        }
+        if machines > 1 {
+            add("refusals", refusals);
+            add("casts", casts);
+        }
+    }
+}
