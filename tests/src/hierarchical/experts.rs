@@ -284,6 +284,28 @@ fn combined(rank: &Rank, over: &Hierarchy, handle: &Handle, case: &Case) -> Resu
     Ok(rank.raw(back.d.unwrap().view()))
 }
 
+/// Some rows there and back, which may fail.
+pub struct Trip(Case);
+
+impl Trip {
+    /// Of any tokens.
+    pub fn random(rng: &mut StdRng, shape: (usize, usize)) -> Self {
+        let mut case = case(rng, shape, (60, 64, 4, 9));
+        case.dtype = DataType::F32;
+        Self(case.with_rows(rng))
+    }
+
+    /// Makes both calls.
+    ///
+    /// # Errors
+    /// As they.
+    pub fn run(&self, rank: &Rank, over: &Hierarchy) -> Result<()> {
+        let got = dispatch(rank, over, &self.0)?;
+        combined(rank, over, &got.handle, &self.0)?;
+        over.check()
+    }
+}
+
 /// What does not go across machines is refused with a reason, and what cannot be with the field; and the hierarchy goes on.
 fn refusals(world: &World, shape: (usize, usize)) {
     let mut rng = world.rng();
