@@ -294,6 +294,7 @@ mod tests {
             let machines = Machines::cut(count * ranks, count)?;
             let mut config = HierarchyConfig::new(ParallelMode::Tp);
             config.comm.scratch_bytes = 16 << 10;
+            (config.comm.dispatch_bytes, config.comm.combine_bytes) = (5000, 70_000);
             config.staging_bytes = 300_000;
             let one = |boot: &dyn Bootstrap| -> Result<()> {
                 let device = HostDevice::new()?;

@@ -7,7 +7,7 @@ use super::{CudaHierarchy, Inner, run::BOTH_BYTES};
 use crate::rails::Rails;
 use brigade_device::{
     Call, Communicator, Error, ExpertLayout, ExpertParts, FaultRecord, Group, Machines, Phase,
-    Rail, RailParams, Reason, Result, Routing, Stream,
+    Rail, RailParams, Result, Routing, Stream,
 };
 use brigade_plan::routes::Slots;
 use std::time::Duration;
@@ -45,12 +45,8 @@ impl ExpertParts for Parts<'_> {
         &self.inner.inside[0]
     }
     fn rail(&self) -> Result<&dyn Rail> {
-        match &self.rail {
-            Some(rail) => Ok(rail),
-            None => {
-                Err(Reason::new("one-machine", "a machine alone has no rail", "report it").into())
-            }
-        }
+        let rail = self.rail.as_ref().map(|rail| rail as &dyn Rail);
+        rail.ok_or_else(|| Error::invalid("machines", 1, "several, for a rail"))
     }
     fn within(&self) -> Duration {
         self.inner.most()
