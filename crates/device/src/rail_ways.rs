@@ -342,9 +342,9 @@ mod tests {
                 let kind = (row, ReceivedIds::Global);
                 let got = Arrived::new(owners, rank, kind, &words, room)?;
                 let mut at = 0;
-                for source in 0..size {
+                for (source, slots) in slots.iter().enumerate() {
                     assert_eq!(got.offsets[source] as usize, at);
-                    for (token, of_token) in slots[source].chunks(row.k).enumerate() {
+                    for (token, of_token) in slots.chunks(row.k).enumerate() {
                         if !of_token.iter().any(mine) {
                             continue;
                         }

@@ -1,30 +1,25 @@
 //! Rows to experts on all machines and back: bit for bit what was sent, in the order of all ranks; and sums in the order of ranks inside
 //! each machine, and of machines.
 
-use super::{
-    SHAPES, all_ranks, at, config,
-    faults::{DEADLINE, heard},
-};
+mod faults;
+
+use super::{SHAPES, all_ranks, at, config};
 use crate::{
     backend::Rank,
-    check::{assert_kind, expect_fault, expect_invalid, expect_unsupported},
+    check::{expect_invalid, expect_unsupported},
     experts::{
         back::Back,
         case::{By, Case, Ids, Where, rounded},
         check_cast,
         own::{Own, check, i32s},
     },
-    faults::{AMPLE, GRACE},
-    inject::Jitter,
     suite::{Suite, World},
 };
 use brigade_device::{
-    Arrangement, CombineParams, CombineSum, DataType, DispatchParams, Dispatched, FaultKind,
-    FaultRecord, Fp8Cast, Handle, Hierarchy, HierarchyConfig, Operation, Output, ParallelMode,
-    Result, Route, ScaleFormat, Transport,
+    Arrangement, CombineParams, CombineSum, DataType, DispatchParams, Dispatched, Fp8Cast, Handle,
+    Hierarchy, HierarchyConfig, Output, ParallelMode, Result, Route, ScaleFormat, Transport,
 };
-use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
-use std::{sync::Arc, time::Instant};
+use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
 /// Little memory, so that rows go in pieces inside, along the rail and through queues.
 pub fn with_experts() -> HierarchyConfig {
@@ -36,14 +31,6 @@ pub fn with_experts() -> HierarchyConfig {
     config
 }
 
-/// Calls have a short deadline, once the first is over.
-fn impatient() -> HierarchyConfig {
-    let mut config = with_experts();
-    config.comm.deadline = DEADLINE;
-    config.comm.first_deadline = AMPLE;
-    config
-}
-
 /// Any tokens of all ranks of these machines.
 fn case(rng: &mut StdRng, shape: (usize, usize), sizes: (usize, usize, usize, usize)) -> Case {
     let mut case = Case::random(rng, shape.0 * shape.1, sizes);
@@ -51,7 +38,7 @@ fn case(rng: &mut StdRng, shape: (usize, usize), sizes: (usize, usize, usize, us
     case
 }
 
-/// Tokens that go to each machine, of those of `source` with experts at `to`, or anywhere.
+/// Tokens of `source` that go to each machine.
 fn to_machines(case: &Case, source: usize, machines: usize) -> Vec<i32> {
     let ranks = case.size / machines;
     let mut counts = vec![0; machines];
@@ -346,7 +333,8 @@ fn refusals(world: &World, shape: (usize, usize)) {
         let by_expert = with(|case| case.arrangement = Arrangement::ByExpert { alignment: 1 });
         unsupported(&by_expert, "rows by expert");
         unsupported(&with(|case| case.by.ids = Ids::Padded), "gathered ids");
-        let bf16 = with(|case| case.dtype = DataType::BF16).with_rows(&mut StdRng::seed(1));
+        let bf16 =
+            with(|case| case.dtype = DataType::BF16).with_rows(&mut StdRng::seed_from_u64(1));
         let by_columns = Case {
             cast: Some(Fp8Cast {
                 format: ScaleFormat::F32,
@@ -389,7 +377,7 @@ fn refusals(world: &World, shape: (usize, usize)) {
         // Of one group, though it has all ranks.
         let flat = rank.join_another(&crate::experts::config());
         let mut lease = flat.lease(&rank.stream).unwrap();
-        let flat = with(|case| case.dtype = DataType::F32).with_rows(&mut StdRng::seed(2));
+        let flat = with(|case| case.dtype = DataType::F32).with_rows(&mut StdRng::seed_from_u64(2));
         let there = Own::of(rank, &flat).dispatch(&mut lease, &flat).unwrap();
         let refused = combined(rank, &over, &there.handle, &flat);
         assert_eq!(expect_invalid(refused, "another's handle"), "handle");
@@ -397,199 +385,6 @@ fn refusals(world: &World, shape: (usize, usize)) {
         back.check(rank, &mut lease, &case, &got.handle);
         drop(lease);
         round_trip(rank, &over, &case, &back);
-    });
-}
-
-trait Seeded {
-    fn seed(seed: u64) -> Self;
-}
-
-impl Seeded for StdRng {
-    fn seed(seed: u64) -> Self {
-        rand::SeedableRng::seed_from_u64(seed)
-    }
-}
-
-/// More rows than there is room for: every rank of all machines hears of it, in this call or the next; and after a reset all goes on,
-/// with new handles.
-fn overflow(world: &World, shape: (usize, usize)) {
-    let mut rng = world.rng();
-    let mut case = case(&mut rng, shape, (8, 16, 1, world.size));
-    case = case.with_tokens(&mut rng, &vec![8; world.size]);
-    let full = rng.random_range(0..world.size) as i64;
-    case.ids.iter_mut().for_each(|ids| ids.fill(full));
-    case.dtype = DataType::BF16;
-    let case = case.with_rows(&mut rng);
-    let room = 8 * world.size;
-    let fits = Case {
-        room: Some(room),
-        ..case.clone()
-    };
-    let small = Case {
-        room: Some(room - 1),
-        ..case
-    };
-    world.run(&all_ranks(), move |rank| {
-        let over = rank.join_machines(shape.0, &with_experts());
-        let before = dispatch(rank, &over, &fits).unwrap();
-        check_all(rank, &over, &fits, &before);
-        // Who had no part in it may hear of it in the next call.
-        let result = dispatch(rank, &over, &small);
-        let result = result.and_then(|got| combined(rank, &over, &got.handle, &small));
-        let record = expect_fault(result, "one row too many");
-        assert_kind(&record, FaultKind::Overflow, "one row too many");
-        rank.meet();
-        over.reset(AMPLE).unwrap();
-        let refused = combined(rank, &over, &before.handle, &fits);
-        assert_eq!(expect_invalid(refused, "one from before a reset"), "handle");
-        let got = dispatch(rank, &over, &fits).unwrap();
-        check_all(rank, &over, &fits, &got);
-        combined(rank, &over, &got.handle, &fits).unwrap();
-    });
-}
-
-/// Makes a call and asserts that it ended in time.
-fn timed<R>(call: impl FnOnce() -> Result<R>, what: &str) -> Result<R> {
-    let start = Instant::now();
-    let result = call();
-    let took = start.elapsed();
-    assert!(took < DEADLINE + GRACE, "{what} took {took:?}");
-    result
-}
-
-/// After a fault: a reset, and all is as before.
-fn goes_on(rank: &Rank, over: &Hierarchy, record: FaultRecord, (case, back): &(Case, Back)) {
-    assert_eq!(expect_fault(over.check(), "check"), record);
-    rank.meet();
-    over.reset(AMPLE).unwrap();
-    round_trip(rank, over, case, back);
-    rank.meet();
-}
-
-/// A rank that makes no dispatch, or no combine: all others time out, and name it.
-fn never_calls(world: &World, shape: (usize, usize)) {
-    let mut rng = world.rng();
-    let case = case(&mut rng, shape, (9, 32, 3, 7));
-    let usual = any(&mut rng, case);
-    let culprit = rng.random_range(0..world.size);
-    world.run(&all_ranks(), move |rank| {
-        let over = rank.join_machines(shape.0, &impatient());
-        let (case, back) = &usual;
-        for operation in [Operation::Dispatch, Operation::Combine] {
-            let got = round_trip(rank, &over, case, back);
-            rank.meet();
-            let record = if rank.rank == culprit {
-                rank.meet();
-                expect_fault(heard(&over), "the culprit")
-            } else {
-                let result = timed(
-                    || match operation {
-                        Operation::Dispatch => dispatch(rank, &over, case).map(drop),
-                        _ => {
-                            let floats = Case {
-                                dtype: DataType::F32,
-                                ..case.clone()
-                            };
-                            combined(rank, &over, &got.handle, &floats).map(drop)
-                        }
-                    },
-                    "a call without one rank",
-                );
-                let record = expect_fault(result, "a rank is missing");
-                assert_kind(&record, FaultKind::Timeout, "a rank is missing");
-                assert_eq!(record.peer as usize, culprit, "{record}");
-                assert_eq!(record.operation, operation as u32);
-                rank.meet();
-                record
-            };
-            goes_on(rank, &over, record, &usual);
-        }
-    });
-}
-
-/// A rank, or a machine, that makes another call: with other room, ids that number otherwise, wider rows; or a combine.
-fn other_call(world: &World, shape: (usize, usize)) {
-    let mut rng = world.rng();
-    let mut case = case(&mut rng, shape, (9, 32, 3, 7));
-    case.room = Some(9 * world.size);
-    let back = Back::random(&mut rng, &case);
-    let usual = (case, back);
-    let culprit = rng.random_range(0..world.size);
-    world.run(&all_ranks(), move |rank| {
-        let over = rank.join_machines(shape.0, &with_experts());
-        let (case, _) = &usual;
-        let more = Case {
-            room: case.room.map(|room| room + 1),
-            ..case.clone()
-        };
-        let mut wider = case.clone();
-        wider.hidden *= 2;
-        let wider = wider.with_rows(&mut StdRng::seed(3));
-        let machines = over.machines();
-        let machine = machines.machine_of(culprit);
-        for (other, whole_machine) in [(&more, false), (&wider, false), (&more, true)] {
-            if whole_machine && machines.count() == 1 {
-                continue;
-            }
-            rank.meet();
-            let is_other = match whole_machine {
-                true => machines.machine_of(rank.rank) == machine,
-                false => rank.rank == culprit,
-            };
-            let case = if is_other { other } else { case };
-            let result = timed(|| dispatch(rank, &over, case), "another call");
-            let record = expect_fault(result, "another call");
-            assert_kind(&record, FaultKind::Mismatch, "another call");
-            let named = [record.rank, record.peer].map(|r| machines.machine_of(r as usize));
-            assert!(named.contains(&machine), "{culprit}: {record}");
-            goes_on(rank, &over, record, &usual);
-        }
-    });
-}
-
-/// A rank that leaves before a dispatch or a combine: all hear of it, with its name.
-fn leaves(world: &World, shape: (usize, usize)) {
-    let mut rng = world.rng();
-    let case = case(&mut rng, shape, (9, 32, 3, 7));
-    let case = Case {
-        dtype: DataType::F32,
-        ..case
-    };
-    let case = case.with_rows(&mut rng);
-    let culprit = rng.random_range(0..world.size);
-    world.run(&all_ranks(), move |rank| {
-        for combines in [false, true] {
-            let over = rank.join_machines(shape.0, &with_experts());
-            let got = dispatch(rank, &over, &case).unwrap();
-            rank.meet();
-            if rank.rank != culprit {
-                let call = || match combines {
-                    true => combined(rank, &over, &got.handle, &case).map(drop),
-                    false => dispatch(rank, &over, &case).map(drop),
-                };
-                let record = expect_fault(timed(call, "without one rank"), "a rank has left");
-                assert_kind(&record, FaultKind::PeerLost, "a rank has left");
-                assert_eq!(record.peer as usize, culprit, "{record}");
-            }
-            drop((got, over));
-            rank.meet();
-        }
-    });
-}
-
-/// Delays at any step change nothing but the time.
-fn delays(world: &World, shape: (usize, usize)) {
-    let mut rng = world.rng();
-    let cases = [0, 1, 2].map(|_| {
-        let case = case(&mut rng, shape, (30, 48, 3, 9));
-        any(&mut rng, case)
-    });
-    let jitter = Jitter::new(&mut rng, 9, 400);
-    world.run_injected(&all_ranks(), Arc::new(jitter), move |rank| {
-        let over = rank.join_machines(shape.0, &with_experts());
-        for (case, back) in &cases {
-            round_trip(rank, &over, case, back);
-        }
     });
 }
 
@@ -629,12 +424,12 @@ pub fn add(suite: &mut Suite) {
         }
         let (machines, ranks) = shape;
         if machines * ranks > 1 {
-            add("overflow", overflow);
-            add("never_calls", never_calls);
-            add("other_call", other_call);
-            add("leaves", leaves);
+            add("overflow", faults::overflow);
+            add("never_calls", faults::never_calls);
+            add("other_call", faults::other_call);
+            add("leaves", faults::leaves);
             if injects {
-                add("delays", delays);
+                add("delays", faults::delays);
             }
         }
         if machines > 1 {
