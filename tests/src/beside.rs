@@ -59,7 +59,7 @@ fn round_trip(rank: &Rank, case: &Case, late: Option<usize>) {
     let ready = rank.stream.record().unwrap();
     compute(rank, &mut other, false);
     let mut beside = comm.lease_beside(&rank.stream, Some(&ready)).unwrap();
-    let got = own.dispatch(&mut beside, case).unwrap();
+    let got = own.dispatch(&mut *beside, case).unwrap();
     compute(rank, &mut other, late.is_some() && !late_here);
     meet(!late_here);
     let there = beside.finish().unwrap();

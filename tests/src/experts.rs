@@ -414,7 +414,8 @@ fn casts(world: &World, by: By) {
     });
 }
 
-fn check_cast(rank: &Rank, case: &Case, got: &Dispatched, limit: f64) {
+/// What was cast is what was sent, as far as fp8 can tell.
+pub fn check_cast(rank: &Rank, case: &Case, got: &Dispatched, limit: f64) {
     let cast = case.cast.unwrap();
     let (_, per_row) = cast.scales(case.hidden);
     let (values, scales) = (

@@ -1,5 +1,6 @@
 //! Collectives across machines: the bits of a reduction inside each machine and one across them, whatever the path and the slices.
 
+pub mod experts;
 mod faults;
 #[cfg(target_os = "linux")]
 mod killed;
@@ -435,6 +436,7 @@ pub fn add(suite: &mut Suite) {
             long(world, shape, len, &[DataType::BF16]);
         });
     }
+    experts::add(suite);
     faults::add(suite);
     life::add(suite);
     if suite.backend().slows_rails() {

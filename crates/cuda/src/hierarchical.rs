@@ -4,6 +4,7 @@
 //! A call is enqueued as a whole, and the host waits for nothing: phases have streams, and what waits for what are events. A watch of the
 //! hierarchy's sees what NCCL would not tell, and hands on what stops one group, to the others and along the rail.
 
+mod experts;
 mod run;
 mod watch;
 
@@ -19,9 +20,10 @@ use crate::{
     rails::{Found, Rails},
 };
 use brigade_device::{
-    Bootstrap, Buffer, Call, CommConfig, Error, FaultKind, FaultRecord, Group, Hierarchical,
-    HierarchicalCall, HierarchicalPlan, Hierarchy, HierarchyConfig, Machines, Numbers, Operation,
-    Phase, Queues, Reason, Result, Staging, Stream, Turn,
+    Bootstrap, Buffer, Call, CombineParams, Combined, CommConfig, DispatchParams, Dispatched,
+    Error, FaultKind, FaultRecord, Group, Hierarchical, HierarchicalCall, HierarchicalPlan,
+    Hierarchy, HierarchyConfig, MachineLayout, Machines, Numbers, Operation, Phase, Queues, Reason,
+    Result, Routing, Staging, Stream, Turn, combine_across, dispatch_across, expert_layout_across,
 };
 use brigade_group::{Across, Deadline, Stoppable, agree, machine, split};
 use brigade_plan::hierarchical::{Costs, plan};
@@ -74,14 +76,14 @@ impl Stoppable for Core {
     }
 }
 
-/// Each communicator's configuration: what pushes is much quicker for few bytes, so it has buffers for that as all others do.
-fn part(config: &HierarchyConfig) -> CommConfig {
+/// The configuration of both communicators: what pushes is much quicker for few bytes, so they have buffers for that as all others do.
+fn parts(config: &HierarchyConfig) -> [CommConfig; 2] {
     let usual = CommConfig::new(config.comm.mode);
-    CommConfig {
+    [config.first_inside(), config.part()].map(|part| CommConfig {
         all_reduce_bytes: usual.all_reduce_bytes,
         reduce_scatter_bytes: usual.reduce_scatter_bytes,
-        ..config.part()
-    }
+        ..part
+    })
 }
 
 /// Memory that every rank takes in [`join`], and at most in calls, besides what NCCL takes.
@@ -91,13 +93,14 @@ pub(crate) fn memory_need(
     config: &HierarchyConfig,
 ) -> Result<u64> {
     config.check()?;
-    let inside = comm::memory_need(device, &part(config), machines.ranks())?;
+    let inside = parts(config).map(|part| comm::memory_need(device, &part, machines.ranks()));
+    let [first, second] = inside;
     let staging = match machines.count() {
         // One collective, from buffer to buffer.
         1 => 0,
         _ => config.staging_bytes as u64,
     };
-    Ok(2 * inside + staging)
+    Ok(first? + second? + staging)
 }
 
 /// Joins this rank's machine, twice, and its rail.
@@ -113,10 +116,10 @@ pub(crate) fn join(
     };
     let group = machine::vote_on(boot, machines, config, costs.digest())?;
     let within = config.comm.first_deadline;
-    let comm = part(config);
+    let [first, second] = parts(config);
     let inside = split(boot, machines.machine_of(group.rank), within, |part| {
-        let join = || comm::join_one(Arc::clone(device), part, &comm);
-        Ok([join()?, join()?])
+        let join = |config| comm::join_one(Arc::clone(device), part, config);
+        Ok([join(&first)?, join(&second)?])
     })?;
     let rails = match machines.count() {
         1 => None,
@@ -318,6 +321,18 @@ impl std::fmt::Debug for Made {
     }
 }
 
+impl CudaHierarchy {
+    /// A call, as this rank makes it.
+    fn made(&self, call: &Call) -> Made {
+        Made {
+            handle: Arc::clone(&self.handle),
+            operation: call.operation(),
+            signature: call.signature(),
+            generation: self.handle.inner().across.generation(),
+        }
+    }
+}
+
 impl Hierarchical for CudaHierarchy {
     fn group(&self) -> &Group {
         self.handle.inner().across.group()
@@ -389,12 +404,7 @@ impl Hierarchical for CudaHierarchy {
         let lane = inner.device.lane(on)?;
         let from = inner.apart(lane, &to, from)?;
         let signed = Call::Hierarchical(call.clone());
-        let made = Made {
-            handle: Arc::clone(&self.handle),
-            operation: signed.operation(),
-            signature: signed.signature(),
-            generation: inner.across.generation(),
-        };
+        let made = self.made(&signed);
         if lane.capturing() {
             // It is made by each launch of the graph.
             let made = Kept::Across(made).buffer()?;
@@ -414,5 +424,17 @@ impl Hierarchical for CudaHierarchy {
         let done = run.run(&plan, &mut staging);
         done.map_err(|error| inner.across.give_up(error))?;
         Ok(plan)
+    }
+
+    fn expert_layout(&self, turn: &mut Turn, routing: Routing<'_>) -> Result<MachineLayout> {
+        expert_layout_across(&self.experts(), turn.stream(), routing)
+    }
+
+    fn dispatch(&self, turn: &mut Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
+        dispatch_across(&self.experts(), turn, p)
+    }
+
+    fn combine(&self, turn: &mut Turn, p: CombineParams<'_>) -> Result<Combined> {
+        combine_across(&self.experts(), turn, p)
     }
 }

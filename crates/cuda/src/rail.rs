@@ -283,6 +283,28 @@ impl NcclRail {
         })
     }
 
+    /// What [`Rail::exchange`] exchanges.
+    pub(crate) fn exchanges(&self, p: &RailParams<'_>) -> Result<Exchange> {
+        let Group { rank, size, .. } = self.group;
+        check_rows("pieces", p.pieces, size * size)?;
+        let (sent, received) = rows::of_square(p.pieces, rank, size);
+        sized("from", p.from.shape().len(), sent.iter().sum())?;
+        sized("to", p.to.as_view().shape().len(), received.iter().sum())?;
+        let (from, to, bytes) = self.ends(p)?;
+        let (out, into) = (rows::offsets(&sent), rows::offsets(&received));
+        let parts = |of: &Buffer, offsets: &[usize], elements: &[usize]| -> Vec<Part> {
+            let at = |m: usize| of.address() + (offsets[m] * bytes) as u64;
+            (0..size).map(|m| (m, at(m), elements[m] * bytes)).collect()
+        };
+        let (sent, received) = (parts(&from, &out, &sent), parts(&to, &into, &received));
+        Ok(Exchange {
+            own: (received[rank].1, sent[rank].1, sent[rank].2),
+            buffers: [from, to],
+            sent,
+            received,
+        })
+    }
+
     /// What goes and what comes, and bytes of an element.
     fn ends(&self, p: &RailParams<'_>) -> Result<(Buffer, Buffer, usize)> {
         let (from, to) = (p.from.retain(), p.to.as_view().retain());
@@ -382,6 +404,11 @@ impl Rail for NcclRail {
     fn diffuse(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
         let how = (Some(p.call.signature()), p.within);
         self.exchange(on, self.diffuses(&p)?, how)
+    }
+
+    fn exchange(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
+        let how = (Some(p.call.signature()), p.within);
+        self.exchange(on, self.exchanges(&p)?, how)
     }
 
     fn poll(&self) -> Result<()> {

@@ -1,10 +1,11 @@
 //! What a dispatch gives: received rows, and the handle that takes rows back.
 
 use crate::{
-    Arrangement, Buffer, DataType, DispatchCall, Error, ExpertLayout, Group, Plan, Result, Shape,
-    View, ViewMut, params::check_totals,
+    Arrangement, Buffer, DataType, DispatchCall, Error, ExpertLayout, Group, MachineWays, Plan,
+    Result, Shape, View, ViewMut, params::check_totals,
 };
 use smallvec::{SmallVec, smallvec};
+use std::sync::Arc;
 
 /// Received rows.
 #[derive(Clone, Debug)]
@@ -63,6 +64,8 @@ pub struct HandleParts {
     pub counts: Buffer,
     /// The rows themselves, where they stay [in place](crate::Transport::InPlace).
     pub in_place: Option<Buffer>,
+    /// How rows went across machines, if they did.
+    pub machines: Option<Arc<MachineWays>>,
 }
 
 impl Handle {
@@ -89,6 +92,11 @@ impl Handle {
     /// Where own rows went.
     pub fn layout(&self) -> &ExpertLayout {
         &self.0.layout
+    }
+
+    /// How many rows went to and came from each machine, if it is of a [`Hierarchy`](crate::Hierarchy) of several.
+    pub fn machines(&self) -> Option<&MachineWays> {
+        self.0.machines.as_deref()
     }
 
     /// Rows that came from each rank, i32 `[ranks]`.
@@ -342,6 +350,7 @@ impl DispatchOutputs {
                     },
                     counts: expected.counts.clone(),
                     in_place: None,
+                    machines: None,
                 },
             },
         })

@@ -16,7 +16,8 @@ use std::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HierarchyConfig {
     /// Of the communicators inside a machine and along a rail. Mode, scratch memory, deadlines and the budget of multiprocessors count;
-    /// nothing else is taken by a hierarchy.
+    /// and for one of those inside, what calls with experts go through (`dispatch_bytes`, `combine_bytes`, `fifo_bytes`). Nothing else is
+    /// taken by a hierarchy.
     pub comm: CommConfig,
     /// Most memory for slices on their way.
     pub staging_bytes: usize,
@@ -27,7 +28,7 @@ pub struct HierarchyConfig {
 }
 
 impl HierarchyConfig {
-    /// Defaults: 64 MiB for slices, which the plan cuts.
+    /// Defaults: 64 MiB for slices, which the plan cuts; and memory for calls with experts where [`CommConfig::new`] has it.
     pub fn new(mode: ParallelMode) -> Self {
         Self {
             comm: CommConfig {
@@ -35,9 +36,6 @@ impl HierarchyConfig {
                 gather_scale_bytes: 0,
                 reduce_scatter_bytes: 0,
                 all_reduce_bytes: 0,
-                dispatch_bytes: 0,
-                combine_bytes: 0,
-                fifo_bytes: 0,
                 low_latency_bytes: 0,
                 regions: 0,
                 region_bytes: 0,
@@ -49,9 +47,22 @@ impl HierarchyConfig {
         }
     }
 
-    /// Of each communicator that a hierarchy is made of: of its memory, a collective needs the scratch alone.
+    /// Of each communicator that a hierarchy is made of, but the first one inside: of its memory, a collective needs the scratch alone.
     pub fn part(&self) -> CommConfig {
         CommConfig {
+            dispatch_bytes: 0,
+            combine_bytes: 0,
+            fifo_bytes: 0,
+            ..self.first_inside()
+        }
+    }
+
+    /// Of the first communicator inside, which calls with experts go through.
+    pub fn first_inside(&self) -> CommConfig {
+        CommConfig {
+            dispatch_bytes: self.comm.dispatch_bytes,
+            combine_bytes: self.comm.combine_bytes,
+            fifo_bytes: self.comm.fifo_bytes,
             scratch_bytes: self.comm.scratch_bytes,
             deadline: self.comm.deadline,
             first_deadline: self.comm.first_deadline,
@@ -109,6 +120,35 @@ pub trait Hierarchical: Send + Sync {
         call: HierarchicalCall,
         to_and_from: (Buffer, Buffer),
     ) -> Result<HierarchicalPlan>;
+    /// See [`HierarchyLease::expert_layout`]: what a backend without it says.
+    ///
+    /// # Errors
+    /// As there.
+    fn expert_layout(&self, _turn: &mut Turn, _routing: Routing<'_>) -> Result<MachineLayout> {
+        Err(no_experts().into())
+    }
+    /// See [`HierarchyLease::dispatch`]: what a backend without it says.
+    ///
+    /// # Errors
+    /// As there.
+    fn dispatch(&self, _turn: &mut Turn, _p: DispatchParams<'_>) -> Result<Dispatched> {
+        Err(no_experts().into())
+    }
+    /// See [`HierarchyLease::combine`]: what a backend without it says.
+    ///
+    /// # Errors
+    /// As there.
+    fn combine(&self, _turn: &mut Turn, _p: CombineParams<'_>) -> Result<Combined> {
+        Err(no_experts().into())
+    }
+}
+
+fn no_experts() -> Reason {
+    Reason::new(
+        "no-experts",
+        "this device has no expert-parallel dispatch across machines",
+        "keep experts inside a machine",
+    )
 }
 
 /// One rank's membership in a group that spans machines, made of communicators inside each machine and rails between them. Clones
@@ -266,6 +306,39 @@ impl HierarchyLease<'_> {
         let call = HierarchicalCall::all_gather(backend.machines(), rank, &p)?;
         let buffers = (p.to.as_view().retain(), p.from.retain());
         backend.enqueue(&self.turn, call, buffers)
+    }
+
+    /// Where this rank's rows would go. Asks no other rank.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field; [`Error::Unsupported`] if the device has no experts across machines.
+    pub fn expert_layout(&mut self, routing: Routing<'_>) -> Result<MachineLayout> {
+        self.shared.backend.expert_layout(&mut self.turn, routing)
+    }
+
+    /// Every rank of all machines gets the rows whose experts it has, as in [`Lease::dispatch`], in the order of all ranks. A token goes once
+    /// to a machine, along the rail of its rank, and inside that machine once to a rank. The handle says how many rows went to each machine
+    /// ([`Handle::machines`]), takes rows back, and further rows the same ways.
+    ///
+    /// Of several machines, rows are taken [`Arrangement::Dense`], from own ids, with scales by rows, and fewer than
+    /// [`DispatchParams::MOST_BESIDE`] things beside them, scales among these. The host waits for ids and counts, so no graph can have the
+    /// call. A forced transport is that inside the machine.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`Error::Unsupported`] with `across-machines` for what does not go across machines; a fault of
+    /// [`Overflow`](FaultKind::Overflow) if more rows come than there is room for, which other machines may hear of in their next call.
+    pub fn dispatch(&mut self, p: DispatchParams<'_>) -> Result<Dispatched> {
+        self.shared.backend.dispatch(&mut self.turn, p)
+    }
+
+    /// Every rank gets back what became of its rows, added up: in the order of ranks inside each machine, in f32; that sum is rounded to the
+    /// result's type and goes back along the rail; and sums of machines are added in their order, then biases, in f32, and rounded once
+    /// more. That is [`SumOrder::ByMachine`]; who wants a single rounding takes the result in f32.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch).
+    pub fn combine(&mut self, p: CombineParams<'_>) -> Result<Combined> {
+        self.shared.backend.combine(&mut self.turn, p)
     }
 
     /// Ends the lease; whoever needs the results elsewhere waits for the event.

@@ -8,7 +8,8 @@ use std::time::Duration;
 pub struct RailParams<'a> {
     /// The call that they belong to: where a rail can tell, ranks that make another one are noticed.
     pub call: &'a Call,
-    /// Elements of each machine's piece, the same list on every rank of the rail.
+    /// Elements of each machine's piece, the same list on every rank of the rail. Of an [`exchange`](Rail::exchange), those of each for
+    /// each.
     pub pieces: &'a [usize],
     /// What goes.
     pub from: View<'a>,
@@ -39,6 +40,13 @@ pub trait Rail: Send + Sync {
     /// # Errors
     /// As [`collect`](Self::collect).
     fn diffuse(&self, on: &Stream, p: RailParams<'_>) -> Result<()>;
+
+    /// Every machine sends each a piece of its own: `pieces` has elements of machine i for machine j at `i * machines + j`. `from` holds this
+    /// machine's pieces for all, in machine order; `to` gets what all have for this one, in machine order.
+    ///
+    /// # Errors
+    /// As [`collect`](Self::collect).
+    fn exchange(&self, on: &Stream, p: RailParams<'_>) -> Result<()>;
 
     /// What has become of work that was enqueued: errors of the network or of peers that were found out since.
     ///

@@ -3,6 +3,7 @@
 //! A call of several slices has a thread for each phase; the calling thread watches, and stops all four groups as soon as one of them is.
 //! What stops a group inside a machine or along a rail so gets to the ranks of all machines, with ranks numbered over all of them.
 
+mod experts;
 mod progress;
 mod run;
 
@@ -16,9 +17,11 @@ use crate::{
     rail::{HostRail, Link, RailModel},
 };
 use brigade_device::{
-    Allocate, Bootstrap, Buffer, Call, Error, FaultRecord, Group, Hierarchical, HierarchicalCall,
-    HierarchicalPlan, Hierarchy, HierarchyConfig, Machines, MemoryType, Numbers, Phase, Queues,
-    Reason, Result, Staging, Stream, Turn,
+    Allocate, Bootstrap, Buffer, Call, CombineParams, Combined, CommConfig, DispatchParams,
+    Dispatched, Error, FaultRecord, Group, Hierarchical, HierarchicalCall, HierarchicalPlan,
+    Hierarchy, HierarchyConfig, MachineLayout, Machines, MemoryType, Numbers, Phase, Queues,
+    Reason, Result, Routing, Staging, Stream, Turn, combine_across, dispatch_across,
+    expert_layout_across,
 };
 use brigade_group::{Across, Stoppable, machine, split};
 use brigade_plan::{
@@ -71,15 +74,16 @@ impl Stoppable for Core {
 /// Memory that every rank takes in [`join`], and at most in calls.
 pub(crate) fn memory_need(machines: Machines, config: &HierarchyConfig) -> Result<u64> {
     config.check()?;
-    let comm = config.part();
-    let [inside, rail] =
-        [machines.ranks(), machines.count()].map(|size| comm::memory_need(&comm, size));
+    let (comm, first) = (config.part(), config.first_inside());
+    let inside =
+        comm::memory_need(&first, machines.ranks())? + comm::memory_need(&comm, machines.ranks())?;
+    let rail = comm::memory_need(&comm, machines.count())?;
     let staging = match machines.count() {
         // One collective, from buffer to buffer.
         1 => 0,
         _ => config.staging_bytes as u64,
     };
-    Ok(2 * (inside? + rail?) + staging)
+    Ok(inside + 2 * rail + staging)
 }
 
 /// Joins both groups of this rank, its machine's and its rail's, twice each.
@@ -103,13 +107,16 @@ fn join_all(
     let costs = Costs::host().with_wire(wire);
     let group = machine::vote_on(boot, machines, config, costs.digest())?;
     let within = config.comm.first_deadline;
-    let comm = config.part();
-    let pair = |part: &dyn Bootstrap| -> Result<[Arc<Core>; 2]> {
-        let join = || join_core(part, &comm, Table::host(), device.inject.clone());
-        Ok([join()?, join()?])
+    let pair = |part: &dyn Bootstrap, first: &CommConfig| -> Result<[Arc<Core>; 2]> {
+        let join = |config| join_core(part, config, Table::host(), device.inject.clone());
+        Ok([join(first)?, join(&config.part())?])
     };
-    let inside = split(boot, machines.machine_of(group.rank), within, pair)?;
-    let rails = split(boot, machines.local_of(group.rank), within, pair)?;
+    let inside = split(boot, machines.machine_of(group.rank), within, |part| {
+        pair(part, &config.first_inside())
+    })?;
+    let rails = split(boot, machines.local_of(group.rank), within, |part| {
+        pair(part, &config.part())
+    })?;
     let link = device.rail.map(|model| Arc::new(Link::new(model)));
     let movers = Phase::ALL.iter().map(|_| Mover::new(&group));
     let streams = Phase::ALL.iter().map(|_| device.stream(0));
@@ -260,6 +267,18 @@ impl Hierarchical for HostHierarchy {
         })?;
         Ok(plan)
     }
+
+    fn expert_layout(&self, turn: &mut Turn, routing: Routing<'_>) -> Result<MachineLayout> {
+        expert_layout_across(&self.experts(), turn.stream(), routing)
+    }
+
+    fn dispatch(&self, turn: &mut Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
+        dispatch_across(&self.experts(), turn, p)
+    }
+
+    fn combine(&self, turn: &mut Turn, p: CombineParams<'_>) -> Result<Combined> {
+        combine_across(&self.experts(), turn, p)
+    }
 }
 
 #[cfg(test)]
@@ -275,6 +294,7 @@ mod tests {
             let machines = Machines::cut(count * ranks, count)?;
             let mut config = HierarchyConfig::new(ParallelMode::Tp);
             config.comm.scratch_bytes = 16 << 10;
+            (config.comm.dispatch_bytes, config.comm.combine_bytes) = (5000, 70_000);
             config.staging_bytes = 300_000;
             let one = |boot: &dyn Bootstrap| -> Result<()> {
                 let device = HostDevice::new()?;

@@ -120,7 +120,7 @@ pub(crate) struct HostRail {
     link: Option<Arc<Link>>,
 }
 
-/// How bytes are exchanged: `(active, link, bytes of every machine's piece, from, to)`.
+/// How bytes are exchanged: `(active, link, bytes of pieces, from, to)`.
 type Exchange = fn(&mut Active<'_>, Option<&Link>, &[usize], &[u8], &mut [u8]) -> Result<()>;
 
 impl HostRail {
@@ -128,10 +128,15 @@ impl HostRail {
         Self { core, link }
     }
 
-    fn run(&self, on: &Stream, p: &RailParams<'_>, exchange: Exchange) -> Result<()> {
-        check_rows("pieces", p.pieces, self.group().size)?;
+    fn run(
+        &self,
+        on: &Stream,
+        p: &RailParams<'_>,
+        pieces: &[usize],
+        exchange: Exchange,
+    ) -> Result<()> {
         let (to, from): (Buffer, Buffer) = (p.to.as_view().retain(), p.from.retain());
-        let pieces: PerRank = p.pieces.iter().map(|n| n * from.dtype().bytes()).collect();
+        let pieces: PerRank = pieces.iter().map(|n| n * from.dtype().bytes()).collect();
         let (core, link) = (Arc::clone(&self.core), self.link.clone());
         let (call, within): (Call, Duration) = (p.call.clone(), p.within);
         HostQueue::of(on)?.run(move || {
@@ -151,18 +156,33 @@ impl Rail for HostRail {
     }
 
     fn collect(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
-        let all: usize = p.pieces.iter().sum();
-        sized("from", p.from.shape().len(), all)?;
-        let own = p.pieces.get(self.group().rank).copied().unwrap_or(0);
-        sized("to", p.to.shape().len(), own * self.group().size)?;
-        self.run(on, &p, collect)
+        let size = self.group().size;
+        check_rows("pieces", p.pieces, size)?;
+        // Every machine has the same piece for each.
+        let pieces = p.pieces.repeat(size);
+        self.exchange(
+            on,
+            RailParams {
+                pieces: &pieces,
+                ..p
+            },
+        )
     }
 
     fn diffuse(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
-        let own = p.pieces.get(self.group().rank).copied().unwrap_or(0);
-        sized("from", p.from.shape().len(), own)?;
-        sized("to", p.to.shape().len(), p.pieces.iter().sum())?;
-        self.run(on, &p, diffuse)
+        let all = check_rows("pieces", p.pieces, self.group().size)?;
+        sized("from", p.from.shape().len(), p.pieces[self.group().rank])?;
+        sized("to", p.to.shape().len(), all)?;
+        self.run(on, &p, p.pieces, diffuse)
+    }
+
+    fn exchange(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
+        let Group { rank, size, .. } = *self.group();
+        check_rows("pieces", p.pieces, size * size)?;
+        let (sent, received) = rows::of_square(p.pieces, rank, size);
+        sized("from", p.from.shape().len(), sent.iter().sum())?;
+        sized("to", p.to.shape().len(), received.iter().sum())?;
+        self.run(on, &p, p.pieces, exchange)
     }
 
     fn poll(&self) -> Result<()> {
@@ -181,8 +201,8 @@ fn sized(field: &'static str, got: usize, want: usize) -> Result<()> {
     Err(Error::invalid(field, got, format!("{want} elements")))
 }
 
-/// Lays every other machine's piece out for it, and reads what the others have for this one.
-fn collect(
+/// Lays this machine's piece for every other one out for it, and reads what the others have for this one.
+fn exchange(
     active: &mut Active<'_>,
     link: Option<&Link>,
     pieces: &[usize],
@@ -191,24 +211,27 @@ fn collect(
 ) -> Result<()> {
     const LINE: usize = 64;
     let (me, size) = (active.job.rank(), active.job.size());
-    let offsets = rows::offsets(pieces);
-    let own = pieces[me];
-    to[me * own..(me + 1) * own].copy_from_slice(&from[offsets[me]..offsets[me + 1]]);
-    let mut flight = Flight::new(link, from.len() - own);
+    let (sent, received) = rows::of_square(pieces, me, size);
+    let (out, into) = (rows::offsets(&sent), rows::offsets(&received));
+    to[into[me]..into[me + 1]].copy_from_slice(&from[out[me]..out[me + 1]]);
+    let mut flight = Flight::new(link, from.len() - sent[me]);
     let half = active.job.core.control.layout().half_bytes(Area::Scratch);
     let room = (half / size / LINE * LINE).max(1);
-    let most = pieces.iter().copied().max().unwrap_or(0);
+    // Of what goes to others.
+    let others = pieces
+        .iter()
+        .enumerate()
+        .filter(|(i, _)| i / size != i % size);
+    let most = others.map(|(_, &piece)| piece).max().unwrap_or(0);
     for start in (0..most).step_by(room) {
-        let cut = |machine: usize| -> Range<usize> {
-            start.min(pieces[machine])..(start + room).min(pieces[machine])
-        };
+        let cut = |piece: usize| -> Range<usize> { start.min(piece)..(start + room).min(piece) };
         let of = active.begin(Area::Scratch)?;
         let job = &active.job;
         let mut bytes = 0;
         for peer in job.peers() {
-            let part = cut(peer);
+            let part = cut(sent[peer]);
             let place = peer * room..peer * room + part.len();
-            let part = &from[offsets[peer] + part.start..offsets[peer] + part.end];
+            let part = &from[out[peer] + part.start..out[peer] + part.end];
             // SAFETY: own half: all peers have given their credit for it, and it is announced below.
             unsafe { job.bytes_mut(me, of, place) }.copy_from_slice(part);
             bytes += part.len();
@@ -217,11 +240,11 @@ fn collect(
         job.say_filled_to_all(of, me, 0);
         for peer in job.peers() {
             job.await_filled(of, peer, 0, peer)?;
-            let part = cut(me);
+            let part = cut(received[peer]);
             job.count_moved(part.len());
             // SAFETY: announced by its owner for this use, which this rank has not ended.
             let piece = unsafe { job.bytes(peer, of, me * room..me * room + part.len()) };
-            to[peer * own + part.start..peer * own + part.end].copy_from_slice(piece);
+            to[into[peer] + part.start..into[peer] + part.end].copy_from_slice(piece);
         }
         active.end(of);
     }

@@ -38,6 +38,11 @@ impl Slots {
         self.first.last().copied().unwrap_or(0)
     }
 
+    /// First of every rank, and at the end their number.
+    pub fn firsts(&self) -> &[usize] {
+        &self.first
+    }
+
     /// Those of one rank.
     pub fn of(&self, rank: usize) -> Range<usize> {
         self.first[rank]..self.first[rank + 1]

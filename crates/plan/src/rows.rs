@@ -26,6 +26,21 @@ pub fn offsets(rows: &[usize]) -> PerRank {
         .collect()
 }
 
+/// What rank `rank` sends to each of `size` ranks, and what it receives from each, out of what each sends to each, row by row.
+///
+/// ```
+/// let (sent, received) = brigade_plan::rows::of_square(&[0, 1, 2, 3], 0, 2);
+/// assert_eq!((&sent[..], &received[..]), (&[0, 1][..], &[0, 2][..]));
+/// ```
+pub fn of_square(all: &[usize], rank: usize, size: usize) -> (PerRank, PerRank) {
+    let at = |from: usize, to: usize| all.get(from * size + to).copied().unwrap_or(0);
+    let ranks = || 0..size;
+    (
+        ranks().map(|to| at(rank, to)).collect(),
+        ranks().map(|from| at(from, rank)).collect(),
+    )
+}
+
 /// Piece `p` of `rows` rows cut into `pieces`, as even as can be: the first pieces have one row more, and where there are
 /// fewer rows than pieces the last ones are empty. Empty too for a `p` that is none of them.
 ///

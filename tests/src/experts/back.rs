@@ -2,7 +2,7 @@
 
 use super::{
     case::{Case, rounded},
-    own::f32s,
+    own::{Leased, f32s},
 };
 use crate::{
     backend::Rank,
@@ -10,7 +10,7 @@ use crate::{
     matrix::{to_bytes, to_f64},
 };
 use brigade_device::{
-    Arrangement, Buffer, CombineParams, CombineSum, DataType, Dispatched, Handle, Lease, Output,
+    Arrangement, Buffer, CombineParams, CombineSum, DataType, Dispatched, Handle, Output,
 };
 use rand::{Rng, rngs::StdRng};
 
@@ -59,19 +59,19 @@ impl Back {
     }
 
     /// Combines, and checks every bit.
-    pub fn check(&self, rank: &Rank, lease: &mut Lease<'_>, case: &Case, handle: &Handle) {
+    pub fn check(&self, rank: &Rank, lease: &mut impl Leased, case: &Case, handle: &Handle) {
         self.check_from(rank, lease, case, (handle, None));
     }
 
     /// The same, with what experts make written to the place of the rows that came.
-    pub fn check_there(&self, rank: &Rank, lease: &mut Lease<'_>, case: &Case, got: &Dispatched) {
+    pub fn check_there(&self, rank: &Rank, lease: &mut impl Leased, case: &Case, got: &Dispatched) {
         self.check_from(rank, lease, case, (&got.handle, Some(got.rows.clone())));
     }
 
     fn check_from(
         &self,
         rank: &Rank,
-        lease: &mut Lease<'_>,
+        lease: &mut impl Leased,
         case: &Case,
         (handle, place): (&Handle, Option<Buffer>),
     ) {
@@ -129,7 +129,11 @@ impl Back {
                 choice: case.by.back,
             })
             .unwrap();
-        let (exact, wide) = case.combined(me, (self.sum, self.dtype, self.hidden), &biases);
+        let (exact, wide) = case.combined(
+            me,
+            (self.sum, self.dtype, self.output, self.hidden),
+            &biases,
+        );
         let rounded = |&x: &f32| f64::from(rounded(self.output, x));
         let want = to_bytes(self.output, &exact.iter().map(rounded).collect::<Vec<_>>());
         let got = rank.raw(d.view());

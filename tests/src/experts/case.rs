@@ -49,6 +49,8 @@ impl By {
 #[derive(Clone, Debug)]
 pub struct Case {
     pub size: usize,
+    /// Ranks of a machine, where rows go across several.
+    pub by_machine: Option<usize>,
     pub max_tokens: usize,
     pub hidden: usize,
     pub k: usize,
@@ -93,6 +95,7 @@ impl Case {
     ) -> Self {
         let case = Self {
             size,
+            by_machine: None,
             max_tokens,
             hidden,
             k,
@@ -369,7 +372,7 @@ impl Case {
     pub fn combined(
         &self,
         rank: usize,
-        (sum, dtype, hidden): (CombineSum, DataType, usize),
+        (sum, dtype, output, hidden): (CombineSum, DataType, DataType, usize),
         biases: &[Vec<f64>],
     ) -> (Vec<f32>, Vec<f64>) {
         let weights = self.weights.as_ref().map(|w| &w[rank]);
@@ -396,6 +399,16 @@ impl Case {
                             parts.push(vec![(made, weight(entry))]);
                         }
                     }
+                }
+                CombineSum::Rank if self.by_machine.is_some() => {
+                    let ranks = self.by_machine.unwrap_or(1);
+                    for machine in (0..self.size).step_by(ranks) {
+                        let owners = machine..machine + ranks;
+                        let owners = owners.filter(|&o| of_owner(o).next().is_some());
+                        let made = |o| (self.made(o, &row(None), hidden, dtype), 1.0);
+                        parts.push(owners.map(made).collect());
+                    }
+                    parts.retain(|part| !part.is_empty());
                 }
                 CombineSum::Rank => {
                     for owner in (0..self.size).filter(|&o| of_owner(o).next().is_some()) {
@@ -425,6 +438,8 @@ impl Case {
                     let (x, y) = of_part.unwrap_or_default();
                     match sum {
                         CombineSum::ExpertByRank => add(rounded(dtype, x), y),
+                        // A machine's sum goes back in the result's type.
+                        CombineSum::Rank if self.by_machine.is_some() => add(rounded(output, x), y),
                         CombineSum::Rank | CombineSum::Expert => add(x, y),
                     }
                 }

@@ -3,9 +3,41 @@
 use super::case::{Case, Ids, Where};
 use crate::{backend::Rank, check::assert_bits};
 use brigade_device::{
-    Arrangement, Buffer, DataType, DispatchParams, Dispatched, GatheredRouting, Lease, Lengths,
-    Placement, Result, Route, Routing,
+    Arrangement, Buffer, CombineParams, Combined, DataType, DispatchParams, Dispatched,
+    GatheredRouting, HierarchyLease, Lease, Lengths, Placement, Result, Route, Routing,
 };
+
+/// A lease of a communicator or of a hierarchy.
+pub trait Leased {
+    /// As [`Lease::dispatch`].
+    ///
+    /// # Errors
+    /// As there.
+    fn dispatch(&mut self, p: DispatchParams<'_>) -> Result<Dispatched>;
+    /// As [`Lease::combine`].
+    ///
+    /// # Errors
+    /// As there.
+    fn combine(&mut self, p: CombineParams<'_>) -> Result<Combined>;
+}
+
+impl Leased for Lease<'_> {
+    fn dispatch(&mut self, p: DispatchParams<'_>) -> Result<Dispatched> {
+        Lease::dispatch(self, p)
+    }
+    fn combine(&mut self, p: CombineParams<'_>) -> Result<Combined> {
+        Lease::combine(self, p)
+    }
+}
+
+impl Leased for HierarchyLease<'_> {
+    fn dispatch(&mut self, p: DispatchParams<'_>) -> Result<Dispatched> {
+        HierarchyLease::dispatch(self, p)
+    }
+    fn combine(&mut self, p: CombineParams<'_>) -> Result<Combined> {
+        HierarchyLease::combine(self, p)
+    }
+}
 
 /// A rank's arguments, in its memory.
 pub struct Own {
@@ -129,7 +161,7 @@ impl Own {
         }
     }
 
-    pub fn dispatch(&self, lease: &mut Lease<'_>, case: &Case) -> Result<Dispatched> {
+    pub fn dispatch(&self, lease: &mut impl Leased, case: &Case) -> Result<Dispatched> {
         let routing = self.routing(case);
         let route = match &self.all {
             None => Route::Experts {
@@ -155,7 +187,7 @@ impl Own {
 
     pub fn dispatch_by(
         &self,
-        lease: &mut Lease<'_>,
+        lease: &mut impl Leased,
         case: &Case,
         route: Route<'_>,
     ) -> Result<Dispatched> {

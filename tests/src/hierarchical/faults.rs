@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-const DEADLINE: Duration = Duration::from_millis(300);
+pub(super) const DEADLINE: Duration = Duration::from_millis(300);
 
 /// Calls have a short deadline, once the first is over.
 fn impatient() -> HierarchyConfig {
@@ -94,7 +94,7 @@ pub(super) fn call(rank: &Rank, over: &Hierarchy, spec: Spec, limit: Duration) -
 }
 
 /// What stopped it, once that was heard: what tells machines of it takes its time.
-fn heard(over: &Hierarchy) -> Result<()> {
+pub(super) fn heard(over: &Hierarchy) -> Result<()> {
     let start = Instant::now();
     loop {
         match over.check() {

@@ -3,6 +3,7 @@
 
 use super::{
     Case, all_ranks, config,
+    experts::{Trip, with_experts},
     faults::{Spec, USUAL, call},
 };
 use crate::{
@@ -13,10 +14,14 @@ use crate::{
     processes::{self, KILLED},
     suite::{Suite, World},
 };
-use brigade_device::{FaultKind, FaultRecord, HierarchicalPath, Hierarchy};
+use brigade_device::{FaultKind, FaultRecord, HierarchicalPath, Hierarchy, Result};
 use brigade_group::TcpConfig;
 use rand::Rng;
-use std::{ops::Range, sync::Arc, time::Duration};
+use std::{
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// What goes on while a process is killed: many slices.
 const LONG: Spec = Spec {
@@ -26,20 +31,20 @@ const LONG: Spec = Spec {
 };
 
 /// Makes calls until this process is killed, in so many rounds of idling. Others may be killed before.
-fn until_killed(rank: &Rank, over: &Hierarchy, rounds: u32) {
+fn until_killed(rank: &Rank, rounds: u32, mut call: impl FnMut() -> Result<()>) {
     std::thread::scope(|s| {
         s.spawn(|| {
             rank.dawdle(rounds);
             processes::kill();
         });
-        while call(rank, over, LONG, AMPLE).is_ok() {}
+        while call().is_ok() {}
     });
 }
 
 /// Makes calls until one fails, each in time; it says that one of these ranks is lost.
-fn until_lost(rank: &Rank, over: &Hierarchy, lost: &Range<usize>) -> FaultRecord {
+fn until_lost(lost: &Range<usize>, mut call: impl FnMut() -> Result<()>) -> FaultRecord {
     let record = loop {
-        if let Err(error) = call(rank, over, LONG, 2 * GRACE) {
+        if let Err(error) = call() {
             break expect_fault::<()>(Err(error), "a rank was killed");
         }
     };
@@ -67,9 +72,37 @@ fn one(world: &World, shape: (usize, usize)) {
     world.run(&all_ranks(), move |rank| {
         let over = begun(rank, shape.0, &case);
         if rank.rank == culprit {
-            return until_killed(rank, &over, rounds);
+            return until_killed(rank, rounds, || call(rank, &over, LONG, AMPLE));
         }
-        until_lost(rank, &over, &(culprit..culprit + 1));
+        until_lost(&(culprit..culprit + 1), || {
+            call(rank, &over, LONG, 2 * GRACE)
+        });
+    });
+}
+
+/// A rank, while rows go to experts and back.
+fn with_rows(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let trip = Trip::random(&mut rng, shape);
+    let culprit = rng.random_range(0..world.size);
+    let rounds = rng.random_range(0..3000);
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        trip.run(rank, &over).unwrap();
+        rank.meet();
+        // Nobody is killed before all are back from meeting. Who is slow may hear of it here already.
+        let _ = trip.run(rank, &over);
+        if rank.rank == culprit {
+            return until_killed(rank, rounds, || trip.run(rank, &over));
+        }
+        let lost = culprit..culprit + 1;
+        until_lost(&lost, || {
+            let start = Instant::now();
+            let result = trip.run(rank, &over);
+            let took = start.elapsed();
+            assert!(took < 2 * GRACE, "took {took:?}: {result:?}");
+            result
+        });
     });
 }
 
@@ -87,9 +120,10 @@ fn machine(world: &World, (machines, ranks): (usize, usize)) {
     world.run(&all_ranks(), move |rank| {
         let over = begun(rank, machines, &case);
         if lost.contains(&rank.rank) {
-            return until_killed(rank, &over, rounds[rank.rank - first]);
+            let rounds = rounds[rank.rank - first];
+            return until_killed(rank, rounds, || call(rank, &over, LONG, AMPLE));
         }
-        let record = until_lost(rank, &over, &lost);
+        let record = until_lost(&lost, || call(rank, &over, LONG, 2 * GRACE));
         assert_eq!(expect_fault(over.check(), "check"), record);
         let reset = over.reset(Duration::from_millis(50));
         assert!(reset.is_err(), "reset without machine {lost:?}");
@@ -122,6 +156,11 @@ pub fn add(suite: &mut Suite) {
         let (machines, ranks) = shape;
         let name = format!("{KILLED}/hierarchical_{machines}x{ranks}");
         suite.add_across(shape, &name, move |world| one(world, shape));
+    }
+    for shape in [(2, 1), (2, 2)] {
+        let (machines, ranks) = shape;
+        let name = format!("{KILLED}/hierarchical_experts_{machines}x{ranks}");
+        suite.add_across(shape, &name, move |world| with_rows(world, shape));
     }
     for shape in [(2, 2), (3, 1), (3, 2)] {
         let (machines, ranks) = shape;

@@ -11,7 +11,7 @@ use crate::{
 use brigade_device::{
     Arrangement, Buffer, CombineParams, CombineSum, DataType, DispatchParams, Dispatched,
     ExpertLayout, Fp8Cast, GatheredRouting, Lengths, Output, Placement, ReceivedIds, Route,
-    Routing, ScaleFormat, Transport,
+    Routing, ScaleFormat, Transport, View,
 };
 use brigade_plan::Engines;
 
@@ -115,8 +115,12 @@ impl Own {
         }
     }
 
+    pub(super) fn beside(&self) -> View<'_> {
+        self.beside.view()
+    }
+
     /// There is room for all that may come.
-    fn params<'a>(
+    pub(super) fn params<'a>(
         &'a self,
         rank: &Rank,
         arrangement: Arrangement,
@@ -171,7 +175,7 @@ fn laid_out(rank: &Rank, layout: &ExpertLayout) -> Vec<u8> {
 }
 
 /// All that is promised of what a dispatch leaves.
-fn left(rank: &Rank, got: &Dispatched) -> Vec<u8> {
+pub(super) fn left(rank: &Rank, got: &Dispatched) -> Vec<u8> {
     let handle = &got.handle;
     let sources = i32s(rank, &handle.parts().sources);
     let there: Vec<usize> = (0..handle.capacity())

@@ -1,8 +1,20 @@
-//! Reductions across machines: the order is that of two, one inside every machine and one across them.
+//! Reductions across machines, and sums of experts' rows: the order is that of two, one inside every machine and one across them.
 
-use super::{Entry, Inputs, Results, named};
-use crate::{all_reduce::OPS, backend::Rank, hierarchical::config, layer::FLOATS};
-use brigade_device::{DataType, HierarchicalAllReduceParams, HierarchicalPath, ReduceOp};
+use super::{
+    Entry, Inputs, Results,
+    experts::{HIDDEN, Own, Placed, left, tokens},
+    named,
+};
+use crate::{
+    all_reduce::OPS,
+    backend::Rank,
+    hierarchical::{config, experts::with_experts},
+    layer::FLOATS,
+};
+use brigade_device::{
+    Arrangement, Buffer, CombineParams, CombineSum, DataType, DispatchParams,
+    HierarchicalAllReduceParams, HierarchicalPath, Output, ReduceOp, Transport,
+};
 
 /// Machines, and ranks of each.
 const SHAPES: [(usize, usize); 5] = [(2, 1), (2, 2), (4, 1), (4, 2), (2, 4)];
@@ -44,6 +56,63 @@ fn all_reduce(
     results.into()
 }
 
+/// What a dispatch leaves, and what comes back of rows that experts made, whatever carries rows inside.
+fn experts(
+    rank: &Rank,
+    mut inputs: Inputs,
+    machines: usize,
+    (dtype, output): (DataType, DataType),
+) -> Results {
+    let own = Own::new(rank, &mut inputs, dtype, Placed::Even);
+    let over = rank.join_machines(machines, &with_experts());
+    let beside = [own.beside()];
+    let mut made: Option<[Buffer; 4]> = None;
+    let by = [
+        ("one_sided", Transport::OneSided),
+        ("fifo", Transport::Fifo),
+        ("gather", Transport::Gather),
+    ];
+    by.map(|(name, choice)| {
+        let mut lease = over.lease(&rank.stream).unwrap();
+        let got = lease.dispatch(DispatchParams {
+            beside: &beside,
+            ..own.params(rank, Arrangement::Dense, None, choice)
+        });
+        let got = got.unwrap();
+        let mut all = left(rank, &got);
+        if let Some(ways) = got.handle.machines() {
+            let counts = [ways.sent(), ways.received()];
+            all.extend(counts.into_iter().flat_map(|view| rank.raw(view)));
+        }
+        let matrix = [tokens(rank.rank), HIDDEN];
+        let [rows, back, first, second] = made.get_or_insert_with(|| {
+            let mut upload = |dtype, dims: &[usize]| {
+                let bytes = inputs.floats(dtype, dims.iter().product(), false);
+                rank.upload_bytes(dtype, dims, &bytes)
+            };
+            let rows = upload(dtype, &[got.handle.capacity(), HIDDEN]);
+            let back = upload(DataType::F32, got.ids.shape().dims());
+            [rows, back, upload(dtype, &matrix), upload(dtype, &matrix)]
+        });
+        let mut d = rank.poisoned(output, &matrix);
+        let combined = lease.combine(CombineParams {
+            rows: rows.view(),
+            handle: &got.handle,
+            sum: CombineSum::Rank,
+            weights: Some(back.view()),
+            biases: &[first.view(), second.view()],
+            output: Output::Into(d.view_mut()),
+            waits: None,
+            choice: Some(choice),
+        });
+        let weights = combined.unwrap().weights.unwrap();
+        all.extend(rank.raw(d.view()));
+        all.extend(rank.raw(weights.view()));
+        (name.into(), all)
+    })
+    .into()
+}
+
 /// Each with its machines, and ranks of each.
 pub(super) fn entries() -> Vec<((usize, usize), Entry)> {
     let mut all = Vec::new();
@@ -62,6 +131,18 @@ pub(super) fn entries() -> Vec<((usize, usize), Entry)> {
                 });
                 all.push(((machines, ranks), entry));
             }
+        }
+        for (dtype, output) in [
+            (DataType::BF16, DataType::BF16),
+            (DataType::BF16, DataType::F32),
+            (DataType::F32, DataType::F32),
+        ] {
+            let types = format!("{}_to_{}", named(dtype), named(output));
+            let name = format!("hierarchical/{machines}x{ranks}/experts/{types}");
+            let entry = Entry::new(name, move |rank, inputs| {
+                experts(rank, inputs, machines, (dtype, output))
+            });
+            all.push(((machines, ranks), entry));
         }
     }
     all

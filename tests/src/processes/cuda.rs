@@ -157,6 +157,7 @@ impl Devices for Machines {
     fn tries(&self, name: &[&str]) -> bool {
         match name {
             [_, "hierarchical", _, what] => *what != "longest",
+            [_, "hierarchical", _, "experts", _] => true,
             [_, KILLED, op] => op.starts_with("hierarchical_"),
             _ => false,
         }

@@ -35,12 +35,14 @@ impl Devices for Hosts {
             ] => true,
             [_, "quantized_gather" | "quantized_scatter" | "capture", ..] => true,
             [_, "hierarchical", "2x2" | "3x2", what] => *what != "longest",
+            [_, "hierarchical", "2x2" | "3x2", "experts", _] => true,
             [_, "hierarchical", "2x4", what] => {
                 matches!(
                     *what,
                     "sums" | "all_gathers" | "reduce_scatters" | "never_calls" | "leaves"
                 )
             }
+            [_, "hierarchical", "2x4", "experts", what] => *what == "round_trips",
             [_, "hierarchical", "4x4", "sums"] | [_, KILLED | "shrink" | "stress", ..] => true,
             // Their rows are many, and each transport is tried with a few.
             ["w8", "experts", "by_expert"] | ["w8", "experts", _, "dense" | "round_trips"] => false,

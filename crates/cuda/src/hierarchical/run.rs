@@ -19,7 +19,7 @@ use brigade_plan::hierarchical::{Piece, Place, Schedule, Slices, Step, Work, par
 use std::{ops::Range, sync::Arc};
 
 /// Fewer bytes of a rail's ranks go by one connection: two calls of NCCL's take longer.
-const BOTH_BYTES: usize = 256 << 10;
+pub(super) const BOTH_BYTES: usize = 256 << 10;
 
 /// A call on its way to its streams.
 pub(super) struct Run<'a> {

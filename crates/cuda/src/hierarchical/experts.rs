@@ -1,0 +1,110 @@
+//! Calls with experts across machines: what they are made of here.
+//!
+//! The host waits for counts between the hops, by reads that end when the group is stopped. What goes along the rail is NCCL's to carry, by
+//! both connections where it is much.
+
+use super::{CudaHierarchy, Inner, run::BOTH_BYTES};
+use crate::rails::Rails;
+use brigade_device::{
+    Call, Communicator, Error, ExpertLayout, ExpertParts, FaultRecord, Group, Machines, Phase,
+    Rail, RailParams, Result, Routing, Stream,
+};
+use brigade_plan::routes::Slots;
+use std::time::Duration;
+
+impl CudaHierarchy {
+    pub(super) fn experts(&self) -> Parts<'_> {
+        let inner = &**self.handle.inner();
+        let rails = inner.rails.as_deref();
+        Parts {
+            over: self,
+            inner,
+            rail: rails.map(|rails| Both { rails, inner }),
+        }
+    }
+}
+
+/// The first communicator inside, and the rail.
+pub(super) struct Parts<'a> {
+    over: &'a CudaHierarchy,
+    inner: &'a Inner,
+    rail: Option<Both<'a>>,
+}
+
+impl ExpertParts for Parts<'_> {
+    fn group(&self) -> Group {
+        *self.inner.across.group()
+    }
+    fn machines(&self) -> Machines {
+        self.inner.machines()
+    }
+    fn generation(&self) -> u8 {
+        self.inner.across.generation() as u8
+    }
+    fn inside(&self) -> &dyn Communicator {
+        &self.inner.inside[0]
+    }
+    fn rail(&self) -> Result<&dyn Rail> {
+        let rail = self.rail.as_ref().map(|rail| rail as &dyn Rail);
+        rail.ok_or_else(|| Error::invalid("machines", 1, "several, for a rail"))
+    }
+    fn within(&self) -> Duration {
+        self.inner.most()
+    }
+    fn layout(&self, on: &Stream, routing: Routing<'_>) -> Result<(ExpertLayout, Vec<usize>)> {
+        let (_, placement) = routing.check()?;
+        let group = self.group();
+        let layout = self.inner.device.expert_layout(on, routing, group)?;
+        let slots = Slots::new(placement, group.size);
+        Ok((layout, slots.firsts().to_vec()))
+    }
+    fn usable(&self) -> Result<()> {
+        self.inner.can_call()
+    }
+    fn begin(&self, on: &Stream, call: &Call) -> Result<()> {
+        let lane = self.inner.device.lane(on)?;
+        lane.refuse_capture("a call with experts across machines")?;
+        self.over.made(call).begin(lane);
+        Ok(())
+    }
+    fn give_up(&self, error: Error) -> Error {
+        self.inner.across.give_up(error)
+    }
+}
+
+/// Both connections as one rail: for exchanges while no other one is under way.
+struct Both<'a> {
+    rails: &'a Rails,
+    inner: &'a Inner,
+}
+
+impl Rail for Both<'_> {
+    fn group(&self) -> &Group {
+        self.rails.pair[0].group()
+    }
+    fn collect(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
+        self.rails.pair[0].collect(on, p)
+    }
+    fn diffuse(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
+        self.rails.pair[0].diffuse(on, p)
+    }
+    fn exchange(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
+        let rail = &self.rails.pair[0];
+        let what = rail.exchanges(&p)?;
+        let how = (Some(p.call.signature()), p.within);
+        // The same on all ranks of the rail.
+        let bytes = p.pieces.iter().sum::<usize>() * p.from.dtype().bytes();
+        if bytes < BOTH_BYTES {
+            return rail.exchange(on, what, how);
+        }
+        // That of a phase, none of which is under way.
+        let beside = &self.inner.streams[Phase::Collect as usize];
+        self.rails.exchange((on, beside), what, how)
+    }
+    fn poll(&self) -> Result<()> {
+        self.rails.pair.iter().try_for_each(Rail::poll)
+    }
+    fn stop(&self, record: FaultRecord) {
+        self.rails.pair.iter().for_each(|rail| rail.stop(record));
+    }
+}
