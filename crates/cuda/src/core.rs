@@ -562,8 +562,7 @@ impl Core {
         let used = self.used.lock();
         used.iter()
             .chain([&self.mover, &self.waiter])
-            .filter(|lane| !lane.capturing())
-            .filter_map(|lane| CudaMark::record(&self.device.card, lane.stream).ok())
+            .filter_map(|lane| lane.mark())
             .collect()
     }
 }

@@ -228,6 +228,15 @@ impl Lane {
         self.card.retired.sweep();
     }
 
+    /// A mark of the work so far, unless a capture runs here: to look at one that was made in a capture ends that.
+    pub(crate) fn mark(&self) -> Option<CudaMark> {
+        let _no_capture_begins = self.notes.lock();
+        if self.capturing() {
+            return None;
+        }
+        CudaMark::record(&self.card, self.stream).ok()
+    }
+
     /// Lets `other` wait for the work here. While a capture runs here, `later` is put off to its end, and `false` returned.
     pub(crate) fn fence(
         &self,

@@ -62,8 +62,7 @@ impl Inner {
     /// Marks of all work so far.
     fn marks(&self) -> Vec<CudaMark> {
         let lanes = self.streams.iter().filter_map(|s| self.device.lane(s).ok());
-        let lanes = lanes.filter(|lane| !lane.capturing());
-        let own = lanes.filter_map(|lane| CudaMark::record(&lane.card, lane.stream).ok());
+        let own = lanes.filter_map(|lane| lane.mark());
         let inside = self.inside.iter().flat_map(|comm| comm.core.marks());
         own.chain(inside).collect()
     }
