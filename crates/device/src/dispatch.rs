@@ -138,7 +138,8 @@ pub struct DispatchParams<'a> {
     /// statistics over many calls. In the order of the stream, in replays of graphs too. Of a call that ends in a fault, some may have been added.
     pub totals: Option<ViewMut<'a>>,
     /// i64 `[ranks]`: how long this rank waited for each other one in this call, in nanoseconds, is added to it; its own entry stays as it
-    /// is. In the order of the stream, as `totals`. Waits for several ranks go on side by side, so their sum may be longer than the call.
+    /// is. In the order of the stream, as `totals`. Waits for several ranks go on side by side, so their sum may be longer than the call; and
+    /// so do those of the queues of a [`Transport::Fifo`](crate::Transport), which are added up for each rank.
     pub waits: Option<ViewMut<'a>>,
     /// Cast to fp8 on the way. Rows are f32, f16 or bf16 then.
     pub cast: Option<Fp8Cast>,

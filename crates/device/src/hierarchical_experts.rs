@@ -78,11 +78,28 @@ pub trait ExpertParts {
     /// # Errors
     /// As [`HierarchyLease::expert_layout`].
     fn layout(&self, on: &Stream, routing: Routing<'_>) -> Result<(ExpertLayout, Vec<usize>)>;
+    /// Slots of this rank.
+    fn own_slots(&self, placement: PlacementCall) -> usize;
+    /// Whether work of this device reaches a parameter's memory.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    fn reaches(&self, field: &'static str, view: View<'_>) -> Result<()>;
     /// Whether calls can be made.
     ///
     /// # Errors
     /// As every call.
     fn usable(&self) -> Result<()>;
+    /// Whether what the host has just read is what ranks sent: a group that was stopped may have left anything there.
+    ///
+    /// # Errors
+    /// The fault that stopped one.
+    fn heard(&self) -> Result<()>;
+    /// Behind the last exchange that fills a buffer: nobody is to take what is there for a result if a group was stopped.
+    ///
+    /// # Errors
+    /// Those of enqueuing.
+    fn poison_if_stopped(&self, on: &Stream, out: &Buffer) -> Result<()>;
     /// A call across machines is made now. Not asked for where there is one.
     ///
     /// # Errors
@@ -196,6 +213,20 @@ impl<'a> Over<'a> {
 
     fn device(&self) -> &dyn Device {
         self.inside.device()
+    }
+
+    /// What came, as ranks sent it.
+    fn read<T: Element>(&self, on: &Stream, from: View<'_>) -> Result<Vec<T>> {
+        let got = self.device().download(on, from)?;
+        self.parts.heard()?;
+        Ok(got)
+    }
+
+    fn reach(&self, views: &[(&'static str, Option<View<'_>>)]) -> Result<()> {
+        let mut given = views
+            .iter()
+            .filter_map(|&(field, view)| Some((field, view?)));
+        given.try_for_each(|(field, view)| self.parts.reaches(field, view))
     }
 
     fn owners<'f>(&self, first: &'f [usize]) -> Owners<'f> {

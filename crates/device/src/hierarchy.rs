@@ -16,8 +16,8 @@ use std::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HierarchyConfig {
     /// Of the communicators inside a machine and along a rail. Mode, scratch memory, deadlines and the budget of multiprocessors count;
-    /// and for one of those inside, what calls with experts go through (`dispatch_bytes`, `combine_bytes`, `fifo_bytes`). Nothing else is
-    /// taken by a hierarchy.
+    /// and for one of those inside, what calls with experts go through (`dispatch_bytes`, `combine_bytes`, `fifo_bytes`, and how queues
+    /// are cut). Nothing else is taken by a hierarchy.
     pub comm: CommConfig,
     /// Most memory for slices on their way.
     pub staging_bytes: usize,
@@ -63,6 +63,8 @@ impl HierarchyConfig {
             dispatch_bytes: self.comm.dispatch_bytes,
             combine_bytes: self.comm.combine_bytes,
             fifo_bytes: self.comm.fifo_bytes,
+            fifo_depth: self.comm.fifo_depth,
+            fifo_entry_bytes: self.comm.fifo_entry_bytes,
             scratch_bytes: self.comm.scratch_bytes,
             deadline: self.comm.deadline,
             first_deadline: self.comm.first_deadline,

@@ -1,7 +1,7 @@
 //! What parameters are made of. Callers fill in one struct per operation, never a list of positional arguments; its
 //! `check()` names the field that is wrong, what it was and what it should have been.
 
-use crate::{Buffer, DataType, Error, MemoryType, Result, View, ViewMut};
+use crate::{Buffer, DataType, Error, MemoryType, Result, Shape, View, ViewMut};
 
 /// How values of several ranks are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -129,16 +129,24 @@ pub(crate) fn resident(
 
 /// Where what is counted is added up.
 pub(crate) fn check_totals(totals: &ViewMut<'_>, counts: &Buffer) -> Result<()> {
+    check_totals_of(totals, counts.shape(), counts.memory())
+}
+
+/// The same before there are counts.
+pub(crate) fn check_totals_of(
+    totals: &ViewMut<'_>,
+    counts: Shape,
+    beside: MemoryType,
+) -> Result<()> {
     if totals.dtype() != DataType::I64 {
         let want = DataType::I64;
         return Err(Error::invalid("totals.dtype", totals.dtype(), want));
     }
-    if totals.shape() != counts.shape() {
-        let want = counts.shape();
-        return Err(Error::invalid("totals.shape", totals.shape(), want));
+    if totals.shape() != counts {
+        return Err(Error::invalid("totals.shape", totals.shape(), counts));
     }
     let memory = totals.as_view().memory();
-    resident("totals", Some(memory), counts.memory())
+    resident("totals", Some(memory), beside)
 }
 
 /// Checks that a result has no byte in common with what is read.

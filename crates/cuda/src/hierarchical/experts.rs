@@ -4,11 +4,12 @@
 //! both connections where it is much.
 
 use super::{CudaHierarchy, Inner, run::BOTH_BYTES};
-use crate::rails::Rails;
+use crate::{memory::check_reach, rails::Rails};
 use brigade_device::{
-    Call, Communicator, Error, ExpertLayout, ExpertParts, FaultRecord, Group, Machines, Phase,
-    Rail, RailParams, Result, Routing, Stream,
+    Buffer, Call, Communicator, Error, ExpertLayout, ExpertParts, FaultRecord, Group, Machines,
+    Phase, PlacementCall, Rail, RailParams, Result, Routing, Stream, View,
 };
+use brigade_group::Stoppable;
 use brigade_plan::routes::Slots;
 use std::time::Duration;
 
@@ -57,6 +58,19 @@ impl ExpertParts for Parts<'_> {
         let layout = self.inner.device.expert_layout(on, routing, group)?;
         let slots = Slots::new(placement, group.size);
         Ok((layout, slots.firsts().to_vec()))
+    }
+    fn own_slots(&self, placement: PlacementCall) -> usize {
+        let group = self.group();
+        Slots::new(placement, group.size).of(group.rank).len()
+    }
+    fn reaches(&self, field: &'static str, view: View<'_>) -> Result<()> {
+        check_reach(&self.inner.device.card, field, &view.retain())
+    }
+    fn heard(&self) -> Result<()> {
+        Stoppable::fault(self.inner).map_or(Ok(()), |fault| Err(Error::Fault(fault)))
+    }
+    fn poison_if_stopped(&self, on: &Stream, out: &Buffer) -> Result<()> {
+        self.inner.inside[0].core.poison_if_stopped(on, out)
     }
     fn usable(&self) -> Result<()> {
         self.inner.can_call()

@@ -12,6 +12,17 @@ impl Over<'_> {
         let call = p.check(&self.group, self.parts.generation())?;
         let ways = ways_of(p.handle)?;
         no_waits(p.waits.is_some())?;
+        let into = match &p.output {
+            Output::Into(view) => Some(view.as_view()),
+            Output::Allocate(_) => None,
+        };
+        self.reach(&[
+            ("rows.memory", Some(p.rows)),
+            ("weights.memory", p.weights),
+            ("output.memory", into),
+        ])?;
+        let mut biases = p.biases.iter();
+        biases.try_for_each(|bias| self.parts.reaches("biases.memory", *bias))?;
         if call.weights && ways.inside.is_some() {
             let part = self.weights_call(p.handle.call());
             countable("max_tokens", part.max_tokens)?;
@@ -109,6 +120,9 @@ impl Over<'_> {
                     choice: None,
                 },
             )?;
+            if let Some(d) = combined.d.as_ref().or(given.as_ref()) {
+                self.parts.poison_if_stopped(&on, d)?;
+            }
             if let Some(weights) = p.weights {
                 let ways = (p.handle, ways);
                 let back = self.weights_back(turn, ways, weights, &signed)?;

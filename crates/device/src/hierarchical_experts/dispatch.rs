@@ -35,6 +35,15 @@ impl Travelling {
             .collect()
     }
 
+    /// All of it, if a group was stopped by then.
+    fn poison_if_stopped(&self, parts: &dyn ExpertParts, on: &Stream) -> Result<()> {
+        let mut all = [&self.rows]
+            .into_iter()
+            .chain(&self.scales)
+            .chain(&self.beside);
+        all.try_for_each(|buffer| parts.poison_if_stopped(on, buffer))
+    }
+
     /// What came beside rows, told apart again.
     fn of(rows: Buffer, mut beside: Vec<Buffer>, with_scales: bool) -> Self {
         let scales = (with_scales && !beside.is_empty()).then(|| beside.remove(0));
@@ -85,6 +94,7 @@ impl Over<'_> {
             return Err(only_inside(what, "put some of them together").into());
         }
         no_waits(p.waits.is_some())?;
+        self.check_given(p, &call)?;
         if let Route::Again(handle) = &p.route {
             ways_of(handle)?;
         }
@@ -94,6 +104,28 @@ impl Over<'_> {
             self.inside.plan(&Call::Dispatch(part))?;
         }
         Ok(call)
+    }
+
+    /// What one rank alone may have wrong is found before anything begins that all take part in.
+    fn check_given(&self, p: &DispatchParams<'_>, call: &DispatchCall) -> Result<()> {
+        if let Some(totals) = &p.totals {
+            let slots = Shape::new(&[self.parts.own_slots(call.placement)])?;
+            params::check_totals_of(totals, slots, p.rows.memory())?;
+        }
+        self.reach(&[("rows.memory", Some(p.rows))])?;
+        if let Route::Experts { routing, weights } = &p.route {
+            let map = match routing.placement {
+                Placement::Map { slots, .. } => Some(slots),
+                Placement::Even { .. } | Placement::Ranks => None,
+            };
+            self.reach(&[
+                ("ids.memory", Some(routing.ids)),
+                ("placement.slots.memory", map),
+                ("weights.memory", *weights),
+            ])?;
+        }
+        let mut beside = p.beside.iter();
+        beside.try_for_each(|view| self.parts.reaches("beside.memory", *view))
     }
 
     /// The dispatches inside that one is made of.
@@ -191,8 +223,9 @@ impl Over<'_> {
         let rail = along.all(&packed.into())?;
         let words = [outward.words.len() / row.count(), row.count()];
         let words = along.go(&device.upload(&on, &outward.words, &words)?)?;
-        let known = device.download::<i32>(&on, words.view())?;
+        let known = self.read::<i32>(&on, words.view())?;
         let (came, inside, words, plan) = if self.stays(call) {
+            rail.poison_if_stopped(self.parts, &on)?;
             (rail, None, known.clone(), plan)
         } else {
             let places = inward(owners, self.group.rank, row, &known)?;
@@ -208,7 +241,7 @@ impl Over<'_> {
             let words = words.ok_or_else(|| Error::invalid("beside", 0, "words of rows"))?;
             let counts = device.download::<i32>(&on, got.counts.view())?;
             let came: usize = counts.iter().map(|&n| n.max(0) as usize).sum();
-            let mut words = device.download::<i32>(&on, words.view())?;
+            let mut words = self.read::<i32>(&on, words.view())?;
             words.truncate(came * row.count());
             let (handle, plan) = (got.handle, got.plan);
             let came = Travelling::of(got.rows, got.beside, call.cast.is_some());
@@ -253,7 +286,7 @@ impl Over<'_> {
         Ok(given(came, parts, plan))
     }
 
-    /// The same ways as before: nothing is known anew, and no host waits for any count.
+    /// The same ways as before: nothing is known anew, and no host waits for any count, unless `totals` are wanted.
     fn dispatch_again(
         &self,
         turn: &mut Turn,
@@ -275,7 +308,10 @@ impl Over<'_> {
         let plan = packed.plan.clone();
         let rail = along.all(&packed.into())?;
         let (came, plan) = match &ways.inside {
-            None => (rail, plan),
+            None => {
+                rail.poison_if_stopped(self.parts, &on)?;
+                (rail, plan)
+            }
             Some(inside) => {
                 let beside = rail.all_beside();
                 let route = Route::Again(inside);
@@ -367,7 +403,7 @@ impl Over<'_> {
                 within: self.parts.within(),
             },
         )?;
-        let all = device.download::<i32>(on, all.view())?;
+        let all = self.read::<i32>(on, all.view())?;
         self.parts.rail()?.poll()?;
         Ok(square(&all, most)?.into())
     }
@@ -384,7 +420,7 @@ impl Over<'_> {
         params::check_totals(&totals, &parts.counts)?;
         let device = self.device();
         let counts = device.download::<i32>(on, parts.counts.view())?;
-        let before = device.download::<i64>(on, totals.as_view())?;
+        let before = self.read::<i64>(on, totals.as_view())?;
         let sums = before.iter().zip(counts).map(|(t, n)| t + i64::from(n));
         let sums: Vec<i64> = sums.collect();
         device.write(on, totals, bytemuck::cast_slice(&sums))

@@ -70,7 +70,7 @@ impl Over<'_> {
         };
         let rail = device.upload(&on, &rail, &[rail.len() / row.k, row.k])?;
         let came = along.go(&rail)?;
-        let came = device.download::<f32>(&on, came.view())?;
+        let came = self.read::<f32>(&on, came.view())?;
         let me = self.machines.machine_of(self.group.rank);
         let sent = rows_of_machines(&ways.rows[me * count..][..count]);
         let mut back = vec![0.0; handle.tokens() * row.k];
@@ -136,7 +136,7 @@ impl Over<'_> {
         let came = device.download::<f32>(&on, got.rows.view())?;
         let first = device.download::<i32>(&on, got.handle.offsets())?;
         // A rank has rows of this rail in the order in which they came along it.
-        let positions = device.download::<i32>(&on, inside.layout().positions.view())?;
+        let positions = self.read::<i32>(&on, inside.layout().positions.view())?;
         let ranks = self.machines.ranks();
         let here = self
             .machines

@@ -3,8 +3,8 @@
 use super::{GRACE, HostHierarchy, Inner};
 use crate::{comm::HostComm, queue::HostQueue};
 use brigade_device::{
-    Call, Communicator, Error, ExpertLayout, ExpertParts, Group, Machines, Rail, Result, Routing,
-    Stream,
+    Buffer, Call, Communicator, Error, ExpertLayout, ExpertParts, Group, Machines, PlacementCall,
+    Rail, Result, Routing, Stream, View,
 };
 use brigade_plan::routes::Slots;
 use std::{sync::Arc, time::Duration};
@@ -59,6 +59,20 @@ impl ExpertParts for Parts<'_> {
         let layout = self.inner.device.expert_layout(on, routing, group)?;
         let slots = Slots::new(placement, group.size);
         Ok((layout, slots.firsts().to_vec()))
+    }
+    fn own_slots(&self, placement: PlacementCall) -> usize {
+        let group = self.inner.across.group();
+        Slots::new(placement, group.size).of(group.rank).len()
+    }
+    fn reaches(&self, _field: &'static str, _view: View<'_>) -> Result<()> {
+        Ok(())
+    }
+    fn heard(&self) -> Result<()> {
+        self.inner.across.usable()
+    }
+    /// Calls have ended here, and say how.
+    fn poison_if_stopped(&self, _on: &Stream, _out: &Buffer) -> Result<()> {
+        Ok(())
     }
     fn usable(&self) -> Result<()> {
         self.inner.across.usable()
