@@ -373,6 +373,10 @@ fn refusals(world: &World, shape: (usize, usize)) {
         let refused = late.dispatch(&mut over.lease(&rank.stream).unwrap(), &case);
         let code = expect_unsupported(refused, "times that ranks are waited for");
         assert_eq!(code, "across-machines");
+        let mut wrong = Own::of(rank, &case);
+        wrong.totals = Some(rank.poisoned(DataType::I32, &[1]));
+        let refused = wrong.dispatch(&mut over.lease(&rank.stream).unwrap(), &case);
+        assert_eq!(expect_invalid(refused, "totals of i32"), "totals.dtype");
         let refused = call(&beside[..1], 1 << 20);
         assert_eq!(expect_invalid(refused, "too many tokens"), "max_tokens");
         let captured = rank.device.capture(&rank.stream, &mut || {
