@@ -2,8 +2,9 @@
 
 use crate::workspace::{Workspace, exit_code, status};
 use anyhow::{Result, bail};
+use cargo_metadata::{Artifact, Message};
 use clap::Args;
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 
 /// Run the tests of unsafe host code under valgrind's memcheck
 ///
@@ -17,14 +18,18 @@ const FOUND: i32 = 99;
 /// The program that reads what is not its own.
 const PLANTED: &str = "planted_fault";
 
-/// Tests of the crates that have unsafe host code: arguments of cargo. Where they can, they name the whole workspace, as the
-/// other tests do: for a single package cargo may choose other features, and build all of it anew. Under valgrind memory costs
-/// something before it is used, since the allocator there writes the zeros itself.
-const CRATES: [&str; 4] = [
+/// Tests of the crates that have unsafe host code: arguments of cargo. They name the whole workspace, as the other tests do: for a
+/// single package cargo may choose other features, and build all of it anew.
+const CRATES: [&str; 2] = [
     "--workspace --test protocols --test exchange",
-    "--package brigade-group --lib -- shared:: --skip memory_costs_nothing",
-    "--package brigade-host --lib",
     "--workspace --test layers -- lending:: ops::in_place",
+];
+
+/// Unit tests of such crates: which library, and arguments of its test program. Under valgrind memory costs something before it is
+/// used, since the allocator there writes the zeros itself.
+const LIBRARIES: [(&str, &str); 2] = [
+    ("brigade_group", "shared:: --skip memory_costs_nothing"),
+    ("brigade_host", ""),
 ];
 
 /// Contracts of memory that ranks share, of regions, of sums, and of linears in every mode: which program, and which part of
@@ -59,6 +64,22 @@ impl Memcheck {
             bail!("valgrind did not find the planted fault");
         }
         eprintln!("the planted fault was found");
+        for program in test_programs(workspace)? {
+            let of_this = |(name, _): &&(&str, &str)| *name == program.target.name;
+            let (Some((name, arguments)), Some(path)) =
+                (LIBRARIES.iter().find(of_this), &program.executable)
+            else {
+                continue;
+            };
+            eprintln!("$ valgrind {name} {arguments}");
+            let mut command = valgrind();
+            command.arg(path).args(arguments.split_whitespace());
+            command.current_dir(program.manifest_path.parent().unwrap_or(path));
+            let ended = status(&mut command)?;
+            if !ended.success() {
+                return Ok(exit_code(ended));
+            }
+        }
         let contracts =
             CONTRACTS.map(|(program, part)| format!("--workspace --test {program} -- {part}"));
         for tests in CRATES.map(str::to_owned).iter().chain(&contracts) {
@@ -88,11 +109,39 @@ fn finds_planted_fault(workspace: &Workspace) -> Result<bool> {
         bail!("the program with the planted fault does not build");
     }
     let program = workspace.target.join("debug/examples").join(PLANTED);
+    Ok(status(valgrind().arg(program))?.code() == Some(FOUND))
+}
+
+/// Test programs of all libraries, as the other tests have them.
+fn test_programs(workspace: &Workspace) -> Result<Vec<Artifact>> {
+    let mut cargo = workspace.cargo();
+    cargo.args(["test", "--workspace", "--lib", "--no-run"]);
+    let built = cargo.arg("--message-format=json").stderr(Stdio::inherit());
+    let built = built.output()?;
+    if !built.status.success() {
+        bail!("the libraries' tests do not build");
+    }
+    let mut programs = Vec::new();
+    for message in Message::parse_stream(&built.stdout[..]) {
+        if let Message::CompilerArtifact(artifact) = message? {
+            programs.push(artifact);
+        }
+    }
+    for (name, _) in LIBRARIES {
+        let is_this = |a: &Artifact| a.target.name == name && a.executable.is_some();
+        if !programs.iter().any(is_this) {
+            bail!("{name} has no tests");
+        }
+    }
+    Ok(programs)
+}
+
+/// With all that comes before the program.
+fn valgrind() -> Command {
     let mut command = Command::new("valgrind");
+    command.args(["--quiet", "--fair-sched=yes", "--trace-children=yes"]);
+    command.arg(format!("--error-exitcode={FOUND}"));
     command
-        .args(["--quiet", &format!("--error-exitcode={FOUND}")])
-        .arg(program);
-    Ok(status(&mut command)?.code() == Some(FOUND))
 }
 
 fn under_valgrind(
@@ -101,8 +150,10 @@ fn under_valgrind(
     arguments: &str,
 ) -> Result<std::process::ExitStatus> {
     eprintln!("$ cargo {arguments}");
-    let runner =
-        format!("valgrind --quiet --fair-sched=yes --trace-children=yes --error-exitcode={FOUND}");
+    let before = valgrind();
+    let words = [before.get_program()].into_iter().chain(before.get_args());
+    let words: Vec<_> = words.map(|word| word.to_string_lossy()).collect();
+    let runner = words.join(" ");
     let mut cargo = workspace.cargo();
     cargo
         .args(arguments.split_whitespace())
