@@ -224,7 +224,7 @@ impl NcclRail {
         .map_err(|error| self.explained(error))?;
         match signature {
             Some(_) => core.locally(on, &[], |job| {
-                job.compare_words(signed(0), size, me, self.page.tells())
+                job.compare_words(signed(0), size, me, self.page.tells(self.connection))
             }),
             None => Ok(()),
         }
@@ -397,26 +397,18 @@ impl Rail for NcclRail {
     }
 
     fn collect(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
-        let how = (Some(p.call.signature()), p.within);
+        let how = (Some(p.signature()), p.within);
         self.exchange(on, self.collects(&p)?, how)
     }
 
     fn diffuse(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
-        let how = (Some(p.call.signature()), p.within);
+        let how = (Some(p.signature()), p.within);
         self.exchange(on, self.diffuses(&p)?, how)
     }
 
     fn exchange(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
-        let how = (Some(p.call.signature()), p.within);
+        let how = (Some(p.signature()), p.within);
         self.exchange(on, self.exchanges(&p)?, how)
-    }
-
-    fn poll(&self) -> Result<()> {
-        match (self.line.fault(), self.comm().failed()) {
-            (Some(record), _) => Err(Error::Fault(record)),
-            (None, Some(status)) => crate::nccl_comm::check("ncclCommGetAsyncError", status),
-            (None, None) => Ok(()),
-        }
     }
 
     fn stop(&self, record: FaultRecord) {

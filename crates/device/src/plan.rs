@@ -322,11 +322,16 @@ impl Call {
 
     /// 24 bits that differ, with overwhelming likelihood, between different calls. Never 0.
     pub fn signature(&self) -> u32 {
-        let mut hasher = Fnv(0xcbf2_9ce4_8422_2325);
-        self.hash(&mut hasher);
-        let h = hasher.finish();
-        (((h >> 40) ^ (h >> 16) ^ h) as u32 & 0xFF_FFFF).max(1)
+        signature_of(self)
     }
+}
+
+/// What a call, or what is made of one, signs with.
+pub(crate) fn signature_of(what: &impl Hash) -> u32 {
+    let mut hasher = Fnv(0xcbf2_9ce4_8422_2325);
+    what.hash(&mut hasher);
+    let h = hasher.finish();
+    (((h >> 40) ^ (h >> 16) ^ h) as u32 & 0xFF_FFFF).max(1)
 }
 
 /// FNV-1a (Fowler, Noll, Vo): the same on every rank and build, which std's hasher does not promise.

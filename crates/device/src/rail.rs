@@ -1,6 +1,6 @@
 //! What a machine's rank needs between machines.
 
-use crate::{Call, FaultRecord, Group, Result, Stream, View, ViewMut};
+use crate::{Call, FaultRecord, Group, Result, Stream, View, ViewMut, plan::signature_of};
 use std::time::Duration;
 
 /// Pieces that travel along a rail.
@@ -17,6 +17,13 @@ pub struct RailParams<'a> {
     pub to: ViewMut<'a>,
     /// The longest that it may wait.
     pub within: Duration,
+}
+
+impl RailParams<'_> {
+    /// As [`Call::signature`], of the call and the pieces: ranks that have others for an equal call are noticed as well.
+    pub fn signature(&self) -> u32 {
+        signature_of(&(self.call, self.pieces))
+    }
 }
 
 /// One rank's connection to the ranks with its local number on all other machines.
@@ -47,12 +54,6 @@ pub trait Rail: Send + Sync {
     /// # Errors
     /// As [`collect`](Self::collect).
     fn exchange(&self, on: &Stream, p: RailParams<'_>) -> Result<()>;
-
-    /// What has become of work that was enqueued: errors of the network or of peers that were found out since.
-    ///
-    /// # Errors
-    /// As [`collect`](Self::collect).
-    fn poll(&self) -> Result<()>;
 
     /// Stops the rail on all machines, which end with this record.
     fn stop(&self, record: FaultRecord);

@@ -215,6 +215,16 @@ impl Core {
         within: Option<Duration>,
         work: impl FnOnce(&mut Active<'_>) -> Result<R>,
     ) -> Result<R> {
+        self.collective_signed((call, call.signature()), within, work)
+    }
+
+    /// The same, signed with more than the call.
+    pub(crate) fn collective_signed<R>(
+        self: &Arc<Self>,
+        (call, signature): (&Call, u32),
+        within: Option<Duration>,
+        work: impl FnOnce(&mut Active<'_>) -> Result<R>,
+    ) -> Result<R> {
         self.control.usable()?;
         let absent = self.control.absent();
         check(absent, call)?;
@@ -233,7 +243,7 @@ impl Core {
             core: Arc::clone(self),
             flag: Flag::new(
                 self.control.generation(),
-                absent.sign(call.signature()),
+                absent.sign(signature),
                 state.epoch,
             ),
             deadline: Deadline::after(within),

@@ -139,8 +139,9 @@ impl HostRail {
         let pieces: PerRank = pieces.iter().map(|n| n * from.dtype().bytes()).collect();
         let (core, link) = (Arc::clone(&self.core), self.link.clone());
         let (call, within): (Call, Duration) = (p.call.clone(), p.within);
+        let signature = p.signature();
         HostQueue::of(on)?.run(move || {
-            core.collective_within(&call, Some(within), |active| {
+            core.collective_signed((&call, signature), Some(within), |active| {
                 writing(&to, &[&from], |out, inputs| {
                     exchange(active, link.as_deref(), &pieces, inputs[0], out)
                         .inspect_err(|_| poison(to.dtype(), out))
@@ -183,10 +184,6 @@ impl Rail for HostRail {
         sized("from", p.from.shape().len(), sent.iter().sum())?;
         sized("to", p.to.shape().len(), received.iter().sum())?;
         self.run(on, &p, p.pieces, exchange)
-    }
-
-    fn poll(&self) -> Result<()> {
-        self.core.control.usable()
     }
 
     fn stop(&self, record: FaultRecord) {

@@ -147,6 +147,18 @@ fn round_trips(world: &World, shape: (usize, usize)) {
     });
 }
 
+/// So many rows that both connections of a rail take part, and words beside them that no driver copies without looking at the stream.
+fn many(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let mut case = case(&mut rng, shape, (1100, 128, 8, 64));
+    case = case.with_tokens(&mut rng, &vec![1100; world.size]);
+    let (case, back) = any(&mut rng, case);
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        round_trip(rank, &over, &case, &back);
+    });
+}
+
 /// Nobody's rows, all to one rank, each to nobody, one expert twice; and no weights.
 fn extremes(world: &World, shape: (usize, usize)) {
     let mut rng = world.rng();
@@ -446,6 +458,10 @@ pub fn add(suite: &mut Suite) {
         if machines > 1 {
             add("refusals", refusals);
             add("casts", casts);
+            add("other_ways", faults::other_ways);
+        }
+        if shape == (2, 1) || shape == (2, 2) {
+            add("many", many);
         }
     }
 }

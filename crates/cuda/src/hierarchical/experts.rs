@@ -105,7 +105,7 @@ impl Rail for Both<'_> {
     fn exchange(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
         let rail = &self.rails.pair[0];
         let what = rail.exchanges(&p)?;
-        let how = (Some(p.call.signature()), p.within);
+        let how = (Some(p.signature()), p.within);
         // The same on all ranks of the rail.
         let bytes = p.pieces.iter().sum::<usize>() * p.from.dtype().bytes();
         if bytes < BOTH_BYTES {
@@ -114,9 +114,6 @@ impl Rail for Both<'_> {
         // That of a phase, none of which is under way.
         let beside = &self.inner.streams[Phase::Collect as usize];
         self.rails.exchange((on, beside), what, how)
-    }
-    fn poll(&self) -> Result<()> {
-        self.rails.pair.iter().try_for_each(Rail::poll)
     }
     fn stop(&self, record: FaultRecord) {
         self.rails.pair.iter().for_each(|rail| rail.stop(record));

@@ -104,7 +104,7 @@ impl Run<'_> {
         (p, what): (&RailParams<'_>, Exchange),
         signs: bool,
     ) -> Result<()> {
-        let how = (signs.then(|| p.call.signature()), p.within);
+        let how = (signs.then(|| p.signature()), p.within);
         let bytes = p.pieces.iter().sum::<usize>() * p.from.dtype().bytes();
         if bytes < BOTH_BYTES {
             return rails.pair[0].exchange(on, what, how);
@@ -346,7 +346,7 @@ impl Pipe<'_> {
                 if self.schedule.slots == 1 {
                     run.exchange(rails, (on, idle), (&p, what), signs)
                 } else {
-                    let how = (signs.then(|| p.call.signature()), p.within);
+                    let how = (signs.then(|| p.signature()), p.within);
                     rail.exchange(on, what, how)
                 }
             }

@@ -18,11 +18,11 @@ const fn under_way(connection: usize) -> usize {
     2 * connection
 }
 const PASSED: usize = 1;
-/// The machine that made another call, from 1.
+/// The machine that made another call, from 1, as each connection brought it out.
 const DIFFERS: usize = 2 * CONNECTIONS;
 /// What stands there where no signature came.
 const CUT_SHORT: u64 = u64::MAX;
-const PAGE_WORDS: usize = DIFFERS + 1;
+const PAGE_WORDS: usize = DIFFERS + CONNECTIONS;
 
 /// Words of the GPU's: what is copied to the page, and from there on what each machine signed, for each connection.
 const COPIED: [u64; 3] = [1, 0, 1];
@@ -63,23 +63,27 @@ impl Page {
         self.word(SIGNED + connection * self.machines + machine)
     }
 
-    /// Address of the word that tells the host which machine made another call, from 1.
-    pub(super) fn tells(&self) -> u64 {
-        self.at(DIFFERS)
+    /// Address of the word by which a connection tells the host which machine made another call, from 1.
+    pub(super) fn tells(&self, connection: usize) -> u64 {
+        self.at(DIFFERS + connection)
     }
 
-    /// That machine.
+    /// What each connection told.
+    fn told(&self) -> impl Iterator<Item = u64> {
+        (DIFFERS..PAGE_WORDS).map(|word| self.cell(word).load(Ordering::Acquire))
+    }
+
+    /// That machine. One that a connection names counts for more than what was cut short on the other.
     pub(crate) fn differs(&self) -> Option<usize> {
-        let told = self.cell(DIFFERS).load(Ordering::Acquire);
-        usize::try_from(told)
-            .ok()
-            .filter(|_| told != CUT_SHORT)?
-            .checked_sub(1)
+        let named = |told: u64| usize::try_from(told).ok()?.checked_sub(1);
+        self.told()
+            .filter(|&told| told != CUT_SHORT)
+            .find_map(named)
     }
 
     /// Whether NCCL's kernel ended without a signature: somebody was stopped or has given it up, and will say why.
     pub(crate) fn is_cut_short(&self) -> bool {
-        self.cell(DIFFERS).load(Ordering::Acquire) == CUT_SHORT
+        self.told().any(|told| told == CUT_SHORT)
     }
 
     /// Enqueues that NCCL is under way from here on.

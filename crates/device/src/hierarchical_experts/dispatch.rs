@@ -220,9 +220,11 @@ impl Over<'_> {
             rows: &rows,
         };
         let (out, plan) = (packed.handle.clone(), packed.plan.clone());
-        let rail = along.all(&packed.into())?;
         let words = [outward.words.len() / row.count(), row.count()];
-        let words = along.go(&device.upload(&on, &outward.words, &words)?)?;
+        // Before anything is under way that waits for another machine: a copy of many bytes waits for the stream.
+        let words = device.upload(&on, &outward.words, &words)?;
+        let rail = along.all(&packed.into())?;
+        let words = along.go(&words)?;
         let known = self.read::<i32>(&on, words.view())?;
         let (came, inside, words, plan) = if self.stays(call) {
             rail.poison_if_stopped(self.parts, &on)?;
@@ -404,7 +406,6 @@ impl Over<'_> {
             },
         )?;
         let all = self.read::<i32>(on, all.view())?;
-        self.parts.rail()?.poll()?;
         Ok(square(&all, most)?.into())
     }
 

@@ -4,7 +4,7 @@ use super::{any, case, check_all, combined, dispatch, round_trip, with_experts};
 use crate::{
     backend::Rank,
     check::{assert_kind, expect_fault, expect_invalid},
-    experts::{back::Back, case::Case},
+    experts::{back::Back, case::Case, own::Own},
     faults::{AMPLE, GRACE},
     hierarchical::{
         all_ranks,
@@ -14,7 +14,7 @@ use crate::{
     suite::World,
 };
 use brigade_device::{
-    DataType, FaultKind, FaultRecord, Hierarchy, HierarchyConfig, Operation, Result,
+    DataType, FaultKind, FaultRecord, Hierarchy, HierarchyConfig, Operation, Result, Route,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::{sync::Arc, time::Instant};
@@ -161,6 +161,42 @@ pub(super) fn other_call(world: &World, shape: (usize, usize)) {
             assert!(named.contains(&machine), "{culprit}: {record}");
             goes_on(rank, &over, record, &usual);
         }
+    });
+}
+
+/// Machines that send rows the ways of different calls: their numbers of rows do not fit, and all hear of it.
+pub(super) fn other_ways(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let mut case = case(&mut rng, shape, (8, 32, 2, world.size));
+    case = case.with_tokens(&mut rng, &vec![8; world.size]);
+    case.dtype = DataType::F32;
+    // All rows of the one to the first rank, of the other to the last one.
+    let cases = [0, world.size as i64 - 1].map(|expert| {
+        let mut case = case.clone();
+        case.ids.iter_mut().for_each(|ids| ids.fill(expert));
+        case.with_rows(&mut rng)
+    });
+    let back = Back::random(&mut rng, &cases[0]);
+    let usual = (cases[0].clone(), back);
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        let handles = [0, 1].map(|i| dispatch(rank, &over, &cases[i]).unwrap().handle);
+        rank.meet();
+        let first = over.machines().machine_of(rank.rank) == 0;
+        let (case, handle) = match first {
+            true => (&cases[0], &handles[0]),
+            false => (&cases[1], &handles[1]),
+        };
+        let again = |over: &Hierarchy| {
+            let mut lease = over.lease(&rank.stream)?;
+            Own::of(rank, case).dispatch_by(&mut lease, case, Route::Again(handle))?;
+            drop(lease);
+            combined(rank, over, handle, case)?;
+            heard(over)
+        };
+        let record = expect_fault(timed(|| again(&over), "other ways"), "other ways");
+        assert_kind(&record, FaultKind::Mismatch, "other ways");
+        goes_on(rank, &over, record, &usual);
     });
 }
 
