@@ -285,10 +285,15 @@ fn explains(missing: &Missing) -> Result<(), Failed> {
     }
 }
 
-#[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+    use crate::own::{Case, cases};
     use crate::suite;
+
+    pub(crate) const ALL: &[Case] = cases![
+        ranks_are_spread_evenly_over_gpus_that_they_share,
+        large_groups_are_tried_with_some_of_each_operation,
+    ];
 
     /// GPUs that nobody opens.
     fn names(name: &str, gpus: usize, worlds: Vec<usize>, across: Across) -> Vec<String> {
@@ -303,14 +308,12 @@ mod tests {
         suite.into_names().collect()
     }
 
-    #[test]
     fn ranks_are_spread_evenly_over_gpus_that_they_share() {
         let worlds = [1, 2, 3, 4, 8].map(spread);
         assert_eq!(worlds, [vec![], vec![4, 8], vec![], vec![8], vec![]]);
     }
 
     /// What is chosen by name is still there under that name, and each operation is among it.
-    #[test]
     fn large_groups_are_tried_with_some_of_each_operation() {
         let shared = names("shared", 1, vec![2, 8], Across::OneGpu);
         let spread = names("spread", 2, vec![4, 8], Across::None);

@@ -48,6 +48,7 @@ mod low_latency;
 pub mod matrix;
 mod ops;
 pub mod oracle;
+mod own;
 #[cfg(target_os = "linux")]
 pub mod processes;
 mod quantized;
@@ -64,6 +65,7 @@ mod user_buffers;
 pub use backend::{Backend, Rank, Seat};
 pub use cuda::{CudaBackend, missing_trial};
 pub use host::HostThreads;
+pub use own::own;
 
 use std::sync::Arc;
 

@@ -6,10 +6,10 @@
 //! devices and communicators. Only a trial that passed leaves its crew to another; `crews.rs` says which have new processes.
 
 mod crew;
-mod crews;
-mod cuda;
+pub(crate) mod crews;
+pub(crate) mod cuda;
 mod host;
-mod turn;
+pub(crate) mod turn;
 
 use crate::{
     backend::{Backend, Seat, takes_no_hook},

@@ -5,7 +5,7 @@
 //! same and a failure comes again.
 
 mod draw;
-mod span;
+pub(crate) mod span;
 
 use crate::{
     backend::{Rank, panic_text},

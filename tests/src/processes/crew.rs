@@ -95,7 +95,6 @@ impl Crew {
     }
 
     /// Its processes, by rank.
-    #[cfg(test)]
     pub(super) fn ids(&mut self) -> Vec<u32> {
         let ranks = 0..self.size;
         ranks.map(|rank| self.ranks.child(rank).id()).collect()

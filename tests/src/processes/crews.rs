@@ -105,10 +105,19 @@ fn world(name: &str) -> Result<usize, Failed> {
     size.ok_or_else(|| Failed::from(format!("{name} does not say how many ranks it has")))
 }
 
-#[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+    use crate::own::{Case, cases};
     use std::process::Stdio;
+
+    pub(crate) const ALL: &[Case] = cases![
+        a_crew_runs_one_trial_after_the_other_whatever_their_names,
+        a_crew_whose_trial_did_not_pass_is_not_used_again,
+        a_crew_of_which_a_rank_died_between_trials_fails_the_next,
+        who_is_to_be_killed_is_and_has_new_processes,
+        how_processes_end_after_their_trials_is_noticed,
+        a_trial_without_a_size_or_a_program_is_an_error,
+    ];
 
     /// A rank that does what the trial's name says, if it is rank 1 where that is nothing good.
     const RANK: &str = r#"
@@ -148,7 +157,6 @@ mod tests {
         failed.message().unwrap().to_owned()
     }
 
-    #[test]
     fn a_crew_runs_one_trial_after_the_other_whatever_their_names() {
         let crews = crews(LONG);
         crews.run("a/w2/first").unwrap();
@@ -168,7 +176,6 @@ mod tests {
         assert!(idle(&crews).is_empty());
     }
 
-    #[test]
     fn a_crew_whose_trial_did_not_pass_is_not_used_again() {
         let short = Duration::from_millis(200);
         for (name, limit, what) in [
@@ -214,7 +221,6 @@ mod tests {
         }
     }
 
-    #[test]
     fn a_crew_of_which_a_rank_died_between_trials_fails_the_next() {
         let crews = crews(LONG);
         crews.run("a/w2/good").unwrap();
@@ -225,7 +231,6 @@ mod tests {
         assert!(idle(&crews).is_empty());
     }
 
-    #[test]
     fn who_is_to_be_killed_is_and_has_new_processes() {
         let crews = crews(LONG);
         crews.run("a/w2/good").unwrap();
@@ -246,7 +251,6 @@ mod tests {
         assert_eq!(idle(&crews), before);
     }
 
-    #[test]
     fn how_processes_end_after_their_trials_is_noticed() {
         let crews = crews(LONG);
         crews.run("a/w2/badly").unwrap();
@@ -262,7 +266,6 @@ mod tests {
         assert!(text.contains("words of rank 1"), "{text}");
     }
 
-    #[test]
     fn a_trial_without_a_size_or_a_program_is_an_error() {
         assert!(failure(&crews(LONG), "a/b/c").contains("how many ranks"));
         let none = Crews::new(LONG, || Command::new("/no/such/program"));

@@ -201,10 +201,16 @@ impl Devices for Machines {
     }
 }
 
-#[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+    use crate::own::{Case, cases};
     use std::collections::BTreeSet;
+
+    pub(crate) const ALL: &[Case] = cases![
+        the_group_is_tried_at_the_largest_size,
+        machines_are_tried_with_a_gpu_for_each_rank_where_there_is_nccl,
+        kills_in_a_row_need_a_gpu_for_each_rank,
+    ];
 
     fn tried(count: usize) -> Vec<String> {
         let gpus: Arc<dyn Devices> = Arc::new(Gpus { count, tiles: true });
@@ -214,7 +220,6 @@ mod tests {
     }
 
     /// What is chosen by name is still there under that name.
-    #[test]
     fn the_group_is_tried_at_the_largest_size() {
         let all = tried(4);
         let at = |size: &str| -> BTreeSet<String> {
@@ -256,7 +261,6 @@ mod tests {
         }
     }
 
-    #[test]
     fn machines_are_tried_with_a_gpu_for_each_rank_where_there_is_nccl() {
         let gpus = Gpus {
             count: 2,
@@ -283,7 +287,6 @@ mod tests {
         assert!(first.is_some() && first != second);
     }
 
-    #[test]
     fn kills_in_a_row_need_a_gpu_for_each_rank() {
         let name = "cuda-processes/w3/killed_again_and_again".to_owned();
         assert!(!tried(2).contains(&name));

@@ -99,15 +99,23 @@ pub(super) fn serve(
     Ok(())
 }
 
-#[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+    use crate::own::{Case, cases};
     use brigade_group::Address;
     use parking_lot::Mutex;
     use std::{
         io::{BufReader, PipeWriter},
         time::Duration,
     };
+
+    pub(crate) const ALL: &[Case] = cases![
+        any_name_is_one_line,
+        only_this_turns_line_is_an_answer,
+        every_trial_is_answered_and_has_a_place_of_its_own,
+        what_is_no_trial_is_an_error,
+        a_rank_is_abandoned_in_a_trial_and_not_after_it,
+    ];
 
     const LONG: Duration = Duration::from_secs(30);
 
@@ -120,7 +128,6 @@ mod tests {
         Turn { number, name }
     }
 
-    #[test]
     fn any_name_is_one_line() {
         for name in [
             "",
@@ -138,7 +145,6 @@ mod tests {
         }
     }
 
-    #[test]
     fn only_this_turns_line_is_an_answer() {
         let asked = turn(2, "a/w2/b");
         for other in [turn(1, "a/w2/b"), turn(2, "a/w2/c")] {
@@ -157,7 +163,6 @@ mod tests {
         assert_eq!(asked.answer(b"passed \xff"), None);
     }
 
-    #[test]
     fn every_trial_is_answered_and_has_a_place_of_its_own() {
         let (good, bad) = (turn(1, "good"), turn(2, "bad"));
         let input = format!("{}\n{}\n", good.line(), bad.line());
@@ -195,7 +200,6 @@ mod tests {
         assert!(printed.contains("some words\n"), "{printed}");
     }
 
-    #[test]
     fn what_is_no_trial_is_an_error() {
         let input = io::Cursor::new("surprise\n");
         let run = |_, _: &str| panic!("there is nothing to run");
@@ -236,7 +240,6 @@ mod tests {
         heard.into_inner() || told.recv_timeout(LONG).is_ok()
     }
 
-    #[test]
     fn a_rank_is_abandoned_in_a_trial_and_not_after_it() {
         assert!(is_abandoned(true));
         assert!(!is_abandoned(false));
