@@ -11,7 +11,11 @@ use super::{
 use anyhow::{Context, Result, ensure};
 use brigade::{HierarchicalPath, Machines, Phase, host::RailModel};
 use picture::{Bar, Spans};
-use std::{collections::BTreeMap, path::Path, time::Duration};
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 /// What is drawn. The rail is such that no phase is much shorter than the others, beside what two cores take for copies and sums.
 const DRAWN: Case = Case {
@@ -76,9 +80,9 @@ impl Case {
 /// How many slices of a rank overlap: each of all five phases ran, on its way, while another phase had another slice.
 fn overlapping(spans: &[PhaseSpan]) -> usize {
     let beside = |a: &PhaseSpan| {
-        spans.iter().any(|b| {
-            b.slice != a.slice && b.phase != a.phase && b.start < a.end && a.start < b.end
-        })
+        spans
+            .iter()
+            .any(|b| b.slice != a.slice && b.phase != a.phase && b.start < a.end && a.start < b.end)
     };
     let mut phases: BTreeMap<usize, usize> = BTreeMap::new();
     for span in spans.iter().filter(|span| beside(span)) {
@@ -107,7 +111,7 @@ pub fn draw(path: &Path) -> Result<()> {
             "rank {rank}: of {} slices only {slices} overlapped: is the machine busy?",
             case.slices
         );
-        let us = |at| (at - first).as_secs_f64() * 1e6;
+        let us = |at: Instant| (at - first).as_secs_f64() * 1e6;
         let bar = |span: &PhaseSpan| Bar {
             stream: span.phase.clone(),
             name: format!("{} {}", span.phase, span.slice),
@@ -116,7 +120,10 @@ pub fn draw(path: &Path) -> Result<()> {
         };
         let list = spans.iter().map(bar).collect();
         ranks.push(Spans { rank, list });
-        eprintln!("rank {rank}: of {} slices {slices} overlap in all phases", case.slices);
+        eprintln!(
+            "rank {rank}: of {} slices {slices} overlap in all phases",
+            case.slices
+        );
     }
     let title = format!(
         "all-reduce of {} MiB, f32, {machines}, {} slices; rails of {} ms and {} MB/s",
@@ -131,7 +138,6 @@ pub fn draw(path: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Instant;
 
     /// Whatever else a machine does, a slice is this long on its way, twice; so others are there meanwhile.
     const SLOW: Case = Case {
@@ -144,9 +150,7 @@ mod tests {
 
     fn told(ranks: &[Vec<PhaseSpan>]) -> String {
         let spans = ranks.iter().flatten();
-        let line = |s: &PhaseSpan| {
-            format!("{} {} {}: {:.0}\n", s.rank, s.phase, s.slice, s.us())
-        };
+        let line = |s: &PhaseSpan| format!("{} {} {}: {:.0}\n", s.rank, s.phase, s.slice, s.us());
         spans.map(line).collect()
     }
 

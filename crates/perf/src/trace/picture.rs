@@ -38,10 +38,7 @@ impl Bar {
     /// room, so that one can be followed from row to row.
     fn drawn(&self, longest: f64, y: f64, colour: &str) -> String {
         let took = self.took();
-        let (x, width) = (
-            LEFT + self.start / longest * WIDTH,
-            took / longest * WIDTH,
-        );
+        let (x, width) = (LEFT + self.start / longest * WIDTH, took / longest * WIDTH);
         let slice = self.slice();
         let colour = slice.map_or(colour, |slice| SLICES[slice % SLICES.len()]);
         let mut text = format!(
