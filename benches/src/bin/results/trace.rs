@@ -20,8 +20,8 @@ use std::{
 /// What is drawn. The rail is such that no phase is much shorter than the others, beside what two cores take for copies and sums.
 const DRAWN: Case = Case {
     machines: (2, 2),
-    latency: Duration::from_millis(1),
-    bytes_per_us: 400,
+    latency: Duration::from_millis(5),
+    bytes_per_us: 200,
     elements: 1 << 22,
     slices: 8,
 };

@@ -78,7 +78,7 @@ const SLICES: [&str; 8] = [
 /// How wide a slice's number is.
 const NUMBER: f64 = 14.0;
 
-const LEFT: f64 = 120.0;
+const LEFT: f64 = 130.0;
 const WIDTH: f64 = 1000.0;
 const ROW: f64 = 18.0;
 
@@ -124,7 +124,7 @@ pub fn svg(title: &str, ranks: &[Spans]) -> String {
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {height}\" font-family=\"sans-serif\" font-size=\"11\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
          <text x=\"10\" y=\"22\" font-size=\"14\">{title}</text>\n",
-        LEFT + WIDTH + 20.0
+        LEFT + WIDTH + 40.0
     );
     for (i, r) in ranks.iter().enumerate() {
         let top = 40.0 + block * i as f64;
@@ -174,11 +174,11 @@ mod tests {
         let ranks = [serde_json::from_slice(&sent).unwrap()];
         let picture = svg("two spans", &ranks);
         assert!(
-            picture.contains("x=\"120.0\" y=\"40\" width=\"500.0\" height=\"15\" fill=\"#4878d0\""),
+            picture.contains("x=\"130.0\" y=\"40\" width=\"500.0\" height=\"15\" fill=\"#4878d0\""),
             "{picture}"
         );
         assert!(
-            picture.contains("x=\"620.0\" y=\"58\" width=\"500.0\" height=\"15\" fill=\"#ee854a\""),
+            picture.contains("x=\"630.0\" y=\"58\" width=\"500.0\" height=\"15\" fill=\"#ee854a\""),
             "{picture}"
         );
         assert_eq!(chrome(&ranks)["traceEvents"][1]["dur"], 50.0);
