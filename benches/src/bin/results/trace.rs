@@ -17,11 +17,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What is drawn. The rail is such that no phase is much shorter than the others, beside what two cores take for copies and sums.
+/// What is drawn. A slice's bytes keep the link for about the latency: so what is collected and what is diffused do not end at the same
+/// time, and an add or gather, behind the end of one, comes in the middle of the other.
 const DRAWN: Case = Case {
     machines: (2, 2),
     latency: Duration::from_millis(5),
-    bytes_per_us: 200,
+    bytes_per_us: 100,
     elements: 1 << 22,
     slices: 8,
 };
@@ -139,12 +140,13 @@ pub fn draw(path: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Whatever else a machine does, a slice is this long on its way, twice; so others are there meanwhile.
+    /// The same, with 20 ms of latency and 22 for a slice's bytes: whoever overlaps does so by 20 ms, which a busy machine does not take away
+    /// from all slices.
     const SLOW: Case = Case {
         machines: (2, 2),
         latency: Duration::from_millis(20),
-        bytes_per_us: 1000,
-        elements: 1 << 16,
+        bytes_per_us: 1,
+        elements: 1 << 18,
         slices: 12,
     };
 
