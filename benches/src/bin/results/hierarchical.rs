@@ -3,7 +3,7 @@
 
 use super::{
     Rounds,
-    phases::{Phases, listen},
+    phases::{PhaseSpan, listen},
     ratio, rounded,
 };
 use anyhow::{Context, Result, anyhow, ensure};
@@ -47,7 +47,7 @@ const TIMED: (usize, usize) = (2, 2);
 const WITHIN: Duration = Duration::from_secs(60);
 
 /// One rank of the hierarchy, with its values.
-struct Rank<'b> {
+pub(super) struct Rank<'b> {
     boot: &'b dyn Bootstrap,
     device: Arc<dyn Device>,
     on: Stream,
@@ -70,8 +70,14 @@ impl<'b> Rank<'b> {
         })
     }
 
+    /// Room for so many f32.
+    pub(super) fn data(&self, elements: usize) -> Result<Buffer> {
+        let zeros = vec![0f32; elements];
+        Ok(self.device.upload(&self.on, &zeros, &[elements])?)
+    }
+
     /// Sums once, from when all are there. Checks the sum: rank r brings r + 1 everywhere.
-    fn time(
+    pub(super) fn time(
         &self,
         data: &mut Buffer,
         choice: Option<HierarchicalPath>,
@@ -108,9 +114,7 @@ impl<'b> Rank<'b> {
         choices: [Option<HierarchicalPath>; 2],
         rounds: Rounds,
     ) -> Result<(Pairs, HierarchicalPlan)> {
-        let mut data = self
-            .device
-            .upload(&self.on, &vec![0f32; elements], &[elements])?;
+        let mut data = self.data(elements)?;
         let (_, plan) = self.time(&mut data, choices[0])?;
         self.time(&mut data, choices[1])?;
         let pairs = Pairs::take(rounds.pairs, |which| {
@@ -121,10 +125,10 @@ impl<'b> Rank<'b> {
 }
 
 /// One slice: the plain sequence of phases.
-const ONE: Option<HierarchicalPath> = Some(HierarchicalPath::Slices { count: 1 });
+pub(super) const ONE: Option<HierarchicalPath> = Some(HierarchicalPath::Slices { count: 1 });
 
 /// What every rank of a new hierarchy finds, in rank order.
-fn on_ranks<R: Send>(
+pub(super) fn on_ranks<R: Send>(
     machines: Machines,
     rail: Option<RailModel>,
     work: impl Fn(&Rank<'_>) -> Result<R> + Sync,
@@ -260,13 +264,17 @@ pub fn measure_costs(rounds: Rounds) -> Result<Vec<Value>> {
         Ok((steps, found))
     });
     let found = found.into_iter().collect::<Result<Vec<_>>>()?;
-    let us = |of: &Phases, phase: Phase| of.get(phase.name()).map(|us| median(us));
+    let us = |of: &[PhaseSpan], phase: Phase| {
+        let of_phase = of.iter().filter(|span| span.phase == phase.name());
+        let us: Vec<f64> = of_phase.map(PhaseSpan::us).collect();
+        (!us.is_empty()).then(|| median(&us)).context("no span")
+    };
     let mut rows = Vec::new();
     for (i, phase) in Phase::ALL.into_iter().enumerate() {
         let (steps, little) = &found[0];
-        let (first_bytes, first_us) = (steps[i].ns(), us(little, phase).context("no span")?);
+        let (first_bytes, first_us) = (steps[i].ns(), us(little, phase)?);
         for (steps, much) in &found[1..] {
-            let (bytes, us) = (steps[i].ns(), us(much, phase).context("no span")?);
+            let (bytes, us) = (steps[i].ns(), us(much, phase)?);
             rows.push(json!({
                 "phase": phase.name(),
                 "call_us": rounded(first_us),

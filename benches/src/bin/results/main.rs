@@ -8,6 +8,7 @@ mod hierarchical;
 mod meta;
 mod phases;
 mod reset;
+mod trace;
 
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
@@ -27,6 +28,10 @@ struct Cli {
     /// So few rounds that the figures mean nothing, to see that it runs; not for the folder of results
     #[arg(long, requires = "out")]
     smoke: bool,
+    /// Measure nothing: write when each phase of each slice ran, of one all-reduce across virtual machines, to this file for Perfetto,
+    /// and a picture of it beside it, with .svg behind the name
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["only", "out", "smoke"])]
+    trace: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -120,6 +125,9 @@ fn main() -> Result<()> {
     if reset::is_rank() {
         println!("{}", reset::run_as_rank(rounds)?);
         return Ok(());
+    }
+    if let Some(path) = cli.trace {
+        return trace::draw(&path);
     }
     let out = cli.out.unwrap_or_else(|| "docs/results".into());
     fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;

@@ -1,9 +1,9 @@
-//! How long phases of slices take, as the host's own spans say.
+//! When phases of slices ran, as the host's own spans say.
 
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Instant,
@@ -16,16 +16,31 @@ use tracing::{
     subscriber::Interest,
 };
 
-/// Microseconds of each phase, in the order in which its slices ended on all ranks.
-pub type Phases = BTreeMap<String, Vec<f64>>;
+/// One slice in one phase, on one rank.
+#[derive(Clone, Debug)]
+pub struct PhaseSpan {
+    pub rank: usize,
+    pub phase: String,
+    pub slice: usize,
+    pub start: Instant,
+    pub end: Instant,
+}
+
+impl PhaseSpan {
+    pub fn us(&self) -> f64 {
+        (self.end - self.start).as_secs_f64() * 1e6
+    }
+}
 
 /// Listens to the spans of slices while it is asked to.
 #[derive(Default)]
 struct Listener {
+    /// Held by whoever listens.
+    turn: Mutex<()>,
     is_on: AtomicBool,
     next: AtomicU64,
-    open: Mutex<BTreeMap<u64, (String, Instant)>>,
-    found: Mutex<Phases>,
+    open: Mutex<BTreeMap<u64, (Fields, Instant)>>,
+    found: Mutex<Vec<PhaseSpan>>,
 }
 
 /// What a program listens with is set once.
@@ -40,27 +55,39 @@ fn listener() -> &'static Listener {
     })
 }
 
-/// What `work` does, and how long each phase of its slices takes.
-pub fn listen<R>(work: impl FnOnce() -> R) -> (R, Phases) {
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What `work` does, and the spans of all ranks' slices, in the order in which they ended.
+pub fn listen<R>(work: impl FnOnce() -> R) -> (R, Vec<PhaseSpan>) {
     let listener = listener();
+    let _turn = locked(&listener.turn);
     listener.is_on.store(true, Ordering::Release);
     let result = work();
     listener.is_on.store(false, Ordering::Release);
-    let mut found = listener
-        .found
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
-    (result, std::mem::take(&mut *found))
+    (result, std::mem::take(&mut *locked(&listener.found)))
 }
 
-/// Finds the field `phase`.
+/// What a span of a slice says.
 #[derive(Default)]
-struct Named(String);
+struct Fields {
+    phase: String,
+    slice: usize,
+    rank: usize,
+}
 
-impl Visit for Named {
+impl Visit for Fields {
     fn record_str(&mut self, field: &Field, value: &str) {
         if field.name() == "phase" {
-            value.clone_into(&mut self.0);
+            value.clone_into(&mut self.phase);
+        }
+    }
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        match field.name() {
+            "slice" => self.slice = value as usize,
+            "rank" => self.rank = value as usize,
+            _ => (),
         }
     }
     fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
@@ -81,20 +108,25 @@ impl Subscriber for Listener {
         is_slice(metadata) && self.is_on.load(Ordering::Acquire)
     }
     fn new_span(&self, span: &Attributes<'_>) -> Id {
-        let mut named = Named::default();
-        span.record(&mut named);
+        let mut fields = Fields::default();
+        span.record(&mut fields);
         let id = self.next.fetch_add(1, Ordering::Relaxed) + 1;
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        open.insert(id, (named.0, Instant::now()));
+        locked(&self.open).insert(id, (fields, Instant::now()));
         Id::from_u64(id)
     }
     fn exit(&self, span: &Id) {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((phase, start)) = open.remove(&span.into_u64()) {
-            let us = start.elapsed().as_secs_f64() * 1e6;
-            let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-            found.entry(phase).or_default().push(us);
-        }
+        let end = Instant::now();
+        let Some((fields, start)) = locked(&self.open).remove(&span.into_u64()) else {
+            return;
+        };
+        let Fields { phase, slice, rank } = fields;
+        locked(&self.found).push(PhaseSpan {
+            rank,
+            phase,
+            slice,
+            start,
+            end,
+        });
     }
     fn enter(&self, _: &Id) {}
     fn record(&self, _: &Id, _: &Record<'_>) {}

@@ -273,7 +273,8 @@ impl Pipe {
         };
         let Step { slice, .. } = step;
         let phase = work.phase.name();
-        let _span = tracing::info_span!(target: "brigade::comm", "slice", phase, slice).entered();
+        let _span =
+            tracing::info_span!(target: "brigade::comm", "slice", phase, slice, rank).entered();
         let slot = &self.slots[self.schedule.slot(slice)];
         let part = |p: &Place| slot.part(p.part, p.dtype, p.elements);
         let (from, to) = (part(&work.from)?, part(&work.to)?);
