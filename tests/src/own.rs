@@ -18,7 +18,6 @@ pub(crate) use cases;
 pub fn own() -> Vec<Trial> {
     let all: &[(&str, &[Case])] = &[
         ("cuda", crate::cuda::tests::ALL),
-        ("stress", crate::stress::span::tests::ALL),
         #[cfg(target_os = "linux")]
         ("crews", crate::processes::crews::tests::ALL),
         #[cfg(target_os = "linux")]

@@ -5,7 +5,7 @@
 //! same and a failure comes again.
 
 mod draw;
-pub(crate) mod span;
+mod span;
 
 use crate::{
     backend::{Rank, panic_text},

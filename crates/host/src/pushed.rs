@@ -372,6 +372,14 @@ impl Memory for Buffers<'_> {
     fn store_relaxed(&self, at: Word, value: u64) {
         self.word(at).store(value, Ordering::Relaxed);
     }
+    fn empty(&self, owner: usize, words: Range<usize>) {
+        let words = words.start - self.first..words.end - self.first;
+        for word in &self.sums[owner][words] {
+            if word.load(Ordering::Relaxed) != 0 {
+                word.store(0, Ordering::Relaxed);
+            }
+        }
+    }
     fn compare_exchange(&self, at: Word, current: u64, new: u64) -> Result<(), u64> {
         self.flags.compare_exchange(at, current, new)
     }

@@ -2,6 +2,7 @@
 
 use crate::bell::{Bell, shared::Shared};
 use std::{
+    ops::Range,
     sync::atomic::{AtomicU64, Ordering},
     time::Instant,
 };
@@ -31,6 +32,16 @@ pub trait Memory: Send + Sync {
     /// Writes a word that says by itself that it is there: orders nothing else, and wakes nobody (relaxed).
     fn store_relaxed(&self, at: Word, value: u64) {
         self.store(at, value);
+    }
+
+    /// Writes 0 to those of an owner's words that are not, as [`store_relaxed`](Self::store_relaxed) does. They may be many.
+    fn empty(&self, owner: usize, words: Range<usize>) {
+        for index in words {
+            let at = Word { owner, index };
+            if self.load_relaxed(at) != 0 {
+                self.store_relaxed(at, 0);
+            }
+        }
     }
 
     /// Replaces `current` by `new` and wakes whoever rests on a word of that owner, or says what was there instead.

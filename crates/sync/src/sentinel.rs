@@ -207,15 +207,8 @@ impl Sentinel {
     /// Empties all own buffers for a new generation: while nobody pushes, so between two gates of a reset. What is empty is
     /// left alone, so that memory that was never used is not taken now.
     pub fn empty<M: Memory + ?Sized>(self, memory: &M) {
-        for index in self.buffers..self.buffers + BUFFERS * self.capacity {
-            let at = Word {
-                owner: self.rank,
-                index,
-            };
-            if memory.load_relaxed(at) != 0 {
-                memory.store_relaxed(at, 0);
-            }
-        }
+        let words = self.buffers..self.buffers + BUFFERS * self.capacity;
+        memory.empty(self.rank, words);
     }
 
     /// Empties the buffer of the use before, as far as it was filled: after this use's first push, before the next one's.
