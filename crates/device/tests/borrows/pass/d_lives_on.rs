@@ -10,5 +10,3 @@ pub fn both(
     let e = lease.all_gather_lora_linear(q)?.d;
     Ok((d, e))
 }
-
-fn main() {}

@@ -14,5 +14,3 @@ pub fn again(
     lease.barrier()?;
     Ok(second)
 }
-
-fn main() {}

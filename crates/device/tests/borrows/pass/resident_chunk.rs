@@ -15,5 +15,3 @@ pub fn resident(
     let p = AllGatherLoraLinearParams::new(chunk, &rows, weight);
     Ok(lease.all_gather_lora_linear(p)?.d)
 }
-
-fn main() {}

@@ -15,5 +15,3 @@ pub fn two(
     let _ = (second.rows(), third.rows());
     Ok(())
 }
-
-fn main() {}
