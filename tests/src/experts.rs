@@ -533,4 +533,5 @@ pub fn add(suite: &mut Suite) {
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);
     suite.add("experts/memory", limits::memory);
+    suite.add("experts/other_communicator", limits::other_communicator);
 }

@@ -12,7 +12,7 @@ use crate::{
     reason = "a parameter on the stack, moved once"
 )]
 pub enum Chunk<'a> {
-    /// Written into the space that [`Lease::own_chunk`](crate::Lease::own_chunk) handed out.
+    /// Written into the space that [`Lease::own_chunk`](crate::Lease::own_chunk) of the same communicator handed out, since its last reset.
     Resident(Filled),
     /// To be copied.
     Copy(Operand<'a>),

@@ -38,7 +38,7 @@ struct Arguments {
 impl HostComm {
     pub(crate) fn run_combine(&self, turn: &Turn, p: CombineParams<'_>) -> Result<Combined> {
         let control = &self.core.control;
-        let call = p.check(control.group(), control.generation())?;
+        let call = p.check(control.group(), control.origin())?;
         let signed = Call::Combine(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {

@@ -17,7 +17,7 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
-    Expected, FaultKind, Group, Plan, Result, Route, Routing, Transport, Turn, Ways,
+    Expected, FaultKind, Group, Origin, Plan, Result, Route, Routing, Transport, Turn, Ways,
 };
 use brigade_plan::{
     dispatch::{Load, Section, Sections, part_bytes, sections},
@@ -33,7 +33,7 @@ use std::{ops::Range, sync::Arc};
 struct Arguments {
     call: DispatchCall,
     group: Group,
-    generation: u8,
+    origin: Origin,
     transport: Transport,
     piece_rows: usize,
     rows: Buffer,
@@ -52,9 +52,9 @@ struct Arguments {
 impl HostComm {
     pub(crate) fn run_dispatch(&self, turn: &Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
         let group = *self.core.control.group();
-        let generation = self.core.control.generation();
+        let origin = self.core.control.origin();
         let absent = self.core.control.absent();
-        let call = p.check(&group, generation)?;
+        let call = p.check(&group, origin)?;
         let signed = Call::Dispatch(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
@@ -98,7 +98,7 @@ impl HostComm {
             transport,
             piece_rows,
             group,
-            generation,
+            origin,
             rows: p.rows.retain(),
             beside: p.beside.iter().map(|v| v.retain()).collect(),
             beside_rows: p
@@ -159,7 +159,7 @@ impl Arguments {
         let (call, group) = (&self.call, self.group);
         let outputs = DispatchOutputs::new(
             call,
-            (group, self.generation),
+            (group, self.origin),
             room,
             &self.beside_rows,
             &self.ways,

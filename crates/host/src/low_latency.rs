@@ -33,8 +33,7 @@ impl HostComm {
     }
 
     fn receive_exchange(&self, sent: &LowLatencySent) -> Result<Half> {
-        let control = &self.core.control;
-        sent.check(control.group(), control.generation())?;
+        sent.check(self.core.control.origin())?;
         let mut issue = self.core.issue.lock();
         issue.exchanges[usize::from(sent.call.slot)].receive(sent.ticket)
     }
@@ -56,7 +55,7 @@ impl HostComm {
         let (ticket, half) = self.begin_exchange(slot, &signed)?;
         let sent = LowLatencySent {
             group,
-            generation: self.core.control.generation(),
+            origin: self.core.control.origin(),
             ticket,
             call,
             chosen,
@@ -124,7 +123,7 @@ impl HostComm {
     ) -> Result<LowLatencyBack> {
         let queue = HostQueue::of(turn.stream())?;
         let control = &self.core.control;
-        let call = p.check(there, control.group(), control.generation())?;
+        let call = p.check(there, control.group(), control.origin())?;
         let signed = Call::LowLatencyCombine(call.clone());
         let (ticket, half) = self.begin_exchange(call.there.slot, &signed)?;
         let back = LowLatencyBack {

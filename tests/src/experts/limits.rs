@@ -11,10 +11,11 @@ use crate::{
     suite::World,
 };
 use brigade_device::{
-    Arrangement, Buffer, Call, CombineParams, CombineSum, CommConfig, DataType, FaultKind, Fp8Cast,
-    Output, Route, ScaleFormat, Transport,
+    Arrangement, Buffer, Call, CombineParams, CombineSum, CommConfig, DataType, Dispatched,
+    FaultKind, Fp8Cast, Output, Route, ScaleFormat, Transport,
 };
 use brigade_plan::experts;
+use rand::Rng;
 use std::time::Duration;
 
 /// What is said beforehand of memory is what is taken then: at `join`, and by a dispatch.
@@ -94,6 +95,47 @@ pub fn overflow(world: &World, by: By) {
             expect_invalid(again, "a handle from before a reset"),
             "handle"
         );
+    });
+}
+
+/// A handle of another communicator of the same ranks, of the same call, is refused to the one rank that has taken it for its own, before
+/// anybody hears of a call.
+pub fn other_communicator(world: &World) {
+    let mut rng = world.rng();
+    let case = Case::random(&mut rng, world.size, (8, 16, 2, 4));
+    let mistaken = rng.random_range(0..world.size);
+    world.run(&config(), move |rank| {
+        let other = rank.join_another(&config());
+        let own = Own::of(rank, &case);
+        let ours = own.dispatch(&mut rank.lease(), &case).unwrap();
+        let mut lease = other.lease(&rank.stream).unwrap();
+        let theirs = own.dispatch(&mut lease, &case).unwrap();
+        check(rank, &case, &theirs);
+        let mut back = |of: &Dispatched| {
+            let p = CombineParams {
+                rows: of.rows.view(),
+                handle: &of.handle,
+                sum: CombineSum::Rank,
+                weights: None,
+                biases: &[],
+                output: Output::Allocate(DataType::BF16),
+                waits: None,
+                choice: case.by.back,
+            };
+            lease.combine(p)
+        };
+        if rank.rank == mistaken {
+            let refused = back(&ours);
+            assert_eq!(expect_invalid(refused, "another's handle"), "handle");
+        }
+        back(&theirs).unwrap();
+        if rank.rank == mistaken {
+            let again = own.dispatch_by(&mut lease, &case, Route::Again(&ours.handle));
+            assert_eq!(expect_invalid(again, "another's handle"), "handle");
+        }
+        let again = own.dispatch_by(&mut lease, &case, Route::Again(&theirs.handle));
+        let again = again.unwrap();
+        assert_eq!(rank.raw(again.rows.view()), rank.raw(theirs.rows.view()));
     });
 }
 
