@@ -120,6 +120,10 @@ impl HostComm {
                 None
             }
         };
+        if turn.stream().capturing() && matches!(arguments.ways, Ways::New(_)) {
+            // Nobody may take what the handle says for known before a launch has found it out.
+            given.iter().for_each(poison_all);
+        }
         let waits = p.waits.map(|waits| waits.as_view().retain());
         // What is not known before the rows have come.
         let found = Arc::new(Mutex::new(given.clone()));
@@ -217,10 +221,18 @@ fn dispatch(
         }
         Ways::Again(parts) => {
             let layout = &parts.layout;
+            let (job, tokens) = (&active.job, a.rows.shape().rows());
             let lists = reading(&[&layout.sent, &layout.sent_offsets], |inputs| {
                 let (sent, offsets) = (integers::<i32>(inputs[0]), integers::<i32>(inputs[1]));
-                let of = |w: &[i32]| sent[w[0] as usize..w[1] as usize].to_vec();
-                Ok(offsets.windows(2).map(of).collect::<Vec<Vec<i32>>>())
+                let own = |token: &i32| usize::try_from(*token).is_ok_and(|t| t < tokens);
+                let of = |(to, w): (usize, &[i32])| {
+                    let list = sent.get(w[0] as u32 as usize..w[1] as u32 as usize);
+                    let list = list.filter(|list| list.iter().all(own));
+                    list.map(<[i32]>::to_vec)
+                        .ok_or_else(|| unfilled(job, to, tokens, w[1]))
+                };
+                let lists = offsets.windows(2).enumerate().map(of);
+                lists.collect::<Result<Vec<Vec<i32>>>>()
             })?;
             (lists, Vec::new(), None)
         }
@@ -331,6 +343,13 @@ fn exchange(
         check_counts(&active.job, expected, &came)?;
     }
     Ok(came)
+}
+
+/// What a handle, or rows that were received, say of a peer cannot be: no call has filled them, since its graph was never launched, or
+/// somebody wrote there.
+pub(crate) fn unfilled(job: &Job, peer: usize, want: usize, seen: i32) -> Error {
+    let (want, seen) = (want as u64, u64::from(seen as u32));
+    job.fail(FaultKind::Mismatch, peer, peer, want, seen)
 }
 
 /// As many rows must come as were expected.

@@ -220,6 +220,66 @@ pub fn captured(world: &World, by: By) {
     });
 }
 
+/// What a captured dispatch leaves says nothing before its graph is launched: who sends rows its ways, or back, hears of that, and the
+/// group goes on after a reset. On a GPU kernels take what is there, and may find nothing wrong with it.
+pub fn never_launched(world: &World, by: By) {
+    let mut rng = world.rng();
+    let cases = super::ARRANGEMENTS.map(|(_, arrangement)| {
+        let mut case = Case::random(&mut rng, world.size, (10, 16, 3, 6));
+        case.arrangement = arrangement;
+        case.room = (arrangement != Arrangement::BySource).then_some(30 * world.size + 16 * 6);
+        case.by = by;
+        case.with_tokens(&mut rng, &vec![10; world.size])
+    });
+    let unheard = !world.backend.asks_callers();
+    let config = CommConfig {
+        deadline: Duration::from_secs(2),
+        ..config()
+    };
+    world.run(&config, move |rank| {
+        for (case, back) in cases.iter().flat_map(|case| [(case, false), (case, true)]) {
+            let own = Own::of(rank, case);
+            let mut got = None;
+            let graph = rank.device.capture(&rank.stream, &mut || {
+                got = Some(own.dispatch(&mut rank.lease(), case)?);
+                Ok(())
+            });
+            let (graph, got) = (graph.unwrap(), got.unwrap());
+            let again = Route::Again(&got.handle);
+            let result = match back {
+                false => own.dispatch_by(&mut rank.lease(), case, again).map(drop),
+                true => {
+                    let rows = rank.poisoned(case.dtype, got.rows.shape().dims());
+                    let by_expert = matches!(case.arrangement, Arrangement::ByExpert { .. });
+                    let p = CombineParams {
+                        rows: rows.view(),
+                        handle: &got.handle,
+                        sum: match by_expert {
+                            true => CombineSum::Expert,
+                            false => CombineSum::Rank,
+                        },
+                        weights: None,
+                        biases: &[],
+                        output: Output::Allocate(DataType::F32),
+                        waits: None,
+                        choice: by.back,
+                    };
+                    rank.lease().combine(p).map(drop)
+                }
+            };
+            let what = format!("{:?}, back {back}", case.arrangement);
+            match rank.settle(result) {
+                Ok(()) => assert!(unheard, "{what}: done"),
+                failed => drop(expect_fault(failed, &what)),
+            }
+            rank.meet();
+            rank.comm().reset(Duration::from_secs(20)).unwrap();
+            graph.launch(&rank.stream).unwrap();
+            check(rank, case, &got);
+        }
+    });
+}
+
 /// Without room that is known before, no graph can be made.
 pub fn not_capturable(world: &World) {
     let case = Case::random(&mut world.rng(), world.size, (4, 8, 2, 4));
