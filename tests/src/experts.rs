@@ -480,7 +480,7 @@ pub fn add(suite: &mut Suite) {
                 arranged(world, arrangement, by);
             });
         }
-        let contracts: [(&str, Contract); 8] = [
+        let contracts: [(&str, Contract); 9] = [
             ("extremes", extremes),
             ("placements", placements),
             ("pieces", pieces),
@@ -488,6 +488,7 @@ pub fn add(suite: &mut Suite) {
             ("casts", casts),
             ("overflow", limits::overflow),
             ("captured", limits::captured),
+            ("never_launched", limits::never_launched),
             ("totals", totals::totals),
         ];
         for (name, contract) in contracts {
@@ -532,5 +533,6 @@ pub fn add(suite: &mut Suite) {
     suite.add("experts/gathered/refused", gathered::refused);
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);
+    suite.add("experts/other_communicator", limits::other_communicator);
     suite.add("experts/memory", limits::memory);
 }

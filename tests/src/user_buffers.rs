@@ -11,7 +11,7 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    CommConfig, CopyBy, DataType, Error, FaultKind, Region, Result, TransferParams, Windows,
+    Buffer, CommConfig, CopyBy, DataType, Error, FaultKind, Region, Result, TransferParams, Windows,
 };
 use rand::Rng;
 
@@ -306,6 +306,79 @@ fn let_go(world: &World) {
     });
 }
 
+/// One call in a region, captured.
+type Captured = fn(&mut Windows<'_>, Region, usize, &mut Buffer) -> Result<()>;
+
+const CAPTURED: [(&str, Captured); 7] = [
+    ("write", |w, r, _, own| w.write(r, 0, own.view())),
+    ("read", |w, r, _, own| w.read(r, 0, own.view_mut())),
+    ("put", |w, r, peer, _| w.put(transfer(r, peer, 0, 8, 8))),
+    ("get", |w, r, peer, _| w.get(transfer(r, peer, 0, 8, 8))),
+    ("signal", |w, r, peer, _| w.signal(r, peer)),
+    ("wait", |w, r, peer, _| w.wait(r, peer)),
+    ("release", |w, r, peer, _| w.release(r, peer)),
+];
+
+/// A graph that works in a region is launched while the region is registered, and no longer: whoever has its number then is another, in
+/// which nothing is written or signalled, and nothing else that is in the graph is done either.
+fn outlived(world: &World) {
+    run(world, &config(), |rank| {
+        let (device, on) = (&rank.device, &rank.stream);
+        let (me, size) = (rank.rank, rank.size);
+        let (next, last) = ((me + 1) % size, (me + size - 1) % size);
+        let region = register(rank, WORKING);
+        let from = rank.upload_bytes(DataType::U8, &[8], &[5; 8]);
+        let mut day = rank.poisoned(DataType::U8, &[1]);
+        let mut to = rank.poisoned(DataType::U8, &[8]);
+        let graph = device.capture(on, &mut || {
+            device.fill(on, day.view_mut(), 7)?;
+            with(rank, |w| {
+                w.write(region, 0, from.view())?;
+                w.put(transfer(region, next, 0, 8, 8))?;
+                w.signal(region, next)?;
+                w.wait(region, last)?;
+                w.read(region, 8, to.view_mut())?;
+                w.release(region, last)
+            })
+        });
+        let graph = graph.unwrap();
+        let mut alone = Vec::new();
+        for (name, call) in CAPTURED {
+            let mut own = rank.poisoned(DataType::U8, &[8]);
+            let mut work = || with(rank, |w| call(w, region, next, &mut own));
+            alone.push((name, device.capture(on, &mut work).unwrap()));
+        }
+        for _ in 0..2 {
+            for buffer in [&mut day, &mut to] {
+                device.fill(on, buffer.view_mut(), 0xFF).unwrap();
+            }
+            rank.settle(graph.launch(on).map(drop)).unwrap();
+            assert_eq!(rank.raw(day.view()), [7]);
+            assert_eq!(rank.raw(to.view()), [5; 8]);
+        }
+        device.fill(on, day.view_mut(), 0xFF).unwrap();
+        rank.meet();
+        deregister(rank, region);
+        for round in 0..2 {
+            let refused = graph.launch(on).map(drop);
+            assert_eq!(expect_invalid(refused, "a graph"), "region");
+            for (name, graph) in &alone {
+                let refused = graph.launch(on).map(drop);
+                assert_eq!(expect_invalid(refused, name), "region");
+            }
+            assert_eq!(rank.raw(day.view()), [0xFF], "the rest of the graph");
+            rank.meet();
+            // And then the number is another's.
+            if round == 0 {
+                assert_eq!(register(rank, WORKING), region);
+            }
+        }
+        assert_eq!(read(rank, region, 0, WORKING), [0; WORKING]);
+        rank.meet();
+        assert_works(rank, region, 1);
+    });
+}
+
 /// A rank that asks for another size: a mismatch on all ranks, and nothing is registered.
 fn other_size(world: &World) {
     let culprit = world.rng().random_range(0..world.size);
@@ -388,6 +461,7 @@ pub fn add(suite: &mut Suite) {
     suite.add_from(2, "user_buffers/carriers", carriers);
     suite.add("user_buffers/reuse", reuse);
     suite.add("user_buffers/let_go", let_go);
+    suite.add_from(2, "user_buffers/outlived", outlived);
     suite.add_from(2, "user_buffers/other_size", other_size);
     suite.add("user_buffers/too_large", too_large);
     suite.add("user_buffers/refusals", refusals);

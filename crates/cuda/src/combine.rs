@@ -72,7 +72,7 @@ pub(crate) struct Arguments {
 impl CudaComm {
     pub(crate) fn run_combine(&self, turn: &Turn, p: CombineParams<'_>) -> Result<Combined> {
         let control = &self.core.control;
-        let call = p.check(control.group(), control.generation())?;
+        let call = p.check(control.group(), control.origin())?;
         let signed = Call::Combine(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {

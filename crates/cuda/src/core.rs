@@ -24,8 +24,8 @@ use crate::{
     window::Window,
 };
 use brigade_device::{
-    Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Operation, PerRank, Plan,
-    Reason, Result, Shape, Stream, SumOrder,
+    Buffer, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, LinearCall, Operation,
+    PerRank, Plan, Reason, Result, Shape, Stream, SumOrder,
 };
 use brigade_group::{Control, Stoppable};
 use brigade_kernels::{MESSAGE_THREADS, STATE_GENERATION, STEP_THREADS};
@@ -132,6 +132,15 @@ pub(crate) struct Reserved {
     pub(crate) ticket: u64,
     /// Rows of every rank, which say where own rows lie.
     pub(crate) rows: PerRank,
+    pub(crate) columns: usize,
+    pub(crate) dtype: DataType,
+}
+
+impl Reserved {
+    /// Whether rows of the call lie as those that it was handed out for.
+    pub(crate) fn holds(&self, call: &LinearCall) -> bool {
+        (&self.rows, self.columns, self.dtype) == (&call.rows, call.k, call.input)
+    }
 }
 
 /// Which views of halves are still good: a view knows the number of its time.
@@ -285,6 +294,11 @@ impl Core {
         dtype: DataType,
         shape: Shape,
     ) -> Result<Buffer> {
+        let most = self.control.layout().half_bytes(of.area);
+        if range.start > range.end || range.end > most {
+            let want = format!("a place within a half's {most} bytes");
+            return Err(Error::invalid("range", format!("{range:?}"), want));
+        }
         let address = self.place(self.rank(), of, range.start);
         let window = Window::new(Arc::clone(self), address, range.len(), Arc::clone(views));
         Buffer::new(Arc::new(window), dtype, shape)

@@ -21,7 +21,7 @@ use crate::{
 };
 use brigade_device::{
     Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
-    Dispatched, Error, Expected, Fp8Cast, Group, Plan, Result, Route, Routing, ScaleFormat,
+    Dispatched, Error, Expected, Fp8Cast, Group, Origin, Plan, Result, Route, Routing, ScaleFormat,
     Transport, Turn, Ways,
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
@@ -132,7 +132,7 @@ fn pushing_sms(job: &Job<'_>) -> usize {
 pub(crate) struct Arguments {
     pub(crate) call: DispatchCall,
     pub(crate) group: Group,
-    generation: u8,
+    origin: Origin,
     /// What goes through halves.
     pieces: Vec<Piece>,
     queues: Option<Queues>,
@@ -167,8 +167,8 @@ struct Came {
 impl CudaComm {
     pub(crate) fn run_dispatch(&self, turn: &Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
         let group = *self.core.control.group();
-        let generation = self.core.control.generation();
-        let call = p.check(&group, generation)?;
+        let origin = self.core.control.origin();
+        let call = p.check(&group, origin)?;
         let signed = Call::Dispatch(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
@@ -181,7 +181,7 @@ impl CudaComm {
             return Err(unexpected(&plan));
         };
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
-        let mut a = Arguments::new(device, lane, &p, (call, group, generation))?;
+        let mut a = Arguments::new(device, lane, &p, (call, group, origin))?;
         a.travel(self, lane, (transport, piece_rows))?;
         // Whoever has rows of an earlier one in place has them no longer.
         self.core.views.dispatched.fetch_add(1, Ordering::AcqRel);
@@ -219,7 +219,7 @@ impl Arguments {
         device: &CudaDevice,
         lane: &Arc<Lane>,
         p: &DispatchParams<'_>,
-        (call, group, generation): (DispatchCall, Group, u8),
+        (call, group, origin): (DispatchCall, Group, Origin),
     ) -> Result<Self> {
         let rows = p.rows.retain();
         check_reach(&device.card, "rows.memory", &rows)?;
@@ -283,7 +283,7 @@ impl Arguments {
         }
         Ok(Self {
             group,
-            generation,
+            origin,
             pieces: Vec::new(),
             queues: None,
             beside_rows: p
@@ -424,7 +424,7 @@ impl Arguments {
         let none = none.map(|_| device.scratch(lane, call.wire_type(), &[0]));
         DispatchOutputs::new(
             call,
-            (group, self.generation),
+            (group, self.origin),
             room,
             &self.beside_rows,
             &self.ways,

@@ -65,6 +65,7 @@ impl CudaComm {
             )
             .into());
         }
+        let origin = self.core.control.origin();
         let (of, ticket) = {
             let mut issue = self.core.issue.lock();
             let of = match &issue.reserved {
@@ -77,6 +78,8 @@ impl CudaComm {
                 of,
                 ticket,
                 rows: rows_per_rank.into(),
+                columns,
+                dtype,
             });
             (of, ticket)
         };
@@ -90,7 +93,10 @@ impl CudaComm {
         let shape = Shape::new(&[own, columns])?;
         let views = &self.core.views.own[of.half.index()];
         let buffer = self.core.window(of, range, views, dtype, shape)?;
-        Ok((buffer, Filled::new(turn, ticket, own, columns, dtype)))
+        Ok((
+            buffer,
+            Filled::new(turn, (origin, ticket), own, columns, dtype),
+        ))
     }
 
     /// Where the rows of a call go, if they fit.
@@ -105,12 +111,13 @@ impl CudaComm {
         let mut issue = self.core.issue.lock();
         let source = match chunk {
             Chunk::Resident(filled) => {
-                let handed_out = |r: &Reserved| r.ticket == filled.ticket() && r.rows == call.rows;
+                filled.check(self.core.control.origin())?;
+                let handed_out = |r: &Reserved| r.ticket == filled.ticket() && r.holds(call);
                 if !issue.reserved.as_ref().is_some_and(handed_out) {
                     return Err(Error::invalid(
                         "chunk",
-                        "a token of own rows that were used, handed out anew, or meant for other counts",
-                        "the token of the last own_chunk, with the same rows_per_rank",
+                        "a token of own rows that were used, handed out anew, or meant for other shapes",
+                        "the token of the last own_chunk, with the same rows_per_rank, columns and type",
                     ));
                 }
                 None

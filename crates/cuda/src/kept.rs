@@ -1,6 +1,6 @@
 //! What graphs keep beside memory: what their work belongs to, which is asked before each launch.
 
-use crate::{core::Core, hierarchical::Made, lane::Lane, nccl_sums::NcclSums};
+use crate::{core::Core, hierarchical::Made, lane::Lane, nccl_sums::NcclSums, user_buffers::Held};
 use brigade_device::{Absent, Buffer, DataType, MemoryType, Result, Shape, Storage};
 use brigade_plan::reason;
 use std::{any::Any, sync::Arc};
@@ -14,6 +14,8 @@ pub(crate) enum Kept {
     Nccl(Arc<NcclSums>),
     /// The call across machines that it is part of.
     Across(Made),
+    /// The region of user buffers that it works in.
+    Region(Held),
 }
 
 /// The wish that a communicator lives.
@@ -62,6 +64,7 @@ impl Kept {
             }
             Self::Nccl(sums) => Ok(sums.check()?),
             Self::Across(made) => made.again(lane),
+            Self::Region(held) => held.check(),
         }
     }
 }

@@ -76,8 +76,7 @@ impl CudaComm {
     }
 
     fn receive_exchange(&self, sent: &LowLatencySent) -> Result<Half> {
-        let control = &self.core.control;
-        sent.check(control.group(), control.generation())?;
+        sent.check(self.core.control.origin())?;
         let mut issue = self.core.issue.lock();
         issue.exchanges[usize::from(sent.call.slot)].receive(sent.ticket)
     }
@@ -121,7 +120,7 @@ impl CudaComm {
         let (ticket, half) = self.begin_exchange(slot, &signed)?;
         let sent = LowLatencySent {
             group,
-            generation: self.core.generation(),
+            origin: self.core.control.origin(),
             ticket,
             call,
             chosen,
@@ -182,7 +181,7 @@ impl CudaComm {
     ) -> Result<LowLatencyBack> {
         let device = self.gpu();
         let control = &self.core.control;
-        let call = p.check(there, control.group(), control.generation())?;
+        let call = p.check(there, control.group(), control.origin())?;
         let signed = Call::LowLatencyCombine(call.clone());
         let rows = p.rows.retain();
         let weights = p.weights.map(|weights| weights.retain());

@@ -274,8 +274,10 @@ pub(crate) enum Place<'a> {
     Pinned(&'a Pinned),
     Host,
     Adopted(&'a Adopted),
-    /// A communicator's memory, which lives until its work is done, or what is kept beside memory.
-    Group,
+    /// A communicator's memory, which lives until its work is done.
+    Group(&'a Window),
+    /// What is kept beside memory.
+    Kept,
 }
 
 impl<'a> Place<'a> {
@@ -292,9 +294,9 @@ impl<'a> Place<'a> {
             Gate::check(*memory.gate().lock().read_recursive(), Access::Read)?;
             Ok(Self::Adopted(memory))
         } else if let Some(window) = any.downcast_ref::<Window>() {
-            window.check().map(|()| Self::Group)
+            window.check().map(|()| Self::Group(window))
         } else if any.is::<Kept>() {
-            Ok(Self::Group)
+            Ok(Self::Kept)
         } else {
             Err(Error::invalid(
                 "memory",
@@ -309,7 +311,7 @@ impl<'a> Place<'a> {
         match self {
             Self::Device(memory) => note(&memory.users, lane),
             Self::Pinned(memory) => note(&memory.users, lane),
-            Self::Host | Self::Adopted(_) | Self::Group => {}
+            Self::Host | Self::Adopted(_) | Self::Group(_) | Self::Kept => {}
         }
     }
 
@@ -318,26 +320,27 @@ impl<'a> Place<'a> {
         match self {
             Self::Host => true,
             Self::Adopted(memory) => memory.memory() == MemoryType::Host,
-            Self::Device(_) | Self::Pinned(_) | Self::Group => false,
+            Self::Device(_) | Self::Pinned(_) | Self::Group(_) | Self::Kept => false,
         }
     }
 }
 
 /// Checks that kernels of this card can use the buffer.
 pub(crate) fn check_reach(card: &Card, field: &'static str, buffer: &Buffer) -> Result<()> {
-    match Place::of(buffer.storage())? {
-        Place::Device(memory) if memory.card.context != card.context => Err(Error::invalid(
-            field,
-            format!("memory of {:?}", memory.card),
-            format!("memory of {card:?}"),
-        )),
-        place if place.is_pageable() => Err(Error::invalid(
-            field,
-            "Host memory",
-            "Device or HostPinned memory, which a kernel can reach",
-        )),
-        _ => Ok(()),
+    let of = match Place::of(buffer.storage())? {
+        Place::Device(memory) => &*memory.card,
+        Place::Group(window) => window.card(),
+        place if place.is_pageable() => {
+            let want = "Device or HostPinned memory, which a kernel can reach";
+            return Err(Error::invalid(field, "Host memory", want));
+        }
+        _ => return Ok(()),
+    };
+    if of.context == card.context {
+        return Ok(());
     }
+    let (got, want) = (format!("memory of {of:?}"), format!("memory of {card:?}"));
+    Err(Error::invalid(field, got, want))
 }
 
 /// Whether two buffers share a byte.

@@ -8,6 +8,7 @@ use crate::{
     comm::{CudaComm, REGION_ALIGN},
     driver::failed,
     job::Job,
+    kept::Kept,
     mark::CudaMark,
     memory::check_reach,
 };
@@ -16,7 +17,10 @@ use brigade_device::{
     TransferParams, Turn, UserBuffers, View, ViewMut, check_peer,
 };
 use cudarc::driver::result;
-use std::time::Duration;
+use std::{
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 /// All signals of regions are signed alike; which region it is shows in which word they stand.
 const SIGNATURE: u32 = 1;
@@ -34,12 +38,31 @@ struct Span {
     bytes: usize,
 }
 
+/// A region as captured work remembers it: once it is given back, another may have its number and its place.
+#[derive(Debug)]
+pub(crate) struct Held {
+    region: Region,
+    span: Weak<Span>,
+}
+
+impl Held {
+    /// Whether the region is still registered.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.span.strong_count() > 0 {
+            return Ok(());
+        }
+        let got = format!("{}, which was given back since the capture", self.region.0);
+        Err(Error::invalid("region", got, "a registered region"))
+    }
+}
+
 /// Registered regions, by number, and what is left of the memory for them.
 pub(crate) struct Regions {
     start: usize,
     bytes: usize,
     most: u16,
-    list: Vec<Option<Span>>,
+    /// Nobody else keeps one: see [`Held`].
+    list: Vec<Option<Arc<Span>>>,
 }
 
 impl Regions {
@@ -53,12 +76,21 @@ impl Regions {
         }
     }
 
-    fn get(&self, region: Region) -> Result<Span> {
+    fn place(&self, region: Region) -> Result<&Arc<Span>> {
         self.list
             .get(usize::from(region.0))
-            .copied()
-            .flatten()
+            .and_then(Option::as_ref)
             .ok_or_else(|| Error::invalid("region", region.0, "a registered region"))
+    }
+
+    fn get(&self, region: Region) -> Result<Span> {
+        self.place(region).map(|span| **span)
+    }
+
+    /// What work in the region keeps.
+    fn held(&self, region: Region) -> Result<Buffer> {
+        let span = Arc::downgrade(self.place(region)?);
+        Kept::Region(Held { region, span }).buffer()
     }
 
     /// The lowest free number from `first` on; `most` if there is none.
@@ -72,11 +104,11 @@ impl Regions {
     fn place_from(&self, first: u64, bytes: usize) -> u64 {
         let end = (self.start + self.bytes) as u64;
         let taken = |at: u64| {
-            let overlaps = |s: &&Span| {
+            let overlaps = |s: &&Arc<Span>| {
                 at < (s.start + s.bytes) as u64
                     && (s.start as u64) < at.saturating_add(bytes as u64)
             };
-            self.list.iter().flatten().find(overlaps).copied()
+            self.list.iter().flatten().find(overlaps)
         };
         let mut at = first.max(self.start as u64);
         while let Some(span) = taken(at) {
@@ -92,7 +124,7 @@ impl Regions {
         let at = usize::from(region.0);
         let len = self.list.len().max(at + 1);
         self.list.resize(len, None);
-        self.list[at] = span;
+        self.list[at] = span.map(Arc::new);
     }
 }
 
@@ -179,10 +211,13 @@ impl CudaComm {
         work: impl FnOnce(&mut Job<'_>, Span) -> Result<()>,
     ) -> Result<()> {
         check_peer(peer, self.core.rank(), self.core.size())?;
-        let span = self.core.regions.lock().get(region)?;
+        let (span, held) = {
+            let regions = self.core.regions.lock();
+            (regions.get(region)?, regions.held(region)?)
+        };
         let signed = (Operation::UserBuffers, SIGNATURE);
         self.core
-            .pairwise(turn.stream(), signed, &[], None, |job| work(job, span))
+            .pairwise(turn.stream(), signed, &[&held], None, |job| work(job, span))
     }
 
     /// Copies between this rank's part of a region and a peer's.
@@ -325,14 +360,17 @@ impl CudaComm {
         buffer: &Buffer,
         writes: bool,
     ) -> Result<()> {
-        let span = self.core.regions.lock().get(region)?;
+        let (span, held) = {
+            let regions = self.core.regions.lock();
+            (regions.get(region)?, regions.held(region)?)
+        };
         span.check("offset", offset, buffer.bytes())?;
         check_reach(
             &self.gpu().card,
             if writes { "from.memory" } else { "to.memory" },
             buffer,
         )?;
-        self.core.locally(turn.stream(), &[buffer], |job| {
+        self.core.locally(turn.stream(), &[buffer, &held], |job| {
             let own = job.core.address(job.core.rank(), span.start + offset);
             let (to, from) = if writes {
                 (own, buffer.address())

@@ -1,6 +1,6 @@
 //! Parts of a communicator's memory as buffers see them.
 
-use crate::core::Core;
+use crate::{card::Card, core::Core};
 use brigade_device::{Error, MemoryType, Result, Storage};
 use std::{
     any::Any,
@@ -14,7 +14,7 @@ use std::{
 /// may write there.
 #[derive(Debug)]
 pub(crate) struct Window {
-    _core: Arc<Core>,
+    core: Arc<Core>,
     address: u64,
     bytes: usize,
     views: Arc<AtomicU64>,
@@ -24,12 +24,17 @@ pub(crate) struct Window {
 impl Window {
     pub(crate) fn new(core: Arc<Core>, address: u64, bytes: usize, views: Arc<AtomicU64>) -> Self {
         Self {
-            _core: core,
+            core,
             address,
             bytes,
             number: views.load(Ordering::Acquire),
             views,
         }
+    }
+
+    /// Whose GPU's memory it is.
+    pub(crate) fn card(&self) -> &Card {
+        &self.core.device.card
     }
 
     /// Whether it may still be used.

@@ -1,8 +1,8 @@
 //! What experts made of rows, back to the ranks that the rows came from.
 
 use crate::{
-    Arrangement, Buffer, DataType, Error, Group, Handle, Output, Plan, Result, Transport, View,
-    ViewMut,
+    Arrangement, Buffer, DataType, Error, Group, Handle, Origin, Output, Plan, Result, Transport,
+    View, ViewMut,
     params::{float, resident},
     statistics::check_waits,
 };
@@ -71,13 +71,13 @@ impl CombineParams<'_> {
     /// Most tensors that are added.
     pub const MOST_BIASES: usize = 2;
 
-    /// Checks types, shapes and places, and gives the signed call. `generation` is how often the group was reset.
+    /// Checks types, shapes and places, and gives the signed call. `now` is whose call it is.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the field, what it was and what it should have been.
-    pub fn check(&self, group: &Group, generation: u8) -> Result<CombineCall> {
+    pub fn check(&self, group: &Group, now: Origin) -> Result<CombineCall> {
         let (rows, handle) = (self.rows, self.handle);
-        handle.check(group, generation)?;
+        handle.check(now)?;
         float("rows.dtype", rows.dtype())?;
         let (made, hidden) = (
             handle.call(),

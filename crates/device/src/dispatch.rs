@@ -1,8 +1,8 @@
 //! Rows of tokens to the ranks of their experts.
 
 use crate::{
-    DataType, Error, GatheredRouting, Group, Handle, PerRank, PlacementCall, Result, Routing, View,
-    ViewMut,
+    DataType, Error, GatheredRouting, Group, Handle, Origin, PerRank, PlacementCall, Result,
+    Routing, View, ViewMut,
     params::{float, plain, resident},
     routing::{check_weights, countable},
     statistics::check_waits,
@@ -204,11 +204,11 @@ impl DispatchParams<'_> {
     /// A row has a multiple of so many bytes.
     pub const ROW_BYTES: usize = 16;
 
-    /// Checks types, shapes and places, and gives the signed call. `generation` is how often the group was reset.
+    /// Checks types, shapes and places, and gives the signed call. `now` is whose call it is.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the field, what it was and what it should have been.
-    pub fn check(&self, group: &Group, generation: u8) -> Result<DispatchCall> {
+    pub fn check(&self, group: &Group, now: Origin) -> Result<DispatchCall> {
         let rows = self.rows;
         plain("rows.dtype", rows.dtype())?;
         let &[tokens, hidden] = rows.shape().dims() else {
@@ -261,7 +261,7 @@ impl DispatchParams<'_> {
                     true => Ok(()),
                     false => Err(Error::invalid(field, got, format!("{want}, as at first"))),
                 };
-                handle.check(group, generation)?;
+                handle.check(now)?;
                 same("rows.shape", tokens, handle.tokens())?;
                 same("max_tokens", self.max_tokens, made.max_tokens)?;
                 if (self.arrangement, self.max_recv) != (made.arrangement, made.max_recv) {

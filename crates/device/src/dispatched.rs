@@ -1,7 +1,7 @@
 //! What a dispatch gives: received rows, and the handle that takes rows back.
 
 use crate::{
-    Arrangement, Buffer, DataType, DispatchCall, Error, ExpertLayout, Group, MachineWays, Plan,
+    Arrangement, Buffer, DataType, DispatchCall, ExpertLayout, Group, MachineWays, Origin, Plan,
     Result, Shape, View, ViewMut, params::check_totals,
 };
 use smallvec::{SmallVec, smallvec};
@@ -38,8 +38,8 @@ pub struct Handle(pub(crate) HandleParts);
 pub struct HandleParts {
     /// The group it was made in.
     pub group: Group,
-    /// How often the group had been reset then.
-    pub generation: u8,
+    /// Whose it is.
+    pub origin: Origin,
     /// The call that made it.
     pub call: DispatchCall,
     /// Where own rows went.
@@ -120,26 +120,18 @@ impl Handle {
         self.0.sources.shape().rows()
     }
 
-    /// Checks that it is of this group, and was made since its last reset: what a dispatch leaves that ended in a fault is poisoned.
+    /// Checks that it is of this communicator, and was made since its last reset: what a dispatch leaves that ended in a fault is poisoned.
     ///
     /// # Errors
-    /// [`Error::Invalid`] otherwise.
-    pub fn check(&self, group: &Group, generation: u8) -> Result<()> {
-        if self.0.group != *group {
-            let got = format!("one of {:?}", self.0.group);
-            return Err(Error::invalid("handle", got, format!("{group:?}")));
-        }
-        if self.0.generation != generation {
-            let got = "one from before a reset";
-            return Err(Error::invalid("handle", got, "one made since then"));
-        }
-        Ok(())
+    /// [`Error::Invalid`](crate::Error::Invalid) otherwise.
+    pub fn check(&self, now: Origin) -> Result<()> {
+        self.0.origin.check("handle", now)
     }
 
     /// Shape of what has `row_len` elements for each row, as received rows lie.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for sizes that do not fit in memory.
+    /// [`Error::Invalid`](crate::Error::Invalid) for sizes that do not fit in memory.
     pub fn shape(&self, row_len: usize) -> Result<Shape> {
         let size = self.0.group.size;
         Shape::new(&self.0.call.dims(size, self.capacity(), row_len))
@@ -238,7 +230,7 @@ impl Ways {
     /// Checks where what slots get is added up.
     ///
     /// # Errors
-    /// [`Error::Invalid`] naming the field.
+    /// [`Error::Invalid`](crate::Error::Invalid) naming the field.
     pub fn check_totals(&self, totals: &ViewMut<'_>) -> Result<()> {
         let [_, _, counts] = self.counted();
         check_totals(totals, counts)
@@ -294,7 +286,7 @@ impl DispatchOutputs {
     /// Those of `new`.
     pub fn new(
         call: &DispatchCall,
-        (group, generation): (Group, u8),
+        (group, origin): (Group, Origin),
         room: usize,
         beside: &[(DataType, usize)],
         ways: &Ways,
@@ -329,7 +321,7 @@ impl DispatchOutputs {
                 Ways::Again(parts) => (**parts).clone(),
                 Ways::New(expected) => HandleParts {
                     group,
-                    generation,
+                    origin,
                     call: call.clone(),
                     layout: expected.layout.clone(),
                     own_weights: expected.own_weights.clone(),

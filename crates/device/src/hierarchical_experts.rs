@@ -62,8 +62,8 @@ pub trait ExpertParts {
     fn group(&self) -> Group;
     /// Which of them share a machine.
     fn machines(&self) -> Machines;
-    /// How often the hierarchy was reset.
-    fn generation(&self) -> u8;
+    /// What it gives out now is from here.
+    fn origin(&self) -> Origin;
     /// Inside this rank's machine.
     fn inside(&self) -> &dyn Communicator;
     /// To the other machines. Not asked for where there is one.

@@ -91,9 +91,10 @@ pub struct Reduced {
 }
 
 /// Proof that own rows lie in the user buffer. By value and not `Clone`: spent by the call that uses the rows, and
-/// checked there against the backend's state.
+/// checked there against the backend's state. Good in later leases of the same communicator too, until a reset.
 #[derive(Debug)]
 pub struct Filled {
+    origin: Origin,
     turn: u64,
     ticket: u64,
     rows: usize,
@@ -102,15 +103,30 @@ pub struct Filled {
 }
 
 impl Filled {
-    /// For backends: `ticket` says which use of which half it is.
-    pub fn new(turn: &Turn, ticket: u64, rows: usize, columns: usize, dtype: DataType) -> Self {
+    /// For backends: of `origin`, whose `ticket` says which use of which half it is.
+    pub fn new(
+        turn: &Turn,
+        (origin, ticket): (Origin, u64),
+        rows: usize,
+        columns: usize,
+        dtype: DataType,
+    ) -> Self {
         Self {
+            origin,
             turn: turn.number(),
             ticket,
             rows,
             columns,
             dtype,
         }
+    }
+
+    /// Checks that it is of this communicator, and was made since its last reset.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] otherwise.
+    pub fn check(&self, now: Origin) -> Result<()> {
+        self.origin.check("chunk", now)
     }
 
     /// The lease it was made in.

@@ -3,7 +3,8 @@
 
 use crate::{
     Buffer, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, LowLatencyCombineParams,
-    PendingCombine, PlacementCall, Result, Routing, ScaleFormat, Shape, Statistics, View, ViewMut,
+    Origin, PendingCombine, PlacementCall, Result, Routing, ScaleFormat, Shape, Statistics, View,
+    ViewMut,
     params::{check_totals, float, resident},
     routing::countable,
     statistics::check_waits,
@@ -164,8 +165,8 @@ impl LowLatencyDispatchCall {
 pub struct LowLatencySent {
     /// The group it was made in.
     pub group: Group,
-    /// How often the group had been reset then.
-    pub generation: u8,
+    /// Whose it is.
+    pub origin: Origin,
     /// Which of the exchanges of its slot it is: a later one gives it up.
     pub ticket: u64,
     /// The dispatch.
@@ -175,20 +176,12 @@ pub struct LowLatencySent {
 }
 
 impl LowLatencySent {
-    /// Checks that it is of this group, and was made since its last reset.
+    /// Checks that it is of this communicator, and was made since its last reset.
     ///
     /// # Errors
     /// [`Error::Invalid`] otherwise.
-    pub fn check(&self, group: &Group, generation: u8) -> Result<()> {
-        if self.group != *group {
-            let got = format!("one of {:?}", self.group);
-            return Err(Error::invalid("slot", got, format!("{group:?}")));
-        }
-        if self.generation != generation {
-            let got = "an exchange from before a reset";
-            return Err(Error::invalid("slot", got, "one made since then"));
-        }
-        Ok(())
+    pub fn check(&self, now: Origin) -> Result<()> {
+        self.origin.check("slot", now)
     }
 }
 
@@ -328,8 +321,8 @@ impl<'s> Pending<'s> {
     /// Waits for them, and packs them expert by expert.
     ///
     /// # Errors
-    /// [`Error::Fault`](crate::Error::Fault) if a rank did not send, or sent something else; [`Error::Invalid`] if the group was reset
-    /// since.
+    /// [`Error::Fault`](crate::Error::Fault) if a rank did not send, or sent something else; [`Error::Invalid`] if it is
+    /// another communicator's lease, or the group was reset since.
     pub fn receive(self, lease: &mut Lease<'_>) -> Result<LowLatencyDispatched<'s>> {
         self.receive_counted(lease, Statistics::default())
     }

@@ -2,7 +2,7 @@
 
 use crate::{
     Buffer, CombineSum, DataType, Error, Fp8Cast, Group, Lease, LowLatencyDispatchCall,
-    LowLatencyRows, LowLatencySent, Output, Result, ScaleFormat, Slot, View, ViewMut,
+    LowLatencyRows, LowLatencySent, Origin, Output, Result, ScaleFormat, Slot, View, ViewMut,
     low_latency::{weighty, whole_row},
     params::float,
     statistics::check_waits,
@@ -48,7 +48,7 @@ pub struct LowLatencyCombineCall {
 }
 
 impl LowLatencyCombineParams<'_> {
-    /// Checks types, shapes and places, and gives the signed call. `generation` is how often the group was reset.
+    /// Checks types, shapes and places, and gives the signed call. `now` is whose call it is.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the field, what it was and what it should have been.
@@ -56,9 +56,9 @@ impl LowLatencyCombineParams<'_> {
         &self,
         there: &LowLatencyRows,
         group: &Group,
-        generation: u8,
+        now: Origin,
     ) -> Result<LowLatencyCombineCall> {
-        there.sent.check(group, generation)?;
+        there.sent.check(now)?;
         let rows = self.rows;
         float("rows.dtype", rows.dtype())?;
         let experts = there.counts.shape().len();

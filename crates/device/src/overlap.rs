@@ -7,12 +7,8 @@ use crate::{
 
 /// Own rows: already in the user buffer, as the token proves, or to be copied there.
 #[derive(Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "a parameter on the stack, moved once"
-)]
 pub enum Chunk<'a> {
-    /// Written into the space that [`Lease::own_chunk`](crate::Lease::own_chunk) handed out.
+    /// Written into the space that [`Lease::own_chunk`](crate::Lease::own_chunk) of the same communicator handed out, since its last reset.
     Resident(Filled),
     /// To be copied.
     Copy(Operand<'a>),

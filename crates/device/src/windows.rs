@@ -2,7 +2,7 @@
 
 use crate::{Result, Turn, View, ViewMut};
 
-/// A region registered on all ranks.
+/// A region registered on all ranks. A number and no more: it says neither which communicator has it, nor since when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Region(
     /// Its number, the same on every rank.
@@ -45,7 +45,9 @@ pub trait UserBuffers: Send + Sync {
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) when all regions are taken; as every call.
     fn register(&self, turn: &mut Turn, bytes: usize) -> Result<Region>;
-    /// Gives a region back once every peer has let go of it. Collective.
+    /// Gives a region back once every peer has let go of it. Collective. A graph that works in it keeps neither its memory nor its number:
+    /// to launch one is [`Error::Invalid`](crate::Error::Invalid) from then on (field `region`), with nothing of it done, also when another
+    /// region has the number. Launches come to an end before this call.
     ///
     /// # Errors
     /// As every call.

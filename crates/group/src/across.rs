@@ -1,6 +1,8 @@
 //! A hierarchy's groups, as one: what stops one of them stops all, with ranks numbered over all machines.
 
-use brigade_device::{Error, FaultKind, FaultRecord, Group, Machines, Numbers, Result};
+use brigade_device::{
+    Error, FaultKind, FaultRecord, Group, Identity, Machines, Numbers, Origin, Result,
+};
 use parking_lot::Mutex;
 use std::sync::{
     Arc,
@@ -29,6 +31,7 @@ pub struct Across {
     calls: AtomicU64,
     /// 1 at first, one more after each reset.
     generation: AtomicU32,
+    identity: Identity,
     /// What stopped it, with ranks of all machines.
     fault: Mutex<Option<FaultRecord>>,
     /// While groups start anew, one after the other, nobody stops those that have.
@@ -48,6 +51,7 @@ impl Across {
             parts,
             calls: AtomicU64::new(0),
             generation: AtomicU32::new(1),
+            identity: Identity::new(),
             fault: Mutex::default(),
             renewing: AtomicBool::new(false),
         }
@@ -76,6 +80,11 @@ impl Across {
     /// 1 at first, one more after each reset.
     pub fn generation(&self) -> u32 {
         self.generation.load(Ordering::Acquire)
+    }
+
+    /// What this rank's caller is given now is from here, and no longer after the next reset.
+    pub fn origin(&self) -> Origin {
+        self.identity.origin()
     }
 
     /// What stopped it: the first that this rank heard of.
@@ -187,6 +196,7 @@ impl Across {
             *fault = before;
         } else {
             self.generation.fetch_add(1, Ordering::AcqRel);
+            self.identity.renew();
         }
         self.renewing.store(false, Ordering::Release);
         drop(fault);

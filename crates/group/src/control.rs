@@ -2,7 +2,9 @@
 //! anew.
 
 use crate::{SharedSegment, Sharing};
-use brigade_device::{Absent, Error, FaultKind, FaultRecord, Group, Operation, Reason, Result};
+use brigade_device::{
+    Absent, Error, FaultKind, FaultRecord, Group, Identity, Operation, Origin, Reason, Result,
+};
 use brigade_sync::{
     AbortCell, Called, Deadline, Layout, Memory, ResetGate, RollCall, Word, Words, post, wait,
 };
@@ -23,6 +25,7 @@ pub struct Control {
     segments: Vec<SharedSegment>,
     memory: Words<SharedSegment>,
     generation: AtomicU8,
+    identity: Identity,
     /// Who is absent, and in the upper half who of them is gone.
     absent: AtomicU32,
     /// Rolls that this rank was in.
@@ -48,6 +51,7 @@ impl Control {
             memory: Words::new(segments.clone()),
             segments,
             generation: AtomicU8::new(1),
+            identity: Identity::new(),
             absent: AtomicU32::new(0),
             rolls: AtomicU32::new(0),
             steps: Mutex::default(),
@@ -84,6 +88,11 @@ impl Control {
     /// Which generation's flags count: 1 at first, one more after each reset, and 1 again after 255.
     pub fn generation(&self) -> u8 {
         self.generation.load(Ordering::Acquire)
+    }
+
+    /// What this rank's caller is given now is from here, and no longer after the next reset.
+    pub fn origin(&self) -> Origin {
+        self.identity.origin()
     }
 
     /// Who does not take part any more.
@@ -258,6 +267,7 @@ impl Control {
 
     fn start(&self, generation: u8) {
         self.generation.store(generation, Ordering::Release);
+        self.identity.renew();
         *self.fault.lock() = None;
     }
 

@@ -38,7 +38,7 @@ struct Arguments {
 impl HostComm {
     pub(crate) fn run_combine(&self, turn: &Turn, p: CombineParams<'_>) -> Result<Combined> {
         let control = &self.core.control;
-        let call = p.check(control.group(), control.generation())?;
+        let call = p.check(control.group(), control.origin())?;
         let signed = Call::Combine(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
@@ -122,9 +122,11 @@ struct Going {
 fn going(a: &Arguments, size: usize) -> Result<Vec<Going>> {
     let (call, parts) = (&a.call, &a.parts);
     let bytes = call.hidden * call.dtype.bytes();
-    let sources = reading(&[&parts.sources], |inputs| {
+    let mut sources = reading(&[&parts.sources], |inputs| {
         Ok(rows_of_sources(&integers(inputs[0])))
     })?;
+    // Of experts that no token has nothing goes back, and whoever waits for it counts too few.
+    sources.retain(|row| row.entry.is_none_or(|entry| entry < call.k));
     let optional: Vec<&Buffer> = a.weights.iter().chain(&parts.weights).collect();
     let inputs: Vec<&Buffer> = [&a.rows].into_iter().chain(optional).collect();
     reading(&inputs, |inputs| {

@@ -10,8 +10,8 @@ use crate::{
     waits::Waits,
 };
 use brigade_device::{
-    Absent, Call, CommConfig, Error, FaultKind, FaultRecord, Injector, Operation, PerRank, Plan,
-    Point, Reason, Region, Result, Traffic,
+    Absent, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Injector, LinearCall,
+    Operation, PerRank, Plan, Point, Reason, Region, Result, Traffic,
 };
 use brigade_group::Control;
 use brigade_plan::{
@@ -75,6 +75,15 @@ pub(crate) struct Reserved {
     pub(crate) ticket: u64,
     /// Rows of every rank, which say where own rows lie.
     pub(crate) rows: PerRank,
+    pub(crate) columns: usize,
+    pub(crate) dtype: DataType,
+}
+
+impl Reserved {
+    /// Whether rows of the call lie as those that it was handed out for.
+    pub(crate) fn holds(&self, call: &LinearCall) -> bool {
+        (&self.rows, self.columns, self.dtype) == (&call.rows, call.k, call.input)
+    }
 }
 
 /// What calls change as they run.

@@ -17,7 +17,7 @@ use crate::{
 };
 use brigade_device::{
     Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
-    Expected, FaultKind, Group, Plan, Result, Route, Routing, Transport, Turn, Ways,
+    Expected, FaultKind, Group, Origin, Plan, Result, Route, Routing, Transport, Turn, Ways,
 };
 use brigade_plan::{
     dispatch::{Load, Section, Sections, part_bytes, sections},
@@ -33,7 +33,7 @@ use std::{ops::Range, sync::Arc};
 struct Arguments {
     call: DispatchCall,
     group: Group,
-    generation: u8,
+    origin: Origin,
     transport: Transport,
     piece_rows: usize,
     rows: Buffer,
@@ -52,9 +52,9 @@ struct Arguments {
 impl HostComm {
     pub(crate) fn run_dispatch(&self, turn: &Turn, p: DispatchParams<'_>) -> Result<Dispatched> {
         let group = *self.core.control.group();
-        let generation = self.core.control.generation();
+        let origin = self.core.control.origin();
         let absent = self.core.control.absent();
-        let call = p.check(&group, generation)?;
+        let call = p.check(&group, origin)?;
         let signed = Call::Dispatch(call.clone());
         let plan = self.core.plan(&signed)?;
         let Plan::Experts {
@@ -98,7 +98,7 @@ impl HostComm {
             transport,
             piece_rows,
             group,
-            generation,
+            origin,
             rows: p.rows.retain(),
             beside: p.beside.iter().map(|v| v.retain()).collect(),
             beside_rows: p
@@ -120,6 +120,10 @@ impl HostComm {
                 None
             }
         };
+        if turn.stream().capturing() && matches!(arguments.ways, Ways::New(_)) {
+            // Nobody may take what the handle says for known before a launch has found it out.
+            given.iter().for_each(poison_all);
+        }
         let waits = p.waits.map(|waits| waits.as_view().retain());
         // What is not known before the rows have come.
         let found = Arc::new(Mutex::new(given.clone()));
@@ -159,7 +163,7 @@ impl Arguments {
         let (call, group) = (&self.call, self.group);
         let outputs = DispatchOutputs::new(
             call,
-            (group, self.generation),
+            (group, self.origin),
             room,
             &self.beside_rows,
             &self.ways,
@@ -217,10 +221,18 @@ fn dispatch(
         }
         Ways::Again(parts) => {
             let layout = &parts.layout;
+            let (job, tokens) = (&active.job, a.rows.shape().rows());
             let lists = reading(&[&layout.sent, &layout.sent_offsets], |inputs| {
                 let (sent, offsets) = (integers::<i32>(inputs[0]), integers::<i32>(inputs[1]));
-                let of = |w: &[i32]| sent[w[0] as usize..w[1] as usize].to_vec();
-                Ok(offsets.windows(2).map(of).collect::<Vec<Vec<i32>>>())
+                let own = |token: &i32| usize::try_from(*token).is_ok_and(|t| t < tokens);
+                let of = |(to, w): (usize, &[i32])| {
+                    let list = sent.get(w[0] as u32 as usize..w[1] as u32 as usize);
+                    let list = list.filter(|list| list.iter().all(own));
+                    list.map(<[i32]>::to_vec)
+                        .ok_or_else(|| unfilled(job, to, tokens, w[1]))
+                };
+                let lists = offsets.windows(2).enumerate().map(of);
+                lists.collect::<Result<Vec<Vec<i32>>>>()
             })?;
             (lists, Vec::new(), None)
         }
@@ -331,6 +343,13 @@ fn exchange(
         check_counts(&active.job, expected, &came)?;
     }
     Ok(came)
+}
+
+/// What a handle, or rows that were received, say of a peer cannot be: no call has filled them, since its graph was never launched, or
+/// somebody wrote there.
+pub(crate) fn unfilled(job: &Job, peer: usize, want: usize, seen: i32) -> Error {
+    let (want, seen) = (want as u64, u64::from(seen as u32));
+    job.fail(FaultKind::Mismatch, peer, peer, want, seen)
 }
 
 /// As many rows must come as were expected.

@@ -90,6 +90,7 @@ impl HostComm {
             )
             .into());
         }
+        let origin = self.core.control.origin();
         let (half, ticket) = {
             let mut issue = self.core.issue.lock();
             let half = match &issue.reserved {
@@ -102,6 +103,8 @@ impl HostComm {
                 half,
                 ticket,
                 rows: rows_per_rank.into(),
+                columns,
+                dtype,
             });
             (half, ticket)
         };
@@ -119,7 +122,10 @@ impl HostComm {
             })
         })?;
         let buffer = Buffer::new(window, dtype, Shape::new(&[own, columns])?)?;
-        Ok((buffer, Filled::new(turn, ticket, own, columns, dtype)))
+        Ok((
+            buffer,
+            Filled::new(turn, (origin, ticket), own, columns, dtype),
+        ))
     }
 
     /// Where the rows of a call go, if they fit.
@@ -135,12 +141,13 @@ impl HostComm {
         let mut issue = self.core.issue.lock();
         let source = match chunk {
             Chunk::Resident(filled) => {
-                let handed_out = |r: &Reserved| r.ticket == filled.ticket() && r.rows == call.rows;
+                filled.check(self.core.control.origin())?;
+                let handed_out = |r: &Reserved| r.ticket == filled.ticket() && r.holds(call);
                 if !issue.reserved.as_ref().is_some_and(handed_out) {
                     return Err(Error::invalid(
                         "chunk",
-                        "a token of own rows that were used, handed out anew, or meant for other counts",
-                        "the token of the last own_chunk, with the same rows_per_rank",
+                        "a token of own rows that were used, handed out anew, or meant for other shapes",
+                        "the token of the last own_chunk, with the same rows_per_rank, columns and type",
                     ));
                 }
                 None

@@ -2,6 +2,7 @@
 
 use crate::{
     comm::{HostComm, unexpected},
+    dispatch::unfilled,
     element,
     job::{Active, Job, Use},
     memory::{poison, reading, writing},
@@ -33,8 +34,7 @@ impl HostComm {
     }
 
     fn receive_exchange(&self, sent: &LowLatencySent) -> Result<Half> {
-        let control = &self.core.control;
-        sent.check(control.group(), control.generation())?;
+        sent.check(self.core.control.origin())?;
         let mut issue = self.core.issue.lock();
         issue.exchanges[usize::from(sent.call.slot)].receive(sent.ticket)
     }
@@ -56,7 +56,7 @@ impl HostComm {
         let (ticket, half) = self.begin_exchange(slot, &signed)?;
         let sent = LowLatencySent {
             group,
-            generation: self.core.control.generation(),
+            origin: self.core.control.origin(),
             ticket,
             call,
             chosen,
@@ -124,7 +124,7 @@ impl HostComm {
     ) -> Result<LowLatencyBack> {
         let queue = HostQueue::of(turn.stream())?;
         let control = &self.core.control;
-        let call = p.check(there, control.group(), control.generation())?;
+        let call = p.check(there, control.group(), control.origin())?;
         let signed = Call::LowLatencyCombine(call.clone());
         let (ticket, half) = self.begin_exchange(call.there.slot, &signed)?;
         let back = LowLatencyBack {
@@ -419,7 +419,13 @@ fn send_back(
             {
                 let row = &inputs[0][(expert * room + i) * each..][..each];
                 payload::pack(call, row, &mut packed);
-                let to = source as usize;
+                let (to, most) = (source as u32 as usize, call.there.max_tokens);
+                if to >= size {
+                    return Err(unfilled(job, job.rank(), size, source));
+                }
+                if token as u32 as usize >= most {
+                    return Err(unfilled(job, to, most, token));
+                }
                 for entry in (0..call.there.k).filter(|entry| entries >> entry & 1 == 1) {
                     let place = back_place(call, token as usize, entry);
                     // SAFETY: credits came before this call; only the rank that has an expert fills its tokens' places, and it announces them
@@ -452,12 +458,18 @@ fn send_sums(
             let Some(first) = at.iter().position(|&row| row >= 0) else {
                 continue;
             };
-            let parts: Vec<_> = at
-                .iter()
-                .zip(weights)
-                .filter(|(row, _)| **row >= 0)
-                .map(|(&row, &weight)| (&inputs[0][row as usize * each..][..each], Some(weight)))
-                .collect();
+            let parts =
+                at.iter()
+                    .zip(weights)
+                    .filter(|(row, _)| **row >= 0)
+                    .map(|(&row, &weight)| {
+                        let (bytes, all) = (inputs[0], inputs[0].len() / each);
+                        match row as usize {
+                            at if at < all => Ok((&bytes[at * each..][..each], Some(weight))),
+                            _ => Err(unfilled(job, to, all, row)),
+                        }
+                    });
+            let parts = parts.collect::<Result<Vec<_>>>()?;
             element::add(call.dtype, &parts, &mut sum);
             element::store(call.dtype, &sum, &mut row);
             payload::pack(call, &row, &mut packed);

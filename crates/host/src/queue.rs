@@ -10,7 +10,14 @@ pub(crate) type Job = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 /// What stands behind a [`Stream`] of the host.
 #[derive(Default)]
 pub(crate) struct HostQueue {
-    captured: Mutex<Option<Vec<Job>>>,
+    captured: Mutex<Option<Captured>>,
+}
+
+/// Recorded work, and what is asked before any of it is done again.
+#[derive(Default)]
+struct Captured {
+    jobs: Vec<Job>,
+    conditions: Vec<Job>,
 }
 
 impl std::fmt::Debug for HostQueue {
@@ -29,11 +36,29 @@ impl HostQueue {
 
     /// Runs the work now, or records it.
     pub(crate) fn run(&self, job: impl Fn() -> Result<()> + Send + Sync + 'static) -> Result<()> {
-        if let Some(jobs) = &mut *self.captured.lock() {
-            jobs.push(Arc::new(job));
+        if let Some(captured) = &mut *self.captured.lock() {
+            captured.jobs.push(Arc::new(job));
             return Ok(());
         }
         job()
+    }
+
+    /// If it captures, a graph is not launched where this fails.
+    fn provided(&self, condition: Job) {
+        if let Some(captured) = &mut *self.captured.lock() {
+            captured.conditions.push(condition);
+        }
+    }
+
+    /// As [`run`](Self::run), for work that needs what may be gone when a graph does it again.
+    pub(crate) fn run_with<R>(
+        &self,
+        held: impl Fn() -> Result<R> + Clone + Send + Sync + 'static,
+        work: impl Fn(&R) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<()> {
+        let before = held.clone();
+        self.provided(Arc::new(move || before().map(drop)));
+        self.run(move || work(&held()?))
     }
 
     /// Runs the work that `enqueue` enqueues now, or records it as one piece; if it fails then, `failed` hears of it.
@@ -48,10 +73,12 @@ impl HostQueue {
         let result = enqueue();
         let mut captured = self.captured.lock();
         let parts = captured.replace(before).unwrap_or_default();
-        if let (Some(jobs), Ok(r)) = (&mut *captured, &result) {
+        if let (Some(captured), Ok(r)) = (&mut *captured, &result) {
             let failed = failed(r);
-            jobs.push(Arc::new(move || {
-                parts.iter().try_for_each(|job| job()).inspect_err(&failed)
+            captured.conditions.extend(parts.conditions);
+            captured.jobs.push(Arc::new(move || {
+                let mut jobs = parts.jobs.iter();
+                jobs.try_for_each(|job| job()).inspect_err(&failed)
             }));
         }
         result
@@ -78,11 +105,11 @@ pub(crate) fn capture(
 ) -> Result<Box<dyn Replay>> {
     let queue = HostQueue::of(on)?;
     queue.refuse_capture("a capture")?;
-    *queue.captured.lock() = Some(Vec::new());
+    *queue.captured.lock() = Some(Captured::default());
     let result = work();
-    let jobs = queue.captured.lock().take().unwrap_or_default();
+    let captured = queue.captured.lock().take().unwrap_or_default();
     result?;
-    Ok(Box::new(Graph { jobs }))
+    Ok(Box::new(Graph(captured)))
 }
 
 impl Queue for HostQueue {
@@ -124,14 +151,17 @@ impl Mark for Done {
     }
 }
 
-struct Graph {
-    jobs: Vec<Job>,
-}
+struct Graph(Captured);
 
 impl Replay for Graph {
     fn launch(&self, on: &Stream) -> Result<Event> {
         let queue = HostQueue::of(on)?;
-        for job in &self.jobs {
+        let Captured { jobs, conditions } = &self.0;
+        conditions.iter().try_for_each(|holds| holds())?;
+        for condition in conditions {
+            queue.provided(Arc::clone(condition));
+        }
+        for job in jobs {
             let job = Arc::clone(job);
             queue.run(move || job())?;
         }

@@ -14,7 +14,7 @@ use brigade_device::{
 };
 use brigade_group::Segment;
 use brigade_sync::{Area, CreditRing, Flag, Half, Memory};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// A region's memory on every rank.
 pub(crate) struct RegionMemory {
@@ -47,6 +47,22 @@ impl RegionMemory {
             self.segments[from.0].load_bytes(from.1 + start, step);
             self.segments[to.0].store_bytes(to.1 + start, step);
         }
+    }
+}
+
+/// A region as a captured call remembers it: once it is given back, another may have its number.
+#[derive(Clone)]
+struct Held {
+    region: Region,
+    memory: Weak<RegionMemory>,
+}
+
+impl Held {
+    fn memory(&self) -> Result<Arc<RegionMemory>> {
+        self.memory.upgrade().ok_or_else(|| {
+            let got = format!("{}, which was given back since the capture", self.region.0);
+            Error::invalid("region", got, "a registered region")
+        })
     }
 }
 
@@ -223,27 +239,41 @@ impl HostComm {
             .ok_or_else(|| Error::invalid("region", region.0, "a registered region"))
     }
 
+    /// Enqueues work in a region, which a graph does again for as long as the region is registered.
+    fn within(
+        &self,
+        turn: &Turn,
+        region: Region,
+        work: impl Fn(&Arc<RegionMemory>) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<()> {
+        let held = Held {
+            region,
+            memory: Arc::downgrade(&self.core.region(region)?),
+        };
+        HostQueue::of(turn.stream())?.run_with(move || held.memory(), work)
+    }
+
     /// Enqueues work between this rank and a peer in a region.
     fn with_peer(
         &self,
         turn: &Turn,
         region: Region,
         peer: usize,
-        work: impl Fn(&mut Pair<'_, '_>) -> Result<()> + Send + Sync + 'static,
+        work: impl Fn(&mut Pair<'_, '_>, &Arc<RegionMemory>) -> Result<()> + Send + Sync + 'static,
     ) -> Result<()> {
         let group = self.core.control.group();
         check_peer(peer, group.rank, group.size)?;
-        self.core.region(region)?;
         let ring = self.ring(region)?;
         let core = self.core.clone();
-        HostQueue::of(turn.stream())?.run(move || {
+        self.within(turn, region, move |memory| {
             core.pairwise(Operation::UserBuffers, SIGNATURE, |active| {
-                work(&mut Pair {
+                let mut pair = Pair {
                     active,
                     ring,
                     region,
                     peer,
-                })
+                };
+                work(&mut pair, memory)
             })
         })
     }
@@ -256,7 +286,7 @@ impl HostComm {
         memory.check("source_offset", p.source_offset, p.bytes)?;
         memory.check("target_offset", p.target_offset, p.bytes)?;
         let me = self.core.control.group().rank;
-        self.with_peer(turn, p.region, p.peer, move |pair| {
+        self.with_peer(turn, p.region, p.peer, move |pair, memory| {
             let (source, target) = if puts {
                 pair.await_released()?;
                 (me, p.peer)
@@ -267,7 +297,7 @@ impl HostComm {
             match p.choice.unwrap_or(CopyBy::Kernel) {
                 CopyBy::Kernel => memory.copy(from, to, p.bytes),
                 CopyBy::Engine => {
-                    let memory = Arc::clone(&memory);
+                    let memory = Arc::clone(memory);
                     let copy = move || {
                         memory.copy(from, to, p.bytes);
                         Ok(())
@@ -357,7 +387,7 @@ impl UserBuffers for HostComm {
         memory.check("offset", offset, from.bytes())?;
         let (from, me) = (from.retain(), self.core.control.group().rank);
         let core = self.core.clone();
-        HostQueue::of(turn.stream())?.run(move || {
+        self.within(turn, region, move |memory| {
             core.control.usable()?;
             reading(&[&from], |inputs| {
                 memory.segments[me].store_bytes(offset, inputs[0]);
@@ -371,7 +401,7 @@ impl UserBuffers for HostComm {
         let (to, me) = (to.as_view().retain(), self.core.control.group().rank);
         memory.check("offset", offset, to.bytes())?;
         let core = self.core.clone();
-        HostQueue::of(turn.stream())?.run(move || {
+        self.within(turn, region, move |memory| {
             core.control.usable()?;
             writing(&to, &[], |out, _| {
                 memory.segments[me].load_bytes(offset, out);
@@ -389,15 +419,15 @@ impl UserBuffers for HostComm {
     }
 
     fn signal(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {
-        self.with_peer(turn, region, peer, |pair| pair.signal())
+        self.with_peer(turn, region, peer, |pair, _| pair.signal())
     }
 
     fn wait(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {
-        self.with_peer(turn, region, peer, |pair| pair.wait())
+        self.with_peer(turn, region, peer, |pair, _| pair.wait())
     }
 
     fn release(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {
-        self.with_peer(turn, region, peer, |pair| {
+        self.with_peer(turn, region, peer, |pair, _| {
             pair.release();
             Ok(())
         })

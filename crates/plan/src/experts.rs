@@ -14,7 +14,7 @@ use crate::{
 use brigade_device::{
     Arrangement, Buffer, Call, CombineCall, CommConfig, DataType, DispatchCall, DispatchOutputs,
     Expected, ExpertLayout, Group, LowLatencyDispatchCall, LowLatencyRows, LowLatencySent,
-    MemoryType, ParallelMode, Plan, Reason, Shape, Storage, Transport, Ways,
+    MemoryType, Origin, ParallelMode, Plan, Reason, Shape, Storage, Transport, Ways,
 };
 use std::{any::Any, sync::Arc};
 
@@ -215,8 +215,15 @@ pub fn given_bytes(call: &Call, group: &Group, tokens: usize) -> brigade_device:
                 .room(c, group.size)
                 .unwrap_or_else(|| most_rows(c, group.size, own.len()));
             let beside: Vec<_> = c.beside_bytes.iter().map(|&n| (DataType::U8, n)).collect();
-            let outputs =
-                DispatchOutputs::new(c, (*group, 1), room, &beside, &ways, None, imagined)?;
+            let outputs = DispatchOutputs::new(
+                c,
+                (*group, Origin::default()),
+                room,
+                &beside,
+                &ways,
+                None,
+                imagined,
+            )?;
             outputs.buffers().cloned().collect()
         }
         Call::Combine(c) => {
@@ -229,7 +236,7 @@ pub fn given_bytes(call: &Call, group: &Group, tokens: usize) -> brigade_device:
         Call::LowLatencyDispatch(c) => {
             let sent = LowLatencySent {
                 group: *group,
-                generation: 1,
+                origin: Origin::default(),
                 ticket: 0,
                 chosen: imagined(DataType::I32, &[tokens, c.k])?,
                 call: c.clone(),

@@ -11,10 +11,11 @@ use crate::{
     suite::World,
 };
 use brigade_device::{
-    Arrangement, Buffer, Call, CombineParams, CombineSum, CommConfig, DataType, FaultKind, Fp8Cast,
-    Output, Route, ScaleFormat, Transport,
+    Arrangement, Buffer, Call, CombineParams, CombineSum, CommConfig, DataType, Dispatched,
+    FaultKind, Fp8Cast, Output, Route, ScaleFormat, Transport,
 };
 use brigade_plan::experts;
+use rand::Rng;
 use std::time::Duration;
 
 /// What is said beforehand of memory is what is taken then: at `join`, and by a dispatch.
@@ -97,6 +98,47 @@ pub fn overflow(world: &World, by: By) {
     });
 }
 
+/// A handle of another communicator of the same ranks, of the same call, is refused to the one rank that has taken it for its own, before
+/// anybody hears of a call.
+pub fn other_communicator(world: &World) {
+    let mut rng = world.rng();
+    let case = Case::random(&mut rng, world.size, (8, 16, 2, 4));
+    let mistaken = rng.random_range(0..world.size);
+    world.run(&config(), move |rank| {
+        let other = rank.join_another(&config());
+        let own = Own::of(rank, &case);
+        let ours = own.dispatch(&mut rank.lease(), &case).unwrap();
+        let mut lease = other.lease(&rank.stream).unwrap();
+        let theirs = own.dispatch(&mut lease, &case).unwrap();
+        check(rank, &case, &theirs);
+        let mut back = |of: &Dispatched| {
+            let p = CombineParams {
+                rows: of.rows.view(),
+                handle: &of.handle,
+                sum: CombineSum::Rank,
+                weights: None,
+                biases: &[],
+                output: Output::Allocate(DataType::BF16),
+                waits: None,
+                choice: case.by.back,
+            };
+            lease.combine(p)
+        };
+        if rank.rank == mistaken {
+            let refused = back(&ours);
+            assert_eq!(expect_invalid(refused, "another's handle"), "handle");
+        }
+        back(&theirs).unwrap();
+        if rank.rank == mistaken {
+            let again = own.dispatch_by(&mut lease, &case, Route::Again(&ours.handle));
+            assert_eq!(expect_invalid(again, "another's handle"), "handle");
+        }
+        let again = own.dispatch_by(&mut lease, &case, Route::Again(&theirs.handle));
+        let again = again.unwrap();
+        assert_eq!(rank.raw(again.rows.view()), rank.raw(theirs.rows.view()));
+    });
+}
+
 /// A graph sends what its buffers hold when it is replayed.
 pub fn captured(world: &World, by: By) {
     let mut rng = world.rng();
@@ -174,6 +216,70 @@ pub fn captured(world: &World, by: By) {
                     "{got} instead of {want}"
                 );
             }
+        }
+    });
+}
+
+/// What a captured dispatch leaves says nothing before its graph is launched: who sends rows its ways, or back, hears of that, and the
+/// group goes on after a reset. On a GPU kernels take what is there, and may find nothing wrong with it.
+pub fn never_launched(world: &World, by: By) {
+    let mut rng = world.rng();
+    let cases = super::ARRANGEMENTS.map(|(_, arrangement)| {
+        let mut case = Case::random(&mut rng, world.size, (10, 16, 3, 6));
+        case.arrangement = arrangement;
+        case.room = (arrangement != Arrangement::BySource).then_some(30 * world.size + 16 * 6);
+        case.by = by;
+        case.with_tokens(&mut rng, &vec![10; world.size])
+    });
+    let unheard = !world.backend.asks_callers();
+    let config = CommConfig {
+        deadline: Duration::from_secs(2),
+        // A reset clears them.
+        all_reduce_bytes: 1 << 20,
+        ..config()
+    };
+    world.run(&config, move |rank| {
+        for (case, back) in cases.iter().flat_map(|case| [(case, false), (case, true)]) {
+            // The first call of a generation may take longer.
+            rank.settle(rank.lease().barrier()).unwrap();
+            let own = Own::of(rank, case);
+            let mut got = None;
+            let graph = rank.device.capture(&rank.stream, &mut || {
+                got = Some(own.dispatch(&mut rank.lease(), case)?);
+                Ok(())
+            });
+            let (graph, got) = (graph.unwrap(), got.unwrap());
+            let again = Route::Again(&got.handle);
+            let result = match back {
+                false => own.dispatch_by(&mut rank.lease(), case, again).map(drop),
+                true => {
+                    let rows = rank.poisoned(case.dtype, got.rows.shape().dims());
+                    let by_expert = matches!(case.arrangement, Arrangement::ByExpert { .. });
+                    let p = CombineParams {
+                        rows: rows.view(),
+                        handle: &got.handle,
+                        sum: match by_expert {
+                            true => CombineSum::Expert,
+                            false => CombineSum::Rank,
+                        },
+                        weights: None,
+                        biases: &[],
+                        output: Output::Allocate(DataType::F32),
+                        waits: None,
+                        choice: by.back,
+                    };
+                    rank.lease().combine(p).map(drop)
+                }
+            };
+            let what = format!("{:?}, back {back}", case.arrangement);
+            match rank.settle(result) {
+                Ok(()) => assert!(unheard, "{what}: done"),
+                failed => drop(expect_fault(failed, &what)),
+            }
+            rank.meet();
+            rank.comm().reset(Duration::from_secs(20)).unwrap();
+            graph.launch(&rank.stream).unwrap();
+            check(rank, case, &got);
         }
     });
 }

@@ -10,8 +10,10 @@ use crate::{
     themes::modes,
 };
 use brigade_device::{
-    AllGatherLoraLinearParams, Chunk, Filled, GatherLinear, Lease, OverlapMode, Result,
+    AllGatherLoraLinearParams, Chunk, CommConfig, DataType, Filled, GatherLinear, Lease,
+    OverlapMode, ParallelMode, Result,
 };
+use rand::Rng;
 
 fn fill(rank: &Rank, case: &Case, lease: &mut Lease<'_>) -> Filled {
     let x = rank.upload(&case.x[rank.rank]);
@@ -152,18 +154,79 @@ fn other_counts(world: &World) {
     });
 }
 
-/// A new generation knows no old tokens.
+/// A new generation knows no old tokens, whether it has handed out as many itself or none.
 fn reset(world: &World) {
     with_cases(world, |rank, [first, second], choice| {
-        let mut lease = rank.lease();
-        let filled = fill(rank, first, &mut lease);
-        drop(lease);
-        rank.comm().reset(AMPLE).unwrap();
-        let mut lease = rank.lease();
-        let refused = call(rank, first, &mut lease, filled, choice);
-        assert_eq!(expect_invalid(refused, "a token from before"), "chunk");
-        let filled = fill(rank, second, &mut lease);
-        assert_result(rank, second, call(rank, second, &mut lease, filled, choice));
+        for anew in [false, true] {
+            rank.comm().reset(AMPLE).unwrap();
+            let old = fill(rank, first, &mut rank.lease());
+            rank.comm().reset(AMPLE).unwrap();
+            let mut lease = rank.lease();
+            let before = anew.then(|| fill(rank, second, &mut lease));
+            let refused = call(rank, first, &mut lease, old, choice);
+            assert_eq!(expect_invalid(refused, "a token from before"), "chunk");
+            let new = before.unwrap_or_else(|| fill(rank, second, &mut lease));
+            assert_result(rank, second, call(rank, second, &mut lease, new, choice));
+        }
+    });
+}
+
+/// A token of another communicator of the same ranks, which has handed out as much: refused to the one rank that has taken it for
+/// its own, before anybody hears of a call.
+fn other_communicator(world: &World) {
+    let mut rng = world.rng();
+    let spec = Spec::ragged(&mut rng, world.size);
+    let cases = [spec.clone(), spec].map(|s| Case::new(&mut rng, s));
+    let mistaken = rng.random_range(0..world.size);
+    world.run(&config(), move |rank| {
+        let [first, second] = &cases;
+        let other = rank.join_another(&CommConfig {
+            mode: ParallelMode::FfnTp,
+            ..config()
+        });
+        for choice in [None, Some(OverlapMode::Off)] {
+            let mut ours = rank.lease();
+            let mut theirs = other.lease(&rank.stream).unwrap();
+            let filled = fill(rank, first, &mut ours);
+            let foreign = fill(rank, second, &mut theirs);
+            if rank.rank == mistaken {
+                let refused = call(rank, first, &mut ours, foreign, choice);
+                assert_eq!(expect_invalid(refused, "another's token"), "chunk");
+            }
+            assert_result(rank, first, call(rank, first, &mut ours, filled, choice));
+            let filled = fill(rank, second, &mut theirs);
+            assert_result(
+                rank,
+                second,
+                call(rank, second, &mut theirs, filled, choice),
+            );
+        }
+    });
+}
+
+/// A token of one that holds more: rows as wide have no place here.
+fn larger_communicator(world: &World) {
+    const COLUMNS: usize = 2048;
+    world.run(&config(), |rank| {
+        let small = CommConfig {
+            mode: ParallelMode::FfnTp,
+            gather_bytes: 4096,
+            ..config()
+        };
+        let small = rank.join_another(&small);
+        let (mut ours, mut theirs) = (rank.lease(), small.lease(&rank.stream).unwrap());
+        let rows = vec![2; rank.size];
+        let wide = ours.own_chunk(&rows, COLUMNS, DataType::F32).unwrap();
+        let foreign = wide.filled();
+        // As many have been handed out there.
+        drop(theirs.own_chunk(&rows, 4, DataType::F32).unwrap());
+        let weight = rank.poisoned(DataType::F32, &[COLUMNS, 3]);
+        let chunk = Chunk::Resident(foreign);
+        let call = AllGatherLoraLinearParams::new(chunk, &rows, &weight);
+        let refused = theirs.all_gather_lora_linear(call);
+        assert_eq!(expect_invalid(refused, "a larger one's token"), "chunk");
+        theirs.barrier().unwrap();
+        ours.barrier().unwrap();
     });
 }
 
@@ -175,4 +238,12 @@ pub(super) fn add(suite: &mut Suite) {
     suite.add("gather_linear/tokens/other_shape", other_shape);
     suite.add_from(2, "gather_linear/tokens/other_counts", other_counts);
     suite.add("gather_linear/tokens/reset", reset);
+    suite.add(
+        "gather_linear/tokens/other_communicator",
+        other_communicator,
+    );
+    suite.add(
+        "gather_linear/tokens/larger_communicator",
+        larger_communicator,
+    );
 }

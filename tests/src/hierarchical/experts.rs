@@ -404,6 +404,20 @@ fn refusals(world: &World, shape: (usize, usize)) {
         let there = Own::of(rank, &flat).dispatch(&mut lease, &flat).unwrap();
         let refused = combined(rank, &over, &there.handle, &flat);
         assert_eq!(expect_invalid(refused, "another's handle"), "handle");
+        // And the other way round: what went across machines does not go back inside one group.
+        let refused = lease.combine(CombineParams {
+            rows: got.rows.view(),
+            handle: &got.handle,
+            sum: CombineSum::Rank,
+            weights: None,
+            biases: &[],
+            output: Output::Allocate(DataType::F32),
+            waits: None,
+            choice: None,
+        });
+        assert_eq!(expect_invalid(refused, "a hierarchy's handle"), "handle");
+        let again = own.dispatch_by(&mut lease, &case, Route::Again(&got.handle));
+        assert_eq!(expect_invalid(again, "a hierarchy's handle"), "handle");
         let mut lease = over.lease(&rank.stream).unwrap();
         back.check(rank, &mut lease, &case, &got.handle);
         drop(lease);

@@ -456,15 +456,47 @@ fn reset(world: &World) {
     });
 }
 
+/// What was sent by another communicator of the same ranks, in the same slot, is not received here, and nothing of it goes back.
+fn other_communicator(world: &World) {
+    let mut rng = world.rng();
+    let (case, back) = drawn(&mut rng, world.size, (6, 16, 2, 5));
+    world.run(&config(), move |rank: &mut Rank| {
+        let other = rank.join_another(&config());
+        let (own, made) = (Own::of(rank, &case), back.rows(rank, &case));
+        let (mut ours, mut theirs) = (rank.lease(), other.lease(&rank.stream).unwrap());
+        let (mut here, mut there) = (LowLatency::default(), LowLatency::default());
+        let (here, there) = (here.slots().0, there.slots().0);
+        let sent = send(&mut ours, here, (&own, &case), back.weighted).unwrap();
+        let foreign = send(&mut theirs, there, (&own, &case), back.weighted).unwrap();
+        let refused = foreign.receive(&mut ours).map(drop);
+        assert_eq!(expect_invalid(refused, "another's exchange"), "slot");
+        let got = sent.receive(&mut ours).unwrap();
+        check(rank, &case, &got);
+        let sent = send(&mut theirs, there, (&own, &case), back.weighted).unwrap();
+        let foreign = sent.receive(&mut theirs).unwrap();
+        check(rank, &case, &foreign);
+        let refused = ours.low_latency_combine(&foreign, back.params(&made, &own));
+        assert_eq!(expect_invalid(refused.map(drop), "another's rows"), "slot");
+        let output = || Output::Allocate(DataType::F32);
+        let mut returning = |of| ours.low_latency_combine(of, back.params(&made, &own));
+        let sent = returning(&got).unwrap();
+        let pending = theirs.low_latency_combine(&foreign, back.params(&made, &own));
+        let refused = pending.unwrap().receive(&mut ours, output());
+        assert_eq!(expect_invalid(refused, "another's way back"), "slot");
+        sent.receive(&mut ours, output()).unwrap();
+    });
+}
+
 pub(super) fn add(suite: &mut Suite) {
     waits::add(suite, "low_latency/waits", waits);
-    let contracts: [(&str, Contract); 6] = [
+    let contracts: [(&str, Contract); 7] = [
         ("given_up", given_up),
         ("totals", totals),
         ("between", between),
         ("captured", captured),
         ("refused", refused),
         ("reset", reset),
+        ("other_communicator", other_communicator),
     ];
     for (name, contract) in contracts {
         suite.add(&format!("low_latency/{name}"), contract);

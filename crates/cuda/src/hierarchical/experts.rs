@@ -7,7 +7,7 @@ use super::{CudaHierarchy, Inner, run::BOTH_BYTES};
 use crate::{memory::check_reach, rails::Rails};
 use brigade_device::{
     Buffer, Call, Communicator, Error, ExpertLayout, ExpertParts, FaultRecord, Group, Machines,
-    Phase, PlacementCall, Rail, RailParams, Result, Routing, Stream, View,
+    Origin, Phase, PlacementCall, Rail, RailParams, Result, Routing, Stream, View,
 };
 use brigade_group::Stoppable;
 use brigade_plan::routes::Slots;
@@ -39,8 +39,8 @@ impl ExpertParts for Parts<'_> {
     fn machines(&self) -> Machines {
         self.inner.machines()
     }
-    fn generation(&self) -> u8 {
-        self.inner.across.generation() as u8
+    fn origin(&self) -> Origin {
+        self.inner.across.origin()
     }
     fn inside(&self) -> &dyn Communicator {
         &self.inner.inside[0]

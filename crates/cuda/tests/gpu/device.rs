@@ -2,9 +2,10 @@
 //! work, and what comes from elsewhere.
 
 use crate::common::{AMPLE, all, bytes, code, dawdle, device, field, floats, layer};
+use brigade_cuda::{CudaDevice, devices};
 use brigade_device::{
-    Activation, Allocate, Buffer, DataType, Device, DeviceExt, Error, GemmParams, Linear,
-    MemoryType, Output, Queues,
+    Activation, Allocate, Buffer, CommConfig, DataType, Device, DeviceExt, Error, GemmParams,
+    Linear, MemoryType, Output, ParallelMode, Queues,
 };
 use cudarc::driver::{CudaContext, result, sys};
 use std::{
@@ -323,4 +324,32 @@ fn what_a_kernel_cannot_reach_is_refused_by_name() {
     let got: Vec<f32> = device.download(&on, d.view()).unwrap();
     assert_eq!(got, [9.0; 16]);
     assert_eq!(device.info().ordinal, 0);
+}
+
+#[test]
+fn rows_in_a_communicator_of_another_gpu_are_out_of_reach() {
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
+    if devices().unwrap().len() < 2 {
+        return;
+    }
+    let (other, boot) = (CudaDevice::new(1).unwrap(), brigade_group::threads(1));
+    let there = other.stream(0).unwrap();
+    let config = CommConfig::new(ParallelMode::Tp);
+    let comm = Arc::clone(&device).join(&boot[0], &config).unwrap();
+    let mut lease = comm.lease(&on).unwrap();
+    let mut own = lease.own_chunk(&[2], 4, DataType::F32).unwrap();
+    device.fill(&on, own.view_mut(), 0x3F).unwrap();
+    let rows = own.view_mut().as_view().retain();
+    let new = |device: &CudaDevice, on| {
+        let made = device.allocate(on, MemoryType::Device, DataType::F32, &[4, 2]);
+        made.unwrap()
+    };
+    let (mut near, mut far) = (new(&device, &on), new(&other, &there));
+    device.transpose(&on, near.view_mut(), rows.view()).unwrap();
+    let refused = other.transpose(&there, far.view_mut(), rows.view());
+    assert_eq!(field(refused.unwrap_err()), "from.memory");
+    let near: Vec<f32> = device.download(&on, near.view()).unwrap();
+    assert_eq!(near, [f32::from_bits(0x3F3F_3F3F); 8]);
 }

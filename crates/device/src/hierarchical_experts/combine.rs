@@ -9,7 +9,7 @@ impl Over<'_> {
     /// # Errors
     /// [`Error::Invalid`] naming the field; [`Error::Unsupported`] with `across-machines` for what does not go across machines.
     pub(super) fn check_combine(&self, p: &CombineParams<'_>) -> Result<CombineCall> {
-        let call = p.check(&self.group, self.parts.generation())?;
+        let call = p.check(&self.group, self.parts.origin())?;
         let ways = ways_of(p.handle)?;
         no_waits(p.waits.is_some())?;
         let into = match &p.output {

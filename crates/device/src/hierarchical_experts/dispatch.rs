@@ -75,7 +75,7 @@ impl Over<'_> {
     /// # Errors
     /// [`Error::Invalid`] naming the field; [`Error::Unsupported`] with `across-machines` for what does not go across machines.
     pub(super) fn check_dispatch(&self, p: &DispatchParams<'_>) -> Result<DispatchCall> {
-        let call = p.check(&self.group, self.parts.generation())?;
+        let call = p.check(&self.group, self.parts.origin())?;
         if call.arrangement != Arrangement::Dense {
             let what = format!("rows that lie {:?}", call.arrangement);
             return Err(only_inside(what, "take them Dense, and sort them by their ids").into());
@@ -267,7 +267,7 @@ impl Over<'_> {
         };
         let parts = HandleParts {
             group: self.group,
-            generation: self.parts.generation(),
+            origin: self.parts.origin(),
             call: call.clone(),
             layout,
             own_weights: weights.map(|w| w.retain()),

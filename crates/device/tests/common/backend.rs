@@ -191,7 +191,7 @@ impl Communicator for LogComm {
         dtype: DataType,
     ) -> Result<(Buffer, Filled)> {
         let rows = rows_per_rank[self.group.rank];
-        let filled = Filled::new(turn, 7, rows, columns, dtype);
+        let filled = Filled::new(turn, (Origin::default(), 7), rows, columns, dtype);
         Ok((buffer(dtype, &[rows, columns]), filled))
     }
     fn gather_chunk(

@@ -1,6 +1,6 @@
 //! What has come of a dispatch, to where the arrangement wants it.
 
-use super::{Arguments, Came, check_counts};
+use super::{Arguments, Came, check_counts, unfilled};
 use crate::{
     job::Job,
     memory::{reading, writing},
@@ -43,8 +43,21 @@ pub(super) fn arrange(
             reading(&lists, |inputs| {
                 let received = integers::<i32>(inputs[1]);
                 check_counts(job, received.into_iter().map(|n| n as usize), came)?;
+                let rows = rows_of_sources(&integers(inputs[0]));
+                let each = Sections::dispatch(call, 1).row_bytes(Section::Row);
+                for row in &rows {
+                    let from = came.get(row.source);
+                    let there = from.map_or(0, |c| {
+                        let rows = c.sections[of(Section::Row)].len() / each;
+                        rows.min(c.rows)
+                    });
+                    if row.position >= there {
+                        let peer = from.map_or(job.rank(), |_| row.source);
+                        return Err(unfilled(job, peer, there, row.position as i32));
+                    }
+                }
                 Ok(Arranged {
-                    rows: rows_of_sources(&integers(inputs[0])),
+                    rows,
                     offsets: integers(inputs[2]),
                     counts: integers(inputs[3]),
                 })

@@ -67,8 +67,10 @@ fn tokens_of(parts: &HandleParts) -> Result<Vec<Vec<i32>>> {
     reading(&[&parts.sources], |inputs| {
         let mut tokens = vec![Vec::new(); parts.group.size];
         for source in integers::<i32>(inputs[0]).chunks_exact(4) {
-            if let Ok(rank) = usize::try_from(source[0]) {
-                tokens[rank].push(source[1]);
+            // What cannot be is found where rows are arranged.
+            let list = usize::try_from(source[0]).ok();
+            if let Some(list) = list.and_then(|rank| tokens.get_mut(rank)) {
+                list.push(source[1]);
             }
         }
         for list in &mut tokens {

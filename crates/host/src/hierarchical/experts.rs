@@ -3,8 +3,8 @@
 use super::{GRACE, HostHierarchy, Inner};
 use crate::{comm::HostComm, queue::HostQueue};
 use brigade_device::{
-    Buffer, Call, Communicator, Error, ExpertLayout, ExpertParts, Group, Machines, PlacementCall,
-    Rail, Result, Routing, Stream, View,
+    Buffer, Call, Communicator, Error, ExpertLayout, ExpertParts, Group, Machines, Origin,
+    PlacementCall, Rail, Result, Routing, Stream, View,
 };
 use brigade_plan::routes::Slots;
 use std::{sync::Arc, time::Duration};
@@ -35,8 +35,8 @@ impl ExpertParts for Parts<'_> {
     fn machines(&self) -> Machines {
         self.inner.machines()
     }
-    fn generation(&self) -> u8 {
-        self.inner.across.generation() as u8
+    fn origin(&self) -> Origin {
+        self.inner.across.origin()
     }
     fn inside(&self) -> &dyn Communicator {
         &self.inside
