@@ -49,7 +49,7 @@ pub fn exchange_fds(boot: &dyn Bootstrap, fd: impl AsFd, within: Duration) -> Re
         _ => PathBuf::new(),
     };
     let paths = boot
-        .all_gather(path.as_os_str().as_bytes(), deadline.remaining())
+        .all_gather(path.as_os_str().as_bytes(), deadline.left())
         .map_err(|error| failed(what(error)))?;
     let passed = match (place, paths.first()) {
         (Some(place), _) => {
@@ -63,12 +63,7 @@ pub fn exchange_fds(boot: &dyn Bootstrap, fd: impl AsFd, within: Duration) -> Re
         ),
         _ => Err(failed("rank 0 could not listen".into())),
     };
-    agree(
-        boot,
-        STEP,
-        passed.map_err(what),
-        deadline.remaining() + GRACE,
-    )
+    agree(boot, STEP, passed.map_err(what), deadline.left() + GRACE)
 }
 
 /// The listener, and the folder that it is in.
@@ -103,7 +98,7 @@ impl Place {
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(io("accept")(error)),
             }
-            let left = deadline.remaining();
+            let left = deadline.left();
             if left.is_zero() {
                 return Ok(None);
             }
@@ -243,7 +238,7 @@ fn receive(stream: &UnixStream, deadline: Deadline) -> Result<(usize, OwnedFd)> 
 }
 
 fn left(deadline: Deadline) -> Result<Duration> {
-    match deadline.remaining() {
+    match deadline.left() {
         Duration::ZERO => Err(failed(format!("not done after {:?}", deadline.within()))),
         left => Ok(left.max(Duration::from_millis(1))),
     }

@@ -154,7 +154,7 @@ impl Ranks {
     /// [`Error::Group`] naming the ranks that have not ended `within` the time; they are killed.
     pub fn wait(mut self, within: Duration) -> Result<Vec<ExitStatus>> {
         let deadline = Deadline::after(within);
-        while self.next(deadline.remaining())?.is_some() {}
+        while self.next(deadline.left())?.is_some() {}
         let missing = |r: &usize| self.statuses[*r].is_none();
         let missing: Vec<_> = (0..self.statuses.len()).filter(missing).collect();
         if missing.is_empty() {

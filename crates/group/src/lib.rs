@@ -34,7 +34,6 @@
 
 mod across;
 mod control;
-mod deadline;
 #[cfg(unix)]
 mod fds;
 #[cfg(unix)]
@@ -53,8 +52,8 @@ mod threads;
 mod vote;
 
 pub use across::{Across, Stoppable};
+pub use brigade_sync::Deadline;
 pub use control::Control;
-pub use deadline::Deadline;
 #[cfg(unix)]
 pub use fds::exchange_fds;
 #[cfg(unix)]

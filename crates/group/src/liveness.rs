@@ -48,7 +48,7 @@ impl Liveness {
         let deadline = crate::Deadline::after(within);
         let mut state = self.0.state.lock();
         while state.losses.is_empty() {
-            let wait = self.0.changed.wait_until(&mut state, deadline.instant());
+            let wait = self.0.changed.wait_until(&mut state, deadline.end());
             if wait.timed_out() {
                 break;
             }

@@ -118,7 +118,7 @@ impl Crew {
         let deadline = Deadline::after(within);
         let mut answers = vec![Answer::Late; self.size];
         while answers.contains(&Answer::Late) {
-            let Ok((rank, line)) = self.news.recv_timeout(deadline.remaining()) else {
+            let Ok((rank, line)) = self.news.recv_timeout(deadline.left()) else {
                 break;
             };
             let Some(line) = line else {
@@ -152,9 +152,9 @@ impl Crew {
     /// Waits until all processes have ended that were dismissed or killed. Those that do not in time are killed.
     pub(super) fn end(mut self) -> Remains {
         let deadline = Deadline::after(ENDING);
-        let statuses = self.ranks.wait(deadline.remaining());
+        let statuses = self.ranks.wait(deadline.left());
         // Until the last process has let go of what it printed to.
-        while let Ok((rank, line)) = self.news.recv_timeout(deadline.remaining()) {
+        while let Ok((rank, line)) = self.news.recv_timeout(deadline.left()) {
             self.printed[rank].extend(line.unwrap_or_default());
         }
         Remains {

@@ -90,7 +90,7 @@ impl Address {
                 self.check(&found, has_secret)?;
                 let mut last = Failure::Now("the name has no address".into());
                 for address in found {
-                    match Stream::connect_tcp(address, deadline.remaining().min(TRY)) {
+                    match Stream::connect_tcp(address, deadline.left().min(TRY)) {
                         Ok(stream) => return Ok(stream),
                         Err(error) => last = error.into(),
                     }
@@ -161,7 +161,7 @@ fn resolve(host: &str, port: u16, deadline: Deadline) -> Result<Vec<SocketAddr>,
             // Nobody listens any more if it took too long.
             let _ = tell.send(found.map(|all| all.collect()));
         })?;
-    match told.recv_timeout(deadline.remaining()) {
+    match told.recv_timeout(deadline.left()) {
         Ok(Ok(found)) => Ok(found),
         Ok(Err(error)) => Err(Failure::Now(format!("{host} has no address: {error}"))),
         Err(_) => Err(Failure::Now(format!("no answer for the name {host}"))),
