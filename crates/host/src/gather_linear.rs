@@ -257,6 +257,11 @@ impl HostComm {
         let linear =
             OwnedLinear::from_parts(p.weight, p.transpose_weight, p.bias, p.activation, p.runs)?;
         let shape = rows_shape(linear_call, &p.chunk)?;
+        let n = linear.n();
+        // Before a half is taken: a call that is refused here alone must not leave this rank a half ahead of its peers.
+        let (d, new) = self
+            .device
+            .place(p.output, &[linear_call.total_rows(), n])?;
         let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
             return Err(Error::invalid(
                 "plan",
@@ -265,10 +270,6 @@ impl HostComm {
             ));
         };
         let a = self.gathered(linear_call, &rows, shape)?;
-        let n = linear.n();
-        let (d, new) = self
-            .device
-            .place(p.output, &[linear_call.total_rows(), n])?;
         let (core, engine) = (self.core.clone(), self.device.engine.clone());
         let (out, steps) = (d.clone(), plan.clone());
         let (input, scheme) = (linear_call.input, linear_call.scheme);
