@@ -10,7 +10,7 @@ use crate::{
     device::Engine,
     job::{Active, Job, Use},
     linear::{BoundLinear, OwnedLinear},
-    memory::{poison, reading, writing},
+    memory::{mark, poison, reading, set_gate, writing},
     operand::{OwnedOperand, Parts},
     queue::HostQueue,
     window::Window,
@@ -53,13 +53,7 @@ impl Rows {
 
 /// Opens or shuts a gate for this rank's views.
 fn set(gate: &RwLock<bool>, open: bool) -> Result<()> {
-    match gate.try_write() {
-        Some(mut state) => {
-            *state = open;
-            Ok(())
-        }
-        None => Err(Error::Busy("the user buffer")),
-    }
+    set_gate(gate, open, "the user buffer")
 }
 
 impl HostComm {
@@ -275,6 +269,8 @@ impl HostComm {
         let (input, scheme) = (linear_call.input, linear_call.scheme);
         HostQueue::of(turn.stream())?.run(move || {
             core.collective(&call, |active| {
+                // Before the output is locked, which may lie in one allocation with own rows.
+                let of = fill_own(active, &rows).inspect_err(|_| mark(&out))?;
                 writing(&out, &linear.buffers(), |bytes, inputs| {
                     let linear = linear.bind(inputs, integers(scheme), &engine.scratch);
                     let product = Product {
@@ -287,7 +283,7 @@ impl HostComm {
                         output: out.dtype(),
                     };
                     product
-                        .run(active, bytes)
+                        .run(active, of, bytes)
                         .inspect_err(|_| poison(out.dtype(), bytes))
                 })
             })
@@ -401,8 +397,7 @@ struct Product<'a> {
 }
 
 impl Product<'_> {
-    fn run(&self, active: &mut Active<'_>, out: &mut [u8]) -> Result<()> {
-        let of = fill_own(active, self.rows)?;
+    fn run(&self, active: &mut Active<'_>, of: Use, out: &mut [u8]) -> Result<()> {
         let job = &active.job;
         let (mode, pieces) = (self.plan.mode, self.plan.pieces());
         if mode == OverlapMode::Pull {
