@@ -123,7 +123,7 @@ pub trait Linear: Allocate {
     /// `D = act(from + bias)`, with one rounding: the end of a linear whose sum was taken elsewhere.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if shapes do not fit.
+    /// As [`check_bias_activation`](crate::check_bias_activation).
     fn bias_activation(
         &self,
         on: &Stream,

@@ -16,6 +16,7 @@ use brigade_device::{
     GemmParams, GemmShape, GroupedGemmParams, Hierarchy, HierarchyConfig, Injector, Linear,
     LoraLinearParams, Machines, MemoryStatus, MemoryType, Operand, Output, QBuffer, QScheme,
     Queues, Replay, Result, Shape, SiluMulParams, Stream, TopK, TopKParams, View, ViewMut,
+    check_bias_activation,
 };
 use brigade_group::machine;
 use std::sync::{
@@ -323,19 +324,10 @@ impl Linear for HostDevice {
         activation: Activation,
         output: Output<'_>,
     ) -> Result<Option<Buffer>> {
+        check_bias_activation(from, bias, &output)?;
         let shape = from.shape();
         let n = shape.columns();
         let rows = shape.len().checked_div(n).unwrap_or(0);
-        if let Some(c) = bias
-            && c.shape().len() != n
-            && c.shape().len() != shape.len()
-        {
-            return Err(Error::invalid(
-                "bias.shape",
-                c.shape(),
-                format!("{shape} or [{n}]"),
-            ));
-        }
         let (d, new) = self.place(output, shape.dims())?;
         let (out, from, bias) = (d.clone(), from.retain(), bias.map(|c| c.retain()));
         let engine = Arc::clone(&self.engine);
