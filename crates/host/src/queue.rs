@@ -71,6 +71,26 @@ impl HostQueue {
     }
 }
 
+/// A stream while it captures; back to running its work at once when dropped, also if what is captured panics.
+struct Capturing<'a>(&'a HostQueue);
+
+impl<'a> Capturing<'a> {
+    fn begin(queue: &'a HostQueue) -> Self {
+        *queue.captured.lock() = Some(Vec::new());
+        Self(queue)
+    }
+
+    fn end(&self) -> Vec<Job> {
+        self.0.captured.lock().take().unwrap_or_default()
+    }
+}
+
+impl Drop for Capturing<'_> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
 /// Records what `work` enqueues on `on`.
 pub(crate) fn capture(
     on: &Stream,
@@ -78,10 +98,9 @@ pub(crate) fn capture(
 ) -> Result<Box<dyn Replay>> {
     let queue = HostQueue::of(on)?;
     queue.refuse_capture("a capture")?;
-    *queue.captured.lock() = Some(Vec::new());
-    let result = work();
-    let jobs = queue.captured.lock().take().unwrap_or_default();
-    result?;
+    let capturing = Capturing::begin(queue);
+    work()?;
+    let jobs = capturing.end();
     Ok(Box::new(Graph { jobs }))
 }
 
