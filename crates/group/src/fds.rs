@@ -4,7 +4,7 @@
 //! [`Bootstrap`]. Every rank hands its descriptor to rank 0 (`SCM_RIGHTS`) and gets everybody's. The folder is gone as soon
 //! as all have come.
 
-use crate::{Deadline, agree, folder::Folder, rounds::ranks};
+use crate::{Deadline, agree, folder::Folder, messages, rounds::ranks};
 use brigade_device::{Bootstrap, Error, Result};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -48,8 +48,7 @@ pub fn exchange_fds(boot: &dyn Bootstrap, fd: impl AsFd, within: Duration) -> Re
         Some(Ok(place)) => place.path(),
         _ => PathBuf::new(),
     };
-    let paths = boot
-        .all_gather(path.as_os_str().as_bytes(), deadline.left())
+    let paths = messages(boot, path.as_os_str().as_bytes(), deadline.left())
         .map_err(|error| failed(what(error)))?;
     let passed = match (place, paths.first()) {
         (Some(place), _) => {

@@ -7,6 +7,7 @@
 //! - `Launch`: starts ranks as processes of this machine (Unix).
 //! - [`Liveness`]: who is lost, noticed within a second of a process's death.
 //! - `exchange_fds`: file descriptors from every rank to every rank of one machine (Unix).
+//! - [`messages`]: what a bootstrap gives, once it was seen to be a message from each rank.
 //! - [`vote`]: all ranks have the same, or all fail and see what everybody had.
 //! - [`agree`]: all ranks succeeded, or all fail and see everybody's reason.
 //! - [`Deadline`]: one bound for a wait of several steps.
@@ -64,4 +65,4 @@ pub use shared::{Offer, Segment, SharedSegment, Sharing};
 pub use split::split;
 pub use tcp::{Address, TcpConfig, TcpGroup};
 pub use threads::{ThreadGroup, threads};
-pub use vote::{agree, vote};
+pub use vote::{agree, messages, vote};
