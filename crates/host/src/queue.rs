@@ -2,7 +2,12 @@
 
 use brigade_device::{Error, Event, Hook, Mark, Queue, Reason, Replay, Result, Stream};
 use parking_lot::Mutex;
-use std::{any::Any, sync::Arc, time::Duration};
+use std::{
+    any::Any,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    time::Duration,
+};
 
 /// A piece of work that can run again.
 pub(crate) type Job = Arc<dyn Fn() -> Result<()> + Send + Sync>;
@@ -116,7 +121,10 @@ impl Queue for HostQueue {
     }
     fn on_complete(&self, hook: Hook) -> Result<()> {
         self.refuse_capture("a completion hook")?;
-        hook(Ok(()));
+        // As where hooks have a thread of their own: a panic of theirs is not the caller's.
+        if catch_unwind(AssertUnwindSafe(|| hook(Ok(())))).is_err() {
+            tracing::warn!("a completion hook panicked");
+        }
         Ok(())
     }
     fn capturing(&self) -> bool {
