@@ -417,10 +417,11 @@ pub trait DeviceExt: Allocate {
     /// The values of a buffer.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if they are not `T`; as [`Allocate::read`].
+    /// [`Error::Invalid`] if they are not `T`; [`Error::Backend`] if there is no memory for them; as [`Allocate::read`].
     fn download<T: Element>(&self, on: &Stream, from: View<'_>) -> Result<Vec<T>> {
         from.expect_type::<T>("from.dtype")?;
-        let mut values = vec![T::zeroed(); from.shape().len()];
+        let mut values = bytemuck::allocation::try_zeroed_vec(from.shape().len())
+            .map_err(|()| Error::no_memory(from.bytes()))?;
         self.read(on, from, bytemuck::cast_slice_mut(&mut values))?;
         Ok(values)
     }

@@ -251,17 +251,16 @@ impl Product {
         writing(&self.d, &inputs, |out, bytes| {
             let Engine { workers, scratch } = engine;
             let x = &mut bytes[x_at..].iter().copied();
-            let x = self.x.bind(x, self.transpose_x, scratch);
+            let x = self.x.bind(x, self.transpose_x, scratch)?;
             let x = if x.is_integer_rows() {
                 x
             } else {
-                x.for_rows(false, scratch)
+                x.for_rows(false, scratch)?
             };
             let linear = self
                 .linear
-                .bind(&bytes[..x_at], x.is_integer_rows(), scratch);
-            linear.multiply(workers, &x, 0..x.rows(), self.d.dtype(), out);
-            Ok(())
+                .bind(&bytes[..x_at], x.is_integer_rows(), scratch)?;
+            linear.multiply(workers, &x, 0..x.rows(), self.d.dtype(), out)
         })
     }
 }
@@ -339,7 +338,8 @@ impl Linear for HostDevice {
                     let rows = c.shape().len().checked_div(n).unwrap_or(0);
                     Matrix::new(c.dtype(), inputs[1], [rows, n], false, scratch)
                 });
-                let mut values = scratch.take(rows * n);
+                let bias = bias.transpose()?;
+                let mut values = scratch.take(rows * n)?;
                 element::load(from.dtype(), inputs[0], &mut values);
                 finish(bias.as_ref(), 1.0, activation, 0..rows, n, &mut values);
                 element::store(out.dtype(), &values, bytes);

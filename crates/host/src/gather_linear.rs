@@ -272,7 +272,7 @@ impl HostComm {
                 // Before the output is locked, which may lie in one allocation with own rows.
                 let of = fill_own(active, &rows).inspect_err(|_| mark(&out))?;
                 writing(&out, &linear.buffers(), |bytes, inputs| {
-                    let linear = linear.bind(inputs, integers(scheme), &engine.scratch);
+                    let linear = linear.bind(inputs, integers(scheme), &engine.scratch)?;
                     let product = Product {
                         plan: &steps,
                         rows: &rows,
@@ -453,11 +453,10 @@ impl Product<'_> {
             scales: scales.map_or(&[], |place| bytemuck::cast_slice(bytes(place))),
             dims: [rows.len(), self.linear.k()],
         };
-        let x = x.factor(false, &self.engine.scratch);
+        let x = x.factor(false, &self.engine.scratch)?;
         let row_bytes = self.linear.n() * self.output.bytes();
         let out = &mut out[rows.start * row_bytes..rows.end * row_bytes];
         self.linear
-            .multiply(&self.engine.workers, &x, rows, self.output, out);
-        Ok(())
+            .multiply(&self.engine.workers, &x, rows, self.output, out)
     }
 }

@@ -29,13 +29,8 @@ pub(crate) struct Bytes {
 
 impl Bytes {
     pub(crate) fn zeroed(bytes: usize) -> Result<Self> {
-        let lines = bytemuck::allocation::try_zeroed_vec(bytes.div_ceil(64)).map_err(|()| {
-            Error::Backend {
-                call: "allocate",
-                code: i64::try_from(bytes).unwrap_or(i64::MAX),
-                source: None,
-            }
-        })?;
+        let lines = bytemuck::allocation::try_zeroed_vec(bytes.div_ceil(64))
+            .map_err(|()| Error::no_memory(bytes))?;
         Ok(Self { lines, bytes })
     }
 
@@ -405,7 +400,7 @@ impl AsMut<[u8]> for Staged {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::HostDevice;
+    use crate::{HostDevice, gemm::Scratch};
     use brigade_device::{
         AllReduceParams, Comm, CommConfig, DataType, Device, DeviceExt, Loan, ParallelMode, Queues,
         ReduceOp, Stream,
@@ -511,6 +506,29 @@ mod tests {
             });
             assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
         });
+    }
+
+    #[test]
+    fn memory_that_there_is_not_is_an_error() {
+        let none = |result: Result<()>| {
+            matches!(
+                result,
+                Err(Error::Backend {
+                    call: "allocate",
+                    ..
+                })
+            )
+        };
+        let scratch = Scratch::default();
+        for len in [1 << 48, usize::MAX / 4, usize::MAX] {
+            assert!(none(scratch.take(len).map(drop)), "{len}");
+        }
+        let device = HostDevice::new().unwrap();
+        let on = device.stream(0).unwrap();
+        let (memory, owner) = (MemoryType::Host, Arc::new(()));
+        // SAFETY: nobody gets to read it, since there is no room for what would be read.
+        let much = unsafe { Buffer::adopt(64, memory, DataType::U8, &[1 << 48], owner) }.unwrap();
+        assert!(none(device.download::<u8>(&on, much.view()).map(drop)));
     }
 
     #[test]
