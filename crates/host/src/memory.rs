@@ -109,13 +109,13 @@ enum Reach<'a> {
 }
 
 fn reach(buffer: &Buffer) -> Result<Reach<'_>> {
-    let any = buffer.storage().as_any();
-    if let Some(heap) = any.downcast_ref() {
+    let storage = buffer.storage();
+    if let Some(heap) = storage.downcast() {
         Ok(Reach::Heap(heap))
-    } else if let Some(window) = any.downcast_ref() {
+    } else if let Some(window) = storage.downcast() {
         Ok(Reach::Window(window))
     } else {
-        match any.downcast_ref::<Adopted>() {
+        match storage.downcast::<Adopted>() {
             Some(a) if a.memory() != MemoryType::Device => Ok(Reach::Adopted(a)),
             _ => Err(Error::invalid(
                 "memory",
