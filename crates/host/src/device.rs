@@ -27,7 +27,7 @@ use std::sync::{
 /// How a host device is set up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostConfig {
-    /// Threads that a product may use: the calling one, or a pool of the device's own.
+    /// Threads that a product may use: the calling one, or a pool of the device's own. At most [`MOST_THREADS`](Self::MOST_THREADS).
     pub threads: usize,
     /// Number of the device, for reports.
     pub ordinal: u32,
@@ -39,6 +39,11 @@ pub struct HostConfig {
     pub rail: Option<RailModel>,
     /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest.
     pub inject: Option<Injector>,
+}
+
+impl HostConfig {
+    /// Most threads of a device.
+    pub const MOST_THREADS: usize = 1 << 10;
 }
 
 impl Default for HostConfig {
@@ -84,11 +89,13 @@ impl HostDevice {
     /// A device as configured.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for 0 threads; [`Error::Backend`] if threads cannot be started.
+    /// [`Error::Invalid`] for no threads or too many, and a rail that cannot be; [`Error::Backend`] if threads cannot be started.
     pub fn with(config: &HostConfig) -> Result<Arc<Self>> {
-        if config.threads == 0 {
-            return Err(Error::invalid("threads", 0, "at least 1"));
+        if !(1..=HostConfig::MOST_THREADS).contains(&config.threads) {
+            let want = format!("1 to {}", HostConfig::MOST_THREADS);
+            return Err(Error::invalid("threads", config.threads, want));
         }
+        config.rail.map_or(Ok(()), RailModel::check)?;
         let workers = Workers::new(config.threads).map_err(|e| Error::Backend {
             call: "start worker threads",
             code: i64::try_from(config.threads).unwrap_or(i64::MAX),
@@ -410,5 +417,38 @@ impl Device for HostDevice {
         config: &HierarchyConfig,
     ) -> Result<Hierarchy> {
         hierarchical::join(&self, boot, machines, config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn settings_that_cannot_be_are_refused_by_name() {
+        let refused = |config: HostConfig| match HostDevice::with(&config) {
+            Err(Error::Invalid { field, .. }) => field,
+            other => panic!("{:?} instead of a wrong field", other.map(drop)),
+        };
+        for threads in [0, HostConfig::MOST_THREADS + 1, 50_000, usize::MAX] {
+            let config = HostConfig {
+                threads,
+                ..HostConfig::default()
+            };
+            assert_eq!(refused(config), "threads");
+        }
+        let rail = |latency, bytes_per_us| HostConfig {
+            rail: Some(RailModel {
+                latency,
+                bytes_per_us,
+            }),
+            ..HostConfig::default()
+        };
+        assert_eq!(refused(rail(Duration::MAX, 1)), "rail.latency");
+        let much = Duration::from_secs(1 << 40);
+        assert_eq!(refused(rail(much, u64::MAX)), "rail.latency");
+        assert_eq!(refused(rail(Duration::ZERO, 0)), "rail.bytes_per_us");
+        HostDevice::with(&rail(Duration::from_secs(86_400), 1)).unwrap();
     }
 }

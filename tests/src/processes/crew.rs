@@ -98,7 +98,9 @@ impl Crew {
     #[cfg(test)]
     pub(super) fn ids(&mut self) -> Vec<u32> {
         let ranks = 0..self.size;
-        ranks.map(|rank| self.ranks.child(rank).id()).collect()
+        ranks
+            .map(|rank| self.ranks.child(rank).unwrap().id())
+            .collect()
     }
 
     /// Runs a trial on all ranks, and says what became of it on each. Only where it passed on all may there be another.
@@ -110,7 +112,7 @@ impl Crew {
         };
         self.before = self.printed.iter().map(Vec::len).collect();
         for rank in 0..self.size {
-            if let Some(stdin) = &mut self.ranks.child(rank).stdin {
+            if let Some(stdin) = &mut self.ranks.child(rank).unwrap().stdin {
                 // A rank that has ended cannot be told; the end of what it prints says so.
                 let _ = stdin.write_all(format!("{}\n", turn.line()).as_bytes());
             }
@@ -136,7 +138,7 @@ impl Crew {
     /// Tells the ranks that there will be no more trials: their processes end, all at the same time.
     pub(super) fn dismiss(&mut self) {
         for rank in 0..self.size {
-            self.ranks.child(rank).stdin = None;
+            self.ranks.child(rank).unwrap().stdin = None;
         }
     }
 
