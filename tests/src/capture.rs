@@ -19,6 +19,7 @@ use brigade_device::{
     LoraLinearReduceScatterParams, Output, OverlapMode, ReduceOp, Replay,
 };
 use rand::{Rng, rngs::StdRng};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Data of so many days.
 const DAYS: usize = 7;
@@ -346,7 +347,7 @@ fn refusals(world: &World) {
     });
 }
 
-/// A graph captured once more: replayed inside another capture, it becomes part of that graph.
+/// What is captured may fail or panic: the stream runs its work again, and captures.
 fn failed_capture(world: &World) {
     world.run(&config(), |rank| {
         let device = &rank.device;
@@ -357,6 +358,21 @@ fn failed_capture(world: &World) {
         assert!(failed.is_err(), "a capture whose work fails");
         assert!(!rank.stream.capturing());
         rank.lease().barrier().unwrap();
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let captured = device.capture(&rank.stream, &mut || {
+                rank.lease().barrier()?;
+                panic!("meant to happen, within a capture")
+            });
+            captured.map(drop)
+        }));
+        assert!(panicked.is_err(), "a capture whose work panics");
+        assert!(!rank.stream.capturing());
+        rank.lease().barrier().unwrap();
+        let again = device.capture(&rank.stream, &mut || rank.lease().barrier());
+        // Making a graph may wait for the GPU, and so for a peer's launch where ranks share one.
+        rank.meet();
+        let end = again.unwrap().launch(&rank.stream).unwrap();
+        end.sync(crate::faults::AMPLE).unwrap();
     });
 }
 

@@ -1,5 +1,6 @@
 //! Gather-linear: every mode gives the linear of all ranks' rows, and the rows themselves.
 
+mod alone;
 mod layouts;
 mod limits;
 mod pressure;
@@ -216,6 +217,7 @@ pub fn add(suite: &mut Suite) {
             run_all(world, resident(&mut world.rng(), world.size), &choices);
         });
     }
+    alone::add(suite);
     limits::add(suite);
     layouts::add(suite);
     tokens::add(suite);

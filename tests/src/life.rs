@@ -93,6 +93,18 @@ fn close_in_another_call(world: &World) {
     });
 }
 
+/// Whoever has all the time in the world says so: a wait may then take long, but has an end that a clock can tell.
+fn all_the_time_in_the_world(world: &World) {
+    let probe = Probe::new(&mut world.rng(), world.size);
+    world.run(&config(), move |rank| {
+        probe.run(rank);
+        rank.lease().finish().unwrap().sync(Duration::MAX).unwrap();
+        rank.comm().reset(Duration::MAX).unwrap();
+        probe.run(rank);
+        rank.comm().close(Duration::MAX).unwrap();
+    });
+}
+
 /// An abort while nobody is in a call stops the next one.
 fn abort_between_calls(world: &World) {
     let probe = Probe::new(&mut world.rng(), world.size);
@@ -156,6 +168,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("life/closed", closed);
     suite.add_from(2, "life/close_without_a_rank", close_without_a_rank);
     suite.add_from(2, "life/close_in_another_call", close_in_another_call);
+    suite.add("life/all_the_time_in_the_world", all_the_time_in_the_world);
     suite.add("life/abort_between_calls", abort_between_calls);
     suite.add_from(2, "life/disagreement_at_join", disagreement_at_join);
     suite.add("life/memory_need", memory_need);

@@ -6,7 +6,7 @@ use crate::{
     memory::{check_reach, overlap},
     types,
 };
-use brigade_device::{Activation, Buffer, DataType, Error, Output, Result, Stream, View};
+use brigade_device::{Activation, Buffer, Output, Result, Stream, View, check_bias_activation};
 use brigade_kernels::FinishParams;
 use std::sync::Arc;
 
@@ -140,26 +140,14 @@ impl CudaDevice {
         activation: Activation,
         output: Output<'_>,
     ) -> Result<Option<Buffer>> {
+        check_bias_activation(from, bias, &output)?;
         let shape = from.shape();
         let n = shape.columns();
-        if let Some(c) = bias
-            && c.shape().len() != n
-            && c.shape().len() != shape.len()
-        {
-            let want = format!("{shape} or [{n}]");
-            return Err(Error::invalid("bias.shape", c.shape(), want));
-        }
         let lane = self.lane(on)?;
         let (from, bias) = (from.retain(), bias.map(|c| c.retain()));
-        for (dtype, memory, part) in [
-            ("from.dtype", "from.memory", Some(&from)),
-            ("bias.dtype", "bias.memory", bias.as_ref()),
-        ] {
-            let Some(part) = part else { continue };
-            if !matches!(part.dtype(), DataType::F32 | DataType::F16 | DataType::BF16) {
-                return Err(Error::invalid(dtype, part.dtype(), "f32, f16 or bf16"));
-            }
-            check_reach(&self.card, memory, part)?;
+        check_reach(&self.card, "from.memory", &from)?;
+        if let Some(bias) = &bias {
+            check_reach(&self.card, "bias.memory", bias)?;
         }
         let (d, new) = self.place(lane, output, shape.dims())?;
         let apart = [Some(&from), bias.as_ref()]

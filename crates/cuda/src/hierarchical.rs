@@ -232,11 +232,11 @@ impl Inner {
     fn meet(&self, step: &'static str, deadline: Deadline) -> Result<()> {
         let inside = || match self.machines().ranks() {
             1 => Ok(()),
-            _ => self.inside[0].core.meet_within(step, deadline.remaining()),
+            _ => self.inside[0].core.meet_within(step, deadline.left()),
         };
         let rail = || match &self.rails {
             Some(rails) => {
-                let met = rails.line.group().all_gather(&[], deadline.remaining());
+                let met = rails.line.group().all_gather(&[], deadline.left());
                 met.map(drop)
             }
             None => Ok(()),
@@ -360,12 +360,12 @@ impl Hierarchical for CudaHierarchy {
         let deadline = Deadline::after(within);
         inner.across.renew(|| {
             for comm in &inner.inside {
-                comm.core.reset(deadline.remaining())?;
+                comm.core.reset(deadline.left())?;
             }
             match &inner.rails {
                 Some(rails) => {
                     let next = inner.across.generation() + 1;
-                    rails.renew(next, deadline.remaining())
+                    rails.renew(next, deadline.left())
                 }
                 None => Ok(()),
             }
@@ -380,7 +380,7 @@ impl Hierarchical for CudaHierarchy {
         inner.meet("close", deadline)?;
         let mut comms = inner.inside.iter();
         comms
-            .try_for_each(|comm| comm.core.close(deadline.remaining()))
+            .try_for_each(|comm| comm.core.close(deadline.left()))
             .map_err(|error| inner.across.give_up(error))
     }
 

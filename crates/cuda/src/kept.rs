@@ -51,7 +51,7 @@ impl Kept {
 
     /// What an allocation is, if it is none.
     pub(crate) fn of(storage: &Arc<dyn Storage>) -> Option<&Self> {
-        storage.as_any().downcast_ref()
+        storage.downcast()
     }
 
     /// For a launch of a graph on a stream: whether the work in it may be done again.

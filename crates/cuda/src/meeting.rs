@@ -5,10 +5,8 @@ use crate::{
     mark::{self, CudaMark},
 };
 use brigade_device::{Call, Error, Result};
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use brigade_sync::Deadline;
+use std::{sync::Arc, time::Duration};
 
 impl Core {
     /// All ranks meet on their GPUs: what a group does first.
@@ -36,8 +34,8 @@ impl Core {
 
     /// Waits for the call on the communicator's own stream, which ends `within` the time by itself.
     fn own_ended(&self, step: &'static str, within: Duration) -> Result<()> {
-        let ended =
-            CudaMark::record(&self.device.card, self.waiter.stream)?.reached(within + HEARSAY);
+        let ended = CudaMark::record(&self.device.card, self.waiter.stream)?
+            .reached(within.saturating_add(HEARSAY));
         self.usable()?;
         if ended? {
             return Ok(());
@@ -50,8 +48,8 @@ impl Core {
 
     pub(crate) fn close(self: &Arc<Self>, within: Duration) -> Result<()> {
         self.usable()?;
-        let end = Instant::now() + within;
-        let left = || end.saturating_duration_since(Instant::now());
+        let end = Deadline::after(within);
+        let left = || end.left();
         self.behind_all()?;
         let own = Arc::clone(&self.waiter);
         self.collective_within(&own, &Call::Close, Some(left()), &[], None, |_| Ok(()))?;

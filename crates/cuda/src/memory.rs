@@ -283,19 +283,18 @@ pub(crate) enum Place<'a> {
 impl<'a> Place<'a> {
     /// Which kind an allocation is, if it may still be used.
     pub(crate) fn of(storage: &'a Arc<dyn Storage>) -> Result<Self> {
-        let any = storage.as_any();
-        if let Some(memory) = any.downcast_ref() {
+        if let Some(memory) = storage.downcast() {
             Ok(Self::Device(memory))
-        } else if let Some(memory) = any.downcast_ref() {
+        } else if let Some(memory) = storage.downcast() {
             Ok(Self::Pinned(memory))
-        } else if any.is::<HostMemory>() {
+        } else if storage.downcast::<HostMemory>().is_some() {
             Ok(Self::Host)
-        } else if let Some(memory) = any.downcast_ref::<Adopted>() {
+        } else if let Some(memory) = storage.downcast::<Adopted>() {
             Gate::check(*memory.gate().lock().read_recursive(), Access::Read)?;
             Ok(Self::Adopted(memory))
-        } else if let Some(window) = any.downcast_ref::<Window>() {
+        } else if let Some(window) = storage.downcast::<Window>() {
             window.check().map(|()| Self::Group(window))
-        } else if any.is::<Kept>() {
+        } else if storage.downcast::<Kept>().is_some() {
             Ok(Self::Kept)
         } else {
             Err(Error::invalid(

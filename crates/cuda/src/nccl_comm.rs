@@ -4,7 +4,7 @@ use crate::{CudaDevice, find_nccl, memory::check_reach};
 use brigade_device::{
     Bootstrap, Buffer, DataType, Error, Reason, ReduceOp, Result, Stream, View, ViewMut,
 };
-use brigade_group::agree;
+use brigade_group::{agree, messages};
 use libloading::Library;
 use std::{
     ffi::{c_char, c_int, c_uint, c_void},
@@ -37,7 +37,7 @@ impl UniqueId {
             _ => Ok(()),
         };
         agree(boot, "join: NCCL", made, within)?;
-        let all = boot.all_gather(&id.0.map(|c| c as u8), within)?;
+        let all = messages(boot, &id.0.map(|c| c as u8), within)?;
         for (to, &from) in id.0.iter_mut().zip(&all[0]) {
             *to = from as c_char;
         }

@@ -20,7 +20,7 @@ use brigade_device::{
     Storage,
 };
 use brigade_group::{Control, agree};
-use brigade_sync::Area;
+use brigade_sync::{Area, Deadline};
 use std::{
     sync::{
         Arc,
@@ -61,7 +61,7 @@ impl NcclSums {
         let usable = agree(boot, STEP, found, within).map_err(|ranks| own.unwrap_or(ranks))?;
         let id = usable.name(boot, within)?;
         quiet::quiet(device.card.context.ordinal());
-        let end = Instant::now() + within;
+        let end = Deadline::after(within).end();
         let place = (boot.rank(), boot.size());
         let made = Bounded::make(&device.card, usable, id, place, end).and_then(|comm| {
             let sums = Self {

@@ -23,6 +23,7 @@ use brigade_device::{
     Bootstrap, Buffer, Error, FaultRecord, Group, Rail, RailParams, Result, Stream, check_rows,
 };
 use brigade_plan::rows;
+use brigade_sync::Deadline;
 use cudarc::driver::sys;
 use parking_lot::Mutex;
 use std::{
@@ -183,7 +184,7 @@ impl NcclRail {
         let core = &self.core;
         let lane = core.device.lane(on)?;
         let (me, size) = (self.group.rank, self.group.size);
-        let end = Instant::now() + within;
+        let end = Deadline::after(within).end();
         let goes_on = || match core.fault() {
             Some(fault) => Err(Error::Fault(fault)),
             None => remains(end),

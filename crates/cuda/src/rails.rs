@@ -13,6 +13,7 @@ use crate::{
 };
 use brigade_device::{Bootstrap, Device, Error, FaultKind, FaultRecord, Result, Stream};
 use brigade_group::{Stoppable, agree};
+use brigade_sync::Deadline;
 use parking_lot::Mutex;
 use std::{
     net::IpAddr,
@@ -81,8 +82,8 @@ impl Rails {
         at: Option<IpAddr>,
         within: Duration,
     ) -> Result<Self> {
-        let end = Instant::now() + within;
-        let left = || end.saturating_duration_since(Instant::now());
+        let end = Deadline::after(within);
+        let left = || end.left();
         let line = Line::join(rail, at, left())?;
         own_gpus(&line, &core.device, left())?;
         let page = Page::new(core, rail.size()).map(Arc::new);
@@ -100,7 +101,7 @@ impl Rails {
 
     /// To be done when all ranks have made their connections, since NCCL's first kernels wait for each other.
     pub(crate) fn warm_up(&self, within: Duration) -> Result<()> {
-        let end = Instant::now() + within;
+        let end = Deadline::after(within).end();
         let done = self.pair.iter().try_for_each(|rail| rail.warm_up(end));
         agree(self.line.group(), STEP, done, within)
     }
@@ -180,8 +181,8 @@ impl Rails {
 
     /// New connections for a new generation, behind a reset of what is inside the machine; all ranks of the rail make them, or all fail.
     pub(crate) fn renew(&self, generation: u32, within: Duration) -> Result<()> {
-        let end = Instant::now() + within;
-        let left = || end.saturating_duration_since(Instant::now());
+        let end = Deadline::after(within);
+        let left = || end.left();
         for rail in &self.pair {
             rail.comm().give_up();
             // What NCCL frees may hold up the driver: better now, while no kernel waits.
@@ -249,8 +250,8 @@ fn comms(
     within: Duration,
 ) -> Result<[Arc<Bounded>; CONNECTIONS]> {
     let group = line.group();
-    let end = Instant::now() + within;
-    let left = || end.saturating_duration_since(Instant::now());
+    let end = Deadline::after(within);
+    let left = || end.left();
     let make = || -> Result<Arc<Bounded>> {
         let found = Usable::find();
         // Where it is missing, the reason with its remedy says more than the ranks' list.
@@ -259,7 +260,7 @@ fn comms(
         let id = usable.name(group, left())?;
         quiet::quiet(device.card.context.ordinal());
         let place = (group.rank(), group.size());
-        let made = Bounded::make(&device.card, usable, id, place, end);
+        let made = Bounded::make(&device.card, usable, id, place, end.end());
         agree(group, STEP, made, left())
     };
     Ok([make()?, make()?])

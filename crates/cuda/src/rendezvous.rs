@@ -2,7 +2,7 @@
 
 use crate::{CudaDevice, Missing, Pages, Symmetric, devices, link};
 use brigade_device::{Bootstrap, CommConfig, Device, Error, Result};
-use brigade_group::{Sharing, agree, vote};
+use brigade_group::{Sharing, agree, messages, vote};
 use brigade_plan::{
     Table,
     crossover::{Gpus, Links},
@@ -38,14 +38,14 @@ impl Hardware {
         let uuid = here.get(own).map_or([0; 16], |gpu| gpu.uuid);
         let tiles = device.opened.kernels.tiles.is_some() && device.inject.is_none();
         let shown = [&uuid[..], &[tiles.into()]].concat();
-        let uuids = boot.all_gather(&shown, within)?;
+        let uuids = messages(boot, &shown, within)?;
         let there = uuids
             .iter()
             .enumerate()
             .filter(|(rank, _)| *rank != boot.rank())
             .map(|(_, uuid)| here.iter().position(|gpu| uuid.starts_with(&gpu.uuid)));
         let links = agree(boot, STEP, links(own, there), within)?;
-        let views = boot.all_gather(view(&device.info().name, links).as_bytes(), within)?;
+        let views = messages(boot, view(&device.info().name, links).as_bytes(), within)?;
         let mut each: BTreeMap<_, usize> = BTreeMap::new();
         for uuid in &uuids {
             *each.entry(uuid).or_default() += 1;
@@ -158,7 +158,7 @@ fn all_parts(
             .collect();
     }
     let number = descriptor.as_raw_fd().to_le_bytes();
-    let numbers = boot.all_gather(&number, within)?;
+    let numbers = messages(boot, &number, within)?;
     let taken = numbers.iter().enumerate().map(|(rank, number)| {
         let number = number.as_slice().try_into().map_err(|_| Error::Group {
             step: STEP,

@@ -2,11 +2,9 @@
 
 use crate::core::{Core, Issue};
 use brigade_device::{Absent, Error, Result};
+use brigade_sync::Deadline;
 use parking_lot::MutexGuard;
-use std::{
-    sync::atomic::Ordering,
-    time::{Duration, Instant},
-};
+use std::{sync::atomic::Ordering, time::Duration};
 
 impl Core {
     /// All ranks let go of the old generation, then start a new one.
@@ -43,9 +41,9 @@ impl Core {
 
     /// Waits until this rank's work has ended, and takes from its user what belongs to the old generation.
     fn let_go(&self, within: Duration) -> Result<()> {
-        let end = Instant::now() + within;
+        let end = Deadline::after(within);
         for mark in self.marks() {
-            if !mark.reached(end.saturating_duration_since(Instant::now()))? {
+            if !mark.reached(end.left())? {
                 return Err(Error::Group {
                     step: "reset",
                     what: format!("work of this rank has not ended within {within:?}"),

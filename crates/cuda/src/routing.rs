@@ -180,7 +180,7 @@ impl CudaDevice {
     /// machine has, for instance.
     ///
     /// # Errors
-    /// As there.
+    /// As there; [`Group::check`].
     pub fn expert_layout(
         &self,
         on: &Stream,
@@ -197,6 +197,7 @@ impl CudaDevice {
         routing: Routing<'_>,
         group: Group,
     ) -> Result<ExpertLayout> {
+        group.check()?;
         let checked = routing.check()?;
         let lane = self.lane(on)?;
         let router = Router::of(self, lane, &routing, checked, group)?.without(absent);

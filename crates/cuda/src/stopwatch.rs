@@ -2,7 +2,8 @@
 
 use crate::{CudaDevice, trace::Time};
 use brigade_device::{Error, Result, Stream};
-use std::time::{Duration, Instant};
+use brigade_sync::Deadline;
+use std::time::Duration;
 
 /// Notes the time at two places of a stream.
 #[derive(Default)]
@@ -40,7 +41,7 @@ impl Stopwatch {
                 want,
             ));
         };
-        stop.reach(Instant::now() + within)?;
+        stop.reach(Deadline::after(within).end())?;
         stop.since(start)
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::{CudaDevice, card::Card, driver::failed};
 use brigade_device::{Error, Result};
+use brigade_sync::Deadline;
 use cudarc::driver::{
     result::{DriverError, event},
     sys,
@@ -117,7 +118,7 @@ impl CudaDevice {
             let want = "a recording that was begun";
             return Err(Error::invalid("spans", "none recorded", want));
         };
-        let end = Instant::now() + within;
+        let end = Deadline::after(within).end();
         for (.., [_, last]) in &spans {
             last.reach(end)?;
         }

@@ -8,7 +8,7 @@ use crate::{
 };
 use brigade_device::{Error, Group, Mark, Result};
 use brigade_group::Control;
-use brigade_sync::Memory;
+use brigade_sync::{Deadline, Memory};
 use std::{
     sync::Arc,
     thread,
@@ -59,7 +59,7 @@ impl Leaving {
     }
 
     fn wait(self, patience: Duration) {
-        let end = Instant::now() + patience;
+        let end = Deadline::after(patience).end();
         while !self.done() && Instant::now() < end {
             relay(&self.control, &self.memory);
             thread::park_timeout(ROUND);

@@ -14,8 +14,17 @@ pub trait Storage: Send + Sync + fmt::Debug {
     fn bytes(&self) -> usize;
     /// Which memory it is.
     fn memory(&self) -> MemoryType;
-    /// For the backend that made it.
+    /// Itself, for the backend that made it.
     fn as_any(&self) -> &dyn Any;
+}
+
+impl dyn Storage {
+    /// The backend's own type, if this is one. What only holds one and gives that for itself is none: it may say anything of its size
+    /// and its address, and backends believe their own types in that.
+    pub fn downcast<T: Storage + 'static>(&self) -> Option<&T> {
+        let found = self.as_any().downcast_ref::<T>()?;
+        std::ptr::addr_eq(found, self).then_some(found)
+    }
 }
 
 /// Memory that belongs to somebody else, kept alive by `owner`. See [`Buffer::adopt`] and [`Buffer::lend`].

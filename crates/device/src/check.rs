@@ -86,16 +86,32 @@ fn check_residency(
     }
 }
 
-fn total(field: &'static str, given: Option<usize>, own: usize, size: usize) -> Result<usize> {
-    match given {
-        Some(t) if t < own => Err(Error::invalid(
-            field,
-            t,
-            format!("at least this rank's {own}"),
-        )),
-        Some(t) => Ok(t),
-        None => Ok(own * size),
-    }
+/// Checks that so many elements can be counted, however many of the dimensions are 0.
+pub(crate) fn countable(field: &'static str, dims: &[usize]) -> Result<()> {
+    Shape::new(dims).map(drop).map_err(|_| {
+        let got = format!("{dims:?} elements");
+        Error::invalid(field, got, "a size that fits in memory")
+    })
+}
+
+/// Rows or columns of all ranks, beside so many of the other.
+fn total(
+    field: &'static str,
+    given: Option<usize>,
+    own: usize,
+    size: usize,
+    beside: usize,
+) -> Result<usize> {
+    let all = match given {
+        Some(t) if t < own => {
+            let want = format!("at least this rank's {own}");
+            return Err(Error::invalid(field, t, want));
+        }
+        Some(t) => t,
+        None => own.saturating_mul(size),
+    };
+    countable(field, &[all, beside])?;
+    Ok(all)
 }
 
 impl AllGatherLoraLinearParams<'_> {
@@ -107,6 +123,7 @@ impl AllGatherLoraLinearParams<'_> {
         let rows = check_rows("rows_per_rank", self.rows_per_rank, group.size)?;
         let (shape, input, scheme) = self.chunk.operand_shape()?;
         let (own, inner, columns) = activation_dims("chunk.shape", shape)?;
+        countable("rows_per_rank", &[rows, inner, columns])?;
         if own != self.rows_per_rank[group.rank] {
             return Err(Error::invalid(
                 "chunk.shape",
@@ -159,7 +176,7 @@ impl AllGatherLoraLinearParams<'_> {
         Ok(LinearCall {
             rows: self.rows_per_rank.into(),
             k: columns * inner,
-            n: total("total_n", self.total_n, n, group.size)?,
+            n: total("total_n", self.total_n, n, group.size, m)?,
             input,
             output: self.output.dtype(),
             scheme,
@@ -225,7 +242,7 @@ impl LoraLinearReduceScatterParams<'_> {
         check_residency(at, self.weight, self.bias, self.runs, &self.output)?;
         Ok(LinearCall {
             rows: self.rows_per_rank.into(),
-            k: total("total_k", self.total_k, k, group.size)?,
+            k: total("total_k", self.total_k, k, group.size, m)?,
             n,
             input: self.x.dtype(),
             output: self.output.dtype(),

@@ -44,14 +44,20 @@ fn reduction(
     to: View<'_>,
 ) -> Result<()> {
     float(from_field, from.dtype())?;
-    if to.dtype() != from.dtype() && to.dtype() != DataType::F32 {
-        let want = match from.dtype() {
-            DataType::F32 => "f32".to_string(),
-            narrow => format!("{narrow} or f32"),
-        };
-        return Err(Error::invalid(to_field, to.dtype(), want));
-    }
+    summed(to_field, from.dtype(), to.dtype())?;
     resident(to_field, Some(to.memory()), from.memory())
+}
+
+/// Sums of a type are of the same, or f32.
+pub(crate) fn summed(field: &'static str, from: DataType, to: DataType) -> Result<()> {
+    if to == from || to == DataType::F32 {
+        return Ok(());
+    }
+    let want = match from {
+        DataType::F32 => "f32".to_string(),
+        narrow => format!("{narrow} or f32"),
+    };
+    Err(Error::invalid(field, to, want))
 }
 
 /// Checks a row count per rank.

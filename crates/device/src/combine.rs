@@ -3,6 +3,7 @@
 use crate::{
     Arrangement, Buffer, DataType, Error, Group, Handle, Origin, Output, Plan, Result, Transport,
     View, ViewMut,
+    collectives::summed,
     params::{float, resident},
     statistics::check_waits,
 };
@@ -140,10 +141,7 @@ impl CombineParams<'_> {
         check_waits(self.waits.as_ref(), group.size, rows.memory())?;
         self.output.check(&matrix)?;
         let output = self.output.dtype();
-        if output != rows.dtype() && output != DataType::F32 {
-            let want = format!("{} or f32", rows.dtype());
-            return Err(Error::invalid("output.dtype", output, want));
-        }
+        summed("output.dtype", rows.dtype(), output)?;
         Ok(CombineCall {
             max_tokens: made.max_tokens,
             hidden,

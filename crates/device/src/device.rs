@@ -123,7 +123,7 @@ pub trait Linear: Allocate {
     /// `D = act(from + bias)`, with one rounding: the end of a linear whose sum was taken elsewhere.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if shapes do not fit.
+    /// As [`check_bias_activation`](crate::check_bias_activation).
     fn bias_activation(
         &self,
         on: &Stream,
@@ -291,6 +291,8 @@ pub struct CommConfig {
 impl CommConfig {
     /// Most entries of a queue.
     pub const MOST_FIFO_DEPTH: u32 = 1 << 16;
+    /// Most bytes of any memory: as much as processors of today address, and so little that a few of them can be added up.
+    pub const MOST_BYTES: usize = 1 << 48;
     /// What entries of queues have a multiple of, in bytes.
     pub const FIFO_ENTRY_BYTES: usize = 64;
 
@@ -324,7 +326,7 @@ impl CommConfig {
     }
 
     /// Sizes both regions for linears of up to `max_rows` rows in all, `columns` wide at most, in `dtype`, over `size`
-    /// ranks.
+    /// ranks. What no size counts is as much as can be counted, which [`check`](Self::check) refuses.
     #[must_use]
     pub fn for_linears(
         mut self,
@@ -333,15 +335,18 @@ impl CommConfig {
         dtype: DataType,
         size: usize,
     ) -> Self {
-        let bytes = max_rows * columns * dtype.bytes();
-        self.gather_bytes = bytes;
+        let bytes = |rows: usize| {
+            let row = columns.saturating_mul(dtype.bytes());
+            rows.saturating_mul(row)
+        };
+        self.gather_bytes = bytes(max_rows);
         // A rank gets one part of its rows from every rank: size * ceil(max_rows / size) rows.
-        self.reduce_scatter_bytes = max_rows.div_ceil(size.max(1)) * size * columns * dtype.bytes();
+        self.reduce_scatter_bytes = bytes(max_rows.div_ceil(size.max(1)).saturating_mul(size));
         self
     }
 
     /// Sizes the low-latency exchange for up to `max_tokens` of each of `size` ranks, of rows that are `hidden` wide in `dtype`, with `k`
-    /// experts a token, with weights or without.
+    /// experts a token, with weights or without. What no size counts is as much as can be counted, which [`check`](Self::check) refuses.
     #[must_use]
     pub fn for_low_latency(
         mut self,
@@ -350,16 +355,33 @@ impl CommConfig {
         dtype: DataType,
         size: usize,
     ) -> Self {
-        let row = hidden * dtype.bytes();
+        let row = hidden.saturating_mul(dtype.bytes());
         // A part has counts and up to four sections, each filled up to a line: rows, their scales, experts and weights.
-        let there = size * (max_tokens * (row + 8 * k) + 5 * 64);
-        self.low_latency_bytes = there.max(max_tokens * k * row);
+        let token = row.saturating_add(k.saturating_mul(8));
+        let part = max_tokens.saturating_mul(token).saturating_add(5 * 64);
+        let back = max_tokens.saturating_mul(k).saturating_mul(row);
+        self.low_latency_bytes = size.saturating_mul(part).max(back);
         self
     }
 
     /// # Errors
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<()> {
+        for (field, bytes) in [
+            ("gather_bytes", self.gather_bytes),
+            ("gather_scale_bytes", self.gather_scale_bytes),
+            ("reduce_scatter_bytes", self.reduce_scatter_bytes),
+            ("all_reduce_bytes", self.all_reduce_bytes),
+            ("scratch_bytes", self.scratch_bytes),
+            ("dispatch_bytes", self.dispatch_bytes),
+            ("combine_bytes", self.combine_bytes),
+            ("fifo_bytes", self.fifo_bytes),
+            ("fifo_entry_bytes", self.fifo_entry_bytes.unwrap_or(0)),
+            ("low_latency_bytes", self.low_latency_bytes),
+            ("region_bytes", self.region_bytes),
+        ] {
+            at_most(field, bytes)?;
+        }
         if self.scratch_bytes < 4096 {
             return Err(Error::invalid(
                 "scratch_bytes",
@@ -395,6 +417,15 @@ impl CommConfig {
     }
 }
 
+/// Checks a size of memory.
+pub(crate) fn at_most(field: &'static str, bytes: usize) -> Result<()> {
+    let most = CommConfig::MOST_BYTES;
+    match bytes <= most {
+        true => Ok(()),
+        false => Err(Error::invalid(field, bytes, format!("at most {most}"))),
+    }
+}
+
 /// Typed conveniences over any device's byte copies.
 pub trait DeviceExt: Allocate {
     /// A new buffer in device memory with these values.
@@ -417,10 +448,11 @@ pub trait DeviceExt: Allocate {
     /// The values of a buffer.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if they are not `T`; as [`Allocate::read`].
+    /// [`Error::Invalid`] if they are not `T`; [`Error::Backend`] if there is no memory for them; as [`Allocate::read`].
     fn download<T: Element>(&self, on: &Stream, from: View<'_>) -> Result<Vec<T>> {
         from.expect_type::<T>("from.dtype")?;
-        let mut values = vec![T::zeroed(); from.shape().len()];
+        let mut values = bytemuck::allocation::try_zeroed_vec(from.shape().len())
+            .map_err(|()| Error::no_memory(from.bytes()))?;
         self.read(on, from, bytemuck::cast_slice_mut(&mut values))?;
         Ok(values)
     }

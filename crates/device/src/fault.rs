@@ -191,6 +191,15 @@ impl Error {
         }
     }
 
+    /// [`Error::Backend`] for memory of the host that there is not; its code is how many bytes were asked for.
+    pub fn no_memory(bytes: usize) -> Self {
+        Self::Backend {
+            call: "allocate",
+            code: i64::try_from(bytes).unwrap_or(i64::MAX),
+            source: None,
+        }
+    }
+
     /// The fault record, if this is a fault.
     pub fn fault(&self) -> Option<&FaultRecord> {
         match self {

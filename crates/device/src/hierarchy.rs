@@ -77,6 +77,7 @@ impl HierarchyConfig {
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<()> {
         self.comm.check()?;
+        device::at_most("staging_bytes", self.staging_bytes)?;
         if self.slice_bytes == Some(0) {
             return Err(Error::invalid("slice_bytes", 0, "at least 1"));
         }

@@ -335,13 +335,16 @@ impl Lease<'_> {
     /// Handed out only when no peer still reads it.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the rows of all ranks do not fit the user buffer.
+    /// [`Error::Unsupported`] if the rows of all ranks do not fit the user buffer; [`Error::Invalid`] if they fit in no memory.
     pub fn own_chunk(
         &mut self,
         rows_per_rank: &[usize],
         columns: usize,
         dtype: DataType,
     ) -> Result<OwnChunk<'_>> {
+        let size = self.comm.group().size;
+        let rows = check_rows("rows_per_rank", rows_per_rank, size)?;
+        check::countable("columns", &[rows, columns])?;
         let (buffer, filled) =
             self.comm
                 .0

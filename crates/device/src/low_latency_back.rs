@@ -3,6 +3,7 @@
 use crate::{
     Buffer, CombineSum, DataType, Error, Fp8Cast, Group, Lease, LowLatencyDispatchCall,
     LowLatencyRows, LowLatencySent, Origin, Output, Result, ScaleFormat, Slot, View, ViewMut,
+    collectives::summed,
     low_latency::{weighty, whole_row},
     params::float,
     statistics::check_waits,
@@ -136,15 +137,7 @@ impl LowLatencyBack {
     pub fn check(&self, output: &Output<'_>) -> Result<()> {
         let tokens = self.sent.chosen.shape().rows();
         output.check(&[tokens, self.call.hidden])?;
-        let (out, rows) = (output.dtype(), self.call.dtype);
-        if out != rows && out != DataType::F32 {
-            return Err(Error::invalid(
-                "output.dtype",
-                out,
-                format!("{rows} or f32"),
-            ));
-        }
-        Ok(())
+        summed("output.dtype", self.call.dtype, output.dtype())
     }
 }
 

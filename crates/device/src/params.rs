@@ -101,6 +101,27 @@ pub(crate) fn float(field: &'static str, dtype: DataType) -> Result<()> {
     }
 }
 
+/// What [`Linear::bias_activation`](crate::Linear::bias_activation) takes: floats, and a bias of a row or of as many.
+///
+/// # Errors
+/// [`Error::Invalid`] naming the field.
+pub fn check_bias_activation(
+    from: View<'_>,
+    bias: Option<View<'_>>,
+    output: &Output<'_>,
+) -> Result<()> {
+    float("from.dtype", from.dtype())?;
+    let (shape, n) = (from.shape(), from.shape().columns());
+    if let Some(c) = bias {
+        float("bias.dtype", c.dtype())?;
+        if c.shape().len() != n && c.shape().len() != shape.len() {
+            let want = format!("{shape} or [{n}]");
+            return Err(Error::invalid("bias.shape", c.shape(), want));
+        }
+    }
+    output.check(shape.dims())
+}
+
 /// A type of elements, and no tag of a quantized pair.
 pub(crate) fn plain(field: &'static str, dtype: DataType) -> Result<()> {
     if matches!(dtype, DataType::QI8 | DataType::QF8E4M3) {

@@ -2,7 +2,7 @@
 
 use crate::{
     AllToAllRowsCall, CombineCall, DataType, DispatchCall, HierarchicalCall, HierarchicalOperation,
-    LowLatencyCombineCall, LowLatencyDispatchCall, ParallelMode, QScheme, ReduceOp, Transport,
+    LowLatencyCombineCall, LowLatencyDispatchCall, QScheme, ReduceOp, Transport,
 };
 use smallvec::SmallVec;
 use std::{
@@ -568,15 +568,4 @@ pub struct Launch {
     pub compute_streams: u8,
     /// Streaming multiprocessors left to the gemm.
     pub gemm_sms: Option<u16>,
-}
-
-/// The ranks that a communicator joins, as one of them sees them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Group {
-    /// Which kind of parallelism it serves.
-    pub mode: ParallelMode,
-    /// This rank's number in the group.
-    pub rank: usize,
-    /// Ranks in the group.
-    pub size: usize,
 }

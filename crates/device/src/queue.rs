@@ -25,7 +25,8 @@ pub trait Queue: Send + Sync + fmt::Debug {
     /// # Errors
     /// The fault, if the work ended in one; [`Error::Backend`](crate::Error::Backend) if `within` passed first.
     fn sync(&self, within: Duration) -> Result<()>;
-    /// Calls `hook` once the work so far is done; from a thread of the backend's, or at once.
+    /// Calls `hook` once the work so far is done; from a thread of the backend's, or at once. If it panics, a warning is traced, and
+    /// nothing else happens.
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) while capturing.

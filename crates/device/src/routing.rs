@@ -1,6 +1,6 @@
 //! Which rows go to which experts, and where those are.
 
-use crate::{Buffer, DataType, Error, Result, View, params::resident};
+use crate::{Buffer, DataType, Error, Group, Result, View, params::resident};
 
 /// Where experts are. Slots are what experts lie in, and are counted over all ranks, those of rank 0 first.
 #[derive(Clone, Copy, Debug)]
@@ -222,8 +222,8 @@ pub(crate) fn check_weights(weights: Option<View<'_>>, ids: View<'_>) -> Result<
 
 /// What 32 bits count, over all ranks.
 pub(crate) fn countable(field: &'static str, n: usize) -> Result<()> {
-    /// So that as many on each of 1024 ranks are still fewer than 2^31.
-    const MOST: usize = 1 << 20;
+    /// So that as many on each rank of the largest group are still fewer than 2^31.
+    const MOST: usize = (1 << 30) / Group::MOST_RANKS;
     if n <= MOST {
         Ok(())
     } else {

@@ -4,7 +4,7 @@
 //! [`Bootstrap`]. Every rank hands its descriptor to rank 0 (`SCM_RIGHTS`) and gets everybody's. The folder is gone as soon
 //! as all have come.
 
-use crate::{Deadline, agree, folder::Folder, rounds::ranks};
+use crate::{Deadline, agree, folder::Folder, messages, rounds::ranks};
 use brigade_device::{Bootstrap, Error, Result};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -48,8 +48,7 @@ pub fn exchange_fds(boot: &dyn Bootstrap, fd: impl AsFd, within: Duration) -> Re
         Some(Ok(place)) => place.path(),
         _ => PathBuf::new(),
     };
-    let paths = boot
-        .all_gather(path.as_os_str().as_bytes(), deadline.remaining())
+    let paths = messages(boot, path.as_os_str().as_bytes(), deadline.left())
         .map_err(|error| failed(what(error)))?;
     let passed = match (place, paths.first()) {
         (Some(place), _) => {
@@ -63,12 +62,7 @@ pub fn exchange_fds(boot: &dyn Bootstrap, fd: impl AsFd, within: Duration) -> Re
         ),
         _ => Err(failed("rank 0 could not listen".into())),
     };
-    agree(
-        boot,
-        STEP,
-        passed.map_err(what),
-        deadline.remaining() + GRACE,
-    )
+    agree(boot, STEP, passed.map_err(what), deadline.left() + GRACE)
 }
 
 /// The listener, and the folder that it is in.
@@ -103,7 +97,7 @@ impl Place {
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
                 Err(error) => return Err(io("accept")(error)),
             }
-            let left = deadline.remaining();
+            let left = deadline.left();
             if left.is_zero() {
                 return Ok(None);
             }
@@ -243,7 +237,7 @@ fn receive(stream: &UnixStream, deadline: Deadline) -> Result<(usize, OwnedFd)> 
 }
 
 fn left(deadline: Deadline) -> Result<Duration> {
-    match deadline.remaining() {
+    match deadline.left() {
         Duration::ZERO => Err(failed(format!("not done after {:?}", deadline.within()))),
         left => Ok(left.max(Duration::from_millis(1))),
     }

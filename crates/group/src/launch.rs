@@ -116,16 +116,21 @@ fn watch(rank: usize, id: u32, end: Sender<usize>) -> Result<()> {
 
 impl Ranks {
     /// A rank's process, to talk to. To be killed by [`kill`](Self::kill), and to be waited for by [`next`](Self::next).
-    pub fn child(&mut self, rank: usize) -> &mut Child {
-        &mut self.children[rank]
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a rank that is not in the group.
+    pub fn child(&mut self, rank: usize) -> Result<&mut Child> {
+        let size = self.children.len();
+        let none = || Error::invalid("rank", rank, format!("a rank below {size}"));
+        self.children.get_mut(rank).ok_or_else(none)
     }
 
     /// Ends a rank's process at once (SIGKILL). Nothing happens if it has ended.
     ///
     /// # Errors
-    /// [`Error::Backend`] if the system refuses.
+    /// [`Error::Invalid`] for a rank that is not in the group; [`Error::Backend`] if the system refuses.
     pub fn kill(&mut self, rank: usize) -> Result<()> {
-        let killed = self.children[rank].kill();
+        let killed = self.child(rank)?.kill();
         killed.map_err(failed("kill a rank's process"))
     }
 
@@ -154,7 +159,7 @@ impl Ranks {
     /// [`Error::Group`] naming the ranks that have not ended `within` the time; they are killed.
     pub fn wait(mut self, within: Duration) -> Result<Vec<ExitStatus>> {
         let deadline = Deadline::after(within);
-        while self.next(deadline.remaining())?.is_some() {}
+        while self.next(deadline.left())?.is_some() {}
         let missing = |r: &usize| self.statuses[*r].is_none();
         let missing: Vec<_> = (0..self.statuses.len()).filter(missing).collect();
         if missing.is_empty() {
@@ -221,6 +226,10 @@ mod tests {
             ended.map(|(rank, status)| (rank, status.code())),
             Some((1, Some(0)))
         );
+        for none in [3, 7, usize::MAX] {
+            let field = |error| matches!(error, Error::Invalid { field: "rank", .. });
+            assert!(ranks.kill(none).is_err_and(field) && ranks.child(none).is_err_and(field));
+        }
         ranks.kill(0).unwrap();
         let (rank, status) = ranks.next(LONG).unwrap().unwrap();
         assert_eq!((rank, status.code()), (0, None));

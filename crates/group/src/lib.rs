@@ -7,6 +7,7 @@
 //! - `Launch`: starts ranks as processes of this machine (Unix).
 //! - [`Liveness`]: who is lost, noticed within a second of a process's death.
 //! - `exchange_fds`: file descriptors from every rank to every rank of one machine (Unix).
+//! - [`messages`]: what a bootstrap gives, once it was seen to be a message from each rank.
 //! - [`vote`]: all ranks have the same, or all fail and see what everybody had.
 //! - [`agree`]: all ranks succeeded, or all fail and see everybody's reason.
 //! - [`Deadline`]: one bound for a wait of several steps.
@@ -34,7 +35,6 @@
 
 mod across;
 mod control;
-mod deadline;
 #[cfg(unix)]
 mod fds;
 #[cfg(unix)]
@@ -53,8 +53,8 @@ mod threads;
 mod vote;
 
 pub use across::{Across, Stoppable};
+pub use brigade_sync::Deadline;
 pub use control::Control;
-pub use deadline::Deadline;
 #[cfg(unix)]
 pub use fds::exchange_fds;
 #[cfg(unix)]
@@ -65,4 +65,4 @@ pub use shared::{Offer, Segment, SharedSegment, Sharing};
 pub use split::split;
 pub use tcp::{Address, TcpConfig, TcpGroup};
 pub use threads::{ThreadGroup, threads};
-pub use vote::{agree, vote};
+pub use vote::{agree, messages, vote};

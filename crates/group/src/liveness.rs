@@ -1,7 +1,13 @@
 //! Noticing that a rank is lost: its process died, its machine fell silent, or it broke the rules.
 
 use parking_lot::{Condvar, Mutex};
-use std::{collections::BTreeMap, fmt, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    time::Duration,
+};
 
 /// One rank is lost, for good. A rank that says goodbye is not.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,7 +54,7 @@ impl Liveness {
         let deadline = crate::Deadline::after(within);
         let mut state = self.0.state.lock();
         while state.losses.is_empty() {
-            let wait = self.0.changed.wait_until(&mut state, deadline.instant());
+            let wait = self.0.changed.wait_until(&mut state, deadline.end());
             if wait.timed_out() {
                 break;
             }
@@ -57,7 +63,7 @@ impl Liveness {
     }
 
     /// Calls `callback` once for each lost rank: now for those that are, later for others, until the [`Watch`] is
-    /// dropped. It runs on the thread that notices, so it must not wait.
+    /// dropped. It runs on the thread that notices, so it must not wait. If it panics, a warning is traced, and all goes on.
     pub fn on_loss(&self, callback: impl Fn(&Loss) + Send + Sync + 'static) -> Watch {
         let callback: Callback = Arc::new(callback);
         let mut state = self.0.state.lock();
@@ -67,7 +73,7 @@ impl Liveness {
         let losses = state.losses.clone();
         drop(state);
         for loss in &losses {
-            callback(loss);
+            call(&callback, loss);
         }
         Watch {
             of: self.clone(),
@@ -86,8 +92,15 @@ impl Liveness {
         drop(state);
         self.0.changed.notify_all();
         for callback in callbacks {
-            callback(&loss);
+            call(&callback, &loss);
         }
+    }
+}
+
+/// A callback that panics takes nobody along: the thread that notices losses has more to do.
+fn call(callback: &Callback, loss: &Loss) {
+    if catch_unwind(AssertUnwindSafe(|| callback(loss))).is_err() {
+        tracing::warn!(%loss, "a callback for lost ranks panicked");
     }
 }
 
@@ -141,5 +154,25 @@ mod tests {
         assert_eq!(liveness.lost(), Some(loss(2)));
         assert_eq!(liveness.wait(Duration::ZERO), Some(loss(2)));
         assert_eq!(loss(2).to_string(), "rank 2 is lost: it closed");
+    }
+
+    #[test]
+    fn a_callback_that_panics_takes_nobody_along() {
+        let liveness = Liveness::default();
+        let heard = Arc::new(Mutex::new(Vec::new()));
+        let note = |panics: bool| {
+            let heard = Arc::clone(&heard);
+            move |loss: &Loss| {
+                heard.lock().push((loss.rank, panics));
+                assert!(!panics, "meant to happen, within a callback");
+            }
+        };
+        let _watches = [true, false].map(|panics| liveness.on_loss(note(panics)));
+        liveness.report(loss(1));
+        liveness.report(loss(2));
+        let _late = liveness.on_loss(note(true));
+        let all = [(1, true), (1, false), (2, true), (2, false)];
+        assert_eq!(heard.lock()[..4], all);
+        assert_eq!(heard.lock()[4..], [(1, true), (2, true)]);
     }
 }

@@ -1,6 +1,6 @@
 //! This machine, as the system tells it: which one it is, and its memory.
 
-use crate::vote;
+use crate::{messages, vote};
 use brigade_device::{Bootstrap, Error, Group, HierarchyConfig, Machines, Result};
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ pub fn identity() -> Vec<u8> {
 /// [`Error::Unsupported`] if machines have unequal numbers of ranks, or ranks are not numbered machine
 /// by machine; [`Error::Group`] naming the ranks that did not come.
 pub fn machines(boot: &dyn Bootstrap, name: &[u8], within: Duration) -> Result<Machines> {
-    let names = boot.all_gather(name, within)?;
+    let names = messages(boot, name, within)?;
     Ok(Machines::of(&names)?)
 }
 

@@ -1,6 +1,6 @@
 //! One group as several: so that machines, and rails between them, make their own groups out of that of all ranks.
 
-use crate::rounds::ranks;
+use crate::{messages, rounds::ranks};
 use brigade_device::{Bootstrap, Error, Result};
 use std::time::Duration;
 
@@ -44,7 +44,7 @@ pub fn split<T>(
     within: Duration,
     work: impl FnOnce(&dyn Bootstrap) -> Result<T>,
 ) -> Result<T> {
-    let colours = boot.all_gather(&(colour as u64).to_le_bytes(), within)?;
+    let colours = messages(boot, &(colour as u64).to_le_bytes(), within)?;
     let mine = &colours[boot.rank()];
     let is_here = |rank: &usize| &colours[*rank] == mine;
     let part = Part {
@@ -58,7 +58,7 @@ pub fn split<T>(
     };
     // Others may still be at work: all ranks are in the same exchange, and in it they find out that it is the last.
     let all = loop {
-        let all = match boot.all_gather(&last, within) {
+        let all = match messages(boot, &last, within) {
             Ok(all) => all,
             Err(error) => return result.and(Err(error)),
         };
@@ -109,9 +109,7 @@ impl Bootstrap for Part<'_> {
     }
 
     fn all_gather(&self, mine: &[u8], within: Duration) -> Result<Vec<Vec<u8>>> {
-        let all = self
-            .boot
-            .all_gather(&[&[EXCHANGES], mine].concat(), within)?;
+        let all = messages(self.boot, &[&[EXCHANGES], mine].concat(), within)?;
         let here = || self.members.iter().map(|&rank| (rank, &all[rank]));
         let failed = reasons(here());
         if !failed.is_empty() {

@@ -56,10 +56,7 @@ impl Bootstrap for ThreadGroup {
             if let Some(verdict) = rounds.verdict(number) {
                 break verdict.to_owned();
             }
-            let wait = self
-                .shared
-                .changed
-                .wait_until(&mut rounds, deadline.instant());
+            let wait = self.shared.changed.wait_until(&mut rounds, deadline.end());
             // What came in the last moment counts.
             if wait.timed_out() && rounds.verdict(number).is_none() {
                 let why = rounds.missing(number, deadline.within());

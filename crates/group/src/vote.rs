@@ -9,6 +9,27 @@ use std::{fmt::Display, time::Duration};
 /// Longest text of one rank in an error message, in characters.
 const MOST_CHARS: usize = 600;
 
+/// Every rank's message, in rank order: what a [`Bootstrap`] gives, which may be anybody's, once it was seen to be of this group.
+///
+/// # Errors
+/// As [`Bootstrap::all_gather`]; [`Error::Group`] if it names a rank that is not in the group, or gives more messages than
+/// there are ranks, or fewer.
+pub fn messages(boot: &dyn Bootstrap, mine: &[u8], within: Duration) -> Result<Vec<Vec<u8>>> {
+    let (rank, size) = (boot.rank(), boot.size());
+    let wrong = |what| Error::Group {
+        step: "bootstrap",
+        what,
+    };
+    if rank >= size {
+        return Err(wrong(format!("it calls this rank {rank} of {size}")));
+    }
+    let all = boot.all_gather(mine, within)?;
+    match all.len() == size {
+        true => Ok(all),
+        false => Err(wrong(format!("{} messages of {size} ranks", all.len()))),
+    }
+}
+
 /// All ranks have the same bytes at this step, or all fail.
 ///
 /// Text makes the error readable: what each rank had is shown as UTF-8 as far as it is that.
@@ -89,12 +110,10 @@ fn ballots(
     let mut message = step.as_bytes().to_vec();
     message.push(0);
     message.extend_from_slice(mine);
-    let all = boot
-        .all_gather(&message, within)
-        .map_err(|error| match error {
-            Error::Group { what, .. } => Error::Group { step, what },
-            other => other,
-        })?;
+    let all = messages(boot, &message, within).map_err(|error| match error {
+        Error::Group { what, .. } => Error::Group { step, what },
+        other => other,
+    })?;
     let ballot = |message: &Vec<u8>| {
         let end = message.iter().position(|&b| b == 0);
         let (name, ballot) = end.map_or((&message[..], &[][..]), |i| {
@@ -131,4 +150,77 @@ fn together(views: impl IntoIterator<Item = String>) -> String {
         .map(|(view, which)| format!("{}: {view}", ranks(which)))
         .collect();
     told.join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Sharing, machine, split};
+
+    /// A bootstrap that calls this rank `.0` of `.1`, and gives `.2` messages.
+    struct Own(usize, usize, usize);
+
+    impl Bootstrap for Own {
+        fn rank(&self) -> usize {
+            self.0
+        }
+
+        fn size(&self) -> usize {
+            self.1
+        }
+
+        fn all_gather(&self, mine: &[u8], _: Duration) -> Result<Vec<Vec<u8>>> {
+            Ok(vec![mine.to_vec(); self.2])
+        }
+    }
+
+    /// What everything that takes a bootstrap's answer says of it.
+    fn told(boot: &Own) -> Vec<String> {
+        let within = Duration::from_secs(5);
+        let results = [
+            messages(boot, b"", within).map(drop),
+            vote(boot, "vote", b"same", within),
+            agree(boot, "agree", Ok::<_, Error>(()), within),
+            split(boot, 0, within, |_| Ok(())),
+            Sharing::between(boot, within).map(drop),
+            machine::machines(boot, b"one", within).map(drop),
+        ];
+        let what = results.into_iter().map(|result| match result {
+            Err(Error::Group { what, .. }) => what,
+            other => panic!("{other:?} instead of an error of the group"),
+        });
+        what.collect()
+    }
+
+    #[test]
+    fn an_answer_has_a_message_from_each_rank() {
+        for messages in [0, 1, 3, 5] {
+            let want = format!("{messages} messages of 2 ranks");
+            for what in told(&Own(0, 2, messages)) {
+                assert_eq!(what, want);
+            }
+        }
+        assert_eq!(
+            messages(&Own(0, 2, 2), b"x", Duration::ZERO).unwrap(),
+            [b"x", b"x"]
+        );
+    }
+
+    #[test]
+    fn a_bootstrap_names_a_rank_of_the_group() {
+        for (rank, size) in [(2, 2), (5, 2), (0, 0)] {
+            for what in told(&Own(rank, size, size)) {
+                assert_eq!(what, format!("it calls this rank {rank} of {size}"));
+            }
+        }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn descriptors_take_no_wrong_answer_either() {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        let taken = crate::exchange_fds(&Own(1, 2, 1), &file, Duration::from_secs(5));
+        let told = taken.unwrap_err().to_string();
+        assert!(told.contains("1 messages of 2 ranks"), "{told}");
+    }
 }

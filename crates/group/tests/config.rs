@@ -37,6 +37,9 @@ fn torchruns_variables_are_read() {
     let config = read(&fewer).unwrap();
     assert_eq!(config.address, Address::Unix("/run/group".into()));
     assert!(config.local_rank.is_none() && config.secret.is_none());
+    fewer.insert("MASTER_ADDR", "unix:");
+    let nowhere = read(&fewer).unwrap_err().to_string();
+    assert!(nowhere.contains("MASTER_ADDR"), "{nowhere}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use crate::{
     core::{Core, Parts},
     device::HostDevice,
-    memory::{poison, writing},
+    memory,
     queue::HostQueue,
     rendezvous,
 };
@@ -57,11 +57,7 @@ fn given(output: &Output<'_>) -> Option<Buffer> {
 /// Marks an output whose call a fault ended before anything was written to it.
 fn mark(d: Option<&Buffer>, error: &Error) {
     if let (Some(d), Error::Fault(_)) = (d, error) {
-        // Whoever keeps the buffer busy writes to it anyhow.
-        let _ = writing(d, &[], |out, _| {
-            poison(d.dtype(), out);
-            Ok(())
-        });
+        memory::mark(d);
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::{
     fifo::none_queued,
     job::{Active, Job, Made, Use},
-    memory::Staging,
+    memory::{Staging, in_call},
     mover::Mover,
     pushed::Buffers,
     user_buffers::RegionMemory,
@@ -260,23 +260,26 @@ impl Core {
             number: self.calls.load(Ordering::Relaxed) + 1,
             made: Made::Together,
         };
-        let mut active = Active { job, state };
+        let mut active = Active {
+            job: job.clone(),
+            state,
+        };
         let barrier = self.control.layout().barrier;
-        let result = active
-            .let_go()
-            .and_then(|()| {
-                active
-                    .job
-                    .step(Point::Begin, self.control.group().rank, None);
-                barrier
-                    .arrive(active.job.flag)
-                    .filter(|p| !absent.contains(p.word.owner))
-                    .filter(|p| active.job.step(Point::Arrive, p.word.owner, None))
-                    .for_each(|p| post(self.control.memory(), p));
-                work(&mut active)
-            })
-            .and_then(|r| active.job.meet().map(|()| r));
-        self.finish(active.job, result)
+        let result = in_call(&job, || {
+            active.let_go()?;
+            active
+                .job
+                .step(Point::Begin, self.control.group().rank, None);
+            barrier
+                .arrive(active.job.flag)
+                .filter(|p| !absent.contains(p.word.owner))
+                .filter(|p| active.job.step(Point::Arrive, p.word.owner, None))
+                .for_each(|p| post(self.control.memory(), p));
+            let r = work(&mut active)?;
+            active.job.meet()?;
+            Ok(r)
+        });
+        self.finish(job, result)
     }
 
     /// Gets ready for a call that will come: no call itself, but what the last one left is let go of.
@@ -336,12 +339,15 @@ impl Core {
             number: self.calls.load(Ordering::Relaxed) + 1,
             made,
         };
-        let mut active = Active { job, state };
-        active
-            .job
-            .step(Point::Begin, self.control.group().rank, None);
-        let result = work(&mut active);
-        self.finish(active.job, result)
+        let mut active = Active {
+            job: job.clone(),
+            state,
+        };
+        let result = in_call(&job, || {
+            job.step(Point::Begin, self.control.group().rank, None);
+            work(&mut active)
+        });
+        self.finish(job, result)
     }
 
     fn finish<R>(&self, job: Job, result: Result<R>) -> Result<R> {

@@ -16,6 +16,7 @@ use brigade_device::{
     GemmParams, GemmShape, GroupedGemmParams, Hierarchy, HierarchyConfig, Injector, Linear,
     LoraLinearParams, Machines, MemoryStatus, MemoryType, Operand, Output, QBuffer, QScheme,
     Queues, Replay, Result, Shape, SiluMulParams, Stream, TopK, TopKParams, View, ViewMut,
+    check_bias_activation,
 };
 use brigade_group::machine;
 use std::sync::{
@@ -26,7 +27,7 @@ use std::sync::{
 /// How a host device is set up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostConfig {
-    /// Threads that a product may use: the calling one, or a pool of the device's own.
+    /// Threads that a product may use: the calling one, or a pool of the device's own. At most [`MOST_THREADS`](Self::MOST_THREADS).
     pub threads: usize,
     /// Number of the device, for reports.
     pub ordinal: u32,
@@ -38,6 +39,11 @@ pub struct HostConfig {
     pub rail: Option<RailModel>,
     /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest.
     pub inject: Option<Injector>,
+}
+
+impl HostConfig {
+    /// Most threads of a device.
+    pub const MOST_THREADS: usize = 1 << 10;
 }
 
 impl Default for HostConfig {
@@ -83,11 +89,13 @@ impl HostDevice {
     /// A device as configured.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for 0 threads; [`Error::Backend`] if threads cannot be started.
+    /// [`Error::Invalid`] for no threads or too many, and a rail that cannot be; [`Error::Backend`] if threads cannot be started.
     pub fn with(config: &HostConfig) -> Result<Arc<Self>> {
-        if config.threads == 0 {
-            return Err(Error::invalid("threads", 0, "at least 1"));
+        if !(1..=HostConfig::MOST_THREADS).contains(&config.threads) {
+            let want = format!("1 to {}", HostConfig::MOST_THREADS);
+            return Err(Error::invalid("threads", config.threads, want));
         }
+        config.rail.map_or(Ok(()), RailModel::check)?;
         let workers = Workers::new(config.threads).map_err(|e| Error::Backend {
             call: "start worker threads",
             code: i64::try_from(config.threads).unwrap_or(i64::MAX),
@@ -250,17 +258,16 @@ impl Product {
         writing(&self.d, &inputs, |out, bytes| {
             let Engine { workers, scratch } = engine;
             let x = &mut bytes[x_at..].iter().copied();
-            let x = self.x.bind(x, self.transpose_x, scratch);
+            let x = self.x.bind(x, self.transpose_x, scratch)?;
             let x = if x.is_integer_rows() {
                 x
             } else {
-                x.for_rows(false, scratch)
+                x.for_rows(false, scratch)?
             };
             let linear = self
                 .linear
-                .bind(&bytes[..x_at], x.is_integer_rows(), scratch);
-            linear.multiply(workers, &x, 0..x.rows(), self.d.dtype(), out);
-            Ok(())
+                .bind(&bytes[..x_at], x.is_integer_rows(), scratch)?;
+            linear.multiply(workers, &x, 0..x.rows(), self.d.dtype(), out)
         })
     }
 }
@@ -323,19 +330,10 @@ impl Linear for HostDevice {
         activation: Activation,
         output: Output<'_>,
     ) -> Result<Option<Buffer>> {
+        check_bias_activation(from, bias, &output)?;
         let shape = from.shape();
         let n = shape.columns();
         let rows = shape.len().checked_div(n).unwrap_or(0);
-        if let Some(c) = bias
-            && c.shape().len() != n
-            && c.shape().len() != shape.len()
-        {
-            return Err(Error::invalid(
-                "bias.shape",
-                c.shape(),
-                format!("{shape} or [{n}]"),
-            ));
-        }
         let (d, new) = self.place(output, shape.dims())?;
         let (out, from, bias) = (d.clone(), from.retain(), bias.map(|c| c.retain()));
         let engine = Arc::clone(&self.engine);
@@ -347,7 +345,8 @@ impl Linear for HostDevice {
                     let rows = c.shape().len().checked_div(n).unwrap_or(0);
                     Matrix::new(c.dtype(), inputs[1], [rows, n], false, scratch)
                 });
-                let mut values = scratch.take(rows * n);
+                let bias = bias.transpose()?;
+                let mut values = scratch.take(rows * n)?;
                 element::load(from.dtype(), inputs[0], &mut values);
                 finish(bias.as_ref(), 1.0, activation, 0..rows, n, &mut values);
                 element::store(out.dtype(), &values, bytes);
@@ -418,5 +417,38 @@ impl Device for HostDevice {
         config: &HierarchyConfig,
     ) -> Result<Hierarchy> {
         hierarchical::join(&self, boot, machines, config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn settings_that_cannot_be_are_refused_by_name() {
+        let refused = |config: HostConfig| match HostDevice::with(&config) {
+            Err(Error::Invalid { field, .. }) => field,
+            other => panic!("{:?} instead of a wrong field", other.map(drop)),
+        };
+        for threads in [0, HostConfig::MOST_THREADS + 1, 50_000, usize::MAX] {
+            let config = HostConfig {
+                threads,
+                ..HostConfig::default()
+            };
+            assert_eq!(refused(config), "threads");
+        }
+        let rail = |latency, bytes_per_us| HostConfig {
+            rail: Some(RailModel {
+                latency,
+                bytes_per_us,
+            }),
+            ..HostConfig::default()
+        };
+        assert_eq!(refused(rail(Duration::MAX, 1)), "rail.latency");
+        let much = Duration::from_secs(1 << 40);
+        assert_eq!(refused(rail(much, u64::MAX)), "rail.latency");
+        assert_eq!(refused(rail(Duration::ZERO, 0)), "rail.bytes_per_us");
+        HostDevice::with(&rail(Duration::from_secs(86_400), 1)).unwrap();
     }
 }

@@ -10,7 +10,7 @@ use crate::{
     device::Engine,
     job::{Active, Job, Use},
     linear::{BoundLinear, OwnedLinear},
-    memory::{poison, reading, writing},
+    memory::{mark, poison, reading, set_gate, writing},
     operand::{OwnedOperand, Parts},
     queue::HostQueue,
     window::Window,
@@ -53,13 +53,7 @@ impl Rows {
 
 /// Opens or shuts a gate for this rank's views.
 fn set(gate: &RwLock<bool>, open: bool) -> Result<()> {
-    match gate.try_write() {
-        Some(mut state) => {
-            *state = open;
-            Ok(())
-        }
-        None => Err(Error::Busy("the user buffer")),
-    }
+    set_gate(gate, open, "the user buffer")
 }
 
 impl HostComm {
@@ -264,6 +258,11 @@ impl HostComm {
         let linear =
             OwnedLinear::from_parts(p.weight, p.transpose_weight, p.bias, p.activation, p.runs)?;
         let shape = rows_shape(linear_call, &p.chunk)?;
+        let n = linear.n();
+        // Before a half is taken: a call that is refused here alone must not leave this rank a half ahead of its peers.
+        let (d, new) = self
+            .device
+            .place(p.output, &[linear_call.total_rows(), n])?;
         let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
             return Err(Error::invalid(
                 "plan",
@@ -272,17 +271,15 @@ impl HostComm {
             ));
         };
         let a = self.gathered(linear_call, &rows, shape)?;
-        let n = linear.n();
-        let (d, new) = self
-            .device
-            .place(p.output, &[linear_call.total_rows(), n])?;
         let (core, engine) = (self.core.clone(), self.device.engine.clone());
         let (out, steps) = (d.clone(), plan.clone());
         let (input, scheme) = (linear_call.input, linear_call.scheme);
         HostQueue::of(turn.stream())?.run(move || {
             core.collective(&call, |active| {
+                // Before the output is locked, which may lie in one allocation with own rows.
+                let of = fill_own(active, &rows).inspect_err(|_| mark(&out))?;
                 writing(&out, &linear.buffers(), |bytes, inputs| {
-                    let linear = linear.bind(inputs, integers(scheme), &engine.scratch);
+                    let linear = linear.bind(inputs, integers(scheme), &engine.scratch)?;
                     let product = Product {
                         plan: &steps,
                         rows: &rows,
@@ -293,7 +290,7 @@ impl HostComm {
                         output: out.dtype(),
                     };
                     product
-                        .run(active, bytes)
+                        .run(active, of, bytes)
                         .inspect_err(|_| poison(out.dtype(), bytes))
                 })
             })
@@ -407,8 +404,7 @@ struct Product<'a> {
 }
 
 impl Product<'_> {
-    fn run(&self, active: &mut Active<'_>, out: &mut [u8]) -> Result<()> {
-        let of = fill_own(active, self.rows)?;
+    fn run(&self, active: &mut Active<'_>, of: Use, out: &mut [u8]) -> Result<()> {
         let job = &active.job;
         let (mode, pieces) = (self.plan.mode, self.plan.pieces());
         if mode == OverlapMode::Pull {
@@ -464,11 +460,10 @@ impl Product<'_> {
             scales: scales.map_or(&[], |place| bytemuck::cast_slice(bytes(place))),
             dims: [rows.len(), self.linear.k()],
         };
-        let x = x.factor(false, &self.engine.scratch);
+        let x = x.factor(false, &self.engine.scratch)?;
         let row_bytes = self.linear.n() * self.output.bytes();
         let out = &mut out[rows.start * row_bytes..rows.end * row_bytes];
         self.linear
-            .multiply(&self.engine.workers, &x, rows, self.output, out);
-        Ok(())
+            .multiply(&self.engine.workers, &x, rows, self.output, out)
     }
 }

@@ -1,7 +1,7 @@
 //! Matrix products in f32, on the `gemm` crate.
 
 use crate::element;
-use brigade_device::{Activation, DataType};
+use brigade_device::{Activation, DataType, Error, Result};
 use parking_lot::Mutex;
 use std::ops::{Deref, DerefMut};
 
@@ -14,15 +14,22 @@ const KEPT: usize = 8;
 
 impl Scratch {
     /// `len` numbers with unspecified values.
-    pub(crate) fn take(&self, len: usize) -> Taken<'_> {
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if there is no memory for them.
+    pub(crate) fn take(&self, len: usize) -> Result<Taken<'_>> {
         let mut kept = self.0.lock();
         let best = (0..kept.len())
             .filter(|&i| kept[i].capacity() >= len)
             .min_by_key(|&i| kept[i].capacity());
         let mut values = best.map(|i| kept.swap_remove(i)).unwrap_or_default();
         drop(kept);
+        if values.capacity() < len {
+            values = bytemuck::allocation::try_zeroed_vec(len)
+                .map_err(|()| Error::no_memory(len.saturating_mul(4)))?;
+        }
         values.resize(len, 0.0);
-        Taken { values, home: self }
+        Ok(Taken { values, home: self })
     }
 }
 
@@ -79,18 +86,18 @@ impl<'a> Matrix<'a> {
         [rows, columns]: [usize; 2],
         transpose: bool,
         scratch: &'a Scratch,
-    ) -> Self {
+    ) -> Result<Self> {
         if dtype == DataType::F32 {
             let stored = Self::of(bytemuck::cast_slice(bytes), rows, columns);
-            return if transpose {
+            return Ok(if transpose {
                 stored.transposed()
             } else {
                 stored
-            };
+            });
         }
-        let mut converted = scratch.take(rows * columns);
+        let mut converted = scratch.take(rows * columns)?;
         element::load(dtype, bytes, &mut converted);
-        Self::converted(converted, [rows, columns], transpose)
+        Ok(Self::converted(converted, [rows, columns], transpose))
     }
 
     /// op of a matrix whose values were made here.

@@ -59,9 +59,9 @@ impl HostDevice {
                         continue;
                     }
                     let weight = &weights[weight * weight_bytes..][..weight_bytes];
-                    let weight = Matrix::new(dtype, weight, [n, k], true, scratch);
-                    let mut sums = scratch.take(range.len() * n);
-                    let x = rows.matrix(range.clone(), k, scratch);
+                    let weight = Matrix::new(dtype, weight, [n, k], true, scratch)?;
+                    let mut sums = scratch.take(range.len() * n)?;
+                    let x = rows.matrix(range.clone(), k, scratch)?;
                     engine.workers.multiply(&mut sums, &x, &weight, 1.0, false);
                     let to = &mut bytes[range.start * row_bytes..range.end * row_bytes];
                     element::store(out.dtype(), &sums, to);
@@ -92,9 +92,9 @@ impl<'a> Rows<'a> {
             return Ok(Self::Plain(dtype, bytes.next().unwrap_or_default()));
         }
         let dims = x.kernel.shape();
-        let factor = x.bind(bytes, false, scratch);
-        let mut values = scratch.take(dims.len());
-        factor.float(scratch).with(|m| values.copy_from_slice(m));
+        let factor = x.bind(bytes, false, scratch)?;
+        let mut values = scratch.take(dims.len())?;
+        factor.float(scratch)?.with(|m| values.copy_from_slice(m));
         if dtype != DataType::F32 {
             let mut rounded = Bytes::zeroed(values.len() * dtype.bytes())?;
             element::store(dtype, &values, rounded.as_mut());
@@ -104,14 +104,19 @@ impl<'a> Rows<'a> {
         Ok(Self::Made(Matrix::converted(values, dims, false)))
     }
 
-    fn matrix<'s>(&'s self, rows: Range<usize>, k: usize, scratch: &'s Scratch) -> Matrix<'s> {
+    fn matrix<'s>(
+        &'s self,
+        rows: Range<usize>,
+        k: usize,
+        scratch: &'s Scratch,
+    ) -> Result<Matrix<'s>> {
         match self {
             Self::Plain(dtype, bytes) => {
                 let row = k * dtype.bytes();
                 let bytes = &bytes[rows.start * row..rows.end * row];
                 Matrix::new(*dtype, bytes, [rows.len(), k], false, scratch)
             }
-            Self::Made(all) => all.slice(rows.start, rows.len()),
+            Self::Made(all) => Ok(all.slice(rows.start, rows.len())),
         }
     }
 }

@@ -1,6 +1,9 @@
 //! A call in progress: waiting for peers, failing, and the places in shared memory that it may touch.
 
-use crate::core::{Core, State};
+use crate::{
+    core::{Core, State},
+    memory::set_gate,
+};
 use brigade_device::{Error, FaultKind, FaultRecord, Operation, Point, Result};
 use brigade_group::SharedSegment;
 use brigade_sync::{
@@ -420,11 +423,9 @@ impl Active<'_> {
         let uses = &mut self.state.uses[Area::Gather as usize];
         let open: Vec<(Half, u32)> = uses.open().filter(|(h, _)| Some(*h) != kept).collect();
         for (half, epoch) in open {
+            // Somebody may be reading them on another thread.
             let gates = &self.job.core.gates[half.index()];
-            match gates.all.try_write() {
-                Some(mut gate) => *gate = false,
-                None => return Err(Error::Busy("the gathered rows")),
-            }
+            set_gate(&gates.all, false, "the gathered rows")?;
             self.end(Use {
                 area: Area::Gather,
                 half,

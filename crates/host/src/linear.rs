@@ -6,7 +6,7 @@ use crate::{
     operand::{Factor, OwnedOperand},
 };
 use brigade_device::{
-    Activation, Buffer, DataType, GemmParams, LoraRun, Operand, Result, Shape, View,
+    Activation, Buffer, DataType, Error, GemmParams, LoraRun, Operand, Result, Shape, View,
 };
 use smallvec::SmallVec;
 use std::ops::Range;
@@ -87,10 +87,10 @@ impl OwnedLinear {
         bytes: &[&'a [u8]],
         integers: bool,
         scratch: &'a Scratch,
-    ) -> BoundLinear<'a> {
+    ) -> Result<BoundLinear<'a>> {
         let mut bytes = bytes.iter().copied();
-        let weight = self.weight.bind(&mut bytes, self.transpose, scratch);
-        let weight = weight.for_rows(integers, scratch);
+        let weight = self.weight.bind(&mut bytes, self.transpose, scratch)?;
+        let weight = weight.for_rows(integers, scratch)?;
         let mut next = move || bytes.next().unwrap_or_default();
         let dims = |s: Shape| {
             let d = s.dims();
@@ -104,18 +104,19 @@ impl OwnedLinear {
             let rows = c.shape().len().checked_div(n).unwrap_or(0);
             Matrix::new(c.dtype(), next(), [rows, n], false, scratch)
         });
-        let runs = self
-            .runs
-            .iter()
-            .map(|r| BoundRun {
+        let bias = bias.transpose()?;
+        let run = |r: &OwnedRun| {
+            let adapter = r.adapter.as_ref().map(|(a, b, scale)| {
+                let a = matrix(a, next(), false)?;
+                Ok::<_, Error>((a, matrix(b, next(), false)?, *scale))
+            });
+            Ok(BoundRun {
                 rows: r.rows.clone(),
-                adapter: r.adapter.as_ref().map(|(a, b, scale)| {
-                    let a = matrix(a, next(), false);
-                    (a, matrix(b, next(), false), *scale)
-                }),
+                adapter: adapter.transpose()?,
             })
-            .collect();
-        BoundLinear {
+        };
+        let runs = self.runs.iter().map(run).collect::<Result<_>>()?;
+        Ok(BoundLinear {
             weight,
             bias,
             runs,
@@ -123,7 +124,7 @@ impl OwnedLinear {
             beta: self.beta,
             activation: self.activation,
             scratch,
-        }
+        })
     }
 }
 
@@ -176,24 +177,31 @@ impl BoundLinear<'_> {
         rows: Range<usize>,
         dtype: DataType,
         out: &mut [u8],
-    ) {
+    ) -> Result<()> {
         if dtype == DataType::F32 {
-            self.multiply_f32(workers, x, rows, bytemuck::cast_slice_mut(out));
+            self.multiply_f32(workers, x, rows, bytemuck::cast_slice_mut(out))
         } else {
-            let mut sum = self.scratch.take(rows.len() * self.n());
-            self.multiply_f32(workers, x, rows, &mut sum);
+            let mut sum = self.scratch.take(rows.len() * self.n())?;
+            self.multiply_f32(workers, x, rows, &mut sum)?;
             element::store(dtype, &sum, out);
+            Ok(())
         }
     }
 
-    fn multiply_f32(&self, workers: &Workers, x: &Factor<'_>, rows: Range<usize>, out: &mut [f32]) {
+    fn multiply_f32(
+        &self,
+        workers: &Workers,
+        x: &Factor<'_>,
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<()> {
         let n = self.n();
         match (x, &self.weight) {
             (Factor::Int8(x), Factor::Int8(w)) => workers.multiply_int8(out, x, w, self.alpha),
-            (x, w) => x.float(self.scratch).with(|x| {
-                w.float(self.scratch)
-                    .with(|w| workers.multiply(out, x, w, self.alpha, false));
-            }),
+            (x, w) => {
+                let (x, w) = (x.float(self.scratch)?, w.float(self.scratch)?);
+                x.with(|x| w.with(|w| workers.multiply(out, x, w, self.alpha, false)));
+            }
         }
         for run in &self.runs {
             let clipped = run.rows.start.max(rows.start)..run.rows.end.min(rows.end);
@@ -202,14 +210,15 @@ impl BoundLinear<'_> {
             };
             let first = clipped.start - rows.start;
             let x = x.slice(first, clipped.len());
-            let mut low = self.scratch.take(clipped.len() * a.columns());
-            x.float(self.scratch)
+            let mut low = self.scratch.take(clipped.len() * a.columns())?;
+            x.float(self.scratch)?
                 .with(|x| workers.multiply(&mut low, x, a, 1.0, false));
             let low = Matrix::of(&low, clipped.len(), a.columns());
             let out = &mut out[first * n..(first + clipped.len()) * n];
             workers.multiply(out, &low, b, *scale, true);
         }
         finish(self.bias.as_ref(), self.beta, self.activation, rows, n, out);
+        Ok(())
     }
 }
 

@@ -53,13 +53,14 @@ impl HostComm {
                 inputs.extend(x.buffers());
                 writing(&out, &inputs, |bytes, inputs| {
                     let scratch = &engine.scratch;
-                    let x = x.bind(&mut inputs[x_at..].iter().copied(), false, scratch);
-                    let linear = linear.bind(&inputs[..bias_at], x.is_integer_rows(), scratch);
+                    let x = x.bind(&mut inputs[x_at..].iter().copied(), false, scratch)?;
+                    let linear = linear.bind(&inputs[..bias_at], x.is_integer_rows(), scratch)?;
                     let n = linear.n();
                     let bias = bias.as_ref().map(|c| {
                         let rows = c.shape().len().checked_div(n).unwrap_or(0);
                         Matrix::new(c.dtype(), inputs[bias_at], [rows, n], false, scratch)
                     });
+                    let bias = bias.transpose()?;
                     let product = Product {
                         plan: &steps,
                         engine: &engine,
@@ -138,15 +139,15 @@ impl Product<'_> {
             .entered();
             let x = self.x.slice(rows.start, rows.len());
             self.linear
-                .multiply(&self.engine.workers, &x, rows.clone(), self.dtype, out);
+                .multiply(&self.engine.workers, &x, rows.clone(), self.dtype, out)
         };
         if c == job.rank() {
             // SAFETY: own slot of own half, which only this rank fills and reads.
-            multiply(unsafe { job.bytes_mut(c, of, slot) });
+            multiply(unsafe { job.bytes_mut(c, of, slot) })?;
             return Ok(None);
         }
         let mut part = job.core.staging.take(slot.len())?;
-        multiply(part.as_mut());
+        multiply(part.as_mut())?;
         let (owner, job) = (c, job.clone());
         Ok(Some(job.clone().core.mover.start(move || {
             let _span =
@@ -174,7 +175,7 @@ impl Product<'_> {
             })
             .collect();
         let n = self.linear.n();
-        let mut sum = self.engine.scratch.take(own.len() * n);
+        let mut sum = self.engine.scratch.take(own.len() * n)?;
         let bytes = bytemuck::cast_slice_mut(&mut sum);
         element::reduce(ReduceOp::Sum, self.dtype, &parts, DataType::F32, bytes);
         finish(self.bias.as_ref(), 1.0, self.activation, own, n, &mut sum);

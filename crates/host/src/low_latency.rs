@@ -5,7 +5,7 @@ use crate::{
     dispatch::unfilled,
     element,
     job::{Active, Job, Use},
-    memory::{poison, reading, writing},
+    memory::{mark, reading, writing},
     payload, quantize,
     queue::HostQueue,
     routing::{Router, add_to, integers, set},
@@ -187,15 +187,6 @@ impl HostComm {
         })?;
         Ok(new.then_some(d))
     }
-}
-
-/// Nobody may trust it.
-fn mark(to: &Buffer) {
-    // Whoever keeps the buffer busy writes to it anyhow.
-    let _ = writing(to, &[], |out, _| {
-        poison(to.dtype(), out);
-        Ok(())
-    });
 }
 
 /// Begins a use of a slot. What it was used for last has been packed, or is given up.

@@ -1,17 +1,19 @@
 //! Host memory behind buffers. Every allocation carries a lock, so that safe code cannot alias.
 
-use crate::window::Window;
+use crate::{job::Job, window::Window};
 use brigade_device::{Access, Adopted, Buffer, Error, Gate, MemoryType, Result, Storage};
+use brigade_sync::Deadline;
 use bytemuck::{Pod, Zeroable};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use smallvec::SmallVec;
 use std::{
     any::Any,
+    cell::RefCell,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// A cache line: allocations are aligned to it.
@@ -27,13 +29,8 @@ pub(crate) struct Bytes {
 
 impl Bytes {
     pub(crate) fn zeroed(bytes: usize) -> Result<Self> {
-        let lines = bytemuck::allocation::try_zeroed_vec(bytes.div_ceil(64)).map_err(|()| {
-            Error::Backend {
-                call: "allocate",
-                code: i64::try_from(bytes).unwrap_or(i64::MAX),
-                source: None,
-            }
-        })?;
+        let lines = bytemuck::allocation::try_zeroed_vec(bytes.div_ceil(64))
+            .map_err(|()| Error::no_memory(bytes))?;
         Ok(Self { lines, bytes })
     }
 
@@ -112,13 +109,13 @@ enum Reach<'a> {
 }
 
 fn reach(buffer: &Buffer) -> Result<Reach<'_>> {
-    let any = buffer.storage().as_any();
-    if let Some(heap) = any.downcast_ref() {
+    let storage = buffer.storage();
+    if let Some(heap) = storage.downcast() {
         Ok(Reach::Heap(heap))
-    } else if let Some(window) = any.downcast_ref() {
+    } else if let Some(window) = storage.downcast() {
         Ok(Reach::Window(window))
     } else {
-        match any.downcast_ref::<Adopted>() {
+        match storage.downcast::<Adopted>() {
             Some(a) if a.memory() != MemoryType::Device => Ok(Reach::Adopted(a)),
             _ => Err(Error::invalid(
                 "memory",
@@ -224,21 +221,73 @@ impl<'a> WriteGuard<'a> {
     }
 }
 
-/// How long an operation waits for others to let go of its buffers.
+const A_BUFFER: &str = "a buffer";
+
+/// How long an operation waits for others to let go of its buffers: in a communicator's call no longer than that may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// How long the end of a call that failed may wait for an output, to mark it.
+const LAST: Duration = Duration::from_secs(1);
+
+thread_local! {
+    /// The call of a communicator that this thread is in. It bounds every wait for a buffer, wherever in the call that is.
+    static CALL: RefCell<Option<Job>> = const { RefCell::new(None) };
+}
+
+/// Does what a call is about, or what comes behind its end.
+fn in_call_or_not<R>(job: Option<Job>, work: impl FnOnce() -> R) -> R {
+    struct Before(Option<Job>);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            CALL.set(self.0.take());
+        }
+    }
+    let _before = Before(CALL.replace(job));
+    work()
+}
+
+/// Does a call's work: waits in it for buffers end with the call's deadline, and when the group is stopped.
+pub(crate) fn in_call<R>(job: &Job, work: impl FnOnce() -> R) -> R {
+    in_call_or_not(Some(job.clone()), work)
+}
+
 /// Takes all that an operation needs, or nothing: whoever holds one lock never waits for another.
-fn until_free<T>(mut attempt: impl FnMut() -> Result<Option<T>>) -> Result<T> {
-    let end = Instant::now() + PATIENCE;
+///
+/// # Errors
+/// What the attempt failed with; the fault that stopped the group of the call that this thread is in; [`Error::Busy`].
+pub(crate) fn until_free<T>(
+    what: &'static str,
+    within: Duration,
+    mut attempt: impl FnMut() -> Result<Option<T>>,
+) -> Result<T> {
+    let own = Deadline::after(within);
+    let over = || {
+        CALL.with_borrow(|call| match call {
+            Some(job) => match job.core.control.fault() {
+                Some(fault) => Some(Error::Fault(fault)),
+                None => (job.deadline.passed() || own.passed()).then_some(Error::Busy(what)),
+            },
+            None => own.passed().then_some(Error::Busy(what)),
+        })
+    };
     loop {
         if let Some(all) = attempt()? {
             return Ok(all);
         }
-        if Instant::now() >= end {
-            return Err(Error::Busy("a buffer"));
+        if let Some(error) = over() {
+            return Err(error);
         }
         std::thread::yield_now();
     }
+}
+
+/// Opens or shuts a gate, once nobody looks through it any more.
+pub(crate) fn set_gate(gate: &RwLock<bool>, open: bool, what: &'static str) -> Result<()> {
+    /// Of one attempt. A reader that comes again and again is kept out meanwhile.
+    const ROUND: Duration = Duration::from_millis(5);
+    let mut gate = until_free(what, PATIENCE, || Ok(gate.try_write_for(ROUND)))?;
+    *gate = open;
+    Ok(())
 }
 
 /// Reads several buffers at once.
@@ -246,7 +295,7 @@ pub(crate) fn reading<R>(
     inputs: &[&Buffer],
     work: impl FnOnce(&[&[u8]]) -> Result<R>,
 ) -> Result<R> {
-    let guards = until_free(|| {
+    let guards = until_free(A_BUFFER, PATIENCE, || {
         inputs
             .iter()
             .map(|b| ReadGuard::try_lock(b))
@@ -263,7 +312,7 @@ pub(crate) fn writing<R>(
     inputs: &[&Buffer],
     work: impl FnOnce(&mut [u8], &[&[u8]]) -> Result<R>,
 ) -> Result<R> {
-    let (mut out, guards) = until_free(|| {
+    let (mut out, guards) = until_free(A_BUFFER, PATIENCE, || {
         let mut guards = SmallVec::<[_; 6]>::new();
         for b in inputs {
             let Some(guard) = ReadGuard::try_lock(b)? else {
@@ -296,6 +345,16 @@ pub(crate) fn poison(dtype: brigade_device::DataType, out: &mut [u8]) {
     for element in out.chunks_exact_mut(dtype.bytes()) {
         element.copy_from_slice(&pattern[..dtype.bytes()]);
     }
+}
+
+/// Marks what a call that failed was to write, so that nobody trusts it.
+pub(crate) fn mark(out: &Buffer) {
+    in_call_or_not(None, || {
+        // Whoever keeps the buffer busy writes to it anyhow.
+        if let Ok(mut guard) = until_free(A_BUFFER, LAST, || WriteGuard::try_lock(out)) {
+            poison(out.dtype(), guard.bytes(out));
+        }
+    });
 }
 
 /// Memory for parts on their way, used again so that large ones do not cost page faults at every call.
@@ -341,7 +400,12 @@ impl AsMut<[u8]> for Staged {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use brigade_device::{DataType, Loan};
+    use crate::{HostDevice, gemm::Scratch};
+    use brigade_device::{
+        AllReduceParams, Comm, CommConfig, DataType, Device, DeviceExt, Loan, ParallelMode, Queues,
+        ReduceOp, Stream,
+    };
+    use std::{sync::mpsc, thread, time::Instant};
 
     fn lend(values: &mut [u8], access: Access) -> Loan {
         let address = values.as_mut_ptr() as u64;
@@ -376,5 +440,115 @@ mod tests {
             assert!(refused.contains("given back"), "{refused}");
         }
         assert_eq!((a, b), ([1, 2, 3], [22, 44, 66]));
+    }
+
+    /// A group of one whose calls may take so long, a buffer, and what is done while another thread reads the buffer.
+    fn while_read<R>(deadline: Duration, work: impl FnOnce(&Comm, &Stream, &mut Buffer) -> R) -> R {
+        let device = HostDevice::new().unwrap();
+        let on = device.stream(0).unwrap();
+        let mut data = device.upload(&on, &[1f32; 8], &[8]).unwrap();
+        let config = CommConfig {
+            deadline,
+            first_deadline: deadline,
+            ..CommConfig::new(ParallelMode::Tp)
+        };
+        let comm = device.join(&brigade_group::threads(1)[0], &config).unwrap();
+        let read = data.view().retain();
+        let (holds, held) = mpsc::channel();
+        let (ends, ended) = mpsc::channel::<()>();
+        thread::scope(|s| {
+            s.spawn(move || {
+                reading(&[&read], |_| {
+                    holds.send(()).unwrap();
+                    // Until the other side is dropped.
+                    let _ = ended.recv();
+                    Ok(())
+                })
+            });
+            held.recv().unwrap();
+            let result = work(&comm, &on, &mut data);
+            drop(ends);
+            result
+        })
+    }
+
+    fn sum(comm: &Comm, on: &Stream, data: &mut Buffer) -> Result<()> {
+        let params = AllReduceParams {
+            data: data.view_mut(),
+            from: None,
+            op: ReduceOp::Sum,
+            choice: None,
+        };
+        comm.lease(on)?.all_reduce(params).map(drop)
+    }
+
+    #[test]
+    fn a_call_waits_for_buffers_until_its_deadline() {
+        let deadline = Duration::from_millis(50);
+        while_read(deadline, |comm, on, data| {
+            let start = Instant::now();
+            let busy = sum(comm, on, data);
+            assert!(matches!(busy, Err(Error::Busy(A_BUFFER))), "{busy:?}");
+            let took = start.elapsed();
+            assert!(took >= deadline && took < PATIENCE, "{took:?}");
+        });
+    }
+
+    #[test]
+    fn a_call_waits_for_buffers_until_the_group_is_stopped() {
+        while_read(PATIENCE * 6, |comm, on, data| {
+            let start = Instant::now();
+            thread::scope(|s| {
+                let call = s.spawn(|| sum(comm, on, data));
+                comm.abort();
+                let stopped = call.join().unwrap();
+                assert!(matches!(stopped, Err(Error::Fault(_))), "{stopped:?}");
+            });
+            assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
+        });
+    }
+
+    #[test]
+    fn memory_that_there_is_not_is_an_error() {
+        let none = |result: Result<()>| {
+            matches!(
+                result,
+                Err(Error::Backend {
+                    call: "allocate",
+                    ..
+                })
+            )
+        };
+        let scratch = Scratch::default();
+        for len in [1 << 48, usize::MAX / 4, usize::MAX] {
+            assert!(none(scratch.take(len).map(drop)), "{len}");
+        }
+        let device = HostDevice::new().unwrap();
+        let on = device.stream(0).unwrap();
+        let (memory, owner) = (MemoryType::Host, Arc::new(()));
+        // SAFETY: nobody gets to read it, since there is no room for what would be read.
+        let much = unsafe { Buffer::adopt(64, memory, DataType::U8, &[1 << 48], owner) }.unwrap();
+        assert!(none(device.download::<u8>(&on, much.view()).map(drop)));
+    }
+
+    #[test]
+    fn a_gate_is_shut_once_nobody_looks_through_it() {
+        let gate = RwLock::new(true);
+        let (looks, looked) = mpsc::channel();
+        thread::scope(|s| {
+            s.spawn(|| {
+                let open = gate.read();
+                looks.send(()).unwrap();
+                // Long enough for one attempt.
+                let start = Instant::now();
+                while start.elapsed() < Duration::from_millis(50) {
+                    thread::yield_now();
+                }
+                assert!(*open);
+            });
+            looked.recv().unwrap();
+            set_gate(&gate, false, "the gate").unwrap();
+            assert!(!*gate.read());
+        });
     }
 }

@@ -57,7 +57,7 @@ impl OwnedOperand {
         bytes: &mut impl Iterator<Item = &'a [u8]>,
         transpose: bool,
         scratch: &'a Scratch,
-    ) -> Factor<'a> {
+    ) -> Result<Factor<'a>> {
         let kernel = bytes.next().unwrap_or_default();
         let scales = self.scales.as_ref().and_then(|_| bytes.next());
         let d = self.kernel.shape();
@@ -84,16 +84,16 @@ pub(crate) struct Parts<'a> {
 
 impl<'a> Parts<'a> {
     /// op of the matrix: as integers where the scheme has them, else as f32.
-    pub(crate) fn factor(self, transpose: bool, scratch: &'a Scratch) -> Factor<'a> {
+    pub(crate) fn factor(self, transpose: bool, scratch: &'a Scratch) -> Result<Factor<'a>> {
         let [rows, columns] = self.dims;
-        match self.scheme {
+        Ok(match self.scheme {
             QScheme::None => Factor::Float(Matrix::new(
                 self.dtype,
                 self.kernel,
                 self.dims,
                 transpose,
                 scratch,
-            )),
+            )?),
             QScheme::Int8PerToken | QScheme::Int8PerTensor | QScheme::Int8WeightOnly => {
                 let by_row = match self.scheme {
                     QScheme::Int8PerTensor => None,
@@ -113,7 +113,7 @@ impl<'a> Parts<'a> {
                 })
             }
             QScheme::Fp8PerTensor | QScheme::Fp8PerTokenBlock => {
-                let mut values = scratch.take(rows * columns);
+                let mut values = scratch.take(rows * columns)?;
                 let blocks = columns.div_ceil(QScheme::BLOCK);
                 for (row, out) in values.chunks_exact_mut(columns.max(1)).enumerate() {
                     let kernel = &self.kernel[row * columns..][..columns];
@@ -133,7 +133,7 @@ impl<'a> Parts<'a> {
                 }
                 Factor::Float(Matrix::converted(values, self.dims, transpose))
             }
-        }
+        })
     }
 }
 
@@ -167,11 +167,11 @@ impl<'a> Factor<'a> {
     }
 
     /// The factor in f32, which it may be already.
-    pub(crate) fn float<'b>(&'b self, scratch: &'b Scratch) -> AsFloat<'b, 'a> {
-        match self {
+    pub(crate) fn float<'b>(&'b self, scratch: &'b Scratch) -> Result<AsFloat<'b, 'a>> {
+        Ok(match self {
             Self::Float(m) => AsFloat::Borrowed(m),
-            Self::Int8(m) => AsFloat::Owned(m.dequantize(scratch)),
-        }
+            Self::Int8(m) => AsFloat::Owned(m.dequantize(scratch)?),
+        })
     }
 
     /// As the right factor of integers: values of a column side by side, a scale per column.
@@ -182,16 +182,16 @@ impl<'a> Factor<'a> {
     }
 
     /// Gets the weight of a linear ready for rows that are integers, or are not.
-    pub(crate) fn for_rows(mut self, integers: bool, scratch: &'a Scratch) -> Self {
-        match &self {
+    pub(crate) fn for_rows(mut self, integers: bool, scratch: &'a Scratch) -> Result<Self> {
+        Ok(match &self {
             Self::Int8(m) if !integers || m.by_row == Some(true) => {
-                Self::Float(m.dequantize(scratch))
+                Self::Float(m.dequantize(scratch)?)
             }
             _ => {
                 self.as_right();
                 self
             }
-        }
+        })
     }
 
     /// Whether rows of it can be multiplied as integers.
@@ -252,9 +252,9 @@ impl<'a> Int8Matrix<'a> {
         }
     }
 
-    fn dequantize<'b>(&self, scratch: &'b Scratch) -> Matrix<'b> {
+    fn dequantize<'b>(&self, scratch: &'b Scratch) -> Result<Matrix<'b>> {
         let [rows, columns] = self.dims;
-        let mut out = scratch.take(rows * columns);
+        let mut out = scratch.take(rows * columns)?;
         for row in 0..rows {
             for column in 0..columns {
                 let at = if self.transposed {
@@ -265,7 +265,7 @@ impl<'a> Int8Matrix<'a> {
                 out[row * columns + column] = f32::from(self.values[at]) * self.scale(row, column);
             }
         }
-        Matrix::converted(out, self.dims, false)
+        Ok(Matrix::converted(out, self.dims, false))
     }
 
     fn pack_columns(&mut self) {

@@ -10,6 +10,7 @@ use crate::{
 };
 use brigade_device::{DataType, Fp8Cast, QBuffer, QScheme, Result, ScaleFormat, Stream, View};
 use float8::F8E4M3;
+use std::sync::Arc;
 
 /// Greatest int8 value used: the range is symmetric.
 const INT8_LIMIT: f32 = 127.0;
@@ -29,8 +30,9 @@ impl HostDevice {
         let kernel = self.heap(kernel_type, &[rows, columns])?;
         let scales = self.heap(DataType::F32, scales_shape.dims())?;
         let (from, kernel_out, scales_out) = (a.retain(), kernel.clone(), scales.clone());
+        let engine = Arc::clone(&self.engine);
         HostQueue::of(on)?.run(move || {
-            let mut values = vec![0.0; rows * columns];
+            let mut values = engine.scratch.take(rows * columns)?;
             reading(&[&from], |inputs| {
                 element::load(from.dtype(), inputs[0], &mut values);
                 Ok(())

@@ -2,7 +2,12 @@
 
 use brigade_device::{Error, Event, Hook, Mark, Queue, Reason, Replay, Result, Stream};
 use parking_lot::Mutex;
-use std::{any::Any, sync::Arc, time::Duration};
+use std::{
+    any::Any,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    time::Duration,
+};
 
 /// A piece of work that can run again.
 pub(crate) type Job = Arc<dyn Fn() -> Result<()> + Send + Sync>;
@@ -98,6 +103,26 @@ impl HostQueue {
     }
 }
 
+/// A stream while it captures; back to running its work at once when dropped, also if what is captured panics.
+struct Capturing<'a>(&'a HostQueue);
+
+impl<'a> Capturing<'a> {
+    fn begin(queue: &'a HostQueue) -> Self {
+        *queue.captured.lock() = Some(Captured::default());
+        Self(queue)
+    }
+
+    fn end(&self) -> Captured {
+        self.0.captured.lock().take().unwrap_or_default()
+    }
+}
+
+impl Drop for Capturing<'_> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
 /// Records what `work` enqueues on `on`.
 pub(crate) fn capture(
     on: &Stream,
@@ -105,11 +130,9 @@ pub(crate) fn capture(
 ) -> Result<Box<dyn Replay>> {
     let queue = HostQueue::of(on)?;
     queue.refuse_capture("a capture")?;
-    *queue.captured.lock() = Some(Captured::default());
-    let result = work();
-    let captured = queue.captured.lock().take().unwrap_or_default();
-    result?;
-    Ok(Box::new(Graph(captured)))
+    let capturing = Capturing::begin(queue);
+    work()?;
+    Ok(Box::new(Graph(capturing.end())))
 }
 
 impl Queue for HostQueue {
@@ -124,7 +147,10 @@ impl Queue for HostQueue {
     }
     fn on_complete(&self, hook: Hook) -> Result<()> {
         self.refuse_capture("a completion hook")?;
-        hook(Ok(()));
+        // As where hooks have a thread of their own: a panic of theirs is not the caller's.
+        if catch_unwind(AssertUnwindSafe(|| hook(Ok(())))).is_err() {
+            tracing::warn!("a completion hook panicked");
+        }
         Ok(())
     }
     fn capturing(&self) -> bool {

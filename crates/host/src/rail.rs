@@ -23,13 +23,27 @@ use std::{
 /// How fast the links between machines are, where a host plays several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RailModel {
-    /// The way of a byte.
+    /// The way of a byte: at most a day.
     pub latency: Duration,
     /// What each rank's link carries in a microsecond, out of its machine. At least 1.
     pub bytes_per_us: u64,
 }
 
 impl RailModel {
+    /// # Errors
+    /// [`Error::Invalid`] naming the field.
+    pub(crate) fn check(self) -> Result<()> {
+        const DAY: Duration = Duration::from_secs(86_400);
+        if self.latency > DAY {
+            let got = format!("{:?}", self.latency);
+            return Err(Error::invalid("rail.latency", got, "at most a day"));
+        }
+        if self.bytes_per_us == 0 {
+            return Err(Error::invalid("rail.bytes_per_us", 0, "at least 1"));
+        }
+        Ok(())
+    }
+
     /// The same as plans have it.
     pub(crate) fn wire(self) -> Wire {
         Wire {

@@ -151,7 +151,7 @@ impl HostDevice {
     /// machine has, for instance.
     ///
     /// # Errors
-    /// As there.
+    /// As there; [`Group::check`].
     pub fn expert_layout(
         &self,
         on: &Stream,
@@ -168,6 +168,7 @@ impl HostDevice {
         routing: Routing<'_>,
         group: Group,
     ) -> Result<ExpertLayout> {
+        group.check()?;
         let (k, placement) = routing.check()?;
         let router = Router::of(&routing, k, placement, group).without(absent);
         let layout = router.allocate(self, routing.tokens())?;

@@ -4,7 +4,7 @@ use crate::{
     AbortCell, BELL_WORDS, BUFFERS, CreditRing, Fifo, FlagBarrier, HALVES, Half, ResetGate, Role,
     RollCall, Sentinel,
 };
-use brigade_device::{CommConfig, Error, Region, Result};
+use brigade_device::{CommConfig, Error, Group, Region, Result};
 
 /// The regions that carry data between ranks, each in two halves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,13 +88,17 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// For rank `rank` of `size`, whose collectives cut a slot into at most `pieces` pieces. All but `rank` is the same on
+    /// For rank `rank` of `size`, at most [`Group::MOST_RANKS`], whose collectives cut a slot into at most `pieces` pieces. All but `rank` is the same on
     /// every rank.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a configuration that fails its check, or sizes that do not fit in memory.
+    /// [`Error::Invalid`] for a configuration that fails its check, a group of no ranks or of too many, or sizes that do not fit in memory.
     pub fn new(config: &CommConfig, pieces: usize, rank: usize, size: usize) -> Result<Self> {
         config.check()?;
+        if !(1..=Group::MOST_RANKS).contains(&size) {
+            let want = format!("1 to {}", Group::MOST_RANKS);
+            return Err(Error::invalid("size", size, want));
+        }
         let mut words = 0;
         let mut take = |n: usize| {
             let base = words;
@@ -149,15 +153,7 @@ impl Layout {
             .max(64)
             * size;
         // The scales of gathered rows lie behind them in the same half.
-        let gather = Self::scales_offset(config)
-            .checked_add(config.gather_scale_bytes)
-            .ok_or_else(|| {
-                Error::invalid(
-                    "gather_bytes",
-                    config.gather_bytes,
-                    "a size that fits in memory",
-                )
-            })?;
+        let gather = Self::scales_offset(config) + config.gather_scale_bytes;
         let half_bytes = [
             gather,
             config.reduce_scatter_bytes,
@@ -168,24 +164,16 @@ impl Layout {
             config.low_latency_bytes,
             config.low_latency_bytes,
         ];
-        let mut bytes = 0usize;
+        // Each was checked to be so small that all of them together can be counted.
+        let mut bytes = 0;
         let mut take = |each: usize, count: usize| {
             let start = bytes;
-            bytes = each
-                .checked_next_multiple_of(LINE)
-                .and_then(|each| each.checked_mul(count))
-                .and_then(|all| all.checked_add(bytes))
-                .ok_or_else(|| {
-                    Error::invalid("config", format!("{config:?}"), "sizes that fit in memory")
-                })?;
-            Ok::<_, Error>(start)
+            bytes += each.next_multiple_of(LINE) * count;
+            start
         };
-        let mut starts = [0; Area::ALL.len()];
-        for (start, half) in starts.iter_mut().zip(half_bytes) {
-            *start = take(half, HALVES)?;
-        }
-        let sums_start = take(config.all_reduce_bytes, BUFFERS)?;
-        let fifo_start = take(config.fifo_bytes, 1)?;
+        let starts = half_bytes.map(|half| take(half, HALVES));
+        let sums_start = take(config.all_reduce_bytes, BUFFERS);
+        let fifo_start = take(config.fifo_bytes, 1);
         Ok(Self {
             barrier,
             abort,
@@ -423,13 +411,40 @@ mod tests {
 
     #[test]
     fn sizes_that_fit_nowhere_are_refused() {
-        let config = CommConfig {
-            reduce_scatter_bytes: usize::MAX / 2,
-            ..config()
-        };
-        assert!(matches!(
-            Layout::new(&config, 4, 0, 2),
-            Err(Error::Invalid { .. })
-        ));
+        let fields: [(_, fn(&mut CommConfig) -> &mut usize); 10] = [
+            ("gather_bytes", |c| &mut c.gather_bytes),
+            ("gather_scale_bytes", |c| &mut c.gather_scale_bytes),
+            ("reduce_scatter_bytes", |c| &mut c.reduce_scatter_bytes),
+            ("all_reduce_bytes", |c| &mut c.all_reduce_bytes),
+            ("scratch_bytes", |c| &mut c.scratch_bytes),
+            ("dispatch_bytes", |c| &mut c.dispatch_bytes),
+            ("combine_bytes", |c| &mut c.combine_bytes),
+            ("fifo_bytes", |c| &mut c.fifo_bytes),
+            ("low_latency_bytes", |c| &mut c.low_latency_bytes),
+            ("region_bytes", |c| &mut c.region_bytes),
+        ];
+        let mut most = config();
+        for (want, of) in fields {
+            for bytes in [usize::MAX, usize::MAX / 2, CommConfig::MOST_BYTES + 1] {
+                let mut config = config();
+                *of(&mut config) = bytes;
+                let refused = Layout::new(&config, 4, 0, 2).map(drop);
+                let named = matches!(refused, Err(Error::Invalid { field, .. }) if field == want);
+                assert!(named, "{want} of {bytes}: {refused:?}");
+            }
+            *of(&mut most) = CommConfig::MOST_BYTES;
+        }
+        // All of them at once can still be counted.
+        let layout = Layout::new(&most, 8, 0, Group::MOST_RANKS).unwrap();
+        assert!(layout.total_bytes() > 20 * CommConfig::MOST_BYTES);
+    }
+
+    #[test]
+    fn groups_that_cannot_be_are_refused() {
+        for size in [0, Group::MOST_RANKS + 1, 1 << 40, usize::MAX] {
+            let refused = Layout::new(&config(), 4, 0, size).map(drop);
+            let named = matches!(refused, Err(Error::Invalid { field: "size", .. }));
+            assert!(named, "{size}: {refused:?}");
+        }
     }
 }

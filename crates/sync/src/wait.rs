@@ -50,7 +50,11 @@ pub trait Budget {
     fn spins(&self) -> u32;
 }
 
-/// A point in time at which waits end.
+/// Nothing is waited for longer than a day: some clocks cannot be asked for a moment that is much further off.
+const LONGEST: Duration = Duration::from_secs(86_400);
+
+/// A point in time at which waits end. Whoever waits by a caller's duration takes the moment from here, since
+/// `Instant::now() + Duration::MAX` panics.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     start: Instant,
@@ -65,12 +69,22 @@ impl Deadline {
     /// Longest rest: a process that dies wakes nobody, and a watcher that looks for dead ones must get to it.
     const REST: Duration = Duration::from_millis(100);
 
-    /// So long from now.
+    /// So long from now; at most a day.
     pub fn after(within: Duration) -> Self {
         Self {
             start: Instant::now(),
-            within,
+            within: within.min(LONGEST),
         }
+    }
+
+    /// The moment.
+    pub fn end(&self) -> Instant {
+        self.start + self.within
+    }
+
+    /// How long the whole wait may take.
+    pub fn within(&self) -> Duration {
+        self.within
     }
 
     /// Time since it was set.
@@ -78,19 +92,23 @@ impl Deadline {
         self.start.elapsed()
     }
 
-    /// Time left.
+    /// Time left; none once it is over.
     pub fn left(&self) -> Duration {
         self.within.saturating_sub(self.start.elapsed())
+    }
+
+    /// Whether it is over.
+    pub fn passed(&self) -> bool {
+        self.start.elapsed() >= self.within
     }
 }
 
 impl Budget for Deadline {
     fn spent(&mut self) -> bool {
-        self.start.elapsed() >= self.within
+        self.passed()
     }
     fn until(&self) -> Option<Instant> {
-        let end = self.start.checked_add(self.within)?;
-        Instant::now().checked_add(Self::REST).map(|r| r.min(end))
+        Some(self.end().min(Instant::now() + Self::REST))
     }
     fn spins(&self) -> u32 {
         Self::SPINS
@@ -134,5 +152,29 @@ pub fn wait<M: Memory + ?Sized>(
             return Err(Stop::Timeout { seen });
         }
         memory.rest(w.word.owner, events, budget.until());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_bounds_every_wait() {
+        let none = Deadline::after(Duration::ZERO);
+        assert!(none.passed() && none.left().is_zero());
+        let longest = Deadline::after(Duration::MAX);
+        assert!(!longest.passed() && longest.left() <= LONGEST);
+        assert_eq!(longest.within(), LONGEST);
+        assert_eq!(longest.end(), longest.start + LONGEST);
+    }
+
+    #[test]
+    fn a_rest_ends_however_long_the_wait_may_take() {
+        for within in [Duration::ZERO, Deadline::REST * 2, Duration::MAX] {
+            let until = Deadline::after(within).until();
+            let latest = Instant::now() + Deadline::REST;
+            assert!(until.is_some_and(|until| until <= latest), "{within:?}");
+        }
     }
 }

@@ -9,9 +9,9 @@ use crate::{
     layer::Spec,
     suite::{Suite, World},
 };
-use brigade_device::{Buffer, DataType, DeviceExt, GemmParams, MemoryType, Output};
+use brigade_device::{Buffer, DataType, DeviceExt, GemmParams, MemoryType, Output, Shape, Storage};
 use rand::rngs::StdRng;
-use std::sync::Arc;
+use std::{any::Any, sync::Arc};
 
 /// What is written through a slice is seen by its parent, and nothing else is.
 fn slices(rank: &Rank, rng: &mut StdRng) {
@@ -164,10 +164,52 @@ fn calls_hold_no_memory(world: &World) {
     });
 }
 
+/// What holds a device's memory and says that it is larger.
+#[derive(Debug)]
+struct Wrapper(Arc<dyn Storage>);
+
+impl Storage for Wrapper {
+    fn address(&self) -> u64 {
+        self.0.address()
+    }
+    fn bytes(&self) -> usize {
+        1 << 12
+    }
+    fn memory(&self) -> MemoryType {
+        self.0.memory()
+    }
+    fn as_any(&self) -> &dyn Any {
+        self.0.as_any()
+    }
+}
+
+/// A device believes what its own memory says of itself, and nobody else.
+fn wrapped(rank: &Rank, _: &mut StdRng) {
+    let (device, on) = (&rank.device, &rank.stream);
+    let owner = Arc::new(vec![7u8; 64]);
+    let (memory, address) = (MemoryType::Host, owner.as_ptr() as u64);
+    // SAFETY: 64 bytes, kept by the owner; nobody writes them.
+    let adopted = unsafe { Buffer::adopt(address, memory, DataType::U8, &[64], owner) }.unwrap();
+    let own = rank.upload_bytes(DataType::U8, &[64], &[7; 64]);
+    for inner in [adopted, own] {
+        let storage = Arc::new(Wrapper(inner.storage().clone()));
+        for len in [64, 1 << 12] {
+            let shape = Shape::new(&[len]).unwrap();
+            let mut outer = Buffer::new(storage.clone(), DataType::U8, shape).unwrap();
+            let read = device.download::<u8>(on, outer.view());
+            assert_eq!(expect_invalid(read, "a read"), "memory");
+            let written = device.fill(on, outer.view_mut(), 1);
+            assert_eq!(expect_invalid(written, "a fill"), "memory");
+        }
+        assert_eq!(device.download::<u8>(on, inner.view()).unwrap(), [7; 64]);
+    }
+}
+
 pub(super) fn add(suite: &mut Suite) {
     alone(suite, "buffers/slices", slices);
     alone(suite, "buffers/products_of_slices", products_of_slices);
     alone(suite, "buffers/adopted", adopted);
+    alone(suite, "buffers/wrapped", wrapped);
     alone(suite, "buffers/memory_status", memory_status);
     suite.add("device/buffers/calls_hold_no_memory", calls_hold_no_memory);
 }

@@ -327,6 +327,44 @@ fn bias_activation(rank: &Rank, rng: &mut StdRng) {
     }
 }
 
+/// Of the types that elements have, it takes floats, and names what is none.
+fn bias_activation_types(rank: &Rank, _: &mut StdRng) {
+    use DataType::{
+        BF16, Bool, F8E4M3, F8E5M2, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64,
+    };
+    let all = [
+        Bool, U8, I8, U16, I16, U32, I32, U64, I64, F16, BF16, F32, F64, F8E4M3, F8E5M2,
+    ];
+    let is_float = |dtype| [F16, BF16, F32].contains(&dtype);
+    let call = |from: DataType, bias: DataType, output: DataType| {
+        let (x, c) = (
+            rank.upload_bytes(from, &[2, 4], &vec![0; 8 * from.bytes()]),
+            rank.upload_bytes(bias, &[4], &vec![0; 4 * bias.bytes()]),
+        );
+        let (device, on) = (&rank.device, &rank.stream);
+        let output = Output::Allocate(output);
+        device.bias_activation(on, x.view(), Some(c.view()), Activation::Silu, output)
+    };
+    for from in all {
+        for bias in all {
+            let what = format!("{from} and {bias}");
+            let result = call(from, bias, F32);
+            if is_float(from) && is_float(bias) {
+                let d = result.unwrap().unwrap();
+                assert_eq!(rank.values(d.view()), [0.0; 8], "{what}");
+            } else {
+                let want = if is_float(from) {
+                    "bias.dtype"
+                } else {
+                    "from.dtype"
+                };
+                assert_eq!(expect_invalid(result, &what), want, "{what}");
+            }
+        }
+    }
+    assert_eq!(expect_invalid(call(F32, F32, I32), "i32"), "output.dtype");
+}
+
 pub(super) fn add(suite: &mut Suite) {
     alone(suite, "gemm/products", products);
     alone(suite, "gemm/empty", empty);
@@ -335,4 +373,5 @@ pub(super) fn add(suite: &mut Suite) {
     alone(suite, "gemm/refusals", refusals);
     alone(suite, "lora_linear/adapters", adapters);
     alone(suite, "bias_activation", bias_activation);
+    alone(suite, "bias_activation_types", bias_activation_types);
 }

@@ -28,12 +28,16 @@ fn events(rank: &Rank, _: &mut StdRng) {
     other.sync(AMPLE).unwrap();
 }
 
-/// A hook runs once, after the work before it.
+/// A hook runs once, after the work before it. One that panics keeps no other from running.
 fn hooks(rank: &Rank, _: &mut StdRng) {
     let (tell, heard) = channel();
     let mut a = rank.poisoned(DataType::U8, &[1 << 16]);
     for i in 0..20 {
         rank.device.fill(&rank.stream, a.view_mut(), i).unwrap();
+        if i == 7 {
+            let panics = Box::new(|_| panic!("meant to happen, within a hook"));
+            rank.stream.on_complete(panics).unwrap();
+        }
         let tell = tell.clone();
         let hook = Box::new(move |result: brigade_device::Result<()>| {
             tell.send((i, result.is_ok())).unwrap();

@@ -1,6 +1,6 @@
 //! Where rows go, in groups of up to 1024 ranks: asks nobody, so one device can be any rank of them.
 
-use crate::{backend::Routes, suite::World};
+use crate::{backend::Routes, check::expect_invalid, suite::World};
 use brigade_device::{
     Buffer, DataType, ExpertLayout, Group, MemoryType, ParallelMode, Placement, PlacementCall,
     Routing, Stream,
@@ -334,4 +334,31 @@ pub fn of_any_group(world: &World) {
         }
     }
     any(Some(1024), Some(4096), Some(32), Some(1024), None);
+}
+
+/// A group that cannot be is refused.
+pub fn of_no_group(world: &World) {
+    let device = world.backend.routes().unwrap().unwrap();
+    let on = device.stream(0).unwrap();
+    let memory = MemoryType::Device;
+    let ids = device
+        .allocate(&on, memory, DataType::I32, &[3, 2])
+        .unwrap();
+    let layout = |rank, size| {
+        let routing = Routing {
+            ids: ids.view(),
+            placement: Placement::Even { experts: 8 },
+        };
+        let mode = ParallelMode::Ep;
+        device.layout(&on, routing, Group { mode, rank, size })
+    };
+    for size in [0, 1025, 1 << 40, usize::MAX] {
+        let what = format!("{size} ranks");
+        assert_eq!(expect_invalid(layout(0, size), &what), "group.size");
+    }
+    for (rank, size) in [(1, 1), (5, 2), (usize::MAX, 1024)] {
+        let what = format!("rank {rank} of {size}");
+        assert_eq!(expect_invalid(layout(rank, size), &what), "group.rank");
+    }
+    layout(1023, 1024).unwrap();
 }

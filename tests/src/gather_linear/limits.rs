@@ -88,6 +88,13 @@ fn own_chunk_capacity(world: &World) {
         let mut lease = rank.lease();
         let space = lease.own_chunk(&rows, 16, DataType::F32).map(drop);
         assert_eq!(expect_unsupported(space, "own_chunk"), reason::CAPACITY);
+        for columns in [1 << 62, (1 << 62) + 4, usize::MAX / 4 + 2, usize::MAX] {
+            for rows in [0, 1] {
+                let rows = vec![rows; rank.size];
+                let space = lease.own_chunk(&rows, columns, DataType::F32).map(drop);
+                assert_eq!(expect_invalid(space, "own_chunk"), "columns", "{columns}");
+            }
+        }
         drop(lease);
         case.run(rank, None);
     });
@@ -181,6 +188,21 @@ fn refusals(world: &World) {
         assert_eq!(with(&spec.rows[1..], own, k), "rows_per_rank");
         assert_eq!(with(&spec.rows, own + 1, k), "chunk.shape");
         assert_eq!(with(&spec.rows, own, k + 1), "weight.shape");
+        for much in [usize::MAX / 4, (1 << 62) - 1, (1 << 61) - 1] {
+            let mut rows = spec.rows.clone();
+            rows[(rank.rank + 1) % rank.size] = much;
+            assert_eq!(with(&rows, own, k), "rows_per_rank", "{much}");
+        }
+        let x = rank.poisoned(spec.dtype, &[own, k]);
+        for n in [usize::MAX, usize::MAX / 8] {
+            let chunk = Chunk::Copy((&x).into());
+            let params = AllGatherLoraLinearParams {
+                total_n: Some(n),
+                ..AllGatherLoraLinearParams::new(chunk, &spec.rows, &layer.weight)
+            };
+            let result = rank.lease().all_gather_lora_linear(params).map(drop);
+            assert_eq!(expect_invalid(result, "total_n"), "total_n");
+        }
         case.run(rank, None);
     });
 }

@@ -97,7 +97,9 @@ impl Crew {
     /// Its processes, by rank.
     pub(super) fn ids(&mut self) -> Vec<u32> {
         let ranks = 0..self.size;
-        ranks.map(|rank| self.ranks.child(rank).id()).collect()
+        ranks
+            .map(|rank| self.ranks.child(rank).unwrap().id())
+            .collect()
     }
 
     /// Runs a trial on all ranks, and says what became of it on each. Only where it passed on all may there be another.
@@ -109,7 +111,7 @@ impl Crew {
         };
         self.before = self.printed.iter().map(Vec::len).collect();
         for rank in 0..self.size {
-            if let Some(stdin) = &mut self.ranks.child(rank).stdin {
+            if let Some(stdin) = &mut self.ranks.child(rank).unwrap().stdin {
                 // A rank that has ended cannot be told; the end of what it prints says so.
                 let _ = stdin.write_all(format!("{}\n", turn.line()).as_bytes());
             }
@@ -117,7 +119,7 @@ impl Crew {
         let deadline = Deadline::after(within);
         let mut answers = vec![Answer::Late; self.size];
         while answers.contains(&Answer::Late) {
-            let Ok((rank, line)) = self.news.recv_timeout(deadline.remaining()) else {
+            let Ok((rank, line)) = self.news.recv_timeout(deadline.left()) else {
                 break;
             };
             let Some(line) = line else {
@@ -135,7 +137,7 @@ impl Crew {
     /// Tells the ranks that there will be no more trials: their processes end, all at the same time.
     pub(super) fn dismiss(&mut self) {
         for rank in 0..self.size {
-            self.ranks.child(rank).stdin = None;
+            self.ranks.child(rank).unwrap().stdin = None;
         }
     }
 
@@ -151,9 +153,9 @@ impl Crew {
     /// Waits until all processes have ended that were dismissed or killed. Those that do not in time are killed.
     pub(super) fn end(mut self) -> Remains {
         let deadline = Deadline::after(ENDING);
-        let statuses = self.ranks.wait(deadline.remaining());
+        let statuses = self.ranks.wait(deadline.left());
         // Until the last process has let go of what it printed to.
-        while let Ok((rank, line)) = self.news.recv_timeout(deadline.remaining()) {
+        while let Ok((rank, line)) = self.news.recv_timeout(deadline.left()) {
             self.printed[rank].extend(line.unwrap_or_default());
         }
         Remains {

@@ -136,14 +136,14 @@ mod processes {
         })?;
         let read: Vec<_> = (0..ranks)
             .map(|rank| {
-                let out = started.child(rank).stdout.take();
-                thread::spawn(move || {
+                let out = started.child(rank)?.stdout.take();
+                Ok(thread::spawn(move || {
                     let mut text = String::new();
                     out.context("no output")?.read_to_string(&mut text)?;
                     Ok(serde_json::from_str(&text)?)
-                })
+                }))
             })
-            .collect();
+            .collect::<Result<_>>()?;
         for (rank, status) in started.wait(LIMIT)?.into_iter().enumerate() {
             ensure!(status.success(), "rank {rank} ended by {status}");
         }

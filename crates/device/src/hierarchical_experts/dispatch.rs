@@ -422,7 +422,9 @@ impl Over<'_> {
         let device = self.device();
         let counts = device.download::<i32>(on, parts.counts.view())?;
         let before = self.read::<i64>(on, totals.as_view())?;
-        let sums = before.iter().zip(counts).map(|(t, n)| t + i64::from(n));
+        let sums = before.iter().zip(counts);
+        // As on one machine.
+        let sums = sums.map(|(t, n)| t.wrapping_add(i64::from(n)));
         let sums: Vec<i64> = sums.collect();
         device.write(on, totals, bytemuck::cast_slice(&sums))
     }

@@ -28,7 +28,7 @@ pub const MOST_BYTES: usize = 16 << 20;
 /// Most bytes that follow a header before the sender has proved who it is.
 pub const SMALL_BYTES: usize = 512;
 /// Most ranks of a group.
-pub const MOST_RANKS: usize = 1024;
+pub const MOST_RANKS: usize = brigade_device::Group::MOST_RANKS;
 /// Most bytes of a text about a failed call.
 const TEXT_BYTES: usize = 8192;
 

@@ -2,7 +2,7 @@
 //! files.
 
 use super::{Segment, SharedSegment};
-use crate::agree;
+use crate::{agree, messages};
 use brigade_device::{Bootstrap, Error, Result};
 use parking_lot::Mutex;
 use std::{
@@ -52,7 +52,7 @@ impl Sharing {
     pub fn between(boot: &dyn Bootstrap, within: Duration) -> Result<Self> {
         // The number of a process tells it from its own forks.
         let process = format!("{:016x} {}", *PROCESS, std::process::id());
-        let processes = boot.all_gather(process.as_bytes(), within)?;
+        let processes = messages(boot, process.as_bytes(), within)?;
         if processes.iter().all(|p| p == process.as_bytes()) {
             Ok(Self(Way::Table))
         } else {
@@ -79,7 +79,7 @@ impl Sharing {
     ) -> Result<Vec<SharedSegment>> {
         let offer = self.offer(boot.rank(), words, bytes);
         let key = offer.as_ref().map_or(0, |offer| offer.key);
-        let keys = boot.all_gather(&key.to_le_bytes(), within)?;
+        let keys = messages(boot, &key.to_le_bytes(), within)?;
         let take = |(owner, key): (usize, &Vec<u8>)| {
             let key = u64::from_le_bytes(key.as_slice().try_into().map_err(|_| Error::Group {
                 step: "join: shared memory",

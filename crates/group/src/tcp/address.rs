@@ -34,7 +34,7 @@ impl FromStr for Address {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        if let Some(path) = text.strip_prefix("unix:") {
+        if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
             return Ok(Self::Unix(path.into()));
         }
         let (host, port) = text.rsplit_once(':').unwrap_or((text, ""));
@@ -67,6 +67,37 @@ impl Address {
         Self::Tcp { host, port }
     }
 
+    /// # Errors
+    /// [`Error::Invalid`] for one that nobody can listen at, whatever happens.
+    pub(crate) fn check_form(&self) -> Result<()> {
+        let wrong = |want: String| Err(Error::invalid("address", self, want));
+        match self {
+            Self::Tcp { host, port } if host.is_empty() || *port == 0 => {
+                wrong("a host and a port, 1 to 65535".into())
+            }
+            Self::Unix(path) if path.as_os_str().is_empty() => wrong("a path".into()),
+            #[cfg(unix)]
+            Self::Unix(path) => match std::os::unix::net::SocketAddr::from_pathname(path) {
+                Ok(_) => Ok(()),
+                Err(error) => wrong(error.to_string()),
+            },
+            _ => Ok(()),
+        }
+    }
+
+    /// What listening failed with; for good, if the place for the socket is missing or not this user's.
+    #[cfg(unix)]
+    fn cannot_listen(&self, error: io::Error) -> Failure {
+        use io::ErrorKind::{NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
+        match error.kind() {
+            NotFound | NotADirectory | PermissionDenied | ReadOnlyFilesystem => {
+                let want = format!("a folder that a socket can be made in: {error}");
+                Failure::Ever(Error::invalid("address", self, want))
+            }
+            _ => error.into(),
+        }
+    }
+
     /// Starts to listen.
     pub(crate) fn listen(&self, has_secret: bool, deadline: Deadline) -> Result<Listener, Failure> {
         match self {
@@ -76,7 +107,7 @@ impl Address {
                 Ok(Listener::tcp(&found)?)
             }
             #[cfg(unix)]
-            Self::Unix(path) => Ok(Listener::unix(path)?),
+            Self::Unix(path) => Listener::unix(path).map_err(|error| self.cannot_listen(error)),
             #[cfg(not(unix))]
             Self::Unix(_) => Err(no_unix()),
         }
@@ -90,7 +121,7 @@ impl Address {
                 self.check(&found, has_secret)?;
                 let mut last = Failure::Now("the name has no address".into());
                 for address in found {
-                    match Stream::connect_tcp(address, deadline.remaining().min(TRY)) {
+                    match Stream::connect_tcp(address, deadline.left().min(TRY)) {
                         Ok(stream) => return Ok(stream),
                         Err(error) => last = error.into(),
                     }
@@ -161,7 +192,7 @@ fn resolve(host: &str, port: u16, deadline: Deadline) -> Result<Vec<SocketAddr>,
             // Nobody listens any more if it took too long.
             let _ = tell.send(found.map(|all| all.collect()));
         })?;
-    match told.recv_timeout(deadline.remaining()) {
+    match told.recv_timeout(deadline.left()) {
         Ok(Ok(found)) => Ok(found),
         Ok(Err(error)) => Err(Failure::Now(format!("{host} has no address: {error}"))),
         Err(_) => Err(Failure::Now(format!("no answer for the name {host}"))),
@@ -184,7 +215,7 @@ mod tests {
             assert_eq!(read, want);
             assert_eq!(read.to_string(), text);
         }
-        for wrong in ["", "host", ":1", "host:", "host:65536", "host:-1"] {
+        for wrong in ["", "host", ":1", "host:", "host:65536", "host:-1", "unix:"] {
             let error = wrong.parse::<Address>().unwrap_err();
             assert!(
                 error
@@ -192,6 +223,31 @@ mod tests {
                     .ends_with("wanted host:port or unix:/path")
             );
         }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn an_address_that_can_never_be_is_told_at_once() {
+        let long = "y".repeat(300);
+        for path in ["", "/tmp/a\0b", &long] {
+            let refused = Address::Unix(path.into()).check_form();
+            let named = matches!(
+                refused,
+                Err(Error::Invalid {
+                    field: "address",
+                    ..
+                })
+            );
+            assert!(named, "{path:?}: {refused:?}");
+        }
+        let soon = Deadline::after(Duration::from_secs(5));
+        let nowhere = Address::Unix("/no/such/folder/socket".into());
+        nowhere.check_form().unwrap();
+        let listened = nowhere.listen(false, soon).err();
+        assert!(matches!(listened, Some(Failure::Ever(_))), "{listened:?}");
+        // Rank 0 may make the folder yet.
+        let reached = nowhere.connect(false, soon).err();
+        assert!(matches!(reached, Some(Failure::Now(_))), "{reached:?}");
     }
 
     #[test]

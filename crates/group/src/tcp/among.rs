@@ -1,7 +1,7 @@
 //! A group of sockets among ranks that know each other already.
 
 use super::{Address, TcpConfig, TcpGroup};
-use crate::{Deadline, Secret, agree, machine, proof};
+use crate::{Deadline, Secret, agree, machine, messages, proof};
 use brigade_device::{Bootstrap, Error, Reason, Result};
 use std::{
     net::{IpAddr, Ipv4Addr, TcpListener, UdpSocket},
@@ -50,7 +50,7 @@ impl TcpGroup {
     /// [`Error::Unsupported`] (`no-address`) if rank 0 knows none; otherwise as [`join`](Self::join).
     pub fn among(boot: &dyn Bootstrap, at: Option<IpAddr>, within: Duration) -> Result<Self> {
         let deadline = Deadline::after(within);
-        let names = boot.all_gather(&machine::identity(), deadline.remaining())?;
+        let names = messages(boot, &machine::identity(), deadline.left())?;
         // A machine that has no name may be any.
         let together = !names[0].is_empty() && names.iter().all(|name| *name == names[0]);
         let drawn = match boot.rank() {
@@ -61,22 +61,21 @@ impl TcpGroup {
             _ => Ok(None),
         };
         let own = drawn.as_ref().err().cloned();
-        let drawn =
-            agree(boot, STEP, drawn, deadline.remaining()).map_err(|all| own.unwrap_or(all))?;
+        let drawn = agree(boot, STEP, drawn, deadline.left()).map_err(|all| own.unwrap_or(all))?;
         let message = drawn.as_ref().map_or_else(Vec::new, |(secret, place)| {
             [&secret[..], place.address.to_string().as_bytes()].concat()
         });
-        let all = boot.all_gather(&message, deadline.remaining())?;
+        let all = messages(boot, &message, deadline.left())?;
         let (secret, address) = all[0]
             .split_at_checked(SECRET_BYTES)
             .ok_or_else(|| Error::invalid("message", all[0].len(), "a secret and an address"))?;
         let address: Address = String::from_utf8_lossy(address).parse()?;
         let config = TcpConfig {
             secret: Some(Secret::new(secret)?),
-            join_within: deadline.remaining(),
+            join_within: deadline.left(),
             ..TcpConfig::new(boot.rank(), boot.size(), address)
         };
-        agree(boot, STEP, Self::join(&config), deadline.remaining())
+        agree(boot, STEP, Self::join(&config), deadline.left())
     }
 }
 

@@ -65,8 +65,10 @@ impl TcpConfig {
             Some(_) => Some(variables.number("LOCAL_RANK", 0, size - 1)?),
             None => None,
         };
-        let host = variables.text("MASTER_ADDR", "where rank 0 listens: a host, or unix:/path")?;
+        const WHERE: &str = "where rank 0 listens: a host, or unix:/path";
+        let host = variables.text("MASTER_ADDR", WHERE)?;
         let address = match host.strip_prefix("unix:") {
+            Some("") => return Err(Error::invalid("MASTER_ADDR", host, WHERE)),
             Some(path) => Address::Unix(path.into()),
             None => Address::tcp(&host, variables.port()?),
         };
@@ -123,14 +125,7 @@ impl TcpConfig {
                 return Err(Error::invalid(field, format!("{time:?}"), want));
             }
         }
-        match &self.address {
-            Address::Tcp { host, port } if host.is_empty() || *port == 0 => Err(Error::invalid(
-                "address",
-                &self.address,
-                "a host and a port, 1 to 65535",
-            )),
-            _ => Ok(()),
-        }
+        self.address.check_form()
     }
 }
 

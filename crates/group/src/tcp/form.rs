@@ -107,7 +107,7 @@ impl Guests {
         let guest = self.next;
         self.next += 1;
         let (door, tell) = (door.clone(), tell.clone());
-        let deadline = Deadline::after(deadline.remaining().min(HANDSHAKE));
+        let deadline = Deadline::after(deadline.left().min(HANDSHAKE));
         let checking = std::thread::Builder::new()
             .name("brigade-handshake".into())
             .spawn(move || {
@@ -140,7 +140,7 @@ fn listen(config: &TcpConfig, deadline: Deadline) -> Result<Listener> {
             Err(Failure::Ever(error)) => return Err(error),
             Err(Failure::Now(last)) => last,
         };
-        let left = deadline.remaining();
+        let left = deadline.left();
         if left.is_zero() {
             let (address, within) = (&config.address, deadline.within());
             return Err(super::joining(format!(

@@ -108,7 +108,7 @@ impl Hub {
             if let Some(verdict) = state.rounds.verdict(number) {
                 break verdict.to_owned();
             }
-            let wait = self.changed.wait_until(&mut state, deadline.instant());
+            let wait = self.changed.wait_until(&mut state, deadline.end());
             if wait.timed_out() && state.rounds.verdict(number).is_none() {
                 let why = state.rounds.missing(number, deadline.within());
                 state.rounds.fail(number, format!("{why}{note}"));

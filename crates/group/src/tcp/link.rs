@@ -7,12 +7,13 @@ use super::{
     TcpConfig,
     socket::{Limit, Stream},
 };
+use crate::Deadline;
 use crate::frame::{Body, Frame, FrameError, HEADER_BYTES, Header, Sender};
 use parking_lot::{Condvar, Mutex};
 use std::{
     io,
     sync::{Arc, mpsc},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// What is read at once of a long frame: a header that promises much gets memory only as it keeps the promise.
@@ -53,7 +54,7 @@ impl Threads {
 
     /// Waits until all have ended, but not longer than this.
     pub(crate) fn wait(&self, within: Duration) {
-        let end = Instant::now() + within;
+        let end = Deadline::after(within).end();
         let mut running = self.running.lock();
         while *running > 0 && !self.changed.wait_until(&mut running, end).timed_out() {}
     }

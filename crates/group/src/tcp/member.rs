@@ -84,7 +84,7 @@ impl Member {
             Body::Message(mine)
         };
         state.send(body);
-        let mut end = deadline.instant();
+        let mut end = deadline.end();
         let mut gave_up = false;
         let result = loop {
             if let Some(verdict) = state.verdict.take() {
@@ -209,7 +209,7 @@ fn reach(config: &TcpConfig, deadline: Deadline) -> Result<Stream> {
             .address
             .connect(has_secret, deadline)
             .and_then(|stream| {
-                let limit = Deadline::after(deadline.remaining().min(HANDSHAKE));
+                let limit = Deadline::after(deadline.left().min(HANDSHAKE));
                 handshake::join(&stream, config, limit).map(|()| stream)
             });
         let last = match joined {
@@ -217,7 +217,7 @@ fn reach(config: &TcpConfig, deadline: Deadline) -> Result<Stream> {
             Err(Failure::Ever(error)) => return Err(error),
             Err(Failure::Now(last)) => last,
         };
-        let left = deadline.remaining();
+        let left = deadline.left();
         if left.is_zero() {
             return Err(handshake::unreached(config, deadline.within(), &last));
         }

@@ -26,7 +26,7 @@ pub(crate) enum Limit {
 impl Limit {
     fn timeout(self) -> io::Result<Option<Duration>> {
         let left = match self {
-            Self::By(deadline) => deadline.remaining(),
+            Self::By(deadline) => deadline.left(),
             Self::Each(time) => time,
             Self::Closed => return Ok(None),
         };

@@ -1,7 +1,8 @@
 //! What ranks tell each other between rounds, while nobody waits for it.
 
+use crate::Deadline;
 use parking_lot::{Condvar, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Most words that lie unheard: whoever tells more breaks the protocol.
 const MOST: usize = 1 << 14;
@@ -38,7 +39,7 @@ impl Words {
 
     /// All that were heard; waits for some, or to be woken, but not longer than this.
     pub(crate) fn take(&self, within: Duration) -> Vec<(usize, Vec<u8>)> {
-        let end = Instant::now() + within;
+        let end = Deadline::after(within).end();
         let mut state = self.state.lock();
         while state.heard.is_empty() && !state.woken {
             if self.changed.wait_until(&mut state, end).timed_out() {
