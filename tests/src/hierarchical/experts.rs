@@ -225,7 +225,9 @@ fn again(world: &World, shape: (usize, usize)) {
             let slots = case.slots()[rank.rank];
             let mut before: Vec<i64> = (0..slots as i64).map(|slot| (1 << 40) + slot).collect();
             // What overflows goes round, as on one machine.
-            before[0] = i64::MAX;
+            if let Some(first) = before.first_mut() {
+                *first = i64::MAX;
+            }
             let bytes = bytemuck::cast_slice(&before);
             let totals = rank.upload_bytes(DataType::I64, &[slots], bytes);
             let own = |case| {
