@@ -411,8 +411,8 @@ mod tests {
 
     #[test]
     fn sizes_that_fit_nowhere_are_refused() {
-        type Field = fn(&mut CommConfig) -> &mut usize;
-        let fields: [(_, Field); 10] = [
+        type Field = (&'static str, fn(&mut CommConfig) -> &mut usize);
+        let fields: [Field; 10] = [
             ("gather_bytes", |c| &mut c.gather_bytes),
             ("gather_scale_bytes", |c| &mut c.gather_scale_bytes),
             ("reduce_scatter_bytes", |c| &mut c.reduce_scatter_bytes),
