@@ -35,18 +35,24 @@ fn all_reduce_gives_every_rank_the_same_bits_as_candle_on_one_device() {
 
 /// The new residual and the norm of it, in f64.
 fn normed(parts: &[Tensor], residual: &Tensor, weight: &Tensor, eps: f64) -> [Want; 2] {
-    let mut sums = values(residual);
-    for part in parts {
-        sums.iter_mut().zip(values(part)).for_each(|(s, p)| *s += p);
+    let mut sums = Want::plain(vec![0.0; residual.elem_count()]);
+    for addend in parts.iter().chain([residual]) {
+        let addends = values(addend).into_iter().enumerate();
+        addends.for_each(|(at, x)| sums.add(at, x));
     }
     let weight = values(weight);
-    let mut rows = Vec::new();
-    for row in sums.chunks(weight.len().max(1)) {
+    let mut rows = sums.clone();
+    let width = weight.len().max(1);
+    let squares = rows.squares.chunks_mut(width);
+    for (row, squares) in rows.values.chunks_mut(width).zip(squares) {
         let mean = row.iter().map(|s| s * s).sum::<f64>() / row.len() as f64;
         let factor = (mean + eps).sqrt().recip();
-        rows.extend(row.iter().zip(&weight).map(|(s, w)| s * factor * w));
+        for ((s, square), w) in row.iter_mut().zip(squares).zip(&weight) {
+            *s *= factor * w;
+            *square *= (factor * w).powi(2);
+        }
     }
-    [sums, rows].map(Want::plain)
+    [sums, rows]
 }
 
 #[test]
