@@ -249,9 +249,12 @@ pub fn never_launched(world: &World, by: By) {
                 Ok(())
             });
             let (graph, got) = (graph.unwrap(), got.unwrap());
+            // Nobody is stopped while it still captures; but before its call, by who was sooner.
+            rank.meet();
             let again = Route::Again(&got.handle);
-            let result = match back {
-                false => own.dispatch_by(&mut rank.lease(), case, again).map(drop),
+            let lease = rank.comm().lease(&rank.stream);
+            let result = lease.and_then(|mut lease| match back {
+                false => own.dispatch_by(&mut lease, case, again).map(drop),
                 true => {
                     let rows = rank.poisoned(case.dtype, got.rows.shape().dims());
                     let by_expert = matches!(case.arrangement, Arrangement::ByExpert { .. });
@@ -268,9 +271,9 @@ pub fn never_launched(world: &World, by: By) {
                         waits: None,
                         choice: by.back,
                     };
-                    rank.lease().combine(p).map(drop)
+                    lease.combine(p).map(drop)
                 }
-            };
+            });
             let what = format!("{:?}, back {back}", case.arrangement);
             match rank.settle(result) {
                 Ok(()) => assert!(unheard, "{what}: done"),
