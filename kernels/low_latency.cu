@@ -258,7 +258,7 @@ __device__ __forceinline__ Eight sum_of(const Listed& listed, uint32_t count, Lo
 extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_back_sums(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
-  __shared__ Listed lists[8];
+  __shared__ Listed lists[768 / 32];
   Listed& listed = lists[threadIdx.x / 32];
   const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
   const uint64_t from_bytes = row_bytes_back(p);
@@ -306,7 +306,7 @@ __device__ __forceinline__ int32_t place_among(const LowLatencyParams& p, int32_
 extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return poison_outputs(p);
-  __shared__ Listed lists[8];
+  __shared__ Listed lists[768 / 32];
   Listed& listed = lists[threadIdx.x / 32];
   const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
   const uint64_t out_bytes = uint64_t(p.hidden) * (p.out_type == F32 ? 4 : 2);
