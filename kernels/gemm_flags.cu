@@ -102,11 +102,11 @@ __device__ __forceinline__ void store_release_gpu(uint32_t* at, uint32_t value) 
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// The first tile that no block has; none is left from `p.tiles` on. Every block asks until there is none, and so leaves the count
-// at zero for the next product.
+// The first tile that no block has, behind those that blocks begin with; none is left from `p.tiles` on. Every block asks until there is
+// none, which makes as many questions as there are tiles: the last leaves the count at zero for the next product.
 __device__ __forceinline__ uint32_t next_tile(const Parameters& p) {
   uint32_t* taken = reinterpret_cast<uint32_t*>(p.state + 8 * STATE_TILES);
-  return atomicInc(taken, p.tiles + gridDim.x - 1);
+  return gridDim.x + atomicInc(taken, p.tiles - 1);
 }
 
 // The two groups that multiply, and not the one that loads.
@@ -152,7 +152,8 @@ __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, u
   constexpr uint32_t inner = inner_of<In>;
   const Group g = group_of(p, p.signature);
   Ring<COLUMNS> ring;
-  uint32_t t = next_tile(p), next = 0;
+  // There are no more blocks than tiles. Nobody is asked for the first one, as an answer takes about a microsecond.
+  uint32_t t = blockIdx.x, next = 0;
   const auto load_stage = [&](const void* rows, uint32_t row, const void* columns, uint32_t column, uint32_t k, auto steps, uint32_t step_bytes) {
     constexpr uint32_t count = decltype(steps)::count;
     barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
@@ -166,8 +167,18 @@ __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, u
     }
     ring.next();
   };
-  // In a group that was stopped, the steps before this product have not counted the call.
-  bool waits = !is_stopped(g);
+  // Where nothing is waited for, nobody looks either. Steps that this product began beside have let it in behind all that was in front of
+  // them, so own rows are there; what they count and are told is not, before they have ended.
+  bool waits = true, looked = false;
+  const auto may_wait = [&] {
+    if (!looked) {
+      wait_for_previous_kernel();
+      // In a group that was stopped, the steps before this product have not counted the call.
+      waits = !is_stopped(g);
+    }
+    looked = true;
+    return waits;
+  };
   uint32_t seen = 0;
   constexpr Steps<1> one;
   constexpr Steps<narrow_steps<COLUMNS>> several;
@@ -177,7 +188,7 @@ __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, u
   for (; t < p.tiles; t = next) {
     const Tile tile = tile_of(p, t, COLUMNS);
     const bool own = p.part_word[tile.part] == 0;
-    if (!own && waits && !(seen >> tile.part & 1)) {
+    if (!own && !(seen >> tile.part & 1) && may_wait()) {
       waits = wait_for_part(p, g, tile.part);
       bulk_copies_follow();
       seen |= 1u << tile.part;
@@ -196,11 +207,13 @@ __device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, u
       load_stage(rows, row, p.weight_map, tile.column, k, one, stage_bytes<COLUMNS>);
     }
     if (has_scales<In> || p.low_columns == 0) continue;
-    if (waits) waits = wait_for_low(p, g, low_flag(p, tile.part, tile.band));
+    if (may_wait()) waits = wait_for_low(p, g, low_flag(p, tile.part, tile.band));
     bulk_copies_follow();
     const uint32_t out_row = p.part_out_row[tile.part] + tile.band * tile_rows;
     load_stage(p.low_map, out_row, p.up_map, tile.column, 0, one, stage_bytes<COLUMNS>);
   }
+  // Who waits for the end of this product waits for those steps, too.
+  wait_for_previous_kernel();
   // There is no more.
   barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
   tiles[ring.stage] = t;
@@ -262,9 +275,10 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
     }
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
-      uint32_t v[4];
+      uint32_t v[4] = {};
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
+        if (block + i >= COLUMNS / 8) continue;
         float low = float(sums[4 * (block + i) + 2 * half]), high = float(sums[4 * (block + i) + 2 * half + 1]);
         if constexpr (has_scales<In>) {
           low = __fmul_rn(__fmul_rn(low, row_scale[half]), scale[i].x);
@@ -284,7 +298,7 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
         (quad & 2 ? v[i] : v[i + 2]) = got;
       }
       const uint32_t row = own_row + 8 * half, column = tile.column + 8 * (block + quad);
-      if (row < rows && column < p.columns) {
+      if (row < rows && column < p.columns && block + quad < COLUMNS / 8) {
         uint4* out = reinterpret_cast<uint4*>(p.part_out[tile.part] + (uint64_t(row) * p.columns + column) * sizeof(Out));
         *out = {v[0], v[1], v[2], v[3]};
       }
@@ -410,12 +424,14 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
 
 template <typename In, typename Out, uint32_t COLUMNS>
 __device__ __forceinline__ void gemm_flags(const Parameters& p) {
-  wait_for_previous_kernel();
+  let_next_kernel_start();
   extern __shared__ uint8_t memory[];
   const uint32_t base = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t full = base + stages<COLUMNS> * stage_bytes<COLUMNS>, empty = full + 8 * stages<COLUMNS>;
   uint32_t* tiles = reinterpret_cast<uint32_t*>(memory + (empty + 8 * stages<COLUMNS> - shared_address(memory)));
   if (threadIdx.x == 0) {
+    map_is_wanted(p.part_word[0] == 0 ? p.own_map : p.rows_map);
+    map_is_wanted(p.weight_map);
     for (uint32_t s = 0; s < stages<COLUMNS>; ++s) {
       barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, 2);
@@ -423,6 +439,8 @@ __device__ __forceinline__ void gemm_flags(const Parameters& p) {
     barriers_made();
   }
   __syncthreads();
+  // What is above touches nothing that an earlier kernel does.
+  if (p.begins_early == 0) wait_for_previous_kernel();
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x == 0) load<In, COLUMNS>(p, base, full, empty, tiles);
@@ -445,6 +463,7 @@ __device__ __forceinline__ void gemm_flags(const Parameters&) {
   }
 #define BRIGADE_GEMM_FLAGS_OF(T, TYPE)   \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 128)    \
+  BRIGADE_GEMM_FLAGS(T, T, TYPE, 176)    \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 192)    \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 224)    \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 256)

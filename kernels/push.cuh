@@ -21,13 +21,6 @@ namespace brigade {
 // No word of a granule that was pushed.
 constexpr uint32_t sentinel = 0xFFFFFFFFu;
 
-// The next kernel may take its place beside this one; what it does there waits for the end of this one.
-__device__ __forceinline__ void let_next_kernel_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void push(uint64_t at, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");

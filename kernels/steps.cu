@@ -158,6 +158,7 @@ __device__ inline bool carry_out_all(const StepsParams& p, const Group& g) {
 
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) brigade_steps(const __grid_constant__ StepsParams p) {
   wait_for_previous_kernel();
+  if (p.product_begins != 0) let_next_kernel_start();
   __shared__ bool stopped;
   if (threadIdx.x < 32) {
     const bool done = carry_out_all(p, group_of(p, p.signature));

@@ -63,6 +63,13 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// The next kernel may take its place beside this one; what it does there waits for the end of this one.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Numbered as the fault kinds of brigade-device.
 enum class Outcome : uint32_t { reached = 0, timeout = 1, mismatch = 2, aborted = 3 };
 

@@ -137,7 +137,11 @@ fn exchanges(rank: &Rank, lease: &mut Lease<'_>, both: [&RoundTrip; 2], absent: 
 
 /// Each case beside the next one, and each of them in both slots.
 fn all_round_trips(world: &World, cases: Vec<(Case, Back)>) {
-    world.run(&config(), move |rank| {
+    all_round_trips_with(world, &config(), cases);
+}
+
+fn all_round_trips_with(world: &World, config: &CommConfig, cases: Vec<(Case, Back)>) {
+    world.run(config, move |rank| {
         let mut lease = rank.lease();
         for (i, case) in cases.iter().enumerate() {
             round_trips(rank, &mut lease, [case, &cases[(i + 1) % cases.len()]]);
@@ -196,6 +200,19 @@ fn by_rank((case, back): (Case, Back)) -> (Case, Back) {
         ..back
     };
     (case, back)
+}
+
+/// Few multiprocessors, whose blocks have more warps, and more to do each.
+fn few_multiprocessors(world: &World) {
+    let mut rng = world.rng();
+    let config = CommConfig {
+        sm_budget: Some(rng.random_range(1..=3)),
+        ..config()
+    };
+    let cases = [(1, 2048, 8, 16), (3, 7168, 8, 32), (97, 32, 6, 60)]
+        .map(|sizes| drawn(&mut rng, world.size, sizes));
+    let cases = [cases.clone().map(here), cases.map(by_rank)].concat();
+    all_round_trips_with(world, &config, cases);
 }
 
 /// All tokens, none, all to one expert, every one twice, and none that goes anywhere.
@@ -361,9 +378,10 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
-    let contracts: [(&str, Contract); 8] = [
+    let contracts: [(&str, Contract); 9] = [
         ("apart", apart::apart),
         ("sizes", sizes),
+        ("few_multiprocessors", few_multiprocessors),
         ("repeats", repeats),
         ("extremes", extremes),
         ("placements", placements),

@@ -15,11 +15,32 @@ use brigade_plan::reason;
 use cudarc::driver::sys;
 use std::{ffi::c_void, mem::MaybeUninit, ops::Range, ptr, sync::Arc};
 
-/// Columns that tiles come in: of halves, of int8, and of fp8, whose sums take the registers of two.
-const WIDTHS: [&[usize]; 3] = [&[256, 224, 192, 128], &[256, 128], &[192, 128]];
+/// How wide a tile is.
+#[derive(Clone, Copy, Debug)]
+struct Width {
+    columns: usize,
+    /// What one costs, measured in columns: a block writes its result while it multiplies nothing, and narrow ones load more for
+    /// each product.
+    cost: usize,
+}
 
-/// What a tile costs beside its columns, in columns: a block writes its result while it multiplies nothing.
-const TILE_OVERHEAD: usize = 11;
+/// Widths from costs.
+const fn wide(columns: usize, cost: usize) -> Width {
+    Width { columns, cost }
+}
+
+/// Tiles of halves, of int8, and of fp8, whose sums take the registers of two.
+const WIDTHS: [&[Width]; 3] = [
+    &[
+        wide(256, 262),
+        wide(224, 230),
+        wide(192, 198),
+        wide(176, 182),
+        wide(128, 146),
+    ],
+    &[wide(256, 267), wide(128, 139)],
+    &[wide(192, 203), wide(128, 139)],
+];
 
 /// Bytes of the inner dimension that a box holds.
 const BOX_BYTES: usize = 128;
@@ -29,7 +50,7 @@ const BOX_BYTES: usize = 128;
 struct OfType {
     input: DataType,
     output: DataType,
-    widths: &'static [usize],
+    widths: &'static [Width],
     kernels: Vec<Kernel<GemmFlagsParams>>,
 }
 
@@ -41,9 +62,9 @@ impl TileKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
         use DataType::{BF16, F8E4M3, F16, I8};
         let [halves, int8, fp8] = WIDTHS;
-        let of = |name: &str, input, output, widths: &'static [usize]| {
-            let load = |width: &usize| -> Result<_, Missing> {
-                let kernel = set.variant(format!("_{name}_{width}"))?;
+        let of = |name: &str, input, output, widths: &'static [Width]| {
+            let load = |width: &Width| -> Result<_, Missing> {
+                let kernel = set.variant(format!("_{name}_{}", width.columns))?;
                 kernel.allow_shared_bytes(GEMM_SHARED_BYTES)?;
                 Ok(kernel)
             };
@@ -167,11 +188,11 @@ impl Tiled {
     }
 }
 
-/// Which width is best for so many bands of rows: as few rounds of all multiprocessors as can be, measured in columns.
-fn best_width(widths: &[usize], bands: usize, columns: usize, sms: usize) -> usize {
-    let cost = |width: usize| {
-        let rounds = (bands * columns.div_ceil(width)).div_ceil(sms.max(1));
-        rounds * (width + TILE_OVERHEAD)
+/// Which width is best for so many bands of rows: the least cost of as many rounds of all multiprocessors as it takes.
+fn best_width(widths: &[Width], bands: usize, columns: usize, sms: usize) -> usize {
+    let cost = |width: Width| {
+        let rounds = (bands * columns.div_ceil(width.columns)).div_ceil(sms.max(1));
+        rounds * width.cost
     };
     (0..widths.len())
         .min_by_key(|&i| cost(widths[i]))
@@ -240,7 +261,7 @@ impl Job<'_> {
         let low = self.low(p)?;
         let sms = p.blocks as usize;
         let chosen = best_width(of_type.widths, p.bands(), columns, sms);
-        let width = of_type.widths[chosen];
+        let width = of_type.widths[chosen].columns;
         let steps = core.steps();
         let mut parameters = GemmFlagsParams {
             rows_map: tensor_map(&p.all, p.dtype, GEMM_ROWS)?,
@@ -299,8 +320,11 @@ impl Job<'_> {
             tiles += rows.len().div_ceil(GEMM_ROWS as usize) as u32 * in_band;
         }
         parameters.tiles = tiles;
+        let behind_steps = core.overtakes && self.stepped.get();
+        parameters.begins_early = u32::from(behind_steps && self.product_follows && low.is_none());
         let shape = Launch {
             shared_bytes: GEMM_SHARED_BYTES,
+            programmatic: behind_steps,
             ..Launch::grid(tiles.min(sms as u32), GEMM_THREADS)
         };
         let made = low.iter().map(|low| &low.memory);
@@ -382,14 +406,15 @@ mod tests {
     #[test]
     fn tiles_are_as_wide_as_leaves_the_least_idle() {
         let widths = WIDTHS[0];
-        let width = |rows: usize, columns| widths[best_width(widths, rows / 128, columns, 132)];
+        let best = |bands, columns| best_width(widths, bands, columns, 132);
+        let width = |rows: usize, columns| widths[best(rows / 128, columns)].columns;
         // One round of 192 columns, not one of 256.
         assert_eq!(width(512, 6144), 192);
-        // 3.9 rounds of 224 columns, where 256 would take 3.4, and so 4.
-        assert_eq!(width(2048, 7168), 224);
+        // 4.97 rounds of 176 columns, which is nearly 5, where 224 would take 3.9 of 4, and 256 3.4.
+        assert_eq!(width(2048, 7168), 176);
         assert_eq!(width(8192, 2560), 256);
-        // 55 rounds of 128 columns would be a little less than 28 of 256, but for what every tile costs.
-        assert_eq!(width(16384, 7168), 256);
+        // 110 rounds of 128 columns would be a little less than 55 of 256, but for what every tile costs.
+        assert_eq!(width(16384, 14336), 256);
         // Where rounds cost the same, fewer tiles do.
         assert_eq!(width(128, 128), 128);
         assert_eq!(best_width(widths, 0, 0, 0), 0);

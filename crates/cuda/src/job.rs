@@ -96,8 +96,10 @@ pub(crate) struct Job<'a> {
     /// Where waits for each rank are added up, or 0.
     pub(crate) waits: u64,
     forked: bool,
+    /// A product that begins beside them comes behind the next steps.
+    pub(crate) product_follows: bool,
     /// Steps of this call are the last that was enqueued on the caller's stream, or kernels behind them.
-    stepped: Cell<bool>,
+    pub(crate) stepped: Cell<bool>,
     /// What is poisoned if the group was stopped: addresses, sizes and types.
     poisoned: Vec<(u64, usize, DataType)>,
 }
@@ -118,6 +120,7 @@ impl<'a> Job<'a> {
             moved: 0,
             waits: 0,
             forked: false,
+            product_follows: false,
             stepped: Cell::new(false),
             poisoned: Vec::new(),
         }
@@ -182,6 +185,7 @@ impl<'a> Job<'a> {
             moved_bytes: self.moved,
             waits: self.waits,
             signature: self.kind.signature,
+            product_begins: u32::from(self.product_follows && side.is_none()),
             count,
             steps,
             ..waiting!(StepsParams, self)

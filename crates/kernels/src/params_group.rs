@@ -91,6 +91,10 @@ parameters! {
         count: u32,
         /// Whether all ranks make this call.
         collective: u32,
+        /// Whether a product behind these steps begins beside them.
+        product_begins: u32,
+        /// Nothing.
+        padding: u32,
         /// The steps.
         steps: [u64; 32],
     }

@@ -382,8 +382,10 @@ parameters! {
         row_scale_stride: u32,
         /// 1 if each column has a scale, 0 if all have one.
         column_scale_stride: u32,
+        /// Whether own rows are multiplied before the kernel in front has ended: steps, which let it.
+        begins_early: u32,
         /// Zero.
-        padding: [u32; 9],
+        padding: [u32; 8],
         /// Row of the result where each run begins.
         run_row: [u32; 16],
         /// Its rows.
