@@ -22,7 +22,7 @@ use crate::{
 use brigade_device::{
     Bootstrap, Buffer, Error, FaultRecord, Group, Rail, RailParams, Result, Stream, check_rows,
 };
-use brigade_plan::rows;
+use brigade_plan::{hierarchical::Schedule, rows};
 use brigade_sync::Deadline;
 use cudarc::driver::sys;
 use parking_lot::Mutex;
@@ -35,8 +35,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Two connections, so that what is collected and what is diffused need not wait for each other.
-pub(crate) const CONNECTIONS: usize = 2;
+/// Two connections, so that what goes by one need not wait for what is on its way by the other.
+pub(crate) const CONNECTIONS: usize = Schedule::CONNECTIONS;
 
 /// Waits along rails may be so much longer than those inside: where a rank is missing, its own machine is to find out first, and say who.
 pub(crate) const GRACE: Duration = Duration::from_millis(300);

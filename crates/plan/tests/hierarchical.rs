@@ -7,7 +7,7 @@ use brigade_device::{
     HierarchicalPlan, HierarchyConfig, Machines, ParallelMode, PerRank, Phase, ReduceOp, SumOrder,
 };
 use brigade_plan::{
-    hierarchical::{Costs, Schedule, Slices, Step, Wire, parts_bytes, plan},
+    hierarchical::{Costs, Schedule, Slices, Step, Track, Wire, parts_bytes, plan},
     reason,
 };
 use proptest::{prelude::*, sample::select};
@@ -83,6 +83,43 @@ fn gpus_cut_what_keeps_more_than_the_wire_busy() {
             assert!(
                 costs == &sockets || p.slices > 1 && p.slots > 1,
                 "{shape:?}: {plan}"
+            );
+        }
+    }
+}
+
+/// Long latencies do not keep the link waiting, neither at the ends of a call nor in between: what is planned is as quick as what takes
+/// longest for all slices, with one slice through the rest.
+#[test]
+fn slow_rails_are_kept_busy() {
+    let rails = [
+        (2, 1, 200, 200),
+        (2, 1, 1000, 200),
+        (2, 1, 5000, 100),
+        (2, 2, 200, 50),
+        (2, 2, 1000, 50),
+        (2, 2, 5000, 25),
+        (4, 1, 5000, 100),
+        (3, 2, 5000, 25),
+        (2, 4, 5000, 25),
+    ];
+    for (count, ranks, latency_us, bytes_per_us) in rails {
+        let costs = wire(latency_us * 1000, bytes_per_us);
+        for mib in [4, 8, 16] {
+            let call = HierarchicalCall {
+                dtype: DataType::F32,
+                output: DataType::F32,
+                ..all_reduce(machines((count, ranks)), mib << 18)
+            };
+            let HierarchicalPlan::Slices(p) = plan(&call, &config(), &costs).unwrap() else {
+                panic!("{mib} MiB as a whole");
+            };
+            let steps = costs.steps(&call, &p.phases, p.rank_elements);
+            let bound = Schedule::of(&p).bound_ns(&steps) as f64;
+            let ratio = p.expected.as_nanos() as f64 / bound;
+            assert!(
+                ratio <= 1.03,
+                "{count}x{ranks}, {latency_us} us, {mib} MiB: {ratio}"
             );
         }
     }
@@ -472,7 +509,8 @@ proptest! {
                 let slot: usize = parts_bytes(&call, p.rank_elements).iter().sum();
                 prop_assert_eq!(p.staging_bytes, slot * p.slots);
                 prop_assert!(p.staging_bytes <= staging_bytes);
-                prop_assert!(p.slots >= 1 && p.slots <= p.phases.len() && p.slots <= p.slices);
+                let tracks = Schedule::of(&p).tracks().count();
+                prop_assert!(p.slots >= 1 && p.slots <= tracks && p.slots <= p.slices);
                 prop_assert!(parallelism.is_none_or(|n| p.slots <= n.into()));
                 prop_assert_eq!(p.slices, slices_of(&call, p.rank_elements).max(1));
                 let ranks = call.machines.ranks() as u16;
@@ -488,42 +526,94 @@ proptest! {
     /// some order shows it.
     #[test]
     fn slots_are_not_taken_before_their_last_reader(
-        phases in 2usize..=5,
+        (phases, rail) in rails(2),
         slots in 2usize..=5,
         more in 1usize..8,
         seed in any::<u64>(),
     ) {
-        let schedule = Schedule { phases, slices: slots + more, slots };
+        let schedule = Schedule { phases, slices: slots + more, slots, rail };
         prop_assert_eq!(run(schedule, slots, seed), Ok(schedule.slices));
         let caught = (0..64).any(|i| run(schedule, slots - 1, seed ^ i).is_err());
         prop_assert!(caught, "{schedule:?} with a slot fewer");
     }
 }
 
-/// Runs phases as threads that are scheduled at random, with so many slots, and looks what each finds in its slot. Gives the slices that
+prop_compose! {
+    /// Phases, and which of them go along the rail.
+    fn rails(least: usize)(phases in least..=5)(
+        along in prop::option::of((0..phases, 0..phases)),
+        phases in Just(phases),
+    ) -> (usize, Option<(usize, usize)>) {
+        (phases, along.map(|(a, b)| (a.min(b), a.max(b))))
+    }
+}
+
+proptest! {
+    /// Every step is in one track, each track has its steps in the order in which they are enqueued slice by slice, which is that of all ranks, and
+    /// no step comes before one that it needs.
+    #[test]
+    fn tracks_are_followed_in_one_order(
+        (phases, rail) in rails(1),
+        slices in 0usize..12,
+        slots in 1usize..=5,
+    ) {
+        let schedule = Schedule { phases, slices, slots, rail };
+        let steps = (0..slices).flat_map(|slice| (0..phases).map(move |phase| Step { phase, slice }));
+        let steps: Vec<Step> = steps.collect();
+        let mut seen = 0;
+        for track in schedule.tracks() {
+            let of = |s: &&Step| schedule.track(**s) == track;
+            let enqueued: Vec<Step> = steps.iter().filter(of).copied().collect();
+            let own: Vec<Step> = schedule.steps(track).collect();
+            prop_assert_eq!(&own, &enqueued);
+            prop_assert_eq!(own.len(), schedule.steps_of(track));
+            let last: Vec<Step> = own.iter().copied().filter(|s| schedule.is_last(*s)).collect();
+            prop_assert_eq!(last.as_slice(), &own[own.len().saturating_sub(1)..]);
+            seen += own.len();
+        }
+        prop_assert_eq!(seen, steps.len());
+        for (at, step) in steps.iter().enumerate() {
+            if let Some(needs) = schedule.needs(*step) {
+                prop_assert!(steps[..at].contains(&needs));
+                prop_assert_eq!(schedule.needed_by(needs), Some(*step));
+                prop_assert_eq!(schedule.slot(needs.slice), schedule.slot(step.slice));
+            }
+            if let Some(next) = schedule.needed_by(*step) {
+                prop_assert_eq!(schedule.needs(next), Some(*step));
+            }
+        }
+        // By turns: neither connection has two steps more than the other.
+        let of = |which| schedule.steps_of(Track::Connection(which));
+        prop_assert!(rail.is_none() || of(0) - of(1) < 2);
+    }
+}
+
+/// Runs tracks as threads that are scheduled at random, with so many slots, and looks what each finds in its slot. Gives the slices that
 /// came out.
 fn run(schedule: Schedule, slots: usize, seed: u64) -> Result<usize, Step> {
     let mut random = seed | 1;
-    let mut done = vec![0; schedule.phases];
+    let tracks: Vec<Track> = schedule.tracks().collect();
+    let mut taken = vec![0; tracks.len()];
+    let mut done = BTreeSet::new();
     // Which slice's data lies in each slot, as which phase left it.
     let mut content: Vec<Option<Step>> = vec![None; slots];
     loop {
-        let ready: Vec<Step> = done
+        let mut ready: Vec<(usize, Step)> = tracks
             .iter()
             .enumerate()
-            .map(|(phase, &slice)| Step { phase, slice })
-            .filter(|s| s.slice < schedule.slices)
-            .filter(|s| schedule.needs(*s).is_none_or(|n| done[n.phase] > n.slice))
+            .filter_map(|(at, &track)| Some((at, schedule.step(track, taken[at])?)))
+            .filter(|(_, s)| schedule.needs(*s).is_none_or(|n| done.contains(&n)))
             .collect();
         if ready.is_empty() {
-            return Ok(done[schedule.phases - 1]);
+            return Ok(done.len() / schedule.phases);
         }
+        ready.sort_by_key(|(_, step)| *step);
         random = random
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1);
         // Mostly the earliest phase, which is what fills slots.
         let pick = (random >> 33) as usize % (2 * ready.len());
-        let step = ready[if pick < ready.len() { pick } else { 0 }];
+        let (at, step) = ready[if pick < ready.len() { pick } else { 0 }];
         let slot = &mut content[step.slice % slots];
         let found = step
             .phase
@@ -538,9 +628,10 @@ fn run(schedule: Schedule, slots: usize, seed: u64) -> Result<usize, Step> {
             phase: schedule.phases - 1,
             slice: step.slice.wrapping_sub(slots),
         };
-        if step.phase == 0 && step.slice >= slots && done[last.phase] <= last.slice {
+        if step.phase == 0 && step.slice >= slots && !done.contains(&last) {
             return Err(step);
         }
-        done[step.phase] += 1;
+        taken[at] += 1;
+        done.insert(step);
     }
 }
