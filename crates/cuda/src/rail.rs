@@ -2,7 +2,7 @@
 //!
 //! NCCL waits without a bound and tells nobody, so each of its kernels stands between two copies of a few bytes into a page of the
 //! host's, where the hierarchy's watch sees for how long it has been under way. It carries no signatures, so the first exchange of a call
-//! and each phase's last carry one more word to each machine, and a kernel behind them compares; what differs in size as well, and would
+//! and each connection's last carry one more word to each machine, and a kernel behind them compares; what differs in size as well, and would
 //! not end, hosts find out (`line.rs`). Who was stopped does not sign, so that nobody takes what it sent all the same for its part. What stops the rail gives NCCL's communicators up, and a reset makes new ones.
 
 mod page;
