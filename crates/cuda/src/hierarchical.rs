@@ -54,7 +54,7 @@ pub(crate) struct Inner {
     inside: [CudaComm; 2],
     /// None where there is one machine.
     rails: Option<Arc<Rails>>,
-    /// A stream for each phase, in the order of [`Phase::ALL`].
+    /// A stream for each phase, in the order of [`Phase::ALL`]; those of both along the rail are the connections'.
     streams: Vec<Stream>,
     staging: Mutex<Staging>,
     /// The operation of the last call, for records.

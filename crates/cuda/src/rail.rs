@@ -2,7 +2,7 @@
 //!
 //! NCCL waits without a bound and tells nobody, so each of its kernels stands between two copies of a few bytes into a page of the
 //! host's, where the hierarchy's watch sees for how long it has been under way. It carries no signatures, so the first exchange of a call
-//! and each phase's last carry one more word to each machine, and a kernel behind them compares; what differs in size as well, and would
+//! and each connection's last carry one more word to each machine, and a kernel behind them compares; what differs in size as well, and would
 //! not end, hosts find out (`line.rs`). Who was stopped does not sign, so that nobody takes what it sent all the same for its part. What stops the rail gives NCCL's communicators up, and a reset makes new ones.
 
 mod page;
@@ -22,7 +22,7 @@ use crate::{
 use brigade_device::{
     Bootstrap, Buffer, Error, FaultRecord, Group, Rail, RailParams, Result, Stream, check_rows,
 };
-use brigade_plan::rows;
+use brigade_plan::{hierarchical::Schedule, rows};
 use brigade_sync::Deadline;
 use cudarc::driver::sys;
 use parking_lot::Mutex;
@@ -35,8 +35,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Two connections, so that what is collected and what is diffused need not wait for each other.
-pub(crate) const CONNECTIONS: usize = 2;
+/// Two connections, so that what goes by one need not wait for what is on its way by the other.
+pub(crate) const CONNECTIONS: usize = Schedule::CONNECTIONS;
 
 /// Waits along rails may be so much longer than those inside: where a rank is missing, its own machine is to find out first, and say who.
 pub(crate) const GRACE: Duration = Duration::from_millis(300);

@@ -246,8 +246,8 @@ pub struct SlicedPlan {
     pub order: Option<SumOrder>,
     /// Memory of all slots.
     pub staging_bytes: usize,
-    /// When the last step ends, if each takes what the table of costs says and begins as soon as its slice, its phase, a slot and the link
-    /// between machines let it.
+    /// When the last step ends, if each takes what the table of costs says and begins as soon as its slice, its thread or stream, a slot and
+    /// the link between machines let it.
     pub expected: Duration,
 }
 

@@ -1,6 +1,6 @@
 //! Collectives across machines: two communicators inside the machine, and two along the rail, so that no phase waits for another's turn.
 //!
-//! A call of several slices has a thread for each phase; the calling thread watches, and stops all four groups as soon as one of them is.
+//! A call of several slices has a thread for each track; the calling thread watches, and stops all four groups as soon as one of them is.
 //! What stops a group inside a machine or along a rail so gets to the ranks of all machines, with ranks numbered over all of them.
 
 mod experts;
@@ -50,9 +50,9 @@ struct Inner {
     device: Arc<HostDevice>,
     /// For the phase that reduces inside, and for the one that gathers.
     inside: [Arc<Core>; 2],
-    /// For the phase that collects, and for the one that diffuses.
+    /// Both connections to the rail, which slices take in turn.
     rails: [HostRail; 2],
-    /// A thread and a stream for each phase, in the order of [`Phase::ALL`].
+    /// A thread and a stream for each phase, in the order of [`Phase::ALL`]; those of both along the rail are the connections'.
     movers: Vec<Mover>,
     streams: Vec<Stream>,
     /// Held by the call in progress.

@@ -128,7 +128,7 @@ impl<'l> Flight<'l> {
     }
 }
 
-/// One rank's connection to its rail, for one phase.
+/// One of a rank's connections to its rail.
 pub(crate) struct HostRail {
     pub(crate) core: Arc<Core>,
     link: Option<Arc<Link>>,
@@ -224,8 +224,8 @@ fn exchange(
     let (me, size) = (active.job.rank(), active.job.size());
     let (sent, received) = rows::of_square(pieces, me, size);
     let (out, into) = (rows::offsets(&sent), rows::offsets(&received));
-    to[into[me]..into[me + 1]].copy_from_slice(&from[out[me]..out[me + 1]]);
     let mut flight = Flight::new(link, from.len() - sent[me]);
+    to[into[me]..into[me + 1]].copy_from_slice(&from[out[me]..out[me + 1]]);
     let half = active.job.core.control.layout().half_bytes(Area::Scratch);
     let room = (half / size / LINE * LINE).max(1);
     // Of what goes to others.
@@ -272,8 +272,8 @@ fn diffuse(
 ) -> Result<()> {
     let (me, size) = (active.job.rank(), active.job.size());
     let offsets = rows::offsets(pieces);
-    to[offsets[me]..offsets[me + 1]].copy_from_slice(from);
     let mut flight = Flight::new(link, from.len() * (size - 1));
+    to[offsets[me]..offsets[me + 1]].copy_from_slice(from);
     let room = active.job.core.control.layout().half_bytes(Area::Scratch);
     let most = pieces.iter().copied().max().unwrap_or(0);
     for start in (0..most).step_by(room) {

@@ -10,7 +10,7 @@ mod timeline;
 mod work;
 
 pub use costs::{Costs, Link, Wire};
-pub use schedule::{Schedule, Step};
+pub use schedule::{Schedule, Step, Track};
 pub use slices::{Slices, parts_bytes};
 pub use timeline::StepCost;
 pub use work::{Piece, Place, Work};
@@ -116,9 +116,6 @@ fn whole(call: &HierarchicalCall, config: &HierarchyConfig, costs: &Costs) -> Op
     (staging_bytes <= config.staging_bytes).then_some((plan, ns))
 }
 
-/// Slots beyond this many are never used: a phase has one slice at a time.
-const MOST_SLOTS: usize = Phase::ALL.len();
-
 /// Where nothing is forced, pieces have a multiple of this many elements, so that copies of them are aligned.
 const ALIGN_ELEMENTS: usize = 64;
 
@@ -132,15 +129,14 @@ fn sliced(
     let phases = phases(call);
     let largest = slices::most_rank_elements(call);
     let ranks = call.machines.size();
-    let most_slots = config
-        .parallelism
-        .map_or(MOST_SLOTS, |p| MOST_SLOTS.min(p.into()));
+    // More are of no use, since a track has one slice at a time.
+    let tracks = Schedule::new(&phases, 1, 1).tracks().count();
+    let most_slots = config.parallelism.map_or(tracks, |p| tracks.min(p.into()));
     // What fits: a slice of so many elements a rank, in as many slots as are of use.
     let fits = |rank_elements: usize| {
         let slices = largest.div_ceil(rank_elements.max(1)).max(1);
         let bytes = slices::slot_bytes(call, rank_elements);
         let slots = most_slots
-            .min(phases.len())
             .min(slices)
             .min(config.staging_bytes / bytes.max(1));
         (slots > 0).then_some((slices, slots, bytes * slots))
@@ -172,11 +168,7 @@ fn sliced(
         let Some((slices, slots, staging_bytes)) = fits(rank_elements) else {
             continue;
         };
-        let schedule = Schedule {
-            phases: phases.len(),
-            slices,
-            slots,
-        };
+        let schedule = Schedule::new(&phases, slices, slots);
         let steps = costs.steps(call, &phases, rank_elements);
         // Most that have many slices need no simulation.
         if !tried.is_empty() && schedule.bound_ns(&steps) >= least {

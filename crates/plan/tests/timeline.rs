@@ -6,10 +6,50 @@ use brigade_plan::hierarchical::{Schedule, Step, StepCost};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+/// What is done one after the other: slices of each phase that stays inside, and what goes along the rail, dealt to two connections.
+fn rows_of(schedule: Schedule) -> Vec<Vec<Step>> {
+    let Schedule {
+        phases,
+        slices,
+        rail,
+        ..
+    } = schedule;
+    let along = |phase| rail.is_some_and(|(first, last)| phase == first || phase == last);
+    let inside = (0..phases).filter(|&phase| !along(phase));
+    let mut rows: Vec<Vec<Step>> = inside
+        .map(|phase| (0..slices).map(|slice| Step { phase, slice }).collect())
+        .collect();
+    if let Some((first, last)) = rail {
+        let mut row: Vec<(usize, Step)> = Vec::new();
+        for slice in 0..slices {
+            row.push((
+                2 * slice,
+                Step {
+                    phase: first,
+                    slice,
+                },
+            ));
+            if first != last {
+                // Behind the collect of the next slice.
+                row.push((2 * slice + 3, Step { phase: last, slice }));
+            }
+        }
+        row.sort();
+        let steps = row.into_iter().map(|(_, step)| step).enumerate();
+        let (even, odd): (Vec<_>, Vec<_>) = steps.partition(|(at, _)| at % 2 == 0);
+        rows.extend([even, odd].map(|half| half.into_iter().map(|(_, step)| step).collect()));
+    }
+    rows
+}
+
 /// Goes through time tick by tick, with a queue in front of the link.
 fn by_the_clock(schedule: Schedule, costs: &[StepCost]) -> u64 {
-    let steps: Vec<Step> = (0..schedule.slices)
-        .flat_map(|slice| (0..schedule.phases).map(move |phase| Step { phase, slice }))
+    let rows = rows_of(schedule);
+    let mut steps: Vec<Step> = rows.iter().flatten().copied().collect();
+    steps.sort_by_key(|s| (s.slice, s.phase));
+    let before: BTreeMap<Step, Step> = rows
+        .iter()
+        .flat_map(|row| row.windows(2).map(|w| (w[1], w[0])).collect::<Vec<_>>())
         .collect();
     let mut queue: VecDeque<Step> = VecDeque::new();
     // Ticks that the link is still kept, and that each step needs after it.
@@ -43,7 +83,7 @@ fn by_the_clock(schedule: Schedule, costs: &[StepCost]) -> u64 {
                     }
                     p => is_done(p - 1, s.slice),
                 };
-                free && !begun.contains(s) && (s.slice == 0 || is_done(s.phase, s.slice - 1))
+                free && !begun.contains(s) && before.get(s).is_none_or(|b| done.contains(b))
             };
             let Some(&step) = steps
                 .iter()
@@ -84,9 +124,11 @@ prop_compose! {
     fn pipelines(most: usize)(costs in prop::collection::vec(cost(), 1..=5))(
         slices in 0..=most,
         slots in 1usize..=6,
+        along in prop::option::of((0..costs.len(), 0..costs.len())),
         costs in Just(costs),
     ) -> (Schedule, Vec<StepCost>) {
-        (Schedule { phases: costs.len(), slices, slots }, costs)
+        let rail = along.map(|(a, b)| (a.min(b), a.max(b)));
+        (Schedule { phases: costs.len(), slices, slots, rail }, costs)
     }
 }
 
@@ -132,6 +174,7 @@ proptest! {
         less in 0u64..12,
     ) {
         let costs: Vec<_> = costs.iter().map(|c| StepCost { link_ns: 0, then_ns: c.ns() }).collect();
+        let schedule = Schedule { rail: None, ..schedule };
         let enough = Schedule { slots: 6 * costs.len().max(schedule.slices), ..schedule };
         if schedule.slices > 0 {
             prop_assert_eq!(enough.ns(&costs), enough.bound_ns(&costs));

@@ -15,7 +15,7 @@ use brigade_device::{
     HierarchicalOperation as Operation, HierarchicalPlan, Part, PerRank, Phase, RailParams,
     ReduceScatterParams, Result, Shape, SliceSlot, SlicedPlan, Staging, Stream,
 };
-use brigade_plan::hierarchical::{Piece, Place, Schedule, Slices, Step, Work, parts_bytes};
+use brigade_plan::hierarchical::{Piece, Place, Schedule, Slices, Step, Track, Work, parts_bytes};
 use std::{ops::Range, sync::Arc};
 
 /// Fewer bytes of a rail's ranks go by one connection: two calls of NCCL's take longer.
@@ -113,7 +113,7 @@ impl Run<'_> {
         rails.exchange((on, beside), what, how)
     }
 
-    /// Slices of which only one is under way on the caller's stream, one phase after the other; or each phase of several on its own.
+    /// Slices of which only one is under way on the caller's stream, one phase after the other; or each track of several on its own.
     fn slices(&self, plan: &SlicedPlan, staging: &mut Staging) -> Result<()> {
         if plan.phases[0] == Phase::Diffuse && self.call.machines.ranks() > 1 {
             // All calls begin inside: so a machine finds out at once if its ranks make different ones.
@@ -135,22 +135,20 @@ impl Run<'_> {
                 .flat_map(|slice| (0..schedule.phases).map(move |phase| Step { phase, slice }));
             return steps.try_for_each(|step| pipe.step(self.on, step));
         }
-        let streams: Vec<&Stream> = plan
-            .phases
-            .iter()
-            .map(|phase| &self.inner.streams[*phase as usize])
-            .collect();
-        let lanes = streams.iter().map(|on| self.inner.device.lane(on));
-        let lanes: Vec<&Arc<Lane>> = lanes.collect::<Result<_>>()?;
+        let tracks = schedule.tracks().filter_map(|track| {
+            let on = &self.inner.streams[track.home(&plan.phases)? as usize];
+            Some(self.inner.device.lane(on).map(|lane| (track, on, lane)))
+        });
+        let tracks: Vec<OnTrack<'_>> = tracks.collect::<Result<_>>()?;
         let card = &self.inner.device.card;
         let begun = CudaMark::record(card, self.lane.stream)?;
-        for lane in &lanes {
+        for (_, _, lane) in &tracks {
             lane.branch(self.lane);
             mark::wait(card, lane.stream, &begun)?;
         }
-        let done = pipe.through(&streams, &lanes);
+        let done = pipe.through(&tracks);
         // Also after a failure, since a capture cannot end while another stream is forked from it.
-        for lane in &lanes {
+        for (_, _, lane) in &tracks {
             lane.unbranch(self.lane);
             mark::wait(
                 card,
@@ -258,6 +256,9 @@ impl Run<'_> {
     }
 }
 
+/// A track, and the stream that its steps are on.
+type OnTrack<'r> = (Track, &'r Stream, &'r Arc<Lane>);
+
 /// Slices and where they lie.
 struct Pipe<'r> {
     run: &'r Run<'r>,
@@ -268,25 +269,31 @@ struct Pipe<'r> {
 }
 
 impl Pipe<'_> {
-    /// All slices through all phases: each step on its phase's stream, behind what it needs.
-    fn through(&self, streams: &[&Stream], lanes: &[&Arc<Lane>]) -> Result<()> {
+    /// All slices through all phases: each step on its track's stream, behind what it needs. So each stream gets its track's steps in their
+    /// order.
+    fn through(&self, tracks: &[OnTrack<'_>]) -> Result<()> {
         let card = &self.run.inner.device.card;
         let Schedule {
             phases,
             slices,
             slots,
+            rail: _,
         } = self.schedule;
         // Ends of steps, by phase and slot: a step asks for none that a later one has taken the place of.
         let mut ends: Vec<Option<CudaMark>> = (0..phases * slots).map(|_| None).collect();
         let at = |step: Step| step.phase * slots + self.schedule.slot(step.slice);
         for slice in 0..slices {
             for phase in 0..phases {
-                let (step, lane) = (Step { phase, slice }, lanes[phase]);
+                let step = Step { phase, slice };
+                let track = self.schedule.track(step);
+                let Some((_, on, lane)) = tracks.iter().find(|(t, ..)| *t == track) else {
+                    continue;
+                };
                 let needs = self.schedule.needs(step).map(at);
                 if let Some(end) = needs.and_then(|n| ends[n].as_ref()) {
                     mark::wait(card, lane.stream, end)?;
                 }
-                self.step(streams[phase], step)?;
+                self.step(on, step)?;
                 ends[at(step)] = Some(CudaMark::record(card, lane.stream)?);
             }
         }
@@ -333,11 +340,12 @@ impl Pipe<'_> {
                 let Some(rails) = &run.inner.rails else {
                     return Ok(());
                 };
-                let rail = &rails.pair[work.connection];
-                // The first thing of a call that goes along the rail takes its signature with it; and the last of each phase, so that nobody
+                let connection = self.schedule.connection(step);
+                let rail = &rails.pair[connection];
+                // The first thing of a call that goes along the rail takes its signature with it; and the last by each connection, so that nobody
                 // who was stopped in between is taken to have sent all of it.
-                let first = step.slice == 0 && work.connection == 0;
-                let signs = first || step.slice + 1 == self.schedule.slices;
+                let first = step.slice == 0 && connection == 0;
+                let signs = first || self.schedule.is_last(step);
                 let p = run.along(pieces, &from.buffer, &mut to.buffer);
                 let (what, idle) = match work.phase {
                     Phase::Collect => (rail.collects(&p)?, Phase::Diffuse),

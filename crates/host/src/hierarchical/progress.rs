@@ -1,25 +1,30 @@
-//! The events between phases: how many slices each has done.
+//! The events between tracks: which steps are done.
 
 use brigade_device::{Error, Phase, Result};
-use brigade_plan::hierarchical::{Schedule, Step};
+use brigade_plan::hierarchical::{Schedule, Step, Track};
 use parking_lot::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-/// What the phases of one call tell each other.
+/// Places for tracks: phases, and behind them the connections.
+const TRACKS: usize = Phase::ALL.len() + Schedule::CONNECTIONS;
+
+/// What the tracks of one call tell each other.
 pub(super) struct Progress {
     schedule: Schedule,
     state: Mutex<State>,
-    /// For each phase, that it may look again: each of them waits for one other. To wake all at every step costs more than a small step.
-    may_look: [Condvar; Phase::ALL.len()],
+    /// For each track, that it may look again: each of them waits for one step. To wake all at every step costs more than a small step.
+    may_look: [Condvar; TRACKS],
     has_ended: Condvar,
 }
 
-#[derive(Default)]
 struct State {
-    done: [usize; Phase::ALL.len()],
-    /// The first phase that failed, and how.
+    /// By slice and phase. Slices may pass each other along the rail.
+    done: Vec<bool>,
+    /// Whether the first connection is under way.
+    begun: bool,
+    /// The first track that failed, and how.
     failed: Option<Error>,
-    /// Phases that have ended, well or not.
+    /// Lanes that have ended, well or not.
     ended: usize,
 }
 
@@ -27,41 +32,69 @@ impl Progress {
     pub(super) fn new(schedule: Schedule) -> Self {
         Self {
             schedule,
-            state: Mutex::default(),
+            state: Mutex::new(State {
+                done: vec![false; schedule.slices * schedule.phases],
+                begun: false,
+                failed: None,
+                ended: 0,
+            }),
             may_look: Default::default(),
             has_ended: Condvar::new(),
         }
     }
 
+    fn at(&self, step: Step) -> usize {
+        step.slice * self.schedule.phases + step.phase
+    }
+
+    /// That the track of a step may look again.
+    fn look(&self, step: Step) -> &Condvar {
+        &self.may_look[match self.schedule.track(step) {
+            Track::Phase(phase) => phase,
+            Track::Connection(which) => Phase::ALL.len() + which,
+        }]
+    }
+
     /// Waits until a step may begin; false at the end of the time. Whoever works for another step has waits that end before.
     ///
+    /// The second connection begins after the first one: the link serves whoever asks first, which is to be the first slice.
+    ///
     /// # Errors
-    /// What another phase failed with.
+    /// What another track failed with.
     pub(super) fn may_begin(&self, step: Step, until: Instant) -> Result<bool> {
-        let needs = self.schedule.needs(step);
+        let needs = self.schedule.needs(step).map(|n| self.at(n));
+        let track = self.schedule.track(step);
         let mut state = self.state.lock();
         loop {
             if let Some(error) = &state.failed {
                 return Err(error.clone());
             }
-            if needs.is_none_or(|n| state.done[n.phase] > n.slice) {
-                return Ok(true);
+            let is_turn = track != Track::Connection(1) || state.begun;
+            if is_turn && needs.is_none_or(|n| state.done[n]) {
+                break;
             }
-            let changed = &self.may_look[step.phase];
-            if changed.wait_until(&mut state, until).timed_out() && Instant::now() >= until {
+            let looked = self.look(step).wait_until(&mut state, until);
+            if looked.timed_out() && Instant::now() >= until {
                 return Ok(false);
             }
         }
+        if track == Track::Connection(0) && !state.begun {
+            state.begun = true;
+            self.may_look[Phase::ALL.len() + 1].notify_one();
+        }
+        Ok(true)
     }
 
     /// A step is done.
     pub(super) fn done(&self, step: Step) {
-        self.state.lock().done[step.phase] = step.slice + 1;
-        // The next phase waits for the same slice, and the first one for a slot that the last one has left.
-        self.may_look[(step.phase + 1) % self.schedule.phases].notify_one();
+        let at = self.at(step);
+        self.state.lock().done[at] = true;
+        if let Some(next) = self.schedule.needed_by(step) {
+            self.look(next).notify_one();
+        }
     }
 
-    /// A phase has ended.
+    /// A track has ended.
     pub(super) fn end(&self, result: Result<()>) {
         let mut state = self.state.lock();
         state.ended += 1;
@@ -74,15 +107,16 @@ impl Progress {
         self.has_ended.notify_one();
     }
 
-    /// Waits until all phases have ended. Bounded by them; `look` is asked now and then.
+    /// Waits until all tracks have ended. Bounded by them; `look` is asked now and then.
     ///
     /// # Errors
-    /// What the first phase that failed failed with.
+    /// What the first track that failed failed with.
     pub(super) fn watch(&self, look: impl Fn()) -> Result<()> {
         /// Until a stop in one group is told to the others.
         const REST: Duration = Duration::from_millis(10);
+        let tracks = self.schedule.tracks().count();
         let mut state = self.state.lock();
-        while state.ended < self.schedule.phases {
+        while state.ended < tracks {
             if self.has_ended.wait_for(&mut state, REST).timed_out() {
                 parking_lot::MutexGuard::unlocked(&mut state, &look);
             }

@@ -15,7 +15,7 @@ use brigade_device::{
     HierarchicalOperation as Operation, HierarchicalPlan, Part, PerRank, Phase, Plan, Rail,
     RailParams, ReduceOp, Result, SliceSlot, SlicedPlan, Staging,
 };
-use brigade_plan::hierarchical::{Piece, Place, Schedule, Slices, Step, Work, parts_bytes};
+use brigade_plan::hierarchical::{Piece, Place, Schedule, Slices, Step, Track, Work, parts_bytes};
 use brigade_sync::Deadline;
 use std::{ops::Range, sync::Arc, time::Instant};
 
@@ -77,7 +77,7 @@ impl Run {
         self.add(&self.to, &all)
     }
 
-    /// Slices, one phase after the other; or each phase on its own thread.
+    /// Slices, one phase after the other; or each track on its own thread.
     fn slices(&self, plan: &SlicedPlan, staging: &mut Staging) -> Result<()> {
         if plan.phases[0] == Phase::Diffuse && self.call.machines.ranks() > 1 {
             // All calls begin inside: so a machine finds out at once if its ranks make different ones.
@@ -99,16 +99,15 @@ impl Run {
             return (0..schedule.phases).try_for_each(|phase| pipe.step(Step { phase, slice: 0 }));
         }
         let inner = &self.inner;
-        let tickets: Vec<_> = plan
-            .phases
-            .iter()
-            .enumerate()
-            .map(|(phase, of)| {
+        let tickets: Vec<_> = schedule
+            .tracks()
+            .filter_map(|track| {
+                let mover = &inner.movers[track.home(&plan.phases)? as usize];
                 let pipe = Arc::clone(&pipe);
-                inner.movers[*of as usize].start(move || {
-                    pipe.through(phase);
+                Some(mover.start(move || {
+                    pipe.through(track);
                     Ok(())
-                })
+                }))
             })
             .collect();
         let result = pipe.progress.watch(|| {
@@ -243,22 +242,20 @@ struct Pipe {
 }
 
 impl Pipe {
-    /// All slices through one phase.
-    fn through(&self, phase: usize) {
-        let steps = (0..self.schedule.slices).map(|slice| Step { phase, slice });
+    /// All steps of a track.
+    fn through(&self, track: Track) {
         let run = &self.run;
         let end = Instant::now() + run.deadline.left() + 2 * GRACE;
-        let result = steps.map(|step| {
+        let result = self.schedule.steps(track).try_for_each(|step| {
             if !self.progress.may_begin(step, end)? {
-                return Err(run.stuck(self.phases[phase]));
+                return Err(run.stuck(self.phases[step.phase]));
             }
             self.step(step)?;
             self.progress.done(step);
             Ok(())
         });
-        let result = result.collect::<Result<()>>();
         if result.is_err() {
-            // Peers wait for the other phases of this rank.
+            // Peers wait for the other tracks of this rank.
             run.inner.across.relay();
         }
         self.progress.end(result);
@@ -283,7 +280,7 @@ impl Pipe {
         }
         match work.phase {
             Phase::ReduceInside => run.reduce_inside(&work.pieces, &to, &from),
-            Phase::Collect | Phase::Diffuse => self.along(&work, to.clone(), &from),
+            Phase::Collect | Phase::Diffuse => self.along(step, &work, to.clone(), &from),
             Phase::Add => run.add(&to, &from),
             Phase::GatherInside => {
                 run.gather_inside(&run.inner.inside[1], &work.pieces, &to, &from)
@@ -294,7 +291,7 @@ impl Pipe {
     }
 
     /// Along the rail.
-    fn along(&self, work: &Work, mut to: Buffer, from: &Buffer) -> Result<()> {
+    fn along(&self, step: Step, work: &Work, mut to: Buffer, from: &Buffer) -> Result<()> {
         let inner = &self.run.inner;
         let p = RailParams {
             call: &self.run.signed,
@@ -303,7 +300,7 @@ impl Pipe {
             to: to.view_mut(),
             within: self.run.deadline.left() + GRACE,
         };
-        let rail = &inner.rails[work.connection];
+        let rail = &inner.rails[self.schedule.connection(step)];
         let on = &inner.streams[work.phase as usize];
         match work.phase {
             Phase::Collect => rail.collect(on, p),

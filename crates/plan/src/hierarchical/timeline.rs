@@ -1,6 +1,7 @@
 //! When the steps of a pipeline end, if each takes what it should: an event simulation in whole numbers, and a bound to hold it against.
 
-use super::{Schedule, Step};
+use super::{Schedule, Step, Track};
+use smallvec::SmallVec;
 
 /// What one phase takes for one slice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,55 +39,68 @@ impl Schedule {
         ns.max(self.bound_ns(costs))
     }
 
-    /// No order of steps ends sooner: what takes longest for all slices, and everything else for one. What takes longest is a phase, or the
-    /// link for all phases that need it.
+    /// No order of steps ends sooner: what takes longest for all slices, and everything else for one. What takes longest is a phase inside, or
+    /// the link for all phases that need it, or both connections, which share what goes along the rail.
     pub fn bound_ns(&self, costs: &[StepCost]) -> u64 {
-        let all = |ns: u64, each: u64| {
-            ns.saturating_add(each.saturating_mul(self.slices.saturating_sub(1) as u64))
-        };
+        let all = |each: u64| each.saturating_mul(self.slices as u64);
         let sum = |costs: &[StepCost]| costs.iter().fold(0, |ns: u64, c| ns.saturating_add(c.ns()));
-        let longest = costs.iter().map(|c| c.ns()).max().unwrap_or(0);
-        let phases = all(sum(costs), longest);
-        let needs_link = |c: &StepCost| c.link_ns > 0;
-        let (Some(first), Some(last)) = (
-            costs.iter().position(needs_link),
-            costs.iter().rposition(needs_link),
-        ) else {
-            return phases;
+        let one = sum(costs);
+        let more = |each: u64| each.saturating_mul(self.slices.saturating_sub(1) as u64);
+        let inside = costs.iter().enumerate();
+        let inside = inside.filter(|(phase, _)| !self.is_along(*phase));
+        let longest = inside.map(|(_, c)| c.ns()).max().unwrap_or(0);
+        let phases = one.saturating_add(more(longest));
+        let ends = |first: usize, last: usize| {
+            sum(&costs[..first]).saturating_add(sum(&costs[last + 1..]))
         };
-        let busy = costs.iter().map(|c| c.link_ns).fold(0, u64::saturating_add);
-        let link = all(busy, busy)
-            .saturating_add(sum(&costs[..first]))
-            .saturating_add(costs[last].then_ns)
-            .saturating_add(sum(&costs[last + 1..]));
-        phases.max(link)
+        let needs_link = |c: &StepCost| c.link_ns > 0;
+        let link = costs.iter().position(needs_link);
+        let link = link
+            .zip(costs.iter().rposition(needs_link))
+            .map_or(0, |(first, last)| {
+                let busy = costs.iter().map(|c| c.link_ns).fold(0, u64::saturating_add);
+                let after = ends(first, last).saturating_add(costs[last].then_ns);
+                all(busy).saturating_add(after)
+            });
+        let connections = self.rail.map_or(0, |(first, last)| {
+            let along = (first..=last).filter(|phase| self.is_along(*phase));
+            let along = along
+                .map(|phase| costs[phase].ns())
+                .fold(0, u64::saturating_add);
+            all(along)
+                .div_ceil(Self::CONNECTIONS as u64)
+                .saturating_add(ends(first, last))
+        });
+        phases.max(link).max(connections)
+    }
+
+    /// Whether a phase goes along the rail.
+    fn is_along(&self, phase: usize) -> bool {
+        self.rail
+            .is_some_and(|(first, last)| phase == first || phase == last)
     }
 
     fn simulate(&self, costs: &[StepCost]) -> u64 {
-        let slots = self.slots.clamp(1, self.slices.max(1));
-        // When each phase ended its last step in each slot: nobody asks for one before that.
-        let mut ended = vec![0u64; costs.len() * slots];
-        let at = |step: Step| step.phase * slots + step.slice % slots;
-        let mut done = vec![0usize; costs.len()];
+        let of = Self {
+            slots: self.slots.clamp(1, self.slices.max(1)),
+            ..*self
+        };
+        let at = |step: Step| step.slice * of.phases + step.phase;
+        let mut ended: Vec<Option<u64>> = vec![None; of.slices * of.phases];
+        // Each track with the number of steps that it has done, and when it ended the last one.
+        let mut tracks: SmallVec<[(Track, usize, u64); 5]> =
+            of.tracks().map(|track| (track, 0, 0)).collect();
         let mut link_free = 0u64;
-        let mut last = 0u64;
         // The step that may begin first; it asks for the link before all others do.
-        while let Some((start, step)) = (0..costs.len())
-            .filter(|&phase| done[phase] < self.slices)
-            .filter_map(|phase| {
-                let step = Step {
-                    phase,
-                    slice: done[phase],
-                };
-                let before = step.slice.checked_sub(1);
-                let before = before.map_or(0, |slice| ended[at(Step { phase, slice })]);
-                match self.needs(step) {
-                    Some(n) if done[n.phase] <= n.slice => None,
-                    Some(n) => Some((before.max(ended[at(n)]), step)),
-                    None => Some((before, step)),
-                }
+        while let Some((start, step, track)) = tracks
+            .iter()
+            .enumerate()
+            .filter_map(|(i, &(track, done, free))| {
+                let step = of.step(track, done)?;
+                let needs = of.needs(step).map_or(Some(0), |n| ended[at(n)])?;
+                Some((free.max(needs), step, i))
             })
-            .min_by_key(|(start, step)| (*start, step.slice, step.phase))
+            .min_by_key(|(start, step, _)| (*start, step.slice, step.phase))
         {
             let StepCost { link_ns, then_ns } = costs[step.phase];
             let mut end = start;
@@ -95,10 +109,10 @@ impl Schedule {
                 link_free = end;
             }
             end = end.saturating_add(then_ns);
-            ended[at(step)] = end;
-            done[step.phase] += 1;
-            last = last.max(end);
+            ended[at(step)] = Some(end);
+            let (_, done, free) = &mut tracks[track];
+            (*done, *free) = (*done + 1, end);
         }
-        last
+        ended.into_iter().flatten().max().unwrap_or(0)
     }
 }

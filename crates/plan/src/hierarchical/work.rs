@@ -39,8 +39,6 @@ pub struct Work {
     pub take: Vec<Piece>,
     /// What is given to the caller's output then; nothing where another phase goes on with it.
     pub give: Vec<Piece>,
-    /// Along a rail: which of its two connections, so that both are used.
-    pub connection: usize,
 }
 
 impl Slices {
@@ -100,7 +98,6 @@ impl Slices {
             pieces,
             take: when(first, of == Phase::Diffuse),
             give: when(last, of == Phase::Add),
-            connection: usize::from(of == Phase::Diffuse && !first),
         })
     }
 
