@@ -194,3 +194,32 @@ fn under_valgrind(workspace: &Workspace, triple: &str, arguments: &str) -> Comma
         .env(format!("CARGO_TARGET_{triple}_RUNNER"), runner);
     cargo
 }
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    fn all(scripts: &[&str]) -> String {
+        let job = |script: &&str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            (format!("sh {script}"), command)
+        };
+        format!("{:?}", run_all(scripts.iter().map(job).collect()).unwrap())
+    }
+
+    #[test]
+    fn one_failure_among_all_is_the_result() {
+        let code = |code| format!("{:?}", ExitCode::from(code));
+        assert_eq!(all(&["exit 0"; 5]), code(0));
+        assert_eq!(all(&["exit 0", "exit 0", "exit 99", "exit 0"]), code(99));
+        assert_eq!(all(&["exit 0", "exit 0", "exit 99"]), code(99));
+    }
+
+    #[test]
+    fn what_does_not_start_is_an_error() {
+        let jobs = vec![("none".to_owned(), Command::new("/there/is/none"))];
+        let said = run_all(jobs).unwrap_err().to_string();
+        assert_eq!(said, "none does not start");
+    }
+}
