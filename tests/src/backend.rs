@@ -370,8 +370,16 @@ pub fn run(
     config: Option<&CommConfig>,
     body: impl Fn(&mut Rank) + Send + Sync + 'static,
 ) {
+    run_each(seats, config, Arc::new(body));
+}
+
+/// One function for all bodies: there are hundreds, and it is large.
+fn run_each(
+    seats: Vec<Seat>,
+    config: Option<&CommConfig>,
+    body: Arc<dyn Fn(&mut Rank) + Send + Sync>,
+) {
     let size = seats.first().map_or(0, |seat| seat.boot.size());
-    let body = Arc::new(body);
     let progress = Arc::new((Mutex::new(Progress::default()), Condvar::new()));
     let here: Vec<usize> = seats.iter().map(|seat| seat.boot.rank()).collect();
     for (&number, seat) in here.iter().zip(seats) {

@@ -304,7 +304,7 @@ pub(crate) mod tests {
             tiles: false,
             across,
         };
-        let suite: suite::Suite = crate::suite(Arc::new(backend));
+        let suite: suite::Suite = crate::suite(Arc::new(backend), None);
         suite.into_names().collect()
     }
 

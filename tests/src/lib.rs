@@ -4,7 +4,8 @@
 //!
 //! ```no_run
 //! let args = libtest_mimic::Arguments::from_args();
-//! let trials = brigade_conformance::trials(std::sync::Arc::new(brigade_conformance::HostThreads));
+//! let host = std::sync::Arc::new(brigade_conformance::HostThreads);
+//! let trials = brigade_conformance::trials(host, brigade_conformance::asked(&args));
 //! libtest_mimic::run(&args, trials).exit();
 //! ```
 //!
@@ -66,16 +67,17 @@ pub use backend::{Backend, Rank, Seat};
 pub use cuda::{CudaBackend, missing_trial};
 pub use host::HostThreads;
 pub use own::own;
+pub use suite::asked;
 
 use std::sync::Arc;
 
-/// Every contract at every group size of a device.
-pub fn trials(backend: Arc<dyn Backend>) -> Vec<libtest_mimic::Trial> {
-    suite(backend).into_trials()
+/// Every contract at every group size of a device, or the one of this name.
+pub fn trials(backend: Arc<dyn Backend>, only: Option<&str>) -> Vec<libtest_mimic::Trial> {
+    suite(backend, only).into_trials()
 }
 
-fn suite(backend: Arc<dyn Backend>) -> suite::Suite {
-    let mut suite = suite::Suite::new(backend);
+fn suite(backend: Arc<dyn Backend>, only: Option<&str>) -> suite::Suite {
+    let mut suite = suite::Suite::new(backend).only(only);
     gather_linear::add(&mut suite);
     linear_reduce_scatter::add(&mut suite);
     linear_all_reduce::add(&mut suite);

@@ -14,7 +14,7 @@ pub(crate) mod turn;
 use crate::{
     backend::{Backend, Seat, takes_no_hook},
     hierarchical, killed,
-    suite::{SEED, Suite, base_seed},
+    suite::{SEED, Suite, asked, base_seed},
 };
 use brigade_cuda::Missing;
 use brigade_device::{Bootstrap, Device, Injector, Result};
@@ -225,7 +225,7 @@ fn run(args: &Arguments, all: &[Arc<dyn Devices>]) -> ExitCode {
         })
         .collect();
     let with_crews = all.iter().zip(&crews);
-    let trials = with_crews.flat_map(|(devices, crews)| trials(devices, crews, seed));
+    let trials = with_crews.flat_map(|(devices, crews)| trials(devices, crews, seed, asked(args)));
     let conclusion = libtest_mimic::run(args, trials.collect());
     // What ranks' processes end with counts too: a tool around them may have found something.
     let ended = crews.iter().try_for_each(|crews| crews.end());
@@ -255,39 +255,45 @@ fn serve(devices: &Arc<dyn Devices>) -> Result<(), Box<dyn Error>> {
         input,
         io::stdout(),
         || kill(),
-        |place, name| suite(devices, Ok(place)).run(name),
+        |place, name| suite(devices, Ok(place), Some(name)).run(name),
     )?;
     Ok(())
 }
 
-/// All contracts, for a rank with this place in a group.
-fn suite(devices: &Arc<dyn Devices>, place: Result<TcpConfig>) -> Suite {
-    let mut suite = crate::suite(Arc::new(Processes {
+/// All contracts, or the one of this name, for a rank with this place in a group.
+fn suite(devices: &Arc<dyn Devices>, place: Result<TcpConfig>, only: Option<&str>) -> Suite {
+    let ranks = Processes {
         devices: Arc::clone(devices),
         place,
         group: OnceLock::new(),
-    }));
+    };
+    let mut suite = crate::suite(Arc::new(ranks), only);
     killed::add(&mut suite);
     hierarchical::add_killed(&mut suite);
     suite
 }
 
 /// The trials, each of which is run by a crew. In a process that is a rank, only those that tell ranks apart themselves.
-fn trials(devices: &Arc<dyn Devices>, crews: &Arc<Crews>, seed: u64) -> Vec<Trial> {
+fn trials(
+    devices: &Arc<dyn Devices>,
+    crews: &Arc<Crews>,
+    seed: u64,
+    only: Option<&str>,
+) -> Vec<Trial> {
     let many = killed::trial(devices, is_rank(), seed);
     if is_rank() {
         return many.into_iter().collect();
     }
-    let trials = names(devices).map(|name| {
+    let trials = names(devices, only).map(|name| {
         let crews = Arc::clone(crews);
         Trial::test(name.clone(), move || crews.run(&name))
     });
     trials.chain(many).collect()
 }
 
-/// The contracts that are tried.
-fn names(devices: &Arc<dyn Devices>) -> impl Iterator<Item = String> {
-    let all = suite(devices, TcpConfig::from_env()).into_names();
+/// The contracts that are tried, or the one of this name.
+fn names(devices: &Arc<dyn Devices>, only: Option<&str>) -> impl Iterator<Item = String> {
+    let all = suite(devices, TcpConfig::from_env(), only).into_names();
     all.filter(|name| {
         let parts: Vec<_> = name.split('/').collect();
         devices.tries(&parts[1..])

@@ -2,7 +2,7 @@
 
 use crate::backend::{Backend, Rank, panic_text, run};
 use brigade_device::{CommConfig, Inject, Injector};
-use libtest_mimic::{Failed, Trial};
+use libtest_mimic::{Arguments, Failed, Trial};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
@@ -64,11 +64,18 @@ impl World {
     }
 }
 
+/// The one trial that a program is asked for, where it is asked for one: a runner that starts a process for each says so.
+pub fn asked(args: &Arguments) -> Option<&str> {
+    let one = args.exact && args.skip.is_empty();
+    args.filter.as_deref().filter(|_| one)
+}
+
 /// Collects trials.
 pub struct Suite {
     backend: Arc<dyn Backend>,
     base_seed: u64,
     contracts: Vec<Contract>,
+    only: Option<String>,
 }
 
 /// A contract at one group size.
@@ -84,7 +91,15 @@ impl Suite {
             backend,
             base_seed: base_seed(),
             contracts: Vec::new(),
+            only: None,
         }
+    }
+
+    /// The same for the trial of this name alone, if there is one: thousands that a process does not run take it more time than many a
+    /// trial does.
+    pub fn only(mut self, name: Option<&str>) -> Self {
+        self.only = name.map(str::to_owned);
+        self
     }
 
     /// The device under test.
@@ -135,7 +150,7 @@ impl Suite {
 
     /// A contract at one group size.
     pub fn add_at(&mut self, size: usize, name: &str, contract: impl Fn(&World) + Send + 'static) {
-        self.add_for(size, None, name, contract);
+        self.add_for(size, None, name, Box::new(contract));
     }
 
     /// A contract across machines: how many, and ranks of each. None where the device does not span these.
@@ -146,7 +161,7 @@ impl Suite {
         contract: impl Fn(&World) + Send + 'static,
     ) {
         if self.backend.spans(shape) {
-            self.add_for(shape.0 * shape.1, Some(shape), name, contract);
+            self.add_for(shape.0 * shape.1, Some(shape), name, Box::new(contract));
         }
     }
 
@@ -155,13 +170,20 @@ impl Suite {
         size: usize,
         machines: Option<(usize, usize)>,
         name: &str,
-        contract: impl Fn(&World) + Send + 'static,
+        contract: Box<dyn Fn(&World) + Send>,
     ) {
+        let only = self.only.as_deref();
+        if only.is_some_and(|only| !only.ends_with(name)) {
+            return;
+        }
         let name = format!("w{size}/{name}");
         if !self.backend.tries(&name.split('/').collect::<Vec<_>>()) {
             return;
         }
         let name = format!("{}/{name}", self.backend.name());
+        if only.is_some_and(|only| only != name) {
+            return;
+        }
         let base_seed = self.base_seed;
         let mut hasher = DefaultHasher::new();
         (base_seed, &name).hash(&mut hasher);

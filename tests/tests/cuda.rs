@@ -1,7 +1,9 @@
 //! The contracts on every GPU of this host, alone and in groups; where there is none, one trial: opening says what is missing.
 //! With BRIGADE_TEST_DEVICE=cuda a GPU must be there.
 
-use brigade_conformance::{CudaBackend, device_trials, machine_trials, missing_trial, trials};
+use brigade_conformance::{
+    CudaBackend, asked, device_trials, machine_trials, missing_trial, trials,
+};
 use std::{process::ExitCode, sync::Arc};
 
 /// Trials at a time, where neither `--test-threads` nor `RUST_TEST_THREADS` says how many. Trials have the same GPUs: blocks of
@@ -21,7 +23,9 @@ fn main() -> ExitCode {
     let list = match found {
         Ok((gpus, groups, machines)) => {
             let alone = gpus.into_iter().flat_map(|g| device_trials(Arc::new(g)));
-            let together = groups.into_iter().flat_map(|g| trials(Arc::new(g)));
+            let together = groups
+                .into_iter()
+                .flat_map(|g| trials(Arc::new(g), asked(&args)));
             let across = machine_trials(Arc::new(machines));
             alone.chain(together).chain(across).collect()
         }

@@ -1,10 +1,14 @@
 //! Runs the tests of unsafe host code under valgrind.
 
 use crate::workspace::{Workspace, exit_code, status};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use cargo_metadata::{Artifact, Message};
 use clap::Args;
-use std::process::{Command, ExitCode, Stdio};
+use std::{
+    process::{Command, ExitCode, Stdio},
+    sync::{Mutex, PoisonError},
+    thread,
+};
 
 /// Run the tests of unsafe host code under valgrind's memcheck
 ///
@@ -64,6 +68,7 @@ impl Memcheck {
             bail!("valgrind did not find the planted fault");
         }
         eprintln!("the planted fault was found");
+        let mut jobs = Vec::new();
         for program in test_programs(workspace)? {
             let of_this = |(name, _): &&(&str, &str)| *name == program.target.name;
             let (Some((name, arguments)), Some(path)) =
@@ -71,25 +76,59 @@ impl Memcheck {
             else {
                 continue;
             };
-            eprintln!("$ valgrind {name} {arguments}");
             let mut command = valgrind();
             command.arg(path).args(arguments.split_whitespace());
             command.current_dir(program.manifest_path.parent().unwrap_or(path));
-            let ended = status(&mut command)?;
-            if !ended.success() {
-                return Ok(exit_code(ended));
-            }
+            jobs.push((format!("valgrind {name} {arguments}"), command));
         }
         let contracts =
             CONTRACTS.map(|(program, part)| format!("--workspace --test {program} -- {part}"));
-        for tests in CRATES.map(str::to_owned).iter().chain(&contracts) {
-            let ended = under_valgrind(workspace, &triple, &format!("test {tests}"))?;
-            if !ended.success() {
-                return Ok(exit_code(ended));
-            }
+        for tests in contracts.into_iter().chain(CRATES.map(str::to_owned)) {
+            let arguments = format!("test {tests}");
+            let command = under_valgrind(workspace, &triple, &arguments);
+            jobs.push((format!("cargo {arguments}"), command));
         }
-        Ok(ExitCode::SUCCESS)
+        run_all(jobs)
     }
+}
+
+/// Runs them side by side, as many as there are cores: valgrind lets one thread of a program run at a time. Shows each one's output when it
+/// has ended; once one has failed, begins no other.
+fn run_all(jobs: Vec<(String, Command)>) -> Result<ExitCode> {
+    let workers = thread::available_parallelism().map_or(1, usize::from);
+    let left = Mutex::new(jobs.into_iter());
+    let worst: Mutex<Option<Result<ExitCode>>> = Mutex::new(None);
+    let next = || {
+        let failed = worst
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .is_some();
+        let mut left = left.lock().unwrap_or_else(PoisonError::into_inner);
+        if failed { None } else { left.next() }
+    };
+    thread::scope(|scope| {
+        for _ in 0..workers {
+            scope.spawn(|| {
+                while let Some((what, mut command)) = next() {
+                    let ended = command
+                        .output()
+                        .with_context(|| format!("{what} does not start"));
+                    let mut worst = worst.lock().unwrap_or_else(PoisonError::into_inner);
+                    let failure = match ended {
+                        Ok(out) => {
+                            let text = [out.stderr, out.stdout].concat();
+                            eprintln!("$ {what}\n{}", String::from_utf8_lossy(&text));
+                            (!out.status.success()).then(|| Ok(exit_code(out.status)))
+                        }
+                        Err(error) => Some(Err(error)),
+                    };
+                    *worst = worst.take().or(failure);
+                }
+            });
+        }
+    });
+    let worst = worst.into_inner().unwrap_or_else(PoisonError::into_inner);
+    worst.unwrap_or(Ok(ExitCode::SUCCESS))
 }
 
 /// This machine's name among cargo's targets, as its variables have it.
@@ -144,12 +183,7 @@ fn valgrind() -> Command {
     command
 }
 
-fn under_valgrind(
-    workspace: &Workspace,
-    triple: &str,
-    arguments: &str,
-) -> Result<std::process::ExitStatus> {
-    eprintln!("$ cargo {arguments}");
+fn under_valgrind(workspace: &Workspace, triple: &str, arguments: &str) -> Command {
     let before = valgrind();
     let words = [before.get_program()].into_iter().chain(before.get_args());
     let words: Vec<_> = words.map(|word| word.to_string_lossy()).collect();
@@ -158,5 +192,34 @@ fn under_valgrind(
     cargo
         .args(arguments.split_whitespace())
         .env(format!("CARGO_TARGET_{triple}_RUNNER"), runner);
-    status(&mut cargo)
+    cargo
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    fn all(scripts: &[&str]) -> String {
+        let job = |script: &&str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            (format!("sh {script}"), command)
+        };
+        format!("{:?}", run_all(scripts.iter().map(job).collect()).unwrap())
+    }
+
+    #[test]
+    fn one_failure_among_all_is_the_result() {
+        let code = |code| format!("{:?}", ExitCode::from(code));
+        assert_eq!(all(&["exit 0"; 5]), code(0));
+        assert_eq!(all(&["exit 0", "exit 0", "exit 99", "exit 0"]), code(99));
+        assert_eq!(all(&["exit 0", "exit 0", "exit 99"]), code(99));
+    }
+
+    #[test]
+    fn what_does_not_start_is_an_error() {
+        let jobs = vec![("none".to_owned(), Command::new("/there/is/none"))];
+        let said = run_all(jobs).unwrap_err().to_string();
+        assert_eq!(said, "none does not start");
+    }
 }

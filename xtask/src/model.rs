@@ -28,10 +28,12 @@ pub fn fetch(workspace: &Workspace) -> Result<ExitStatus> {
     status(Command::new(demo_binary(workspace)?).arg("fetch"))
 }
 
-/// Builds the demo with the features that the whole workspace gives its dependencies, so that the tests' build reuses them.
+/// Builds the demo with the features that the whole workspace gives its dependencies, so that the tests' build reuses them. Features
+/// of what only tests depend on count where a test is built too: one of the demo's own, which is small.
 fn demo_binary(workspace: &Workspace) -> Result<PathBuf> {
     let mut build = workspace.cargo();
     build.args(["build", "--workspace", "--bin", "brigade-demo"]);
+    build.args(["--test", "cli"]);
     build.args(["--message-format", "json-render-diagnostics"]);
     let mut child = build
         .stdout(Stdio::piped())

@@ -94,7 +94,9 @@ fn any_number_of_ranks_answers_as_smollm2_does() {
     ];
     for ranks in 1..=4 {
         for mode in modes {
-            let options = options(ranks, GRAVITY.len(), mode);
+            // As far as a sentence begins where the mode is forced, which makes every token the same way.
+            let tokens = if mode.is_none() { GRAVITY.len() } else { 8 };
+            let options = options(ranks, tokens, mode);
             let got = generate(
                 &file,
                 &[GRAVITY_PROMPT.to_vec()],
@@ -102,7 +104,8 @@ fn any_number_of_ranks_answers_as_smollm2_does() {
                 &options,
                 &mut |_, _| {},
             );
-            assert_eq!(got.unwrap().tokens, [GRAVITY], "{ranks} ranks, {mode:?}");
+            let want = &GRAVITY[..tokens];
+            assert_eq!(got.unwrap().tokens, [want], "{ranks} ranks, {mode:?}");
         }
     }
 }

@@ -215,12 +215,14 @@ impl Case {
 
     /// Slots of every rank.
     pub fn slots(&self) -> Vec<usize> {
+        (0..self.size).map(|rank| self.slots_of(rank)).collect()
+    }
+
+    fn slots_of(&self, rank: usize) -> usize {
         match &self.places {
-            Where::Even => (0..self.size)
-                .map(|r| self.experts / self.size + usize::from(r < self.experts % self.size))
-                .collect(),
-            Where::Map { per_rank, .. } => vec![*per_rank; self.size],
-            Where::Ranks => vec![1; self.size],
+            Where::Even => self.experts / self.size + usize::from(rank < self.experts % self.size),
+            Where::Map { per_rank, .. } => *per_rank,
+            Where::Ranks => 1,
         }
     }
 
@@ -239,14 +241,11 @@ impl Case {
             Where::Even | Where::Ranks => Some(id),
             Where::Map { slots, .. } => {
                 let copies = slots.len() / self.experts;
-                let of_expert: Vec<i32> = slots[id * copies..(id + 1) * copies]
+                let mut of_expert = slots[id * copies..(id + 1) * copies]
                     .iter()
-                    .copied()
-                    .filter(|&s| s >= 0)
-                    .collect();
-                of_expert
-                    .get((token + rank) % of_expert.len().max(1))
-                    .map(|&s| s as usize)
+                    .filter(|&&s| s >= 0);
+                let number = of_expert.clone().count().max(1);
+                of_expert.nth((token + rank) % number).map(|&s| s as usize)
             }
         }
     }
@@ -254,7 +253,8 @@ impl Case {
     /// Whose a slot is, and which of that rank's.
     pub fn owner(&self, slot: usize) -> (usize, usize) {
         let mut left = slot;
-        for (rank, n) in self.slots().into_iter().enumerate() {
+        for rank in 0..self.size {
+            let n = self.slots_of(rank);
             if left < n {
                 return (rank, left);
             }
@@ -301,21 +301,24 @@ impl Case {
         let mut end = 0usize;
         let of = |source: usize| (0..self.tokens(source)).map(move |token| (source, token));
         if let Arrangement::ByExpert { alignment } = self.arrangement {
-            for slot in 0..self.slots()[rank] {
-                end = end.div_ceil(alignment) * alignment;
-                for (source, token) in (0..self.size).flat_map(of) {
-                    for entry in 0..self.k {
-                        if self.local(rank, source, token, entry) == Some(slot) {
-                            let (at, entry) = (end, Some(entry));
-                            list.push(Came {
-                                at,
-                                source,
-                                token,
-                                entry,
-                            });
-                            end += 1;
-                        }
+            let mut of_slots = vec![vec![]; self.slots_of(rank)];
+            for (source, token) in (0..self.size).flat_map(of) {
+                for entry in 0..self.k {
+                    if let Some(slot) = self.local(rank, source, token, entry) {
+                        of_slots[slot].push((source, token, Some(entry)));
                     }
+                }
+            }
+            for rows in of_slots {
+                end = end.div_ceil(alignment) * alignment;
+                for (source, token, entry) in rows {
+                    list.push(Came {
+                        at: end,
+                        source,
+                        token,
+                        entry,
+                    });
+                    end += 1;
                 }
             }
             return (list, end.div_ceil(alignment) * alignment);

@@ -214,7 +214,7 @@ pub(crate) mod tests {
 
     fn tried(count: usize) -> Vec<String> {
         let gpus: Arc<dyn Devices> = Arc::new(Gpus { count, tiles: true });
-        let names = crate::processes::names(&gpus);
+        let names = crate::processes::names(&gpus, None);
         let many = killed::trial(&gpus, false, 0);
         names.chain(many.map(|t| t.name().to_owned())).collect()
     }
@@ -267,7 +267,7 @@ pub(crate) mod tests {
             tiles: true,
         };
         let all: Arc<dyn Devices> = Arc::new(Machines::of(gpus));
-        let names: Vec<_> = crate::processes::names(&all).collect();
+        let names: Vec<_> = crate::processes::names(&all, None).collect();
         let has = |name: &str| names.iter().any(|n| n == name);
         let sums = "cuda-machines/w2/hierarchical/2x1/sums";
         assert_eq!(has(sums), crate::cuda::has_nccl());

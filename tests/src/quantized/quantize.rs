@@ -12,6 +12,7 @@ use crate::{
 };
 use brigade_device::{DataType, QScheme};
 use rand::{Rng, rngs::StdRng};
+use std::sync::LazyLock;
 
 const CANONICAL_NAN: u32 = 0x7FC0_0000;
 
@@ -20,12 +21,13 @@ pub fn to_fp8(x: f32) -> u8 {
     if x.is_nan() {
         return 0x7F;
     }
+    static ALL: LazyLock<Vec<f64>> = LazyLock::new(|| (0..=0x7Eu8).map(fp8).collect());
     let magnitude = f64::from(x.abs().min(448.0));
-    let mut best = 0u8;
-    for bits in 1..=0x7Eu8 {
-        let (near, nearest) = ((fp8(bits) - magnitude).abs(), (fp8(best) - magnitude).abs());
+    let (mut best, mut nearest) = (0u8, magnitude);
+    for (bits, number) in (0u8..).zip(&*ALL) {
+        let near = (number - magnitude).abs();
         if near < nearest || near == nearest && bits % 2 == 0 {
-            best = bits;
+            (best, nearest) = (bits, near);
         }
     }
     best | u8::from(x.is_sign_negative()) << 7
