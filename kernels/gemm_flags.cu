@@ -102,11 +102,11 @@ __device__ __forceinline__ void store_release_gpu(uint32_t* at, uint32_t value) 
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// The first tile that no block has, behind those that blocks begin with; none is left from `p.tiles` on. Every block asks until there is
-// none, which makes as many questions as there are tiles: the last leaves the count at zero for the next product.
+// The first tile that no block has; none is left from `p.tiles` on. Every block asks until there is none, and so leaves the count
+// at zero for the next product.
 __device__ __forceinline__ uint32_t next_tile(const Parameters& p) {
   uint32_t* taken = reinterpret_cast<uint32_t*>(p.state + 8 * STATE_TILES);
-  return gridDim.x + atomicInc(taken, p.tiles - 1);
+  return atomicInc(taken, p.tiles + gridDim.x - 1);
 }
 
 // The two groups that multiply, and not the one that loads.
@@ -148,12 +148,11 @@ struct Ring {
 
 // Loads what the tiles need, stage after stage, and says of each stage for which tile it is.
 template <typename In, uint32_t COLUMNS>
-__device__ inline void load(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty, uint32_t* tiles) {
+__device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint32_t full, uint32_t empty, uint32_t* tiles) {
   constexpr uint32_t inner = inner_of<In>;
   const Group g = group_of(p, p.signature);
   Ring<COLUMNS> ring;
-  // There are no more blocks than tiles. Nobody is asked for the first one, as an answer takes about a microsecond.
-  uint32_t t = blockIdx.x, next = 0;
+  uint32_t next = 0;
   const auto load_stage = [&](const void* rows, uint32_t row, const void* columns, uint32_t column, uint32_t k, auto steps, uint32_t step_bytes) {
     constexpr uint32_t count = decltype(steps)::count;
     barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
@@ -429,7 +428,10 @@ __device__ __forceinline__ void gemm_flags(const Parameters& p) {
   const uint32_t base = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t full = base + stages<COLUMNS> * stage_bytes<COLUMNS>, empty = full + 8 * stages<COLUMNS>;
   uint32_t* tiles = reinterpret_cast<uint32_t*>(memory + (empty + 8 * stages<COLUMNS> - shared_address(memory)));
+  // Answers take about a microsecond. Whatever counted tiles before had ended when steps let this kernel begin.
+  uint32_t first_tile = 0;
   if (threadIdx.x == 0) {
+    first_tile = next_tile(p);
     map_is_wanted(p.part_word[0] == 0 ? p.own_map : p.rows_map);
     map_is_wanted(p.weight_map);
     for (uint32_t s = 0; s < stages<COLUMNS>; ++s) {
@@ -439,11 +441,11 @@ __device__ __forceinline__ void gemm_flags(const Parameters& p) {
     barriers_made();
   }
   __syncthreads();
-  // What is above touches nothing that an earlier kernel does.
+  // What is above touches nothing else of an earlier kernel's.
   if (p.begins_early == 0) wait_for_previous_kernel();
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if (threadIdx.x == 0) load<In, COLUMNS>(p, base, full, empty, tiles);
+    if (threadIdx.x == 0) load<In, COLUMNS>(p, first_tile, base, full, empty, tiles);
   } else {
     more_registers<232>();
     multiply<In, Out, COLUMNS>(p, base, full, empty, tiles);
