@@ -114,7 +114,9 @@ __device__ __forceinline__ void both_groups_meet() { asm volatile("bar.sync 1, 2
 
 // Waits for the rows of a part. False if the group was stopped: the product goes on, and its result is poisoned.
 __device__ inline bool wait_for_part(const Parameters& p, const Group& g, uint32_t part) {
-  Waiting w{p.part_word[part], g.flag(*g.counter(p.counter)), Want::exactly, p.part_peer[part], p.part_peer[part]};
+  // Steps may have counted since this kernel began: the first-level cache need not know.
+  const uint64_t count = load_relaxed_sys(g.counter(p.counter));
+  Waiting w{p.part_word[part], g.flag(count), Want::exactly, p.part_peer[part], p.part_peer[part]};
   w.uncounted = blockIdx.x > 0;
   while (w.end == End::going_on) look(g, w);
   if (w.end == End::there) return true;

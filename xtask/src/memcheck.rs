@@ -195,7 +195,7 @@ fn under_valgrind(workspace: &Workspace, triple: &str, arguments: &str) -> Comma
     cargo
 }
 
-#[cfg(all(test, unix))]
+#[cfg(test)]
 mod tests {
     use super::*;
 
