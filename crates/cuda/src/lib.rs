@@ -13,7 +13,8 @@
 //! A [`CudaDevice`] joins a group of up to 16 ranks, threads or processes of one machine, each with a GPU that reaches the others'
 //! memory. Calls of its communicator are enqueued: what ranks post and wait for is handed to kernels as data, counters lie in
 //! GPU memory, so that calls can be captured, and copy engines move rows beside products. Every wait ends by its deadline, in
-//! kernels too; a fault stops the kernels of all ranks, poisons outputs, and is the same record on every rank.
+//! kernels too; a fault stops the kernels of all ranks, poisons outputs, and is the same record on every rank. Groups on several
+//! machines join as a hierarchy, between whose machines NCCL carries the bytes.
 
 mod all_gather;
 mod all_reduce;

@@ -12,6 +12,8 @@
 //! - [`gathered`]: where the rows of all ranks lie.
 //! - [`routes`]: which rows go to which experts; [`dispatch`] and [`combine`]: where they lie on the way, and [`records`] if they are
 //!   pushed.
+//! - [`pushed`]: how sums, copies and shares are cut where they are pushed.
+//! - [`reason`]: the code of every reason why a plan is not another.
 //! - [`experts`]: what calls with experts need and do, in bytes and in words.
 //! - [`absent`]: what is done in a group that goes on without some of its ranks.
 //! - [`fifo`]: queues between ranks; [`low_latency`]: places of rows that are sent without waiting; [`logfmt`]: rows of fewer bits.
