@@ -42,6 +42,9 @@ const WIDTHS: [&[Width]; 3] = [
     &[wide(192, 203), wide(128, 139)],
 ];
 
+/// What a narrow tile of adapters costs, in columns of others.
+const NARROW_COST: usize = 60;
+
 /// Bytes of the inner dimension that a box holds.
 const BOX_BYTES: usize = 128;
 
@@ -188,11 +191,18 @@ impl Tiled {
     }
 }
 
-/// Which width is best for so many bands of rows: the least cost of as many rounds of all multiprocessors as it takes.
-fn best_width(widths: &[Width], bands: usize, columns: usize, sms: usize) -> usize {
+/// Which width is best for so many bands of rows: the least cost of as many rounds of all multiprocessors as it takes. With adapters each
+/// band has a narrow tile, too.
+fn best_width(
+    widths: &[Width],
+    (bands, columns): (usize, usize),
+    adapters: bool,
+    sms: usize,
+) -> usize {
+    let narrow = if adapters { NARROW_COST } else { 0 };
     let cost = |width: Width| {
-        let rounds = (bands * columns.div_ceil(width.columns)).div_ceil(sms.max(1));
-        rounds * width.cost
+        let all = bands * (columns.div_ceil(width.columns) * width.cost + narrow);
+        all.div_ceil(sms.max(1) * width.cost) * width.cost
     };
     (0..widths.len())
         .min_by_key(|&i| cost(widths[i]))
@@ -260,7 +270,7 @@ impl Job<'_> {
         };
         let low = self.low(p)?;
         let sms = p.blocks as usize;
-        let chosen = best_width(of_type.widths, p.bands(), columns, sms);
+        let chosen = best_width(of_type.widths, (p.bands(), columns), low.is_some(), sms);
         let width = of_type.widths[chosen].columns;
         let steps = core.steps();
         let mut parameters = GemmFlagsParams {
@@ -406,8 +416,8 @@ mod tests {
     #[test]
     fn tiles_are_as_wide_as_leaves_the_least_idle() {
         let widths = WIDTHS[0];
-        let best = |bands, columns| best_width(widths, bands, columns, 132);
-        let width = |rows: usize, columns| widths[best(rows / 128, columns)].columns;
+        let best = |shape, adapters| widths[best_width(widths, shape, adapters, 132)].columns;
+        let width = |rows: usize, columns| best((rows / 128, columns), false);
         // One round of 192 columns, not one of 256.
         assert_eq!(width(512, 6144), 192);
         // 4.97 rounds of 176 columns, which is nearly 5, where 224 would take 3.9 of 4, and 256 3.4.
@@ -417,7 +427,10 @@ mod tests {
         assert_eq!(width(16384, 14336), 256);
         // Where rounds cost the same, fewer tiles do.
         assert_eq!(width(128, 128), 128);
-        assert_eq!(best_width(widths, 0, 0, 0), 0);
+        // Narrow tiles leave no room for the last of those of 176.
+        assert_eq!(best((16, 7168), true), 224);
+        assert_eq!(best((64, 2560), true), 256);
+        assert_eq!(best_width(widths, (0, 0), false, 0), 0);
     }
 
     fn product() -> Tiled {
