@@ -11,7 +11,7 @@ use crate::{
     reduce_scatter::Reduction,
 };
 use brigade_device::{
-    AllGatherParams, AllReduceParams, Buffer, Call, DataType, HierarchicalCall,
+    AllGatherParams, AllReduceParams, Buffer, Call, DataType, Error, HierarchicalCall,
     HierarchicalOperation as Operation, HierarchicalPlan, Part, PerRank, Phase, RailParams,
     ReduceScatterParams, Result, Shape, SliceSlot, SlicedPlan, Staging, Stream,
 };
@@ -287,7 +287,8 @@ impl Pipe<'_> {
                 let step = Step { phase, slice };
                 let track = self.schedule.track(step);
                 let Some((_, on, lane)) = tracks.iter().find(|(t, ..)| *t == track) else {
-                    continue;
+                    let got = format!("{track:?}");
+                    return Err(Error::invalid("plan.phases", got, "phases with streams"));
                 };
                 let needs = self.schedule.needs(step).map(at);
                 if let Some(end) = needs.and_then(|n| ends[n].as_ref()) {
