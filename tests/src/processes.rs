@@ -197,8 +197,8 @@ pub fn on_host(args: &Arguments) -> ExitCode {
     run(args, &[Arc::new(host::Hosts)])
 }
 
-/// As [`on_host`], with a GPU for each rank; and with a GPU for each rank of several machines, between which NCCL goes through sockets. No
-/// trials where there are not GPUs for two.
+/// As [`on_host`], with a GPU for each rank; and with several machines, between which NCCL goes through sockets, and whose ranks have a GPU
+/// each, which those of another may have too. No trials where there is no GPU.
 ///
 /// # Errors
 /// What is missing, on hosts where no GPU can be opened.

@@ -228,13 +228,17 @@ impl Stoppable for Rails {
     }
 }
 
-/// NCCL serves no ranks that share a GPU: all ranks of the rail show theirs.
+/// NCCL serves no ranks of one host that share a GPU: all ranks of the rail show theirs, and which host they are to NCCL, where they
+/// were told to be others.
 fn own_gpus(line: &Line, device: &CudaDevice, within: Duration) -> Result<()> {
     let group = line.group();
     let here: Result<_, Missing> = devices();
     let here = agree(group, STEP, here.map_err(Error::from), within)?;
     let uuid = here.get(device.info().ordinal as usize).map(|gpu| gpu.uuid);
-    let mut all = group.all_gather(&uuid.unwrap_or_default(), within)?;
+    // NCCL's own variable, which it goes by itself.
+    let host = std::env::var_os("NCCL_HOSTID").unwrap_or_default();
+    let shown = [&uuid.unwrap_or_default(), host.as_encoded_bytes()].concat();
+    let mut all = group.all_gather(&shown, within)?;
     all.sort_unstable();
     all.dedup();
     match all.len() == group.size() {

@@ -21,14 +21,14 @@ pub(super) struct Gpus {
 }
 
 impl Gpus {
-    /// Those that the driver shows, if there are enough for a group. A process that is no rank opens one first: where
+    /// Those that the driver shows, if any. A process that is no rank opens one first: where
     /// none can be opened, it says so, and no trial starts.
     ///
     /// # Errors
     /// What is missing.
     pub(super) fn find(is_rank: bool) -> Result<Option<Self>, Missing> {
         let count = devices()?.len();
-        if count < 2 {
+        if count == 0 {
             return Ok(None);
         }
         if !is_rank {
@@ -122,8 +122,11 @@ impl Devices for Gpus {
     }
 }
 
+/// Ranks of all machines together, where machines share GPUs.
+const MOST_SHARING: usize = 4;
+
 /// The same GPUs as several machines. A process is one of NCCL's hosts, since ranks of one rail are of different machines, and all else is not
-/// NCCL's: so it goes through sockets.
+/// NCCL's: so it goes through sockets, also where machines share a GPU. There their processes take turns.
 pub(super) struct Machines {
     gpus: Gpus,
     /// Processes so far.
@@ -168,7 +171,10 @@ impl Devices for Machines {
     }
 
     fn spans(&self, (machines, ranks): (usize, usize)) -> bool {
-        machines > 1 && machines * ranks <= self.gpus.count && self.gpus.has_nccl()
+        let gpus = self.gpus.count;
+        // Ranks of one machine wait for each other's kernels, which have no turns to spare.
+        let fits = ranks <= gpus && machines * ranks <= gpus.max(MOST_SHARING);
+        machines > 1 && fits && self.gpus.has_nccl()
     }
 
     fn injects(&self) -> bool {
@@ -208,7 +214,7 @@ pub(crate) mod tests {
 
     pub(crate) const ALL: &[Case] = cases![
         the_group_is_tried_at_the_largest_size,
-        machines_are_tried_with_a_gpu_for_each_rank_where_there_is_nccl,
+        machines_share_gpus_and_their_ranks_do_not_where_there_is_nccl,
         kills_in_a_row_need_a_gpu_for_each_rank,
     ];
 
@@ -261,9 +267,9 @@ pub(crate) mod tests {
         }
     }
 
-    fn machines_are_tried_with_a_gpu_for_each_rank_where_there_is_nccl() {
+    fn machines_share_gpus_and_their_ranks_do_not_where_there_is_nccl() {
         let gpus = Gpus {
-            count: 2,
+            count: 1,
             tiles: true,
         };
         let all: Arc<dyn Devices> = Arc::new(Machines::of(gpus));
