@@ -94,8 +94,7 @@ impl CudaBackend {
                 name: "shared".into(),
                 worlds: (2..=SHARED).chain(crowds().then_some(CROWD)).collect(),
                 ordinals: ordinals[..1].to_vec(),
-                // They would hold the whole GPU, each for itself.
-                tiles: false,
+                tiles: tiles()?,
                 across: Across::OneGpu,
             },
             Self {

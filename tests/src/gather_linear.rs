@@ -1,6 +1,7 @@
 //! Gather-linear: every mode gives the linear of all ranks' rows, and the rows themselves.
 
 mod alone;
+mod beside;
 mod layouts;
 mod limits;
 mod pressure;
@@ -224,6 +225,7 @@ pub fn add(suite: &mut Suite) {
     pressure::add(suite);
     if suite.backend().engines().tiles {
         tiles::add(suite);
+        beside::add(suite);
     }
 }
 

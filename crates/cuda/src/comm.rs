@@ -136,13 +136,9 @@ pub(crate) fn join_one(
         topology: Topology {
             group,
             config: config.clone(),
-            // Tiles that wait hold all of a GPU: a rank that shares it would find no room to send what they wait for.
-            engines: Engines::cuda(
-                hardware.tiles && !hardware.shares(),
-                size <= pushed::MOST_RANKS,
-            )
-            .with_nccl(nccl.is_some())
-            .with_channels(messages::blocks_each(size, hardware.sharing) as u8),
+            engines: Engines::cuda(hardware.tiles, size <= pushed::MOST_RANKS)
+                .with_nccl(nccl.is_some())
+                .with_channels(messages::blocks_each(size, hardware.sharing) as u8),
         },
         control: Control::new(group, layout, sharing, segments),
         config: config.clone(),
@@ -150,7 +146,7 @@ pub(crate) fn join_one(
         symmetric,
         nccl,
         regions_start,
-        shares: hardware.shares(),
+        sharing: hardware.sharing,
         device,
     });
     let made = made.and_then(|core| Ok((core, own_stream?)));

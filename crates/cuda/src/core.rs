@@ -91,8 +91,8 @@ pub(crate) struct Core {
     pub(crate) issue: Mutex<Issue>,
     pub(crate) views: Views,
     pub(crate) regions: Mutex<Regions>,
-    /// Whether another rank of the group has this GPU too.
-    pub(crate) shares: bool,
+    /// Most ranks of the group that have one GPU.
+    pub(crate) sharing: usize,
     /// The last calls, where that is so.
     pub(crate) ahead: Mutex<VecDeque<CudaMark>>,
     pub(crate) stepping: Spinning,
@@ -102,6 +102,8 @@ pub(crate) struct Core {
     pub(crate) whole: OnceLock<Weak<dyn Stoppable>>,
     /// The last generation whose kernels this host told to stop.
     stopped: AtomicU8,
+    /// Whether a product of tiles may take its place on the GPU while the steps before it still wait.
+    pub(crate) begins_early: bool,
     /// Whether an exchange may take its place on the GPU while the one before it still waits.
     pub(crate) overtakes: bool,
 }
@@ -162,8 +164,8 @@ pub(crate) struct Parts {
     /// Every rank's part.
     pub(crate) symmetric: Arc<Symmetric>,
     pub(crate) nccl: Option<Arc<NcclSums>>,
-    /// Whether another rank of the group has this GPU too.
-    pub(crate) shares: bool,
+    /// Most ranks of the group that have one GPU.
+    pub(crate) sharing: usize,
     /// Where the heap of registered regions begins in a part.
     pub(crate) regions_start: usize,
 }
@@ -184,9 +186,10 @@ impl Core {
             table,
             symmetric,
             nccl,
-            shares,
+            sharing,
             regions_start,
         } = parts;
+        let shares = sharing > 1;
         let size = control.group().size;
         let kernels = &device.opened.kernels;
         let hook = device.inject.as_ref();
@@ -210,6 +213,7 @@ impl Core {
             desk: desk.transpose()?,
             nccl,
         };
+        let programmatic = kernels.pushes.programmatic && !device.serial;
         let core = Self {
             mover: Lane::new(&device.card, i8::MAX)?,
             waiter: Lane::new(&device.card, i8::MAX)?,
@@ -223,13 +227,14 @@ impl Core {
             views: Views::default(),
             regions: Mutex::new(Regions::new(regions_start, &config)),
             config,
-            shares,
+            sharing,
             ahead: Mutex::default(),
             stepping,
             exchanging,
             whole: OnceLock::new(),
             stopped: AtomicU8::new(0),
-            overtakes: kernels.pushes.programmatic && !shares && !device.serial,
+            begins_early: programmatic,
+            overtakes: programmatic && !shares,
             device,
         };
         core.empty_sums()?;
@@ -238,6 +243,11 @@ impl Core {
         watch(&core)?;
         quiet::heed(&core);
         Ok(core)
+    }
+
+    /// Whether another rank of the group has this rank's GPU, or that of a peer.
+    pub(crate) fn shares(&self) -> bool {
+        self.sharing > 1
     }
 
     pub(crate) fn rank(&self) -> usize {

@@ -124,7 +124,7 @@ impl CudaComm {
             output: d.dtype(),
             d: Some(&d),
         };
-        let tiles = self.core.tiles(&mut plan, p.choice, &operands)?;
+        let tiles = self.core.tiles(&mut plan, p.choice, &operands, lane)?;
         let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
             return Err(Error::invalid(
                 "plan",

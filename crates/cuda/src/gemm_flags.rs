@@ -330,7 +330,7 @@ impl Job<'_> {
             tiles += rows.len().div_ceil(GEMM_ROWS as usize) as u32 * in_band;
         }
         parameters.tiles = tiles;
-        let behind_steps = core.overtakes && self.stepped.get();
+        let behind_steps = core.begins_early && self.stepped.get();
         parameters.begins_early = u32::from(behind_steps && self.product_follows && low.is_none());
         let shape = Launch {
             shared_bytes: GEMM_SHARED_BYTES,

@@ -63,7 +63,7 @@ impl CudaComm {
             output: d.dtype(),
             d: None,
         };
-        let tiles = self.core.tiles(&mut plan, p.choice, &operands)?;
+        let tiles = self.core.tiles(&mut plan, p.choice, &operands, lane)?;
         if tiles.is_some() {
             check_reach(&self.gpu().card, "x.memory", &p.x.kernel().retain())?;
         }

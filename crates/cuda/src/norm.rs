@@ -243,7 +243,9 @@ impl Job<'_> {
         let dtype = from.dtype();
         let (rank, size) = algorithm.map_or((0, 1), |_| (core.rank(), core.size()));
         let layout = core.control.layout();
-        let pushed = algorithm.unwrap_or(AllReduceAlgorithm::OneShotPush);
+        // A rank alone takes no use of a buffer, through which the sums of two shots go.
+        let pushed = algorithm.filter(|_| size > 1);
+        let pushed = pushed.unwrap_or(AllReduceAlgorithm::OneShotPush);
         let cut = RowShares::new(pushed, (rows.count, of.hidden), dtype, size);
         let kernels = &core.device.opened.kernels;
         let kernel = kernels

@@ -20,7 +20,7 @@ static HERE: Mutex<BTreeMap<usize, Vec<Weak<Core>>>> = Mutex::new(BTreeMap::new(
 /// Where several ranks of a group share the GPU, they may be waiting for this very rank: then not for long.
 pub(crate) fn quiet(ordinal: usize) {
     let cores = alive(ordinal);
-    let patience = if cores.iter().any(|core| core.shares) {
+    let patience = if cores.iter().any(|core| core.shares()) {
         SHARING
     } else {
         let longest = cores.iter().map(|core| core.config.first_deadline).max();

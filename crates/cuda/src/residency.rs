@@ -115,7 +115,7 @@ impl Core {
     /// Where ranks share a GPU, none runs far ahead of what is done: a stream takes so many launches and no more, and a thread
     /// that waits there for room keeps all others from the driver, and so peers from what it waits for.
     pub(crate) fn keep_pace(&self, lane: &Arc<Lane>) {
-        if !self.shares || lane.capturing() {
+        if !self.shares() || lane.capturing() {
             return;
         }
         let oldest = {

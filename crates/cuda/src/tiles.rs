@@ -7,6 +7,7 @@
 use crate::{
     core::Core,
     gemm_flags::{Run, Scales},
+    lane::Lane,
     linear::adds_something,
     memory::{check_reach, overlap},
     quiet,
@@ -22,7 +23,7 @@ use brigade_plan::{
     without_tiles,
 };
 use brigade_sync::{Area, Half};
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 /// What bulk copies and wide stores want addresses and rows to be multiples of, in bytes.
 const GRAIN: usize = 16;
@@ -70,6 +71,7 @@ impl Core {
         plan: &mut OverlapPlan,
         choice: Option<OverlapMode>,
         operands: &Operands<'_>,
+        lane: &Lane,
     ) -> Result<Option<Taken>> {
         if plan.mode != OverlapMode::Tiles || operands.are_empty() {
             return Ok(None);
@@ -82,7 +84,7 @@ impl Core {
             ..self.place(self.rank(), of(1), self.config.gather_bytes);
         let buffers = operands.buffers();
         let found = operands.taken(&buffers, &arriving).and_then(|taken| {
-            let blocks = self.waiting_blocks()?;
+            let blocks = self.waiting_blocks(lane)?;
             Ok((taken, blocks))
         });
         let ((scales, runs), blocks) = match found {
@@ -111,25 +113,42 @@ impl Core {
         gathers && self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
     }
 
-    /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need is left free.
-    fn waiting_blocks(&self) -> Result<u32, Reason> {
-        // Two that have tiles would each keep the other's steps from their peers.
-        let others = quiet::others(self);
-        if others.iter().any(|core| core.has_tiles()) {
-            return Err(tiles_room(
-                "another communicator of this process may have tiles that wait on this GPU",
-            ));
+    /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need meanwhile is left free, so that
+    /// all these blocks have a place at once. While some had none, the GPU would begin no other kernel.
+    ///
+    /// Those whose calls were all on the stream of this one need nothing: their work comes before or behind.
+    fn waiting_blocks(&self, lane: &Lane) -> Result<u32, Reason> {
+        let mut beside = quiet::others(self);
+        beside.retain(|core| !core.works_only_on(lane));
+        // Peers on this GPU have a part of it each. With one other product this one may share: whoever comes second gets what is left, and
+        // the first has all that it waits for. Of three, each could keep the next one's steps from their peers.
+        let tiled = beside.iter().filter(|core| core.has_tiles()).count();
+        if tiled > (self.sharing - 1).max(1) {
+            return Err(tiles_room(format!(
+                "{tiled} other communicators of this process may have tiles that wait on this GPU, on other streams"
+            )));
         }
         let sms = self.product_sms().unwrap_or(self.device.info().sms);
         // Each of theirs may sit on a multiprocessor of its own: but for sums that are pushed, which these tiles never wait for.
-        let kept = others.iter().map(|core| core.may_wait()).sum();
-        match u32::from(sms).saturating_sub(kept) {
+        let kept = beside.iter().map(|core| core.may_wait()).sum();
+        match u32::from(sms).saturating_sub(kept) / self.sharing as u32 {
             0 => Err(tiles_room(format!(
                 "{} other communicators of this process may have {kept} blocks waiting on the {sms} multiprocessors for products",
-                others.len()
+                beside.len()
             ))),
             blocks => Ok(blocks),
         }
+    }
+
+    /// Whether all its calls so far were on this stream, and there were some.
+    fn works_only_on(&self, lane: &Lane) -> bool {
+        let used = self.used.lock();
+        let mut streams = used
+            .iter()
+            .filter(|lane| !Arc::ptr_eq(lane, &self.waiter))
+            .map(|lane| lane.stream)
+            .peekable();
+        streams.peek().is_some() && streams.all(|stream| stream == lane.stream)
     }
 }
 

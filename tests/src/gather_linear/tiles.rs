@@ -5,7 +5,6 @@ use super::Case;
 use crate::{
     backend::Rank,
     check::{assert_bits, assert_close, expect_unsupported, overlap_of},
-    faults::AMPLE,
     inject::Jitter,
     layer::{BiasKind, LoraKind, Spec},
     linear_reduce_scatter as twin,
@@ -13,16 +12,16 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, CommConfig, DataType, Error,
+    Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, CommConfig, DataType,
     LoraLinearReduceScatterParams, Output, OverlapMode, OverlapPlan, ParallelMode, Result,
 };
 use brigade_plan::reason;
 use rand::{Rng, rngs::StdRng};
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
-const TILES: Option<OverlapMode> = Some(OverlapMode::Tiles);
+pub(super) const TILES: Option<OverlapMode> = Some(OverlapMode::Tiles);
 
-fn config() -> CommConfig {
+pub(super) fn config() -> CommConfig {
     let mut config = CommConfig::new(ParallelMode::Tp);
     config.gather_bytes = 8 << 20;
     config.reduce_scatter_bytes = 8 << 20;
@@ -171,16 +170,16 @@ fn unaligned(rank: &Rank, x: &Matrix) -> Buffer {
 }
 
 /// What a rank multiplies its rows by, and where they lie.
-struct Own {
-    case: Case,
+pub(super) struct Own {
+    pub(super) case: Case,
     /// By rank, whether the weight is stored as `[N, K]`.
-    transposed: Vec<bool>,
-    aligned: bool,
+    pub(super) transposed: Vec<bool>,
+    pub(super) aligned: bool,
 }
 
 impl Own {
     /// Makes the call, and asserts its result, if there is one. Gives its plan, and what was explained beforehand.
-    fn call(&self, rank: &Rank, choice: Option<OverlapMode>) -> Result<[OverlapPlan; 2]> {
+    pub(super) fn call(&self, rank: &Rank, choice: Option<OverlapMode>) -> Result<[OverlapPlan; 2]> {
         let (case, me) = (&self.case, rank.rank);
         let layer = case.layers[me].upload(rank);
         let x = match self.aligned {
@@ -218,7 +217,11 @@ fn operands(world: &World) {
         |_| {},
         |s| s.transpose = false,
         |s| s.activation = Activation::Silu,
-        |s| s.bias = BiasKind::Full,
+        |s| {
+            // C of one row is one that is the same for all.
+            s.rows.fill(2);
+            s.bias = BiasKind::Full;
+        },
         |s| (s.bias, s.bias_type) = (BiasKind::Row, DataType::F32),
         |s| s.n.fill(12),
     ];
@@ -314,44 +317,6 @@ fn one_rank_differs(world: &World) {
     });
 }
 
-/// Of two groups with tiles on the same GPUs, neither has any, and both say so; once one is gone, the other has them.
-fn room(world: &World) {
-    let mut rng = world.rng();
-    let spec = Spec::ragged(&mut rng, world.size).taken_by(TILES);
-    let own = Own {
-        transposed: vec![true; world.size],
-        aligned: true,
-        case: Case::new(&mut rng, spec),
-    };
-    world.run(&config(), move |rank| {
-        own.call(rank, TILES).unwrap();
-        rank.meet();
-        let mut other = config();
-        other.mode = ParallelMode::FfnTp;
-        let mut other = Some(rank.join_another(&other));
-        for _ in 0..2 {
-            let refused = own.call(rank, TILES);
-            assert_eq!(expect_unsupported(refused, "forced"), reason::TILES_ROOM);
-            own.call(rank, None).unwrap();
-            rank.swap_comm(&mut other);
-        }
-        rank.meet();
-        drop(other);
-        // A thread of the other's may hold it for a moment longer. Whoever is refused has done nothing, and calls again.
-        let end = Instant::now() + AMPLE;
-        loop {
-            match own.call(rank, TILES) {
-                Ok(_) => break,
-                Err(Error::Unsupported(why)) if why.code == reason::TILES_ROOM => {
-                    assert!(Instant::now() < end, "{why}");
-                    rank.dawdle(10);
-                }
-                Err(other) => panic!("{other}"),
-            }
-        }
-    });
-}
-
 /// Tiles ask no hook: with one they are not to be had, on all ranks alike.
 fn hooked(world: &World) {
     let mut rng = world.rng();
@@ -373,7 +338,6 @@ pub(super) fn add(suite: &mut Suite) {
     suite.add("gather_linear/tiles/operands", operands);
     suite.add("linear_reduce_scatter/tiles/operands", operands_of_twin);
     suite.add_from(2, "gather_linear/tiles/one_rank_differs", one_rank_differs);
-    suite.add_from(2, "gather_linear/tiles/room", room);
     if suite.backend().injects() {
         suite.add("gather_linear/tiles/hooked", hooked);
     }

@@ -3,7 +3,7 @@
 
 mod faults;
 
-use super::{SHAPES, all_ranks, at, config};
+use super::{SHAPES, all_ranks, at, config, settled};
 use crate::{
     backend::Rank,
     check::{expect_invalid, expect_unsupported},
@@ -306,6 +306,7 @@ fn combined(rank: &Rank, over: &Hierarchy, handle: &Handle, case: &Case) -> Resu
         waits: None,
         choice: None,
     })?;
+    settled(rank, over, Ok(()))?;
     Ok(rank.raw(back.d.unwrap().view()))
 }
 

@@ -105,6 +105,9 @@ impl Rail for Both<'_> {
     fn exchange(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
         let rail = &self.rails.pair[0];
         let what = rail.exchanges(&p)?;
+        // Where a machine sends rows the ways of another handle, pieces have other sizes, and NCCL would wait for what nobody sends: the hosts
+        // find out.
+        self.rails.line.call(p.signature());
         let how = (Some(p.signature()), p.within);
         // The same on all ranks of the rail.
         let bytes = p.pieces.iter().sum::<usize>() * p.from.dtype().bytes();
