@@ -72,7 +72,7 @@ impl Engines {
         }
     }
 
-    /// What the CUDA device runs: the same, and parts are pushed; `tiles`, where every rank has a GPU of its own with a kernel
+    /// What the CUDA device runs: the same, and parts are pushed; `tiles`, where every rank's GPU has a kernel
     /// for that; and all-reduces that push, where the group is not larger than its kernels are for.
     pub const fn cuda(tiles: bool, pushes: bool) -> Self {
         Self {
