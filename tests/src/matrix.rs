@@ -93,16 +93,18 @@ pub fn round(dtype: DataType, x: f64) -> f64 {
 
 /// Values as a floating-point type stores them.
 pub fn to_bytes(dtype: DataType, values: &[f64]) -> Vec<u8> {
-    let each = values.iter();
     match dtype {
-        DataType::F16 => each.flat_map(|&x| f16::from_f64(x).to_ne_bytes()).collect(),
-        DataType::BF16 => each
-            .flat_map(|&x| bf16::from_f64(x).to_ne_bytes())
-            .collect(),
-        DataType::F32 => each.flat_map(|&x| (x as f32).to_ne_bytes()).collect(),
-        DataType::F64 => each.flat_map(|&x| x.to_ne_bytes()).collect(),
+        DataType::F16 => stored(values, f16::from_f64),
+        DataType::BF16 => stored(values, bf16::from_f64),
+        DataType::F32 => stored(values, |x| x as f32),
+        DataType::F64 => stored(values, |x| x),
         other => panic!("{other} is no floating-point type of these contracts"),
     }
+}
+
+fn stored<T: bytemuck::NoUninit>(values: &[f64], nearest: impl Fn(f64) -> T) -> Vec<u8> {
+    let values: Vec<T> = values.iter().map(|&x| nearest(x)).collect();
+    bytemuck::cast_slice(&values).to_vec()
 }
 
 /// Stored floating-point values.

@@ -7,6 +7,9 @@ use crate::{
 use brigade_device::{Activation, DataType, ReduceOp};
 use half::{bf16, f16};
 
+/// Rows of a product that are made at a time.
+const ROWS: usize = 8;
+
 /// `[M, N] = op(x) op(w)`
 pub fn multiply(x: &Matrix, transpose_x: bool, w: &Matrix, transpose_w: bool) -> Vec<f64> {
     let (m, k) = if transpose_x {
@@ -18,12 +21,15 @@ pub fn multiply(x: &Matrix, transpose_x: bool, w: &Matrix, transpose_w: bool) ->
     let w = plain.as_ref().unwrap_or(w);
     let n = w.columns();
     let mut out = vec![0.0; m * n];
-    for i in 0..m {
-        let row = &mut out[i * n..(i + 1) * n];
+    // A row of W is added to some rows while it is in the nearest cache. Every sum goes from the first of W's rows to the last.
+    for first in (0..m).step_by(ROWS) {
         for l in 0..k {
-            let factor = x.at(i, l, transpose_x);
-            for (sum, &value) in row.iter_mut().zip(&w.values[l * n..(l + 1) * n]) {
-                *sum += factor * value;
+            let added = &w.values[l * n..(l + 1) * n];
+            for i in first..m.min(first + ROWS) {
+                let factor = x.at(i, l, transpose_x);
+                for (sum, &value) in out[i * n..(i + 1) * n].iter_mut().zip(added) {
+                    *sum += factor * value;
+                }
             }
         }
     }

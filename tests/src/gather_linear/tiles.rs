@@ -179,7 +179,11 @@ pub(super) struct Own {
 
 impl Own {
     /// Makes the call, and asserts its result, if there is one. Gives its plan, and what was explained beforehand.
-    pub(super) fn call(&self, rank: &Rank, choice: Option<OverlapMode>) -> Result<[OverlapPlan; 2]> {
+    pub(super) fn call(
+        &self,
+        rank: &Rank,
+        choice: Option<OverlapMode>,
+    ) -> Result<[OverlapPlan; 2]> {
         let (case, me) = (&self.case, rank.rank);
         let layer = case.layers[me].upload(rank);
         let x = match self.aligned {

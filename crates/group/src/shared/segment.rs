@@ -187,6 +187,8 @@ impl Segment {
         bytes.div_ceil(8)
     }
 
+    // Every look at a flag begins here.
+    #[inline]
     fn atomics(&self) -> &[AtomicU64] {
         // SAFETY: the front of the allocation is `words` zeroed, aligned u64s, which are only ever used as atomics.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().cast(), self.words) }
@@ -266,6 +268,7 @@ impl std::fmt::Debug for Segment {
 pub struct SharedSegment(pub Arc<Segment>);
 
 impl AsRef<[AtomicU64]> for SharedSegment {
+    #[inline]
     fn as_ref(&self) -> &[AtomicU64] {
         self.0.atomics()
     }
