@@ -1,9 +1,8 @@
 // All-reduce, residual and RMSNorm (Zhang and Sennrich) in one kernel that pushes (push.cuh; fused as TensorRT-LLM does). All blocks
 // push, and in two shots reduce, granules of any row, as in all_reduce.cu: the warps of a row are on many multiprocessors, since one
 // of them sends little. Then a block takes whole rows, of any rank: in two shots a rank pushes the sums of its share to itself, too.
-//
-// sum = round(all-reduce) + residual, rounded; normed = sum / sqrt(mean(sum^2) + eps) * weight, each step one operation in f32.
-// Squares are added granule by granule, and granules by a tree of adjacent pairs, so that the host's are the same bits.
+// What comes behind the sums is norm.cuh's.
+#include "norm.cuh"
 #include "one_turn.cuh"
 
 namespace brigade {
@@ -45,27 +44,6 @@ __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void put(uint32_t*, uint32_t, uint32_t) {}
 #endif
 
-// A row that a block has for itself.
-struct Alone {
-  static constexpr uint32_t rank = 0, size = 1;
-
-  __device__ __forceinline__ uint32_t granule(uint32_t k) const { return k * blockDim.x + threadIdx.x; }
-
-  // What each warp gives all blocks, by one of its lanes or several.
-  __device__ __forceinline__ void give(uint32_t* at, uint32_t value) const {
-    if (threadIdx.x % 32 == 0) *at = value;
-  }
-
-  // All have given.
-  __device__ __forceinline__ void meet() const { __syncthreads(); }
-
-  // Whether one has failed: so that all stop.
-  __device__ __forceinline__ bool stops(bool failed) const { return __syncthreads_or(failed); }
-
-  __device__ __forceinline__ void begin() const {}
-  __device__ __forceinline__ void begun() const {}
-};
-
 // A row that the blocks of a cluster share.
 struct Shared {
   uint32_t rank, size;
@@ -91,179 +69,17 @@ struct Shared {
   __device__ __forceinline__ void begun() const { cluster_wait(); }
 };
 
-// Granules of a row that a thread has.
-constexpr uint32_t most_granules = NORM_COLUMNS / 8 / NORM_THREADS;
-// Leaves of the tree above a warp's.
-constexpr uint32_t most_groups = most_granules * NORM_THREADS / 32;
-
-__device__ __forceinline__ float whole_tree(float x) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
-  return x;
-}
-
-__device__ __forceinline__ uint8_t quantized(float x, float scale, bool fp8) {
-  const float q = scale == 0.0f ? 0.0f : __fdiv_rn(x, scale);
-  if (fp8) return fp8_bits(q);
-  if (isnan(q)) return 0;
-  return uint8_t(int8_t(fminf(fmaxf(rintf(q), -127.0f), 127.0f)));
-}
-
 // The plain one has neither a hook nor parts of granules (all_reduce.cu says why).
 template <uint32_t In, int Most, bool TwoShot, bool Plain>
 struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
   using Base = Sums<AllReduceNormParams, In, In, Most, !Plain>;
   using Base::Base, Base::p, Base::flag, Base::use, Base::buffer, Base::stopped, Base::slots, Base::peer, Base::reduce;
   using typename Base::Sum;
+  using Rows = NormRows<AllReduceNormParams, In, Plain>;
   // Granules of a row that a thread has.
   using Row = uint4[most_granules];
-  static constexpr uint32_t element_bytes = In == F32 ? 4 : 2;
 
   static __device__ __forceinline__ bool is_plain(const AllReduceNormParams& p) { return p.desk == 0 && p.wide != 0; }
-
-  __device__ __forceinline__ uint32_t left(uint32_t g) const {
-    const uint32_t all = p.hidden - g * lanes<In>;
-    return all < lanes<In> ? all : lanes<In>;
-  }
-
-  // Of any rows: granule `i` of all of them.
-  static __device__ __noinline__ uint4 any_input(const AllReduceNormParams& p, uint64_t array, uint32_t i) {
-    const uint32_t row = i / p.granules, g = i % p.granules, all = p.hidden - g * lanes<In>;
-    return narrow_input<In>(array, uint64_t(row) * p.hidden + g * lanes<In>, all);
-  }
-
-  static __device__ __noinline__ void any_output(const AllReduceNormParams& p, uint64_t array, uint32_t i, uint4 v) {
-    const uint32_t row = i / p.granules, g = i % p.granules, all = p.hidden - g * lanes<In>;
-    Sum sum;
-    sum.part[0] = v;
-    narrow_output<In, In>(array, uint64_t(row) * p.hidden + g * lanes<In>, all, sum);
-  }
-
-  __device__ __forceinline__ bool is_wide() const { return Plain || p.wide != 0; }
-
-  // Where rows are whole granules, they lie in one piece.
-  static __device__ __forceinline__ uint4 read(const AllReduceNormParams& p, uint64_t array, uint32_t i) {
-    return Plain || p.wide != 0 ? read_granule(array + 16ull * i) : any_input(p, array, i);
-  }
-
-  __device__ __forceinline__ void write(uint64_t array, uint32_t i, uint4 v) const {
-    if (!is_wide()) return any_output(p, array, i, v);
-    reinterpret_cast<uint4*>(array)[i] = v;
-  }
-
-  // This thread's granules of a row, from granule `first` of an array on.
-  template <typename Part, uint32_t Each>
-  static __device__ __forceinline__ void read_row(const AllReduceNormParams& p, Part part, uint64_t array, uint32_t first,
-                                                  uint4 (&to)[Each]) {
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = part.granule(k);
-      to[k] = make_uint4(0, 0, 0, 0);
-      if (g < p.granules) to[k] = read(p, array, first + g);
-    }
-  }
-
-  // What comes behind the sums `h` of a row, by all threads of the blocks that share it.
-  template <typename Part, uint32_t Each>
-  __device__ __forceinline__ void norm(Part part, uint32_t row, uint4 (&h)[Each], const uint4 (&residual)[Each],
-                                       const uint4 (&weight)[Each]) const {
-    // All have read those of the row before: they met when they took this one.
-    __shared__ uint32_t mine[most_groups];
-    const uint32_t lane = threadIdx.x % 32, count = (p.granules + 31) / 32;
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = part.granule(k);
-      if (k * part.size * blockDim.x >= p.granules) break;
-      float q = 0;
-      if (g < p.granules) {
-        float x[lanes<In>], r[lanes<In>];
-        values<In>(h[k], x);
-        values<In>(residual[k], r);
-#pragma unroll
-        for (uint32_t i = 0; i < lanes<In>; ++i) x[i] = __fadd_rn(x[i], r[i]);
-        Sum sum;
-        sum.set(x);
-        h[k] = sum.part[0];
-        write(p.sum, row * p.granules + g, h[k]);
-        values<In>(h[k], x);
-        q = __fmul_rn(x[0], x[0]);
-        const uint32_t whole = left(g);
-#pragma unroll
-        for (uint32_t i = 1; i < lanes<In>; ++i) {
-          if (i < whole) q = __fadd_rn(q, __fmul_rn(x[i], x[i]));
-        }
-      }
-      q = whole_tree(q);
-      if (g / 32 < count) part.give(&mine[g / 32], __float_as_uint(q));
-    }
-    part.meet();
-    float q[4];
-#pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) q[i] = 4 * lane + i < count ? __uint_as_float(mine[4 * lane + i]) : 0.0f;
-    const float squares = whole_tree(__fadd_rn(__fadd_rn(q[0], q[1]), __fadd_rn(q[2], q[3])));
-    const float inverse =
-        __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, float(p.hidden)), __uint_as_float(p.eps))));
-    uint32_t greatest = 0;
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = part.granule(k);
-      if (k * part.size * blockDim.x >= p.granules) break;
-      if (g >= p.granules) continue;
-      float x[lanes<In>], w[lanes<In>];
-      values<In>(h[k], x);
-      values<In>(weight[k], w);
-#pragma unroll
-      for (uint32_t i = 0; i < lanes<In>; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], inverse), w[i]);
-      Sum normed;
-      normed.set(x);
-      h[k] = normed.part[0];
-      if (p.form == NORM_PLAIN) {
-        write(p.normed, row * p.granules + g, h[k]);
-      } else if (p.form == NORM_FP8) {
-        quantize(row, g, h[k], __uint_as_float(p.scale), true);
-      } else {
-        values<In>(h[k], x);
-        const uint32_t whole = left(g);
-        for (uint32_t i = 0; i < lanes<In>; ++i) {
-          if (i < whole) greatest = max(greatest, __float_as_uint(x[i]) & 0x7FFFFFFFu);
-        }
-      }
-    }
-    if (p.form == NORM_INT8) by_row(part, row, greatest, h);
-  }
-
-  // int8, by the greatest magnitude of the row.
-  template <typename Part, uint32_t Each>
-  __device__ __forceinline__ void by_row(Part part, uint32_t row, uint32_t greatest, const uint4 (&h)[Each]) const {
-    __shared__ uint32_t mine[NORM_THREADS / 32];
-    greatest = __reduce_max_sync(0xFFFFFFFFu, greatest);
-    const uint32_t warps = blockDim.x / 32, lane = threadIdx.x % 32;
-    part.give(&mine[part.rank * warps + threadIdx.x / 32], greatest);
-    part.meet();
-    greatest = __reduce_max_sync(0xFFFFFFFFu, lane < part.size * warps ? mine[lane] : 0);
-    const float scale = canonical(__fdiv_rn(__uint_as_float(greatest), 127.0f));
-    if (threadIdx.x == 0 && part.rank == 0) reinterpret_cast<float*>(p.scales)[row] = scale;
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) {
-      const uint32_t g = part.granule(k);
-      if (g < p.granules) quantize(row, g, h[k], scale, false);
-    }
-  }
-
-  __device__ __forceinline__ void quantize(uint32_t row, uint32_t g, uint4 v, float scale, bool fp8) const {
-    float x[lanes<In>];
-    values<In>(v, x);
-    uint8_t* to = reinterpret_cast<uint8_t*>(p.normed) + uint64_t(row) * p.hidden + g * lanes<In>;
-    uint32_t words[lanes<In> / 4] = {};
-#pragma unroll
-    for (uint32_t i = 0; i < lanes<In>; ++i) words[i / 4] |= uint32_t(quantized(x[i], scale, fp8)) << (i % 4 * 8);
-    if (is_wide()) {
-#pragma unroll
-      for (uint32_t i = 0; i < lanes<In> / 4; ++i) reinterpret_cast<uint32_t*>(to)[i] = words[i];
-    } else {
-      for (uint32_t i = 0; i < left(g); ++i) to[i] = uint8_t(words[i / 4] >> (i % 4 * 8));
-    }
-  }
 
   // Granules of a place, and of all rows.
   static __device__ __forceinline__ uint32_t place_of(const AllReduceNormParams& p) { return (TwoShot ? p.share : p.rows) * p.granules; }
@@ -290,7 +106,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     for (int d = 1; d <= inputs; ++d) {
       in[d - 1] = make_uint4(0, 0, 0, 0);
       const uint32_t i = TwoShot ? peer_of(p, d) * place + j : j;
-      if (j < place && i < p.rows * p.granules && d < p.size) in[d - 1] = read(p, p.from, i);
+      if (j < place && i < p.rows * p.granules && d < p.size) in[d - 1] = Rows::read(p, p.from, i);
     }
   }
 
@@ -307,7 +123,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     const uint32_t i = p.rank * place() + j;
     if (j >= place() || i >= all()) return true;
     Sum sum;
-    const bool there = reduce(slot(p.rank, 1, j), place(), read(p, p.from, i), Op::sum, herald, sum);
+    const bool there = reduce(slot(p.rank, 1, j), place(), Rows::read(p, p.from, i), Op::sum, herald, sum);
     herald = false;
 #pragma unroll
     for (int d = 0; d < Most; ++d) {
@@ -341,7 +157,7 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
         const uint32_t g = k * blockDim.x + threadIdx.x, i = j * p.granules + g;
         if (g >= p.granules || !there) break;
         Sum sum;
-        there = reduce(slot(p.rank, 1, i), place(), read(p, p.from, i), Op::sum, herald, sum);
+        there = reduce(slot(p.rank, 1, i), place(), Rows::read(p, p.from, i), Op::sum, herald, sum);
         herald = false;
         h[k] = sum.part[0];
       }
@@ -356,12 +172,12 @@ struct AllReduceNorm : Sums<AllReduceNormParams, In, In, Most, !Plain> {
     constexpr Alone alone;
     // On their way while sums are waited for.
     Row h = {}, residual, weight;
-    read_row(p, alone, p.residual, row * p.granules, residual);
+    Rows::read_row(p, alone, p.residual, row * p.granules, residual);
     const bool there = !failed && take(owner, j, herald, h);
     if (!__syncthreads_and(there)) return false;
     // On its way until all have met.
-    read_row(p, alone, p.weight, 0, weight);
-    norm(alone, row, h, residual, weight);
+    Rows::read_row(p, alone, p.weight, 0, weight);
+    Rows::norm(p, alone, row, h, residual, weight);
     return true;
   }
 
@@ -469,7 +285,7 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
       const uint32_t i = p.rank * place + j;
       if (j < place && i < all && !failed) {
         Sum sum;
-        failed = !this->reduce(from, Turns::read(p, p.from, i), herald, sum);
+        failed = !this->reduce(from, Turns::Rows::read(p, p.from, i), herald, sum);
         herald = false;
         if (!failed) {
           // Behind the shares; own ones last.
@@ -488,21 +304,21 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
     if (row < p.rows && (!TwoShot || index < p.share)) {
       // On their way while sums are waited for.
       Row h = {}, residual, weight;
-      Turns::read_row(p, part, p.residual, row * p.granules, residual);
-      Turns::read_row(p, part, p.weight, 0, weight);
+      Turns::Rows::read_row(p, part, p.residual, row * p.granules, residual);
+      Turns::Rows::read_row(p, part, p.weight, 0, weight);
       if constexpr (TwoShot) {
         const uint64_t nearer = p.size - 2 + (distance == 0 ? p.size : distance);
         failed = failed || !take(part, slots(p) + offset + 16 * (nearer * place + index * p.granules), peer_of(p, distance), h);
       } else if (part.granule(0) < p.granules && !failed) {
         Sum sum;
-        failed = !this->reduce(from, Turns::read(p, p.from, row * p.granules + part.granule(0)), herald, sum);
+        failed = !this->reduce(from, Turns::Rows::read(p, p.from, row * p.granules + part.granule(0)), herald, sum);
         herald = false;
         h[0] = sum.part[0];
       }
       if (part.stops(failed)) {
         failed = true;
       } else {
-        Turns(p, use, buffer, flag).norm(part, row, h, residual, weight);
+        Turns::Rows::norm(p, part, row, h, residual, weight);
       }
     }
     if (herald && !failed) failed = !this->await_arrival();

@@ -5,6 +5,7 @@ mod case;
 mod naive;
 mod special;
 
+pub(crate) use case::Arguments;
 pub use case::Case;
 
 use crate::{
@@ -16,7 +17,6 @@ use crate::{
 };
 use brigade_device::{AllReduceAlgorithm, Buffer, CommConfig, DataType, QScheme};
 use brigade_plan::reason;
-use case::Arguments;
 use rand::Rng;
 
 /// What becomes of normalized rows: as they are, int8 by rows, fp8 by the scale of [`Case`].

@@ -4,6 +4,7 @@ mod buffers;
 mod gemm;
 mod grouped;
 mod moves;
+mod residual_norm;
 mod silu_mul;
 mod streams;
 mod top_k;
@@ -16,6 +17,7 @@ pub fn add(suite: &mut Suite) {
     gemm::add(suite);
     grouped::add(suite);
     silu_mul::add(suite);
+    residual_norm::add(suite);
     top_k::add(suite);
     moves::add(suite);
     buffers::add(suite);

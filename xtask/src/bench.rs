@@ -32,9 +32,9 @@ pub struct Bench {
 enum What {
     /// Measure, and write docs/results
     Results,
-    /// Tune all-reduces on the GPUs of this host: --entry FILE writes an entry for crates/plan/tables/all_reduce.json
+    /// Tune all-reduces on the GPUs of this host: --entry FILE writes an entry for CudaConfig::entries
     Tune,
-    /// Tune rows to experts on the GPUs of this host: --entry FILE writes an entry for crates/plan/tables/experts.json
+    /// Tune rows to experts on the GPUs of this host: --entry FILE writes an entry for CudaConfig::entries
     TuneExperts,
 }
 

@@ -117,7 +117,7 @@ pub(crate) fn join_one(
     let within = config.first_deadline;
     rendezvous::vote_on(boot, config)?;
     let hardware = Hardware::of(boot, &device, within)?;
-    let table = hardware.table(boot, within)?;
+    let table = hardware.table(boot, &device.entries, within)?;
     let sharing = Sharing::between(boot, within)?;
     loading::check(sharing.one_process(), hardware.distinct)?;
     let segments = sharing.exchange(boot, layout.words, 0, within)?;

@@ -14,7 +14,7 @@ use brigade_device::{
     Bootstrap, Comm, CommConfig, Device, DeviceInfo, Hierarchy, HierarchyConfig, Injector,
     Machines, Queues, Replay, Result, Stream,
 };
-use brigade_plan::hierarchical::Wire;
+use brigade_plan::{Entries, hierarchical::Wire};
 use cudarc::driver::sys;
 use std::{any::Any, ffi::c_void, net::IpAddr, sync::Arc};
 
@@ -24,6 +24,9 @@ pub struct CudaConfig {
     /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest. Kernels wait for its answers,
     /// which threads of the communicator give: on a GPU, whoever is asked is never the thread that made the call.
     pub inject: Option<Injector>,
+    /// Figures that were measured on GPUs like these, as entries of the files that `brigade-perf crossover`, `tune` and `tune-experts`
+    /// write: they count before those of this build. The same on every rank, or joining fails at the vote on tables.
+    pub entries: Entries,
     /// What is between machines, for plans: latency and bandwidth of a rank's link. `None` takes what `Costs::cuda` guesses. The same on
     /// every rank.
     pub wire: Option<Wire>,
@@ -48,6 +51,7 @@ pub struct CudaDevice {
     pub(crate) tracer: Tracer,
     pub(crate) inject: Option<Injector>,
     pub(crate) serial: bool,
+    pub(crate) entries: Entries,
     pub(crate) wire: Option<Wire>,
     pub(crate) rail_address: Option<IpAddr>,
 }
@@ -95,6 +99,7 @@ impl CudaDevice {
             tracer: Tracer::default(),
             inject: config.inject.clone(),
             serial: config.serial,
+            entries: config.entries.clone(),
             wire: config.wire,
             rail_address: config.rail_address,
         }))

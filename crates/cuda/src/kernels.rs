@@ -3,7 +3,8 @@
 use crate::{
     Kernel, KernelSet, Launch, Missing, combine::CombineKernels, dispatch::DispatchKernels,
     fifo::BackKernels, gemm_flags::TileKernels, grouped::GroupedKernels, lane::Lane,
-    low_latency::LowLatencyKernels, norm::NormKernels, pushed::PushKernels, routing::RouteKernels,
+    low_latency::LowLatencyKernels, norm::NormKernels, pushed::PushKernels,
+    residual_norm::ResidualNormKernels, routing::RouteKernels,
 };
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
@@ -41,6 +42,7 @@ pub(crate) struct Kernels {
     pub(crate) adapters: Kernel<AdaptersParams>,
     pub(crate) pushes: PushKernels,
     pub(crate) norms: NormKernels,
+    pub(crate) residual_norms: ResidualNormKernels,
     pub(crate) routes: RouteKernels,
     pub(crate) gathered: Kernel<GatheredParams>,
     pub(crate) dispatches: DispatchKernels,
@@ -90,6 +92,7 @@ impl Kernels {
             rows: set("all_to_all_rows")?.kernel()?,
             adapters: set("adapters")?.kernel()?,
             norms: NormKernels::load(&set("all_reduce_norm")?)?,
+            residual_norms: ResidualNormKernels::load(&set("residual_norm")?)?,
             routes: RouteKernels::load(&set("routing")?)?,
             gathered: set("gathered")?.kernel()?,
             dispatches: DispatchKernels::load(&set("dispatch")?)?,

@@ -84,6 +84,7 @@ mod rendezvous;
 mod report;
 mod reset;
 mod residency;
+mod residual_norm;
 mod retired;
 mod routing;
 mod send_recv;

@@ -14,8 +14,8 @@ use crate::{
 };
 use brigade_device::{
     Activation, Buffer, DataType, GemmParams, GemmShape, GroupedGemmParams, Linear,
-    LoraLinearParams, LoraRun, Operand, Output, QBuffer, QScheme, QView, Reason, Result,
-    SiluMulParams, Stream, TopK, TopKParams, View,
+    LoraLinearParams, LoraRun, Operand, Output, QBuffer, QScheme, QView, Reason,
+    ResidualNormParams, Result, SiluMulParams, Stream, TopK, TopKParams, View,
 };
 use std::sync::Arc;
 
@@ -89,6 +89,10 @@ impl Linear for CudaDevice {
         output: Output<'_>,
     ) -> Result<Option<Buffer>> {
         self.run_silu_mul(on, p, output)
+    }
+
+    fn residual_norm(&self, on: &Stream, p: &ResidualNormParams<'_>) -> Result<()> {
+        self.run_residual_norm(on, p)
     }
 
     fn top_k(&self, on: &Stream, p: &TopKParams<'_>) -> Result<TopK> {

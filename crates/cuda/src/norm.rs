@@ -3,6 +3,7 @@
 
 use crate::{
     Kernel, KernelSet, Launch, Missing, all_reduce,
+    card::Card,
     comm::{CudaComm, unexpected},
     inject::Asker,
     job::{Job, waiting},
@@ -12,7 +13,7 @@ use crate::{
 };
 use brigade_device::{
     AllReduceAlgorithm, AllReduceNormParams, Buffer, Call, DataType, Device, Error, Normed, Plan,
-    Reason, ReduceOp, Result, Turn,
+    Reason, ReduceOp, Result, Turn, View,
 };
 use brigade_kernels::{
     ALL_REDUCE_THREADS, AllReduceNormParams as Parameters, NORM_COLUMNS, NORM_FP8, NORM_INT8,
@@ -26,7 +27,7 @@ use std::sync::Arc;
 const RANKS: [usize; 2] = [4, 8];
 
 /// Types of rows.
-const TYPES: [DataType; 3] = [DataType::F32, DataType::F16, DataType::BF16];
+pub(crate) const TYPES: [DataType; 3] = [DataType::F32, DataType::F16, DataType::BF16];
 
 /// Granules that are pushed by a block, where there are blocks enough.
 const PUSHING: usize = 128;
@@ -75,47 +76,75 @@ impl NormKernels {
 }
 
 /// The arguments, and what follows from them.
-struct Arguments {
-    from: Buffer,
-    residual: Buffer,
-    weight: Buffer,
-    sum: Buffer,
-    normed: Buffer,
-    scales: Option<Buffer>,
-    eps: f32,
-    scale: f32,
-    form: u32,
-    hidden: usize,
+pub(crate) struct Arguments {
+    pub(crate) from: Buffer,
+    pub(crate) residual: Buffer,
+    pub(crate) weight: Buffer,
+    pub(crate) sum: Buffer,
+    pub(crate) normed: Buffer,
+    pub(crate) scales: Option<Buffer>,
+    pub(crate) eps: f32,
+    pub(crate) scale: f32,
+    pub(crate) form: u32,
+    pub(crate) hidden: usize,
 }
 
 impl Arguments {
-    fn of(p: &AllReduceNormParams<'_>) -> Self {
-        let (scales, scale, form) = match &p.normed {
+    /// Of the rows, the residual, the weight and the new residual, if all is within reach of the GPU.
+    pub(crate) fn of(
+        card: &Card,
+        [from, residual, weight, sum]: [View<'_>; 4],
+        eps: f32,
+        normed: &Normed<'_>,
+    ) -> Result<Self> {
+        let (scales, scale, form) = match normed {
             Normed::Plain(_) => (None, 0.0, NORM_PLAIN),
             Normed::Int8PerToken { scales, .. } => {
                 (Some(scales.as_view().retain()), 0.0, NORM_INT8)
             }
             Normed::Fp8PerTensor { scale, .. } => (None, *scale, NORM_FP8),
         };
-        Self {
-            from: p.from.retain(),
-            residual: p.residual.retain(),
-            weight: p.weight.retain(),
-            sum: p.sum.as_view().retain(),
-            normed: p.normed.values().retain(),
+        let of = Self {
+            from: from.retain(),
+            residual: residual.retain(),
+            weight: weight.retain(),
+            sum: sum.retain(),
+            normed: normed.values().retain(),
             scales,
-            eps: p.eps,
+            eps,
             scale,
             form,
-            hidden: p.from.shape().columns(),
+            hidden: from.shape().columns(),
+        };
+        for (field, buffer) in [
+            ("from.memory", &of.from),
+            ("residual.memory", &of.residual),
+            ("weight.memory", &of.weight),
+            ("sum.memory", &of.sum),
+            ("normed.memory", &of.normed),
+        ] {
+            check_reach(card, field, buffer)?;
         }
+        if let Some(scales) = &of.scales {
+            check_reach(card, "normed.scales.memory", scales)?;
+        }
+        Ok(of)
+    }
+
+    /// Whether all rows of these can be taken in whole granules.
+    pub(crate) fn are_wide(&self, from: &Buffer) -> bool {
+        let row_bytes = self.hidden * from.dtype().bytes();
+        [from, &self.residual, &self.weight, &self.sum, &self.normed]
+            .iter()
+            .all(|b| b.address() % 16 == 0)
+            && row_bytes.is_multiple_of(16)
     }
 
     fn outputs(&self) -> impl Iterator<Item = &Buffer> {
         [&self.sum, &self.normed].into_iter().chain(&self.scales)
     }
 
-    fn all(&self) -> Vec<&Buffer> {
+    pub(crate) fn all(&self) -> Vec<&Buffer> {
         let inputs = [&self.from, &self.residual, &self.weight];
         inputs.into_iter().chain(self.outputs()).collect()
     }
@@ -136,19 +165,8 @@ impl CudaComm {
         p: AllReduceNormParams<'_>,
     ) -> Result<Plan> {
         let call = p.check()?;
-        let of = Arguments::of(&p);
-        for (field, buffer) in [
-            ("from.memory", &of.from),
-            ("residual.memory", &of.residual),
-            ("weight.memory", &of.weight),
-            ("sum.memory", &of.sum),
-            ("normed.memory", &of.normed),
-        ] {
-            check_reach(&self.gpu().card, field, buffer)?;
-        }
-        if let Some(scales) = &of.scales {
-            check_reach(&self.gpu().card, "normed.scales.memory", scales)?;
-        }
+        let views = [p.from, p.residual, p.weight, p.sum.as_view()];
+        let of = Arguments::of(&self.gpu().card, views, p.eps, &p.normed)?;
         let plan = self.core.plan(&call)?;
         let (
             &Call::AllReduceNorm {
@@ -171,7 +189,7 @@ impl CudaComm {
             return Err(Reason::new(
                 "cuda-norm",
                 format!("rows of {hidden} {dtype} are normed at once, {most} at most"),
-                "call all_reduce, then add and normalize",
+                "call all_reduce, then residual_norm, which takes rows of any length",
             )
             .into());
         }
@@ -256,10 +274,7 @@ impl Job<'_> {
             buffer.address() + (rows.first * columns * buffer.dtype().bytes()) as u64
         };
         let row_bytes = of.hidden * dtype.bytes();
-        let wide = [from, &of.residual, &of.weight, &of.sum, &of.normed]
-            .iter()
-            .all(|b| b.address() % 16 == 0)
-            && row_bytes.is_multiple_of(16);
+        let wide = of.are_wide(from);
         let own = of.hidden * cut.of(rank).len() * dtype.bytes();
         let all = row_bytes * rows.count;
         let moved = match pushed {

@@ -4,7 +4,7 @@ use crate::{CudaDevice, Missing, Pages, Symmetric, devices, link};
 use brigade_device::{Bootstrap, CommConfig, Device, Error, Result};
 use brigade_group::{Sharing, agree, messages, vote};
 use brigade_plan::{
-    Table,
+    Entries, Table,
     crossover::{Gpus, Links},
 };
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
@@ -63,12 +63,25 @@ impl Hardware {
         self.sharing > 1
     }
 
-    /// The numbers that decide on plans, the same on all ranks.
-    pub(crate) fn table(&self, boot: &dyn Bootstrap, within: Duration) -> Result<Table> {
-        let table = Table::cuda(&self.gpus);
-        let table = agree(boot, "join: tables", table, within)?;
+    /// The numbers that decide on plans, the same on all ranks: those that the user gave this one, else those of this build.
+    pub(crate) fn table(
+        &self,
+        boot: &dyn Bootstrap,
+        own: &Entries,
+        within: Duration,
+    ) -> Result<Table> {
+        const STEP: &str = "join: tables";
+        let table = agree(boot, STEP, Table::cuda(&self.gpus, own), within)?;
         let voted = format!("tables {:016x} for {:?}", table.digest(), self.gpus);
-        vote(boot, "join: tables", voted.as_bytes(), within)?;
+        vote(boot, STEP, voted.as_bytes(), within).map_err(|error| match error {
+            Error::Group { step, what } => Error::Group {
+                step,
+                what: format!(
+                    "{what}; all ranks need the same build, and the same CudaConfig::entries"
+                ),
+            },
+            other => other,
+        })?;
         Ok(table)
     }
 }
@@ -207,6 +220,64 @@ mod tests {
                 (here.model, here.links, here.ranks),
                 (None, Links::Unknown, 3)
             );
+        }
+    }
+
+    /// The tables of two ranks, each with these entries of the user's.
+    fn tables(each: [&str; 2]) -> Vec<Result<Table>> {
+        let within = Duration::from_secs(30);
+        let hardware = Hardware {
+            gpus: Gpus {
+                model: Some("A".to_owned()),
+                links: Links::Nvlink,
+                ranks: 2,
+            },
+            distinct: 2,
+            sharing: 1,
+            tiles: true,
+        };
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = brigade_group::threads(2)
+                .into_iter()
+                .zip(each)
+                .map(|(boot, text)| {
+                    let hardware = &hardware;
+                    let own = Entries::read(text).unwrap();
+                    scope.spawn(move || hardware.table(&boot, &own, within))
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn ranks_join_with_the_same_entries_alone() {
+        let entry = |bytes: usize| {
+            format!(
+                r#"{{"gpu": "A", "links": "nvlink", "ranks": 2, "operation": "gather-linear", "dtype": "int8",
+                "min_chunk_bytes": {bytes}, "source": {{"command": "c", "date": "2026-01-02", "commit": "0123456"}}}}"#
+            )
+        };
+        for table in tables([&entry(77), &entry(77)]) {
+            let int8 = table.unwrap().gather.int8;
+            assert_eq!(int8.min_chunk_bytes, Some(77));
+            assert!(
+                int8.source.ends_with("in the user's table"),
+                "{}",
+                int8.source
+            );
+        }
+        for (one, other) in [(entry(77), entry(78)), (entry(77), "[]".to_owned())] {
+            for refused in tables([&one, &other]) {
+                match refused.unwrap_err() {
+                    Error::Group { step, what } => {
+                        assert_eq!(step, "join: tables");
+                        assert!(what.starts_with("the ranks do not agree: "), "{what}");
+                        assert!(what.contains("the same CudaConfig::entries"), "{what}");
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
         }
     }
 

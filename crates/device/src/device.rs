@@ -3,8 +3,8 @@
 use crate::{
     Activation, Buffer, Comm, DataType, Element, Error, GemmParams, GroupedGemmParams, Hierarchy,
     HierarchyConfig, LoraLinearParams, Machines, MemoryType, Output, ParallelMode, QBuffer,
-    QScheme, Reason, Replay, Result, Shape, SiluMulParams, Stream, TopK, TopKParams, View, ViewMut,
-    fallback,
+    QScheme, Reason, Replay, ResidualNormParams, Result, Shape, SiluMulParams, Stream, TopK,
+    TopKParams, View, ViewMut, fallback,
 };
 use std::{sync::Arc, time::Duration};
 
@@ -167,6 +167,12 @@ pub trait Linear: Allocate {
         p: &SiluMulParams<'_>,
         output: Output<'_>,
     ) -> Result<Option<Buffer>>;
+
+    /// Adds a residual, and normalizes rows by their root mean square.
+    ///
+    /// # Errors
+    /// As [`ResidualNormParams::check`].
+    fn residual_norm(&self, on: &Stream, p: &ResidualNormParams<'_>) -> Result<()>;
 
     /// The best experts of every token, and their weights.
     ///

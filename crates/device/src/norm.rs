@@ -1,4 +1,4 @@
-//! An all-reduce that goes on to add a residual and to normalize by the root mean square.
+//! A residual and a norm by the root mean square: alone, or as what an all-reduce goes on to.
 
 use crate::{
     AllReduceAlgorithm, Call, DataType, Error, MemoryType, QScheme, Result, Shape, View, ViewMut,
@@ -91,66 +91,105 @@ impl AllReduceNormParams<'_> {
     /// # Errors
     /// [`Error::Invalid`] naming the field, what it was and what it should have been.
     pub fn check(&self) -> Result<Call> {
-        let (from, dtype) = (self.from, self.from.dtype());
-        float("from.dtype", dtype)?;
-        let &[rows, hidden] = from.shape().dims() else {
-            let want = "2 dimensions, [rows, hidden]";
-            return Err(Error::invalid("from.shape", from.shape(), want));
-        };
-        if hidden == 0 {
-            let want = "rows of at least 1 element";
-            return Err(Error::invalid("from.shape", from.shape(), want));
-        }
-        if !(self.eps.is_finite() && self.eps >= 0.0) {
-            return Err(Error::invalid("eps", self.eps, "finite and not negative"));
-        }
-        let scheme = self.normed.scheme();
-        let scale = self.normed.scale();
-        if let Some(scale) = scale.filter(|s| !(s.is_finite() && *s > 0.0)) {
-            return Err(Error::invalid("normed.scale", scale, "finite and positive"));
-        }
-        let part = |name, view, dtype, shape| Part::new(name, view, dtype, shape, from.memory());
-        let matrix = from.shape();
-        let residual = part("residual", self.residual, dtype, matrix)?;
-        let weight = part("weight", self.weight, dtype, Shape::new(&[hidden])?)?;
-        let sum = part("sum", self.sum.as_view(), dtype, matrix)?;
-        let values_type = scheme.kernel_type().unwrap_or(dtype);
-        let values = part("normed", self.normed.values(), values_type, matrix)?;
-        let scales = match self.normed.scales() {
-            Some(s) => Some(part(
-                "normed.scales",
-                s,
-                DataType::F32,
-                Shape::new(&[rows])?,
-            )?),
-            None => None,
-        };
-        let from = Part {
-            field: "from",
-            view: from,
-        };
-        let beside = [from, weight];
-        if residual.view.address() != sum.view.address() {
-            sum.apart(&[residual], "bytes of its own, or exactly the residual's")?;
-        }
-        sum.apart(&beside, "bytes of its own, or exactly the residual's")?;
-        for written in [Some(values), scales].into_iter().flatten() {
-            written.apart(&beside, "bytes of its own")?;
-            written.apart(&[residual, sum], "bytes of its own")?;
-        }
-        if let Some(scales) = scales {
-            scales.apart(&[values], "bytes of its own")?;
-        }
+        let views = [self.from, self.residual, self.weight, self.sum.as_view()];
+        let [rows, hidden] = check(views, self.eps, &self.normed)?;
         Ok(Call::AllReduceNorm {
             rows,
             hidden,
-            dtype,
-            scheme,
+            dtype: self.from.dtype(),
+            scheme: self.normed.scheme(),
             eps_bits: self.eps.to_bits(),
-            scale_bits: scale.map(f32::to_bits),
+            scale_bits: self.normed.scale().map(f32::to_bits),
             choice: self.choice,
         })
     }
+}
+
+/// What [`AllReduceNormParams`] have behind their sum, alone: `sum = from + residual`,
+/// `normed = sum / sqrt(mean(sum^2) + eps) * weight`. The bits are those of an all-reduce with a norm of one rank; so an all-reduce
+/// and this behind it give those of the fused call. Rows may have any length.
+#[derive(Debug)]
+pub struct ResidualNormParams<'a> {
+    /// `[rows, hidden]`: f32, f16 or bf16. What an all-reduce or a linear gave.
+    pub from: View<'a>,
+    /// What is added, of the same shape and type.
+    pub residual: View<'a>,
+    /// What normalized columns are multiplied by, `[hidden]` of the same type.
+    pub weight: View<'a>,
+    /// Added to the mean square; finite and not negative.
+    pub eps: f32,
+    /// The new residual, of the same shape and type: may be exactly the bytes of `residual`.
+    pub sum: ViewMut<'a>,
+    /// The normalized rows, which overlap nothing else.
+    pub normed: Normed<'a>,
+}
+
+impl ResidualNormParams<'_> {
+    /// Checks shapes, types and places, and gives rows and columns.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming the field, what it was and what it should have been.
+    pub fn check(&self) -> Result<[usize; 2]> {
+        let views = [self.from, self.residual, self.weight, self.sum.as_view()];
+        check(views, self.eps, &self.normed)
+    }
+}
+
+/// Checks the rows, the residual, the weight and the new residual, and gives rows and columns.
+fn check(
+    [from, residual, weight, sum]: [View<'_>; 4],
+    eps: f32,
+    normed: &Normed<'_>,
+) -> Result<[usize; 2]> {
+    let dtype = from.dtype();
+    float("from.dtype", dtype)?;
+    let &[rows, hidden] = from.shape().dims() else {
+        let want = "2 dimensions, [rows, hidden]";
+        return Err(Error::invalid("from.shape", from.shape(), want));
+    };
+    if hidden == 0 {
+        let want = "rows of at least 1 element";
+        return Err(Error::invalid("from.shape", from.shape(), want));
+    }
+    if !(eps.is_finite() && eps >= 0.0) {
+        return Err(Error::invalid("eps", eps, "finite and not negative"));
+    }
+    if let Some(scale) = normed.scale().filter(|s| !(s.is_finite() && *s > 0.0)) {
+        return Err(Error::invalid("normed.scale", scale, "finite and positive"));
+    }
+    let part = |name, view, dtype, shape| Part::new(name, view, dtype, shape, from.memory());
+    let matrix = from.shape();
+    let residual = part("residual", residual, dtype, matrix)?;
+    let weight = part("weight", weight, dtype, Shape::new(&[hidden])?)?;
+    let sum = part("sum", sum, dtype, matrix)?;
+    let values_type = normed.scheme().kernel_type().unwrap_or(dtype);
+    let values = part("normed", normed.values(), values_type, matrix)?;
+    let scales = match normed.scales() {
+        Some(s) => Some(part(
+            "normed.scales",
+            s,
+            DataType::F32,
+            Shape::new(&[rows])?,
+        )?),
+        None => None,
+    };
+    let from = Part {
+        field: "from",
+        view: from,
+    };
+    let beside = [from, weight];
+    if residual.view.address() != sum.view.address() {
+        sum.apart(&[residual], "bytes of its own, or exactly the residual's")?;
+    }
+    sum.apart(&beside, "bytes of its own, or exactly the residual's")?;
+    for written in [Some(values), scales].into_iter().flatten() {
+        written.apart(&beside, "bytes of its own")?;
+        written.apart(&[residual, sum], "bytes of its own")?;
+    }
+    if let Some(scales) = scales {
+        scales.apart(&[values], "bytes of its own")?;
+    }
+    Ok([rows, hidden])
 }
 
 /// An argument by its name.

@@ -15,8 +15,8 @@ use brigade_device::{
     Activation, Allocate, Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceInfo, Error,
     GemmParams, GemmShape, GroupedGemmParams, Hierarchy, HierarchyConfig, Injector, Linear,
     LoraLinearParams, Machines, MemoryStatus, MemoryType, Operand, Output, QBuffer, QScheme,
-    Queues, Replay, Result, Shape, SiluMulParams, Stream, TopK, TopKParams, View, ViewMut,
-    check_bias_activation,
+    Queues, Replay, ResidualNormParams, Result, Shape, SiluMulParams, Stream, TopK, TopKParams,
+    View, ViewMut, check_bias_activation,
 };
 use brigade_group::machine;
 use std::sync::{
@@ -386,6 +386,10 @@ impl Linear for HostDevice {
         output: Output<'_>,
     ) -> Result<Option<Buffer>> {
         self.run_silu_mul(on, p, output)
+    }
+
+    fn residual_norm(&self, on: &Stream, p: &ResidualNormParams<'_>) -> Result<()> {
+        self.run_residual_norm(on, p)
     }
 
     fn top_k(&self, on: &Stream, p: &TopKParams<'_>) -> Result<TopK> {

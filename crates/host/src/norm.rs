@@ -1,6 +1,7 @@
-//! All-reduce with a norm. Every step is one f32 operation in a fixed order, so that other devices can give the same bits:
+//! A residual and a norm, alone or behind an all-reduce. Every step is one f32 operation in a fixed order, so that other devices can
+//! give the same bits:
 //!
-//! - `h = round(s + residual)`, where `s` is the all-reduce's sum, rounded to its type.
+//! - `h = round(s + residual)`, where `s` is the all-reduce's sum, rounded to its type, or what the caller has.
 //! - `q`, the sum of the squares of a row of `h`: elements of 16 bytes one after the other, multiplied and then added, and
 //!   those sums pair by pair, neighbours first, until one is left.
 //! - `y = round((h * (1 / sqrt(q / hidden + eps))) * weight)`, and what [quantizing](crate::quantize) makes of `y`.
@@ -10,6 +11,7 @@
 use crate::{
     all_reduce::{Algorithm, Kind, algorithm_of},
     comm::{HostComm, unexpected},
+    device::HostDevice,
     element,
     job::Active,
     memory::{mark, reading, writing},
@@ -17,7 +19,8 @@ use crate::{
     queue::HostQueue,
 };
 use brigade_device::{
-    AllReduceNormParams, Buffer, Call, DataType, Normed, Plan, ReduceOp, Result, Turn,
+    AllReduceNormParams, Buffer, Call, DataType, Normed, Plan, ReduceOp, ResidualNormParams,
+    Result, Stream, Turn, View,
 };
 use brigade_plan::pushed::GRANULE_BYTES;
 use std::ops::Range;
@@ -44,20 +47,31 @@ enum Scaling {
 }
 
 impl Arguments {
-    fn of(p: &AllReduceNormParams<'_>) -> Self {
+    /// Of the rows, the residual, the weight and the new residual.
+    fn of([from, residual, weight, sum]: [View<'_>; 4], eps: f32, normed: &Normed<'_>) -> Self {
         Self {
-            from: p.from.retain(),
-            residual: p.residual.retain(),
-            weight: p.weight.retain(),
-            eps: p.eps,
-            sum: p.sum.as_view().retain(),
-            values: p.normed.values().retain(),
-            scaling: match &p.normed {
+            from: from.retain(),
+            residual: residual.retain(),
+            weight: weight.retain(),
+            eps,
+            sum: sum.retain(),
+            values: normed.values().retain(),
+            scaling: match normed {
                 Normed::Plain(_) => Scaling::None,
                 Normed::Int8PerToken { scales, .. } => Scaling::PerToken(scales.as_view().retain()),
                 Normed::Fp8PerTensor { scale, .. } => Scaling::PerTensor(*scale),
             },
         }
+    }
+
+    fn norm(&self) -> Result<Norm> {
+        let dtype = self.from.dtype();
+        let mut weight = vec![0.0; self.from.shape().columns()];
+        reading(&[&self.weight], |inputs| {
+            element::load(dtype, inputs[0], &mut weight);
+            Ok(())
+        })?;
+        Ok(Norm::new(dtype, weight, self.eps))
     }
 
     /// Marks everything that a call writes.
@@ -107,7 +121,8 @@ impl HostComm {
             false => usize::MAX,
         };
         let piece_rows = (piece_elements.min(most) / hidden).max(1);
-        let arguments = Arguments::of(&p);
+        let views = [p.from, p.residual, p.weight, p.sum.as_view()];
+        let arguments = Arguments::of(views, p.eps, &p.normed);
         let core = self.core.clone();
         HostQueue::of(turn.stream())?.run(move || {
             core.collective(&call, |active| {
@@ -127,12 +142,7 @@ fn all_reduce_norm(
 ) -> Result<()> {
     let shape = of.from.shape();
     let (rows, hidden) = (shape.rows(), shape.columns());
-    let mut weight = vec![0.0; hidden];
-    reading(&[&of.weight], |inputs| {
-        element::load(kind.dtype, inputs[0], &mut weight);
-        Ok(())
-    })?;
-    let mut norm = Norm::new(kind.dtype, weight, of.eps);
+    let mut norm = of.norm()?;
     let core = active.job.core.clone();
     for first in (0..rows).step_by(piece_rows) {
         let piece = first..rows.min(first.saturating_add(piece_rows));
@@ -165,7 +175,36 @@ fn all_reduce_norm(
     Ok(())
 }
 
+impl HostDevice {
+    pub(crate) fn run_residual_norm(&self, on: &Stream, p: &ResidualNormParams<'_>) -> Result<()> {
+        let [rows, hidden] = p.check()?;
+        let views = [p.from, p.residual, p.weight, p.sum.as_view()];
+        let of = Arguments::of(views, p.eps, &p.normed);
+        HostQueue::of(on)?.run(move || of.residual_norm([rows, hidden]))
+    }
+}
+
 impl Arguments {
+    fn residual_norm(&self, [rows, hidden]: [usize; 2]) -> Result<()> {
+        let (dtype, mut norm) = (self.from.dtype(), self.norm()?);
+        let piece_rows = (ALONE_BYTES / dtype.bytes() / hidden).max(1);
+        let mut normed = vec![0; rows.min(piece_rows) * hidden * dtype.bytes()];
+        for first in (0..rows).step_by(piece_rows) {
+            let piece = first..rows.min(first.saturating_add(piece_rows));
+            let normed = &mut normed[..piece.len() * hidden * dtype.bytes()];
+            let [from, residual, sum] = [&self.from, &self.residual, &self.sum]
+                .map(|part| part.slice(piece.start, piece.len()));
+            writing(&sum?, &[&from?, &residual?], |out, inputs| {
+                let parts = [inputs[0], inputs[1]];
+                element::reduce(ReduceOp::Sum, dtype, &parts, dtype, out);
+                norm.rows(out, normed);
+                Ok(())
+            })?;
+            self.give(&mut norm, &piece, normed)?;
+        }
+        Ok(())
+    }
+
     /// Writes normalized rows as they are wanted.
     fn give(&self, norm: &mut Norm, piece: &Range<usize>, rows: &[u8]) -> Result<()> {
         let values = self.values.slice(piece.start, piece.len())?;

@@ -259,6 +259,38 @@ parameters! {
         from_type: u32,
     }
 
+    /// Adds a residual and norms rows by their root mean square. Variants are named after the type.
+    ResidualNormParams of "brigade_residual_norm" in "residual_norm" {
+        /// Device address of the rows.
+        from: u64,
+        /// Device address of the residual's rows.
+        residual: u64,
+        /// Device address of the weight, a row.
+        weight: u64,
+        /// Device address of the new residual's rows, which may be the old one's.
+        sum: u64,
+        /// Device address of the rows that are normed.
+        normed: u64,
+        /// Device address of their scales, if they have one each.
+        scales: u64,
+        /// Rows.
+        rows: u32,
+        /// Elements of a row.
+        hidden: u32,
+        /// Granules of a row.
+        granules: u32,
+        /// Whether all rows can be taken in whole granules.
+        wide: u32,
+        /// Bits of what is added to the mean square.
+        eps: u32,
+        /// Bits of the scale that was given.
+        scale: u32,
+        /// One of the forms.
+        form: u32,
+        /// Zero.
+        reserved: u32,
+    }
+
     /// The experts of every token that have the greatest scores, and their weights.
     TopKParams of "brigade_top_k" in "top_k" {
         /// Device address of the experts, i32 `[tokens, k]`.

@@ -74,6 +74,7 @@ fn kernels_are_all_there_and_aligned_or_all_absent_with_a_reason() {
         "quantize",
         "int8",
         "grouped",
+        "residual_norm",
         "silu_mul",
         "top_k",
     ] {

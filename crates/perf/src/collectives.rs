@@ -61,7 +61,8 @@ pub struct AllReduce {
     /// The result goes where the input lies
     #[arg(long)]
     in_place: bool,
-    /// Also between a product in bf16 and a kernel for bias and SiLU, all in one graph, and these two alone
+    /// Also between a product in bf16 and a norm with a residual, all in one graph: the norm behind it, the norm in it, and these two
+    /// alone
     #[arg(long)]
     chain: bool,
 }
@@ -194,6 +195,10 @@ pub fn run(asked: &Asked<'_>, ranks: &Ranks) -> Result<String> {
     ensure!(
         !asked.chain || options.dtype == Float::Bf16,
         "--chain goes with bf16 alone, which its product gives"
+    );
+    ensure!(
+        !asked.chain || asked.op == Op::Sum,
+        "--chain goes with sums alone, which have a norm behind them"
     );
     let extents = sizes::steps(options.begin, options.end, options.factor)?
         .into_iter()

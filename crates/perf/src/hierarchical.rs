@@ -178,12 +178,11 @@ impl Hierarchical {
             return Ok(Arc::clone(&rank.device));
         };
         let config = CudaConfig {
-            serial: self.common.serial,
             wire: Some(Wire {
                 latency_ns: self.wire_latency_ns,
                 bytes_per_us,
             }),
-            ..CudaConfig::default()
+            ..self.common.cuda()?
         };
         let gpu = brigade::Device::info(&*rank.device).ordinal as usize;
         Ok(CudaDevice::with(gpu, &config).map_err(brigade::Error::from)?)

@@ -22,6 +22,7 @@ mod sizes;
 mod trace;
 
 use anyhow::{Context, Result};
+use brigade::{cuda::CudaConfig, plan::Entries};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use ranks::Ranks;
 use serde::Serialize;
@@ -102,6 +103,9 @@ struct Common {
     /// Begin no kernel before the one in front of it has ended: without programmatic launch, to see what that is worth
     #[arg(long)]
     serial: bool,
+    /// Plan by the entries of this file, which crossover, tune or tune-experts wrote with --entry, before those of this build
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    table: Vec<PathBuf>,
     /// Compare results with what they should be before anything is timed
     #[arg(long)]
     check: bool,
@@ -122,6 +126,21 @@ enum Peer {
 impl Common {
     fn with_nccl(&self) -> bool {
         self.vs == Some(Peer::Nccl)
+    }
+
+    /// How devices are set up.
+    fn cuda(&self) -> Result<CudaConfig> {
+        let mut entries = Entries::default();
+        for path in &self.table {
+            let read = fs::read_to_string(path).map_err(anyhow::Error::from);
+            let read = read.and_then(|text| Ok(Entries::read(&text)?));
+            entries = entries.and(read.with_context(|| format!("table {}", path.display()))?);
+        }
+        Ok(CudaConfig {
+            serial: self.serial,
+            entries,
+            ..CudaConfig::default()
+        })
     }
 
     /// Measures on the ranks that there are, in this process or in others; gives a table where this process is to show one.
@@ -244,6 +263,45 @@ mod tests {
         };
         assert_eq!((l.common.ranks, l.common.rounds), (Some(2), 3));
         assert!(l.common.graph && l.common.with_nccl());
+    }
+
+    /// Every rank reads the tables before it opens a GPU.
+    #[test]
+    fn tables_are_read_or_named() {
+        let folder = std::env::temp_dir().join(format!("brigade-tables-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let written = |name: &str, text: &str| {
+            let path = folder.join(name);
+            fs::write(&path, text).unwrap();
+            path
+        };
+        let entry = |ranks: usize| {
+            json!({
+                "gpu": "A", "links": "nvlink", "ranks": ranks, "operation": "gather-linear", "dtype": "bf16",
+                "min_chunk_bytes": 1, "source": {"command": "c", "date": "2026-01-02", "commit": "0123456"},
+            })
+            .to_string()
+        };
+        let (one, two) = (written("one", &entry(2)), written("two", &entry(4)));
+        let of = |paths: &[PathBuf]| {
+            let words = ["brigade-perf", "all-reduce", "--serial", "--table"].map(Into::into);
+            let line = Line::try_parse_from(words.into_iter().chain(paths.iter().cloned()));
+            match line.unwrap().operation {
+                Operation::AllReduce(all_reduce) => all_reduce.asked().common().cuda(),
+                _ => panic!("another operation"),
+            }
+        };
+        let config = of(&[one, two]).unwrap();
+        let read = |text: &str| Entries::read(text).unwrap();
+        assert_eq!(config.entries, read(&entry(2)).and(read(&entry(4))));
+        assert!(config.serial);
+        let empty = written("empty", "{}");
+        for (path, why) in [(empty, "entries: got"), (folder.join("none"), "")] {
+            let refused = format!("{:#}", of(std::slice::from_ref(&path)).unwrap_err());
+            let named = format!("table {}: {why}", path.display());
+            assert!(refused.starts_with(&named), "{refused}");
+        }
+        fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

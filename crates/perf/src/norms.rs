@@ -1,5 +1,5 @@
-//! All-reduce with a residual and a norm, in bf16: beside an all-reduce of the same bytes, ours and NCCL's, with nothing behind
-//! it.
+//! All-reduce with a residual and a norm, in bf16: in one call, and beside it an all-reduce with the norm as a call of its own behind
+//! it, and all-reduces of the same bytes with nothing behind them, ours and NCCL's.
 
 use crate::{
     Common,
@@ -11,7 +11,7 @@ use crate::{
 use anyhow::{Result, ensure};
 use brigade::{
     AllReduceNormParams, AllReduceParams, Allocate, Buffer, Call, Comm, CommConfig, DataType,
-    MemoryType, Normed, ParallelMode, Plan, QScheme, ReduceOp,
+    Linear, MemoryType, Normed, ParallelMode, Plan, QScheme, ReduceOp, ResidualNormParams,
 };
 use clap::{Args, ValueEnum};
 use float8::F8E4M3;
@@ -24,7 +24,7 @@ pub struct Norms {
     #[command(flatten)]
     pub common: Common,
     /// Rows
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])]
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])]
     rows: Vec<usize>,
     /// Columns
     #[arg(long, default_value_t = 8192)]
@@ -68,6 +68,22 @@ impl Form {
         }
     }
 
+    /// Where normalized rows go.
+    fn normed<'a>(self, values: &'a mut Buffer, scales: &'a mut Buffer) -> Normed<'a> {
+        let values = values.view_mut();
+        match self {
+            Self::Plain => Normed::Plain(values),
+            Self::Int8 => Normed::Int8PerToken {
+                values,
+                scales: scales.view_mut(),
+            },
+            Self::Fp8 => Normed::Fp8PerTensor {
+                values,
+                scale: SCALE,
+            },
+        }
+    }
+
     /// Relative error that rounding to the type leaves, with room.
     const fn tolerance(self) -> f64 {
         match self {
@@ -78,7 +94,8 @@ impl Form {
     }
 }
 
-const EPS: f32 = 1e-5;
+/// Added to mean squares.
+pub const EPS: f32 = 1e-5;
 
 /// What fp8 values are multiplied by: normalized rows are of magnitudes around one.
 const SCALE: f32 = 1.0 / 64.0;
@@ -101,6 +118,8 @@ struct Case<'a> {
     from: Buffer,
     residual: Buffer,
     weight: Buffer,
+    /// The sum alone, where a norm of its own is behind it.
+    reduced: Buffer,
     sum: Buffer,
     normed: Buffer,
     scales: Buffer,
@@ -112,6 +131,7 @@ struct Measured {
     rows: usize,
     plan: Plan,
     ours: Times,
+    then_norm: Times,
     all_reduce: Times,
     nccl: Option<Times>,
 }
@@ -138,6 +158,7 @@ impl<'a> Case<'a> {
             from: upload(rank.number())?,
             residual: upload(rank.size())?,
             weight: data::upload(device, on, &weight, [1, options.hidden])?.index(0)?,
+            reduced: data::poisoned(device, on, dims)?,
             sum: data::poisoned(device, on, dims)?,
             normed: new(dtype, &dims)?,
             scales: new(DataType::F32, &dims[..1])?,
@@ -164,35 +185,46 @@ impl<'a> Case<'a> {
         let [mut sum, mut normed, mut scales] =
             [&self.sum, &self.normed, &self.scales].map(Buffer::clone);
         move || {
-            let values = normed.view_mut();
             let params = AllReduceNormParams {
                 from: from.view(),
                 residual: residual.view(),
                 weight: weight.view(),
                 eps: EPS,
                 sum: sum.view_mut(),
-                normed: match form {
-                    Form::Plain => Normed::Plain(values),
-                    Form::Int8 => Normed::Int8PerToken {
-                        values,
-                        scales: scales.view_mut(),
-                    },
-                    Form::Fp8 => Normed::Fp8PerTensor {
-                        values,
-                        scale: SCALE,
-                    },
-                },
+                normed: form.normed(&mut normed, &mut scales),
                 choice,
             };
             comm.lease(&rank.on)?.all_reduce_norm(params).map(drop)
         }
     }
 
+    /// The sum, and the norm as a call of its own.
+    fn then_norm(&self) -> impl FnMut() -> brigade::Result<()> + use<'a> {
+        let (rank, form) = (self.rank, self.form);
+        let mut all_reduce = self.all_reduce(&self.reduced);
+        let [reduced, residual, weight] =
+            [&self.reduced, &self.residual, &self.weight].map(Buffer::clone);
+        let [mut sum, mut normed, mut scales] =
+            [&self.sum, &self.normed, &self.scales].map(Buffer::clone);
+        move || {
+            all_reduce()?;
+            let params = ResidualNormParams {
+                from: reduced.view(),
+                residual: residual.view(),
+                weight: weight.view(),
+                eps: EPS,
+                sum: sum.view_mut(),
+                normed: form.normed(&mut normed, &mut scales),
+            };
+            rank.device.residual_norm(&rank.on, &params)
+        }
+    }
+
     /// The sum alone.
-    fn all_reduce(&self) -> impl FnMut() -> brigade::Result<()> + use<'a> {
+    fn all_reduce(&self, to: &Buffer) -> impl FnMut() -> brigade::Result<()> + use<'a> {
         let (rank, comm) = (self.rank, self.comm);
         let choice = self.options.algorithm.algorithm;
-        let (from, mut sum) = (self.from.clone(), self.sum.clone());
+        let (from, mut sum) = (self.from.clone(), to.clone());
         move || {
             let params = AllReduceParams {
                 data: sum.view_mut(),
@@ -204,10 +236,22 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// The new residual and the normalized rows against f64.
+    /// The new residual and the normalized rows against f64: of one call, and of two.
     fn check(&self) -> Result<()> {
+        let calls: [Box<dyn FnMut() -> brigade::Result<()>>; 2] =
+            [Box::new(self.ours()), Box::new(self.then_norm())];
+        calls
+            .into_iter()
+            .try_for_each(|mut call| self.check_one(&mut *call))
+    }
+
+    fn check_one(&self, call: &mut dyn FnMut() -> brigade::Result<()>) -> Result<()> {
         let Self { rank, dims, .. } = *self;
-        self.ours()()?;
+        for buffer in [&self.sum, &self.normed, &self.scales] {
+            rank.device
+                .fill(&rank.on, buffer.clone().view_mut(), 0xFF)?;
+        }
+        call()?;
         rank.on.sync(PATIENCE)?;
         let read = |buffer: &Buffer| -> Result<Vec<u8>> {
             let mut bytes = vec![0; buffer.bytes()];
@@ -259,7 +303,8 @@ impl<'a> Case<'a> {
         let how = (common.calls, common.graph);
         let mut variants = vec![
             Variant::new(rank, "ours", how, self.ours())?,
-            Variant::new(rank, "all_reduce", how, self.all_reduce())?,
+            Variant::new(rank, "all_reduce_then_norm", how, self.then_norm())?,
+            Variant::new(rank, "all_reduce", how, self.all_reduce(&self.sum))?,
         ];
         if let Some(nccl) = &rank.nccl {
             let (from, mut sum) = (self.from.clone(), self.sum.clone());
@@ -270,7 +315,8 @@ impl<'a> Case<'a> {
         let mut times = measure(rank, &mut variants, common.rounds)?.into_iter();
         rank.on.sync(PATIENCE)?;
         self.comm.check()?;
-        let (Some(ours), Some(all_reduce)) = (times.next(), times.next()) else {
+        let first = [times.next(), times.next(), times.next()];
+        let [Some(ours), Some(then_norm), Some(all_reduce)] = first else {
             anyhow::bail!("nothing was measured");
         };
         Ok(Measured {
@@ -278,6 +324,7 @@ impl<'a> Case<'a> {
             rows: self.dims[0],
             plan,
             ours,
+            then_norm,
             all_reduce,
             nccl: times.next(),
         })
@@ -325,8 +372,8 @@ pub fn run(options: &Norms, ranks: &Ranks) -> Result<String> {
     let rows: Vec<_> = measured.iter().map(|m| m.json(options)).collect();
     options.common.write(&meta, &rows)?;
     let heading = format!(
-        "{:>6} {:>6} {:>6} {:>9} {:>9} {:>9} {:>9}  plan\n",
-        "form", "rows", "hidden", "us", "p99 us", "sum us", "nccl us"
+        "{:>6} {:>6} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9}  plan\n",
+        "form", "rows", "hidden", "us", "p99 us", "apart us", "sum us", "nccl us"
     );
     let lines = measured.iter().map(|m| m.line(options.hidden));
     Ok(heading + &lines.collect::<String>())
@@ -339,11 +386,12 @@ impl Measured {
             None => "-".into(),
         };
         format!(
-            "{:>6} {:>6} {hidden:>6} {:>9.2} {:>9.2} {:>9.2} {nccl:>9}  {}\n",
+            "{:>6} {:>6} {hidden:>6} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {nccl:>9}  {}\n",
             self.form.name(),
             self.rows,
             self.ours.median,
             self.ours.p99,
+            self.then_norm.median,
             self.all_reduce.median,
             self.plan
         )
@@ -357,8 +405,12 @@ impl Measured {
             "bytes": self.rows * options.hidden * 2, "graph": options.common.graph,
             "choice": options.algorithm.name, "plan": self.plan.to_string(),
             "us": hundredths(self.ours.median), "us_p99": hundredths(self.ours.p99),
+            "all_reduce_then_norm_us": hundredths(self.then_norm.median),
             "all_reduce_us": hundredths(self.all_reduce.median),
-            "samples": {"ours": samples(&self.ours), "all_reduce": samples(&self.all_reduce)},
+            "samples": {
+                "ours": samples(&self.ours), "all_reduce_then_norm": samples(&self.then_norm),
+                "all_reduce": samples(&self.all_reduce),
+            },
         });
         if let Some(nccl) = &self.nccl {
             row["nccl_us"] = hundredths(nccl.median);
@@ -383,7 +435,7 @@ mod tests {
     fn rows_and_forms_are_lists() {
         let read = |line: &str| Line::try_parse_from(line.split(' ')).map(|line| line.norms);
         let usual = read("all-reduce-norm --graph").unwrap();
-        assert_eq!((usual.rows.len(), usual.hidden), (10, 8192));
+        assert_eq!((usual.rows.len(), usual.hidden), (12, 8192));
         assert_eq!(usual.form, [Form::Plain]);
         let line = "all-reduce-norm --rows 3,5 --form plain int8 fp8 -a two-shot-push --serial";
         let told = read(line).unwrap();

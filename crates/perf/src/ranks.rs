@@ -25,14 +25,14 @@ pub struct Rank {
 }
 
 impl Rank {
-    fn new(boot: Arc<dyn Bootstrap>, gpu: usize, options: &Common) -> Result<Self> {
-        let config = CudaConfig {
-            serial: options.serial,
-            ..CudaConfig::default()
-        };
-        let device = CudaDevice::with(gpu, &config).map_err(brigade::Error::from)?;
-        let nccl = options
-            .with_nccl()
+    fn new(
+        boot: Arc<dyn Bootstrap>,
+        gpu: usize,
+        config: &CudaConfig,
+        with_nccl: bool,
+    ) -> Result<Self> {
+        let device = CudaDevice::with(gpu, config).map_err(brigade::Error::from)?;
+        let nccl = with_nccl
             .then(|| NcclComm::join(&device, &*boot, PATIENCE))
             .transpose()?;
         Ok(Self {
@@ -148,8 +148,9 @@ impl Ranks {
         options: &Common,
         work: impl Fn(&Rank) -> Result<R> + Send + Sync,
     ) -> Result<R> {
+        let config = options.cuda()?;
         let one = |boot: Arc<dyn Bootstrap>, gpu| -> Result<R> {
-            let rank = Rank::new(boot, gpu, options)?;
+            let rank = Rank::new(boot, gpu, &config, options.with_nccl())?;
             let result = work(&rank)?;
             // Who goes first takes nothing away from the others.
             rank.meet()?;

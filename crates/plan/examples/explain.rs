@@ -1,19 +1,21 @@
 //! Prints what would be done for a few calls of every operation, on four ranks of one host, and what the choice rests on: `cargo run -p brigade-plan --example explain`. With a model of GPU, as the driver
 //! calls it, for four of those, linked by NVLink or else as said, or for as many as are said:
 //! `cargo run -p brigade-plan --example explain -- "NVIDIA H200" nvlink 2`. A number behind that is the most multiprocessors
-//! that communication may use.
+//! that communication may use, and behind that come files of entries that `brigade-perf` wrote:
+//! `cargo run -p brigade-plan --example explain -- "NVIDIA H200" nvlink 2 132 entry.json`.
 #![allow(clippy::print_stdout)]
 
 use brigade_device::{
     Arrangement, Call, CombineCall, CombineSum, CommConfig, DataType, DispatchCall, Fp8Cast, Group,
     LinearCall, LowLatencyCombineCall, LowLatencyDispatchCall, OverlapMode, ParallelMode, PerRank,
-    PlacementCall, QScheme, Reason, ReceivedIds, ReduceOp, ScaleFormat, Transport,
+    PlacementCall, QScheme, ReceivedIds, ReduceOp, ScaleFormat, Transport,
 };
 use brigade_plan::{
-    Engines, Table, Topology,
+    Engines, Entries, Table, Topology,
     crossover::{Gpus, Links},
     experts, rows, told,
 };
+use std::{error::Error, fs};
 
 const BF16: DataType = DataType::BF16;
 
@@ -315,8 +317,9 @@ fn figures(table: &Table) {
     );
 }
 
-/// The host, or GPUs of the model that the first word names, by the links that the second one names.
-fn device(words: &[String], ranks: usize) -> Result<(Engines, Table), Reason> {
+/// The host, or GPUs of the model that the first word names, by the links that the second one names, with entries of the files that the
+/// fifth and later ones name.
+fn device(words: &[String], ranks: usize) -> Result<(Engines, Table), Box<dyn Error>> {
     let Some(model) = words.first() else {
         return Ok((Engines::host(), Table::host()));
     };
@@ -334,5 +337,10 @@ fn device(words: &[String], ranks: usize) -> Result<(Engines, Table), Reason> {
         links,
         ranks,
     };
-    Ok((Engines::cuda(hopper, ranks <= 8), Table::cuda(&gpus)?))
+    let mut own = Entries::default();
+    for path in words.iter().skip(4) {
+        own = own.and(Entries::read(&fs::read_to_string(path)?)?);
+    }
+    let table = Table::cuda(&gpus, &own)?;
+    Ok((Engines::cuda(hopper, ranks <= 8), table))
 }

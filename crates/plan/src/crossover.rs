@@ -1,7 +1,7 @@
 //! From which size on overlap pays on a model of GPU: figures as data, each with where it comes from.
 //!
-//! They are in `tables/crossovers.json` of this crate, which a build holds. A figure is chosen by what all ranks of a group
-//! know of their GPUs when they join; `brigade-perf crossover` measures one.
+//! They are in `tables/crossovers.json` of this crate, which a build holds, and before those count [the user's](crate::Entries). A
+//! figure is chosen by what all ranks of a group know of their GPUs when they join; `brigade-perf crossover` measures one.
 
 use brigade_device::{QScheme, Reason};
 use serde::{Deserialize, Serialize};
@@ -134,6 +134,24 @@ impl Gpus {
     }
 }
 
+/// In whose table an entry stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Whose {
+    /// The user gave it.
+    User,
+    /// This build holds it.
+    Build,
+}
+
+impl fmt::Display for Whose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::User => "in the user's table",
+            Self::Build => "in the table of this build",
+        })
+    }
+}
+
 /// How a figure came about.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Source {
@@ -190,6 +208,8 @@ struct Note {
 pub struct Figures {
     default: Unmeasured,
     entries: Vec<Entry>,
+    #[serde(skip)]
+    own: Vec<Entry>,
 }
 
 impl Figures {
@@ -209,13 +229,20 @@ impl Figures {
         serde_json::from_str(text).map_err(|e| crate::reason::crossovers(&e.to_string()))
     }
 
-    /// All figures but the default.
+    /// With entries of the user's, which count before those of the file.
+    #[must_use]
+    pub fn with(mut self, own: &[Entry]) -> Self {
+        self.own.extend_from_slice(own);
+        self
+    }
+
+    /// All figures of the file but the default.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// For every type of rows: the entry of these GPUs in groups of this size, else the one for all sizes, else that of the size that is
-    /// nearest, else the default. The last two say that they were not measured so.
+    /// For every type of rows: the entry of these GPUs in groups of this size, else the one for all sizes, of the user's first; else that
+    /// of the size that is nearest, else the default. The last two say that they were not measured so.
     pub fn of(&self, gpus: &Gpus, operation: Overlapped) -> Crossovers {
         let of = |dtype| self.one(gpus, operation, dtype);
         Crossovers {
@@ -230,23 +257,33 @@ impl Figures {
             (Some(&e.gpu), e.links) == (gpus.model.as_ref(), gpus.links)
                 && (e.operation, e.dtype) == (operation, dtype)
         };
-        let of_size =
-            |ranks: Option<usize>| self.entries.iter().filter(fits).find(|e| e.ranks == ranks);
-        if let Some(entry) = of_size(Some(gpus.ranks)).or_else(|| of_size(None)) {
-            return Crossover {
-                min_chunk_bytes: entry.min_chunk_bytes,
-                source: entry.told().into(),
-            };
+        let tables = [(&self.own, Whose::User), (&self.entries, Whose::Build)];
+        for (entries, whose) in tables {
+            let of_size =
+                |ranks: Option<usize>| entries.iter().filter(fits).find(|e| e.ranks == ranks);
+            if let Some(entry) = of_size(Some(gpus.ranks)).or_else(|| of_size(None)) {
+                return Crossover {
+                    min_chunk_bytes: entry.min_chunk_bytes,
+                    source: entry.told(whose).into(),
+                };
+            }
         }
-        // Of two that are as near, the smaller one.
-        let far = |e: &&Entry| e.ranks.map(|ranks| (ranks.abs_diff(gpus.ranks), ranks));
-        match self.entries.iter().filter(fits).min_by_key(far) {
-            Some(entry) => Crossover {
+        let all = tables.into_iter().flat_map(|(entries, whose)| {
+            let fitting = entries.iter().filter(fits);
+            fitting.map(move |entry| (entry, whose))
+        });
+        // Of two that are as near, the smaller one; of two of one size, the user's.
+        let far = |(e, _): &(&Entry, Whose)| {
+            let ranks = e.ranks?;
+            Some((ranks.abs_diff(gpus.ranks), ranks))
+        };
+        match all.min_by_key(far) {
+            Some((entry, whose)) => Crossover {
                 min_chunk_bytes: entry.min_chunk_bytes,
                 source: format!(
                     "untuned: not measured at {} ranks; the figure of {}",
                     gpus.ranks,
-                    entry.told()
+                    entry.told(whose)
                 )
                 .into(),
             },
@@ -260,14 +297,14 @@ impl Figures {
 
 impl Entry {
     /// In one line.
-    fn told(&self) -> String {
+    fn told(&self, whose: Whose) -> String {
         let ranks = match self.ranks {
             Some(ranks) => format!(" of {ranks} ranks"),
             None => String::new(),
         };
         let Source { date, commit, .. } = &self.source;
         format!(
-            "{} by {}{ranks}, {date}, commit {commit}",
+            "{} by {}{ranks}, {date}, commit {commit}, {whose}",
             self.gpu, self.links
         )
     }

@@ -7,6 +7,7 @@
 //! - [`crossover`]: from which size on overlap pays on which GPUs, as measured.
 //! - [`tuned`]: which all-reduce is quickest on which GPUs, as measured.
 //! - [`transports`]: which way rows go to experts on which GPUs, as measured.
+//! - [`Entries`]: such figures that users measured on GPUs of theirs.
 //! - [`rows`]: ragged chunks and the pieces of a chunk.
 //! - [`ring`]: who multiplies, sends and receives which chunk when.
 //! - [`gathered`]: where the rows of all ranks lie.
@@ -29,6 +30,7 @@ mod broadcast;
 pub mod combine;
 pub mod crossover;
 pub mod dispatch;
+mod entries;
 pub mod experts;
 pub mod fifo;
 mod gather_linear;
@@ -54,6 +56,7 @@ mod topology;
 pub mod transports;
 pub mod tuned;
 
+pub use entries::Entries;
 pub use overlap::{MAX_PIECES, without_tiles};
 pub use table::{Copies, Table};
 pub use told::told;

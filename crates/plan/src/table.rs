@@ -1,6 +1,7 @@
 //! Tuning numbers. All ranks must have the same: they vote on [`Table::digest`].
 
 use crate::{
+    Entries,
     crossover::{Crossovers, Figures, Gpus, Overlapped},
     transports::{self, ByRows},
     tuned::{self, ByType},
@@ -71,17 +72,18 @@ impl Table {
 
     /// For GPUs of one host: own rows are pushed to all peers by copy engines. Below some megabytes a product of chunks
     /// loses more than the gather costs; from where on depends on the GPUs, and is read from the [figures](crate::crossover)
-    /// of this build, as are [which all-reduce](crate::tuned) is quickest and [how rows travel](crate::transports) to experts.
+    /// of this build, as are [which all-reduce](crate::tuned) is quickest and [how rows travel](crate::transports) to experts. Entries of
+    /// the user's count before those of this build for the same GPUs.
     ///
     /// # Errors
     /// [`CROSSOVERS`](crate::reason::CROSSOVERS), [`ALL_REDUCES`](crate::reason::ALL_REDUCES) or
     /// [`EXPERTS`](crate::reason::EXPERTS) if they cannot be read.
-    pub fn cuda(gpus: &Gpus) -> Result<Self, Reason> {
-        let figures = Figures::embedded()?;
+    pub fn cuda(gpus: &Gpus, own: &Entries) -> Result<Self, Reason> {
+        let figures = Figures::embedded()?.with(&own.crossovers);
         Ok(Self {
-            all_reduce: tuned::File::embedded()?.of(gpus),
+            all_reduce: tuned::File::embedded()?.with(&own.all_reduces).of(gpus),
             copies: Copies::UNTUNED,
-            experts: transports::File::embedded()?.of(gpus),
+            experts: transports::File::embedded()?.with(&own.experts).of(gpus),
             gather: figures.of(gpus, Overlapped::GatherLinear),
             scatter: figures.of(gpus, Overlapped::ReduceScatterLinear),
             overlap: OverlapMode::Tiles,

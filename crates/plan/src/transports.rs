@@ -1,18 +1,18 @@
 //! Which transport is quickest for rows to experts and back, on a model of GPU: figures as data, each with where it comes from.
 //!
-//! They are in `tables/experts.json` of this crate, which a build holds. An entry is chosen by what all ranks of a group know
-//! of their GPUs when they join; `brigade-perf tune-experts` measures one. Where none was measured, the usual figures hold,
-//! and say so.
+//! They are in `tables/experts.json` of this crate, which a build holds, and before those count [the user's](crate::Entries). An entry
+//! is chosen by what all ranks of a group know of their GPUs when they join; `brigade-perf tune-experts` measures one. Where none was
+//! measured, the usual figures hold, and say so.
 //!
 //! Bytes are those that may come to a rank in one call ([`arriving_bytes`](crate::experts::arriving_bytes)).
 
 use crate::{
-    crossover::{Gpus, Links, Source},
+    crossover::{Gpus, Links, Source, Whose},
     reason,
     records::MOST_BLOCKS,
     tuned::Versions,
 };
-use brigade_device::{DispatchCall, Reason, Transport};
+use brigade_device::{DispatchCall, Error, Reason, Result as Checked, Transport};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
@@ -252,6 +252,8 @@ struct Untuned {
 pub struct File {
     untuned: Untuned,
     entries: Vec<Entry>,
+    #[serde(skip)]
+    own: Vec<Entry>,
 }
 
 impl File {
@@ -269,14 +271,21 @@ impl File {
     /// [`EXPERTS`](crate::reason::EXPERTS) if it is no such file, or has no rows go at a time.
     pub fn read(text: &str) -> Result<Self, Reason> {
         let file: Self = serde_json::from_str(text).map_err(|e| reason::experts(&e.to_string()))?;
-        let given = file.entries.iter().filter_map(|e| e.rows_at_a_time);
-        if given.chain([file.untuned.rows_at_a_time]).any(|n| n == 0) {
-            return Err(reason::experts("rows_at_a_time must be at least 1"));
-        }
+        let usual = some_rows(Some(file.untuned.rows_at_a_time));
+        usual
+            .and_then(|()| file.entries.iter().try_for_each(Entry::check))
+            .map_err(|why| reason::experts(&why.to_string()))?;
         Ok(file)
     }
 
-    /// All that was measured.
+    /// With entries of the user's, which count before those of the file.
+    #[must_use]
+    pub fn with(mut self, own: &[Entry]) -> Self {
+        self.own.extend_from_slice(own);
+        self
+    }
+
+    /// All that was measured, in the file.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
@@ -286,7 +295,8 @@ impl File {
         self.untuned.push_max_bytes
     }
 
-    /// For rows of both kinds: the entry of these GPUs for them, else the one for all rows, else the usual figures.
+    /// For rows of both kinds: the entry of these GPUs for them, else the one for all rows, of the user's first, else the usual
+    /// figures.
     pub fn of(&self, gpus: &Gpus) -> ByRows {
         ByRows {
             plain: self.one(gpus, Rows::Plain),
@@ -296,12 +306,14 @@ impl File {
 
     fn one(&self, gpus: &Gpus, rows: Rows) -> Figures {
         let fits = |e: &&Entry| gpus.are(&e.gpu, e.links, e.ranks);
-        let of_rows =
-            |rows: Option<Rows>| self.entries.iter().filter(fits).find(|e| e.rows == rows);
-        match of_rows(Some(rows)).or_else(|| of_rows(None)) {
-            Some(entry) => entry.figures(&self.untuned),
-            None => self.untuned.figures(gpus, rows),
-        }
+        let among = |entries: &[Entry], whose| {
+            let of_rows = |rows: Option<Rows>| entries.iter().filter(fits).find(|e| e.rows == rows);
+            let found = of_rows(Some(rows)).or_else(|| of_rows(None));
+            found.map(|entry| entry.figures(&self.untuned, whose))
+        };
+        among(&self.own, Whose::User)
+            .or_else(|| among(&self.entries, Whose::Build))
+            .unwrap_or_else(|| self.untuned.figures(gpus, rows))
     }
 }
 
@@ -323,8 +335,20 @@ impl Untuned {
     }
 }
 
+fn some_rows(rows_at_a_time: Option<usize>) -> Checked<()> {
+    match rows_at_a_time {
+        Some(0) => Err(Error::invalid("rows_at_a_time", 0, "at least 1")),
+        _ => Ok(()),
+    }
+}
+
 impl Entry {
-    fn figures(&self, untuned: &Untuned) -> Figures {
+    /// Whether rows go at all.
+    pub(crate) fn check(&self) -> Checked<()> {
+        some_rows(self.rows_at_a_time)
+    }
+
+    fn figures(&self, untuned: &Untuned, whose: Whose) -> Figures {
         Figures {
             push_max_bytes: Some(self.push_max_bytes),
             push_max_bytes_per_sm: self
@@ -332,12 +356,12 @@ impl Entry {
                 .unwrap_or(untuned.push_max_bytes_per_sm),
             rows_at_a_time: Some(self.rows_at_a_time.unwrap_or(untuned.rows_at_a_time)),
             others: self.others.clone(),
-            source: self.told().into(),
+            source: self.told(whose).into(),
         }
     }
 
     /// In one line.
-    fn told(&self) -> String {
+    fn told(&self, whose: Whose) -> String {
         let Self {
             gpu, links, ranks, ..
         } = self;
@@ -366,7 +390,7 @@ impl Entry {
         };
         format!(
             "measured on {gpu} by {links} of {ranks} ranks, {from_tokens} to {to_tokens} tokens{of} of {hidden} columns, {}, \
-             driver {driver}, cuda {cuda}{untuned}",
+             driver {driver}, cuda {cuda}, {whose}{untuned}",
             self.source.date
         )
     }

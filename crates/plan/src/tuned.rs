@@ -1,14 +1,14 @@
 //! Which all-reduce is quickest on a model of GPU, and with how many blocks: figures as data, each with where it comes from.
 //!
-//! They are in `tables/all_reduce.json` of this crate, which a build holds. An entry is chosen by what all ranks of a group
-//! know of their GPUs when they join; `brigade-perf tune` measures one. Where none was measured, the usual figures hold,
-//! and say so.
+//! They are in `tables/all_reduce.json` of this crate, which a build holds, and before those count [the user's](crate::Entries). An
+//! entry is chosen by what all ranks of a group know of their GPUs when they join; `brigade-perf tune` measures one. Where none was
+//! measured, the usual figures hold, and say so.
 
 use crate::{
-    crossover::{Gpus, Links, Source},
+    crossover::{Gpus, Links, Source, Whose},
     reason,
 };
-use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Reason};
+use brigade_device::{AllReduceAlgorithm as A, DataType, Error, Launch, Reason, Result as Checked};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
@@ -241,6 +241,8 @@ fn any() -> usize {
 pub struct File {
     untuned: Vec<Untuned>,
     entries: Vec<Entry>,
+    #[serde(skip)]
+    own: Vec<Entry>,
 }
 
 impl File {
@@ -259,42 +261,40 @@ impl File {
     pub fn read(text: &str) -> Result<Self, Reason> {
         let file: Self =
             serde_json::from_str(text).map_err(|e| reason::all_reduces(&e.to_string()))?;
-        file.check().map_err(|why| reason::all_reduces(&why))?;
+        file.check()
+            .map_err(|why| reason::all_reduces(&why.to_string()))?;
         Ok(file)
     }
 
-    fn check(&self) -> Result<(), String> {
-        let launches = self.entries.iter().map(|e| e.max_blocks);
-        if launches
-            .chain(self.untuned.iter().map(|u| u.max_blocks))
-            .any(|blocks| blocks == 0)
-        {
-            return Err("max_blocks must be at least 1".to_owned());
-        }
-        for threads in self.entries.iter().map(|e| &e.threads) {
-            if !threads.is_sorted_by(|a, b| a.max_bytes < b.max_bytes) {
-                return Err("threads must be sorted by max_bytes".to_owned());
-            }
-            let wrong = |t: &&Threads| {
-                !t.threads.is_multiple_of(32) || !(32..=MAX_THREADS).contains(&t.threads)
-            };
-            if let Some(t) = threads.iter().find(wrong) {
-                return Err(format!("{} threads are not 1 to 16 warps", t.threads));
-            }
-        }
+    /// With entries of the user's, which count before those of the file.
+    #[must_use]
+    pub fn with(mut self, own: &[Entry]) -> Self {
+        self.own.extend_from_slice(own);
+        self
+    }
+
+    fn check(&self) -> Checked<()> {
+        self.entries.iter().try_for_each(Entry::check)?;
+        let usual = self.untuned.iter().map(|u| u.max_blocks);
+        usual.into_iter().try_for_each(some_blocks)?;
         // The last one holds for groups of any size.
-        match self.untuned.last() {
-            Some(last) if last.max_ranks == any() => Ok(()),
-            _ => Err("the last of untuned must have no max_ranks".to_owned()),
+        match self.untuned.last().map(|last| last.max_ranks) {
+            Some(most) if most == any() => Ok(()),
+            last => Err(Error::invalid(
+                "untuned.max_ranks",
+                format!("{last:?} in the last one"),
+                "none in the last one",
+            )),
         }
     }
 
-    /// All that was measured.
+    /// All that was measured, in the file.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// For every type of input: the entry of these GPUs for it, else the one for all types, else the usual figures.
+    /// For every type of input: the entry of these GPUs for it, else the one for all types, of the user's first, else the usual
+    /// figures.
     pub fn of(&self, gpus: &Gpus) -> ByType {
         ByType {
             f32: self.one(gpus, Float::F32),
@@ -305,12 +305,15 @@ impl File {
 
     fn one(&self, gpus: &Gpus, dtype: Float) -> Figures {
         let fits = |e: &&Entry| gpus.are(&e.gpu, e.links, e.ranks);
-        let of_type =
-            |dtype: Option<Float>| self.entries.iter().filter(fits).find(|e| e.dtype == dtype);
-        match of_type(Some(dtype)).or_else(|| of_type(None)) {
-            Some(entry) => entry.figures(),
-            None => self.usual(gpus),
-        }
+        let among = |entries: &[Entry], whose| {
+            let of_type =
+                |dtype: Option<Float>| entries.iter().filter(fits).find(|e| e.dtype == dtype);
+            let found = of_type(Some(dtype)).or_else(|| of_type(None));
+            found.map(|entry| entry.figures(whose))
+        };
+        among(&self.own, Whose::User)
+            .or_else(|| among(&self.entries, Whose::Build))
+            .unwrap_or_else(|| self.usual(gpus))
     }
 
     fn usual(&self, gpus: &Gpus) -> Figures {
@@ -332,19 +335,47 @@ impl File {
     }
 }
 
+fn some_blocks(max_blocks: u16) -> Checked<()> {
+    match max_blocks {
+        0 => Err(Error::invalid("max_blocks", 0, "at least 1")),
+        _ => Ok(()),
+    }
+}
+
 impl Entry {
-    fn figures(&self) -> Figures {
+    /// Whether its launches can be.
+    pub(crate) fn check(&self) -> Checked<()> {
+        some_blocks(self.max_blocks)?;
+        if !self.threads.is_sorted_by(|a, b| a.max_bytes < b.max_bytes) {
+            let got: Vec<_> = self.threads.iter().map(|t| t.max_bytes).collect();
+            let want = "sizes that ascend";
+            return Err(Error::invalid(
+                "threads.max_bytes",
+                format!("{got:?}"),
+                want,
+            ));
+        }
+        let wrong = |t: &&Threads| {
+            !t.threads.is_multiple_of(32) || !(32..=MAX_THREADS).contains(&t.threads)
+        };
+        match self.threads.iter().find(wrong) {
+            Some(t) => Err(Error::invalid("threads", t.threads, "1 to 16 warps")),
+            None => Ok(()),
+        }
+    }
+
+    fn figures(&self, whose: Whose) -> Figures {
         Figures {
             one_shot_max_bytes: self.one_shot_max_bytes,
             pull_from_bytes: self.pull_from_bytes,
             max_blocks: self.max_blocks,
             threads: self.threads.clone(),
-            source: self.told().into(),
+            source: self.told(whose).into(),
         }
     }
 
     /// In one line.
-    fn told(&self) -> String {
+    fn told(&self, whose: Whose) -> String {
         let Self {
             gpu, links, ranks, ..
         } = self;
@@ -363,7 +394,7 @@ impl Entry {
         };
         format!(
             "measured on {gpu} by {links} of {ranks} ranks{of}, {from_bytes} to {to_bytes} bytes, {}, driver {driver}, \
-             cuda {cuda}, {beside}",
+             cuda {cuda}, {beside}, {whose}",
             self.source.date
         )
     }

@@ -4,7 +4,7 @@ mod common;
 
 use brigade_device::{Call, DataType, OverlapMode, Plan, QScheme, Reason};
 use brigade_plan::{
-    Table,
+    Entries, Table,
     crossover::{Crossover, Figures, Gpus, Links, Overlapped},
     plan, reason,
 };
@@ -80,10 +80,13 @@ fn the_narrowest_entry_counts_and_else_the_default() {
         let gpus = gpus("A", nvlink, ranks);
         figures.of(&gpus, Overlapped::GatherLinear).bf16.source
     };
-    assert_eq!(told(2), "A by nvlink, 2026-01-02, commit 0123456");
+    assert_eq!(
+        told(2),
+        "A by nvlink, 2026-01-02, commit 0123456, in the table of this build"
+    );
     assert_eq!(
         told(4),
-        "A by nvlink of 4 ranks, 2026-01-02, commit 0123456"
+        "A by nvlink of 4 ranks, 2026-01-02, commit 0123456, in the table of this build"
     );
 }
 
@@ -95,8 +98,11 @@ fn what_was_measured_at_another_number_of_ranks_says_so() {
         "A nvlink 2 int8 -",
     ]);
     let of = |ranks| figures.of(&gpus("A", Links::Nvlink, ranks), Overlapped::GatherLinear);
-    let measured =
-        |ranks: usize| format!("A by nvlink of {ranks} ranks, 2026-01-02, commit 0123456");
+    let measured = |ranks: usize| {
+        format!(
+            "A by nvlink of {ranks} ranks, 2026-01-02, commit 0123456, in the table of this build"
+        )
+    };
     for (ranks, bytes, from) in [(2, 10, 2), (3, 10, 2), (4, 11, 4), (5, 11, 4), (8, 11, 4)] {
         let found = of(ranks).bf16;
         assert_eq!(found.min_chunk_bytes, Some(bytes), "{ranks}");
@@ -153,13 +159,13 @@ fn the_figures_of_this_build_are_sound() {
         assert_ne!(e.min_chunk_bytes, Some(0), "{key}");
         assert!(seen.insert(key.clone()), "{key} stands there twice");
     }
-    let h200 = Table::cuda(&gpus("NVIDIA H200", Links::Nvlink, 4)).unwrap();
-    let other = Table::cuda(&gpus("another", Links::Pcie, 4)).unwrap();
+    let h200 = Table::cuda(&gpus("NVIDIA H200", Links::Nvlink, 4), &Entries::default()).unwrap();
+    let other = Table::cuda(&gpus("another", Links::Pcie, 4), &Entries::default()).unwrap();
     for table in [&h200, &other] {
         assert_eq!(table.gather.bf16.min_chunk_bytes, Some(4 << 20));
         assert_eq!(table.scatter.bf16.min_chunk_bytes, Some(4 << 20));
     }
-    let two = Table::cuda(&gpus("NVIDIA H200", Links::Nvlink, 2)).unwrap();
+    let two = Table::cuda(&gpus("NVIDIA H200", Links::Nvlink, 2), &Entries::default()).unwrap();
     for (table, measured) in [(&two, true), (&h200, false)] {
         for crossover in [&table.gather.bf16, &table.scatter.bf16] {
             let source = &crossover.source;

@@ -6,7 +6,7 @@ mod common;
 
 use brigade_device::*;
 use brigade_plan::{
-    Engines, Table, Topology,
+    Engines, Entries, Table, Topology,
     absent::plan_without,
     crossover::{Gpus, Links},
     experts::{Need, given_bytes, need, told},
@@ -109,7 +109,7 @@ fn on_gpus(size: usize, config: CommConfig) -> (Topology, Table) {
         config,
         engines: Engines::cuda(true, true),
     };
-    (topology, Table::cuda(&gpus).unwrap())
+    (topology, Table::cuda(&gpus, &Entries::default()).unwrap())
 }
 
 fn nothing() -> CommConfig {

@@ -4,7 +4,7 @@ mod common;
 
 use brigade_device::{Call, DataType, LinearCall, OverlapMode, Plan, QScheme, Reason};
 use brigade_plan::{
-    Engines, Table, Topology,
+    Engines, Entries, Table, Topology,
     crossover::{Gpus, Links},
     plan, reason, without_tiles,
 };
@@ -16,7 +16,7 @@ fn on_gpus(tiles: bool) -> (Topology, Table) {
         links: Links::Nvlink,
         ranks: 4,
     };
-    let Ok(table) = Table::cuda(&gpus) else {
+    let Ok(table) = Table::cuda(&gpus, &Entries::default()) else {
         panic!("the figures of this build cannot be read");
     };
     let topology = Topology {

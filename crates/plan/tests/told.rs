@@ -6,7 +6,7 @@ mod common;
 
 use brigade_device::*;
 use brigade_plan::{
-    Engines, Table, Topology,
+    Engines, Entries, Table, Topology,
     crossover::{Gpus, Links},
     plan, told,
 };
@@ -98,7 +98,7 @@ fn every_call_is_told_with_what_decided() {
     on_gpus.config.fifo_depth = Some(4);
     let mut none = on_gpus.clone();
     none.config.all_reduce_bytes = 0;
-    let cuda = Table::cuda(&gpus).unwrap();
+    let cuda = Table::cuda(&gpus, &Entries::default()).unwrap();
     let mut text = String::new();
     for (device, topology, table) in [
         ("host", topology(0, 4), Table::host()),

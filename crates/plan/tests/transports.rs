@@ -4,7 +4,7 @@
 
 use brigade_device::*;
 use brigade_plan::{
-    Engines, Table, Topology,
+    Engines, Entries, Table, Topology,
     crossover::{Gpus, Links},
     experts::{arriving_bytes, told},
     plan, reason,
@@ -159,7 +159,7 @@ fn what_is_no_such_file_is_refused() {
 /// The entries of this build: every plan is the quicker one in the files that they name.
 #[test]
 fn on_h200s_the_plan_is_what_was_measured_to_be_quicker() {
-    let table = |ranks| Table::cuda(&gpus("NVIDIA H200", ranks)).unwrap();
+    let table = |ranks| Table::cuda(&gpus("NVIDIA H200", ranks), &Entries::default()).unwrap();
     let by = |ranks, tokens, sm_budget| {
         let call = Call::Dispatch(call(tokens, false, None));
         match plan(&call, &topology(ranks, sm_budget), &table(ranks)) {
@@ -201,7 +201,7 @@ fn on_h200s_the_plan_is_what_was_measured_to_be_quicker() {
 #[test]
 fn what_is_told_names_the_source_and_what_the_caller_may_ask_for() {
     let told = |ranks, tokens, choice| {
-        let table = Table::cuda(&gpus("NVIDIA H200", ranks)).unwrap();
+        let table = Table::cuda(&gpus("NVIDIA H200", ranks), &Entries::default()).unwrap();
         let call = Call::Dispatch(call(tokens, false, choice));
         told(&call, &topology(ranks, None), &table).unwrap()
     };

@@ -10,67 +10,87 @@ use crate::{
 };
 use brigade_device::{
     AllReduceAlgorithm, AllReduceNormParams, AllReduceParams, Buffer, Call, DataType, Normed, Plan,
-    QScheme, ReduceOp, Result, SumOrder,
+    QScheme, ReduceOp, ResidualNormParams, Result, SumOrder,
 };
 use rand::{Rng, rngs::StdRng};
 
 /// Inputs of all ranks, and what every rank must get.
 #[derive(Clone)]
 pub struct Case {
-    pub(super) dtype: DataType,
-    pub(super) scheme: QScheme,
+    pub(crate) dtype: DataType,
+    pub(crate) scheme: QScheme,
     /// `[rows, hidden]`
-    pub(super) dims: [usize; 2],
-    pub(super) inputs: Vec<Vec<u8>>,
-    pub(super) residual: Vec<u8>,
-    pub(super) weight: Vec<u8>,
-    pub(super) eps: f32,
-    pub(super) scale: f32,
+    pub(crate) dims: [usize; 2],
+    pub(crate) inputs: Vec<Vec<u8>>,
+    pub(crate) residual: Vec<u8>,
+    pub(crate) weight: Vec<u8>,
+    pub(crate) eps: f32,
+    pub(crate) scale: f32,
     /// Whether the new residual goes over the old one.
-    pub(super) in_place: bool,
-    pub(super) want: [Vec<u8>; 3],
+    pub(crate) in_place: bool,
+    pub(crate) want: [Vec<u8>; 3],
 }
 
 /// The arguments of a call in a device's memory.
-pub(super) struct Arguments {
-    pub(super) from: Buffer,
-    pub(super) residual: Buffer,
-    pub(super) weight: Buffer,
-    pub(super) sum: Buffer,
-    pub(super) values: Buffer,
-    pub(super) scales: Buffer,
-    pub(super) scheme: QScheme,
-    pub(super) scale: f32,
-    pub(super) eps: f32,
-    pub(super) choice: Option<AllReduceAlgorithm>,
+pub(crate) struct Arguments {
+    pub(crate) from: Buffer,
+    pub(crate) residual: Buffer,
+    pub(crate) weight: Buffer,
+    pub(crate) sum: Buffer,
+    pub(crate) values: Buffer,
+    pub(crate) scales: Buffer,
+    pub(crate) scheme: QScheme,
+    pub(crate) scale: f32,
+    pub(crate) eps: f32,
+    pub(crate) choice: Option<AllReduceAlgorithm>,
+}
+
+/// Where normalized rows go.
+fn normed<'a>(
+    scheme: QScheme,
+    values: &'a mut Buffer,
+    scales: &'a mut Buffer,
+    scale: f32,
+) -> Normed<'a> {
+    let values = values.view_mut();
+    match scheme {
+        QScheme::Int8PerToken => Normed::Int8PerToken {
+            values,
+            scales: scales.view_mut(),
+        },
+        QScheme::Fp8PerTensor => Normed::Fp8PerTensor { values, scale },
+        _ => Normed::Plain(values),
+    }
 }
 
 impl Arguments {
-    pub(super) fn call(&mut self, rank: &Rank) -> Result<Plan> {
-        let values = self.values.view_mut();
+    pub(crate) fn call(&mut self, rank: &Rank) -> Result<Plan> {
         rank.lease().all_reduce_norm(AllReduceNormParams {
             from: self.from.view(),
             residual: self.residual.view(),
             weight: self.weight.view(),
             eps: self.eps,
             sum: self.sum.view_mut(),
-            normed: match self.scheme {
-                QScheme::Int8PerToken => Normed::Int8PerToken {
-                    values,
-                    scales: self.scales.view_mut(),
-                },
-                QScheme::Fp8PerTensor => Normed::Fp8PerTensor {
-                    values,
-                    scale: self.scale,
-                },
-                _ => Normed::Plain(values),
-            },
+            normed: normed(self.scheme, &mut self.values, &mut self.scales, self.scale),
             choice: self.choice,
         })
     }
 
+    /// The same behind a sum that is there already.
+    pub(crate) fn call_alone(&mut self, rank: &Rank) -> Result<()> {
+        let params = ResidualNormParams {
+            from: self.from.view(),
+            residual: self.residual.view(),
+            weight: self.weight.view(),
+            eps: self.eps,
+            sum: self.sum.view_mut(),
+            normed: normed(self.scheme, &mut self.values, &mut self.scales, self.scale),
+        };
+        rank.device.residual_norm(&rank.stream, &params)
+    }
+
     /// The new residual, the normalized values, and their scales if each row has one.
-    pub(super) fn outputs(&self, rank: &Rank) -> [Vec<u8>; 3] {
+    pub(crate) fn outputs(&self, rank: &Rank) -> [Vec<u8>; 3] {
         let scales = match self.scheme {
             QScheme::Int8PerToken => rank.raw(self.scales.view()),
             _ => vec![],
@@ -125,13 +145,13 @@ impl Case {
     }
 
     /// What an all-reduce gives.
-    pub(super) fn reduced(&self) -> Vec<u8> {
+    pub(crate) fn reduced(&self) -> Vec<u8> {
         let parts: Vec<_> = self.inputs.iter().map(|x| to_f32(self.dtype, x)).collect();
         crate::oracle::reduce(ReduceOp::Sum, &parts, self.dtype)
     }
 
     /// What follows from an all-reduce.
-    pub(super) fn after(&self, reduced: &[u8]) -> [Vec<u8>; 3] {
+    pub(crate) fn after(&self, reduced: &[u8]) -> [Vec<u8>; 3] {
         let sum = naive::add(self.dtype, reduced, &self.residual);
         let y = naive::norm(self.dtype, &sum, &self.weight, self.eps);
         let (values, scales) = match self.scheme {
@@ -149,7 +169,7 @@ impl Case {
         self.scheme.kernel_type().unwrap_or(self.dtype)
     }
 
-    pub(super) fn upload(&self, rank: &Rank, choice: Option<AllReduceAlgorithm>) -> Arguments {
+    pub(crate) fn upload(&self, rank: &Rank, choice: Option<AllReduceAlgorithm>) -> Arguments {
         let (dtype, dims) = (self.dtype, self.dims);
         let residual = rank.upload_bytes(dtype, &dims, &self.residual);
         Arguments {
@@ -183,7 +203,7 @@ impl Case {
         }
     }
 
-    pub(super) fn assert_want(&self, got: &[Vec<u8>; 3], what: &str) {
+    pub(crate) fn assert_want(&self, got: &[Vec<u8>; 3], what: &str) {
         let types = [self.dtype, self.values_type(), DataType::F32];
         let names = ["sum", "normed", "scales"];
         for (((got, want), dtype), name) in got.iter().zip(&self.want).zip(types).zip(names) {
@@ -253,7 +273,7 @@ impl Case {
     }
 
     /// That the promised bits are about what f64 gives.
-    pub(super) fn assert_near(&self) {
+    pub(crate) fn assert_near(&self) {
         let wide = |x: &Vec<u8>| to_f64(self.dtype, x);
         let mut parts: Vec<_> = self.inputs.iter().map(wide).collect();
         parts.push(wide(&self.residual));

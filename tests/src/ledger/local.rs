@@ -1,8 +1,10 @@
-//! What a device does alone: quantizing, converting, a router's choice, and the end of a linear.
+//! What a device does alone: quantizing, converting, a router's choice, the end of a linear, and a norm behind a residual.
 
 use super::{Entry, Inputs, named};
-use crate::{backend::Rank, layer::FLOATS, quantized::SCHEMES};
-use brigade_device::{Activation, DataType, Output, QScheme, TopKParams};
+use crate::{all_reduce_norm::NORMED, backend::Rank, layer::FLOATS, quantized::SCHEMES};
+use brigade_device::{
+    Activation, DataType, Normed, Output, QScheme, ResidualNormParams, TopKParams,
+};
 
 const DIMS: [usize; 2] = [23, 300];
 const ELEMENTS: usize = DIMS[0] * DIMS[1];
@@ -66,8 +68,60 @@ fn top_k(rank: &Rank, mut inputs: Inputs, dtype: DataType) -> Vec<u8> {
     rank.raw(made.ids.view())
 }
 
+/// Of rows that a GPU holds, and of longer ones.
+fn residual_norm(
+    rank: &Rank,
+    mut inputs: Inputs,
+    (dtype, scheme): (DataType, QScheme),
+    dims: [usize; 2],
+) -> Vec<u8> {
+    let mut upload = |dims: &[usize]| {
+        let bytes = inputs.floats(dtype, dims.iter().product(), false);
+        rank.upload_bytes(dtype, dims, &bytes)
+    };
+    let (from, residual, weight) = (upload(&dims), upload(&dims), upload(&dims[1..]));
+    let mut sum = rank.poisoned(dtype, &dims);
+    let mut out = rank.poisoned(scheme.kernel_type().unwrap_or(dtype), &dims);
+    let mut scales = rank.poisoned(DataType::F32, &dims[..1]);
+    let values = out.view_mut();
+    let params = ResidualNormParams {
+        from: from.view(),
+        residual: residual.view(),
+        weight: weight.view(),
+        eps: 1e-5,
+        sum: sum.view_mut(),
+        normed: match scheme {
+            QScheme::Int8PerToken => Normed::Int8PerToken {
+                values,
+                scales: scales.view_mut(),
+            },
+            QScheme::Fp8PerTensor => Normed::Fp8PerTensor {
+                values,
+                scale: 1.0 / 64.0,
+            },
+            _ => Normed::Plain(values),
+        },
+    };
+    rank.device.residual_norm(&rank.stream, &params).unwrap();
+    [sum, out, scales]
+        .map(|part| rank.raw(part.view()))
+        .concat()
+}
+
 pub(super) fn entries() -> Vec<Entry> {
     let mut all = vec![];
+    for (dtype, scheme) in FLOATS.into_iter().flat_map(|d| NORMED.map(|n| (d, n))) {
+        for (kind, dims) in [
+            ("held", [11, 304]),
+            ("uneven", [11, 301]),
+            ("long", [2, 36_000]),
+        ] {
+            let name = format!("residual_norm/{}_{scheme:?}/{kind}", named(dtype));
+            all.push(Entry::one(name, move |rank, inputs| {
+                residual_norm(rank, inputs, (dtype, scheme), dims)
+            }));
+        }
+    }
     for dtype in FLOATS {
         let name = format!("top_k/{}/ids", named(dtype));
         all.push(Entry::one(name, move |rank, inputs| {

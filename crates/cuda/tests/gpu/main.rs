@@ -8,3 +8,4 @@ mod device;
 mod ipc;
 mod probe;
 mod symmetric;
+mod tables;

@@ -2,7 +2,7 @@
 
 use super::{
     Asked,
-    chain::{Chain, Middle},
+    chain::{Chain, Middle, Sum},
     expected::{Closeness, Inputs, ROOT},
     names::Choice,
     which::{Extent, Which},
@@ -37,6 +37,8 @@ pub struct Ours {
     pub times: Option<Times>,
     /// The chain with this all-reduce in its middle.
     pub chain: Option<Times>,
+    /// The same with the norm in the all-reduce.
+    pub chain_fused: Option<Times>,
 }
 
 /// Whose times a variant's are.
@@ -45,6 +47,7 @@ enum Whose {
     Ours(usize),
     Nccl,
     Chain(usize),
+    ChainFused(usize),
     ChainAlone,
     ChainNccl,
 }
@@ -255,8 +258,8 @@ impl<'a> Case<'a> {
         Ok(())
     }
 
-    /// The middle of a chain.
-    fn middle(&self, choice: Choice) -> Middle<'a> {
+    /// The sum of a chain.
+    fn sum(&self, choice: Choice) -> Sum<'a> {
         let (rank, comm, asked) = (self.rank, self.comm, self.asked);
         Box::new(move |from, to| {
             comm.lease(&rank.on)?
@@ -302,15 +305,21 @@ impl<'a> Case<'a> {
                 list.push((whose, variant));
                 Ok(())
             };
-            add(Whose::ChainAlone, "chain alone", None)?;
+            add(Whose::ChainAlone, "chain alone", Middle::Nothing)?;
             for (i, (choice, _)) in possible() {
-                add(Whose::Chain(i), choice.name, Some(self.middle(*choice)))?;
+                add(Whose::Chain(i), choice.name, Middle::Sum(self.sum(*choice)))?;
+                let by = choice.algorithm;
+                // Sums in an order of NCCL's have no norm in them.
+                if self.comm.explain(&chain.fused(by)).is_ok() {
+                    let fused = Middle::Fused(self.comm, by);
+                    add(Whose::ChainFused(i), choice.name, fused)?;
+                }
             }
             if let Some(nccl) = &rank.nccl {
                 let op = self.asked.op.reduction();
-                let middle: Middle<'a> =
+                let sum: Sum<'a> =
                     Box::new(move |from, to| nccl.all_reduce(&rank.on, from, to, op));
-                add(Whose::ChainNccl, "nccl", Some(middle))?;
+                add(Whose::ChainNccl, "nccl", Middle::Sum(sum))?;
             }
         }
         let (whose, mut variants): (Vec<_>, Vec<_>) = list.into_iter().unzip();
@@ -330,6 +339,7 @@ impl<'a> Case<'a> {
             plan,
             times: None,
             chain: None,
+            chain_fused: None,
         };
         let mut measured = Measured {
             extent: self.extent,
@@ -342,6 +352,7 @@ impl<'a> Case<'a> {
             let place = match whose {
                 Whose::Ours(i) => &mut measured.ours[i].times,
                 Whose::Chain(i) => &mut measured.ours[i].chain,
+                Whose::ChainFused(i) => &mut measured.ours[i].chain_fused,
                 Whose::Nccl => &mut measured.nccl,
                 Whose::ChainAlone => &mut measured.chain_alone,
                 Whose::ChainNccl => &mut measured.chain_nccl,

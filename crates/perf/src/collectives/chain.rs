@@ -1,8 +1,11 @@
-//! An all-reduce between the neighbours that it has in a model: the product before it, and what reads its result.
+//! An all-reduce between the neighbours that it has in a model: the product before it, and the residual and norm that read its result.
 
-use crate::{data, ranks::Rank};
+use crate::{data, norms::EPS, ranks::Rank};
 use anyhow::{Result, ensure};
-use brigade::{Activation, Buffer, GemmParams, Linear, Output, View, ViewMut};
+use brigade::{
+    AllReduceAlgorithm, AllReduceNormParams, Buffer, Call, Comm, DataType, GemmParams, Linear,
+    Normed, Output, QScheme, ResidualNormParams, View, ViewMut,
+};
 
 /// Inner dimension of the product: one rank's part of a layer of 8192 over eight ranks.
 const K: usize = 1024;
@@ -13,24 +16,37 @@ const COLUMNS: usize = 8192;
 /// Fewest: a product of fewer is none that a model has.
 const FEWEST: usize = 64;
 
-/// What comes between the neighbours, from the product's result to what is read afterwards.
-pub type Middle<'a> = Box<dyn FnMut(View<'_>, ViewMut<'_>) -> brigade::Result<()> + 'a>;
+/// A sum over ranks, from the product to where the norm reads it.
+pub type Sum<'a> = Box<dyn FnMut(View<'_>, ViewMut<'_>) -> brigade::Result<()> + 'a>;
 
-/// A row-parallel linear in bf16: a product, the sum over ranks, then bias and SiLU, which is one small kernel that reads and
-/// writes every element.
+/// What comes between product and norm.
+pub enum Middle<'a> {
+    /// Nothing: the neighbours alone.
+    Nothing,
+    /// A sum, and the norm behind it is a call of its own.
+    Sum(Sum<'a>),
+    /// A sum that has the norm in it.
+    Fused(&'a Comm, Option<AllReduceAlgorithm>),
+}
+
+/// A row-parallel linear in bf16 as a block of a transformer has it: a product, the sum over ranks, then residual and norm.
 pub struct Chain<'a> {
     rank: &'a Rank,
     /// `[m, k]`
     x: Buffer,
     /// `[n, k]`
     weight: Buffer,
-    /// `[n]`
-    bias: Buffer,
+    /// `[m, n]`
+    residual: Buffer,
+    /// `[n]`, of the norm.
+    scale: Buffer,
     /// `[m, n]`
     product: Buffer,
     /// The same place as the product, if the sum is in place.
     sum: Buffer,
-    end: Buffer,
+    /// The new residual.
+    next: Buffer,
+    normed: Buffer,
 }
 
 /// Rows and columns of a product of so many elements.
@@ -57,22 +73,36 @@ impl<'a> Chain<'a> {
             rank,
             x: upload(1, [m, K])?,
             weight: upload(2, [n, K])?,
-            bias: upload(3, [1, n])?,
+            residual: upload(3, [m, n])?,
+            scale: upload(4, [1, n])?.index(0)?,
             sum: if in_place { product.clone() } else { empty()? },
             product,
-            end: empty()?,
+            next: empty()?,
+            normed: empty()?,
         })
     }
 
-    /// All of it; without a middle, the neighbours alone.
-    pub fn call(
-        &self,
-        middle: Option<Middle<'a>>,
-    ) -> impl FnMut() -> brigade::Result<()> + use<'a> {
+    /// The signed call of the sum that has the norm in it.
+    pub fn fused(&self, choice: Option<AllReduceAlgorithm>) -> Call {
+        let shape = self.product.shape();
+        Call::AllReduceNorm {
+            rows: shape.rows(),
+            hidden: shape.columns(),
+            dtype: DataType::BF16,
+            scheme: QScheme::None,
+            eps_bits: EPS.to_bits(),
+            scale_bits: None,
+            choice,
+        }
+    }
+
+    /// All of it.
+    pub fn call(&self, mut middle: Middle<'a>) -> impl FnMut() -> brigade::Result<()> + use<'a> {
         let rank = self.rank;
-        let (x, weight, bias) = (self.x.clone(), self.weight.clone(), self.bias.clone());
-        let (mut product, mut sum) = (self.product.clone(), self.sum.clone());
-        let (mut end, mut middle) = (self.end.clone(), middle);
+        let [x, weight, residual, scale] =
+            [&self.x, &self.weight, &self.residual, &self.scale].map(Buffer::clone);
+        let [mut product, mut sum, mut next, mut normed] =
+            [&self.product, &self.sum, &self.next, &self.normed].map(Buffer::clone);
         move || {
             let gemm = GemmParams {
                 transpose_b: true,
@@ -80,13 +110,31 @@ impl<'a> Chain<'a> {
             };
             let (device, on) = (&rank.device, &rank.on);
             device.gemm(on, &gemm, Output::Into(product.view_mut()))?;
-            if let Some(middle) = &mut middle {
-                middle(product.view(), sum.view_mut())?;
+            match &mut middle {
+                Middle::Nothing => {}
+                Middle::Sum(all_reduce) => all_reduce(product.view(), sum.view_mut())?,
+                Middle::Fused(comm, choice) => {
+                    let params = AllReduceNormParams {
+                        from: product.view(),
+                        residual: residual.view(),
+                        weight: scale.view(),
+                        eps: EPS,
+                        sum: next.view_mut(),
+                        normed: Normed::Plain(normed.view_mut()),
+                        choice: *choice,
+                    };
+                    return comm.lease(on)?.all_reduce_norm(params).map(drop);
+                }
             }
-            let (bias, end) = (Some(bias.view()), Output::Into(end.view_mut()));
-            device
-                .bias_activation(on, sum.view(), bias, Activation::Silu, end)
-                .map(drop)
+            let params = ResidualNormParams {
+                from: sum.view(),
+                residual: residual.view(),
+                weight: scale.view(),
+                eps: EPS,
+                sum: next.view_mut(),
+                normed: Normed::Plain(normed.view_mut()),
+            };
+            device.residual_norm(on, &params)
         }
     }
 }

@@ -72,7 +72,10 @@ impl Row<'_> {
             text += &format!(" {:>9} {:>9} {:>9}", "nccl us", "p99 us", "/nccl");
         }
         if asked.chain {
-            text += &format!(" {:>9} {:>9} {:>9}", "chain us", "alone us", "with nccl");
+            text += &format!(
+                " {:>9} {:>9} {:>9} {:>9}",
+                "chain us", "fused us", "alone us", "with nccl"
+            );
         }
         text + "  plan\n"
     }
@@ -136,6 +139,7 @@ impl Row<'_> {
         if self.asked.chain {
             let chains = [
                 &self.ours.chain,
+                &self.ours.chain_fused,
                 &self.measured.chain_alone,
                 &self.measured.chain_nccl,
             ];
@@ -179,6 +183,7 @@ impl Row<'_> {
         }
         let chains = [
             ("us", "chain", &self.ours.chain),
+            ("fused_us", "chain_fused", &self.ours.chain_fused),
             ("alone_us", "chain_alone", &self.measured.chain_alone),
             ("nccl_us", "chain_nccl", &self.measured.chain_nccl),
         ];
@@ -238,12 +243,14 @@ mod tests {
                     plan: Ok(ran),
                     times: Some(times([19.0, 20.0, 21.234])),
                     chain: Some(times([39.0, 40.0, 41.0])),
+                    chain_fused: Some(times([34.0, 35.0, 36.0])),
                 },
                 Ours {
                     choice: choice("one-shot-push"),
                     plan: Err(refused),
                     times: None,
                     chain: None,
+                    chain_fused: None,
                 },
             ],
             nccl: Some(times([30.0, 40.0, 50.0])),
@@ -268,10 +275,11 @@ mod tests {
             "us": 20.0, "us_p99": 21.23, "alg_gb_per_s": 50.0, "bus_gb_per_s": 75.0,
             "samples": {
                 "ours": [19.0, 20.0, 21.23], "nccl": [30.0, 40.0, 50.0],
-                "chain": [39.0, 40.0, 41.0], "chain_alone": [21.0, 22.0, 23.0],
+                "chain": [39.0, 40.0, 41.0], "chain_fused": [34.0, 35.0, 36.0],
+                "chain_alone": [21.0, 22.0, 23.0],
             },
             "nccl_us": 40.0, "nccl_us_p99": 50.0, "of_nccl": 0.5,
-            "chain": { "us": 40.0, "alone_us": 22.0 },
+            "chain": { "us": 40.0, "fused_us": 35.0, "alone_us": 22.0 },
         });
         assert_eq!(rows[0], wanted);
     }
@@ -302,7 +310,7 @@ mod tests {
         assert!(!plain.contains("nccl") && whole.contains("nccl us"));
         let line = whole.lines().nth(1).unwrap();
         for cell in [
-            "two-shot", "20.00", "21.23", "50.0", "75.0", "0.500", "22.00",
+            "two-shot", "20.00", "21.23", "50.0", "75.0", "0.500", "35.00", "22.00",
         ] {
             assert!(line.contains(cell), "{cell}: {line}");
         }

@@ -85,6 +85,7 @@ impl Tune {
             // What is wrong is no candidate.
             check: true,
             serial: false,
+            table: Vec::new(),
             vs: None,
             json: self.json.clone(),
         }
@@ -280,6 +281,7 @@ fn with_sweep(mut meta: Value, sizes: &[usize], swept: &[(u16, Vec<f64>)]) -> Va
 mod tests {
     use super::*;
     use brigade::plan::{
+        Entries, Table,
         crossover::{Gpus, Links},
         tuned::File,
     };
@@ -319,7 +321,7 @@ mod tests {
         assert_eq!(tune("--calls 2").calls(64 << 20), 2);
     }
 
-    /// What is written can be put into the file of brigade-plan as it is.
+    /// What is written can be put into the file of brigade-plan as it is, and given to a device.
     #[test]
     fn an_entry_is_one_of_the_table() {
         let verdict = Verdict {
@@ -346,6 +348,11 @@ mod tests {
                 serde_json::to_string(&entry).unwrap()
             );
             let file = File::read(&text).unwrap();
+            // And to a device as it is.
+            let own = Entries::read(&serde_json::to_string(&entry).unwrap()).unwrap();
+            let table = Table::cuda(&gpus, &own).unwrap();
+            assert_eq!(table.all_reduce.f32.max_blocks, 64);
+            assert!(table.all_reduce.f32.source.ends_with("in the user's table"));
             let measured = entry.measured;
             assert_eq!((measured.from_bytes, measured.to_bytes), (2048, 4096));
             assert_eq!(file.entries(), [entry]);

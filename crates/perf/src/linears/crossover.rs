@@ -248,7 +248,10 @@ fn entry(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use brigade::plan::crossover::{Figures, Gpus, Links};
+    use brigade::plan::{
+        Entries,
+        crossover::{Figures, Gpus, Links},
+    };
     use clap::Parser;
 
     #[derive(Parser)]
@@ -305,7 +308,7 @@ mod tests {
         assert_eq!(of(Which::Scatter, Scheme::Int8).chunk_bytes, 128);
     }
 
-    /// What is written can be put into the file of brigade-plan as it is.
+    /// What is written can be put into the file of brigade-plan as it is, and given to a device.
     #[test]
     fn an_entry_is_one_of_the_table() {
         let options = options("--operation reduce-scatter-linear --scheme fp8 -n 7");
@@ -320,6 +323,7 @@ mod tests {
             serde_json::to_string(&entry).unwrap()
         );
         let figures = Figures::read(&text).unwrap();
+        Entries::read(&serde_json::to_string(&entry).unwrap()).unwrap();
         assert_eq!(figures.entries(), [entry]);
         let gpus = Gpus {
             model: Some("NVIDIA H200".into()),

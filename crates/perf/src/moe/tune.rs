@@ -99,6 +99,7 @@ impl Tune {
             // What is wrong is no candidate.
             check: true,
             serial: false,
+            table: Vec::new(),
             vs: None,
             json: self.json.clone(),
         }
@@ -325,6 +326,7 @@ pub fn run(tune: &Tune, ranks: &Ranks) -> Result<String> {
 mod tests {
     use super::*;
     use brigade::plan::{
+        Entries,
         crossover::{Gpus, Links},
         transports::{Asked, File, Other},
     };
@@ -352,7 +354,7 @@ mod tests {
         }
     }
 
-    /// What is written can be put into the file of brigade-plan as it is.
+    /// What is written can be put into the file of brigade-plan as it is, and given to a device.
     #[test]
     fn an_entry_is_one_of_the_table() {
         let verdict = Verdict {
@@ -380,6 +382,7 @@ mod tests {
             let entries = serde_json::to_string(&entry).unwrap();
             let text = format!(r#"{{"untuned": {untuned}, "entries": [{entries}]}}"#);
             let file = File::read(&text).unwrap();
+            Entries::read(&entries).unwrap();
             assert_eq!(file.entries(), [entry]);
             let found = file.of(&gpus);
             let of = |f: &transports::Figures| (f.push_max_bytes, f.rows_at_a_time);

@@ -1,0 +1,115 @@
+//! Tables that users give to devices, at `join` and in plans.
+
+use crate::common::device;
+use brigade_cuda::{CudaConfig, CudaDevice};
+use brigade_device::{
+    AllReduceAlgorithm, AllReduceParams, Comm, CommConfig, Device, DeviceExt, Error, ParallelMode,
+    Plan, Queues, ReduceOp, Result,
+};
+use brigade_plan::Entries;
+use std::{sync::Arc, thread};
+
+/// An entry of two ranks on one GPU of a model, with pulls from so many bytes on.
+fn entries(gpu: &str, pull_from_bytes: usize) -> Entries {
+    let text = format!(
+        r#"{{"gpu": "{gpu}", "links": "shared", "ranks": 2, "one_shot_max_bytes": 4096, "pull_from_bytes": {pull_from_bytes},
+        "max_blocks": 8, "nccl_from_bytes": null, "measured": {{"from_bytes": 1, "to_bytes": 2}},
+        "versions": {{"driver": "13.0", "cuda": "13.0", "nccl": null}},
+        "source": {{"command": "brigade-perf tune", "date": "2026-01-02", "commit": "0123456"}}}}"#
+    );
+    Entries::read(&text).unwrap()
+}
+
+/// Two ranks on the first GPU, each with these entries; what they do once they have joined.
+fn ranks<R: Send>(
+    each: [Entries; 2],
+    work: impl Fn(&Arc<CudaDevice>, Comm) -> R + Sync,
+) -> Vec<Result<R>> {
+    let work = &work;
+    thread::scope(|scope| {
+        let all: Vec<_> = brigade_group::threads(2)
+            .into_iter()
+            .zip(each)
+            .map(|(boot, entries)| {
+                scope.spawn(move || {
+                    let config = CudaConfig {
+                        entries,
+                        ..CudaConfig::default()
+                    };
+                    let device = CudaDevice::with(0, &config).unwrap();
+                    let comm =
+                        Arc::clone(&device).join(&boot, &CommConfig::new(ParallelMode::Tp))?;
+                    Ok(work(&device, comm))
+                })
+            })
+            .collect();
+        all.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// By which algorithm 1024 numbers go, in f32; the sum is right.
+fn algorithm(device: &Arc<CudaDevice>, comm: &Comm) -> AllReduceAlgorithm {
+    let on = device.stream(0).unwrap();
+    let from = device.upload(&on, &[1.5f32; 1024], &[1024]).unwrap();
+    let mut to = device.upload(&on, &[0f32; 1024], &[1024]).unwrap();
+    let params = AllReduceParams {
+        from: Some(from.view()),
+        data: to.view_mut(),
+        op: ReduceOp::Sum,
+        choice: None,
+    };
+    let plan = comm.lease(&on).unwrap().all_reduce(params).unwrap();
+    let sums: Vec<f32> = device.download(&on, to.view()).unwrap();
+    assert_eq!(sums, [3.0; 1024]);
+    match plan {
+        Plan::AllReduce { algorithm, .. } => algorithm,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn the_users_entries_decide_on_plans() {
+    let Some((device, _, _alone)) = device() else {
+        return;
+    };
+    let model = &device.info().name;
+    let with = |own: &dyn Fn() -> Entries| {
+        ranks([own(), own()], |device, comm| algorithm(device, &comm))
+            .into_iter()
+            .map(|algorithm| algorithm.unwrap())
+            .collect::<Vec<_>>()
+    };
+    let all = |algorithm| vec![algorithm; 2];
+    assert_eq!(
+        with(&Entries::default),
+        all(AllReduceAlgorithm::OneShotPush)
+    );
+    let pulls = || entries(model, 1024);
+    assert_eq!(with(&pulls), all(AllReduceAlgorithm::OneShotPull));
+    // Of another model they say nothing.
+    let another = || entries("another GPU", 1024);
+    assert_eq!(with(&another), all(AllReduceAlgorithm::OneShotPush));
+}
+
+#[test]
+fn ranks_with_other_entries_form_no_group() {
+    let Some((device, _, _alone)) = device() else {
+        return;
+    };
+    let model = &device.info().name;
+    for each in [
+        [entries(model, 1024), Entries::default()],
+        [entries(model, 1024), entries(model, 2048)],
+    ] {
+        for joined in ranks(each, |_, _| ()) {
+            match joined {
+                Err(Error::Group { step, what }) => {
+                    assert_eq!(step, "join: tables");
+                    assert!(what.contains("the ranks do not agree"), "{what}");
+                    assert!(what.contains("CudaConfig::entries"), "{what}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,220 @@
+// What comes behind the sums of rows: a residual, RMSNorm (Zhang and Sennrich), and int8 or fp8 of what comes of it.
+//
+// sum = round(from) + residual, rounded; normed = sum / sqrt(mean(sum^2) + eps) * weight, each step one operation in f32.
+// Squares are added granule by granule, and granules by a tree of adjacent pairs, so that the host's are the same bits.
+#pragma once
+#include "sums.cuh"
+
+namespace brigade {
+
+// A row that a block has for itself.
+struct Alone {
+  static constexpr uint32_t rank = 0, size = 1;
+
+  __device__ __forceinline__ uint32_t granule(uint32_t k) const { return k * blockDim.x + threadIdx.x; }
+
+  // What each warp gives all blocks, by one of its lanes or several.
+  __device__ __forceinline__ void give(uint32_t* at, uint32_t value) const {
+    if (threadIdx.x % 32 == 0) *at = value;
+  }
+
+  // All have given.
+  __device__ __forceinline__ void meet() const { __syncthreads(); }
+
+  // Whether one has failed: so that all stop.
+  __device__ __forceinline__ bool stops(bool failed) const { return __syncthreads_or(failed); }
+
+  __device__ __forceinline__ void begin() const {}
+  __device__ __forceinline__ void begun() const {}
+};
+
+// Granules of a row that a thread has.
+constexpr uint32_t most_granules = NORM_COLUMNS / 8 / NORM_THREADS;
+// Leaves of the tree above a warp's.
+constexpr uint32_t most_groups = most_granules * NORM_THREADS / 32;
+
+__device__ __forceinline__ float whole_tree(float x) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
+  return x;
+}
+
+__device__ __forceinline__ uint8_t quantized(float x, float scale, bool fp8) {
+  const float q = scale == 0.0f ? 0.0f : __fdiv_rn(x, scale);
+  if (fp8) return fp8_bits(q);
+  if (isnan(q)) return 0;
+  return uint8_t(int8_t(fminf(fmaxf(rintf(q), -127.0f), 127.0f)));
+}
+
+// The scale of a row of int8, by the bits of its greatest magnitude.
+__device__ __forceinline__ float scale_of(uint32_t greatest) {
+  return canonical(__fdiv_rn(__uint_as_float(greatest), 127.0f));
+}
+
+// Rows of a kernel whose parameters name them so. The plain ones are whole granules, all of them.
+template <typename P, uint32_t In, bool Plain>
+struct NormRows {
+  using Sum = Result<In, In>;
+
+  static __device__ __forceinline__ uint32_t left(const P& p, uint32_t g) {
+    const uint32_t all = p.hidden - g * lanes<In>;
+    return all < lanes<In> ? all : lanes<In>;
+  }
+
+  // Of any rows: granule `i` of all of them.
+  static __device__ __noinline__ uint4 any_input(const P& p, uint64_t array, uint32_t i) {
+    const uint32_t row = i / p.granules, g = i % p.granules, all = p.hidden - g * lanes<In>;
+    return narrow_input<In>(array, uint64_t(row) * p.hidden + g * lanes<In>, all);
+  }
+
+  static __device__ __noinline__ void any_output(const P& p, uint64_t array, uint32_t i, uint4 v) {
+    const uint32_t row = i / p.granules, g = i % p.granules, all = p.hidden - g * lanes<In>;
+    Sum sum;
+    sum.part[0] = v;
+    narrow_output<In, In>(array, uint64_t(row) * p.hidden + g * lanes<In>, all, sum);
+  }
+
+  static __device__ __forceinline__ bool is_wide(const P& p) { return Plain || p.wide != 0; }
+
+  // Where rows are whole granules, they lie in one piece.
+  static __device__ __forceinline__ uint4 read(const P& p, uint64_t array, uint32_t i) {
+    return Plain || p.wide != 0 ? read_granule(array + 16ull * i) : any_input(p, array, i);
+  }
+
+  static __device__ __forceinline__ void write(const P& p, uint64_t array, uint32_t i, uint4 v) {
+    if (!is_wide(p)) return any_output(p, array, i, v);
+    reinterpret_cast<uint4*>(array)[i] = v;
+  }
+
+  // This thread's granules of a row, from granule `first` of an array on.
+  template <typename Part, uint32_t Each>
+  static __device__ __forceinline__ void read_row(const P& p, Part part, uint64_t array, uint32_t first, uint4 (&to)[Each]) {
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t g = part.granule(k);
+      to[k] = make_uint4(0, 0, 0, 0);
+      if (g < p.granules) to[k] = read(p, array, first + g);
+    }
+  }
+
+  // Adds the residual to granule `g` of a row, and gives the sum of its squares.
+  static __device__ __forceinline__ float add(const P& p, uint32_t row, uint32_t g, uint4& h, uint4 residual) {
+    float x[lanes<In>], r[lanes<In>];
+    values<In>(h, x);
+    values<In>(residual, r);
+#pragma unroll
+    for (uint32_t i = 0; i < lanes<In>; ++i) x[i] = __fadd_rn(x[i], r[i]);
+    Sum sum;
+    sum.set(x);
+    h = sum.part[0];
+    write(p, p.sum, row * p.granules + g, h);
+    values<In>(h, x);
+    float q = __fmul_rn(x[0], x[0]);
+    const uint32_t whole = left(p, g);
+#pragma unroll
+    for (uint32_t i = 1; i < lanes<In>; ++i) {
+      if (i < whole) q = __fadd_rn(q, __fmul_rn(x[i], x[i]));
+    }
+    return q;
+  }
+
+  static __device__ __forceinline__ float inverse_of(const P& p, float squares) {
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, float(p.hidden)), __uint_as_float(p.eps))));
+  }
+
+  static __device__ __forceinline__ uint4 normed(uint4 h, uint4 weight, float inverse) {
+    float x[lanes<In>], w[lanes<In>];
+    values<In>(h, x);
+    values<In>(weight, w);
+#pragma unroll
+    for (uint32_t i = 0; i < lanes<In>; ++i) x[i] = __fmul_rn(__fmul_rn(x[i], inverse), w[i]);
+    Sum normed;
+    normed.set(x);
+    return normed.part[0];
+  }
+
+  // Gives a granule that is normed as it is wanted; of int8 its greatest magnitude alone, if it is greater.
+  static __device__ __forceinline__ void give(const P& p, uint32_t row, uint32_t g, uint4 v, uint32_t& greatest) {
+    if (p.form == NORM_PLAIN) {
+      write(p, p.normed, row * p.granules + g, v);
+    } else if (p.form == NORM_FP8) {
+      quantize(p, row, g, v, __uint_as_float(p.scale), true);
+    } else {
+      float x[lanes<In>];
+      values<In>(v, x);
+      const uint32_t whole = left(p, g);
+      for (uint32_t i = 0; i < lanes<In>; ++i) {
+        if (i < whole) greatest = max(greatest, __float_as_uint(x[i]) & 0x7FFFFFFFu);
+      }
+    }
+  }
+
+  // What comes behind the sums `h` of a row, by all threads of the blocks that share it.
+  template <typename Part, uint32_t Each>
+  static __device__ __forceinline__ void norm(const P& p, Part part, uint32_t row, uint4 (&h)[Each],
+                                              const uint4 (&residual)[Each], const uint4 (&weight)[Each]) {
+    // All have read those of the row before: they met when they took this one.
+    __shared__ uint32_t mine[most_groups];
+    const uint32_t lane = threadIdx.x % 32, count = (p.granules + 31) / 32;
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t g = part.granule(k);
+      if (k * part.size * blockDim.x >= p.granules) break;
+      float q = 0;
+      if (g < p.granules) q = add(p, row, g, h[k], residual[k]);
+      q = whole_tree(q);
+      if (g / 32 < count) part.give(&mine[g / 32], __float_as_uint(q));
+    }
+    part.meet();
+    float q[4];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) q[i] = 4 * lane + i < count ? __uint_as_float(mine[4 * lane + i]) : 0.0f;
+    const float squares = whole_tree(__fadd_rn(__fadd_rn(q[0], q[1]), __fadd_rn(q[2], q[3])));
+    const float inverse = inverse_of(p, squares);
+    uint32_t greatest = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t g = part.granule(k);
+      if (k * part.size * blockDim.x >= p.granules) break;
+      if (g >= p.granules) continue;
+      h[k] = normed(h[k], weight[k], inverse);
+      give(p, row, g, h[k], greatest);
+    }
+    if (p.form == NORM_INT8) by_row(p, part, row, greatest, h);
+  }
+
+  // int8, by the greatest magnitude of the row.
+  template <typename Part, uint32_t Each>
+  static __device__ __forceinline__ void by_row(const P& p, Part part, uint32_t row, uint32_t greatest, const uint4 (&h)[Each]) {
+    __shared__ uint32_t mine[NORM_THREADS / 32];
+    greatest = __reduce_max_sync(0xFFFFFFFFu, greatest);
+    const uint32_t warps = blockDim.x / 32, lane = threadIdx.x % 32;
+    part.give(&mine[part.rank * warps + threadIdx.x / 32], greatest);
+    part.meet();
+    greatest = __reduce_max_sync(0xFFFFFFFFu, lane < part.size * warps ? mine[lane] : 0);
+    const float scale = scale_of(greatest);
+    if (threadIdx.x == 0 && part.rank == 0) reinterpret_cast<float*>(p.scales)[row] = scale;
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t g = part.granule(k);
+      if (g < p.granules) quantize(p, row, g, h[k], scale, false);
+    }
+  }
+
+  static __device__ __forceinline__ void quantize(const P& p, uint32_t row, uint32_t g, uint4 v, float scale, bool fp8) {
+    float x[lanes<In>];
+    values<In>(v, x);
+    uint8_t* to = reinterpret_cast<uint8_t*>(p.normed) + uint64_t(row) * p.hidden + g * lanes<In>;
+    uint32_t words[lanes<In> / 4] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < lanes<In>; ++i) words[i / 4] |= uint32_t(quantized(x[i], scale, fp8)) << (i % 4 * 8);
+    if (is_wide(p)) {
+#pragma unroll
+      for (uint32_t i = 0; i < lanes<In> / 4; ++i) reinterpret_cast<uint32_t*>(to)[i] = words[i];
+    } else {
+      for (uint32_t i = 0; i < left(p, g); ++i) to[i] = uint8_t(words[i / 4] >> (i % 4 * 8));
+    }
+  }
+};
+
+}  // namespace brigade
