@@ -1,5 +1,7 @@
 //! Packs the tests that need a GPU, and the benchmark, for a host that has one, and neither Rust nor a network.
 
+mod runner;
+
 use crate::{nvcc, toolchain, workspace::Workspace};
 use anyhow::{Context, Result, bail};
 use cargo_metadata::Message;
@@ -15,7 +17,8 @@ use std::{
 ///
 /// The programs hold their kernels and make their trials from the GPUs that they find. On the GPU host, `brigade-perf
 /// doctor` says what it has and lacks, `run.sh` runs them all, and `run.sh gemm quantize` those trials whose names hold
-/// one of the words. With `BRIGADE_WRAP` set, each program runs under that command, for instance compute-sanitizer.
+/// one of the words. `run.sh memcheck` runs some with small shapes under compute-sanitizer, behind a planted fault that it must
+/// find. With `BRIGADE_WRAP` set, each program runs under that command.
 #[derive(Debug, Args)]
 pub struct Bundle {
     /// Folder to fill; what it holds is removed first [default: bundle in the build folder]
@@ -61,7 +64,7 @@ impl Bundle {
             .map(|(name, _)| name.as_str())
             .filter(|name| *name != BENCHMARK)
             .collect();
-        script(&out.join(MARK), &runner(&names))?;
+        script(&out.join(MARK), &runner::text(&names))?;
         let bytes = size(&out)?;
         if bytes > LARGEST_BYTES {
             bail!("the bundle has {bytes} bytes, {LARGEST_BYTES} at most");
@@ -200,39 +203,6 @@ fn kernels(workspace: &Workspace, nvcc: &nvcc::Nvcc, out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What runs the programs over there. Every program runs, also after one that failed.
-fn runner(programs: &[&str]) -> String {
-    format!(
-        r#"#!/usr/bin/env bash
-# Runs Brigade's GPU tests: all of them, or those whose names hold one of the arguments.
-set -u
-cd "$(dirname "${{BASH_SOURCE[0]}}")"
-export BRIGADE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32
-# Machines that are threads of one process: NCCL writes into no memory of a rank that makes another call.
-export NCCL_NVLS_ENABLE=0 NCCL_P2P_DIRECT_DISABLE=1
-export LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}${{LD_LIBRARY_PATH:+:}}/usr/local/cuda/lib64"
-worst=0
-for program in {}; do
-    for filter in "${{@:-}}"; do
-        echo "== $program $filter"
-        once() {{
-            ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-1}}" "$@" || worst=1
-        }}
-        # Ranks that are all on one GPU want kernels loaded ahead, and ranks on several GPUs of one process want nothing of the kind.
-        if [ "$program" = cuda ]; then
-            once --skip shared/
-            CUDA_MODULE_LOADING=EAGER once --skip cuda/ --skip machines/ --skip spread/
-        else
-            once
-        fi
-    done
-done
-exit $worst
-"#,
-        programs.join(" ")
-    )
-}
-
 fn script(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text)?;
     #[cfg(unix)]
@@ -288,49 +258,8 @@ mod tests {
         fs::write(out.join("letter"), "dear").unwrap();
         assert!(empty(&out).is_err());
         assert!(out.join("letter").is_file());
-        script(&out.join(MARK), &runner(&["a"])).unwrap();
+        script(&out.join(MARK), &runner::text(&["a"])).unwrap();
         empty(&out).unwrap();
         assert_eq!(size(&out).unwrap(), 0);
-    }
-
-    /// The script hands filters on, runs every program, and tells of a failure in any.
-    #[cfg(unix)]
-    #[test]
-    fn the_script_runs_every_program_with_every_filter() {
-        let shell = xshell::Shell::new().unwrap();
-        let folder = shell.create_temp_dir().unwrap();
-        let at = |name: &str| folder.path().join(name);
-        script(&at(MARK), &runner(&["bad", "good"])).unwrap();
-        script(&at("bad"), "#!/bin/sh\necho bad \"$@\"\nexit 3\n").unwrap();
-        script(&at("good"), "#!/bin/sh\necho good \"$@\"\n").unwrap();
-        script(
-            &at("cuda"),
-            "#!/bin/sh\necho ${CUDA_MODULE_LOADING:-usual} \"$@\"\n",
-        )
-        .unwrap();
-        script(&at("threads"), &runner(&["cuda"])).unwrap();
-        let run_script = |name: &str, arguments: &[&str]| {
-            let mut command = std::process::Command::new(at(name));
-            let output = command
-                .args(arguments)
-                .env_remove("BRIGADE_THREADS")
-                .env_remove("CUDA_MODULE_LOADING")
-                .output();
-            let output = output.unwrap();
-            let text = String::from_utf8(output.stdout).unwrap();
-            (output.status.code(), text.replace('\n', "|"))
-        };
-        let run = |arguments: &[&str]| run_script(MARK, arguments);
-        let all = "== bad |bad --test-threads 1|== good |good --test-threads 1|";
-        assert_eq!(run(&[]), (Some(1), all.to_owned()));
-        let (code, text) = run(&["x", "y z"]);
-        assert_eq!(code, Some(1));
-        assert!(text.contains("bad x --test-threads 1|"), "{text}");
-        assert!(
-            text.ends_with("== good y z|good y z --test-threads 1|"),
-            "{text}"
-        );
-        let both = "== cuda x|usual x --test-threads 1 --skip shared/|EAGER x --test-threads 1 --skip cuda/ --skip machines/ --skip spread/|";
-        assert_eq!(run_script("threads", &["x"]), (Some(0), both.to_owned()));
     }
 }

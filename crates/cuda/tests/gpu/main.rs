@@ -6,5 +6,6 @@ mod captures;
 mod common;
 mod device;
 mod ipc;
+mod planted;
 mod probe;
 mod symmetric;
