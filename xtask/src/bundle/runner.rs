@@ -26,14 +26,18 @@ const MEMCHECK: [(&str, &str); 21] = [
     ("cuda", "shared/w2/capture/gather_linear"),
 ];
 
-/// Every program runs, also after one that failed. With the word `memcheck`, what is listed for it runs under compute-sanitizer, once that
-/// has found a fault that is there to be found.
-pub(super) fn text(programs: &[&str]) -> String {
-    let memcheck = MEMCHECK.map(|(program, filter)| format!("{program} {filter}\n"));
+/// Every program runs, also after one that failed; if they travel in an archive, they are taken out of it first. Where the programs for it
+/// are there, the word `memcheck` has a meaning.
+pub(super) fn text(programs: &[&str], archive: Option<&str>) -> String {
+    let there = MEMCHECK.iter().all(|(name, _)| programs.contains(name));
+    let memcheck = if there { memcheck() } else { String::new() };
+    let unpack = archive.map_or_else(String::new, |archive| {
+        let first = programs.first().unwrap_or(&archive);
+        format!("[ -e {first} ] || tar -xzf {archive} || exit 1\n")
+    });
     format!(
         r#"#!/usr/bin/env bash
-# Runs Brigade's GPU tests: all of them, or those whose names hold one of the arguments; or `memcheck`: some with small shapes, under
-# compute-sanitizer.
+# Runs Brigade's GPU tests: all of them, or those whose names hold one of the arguments.
 set -u
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
 export BRIGADE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32
@@ -41,6 +45,32 @@ export BRIGADE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32
 export NCCL_NVLS_ENABLE=0 NCCL_P2P_DIRECT_DISABLE=1
 export LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}${{LD_LIBRARY_PATH:+:}}/usr/local/cuda/lib64"
 worst=0
+{unpack}{memcheck}for program in {}; do
+    for filter in "${{@:-}}"; do
+        echo "== $program $filter"
+        once() {{
+            ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-1}}" "$@" || worst=1
+        }}
+        # Ranks that are all on one GPU want kernels loaded ahead, and ranks on several GPUs of one process want nothing of the kind.
+        if [ "$program" = cuda ]; then
+            once --skip shared/
+            CUDA_MODULE_LOADING=EAGER once --skip cuda/ --skip machines/ --skip spread/
+        else
+            once
+        fi
+    done
+done
+exit $worst
+"#,
+        programs.join(" ")
+    )
+}
+
+/// What is listed for it runs under compute-sanitizer, once that has found a fault that is there to be found.
+fn memcheck() -> String {
+    let trials = MEMCHECK.map(|(program, filter)| format!("{program} {filter}\n"));
+    format!(
+        r#"# With the word `memcheck`: some of them, with small shapes, under compute-sanitizer.
 if [ "${{1:-}}" = memcheck ]; then
     export PATH="$PATH:/usr/local/cuda/bin"
     if ! command -v compute-sanitizer >/dev/null; then
@@ -71,25 +101,8 @@ if [ "${{1:-}}" = memcheck ]; then
 {}TRIALS
     exit $worst
 fi
-for program in {}; do
-    for filter in "${{@:-}}"; do
-        echo "== $program $filter"
-        once() {{
-            ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-1}}" "$@" || worst=1
-        }}
-        # Ranks that are all on one GPU want kernels loaded ahead, and ranks on several GPUs of one process want nothing of the kind.
-        if [ "$program" = cuda ]; then
-            once --skip shared/
-            CUDA_MODULE_LOADING=EAGER once --skip cuda/ --skip machines/ --skip spread/
-        else
-            once
-        fi
-    done
-done
-exit $worst
 "#,
-        memcheck.concat(),
-        programs.join(" ")
+        trials.concat()
     )
 }
 
@@ -97,14 +110,14 @@ exit $worst
 #[cfg(unix)]
 mod tests {
     use super::*;
-    use crate::bundle::{MARK, script};
+    use crate::bundle::{MARK, pack, script};
     use std::process::Command;
 
     /// A folder with these scripts and the runner.
     fn folder(programs: &[&str], scripts: &[(&str, &str)]) -> xshell::TempDir {
         let shell = xshell::Shell::new().unwrap();
         let folder = shell.create_temp_dir().unwrap();
-        script(&folder.path().join(MARK), &text(programs)).unwrap();
+        script(&folder.path().join(MARK), &text(programs, None)).unwrap();
         for (name, text) in scripts {
             script(&folder.path().join(name), &format!("#!/bin/sh\n{text}\n")).unwrap();
         }
@@ -149,6 +162,27 @@ mod tests {
         let threads = folder(&["cuda"], &threads);
         let both = "== cuda x|usual x --test-threads 1 --skip shared/|EAGER x --test-threads 1 --skip cuda/ --skip machines/ --skip spread/|";
         assert_eq!(run(&threads, &["x"]), (Some(0), both.to_owned()));
+    }
+
+    #[test]
+    fn programs_are_taken_out_of_their_archive_once() {
+        let packed = folder(&[], &[("one", "echo \"$@\""), ("two", "exit 0")]);
+        let at = packed.path();
+        script(&at.join(MARK), &text(&["one"], Some("all.tar.gz"))).unwrap();
+        pack(at, &["one", "two"], "all.tar.gz").unwrap();
+        assert!(!at.join("one").exists());
+        for _ in 0..2 {
+            let (code, said) = run(&packed, &["x"]);
+            assert_eq!(
+                (code, said.as_str()),
+                (Some(0), "== one x|x --test-threads 1|")
+            );
+            assert!(at.join("two").is_file());
+            // It is not needed any more.
+            std::fs::remove_file(at.join("all.tar.gz")).ok();
+        }
+        std::fs::remove_file(at.join("one")).unwrap();
+        assert_eq!(run(&packed, &[]).0, Some(1));
     }
 
     /// Finds what is planted, and ends as the program does otherwise.
