@@ -42,7 +42,7 @@ const FORMATS: [ScaleFormat; 3] = [
 ];
 
 /// What has memory for all that is exchanged here, and for little else.
-fn config() -> CommConfig {
+pub fn config() -> CommConfig {
     CommConfig {
         low_latency_bytes: 8 << 20,
         dispatch_bytes: 0,
@@ -58,7 +58,7 @@ fn config() -> CommConfig {
 }
 
 /// Sends a case's rows, with their weights or without.
-fn send<'s>(
+pub fn send<'s>(
     lease: &mut Lease<'_>,
     slot: &'s mut Slot,
     (own, case): (&Own, &Case),

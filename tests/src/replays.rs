@@ -2,6 +2,7 @@
 //! without the credit that protects a chunk from the next replay, which must show.
 
 mod experts;
+mod low_latency;
 mod sums;
 
 use crate::{
@@ -329,6 +330,7 @@ pub fn add(suite: &mut Suite) {
     }
     sums::add(suite);
     experts::add(suite);
+    low_latency::add(suite);
     let worlds = suite.backend().worlds();
     for &size in worlds.iter().filter(|size| matches!(size, 2..=4 | 8)) {
         suite.add_at(size, "replays/under_stalls", under_stalls);

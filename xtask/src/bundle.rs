@@ -1,10 +1,17 @@
 //! Packs the tests that need a GPU, and the benchmark, for a host that has one, and neither Rust nor a network.
 
-use crate::{nvcc, toolchain, workspace::Workspace};
-use anyhow::{Context, Result, bail};
+mod candle;
+mod runner;
+
+use crate::{
+    nvcc, toolchain,
+    workspace::{Workspace, status},
+};
+use anyhow::{Context, Result, bail, ensure};
 use cargo_metadata::Message;
 use clap::Args;
 use std::{
+    ffi::OsString,
     fs,
     io::BufReader,
     path::{Path, PathBuf},
@@ -15,7 +22,8 @@ use std::{
 ///
 /// The programs hold their kernels and make their trials from the GPUs that they find. On the GPU host, `brigade-perf
 /// doctor` says what it has and lacks, `run.sh` runs them all, and `run.sh gemm quantize` those trials whose names hold
-/// one of the words. With `BRIGADE_WRAP` set, each program runs under that command, for instance compute-sanitizer.
+/// one of the words. `run.sh memcheck` runs some with small shapes under compute-sanitizer, behind a planted fault that it must
+/// find. With `BRIGADE_WRAP` set, each program runs under that command.
 #[derive(Debug, Args)]
 pub struct Bundle {
     /// Folder to fill; what it holds is removed first [default: bundle in the build folder]
@@ -24,6 +32,20 @@ pub struct Bundle {
     /// Build without optimization, which is quicker to build
     #[arg(long)]
     debug: bool,
+    /// Pack brigade-candle's GPU tests, the demo and `brigade-perf block` instead, with candle's kernels [default folder: bundle-candle]
+    #[arg(long)]
+    candle: bool,
+    /// With --candle: load the libraries of this CUDA, as cudarc writes versions: 12060, 13000
+    #[arg(
+        long,
+        value_name = "VERSION",
+        default_value = "13000",
+        requires = "candle"
+    )]
+    cuda: String,
+    /// With --candle: the GPUs that candle's kernels are compiled for, as it writes compute capabilities
+    #[arg(long, value_name = "NUMBER", default_value_t = 90, requires = "candle")]
+    compute_cap: u32,
 }
 
 /// Packages and their test programs.
@@ -39,29 +61,41 @@ const BENCHMARK: &str = "brigade-perf";
 /// More than this does not travel well.
 const LARGEST_BYTES: u64 = 64 << 20;
 
+/// What programs with candle travel in.
+const ARCHIVE: &str = "programs.tar.gz";
+
 /// Marks a folder as ours, so that no other is emptied.
 const MARK: &str = "run.sh";
 
 impl Bundle {
     pub fn run(self, workspace: &Workspace) -> Result<ExitCode> {
         let nvcc = toolchain::ensure(workspace)?;
-        let out = self
-            .out
-            .clone()
-            .unwrap_or_else(|| workspace.target.join("bundle"));
+        let folder = if self.candle {
+            "bundle-candle"
+        } else {
+            "bundle"
+        };
+        let out = self.out.clone();
+        let out = out.unwrap_or_else(|| workspace.target.join(folder));
         empty(&out)?;
-        let programs = self.build(workspace)?;
+        let programs = match self.candle {
+            true => self.build_candle(workspace, &nvcc)?,
+            false => self.build(workspace)?,
+        };
         for (name, from) in &programs {
             let to = out.join(name);
             fs::copy(from, &to).with_context(|| format!("copying {}", from.display()))?;
         }
-        kernels(workspace, &nvcc, &out.join("kernels"))?;
-        let names: Vec<_> = programs
-            .iter()
-            .map(|(name, _)| name.as_str())
-            .filter(|name| *name != BENCHMARK)
-            .collect();
-        script(&out.join(MARK), &runner(&names))?;
+        let by_hand = |name: &str| candle::BINARIES.contains(&name);
+        let all: Vec<_> = programs.iter().map(|(name, _)| name.as_str()).collect();
+        let tests: Vec<_> = all.iter().copied().filter(|name| !by_hand(name)).collect();
+        let archive = self.candle.then_some(ARCHIVE);
+        match archive {
+            // Each has the same kernels, most of them text.
+            Some(archive) => pack(&out, &all, archive)?,
+            None => kernels(workspace, &nvcc, &out.join("kernels"))?,
+        }
+        script(&out.join(MARK), &runner::text(&tests, archive))?;
         let bytes = size(&out)?;
         if bytes > LARGEST_BYTES {
             bail!("the bundle has {bytes} bytes, {LARGEST_BYTES} at most");
@@ -72,26 +106,41 @@ impl Bundle {
 
     /// Builds all programs; names and paths.
     fn build(&self, workspace: &Workspace) -> Result<Vec<(String, PathBuf)>> {
-        let mut found = self.artifacts(workspace, &self.arguments(), |name| {
-            PROGRAMS.iter().any(|(_, test)| name == *test)
-        })?;
-        if found.len() != PROGRAMS.len() {
-            bail!(
-                "{} test programs instead of {}",
-                found.len(),
-                PROGRAMS.len()
-            );
-        }
-        found.extend(self.artifacts(workspace, &self.benchmark(), |name| name == BENCHMARK)?);
+        let tests = PROGRAMS.map(|(_, test)| test);
+        let mut found = self.artifacts(workspace, &self.arguments(), &tests, &[])?;
+        found.extend(self.artifacts(workspace, &self.benchmark(), &[BENCHMARK], &[])?);
         Ok(found)
     }
 
-    /// Builds what cargo is asked for; names and paths of the wanted programs, sorted.
+    /// The same of those that are built with candle's kernels.
+    fn build_candle(
+        &self,
+        workspace: &Workspace,
+        nvcc: &nvcc::Nvcc,
+    ) -> Result<Vec<(String, PathBuf)>> {
+        let home = candle::home(workspace, nvcc, &self.cuda)?;
+        let environment = [
+            ("CUDA_HOME", home.clone().into_os_string()),
+            ("CUDA_PATH", home.into_os_string()),
+            ("NVCC", nvcc.path.clone().into_os_string()),
+            ("CUDARC_CUDA_VERSION", self.cuda.clone().into()),
+            ("CUDA_COMPUTE_CAP", self.compute_cap.to_string().into()),
+        ];
+        let [binaries, tests] = self.with_candle();
+        let mut found = self.artifacts(workspace, &binaries, &candle::BINARIES, &environment)?;
+        let (target, name) = candle::TEST;
+        let tests = self.artifacts(workspace, &tests, &[target], &environment)?;
+        found.extend(tests.into_iter().map(|(_, path)| (name.to_owned(), path)));
+        Ok(found)
+    }
+
+    /// Builds what cargo is asked for, with these variables; names and paths of the wanted programs, sorted.
     fn artifacts(
         &self,
         workspace: &Workspace,
         arguments: &[&str],
-        wanted: impl Fn(&str) -> bool,
+        wanted: &[&str],
+        environment: &[(&str, OsString)],
     ) -> Result<Vec<(String, PathBuf)>> {
         let mut cargo = workspace.cargo();
         cargo
@@ -99,6 +148,7 @@ impl Bundle {
             .env("BRIGADE_REQUIRE_CUDA", "1")
             .env("BRIGADE_COMMIT", commit(workspace))
             .env(self.strip_variable(), "symbols")
+            .envs(environment.iter().map(|(name, value)| (name, value)))
             .stdout(Stdio::piped());
         let mut child = cargo.spawn().context("cargo does not start")?;
         let output = child.stdout.take().context("cargo has no output")?;
@@ -107,13 +157,16 @@ impl Bundle {
             let Message::CompilerArtifact(artifact) = message? else {
                 continue;
             };
-            let wanted = wanted(&artifact.target.name);
+            let wanted = wanted.contains(&artifact.target.name.as_str());
             if let Some(path) = artifact.executable.filter(|_| wanted) {
                 found.push((artifact.target.name.clone(), path.into_std_path_buf()));
             }
         }
         if !child.wait()?.success() {
             bail!("the programs do not build");
+        }
+        if found.len() != wanted.len() {
+            bail!("{} programs instead of {}", found.len(), wanted.len());
         }
         found.sort();
         Ok(found)
@@ -131,6 +184,25 @@ impl Bundle {
         let mut arguments = self.command(&["build"]);
         arguments.extend(["--package", BENCHMARK, "--bin", BENCHMARK]);
         arguments
+    }
+
+    /// Programs, and tests: of the same packages with the same features, so that what both need is built once.
+    fn with_candle(&self) -> [Vec<&'static str>; 2] {
+        let of_all = |what: &[&'static str]| {
+            let mut arguments = self.command(what);
+            for package in candle::PACKAGES {
+                arguments.extend(["--package", package]);
+            }
+            arguments.extend(["--features", candle::FEATURES]);
+            arguments
+        };
+        let mut binaries = of_all(&["build"]);
+        for name in candle::BINARIES {
+            binaries.extend(["--bin", name]);
+        }
+        let mut tests = of_all(&["test", "--no-run"]);
+        tests.extend(["--test", candle::TEST.0]);
+        [binaries, tests]
     }
 
     fn command(&self, what: &[&'static str]) -> Vec<&'static str> {
@@ -200,37 +272,18 @@ fn kernels(workspace: &Workspace, nvcc: &nvcc::Nvcc, out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What runs the programs over there. Every program runs, also after one that failed.
-fn runner(programs: &[&str]) -> String {
-    format!(
-        r#"#!/usr/bin/env bash
-# Runs Brigade's GPU tests: all of them, or those whose names hold one of the arguments.
-set -u
-cd "$(dirname "${{BASH_SOURCE[0]}}")"
-export BRIGADE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32
-# Machines that are threads of one process: NCCL writes into no memory of a rank that makes another call.
-export NCCL_NVLS_ENABLE=0 NCCL_P2P_DIRECT_DISABLE=1
-export LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}${{LD_LIBRARY_PATH:+:}}/usr/local/cuda/lib64"
-worst=0
-for program in {}; do
-    for filter in "${{@:-}}"; do
-        echo "== $program $filter"
-        once() {{
-            ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-1}}" "$@" || worst=1
-        }}
-        # Ranks that are all on one GPU want kernels loaded ahead, and ranks on several GPUs of one process want nothing of the kind.
-        if [ "$program" = cuda ]; then
-            once --skip shared/
-            CUDA_MODULE_LOADING=EAGER once --skip cuda/ --skip machines/ --skip spread/
-        else
-            once
-        fi
-    done
-done
-exit $worst
-"#,
-        programs.join(" ")
-    )
+/// Moves these files of a folder into an archive there.
+fn pack(folder: &Path, names: &[&str], archive: &str) -> Result<()> {
+    let mut tar = Command::new("tar");
+    tar.args([
+        "--remove-files",
+        "--use-compress-program=gzip -9",
+        "-cf",
+        archive,
+    ]);
+    let ended = status(tar.args(names).current_dir(folder))?;
+    ensure!(ended.success(), "tar does not pack {}", names.join(" "));
+    Ok(())
 }
 
 fn script(path: &Path, text: &str) -> Result<()> {
@@ -260,9 +313,49 @@ fn size(folder: &Path) -> Result<u64> {
 mod tests {
     use super::*;
 
+    fn bundle(debug: bool) -> Bundle {
+        Bundle {
+            out: None,
+            debug,
+            candle: false,
+            cuda: "13000".into(),
+            compute_cap: 90,
+        }
+    }
+
+    #[test]
+    fn which_cuda_is_asked_with_candle_alone() {
+        let parsed = |line: &str| {
+            let command = Bundle::augment_args(clap::Command::new("bundle"));
+            let words = line.split_whitespace();
+            command.try_get_matches_from(words).is_ok()
+        };
+        assert!(parsed("bundle") && parsed("bundle --candle"));
+        assert!(parsed("bundle --candle --cuda 12060 --compute-cap 80"));
+        assert!(!parsed("bundle --cuda 12060") && !parsed("bundle --compute-cap 80"));
+    }
+
+    #[test]
+    fn programs_with_candle_are_built_with_the_same_features() {
+        let all = |debug| bundle(debug).with_candle().map(|words| words.join(" "));
+        let packages = "--package brigade-candle --package brigade-demo --package brigade-perf \
+                        --features brigade-candle/cuda,brigade-demo/cuda,brigade-perf/candle";
+        let told = "--message-format json-render-diagnostics";
+        let [binaries, tests] = all(false);
+        assert_eq!(
+            binaries,
+            format!("build {told} --release {packages} --bin brigade-demo --bin brigade-perf")
+        );
+        assert_eq!(
+            tests,
+            format!("test --no-run {told} --release {packages} --test gpu")
+        );
+        assert!(all(true).iter().all(|words| !words.contains("release")));
+    }
+
     #[test]
     fn the_programs_are_built_in_one_call() {
-        let words = |debug| Bundle { out: None, debug }.arguments().join(" ");
+        let words = |debug| bundle(debug).arguments().join(" ");
         let release = words(false);
         assert!(
             release.starts_with(
@@ -288,49 +381,8 @@ mod tests {
         fs::write(out.join("letter"), "dear").unwrap();
         assert!(empty(&out).is_err());
         assert!(out.join("letter").is_file());
-        script(&out.join(MARK), &runner(&["a"])).unwrap();
+        script(&out.join(MARK), &runner::text(&["a"], None)).unwrap();
         empty(&out).unwrap();
         assert_eq!(size(&out).unwrap(), 0);
-    }
-
-    /// The script hands filters on, runs every program, and tells of a failure in any.
-    #[cfg(unix)]
-    #[test]
-    fn the_script_runs_every_program_with_every_filter() {
-        let shell = xshell::Shell::new().unwrap();
-        let folder = shell.create_temp_dir().unwrap();
-        let at = |name: &str| folder.path().join(name);
-        script(&at(MARK), &runner(&["bad", "good"])).unwrap();
-        script(&at("bad"), "#!/bin/sh\necho bad \"$@\"\nexit 3\n").unwrap();
-        script(&at("good"), "#!/bin/sh\necho good \"$@\"\n").unwrap();
-        script(
-            &at("cuda"),
-            "#!/bin/sh\necho ${CUDA_MODULE_LOADING:-usual} \"$@\"\n",
-        )
-        .unwrap();
-        script(&at("threads"), &runner(&["cuda"])).unwrap();
-        let run_script = |name: &str, arguments: &[&str]| {
-            let mut command = std::process::Command::new(at(name));
-            let output = command
-                .args(arguments)
-                .env_remove("BRIGADE_THREADS")
-                .env_remove("CUDA_MODULE_LOADING")
-                .output();
-            let output = output.unwrap();
-            let text = String::from_utf8(output.stdout).unwrap();
-            (output.status.code(), text.replace('\n', "|"))
-        };
-        let run = |arguments: &[&str]| run_script(MARK, arguments);
-        let all = "== bad |bad --test-threads 1|== good |good --test-threads 1|";
-        assert_eq!(run(&[]), (Some(1), all.to_owned()));
-        let (code, text) = run(&["x", "y z"]);
-        assert_eq!(code, Some(1));
-        assert!(text.contains("bad x --test-threads 1|"), "{text}");
-        assert!(
-            text.ends_with("== good y z|good y z --test-threads 1|"),
-            "{text}"
-        );
-        let both = "== cuda x|usual x --test-threads 1 --skip shared/|EAGER x --test-threads 1 --skip cuda/ --skip machines/ --skip spread/|";
-        assert_eq!(run_script("threads", &["x"]), (Some(0), both.to_owned()));
     }
 }

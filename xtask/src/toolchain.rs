@@ -130,7 +130,7 @@ fn forget_builds_without_kernels(workspace: &Workspace) -> Result<()> {
 }
 
 /// The CUDA home that an nvcc belongs to.
-fn home(nvcc: &Nvcc) -> Result<PathBuf> {
+pub fn home(nvcc: &Nvcc) -> Result<PathBuf> {
     let path = fs::canonicalize(&nvcc.path)
         .with_context(|| format!("{} is not a path", nvcc.path.display()))?;
     path.ancestors()

@@ -1,6 +1,7 @@
 //! Rows to their experts and back, in bf16: the layout, and all of it, beside NCCL's grouped sends of rows that are laid out and
 //! counted already.
 
+mod apart;
 mod case;
 mod expected;
 mod report;

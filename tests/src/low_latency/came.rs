@@ -7,7 +7,7 @@ use crate::{
     matrix::{to_f32, to_f64},
     quantized::fp8,
 };
-use brigade_device::{DataType, Fp8Cast, LowLatencyDispatched, ScaleFormat, View};
+use brigade_device::{Buffer, DataType, Fp8Cast, LowLatencyDispatched, ScaleFormat, View};
 
 /// What each expert of a rank must get: source rank, token, and which of the token's experts it is, as bits.
 pub fn received(case: &Case, rank: usize) -> Vec<Vec<[i32; 3]>> {
@@ -23,47 +23,78 @@ pub fn received(case: &Case, rank: usize) -> Vec<Vec<[i32; 3]>> {
     (0..case.slots()[rank]).map(of_expert).collect()
 }
 
-/// Asserts what has come.
-pub fn check(rank: &Rank, case: &Case, got: &LowLatencyDispatched<'_>) {
-    let want = received(case, rank.rank);
-    let room = case.max_tokens * case.size;
-    let counts: Vec<i32> = want.iter().map(|rows| rows.len() as i32).collect();
-    assert_eq!(i32s(rank, &got.counts().retain()), counts, "counts");
-    assert_eq!(
-        got.rows().shape().dims(),
-        [want.len(), room, case.hidden],
-        "rows"
-    );
-    let ranges = i32s(rank, &got.ranges().retain());
-    let from = |rows: &[[i32; 3]], rank: usize| {
-        let before = rows.iter().filter(|row| row[0] < rank as i32).count();
-        let theirs = rows.iter().filter(|row| row[0] == rank as i32).count();
-        [before as i32, theirs as i32]
-    };
-    let of_ranks = |rows: &Vec<[i32; 3]>| (0..case.size).flat_map(|r| from(rows, r)).collect();
-    let of_experts: Vec<Vec<i32>> = want.iter().map(of_ranks).collect();
-    assert_eq!(ranges, of_experts.concat(), "ranges");
-    let sources = i32s(rank, &got.sources().retain());
-    let rows = rank.raw(got.rows());
-    let scales = got.scales().map(|scales| rank.raw(scales));
-    for (expert, want) in want.iter().enumerate() {
-        let first = expert * room;
-        let named = &sources[first * 3..][..want.len() * 3];
-        assert_eq!(named, want.as_flattened(), "sources of expert {expert}");
-        for (i, &[source, token, _]) in want.iter().enumerate() {
-            let each = case.hidden * case.dtype.bytes();
-            let sent = &case.rows[source as usize][token as usize * each..][..each];
-            let at = first + i;
-            match (case.cast, &scales) {
-                (Some(cast), Some(scales)) => {
-                    let scales = scales_of(case, cast, scales, (expert, i));
-                    let row = &rows[at * case.hidden..][..case.hidden];
-                    check_cast(case, cast, (row, &scales), sent);
+/// What has come, kept beyond its slot: what a graph writes anew in every replay.
+pub struct Kept {
+    pub rows: Buffer,
+    scales: Option<Buffer>,
+    pub counts: Buffer,
+    ranges: Buffer,
+    pub sources: Buffer,
+}
+
+impl Kept {
+    pub fn of(got: &LowLatencyDispatched<'_>) -> Self {
+        Self {
+            rows: got.rows().retain(),
+            scales: got.scales().map(|scales| scales.retain()),
+            counts: got.counts().retain(),
+            ranges: got.ranges().retain(),
+            sources: got.sources().retain(),
+        }
+    }
+
+    pub fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        let all = [&self.rows, &self.counts, &self.ranges, &self.sources];
+        all.into_iter().chain(&self.scales)
+    }
+
+    /// Asserts what has come.
+    pub fn check(&self, rank: &Rank, case: &Case) {
+        let want = received(case, rank.rank);
+        let room = case.max_tokens * case.size;
+        let counts: Vec<i32> = want.iter().map(|rows| rows.len() as i32).collect();
+        assert_eq!(i32s(rank, &self.counts), counts, "counts");
+        assert_eq!(
+            self.rows.shape().dims(),
+            [want.len(), room, case.hidden],
+            "rows"
+        );
+        let ranges = i32s(rank, &self.ranges);
+        let from = |rows: &[[i32; 3]], rank: usize| {
+            let before = rows.iter().filter(|row| row[0] < rank as i32).count();
+            let theirs = rows.iter().filter(|row| row[0] == rank as i32).count();
+            [before as i32, theirs as i32]
+        };
+        let of_ranks = |rows: &Vec<[i32; 3]>| (0..case.size).flat_map(|r| from(rows, r)).collect();
+        let of_experts: Vec<Vec<i32>> = want.iter().map(of_ranks).collect();
+        assert_eq!(ranges, of_experts.concat(), "ranges");
+        let sources = i32s(rank, &self.sources);
+        let rows = rank.raw(self.rows.view());
+        let scales = self.scales.as_ref().map(|scales| rank.raw(scales.view()));
+        for (expert, want) in want.iter().enumerate() {
+            let first = expert * room;
+            let named = &sources[first * 3..][..want.len() * 3];
+            assert_eq!(named, want.as_flattened(), "sources of expert {expert}");
+            for (i, &[source, token, _]) in want.iter().enumerate() {
+                let each = case.hidden * case.dtype.bytes();
+                let sent = &case.rows[source as usize][token as usize * each..][..each];
+                let at = first + i;
+                match (case.cast, &scales) {
+                    (Some(cast), Some(scales)) => {
+                        let scales = scales_of(case, cast, scales, (expert, i));
+                        let row = &rows[at * case.hidden..][..case.hidden];
+                        check_cast(case, cast, (row, &scales), sent);
+                    }
+                    _ => assert_bits(&rows[at * each..][..each], sent, case.dtype, "a row"),
                 }
-                _ => assert_bits(&rows[at * each..][..each], sent, case.dtype, "a row"),
             }
         }
     }
+}
+
+/// Asserts what has come.
+pub fn check(rank: &Rank, case: &Case, got: &LowLatencyDispatched<'_>) {
+    Kept::of(got).check(rank, case);
 }
 
 /// The scales of an expert's row, as they would lie by rows.

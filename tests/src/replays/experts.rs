@@ -47,7 +47,7 @@ const EXPERTS: usize = 7;
 const OF_WRITER: usize = 1;
 
 /// What every byte of an output is before a replay: no number that comes out, and not -1.
-const OLD: u8 = 0x7F;
+pub(super) const OLD: u8 = 0x7F;
 
 /// What is captured.
 #[derive(Clone, Copy, Debug)]
@@ -74,46 +74,60 @@ impl Kind {
         }
     }
 
-    /// What all ranks send on a day: small whole numbers, so that sums are exact.
+    /// What all ranks send on a day.
     fn case(self, size: usize, day: u32) -> Case {
-        let mut rng = StdRng::seed_from_u64(self.seed.wrapping_add(day.into()));
-        let mut case = Case::random(&mut rng, size, (self.tokens, self.hidden, K, EXPERTS));
-        (case.dtype, case.arrangement, case.wide) = (DataType::F32, self.arrangement, false);
+        let sizes = (self.tokens, self.hidden);
+        let mut case = of_day(self.seed, day, size, sizes, self.to_all);
+        case.arrangement = self.arrangement;
         case.by.there = Some(self.there);
         case.by.back = self.back.map(|(_, by)| by);
         case.room = self.room(size);
-        case = case.with_tokens(&mut rng, &vec![self.tokens; size]);
-        let some = rng.random_range(0..size);
-        match rng.random_range(0..8) {
-            _ if self.to_all => {
-                let of_two = [0, EXPERTS as i64 - 1, -1];
-                case.ids = vec![of_two.repeat(self.tokens); size];
-            }
-            // Now and then a rank's rows go nowhere, or all to one.
-            0 => case.ids[some].fill(-1),
-            1 => case.ids[some].fill(rng.random_range(0..EXPERTS as i64)),
-            _ => {}
-        }
-        for rows in &mut case.rows {
-            let values = (0..rows.len() / 4).map(|_| rng.random_range(-500i16..500));
-            *rows = values.flat_map(|x| f32::from(x).to_ne_bytes()).collect();
-        }
-        for weight in case.weights.iter_mut().flatten().flatten() {
-            *weight = f32::from(rng.random_range(1i8..=4));
-        }
         case
     }
 }
 
+/// What all ranks send on a day: small whole numbers, so that sums are exact. So many tokens of each, and columns.
+pub(super) fn of_day(
+    seed: u64,
+    day: u32,
+    size: usize,
+    (tokens, hidden): (usize, usize),
+    to_all: bool,
+) -> Case {
+    let mut rng = StdRng::seed_from_u64(seed.wrapping_add(day.into()));
+    let mut case = Case::random(&mut rng, size, (tokens, hidden, K, EXPERTS));
+    (case.dtype, case.wide) = (DataType::F32, false);
+    case = case.with_tokens(&mut rng, &vec![tokens; size]);
+    let some = rng.random_range(0..size);
+    match rng.random_range(0..8) {
+        _ if to_all => {
+            let of_two = [0, EXPERTS as i64 - 1, -1];
+            case.ids = vec![of_two.repeat(tokens); size];
+        }
+        // Now and then a rank's rows go nowhere, or all to one.
+        0 => case.ids[some].fill(-1),
+        1 => case.ids[some].fill(rng.random_range(0..EXPERTS as i64)),
+        _ => {}
+    }
+    for rows in &mut case.rows {
+        let values = (0..rows.len() / 4).map(|_| rng.random_range(-500i16..500));
+        *rows = values.flat_map(|x| f32::from(x).to_ne_bytes()).collect();
+    }
+    for weight in case.weights.iter_mut().flatten().flatten() {
+        *weight = f32::from(rng.random_range(1i8..=4));
+    }
+    case
+}
+
 /// What a rank's experts add to every row.
-fn bias(rank: usize, hidden: usize) -> Vec<f32> {
+pub(super) fn bias(rank: usize, hidden: usize) -> Vec<f32> {
     (0..hidden)
         .map(|c| (1000 * (rank + 1) + c) as f32)
         .collect()
 }
 
 /// What a rank gets back: sums, and the weights that its rows went with.
-fn returned(case: &Case, me: usize, sum: CombineSum) -> [Vec<f32>; 2] {
+pub(super) fn returned(case: &Case, me: usize, sum: CombineSum) -> [Vec<f32>; 2] {
     let rows: Vec<f32> = bytemuck::pod_collect_to_vec(&case.rows[me]);
     let own = &case.weights.as_ref().unwrap()[me];
     let (mut d, mut back) = (vec![0.0; rows.len()], vec![0.0; own.len()]);
@@ -317,7 +331,7 @@ fn under_stalls(world: &World) {
 const LARGE: [(usize, usize); 3] = [(32, 512), (6, 1024), (64, 1024)];
 
 /// How long the reader is held where credits protect what it reads.
-const HELD: Duration = Duration::from_millis(1);
+pub(super) const HELD: Duration = Duration::from_millis(1);
 
 /// How often a control is tried where the reader has to be quick: its ranks are threads, which other work may hold up.
 const TRIES: usize = 30;

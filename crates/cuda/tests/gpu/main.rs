@@ -6,6 +6,7 @@ mod captures;
 mod common;
 mod device;
 mod ipc;
+mod planted;
 mod probe;
 mod symmetric;
 mod tables;

@@ -1,6 +1,6 @@
 //! One number of tokens on one rank: what it has, its calls, and their times.
 
-use super::{Choice, Moe, Rows, expected, ways::Ways};
+use super::{Choice, Moe, Rows, apart, expected, ways::Ways};
 use crate::{
     data,
     ranks::{PATIENCE, Rank},
@@ -11,7 +11,7 @@ use anyhow::Result;
 use brigade::{
     Allocate, Arrangement, Buffer, Call, CombineParams, Comm, DataType, DispatchParams, LowLatency,
     LowLatencyCombineParams, LowLatencyDispatchParams, MemoryType, Output, Placement, Plan,
-    ReceivedIds, Route, Routing, View, ViewMut, cuda::Stopwatch,
+    ReceivedIds, Route, Routing, View, ViewMut,
 };
 
 /// What was measured of a number of tokens.
@@ -122,7 +122,7 @@ impl<'a> Case<'a> {
         })
     }
 
-    fn way_there(&self) -> LowLatencyDispatchParams<'_> {
+    pub fn way_there(&self) -> LowLatencyDispatchParams<'_> {
         LowLatencyDispatchParams {
             rows: self.rows.view(),
             routing: self.routing(),
@@ -132,7 +132,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    fn receive<'s>(
+    pub fn receive<'s>(
         &self,
         lease: &mut brigade::Lease<'_>,
         pending: brigade::Pending<'s>,
@@ -177,7 +177,7 @@ impl<'a> Case<'a> {
     }
 
     /// What goes back of an exchange in two halves.
-    fn way_back<'m>(&'m self, rows: View<'m>) -> LowLatencyCombineParams<'m> {
+    pub fn way_back<'m>(&'m self, rows: View<'m>) -> LowLatencyCombineParams<'m> {
         LowLatencyCombineParams {
             rows,
             sum: self.options.sum(),
@@ -234,64 +234,6 @@ impl<'a> Case<'a> {
         })
     }
 
-    /// Microseconds of a send and a receive there and of a send and a receive back, the mean of a round's calls: each between two
-    /// events of the stream, outside of graphs.
-    fn halves(&self, made: &Buffer) -> Result<[f64; 4]> {
-        let (device, on) = (&self.rank.device, &self.rank.on);
-        let calls = self.options.common.calls.max(1);
-        let mut watches = Vec::new();
-        self.rank.meet()?;
-        for _ in 0..calls {
-            let mut lease = self.comm.lease(on)?;
-            let mut exchange = LowLatency::default();
-            let slot = exchange.slots().0;
-            let mut of_call: [Stopwatch; 4] = Default::default();
-            of_call[0].start(device, on)?;
-            let pending = lease.low_latency_dispatch(slot, self.way_there())?;
-            of_call[0].stop(device, on)?;
-            of_call[1].start(device, on)?;
-            let there = self.receive(&mut lease, pending)?;
-            of_call[1].stop(device, on)?;
-            of_call[2].start(device, on)?;
-            let back = lease.low_latency_combine(&there, self.way_back(made.view()))?;
-            of_call[2].stop(device, on)?;
-            of_call[3].start(device, on)?;
-            back.receive(&mut lease, Output::Allocate(DataType::BF16))?;
-            of_call[3].stop(device, on)?;
-            watches.push(of_call);
-        }
-        let mut sums = [0.0; 4];
-        for of_call in &watches {
-            for (sum, watch) in sums.iter_mut().zip(of_call) {
-                *sum += watch.elapsed(PATIENCE)?.as_secs_f64() * 1e6 / calls as f64;
-            }
-        }
-        on.sync(PATIENCE)?;
-        Ok(sums)
-    }
-
-    /// Times of the halves, of the slowest rank in each round.
-    fn halves_times(&self, made: &Buffer) -> Result<Vec<Times>> {
-        const NAMES: [&str; 4] = [
-            "dispatch_send",
-            "dispatch_receive",
-            "combine_send",
-            "combine_receive",
-        ];
-        if !self.options.in_slots() {
-            return Ok(Vec::new());
-        }
-        self.halves(made)?;
-        let mut samples = [const { Vec::new() }; 4];
-        for _ in 0..self.options.common.rounds {
-            for (samples, mine) in samples.iter_mut().zip(self.halves(made)?) {
-                samples.push(self.rank.slowest(mine)?);
-            }
-        }
-        let all = NAMES.into_iter().zip(samples);
-        Ok(all.map(|(name, all)| Times::new(name, all)).collect())
-    }
-
     pub fn measure(&self) -> Result<Measured> {
         let (rank, common) = (self.rank, &self.options.common);
         if common.check {
@@ -338,7 +280,7 @@ impl<'a> Case<'a> {
             variants.push(Variant::new(rank, "nccl", how, both)?);
         }
         let mut times = measure(rank, &mut variants, common.rounds)?;
-        times.extend(self.halves_times(&made)?);
+        times.extend(apart::times(self, &made)?);
         let spans = trace::record(rank, || self.timed(&made))?;
         rank.on.sync(PATIENCE)?;
         self.comm.check()?;

@@ -1,7 +1,7 @@
 //! What was measured, as a row of the file and as a line of the table.
 
 use super::{Moe, case::Measured};
-use crate::rounded;
+use crate::{rounded, sample::Times};
 use brigade::Plan;
 use serde_json::{Map, Value, json};
 
@@ -46,13 +46,14 @@ pub fn row(options: &Moe, tokens: usize, measured: &Measured) -> Value {
         "total_us": of("total"), "nccl_us": of("nccl"),
         "wire_gb_per_s": options.wire_gb_per_s, "floor_us": rounded(floor), "of_floor": of_floor, "samples": samples,
     });
-    // What was sent and received apart, outside of graphs.
-    let halves = measured
-        .times
-        .iter()
-        .filter(|t| t.name.ends_with("_send") || t.name.ends_with("_receive"));
-    for times in halves {
+    // What was sent and received apart, and products beside that, outside of graphs.
+    let apart = ["_send", "_receive", "gemm", "gemm_pending"];
+    let apart = |t: &&Times| apart.iter().any(|end| t.name.ends_with(end));
+    for times in measured.times.iter().filter(apart) {
         row[format!("{}_us", times.name)] = rounded(times.median);
+    }
+    if let (Some(alone), Some(pending)) = (of("gemm").as_f64(), of("gemm_pending").as_f64()) {
+        row["gemm_pending_ratio"] = json!((pending / alone * 1e4).round() / 1e4);
     }
     row
 }
@@ -76,6 +77,9 @@ pub fn table(rows: &[Value], in_slots: bool) -> String {
             ("dispatch_receive_us", "receive us"),
             ("combine_send_us", "send back us"),
             ("combine_receive_us", "receive us"),
+            ("gemm_us", "gemm us"),
+            ("gemm_pending_us", "pending us"),
+            ("gemm_pending_ratio", "ratio"),
         ]);
     }
     let line = |cell: &dyn Fn(&(&str, &str)) -> String| {
@@ -95,7 +99,6 @@ pub fn table(rows: &[Value], in_slots: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sample::Times;
     use brigade::{Launch, Transport};
     use clap::Parser;
 
@@ -116,6 +119,8 @@ mod tests {
         if halves {
             times.push(Times::new("dispatch_send", vec![7.0]));
             times.push(Times::new("combine_receive", vec![3.0]));
+            times.push(Times::new("gemm", vec![1600.0]));
+            times.push(Times::new("gemm_pending", vec![1604.0]));
         }
         let measured = Measured {
             plan: Plan::Experts {
@@ -151,7 +156,9 @@ mod tests {
             (&row["combine_us"], &row["nccl_us"]),
             (&json!(8.0), &Value::Null)
         );
-        assert!(row.get("dispatch_send_us").is_none());
+        for apart in ["dispatch_send_us", "gemm_us", "gemm_pending_ratio"] {
+            assert!(row.get(apart).is_none(), "{apart}");
+        }
         let widths: Vec<_> = text.lines().map(str::len).collect();
         assert!(widths.len() == 2 && widths[0] == widths[1], "{text}");
         let (row, _) = told("", Launch::default(), false);
@@ -164,5 +171,18 @@ mod tests {
         assert_eq!(row["dispatch_send_us"], json!(7.0));
         assert_eq!(row["combine_receive_us"], json!(3.0));
         assert!(text.contains("send back us"));
+    }
+
+    #[test]
+    fn a_product_stands_beside_the_same_while_a_receive_is_pending() {
+        let (row, text) = told("--transport low-latency", Launch::default(), true);
+        assert_eq!(
+            (&row["gemm_us"], &row["gemm_pending_us"]),
+            (&json!(1600.0), &json!(1604.0))
+        );
+        assert_eq!(row["gemm_pending_ratio"], json!(1.0025));
+        let last = |line: &str| line.split_whitespace().last().map(str::to_owned);
+        let lines: Vec<_> = text.lines().filter_map(last).collect();
+        assert_eq!(lines, ["ratio", "1.0025"], "{text}");
     }
 }

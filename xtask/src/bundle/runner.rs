@@ -1,0 +1,250 @@
+//! The script that runs a bundle's programs over there.
+
+/// Small shapes of what moves memory in a way of its own, for compute-sanitizer: which program, and a part of trials' names. Groups are of
+/// ranks that share a GPU, so one is enough.
+const MEMCHECK: [(&str, &str); 21] = [
+    ("gpu", "fill_"),
+    ("gpu", "a_wait_ends"),
+    ("gpu", "launches_of_every_shape"),
+    ("gpu", "parts_lie_side_by_side"),
+    ("cuda", "shared/w2/gather_linear/pull/even"),
+    ("cuda", "shared/w2/gather_linear/ring/lora"),
+    ("cuda", "shared/w3/gather_linear/ring/ragged"),
+    ("cuda", "shared/w3/linear_reduce_scatter/ring/ragged"),
+    ("cuda", "shared/w2/all_reduce/one_shot_push"),
+    ("cuda", "shared/w2/all_reduce/two_shot_push"),
+    ("cuda", "shared/w2/all_reduce_norm/two_shot_push"),
+    ("cuda", "shared/w3/reduce_scatter/ragged"),
+    ("cuda", "shared/w3/all_to_all_rows/ragged"),
+    ("cuda", "shared/w2/send_recv/all_pairs"),
+    ("cuda", "shared/w2/user_buffers/pairs"),
+    ("cuda", "shared/w2/quantized_gather/int8pertoken"),
+    ("cuda", "shared/w3/experts/extremes"),
+    ("cuda", "shared/w3/experts/casts"),
+    ("cuda", "shared/w3/low_latency/extremes"),
+    ("cuda", "shared/w3/low_latency/casts"),
+    ("cuda", "shared/w2/capture/gather_linear"),
+];
+
+/// Every program runs, also after one that failed; if they travel in an archive, they are taken out of it first. Where the programs for it
+/// are there, the word `memcheck` has a meaning.
+pub(super) fn text(programs: &[&str], archive: Option<&str>) -> String {
+    let there = MEMCHECK.iter().all(|(name, _)| programs.contains(name));
+    let memcheck = if there { memcheck() } else { String::new() };
+    let unpack = archive.map_or_else(String::new, |archive| {
+        let first = programs.first().unwrap_or(&archive);
+        format!("[ -e {first} ] || tar -xzf {archive} || exit 1\n")
+    });
+    format!(
+        r#"#!/usr/bin/env bash
+# Runs Brigade's GPU tests: all of them, or those whose names hold one of the arguments.
+set -u
+cd "$(dirname "${{BASH_SOURCE[0]}}")"
+export BRIGADE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32
+# Machines that are threads of one process: NCCL writes into no memory of a rank that makes another call.
+export NCCL_NVLS_ENABLE=0 NCCL_P2P_DIRECT_DISABLE=1
+export LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}${{LD_LIBRARY_PATH:+:}}/usr/local/cuda/lib64"
+worst=0
+{unpack}{memcheck}for program in {}; do
+    for filter in "${{@:-}}"; do
+        echo "== $program $filter"
+        once() {{
+            ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-1}}" "$@" || worst=1
+        }}
+        # Ranks that are all on one GPU want kernels loaded ahead, and ranks on several GPUs of one process want nothing of the kind.
+        if [ "$program" = cuda ]; then
+            once --skip shared/
+            CUDA_MODULE_LOADING=EAGER once --skip cuda/ --skip machines/ --skip spread/
+        else
+            once
+        fi
+    done
+done
+exit $worst
+"#,
+        programs.join(" ")
+    )
+}
+
+/// What is listed for it runs under compute-sanitizer, once that has found a fault that is there to be found.
+fn memcheck() -> String {
+    let trials = MEMCHECK.map(|(program, filter)| format!("{program} {filter}\n"));
+    format!(
+        r#"# With the word `memcheck`: some of them, with small shapes, under compute-sanitizer.
+if [ "${{1:-}}" = memcheck ]; then
+    export PATH="$PATH:/usr/local/cuda/bin"
+    if ! command -v compute-sanitizer >/dev/null; then
+        echo "compute-sanitizer is missing: it comes with CUDA's toolkit" >&2
+        exit 1
+    fi
+    # Ranks that share a GPU want kernels loaded ahead. Calls that the driver refuses are told of by their callers, where they are errors.
+    checked() {{
+        CUDA_MODULE_LOADING=EAGER compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 99 "$@" --test-threads 1 </dev/null
+    }}
+    echo "== memcheck gpu, a planted fault"
+    said=$(BRIGADE_PLANT_FAULT=1 checked ./gpu a_post_lies_in_its_memory 2>&1)
+    if [ $? -ne 99 ] || [[ $said != *"Invalid "*brigade_probe_post* ]]; then
+        echo "$said"
+        echo "compute-sanitizer did not find the planted fault" >&2
+        exit 1
+    fi
+    echo "the planted fault was found"
+    while read -r program filter; do
+        echo "== memcheck $program $filter"
+        if [[ $("./$program" --list "$filter" </dev/null) != *": test"* ]]; then
+            echo "$program has no trial of this name" >&2
+            worst=1
+            continue
+        fi
+        checked "./$program" "$filter" || worst=1
+    done <<'TRIALS'
+{}TRIALS
+    exit $worst
+fi
+"#,
+        trials.concat()
+    )
+}
+
+#[cfg(test)]
+#[cfg(unix)]
+mod tests {
+    use super::*;
+    use crate::bundle::{MARK, pack, script};
+    use std::process::Command;
+
+    /// A folder with these scripts and the runner.
+    fn folder(programs: &[&str], scripts: &[(&str, &str)]) -> xshell::TempDir {
+        let shell = xshell::Shell::new().unwrap();
+        let folder = shell.create_temp_dir().unwrap();
+        script(&folder.path().join(MARK), &text(programs, None)).unwrap();
+        for (name, text) in scripts {
+            script(&folder.path().join(name), &format!("#!/bin/sh\n{text}\n")).unwrap();
+        }
+        folder
+    }
+
+    /// How the runner ends, and what it says, on one line.
+    fn run(folder: &xshell::TempDir, arguments: &[&str]) -> (Option<i32>, String) {
+        let at = folder.path();
+        let path = format!("{}:/usr/bin:/bin", at.join("bin").display());
+        let output = Command::new(at.join(MARK))
+            .args(arguments)
+            .env("PATH", path)
+            .env_remove("BRIGADE_THREADS")
+            .env_remove("BRIGADE_WRAP")
+            .env_remove("CUDA_MODULE_LOADING")
+            .output();
+        let output = output.unwrap();
+        let said = [output.stdout, output.stderr].concat();
+        let text = String::from_utf8(said).unwrap();
+        (output.status.code(), text.replace('\n', "|"))
+    }
+
+    /// The script hands filters on, runs every program, and tells of a failure in any.
+    #[test]
+    fn every_program_runs_with_every_filter() {
+        let both = [
+            ("bad", "echo bad \"$@\"\nexit 3"),
+            ("good", "echo good \"$@\""),
+        ];
+        let both = folder(&["bad", "good"], &both);
+        let all = "== bad |bad --test-threads 1|== good |good --test-threads 1|";
+        assert_eq!(run(&both, &[]), (Some(1), all.to_owned()));
+        let (code, text) = run(&both, &["x", "y z"]);
+        assert_eq!(code, Some(1));
+        assert!(text.contains("bad x --test-threads 1|"), "{text}");
+        assert!(
+            text.ends_with("== good y z|good y z --test-threads 1|"),
+            "{text}"
+        );
+        let threads = [("cuda", "echo ${CUDA_MODULE_LOADING:-usual} \"$@\"")];
+        let threads = folder(&["cuda"], &threads);
+        let both = "== cuda x|usual x --test-threads 1 --skip shared/|EAGER x --test-threads 1 --skip cuda/ --skip machines/ --skip spread/|";
+        assert_eq!(run(&threads, &["x"]), (Some(0), both.to_owned()));
+    }
+
+    #[test]
+    fn programs_are_taken_out_of_their_archive_once() {
+        let packed = folder(&[], &[("one", "echo \"$@\""), ("two", "exit 0")]);
+        let at = packed.path();
+        script(&at.join(MARK), &text(&["one"], Some("all.tar.gz"))).unwrap();
+        pack(at, &["one", "two"], "all.tar.gz").unwrap();
+        assert!(!at.join("one").exists());
+        for _ in 0..2 {
+            let (code, said) = run(&packed, &["x"]);
+            assert_eq!(
+                (code, said.as_str()),
+                (Some(0), "== one x|x --test-threads 1|")
+            );
+            assert!(at.join("two").is_file());
+            // It is not needed any more.
+            std::fs::remove_file(at.join("all.tar.gz")).ok();
+        }
+        std::fs::remove_file(at.join("one")).unwrap();
+        assert_eq!(run(&packed, &[]).0, Some(1));
+    }
+
+    /// Finds what is planted, and ends as the program does otherwise.
+    const FINDS: &str = r#"while [ "${1#./}" = "$1" ]; do shift; done
+if [ -n "$BRIGADE_PLANT_FAULT" ]; then echo "Invalid write at brigade_probe_post"; exit 99; fi
+exec "$@""#;
+    const LISTS: &str = r#"[ "$1" = --list ] && echo "$2: test" && exit
+[ "$BRIGADE_TEST_DEVICE/$CUDA_MODULE_LOADING" = cuda/EAGER ] || exit 5
+echo "ran $1""#;
+
+    fn checked(sanitizer: Option<&str>, cuda: &str) -> (Option<i32>, String) {
+        let folder = folder(&["gpu", "cuda"], &[("gpu", LISTS), ("cuda", cuda)]);
+        std::fs::create_dir(folder.path().join("bin")).unwrap();
+        if let Some(text) = sanitizer {
+            let at = folder.path().join("bin/compute-sanitizer");
+            script(&at, &format!("#!/bin/sh\n{text}\n")).unwrap();
+        }
+        run(&folder, &["memcheck"])
+    }
+
+    #[test]
+    fn memcheck_runs_what_is_listed_once_the_planted_fault_was_found() {
+        let (code, text) = checked(Some(FINDS), LISTS);
+        assert_eq!(code, Some(0), "{text}");
+        let first = "== memcheck gpu, a planted fault|the planted fault was found|== memcheck gpu fill_|ran fill_|";
+        assert!(text.starts_with(first), "{text}");
+        assert_eq!(text.matches("|ran ").count(), MEMCHECK.len(), "{text}");
+    }
+
+    #[test]
+    fn memcheck_fails_without_a_checker_that_finds_something() {
+        let (code, text) = checked(None, LISTS);
+        assert_eq!(code, Some(1), "{text}");
+        assert!(text.contains("compute-sanitizer is missing"), "{text}");
+        // It says that all is well; that something is wrong, but not where; or it cannot run.
+        for blind in [
+            "exit 0",
+            "echo Invalid write elsewhere; exit 99",
+            "echo Invalid brigade_probe_post; exit 1",
+        ] {
+            let (code, text) = checked(Some(blind), LISTS);
+            assert_eq!(code, Some(1), "{text}");
+            assert!(text.contains("did not find the planted fault"), "{text}");
+            assert!(!text.contains("ran "), "{text}");
+        }
+    }
+
+    #[test]
+    fn memcheck_tells_of_a_fault_in_any_trial_and_of_trials_that_are_not_there() {
+        let fails = format!("{LISTS}\nexit 99");
+        let none = r#"[ "$1" = --list ] && exit"#;
+        for (cuda, says) in [
+            (fails.as_str(), "ran shared/"),
+            (none, "no trial of this name"),
+        ] {
+            let (code, text) = checked(Some(FINDS), cuda);
+            assert_eq!(code, Some(1), "{text}");
+            let trials = MEMCHECK
+                .iter()
+                .filter(|(program, _)| *program == "cuda")
+                .count();
+            assert_eq!(text.matches(says).count(), trials, "{text}");
+        }
+    }
+}
