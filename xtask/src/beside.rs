@@ -78,6 +78,8 @@ impl Beside {
                 .current_dir(from)
                 .args(what.split(' '))
                 .env("PATH", &path)
+                // candle would take it before the one in `PATH`.
+                .env_remove("NVCC")
                 // Most of it is what clippy has built, or the next one will.
                 .env("CARGO_TARGET_DIR", &workspace.target)
                 .env("CUDARC_CUDA_VERSION", &self.cuda)
