@@ -34,7 +34,7 @@ use brigade_plan::{
     absent::{check, plan_without},
     reason,
 };
-use brigade_sync::{Area, Exchanges, HALVES, Half, Memory};
+use brigade_sync::{Area, Exchanges, HALVES, Half};
 use parking_lot::Mutex;
 use std::{
     collections::VecDeque,
@@ -43,7 +43,7 @@ use std::{
         Arc, OnceLock, Weak,
         atomic::{AtomicU8, AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// Longest that a rank whose kernels found the group stopped waits to hear why.
@@ -101,7 +101,7 @@ pub(crate) struct Core {
     /// The hierarchy that this is a part of, if it is one: its faults are what waits for a stream are told.
     pub(crate) whole: OnceLock<Weak<dyn Stoppable>>,
     /// The last generation whose kernels this host told to stop.
-    stopped: AtomicU8,
+    pub(crate) stopped: AtomicU8,
     /// Whether a product of tiles may take its place on the GPU while the steps before it still wait.
     pub(crate) begins_early: bool,
     /// Whether an exchange may take its place on the GPU while the one before it still waits.
@@ -316,85 +316,6 @@ impl Core {
 
     pub(crate) fn generation(&self) -> u8 {
         self.control.generation()
-    }
-
-    /// The fault that stopped the group in this generation, whoever found it.
-    pub(crate) fn fault(&self) -> Option<FaultRecord> {
-        let generation = self.generation();
-        let report = &self.memory.report;
-        if let Some(record) = self.control.fault() {
-            return Some(record);
-        }
-        if let Some(record) = report.fault(generation) {
-            return Some(self.raise(record));
-        }
-        if report.stopped(generation) {
-            return Some(self.hear_of_fault());
-        }
-        None
-    }
-
-    /// A kernel of this rank found the group stopped: whoever stopped it is about to say why.
-    fn hear_of_fault(&self) -> FaultRecord {
-        let end = Instant::now() + HEARSAY;
-        let (memory, rank) = (self.control.memory(), self.rank());
-        loop {
-            let events = memory.events(rank);
-            if let Some(record) = self.control.fault() {
-                return record;
-            }
-            if Instant::now() >= end {
-                return self.raise(self.record(FaultKind::Aborted));
-            }
-            memory.rest(rank, events, Some(end));
-        }
-    }
-
-    /// Stops the group; everybody's waits end with the record that won.
-    fn raise(&self, record: FaultRecord) -> FaultRecord {
-        let record = self.control.raise(record);
-        self.memory.report.ask_to_stop(self.generation());
-        record
-    }
-
-    fn record(&self, kind: FaultKind) -> FaultRecord {
-        let rank = self.rank() as u32;
-        FaultRecord {
-            kind,
-            operation: 0,
-            rank,
-            peer: rank,
-            slot: 0,
-            generation: self.generation().into(),
-            expected: 0,
-            seen: 0,
-            waited_ns: 0,
-            call: self.calls(),
-            claimed: 1,
-            across: 0,
-        }
-    }
-
-    /// Stops the group with what stopped another one. Kernels that wait for nothing look at their own stop word alone.
-    pub(crate) fn stop(&self, record: FaultRecord) {
-        if self.control.fault().is_none() {
-            self.raise(record);
-        }
-        let generation = self.generation();
-        if self.stopped.swap(generation, Ordering::AcqRel) == generation {
-            return;
-        }
-        self.memory.report.ask_to_stop(generation);
-        let stop = 8 * self.control.layout().abort.base;
-        let told = self.write_word(self.address(self.rank(), stop), generation.into());
-        if let Err(error) = told {
-            tracing::warn!(%error, "kernels hear of a stop when they wait");
-        }
-    }
-
-    pub(crate) fn abort(&self) {
-        self.control.abort(self.calls());
-        self.memory.report.ask_to_stop(self.generation());
     }
 
     /// Whether calls can be made: no fault, and not closed.

@@ -91,6 +91,7 @@ mod send_recv;
 mod silu_mul;
 mod state;
 mod steps;
+mod stopping;
 mod stopwatch;
 mod survey;
 mod symmetric;

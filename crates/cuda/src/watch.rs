@@ -84,12 +84,13 @@ fn relay(control: &Control, memory: &GroupMemory) {
     if let Some(record) = report.fault(generation)
         && control.fault().is_none()
     {
-        control.raise(record);
+        control.raise_in(generation, record);
     }
     if let Some(nccl) = &memory.nccl {
         nccl.relay(control);
     }
-    if control.fault().is_some() {
+    // Of no generation but that: kernels of one that a reset has just begun would stop, and nobody would know why.
+    if let Some(generation) = control.stopped() {
         report.ask_to_stop(generation);
     }
     let Group { rank, size, .. } = *control.group();

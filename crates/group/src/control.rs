@@ -111,7 +111,17 @@ impl Control {
 
     /// The fault that stopped the group in this generation, whoever found it.
     pub fn fault(&self) -> Option<FaultRecord> {
+        self.look(&mut self.fault.lock())
+    }
+
+    /// The generation of now, if it was stopped. Whoever asks for both apart may take the fault of one for that of the next, which a
+    /// reset has just begun.
+    pub fn stopped(&self) -> Option<u8> {
         let mut fault = self.fault.lock();
+        self.look(&mut fault).map(|_| self.generation())
+    }
+
+    fn look(&self, fault: &mut Option<FaultRecord>) -> Option<FaultRecord> {
         if fault.is_none() {
             *fault = self
                 .layout
@@ -148,9 +158,20 @@ impl Control {
 
     /// Stops the group; everybody's waits end with the record that won, which is returned.
     pub fn raise(&self, record: FaultRecord) -> FaultRecord {
+        self.raise_now(&mut self.fault.lock(), record)
+    }
+
+    /// The same, for what was found in this generation; nothing, if another has begun by now.
+    pub fn raise_in(&self, generation: u8, record: FaultRecord) -> Option<FaultRecord> {
+        let mut fault = self.fault.lock();
+        let is_now = self.generation() == generation;
+        is_now.then(|| self.raise_now(&mut fault, record))
+    }
+
+    fn raise_now(&self, fault: &mut Option<FaultRecord>, record: FaultRecord) -> FaultRecord {
         if self.is_in().is_err() {
             // The cell is the others' by now.
-            return *self.fault.lock().get_or_insert(record);
+            return *fault.get_or_insert(record);
         }
         let words = self
             .layout
@@ -158,7 +179,7 @@ impl Control {
             .raise(&self.memory, self.generation(), record.to_words());
         let record = FaultRecord::from_words(words).unwrap_or(record);
         tracing::warn!(target: "brigade::fault", rank = self.group.rank, %record, "stopped");
-        *self.fault.lock().get_or_insert(record)
+        *fault.get_or_insert(record)
     }
 
     /// Stops the group because this rank's program wants it, after `calls` calls.
@@ -266,9 +287,10 @@ impl Control {
     }
 
     fn start(&self, generation: u8) {
+        let mut fault = self.fault.lock();
         self.generation.store(generation, Ordering::Release);
         self.identity.renew();
-        *self.fault.lock() = None;
+        *fault = None;
     }
 
     /// As [`reset`](Self::reset), by those who are left: in place of gates, two rolls are called. Each ends when all have answered

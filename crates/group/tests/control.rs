@@ -6,7 +6,10 @@ use brigade_device::{
 };
 use brigade_group::{Control, Sharing, ThreadGroup, threads};
 use brigade_sync::{Deadline, Layout, Memory, Word, wait};
-use std::time::Duration;
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 const LONG: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(50);
@@ -125,6 +128,50 @@ fn a_reset_forgets_the_fault_and_wipes_flags_but_not_who_left() {
     let error = reset(&all[0], LONG).unwrap_err();
     assert_eq!(error.to_string(), "reset: ranks [1] are gone");
     assert!(all[0].departed(1));
+}
+
+#[test]
+fn what_is_raised_for_a_generation_that_is_over_stops_nobody() {
+    let all = controls(2);
+    all[0].abort(0);
+    assert_eq!(all[1].stopped(), Some(1));
+    for result in each(&all, |c| reset(c, LONG)) {
+        result.unwrap();
+    }
+    assert_eq!(all[0].raise_in(1, record(0, 1)), None);
+    for control in &all {
+        assert_eq!((control.stopped(), control.fault()), (None, None));
+    }
+    let now = record(0, 2);
+    assert_eq!(all[0].raise_in(2, now), Some(now));
+    for control in &all {
+        assert_eq!((control.stopped(), control.fault()), (Some(2), Some(now)));
+    }
+}
+
+/// Every other generation is stopped, and whoever looks all the while never sees one that is not.
+#[test]
+fn no_generation_is_taken_for_the_one_that_was_stopped_before() {
+    let alone = &controls(1)[0];
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Acquire) {
+                if let Some(generation) = alone.stopped() {
+                    assert_eq!(generation % 2, 1, "{generation} was not stopped");
+                }
+            }
+        });
+        let cycle = |generation: u32| {
+            if generation % 2 == 1 {
+                alone.abort(0);
+            }
+            reset(alone, LONG)
+        };
+        let all = (1..=200).try_for_each(cycle);
+        done.store(true, Ordering::Release);
+        all.unwrap();
+    });
 }
 
 #[test]

@@ -7,8 +7,8 @@ use crate::{
     sample::{Times, Variant, measure},
     sizes,
 };
-use anyhow::{Result, ensure};
-use brigade::{CommConfig, CopyBy, ParallelMode, TransferParams};
+use anyhow::{Result, bail, ensure};
+use brigade::{Allocate, Buffer, CommConfig, CopyBy, ParallelMode, TransferParams};
 use clap::{Args, ValueEnum};
 use serde_json::json;
 
@@ -73,6 +73,15 @@ fn one_size(rank: &Rank, options: &SendRecv, bytes: usize) -> Result<Vec<Times>>
     let y = data::poisoned(&rank.device, &rank.on, [1, elements])?;
     let how = (options.common.calls, options.common.graph);
     let region = comm.lease(&rank.on)?.windows()?.register(2 * bytes)?;
+    {
+        let mut lease = comm.lease(&rank.on)?;
+        let mut w = lease.windows()?;
+        w.write(region, 0, x.view())?;
+        w.write(region, bytes, y.view())?;
+    }
+    rank.on.sync(PATIENCE)?;
+    // Nobody puts into what is still being poisoned.
+    rank.meet()?;
     let choice = options.by.map(By::choice);
     let put = {
         let comm = comm.clone();
@@ -92,16 +101,43 @@ fn one_size(rank: &Rank, options: &SendRecv, bytes: usize) -> Result<Vec<Times>>
             w.release(region, prev)
         }
     };
+    if options.common.check {
+        put()?;
+        let mut came = data::poisoned(&rank.device, &rank.on, [1, elements])?;
+        let mut lease = comm.lease(&rank.on)?;
+        lease.windows()?.read(region, bytes, came.view_mut())?;
+        drop(lease);
+        rank.agree(sent_by(rank, prev, &came, "put"))?;
+    }
     let mut variants = vec![Variant::new(rank, "put", how, put)?];
     if let Some(nccl) = &rank.nccl {
-        let (x, mut y) = (x.clone(), y.clone());
-        let exchange = move || nccl.send_recv(&rank.on, (x.view(), next), (y.view_mut(), prev));
+        let mut exchange = {
+            let (x, mut y) = (x.clone(), y.clone());
+            move || nccl.send_recv(&rank.on, (x.view(), next), (y.view_mut(), prev))
+        };
+        if options.common.check {
+            exchange()?;
+            rank.agree(sent_by(rank, prev, &y, "nccl"))?;
+        }
         variants.push(Variant::new(rank, "nccl", how, exchange)?);
     }
     let times = measure(rank, &mut variants, options.common.rounds)?;
     rank.on.sync(PATIENCE)?;
     comm.check()?;
     Ok(times)
+}
+
+/// Whether these are the numbers of another rank.
+fn sent_by(rank: &Rank, peer: usize, got: &Buffer, what: &str) -> Result<()> {
+    let mut bytes = vec![0; got.bytes()];
+    rank.device.read(&rank.on, got.view(), &mut bytes)?;
+    let want = data::numbers(peer as u64, got.shape().len());
+    let want: &[u8] = bytemuck::cast_slice(&want);
+    let wrong = bytes.iter().zip(want).position(|(got, want)| got != want);
+    match wrong {
+        None => Ok(()),
+        Some(at) => bail!("{what}: byte {at} of {} is not rank {peer}'s", bytes.len()),
+    }
 }
 
 /// Measures all sizes; gives a table.

@@ -299,7 +299,7 @@ impl<'a> Case<'a> {
             }
         };
         rank.on.sync(PATIENCE)?;
-        if options.common.check && !options.resident {
+        if options.common.check {
             expected::check(self, which)?;
         }
         rank.meet()?;

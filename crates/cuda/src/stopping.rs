@@ -1,0 +1,103 @@
+//! Stopping a group, and hearing why it was stopped.
+
+use crate::core::{Core, HEARSAY};
+use brigade_device::{FaultKind, FaultRecord};
+use brigade_sync::Memory;
+use std::{sync::atomic::Ordering, time::Instant};
+
+impl Core {
+    /// The fault that stopped the group in this generation, whoever found it.
+    pub(crate) fn fault(&self) -> Option<FaultRecord> {
+        let generation = self.generation();
+        let report = &self.memory.report;
+        if let Some(record) = self.control.fault() {
+            return Some(record);
+        }
+        if let Some(record) = report.fault(generation) {
+            return self.raise_in(generation, record);
+        }
+        if report.stopped(generation) {
+            return self.hear_of_fault(generation);
+        }
+        None
+    }
+
+    /// A kernel of this rank found the group stopped: whoever stopped it is about to say why.
+    fn hear_of_fault(&self, generation: u8) -> Option<FaultRecord> {
+        let end = Instant::now() + HEARSAY;
+        let (memory, rank) = (self.control.memory(), self.rank());
+        loop {
+            let events = memory.events(rank);
+            let heard = self.control.fault();
+            if heard.is_some() || self.generation() != generation {
+                return heard;
+            }
+            if Instant::now() >= end {
+                return self.raise_in(generation, self.record(FaultKind::Aborted));
+            }
+            memory.rest(rank, events, Some(end));
+        }
+    }
+
+    /// Stops the group; everybody's waits end with the record that won.
+    pub(crate) fn raise(&self, record: FaultRecord) -> FaultRecord {
+        let record = self.control.raise(record);
+        self.ask_to_stop();
+        record
+    }
+
+    /// The same for what was found in a generation, if that is the one of now.
+    fn raise_in(&self, generation: u8, record: FaultRecord) -> Option<FaultRecord> {
+        let record = self.control.raise_in(generation, record)?;
+        self.memory.report.ask_to_stop(generation);
+        Some(record)
+    }
+
+    /// Has the kernels of the generation that was stopped give up, and gives it.
+    fn ask_to_stop(&self) -> Option<u8> {
+        let generation = self.control.stopped()?;
+        self.memory.report.ask_to_stop(generation);
+        Some(generation)
+    }
+
+    pub(crate) fn record(&self, kind: FaultKind) -> FaultRecord {
+        let rank = self.rank() as u32;
+        FaultRecord {
+            kind,
+            operation: 0,
+            rank,
+            peer: rank,
+            slot: 0,
+            generation: self.generation().into(),
+            expected: 0,
+            seen: 0,
+            waited_ns: 0,
+            call: self.calls(),
+            claimed: 1,
+            across: 0,
+        }
+    }
+
+    /// Stops the group with what stopped another one. Kernels that wait for nothing look at their own stop word alone.
+    pub(crate) fn stop(&self, record: FaultRecord) {
+        if self.control.fault().is_none() {
+            self.raise(record);
+        }
+        let Some(generation) = self.ask_to_stop() else {
+            return;
+        };
+        if self.stopped.swap(generation, Ordering::AcqRel) == generation {
+            return;
+        }
+        let stop = 8 * self.control.layout().abort.base;
+        let told = self.write_word(self.address(self.rank(), stop), generation.into());
+        if let Err(error) = told {
+            tracing::warn!(%error, "kernels hear of a stop when they wait");
+        }
+    }
+
+    pub(crate) fn abort(&self) {
+        self.control.abort(self.calls());
+        self.ask_to_stop();
+    }
+}
