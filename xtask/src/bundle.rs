@@ -29,9 +29,6 @@ pub struct Bundle {
     /// Folder to fill; what it holds is removed first [default: bundle in the build folder]
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
-    /// Build without optimization, which is quicker to build
-    #[arg(long)]
-    debug: bool,
     /// Pack brigade-candle's GPU tests, the demo and `brigade-perf block` instead, with candle's kernels [default folder: bundle-candle]
     #[arg(long)]
     candle: bool,
@@ -147,7 +144,7 @@ impl Bundle {
             .args(arguments)
             .env("BRIGADE_REQUIRE_CUDA", "1")
             .env("BRIGADE_COMMIT", commit(workspace))
-            .env(self.strip_variable(), "symbols")
+            .env("CARGO_PROFILE_RELEASE_STRIP", "symbols")
             .envs(environment.iter().map(|(name, value)| (name, value)))
             .stdout(Stdio::piped());
         let mut child = cargo.spawn().context("cargo does not start")?;
@@ -173,7 +170,7 @@ impl Bundle {
     }
 
     fn arguments(&self) -> Vec<&'static str> {
-        let mut arguments = self.command(&["test", "--no-run"]);
+        let mut arguments = command(&["test", "--no-run"]);
         for (package, test) in PROGRAMS {
             arguments.extend(["--package", package, "--test", test]);
         }
@@ -181,7 +178,7 @@ impl Bundle {
     }
 
     fn benchmark(&self) -> Vec<&'static str> {
-        let mut arguments = self.command(&["build"]);
+        let mut arguments = command(&["build"]);
         arguments.extend(["--package", BENCHMARK, "--bin", BENCHMARK]);
         arguments
     }
@@ -189,7 +186,7 @@ impl Bundle {
     /// Programs, and tests: of the same packages with the same features, so that what both need is built once.
     fn with_candle(&self) -> [Vec<&'static str>; 2] {
         let of_all = |what: &[&'static str]| {
-            let mut arguments = self.command(what);
+            let mut arguments = command(what);
             for package in candle::PACKAGES {
                 arguments.extend(["--package", package]);
             }
@@ -204,23 +201,13 @@ impl Bundle {
         tests.extend(["--test", candle::TEST.0]);
         [binaries, tests]
     }
+}
 
-    fn command(&self, what: &[&'static str]) -> Vec<&'static str> {
-        let mut arguments = what.to_vec();
-        arguments.extend(["--message-format", "json-render-diagnostics"]);
-        if !self.debug {
-            arguments.push("--release");
-        }
-        arguments
-    }
-
-    fn strip_variable(&self) -> &'static str {
-        if self.debug {
-            "CARGO_PROFILE_DEV_STRIP"
-        } else {
-            "CARGO_PROFILE_RELEASE_STRIP"
-        }
-    }
+/// Arguments of a call of cargo's that tells what it built.
+fn command(what: &[&'static str]) -> Vec<&'static str> {
+    let mut arguments = what.to_vec();
+    arguments.extend(["--message-format", "json-render-diagnostics", "--release"]);
+    arguments
 }
 
 /// The commit that the programs are made from, with a plus behind it if there is more than that.
@@ -313,10 +300,9 @@ fn size(folder: &Path) -> Result<u64> {
 mod tests {
     use super::*;
 
-    fn bundle(debug: bool) -> Bundle {
+    fn bundle() -> Bundle {
         Bundle {
             out: None,
-            debug,
             candle: false,
             cuda: "13000".into(),
             compute_cap: 90,
@@ -337,11 +323,10 @@ mod tests {
 
     #[test]
     fn programs_with_candle_are_built_with_the_same_features() {
-        let all = |debug| bundle(debug).with_candle().map(|words| words.join(" "));
         let packages = "--package brigade-candle --package brigade-demo --package brigade-perf \
                         --features brigade-candle/cuda,brigade-demo/cuda,brigade-perf/candle";
         let told = "--message-format json-render-diagnostics";
-        let [binaries, tests] = all(false);
+        let [binaries, tests] = bundle().with_candle().map(|words| words.join(" "));
         assert_eq!(
             binaries,
             format!("build {told} --release {packages} --bin brigade-demo --bin brigade-perf")
@@ -350,13 +335,11 @@ mod tests {
             tests,
             format!("test --no-run {told} --release {packages} --test gpu")
         );
-        assert!(all(true).iter().all(|words| !words.contains("release")));
     }
 
     #[test]
     fn the_programs_are_built_in_one_call() {
-        let words = |debug| bundle(debug).arguments().join(" ");
-        let release = words(false);
+        let release = bundle().arguments().join(" ");
         assert!(
             release.starts_with(
                 "test --no-run --message-format json-render-diagnostics --release --package"
@@ -368,7 +351,6 @@ mod tests {
             "{release}"
         );
         assert_eq!(release.matches("--test ").count(), PROGRAMS.len());
-        assert!(!words(true).contains("release"));
     }
 
     #[test]

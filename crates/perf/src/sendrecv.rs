@@ -17,11 +17,11 @@ use serde_json::json;
 pub struct SendRecv {
     #[command(flatten)]
     pub common: Common,
-    /// Bytes to begin with
-    #[arg(short, long, default_value_t = 4096)]
+    /// Bytes to begin with; K, M and G count in powers of 1024
+    #[arg(short, long, value_parser = sizes::bytes, default_value = "4K")]
     begin: usize,
     /// Bytes to end with
-    #[arg(short, long, default_value_t = 64 << 20)]
+    #[arg(short, long, value_parser = sizes::bytes, default_value = "64M")]
     end: usize,
     /// From one size to the next
     #[arg(short, long, default_value_t = 4)]
