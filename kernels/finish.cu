@@ -1,26 +1,11 @@
 // The end of a linear: scales of integer sums, C, activation, one rounding. Every step is one operation in f32 (multiply,
 // then add, unfused), as brigade-host does it.
+#include "activation.cuh"
 #include "params.cuh"
 #include "sync.cuh"
 #include "types.cuh"
 
 using namespace brigade;
-
-enum Activation : uint32_t { NONE, RELU, GELU_TANH, GELU_ERF, SILU };
-
-__device__ __forceinline__ float activate(uint32_t activation, float x) {
-  switch (activation) {
-    // Not fmaxf, which hides a NaN.
-    case RELU: return x > 0.0f || isnan(x) ? x : 0.0f;
-    case GELU_TANH: {
-      const float inner = 0.7978845608f * (x + 0.044715f * x * x * x);
-      return 0.5f * x * (1.0f + tanhf(inner));
-    }
-    case GELU_ERF: return 0.5f * x * (1.0f + erff(x * 0.70710678118f));
-    case SILU: return x / (1.0f + expf(-x));
-    default: return x;
-  }
-}
 
 // One element: its sum and its C.
 __device__ __forceinline__ float finished(const FinishParams& p, float v, float c) {

@@ -140,6 +140,43 @@ impl Case {
     }
 }
 
+impl Case {
+    /// D's bytes of a call whose x and D are in one allocation: one behind the other, or with the same beginning.
+    pub(crate) fn bytes(&self, rank: &Rank, choice: Option<OverlapMode>, inside: bool) -> Vec<u8> {
+        let (spec, me) = (&self.spec, rank.rank);
+        let layer = self.layers[me].upload(rank);
+        let runs = layer.runs();
+        let shape = [spec.rows[me], spec.n[0]];
+        let (x, d) = (self.x[me].values.len(), shape[0] * shape[1]);
+        let mut room = rank.poisoned(spec.dtype, &[x.next_multiple_of(8) + d]);
+        let data = rank.upload(&self.x[me]).reshape(&[x]).unwrap();
+        let mut to = room.view_mut();
+        let to = to.rows(0..x).unwrap();
+        rank.device.copy(&rank.stream, to, data.view()).unwrap();
+        let part = |first, elements| room.slice(first, elements).unwrap();
+        let first = if inside { 0 } else { x.next_multiple_of(8) };
+        let mut d = part(first, d).reshape(&shape).unwrap();
+        let x = part(0, x).reshape(&self.x[me].dims).unwrap();
+        let result = rank
+            .lease()
+            .lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
+                transpose_weight: spec.transpose,
+                bias: layer.bias.as_ref().map(|b| b.view()),
+                activation: spec.activation,
+                runs: &runs,
+                output: Output::Into(d.view_mut()),
+                choice,
+                ..LoraLinearReduceScatterParams::new(&x, &spec.rows, &layer.weight)
+            })
+            .unwrap();
+        assert_eq!(Some(overlap_of(&result.plan).mode), choice);
+        rank.settle(Ok(())).unwrap();
+        let got = rank.values(d.view());
+        assert_sum_close(&got, &self.want[me], spec.output, self.parts[me], "D beside x");
+        rank.raw(d.view())
+    }
+}
+
 fn run_all(world: &World, specs: Vec<Spec>, choices: &[Option<OverlapMode>]) {
     let mut rng = world.rng();
     let cases: Vec<_> = specs

@@ -7,7 +7,7 @@
 use crate::{
     comm::CudaComm,
     gathered::Rows,
-    gemm_flags::{self, Part, Tiled},
+    gemm_flags::{self, Part, Tiled, Whose},
     job::{Job, Side},
     mark::CudaMark,
     tiles::{Operands, Taken},
@@ -307,7 +307,7 @@ impl Product<'_> {
                 first: if c == me { 0 } else { rows.start },
                 out: self.d.address() + (rows.start * self.n * output.bytes()) as u64,
                 scales: self.row_scales(c, rows.start),
-                from: (c != me).then_some(c),
+                whose: if c == me { Whose::Own } else { Whose::Peer(c) },
                 rows,
             }
         };
@@ -322,6 +322,7 @@ impl Product<'_> {
             bias: self.layer.bias.map(|c| c.address()),
             parts: std::iter::once(me).chain(self.others()).map(part).collect(),
             runs: taken.runs,
+            adds: None,
             buffers: taken.buffers,
         }
     }

@@ -26,7 +26,7 @@ use brigade_sync::{Area, Half};
 use std::{ops::Range, sync::Arc};
 
 /// What bulk copies and wide stores want addresses and rows to be multiples of, in bytes.
-const GRAIN: usize = 16;
+pub(crate) const GRAIN: usize = 16;
 
 /// What a row of C is read by, in bytes.
 const BIAS_GRAIN: u64 = 4;

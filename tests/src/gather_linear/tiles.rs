@@ -6,7 +6,7 @@ use crate::{
     backend::Rank,
     check::{assert_bits, assert_close, expect_unsupported, overlap_of},
     inject::Jitter,
-    layer::{BiasKind, LoraKind, Spec},
+    layer::{BiasKind, FLOATS, LoraKind, Spec},
     linear_reduce_scatter as twin,
     matrix::Matrix,
     suite::{Suite, World},
@@ -69,18 +69,43 @@ fn many_tiles(world: &World) {
     });
 }
 
-/// The same for the twin, whose tiles are written at their owners'.
+/// A case of the twin, with what comes after its sum.
+fn large_twin(rng: &mut StdRng, size: usize) -> twin::Case {
+    let spec = large(rng, size).with(|s| {
+        s.resident = false;
+        let kinds = [BiasKind::None, BiasKind::Row, BiasKind::OneRow, BiasKind::Full];
+        s.bias = kinds[rng.random_range(0..kinds.len())];
+        s.bias_type = FLOATS[rng.random_range(0..FLOATS.len())];
+        let activations = [Activation::None, Activation::Relu, Activation::Silu];
+        s.activation = activations[rng.random_range(0..activations.len())];
+    });
+    twin::Case::new(rng, spec)
+}
+
+/// The same for the twin, whose tiles are written at their owners'. Ranks come in any order.
 fn many_tiles_of_twin(world: &World) {
     let mut rng = world.rng();
-    let cases: Vec<_> = (0..8)
-        .map(|_| {
-            let spec = large(&mut rng, world.size).with(|s| s.resident = false);
-            twin::Case::new(&mut rng, spec)
-        })
-        .collect();
+    let cases: Vec<_> = (0..8).map(|_| large_twin(&mut rng, world.size)).collect();
+    let late: Vec<usize> = cases.iter().map(|_| rng.random_range(0..world.size)).collect();
+    world.run(&config(), move |rank| {
+        for (case, &late) in cases.iter().zip(&late) {
+            if rank.rank == late {
+                rank.dawdle(200);
+            }
+            case.run(rank, TILES);
+        }
+    });
+}
+
+/// D may lie in what it is made of: the same bits come out as in memory of its own.
+fn inside_of_twin(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<_> = (0..4).map(|_| large_twin(&mut rng, world.size)).collect();
     world.run(&config(), move |rank| {
         for case in &cases {
-            case.run(rank, TILES);
+            let apart = case.bytes(rank, TILES, false);
+            let inside = case.bytes(rank, TILES, true);
+            assert_bits(&inside, &apart, case.spec.output, "D in x");
         }
     });
 }
@@ -348,6 +373,7 @@ pub(super) fn add(suite: &mut Suite) {
 
     suite.add("gather_linear/tiles/many", many_tiles);
     suite.add("linear_reduce_scatter/tiles/many", many_tiles_of_twin);
+    suite.add("linear_reduce_scatter/tiles/inside", inside_of_twin);
     suite.add("gather_linear/tiles/refused", refused);
     suite.add("gather_linear/tiles/bits", bits);
 }
