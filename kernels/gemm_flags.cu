@@ -1,4 +1,4 @@
-// A product whose tiles wait for their rows: out = rows weight^T + bias, rows in parts that arrive one by one.
+// A product whose tiles wait for their rows: out = act(rows weight^T + bias), rows in parts that arrive one by one.
 //
 // One block on each multiprocessor takes tile after tile, each the first that nobody has, in the order of the parts, and works
 // until there is none left. In a block, one thread loads (it waits for the flag of a part before it touches the part's rows) and two warp groups multiply
@@ -308,10 +308,16 @@ __device__ __forceinline__ uint32_t rounded(float low, float high) {
   }
 }
 
-template <typename T>
-__device__ __forceinline__ float2 both(uint32_t bits) {
-  if constexpr (std::is_same_v<T, __half>) return __half22float2(*reinterpret_cast<const __half2*>(&bits));
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits));
+// Applied to all, and once in the code, not once for each.
+template <uint32_t COUNT>
+__device__ __forceinline__ void activate_all(uint32_t activation, float (&values)[COUNT]) {
+  float x[COUNT];
+#pragma unroll
+  for (uint32_t k = 0; k < COUNT; ++k) x[k] = values[k];
+#pragma unroll 1
+  for (uint32_t k = 0; k < COUNT; ++k) x[k] = activate(activation, x[k]);
+#pragma unroll
+  for (uint32_t k = 0; k < COUNT; ++k) values[k] = x[k];
 }
 
 // What a part of the rows has been waited for to be read: not by a line that was in the multiprocessor's cache before.
@@ -321,13 +327,12 @@ __device__ __forceinline__ float load_arrived(uint64_t at) {
   return value;
 }
 
-// Scales, bias, and rounding; then the four threads of a quad, which hold 2 columns of each block of 8, trade until each has
+// Scales, bias, activation, and rounding; then the four threads of a quad, which hold 2 columns of each block of 8, trade until each has
 // one block, so that a store is 16 bytes.
 template <typename In, typename Out, uint32_t COLUMNS>
 __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
   const uint32_t lane = threadIdx.x % 32, quad = lane % 4;
   const uint32_t rows = p.part_rows[tile.part], own_row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  const uint32_t* bias = reinterpret_cast<const uint32_t*>(p.bias);
   const float* column_scales = reinterpret_cast<const float*>(p.column_scales);
   float row_scale[2] = {};
   if constexpr (has_scales<In>) {
@@ -339,31 +344,42 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
   }
 #pragma unroll
   for (uint32_t block = 0; block < COLUMNS / 8; block += 4) {
-    float2 added[4] = {}, scale[4] = {};
+    float2 scale[4] = {};
+    if constexpr (has_scales<In>) {
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) {
-      const uint32_t column = tile.column + 8 * (block + i) + 2 * quad;
-      if (column >= p.columns) continue;
-      if (bias != nullptr) added[i] = both<Out>(bias[column / 2]);
-      if constexpr (has_scales<In>) {
-        const uint32_t stride = p.column_scale_stride;
+      for (uint32_t i = 0; i < 4; ++i) {
+        const uint32_t column = tile.column + 8 * (block + i) + 2 * quad, stride = p.column_scale_stride;
+        if (column >= p.columns) continue;
         scale[i] = {column_scales[column * stride], column_scales[(column + 1) * stride]};
       }
     }
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
-      uint32_t v[4] = {};
+      float x[8] = {};
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
         if (block + i >= COLUMNS / 8) continue;
-        float low = float(sums[4 * (block + i) + 2 * half]), high = float(sums[4 * (block + i) + 2 * half + 1]);
+        float &low = x[2 * i], &high = x[2 * i + 1];
+        low = float(sums[4 * (block + i) + 2 * half]), high = float(sums[4 * (block + i) + 2 * half + 1]);
         if constexpr (has_scales<In>) {
           low = __fmul_rn(__fmul_rn(low, row_scale[half]), scale[i].x);
           high = __fmul_rn(__fmul_rn(high, row_scale[half]), scale[i].y);
         }
-        if (bias != nullptr) low = __fadd_rn(low, added[i].x), high = __fadd_rn(high, added[i].y);
-        v[i] = rounded<Out>(low, high);
       }
+      if (p.bias != 0 && own_row + 8 * half < rows) {
+        const uint64_t from = uint64_t(p.part_out_row[tile.part] + own_row + 8 * half) * p.bias_stride;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          const uint32_t column = tile.column + 8 * (block + i) + 2 * quad;
+          if (column >= p.columns) continue;
+          const float2 c = load_two(p.bias_type, p.bias, from + column);
+          x[2 * i] = __fadd_rn(x[2 * i], c.x), x[2 * i + 1] = __fadd_rn(x[2 * i + 1], c.y);
+        }
+      }
+      if (p.activation != NONE) activate_all(p.activation, x);
+      uint32_t v[4];
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) v[i] = rounded<Out>(x[2 * i], x[2 * i + 1]);
 #pragma unroll
       for (uint32_t i = 0; i < 4; i += 2) {
         const uint32_t got = __shfl_xor_sync(~0u, quad & 1 ? v[i] : v[i + 1], 1);
@@ -432,16 +448,7 @@ __device__ inline void add_up_parts(const Parameters& p, const Tile& tile, uint3
 #pragma unroll
         for (uint32_t k = 0; k < 8; ++k) sums[half][k] = __fadd_rn(sums[half][k], c[k]);
       }
-      if (p.activation != NONE) {
-        // Once in the code, and not once for every sum.
-        float x[8];
-#pragma unroll
-        for (uint32_t k = 0; k < 8; ++k) x[k] = sums[half][k];
-#pragma unroll 1
-        for (uint32_t k = 0; k < 8; ++k) x[k] = activate(p.activation, x[k]);
-#pragma unroll
-        for (uint32_t k = 0; k < 8; ++k) sums[half][k] = x[k];
-      }
+      if (p.sum_activation != NONE) activate_all(p.sum_activation, sums[half]);
       uint32_t words[4];
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) words[i] = narrow(type, sums[half][2 * i], sums[half][2 * i + 1]);

@@ -40,6 +40,14 @@ __device__ __forceinline__ float load_float(uint32_t type, uint64_t array, uint6
   }
 }
 
+__device__ __forceinline__ float2 widen(uint32_t type, uint32_t word);
+
+// Elements `at`, which is even, and the next of such an array, which is aligned to two.
+__device__ __forceinline__ float2 load_two(uint32_t type, uint64_t array, uint64_t at) {
+  if (type == F32) return reinterpret_cast<const float2*>(array)[at / 2];
+  return widen(type, reinterpret_cast<const uint32_t*>(array)[at / 2]);
+}
+
 // Rounded to nearest, ties to even.
 __device__ __forceinline__ void store_float(uint32_t type, uint64_t array, uint64_t at, float x) {
   switch (type) {

@@ -150,30 +150,14 @@ impl Spec {
             if s.lora == LoraKind::Mixed {
                 s.dtype = DataType::BF16;
             }
-            (s.output, s.bias_type, s.transpose) = (s.dtype, s.dtype, true);
+            (s.output, s.transpose) = (s.dtype, true);
         })
     }
 
-    /// A mode of gather-linear, or what comes closest to it where it does not take this case.
+    /// A mode of gather-linear or its twin, or what comes closest to it where it does not take this case.
     pub fn choice(&self, choice: Option<OverlapMode>) -> Option<OverlapMode> {
-        let row = match self.bias {
-            BiasKind::None => true,
-            BiasKind::Row | BiasKind::OneRow => self.bias_type == self.output,
-            BiasKind::Full => false,
-        };
-        let ends = row && self.activation == Activation::None;
-        self.closest(choice, ends)
-    }
-
-    /// The same of its twin, where C and the activation come after the sum.
-    pub fn choice_of_twin(&self, choice: Option<OverlapMode>) -> Option<OverlapMode> {
-        self.closest(choice, true)
-    }
-
-    fn closest(&self, choice: Option<OverlapMode>, ends: bool) -> Option<OverlapMode> {
         let whole = |n: &usize| n.is_multiple_of(8);
-        let taken = ends
-            && self.dtype != DataType::F32
+        let taken = self.dtype != DataType::F32
             && self.output == self.dtype
             && self.transpose
             && self.k[0] > 0

@@ -89,13 +89,13 @@ impl Case {
     /// Makes the call, and asserts everything that it promises. Gives the overlap part of its plan.
     pub fn run(&self, rank: &Rank, choice: Option<OverlapMode>) -> OverlapPlan {
         let first = self.call(rank, choice);
-        assert_mode(&first.0, self.spec.choice_of_twin(choice), rank.size);
+        assert_mode(&first.0, self.spec.choice(choice), rank.size);
         first.0
     }
 
     fn call(&self, rank: &Rank, choice: Option<OverlapMode>) -> (OverlapPlan, Vec<u8>) {
         let (spec, me) = (&self.spec, rank.rank);
-        let choice = spec.choice_of_twin(choice);
+        let choice = spec.choice(choice);
         let what = format!("{choice:?}, {spec:?}");
         let layer = self.layers[me].upload(rank);
         let runs = layer.runs();
@@ -172,7 +172,13 @@ impl Case {
         assert_eq!(Some(overlap_of(&result.plan).mode), choice);
         rank.settle(Ok(())).unwrap();
         let got = rank.values(d.view());
-        assert_sum_close(&got, &self.want[me], spec.output, self.parts[me], "D beside x");
+        assert_sum_close(
+            &got,
+            &self.want[me],
+            spec.output,
+            self.parts[me],
+            "D beside x",
+        );
         rank.raw(d.view())
     }
 }

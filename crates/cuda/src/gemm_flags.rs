@@ -170,7 +170,7 @@ pub(crate) struct Run {
     pub(crate) scale: f32,
 }
 
-/// `out = rows weight^T + bias`, and adapters.
+/// `out = act(rows weight^T + bias)`, and adapters.
 #[derive(Clone, Debug)]
 pub(crate) struct Tiled {
     /// How many there is room for.
@@ -184,7 +184,9 @@ pub(crate) struct Tiled {
     /// Own rows.
     pub(crate) own: Rows,
     pub(crate) weight: Rows,
-    pub(crate) bias: Option<u64>,
+    /// C of all rows.
+    pub(crate) bias: Option<Buffer>,
+    pub(crate) activation: Activation,
     /// In the order in which they are multiplied.
     pub(crate) parts: Vec<Part>,
     pub(crate) runs: Vec<Run>,
@@ -216,6 +218,12 @@ impl Tiled {
         let of = |part: &Part| part.rows.len().div_ceil(GEMM_ROWS as usize);
         self.parts.iter().map(of).sum()
     }
+}
+
+/// From row to row of C, in elements.
+fn stride_of(c: &Buffer, columns: usize) -> u32 {
+    let one_row = c.shape().len() == columns;
+    if one_row { 0 } else { columns as u32 }
 }
 
 /// Which width is best for so many bands of rows: the least cost of as many rounds of all multiprocessors as it takes. With adapters each
@@ -309,7 +317,7 @@ impl Job<'_> {
                 GEMM_ROWS,
             )?,
             weight_map: tensor_map(&p.weight, p.dtype, width as u32)?,
-            bias: p.bias.unwrap_or(0),
+            activation: types::activation_code(p.activation),
             signature: self.kind.signature,
             counter: Counters::uses(of) as u32,
             columns: columns as u32,
@@ -321,6 +329,11 @@ impl Job<'_> {
             column_scale_stride: u32::from(p.scales.is_some_and(|s| s.by_column)),
             ..waiting!(GemmFlagsParams, self)
         };
+        if let Some(c) = &p.bias {
+            parameters.bias = c.address();
+            parameters.bias_type = types::float_code(c.dtype());
+            parameters.bias_stride = stride_of(c, columns);
+        }
         if let Some(low) = &low {
             parameters.down_map = tensor_map(&low.down, p.dtype, GEMM_LOW_COLUMNS)?;
             parameters.low_map = tensor_map(&low.low, p.dtype, GEMM_ROWS)?;
@@ -370,12 +383,11 @@ impl Job<'_> {
             parameters.sum_from = adds.parts;
             parameters.sum_stride = adds.stride;
             parameters.sum_out = adds.out;
-            parameters.activation = types::activation_code(adds.activation);
+            parameters.sum_activation = types::activation_code(adds.activation);
             if let Some(c) = &adds.bias {
                 parameters.sum_bias = c.address();
                 parameters.sum_bias_type = types::float_code(c.dtype());
-                let one_row = c.shape().len() == columns;
-                parameters.sum_bias_stride = if one_row { 0 } else { columns as u32 };
+                parameters.sum_bias_stride = stride_of(c, columns);
             }
             for peer in core.peers() {
                 parameters.sum_word[peer] = steps.filled_word(of, peer, 0, peer);
@@ -499,7 +511,8 @@ mod tests {
             all: of(300, 64),
             own: of(100, 64),
             weight: of(24, 64),
-            bias: Some(4),
+            bias: None,
+            activation: Activation::None,
             parts: vec![
                 Part {
                     rows: 0..129,

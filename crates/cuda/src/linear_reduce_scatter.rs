@@ -58,7 +58,6 @@ impl CudaComm {
             weight: p.weight,
             transpose_weight: p.transpose_weight,
             bias: None,
-            activation: Activation::None,
             runs: p.runs,
             output: d.dtype(),
             d: None,
@@ -187,8 +186,7 @@ impl Product<'_> {
     /// Whether D may be written while the product still reads what it is made of.
     fn may_be_written_early(&self, tiled: &Tiled, bias: Option<&Buffer>, d: &Buffer) -> bool {
         let apart = |b: &Buffer| !overlap(b, d);
-        d.address().is_multiple_of(GRAIN as u64)
-            && tiled.buffers.iter().chain(bias).all(apart)
+        d.address().is_multiple_of(GRAIN as u64) && tiled.buffers.iter().chain(bias).all(apart)
     }
 
     /// The product of all rows by tiles that are written where their owners add them up.
@@ -227,6 +225,7 @@ impl Product<'_> {
             own: rows(x),
             weight: rows(self.linear.gemm.b.kernel()),
             bias: None,
+            activation: Activation::None,
             parts: self.plan.order.iter().map(part).collect(),
             runs: taken.runs,
             adds: None,

@@ -14,8 +14,8 @@ use crate::{
     steps::Use,
 };
 use brigade_device::{
-    Activation, Buffer, DataType, Device, LoraRun, Operand, OverlapMode, OverlapPlan, QScheme,
-    Reason, Result, View,
+    Buffer, DataType, Device, LoraRun, Operand, OverlapMode, OverlapPlan, QScheme, Reason, Result,
+    View,
 };
 use brigade_kernels::{GEMM_LOW_COLUMNS, MOST_PARTS, MOST_RUNS};
 use brigade_plan::{
@@ -28,8 +28,8 @@ use std::{ops::Range, sync::Arc};
 /// What bulk copies and wide stores want addresses and rows to be multiples of, in bytes.
 pub(crate) const GRAIN: usize = 16;
 
-/// What a row of C is read by, in bytes.
-const BIAS_GRAIN: u64 = 4;
+/// How many elements of C are read together.
+const BIAS_GRAIN: usize = 2;
 
 /// What a rank brings to a product of tiles.
 #[derive(Debug)]
@@ -46,7 +46,6 @@ pub(crate) struct Operands<'a> {
     pub(crate) weight: Operand<'a>,
     pub(crate) transpose_weight: bool,
     pub(crate) bias: Option<View<'a>>,
-    pub(crate) activation: Activation,
     pub(crate) runs: &'a [LoraRun<'a>],
     /// Of the result.
     pub(crate) output: DataType,
@@ -190,7 +189,6 @@ impl Operands<'_> {
     ) -> Result<(Option<Scales>, Vec<Run>), Reason> {
         self.check_weight()?;
         let scales = self.scales()?;
-        self.check_end()?;
         let runs = self.adapters()?;
         self.check_sizes()?;
         self.check_addresses()?;
@@ -247,33 +245,6 @@ impl Operands<'_> {
             ),
             "quantize the weight as the rows are, symmetrically",
         )
-    }
-
-    /// C and the activation.
-    fn check_end(&self) -> Result<(), Reason> {
-        let (_, n) = self.dims();
-        if self.activation != Activation::None {
-            return Err(tiles_operands(
-                format!(
-                    "activation: tiles end with none, not with {:?}",
-                    self.activation
-                ),
-                "apply it in a call of its own",
-            ));
-        }
-        let Some(c) = self.bias else { return Ok(()) };
-        if c.dtype() == self.output && c.shape().len() == n {
-            return Ok(());
-        }
-        Err(tiles_operands(
-            format!(
-                "bias: tiles add a row of {n} of {}, not {} of {}",
-                self.output,
-                c.shape(),
-                c.dtype()
-            ),
-            "give C as a row of D's type",
-        ))
     }
 
     /// Runs of rows to which an adapter adds something.
@@ -361,9 +332,11 @@ impl Operands<'_> {
                 return Err(unaligned(field, address, GRAIN as u64));
             }
         }
-        let bias = self.bias.map(|c| c.address());
-        if let Some(address) = bias.filter(|at| !at.is_multiple_of(BIAS_GRAIN)) {
-            return Err(unaligned("bias", address, BIAS_GRAIN));
+        if let Some(c) = self.bias {
+            let grain = (BIAS_GRAIN * c.dtype().bytes()) as u64;
+            if !c.address().is_multiple_of(grain) {
+                return Err(unaligned("bias", c.address(), grain));
+            }
         }
         Ok(())
     }

@@ -343,7 +343,7 @@ parameters! {
         width: [u32; 16],
     }
 
-    /// A product whose tiles wait for the flags of their rows: `out = rows weight^T + bias`, and of some runs of rows,
+    /// A product whose tiles wait for the flags of their rows: `out = act(rows weight^T + bias)`, and of some runs of rows,
     /// rounded, `scale rows down^T`, times `up^T`. Or one whose parts go to their owners, who are told of each that is whole, while
     /// this rank adds up what all ranks have made of its own: `sum_out = act(parts + sum_bias)`.
     GemmFlagsParams of "brigade_gemm_flags" in "gemm_flags" {
@@ -371,7 +371,7 @@ parameters! {
         deadline_ns: u64,
         /// The same for the first call that all ranks make.
         first_deadline_ns: u64,
-        /// Device address of one row, or 0.
+        /// Device address of what is added, or 0.
         bias: u64,
         /// Device address of rows times `down`, all rows of the result.
         low: u64,
@@ -432,9 +432,15 @@ parameters! {
         /// From row to row of it, in elements; 0 if all rows have one.
         sum_bias_stride: u32,
         /// What is applied to the sum, as in `FinishParams`.
+        sum_activation: u32,
+        /// The same of what tiles add, and of what is applied to them.
+        bias_type: u32,
+        /// From row to row, in elements; 0 if all rows have one.
+        bias_stride: u32,
+        /// As in `FinishParams`.
         activation: u32,
         /// Zero.
-        padding: [u32; 12],
+        padding: [u32; 9],
         /// Row of the result where each run begins.
         run_row: [u32; 16],
         /// Its rows.
