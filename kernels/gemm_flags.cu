@@ -12,10 +12,6 @@
 // Factors of 8 bits have scales, one for each row (or part) and one for each column (or for all), which the end multiplies by as `finish.cu`
 // does. Sums of int8 are exact; those of fp8 are taken of 128 products at a time, and added up in f32, since tensor cores keep fewer bits.
 //
-// In the twin, all rows are there and parts are for their owners. Tiles go straight to where an owner adds them up. One warp beside the one that
-// loads hears which of them are written; who has written the last of a part tells its owner. Own rows come last: the end of their tiles
-// waits for what the others have made of them, and adds all up in the order of ranks.
-//
 // The split into loading and multiplying warps is CUTLASS's (its warp-specialized cooperative kernels); flags in front of tiles
 // are after FLUX and TileLink; adapters by runs of rows after Punica and S-LoRA.
 #include "activation.cuh"
@@ -37,7 +33,7 @@ constexpr uint32_t rows_bytes = tile_rows * row_bytes;
 constexpr uint32_t bands_together = 8;
 
 // Stages of a tile of so many columns: rows and weight for 64 steps of the inner dimension. Beside them there is room to align
-// the first, and for two barriers each and the number of its tile, and the same once more for tiles that are written.
+// the first, and for two barriers each and the number of its tile.
 template <uint32_t COLUMNS>
 constexpr uint32_t stage_bytes = rows_bytes + COLUMNS * row_bytes;
 template <uint32_t COLUMNS>
@@ -118,20 +114,6 @@ __device__ __forceinline__ uint32_t next_tile(const Parameters& p) {
 // The two groups that multiply, and not the one that loads.
 __device__ __forceinline__ void both_groups_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
-// One of these two groups.
-__device__ __forceinline__ void group_meets(uint32_t half) {
-  if (half == 0) {
-    asm volatile("bar.sync 2, 128;" ::: "memory");
-  } else {
-    asm volatile("bar.sync 3, 128;" ::: "memory");
-  }
-}
-
-// Where this rank is told to stop.
-__device__ __forceinline__ const uint64_t* stop_word(const Parameters& p) {
-  return reinterpret_cast<const uint64_t*>(p.base + p.rank * p.stride) + p.stop;
-}
-
 // Waits for the rows of a part. False if the group was stopped: the product goes on, and its result is poisoned.
 __device__ inline bool wait_for_part(const Parameters& p, const Group& g, uint32_t part) {
   // Steps may have counted since this kernel began: the first-level cache need not know.
@@ -157,62 +139,6 @@ __device__ inline bool wait_for_low(const Parameters& p, const Group& g, const u
     return false;
   }
   return true;
-}
-
-// Tiles that are written: their number passes from the warps that multiply to the one that tells of them. Each waits for the other, one tile
-// at a time, since telling takes less than a tile does.
-struct Written {
-  uint32_t is_written, is_heard;
-  uint32_t* tile;
-  uint32_t phase;
-};
-constexpr uint32_t multiplying_warps = 8;
-
-// All warps that multiply have written what they have of tile `t`, or there is no more.
-__device__ __forceinline__ void pass_on(Written& w, uint32_t t) {
-  if (threadIdx.x == 128) {
-    barrier_wait(w.is_heard, w.phase ^ 1);
-    *static_cast<volatile uint32_t*>(w.tile) = t;
-  }
-  w.phase ^= 1;
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(w.is_written);
-}
-
-// Tells owners of the parts that are whole. One thread does, so that none that multiplies waits for stores to be seen by others.
-__device__ inline void tell(const Parameters& p, Written w) {
-  wait_for_previous_kernel();
-  const Group g = group_of(p, p.signature);
-  const uint64_t flag = g.flag(load_relaxed_sys(g.counter(p.counter)));
-  uint32_t* written = reinterpret_cast<uint32_t*>(p.state + 8 * STATE_PARTS);
-  for (;; w.phase ^= 1) {
-    barrier_wait(w.is_written, w.phase);
-    const uint32_t t = *static_cast<volatile uint32_t*>(w.tile);
-    barrier_arrive(w.is_heard);
-    if (t >= p.tiles) return;
-    const uint32_t part = tile_of(p, t, 0).part, all = bands_of(p, part) * p.column_tiles;
-    // What was written before comes before the count, and what others counted before the flag.
-    __threadfence_system();
-    if (atomicInc(written + part, all - 1) != all - 1) continue;
-    __threadfence_system();
-    // Nobody is to take what a rank made that was stopped.
-    if (!is_stopped(g)) store_release_sys(g.word(p.part_peer[part], p.part_told[part]), flag);
-  }
-}
-
-// Waits until everybody has told this rank of its part. The sum is poisoned if they do not.
-__device__ inline void wait_for_parts(const Parameters& p) {
-  const Group g = group_of(p, p.signature);
-  const uint64_t flag = g.flag(load_relaxed_sys(g.counter(p.counter)));
-  for (uint32_t i = 1; i < p.size; ++i) {
-    const uint32_t peer = (p.rank + i) % p.size;
-    Waiting w{p.sum_word[peer], flag, Want::exactly, peer, peer};
-    w.uncounted = blockIdx.x > 0 || threadIdx.x != 128;
-    while (w.end == End::going_on) look(g, w);
-    if (w.end == End::there) continue;
-    give_up(g, w);
-    return;
-  }
 }
 
 // Which stage of the ring comes next, and in which round.
@@ -399,64 +325,6 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
   }
 }
 
-// Adds up what all ranks have made of a tile of own rows, in their order, and ends it as `finish.cu` does. Each thread takes what it wrote of it itself, so
-// nobody waits for that.
-template <typename Out, uint32_t COLUMNS>
-__device__ inline void add_up_parts(const Parameters& p, const Tile& tile, uint32_t first_row) {
-  constexpr uint32_t type = std::is_same_v<Out, __half> ? F16 : BF16;
-  const uint32_t lane = threadIdx.x % 32, own_row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  const bool wide_bias = wide(p.sum_bias, p.sum_bias_stride);
-#pragma unroll 1
-  for (uint32_t block = lane % 4; block < COLUMNS / 8; block += 4) {
-    const uint32_t column = tile.column + 8 * block;
-    if (column >= p.columns) break;
-    float sums[2][8];
-    bool in[2];
-    uint64_t at[2];
-#pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      const uint32_t row = own_row + 8 * half;
-      in[half] = row < p.part_rows[tile.part];
-      at[half] = (uint64_t(row) * p.columns + column) * sizeof(Out);
-    }
-#pragma unroll 4
-    for (uint32_t r = 0; r < p.size; ++r) {
-#pragma unroll
-      for (uint32_t half = 0; half < 2; ++half) {
-        uint4 part = {};
-        if (in[half]) part = __ldcg(reinterpret_cast<const uint4*>(p.sum_from + r * p.sum_stride + at[half]));
-        const uint32_t words[4] = {part.x, part.y, part.z, part.w};
-#pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-          const float2 two = widen(type, words[i]);
-          float &low = sums[half][2 * i], &high = sums[half][2 * i + 1];
-          low = r == 0 ? two.x : __fadd_rn(low, two.x), high = r == 0 ? two.y : __fadd_rn(high, two.y);
-        }
-      }
-    }
-#pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      if (!in[half]) continue;
-      if (p.sum_bias != 0) {
-        const uint64_t from = uint64_t(own_row + 8 * half) * p.sum_bias_stride + column;
-        float c[8];
-        if (wide_bias) {
-          load_wide(p.sum_bias_type, p.sum_bias, from, c);
-        } else {
-          for (uint32_t k = 0; k < 8; ++k) c[k] = load_float(p.sum_bias_type, p.sum_bias, from + k);
-        }
-#pragma unroll
-        for (uint32_t k = 0; k < 8; ++k) sums[half][k] = __fadd_rn(sums[half][k], c[k]);
-      }
-      if (p.sum_activation != NONE) activate_all(p.sum_activation, sums[half]);
-      uint32_t words[4];
-#pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) words[i] = narrow(type, sums[half][2 * i], sums[half][2 * i + 1]);
-      *reinterpret_cast<uint4*>(p.sum_out + at[half]) = {words[0], words[1], words[2], words[3]};
-    }
-  }
-}
-
 // Rounds a narrow tile's sums, times the factors of their runs, into `low`, and zeros between them.
 template <typename T>
 __device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t first_row, float (&sums)[GEMM_LOW_COLUMNS / 2]) {
@@ -486,7 +354,7 @@ __device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t
 
 // Multiplies what was loaded.
 template <typename In, typename Out, uint32_t COLUMNS>
-__device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty, const uint32_t* tiles, Written written) {
+__device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty, const uint32_t* tiles) {
   const uint32_t half = threadIdx.x / 128 - 1;
   const bool leads = threadIdx.x % 128 == 0;
   constexpr uint32_t inner = inner_of<In>;
@@ -548,7 +416,6 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
     barrier_wait(full + 8 * ring.stage, ring.phase);
     return *static_cast<const volatile uint32_t*>(tiles + ring.stage);
   };
-  bool entered = false, writes = true, parts_are_there = false;
   for (uint32_t t = next(); t < p.tiles; t = next()) {
     const Tile tile = tile_of(p, t, COLUMNS);
     const uint32_t first_row = tile.band * tile_rows + half * 64;
@@ -570,26 +437,8 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
       }
       sum_up(sums, p.low_columns != 0 ? steps + 1 : steps, one, stage_bytes<COLUMNS>);
     }
-    if (p.tells != 0 && !entered) {
-      // Owners may still read what was there before, until this rank is in the call.
-      wait_for_previous_kernel();
-      writes = !is_stopped(stop_word(p), reinterpret_cast<const uint64_t*>(p.state));
-      entered = true;
-    }
-    if (writes) write_tile<In, Out, COLUMNS>(p, tile, first_row, sums);
-    if (p.tells == 0) continue;
-    if (p.part_told[tile.part] != 0) {
-      pass_on(written, t);
-    } else if (p.sum_from != 0) {
-      if (!parts_are_there) {
-        if (leads) wait_for_parts(p);
-        group_meets(half);
-        parts_are_there = true;
-      }
-      add_up_parts<Out, COLUMNS>(p, tile, first_row);
-    }
+    write_tile<In, Out, COLUMNS>(p, tile, first_row, sums);
   }
-  if (p.tells != 0) pass_on(written, p.tiles);
 }
 
 template <typename In, typename Out, uint32_t COLUMNS>
@@ -598,9 +447,7 @@ __device__ __forceinline__ void gemm_flags(const Parameters& p) {
   extern __shared__ uint8_t memory[];
   const uint32_t base = (shared_address(memory) + 1023) & ~1023u;
   const uint32_t full = base + stages<COLUMNS> * stage_bytes<COLUMNS>, empty = full + 8 * stages<COLUMNS>;
-  const uint32_t is_written = empty + 8 * stages<COLUMNS>, is_heard = is_written + 8;
-  uint32_t* tiles = reinterpret_cast<uint32_t*>(memory + (is_heard + 8 - shared_address(memory)));
-  const Written written{is_written, is_heard, tiles + stages<COLUMNS>, 0};
+  uint32_t* tiles = reinterpret_cast<uint32_t*>(memory + (empty + 8 * stages<COLUMNS> - shared_address(memory)));
   // Answers take about a microsecond. Whatever counted tiles before had ended when steps let this kernel begin.
   uint32_t first_tile = 0;
   if (threadIdx.x == 0) {
@@ -611,8 +458,6 @@ __device__ __forceinline__ void gemm_flags(const Parameters& p) {
       barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, 2);
     }
-    barrier_init(is_written, multiplying_warps);
-    barrier_init(is_heard, 1);
     barriers_made();
   }
   __syncthreads();
@@ -621,10 +466,9 @@ __device__ __forceinline__ void gemm_flags(const Parameters& p) {
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x == 0) load<In, COLUMNS>(p, first_tile, base, full, empty, tiles);
-    if (threadIdx.x == 32 && p.tells != 0) tell(p, written);
   } else {
     more_registers<232>();
-    multiply<In, Out, COLUMNS>(p, base, full, empty, tiles, written);
+    multiply<In, Out, COLUMNS>(p, base, full, empty, tiles);
   }
 }
 #else

@@ -7,7 +7,7 @@
 use crate::{
     comm::CudaComm,
     gathered::Rows,
-    gemm_flags::{self, Part, Tiled, Whose},
+    gemm_flags::{self, Part, Tiled},
     job::{Job, Side},
     mark::CudaMark,
     tiles::{Operands, Taken},
@@ -306,7 +306,7 @@ impl Product<'_> {
                 first: if c == me { 0 } else { rows.start },
                 out: self.d.address() + (rows.start * self.n * output.bytes()) as u64,
                 scales: self.row_scales(c, rows.start),
-                whose: if c == me { Whose::Own } else { Whose::Peer(c) },
+                from: (c != me).then_some(c),
                 rows,
             }
         };
@@ -322,7 +322,6 @@ impl Product<'_> {
             activation: self.layer.activation,
             parts: std::iter::once(me).chain(self.others()).map(part).collect(),
             runs: taken.runs,
-            adds: None,
             buffers: taken.buffers,
         }
     }

@@ -118,33 +118,8 @@ pub(crate) struct Part {
     pub(crate) out: u64,
     /// Address of the scale of its first row, where there are scales.
     pub(crate) scales: u64,
-    /// Who brings them, and the slot by whose flag they are announced.
-    pub(crate) whose: Whose,
-}
-
-/// Whose the rows of a part are, or their sums.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Whose {
-    /// This rank has them, and what they give.
-    Own,
-    /// A peer brings them.
-    Peer(usize),
-    /// This rank has them, and a peer is told of what they give.
-    For(usize),
-}
-
-/// What comes after the products of own rows: what all ranks have made of these is added up, in their order.
-#[derive(Clone, Debug)]
-pub(crate) struct Adds {
-    /// Address of rank 0's part of own rows.
-    pub(crate) parts: u64,
-    /// From one rank's to the next's, in bytes.
-    pub(crate) stride: u64,
-    /// Of the sum's first row.
-    pub(crate) out: u64,
-    /// C of own rows.
-    pub(crate) bias: Option<Buffer>,
-    pub(crate) activation: Activation,
+    /// Whose they are, and the slot by whose flag they are announced; `None` for own rows.
+    pub(crate) from: Option<usize>,
 }
 
 /// Scales of factors of 8 bits.
@@ -190,7 +165,6 @@ pub(crate) struct Tiled {
     /// In the order in which they are multiplied.
     pub(crate) parts: Vec<Part>,
     pub(crate) runs: Vec<Run>,
-    pub(crate) adds: Option<Adds>,
     /// What weight, bias and adapters lie in.
     pub(crate) buffers: Vec<Buffer>,
 }
@@ -363,36 +337,13 @@ impl Job<'_> {
             parameters.part_rows[i] = rows.len() as u32;
             parameters.part_out_row[i] = rows.start as u32;
             parameters.part_first[i] = tiles;
-            match part.whose {
-                Whose::Own => {}
-                Whose::Peer(from) => {
-                    parameters.part_word[i] = steps.filled_word(of, from, 0, from);
-                    parameters.part_peer[i] = from as u32;
-                }
-                Whose::For(to) => {
-                    parameters.tells = 1;
-                    parameters.part_told[i] = steps.told_word(of, to, 0);
-                    parameters.part_peer[i] = to as u32;
-                }
+            if let Some(from) = part.from {
+                parameters.part_word[i] = steps.filled_word(of, from, 0, from);
+                parameters.part_peer[i] = from as u32;
             }
             tiles += rows.len().div_ceil(GEMM_ROWS as usize) as u32 * in_band;
         }
         parameters.tiles = tiles;
-        if let Some(adds) = &p.adds {
-            parameters.tells = 1;
-            parameters.sum_from = adds.parts;
-            parameters.sum_stride = adds.stride;
-            parameters.sum_out = adds.out;
-            parameters.sum_activation = types::activation_code(adds.activation);
-            if let Some(c) = &adds.bias {
-                parameters.sum_bias = c.address();
-                parameters.sum_bias_type = types::float_code(c.dtype());
-                parameters.sum_bias_stride = stride_of(c, columns);
-            }
-            for peer in core.peers() {
-                parameters.sum_word[peer] = steps.filled_word(of, peer, 0, peer);
-            }
-        }
         let behind_steps = core.begins_early && self.stepped.get();
         parameters.begins_early = u32::from(behind_steps && self.product_follows && low.is_none());
         let shape = Launch {
@@ -401,8 +352,7 @@ impl Job<'_> {
             ..Launch::grid(tiles.min(sms as u32), GEMM_THREADS)
         };
         let made = low.iter().map(|low| &low.memory);
-        let added = p.adds.iter().filter_map(|adds| adds.bias.as_ref());
-        let kept: Vec<_> = p.buffers.iter().chain(made).chain(added).collect();
+        let kept: Vec<_> = p.buffers.iter().chain(made).collect();
         self.lane.run(&kept, |stream| {
             // SAFETY: rows and result lie in buffers of the call, which its `run` keeps, or in the group's memory; this `run`
             // keeps the rest.
@@ -519,18 +469,17 @@ mod tests {
                     first: 0,
                     out: 16,
                     scales: 0,
-                    whose: Whose::Own,
+                    from: None,
                 },
                 Part {
                     rows: 129..129,
                     first: 129,
                     out: 16,
                     scales: 0,
-                    whose: Whose::Peer(1),
+                    from: Some(1),
                 },
             ],
             runs: Vec::new(),
-            adds: None,
             buffers: Vec::new(),
         }
     }

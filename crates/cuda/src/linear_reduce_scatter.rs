@@ -4,12 +4,12 @@
 use crate::{
     comm::CudaComm,
     finish::{End, Sums},
-    gemm_flags::{self, Adds, Part, Tiled, Whose},
+    gemm_flags::{self, Part, Tiled},
     job::{Job, Side},
-    memory::{check_reach, overlap},
+    memory::check_reach,
     reduce_scatter::Reduction,
     steps::Use,
-    tiles::{GRAIN, Operands, Taken},
+    tiles::{Operands, Taken},
 };
 use brigade_device::{
     Activation, Buffer, Call, DataType, Error, GemmParams, Linear, LoraLinearParams,
@@ -117,7 +117,15 @@ impl Product<'_> {
         let of = job.begin(Area::ReduceScatter);
         let me = job.core.rank();
         if let Some(taken) = tiles {
-            return self.run_tiled(job, of, taken, (bias, activation), d);
+            let tiled = self.tiled(job, of, taken);
+            // Tiles go straight to their owners, so the credits for that must be there before the first.
+            job.steps_now()?;
+            job.traced(|| "multiply".into(), || job.tiled(of, &tiled))?;
+            job.steps.filled_to_all(of, me, 0);
+            job.steps.await_all(of, 0);
+            self.sum(job, of, me, (bias, activation), d)?;
+            job.steps.end(of);
+            return Ok(());
         }
         let pieces = self.plan.pieces();
         // Own words hold the flags that are copied to the owners.
@@ -145,50 +153,6 @@ impl Product<'_> {
         Ok(())
     }
 
-    /// The product as tiles, which tell owners of the parts that are whole, and add up own rows as those of others come. Tiles go straight to
-    /// their owners, so the credits for that are there before the first is written.
-    fn run_tiled(
-        &self,
-        job: &mut Job<'_>,
-        of: Use,
-        taken: Taken,
-        (bias, activation): (Option<&Buffer>, Activation),
-        d: &Buffer,
-    ) -> Result<()> {
-        let me = job.core.rank();
-        let mut tiled = self.tiled(job, of, taken);
-        if self.may_be_written_early(&tiled, bias, d) {
-            tiled.adds = Some(Adds {
-                parts: job.core.place(me, of, 0),
-                stride: (self.plan.chunk(me).len() * self.row_bytes()) as u64,
-                out: d.address(),
-                bias: bias.cloned(),
-                activation,
-            });
-        }
-        job.product_follows = true;
-        job.steps_now()?;
-        job.traced(|| "multiply".into(), || job.tiled(of, &tiled))?;
-        job.product_follows = false;
-        // Of a part without rows there is no tile that would tell.
-        let empty = |c: &usize| self.plan.chunk(*c).is_empty();
-        for c in job.core.peers().filter(empty) {
-            job.steps.filled(c, of, me, 0);
-        }
-        job.steps.await_all(of, 0);
-        if tiled.adds.is_none() {
-            self.sum(job, of, me, (bias, activation), d)?;
-        }
-        job.steps.end(of);
-        Ok(())
-    }
-
-    /// Whether D may be written while the product still reads what it is made of.
-    fn may_be_written_early(&self, tiled: &Tiled, bias: Option<&Buffer>, d: &Buffer) -> bool {
-        let apart = |b: &Buffer| !overlap(b, d);
-        d.address().is_multiple_of(GRAIN as u64) && tiled.buffers.iter().chain(bias).all(apart)
-    }
-
     /// The product of all rows by tiles that are written where their owners add them up.
     fn tiled(&self, job: &mut Job<'_>, of: Use, taken: Taken) -> Tiled {
         let (core, me) = (job.core, job.core.rank());
@@ -205,10 +169,7 @@ impl Product<'_> {
                 first: chunk.start,
                 out: core.place(usize::from(c), of, slot.start),
                 scales: 0,
-                whose: match usize::from(c) == me {
-                    true => Whose::Own,
-                    false => Whose::For(usize::from(c)),
-                },
+                from: None,
                 rows: chunk,
             }
         };
@@ -228,7 +189,6 @@ impl Product<'_> {
             activation: Activation::None,
             parts: self.plan.order.iter().map(part).collect(),
             runs: taken.runs,
-            adds: None,
             buffers: buffers.collect(),
         }
     }

@@ -26,7 +26,7 @@ use brigade_sync::{Area, Half};
 use std::{ops::Range, sync::Arc};
 
 /// What bulk copies and wide stores want addresses and rows to be multiples of, in bytes.
-pub(crate) const GRAIN: usize = 16;
+const GRAIN: usize = 16;
 
 /// How many elements of C are read together.
 const BIAS_GRAIN: usize = 2;

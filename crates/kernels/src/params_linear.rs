@@ -344,8 +344,7 @@ parameters! {
     }
 
     /// A product whose tiles wait for the flags of their rows: `out = act(rows weight^T + bias)`, and of some runs of rows,
-    /// rounded, `scale rows down^T`, times `up^T`. Or one whose parts go to their owners, who are told of each that is whole, while
-    /// this rank adds up what all ranks have made of its own: `sum_out = act(parts + sum_bias)`.
+    /// rounded, `scale rows down^T`, times `up^T`.
     GemmFlagsParams of "brigade_gemm_flags" in "gemm_flags" {
         /// The tensor map of all rows, as they arrive.
         rows_map: [u64; 16],
@@ -381,14 +380,6 @@ parameters! {
         desk: u64,
         /// Device address of f32 scales, one per column (or one), where factors have 8 bits.
         column_scales: u64,
-        /// Device address of rank 0's part of own rows, where all of those are added up; else 0.
-        sum_from: u64,
-        /// From one rank's part to the next's, in bytes.
-        sum_stride: u64,
-        /// Where their sum goes.
-        sum_out: u64,
-        /// Device address of what is added to it, or 0.
-        sum_bias: u64,
         /// This rank.
         rank: u32,
         /// Ranks in the group.
@@ -425,22 +416,14 @@ parameters! {
         column_scale_stride: u32,
         /// Whether own rows are multiplied before the kernel in front has ended: steps, which let it.
         begins_early: u32,
-        /// Whether parts are for others, who are told.
-        tells: u32,
-        /// Type of what is added to the sum.
-        sum_bias_type: u32,
-        /// From row to row of it, in elements; 0 if all rows have one.
-        sum_bias_stride: u32,
-        /// What is applied to the sum, as in `FinishParams`.
-        sum_activation: u32,
-        /// The same of what tiles add, and of what is applied to them.
+        /// Type of what is added.
         bias_type: u32,
-        /// From row to row, in elements; 0 if all rows have one.
+        /// From row to row of it, in elements; 0 if all rows have one.
         bias_stride: u32,
-        /// As in `FinishParams`.
+        /// What is applied, as in `FinishParams`.
         activation: u32,
         /// Zero.
-        padding: [u32; 9],
+        padding: [u32; 5],
         /// Row of the result where each run begins.
         run_row: [u32; 16],
         /// Its rows.
@@ -465,11 +448,7 @@ parameters! {
         part_first: [u32; 32],
         /// The word of its flag; 0 for own rows.
         part_word: [u32; 32],
-        /// The rank whose flag that is, or whose the part is.
+        /// The rank whose flag that is.
         part_peer: [u32; 32],
-        /// The word by which that rank hears that this part is whole; 0 if nobody does.
-        part_told: [u32; 32],
-        /// The word by which this rank hears that each rank's part of own rows is.
-        sum_word: [u32; 32],
     }
 }
