@@ -32,6 +32,7 @@ publish = false
 brigade-candle = { path = "ROOT/crates/candle", features = ["cuda"] }
 brigade-demo = { path = "ROOT/crates/demo", features = ["cuda"] }
 candle-core = "0.11"
+libtest-mimic = "0.8"
 rand = "0.9"
 
 [features]
@@ -42,6 +43,7 @@ cuda = []
 [[test]]
 name = "gpu"
 path = "ROOT/crates/candle/tests/gpu/main.rs"
+harness = false
 
 # So that nobody else is given these kernels, which are empty.
 [profile.dev.package.candle-kernels]

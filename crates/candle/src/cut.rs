@@ -7,7 +7,7 @@ use crate::{
     Parallel,
     error::{OrCandle, invalid},
 };
-use candle_core::{DType, Device, Result, Tensor, safetensors::MmapedSafetensors, shape::Dim};
+use candle_core::{DType, Result, Tensor, safetensors::MmapedSafetensors, shape::Dim};
 use std::ops::Range;
 
 /// This rank's part of `total` features that are cut between any two of them.
@@ -105,14 +105,14 @@ pub fn load(
     let short = || invalid("data", data.len(), format!("{shape:?} of {dtype:?}"));
     if dim == 0 {
         let bytes = data.get(from..to).ok_or_else(short)?;
-        return from_bytes(bytes, dtype, &dims, parallel.place());
+        return from_bytes(parallel, bytes, dtype, &dims);
     }
     let row = total * width;
     let mut bytes = Vec::with_capacity(shape[0] * (to - from));
     for first in (0..shape[0]).map(|r| r * row) {
         bytes.extend_from_slice(data.get(first + from..first + to).ok_or_else(short)?);
     }
-    from_bytes(&bytes, dtype, &dims, parallel.place())
+    from_bytes(parallel, &bytes, dtype, &dims)
 }
 
 /// As [`load`], if the name is there.
@@ -147,9 +147,9 @@ pub(crate) fn total(files: &MmapedSafetensors, name: &str, dim: usize) -> Result
     width.ok_or_else(|| invalid("shape", format!("{:?}", found.shape()), "2 dimensions"))
 }
 
-fn from_bytes(bytes: &[u8], dtype: DType, dims: &[usize], place: &Device) -> Result<Tensor> {
+fn from_bytes(parallel: &Parallel, bytes: &[u8], dtype: DType, dims: &[usize]) -> Result<Tensor> {
     if bytes.is_empty() {
-        return Tensor::zeros(dims, dtype, place);
+        return parallel.make(dtype, dims, |_| Ok(()));
     }
-    Tensor::from_raw_buffer(bytes, dtype, dims, place)
+    Tensor::from_raw_buffer(bytes, dtype, dims, parallel.place())
 }

@@ -67,10 +67,16 @@ impl GatedExperts {
 
 /// With as many zeros along a dimension of `hidden` columns as make rows a multiple of 16 bytes.
 fn padded(tensor: &Tensor, dim: usize) -> Result<Tensor> {
-    let hidden = tensor.dims()[dim];
+    let mut dims = tensor.dims().to_vec();
+    let hidden = dims[dim];
     let step = (DispatchParams::ROW_BYTES / tensor.dtype().size_in_bytes().max(1)).max(1);
     match hidden.next_multiple_of(step) - hidden {
         0 => tensor.contiguous(),
+        // candle would have a GPU write no zeros.
+        more if tensor.elem_count() == 0 => {
+            dims[dim] += more;
+            tensor.contiguous()?.reshape(dims)
+        }
         more => tensor.pad_with_zeros(dim, 0, more)?.contiguous(),
     }
 }
@@ -188,7 +194,7 @@ impl ExpertParallel {
         let (tokens, hidden) = x.dims2()?;
         self.parallel.refuse_capture()?;
         let padded = padded(x, 1)?;
-        let weights = weights.to_dtype(DType::F32)?.contiguous()?;
+        let weights = self.parallel.cast(weights, DType::F32)?.contiguous()?;
         // The handle of a dispatch keeps a view of them, for the combine.
         let weights = self.parallel.lend(&weights)?;
         let there = self.dispatch(&padded, ids, weights.view(), max_recv)?;
@@ -208,7 +214,7 @@ impl ExpertParallel {
         let parallel = &self.parallel;
         let ids = match ids.dtype() {
             DType::I32 | DType::I64 => ids.contiguous()?,
-            _ => ids.to_dtype(DType::I64)?.contiguous()?,
+            _ => parallel.cast(ids, DType::I64)?.contiguous()?,
         };
         let (x, ids) = (parallel.lend(x)?, parallel.lend(&ids)?);
         let placement = Placement::Even {

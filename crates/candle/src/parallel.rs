@@ -195,7 +195,8 @@ impl Parallel {
     /// A contiguous tensor's memory as a view of Brigade's, without a copy.
     ///
     /// # Errors
-    /// [`brigade::Error::Invalid`] for a tensor of another device, one that is not contiguous, or more than six dimensions.
+    /// [`brigade::Error::Invalid`] for a tensor of another candle device, also of the same GPU, which works on another stream; for one
+    /// that is not contiguous, or has more than six dimensions.
     pub fn lend<'t>(&self, tensor: &'t Tensor) -> Result<Lent<'t>> {
         self.check_place(tensor)?;
         Lent::new(tensor)
@@ -278,17 +279,23 @@ impl Parallel {
         Ok(())
     }
 
-    /// Checks that a tensor lies where this rank works.
+    /// Checks that a tensor lies where this rank works, on its stream: another candle device of the same GPU has another one.
     pub(crate) fn check_place(&self, tensor: &Tensor) -> Result<()> {
-        let (got, want) = (tensor.device().location(), self.0.place.location());
-        if got == want {
-            Ok(())
-        } else {
-            Err(invalid(
-                "device",
-                format!("{got:?}"),
-                format!("{want:?}, this rank's"),
-            ))
+        let (theirs, own) = (tensor.device(), &self.0.place);
+        if theirs.same_device(own) {
+            return Ok(());
+        }
+        let (got, want) = (theirs.location(), own.location());
+        let other = if got == want { ", another stream" } else { "" };
+        let want = format!("{want:?}, this rank's candle device");
+        Err(invalid("device", format!("{got:?}{other}"), want))
+    }
+
+    /// As candle's `to_dtype`, which on a GPU fails where there are no elements: it launches a kernel for none.
+    pub(crate) fn cast(&self, tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+        match tensor.elem_count() {
+            0 => self.make(dtype, tensor.shape(), |_| Ok(())),
+            _ => tensor.to_dtype(dtype),
         }
     }
 

@@ -94,9 +94,9 @@ impl VocabParallelEmbedding {
     /// Rows of own words; zeros for others'.
     fn partial(&self, ids: &Tensor) -> Result<Tensor> {
         self.parallel.check_place(ids)?;
-        let ids = ids.flatten_all()?.to_dtype(DType::I64)?;
+        let ids = self.parallel.cast(&ids.flatten_all()?, DType::I64)?;
         let (count, hidden) = (ids.elem_count(), self.table.dim(1)?);
-        let place = self.parallel.place();
+        let (place, dtype) = (self.parallel.place(), self.table.dtype());
         if place.is_cpu() {
             let known = |&id: &i64| usize::try_from(id).is_ok_and(|id| id < self.words);
             if let Some(id) = ids.to_vec1::<i64>()?.iter().find(|id| !known(id)) {
@@ -104,10 +104,10 @@ impl VocabParallelEmbedding {
                 return Err(invalid("ids", id, want));
             }
         }
-        let zeros = Tensor::zeros((count, hidden), self.table.dtype(), place)?;
         if count == 0 || hidden == 0 {
-            return Ok(zeros);
+            return self.parallel.make(dtype, (count, hidden), |_| Ok(()));
         }
+        let zeros = Tensor::zeros((count, hidden), dtype, place)?;
         let (first, last) = (self.own.start as i64, self.own.end as i64);
         let rows = if self.own.is_empty() {
             zeros.clone()
@@ -125,7 +125,7 @@ impl VocabParallelEmbedding {
         // No rank has such a word, so one of them makes it seen.
         let nowhere = (ids.lt(0i64)? + ids.ge(self.words as i64)?)?;
         let nowhere = nowhere.unsqueeze(1)?.broadcast_as((count, hidden))?;
-        let nan = Tensor::new(f32::NAN, place)?.to_dtype(self.table.dtype())?;
+        let nan = Tensor::new(f32::NAN, place)?.to_dtype(dtype)?;
         nowhere.where_cond(&nan.broadcast_as((count, hidden))?.contiguous()?, &rows)
     }
 }
@@ -210,8 +210,11 @@ impl VocabParallelHead {
         let rows: usize = x.dims().iter().rev().skip(1).product();
         let mut dims = x.dims().to_vec();
         dims.pop();
-        if rows == 0 || self.words == 0 {
-            return Tensor::full(self.words as u32, dims, self.parallel.place());
+        if rows == 0 {
+            return self.parallel.make(DType::U32, dims, |_| Ok(()));
+        }
+        if self.words == 0 {
+            return Tensor::full(0u32, dims, self.parallel.place());
         }
         let best = self.best(x, rows)?;
         let all = self.parallel.all_gather(&best.unsqueeze(0)?, 0, None)?;

@@ -52,7 +52,7 @@ worst=0
             ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-1}}" "$@" || worst=1
         }}
         # Ranks that are all on one GPU want kernels loaded ahead, and ranks on several GPUs of one process want nothing of the kind.
-        if [ "$program" = cuda ]; then
+        if [ "$program" = cuda ] || [ "$program" = candle-gpu ]; then
             once --skip shared/
             CUDA_MODULE_LOADING=EAGER once --skip cuda/ --skip machines/ --skip spread/
         else
@@ -158,10 +158,14 @@ mod tests {
             text.ends_with("== good y z|good y z --test-threads 1|"),
             "{text}"
         );
-        let threads = [("cuda", "echo ${CUDA_MODULE_LOADING:-usual} \"$@\"")];
-        let threads = folder(&["cuda"], &threads);
-        let both = "== cuda x|usual x --test-threads 1 --skip shared/|EAGER x --test-threads 1 --skip cuda/ --skip machines/ --skip spread/|";
-        assert_eq!(run(&threads, &["x"]), (Some(0), both.to_owned()));
+        for program in ["cuda", "candle-gpu"] {
+            let says = [(program, "echo ${CUDA_MODULE_LOADING:-usual} \"$@\"")];
+            let both = format!(
+                "== {program} x|usual x --test-threads 1 --skip shared/|\
+                 EAGER x --test-threads 1 --skip cuda/ --skip machines/ --skip spread/|"
+            );
+            assert_eq!(run(&folder(&[program], &says), &["x"]), (Some(0), both));
+        }
     }
 
     #[test]

@@ -1,44 +1,11 @@
-//! Ranks as threads, random tensors, and what products should be.
+//! Random tensors, and what products should be.
 
-use brigade::{CommConfig, ParallelMode};
-use brigade_candle::{Parallel, brigade};
+use brigade_candle::Parallel;
 use candle_core::{DType, Device, Result, Tensor};
 use rand::Rng;
-use std::{ops::Range, time::Duration};
+use std::ops::Range;
 
 pub const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-pub const SIZES: std::ops::RangeInclusive<usize> = 1..=4;
-
-pub fn config(mode: ParallelMode) -> CommConfig {
-    CommConfig {
-        deadline: Duration::from_secs(20),
-        first_deadline: Duration::from_secs(20),
-        ..CommConfig::new(mode)
-    }
-}
-
-/// What each rank of a group makes, in rank order.
-pub fn ranks_of<R: Send>(
-    size: usize,
-    config: &CommConfig,
-    work: impl Fn(&Parallel) -> R + Sync,
-) -> Vec<R> {
-    std::thread::scope(|s| {
-        let ranks: Vec<_> = brigade::group::threads(size)
-            .into_iter()
-            .map(|boot| {
-                let work = &work;
-                s.spawn(move || work(&Parallel::join(&Device::Cpu, &boot, config).unwrap()))
-            })
-            .collect();
-        ranks.into_iter().map(|r| r.join().unwrap()).collect()
-    })
-}
-
-/// As [`ranks_of`], for work that succeeds, in a tensor-parallel group.
-pub fn ranks<R: Send>(size: usize, work: impl Fn(&Parallel) -> Result<R> + Sync) -> Vec<R> {
-    ranks_of(size, &config(ParallelMode::Tp), |p| work(p).unwrap())
-}
 
 /// Values around 0, other ones each time.
 pub fn random(dims: &[usize], dtype: DType) -> Tensor {
@@ -49,9 +16,31 @@ pub fn random(dims: &[usize], dtype: DType) -> Tensor {
     tensor.to_dtype(dtype).unwrap()
 }
 
+/// A tensor where a rank has its own.
+pub fn put(p: &Parallel, tensor: &Tensor) -> Result<Tensor> {
+    // candle would ask a GPU's driver to copy no bytes.
+    if tensor.elem_count() == 0 {
+        return p.make(tensor.dtype(), tensor.shape(), |_| Ok(()));
+    }
+    tensor.to_device(p.place())
+}
+
+/// A rank's tensor in the host's memory. What makes it is waited for before it is copied: the driver would wait in the copy, and other
+/// threads with it.
+pub fn home(tensor: &Tensor) -> Tensor {
+    tensor.device().synchronize().unwrap();
+    tensor.to_device(&Device::Cpu).unwrap()
+}
+
+/// Ranks' tensors behind each other.
+pub fn cat(parts: &[Tensor], dim: usize) -> Tensor {
+    let parts: Vec<_> = parts.iter().map(home).collect();
+    Tensor::cat(&parts, dim).unwrap()
+}
+
 pub fn values(tensor: &Tensor) -> Vec<f64> {
-    let flat = tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap();
-    flat.to_vec1().unwrap()
+    let flat = home(tensor).flatten_all().unwrap();
+    flat.to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
 /// The bits of a tensor of floats.

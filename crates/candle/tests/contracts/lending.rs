@@ -1,10 +1,46 @@
-use crate::common::{close, product, random, ranks, values};
+use super::{
+    Hold, Theme, World,
+    oracle::{close, product, put, random, values},
+};
 use brigade_candle::{
-    Parallel,
-    brigade::{AllReduceAlgorithm, AllReduceParams, DataType, Error, GemmParams, Output, ReduceOp},
+    brigade::{
+        AllReduceAlgorithm, AllReduceParams, DataType, Error, GemmParams, MemoryType, Output,
+        ReduceOp,
+    },
     brigade_error, data_type, dtype_of,
 };
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, Var};
+use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor, Var};
+
+pub const THEMES: &[Theme] = &[
+    Theme {
+        name: "lending",
+        sizes: 1..=1,
+        hold: Hold::OnHost,
+        contracts: contracts![
+            what_is_lent_is_the_tensors_own_memory,
+            who_writes_waits_until_the_tensor_is_back,
+            a_recorded_call_is_refused_because_candle_would_not_wait_for_it,
+            every_type_that_both_have_keeps_its_name,
+        ],
+    },
+    Theme {
+        name: "lending",
+        sizes: 1..=1,
+        hold: Hold::Everywhere,
+        contracts: contracts![
+            what_is_made_is_where_it_was_written,
+            other_operations_take_tensors_as_they_are,
+            a_view_that_was_kept_is_refused_once_the_tensor_is_back,
+            a_loan_that_is_never_ended_keeps_the_memory,
+        ],
+    },
+    Theme {
+        name: "lending",
+        sizes: 1..=4,
+        hold: Hold::Everywhere,
+        contracts: contracts![a_choice_that_has_no_layer_is_made_through_the_communicator],
+    },
+];
 
 fn address(tensor: &Tensor) -> u64 {
     let (storage, layout) = tensor.storage_and_layout();
@@ -23,10 +59,9 @@ fn field(error: &Error) -> &'static str {
     }
 }
 
-#[test]
-fn what_is_lent_is_the_tensors_own_memory() {
+fn what_is_lent_is_the_tensors_own_memory(world: &World) {
     let x = random(&[4, 5], DType::F32);
-    ranks(1, |p| {
+    world.ranks(|p| {
         let lent = p.lend(&x)?;
         assert_eq!(lent.view().address(), address(&x));
         assert_eq!(lent.view().shape().dims(), [4, 5]);
@@ -44,15 +79,14 @@ fn what_is_lent_is_the_tensors_own_memory() {
     });
 }
 
-#[test]
-fn what_is_made_is_where_it_was_written() {
-    ranks(1, |p| {
+fn what_is_made_is_where_it_was_written(world: &World) {
+    world.ranks(|p| {
         let mut written = 0;
         let made = p.make(DType::F32, (3, 2), |to| {
             written = to.as_view().address();
             p.device().fill(p.stream(), to, 0x3f)
         })?;
-        assert_eq!(address(&made), written);
+        assert_eq!(p.lend(&made)?.view().address(), written);
         let want = f64::from(f32::from_bits(0x3f3f_3f3f));
         assert_eq!(values(&made), [want; 6]);
         let failed = p.make(DType::F32, 3, |_| Err(Error::Closed)).err();
@@ -64,11 +98,11 @@ fn what_is_made_is_where_it_was_written() {
     });
 }
 
-#[test]
-fn other_operations_take_tensors_as_they_are() {
+fn other_operations_take_tensors_as_they_are(world: &World) {
     let (a, b) = (random(&[3, 4], DType::F32), random(&[4, 5], DType::F32));
-    ranks(1, |p| {
-        let (lent_a, lent_b) = (p.lend(&a)?, p.lend(&b)?);
+    world.ranks(|p| {
+        let (at_a, at_b) = (put(p, &a)?, put(p, &b)?);
+        let (lent_a, lent_b) = (p.lend(&at_a)?, p.lend(&at_b)?);
         let y = p.make(DType::F32, (3, 5), |to| {
             let params = GemmParams::new(lent_a.view(), lent_b.view());
             let made = p.device().gemm(p.stream(), &params, Output::Into(to))?;
@@ -88,17 +122,12 @@ fn other_operations_take_tensors_as_they_are() {
     });
 }
 
-#[test]
-fn a_view_that_was_kept_is_refused_once_the_tensor_is_back() {
+fn a_view_that_was_kept_is_refused_once_the_tensor_is_back(world: &World) {
     let x = random(&[8], DType::F32);
-    ranks(1, |p| {
+    world.ranks(|p| {
         let (device, on) = (p.device(), p.stream());
-        let mut to = device.allocate(
-            on,
-            brigade_candle::brigade::MemoryType::Device,
-            DataType::F32,
-            &[8],
-        );
+        let x = put(p, &x)?;
+        let mut to = device.allocate(on, MemoryType::Device, DataType::F32, &[8]);
         let to = to.as_mut().unwrap();
         let lent = p.lend(&x)?;
         let kept = lent.view().retain();
@@ -116,7 +145,7 @@ fn a_view_that_was_kept_is_refused_once_the_tensor_is_back() {
         let mut kept = None;
         let made = p.make(DType::F32, 8, |to| {
             kept = Some(to.as_view().retain());
-            Ok(())
+            device.fill(on, to, 0)
         })?;
         let refused = device.fill(on, kept.unwrap().view_mut(), 1).unwrap_err();
         assert!(refused.to_string().contains("given back"), "{refused}");
@@ -140,11 +169,10 @@ impl InplaceOp1 for Clear {
     }
 }
 
-#[test]
-fn who_writes_waits_until_the_tensor_is_back() {
+fn who_writes_waits_until_the_tensor_is_back(world: &World) {
     let x = random(&[8], DType::F32);
     let before = values(&x);
-    ranks(1, |p| {
+    world.ranks(|p| {
         let lent = p.lend(&x)?;
         let (device, on) = (p.device(), p.stream());
         std::thread::scope(|s| {
@@ -168,11 +196,10 @@ fn who_writes_waits_until_the_tensor_is_back() {
     });
 }
 
-#[test]
-fn a_loan_that_is_never_ended_keeps_the_memory() {
-    ranks(1, |p| {
+fn a_loan_that_is_never_ended_keeps_the_memory(world: &World) {
+    world.ranks(|p| {
         let (device, on) = (p.device(), p.stream());
-        let var = Var::from_tensor(&random(&[8], DType::F32))?;
+        let var = Var::from_tensor(&put(p, &random(&[8], DType::F32))?)?;
         let x = var.as_detached_tensor();
         let before = values(&x);
         let lent = p.lend(&x)?;
@@ -191,10 +218,9 @@ fn a_loan_that_is_never_ended_keeps_the_memory() {
     });
 }
 
-#[test]
-fn a_recorded_call_is_refused_because_candle_would_not_wait_for_it() {
+fn a_recorded_call_is_refused_because_candle_would_not_wait_for_it(world: &World) {
     let x = random(&[4], DType::F32);
-    ranks(1, |p: &Parallel| {
+    world.ranks(|p| {
         let mut told = Vec::new();
         let graph = p.device().capture(p.stream(), &mut || {
             let made = p.make(DType::F32, 4, |_| Ok(()));
@@ -212,8 +238,7 @@ fn a_recorded_call_is_refused_because_candle_would_not_wait_for_it() {
     });
 }
 
-#[test]
-fn every_type_that_both_have_keeps_its_name() {
+fn every_type_that_both_have_keeps_its_name(_: &World) {
     let both = [
         DType::U8,
         DType::U32,
@@ -234,10 +259,10 @@ fn every_type_that_both_have_keeps_its_name() {
     assert!(data_type(DType::F4).is_err() && dtype_of(DataType::QI8).is_err());
 }
 
-#[test]
-fn a_choice_that_has_no_layer_is_made_through_the_communicator() {
+fn a_choice_that_has_no_layer_is_made_through_the_communicator(world: &World) {
     let x = random(&[6], DType::F32);
-    let sums = ranks(2, |p| {
+    let sums = world.ranks(|p| {
+        let x = put(p, &x)?;
         let lent = p.lend(&x)?;
         p.make(DType::F32, 6, |data| {
             let params = AllReduceParams {
@@ -249,6 +274,8 @@ fn a_choice_that_has_no_layer_is_made_through_the_communicator() {
             p.comm().lease(p.stream())?.all_reduce(params).map(drop)
         })
     });
-    assert_eq!(values(&sums[0]), values(&sums[1]));
-    assert!(Device::Cpu.same_device(sums[0].device()));
+    let all: Vec<_> = sums.iter().map(values).collect();
+    assert!(all.iter().all(|sum| sum == &all[0]));
+    let want = (1..world.size).fold(x.clone(), |sum, _| (sum + &x).unwrap());
+    assert_eq!(all[0], values(&want));
 }

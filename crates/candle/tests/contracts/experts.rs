@@ -1,0 +1,429 @@
+use super::{
+    Hold, PATIENCE, Theme, World, config,
+    oracle::{FLOATS, Want, bits, close, product, put, random, tolerance, values},
+};
+use brigade_candle::{
+    ExpertParallel, GatedExperts, Parallel,
+    brigade::{Error, FaultKind, ParallelMode},
+    brigade_error,
+};
+use candle_core::{DType, Device, Result, Tensor};
+use rand::Rng;
+use std::{
+    sync::Barrier,
+    time::{Duration, Instant},
+};
+
+pub const THEMES: &[Theme] = &[
+    Theme {
+        name: "experts",
+        sizes: 1..=4,
+        hold: Hold::Everywhere,
+        contracts: contracts![
+            tokens_come_back_with_the_sum_of_their_experts,
+            grouped_experts_make_what_a_closure_makes,
+        ],
+    },
+    Theme {
+        name: "experts",
+        sizes: 2..=4,
+        hold: Hold::Everywhere,
+        contracts: contracts![
+            a_rank_whose_expert_fails_stops_the_others_at_once,
+            a_group_that_shrank_goes_on_without_the_experts_that_are_lost,
+        ],
+    },
+    Theme {
+        name: "experts",
+        sizes: 1..=1,
+        hold: Hold::Everywhere,
+        contracts: contracts![
+            an_expert_that_gives_another_shape_is_named,
+            grouped_experts_that_do_not_fit_are_named,
+        ],
+    },
+];
+
+/// Tokens of each rank, one of which has none.
+const TOKENS: [usize; 4] = [6, 0, 1, 9];
+
+/// A layer of experts, each `silu(x A^T) B^T`, and tokens of every rank.
+struct Layer {
+    experts: Vec<(Tensor, Tensor)>,
+    tokens: Vec<Tokens>,
+    hidden: usize,
+    dtype: DType,
+}
+
+struct Tokens {
+    x: Tensor,
+    ids: Vec<i64>,
+    weights: Tensor,
+    k: usize,
+}
+
+/// A rank's tokens where it has them.
+struct Placed {
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+}
+
+impl Layer {
+    fn new(experts: usize, tokens: &[usize], hidden: usize, dtype: DType) -> Self {
+        let mut rng = rand::rng();
+        let k = 3;
+        let tokens = tokens.iter().map(|&count| Tokens {
+            x: random(&[count, hidden], dtype),
+            // Some name nobody, and some an expert twice.
+            ids: (0..count * k)
+                .map(|_| rng.random_range(-1..experts as i64))
+                .collect(),
+            weights: random(&[count, k], DType::F32),
+            k,
+        });
+        Self {
+            tokens: tokens.collect(),
+            experts: (0..experts)
+                .map(|_| (random(&[5, hidden], dtype), random(&[hidden, 5], dtype)))
+                .collect(),
+            hidden,
+            dtype,
+        }
+    }
+
+    /// Experts where a device has them.
+    fn on(&self, place: &Device) -> Result<Vec<(Tensor, Tensor)>> {
+        let experts = self.experts.iter();
+        experts
+            .map(|(a, b)| Ok((a.to_device(place)?, b.to_device(place)?)))
+            .collect()
+    }
+
+    /// What a rank's tokens should become, of what an expert should make of a row.
+    fn want(&self, rank: usize, expert: impl Fn(usize, &Tensor) -> Vec<f64>) -> Want {
+        let tokens = &self.tokens[rank];
+        let weights = values(&tokens.weights);
+        let mut want = Want::plain(vec![0.0; tokens.x.elem_count()]);
+        for (at, &id) in tokens.ids.iter().enumerate() {
+            let Ok(number) = usize::try_from(id) else {
+                continue;
+            };
+            let token = at / tokens.k;
+            let made = expert(number, &tokens.x.narrow(0, token, 1).unwrap());
+            for (column, made) in made.into_iter().enumerate() {
+                want.add(token * self.hidden + column, weights[at] * made);
+            }
+        }
+        want
+    }
+
+    /// An expert's row in f64, which candle's on one device is but for its roundings.
+    fn expert(&self, number: usize, row: &Tensor) -> Vec<f64> {
+        let (a, b) = &self.experts[number];
+        let inner: Vec<f64> = product(row, a).values.into_iter().map(silu).collect();
+        let inner = Tensor::from_vec(inner, (1, a.dims()[0]), &Device::Cpu).unwrap();
+        let want = product(&inner, b);
+        let candles = expert(&self.experts[number], row).unwrap();
+        close(&candles, &want, 4.0 * tolerance(self.dtype), "candle's");
+        want.values
+    }
+
+    fn ids(&self, rank: usize, dtype: DType) -> Result<Tensor> {
+        let tokens = &self.tokens[rank];
+        let shape = (tokens.x.dims()[0], tokens.k);
+        let ids = tokens.ids.iter().map(|&id| match (dtype, id) {
+            // u32 has no -1; any number that is no expert's does.
+            (DType::U32, -1) => 4_000_000_000,
+            (_, id) => id,
+        });
+        Tensor::from_vec(ids.collect::<Vec<i64>>(), shape, &Device::Cpu)?.to_dtype(dtype)
+    }
+
+    fn placed(&self, p: &Parallel, ids: DType) -> Result<Placed> {
+        let tokens = &self.tokens[p.rank()];
+        Ok(Placed {
+            x: put(p, &tokens.x)?,
+            ids: put(p, &self.ids(p.rank(), ids)?)?,
+            weights: put(p, &tokens.weights)?,
+        })
+    }
+}
+
+/// An expert, as candle has it.
+fn expert((a, b): &(Tensor, Tensor), rows: &Tensor) -> Result<Tensor> {
+    rows.matmul(&a.t()?)?.silu()?.matmul(&b.t()?)
+}
+
+fn silu(x: f64) -> f64 {
+    x / (1.0 + (-x).exp())
+}
+
+/// Loads what candle multiplies with, for as many rows as may come to an expert.
+fn multiply_ahead(
+    world: &World,
+    (hidden, dtype): (usize, DType),
+    work: impl Fn(&Device, &Tensor) -> Result<Tensor>,
+) {
+    world.ahead(|place| {
+        for rows in 1..=3 * TOKENS.iter().sum::<usize>() {
+            work(place, &random(&[rows, hidden], dtype).to_device(place)?)?;
+        }
+        Ok(())
+    });
+}
+
+fn tokens_come_back_with_the_sum_of_their_experts(world: &World) {
+    // Rows that are no multiple of 16 bytes; fewer experts than ranks; a rank without tokens.
+    let shapes = [(8, 16), (3, 7), (5, 20)];
+    let new = |dtype, (count, hidden)| Layer::new(count, &TOKENS[..world.size], hidden, dtype);
+    let layers = FLOATS.map(|dtype| shapes.map(|shape| new(dtype, shape)));
+    for layer in layers.iter().flatten() {
+        multiply_ahead(world, (layer.hidden, layer.dtype), |place, rows| {
+            expert(&layer.on(place)?[0], rows)
+        });
+    }
+    let got = world.ranks_in(ParallelMode::Ep, |p| {
+        let made = layers.iter().flatten().map(|layer| {
+            let there = layer.on(p.place())?;
+            let experts = ExpertParallel::new(p, there.len(), 9);
+            let own = experts.own()?;
+            let run = |experts: &ExpertParallel, ids| {
+                let at = layer.placed(p, ids)?;
+                experts.forward(&at.x, &at.ids, &at.weights, |number, rows| {
+                    assert!(own.contains(&number) && rows.dims()[0] > 0);
+                    expert(&there[number], rows)
+                })
+            };
+            Ok([
+                run(&experts, DType::I64)?,
+                run(&experts, DType::U32)?,
+                run(&experts.clone().with_sums_by_rank(), DType::I32)?,
+            ])
+        });
+        made.collect::<Result<Vec<_>>>()
+    });
+    for (rank, made) in got.iter().enumerate() {
+        for (layer, made) in layers.iter().flatten().zip(made) {
+            let want = layer.want(rank, |number, row| layer.expert(number, row));
+            let (count, hidden) = (layer.experts.len(), layer.hidden);
+            let name = format!("{:?}, {count} experts of {hidden}", layer.dtype);
+            for y in made {
+                assert_eq!(y.dims(), layer.tokens[rank].x.dims());
+                assert_eq!(y.dtype(), layer.dtype);
+                // candle rounds five times in an expert, three of them in silu, and one of these tokens may be all that a rank has; once
+                // more for the sum of a rank.
+                close(y, &want, 4.0 * tolerance(layer.dtype), &name);
+            }
+        }
+    }
+}
+
+fn a_rank_whose_expert_fails_stops_the_others_at_once(world: &World) {
+    let layer = Layer::new(3, &[40; 4][..world.size], 8, DType::F32);
+    let errors = world.ranks_of(&config(ParallelMode::Ep), |p| {
+        let at = layer.placed(p, DType::I64).unwrap();
+        let began = Instant::now();
+        let experts = ExpertParallel::new(p, 3, 40);
+        let each = |number, rows: &Tensor| match number {
+            1 => Err(candle_core::Error::msg("no memory for expert 1")),
+            _ => Ok(rows.clone()),
+        };
+        let made = experts.forward(&at.x, &at.ids, &at.weights, each);
+        let ended = made.and_then(|_| p.sync(PATIENCE));
+        assert!(began.elapsed() < Duration::from_secs(10));
+        let failed = experts.own().unwrap().contains(&1);
+        (failed, ended.expect_err("one rank failed"))
+    });
+    assert_eq!(errors.iter().filter(|(failed, _)| *failed).count(), 1);
+    for (failed, error) in &errors {
+        if *failed {
+            assert!(error.to_string().starts_with("no memory for expert 1"));
+        } else {
+            let record = brigade_error(error).and_then(Error::fault).unwrap();
+            assert_eq!(record.kind, FaultKind::Aborted);
+        }
+    }
+}
+
+fn a_group_that_shrank_goes_on_without_the_experts_that_are_lost(world: &World) {
+    let (count, size) = (5, world.size);
+    let layer = Layer::new(count, &[6, 2, 1, 9][..size], 8, DType::F32);
+    for lost in [0, size - 1] {
+        let first = Barrier::new(size);
+        let made = world.ranks_of(&config(ParallelMode::Ep), |p| {
+            let at = layer.placed(p, DType::I64).unwrap();
+            let experts = ExpertParallel::new(p, count, 9);
+            let step = || {
+                let each = |number, rows: &Tensor| rows.affine(1.0 + number as f64, 0.0);
+                let made = experts.forward(&at.x, &at.ids, &at.weights, each)?;
+                p.sync(PATIENCE)?;
+                Ok::<_, candle_core::Error>(made)
+            };
+            step().unwrap();
+            first.wait();
+            if p.rank() == lost {
+                return None;
+            }
+            let error = step().expect_err("a rank is lost");
+            let record = brigade_error(&error).and_then(Error::fault).unwrap();
+            assert_eq!(
+                (record.kind, record.peer),
+                (FaultKind::PeerLost, lost as u32)
+            );
+            let absent = p.comm().shrink(PATIENCE).unwrap();
+            assert_eq!(absent.ranks().collect::<Vec<_>>(), [lost]);
+            Some(step().unwrap())
+        });
+        assert_eq!(made.iter().flatten().count(), size - 1);
+        let gone = brigade_candle::cut::share(count, 1, size, lost).unwrap();
+        for (rank, made) in made.iter().enumerate() {
+            let Some(made) = made else { continue };
+            let want = layer.want(rank, |number, row| {
+                let factor = if gone.contains(&number) {
+                    0.0
+                } else {
+                    1.0 + number as f64
+                };
+                values(row).into_iter().map(|x| factor * x).collect()
+            });
+            close(made, &want, tolerance(DType::F32), "without the lost");
+        }
+    }
+}
+
+fn an_expert_that_gives_another_shape_is_named(world: &World) {
+    let layer = Layer::new(1, &[4], 8, DType::F32);
+    world.ranks_in(ParallelMode::Ep, |p| {
+        let at = layer.placed(p, DType::I64)?;
+        let ids = put(p, &Tensor::zeros((4, 3), DType::U32, &Device::Cpu)?)?;
+        let experts = ExpertParallel::new(p, 1, 4);
+        let made = experts.forward(&at.x, &ids, &at.weights, |_, rows| rows.narrow(1, 0, 5));
+        let error = made.expect_err("narrow rows");
+        let told = brigade_error(&error).unwrap().to_string();
+        assert_eq!(told, "expert: got [12, 5] of expert 0, wanted [12, 8]");
+        p.reset(PATIENCE)
+    });
+}
+
+/// Experts with a gate: their weights one behind the other, `[experts, 2 * inner, hidden]` and `[experts, hidden, inner]`.
+struct Gated {
+    gate_up: Tensor,
+    down: Tensor,
+    inner: usize,
+}
+
+impl Gated {
+    fn new((experts, hidden, inner): (usize, usize, usize), dtype: DType) -> Self {
+        let small = |dims: &[usize]| (random(dims, DType::F32) * 0.5)?.to_dtype(dtype);
+        Self {
+            gate_up: small(&[experts, 2 * inner, hidden]).unwrap(),
+            down: small(&[experts, hidden, inner]).unwrap(),
+            inner,
+        }
+    }
+
+    /// Those of a rank.
+    fn own(&self, p: &Parallel, experts: &ExpertParallel) -> Result<GatedExperts> {
+        let own = experts.own()?;
+        let part = |all: &Tensor| put(p, &all.narrow(0, own.start, own.len())?.contiguous()?);
+        GatedExperts::new(&part(&self.gate_up)?, &part(&self.down)?)
+    }
+
+    fn on(&self, place: &Device) -> Result<Self> {
+        Ok(Self {
+            gate_up: self.gate_up.to_device(place)?,
+            down: self.down.to_device(place)?,
+            inner: self.inner,
+        })
+    }
+
+    /// One of them, as candle has it.
+    fn expert(&self, number: usize, rows: &Tensor) -> Result<Tensor> {
+        let both = rows.matmul(&self.gate_up.get(number)?.t()?)?;
+        let gate = both.narrow(1, 0, self.inner)?.contiguous()?.silu()?;
+        let up = both.narrow(1, self.inner, self.inner)?;
+        (gate * up)?.matmul(&self.down.get(number)?.t()?)
+    }
+
+    /// An expert's row, in f64.
+    fn want(&self, number: usize, row: &Tensor) -> Vec<f64> {
+        let both = product(row, &self.gate_up.get(number).unwrap()).values;
+        let (gate, up) = both.split_at(self.inner);
+        let gated: Vec<f64> = gate.iter().zip(up).map(|(g, u)| silu(*g) * u).collect();
+        let gated = Tensor::from_vec(gated, (1, self.inner), &Device::Cpu).unwrap();
+        product(&gated, &self.down.get(number).unwrap()).values
+    }
+}
+
+fn grouped_experts_make_what_a_closure_makes(world: &World) {
+    let shapes = [(8, 16, 24), (3, 7, 5)];
+    let new = |dtype, (count, hidden, inner)| {
+        let layer = Layer::new(count, &TOKENS[..world.size], hidden, dtype);
+        (layer, Gated::new((count, hidden, inner), dtype))
+    };
+    let cases = FLOATS.map(|dtype| shapes.map(|shape| new(dtype, shape)));
+    for (layer, gated) in cases.iter().flatten() {
+        multiply_ahead(world, (layer.hidden, layer.dtype), |place, rows| {
+            gated.on(place)?.expert(0, rows)
+        });
+    }
+    let got = world.ranks_in(ParallelMode::Ep, |p| {
+        let made = cases.iter().flatten().map(|(layer, gated)| {
+            let at = layer.placed(p, DType::I32)?;
+            let experts = ExpertParallel::new(p, layer.experts.len(), 9);
+            let roomy = experts.clone().with_max_recv(p.size() * 9 * 3);
+            let own = gated.own(p, &experts)?;
+            let grouped =
+                |way: &ExpertParallel| way.forward_grouped(&at.x, &at.ids, &at.weights, &own);
+            let there = gated.on(p.place())?;
+            let each = |number: usize, rows: &Tensor| there.expert(number, rows);
+            Ok([
+                grouped(&experts)?,
+                grouped(&roomy)?,
+                grouped(&roomy.clone().with_sums_by_rank())?,
+                experts.forward(&at.x, &at.ids, &at.weights, each)?,
+            ])
+        });
+        made.collect::<Result<Vec<_>>>()
+    });
+    for (rank, made) in got.iter().enumerate() {
+        for ((layer, gated), made) in cases.iter().flatten().zip(made) {
+            let want = layer.want(rank, |number, row| gated.want(number, row));
+            let (count, hidden) = (layer.experts.len(), layer.hidden);
+            let name = format!("{:?}, {count} experts of {hidden}", layer.dtype);
+            for y in made {
+                assert_eq!(y.dims(), layer.tokens[rank].x.dims());
+                assert_eq!(y.dtype(), layer.dtype);
+                // candle rounds six times in an expert.
+                close(y, &want, 4.0 * tolerance(layer.dtype), &name);
+            }
+            // Room that is left over changes nothing.
+            assert_eq!(bits(&made[0]), bits(&made[1]), "{name}");
+        }
+    }
+}
+
+fn grouped_experts_that_do_not_fit_are_named(world: &World) {
+    let told = |error: candle_core::Error| brigade_error(&error).unwrap().to_string();
+    world.ranks_in(ParallelMode::Ep, |p| {
+        let new = |dims: &[usize]| Tensor::zeros(dims, DType::F32, p.place());
+        for down in [&[3, 8, 6][..], &[2, 8, 5], &[3, 9, 5]] {
+            let error = GatedExperts::new(&new(&[3, 10, 8])?, &new(down)?).unwrap_err();
+            assert!(told(error).starts_with("experts: "), "{down:?}");
+        }
+        let at = Layer::new(4, &[2], 8, DType::F32).placed(p, DType::I64)?;
+        let refused = |experts: usize, x: &Tensor| -> Result<String> {
+            let own = GatedExperts::new(&new(&[experts, 10, 8])?, &new(&[experts, 8, 5])?)?;
+            let made = ExpertParallel::new(p, 4, 2).forward_grouped(x, &at.ids, &at.weights, &own);
+            Ok(told(made.unwrap_err()))
+        };
+        let told = refused(3, &at.x)?;
+        assert!(
+            told.starts_with("experts: got 3 of 8, wanted 4 of 8"),
+            "{told}"
+        );
+        assert!(refused(4, &at.x.to_dtype(DType::F16)?)?.starts_with("x.dtype: "));
+        Ok(())
+    });
+}
