@@ -1,7 +1,9 @@
 //! Collectives across machines: ours as planned, all-reduces in one slice too, and NCCL's over all ranks at once.
 
 use crate::{
-    Common, check, data, meta,
+    Common, check, data,
+    machines::{Sockets, machines_of},
+    meta,
     ranks::{PATIENCE, Rank, Ranks},
     rounded,
     sample::{Times, Variant, measure},
@@ -40,7 +42,7 @@ pub struct Hierarchical {
     factor: usize,
     /// Machines that the ranks are cut into, in rank order
     #[arg(long, default_value_t = 2)]
-    pub machines: usize,
+    machines: usize,
     /// Force so many slices of an all-reduce; without, the plan chooses
     #[arg(long)]
     slices: Option<u32>,
@@ -58,9 +60,8 @@ pub struct Hierarchical {
         requires = "wire_bytes_per_us"
     )]
     wire_latency_ns: u64,
-    /// With --processes: NCCL takes every machine for one, and goes from one to the other through sockets of this host
-    #[arg(long, requires = "processes")]
-    sockets: bool,
+    #[command(flatten)]
+    sockets: Sockets,
     /// Write a trace of one call to this file, for Perfetto, and a picture of it beside it, with .svg behind the name; of the
     /// last size
     #[arg(long, value_name = "FILE")]
@@ -157,15 +158,8 @@ struct Measured {
 impl Hierarchical {
     /// What a rank's process finds in its environment, of so many.
     pub fn prepare(&self, ranks: usize, rank: usize, command: &mut Command) -> Result<()> {
-        if !self.sockets {
-            return Ok(());
-        }
-        let machine = Machines::cut(ranks, self.machines)?.machine_of(rank);
-        command
-            .env("NCCL_HOSTID", format!("machine-{machine}"))
-            .env("NCCL_SOCKET_IFNAME", "lo")
-            .env("NCCL_IB_DISABLE", "1");
-        Ok(())
+        let how = (self.machines, self.common.shared);
+        self.sockets.prepare(how, (ranks, rank), command)
     }
 
     fn choice(&self) -> Option<HierarchicalPath> {
@@ -335,12 +329,11 @@ fn compare(rank: &Rank, what: &str, y: &Buffer, extent: Extent) -> Result<()> {
 
 /// Measures all sizes; gives a table.
 pub fn run(options: &Hierarchical, ranks: &Ranks) -> Result<String> {
-    ensure!(ranks.size() > 1, "there must be two ranks");
     ensure!(
         options.slices.is_none() || options.operation == Which::AllReduce,
         "--slices goes with all-reduce alone"
     );
-    let machines = Machines::cut(ranks.size(), options.machines)?;
+    let machines = machines_of(ranks.size(), options.machines)?;
     let sizes = sizes::steps(options.begin, options.end, options.factor)?;
     let mut meta = meta::meta(ranks)?;
     meta["nccl_environment"] = meta::nccl_environment(std::env::vars_os()).into();
@@ -407,7 +400,7 @@ fn row(options: &Hierarchical, machines: Machines, measured: &Measured) -> Value
     json!({
         "machines": machines.count(), "ranks": machines.ranks(),
         "operation": operation, "bytes": measured.extent.bytes(),
-        "graph": options.common.graph, "sockets": options.sockets,
+        "graph": options.common.graph, "sockets": options.sockets.sockets,
         "us": of("ours"), "one_slice_us": of("one slice"), "nccl_flat_us": of("nccl"),
         "slices": slices, "plan": measured.plan.to_string(), "samples": samples,
     })
@@ -431,22 +424,11 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_a_machine_have_one_name_for_nccl() {
+    fn sockets_are_for_processes() {
         let options = read("--processes --sockets --machines 2").unwrap();
-        let hosts = [0, 1, 2, 3].map(|rank| {
-            let mut command = Command::new("none");
-            options.prepare(4, rank, &mut command).unwrap();
-            let mut variables = command.get_envs();
-            let host = variables.find(|(name, _)| *name == "NCCL_HOSTID");
-            host.and_then(|(_, value)| value?.to_str().map(str::to_owned))
-        });
-        let of = |machine: usize| Some(format!("machine-{machine}"));
-        assert_eq!(hosts, [of(0), of(0), of(1), of(1)]);
         let mut command = Command::new("none");
-        assert!(options.prepare(3, 0, &mut command).is_err());
-        let alone = read("--processes").unwrap();
-        alone.prepare(3, 0, &mut command).unwrap();
-        assert!(command.get_envs().next().is_none());
+        options.prepare(4, 3, &mut command).unwrap();
+        assert!(command.get_envs().any(|(name, _)| name == "NCCL_HOSTID"));
         assert!(read("--sockets").is_err() && read("--wire-latency-ns 5").is_err());
     }
 
