@@ -169,17 +169,22 @@ impl Common {
 
     /// Writes the rows of a run.
     fn write(&self, meta: &Value, rows: &[Value]) -> Result<()> {
-        let Some(path) = &self.json else {
-            return Ok(());
-        };
-        let mut text = format!("{{\n  \"meta\": {meta},\n  \"rows\": [\n");
-        for (i, row) in rows.iter().enumerate() {
-            let comma = if i + 1 < rows.len() { "," } else { "" };
-            text += &format!("    {row}{comma}\n");
+        match &self.json {
+            Some(path) => write_rows(path, meta, rows),
+            None => Ok(()),
         }
-        text += "  ]\n}\n";
-        fs::write(path, text).with_context(|| format!("writing {}", path.display()))
     }
+}
+
+/// Writes a file of results.
+fn write_rows(path: &Path, meta: &Value, rows: &[Value]) -> Result<()> {
+    let mut text = format!("{{\n  \"meta\": {meta},\n  \"rows\": [\n");
+    for (i, row) in rows.iter().enumerate() {
+        let comma = if i + 1 < rows.len() { "," } else { "" };
+        text += &format!("    {row}{comma}\n");
+    }
+    text += "  ]\n}\n";
+    fs::write(path, text).with_context(|| format!("writing {}", path.display()))
 }
 
 /// Writes an entry of a table of figures.
@@ -217,10 +222,7 @@ fn main() -> ExitCode {
         Operation::AllGather(c) => collective(&c.asked()),
         Operation::ReduceScatter(c) => collective(&c.asked()),
         Operation::Broadcast(c) => collective(&c.asked()),
-        Operation::Hierarchical(h) => {
-            let prepare = |ranks, rank, command: &mut Command| h.prepare(ranks, rank, command);
-            h.common.run_prepared(prepare, |r| hierarchical::run(h, r))
-        }
+        Operation::Hierarchical(h) => hierarchical::start(h),
         #[cfg(feature = "candle")]
         Operation::Block(b) => b.common.run(|r| block::run(b, r)),
         Operation::Moe(m) => {
