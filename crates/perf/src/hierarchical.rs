@@ -1,4 +1,4 @@
-//! Collectives across machines: ours as planned, all-reduces in one slice too, and NCCL's over all ranks at once.
+//! Collectives across machines: ours as planned, and in one slice, and NCCL's over all ranks at once.
 
 mod again;
 mod case;
@@ -17,7 +17,7 @@ use crate::{
     ranks::{Rank, Ranks},
     sizes, trace,
 };
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use brigade::{
     HierarchicalPath, Hierarchy, HierarchyConfig, Machines, ParallelMode,
     cuda::{CudaConfig, CudaDevice},
@@ -53,9 +53,12 @@ pub struct Hierarchical {
     /// Machines that the ranks are cut into, in rank order
     #[arg(long, default_value_t = 2)]
     machines: usize,
-    /// Force so many slices of an all-reduce; without, the plan chooses
+    /// Force so many slices; without, the plan chooses
     #[arg(long)]
     slices: Option<u32>,
+    /// Force the path of few bytes: one call inside and one across
+    #[arg(long, conflicts_with = "slices")]
+    whole: bool,
     /// Most slices on their way
     #[arg(long)]
     parallelism: Option<u16>,
@@ -131,7 +134,8 @@ impl Hierarchical {
     }
 
     fn choice(&self) -> Option<HierarchicalPath> {
-        self.slices.map(|count| HierarchicalPath::Slices { count })
+        let slices = self.slices.map(|count| HierarchicalPath::Slices { count });
+        slices.or(self.whole.then_some(HierarchicalPath::Whole))
     }
 
     /// The rank's device, as plans are to see its wire.
@@ -171,10 +175,6 @@ pub fn start(options: &Hierarchical) -> Result<String> {
 
 /// Measures all sizes; gives a table.
 fn run(options: &Hierarchical, ranks: &Ranks) -> Result<String> {
-    ensure!(
-        options.slices.is_none() || options.operation == Operation::AllReduce,
-        "--slices goes with all-reduce alone"
-    );
     let machines = machines_of(ranks.size(), options.machines)?;
     let which = options.operation.which();
     let extents = sizes::steps(options.begin, options.end, options.factor)?
@@ -250,6 +250,9 @@ mod tests {
         let options = options.unwrap();
         let three = HierarchicalPath::Slices { count: 3 };
         assert_eq!(options.choice(), Some(three));
+        let whole = read("--whole --operation all-gather").unwrap();
+        assert_eq!(whole.choice(), Some(HierarchicalPath::Whole));
+        assert!(read("--whole --slices 3").is_err());
         assert_eq!(options.nccl_algo, [Algo::Ring, Algo::Tree]);
         assert_eq!((options.op, options.dtype), (Op::Max, Float::F16));
         for operation in Operation::value_variants() {

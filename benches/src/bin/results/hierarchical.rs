@@ -277,6 +277,7 @@ pub fn measure_costs(rounds: Rounds) -> Result<Vec<Value>> {
         across: each,
         wire: Wire::NONE,
         add_bytes_per_us: 1000,
+        copy_ns: 0,
         measured: None,
     };
     let machines = Machines::cut(TIMED.0 * TIMED.1, TIMED.0)?;

@@ -12,7 +12,7 @@ use crate::{
 };
 use anyhow::{Context, Result};
 use brigade::{
-    AllGatherParams, Allocate, Buffer, HierarchicalAllReduceParams, HierarchicalCall,
+    AllGatherParams, Allocate, Buffer, ByPath, HierarchicalAllReduceParams, HierarchicalCall,
     HierarchicalOperation, HierarchicalPath, HierarchicalPlan, Hierarchy, MemoryType, PerRank,
     ReduceOp, ReduceScatterParams,
     cuda::{CudaDevice, NcclComm},
@@ -109,16 +109,22 @@ impl Case<'_> {
         let rows_per_rank = &self.rows()[..];
         let (from, to, op) = (x.view(), y.view_mut(), self.op());
         match self.which() {
-            Which::ReduceScatter => lease.reduce_scatter(ReduceScatterParams {
-                from,
-                rows_per_rank,
-                to,
-                op,
+            Which::ReduceScatter => lease.reduce_scatter(ByPath {
+                params: ReduceScatterParams {
+                    from,
+                    rows_per_rank,
+                    to,
+                    op,
+                },
+                choice,
             }),
-            Which::AllGather => lease.all_gather(AllGatherParams {
-                from,
-                rows_per_rank,
-                to,
+            Which::AllGather => lease.all_gather(ByPath {
+                params: AllGatherParams {
+                    from,
+                    rows_per_rank,
+                    to,
+                },
+                choice,
             }),
             _ => lease.all_reduce(HierarchicalAllReduceParams {
                 data: to,
@@ -171,11 +177,7 @@ impl Case<'_> {
         let mine = self.inputs.bytes(rank.number(), input);
         rank.device.write(&rank.on, x.view_mut(), &mine)?;
         let ours = self.options.choice();
-        // Slices are forced of all-reduces alone.
-        let choices = match self.which() {
-            Which::AllReduce => vec![("ours", ours), ("one slice", ONE)],
-            _ => vec![("ours", None)],
-        };
+        let choices = [("ours", ours), ("one slice", ONE)];
         let plan = self.over.explain(&self.signed())?;
         if common.check {
             for &(what, choice) in &choices {

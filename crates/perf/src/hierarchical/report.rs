@@ -103,7 +103,7 @@ mod tests {
             },
             times: vec![Times::new("ours", vec![us]), Times::new("nccl", vec![nccl])],
             plan: HierarchicalPlan::Whole {
-                order: brigade::SumOrder::ByMachine { ranks: 2 },
+                order: Some(brigade::SumOrder::ByMachine { ranks: 2 }),
                 staging_bytes: 0,
                 expected: Duration::ZERO,
             },
