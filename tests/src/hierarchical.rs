@@ -21,9 +21,9 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    AllGatherParams, Buffer, CommConfig, DataType, HierarchicalAllReduceParams, HierarchicalPath,
-    HierarchicalPlan, Hierarchy, HierarchyConfig, ParallelMode, ReduceOp, ReduceScatterParams,
-    Result, SumOrder,
+    AllGatherParams, Buffer, ByPath, CommConfig, DataType, HierarchicalAllReduceParams,
+    HierarchicalPath, HierarchicalPlan, Hierarchy, HierarchyConfig, ParallelMode, ReduceOp,
+    ReduceScatterParams, Result, SumOrder,
 };
 use rand::{Rng, rngs::StdRng};
 
@@ -168,7 +168,7 @@ impl Case {
         let by_machine = SumOrder::ByMachine { ranks };
         match &plan {
             HierarchicalPlan::Inside => assert_eq!(over.machines().count(), 1, "{what}"),
-            HierarchicalPlan::Whole { order, .. } => assert_eq!(*order, by_machine, "{what}"),
+            HierarchicalPlan::Whole { order, .. } => assert_eq!(*order, Some(by_machine), "{what}"),
             HierarchicalPlan::Slices(p) => assert_eq!(p.order, Some(by_machine), "{what}"),
         }
         plan
@@ -184,6 +184,18 @@ const CHOICES: [Option<HierarchicalPath>; 4] = [
     Some(HierarchicalPath::Slices { count: 1 }),
     Some(HierarchicalPath::Slices { count: 9 }),
 ];
+
+/// A path that was forced was taken, where there are several machines.
+fn assert_taken(plan: &HierarchicalPlan, choice: Option<HierarchicalPath>) {
+    let is_whole = matches!(plan, HierarchicalPlan::Whole { .. });
+    let is_inside = matches!(plan, HierarchicalPlan::Inside);
+    let as_asked = match choice {
+        Some(HierarchicalPath::Whole) => is_whole,
+        Some(HierarchicalPath::Slices { .. }) => !is_whole,
+        None => true,
+    };
+    assert!(is_inside || as_asked, "{plan} for {choice:?}");
+}
 
 /// Every operation, of every type, at every length; ways and places in turn.
 fn sums(world: &World, shape: (usize, usize)) {
@@ -281,7 +293,8 @@ fn reduce_scatters(world: &World, shape: (usize, usize)) {
                 let len = rows.iter().sum::<usize>() * columns;
                 let case = Case::random(&mut rng, shape, len, (dtype, op, place));
                 let slice_bytes = [None, Some(rng.random_range(1..4000))][cases.len() % 2];
-                cases.push((case, rows, columns, slice_bytes));
+                let choice = CHOICES[rng.random_range(0..CHOICES.len())];
+                cases.push((case, rows, columns, (slice_bytes, choice)));
             }
         }
     }
@@ -295,7 +308,7 @@ fn reduce_scatters(world: &World, shape: (usize, usize)) {
         };
         let usual = joined(None);
         let small = joined(Some(1000));
-        for (case, rows, columns, slice_bytes) in &cases {
+        for (case, rows, columns, (slice_bytes, choice)) in &cases {
             let over = if slice_bytes.is_none() {
                 &usual
             } else {
@@ -308,13 +321,17 @@ fn reduce_scatters(world: &World, shape: (usize, usize)) {
             let plan = over
                 .lease(&rank.stream)
                 .unwrap()
-                .reduce_scatter(ReduceScatterParams {
-                    from: from.view(),
-                    rows_per_rank: rows,
-                    to: to.view_mut(),
-                    op: case.op,
+                .reduce_scatter(ByPath {
+                    params: ReduceScatterParams {
+                        from: from.view(),
+                        rows_per_rank: rows,
+                        to: to.view_mut(),
+                        op: case.op,
+                    },
+                    choice: *choice,
                 })
                 .unwrap();
+            assert_taken(&plan, *choice);
             let row = columns * case.output().bytes();
             let first = rows[..me].iter().sum::<usize>() * row;
             let want = &case.want[first..first + rows[me] * row];
@@ -346,7 +363,8 @@ fn all_gathers(world: &World, shape: (usize, usize)) {
             let row = columns * dtype.bytes();
             let draw = |&n: &usize| (0..n * row).map(|_| rng.random()).collect::<Vec<u8>>();
             let parts: Vec<Vec<u8>> = rows.iter().map(draw).collect();
-            cases.push((dtype, rows, columns, parts));
+            let choice = CHOICES[cases.len() % CHOICES.len()];
+            cases.push((dtype, rows, columns, parts, choice));
         }
     }
     world.run(&all_ranks(), move |rank| {
@@ -356,18 +374,21 @@ fn all_gathers(world: &World, shape: (usize, usize)) {
         };
         for config in [config(), small] {
             let over = rank.join_machines(shape.0, &config);
-            for (dtype, rows, columns, parts) in &cases {
+            for (dtype, rows, columns, parts, choice) in &cases {
                 let mine = &parts[rank.rank];
                 let from = rank.upload_bytes(*dtype, &[rows[rank.rank], *columns], mine);
                 let mut to = rank.poisoned(*dtype, &[rows.iter().sum(), *columns]);
                 let mut lease = over.lease(&rank.stream).unwrap();
-                let plan = lease.all_gather(AllGatherParams {
-                    from: from.view(),
-                    rows_per_rank: rows,
-                    to: to.view_mut(),
+                let plan = lease.all_gather(ByPath {
+                    params: AllGatherParams {
+                        from: from.view(),
+                        rows_per_rank: rows,
+                        to: to.view_mut(),
+                    },
+                    choice: *choice,
                 });
-                let what = format!("{rows:?} x {columns} {dtype}: {plan:?}");
-                plan.unwrap();
+                let what = format!("{rows:?} x {columns} {dtype}, {choice:?}: {plan:?}");
+                assert_taken(&plan.unwrap(), *choice);
                 assert_bits(&rank.raw(to.view()), &parts.concat(), *dtype, &what);
             }
         }
@@ -404,6 +425,30 @@ fn refusals(world: &World, shape: (usize, usize)) {
             expect_invalid(call(DataType::F32, 8, none), "no slices"),
             "choice"
         );
+        let rows = vec![2; rank.size];
+        let all = rank.poisoned(DataType::F32, &[2 * rank.size]);
+        let own = || rank.poisoned(DataType::F32, &[2]);
+        let mut lease = over.lease(&rank.stream).unwrap();
+        let scattered = lease.reduce_scatter(ByPath {
+            params: ReduceScatterParams {
+                from: all.view(),
+                rows_per_rank: &rows,
+                to: own().view_mut(),
+                op: ReduceOp::Sum,
+            },
+            choice: none,
+        });
+        assert_eq!(expect_invalid(scattered, "scattered in none"), "choice");
+        let gathered = lease.all_gather(ByPath {
+            params: AllGatherParams {
+                from: own().view(),
+                rows_per_rank: &rows,
+                to: all.clone().view_mut(),
+            },
+            choice: none,
+        });
+        assert_eq!(expect_invalid(gathered, "gathered in none"), "choice");
+        drop(lease);
         case.run(rank, &over, None);
     });
 }

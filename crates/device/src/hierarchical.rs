@@ -29,18 +29,44 @@ impl HierarchicalAllReduceParams<'_> {
     /// # Errors
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<()> {
-        if matches!(self.choice, Some(HierarchicalPath::Slices { count: 0 })) {
-            return Err(Error::invalid("choice", "0 slices", "at least 1"));
-        }
+        check_choice(self.choice)?;
         check_all_reduce(self.data.as_view(), self.from)
+    }
+}
+
+/// A reduce-scatter or an all-gather of a [`Hierarchy`](crate::Hierarchy), with the path that it is to take. Parameters alone become one that
+/// leaves the path to the plan.
+#[derive(Debug)]
+pub struct ByPath<P> {
+    /// What is done.
+    pub params: P,
+    /// Forced path.
+    pub choice: Option<HierarchicalPath>,
+}
+
+impl<P> From<P> for ByPath<P> {
+    fn from(params: P) -> Self {
+        Self {
+            params,
+            choice: None,
+        }
+    }
+}
+
+fn check_choice(choice: Option<HierarchicalPath>) -> Result<()> {
+    match choice {
+        Some(HierarchicalPath::Slices { count: 0 }) => {
+            Err(Error::invalid("choice", "0 slices", "at least 1"))
+        }
+        _ => Ok(()),
     }
 }
 
 /// How data gets across machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HierarchicalPath {
-    /// For few bytes, and all-reduces alone: every rank gets its machine's reduction, sends all of it along its rail, and reduces what
-    /// came. One call inside, one across.
+    /// For few bytes: one call inside, one across. Every rank gets its machine's reduction of everything, or all of its machine's rows; sends
+    /// along its rail what each machine needs of it; and reduces what came.
     Whole,
     /// Slices go through the phases. One slice is the plain sequence of phases, of several each phase has one at a time.
     Slices {
@@ -120,8 +146,9 @@ impl HierarchicalCall {
     pub fn reduce_scatter(
         machines: Machines,
         rank: usize,
-        p: &ReduceScatterParams<'_>,
+        ByPath { params: p, choice }: &ByPath<ReduceScatterParams<'_>>,
     ) -> Result<Self> {
+        check_choice(*choice)?;
         p.check(rank, machines.size())?;
         Ok(Self {
             machines,
@@ -132,7 +159,7 @@ impl HierarchicalCall {
             },
             dtype: p.from.dtype(),
             output: p.to.dtype(),
-            choice: None,
+            choice: *choice,
         })
     }
 
@@ -140,7 +167,12 @@ impl HierarchicalCall {
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
-    pub fn all_gather(machines: Machines, rank: usize, p: &AllGatherParams<'_>) -> Result<Self> {
+    pub fn all_gather(
+        machines: Machines,
+        rank: usize,
+        ByPath { params: p, choice }: &ByPath<AllGatherParams<'_>>,
+    ) -> Result<Self> {
+        check_choice(*choice)?;
         p.check(rank, machines.size())?;
         Ok(Self {
             machines,
@@ -150,7 +182,7 @@ impl HierarchicalCall {
             },
             dtype: p.from.dtype(),
             output: p.to.dtype(),
-            choice: None,
+            choice: *choice,
         })
     }
 
@@ -219,8 +251,8 @@ pub enum HierarchicalPlan {
     Inside,
     /// See [`HierarchicalPath::Whole`].
     Whole {
-        /// Which bits.
-        order: SumOrder,
+        /// Which bits; of a gather, none.
+        order: Option<SumOrder>,
         /// Memory that it takes besides that of the communicators.
         staging_bytes: usize,
         /// What it should take.
@@ -257,7 +289,10 @@ impl fmt::Display for HierarchicalPlan {
             Self::Inside => f.write_str("one machine: inside"),
             Self::Whole {
                 order, expected, ..
-            } => write!(f, "whole, {order:?}, expected {expected:.1?}"),
+            } => {
+                let order = order.map_or(String::new(), |o| format!(", {o:?}"));
+                write!(f, "whole{order}, expected {expected:.1?}")
+            }
             Self::Slices(p) => {
                 let phases: Vec<_> = p.phases.iter().map(|p| p.name()).collect();
                 let order = p.order.map_or(String::new(), |o| format!(", {o:?}"));

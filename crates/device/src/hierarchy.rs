@@ -287,27 +287,36 @@ impl HierarchyLease<'_> {
         backend.enqueue(&self.turn, call, (to, from))
     }
 
-    /// Every rank gets its rows of the reduction of all inputs; rows in the order of all ranks.
+    /// Every rank gets its rows of the reduction of all inputs; rows in the order of all ranks. Takes [`ReduceScatterParams`], or these
+    /// [by a path](ByPath).
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
-    pub fn reduce_scatter(&mut self, p: ReduceScatterParams<'_>) -> Result<HierarchicalPlan> {
+    pub fn reduce_scatter<'p>(
+        &mut self,
+        p: impl Into<ByPath<ReduceScatterParams<'p>>>,
+    ) -> Result<HierarchicalPlan> {
+        let p = p.into();
         let backend = &self.shared.backend;
         let rank = backend.group().rank;
         let call = HierarchicalCall::reduce_scatter(backend.machines(), rank, &p)?;
-        let buffers = (p.to.as_view().retain(), p.from.retain());
+        let buffers = (p.params.to.as_view().retain(), p.params.from.retain());
         backend.enqueue(&self.turn, call, buffers)
     }
 
-    /// Every rank gets all rows, in the order of all ranks.
+    /// Every rank gets all rows, in the order of all ranks. Takes [`AllGatherParams`], or these [by a path](ByPath).
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
-    pub fn all_gather(&mut self, p: AllGatherParams<'_>) -> Result<HierarchicalPlan> {
+    pub fn all_gather<'p>(
+        &mut self,
+        p: impl Into<ByPath<AllGatherParams<'p>>>,
+    ) -> Result<HierarchicalPlan> {
+        let p = p.into();
         let backend = &self.shared.backend;
         let rank = backend.group().rank;
         let call = HierarchicalCall::all_gather(backend.machines(), rank, &p)?;
-        let buffers = (p.to.as_view().retain(), p.from.retain());
+        let buffers = (p.params.to.as_view().retain(), p.params.from.retain());
         backend.enqueue(&self.turn, call, buffers)
     }
 

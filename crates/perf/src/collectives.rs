@@ -2,11 +2,11 @@
 
 mod case;
 mod chain;
-mod expected;
-mod names;
+pub mod expected;
+pub mod names;
 mod report;
 pub mod tune;
-mod which;
+pub mod which;
 
 use crate::{Common, float::Float, meta, ranks::Ranks, sizes};
 use anyhow::{Result, anyhow, ensure};

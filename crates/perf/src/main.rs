@@ -11,6 +11,7 @@ mod fit;
 mod float;
 mod hierarchical;
 mod linears;
+mod machines;
 mod meta;
 mod moe;
 mod norms;
@@ -91,6 +92,9 @@ struct Common {
     /// no others are started, with this option or without
     #[arg(long)]
     processes: bool,
+    /// Let ranks share GPUs, in turn, where there are fewer GPUs than ranks: to see that it runs, since figures tell little then
+    #[arg(long)]
+    shared: bool,
     /// Rounds that are measured
     #[arg(short = 'n', long, default_value_t = 20)]
     rounds: usize,
@@ -156,7 +160,7 @@ impl Common {
         measure: impl FnOnce(&Ranks) -> Result<String>,
     ) -> Result<String> {
         if self.processes && !ranks::is_rank() {
-            let count = ranks::count(self.ranks)?;
+            let count = ranks::count(self.ranks, self.shared)?;
             ranks::start(count, |rank, command| prepare(count, rank, command))?;
             return Ok(String::new());
         }
@@ -165,17 +169,22 @@ impl Common {
 
     /// Writes the rows of a run.
     fn write(&self, meta: &Value, rows: &[Value]) -> Result<()> {
-        let Some(path) = &self.json else {
-            return Ok(());
-        };
-        let mut text = format!("{{\n  \"meta\": {meta},\n  \"rows\": [\n");
-        for (i, row) in rows.iter().enumerate() {
-            let comma = if i + 1 < rows.len() { "," } else { "" };
-            text += &format!("    {row}{comma}\n");
+        match &self.json {
+            Some(path) => write_rows(path, meta, rows),
+            None => Ok(()),
         }
-        text += "  ]\n}\n";
-        fs::write(path, text).with_context(|| format!("writing {}", path.display()))
     }
+}
+
+/// Writes a file of results.
+fn write_rows(path: &Path, meta: &Value, rows: &[Value]) -> Result<()> {
+    let mut text = format!("{{\n  \"meta\": {meta},\n  \"rows\": [\n");
+    for (i, row) in rows.iter().enumerate() {
+        let comma = if i + 1 < rows.len() { "," } else { "" };
+        text += &format!("    {row}{comma}\n");
+    }
+    text += "  ]\n}\n";
+    fs::write(path, text).with_context(|| format!("writing {}", path.display()))
 }
 
 /// Writes an entry of a table of figures.
@@ -213,13 +222,13 @@ fn main() -> ExitCode {
         Operation::AllGather(c) => collective(&c.asked()),
         Operation::ReduceScatter(c) => collective(&c.asked()),
         Operation::Broadcast(c) => collective(&c.asked()),
-        Operation::Hierarchical(h) => {
-            let prepare = |ranks, rank, command: &mut Command| h.prepare(ranks, rank, command);
-            h.common.run_prepared(prepare, |r| hierarchical::run(h, r))
-        }
+        Operation::Hierarchical(h) => hierarchical::start(h),
         #[cfg(feature = "candle")]
         Operation::Block(b) => b.common.run(|r| block::run(b, r)),
-        Operation::Moe(m) => m.common.run(|r| moe::run(m, r)),
+        Operation::Moe(m) => {
+            let prepare = |ranks, rank, command: &mut Command| m.prepare(ranks, rank, command);
+            m.common.run_prepared(prepare, |r| moe::run(m, r))
+        }
         Operation::Doctor(d) => {
             let (report, code) = doctor::run(d);
             print!("{report}");

@@ -16,7 +16,8 @@ pub fn meta(ranks: &Ranks) -> Result<Value> {
     let size = ranks.size();
     let gpus = devices().map_err(brigade::Error::from)?;
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
-    let peers = (1..size)
+    // Ranks that share GPUs have no more links than there are GPUs.
+    let peers = (1..size.min(gpus.len()))
         .map(|to| link(0, to).map_err(brigade::Error::from))
         .collect::<Result<Vec<_>, _>>()?;
     let binary = fs::read(std::env::current_exe()?)?;

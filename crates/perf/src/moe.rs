@@ -1,6 +1,7 @@
 //! Rows to their experts and back, in bf16: the layout, and all of it, beside NCCL's grouped sends of rows that are laid out and
-//! counted already.
+//! counted already. Across machines too.
 
+mod among;
 mod apart;
 mod case;
 mod expected;
@@ -8,14 +9,21 @@ mod report;
 pub mod tune;
 mod ways;
 
-use crate::{Common, meta, ranks::Ranks, trace};
+use crate::{
+    Common,
+    machines::{Sockets, machines_of},
+    meta,
+    ranks::Ranks,
+    trace,
+};
+use among::Among;
 use anyhow::{Result, ensure};
 use brigade::{
     CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, ParallelMode, ScaleFormat, Transport,
 };
 use case::Case;
 use clap::{Args, ValueEnum};
-use std::path::PathBuf;
+use std::{path::PathBuf, process::Command};
 
 /// What four H200s push to each other at once, out of each, in 10^9 bytes in a second.
 const WIRE_GB_PER_S: f64 = 344.0;
@@ -37,9 +45,14 @@ pub struct Moe {
     /// Experts of a token
     #[arg(short, long, default_value_t = 8)]
     k: usize,
-    /// How received rows lie
-    #[arg(long, value_enum, default_value = "by-source")]
-    rows: Rows,
+    /// How received rows lie [default: by-source; across machines dense, and nothing else]
+    #[arg(long, value_enum)]
+    rows: Option<Rows>,
+    /// Across so many machines that the ranks are cut into, in rank order; not in graphs, since the host waits for counts
+    #[arg(long, conflicts_with = "graph")]
+    machines: Option<usize>,
+    #[command(flatten)]
+    sockets: Sockets,
     /// Cast rows to fp8 on the way to their experts
     #[arg(long)]
     fp8: bool,
@@ -58,10 +71,10 @@ pub struct Moe {
     /// Most multiprocessors that communication may use [default: the plan's choice]
     #[arg(long, value_name = "SMS")]
     sm_budget: Option<u16>,
-    /// What the wire carries out of every GPU at once, in 10^9 bytes in a second, for the floor [default: what four H200s push to each
-    /// other]
-    #[arg(long, value_name = "GB", default_value_t = WIRE_GB_PER_S)]
-    wire_gb_per_s: f64,
+    /// What the wire carries out of every GPU at once, in 10^9 bytes in a second, for the floor; across machines, along a rail [default:
+    /// what four H200s push to each other; across machines there is no floor without]
+    #[arg(long, value_name = "GB")]
+    wire_gb_per_s: Option<f64>,
     /// Write a trace of one call there and back to this file, for Perfetto, and a picture of it beside it, with .svg behind the name; of
     /// the last number of tokens
     #[arg(long, value_name = "FILE")]
@@ -142,6 +155,41 @@ impl Moe {
         (there, back)
     }
 
+    fn rows(&self) -> Rows {
+        self.rows.unwrap_or(match self.machines {
+            Some(_) => Rows::Dense,
+            None => Rows::BySource,
+        })
+    }
+
+    /// What the wire carries, if that is known.
+    fn wire_gb_per_s(&self) -> Option<f64> {
+        let usual = self.machines.is_none().then_some(WIRE_GB_PER_S);
+        self.wire_gb_per_s.or(usual)
+    }
+
+    /// What a rank's process finds in its environment, of so many.
+    pub fn prepare(&self, ranks: usize, rank: usize, command: &mut Command) -> Result<()> {
+        let how = (self.machines.unwrap_or(1), self.common.shared);
+        self.sockets.prepare(how, (ranks, rank), command)
+    }
+
+    /// What does not go across machines.
+    fn check_machines(&self, ranks: usize) -> Result<()> {
+        let Some(machines) = self.machines else {
+            ensure!(!self.sockets.sockets, "--sockets goes with --machines");
+            return Ok(());
+        };
+        machines_of(ranks, machines)?;
+        let only = "--machines takes rows as they come: --rows dense, and no --transport low-latency or in-place";
+        ensure!(
+            self.rows() == Rows::Dense
+                && !matches!(self.transport, Choice::LowLatency | Choice::InPlace),
+            only
+        );
+        Ok(())
+    }
+
     /// Room for the rows of all.
     fn config(&self, tokens: usize, size: usize) -> CommConfig {
         let bytes = size * (tokens * (2 * self.hidden + 16 * self.k + 64) + 8192);
@@ -188,7 +236,7 @@ impl Moe {
 
     /// What comes back of a token.
     fn sum(&self) -> CombineSum {
-        match (self.in_slots(), self.rows) {
+        match (self.in_slots(), self.rows()) {
             (true, _) if self.by_rank => CombineSum::ExpertByRank,
             (true, _) => CombineSum::Expert,
             (false, Rows::ByExpert) => CombineSum::ExpertByRank,
@@ -217,14 +265,16 @@ pub fn run(options: &Moe, ranks: &Ranks) -> Result<String> {
         options.experts
     );
     ensure!(
-        options.wire_gb_per_s > 0.0,
+        options.wire_gb_per_s.is_none_or(|gb| gb > 0.0),
         "--wire-gb-per-s must be more than 0"
     );
-    let meta = meta::meta(ranks)?;
+    options.check_machines(ranks.size())?;
+    let mut meta = meta::meta(ranks)?;
+    meta["nccl_environment"] = meta::nccl_environment(std::env::vars_os()).into();
     let measured = ranks.run(&options.common, |rank| {
         let one = |&tokens: &usize| {
-            let comm = rank.join(&options.config(tokens, rank.size()))?;
-            Case::new(rank, &comm, options, tokens)?.measure()
+            let among = Among::join(rank, options, tokens)?;
+            Case::new(rank, &among, options, tokens)?.measure()
         };
         options.tokens.iter().map(one).collect::<Result<Vec<_>>>()
     })?;
@@ -243,5 +293,5 @@ pub fn run(options: &Moe, ranks: &Ranks) -> Result<String> {
     let all = options.tokens.iter().zip(&measured);
     let rows: Vec<_> = all.map(|(&n, m)| report::row(options, n, m)).collect();
     options.common.write(&meta, &rows)?;
-    Ok(report::table(&rows, options.in_slots()))
+    Ok(report::table(options, &rows))
 }

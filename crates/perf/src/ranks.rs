@@ -107,7 +107,7 @@ impl Ranks {
     /// As the environment says, or else the options.
     pub fn find(options: &Common) -> Result<Self> {
         if !is_rank() {
-            return Ok(Self::Threads(count(options.ranks)?));
+            return Ok(Self::Threads(count(options.ranks, options.shared)?));
         }
         let config = TcpConfig::from_env()?;
         if let Some(asked) = options.ranks {
@@ -149,6 +149,12 @@ impl Ranks {
         work: impl Fn(&Rank) -> Result<R> + Send + Sync,
     ) -> Result<R> {
         let config = options.cuda()?;
+        let gpus = devices().map_err(brigade::Error::from)?.len();
+        // Those that are too many share.
+        let gpu_of = |rank: usize| match options.shared && gpus > 0 {
+            true => rank % gpus,
+            false => rank,
+        };
         let one = |boot: Arc<dyn Bootstrap>, gpu| -> Result<R> {
             let rank = Rank::new(boot, gpu, &config, options.with_nccl())?;
             let result = work(&rank)?;
@@ -165,7 +171,7 @@ impl Ranks {
                     let ranks: Vec<_> = brigade::group::threads(*size)
                         .into_iter()
                         .map(|boot| {
-                            let gpu = boot.rank();
+                            let gpu = gpu_of(boot.rank());
                             scope.spawn(move || one(Arc::new(boot), gpu))
                         })
                         .collect();
@@ -180,7 +186,7 @@ impl Ranks {
                 first.ok_or_else(|| anyhow!("there must be a rank"))
             }
             Self::Process(group) => {
-                let gpu = group.local_rank().unwrap_or(group.rank());
+                let gpu = gpu_of(group.local_rank().unwrap_or(group.rank()));
                 named(group.rank(), one(Arc::clone(group) as _, gpu))
             }
         }
@@ -188,11 +194,13 @@ impl Ranks {
 }
 
 /// How many ranks there are: as many as asked for, or one for each GPU.
-pub fn count(asked: Option<usize>) -> Result<usize> {
+pub fn count(asked: Option<usize>, shared: bool) -> Result<usize> {
     let found = devices().map_err(brigade::Error::from)?.len();
     match asked {
         Some(0) => bail!("there must be a rank"),
-        Some(n) if n > found => bail!("{n} ranks, and {found} GPUs"),
+        Some(n) if n > found && (!shared || found == 0) => {
+            bail!("{n} ranks, and {found} GPUs")
+        }
         Some(n) => Ok(n),
         None => Ok(found),
     }

@@ -7,12 +7,14 @@ mod costs;
 mod schedule;
 mod slices;
 mod timeline;
+mod whole;
 mod work;
 
 pub use costs::{Costs, Link, Wire};
 pub use schedule::{Schedule, Step, Track};
 pub use slices::{Slices, parts_bytes};
 pub use timeline::StepCost;
+pub use whole::Whole;
 pub use work::{Piece, Place, Work};
 
 use crate::reason;
@@ -27,9 +29,8 @@ use std::time::Duration;
 /// configuration and costs are voted on.
 ///
 /// # Errors
-/// A [`Reason`] with [`CAPACITY`](reason::CAPACITY) if the staging memory does not hold an element of each rank, with
-/// [`ROWS`](reason::ROWS) for rows that do not go with the ranks, and with [`NO_ENGINE`](reason::NO_ENGINE) if the path is forced for an
-/// operation that has no such.
+/// A [`Reason`] with [`CAPACITY`](reason::CAPACITY) if the staging memory does not hold an element of each rank, or all of a path that is
+/// forced; and with [`ROWS`](reason::ROWS) for rows that do not go with the ranks.
 pub fn plan(
     call: &HierarchicalCall,
     config: &HierarchyConfig,
@@ -41,16 +42,12 @@ pub fn plan(
         let counts = check_rows("rows_per_rank", rows, call.machines.size());
         counts.map_err(|e| reason::rows(&e))?;
     }
-    let reduces = matches!(call.operation, Operation::AllReduce { .. });
-    if call.choice == Some(Path::Whole) && !reduces {
-        return Err(reason::no_whole());
-    }
     if call.machines.count() == 1 {
         return Ok(HierarchicalPlan::Inside);
     }
-    let whole = reduces.then(|| whole(call, config, costs)).flatten();
+    let whole = whole(call, config, costs);
     match call.choice {
-        Some(Path::Whole) => whole.map(whole_plan).ok_or_else(|| {
+        Some(Path::Whole) => whole.map(|(plan, _)| plan).ok_or_else(|| {
             let need = whole_bytes(call);
             reason::capacity("staging_bytes", need, config.staging_bytes)
         }),
@@ -60,7 +57,9 @@ pub fn plan(
             let (ns, plan) = sliced(call, config, costs, None)?;
             Ok(match whole {
                 // Whoever names the size of slices wants slices.
-                Some(w) if config.slice_bytes.is_none() && about(w.1) < ns => whole_plan(w),
+                Some((plan, whole_ns)) if config.slice_bytes.is_none() && about(whole_ns) < ns => {
+                    plan
+                }
                 _ => HierarchicalPlan::Slices(plan),
             })
         }
@@ -88,28 +87,29 @@ fn order(machines: Machines) -> SumOrder {
     }
 }
 
-/// Bytes that the path of [`Path::Whole`] needs: the machine's result, and those of all machines.
+/// Bytes that the path of [`Path::Whole`] needs.
 fn whole_bytes(call: &HierarchicalCall) -> usize {
-    let bytes = slices::elements(call).saturating_mul(call.output.bytes());
-    bytes.saturating_mul(call.machines.count() + 1)
+    let parts = Whole::parts_bytes(call);
+    parts
+        .iter()
+        .fold(0, |sum, bytes| sum.saturating_add(*bytes))
 }
 
-type Whole = (HierarchicalPlan, u64);
-
-fn whole_plan(whole: Whole) -> HierarchicalPlan {
-    whole.0
+/// The order of a call that reduces.
+fn order_of(call: &HierarchicalCall) -> Option<SumOrder> {
+    (!matches!(call.operation, Operation::AllGather { .. })).then(|| order(call.machines))
 }
 
 /// The path as a whole, and what it costs, if there is room for it.
-fn whole(call: &HierarchicalCall, config: &HierarchyConfig, costs: &Costs) -> Option<Whole> {
+fn whole(
+    call: &HierarchicalCall,
+    config: &HierarchyConfig,
+    costs: &Costs,
+) -> Option<(HierarchicalPlan, u64)> {
     let staging_bytes = whole_bytes(call);
-    let ns = costs.whole_ns(
-        call.machines,
-        slices::elements(call),
-        (call.dtype, call.output),
-    );
+    let ns = costs.whole_ns(call);
     let plan = HierarchicalPlan::Whole {
-        order: order(call.machines),
+        order: order_of(call),
         staging_bytes,
         expected: Duration::from_nanos(ns),
     };
@@ -162,6 +162,7 @@ fn sliced(
             .filter(|&n| fits(n).is_some())
             .collect(),
     };
+    let begins = costs.begins_ns(call);
     let mut least = u64::MAX;
     let mut tried = Vec::new();
     for rank_elements in candidates {
@@ -171,18 +172,17 @@ fn sliced(
         let schedule = Schedule::new(&phases, slices, slots);
         let steps = costs.steps(call, &phases, rank_elements);
         // Most that have many slices need no simulation.
-        if !tried.is_empty() && schedule.bound_ns(&steps) >= least {
+        if !tried.is_empty() && begins.saturating_add(schedule.bound_ns(&steps)) >= least {
             continue;
         }
-        let ns = schedule.ns(&steps);
+        let ns = begins.saturating_add(schedule.ns(&steps));
         least = least.min(ns);
         let plan = SlicedPlan {
             phases: phases.clone(),
             slices,
             rank_elements,
             slots,
-            order: (!matches!(call.operation, Operation::AllGather { .. }))
-                .then(|| order(call.machines)),
+            order: order_of(call),
             staging_bytes,
             expected: Duration::from_nanos(ns),
         };

@@ -364,14 +364,6 @@ pub(crate) fn rows(e: &Error) -> Reason {
     Reason::new(ROWS, e.to_string(), "pass the same counts on every rank")
 }
 
-pub(crate) fn no_whole() -> Reason {
-    Reason::new(
-        NO_ENGINE,
-        "only an all-reduce goes across machines as a whole",
-        "leave the path to the plan",
-    )
-}
-
 pub(crate) fn root(root: usize, size: usize) -> Reason {
     Reason::new(
         ROOT,

@@ -7,7 +7,7 @@ use brigade_device::{
     HierarchicalPlan, HierarchyConfig, Machines, ParallelMode, PerRank, Phase, ReduceOp, SumOrder,
 };
 use brigade_plan::{
-    hierarchical::{Costs, Schedule, Slices, Step, Wire, parts_bytes, plan},
+    hierarchical::{Costs, Schedule, Slices, Step, Whole, Wire, parts_bytes, plan},
     reason,
 };
 use proptest::{prelude::*, sample::select};
@@ -281,6 +281,10 @@ fn costs_that_decide_differently_have_other_digests() {
             add_bytes_per_us: 7,
             ..Costs::host()
         },
+        Costs {
+            copy_ns: 7,
+            ..Costs::host()
+        },
     ];
     let digests: BTreeSet<u64> = all.iter().map(Costs::digest).collect();
     assert_eq!(digests.len(), all.len());
@@ -482,6 +486,56 @@ proptest! {
         }
     }
 
+    /// As a whole, every machine gets along its rail what is its own, and memory that is the same on all ranks holds it.
+    #[test]
+    fn a_whole_call_brings_every_rank_what_is_its_own((call, _) in calls()) {
+        let machines = call.machines;
+        let all = elements(&call);
+        let own = call.elements_of_ranks();
+        let offsets: Vec<usize> = std::iter::once(0)
+            .chain(own.iter().scan(0, |sum, n| {
+                *sum += n;
+                Some(*sum)
+            }))
+            .collect();
+        let bytes = Whole::parts_bytes(&call);
+        let wholes: Vec<_> = (0..machines.size()).map(|rank| Whole::new(&call, rank)).collect();
+        for (rank, whole) in wholes.iter().enumerate() {
+            let (machine, local) = (machines.machine_of(rank), machines.local_of(rank));
+            let mine = whole.own(&call, rank);
+            let each = whole.travels.bytes();
+            let comes = mine * machines.count() * each;
+            let sent: usize = whole.pieces.iter().sum();
+            match call.operation {
+                Operation::AllReduce { .. } => {
+                    prop_assert!(whole.pieces.iter().all(|&n| n == all));
+                    prop_assert!(comes <= bytes[2] && mine * each <= bytes[1]);
+                }
+                Operation::ReduceScatter { .. } => {
+                    prop_assert_eq!(mine, own[rank]);
+                    prop_assert!(comes <= bytes[2]);
+                    // What every rank of the rail takes out of its machine's sums for this one.
+                    for peer in machines.rail(local) {
+                        let of = &wholes[peer];
+                        let place = of.places().nth(machine).unwrap();
+                        let takes = of.takes.get(machine).unwrap_or(&place);
+                        prop_assert_eq!(takes, &(offsets[rank]..offsets[rank + 1]));
+                    }
+                    if !whole.takes.is_empty() {
+                        prop_assert!(sent * each <= bytes[1] && all * each <= bytes[5]);
+                    }
+                }
+                Operation::AllGather { .. } => {
+                    prop_assert_eq!(sent, all);
+                    prop_assert_eq!(mine, whole.inside.iter().sum::<usize>());
+                    let first = machines.inside(machine).start;
+                    prop_assert_eq!(whole.places().nth(machine).unwrap().start, offsets[first]);
+                    prop_assert!(machines.ranks() == 1 || mine * each <= bytes[1]);
+                }
+            }
+        }
+    }
+
     /// A plan keeps to its settings; its expectation is what its schedule takes.
     #[test]
     fn plans_keep_to_their_settings(
@@ -489,23 +543,31 @@ proptest! {
         staging_bytes in 0usize..200_000,
         parallelism in prop::option::of(1u16..9),
         slice_bytes in prop::option::of(1usize..20_000),
-        count in prop::option::of(1u32..40),
+        choice in prop::option::of(prop_oneof![
+            1 => Just(Path::Whole),
+            5 => (1u32..40).prop_map(|count| Path::Slices { count }),
+        ]),
     ) {
-        let choice = count.map(|count| Path::Slices { count });
         let call = HierarchicalCall { choice, ..call };
         let config = HierarchyConfig { staging_bytes, slice_bytes, parallelism, ..config() };
         let costs = costs();
         match plan(&call, &config, &costs) {
             Err(r) => {
                 prop_assert_eq!(r.code, reason::CAPACITY);
-                let least: usize = parts_bytes(&call, 1).iter().sum();
+                let least: usize = match choice {
+                    Some(Path::Whole) => Whole::parts_bytes(&call).iter().sum(),
+                    _ => parts_bytes(&call, 1).iter().sum(),
+                };
                 prop_assert!(least > staging_bytes);
             }
             Ok(HierarchicalPlan::Inside) => prop_assert_eq!(call.machines.count(), 1),
             Ok(HierarchicalPlan::Whole { staging_bytes: need, .. }) => {
-                prop_assert!(need <= staging_bytes && choice.is_none() && slice_bytes.is_none());
+                let asked = choice == Some(Path::Whole);
+                prop_assert!(need <= staging_bytes);
+                prop_assert!(asked || choice.is_none() && slice_bytes.is_none());
             }
             Ok(HierarchicalPlan::Slices(p)) => {
+                prop_assert!(choice != Some(Path::Whole));
                 let slot: usize = parts_bytes(&call, p.rank_elements).iter().sum();
                 prop_assert_eq!(p.staging_bytes, slot * p.slots);
                 prop_assert!(p.staging_bytes <= staging_bytes);
@@ -517,7 +579,8 @@ proptest! {
                 let gathers = matches!(call.operation, Operation::AllGather { .. });
                 prop_assert_eq!(p.order, (!gathers).then_some(SumOrder::ByMachine { ranks }));
                 let steps = costs.steps(&call, &p.phases, p.rank_elements);
-                prop_assert_eq!(p.expected.as_nanos(), u128::from(Schedule::of(&p).ns(&steps)));
+                let ns = costs.begins_ns(&call) + Schedule::of(&p).ns(&steps);
+                prop_assert_eq!(p.expected.as_nanos(), u128::from(ns));
             }
         }
     }

@@ -8,9 +8,9 @@ use super::{
 };
 use anyhow::{Context, Result, anyhow, ensure};
 use brigade::{
-    Bootstrap, Buffer, DataType, Device, DeviceExt, HierarchicalAllReduceParams, HierarchicalCall,
-    HierarchicalOperation, HierarchicalPath, HierarchicalPlan, Hierarchy, HierarchyConfig,
-    Machines, ParallelMode, Phase, ReduceOp, Stream,
+    Bootstrap, Buffer, DataType, Device, DeviceExt, Element, HierarchicalAllReduceParams,
+    HierarchicalCall, HierarchicalOperation, HierarchicalPath, HierarchicalPlan, Hierarchy,
+    HierarchyConfig, Machines, ParallelMode, Phase, ReduceOp, Stream, View,
     group::threads,
     host::{HostConfig, HostDevice, RailModel},
     plan::hierarchical::{Costs, Link, Schedule, Wire, phases},
@@ -25,7 +25,7 @@ use std::{
 
 /// Machines, each of so many ranks; and rails: microseconds that a byte is on its way, and bytes in a microsecond. So slow that they are
 /// what is short on two cores, which all ranks share for whatever they copy and add.
-const CASES: [(usize, usize, u64, u64); 6] = [
+pub(super) const CASES: [(usize, usize, u64, u64); 6] = [
     (2, 1, 200, 200),
     (2, 1, 1000, 200),
     (2, 1, 5000, 100),
@@ -48,32 +48,48 @@ const WITHIN: Duration = Duration::from_secs(60);
 
 /// One rank of the hierarchy, with its values.
 pub(super) struct Rank<'b> {
-    boot: &'b dyn Bootstrap,
+    pub boot: &'b dyn Bootstrap,
     device: Arc<dyn Device>,
-    on: Stream,
-    over: Hierarchy,
+    pub on: Stream,
+    pub over: Hierarchy,
 }
 
 impl<'b> Rank<'b> {
-    fn new(boot: &'b dyn Bootstrap, machines: Machines, rail: Option<RailModel>) -> Result<Self> {
+    fn new(
+        boot: &'b dyn Bootstrap,
+        config: &HierarchyConfig,
+        machines: Machines,
+        rail: Option<RailModel>,
+    ) -> Result<Self> {
         let device: Arc<dyn Device> = HostDevice::with(&HostConfig {
             rail,
             ..HostConfig::default()
         })?;
-        let mut config = HierarchyConfig::new(ParallelMode::Tp);
-        config.comm.scratch_bytes = 8 << 20;
         Ok(Self {
             on: device.stream(0)?,
-            over: Arc::clone(&device).join_machines(boot, machines, &config)?,
+            over: Arc::clone(&device).join_machines(boot, machines, config)?,
             device,
             boot,
         })
     }
 
+    /// Waits for the others.
+    pub(super) fn meet(&self) -> Result<()> {
+        self.boot.all_gather(&[], WITHIN)?;
+        Ok(())
+    }
+
+    pub(super) fn upload<T: Element>(&self, values: &[T], shape: &[usize]) -> Result<Buffer> {
+        Ok(self.device.upload(&self.on, values, shape)?)
+    }
+
+    pub(super) fn download<T: Element>(&self, view: View<'_>) -> Result<Vec<T>> {
+        Ok(self.device.download(&self.on, view)?)
+    }
+
     /// Room for so many f32.
     pub(super) fn data(&self, elements: usize) -> Result<Buffer> {
-        let zeros = vec![0f32; elements];
-        Ok(self.device.upload(&self.on, &zeros, &[elements])?)
+        self.upload(&vec![0f32; elements], &[elements])
     }
 
     /// Sums once, from when all are there. Checks the sum: rank r brings r + 1 everywhere.
@@ -85,7 +101,7 @@ impl<'b> Rank<'b> {
         let mine = ((self.boot.rank() + 1) as f32).to_le_bytes();
         let mine = mine.repeat(data.shape().len());
         self.device.write(&self.on, data.view_mut(), &mine)?;
-        self.boot.all_gather(&[], WITHIN)?;
+        self.meet()?;
         let start = Instant::now();
         let plan = self
             .over
@@ -97,7 +113,7 @@ impl<'b> Rank<'b> {
                 choice,
             })?;
         let us = start.elapsed().as_secs_f64() * 1e6;
-        let got: Vec<f32> = self.device.download(&self.on, data.view())?;
+        let got: Vec<f32> = self.download(data.view())?;
         let size = self.boot.size();
         let want = (size * (size + 1) / 2) as f32;
         ensure!(
@@ -133,11 +149,23 @@ pub(super) fn on_ranks<R: Send>(
     rail: Option<RailModel>,
     work: impl Fn(&Rank<'_>) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
+    let mut config = HierarchyConfig::new(ParallelMode::Tp);
+    config.comm.scratch_bytes = 8 << 20;
+    on_ranks_of(&config, machines, rail, work)
+}
+
+/// The same with such a configuration.
+pub(super) fn on_ranks_of<R: Send>(
+    config: &HierarchyConfig,
+    machines: Machines,
+    rail: Option<RailModel>,
+    work: impl Fn(&Rank<'_>) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
     let work = &work;
     thread::scope(|scope| {
         let handles: Vec<_> = threads(machines.size())
             .into_iter()
-            .map(|boot| scope.spawn(move || work(&Rank::new(&boot, machines, rail)?)))
+            .map(|boot| scope.spawn(move || work(&Rank::new(&boot, config, machines, rail)?)))
             .collect();
         let joined: Vec<_> = handles
             .into_iter()
@@ -249,6 +277,7 @@ pub fn measure_costs(rounds: Rounds) -> Result<Vec<Value>> {
         across: each,
         wire: Wire::NONE,
         add_bytes_per_us: 1000,
+        copy_ns: 0,
         measured: None,
     };
     let machines = Machines::cut(TIMED.0 * TIMED.1, TIMED.0)?;

@@ -2,6 +2,7 @@
 #![allow(clippy::print_stderr, clippy::print_stdout)]
 
 mod demo;
+mod experts;
 mod gather_linear;
 mod gemm;
 mod hierarchical;
@@ -42,6 +43,7 @@ enum What {
     Reset,
     Hierarchical,
     HierarchicalCosts,
+    HierarchicalExperts,
 }
 
 impl What {
@@ -54,6 +56,7 @@ impl What {
             Self::Reset => "reset.host",
             Self::Hierarchical => "hierarchical.host",
             Self::HierarchicalCosts => "hierarchical-costs.host",
+            Self::HierarchicalExperts => "hierarchical-experts.host",
         }
     }
 
@@ -65,6 +68,7 @@ impl What {
             Self::Reset => reset::measure(rounds),
             Self::Hierarchical => hierarchical::measure(rounds),
             Self::HierarchicalCosts => hierarchical::measure_costs(rounds),
+            Self::HierarchicalExperts => experts::measure(rounds),
         }
     }
 }

@@ -12,10 +12,12 @@ use crate::{
 };
 use brigade_device::{
     AllGatherParams, AllReduceParams, Buffer, Call, DataType, Error, HierarchicalCall,
-    HierarchicalOperation as Operation, HierarchicalPlan, Part, PerRank, Phase, RailParams,
+    HierarchicalOperation as Operation, HierarchicalPlan, Part, Phase, RailParams,
     ReduceScatterParams, Result, Shape, SliceSlot, SlicedPlan, Staging, Stream,
 };
-use brigade_plan::hierarchical::{Piece, Place, Schedule, Slices, Step, Track, Work, parts_bytes};
+use brigade_plan::hierarchical::{
+    Piece, Place, Schedule, Slices, Step, Track, Whole, Work, parts_bytes,
+};
 use std::{ops::Range, sync::Arc};
 
 /// Fewer bytes of a rail's ranks go by one connection: two calls of NCCL's take longer.
@@ -69,30 +71,79 @@ impl Run<'_> {
         }
     }
 
-    /// The machine's result goes to all machines as it is.
+    /// One call inside, and one along the rail.
     fn whole(&self, staging: &mut Staging) -> Result<()> {
-        let count = self.call.machines.count();
-        let (dtype, elements) = (self.call.output, self.from.shape().len());
-        let bytes = elements * dtype.bytes();
-        let parts = [0, bytes, bytes * count, 0, 0, 0];
-        let slot = &self.slots(staging, 1, parts)?[0];
-        let from = flat(self.from)?;
-        // With nobody else inside, it is as it is.
-        let own = if self.call.machines.ranks() == 1 && from.dtype() == dtype {
-            from
-        } else {
-            let own = slot.part(Part::Share, dtype, elements)?;
-            self.reduce_all(own.clone(), &from)?;
-            own
-        };
-        let mut all = slot.part(Part::Collected, dtype, elements * count)?;
-        let pieces = PerRank::from_elem(elements, count);
-        let p = self.along(&pieces, &own, &mut all);
-        if let Some(rails) = &self.inner.rails {
-            let what = rails.pair[0].diffuses(&p)?;
-            self.exchange(rails, (self.on, Phase::Collect), (&p, what), true)?;
+        let slot = &self.slots(staging, 1, Whole::parts_bytes(self.call))?[0];
+        let rank = self.inner.across.group().rank;
+        let whole = Whole::new(self.call, rank);
+        let (own, output) = (whole.own(self.call, rank), self.call.output);
+        let (from, to) = (flat(self.from)?, flat(self.to)?);
+        let collected = || slot.part(Part::Collected, whole.travels, own * whole.pieces.len());
+        let share = |elements| slot.part(Part::Share, output, elements);
+        let alone = self.call.machines.ranks() == 1;
+        match &self.call.operation {
+            Operation::AllReduce { .. } => {
+                // With nobody else inside, it is as it is.
+                let share = if alone && from.dtype() == output {
+                    from
+                } else {
+                    let share = share(own)?;
+                    self.reduce_all(share.clone(), &from)?;
+                    share
+                };
+                let collected = collected()?;
+                self.alone_along(Phase::Diffuse, &whole.pieces, &share, &collected)?;
+                self.add(self.on, &to, &collected)
+            }
+            Operation::ReduceScatter { .. } => {
+                let share = if whole.takes.is_empty() {
+                    from
+                } else {
+                    let reduced = slot.part(Part::Output, output, from.shape().len())?;
+                    self.reduce_all(reduced.clone(), &from)?;
+                    let share = share(whole.pieces.iter().sum())?;
+                    for (piece, take) in whole.places().zip(&whole.takes) {
+                        let (piece, take) = (part(&share, &piece)?, part(&reduced, take)?);
+                        self.inner.device.copy_bytes(self.lane, &piece, &take)?;
+                    }
+                    share
+                };
+                let collected = collected()?;
+                self.alone_along(Phase::Collect, &whole.pieces, &share, &collected)?;
+                self.add(self.on, &to, &collected)
+            }
+            Operation::AllGather { .. } => {
+                let share = if alone {
+                    from
+                } else {
+                    let (share, inside) = (share(own)?, &self.inner.inside[0]);
+                    self.gather_inside(inside, self.on, &whole.inside, share.clone(), &from)?;
+                    share
+                };
+                self.alone_along(Phase::Diffuse, &whole.pieces, &share, &to)
+            }
         }
-        self.add(self.on, &flat(self.to)?, &all)
+    }
+
+    /// The one exchange of a call, on the caller's stream.
+    fn alone_along(
+        &self,
+        phase: Phase,
+        pieces: &[usize],
+        from: &Buffer,
+        to: &Buffer,
+    ) -> Result<()> {
+        let Some(rails) = &self.inner.rails else {
+            return Ok(());
+        };
+        let mut to = to.clone();
+        let p = self.along(pieces, from, &mut to);
+        let rail = &rails.pair[0];
+        let (what, idle) = match phase {
+            Phase::Collect => (rail.collects(&p)?, Phase::Diffuse),
+            _ => (rail.diffuses(&p)?, Phase::Collect),
+        };
+        self.exchange(rails, (self.on, idle), (&p, what), true)
     }
 
     /// An exchange while no other one is under way: by both connections, unless it is small. The stream of a phase that does nothing then is

@@ -15,7 +15,7 @@ use brigade_device::{
     HierarchicalOperation as Operation, HierarchicalPlan, Part, PerRank, Phase, Plan, Rail,
     RailParams, ReduceOp, Result, SliceSlot, SlicedPlan, Staging,
 };
-use brigade_plan::hierarchical::{Piece, Place, Schedule, Slices, Step, Track, Work, parts_bytes};
+use brigade_plan::hierarchical::{Piece, Place, Schedule, Slices, Step, Track, Whole, parts_bytes};
 use brigade_sync::Deadline;
 use std::{ops::Range, sync::Arc, time::Instant};
 
@@ -54,27 +54,81 @@ impl Run {
         }
     }
 
-    /// The machine's result goes to all machines as it is.
+    /// One call inside, and one along the rail.
     fn whole(&self, staging: &mut Staging) -> Result<()> {
-        let (inner, count) = (&self.inner, self.call.machines.count());
-        let (dtype, elements) = (self.call.output, self.from.shape().len());
-        let bytes = elements * dtype.bytes();
-        let parts = [0, bytes, bytes * count, 0, 0, 0];
-        let slot = &self.slots(staging, 1, parts)?[0];
-        let own = slot.part(Part::Share, dtype, elements)?;
-        let mut all = slot.part(Part::Collected, dtype, elements * count)?;
-        self.reduce_all(&own, &self.from)?;
-        let pieces = PerRank::from_elem(elements, count);
-        let phase = &inner.streams[Phase::Diffuse as usize];
+        let slot = &self.slots(staging, 1, Whole::parts_bytes(&self.call))?[0];
+        let whole = Whole::new(&self.call, self.rank());
+        let output = self.call.output;
+        let (own, all) = (
+            whole.own(&self.call, self.rank()),
+            whole.pieces.iter().sum(),
+        );
+        let collected = || slot.part(Part::Collected, whole.travels, own * whole.pieces.len());
+        let share = |elements| slot.part(Part::Share, output, elements);
+        match &self.call.operation {
+            Operation::AllReduce { .. } => {
+                let (share, collected) = (share(own)?, collected()?);
+                self.reduce_all(&share, &self.from)?;
+                self.along(Phase::Diffuse, 0, &whole.pieces, (&share, &collected))?;
+                self.add(&self.to, &collected)
+            }
+            Operation::ReduceScatter { .. } => {
+                let collected = collected()?;
+                let share = if whole.takes.is_empty() {
+                    self.from.clone()
+                } else {
+                    let (reduced, share) = (
+                        slot.part(Part::Output, output, self.from.shape().len())?,
+                        share(all)?,
+                    );
+                    self.reduce_all(&reduced, &self.from)?;
+                    for (piece, take) in whole.places().zip(&whole.takes) {
+                        copy(&share, piece, &reduced, take.clone())?;
+                    }
+                    share
+                };
+                self.along(Phase::Collect, 0, &whole.pieces, (&share, &collected))?;
+                self.add(&self.to, &collected)
+            }
+            Operation::AllGather { .. } => {
+                let share = if whole.inside.len() == 1 {
+                    self.from.clone()
+                } else {
+                    let share = share(own)?;
+                    self.gather_inside(&self.inner.inside[0], &whole.inside, &share, &self.from)?;
+                    share
+                };
+                self.along(Phase::Diffuse, 0, &whole.pieces, (&share, &self.to))
+            }
+        }
+    }
+
+    fn rank(&self) -> usize {
+        self.inner.across.group().rank
+    }
+
+    /// Along the rail, by one of its connections.
+    fn along(
+        &self,
+        phase: Phase,
+        connection: usize,
+        pieces: &[usize],
+        (from, to): (&Buffer, &Buffer),
+    ) -> Result<()> {
+        let mut to = to.clone();
         let p = RailParams {
             call: &self.signed,
-            pieces: &pieces,
-            from: own.view(),
-            to: all.view_mut(),
+            pieces,
+            from: from.view(),
+            to: to.view_mut(),
             within: self.deadline.left() + GRACE,
         };
-        inner.rails[0].diffuse(phase, p)?;
-        self.add(&self.to, &all)
+        let rail = &self.inner.rails[connection];
+        let on = &self.inner.streams[phase as usize];
+        match phase {
+            Phase::Collect => rail.collect(on, p),
+            _ => rail.diffuse(on, p),
+        }
     }
 
     /// Slices, one phase after the other; or each track on its own thread.
@@ -264,7 +318,7 @@ impl Pipe {
     /// One slice through one phase.
     fn step(&self, step: Step) -> Result<()> {
         let run = &self.run;
-        let rank = run.inner.across.group().rank;
+        let rank = run.rank();
         let Some(work) = self.slices.work(&run.call, &self.phases, rank, step) else {
             return Ok(());
         };
@@ -280,7 +334,10 @@ impl Pipe {
         }
         match work.phase {
             Phase::ReduceInside => run.reduce_inside(&work.pieces, &to, &from),
-            Phase::Collect | Phase::Diffuse => self.along(step, &work, to.clone(), &from),
+            Phase::Collect | Phase::Diffuse => {
+                let connection = self.schedule.connection(step);
+                run.along(work.phase, connection, &work.pieces, (&from, &to))
+            }
             Phase::Add => run.add(&to, &from),
             Phase::GatherInside => {
                 run.gather_inside(&run.inner.inside[1], &work.pieces, &to, &from)
@@ -288,24 +345,6 @@ impl Pipe {
         }?;
         let mut give = work.give.iter();
         give.try_for_each(|p| copy(&run.to, p.tensor.clone(), &to, p.place.clone()))
-    }
-
-    /// Along the rail.
-    fn along(&self, step: Step, work: &Work, mut to: Buffer, from: &Buffer) -> Result<()> {
-        let inner = &self.run.inner;
-        let p = RailParams {
-            call: &self.run.signed,
-            pieces: &work.pieces,
-            from: from.view(),
-            to: to.view_mut(),
-            within: self.run.deadline.left() + GRACE,
-        };
-        let rail = &inner.rails[self.schedule.connection(step)];
-        let on = &inner.streams[work.phase as usize];
-        match work.phase {
-            Phase::Collect => rail.collect(on, p),
-            _ => rail.diffuse(on, p),
-        }
     }
 }
 

@@ -84,6 +84,7 @@ impl Tune {
             graph: true,
             // What is wrong is no candidate.
             check: true,
+            shared: false,
             serial: false,
             table: Vec::new(),
             vs: None,

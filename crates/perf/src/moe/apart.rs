@@ -87,7 +87,7 @@ fn noted<const N: usize>(
 fn halves(case: &Case<'_>, made: &Buffer) -> Result<[f64; 4]> {
     let rank = case.rank;
     noted(case, |[send, receive, send_back, receive_back]| {
-        let mut lease = case.comm.lease(&rank.on)?;
+        let mut lease = case.among.comm()?.lease(&rank.on)?;
         let mut exchange = LowLatency::default();
         let slot = exchange.slots().0;
         let pending = between(rank, send, || {
@@ -135,7 +135,7 @@ impl Product {
         };
         noted(case, |[alone, beside]| {
             between(rank, alone, &mut multiply)?;
-            let mut lease = case.comm.lease(&rank.on)?;
+            let mut lease = case.among.comm()?.lease(&rank.on)?;
             let mut exchange = LowLatency::default();
             let pending = lease.low_latency_dispatch(exchange.slots().0, case.way_there())?;
             between(rank, beside, &mut multiply)?;

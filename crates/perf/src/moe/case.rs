@@ -1,6 +1,11 @@
 //! One number of tokens on one rank: what it has, its calls, and their times.
 
-use super::{Choice, Moe, Rows, apart, expected, ways::Ways};
+use super::{
+    Choice, Moe, Rows,
+    among::{Among, Leased},
+    apart, expected,
+    ways::Ways,
+};
 use crate::{
     data,
     ranks::{PATIENCE, Rank},
@@ -9,7 +14,7 @@ use crate::{
 };
 use anyhow::Result;
 use brigade::{
-    Allocate, Arrangement, Buffer, Call, CombineParams, Comm, DataType, DispatchParams, LowLatency,
+    Allocate, Arrangement, Buffer, Call, CombineParams, DataType, DispatchParams, LowLatency,
     LowLatencyCombineParams, LowLatencyDispatchParams, MemoryType, Output, Placement, Plan,
     ReceivedIds, Route, Routing, View, ViewMut,
 };
@@ -20,8 +25,10 @@ pub struct Measured {
     pub times: Vec<Times>,
     /// Bytes that rank 0 sends to others, one way.
     pub sent_bytes: usize,
-    /// What the wire alone takes for rows there and back.
-    pub floor_us: f64,
+    /// Bytes that rank 0 sends to other machines, one way, if there are others.
+    pub rail_bytes: Option<usize>,
+    /// What the wire alone takes for rows there and back, where it is known.
+    pub floor_us: Option<f64>,
     /// Of one call there and back, on every rank.
     pub spans: Vec<Spans>,
 }
@@ -29,7 +36,7 @@ pub struct Measured {
 /// One number of tokens on one rank.
 pub struct Case<'a> {
     pub rank: &'a Rank,
-    pub comm: &'a Comm,
+    pub among: &'a Among,
     pub options: &'a Moe,
     pub tokens: usize,
     rows: Buffer,
@@ -41,7 +48,7 @@ pub struct Case<'a> {
 }
 
 impl<'a> Case<'a> {
-    pub fn new(rank: &'a Rank, comm: &'a Comm, options: &'a Moe, tokens: usize) -> Result<Self> {
+    pub fn new(rank: &'a Rank, among: &'a Among, options: &'a Moe, tokens: usize) -> Result<Self> {
         let (me, k) = (rank.number(), options.k);
         let numbers = data::numbers(500 + me as u64, tokens * options.hidden);
         let ways = Ways::drawn(rank.size(), tokens, k, options.experts);
@@ -70,7 +77,7 @@ impl<'a> Case<'a> {
             weights: small(DataType::F32, bytemuck::cast_slice(&weights))?,
             totals: options.count.then(totals).transpose()?,
             rank,
-            comm,
+            among,
             options,
             tokens,
             ways,
@@ -87,13 +94,11 @@ impl<'a> Case<'a> {
     }
 
     fn layout(&self) -> brigade::Result<()> {
-        self.comm
-            .lease(&self.rank.on)?
-            .expert_layout(self.routing())
-            .map(drop)
+        let mut lease = self.among.lease(&self.rank.on)?;
+        lease.expert_layout(self.routing())
     }
 
-    pub fn dispatch(&self, lease: &mut brigade::Lease<'_>) -> brigade::Result<brigade::Dispatched> {
+    fn dispatch(&self, lease: &mut Leased<'_>) -> brigade::Result<brigade::Dispatched> {
         let (size, k) = (self.rank.size(), self.options.k);
         let slots = self.options.experts.div_ceil(size);
         lease.dispatch(DispatchParams {
@@ -103,14 +108,18 @@ impl<'a> Case<'a> {
                 routing: self.routing(),
                 weights: Some(self.weights.view()),
             },
-            arrangement: match self.options.rows {
+            arrangement: match self.options.rows() {
                 Rows::Dense => Arrangement::Dense,
                 Rows::BySource => Arrangement::BySource,
                 Rows::ByExpert => Arrangement::ByExpert { alignment: 1 },
             },
             max_tokens: self.tokens,
-            max_recv: match self.options.rows {
-                Rows::Dense => Some(size * self.tokens),
+            max_recv: match self.options.rows() {
+                // Across machines, the host knows what comes.
+                Rows::Dense => match self.among {
+                    Among::Ranks(_) => Some(size * self.tokens),
+                    Among::Machines(_) => None,
+                },
                 Rows::BySource => None,
                 Rows::ByExpert => Some(size * self.tokens * k.min(slots)),
             },
@@ -147,15 +156,17 @@ impl<'a> Case<'a> {
 
     /// One way, and what was done.
     fn there(&self) -> brigade::Result<Plan> {
-        let mut lease = self.comm.lease(&self.rank.on)?;
+        let on = &self.rank.on;
         if !self.options.in_slots() {
-            return Ok(self.dispatch(&mut lease)?.plan);
+            return Ok(self.dispatch(&mut self.among.lease(on)?)?.plan);
         }
+        let comm = self.among.comm()?;
+        let mut lease = comm.lease(on)?;
         let (mut exchange, p) = (LowLatency::default(), self.way_there());
         let (slot, call) = (exchange.slots().0, p.check(0)?);
         let pending = lease.low_latency_dispatch(slot, p)?;
         self.receive(&mut lease, pending)?;
-        Ok(self.comm.explain(&Call::LowLatencyDispatch(call))?)
+        Ok(comm.explain(&Call::LowLatencyDispatch(call))?)
     }
 
     /// Memory for what stands for the experts' rows.
@@ -172,7 +183,7 @@ impl<'a> Case<'a> {
             let slots = self.ways.experts_of(self.rank.number());
             return Ok(vec![slots, self.tokens * self.rank.size(), hidden]);
         }
-        let first = self.dispatch(&mut self.comm.lease(&self.rank.on)?)?;
+        let first = self.dispatch(&mut self.among.lease(&self.rank.on)?)?;
         Ok(first.handle.shape(hidden)?.dims().to_vec())
     }
 
@@ -191,9 +202,10 @@ impl<'a> Case<'a> {
         &self,
         make: impl Fn(View<'_>, Option<View<'_>>) -> Result<Option<Buffer>>,
     ) -> Result<Buffer> {
-        let mut lease = self.comm.lease(&self.rank.on)?;
+        let on = &self.rank.on;
         let output = Output::Allocate(DataType::BF16);
         if self.options.in_slots() {
+            let mut lease = self.among.comm()?.lease(on)?;
             let mut exchange = LowLatency::default();
             let slot = exchange.slots().0;
             let pending = lease.low_latency_dispatch(slot, self.way_there())?;
@@ -205,6 +217,7 @@ impl<'a> Case<'a> {
                 .receive(&mut lease, output)?
                 .ok_or(brigade::Error::Closed)?);
         }
+        let mut lease = self.among.lease(on)?;
         let there = self.dispatch(&mut lease)?;
         // Rows that were cast stay in place, and what was made of them goes back another way.
         let (in_place, fp8) = (self.options.transport == Choice::InPlace, self.options.fp8);
@@ -283,21 +296,26 @@ impl<'a> Case<'a> {
         times.extend(apart::times(self, &made)?);
         let spans = trace::record(rank, || self.timed(&made))?;
         rank.on.sync(PATIENCE)?;
-        self.comm.check()?;
+        self.among.check()?;
         let to = |&peer: &usize| match self.options.transport {
             Choice::Gather => self.tokens,
             _ => self.ways.rows_between(me, peer),
         };
         let rows: usize = peers.iter().map(to).sum();
+        let row_bytes = self.options.row_bytes();
+        let wire = self.options.wire_gb_per_s().map(|gb| gb * 1e3);
+        let machines = self.among.machines();
         Ok(Measured {
             plan,
             times,
-            sent_bytes: rows * self.options.row_bytes().0,
-            floor_us: self.ways.floor_us(
-                self.options.row_bytes(),
-                self.options.sum(),
-                self.options.wire_gb_per_s * 1e3,
-            ),
+            sent_bytes: rows * row_bytes.0,
+            rail_bytes: machines.map(|cut| self.ways.rows_along(me, cut) * row_bytes.0),
+            floor_us: wire.map(|bytes_per_us| match machines {
+                Some(cut) => self.ways.rail_floor_us(row_bytes, cut, bytes_per_us),
+                None => self
+                    .ways
+                    .floor_us(row_bytes, self.options.sum(), bytes_per_us),
+            }),
             spans,
         })
     }

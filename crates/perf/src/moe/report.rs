@@ -23,9 +23,11 @@ pub fn row(options: &Moe, tokens: usize, measured: &Measured) -> Value {
         .collect();
     let floor = measured.floor_us;
     let total = number(of("total"));
-    let of_floor = match floor > 0.0 && total.is_finite() {
-        true => json!((total / floor * 1000.0).round() / 1000.0),
-        false => Value::Null,
+    let of_floor = match floor {
+        Some(floor) if floor > 0.0 && total.is_finite() => {
+            json!((total / floor * 1000.0).round() / 1000.0)
+        }
+        _ => Value::Null,
     };
     let blocks = match measured.plan {
         Plan::Experts { launch, .. } if launch.blocks > 0 => json!(launch.blocks),
@@ -37,15 +39,20 @@ pub fn row(options: &Moe, tokens: usize, measured: &Measured) -> Value {
             true => format!("low latency, {}", measured.plan),
             false => measured.plan.to_string(),
         },
-        "rows": format!("{:?}", options.rows), "sum": format!("{:?}", options.sum()),
+        "rows": format!("{:?}", options.rows()), "sum": format!("{:?}", options.sum()),
         "dtype": if options.fp8 { "fp8 there, bf16 back" } else { "bf16" },
         "back": format!("{:?}", options.back),
         "graph": options.common.graph, "sms": blocks, "sm_budget": options.sm_budget, "sent_bytes": measured.sent_bytes,
         "layout_us": of("layout"), "dispatch_us": of("dispatch"),
         "combine_us": rounded(number(of("total")) - number(of("dispatch"))),
         "total_us": of("total"), "nccl_us": of("nccl"),
-        "wire_gb_per_s": options.wire_gb_per_s, "floor_us": rounded(floor), "of_floor": of_floor, "samples": samples,
+        "wire_gb_per_s": options.wire_gb_per_s(), "floor_us": floor.map(rounded), "of_floor": of_floor, "samples": samples,
     });
+    if let (Some(machines), Some(bytes)) = (options.machines, measured.rail_bytes) {
+        row["machines"] = json!(machines);
+        row["sockets"] = json!(options.sockets.sockets);
+        row["rail_bytes"] = json!(bytes);
+    }
     // What was sent and received apart, and products beside that, outside of graphs.
     let apart = ["_send", "_receive", "gemm", "gemm_pending"];
     let apart = |t: &&Times| apart.iter().any(|end| t.name.ends_with(end));
@@ -59,7 +66,7 @@ pub fn row(options: &Moe, tokens: usize, measured: &Measured) -> Value {
 }
 
 /// The table of these rows.
-pub fn table(rows: &[Value], in_slots: bool) -> String {
+pub fn table(options: &Moe, rows: &[Value]) -> String {
     let mut columns = vec![
         ("tokens", "tokens"),
         ("sent_bytes", "sent"),
@@ -71,7 +78,10 @@ pub fn table(rows: &[Value], in_slots: bool) -> String {
         ("of_floor", "of floor"),
         ("nccl_us", "nccl us"),
     ];
-    if in_slots {
+    if options.machines.is_some() {
+        columns.insert(2, ("rail_bytes", "along rails"));
+    }
+    if options.in_slots() {
         columns.extend([
             ("dispatch_send_us", "send us"),
             ("dispatch_receive_us", "receive us"),
@@ -131,11 +141,12 @@ mod tests {
             },
             times,
             sent_bytes: 1000,
-            floor_us: 8.0,
+            rail_bytes: Some(300),
+            floor_us: options.wire_gb_per_s().map(|_| 8.0),
             spans: Vec::new(),
         };
         let row = row(&options, 8, &measured);
-        let text = table(std::slice::from_ref(&row), options.in_slots());
+        let text = table(&options, std::slice::from_ref(&row));
         (row, text)
     }
 
@@ -163,6 +174,42 @@ mod tests {
         assert!(widths.len() == 2 && widths[0] == widths[1], "{text}");
         let (row, _) = told("", Launch::default(), false);
         assert!(row["sms"].is_null() && row["sm_budget"].is_null());
+    }
+
+    #[test]
+    fn a_row_across_machines_says_what_went_along_rails() {
+        let (row, text) = told("--machines 2", Launch::default(), false);
+        assert_eq!(
+            (&row["machines"], &row["rows"]),
+            (&json!(2), &json!("Dense"))
+        );
+        assert_eq!(
+            (&row["rail_bytes"], &row["sent_bytes"]),
+            (&json!(300), &json!(1000))
+        );
+        // What GPUs push to each other says nothing of rails.
+        assert!(row["floor_us"].is_null() && row["of_floor"].is_null());
+        assert!(text.contains("along rails"), "{text}");
+        let (row, _) = told("--machines 2 --wire-gb-per-s 5", Launch::default(), false);
+        assert_eq!(row["floor_us"], json!(8.0));
+        let (row, text) = told("", Launch::default(), false);
+        assert!(row.get("rail_bytes").is_none() && !text.contains("along rails"));
+    }
+
+    #[test]
+    fn what_stays_inside_machines_is_refused_across_them() {
+        let read = |words: &str| {
+            let words = std::iter::once("moe").chain(words.split_whitespace());
+            Line::try_parse_from(words).map(|line| line.moe)
+        };
+        let refused = |words: &str, ranks| read(words).unwrap().check_machines(ranks).is_err();
+        assert!(!refused("--machines 2 --processes --sockets", 4));
+        assert!(refused("--machines 2", 3));
+        assert!(refused("--machines 2 --rows by-expert", 4));
+        assert!(refused("--machines 2 --transport low-latency", 4));
+        assert!(refused("--machines 2 --transport in-place", 4));
+        assert!(refused("--processes --sockets", 4));
+        assert!(read("--machines 2 --graph").is_err());
     }
 
     #[test]

@@ -2,9 +2,11 @@
 
 mod verdict;
 
-use super::{Choice, Moe, Payload, Rows, WIRE_GB_PER_S, case::Case, expected};
+use super::{Choice, Moe, Payload, Rows, among::Among, case::Case, expected};
 use crate::{
-    Common, meta,
+    Common,
+    machines::Sockets,
+    meta,
     ranks::{Rank, Ranks},
     rounded,
     sample::{Variant, measure},
@@ -98,6 +100,7 @@ impl Tune {
             graph: true,
             // What is wrong is no candidate.
             check: true,
+            shared: false,
             serial: false,
             table: Vec::new(),
             vs: None,
@@ -112,14 +115,16 @@ impl Tune {
             hidden: self.hidden,
             experts: self.experts,
             k: self.k,
-            rows: Rows::BySource,
+            rows: Some(Rows::BySource),
+            machines: None,
+            sockets: Sockets::default(),
             fp8: self.fp8,
             transport,
             by_rank: false,
             back: Payload::AsIs,
             count: false,
             sm_budget,
-            wire_gb_per_s: WIRE_GB_PER_S,
+            wire_gb_per_s: None,
             trace: None,
         }
     }
@@ -165,10 +170,10 @@ impl Tune {
             let call = self.call(rows, Some(Transport::OneSided));
             config.dispatch_bytes = need(&call, size)?.bytes;
         }
-        let comm = rank.join(&config)?;
+        let among = Among::Ranks(rank.join(&config)?);
         let cases = options
             .iter()
-            .map(|options| Case::new(rank, &comm, options, tokens))
+            .map(|options| Case::new(rank, &among, options, tokens))
             .collect::<Result<Vec<_>>>()?;
         let mut variants = Vec::new();
         for (case, (_, name)) in cases.iter().zip(candidates) {
@@ -183,7 +188,7 @@ impl Tune {
         }
         let times = measure(rank, &mut variants, self.rounds)?;
         drop(variants);
-        comm.check()?;
+        among.check()?;
         // Nobody leaves the communicator while another still works in it.
         rank.meet()?;
         let mut point = Point::new(tokens, arriving_bytes(&self.call(tokens, None), size)?);

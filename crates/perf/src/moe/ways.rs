@@ -1,6 +1,6 @@
 //! Which rows go where, as every rank knows it beforehand, and how long the wire alone would take for them.
 
-use brigade::{CombineSum, PlacementCall, plan::routes::Slots};
+use brigade::{CombineSum, Machines, PlacementCall, plan::routes::Slots};
 use rand::{SeedableRng, rngs::StdRng, seq::index::sample};
 
 /// Experts of every rank's tokens, spread evenly over the ranks.
@@ -47,6 +47,38 @@ impl Ways {
     pub fn rows_between(&self, from: usize, to: usize) -> usize {
         let is_there = |ids: &&[i32]| ids.iter().any(|&e| self.owner(e) == to);
         self.ids[from].chunks(self.k).filter(is_there).count()
+    }
+
+    /// Rows that go from one rank to another machine: a token goes once, however many of its experts are there.
+    fn rows_to_machine(&self, from: usize, cut: Machines, to: usize) -> usize {
+        let is_there = |ids: &&[i32]| ids.iter().any(|&e| cut.machine_of(self.owner(e)) == to);
+        self.ids[from].chunks(self.k).filter(is_there).count()
+    }
+
+    /// Rows that a rank sends along its rail: its own tokens', to all other machines.
+    pub fn rows_along(&self, from: usize, cut: Machines) -> usize {
+        let others = (0..cut.count()).filter(|&m| m != cut.machine_of(from));
+        others.map(|m| self.rows_to_machine(from, cut, m)).sum()
+    }
+
+    /// Microseconds that rows of so many bytes there and so many back take on rails that carry `bytes_per_us` from every rank: those of the
+    /// rank that sends most.
+    pub fn rail_floor_us(
+        &self,
+        (there_bytes, back_bytes): (usize, usize),
+        cut: Machines,
+        bytes_per_us: f64,
+    ) -> f64 {
+        let there = (0..cut.size()).map(|rank| self.rows_along(rank, cut));
+        // A rank sends back what came along its rail.
+        let back = (0..cut.size()).map(|rank| -> usize {
+            let rail = cut.rail(cut.local_of(rank)).filter(|&r| r != rank);
+            rail.map(|from| self.rows_to_machine(from, cut, cut.machine_of(rank)))
+                .sum()
+        });
+        let most = |rows: Option<usize>| rows.unwrap_or(0);
+        let bytes = most(there.max()) * there_bytes + most(back.max()) * back_bytes;
+        bytes as f64 / bytes_per_us
     }
 
     /// Experts of one rank's tokens that another has, one by one.
@@ -114,6 +146,22 @@ mod tests {
         assert!((of(CombineSum::Expert) - 21.0).abs() < 1e-9);
         let alone = Ways::new(vec![vec![0, 1]], 2, 4);
         assert!(alone.floor_us((10, 100), CombineSum::Rank, 10.0).abs() < 1e-9);
+    }
+
+    /// Four ranks of two machines, an expert each: what is on the other machine goes there once.
+    #[test]
+    fn rows_go_once_to_each_machine() {
+        let cut = Machines::cut(4, 2).unwrap();
+        let ids = vec![vec![2, 3, 0, 1, 1, 2], vec![0, 1], vec![2, 3], vec![0, 3]];
+        let ways = Ways::new(ids, 2, 4);
+        let along: Vec<_> = (0..4).map(|rank| ways.rows_along(rank, cut)).collect();
+        assert_eq!(along, [2, 0, 0, 1]);
+        assert_eq!(ways.rows_between(0, 2) + ways.rows_between(0, 3), 3);
+        // Two rows from rank 0, which come back from rank 2.
+        let floor = ways.rail_floor_us((10, 100), cut, 10.0);
+        assert!((floor - 22.0).abs() < 1e-9, "{floor}");
+        let alone = ways.rail_floor_us((10, 100), Machines::cut(4, 1).unwrap(), 10.0);
+        assert!(alone.abs() < 1e-9);
     }
 
     #[test]

@@ -1,7 +1,9 @@
 //! What calls and links cost, and from that what slices take.
 
-use super::{StepCost, slices};
-use brigade_device::{DataType, HierarchicalCall, Machines, Phase};
+use super::{StepCost, slices, whole};
+use brigade_device::{
+    DataType, HierarchicalCall, HierarchicalOperation as Operation, Machines, Phase,
+};
 use smallvec::SmallVec;
 
 /// What one collective costs a rank.
@@ -47,6 +49,9 @@ pub struct Costs {
     pub wire: Wire,
     /// Bytes that a rank reads in a microsecond where it adds. At least 1.
     pub add_bytes_per_us: u64,
+    /// Nanoseconds of a copy within a rank's memory, of which there is one for each rank where rows that are scattered or gathered lie in
+    /// another order than slices.
+    pub copy_ns: u64,
     /// Machines, and ranks of each, with which all but the wire was measured; `None` if it is guessed. It decides nothing.
     pub measured: Option<(usize, usize)>,
 }
@@ -68,12 +73,14 @@ impl Costs {
             },
             wire: Wire::NONE,
             add_bytes_per_us: 4_000,
+            // What it takes is in a call's.
+            copy_ns: 0,
             measured: Some((2, 2)),
         }
     }
 
     /// GPUs whose machines reach each other by sockets. In round numbers what two machines of one H200 took, which were one host's: calls of
-    /// NCCL's, and what both of its connections carry together, slices in flight or not. Calls inside, NVLink and reading memory are guessed.
+    /// NCCL's, and what both of its connections carry together, slices in flight or not. Calls inside, NVLink, reading and copying memory are guessed.
     pub const fn cuda() -> Self {
         Self {
             inside: Link {
@@ -90,6 +97,7 @@ impl Costs {
                 bytes_per_us: 4_400,
             },
             add_bytes_per_us: 2_000_000,
+            copy_ns: 2_000,
             measured: None,
         }
     }
@@ -131,6 +139,7 @@ impl Costs {
             across,
             wire,
             add_bytes_per_us,
+            copy_ns,
             measured: _,
         } = self;
         [
@@ -141,6 +150,7 @@ impl Costs {
             wire.latency_ns,
             wire.bytes_per_us,
             *add_bytes_per_us,
+            *copy_ns,
         ]
         .into_iter()
         .flat_map(u64::to_le_bytes)
@@ -159,12 +169,32 @@ impl Costs {
             link_ns: 0,
             then_ns,
         };
+        let copies = self.copies_ns(call, call.machines.size());
+        let inside = |bytes| alone(self.inside.ns(bytes).saturating_add(copies));
         match phase {
-            Phase::ReduceInside => alone(self.inside.ns(others(input, ranks))),
+            Phase::ReduceInside => inside(others(input, ranks)),
             Phase::Collect => self.along(others(travels, count)),
             Phase::Add => alone(nanoseconds(collected as u64, self.add_bytes_per_us)),
             Phase::Diffuse => self.along(sum as u64 * (count as u64 - 1)),
-            Phase::GatherInside => alone(self.inside.ns(others(gathered, ranks))),
+            Phase::GatherInside => inside(others(gathered, ranks)),
+        }
+    }
+
+    /// So many copies of rows that are in another order than they travel: by local number, and then by machine.
+    fn copies_ns(&self, call: &HierarchicalCall, copies: usize) -> u64 {
+        let all_reduce = matches!(call.operation, Operation::AllReduce { .. });
+        match all_reduce || call.machines.ranks() == 1 {
+            true => 0,
+            false => self.copy_ns.saturating_mul(copies as u64),
+        }
+    }
+
+    /// What a call takes before its first slice: ranks of a machine meet if what goes along the rail comes first.
+    pub fn begins_ns(&self, call: &HierarchicalCall) -> u64 {
+        let gathers = matches!(call.operation, Operation::AllGather { .. });
+        match gathers && call.machines.ranks() > 1 {
+            true => self.inside.call_ns,
+            false => 0,
         }
     }
 
@@ -188,24 +218,35 @@ impl Costs {
         phases.iter().map(step).collect()
     }
 
-    /// Nanoseconds of an all-reduce on the path as a whole.
-    pub(super) fn whole_ns(
-        &self,
-        machines: Machines,
-        elements: usize,
-        (input, output): (DataType, DataType),
-    ) -> u64 {
-        let (count, ranks) = (machines.count() as u64, machines.ranks() as u64);
-        let bytes = |dtype: DataType| elements as u64 * dtype.bytes() as u64;
-        let inside = match ranks {
+    /// Nanoseconds of a call on the path as a whole.
+    pub(super) fn whole_ns(&self, call: &HierarchicalCall) -> u64 {
+        let (count, ranks) = (call.machines.count() as u64, call.machines.ranks() as u64);
+        let bytes = |elements: usize, dtype: DataType| elements as u64 * dtype.bytes() as u64;
+        let (input, output) = (call.dtype, call.output);
+        let inside = |bytes: u64| match ranks {
             1 => 0,
-            _ => self
-                .inside
-                .ns((bytes(input) + bytes(output)) * (ranks - 1) / ranks),
+            _ => self.inside.ns(bytes * (ranks - 1) / ranks),
         };
-        inside
-            .saturating_add(self.along(bytes(output) * (count - 1)).ns())
-            .saturating_add(nanoseconds(bytes(output) * count, self.add_bytes_per_us))
+        let all = slices::elements(call);
+        let reduced = || inside(bytes(all, input) + bytes(all, output));
+        let added = |own: u64| nanoseconds(own * count, self.add_bytes_per_us);
+        let (inside, along, rest) = match call.operation {
+            Operation::AllReduce { .. } => {
+                let own = bytes(all, output);
+                (reduced(), own, added(own))
+            }
+            Operation::ReduceScatter { .. } => {
+                let own = bytes(slices::most_rank_elements(call), output);
+                let copies = self.copies_ns(call, call.machines.count());
+                (reduced(), own, added(own).saturating_add(copies))
+            }
+            Operation::AllGather { .. } => {
+                let own = bytes(whole::most_machine_elements(call), output);
+                (inside(own), own, 0)
+            }
+        };
+        let along = self.along(along * (count - 1)).ns();
+        inside.saturating_add(along).saturating_add(rest)
     }
 }
 
