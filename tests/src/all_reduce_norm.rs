@@ -1,7 +1,7 @@
 //! All-reduce with a norm: bit for bit what an all-reduce, an addition and a norm one after the other give, whatever the
 //! algorithm, and close to what f64 gives.
 
-mod case;
+pub(crate) mod case;
 mod naive;
 mod special;
 

@@ -14,8 +14,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Action, AllGatherLoraLinearParams, Buffer, Chunk, DataType, DeviceExt, Event, FaultKind,
-    Inject, OverlapMode, Point, Replay, Result, Step, Unguarded,
+    Action, AllGatherLoraLinearParams, Buffer, Chunk, CommConfig, DataType, DeviceExt, Event,
+    FaultKind, Inject, OverlapMode, Point, Replay, Result, Step, Unguarded,
 };
 use parking_lot::{Condvar, Mutex};
 use rand::Rng;
@@ -30,6 +30,36 @@ fn replays(size: usize) -> u32 {
 
 /// Replays within which a missing guard must show.
 const CONTROL_REPLAYS: u32 = 100;
+
+/// So many replays of captured graphs in turn, with the data of a day each: not one graph after the other, or each would find memory that
+/// only its own kind was in.
+fn in_turn<T>(rank: &Rank, graphs: &mut [T], check: impl Fn(&mut T, u32)) {
+    for day in 0..replays(rank.size) {
+        let which = (day as usize / 2 + day as usize) % graphs.len();
+        check(&mut graphs[which], day);
+    }
+}
+
+/// A control's replays: runs with the data of a day each, and is told whether the result was wrong.
+type Days<'a> = &'a dyn Fn(&mut dyn FnMut(u32) -> bool);
+
+/// Two ranks, and a control's replays under a hazard. Gives the days on which results were wrong.
+fn wrong_days(
+    world: &World,
+    config: &CommConfig,
+    hazard: Arc<dyn Inject>,
+    replay: impl Fn(&Rank, Days<'_>) + Send + Sync + 'static,
+) -> Vec<u32> {
+    let wrong = Arc::new(Mutex::new(vec![]));
+    let found = Arc::clone(&wrong);
+    world.run_injected(config, hazard, move |rank| {
+        replay(rank, &|is_wrong| {
+            let wrong = (0..CONTROL_REPLAYS).filter(|&day| is_wrong(day));
+            wrong.for_each(|day| found.lock().push(day));
+        });
+    });
+    std::mem::take(&mut *wrong.lock())
+}
 
 /// Rows of a rank, columns of the input and of the result.
 const ROWS: usize = 2;
@@ -261,12 +291,11 @@ impl Inject for Hazard {
 /// the writer was wrong.
 fn wrong_replays(world: &World, unguarded: bool, patience: Duration) -> Vec<u32> {
     let hazard = Arc::new(Hazard::new(unguarded, patience));
-    let wrong = Arc::new(Mutex::new(vec![]));
-    let found = Arc::clone(&wrong);
-    world.run_injected(&config(), hazard, move |rank| {
+    wrong_days(world, &config(), hazard, |rank, days| {
         let mut captured = Captured::new(rank);
-        for day in 0..CONTROL_REPLAYS {
+        days(&mut |day| {
             let [d, _] = captured.replay(rank, day);
+            let mut is_wrong = false;
             for (from, part) in d.chunks(ROWS * N).enumerate() {
                 if part == product(from, day) {
                     continue;
@@ -274,11 +303,11 @@ fn wrong_replays(world: &World, unguarded: bool, patience: Duration) -> Vec<u32>
                 // What is wrong is of the next replay, and only where a guard was left out.
                 assert_eq!((rank.rank, from), (READER, WRITER), "replay {day}");
                 assert_eq!(part, product(WRITER, day + 1), "replay {day}");
-                found.lock().push(day);
+                is_wrong = true;
             }
-        }
-    });
-    std::mem::take(&mut *wrong.lock())
+            is_wrong
+        });
+    })
 }
 
 /// A reader that is slow at the worst moment still reads what it was sent.

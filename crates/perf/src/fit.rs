@@ -72,6 +72,40 @@ pub fn fewest(swept: &[(u16, Vec<f64>)]) -> Option<u16> {
     fewest.or_else(|| swept.iter().map(|(blocks, _)| *blocks).max())
 }
 
+/// Which number each size takes, as far as that says anything: the largest size of every number, ascending, up to the last size at which one
+/// is ahead of the usual way by more than chance. A size takes the number of the one before unless another is ahead of that by more.
+/// `usual` and every number have the times of all sizes.
+pub fn favourites(sizes: &[usize], usual: &[f64], swept: &[(u16, Vec<f64>)]) -> Vec<(usize, u16)> {
+    let best = |size: usize| {
+        let each = swept.iter();
+        let times = each.filter_map(|(number, times)| Some((*number, *times.get(size)?)));
+        times.min_by(|a, b| a.1.total_cmp(&b.1))
+    };
+    let ahead = |size: &usize| {
+        let usual = usual.get(*size).copied().unwrap_or(f64::INFINITY);
+        best(*size).is_some_and(|(_, us)| us * (1.0 + CHANCE) < usual)
+    };
+    let end = (0..sizes.len())
+        .rev()
+        .find(ahead)
+        .map_or(0, |last| last + 1);
+    let mut all: Vec<(usize, u16)> = Vec::new();
+    for (i, &bytes) in sizes[..end].iter().enumerate() {
+        let Some((quickest, least)) = best(i) else {
+            continue;
+        };
+        let as_quick = |number: u16| {
+            let mut each = swept.iter().filter(|(n, _)| *n == number);
+            each.any(|(_, times)| times[i] <= least * (1.0 + CHANCE))
+        };
+        match all.last_mut() {
+            Some((until, number)) if as_quick(*number) => *until = bytes,
+            _ => all.push((bytes, quickest)),
+        }
+    }
+    all
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -113,6 +147,30 @@ mod tests {
         backwards.reverse();
         assert_eq!(overtakes(&backwards), Some(1 << 20));
         assert_eq!((overtakes(none), last_before(none, None)), (None, 0));
+    }
+
+    #[test]
+    fn a_number_is_a_favourite_where_it_is_ahead_by_more_than_chance() {
+        let sizes = [2, 4, 8, 16, 32];
+        let usual = [3.0, 3.0, 4.0, 5.0, 9.0];
+        let swept = |of: [[f64; 5]; 3]| {
+            let numbers = [64, 128, 256].into_iter().zip(of);
+            numbers.map(|(n, us)| (n, us.to_vec())).collect::<Vec<_>>()
+        };
+        let same = swept([usual, usual.map(|us| us * 0.99), usual.map(|us| us * 1.1)]);
+        assert_eq!(favourites(&sizes, &usual, &same), []);
+        assert_eq!(favourites(&sizes, &usual, &[]), []);
+        assert_eq!(favourites(&[], &[], &same), []);
+        // 64 keeps the second size, where 128 is ahead by chance, and 256 the third, where it is no quicker than usual; behind the fourth it
+        // is as usual.
+        let ahead = swept([
+            [2.0, 2.5, 4.4, 5.0, 9.0],
+            [2.9, 2.46, 4.2, 5.0, 9.0],
+            [3.0, 3.0, 4.0, 4.0, 8.9],
+        ]);
+        assert_eq!(favourites(&sizes, &usual, &ahead), [(4, 64), (16, 256)]);
+        let none = swept([[f64::INFINITY; 5]; 3]);
+        assert_eq!(favourites(&sizes, &[f64::INFINITY; 5], &none), []);
     }
 
     #[test]

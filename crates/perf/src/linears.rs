@@ -74,9 +74,12 @@ pub struct Linears {
     /// last shape
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Adapters of this rank, two of them over half of the rows each
+    /// Adapters of this rank over all rows
     #[arg(long, value_name = "RANK", default_value_t = 0)]
     lora: usize,
+    /// How many adapters there are, each over as many rows
+    #[arg(long, value_name = "N", default_value_t = 2, requires = "lora")]
+    adapters: usize,
 }
 
 impl Linears {
@@ -98,6 +101,11 @@ impl Linears {
             Some(begin) => shape::swept(&shapes, &sizes::steps(begin, self.end, self.factor)?),
             None => Ok(shapes),
         }
+    }
+
+    /// How many adapters there are.
+    fn adapters(&self) -> usize {
+        if self.lora > 0 { self.adapters } else { 0 }
     }
 
     /// Bytes that travel, as the collective alone counts them: rows of all ranks as they come out, or for all ranks as they go in.
@@ -122,6 +130,7 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
         !options.resident || options.scheme == Scheme::Bf16,
         "--resident goes with bf16 alone: space in the user buffer is handed out for floats"
     );
+    ensure!(options.adapters > 0, "--adapters: there must be one");
     let shapes = options.shapes(which, ranks.size())?;
     let meta = meta::meta(ranks)?;
     let mut text = format!(
@@ -202,7 +211,7 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
 fn row(shape: Shape, options: &Linears, times: &[Times], plan: &str, of_floor: f64) -> Value {
     let Shape { m, k, n } = shape;
     let mut row = json!({
-        "m": m, "k": k, "n": n, "dtype": "bf16", "scheme": options.scheme.name(), "lora": options.lora,
+        "m": m, "k": k, "n": n, "dtype": "bf16", "scheme": options.scheme.name(), "lora": options.lora, "adapters": options.adapters(),
         "graph": options.common.graph, "resident": options.resident, "plan": plan,
         "of_floor": (of_floor * 1000.0).round() / 1000.0,
     });
@@ -254,6 +263,14 @@ mod tests {
                 .shapes(Which::Gather, 4)
                 .is_err()
         );
+    }
+
+    #[test]
+    fn adapters_have_a_rank() {
+        let adapters = |words: &str| read(words).unwrap().adapters();
+        assert_eq!([adapters(""), adapters("--lora 16")], [0, 2]);
+        assert_eq!(adapters("--lora 16 --adapters 32"), 32);
+        assert!(read("--adapters 32").is_err());
     }
 
     #[test]

@@ -51,6 +51,12 @@ impl Rank {
         self.boot.size()
     }
 
+    /// This rank with another device of its GPU, and without NCCL.
+    pub fn with(&self, config: &CudaConfig) -> Result<Self> {
+        let gpu = self.device.info().ordinal as usize;
+        Self::new(Arc::clone(&self.boot), gpu, config, false)
+    }
+
     /// A communicator of its own for a shape.
     pub fn join(&self, config: &CommConfig) -> Result<Comm> {
         Ok(Arc::clone(&self.device).join(&*self.boot, config)?)

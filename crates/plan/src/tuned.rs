@@ -342,6 +342,17 @@ fn some_blocks(max_blocks: u16) -> Checked<()> {
     }
 }
 
+/// Whether a kernel that pushes can have so many threads in a block.
+///
+/// # Errors
+/// [`Error::Invalid`] if they are no whole warps, none, or more than it is compiled for.
+pub fn some_threads(threads: u16) -> Checked<()> {
+    if threads.is_multiple_of(32) && (32..=MAX_THREADS).contains(&threads) {
+        return Ok(());
+    }
+    Err(Error::invalid("threads", threads, "1 to 16 warps"))
+}
+
 impl Entry {
     /// Whether its launches can be.
     pub(crate) fn check(&self) -> Checked<()> {
@@ -355,13 +366,9 @@ impl Entry {
                 want,
             ));
         }
-        let wrong = |t: &&Threads| {
-            !t.threads.is_multiple_of(32) || !(32..=MAX_THREADS).contains(&t.threads)
-        };
-        match self.threads.iter().find(wrong) {
-            Some(t) => Err(Error::invalid("threads", t.threads, "1 to 16 warps")),
-            None => Ok(()),
-        }
+        self.threads
+            .iter()
+            .try_for_each(|t| some_threads(t.threads))
     }
 
     fn figures(&self, whose: Whose) -> Figures {

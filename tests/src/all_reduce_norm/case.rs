@@ -46,7 +46,7 @@ pub(crate) struct Arguments {
 }
 
 /// Where normalized rows go.
-fn normed<'a>(
+pub(crate) fn normed<'a>(
     scheme: QScheme,
     values: &'a mut Buffer,
     scales: &'a mut Buffer,

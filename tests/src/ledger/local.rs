@@ -1,10 +1,13 @@
 //! What a device does alone: quantizing, converting, a router's choice, the end of a linear, and a norm behind a residual.
 
 use super::{Entry, Inputs, named};
-use crate::{all_reduce_norm::NORMED, backend::Rank, layer::FLOATS, quantized::SCHEMES};
-use brigade_device::{
-    Activation, DataType, Normed, Output, QScheme, ResidualNormParams, TopKParams,
+use crate::{
+    all_reduce_norm::{NORMED, case::normed},
+    backend::Rank,
+    layer::FLOATS,
+    quantized::SCHEMES,
 };
+use brigade_device::{Activation, DataType, Output, QScheme, ResidualNormParams, TopKParams};
 
 const DIMS: [usize; 2] = [23, 300];
 const ELEMENTS: usize = DIMS[0] * DIMS[1];
@@ -83,24 +86,13 @@ fn residual_norm(
     let mut sum = rank.poisoned(dtype, &dims);
     let mut out = rank.poisoned(scheme.kernel_type().unwrap_or(dtype), &dims);
     let mut scales = rank.poisoned(DataType::F32, &dims[..1]);
-    let values = out.view_mut();
     let params = ResidualNormParams {
         from: from.view(),
         residual: residual.view(),
         weight: weight.view(),
         eps: 1e-5,
         sum: sum.view_mut(),
-        normed: match scheme {
-            QScheme::Int8PerToken => Normed::Int8PerToken {
-                values,
-                scales: scales.view_mut(),
-            },
-            QScheme::Fp8PerTensor => Normed::Fp8PerTensor {
-                values,
-                scale: 1.0 / 64.0,
-            },
-            _ => Normed::Plain(values),
-        },
+        normed: normed(scheme, &mut out, &mut scales, 1.0 / 64.0),
     };
     rank.device.residual_norm(&rank.stream, &params).unwrap();
     [sum, out, scales]

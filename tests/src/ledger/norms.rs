@@ -1,8 +1,13 @@
 //! All-reduces with a norm, by every algorithm: the new residual, the normalized rows, and their scales.
 
 use super::{Entry, Inputs, Results, named};
-use crate::{all_reduce::algorithms, all_reduce_norm::NORMED, backend::Rank, layer::FLOATS};
-use brigade_device::{AllReduceNormParams, DataType, Normed, QScheme};
+use crate::{
+    all_reduce::algorithms,
+    all_reduce_norm::{NORMED, case::normed},
+    backend::Rank,
+    layer::FLOATS,
+};
+use brigade_device::{AllReduceNormParams, DataType, QScheme};
 use brigade_plan::Engines;
 
 /// More rows than ranks, and no whole number of granules in a row.
@@ -27,24 +32,13 @@ fn all_reduce_norm(
             let mut sum = rank.poisoned(dtype, &DIMS);
             let mut out = rank.poisoned(scheme.kernel_type().unwrap_or(dtype), &DIMS);
             let mut scales = rank.poisoned(DataType::F32, &DIMS[..1]);
-            let values = out.view_mut();
             let params = AllReduceNormParams {
                 from: from.view(),
                 residual: residual.view(),
                 weight: weight.view(),
                 eps: EPS,
                 sum: sum.view_mut(),
-                normed: match scheme {
-                    QScheme::Int8PerToken => Normed::Int8PerToken {
-                        values,
-                        scales: scales.view_mut(),
-                    },
-                    QScheme::Fp8PerTensor => Normed::Fp8PerTensor {
-                        values,
-                        scale: 1.0 / 64.0,
-                    },
-                    _ => Normed::Plain(values),
-                },
+                normed: normed(scheme, &mut out, &mut scales, 1.0 / 64.0),
                 choice,
             };
             rank.lease().all_reduce_norm(params).unwrap();

@@ -17,8 +17,9 @@
 //! gets several times a hundred replays for that; most often it needs the first.
 
 use super::{
-    CONTROL_REPLAYS,
+    CONTROL_REPLAYS, in_turn,
     sums::{BUFFERS, Hazard, READER, WRITER},
+    wrong_days,
 };
 use crate::{
     backend::Rank,
@@ -36,7 +37,6 @@ use brigade_device::{
     Activation, Arrangement, Buffer, CombineParams, CombineSum, DataType, Dispatched, ExpertLayout,
     Inject, Output, Replay, Transport,
 };
-use parking_lot::Mutex;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -319,11 +319,7 @@ fn under_stalls(world: &World) {
             .iter()
             .map(|&kind| Captured::new(rank, kind))
             .collect();
-        let kinds = graphs.len();
-        for day in 0..super::replays(rank.size) {
-            // Not one after the other, or each would find a buffer that only its own kind was in.
-            graphs[(day as usize / 2 + day as usize) % kinds].check(rank, day);
-        }
+        in_turn(rank, &mut graphs, |graph, day| graph.check(rank, day));
     });
 }
 
@@ -477,18 +473,13 @@ fn wrong_of(
     hazard: Arc<dyn Inject>,
     is_wrong: impl Fn(&Rank, &Captured, u32) -> bool + Send + Sync + 'static,
 ) -> Vec<u32> {
-    let wrong = Arc::new(Mutex::new(vec![]));
-    let found = Arc::clone(&wrong);
-    world.run_injected(&config(), hazard, move |rank| {
+    wrong_days(world, &config(), hazard, move |rank, days| {
         let mut captured = Captured::new(rank, kind);
-        for day in 0..CONTROL_REPLAYS {
+        days(&mut |day| {
             captured.replay(rank, &kind.case(2, day));
-            if is_wrong(rank, &captured, day) {
-                found.lock().push(day);
-            }
-        }
-    });
-    std::mem::take(&mut *wrong.lock())
+            is_wrong(rank, &captured, day)
+        });
+    })
 }
 
 /// Adds the contracts.

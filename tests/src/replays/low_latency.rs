@@ -8,6 +8,7 @@
 use super::{
     CONTROL_REPLAYS, Hazard, READER, WRITER,
     experts::{HELD, OLD, bias, of_day, returned},
+    in_turn, wrong_days,
 };
 use crate::{
     backend::Rank,
@@ -27,7 +28,6 @@ use brigade_device::{
     Action, Activation, Buffer, CombineSum, DataType, Fp8Cast, Inject, LowLatency,
     LowLatencyCombineParams, Operation, Output, Replay, ScaleFormat, Step,
 };
-use parking_lot::Mutex;
 use rand::Rng;
 use std::sync::Arc;
 
@@ -171,11 +171,7 @@ fn under_stalls(world: &World) {
             .iter()
             .map(|&kind| Captured::new(rank, kind))
             .collect();
-        let kinds = graphs.len();
-        for day in 0..super::replays(rank.size) {
-            // Not one after the other, or each would find a half that only its own kind was in.
-            graphs[(day as usize / 2 + day as usize) % kinds].check(rank, day);
-        }
+        in_turn(rank, &mut graphs, |graph, day| graph.check(rank, day));
     });
 }
 
@@ -236,30 +232,27 @@ fn wrong_rows(world: &World, unguarded: bool) -> Vec<u32> {
         seed: world.rng().random(),
     };
     let hazard = hazard(Operation::LowLatencyDispatch, unguarded);
-    let wrong = Arc::new(Mutex::new(vec![]));
-    let found = Arc::clone(&wrong);
-    world.run_injected(&config(), hazard, move |rank| {
+    wrong_days(world, &config(), hazard, move |rank, days| {
         let mut captured = Captured::new(rank, kind);
-        for day in 0..CONTROL_REPLAYS {
+        days(&mut |day| {
             let case = kind.case(2, day);
             captured.replay(rank, &case);
             if rank.rank != READER {
                 captured.there.check(rank, &case);
-                continue;
+                return false;
             }
             let got = got(rank, &captured.there);
             if got == sent(&case) {
-                continue;
+                return false;
             }
             // What is wrong is the writer's, of the next replay: its rows, and where they go.
             let (mut mixed, next) = (case, kind.case(2, day + 1));
             mixed.ids[WRITER].clone_from(&next.ids[WRITER]);
             mixed.rows[WRITER].clone_from(&next.rows[WRITER]);
             assert!(got == sent(&mixed), "replay {day}");
-            found.lock().push(day);
-        }
-    });
-    std::mem::take(&mut *wrong.lock())
+            true
+        });
+    })
 }
 
 /// What a rank's experts make of the rows that they got, each in its place.
@@ -295,9 +288,7 @@ fn part(case: &Case, owner: usize, sum: CombineSum) -> Vec<f32> {
 fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool) -> Vec<u32> {
     let seed = world.rng().random();
     let hazard = hazard(Operation::LowLatencyCombine, unguarded);
-    let wrong = Arc::new(Mutex::new(vec![]));
-    let found = Arc::clone(&wrong);
-    world.run_injected(&config(), hazard, move |rank| {
+    wrong_days(world, &config(), hazard, move |rank, days| {
         let of = |day| of_day(seed, day, 2, (TOKENS, HIDDEN), true);
         let (first, by_rank) = (of(0), sum == CombineSum::ExpertByRank);
         let case = |day| Case {
@@ -327,7 +318,7 @@ fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool) -> Vec<u32> {
                 .map(drop)
         });
         let graph = graph.unwrap();
-        for day in 0..CONTROL_REPLAYS {
+        days(&mut |day| {
             let (device, on, case, next) = (&rank.device, &rank.stream, case(day), case(day + 1));
             let new = made(&case, rank.rank);
             let bytes = bytemuck::cast_slice(&new);
@@ -336,16 +327,15 @@ fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool) -> Vec<u32> {
             graph.launch(on).unwrap().sync(AMPLE).unwrap();
             let (got, [want, _]) = (f32s(rank, &d), returned(&case, rank.rank, sum));
             if got == want {
-                continue;
+                return false;
             }
             assert_eq!(rank.rank, READER, "replay {day}");
             let parts = [part(&case, READER, sum), part(&next, WRITER, sum)];
             let mixed = (0..want.len()).map(|i| parts[0][i] + parts[1][i]);
             assert!(got.into_iter().eq(mixed), "replay {day}");
-            found.lock().push(day);
-        }
-    });
-    std::mem::take(&mut *wrong.lock())
+            true
+        });
+    })
 }
 
 /// Adds the contracts.

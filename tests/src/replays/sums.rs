@@ -1,7 +1,7 @@
 //! The same for all-reduces that push: ten thousand replays under stalls, and the control in which a buffer that was read is
 //! not emptied before it is pushed into again.
 
-use super::{CONTROL_REPLAYS, replays};
+use super::{CONTROL_REPLAYS, in_turn, wrong_days};
 use crate::{
     all_reduce::pushing,
     backend::Rank,
@@ -76,13 +76,10 @@ fn under_stalls(world: &World) {
     world.run_injected(&config(), Arc::new(jitter), move |rank| {
         let all = choices.iter().flat_map(|c| [7, 50].map(|len| (c.1, len)));
         let mut graphs: Vec<_> = all.map(|(c, len)| Captured::new(rank, c, len)).collect();
-        let kinds = graphs.len();
-        for day in 0..replays(rank.size) {
-            // Not one after the other, or each would find a buffer that only its own kind was in.
-            let graph = &mut graphs[(day as usize / 2 + day as usize) % kinds];
+        in_turn(rank, &mut graphs, |graph, day| {
             let got = graph.replay(rank, day);
             assert_eq!(got, sums(rank.size, |_| day, graph.len), "replay {day}");
-        }
+        });
     });
 }
 
@@ -143,16 +140,13 @@ impl Inject for Hazard {
 fn wrong_replays(world: &World, choice: AllReduceAlgorithm, unguarded: bool) -> Vec<u32> {
     const LEN: usize = 50;
     let hazard = Arc::new(Hazard::new(unguarded));
-    let wrong = Arc::new(Mutex::new(vec![]));
-    let found = Arc::clone(&wrong);
-    world.run_injected(&config(), hazard, move |rank| {
+    wrong_days(world, &config(), hazard, move |rank, days| {
         let mut captured = Captured::new(rank, choice, LEN);
-        for day in 0..CONTROL_REPLAYS {
+        days(&mut |day| {
             let got = captured.replay(rank, day);
             if got == sums(2, |_| day, LEN) {
-                continue;
+                return false;
             }
-            found.lock().push(day);
             if choice == AllReduceAlgorithm::OneShotPush {
                 // What is wrong is of the buffer's use before, and only where the guard was left out.
                 assert_eq!(rank.rank, READER, "replay {day}");
@@ -161,9 +155,9 @@ fn wrong_replays(world: &World, choice: AllReduceAlgorithm, unguarded: bool) -> 
                 let good = |i: usize| got[i] == right[i] || got[i] == old[i];
                 assert!((0..LEN).all(good), "replay {day}: {got:?}");
             }
-        }
-    });
-    std::mem::take(&mut *wrong.lock())
+            true
+        });
+    })
 }
 
 /// Adds the contracts.

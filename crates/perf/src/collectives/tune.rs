@@ -1,4 +1,4 @@
-//! Which all-reduce is quickest at which size, and with how many blocks: all of Brigade's and NCCL's in turn, over sizes.
+//! Which all-reduce is quickest at which size, and with how many blocks and threads: all of Brigade's and NCCL's in turn, over sizes.
 
 mod verdict;
 
@@ -19,18 +19,23 @@ use crate::{
 use anyhow::{Result, anyhow, ensure};
 use brigade::{
     CommConfig,
+    cuda::CudaConfig,
     plan::{
+        Entries,
         crossover::Source,
-        tuned::{self, Entry, Sizes, Versions},
+        tuned::{self, Entry, Sizes, Threads, Versions},
     },
 };
 use clap::Args;
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::path::PathBuf;
-use verdict::{Medians, Verdict, sweep_table, table};
+use verdict::{Medians, Swept, Verdict, table};
 
 /// Sizes at which numbers of blocks are compared: one of latency, one between, one of bandwidth.
 const SWEPT: [usize; 3] = [256 << 10, 4 << 20, 64 << 20];
+
+/// The largest size at which numbers of threads are compared: beyond it, blocks are as many as there may be, and full.
+const THREADS_BYTES: usize = 4 << 20;
 
 /// Up to this size a round has all its calls, and beyond it fewer, so that no round takes much longer than another.
 const ALL_CALLS_BYTES: usize = 1 << 20;
@@ -66,6 +71,9 @@ pub struct Tune {
     /// Most blocks that are tried of kernels that push
     #[arg(long, value_name = "BLOCKS", num_args = 1.., default_values_t = [16, 32, 64, 132])]
     blocks: Vec<u16>,
+    /// Threads of a block that are tried of kernels that push, up to 4 MiB: whole warps, at most 512
+    #[arg(long, value_name = "THREADS", num_args = 1.., value_parser = threads, default_values_t = [64, 128, 256, 512])]
+    threads: Vec<u16>,
     /// Write the entry to this file
     #[arg(long, value_name = "FILE")]
     entry: Option<PathBuf>,
@@ -150,18 +158,60 @@ impl Tune {
         Ok(measured)
     }
 
-    /// With each number of blocks, how long the sizes take that are swept, by the quicker push.
-    fn sweep(&self, rank: &Rank) -> Result<Vec<(u16, Vec<f64>)>> {
-        let pushes = &Choice::OWN[..2];
-        let with = |&blocks: &u16| {
-            let options = self.options(false, Some(blocks));
-            let measured = self.measure(rank, &options, pushes, &self.swept())?;
-            let times = measured
-                .iter()
-                .map(|m| Medians::of(m, self.float()).push().unwrap_or(f64::INFINITY));
-            Ok((blocks, times.collect()))
+    /// How long sizes take by the quicker push.
+    fn pushes(&self, rank: &Rank, sm_budget: Option<u16>, sizes: &[usize]) -> Result<Vec<f64>> {
+        let options = self.options(false, sm_budget);
+        let measured = self.measure(rank, &options, &Choice::OWN[..2], sizes)?;
+        let push = |m| Medians::of(m, self.float()).push().unwrap_or(f64::INFINITY);
+        Ok(measured.iter().map(push).collect())
+    }
+
+    /// With each number of blocks, how long the sizes take that are swept.
+    fn sweep_blocks(&self, rank: &Rank) -> Result<Swept> {
+        let sizes = self.swept();
+        let with = |&blocks: &u16| Ok((blocks, self.pushes(rank, Some(blocks), &sizes)?));
+        let times = self.blocks.iter().map(with).collect::<Result<_>>()?;
+        Ok(Swept { sizes, times })
+    }
+
+    /// With each number of threads, how long the smaller sizes take; and with what plans take by themselves. Plans go by an entry with that
+    /// number and so many blocks.
+    fn sweep_threads(
+        &self,
+        rank: &Rank,
+        (meta, sizes): (&Value, &[usize]),
+        max_blocks: u16,
+    ) -> Result<(Vec<f64>, Swept)> {
+        let within = |bytes: &&usize| **bytes <= THREADS_BYTES;
+        let small: Vec<usize> = sizes.iter().filter(within).copied().collect();
+        if small.is_empty() {
+            return Ok((Vec::new(), Swept::default()));
+        }
+        let with = |threads: Option<u16>| {
+            let all = |threads| Threads {
+                max_bytes: usize::MAX,
+                threads,
+            };
+            let verdict = Verdict {
+                one_shot_max_bytes: 0,
+                pull_from_bytes: None,
+                nccl_from_bytes: None,
+                max_blocks,
+                threads: threads.map(all).into_iter().collect(),
+            };
+            let entry = self.written(meta, rank.size(), sizes, &verdict)?;
+            let config = CudaConfig {
+                entries: Entries::read(&serde_json::to_string(&entry)?)?,
+                ..self.common().cuda()?
+            };
+            self.pushes(&rank.with(&config)?, None, &small)
         };
-        self.blocks.iter().map(with).collect()
+        let usual = with(None)?;
+        let each = self.threads.iter();
+        let times = each.map(|&threads| Ok((threads, with(Some(threads))?)));
+        let times = times.collect::<Result<_>>()?;
+        let sizes = small.clone();
+        Ok((usual, Swept { sizes, times }))
     }
 
     /// What was measured, as `tables/all_reduce.json` of brigade-plan has it.
@@ -174,12 +224,16 @@ impl Tune {
     ) -> Result<Entry> {
         let text = |name: &str| meta[name].as_str().unwrap_or("unknown").to_owned();
         let pushed = config(&self.options(false, None), sizes).all_reduce_bytes;
-        let blocks: Vec<_> = self.blocks.iter().map(u16::to_string).collect();
+        let list = |numbers: &[u16]| -> String {
+            let words: Vec<_> = numbers.iter().map(u16::to_string).collect();
+            words.join(" ")
+        };
         let note = format!(
-            "{}; medians of {} rounds of graphs, every result compared first; {pushed} bytes to push through; blocks {}; {}",
+            "{}; medians of {} rounds of graphs, every result compared first; {pushed} bytes to push through; blocks {}; threads {}; {}",
             tuned_type(self.float()).name(),
             self.rounds,
-            blocks.join(" "),
+            list(&self.blocks),
+            list(&self.threads),
             meta::nccl_environment(std::env::vars_os())
         );
         Ok(Entry {
@@ -190,7 +244,7 @@ impl Tune {
             one_shot_max_bytes: verdict.one_shot_max_bytes,
             pull_from_bytes: verdict.pull_from_bytes,
             max_blocks: verdict.max_blocks,
-            threads: Vec::new(),
+            threads: verdict.threads.clone(),
             nccl_from_bytes: verdict.nccl_from_bytes,
             measured: Sizes {
                 from_bytes: sizes.first().copied().unwrap_or(self.begin),
@@ -209,6 +263,13 @@ impl Tune {
             },
         })
     }
+}
+
+/// Threads of a block.
+fn threads(text: &str) -> Result<u16> {
+    let threads = text.parse()?;
+    tuned::some_threads(threads)?;
+    Ok(threads)
 }
 
 fn tuned_type(float: Float) -> tuned::Float {
@@ -239,9 +300,11 @@ pub fn run(tune: &Tune, ranks: &Ranks) -> Result<String> {
     let sizes = sizes::steps(tune.begin, tune.end, 2)?;
     let meta = meta::meta(ranks)?;
     let options = tune.options(meta["nccl"].is_string(), None);
-    let (measured, swept) = ranks.run(&options.common, |rank| {
+    let (measured, blocks, (usual, threads)) = ranks.run(&options.common, |rank| {
         let measured = tune.measure(rank, &options, &Choice::OWN, &sizes)?;
-        Ok((measured, tune.sweep(rank)?))
+        let blocks = tune.sweep_blocks(rank)?;
+        let threads = tune.sweep_threads(rank, (&meta, &sizes), blocks.fewest()?)?;
+        Ok((measured, blocks, threads))
     })?;
     let medians: Vec<_> = measured
         .iter()
@@ -255,38 +318,34 @@ pub fn run(tune: &Tune, ranks: &Ranks) -> Result<String> {
     if !ranks.speak() {
         return Ok(String::new());
     }
-    let verdict = Verdict::new(&medians, &swept)?;
+    let verdict = Verdict::new(&medians, &blocks, (&usual, &threads))?;
     let asked = asked(&options, &Choice::OWN);
     let rows = report::json(&asked, ranks.size(), &measured);
-    options
-        .common
-        .write(&with_sweep(meta.clone(), &tune.swept(), &swept), &rows)?;
+    let mut with_swept = meta.clone();
+    with_swept["blocks"] = blocks.json("blocks");
+    with_swept["threads"] = threads.json("threads");
+    with_swept["threads"]["usual_us"] = usual.into();
+    options.common.write(&with_swept, &rows)?;
     if let Some(path) = &tune.entry {
         let entry = tune.written(&meta, ranks.size(), &sizes, &verdict)?;
         crate::write_entry(path, &entry)?;
     }
     Ok(table(&medians)
-        + &sweep_table(&tune.swept(), &swept)
+        + &blocks.table("blocks")
+        + &threads.table("threads")
         + &verdict.told(options.common.with_nccl()))
-}
-
-/// What was swept goes beside the rows, which have a size each.
-fn with_sweep(mut meta: Value, sizes: &[usize], swept: &[(u16, Vec<f64>)]) -> Value {
-    let one = |(blocks, us): &(u16, Vec<f64>)| json!({ "blocks": blocks, "us": us });
-    let swept: Vec<_> = swept.iter().map(one).collect();
-    meta["blocks"] = json!({ "bytes": sizes, "swept": swept });
-    meta
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use brigade::plan::{
-        Entries, Table,
+        Table,
         crossover::{Gpus, Links},
         tuned::File,
     };
     use clap::Parser;
+    use serde_json::json;
 
     #[derive(Parser)]
     struct Line {
@@ -294,9 +353,13 @@ mod tests {
         tune: Tune,
     }
 
-    fn tune(words: &str) -> Tune {
+    fn read(words: &str) -> Result<Tune, clap::Error> {
         let words = std::iter::once("tune").chain(words.split_whitespace());
-        Line::try_parse_from(words).unwrap().tune
+        Line::try_parse_from(words).map(|line| line.tune)
+    }
+
+    fn tune(words: &str) -> Tune {
+        read(words).unwrap()
     }
 
     #[test]
@@ -308,6 +371,10 @@ mod tests {
         assert_eq!((sizes.len(), sizes[0], sizes[15]), (16, 2 << 10, 64 << 20));
         assert_eq!(line.blocks, [16, 32, 64, 132]);
         assert_eq!(line.swept(), SWEPT);
+        assert_eq!(line.threads, [64, 128, 256, 512]);
+        for wrong in ["0", "48", "544", "all"] {
+            assert!(read(&format!("--threads {wrong}")).is_err(), "{wrong}");
+        }
         assert_eq!(tune("-e 8M --blocks 8").swept(), SWEPT[..2]);
         assert_eq!(tune("-e 8K --blocks 8 16").swept(), [8 << 10]);
         let options = line.options(true, Some(16));
@@ -330,6 +397,10 @@ mod tests {
             pull_from_bytes: None,
             nccl_from_bytes: Some(5000),
             max_blocks: 64,
+            threads: vec![Threads {
+                max_bytes: 4096,
+                threads: 96,
+            }],
         };
         let meta = json!({
             "gpu": "NVIDIA H200", "link": "nvlink", "date": "2026-01-02", "commit": "0123456789ab",
@@ -363,6 +434,7 @@ mod tests {
                 (1000, 64)
             );
             assert_eq!(found.f32.pull_from_bytes, None);
+            assert_eq!(found.f32.threads, verdict.threads);
             assert_eq!(found.bf16.one_shot_max_bytes == 1000, holds_for_all);
         }
     }

@@ -63,11 +63,11 @@ impl<'a> Case<'a> {
             let values = numbers(of, dims);
             Factor::new(&rank.device, &rank.on, options.scheme, &values, dims)
         };
-        let adapters = (0..if options.lora > 0 { 2 } else { 0 })
+        let adapters = (0..options.adapters() as u64)
             .map(|i| {
                 Ok([
-                    upload(10 + i, [k, options.lora])?,
-                    upload(20 + i, [options.lora, n])?,
+                    upload(10 + 2 * i, [k, options.lora])?,
+                    upload(11 + 2 * i, [options.lora, n])?,
                 ])
             })
             .collect::<Result<_>>()?;
@@ -101,10 +101,9 @@ impl<'a> Case<'a> {
     }
 
     fn runs(&self) -> Vec<LoraRun<'_>> {
-        let half = self.first_run();
         self.adapters
             .iter()
-            .zip([half, self.shape.m - half])
+            .zip(self.run_rows())
             .map(|([a, b], rows)| LoraRun {
                 rows,
                 adapter: Some(Lora {
@@ -211,9 +210,10 @@ impl<'a> Case<'a> {
         Ok(values)
     }
 
-    /// Rows that go by the first adapter; the rest go by the second.
-    pub const fn first_run(&self) -> usize {
-        self.shape.m / 2
+    /// Rows that go by each adapter.
+    pub fn run_rows(&self) -> Vec<usize> {
+        let count = self.adapters.len().max(1);
+        brigade::plan::rows::split(self.shape.m, count).to_vec()
     }
 
     /// D.

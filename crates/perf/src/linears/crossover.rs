@@ -129,6 +129,7 @@ pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
         sm_budget: None,
         trace: None,
         lora: 0,
+        adapters: 1,
     };
     let (which, scheme) = (options.operation, options.scheme);
     let meta = meta::meta(ranks)?;

@@ -6,6 +6,7 @@ use super::{
 };
 use crate::check;
 use anyhow::{Result, ensure};
+use brigade::plan::rows::offsets;
 use half::bf16;
 
 /// Rows of D, and what some of their elements should be.
@@ -37,8 +38,8 @@ pub fn check(case: &Case<'_>, which: Which) -> Result<()> {
 struct Weights {
     columns: Vec<Vec<f64>>,
     adapters: Vec<Adapter>,
-    /// Rows that go by the first adapter; the rest go by the second.
-    first_run: usize,
+    /// The first row that goes by each, and the end of all rows.
+    run_starts: brigade::PerRank,
 }
 
 /// The columns of A, and those of B that are looked at.
@@ -78,13 +79,14 @@ impl Weights {
             adapters: (0..case.adapters.len())
                 .map(adapter)
                 .collect::<Result<_>>()?,
-            first_run: case.first_run(),
+            run_starts: offsets(&case.run_rows()),
         })
     }
 
     /// What becomes of row `i` of all ranks' rows in these columns.
     fn products(&self, i: usize, x: &[f64]) -> Vec<f64> {
-        let adapter = self.adapters.get(usize::from(i >= self.first_run));
+        let begun = self.run_starts.partition_point(|&start| start <= i);
+        let adapter = self.adapters.get(begun - 1);
         let inner: Vec<f64> = adapter.map_or_else(Vec::new, |adapter| {
             adapter.a.iter().map(|a| dot(x, a)).collect()
         });
@@ -107,7 +109,7 @@ fn gathered(case: &Case<'_>, weights: &Weights) -> Result<Rows> {
     }
     let scheme = case.options.scheme;
     let row_bytes = size_of::<f32>() + case.shape.k * scheme.bytes();
-    let offsets = brigade::plan::rows::offsets(&case.counts);
+    let offsets = offsets(&case.counts);
     let mut rows = Rows::new();
     for (rank, shown) in case.rank.share(&mine)?.iter().enumerate() {
         ensure!(
@@ -127,7 +129,7 @@ fn scattered(case: &Case<'_>, weights: &Weights) -> Result<Rows> {
     let scheme = case.options.scheme;
     let picked = |rank: usize| check::some(8, case.counts[rank]);
     let columns = weights.columns.len();
-    let offsets = brigade::plan::rows::offsets(&case.counts);
+    let offsets = offsets(&case.counts);
     let me = case.rank.number();
     let mut rows: Rows = picked(me).map(|i| (i, vec![0.0; columns])).collect();
     for owner in 0..case.counts.len() {
@@ -173,9 +175,10 @@ mod tests {
             columns: vec![vec![1.0, 2.0], vec![3.0, 4.0]],
             adapters: vec![
                 adapter([1.0, 1.0], [10.0, 99.0, 20.0]),
+                adapter([7.0, 7.0], [7.0, 7.0, 7.0]),
                 adapter([2.0, 0.0], [1.0, 99.0, 0.0]),
             ],
-            first_run: 4,
+            run_starts: offsets(&[4, 0, 2]),
         };
         let x = [1.0, -3.0];
         // -5 and -9 of the weight; half of -2 times 10 and 20, then half of 2 times 1 and 0.

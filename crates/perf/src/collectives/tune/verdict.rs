@@ -6,6 +6,8 @@ use crate::{
     float::Float,
 };
 use anyhow::{Result, anyhow};
+use brigade::plan::tuned::Threads;
+use serde_json::{Value, json};
 
 /// What the times come to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +16,15 @@ pub struct Verdict {
     pub pull_from_bytes: Option<usize>,
     pub nccl_from_bytes: Option<usize>,
     pub max_blocks: u16,
+    /// Where a number of threads is quicker than that which plans take by themselves.
+    pub threads: Vec<Threads>,
+}
+
+/// What was swept: numbers of blocks, or of threads, each with the times of all sizes.
+#[derive(Clone, Debug, Default)]
+pub struct Swept {
+    pub sizes: Vec<usize>,
+    pub times: Vec<(u16, Vec<f64>)>,
 }
 
 /// Medians of one size, in the order of [`Choice::OWN`], and NCCL's.
@@ -72,7 +83,12 @@ impl Medians {
 }
 
 impl Verdict {
-    pub fn new(medians: &[Medians], swept: &[(u16, Vec<f64>)]) -> Result<Self> {
+    /// Of all sizes; `usual` is what plans take by themselves at the sizes at which threads were swept.
+    pub fn new(
+        medians: &[Medians],
+        blocks: &Swept,
+        (usual, threads): (&[f64], &Swept),
+    ) -> Result<Self> {
         let points = |small: fn(&Medians) -> Option<f64>, large: fn(&Medians) -> Option<f64>| {
             let point = |m: &Medians| Point {
                 bytes: m.bytes,
@@ -88,7 +104,11 @@ impl Verdict {
             one_shot_max_bytes: fit::last_before(&shots, fit::overtakes(&shots)),
             pull_from_bytes: fit::overtakes(&points(Medians::push, Medians::pull)),
             nccl_from_bytes: fit::overtakes(&nccl).filter(|_| with_nccl),
-            max_blocks: fit::fewest(swept).ok_or_else(|| anyhow!("--blocks names none"))?,
+            max_blocks: blocks.fewest()?,
+            threads: fit::favourites(&threads.sizes, usual, &threads.times)
+                .into_iter()
+                .map(|(max_bytes, threads)| Threads { max_bytes, threads })
+                .collect(),
         })
     }
 
@@ -104,7 +124,47 @@ impl Verdict {
             true => format!("NCCL is quicker {}\n", from(self.nccl_from_bytes)),
             false => "there is no NCCL to compare with\n".to_owned(),
         };
-        text + &format!("at most {} blocks\n", self.max_blocks)
+        text += &format!("at most {} blocks\n", self.max_blocks);
+        let of = |t: &Threads| format!("{} threads up to {} bytes, ", t.threads, t.max_bytes);
+        let own: String = self.threads.iter().map(of).collect();
+        text + &format!(
+            "{own}as many as plans take by themselves at all {}sizes\n",
+            match own.is_empty() {
+                true => "",
+                false => "larger ",
+            }
+        )
+    }
+}
+
+impl Swept {
+    /// The fewest that are quick enough at all sizes.
+    pub fn fewest(&self) -> Result<u16> {
+        fit::fewest(&self.times).ok_or_else(|| anyhow!("--blocks names none"))
+    }
+
+    /// As files have it beside the rows, which have a size each.
+    pub fn json(&self, name: &str) -> Value {
+        let one = |(number, us): &(u16, Vec<f64>)| json!({ name: number, "us": us });
+        let swept: Vec<_> = self.times.iter().map(one).collect();
+        json!({ "bytes": self.sizes, "swept": swept })
+    }
+
+    /// Every size by every number.
+    pub fn table(&self, name: &str) -> String {
+        let mut text = format!("{:>11}", format!("{name}, us"));
+        for bytes in &self.sizes {
+            text += &format!(" {bytes:>13}");
+        }
+        text += "\n";
+        for (number, times) in &self.times {
+            text += &format!("{number:>11}");
+            for us in times {
+                text += &format!(" {}", cell(Some(*us)));
+            }
+            text += "\n";
+        }
+        text
     }
 }
 
@@ -125,23 +185,6 @@ pub fn table(medians: &[Medians]) -> String {
             text += &format!(" {}", cell(us));
         }
         text += &format!("  {}\n", m.winner());
-    }
-    text
-}
-
-/// Every size that was swept by every number of blocks.
-pub fn sweep_table(sizes: &[usize], swept: &[(u16, Vec<f64>)]) -> String {
-    let mut text = format!("{:>10}", "blocks, us");
-    for bytes in sizes {
-        text += &format!(" {bytes:>13}");
-    }
-    text += "\n";
-    for (blocks, times) in swept {
-        text += &format!("{blocks:>10}");
-        for us in times {
-            text += &format!(" {}", cell(Some(*us)));
-        }
-        text += "\n";
     }
     text
 }
@@ -181,21 +224,41 @@ mod tests {
             (8, [4.0, 3.0, 4.0, 4.0], 9.0),
             (16, [9.0, 7.0, 8.0, 6.0], 5.0),
         ]);
-        let swept = [(16, vec![5.0]), (32, vec![4.0]), (64, vec![4.05])];
-        let verdict = Verdict::new(&measured, &swept).unwrap();
+        let swept = |sizes: &[usize], times: &[(u16, &[f64])]| Swept {
+            sizes: sizes.to_vec(),
+            times: times.iter().map(|(n, us)| (*n, us.to_vec())).collect(),
+        };
+        let blocks = swept(&[8], &[(16, &[5.0]), (32, &[4.0]), (64, &[4.05])]);
+        let threads = swept(
+            &[2, 4, 8],
+            &[(64, &[0.9, 0.9, 3.0]), (128, &[1.0, 2.0, 3.0])],
+        );
+        let usual = [1.0, 2.0, 3.0];
+        let verdict = Verdict::new(&measured, &blocks, (&usual, &threads)).unwrap();
         let wanted = Verdict {
             one_shot_max_bytes: 4,
             pull_from_bytes: Some(16),
             nccl_from_bytes: Some(16),
             max_blocks: 32,
+            threads: vec![Threads {
+                max_bytes: 4,
+                threads: 64,
+            }],
         };
         assert_eq!(verdict, wanted);
         assert_eq!(
             verdict.told(true),
-            "one shot up to 4 bytes\npulling is quicker from 16 bytes on\nNCCL is quicker from 16 bytes on\nat most 32 blocks\n"
+            "one shot up to 4 bytes\npulling is quicker from 16 bytes on\nNCCL is quicker from 16 bytes on\nat most 32 blocks\n64 threads up to 4 bytes, as many as plans take by themselves at all larger sizes\n"
         );
         assert_eq!(measured[3].winner(), "two-shot");
-        assert!(Verdict::new(&measured, &[]).is_err());
+        let none = Swept::default();
+        assert!(Verdict::new(&measured, &none, (&[], &none)).is_err());
+        let verdict = Verdict::new(&measured, &blocks, (&[], &none)).unwrap();
+        assert!(
+            verdict
+                .told(true)
+                .ends_with("take by themselves at all sizes\n")
+        );
     }
 
     #[test]
@@ -204,7 +267,11 @@ mod tests {
         for m in &mut measured {
             (m.nccl, m.own[2], m.own[3]) = (None, None, None);
         }
-        let verdict = Verdict::new(&measured, &[(16, vec![1.0])]).unwrap();
+        let blocks = Swept {
+            sizes: vec![4],
+            times: vec![(16, vec![1.0])],
+        };
+        let verdict = Verdict::new(&measured, &blocks, (&[], &Swept::default())).unwrap();
         assert_eq!(
             (verdict.pull_from_bytes, verdict.nccl_from_bytes),
             (None, None)
@@ -235,7 +302,11 @@ mod tests {
         };
         let all = widths(&table(&measured), "  ");
         assert!(all.iter().all(|w| *w == all[0]), "{all:?}");
-        let swept = sweep_table(&[4096, 64 << 20], &[(16, vec![1.0, 2.0])]);
+        let swept = Swept {
+            sizes: vec![4096, 64 << 20],
+            times: vec![(16, vec![1.0, 2.0])],
+        };
+        let swept = swept.table("threads");
         let all = widths(&swept, "\n");
         assert!(all.iter().all(|w| *w == all[0]), "{swept}");
     }
