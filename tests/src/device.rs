@@ -3,7 +3,6 @@
 mod buffers;
 mod gemm;
 mod grouped;
-mod lora;
 mod moves;
 mod residual_norm;
 mod silu_mul;
@@ -16,7 +15,6 @@ use rand::rngs::StdRng;
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     gemm::add(suite);
-    lora::add(suite);
     grouped::add(suite);
     silu_mul::add(suite);
     residual_norm::add(suite);
