@@ -3,6 +3,7 @@
 mod buffers;
 mod gemm;
 mod grouped;
+mod lora;
 mod moves;
 mod residual_norm;
 mod silu_mul;
@@ -15,6 +16,7 @@ use rand::rngs::StdRng;
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     gemm::add(suite);
+    lora::add(suite);
     grouped::add(suite);
     silu_mul::add(suite);
     residual_norm::add(suite);
