@@ -8,17 +8,17 @@ use crate::{
     factors::Factors,
     finish::{End, Sums, same_elements},
     lane::Lane,
-    lora::Run,
+    lora::{Given, Run},
     lt::Product,
     matrix::Matrix,
     memory::{check_reach, overlap},
 };
 use brigade_device::{
-    Activation, Buffer, DataType, GemmParams, GemmShape, GroupedGemmParams, Linear, Lora,
+    Activation, Buffer, DataType, GemmParams, GemmShape, GroupedGemmParams, Linear,
     LoraLinearParams, LoraRun, Operand, Output, QBuffer, QScheme, QView, Reason,
     ResidualNormParams, Result, SiluMulParams, Stream, TopK, TopKParams, View,
 };
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
 
 impl Linear for CudaDevice {
     fn gemm(&self, on: &Stream, p: &GemmParams<'_>, output: Output<'_>) -> Result<Option<Buffer>> {
@@ -274,12 +274,8 @@ impl Job<'_> {
         }
         let d = &d.reshape(&[shape.m, shape.n])?;
         let out = Matrix::of(d, false);
-        let mut short = Vec::new();
-        for (rows, lora) in self.runs() {
-            if let Some(run) = Run::of(&rows, lora, shape) {
-                short.push(run);
-                continue;
-            }
+        let (short, rest) = Run::short(self.runs(), shape);
+        for (rows, lora) in rest {
             let Some(lora) = lora else {
                 device.fill_bytes(lane, &d.slice(rows.start, rows.len())?, 0)?;
                 continue;
@@ -365,13 +361,10 @@ impl Job<'_> {
         let d = Matrix::of(&values, false);
         let all = device.floats(lane, &p.gemm.a)?;
         let all = Matrix::of(&all, p.gemm.transpose_a);
-        let mut short = Vec::new();
-        for (rows, lora) in self.runs() {
+        let adapted = self.runs().filter(|(_, lora)| lora.is_some());
+        let (short, rest) = Run::short(adapted, shape);
+        for (rows, lora) in rest {
             let Some(lora) = lora else { continue };
-            if let Some(run) = Run::of(&rows, Some(lora), shape) {
-                short.push(run);
-                continue;
-            }
             let (a, b) = (lora.a.retain(), lora.b.retain());
             let common = if a.dtype() == all.dtype() {
                 a.dtype()
@@ -402,7 +395,7 @@ impl Job<'_> {
     }
 
     /// Runs that have rows, with the adapter of those that change them.
-    fn runs(&self) -> impl Iterator<Item = (Range<usize>, Option<&Lora<'_>>)> {
+    fn runs(&self) -> impl Iterator<Item = Given<'_>> {
         let mut first = 0;
         let all = self.p.runs.iter().map(move |run| {
             let rows = first..first + run.rows;

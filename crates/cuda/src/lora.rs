@@ -14,13 +14,20 @@ use brigade_kernels::{
 use std::{ops::Range, sync::Arc};
 
 /// Most rows of a run that goes with others. Of more, a product keeps the GPU busy by itself, and the library multiplies it.
-const FEW: usize = 512;
+const FEW: usize = 256;
+
+/// Least runs with adapters for which the two launches measured quicker than two of the library's for each: by a few rows with two runs, by
+/// hundreds from three on.
+const MANY: usize = 3;
 
 /// Most rows, columns or inner indices in all, so that numbers of tiles stay in 32 bits.
 const LONGEST: usize = 1 << 24;
 
 /// Most tiles side by side for a block that goes up.
 const SPAN: usize = 8;
+
+/// Rows, and the caller's adapter for them.
+pub(crate) type Given<'a> = (Range<usize>, Option<&'a Lora<'a>>);
 
 /// Rows, and the adapter that changes them.
 #[derive(Clone, Debug)]
@@ -37,12 +44,29 @@ struct Adapter {
 }
 
 impl Run {
-    /// The run, if it is one of those that go with others: without an adapter too, whose rows may have to become zero.
-    pub(crate) fn of(
-        rows: &Range<usize>,
-        lora: Option<&Lora<'_>>,
+    /// Those of `runs` that go together, if they are many enough, and the others.
+    pub(crate) fn short<'a>(
+        runs: impl Iterator<Item = Given<'a>>,
         shape: &GemmShape,
-    ) -> Option<Self> {
+    ) -> (Vec<Self>, Vec<Given<'a>>) {
+        let (mut short, mut rest) = (Vec::new(), Vec::new());
+        let runs: Vec<_> = runs.collect();
+        for (rows, lora) in &runs {
+            match Self::of(rows, *lora, shape) {
+                Some(run) => short.push(run),
+                None => rest.push((rows.clone(), *lora)),
+            }
+        }
+        let many = short.iter().filter(|run| run.adapter.is_some()).count();
+        if many < MANY {
+            (Vec::new(), runs)
+        } else {
+            (short, rest)
+        }
+    }
+
+    /// The run, if it is one of those that go with others: without an adapter too, whose rows may have to become zero.
+    fn of(rows: &Range<usize>, lora: Option<&Lora<'_>>, shape: &GemmShape) -> Option<Self> {
         let width = lora.map_or(0, |lora| lora.a.shape().columns());
         let fits = rows.len() <= FEW
             && width <= LORA_WIDTH as usize
