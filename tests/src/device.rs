@@ -3,6 +3,7 @@
 mod buffers;
 mod gemm;
 mod grouped;
+mod loans;
 mod lora;
 mod moves;
 mod residual_norm;
@@ -23,6 +24,7 @@ pub fn add(suite: &mut Suite) {
     top_k::add(suite);
     moves::add(suite);
     buffers::add(suite);
+    loans::add(suite);
     streams::add(suite);
 }
 
