@@ -64,6 +64,10 @@ pub trait Backend: Send + Sync {
     fn differs(&self) -> bool {
         true
     }
+    /// Whether linears of all types and sizes can be batch-invariant: a GPU has a kernel for some of them.
+    fn is_batch_invariant(&self) -> bool {
+        true
+    }
     /// Whether groups can be joined with NCCL.
     fn has_nccl(&self) -> bool {
         false

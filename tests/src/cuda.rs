@@ -154,6 +154,10 @@ impl Backend for CudaBackend {
         Engines::cuda(self.tiles, true)
     }
 
+    fn is_batch_invariant(&self) -> bool {
+        false
+    }
+
     fn reduces_millions(&self) -> bool {
         self.differs()
     }

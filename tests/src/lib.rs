@@ -22,6 +22,7 @@ mod all_reduce;
 mod all_reduce_norm;
 mod all_to_all_rows;
 pub mod backend;
+mod batch_invariant;
 mod beside;
 mod capture;
 mod chains;
@@ -81,6 +82,7 @@ fn suite(backend: Arc<dyn Backend>, only: Option<&str>) -> suite::Suite {
     gather_linear::add(&mut suite);
     linear_reduce_scatter::add(&mut suite);
     linear_all_reduce::add(&mut suite);
+    batch_invariant::add(&mut suite);
     all_reduce::add(&mut suite);
     all_reduce_norm::add(&mut suite);
     reduce_scatter::add(&mut suite);

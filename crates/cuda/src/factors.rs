@@ -42,10 +42,13 @@ fn scales(q: &QView<'_>) -> Scales {
 }
 
 /// Whether sums of integers can be taken before the scales.
-fn integers(a: &QView<'_>, transpose_a: bool, b: &QView<'_>, transpose_b: bool) -> bool {
+pub(crate) fn are_integers(
+    (a, transpose_a): (QScheme, bool),
+    (b, transpose_b): (QScheme, bool),
+) -> bool {
     use QScheme::{Int8PerTensor, Int8PerToken, Int8WeightOnly};
-    let rows = !transpose_a && matches!(a.scheme(), Int8PerToken | Int8PerTensor);
-    let columns = match b.scheme() {
+    let rows = !transpose_a && matches!(a, Int8PerToken | Int8PerTensor);
+    let columns = match b {
         Int8PerTensor => true,
         Int8PerToken => transpose_b,
         Int8WeightOnly => !transpose_b,
@@ -69,7 +72,7 @@ impl CudaDevice {
                 Ok(Factors::Float(a, b, None))
             }
             (Operand::Quantized(a), Operand::Quantized(b))
-                if integers(a, p.transpose_a, b, p.transpose_b) =>
+                if are_integers((a.scheme(), p.transpose_a), (b.scheme(), p.transpose_b)) =>
             {
                 Ok(Factors::Int8(*a, *b))
             }

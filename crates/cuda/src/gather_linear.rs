@@ -100,6 +100,7 @@ impl CudaComm {
             bias: p.bias,
             activation: p.activation,
             runs: p.runs,
+            batch_invariant: p.batch_invariant,
         };
         let n = layer.n();
         let (d, new) = self
@@ -120,9 +121,13 @@ impl CudaComm {
             transpose_weight: p.transpose_weight,
             bias: p.bias,
             runs: p.runs,
+            batch_invariant: p.batch_invariant,
             output: d.dtype(),
             d: Some(&d),
         };
+        if p.batch_invariant {
+            self.gpu().check_batch_invariant(&operands)?;
+        }
         let tiles = self.core.tiles(&mut plan, p.choice, &operands, lane)?;
         let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
             return Err(Error::invalid(
@@ -216,6 +221,7 @@ struct Layer<'a> {
     bias: Option<View<'a>>,
     activation: Activation,
     runs: &'a [LoraRun<'a>],
+    batch_invariant: bool,
 }
 
 impl Layer<'_> {
@@ -495,6 +501,7 @@ impl Product<'_> {
             bias,
             activation,
             runs,
+            batch_invariant,
         } = *self.layer;
         let x = match self.own.filter(|_| c == self.comm.core.rank()) {
             Some(own) => own.rows(piece)?,
@@ -506,6 +513,7 @@ impl Product<'_> {
             activation,
             transpose_b: transpose_weight,
             sm_cap: self.comm.core.product_sms(),
+            batch_invariant,
             ..GemmParams::new(x, weight)
         };
         let linear = LoraLinearParams { gemm, runs: &runs };

@@ -1,16 +1,18 @@
 //! One product of rows that arrive part by part, by the kernel of `kernels/gemm_flags.cu`.
 
 use crate::{
-    Kernel, KernelSet, Launch, Missing,
+    CudaDevice, Kernel, KernelSet, Launch, Missing,
     driver::failed,
     job::{Job, waiting},
     kernels::blocks_for,
+    lane::Lane,
     steps::{Counters, Use},
     types,
 };
-use brigade_device::{Activation, Buffer, DataType, Error, Result};
+use brigade_device::{Activation, Buffer, DataType, Error, Reason, Result};
 use brigade_kernels::{
     AdaptersParams, GEMM_LOW_COLUMNS, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams,
+    STATE_COUNTERS,
 };
 use brigade_plan::reason;
 use cudarc::driver::sys;
@@ -93,9 +95,10 @@ impl TileKernels {
         all.map(Self)
     }
 
-    fn of(&self, p: &Tiled) -> Option<&OfType> {
-        let mut all = self.0.iter();
-        all.find(|k| (k.input, k.output) == (p.dtype, p.output))
+    fn of(&self, input: DataType, output: DataType) -> Option<&OfType> {
+        self.0
+            .iter()
+            .find(|k| (k.input, k.output) == (input, output))
     }
 }
 
@@ -141,6 +144,8 @@ pub(crate) struct Run {
     pub(crate) first: u64,
     /// Address of `[width, columns]`.
     pub(crate) second: u64,
+    /// The first of its columns among those that all adapters have between their factors.
+    pub(crate) column: usize,
     pub(crate) width: usize,
     pub(crate) scale: f32,
 }
@@ -185,7 +190,7 @@ struct Low {
 impl Tiled {
     /// Columns that all adapters have between their factors.
     fn low_columns(&self) -> usize {
-        self.runs.iter().map(|run| run.width).sum()
+        self.runs.last().map_or(0, |run| run.column + run.width)
     }
 
     fn bands(&self) -> usize {
@@ -257,31 +262,120 @@ fn tensor_map(matrix: &Rows, dtype: DataType, rows: u32) -> Result<[u64; 16]> {
     Ok(unsafe { ptr::read(map.as_ptr().cast()) })
 }
 
+/// A product that is ready to be launched, but for what its tiles wait for.
+struct Ready<'a> {
+    kernel: &'a Kernel<GemmFlagsParams>,
+    blocks: u32,
+    parameters: GemmFlagsParams,
+    low: Option<Low>,
+}
+
+impl Ready<'_> {
+    fn launch(&self, lane: &Arc<Lane>, p: &Tiled, programmatic: bool) -> Result<()> {
+        let shape = Launch {
+            shared_bytes: GEMM_SHARED_BYTES,
+            programmatic,
+            ..Launch::grid(self.blocks, GEMM_THREADS)
+        };
+        let made = self.low.iter().map(|low| &low.memory);
+        let kept: Vec<_> = p.buffers.iter().chain(made).collect();
+        lane.run(&kept, |stream| {
+            // SAFETY: rows and result lie in buffers of the call, which its `run` keeps, or in the group's memory; this `run`
+            // keeps the rest.
+            unsafe { self.kernel.launch(stream, shape, self.parameters) }.map_err(Error::from)
+        })
+    }
+}
+
 impl Job<'_> {
     /// Enqueues the product, whose tiles wait for the flags of `of`.
     pub(crate) fn tiled(&self, of: Use, p: &Tiled) -> Result<()> {
         let core = self.core;
-        let columns = p.weight.rows;
-        if columns == 0 || p.bands() == 0 {
+        let waiting = GemmFlagsParams {
+            signature: self.kind.signature,
+            counter: Counters::uses(of) as u32,
+            ..waiting!(GemmFlagsParams, self)
+        };
+        let Some(mut ready) = core.device.ready(self.lane, p, waiting)? else {
+            return Ok(());
+        };
+        let steps = core.steps();
+        for (i, part) in p.parts.iter().enumerate() {
+            if let Some(from) = part.from {
+                ready.parameters.part_word[i] = steps.filled_word(of, from, 0, from);
+                ready.parameters.part_peer[i] = from as u32;
+            }
+        }
+        let behind_steps = core.begins_early && self.stepped.get();
+        let begins_early = behind_steps && self.product_follows && ready.low.is_none();
+        ready.parameters.begins_early = u32::from(begins_early);
+        ready.launch(self.lane, p, behind_steps)
+    }
+}
+
+impl CudaDevice {
+    /// Whether there is a kernel for rows of this type with such results.
+    pub(crate) fn check_tiles(&self, dtype: DataType, output: DataType) -> Result<(), Reason> {
+        let kernels = self.opened.kernels.tiles.as_ref();
+        if kernels.is_some_and(|k| k.of(dtype, output).is_some()) {
             return Ok(());
         }
-        let kernels = core.device.opened.kernels.tiles.as_ref();
-        let Some(of_type) = kernels.and_then(|k| k.of(p)) else {
-            // The plan knows of the kernels, and of the types that they are for.
-            return Err(reason::tiles_operands(
-                format!(
-                    "chunk.dtype: this GPU has no kernel for tiles of {}",
-                    p.dtype
-                ),
-                "force another mode",
-            )
-            .into());
+        Err(reason::tiles_operands(
+            format!(
+                "chunk.dtype: this GPU has no kernel for tiles of {dtype} with results of {output}"
+            ),
+            "give f16, bf16 or quantized rows, and a compute capability of 9.0",
+        ))
+    }
+
+    /// Enqueues a product of rows that are there, all of them own ones.
+    pub(crate) fn tiled(&self, lane: &Arc<Lane>, p: &Tiled) -> Result<()> {
+        // A state in which nothing has happened, and, behind it, a word that says of another generation that it was stopped.
+        let state = self.scratch(lane, DataType::U64, &[STATE_COUNTERS + 1])?;
+        self.fill_bytes(lane, &state, 0)?;
+        if !p.runs.is_empty() {
+            self.fill_bytes(lane, &state.slice(STATE_COUNTERS, 1)?, 1)?;
+        }
+        let alone = GemmFlagsParams {
+            base: state.address(),
+            state: state.address(),
+            deadline_ns: u64::MAX,
+            first_deadline_ns: u64::MAX,
+            size: 1,
+            stop: STATE_COUNTERS as u32,
+            ..GemmFlagsParams::default()
         };
-        let low = self.low(p)?;
+        let p = Tiled {
+            buffers: p.buffers.iter().cloned().chain([state]).collect(),
+            ..p.clone()
+        };
+        match self.ready(lane, &p, alone)? {
+            Some(ready) => ready.launch(lane, &p, false),
+            None => Ok(()),
+        }
+    }
+
+    /// Lays adapters out, and chooses how wide tiles are. `None` if there is nothing to multiply.
+    fn ready(
+        &self,
+        lane: &Arc<Lane>,
+        p: &Tiled,
+        waiting: GemmFlagsParams,
+    ) -> Result<Option<Ready<'_>>> {
+        let columns = p.weight.rows;
+        if columns == 0 || p.bands() == 0 {
+            return Ok(None);
+        }
+        // Whoever has tiles has been told that there are kernels.
+        self.check_tiles(p.dtype, p.output)?;
+        let kernels = self.opened.kernels.tiles.as_ref();
+        let Some(of_type) = kernels.and_then(|k| k.of(p.dtype, p.output)) else {
+            return Ok(None);
+        };
+        let low = self.low(lane, p)?;
         let sms = p.blocks as usize;
         let chosen = best_width(of_type.widths, (p.bands(), columns), low.is_some(), sms);
         let width = of_type.widths[chosen].columns;
-        let steps = core.steps();
         let mut parameters = GemmFlagsParams {
             rows_map: tensor_map(&p.all, p.dtype, GEMM_ROWS)?,
             // Without own rows nobody looks at their map.
@@ -292,8 +386,6 @@ impl Job<'_> {
             )?,
             weight_map: tensor_map(&p.weight, p.dtype, width as u32)?,
             activation: types::activation_code(p.activation),
-            signature: self.kind.signature,
-            counter: Counters::uses(of) as u32,
             columns: columns as u32,
             inner: p.weight.columns as u32,
             column_tiles: columns.div_ceil(width) as u32,
@@ -301,7 +393,7 @@ impl Job<'_> {
             column_scales: p.scales.map_or(0, |s| s.columns),
             row_scale_stride: u32::from(p.scales.is_some_and(|s| s.by_row)),
             column_scale_stride: u32::from(p.scales.is_some_and(|s| s.by_column)),
-            ..waiting!(GemmFlagsParams, self)
+            ..waiting
         };
         if let Some(c) = &p.bias {
             parameters.bias = c.address();
@@ -316,14 +408,12 @@ impl Job<'_> {
             parameters.low_flags = low.flags;
             parameters.low_columns = low.low.columns as u32;
             parameters.runs = p.runs.len() as u32;
-            let mut column = 0;
             for (i, run) in p.runs.iter().enumerate() {
                 parameters.run_row[i] = run.rows.start as u32;
                 parameters.run_rows[i] = run.rows.len() as u32;
-                parameters.run_column[i] = column;
+                parameters.run_column[i] = run.column as u32;
                 parameters.run_width[i] = run.width as u32;
                 parameters.run_scale[i] = run.scale;
-                column += run.width as u32;
             }
         }
         // A narrow tile for each band, where there are adapters.
@@ -337,32 +427,19 @@ impl Job<'_> {
             parameters.part_rows[i] = rows.len() as u32;
             parameters.part_out_row[i] = rows.start as u32;
             parameters.part_first[i] = tiles;
-            if let Some(from) = part.from {
-                parameters.part_word[i] = steps.filled_word(of, from, 0, from);
-                parameters.part_peer[i] = from as u32;
-            }
             tiles += rows.len().div_ceil(GEMM_ROWS as usize) as u32 * in_band;
         }
         parameters.tiles = tiles;
-        let behind_steps = core.begins_early && self.stepped.get();
-        parameters.begins_early = u32::from(behind_steps && self.product_follows && low.is_none());
-        let shape = Launch {
-            shared_bytes: GEMM_SHARED_BYTES,
-            programmatic: behind_steps,
-            ..Launch::grid(tiles.min(sms as u32), GEMM_THREADS)
-        };
-        let made = low.iter().map(|low| &low.memory);
-        let kept: Vec<_> = p.buffers.iter().chain(made).collect();
-        self.lane.run(&kept, |stream| {
-            // SAFETY: rows and result lie in buffers of the call, which its `run` keeps, or in the group's memory; this `run`
-            // keeps the rest.
-            unsafe { of_type.kernels[chosen].launch(stream, shape, parameters) }
-                .map_err(Error::from)
-        })
+        Ok(Some(Ready {
+            kernel: &of_type.kernels[chosen],
+            blocks: tiles.min(sms as u32),
+            parameters,
+            low,
+        }))
     }
 
     /// Lays the adapters out, if there are any.
-    fn low(&self, p: &Tiled) -> Result<Option<Low>> {
+    fn low(&self, lane: &Arc<Lane>, p: &Tiled) -> Result<Option<Low>> {
         if p.runs.is_empty() {
             return Ok(None);
         }
@@ -381,8 +458,7 @@ impl Job<'_> {
             end = (start + bytes).next_multiple_of(128);
             start as u64
         });
-        let core = self.core;
-        let memory = core.device.scratch(self.lane, DataType::U8, &[end])?;
+        let memory = self.scratch(lane, DataType::U8, &[end])?;
         let [down, up, low, flags] = starts.map(|start| memory.address() + start);
         let mut parameters = AdaptersParams {
             down,
@@ -395,19 +471,17 @@ impl Job<'_> {
             count: p.runs.len() as u64,
             ..AdaptersParams::default()
         };
-        let mut column = 0;
         for (i, run) in p.runs.iter().enumerate() {
             parameters.first[i] = run.first;
             parameters.second[i] = run.second;
-            parameters.column[i] = column;
+            parameters.column[i] = run.column as u32;
             parameters.width[i] = run.width as u32;
-            column += run.width as u32;
         }
-        let kernels = &core.device.opened.kernels;
+        let kernels = &self.opened.kernels;
         let blocks = blocks_for((inner + columns) * used);
         let kept: Vec<_> = p.buffers.iter().chain([&memory]).collect();
         // SAFETY: factors lie in buffers of the call, the rest in the memory just taken.
-        unsafe { kernels.launch(&kernels.adapters, self.lane, &kept, blocks, parameters)? };
+        unsafe { kernels.launch(&kernels.adapters, lane, &kept, blocks, parameters)? };
         let of = |address, rows, columns| Rows {
             address,
             rows,

@@ -21,6 +21,7 @@ mod all_reduce;
 mod all_to_all;
 mod all_to_all_rows;
 mod barrier;
+mod batch_invariant;
 mod broadcast;
 mod card;
 mod combine;

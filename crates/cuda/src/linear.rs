@@ -5,6 +5,7 @@
 
 use crate::{
     CudaDevice,
+    batch_invariant::is_exact,
     factors::Factors,
     finish::{End, Sums, same_elements},
     lane::Lane,
@@ -177,6 +178,10 @@ impl Job<'_> {
             device.fill_bytes(lane, &values, 0)?;
             let stride = shape.n;
             return Ok(Some(Sums::Float { values, stride }));
+        }
+        if gemm.batch_invariant && !is_exact(gemm, p.runs) {
+            device.run_batch_invariant(lane, p, shape, d)?;
+            return Ok(None);
         }
         match device.factors(lane, gemm, shape)? {
             Factors::Int8(x, w) => device.integer_sums(lane, (&x, &w), gemm, shape).map(Some),

@@ -45,6 +45,7 @@ impl CudaComm {
         let gemm = GemmParams {
             transpose_b: p.transpose_weight,
             sm_cap: self.core.product_sms(),
+            batch_invariant: p.batch_invariant,
             ..GemmParams::new(p.x, p.weight)
         };
         let (d, new) = self.gpu().place(lane, p.output, &[own.len(), n])?;
@@ -59,9 +60,13 @@ impl CudaComm {
             transpose_weight: p.transpose_weight,
             bias: None,
             runs: p.runs,
+            batch_invariant: p.batch_invariant,
             output: d.dtype(),
             d: None,
         };
+        if p.batch_invariant {
+            self.gpu().check_batch_invariant(&operands)?;
+        }
         let tiles = self.core.tiles(&mut plan, p.choice, &operands, lane)?;
         if tiles.is_some() {
             check_reach(&self.gpu().card, "x.memory", &p.x.kernel().retain())?;

@@ -31,8 +31,11 @@ const GRAIN: usize = 16;
 /// How many elements of C are read together.
 const BIAS_GRAIN: usize = 2;
 
+/// Columns of adapters that tensor cores add up together.
+const STEP: usize = 16;
+
 /// What a rank brings to a product of tiles.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Operands<'a> {
     /// Of the rows that are multiplied.
     pub(crate) dtype: DataType,
@@ -47,6 +50,8 @@ pub(crate) struct Operands<'a> {
     pub(crate) transpose_weight: bool,
     pub(crate) bias: Option<View<'a>>,
     pub(crate) runs: &'a [LoraRun<'a>],
+    /// Whether what an adapter adds must not depend on the other adapters, and so on where its columns lie among theirs.
+    pub(crate) batch_invariant: bool,
     /// Of the result.
     pub(crate) output: DataType,
     /// Where tiles write it, if that is the caller's memory.
@@ -168,7 +173,7 @@ impl Operands<'_> {
     }
 
     /// What is read beside the rows, by the names of parameters.
-    fn buffers(&self) -> Vec<(&'static str, Buffer)> {
+    pub(crate) fn buffers(&self) -> Vec<(&'static str, Buffer)> {
         let adapters = self.runs.iter().filter_map(|run| run.adapter);
         let mut list = vec![("weight.memory", self.weight.kernel().retain())];
         if let Operand::Quantized(weight) = &self.weight {
@@ -182,7 +187,7 @@ impl Operands<'_> {
     }
 
     /// Scales and adapters as the kernel has them, or the first parameter that it does not take. Rows of peers are `arriving` there.
-    fn taken(
+    pub(crate) fn taken(
         &self,
         buffers: &[(&'static str, Buffer)],
         arriving: &Range<u64>,
@@ -249,7 +254,7 @@ impl Operands<'_> {
 
     /// Runs of rows to which an adapter adds something.
     fn adapters(&self) -> Result<Vec<Run>, Reason> {
-        let mut end = 0;
+        let (mut end, mut columns) = (0, 0);
         let mut list = Vec::new();
         for run in self.runs {
             let rows = end..end + run.rows;
@@ -278,15 +283,20 @@ impl Operands<'_> {
                     "put the rest of it into a factor",
                 ));
             }
+            let width = lora.a.shape().columns();
+            if self.batch_invariant {
+                columns = usize::next_multiple_of(columns, STEP);
+            }
             list.push(Run {
                 rows,
                 first: lora.a.address(),
                 second: lora.b.address(),
-                width: lora.a.shape().columns(),
+                column: columns,
+                width,
                 scale: lora.scale,
             });
+            columns += width;
         }
-        let columns: usize = list.iter().map(|run| run.width).sum();
         if list.len() > MOST_RUNS || columns > GEMM_LOW_COLUMNS as usize {
             return Err(tiles_operands(
                 format!(

@@ -40,13 +40,17 @@ pub fn lora_linear<D: Linear + ?Sized>(
         } else {
             x.rows(rows.clone())?.retain()
         };
-        let low = GemmParams::new(&rows_of_x, lora.a);
+        let low = GemmParams {
+            batch_invariant: p.gemm.batch_invariant,
+            ..GemmParams::new(&rows_of_x, lora.a)
+        };
         let low = device.gemm(on, &low, Output::Allocate(DataType::F32))?;
         let low = produced(low)?;
         let before = sum.slice(rows.start, rows.len())?;
         let high = GemmParams {
             c: Some(before.view()),
             alpha: lora.scale,
+            batch_invariant: p.gemm.batch_invariant,
             ..GemmParams::new(&low, lora.b)
         };
         let mut after = before.clone();
@@ -84,6 +88,7 @@ pub fn all_gather_lora_linear<C: Communicator + ?Sized>(
         activation,
         runs,
         mut output,
+        batch_invariant,
         ..
     } = p;
     let a = comm.gather_chunk(turn, &call, chunk)?;
@@ -100,6 +105,7 @@ pub fn all_gather_lora_linear<C: Communicator + ?Sized>(
             bias,
             activation,
             runs,
+            batch_invariant,
         };
         let d = rank_by_rank(comm.device(), turn.stream(), &gathered, &layer, output)?;
         return Ok(GatherLinearParts { d, a, plan });
@@ -109,6 +115,7 @@ pub fn all_gather_lora_linear<C: Communicator + ?Sized>(
         activation,
         transpose_a,
         transpose_b: transpose_weight,
+        batch_invariant,
         ..GemmParams::new(gathered.operand()?, weight)
     };
     let linear = LoraLinearParams { gemm, runs };
@@ -125,6 +132,7 @@ struct Layer<'a> {
     bias: Option<View<'a>>,
     activation: Activation,
     runs: &'a [LoraRun<'a>],
+    batch_invariant: bool,
 }
 
 /// A product for the rows of each rank, where ranks quantized by scales of their own.
@@ -157,6 +165,7 @@ fn rank_by_rank(
             c: cut_bias(layer.bias, n, first, rows)?,
             activation: layer.activation,
             transpose_b: layer.transpose_weight,
+            batch_invariant: layer.batch_invariant,
             ..GemmParams::new(gathered.chunk(rank)?, layer.weight)
         };
         let linear = LoraLinearParams { gemm, runs: &runs };
@@ -239,6 +248,7 @@ pub fn lora_linear_reduce_scatter<C: Communicator + ?Sized>(
     let gemm = GemmParams {
         transpose_a: p.transpose_a,
         transpose_b: p.transpose_weight,
+        batch_invariant: p.batch_invariant,
         ..GemmParams::new(x, p.weight)
     };
     let linear = LoraLinearParams { gemm, runs: p.runs };

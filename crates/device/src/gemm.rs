@@ -47,6 +47,11 @@ pub struct GemmParams<'a> {
     pub compute_type: DataType,
     /// Most streaming multiprocessors that the product may use.
     pub sm_cap: Option<u16>,
+    /// Whether bits of a row of D depend on that row of A (and C), on B and on its adapter alone: not on how many rows are multiplied
+    /// together, which they are, or where it lies among them. Libraries choose a kernel by the number of rows, and so do not promise that.
+    ///
+    /// Devices that cannot are [`Error::Unsupported`](crate::Error::Unsupported), with what they take. Between devices bits differ.
+    pub batch_invariant: bool,
 }
 
 impl<'a> GemmParams<'a> {
@@ -63,6 +68,7 @@ impl<'a> GemmParams<'a> {
             activation: Activation::None,
             compute_type: DataType::F32,
             sm_cap: None,
+            batch_invariant: false,
         }
     }
 

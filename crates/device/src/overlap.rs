@@ -42,6 +42,9 @@ pub struct AllGatherLoraLinearParams<'a> {
     pub output: Output<'a>,
     /// Forced mode.
     pub choice: Option<OverlapMode>,
+    /// As of [`GemmParams::batch_invariant`](crate::GemmParams::batch_invariant): D's bits depend neither on the mode, nor on how rows lie on
+    /// ranks. Each rank decides for itself.
+    pub batch_invariant: bool,
 }
 
 impl<'a> AllGatherLoraLinearParams<'a> {
@@ -68,6 +71,7 @@ impl<'a> AllGatherLoraLinearParams<'a> {
             runs: &[],
             output: Output::Allocate(output),
             choice: None,
+            batch_invariant: false,
         }
     }
 }
@@ -101,6 +105,9 @@ pub struct LoraLinearReduceScatterParams<'a> {
     pub output: Output<'a>,
     /// Forced mode.
     pub choice: Option<OverlapMode>,
+    /// As of [`GemmParams::batch_invariant`](crate::GemmParams::batch_invariant), for the parts that are summed: D's bits depend neither on
+    /// the mode, nor on who gets which rows. Each rank decides for itself, so all should.
+    pub batch_invariant: bool,
 }
 
 impl<'a> LoraLinearReduceScatterParams<'a> {
@@ -127,6 +134,7 @@ impl<'a> LoraLinearReduceScatterParams<'a> {
             runs: &[],
             output: Output::Allocate(output),
             choice: None,
+            batch_invariant: false,
         }
     }
 }

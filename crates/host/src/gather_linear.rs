@@ -255,8 +255,14 @@ impl HostComm {
         let Call::GatherLinear(linear_call) = &call else {
             return Err(Error::invalid("call", call.operation(), "gather-linear"));
         };
-        let linear =
-            OwnedLinear::from_parts(p.weight, p.transpose_weight, p.bias, p.activation, p.runs)?;
+        let linear = OwnedLinear::from_parts(
+            p.weight,
+            p.transpose_weight,
+            p.bias,
+            p.activation,
+            p.runs,
+            p.batch_invariant,
+        )?;
         let shape = rows_shape(linear_call, &p.chunk)?;
         let n = linear.n();
         // Before a half is taken: a call that is refused here alone must not leave this rank a half ahead of its peers.

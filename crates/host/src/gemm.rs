@@ -151,6 +151,19 @@ impl<'a> Matrix<'a> {
         }
     }
 
+    /// Writes rows from `first` on, as many as there is room for.
+    pub(crate) fn copy_rows(&self, first: usize, to: &mut [f32]) {
+        if self.columns == 0 {
+            return;
+        }
+        for (row, to) in to.chunks_exact_mut(self.columns).enumerate() {
+            let start = (first + row) * self.row_stride;
+            for (column, to) in to.iter_mut().enumerate() {
+                *to = self[start + column * self.column_stride];
+            }
+        }
+    }
+
     pub(crate) fn rows(&self) -> usize {
         self.rows
     }

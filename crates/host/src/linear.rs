@@ -11,6 +11,9 @@ use brigade_device::{
 use smallvec::SmallVec;
 use std::ops::Range;
 
+/// Rows that are multiplied together where results must not depend on how many there are.
+const BLOCK: usize = 32;
+
 /// A linear layer that owns what it refers to, so that it can run later and again.
 pub(crate) struct OwnedLinear {
     weight: OwnedOperand,
@@ -20,6 +23,7 @@ pub(crate) struct OwnedLinear {
     beta: f32,
     activation: Activation,
     runs: Vec<OwnedRun>,
+    batch_invariant: bool,
 }
 
 struct OwnedRun {
@@ -38,6 +42,7 @@ impl OwnedLinear {
             beta: p.beta,
             activation: p.activation,
             runs: own_runs(runs),
+            batch_invariant: p.batch_invariant,
         })
     }
 
@@ -48,6 +53,7 @@ impl OwnedLinear {
         bias: Option<View<'_>>,
         activation: Activation,
         runs: &[LoraRun<'_>],
+        batch_invariant: bool,
     ) -> Result<Self> {
         Ok(Self {
             weight: OwnedOperand::new(&weight)?,
@@ -57,6 +63,7 @@ impl OwnedLinear {
             beta: 1.0,
             activation,
             runs: own_runs(runs),
+            batch_invariant,
         })
     }
 
@@ -123,6 +130,7 @@ impl OwnedLinear {
             alpha: self.alpha,
             beta: self.beta,
             activation: self.activation,
+            batch_invariant: self.batch_invariant,
             scratch,
         })
     }
@@ -155,6 +163,7 @@ pub(crate) struct BoundLinear<'a> {
     alpha: f32,
     beta: f32,
     activation: Activation,
+    batch_invariant: bool,
     scratch: &'a Scratch,
 }
 
@@ -200,7 +209,7 @@ impl BoundLinear<'_> {
             (Factor::Int8(x), Factor::Int8(w)) => workers.multiply_int8(out, x, w, self.alpha),
             (x, w) => {
                 let (x, w) = (x.float(self.scratch)?, w.float(self.scratch)?);
-                x.with(|x| w.with(|w| workers.multiply(out, x, w, self.alpha, false)));
+                x.with(|x| w.with(|w| self.product(workers, out, x, w, self.alpha, false)))?;
             }
         }
         for run in &self.runs {
@@ -212,12 +221,50 @@ impl BoundLinear<'_> {
             let x = x.slice(first, clipped.len());
             let mut low = self.scratch.take(clipped.len() * a.columns())?;
             x.float(self.scratch)?
-                .with(|x| workers.multiply(&mut low, x, a, 1.0, false));
+                .with(|x| self.product(workers, &mut low, x, a, 1.0, false))?;
             let low = Matrix::of(&low, clipped.len(), a.columns());
             let out = &mut out[first * n..(first + clipped.len()) * n];
-            workers.multiply(out, &low, b, *scale, true);
+            self.product(workers, out, &low, b, *scale, true)?;
         }
         finish(self.bias.as_ref(), self.beta, self.activation, rows, n, out);
+        Ok(())
+    }
+
+    /// The library chooses how to multiply by the number of rows; where that must not matter, it always gets as many.
+    fn product(
+        &self,
+        workers: &Workers,
+        out: &mut [f32],
+        x: &Matrix<'_>,
+        w: &Matrix<'_>,
+        alpha: f32,
+        accumulate: bool,
+    ) -> Result<()> {
+        if !self.batch_invariant {
+            workers.multiply(out, x, w, alpha, accumulate);
+            return Ok(());
+        }
+        let (k, n) = (x.columns(), w.columns());
+        if n == 0 {
+            return Ok(());
+        }
+        let mut rows = self.scratch.take(BLOCK * k)?;
+        let mut sums = self.scratch.take(BLOCK * n)?;
+        for (block, out) in out.chunks_mut(BLOCK * n).enumerate() {
+            let count = out.len() / n;
+            x.copy_rows(block * BLOCK, &mut rows[..count * k]);
+            rows[count * k..].fill(0.0);
+            sums[..out.len()].copy_from_slice(out);
+            sums[out.len()..].fill(0.0);
+            workers.multiply(
+                &mut sums,
+                &Matrix::of(&rows, BLOCK, k),
+                w,
+                alpha,
+                accumulate,
+            );
+            out.copy_from_slice(&sums[..out.len()]);
+        }
         Ok(())
     }
 }

@@ -35,8 +35,14 @@ impl HostComm {
                 "linear-reduce-scatter",
             ));
         };
-        let linear =
-            OwnedLinear::from_parts(p.weight, p.transpose_weight, None, Activation::None, p.runs)?;
+        let linear = OwnedLinear::from_parts(
+            p.weight,
+            p.transpose_weight,
+            None,
+            Activation::None,
+            p.runs,
+            p.batch_invariant,
+        )?;
         let x = OwnedOperand::new(&p.x)?;
         let bias = p.bias.map(|c| c.retain());
         let own = linear_call.rows[self.core.control.group().rank];

@@ -80,6 +80,10 @@ pub struct Linears {
     /// How many adapters there are, each over as many rows
     #[arg(long, value_name = "N", default_value_t = 2, requires = "lora")]
     adapters: usize,
+    /// Multiply rows so that their bits do not depend on how many there are, or on the mode: our calls, and not the product that they stand
+    /// beside
+    #[arg(long)]
+    batch_invariant: bool,
 }
 
 impl Linears {
@@ -212,7 +216,8 @@ fn row(shape: Shape, options: &Linears, times: &[Times], plan: &str, of_floor: f
     let Shape { m, k, n } = shape;
     let mut row = json!({
         "m": m, "k": k, "n": n, "dtype": "bf16", "scheme": options.scheme.name(), "lora": options.lora, "adapters": options.adapters(),
-        "graph": options.common.graph, "resident": options.resident, "plan": plan,
+        "graph": options.common.graph, "resident": options.resident,
+        "batch_invariant": options.batch_invariant, "plan": plan,
         "of_floor": (of_floor * 1000.0).round() / 1000.0,
     });
     for t in times {

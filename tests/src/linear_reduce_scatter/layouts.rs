@@ -112,6 +112,7 @@ impl Case {
                 runs: &runs,
                 output,
                 choice,
+                batch_invariant: false,
             })
     }
 

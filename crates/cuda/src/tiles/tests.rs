@@ -57,6 +57,7 @@ struct Layer {
     bias: Option<Buffer>,
     /// Rows, and their adapter.
     runs: Vec<(usize, Option<Adapter>)>,
+    batch_invariant: bool,
     d: Option<Buffer>,
 }
 
@@ -76,6 +77,7 @@ fn layer() -> Layer {
         transpose_weight: true,
         bias: Some(at(0x3_0004, BF16, &[24])),
         runs: vec![(300, Some(adapter(BF16, 4, 0.5)))],
+        batch_invariant: false,
         d: Some(at(0x4_0000, BF16, &[300, 24])),
     }
 }
@@ -137,6 +139,7 @@ impl Layer {
             transpose_weight: self.transpose_weight,
             bias: self.bias.as_ref().map(|c| c.view()),
             runs: &runs,
+            batch_invariant: self.batch_invariant,
             output: BF16,
             d: self.d.as_ref(),
         };

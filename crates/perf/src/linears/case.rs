@@ -141,6 +141,7 @@ impl<'a> Case<'a> {
             runs: &runs,
             output: Output::Into(d.view_mut()),
             choice: mode,
+            batch_invariant: self.options.batch_invariant,
             ..AllGatherLoraLinearParams::new(chunk, &self.counts, weight)
         })?;
         Ok(result.plan)
@@ -159,6 +160,7 @@ impl<'a> Case<'a> {
             runs: &runs,
             output: Output::Into(d.view_mut()),
             choice: mode,
+            batch_invariant: self.options.batch_invariant,
             ..LoraLinearReduceScatterParams::new(
                 self.x.operand(),
                 &self.counts,

@@ -130,6 +130,7 @@ pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
         trace: None,
         lora: 0,
         adapters: 1,
+        batch_invariant: false,
     };
     let (which, scheme) = (options.operation, options.scheme);
     let meta = meta::meta(ranks)?;
