@@ -1,8 +1,8 @@
 //! The ledger: SHA-256 of every result whose bits are promised, for inputs that anybody can make again.
 //!
 //! An entry is a group size and an operation; its hash is over the results of all ranks, in rank order. Where several
-//! algorithms or modes promise the same bits, all of them are run and must agree. Products are not in it: their bits are
-//! not promised, and neither are those of activations that a library computes.
+//! algorithms or modes promise the same bits, all of them are run and must agree. Of products only those are in it
+//! whose sums are exact: the bits of others are not promised, and neither are those of activations that a library computes.
 //!
 //! `BRIGADE_LEDGER=update` writes the file anew instead of comparing.
 

@@ -10,9 +10,12 @@
 //! | 3 | an infinity of sign `r >> 63`, where infinities are asked for |
 //! | else | `(-1)^(r >> 63) * 1.m * 2^(e - 6)` with `e = (r >> 32) % 13` and `m` the 23 bits from bit 8, of which the lowest `(r >> 40) % 24` are cleared so that ties are common; rounded to the type. In f64 the lowest bit is bit 50 of `r`: just above a tie |
 //!
+//! A whole number takes one draw `r`: `(-1)^(r >> 63) * (1 + (r >> 8) % 8)`.
+//!
 //! An expert takes one draw `r`: -1 where `r % 8` is 0, the first number that names none where it is 1, and `(r >> 8) % experts`
 //! otherwise.
 
+use crate::matrix::to_bytes;
 use brigade_device::DataType;
 use half::{bf16, f16};
 use sha2::{Digest, Sha256};
@@ -56,6 +59,20 @@ impl Inputs {
         (0..count)
             .flat_map(|_| self.float(dtype, infinities))
             .collect()
+    }
+
+    /// Whole numbers from 1 to 8 and their negatives, as floats of this type: sums of products of them are exact in f32.
+    pub fn whole(&mut self, dtype: DataType, count: usize) -> Vec<u8> {
+        let number = |r: u64| {
+            let size = 1 + (r >> 8) % 8;
+            if r >> 63 == 1 {
+                -(size as f64)
+            } else {
+                size as f64
+            }
+        };
+        let all: Vec<_> = (0..count).map(|_| number(self.draw())).collect();
+        to_bytes(dtype, &all)
     }
 
     fn float(&mut self, dtype: DataType, infinities: bool) -> Vec<u8> {

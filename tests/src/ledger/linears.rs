@@ -6,10 +6,11 @@ use crate::{
     backend::Rank,
     layer::FLOATS,
     quantized::SCHEMES,
-    themes::{modes, modes_of_any_rows},
+    themes::{modes, modes_of_any_rows, scatters},
 };
 use brigade_device::{
-    AllGatherLoraLinearParams, Chunk, DataType, Operand, Output, OverlapMode, QScheme,
+    Activation, AllGatherLoraLinearParams, Chunk, DataType, LoraLinearReduceScatterParams, Operand,
+    Output, OverlapMode, QScheme,
 };
 use brigade_plan::Engines;
 
@@ -106,6 +107,48 @@ fn products(rank: &Rank, engines: Engines, mut inputs: Inputs, dtype: DataType) 
         .collect()
 }
 
+/// Both linears of whole numbers, whose sums are exact whatever adds them up, so that floats are tied to the host's as well. Products are
+/// batch-invariant: on a GPU they are all by the kernel of tiles.
+fn exact(rank: &Rank, engines: Engines, mut inputs: Inputs, dtype: DataType) -> Results {
+    const K: usize = 144;
+    const N: usize = 40;
+    let rows: Vec<usize> = (0..rank.size).map(|r| (97 * r + 131) % 200).collect();
+    let all: usize = rows.iter().sum();
+    let mut whole = |dims: &[usize]| {
+        let values = inputs.whole(dtype, dims.iter().product());
+        rank.upload_bytes(dtype, dims, &values)
+    };
+    let (x, weight, bias) = (whole(&[all, K]), whole(&[N, K]), whole(&[N]));
+    let first = rows[..rank.rank].iter().sum();
+    let own = x.slice(first, rows[rank.rank]).unwrap();
+    let list = modes(engines).into_iter();
+    list.flat_map(|(name, choices)| choices.into_iter().map(move |c| (name, c)))
+        .map(|(name, choice)| {
+            let params = AllGatherLoraLinearParams {
+                transpose_weight: true,
+                bias: Some(bias.view()),
+                activation: Activation::Relu,
+                choice,
+                batch_invariant: true,
+                ..AllGatherLoraLinearParams::new(Chunk::Copy((&own).into()), &rows, &weight)
+            };
+            let d = rank.lease().all_gather_lora_linear(params).unwrap().d;
+            let mut bytes = rank.raw(d.unwrap().view());
+            let params = LoraLinearReduceScatterParams {
+                transpose_weight: true,
+                bias: Some(bias.view()),
+                activation: Activation::Relu,
+                choice: choice.filter(|_| scatters(choice)),
+                batch_invariant: true,
+                ..LoraLinearReduceScatterParams::new(&x, &rows, &weight)
+            };
+            let d = rank.lease().lora_linear_reduce_scatter(params).unwrap().d;
+            bytes.extend(rank.raw(d.unwrap().view()));
+            (format!("{name} {choice:?}"), bytes)
+        })
+        .collect()
+}
+
 pub(super) fn entries(engines: Engines) -> Vec<Entry> {
     let plain = FLOATS.map(|dtype| (dtype, QScheme::None));
     let quantized = SCHEMES.map(|scheme| (DataType::BF16, scheme));
@@ -113,6 +156,12 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
         let name = format!("int8_products/{}", named(dtype));
         Entry::new(name, move |rank, inputs| {
             products(rank, engines, inputs, dtype)
+        })
+    });
+    let floats = [DataType::F16, DataType::BF16].map(|dtype| {
+        let name = format!("exact_products/{}", named(dtype));
+        Entry::new(name, move |rank, inputs| {
+            exact(rank, engines, inputs, dtype)
         })
     });
     plain
@@ -125,5 +174,6 @@ pub(super) fn entries(engines: Engines) -> Vec<Entry> {
             })
         })
         .chain(products)
+        .chain(floats)
         .collect()
 }
