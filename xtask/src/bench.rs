@@ -72,7 +72,7 @@ impl Bench {
             Some(What::Results) => cargo
                 .args(["run", "--release", "--package", "brigade-benches"])
                 .args(["--bin", "results"]),
-            Some(What::Tune | What::TuneExperts) => {
+            Some(What::Tune | What::TuneExperts | What::TuneHierarchical) => {
                 cargo.args(["run", "--release", "--package", "brigade-perf"])
             }
         };

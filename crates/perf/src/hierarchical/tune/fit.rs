@@ -28,8 +28,8 @@ const MOST_OFF: f64 = 2.0;
 /// Costs by which calls are off by less, on average, are as good by chance.
 const CHANCE: f64 = 0.002;
 
-/// By how much more a call costs while others are under way, as tried: a thread or a stream waits to be told then.
-const IN_FLIGHT: [f64; 6] = [1.0, 1.25, 1.5, 2.0, 3.0, 4.0];
+/// By how many nanoseconds more a call costs while others are under way, as tried: a thread or a stream has to be told then that it is its turn.
+const IN_FLIGHT: [f64; 9] = [0.0, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5];
 
 /// In so many steps a byte's time is shared out between the wire, which one call has at a time, and the calls, of which two go on at once.
 const SHARES: u32 = 16;
@@ -163,9 +163,9 @@ fn weights(rows: &[[f64; PARTS]]) -> [Option<f64>; PARTS] {
 
 /// Costs of these parts, or as they were guessed.
 fn costs_of(parts: &[Option<f64>; PARTS], (wire, in_flight): (f64, f64), guess: &Costs) -> Costs {
-    let ns = |part: usize, times: f64, guess: u64| {
+    let ns = |part: usize, more: f64, guess: u64| {
         let most = Entry::MOST_NS as f64;
-        parts[part].map_or(guess, |ns| (ns * times).round().min(most) as u64)
+        parts[part].map_or(guess, |ns| (ns + more).round().min(most) as u64)
     };
     let rate = |part: usize, share: f64, guess: u64| {
         let of = |ns: f64| (1000.0 / (ns * share)).clamp(1.0, MOST_RATE).round() as u64;
@@ -182,11 +182,11 @@ fn costs_of(parts: &[Option<f64>; PARTS], (wire, in_flight): (f64, f64), guess: 
             bytes_per_us: rate(byte, 1.0 - wire, guess.across.bytes_per_us),
         },
         wire: Wire {
-            latency_ns: ns(latency, 1.0, guess.wire.latency_ns),
+            latency_ns: ns(latency, 0.0, guess.wire.latency_ns),
             bytes_per_us: rate(byte, wire, guess.wire.bytes_per_us),
         },
         add_bytes_per_us: rate(add, 1.0, guess.add_bytes_per_us),
-        copy_ns: ns(copy, 1.0, guess.copy_ns),
+        copy_ns: ns(copy, 0.0, guess.copy_ns),
         measured: None,
     }
 }
@@ -224,8 +224,15 @@ pub fn fit(samples: &[Sample], config: &HierarchyConfig, guess: &Costs) -> Resul
             let wire = f64::from(share) / f64::from(SHARES);
             let costs = costs_of(&parts, (wire, in_flight), guess);
             let off = off(&costs)?;
-            // As far as each is off, so that a few that were kept waiting decide nothing.
-            let mean = off.iter().map(|x| x.ln().abs()).sum::<f64>() / off.len() as f64;
+            let squares = |plain: bool| {
+                let those = samples.iter().zip(&off);
+                let those = those.filter(|(s, _)| is_plain(&s.call) == plain);
+                let (sum, n) =
+                    those.fold((0.0, 0), |(sum, n), (_, x)| (sum + x.ln().powi(2), n + 1));
+                sum / f64::from(n.max(1))
+            };
+            // Slices in flight count as much as all else, though they are fewer: it is by them that this is found out.
+            let mean = (squares(true) + squares(false)).sqrt();
             tried.push((mean, Fitted { costs, off }));
         }
     }
@@ -393,6 +400,24 @@ mod tests {
         );
         let call = |c: &Costs| c.across.call_ns + c.wire.latency_ns;
         near("a call there", call(&got), call(want), 1.3);
+    }
+
+    /// What calls cost more in flight than alone counts in part: plans have one figure for both.
+    #[test]
+    fn calls_that_cost_more_in_flight_are_dearer() {
+        let want = known()[0];
+        let mut dearer = want;
+        dearer.inside.call_ns += 50_000;
+        dearer.across.call_ns += 50_000;
+        let mut samples = samples((2, 2), &want);
+        for sample in samples.iter_mut().filter(|s| !is_plain(&s.call)) {
+            sample.ns = expected_ns(&sample.call, &config(), &dearer).unwrap();
+        }
+        let got = fit(&samples, &config(), &Costs::host()).unwrap().costs;
+        let more = |of: fn(&Costs) -> u64| of(&got) as f64 - of(&want) as f64;
+        let more = [more(|c| c.inside.call_ns), more(|c| c.across.call_ns)];
+        let in_part = |ns: &f64| (9e3..=51e3).contains(ns);
+        assert!(more.iter().all(in_part), "{more:?}");
     }
 
     /// Times of other calls are no times of these.
