@@ -73,8 +73,8 @@ pub struct Tune {
     #[arg(short, long, value_enum, default_value_t = Float::Bf16)]
     dtype: Float,
     /// Whose machines: of GPUs, or virtual ones of this host's processors, with --ranks
-    #[arg(long, value_enum, default_value_t = Whose::Cuda)]
-    device: Whose,
+    #[arg(long, value_enum, default_value_t = Kind::Cuda)]
+    device: Kind,
     /// With --device host: what the link of a rank carries in a microsecond, in bytes
     #[arg(long, value_name = "BYTES")]
     rail_bytes_per_us: Option<u64>,
@@ -96,7 +96,7 @@ pub struct Tune {
 
 /// Whose machines are measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Whose {
+enum Kind {
     /// GPUs
     Cuda,
     /// This host's processors
@@ -191,14 +191,14 @@ impl Tune {
 
     fn meta(&self, ranks: &Ranks) -> Result<Value> {
         let mut meta = match self.device {
-            Whose::Cuda => meta::meta(ranks)?,
-            Whose::Host => meta::host(ranks)?,
+            Kind::Cuda => meta::meta(ranks)?,
+            Kind::Host => meta::host(ranks)?,
         };
         meta["machines"] = self.machines.into();
         if self.shared {
             meta["link"] = json!(Links::Shared);
         }
-        if self.device == Whose::Cuda {
+        if self.device == Kind::Cuda {
             meta["nccl_environment"] = meta::nccl_environment(std::env::vars_os()).into();
         }
         Ok(meta)
@@ -257,8 +257,8 @@ impl Tune {
     /// What plans count with where nobody measured anything.
     fn guess(&self) -> Costs {
         match self.device {
-            Whose::Cuda => Costs::cuda(),
-            Whose::Host => Costs::host(),
+            Kind::Cuda => Costs::cuda(),
+            Kind::Host => Costs::host(),
         }
     }
 
@@ -289,7 +289,7 @@ impl Tune {
 /// Measures; gives a table of costs.
 pub fn start(tune: &Tune) -> Result<String> {
     match tune.device {
-        Whose::Cuda => {
+        Kind::Cuda => {
             ensure!(
                 tune.rail_bytes_per_us.is_none(),
                 "--rail-bytes-per-us slows the rails of --device host"
@@ -301,7 +301,7 @@ pub fn start(tune: &Tune) -> Result<String> {
             let measure = |ranks: &Ranks| tune.tell(ranks, &tune.on_gpus(ranks)?);
             tune.common().run_prepared(prepare, measure)
         }
-        Whose::Host => {
+        Kind::Host => {
             let asked = || tune.ranks.context("--device host needs --ranks");
             if tune.processes && !ranks::is_rank() {
                 ranks::start(asked()?, |_, _| Ok(()))?;

@@ -25,7 +25,7 @@ const MOST_RATE: f64 = 1e9;
 /// More are wrong by less than half, or no costs are behind it.
 const MOST_OFF: f64 = 2.0;
 
-/// Costs by which calls are off by less, on average, are as good by chance.
+/// Costs by which calls are off by so little more, in the root of the mean square, are as good by chance.
 const CHANCE: f64 = 0.002;
 
 /// By how many nanoseconds more a call costs while others are under way, as tried: a thread or a stream has to be told then that it is its turn.

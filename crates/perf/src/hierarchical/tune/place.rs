@@ -35,11 +35,12 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// Of the hierarchies that are measured: slices are as many as are asked for, whatever memory they take.
+    /// Of the hierarchies that are measured: slices are as many as are asked for, whatever memory they take, and calls that take turns all keep
+    /// theirs.
     pub fn config(&self) -> HierarchyConfig {
         let usual = HierarchyConfig::new(brigade::ParallelMode::Tp);
         let largest = self.sizes.iter().copied().max().unwrap_or(0);
-        let need = largest.saturating_mul(self.machines.count() + 8);
+        let need = largest.saturating_mul(3 * (self.machines.count() + 8));
         HierarchyConfig {
             staging_bytes: usual.staging_bytes.max(need),
             ..usual
