@@ -253,18 +253,25 @@ __device__ __forceinline__ float load_arrived(uint64_t at) {
   return value;
 }
 
-// Scales, bias, activation, and rounding; then the four threads of a quad, which hold 2 columns of each block of 8, trade until each has
-// one block, so that a store is 16 bytes.
-template <typename In, typename Out, uint32_t COLUMNS>
-__device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
-  const uint32_t lane = threadIdx.x % 32, quad = lane % 4;
-  const uint32_t rows = p.part_rows[tile.part], own_row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+// Rows of a tile of which this thread has sums: this one, and the eighth after it.
+__device__ __forceinline__ uint32_t own_row(uint32_t first_row) { return first_row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
+
+__device__ __forceinline__ float as_float(float sum) { return sum; }
+__device__ __forceinline__ float as_float(int32_t sum) { return __int_as_float(sum); }
+__device__ __forceinline__ void set(float& sum, float value) { sum = value; }
+__device__ __forceinline__ void set(int32_t& sum, float value) { sum = __float_as_int(value); }
+
+// Scales, bias and activation, in place: floats, where sums were integers as well. Apart from what rounds and writes, which stays short
+// where there is none of these.
+template <typename In, uint32_t COLUMNS>
+__device__ inline void finish_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
+  const uint32_t quad = threadIdx.x % 4, rows = p.part_rows[tile.part];
   const float* column_scales = reinterpret_cast<const float*>(p.column_scales);
   float row_scale[2] = {};
   if constexpr (has_scales<In>) {
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
-      const uint32_t row = own_row + 8 * half;
+      const uint32_t row = own_row(first_row) + 8 * half;
       if (row < rows) row_scale[half] = load_arrived(p.part_scales[tile.part] + uint64_t(row) * p.row_scale_stride * sizeof(float));
     }
   }
@@ -292,8 +299,9 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
           high = __fmul_rn(__fmul_rn(high, row_scale[half]), scale[i].y);
         }
       }
-      if (p.bias != 0 && own_row + 8 * half < rows) {
-        const uint64_t from = uint64_t(p.part_out_row[tile.part] + own_row + 8 * half) * p.bias_stride;
+      const uint32_t row = own_row(first_row) + 8 * half;
+      if (p.bias != 0 && row < rows) {
+        const uint64_t from = uint64_t(p.part_out_row[tile.part] + row) * p.bias_stride;
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) {
           const uint32_t column = tile.column + 8 * (block + i) + 2 * quad;
@@ -303,9 +311,32 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
         }
       }
       if (p.activation != NONE) activate_all(p.activation, x);
-      uint32_t v[4];
 #pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) v[i] = rounded<Out>(x[2 * i], x[2 * i + 1]);
+      for (uint32_t i = 0; i < 4; ++i) {
+        if (block + i >= COLUMNS / 8) continue;
+        set(sums[4 * (block + i) + 2 * half], x[2 * i]), set(sums[4 * (block + i) + 2 * half + 1], x[2 * i + 1]);
+      }
+    }
+  }
+}
+
+// Rounds; then the four threads of a quad, which hold 2 columns of each block of 8, trade until each has one block, so that a store is 16
+// bytes.
+template <typename In, typename Out, uint32_t COLUMNS>
+__device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
+  if (has_scales<In> || p.bias != 0 || p.activation != NONE) finish_tile<In, COLUMNS>(p, tile, first_row, sums);
+  const uint32_t quad = threadIdx.x % 4, rows = p.part_rows[tile.part];
+#pragma unroll
+  for (uint32_t block = 0; block < COLUMNS / 8; block += 4) {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      uint32_t v[4] = {};
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        if (block + i >= COLUMNS / 8) continue;
+        const uint32_t at = 4 * (block + i) + 2 * half;
+        v[i] = rounded<Out>(as_float(sums[at]), as_float(sums[at + 1]));
+      }
 #pragma unroll
       for (uint32_t i = 0; i < 4; i += 2) {
         const uint32_t got = __shfl_xor_sync(~0u, quad & 1 ? v[i] : v[i + 1], 1);
@@ -316,7 +347,7 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
         const uint32_t got = __shfl_xor_sync(~0u, quad & 2 ? v[i] : v[i + 2], 2);
         (quad & 2 ? v[i] : v[i + 2]) = got;
       }
-      const uint32_t row = own_row + 8 * half, column = tile.column + 8 * (block + quad);
+      const uint32_t row = own_row(first_row) + 8 * half, column = tile.column + 8 * (block + quad);
       if (row < rows && column < p.columns && block + quad < COLUMNS / 8) {
         uint4* out = reinterpret_cast<uint4*>(p.part_out[tile.part] + (uint64_t(row) * p.columns + column) * sizeof(Out));
         *out = {v[0], v[1], v[2], v[3]};

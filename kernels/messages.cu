@@ -19,7 +19,10 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
   const uint32_t generation = g.generation();
   const auto data_flag = [&](uint64_t epoch) { return pack({generation, p.signature[message], uint32_t(epoch)}); };
 
-  if (threadIdx.x == 0) failed = is_stopped(g);
+  if (threadIdx.x == 0) {
+    failed = is_stopped(g);
+    if (failed) say_stopped(g.report, g.generation());
+  }
   __syncthreads();
   const uint32_t counter = p.counters + (receives ? p.size : 0) + peer;
   const uint64_t before = *g.counter(counter);

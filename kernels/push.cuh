@@ -134,6 +134,8 @@ __device__ inline void poison_outputs(const AllReduceParams& p) {
 
 template <typename P>
 __device__ __noinline__ void poison_all(const P& p) {
+  // Who found the group stopped as it began has told nobody yet.
+  if (threadIdx.x == 0) say_stopped(p.report, uint32_t(reinterpret_cast<const uint64_t*>(p.state)[STATE_GENERATION]));
   const uint64_t start_ns = globaltimer_ns();
   while (globaltimer_ns() - start_ns < 2000000) {
   }

@@ -213,10 +213,16 @@ __device__ inline void look(const G& g, Waiting& w) {
   }
 }
 
+// Tells this rank's host that a kernel of its gave up, or found that the group was stopped: before it hears so from whoever stopped it, it
+// would take what is poisoned for a result.
+__device__ __forceinline__ void say_stopped(uint64_t report, uint32_t generation) {
+  store_release_sys(reinterpret_cast<uint32_t*>(report + REPORT_STOPPED), generation);
+}
+
 // Tells every rank's kernels to stop, and this rank's host.
 __device__ inline void stop_all(const Group& g) {
   for (uint32_t i = 0; i < g.size; ++i) store_release_sys(g.word((g.rank + i) % g.size, g.stop), uint64_t(g.generation()));
-  store_release_sys(reinterpret_cast<uint32_t*>(g.report + REPORT_STOPPED), g.generation());
+  say_stopped(g.report, g.generation());
 }
 
 // A wait ended badly: leaves the record, and stops the group.

@@ -3,6 +3,8 @@
 mod buffers;
 mod gemm;
 mod grouped;
+mod loans;
+mod lora;
 mod moves;
 mod residual_norm;
 mod silu_mul;
@@ -15,12 +17,14 @@ use rand::rngs::StdRng;
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     gemm::add(suite);
+    lora::add(suite);
     grouped::add(suite);
     silu_mul::add(suite);
     residual_norm::add(suite);
     top_k::add(suite);
     moves::add(suite);
     buffers::add(suite);
+    loans::add(suite);
     streams::add(suite);
 }
 

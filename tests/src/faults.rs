@@ -137,13 +137,19 @@ fn never_calls(world: &World, op: Op) {
     });
 }
 
-/// A rank that makes another call: a mismatch on every rank, the culprit too, long before the deadline.
+/// A rank that makes another call: a mismatch on every rank, the culprit too, long before the deadline. One of them comes late, maybe when
+/// others have stopped the group.
 fn mismatch(world: &World, op: Op, other: Op) {
     let mut rng = world.rng();
     let probe = Probe::new(&mut rng, world.size);
     let culprit = rng.random_range(0..world.size);
+    let (late, rounds) = (rng.random_range(0..world.size), rng.random_range(0..300));
     world.run(&config(), move |rank| {
         probe.run(rank);
+        rank.meet();
+        if rank.rank == late {
+            rank.dawdle(rounds);
+        }
         differ(rank, culprit, &op, &other);
         probe.run(rank);
     });
@@ -151,7 +157,6 @@ fn mismatch(world: &World, op: Op, other: Op) {
 
 /// Makes one call on the culprit and another on all other ranks, and goes on from there.
 pub fn differ(rank: &Rank, culprit: usize, op: &Op, other: &Op) {
-    rank.meet();
     let mine = if rank.rank == culprit { other } else { op };
     let start = Instant::now();
     let ended = mine.run(rank);

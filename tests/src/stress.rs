@@ -74,7 +74,10 @@ fn fault(rng: &mut StdRng, world: &World) -> Turn {
             };
             Box::new(move |rank, director| befall(rank, director, mishap, &op, DEADLINE))
         }
-        1 | 2 => Box::new(move |rank, _| faults::differ(rank, culprit, &op, &other)),
+        1 | 2 => Box::new(move |rank, _| {
+            rank.meet();
+            faults::differ(rank, culprit, &op, &other);
+        }),
         _ => {
             let rounds = rng.random_range(0..2000);
             Box::new(move |rank, _| faults::abort(rank, culprit, rounds, &op))

@@ -10,7 +10,7 @@ use brigade_sync::Area;
 
 impl CudaComm {
     pub(crate) fn run_broadcast(&self, turn: &Turn, p: BroadcastParams<'_>) -> Result<Plan> {
-        p.check(self.core.size())?;
+        p.check(self.core.rank(), self.core.size())?;
         let data = p.data.as_view().retain();
         check_reach(&self.gpu().card, "data.memory", &data)?;
         let root = p.root;

@@ -1,6 +1,6 @@
 //! Products in groups: one launch, whose blocks find their groups by what lies in the device's memory.
 
-use crate::{CudaDevice, Kernel, KernelSet, Launch, Missing, memory::check_reach, types};
+use crate::{CudaDevice, Kernel, KernelSet, Missing, kernels::Blocks, memory::check_reach, types};
 use brigade_device::{
     Buffer, DataType, Device, GroupedGemmParams, GroupedShape, Operand, Output, QScheme, Result,
     Stream,
@@ -11,31 +11,25 @@ use brigade_kernels::{
 };
 use std::sync::Arc;
 
-/// A kernel, its tiles, and blocks that a multiprocessor holds.
+/// A kernel, and the size of its tiles.
 #[derive(Debug)]
 struct Tiled {
-    kernel: Kernel<GroupedParams>,
+    blocks: Blocks<GroupedParams>,
     rows: usize,
     columns: usize,
-    block: Launch,
-    per_sm: u32,
 }
 
 impl Tiled {
     fn new(
         kernel: Kernel<GroupedParams>,
         (rows, columns): (u32, u32),
-        block: Launch,
+        threads: u32,
+        shared_bytes: u32,
     ) -> Result<Self, Missing> {
-        if block.shared_bytes > 0 {
-            kernel.allow_shared_bytes(block.shared_bytes)?;
-        }
         Ok(Self {
-            per_sm: kernel.resident_per_sm(block)?.max(1),
+            blocks: Blocks::new(kernel, threads, shared_bytes)?,
             rows: rows as usize,
             columns: columns as usize,
-            kernel,
-            block,
         })
     }
 
@@ -56,28 +50,26 @@ pub(crate) struct GroupedKernels {
 
 impl GroupedKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
-        let block = |threads, shared_bytes| Launch {
-            shared_bytes,
-            ..Launch::grid(1, threads)
-        };
         let of = |name: &str| -> Result<[Tiled; 2], Missing> {
             Ok([
                 Tiled::new(
                     set.variant(format!("_{name}_large"))?,
                     (GROUPED_LARGE, GROUPED_LARGE),
-                    block(GROUPED_LARGE_THREADS, GROUPED_LARGE_BYTES),
+                    GROUPED_LARGE_THREADS,
+                    GROUPED_LARGE_BYTES,
                 )?,
                 Tiled::new(
                     set.variant(format!("_{name}_small"))?,
                     (GROUPED_SMALL_ROWS, GROUPED_SMALL_COLUMNS),
-                    block(GROUPED_SMALL_THREADS, GROUPED_SMALL_BYTES),
+                    GROUPED_SMALL_THREADS,
+                    GROUPED_SMALL_BYTES,
                 )?,
             ])
         };
         Ok(Self {
             f16: of("f16")?,
             bf16: of("bf16")?,
-            f32: Tiled::new(set.variant("_f32")?, (64, 64), block(256, 0))?,
+            f32: Tiled::new(set.variant("_f32")?, (64, 64), 256, 0)?,
         })
     }
 
@@ -159,18 +151,13 @@ impl CudaDevice {
         };
         let sms = usize::from(self.info().sms);
         let tiled = (self.opened.kernels.grouped).choose(weights.dtype(), &shape, sms);
-        let most = sms * tiled.per_sm as usize;
-        let launch = Launch {
-            blocks: tiled.most_tiles(&shape).clamp(1, most) as u32,
-            ..tiled.block
-        };
+        let most = sms * tiled.blocks.per_sm as usize;
+        let blocks = tiled.most_tiles(&shape).min(most);
         let mut buffers = vec![&d, &x];
         buffers.extend(inputs.iter().map(|(_, buffer)| buffer));
-        lane.run(&buffers, |stream| {
-            // SAFETY: the shapes were checked: so many rows and weights lie there, of this type, and a number for each group; what the
-            // numbers reach beyond the rows is cut off.
-            unsafe { tiled.kernel.launch(stream, launch, parameters) }.map_err(Into::into)
-        })?;
+        // SAFETY: the shapes were checked: so many rows and weights lie there, of this type, and a number for each group; what the
+        // numbers reach beyond the rows is cut off.
+        unsafe { tiled.blocks.launch(lane, &buffers, blocks, parameters) }?;
         Ok(new.then_some(d))
     }
 }

@@ -3,7 +3,7 @@
 use crate::{
     Kernel, KernelSet, Launch, Missing, combine::CombineKernels, dispatch::DispatchKernels,
     fifo::BackKernels, gemm_flags::TileKernels, grouped::GroupedKernels, lane::Lane,
-    low_latency::LowLatencyKernels, norm::NormKernels, pushed::PushKernels,
+    lora::LoraKernels, low_latency::LowLatencyKernels, norm::NormKernels, pushed::PushKernels,
     residual_norm::ResidualNormKernels, routing::RouteKernels,
 };
 use brigade_device::{Buffer, Result};
@@ -29,6 +29,7 @@ pub(crate) struct Kernels {
     pub(crate) pack: Kernel<PackParams>,
     pub(crate) long: Kernel<LongParams>,
     pub(crate) grouped: GroupedKernels,
+    pub(crate) lora: LoraKernels,
     pub(crate) silu_mul: Kernel<SiluMulParams>,
     pub(crate) top_k: Kernel<TopKParams>,
     pub(crate) steps: Kernel<StepsParams>,
@@ -81,6 +82,7 @@ impl Kernels {
             pack: int8.kernel()?,
             long: int8.kernel()?,
             grouped: GroupedKernels::load(&set("grouped")?)?,
+            lora: LoraKernels::load(&set("lora")?)?,
             silu_mul: set("silu_mul")?.kernel()?,
             top_k: set("top_k")?.kernel()?,
             steps: set("steps")?.kernel()?,
@@ -137,6 +139,54 @@ impl Kernels {
         let most = self.sms * BLOCKS_PER_SM;
         let blocks = u32::try_from(blocks).unwrap_or(most).clamp(1, most);
         Launch::grid(blocks, THREADS)
+    }
+}
+
+/// A kernel whose blocks go on with the rest themselves, their shape, and how many a multiprocessor holds.
+#[derive(Debug)]
+pub(crate) struct Blocks<P> {
+    kernel: Kernel<P>,
+    block: Launch,
+    pub(crate) per_sm: u32,
+}
+
+impl<P: Parameters> Blocks<P> {
+    pub(crate) fn new(kernel: Kernel<P>, threads: u32, shared_bytes: u32) -> Result<Self, Missing> {
+        let block = Launch {
+            shared_bytes,
+            ..Launch::grid(1, threads)
+        };
+        if shared_bytes > 0 {
+            kernel.allow_shared_bytes(shared_bytes)?;
+        }
+        Ok(Self {
+            per_sm: kernel.resident_per_sm(block)?.max(1),
+            kernel,
+            block,
+        })
+    }
+
+    /// Enqueues so many blocks, one at least.
+    ///
+    /// # Safety
+    /// As [`Kernels::launch`].
+    pub(crate) unsafe fn launch(
+        &self,
+        lane: &Arc<Lane>,
+        buffers: &[&Buffer],
+        blocks: usize,
+        parameters: P,
+    ) -> Result<()> {
+        let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).max(1);
+        let shape = Launch {
+            blocks,
+            ..self.block
+        };
+        lane.run(buffers, |stream| {
+            // SAFETY: the caller's promise; `run` keeps the buffers until the work is done, and the stream is of the lane's
+            // context, in which `kernel` was loaded.
+            unsafe { self.kernel.launch(stream, shape, parameters) }.map_err(Into::into)
+        })
     }
 }
 

@@ -52,6 +52,7 @@ mod line;
 mod linear;
 mod linear_reduce_scatter;
 mod loading;
+mod lora;
 mod low_latency;
 mod lt;
 mod lt_call;

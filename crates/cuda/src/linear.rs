@@ -8,6 +8,7 @@ use crate::{
     factors::Factors,
     finish::{End, Sums, same_elements},
     lane::Lane,
+    lora::{Given, Run},
     lt::Product,
     matrix::Matrix,
     memory::{check_reach, overlap},
@@ -273,11 +274,9 @@ impl Job<'_> {
         }
         let d = &d.reshape(&[shape.m, shape.n])?;
         let out = Matrix::of(d, false);
-        let mut first = 0;
-        for run in p.runs {
-            let rows = first..first + run.rows;
-            first = rows.end;
-            let Some(lora) = run.adapter.filter(|_| adds_something(run)) else {
+        let (short, rest) = Run::short(self.runs(), shape);
+        for (rows, lora) in rest {
+            let Some(lora) = lora else {
                 device.fill_bytes(lane, &d.slice(rows.start, rows.len())?, 0)?;
                 continue;
             };
@@ -304,6 +303,7 @@ impl Job<'_> {
                 }
             }
         }
+        device.lora_runs(lane, &short, [a, &out], gemm.sm_cap)?;
         let base = Product {
             c: Some(&out),
             beta: 1.0,
@@ -360,20 +360,18 @@ impl Job<'_> {
         };
         let d = Matrix::of(&values, false);
         let all = device.floats(lane, &p.gemm.a)?;
-        let mut first = 0;
-        for run in p.runs {
-            let rows = first..first + run.rows;
-            first = rows.end;
-            let Some(lora) = run.adapter.filter(|_| adds_something(run)) else {
-                continue;
-            };
+        let all = Matrix::of(&all, p.gemm.transpose_a);
+        let adapted = self.runs().filter(|(_, lora)| lora.is_some());
+        let (short, rest) = Run::short(adapted, shape);
+        for (rows, lora) in rest {
+            let Some(lora) = lora else { continue };
             let (a, b) = (lora.a.retain(), lora.b.retain());
             let common = if a.dtype() == all.dtype() {
                 a.dtype()
             } else {
                 DataType::F32
             };
-            let x = device.as_type(lane, &all, common)?;
+            let x = device.as_type(lane, all.buffer(), common)?;
             let x = Matrix::of(&x, p.gemm.transpose_a).slice(rows.start, rows.len());
             let a = Matrix::of(&device.as_type(lane, &a, common)?, false);
             let b = Matrix::of(&device.as_type(lane, &b, DataType::F32)?, false);
@@ -392,7 +390,19 @@ impl Job<'_> {
                 ..Product::new(&low, &b, &part)
             })?;
         }
+        device.lora_runs(lane, &short, [&all, &d], sm_cap)?;
         Ok(Sums::Float { values, stride: n })
+    }
+
+    /// Runs that have rows, with the adapter of those that change them.
+    fn runs(&self) -> impl Iterator<Item = Given<'_>> {
+        let mut first = 0;
+        let all = self.p.runs.iter().map(move |run| {
+            let rows = first..first + run.rows;
+            first = rows.end;
+            (rows, run.adapter.as_ref().filter(|_| adds_something(run)))
+        });
+        all.filter(|(rows, _)| !rows.is_empty())
     }
 }
 

@@ -183,6 +183,7 @@ impl Allocate for CudaDevice {
     }
 
     fn copy(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()> {
+        to.check_writable()?;
         same_shape(to.as_view(), from)?;
         same_type(to.as_view(), from)?;
         let lane = self.lane(on)?;
@@ -196,6 +197,7 @@ impl Allocate for CudaDevice {
     }
 
     fn write(&self, on: &Stream, to: ViewMut<'_>, bytes: &[u8]) -> Result<()> {
+        to.check_writable()?;
         let to = to.as_view().retain();
         same_bytes(&to, bytes.len())?;
         let lane = self.lane(on)?;
@@ -237,6 +239,7 @@ impl Allocate for CudaDevice {
     }
 
     fn fill(&self, on: &Stream, to: ViewMut<'_>, byte: u8) -> Result<()> {
+        to.check_writable()?;
         let to = to.as_view().retain();
         let lane = self.lane(on)?;
         check_reach(&self.card, "to.memory", &to)?;
@@ -244,6 +247,7 @@ impl Allocate for CudaDevice {
     }
 
     fn convert(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()> {
+        to.check_writable()?;
         same_shape(to.as_view(), from)?;
         if to.dtype() == from.dtype() {
             return self.copy(on, to, from);
@@ -261,6 +265,7 @@ impl Allocate for CudaDevice {
     }
 
     fn transpose(&self, on: &Stream, to: ViewMut<'_>, from: View<'_>) -> Result<()> {
+        to.check_writable()?;
         let (rows, columns) = transposed(to.as_view(), from)?;
         let lane = self.lane(on)?;
         let (to, mut from) = (to.as_view().retain(), from.retain());

@@ -92,6 +92,7 @@ impl AllToAllRowsParams<'_> {
             plain("payloads.from", from.dtype())?;
             counted("payloads.from", from, first.from)?;
             counted("payloads.to", to, first.to.as_view())?;
+            payload.to.check_writable()?;
             if to.dtype() != from.dtype() {
                 return Err(Error::invalid("payloads.to", to.dtype(), from.dtype()));
             }

@@ -391,6 +391,19 @@ impl<'a> View<'a> {
 }
 
 impl ViewMut<'_> {
+    /// Checks that it may be written: that it is no memory that was lent for reading alone, or given back.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] naming `buffer`.
+    pub fn check_writable(&self) -> Result<()> {
+        let adopted = self.view.storage.downcast::<Adopted>();
+        // Whoever holds it alone writes there.
+        match adopted.and_then(|memory| memory.gate.lock().try_read_recursive()) {
+            Some(access) => Gate::check(*access, Access::Write),
+            None => Ok(()),
+        }
+    }
+
     /// Look at it for reading.
     pub fn as_view(&self) -> View<'_> {
         self.view

@@ -22,12 +22,14 @@ impl AllReduceParams<'_> {
     /// # Errors
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<()> {
-        check_all_reduce(self.data.as_view(), self.from)
+        check_all_reduce(&self.data, self.from)
     }
 }
 
 /// Checks what an all-reduce reads and writes.
-pub(crate) fn check_all_reduce(data: View<'_>, from: Option<View<'_>>) -> Result<()> {
+pub(crate) fn check_all_reduce(data: &ViewMut<'_>, from: Option<View<'_>>) -> Result<()> {
+    data.check_writable()?;
+    let data = data.as_view();
     let (field, from) = from.map_or(("data", data), |from| ("from", from));
     reduction(field, from, "data", data)?;
     if from.shape() != data.shape() {
@@ -118,6 +120,7 @@ impl AllGatherParams<'_> {
         let dtype = self.to.dtype();
         rows_of("from", self.from, self.rows_per_rank[rank], row_len, dtype)?;
         rows_of("to", self.to.as_view(), total, row_len, dtype)?;
+        self.to.check_writable()?;
         resident("to", Some(self.to.memory()), self.from.memory())
     }
 }
@@ -144,6 +147,7 @@ impl ReduceScatterParams<'_> {
         reduction("from", self.from, "to", self.to.as_view())?;
         rows_of("from", self.from, total, row_len, self.from.dtype())?;
         let own = self.rows_per_rank[rank];
+        self.to.check_writable()?;
         rows_of("to", self.to.as_view(), own, row_len, self.to.dtype())
     }
 }
@@ -160,16 +164,15 @@ pub struct BroadcastParams<'a> {
 impl BroadcastParams<'_> {
     /// # Errors
     /// [`Error::Invalid`] naming the field.
-    pub fn check(&self, size: usize) -> Result<()> {
-        if self.root < size {
-            Ok(())
-        } else {
-            Err(Error::invalid(
-                "root",
-                self.root,
-                format!("a rank below {size}"),
-            ))
+    pub fn check(&self, rank: usize, size: usize) -> Result<()> {
+        if self.root >= size {
+            let want = format!("a rank below {size}");
+            return Err(Error::invalid("root", self.root, want));
         }
+        if self.root == rank {
+            return Ok(());
+        }
+        self.data.check_writable()
     }
 }
 
@@ -195,6 +198,7 @@ impl AllToAllParams<'_> {
         let row_len = self.from.shape().row_len();
         rows_of("from", self.from, send, row_len, self.from.dtype())?;
         rows_of("to", self.to.as_view(), recv, row_len, self.from.dtype())?;
+        self.to.check_writable()?;
         if self.send_rows[rank] != self.recv_rows[rank] {
             return Err(Error::invalid(
                 "recv_rows",

@@ -30,7 +30,7 @@ impl HierarchicalAllReduceParams<'_> {
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<()> {
         check_choice(self.choice)?;
-        check_all_reduce(self.data.as_view(), self.from)
+        check_all_reduce(&self.data, self.from)
     }
 }
 

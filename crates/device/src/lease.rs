@@ -276,6 +276,7 @@ impl Lease<'_> {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
     pub fn recv(&mut self, p: RecvParams<'_>) -> Result<()> {
+        p.to.check_writable()?;
         self.comm.0.backend.recv(&mut self.turn, p)
     }
 

@@ -68,6 +68,16 @@ impl Normed<'_> {
         }
     }
 
+    fn check_writable(&self) -> Result<()> {
+        match self {
+            Self::Plain(values) | Self::Fp8PerTensor { values, .. } => values.check_writable(),
+            Self::Int8PerToken { values, scales } => {
+                values.check_writable()?;
+                scales.check_writable()
+            }
+        }
+    }
+
     /// A scale for each row, if rows have any.
     pub fn scales(&self) -> Option<View<'_>> {
         match self {
@@ -91,6 +101,7 @@ impl AllReduceNormParams<'_> {
     /// # Errors
     /// [`Error::Invalid`] naming the field, what it was and what it should have been.
     pub fn check(&self) -> Result<Call> {
+        self.sum.check_writable()?;
         let views = [self.from, self.residual, self.weight, self.sum.as_view()];
         let [rows, hidden] = check(views, self.eps, &self.normed)?;
         Ok(Call::AllReduceNorm {
@@ -130,6 +141,7 @@ impl ResidualNormParams<'_> {
     /// # Errors
     /// [`Error::Invalid`] naming the field, what it was and what it should have been.
     pub fn check(&self) -> Result<[usize; 2]> {
+        self.sum.check_writable()?;
         let views = [self.from, self.residual, self.weight, self.sum.as_view()];
         check(views, self.eps, &self.normed)
     }
@@ -141,6 +153,7 @@ fn check(
     eps: f32,
     normed: &Normed<'_>,
 ) -> Result<[usize; 2]> {
+    normed.check_writable()?;
     let dtype = from.dtype();
     float("from.dtype", dtype)?;
     let &[rows, hidden] = from.shape().dims() else {

@@ -82,6 +82,9 @@ impl Output<'_> {
     /// [`Error::Invalid`] naming `output`.
     pub fn check(&self, shape: &[usize]) -> Result<()> {
         float("output.dtype", self.dtype())?;
+        if let Self::Into(v) = self {
+            v.check_writable()?;
+        }
         match self {
             Self::Into(v) if v.shape().dims() != shape => Err(Error::invalid(
                 "output.shape",
@@ -166,6 +169,7 @@ pub(crate) fn check_totals_of(
     if totals.shape() != counts {
         return Err(Error::invalid("totals.shape", totals.shape(), counts));
     }
+    totals.check_writable()?;
     let memory = totals.as_view().memory();
     resident("totals", Some(memory), beside)
 }

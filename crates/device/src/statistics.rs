@@ -30,5 +30,6 @@ pub(crate) fn check_waits(
         let want = format!("[{size}]");
         return Err(Error::invalid("waits.shape", waits.shape(), want));
     }
+    waits.check_writable()?;
     resident("waits", Some(waits.as_view().memory()), memory)
 }

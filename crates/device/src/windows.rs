@@ -125,6 +125,7 @@ impl Windows<'_> {
     /// # Errors
     /// As there.
     pub fn read(&mut self, region: Region, offset: usize, to: ViewMut<'_>) -> Result<()> {
+        to.check_writable()?;
         self.buffers.read(self.turn, region, offset, to)
     }
 

@@ -169,7 +169,7 @@ fn copies() {
 
     let mut data = plain(&[4]);
     let data = data.view_mut();
-    told.wrong("root", BroadcastParams { data, root: 2 }.check(2));
+    told.wrong("root", BroadcastParams { data, root: 2 }.check(0, 2));
 
     let to_all = |from: Buffer, send: &[usize], mut to: Buffer, recv: &[usize]| {
         let (from, to) = (from.view(), to.view_mut());

@@ -13,7 +13,8 @@ use smallvec::smallvec;
 
 impl HostComm {
     pub(crate) fn run_broadcast(&self, turn: &Turn, p: BroadcastParams<'_>) -> Result<Plan> {
-        p.check(self.core.control.group().size)?;
+        let group = self.core.control.group();
+        p.check(group.rank, group.size)?;
         let data = p.data.as_view().retain();
         let root = p.root;
         let call = Call::Broadcast {

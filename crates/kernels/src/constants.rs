@@ -67,6 +67,24 @@ constants! {
     GROUPED_SMALL_THREADS: u32 = 128;
     /// Its shared memory in bytes: five stages.
     GROUPED_SMALL_BYTES: u32 = 5 * (GROUPED_SMALL_ROWS + GROUPED_SMALL_COLUMNS) * 128;
+    /// Runs of rows with adapters that one launch of `brigade_lora` takes.
+    MOST_LORA_RUNS: usize = 96;
+    /// Rows of a tile of its products.
+    LORA_ROWS: u32 = 32;
+    /// Columns of a tile.
+    LORA_COLUMNS: u32 = 64;
+    /// Of the inner dimension going down, what is summed before it is added to the rest.
+    LORA_CHUNK: u32 = 1024;
+    /// Most columns of an adapter's first factor.
+    LORA_WIDTH: u32 = 256;
+    /// Threads of a block where tensor cores multiply.
+    LORA_THREADS: u32 = 128;
+    /// Threads of one where they do not.
+    LORA_FLOAT_THREADS: u32 = 256;
+    /// Shared memory of a block that goes down, in bytes: six stages of rows and of a factor.
+    LORA_DOWN_BYTES: u32 = 6 * (LORA_ROWS + 64) * 128;
+    /// Of one that goes up: rows of all of the width, and four stages of a factor.
+    LORA_UP_BYTES: u32 = LORA_WIDTH / 64 * LORA_ROWS * 128 + 4 * 64 * 128;
     /// Parts of rows that one launch waits for.
     MOST_PARTS: usize = 32;
     /// Columns that all adapters of such a product have between their factors.

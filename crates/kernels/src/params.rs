@@ -42,9 +42,15 @@ macro_rules! parameters {
         $(
             $(#[doc = $doc])*
             #[repr(C)]
-            #[derive(Clone, Copy, Debug, Default, PartialEq)]
+            #[derive(Clone, Copy, Debug, PartialEq)]
             pub struct $name {
                 $($(#[doc = $field_doc])* pub $field: $type,)*
+            }
+
+            impl Default for $name {
+                fn default() -> Self {
+                    Self { $($field: Zero::ZERO,)* }
+                }
             }
 
             impl Parameters for $name {
@@ -65,6 +71,27 @@ macro_rules! parameters {
             },)*],
         },)*];
     };
+}
+
+/// What a field is where nothing else is said. (`Default` knows no arrays of more than 32.)
+trait Zero: Copy {
+    const ZERO: Self;
+}
+
+impl Zero for u32 {
+    const ZERO: Self = 0;
+}
+
+impl Zero for u64 {
+    const ZERO: Self = 0;
+}
+
+impl Zero for f32 {
+    const ZERO: Self = 0.0;
+}
+
+impl<T: Zero, const N: usize> Zero for [T; N] {
+    const ZERO: Self = [T::ZERO; N];
 }
 
 /// A parameter struct knows its kernel, so that no kernel is launched with another's parameters.

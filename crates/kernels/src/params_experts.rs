@@ -1,6 +1,6 @@
 //! Of kernels that send rows to experts and back.
 
-use super::{Field, Layout, Parameters};
+use super::{Field, Layout, Parameters, Zero};
 
 parameters! {
     /// Where a rank's rows go, in two launches with a block for each rank: positions, and then lists.

@@ -1,6 +1,6 @@
 //! Of kernels that send rows through queues.
 
-use super::{Field, Layout, Parameters};
+use super::{Field, Layout, Parameters, Zero};
 
 parameters! {
     /// Rows of a dispatch to and from all ranks through queues, by a block for each end of each.

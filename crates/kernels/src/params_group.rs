@@ -1,6 +1,6 @@
 //! What kernels of a communicator are told, and those that probe one.
 
-use super::{Field, Layout, Parameters};
+use super::{Field, Layout, Parameters, Zero};
 
 parameters! {
     /// `bytes` bytes at `out` become repeats of the 8 bytes of `pattern`, whatever the alignment.

@@ -1,6 +1,6 @@
 //! What kernels around products are told.
 
-use super::{Field, Layout, Parameters};
+use super::{Field, Layout, Parameters, Zero};
 
 parameters! {
     /// `elements` numbers of one type become numbers of another. Types are numbered as in `types.cuh`.
@@ -239,6 +239,59 @@ parameters! {
         out_type: u32,
         /// Whether every row of x and weights begins at a multiple of 16 bytes.
         aligned: u32,
+    }
+
+    /// Adapters of many runs of rows: down, `low = x first`, and up, `scale low second` into the rows of the result. There is a kernel of
+    /// both for each type of 16 bits, and one that takes factors of any type and adds to sums in f32.
+    LoraParams of "brigade_lora" in "lora" {
+        /// Device address of what is between the factors, f32 `[parts, rows of all runs, low_stride]`.
+        low: u64,
+        /// Device address of the rows.
+        x: u64,
+        /// Device address of the result, `[rows, columns]`.
+        out: u64,
+        /// Elements from one row of x to the next.
+        x_row: u64,
+        /// Elements from one inner index of x to the next.
+        x_inner: u64,
+        /// Elements from one part of `low` to the next.
+        part_stride: u64,
+        /// Elements from one row of `low` to the next: a multiple of 4.
+        low_stride: u32,
+        /// Rows of first factors.
+        inner: u32,
+        /// Columns of second factors.
+        columns: u32,
+        /// Parts of `low`: one, or one for each chunk of the inner dimension.
+        parts: u32,
+        /// Tiles side by side that a block takes going up.
+        span: u32,
+        /// Blocks' shares of all runs.
+        tiles: u32,
+        /// How many runs.
+        runs: u32,
+        /// Type of x.
+        x_type: u32,
+        /// Whether every row of x begins at a multiple of 16 bytes, with its elements side by side.
+        x_aligned: u32,
+        /// Zero.
+        reserved: u32,
+        /// Device address of each run's first factor, `[inner, width]`, or of its second, `[width, columns]`.
+        weight: [u64; 96],
+        /// Type of that.
+        weight_type: [u32; 96],
+        /// Its width: 0 for rows that become zero.
+        width: [u32; 96],
+        /// Row of x and of the result where the run begins.
+        row: [u32; 96],
+        /// Row of `low` where it does.
+        low_row: [u32; 96],
+        /// Its rows.
+        rows: [u32; 96],
+        /// Its first share.
+        first: [u32; 96],
+        /// Its factor.
+        scale: [f32; 96],
     }
 
     /// The gate between two products: `out[i, j] = silu(from[i, j]) * from[i, columns + j]`.

@@ -1,6 +1,6 @@
 //! Of kernels of the low-latency exchange.
 
-use super::{Field, Layout, Parameters};
+use super::{Field, Layout, Parameters, Zero};
 
 parameters! {
     /// Half of an exchange: rows are sent to their experts, received, sent back, and added up, in a launch each.

@@ -2,7 +2,11 @@
 
 use crate::common::{AMPLE, all, bytes, device, floats, layer};
 use brigade_cuda::CudaDevice;
-use brigade_device::{Allocate, DataType, MemoryType, Queues};
+use brigade_device::{
+    Allocate, Buffer, DataType, GemmParams, Linear, Lora, LoraLinearParams, LoraRun, MemoryType,
+    Output, Queues, Stream,
+};
+use cudarc::driver::{result, sys};
 use std::{
     sync::{
         Arc,
@@ -94,4 +98,67 @@ fn products_of_new_shapes() {
 #[test]
 fn devices_that_come_and_go() {
     beside(|_, _| drop(CudaDevice::new(0).unwrap()));
+}
+
+/// Nodes of a graph of one call.
+fn nodes(device: &CudaDevice, on: &Stream, call: &mut dyn FnMut()) -> usize {
+    let raw = device.raw_stream(on).unwrap().cast();
+    let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
+    let mut count = 0;
+    // SAFETY: the stream is alive, and nobody else captures on it; the graph is destroyed once, and never run.
+    unsafe {
+        result::stream::begin_capture(raw, mode).unwrap();
+        call();
+        let graph = result::stream::end_capture(raw).unwrap();
+        let counted = sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &mut count);
+        counted.result().unwrap();
+        result::graph::destroy(graph).unwrap();
+    }
+    count
+}
+
+/// So many runs of a row each, and some without an adapter, take as many launches as one run of all rows.
+#[test]
+fn many_adapters_take_no_more_launches_than_three() {
+    const ROWS: usize = 63;
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
+    for dtype in [DataType::BF16, DataType::F32] {
+        let of = |rows, columns, seed| {
+            let from = floats(&device, &on, rows, columns, seed);
+            let to = device.allocate(&on, MemoryType::Device, dtype, &[rows, columns]);
+            let mut to = to.unwrap();
+            device.convert(&on, to.view_mut(), from.view()).unwrap();
+            to
+        };
+        let (k, n, width) = (128, 256, 16);
+        let (x, w) = (of(ROWS, k, 1), of(k, n, 2));
+        let factors: Vec<[Buffer; 2]> = (0..ROWS as u32)
+            .map(|i| [of(k, width, 2 * i), of(width, n, 2 * i + 1)])
+            .collect();
+        let counted = |each: usize| {
+            let runs: Vec<_> = (0..ROWS / each)
+                .map(|i| LoraRun {
+                    rows: each,
+                    adapter: (i % 4 != 3).then(|| Lora {
+                        a: factors[i][0].view(),
+                        b: factors[i][1].view(),
+                        scale: 0.5,
+                    }),
+                })
+                .collect();
+            let gemm = GemmParams::new(&x, &w);
+            let params = LoraLinearParams { gemm, runs: &runs };
+            let mut d = of(ROWS, n, 3);
+            let mut call = || {
+                let output = Output::Into(d.view_mut());
+                assert!(device.lora_linear(&on, &params, output).unwrap().is_none());
+            };
+            // What is loaded and chosen is by then.
+            call();
+            nodes(&device, &on, &mut call)
+        };
+        assert_eq!(counted(1), counted(ROWS / 3), "{dtype}");
+    }
 }

@@ -1,0 +1,323 @@
+//! Linears with many adapters: so many runs that a device takes several at once, of all widths and lengths.
+
+use super::alone;
+use crate::{
+    backend::Rank,
+    check::{assert_bits, assert_close},
+    faults::AMPLE,
+    layer::{Adapter, FLOATS, Layer, Run},
+    matrix::Matrix,
+    oracle,
+    suite::Suite,
+};
+use brigade_device::{
+    Activation, Buffer, DataType, GemmParams, Lora, LoraLinearParams, LoraRun, Output,
+};
+use rand::{Rng, rngs::StdRng};
+
+/// A linear, drawn.
+struct Case {
+    x: Matrix,
+    transpose_x: bool,
+    layer: Layer,
+    output: DataType,
+    /// Whether some factors begin where no 16 bytes do.
+    shifted: bool,
+}
+
+/// A linear in the device's memory.
+struct Uploaded {
+    x: Buffer,
+    weight: Buffer,
+    bias: Option<Buffer>,
+    adapters: Vec<Option<[Buffer; 2]>>,
+}
+
+/// A matrix one element behind the start of an allocation.
+fn shifted(rank: &Rank, m: &Matrix) -> Buffer {
+    let mut bytes = vec![0; m.dtype.bytes()];
+    bytes.extend(m.bytes());
+    let all = rank.upload_bytes(m.dtype, &[m.values.len() + 1], &bytes);
+    let part = all.slice(1, m.values.len()).unwrap();
+    part.reshape(&m.dims).unwrap()
+}
+
+impl Case {
+    /// Without C, activation or transposes, all of one type. Runs have so many rows, and a width if they have an adapter.
+    fn new(
+        rng: &mut StdRng,
+        dtype: DataType,
+        runs: &[(usize, Option<usize>)],
+        [k, n]: [usize; 2],
+    ) -> Self {
+        let m = runs.iter().map(|run| run.0).sum();
+        let scale = 2.0 / (k as f64).sqrt();
+        let mut adapter = |width: usize| Adapter {
+            a: Matrix::random(rng, dtype, &[k, width], scale),
+            b: Matrix::random(rng, dtype, &[width, n], 2.0 / (width.max(1) as f64).sqrt()),
+            scale: [1.0, -0.5, 0.25, 2.0][rng.random_range(0..4)],
+        };
+        let runs = runs.iter().map(|&(rows, width)| Run {
+            rows,
+            adapter: width.map(&mut adapter),
+        });
+        let runs = runs.collect();
+        let layer = Layer {
+            weight: Matrix::random(rng, dtype, &[k, n], scale),
+            transpose: false,
+            bias: None,
+            activation: Activation::None,
+            runs,
+        };
+        Self {
+            x: Matrix::random(rng, dtype, &[m, k], 1.0),
+            transpose_x: false,
+            layer,
+            output: dtype,
+            shifted: rng.random(),
+        }
+    }
+
+    fn upload(&self, rank: &Rank) -> Uploaded {
+        let adapters = self.layer.runs.iter().enumerate().map(|(i, run)| {
+            let part = |m| match self.shifted && i % 3 == 0 {
+                true => shifted(rank, m),
+                false => rank.upload(m),
+            };
+            run.adapter.as_ref().map(|l| [part(&l.a), part(&l.b)])
+        });
+        Uploaded {
+            x: rank.upload(&self.x),
+            weight: rank.upload(&self.layer.weight),
+            bias: self.layer.bias.as_ref().map(|c| rank.upload(c)),
+            adapters: adapters.collect(),
+        }
+    }
+
+    fn multiply(&self, rank: &Rank, with: &Uploaded, output: Output<'_>) -> Option<Buffer> {
+        let runs = self.layer.runs.iter().zip(&with.adapters);
+        let runs: Vec<_> = runs
+            .map(|(run, parts)| LoraRun {
+                rows: run.rows,
+                adapter: parts
+                    .as_ref()
+                    .zip(run.adapter.as_ref())
+                    .map(|([a, b], l)| Lora {
+                        a: a.view(),
+                        b: b.view(),
+                        scale: l.scale,
+                    }),
+            })
+            .collect();
+        let params = LoraLinearParams {
+            gemm: GemmParams {
+                c: with.bias.as_ref().map(|c| c.view()),
+                transpose_a: self.transpose_x,
+                transpose_b: self.layer.transpose,
+                activation: self.layer.activation,
+                ..GemmParams::new(&with.x, &with.weight)
+            },
+            runs: &runs,
+        };
+        let (device, on) = (&rank.device, &rank.stream);
+        device.lora_linear(on, &params, output).unwrap()
+    }
+
+    fn check(&self, rank: &Rank, d: &Buffer, what: &str) {
+        let want = oracle::linear(&self.x, self.transpose_x, &self.layer);
+        let what = format!(
+            "{what}: {} runs of {} by {:?} to {}",
+            self.layer.runs.len(),
+            self.x.dtype,
+            self.layer.weight.dims,
+            self.output
+        );
+        assert_close(&rank.values(d.view()), &want, self.output, &what);
+    }
+
+    fn run(&self, rank: &Rank, what: &str) {
+        let with = self.upload(rank);
+        let d = self.multiply(rank, &with, Output::Allocate(self.output));
+        self.check(rank, &d.unwrap(), what);
+    }
+}
+
+/// So many runs, most of a row or two: some with none, some without an adapter, and widths of 1 to 64.
+fn drawn(rng: &mut StdRng, count: usize) -> Vec<(usize, Option<usize>)> {
+    let run = |i| {
+        let rows = match i % 7 {
+            0 => 0,
+            1 => rng.random_range(3..40),
+            _ => rng.random_range(1..3),
+        };
+        let width = match i % 5 {
+            0 => None,
+            1 => Some([8, 16, 32, 64][rng.random_range(0..4)]),
+            _ => Some(rng.random_range(1..=64)),
+        };
+        (rows, width)
+    };
+    (0..count).map(run).collect()
+}
+
+fn many(rank: &Rank, rng: &mut StdRng) {
+    for dtype in FLOATS {
+        // Inner dimensions that are not summed at once, that are odd, and columns that end within a tile or in the middle of 16 bytes.
+        for (count, kn) in [
+            (32, [72, 520]),
+            (32, [2056, 64]),
+            (32, [1501, 33]),
+            (100, [40, 136]),
+            (250, [24, 7]),
+        ] {
+            let runs = drawn(rng, count);
+            Case::new(rng, dtype, &runs, kn).run(rank, "alike");
+        }
+    }
+}
+
+/// Runs that a device may have another way for, beside others: long ones, and wide ones.
+fn lengths_and_widths(rank: &Rank, rng: &mut StdRng) {
+    for dtype in FLOATS {
+        let runs = [
+            (3, Some(16)),
+            (700, Some(8)),
+            (1, Some(0)),
+            (530, None),
+            (2, Some(300)),
+            (512, Some(256)),
+            (0, Some(5)),
+            (33, Some(70)),
+            (1, None),
+        ];
+        Case::new(rng, dtype, &runs, [136, 72]).run(rank, "lengths and widths");
+        let none = [(600, None), (4, None), (0, Some(3))];
+        Case::new(rng, dtype, &none, [16, 24]).run(rank, "no adapters");
+    }
+}
+
+/// With C, activations, transposes, and results and adapters of other types.
+fn ends(rank: &Rank, rng: &mut StdRng) {
+    let activations = [Activation::None, Activation::Relu, Activation::Silu];
+    for (dtype, output) in FLOATS.into_iter().flat_map(|d| FLOATS.map(|o| (d, o))) {
+        for activation in activations {
+            let runs = drawn(rng, 40);
+            let [k, n] = [rng.random_range(1..90), rng.random_range(1..140)];
+            let mut case = Case::new(rng, dtype, &runs, [k, n]);
+            (case.output, case.layer.activation) = (output, activation);
+            if rng.random() {
+                case.layer.bias = Some(Matrix::random(rng, output, &[n], 1.0));
+            }
+            if rng.random() {
+                (case.layer.transpose, case.layer.weight) = (true, case.layer.weight.transposed());
+            }
+            if rng.random() {
+                (case.transpose_x, case.x) = (true, case.x.transposed());
+            }
+            for run in case.layer.runs.iter_mut().step_by(2) {
+                let (a, b) = (
+                    FLOATS[rng.random_range(0..3)],
+                    FLOATS[rng.random_range(0..3)],
+                );
+                if let Some(l) = &mut run.adapter {
+                    l.a = Matrix::random(rng, a, &l.a.dims, 0.2);
+                    l.b = Matrix::random(rng, b, &l.b.dims, 0.2);
+                }
+            }
+            case.run(rank, "ends");
+        }
+    }
+}
+
+/// On a GPU what an adapter adds to a row has bits that do not depend on what else is in the batch; on the host a library chooses by the
+/// size. The base product is zero: that is a library's everywhere.
+fn bits(rank: &Rank, rng: &mut StdRng) {
+    let on_gpu = rank.device.info().name != "host";
+    for (dtype, output) in FLOATS
+        .into_iter()
+        .flat_map(|d| [(d, d), (d, DataType::F32)])
+    {
+        let (rows, width) = (70, 100);
+        let mut one = Case::new(rng, dtype, &[(rows, Some(width))], [3000, 72]);
+        one.layer.weight.values.fill(0.0);
+        one.output = output;
+        let mut all: Vec<Vec<u8>> = vec![];
+        // As one run; in threes; each by itself, and then among so many that sums need no splitting.
+        for (each, more) in [(rows, 0), (3, 0), (1, 0), (1, 200)] {
+            let mut runs: Vec<_> = (0..rows)
+                .step_by(each)
+                .map(|first| Run {
+                    rows: each.min(rows - first),
+                    ..one.layer.runs[0].clone()
+                })
+                .collect();
+            let other = Case::new(rng, dtype, &[(1, Some(width)); 1], [3000, 72]);
+            runs.extend((0..more).map(|_| other.layer.runs[0].clone()));
+            let beside = Matrix::random(rng, dtype, &[more, 3000], 1.0);
+            let case = Case {
+                x: Matrix::stack(&[one.x.clone(), beside]),
+                layer: Layer {
+                    runs,
+                    ..one.layer.clone()
+                },
+                ..one
+            };
+            let with = case.upload(rank);
+            let d = case
+                .multiply(rank, &with, Output::Allocate(output))
+                .unwrap();
+            case.check(rank, &d, "bits");
+            all.push(rank.raw(d.slice(0, rows).unwrap().view()));
+        }
+        for other in all.iter().filter(|_| on_gpu) {
+            assert_bits(other, &all[0], output, "another batch");
+        }
+    }
+}
+
+/// What was captured takes the rows and the adapters of the day.
+fn replayed(rank: &Rank, rng: &mut StdRng) {
+    let (device, on) = (&rank.device, &rank.stream);
+    for dtype in FLOATS {
+        let runs = drawn(rng, 110);
+        let dims = [48, 40];
+        let first = Case::new(rng, dtype, &runs, dims);
+        let mut with = first.upload(rank);
+        let mut d = rank.poisoned(dtype, &[first.x.rows(), dims[1]]);
+        let graph = device.capture(on, &mut || {
+            first.multiply(rank, &with, Output::Into(d.view_mut()));
+            Ok(())
+        });
+        let graph = graph.unwrap();
+        for _ in 0..3 {
+            let mut day = Case::new(rng, dtype, &runs, dims);
+            day.layer.weight = first.layer.weight.clone();
+            for (run, old) in day.layer.runs.iter_mut().zip(&first.layer.runs) {
+                // Which the graph has by itself.
+                if let (Some(l), Some(old)) = (&mut run.adapter, &old.adapter) {
+                    l.scale = old.scale;
+                }
+            }
+            let new = day.layer.runs.iter().map(|run| run.adapter.as_ref());
+            for (parts, new) in with.adapters.iter_mut().zip(new) {
+                let (Some([a, b]), Some(new)) = (parts, new) else {
+                    continue;
+                };
+                device.write(on, a.view_mut(), &new.a.bytes()).unwrap();
+                device.write(on, b.view_mut(), &new.b.bytes()).unwrap();
+            }
+            device.write(on, with.x.view_mut(), &day.x.bytes()).unwrap();
+            device.fill(on, d.view_mut(), 0xFF).unwrap();
+            graph.launch(on).unwrap().sync(AMPLE).unwrap();
+            day.check(rank, &d, "a replay");
+        }
+    }
+}
+
+pub(super) fn add(suite: &mut Suite) {
+    alone(suite, "lora_linear/many", many);
+    alone(suite, "lora_linear/lengths_and_widths", lengths_and_widths);
+    alone(suite, "lora_linear/ends", ends);
+    alone(suite, "lora_linear/bits", bits);
+    alone(suite, "lora_linear/replayed", replayed);
+}
