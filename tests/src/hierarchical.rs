@@ -1,5 +1,6 @@
 //! Collectives across machines: the bits of a reduction inside each machine and one across them, whatever the path and the slices.
 
+mod costs;
 pub mod experts;
 mod faults;
 #[cfg(target_os = "linux")]
@@ -485,6 +486,7 @@ pub fn add(suite: &mut Suite) {
     faults::add(suite);
     life::add(suite);
     if suite.backend().slows_rails() {
+        costs::add(suite);
         rails::add(suite);
     }
 }

@@ -16,7 +16,7 @@ use std::{
 /// Without `results` they are criterion's, whose reports stay in the target folder. With it, what the host device reaches
 /// is measured and written to docs/results, from where the book takes its figures: on a quiet machine, from a commit. With
 /// `tune`, brigade-perf finds which all-reduce is quickest at which size on the GPUs of this host, and with `tune-experts`, by
-/// which transport rows travel quickest to experts. For a GPU host without Rust, `cargo xtask bundle` packs brigade-perf: run
+/// which transport rows travel quickest to experts; with `tune-hierarchical`, what calls and links cost across machines. For a GPU host without Rust, `cargo xtask bundle` packs brigade-perf: run
 /// `./brigade-perf tune` there.
 #[derive(Debug, Args)]
 pub struct Bench {
@@ -36,6 +36,8 @@ enum What {
     Tune,
     /// Tune rows to experts on the GPUs of this host: --entry FILE writes an entry for CudaConfig::entries
     TuneExperts,
+    /// Measure what calls and links cost across machines: --entry FILE writes an entry for CudaConfig::entries
+    TuneHierarchical,
 }
 
 impl What {
@@ -45,6 +47,7 @@ impl What {
             Self::Results => None,
             Self::Tune => Some("tune"),
             Self::TuneExperts => Some("tune-experts"),
+            Self::TuneHierarchical => Some("tune-hierarchical"),
         }
     }
 }
@@ -69,7 +72,7 @@ impl Bench {
             Some(What::Results) => cargo
                 .args(["run", "--release", "--package", "brigade-benches"])
                 .args(["--bin", "results"]),
-            Some(What::Tune | What::TuneExperts) => {
+            Some(What::Tune | What::TuneExperts | What::TuneHierarchical) => {
                 cargo.args(["run", "--release", "--package", "brigade-perf"])
             }
         };

@@ -24,11 +24,12 @@ pub struct CudaConfig {
     /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest. Kernels wait for its answers,
     /// which threads of the communicator give: on a GPU, whoever is asked is never the thread that made the call.
     pub inject: Option<Injector>,
-    /// Figures that were measured on GPUs like these, as entries of the files that `brigade-perf crossover`, `tune` and `tune-experts`
-    /// write: they count before those of this build. The same on every rank, or joining fails at the vote on tables.
+    /// Figures that were measured on GPUs like these, as entries of the files that `brigade-perf crossover`, `tune`, `tune-experts` and
+    /// `tune-hierarchical` write: they count before those of this build. The same on every rank, or joining fails at the vote on tables,
+    /// or that on machines.
     pub entries: Entries,
-    /// What is between machines, for plans: latency and bandwidth of a rank's link. `None` takes what `Costs::cuda` guesses. The same on
-    /// every rank.
+    /// What is between machines, for plans: latency and bandwidth of a rank's link. `None` takes what `entries` have, else what
+    /// `Costs::cuda` guesses. The same on every rank.
     pub wire: Option<Wire>,
     /// Where other machines reach this one, for what hosts tell each other at faults and resets; `None` takes the address that its
     /// packets to others bear. NCCL finds its own ways (`NCCL_SOCKET_IFNAME`).

@@ -20,10 +20,11 @@ use crate::{
     rails::{Found, Rails},
 };
 use brigade_device::{
-    Bootstrap, Buffer, Call, CombineParams, Combined, CommConfig, DispatchParams, Dispatched,
-    Error, FaultKind, FaultRecord, Group, Hierarchical, HierarchicalCall, HierarchicalPlan,
-    Hierarchy, HierarchyConfig, MachineLayout, Machines, Numbers, Operation, Phase, Queues, Reason,
-    Result, Routing, Staging, Stream, Turn, combine_across, dispatch_across, expert_layout_across,
+    Bootstrap, Buffer, Call, CombineParams, Combined, CommConfig, Device, DispatchParams,
+    Dispatched, Error, FaultKind, FaultRecord, Group, Hierarchical, HierarchicalCall,
+    HierarchicalPlan, Hierarchy, HierarchyConfig, MachineLayout, Machines, Numbers, Operation,
+    Phase, Queues, Reason, Result, Routing, Staging, Stream, Turn, combine_across, dispatch_across,
+    expert_layout_across,
 };
 use brigade_group::{Across, Deadline, Stoppable, agree, machine, split};
 use brigade_plan::hierarchical::{Costs, plan};
@@ -110,10 +111,9 @@ pub(crate) fn join(
     machines: Machines,
     config: &HierarchyConfig,
 ) -> Result<Hierarchy> {
-    let costs = match device.wire {
-        Some(wire) => Costs::cuda().with_wire(wire),
-        None => Costs::cuda(),
-    };
+    let measured = device.entries.costs(&device.info().name, machines);
+    let costs = measured.unwrap_or_else(Costs::cuda);
+    let costs = device.wire.map_or(costs, |wire| costs.with_wire(wire));
     let group = machine::vote_on(boot, machines, config, costs.digest())?;
     let within = config.comm.first_deadline;
     let [first, second] = parts(config);

@@ -244,6 +244,27 @@ impl Phase {
     }
 }
 
+/// What the time that a plan expects rests on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CostsBasis {
+    /// Costs that nobody measured, or not all of them.
+    Guessed,
+    /// Costs that were measured with other numbers of machines, or of their ranks.
+    Elsewhere,
+    /// Costs that were measured with as many machines, of as many ranks.
+    Measured,
+}
+
+impl fmt::Display for CostsBasis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Guessed => "guessed costs",
+            Self::Elsewhere => "costs of other machines",
+            Self::Measured => "measured costs",
+        })
+    }
+}
+
 /// How a call across machines is carried out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HierarchicalPlan {
@@ -257,6 +278,8 @@ pub enum HierarchicalPlan {
         staging_bytes: usize,
         /// What it should take.
         expected: Duration,
+        /// What that rests on.
+        basis: CostsBasis,
     },
     /// See [`HierarchicalPath::Slices`].
     Slices(SlicedPlan),
@@ -281,6 +304,8 @@ pub struct SlicedPlan {
     /// When the last step ends, if each takes what the table of costs says and begins as soon as its slice, its thread or stream, a slot and
     /// the link between machines let it.
     pub expected: Duration,
+    /// What that rests on.
+    pub basis: CostsBasis,
 }
 
 impl fmt::Display for HierarchicalPlan {
@@ -288,22 +313,26 @@ impl fmt::Display for HierarchicalPlan {
         match self {
             Self::Inside => f.write_str("one machine: inside"),
             Self::Whole {
-                order, expected, ..
+                order,
+                expected,
+                basis,
+                ..
             } => {
                 let order = order.map_or(String::new(), |o| format!(", {o:?}"));
-                write!(f, "whole{order}, expected {expected:.1?}")
+                write!(f, "whole{order}, expected {expected:.1?} by {basis}")
             }
             Self::Slices(p) => {
                 let phases: Vec<_> = p.phases.iter().map(|p| p.name()).collect();
                 let order = p.order.map_or(String::new(), |o| format!(", {o:?}"));
                 write!(
                     f,
-                    "{} x {} elements a rank in {} slots: {}{order}, expected {:.1?}",
+                    "{} x {} elements a rank in {} slots: {}{order}, expected {:.1?} by {}",
                     p.slices,
                     p.rank_elements,
                     p.slots,
                     phases.join(", "),
-                    p.expected
+                    p.expected,
+                    p.basis
                 )
             }
         }

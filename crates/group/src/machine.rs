@@ -43,7 +43,15 @@ pub fn vote_on(
     }
     let voted = format!("{machines}, {config:?}, costs {costs:016x}");
     let within = config.comm.first_deadline;
-    vote(boot, "join: machines", voted.as_bytes(), within)?;
+    vote(boot, "join: machines", voted.as_bytes(), within).map_err(|error| match error {
+        Error::Group { step, what } => Error::Group {
+            step,
+            what: format!(
+                "{what}; all ranks need the same machines, HierarchyConfig, and costs (entries and wire of their devices, and build)"
+            ),
+        },
+        other => other,
+    })?;
     let mode = config.comm.mode;
     Ok(Group { mode, rank, size })
 }

@@ -19,6 +19,7 @@ use brigade_device::{
     View, ViewMut, check_bias_activation,
 };
 use brigade_group::machine;
+use brigade_plan::Entries;
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering},
@@ -37,6 +38,9 @@ pub struct HostConfig {
     /// How slow links between machines are, where this host plays several; `None` makes them as quick as its memory. The same on
     /// every rank.
     pub rail: Option<RailModel>,
+    /// What `brigade-perf tune-hierarchical --device host` measured: it says what plans across machines take calls and rails for, before
+    /// what this build has, and before `rail`. The same on every rank, or they form no hierarchy. Entries of GPUs say nothing of a host.
+    pub entries: Entries,
     /// Asked at every step of the protocols, to try out delays and faults; `None` in earnest.
     pub inject: Option<Injector>,
 }
@@ -53,6 +57,7 @@ impl Default for HostConfig {
             ordinal: 0,
             push_max_bytes: None,
             rail: None,
+            entries: Entries::default(),
             inject: None,
         }
     }
@@ -67,6 +72,7 @@ pub struct HostDevice {
     held: Arc<AtomicU64>,
     pub(crate) push_max_bytes: Option<usize>,
     pub(crate) rail: Option<RailModel>,
+    pub(crate) entries: Entries,
     pub(crate) inject: Option<Injector>,
     pub(crate) engine: Arc<Engine>,
 }
@@ -111,6 +117,7 @@ impl HostDevice {
             held: Arc::default(),
             push_max_bytes: config.push_max_bytes,
             rail: config.rail,
+            entries: config.entries.clone(),
             inject: config.inject.clone(),
             engine: Arc::new(Engine {
                 workers,

@@ -17,7 +17,7 @@ use crate::{
     rail::{HostRail, Link, RailModel},
 };
 use brigade_device::{
-    Allocate, Bootstrap, Buffer, Call, CombineParams, Combined, CommConfig, DispatchParams,
+    Allocate, Bootstrap, Buffer, Call, CombineParams, Combined, CommConfig, Device, DispatchParams,
     Dispatched, Error, FaultRecord, Group, Hierarchical, HierarchicalCall, HierarchicalPlan,
     Hierarchy, HierarchyConfig, MachineLayout, Machines, MemoryType, Numbers, Phase, Queues,
     Reason, Result, Routing, Staging, Stream, Turn, combine_across, dispatch_across,
@@ -103,8 +103,11 @@ fn join_all(
     machines: Machines,
     config: &HierarchyConfig,
 ) -> Result<Arc<Inner>> {
-    let wire = device.rail.map_or(Wire::NONE, RailModel::wire);
-    let costs = Costs::host().with_wire(wire);
+    let measured = device.entries.costs(&device.info().name, machines);
+    let costs = measured.unwrap_or_else(|| {
+        let wire = device.rail.map_or(Wire::NONE, RailModel::wire);
+        Costs::host().with_wire(wire)
+    });
     let group = machine::vote_on(boot, machines, config, costs.digest())?;
     let within = config.comm.first_deadline;
     let pair = |part: &dyn Bootstrap, first: &CommConfig| -> Result<[Arc<Core>; 2]> {

@@ -3,6 +3,7 @@
 mod again;
 mod case;
 mod report;
+pub mod tune;
 
 use crate::{
     Common,

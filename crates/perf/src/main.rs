@@ -57,6 +57,8 @@ enum Operation {
     Tune(collectives::tune::Tune),
     /// Find by which transport rows travel quickest to experts on these GPUs, and write it as an entry of brigade-plan's table
     TuneExperts(moe::tune::Tune),
+    /// Find what calls and links cost across machines, and inside one, and write it as an entry that plans go by
+    TuneHierarchical(hierarchical::tune::Tune),
     /// Send to the next rank, and receive from the one before
     Sendrecv(sendrecv::SendRecv),
     /// Every rank gets the reduction of all inputs
@@ -107,7 +109,8 @@ struct Common {
     /// Begin no kernel before the one in front of it has ended: without programmatic launch, to see what that is worth
     #[arg(long)]
     serial: bool,
-    /// Plan by the entries of this file, which crossover, tune or tune-experts wrote with --entry, before those of this build
+    /// Plan by the entries of this file, which crossover, tune, tune-experts or tune-hierarchical wrote with --entry, before those of
+    /// this build
     #[arg(long, value_name = "FILE", num_args = 1..)]
     table: Vec<PathBuf>,
     /// Compare results with what they should be before anything is timed
@@ -216,6 +219,7 @@ fn main() -> ExitCode {
         Operation::Crossover(c) => c.common.run(|r| linears::crossover::run(c, r)),
         Operation::Tune(t) => t.common().run(|r| collectives::tune::run(t, r)),
         Operation::TuneExperts(t) => t.common().run(|r| moe::tune::run(t, r)),
+        Operation::TuneHierarchical(t) => hierarchical::tune::start(t),
         Operation::Sendrecv(s) => s.common.run(|r| sendrecv::run(s, r)),
         Operation::AllReduce(c) => collective(&c.asked()),
         Operation::AllReduceNorm(n) => n.common.run(|r| norms::run(n, r)),

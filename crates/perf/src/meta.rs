@@ -15,11 +15,41 @@ use std::{
 pub fn meta(ranks: &Ranks) -> Result<Value> {
     let size = ranks.size();
     let gpus = devices().map_err(brigade::Error::from)?;
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     // Ranks that share GPUs have no more links than there are GPUs.
     let peers = (1..size.min(gpus.len()))
         .map(|to| link(0, to).map_err(brigade::Error::from))
         .collect::<Result<Vec<_>, _>>()?;
+    let mut meta = any(ranks)?;
+    meta["gpu"] = json!(gpus.first().map(|g| g.name.clone()));
+    meta["link"] = match peers.iter().all(|l| l.access && l.native_atomics) {
+        true => "nvlink",
+        false => "pcie",
+    }
+    .into();
+    meta["driver"] = driver_version()
+        .map_err(brigade::Error::from)?
+        .to_string()
+        .into();
+    meta["cuda"] = brigade::cuda::needed_driver().to_string().into();
+    meta["nccl"] = json!(find_nccl(&[]).map(|n| n.version.to_string()));
+    Ok(meta)
+}
+
+/// The same of ranks that are threads or processes of this host, without a GPU: they share its memory.
+pub fn host(ranks: &Ranks) -> Result<Value> {
+    let mut meta = any(ranks)?;
+    meta["gpu"] = "host".into();
+    meta["link"] = "shared".into();
+    for name in ["driver", "cuda"] {
+        meta[name] = "none".into();
+    }
+    meta["cores"] = std::thread::available_parallelism()?.get().into();
+    Ok(meta)
+}
+
+/// What is the same for all devices.
+fn any(ranks: &Ranks) -> Result<Value> {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     let binary = fs::read(std::env::current_exe()?)?;
     let hash: String = Sha256::digest(&binary)
         .iter()
@@ -29,13 +59,8 @@ pub fn meta(ranks: &Ranks) -> Result<Value> {
     Ok(json!({
         "date": date(seconds / 86_400),
         "commit": option_env!("BRIGADE_COMMIT").unwrap_or("unknown"),
-        "gpu": gpus.first().map(|g| g.name.clone()),
-        "ranks": size,
+        "ranks": ranks.size(),
         "processes": ranks.are_processes(),
-        "link": if peers.iter().all(|l| l.access && l.native_atomics) { "nvlink" } else { "pcie" },
-        "driver": driver_version().map_err(brigade::Error::from)?.to_string(),
-        "cuda": brigade::cuda::needed_driver().to_string(),
-        "nccl": find_nccl(&[]).map(|n| n.version.to_string()),
         "command": format!("brigade-perf {}", words.join(" ")),
         "binary": hash,
     }))

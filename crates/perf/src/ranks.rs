@@ -112,11 +112,19 @@ pub enum Ranks {
 impl Ranks {
     /// As the environment says, or else the options.
     pub fn find(options: &Common) -> Result<Self> {
+        Self::or_threads(options.ranks, || count(options.ranks, options.shared))
+    }
+
+    /// As the environment says, or else so many threads.
+    pub fn or_threads(
+        asked: Option<usize>,
+        threads: impl FnOnce() -> Result<usize>,
+    ) -> Result<Self> {
         if !is_rank() {
-            return Ok(Self::Threads(count(options.ranks, options.shared)?));
+            return threads().map(Self::Threads);
         }
         let config = TcpConfig::from_env()?;
-        if let Some(asked) = options.ranks {
+        if let Some(asked) = asked {
             let size = config.size;
             ensure!(
                 asked == size,
@@ -161,13 +169,21 @@ impl Ranks {
             true => rank % gpus,
             false => rank,
         };
-        let one = |boot: Arc<dyn Bootstrap>, gpu| -> Result<R> {
-            let rank = Rank::new(boot, gpu, &config, options.with_nccl())?;
+        self.each(|boot, local| {
+            let rank = Rank::new(boot, gpu_of(local), &config, options.with_nccl())?;
             let result = work(&rank)?;
             // Who goes first takes nothing away from the others.
             rank.meet()?;
             Ok(result)
-        };
+        })
+    }
+
+    /// The same on any device: `work` is given how its rank finds the others, and its number among those of its host.
+    pub fn each<R: Send>(
+        &self,
+        work: impl Fn(Arc<dyn Bootstrap>, usize) -> Result<R> + Send + Sync,
+    ) -> Result<R> {
+        let work = &work;
         let named = |rank: usize, result: Result<R>| {
             result.map_err(|error| error.context(format!("rank {rank}")))
         };
@@ -177,8 +193,8 @@ impl Ranks {
                     let ranks: Vec<_> = brigade::group::threads(*size)
                         .into_iter()
                         .map(|boot| {
-                            let gpu = gpu_of(boot.rank());
-                            scope.spawn(move || one(Arc::new(boot), gpu))
+                            let rank = boot.rank();
+                            scope.spawn(move || work(Arc::new(boot), rank))
                         })
                         .collect();
                     let ended = ranks.into_iter().map(|rank| rank.join());
@@ -192,8 +208,8 @@ impl Ranks {
                 first.ok_or_else(|| anyhow!("there must be a rank"))
             }
             Self::Process(group) => {
-                let gpu = gpu_of(group.local_rank().unwrap_or(group.rank()));
-                named(group.rank(), one(Arc::clone(group) as _, gpu))
+                let local = group.local_rank().unwrap_or(group.rank());
+                named(group.rank(), work(Arc::clone(group) as _, local))
             }
         }
     }

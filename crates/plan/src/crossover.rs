@@ -136,7 +136,7 @@ impl Gpus {
 
 /// In whose table an entry stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Whose {
+pub enum Whose {
     /// The user gave it.
     User,
     /// This build holds it.

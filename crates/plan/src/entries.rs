@@ -1,22 +1,27 @@
 //! Figures from outside of a build.
 
-use crate::{crossover, transports, tuned};
-use brigade_device::{Error, Result};
+use crate::{
+    crossover,
+    hierarchical::{self, Costs},
+    transports, tuned,
+};
+use brigade_device::{Error, Machines, Result};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Figures that users measured on GPUs of theirs, as entries of tables. They count before those of this build for the same model of
-/// GPU, links and number of ranks; among them the first counts. What they say decides on plans, so all ranks must have the same.
+/// Figures that users measured on GPUs and machines of theirs, as entries of tables. They count before those of this build for the same
+/// model of GPU, links and number of ranks; among them the first counts. What they say decides on plans, so all ranks must have the same.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Entries {
     pub(crate) crossovers: Vec<crossover::Entry>,
     pub(crate) all_reduces: Vec<tuned::Entry>,
     pub(crate) experts: Vec<transports::Entry>,
+    costs: Vec<hierarchical::Entry>,
 }
 
 impl Entries {
-    /// Those of a file's text: one entry, or a list of entries of all kinds, as `brigade-perf crossover`, `tune` and `tune-experts`
-    /// write them.
+    /// Those of a file's text: one entry, or a list of entries of all kinds, as `brigade-perf crossover`, `tune`, `tune-experts` and
+    /// `tune-hierarchical` write them.
     ///
     /// # Errors
     /// [`Error::Invalid`] naming the field, what it was and what it should have been, if an entry is of no kind or cannot be.
@@ -37,7 +42,19 @@ impl Entries {
         self.crossovers.extend(more.crossovers);
         self.all_reduces.extend(more.all_reduces);
         self.experts.extend(more.experts);
+        self.costs.extend(more.costs);
         self
+    }
+
+    /// What calls and links were measured to cost across machines that have this model of GPU: as many machines of as many ranks, else
+    /// those that are nearest, by ranks of a machine before the number of machines.
+    pub fn costs(&self, gpu: &str, machines: Machines) -> Option<Costs> {
+        let far = |entry: &&hierarchical::Entry| {
+            let ranks = entry.ranks.abs_diff(machines.ranks());
+            (ranks, entry.machines.abs_diff(machines.count()))
+        };
+        let of = self.costs.iter().filter(|entry| entry.gpu == gpu);
+        of.min_by_key(far).map(hierarchical::Entry::costs)
     }
 
     /// An entry is of the kind that alone has one of its fields.
@@ -53,6 +70,11 @@ impl Entries {
             let entry: transports::Entry = read("entry of experts", value)?;
             entry.check()?;
             self.experts.push(entry);
+        } else if has(hierarchical::Entry::KIND) {
+            hierarchical::Entry::check_version(value)?;
+            let entry: hierarchical::Entry = read("entry of costs", value)?;
+            entry.check()?;
+            self.costs.push(entry);
         } else {
             let got = match value {
                 Value::Object(fields) => {
@@ -61,7 +83,8 @@ impl Entries {
                 }
                 other => other.to_string(),
             };
-            let want = "an entry with operation (as crossover writes it), one_shot_max_bytes (tune) or push_max_bytes (tune-experts)";
+            let want = "an entry with operation (as crossover writes it), one_shot_max_bytes (tune), push_max_bytes (tune-experts) or \
+                        costs_version (tune-hierarchical)";
             return Err(Error::invalid("entries", got, want));
         }
         Ok(())

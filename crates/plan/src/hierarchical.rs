@@ -4,13 +4,15 @@
 //! slices that are too small pay a call's cost over and over, and slices that are too large leave phases idle.
 
 mod costs;
+mod measured;
 mod schedule;
 mod slices;
 mod timeline;
 mod whole;
 mod work;
 
-pub use costs::{Costs, Link, Wire};
+pub use costs::{Costs, Link, Measured, Wire};
+pub use measured::Entry;
 pub use schedule::{Schedule, Step, Track};
 pub use slices::{Slices, parts_bytes};
 pub use timeline::StepCost;
@@ -112,6 +114,7 @@ fn whole(
         order: order_of(call),
         staging_bytes,
         expected: Duration::from_nanos(ns),
+        basis: costs.basis(call.machines),
     };
     (staging_bytes <= config.staging_bytes).then_some((plan, ns))
 }
@@ -185,6 +188,7 @@ fn sliced(
             order: order_of(call),
             staging_bytes,
             expected: Duration::from_nanos(ns),
+            basis: costs.basis(call.machines),
         };
         tried.push((ns, plan));
     }

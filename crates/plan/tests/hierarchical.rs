@@ -319,22 +319,6 @@ fn costs_that_were_not_measured_on_these_machines_say_so() {
     insta::assert_snapshot!(text);
 }
 
-/// Where costs are from decides nothing, so ranks need not agree on it.
-#[test]
-fn where_costs_are_from_changes_no_plan() {
-    let measured = Costs {
-        measured: Some((2, 4)),
-        ..Costs::cuda()
-    };
-    assert_eq!(measured.digest(), Costs::cuda().digest());
-    assert!(!measured.told(machines((2, 4))).contains("untuned"));
-    for elements in [7, 1 << 20] {
-        let call = all_reduce(machines((2, 4)), elements);
-        let lines = [measured, Costs::cuda()].map(|costs| line(&call, &config(), &costs));
-        assert_eq!(lines[0], lines[1]);
-    }
-}
-
 fn shapes() -> impl Strategy<Value = Machines> {
     select(&SHAPES[..]).prop_map(machines)
 }

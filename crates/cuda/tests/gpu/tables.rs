@@ -3,8 +3,8 @@
 use crate::common::device;
 use brigade_cuda::{CudaConfig, CudaDevice};
 use brigade_device::{
-    AllReduceAlgorithm, AllReduceParams, Comm, CommConfig, Device, DeviceExt, Error, ParallelMode,
-    Plan, Queues, ReduceOp, Result,
+    AllReduceAlgorithm, AllReduceParams, Bootstrap, Comm, CommConfig, Device, DeviceExt, Error,
+    HierarchyConfig, Machines, ParallelMode, Plan, Queues, ReduceOp, Result,
 };
 use brigade_plan::Entries;
 use std::{sync::Arc, thread};
@@ -25,6 +25,17 @@ fn ranks<R: Send>(
     each: [Entries; 2],
     work: impl Fn(&Arc<CudaDevice>, Comm) -> R + Sync,
 ) -> Vec<Result<R>> {
+    opened(each, |boot, device| {
+        let comm = Arc::clone(device).join(boot, &CommConfig::new(ParallelMode::Tp))?;
+        Ok(work(device, comm))
+    })
+}
+
+/// The same before they join.
+fn opened<R: Send>(
+    each: [Entries; 2],
+    work: impl Fn(&dyn Bootstrap, &Arc<CudaDevice>) -> Result<R> + Sync,
+) -> Vec<Result<R>> {
     let work = &work;
     thread::scope(|scope| {
         let all: Vec<_> = brigade_group::threads(2)
@@ -36,10 +47,7 @@ fn ranks<R: Send>(
                         entries,
                         ..CudaConfig::default()
                     };
-                    let device = CudaDevice::with(0, &config).unwrap();
-                    let comm =
-                        Arc::clone(&device).join(&boot, &CommConfig::new(ParallelMode::Tp))?;
-                    Ok(work(&device, comm))
+                    work(&boot, &CudaDevice::with(0, &config).unwrap())
                 })
             })
             .collect();
@@ -107,6 +115,47 @@ fn ranks_with_other_entries_form_no_group() {
                     assert_eq!(step, "join: tables");
                     assert!(what.contains("the ranks do not agree"), "{what}");
                     assert!(what.contains("CudaConfig::entries"), "{what}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}
+
+/// Costs across machines of one rank each.
+fn costs(gpu: &str, across_call_ns: u64) -> Entries {
+    let text = format!(
+        r#"{{"costs_version": 1, "gpu": "{gpu}", "links": "shared", "machines": 2, "ranks": 1, "inside_call_ns": 5000,
+        "inside_bytes_per_us": 340000, "across_call_ns": {across_call_ns}, "across_bytes_per_us": 340000, "wire_latency_ns": 0,
+        "wire_bytes_per_us": 4400, "add_bytes_per_us": 2000000, "copy_ns": 2000, "measured": {{"from_bytes": 1, "to_bytes": 2}},
+        "versions": {{"driver": "13.0", "cuda": "13.0", "nccl": null}},
+        "source": {{"command": "brigade-perf tune-hierarchical", "date": "2026-01-02", "commit": "0123456"}}}}"#
+    );
+    Entries::read(&text).unwrap()
+}
+
+/// Before anything of NCCL's is made.
+#[test]
+fn ranks_with_other_costs_form_no_hierarchy() {
+    let Some((device, _, _alone)) = device() else {
+        return;
+    };
+    let model = &device.info().name;
+    let of = |call_ns| costs(model, call_ns);
+    for each in [[of(1), Entries::default()], [of(1), of(2)]] {
+        let joined = opened(each, |boot, device| {
+            let config = HierarchyConfig::new(ParallelMode::Tp);
+            let machines = Machines::cut(2, 2)?;
+            Arc::clone(device)
+                .join_machines(boot, machines, &config)
+                .map(drop)
+        });
+        for joined in joined {
+            match joined {
+                Err(Error::Group { step, what }) => {
+                    assert_eq!(step, "join: machines");
+                    assert!(what.contains("the ranks do not agree"), "{what}");
+                    assert!(what.contains("costs (entries and wire"), "{what}");
                 }
                 other => panic!("{other:?}"),
             }

@@ -106,6 +106,7 @@ mod tests {
                 order: Some(brigade::SumOrder::ByMachine { ranks: 2 }),
                 staging_bytes: 0,
                 expected: Duration::ZERO,
+                basis: brigade::CostsBasis::Guessed,
             },
             spans: Vec::new(),
         }

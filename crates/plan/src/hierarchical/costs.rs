@@ -1,8 +1,9 @@
 //! What calls and links cost, and from that what slices take.
 
 use super::{StepCost, slices, whole};
+use crate::crossover::Whose;
 use brigade_device::{
-    DataType, HierarchicalCall, HierarchicalOperation as Operation, Machines, Phase,
+    CostsBasis, DataType, HierarchicalCall, HierarchicalOperation as Operation, Machines, Phase,
 };
 use smallvec::SmallVec;
 
@@ -37,6 +38,17 @@ impl Wire {
     }
 }
 
+/// Where costs were measured, and who keeps them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measured {
+    /// With so many machines,
+    pub machines: usize,
+    /// of so many ranks each.
+    pub ranks: usize,
+    /// In whose table they stand.
+    pub whose: Whose,
+}
+
 /// Costs of a group that spans machines. Whole numbers, so that all ranks and builds decide alike; all ranks have the same, and vote on
 /// [`digest`](Self::digest).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,8 +64,8 @@ pub struct Costs {
     /// Nanoseconds of a copy within a rank's memory, of which there is one for each rank where rows that are scattered or gathered lie in
     /// another order than slices.
     pub copy_ns: u64,
-    /// Machines, and ranks of each, with which all but the wire was measured; `None` if it is guessed. It decides nothing.
-    pub measured: Option<(usize, usize)>,
+    /// Where all but the wire was measured; `None` if it is guessed. It decides nothing.
+    pub measured: Option<Measured>,
 }
 
 impl Costs {
@@ -75,7 +87,11 @@ impl Costs {
             add_bytes_per_us: 4_000,
             // What it takes is in a call's.
             copy_ns: 0,
-            measured: Some((2, 2)),
+            measured: Some(Measured {
+                machines: 2,
+                ranks: 2,
+                whose: Whose::Build,
+            }),
         }
     }
 
@@ -108,19 +124,39 @@ impl Costs {
         Self { wire, ..self }
     }
 
+    /// What plans across these machines rest on, in a word.
+    pub fn basis(&self, machines: Machines) -> CostsBasis {
+        match self.measured {
+            None => CostsBasis::Guessed,
+            Some(at) if (at.machines, at.ranks) == (machines.count(), machines.ranks()) => {
+                CostsBasis::Measured
+            }
+            Some(_) => CostsBasis::Elsewhere,
+        }
+    }
+
     /// What plans across these machines rest on, in one line for people: where the costs are from, and the wire. What was not measured on
     /// as many machines, of as many ranks, says `untuned`.
     pub fn told(&self, machines: Machines) -> String {
-        let shape = (machines.count(), machines.ranks());
         let costs = match self.measured {
             None => "untuned: what calls and bytes cost is guessed".to_owned(),
-            Some((count, ranks)) if shape == (count, ranks) => {
-                format!("costs of calls and bytes measured at {count} x {ranks} ranks")
+            Some(Measured {
+                machines: count,
+                ranks,
+                whose,
+            }) => {
+                let of = format!("{count} x {ranks}");
+                match self.basis(machines) {
+                    CostsBasis::Measured => {
+                        format!("costs of calls and bytes measured at {of} ranks, {whose}")
+                    }
+                    _ => format!(
+                        "untuned: not measured at {} x {} ranks; costs of calls and bytes of {of}, {whose}",
+                        machines.count(),
+                        machines.ranks()
+                    ),
+                }
             }
-            Some((count, ranks)) => format!(
-                "untuned: not measured at {} x {} ranks; costs of calls and bytes of {count} x {ranks}",
-                shape.0, shape.1
-            ),
         };
         let Wire {
             latency_ns,
@@ -196,6 +232,18 @@ impl Costs {
             true => self.inside.call_ns,
             false => 0,
         }
+    }
+
+    /// What a call takes that stays in one machine, and is one collective there: of what such calls are measured by.
+    pub fn inside_ns(&self, call: &HierarchicalCall) -> u64 {
+        let ranks = call.machines.size() as u64;
+        let bytes = |dtype: DataType| slices::elements(call) as u64 * dtype.bytes() as u64;
+        let moved = match call.operation {
+            Operation::AllReduce { .. } => bytes(call.dtype) + bytes(call.output),
+            Operation::ReduceScatter { .. } => bytes(call.dtype),
+            Operation::AllGather { .. } => bytes(call.output),
+        };
+        self.inside.ns(moved * (ranks - 1) / ranks)
     }
 
     /// So many bytes of a rank along its rail.

@@ -1,0 +1,399 @@
+//! What calls and links cost across machines, and inside one, as plans count with it: measured, fitted, and written as an entry of a table.
+
+mod fit;
+mod place;
+
+use crate::{
+    Common,
+    collectives::names::name,
+    float::Float,
+    machines::{Sockets, machines_of},
+    meta,
+    ranks::{self, PATIENCE, Rank, Ranks},
+    rounded, sizes,
+};
+use anyhow::{Context, Result, ensure};
+use brigade::{
+    HierarchicalCall, HierarchicalOperation as Operation, HierarchicalPath, Queues,
+    cuda::Stopwatch,
+    host::{HostConfig, HostDevice, RailModel},
+    plan::{
+        crossover::{Links, Source},
+        hierarchical::{Costs, Entry},
+        tuned::{Sizes, Versions},
+    },
+};
+use clap::{Args, ValueEnum};
+use fit::{Fitted, expected_ns, fit};
+use place::{Extent, Place, Taken, sides};
+use serde_json::{Value, json};
+use std::{
+    path::PathBuf,
+    process::Command,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// What is measured.
+#[derive(Clone, Debug, Args)]
+pub struct Tune {
+    /// Ranks, a GPU each [default: all GPUs]
+    #[arg(short = 'w', long, value_name = "RANKS")]
+    ranks: Option<usize>,
+    /// Make each rank a process instead of a thread, as torchrun does
+    #[arg(long)]
+    processes: bool,
+    /// Let ranks share GPUs, in turn, where there are fewer GPUs than ranks: to see that it runs, since figures tell little then
+    #[arg(long)]
+    shared: bool,
+    /// Machines that the ranks are cut into, in rank order
+    #[arg(long, default_value_t = 2)]
+    machines: usize,
+    #[command(flatten)]
+    sockets: Sockets,
+    /// Rounds that are measured
+    #[arg(short = 'n', long, default_value_t = 20)]
+    rounds: usize,
+    /// Calls in a round, one after the other
+    #[arg(long, default_value_t = 5)]
+    calls: usize,
+    /// Capture the calls of a round in a graph, and replay it
+    #[arg(long)]
+    graph: bool,
+    /// Bytes to begin with, of the larger of a rank's two buffers; K, M and G count in powers of 1024
+    #[arg(short, long, value_parser = sizes::bytes, default_value = "4K")]
+    begin: usize,
+    /// Bytes to end with
+    #[arg(short, long, value_parser = sizes::bytes, default_value = "16M")]
+    end: usize,
+    /// From one size to the next
+    #[arg(short, long, default_value_t = 4)]
+    factor: usize,
+    /// Type of the numbers
+    #[arg(short, long, value_enum, default_value_t = Float::Bf16)]
+    dtype: Float,
+    /// Whose machines: of GPUs, or virtual ones of this host's processors, with --ranks
+    #[arg(long, value_enum, default_value_t = Kind::Cuda)]
+    device: Kind,
+    /// With --device host: what the link of a rank carries in a microsecond, in bytes
+    #[arg(long, value_name = "BYTES")]
+    rail_bytes_per_us: Option<u64>,
+    /// With --rail-bytes-per-us: the way of a byte along it, in microseconds
+    #[arg(
+        long,
+        value_name = "US",
+        default_value_t = 0,
+        requires = "rail_bytes_per_us"
+    )]
+    rail_latency_us: u64,
+    /// Write the entry to this file
+    #[arg(long, value_name = "FILE")]
+    entry: Option<PathBuf>,
+    /// Write rows and raw samples to this file
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// Whose machines are measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    /// GPUs
+    Cuda,
+    /// This host's processors
+    Host,
+}
+
+impl Tune {
+    fn common(&self) -> Common {
+        Common {
+            ranks: self.ranks,
+            processes: self.processes,
+            rounds: self.rounds,
+            calls: self.calls,
+            graph: self.graph,
+            check: true,
+            shared: self.shared,
+            serial: false,
+            // What is measured is measured with no costs in mind.
+            table: Vec::new(),
+            vs: None,
+            json: self.json.clone(),
+        }
+    }
+
+    fn extent(&self, ranks: usize) -> Result<Extent> {
+        let machines = machines_of(ranks, self.machines)?;
+        ensure!(machines.count() > 1, "there must be two machines");
+        ensure!(
+            self.rounds > 0 && self.calls > 0,
+            "there must be a round, of a call"
+        );
+        Ok(Extent {
+            machines,
+            float: self.dtype,
+            sizes: sizes::steps(self.begin, self.end, self.factor)?,
+            rounds: self.rounds,
+            calls: self.calls,
+            graph: self.graph,
+        })
+    }
+
+    fn rail(&self) -> Option<RailModel> {
+        let latency = Duration::from_micros(self.rail_latency_us);
+        self.rail_bytes_per_us.map(|bytes_per_us| RailModel {
+            latency,
+            bytes_per_us,
+        })
+    }
+
+    /// On this host's processors, whose calls have been made when they return.
+    fn on_host(&self, ranks: &Ranks) -> Result<Vec<Taken>> {
+        let extent = self.extent(ranks.size())?;
+        let config = HostConfig {
+            rail: self.rail(),
+            ..HostConfig::default()
+        };
+        ranks.each(|boot, _| {
+            let device = HostDevice::with(&config)?;
+            let place = Place {
+                on: &device.stream(0)?,
+                boot: &*boot,
+                device,
+                watch: &|work| {
+                    let start = Instant::now();
+                    work()?;
+                    Ok(start.elapsed())
+                },
+            };
+            place.measure(&extent)
+        })
+    }
+
+    /// On GPUs, by their own clocks.
+    fn on_gpus(&self, ranks: &Ranks) -> Result<Vec<Taken>> {
+        let extent = self.extent(ranks.size())?;
+        ranks.run(&self.common(), |rank: &Rank| {
+            let place = Place {
+                boot: &*rank.boot,
+                device: Arc::clone(&rank.device) as _,
+                on: &rank.on,
+                watch: &|work| {
+                    let mut watch = Stopwatch::default();
+                    watch.start(&rank.device, &rank.on)?;
+                    work()?;
+                    watch.stop(&rank.device, &rank.on)?;
+                    Ok(watch.elapsed(PATIENCE)?)
+                },
+            };
+            place.measure(&extent)
+        })
+    }
+
+    fn meta(&self, ranks: &Ranks) -> Result<Value> {
+        let mut meta = match self.device {
+            Kind::Cuda => meta::meta(ranks)?,
+            Kind::Host => meta::host(ranks)?,
+        };
+        meta["machines"] = self.machines.into();
+        if self.shared {
+            meta["link"] = json!(Links::Shared);
+        }
+        if self.device == Kind::Cuda {
+            meta["nccl_environment"] = meta::nccl_environment(std::env::vars_os()).into();
+        }
+        Ok(meta)
+    }
+
+    /// What is written for devices to plan by.
+    fn written(&self, meta: &Value, extent: &Extent, fitted: &Fitted) -> Result<Entry> {
+        let text = |name: &str| meta[name].as_str().unwrap_or("unknown").to_owned();
+        let how = if self.graph { "graphs" } else { "calls" };
+        let (half, worst) = fitted.off();
+        let mut note = format!(
+            "{}; medians of {} rounds of {} {how}; by these costs, plans expect half of the calls within a factor of {half:.2} of what they \
+             took, all within {worst:.2}",
+            name(self.dtype),
+            self.rounds,
+            self.calls,
+        );
+        if let Some(nccl) = meta["nccl_environment"].as_str() {
+            note += &format!("; {nccl}");
+        }
+        let costs = &fitted.costs;
+        let entry = Entry {
+            costs_version: Entry::VERSION,
+            gpu: text("gpu"),
+            links: serde_json::from_value(meta["link"].clone())?,
+            machines: extent.machines.count(),
+            ranks: extent.machines.ranks(),
+            inside_call_ns: costs.inside.call_ns,
+            inside_bytes_per_us: costs.inside.bytes_per_us,
+            across_call_ns: costs.across.call_ns,
+            across_bytes_per_us: costs.across.bytes_per_us,
+            wire_latency_ns: costs.wire.latency_ns,
+            wire_bytes_per_us: costs.wire.bytes_per_us,
+            add_bytes_per_us: costs.add_bytes_per_us,
+            copy_ns: costs.copy_ns,
+            measured: Sizes {
+                from_bytes: extent.sizes.first().copied().unwrap_or(self.begin),
+                to_bytes: extent.sizes.last().copied().unwrap_or(self.end),
+            },
+            versions: Versions {
+                driver: text("driver"),
+                cuda: text("cuda"),
+                nccl: meta["nccl"].as_str().map(str::to_owned),
+            },
+            source: Source {
+                command: text("command"),
+                date: text("date"),
+                commit: text("commit"),
+                note: Some(note),
+            },
+        };
+        entry.check()?;
+        Ok(entry)
+    }
+
+    /// What plans count with where nobody measured anything.
+    fn guess(&self) -> Costs {
+        match self.device {
+            Kind::Cuda => Costs::cuda(),
+            Kind::Host => Costs::host(),
+        }
+    }
+
+    /// Fits what was taken, writes it, and tells of it.
+    fn tell(&self, ranks: &Ranks, taken: &[Taken]) -> Result<String> {
+        if !ranks.speak() {
+            return Ok(String::new());
+        }
+        let (extent, guess) = (self.extent(ranks.size())?, self.guess());
+        let samples: Vec<_> = taken.iter().map(Taken::sample).collect();
+        let meta = self.meta(ranks)?;
+        let fitted = fit(&samples, &extent.config(), &guess);
+        // What follows no costs is of interest, too.
+        let costs = fitted.as_ref().map_or(guess, |fitted| fitted.costs);
+        let rows = taken
+            .iter()
+            .map(|taken| row(taken, &extent, [&costs, &guess]))
+            .collect::<Result<Vec<_>>>()?;
+        self.common().write(&meta, &rows)?;
+        let fitted = fitted?;
+        if let Some(path) = &self.entry {
+            crate::write_entry(path, &self.written(&meta, &extent, &fitted)?)?;
+        }
+        Ok(table(&extent, &fitted, &guess, &rows))
+    }
+}
+
+/// Measures; gives a table of costs.
+pub fn start(tune: &Tune) -> Result<String> {
+    match tune.device {
+        Kind::Cuda => {
+            ensure!(
+                tune.rail_bytes_per_us.is_none(),
+                "--rail-bytes-per-us slows the rails of --device host"
+            );
+            let how = (tune.machines, tune.shared);
+            let prepare = |ranks, rank, command: &mut Command| {
+                tune.sockets.prepare(how, (ranks, rank), command)
+            };
+            let measure = |ranks: &Ranks| tune.tell(ranks, &tune.on_gpus(ranks)?);
+            tune.common().run_prepared(prepare, measure)
+        }
+        Kind::Host => {
+            let asked = || tune.ranks.context("--device host needs --ranks");
+            if tune.processes && !ranks::is_rank() {
+                ranks::start(asked()?, |_, _| Ok(()))?;
+                return Ok(String::new());
+            }
+            let ranks = Ranks::or_threads(tune.ranks, asked)?;
+            tune.tell(&ranks, &tune.on_host(&ranks)?)
+        }
+    }
+}
+
+/// What a call is, for people and files: operation, way, and bytes of the larger of a rank's two buffers.
+fn called(call: &HierarchicalCall) -> (&'static str, String, usize) {
+    let operation = match call.operation {
+        Operation::AllReduce { .. } => "all-reduce",
+        Operation::ReduceScatter { .. } => "reduce-scatter",
+        Operation::AllGather { .. } => "all-gather",
+    };
+    let way = match call.choice {
+        None => "inside".to_owned(),
+        Some(HierarchicalPath::Whole) => "whole".to_owned(),
+        Some(HierarchicalPath::Slices { count: 1 }) => "1 slice".to_owned(),
+        Some(HierarchicalPath::Slices { count }) => format!("{count} slices"),
+    };
+    let (input, output) = sides(call);
+    (operation, way, input.max(output) * call.dtype.bytes())
+}
+
+fn row(taken: &Taken, extent: &Extent, [costs, guess]: [&Costs; 2]) -> Result<Value> {
+    let (operation, way, bytes) = called(&taken.call);
+    let us = |costs: &Costs| -> Result<Value> {
+        let ns = expected_ns(&taken.call, &extent.config(), costs)?;
+        Ok(rounded(ns / 1e3))
+    };
+    let samples = taken.times.samples.iter().map(|&us| rounded(us));
+    Ok(json!({
+        "machines": extent.machines.count(), "ranks": extent.machines.ranks(),
+        "operation": operation, "choice": way, "dtype": name(extent.float), "bytes": bytes, "graph": extent.graph,
+        "us": rounded(taken.times.median), "expected_us": us(costs)?, "untuned_us": us(guess)?,
+        "samples": samples.collect::<Vec<_>>(),
+    }))
+}
+
+/// What costs are, beside what they were guessed to be; and how far off they are.
+fn table(extent: &Extent, fitted: &Fitted, guess: &Costs, rows: &[Value]) -> String {
+    let Fitted { costs, off } = fitted;
+    let figures = |c: &Costs| {
+        [
+            c.inside.call_ns,
+            c.inside.bytes_per_us,
+            c.across.call_ns,
+            c.across.bytes_per_us,
+            c.wire.latency_ns,
+            c.wire.bytes_per_us,
+            c.add_bytes_per_us,
+            c.copy_ns,
+        ]
+    };
+    let names = [
+        "inside, a call, ns",
+        "inside, bytes in a us",
+        "across, a call, ns",
+        "across, bytes in a us",
+        "wire, latency, ns",
+        "wire, bytes in a us",
+        "added, bytes in a us",
+        "a copy, ns",
+    ];
+    let mut text = format!("{:<24} {:>12} {:>12}\n", "", "measured", "untuned");
+    for ((name, got), guess) in names.iter().zip(figures(costs)).zip(figures(guess)) {
+        text += &format!("{name:<24} {got:>12} {guess:>12}\n");
+    }
+    let (half, worst) = fitted.off();
+    text += &format!(
+        "{}: by these costs, plans expect half of {} calls within a factor of {half:.2} of what they took, all within {worst:.2}\n",
+        extent.machines,
+        off.len(),
+    );
+    let factor = |x: f64| x.max(1.0 / x);
+    let furthest = off.iter().zip(rows);
+    if let Some((_, row)) = furthest.max_by(|a, b| factor(*a.0).total_cmp(&factor(*b.0))) {
+        text += &format!(
+            "furthest off: {} of {} bytes, {}: {} us, expected {}\n",
+            row["operation"].as_str().unwrap_or("-"),
+            row["bytes"],
+            row["choice"].as_str().unwrap_or("-"),
+            row["us"],
+            row["expected_us"],
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,203 @@
+use super::{fit::Sample, *};
+use brigade::{
+    CostsBasis, Machines,
+    plan::{Entries, hierarchical::Wire},
+};
+use clap::Parser;
+
+#[derive(Parser)]
+struct Line {
+    #[command(flatten)]
+    tune: Tune,
+}
+
+fn read(words: &str) -> Result<Tune, clap::Error> {
+    let words = std::iter::once("tune-hierarchical").chain(words.split_whitespace());
+    Line::try_parse_from(words).map(|line| line.tune)
+}
+
+fn tune(words: &str) -> Tune {
+    read(words).unwrap()
+}
+
+#[test]
+fn options_are_read() {
+    let line = tune("--processes --sockets --machines 4 -e 1M");
+    let extent = line.extent(8).unwrap();
+    assert_eq!((extent.machines.count(), extent.machines.ranks()), (4, 2));
+    assert_eq!(
+        extent.sizes,
+        [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20]
+    );
+    assert!(extent.config().staging_bytes >= 64 << 20 && line.rail().is_none());
+    assert!(line.extent(7).is_err() && tune("--machines 1").extent(2).is_err());
+    assert!(tune("-n 0").extent(2).is_err() && tune("--calls 0").extent(2).is_err());
+    assert!(read("--sockets").is_err() && read("--rail-latency-us 5").is_err());
+    let rail = tune("--rail-latency-us 5 --rail-bytes-per-us 7").rail();
+    let want = RailModel {
+        latency: Duration::from_micros(5),
+        bytes_per_us: 7,
+    };
+    assert_eq!(rail, Some(want));
+    // GPUs have rails of their own, and a host has no number of ranks.
+    let refused = |words: &str| format!("{:#}", start(&tune(words)).unwrap_err());
+    assert!(refused("--rail-bytes-per-us 7").contains("--device host"));
+    assert!(refused("--device host").contains("--ranks"));
+}
+
+/// Slices are as many as are asked for, with the memory that is given them.
+#[test]
+fn every_call_goes_the_way_that_is_measured() {
+    let (extent, costs) = (tune("").extent(16).unwrap(), Costs::host());
+    let calls = place::calls(extent.machines, extent.float.dtype(), &extent.sizes).unwrap();
+    let mut ways = std::collections::BTreeMap::new();
+    for call in calls {
+        *ways.entry(called(&call).1).or_insert(0) += 1;
+        if call.machines.count() == 1 {
+            continue;
+        }
+        let plan = brigade::plan::hierarchical::plan(&call, &extent.config(), &costs).unwrap();
+        match (call.choice, &plan) {
+            (Some(HierarchicalPath::Whole), brigade::HierarchicalPlan::Whole { .. }) => {}
+            (Some(HierarchicalPath::Slices { count }), brigade::HierarchicalPlan::Slices(plan)) => {
+                assert_eq!(plan.slices, count as usize, "{call:?}")
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let sizes = 3 * extent.sizes.len();
+    let want = [
+        ("1 slice", sizes),
+        ("4 slices", sizes),
+        ("inside", sizes),
+        ("whole", sizes + 1),
+    ];
+    assert_eq!(ways, want.map(|(way, n)| (way.to_owned(), n)).into());
+}
+
+/// Costs of calls across virtual machines, whose ranks are threads: by the best of some rounds, as machines that test have other things to do.
+fn fitted(words: &str) -> Result<Fitted> {
+    let tune = tune(&format!("--device host --dtype f32 --calls 1 {words}"));
+    let ranks = Ranks::Threads(tune.ranks.unwrap());
+    let taken = tune.on_host(&ranks).unwrap();
+    let best = |taken: &Taken| Sample {
+        ns: taken
+            .times
+            .samples
+            .iter()
+            .fold(f64::INFINITY, |a, &b| a.min(b))
+            * 1e3,
+        ..taken.sample()
+    };
+    let samples: Vec<_> = taken.iter().map(best).collect();
+    let extent = tune.extent(ranks.size()).unwrap();
+    fit(&samples, &extent.config(), &tune.guess())
+}
+
+/// The rail that was modelled is found, and another one is another. A host that is busy takes longer, and never less; so bounds are wider on
+/// that side.
+#[test]
+fn a_modelled_rail_is_recovered() {
+    for (latency_us, bytes_per_us) in [(6000, 40), (12_000, 20)] {
+        let words = format!(
+            "-w 2 -n 6 -b 8K -e 512K -f 8 --rail-latency-us {latency_us} --rail-bytes-per-us {bytes_per_us}"
+        );
+        let Fitted { costs, .. } = fitted(&words).unwrap();
+        let latency = (costs.across.call_ns + costs.wire.latency_ns) as f64;
+        let latency = latency / (latency_us * 1000) as f64;
+        let rate = costs.wire.bytes_per_us as f64 / bytes_per_us as f64;
+        assert!(
+            (0.9..1.4).contains(&latency),
+            "{latency}, {words}: {costs:?}"
+        );
+        assert!((0.7..1.4).contains(&rate), "{rate}, {words}: {costs:?}");
+    }
+}
+
+/// A host with no rail has none: what would be found for one is no latency of milliseconds, and more than such links carry.
+#[test]
+fn where_there_is_no_rail_none_is_found() {
+    // Times this short may follow no costs on a busy host, which is said then.
+    match fitted("-w 2 -n 8 -b 8K -e 128K") {
+        Ok(Fitted { costs, .. }) => {
+            let call = costs.across.call_ns + costs.wire.latency_ns;
+            assert!(call < 2_000_000, "{costs:?}");
+            assert!(costs.wire.bytes_per_us > 60, "{costs:?}");
+        }
+        Err(refused) => assert!(
+            refused.to_string().contains("follows no costs"),
+            "{refused}"
+        ),
+    }
+}
+
+/// What is written is read again, and says all that was found, and where.
+#[test]
+fn an_entry_is_what_devices_take() {
+    let (tune, extent) = (
+        tune("--device host -w 4 -e 64K"),
+        tune("-e 64K").extent(4).unwrap(),
+    );
+    let costs = Costs {
+        copy_ns: 77,
+        ..Costs::host().with_wire(Wire {
+            latency_ns: 123_456,
+            bytes_per_us: 789,
+        })
+    };
+    let off = vec![1.0, 0.5, 1.25];
+    let meta = meta::host(&Ranks::Threads(4)).unwrap();
+    let written = |costs| {
+        let off = off.clone();
+        tune.written(&meta, &extent, &Fitted { costs, off })
+    };
+    let entry = written(costs).unwrap();
+    assert_eq!((entry.gpu.as_str(), entry.links), ("host", Links::Shared));
+    assert_eq!((entry.machines, entry.ranks), (2, 2));
+    assert_eq!(entry.measured.to_bytes, 64 << 10);
+    let note = entry.source.note.clone().unwrap();
+    assert!(
+        note.contains("factor of 1.25") && note.contains("within 2.00"),
+        "{note}"
+    );
+    let text = serde_json::to_string_pretty(&entry).unwrap();
+    let machines = Machines::cut(4, 2).unwrap();
+    let read = Entries::read(&text)
+        .unwrap()
+        .costs("host", machines)
+        .unwrap();
+    assert_eq!(read.digest(), costs.digest());
+    assert_eq!(read.basis(machines), CostsBasis::Measured);
+    // What cannot be is not written.
+    let zero = costs.with_wire(Wire {
+        latency_ns: 0,
+        bytes_per_us: 0,
+    });
+    let refused = written(zero).unwrap_err().to_string();
+    assert!(refused.contains("wire_bytes_per_us"), "{refused}");
+}
+
+#[test]
+fn people_read_what_is_furthest_off() {
+    let extent = tune("").extent(4).unwrap();
+    let calls = place::calls(extent.machines, extent.float.dtype(), &[4096]).unwrap();
+    let taken = |us: f64| Taken {
+        call: calls[4].clone(),
+        times: crate::sample::Times::new("", vec![us]),
+    };
+    let costs = Costs::host();
+    let rows =
+        [100.0, 900_000.0].map(|us| row(&taken(us), &extent, [&costs, &Costs::cuda()]).unwrap());
+    assert_eq!(
+        (&rows[1]["choice"], &rows[1]["us"]),
+        (&json!("whole"), &json!(900_000.0))
+    );
+    assert_ne!(rows[0]["expected_us"], rows[0]["untuned_us"]);
+    let off = vec![1.1, 0.001];
+    let told = table(&extent, &Fitted { costs, off }, &Costs::cuda(), &rows);
+    assert!(
+        told.contains("furthest off: all-reduce of 4096 bytes, whole: 900000.0 us"),
+        "{told}"
+    );
+    assert!(told.contains("all within 1000.00"), "{told}");
+}
