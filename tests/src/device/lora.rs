@@ -229,7 +229,7 @@ fn ends(rank: &Rank, rng: &mut StdRng) {
     }
 }
 
-/// On a GPU what an adapter adds to a row has bits that do not depend on what else is in the batch; on the host a library chooses by the
+/// On a GPU what an adapter adds to a row has bits that do not depend on how many short runs there are, from three on; on the host a library chooses by the
 /// size. The base product is zero: that is a library's everywhere.
 fn bits(rank: &Rank, rng: &mut StdRng) {
     let on_gpu = rank.device.info().name != "host";
@@ -242,8 +242,8 @@ fn bits(rank: &Rank, rng: &mut StdRng) {
         one.layer.weight.values.fill(0.0);
         one.output = output;
         let mut all: Vec<Vec<u8>> = vec![];
-        // As one run; in threes; each by itself, and then among so many that sums need no splitting.
-        for (each, more) in [(rows, 0), (3, 0), (1, 0), (1, 200)] {
+        // As three runs, the fewest that go together; in threes; each by itself, and then among so many that sums need no splitting.
+        for (each, more) in [(24, 0), (3, 0), (1, 0), (1, 200)] {
             let mut runs: Vec<_> = (0..rows)
                 .step_by(each)
                 .map(|first| Run {

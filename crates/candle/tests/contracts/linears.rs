@@ -1,5 +1,5 @@
 use super::{
-    Hold, Theme, World,
+    Hold, PATIENCE, Theme, World,
     oracle::{FLOATS, Want, biased, bits, cat, close, product, put, random, tolerance, values},
 };
 use brigade_candle::{
@@ -106,6 +106,8 @@ impl Case {
             x: put(p, &self.x)?,
             weight: put(p, &self.weight)?,
             bias: put(p, &self.bias)?,
+            old: put(p, &self.old)?,
+            norm: put(p, &self.norm)?,
         })
     }
 
@@ -127,6 +129,8 @@ struct Placed {
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
+    old: Tensor,
+    norm: Tensor,
 }
 
 impl Placed {
@@ -152,7 +156,15 @@ fn each<R: Send>(
     work: impl Fn(&Parallel, &Case, &Placed) -> Result<R> + Sync,
 ) -> Vec<Vec<R>> {
     let made = world.ranks(|p| {
-        let made = cases.iter().map(|case| work(p, case, &case.on(p)?));
+        // All of it before the first call. Where ranks share a GPU, what is brought there behind a call has to wait for it, and while it
+        // waits it can keep another rank, for whom the call waits, from bringing its own.
+        let placed = cases.iter().map(|case| case.on(p));
+        let placed = placed.collect::<Result<Vec<_>>>()?;
+        p.sync(PATIENCE)?;
+        let made = cases
+            .iter()
+            .zip(&placed)
+            .map(|(case, at)| work(p, case, at));
         made.collect::<Result<Vec<_>>>()
     });
     let mut ranks: Vec<_> = made.into_iter().map(Vec::into_iter).collect();
@@ -191,16 +203,16 @@ fn row_parallel_gives_every_rank_the_sum(world: &World) {
 
 fn row_parallel_adds_a_residual_and_normalizes(world: &World) {
     let cases = cases(world);
-    let got = each(world, &cases, |p, case, at| {
-        let old = put(p, &case.old)?;
-        let norm = ResidualNorm::new(&put(p, &case.norm)?, 1e-5)?;
+    let got = each(world, &cases, |p, _, at| {
+        let old = &at.old;
+        let norm = ResidualNorm::new(&at.norm, 1e-5)?;
         let linear = RowParallelLinear::new(p, &at.weight, None)?;
         let own = at.own_columns(p)?;
-        let both = linear.forward_norm(&own, &Runs::none(), &old, &norm)?;
+        let both = linear.forward_norm(&own, &Runs::none(), old, &norm)?;
         // The same as one after the other.
         let part = linear.forward_norm(&own, &Runs::none(), &old.zeros_like()?, &norm)?;
         let biased = RowParallelLinear::new(p, &at.weight, Some(&at.bias))?;
-        let refused = biased.forward_norm(&own, &Runs::none(), &old, &norm);
+        let refused = biased.forward_norm(&own, &Runs::none(), old, &norm);
         assert!(refused.unwrap_err().to_string().contains("bias"));
         Ok((both, part.sum))
     });
