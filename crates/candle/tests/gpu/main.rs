@@ -53,6 +53,9 @@ impl Places for Gpus {
         let mut opened = self.opened.lock().unwrap();
         for rank in opened.len()..size {
             let place = Device::new_cuda_with_stream(if self.shares { 0 } else { rank })?;
+            if self.shares && rank == 0 {
+                part_memory();
+            }
             load(&place)?;
             opened.push(place);
         }
@@ -61,6 +64,24 @@ impl Places for Gpus {
 
     fn shares(&self) -> bool {
         self.shares
+    }
+}
+
+/// Keeps candle's streams on the first GPU apart: its memory comes from the driver's pool, which gives a stream what another one has freed by making it wait
+/// for that one. Where ranks share the GPU, that can be one which waits for this rank.
+fn part_memory() {
+    use candle_core::cuda_backend::cudarc::driver::sys;
+    let reuse = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+    let (mut pool, mut no) = (std::ptr::null_mut(), 0i32);
+    // SAFETY: the device exists and its context too, the pool is written before it is read, and the attribute is an int.
+    unsafe {
+        sys::cuDeviceGetDefaultMemPool(&raw mut pool, 0)
+            .result()
+            .unwrap();
+        let no = (&raw mut no).cast();
+        sys::cuMemPoolSetAttribute(pool, reuse, no)
+            .result()
+            .unwrap();
     }
 }
 
