@@ -515,6 +515,7 @@ __device__ __forceinline__ void gemm_flags(const Parameters&) {
     gemm_flags<IN, OUT, COLUMNS>(p);                                                 \
   }
 #define BRIGADE_GEMM_FLAGS_OF(T, TYPE)   \
+  BRIGADE_GEMM_FLAGS(T, T, TYPE, 64)     \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 128)    \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 176)    \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 192)    \

@@ -40,6 +40,8 @@ const WIDTHS: [&[Width]; 3] = [
         wide(192, 198),
         wide(176, 182),
         wide(128, 146),
+        // For a band or two, whose weight more multiprocessors load then.
+        wide(64, 96),
     ],
     &[wide(256, 267), wide(128, 139)],
     &[wide(192, 203), wide(128, 139)],
@@ -513,8 +515,9 @@ mod tests {
         assert_eq!(width(8192, 2560), 256);
         // 110 rounds of 128 columns would be a little less than 55 of 256, but for what every tile costs.
         assert_eq!(width(16384, 14336), 256);
-        // Where rounds cost the same, fewer tiles do.
-        assert_eq!(width(128, 128), 128);
+        // A band alone has as many tiles as there are multiprocessors, or nearly.
+        assert_eq!(width(128, 8192), 64);
+        assert_eq!(width(256, 8192), 128);
         // Narrow tiles leave no room for the last of those of 176.
         assert_eq!(best((16, 7168), true), 224);
         assert_eq!(best((64, 2560), true), 256);
