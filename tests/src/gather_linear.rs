@@ -5,7 +5,7 @@ mod beside;
 mod layouts;
 mod limits;
 mod pressure;
-mod tiles;
+pub(crate) mod tiles;
 mod tokens;
 
 use crate::{

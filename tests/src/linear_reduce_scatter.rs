@@ -1,6 +1,7 @@
 //! The twin of gather-linear: every mode gives every rank its rows of the sum of all ranks' products.
 
 mod layouts;
+mod tiles;
 
 use crate::{
     backend::Rank,
@@ -337,6 +338,9 @@ pub fn add(suite: &mut Suite) {
         }
     }
     layouts::add(suite);
+    if suite.backend().engines().tiles {
+        tiles::add(suite);
+    }
     suite.add("linear_reduce_scatter/finished_once", finished_once);
     suite.add("linear_reduce_scatter/repeats", repeats);
     suite.add_from(2, "linear_reduce_scatter/limits", limits);

@@ -7,21 +7,20 @@ use crate::{
     check::{assert_bits, assert_close, expect_unsupported, overlap_of},
     inject::Jitter,
     layer::{BiasKind, FLOATS, LoraKind, Spec},
-    linear_reduce_scatter as twin,
     matrix::Matrix,
     suite::{Suite, World},
 };
 use brigade_device::{
-    Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, CommConfig, DataType,
-    LoraLinearReduceScatterParams, Output, OverlapMode, OverlapPlan, ParallelMode, Result,
+    Activation, AllGatherLoraLinearParams, Buffer, Call, Chunk, CommConfig, DataType, Output,
+    OverlapMode, OverlapPlan, ParallelMode, Result,
 };
 use brigade_plan::reason;
 use rand::{Rng, rngs::StdRng};
 use std::sync::Arc;
 
-pub(super) const TILES: Option<OverlapMode> = Some(OverlapMode::Tiles);
+pub(crate) const TILES: Option<OverlapMode> = Some(OverlapMode::Tiles);
 
-pub(super) fn config() -> CommConfig {
+pub(crate) fn config() -> CommConfig {
     let mut config = CommConfig::new(ParallelMode::Tp);
     config.gather_bytes = 8 << 20;
     config.reduce_scatter_bytes = 8 << 20;
@@ -29,7 +28,7 @@ pub(super) fn config() -> CommConfig {
 }
 
 /// Sizes on both sides of those of tiles.
-fn large(rng: &mut StdRng, size: usize) -> Spec {
+pub(crate) fn large(rng: &mut StdRng, size: usize) -> Spec {
     let rows = [0, 1, 64, 127, 128, 129, 200, 256, 300];
     let dtype = [DataType::F16, DataType::BF16][rng.random_range(0..2)];
     Spec::even(rng, size)
@@ -74,43 +73,6 @@ fn many_tiles(world: &World) {
     world.run(&config(), move |rank| {
         for case in &cases {
             case.run_forced(rank, TILES);
-        }
-    });
-}
-
-/// A case of the twin.
-fn large_twin(rng: &mut StdRng, size: usize) -> twin::Case {
-    let spec = large(rng, size).with(|s| s.resident = false);
-    twin::Case::new(rng, spec)
-}
-
-/// The same for the twin, whose tiles are written at their owners'. Ranks come in any order.
-fn many_tiles_of_twin(world: &World) {
-    let mut rng = world.rng();
-    let cases: Vec<_> = (0..8).map(|_| large_twin(&mut rng, world.size)).collect();
-    let late: Vec<usize> = cases
-        .iter()
-        .map(|_| rng.random_range(0..world.size))
-        .collect();
-    world.run(&config(), move |rank| {
-        for (case, &late) in cases.iter().zip(&late) {
-            if rank.rank == late {
-                rank.dawdle(200);
-            }
-            case.run(rank, TILES);
-        }
-    });
-}
-
-/// D may lie in what it is made of: the same bits come out as in memory of its own.
-fn inside_of_twin(world: &World) {
-    let mut rng = world.rng();
-    let cases: Vec<_> = (0..4).map(|_| large_twin(&mut rng, world.size)).collect();
-    world.run(&config(), move |rank| {
-        for case in &cases {
-            let apart = case.bytes(rank, TILES, false);
-            let inside = case.bytes(rank, TILES, true);
-            assert_bits(&inside, &apart, case.spec.output, "D in x");
         }
     });
 }
@@ -276,30 +238,6 @@ fn operands(world: &World) {
     });
 }
 
-/// The same for the twin: a weight that is stored as `[K, N]`.
-fn operands_of_twin(world: &World) {
-    let mut rng = world.rng();
-    let spec = Spec::ragged(&mut rng, world.size).with(|s| s.activation = Activation::Silu);
-    let spec = spec.taken_by(TILES);
-    let case = twin::Case::new(&mut rng, spec);
-    world.run(&config(), move |rank| {
-        let spec = &case.spec;
-        let x = rank.upload(&case.x[rank.rank]);
-        let weight = rank.poisoned(spec.dtype, &[spec.k[rank.rank], spec.n[0]]);
-        let refused = rank
-            .lease()
-            .lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
-                choice: TILES,
-                ..LoraLinearReduceScatterParams::new(&x, &spec.rows, &weight)
-            });
-        assert_eq!(
-            expect_unsupported(refused, "forced"),
-            reason::TILES_OPERANDS
-        );
-        case.run(rank, TILES);
-    });
-}
-
 /// Where nothing is forced, a rank that cannot have tiles goes chunk by chunk and says why; the others have tiles, and all results are
 /// right.
 fn one_rank_differs(world: &World) {
@@ -359,15 +297,12 @@ fn hooked(world: &World) {
 
 pub(super) fn add(suite: &mut Suite) {
     suite.add("gather_linear/tiles/operands", operands);
-    suite.add("linear_reduce_scatter/tiles/operands", operands_of_twin);
     suite.add_from(2, "gather_linear/tiles/one_rank_differs", one_rank_differs);
     if suite.backend().injects() {
         suite.add("gather_linear/tiles/hooked", hooked);
     }
 
     suite.add("gather_linear/tiles/many", many_tiles);
-    suite.add("linear_reduce_scatter/tiles/many", many_tiles_of_twin);
-    suite.add("linear_reduce_scatter/tiles/inside", inside_of_twin);
     suite.add("gather_linear/tiles/refused", refused);
     suite.add("gather_linear/tiles/bits", bits);
 }

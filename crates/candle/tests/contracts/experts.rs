@@ -100,6 +100,20 @@ impl Layer {
             .collect()
     }
 
+    fn name(&self) -> String {
+        let (count, hidden) = (self.experts.len(), self.hidden);
+        format!("{:?}, {count} experts of {hidden}", self.dtype)
+    }
+
+    /// Holds every one that a rank made against what is wanted, to so many roundings of its type.
+    fn check(&self, rank: usize, made: &[Tensor], want: &Want, roundings: f64) {
+        for y in made {
+            assert_eq!(y.dims(), self.tokens[rank].x.dims());
+            assert_eq!(y.dtype(), self.dtype);
+            close(y, want, roundings * tolerance(self.dtype), &self.name());
+        }
+    }
+
     /// What a rank's tokens should become, of what an expert should make of a row.
     fn want(&self, rank: usize, expert: impl Fn(usize, &Tensor) -> Vec<f64>) -> Want {
         let tokens = &self.tokens[rank];
@@ -206,15 +220,9 @@ fn tokens_come_back_with_the_sum_of_their_experts(world: &World) {
     for (rank, made) in got.iter().enumerate() {
         for (layer, made) in layers.iter().flatten().zip(made) {
             let want = layer.want(rank, |number, row| layer.expert(number, row));
-            let (count, hidden) = (layer.experts.len(), layer.hidden);
-            let name = format!("{:?}, {count} experts of {hidden}", layer.dtype);
-            for y in made {
-                assert_eq!(y.dims(), layer.tokens[rank].x.dims());
-                assert_eq!(y.dtype(), layer.dtype);
-                // candle rounds five times in an expert, three of them in silu, and one of these tokens may be all that a rank has; once
-                // more for the sum of a rank.
-                close(y, &want, 4.0 * tolerance(layer.dtype), &name);
-            }
+            // candle rounds five times in an expert, three of them in silu, and one of these tokens may be all that a rank has; once
+            // more for the sum of a rank.
+            layer.check(rank, made, &want, 4.0);
         }
     }
 }
@@ -390,16 +398,10 @@ fn grouped_experts_make_what_a_closure_makes(world: &World) {
     for (rank, made) in got.iter().enumerate() {
         for ((layer, gated), made) in cases.iter().flatten().zip(made) {
             let want = layer.want(rank, |number, row| gated.want(number, row));
-            let (count, hidden) = (layer.experts.len(), layer.hidden);
-            let name = format!("{:?}, {count} experts of {hidden}", layer.dtype);
-            for y in made {
-                assert_eq!(y.dims(), layer.tokens[rank].x.dims());
-                assert_eq!(y.dtype(), layer.dtype);
-                // candle rounds six times in an expert.
-                close(y, &want, 4.0 * tolerance(layer.dtype), &name);
-            }
+            // candle rounds six times in an expert.
+            layer.check(rank, made, &want, 4.0);
             // Room that is left over changes nothing.
-            assert_eq!(bits(&made[0]), bits(&made[1]), "{name}");
+            assert_eq!(bits(&made[0]), bits(&made[1]), "{}", layer.name());
         }
     }
 }

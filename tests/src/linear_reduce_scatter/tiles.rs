@@ -1,0 +1,78 @@
+//! Tiles that are written at their owners': more than one in every direction, D in what it is made of, and what they refuse.
+
+use super::Case;
+use crate::{
+    check::{assert_bits, expect_unsupported},
+    gather_linear::tiles::{TILES, config, large},
+    layer::Spec,
+    suite::{Suite, World},
+};
+use brigade_device::{Activation, LoraLinearReduceScatterParams};
+use brigade_plan::reason;
+use rand::{Rng, rngs::StdRng};
+
+fn drawn(rng: &mut StdRng, size: usize) -> Case {
+    let spec = large(rng, size).with(|s| s.resident = false);
+    Case::new(rng, spec)
+}
+
+/// Ranks come in any order.
+fn many_tiles(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<_> = (0..8).map(|_| drawn(&mut rng, world.size)).collect();
+    let late: Vec<usize> = cases
+        .iter()
+        .map(|_| rng.random_range(0..world.size))
+        .collect();
+    world.run(&config(), move |rank| {
+        for (case, &late) in cases.iter().zip(&late) {
+            if rank.rank == late {
+                rank.dawdle(200);
+            }
+            case.run(rank, TILES);
+        }
+    });
+}
+
+/// D may lie in what it is made of: the same bits come out as in memory of its own.
+fn inside(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<_> = (0..4).map(|_| drawn(&mut rng, world.size)).collect();
+    world.run(&config(), move |rank| {
+        for case in &cases {
+            let apart = case.bytes(rank, TILES, false);
+            let inside = case.bytes(rank, TILES, true);
+            assert_bits(&inside, &apart, case.spec.output, "D in x");
+        }
+    });
+}
+
+/// A weight that is stored as `[K, N]` is refused by name where tiles are forced, and the next call finds everybody where they were.
+fn operands(world: &World) {
+    let mut rng = world.rng();
+    let spec = Spec::ragged(&mut rng, world.size).with(|s| s.activation = Activation::Silu);
+    let spec = spec.taken_by(TILES);
+    let case = Case::new(&mut rng, spec);
+    world.run(&config(), move |rank| {
+        let spec = &case.spec;
+        let x = rank.upload(&case.x[rank.rank]);
+        let weight = rank.poisoned(spec.dtype, &[spec.k[rank.rank], spec.n[0]]);
+        let refused = rank
+            .lease()
+            .lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
+                choice: TILES,
+                ..LoraLinearReduceScatterParams::new(&x, &spec.rows, &weight)
+            });
+        assert_eq!(
+            expect_unsupported(refused, "forced"),
+            reason::TILES_OPERANDS
+        );
+        case.run(rank, TILES);
+    });
+}
+
+pub(super) fn add(suite: &mut Suite) {
+    suite.add("linear_reduce_scatter/tiles/operands", operands);
+    suite.add("linear_reduce_scatter/tiles/many", many_tiles);
+    suite.add("linear_reduce_scatter/tiles/inside", inside);
+}
