@@ -69,11 +69,18 @@ struct Tile {
 };
 
 __device__ __forceinline__ uint32_t bands_of(const Parameters& p, uint32_t part) {
-  return (p.part_rows[part] + tile_rows - 1) / tile_rows;
+  return (p.part_rows[part] + p.band_rows - 1) / p.band_rows;
+}
+
+// Where the rows of a tile's band end in its part.
+__device__ __forceinline__ uint32_t rows_until(const Parameters& p, const Tile& tile) {
+  const uint32_t end = (tile.band + 1) * p.band_rows, rows = p.part_rows[tile.part];
+  return end < rows ? end : rows;
 }
 
 // Tiles of some bands are neighbours, so that what is in flight together has rows and columns in common.
 __device__ __forceinline__ Tile tile_of(const Parameters& p, uint32_t t, uint32_t tile_columns) {
+  const uint32_t column_tiles = (p.columns + tile_columns - 1) / tile_columns;
   uint32_t part = 0;
   while (part + 1 < p.parts && t >= p.part_first[part + 1]) ++part;
   t -= p.part_first[part];
@@ -82,7 +89,7 @@ __device__ __forceinline__ Tile tile_of(const Parameters& p, uint32_t t, uint32_
     if (t < bands) return {part, t, 0, true};
     t -= bands;
   }
-  const uint32_t together = t / (bands_together * p.column_tiles), in = t % (bands_together * p.column_tiles);
+  const uint32_t together = t / (bands_together * column_tiles), in = t % (bands_together * column_tiles);
   const uint32_t left = bands - together * bands_together, height = left < bands_together ? left : bands_together;
   return {part, together * bands_together + in % height, in / height * tile_columns, false};
 }
@@ -151,6 +158,8 @@ struct Ring {
 };
 
 // Loads what the tiles need, stage after stage, and says of each stage for which tile it is.
+// Rows beyond a matrix' end take longer than those that are there. So bands are as high as their rows need, and what the rest of a stage holds
+// is multiplied into sums that nobody writes.
 template <typename In, uint32_t COLUMNS>
 __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint32_t full, uint32_t empty, uint32_t* tiles) {
   constexpr uint32_t inner = inner_of<In>;
@@ -162,7 +171,7 @@ __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint
     barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
     const uint32_t at = base + ring.stage * stage_bytes<COLUMNS>, barrier = full + 8 * ring.stage;
     tiles[ring.stage] = t;
-    barrier_expect(barrier, count * step_bytes);
+    barrier_expect(barrier, count * (step_bytes - (tile_rows - p.band_rows) * row_bytes));
 #pragma unroll
     for (uint32_t i = 0; i < count; ++i) {
       load_box(at + i * step_bytes, rows, k + i * inner, row, barrier);
@@ -197,7 +206,7 @@ __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint
       seen |= 1u << tile.part;
     }
     const void* rows = own ? p.own_map : p.rows_map;
-    const uint32_t row = p.part_row[tile.part] + tile.band * tile_rows;
+    const uint32_t row = p.part_row[tile.part] + tile.band * p.band_rows;
     if (!has_scales<In> && tile.narrow) {
       for (uint32_t k = 0; k < p.inner; k += inner * several.count) {
         if (k == ask_at) next = next_tile(p);
@@ -212,7 +221,7 @@ __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint
     if (has_scales<In> || p.low_columns == 0) continue;
     if (may_wait()) waits = wait_for_low(p, g, low_flag(p, tile.part, tile.band));
     bulk_copies_follow();
-    const uint32_t out_row = p.part_out_row[tile.part] + tile.band * tile_rows;
+    const uint32_t out_row = p.part_out_row[tile.part] + tile.band * p.band_rows;
     load_stage(p.low_map, out_row, p.up_map, tile.column, 0, one, stage_bytes<COLUMNS>);
   }
   // Who waits for the end of this product waits for those steps, too.
@@ -265,7 +274,7 @@ __device__ __forceinline__ void set(int32_t& sum, float value) { sum = __float_a
 // where there is none of these.
 template <typename In, uint32_t COLUMNS>
 __device__ inline void finish_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
-  const uint32_t quad = threadIdx.x % 4, rows = p.part_rows[tile.part];
+  const uint32_t quad = threadIdx.x % 4, rows = rows_until(p, tile);
   const float* column_scales = reinterpret_cast<const float*>(p.column_scales);
   float row_scale[2] = {};
   if constexpr (has_scales<In>) {
@@ -325,7 +334,7 @@ __device__ inline void finish_tile(const Parameters& p, const Tile& tile, uint32
 template <typename In, typename Out, uint32_t COLUMNS>
 __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
   if (has_scales<In> || p.bias != 0 || p.activation != NONE) finish_tile<In, COLUMNS>(p, tile, first_row, sums);
-  const uint32_t quad = threadIdx.x % 4, rows = p.part_rows[tile.part];
+  const uint32_t quad = threadIdx.x % 4, rows = rows_until(p, tile);
 #pragma unroll
   for (uint32_t block = 0; block < COLUMNS / 8; block += 4) {
 #pragma unroll
@@ -359,7 +368,7 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
 // Rounds a narrow tile's sums, times the factors of their runs, into `low`, and zeros between them.
 template <typename T>
 __device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t first_row, float (&sums)[GEMM_LOW_COLUMNS / 2]) {
-  const uint32_t lane = threadIdx.x % 32, rows = p.part_rows[tile.part];
+  const uint32_t lane = threadIdx.x % 32, rows = rows_until(p, tile);
   for (uint32_t half = 0; half < 2; ++half) {
     const uint32_t row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
     if (row >= rows) continue;
@@ -449,7 +458,7 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
   };
   for (uint32_t t = next(); t < p.tiles; t = next()) {
     const Tile tile = tile_of(p, t, COLUMNS);
-    const uint32_t first_row = tile.band * tile_rows + half * 64;
+    const uint32_t first_row = tile.band * p.band_rows + half * 64;
     SumOf<In> sums[COLUMNS / 2];
     if constexpr (adds_apart<In>) {
       add_up(sums, steps);

@@ -196,8 +196,20 @@ impl Tiled {
     }
 
     fn bands(&self) -> usize {
-        let of = |part: &Part| part.rows.len().div_ceil(GEMM_ROWS as usize);
+        let rows = self.band_rows() as usize;
+        let of = |part: &Part| part.rows.len().div_ceil(rows);
         self.parts.iter().map(of).sum()
+    }
+
+    /// How high bands are, so that none is much lower: rows beyond a matrix' end take longer to load than those that are there. In groups
+    /// of 8, as rows lie in shared memory.
+    fn band_rows(&self) -> u32 {
+        let of = |part: &Part| {
+            let rows = part.rows.len();
+            let bands = rows.div_ceil(GEMM_ROWS as usize).max(1);
+            rows.div_ceil(bands).next_multiple_of(8) as u32
+        };
+        self.parts.iter().map(of).max().unwrap_or(0).max(8)
     }
 }
 
@@ -378,19 +390,20 @@ impl CudaDevice {
         let sms = p.blocks as usize;
         let chosen = best_width(of_type.widths, (p.bands(), columns), low.is_some(), sms);
         let width = of_type.widths[chosen].columns;
+        let band_rows = p.band_rows();
         let mut parameters = GemmFlagsParams {
-            rows_map: tensor_map(&p.all, p.dtype, GEMM_ROWS)?,
+            rows_map: tensor_map(&p.all, p.dtype, band_rows)?,
             // Without own rows nobody looks at their map.
             own_map: tensor_map(
                 if p.own.rows > 0 { &p.own } else { &p.all },
                 p.dtype,
-                GEMM_ROWS,
+                band_rows,
             )?,
             weight_map: tensor_map(&p.weight, p.dtype, width as u32)?,
             activation: types::activation_code(p.activation),
             columns: columns as u32,
             inner: p.weight.columns as u32,
-            column_tiles: columns.div_ceil(width) as u32,
+            band_rows,
             parts: p.parts.len() as u32,
             column_scales: p.scales.map_or(0, |s| s.columns),
             row_scale_stride: u32::from(p.scales.is_some_and(|s| s.by_row)),
@@ -404,7 +417,7 @@ impl CudaDevice {
         }
         if let Some(low) = &low {
             parameters.down_map = tensor_map(&low.down, p.dtype, GEMM_LOW_COLUMNS)?;
-            parameters.low_map = tensor_map(&low.low, p.dtype, GEMM_ROWS)?;
+            parameters.low_map = tensor_map(&low.low, p.dtype, band_rows)?;
             parameters.up_map = tensor_map(&low.up, p.dtype, width as u32)?;
             parameters.low = low.low.address;
             parameters.low_flags = low.flags;
@@ -419,7 +432,7 @@ impl CudaDevice {
             }
         }
         // A narrow tile for each band, where there are adapters.
-        let in_band = parameters.column_tiles + u32::from(low.is_some());
+        let in_band = columns.div_ceil(width) as u32 + u32::from(low.is_some());
         let mut tiles = 0;
         for (i, part) in p.parts.iter().enumerate() {
             let rows = &part.rows;
@@ -429,7 +442,7 @@ impl CudaDevice {
             parameters.part_rows[i] = rows.len() as u32;
             parameters.part_out_row[i] = rows.start as u32;
             parameters.part_first[i] = tiles;
-            tiles += rows.len().div_ceil(GEMM_ROWS as usize) as u32 * in_band;
+            tiles += (rows.len() as u32).div_ceil(band_rows) * in_band;
         }
         parameters.tiles = tiles;
         Ok(Some(Ready {

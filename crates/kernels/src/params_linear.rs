@@ -453,10 +453,10 @@ parameters! {
         columns: u32,
         /// Inner dimension.
         inner: u32,
+        /// Rows of a tile that count: a multiple of 8.
+        band_rows: u32,
         /// Tiles of all parts.
         tiles: u32,
-        /// Tiles side by side.
-        column_tiles: u32,
         /// How many parts.
         parts: u32,
         /// Columns of `low`, a multiple of 8; 0 without adapters.
