@@ -128,7 +128,8 @@ pub(crate) struct Operand {
     stride: usize,
     batch_stride: usize,
     transposed: bool,
-    /// The greatest power of two up to 256 that every matrix of the batch is aligned to.
+    /// The greatest power of two up to 16 that every matrix of the batch is aligned to. The widest loads need no more, and so the same algorithm
+    /// is found wherever operands lie: on every rank, whose parts of a weight begin at different places.
     pub(crate) alignment: u32,
 }
 
@@ -143,7 +144,7 @@ impl Operand {
             stride: m.stride(),
             batch_stride: m.batch_stride(),
             transposed: m.transposed(),
-            alignment: 1 << together.trailing_zeros().min(8),
+            alignment: 1 << together.trailing_zeros().min(4),
         }
     }
 }
