@@ -16,8 +16,7 @@ use brigade_device::{
     Reason, ReduceOp, Result, Turn, View,
 };
 use brigade_kernels::{
-    ALL_REDUCE_THREADS, AllReduceNormParams as Parameters, NORM_COLUMNS, NORM_FP8, NORM_INT8,
-    NORM_PLAIN, NORM_THREADS,
+    AllReduceNormParams as Parameters, NORM_COLUMNS, NORM_FP8, NORM_INT8, NORM_PLAIN, NORM_THREADS,
 };
 use brigade_plan::{moved, pushed::RowShares};
 use brigade_sync::BUFFERS;
@@ -336,7 +335,7 @@ impl Job<'_> {
             // Nobody to wait for.
             1 => sms,
             _ if core.memory.desk.is_some() => 1,
-            _ => core.exchanging.blocks() * ALL_REDUCE_THREADS / threads,
+            _ => core.exchanging.blocks() * core.in_a_place(threads),
         };
         let fit = |threads: u32| places(threads).min(budget).max(1);
         let threads = |granules: u32| granules.next_multiple_of(32).clamp(32, NORM_THREADS);

@@ -309,7 +309,7 @@ impl Job<'_> {
             1 => core.device.info().sms.into(),
             _ => core.exchanging.blocks(),
         };
-        let fit = places * (ALL_REDUCE_THREADS / threads).min(together);
+        let fit = places * core.in_a_place(threads).min(together);
         let needed = u32::try_from(granules.div_ceil(threads as usize)).unwrap_or(u32::MAX);
         // Where there is a hook, one block asks it.
         let most = if core.memory.desk.is_some() { 1 } else { fit };

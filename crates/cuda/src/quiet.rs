@@ -27,7 +27,9 @@ pub(crate) fn quiet(ordinal: usize) {
         longest.unwrap_or_default() + HEARSAY
     };
     let end = Instant::now() + patience;
-    for mark in cores.iter().flat_map(|core| core.marks()) {
+    // Of now: not of calls that come while it waits.
+    let marks: Vec<_> = cores.iter().flat_map(|core| core.marks()).collect();
+    for mark in marks {
         // Whatever ended the work, it ended.
         let _ = mark.reached(end.saturating_duration_since(Instant::now()));
     }

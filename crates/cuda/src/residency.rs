@@ -4,7 +4,7 @@
 
 use crate::{CudaDevice, Kernel, Launch, core::Core, lane::Lane, mark::CudaMark, messages};
 use brigade_device::{Device, Reason, Result};
-use brigade_kernels::Parameters;
+use brigade_kernels::{ALL_REDUCE_THREADS, Parameters};
 use parking_lot::Mutex;
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -97,6 +97,16 @@ impl Core {
     /// Most blocks of a launch of messages, for which there are places.
     fn most_messages(&self) -> u32 {
         messages::most_blocks(self.size(), self.blocks_each())
+    }
+
+    /// Blocks of so many threads that wait in one place. Where ranks share a GPU there is one, however small: each may hold a multiprocessor of
+    /// its own, and a library's product that takes a whole one has to find some on which no peer's block waits for it.
+    pub(crate) fn in_a_place(&self, threads: u32) -> u32 {
+        if self.shares() {
+            1
+        } else {
+            ALL_REDUCE_THREADS / threads
+        }
     }
 
     /// What products may use while protocol steps run beside them, where the group keeps some of the GPU from them. By default
