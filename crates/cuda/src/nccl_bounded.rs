@@ -29,6 +29,13 @@ pub(crate) const ROUND: Duration = Duration::from_micros(50);
 /// NCCL hands every call to a thread of its own, and mostly has taken it before this.
 const SPINNING: Duration = Duration::from_micros(200);
 
+/// One communicator of this process is given up at a time. NCCL says of communicators on one GPU that several threads must not work with them at
+/// once, and where ranks are threads, the last of them to give a communicator up takes those of all others apart, on their GPUs.
+static GIVING_UP: Mutex<()> = Mutex::new(());
+
+/// How long one waits for that: the one before may be kept by graphs, and this one's kernels still run.
+const TURN: Duration = Duration::from_millis(100);
+
 /// NCCL, as far as it makes such communicators.
 pub(crate) struct Usable {
     functions: Functions,
@@ -175,6 +182,7 @@ impl Bounded {
 
     fn abort(&self, Given(comm): Given) {
         if self.card.bind().is_ok() {
+            let _turn = GIVING_UP.try_lock_for(TURN);
             // SAFETY: made once, taken out of its place once.
             let _ = unsafe { (self.functions.abort)(comm) };
         }
