@@ -17,9 +17,9 @@ use brigade_device::{
     Dispatched, Error, ExpertLayout, Experts, FaultRecord, Filled, GatherLinearParts,
     GatheredParts, Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams,
     LowLatencyBack, LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyRows,
-    LowLatencySent, Output, OverlapMode, Plan, Queues, Reason, RecvParams, ReduceScatterParams,
-    Reduced, Result, Routing, SendParams, Statistics, Stream, Traffic, Turn, UserBuffers, ViewMut,
-    fallback,
+    LowLatencySent, NcclUse, Output, OverlapMode, Plan, Queues, Reason, RecvParams,
+    ReduceScatterParams, Reduced, Result, Routing, SendParams, Statistics, Stream, Traffic, Turn,
+    UserBuffers, ViewMut, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -122,10 +122,13 @@ pub(crate) fn join_one(
     loading::check(sharing.one_process(), hardware.distinct)?;
     let segments = sharing.exchange(boot, layout.words, 0, within)?;
     let symmetric = rendezvous::exchange(boot, &device, &sharing, bytes, within)?;
-    let nccl = config
-        .nccl
-        .then(|| NcclSums::join(boot, &device, hardware.shares(), within))
-        .transpose()?;
+    let nccl = match config.nccl {
+        NcclUse::Never => None,
+        NcclUse::Forced | NcclUse::Quicker => {
+            let sums = NcclSums::join(boot, &device, hardware.shares(), within)?;
+            Some(sums)
+        }
+    };
     let group = Group {
         mode: config.mode,
         rank,

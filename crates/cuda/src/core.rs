@@ -264,13 +264,22 @@ impl Core {
     }
 
     pub(crate) fn plan(&self, call: &Call) -> Result<Plan, Reason> {
-        let plan = plan_without(self.control.absent(), call, &self.topology, &self.table)?;
-        if let (&Plan::AllReduce { order, .. }, Some(nccl)) = (&plan, &self.memory.nccl)
-            && order == SumOrder::Foreign
-        {
-            nccl.check()?;
+        let by = |topology| plan_without(self.control.absent(), call, topology, &self.table);
+        let plan = by(&self.topology)?;
+        let (&Plan::AllReduce { order, .. }, Some(nccl)) = (&plan, &self.memory.nccl) else {
+            return Ok(plan);
+        };
+        if order != SumOrder::Foreign {
+            return Ok(plan);
         }
-        Ok(plan)
+        match (nccl.check(), call) {
+            // Nobody asked for it, and all ranks know that it is gone.
+            (Err(_), Call::AllReduce { choice: None, .. }) => by(&Topology {
+                engines: self.topology.engines.with_nccl(false),
+                ..self.topology.clone()
+            }),
+            (checked, _) => checked.map(|()| plan),
+        }
     }
 
     /// Address of byte `at` of a rank's part.

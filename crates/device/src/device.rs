@@ -289,9 +289,22 @@ pub struct CommConfig {
     pub first_deadline: Duration,
     /// Most streaming multiprocessors that communication may use; `None` leaves it to the plan.
     pub sm_budget: Option<u16>,
-    /// Whether to make a communicator of NCCL's too, so that calls can force [`AllReduceAlgorithm::Nccl`](crate::AllReduceAlgorithm::Nccl). Joining fails on a
-    /// device or a host that has none.
-    pub nccl: bool,
+    /// What NCCL may carry. Where it is not nothing, joining makes a communicator of NCCL's too, and fails on a device or a host that has none.
+    pub nccl: NcclUse,
+}
+
+/// What NCCL may carry in a communicator. Its sums have an order of their own ([`SumOrder::Foreign`](crate::SumOrder::Foreign)), so only the
+/// caller can allow them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum NcclUse {
+    /// Nothing.
+    #[default]
+    Never,
+    /// All-reduces that [`AllReduceAlgorithm::Nccl`](crate::AllReduceAlgorithm::Nccl) is forced for.
+    Forced,
+    /// Those, and all-reduces whose result has the type of their input, of sizes at which NCCL measured quicker on these GPUs: their bits are
+    /// promised by nobody, and differ from those of other sizes. Behind a reset, which ends NCCL's communicator, plans go on without it.
+    Quicker,
 }
 
 impl CommConfig {
@@ -327,7 +340,7 @@ impl CommConfig {
             deadline: Duration::from_secs(60),
             first_deadline: Duration::from_secs(120),
             sm_budget: None,
-            nccl: false,
+            nccl: NcclUse::Never,
         }
     }
 

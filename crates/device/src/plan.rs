@@ -360,8 +360,8 @@ pub enum AllReduceAlgorithm {
     /// Every rank pushes each part of its input to the rank that reduces it, which pushes the result to every rank; data is
     /// its own flag, both times.
     TwoShotPush,
-    /// NVIDIA's library, where the communicator was [joined with it](crate::CommConfig::nccl). Never chosen by a plan: its order of sums
-    /// is its own.
+    /// NVIDIA's library, where the communicator was [joined with it](crate::CommConfig::nccl). Its order of sums is its own, so a plan chooses
+    /// it only where [that is allowed](crate::NcclUse::Quicker).
     Nccl,
 }
 

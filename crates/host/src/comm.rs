@@ -14,9 +14,9 @@ use brigade_device::{
     Dispatched, Error, ExpertLayout, Experts, FaultRecord, Filled, GatherLinearParts,
     GatheredParts, Group, Injector, LinearCall, LoraLinearAllReduceParams,
     LoraLinearReduceScatterParams, LowLatencyBack, LowLatencyCombineParams,
-    LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output, OverlapMode, Plan, Reason,
-    RecvParams, ReduceScatterParams, Reduced, Result, Routing, SendParams, Statistics, Stream,
-    Traffic, Turn, UserBuffers, ViewMut, fallback,
+    LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, NcclUse, Output, OverlapMode, Plan,
+    Reason, RecvParams, ReduceScatterParams, Reduced, Result, Routing, SendParams, Statistics,
+    Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
 };
 use brigade_group::Control;
 use brigade_plan::{
@@ -113,7 +113,7 @@ pub(crate) fn join_core(
     }
     let layout = layout(config, rank, size)?;
     let (sharing, segments) = rendezvous::exchange(boot, config, &table, &layout)?;
-    if config.nccl {
+    if config.nccl != NcclUse::Never {
         return Err(reason::no_nccl().into());
     }
     let group = Group {

@@ -10,7 +10,7 @@ pub mod which;
 
 use crate::{Common, float::Float, meta, ranks::Ranks, sizes};
 use anyhow::{Result, anyhow, ensure};
-use brigade::{AllReduceAlgorithm, CommConfig, ParallelMode};
+use brigade::{AllReduceAlgorithm, CommConfig, NcclUse, ParallelMode};
 use case::{Case, Measured};
 use clap::Args;
 use expected::Inputs;
@@ -58,6 +58,9 @@ pub struct AllReduce {
     /// How it is done; several are measured in turn
     #[arg(short, long, value_enum, value_name = "NAME", num_args = 1.., default_value = "auto")]
     algorithm: Vec<Choice>,
+    /// Let plans choose NCCL where the tables say that it is quicker
+    #[arg(long)]
+    allow_nccl: bool,
     /// The result goes where the input lies
     #[arg(long)]
     in_place: bool,
@@ -101,6 +104,7 @@ pub struct Asked<'a> {
     which: Which,
     op: Op,
     choices: &'a [Choice],
+    allow_nccl: bool,
     in_place: bool,
     chain: bool,
 }
@@ -113,6 +117,7 @@ impl<'a> Asked<'a> {
             which,
             op: Op::Sum,
             choices: &[Choice::AUTO],
+            allow_nccl: false,
             in_place: false,
             chain: false,
         }
@@ -124,6 +129,7 @@ impl AllReduce {
         Asked {
             op: self.op,
             choices: &self.algorithm,
+            allow_nccl: self.allow_nccl,
             in_place: self.in_place,
             chain: self.chain,
             ..Asked::plain(&self.options, Which::AllReduce)
@@ -183,7 +189,11 @@ impl Asked<'_> {
         };
         config.sm_budget = self.options.sm_budget;
         let nccl = Some(AllReduceAlgorithm::Nccl);
-        config.nccl = self.choices.iter().any(|c| c.algorithm == nccl);
+        config.nccl = match self.choices.iter().any(|c| c.algorithm == nccl) {
+            _ if self.allow_nccl => NcclUse::Quicker,
+            true => NcclUse::Forced,
+            false => NcclUse::Never,
+        };
         config
     }
 }

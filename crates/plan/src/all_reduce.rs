@@ -6,7 +6,7 @@ use crate::{
     reason, scratch,
     tuned::Figures,
 };
-use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Plan, Reason, SumOrder};
+use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, NcclUse, Plan, Reason, SumOrder};
 
 pub(crate) fn plan(
     elements: usize,
@@ -34,7 +34,14 @@ pub(crate) fn plan(
         None => {
             let bytes = elements.saturating_mul(input.bytes());
             let pushes = |a| table.pushes(bytes) && piece_elements(a).is_ok();
-            choose(bytes, topology, table, pushes)?
+            let foreign = topology.config.nccl == NcclUse::Quicker
+                && topology.engines.nccl
+                && input == output
+                && table.nccl_from_bytes.is_some_and(|from| bytes >= from);
+            match foreign {
+                true => A::Nccl,
+                false => choose(bytes, topology, table, pushes)?,
+            }
         }
     };
     Ok(Plan::AllReduce {
@@ -56,7 +63,7 @@ pub(crate) fn plan(
     })
 }
 
-/// Never NCCL: its sums have an order of their own, which only the caller can allow.
+/// Among those of Brigade, which all give the same bits.
 pub(crate) fn choose(
     bytes: usize,
     topology: &Topology,

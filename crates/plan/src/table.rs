@@ -57,6 +57,7 @@ impl Table {
                 pull_from_bytes: Some(0),
                 max_blocks: 1,
                 threads: Vec::new(),
+                nccl_from_bytes: None,
                 source: "".into(),
             }),
             copies: Copies {

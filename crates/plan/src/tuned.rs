@@ -29,6 +29,9 @@ pub struct Figures {
     pub max_blocks: u16,
     /// Threads of its blocks, where some number of them was measured to be quickest; by size, ascending.
     pub threads: Vec<Threads>,
+    /// From so many bytes of input on, NCCL is quicker than all of Brigade's; `None` if it is at no size. It decides only where
+    /// [NCCL's sums are allowed](brigade_device::NcclUse::Quicker).
+    pub nccl_from_bytes: Option<usize>,
     /// Where the figures are from, for people. Empty for the host, whose figures are a rule.
     pub source: Cow<'static, str>,
 }
@@ -80,12 +83,14 @@ impl Figures {
             pull_from_bytes,
             max_blocks,
             threads,
+            nccl_from_bytes,
             source: _,
         } = self;
         let mut numbers = vec![
             *one_shot_max_bytes as u64,
             pull_from_bytes.map_or(u64::MAX, |bytes| bytes as u64),
             (*max_blocks).into(),
+            nccl_from_bytes.map_or(u64::MAX, |bytes| bytes as u64),
             threads.len() as u64,
         ];
         numbers.extend(
@@ -209,8 +214,8 @@ pub struct Entry {
     /// Threads of a block by size, where they were measured.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub threads: Vec<Threads>,
-    /// From so many bytes on NCCL is quicker than all of Brigade's; `null` if at no size that was measured. It decides nothing:
-    /// NCCL's sums have an order of their own, which only the caller can allow.
+    /// From so many bytes on NCCL is quicker than all of Brigade's; `null` if at no size that was measured. It decides where the caller
+    /// [allows NCCL's sums](brigade_device::NcclUse::Quicker), which have an order of their own.
     pub nccl_from_bytes: Option<usize>,
     /// Which sizes were measured.
     pub measured: Sizes,
@@ -329,6 +334,7 @@ impl File {
             pull_from_bytes,
             max_blocks,
             threads: Vec::new(),
+            nccl_from_bytes: None,
             source: format!("untuned: nobody has measured {model} by {links} of {ranks} ranks")
                 .into(),
         }
@@ -377,6 +383,7 @@ impl Entry {
             pull_from_bytes: self.pull_from_bytes,
             max_blocks: self.max_blocks,
             threads: self.threads.clone(),
+            nccl_from_bytes: self.nccl_from_bytes,
             source: self.told(whose).into(),
         }
     }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use brigade_device::{AllReduceAlgorithm as A, Call, DataType, Launch, Plan, ReduceOp};
+use brigade_device::{AllReduceAlgorithm as A, Call, DataType, Launch, NcclUse, Plan, ReduceOp};
 use brigade_plan::{
     Engines, Table, Topology,
     crossover::{Gpus, Links},
@@ -181,7 +181,7 @@ fn the_figures_of_this_build_are_sound() {
     }
 }
 
-/// What decides is voted on, and where it comes from and what NCCL took is not.
+/// What decides is voted on, and where it comes from is not.
 #[test]
 fn ranks_vote_on_figures_and_not_on_where_they_come_from() {
     let digest = |more: Value| {
@@ -191,7 +191,6 @@ fn ranks_vote_on_figures_and_not_on_where_they_come_from() {
     };
     let plain = digest(json!({}));
     for told in [
-        json!({"nccl_from_bytes": 1}),
         json!({"measured": {"from_bytes": 1, "to_bytes": 2}}),
         json!({"versions": {"driver": "1", "cuda": "2", "nccl": null}}),
         json!({"source": {"command": "d", "date": "2026-01-03", "commit": "76543210", "note": "n"}}),
@@ -202,6 +201,7 @@ fn ranks_vote_on_figures_and_not_on_where_they_come_from() {
         json!({"one_shot_max_bytes": 1001}),
         json!({"pull_from_bytes": 1000}),
         json!({"max_blocks": 131}),
+        json!({"nccl_from_bytes": 1}),
         json!({"threads": [{"max_bytes": 1, "threads": 32}]}),
         json!({"dtype": "f32"}),
     ] {
@@ -306,6 +306,53 @@ fn a_type_goes_by_its_own_figures() {
         on.1.all_reduce.each().map(|(d, _)| d),
         [Float::F32, Float::F16, Float::Bf16]
     );
+}
+
+/// Only who allows other bits for speed gets them, from where NCCL was measured to be quicker, and not where a result is wider than it adds.
+#[test]
+fn nccl_is_chosen_where_it_is_allowed_and_was_quicker() {
+    let file = file(&[entry(4, 1024, &json!({"nccl_from_bytes": 8192}))]);
+    let of = |ranks, has_nccl, nccl, bytes, choice| {
+        let figures = file.of(&gpus("A", Links::Nvlink, ranks));
+        let (mut topology, table) = on_gpus(ranks, figures, None);
+        topology.engines = topology.engines.with_nccl(has_nccl);
+        topology.config.nccl = nccl;
+        planned(
+            &all_reduce(bytes, DataType::BF16, choice),
+            &(topology, table),
+        )
+        .0
+    };
+    let allowed = |bytes| of(4, true, NcclUse::Quicker, bytes, None);
+    assert_eq!(
+        [1024, 8190, 8192, 1 << 30].map(allowed),
+        [A::OneShotPush, A::TwoShotPush, A::Nccl, A::Nccl]
+    );
+    let ours = A::TwoShotPush;
+    assert_eq!(of(4, true, NcclUse::Forced, 8192, None), ours);
+    assert_eq!(of(4, true, NcclUse::Quicker, 8192, Some(ours)), ours);
+    assert_eq!(of(4, true, NcclUse::Forced, 8192, Some(A::Nccl)), A::Nccl);
+    assert_eq!(
+        of(4, false, NcclUse::Quicker, 8192, None),
+        ours,
+        "it is gone"
+    );
+    assert_ne!(
+        of(2, true, NcclUse::Quicker, 8192, None),
+        A::Nccl,
+        "nobody has measured it"
+    );
+    let (mut topology, table) = on_gpus(4, file.of(&gpus("A", Links::Nvlink, 4)), None);
+    topology.engines = topology.engines.with_nccl(true);
+    topology.config.nccl = NcclUse::Quicker;
+    let widened = Call::AllReduce {
+        elements: 1 << 20,
+        dtype: DataType::BF16,
+        output: DataType::F32,
+        op: ReduceOp::Sum,
+        choice: None,
+    };
+    assert_eq!(planned(&widened, &(topology, table)).0, ours);
 }
 
 /// Whatever is forced, and however small the budget is, a launch is one that kernels take.

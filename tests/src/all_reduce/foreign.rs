@@ -12,7 +12,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    AllReduceAlgorithm, AllReduceParams, CommConfig, DataType, FaultKind, Plan, ReduceOp, SumOrder,
+    AllReduceAlgorithm, AllReduceParams, CommConfig, DataType, FaultKind, NcclUse, Plan, ReduceOp,
+    SumOrder,
 };
 use brigade_plan::reason;
 use rand::{Rng, rngs::StdRng};
@@ -21,7 +22,7 @@ const NCCL: Option<AllReduceAlgorithm> = Some(AllReduceAlgorithm::Nccl);
 
 fn joined(config: CommConfig) -> CommConfig {
     CommConfig {
-        nccl: true,
+        nccl: NcclUse::Forced,
         ..config
     }
 }

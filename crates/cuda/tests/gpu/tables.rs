@@ -1,19 +1,27 @@
 //! Tables that users give to devices, at `join` and in plans.
 
-use crate::common::device;
-use brigade_cuda::{CudaConfig, CudaDevice};
+use crate::common::{AMPLE, device};
+use brigade_cuda::{CudaConfig, CudaDevice, devices};
 use brigade_device::{
     AllReduceAlgorithm, AllReduceParams, Bootstrap, Comm, CommConfig, Device, DeviceExt, Error,
-    HierarchyConfig, Machines, ParallelMode, Plan, Queues, ReduceOp, Result,
+    HierarchyConfig, Machines, NcclUse, ParallelMode, Plan, Queues, ReduceOp, Result,
 };
 use brigade_plan::Entries;
 use std::{sync::Arc, thread};
 
 /// An entry of two ranks on one GPU of a model, with pulls from so many bytes on.
 fn entries(gpu: &str, pull_from_bytes: usize) -> Entries {
+    figures(
+        gpu,
+        "shared",
+        &format!(r#""pull_from_bytes": {pull_from_bytes}, "nccl_from_bytes": null"#),
+    )
+}
+
+fn figures(gpu: &str, links: &str, from_bytes: &str) -> Entries {
     let text = format!(
-        r#"{{"gpu": "{gpu}", "links": "shared", "ranks": 2, "one_shot_max_bytes": 4096, "pull_from_bytes": {pull_from_bytes},
-        "max_blocks": 8, "nccl_from_bytes": null, "measured": {{"from_bytes": 1, "to_bytes": 2}},
+        r#"{{"gpu": "{gpu}", "links": "{links}", "ranks": 2, "one_shot_max_bytes": 4096, {from_bytes},
+        "max_blocks": 8, "measured": {{"from_bytes": 1, "to_bytes": 2}},
         "versions": {{"driver": "13.0", "cuda": "13.0", "nccl": null}},
         "source": {{"command": "brigade-perf tune", "date": "2026-01-02", "commit": "0123456"}}}}"#
     );
@@ -25,29 +33,30 @@ fn ranks<R: Send>(
     each: [Entries; 2],
     work: impl Fn(&Arc<CudaDevice>, Comm) -> R + Sync,
 ) -> Vec<Result<R>> {
-    opened(each, |boot, device| {
+    opened(each, [0, 0], |boot, device| {
         let comm = Arc::clone(device).join(boot, &CommConfig::new(ParallelMode::Tp))?;
         Ok(work(device, comm))
     })
 }
 
-/// The same before they join.
+/// The same on GPUs of these numbers, before they join.
 fn opened<R: Send>(
     each: [Entries; 2],
+    gpus: [usize; 2],
     work: impl Fn(&dyn Bootstrap, &Arc<CudaDevice>) -> Result<R> + Sync,
 ) -> Vec<Result<R>> {
     let work = &work;
     thread::scope(|scope| {
         let all: Vec<_> = brigade_group::threads(2)
             .into_iter()
-            .zip(each)
-            .map(|(boot, entries)| {
+            .zip(each.into_iter().zip(gpus))
+            .map(|(boot, (entries, gpu))| {
                 scope.spawn(move || {
                     let config = CudaConfig {
                         entries,
                         ..CudaConfig::default()
                     };
-                    work(&boot, &CudaDevice::with(0, &config).unwrap())
+                    work(&boot, &CudaDevice::with(gpu, &config).unwrap())
                 })
             })
             .collect();
@@ -122,6 +131,54 @@ fn ranks_with_other_entries_form_no_group() {
     }
 }
 
+/// On two GPUs; ranks that share one hear that NCCL does not serve them.
+#[test]
+fn nccl_carries_sums_where_it_is_allowed_and_was_quicker() {
+    let Some((device, _, _alone)) = device() else {
+        return;
+    };
+    let two = devices().unwrap().len() > 1;
+    let quicker = || {
+        let from = r#""pull_from_bytes": null, "nccl_from_bytes": 4096"#;
+        figures(&device.info().name, "nvlink", from)
+    };
+    let by = |nccl| {
+        opened(
+            [quicker(), quicker()],
+            [0, usize::from(two)],
+            |boot, device| {
+                let config = CommConfig {
+                    nccl,
+                    ..CommConfig::new(ParallelMode::Tp)
+                };
+                let comm = Arc::clone(device).join(boot, &config)?;
+                let before = algorithm(device, &comm);
+                comm.reset(AMPLE)?;
+                Ok([before, algorithm(device, &comm)])
+            },
+        )
+    };
+    for ranks in by(NcclUse::Never) {
+        assert_eq!(ranks.unwrap(), [AllReduceAlgorithm::OneShotPush; 2]);
+    }
+    let nccl = AllReduceAlgorithm::Nccl;
+    for (used, before) in [
+        (NcclUse::Forced, AllReduceAlgorithm::OneShotPush),
+        (NcclUse::Quicker, nccl),
+    ] {
+        for joined in by(used) {
+            match joined {
+                Ok(ranks) => assert_eq!(ranks, [before, AllReduceAlgorithm::OneShotPush]),
+                Err(Error::Unsupported(why)) => {
+                    let missing = why.code == "nccl-missing";
+                    assert!(missing || (why.code == "nccl-shared" && !two), "{why}");
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
+    }
+}
+
 /// Costs across machines of one rank each.
 fn costs(gpu: &str, across_call_ns: u64) -> Entries {
     let text = format!(
@@ -143,7 +200,7 @@ fn ranks_with_other_costs_form_no_hierarchy() {
     let model = &device.info().name;
     let of = |call_ns| costs(model, call_ns);
     for each in [[of(1), Entries::default()], [of(1), of(2)]] {
-        let joined = opened(each, |boot, device| {
+        let joined = opened(each, [0, 0], |boot, device| {
             let config = HierarchyConfig::new(ParallelMode::Tp);
             let machines = Machines::cut(2, 2)?;
             Arc::clone(device)
