@@ -530,6 +530,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("experts/in_place/totals", |world| {
         totals::totals(world, in_place::IN_PLACE);
     });
+    suite.add("experts/statistics", totals::of_all_ranks);
     suite.add("experts/fifo/settings", queue_settings);
     suite.add("experts/gathered/refused", gathered::refused);
     suite.add("experts/not_capturable", limits::not_capturable);

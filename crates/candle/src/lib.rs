@@ -7,7 +7,8 @@
 //! | to | there is |
 //! |---|---|
 //! | add, gather or scatter tensors | [`AllReduce`], [`AllGather`], [`ReduceScatter`], and methods of [`Parallel`] |
-//! | add a residual to a sum, and normalize it | [`Parallel::all_reduce_norm`], [`RowParallelLinear::forward_norm`] |
+//! | add a residual to a sum, and normalize it | [`Parallel::all_reduce_norm`], [`RowParallelLinear::forward_norm`]; [`Parallel::residual_norm`] for rows that are spread |
+//! | gate what a feed-forward network has inside | [`Parallel::silu_mul`] |
 //! | spread a linear over ranks | [`ColumnParallelLinear`], [`RowParallelLinear`] |
 //! | the same where rows are spread too, with communication and products at the same time | [`GatherLinear`], [`LinearReduceScatter`] |
 //! | spread a vocabulary | [`VocabParallelEmbedding`], [`VocabParallelHead`] |
@@ -64,13 +65,14 @@ mod linear_reduce_scatter;
 mod memory;
 mod parallel;
 mod reduce_scatter;
+mod residual_norm;
 mod row_parallel;
+mod silu_mul;
 mod vocab;
 
 pub use adapter::{Adapter, Runs};
 pub use all_gather::AllGather;
 pub use all_reduce::AllReduce;
-pub use all_reduce_norm::{Residual, ResidualNorm};
 pub use brigade;
 pub use column_parallel::ColumnParallelLinear;
 pub use error::{brigade_error, to_candle};
@@ -80,5 +82,6 @@ pub use linear_reduce_scatter::LinearReduceScatter;
 pub use memory::{Lent, data_type, dtype_of};
 pub use parallel::Parallel;
 pub use reduce_scatter::ReduceScatter;
+pub use residual_norm::{Residual, ResidualNorm};
 pub use row_parallel::RowParallelLinear;
 pub use vocab::{VocabParallelEmbedding, VocabParallelHead};

@@ -164,44 +164,44 @@ impl Setup {
         parallel: &Parallel,
     ) -> candle_core::Result<Box<dyn Fn() -> candle_core::Result<State> + 'a>> {
         let w = &self.weights;
+        let parallel = parallel.clone();
+        let [inner, next] = w.norms.each_ref().map(|w| ResidualNorm::new(w, EPS));
+        let (inner, next, none) = (inner?, next?, Runs::none());
         if let Case::Decode(_) = self.case {
-            let qkv = ColumnParallelLinear::from_shard(parallel, &w.qkv, None)?;
-            let output = RowParallelLinear::from_shard(parallel, &w.output, None)?;
-            let gate_up = ColumnParallelLinear::from_shard(parallel, &w.gate_up, None)?;
-            let down = RowParallelLinear::from_shard(parallel, &w.down, None)?;
-            let [inner, next] = w.norms.each_ref().map(|w| ResidualNorm::new(w, EPS));
-            let (inner, next, none) = (inner?, next?, Runs::none());
+            let qkv = ColumnParallelLinear::from_shard(&parallel, &w.qkv, None)?;
+            let output = RowParallelLinear::from_shard(&parallel, &w.output, None)?;
+            let gate_up = ColumnParallelLinear::from_shard(&parallel, &w.gate_up, None)?;
+            let down = RowParallelLinear::from_shard(&parallel, &w.down, None)?;
             return Ok(Box::new(move || {
                 let (residual, normed) = &self.own;
                 let attended = self.attention.step(&qkv.forward(normed)?, &self.past)?;
                 let middle = output.forward_norm(&attended, &none, residual, &inner)?;
-                let inside = swiglu(&gate_up.forward(&middle.normed)?)?;
+                let inside = parallel.silu_mul(&gate_up.forward(&middle.normed)?)?;
                 let out = down.forward_norm(&inside, &none, &middle.sum, &next)?;
                 Ok((out.sum, out.normed))
             }));
         }
         let size = parallel.size();
-        let qkv = GatherLinear::from_shard(parallel, &w.qkv, None, w.qkv.dim(0)? * size)?;
+        let qkv = GatherLinear::from_shard(&parallel, &w.qkv, None, w.qkv.dim(0)? * size)?;
         let output = LinearReduceScatter::from_shard(
-            parallel,
+            &parallel,
             &w.output,
             None,
             self.attention.width() * size,
         )?;
-        let gate_up = GatherLinear::from_shard(parallel, &w.gate_up, None, 2 * FEED_FORWARD)?;
-        let down = LinearReduceScatter::from_shard(parallel, &w.down, None, FEED_FORWARD)?;
-        let none = Runs::none();
+        let gate_up = GatherLinear::from_shard(&parallel, &w.gate_up, None, 2 * FEED_FORWARD)?;
+        let down = LinearReduceScatter::from_shard(&parallel, &w.down, None, FEED_FORWARD)?;
         Ok(Box::new(move || {
             let (residual, normed) = &self.own;
             let shares = Some(self.shares.as_slice());
             let attended = qkv.forward_rows(normed, shares, &none)?;
             let attended = self.attention.prompt(&attended)?;
-            let middle = (residual + output.forward_rows(&attended, shares, &none)?)?;
-            let normed = rms_norm(&middle, &w.norms[0], EPS)?;
-            let inside = swiglu(&gate_up.forward_rows(&normed, shares, &none)?)?;
-            let out = (middle + down.forward_rows(&inside, shares, &none)?)?;
-            let normed = rms_norm(&out, &w.norms[1], EPS)?;
-            Ok((out, normed))
+            let rows = output.forward_rows(&attended, shares, &none)?;
+            let middle = parallel.residual_norm(&rows, residual, &inner)?;
+            let inside = gate_up.forward_rows(&middle.normed, shares, &none)?;
+            let rows = down.forward_rows(&parallel.silu_mul(&inside)?, shares, &none)?;
+            let out = parallel.residual_norm(&rows, &middle.sum, &next)?;
+            Ok((out.sum, out.normed))
         }))
     }
 

@@ -1,4 +1,4 @@
-//! What slots get, added up over many calls.
+//! What slots get: added up over many calls, and of all ranks at once.
 
 use super::{
     ARRANGEMENTS,
@@ -7,7 +7,7 @@ use super::{
     own::{Own, check},
 };
 use crate::{backend::Rank, check::expect_invalid, suite::World};
-use brigade_device::{Arrangement, Buffer, DataType, Route, Transport};
+use brigade_device::{AllGatherParams, Arrangement, Buffer, DataType, Route, Transport};
 
 /// Where what a rank's slots get is added up, and what must be there: more than an i32 holds.
 struct Totals {
@@ -96,5 +96,47 @@ pub fn totals(world: &World, by: By) {
         }
         totals.check(rank, case, 0);
         lease.barrier().unwrap();
+    });
+}
+
+/// How often each rank's tokens name each slot, as all ranks get it from their layouts, in a graph too: what a balancer of experts wants.
+pub fn of_all_ranks(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<Case> = [(20, 16, 3, 7), (9, 16, 8, 40), (0, 16, 2, 5)]
+        .map(|dims| Case::random(&mut rng, world.size, dims))
+        .into();
+    world.run(&config(), move |rank| {
+        for case in &cases {
+            let slots: usize = case.slots().iter().sum();
+            let named = |from: usize| {
+                let mut named = vec![0i32; slots];
+                for entry in 0..case.ids[from].len() {
+                    if let Some(slot) = case.slot(from, entry / case.k, entry % case.k) {
+                        named[slot] += 1;
+                    }
+                }
+                named
+            };
+            let want: Vec<i32> = (0..rank.size).flat_map(named).collect();
+            let own = Own::of(rank, case);
+            let mut all = rank.poisoned(DataType::I32, &[rank.size * slots]);
+            let mut gather = || {
+                let mut lease = rank.lease();
+                let layout = lease.expert_layout(own.routing(case))?;
+                let params = AllGatherParams {
+                    from: layout.rows_per_slot.view(),
+                    rows_per_rank: &vec![slots; rank.size],
+                    to: all.view_mut(),
+                };
+                lease.all_gather(params).map(drop)
+            };
+            gather().unwrap();
+            let graph = rank.device.capture(&rank.stream, &mut gather).unwrap();
+            let got = || -> Vec<i32> { bytemuck::pod_collect_to_vec(&rank.raw(all.view())) };
+            assert_eq!(got(), want, "{case:?}");
+            drop(graph.launch(&rank.stream).unwrap());
+            assert_eq!(got(), want, "in a graph: {case:?}");
+            rank.meet();
+        }
     });
 }

@@ -12,6 +12,8 @@ pub const THEMES: &[Theme] = &[Theme {
     contracts: contracts![
         all_reduce_gives_every_rank_the_same_bits_as_candle_on_one_device,
         a_residual_and_a_norm_come_with_the_sum,
+        a_residual_and_a_norm_of_own_rows_take_no_other_rank,
+        a_gate_is_silu_of_the_first_half_times_the_second,
         residuals_and_weights_that_do_not_fit_are_named,
         inputs_may_lie_anyhow_and_stay_as_they_are,
         in_place_changes_what_the_layout_covers_and_nothing_else,
@@ -120,6 +122,77 @@ fn a_residual_and_a_norm_come_with_the_sum(world: &World) {
     }
 }
 
+/// What each rank does by itself: behind a sum, it is what comes with the sum, bit for bit.
+fn a_residual_and_a_norm_of_own_rows_take_no_other_rank(world: &World) {
+    let shapes = [&[1, 8][..], &[5, 24], &[2, 3, 16], &[0, 8], &[7, 13]];
+    let cases = FLOATS.map(|dtype| {
+        shapes.map(|dims| {
+            let weight = random(&dims[dims.len() - 1..], dtype);
+            (random(dims, dtype), random(dims, dtype), weight)
+        })
+    });
+    let got = world.ranks(|p| {
+        let made = cases.iter().flatten().map(|(x, old, weight)| {
+            let (x, old) = (put(p, x)?, put(p, old)?);
+            let norm = ResidualNorm::new(&put(p, weight)?, 1e-5)?;
+            let alone = p.residual_norm(&x, &old, &norm)?;
+            // Rows whose length the fused call takes on every device.
+            if weight.dim(0)? % 8 == 0 {
+                let behind = p.residual_norm(&p.all_reduce(&x)?, &old, &norm)?;
+                let fused = p.all_reduce_norm(&x, &old, &norm)?;
+                assert_eq!(bits(&behind.sum), bits(&fused.sum));
+                assert_eq!(bits(&behind.normed), bits(&fused.normed));
+            }
+            Ok(alone)
+        });
+        made.collect::<Result<Vec<_>>>()
+    });
+    for made in got {
+        for ((x, old, weight), Residual { sum, normed: rows }) in cases.iter().flatten().zip(made) {
+            let (dims, dtype) = (x.dims(), x.dtype());
+            let case = format!("{dtype:?} {dims:?}");
+            let want = normed(std::slice::from_ref(x), old, weight, 1e-5);
+            assert_eq!([sum.dims(), rows.dims()], [dims, dims]);
+            close(&sum, &want[0], tolerance(dtype), &case);
+            close(&rows, &want[1], 2.0 * tolerance(dtype), &case);
+        }
+    }
+}
+
+fn a_gate_is_silu_of_the_first_half_times_the_second(world: &World) {
+    let shapes = [
+        &[2][..],
+        &[5, 16],
+        &[2, 3, 14],
+        &[0, 8],
+        &[3, 0],
+        &[4, 4104],
+    ];
+    let cases = FLOATS.map(|dtype| shapes.map(|dims| random(dims, dtype)));
+    let got = world.ranks(|p| {
+        let odd = p.silu_mul(&put(p, &random(&[3, 7], DType::F32))?);
+        assert!(odd.unwrap_err().to_string().contains("from.shape"));
+        let made = cases.iter().flatten().map(|x| p.silu_mul(&put(p, x)?));
+        made.collect::<Result<Vec<_>>>()
+    });
+    for made in got {
+        for (x, gated) in cases.iter().flatten().zip(made) {
+            let mut dims = x.dims().to_vec();
+            let both = std::mem::replace(dims.last_mut().unwrap(), x.dims()[x.rank() - 1] / 2);
+            let rows = values(x);
+            let rows = rows.chunks(both.max(1)).flat_map(|row| {
+                let (gate, up) = row.split_at(row.len() / 2);
+                let silu = |x: f64| x / (1.0 + (-x).exp());
+                gate.iter().zip(up).map(move |(&g, &u)| silu(g) * u)
+            });
+            let want = Want::plain(rows.collect());
+            let case = format!("{:?} {:?}", x.dtype(), x.dims());
+            assert_eq!(gated.dims(), dims, "{case}");
+            close(&gated, &want, tolerance(x.dtype()), &case);
+        }
+    }
+}
+
 fn residuals_and_weights_that_do_not_fit_are_named(world: &World) {
     world.ranks(|p| {
         let new = |dims: &[usize]| put(p, &random(dims, DType::F32));
@@ -136,6 +209,8 @@ fn residuals_and_weights_that_do_not_fit_are_named(world: &World) {
         );
         let narrow = ResidualNorm::new(&new(&[7])?, 1e-5)?;
         refused(p.all_reduce_norm(&x, &x, &narrow).unwrap_err(), "weight");
+        refused(p.residual_norm(&x, &other, &norm).unwrap_err(), "residual");
+        refused(p.residual_norm(&x, &x, &narrow).unwrap_err(), "weight");
         let matrix = ResidualNorm::new(&x, 1e-5);
         refused(matrix.unwrap_err(), "weight");
         // The group goes on.

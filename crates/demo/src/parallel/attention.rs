@@ -15,14 +15,6 @@ pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f32) -> Result<Tens
     normed.to_dtype(x.dtype())
 }
 
-/// `silu(gate) * up` for rows that hold both halves.
-pub(crate) fn gated(gate_up: &Tensor) -> Result<Tensor> {
-    let width = gate_up.dim(D::Minus1)? / 2;
-    let gate = gate_up.narrow(D::Minus1, 0, width)?;
-    let up = gate_up.narrow(D::Minus1, width, width)?;
-    gate.silu()? * up
-}
-
 /// The keys and values of one sequence in one layer, `[KV heads of this rank, tokens, head_dim]` each, in f32.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Cache(Option<(Tensor, Tensor)>);

@@ -1,7 +1,7 @@
 //! One rank's forward pass.
 
 use super::{
-    attention::{Cache, Heads, gated, rms_norm},
+    attention::{Cache, Heads, rms_norm},
     tally::{Kind, Phase, Tally},
     weights::{RankLayer, RankWeights},
 };
@@ -103,7 +103,7 @@ impl Rank {
                 let runs = gate_up.runs(&runs);
                 gate_up.gathered.forward_rows(&x, Some(&shares), &runs)
             })?;
-            let (inner, down) = (gated(&inner)?, &layer.down);
+            let (inner, down) = (self.feed_forward.silu_mul(&inner)?, &layer.down);
             let sum = self.counted(Phase::Prefill, Kind::Down, |_| {
                 let runs = down.runs(&runs);
                 down.scattered.forward_rows(&inner, Some(&shares), &runs)
@@ -142,7 +142,8 @@ impl Rank {
             hidden = (hidden + sum)?;
 
             let x = self.norm(&hidden, &layer.feed_forward_norm)?;
-            let inner = gated(&gate_up.whole.forward_lora(&x, &gate_up.runs(&runs))?)?;
+            let gate_up = gate_up.whole.forward_lora(&x, &gate_up.runs(&runs))?;
+            let inner = self.feed_forward.silu_mul(&gate_up)?;
             let sum = self.counted(Phase::Decode, Kind::Down, |_| {
                 down.whole.forward_lora(&inner, &down.runs(&runs))
             })?;
