@@ -1,14 +1,16 @@
 // The twin's product: sums of each part of the rows go to the part's owner, and own rows' are added to what all others made of them:
 // out = act(sum of all ranks' rows weight^T + bias), in the order of ranks.
 //
-// All rows are there, and own ones come last. A tile's sums pass through the ring of stages: behind the tile's last products the loading warp gives each
-// group of warps that multiplies a stage for its 64 rows; the group rounds into it and goes on with the next tile, and a warp beside the loading
-// one copies the rows to where they belong. So tensor cores do not wait for a peer's memory, whose link all multiprocessors share.
+// All rows are there, and own ones come last. A tile for another rank passes through the ring of stages: behind its last products the loading thread gives
+// each group of warps that multiplies a stage for its 64 rows; the group rounds into it and goes on with the next tile, and a warp beside the loading one
+// writes the rows to their owner's memory. So tensor cores do not wait for a link that all multiprocessors share, nor for a fence. Whoever writes the last
+// rows of a part says so to its owner.
 //
-// What others have made of an own tile is loaded as more stages, while the tile is still multiplied. The first of these waits until all others have said
-// that their parts are whole: whoever writes the last rows of a part says so to its owner.
+// What others have made of an own tile is loaded as more stages behind its products, while it is still multiplied: the end finds it in shared memory.
+// The first of these loads waits until all others have said that their parts are whole.
 //
-// Tiles that go to their owners with a flag are FLUX's and TileLink's; results that leave by bulk copies, beside the next tile's products, are CUTLASS's.
+// Tiles that go to their owners with a flag are FLUX's and TileLink's; results that leave through shared memory beside the next tile's products are
+// CUTLASS's.
 #include "gemm_tiles.cuh"
 
 using namespace brigade;
@@ -23,7 +25,7 @@ constexpr uint32_t boxes = stage_bytes<COLUMNS> / rows_bytes;
 template <uint32_t COLUMNS>
 constexpr uint32_t most_slabs = (COLUMNS + slab_columns - 1) / slab_columns;
 
-// From row to row of what goes out, in bytes: so that the words of 8 rows lie in different banks.
+// From row to row of what goes out, in bytes: such that the words of 8 rows lie in different banks.
 template <uint32_t COLUMNS>
 constexpr uint32_t out_pitch = COLUMNS * 2 + 16;
 static_assert(64 * out_pitch<256> <= stage_bytes<256> && 64 * out_pitch<64> <= stage_bytes<64>, "a group's rows find room in a stage");
@@ -40,13 +42,61 @@ __device__ __forceinline__ uint32_t slabs_of(const Parameters& p, const Tile& ti
   return left < most_slabs<COLUMNS> ? left : most_slabs<COLUMNS>;
 }
 
-// How stages of rounded rows pass from a group that multiplies to the warp that copies them.
+// How stages of rounded rows pass from a group that multiplies to the warp that writes them.
 struct Outbox {
   // Barriers: the group's rows lie in `stage`, and the warp has read its number.
   uint32_t is_written, is_heard;
   volatile uint32_t* stage;
   uint32_t phase;
 };
+
+// One of the two groups that multiply.
+__device__ __forceinline__ void group_meets(uint32_t half) { asm volatile("bar.sync %0, 128;" ::"r"(2 + half) : "memory"); }
+
+// All of a group have written what they have of a tile: one tells. (Were each warp to tell, one that is ahead might do so twice.)
+__device__ __forceinline__ void hand_over(Outbox& outbox, uint32_t half, uint32_t stage) {
+  group_meets(half);
+  if (threadIdx.x % 128 == 0) {
+    barrier_wait(outbox.is_heard, outbox.phase ^ 1);
+    *outbox.stage = stage;
+    barrier_arrive(outbox.is_written);
+  }
+  outbox.phase ^= 1;
+}
+
+// Writes rows from shared memory, 16 bytes a thread, of as many columns as there are.
+template <uint32_t COLUMNS>
+__device__ inline void write_rows(uint64_t to, uint32_t from, uint32_t rows, uint32_t stride, uint32_t columns) {
+  constexpr uint32_t in_row = COLUMNS / 8, together = 4;
+  for (uint32_t first = threadIdx.x % 32; first < rows * in_row; first += 32 * together) {
+    uint4 words[together];
+#pragma unroll
+    for (uint32_t i = 0; i < together; ++i) {
+      // What is beyond the rows is read, and not written.
+      const uint32_t at = first + 32 * i;
+      words[i] = load_shared_wide(from + at / in_row * out_pitch<COLUMNS> + at % in_row * 16);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < together; ++i) {
+      const uint32_t row = (first + 32 * i) / in_row, column = (first + 32 * i) % in_row * 8;
+      if (row < rows && column < columns) *reinterpret_cast<uint4*>(to + (uint64_t(row) * stride + column) * 2) = words[i];
+    }
+  }
+}
+
+// Counts a group's rows of a tile that are written; the last of a part is told to its owner.
+__device__ inline void tell_of_whole_part(const Parameters& p, const Group& g, uint32_t part, uint32_t column_tiles) {
+  uint32_t* counts = reinterpret_cast<uint32_t*>(p.state + 8 * STATE_PARTS);
+  const uint32_t all = 2 * bands_of(p, part) * column_tiles;
+  // What was written before comes before the count, and what others counted before the flag.
+  __threadfence_system();
+  if (atomicInc(counts + part, all - 1) != all - 1) return;
+  __threadfence_system();
+  // Nobody is to take what a rank made that was stopped.
+  if (is_stopped(g)) return;
+  const uint64_t flag = g.flag(load_relaxed_sys(g.counter(p.counter)));
+  store_release_sys(g.word(p.part_peer[part], p.part_told[part]), flag);
+}
 
 // Waits until all others have told this rank that what they made of its rows is there. False if the group was stopped.
 __device__ inline bool wait_for_others(const Parameters& p, const Group& g) {
@@ -73,13 +123,14 @@ struct Behind {
 
   template <typename MayWait>
   __device__ __forceinline__ void operator()(uint32_t t, const Tile& tile, Ring<COLUMNS>& ring, MayWait& may_wait, bool& waits) {
-    if (is_added_up(p, tile.part) && p.size > 1) {
-      if (!parts_are_there) {
+    if (is_added_up(p, tile.part)) {
+      if (p.size > 1 && !parts_are_there) {
         if (may_wait()) waits = wait_for_others(p, group_of(p, p.signature));
         bulk_copies_follow();
         parts_are_there = true;
       }
       load_parts(t, tile, ring);
+      return;
     }
     for (uint32_t half = 0; half < 2; ++half) {
       next_stage(t, ring);
@@ -112,14 +163,10 @@ struct Behind {
   }
 };
 
-// One of the two groups that multiply.
-__device__ __forceinline__ void group_meets(uint32_t half) { asm volatile("bar.sync %0, 128;" ::"r"(2 + half) : "memory"); }
-
 // Adds what others have made of a tile to `sums`, in the order of ranks and as `reduce.cu` does. What this rank made is rounded like everybody's.
 template <typename T, uint32_t COLUMNS>
 __device__ inline void add_parts(const Parameters& p, const Tile& tile, uint32_t base, uint32_t full, uint32_t empty, Ring<COLUMNS>& ring,
                                  float (&sums)[COLUMNS / 2]) {
-  constexpr uint32_t type = std::is_same_v<T, __half> ? F16 : BF16;
   const uint32_t half = threadIdx.x / 128 - 1, row = own_row(half * 64), slabs = slabs_of<COLUMNS>(p, tile);
   const uint32_t in_box = row * row_bytes + threadIdx.x % 4 * 4;
   uint32_t box = 0;
@@ -159,7 +206,7 @@ __device__ inline void add_parts(const Parameters& p, const Tile& tile, uint32_t
       for (uint32_t i = 0; i < 2 * blocks; ++i) {
         const uint32_t at = slab * slab_columns / 2 + 2 * i;
         if (at >= COLUMNS / 2) continue;
-        const float2 two = widen(type, words[i]);
+        const float2 two = widen(type_of<T>, words[i]);
         sums[at] = __fadd_rn(sums[at], two.x), sums[at + 1] = __fadd_rn(sums[at + 1], two.y);
       }
     }
@@ -167,60 +214,35 @@ __device__ inline void add_parts(const Parameters& p, const Tile& tile, uint32_t
   if (box != 0) release();
 }
 
-// Rounds a tile's sums into the stage that is for this group's rows, and tells the warp that copies them.
-template <typename T, uint32_t COLUMNS, bool ENDS>
-__device__ __forceinline__ void put_out(uint32_t stage, const float (&sums)[COLUMNS / 2]) {
-  constexpr uint32_t type = std::is_same_v<T, __half> ? F16 : BF16;
-  const uint32_t to = stage + own_row(0) * out_pitch<COLUMNS> + threadIdx.x % 4 * 4;
+// Rounds a tile's sums into the stage that is for this group's rows, and tells the warp that writes them.
+template <typename T, uint32_t COLUMNS>
+__device__ __forceinline__ void put_out(uint32_t base, uint32_t full, Ring<COLUMNS>& ring, Outbox& outbox, const float (&sums)[COLUMNS / 2]) {
+  const uint32_t half = threadIdx.x / 128 - 1;
+  if (half == 1) ring.next();
+  barrier_wait(full + 8 * ring.stage, ring.phase);
+  const uint32_t to = base + ring.stage * stage_bytes<COLUMNS> + own_row(0) * out_pitch<COLUMNS> + threadIdx.x % 4 * 4;
 #pragma unroll
   for (uint32_t i = 0; i < COLUMNS / 4; ++i) {
-    // A NaN that leaves is its type's own; what is a part becomes one when it is added up.
-    const uint32_t word = ENDS ? narrow(type, sums[2 * i], sums[2 * i + 1]) : rounded<T>(sums[2 * i], sums[2 * i + 1]);
-    store_shared(to + i / 2 * 16 + i % 2 * 8 * out_pitch<COLUMNS>, word);
+    store_shared(to + i / 2 * 16 + i % 2 * 8 * out_pitch<COLUMNS>, rounded<T>(sums[2 * i], sums[2 * i + 1]));
   }
+  hand_over(outbox, half, ring.stage);
+  ring.next();
+  if (half == 0) ring.next();
 }
 
 // What becomes of a tile's sums.
 template <typename T, uint32_t COLUMNS>
 __device__ __forceinline__ void end_tile(const Parameters& p, const Tile& tile, uint32_t first_row, uint32_t base, uint32_t full, uint32_t empty,
                                          Ring<COLUMNS>& ring, Outbox& outbox, float (&sums)[COLUMNS / 2]) {
-  const uint32_t half = threadIdx.x / 128 - 1;
-  const bool ends = is_added_up(p, tile.part);
-  if (ends) {
+  if (is_added_up(p, tile.part)) {
     add_parts<T, COLUMNS>(p, tile, base, full, empty, ring, sums);
-    if (p.bias != 0 || p.activation != NONE) finish_tile<T, COLUMNS>(p, tile, first_row, sums);
-  }
-  if (half == 1) ring.next();
-  barrier_wait(full + 8 * ring.stage, ring.phase);
-  const uint32_t stage = base + ring.stage * stage_bytes<COLUMNS>;
-  if (ends) {
-    put_out<T, COLUMNS, true>(stage, sums);
+    write_tile<T, T, COLUMNS, true>(p, tile, first_row, sums);
   } else {
-    put_out<T, COLUMNS, false>(stage, sums);
+    put_out<T, COLUMNS>(base, full, ring, outbox, sums);
   }
-  bulk_copies_read_shared();
-  if (threadIdx.x % 128 == 0) {
-    barrier_wait(outbox.is_heard, outbox.phase ^ 1);
-    *outbox.stage = ring.stage;
-  }
-  outbox.phase ^= 1;
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(outbox.is_written);
-  ring.next();
-  if (half == 0) ring.next();
 }
 
-// There is no more.
-__device__ __forceinline__ void close(Outbox& outbox) {
-  if (threadIdx.x % 128 == 0) {
-    barrier_wait(outbox.is_heard, outbox.phase ^ 1);
-    *outbox.stage = no_stage;
-  }
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(outbox.is_written);
-}
-
-// Copies one group's rows, tile after tile, to where they belong, and tells owners of the parts that are whole. One warp does.
+// Writes one group's rows, tile after tile, to their owners, and tells these of the parts that are whole. One warp does.
 template <uint32_t COLUMNS>
 __device__ inline void send(const Parameters& p, uint32_t half, uint32_t base, uint32_t empty, const uint32_t* tiles, Outbox outbox) {
   // Owners may still read what was there before, until steps have heard from them.
@@ -228,7 +250,6 @@ __device__ inline void send(const Parameters& p, uint32_t half, uint32_t base, u
   const Group g = group_of(p, p.signature);
   const bool writes = !is_stopped(g);
   const uint32_t lane = threadIdx.x % 32;
-  uint32_t* counts = reinterpret_cast<uint32_t*>(p.state + 8 * STATE_PARTS);
   for (;; outbox.phase ^= 1) {
     barrier_wait(outbox.is_written, outbox.phase);
     const uint32_t stage = *outbox.stage;
@@ -236,33 +257,16 @@ __device__ inline void send(const Parameters& p, uint32_t half, uint32_t base, u
     const Tile tile = tile_of(p, *static_cast<const volatile uint32_t*>(tiles + stage), COLUMNS);
     __syncwarp();
     if (lane == 0) barrier_arrive(outbox.is_heard);
-    const uint32_t first = tile.band * p.band_rows + half * 64, until = rows_until(p, tile), left = p.columns - tile.column;
-    const uint32_t bytes = 2 * (left < COLUMNS ? left : COLUMNS);
+    const uint32_t first = tile.band * p.band_rows + half * 64, until = rows_until(p, tile);
+    const uint32_t rows = !writes || until < first ? 0 : until - first < 64 ? until - first : 64;
     const uint64_t to = p.part_out[tile.part] + (uint64_t(first) * p.columns + tile.column) * 2;
-    for (uint32_t row = lane; writes && row < 64 && first + row < until; row += 32) {
-      store_bulk(to + uint64_t(row) * p.columns * 2, base + stage * stage_bytes<COLUMNS> + row * out_pitch<COLUMNS>, bytes);
-    }
-    stores_commit();
-    stores_have_read();
+    write_rows<COLUMNS>(to, base + stage * stage_bytes<COLUMNS>, rows, p.columns, p.columns - tile.column);
     __syncwarp();
     // For both groups, since this one alone had it.
     if (lane < 2) barrier_arrive(empty + 8 * stage);
-    if (is_added_up(p, tile.part)) continue;
-    stores_done();
-    bulk_copies_follow();
+    if (lane == 0) tell_of_whole_part(p, g, tile.part, (p.columns + COLUMNS - 1) / COLUMNS);
     __syncwarp();
-    if (lane != 0) continue;
-    // What was written before comes before the count, and what others counted before the flag.
-    __threadfence_system();
-    const uint32_t all = 2 * bands_of(p, tile.part) * ((p.columns + COLUMNS - 1) / COLUMNS);
-    if (atomicInc(counts + tile.part, all - 1) != all - 1) continue;
-    __threadfence_system();
-    // Nobody is to take what a rank made that was stopped.
-    if (is_stopped(g)) continue;
-    const uint64_t flag = g.flag(load_relaxed_sys(g.counter(p.counter)));
-    store_release_sys(g.word(p.part_peer[tile.part], p.part_told[tile.part]), flag);
   }
-  stores_done();
 }
 
 template <typename T, uint32_t COLUMNS>
@@ -284,7 +288,7 @@ __device__ __forceinline__ void gemm_sums(const Parameters& p) {
       barrier_init(empty + 8 * s, 2);
     }
     for (uint32_t half = 0; half < 2; ++half) {
-      barrier_init(is_written + 8 * half, 4);
+      barrier_init(is_written + 8 * half, 1);
       barrier_init(is_heard + 8 * half, 1);
     }
     barriers_made();
@@ -304,7 +308,8 @@ __device__ __forceinline__ void gemm_sums(const Parameters& p) {
     multiply<T, COLUMNS>(p, base, full, empty, tiles, [&](const Tile& tile, uint32_t first_row, float(&sums)[COLUMNS / 2], Ring<COLUMNS>& ring) {
       end_tile<T, COLUMNS>(p, tile, first_row, base, full, empty, ring, own, sums);
     });
-    close(own);
+    // There is no more.
+    hand_over(own, threadIdx.x / 128 - 1, no_stage);
   }
 }
 #else

@@ -24,7 +24,10 @@ namespace brigade {
 struct alignas(64) Parameters : GemmFlagsParams {};
 static_assert(sizeof(Parameters) == sizeof(GemmFlagsParams), "the host's struct ends where this one does");
 
+}  // namespace brigade
+
 #ifdef BRIGADE_HAS_WGMMA
+namespace brigade {
 
 constexpr uint32_t tile_rows = GEMM_ROWS, row_bytes = 128;
 constexpr uint32_t rows_bytes = tile_rows * row_bytes;
@@ -234,6 +237,10 @@ __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint
   barrier_arrive(full + 8 * ring.stage);
 }
 
+// A type of results, as `types.cuh` numbers it.
+template <typename T>
+constexpr uint32_t type_of = std::is_same_v<T, __half> ? F16 : BF16;
+
 template <typename T>
 __device__ __forceinline__ uint32_t rounded(float low, float high) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -326,6 +333,46 @@ __device__ inline void finish_tile(const Parameters& p, const Tile& tile, uint32
       for (uint32_t i = 0; i < 4; ++i) {
         if (block + i >= COLUMNS / 8) continue;
         set(sums[4 * (block + i) + 2 * half], x[2 * i]), set(sums[4 * (block + i) + 2 * half + 1], x[2 * i + 1]);
+      }
+    }
+  }
+}
+
+// Rounds; then the four threads of a quad, which hold 2 columns of each block of 8, trade until each has one block, so that a store is 16
+// bytes. A NaN is the hardware's, or, if `CANONICAL`, that of the type.
+template <typename In, typename Out, uint32_t COLUMNS, bool CANONICAL = false>
+__device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
+  if (has_scales<In> || p.bias != 0 || p.activation != NONE) finish_tile<In, COLUMNS>(p, tile, first_row, sums);
+  const uint32_t quad = threadIdx.x % 4, rows = rows_until(p, tile);
+#pragma unroll
+  for (uint32_t block = 0; block < COLUMNS / 8; block += 4) {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      uint32_t v[4] = {};
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        if (block + i >= COLUMNS / 8) continue;
+        const uint32_t at = 4 * (block + i) + 2 * half;
+        if constexpr (CANONICAL) {
+          v[i] = narrow(type_of<Out>, as_float(sums[at]), as_float(sums[at + 1]));
+        } else {
+          v[i] = rounded<Out>(as_float(sums[at]), as_float(sums[at + 1]));
+        }
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < 4; i += 2) {
+        const uint32_t got = __shfl_xor_sync(~0u, quad & 1 ? v[i] : v[i + 1], 1);
+        (quad & 1 ? v[i] : v[i + 1]) = got;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        const uint32_t got = __shfl_xor_sync(~0u, quad & 2 ? v[i] : v[i + 2], 2);
+        (quad & 2 ? v[i] : v[i + 2]) = got;
+      }
+      const uint32_t row = own_row(first_row) + 8 * half, column = tile.column + 8 * (block + quad);
+      if (row < rows && column < p.columns && block + quad < COLUMNS / 8) {
+        uint4* out = reinterpret_cast<uint4*>(p.part_out[tile.part] + (uint64_t(row) * p.columns + column) * sizeof(Out));
+        *out = {v[0], v[1], v[2], v[3]};
       }
     }
   }

@@ -54,21 +54,15 @@ __device__ __forceinline__ void map_is_wanted(const void* map) { asm volatile("p
 // What this thread has seen written, its bulk copies see too.
 __device__ __forceinline__ void bulk_copies_follow() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Shared memory that this thread has written, bulk copies read behind the next barrier.
-__device__ __forceinline__ void bulk_copies_read_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Copies from shared memory, to a peer's too, are started, committed in groups, and waited for: until they have read, or until all is written.
-__device__ __forceinline__ void store_bulk(uint64_t to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void stores_have_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void stores_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
 __device__ __forceinline__ uint32_t load_shared(uint32_t at) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
   return value;
+}
+__device__ __forceinline__ uint4 load_shared_wide(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
 }
 __device__ __forceinline__ void store_shared(uint32_t at, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");

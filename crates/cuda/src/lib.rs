@@ -38,6 +38,7 @@ mod finish;
 mod gather_linear;
 mod gathered;
 mod gemm_flags;
+mod gemm_sums;
 mod graph;
 mod grouped;
 mod handles;
