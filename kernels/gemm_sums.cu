@@ -68,6 +68,7 @@ __device__ __forceinline__ void hand_over(Outbox& outbox, uint32_t half, uint32_
 template <uint32_t COLUMNS>
 __device__ inline void write_rows(uint64_t to, uint32_t from, uint32_t rows, uint32_t stride, uint32_t columns) {
   constexpr uint32_t in_row = COLUMNS / 8, together = 4;
+#pragma unroll 1
   for (uint32_t first = threadIdx.x % 32; first < rows * in_row; first += 32 * together) {
     uint4 words[together];
 #pragma unroll
