@@ -3,16 +3,16 @@
 use crate::{
     CudaDevice, Kernel, KernelSet, Launch, Missing,
     driver::failed,
+    gemm_adapters::Low,
     job::{Job, waiting},
-    kernels::blocks_for,
     lane::Lane,
     steps::{Counters, Use},
     types,
 };
 use brigade_device::{Activation, Buffer, DataType, Error, Reason, Result};
 use brigade_kernels::{
-    AdaptersParams, GEMM_LOW_COLUMNS, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams,
-    GemmSumsParams, Parameters, STATE_COUNTERS,
+    GEMM_LOW_COLUMNS, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams, GemmSumsParams,
+    Parameters, STATE_COUNTERS,
 };
 use brigade_plan::reason;
 use cudarc::driver::sys;
@@ -190,26 +190,13 @@ pub(crate) struct Tiled {
     pub(crate) buffers: Vec<Buffer>,
 }
 
-/// Adapters as the kernel takes them.
-struct Low {
-    /// All first factors, transposed: `[columns of all, inner]`.
-    down: Rows,
-    /// All second factors, transposed: `[columns, stride]`.
-    up: Rows,
-    /// Rows times first factors.
-    low: Rows,
-    flags: u64,
-    /// What holds all of these.
-    memory: Buffer,
-}
-
 impl Tiled {
     /// Columns that all adapters have between their factors.
-    fn low_columns(&self) -> usize {
+    pub(crate) fn low_columns(&self) -> usize {
         self.runs.last().map_or(0, |run| run.column + run.width)
     }
 
-    fn bands(&self) -> usize {
+    pub(crate) fn bands(&self) -> usize {
         let rows = self.band_rows() as usize;
         let of = |part: &Part| part.rows.len().div_ceil(rows);
         self.parts.iter().map(of).sum()
@@ -508,64 +495,6 @@ impl CudaDevice {
             blocks: tiles.min(sms as u32),
             parameters,
             low,
-        }))
-    }
-
-    /// Lays the adapters out, if there are any.
-    fn low(&self, lane: &Arc<Lane>, p: &Tiled) -> Result<Option<Low>> {
-        if p.runs.is_empty() {
-            return Ok(None);
-        }
-        let (used, bytes) = (p.low_columns(), p.dtype.bytes());
-        let stride = used.next_multiple_of(16 / bytes);
-        let (rows, columns, inner) = (p.all.rows, p.weight.rows, p.weight.columns);
-        let mut end = 0;
-        let starts = [
-            used * inner * bytes,
-            columns * stride * bytes,
-            rows * stride * bytes,
-            p.bands() * size_of::<u32>(),
-        ]
-        .map(|bytes| {
-            let start = end;
-            end = (start + bytes).next_multiple_of(128);
-            start as u64
-        });
-        let memory = self.scratch(lane, DataType::U8, &[end])?;
-        let [down, up, low, flags] = starts.map(|start| memory.address() + start);
-        let mut parameters = AdaptersParams {
-            down,
-            up,
-            flags,
-            flag_count: p.bands() as u64,
-            inner: inner as u64,
-            columns: columns as u64,
-            stride: stride as u64,
-            count: p.runs.len() as u64,
-            ..AdaptersParams::default()
-        };
-        for (i, run) in p.runs.iter().enumerate() {
-            parameters.first[i] = run.first;
-            parameters.second[i] = run.second;
-            parameters.column[i] = run.column as u32;
-            parameters.width[i] = run.width as u32;
-        }
-        let kernels = &self.opened.kernels;
-        let blocks = blocks_for((inner + columns) * used);
-        let kept: Vec<_> = p.buffers.iter().chain([&memory]).collect();
-        // SAFETY: factors lie in buffers of the call, the rest in the memory just taken.
-        unsafe { kernels.launch(&kernels.adapters, lane, &kept, blocks, parameters)? };
-        let of = |address, rows, columns| Rows {
-            address,
-            rows,
-            columns,
-        };
-        Ok(Some(Low {
-            down: of(down, used, inner),
-            up: of(up, columns, stride),
-            low: of(low, rows, stride),
-            flags,
-            memory,
         }))
     }
 }

@@ -37,6 +37,7 @@ mod fifo;
 mod finish;
 mod gather_linear;
 mod gathered;
+mod gemm_adapters;
 mod gemm_flags;
 mod gemm_sums;
 mod graph;
