@@ -54,20 +54,6 @@ __device__ __forceinline__ void map_is_wanted(const void* map) { asm volatile("p
 // What this thread has seen written, its bulk copies see too.
 __device__ __forceinline__ void bulk_copies_follow() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-__device__ __forceinline__ uint32_t load_shared(uint32_t at) {
-  uint32_t value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
-  return value;
-}
-__device__ __forceinline__ uint4 load_shared_wide(uint32_t at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_shared(uint32_t at, uint32_t value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
-}
-
 // A matrix in shared memory whose rows are 128 bytes of its inner dimension, swizzled over 8 rows.
 __device__ __forceinline__ uint64_t inner_major(uint32_t at) {
   return uint64_t((at & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(8 * 128 >> 4) << 32 | uint64_t(1) << 62;

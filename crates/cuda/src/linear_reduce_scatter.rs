@@ -5,12 +5,11 @@ use crate::{
     comm::CudaComm,
     finish::{End, Sums},
     gemm_flags::{self, Part, Tiled},
-    gemm_sums::Owners,
     job::{Job, Side},
-    memory::{check_reach, overlap},
+    memory::check_reach,
     reduce_scatter::Reduction,
     steps::Use,
-    tiles::{BIAS_GRAIN, GRAIN, Operands, Taken},
+    tiles::{Operands, Taken},
 };
 use brigade_device::{
     Activation, Buffer, Call, DataType, Error, GemmParams, Linear, LoraLinearParams,
@@ -123,7 +122,15 @@ impl Product<'_> {
         let of = job.begin(Area::ReduceScatter);
         let me = job.core.rank();
         if let Some(taken) = tiles {
-            return self.run_tiled(job, of, taken, (bias, activation), d);
+            let tiled = self.tiled(job, of, taken);
+            // Tiles go straight to their owners, so the credits for that must be there before the first.
+            job.steps_now()?;
+            job.traced(|| "multiply".into(), || job.tiled(of, &tiled))?;
+            job.steps.filled_to_all(of, me, 0);
+            job.steps.await_all(of, 0);
+            self.sum(job, of, me, (bias, activation), d)?;
+            job.steps.end(of);
+            return Ok(());
         }
         let pieces = self.plan.pieces();
         // Own words hold the flags that are copied to the owners.
@@ -147,61 +154,6 @@ impl Product<'_> {
         }
         job.join()?;
         self.sum(job, of, me, (bias, activation), d)?;
-        job.steps.end(of);
-        Ok(())
-    }
-
-    /// The product as one kernel, whose tiles go straight to their owners. If D may be written while its factors are read, own tiles end
-    /// in it; else what they are made of is added up behind.
-    fn run_tiled(
-        &self,
-        job: &mut Job<'_>,
-        of: Use,
-        taken: Taken,
-        (bias, activation): (Option<&Buffer>, Activation),
-        d: &Buffer,
-    ) -> Result<()> {
-        let me = job.core.rank();
-        let mut tiled = self.tiled(job, of, taken);
-        if !may_be_written_early(&tiled, bias, d) {
-            // The credits for what tiles write must be there before the first.
-            job.steps_now()?;
-            job.traced(|| "multiply".into(), || job.tiled(of, &tiled))?;
-            job.steps.filled_to_all(of, me, 0);
-            job.steps.await_all(of, 0);
-            self.sum(job, of, me, (bias, activation), d)?;
-            job.steps.end(of);
-            return Ok(());
-        }
-        (tiled.bias, tiled.activation) = (bias.cloned(), activation);
-        tiled.buffers.extend(tiled.bias.clone());
-        let rows = self.plan.chunk(me);
-        let of_parts: Vec<_> = self.plan.order.iter().map(|&c| usize::from(c)).collect();
-        for (part, _) in tiled.parts.iter_mut().zip(&of_parts).filter(|p| *p.1 == me) {
-            part.out = d.address();
-        }
-        let owners = Owners {
-            of_parts,
-            parts: gemm_flags::Rows {
-                address: job.core.place(me, of, 0),
-                rows: job.core.size() * rows.len(),
-                columns: self.n,
-            },
-            rows: rows.clone(),
-        };
-        // Nothing goes out before the steps have ended, and the first products need nothing of theirs.
-        job.product_follows = true;
-        job.steps_now()?;
-        job.traced(|| "multiply".into(), || job.tiled_sums(of, &tiled, &owners))?;
-        job.product_follows = false;
-        // Of a part without rows there is no tile that would tell, or wait.
-        let chunk_is_empty = |c: &usize| self.plan.chunk(*c).is_empty();
-        for c in job.core.peers().filter(chunk_is_empty) {
-            job.steps.filled(c, of, me, 0);
-        }
-        if rows.is_empty() {
-            job.steps.await_all(of, 0);
-        }
         job.steps.end(of);
         Ok(())
     }
@@ -330,13 +282,4 @@ impl Product<'_> {
         };
         gpu.finish(job.lane, &sums, end, d, self.n)
     }
-}
-
-/// Whether D may be written, by wide stores, while the product still reads what it is made of.
-fn may_be_written_early(tiled: &Tiled, bias: Option<&Buffer>, d: &Buffer) -> bool {
-    let aligned = |b: &Buffer, grain: usize| b.address().is_multiple_of(grain as u64);
-    let apart = |b: &Buffer| !overlap(b, d);
-    aligned(d, GRAIN)
-        && bias.is_none_or(|c| aligned(c, BIAS_GRAIN * c.dtype().bytes()))
-        && tiled.buffers.iter().chain(bias).all(apart)
 }

@@ -246,13 +246,6 @@ impl<'a> Steps<'a> {
         at.index as u32
     }
 
-    /// The word of `to`'s that says that piece `piece` of this rank's slot lies in its half.
-    pub(crate) fn told_word(&self, of: Use, to: usize, piece: usize) -> u32 {
-        let slot = self.group.rank;
-        let at = self.ring(of).filled(to, of.half, slot, piece, ANY).word;
-        at.index as u32
-    }
-
     /// Waits for every peer's slot.
     pub(crate) fn await_all(&mut self, of: Use, piece: usize) {
         for peer in self.peers() {

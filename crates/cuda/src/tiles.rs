@@ -26,10 +26,10 @@ use brigade_sync::{Area, Half};
 use std::{ops::Range, sync::Arc};
 
 /// What bulk copies and wide stores want addresses and rows to be multiples of, in bytes.
-pub(crate) const GRAIN: usize = 16;
+const GRAIN: usize = 16;
 
 /// How many elements of C are read together.
-pub(crate) const BIAS_GRAIN: usize = 2;
+const BIAS_GRAIN: usize = 2;
 
 /// Columns of adapters that tensor cores add up together.
 const STEP: usize = 16;
@@ -112,9 +112,9 @@ impl Core {
     /// Whether products of this group may be of tiles that wait.
     fn has_tiles(&self) -> bool {
         let topology = &self.topology;
-        // Rows pass through the gather region, and sums through that of scattered ones.
-        let passes = self.config.gather_bytes > 0 || self.config.reduce_scatter_bytes > 0;
-        passes && self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
+        // Rows pass through the gather region.
+        let gathers = self.config.gather_bytes > 0;
+        gathers && self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
     }
 
     /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need meanwhile is left free, so that

@@ -116,10 +116,8 @@ constants! {
     STATE_TILES: usize = 42;
     /// A bit for each rank that does not take part any more.
     STATE_ABSENT: usize = 43;
-    /// Of each part of a product whose sums go to their owners, how many groups of rows are written, half a word each; 0 between products.
-    STATE_PARTS: usize = 44;
     /// The counters: two words each, the count and its marks.
-    STATE_COUNTERS: usize = 60;
+    STATE_COUNTERS: usize = 44;
 
     /// What all blocks of an exchange add to `STATE_USES` between them.
     USE: u64 = 1 << USE_BITS;

@@ -501,27 +501,7 @@ parameters! {
         part_first: [u32; 32],
         /// The word of its flag; 0 for own rows.
         part_word: [u32; 32],
-        /// The rank whose flag that is; or, of a part whose sums go to their owner, who that is.
+        /// The rank whose flag that is.
         part_peer: [u32; 32],
-        /// The tensor map of what all ranks have made of own rows, in their order.
-        parts_map: [u64; 16],
-        /// The word by which a part's owner hears that it is whole; 0 for own rows.
-        part_told: [u32; 32],
-        /// The word by which this rank hears that each other one's part of own rows is.
-        sum_word: [u32; 16],
-        /// Own rows.
-        sum_rows: u32,
-        /// Zero.
-        reserved: [u32; 15],
     }
-}
-
-/// A product whose sums go to the owners of their rows. It takes what one whose tiles wait does, and what stands behind that.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-#[repr(transparent)]
-pub struct GemmSumsParams(pub GemmFlagsParams);
-
-impl Parameters for GemmSumsParams {
-    const FILE: &'static str = "gemm_sums";
-    const KERNEL: &'static str = "brigade_gemm_sums";
 }
