@@ -1,7 +1,7 @@
 //! With all guards in their places.
 
 use crate::{
-    abort, barrier, bell, fifo,
+    abort, barrier, bell, fifo, in_turn,
     loomed::Orders,
     low_latency::{self, AHEAD, BOTH, ONE},
     packet, reset,
@@ -16,6 +16,7 @@ pub fn claims() -> Vec<Row> {
     const R: ring::Without = ring::Without::Nothing;
     const F: fifo::Without = fifo::Without::Nothing;
     const L: low_latency::Without = low_latency::Without::Nothing;
+    const I: in_turn::Without = in_turn::Without::Nothing;
     const P: packet::Without = packet::Without::Nothing;
     const S: sentinel::Without = sentinel::Without::Nothing;
     const A: abort::Without = abort::Without::Nothing;
@@ -25,6 +26,7 @@ pub fn claims() -> Vec<Row> {
     let holds = Row::holds;
     let (barrier, ring, fifo, packets) = ("barrier", "ring", "fifo", "packets");
     let low_latency = "low latency";
+    let in_turn = "in turn";
     let (sentinel, two_shots, copies) = ("sentinel", "two shots", "copies");
     let (abort, reset, roll, waits) = ("abort", "reset", "roll", "waits");
     vec![
@@ -161,6 +163,31 @@ pub fn claims() -> Vec<Row> {
             low_latency,
             "memory order of 2 ranks, one ahead",
             ordered(|| low_latency::scenario(2, &AHEAD, false, L)),
+        ),
+        holds(
+            in_turn,
+            "launches of 2 blocks on 2 ranks, each half used again",
+            states(|| in_turn::scenario(deep(3, 5), I)),
+        ),
+        holds(
+            in_turn,
+            "stores become visible late",
+            states(|| in_turn::scenario(1, I).weak(false)),
+        ),
+        holds(
+            in_turn,
+            "a launch that is stopped halfway gives poison, or all that it should",
+            states(|| in_turn::stopped(I)),
+        ),
+        holds(
+            in_turn,
+            "memory order of 2 ranks",
+            ordered(|| in_turn::scenario(1, I)),
+        ),
+        holds(
+            in_turn,
+            "memory order of a launch that is stopped",
+            ordered(|| in_turn::stopped(I)),
         ),
         holds(
             packets,
