@@ -285,23 +285,35 @@ __device__ __forceinline__ void list(Listed& to, int32_t place, uint32_t at, flo
   __syncwarp();
 }
 
-// Eight columns of the sum of those that are listed, from `i` on. Some are read before they are added.
-template <typename Load>
-__device__ __forceinline__ Eight sum_of(const Listed& listed, uint32_t count, Load load) {
-  constexpr uint32_t at_once = 4;
+// Eight columns of the sum of those that are listed. `AtOnce` are under way before the first is added; `widen` makes numbers of what was loaded.
+template <uint32_t AtOnce, typename Load, typename Widen>
+__device__ __forceinline__ Eight sum_of(const Listed& listed, uint32_t count, Load load, Widen widen) {
+  using Raw = decltype(load(0u));
   Adding all{};
-  for (uint32_t n = 0; n < count; n += at_once) {
-    Eight x[at_once];
+  for (uint32_t n = 0; n < count; n += AtOnce) {
+    Raw x[AtOnce];
 #pragma unroll
-    for (uint32_t j = 0; j < at_once; ++j) {
+    for (uint32_t j = 0; j < AtOnce; ++j) {
       if (n + j < count) x[j] = load(listed.at[n + j]);
     }
 #pragma unroll
-    for (uint32_t j = 0; j < at_once; ++j) {
-      if (n + j < count) all.add(x[j], listed.weight[n + j]);
+    for (uint32_t j = 0; j < AtOnce; ++j) {
+      if (n + j < count) all.add(widen(x[j]), listed.weight[n + j]);
     }
   }
   return all.sum;
+}
+
+// The same of rows at `row(at)`, from column `i` on. What type they are of is asked behind all loads: a branch before each would have the
+// next one wait for it.
+template <typename Row>
+__device__ __forceinline__ Eight sum_of_rows(const LowLatencyParams& p, const Listed& listed, uint32_t count, uint32_t i, bool whole, Row row) {
+  if (whole && p.from_type != F32) {
+    const auto load = [&](uint32_t at) { return *reinterpret_cast<const uint4*>(row(at) + i * 2); };
+    return sum_of<4>(listed, count, load, [&](uint4 x) { return eight_of(p.from_type, x); });
+  }
+  const auto plain = [&](uint32_t at) { return brigade::load(p.from_type, row(at), i, p.hidden, whole); };
+  return sum_of<1>(listed, count, plain, [](const Eight& x) { return x; });
 }
 
 // A group of threads, whole warps, for each token that may have rows here.
@@ -325,7 +337,7 @@ __device__ __forceinline__ void send_sums_back(const LowLatencyParams& p) {
     list(listed, at >= 0 ? __popc(there & ((1u << lane) - 1)) : -1, uint32_t(at), weight);
     const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + __ffs(there) - 1) * p.row_bytes[both];
     for_columns(p, thread, p.row_threads, [&](uint32_t i, bool within) {
-      const Eight sum = sum_of(listed, within ? __popc(there) : 0, [&](uint32_t at) { return load(p.from_type, p.from + at * from_bytes, i, p.hidden, whole); });
+      const Eight sum = sum_of_rows(p, listed, within ? __popc(there) : 0, i, whole, [&](uint32_t at) { return p.from + at * from_bytes; });
       if (p.payload != as_is) {
         store_payload(p, target, i, rounded(p.from_type, sum));
       } else if (within) {
@@ -379,10 +391,9 @@ __device__ __forceinline__ void add_up_rows(const LowLatencyParams& p) {
     const uint32_t count = __popc(__ballot_sync(everybody, place >= 0));
     const uint64_t of_token = places + token * p.k * p.row_bytes[both];
     for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
-      const Eight sum = sum_of(listed, count, [&](uint32_t e) {
-        const uint64_t place = of_token + e * p.row_bytes[both];
-        return p.payload == as_is ? load(p.from_type, place, i, p.hidden, whole) : load_payload(p, place, i);
-      });
+      const auto place = [&](uint32_t e) { return of_token + e * p.row_bytes[both]; };
+      const Eight sum = p.payload == as_is ? sum_of_rows(p, listed, count, i, whole, place)
+                                           : sum_of<2>(listed, count, [&](uint32_t e) { return load_payload(p, place(e), i); }, [](const Eight& x) { return x; });
       store(p.out_type, p.to + token * out_bytes, i, p.hidden, whole, sum);
     }
   }

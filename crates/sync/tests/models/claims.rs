@@ -1,7 +1,8 @@
 //! With all guards in their places.
 
 use crate::{
-    abort, barrier, bell, fifo, in_turn,
+    abort, barrier, bell, fifo,
+    in_turn::{self, BY_TURNS, REPLAYED},
     loomed::Orders,
     low_latency::{self, AHEAD, BOTH, ONE},
     packet, reset,
@@ -166,13 +167,23 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             in_turn,
-            "launches of 2 blocks on 2 ranks, each half used again",
-            states(|| in_turn::scenario(deep(3, 5), I)),
+            "launches of 2 blocks on 2 ranks, a half used again",
+            states(|| in_turn::scenario(BY_TURNS, I)),
+        ),
+        holds(
+            in_turn,
+            "the same where one half is used over and over, as a graph is launched",
+            states(|| in_turn::scenario(REPLAYED, I)),
+        ),
+        holds(
+            in_turn,
+            "one of 2 ranks is ahead, and gives up what it sent before",
+            states(|| in_turn::scenario(in_turn::AHEAD, I)),
         ),
         holds(
             in_turn,
             "stores become visible late",
-            states(|| in_turn::scenario(1, I).weak(false)),
+            states(|| in_turn::one_way().weak(false)),
         ),
         holds(
             in_turn,
@@ -181,8 +192,8 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             in_turn,
-            "memory order of 2 ranks",
-            ordered(|| in_turn::scenario(1, I)),
+            "memory order of a send's blocks and who receives",
+            ordered(in_turn::one_way),
         ),
         holds(
             in_turn,

@@ -176,9 +176,14 @@ fn low_latency() -> Vec<Row> {
 
 fn in_turn() -> Vec<Row> {
     use in_turn::Without::*;
-    let by = |without| states(move || in_turn::scenario(3, without));
+    let by = |without| states(move || in_turn::scenario(in_turn::AHEAD, without));
     let row = |what, mutation, by| Row::without("in turn", what, mutation, by);
     let mut rows = vec![
+        row(
+            "credits are given before anybody waits",
+            "behind the wait for those of peers",
+            states(|| in_turn::scenario(in_turn::REPLAYED, CreditsFirst)),
+        ),
         row(
             "the last block out posts flags",
             "the first one does",
@@ -210,7 +215,7 @@ fn in_turn() -> Vec<Row> {
             states(|| in_turn::stopped(LastPoisons)),
         ),
     ];
-    rows.extend(orders("in turn", || in_turn::scenario(1, Nothing)));
+    rows.extend(orders("in turn", in_turn::one_way));
     rows
 }
 

@@ -8,6 +8,8 @@ use brigade_sync::{CreditRing, Flag, HALVES, Half, Post, Wait, Want, Word, post,
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Without {
     Nothing,
+    /// Credits are given before anybody waits for some.
+    CreditsFirst,
     /// Flags are posted by the last block out.
     LastPosts,
     /// The counter is advanced by the last block out.
@@ -79,7 +81,59 @@ struct Block {
     rank: usize,
     block: usize,
     ring: CreditRing,
+    uses: Uses,
     without: Without,
+}
+
+/// Which half each use takes, and how many of the first ones the first rank gives up.
+#[derive(Clone, Copy)]
+pub struct Uses {
+    halves: &'static [u32],
+    ahead: usize,
+}
+
+/// As calls are issued.
+pub const BY_TURNS: Uses = Uses {
+    halves: &[0, 1, 0],
+    ahead: 0,
+};
+
+/// A graph of one exchange, launched again and again, takes the half of its capture.
+pub const REPLAYED: Uses = Uses {
+    halves: &[0, 0, 0],
+    ahead: 0,
+};
+
+/// The first rank is ahead: it comes to a half that the other may not have read yet.
+pub const AHEAD: Uses = Uses {
+    halves: &[0, 1, 0],
+    ahead: 2,
+};
+
+const ONCE: Uses = Uses {
+    halves: &[0],
+    ahead: 0,
+};
+
+impl Uses {
+    fn half(self, n: usize) -> Half {
+        Half::of(self.halves[n])
+    }
+
+    /// Which one of its half's uses it is.
+    fn count(self, n: usize) -> u64 {
+        let same = |&&half: &&u32| half == self.halves[n];
+        self.halves[..=n].iter().filter(same).count() as u64
+    }
+}
+
+fn ring(rank: usize) -> CreditRing {
+    CreditRing {
+        rank,
+        size: RANKS,
+        pieces: 1,
+        base: 0,
+    }
 }
 
 impl Block {
@@ -99,24 +153,25 @@ impl Block {
         from * BLOCKS + block
     }
 
-    fn send(&self, n: u32) -> Program {
+    fn send(&self, n: usize) -> Program {
         let (rank, block, peer, ring, without) =
             (self.rank, self.block, self.peer(), self.ring, self.without);
-        let (half, launch) = (Half::of(n), 2 * n as usize);
+        let (half, launch, count) = (self.uses.half(n), 2 * n, self.uses.count(n));
         let counter = self.counter(half);
         let mut program = begins(rank, launch);
-        if block == 0 && n > 0 {
-            let before = flag(u64::from(n - 1) / 2 + 1);
-            let credits = ring.release(Half::of(n - 1), before);
-            program.extend(credits.map(|p| {
-                posts(Post {
-                    word: of_rank(p.word),
-                    ..p
-                })
-            }));
-        }
+        // What the launch before took, or gave up.
+        let taken = (n > 0).then(|| {
+            let credit = flag(self.uses.count(n - 1));
+            ring.release(self.uses.half(n - 1), credit)
+        });
+        let credits = taken.into_iter().flatten().map(|p| {
+            let word = of_rank(p.word);
+            posts(Post { word, ..p })
+        });
+        let credits: Program = credits.filter(|_| block == 0).collect();
+        let mut waiting = Program::new();
         if block == 0 || without != Without::EveryBlockWaits {
-            program.push(awaits(peer * BLOCKS, move |shared, budget| {
+            waiting.push(awaits(peer * BLOCKS, move |shared, budget| {
                 let use_of_half = shared.load(counter) + 1;
                 let credit = ring.credit(half, peer, flag(use_of_half));
                 let credit = Wait {
@@ -129,13 +184,16 @@ impl Block {
                 Ok(wait(shared, credit, budget, || shared.stopped()))
             }));
         }
+        match without {
+            Without::CreditsFirst => program.extend(waiting.into_iter().chain(credits)),
+            _ => program.extend(credits.into_iter().chain(waiting)),
+        }
         let data = writes(
             Self::place(peer, half, block),
-            value(n, Self::of(rank, block)),
+            value(n as u32, Self::of(rank, block)),
         );
         let leave = does(move |shared| {
             let (first, last) = count_out(shared, rank);
-            let count = u64::from(n) / 2 + 1;
             if last && without != Without::LastPosts || first && without == Without::LastPosts {
                 let filled = ring.filled(peer, half, rank, 0, flag(count));
                 let word = of_rank(filled.word);
@@ -155,11 +213,20 @@ impl Block {
         program
     }
 
-    fn receive(&self, n: u32) -> Program {
+    fn receive(&self, n: usize) -> Program {
         let (rank, peer, ring) = (self.rank, self.peer(), self.ring);
-        let (half, launch) = (Half::of(n), 2 * n as usize + 1);
+        let (half, launch) = (self.uses.half(n), 2 * n + 1);
         let counter = self.counter(half);
         let mut program = begins(rank, launch);
+        let leave = does(move |shared| {
+            if count_out(shared, rank).1 {
+                ends(shared, rank, launch);
+            }
+        });
+        if self.rank == 0 && n < self.uses.ahead {
+            program.push(leave);
+            return program;
+        }
         if self.block == 0 || self.without != Without::EveryBlockLooks {
             program.push(awaits(peer * BLOCKS, move |shared, budget| {
                 let arrival = ring.arrival(half, peer, 0, peer, flag(shared.load(counter)));
@@ -173,36 +240,54 @@ impl Block {
         // Every block takes what all blocks of the peer wrote.
         program.extend((0..BLOCKS).map(|block| {
             let place = Self::place(rank, half, block);
-            reads(rank, place, value(n, Self::of(peer, block)))
+            reads(rank, place, value(n as u32, Self::of(peer, block)))
         }));
-        program.push(does(move |shared| {
-            if count_out(shared, rank).1 {
-                ends(shared, rank, launch);
-            }
-        }));
+        program.push(leave);
         program
     }
 }
 
-/// Both ranks send and receive so many uses of a slot.
-pub fn scenario(uses: u32, without: Without) -> Scenario {
+/// Both ranks send and receive in all uses of a slot.
+pub fn scenario(uses: Uses, without: Without) -> Scenario {
     let block = |id: usize| Block {
         rank: id / BLOCKS,
         block: id % BLOCKS,
-        ring: CreditRing {
-            rank: id / BLOCKS,
-            size: RANKS,
-            pieces: 1,
-            base: 0,
-        },
+        ring: ring(id / BLOCKS),
+        uses,
         without,
     };
     let program = |id: usize| {
         let block = block(id);
         let both = |n| block.send(n).into_iter().chain(block.receive(n));
-        (0..uses).flat_map(both).collect()
+        (0..uses.halves.len()).flat_map(both).collect()
     };
     let programs = (0..RANKS * BLOCKS).map(program).collect();
+    Scenario::new(WORDS, HALVES * BLOCKS, programs)
+}
+
+/// What one rank's blocks send, another receives.
+pub fn one_way() -> Scenario {
+    let send = |block| Block {
+        rank: 0,
+        block,
+        ring: ring(0),
+        uses: ONCE,
+        without: Without::Nothing,
+    };
+    let half = Half::of(0);
+    let arrival = ring(1).arrival(half, 0, 0, 0, flag(1));
+    let mut receive = vec![waits(Wait {
+        word: of_rank(arrival.word),
+        ..arrival
+    })];
+    receive.extend((0..BLOCKS).map(|block| {
+        reads(
+            1,
+            Block::place(1, half, block),
+            value(0, Block::of(0, block)),
+        )
+    }));
+    let programs = vec![send(0).send(0), send(1).send(0), receive];
     Scenario::new(WORDS, HALVES * BLOCKS, programs)
 }
 
