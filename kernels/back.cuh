@@ -31,6 +31,18 @@ __device__ __forceinline__ void store(uint32_t type, uint64_t array, uint32_t fi
   }
 }
 
+// Of numbers of 16 bits.
+__device__ __forceinline__ Eight eight_of(uint32_t type, uint4 bits) {
+  const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+  Eight x;
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    const float2 two = widen(type, words[i]);
+    x.v[2 * i] = two.x, x.v[2 * i + 1] = two.y;
+  }
+  return x;
+}
+
 // Added in the order in which they are given.
 struct Adding {
   Eight sum;

@@ -1,6 +1,6 @@
 // The low-latency exchange, after DeepEP's low-latency dispatch and combine: every row has a place at its receiver that its sender
-// knows, whatever else is sent. Nobody waits in these kernels: steps before them have waited for the half's credits or for everybody's
-// flags, and steps behind those that send post flags. Credits are given when the slot is used again.
+// knows, whatever else is sent. Each half of it is a launch (in_turn.cuh): what sends waits for the half's credits and posts flags behind the
+// rows, what receives waits for everybody's flags. Credits are given when the slot is used again.
 //
 // There: a rank writes own tokens into its part of the halves of all, each at the token's own place, and beside every token which of the
 // receiver's experts it names, and their weights if it has any; a row goes once to a rank. The receiver packs the rows of each of its
@@ -8,11 +8,11 @@
 // of each token at the rank that has the token; where a rank adds a token's rows before they go, their sum takes the place of the first. The
 // sums are in f32, products rounded before they are added, never fused, so that the host's are the same bits.
 #include "copy.cuh"
+#include "in_turn.cuh"
 #include "params.cuh"
 #include "payload.cuh"
 #include "poison.cuh"
 #include "slots.cuh"
-#include "steps.cuh"
 
 using namespace brigade;
 
@@ -23,16 +23,22 @@ constexpr uint32_t both = 2;
 
 constexpr uint32_t everybody = 0xFFFFFFFFu;
 
-__device__ __forceinline__ bool is_stopped(const LowLatencyParams& p) {
-  return is_stopped(reinterpret_cast<const uint64_t*>(p.stop), reinterpret_cast<const uint64_t*>(p.state));
-}
+// As many find room on a multiprocessor as places for waiting blocks are counted for.
+constexpr uint32_t most_threads = 512;
 
-// What a launch gives, if the group was stopped: by all threads. Who waited for it in vain has stopped the group before this kernel.
-__device__ __noinline__ void poison_outputs(const LowLatencyParams& p) {
+// What a launch gives, if the group was stopped: the share of a block among so many.
+__device__ __noinline__ void poison_outputs(const LowLatencyParams& p, uint32_t block, uint32_t blocks) {
   const uint64_t outputs[5] = {p.to, p.to_scales, p.counts, p.sources, p.ranges};
-  const uint64_t thread = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads = uint64_t(gridDim.x) * blockDim.x;
+  const uint64_t thread = uint64_t(block) * blockDim.x + threadIdx.x, threads = uint64_t(blocks) * blockDim.x;
 #pragma unroll
   for (uint32_t i = 0; i < 5; ++i) poison(outputs[i], p.poisoned_bytes[i], p.poisons[i], thread, threads);
+}
+
+// At the end of a launch that gives something, by all threads of a block. A block that did not go on poisons its share; where others did, and
+// have given what they had to, who is out last poisons all of it.
+__device__ __forceinline__ void end_receive(const LowLatencyParams& p, bool well) {
+  if (!well) poison_outputs(p, blockIdx.x, gridDim.x);
+  if (leave_receive(p, well)) poison_outputs(p, 0, 1);
 }
 
 // The part of sender `from` of a half at `at`.
@@ -49,9 +55,7 @@ __device__ __forceinline__ void count_moved(const LowLatencyParams& p, uint64_t 
 }
 
 // A group of threads, whole warps, for each own token and rank.
-extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_send(const __grid_constant__ LowLatencyParams p) {
-  wait_for_previous_kernel();
-  if (is_stopped(p)) return;
+__device__ __forceinline__ void send_rows(const LowLatencyParams& p) {
   const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
   if (blockIdx.x == 0) {
     for (uint32_t to = threadIdx.x; to < p.size; to += blockDim.x) {
@@ -88,6 +92,13 @@ extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_send(const
   count_moved(p, moved);
 }
 
+extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_send(const __grid_constant__ LowLatencyParams p) {
+  begin_launch(p);
+  const bool well = enter_send(p);
+  if (well) send_rows(p);
+  leave_send(p, well);
+}
+
 // How a block's threads are shared out among so many rows: as many for each as can be.
 __device__ __forceinline__ uint32_t threads_for(uint32_t rows) {
   uint32_t threads = 32;
@@ -122,28 +133,30 @@ __device__ __forceinline__ void tell_ranges(const LowLatencyParams& p, int32_t* 
   }
 }
 
-// A block for each of this rank's experts, or several that all look for its rows and take each their share of them.
-extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(const __grid_constant__ LowLatencyParams p) {
-  wait_for_previous_kernel();
-  if (is_stopped(p)) return poison_outputs(p);
+// The experts that a token of `source` names here, or null if there is no such token; and a bit for each that is `expert`.
+__device__ __forceinline__ const int32_t* names_of(const LowLatencyParams& p, uint32_t source, uint32_t token, uint32_t expert, uint32_t& entries) {
+  const uint64_t came = part(p, p.rank, source);
+  const int32_t* names = reinterpret_cast<const int32_t*>(place(p, came, named, token));
+  // On their way while it is found out whether they mean anything.
+  uint32_t found = 0;
+  for (uint32_t e = 0; e < p.k; ++e) found |= uint32_t(names[e] == int32_t(expert)) << e;
+  const bool there = token < *reinterpret_cast<const uint64_t*>(came);
+  entries = there ? found : 0;
+  return there ? names : nullptr;
+}
+
+// Share `mine` of an expert's rows, by a block, which looks for all of them.
+__device__ __forceinline__ void receive_rows(const LowLatencyParams& p, uint32_t expert, uint32_t mine, uint32_t absent) {
   // Of the places that are looked at together, those that have a row for this expert.
-  __shared__ uint32_t found[1024];
-  const uint32_t expert = blockIdx.x / p.share, mine = blockIdx.x % p.share;
+  __shared__ uint32_t found[most_threads];
   const uint64_t first = uint64_t(expert) * p.room;
-  const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
   int32_t* ranges = reinterpret_cast<int32_t*>(p.ranges) + uint64_t(expert) * p.size * 2;
   uint32_t next = 0;
   for (uint32_t start = 0; start < p.size * p.max_tokens; start += blockDim.x) {
     const uint32_t at = start + threadIdx.x, source = at / p.max_tokens, token = at % p.max_tokens;
     uint32_t entries = 0;
     const int32_t* names = nullptr;
-    if (source < p.size && !(absent >> source & 1)) {
-      const uint64_t came = part(p, p.rank, source);
-      if (token < *reinterpret_cast<const uint64_t*>(came)) {
-        names = reinterpret_cast<const int32_t*>(place(p, came, named, token));
-        for (uint32_t e = 0; e < p.k; ++e) entries |= uint32_t(names[e] == int32_t(expert)) << e;
-      }
-    }
+    if (source < p.size && !(absent >> source & 1)) names = names_of(p, source, token, expert, entries);
     uint32_t all;
     // What was found before has been taken by all threads that come here.
     const uint32_t i = rank_among(entries != 0, all);
@@ -183,6 +196,17 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_receive(c
   }
 }
 
+extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_receive(const __grid_constant__ LowLatencyParams p) {
+  begin_launch(p);
+  const bool well = enter_receive(p);
+  if (well) {
+    const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
+    // Blocks that share a multiprocessor have shares of different experts.
+    for (uint32_t i = blockIdx.x; i < p.own_experts * p.share; i += gridDim.x) receive_rows(p, i % p.own_experts, i / p.own_experts, absent);
+  }
+  end_receive(p, well);
+}
+
 // Calls `f` with the first of eight columns, time and again, until all threads of each warp are behind the last one; and whether this one is
 // not yet.
 template <typename F>
@@ -190,36 +214,62 @@ __device__ __forceinline__ void for_columns(const LowLatencyParams& p, uint32_t 
   for (uint32_t i = thread * 8; i - threadIdx.x % 32 * 8 < p.hidden; i += threads * 8) f(i, i < p.hidden);
 }
 
-// As many blocks for each expert as its rows were received by.
-extern "C" __global__ void __launch_bounds__(1024) brigade_low_latency_back(const __grid_constant__ LowLatencyParams p) {
-  wait_for_previous_kernel();
-  if (is_stopped(p)) return;
-  const uint32_t expert = blockIdx.x / p.share, mine = blockIdx.x % p.share;
-  const uint64_t first = uint64_t(expert) * p.room;
-  const uint32_t all = min(reinterpret_cast<const uint32_t*>(p.counts)[expert], p.room);
+// Row `i` of an expert, to all places that it has at the rank it came from, by so many threads. Bytes that go to a peer.
+__device__ __forceinline__ uint64_t send_row_back(const LowLatencyParams& p, uint64_t i, uint32_t thread, uint32_t threads) {
+  const uint32_t* source = reinterpret_cast<const uint32_t*>(p.sources) + i * 3;
+  const uint32_t to = source[0], token = source[1];
+  if (to >= p.size || token >= p.max_tokens) return 0;
+  const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[both], from = p.from + i * row_bytes_back(p);
   const bool whole = is_whole(p.from, p.hidden);
-  const uint32_t threads = threads_for((all + p.share - 1) / p.share), thread = threadIdx.x % threads;
   uint64_t moved = 0;
-  for (uint32_t i = mine + threadIdx.x / threads * p.share; i < all; i += blockDim.x / threads * p.share) {
-    const uint32_t* source = reinterpret_cast<const uint32_t*>(p.sources) + (first + i) * 3;
-    const uint32_t to = source[0], token = source[1];
-    if (to >= p.size || token >= p.max_tokens) continue;
-    const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[both];
-    for (uint32_t entries = source[2]; entries != 0; entries &= entries - 1) {
-      const uint32_t e = __ffs(entries) - 1;
-      if (e >= p.k) break;
-      const uint64_t place = places + e * p.row_bytes[both], from = p.from + (first + i) * row_bytes_back(p);
-      if (p.payload == as_is) {
-        copy_bytes(place, from, p.row_bytes[row], thread, threads);
-      } else {
-        for_columns(p, thread, threads, [&](uint32_t i, bool there) {
-          store_payload(p, place, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{});
-        });
+  for (uint32_t entries = source[2]; entries != 0; entries &= entries - 1) {
+    const uint32_t e = __ffs(entries) - 1;
+    if (e >= p.k) break;
+    const uint64_t place = places + e * p.row_bytes[both];
+    if (p.payload == as_is) {
+      copy_bytes(place, from, p.row_bytes[row], thread, threads);
+    } else {
+      for_columns(p, thread, threads, [&](uint32_t i, bool there) {
+        store_payload(p, place, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{});
+      });
+    }
+    if (to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
+  }
+  return moved;
+}
+
+// Rows of all experts are shared out as if they lay one behind the other: experts have very different numbers of them.
+__device__ __forceinline__ void send_rows_back(const LowLatencyParams& p) {
+  // Where each expert's rows end, of those that are looked at together.
+  __shared__ uint32_t ends[most_threads];
+  uint64_t moved = 0;
+  for (uint32_t start = 0; start < p.own_experts; start += blockDim.x) {
+    const uint32_t expert = start + threadIdx.x;
+    const uint32_t rows = expert < p.own_experts ? min(reinterpret_cast<const uint32_t*>(p.counts)[expert], p.room) : 0;
+    uint32_t all;
+    const uint32_t before = sum_before(rows, all);
+    ends[threadIdx.x] = before + rows;
+    __syncthreads();
+    const uint32_t threads = threads_for((all + gridDim.x - 1) / gridDim.x), thread = threadIdx.x % threads;
+    for (uint32_t n = blockIdx.x + threadIdx.x / threads * gridDim.x; n < all; n += blockDim.x / threads * gridDim.x) {
+      uint32_t of = 0;
+      // The first one whose rows end behind this row.
+      for (uint32_t step = blockDim.x / 2; step > 0; step /= 2) {
+        if (ends[of + step - 1] <= n) of += step;
       }
-      if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
+      const uint64_t i = uint64_t(start + of) * p.room + n - (of == 0 ? 0 : ends[of - 1]);
+      const uint64_t bytes = send_row_back(p, i, thread, threads);
+      if (thread == 0) moved += bytes;
     }
   }
   count_moved(p, moved);
+}
+
+extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_back(const __grid_constant__ LowLatencyParams p) {
+  begin_launch(p);
+  const bool well = enter_send(p);
+  if (well) send_rows_back(p);
+  leave_send(p, well);
 }
 
 // Rows that a warp adds, in this order, and what it multiplies them by.
@@ -235,36 +285,48 @@ __device__ __forceinline__ void list(Listed& to, int32_t place, uint32_t at, flo
   __syncwarp();
 }
 
-// Eight columns of the sum of those that are listed, from `i` on. Some are read before they are added.
-template <typename Load>
-__device__ __forceinline__ Eight sum_of(const Listed& listed, uint32_t count, Load load) {
-  constexpr uint32_t at_once = 4;
+// Eight columns of the sum of those that are listed. `AtOnce` are under way before the first is added; `widen` makes numbers of what was loaded.
+template <uint32_t AtOnce, typename Load, typename Widen>
+__device__ __forceinline__ Eight sum_of(const Listed& listed, uint32_t count, Load load, Widen widen) {
+  using Raw = decltype(load(0u));
   Adding all{};
-  for (uint32_t n = 0; n < count; n += at_once) {
-    Eight x[at_once];
+  for (uint32_t n = 0; n < count; n += AtOnce) {
+    Raw x[AtOnce];
 #pragma unroll
-    for (uint32_t j = 0; j < at_once; ++j) {
+    for (uint32_t j = 0; j < AtOnce; ++j) {
       if (n + j < count) x[j] = load(listed.at[n + j]);
     }
 #pragma unroll
-    for (uint32_t j = 0; j < at_once; ++j) {
-      if (n + j < count) all.add(x[j], listed.weight[n + j]);
+    for (uint32_t j = 0; j < AtOnce; ++j) {
+      if (n + j < count) all.add(widen(x[j]), listed.weight[n + j]);
     }
   }
   return all.sum;
 }
 
+// The same of rows at `row(at)`, from column `i` on. What type they are of is asked behind all loads: a branch before each would have the
+// next one wait for it.
+template <typename Row>
+__device__ __forceinline__ Eight sum_of_rows(const LowLatencyParams& p, const Listed& listed, uint32_t count, uint32_t i, bool whole, Row row) {
+  if (whole && p.from_type != F32) {
+    const auto load = [&](uint32_t at) { return *reinterpret_cast<const uint4*>(row(at) + i * 2); };
+    return sum_of<4>(listed, count, load, [&](uint4 x) { return eight_of(p.from_type, x); });
+  }
+  const auto plain = [&](uint32_t at) { return brigade::load(p.from_type, row(at), i, p.hidden, whole); };
+  return sum_of<1>(listed, count, plain, [](const Eight& x) { return x; });
+}
+
 // A group of threads, whole warps, for each token that may have rows here.
-extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_back_sums(const __grid_constant__ LowLatencyParams p) {
-  wait_for_previous_kernel();
-  if (is_stopped(p)) return;
-  __shared__ Listed lists[768 / 32];
+__device__ __forceinline__ void send_sums_back(const LowLatencyParams& p) {
+  __shared__ Listed lists[most_threads / 32];
   Listed& listed = lists[threadIdx.x / 32];
   const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
   const uint64_t from_bytes = row_bytes_back(p);
   const bool whole = is_whole(p.from | p.base | p.half | p.stride, p.hidden);
   uint64_t moved = 0;
-  for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < p.max_tokens * p.size; w += groups) {
+  // Who has no expert has written down no rows.
+  const uint32_t places = p.own_experts == 0 ? 0 : p.max_tokens * p.size;
+  for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < places; w += groups) {
     // The next rank first, so that not all write to one.
     const uint32_t to = (p.rank + 1 + w % p.size) % p.size, token = w / p.size;
     const uint64_t entry = (uint64_t(to) * p.max_tokens + token) * p.k + lane;
@@ -275,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_back_sums(
     list(listed, at >= 0 ? __popc(there & ((1u << lane) - 1)) : -1, uint32_t(at), weight);
     const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + __ffs(there) - 1) * p.row_bytes[both];
     for_columns(p, thread, p.row_threads, [&](uint32_t i, bool within) {
-      const Eight sum = sum_of(listed, within ? __popc(there) : 0, [&](uint32_t at) { return load(p.from_type, p.from + at * from_bytes, i, p.hidden, whole); });
+      const Eight sum = sum_of_rows(p, listed, within ? __popc(there) : 0, i, whole, [&](uint32_t at) { return p.from + at * from_bytes; });
       if (p.payload != as_is) {
         store_payload(p, target, i, rounded(p.from_type, sum));
       } else if (within) {
@@ -285,6 +347,13 @@ extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_back_sums(
     if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
   }
   count_moved(p, moved);
+}
+
+extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_back_sums(const __grid_constant__ LowLatencyParams p) {
+  begin_launch(p);
+  const bool well = enter_send(p);
+  if (well) send_sums_back(p);
+  leave_send(p, well);
 }
 
 // Where each lane's entry stands among those of a token that are added, or -1: in their order, or one for each rank, in rank order. `slot` is the
@@ -303,16 +372,16 @@ __device__ __forceinline__ int32_t place_among(const LowLatencyParams& p, int32_
 }
 
 // A group of threads, whole warps, for each own token.
-extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
-  wait_for_previous_kernel();
-  if (is_stopped(p)) return poison_outputs(p);
-  __shared__ Listed lists[768 / 32];
+__device__ __forceinline__ void add_up_rows(const LowLatencyParams& p) {
+  __shared__ Listed lists[most_threads / 32];
   Listed& listed = lists[threadIdx.x / 32];
-  const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
+  // A token has some blocks, or a block some tokens.
+  const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, groups = gridDim.x * blockDim.x / p.row_threads;
+  const uint32_t thread = me % p.row_threads, lane = threadIdx.x % 32;
   const uint64_t out_bytes = uint64_t(p.hidden) * (p.out_type == F32 ? 4 : 2);
   const uint64_t places = p.base + p.rank * p.stride + p.half;
   const bool whole = is_whole(places | p.to, p.hidden);
-  for (uint64_t token = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; token < p.tokens; token += groups) {
+  for (uint64_t token = me / p.row_threads; token < p.tokens; token += groups) {
     const uint64_t entry = token * p.k + lane;
     const int32_t slot = lane < p.k ? reinterpret_cast<const int32_t*>(p.chosen)[entry] : -1;
     const int32_t place = place_among(p, slot);
@@ -322,11 +391,17 @@ extern "C" __global__ void __launch_bounds__(768) brigade_low_latency_sum(const 
     const uint32_t count = __popc(__ballot_sync(everybody, place >= 0));
     const uint64_t of_token = places + token * p.k * p.row_bytes[both];
     for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
-      const Eight sum = sum_of(listed, count, [&](uint32_t e) {
-        const uint64_t place = of_token + e * p.row_bytes[both];
-        return p.payload == as_is ? load(p.from_type, place, i, p.hidden, whole) : load_payload(p, place, i);
-      });
+      const auto place = [&](uint32_t e) { return of_token + e * p.row_bytes[both]; };
+      const Eight sum = p.payload == as_is ? sum_of_rows(p, listed, count, i, whole, place)
+                                           : sum_of<2>(listed, count, [&](uint32_t e) { return load_payload(p, place(e), i); }, [](const Eight& x) { return x; });
       store(p.out_type, p.to + token * out_bytes, i, p.hidden, whole, sum);
     }
   }
+}
+
+extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
+  begin_launch(p);
+  const bool well = enter_receive(p);
+  if (well) add_up_rows(p);
+  end_receive(p, well);
 }

@@ -47,13 +47,6 @@ __device__ __forceinline__ void store_relaxed_sys(uint32_t* at, uint32_t value) 
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// What the kernels before this one left, read past the first-level cache: it may be older than they are.
-__device__ __forceinline__ uint64_t read_word(const uint64_t* at) {
-  uint64_t v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
-  return v;
-}
-
 // 0, though the compiler takes it for a thread's own: what follows from it is found by each thread, and not once for a warp in
 // registers from which addresses are slow to reach.
 __device__ __forceinline__ uint32_t nothing_of(uint32_t thread) {

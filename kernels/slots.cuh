@@ -85,28 +85,43 @@ __device__ __forceinline__ uint32_t divided(uint32_t n, uint32_t d, uint32_t inv
   return q;
 }
 
-// How many of the threads before this one have `mine`, and how many of all. By all threads of a block.
-__device__ __forceinline__ uint32_t rank_among(bool mine, uint32_t& all) {
+// Of the lanes up to this one.
+__device__ __forceinline__ uint32_t sum_of_lanes(uint32_t mine) {
+#pragma unroll
+  for (uint32_t d = 1; d < 32; d *= 2) {
+    const uint32_t below = __shfl_up_sync(0xFFFFFFFFu, mine, d);
+    if (threadIdx.x % 32 >= d) mine += below;
+  }
+  return mine;
+}
+
+// The sum of what the warps before this one have, of which this one has `own`; and of all. By all threads of a block.
+__device__ __forceinline__ uint32_t sum_of_warps_before(uint32_t own, uint32_t& all) {
   __shared__ uint32_t warps[33];
-  const uint32_t votes = __ballot_sync(0xFFFFFFFFu, mine);
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();
-  if (lane == 0) warps[warp] = __popc(votes);
+  if (lane == 0) warps[warp] = own;
   __syncthreads();
   if (warp == 0) {
-    const uint32_t own = lane < blockDim.x / 32 ? warps[lane] : 0;
-    uint32_t sum = own;
-#pragma unroll
-    for (uint32_t d = 1; d < 32; d *= 2) {
-      const uint32_t below = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-      if (lane >= d) sum += below;
-    }
-    warps[lane] = sum - own;
+    const uint32_t one = lane < blockDim.x / 32 ? warps[lane] : 0, sum = sum_of_lanes(one);
+    warps[lane] = sum - one;
     if (lane == 31) warps[32] = sum;
   }
   __syncthreads();
   all = warps[32];
-  return warps[warp] + __popc(votes & ((1u << lane) - 1));
+  return warps[warp];
+}
+
+// How many of the threads before this one have `mine`, and how many of all. By all threads of a block.
+__device__ __forceinline__ uint32_t rank_among(bool mine, uint32_t& all) {
+  const uint32_t votes = __ballot_sync(0xFFFFFFFFu, mine);
+  return sum_of_warps_before(__popc(votes), all) + __popc(votes & ((1u << threadIdx.x % 32) - 1));
+}
+
+// The sum of what the threads before this one have, and of all. By all threads of a block.
+__device__ __forceinline__ uint32_t sum_before(uint32_t mine, uint32_t& all) {
+  const uint32_t sum = sum_of_lanes(mine);
+  return sum_of_warps_before(__shfl_sync(0xFFFFFFFFu, sum, 31), all) + sum - mine;
 }
 
 }  // namespace brigade

@@ -59,6 +59,7 @@ __device__ __forceinline__ uint64_t waits_of(const P&) {
 __device__ __forceinline__ uint64_t waits_of(const StepsParams& p) { return p.waits; }
 __device__ __forceinline__ uint64_t waits_of(const DispatchFifoParams& p) { return p.waits; }
 __device__ __forceinline__ uint64_t waits_of(const CombineFifoParams& p) { return p.waits; }
+__device__ __forceinline__ uint64_t waits_of(const LowLatencyParams& p) { return p.waits; }
 
 template <typename P>
 __device__ __forceinline__ Group group_of(const P& p, uint32_t signature) {
@@ -84,6 +85,13 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* at) {
   uint64_t value;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
+}
+
+// What the kernels before this one left, read past the first-level cache: it may be older than they are.
+__device__ __forceinline__ uint64_t read_word(const uint64_t* at) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+  return v;
 }
 
 // Whether this rank was told to stop in this generation. `stop` is the word by which it is told.

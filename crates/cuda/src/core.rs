@@ -96,7 +96,7 @@ pub(crate) struct Core {
     /// The last calls, where that is so.
     pub(crate) ahead: Mutex<VecDeque<CudaMark>>,
     pub(crate) stepping: Spinning,
-    /// Places for the blocks of messages, and of exchanges by pushing.
+    /// Places for the blocks of messages, of exchanges by pushing, and of those in turn.
     pub(crate) exchanging: Spinning,
     /// The hierarchy that this is a part of, if it is one: its faults are what waits for a stream are told.
     pub(crate) whole: OnceLock<Weak<dyn Stoppable>>,
@@ -197,8 +197,9 @@ impl Core {
         let most = crate::messages::most_blocks(size, topology.engines.channels.into());
         let messages = Launch::grid(most, MESSAGE_THREADS);
         let stepping = device.reserve_spinning(&kernels.steps, steps)?;
-        // Messages and sums that are pushed take the same places in turn.
-        let exchanging = if shares || size < 2 || config.all_reduce_bytes == 0 {
+        // Messages, sums that are pushed and low-latency exchanges take the same places in turn.
+        let exchanges = config.all_reduce_bytes > 0 || config.low_latency_bytes > 0;
+        let exchanging = if shares || size < 2 || !exchanges {
             device.reserve_spinning(&kernels.messages, messages)?
         } else {
             device.reserve_half(&kernels.messages, messages)?

@@ -42,6 +42,7 @@ mod graph;
 mod grouped;
 mod handles;
 mod hierarchical;
+mod in_turn;
 mod inject;
 mod ipc;
 mod job;

@@ -1,31 +1,30 @@
 //! The low-latency exchange: rows go straight to their places at the receivers, a flag behind them; who receives packs what has come.
-//! What waits is one warp, and only from where the caller's stream comes to the receive.
+//! Each half is one launch, and nothing waits between them.
 
 use crate::{
-    Kernel, KernelSet, Launch, Missing,
+    Kernel, KernelSet, Missing,
     combine::sum_code,
     comm::{CudaComm, unexpected},
-    core::Core,
-    dispatch::{format_code, row_blocks, row_threads},
-    job::{Job, Kind, Made},
+    dispatch::{format_code, row_threads},
+    in_turn::{WIDEST, use_of},
+    job::Job,
     memory::check_reach,
     routing::Placed,
     steps::Use,
     types,
 };
 use brigade_device::{
-    Buffer, Call, CombineCast, CombineSum, DataType, Device, Fp8Cast, LowLatencyBack,
+    Buffer, Call, CombineCast, CombineSum, DataType, Fp8Cast, LowLatencyBack,
     LowLatencyCombineParams, LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows,
-    LowLatencySent, Output, Placement, Plan, Result, Statistics, Stream, Turn, ViewMut,
+    LowLatencySent, Output, Placement, Plan, Result, Statistics, Turn, ViewMut,
 };
 use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
-    absent::check,
     dispatch::part_bytes,
     low_latency::{BackRow, Section, There},
     routes::Slots,
 };
-use brigade_sync::{Area, Half};
+use brigade_sync::Half;
 use std::sync::Arc;
 
 /// Its kernels, in the order in which they run.
@@ -50,10 +49,8 @@ impl LowLatencyKernels {
     }
 }
 
-/// Threads of the largest block that takes rows.
-const WIDEST: u32 = 768;
 /// Threads of a block that looks for an expert's rows.
-const EXPERT_THREADS: u32 = 1024;
+const EXPERT_THREADS: u32 = 256;
 
 /// What a dispatch reads.
 struct Own {
@@ -133,11 +130,8 @@ impl CudaComm {
                 .flat_map(|(_, values, scales)| [values, scales]),
         );
         self.core.in_turn(turn.stream(), &signed, &kept, |job| {
-            let of = job.begin_slot(slot, half)?;
-            job.send_there(&sent, &own, of)?;
-            job.steps.filled_to_all(of, group.rank, 0);
-            job.steps.finish();
-            Ok(())
+            let of = use_of(slot, half);
+            job.send_in_turn(of, |job| job.send_there(&sent, &own, of))
         })?;
         Ok(sent)
     }
@@ -167,8 +161,8 @@ impl CudaComm {
         let signed = Call::LowLatencyDispatch(sent.call.clone());
         self.core.in_turn(turn.stream(), &signed, &kept, |job| {
             job.adds_waits(waits.as_ref());
-            let of = job.await_slot(sent.call.slot, half)?;
-            job.receive_there(&given, totals.as_ref(), of)
+            let of = use_of(sent.call.slot, half);
+            job.receive_in_turn(of, |job| job.receive_there(&given, totals.as_ref(), of))
         })?;
         Ok(given)
     }
@@ -208,11 +202,8 @@ impl CudaComm {
             _ => kept.extend([&there.counts, &there.sources]),
         }
         self.core.in_turn(turn.stream(), &signed, &kept, |job| {
-            let of = job.begin_slot(back.sent.call.slot, half)?;
-            job.send_back(&back, there, &rows, of)?;
-            job.steps.filled_to_all(of, job.core.rank(), 0);
-            job.steps.finish();
-            Ok(())
+            let of = use_of(back.sent.call.slot, half);
+            job.send_in_turn(of, |job| job.send_back(&back, there, &rows, of))
         })?;
         Ok(back)
     }
@@ -241,70 +232,20 @@ impl CudaComm {
         kept.extend(back.weights.iter().chain(&waits));
         self.core.in_turn(turn.stream(), &signed, &kept, |job| {
             job.adds_waits(waits.as_ref());
-            let of = job.await_slot(back.sent.call.slot, half)?;
-            job.add_up_back(back, &d, of)
+            let of = use_of(back.sent.call.slot, half);
+            job.receive_in_turn(of, |job| job.add_up_back(back, &d, of))
         })?;
         Ok(new.then_some(d))
     }
 }
 
-impl Core {
-    /// Makes half of a call that all ranks make, without meeting them. Kernels poison what they give if the group was stopped.
-    fn in_turn(
-        self: &Arc<Self>,
-        on: &Stream,
-        call: &Call,
-        buffers: &[&Buffer],
-        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let absent = self.control.absent();
-        check(absent, call)?;
-        let kind = Kind {
-            operation: call.operation(),
-            signature: absent.sign(call.signature()),
-            made: Made::InTurn,
-            within: None,
-        };
-        self.enqueue(self.device.lane(on)?, kind, buffers, None, |job| {
-            job.steps.start();
-            work(job)
-        })
-    }
-}
-
 impl Job<'_> {
-    /// Begins a use of a slot, once every peer has taken what this half had last. What the slot was used for last has been packed, or is
-    /// given up.
-    fn begin_slot(&mut self, slot: u8, half: Half) -> Result<Use> {
-        let area = Area::of_slot(slot);
-        let of = Use { area, half };
-        self.steps.let_go_of_area(area);
-        self.steps.begin(of);
-        self.steps_now()?;
-        Ok(of)
-    }
-
-    /// Waits for all that peers have sent for the use that was begun when an exchange was sent.
-    fn await_slot(&mut self, slot: u8, half: Half) -> Result<Use> {
-        let area = Area::of_slot(slot);
-        let of = Use { area, half };
-        self.steps.await_all(of, 0);
-        self.steps.finish();
-        self.steps_now()?;
-        Ok(of)
-    }
-
     /// What all kernels are told.
     fn exchanging_rows(&self, sent: &LowLatencySent, of: Use) -> Parameters {
         let (core, call) = (self.core, &sent.call);
-        let (stop, state) = self.stop();
         let placed = Placed::from(call.placement);
         let half = core.control.layout().half_bytes(of.area);
         Parameters {
-            stop,
-            state,
-            base: core.memory.symmetric.base(),
-            stride: core.memory.symmetric.stride() as u64,
             half: core.data_offset(of) as u64,
             part_bytes: part_bytes(half, core.size()) as u64,
             chosen: sent.chosen.address(),
@@ -315,10 +256,8 @@ impl Job<'_> {
             experts: placed.experts,
             copies: placed.copies,
             per_rank: placed.per_rank,
-            rank: core.rank() as u32,
-            size: core.size() as u32,
             room: call.room(core.size()) as u32,
-            ..Parameters::default()
+            ..self.half_in_turn(of)
         }
     }
 
@@ -355,23 +294,10 @@ impl Job<'_> {
         parameters.map = own.map.as_ref().map_or(0, Buffer::address);
         parameters.id_bytes = own.ids.dtype().bytes() as u32;
         parameters.row_threads = row_threads(&self.core.device, rows, row_bytes);
-        let shape = row_blocks(self, rows, parameters.row_threads, WIDEST);
+        let blocks = (rows * parameters.row_threads as usize).div_ceil(WIDEST as usize);
         let kernel = &self.core.device.opened.kernels.low_latency.send;
         // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
-        unsafe { self.follow(self.stream, kernel, shape, parameters) }
-    }
-
-    /// Blocks for each of so many experts, and for all of them.
-    fn expert_blocks(&self, experts: usize) -> (u32, Launch) {
-        let core = self.core;
-        let all = core.device.info().sms;
-        let sms = core
-            .config
-            .sm_budget
-            .map_or(all, |budget| budget.clamp(1, all));
-        let share = (usize::from(sms) / experts.max(1)).max(1);
-        let blocks = Launch::grid((share * experts) as u32, EXPERT_THREADS);
-        (share as u32, blocks)
+        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST), parameters) }
     }
 
     fn receive_there(
@@ -381,10 +307,9 @@ impl Job<'_> {
         of: Use,
     ) -> Result<()> {
         let experts = given.counts.shape().len();
-        if experts == 0 {
-            return Ok(());
-        }
-        let (share, shape) = self.expert_blocks(experts);
+        // Blocks look for all of an expert's rows, so that there are no more than are resident.
+        let share = self.core.in_turn_blocks(EXPERT_THREADS) as usize / experts.max(1);
+        let share = share.clamp(1, given.sent.call.room(self.core.size()).max(1));
         let mut parameters = Parameters {
             to: given.rows.address(),
             to_scales: given.scales.as_ref().map_or(0, Buffer::address),
@@ -393,7 +318,8 @@ impl Job<'_> {
             ranges: given.ranges.address(),
             scale_words: words_by_columns(&given.sent.call),
             totals: totals.map_or(0, Buffer::address),
-            share,
+            own_experts: experts as u32,
+            share: share as u32,
             ..self.holding(given, self.there(&given.sent, of))
         };
         let outputs = [
@@ -409,7 +335,7 @@ impl Job<'_> {
         }
         let kernel = &self.core.device.opened.kernels.low_latency.receive;
         // SAFETY: what has come lies in the group's memory, and goes into buffers of the call.
-        unsafe { self.follow(self.stream, kernel, shape, parameters) }
+        unsafe { self.launch_in_turn(kernel, (share * experts, EXPERT_THREADS), parameters) }
     }
 
     /// With what is kept of tokens that came with weights.
@@ -446,37 +372,33 @@ impl Job<'_> {
         rows: &Buffer,
         of: Use,
     ) -> Result<()> {
-        let experts = there.counts.shape().len();
-        if experts == 0 {
-            return Ok(());
-        }
         let kernels = &self.core.device.opened.kernels.low_latency;
+        let (experts, tokens) = (
+            there.counts.shape().len(),
+            back.call.there.room(self.core.size()),
+        );
         let mut parameters = Parameters {
             from: rows.address(),
+            own_experts: experts as u32,
             ..self.returning(back, of)
         };
-        let (kernel, shape) = match back.call.sum {
+        let (kernel, blocks) = match back.call.sum {
             CombineSum::ExpertByRank => {
-                let tokens = back.call.there.room(self.core.size());
-                if tokens == 0 {
-                    return Ok(());
-                }
                 parameters = self.holding(there, parameters);
                 parameters.row_threads = self.token_threads(back, tokens);
-                let shape = row_blocks(self, tokens, parameters.row_threads, WIDEST);
-                (&kernels.back_sums, shape)
+                let threads = tokens * parameters.row_threads as usize;
+                (&kernels.back_sums, threads.div_ceil(WIDEST as usize))
             }
             CombineSum::Expert | CombineSum::Rank => {
-                let (share, shape) = self.expert_blocks(experts);
                 parameters.counts = there.counts.address();
                 parameters.sources = there.sources.address();
-                parameters.share = share;
-                (&kernels.back, shape)
+                // A row for each, at most.
+                (&kernels.back, tokens * back.call.there.k.min(experts))
             }
         };
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps: to places that are checked against
         // the call's, or follow from what the receiving kernel wrote down.
-        unsafe { self.follow(self.stream, kernel, shape, parameters) }
+        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST), parameters) }
     }
 
     /// Threads for what comes back of each of so many tokens.
@@ -485,12 +407,20 @@ impl Job<'_> {
         row_threads(&self.core.device, tokens, bytes)
     }
 
+    /// Threads that add up each of so many tokens: of a few tokens, those of some blocks.
+    fn sum_threads(&self, back: &LowLatencyBack, tokens: usize) -> u32 {
+        let all = (self.core.in_turn_blocks(WIDEST) * WIDEST) as usize;
+        // Eight columns for each.
+        let most = back.call.hidden.div_ceil(8);
+        [4 * WIDEST, 2 * WIDEST, WIDEST]
+            .into_iter()
+            .find(|&t| tokens * t as usize <= all && t as usize / 2 < most)
+            .unwrap_or_else(|| self.token_threads(back, tokens))
+    }
+
     fn add_up_back(&self, back: &LowLatencyBack, d: &Buffer, of: Use) -> Result<()> {
         let tokens = back.sent.chosen.shape().rows();
-        if tokens == 0 {
-            return Ok(());
-        }
-        let threads = self.token_threads(back, tokens);
+        let threads = self.sum_threads(back, tokens);
         let parameters = Parameters {
             to: d.address(),
             poisoned_bytes: [d.bytes() as u64, 0, 0, 0, 0],
@@ -500,10 +430,10 @@ impl Job<'_> {
             row_threads: threads,
             ..self.returning(back, of)
         };
-        let shape = row_blocks(self, tokens, threads, WIDEST);
+        let blocks = (tokens * threads as usize).div_ceil(WIDEST as usize);
         let kernel = &self.core.device.opened.kernels.low_latency.sum;
         // SAFETY: what has come back lies in the group's memory, all else in buffers of the call.
-        unsafe { self.follow(self.stream, kernel, shape, parameters) }
+        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST), parameters) }
     }
 }
 

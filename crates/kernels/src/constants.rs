@@ -100,7 +100,7 @@ constants! {
     STATE_CALLS: usize = 2;
     /// Bytes that this rank moved.
     STATE_MOVED: usize = 3;
-    /// Blocks that are through with a launch of messages.
+    /// Blocks that are through with a launch of messages, or with half of a call in turn; of these, those that failed in the upper half.
     STATE_OUT: usize = 4;
     /// Blocks that have read what lies in a half of a message's slot: a word for each half.
     STATE_READ: usize = 6;

@@ -3,16 +3,24 @@
 use super::{Field, Layout, Parameters, Zero};
 
 parameters! {
-    /// Half of an exchange: rows are sent to their experts, received, sent back, and added up, in a launch each.
+    /// Half of an exchange: rows are sent to their experts, received, sent back, and added up, in a launch each (`kernels/in_turn.cuh`).
     LowLatencyParams of "brigade_low_latency" in "low_latency" {
-        /// Device address of the word by which this rank is told to stop.
-        stop: u64,
-        /// Device address of this rank's state.
-        state: u64,
         /// Where this rank reaches the memory of rank 0.
         base: u64,
         /// From one rank's memory to the next's.
         stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Address of this rank's report.
+        report: u64,
+        /// Where to ask the hook of fault injection: not here.
+        desk: u64,
+        /// How long a call may take, in nanoseconds.
+        deadline_ns: u64,
+        /// The same for the first call that all ranks make.
+        first_deadline_ns: u64,
+        /// Device address of what waits for each rank are added to, or 0.
+        waits: u64,
         /// Byte of a rank's memory where the half begins.
         half: u64,
         /// Bytes of a sender's part of it, on the way there.
@@ -71,7 +79,9 @@ parameters! {
         per_rank: u32,
         /// Threads for each row.
         row_threads: u32,
-        /// Blocks for each of this rank's experts.
+        /// This rank's experts.
+        own_experts: u32,
+        /// Shares that the rows of each of them are taken in.
         share: u32,
         /// Columns of rows that are added up.
         hidden: u32,
@@ -91,6 +101,28 @@ parameters! {
         payload: u32,
         /// Words of a received row's scales if they lie by columns, or 0.
         scale_words: u32,
+        /// Number of the operation, for fault records.
+        operation: u32,
+        /// Of the call.
+        signature: u32,
+        /// Word where the flags of arrival begin.
+        barrier: u32,
+        /// Word by which a rank is told to stop.
+        stop: u32,
+        /// Whether all ranks make this call.
+        collective: u32,
+        /// Whether the launch is all of the half of the call: it waits, posts and counts. Else steps around it do.
+        alone: u32,
+        /// Whether the next launch may take its places beside this one's.
+        lets_next: u32,
+        /// Numbers of the counters of this half of the slot, and of its other half.
+        counters: [u32; 2],
+        /// Words where credits of these begin.
+        credits: [u32; 2],
+        /// Word where flags of this half begin.
+        filled: u32,
+        /// From one rank's to the next's.
+        pieces: u32,
         /// Nothing.
         unused: u32,
     }

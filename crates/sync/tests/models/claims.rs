@@ -2,6 +2,7 @@
 
 use crate::{
     abort, barrier, bell, fifo,
+    in_turn::{self, BY_TURNS, REPLAYED},
     loomed::Orders,
     low_latency::{self, AHEAD, BOTH, ONE},
     packet, reset,
@@ -16,6 +17,7 @@ pub fn claims() -> Vec<Row> {
     const R: ring::Without = ring::Without::Nothing;
     const F: fifo::Without = fifo::Without::Nothing;
     const L: low_latency::Without = low_latency::Without::Nothing;
+    const I: in_turn::Without = in_turn::Without::Nothing;
     const P: packet::Without = packet::Without::Nothing;
     const S: sentinel::Without = sentinel::Without::Nothing;
     const A: abort::Without = abort::Without::Nothing;
@@ -25,6 +27,7 @@ pub fn claims() -> Vec<Row> {
     let holds = Row::holds;
     let (barrier, ring, fifo, packets) = ("barrier", "ring", "fifo", "packets");
     let low_latency = "low latency";
+    let in_turn = "in turn";
     let (sentinel, two_shots, copies) = ("sentinel", "two shots", "copies");
     let (abort, reset, roll, waits) = ("abort", "reset", "roll", "waits");
     vec![
@@ -161,6 +164,41 @@ pub fn claims() -> Vec<Row> {
             low_latency,
             "memory order of 2 ranks, one ahead",
             ordered(|| low_latency::scenario(2, &AHEAD, false, L)),
+        ),
+        holds(
+            in_turn,
+            "launches of 2 blocks on 2 ranks, a half used again",
+            states(|| in_turn::scenario(BY_TURNS, I)),
+        ),
+        holds(
+            in_turn,
+            "the same where one half is used over and over, as a graph is launched",
+            states(|| in_turn::scenario(REPLAYED, I)),
+        ),
+        holds(
+            in_turn,
+            "one of 2 ranks is ahead, and gives up what it sent before",
+            states(|| in_turn::scenario(in_turn::AHEAD, I)),
+        ),
+        holds(
+            in_turn,
+            "stores become visible late",
+            states(|| in_turn::one_way().weak(false)),
+        ),
+        holds(
+            in_turn,
+            "a launch that is stopped halfway gives poison, or all that it should",
+            states(|| in_turn::stopped(I)),
+        ),
+        holds(
+            in_turn,
+            "memory order of a send's blocks and who receives",
+            ordered(in_turn::one_way),
+        ),
+        holds(
+            in_turn,
+            "memory order of a launch that is stopped",
+            ordered(|| in_turn::stopped(I)),
         ),
         holds(
             packets,

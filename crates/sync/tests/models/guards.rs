@@ -1,7 +1,7 @@
 //! With one guard taken away each.
 
 use crate::{
-    abort, barrier, bell, fifo,
+    abort, barrier, bell, fifo, in_turn,
     loomed::Orders,
     low_latency::{self, AHEAD, ONE},
     packet, reset,
@@ -171,6 +171,51 @@ fn low_latency() -> Vec<Row> {
     rows.extend(orders("low latency", || {
         low_latency::scenario(2, &AHEAD, false, Nothing)
     }));
+    rows
+}
+
+fn in_turn() -> Vec<Row> {
+    use in_turn::Without::*;
+    let by = |without| states(move || in_turn::scenario(in_turn::AHEAD, without));
+    let row = |what, mutation, by| Row::without("in turn", what, mutation, by);
+    let mut rows = vec![
+        row(
+            "credits are given before anybody waits",
+            "behind the wait for those of peers",
+            states(|| in_turn::scenario(in_turn::REPLAYED, CreditsFirst)),
+        ),
+        row(
+            "the last block out posts flags",
+            "the first one does",
+            by(LastPosts),
+        ),
+        row(
+            "the last block out counts the use",
+            "the first one does",
+            by(LastCounts),
+        ),
+        row(
+            "every block waits for credits",
+            "the first one does",
+            by(EveryBlockWaits),
+        ),
+        row(
+            "every block waits for flags",
+            "the first one does",
+            by(EveryBlockLooks),
+        ),
+        row(
+            "a block writes, then it is counted out",
+            "it is counted out, then it writes",
+            by(WritesFirst),
+        ),
+        row(
+            "the last block out poisons what all gave",
+            "each block poisons its own",
+            states(|| in_turn::stopped(LastPoisons)),
+        ),
+    ];
+    rows.extend(orders("in turn", in_turn::one_way));
     rows
 }
 
@@ -431,6 +476,7 @@ pub fn guards() -> Vec<Row> {
         ring,
         fifo,
         low_latency,
+        in_turn,
         packets,
         sentinel,
         two_shots,

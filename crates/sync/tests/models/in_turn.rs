@@ -1,0 +1,331 @@
+//! Halves of calls in turn as GPUs make them: launches of several blocks, of which each waits by itself, and the last one out posts and
+//! counts. A block is a thread of control of its own here; two of them share the memory of the first.
+
+use crate::shared::*;
+use brigade_sync::{CreditRing, Flag, HALVES, Half, Post, Wait, Want, Word, post, wait};
+
+/// What is taken away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Without {
+    Nothing,
+    /// Credits are given before anybody waits for some.
+    CreditsFirst,
+    /// Flags are posted by the last block out.
+    LastPosts,
+    /// The counter is advanced by the last block out.
+    LastCounts,
+    /// Every block of a send waits for credits.
+    EveryBlockWaits,
+    /// Every block of a receive waits for flags.
+    EveryBlockLooks,
+    /// A block is counted out behind what it writes.
+    WritesFirst,
+    /// Where some blocks found the group stopped and others did not, the last one out poisons what all gave.
+    LastPoisons,
+}
+
+const BLOCKS: usize = 2;
+const RANKS: usize = 2;
+/// Words behind those of the ring: a counter for each half, blocks that are out, launches that are over, whether to stop.
+const COUNTERS: usize = CreditRing::words(RANKS, 1);
+const OUT: usize = COUNTERS + HALVES;
+const OVER: usize = OUT + 1;
+const STOP: usize = OVER + 1;
+const WORDS: usize = STOP + 1;
+
+fn flag(epoch: u64) -> Flag {
+    Flag::new(GENERATION, 0xA11, epoch as u32)
+}
+
+/// A word of the memory that blocks of a rank share.
+fn own(rank: usize, index: usize) -> Word {
+    let owner = rank * BLOCKS;
+    Word { owner, index }
+}
+
+fn of_rank(word: Word) -> Word {
+    own(word.owner, word.index)
+}
+
+/// Waits until the launches before this one have ended.
+fn begins(rank: usize, launch: usize) -> Program {
+    let over = Wait {
+        word: own(rank, OVER),
+        want: Want::AtLeast(flag(launch as u64)),
+        peer: rank * BLOCKS,
+    };
+    (0..launch.min(1)).map(|_| waits(over)).collect()
+}
+
+/// Counts a block out: whether it is the first, and whether the last.
+fn count_out(shared: &dyn Shared, rank: usize) -> (bool, bool) {
+    let out = own(rank, OUT);
+    loop {
+        let before = shared.load(out);
+        if shared.compare_exchange(out, before, before + 1).is_ok() {
+            return (before == 0, before as usize + 1 == BLOCKS);
+        }
+    }
+}
+
+/// The launch is over.
+fn ends(shared: &dyn Shared, rank: usize, launch: usize) {
+    shared.store(own(rank, OUT), 0);
+    let word = own(rank, OVER);
+    let flag = flag(launch as u64 + 1);
+    post(shared, Post { word, flag });
+}
+
+/// What a block of `rank` does in a use of its slot.
+struct Block {
+    rank: usize,
+    block: usize,
+    ring: CreditRing,
+    uses: Uses,
+    without: Without,
+}
+
+/// Which half each use takes, and how many of the first ones the first rank gives up.
+#[derive(Clone, Copy)]
+pub struct Uses {
+    halves: &'static [u32],
+    ahead: usize,
+}
+
+/// As calls are issued.
+pub const BY_TURNS: Uses = Uses {
+    halves: &[0, 1, 0],
+    ahead: 0,
+};
+
+/// A graph of one exchange, launched again and again, takes the half of its capture.
+pub const REPLAYED: Uses = Uses {
+    halves: &[0, 0, 0],
+    ahead: 0,
+};
+
+/// The first rank is ahead: it comes to a half that the other may not have read yet.
+pub const AHEAD: Uses = Uses {
+    halves: &[0, 1, 0],
+    ahead: 2,
+};
+
+const ONCE: Uses = Uses {
+    halves: &[0],
+    ahead: 0,
+};
+
+impl Uses {
+    fn half(self, n: usize) -> Half {
+        Half::of(self.halves[n])
+    }
+
+    /// Which one of its half's uses it is.
+    fn count(self, n: usize) -> u64 {
+        let same = |&&half: &&u32| half == self.halves[n];
+        self.halves[..=n].iter().filter(same).count() as u64
+    }
+}
+
+fn ring(rank: usize) -> CreditRing {
+    CreditRing {
+        rank,
+        size: RANKS,
+        pieces: 1,
+        base: 0,
+    }
+}
+
+impl Block {
+    fn peer(&self) -> usize {
+        1 - self.rank
+    }
+
+    fn counter(&self, half: Half) -> Word {
+        own(self.rank, COUNTERS + half.index())
+    }
+
+    fn place(owner: usize, half: Half, block: usize) -> Word {
+        own(owner, half.index() * BLOCKS + block)
+    }
+
+    fn of(from: usize, block: usize) -> usize {
+        from * BLOCKS + block
+    }
+
+    fn send(&self, n: usize) -> Program {
+        let (rank, block, peer, ring, without) =
+            (self.rank, self.block, self.peer(), self.ring, self.without);
+        let (half, launch, count) = (self.uses.half(n), 2 * n, self.uses.count(n));
+        let counter = self.counter(half);
+        let mut program = begins(rank, launch);
+        // What the launch before took, or gave up.
+        let taken = (n > 0).then(|| {
+            let credit = flag(self.uses.count(n - 1));
+            ring.release(self.uses.half(n - 1), credit)
+        });
+        let credits = taken.into_iter().flatten().map(|p| {
+            let word = of_rank(p.word);
+            posts(Post { word, ..p })
+        });
+        let credits: Program = credits.filter(|_| block == 0).collect();
+        let mut waiting = Program::new();
+        if block == 0 || without != Without::EveryBlockWaits {
+            waiting.push(awaits(peer * BLOCKS, move |shared, budget| {
+                let use_of_half = shared.load(counter) + 1;
+                let credit = ring.credit(half, peer, flag(use_of_half));
+                let credit = Wait {
+                    word: of_rank(credit.word),
+                    ..credit
+                };
+                if use_of_half == 1 {
+                    return Ok(Ok(()));
+                }
+                Ok(wait(shared, credit, budget, || shared.stopped()))
+            }));
+        }
+        match without {
+            Without::CreditsFirst => program.extend(waiting.into_iter().chain(credits)),
+            _ => program.extend(credits.into_iter().chain(waiting)),
+        }
+        let data = writes(
+            Self::place(peer, half, block),
+            value(n as u32, Self::of(rank, block)),
+        );
+        let leave = does(move |shared| {
+            let (first, last) = count_out(shared, rank);
+            if last && without != Without::LastPosts || first && without == Without::LastPosts {
+                let filled = ring.filled(peer, half, rank, 0, flag(count));
+                let word = of_rank(filled.word);
+                post(shared, Post { word, ..filled });
+            }
+            if last && without != Without::LastCounts || first && without == Without::LastCounts {
+                shared.store(counter, count);
+            }
+            if last {
+                ends(shared, rank, launch);
+            }
+        });
+        match without {
+            Without::WritesFirst => program.extend([leave, data]),
+            _ => program.extend([data, leave]),
+        }
+        program
+    }
+
+    fn receive(&self, n: usize) -> Program {
+        let (rank, peer, ring) = (self.rank, self.peer(), self.ring);
+        let (half, launch) = (self.uses.half(n), 2 * n + 1);
+        let counter = self.counter(half);
+        let mut program = begins(rank, launch);
+        let leave = does(move |shared| {
+            if count_out(shared, rank).1 {
+                ends(shared, rank, launch);
+            }
+        });
+        if self.rank == 0 && n < self.uses.ahead {
+            program.push(leave);
+            return program;
+        }
+        if self.block == 0 || self.without != Without::EveryBlockLooks {
+            program.push(awaits(peer * BLOCKS, move |shared, budget| {
+                let arrival = ring.arrival(half, peer, 0, peer, flag(shared.load(counter)));
+                let arrival = Wait {
+                    word: of_rank(arrival.word),
+                    ..arrival
+                };
+                Ok(wait(shared, arrival, budget, || shared.stopped()))
+            }));
+        }
+        // Every block takes what all blocks of the peer wrote.
+        program.extend((0..BLOCKS).map(|block| {
+            let place = Self::place(rank, half, block);
+            reads(rank, place, value(n as u32, Self::of(peer, block)))
+        }));
+        program.push(leave);
+        program
+    }
+}
+
+/// Both ranks send and receive in all uses of a slot.
+pub fn scenario(uses: Uses, without: Without) -> Scenario {
+    let block = |id: usize| Block {
+        rank: id / BLOCKS,
+        block: id % BLOCKS,
+        ring: ring(id / BLOCKS),
+        uses,
+        without,
+    };
+    let program = |id: usize| {
+        let block = block(id);
+        let both = |n| block.send(n).into_iter().chain(block.receive(n));
+        (0..uses.halves.len()).flat_map(both).collect()
+    };
+    let programs = (0..RANKS * BLOCKS).map(program).collect();
+    Scenario::new(WORDS, HALVES * BLOCKS, programs)
+}
+
+/// What one rank's blocks send, another receives.
+pub fn one_way() -> Scenario {
+    let send = |block| Block {
+        rank: 0,
+        block,
+        ring: ring(0),
+        uses: ONCE,
+        without: Without::Nothing,
+    };
+    let half = Half::of(0);
+    let arrival = ring(1).arrival(half, 0, 0, 0, flag(1));
+    let mut receive = vec![waits(Wait {
+        word: of_rank(arrival.word),
+        ..arrival
+    })];
+    receive.extend((0..BLOCKS).map(|block| {
+        reads(
+            1,
+            Block::place(1, half, block),
+            value(0, Block::of(0, block)),
+        )
+    }));
+    let programs = vec![send(0).send(0), send(1).send(0), receive];
+    Scenario::new(WORDS, HALVES * BLOCKS, programs)
+}
+
+/// A launch that gives something while the group is being stopped: all that it gave is what it should be, or all of it is poison.
+pub fn stopped(without: Without) -> Scenario {
+    const GIVEN: u64 = 1;
+    const POISON: u64 = 2;
+    let failed = 1 << 8;
+    let give = move |block: usize| {
+        vec![does(move |shared| {
+            let well = shared.load(own(0, STOP)) == 0;
+            let mine = if well { GIVEN } else { POISON };
+            shared.write(own(0, block), mine);
+            let (out, add) = (own(0, OUT), if well { 1 } else { 1 + failed });
+            let all = loop {
+                let before = shared.load(out);
+                if shared.compare_exchange(out, before, before + add).is_ok() {
+                    break before + add;
+                }
+            };
+            if all % failed != BLOCKS as u64 {
+                return;
+            }
+            let mixed = all / failed != 0 && all / failed != BLOCKS as u64;
+            for block in (0..BLOCKS).filter(|_| mixed && without != Without::LastPoisons) {
+                shared.write(own(0, block), POISON);
+            }
+            ends(shared, 0, 0);
+        })]
+    };
+    let mut peer = vec![does(|shared| shared.store(own(0, STOP), 1))];
+    peer.extend(begins(0, 1));
+    peer.push(acts(|shared| {
+        let (first, second) = (shared.read(own(0, 0)), shared.read(own(0, 1)));
+        if first == second {
+            return Ok(());
+        }
+        Err(Fault::Wrong("a part of what was given is poison".into()))
+    }));
+    Scenario::new(WORDS, BLOCKS, vec![give(0), give(1), peer])
+}
