@@ -492,8 +492,6 @@ pub struct OverlapPlan {
     pub order: SmallVec<[u16; 8]>,
     /// Which bits the sums of the twin promise.
     pub sums: SumOrder,
-    /// For GPUs.
-    pub launch: Launch,
     /// Why another mode than the one asked for, or than the usual one, was taken.
     pub instead_of: Option<Reason>,
 }
@@ -564,8 +562,4 @@ pub struct Launch {
     pub blocks: u16,
     /// Threads in a block.
     pub threads: u16,
-    /// Streams that gemms run on.
-    pub compute_streams: u8,
-    /// Streaming multiprocessors left to the gemm.
-    pub gemm_sms: Option<u16>,
 }

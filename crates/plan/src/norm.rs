@@ -62,6 +62,5 @@ fn launch(cut: &RowShares, max_blocks: u16, sm_budget: Option<u16>) -> Launch {
     Launch {
         blocks: cut.rows.clamp(1, most) as u16,
         threads: threads.unwrap_or(1024) as u16,
-        ..Launch::default()
     }
 }

@@ -4,9 +4,7 @@
 //! capacity, and, where nothing is forced, whether it pays.
 
 use crate::{Topology, crossover::Crossovers, reason, ring::Order, rows};
-use brigade_device::{
-    DataType, Launch, LinearCall, OverlapMode, OverlapPlan, QScheme, Reason, SumOrder,
-};
+use brigade_device::{DataType, LinearCall, OverlapMode, OverlapPlan, QScheme, Reason, SumOrder};
 
 /// Most pieces that [`OverlapMode::Chunked`] cuts a chunk into.
 pub const MAX_PIECES: u16 = 16;
@@ -167,7 +165,6 @@ pub(crate) fn finish(
         offsets: rows::offsets(&call.rows),
         order,
         sums: SumOrder::Flat,
-        launch: Launch::default(),
         instead_of,
     }
 }

@@ -276,7 +276,6 @@ fn launch(threads: usize, most: u16, together: u16) -> Launch {
     Launch {
         blocks: u16::try_from(blocks).unwrap_or(most).clamp(1, most),
         threads: each,
-        ..Launch::default()
     }
 }
 

@@ -72,7 +72,6 @@ impl Figures {
         Launch {
             blocks: u16::try_from(blocks).unwrap_or(most).clamp(1, most),
             threads,
-            ..Launch::default()
         }
     }
 
@@ -417,9 +416,7 @@ impl Entry {
 /// What an all-reduce's launch is and what the choice rests on, in one line for people. A pull has no launch of its own: its
 /// steps and sums are launched as any other's.
 pub fn told(algorithm: A, launch: Launch, figures: &Figures) -> String {
-    let Launch {
-        blocks, threads, ..
-    } = launch;
+    let Launch { blocks, threads } = launch;
     let s = if blocks == 1 { "" } else { "s" };
     let launch = match algorithm {
         A::OneShotPush | A::TwoShotPush => {

@@ -271,9 +271,7 @@ fn all_reduces_of_worlds_1_to_8() {
             for bytes in (11..=28).map(|shift| 1usize << shift) {
                 let (algorithm, launch, piece) =
                     planned(&all_reduce(bytes, DataType::BF16, None), &on);
-                let Launch {
-                    blocks, threads, ..
-                } = launch;
+                let Launch { blocks, threads } = launch;
                 let piece = match piece {
                     usize::MAX => "one piece".to_owned(),
                     piece => format!("pieces of {piece}"),

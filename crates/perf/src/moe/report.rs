@@ -155,7 +155,6 @@ mod tests {
         let launch = Launch {
             blocks: 24,
             threads: 256,
-            ..Launch::default()
         };
         let (row, text) = told("--sm-budget 30", launch, false);
         assert_eq!((&row["sms"], &row["sm_budget"]), (&json!(24), &json!(30)));
