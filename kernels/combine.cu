@@ -44,16 +44,7 @@ struct Held {
   Held() = default;
   __device__ __forceinline__ Held(uint32_t, uint64_t array, uint32_t first, uint32_t, bool)
       : words(reinterpret_cast<const uint4*>(array)[first / 8]) {}
-  __device__ __forceinline__ Eight eight() const {
-    const uint32_t all[4] = {words.x, words.y, words.z, words.w};
-    Eight x;
-#pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) {
-      const float2 two = widen(known, all[i]);
-      x.v[2 * i] = two.x, x.v[2 * i + 1] = two.y;
-    }
-    return x;
-  }
+  __device__ __forceinline__ Eight eight() const { return eight_of(known, words); }
 };
 
 template <>
