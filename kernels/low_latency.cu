@@ -41,6 +41,31 @@ __device__ __forceinline__ void end_receive(const LowLatencyParams& p, bool well
   if (leave_receive(p, well)) poison_outputs(p, 0, 1);
 }
 
+// Rows between any addresses: most of the code of a copy, and rare. Not inlined, since a kernel that runs through its code once waits for the code.
+__device__ __noinline__ void copy_odd(uint64_t to, uint64_t from, uint64_t bytes, uint32_t thread, uint32_t threads) {
+  copy_bytes(to, from, bytes, thread, threads);
+}
+
+__device__ __forceinline__ void copy_row(uint64_t to, uint64_t from, uint64_t bytes, uint32_t thread, uint32_t threads) {
+  if ((to | from | bytes) % 16 != 0) return copy_odd(to, from, bytes, thread, threads);
+  const uint4* in = reinterpret_cast<const uint4*>(from);
+  uint4* out = reinterpret_cast<uint4*>(to);
+  constexpr uint32_t in_flight = 4;
+  const uint32_t words = uint32_t(bytes / 16);
+#pragma unroll 1
+  for (uint32_t i = thread; i < words; i += in_flight * threads) {
+    uint4 held[in_flight];
+#pragma unroll
+    for (uint32_t j = 0; j < in_flight; ++j) {
+      if (i + j * threads < words) held[j] = in[i + j * threads];
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < in_flight; ++j) {
+      if (i + j * threads < words) out[i + j * threads] = held[j];
+    }
+  }
+}
+
 // The part of sender `from` of a half at `at`.
 __device__ __forceinline__ uint64_t part(const LowLatencyParams& p, uint32_t at, uint32_t from) {
   return p.base + at * p.stride + p.half + from * p.part_bytes;
@@ -82,10 +107,10 @@ __device__ __forceinline__ void send_rows(const LowLatencyParams& p) {
       }
     }
     if (!goes) continue;
-    copy_bytes(place(p, target, row, token), p.from + token * p.row_bytes[row], p.row_bytes[row], thread, p.row_threads);
+    copy_row(place(p, target, row, token), p.from + token * p.row_bytes[row], p.row_bytes[row], thread, p.row_threads);
     if (p.from_scales != 0) {
       const uint64_t bytes = p.row_bytes[scales];
-      copy_bytes(place(p, target, scales, token), p.from_scales + token * bytes, bytes, thread, p.row_threads);
+      copy_row(place(p, target, scales, token), p.from_scales + token * bytes, bytes, thread, p.row_threads);
     }
     if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales] + p.row_bytes[weights];
   }
@@ -108,7 +133,7 @@ __device__ __forceinline__ uint32_t threads_for(uint32_t rows) {
 
 // What is kept of a token whose rows came with weights, by the thread that has looked at it for one of the experts. Of entries without a row
 // the first expert's thread says so. `at` counts tokens over all sources; `names` are their experts here, or null if there is no such token.
-__device__ __forceinline__ void hold(const LowLatencyParams& p, uint32_t at, const int32_t* names, const float* of_names, uint32_t expert, uint64_t to) {
+__device__ __noinline__ void hold(const LowLatencyParams& p, uint32_t at, const int32_t* names, const float* of_names, uint32_t expert, uint64_t to) {
   int32_t* rows = reinterpret_cast<int32_t*>(p.rows_of) + uint64_t(at) * p.k;
   float* held = reinterpret_cast<float*>(p.held) + uint64_t(at) * p.k;
   for (uint32_t e = 0; e < p.k; ++e) {
@@ -139,6 +164,7 @@ __device__ __forceinline__ const int32_t* names_of(const LowLatencyParams& p, ui
   const int32_t* names = reinterpret_cast<const int32_t*>(place(p, came, named, token));
   // On their way while it is found out whether they mean anything.
   uint32_t found = 0;
+#pragma unroll 8
   for (uint32_t e = 0; e < p.k; ++e) found |= uint32_t(names[e] == int32_t(expert)) << e;
   const bool there = token < *reinterpret_cast<const uint64_t*>(came);
   entries = there ? found : 0;
@@ -177,11 +203,11 @@ __device__ __forceinline__ void receive_rows(const LowLatencyParams& p, uint32_t
     for (uint32_t n = mine + threadIdx.x / threads * p.share; n < all; n += step) {
       const uint32_t token = found[n] % p.max_tokens;
       const uint64_t came = part(p, p.rank, found[n] / p.max_tokens), to = first + next + n;
-      copy_bytes(p.to + to * p.row_bytes[row], place(p, came, row, token), p.row_bytes[row], thread, threads);
+      copy_row(p.to + to * p.row_bytes[row], place(p, came, row, token), p.row_bytes[row], thread, threads);
       if (p.to_scales == 0) continue;
       const uint64_t bytes = p.row_bytes[scales], from = place(p, came, scales, token);
       if (p.scale_words == 0) {
-        copy_bytes(p.to_scales + to * bytes, from, bytes, thread, threads);
+        copy_row(p.to_scales + to * bytes, from, bytes, thread, threads);
         continue;
       }
       uint32_t* columns = reinterpret_cast<uint32_t*>(p.to_scales) + first * p.scale_words + next + n;
@@ -214,24 +240,28 @@ __device__ __forceinline__ void for_columns(const LowLatencyParams& p, uint32_t 
   for (uint32_t i = thread * 8; i - threadIdx.x % 32 * 8 < p.hidden; i += threads * 8) f(i, i < p.hidden);
 }
 
+__device__ __noinline__ void cast_row(const LowLatencyParams& p, uint64_t place, uint64_t from, uint32_t thread, uint32_t threads) {
+  const bool whole = is_whole(p.from, p.hidden);
+  for_columns(p, thread, threads, [&](uint32_t i, bool there) {
+    store_payload(p, place, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{});
+  });
+}
+
 // Row `i` of an expert, to all places that it has at the rank it came from, by so many threads. Bytes that go to a peer.
 __device__ __forceinline__ uint64_t send_row_back(const LowLatencyParams& p, uint64_t i, uint32_t thread, uint32_t threads) {
   const uint32_t* source = reinterpret_cast<const uint32_t*>(p.sources) + i * 3;
   const uint32_t to = source[0], token = source[1];
   if (to >= p.size || token >= p.max_tokens) return 0;
   const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[both], from = p.from + i * row_bytes_back(p);
-  const bool whole = is_whole(p.from, p.hidden);
   uint64_t moved = 0;
   for (uint32_t entries = source[2]; entries != 0; entries &= entries - 1) {
     const uint32_t e = __ffs(entries) - 1;
     if (e >= p.k) break;
     const uint64_t place = places + e * p.row_bytes[both];
     if (p.payload == as_is) {
-      copy_bytes(place, from, p.row_bytes[row], thread, threads);
+      copy_row(place, from, p.row_bytes[row], thread, threads);
     } else {
-      for_columns(p, thread, threads, [&](uint32_t i, bool there) {
-        store_payload(p, place, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{});
-      });
+      cast_row(p, place, from, thread, threads);
     }
     if (to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
   }
@@ -290,6 +320,7 @@ template <uint32_t AtOnce, typename Load, typename Widen>
 __device__ __forceinline__ Eight sum_of(const Listed& listed, uint32_t count, Load load, Widen widen) {
   using Raw = decltype(load(0u));
   Adding all{};
+#pragma unroll 1
   for (uint32_t n = 0; n < count; n += AtOnce) {
     Raw x[AtOnce];
 #pragma unroll
@@ -304,16 +335,31 @@ __device__ __forceinline__ Eight sum_of(const Listed& listed, uint32_t count, Lo
   return all.sum;
 }
 
-// The same of rows at `row(at)`, from column `i` on. What type they are of is asked behind all loads: a branch before each would have the
-// next one wait for it.
+// Rows of 16 bits, each at `row(at)`, from column `i` on. What type they are of is asked behind all loads: a branch before each would have the next
+// one wait for it.
 template <typename Row>
-__device__ __forceinline__ Eight sum_of_rows(const LowLatencyParams& p, const Listed& listed, uint32_t count, uint32_t i, bool whole, Row row) {
-  if (whole && p.from_type != F32) {
-    const auto load = [&](uint32_t at) { return *reinterpret_cast<const uint4*>(row(at) + i * 2); };
-    return sum_of<4>(listed, count, load, [&](uint4 x) { return eight_of(p.from_type, x); });
-  }
-  const auto plain = [&](uint32_t at) { return brigade::load(p.from_type, row(at), i, p.hidden, whole); };
+__device__ __forceinline__ Eight sum_of_halves(const LowLatencyParams& p, const Listed& listed, uint32_t count, uint32_t i, Row row) {
+  const auto load = [&](uint32_t at) { return *reinterpret_cast<const uint4*>(row(at) + i * 2); };
+  return sum_of<4>(listed, count, load, [&](uint4 x) { return eight_of(p.from_type, x); });
+}
+
+// Rows of any type.
+template <typename Row>
+__device__ __forceinline__ Eight sum_of_any(const LowLatencyParams& p, const Listed& listed, uint32_t count, uint32_t i, bool whole, Row row) {
+  const auto plain = [&](uint32_t at) { return load(p.from_type, row(at), i, p.hidden, whole); };
   return sum_of<1>(listed, count, plain, [](const Eight& x) { return x; });
+}
+
+// A token's sum to where it goes, where its type or that of what travels is a rare one.
+__device__ __noinline__ void send_any_sum(const LowLatencyParams& p, const Listed& listed, uint32_t count, uint64_t target, bool whole, uint32_t thread) {
+  for_columns(p, thread, p.row_threads, [&](uint32_t i, bool within) {
+    const Eight sum = sum_of_any(p, listed, within ? count : 0, i, whole, [&](uint32_t at) { return p.from + at * row_bytes_back(p); });
+    if (p.payload != as_is) {
+      store_payload(p, target, i, rounded(p.from_type, sum));
+    } else if (within) {
+      store(p.from_type, target, i, p.hidden, whole, sum);
+    }
+  });
 }
 
 // A group of threads, whole warps, for each token that may have rows here.
@@ -322,7 +368,7 @@ __device__ __forceinline__ void send_sums_back(const LowLatencyParams& p) {
   Listed& listed = lists[threadIdx.x / 32];
   const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
   const uint64_t from_bytes = row_bytes_back(p);
-  const bool whole = is_whole(p.from | p.base | p.half | p.stride, p.hidden);
+  const bool whole = is_whole(p.from | p.base | p.half | p.stride, p.hidden), plain = whole && p.payload == as_is && p.from_type != F32;
   uint64_t moved = 0;
   // Who has no expert has written down no rows.
   const uint32_t places = p.own_experts == 0 ? 0 : p.max_tokens * p.size;
@@ -336,14 +382,15 @@ __device__ __forceinline__ void send_sums_back(const LowLatencyParams& p) {
     const float weight = at >= 0 ? reinterpret_cast<const float*>(p.held)[entry] : 0.0f;
     list(listed, at >= 0 ? __popc(there & ((1u << lane) - 1)) : -1, uint32_t(at), weight);
     const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + __ffs(there) - 1) * p.row_bytes[both];
-    for_columns(p, thread, p.row_threads, [&](uint32_t i, bool within) {
-      const Eight sum = sum_of_rows(p, listed, within ? __popc(there) : 0, i, whole, [&](uint32_t at) { return p.from + at * from_bytes; });
-      if (p.payload != as_is) {
-        store_payload(p, target, i, rounded(p.from_type, sum));
-      } else if (within) {
-        store(p.from_type, target, i, p.hidden, whole, sum);
+    if (plain) {
+#pragma unroll 1
+      for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
+        const Eight sum = sum_of_halves(p, listed, __popc(there), i, [&](uint32_t at) { return p.from + at * from_bytes; });
+        store_wide(p.from_type, target, i, sum.v);
       }
-    });
+    } else {
+      send_any_sum(p, listed, __popc(there), target, whole, thread);
+    }
     if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
   }
   count_moved(p, moved);
@@ -371,6 +418,17 @@ __device__ __forceinline__ int32_t place_among(const LowLatencyParams& p, int32_
   return first ? place : -1;
 }
 
+// A token's sum, where types or what has travelled are rare.
+__device__ __noinline__ void add_up_any(const LowLatencyParams& p, const Listed& listed, uint32_t count, uint64_t of_token, uint64_t to, bool whole, uint32_t thread) {
+  const auto place = [&](uint32_t e) { return of_token + e * p.row_bytes[both]; };
+  for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
+    const auto cast = [&](uint32_t e) { return load_payload(p, place(e), i); };
+    const Eight sum = p.payload == as_is ? sum_of_any(p, listed, count, i, whole, place)
+                                         : sum_of<2>(listed, count, cast, [](const Eight& x) { return x; });
+    store(p.out_type, to, i, p.hidden, whole, sum);
+  }
+}
+
 // A group of threads, whole warps, for each own token.
 __device__ __forceinline__ void add_up_rows(const LowLatencyParams& p) {
   __shared__ Listed lists[most_threads / 32];
@@ -380,7 +438,7 @@ __device__ __forceinline__ void add_up_rows(const LowLatencyParams& p) {
   const uint32_t thread = me % p.row_threads, lane = threadIdx.x % 32;
   const uint64_t out_bytes = uint64_t(p.hidden) * (p.out_type == F32 ? 4 : 2);
   const uint64_t places = p.base + p.rank * p.stride + p.half;
-  const bool whole = is_whole(places | p.to, p.hidden);
+  const bool whole = is_whole(places | p.to, p.hidden), plain = whole && p.payload == as_is && p.from_type != F32;
   for (uint64_t token = me / p.row_threads; token < p.tokens; token += groups) {
     const uint64_t entry = token * p.k + lane;
     const int32_t slot = lane < p.k ? reinterpret_cast<const int32_t*>(p.chosen)[entry] : -1;
@@ -389,12 +447,15 @@ __device__ __forceinline__ void add_up_rows(const LowLatencyParams& p) {
     const float weight = place >= 0 && p.weights != 0 ? reinterpret_cast<const float*>(p.weights)[entry] : 1.0f;
     list(listed, place, lane, weight);
     const uint32_t count = __popc(__ballot_sync(everybody, place >= 0));
-    const uint64_t of_token = places + token * p.k * p.row_bytes[both];
+    const uint64_t of_token = places + token * p.k * p.row_bytes[both], to = p.to + token * out_bytes;
+    if (!plain) {
+      add_up_any(p, listed, count, of_token, to, whole, thread);
+      continue;
+    }
+#pragma unroll 1
     for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
-      const auto place = [&](uint32_t e) { return of_token + e * p.row_bytes[both]; };
-      const Eight sum = p.payload == as_is ? sum_of_rows(p, listed, count, i, whole, place)
-                                           : sum_of<2>(listed, count, [&](uint32_t e) { return load_payload(p, place(e), i); }, [](const Eight& x) { return x; });
-      store(p.out_type, p.to + token * out_bytes, i, p.hidden, whole, sum);
+      const Eight sum = sum_of_halves(p, listed, count, i, [&](uint32_t e) { return of_token + e * p.row_bytes[both]; });
+      store_wide(p.out_type, to, i, sum.v);
     }
   }
 }

@@ -39,10 +39,6 @@ __device__ __forceinline__ bool is_there(uint4 v) {
   return v.x != sentinel && v.y != sentinel && v.z != sentinel && v.w != sentinel;
 }
 
-__device__ __forceinline__ void store_relaxed_sys(uint64_t* at, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-
 __device__ __forceinline__ void store_relaxed_sys(uint32_t* at, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }

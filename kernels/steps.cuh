@@ -87,6 +87,10 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* at) {
   return value;
 }
 
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* at, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
 // What the kernels before this one left, read past the first-level cache: it may be older than they are.
 __device__ __forceinline__ uint64_t read_word(const uint64_t* at) {
   uint64_t v;
