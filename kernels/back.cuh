@@ -97,25 +97,60 @@ __device__ __forceinline__ bool goes_back(const P& p, int4 source) {
   return first;
 }
 
-// Writes what goes back for row `at`, and the weights beside it. By `p.row_threads` threads, of which this one is `thread`.
+// Adds granule `g` of rows of 16-bit numbers that lie at multiples of 16 bytes, from the `first` on; some are on their way at once.
 template <typename P>
-__device__ __forceinline__ void write_back(const P& p, uint32_t at, int4 source, uint64_t to, uint64_t weights_to, uint32_t thread) {
+__device__ __forceinline__ void add_narrow(const P& p, const int32_t* rows, int32_t first, uint32_t g, Adding& all) {
+  constexpr uint32_t ahead = 4;
+  for (uint32_t e = first; e < p.k; e += ahead) {
+    int32_t at[ahead];
+    uint4 words[ahead];
+    float weight[ahead];
+#pragma unroll
+    for (uint32_t n = 0; n < ahead; ++n) at[n] = e + n < p.k ? rows[e + n] : -1;
+#pragma unroll
+    for (uint32_t n = 0; n < ahead; ++n) {
+      if (at[n] < 0) continue;
+      words[n] = reinterpret_cast<const uint4*>(p.from + uint32_t(at[n]) * row_bytes_back(p))[g];
+      weight[n] = reinterpret_cast<const float*>(p.held)[at[n]];
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < ahead; ++n) {
+      if (at[n] >= 0) all.add(eight_of(p.from_type, words[n]), weight[n]);
+    }
+  }
+}
+
+// Writes the sum of a token's rows from the `first` on.
+template <typename P>
+__device__ __forceinline__ void write_sum(const P& p, const int32_t* rows, int32_t first, uint64_t to, uint32_t thread) {
   const uint64_t row_bytes = row_bytes_back(p);
   const bool whole = is_whole(p.from, p.hidden);
-  const float* back = reinterpret_cast<const float*>(p.back);
-  const int32_t* rows = rows_of_token(p, source);
-  if (p.sum != by_experts_and_ranks) {
-    copy_bytes(to, p.from + at * row_bytes, row_bytes, thread, p.row_threads);
-  } else {
-    for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
-      Adding all{};
-      for (uint32_t e = source.z; e < p.k; ++e) {
+  for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
+    Adding all{};
+    if (whole && p.from_type != F32) {
+      add_narrow(p, rows, first, i / 8, all);
+    } else {
+      for (uint32_t e = first; e < p.k; ++e) {
         if (rows[e] < 0) continue;
         const uint64_t from = p.from + uint32_t(rows[e]) * row_bytes;
         all.add(load(p.from_type, from, i, p.hidden, whole), reinterpret_cast<const float*>(p.held)[rows[e]]);
       }
-      store(p.from_type, to, i, p.hidden, whole, all.sum);
     }
+    store(p.from_type, to, i, p.hidden, whole, all.sum);
+  }
+}
+
+// Writes what goes back for row `at`, and the weights beside it; where `sums` go back, that of the rank's rows of the token. By
+// `p.row_threads` threads, of which this one is `thread`.
+template <bool sums, typename P>
+__device__ __forceinline__ void write_back_as(const P& p, uint32_t at, int4 source, uint64_t to, uint64_t weights_to, uint32_t thread) {
+  const uint64_t row_bytes = row_bytes_back(p);
+  const float* back = reinterpret_cast<const float*>(p.back);
+  const int32_t* rows = rows_of_token(p, source);
+  if constexpr (!sums) {
+    copy_bytes(to, p.from + at * row_bytes, row_bytes, thread, p.row_threads);
+  } else {
+    write_sum(p, rows, source.z, to, thread);
   }
   if (back == nullptr) return;
   float* weights = reinterpret_cast<float*>(weights_to);
@@ -127,6 +162,12 @@ __device__ __forceinline__ void write_back(const P& p, uint32_t at, int4 source,
     const bool there = p.sum == by_ranks || rows[e] >= 0;
     weights[e] = p.sum == by_ranks ? back[uint64_t(at) * p.k + e] : there ? back[rows[e]] : 0.0f;
   }
+}
+
+template <typename P>
+__device__ __forceinline__ void write_back(const P& p, uint32_t at, int4 source, uint64_t to, uint64_t weights_to, uint32_t thread) {
+  if (p.sum == by_experts_and_ranks) return write_back_as<true>(p, at, source, to, weights_to, thread);
+  write_back_as<false>(p, at, source, to, weights_to, thread);
 }
 
 }  // namespace brigade

@@ -14,7 +14,8 @@ __device__ __forceinline__ bool is_stopped(const CombineParams& p) {
   return is_stopped(reinterpret_cast<const uint64_t*>(p.stop), reinterpret_cast<const uint64_t*>(p.state));
 }
 
-extern "C" __global__ void __launch_bounds__(1024) brigade_combine_back(const __grid_constant__ CombineParams p) {
+template <bool sums>
+__device__ __forceinline__ void go_back(const CombineParams& p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
   const uint32_t thread = threadIdx.x % p.row_threads;
@@ -28,11 +29,16 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_combine_back(const __
   for_rows(reinterpret_cast<const int4*>(p.sources), p.capacity, first, p.row_threads, wanted, [&](uint32_t at, int4 source) {
     const uint64_t part = p.base + uint32_t(source.x) * p.stride + p.half + p.rank * p.part_bytes;
     const uint64_t i = place_back(p, source) - p.first_row;
-    write_back(p, at, source, part + p.rows_at + i * row_bytes, part + p.weights_at + i * 4 * weights, thread);
+    write_back_as<sums>(p, at, source, part + p.rows_at + i * row_bytes, part + p.weights_at + i * 4 * weights, thread);
     if (thread == 0 && uint32_t(source.x) != p.rank) moved += row_bytes + 4 * weights;
   });
   if (moved > 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.state) + STATE_MOVED, (unsigned long long)moved);
 }
+
+extern "C" __global__ void __launch_bounds__(1024) brigade_combine_back(const __grid_constant__ CombineParams p) { go_back<false>(p); }
+
+// Of rows that are added before they go back.
+extern "C" __global__ void __launch_bounds__(1024) brigade_combine_back_sums(const __grid_constant__ CombineParams p) { go_back<true>(p); }
 
 constexpr uint32_t any_type = ~0u;
 

@@ -65,6 +65,19 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_push(const _
   }
 }
 
+// How many of the entries that are this thread's name a slot.
+__device__ __forceinline__ uint32_t naming(const int32_t* entries, uint32_t n, int32_t slot) {
+  const uint32_t wide = reinterpret_cast<uint64_t>(entries) % 16 == 0 ? n / 4 : 0;
+  uint32_t found = 0;
+#pragma unroll 4
+  for (uint32_t i = threadIdx.x; i < wide; i += blockDim.x) {
+    const int4 four = reinterpret_cast<const int4*>(entries)[i];
+    found += (four.x == slot) + (four.y == slot) + (four.z == slot) + (four.w == slot);
+  }
+  for (uint32_t i = 4 * wide + threadIdx.x; i < n; i += blockDim.x) found += entries[i] == slot;
+  return found;
+}
+
 // A block for each slot, or for several.
 extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_count(const __grid_constant__ DispatchParams p) {
   wait_for_previous_kernel();
@@ -75,9 +88,7 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_count(const 
     __syncthreads();
     uint32_t mine = 0;
     for (uint32_t s = 0; s < p.size; ++s) {
-      const int32_t* entries = reinterpret_cast<const int32_t*>(came(p, s, slots, 0));
-      const uint32_t n = came_from(p, s) * p.k;
-      for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) mine += entries[i] == int32_t(slot);
+      mine += naming(reinterpret_cast<const int32_t*>(came(p, s, slots, 0)), came_from(p, s) * p.k, int32_t(slot));
     }
     mine = __reduce_add_sync(0xFFFFFFFFu, mine);
     if (threadIdx.x % 32 == 0) atomicAdd(&sum, mine);
@@ -206,11 +217,14 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_collect(cons
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
   const uint32_t thread = threadIdx.x % p.row_threads;
+  auto is_own = [&](int4 source) { return uint32_t(source.x) == p.rank && p.from[row] != 0; };
+  auto which = [&](int4 source) { return uint32_t(p.gathers ? source.y : source.w); };
   // Those before the piece wrap around.
-  auto row_of_piece = [&](int4 source) { return uint32_t(p.gathers ? source.y : source.w) - p.first_row; };
-  auto wanted = [&](int4 source) { return row_of_piece(source) < p.piece_rows; };
+  auto wanted = [&](int4 source) {
+    return is_own(source) ? which(source) - p.own_first < p.own_rows : which(source) - p.first_row < p.piece_rows;
+  };
   for_rows(reinterpret_cast<const int4*>(p.sources), p.capacity, 0, p.row_threads, wanted, [&](uint32_t at, int4 source) {
-    const uint32_t i = row_of_piece(source);
+    const uint32_t i = which(source) - p.first_row;
     for (uint32_t s = 0; s < p.sections; ++s) {
       const uint64_t bytes = p.row_bytes[s];
       if (bytes == 0 || says_which(s)) continue;

@@ -52,9 +52,13 @@ struct Adding {
 // What is to be added next.
 __shared__ uint32_t item;
 
-template <uint32_t In, uint32_t Out, int Most>
+// Of rows by rank, or else for experts.
+template <uint32_t In, uint32_t Out, int Most, bool by_rank>
 struct PushCombine : Pushing<PushCombineParams> {
   using Pushing::Pushing;
+
+  // Granules that a thread adds up at once, where there are many.
+  static constexpr int Added = Most == 2 ? 4 : Most == 4 ? 2 : 1;
 
   __device__ __forceinline__ int32_t position(uint32_t t, uint32_t r) const {
     return reinterpret_cast<const int32_t*>(p.positions)[uint64_t(t) * p.size + r];
@@ -70,13 +74,19 @@ struct PushCombine : Pushing<PushCombineParams> {
     return reinterpret_cast<const int32_t*>(p.rows_of) + (uint64_t(s) * p.max_tokens + i) * p.k;
   }
 
-  // Granule `g` of row `at` of an array.
+  // Granule `g` of row `at` of an array; where it is not `whole`, from any address.
+  template <bool whole>
   __device__ __forceinline__ uint4 load(uint64_t array, uint32_t at, uint32_t g) const {
     const uint64_t from = array + 16 * (uint64_t(at) * p.granules + g);
-    return array % 16 == 0 ? *reinterpret_cast<const uint4*>(from) : any_input(from, 16);
+    if constexpr (whole) return *reinterpret_cast<const uint4*>(from);
+    return any_input(from, 16);
   }
 
-  __device__ __forceinline__ uint4 load(uint32_t at, uint32_t g) const { return load(p.from, at, g); }
+  // Whether all rows lie at multiples of 16 bytes.
+  __device__ __forceinline__ bool is_whole() const { return (p.from | p.out | p.biases[0] | p.biases[1]) % 16 == 0; }
+
+  // Which row a granule is of, and which of its granules it is.
+  __device__ __forceinline__ uint32_t row_of_granule(uint32_t w, uint32_t& g) const { return divided(w, p.granules, p.inverse_granules, g); }
 
   // Where row `i` of those for one token lies at its rank.
   __device__ __forceinline__ uint64_t place(uint32_t to, uint64_t i, uint32_t g) const {
@@ -92,13 +102,27 @@ struct PushCombine : Pushing<PushCombineParams> {
     return reinterpret_cast<uint32_t*>(slots(to, buffer)) + entry;
   }
 
-  // A rank's rows of one token, added and rounded.
+  // A rank's rows of one token, added and rounded; some of them are on their way at once.
+  template <bool whole>
   __device__ __forceinline__ uint4 added(const int32_t* rows, uint32_t g) const {
+    constexpr uint32_t ahead = whole ? 4 : 1;
     Adding<In> all{};
 #pragma unroll 1
-    for (uint32_t e = 0; e < p.k; ++e) {
-      const int32_t at = rows[e];
-      if (at >= 0) all.add(load(uint32_t(at), g), reinterpret_cast<const float*>(p.held)[at]);
+    for (uint32_t e = 0; e < p.k; e += ahead) {
+      uint4 v[ahead];
+      float weight[ahead];
+      int32_t at[ahead];
+#pragma unroll
+      for (uint32_t i = 0; i < ahead; ++i) at[i] = e + i < p.k ? rows[e + i] : -1;
+#pragma unroll
+      for (uint32_t i = 0; i < ahead; ++i) {
+        if (at[i] < 0) continue;
+        v[i] = load<whole>(p.from, uint32_t(at[i]), g), weight[i] = reinterpret_cast<const float*>(p.held)[at[i]];
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < ahead; ++i) {
+        if (at[i] >= 0) all.add(v[i], weight[i]);
+      }
     }
     Result<In, In> sum;
     sum.set(all.x);
@@ -110,35 +134,62 @@ struct PushCombine : Pushing<PushCombineParams> {
     store_relaxed_sys(weight(to, entry), bits == sentinel ? nan_word<F32> : bits);
   }
 
-  // Rows by rank: those of each source lie together. One of each in turn goes back, so that all ways are in use.
-  // From granule `w` up to an end. Gives the rows of which it was the first one's turn.
-  __device__ __forceinline__ uint32_t push_by_source(uint32_t w, uint32_t end, uint32_t threads) const {
+  // Of rows by rank, one of each source in turn goes back, so that all ways are in use. Says which one is `q`-th, if there is one.
+  __device__ __forceinline__ bool turn_of(uint32_t q, uint32_t& s, uint32_t& i) const {
+    uint32_t distance;
+    i = divided(q, p.size - 1, p.inverse_peers, distance), s = peer(1 + distance);
+    return i < reinterpret_cast<const uint32_t*>(p.received)[s];
+  }
+
+  // Rows as they are, from granule `w` up to an end. Gives the rows of which it was the first one's turn.
+  template <bool whole>
+  __device__ __forceinline__ uint32_t push_rows_as_they_are(uint32_t w, uint32_t end, uint32_t threads) const {
     uint32_t begun = 0;
-    const uint32_t* received = reinterpret_cast<const uint32_t*>(p.received);
     // Whatever none is called in ids, it is no less.
     const uint32_t all_slots = first_slot(p, p.size);
 #pragma unroll 1
     for (; w < end; w += threads) {
-      const uint32_t q = w / p.granules, g = w % p.granules, i = q / (p.size - 1), s = peer(1 + q % (p.size - 1));
-      if (i >= received[s]) continue;
+      uint32_t g, at = row_of_granule(w, g);
+      if constexpr (by_rank) {
+        uint32_t s, i;
+        if (!turn_of(at, s, i)) continue;
+        at = offset(s) + i;
+      }
+      const int4 from = source(at);
+      const uint32_t to = uint32_t(from.x), t = uint32_t(from.y);
+      if (from.x < 0 || to == p.rank) continue;
       begun += g == 0;
-      if (p.sum == by_ranks) {
-        const uint32_t at = offset(s) + i, t = uint32_t(source(at).y);
-        push(place(s, row_of(s, t, p.rank), g), without_sentinel<In>(load(at, g)));
-        if (p.back == 0) continue;
+      const uint64_t entry = uint64_t(t) * p.k + uint32_t(from.z);
+      push(place(to, by_rank ? row_of(to, t, p.rank) : entry, g), without_sentinel<In>(load<whole>(p.from, at, g)));
+      if (p.back == 0) continue;
+      if constexpr (by_rank) {
 #pragma unroll 1
         for (uint32_t e = g; e < p.k; e += p.granules) {
-          const uint32_t entry = at * p.k + e;
-          if (reinterpret_cast<const uint32_t*>(p.received_ids)[entry] < all_slots) push_weight(s, uint64_t(t) * p.k + e, entry);
+          const uint32_t own = at * p.k + e;
+          if (reinterpret_cast<const uint32_t*>(p.received_ids)[own] < all_slots) push_weight(to, uint64_t(t) * p.k + e, own);
         }
-        continue;
+      } else {
+        if (g == 0) push_weight(to, entry, at);
       }
+    }
+    return begun;
+  }
+
+  // The same of sums of this rank's rows of each token.
+  template <bool whole>
+  __device__ __forceinline__ uint32_t push_sums(uint32_t w, uint32_t end, uint32_t threads) const {
+    uint32_t begun = 0;
+#pragma unroll 1
+    for (; w < end; w += threads) {
+      uint32_t g, s, i;
+      if (!turn_of(row_of_granule(w, g), s, i)) continue;
+      begun += g == 0;
       const int32_t* rows = rows_of(s, i);
       uint32_t e = 0;
 #pragma unroll 1
       while (rows[e] < 0) ++e;
       const uint32_t t = uint32_t(source(uint32_t(rows[e])).y);
-      push(place(s, row_of(s, t, p.rank), g), added(rows, g));
+      push(place(s, row_of(s, t, p.rank), g), added<whole>(rows, g));
       if (p.back == 0) continue;
 #pragma unroll 1
       for (uint32_t e = g; e < p.k; e += p.granules) {
@@ -148,91 +199,166 @@ struct PushCombine : Pushing<PushCombineParams> {
     return begun;
   }
 
-  __device__ __forceinline__ uint32_t push_by_expert(uint32_t w, uint32_t end, uint32_t threads) const {
-    uint32_t begun = 0;
-#pragma unroll 1
-    for (; w < end; w += threads) {
-      const uint32_t at = w / p.granules, g = w % p.granules;
-      const int4 from = source(at);
-      if (from.x < 0 || uint32_t(from.x) == p.rank) continue;
-      begun += g == 0;
-      const uint64_t entry = uint64_t(from.y) * p.k + from.z;
-      push(place(from.x, entry, g), without_sentinel<In>(load(at, g)));
-      if (p.back != 0 && g == 0) push_weight(from.x, entry, at);
-    }
-    return begun;
+  template <bool whole>
+  __device__ __forceinline__ uint32_t push_granules(uint32_t w, uint32_t end, uint32_t threads) const {
+    return !by_rank && p.sum == by_experts_and_ranks ? push_sums<whole>(w, end, threads) : push_rows_as_they_are<whole>(w, end, threads);
   }
 
-  // Waits for a granule.
-  __device__ __forceinline__ bool take(uint32_t from, uint64_t at, uint4& v) const {
-    return wait([&] { return from; }, [&] { return is_there(v = peek(at)); });
+  // From and to any addresses.
+  static __device__ __noinline__ uint32_t push_any(const PushCombineParams& p, uint32_t buffer, uint32_t w, uint32_t end, uint32_t threads) {
+    return PushCombine(p, 0, buffer, 0).template push_granules<false>(w, end, threads);
   }
 
-  // A herald waits for its peer's arrival too.
-  __device__ __forceinline__ bool sum_of_ranks(uint32_t t, uint32_t g, bool herald, Adding<In>& all) const {
-    uint4 got[Most];
-    uint32_t there = 0;
+  // Waits for rows of tokens, a granule of each, and for a herald's peer to arrive. `there` has a bit for each rank that has one; a token
+  // that is none has no rows.
+  template <bool whole, int count>
+  __device__ __forceinline__ bool take_of_ranks(const uint32_t (&t)[count], const uint32_t (&g)[count], bool herald,
+                                                uint4 (&got)[count][Most], uint32_t (&there)[count]) const {
 #pragma unroll
-    for (int r = 0; r < Most; ++r) {
-      got[r] = make_uint4(0, 0, 0, 0);
-      if (r >= p.size) continue;
-      const int32_t i = position(t, r);
-      if (i < 0) continue;
-      there |= 1u << r;
-      if (r != p.rank) continue;
-      got[r] = p.sum == by_ranks ? load(offset(r) + i, g) : added(rows_of(r, i), g);
+    for (int n = 0; n < count; ++n) {
+      there[n] = 0;
+#pragma unroll
+      for (int r = 0; r < Most; ++r) {
+        got[n][r] = make_uint4(0, 0, 0, 0);
+        const int32_t i = r < p.size && t[n] < p.tokens ? position(t[n], r) : -1;
+        if (i < 0) continue;
+        there[n] |= 1u << r;
+        if (r != p.rank) continue;
+        if (by_rank) {
+          got[n][r] = load<whole>(p.from, offset(r) + i, g[n]);
+        } else {
+          got[n][r] = added<whole>(rows_of(r, i), g[n]);
+        }
+      }
     }
+    const auto comes = [&](int n, int r) { return r != p.rank && (there[n] >> r & 1); };
     const auto look = [&] {
       bool come = arrived(herald) == flag;
 #pragma unroll
-      for (int r = 0; r < Most; ++r) {
-        if (r != p.rank && (there >> r & 1)) got[r] = peek(place(p.rank, row_of(p.rank, t, r), g));
+      for (int n = 0; n < count; ++n) {
+#pragma unroll
+        for (int r = 0; r < Most; ++r) {
+          if (comes(n, r)) got[n][r] = peek(place(p.rank, row_of(p.rank, t[n], r), g[n]));
+        }
       }
 #pragma unroll
-      for (int r = 0; r < Most; ++r) {
-        if (r != p.rank && (there >> r & 1)) come &= is_there(got[r]);
+      for (int n = 0; n < count; ++n) {
+#pragma unroll
+        for (int r = 0; r < Most; ++r) {
+          if (comes(n, r)) come &= is_there(got[n][r]);
+        }
       }
       return come;
     };
     const auto missing = [&] {
       uint32_t who = herald ? threadIdx.x : p.rank;
 #pragma unroll
-      for (int r = 0; r < Most; ++r) {
-        if (r != p.rank && (there >> r & 1) && !is_there(got[r])) who = r;
+      for (int n = 0; n < count; ++n) {
+#pragma unroll
+        for (int r = 0; r < Most; ++r) {
+          if (comes(n, r) && !is_there(got[n][r])) who = r;
+        }
       }
       return who;
     };
-    if (!wait(missing, look)) return false;
-#pragma unroll
-    for (int r = 0; r < Most; ++r) {
-      if (there >> r & 1) all.add(got[r]);
-    }
-    return true;
+    return wait(missing, look);
   }
 
+  // Waits for the rows of a token's experts, some at a time, and adds them.
+  template <bool whole>
   __device__ __forceinline__ bool sum_of_experts(uint32_t t, uint32_t g, Adding<In>& all) const {
+    constexpr uint32_t ahead = whole ? 4 : 1;
 #pragma unroll 1
-    for (uint32_t e = 0; e < p.k; ++e) {
-      const int32_t slot = chosen(t, e);
-      if (slot < 0) continue;
+    for (uint32_t e = 0; e < p.k; e += ahead) {
       const uint64_t entry = uint64_t(t) * p.k + e;
-      const uint32_t from = rank_of_slot(p, uint32_t(slot));
-      uint4 v;
-      if (from == p.rank) {
-        v = load(uint32_t(rows_of(p.rank, position(t, p.rank))[e]), g);
-      } else if (!take(from, place(p.rank, entry, g), v)) {
-        return false;
+      uint4 v[ahead];
+      uint32_t from[ahead], named = 0, comes = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < ahead; ++i) {
+        const int32_t slot = e + i < p.k ? chosen(t, e + i) : -1;
+        from[i] = p.rank;
+        if (slot < 0) continue;
+        from[i] = rank_of_slot(p, uint32_t(slot));
+        (from[i] == p.rank ? named : comes) |= 1u << i;
       }
-      all.add(v, reinterpret_cast<const float*>(p.own_weights)[entry]);
+#pragma unroll
+      for (uint32_t i = 0; i < ahead; ++i) {
+        if (named >> i & 1) v[i] = load<whole>(p.from, uint32_t(rows_of(p.rank, position(t, p.rank))[e + i]), g);
+      }
+      const auto look = [&] {
+        bool come = true;
+#pragma unroll
+        for (uint32_t i = 0; i < ahead; ++i) {
+          if (comes >> i & 1) v[i] = peek(place(p.rank, entry + i, g));
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < ahead; ++i) {
+          if (comes >> i & 1) come &= is_there(v[i]);
+        }
+        return come;
+      };
+      const auto missing = [&] {
+        uint32_t who = p.rank;
+#pragma unroll
+        for (uint32_t i = 0; i < ahead; ++i) {
+          if ((comes >> i & 1) && !is_there(v[i])) who = from[i];
+        }
+        return who;
+      };
+      if (!wait(missing, look)) return false;
+#pragma unroll
+      for (uint32_t i = 0; i < ahead; ++i) {
+        if ((named | comes) >> i & 1) all.add(v[i], reinterpret_cast<const float*>(p.own_weights)[entry + i]);
+      }
     }
     return true;
   }
 
-  // A herald waits for its peer's arrival too.
-  __device__ __forceinline__ bool sum(uint32_t t, uint32_t g, bool herald, Adding<In>& all) const {
-    if (p.sum != by_experts) return sum_of_ranks(t, g, herald, all);
-    if (!sum_of_experts(t, g, all)) return false;
-    return !herald || wait([] { return threadIdx.x; }, [&] { return arrived(true) == flag; });
+  // What is added at last, and the result.
+  template <bool whole>
+  __device__ __forceinline__ void give(uint32_t w, uint32_t t, uint32_t g, Adding<In>& parts) const {
+#pragma unroll 1
+    for (uint32_t b = 0; b < p.bias_count; ++b) parts.add(load<whole>(p.biases[b], t, g));
+    Result<In, Out> result;
+    result.set(parts.x);
+#pragma unroll
+    for (uint32_t k = 0; k < Result<In, Out>::parts; ++k) {
+      const uint64_t to = p.out + 16 * (uint64_t(w) * Result<In, Out>::parts + k);
+      if constexpr (whole) {
+        *reinterpret_cast<uint4*>(to) = result.part[k];
+      } else {
+        any_output(to, 16, result.part[k]);
+      }
+    }
+  }
+
+  // Adds up granules of own tokens, from `w` on 32 apart, and gives them if they are to be `kept`. A herald waits for its peer's arrival too.
+  template <bool whole, int count>
+  __device__ __forceinline__ bool add_granules(uint32_t w, bool herald, bool kept) const {
+    uint32_t t[count], g[count];
+#pragma unroll
+    for (int n = 0; n < count; ++n) t[n] = row_of_granule(w + 32 * n, g[n]);
+    if (!by_rank && p.sum == by_experts) {
+      Adding<In> parts{};
+      if (!sum_of_experts<whole>(t[0], g[0], parts)) return false;
+      if (herald && !wait([] { return threadIdx.x; }, [&] { return arrived(true) == flag; })) return false;
+      if (kept) give<whole>(w, t[0], g[0], parts);
+      return true;
+    }
+    uint4 got[count][Most];
+    uint32_t there[count];
+    if (!take_of_ranks<whole, count>(t, g, herald, got, there)) return false;
+#pragma unroll
+    for (int n = 0; n < count; ++n) {
+      if (t[n] >= p.tokens || !kept) continue;
+      Adding<In> parts{};
+#pragma unroll
+      for (int r = 0; r < Most; ++r) {
+        if (there[n] >> r & 1) parts.add(got[n][r]);
+      }
+      give<whole>(w + 32 * n, t[n], g[n], parts);
+    }
+    return true;
   }
 
   __device__ __forceinline__ bool take_weight(uint32_t t, uint32_t e) const {
@@ -266,8 +392,7 @@ struct PushCombine : Pushing<PushCombineParams> {
     if (p.desk == 0) return there;
 #pragma unroll 1
     for (uint32_t w = threadIdx.x; w < p.tokens * p.granules && there; w += blockDim.x) {
-      Adding<In> all{};
-      there = combine.sum(w / p.granules, w % p.granules, false, all);
+      there = combine.template add_granules<false, 1>(w, false, false);
     }
     combine.have_come(0);
     return there;
@@ -306,17 +431,20 @@ struct PushCombine : Pushing<PushCombineParams> {
   }
 
   __device__ __forceinline__ void push_rows(uint32_t first, uint32_t end, uint32_t threads) const {
-    const uint32_t rows = p.sum == by_experts ? push_by_expert(first, end, threads) : push_by_source(first, end, threads);
+    const uint32_t rows = is_whole() ? push_granules<true>(first, end, threads) : push_any(p, buffer, first, end, threads);
     if (rows == 0) return;
     const uint32_t row_weights = p.back == 0 ? 0 : p.sum == by_experts ? 1 : p.k;
     const uint64_t moved = rows * (16ull * p.granules + 4 * row_weights);
     atomicAdd(reinterpret_cast<unsigned long long*>(state()) + STATE_MOVED, (unsigned long long)moved);
   }
 
-  // Adds up granules of own tokens: a block's share, of which warps take what is next.
-  __device__ __forceinline__ bool add_up(bool& herald) const {
+  // Adds up granules of own tokens: a block's share, of which warps take what is next, `count` for each lane. A herald waits for its
+  // peer's arrival too, with the first.
+  template <bool whole, int count>
+  __device__ __forceinline__ bool add_share(bool& herald) const {
+    constexpr uint32_t each = 32 * count;
     const uint32_t all = p.tokens * p.granules, lane = threadIdx.x % 32;
-    const uint32_t pieces = (all + 31) / 32, mine = (pieces + adders() - 1 - which()) / adders();
+    const uint32_t pieces = (all + each - 1) / each, mine = (pieces + adders() - 1 - which()) / adders();
     bool there = true;
 #pragma unroll 1
     while (__all_sync(0xFFFFFFFFu, there)) {
@@ -324,28 +452,25 @@ struct PushCombine : Pushing<PushCombineParams> {
       if (lane == 0) n = atomicAdd(&item, 1u);
       n = __shfl_sync(0xFFFFFFFFu, n, 0);
       if (n >= mine) break;
-      const uint32_t w = (n * adders() + which()) * 32 + lane;
+      const uint32_t w = (n * adders() + which()) * each + lane;
       if (w >= all) continue;
-      const uint32_t t = w / p.granules, g = w % p.granules;
-      Adding<In> parts{};
-      there = sum(t, g, herald, parts);
+      there = add_granules<whole, count>(w, herald, true);
       herald = false;
-      if (!there) continue;
-#pragma unroll 1
-      for (uint32_t b = 0; b < p.bias_count; ++b) parts.add(load(p.biases[b], t, g));
-      Result<In, Out> result;
-      result.set(parts.x);
-#pragma unroll
-      for (uint32_t k = 0; k < Result<In, Out>::parts; ++k) {
-        const uint64_t to = p.out + 16 * (uint64_t(w) * Result<In, Out>::parts + k);
-        if (p.out % 16 == 0) {
-          *reinterpret_cast<uint4*>(to) = result.part[k];
-        } else {
-          any_output(to, 16, result.part[k]);
-        }
-      }
     }
     return there;
+  }
+
+  static __device__ __noinline__ bool add_any(const PushCombineParams& p, uint32_t buffer, uint64_t flag, bool& herald) {
+    return PushCombine(p, 0, buffer, flag).template add_share<false, 1>(herald);
+  }
+
+  __device__ __forceinline__ bool add_up(bool& herald) const {
+    if (!is_whole()) return add_any(p, buffer, flag, herald);
+    if constexpr (by_rank && Added > 1) {
+      // Few are spread over all warps.
+      if (p.tokens * p.granules > Added * adders() * blockDim.x) return add_share<true, Added>(herald);
+    }
+    return add_share<true, 1>(herald);
   }
 
   __device__ __forceinline__ void run() {
@@ -382,18 +507,21 @@ struct PushCombine : Pushing<PushCombineParams> {
 };
 
 // As many blocks find room as those of all-reduces.
-#define PUSH_COMBINE(NAME, IN, OUT, MOST)                                                   \
-  extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)                       \
-      brigade_push_combine_##NAME##_##MOST(const __grid_constant__ PushCombineParams p) {   \
-    wait_for_previous_kernel();                                                             \
-    let_next_kernel_start();                                                                \
-    PushCombine<IN, OUT, MOST>(p).run();                                                    \
+#define PUSH_COMBINE(NAME, IN, OUT, MOST, BY_RANK)                                        \
+  extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)                     \
+      brigade_push_combine_##NAME##_##MOST(const __grid_constant__ PushCombineParams p) { \
+    wait_for_previous_kernel();                                                           \
+    let_next_kernel_start();                                                              \
+    PushCombine<IN, OUT, MOST, BY_RANK>(p).run();                                         \
   }
 
-#define FOR_RANKS(NAME, IN, OUT) \
-  PUSH_COMBINE(NAME, IN, OUT, 2) \
-  PUSH_COMBINE(NAME, IN, OUT, 4) \
-  PUSH_COMBINE(NAME, IN, OUT, 8)
+#define FOR_RANKS(NAME, IN, OUT)                \
+  PUSH_COMBINE(NAME, IN, OUT, 2, true)          \
+  PUSH_COMBINE(NAME, IN, OUT, 4, true)          \
+  PUSH_COMBINE(NAME, IN, OUT, 8, true)          \
+  PUSH_COMBINE(experts_##NAME, IN, OUT, 2, false) \
+  PUSH_COMBINE(experts_##NAME, IN, OUT, 4, false) \
+  PUSH_COMBINE(experts_##NAME, IN, OUT, 8, false)
 
 FOR_RANKS(f32_f32, F32, F32)
 FOR_RANKS(f16_f16, F16, F16)

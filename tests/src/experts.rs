@@ -324,9 +324,8 @@ fn queue_settings(world: &World) {
     }
 }
 
-/// More tokens of every rank than any other case has, all that most stacks prefill at once.
-fn many_tokens(world: &World, by: By) {
-    const TOKENS: usize = 4096;
+/// More tokens of every rank than any other case has: 4096 are all that most stacks prefill at once.
+fn many_tokens(world: &World, by: By, (tokens, hidden): (usize, usize)) {
     let mut rng = world.rng();
     let cases = [
         Arrangement::BySource,
@@ -337,9 +336,9 @@ fn many_tokens(world: &World, by: By) {
         .into_iter()
         .filter(|&arrangement| !in_place || arrangement == Arrangement::BySource)
         .map(|arrangement| {
-            let mut case = Case::random(&mut rng, world.size, (TOKENS, 8, 2, 8));
+            let mut case = Case::random(&mut rng, world.size, (tokens, hidden, 2, 8));
             case.arrangement = arrangement;
-            let case = case.with_tokens(&mut rng, &vec![TOKENS; world.size]);
+            let case = case.with_tokens(&mut rng, &vec![tokens; world.size]);
             let case = case.by(by).with_any_ids(&mut rng);
             let back = match in_place {
                 true => Back::in_place(&mut rng, &case),
@@ -520,10 +519,19 @@ pub fn add(suite: &mut Suite) {
     }
     let in_place = [("in_place/", in_place::IN_PLACE)];
     for (how, by) in TRANSPORTS.into_iter().chain(in_place) {
-        // Of what is pushed, 1024 are the most that kernels are for.
+        // Of what is pushed there, 1024 are the most that kernels are for.
         if by.there != PUSHED && suite.backend().worlds().contains(&2) {
             suite.add_at(2, &format!("experts/{how}many_tokens"), move |world| {
-                many_tokens(world, by);
+                many_tokens(world, by, (4096, 8));
+            });
+        }
+    }
+    if suite.backend().worlds().contains(&2) {
+        // Kernels that push have a loop of their own for rows that are both many and wide.
+        for (name, size) in [("many_tokens", (4096, 8)), ("wide_rows", (1100, 1040))] {
+            suite.add_at(2, &format!("experts/pushed_back/{name}"), move |world| {
+                let by = By::of(Transport::OneSided, Transport::Pushed);
+                many_tokens(world, by, size);
             });
         }
     }

@@ -36,6 +36,7 @@ use std::{
 #[derive(Debug)]
 pub(crate) struct CombineKernels {
     back: Kernel<Parameters>,
+    back_sums: Kernel<Parameters>,
     sum: Kernel<Parameters>,
     pull: Kernel<Parameters>,
 }
@@ -44,6 +45,7 @@ impl CombineKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
         Ok(Self {
             back: set.variant("_back")?,
+            back_sums: set.variant("_back_sums")?,
             sum: set.variant("_sum")?,
             pull: set.variant("_pull")?,
         })
@@ -315,7 +317,11 @@ impl Job<'_> {
             ..self.combining(a)
         };
         let shape = row_blocks(self, rows, threads, WIDEST);
-        let kernel = &self.core.device.opened.kernels.combines.back;
+        let kernels = &self.core.device.opened.kernels.combines;
+        let kernel = match a.call.sum {
+            CombineSum::Rank | CombineSum::Expert => &kernels.back,
+            CombineSum::ExpertByRank => &kernels.back_sums,
+        };
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps.
         unsafe { self.follow(on, kernel, shape, parameters) }
     }

@@ -8,10 +8,16 @@ use crate::{
     routing::Placed,
     types,
 };
-use brigade_device::{Buffer, Error, Launch, ReduceOp, Result};
+use brigade_device::{Buffer, CombineSum, Error, Launch, ReduceOp, Result};
 use brigade_kernels::PushCombineParams;
-use brigade_plan::{records::Returned, routes::Slots};
+use brigade_plan::{
+    records::{Returned, inverse},
+    routes::Slots,
+};
 use brigade_sync::BUFFERS;
+
+/// Most granules of rows that came, with room for what threads count beyond the last: they count in 32 bits.
+const MOST_GRANULES: usize = 1 << 31;
 
 impl Job<'_> {
     /// Enqueues the exchange, launched as the plan has it.
@@ -25,9 +31,18 @@ impl Job<'_> {
             output: call.output,
         };
         let kernels = &core.device.opened.kernels.pushes;
-        let kernel = one_of(&kernels.combine, kind, size)
+        let kernels = match call.sum {
+            CombineSum::Rank => &kernels.combine,
+            CombineSum::Expert | CombineSum::ExpertByRank => &kernels.combine_experts,
+        };
+        let kernel = one_of(kernels, kind, size)
             .ok_or_else(|| Error::invalid("rows", format!("{kind:?}"), "a kernel for it"))?;
         let returned = Returned::new(call, size);
+        let granules = (parts.sources.shape().rows()).saturating_mul(returned.row);
+        if granules > MOST_GRANULES {
+            let want = format!("at most {MOST_GRANULES} times 16 bytes where rows are pushed");
+            return Err(Error::invalid("rows.shape", granules, want));
+        }
         let placed = Placed::from(parts.call.placement);
         let slots = Slots::new(parts.call.placement, size);
         let tokens = parts.layout.slots.shape().rows();
@@ -50,6 +65,8 @@ impl Job<'_> {
             poison: types::poison_pattern(call.output),
             weights_out: a.weights_back.as_ref().map_or(0, Buffer::address),
             granules: returned.row as u32,
+            inverse_granules: inverse(returned.row),
+            inverse_peers: inverse(size - 1),
             weight_granules: returned.weights as u32,
             tokens: tokens as u32,
             max_tokens: call.max_tokens as u32,

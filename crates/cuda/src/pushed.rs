@@ -57,6 +57,8 @@ pub(crate) struct PushKernels {
     /// Blocks of a dispatch that find room where the largest one does, however few threads they have: their shared memory is the same.
     pub(crate) dispatch_together: u32,
     pub(crate) combine: ByTypes<PushCombineParams>,
+    /// Of rows for experts.
+    pub(crate) combine_experts: ByTypes<PushCombineParams>,
     /// Whether one may start while the kernel before it ends.
     pub(crate) programmatic: bool,
 }
@@ -66,7 +68,7 @@ impl PushKernels {
         set: impl Fn(&str) -> Result<Arc<KernelSet>, Missing>,
         capability: (u32, u32),
     ) -> Result<Self, Missing> {
-        let all_reduce = set("all_reduce")?;
+        let (all_reduce, combine) = (set("all_reduce")?, set("push_combine")?);
         let dispatch: Kernel<PushDispatchParams> = set("push_dispatch")?.kernel()?;
         let resident = |threads| dispatch.resident_per_sm(Launch::grid(1, threads));
         let dispatch_together = resident(32)? / resident(ALL_REDUCE_THREADS)?.max(1);
@@ -77,7 +79,8 @@ impl PushKernels {
             copy: set("push_copy")?.kernel()?,
             dispatch,
             dispatch_together: dispatch_together.max(1),
-            combine: by_types(&set("push_combine")?, "")?,
+            combine: by_types(&combine, "")?,
+            combine_experts: by_types(&combine, "_experts")?,
             programmatic: capability >= (9, 0),
         })
     }

@@ -17,6 +17,11 @@ pub(crate) trait Pieces {
     /// How many: the same on all ranks.
     fn count(&self) -> usize;
 
+    /// Whether the first is little, and so goes beside the second.
+    fn begins_with_little(&self) -> bool {
+        false
+    }
+
     /// What comes before the first.
     fn prepare(&mut self, job: &mut Job<'_>) -> Result<()>;
 
@@ -39,7 +44,16 @@ impl Job<'_> {
         self.fork_behind_steps()?;
         pieces.prepare(self)?;
         self.side_after(Side::Mover, &self.mark()?)?;
-        let mut written = self.push_aside(pieces, begun[0], 0)?;
+        let mut written = match pieces.begins_with_little() {
+            true => {
+                self.traced_all(
+                    || "push 0".into(),
+                    |job| pieces.push(job, begun[0], 0, job.stream),
+                )?;
+                self.mark()?
+            }
+            false => self.push_aside(pieces, begun[0], 0)?,
+        };
         for piece in 0..count {
             let of = begun[piece];
             let here = written;

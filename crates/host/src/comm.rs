@@ -92,6 +92,7 @@ pub(crate) fn join(
         },
         experts: ByRows::all(Figures {
             push_max_bytes: device.push_max_bytes,
+            push_back_max_bytes: device.push_max_bytes,
             ..Figures::nothing_pushed()
         }),
         ..Table::host()

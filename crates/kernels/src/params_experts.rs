@@ -199,6 +199,10 @@ parameters! {
         first_row: u32,
         /// Rows of a piece.
         piece_rows: u32,
+        /// First own row that is taken with the piece.
+        own_first: u32,
+        /// How many of them.
+        own_rows: u32,
         /// Most tokens of any rank.
         max_tokens: u32,
         /// Experts of a token.
@@ -539,6 +543,10 @@ parameters! {
         buffers: u32,
         /// Granules of a row.
         granules: u32,
+        /// Its inverse.
+        inverse_granules: u32,
+        /// That of the number of peers.
+        inverse_peers: u32,
         /// Granules that what goes back with rows takes.
         weight_granules: u32,
         /// Tokens of this rank.

@@ -296,7 +296,8 @@ fn figures(table: &Table) {
         let pushes = match figures.push_max_bytes {
             None => "pushes nothing".to_owned(),
             Some(bytes) => format!(
-                "pushes up to {bytes} bytes, {} for each multiprocessor of a budget",
+                "pushes up to {bytes} bytes, {} back, {} for each multiprocessor of a budget",
+                figures.push_back_max_bytes.unwrap_or(0),
                 figures.push_max_bytes_per_sm
             ),
         };

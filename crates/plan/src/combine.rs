@@ -11,7 +11,11 @@ use std::ops::Range;
 
 pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
     let pushed = || records::combine(call, topology);
-    if let Some(plan) = rows_pushed(call.choice, pushed, topology, &table.experts.plain)? {
+    let limit = table
+        .experts
+        .plain
+        .push_back_limit(topology.config.sm_budget);
+    if let Some(plan) = rows_pushed(call.choice, pushed, topology, limit)? {
         return Ok(plan);
     }
     if call.choice == Some(Transport::Fifo) {

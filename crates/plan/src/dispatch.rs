@@ -1,6 +1,6 @@
 //! Dispatch: how many rows go at a time, and where what belongs to them lies on the way.
 
-use crate::{Table, Topology, fifo::Queues, reason, records, transports::Figures};
+use crate::{Table, Topology, fifo::Queues, reason, records};
 use brigade_device::{Arrangement, DispatchCall, Launch, Plan, Reason, Transport};
 use std::ops::Range;
 
@@ -17,7 +17,8 @@ pub(crate) fn plan(
         true => Err(reason::gathered_ids()),
         false => records::dispatch(call, topology),
     };
-    if let Some(plan) = rows_pushed(call.choice, pushed, topology, table.experts.of(call))? {
+    let limit = table.experts.of(call).push_limit(topology.config.sm_budget);
+    if let Some(plan) = rows_pushed(call.choice, pushed, topology, limit)? {
         return Ok(plan);
     }
     if call.choice == Some(Transport::Fifo) {
@@ -59,12 +60,12 @@ pub fn ways_rows(call: &DispatchCall, half_bytes: usize, size: usize) -> usize {
     fitting(call.max_tokens, part_bytes(half_bytes, size), bytes).unwrap_or(1)
 }
 
-/// The plan if rows are pushed: because that is forced, or because they are few.
+/// The plan if rows are pushed: because that is forced, or because what may come is not more than a limit.
 pub(crate) fn rows_pushed(
     choice: Option<Transport>,
     pushed: impl Fn() -> Result<records::Pushed, Reason>,
     topology: &Topology,
-    figures: &Figures,
+    limit: Option<usize>,
 ) -> Result<Option<Plan>, Reason> {
     if !topology.engines.dispatches {
         return Err(reason::no_experts());
@@ -75,7 +76,6 @@ pub(crate) fn rows_pushed(
         }
         Some(Transport::Pushed) => Ok(Some(pushed()?.plan())),
         None => {
-            let limit = figures.push_limit(topology.config.sm_budget);
             let few = |of: &records::Pushed| limit.is_some_and(|most| of.arriving <= most);
             Ok(pushed().ok().filter(few).map(records::Pushed::plan))
         }

@@ -377,20 +377,26 @@ pub fn arriving_bytes(call: &Call, size: usize) -> Result<usize, Reason> {
 
 /// Why rows travel by this transport, and by which figures.
 fn why(call: &Call, transport: Transport, topology: &Topology, table: &Table) -> String {
-    let (figures, choice, asked) = match call {
+    let sm_budget = topology.config.sm_budget;
+    let (figures, limit, choice, asked) = match call {
         // What goes back from a gather is one-sided.
         Call::Combine(CombineCall { choice, .. }) => (
             &table.experts.plain,
+            table.experts.plain.push_back_limit(sm_budget),
             *choice,
             &[Asked::InPlace, Asked::Fifo][..],
         ),
-        Call::Dispatch(c) => (table.experts.of(c), c.choice, &Asked::ALL[..]),
+        Call::Dispatch(c) => {
+            let figures = table.experts.of(c);
+            let limit = figures.push_limit(sm_budget);
+            (figures, limit, c.choice, &Asked::ALL[..])
+        }
         _ => return String::new(),
     };
     if choice.is_some() {
         return "forced".into();
     }
-    let Some(limit) = figures.push_limit(topology.config.sm_budget) else {
+    let Some(limit) = limit else {
         return "this device pushes no rows by itself".into();
     };
     let pushed = match records_of(call, topology) {

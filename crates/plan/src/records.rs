@@ -10,7 +10,7 @@ use crate::{
 };
 use brigade_device::{Arrangement, CombineCall, CombineSum, DispatchCall, Launch, Plan, Reason};
 
-/// Most tokens of a rank that kernels which push rows are for.
+/// Most tokens of a rank whose ways a kernel finds that pushes rows to experts.
 pub const TOKENS: usize = 1024;
 
 /// Most slots of a rank.
@@ -148,6 +148,9 @@ pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushe
     if most > SLOTS {
         return Err(reason::rows_pushed("slots of a rank", most, SLOTS));
     }
+    if call.max_tokens > TOKENS {
+        return Err(reason::rows_pushed("max_tokens", call.max_tokens, TOKENS));
+    }
     let counted = matches!(call.arrangement, Arrangement::BySource) || call.max_recv.is_some();
     if !counted && !call.again {
         return Err(reason::rows_uncounted());
@@ -221,9 +224,6 @@ impl Pushed {
         let size = topology.group.size;
         if !topology.engines.pushes_rows {
             return Err(reason::no_rows_pushed());
-        }
-        if max_tokens > TOKENS {
-            return Err(reason::rows_pushed("max_tokens", max_tokens, TOKENS));
         }
         // The host pushes sections as a copy.
         let copied = sections.saturating_add(sections / 16).saturating_add(COUNT);

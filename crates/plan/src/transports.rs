@@ -23,7 +23,9 @@ const EMBEDDED: &str = include_str!("../tables/experts.json");
 pub struct Figures {
     /// Most bytes that are pushed; what is more goes one-sided. `None` if nothing is pushed.
     pub push_max_bytes: Option<usize>,
-    /// Most of them for each multiprocessor of a budget, where the budget keeps rows from all of a kernel's blocks.
+    /// The same of rows that go back.
+    pub push_back_max_bytes: Option<usize>,
+    /// Most of either for each multiprocessor of a budget, where the budget keeps rows from all of a kernel's blocks.
     pub push_max_bytes_per_sm: usize,
     /// How many rows of a sender go through a half of a dispatch at a time where more could: while they are taken, the next are on their
     /// way. `None` if as many as fit.
@@ -84,6 +86,7 @@ impl Figures {
     pub const fn nothing_pushed() -> Self {
         Self {
             push_max_bytes: None,
+            push_back_max_bytes: None,
             push_max_bytes_per_sm: usize::MAX,
             rows_at_a_time: None,
             others: Vec::new(),
@@ -93,14 +96,22 @@ impl Figures {
 
     /// Most bytes that are pushed within a budget of multiprocessors.
     pub fn push_limit(&self, sm_budget: Option<u16>) -> Option<usize> {
-        let most = self.push_max_bytes?;
-        Some(match sm_budget {
+        Some(self.within(sm_budget, self.push_max_bytes?))
+    }
+
+    /// The same of rows that go back.
+    pub fn push_back_limit(&self, sm_budget: Option<u16>) -> Option<usize> {
+        Some(self.within(sm_budget, self.push_back_max_bytes?))
+    }
+
+    fn within(&self, sm_budget: Option<u16>, most: usize) -> usize {
+        match sm_budget {
             Some(sms) if sms < MOST_BLOCKS => {
                 let of_budget = self.push_max_bytes_per_sm.saturating_mul(sms.into());
                 most.min(of_budget)
             }
             _ => most,
-        })
+        }
     }
 
     /// Of those transports that no plan takes by itself: why, and from where on one was quicker.
@@ -119,9 +130,10 @@ impl Figures {
     }
 
     /// The numbers that decide, for a vote.
-    fn numbers(&self) -> [u64; 3] {
+    fn numbers(&self) -> [u64; 4] {
         let Self {
             push_max_bytes,
+            push_back_max_bytes,
             push_max_bytes_per_sm,
             rows_at_a_time,
             others: _,
@@ -130,6 +142,7 @@ impl Figures {
         let or_most = |n: &Option<usize>| n.map_or(u64::MAX, |n| n as u64);
         [
             or_most(push_max_bytes),
+            or_most(push_back_max_bytes),
             *push_max_bytes_per_sm as u64,
             or_most(rows_at_a_time),
         ]
@@ -220,7 +233,10 @@ pub struct Entry {
     pub rows: Option<Rows>,
     /// Most bytes for which pushing is quicker than one-sided; 0 if it is at no size.
     pub push_max_bytes: usize,
-    /// The same for each multiprocessor of a budget; untuned, if left out.
+    /// The same of rows that go back; untuned, if left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub push_back_max_bytes: Option<usize>,
+    /// Most of either for each multiprocessor of a budget; untuned, if left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub push_max_bytes_per_sm: Option<usize>,
     /// Rows of a sender at a time, of more; untuned, if left out.
@@ -242,6 +258,7 @@ pub struct Entry {
 #[serde(deny_unknown_fields)]
 struct Untuned {
     push_max_bytes: usize,
+    push_back_max_bytes: usize,
     push_max_bytes_per_sm: usize,
     rows_at_a_time: usize,
 }
@@ -323,6 +340,7 @@ impl Untuned {
         let (ranks, links) = (gpus.ranks, gpus.links);
         Figures {
             push_max_bytes: Some(self.push_max_bytes),
+            push_back_max_bytes: Some(self.push_back_max_bytes),
             push_max_bytes_per_sm: self.push_max_bytes_per_sm,
             rows_at_a_time: Some(self.rows_at_a_time),
             others: Vec::new(),
@@ -351,6 +369,10 @@ impl Entry {
     fn figures(&self, untuned: &Untuned, whose: Whose) -> Figures {
         Figures {
             push_max_bytes: Some(self.push_max_bytes),
+            push_back_max_bytes: Some(
+                self.push_back_max_bytes
+                    .unwrap_or(untuned.push_back_max_bytes),
+            ),
             push_max_bytes_per_sm: self
                 .push_max_bytes_per_sm
                 .unwrap_or(untuned.push_max_bytes_per_sm),
@@ -376,6 +398,7 @@ impl Entry {
             None => String::new(),
         };
         let left_out = [
+            ("push_back_max_bytes", self.push_back_max_bytes),
             ("push_max_bytes_per_sm", self.push_max_bytes_per_sm),
             ("rows_at_a_time", self.rows_at_a_time),
         ];

@@ -35,7 +35,9 @@ fn entry(changes: &Value) -> Value {
 }
 
 fn file(entries: &[Value]) -> Result<File, Reason> {
-    let untuned = json!({ "push_max_bytes": 10, "push_max_bytes_per_sm": 2, "rows_at_a_time": 3 });
+    let untuned = json!({
+        "push_max_bytes": 10, "push_back_max_bytes": 20, "push_max_bytes_per_sm": 2, "rows_at_a_time": 3
+    });
     File::read(&json!({ "untuned": untuned, "entries": entries }).to_string())
 }
 
@@ -82,7 +84,7 @@ fn topology(size: usize, sm_budget: Option<u16>) -> Topology {
 
 #[test]
 fn entries_are_chosen_by_model_ranks_and_rows() {
-    let all = entry(&json!({ "rows_at_a_time": 7 }));
+    let all = entry(&json!({ "rows_at_a_time": 7, "push_back_max_bytes": 8 }));
     let cast = entry(&json!({ "rows": "fp8", "push_max_bytes": 0, "push_max_bytes_per_sm": 5 }));
     let file = file(&[all, cast]).unwrap();
     let of = |gpus: &Gpus| {
@@ -90,6 +92,7 @@ fn entries_are_chosen_by_model_ranks_and_rows() {
         by_rows.each().map(|(_, f)| {
             (
                 f.push_max_bytes,
+                f.push_back_max_bytes,
                 f.push_max_bytes_per_sm,
                 f.rows_at_a_time,
                 f.source.starts_with("untuned: nobody has measured"),
@@ -99,11 +102,11 @@ fn entries_are_chosen_by_model_ranks_and_rows() {
     assert_eq!(
         of(&gpus("A", 4)),
         [
-            (Some(1000), 2, Some(7), false),
-            (Some(0), 5, Some(3), false)
+            (Some(1000), Some(8), 2, Some(7), false),
+            (Some(0), Some(20), 5, Some(3), false)
         ]
     );
-    let usual = (Some(10), 2, Some(3), true);
+    let usual = (Some(10), Some(20), 2, Some(3), true);
     let pcie = Gpus {
         links: Links::Pcie,
         ..gpus("A", 4)
@@ -120,23 +123,30 @@ fn entries_are_chosen_by_model_ranks_and_rows() {
     );
     assert!(
         found.fp8.source.contains(" of fp8 rows ")
-            && found.fp8.source.contains("untuned: rows_at_a_time")
+            && found
+                .fp8
+                .source
+                .contains("untuned: push_back_max_bytes rows_at_a_time")
     );
 }
 
 #[test]
 fn a_budget_has_so_much_for_each_multiprocessor_and_never_more_than_all() {
-    let file = file(&[entry(&json!({ "push_max_bytes_per_sm": 10 }))]).unwrap();
+    let file = file(&[entry(
+        &json!({ "push_max_bytes_per_sm": 10, "push_back_max_bytes": 995 }),
+    )])
+    .unwrap();
     let figures = file.of(&gpus("A", 4)).plain;
-    for (budget, limit) in [
-        (None, 1000),
-        (Some(1), 10),
-        (Some(99), 990),
-        (Some(101), 1000),
-        (Some(132), 1000),
-        (Some(u16::MAX), 1000),
+    for (budget, there, back) in [
+        (None, 1000, 995),
+        (Some(1), 10, 10),
+        (Some(99), 990, 990),
+        (Some(101), 1000, 995),
+        (Some(132), 1000, 995),
+        (Some(u16::MAX), 1000, 995),
     ] {
-        assert_eq!(figures.push_limit(budget), Some(limit), "{budget:?}");
+        assert_eq!(figures.push_limit(budget), Some(there), "{budget:?}");
+        assert_eq!(figures.push_back_limit(budget), Some(back), "{budget:?}");
     }
 }
 
@@ -195,6 +205,35 @@ fn on_h200s_the_plan_is_what_was_measured_to_be_quicker() {
             assert_eq!(by(ranks, tokens, None), Transport::Pushed);
         }
         assert_eq!(by(ranks, 4096, None), Transport::OneSided);
+    }
+}
+
+/// However many tokens: what keeps many from being pushed there is that each block finds their ways.
+#[test]
+fn rows_are_pushed_back_up_to_a_figure_of_their_own() {
+    let by = |ranks, max_tokens| {
+        let table = Table::cuda(&gpus("NVIDIA H200", ranks), &Entries::default()).unwrap();
+        let call = Call::Combine(CombineCall {
+            max_tokens,
+            hidden: 7168,
+            dtype: DataType::BF16,
+            output: DataType::BF16,
+            k: 8,
+            arrangement: Arrangement::BySource,
+            sum: CombineSum::Rank,
+            weights: false,
+            choice: None,
+        });
+        match plan(&call, &topology(ranks, None), &table).unwrap() {
+            Plan::Experts { transport, .. } => transport,
+            other => panic!("{other:?}"),
+        }
+    };
+    for (ranks, tokens) in [(2, 1024), (2, 4096), (2, 16384), (4, 4096)] {
+        assert_eq!(by(ranks, tokens), Transport::Pushed, "{ranks}, {tokens}");
+    }
+    for (ranks, tokens) in [(2, 32768), (4, 8192)] {
+        assert_eq!(by(ranks, tokens), Transport::OneSided, "{ranks}, {tokens}");
     }
 }
 

@@ -32,6 +32,7 @@ fn what_is_voted_on_tells_tables_and_engines_apart() {
         with(|t| t.all_reduce.bf16.threads = vec![threads(1, 32), threads(2, 64)]),
         with(|t| t.copies.push_max_bytes = Some(1)),
         with(|t| t.experts.plain.push_max_bytes = Some(1)),
+        with(|t| t.experts.plain.push_back_max_bytes = Some(1)),
         with(|t| t.experts.plain.push_max_bytes_per_sm = 1),
         with(|t| t.experts.plain.rows_at_a_time = Some(1)),
         with(|t| t.experts.fp8.push_max_bytes = Some(1)),

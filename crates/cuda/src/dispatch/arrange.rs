@@ -1,7 +1,7 @@
 //! What has come of a dispatch: counted, arranged, and taken to where it belongs.
 
 use super::{
-    Arguments, Came, ENTRY_THREADS, Parameters, WIDEST, in_place, own_sms, pushing_sms,
+    Arguments, Came, ENTRY_THREADS, Parameters, Piece, WIDEST, in_place, own_sms, pushing_sms,
     row_blocks_on, row_threads, to,
 };
 use crate::{Launch, job::Job, memory::Pinned};
@@ -20,6 +20,17 @@ fn most_rows(a: &Arguments) -> usize {
     }
 }
 
+/// The first of own rows that are taken with a piece, and how many are. They lie where the caller has them from the start, so they go with all
+/// pieces but the last: whoever takes that keeps the call waiting.
+fn own_share(a: &Arguments, piece: Piece) -> (u32, u32) {
+    let pieces = a.pieces.iter().filter(|p| p.load == Load::Rest).count();
+    if piece.load != Load::Rest || pieces < 2 {
+        return (piece.first as u32, piece.rows as u32);
+    }
+    let share = a.call.max_tokens.div_ceil(pieces - 1);
+    ((piece.first / piece.rows * share) as u32, share as u32)
+}
+
 impl Job<'_> {
     /// What kernels are told of rows that have come.
     fn received(&self, a: &Arguments, came: Came) -> Parameters {
@@ -28,6 +39,7 @@ impl Job<'_> {
         let mut parameters = self.dispatching(a, &sections, None);
         (parameters.parts, parameters.parts_stride) = (came.parts, came.stride as u64);
         (parameters.first_row, parameters.piece_rows) = (piece.first as u32, piece.rows as u32);
+        (parameters.own_first, parameters.own_rows) = own_share(a, piece);
         parameters.gathers = u32::from(piece.gathers);
         parameters.known = u32::from(piece.load == Load::Rest);
         if !came.with_own {

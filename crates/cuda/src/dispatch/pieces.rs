@@ -97,6 +97,10 @@ impl Pieces for Passing<'_> {
         self.a.pieces.len()
     }
 
+    fn begins_with_little(&self) -> bool {
+        self.a.pieces.first().is_some_and(|p| p.load == Load::Ways)
+    }
+
     fn prepare(&mut self, job: &mut Job<'_>) -> Result<()> {
         job.prepare_rows(self.a)?;
         match &self.a.gathered {
@@ -121,7 +125,9 @@ impl Pieces for Passing<'_> {
                 }
                 return Ok(());
             }
-            (Load::Ways | Load::Whole, _) => self.say(job, came)?,
+            // There is nothing else in it.
+            (Load::Ways, None) => return self.say(job, came),
+            (Load::Whole, _) => self.say(job, came)?,
             (Load::Rest, _) => {
                 let first = piece.first == 0 && (a.call.again || a.call.gathered);
                 if let Some(outputs) = self.outputs.as_ref().filter(|_| first) {

@@ -245,6 +245,7 @@ impl Tune {
                 false => transports::Rows::Plain,
             }),
             push_max_bytes: verdict.push_max_bytes,
+            push_back_max_bytes: None,
             push_max_bytes_per_sm: verdict.push_max_bytes_per_sm,
             rows_at_a_time: verdict.rows_at_a_time,
             others: verdict.others.clone(),
@@ -382,8 +383,7 @@ mod tests {
         };
         for (words, fp8) in [("", false), ("--fp8", true)] {
             let entry = tune(words).written(&meta, 4, &verdict).unwrap();
-            let untuned =
-                r#"{"push_max_bytes": 1, "push_max_bytes_per_sm": 1, "rows_at_a_time": 7}"#;
+            let untuned = r#"{"push_max_bytes": 1, "push_back_max_bytes": 1, "push_max_bytes_per_sm": 1, "rows_at_a_time": 7}"#;
             let entries = serde_json::to_string(&entry).unwrap();
             let text = format!(r#"{{"untuned": {untuned}, "entries": [{entries}]}}"#);
             let file = File::read(&text).unwrap();
