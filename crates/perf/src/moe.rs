@@ -112,6 +112,8 @@ enum Choice {
     OneSided,
     /// Rows are their own flags
     Pushed,
+    /// Rows are written to their places at each receiver, and are their own flags on the way back
+    PushedBack,
     /// Rows pass through queues
     Fifo,
     /// All ranks get all rows, and keep their own
@@ -123,15 +125,23 @@ enum Choice {
 }
 
 impl Choice {
-    /// As calls name it, if it is one of a dispatch.
+    /// As dispatches name it, if it is one of theirs.
     const fn transport(self) -> Option<Transport> {
         match self {
             Self::Auto | Self::LowLatency => None,
-            Self::OneSided => Some(Transport::OneSided),
+            Self::OneSided | Self::PushedBack => Some(Transport::OneSided),
             Self::Pushed => Some(Transport::Pushed),
             Self::Fifo => Some(Transport::Fifo),
             Self::Gather => Some(Transport::Gather),
             Self::InPlace => Some(Transport::InPlace),
+        }
+    }
+
+    /// As combines name it.
+    const fn back(self) -> Option<Transport> {
+        match self {
+            Self::PushedBack => Some(Transport::Pushed),
+            _ => self.transport(),
         }
     }
 }

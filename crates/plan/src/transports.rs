@@ -307,9 +307,12 @@ impl File {
         &self.entries
     }
 
-    /// Most bytes that are pushed where nothing was measured.
-    pub const fn untuned_push_max_bytes(&self) -> usize {
-        self.untuned.push_max_bytes
+    /// Most bytes that are pushed where nothing was measured: there, and back.
+    pub const fn untuned_push_max_bytes(&self) -> (usize, usize) {
+        (
+            self.untuned.push_max_bytes,
+            self.untuned.push_back_max_bytes,
+        )
     }
 
     /// For rows of both kinds: the entry of these GPUs for them, else the one for all rows, of the user's first, else the usual

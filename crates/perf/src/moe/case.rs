@@ -233,7 +233,7 @@ impl<'a> Case<'a> {
             biases: &[],
             output,
             waits: None,
-            choice: self.options.choice().filter(|_| !(in_place && fp8)),
+            choice: (self.options.transport.back()).filter(|_| !(in_place && fp8)),
         })?;
         Ok(back.d.ok_or(brigade::Error::Closed)?)
     }

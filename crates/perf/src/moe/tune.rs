@@ -13,8 +13,8 @@ use crate::{
 };
 use anyhow::{Result, ensure};
 use brigade::{
-    Arrangement, Call, DataType, DispatchCall, Error, PerRank, PlacementCall, ReceivedIds,
-    Transport,
+    Arrangement, Call, CombineCall, CombineSum, DataType, DispatchCall, Error, PerRank,
+    PlacementCall, ReceivedIds, Transport,
     plan::{
         crossover::Source,
         experts::{arriving_bytes, need},
@@ -28,12 +28,13 @@ use std::path::PathBuf;
 use verdict::{Point, Verdict};
 
 /// What is compared, in the order of [`Point::us`].
-const CANDIDATES: [(Choice, &str); 5] = [
+const CANDIDATES: [(Choice, &str); 6] = [
     (Choice::Pushed, "pushed"),
     (Choice::OneSided, "one-sided"),
     (Choice::InPlace, "in-place"),
     (Choice::Gather, "gather"),
     (Choice::Fifo, "fifo"),
+    (Choice::PushedBack, "pushed-back"),
 ];
 
 /// What is measured.
@@ -151,6 +152,21 @@ impl Tune {
         })
     }
 
+    /// The combine that is measured.
+    fn back(&self, max_tokens: usize) -> Call {
+        Call::Combine(CombineCall {
+            max_tokens,
+            hidden: self.hidden,
+            dtype: DataType::BF16,
+            output: DataType::BF16,
+            k: self.k,
+            arrangement: Arrangement::BySource,
+            sum: CombineSum::Rank,
+            weights: false,
+            choice: None,
+        })
+    }
+
     /// Times there and back of some candidates, each seen to be right first; nothing of those that cannot be.
     fn point(
         &self,
@@ -191,7 +207,8 @@ impl Tune {
         among.check()?;
         // Nobody leaves the communicator while another still works in it.
         rank.meet()?;
-        let mut point = Point::new(tokens, arriving_bytes(&self.call(tokens, None), size)?);
+        let bytes = arriving_bytes(&self.call(tokens, None), size)?;
+        let mut point = Point::new(tokens, (bytes, arriving_bytes(&self.back(tokens), size)?));
         for times in times {
             let found = CANDIDATES.iter().position(|(_, name)| *name == times.name);
             if let Some(at) = found {
@@ -245,7 +262,8 @@ impl Tune {
                 false => transports::Rows::Plain,
             }),
             push_max_bytes: verdict.push_max_bytes,
-            push_back_max_bytes: None,
+            // What goes back is never cast, and goes by the figures of rows as they are.
+            push_back_max_bytes: (!self.fp8).then_some(verdict.push_back_max_bytes),
             push_max_bytes_per_sm: verdict.push_max_bytes_per_sm,
             rows_at_a_time: verdict.rows_at_a_time,
             others: verdict.others.clone(),
@@ -365,6 +383,7 @@ mod tests {
     fn an_entry_is_one_of_the_table() {
         let verdict = Verdict {
             push_max_bytes: 1000,
+            push_back_max_bytes: 2000,
             push_max_bytes_per_sm: Some(10),
             rows_at_a_time: None,
             others: vec![Other {
@@ -390,6 +409,8 @@ mod tests {
             Entries::read(&entries).unwrap();
             assert_eq!(file.entries(), [entry]);
             let found = file.of(&gpus);
+            let back = if fp8 { 1 } else { 2000 };
+            assert_eq!(found.plain.push_back_max_bytes, Some(back));
             let of = |f: &transports::Figures| (f.push_max_bytes, f.rows_at_a_time);
             assert_eq!(of(&found.fp8), (Some(if fp8 { 1000 } else { 1 }), Some(7)));
             assert_eq!(
@@ -401,7 +422,7 @@ mod tests {
 
     #[test]
     fn rows_have_a_choice_each_and_none_of_what_cannot_be() {
-        let mut point = Point::new(8, 1000);
+        let mut point = Point::new(8, (1000, 900));
         (point.us[0], point.us[3]) = (Some(2.0), Some(3.0));
         let rows = tune("").rows(&[point], Some(24));
         let choices: Vec<_> = rows.iter().map(|r| r["choice"].as_str().unwrap()).collect();

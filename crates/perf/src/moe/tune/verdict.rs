@@ -10,16 +10,19 @@ pub struct Point {
     pub tokens: usize,
     /// That may come to a rank.
     pub bytes: usize,
+    /// That may come back.
+    pub back_bytes: usize,
     /// In the order of [`CANDIDATES`]; nothing of what cannot be.
     pub us: [Option<f64>; CANDIDATES.len()],
     pub samples: [Vec<f64>; CANDIDATES.len()],
 }
 
 impl Point {
-    pub fn new(tokens: usize, bytes: usize) -> Self {
+    pub fn new(tokens: usize, (bytes, back_bytes): (usize, usize)) -> Self {
         Self {
             tokens,
             bytes,
+            back_bytes,
             us: [None; CANDIDATES.len()],
             samples: Default::default(),
         }
@@ -33,12 +36,14 @@ impl Point {
         self.us[1]
     }
 
-    /// The quicker of those that plans take by themselves.
+    fn pushed_back(&self) -> Option<f64> {
+        self.us[5]
+    }
+
+    /// The quickest of those that plans take by themselves.
     fn planned(&self) -> Option<f64> {
-        match (self.pushed(), self.one_sided()) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        }
+        let all = [self.pushed(), self.one_sided(), self.pushed_back()];
+        all.into_iter().flatten().min_by(f64::total_cmp)
     }
 }
 
@@ -46,6 +51,7 @@ impl Point {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verdict {
     pub push_max_bytes: usize,
+    pub push_back_max_bytes: usize,
     pub push_max_bytes_per_sm: Option<usize>,
     pub rows_at_a_time: Option<usize>,
     pub others: Vec<Other>,
@@ -64,17 +70,32 @@ fn pushes(points: &[Point], sms: usize) -> Vec<fit::Point> {
     .collect()
 }
 
+/// The last size at which what is small was quicker; where that was so at all of them, no less than usual.
+fn up_to(points: &[fit::Point], usual_bytes: usize) -> usize {
+    let from = fit::overtakes(points);
+    let last = fit::last_before(points, from);
+    match from {
+        Some(_) => last,
+        None => last.max(usual_bytes),
+    }
+}
+
 impl Verdict {
-    /// `usual_bytes` are pushed where nothing was measured, and where what was measured gives no reason against it.
+    /// So many of `usual_bytes` are pushed there, and back, where nothing was measured, and where what was measured gives no reason against it.
     pub fn new(
         all: &[Point],
         budgets: &[(u16, Vec<Point>)],
         rows: &[(usize, f64)],
-        usual_bytes: usize,
+        (usual_bytes, usual_back_bytes): (usize, usize),
     ) -> Self {
-        let pushed = pushes(all, 1);
-        let from = fit::overtakes(&pushed);
-        let last = fit::last_before(&pushed, from);
+        let back = |p: &Point| {
+            (p.pushed_back().is_some() && p.one_sided().is_some()).then(|| fit::Point {
+                bytes: p.back_bytes,
+                small: p.pushed_back(),
+                large: p.one_sided(),
+            })
+        };
+        let back: Vec<_> = all.iter().filter_map(back).collect();
         // Of all budgets together, by bytes for each multiprocessor: where a step fits best.
         let per_sm: Vec<fit::Point> = budgets
             .iter()
@@ -100,10 +121,8 @@ impl Verdict {
         };
         let quickest = rows.iter().min_by(|a, b| a.1.total_cmp(&b.1));
         Self {
-            push_max_bytes: match from {
-                Some(_) => last,
-                None => last.max(usual_bytes),
-            },
+            push_max_bytes: up_to(&pushes(all, 1), usual_bytes),
+            push_back_max_bytes: up_to(&back, usual_back_bytes),
             push_max_bytes_per_sm: (!per_sm.is_empty())
                 .then(|| fit::last_before(&per_sm, fit::overtakes(&per_sm))),
             rows_at_a_time: quickest.map(|(rows, _)| *rows),
@@ -113,7 +132,10 @@ impl Verdict {
 
     /// In words.
     pub fn told(&self) -> String {
-        let mut text = format!("pushed up to {} bytes\n", self.push_max_bytes);
+        let mut text = format!(
+            "pushed up to {} bytes, back up to {}\n",
+            self.push_max_bytes, self.push_back_max_bytes
+        );
         text += &match self.push_max_bytes_per_sm {
             Some(bytes) => {
                 format!("within a budget, up to {bytes} bytes for each multiprocessor\n")
@@ -144,13 +166,13 @@ pub fn table(points: &[Point], sm_budget: Option<u16>) -> String {
     };
     text += &format!("{:>10} {:>10}", "tokens, us", "bytes");
     for (_, name) in CANDIDATES {
-        text += &format!(" {name:>10}");
+        text += &format!(" {name:>11}");
     }
     text += "  quickest\n";
     for point in points {
         text += &format!("{:>10} {:>10}", point.tokens, point.bytes);
         for us in point.us {
-            text += &us.map_or_else(|| format!(" {:>10}", "-"), |us| format!(" {us:>10.1}"));
+            text += &us.map_or_else(|| format!(" {:>11}", "-"), |us| format!(" {us:>11.1}"));
         }
         let timed = CANDIDATES.iter().zip(point.us);
         let timed = timed.filter_map(|((_, name), us)| Some((*name, us?)));
@@ -170,7 +192,7 @@ mod tests {
 
     fn points(all: &[(usize, [f64; 2])]) -> Vec<Point> {
         let point = |(tokens, [pushed, one_sided]): &(usize, [f64; 2])| {
-            let mut point = Point::new(*tokens, bytes(*tokens));
+            let mut point = Point::new(*tokens, (bytes(*tokens), 14336 * tokens));
             (point.us[0], point.us[1]) = (Some(*pushed), Some(*one_sided));
             point
         };
@@ -203,7 +225,7 @@ mod tests {
             let each: Vec<_> = each.map(|(n, (a, b))| (n, [a, b])).collect();
             (sms, points(&each))
         });
-        let verdict = Verdict::new(&[], &budgets, &[], 5);
+        let verdict = Verdict::new(&[], &budgets, &[], (5, 6));
         assert_eq!(verdict.push_max_bytes_per_sm, Some(249_858));
         let file = brigade::plan::transports::File::embedded().unwrap();
         let two = file.entries().iter().find(|e| e.ranks == 2).unwrap();
@@ -214,7 +236,8 @@ mod tests {
     #[test]
     fn what_is_never_overtaken_is_pushed_as_far_as_is_usual() {
         let ahead = points(&[(1, [1.0, 2.0]), (8, [2.0, 3.0])]);
-        let of = |points: &[Point], usual| Verdict::new(points, &[], &[], usual).push_max_bytes;
+        let of =
+            |points: &[Point], usual| Verdict::new(points, &[], &[], (usual, 1)).push_max_bytes;
         assert_eq!(of(&ahead, 1 << 20), 1 << 20);
         assert_eq!(of(&ahead, 1), bytes(8));
         let crossing = points(&[(1, [1.0, 2.0]), (8, [2.0, 3.0]), (32, [5.0, 4.0])]);
@@ -223,11 +246,33 @@ mod tests {
         assert_eq!(of(&behind, 1 << 30), 0);
         // What cannot be pushed says nothing about what can.
         let mut more = ahead;
-        let mut large = Point::new(4096, bytes(4096));
+        let mut large = Point::new(4096, (bytes(4096), 14336 * 4096));
         large.us[1] = Some(500.0);
         more.push(large);
         assert_eq!(of(&more, 1 << 20), 1 << 20);
-        assert_eq!(Verdict::new(&more, &[], &[], 1).push_max_bytes_per_sm, None);
+        assert_eq!(
+            Verdict::new(&more, &[], &[], (1, 1)).push_max_bytes_per_sm,
+            None
+        );
+    }
+
+    #[test]
+    fn what_goes_back_is_pushed_up_to_a_figure_of_its_own() {
+        let back = |all: &[(usize, f64)], usual| {
+            let one_sided: Vec<_> = all.iter().map(|&(n, _)| (n, [0.0, 10.0])).collect();
+            let mut points = points(&one_sided);
+            for (point, &(_, us)) in points.iter_mut().zip(all) {
+                (point.us[0], point.us[5]) = (None, Some(us));
+            }
+            let verdict = Verdict::new(&points, &[], &[], (7, usual));
+            assert_eq!(verdict.push_max_bytes, 7, "nothing was pushed there");
+            verdict.push_back_max_bytes
+        };
+        assert_eq!(back(&[(1, 9.0), (8, 9.0)], 5), 8 * 14336);
+        assert_eq!(back(&[(1, 9.0), (8, 9.0)], 1 << 30), 1 << 30);
+        assert_eq!(back(&[(1, 9.0), (8, 9.0), (32, 11.0)], 1 << 30), 8 * 14336);
+        assert_eq!(back(&[(1, 11.0), (8, 11.0)], 1 << 30), 0);
+        assert_eq!(back(&[], 3), 3);
     }
 
     #[test]
@@ -244,7 +289,7 @@ mod tests {
         {
             (point.us[2], point.us[3]) = (Some(in_place), Some(gather));
         }
-        let verdict = Verdict::new(&all, &[], &[(256, 3.0), (512, 2.0), (1024, 2.5)], 1);
+        let verdict = Verdict::new(&all, &[], &[(256, 3.0), (512, 2.0), (1024, 2.5)], (1, 1));
         let other = |transport, from_bytes| Other {
             transport,
             from_bytes,
