@@ -526,14 +526,19 @@ pub fn add(suite: &mut Suite) {
             });
         }
     }
-    if suite.backend().worlds().contains(&2) {
-        // Kernels that push have a loop of their own for rows that are both many and wide.
-        for (name, size) in [("many_tokens", (4096, 8)), ("wide_rows", (1100, 1040))] {
-            suite.add_at(2, &format!("experts/pushed_back/{name}"), move |world| {
-                let by = By::of(Transport::OneSided, Transport::Pushed);
-                many_tokens(world, by, size);
-            });
+    // Kernels that push back have a loop of their own for rows that are both many and wide, by how many ranks there may be.
+    for (size, name, rows) in [
+        (2, "many_tokens", (4096, 8)),
+        (2, "wide_rows", (1100, 1040)),
+        (4, "wide_rows", (1100, 1040)),
+    ] {
+        if !suite.backend().worlds().contains(&size) {
+            continue;
         }
+        suite.add_at(size, &format!("experts/pushed_back/{name}"), move |world| {
+            let by = By::of(Transport::OneSided, Transport::Pushed);
+            many_tokens(world, by, rows);
+        });
     }
     suite.add("experts/in_place/totals", |world| {
         totals::totals(world, in_place::IN_PLACE);
