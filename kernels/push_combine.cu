@@ -1,4 +1,4 @@
-// Rows back from their experts as one kernel (push.cuh): for few tokens. Each row goes to a place at its token's rank that both know, and
+// Rows back from their experts as one kernel (push.cuh). Each row goes to a place at its token's rank that both know, and
 // is added there as soon as it has come: in f32, products rounded before they are added, as in combine.cu. Rows of sums are pushed as
 // those of all-reduces are: a NaN may become another. Every other block pushes and the rest add, as in a dispatch.
 //

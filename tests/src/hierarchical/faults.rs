@@ -6,6 +6,8 @@ use crate::{
     check::{assert_kind, expect_fault, is_poisoned},
     faults::{AMPLE, GRACE},
     inject::Jitter,
+    matrix::to_f32,
+    oracle,
     suite::{Suite, World},
 };
 use brigade_device::{
@@ -53,6 +55,17 @@ pub(super) const USUAL: Spec = Spec {
     choice: Some(HierarchicalPath::Slices { count: 5 }),
 };
 
+/// Whether this is all of what an all-reduce of `call` gives, in which all elements of all ranks are the same.
+fn is_whole(rank: &Rank, over: &Hierarchy, spec: Spec, bytes: &[u8]) -> bool {
+    let own = to_f32(spec.dtype, &vec![0x3C; spec.dtype.bytes()]);
+    let all = vec![own; rank.size];
+    let element = match spec.choice {
+        Some(HierarchicalPath::Whole) => oracle::reduce(spec.op, &all, spec.dtype),
+        _ => oracle::reduce_by_machine(spec.op, &all, over.machines().ranks(), spec.dtype),
+    };
+    matches!(spec.what, What::AllReduce) && bytes.chunks(element.len()).all(|x| x == element)
+}
+
 /// Makes a call; asserts that it took no longer than it may, and that nobody takes its output for a result.
 pub(super) fn call(rank: &Rank, over: &Hierarchy, spec: Spec, limit: Duration) -> Result<()> {
     let bytes = vec![0x3C; spec.elements * spec.dtype.bytes()];
@@ -85,14 +98,16 @@ pub(super) fn call(rank: &Rank, over: &Hierarchy, spec: Spec, limit: Duration) -
     let result = settled(rank, over, result);
     let took = start.elapsed();
     assert!(took < limit, "took {took:?}, allowed {limit:?}: {result:?}");
+    let bytes = rank.raw(data.view());
+    if result.is_ok() && matches!(spec.choice, Some(HierarchicalPath::Slices { .. })) {
+        let whole = is_whole(rank, over, spec, &bytes);
+        assert!(whole || !matches!(spec.what, What::AllReduce), "{spec:?}");
+    }
     if result.is_err() {
-        let bytes = rank.raw(data.view());
         // Who heard of it before it began has not written anything.
         let untouched = bytes.iter().all(|&b| b == 0x3C);
-        // Who was through with it as somebody was lost has all of it: ranks give the same everywhere, and so one value.
-        let mut each = bytes.chunks(spec.dtype.bytes());
-        let first = each.next();
-        let whole = ended_well && each.all(|x| Some(x) == first);
+        // Who was through with it as somebody was lost has all of it.
+        let whole = ended_well && is_whole(rank, over, spec, &bytes);
         let poisoned = is_poisoned(spec.dtype, &bytes);
         assert!(untouched || whole || poisoned, "{result:?}");
     }
