@@ -6,6 +6,7 @@
 
 pub mod back;
 pub mod case;
+pub mod casts;
 mod chain;
 mod gathered;
 mod in_place;
@@ -18,15 +19,10 @@ pub mod waits;
 use crate::{
     backend::Rank,
     check::expect_unsupported,
-    matrix::{to_f32, to_f64},
-    quantized::fp8,
     suite::{Suite, World},
 };
-use back::{Back, diff};
-use brigade_device::{
-    Arrangement, CommConfig, DataType, Dispatched, Fp8Cast, ParallelMode, Route, ScaleFormat,
-    Transport,
-};
+use back::Back;
+use brigade_device::{Arrangement, CommConfig, DataType, ParallelMode, Route, Transport};
 use brigade_plan::Engines;
 use case::{By, Case, Ids, Where};
 use own::{Own, check};
@@ -380,89 +376,6 @@ fn again(world: &World, by: By) {
     });
 }
 
-/// Rows that are cast on the way are what was sent, as far as fp8 can tell.
-fn casts(world: &World, by: By) {
-    let mut rng = world.rng();
-    let formats = [
-        (ScaleFormat::F32, 9e-4),
-        (ScaleFormat::PowerOfTwo, 7e-3),
-        (ScaleFormat::Ue8m0, 7e-3),
-    ];
-    let mut cases = vec![];
-    for (format, limit) in formats {
-        for (i, column_major) in [false, true].into_iter().enumerate() {
-            for dtype in [DataType::BF16, DataType::F32] {
-                let mut case = Case::random(&mut rng, world.size, (12, 400, 3, 7));
-                (case.dtype, case.arrangement) = (dtype, ARRANGEMENTS[2 * i].1);
-                case.cast = Some(Fp8Cast {
-                    format,
-                    column_major,
-                });
-                cases.push((case.with_rows(&mut rng).by(by), limit));
-            }
-        }
-    }
-    world.run(&config(), move |rank| {
-        for (case, limit) in &cases {
-            let got = Own::of(rank, case)
-                .dispatch(&mut rank.lease(), case)
-                .unwrap();
-            check(rank, case, &got);
-            check_cast(rank, case, &got, *limit);
-        }
-    });
-}
-
-/// What was cast is what was sent, as far as fp8 can tell.
-pub fn check_cast(rank: &Rank, case: &Case, got: &Dispatched, limit: f64) {
-    let cast = case.cast.unwrap();
-    let (_, per_row) = cast.scales(case.hidden);
-    let (values, scales) = (
-        rank.raw(got.rows.view()),
-        rank.raw(got.scales.as_ref().unwrap().view()),
-    );
-    let capacity = case.capacity(rank.rank);
-    let scale = |at: usize, block: usize| match (cast.format, cast.column_major) {
-        (ScaleFormat::Ue8m0, major) => {
-            let i = if major {
-                (block / 4 * capacity + at) * 4 + block % 4
-            } else {
-                at * per_row + block
-            };
-            2f64.powi(i32::from(scales[i]) - 127)
-        }
-        (_, major) => {
-            let i = if major {
-                block * capacity + at
-            } else {
-                at * per_row + block
-            };
-            f64::from(to_f32(DataType::F32, &scales)[i])
-        }
-    };
-    let (mut back, mut sent) = (vec![], vec![]);
-    for row in case.received(rank.rank).0 {
-        let bytes = case.hidden * case.dtype.bytes();
-        let original = to_f64(
-            case.dtype,
-            &case.rows[row.source][row.token * bytes..][..bytes],
-        );
-        for (column, x) in original.into_iter().enumerate() {
-            let q = fp8(values[row.at * case.hidden + column]);
-            let s = scale(row.at, column / 128);
-            if cast.format != ScaleFormat::F32 {
-                assert_eq!(s.log2().fract(), 0.0, "{s} is no power of two");
-            }
-            // Blocks of very different sizes count the same.
-            let size = 10f64.powi((column / 128 % 9) as i32 - 4);
-            back.push(q * s / size);
-            sent.push(x / size);
-        }
-    }
-    let diff = diff(&back, &sent);
-    assert!(diff < limit, "{diff:e} of {cast:?}");
-}
-
 /// Adds all trials.
 pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
@@ -484,7 +397,7 @@ pub fn add(suite: &mut Suite) {
             ("placements", placements),
             ("pieces", pieces),
             ("again", again),
-            ("casts", casts),
+            ("casts", casts::casts),
             ("overflow", limits::overflow),
             ("captured", limits::captured),
             ("never_launched", limits::never_launched),

@@ -4,6 +4,7 @@
 mod apart;
 mod back;
 pub mod came;
+mod casts;
 mod limits;
 
 use crate::{
@@ -265,23 +266,6 @@ fn placements(world: &World) {
     );
 }
 
-/// Rows that are cast on the way there.
-fn casts(world: &World) {
-    let mut rng = world.rng();
-    let mut cases = vec![];
-    for format in FORMATS {
-        for column_major in [false, true] {
-            let (mut case, back) = drawn(&mut rng, world.size, (12, 400, 3, 7));
-            case.cast = Some(Fp8Cast {
-                format,
-                column_major,
-            });
-            cases.push((case.with_rows(&mut rng), back));
-        }
-    }
-    all_round_trips(world, cases);
-}
-
 /// The same exchange has the same bits, each time that it is made: in both slots, and whoever is late.
 fn repeats(world: &World) {
     const TIMES: usize = 20;
@@ -328,27 +312,6 @@ fn repeats(world: &World) {
     });
 }
 
-/// Rows that are cast on the way back, and a last block of columns that is not whole.
-fn casts_back(world: &World) {
-    let mut rng = world.rng();
-    let sizes = [(12, 400, 3, 7), (2, 7168, 8, 32), (33, 16, 4, 9)];
-    let mut cases = vec![];
-    for (format, sizes) in FORMATS.into_iter().zip(sizes) {
-        for by in [here, by_rank] {
-            let (case, back) = by(drawn(&mut rng, world.size, sizes));
-            let cast = Some(CombineCast::Fp8(format));
-            cases.push((case, Back { cast, ..back }));
-        }
-    }
-    for sizes in [(12, 128, 3, 7), (2, 7168, 8, 32)] {
-        for by in [here, by_rank] {
-            let (case, back) = by(drawn(&mut rng, world.size, sizes));
-            cases.push((case, back.in_logfmt()));
-        }
-    }
-    all_round_trips(world, cases);
-}
-
 /// Ranks are late in turn, for many rounds in the same memory.
 fn many_rounds(world: &World) {
     let mut rng = world.rng();
@@ -378,15 +341,16 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
-    let contracts: [(&str, Contract); 9] = [
+    let contracts: [(&str, Contract); 10] = [
         ("apart", apart::apart),
         ("sizes", sizes),
         ("few_multiprocessors", few_multiprocessors),
         ("repeats", repeats),
         ("extremes", extremes),
         ("placements", placements),
-        ("casts", casts),
-        ("casts_back", casts_back),
+        ("casts", casts::there),
+        ("casts_back", casts::back),
+        ("casts_echoed", casts::echoed),
         ("many_rounds", many_rounds),
     ];
     for (name, contract) in contracts {

@@ -1,9 +1,10 @@
 //! What is dispatched, and what must come of it: told token by token, in the words of the contract.
 
-use crate::matrix::to_bytes;
+use crate::matrix::{to_bytes, to_f64};
 use brigade_device::{Arrangement, CombineSum, DataType, Fp8Cast, ReceivedIds, Transport};
 use half::{bf16, f16};
 use rand::{Rng, RngCore, rngs::StdRng, seq::IndexedRandom};
+use std::collections::BTreeSet;
 
 /// Where experts are.
 #[derive(Clone, Debug)]
@@ -159,13 +160,9 @@ impl Case {
             Some(_) => {
                 let rows = self.ids.iter().map(|ids| {
                     // Of very different sizes, block by block.
-                    let scaled =
-                        |i: usize, x: f32| f64::from(x) * 10f64.powi((i / 128 % 9) as i32 - 4);
                     let values = values(rng, elements(ids)).into_iter().enumerate();
-                    to_bytes(
-                        self.dtype,
-                        &values.map(|(i, x)| scaled(i, x)).collect::<Vec<_>>(),
-                    )
+                    let scaled = values.map(|(i, x)| f64::from(x) * size_of_block(i % self.hidden));
+                    to_bytes(self.dtype, &scaled.collect::<Vec<_>>())
                 });
                 rows.collect()
             }
@@ -371,6 +368,31 @@ impl Case {
             .collect()
     }
 
+    /// What a rank must get back for each of its tokens where experts make of a row what it was.
+    pub fn echoed(&self, rank: usize, sum: CombineSum) -> Vec<f64> {
+        let rows = to_f64(self.dtype, &self.rows[rank]);
+        let times = |token: usize| -> f64 {
+            let slots =
+                (0..self.k).filter_map(|entry| Some((entry, self.slot(rank, token, entry)?)));
+            match sum {
+                CombineSum::Rank => {
+                    let owners: BTreeSet<_> = slots.map(|(_, slot)| self.owner(slot).0).collect();
+                    owners.len() as f64
+                }
+                _ => {
+                    let weight = |entry| {
+                        let all = self.weights.as_ref();
+                        all.map_or(1.0, |w| f64::from(w[rank][token * self.k + entry]))
+                    };
+                    slots.map(|(entry, _)| weight(entry)).sum()
+                }
+            }
+        };
+        let times: Vec<_> = (0..self.tokens(rank)).map(times).collect();
+        let each = rows.iter().enumerate();
+        each.map(|(i, x)| x * times[i / self.hidden]).collect()
+    }
+
     /// What a rank must get back for each of its tokens: bits in f32 by the order of the contract, and the same in f64.
     pub fn combined(
         &self,
@@ -457,6 +479,11 @@ impl Case {
         }
         (exact, wide)
     }
+}
+
+/// How large the numbers of a cast row are about a column.
+pub fn size_of_block(column: usize) -> f64 {
+    10f64.powi((column / 128 % 9) as i32 - 4)
 }
 
 /// The nearest value of a type, as f32.

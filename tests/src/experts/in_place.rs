@@ -4,6 +4,7 @@ use super::{
     ARRANGEMENTS, SIZES,
     back::Back,
     case::{By, Case},
+    casts::check_echo,
     config,
     own::{Own, check, f32s},
 };
@@ -149,6 +150,7 @@ fn casts(world: &World) {
             let part = row.at * each..(row.at + 1) * each;
             assert_eq!(scales[part.clone()], scales_want[part], "scales of {row:?}");
         }
+        check_echo(rank, &mut lease, &case, &got, 9e-4);
         back.check(rank, &mut lease, &case, &got.handle);
     });
 }

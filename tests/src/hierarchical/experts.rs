@@ -10,7 +10,7 @@ use crate::{
     experts::{
         back::Back,
         case::{By, Case, Ids, Where, rounded},
-        check_cast,
+        casts::{FORMATS, check_cast, check_echo},
         own::{Own, check, i32s},
     },
     suite::{Suite, World},
@@ -270,12 +270,7 @@ fn again(world: &World, shape: (usize, usize)) {
 /// Rows that are cast are so before they go along the rail.
 fn casts(world: &World, shape: (usize, usize)) {
     let mut rng = world.rng();
-    let formats = [
-        (ScaleFormat::F32, 9e-4),
-        (ScaleFormat::PowerOfTwo, 7e-3),
-        (ScaleFormat::Ue8m0, 7e-3),
-    ];
-    let cases = formats.map(|(format, limit)| {
+    let cases = FORMATS.map(|(format, limit)| {
         let mut case = case(&mut rng, shape, (12, 400, 3, 7));
         case.cast = Some(Fp8Cast {
             format,
@@ -289,6 +284,8 @@ fn casts(world: &World, shape: (usize, usize)) {
             let got = dispatch(rank, &over, case).unwrap();
             check_all(rank, &over, case, &got);
             check_cast(rank, case, &got, *limit);
+            let mut lease = over.lease(&rank.stream).unwrap();
+            check_echo(rank, &mut lease, case, &got, *limit);
         }
     });
 }

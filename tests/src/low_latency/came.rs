@@ -3,7 +3,7 @@
 use crate::{
     backend::Rank,
     check::assert_bits,
-    experts::{back::diff, case::Case, own::i32s},
+    experts::{case::Case, casts::diff_of_blocks, own::i32s},
     matrix::{to_f32, to_f64},
     quantized::fp8,
 };
@@ -90,6 +90,24 @@ impl Kept {
             }
         }
     }
+
+    /// The numbers of rows that were cast, each where it lies; NaNs where none is.
+    pub fn dequantized(&self, rank: &Rank, case: &Case) -> Vec<f64> {
+        let (cast, hidden) = (case.cast.unwrap(), case.hidden);
+        let scales = rank.raw(self.scales.as_ref().unwrap().view());
+        let rows = rank.raw(self.rows.view());
+        let room = case.max_tokens * case.size;
+        let mut all = vec![f64::NAN; rows.len()];
+        for (expert, want) in received(case, rank.rank).iter().enumerate() {
+            for i in 0..want.len() {
+                let scales = scales_of(case, cast, &scales, (expert, i));
+                let row = (expert * room + i) * hidden..(expert * room + i + 1) * hidden;
+                let values = dequantized(cast, &rows[row.clone()], &scales);
+                all[row].copy_from_slice(&values);
+            }
+        }
+        all
+    }
 }
 
 /// Asserts what has come.
@@ -135,28 +153,30 @@ pub fn promised(rank: &Rank, got: &LowLatencyDispatched<'_>, cast: Option<Fp8Cas
     all
 }
 
-/// Asserts that a row that was cast is what was sent, as far as fp8 can tell.
-fn check_cast(case: &Case, cast: Fp8Cast, (row, scales): (&[u8], &[u8]), sent: &[u8]) {
+/// The numbers of a row that was cast.
+fn dequantized(cast: Fp8Cast, row: &[u8], scales: &[u8]) -> Vec<f64> {
     let scale = |block: usize| match cast.format {
         ScaleFormat::Ue8m0 => 2f64.powi(i32::from(scales[block]) - 127),
         _ => f64::from(to_f32(DataType::F32, scales)[block]),
     };
-    let original = to_f64(case.dtype, sent);
-    let (mut back, mut want) = (vec![], vec![]);
-    for (column, x) in original.into_iter().enumerate() {
-        let s = scale(column / 128);
+    let blocks = row.chunks(128).enumerate().flat_map(|(block, values)| {
+        let s = scale(block);
         if cast.format != ScaleFormat::F32 {
             assert_eq!(s.log2().fract(), 0.0, "{s} is no power of two");
         }
-        // Blocks of very different sizes count the same.
-        let size = 10f64.powi((column / 128 % 9) as i32 - 4);
-        back.push(fp8(row[column]) * s / size);
-        want.push(x / size);
-    }
+        values.iter().map(move |&x| fp8(x) * s)
+    });
+    blocks.collect()
+}
+
+/// Asserts that a row that was cast is what was sent, as far as fp8 can tell.
+fn check_cast(case: &Case, cast: Fp8Cast, (row, scales): (&[u8], &[u8]), sent: &[u8]) {
+    let (came, sent) = (dequantized(cast, row, scales), to_f64(case.dtype, sent));
+    // A row by itself may have an unlucky block.
     let limit = match cast.format {
         ScaleFormat::F32 => 2e-3,
         _ => 8e-3,
     };
-    let diff = diff(&back, &want);
+    let diff = diff_of_blocks(&came, &sent, case.hidden);
     assert!(diff < limit, "{diff:e} of {cast:?}");
 }
