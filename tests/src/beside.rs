@@ -15,16 +15,15 @@ use crate::{
 use brigade_device::{
     Arrangement, Buffer, CombineParams, CombineSum, DataType, Dispatched, Output, Transport,
 };
-use rand::Rng;
+use rand::{Rng, rngs::StdRng};
 
-fn case(world: &World) -> Case {
-    let mut rng = world.rng();
-    let mut case = Case::random(&mut rng, world.size, (40, 64, 3, 2 * world.size));
+fn case(world: &World, rng: &mut StdRng) -> Case {
+    let mut case = Case::random(rng, world.size, (40, 64, 3, 2 * world.size));
     case.arrangement = Arrangement::BySource;
     case.dtype = DataType::F32;
     // A rank waits with one warp, and leaves room for all else.
     case.by = By::of(Transport::OneSided, Transport::OneSided);
-    let mut case = case.with_rows(&mut rng);
+    let mut case = case.with_rows(rng);
     for rows in &mut case.rows {
         // Whole numbers, so that sums are what they are.
         for value in rows.chunks_exact_mut(4) {
@@ -111,11 +110,9 @@ fn echo(rank: &Rank, got: &Dispatched) -> Buffer {
 
 /// Many in a row, with new data, and calls on the caller's own stream between them.
 fn in_order(world: &World) {
-    let cases: Vec<Case> = (0..3).map(|_| case(world)).collect();
-    let lates: Vec<usize> = {
-        let mut rng = world.rng();
-        (0..6).map(|_| rng.random_range(0..world.size)).collect()
-    };
+    let mut rng = world.rng();
+    let cases: Vec<Case> = (0..3).map(|_| case(world, &mut rng)).collect();
+    let lates: Vec<usize> = (0..6).map(|_| rng.random_range(0..world.size)).collect();
     let overlaps = !world.backend.asks_callers() && world.size > 1;
     world.run(&experts::config(), move |rank| {
         for (i, late) in lates.iter().enumerate() {

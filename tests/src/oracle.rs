@@ -36,6 +36,25 @@ pub fn multiply(x: &Matrix, transpose_x: bool, w: &Matrix, transpose_w: bool) ->
     out
 }
 
+/// Norm of all that a product adds up: what it is rounded for, however much of it cancels.
+pub fn addends(x: &Matrix, transpose_x: bool, w: &Matrix, transpose_w: bool) -> f64 {
+    // How much each of the inner dimension's elements has of it.
+    let along = |matrix: &Matrix, by_row: bool| -> Vec<f64> {
+        let (rows, columns) = (matrix.rows(), matrix.columns());
+        let mut all = vec![0.0; if by_row { rows } else { columns }];
+        for (i, x) in matrix.values.iter().enumerate() {
+            all[if by_row { i / columns } else { i % columns }] += x * x;
+        }
+        all
+    };
+    let (of_x, of_w) = (along(x, transpose_x), along(w, !transpose_w));
+    of_x.iter()
+        .zip(of_w)
+        .map(|(x, w)| x * w)
+        .sum::<f64>()
+        .sqrt()
+}
+
 /// Base product and adapters, without C and activation.
 pub fn product(x: &Matrix, transpose_x: bool, layer: &Layer) -> Vec<f64> {
     let mut out = multiply(x, transpose_x, &layer.weight, layer.transpose);

@@ -22,7 +22,7 @@ use rand::{Rng, rngs::StdRng, seq::SliceRandom};
 use std::time::{Duration, Instant};
 
 /// For a rank that will not come.
-const BRIEF: Duration = Duration::from_millis(300);
+const BRIEF: Duration = Duration::from_secs(1);
 
 fn config() -> CommConfig {
     CommConfig {

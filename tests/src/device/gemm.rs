@@ -3,7 +3,7 @@
 use super::alone;
 use crate::{
     backend::Rank,
-    check::{assert_close, expect_invalid},
+    check::{assert_close, assert_sum_close, expect_invalid, norm},
     layer::{BiasKind, FLOATS, Layer, LoraKind, Spec, Uploaded},
     matrix::Matrix,
     oracle,
@@ -76,6 +76,16 @@ impl Case {
             .collect()
     }
 
+    /// Norm of all that is added up.
+    fn parts(&self) -> f64 {
+        let product = oracle::addends(&self.a, self.transpose_a, &self.b, self.transpose_b);
+        let c = self.c.as_ref().map_or(0.0, |c| {
+            let times = self.dims.iter().product::<usize>() / c.values.len().max(1);
+            norm(&c.values) * (times as f64).sqrt()
+        });
+        f64::from(self.alpha.abs()) * product + f64::from(self.beta.abs()) * c
+    }
+
     fn params<'a>(&self, a: &'a Buffer, b: &'a Buffer, c: Option<View<'a>>) -> GemmParams<'a> {
         GemmParams {
             c,
@@ -106,7 +116,8 @@ impl Case {
         assert!(none.is_none(), "D given and allocated");
         for d in [allocated, given] {
             assert_eq!((d.shape().dims(), d.dtype()), (&self.dims[..], self.output));
-            assert_close(&rank.values(d.view()), &self.want(), self.output, &what);
+            let got = rank.values(d.view());
+            assert_sum_close(&got, &self.want(), self.output, self.parts(), &what);
         }
     }
 }

@@ -8,6 +8,7 @@ use super::{
 use crate::{
     check::{assert_kind, expect_fault, expect_invalid, expect_unsupported},
     matrix::{to_f32, to_f64},
+    ops,
     suite::World,
 };
 use brigade_device::{
@@ -76,7 +77,7 @@ pub fn overflow(world: &World, by: By) {
         let result = Own::of(rank, &case).dispatch(&mut rank.lease(), &case);
         let result = rank.settle(result.map(drop));
         // A rank that had no part in it may have ended the call, and hears of it in the next one.
-        let result = result.and_then(|()| rank.settle(rank.lease().barrier()));
+        let result = result.and_then(|()| ops::barrier().run(rank).result);
         let record = expect_fault(result, "one row too many");
         assert_kind(&record, FaultKind::Overflow, "one row too many");
         let mut fits = case.clone();

@@ -68,7 +68,7 @@ fn without_a_rank(world: &World) {
                 let start = Instant::now();
                 match rank.comm().reset(within) {
                     Err(Error::Group { what, .. }) => {
-                        assert!(what.contains(&missing.to_string()), "{what}");
+                        assert!(what.contains(&format!("ranks [{missing}]")), "{what}");
                     }
                     other => panic!("{other:?} instead of a missing rank"),
                 }

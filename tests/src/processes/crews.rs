@@ -177,7 +177,7 @@ pub(crate) mod tests {
     }
 
     fn a_crew_whose_trial_did_not_pass_is_not_used_again() {
-        let short = Duration::from_millis(200);
+        let short = Duration::from_secs(1);
         for (name, limit, what) in [
             ("fails", LONG, "rank 1 of 2: failed"),
             (
