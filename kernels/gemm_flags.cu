@@ -138,7 +138,7 @@ __device__ inline bool wait_for_low(const Parameters& p, const Group& g, const u
   for (uint32_t looks = 1; load_acquire_gpu(there) == 0; ++looks) {
     if (looks % long_glance != 0) continue;
     if (is_stopped(g)) return false;
-    if (globaltimer_ns() - g.state[STATE_STARTED] < g.deadline_ns) continue;
+    if (globaltimer_ns() - g.started_ns() < most_ns(g)) continue;
     Waiting w{};
     w.end = End::timeout;
     w.peer = w.blamed = w.slot = g.rank;
