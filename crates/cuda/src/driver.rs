@@ -11,10 +11,7 @@ use std::{
 };
 
 /// No driver older than this will do, whatever the kernels were compiled with.
-pub(crate) const OLDEST: Version = Version {
-    major: 12,
-    minor: 4,
-};
+pub(crate) const OLDEST: Version = Version::of(12, 4);
 
 /// The version that the driver offers. Touches no GPU.
 ///
@@ -28,7 +25,7 @@ pub fn driver_version() -> Result<Version, Missing> {
 /// The oldest driver that can load this build's kernels. Machine code of a compiler loads on every driver of its major version.
 pub fn needed_driver() -> Version {
     match brigade_kernels::compiler() {
-        Some((major, _)) if major > OLDEST.major => Version { major, minor: 0 },
+        Some((major, _)) if major > OLDEST.major => Version::of(major, 0),
         _ => OLDEST,
     }
 }

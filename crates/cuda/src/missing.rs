@@ -3,22 +3,30 @@
 use brigade_device::{Error, Reason};
 use std::{fmt, sync::Arc};
 
-/// A CUDA version, as drivers and compilers count it.
+/// A version of CUDA, as drivers and compilers count it, or of one of its libraries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
     /// 13 of 13.0.
     pub major: u32,
     /// 0 of 13.0.
     pub minor: u32,
+    /// 3 of 2.28.3; 0 where releases are counted by the other two alone.
+    pub patch: u32,
 }
 
 impl Version {
+    /// Of two numbers.
+    pub(crate) const fn of(major: u32, minor: u32) -> Self {
+        Self {
+            major,
+            minor,
+            patch: 0,
+        }
+    }
+
     /// From the driver's own number: 13000 is 13.0.
     pub const fn from_code(code: u32) -> Self {
-        Self {
-            major: code / 1000,
-            minor: code % 1000 / 10,
-        }
+        Self::of(code / 1000, code % 1000 / 10)
     }
 
     /// The oldest NVIDIA driver that offers this version.
@@ -33,7 +41,11 @@ impl Version {
 
 impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.major, self.minor)
+        write!(f, "{}.{}", self.major, self.minor)?;
+        match self.patch {
+            0 => Ok(()),
+            patch => write!(f, ".{patch}"),
+        }
     }
 }
 

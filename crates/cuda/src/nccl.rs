@@ -14,7 +14,7 @@ pub struct Nccl {
     pub path: PathBuf,
     /// The file that the loader took for it, where the system tells.
     pub file: Option<PathBuf>,
-    /// Its version: 2.28.
+    /// Its version: 2.28.3.
     pub version: Version,
 }
 
@@ -106,16 +106,11 @@ fn named(maps: &str, begins: &str) -> Option<PathBuf> {
 
 /// 22803 is 2.28.3; before 2.9 the thousands counted: 2804 is 2.8.4.
 const fn version_of(code: u32) -> Version {
-    if code >= 10_000 {
-        Version {
-            major: code / 10_000,
-            minor: code % 10_000 / 100,
-        }
-    } else {
-        Version {
-            major: code / 1000,
-            minor: code % 1000 / 100,
-        }
+    let thousands = if code >= 10_000 { 10_000 } else { 1000 };
+    Version {
+        major: code / thousands,
+        minor: code % thousands / 100,
+        patch: code % 100,
     }
 }
 
@@ -125,8 +120,10 @@ mod tests {
 
     #[test]
     fn both_ways_of_counting_versions_are_read() {
-        assert_eq!(version_of(22803).to_string(), "2.28");
-        assert_eq!(version_of(2804).to_string(), "2.8");
+        for (code, version) in [(22803, "2.28.3"), (22809, "2.28.9"), (2804, "2.8.4")] {
+            assert_eq!(version_of(code).to_string(), version);
+        }
+        assert!(version_of(22803) < version_of(22809) && version_of(22809) < version_of(22901));
     }
 
     #[test]

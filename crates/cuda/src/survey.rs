@@ -337,14 +337,8 @@ fn cublas() -> Result<(Version, Option<String>), Missing> {
 /// 130101 is 13.1; before 10.2 the thousands counted.
 const fn library_version(code: u32) -> Version {
     match code {
-        100_000.. => Version {
-            major: code / 10_000,
-            minor: code / 100 % 100,
-        },
-        _ => Version {
-            major: code / 1000,
-            minor: code / 100 % 10,
-        },
+        100_000.. => Version::of(code / 10_000, code / 100 % 100),
+        _ => Version::of(code / 1000, code / 100 % 10),
     }
 }
 
@@ -478,11 +472,12 @@ mod tests {
             version: Version {
                 major: 2,
                 minor: 28,
+                patch: 9,
             },
         });
         assert_eq!(
             found(&seen, "nccl").unwrap(),
-            "2.28 (/usr/lib/libnccl.so.2.28.9)"
+            "2.28.9 (/usr/lib/libnccl.so.2.28.9)"
         );
     }
 
