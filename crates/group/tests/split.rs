@@ -125,7 +125,24 @@ fn machines_are_what_ranks_call_them() {
     assert_eq!(of(&[b"a", b"b", b"a", b"b"]), [Err("machine-order"); 4]);
     assert_eq!(of(&[b"a", b"a", b"b"]), [Err("unequal-machines"); 3]);
     let own = on_all(3, |boot| {
-        machine::machines(boot, &machine::identity(), LONG).unwrap()
+        machine::machines(boot, &machine::identity().unwrap(), LONG).unwrap()
     });
     assert!(own.iter().all(|m| (m.count(), m.ranks()) == (1, 3)));
+    // With no names at all, strangers would be of one machine.
+    for nameless in [&[1][..], &[0, 1, 2]] {
+        let refused = on_all(3, |boot| {
+            let name: &[u8] = match nameless.contains(&boot.rank()) {
+                true => b"",
+                false => b"a",
+            };
+            machine::machines(boot, name, LONG)
+        });
+        for result in refused {
+            assert!(
+                matches!(&result, Err(Error::Invalid { field: "name", got, .. })
+                    if got.contains(&nameless[0].to_string())),
+                "{result:?}"
+            );
+        }
+    }
 }

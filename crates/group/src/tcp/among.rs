@@ -50,8 +50,9 @@ impl TcpGroup {
     /// [`Error::Unsupported`] (`no-address`) if rank 0 knows none; otherwise as [`join`](Self::join).
     pub fn among(boot: &dyn Bootstrap, at: Option<IpAddr>, within: Duration) -> Result<Self> {
         let deadline = Deadline::after(within);
-        let names = messages(boot, &machine::identity(), deadline.left())?;
         // A machine that has no name may be any.
+        let own = machine::identity().unwrap_or_default();
+        let names = messages(boot, &own, deadline.left())?;
         let together = !names[0].is_empty() && names.iter().all(|name| *name == names[0]);
         let drawn = match boot.rank() {
             0 => proof::random::<SECRET_BYTES>().and_then(|secret| {
