@@ -29,7 +29,7 @@ use parking_lot::Mutex;
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicI32, Ordering},
+        atomic::{AtomicI32, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -100,6 +100,8 @@ pub(crate) struct NcclRail {
     line: Arc<Line>,
     /// What NCCL refused a call with, or 0.
     refused: AtomicI32,
+    /// Nanoseconds that a call had to be taken in by NCCL, which did not; or 0.
+    overdue_ns: AtomicU64,
 }
 
 impl NcclRail {
@@ -123,12 +125,14 @@ impl NcclRail {
             page: Arc::clone(page),
             line: Arc::clone(line),
             refused: AtomicI32::new(0),
+            overdue_ns: AtomicU64::new(0),
         }
     }
 
     /// Another communicator, behind a reset.
     pub(crate) fn renew(&self, comm: Arc<Bounded>) {
         self.refused.store(0, Ordering::Release);
+        self.overdue_ns.store(0, Ordering::Release);
         *self.comm.lock() = comm;
     }
 
@@ -142,17 +146,28 @@ impl NcclRail {
         self.refused.load(Ordering::Acquire) != 0
     }
 
+    /// How long a call had waited that NCCL did not take in time.
+    pub(crate) fn overdue(&self) -> Option<Duration> {
+        let ns = self.overdue_ns.load(Ordering::Acquire);
+        (ns > 0).then_some(Duration::from_nanos(ns))
+    }
+
     /// What NCCL has failed with, in a call or beside them.
     pub(crate) fn failed(&self) -> Option<Status> {
         let refused = Some(self.refused.load(Ordering::Acquire)).filter(|&code| code != 0);
         refused.or_else(|| self.comm().failed())
     }
 
-    /// What became of a call that NCCL did not take. Mostly that is for something that another rank did, and which is known soon: the watch finds
-    /// out what, or hears of it.
-    fn explained(&self, error: Error) -> Error {
+    /// What became of a call that NCCL did not take, `within` that time or at all. Mostly that is for something that another rank did, and which is known
+    /// soon: the watch finds out what, or hears of it.
+    fn explained(&self, error: Error, within: Duration) -> Error {
         match &error {
             Error::Backend { code, .. } => self.refused.store(*code as Status, Ordering::Release),
+            // It was late: a timeout, whose watch knows who is waited for.
+            Error::Group { .. } => {
+                let ns = u64::try_from(within.as_nanos()).unwrap_or(u64::MAX);
+                self.overdue_ns.store(ns.max(1), Ordering::Release);
+            }
             Error::Unsupported(reason) if reason.code == gone().code => {}
             _ => return error,
         }
@@ -222,7 +237,7 @@ impl NcclRail {
             let shown = self.page.ends(self.connection, stream);
             done.and(shown)
         })
-        .map_err(|error| self.explained(error))?;
+        .map_err(|error| self.explained(error, within))?;
         match signature {
             Some(_) => core.locally(on, &[], |job| {
                 job.compare_words(signed(0), size, me, self.page.tells(self.connection))

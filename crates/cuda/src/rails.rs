@@ -1,13 +1,14 @@
 //! Both connections of a rank to its rail, and the line beside them: making them, looking after them, stopping and renewing them.
 
+mod seen;
+
 use crate::{
     CudaDevice, Missing,
     core::Core,
     devices,
-    line::{Gone, Line},
+    line::Line,
     mark::{self, CudaMark},
     nccl_bounded::{Bounded, Usable, shared},
-    nccl_comm::Status,
     quiet,
     rail::{CONNECTIONS, Exchange, NcclRail, Pace, Page},
 };
@@ -15,6 +16,7 @@ use brigade_device::{Bootstrap, Device, Error, FaultKind, FaultRecord, Result, S
 use brigade_group::{Stoppable, agree};
 use brigade_sync::Deadline;
 use parking_lot::Mutex;
+use seen::{Failing, Seen};
 use std::{
     net::IpAddr,
     sync::Arc,
@@ -23,24 +25,11 @@ use std::{
 
 const STEP: &str = "join: rails";
 
-/// How long what NCCL fails with may wait for what stopped the peer that it failed for.
-const HEARSAY: Duration = Duration::from_millis(200);
-
-/// How long a wait may go on for a machine that is gone: word of the call that is waited for may be on its way, or, if it was lost in that call,
-/// what it had sent. Nobody waits for one that left behind it.
-const fn patience(gone: Gone) -> Duration {
-    match gone {
-        Gone::Behind => Duration::from_millis(20),
-        Gone::Lost => Duration::from_millis(300),
-        Gone::Left => Duration::MAX,
-    }
-}
-
 /// What the watch remembers from one look to the next.
 #[derive(Default)]
 struct Watched {
     pace: [Pace; CONNECTIONS],
-    failed: Option<(Status, Instant)>,
+    failing: Failing,
     /// Whether what stopped the rail was told.
     stopped: bool,
 }
@@ -133,45 +122,20 @@ impl Rails {
         if watched.stopped {
             return None;
         }
-        if let Some(machine) = self.page.differs().or_else(|| self.line.differs()) {
-            return Some(Found::by(FaultKind::Mismatch, machine));
-        }
         let paces = watched.pace.iter_mut().enumerate();
-        let waited = paces.map(|(connection, pace)| pace.look(&self.page, connection));
-        let waited = waited.max().unwrap_or_default();
-        if let Some((machine, how)) = self.line.gone()
-            && waited >= patience(how)
-        {
-            return Some(Found {
-                waited,
-                ..Found::by(FaultKind::PeerLost, machine)
-            });
-        }
-        if waited >= most {
-            return Some(Found {
-                waited,
-                ..Found::by(FaultKind::Timeout, self.line.awaited())
-            });
-        }
-        // A machine that is gone has ended its part of NCCL's communicators: where nothing is under way, nobody minds.
-        let cut_short = self.page.is_cut_short();
-        let refused = cut_short || self.pair.iter().any(NcclRail::was_refused);
-        let status = self.pair.iter().find_map(NcclRail::failed);
-        let status = status.or(cut_short.then_some(0));
-        let Some(status) = status.filter(|_| refused || self.line.gone().is_none()) else {
-            watched.failed = None;
-            return None;
+        let under_way = paces.map(|(connection, pace)| pace.look(&self.page, connection));
+        let seen = Seen {
+            me: self.line.group().rank(),
+            differs: self.page.differs().or_else(|| self.line.differs()),
+            gone: self.line.gone(),
+            awaited: self.line.awaited(),
+            under_way: under_way.max().unwrap_or_default(),
+            overdue: self.pair.iter().filter_map(NcclRail::overdue).max(),
+            cut_short: self.page.is_cut_short(),
+            refused: self.pair.iter().any(NcclRail::was_refused),
+            failed: self.pair.iter().find_map(NcclRail::failed),
         };
-        let (_, since) = *watched.failed.get_or_insert((status, Instant::now()));
-        let waited = since.elapsed();
-        if let Some((machine, how)) = self.line.gone() {
-            let lost = Found::by(FaultKind::PeerLost, machine);
-            return (waited >= patience(how).min(HEARSAY)).then_some(Found { waited, ..lost });
-        }
-        (waited >= HEARSAY).then(|| Found {
-            seen: status as u64,
-            ..Found::by(FaultKind::Aborted, self.line.group().rank())
-        })
+        seen.verdict(most, Instant::now(), &mut watched.failing)
     }
 
     /// Whether NCCL's kernel ended without what it should have brought, and why is to be heard.

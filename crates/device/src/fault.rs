@@ -11,7 +11,7 @@ pub enum FaultKind {
     Timeout = 1,
     /// A peer made another call than this rank: other operation, shape, dtype or choice.
     Mismatch = 2,
-    /// Somebody called `abort`.
+    /// Somebody called `abort`; or a call failed on one rank alone, of NCCL's with its code in [`seen`](FaultRecord::seen).
     Aborted = 3,
     /// A peer's process or thread is gone.
     PeerLost = 4,
@@ -54,7 +54,7 @@ pub struct FaultRecord {
     pub generation: u32,
     /// Flag it wanted to see.
     pub expected: u64,
-    /// Flag it saw.
+    /// Flag it saw; of NCCL that failed, its code.
     pub seen: u64,
     /// How long it waited, in nanoseconds.
     pub waited_ns: u64,
