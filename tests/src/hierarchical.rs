@@ -26,6 +26,7 @@ use brigade_device::{
     HierarchicalPath, HierarchicalPlan, Hierarchy, HierarchyConfig, ParallelMode, ReduceOp,
     ReduceScatterParams, Result, SumOrder,
 };
+use brigade_plan::reason;
 use rand::{Rng, rngs::StdRng};
 
 /// Machines, and ranks of each.
@@ -166,12 +167,12 @@ impl Case {
             assert_bits(&rank.raw(from.view()), mine, self.dtype, "input kept");
         }
         let ranks = over.machines().ranks() as u16;
-        let by_machine = SumOrder::ByMachine { ranks };
-        match &plan {
-            HierarchicalPlan::Inside => assert_eq!(over.machines().count(), 1, "{what}"),
-            HierarchicalPlan::Whole { order, .. } => assert_eq!(*order, Some(by_machine), "{what}"),
-            HierarchicalPlan::Slices(p) => assert_eq!(p.order, Some(by_machine), "{what}"),
-        }
+        let order = match over.machines().count() {
+            1 => SumOrder::Flat,
+            _ => SumOrder::ByMachine { ranks },
+        };
+        assert_eq!(plan.order(), Some(order), "{what}");
+        assert_taken(&plan, choice);
         plan
     }
 }
@@ -186,16 +187,18 @@ const CHOICES: [Option<HierarchicalPath>; 4] = [
     Some(HierarchicalPath::Slices { count: 9 }),
 ];
 
-/// A path that was forced was taken, where there are several machines.
+/// A path that was forced was taken; where there is one machine, the plan says that there is none.
 fn assert_taken(plan: &HierarchicalPlan, choice: Option<HierarchicalPath>) {
-    let is_whole = matches!(plan, HierarchicalPlan::Whole { .. });
-    let is_inside = matches!(plan, HierarchicalPlan::Inside);
-    let as_asked = match choice {
-        Some(HierarchicalPath::Whole) => is_whole,
-        Some(HierarchicalPath::Slices { .. }) => !is_whole,
-        None => true,
+    let as_asked = match (plan, choice) {
+        (HierarchicalPlan::Inside { instead_of, .. }, _) => {
+            let why = instead_of.as_ref().map(|reason| reason.code);
+            why == choice.map(|_| reason::ONE_MACHINE)
+        }
+        (HierarchicalPlan::Whole { .. }, Some(HierarchicalPath::Slices { .. }))
+        | (HierarchicalPlan::Slices(_), Some(HierarchicalPath::Whole)) => false,
+        _ => true,
     };
-    assert!(is_inside || as_asked, "{plan} for {choice:?}");
+    assert!(as_asked, "{plan} for {choice:?}");
 }
 
 /// Every operation, of every type, at every length; ways and places in turn.
@@ -389,7 +392,9 @@ fn all_gathers(world: &World, shape: (usize, usize)) {
                     choice: *choice,
                 });
                 let what = format!("{rows:?} x {columns} {dtype}, {choice:?}: {plan:?}");
-                assert_taken(&plan.unwrap(), *choice);
+                let plan = plan.unwrap();
+                assert_taken(&plan, *choice);
+                assert_eq!(plan.order(), None, "{what}");
                 assert_bits(&rank.raw(to.view()), &parts.concat(), *dtype, &what);
             }
         }

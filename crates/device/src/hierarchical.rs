@@ -5,8 +5,8 @@
 //! The tensor goes through them in slices, so that all phases are busy at once.
 
 use crate::{
-    AllGatherParams, DataType, Error, Machines, PerRank, ReduceOp, ReduceScatterParams, Result,
-    SumOrder, View, ViewMut, collectives::check_all_reduce,
+    AllGatherParams, DataType, Error, Machines, PerRank, Reason, ReduceOp, ReduceScatterParams,
+    Result, SumOrder, View, ViewMut, collectives::check_all_reduce,
 };
 use smallvec::SmallVec;
 use std::{fmt, time::Duration};
@@ -62,7 +62,7 @@ fn check_choice(choice: Option<HierarchicalPath>) -> Result<()> {
     }
 }
 
-/// How data gets across machines.
+/// How data gets across machines. Where there is one, nothing does, and a plan says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HierarchicalPath {
     /// For few bytes: one call inside, one across. Every rank gets its machine's reduction of everything, or all of its machine's rows; sends
@@ -268,8 +268,13 @@ impl fmt::Display for CostsBasis {
 /// How a call across machines is carried out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HierarchicalPlan {
-    /// There is one machine: it is one collective inside.
-    Inside,
+    /// There is one machine: it is one collective inside, by the plan of that.
+    Inside {
+        /// Which bits; of a gather, none.
+        order: Option<SumOrder>,
+        /// Why no path was taken, where one was forced.
+        instead_of: Option<Reason>,
+    },
     /// See [`HierarchicalPath::Whole`].
     Whole {
         /// Which bits; of a gather, none.
@@ -283,6 +288,16 @@ pub enum HierarchicalPlan {
     },
     /// See [`HierarchicalPath::Slices`].
     Slices(SlicedPlan),
+}
+
+impl HierarchicalPlan {
+    /// Which bits it promises; of a gather, none.
+    pub const fn order(&self) -> Option<SumOrder> {
+        match self {
+            Self::Inside { order, .. } | Self::Whole { order, .. } => *order,
+            Self::Slices(plan) => plan.order,
+        }
+    }
 }
 
 /// Slices and their phases.
@@ -310,20 +325,19 @@ pub struct SlicedPlan {
 
 impl fmt::Display for HierarchicalPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let order = self.order().map_or(String::new(), |o| format!(", {o:?}"));
         match self {
-            Self::Inside => f.write_str("one machine: inside"),
-            Self::Whole {
-                order,
-                expected,
-                basis,
-                ..
-            } => {
-                let order = order.map_or(String::new(), |o| format!(", {o:?}"));
-                write!(f, "whole{order}, expected {expected:.1?} by {basis}")
+            Self::Inside { instead_of, .. } => {
+                let why = instead_of
+                    .as_ref()
+                    .map(|reason| format!(" ({})", reason.what));
+                write!(f, "one machine: inside{order}{}", why.unwrap_or_default())
             }
+            Self::Whole {
+                expected, basis, ..
+            } => write!(f, "whole{order}, expected {expected:.1?} by {basis}"),
             Self::Slices(p) => {
                 let phases: Vec<_> = p.phases.iter().map(|p| p.name()).collect();
-                let order = p.order.map_or(String::new(), |o| format!(", {o:?}"));
                 write!(
                     f,
                     "{} x {} elements a rank in {} slots: {}{order}, expected {:.1?} by {}",

@@ -45,7 +45,10 @@ pub fn plan(
         counts.map_err(|e| reason::rows(&e))?;
     }
     if call.machines.count() == 1 {
-        return Ok(HierarchicalPlan::Inside);
+        return Ok(HierarchicalPlan::Inside {
+            order: order_of(call),
+            instead_of: call.choice.map(|_| reason::one_machine()),
+        });
     }
     let whole = whole(call, config, costs);
     match call.choice {
@@ -82,10 +85,13 @@ pub fn phases(call: &HierarchicalCall) -> SmallVec<[Phase; 5]> {
         .collect()
 }
 
-/// Which bits a sum across these machines promises.
+/// Which bits a sum over these machines promises: of one, those of its collective.
 fn order(machines: Machines) -> SumOrder {
-    SumOrder::ByMachine {
-        ranks: u16::try_from(machines.ranks()).unwrap_or(u16::MAX),
+    match machines.count() {
+        1 => SumOrder::Flat,
+        _ => SumOrder::ByMachine {
+            ranks: u16::try_from(machines.ranks()).unwrap_or(u16::MAX),
+        },
     }
 }
 

@@ -56,12 +56,22 @@ pub const GATHERED_IDS: &str = "gathered-ids";
 pub const IN_PLACE: &str = "in-place";
 /// No rank of the group.
 pub const ROOT: &str = "root";
+/// One machine has no path to others. Not an error even where one is forced.
+pub const ONE_MACHINE: &str = "one-machine";
 /// An operation that needs all ranks, in a group that goes on without some; or a graph from before.
 pub const ABSENT_RANKS: &str = "absent-ranks";
 /// An exchange whose places absent ranks could write to, if they live.
 pub const ABSENT_ALIVE: &str = "absent-alive";
 /// An operation that this version has no plan for.
 pub const UNKNOWN: &str = "unknown-operation";
+
+pub(crate) fn one_machine() -> Reason {
+    Reason::new(
+        ONE_MACHINE,
+        "one machine has no path to others",
+        "nothing to do: the collective inside is the whole work",
+    )
+}
 
 pub(crate) fn single_rank() -> Reason {
     Reason::new(

@@ -265,9 +265,34 @@ fn few_bytes_take_the_path_of_fewest_calls() {
     };
     assert!(matches!(of(16), HierarchicalPlan::Whole { .. }));
     assert!(matches!(of(1 << 22), HierarchicalPlan::Slices(p) if p.slices > 1 && p.slots > 1));
-    let alone = all_reduce(machines((1, 4)), 16);
-    let plan = plan(&alone, &config(), &costs()).unwrap();
-    assert_eq!(plan, HierarchicalPlan::Inside);
+}
+
+/// One machine has its collective's order, and says so where a path to others is forced.
+#[test]
+fn one_machine_has_one_way() {
+    let sum = all_reduce(machines((1, 4)), 16);
+    let gather = HierarchicalCall {
+        operation: Operation::AllGather {
+            rows: [4; 4].into_iter().collect(),
+            row_len: 1,
+        },
+        ..sum.clone()
+    };
+    for (call, order) in [(sum, Some(SumOrder::Flat)), (gather, None)] {
+        for choice in [None, Some(Path::Whole), Some(Path::Slices { count: 1 })] {
+            let call = HierarchicalCall {
+                choice,
+                ..call.clone()
+            };
+            let inside = plan(&call, &config(), &costs()).unwrap();
+            assert_eq!(inside.order(), order);
+            let HierarchicalPlan::Inside { instead_of, .. } = inside else {
+                panic!("{inside}");
+            };
+            let why = instead_of.map(|reason| reason.code);
+            assert_eq!(why, choice.map(|_| reason::ONE_MACHINE));
+        }
+    }
 }
 
 #[test]
@@ -544,7 +569,10 @@ proptest! {
                 };
                 prop_assert!(least > staging_bytes);
             }
-            Ok(HierarchicalPlan::Inside) => prop_assert_eq!(call.machines.count(), 1),
+            Ok(HierarchicalPlan::Inside { instead_of, .. }) => {
+                prop_assert_eq!(call.machines.count(), 1);
+                prop_assert_eq!(instead_of.is_some(), choice.is_some());
+            }
             Ok(HierarchicalPlan::Whole { staging_bytes: need, .. }) => {
                 let asked = choice == Some(Path::Whole);
                 prop_assert!(need <= staging_bytes);

@@ -32,7 +32,7 @@ fn basis(plan: &HierarchicalPlan) -> CostsBasis {
     match plan {
         HierarchicalPlan::Whole { basis, .. } => *basis,
         HierarchicalPlan::Slices(plan) => plan.basis,
-        HierarchicalPlan::Inside => panic!("inside"),
+        HierarchicalPlan::Inside { .. } => panic!("inside"),
     }
 }
 

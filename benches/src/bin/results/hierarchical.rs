@@ -222,7 +222,7 @@ fn row(
         HierarchicalPlan::Whole { expected, .. } => {
             (u64::try_from(expected.as_nanos())?, *expected, 0)
         }
-        HierarchicalPlan::Inside => return Err(anyhow!("{plan}: nothing across machines")),
+        HierarchicalPlan::Inside { .. } => return Err(anyhow!("{plan}: nothing across machines")),
     };
     // The same where bytes need no wire.
     let same = Some(match u32::try_from(slices)? {

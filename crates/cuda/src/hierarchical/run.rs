@@ -40,7 +40,7 @@ impl Run<'_> {
     pub(super) fn run(&self, plan: &HierarchicalPlan, staging: &mut Staging) -> Result<()> {
         let done = match plan {
             // Its one collective poisons what it gives.
-            HierarchicalPlan::Inside => return self.inside(),
+            HierarchicalPlan::Inside { .. } => return self.inside(),
             HierarchicalPlan::Whole { .. } => self.whole(staging),
             HierarchicalPlan::Slices(plan) => self.slices(plan, staging),
         };

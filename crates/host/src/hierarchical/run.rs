@@ -34,7 +34,7 @@ pub(super) struct Run {
 impl Run {
     pub(super) fn run(&self, plan: &HierarchicalPlan, staging: &mut Staging) -> Result<()> {
         match plan {
-            HierarchicalPlan::Inside => self.inside(),
+            HierarchicalPlan::Inside { .. } => self.inside(),
             HierarchicalPlan::Whole { .. } => self.whole(staging),
             HierarchicalPlan::Slices(plan) => self.slices(plan, staging),
         }

@@ -12,7 +12,7 @@ pub fn row(options: &Hierarchical, machines: Machines, measured: &Measured) -> V
     };
     let slices = match &measured.plan {
         HierarchicalPlan::Slices(plan) => plan.slices,
-        HierarchicalPlan::Whole { .. } | HierarchicalPlan::Inside => 0,
+        HierarchicalPlan::Whole { .. } | HierarchicalPlan::Inside { .. } => 0,
     };
     let samples: Map<_, _> = measured
         .times

@@ -70,7 +70,7 @@ pub fn expected_ns(
     let expected = match plan(call, config, costs)? {
         HierarchicalPlan::Whole { expected, .. } => expected,
         HierarchicalPlan::Slices(plan) => plan.expected,
-        HierarchicalPlan::Inside => return Ok(costs.inside_ns(call) as f64),
+        HierarchicalPlan::Inside { .. } => return Ok(costs.inside_ns(call) as f64),
     };
     Ok(expected.as_nanos() as f64)
 }
