@@ -17,7 +17,7 @@ use std::{
 pub struct HierarchyConfig {
     /// Of the communicators inside a machine and along a rail. Mode, scratch memory, deadlines and the budget of multiprocessors count;
     /// and for one of those inside, what calls with experts go through (`dispatch_bytes`, `combine_bytes`, `fifo_bytes`, and how queues
-    /// are cut). Nothing else is taken by a hierarchy.
+    /// are cut). Nothing else is taken by a hierarchy, and NCCL may carry nothing inside.
     pub comm: CommConfig,
     /// Most memory for slices on their way.
     pub staging_bytes: usize,
@@ -77,6 +77,11 @@ impl HierarchyConfig {
     /// [`Error::Invalid`] naming the field.
     pub fn check(&self) -> Result<()> {
         self.comm.check()?;
+        // Sums inside would have an order of NCCL's, and sums across machines are `ByMachine`.
+        if self.comm.nccl != NcclUse::Never {
+            let got = format!("{:?}", self.comm.nccl);
+            return Err(Error::invalid("comm.nccl", got, "Never"));
+        }
         device::at_most("staging_bytes", self.staging_bytes)?;
         if self.slice_bytes == Some(0) {
             return Err(Error::invalid("slice_bytes", 0, "at least 1"));

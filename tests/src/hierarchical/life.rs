@@ -2,12 +2,13 @@
 
 use super::{Case, SHAPES, all_ranks, at, config};
 use crate::{
-    check::assert_bits,
+    check::{assert_bits, expect_invalid},
     faults::AMPLE,
     suite::{Suite, World},
 };
 use brigade_device::{
-    Error, HierarchicalAllReduceParams, HierarchicalPath, HierarchyConfig, ReduceOp,
+    Error, HierarchicalAllReduceParams, HierarchicalPath, HierarchyConfig, Machines, NcclUse,
+    ReduceOp,
 };
 use rand::Rng;
 use std::sync::Arc;
@@ -53,7 +54,7 @@ fn votes(world: &World, shape: (usize, usize)) {
             if what.contains("do not agree")),
             "{refused:?}"
         );
-        let too_many = brigade_device::Machines::cut(2 * rank.size, 2).unwrap();
+        let too_many = Machines::cut(2 * rank.size, 2).unwrap();
         let refused = rank.try_join_any(too_many, &config());
         assert!(
             matches!(
@@ -65,21 +66,25 @@ fn votes(world: &World, shape: (usize, usize)) {
             ),
             "{refused:?}"
         );
-        let none = HierarchyConfig {
-            slice_bytes: Some(0),
-            ..config()
-        };
-        let refused = rank.try_join_machines(device(), shape.0, &none);
-        assert!(
-            matches!(
-                &refused,
-                Err(Error::Invalid {
-                    field: "slice_bytes",
-                    ..
-                })
-            ),
-            "{refused:?}"
-        );
+        let machines = Machines::cut(rank.size, shape.0).unwrap();
+        type Change = fn(&mut HierarchyConfig);
+        let changes: [(&str, Change); 4] = [
+            ("slice_bytes", |c| c.slice_bytes = Some(0)),
+            ("parallelism", |c| c.parallelism = Some(0)),
+            ("comm.nccl", |c| c.comm.nccl = NcclUse::Forced),
+            ("comm.nccl", |c| c.comm.nccl = NcclUse::Quicker),
+        ];
+        for (named, change) in changes {
+            let mut wrong = config();
+            change(&mut wrong);
+            let refused = rank.try_join_machines(device(), shape.0, &wrong);
+            assert!(
+                matches!(&refused, Err(Error::Invalid { field, .. }) if *field == named),
+                "{refused:?}"
+            );
+            let need = rank.device.machines_memory_need(machines, &wrong);
+            assert_eq!(expect_invalid(need, named), named);
+        }
     });
 }
 
