@@ -1,10 +1,12 @@
 //! Collectives across machines: the bits of a reduction inside each machine and one across them, whatever the path and the slices.
 
+mod calls;
 mod costs;
 pub mod experts;
 mod faults;
 #[cfg(target_os = "linux")]
 mod killed;
+mod lengths;
 mod life;
 mod rails;
 
@@ -27,7 +29,9 @@ use brigade_device::{
     ReduceScatterParams, Result, SumOrder,
 };
 use brigade_plan::reason;
+use calls::{Made, What, make};
 use rand::{Rng, rngs::StdRng};
+use std::borrow::Cow;
 
 /// Machines, and ranks of each.
 pub const SHAPES: [(usize, usize); 9] = [
@@ -69,7 +73,10 @@ pub struct Case {
     dtype: DataType,
     op: ReduceOp,
     place: Place,
+    /// What each rank's input is, over and over where it is shorter.
     inputs: Vec<Vec<u8>>,
+    /// Elements of an input.
+    len: usize,
     want: Vec<u8>,
 }
 
@@ -93,9 +100,22 @@ impl Case {
             place,
             want: Vec::new(),
             inputs,
+            len,
         };
         case.want = oracle::reduce_by_machine(op, &values, ranks, case.output());
         case
+    }
+
+    /// The same over and over, to this length, which takes no more numbers and no more sums.
+    fn repeated(mut self, len: usize) -> Self {
+        self.want = over_and_over(&self.want, len * self.output().bytes()).into_owned();
+        self.len = len;
+        self
+    }
+
+    /// A rank's input.
+    fn input(&self, rank: usize) -> Cow<'_, [u8]> {
+        over_and_over(&self.inputs[rank], self.len * self.dtype.bytes())
     }
 
     /// A sum of floats, into memory of its own.
@@ -128,19 +148,18 @@ impl Case {
         over: &Hierarchy,
         choice: Option<HierarchicalPath>,
     ) -> (Result<HierarchicalPlan>, Buffer, Buffer) {
-        let mine = &self.inputs[rank.rank];
-        let dims = [mine.len() / self.dtype.bytes()];
-        let from = rank.upload_bytes(self.dtype, &dims, mine);
+        let dims = [self.len];
+        let from = rank.upload_bytes(self.dtype, &dims, &self.input(rank.rank));
         let beside = (self.place != Place::OverInput).then(|| rank.poisoned(self.output(), &dims));
         let mut out = beside.unwrap_or_else(|| from.clone());
-        let plan = over.lease(&rank.stream).and_then(|mut lease| {
-            lease.all_reduce(HierarchicalAllReduceParams {
-                data: out.view_mut(),
-                from: (self.place != Place::OverInput).then(|| from.view()),
-                op: self.op,
-                choice,
-            })
-        });
+        let made = Made {
+            what: What::AllReduce,
+            op: self.op,
+            choice,
+            rows: &[],
+        };
+        let input = (self.place != Place::OverInput).then_some(&from);
+        let plan = make(rank, over, made, (input, &mut out));
         (settled(rank, over, plan), from, out)
     }
 
@@ -163,8 +182,8 @@ impl Case {
         let plan = plan.unwrap_or_else(|e| panic!("{what}: {e}"));
         assert_bits(&rank.raw(out.view()), &self.want, self.output(), &what);
         if self.place != Place::OverInput {
-            let mine = &self.inputs[rank.rank];
-            assert_bits(&rank.raw(from.view()), mine, self.dtype, "input kept");
+            let mine = self.input(rank.rank);
+            assert_bits(&rank.raw(from.view()), &mine, self.dtype, "input kept");
         }
         let ranks = over.machines().ranks() as u16;
         let order = match over.machines().count() {
@@ -175,6 +194,15 @@ impl Case {
         assert_taken(&plan, choice);
         plan
     }
+}
+
+fn over_and_over(bytes: &[u8], len: usize) -> Cow<'_, [u8]> {
+    if len == bytes.len() {
+        return Cow::Borrowed(bytes);
+    }
+    let mut all = bytes.repeat(len.div_ceil(bytes.len()));
+    all.truncate(len);
+    Cow::Owned(all)
 }
 
 const LENGTHS: [usize; 5] = [0, 1, 7, 1023, 20_011];
@@ -257,33 +285,6 @@ fn same_bits(world: &World, shape: (usize, usize)) {
     });
 }
 
-/// Long ones of these types, which need many slices.
-fn long(world: &World, shape: (usize, usize), len: usize, dtypes: &[DataType]) {
-    for &dtype in dtypes {
-        let mut rng = world.rng();
-        let kind = (dtype, ReduceOp::Sum, Place::OverInput);
-        let case = Case::random(&mut rng, shape, len, kind);
-        world.run(&all_ranks(), move |rank| {
-            let mut config = config();
-            config.comm.scratch_bytes = 1 << 20;
-            let over = rank.join_machines(shape.0, &config);
-            let before = rank.device.memory_status().unwrap().held_bytes;
-            // As many as devices whose calls cost little would take.
-            let plan = case.run(rank, &over, Some(HierarchicalPath::Slices { count: 8 }));
-            let after = rank.device.memory_status().unwrap().held_bytes;
-            assert!(
-                matches!(&plan, HierarchicalPlan::Slices(p) if p.slices > 2),
-                "{plan}"
-            );
-            // The call's own memory, which stays for the next.
-            assert!(
-                after - before <= config.staging_bytes as u64,
-                "{before} to {after}"
-            );
-        });
-    }
-}
-
 /// Ragged rows, none on some ranks: every rank gets its own of the reduction.
 fn reduce_scatters(world: &World, shape: (usize, usize)) {
     let mut rng = world.rng();
@@ -313,6 +314,7 @@ fn reduce_scatters(world: &World, shape: (usize, usize)) {
         let usual = joined(None);
         let small = joined(Some(1000));
         for (case, rows, columns, (slice_bytes, choice)) in &cases {
+            let choice = *choice;
             let over = if slice_bytes.is_none() {
                 &usual
             } else {
@@ -320,7 +322,7 @@ fn reduce_scatters(world: &World, shape: (usize, usize)) {
             };
             let me = rank.rank;
             let dims = [rows.iter().sum(), *columns];
-            let from = rank.upload_bytes(case.dtype, &dims, &case.inputs[me]);
+            let from = rank.upload_bytes(case.dtype, &dims, &case.input(me));
             let mut to = rank.poisoned(case.output(), &[rows[me], *columns]);
             let plan = over
                 .lease(&rank.stream)
@@ -332,10 +334,10 @@ fn reduce_scatters(world: &World, shape: (usize, usize)) {
                         to: to.view_mut(),
                         op: case.op,
                     },
-                    choice: *choice,
+                    choice,
                 })
                 .unwrap();
-            assert_taken(&plan, *choice);
+            assert_taken(&plan, choice);
             let row = columns * case.output().bytes();
             let first = rows[..me].iter().sum::<usize>() * row;
             let want = &case.want[first..first + rows[me] * row];
@@ -344,12 +346,8 @@ fn reduce_scatters(world: &World, shape: (usize, usize)) {
                 case.op, case.dtype
             );
             assert_bits(&rank.raw(to.view()), want, case.output(), &what);
-            assert_bits(
-                &rank.raw(from.view()),
-                &case.inputs[me],
-                case.dtype,
-                "input kept",
-            );
+            let input = case.input(me);
+            assert_bits(&rank.raw(from.view()), &input, case.dtype, "input kept");
         }
     });
 }
@@ -379,6 +377,7 @@ fn all_gathers(world: &World, shape: (usize, usize)) {
         for config in [config(), small] {
             let over = rank.join_machines(shape.0, &config);
             for (dtype, rows, columns, parts, choice) in &cases {
+                let choice = *choice;
                 let mine = &parts[rank.rank];
                 let from = rank.upload_bytes(*dtype, &[rows[rank.rank], *columns], mine);
                 let mut to = rank.poisoned(*dtype, &[rows.iter().sum(), *columns]);
@@ -389,11 +388,11 @@ fn all_gathers(world: &World, shape: (usize, usize)) {
                         rows_per_rank: rows,
                         to: to.view_mut(),
                     },
-                    choice: *choice,
+                    choice,
                 });
                 let what = format!("{rows:?} x {columns} {dtype}, {choice:?}: {plan:?}");
                 let plan = plan.unwrap();
-                assert_taken(&plan, *choice);
+                assert_taken(&plan, choice);
                 assert_eq!(plan.order(), None, "{what}");
                 assert_bits(&rank.raw(to.view()), &parts.concat(), *dtype, &what);
             }
@@ -474,21 +473,9 @@ pub fn add(suite: &mut Suite) {
             at(suite, shape, name, contract);
         }
     }
-    at(suite, (2, 2), "long", |world, shape| {
-        long(world, shape, 1 << 20, &FLOATS);
-    });
-    for (shape, what, len) in [
-        ((3, 2), "long", 1 << 20),
-        ((2, 4), "long", 1 << 20),
-        ((2, 1), "longest", (1 << 24) + 3),
-        ((2, 2), "longest", (1 << 24) + 3),
-    ] {
-        at(suite, shape, what, move |world, shape| {
-            long(world, shape, len, &[DataType::BF16]);
-        });
-    }
     experts::add(suite);
     faults::add(suite);
+    lengths::add(suite);
     life::add(suite);
     if suite.backend().slows_rails() {
         costs::add(suite);

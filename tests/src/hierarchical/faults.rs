@@ -1,6 +1,6 @@
 //! Whatever a rank of one machine does wrong, every rank of all machines hears of it in time, as a typed error.
 
-use super::{Case, SHAPES, all_ranks, at, config, settled};
+use super::{Case, Made, SHAPES, What, all_ranks, at, config, make, settled};
 use crate::{
     backend::Rank,
     check::{assert_kind, expect_fault, is_poisoned},
@@ -11,8 +11,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    AllGatherParams, DataType, FaultKind, FaultRecord, HierarchicalAllReduceParams,
-    HierarchicalPath, Hierarchy, HierarchyConfig, Operation, ReduceOp, ReduceScatterParams, Result,
+    DataType, Error, FaultKind, FaultRecord, HierarchicalPath, Hierarchy, HierarchyConfig,
+    ReduceOp, Result,
 };
 use rand::Rng;
 use std::{
@@ -30,17 +30,11 @@ fn impatient() -> HierarchyConfig {
     config
 }
 
-#[derive(Clone, Copy, Debug)]
-pub(super) enum What {
-    AllReduce,
-    ReduceScatter,
-    AllGather,
-}
-
 /// A call that differs from the others' in one thing.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Spec {
     pub(super) what: What,
+    /// Of an all-reduce, or of each rank.
     pub(super) elements: usize,
     pub(super) dtype: DataType,
     pub(super) op: ReduceOp,
@@ -55,61 +49,104 @@ pub(super) const USUAL: Spec = Spec {
     choice: Some(HierarchicalPath::Slices { count: 5 }),
 };
 
-/// Whether this is all of what an all-reduce of `call` gives, in which all elements of all ranks are the same.
-fn is_whole(rank: &Rank, over: &Hierarchy, spec: Spec, bytes: &[u8]) -> bool {
-    let own = to_f32(spec.dtype, &vec![0x3C; spec.dtype.bytes()]);
-    let all = vec![own; rank.size];
-    let element = match spec.choice {
-        Some(HierarchicalPath::Whole) => oracle::reduce(spec.op, &all, spec.dtype),
-        _ => oracle::reduce_by_machine(spec.op, &all, over.machines().ranks(), spec.dtype),
+/// Ways to go.
+const PATHS: [Option<HierarchicalPath>; 4] = [
+    USUAL.choice,
+    None,
+    Some(HierarchicalPath::Slices { count: 1 }),
+    Some(HierarchicalPath::Whole),
+];
+
+/// Every operation by every path.
+fn specs() -> impl Iterator<Item = Spec> {
+    let by_paths = |what| {
+        PATHS.map(|choice| Spec {
+            what,
+            choice,
+            ..USUAL
+        })
     };
-    matches!(spec.what, What::AllReduce) && bytes.chunks(element.len()).all(|x| x == element)
+    What::ALL.into_iter().flat_map(by_paths)
 }
 
-/// Makes a call; asserts that it took no longer than it may, and that nobody takes its output for a result.
-pub(super) fn call(rank: &Rank, over: &Hierarchy, spec: Spec, limit: Duration) -> Result<()> {
-    let bytes = vec![0x3C; spec.elements * spec.dtype.bytes()];
-    let mut data = rank.upload_bytes(spec.dtype, &[spec.elements], &bytes);
-    let start = Instant::now();
-    let result = over.lease(&rank.stream).and_then(|mut lease| {
-        let rows = vec![spec.elements; rank.size];
-        let mut all = rank.poisoned(spec.dtype, &[spec.elements * rank.size]);
-        match spec.what {
-            What::AllReduce => lease.all_reduce(HierarchicalAllReduceParams {
-                data: data.view_mut(),
-                from: None,
-                op: spec.op,
-                choice: spec.choice,
-            }),
-            What::ReduceScatter => lease.reduce_scatter(ReduceScatterParams {
-                from: all.view(),
-                rows_per_rank: &rows,
-                to: data.view_mut(),
-                op: spec.op,
-            }),
-            What::AllGather => lease.all_gather(AllGatherParams {
-                from: data.view(),
-                rows_per_rank: &rows,
-                to: all.view_mut(),
-            }),
+/// Every operation by one path, which is another one in other shapes: where time has to pass, that is enough for each.
+fn one_path_each((machines, ranks): (usize, usize)) -> [Spec; 3] {
+    let first = machines + ranks;
+    let by = |i: usize| PATHS[(first + i) % PATHS.len()];
+    [0, 1, 2].map(|i| Spec {
+        what: What::ALL[i],
+        choice: by(i),
+        ..USUAL
+    })
+}
+
+/// What a rank brings, in every byte: numbers of every type that differ from rank to rank.
+const fn brought(rank: usize) -> u8 {
+    0x30 + rank as u8
+}
+
+/// What is in an output before.
+const OLD: u8 = 0x5A;
+
+/// All of what a call gives to a rank.
+fn wanted(over: &Hierarchy, spec: Spec) -> Vec<u8> {
+    let machines = over.machines();
+    let all = 0..machines.size();
+    let own = |rank, elements| vec![brought(rank); elements * spec.dtype.bytes()];
+    match spec.what {
+        What::AllGather => all.flat_map(|rank| own(rank, spec.elements)).collect(),
+        _ => {
+            let all: Vec<_> = all.map(|rank| to_f32(spec.dtype, &own(rank, 1))).collect();
+            let element = oracle::reduce_by_machine(spec.op, &all, machines.ranks(), spec.dtype);
+            element.repeat(spec.elements)
         }
-    });
+    }
+}
+
+/// Makes a call; asserts that it took no longer than it may, and that nobody takes its output for a result that is none.
+pub(super) fn call(rank: &Rank, over: &Hierarchy, spec: Spec, limit: Duration) -> Result<()> {
+    let Spec { what, dtype, .. } = spec;
+    let rows = vec![spec.elements; rank.size];
+    let made = Made {
+        what,
+        op: spec.op,
+        choice: spec.choice,
+        rows: &rows,
+    };
+    let all = match what {
+        What::AllReduce => spec.elements,
+        _ => spec.elements * rank.size,
+    };
+    let (brings, gets) = made.elements(rank.rank, all);
+    let filled = |elements: usize, byte| {
+        let bytes = vec![byte; elements * dtype.bytes()];
+        rank.upload_bytes(dtype, &[elements], &bytes)
+    };
+    let from = filled(brings, brought(rank.rank));
+    let (mut to, input) = match what {
+        // In place.
+        What::AllReduce => (from, None),
+        _ => (filled(gets, OLD), Some(from)),
+    };
+    let before = rank.raw(to.view());
+    let start = Instant::now();
+    let result = make(rank, over, made, (input.as_ref(), &mut to));
     let ended_well = result.is_ok();
     let result = settled(rank, over, result);
     let took = start.elapsed();
     assert!(took < limit, "took {took:?}, allowed {limit:?}: {result:?}");
-    let bytes = rank.raw(data.view());
-    if result.is_ok() && matches!(spec.choice, Some(HierarchicalPath::Slices { .. })) {
-        let whole = is_whole(rank, over, spec, &bytes);
-        assert!(whole || !matches!(spec.what, What::AllReduce), "{spec:?}");
-    }
-    if result.is_err() {
-        // Who heard of it before it began has not written anything.
-        let untouched = bytes.iter().all(|&b| b == 0x3C);
-        // Who was through with it as somebody was lost has all of it.
-        let whole = ended_well && is_whole(rank, over, spec, &bytes);
-        let poisoned = is_poisoned(spec.dtype, &bytes);
-        assert!(untouched || whole || poisoned, "{result:?}");
+    let bytes = rank.raw(to.view());
+    let is_whole = || bytes == wanted(over, spec);
+    match &result {
+        Ok(_) => assert!(is_whole(), "{spec:?}"),
+        Err(error) => {
+            // Who heard of it before it began has not written anything, as who gave up waiting in it cannot have; who was through with it as
+            // somebody was lost has all of it.
+            let waited = matches!(error, Error::Fault(record)
+                if record.kind == FaultKind::Timeout && record.rank as usize == rank.rank);
+            let is_right = bytes == before && !waited || ended_well && is_whole();
+            assert!(is_right || is_poisoned(dtype, &bytes), "{spec:?}: {error}");
+        }
     }
     result.map(drop)
 }
@@ -145,24 +182,19 @@ fn never_calls(world: &World, shape: (usize, usize)) {
     let culprit = rng.random_range(0..world.size);
     world.run(&all_ranks(), move |rank| {
         let over = rank.join_machines(shape.0, &impatient());
-        for choice in [
-            USUAL.choice,
-            None,
-            Some(HierarchicalPath::Slices { count: 1 }),
-        ] {
-            case.run(rank, &over, choice);
+        for spec in one_path_each(shape) {
+            call(rank, &over, spec, AMPLE).unwrap();
             rank.meet();
             let record = if rank.rank == culprit {
                 rank.meet();
                 expect_fault(heard(&over), "the culprit")
             } else {
-                let spec = Spec { choice, ..USUAL };
                 let result = call(rank, &over, spec, DEADLINE + GRACE);
                 let record = expect_fault(result, "a rank is missing");
                 assert_kind(&record, FaultKind::Timeout, "a rank is missing");
-                assert_eq!(record.peer as usize, culprit, "{choice:?}: {record}");
-                let operation = Operation::HierarchicalAllReduce as u32;
-                assert_eq!(record.operation, operation);
+                assert_eq!(record.peer as usize, culprit, "{spec:?}: {record}");
+                let operation = spec.what.operation() as u32;
+                assert_eq!(record.operation, operation, "{spec:?}");
                 rank.meet();
                 record
             };
@@ -171,70 +203,75 @@ fn never_calls(world: &World, shape: (usize, usize)) {
     });
 }
 
-/// A rank that makes another call: longer, of another type, another operation, on another path.
+/// What differs in one thing from a call, in turn: another operation, longer, of another type, another reduction, on another path.
+fn others(spec: Spec) -> Vec<Spec> {
+    let operations = What::ALL.into_iter().filter(|&what| what != spec.what);
+    let mut all: Vec<_> = operations.map(|what| Spec { what, ..spec }).collect();
+    all.push(Spec {
+        elements: spec.elements + 1,
+        ..spec
+    });
+    all.push(Spec {
+        dtype: DataType::F16,
+        ..spec
+    });
+    if spec.what != What::AllGather {
+        all.push(Spec {
+            op: ReduceOp::Max,
+            ..spec
+        });
+    }
+    let next = PATHS.into_iter().find(|&choice| choice != spec.choice);
+    all.extend(next.map(|choice| Spec { choice, ..spec }));
+    all
+}
+
+/// A rank that makes another call.
 fn other_call(world: &World, shape: (usize, usize)) {
     let mut rng = world.rng();
     let case = Case::sum(&mut rng, shape, 777);
     let culprit = rng.random_range(0..world.size);
-    let others = [
-        Spec {
-            what: What::ReduceScatter,
-            ..USUAL
-        },
-        Spec {
-            what: What::AllGather,
-            ..USUAL
-        },
-        Spec {
-            elements: 1001,
-            ..USUAL
-        },
-        Spec {
-            dtype: DataType::F16,
-            ..USUAL
-        },
-        Spec {
-            op: ReduceOp::Max,
-            ..USUAL
-        },
-        Spec {
-            choice: Some(HierarchicalPath::Whole),
-            ..USUAL
-        },
-    ];
     world.run(&all_ranks(), move |rank| {
         let over = rank.join_machines(shape.0, &config());
-        for other in others {
-            case.run(rank, &over, None);
-            rank.meet();
-            let spec = if rank.rank == culprit { other } else { USUAL };
-            let result = call(rank, &over, spec, GRACE);
-            let record = expect_fault(result, "another call");
-            assert_kind(&record, FaultKind::Mismatch, "another call");
-            let named = [record.rank, record.peer].map(|r| r as usize);
-            assert!(named.contains(&culprit), "{other:?} by {culprit}: {record}");
-            goes_on(rank, &over, record, &case);
+        for usual in one_path_each(shape) {
+            for other in others(usual) {
+                call(rank, &over, usual, AMPLE).unwrap();
+                rank.meet();
+                let spec = if rank.rank == culprit { other } else { usual };
+                let result = call(rank, &over, spec, GRACE);
+                let record = expect_fault(result, "another call");
+                assert_kind(&record, FaultKind::Mismatch, "another call");
+                let named = [record.rank, record.peer].map(|r| r as usize);
+                assert!(named.contains(&culprit), "{other:?} by {culprit}: {record}");
+                goes_on(rank, &over, record, &case);
+            }
         }
     });
 }
 
-/// All ranks of a machine make another call than those of the others, which no group inside a machine can tell.
+/// All ranks of a machine make another call than those of the others, which no group inside a machine can tell: of as many bytes.
 fn other_machine(world: &World, shape: (usize, usize)) {
     let mut rng = world.rng();
     let case = Case::sum(&mut rng, shape, 777);
     let culprit = rng.random_range(0..shape.0);
     world.run(&all_ranks(), move |rank| {
         let over = rank.join_machines(shape.0, &config());
-        for choice in [None, USUAL.choice] {
-            let machine = over.machines().machine_of(rank.rank);
-            let op = [ReduceOp::Sum, ReduceOp::Min][usize::from(machine == culprit)];
-            let spec = Spec {
-                op,
-                choice,
-                ..USUAL
+        for usual in one_path_each(shape) {
+            let other = match usual.what {
+                What::AllGather => Spec {
+                    elements: 2 * usual.elements,
+                    dtype: DataType::F16,
+                    ..usual
+                },
+                _ => Spec {
+                    op: ReduceOp::Min,
+                    ..usual
+                },
             };
-            let record = expect_fault(call(rank, &over, spec, GRACE), "another operation");
-            assert_kind(&record, FaultKind::Mismatch, "another operation");
+            let is_other = over.machines().machine_of(rank.rank) == culprit;
+            let spec = if is_other { other } else { usual };
+            let record = expect_fault(call(rank, &over, spec, GRACE), "another call");
+            assert_kind(&record, FaultKind::Mismatch, "another call");
             let machines = [record.rank, record.peer];
             let machines = machines.map(|r| over.machines().machine_of(r as usize));
             assert!(machines.contains(&culprit), "{culprit}: {record}");
@@ -245,19 +282,16 @@ fn other_machine(world: &World, shape: (usize, usize)) {
 
 /// A rank that leaves: all hear of it at once, with its name.
 fn leaves(world: &World, shape: (usize, usize)) {
-    let mut rng = world.rng();
-    let case = Case::sum(&mut rng, shape, 777);
-    let culprit = rng.random_range(0..world.size);
+    let culprit = world.rng().random_range(0..world.size);
     world.run(&all_ranks(), move |rank| {
-        for choice in [USUAL.choice, None] {
+        for spec in one_path_each(shape) {
             let over = rank.join_machines(shape.0, &config());
-            case.run(rank, &over, choice);
+            call(rank, &over, spec, AMPLE).unwrap();
             rank.meet();
             if rank.rank != culprit {
-                let spec = Spec { choice, ..USUAL };
                 let record = expect_fault(call(rank, &over, spec, GRACE), "a rank has left");
                 assert_kind(&record, FaultKind::PeerLost, "a rank has left");
-                assert_eq!(record.peer as usize, culprit, "{record}");
+                assert_eq!(record.peer as usize, culprit, "{spec:?}: {record}");
                 let reset = over.reset(Duration::from_millis(50));
                 assert!(reset.is_err(), "reset without rank {culprit}");
             }
@@ -274,17 +308,19 @@ fn aborted(world: &World, shape: (usize, usize)) {
     let culprit = rng.random_range(0..world.size);
     world.run(&all_ranks(), move |rank| {
         let over = rank.join_machines(shape.0, &config());
-        case.run(rank, &over, None);
-        rank.meet();
-        let record = if rank.rank == culprit {
-            over.abort();
-            expect_fault(over.check(), "who aborts")
-        } else {
-            expect_fault(call(rank, &over, USUAL, GRACE), "aborted")
-        };
-        assert_kind(&record, FaultKind::Aborted, "aborted");
-        assert_eq!(record.rank as usize, culprit, "{record}");
-        goes_on(rank, &over, record, &case);
+        for spec in specs() {
+            call(rank, &over, spec, AMPLE).unwrap();
+            rank.meet();
+            let record = if rank.rank == culprit {
+                over.abort();
+                expect_fault(over.check(), "who aborts")
+            } else {
+                expect_fault(call(rank, &over, spec, GRACE), "aborted")
+            };
+            assert_kind(&record, FaultKind::Aborted, "aborted");
+            assert_eq!(record.rank as usize, culprit, "{spec:?}: {record}");
+            goes_on(rank, &over, record, &case);
+        }
     });
 }
 

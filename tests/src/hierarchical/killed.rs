@@ -2,7 +2,7 @@
 //! machine.
 
 use super::{
-    Case, all_ranks, config,
+    Case, What, all_ranks, config,
     experts::{Trip, with_experts},
     faults::{Spec, USUAL, call},
 };
@@ -23,12 +23,37 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What goes on while a process is killed: many slices.
-const LONG: Spec = Spec {
-    elements: 50_000,
-    choice: Some(HierarchicalPath::Slices { count: 20 }),
-    ..USUAL
-};
+const MANY: Option<HierarchicalPath> = Some(HierarchicalPath::Slices { count: 20 });
+
+/// What goes on while a process is killed: each operation in turn, in many slices and then as a whole.
+fn long() -> impl Iterator<Item = Spec> {
+    let by = |choice| {
+        What::ALL.map(|what| Spec {
+            what,
+            elements: match what {
+                What::AllReduce => 50_000,
+                _ => 10_000,
+            },
+            choice,
+            ..USUAL
+        })
+    };
+    let all = [by(MANY), by(Some(HierarchicalPath::Whole))];
+    all.concat().into_iter().cycle()
+}
+
+/// Makes these calls, each within so long.
+fn calls<'a>(
+    rank: &'a Rank,
+    over: &'a Hierarchy,
+    limit: Duration,
+) -> impl FnMut() -> Result<()> + use<'a> {
+    let mut long = long();
+    move || {
+        long.next()
+            .map_or(Ok(()), |spec| call(rank, over, spec, limit))
+    }
+}
 
 /// Makes calls until this process is killed, in so many rounds of idling. Others may be killed before.
 fn until_killed(rank: &Rank, rounds: u32, mut call: impl FnMut() -> Result<()>) {
@@ -72,11 +97,10 @@ fn one(world: &World, shape: (usize, usize)) {
     world.run(&all_ranks(), move |rank| {
         let over = begun(rank, shape.0, &case);
         if rank.rank == culprit {
-            return until_killed(rank, rounds, || call(rank, &over, LONG, AMPLE));
+            return until_killed(rank, rounds, calls(rank, &over, AMPLE));
         }
-        until_lost(&(culprit..culprit + 1), || {
-            call(rank, &over, LONG, 2 * GRACE)
-        });
+        let lost = culprit..culprit + 1;
+        until_lost(&lost, calls(rank, &over, 2 * GRACE));
     });
 }
 
@@ -121,9 +145,9 @@ fn machine(world: &World, (machines, ranks): (usize, usize)) {
         let over = begun(rank, machines, &case);
         if lost.contains(&rank.rank) {
             let rounds = rounds[rank.rank - first];
-            return until_killed(rank, rounds, || call(rank, &over, LONG, AMPLE));
+            return until_killed(rank, rounds, calls(rank, &over, AMPLE));
         }
-        let record = until_lost(&lost, || call(rank, &over, LONG, 2 * GRACE));
+        let record = until_lost(&lost, calls(rank, &over, 2 * GRACE));
         assert_eq!(expect_fault(over.check(), "check"), record);
         let reset = over.reset(Duration::from_millis(50));
         assert!(reset.is_err(), "reset without machine {lost:?}");
@@ -143,7 +167,7 @@ fn machine(world: &World, (machines, ranks): (usize, usize)) {
         assert_eq!(left.size, (machines - 1) * ranks);
         let over = left.join_machines(machines - 1, &config());
         for case in &later {
-            for choice in [None, Some(HierarchicalPath::Whole), LONG.choice] {
+            for choice in [None, Some(HierarchicalPath::Whole), MANY] {
                 case.run(&left, &over, choice);
             }
         }

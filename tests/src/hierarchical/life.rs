@@ -1,14 +1,13 @@
 //! Joining, leases, graphs and the end of a hierarchy.
 
-use super::{Case, SHAPES, all_ranks, at, config};
+use super::{Case, Made, SHAPES, What, all_ranks, at, config, make};
 use crate::{
     check::{assert_bits, expect_invalid},
     faults::AMPLE,
     suite::{Suite, World},
 };
 use brigade_device::{
-    Error, HierarchicalAllReduceParams, HierarchicalPath, HierarchyConfig, Machines, NcclUse,
-    ReduceOp,
+    DataType, Error, HierarchicalPath, HierarchyConfig, Machines, NcclUse, ReduceOp,
 };
 use rand::Rng;
 use std::sync::Arc;
@@ -91,34 +90,38 @@ fn votes(world: &World, shape: (usize, usize)) {
 /// A captured call runs again and again with the data of the day.
 fn replayed(world: &World, shape: (usize, usize)) {
     let mut rng = world.rng();
-    let days: Vec<Case> = (0..4).map(|_| Case::sum(&mut rng, shape, 3001)).collect();
+    let mut rows: Vec<usize> = (0..world.size).map(|_| rng.random_range(0..700)).collect();
+    rows[0] += 1000;
+    let all = rows.iter().sum();
+    let days: Vec<Case> = (0..4).map(|_| Case::sum(&mut rng, shape, all)).collect();
     world.run(&all_ranks(), move |rank| {
         let over = rank.join_machines(shape.0, &config());
-        for choice in [None, Some(HierarchicalPath::Slices { count: 6 })] {
-            let mut from = rank.poisoned(brigade_device::DataType::F32, &[3001]);
-            let mut to = rank.poisoned(brigade_device::DataType::F32, &[3001]);
-            let mut enqueue = || {
-                over.lease(&rank.stream)?
-                    .all_reduce(HierarchicalAllReduceParams {
-                        data: to.view_mut(),
-                        from: Some(from.view()),
-                        op: ReduceOp::Sum,
-                        choice,
-                    })
-                    .map(drop)
+        let slices = Some(HierarchicalPath::Slices { count: 6 });
+        let ways = [None, slices, Some(HierarchicalPath::Whole)];
+        let calls = What::ALL.map(|what| ways.map(|choice| (what, choice)));
+        for (what, choice) in calls.into_iter().flatten() {
+            let made = Made {
+                what,
+                op: ReduceOp::Sum,
+                choice,
+                rows: &rows,
             };
+            let (brings, gets) = made.elements(rank.rank, all);
+            let mut from = rank.poisoned(DataType::F32, &[brings]);
+            let mut to = rank.poisoned(DataType::F32, &[gets]);
+            let mut enqueue = || make(rank, &over, made, (Some(&from), &mut to)).map(drop);
             let graph = rank.device.capture(&rank.stream, &mut enqueue).unwrap();
             for day in &days {
-                let mine = &day.inputs[rank.rank];
+                let [mine, want] = day.sides(made, rank.rank);
                 rank.device
-                    .write(&rank.stream, from.view_mut(), mine)
+                    .write(&rank.stream, from.view_mut(), &mine)
                     .unwrap();
                 rank.device.fill(&rank.stream, to.view_mut(), 0xFF).unwrap();
                 graph.launch(&rank.stream).unwrap();
                 let got = rank.raw(to.view());
-                assert_bits(&got, &day.want, day.dtype, "a replay");
+                assert_bits(&got, &want, DataType::F32, &format!("a replay of {made:?}"));
                 // Eager calls in between.
-                day.run(rank, &over, choice);
+                day.run_as(made, rank, &over);
             }
         }
     });

@@ -156,11 +156,10 @@ impl Devices for Machines {
         self.gpus.engines()
     }
 
-    /// All but what takes sockets too long, and ranks that are killed.
+    /// All, and ranks that are killed.
     fn tries(&self, name: &[&str]) -> bool {
         match name {
-            [_, "hierarchical", _, what] => *what != "longest",
-            [_, "hierarchical", _, "experts", _] => true,
+            [_, "hierarchical", _, _] | [_, "hierarchical", _, "experts", _] => true,
             [_, KILLED, op] => op.starts_with("hierarchical_"),
             _ => false,
         }

@@ -34,7 +34,7 @@ impl Devices for Hosts {
                 ..,
             ] => true,
             [_, "quantized_gather" | "quantized_scatter" | "capture", ..] => true,
-            [_, "hierarchical", "2x2" | "3x2", what] => *what != "longest",
+            [_, "hierarchical", "2x2" | "3x2", _] => true,
             [_, "hierarchical", "2x2" | "3x2", "experts", _] => true,
             [_, "hierarchical", "2x4", what] => {
                 matches!(
