@@ -3,6 +3,7 @@
 use super::{
     Entry, Inputs, Results,
     experts::{HIDDEN, Own, Placed, left, tokens},
+    moves::{COLUMNS, infinities, rows},
     named,
 };
 use crate::{
@@ -12,15 +13,27 @@ use crate::{
     layer::FLOATS,
 };
 use brigade_device::{
-    Arrangement, Buffer, CombineParams, CombineSum, DataType, DispatchParams,
-    HierarchicalAllReduceParams, HierarchicalPath, Output, ReduceOp, Transport,
+    Arrangement, Buffer, ByPath, CombineParams, CombineSum, DataType, DispatchParams,
+    HierarchicalAllReduceParams, HierarchicalPath, Output, ReduceOp, ReduceScatterParams,
+    Transport,
 };
 
 /// Machines, and ranks of each.
-const SHAPES: [(usize, usize); 5] = [(2, 1), (2, 2), (4, 1), (4, 2), (2, 4)];
+const SHAPES: [(usize, usize); 7] = [(2, 1), (2, 2), (4, 1), (3, 2), (4, 2), (2, 4), (4, 4)];
 
 /// More than a block of any implementation, and no multiple of anything.
 const ELEMENTS: usize = 2311;
+
+/// Ways of a call, all of which have its bits.
+fn ways() -> [(&'static str, Option<HierarchicalPath>); 4] {
+    let slices = |count| Some(HierarchicalPath::Slices { count });
+    [
+        ("auto", None),
+        ("whole", Some(HierarchicalPath::Whole)),
+        ("one slice", slices(1)),
+        ("seven slices", slices(7)),
+    ]
+}
 
 fn all_reduce(
     rank: &Rank,
@@ -28,18 +41,10 @@ fn all_reduce(
     machines: usize,
     (op, dtype, output): (ReduceOp, DataType, DataType),
 ) -> Results {
-    let infinities = matches!(op, ReduceOp::Max | ReduceOp::Min);
-    let bytes = inputs.floats(dtype, ELEMENTS, infinities);
+    let bytes = inputs.floats(dtype, ELEMENTS, infinities(op));
     let from = rank.upload_bytes(dtype, &[ELEMENTS], &bytes);
     let over = rank.join_machines(machines, &config());
-    let slices = |count| Some(HierarchicalPath::Slices { count });
-    let choices = [
-        ("auto", None),
-        ("whole", Some(HierarchicalPath::Whole)),
-        ("one slice", slices(1)),
-        ("seven slices", slices(7)),
-    ];
-    let results = choices.map(|(name, choice)| {
+    let results = ways().map(|(name, choice)| {
         let mut to = rank.poisoned(output, &[ELEMENTS]);
         let params = HierarchicalAllReduceParams {
             data: to.view_mut(),
@@ -50,6 +55,34 @@ fn all_reduce(
         over.lease(&rank.stream)
             .unwrap()
             .all_reduce(params)
+            .unwrap();
+        (name.into(), rank.raw(to.view()))
+    });
+    results.into()
+}
+
+fn reduce_scatter(
+    rank: &Rank,
+    mut inputs: Inputs,
+    machines: usize,
+    (op, dtype, output): (ReduceOp, DataType, DataType),
+) -> Results {
+    let rows = rows(rank.size);
+    let dims = [rows.iter().sum(), COLUMNS];
+    let bytes = inputs.floats(dtype, dims.iter().product(), infinities(op));
+    let from = rank.upload_bytes(dtype, &dims, &bytes);
+    let over = rank.join_machines(machines, &config());
+    let results = ways().map(|(name, choice)| {
+        let mut to = rank.poisoned(output, &[rows[rank.rank], COLUMNS]);
+        let params = ReduceScatterParams {
+            from: from.view(),
+            rows_per_rank: &rows,
+            to: to.view_mut(),
+            op,
+        };
+        over.lease(&rank.stream)
+            .unwrap()
+            .reduce_scatter(ByPath { params, choice })
             .unwrap();
         (name.into(), rank.raw(to.view()))
     });
@@ -128,6 +161,11 @@ pub(super) fn entries() -> Vec<((usize, usize), Entry)> {
                 let name = format!("hierarchical/{machines}x{ranks}/{op:?}/{types}");
                 let entry = Entry::new(name, move |rank, inputs| {
                     all_reduce(rank, inputs, machines, kind)
+                });
+                all.push(((machines, ranks), entry));
+                let name = format!("hierarchical/{machines}x{ranks}/reduce_scatter/{op:?}/{types}");
+                let entry = Entry::new(name, move |rank, inputs| {
+                    reduce_scatter(rank, inputs, machines, kind)
                 });
                 all.push(((machines, ranks), entry));
             }

@@ -16,14 +16,14 @@ use brigade_plan::Engines;
 const ELEMENTS: usize = 2311;
 
 /// Elements in a row.
-const COLUMNS: usize = 37;
+pub(super) const COLUMNS: usize = 37;
 
 /// Rows of every rank, none on some.
-fn rows(size: usize) -> Vec<usize> {
+pub(super) fn rows(size: usize) -> Vec<usize> {
     (0..size).map(|r| (3 * r + 4) % 7).collect()
 }
 
-fn infinities(op: ReduceOp) -> bool {
+pub(super) fn infinities(op: ReduceOp) -> bool {
     matches!(op, ReduceOp::Max | ReduceOp::Min)
 }
 
