@@ -143,6 +143,41 @@ pub struct VocabParallelHead {
     linear: ColumnParallelLinear,
     own: Range<usize>,
     words: usize,
+    constants: Constants,
+}
+
+/// What every choice compares with, f64. Made once: what is uploaded at each step takes the host's time, and cannot be captured where it is
+/// as long as a vocabulary.
+#[derive(Clone, Debug)]
+struct Constants {
+    /// The numbers of own words, `[1, own words]`.
+    numbers: Tensor,
+    /// The number of words, which is no word's, `[1, 1]`.
+    none: Tensor,
+    /// What a rank without words has to say, `[1, 2]`.
+    nothing: Tensor,
+    /// `[1, 1]`
+    infinity: Tensor,
+}
+
+impl Constants {
+    fn new(parallel: &Parallel, own: &Range<usize>, words: usize) -> Result<Self> {
+        let place = parallel.place();
+        let row = |values: Vec<f64>| {
+            let columns = values.len();
+            match columns {
+                0 => parallel.make(DType::F64, (1, 0), |_| Ok(())),
+                _ => Tensor::from_vec(values, (1, columns), place),
+            }
+        };
+        let words = words as f64;
+        Ok(Self {
+            numbers: row(own.clone().map(|word| word as f64).collect())?,
+            none: row(vec![words])?,
+            nothing: row(vec![f64::NEG_INFINITY, words])?,
+            infinity: row(vec![f64::INFINITY])?,
+        })
+    }
 }
 
 impl VocabParallelHead {
@@ -172,6 +207,7 @@ impl VocabParallelHead {
         Ok(Self {
             parallel: parallel.clone(),
             linear: ColumnParallelLinear::from_shard(parallel, weight, None)?,
+            constants: Constants::new(parallel, &own, words)?,
             own,
             words,
         })
@@ -222,7 +258,7 @@ impl VocabParallelHead {
         let (scores, words) = (all.narrow(2, 0, 1)?, all.narrow(2, 1, 1)?);
         let (scores, words) = (scores.squeeze(2)?, words.squeeze(2)?);
         let greatest = scores.max_keepdim(0)?;
-        let none = Tensor::full(self.words as f64, words.shape(), self.parallel.place())?;
+        let none = self.constants.none.broadcast_as(words.shape())?;
         let there = scores.broadcast_eq(&greatest)?;
         let word = there.where_cond(&words.contiguous()?, &none)?.min(0)?;
         word.to_dtype(DType::U32)?.reshape(dims)
@@ -230,27 +266,30 @@ impl VocabParallelHead {
 
     /// Of each row the greatest own score and its word, f64 `[rows, 2]`. NaN wins over all, with the number of words.
     fn best(&self, x: &Tensor, rows: usize) -> Result<Tensor> {
-        let place = self.parallel.place();
-        let none = Tensor::full(self.words as f64, (rows, 1), place)?;
-        if self.own.is_empty() {
-            let least = Tensor::full(f64::NEG_INFINITY, (rows, 1), place)?;
-            return Tensor::cat(&[least, none], 1);
-        }
+        let Constants {
+            numbers,
+            none,
+            nothing,
+            infinity,
+        } = &self.constants;
         let own = self.own.len();
+        if own == 0 {
+            return nothing.broadcast_as((rows, 2))?.contiguous();
+        }
         let scores = self.own_scores(x)?.reshape((rows, own))?;
         let scores = scores.to_dtype(DType::F64)?;
-        let first = self.own.start as f64;
-        let numbers: Vec<f64> = (0..own).map(|word| first + word as f64).collect();
-        let numbers = Tensor::new(numbers, place)?.broadcast_as((rows, own))?;
         let bad = scores.ne(&scores)?.to_dtype(DType::F64)?.max_keepdim(1)?;
-        let bad = bad.gt(0f64)?;
+        let bad = bad.to_dtype(DType::U8)?;
         let greatest = scores.max_keepdim(1)?;
-        let nowhere = none.broadcast_as((rows, own))?.contiguous()?;
         let there = scores.broadcast_eq(&greatest)?;
-        let word = there.where_cond(&numbers.contiguous()?, &nowhere)?;
+        let word = there.where_cond(
+            &numbers.broadcast_as((rows, own))?,
+            &none.broadcast_as((rows, own))?,
+        )?;
+        let none = none.broadcast_as((rows, 1))?;
         let word = bad.where_cond(&none, &word.min_keepdim(1)?)?;
-        let most = Tensor::full(f64::INFINITY, (rows, 1), place)?;
-        let greatest = bad.where_cond(&most, &greatest)?;
+        let infinity = infinity.broadcast_as((rows, 1))?;
+        let greatest = bad.where_cond(&infinity, &greatest)?;
         Tensor::cat(&[greatest, word], D::Minus1)
     }
 }
