@@ -69,6 +69,13 @@ pub struct Demo {
     /// Lose a rank after so many tokens, for instance 1@5: a thread goes away without a word, a process aborts
     #[arg(long, value_name = "RANK@TOKENS")]
     lose: Option<String>,
+    /// Let a rank hang after so many tokens, likewise, until the others have gone on without it
+    #[arg(long, value_name = "RANK@TOKENS")]
+    stall: Option<String>,
+    /// Capture a step of decoding in a CUDA graph, and launch that for the next ones (not tried on a GPU yet); where that cannot be, say
+    /// why, and go on without
+    #[arg(long)]
+    graph: bool,
 }
 
 /// What else it can run.
@@ -135,6 +142,7 @@ impl Demo {
             ("--deadline", self.deadline.map(|n| n.to_string().into())),
             ("--dtype", self.dtype.and_then(name)),
             ("--lose", self.lose.map(Into::into)),
+            ("--stall", self.stall.map(Into::into)),
         ]);
         let flags = [
             ("--processes", self.processes),
@@ -143,6 +151,7 @@ impl Demo {
             ("--synthetic", self.synthetic),
             ("--check", self.check),
             ("--regroup", self.regroup),
+            ("--graph", self.graph),
         ];
         [vec!["run".into()], forwarded(valued, &flags)].concat()
     }
@@ -187,7 +196,7 @@ mod tests {
     #[test]
     fn what_is_given_is_passed_on_and_nothing_else() {
         assert_eq!(passed(""), ["run"]);
-        let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --deadline 5 --dtype bf16 --lose 1@5 --processes --lora --json --synthetic --check --regroup";
+        let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --deadline 5 --dtype bf16 --lose 1@5 --stall 2@3 --processes --lora --json --synthetic --check --regroup --graph";
         let same = |line: &str| {
             let want: Vec<&str> = std::iter::once("run")
                 .chain(line.split_whitespace())

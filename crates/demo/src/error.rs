@@ -73,6 +73,9 @@ pub enum Error {
         /// This rank.
         rank: usize,
     },
+    /// A step of decoding could not be captured on all ranks.
+    #[error("{0}")]
+    NotCaptured(String),
     /// candle refused.
     #[error(transparent)]
     Candle(candle_core::Error),

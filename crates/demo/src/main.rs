@@ -94,6 +94,13 @@ struct Run {
     /// Lose a rank after so many tokens, for instance 1@5: a thread goes away without a word, a process aborts
     #[arg(long, value_name = "RANK@TOKENS", value_parser = rank_at)]
     lose: Option<(usize, usize)>,
+    /// Let a rank hang after so many tokens, likewise, until the others have gone on without it
+    #[arg(long, value_name = "RANK@TOKENS", value_parser = rank_at)]
+    stall: Option<(usize, usize)>,
+    /// Capture a step of decoding in a CUDA graph, and launch that for the next ones (not tried on a GPU yet); where that cannot be, say
+    /// why, and go on without
+    #[arg(long)]
+    graph: bool,
 }
 
 fn rank_at(text: &str) -> Result<(usize, usize), String> {
@@ -169,6 +176,8 @@ impl Run {
             deadline: Duration::from_secs(self.deadline),
             regroup: self.regroup,
             leave: self.lose.filter(|_| !self.processes),
+            stall: self.stall,
+            graph: self.graph,
         }
     }
 
@@ -196,7 +205,7 @@ impl Run {
         }
         // Once, and not by all ranks at the same time.
         drop(self.source()?);
-        processes::start(self.ranks, self.lose.map(|(rank, _)| rank))
+        processes::start(self.ranks, self.lose.or(self.stall).map(|(rank, _)| rank))
     }
 
     /// With all ranks, or as the one of a group.

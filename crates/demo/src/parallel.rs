@@ -7,12 +7,14 @@
 //! their own. The embedding and the head are split over the vocabulary.
 
 mod attention;
+mod graph;
 mod rank;
 mod run;
 mod seat;
 mod tally;
 mod weights;
 
+pub use graph::Graphs;
 pub use seat::{Seat, TcpSeat};
 pub use tally::{Kind, LayerReport, Phase};
 pub use weights::for_sequence;
@@ -45,6 +47,11 @@ pub struct Options {
     pub regroup: bool,
     /// A rank of the first group that goes away without a word, before it chooses its next token after so many: to try that.
     pub leave: Option<(usize, usize)>,
+    /// The same of a rank that hangs, and has not gone: the others wait for it until the deadline.
+    pub stall: Option<(usize, usize)>,
+    /// Capture a step of decoding in a graph, and launch that for the next ones. Where that cannot be, steps run call by call as ever, and
+    /// [`Graphs::refused`] says why.
+    pub graph: bool,
 }
 
 impl Default for Options {
@@ -59,6 +66,8 @@ impl Default for Options {
             deadline: Duration::from_secs(60),
             regroup: false,
             leave: None,
+            stall: None,
+            graph: false,
         }
     }
 }
@@ -82,6 +91,8 @@ pub struct Generated {
     pub weight_bytes: Vec<u64>,
     /// Each time that ranks were lost on the way.
     pub regrouped: Vec<Regrouped>,
+    /// If steps were to be captured.
+    pub graphs: Option<Graphs>,
 }
 
 /// Ranks were lost, and the others went on.
@@ -105,6 +116,7 @@ struct RankReport {
     decoded_tokens: usize,
     tally: tally::Tally,
     weight_bytes: u64,
+    graphs: Option<Graphs>,
     regrouped: Vec<Regrouped>,
 }
 
@@ -249,6 +261,7 @@ fn summarize(reports: Vec<RankReport>) -> Result<Generated> {
         decoded_tokens: first.decoded_tokens,
         weight_bytes: reports.iter().map(|r| r.weight_bytes).collect(),
         regrouped: first.regrouped.clone(),
+        graphs: first.graphs.clone(),
         layers: tally::merge(reports.iter().map(|r| &r.tally)),
     })
 }

@@ -1,6 +1,9 @@
 //! What a run has to show: for people, and as one JSON object.
 
-use brigade_demo::{divergence::Divergence, parallel::Generated};
+use brigade_demo::{
+    divergence::Divergence,
+    parallel::{Generated, Graphs},
+};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -76,6 +79,15 @@ impl Report<'_> {
             });
             object["regrouped"] = all.collect();
         }
+        if let Some(Graphs {
+            captured,
+            launched,
+            refused,
+        }) = &g.graphs
+        {
+            object["graphs"] =
+                json!({ "captured": captured, "launched": launched, "refused": refused });
+        }
         if let Some(divergences) = self.divergences {
             let all = divergences.iter().map(|d| {
                 d.as_ref().map(
@@ -119,6 +131,16 @@ impl Report<'_> {
                 r.noticed.as_secs_f64() * 1e3,
                 r.error
             );
+        }
+        if let Some(graphs) = &g.graphs {
+            let _ = match &graphs.refused {
+                Some(reason) => writeln!(out, "steps were not captured: {reason}"),
+                None => writeln!(
+                    out,
+                    "{} steps ran from {} graphs",
+                    graphs.launched, graphs.captured
+                ),
+            };
         }
         for (prompt, divergence) in self.prompts.iter().zip(self.divergences.unwrap_or(&[])) {
             let _ = match divergence {

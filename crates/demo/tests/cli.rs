@@ -142,6 +142,34 @@ fn text_is_the_answer_and_what_was_done_for_it() {
     assert_eq!(table.len(), 12);
 }
 
+/// Why steps were not captured, and the same answer.
+#[test]
+fn a_graph_that_cannot_be_is_told_of() {
+    let arguments = ["--prompt", "Hi", "--max-tokens", "4", "--ranks", "2"];
+    let text = run(&[&arguments[..], &["--graph"]].concat());
+    let (_, tokenizer) = model();
+    let want = &answer(&["Hi"], 4, None)[0];
+    assert!(text.starts_with(&tokenizer.decode(want).unwrap()), "{text}");
+    assert!(
+        text.contains("\nsteps were not captured: capture of a step: "),
+        "{text}"
+    );
+    let got = run_json(&[&arguments[..], &["--graph"]].concat());
+    assert_eq!(&ids(&got["token_ids"]), want);
+    let graphs = &got["graphs"];
+    assert_eq!(keys(graphs), ["captured", "launched", "refused"]);
+    assert_eq!(
+        (&graphs["captured"], &graphs["launched"]),
+        (&0.into(), &0.into())
+    );
+    assert!(
+        graphs["refused"]
+            .as_str()
+            .unwrap()
+            .contains("cannot be captured")
+    );
+}
+
 #[test]
 fn no_tokens_are_an_answer() {
     let got = run_json(&["--max-tokens", "0"]);

@@ -60,7 +60,20 @@ fn varied(tokens: &[u32]) -> bool {
 }
 
 /// Where the reference nearly tossed a coin, another order of sums may choose otherwise, and equal tokens prove little
-/// where all are the same: neither is so here.
+/// where all are the same: whether neither is so with what the model says to a prompt.
+fn is_clear_and_varied(model: &mut Reference, prompt: &[u32], max_tokens: usize) -> bool {
+    let tokens = model.generate(prompt, max_tokens, NEVER).unwrap();
+    let all = [prompt, &tokens[..]].concat();
+    model.reset();
+    let logits = model.forward_all(&all).unwrap();
+    let gap = |row| {
+        let mut sorted = logits.row(row).to_vec();
+        sorted.sort_by(f32::total_cmp);
+        sorted[sorted.len() - 1] - sorted[sorted.len() - 2]
+    };
+    varied(&tokens) && (prompt.len() - 1..all.len() - 1).all(|row| gap(row) > CLEAR)
+}
+
 #[test]
 fn the_prompts_have_clear_and_varied_answers() {
     let mut model = Reference::new(&model()).unwrap();
@@ -72,17 +85,8 @@ fn the_prompts_have_clear_and_varied_answers() {
                 ..lora()
             };
             model.set_adapters(&spec).unwrap();
-            let tokens = model.generate(prompt, 8, NEVER).unwrap();
-            assert!(varied(&tokens), "{sequence} {adapted}: {tokens:?}");
-            let all = [&prompt[..], &tokens[..]].concat();
-            model.reset();
-            let logits = model.forward_all(&all).unwrap();
-            for row in prompt.len() - 1..all.len() - 1 {
-                let mut sorted = logits.row(row).to_vec();
-                sorted.sort_by(f32::total_cmp);
-                let gap = sorted[sorted.len() - 1] - sorted[sorted.len() - 2];
-                assert!(gap > CLEAR, "{sequence} {adapted} row {row}: {gap}");
-            }
+            let clear = is_clear_and_varied(&mut model, prompt, 8);
+            assert!(clear, "{sequence} {adapted}");
         }
     }
 }
@@ -168,6 +172,55 @@ fn a_sequence_that_ends_leaves_the_others_going() {
         check(&prompts(), end, 8, None);
     }
     assert!(ended_alone >= 2, "{free:?}");
+}
+
+/// Steps look at twice as many places once those that they look at are full.
+#[test]
+fn long_answers_are_those_of_the_reference() {
+    const TOKENS: usize = 16;
+    let long = |len: u32| (0..len).map(|i| (3 * i * i + 31 * i + 3) % 512).collect();
+    let prompts = [long(57), long(120), vec![5, 309]];
+    let mut reference = Reference::new(&model()).unwrap();
+    for prompt in &prompts[..2] {
+        assert!(is_clear_and_varied(&mut reference, prompt, TOKENS));
+    }
+    let want = answers(&model(), &prompts, NEVER, TOKENS, None);
+    for ranks in [1, 3] {
+        let got = run(&prompts, NEVER, &options(ranks, TOKENS, None)).unwrap();
+        assert_eq!(got.tokens, want, "{ranks} ranks");
+    }
+}
+
+/// The host's calls are refused in a capture, on all ranks: then all read again what was said, and go on without.
+#[test]
+fn where_steps_cannot_be_captured_they_run_call_by_call_and_say_why() {
+    let want = answers(&model(), &prompts(), NEVER, 8, None);
+    for ranks in [1, 2, 5] {
+        let options = Options {
+            graph: true,
+            ..options(ranks, 8, None)
+        };
+        let mut told = vec![Vec::new(); 3];
+        let got = generate(&model(), &prompts(), NEVER, &options, &mut |s, t| {
+            told[s].push(t);
+        });
+        let got = got.unwrap();
+        assert_eq!((&got.tokens, &told), (&want, &want), "{ranks} ranks");
+        let graphs = got.graphs.unwrap();
+        assert_eq!((graphs.captured, graphs.launched), (0, 0));
+        let reason = graphs.refused.unwrap();
+        assert!(reason.contains("cannot be captured"), "{reason}");
+        assert!(got.regrouped.is_empty());
+        // The second step of a kind would have been captured.
+        let short = Options {
+            max_tokens: 2,
+            ..options
+        };
+        let got = run(&prompts(), NEVER, &short).unwrap();
+        assert_eq!(got.graphs.unwrap().refused, None);
+    }
+    let got = run(&prompts(), NEVER, &options(2, 8, None)).unwrap();
+    assert!(got.graphs.is_none());
 }
 
 /// The end token as the very first one leaves nothing to decode.

@@ -80,6 +80,46 @@ fn those_who_are_left_give_the_same_answer() {
     }
 }
 
+/// A rank that hangs has not gone: the others wait for it until the deadline, and then it is left out. On a machine that is busy others may be
+/// late as well, which those who are left take in the same way.
+#[test]
+fn a_rank_that_hangs_is_left_out() {
+    let want = answers(&model(), &prompts(), NEVER, 8, None);
+    for (ranks, hangs, after) in [(3, 1, 3), (2, 0, 7)] {
+        let options = Options {
+            leave: None,
+            stall: Some((hangs, after)),
+            deadline: Duration::from_millis(200),
+            ..without(ranks, hangs, after, None)
+        };
+        let got = run(&options, &mut Vec::new()).unwrap();
+        assert_eq!(got.tokens, want, "rank {hangs} of {ranks}");
+        let found = got.regrouped.iter().find(|r| r.lost.contains(&hangs));
+        let Some(regrouped) = found else {
+            panic!("{:?}", got.regrouped);
+        };
+        assert!(regrouped.error.contains("timed out"), "{regrouped:?}");
+    }
+}
+
+/// Who does not want to go on is told who was waited for.
+#[test]
+fn a_rank_that_hangs_ends_a_run_that_does_not_go_on() {
+    let options = Options {
+        leave: None,
+        stall: Some((1, 2)),
+        deadline: Duration::from_millis(200),
+        regroup: false,
+        ..without(2, 1, 2, None)
+    };
+    match run(&options, &mut Vec::new()).unwrap_err() {
+        Error::Brigade(brigade::Error::Fault(record)) => {
+            assert_eq!(record.kind, brigade::FaultKind::Timeout, "{record}");
+        }
+        other => panic!("{other}"),
+    }
+}
+
 /// Shards of fewer ranks are larger: the weights were dealt anew, and not only addressed anew.
 #[test]
 fn the_weights_of_the_lost_rank_are_dealt_to_the_others() {

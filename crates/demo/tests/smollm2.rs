@@ -4,7 +4,7 @@
 mod common;
 
 use brigade::OverlapMode;
-use brigade_demo::parallel::generate;
+use brigade_demo::parallel::{Options, generate};
 use brigade_demo::reference::Reference;
 use brigade_demo::{Config, Message, ModelFile, Result, Source, Tokenizer, model, shard};
 use common::{CHUNKED, options};
@@ -108,6 +108,31 @@ fn any_number_of_ranks_answers_as_smollm2_does() {
             assert_eq!(got.unwrap().tokens, [want], "{ranks} ranks, {mode:?}");
         }
     }
+}
+
+/// Those who are left read their new shards from the file, and go on where they were.
+#[test]
+fn a_rank_that_is_lost_is_done_without() {
+    const TOKENS: usize = 8;
+    let file = open().unwrap();
+    let options = Options {
+        regroup: true,
+        leave: Some((1, 4)),
+        ..options(3, TOKENS, None)
+    };
+    let prompt = [GRAVITY_PROMPT.to_vec()];
+    let got = generate(&file, &prompt, 2, &options, &mut |_, _| {}).unwrap();
+    assert_eq!(got.tokens, [&GRAVITY[..TOKENS]]);
+    let [regrouped] = &got.regrouped[..] else {
+        panic!("{:?}", got.regrouped);
+    };
+    assert_eq!(regrouped.lost, [1]);
+    let shards = shard::plan(file.config(), 2).unwrap();
+    let want: Vec<u64> = shards
+        .iter()
+        .map(|s| 4 * s.parameters(file.config()))
+        .collect();
+    assert_eq!(got.weight_bytes, want);
 }
 
 /// One answer ends while the others go on.

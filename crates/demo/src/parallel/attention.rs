@@ -15,25 +15,22 @@ pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f32) -> Result<Tens
     normed.to_dtype(x.dtype())
 }
 
-/// The keys and values of one sequence in one layer, `[KV heads of this rank, tokens, head_dim]` each, in f32.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Cache(Option<(Tensor, Tensor)>);
+/// The keys and values of one sequence in one layer, `[KV heads of this rank, most tokens, head_dim]` each, in f32. They stay where they are,
+/// so that a step that writes into them can be captured.
+#[derive(Clone, Debug)]
+pub(crate) struct Cache {
+    keys: Tensor,
+    values: Tensor,
+}
 
-impl Cache {
-    /// Tokens so far.
-    fn tokens(&self) -> Result<usize> {
-        self.0.as_ref().map_or(Ok(0), |(keys, _)| keys.dim(1))
-    }
-
-    /// Puts new tokens behind the others; returns all.
-    fn extend(&mut self, keys: Tensor, values: Tensor) -> Result<(Tensor, Tensor)> {
-        let all = match &self.0 {
-            Some((k, v)) => (Tensor::cat(&[k, &keys], 1)?, Tensor::cat(&[v, &values], 1)?),
-            None => (keys, values),
-        };
-        self.0 = Some(all.clone());
-        Ok(all)
-    }
+/// What a token's place in its sequence decides, in all layers: how it is turned, where its keys and values go, and what it sees.
+pub(crate) struct Spot {
+    /// `[1, head_dim / 2]` each.
+    angles: (Tensor, Tensor),
+    /// The place, once for each number that goes there: `[KV heads, 1, head_dim]`.
+    index: Tensor,
+    /// Negative infinity for places that have no token yet, `[span]`.
+    mask: Tensor,
 }
 
 /// The heads of one rank.
@@ -45,6 +42,17 @@ pub(crate) struct Heads {
     kv_of: Tensor,
     /// Cosines and sines of the rotary angles, `[positions, head_dim / 2]` each.
     angles: (Tensor, Tensor),
+    /// All positions, u32.
+    positions: Tensor,
+    /// What a mask adds: to what is seen, and to what is not.
+    masks: [Tensor; 2],
+}
+
+/// Places that a step looks at, of which the first so many have a token: a step of many tokens has the shapes of the last one, until their
+/// number doubles, and what is masked is never more than what is not, but in short sequences.
+pub(crate) fn span(tokens: usize, most: usize) -> usize {
+    const LEAST: usize = 64;
+    tokens.next_power_of_two().max(LEAST).min(most)
 }
 
 impl Heads {
@@ -74,15 +82,85 @@ impl Heads {
             dim: config.head_dim,
             kv_of: Tensor::new(kv_of, place)?,
             angles: (table(f64::cos)?, table(f64::sin)?),
+            positions: Tensor::arange(0, positions as u32, place)?,
+            masks: [
+                Tensor::new(0f32, place)?,
+                Tensor::new(f32::NEG_INFINITY, place)?,
+            ],
         })
     }
 
-    /// Attends for consecutive tokens of one sequence.
+    /// Tokens that a sequence can have.
+    pub(crate) fn most(&self) -> usize {
+        self.positions.elem_count()
+    }
+
+    /// Of a sequence without tokens.
+    pub(crate) fn cache(&self) -> Result<Cache> {
+        let zeros = || {
+            let dims = (self.kv, self.most(), self.dim);
+            Tensor::zeros(dims, DType::F32, self.positions.device())
+        };
+        Ok(Cache {
+            keys: zeros()?,
+            values: zeros()?,
+        })
+    }
+
+    /// Of the token at a position, u32 `[1]`, which is below `span`. No number is read or uploaded.
+    pub(crate) fn spot(&self, position: &Tensor, span: usize) -> Result<Spot> {
+        let (cos, sin) = &self.angles;
+        let index = position.reshape((1, 1, 1))?;
+        let behind = self.positions.narrow(0, 0, span)?;
+        let behind = behind.broadcast_gt(position)?;
+        let [seen, hidden] = &self.masks;
+        let mask = behind.where_cond(&hidden.broadcast_as(span)?, &seen.broadcast_as(span)?)?;
+        Ok(Spot {
+            angles: (
+                cos.index_select(position, 0)?,
+                sin.index_select(position, 0)?,
+            ),
+            index: index.broadcast_as((self.kv, 1, self.dim))?.contiguous()?,
+            mask,
+        })
+    }
+
+    /// Attends for a whole prompt, and keeps its keys and values.
     ///
-    /// `qkv` holds rows of queries, keys and values, which continue what is in the cache. Returns
-    /// `[tokens, query heads of this rank * head_dim]`.
-    pub(crate) fn attend(&self, qkv: &Tensor, cache: &mut Cache) -> Result<Tensor> {
-        let (rows, past) = (qkv.dim(0)?, cache.tokens()?);
+    /// `qkv` holds a row of queries, keys and values for each token. Returns `[tokens, query heads of this rank * head_dim]`.
+    pub(crate) fn prompt(&self, qkv: &Tensor, cache: &Cache) -> Result<Tensor> {
+        let rows = qkv.dim(0)?;
+        let (cos, sin) = &self.angles;
+        let angles = (cos.narrow(0, 0, rows)?, sin.narrow(0, 0, rows)?);
+        let [queries, keys, values] = self.parts(qkv, &angles)?;
+        cache.keys.slice_set(&keys, 1, 0)?;
+        cache.values.slice_set(&values, 1, 0)?;
+        let hidden = |i: usize| match i % rows > i / rows {
+            true => f32::NEG_INFINITY,
+            false => 0.0,
+        };
+        let mask: Vec<f32> = (0..rows * rows).map(hidden).collect();
+        let mask = Tensor::from_vec(mask, (rows, rows), qkv.device())?;
+        let attended = self.attend(&queries, (&keys, &values), &mask)?;
+        attended.to_dtype(qkv.dtype())
+    }
+
+    /// The same for the token of a spot, `[1, ..]`, behind those that are in the cache. All shapes and addresses are those of any other step of
+    /// the same span.
+    pub(crate) fn step(&self, qkv: &Tensor, cache: &Cache, spot: &Spot) -> Result<Tensor> {
+        let [queries, keys, values] = self.parts(qkv, &spot.angles)?;
+        cache.keys.scatter_set(&spot.index, &keys, 1)?;
+        cache.values.scatter_set(&spot.index, &values, 1)?;
+        let span = spot.mask.elem_count();
+        let keys = cache.keys.narrow(1, 0, span)?.contiguous()?;
+        let values = cache.values.narrow(1, 0, span)?.contiguous()?;
+        let attended = self.attend(&queries, (&keys, &values), &spot.mask)?;
+        attended.to_dtype(qkv.dtype())
+    }
+
+    /// Queries, keys and values, `[heads, rows, head_dim]` each, the first two turned.
+    fn parts(&self, qkv: &Tensor, angles: &(Tensor, Tensor)) -> Result<[Tensor; 3]> {
+        let rows = qkv.dim(0)?;
         let wide = qkv.to_dtype(DType::F32)?;
         let heads = |first: usize, count: usize| {
             let part = wide.narrow(1, first * self.dim, count * self.dim)?;
@@ -90,51 +168,125 @@ impl Heads {
                 .transpose(0, 1)?
                 .contiguous()
         };
-        let queries = self.turn(&heads(0, self.query)?, past)?;
-        let keys = self.turn(&heads(self.query, self.kv)?, past)?;
-        let values = heads(self.query + self.kv, self.kv)?;
-        let (keys, values) = cache.extend(keys, values)?;
+        Ok([
+            turn(&heads(0, self.query)?, angles)?,
+            turn(&heads(self.query, self.kv)?, angles)?,
+            heads(self.query + self.kv, self.kv)?,
+        ])
+    }
+
+    /// `[query heads, rows, head_dim]` of queries with `[KV heads, seen, head_dim]` of keys and values, where scores have a mask added that
+    /// is `[seen]` or `[rows, seen]`. Returns `[rows, query heads * head_dim]`.
+    fn attend(
+        &self,
+        queries: &Tensor,
+        (keys, values): (&Tensor, &Tensor),
+        mask: &Tensor,
+    ) -> Result<Tensor> {
         let keys = keys.index_select(&self.kv_of, 0)?;
         let values = values.index_select(&self.kv_of, 0)?;
         let scores = queries.matmul(&keys.transpose(1, 2)?)?;
-        let mut scores = (scores / (self.dim as f64).sqrt())?;
-        if rows > 1 {
-            let mask: Vec<f32> = (0..rows)
-                .flat_map(|row| (0..past + rows).map(move |at| (row, at)))
-                .map(|(row, at)| {
-                    if at > past + row {
-                        f32::NEG_INFINITY
-                    } else {
-                        0.0
-                    }
-                })
-                .collect();
-            let mask = Tensor::from_vec(mask, (rows, past + rows), qkv.device())?;
-            scores = scores.broadcast_add(&mask)?;
-        }
+        let scores = (scores / (self.dim as f64).sqrt())?.broadcast_add(mask)?;
         let scores = scores
             .broadcast_sub(&scores.max_keepdim(D::Minus1)?)?
             .exp()?;
         let weights = scores.broadcast_div(&scores.sum_keepdim(D::Minus1)?)?;
         let attended = weights.matmul(&values)?.transpose(0, 1)?;
-        let attended = attended.reshape((rows, self.query * self.dim))?;
-        attended.to_dtype(qkv.dtype())
+        attended.reshape((queries.dim(1)?, self.query * self.dim))
+    }
+}
+
+/// Turns the interleaved pairs of `[heads, rows, head_dim]` by angles of `[rows, head_dim / 2]`.
+fn turn(x: &Tensor, (cos, sin): &(Tensor, Tensor)) -> Result<Tensor> {
+    let (heads, rows, dim) = x.dims3()?;
+    let pairs = x.reshape((heads, rows, dim / 2, 2))?;
+    let (re, im) = (
+        pairs.narrow(3, 0, 1)?.squeeze(3)?,
+        pairs.narrow(3, 1, 1)?.squeeze(3)?,
+    );
+    let turned_re = (re.broadcast_mul(cos)? - im.broadcast_mul(sin)?)?;
+    let turned_im = (re.broadcast_mul(sin)? + im.broadcast_mul(cos)?)?;
+    Tensor::stack(&[turned_re, turned_im], 3)?.reshape((heads, rows, dim))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Synthetic, shard};
+
+    const TOKENS: usize = 140;
+
+    fn values(x: &Tensor) -> Vec<f32> {
+        x.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// Turns the interleaved pairs of `[heads, rows, head_dim]`, whose first row is at position `past`.
-    fn turn(&self, x: &Tensor, past: usize) -> Result<Tensor> {
-        let (heads, rows, dim) = x.dims3()?;
-        let pairs = x.reshape((heads, rows, dim / 2, 2))?;
-        let (re, im) = (
-            pairs.narrow(3, 0, 1)?.squeeze(3)?,
-            pairs.narrow(3, 1, 1)?.squeeze(3)?,
-        );
-        let (cos, sin) = (
-            self.angles.0.narrow(0, past, rows)?,
-            self.angles.1.narrow(0, past, rows)?,
-        );
-        let turned_re = (re.broadcast_mul(&cos)? - im.broadcast_mul(&sin)?)?;
-        let turned_im = (re.broadcast_mul(&sin)? + im.broadcast_mul(&cos)?)?;
-        Tensor::stack(&[turned_re, turned_im], 3)?.reshape((heads, rows, dim))
+    /// The greatest difference of two rows.
+    fn off(a: &Tensor, b: &Tensor) -> f32 {
+        let (a, b) = (values(a), values(b));
+        assert_eq!(a.len(), b.len());
+        let off = a.iter().zip(&b).map(|(a, b)| (a - b).abs());
+        off.fold(0.0, f32::max)
+    }
+
+    /// Room for a few more tokens than there are, in which great numbers lie.
+    fn poisoned(heads: &Heads) -> Cache {
+        let cache = heads.cache().unwrap();
+        for part in [&cache.keys, &cache.values] {
+            let poison = Tensor::randn(0f32, 1e3, part.dims(), part.device()).unwrap();
+            part.slice_set(&poison, 1, 0).unwrap();
+        }
+        cache
+    }
+
+    /// Step by step, from several beginnings on and across the ends of spans, what a prompt of all tokens gives. Without the mask it is not so.
+    #[test]
+    fn steps_attend_as_the_prompt_does_that_they_make() {
+        let config = Synthetic::small_config();
+        for shard in shard::plan(&config, 4).unwrap() {
+            let place = &Device::Cpu;
+            let heads = Heads::new(&config, &shard, TOKENS + 7, place).unwrap();
+            let width = (heads.query + 2 * heads.kv) * heads.dim;
+            let qkv = Tensor::randn(0f32, 1.0, (TOKENS, width), place).unwrap();
+            let want = heads.prompt(&qkv, &poisoned(&heads)).unwrap();
+            for read in [1, 63, 100] {
+                let cache = poisoned(&heads);
+                let prompt = qkv.narrow(0, 0, read).unwrap();
+                let begun = heads.prompt(&prompt, &cache).unwrap();
+                assert!(off(&begun, &want.narrow(0, 0, read).unwrap()) < 1e-4);
+                for at in read..TOKENS {
+                    let row = qkv.narrow(0, at, 1).unwrap();
+                    let position = Tensor::new(&[at as u32], place).unwrap();
+                    let span = span(at + 1, heads.most());
+                    let spot = heads.spot(&position, span).unwrap();
+                    let got = heads.step(&row, &cache, &spot).unwrap();
+                    let want = want.narrow(0, at, 1).unwrap();
+                    let off_by = off(&got, &want);
+                    assert!(off_by < 1e-4, "token {at} of {read}: {off_by}");
+                    // Of so many great numbers one has a great score.
+                    if span - (at + 1) >= 40 {
+                        let mask = spot.mask.zeros_like().unwrap();
+                        let open = Spot { mask, ..spot };
+                        let got = heads.step(&row, &cache, &open).unwrap();
+                        let off_by = off(&got, &want);
+                        assert!(off_by > 1.0, "token {at} of {read} unmasked: {off_by}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_span_doubles_as_a_sequence_outgrows_it() {
+        for (tokens, most, want) in [
+            (1, 20, 20),
+            (1, 500, 64),
+            (64, 500, 64),
+            (65, 500, 128),
+            (129, 500, 256),
+            (257, 500, 500),
+            (500, 500, 500),
+        ] {
+            assert_eq!(span(tokens, most), want, "{tokens} of {most}");
+        }
     }
 }

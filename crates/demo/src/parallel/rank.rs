@@ -1,49 +1,68 @@
 //! One rank's forward pass.
 
 use super::{
-    attention::{Cache, Heads, rms_norm},
+    attention::{self, Cache, Heads, rms_norm},
+    graph::{Graph, Graphs, Slots},
     tally::{Kind, Phase, Tally},
     weights::{RankLayer, RankWeights},
 };
-use crate::{Config, Result};
-use brigade::plan::rows;
+use crate::{Config, Error, Result};
+use brigade::{Bootstrap, plan::rows};
 use brigade_candle::Parallel;
 use candle_core::Tensor;
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// One rank of a run.
 pub(crate) struct Rank {
     config: Config,
     /// For attention, the embedding and the head.
-    attention: Parallel,
+    pub(super) attention: Parallel,
     feed_forward: Parallel,
     weights: Arc<RankWeights>,
     heads: Heads,
     /// For each sequence, for each layer.
     caches: Vec<Vec<Cache>>,
-    tally: Tally,
+    /// Tokens that were read of each sequence.
+    read: Vec<usize>,
+    /// Of the sequences that the last step was for.
+    slots: Option<Slots>,
+    /// If steps are to be captured.
+    graph: Option<Graph>,
+    /// How long others are waited for.
+    pub(super) within: Duration,
+    pub(super) tally: Tally,
 }
 
 /// Rows of one step: how many of each sequence, one sequence after the other.
 type Runs = [(usize, usize)];
 
 impl Rank {
+    /// Steps are captured from these counts on, if there are any.
     pub(crate) fn new(
         config: Config,
         (attention, feed_forward): (Parallel, Parallel),
         (weights, heads): (RankWeights, Heads),
         sequences: usize,
-        tally: Tally,
-    ) -> Self {
-        Self {
-            caches: vec![vec![Cache::default(); config.layers]; sequences],
+        (within, graphs, tally): (Duration, Option<Graphs>, Tally),
+    ) -> Result<Self> {
+        let layers = || (0..config.layers).map(|_| heads.cache());
+        let caches = (0..sequences).map(|_| layers().collect());
+        Ok(Self {
+            caches: caches.collect::<candle_core::Result<_>>()?,
+            read: vec![0; sequences],
+            slots: None,
+            graph: graphs.map(Graph::counting_from),
             config,
             attention,
             feed_forward,
             weights: Arc::new(weights),
             heads,
+            within,
             tally,
-        }
+        })
     }
 
     pub(crate) fn device_name(&self) -> String {
@@ -54,14 +73,36 @@ impl Rank {
         self.weights.bytes
     }
 
-    pub(crate) fn into_tally(self) -> Tally {
-        self.tally
+    pub(crate) fn into_counts(self) -> (Tally, Option<Graphs>) {
+        (self.tally, self.graph.map(|graph| graph.counts))
     }
 
     /// The collective end of both communicators. That of attention, by which ranks vote on who is lost, is the last.
-    pub(crate) fn close(&self, within: Duration) -> Result<()> {
-        self.feed_forward.close(within)?;
-        Ok(self.attention.close(within)?)
+    pub(crate) fn close(&self) -> Result<()> {
+        self.feed_forward.close(self.within)?;
+        Ok(self.attention.close(self.within)?)
+    }
+
+    /// The fault of either communicator, if there is one. On a GPU what was computed behind it is nothing.
+    pub(super) fn check(&self) -> Result<()> {
+        self.feed_forward.check()?;
+        Ok(self.attention.check()?)
+    }
+
+    /// Hangs, with its place in the group, until the others have gone on without this rank, or as long as they take to do so.
+    pub(super) fn stall(&self, rank: usize) -> Error {
+        const WAITS: u32 = 4;
+        let end = Instant::now() + WAITS * self.within;
+        while Instant::now() < end {
+            match self.attention.comm().lease(self.attention.stream()) {
+                // Nor does it say that it has seen the fault.
+                Ok(_) | Err(brigade::Error::Fault(_)) => {}
+                Err(left_out) => return left_out.into(),
+            }
+            // tidy: sleeps because to do nothing is what a rank that hangs does.
+            std::thread::sleep(self.within / 64);
+        }
+        self.check().err().unwrap_or(Error::Left { rank })
     }
 
     /// Reads all of some sequences, and chooses the next token of each.
@@ -87,7 +128,9 @@ impl Rank {
                 qkv.gathered
                     .forward_rows(&x, Some(&shares), &qkv.runs(&runs))
             })?;
-            let attended = self.attend(number, &qkv, &runs)?;
+            let attended = self.attend(&qkv, &runs, |rank, n, own| {
+                rank.heads.prompt(own, &rank.caches[runs[n].0][number])
+            })?;
             let output = &layer.output;
             let sum = self.counted(Phase::Prefill, Kind::AttentionOutput, |_| {
                 let runs = output.runs(&runs);
@@ -110,17 +153,56 @@ impl Rank {
             })?;
             hidden = (hidden + sum)?;
         }
+        for &(sequence, rows) in &runs {
+            self.read[sequence] = rows;
+        }
         let last = self.last_rows(&hidden, &shares, &runs)?;
-        self.choose(Phase::Prefill, &last)
+        let chosen = self.choose(Phase::Prefill, &last)?.to_vec1()?;
+        self.check()?;
+        Ok(chosen)
     }
 
-    /// Reads the last token of each active sequence, and chooses the next.
-    pub(crate) fn decode(&mut self, active: &[(usize, u32)]) -> Result<Vec<u32>> {
+    /// Reads the last token of each active sequence, and chooses the next. `boot` is where ranks meet that capture.
+    pub(crate) fn decode(
+        &mut self,
+        active: &[(usize, u32)],
+        boot: &dyn Bootstrap,
+    ) -> Result<Vec<u32>> {
+        let same = |slots: &Slots| slots.active.iter().eq(active.iter().map(|(s, _)| s));
+        let mut graph = self.graph.take();
+        let slots = match self.slots.take().filter(same) {
+            Some(slots) => slots,
+            None => {
+                graph.iter_mut().for_each(Graph::forget);
+                Slots::new(active, &self.read, self.attention.place())?
+            }
+        };
+        let longest = active.iter().map(|&(s, _)| self.read[s] + 1).max();
+        let span = attention::span(longest.unwrap_or(0), self.heads.most());
+        let ran = match &mut graph {
+            Some(graph) => graph.run(self, (&slots, span), boot),
+            None => self.step(&slots, span),
+        };
+        self.graph = graph;
+        ran?;
+        let chosen = slots.tokens.to_vec1()?;
+        self.check()?;
+        for &(sequence, _) in active {
+            self.read[sequence] += 1;
+        }
+        self.slots = Some(slots);
+        Ok(chosen)
+    }
+
+    /// Takes the tokens that are in the slots, and leaves the next ones there. The host reads nothing, and nothing depends on where sequences are
+    /// but for their `span`: on a GPU it can be captured.
+    pub(super) fn step(&mut self, slots: &Slots, span: usize) -> Result<()> {
         let weights = Arc::clone(&self.weights);
-        let runs: Vec<(usize, usize)> = active.iter().map(|&(sequence, _)| (sequence, 1)).collect();
-        let tokens = self.ids(active.iter().map(|&(_, token)| token).collect())?;
+        let runs: Vec<(usize, usize)> = slots.active.iter().map(|&s| (s, 1)).collect();
+        let spots = (0..runs.len()).map(|n| self.heads.spot(&slots.position(n)?, span));
+        let spots = spots.collect::<candle_core::Result<Vec<_>>>()?;
         let mut hidden = self.counted(Phase::Decode, Kind::Embedding, |rank| {
-            rank.weights.embedding.forward(&tokens)
+            rank.weights.embedding.forward(&slots.tokens)
         })?;
         for (number, layer) in weights.layers.iter().enumerate() {
             let RankLayer {
@@ -135,7 +217,10 @@ impl Rank {
             let qkv = query_key_value
                 .whole
                 .forward_lora(&x, &query_key_value.runs(&runs))?;
-            let attended = self.attend(number, &qkv, &runs)?;
+            let attended = self.attend(&qkv, &runs, |rank, n, own| {
+                let cache = &rank.caches[runs[n].0][number];
+                rank.heads.step(own, cache, &spots[n])
+            })?;
             let sum = self.counted(Phase::Decode, Kind::AttentionOutput, |_| {
                 output.whole.forward_lora(&attended, &output.runs(&runs))
             })?;
@@ -150,7 +235,7 @@ impl Rank {
             hidden = (hidden + sum)?;
         }
         let normed = self.norm(&hidden, &weights.output_norm)?;
-        self.choose(Phase::Decode, &normed)
+        Ok(slots.advance(&self.choose(Phase::Decode, &normed)?)?)
     }
 
     fn ids(&self, tokens: Vec<u32>) -> Result<Tensor> {
@@ -185,15 +270,18 @@ impl Rank {
         Ok(out)
     }
 
-    /// Attends with this rank's heads, sequence by sequence.
-    fn attend(&mut self, layer: usize, qkv: &Tensor, runs: &Runs) -> Result<Tensor> {
+    /// Attends with this rank's heads: `work` does so for the rows of one of the runs.
+    fn attend(
+        &self,
+        qkv: &Tensor,
+        runs: &Runs,
+        work: impl Fn(&Self, usize, &Tensor) -> candle_core::Result<Tensor>,
+    ) -> Result<Tensor> {
         let mut first = 0;
         let mut out = Vec::new();
-        for &(sequence, rows) in runs {
-            let own = qkv.narrow(0, first, rows)?;
+        for (n, &(_, rows)) in runs.iter().enumerate() {
+            out.push(work(self, n, &qkv.narrow(0, first, rows)?)?);
             first += rows;
-            let cache = &mut self.caches[sequence][layer];
-            out.push(self.heads.attend(&own, cache)?);
         }
         Ok(Tensor::cat(&out, 0)?)
     }
@@ -225,11 +313,8 @@ impl Rank {
         })
     }
 
-    /// The best token for each row of normed hidden states.
-    fn choose(&mut self, phase: Phase, normed: &Tensor) -> Result<Vec<u32>> {
-        let best = self.counted(phase, Kind::Choice, |rank| {
-            rank.weights.head.argmax(normed)?.to_vec1()
-        })?;
-        Ok(best)
+    /// The best token for each row of normed hidden states, u32.
+    fn choose(&mut self, phase: Phase, normed: &Tensor) -> Result<Tensor> {
+        self.counted(phase, Kind::Choice, |rank| rank.weights.head.argmax(normed))
     }
 }

@@ -1,11 +1,15 @@
 //! One rank of a run: it loads its shard, makes steps, and starts anew with those who are left when ranks are lost.
 
 use super::{
-    OnToken, Options, RankReport, Regrouped, Seat, attention, rank, tally::Tally, weights,
+    OnToken, Options, RankReport, Regrouped, Seat, attention,
+    graph::{self, Graphs},
+    rank,
+    tally::Tally,
+    weights,
 };
 use crate::{Error, Result, Source, shard};
 use brigade::{
-    CommConfig, DataType, DeviceChoice, FaultKind, ParallelMode,
+    Bootstrap, CommConfig, DataType, DeviceChoice, FaultKind, ParallelMode,
     host::{HostConfig, HostDevice},
 };
 use brigade_candle::Parallel;
@@ -72,6 +76,7 @@ pub(super) fn run(
 ) -> Result<RankReport> {
     let options = task.options;
     let place = place(seat.group().rank(), options)?;
+    let _kept = options.graph.then(|| graph::keep_uploads(&place));
     let mut left: Vec<usize> = (0..seat.group().size()).collect();
     let me = seat.group().rank();
     let mut regrouped = Vec::new();
@@ -82,24 +87,38 @@ pub(super) fn run(
         decoded_tokens: 0,
         stepped: Instant::now(),
     };
-    let mut tally = Tally::default();
+    let mut counts = (Tally::default(), options.graph.then(Graphs::default));
+    let mut refused = None;
     loop {
-        let (attention, mut rank) = set_up(task, seat, &place, tally)?;
-        let ended = steps(task, (&mut rank, me), &mut progress, on_token)
+        let (attention, mut rank) = set_up(task, seat, &place, counts)?;
+        let ended = steps(task, (&mut rank, me, seat.group()), &mut progress, on_token)
             // Who is lost by then may have been needed by others, for their last step.
-            .and_then(|()| rank.close(options.deadline));
+            .and_then(|()| rank.close());
         let error = match ended {
             Ok(()) => {
+                let (device, weight_bytes) = (rank.device_name(), rank.weight_bytes());
+                let (tally, graphs) = rank.into_counts();
                 return Ok(RankReport {
                     tokens: progress.tokens,
-                    device: rank.device_name(),
+                    device,
                     prefill: progress.prefill,
                     decode: progress.decode,
                     decoded_tokens: progress.decoded_tokens,
-                    weight_bytes: rank.weight_bytes(),
-                    tally: rank.into_tally(),
+                    weight_bytes,
+                    tally,
+                    graphs: graphs.or(refused),
                     regrouped,
                 });
+            }
+            // On all ranks, which have nothing in common any more that could be gone on with.
+            Err(Error::NotCaptured(reason)) => {
+                let (tally, graphs) = rank.into_counts();
+                refused = graphs.map(|graphs| Graphs {
+                    refused: Some(reason),
+                    ..graphs
+                });
+                counts = (tally, None);
+                continue;
             }
             Err(error) if options.regroup && is_loss(&error) => error,
             Err(error) => return Err(error),
@@ -107,7 +126,7 @@ pub(super) fn run(
         let noticed = progress.stepped.elapsed();
         // Those who are left agree on who that is. Others hear of the fault within their own deadline.
         let absent = attention.comm().shrink(2 * options.deadline)?;
-        tally = rank.into_tally();
+        counts = rank.into_counts();
         let lost: Vec<usize> = absent.ranks().collect();
         seat.regroup(&lost)?;
         adopt(task, seat, &mut progress, on_token)?;
@@ -158,7 +177,7 @@ fn set_up(
     task: Task<'_>,
     seat: &dyn Seat,
     place: &Device,
-    tally: Tally,
+    (tally, graphs): (Tally, Option<Graphs>),
 ) -> Result<(Parallel, rank::Rank)> {
     let Task {
         source,
@@ -174,10 +193,9 @@ fn set_up(
     };
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + options.max_tokens;
     // With a new group, what was said so far is read again.
-    let said = if options.regroup {
-        options.max_tokens
-    } else {
-        0
+    let said = match options.regroup || options.graph {
+        true => options.max_tokens,
+        false => 0,
     };
     let rows = prompts.iter().map(|p| p.len() + said).sum::<usize>().max(1);
     let comm = |mode| {
@@ -210,15 +228,15 @@ fn set_up(
         groups,
         (weights, heads),
         prompts.len(),
-        tally,
-    );
+        (options.deadline, graphs, tally),
+    )?;
     Ok((attention, rank))
 }
 
 /// Until no sequence goes on. The first step reads all that is known of each; the others, its last token.
 fn steps(
     task: Task<'_>,
-    (rank, me): (&mut rank::Rank, usize),
+    (rank, me, boot): (&mut rank::Rank, usize, &dyn Bootstrap),
     progress: &mut Progress,
     on_token: OnToken<'_>,
 ) -> Result<()> {
@@ -231,6 +249,9 @@ fn steps(
         if options.leave == Some((me, steps)) {
             return Err(Error::Left { rank: me });
         }
+        if options.stall == Some((me, steps)) {
+            return Err(rank.stall(me));
+        }
         let active: Vec<usize> = (0..tokens.len()).filter(|&s| goes_on(&tokens[s])).collect();
         if active.is_empty() {
             return Ok(());
@@ -241,7 +262,7 @@ fn steps(
             rank.prefill(&active.iter().map(all).collect::<Vec<_>>())?
         } else {
             let last = |&s: &usize| Some((s, *tokens[s].last()?));
-            rank.decode(&active.iter().filter_map(last).collect::<Vec<_>>())?
+            rank.decode(&active.iter().filter_map(last).collect::<Vec<_>>(), boot)?
         };
         progress.stepped = Instant::now();
         if std::mem::take(&mut first) {
@@ -260,18 +281,26 @@ fn steps(
 /// Where a rank's tensors lie, whatever becomes of its group.
 fn place(rank: usize, options: &Options) -> Result<Device> {
     match options.device {
-        DeviceChoice::Cuda => gpu(rank),
+        DeviceChoice::Cuda => gpu(rank, options.graph),
         DeviceChoice::Auto | DeviceChoice::Host => Ok(Device::Cpu),
     }
 }
 
 #[cfg(feature = "cuda")]
-fn gpu(rank: usize) -> Result<Device> {
-    Ok(Device::new_cuda_with_stream(rank)?)
+fn gpu(rank: usize, graph: bool) -> Result<Device> {
+    let place = Device::new_cuda_with_stream(rank)?;
+    if let Device::Cuda(gpu) = &place
+        && graph
+    {
+        // A capture cannot wait for events from before it.
+        // SAFETY: all tensors of a rank are used on one stream, which orders what is done with them.
+        unsafe { gpu.disable_event_tracking() };
+    }
+    Ok(place)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn gpu(_: usize) -> Result<Device> {
+fn gpu(_: usize, _: bool) -> Result<Device> {
     Err(brigade::Error::from(brigade::Reason::new(
         "no-candle-cuda",
         "this build has candle without its CUDA kernels",

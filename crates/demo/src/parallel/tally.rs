@@ -102,6 +102,17 @@ impl Tally {
         entry.1 += 1;
         entry.2 = entry.2.zip(moved_bytes).map(|(sum, more)| sum + more);
     }
+
+    /// What was counted as a graph was captured, once more: it was launched.
+    pub(crate) fn again(&mut self, captured: &Self) {
+        for (&(phase, kind), (plan, calls, moved)) in &captured.0 {
+            let new = || (String::new(), 0, Some(0));
+            let entry = self.0.entry((phase, kind)).or_insert_with(new);
+            entry.0.clone_from(plan);
+            entry.1 += calls;
+            entry.2 = entry.2.zip(*moved).map(|(sum, more)| sum + more);
+        }
+    }
 }
 
 /// One report for each kind, over all ranks.
