@@ -31,7 +31,7 @@ publish = false
 [dependencies]
 brigade-candle = { path = "ROOT/crates/candle", features = ["cuda"] }
 brigade-demo = { path = "ROOT/crates/demo", features = ["cuda"] }
-candle-core = "0.11"
+candle-core = { version = "0.11", features = ["nccl"] }
 libtest-mimic = "0.8"
 rand = "0.9"
 
@@ -49,6 +49,11 @@ harness = false
 [profile.dev.package.candle-kernels]
 codegen-units = 3
 
+"#;
+
+/// The library: what the book shows of cudarc's NCCL, which nothing else compiles either.
+const LIBRARY: &str = r#"#[path = "ROOT/docs/examples/from_nccl.rs"]
+pub mod from_nccl;
 "#;
 
 /// What candle's build script asks of nvcc: its version, and files that are there when it has ended.
@@ -73,7 +78,9 @@ impl Beside {
         let bin = lay_out(workspace, &folder)?;
         let path = env::var_os("PATH").unwrap_or_default();
         let path = env::join_paths([bin].into_iter().chain(env::split_paths(&path)))?;
-        let perf = "clippy --package brigade-perf --features candle -- -D warnings";
+        // With the same candle as the program, which is built once then.
+        let perf =
+            "clippy --package brigade-perf --features candle,candle-core/nccl -- -D warnings";
         for (from, what) in [(&folder, "check --tests"), (&workspace.root, perf)] {
             let mut cargo = workspace.cargo();
             cargo
@@ -101,12 +108,13 @@ fn lay_out(workspace: &Workspace, folder: &Path) -> Result<PathBuf> {
     for folder in [&bin, &folder.join("cuda/include"), &folder.join("src")] {
         fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     }
-    let manifest = MANIFEST.replace("ROOT", &workspace.root.display().to_string());
+    let rooted = |text: &str| text.replace("ROOT", &workspace.root.display().to_string());
+    let manifest = rooted(MANIFEST);
     let ours = fs::read_to_string(workspace.root.join("Cargo.toml"))?;
     let profiles = ours.find("[profile.").map_or("", |at| &ours[at..]);
     let manifest = manifest + profiles;
     write(&folder.join("Cargo.toml"), &manifest)?;
-    write(&folder.join("src/lib.rs"), "pub use brigade_candle::*;\n")?;
+    write(&folder.join("src/lib.rs"), &rooted(LIBRARY))?;
     // The same versions as everywhere.
     fs::copy(workspace.root.join("Cargo.lock"), folder.join("Cargo.lock"))?;
     let nvcc = bin.join("nvcc");
