@@ -160,7 +160,10 @@ fn adopt(
 ) -> Result<()> {
     let unreadable = |e: serde_json::Error| Error::field("tokens of a rank", e, "JSON");
     let mine = serde_json::to_vec(&progress.tokens).map_err(unreadable)?;
-    for theirs in seat.group().all_gather(&mine, 2 * task.options.deadline)? {
+    // Ranks come from the vote at different times, and this is no call of a step: it has the time that joining has.
+    let within = CommConfig::new(ParallelMode::Tp).first_deadline;
+    let within = within.max(2 * task.options.deadline);
+    for theirs in seat.group().all_gather(&mine, within)? {
         let theirs: Vec<Vec<u32>> = serde_json::from_slice(&theirs).map_err(unreadable)?;
         for (sequence, (mine, theirs)) in progress.tokens.iter_mut().zip(theirs).enumerate() {
             for &token in theirs.iter().skip(mine.len()) {
