@@ -100,6 +100,23 @@ fn a_rank_that_hangs_is_left_out() {
     assert!(regrouped.error.contains("timed out"), "{regrouped:?}");
 }
 
+/// Ranks that capture a step meet, and one may be gone by then: before the step that comes first, where they capture, and behind.
+#[test]
+fn a_rank_may_be_lost_where_others_capture_a_step() {
+    let want = answers(&model(), &prompts(), NEVER, 8, None);
+    for after in [1, 2, 3] {
+        let options = Options {
+            graph: true,
+            ..without(3, 1, after, None)
+        };
+        let got = run(&options, &mut Vec::new()).unwrap();
+        assert_eq!(got.tokens, want, "after {after}");
+        let lost = |r: &brigade_demo::parallel::Regrouped| r.lost.contains(&1);
+        assert!(got.regrouped.iter().any(lost), "{:?}", got.regrouped);
+        assert!(got.graphs.unwrap().refused.is_some(), "after {after}");
+    }
+}
+
 /// Who does not want to go on is told who was waited for.
 #[test]
 fn a_rank_that_hangs_ends_a_run_that_does_not_go_on() {

@@ -132,8 +132,8 @@ fn capture(
     match agree(boot, "capture of a step", captured, rank.within) {
         Ok(replay) => Ok((replay, tally)),
         Err(error) => {
-            // Who is lost did not come either.
-            rank.check()?;
+            // Who is lost did not come either, which is a loss and no refusal: a call tells.
+            rank.meet()?;
             Err(Error::NotCaptured(error.to_string()))
         }
     }

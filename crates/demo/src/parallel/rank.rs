@@ -84,9 +84,18 @@ impl Rank {
     }
 
     /// The fault of either communicator, if there is one. On a GPU what was computed behind it is nothing.
-    pub(super) fn check(&self) -> Result<()> {
+    fn check(&self) -> Result<()> {
         self.feed_forward.check()?;
         Ok(self.attention.check()?)
+    }
+
+    /// Waits until all ranks have come here.
+    pub(super) fn meet(&self) -> Result<()> {
+        let attention = &self.attention;
+        let mut lease = attention.comm().lease(attention.stream())?;
+        lease.barrier()?;
+        drop(lease);
+        Ok(attention.sync(2 * self.within)?)
     }
 
     /// Hangs, with its place in the group, until the others have gone on without this rank, or as long as they take to do so.
