@@ -1,7 +1,8 @@
-//! Ten thousand replays of a gather-linear with new data in each and stalls all over the place; and beside them the same
-//! without the credit that protects a chunk from the next replay, which must show.
+//! Ten thousand replays with new data in each and stalls all over the place; and beside those of a gather-linear the same without the
+//! credit that protects a chunk from the next replay, which must show.
 
 mod experts;
+pub mod linears;
 mod low_latency;
 mod sums;
 
@@ -10,15 +11,12 @@ use crate::{
     check::{assert_kind, expect_fault},
     faults::{AMPLE, impatient},
     gather_linear::config,
-    inject::Jitter,
     suite::{Suite, World},
 };
-use brigade_device::{
-    Action, AllGatherLoraLinearParams, Buffer, Chunk, CommConfig, DataType, DeviceExt, Event,
-    FaultKind, Inject, OverlapMode, Point, Replay, Result, Step, Unguarded,
-};
+use brigade_device::{Action, CommConfig, FaultKind, Inject, OverlapMode, Point, Step, Unguarded};
+use linears::{Captured, Kind, N, ROWS};
 use parking_lot::{Condvar, Mutex};
-use rand::Rng;
+use rand::{Rng, rngs::StdRng};
 use std::{sync::Arc, time::Duration};
 
 const REPLAYS: u32 = 10_000;
@@ -33,8 +31,13 @@ const CONTROL_REPLAYS: u32 = 100;
 
 /// So many replays of captured graphs in turn, with the data of a day each: not one graph after the other, or each would find memory that
 /// only its own kind was in.
-fn in_turn<T>(rank: &Rank, graphs: &mut [T], check: impl Fn(&mut T, u32)) {
-    for day in 0..replays(rank.size) {
+fn in_turn<T>(rank: &Rank, graphs: &mut [T], check: impl FnMut(&mut T, u32)) {
+    times_in_turn(replays(rank.size), graphs, check);
+}
+
+/// The same so many times.
+fn times_in_turn<T>(times: u32, graphs: &mut [T], mut check: impl FnMut(&mut T, u32)) {
+    for day in 0..times {
         let which = (day as usize / 2 + day as usize) % graphs.len();
         check(&mut graphs[which], day);
     }
@@ -61,125 +64,19 @@ fn wrong_days(
     std::mem::take(&mut *wrong.lock())
 }
 
-/// Rows of a rank, columns of the input and of the result.
-const ROWS: usize = 2;
-const K: usize = 3;
-const N: usize = 2;
-
-/// Own rows of a rank on a day: small whole numbers, so that results are exact, and no two days or ranks are alike.
-fn rows(rank: usize, day: u32) -> Vec<f32> {
-    let first = 8 * day + rank as u32;
-    (0..ROWS * K)
-        .map(|i| (first + 1000 * i as u32) as f32)
-        .collect()
-}
-
-fn weight() -> Vec<f32> {
-    (0..K * N).map(|i| (1 + i) as f32).collect()
-}
-
-/// The product of one rank's rows of a day.
-fn product(rank: usize, day: u32) -> Vec<f32> {
-    let (x, w) = (rows(rank, day), weight());
-    (0..ROWS * N)
-        .map(|i| {
-            let (row, column) = (i / N, i % N);
-            (0..K).map(|l| x[row * K + l] * w[l * N + column]).sum()
-        })
-        .collect()
-}
-
-/// A captured gather-linear in ring mode, and a copy of the gathered rows behind it.
-pub struct Captured {
-    graph: Box<dyn Replay>,
-    x: Buffer,
-    d: Buffer,
-    gathered: Buffer,
-}
-
-impl Captured {
-    /// Captures it.
-    pub fn new(rank: &Rank) -> Self {
-        let upload = |values: &[f32], dims: &[usize]| {
-            let buffer = rank.device.upload(&rank.stream, values, dims);
-            buffer.unwrap()
-        };
-        let x = upload(&rows(rank.rank, 0), &[ROWS, K]);
-        let weight = upload(&weight(), &[K, N]);
-        let d = rank.poisoned(DataType::F32, &[rank.size * ROWS, N]);
-        let gathered = rank.poisoned(DataType::F32, &[rank.size * ROWS, K]);
-        let (mut to, mut copy) = (d.clone(), gathered.clone());
-        let counts = vec![ROWS; rank.size];
-        let work = &mut || {
-            let mut lease = rank.lease();
-            let chunk = Chunk::Copy((&x).into());
-            let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
-                output: brigade_device::Output::Into(to.view_mut()),
-                choice: Some(OverlapMode::Ring),
-                ..AllGatherLoraLinearParams::new(chunk, &counts, &weight)
-            })?;
-            let all = result.a.operand()?.kernel();
-            rank.device.copy(&rank.stream, copy.view_mut(), all)
-        };
-        Self {
-            graph: rank.device.capture(&rank.stream, work).unwrap(),
-            x,
-            d,
-            gathered,
-        }
-    }
-
-    /// Runs with the rows of a day.
-    fn launch(&mut self, rank: &Rank, day: u32, fill: u8) -> Result<Event> {
-        let (device, on) = (&rank.device, &rank.stream);
-        let mine = rows(rank.rank, day);
-        device.write(on, self.x.view_mut(), bytemuck::cast_slice(&mine))?;
-        device.fill(on, self.d.view_mut(), fill)?;
-        device.fill(on, self.gathered.view_mut(), fill)?;
-        self.graph.launch(on)
-    }
-
-    /// D and the gathered rows.
-    fn outputs(&self, rank: &Rank) -> [Vec<f32>; 2] {
-        [&self.d, &self.gathered].map(|b| rank.device.download(&rank.stream, b.view()).unwrap())
-    }
-
-    /// Runs with the rows of a day. Gives D and the gathered rows.
-    fn replay(&mut self, rank: &Rank, day: u32) -> [Vec<f32>; 2] {
-        let end = self.launch(rank, day, 0xFF).unwrap();
-        end.sync(AMPLE).unwrap();
-        self.outputs(rank)
-    }
-
-    /// Runs with the rows of a day, and asserts what comes out.
-    pub fn check(&mut self, rank: &Rank, day: u32) {
-        let [d, gathered] = self.replay(rank, day);
-        let of_all = |part: fn(usize, u32) -> Vec<f32>| {
-            let parts = (0..rank.size).map(|r| part(r, day));
-            parts.collect::<Vec<_>>().concat()
-        };
-        assert_eq!(d, of_all(product), "D of replay {day}");
-        assert_eq!(gathered, of_all(rows), "gathered rows of replay {day}");
-    }
-}
-
-/// Every result of every replay is that of its day, wherever ranks are held up.
-fn under_stalls(world: &World) {
-    let jitter = Jitter::new(&mut world.rng(), 20, 200);
-    world.run_injected(&config(), Arc::new(jitter), |rank| {
-        let mut captured = Captured::new(rank);
-        for day in 0..replays(rank.size) {
-            captured.check(rank, day);
-        }
-    });
+/// A gather-linear whose chunks go through the ranks' halves.
+fn ring(rng: &mut StdRng) -> Kind {
+    Kind::gather(OverlapMode::Ring, rng.random())
 }
 
 /// A rank that does not come to a replay: the launch fails on all others, D is poisoned, and what the graph does behind the
 /// call finds nothing of before. After a reset the same graph works.
 fn without_a_rank(world: &World) {
-    let culprit = world.rng().random_range(0..world.size);
+    let mut rng = world.rng();
+    let culprit = rng.random_range(0..world.size);
+    let kind = ring(&mut rng);
     world.run(&impatient(), move |rank| {
-        let mut captured = Captured::new(rank);
+        let mut captured = Captured::new(rank, kind);
         for day in [0, 2] {
             captured.check(rank, day);
             rank.meet();
@@ -193,7 +90,8 @@ fn without_a_rank(world: &World) {
                 let [d, gathered] = captured.outputs(rank);
                 assert!(d.iter().all(|x| x.is_nan()), "D not poisoned: {d:?}");
                 // Own rows are what they are; the others' are poisoned, or the copy behind the call was never made.
-                let own = rank.rank * ROWS * K..(rank.rank + 1) * ROWS * K;
+                let own = gathered.len() / rank.size;
+                let own = rank.rank * own..(rank.rank + 1) * own;
                 let others = |i: &usize| !own.contains(i);
                 let good = |i: usize| gathered[i] == 0.0 || gathered[i].is_nan();
                 assert!((0..gathered.len()).filter(others).all(good), "{gathered:?}");
@@ -291,18 +189,20 @@ impl Inject for Hazard {
 /// the writer was wrong.
 fn wrong_replays(world: &World, unguarded: bool, patience: Duration) -> Vec<u32> {
     let hazard = Arc::new(Hazard::new(unguarded, patience));
-    wrong_days(world, &config(), hazard, |rank, days| {
-        let mut captured = Captured::new(rank);
+    let kind = ring(&mut world.rng());
+    wrong_days(world, &config(), hazard, move |rank, days| {
+        let mut captured = Captured::new(rank, kind);
         days(&mut |day| {
             let [d, _] = captured.replay(rank, day);
             let mut is_wrong = false;
             for (from, part) in d.chunks(ROWS * N).enumerate() {
-                if part == product(from, day) {
+                let of = |day| kind.part(rank.rank, from, 2, day);
+                if part == of(day) {
                     continue;
                 }
                 // What is wrong is of the next replay, and only where a guard was left out.
                 assert_eq!((rank.rank, from), (READER, WRITER), "replay {day}");
-                assert_eq!(part, product(WRITER, day + 1), "replay {day}");
+                assert_eq!(part, of(day + 1), "replay {day}");
                 is_wrong = true;
             }
             is_wrong
@@ -335,9 +235,10 @@ fn without_credits(world: &World) {
 
 /// A rank lets go of its graph while all others wait for it.
 fn let_go(world: &World) {
-    world.run(&impatient(), |rank| {
+    let kind = ring(&mut world.rng());
+    world.run(&impatient(), move |rank| {
         for last in 0..rank.size {
-            let mut captured = Captured::new(rank);
+            let mut captured = Captured::new(rank, kind);
             captured.check(rank, last as u32);
             if rank.rank == last {
                 // So that the others wait by then.
@@ -354,6 +255,7 @@ fn let_go(world: &World) {
 pub fn add(suite: &mut Suite) {
     suite.add_from(2, "replays/without_a_rank", without_a_rank);
     suite.add_from(2, "replays/let_go", let_go);
+    linears::add(suite);
     if !suite.backend().injects() {
         return;
     }
@@ -361,9 +263,6 @@ pub fn add(suite: &mut Suite) {
     experts::add(suite);
     low_latency::add(suite);
     let worlds = suite.backend().worlds();
-    for &size in worlds.iter().filter(|size| matches!(size, 2..=4 | 8)) {
-        suite.add_at(size, "replays/under_stalls", under_stalls);
-    }
     if worlds.contains(&2) {
         suite.add_at(2, "replays/with_credits", with_credits);
         suite.add_at(2, "replays/without_credits", without_credits);

@@ -12,7 +12,7 @@ use crate::{
     linear_all_reduce, linear_reduce_scatter as twin, low_latency,
     quantized::{SCHEMES, gather as quantized},
     reduce_scatter,
-    replays::Captured,
+    replays::linears::{Captured, kinds},
     send_recv,
     themes::{THEMES, modes},
     user_buffers,
@@ -135,12 +135,7 @@ const KINDS: [Draw; 17] = [
         let specs = quantized::specs(rng, size);
         let spec = one_of(rng, &specs);
         let case = quantized::Case::new(rng, spec, scheme, QScheme::None);
-        // Quantized rows are not multiplied by tiles that wait.
-        let taken = Engines {
-            tiles: false,
-            ..engines
-        };
-        let choice = mode(rng, taken);
+        let choice = mode(rng, engines);
         Box::new(move |rank| assert_mode(&case.run(rank, choice), choice, rank.size))
     },
     |rng, size, _| {
@@ -154,10 +149,12 @@ const KINDS: [Draw; 17] = [
         let round = rng.random_range(0..100);
         Box::new(move |rank| user_buffers::come_and_go(rank, round))
     },
-    |rng, _, _| {
+    |rng, _, engines| {
         let first = rng.random_range(0..1000);
+        let kinds = kinds(engines, rng);
+        let (_, kind) = one_of(rng, &kinds);
         Box::new(move |rank| {
-            let mut captured = Captured::new(rank);
+            let mut captured = Captured::new(rank, kind);
             (first..first + 5).for_each(|day| captured.check(rank, day));
         })
     },
