@@ -3,6 +3,7 @@
 //! Every operation of [`ops::all`] goes through all of these contracts.
 
 pub mod injected;
+mod linears;
 
 use crate::{
     all_reduce,
@@ -375,7 +376,9 @@ pub fn add(suite: &mut Suite) {
     }
     let pairs = mismatches(engines).into_iter();
     let named = pairs.map(|(name, op, other)| (name.to_owned(), op, other));
-    for (name, op, other) in named.chain(mismatches_of_pushed(engines)) {
+    let others = mismatches_of_pushed(engines).into_iter();
+    let others = others.chain(linears::mismatches(engines));
+    for (name, op, other) in named.chain(others) {
         suite.add_from(2, &format!("faults/mismatch/{name}"), move |world| {
             mismatch(world, op.clone(), other.clone());
         });

@@ -1,21 +1,24 @@
 //! Every operation as one call with small inputs, for contracts that all operations share.
 
+mod linears;
+
 use crate::{
     all_reduce::algorithms,
     backend::Rank,
     themes::{modes, scatters},
 };
 use brigade_device::{
-    AllGatherLoraLinearParams, AllGatherParams, AllReduceAlgorithm, AllReduceNormParams,
-    AllReduceParams, AllToAllParams, AllToAllRowsParams, Arrangement, BroadcastParams, Buffer,
-    Chunk, CombineParams, CombineSum, DataType, DispatchParams, GatheredRouting, GemmParams, Lease,
-    Lengths, LoraLinearAllReduceParams, LoraLinearParams, LoraLinearReduceScatterParams,
-    LowLatency, LowLatencyCombineParams, LowLatencyDispatchParams, Normed, Operation, Output,
-    OverlapMode, Placement, ReceivedIds, ReduceOp, ReduceScatterParams, Result, Route, Routing,
-    RowPayload, Transport,
+    AllGatherParams, AllReduceAlgorithm, AllReduceNormParams, AllReduceParams, AllToAllParams,
+    AllToAllRowsParams, Arrangement, BroadcastParams, Buffer, CombineParams, CombineSum, DataType,
+    DispatchParams, GatheredRouting, GemmParams, Lease, Lengths, LoraLinearAllReduceParams,
+    LoraLinearParams, LowLatency, LowLatencyCombineParams, LowLatencyDispatchParams, Normed,
+    Operation, Output, OverlapMode, Placement, QScheme, ReceivedIds, ReduceOp, ReduceScatterParams,
+    Result, Route, Routing, RowPayload, Transport,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
+
+pub use linears::{Linear, tiles_or_a_piece};
 
 /// How a call ended.
 pub struct Ended {
@@ -254,56 +257,12 @@ pub fn all_to_all_rows(columns: usize) -> Op {
 
 /// Gather-linear with `rows` rows a rank and `k` columns.
 pub fn gather_linear(rows: usize, k: usize, choice: Option<OverlapMode>) -> Op {
-    Op::new(
-        "gather_linear",
-        Operation::GatherLinear,
-        move |rank, lease| {
-            let counts = vec![rows; rank.size];
-            let (dtype, k, n, tiles) = taken(k, COLUMNS, choice);
-            let x = own(rank, dtype, &[rows, k]);
-            let weight = own(rank, dtype, &if tiles { [n, k] } else { [k, n] });
-            let mut d = old(rank, dtype, &[rows * rank.size, n]);
-            let chunk = Chunk::Copy((&x).into());
-            let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
-                output: Output::Into(d.view_mut()),
-                transpose_weight: tiles,
-                choice,
-                ..AllGatherLoraLinearParams::new(chunk, &counts, &weight)
-            });
-            let result = result.map(drop);
-            ended(result, d)
-        },
-    )
-}
-
-/// Type, K and N that a mode takes, and whether it wants the weight as `[N, K]`: tiles are of rows of whole 16 bytes.
-fn taken(k: usize, n: usize, choice: Option<OverlapMode>) -> (DataType, usize, usize, bool) {
-    match choice {
-        Some(OverlapMode::Tiles) => {
-            let whole = |n: usize| n.next_multiple_of(8);
-            (DataType::BF16, whole(k), whole(n), true)
-        }
-        _ => (DataType::F32, k, n, false),
-    }
+    Linear::new(rows, k, choice).gather()
 }
 
 /// Its twin.
 pub fn linear_reduce_scatter(rows: usize, n: usize, choice: Option<OverlapMode>) -> Op {
-    let operation = Operation::LinearReduceScatter;
-    Op::new("linear_reduce_scatter", operation, move |rank, lease| {
-        let counts = vec![rows; rank.size];
-        let (dtype, k, n, tiles) = taken(COLUMNS, n, choice);
-        let x = own(rank, dtype, &[rows * rank.size, k]);
-        let weight = own(rank, dtype, &if tiles { [n, k] } else { [k, n] });
-        let mut d = old(rank, dtype, &[rows, n]);
-        let result = lease.lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
-            output: Output::Into(d.view_mut()),
-            transpose_weight: tiles,
-            choice,
-            ..LoraLinearReduceScatterParams::new(&x, &counts, &weight)
-        });
-        ended(result, d)
-    })
+    Linear::new(rows, n, choice).scatter()
 }
 
 /// A linear whose result is summed over all ranks.
@@ -495,6 +454,10 @@ pub fn all(engines: Engines) -> Vec<Op> {
             ops.push(named(format!("all_reduce_norm_{name}"), op));
         }
     }
+    // Scales travel with rows.
+    let int8 = Linear::new(ROWS, COLUMNS, Some(tiles_or_a_piece(engines)));
+    let int8 = int8.with(|l| l.scheme = QScheme::Int8PerToken).gather();
+    ops.push(named("gather_linear_int8".into(), int8));
     for (name, choices) in modes(engines) {
         let choice = choices[choices.len() / 2];
         let op = gather_linear(ROWS, COLUMNS, choice);

@@ -212,7 +212,8 @@ impl Factor {
 }
 
 impl Uploaded {
-    fn operand(&self) -> Operand<'_> {
+    /// As parameters take it.
+    pub fn operand(&self) -> Operand<'_> {
         match self {
             Self::Plain(b) => b.into(),
             Self::Quantized(q) => Operand::Quantized(q.view()),

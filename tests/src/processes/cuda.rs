@@ -80,7 +80,14 @@ impl Devices for Gpus {
             [_, "gather_linear", "pull" | "ring" | "tiles", theme] => {
                 matches!(*theme, "even" | "ragged" | "lora" | "resident")
             }
-            [_, "linear_reduce_scatter", "ring", theme] => matches!(*theme, "even" | "ragged"),
+            [
+                _,
+                "linear_reduce_scatter",
+                "chunked" | "ring" | "tiles",
+                theme,
+            ] => {
+                matches!(*theme, "even" | "ragged")
+            }
             _ => false,
         }
     }
@@ -256,7 +263,9 @@ pub(crate) mod tests {
             "capture/gather_linear/ring",
             "gather_linear/ring/resident",
             "gather_linear/pull/lora",
+            "linear_reduce_scatter/chunked/ragged",
             "linear_reduce_scatter/ring/ragged",
+            "linear_reduce_scatter/tiles/even",
             "ledger/gathered_rows/",
         ] {
             assert!(largest.iter().any(|n| n.starts_with(part)), "no {part}");

@@ -1,15 +1,16 @@
 //! What keeps quantized rows from overlapping, or from being taken at all; and quantizing in a graph.
 
 use super::{
-    Quantized, SCHEMES, Uploaded, add_at_worlds,
+    Factor, Quantized, SCHEMES, add_at_worlds,
     gather::{Case, params},
-    scale_dims, tolerance,
+    quantize_weight, scale_dims, tolerance,
 };
 use crate::{
-    check::{compare, expect_unsupported},
+    check::{self, compare, expect_unsupported},
     gather_linear::config,
     layer::Spec,
     matrix::Matrix,
+    ops::tiles_or_a_piece,
     oracle,
     suite::{Suite, World},
     themes::modes_of_any_rows,
@@ -89,37 +90,74 @@ fn layouts(world: &World) {
 
 /// Floats are quantized, gathered and multiplied in a graph; every launch works on the data of the day.
 fn captured(world: &World) {
+    let spec = Spec::ragged(&mut world.rng(), world.size).with(|s| s.output = DataType::F32);
+    let choices = modes_of_any_rows(world.backend.engines()).into_iter();
+    let choices = choices.map(|m| m.1[0]).collect();
+    replayed(
+        world,
+        spec,
+        &SCHEMES.map(|scheme| (scheme, QScheme::None)),
+        choices,
+    );
+}
+
+/// The same in tiles, or what comes closest: sizes and types that they take, and a weight that is quantized as the rows are.
+fn captured_in_tiles(world: &World) {
+    let spec = Spec::ragged(&mut world.rng(), world.size).with(|s| {
+        s.k.iter_mut().for_each(|k| *k = k.next_multiple_of(16));
+        s.n.iter_mut().for_each(|n| *n = n.next_multiple_of(8));
+        (s.dtype, s.output, s.transpose) = (DataType::BF16, DataType::BF16, true);
+    });
+    let mode = tiles_or_a_piece(world.backend.engines());
+    let schemes = [QScheme::Int8PerToken, QScheme::Fp8PerTensor];
+    replayed(world, spec, &schemes.map(|s| (s, s)), vec![Some(mode)]);
+}
+
+/// With these schemes of rows and weights, in these modes as far as rows travel in them.
+fn replayed(
+    world: &World,
+    spec: Spec,
+    schemes: &[(QScheme, QScheme)],
+    choices: Vec<Option<OverlapMode>>,
+) {
     let mut rng = world.rng();
-    let size = world.size;
-    let spec = Spec::ragged(&mut rng, size);
-    let layers = spec.layers(&mut rng, false);
+    let weights: Vec<(QScheme, Vec<Factor>)> = schemes
+        .iter()
+        .map(|&(scheme, of_weight)| {
+            let mut layers = spec.layers(&mut rng, false);
+            let weights = layers.iter_mut();
+            let weights = weights.map(|l| quantize_weight(&mut rng, l, of_weight));
+            (scheme, weights.collect())
+        })
+        .collect();
     let days: Vec<Vec<Matrix>> = (0..4)
         .map(|_| {
             let chunk = |&rows| Matrix::random(&mut rng, DataType::F32, &[rows, spec.k[0]], 1.0);
             spec.rows.iter().map(chunk).collect()
         })
         .collect();
-    let choices: Vec<_> = modes_of_any_rows(world.backend.engines())
-        .into_iter()
-        .map(|m| m.1[0])
-        .collect();
     world.run(&config(), move |rank| {
         let (me, device) = (rank.rank, &rank.device);
-        let weight = Uploaded::Plain(rank.upload(&layers[me].weight));
-        for scheme in SCHEMES {
+        for (scheme, weights) in &weights {
+            let (scheme, of_weight) = (*scheme, &weights[me]);
+            let weight = of_weight.upload(rank);
+            let allowed = tolerance(scheme)
+                .max(tolerance(of_weight.scheme()))
+                .max(check::tolerance(spec.output));
             let overlaps = matches!(scheme, QScheme::Int8PerToken | QScheme::Fp8PerTensor);
             let possible = |c: &&Option<OverlapMode>| {
                 overlaps || c.is_none_or(|mode| mode == OverlapMode::Off)
             };
             for &choice in choices.iter().filter(possible) {
                 let mut x = rank.poisoned(DataType::F32, &[spec.rows[me], spec.k[0]]);
-                let mut d = rank.poisoned(DataType::F32, &[spec.total_rows(), spec.n[me]]);
+                let mut d = rank.poisoned(spec.output, &[spec.total_rows(), spec.n[me]]);
                 let mut kept = None;
                 let mut work = || {
                     let q = kept.insert(device.quantize(&rank.stream, x.view(), scheme)?);
                     let output = Output::Into(d.view_mut());
                     let params = AllGatherLoraLinearParams {
                         output,
+                        transpose_weight: spec.transpose,
                         choice,
                         ..params(q, &spec.rows, &weight)
                     };
@@ -157,9 +195,9 @@ fn captured(world: &World) {
                         })
                         .collect();
                     let all = Matrix::stack(&chunks);
-                    let want = oracle::multiply(&all, false, &layers[me].weight, false);
+                    let want = oracle::multiply(&all, false, &of_weight.matrix(), spec.transpose);
                     let got = rank.values(d.view());
-                    if let Err(why) = compare(&got, &want, tolerance(scheme), 0.0) {
+                    if let Err(why) = compare(&got, &want, allowed, 0.0) {
                         panic!("{scheme:?}, {choice:?}, replayed: {why}");
                     }
                 }
@@ -172,4 +210,9 @@ pub(super) fn add(suite: &mut Suite) {
     suite.add_from(2, "quantized_gather/capacity", capacity);
     add_at_worlds(suite, "quantized_gather/layouts", layouts);
     add_at_worlds(suite, "quantized_gather/captured", captured);
+    add_at_worlds(
+        suite,
+        "quantized_gather/captured_in_tiles",
+        captured_in_tiles,
+    );
 }
