@@ -296,6 +296,7 @@ pub(crate) mod tests {
     pub(crate) const ALL: &[Case] = cases![
         ranks_are_spread_evenly_over_gpus_that_they_share,
         large_groups_are_tried_with_some_of_each_operation,
+        what_a_bundle_checks_for_faults_of_memory_is_there,
     ];
 
     /// GPUs that nobody opens.
@@ -304,11 +305,27 @@ pub(crate) mod tests {
             name: name.into(),
             ordinals: (0..gpus).collect(),
             worlds,
-            tiles: false,
+            tiles: true,
             across,
         };
         let suite: suite::Suite = crate::suite(Arc::new(backend), None);
         suite.into_names().collect()
+    }
+
+    /// What its `run.sh memcheck` names, of this program.
+    fn what_a_bundle_checks_for_faults_of_memory_is_there() {
+        let mut all = names("cuda", 1, vec![1], Across::OwnGpus);
+        all.extend(names("shared", 1, vec![2, 3], Across::OneGpu));
+        // One is there only where a GPU can be opened, and on the host.
+        let host = crate::suite(Arc::new(crate::HostThreads), None).into_names();
+        let routes = host.filter(|name| name.contains("/experts/routes"));
+        all.extend(routes.map(|name| name.replacen("host/", "cuda/", 1)));
+        let list = include_str!("../../xtask/src/bundle/memcheck.txt");
+        let of_this = |line: &'static str| line.strip_prefix("cuda ");
+        for part in list.lines().filter_map(of_this) {
+            let there = all.iter().any(|name| name.contains(part));
+            assert!(there, "no trial of a name with {part}");
+        }
     }
 
     fn ranks_are_spread_evenly_over_gpus_that_they_share() {
