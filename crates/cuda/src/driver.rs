@@ -22,6 +22,12 @@ pub fn driver_version() -> Result<Version, Missing> {
     LOADED.get_or_init(load).clone()
 }
 
+/// The version of NVIDIA's package, 580.95.05, where Linux tells. Asks the driver nothing.
+pub fn driver_package() -> Option<String> {
+    let text = std::fs::read_to_string(Path::new("/sys/module/nvidia/version")).ok()?;
+    Some(text.trim().to_owned())
+}
+
 /// The oldest driver that can load this build's kernels. Machine code of a compiler loads on every driver of its major version.
 pub fn needed_driver() -> Version {
     match brigade_kernels::compiler() {

@@ -108,7 +108,7 @@ mod window;
 
 pub use device::{CudaConfig, CudaDevice};
 pub use devices::{DeviceInfo, devices};
-pub use driver::{driver_version, needed_driver};
+pub use driver::{driver_package, driver_version, needed_driver};
 pub use ipc::{IpcHandle, IpcMemory};
 pub use kernel::{Kernel, KernelSet, Launch};
 pub use missing::{Missing, Version};

@@ -3,7 +3,7 @@
 use crate::{
     DeviceInfo, Link, Missing, Nccl, Probe, Version,
     devices::devices,
-    driver::{accept, driver_version, needed_driver},
+    driver::{accept, driver_package, driver_version, needed_driver},
     find_nccl,
     handles::{HandleKind, try_handle},
     loading::is_eager,
@@ -13,7 +13,7 @@ use crate::{
 };
 use brigade_device::{DataType, Reason};
 use cudarc::{cublaslt::sys, driver::CudaContext};
-use std::{collections::BTreeMap, path::Path};
+use std::collections::BTreeMap;
 
 /// One thing that was looked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -83,7 +83,7 @@ impl Seen {
         Self {
             driver: driver_version()
                 .and_then(|driver| accept(driver, needed_driver()).map(|()| driver)),
-            package: package(),
+            package: driver_package(),
             links: pairs
                 .map(|[a, b]| ([a, b], both(link(a, b), link(b, a))))
                 .collect(),
@@ -304,12 +304,6 @@ fn kind(there: Link, back: Link) -> Kind {
 
 fn both(there: Result<Link, Missing>, back: Result<Link, Missing>) -> Result<[Link; 2], Missing> {
     Ok([there?, back?])
-}
-
-/// The version of NVIDIA's package, where Linux tells.
-fn package() -> Option<String> {
-    let text = std::fs::read_to_string(Path::new("/sys/module/nvidia/version")).ok()?;
-    Some(text.trim().to_owned())
 }
 
 fn kernels() -> Result<Vec<&'static str>, Missing> {

@@ -6,6 +6,8 @@ mod nvcc;
 #[path = "../../../xtask/src/doctor/row.rs"]
 mod row;
 
+use crate::meta;
+use anyhow::Result;
 use brigade::cuda::{Finding, survey};
 use clap::Args;
 use row::{Row, State, readable};
@@ -15,7 +17,7 @@ use std::process::ExitCode;
 /// How it is told.
 #[derive(Clone, Debug, Args)]
 pub struct Doctor {
-    /// Print one JSON object instead of text
+    /// Print one JSON object instead of text: a file of results
     #[arg(long)]
     json: bool,
 }
@@ -24,16 +26,20 @@ pub struct Doctor {
 const NEEDED: [&str; 4] = ["driver", "gpus", "cuda kernels", "cublas"];
 
 /// The report, and whether something is missing that no GPU can be used without.
-pub fn run(options: &Doctor) -> (String, ExitCode) {
+///
+/// # Errors
+/// Why this program cannot be read, whose digest is in the JSON.
+pub fn run(options: &Doctor) -> Result<(String, ExitCode)> {
     let mut rows: Vec<Row> = survey().into_iter().map(row).collect();
     rows.push(nvcc_row());
     let broken = rows.iter().any(|row| row.state == State::Missing);
     let text = if options.json {
-        format!("{:#}\n", json!({ "rows": rows }))
+        let meta = meta::here("brigade-perf doctor --json")?;
+        format!("{:#}\n", json!({ "meta": meta, "rows": rows }))
     } else {
         readable(&rows)
     };
-    (text, ExitCode::from(u8::from(broken)))
+    Ok((text, ExitCode::from(u8::from(broken))))
 }
 
 fn row(Finding { name, found }: Finding) -> Row {
@@ -86,9 +92,16 @@ mod tests {
     /// On any host, and as JSON too.
     #[test]
     fn a_report_has_a_row_for_everything() {
-        let (text, _) = run(&Doctor { json: false });
-        let (json, _) = run(&Doctor { json: true });
+        let (text, _) = run(&Doctor { json: false }).unwrap();
+        let (json, _) = run(&Doctor { json: true }).unwrap();
         let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        let meta = &json["meta"];
+        assert_eq!(meta["command"], "brigade-perf doctor --json");
+        assert_eq!(meta["date"].as_str().unwrap().len(), 10);
+        assert!(
+            meta["commit"].is_string() && meta["gpus"].is_u64(),
+            "{meta}"
+        );
         let rows = json["rows"].as_array().unwrap();
         for name in ["driver", "cuda kernels", "cublas", "nccl", "nvcc"] {
             assert!(text.contains(name), "{text}");

@@ -233,11 +233,13 @@ fn main() -> ExitCode {
             let prepare = |ranks, rank, command: &mut Command| m.prepare(ranks, rank, command);
             m.common.run_prepared(prepare, |r| moe::run(m, r))
         }
-        Operation::Doctor(d) => {
-            let (report, code) = doctor::run(d);
-            print!("{report}");
-            return code;
-        }
+        Operation::Doctor(d) => match doctor::run(d) {
+            Ok((report, code)) => {
+                print!("{report}");
+                return code;
+            }
+            Err(error) => Err(error),
+        },
     };
     match result {
         Ok(table) => {

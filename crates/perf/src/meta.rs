@@ -2,7 +2,7 @@
 
 use crate::ranks::Ranks;
 use anyhow::Result;
-use brigade::cuda::{devices, driver_version, find_nccl, link};
+use brigade::cuda::{devices, driver_package, driver_version, find_nccl, link};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::{
@@ -26,10 +26,25 @@ pub fn meta(ranks: &Ranks) -> Result<Value> {
         false => "pcie",
     }
     .into();
-    meta["driver"] = driver_version()
-        .map_err(brigade::Error::from)?
-        .to_string()
-        .into();
+    meta["driver"] = driver()?.into();
+    meta["cuda"] = brigade::cuda::needed_driver().to_string().into();
+    meta["nccl"] = json!(find_nccl(&[]).map(|n| n.version.to_string()));
+    Ok(meta)
+}
+
+/// The version of the driver's package, 580.95.05, or of the CUDA that it offers, where the system does not tell.
+fn driver() -> Result<String> {
+    let offers = driver_version().map_err(brigade::Error::from)?;
+    Ok(driver_package().unwrap_or_else(|| format!("CUDA {offers}")))
+}
+
+/// The `meta` of what was found on this host by a command, whatever the host has.
+pub fn here(command: &str) -> Result<Value> {
+    let mut meta = made(command)?;
+    let gpus = devices().unwrap_or_default();
+    meta["gpu"] = json!(gpus.first().map(|g| g.name.clone()));
+    meta["gpus"] = gpus.len().into();
+    meta["driver"] = json!(driver().ok());
     meta["cuda"] = brigade::cuda::needed_driver().to_string().into();
     meta["nccl"] = json!(find_nccl(&[]).map(|n| n.version.to_string()));
     Ok(meta)
@@ -49,19 +64,25 @@ pub fn host(ranks: &Ranks) -> Result<Value> {
 
 /// What is the same for all devices.
 fn any(ranks: &Ranks) -> Result<Value> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let mut meta = made(&format!("brigade-perf {}", words.join(" ")))?;
+    meta["ranks"] = ranks.size().into();
+    meta["processes"] = ranks.are_processes().into();
+    Ok(meta)
+}
+
+/// When, by what and from which sources.
+fn made(command: &str) -> Result<Value> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     let binary = fs::read(std::env::current_exe()?)?;
     let hash: String = Sha256::digest(&binary)
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect();
-    let words: Vec<String> = std::env::args().skip(1).collect();
     Ok(json!({
         "date": date(seconds / 86_400),
         "commit": option_env!("BRIGADE_COMMIT").unwrap_or("unknown"),
-        "ranks": ranks.size(),
-        "processes": ranks.are_processes(),
-        "command": format!("brigade-perf {}", words.join(" ")),
+        "command": command,
         "binary": hash,
     }))
 }
