@@ -4,6 +4,7 @@
 mod block;
 mod check;
 mod collectives;
+mod conformance;
 mod data;
 mod doctor;
 mod factor;
@@ -82,6 +83,8 @@ enum Operation {
     ///
     /// Exits with 0 unless something is missing that no GPU can be used without.
     Doctor(doctor::Doctor),
+    /// Write what a bundle's run.sh showed as a file of results: every trial and how it ended. run.sh does this by itself
+    Conformance(conformance::Conformance),
 }
 
 /// What all operations are told.
@@ -240,6 +243,7 @@ fn main() -> ExitCode {
             }
             Err(error) => Err(error),
         },
+        Operation::Conformance(c) => conformance::run(c),
     };
     match result {
         Ok(table) => {

@@ -1,5 +1,7 @@
 //! The script that runs a bundle's programs over there.
 
+use super::BENCHMARK;
+
 /// Small shapes of what moves memory in a way of its own, for compute-sanitizer, a line each: which program, and a part of trials' names.
 /// Groups are of ranks that share a GPU, so one is enough. The suite knows whether it has trials of these names (`tests/src/cuda.rs`).
 const MEMCHECK: &str = include_str!("memcheck.txt");
@@ -9,7 +11,8 @@ fn listed() -> impl Iterator<Item = (&'static str, &'static str)> {
     MEMCHECK.lines().filter_map(|line| line.split_once(' '))
 }
 
-/// Every program runs, also after one that failed; if they travel in an archive, they are taken out of it first. Where the programs for it
+/// Every program runs, also after one that failed, and what they showed becomes a file of results; if they travel in an archive, they are
+/// taken out of it first. Where the programs for it
 /// are there, the word `memcheck` has a meaning.
 pub(super) fn text(programs: &[&str], archive: Option<&str>) -> String {
     let there = listed().all(|(name, _)| programs.contains(&name));
@@ -28,21 +31,29 @@ export BRIGADE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32
 export NCCL_NVLS_ENABLE=0 NCCL_P2P_DIRECT_DISABLE=1
 export LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:-}}${{LD_LIBRARY_PATH:+:}}/usr/local/cuda/lib64"
 worst=0
-{unpack}{memcheck}for program in {}; do
-    for filter in "${{@:-}}"; do
-        echo "== $program $filter"
-        once() {{
-            ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-1}}" "$@" || worst=1
-        }}
-        # Ranks that are all on one GPU want kernels loaded ahead, and ranks on several GPUs of one process want nothing of the kind.
-        if [ "$program" = cuda ] || [ "$program" = candle-gpu ]; then
-            once --skip shared/
-            CUDA_MODULE_LOADING=EAGER once --skip cuda/ --skip machines/ --skip spread/
-        else
-            once
-        fi
+{unpack}{memcheck}# One seed for all, so that what is written down can be run again.
+export BRIGADE_SEED="${{BRIGADE_SEED:-$((RANDOM << 15 | RANDOM))}}"
+all() {{
+    for program in {}; do
+        for filter in "${{@:-}}"; do
+            once() {{
+                echo "== $program $filter"
+                ${{BRIGADE_WRAP:-}} "./$program" ${{filter:+"$filter"}} --test-threads "${{BRIGADE_THREADS:-1}}" "$@" || worst=1
+            }}
+            # Ranks that are all on one GPU want kernels loaded ahead, and ranks on several GPUs of one process want nothing of the kind.
+            if [ "$program" = cuda ] || [ "$program" = candle-gpu ]; then
+                once --skip shared/
+                CUDA_MODULE_LOADING=EAGER once --skip cuda/ --skip machines/ --skip spread/
+            else
+                once
+            fi
+        done
     done
-done
+    return $worst
+}}
+all "$@" | tee run.log
+worst=${{PIPESTATUS[0]}}
+./{BENCHMARK} conformance run.log --seed "$BRIGADE_SEED" --json conformance.json -- "$@" || worst=1
 exit $worst
 "#,
         programs.join(" ")
@@ -99,10 +110,18 @@ mod tests {
         let shell = xshell::Shell::new().unwrap();
         let folder = shell.create_temp_dir().unwrap();
         script(&folder.path().join(MARK), &text(programs, None)).unwrap();
-        for (name, text) in scripts {
+        for (name, text) in [WRITES].iter().chain(scripts) {
             script(&folder.path().join(name), &format!("#!/bin/sh\n{text}\n")).unwrap();
         }
         folder
+    }
+
+    /// What writes results: says as what it was called.
+    const WRITES: (&str, &str) = (BENCHMARK, "echo \"written $*\" >&2");
+
+    /// The same as it must have been called, behind what all programs said.
+    fn and_written(said: &str, arguments: &str) -> String {
+        format!("{said}written conformance run.log --seed 7 --json conformance.json --{arguments}|")
     }
 
     /// How the runner ends, and what it says, on one line.
@@ -115,6 +134,7 @@ mod tests {
             .env_remove("BRIGADE_THREADS")
             .env_remove("BRIGADE_WRAP")
             .env_remove("CUDA_MODULE_LOADING")
+            .env("BRIGADE_SEED", "7")
             .output();
         let output = output.unwrap();
         let said = [output.stdout, output.stderr].concat();
@@ -131,21 +151,39 @@ mod tests {
         ];
         let both = folder(&["bad", "good"], &both);
         let all = "== bad |bad --test-threads 1|== good |good --test-threads 1|";
-        assert_eq!(run(&both, &[]), (Some(1), all.to_owned()));
+        assert_eq!(run(&both, &[]), (Some(1), and_written(all, "")));
         let (code, text) = run(&both, &["x", "y z"]);
         assert_eq!(code, Some(1));
         assert!(text.contains("bad x --test-threads 1|"), "{text}");
         assert!(
-            text.ends_with("== good y z|good y z --test-threads 1|"),
+            text.ends_with(&and_written(
+                "== good y z|good y z --test-threads 1|",
+                " x y z"
+            )),
             "{text}"
         );
         for program in ["cuda", "candle-gpu"] {
             let says = [(program, "echo ${CUDA_MODULE_LOADING:-usual} \"$@\"")];
             let both = format!(
                 "== {program} x|usual x --test-threads 1 --skip shared/|\
-                 EAGER x --test-threads 1 --skip cuda/ --skip machines/ --skip spread/|"
+                 == {program} x|EAGER x --test-threads 1 --skip cuda/ --skip machines/ --skip spread/|"
             );
+            let both = and_written(&both, " x");
             assert_eq!(run(&folder(&[program], &says), &["x"]), (Some(0), both));
+        }
+    }
+
+    /// What was shown lies there for whoever writes results, who is told of a failure, and whose own failure is one.
+    #[test]
+    fn results_are_written_of_what_was_shown() {
+        let shows = [("one", "echo $BRIGADE_SEED\necho beside >&2\nexit 3")];
+        let failed = folder(&["one"], &shows);
+        assert_eq!(run(&failed, &[]).0, Some(1));
+        let log = std::fs::read_to_string(failed.path().join("run.log")).unwrap();
+        assert_eq!(log, "== one \n7\n");
+        for (writes, code) in [("exit 0", 0), ("exit 4", 1)] {
+            let passed = folder(&["one"], &[("one", "exit 0"), (BENCHMARK, writes)]);
+            assert_eq!(run(&passed, &[]).0, Some(code));
         }
     }
 
@@ -159,8 +197,8 @@ mod tests {
         for _ in 0..2 {
             let (code, said) = run(&packed, &["x"]);
             assert_eq!(
-                (code, said.as_str()),
-                (Some(0), "== one x|x --test-threads 1|")
+                (code, said),
+                (Some(0), and_written("== one x|x --test-threads 1|", " x"))
             );
             assert!(at.join("two").is_file());
             // It is not needed any more.
