@@ -3,6 +3,7 @@
 mod case;
 pub mod crossover;
 mod expected;
+mod preferred;
 
 use crate::{
     Common,
@@ -138,7 +139,7 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
     let shapes = options.shapes(which, ranks.size())?;
     let meta = meta::meta(ranks)?;
     let mut text = format!(
-        "{:>6} {:>6} {:>6} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>7} {:>7} {:>7} {:>9} {:>9}  plan\n",
+        "{:>6} {:>6} {:>6} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>7} {:>7} {:>7} {:>7} {:>8} {:>9} {:>9}  plan\n",
         "scheme",
         "m",
         "k",
@@ -152,6 +153,8 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
         "/floor",
         "/off",
         "/nccl",
+        "/plain",
+        "/chunked",
         "alg GB/s",
         "bus GB/s"
     );
@@ -184,12 +187,12 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
         } else {
             gemm
         };
-        let ratio = |to: Option<f64>| to.map_or(f64::NAN, |t| ours / t);
+        let ratio = |to: &str| over(times, to).unwrap_or(f64::NAN);
         // 10^9 bytes in a second are 1000 in a microsecond.
         let alg = options.bytes(which, *shape) as f64 / ours / 1e3;
         let bus = alg * (ranks.size() as f64 - 1.0) / ranks.size() as f64;
         text += &format!(
-            "{:>6} {:>6} {:>6} {:>6} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>7.3} {:>7.3} {:>7.3} {alg:>9.1} {bus:>9.1}  {plan}\n",
+            "{:>6} {:>6} {:>6} {:>6} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>7.3} {:>7.3} {:>7.3} {:>7.3} {:>8.3} {alg:>9.1} {bus:>9.1}  {plan}\n",
             options.scheme.name(),
             shape.m,
             shape.k,
@@ -201,8 +204,10 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
             of("nccl").unwrap_or(f64::NAN),
             of("nccl_and_gemm").unwrap_or(f64::NAN),
             ours / floor,
-            ratio(of("off")),
-            ratio(of("nccl_and_gemm")),
+            ratio("off"),
+            ratio("nccl_and_gemm"),
+            ratio("plain"),
+            ratio("chunked"),
         );
         let mut row = row(*shape, options, times, plan, ours / floor);
         (row["alg_gb_per_s"], row["bus_gb_per_s"]) = (rounded(alg), rounded(bus));
@@ -212,14 +217,33 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
     Ok(text)
 }
 
+/// Median of our times over those of a variant, round by round, if it was measured.
+fn over(times: &[Times], name: &str) -> Option<f64> {
+    let of = |name: &str| times.iter().find(|t| t.name == name);
+    Some(of("ours")?.over(of(name)?))
+}
+
+/// Variants that do the same as ours, or the same without adapters, and what our times over theirs are called.
+const BESIDE: [(&str, &str); 4] = [
+    ("off", "of_off"),
+    ("nccl_and_gemm", "of_nccl_then_gemm"),
+    ("plain", "of_plain"),
+    ("chunked", "of_chunked"),
+];
+
 fn row(shape: Shape, options: &Linears, times: &[Times], plan: &str, of_floor: f64) -> Value {
     let Shape { m, k, n } = shape;
     let mut row = json!({
         "m": m, "k": k, "n": n, "dtype": "bf16", "scheme": options.scheme.name(), "lora": options.lora, "adapters": options.adapters(),
         "graph": options.common.graph, "resident": options.resident,
         "batch_invariant": options.batch_invariant, "plan": plan,
-        "of_floor": (of_floor * 1000.0).round() / 1000.0,
+        "of_floor": thousandths(of_floor),
     });
+    for (name, key) in BESIDE {
+        if let Some(ratio) = over(times, name) {
+            row[key] = thousandths(ratio);
+        }
+    }
     for t in times {
         let name = match t.name {
             "ours" => "us".to_owned(),
@@ -233,6 +257,10 @@ fn row(shape: Shape, options: &Linears, times: &[Times], plan: &str, of_floor: f
         row["samples"][t.name] = t.samples.iter().map(|&s| rounded(s)).collect();
     }
     row
+}
+
+fn thousandths(ratio: f64) -> Value {
+    json!((ratio * 1000.0).round() / 1000.0)
 }
 
 #[cfg(test)]
@@ -276,6 +304,29 @@ mod tests {
         assert_eq!([adapters(""), adapters("--lora 16")], [0, 2]);
         assert_eq!(adapters("--lora 16 --adapters 32"), 32);
         assert!(read("--adapters 32").is_err());
+    }
+
+    #[test]
+    fn ratios_are_medians_of_pairs() {
+        let times = |name, samples: &[f64]| Times::new(name, samples.to_vec());
+        let all = [
+            times("ours", &[10.0, 11.0, 12.0]),
+            times("off", &[20.0, 10.0, 8.0]),
+            times("plain", &[8.0, 10.0, 12.0]),
+        ];
+        let shape = Shape { m: 8, k: 16, n: 32 };
+        let row = row(shape, &read("--lora 16").unwrap(), &all, "tiles", 1.5);
+        // Medians are 11 and 10, and pairs 0.5, 1.1 and 1.5; likewise 1.25, 1.1 and 1.
+        assert_eq!(
+            (&row["of_off"], &row["of_plain"]),
+            (&json!(1.1), &json!(1.1))
+        );
+        assert_eq!(
+            (&row["off_us"], &row["plain_us"]),
+            (&json!(10.0), &json!(10.0))
+        );
+        assert_eq!(row["samples"]["plain"], json!([8.0, 10.0, 12.0]));
+        assert!(row.get("of_chunked").is_none() && row.get("of_nccl_then_gemm").is_none());
     }
 
     #[test]

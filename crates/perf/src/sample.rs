@@ -84,6 +84,16 @@ impl Times {
     }
 }
 
+impl Times {
+    /// Median of what each round took over what it took the other: what the machine did meanwhile met both.
+    pub fn over(&self, other: &Self) -> f64 {
+        let pairs = self.samples.iter().zip(&other.samples);
+        let mut ratios: Vec<f64> = pairs.map(|(mine, other)| mine / other).collect();
+        ratios.sort_by(f64::total_cmp);
+        ratios.get(ratios.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+}
+
 /// Measures all variants, in turn.
 pub fn measure(rank: &Rank, variants: &mut [Variant<'_>], rounds: usize) -> Result<Vec<Times>> {
     let mut samples = vec![Vec::new(); variants.len()];

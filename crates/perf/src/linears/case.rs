@@ -1,6 +1,6 @@
 //! One shape on one rank: what it has, its calls, and their times.
 
-use super::{Linears, Which, expected};
+use super::{Linears, Which, expected, preferred::preferred};
 use crate::{
     data,
     factor::{Factor, Gathered},
@@ -11,9 +11,9 @@ use crate::{
 };
 use anyhow::{Result, anyhow};
 use brigade::{
-    AllGatherLoraLinearParams, Allocate, Buffer, Chunk, Comm, CommConfig, DataType, GemmParams,
-    Lease, Linear, Lora, LoraLinearReduceScatterParams, LoraRun, Output, OverlapMode, ParallelMode,
-    Plan, ReduceOp,
+    AllGatherLoraLinearParams, Allocate, Buffer, Call, Chunk, Comm, CommConfig, DataType,
+    GemmParams, Lease, Linear, Lora, LoraLinearReduceScatterParams, LoraRun, Output, OverlapMode,
+    ParallelMode, Plan, ReduceOp,
 };
 use half::bf16;
 
@@ -40,6 +40,24 @@ pub struct Case<'a> {
     pub weight: Factor,
     pub adapters: Vec<[Buffer; 2]>,
     pub d: Buffer,
+}
+
+/// How a call of ours is made.
+#[derive(Clone, Copy)]
+struct How {
+    mode: Option<OverlapMode>,
+    /// Whether adapters take part, where there are some.
+    adapters: bool,
+}
+
+impl How {
+    /// As it is asked for, in a mode.
+    const fn by(mode: Option<OverlapMode>) -> Self {
+        Self {
+            mode,
+            adapters: true,
+        }
+    }
 }
 
 /// Seeds of what ranks have, so that every rank can make every rank's.
@@ -100,9 +118,9 @@ impl<'a> Case<'a> {
         config
     }
 
-    fn runs(&self) -> Vec<LoraRun<'_>> {
-        self.adapters
-            .iter()
+    fn runs(&self, how: How) -> Vec<LoraRun<'_>> {
+        let adapters = self.adapters.iter().filter(|_| how.adapters);
+        adapters
             .zip(self.run_rows())
             .map(|([a, b], rows)| LoraRun {
                 rows,
@@ -121,7 +139,7 @@ impl<'a> Case<'a> {
         lease: &mut Lease<'_>,
         weight: &Factor,
         d: &mut Buffer,
-        mode: Option<OverlapMode>,
+        how: How,
     ) -> brigade::Result<Plan> {
         let chunk = if self.options.resident {
             let (rows, k) = (&self.counts, self.shape.k);
@@ -130,36 +148,26 @@ impl<'a> Case<'a> {
         } else {
             Chunk::Copy(self.x.operand())
         };
-        let weight = weight.operand();
-        let runs = if weight.shape() == self.weight.operand().shape() {
-            self.runs()
-        } else {
-            Vec::new()
-        };
+        let runs = self.runs(how);
         let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
             transpose_weight: true,
             runs: &runs,
             output: Output::Into(d.view_mut()),
-            choice: mode,
+            choice: how.mode,
             batch_invariant: self.options.batch_invariant,
-            ..AllGatherLoraLinearParams::new(chunk, &self.counts, weight)
+            ..AllGatherLoraLinearParams::new(chunk, &self.counts, weight.operand())
         })?;
         Ok(result.plan)
     }
 
     /// One of the twin.
-    fn scatter(
-        &self,
-        lease: &mut Lease<'_>,
-        d: &mut Buffer,
-        mode: Option<OverlapMode>,
-    ) -> brigade::Result<Plan> {
-        let runs = self.runs();
+    fn scatter(&self, lease: &mut Lease<'_>, d: &mut Buffer, how: How) -> brigade::Result<Plan> {
+        let runs = self.runs(how);
         let result = lease.lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
             transpose_weight: true,
             runs: &runs,
             output: Output::Into(d.view_mut()),
-            choice: mode,
+            choice: how.mode,
             batch_invariant: self.options.batch_invariant,
             ..LoraLinearReduceScatterParams::new(
                 self.x.operand(),
@@ -267,8 +275,12 @@ impl<'a> Case<'a> {
             let comm = comm.clone();
             let gather = move || {
                 let mut lease = comm.lease(&rank.on)?;
-                let mode = Some(OverlapMode::Pull).filter(|_| rank.size() > 1);
-                self.gather(&mut lease, &narrow, &mut out, mode).map(drop)
+                // Adapters have the columns of the weight.
+                let how = How {
+                    mode: Some(OverlapMode::Pull).filter(|_| rank.size() > 1),
+                    adapters: false,
+                };
+                self.gather(&mut lease, &narrow, &mut out, how).map(drop)
             };
             variants.push(Variant::new(rank, "gather", how, gather)?);
         }
@@ -289,6 +301,38 @@ impl<'a> Case<'a> {
         Ok(())
     }
 
+    /// What all ranks have in common of a call in this mode, if one is forced.
+    fn call(
+        &self,
+        which: Which,
+        comm: &Comm,
+        choice: Option<OverlapMode>,
+    ) -> brigade::Result<Call> {
+        let (group, x, weight) = (comm.group(), self.x.operand(), self.weight.operand());
+        let runs = self.runs(How::by(choice));
+        let output = Output::Allocate(DataType::BF16);
+        match which {
+            Which::Gather => AllGatherLoraLinearParams {
+                transpose_weight: true,
+                runs: &runs,
+                output,
+                choice,
+                ..AllGatherLoraLinearParams::new(Chunk::Copy(x), &self.counts, weight)
+            }
+            .check(&group)
+            .map(Call::GatherLinear),
+            Which::Scatter => LoraLinearReduceScatterParams {
+                transpose_weight: true,
+                runs: &runs,
+                output,
+                choice,
+                ..LoraLinearReduceScatterParams::new(x, &self.counts, weight)
+            }
+            .check(&group)
+            .map(Call::LinearReduceScatter),
+        }
+    }
+
     /// The first call, in this mode if one is forced: what was planned, with a result that is right.
     fn first(&self, which: Which, comm: &Comm, forced: Option<OverlapMode>) -> Result<Plan> {
         let (rank, options) = (self.rank, self.options);
@@ -296,8 +340,8 @@ impl<'a> Case<'a> {
         let plan = {
             let mut lease = comm.lease(&rank.on)?;
             match which {
-                Which::Gather => self.gather(&mut lease, &self.weight, &mut d, forced)?,
-                Which::Scatter => self.scatter(&mut lease, &mut d, forced)?,
+                Which::Gather => self.gather(&mut lease, &self.weight, &mut d, How::by(forced))?,
+                Which::Scatter => self.scatter(&mut lease, &mut d, How::by(forced))?,
             }
         };
         rank.on.sync(PATIENCE)?;
@@ -313,14 +357,14 @@ impl<'a> Case<'a> {
         &'v self,
         which: Which,
         comm: &Comm,
-        mode: Option<OverlapMode>,
+        how: How,
     ) -> impl FnMut() -> brigade::Result<()> + use<'v, 'a> {
         let (comm, mut d) = (comm.clone(), self.d.clone());
         move || {
             let mut lease = comm.lease(&self.rank.on)?;
             match which {
-                Which::Gather => self.gather(&mut lease, &self.weight, &mut d, mode),
-                Which::Scatter => self.scatter(&mut lease, &mut d, mode),
+                Which::Gather => self.gather(&mut lease, &self.weight, &mut d, how),
+                Which::Scatter => self.scatter(&mut lease, &mut d, how),
             }
             .map(drop)
         }
@@ -336,14 +380,23 @@ impl<'a> Case<'a> {
         let how = (options.common.calls, options.common.graph);
         let forced = options.mode.0;
         let plan = self.first(which, &comm, forced)?;
-        let off = Some(OverlapMode::Off);
-        let mut variants = vec![
-            Variant::new(rank, "ours", how, self.again(which, &comm, forced))?,
-            Variant::new(rank, "off", how, self.again(which, &comm, off))?,
-        ];
+        // On all ranks the same, also where one of them cannot have the mode that was planned.
+        let planned = comm.explain(&self.call(which, &comm, forced)?)?;
+        let ours = How::by(forced);
+        let mut all = vec![("ours", ours), ("off", How::by(Some(OverlapMode::Off)))];
+        if !self.adapters.is_empty() {
+            let adapters = false;
+            all.push(("plain", How { adapters, ..ours }));
+        }
+        if is_in_tiles(&planned) {
+            let piece = OverlapMode::Chunked { pieces: 1 };
+            all.push(("chunked", How::by(Some(piece))));
+        }
+        let variant = |(name, one)| Variant::new(rank, name, how, self.again(which, &comm, one));
+        let mut variants = all.into_iter().map(variant).collect::<Result<Vec<_>>>()?;
         self.parts(which, &comm, &mut variants)?;
         let times = measure(rank, &mut variants, options.common.rounds)?;
-        let spans = trace::record(rank, self.again(which, &comm, forced))?;
+        let spans = trace::record(rank, self.again(which, &comm, ours))?;
         comm.check()?;
         Ok(Measured {
             times,
@@ -352,19 +405,31 @@ impl<'a> Case<'a> {
         })
     }
 
-    /// Times with overlap off, and of a mode, in turn.
-    pub fn pairs(&self, which: Which, mode: OverlapMode) -> Result<[Times; 2]> {
+    /// Times with overlap off, and of the mode that is forced or preferred, in turn.
+    pub fn pairs(&self, which: Which) -> Result<(OverlapMode, [Times; 2])> {
         let (rank, options) = (self.rank, self.options);
-        let comm = rank.join(&self.config(which))?;
+        let config = self.config(which);
+        let comm = rank.join(&config)?;
         let how = (options.common.calls, options.common.graph);
+        let mode = match options.mode.0 {
+            Some(mode) => mode,
+            None => preferred(&comm, &config, &self.call(which, &comm, None)?)?,
+        };
         self.first(which, &comm, Some(mode))?;
-        let variant =
-            |name, mode| Variant::new(rank, name, how, self.again(which, &comm, Some(mode)));
+        let variant = |name, mode| {
+            let one = How::by(Some(mode));
+            Variant::new(rank, name, how, self.again(which, &comm, one))
+        };
         let mut variants = [variant("off", OverlapMode::Off)?, variant("overlap", mode)?];
         let times = measure(rank, &mut variants, options.common.rounds)?;
         comm.check()?;
-        times
-            .try_into()
-            .map_err(|_| anyhow!("other than two variants were measured"))
+        let times = times.try_into();
+        let times = times.map_err(|_| anyhow!("other than two variants were measured"))?;
+        Ok((mode, times))
     }
+}
+
+/// Whether products of this plan have tiles that wait.
+fn is_in_tiles(plan: &Plan) -> bool {
+    matches!(plan, Plan::GatherLinear(p) | Plan::LinearReduceScatter(p) if p.mode == OverlapMode::Tiles)
 }

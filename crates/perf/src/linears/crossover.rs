@@ -10,9 +10,9 @@ use crate::{
     sample::Times,
     shape::{Layer, Mode, Shape},
 };
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 use brigade::{
-    DataType,
+    DataType, OverlapMode,
     plan::crossover::{Entry, Overlapped, RowType, Source},
 };
 use clap::Args;
@@ -39,8 +39,8 @@ pub struct Options {
     /// Rows of one rank [default: twelve counts from 16 to 2048]
     #[arg(long, value_name = "ROWS", num_args = 1..)]
     rows: Vec<usize>,
-    /// Mode that is compared with off: ring, pull, or chunked:2 for two pieces
-    #[arg(long, default_value = "chunked:1")]
+    /// Mode that is compared with off: auto for the one that plans have where overlap pays, ring, pull, tiles, or chunked:2 for two pieces
+    #[arg(long, default_value = "auto")]
     mode: Mode,
     /// Write the entry to this file
     #[arg(long, value_name = "FILE")]
@@ -72,24 +72,22 @@ fn least_of_all(layers: &[Option<usize>]) -> Option<usize> {
 
 fn point(which: Which, shape: Shape, scheme: Scheme, ranks: usize, times: &[Times; 2]) -> Point {
     let [off, overlap] = times;
-    let pairs = off.samples.iter().zip(&overlap.samples);
-    let mut ratios: Vec<f64> = pairs.map(|(off, overlap)| overlap / off).collect();
-    ratios.sort_by(f64::total_cmp);
     let travels = match which {
         Which::Gather => shape.m * shape.k * scheme.bytes(),
         Which::Scatter => shape.m * shape.n * DataType::BF16.bytes(),
     };
     Point {
         chunk_bytes: travels / ranks,
-        ratio: ratios.get(ratios.len() / 2).copied().unwrap_or(f64::NAN),
+        ratio: overlap.over(off),
     }
 }
 
 /// Measures all layers; gives a table, and what it comes to.
 pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
-    let Some(mode) = options.mode.0 else {
-        bail!("--mode must say what is compared with off");
-    };
+    ensure!(
+        options.mode.0 != Some(OverlapMode::Off),
+        "--mode: off is what all others are compared with"
+    );
     ensure!(
         !options.common.with_nccl(),
         "NCCL has no part in a crossover: leave --vs out"
@@ -135,7 +133,7 @@ pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
     let (which, scheme) = (options.operation, options.scheme);
     let meta = meta::meta(ranks)?;
     let measured = ranks.run(&options.common, |rank| {
-        let one = |shape| Case::new(rank, &linears, which, shape)?.pairs(which, mode);
+        let one = |shape| Case::new(rank, &linears, which, shape)?.pairs(which);
         let of = |&layer: &Layer| rows.iter().map(|&r| one(shape(layer, r))).collect();
         layers.iter().map(of).collect::<Result<Vec<Vec<_>>>>()
     })?;
@@ -143,17 +141,21 @@ pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
         return Ok(String::new());
     }
     let mut text = format!(
-        "{:>6} {:>6} {:>6} {:>6} {:>12} {:>9} {:>10} {:>7}\n",
+        "{:>6} {:>6} {:>6} {:>6} {:>12} {:>9} {:>10} {:>7}  mode\n",
         "scheme", "m", "k", "n", "chunk bytes", "off us", "overlap us", "/off"
     );
     let (mut json_rows, mut verdicts) = (Vec::new(), Vec::new());
+    let mut modes: Vec<String> = Vec::new();
     for (&layer, measured) in layers.iter().zip(&measured) {
         let mut points = Vec::new();
-        for (&r, times) in rows.iter().zip(measured) {
-            let shape = shape(layer, r);
+        for (&r, (mode, times)) in rows.iter().zip(measured) {
+            let (shape, mode) = (shape(layer, r), mode.to_string());
             let point = point(which, shape, scheme, size, times);
-            text += &line(shape, scheme, point, times);
-            json_rows.push(row(shape, options, point, times));
+            text += &line(shape, scheme, point, (times, &mode));
+            json_rows.push(row(shape, options, point, (times, &mode)));
+            if !modes.contains(&mode) {
+                modes.push(mode);
+            }
             points.push(point);
         }
         verdicts.push(least(&points));
@@ -165,7 +167,7 @@ pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
     text += &format!("all layers: overlap pays {}\n", told(all));
     options.common.write(&meta, &json_rows)?;
     if let Some(path) = &options.entry {
-        let entry = entry(options, &meta, size, all, (&layers, &rows))?;
+        let entry = entry(options, &meta, size, all, (&layers, &rows, &modes))?;
         crate::write_entry(path, &entry)?;
     }
     Ok(text)
@@ -178,9 +180,12 @@ fn told(least: Option<usize>) -> String {
     }
 }
 
-fn line(shape: Shape, scheme: Scheme, point: Point, [off, overlap]: &[Times; 2]) -> String {
+/// Times with overlap off and with it, and the mode.
+type Pair<'a> = (&'a [Times; 2], &'a str);
+
+fn line(shape: Shape, scheme: Scheme, point: Point, ([off, overlap], mode): Pair<'_>) -> String {
     format!(
-        "{:>6} {:>6} {:>6} {:>6} {:>12} {:>9.1} {:>10.1} {:>7.3}\n",
+        "{:>6} {:>6} {:>6} {:>6} {:>12} {:>9.1} {:>10.1} {:>7.3}  {mode}\n",
         scheme.name(),
         shape.m,
         shape.k,
@@ -192,12 +197,12 @@ fn line(shape: Shape, scheme: Scheme, point: Point, [off, overlap]: &[Times; 2])
     )
 }
 
-fn row(shape: Shape, options: &Options, point: Point, [off, overlap]: &[Times; 2]) -> Value {
+fn row(shape: Shape, options: &Options, point: Point, ([off, overlap], mode): Pair<'_>) -> Value {
     let Shape { m, k, n } = shape;
     let samples = |times: &Times| -> Value { times.samples.iter().map(|&s| rounded(s)).collect() };
     json!({
         "m": m, "k": k, "n": n, "scheme": options.scheme.name(), "graph": options.common.graph,
-        "chunk_bytes": point.chunk_bytes, "off_us": rounded(off.median), "us": rounded(overlap.median),
+        "mode": mode, "chunk_bytes": point.chunk_bytes, "off_us": rounded(off.median), "us": rounded(overlap.median),
         "of_off": (point.ratio * 1000.0).round() / 1000.0,
         "samples": { "off": samples(off), "overlap": samples(overlap) },
     })
@@ -209,7 +214,7 @@ fn entry(
     meta: &Value,
     ranks: usize,
     min_chunk_bytes: Option<usize>,
-    (layers, rows): (&[Layer], &[usize]),
+    (layers, rows, modes): (&[Layer], &[usize], &[String]),
 ) -> Result<Entry> {
     let text = |name: &str| meta[name].as_str().unwrap_or("unknown").to_owned();
     let layers: Vec<_> = layers
@@ -218,7 +223,8 @@ fn entry(
         .collect();
     let (first, last) = (rows.iter().min(), rows.iter().max());
     let note = format!(
-        "layers {}; {} to {} rows of one rank; median of {} pairs",
+        "{} and off; layers {}; {} to {} rows of one rank; median of {} pairs",
+        modes.join(", "),
         layers.join(" "),
         first.unwrap_or(&0),
         last.unwrap_or(&0),
@@ -319,7 +325,14 @@ mod tests {
             "command": "brigade-perf crossover",
         });
         let layers = [Layer { k: 8, n: 16 }];
-        let entry = entry(&options, &meta, 4, Some(1000), (&layers, &[1, 2])).unwrap();
+        let entry = entry(
+            &options,
+            &meta,
+            4,
+            Some(1000),
+            (&layers, &[1, 2], &["chunked(1)".into()]),
+        )
+        .unwrap();
         let text = format!(
             r#"{{"default": {{"min_chunk_bytes": 1, "source": {{"note": ""}}}}, "entries": [{}]}}"#,
             serde_json::to_string(&entry).unwrap()
@@ -336,8 +349,10 @@ mod tests {
         assert_eq!(found.fp8.min_chunk_bytes, Some(1000));
         assert_eq!(found.bf16.min_chunk_bytes, Some(1));
         assert_eq!(
-            text.matches("layers 8,16; 1 to 2 rows of one rank; median of 7 pairs")
-                .count(),
+            text.matches(
+                "chunked(1) and off; layers 8,16; 1 to 2 rows of one rank; median of 7 pairs"
+            )
+            .count(),
             1
         );
     }
