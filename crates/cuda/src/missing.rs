@@ -215,3 +215,25 @@ impl From<brigade_kernels::Missing> for Missing {
         Self::Kernels { why: missing.why }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a build without nvcc answers, whoever opens a device hears, with what to do about it.
+    #[test]
+    fn a_build_without_kernels_says_what_to_do() {
+        let missing = brigade_kernels::Missing {
+            name: "fill".into(),
+            why: "no nvcc was found".into(),
+        };
+        match Error::from(Missing::from(missing)) {
+            Error::Unsupported(reason) => {
+                assert_eq!(reason.code, "cuda_kernels_missing");
+                assert!(reason.what.ends_with("no nvcc was found"), "{reason}");
+                assert!(reason.remedy.contains("cargo xtask toolchain"), "{reason}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}

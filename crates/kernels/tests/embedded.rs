@@ -59,10 +59,14 @@ fn the_header_asserts_every_offset() {
 #[test]
 fn kernels_are_all_there_and_aligned_or_all_absent_with_a_reason() {
     assert_eq!(available(), compiler().is_some());
+    // Asked for, it must have been heard: these tests are run with it, too.
+    let asked = std::env::var_os("NVCC").is_some_and(|nvcc| nvcc == "none");
+    assert!(!(asked && available()), "kernels in spite of NVCC=none");
     if !available() {
         assert!(kernels().is_empty());
         let missing = fatbin("fill").expect_err("no kernels");
         assert!(!missing.why.is_empty(), "{missing}");
+        assert!(!asked || missing.why.contains("NVCC=none"), "{missing}");
         return;
     }
     for name in [
