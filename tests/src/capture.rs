@@ -1,6 +1,7 @@
 //! Graphs: what was captured once runs again and again with the data of the day, in order with eager calls and other
 //! graphs.
 
+mod quantized;
 mod stopped;
 
 use crate::{
@@ -406,6 +407,13 @@ pub fn add(suite: &mut Suite) {
             );
         }
     }
+    let engines = suite.backend().engines();
+    suite.add("capture/gather_linear/int8", move |world| {
+        replayed(world, |rng, size| quantized::subject(rng, size, engines));
+    });
+    suite.add_from(2, "capture/stopped/gather_linear/int8", move |world| {
+        stopped::stopped(world, |rng, size| quantized::subject(rng, size, engines));
+    });
     for (name, choice) in all_reduce::algorithms(suite.backend().engines()) {
         suite.add(&format!("capture/all_reduce/{name}"), move |world| {
             replayed(world, |rng, size| sum(rng, size, choice));
