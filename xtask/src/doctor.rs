@@ -2,20 +2,22 @@
 
 // Shared with brigade-perf, which says the same of hosts without Rust.
 pub(crate) mod row;
+mod today;
 
 use crate::{
-    model, nvcc, progress,
+    bundle, model, nvcc, progress,
     workspace::{Workspace, python},
 };
 use anyhow::Result;
 use clap::Args;
 use row::{Row, State, readable};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{
     fs,
     path::Path,
     process::{Command, ExitCode},
 };
+use today::today;
 
 /// Say what this machine has and lacks: compilers, model, driver, GPUs, and what to do about each
 ///
@@ -49,7 +51,7 @@ impl Doctor {
         rows.extend(cuda_rows(&ask_cuda(workspace)));
         spinner.finish_and_clear();
         if self.json {
-            println!("{:#}", serde_json::json!({ "rows": rows }));
+            println!("{:#}", file(&bundle::commit(workspace), &rows));
         } else {
             print!("{}", readable(&rows));
         }
@@ -60,6 +62,14 @@ impl Doctor {
             ExitCode::SUCCESS
         })
     }
+}
+
+/// The report as a file of results.
+pub(crate) fn file(commit: &str, rows: &[Row]) -> Value {
+    json!({
+        "meta": { "date": today(), "commit": commit, "command": "cargo xtask doctor --json" },
+        "rows": rows,
+    })
 }
 
 /// The first line that a command prints, if it runs.
@@ -256,7 +266,6 @@ fn text(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn an_old_or_absent_compiler_is_missing() {

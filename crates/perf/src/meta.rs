@@ -1,15 +1,15 @@
 //! Where and when a file of results was made.
 
+#[path = "../../../xtask/src/doctor/today.rs"]
+mod today;
+
 use crate::ranks::Ranks;
 use anyhow::Result;
 use brigade::cuda::{devices, driver_package, driver_version, find_nccl, link};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use std::{
-    ffi::OsString,
-    fs,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::{ffi::OsString, fs};
+use today::today;
 
 /// The `meta` of a file of results.
 pub fn meta(ranks: &Ranks) -> Result<Value> {
@@ -73,14 +73,13 @@ fn any(ranks: &Ranks) -> Result<Value> {
 
 /// When, by what and from which sources.
 fn made(command: &str) -> Result<Value> {
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     let binary = fs::read(std::env::current_exe()?)?;
     let hash: String = Sha256::digest(&binary)
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect();
     Ok(json!({
-        "date": date(seconds / 86_400),
+        "date": today(),
         "commit": option_env!("BRIGADE_COMMIT").unwrap_or("unknown"),
         "command": command,
         "binary": hash,
@@ -98,21 +97,4 @@ pub fn nccl_environment(variables: impl Iterator<Item = (OsString, OsString)>) -
         [] => "NCCL as it is".to_owned(),
         set => set.join(" "),
     }
-}
-
-/// A day since 1970 as YYYY-MM-DD, by Howard Hinnant's `civil_from_days`.
-fn date(days: u64) -> String {
-    let days = days + 719_468;
-    let (era, day) = (days / 146_097, days % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let of_year = day - (365 * year + year / 4 - year / 100);
-    // Months from March on.
-    let month = (5 * of_year + 2) / 153;
-    let of_month = of_year - (153 * month + 2) / 5 + 1;
-    let (month, next) = if month < 10 {
-        (month + 3, 0)
-    } else {
-        (month - 9, 1)
-    };
-    format!("{:04}-{month:02}-{of_month:02}", era * 400 + year + next)
 }

@@ -73,6 +73,11 @@ mod tests {
     }
 
     #[test]
+    fn a_report_on_a_machine_passes() {
+        assert_eq!(told(&crate::doctor::file("0123abc", &[]).to_string()), "");
+    }
+
+    #[test]
     fn a_result_of_others_needs_no_commit_but_their_names() {
         let with = |of: &str| {
             format!(
