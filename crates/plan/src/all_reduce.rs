@@ -56,7 +56,7 @@ pub(crate) fn plan(
                 let piece = elements.min(piece_elements(algorithm)?);
                 let cut = Granules::new(algorithm, piece, (input, output), size);
                 let bytes = elements.saturating_mul(input.bytes());
-                table.launch(bytes, cut.share, topology.config.sm_budget)
+                table.launch((bytes, size), cut.share, topology.config.sm_budget)
             }
             _ => Launch::default(),
         },

@@ -264,7 +264,8 @@ impl Arriving {
         let few = (table.copies.push_max_bytes).is_some_and(|most| self.bytes <= most);
         let pushes = topology.engines.one_shot_push && self.fits(topology) && few;
         let figures = table.all_reduce.of(dtype);
-        pushes.then(|| figures.launch(self.bytes, self.threads, topology.config.sm_budget))
+        let of = (self.bytes, topology.group.size);
+        pushes.then(|| figures.launch(of, self.threads, topology.config.sm_budget))
     }
 
     const fn fits(&self, topology: &Topology) -> bool {

@@ -10,7 +10,7 @@ use crate::{
     crossover::{Gpus, Links, Source, Whose},
     reason,
     records::MOST_BLOCKS,
-    tuned::Versions,
+    tuned::{Versions, some_words},
 };
 use brigade_device::{DispatchCall, Error, Reason, Result as Checked, Transport};
 use serde::{Deserialize, Serialize};
@@ -254,13 +254,15 @@ pub struct Entry {
 }
 
 /// What holds where nothing was measured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Untuned {
     push_max_bytes: usize,
     push_back_max_bytes: usize,
     push_max_bytes_per_sm: usize,
     rows_at_a_time: usize,
+    /// What they were derived from, for people.
+    why: String,
 }
 
 /// A file of such figures.
@@ -290,6 +292,7 @@ impl File {
         let file: Self = serde_json::from_str(text).map_err(|e| reason::experts(&e.to_string()))?;
         let usual = some_rows(Some(file.untuned.rows_at_a_time));
         usual
+            .and_then(|()| some_words("untuned.why", &file.untuned.why))
             .and_then(|()| file.entries.iter().try_for_each(Entry::check))
             .map_err(|why| reason::experts(&why.to_string()))?;
         Ok(file)
@@ -348,8 +351,9 @@ impl Untuned {
             rows_at_a_time: Some(self.rows_at_a_time),
             others: Vec::new(),
             source: format!(
-                "untuned: nobody has measured {} rows on {model} by {links} of {ranks} ranks",
-                rows.name()
+                "untuned: nobody has measured {} rows on {model} by {links} of {ranks} ranks; {}",
+                rows.name(),
+                self.why
             )
             .into(),
         }

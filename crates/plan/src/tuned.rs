@@ -17,6 +17,12 @@ const EMBEDDED: &str = include_str!("../tables/all_reduce.json");
 /// Threads of a block, of the kernels that push: whole warps, and no more than they are compiled for.
 const MAX_THREADS: u16 = 512;
 
+/// Threads of a warp.
+const WARP: usize = 32;
+
+/// The largest group of which launches were measured.
+const MEASURED_RANKS: usize = 4;
+
 /// What decides on an all-reduce.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Figures {
@@ -52,21 +58,30 @@ impl Figures {
         self.pull_from_bytes.is_none_or(|from| bytes < from)
     }
 
-    /// The launch of a kernel that pushes an input of so many bytes, of which a rank has so many granules, within a budget of
-    /// multiprocessors: no block needs more than one.
+    /// The launch of a kernel that pushes an input of so many bytes among `ranks`, of which a rank has so many granules, within a
+    /// budget of multiprocessors: no block needs more than one.
     ///
     /// A granule for each thread. Where no number of threads was measured, blocks are small while there are few of them,
-    /// since a block waits for its slowest thread.
-    pub fn launch(&self, bytes: usize, granules: usize, sm_budget: Option<u16>) -> Launch {
+    /// since a block waits for its slowest thread. Large ones have 512 threads where launches were measured so. Of larger groups a
+    /// rank has less of the same input, for which so large blocks are often half as many as there may be: there they have the warps that
+    /// as many blocks need, so that all multiprocessors send.
+    pub fn launch(
+        &self,
+        (bytes, ranks): (usize, usize),
+        granules: usize,
+        sm_budget: Option<u16>,
+    ) -> Launch {
         let most = self.max_blocks.min(sm_budget.unwrap_or(u16::MAX)).max(1);
-        let fits = |threads: &u16| granules.div_ceil(usize::from(*threads)) <= usize::from(most);
+        let each = granules.div_ceil(usize::from(most));
         let measured = self.threads.iter().find(|t| bytes <= t.max_bytes);
         let threads = match measured {
             Some(measured) => measured.threads,
-            None => [128, 256, MAX_THREADS]
-                .into_iter()
-                .find(fits)
-                .unwrap_or(MAX_THREADS),
+            None => match each {
+                ..=128 => 128,
+                129..=256 => 256,
+                257..=512 if ranks > MEASURED_RANKS => each.next_multiple_of(WARP) as u16,
+                _ => MAX_THREADS,
+            },
         };
         let blocks = granules.div_ceil(usize::from(threads.max(1)));
         Launch {
@@ -233,6 +248,8 @@ struct Untuned {
     one_shot_max_bytes: usize,
     pull_from_bytes: Option<usize>,
     max_blocks: u16,
+    /// What they were derived from, for people.
+    why: String,
 }
 
 fn any() -> usize {
@@ -279,8 +296,10 @@ impl File {
 
     fn check(&self) -> Checked<()> {
         self.entries.iter().try_for_each(Entry::check)?;
-        let usual = self.untuned.iter().map(|u| u.max_blocks);
-        usual.into_iter().try_for_each(some_blocks)?;
+        self.untuned.iter().try_for_each(|usual| {
+            some_blocks(usual.max_blocks)?;
+            some_words("untuned.why", &usual.why)
+        })?;
         // The last one holds for groups of any size.
         match self.untuned.last().map(|last| last.max_ranks) {
             Some(most) if most == any() => Ok(()),
@@ -325,18 +344,30 @@ impl File {
         let (ranks, links) = (gpus.ranks, gpus.links);
         let usual = self.untuned.iter().find(|u| ranks <= u.max_ranks);
         // `check` has seen to it that there is one.
-        let (one_shot_max_bytes, pull_from_bytes, max_blocks) = usual.map_or((0, None, 1), |u| {
-            (u.one_shot_max_bytes, u.pull_from_bytes, u.max_blocks)
-        });
+        let (one_shot_max_bytes, pull_from_bytes, max_blocks, why) =
+            usual.map_or((0, None, 1, ""), |u| {
+                let Untuned { why, .. } = u;
+                (u.one_shot_max_bytes, u.pull_from_bytes, u.max_blocks, why)
+            });
         Figures {
             one_shot_max_bytes,
             pull_from_bytes,
             max_blocks,
             threads: Vec::new(),
             nccl_from_bytes: None,
-            source: format!("untuned: nobody has measured {model} by {links} of {ranks} ranks")
-                .into(),
+            source: format!(
+                "untuned: nobody has measured {model} by {links} of {ranks} ranks; {why}"
+            )
+            .into(),
         }
+    }
+}
+
+/// Figures that nobody measured say why they are what they are.
+pub(crate) fn some_words(field: &'static str, why: &str) -> Checked<()> {
+    match why.trim() {
+        "" => Err(Error::invalid(field, "nothing", "a reason")),
+        _ => Ok(()),
     }
 }
 

@@ -38,7 +38,7 @@ fn entry(ranks: usize, one_shot_max_bytes: usize, more: &Value) -> Value {
 
 /// With usual figures of 88 bytes in groups of two, of 77 in all others.
 fn text(entries: &[Value]) -> String {
-    let usual = |one_shot_max_bytes| json!({"one_shot_max_bytes": one_shot_max_bytes, "pull_from_bytes": 99, "max_blocks": 7});
+    let usual = |one_shot_max_bytes| json!({"one_shot_max_bytes": one_shot_max_bytes, "pull_from_bytes": 99, "max_blocks": 7, "why": "so"});
     let mut small = usual(88);
     small["max_ranks"] = 2.into();
     json!({"untuned": [small, usual(77)], "entries": entries}).to_string()
@@ -132,6 +132,9 @@ fn what_is_no_file_of_figures_is_refused() {
             )
             .replace("\"max_ranks\":2}", "\"more\":1}"),
         json!({"untuned": [], "entries": []}).to_string(),
+        // What nobody has measured says why it is so.
+        sound.replace("\"why\":\"so\"", "\"why\":\" \""),
+        sound.replace(",\"why\":\"so\"", ""),
         text(&[json!({"gpu": "A"})]),
         text(&[entry(2, 1, &json!({"more": 1}))]),
         text(&[entry(2, 1, &json!({"dtype": "i32"}))]),
@@ -365,6 +368,37 @@ fn a_launch_is_within_its_budget() {
                 let most = budget.unwrap_or(132).clamp(1, 132);
                 assert!((1..=most).contains(&launch.blocks), "{launch:?}");
                 assert!([128, 256, 512].contains(&launch.threads), "{launch:?}");
+            }
+        }
+    }
+}
+
+/// Up to four ranks blocks have as many threads as were measured there; beyond, so many that all blocks have something to do.
+#[test]
+fn blocks_of_larger_groups_are_filled_in_part_rather_than_fewer() {
+    let usual = File::embedded().unwrap().of(&gpus("A", Links::Nvlink, 8));
+    for granules in (0..200_000).step_by(7) {
+        for sm_budget in [None, Some(16), Some(1)] {
+            let of = |ranks| usual.bf16.launch((1 << 20, ranks), granules, sm_budget);
+            let measured = of(2);
+            let most = usize::from(sm_budget.unwrap_or(132));
+            let fit = |threads: &u16| granules.div_ceil(usize::from(*threads)) <= most;
+            let threads = [128, 256, 512].into_iter().find(fit).unwrap_or(512);
+            let blocks = granules.div_ceil(usize::from(threads)).clamp(1, most) as u16;
+            assert_eq!(measured, Launch { blocks, threads }, "{granules}");
+            assert_eq!(of(4), measured);
+            for ranks in [5, 8] {
+                let Launch { blocks, threads } = of(ranks);
+                let all = usize::from(blocks) * usize::from(threads);
+                assert!(all >= granules || (usize::from(blocks), threads) == (most, 512));
+                assert!(threads % 32 == 0 && (1..=most).contains(&blocks.into()));
+                if measured.threads < 512 {
+                    assert_eq!(of(ranks), measured, "{granules}");
+                } else {
+                    // With a warp less in each, blocks would not do.
+                    let less = most * (usize::from(threads) - 32);
+                    assert!(granules > less, "{granules}: {blocks} x {threads}");
+                }
             }
         }
     }

@@ -12,40 +12,8 @@ use brigade_plan::{
     experts::{Need, given_bytes, need, told},
     plan,
 };
+use common::{combine, dispatch};
 use std::fmt::Write;
-
-fn dispatch(max_tokens: usize, choice: Option<Transport>) -> DispatchCall {
-    DispatchCall {
-        max_tokens,
-        hidden: 7168,
-        dtype: DataType::BF16,
-        beside_bytes: PerRank::new(),
-        k: 8,
-        weights: true,
-        placement: PlacementCall::Even { experts: 256 },
-        arrangement: Arrangement::BySource,
-        max_recv: None,
-        received_ids: ReceivedIds::Local,
-        again: false,
-        gathered: false,
-        cast: None,
-        choice,
-    }
-}
-
-fn combine(max_tokens: usize, choice: Option<Transport>) -> CombineCall {
-    CombineCall {
-        max_tokens,
-        hidden: 7168,
-        dtype: DataType::BF16,
-        output: DataType::BF16,
-        k: 8,
-        arrangement: Arrangement::BySource,
-        sum: CombineSum::Rank,
-        weights: false,
-        choice,
-    }
-}
 
 fn low_latency(max_tokens: usize) -> [Call; 2] {
     let there = LowLatencyDispatchCall {

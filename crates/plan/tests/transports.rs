@@ -36,7 +36,8 @@ fn entry(changes: &Value) -> Value {
 
 fn file(entries: &[Value]) -> Result<File, Reason> {
     let untuned = json!({
-        "push_max_bytes": 10, "push_back_max_bytes": 20, "push_max_bytes_per_sm": 2, "rows_at_a_time": 3
+        "push_max_bytes": 10, "push_back_max_bytes": 20, "push_max_bytes_per_sm": 2, "rows_at_a_time": 3,
+        "why": "so",
     });
     File::read(&json!({ "untuned": untuned, "entries": entries }).to_string())
 }

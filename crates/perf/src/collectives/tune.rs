@@ -416,7 +416,7 @@ mod tests {
                 .written(&meta, 4, &[2048, 4096], &verdict)
                 .unwrap();
             let text = format!(
-                r#"{{"untuned": [{{"one_shot_max_bytes": 1, "pull_from_bytes": null, "max_blocks": 1}}], "entries": [{}]}}"#,
+                r#"{{"untuned": [{{"one_shot_max_bytes": 1, "pull_from_bytes": null, "max_blocks": 1, "why": "so"}}], "entries": [{}]}}"#,
                 serde_json::to_string(&entry).unwrap()
             );
             let file = File::read(&text).unwrap();

@@ -402,7 +402,7 @@ mod tests {
         };
         for (words, fp8) in [("", false), ("--fp8", true)] {
             let entry = tune(words).written(&meta, 4, &verdict).unwrap();
-            let untuned = r#"{"push_max_bytes": 1, "push_back_max_bytes": 1, "push_max_bytes_per_sm": 1, "rows_at_a_time": 7}"#;
+            let untuned = r#"{"push_max_bytes": 1, "push_back_max_bytes": 1, "push_max_bytes_per_sm": 1, "rows_at_a_time": 7, "why": "so"}"#;
             let entries = serde_json::to_string(&entry).unwrap();
             let text = format!(r#"{{"untuned": {untuned}, "entries": [{entries}]}}"#);
             let file = File::read(&text).unwrap();

@@ -2,8 +2,9 @@
 #![allow(dead_code, reason = "every test file takes its part")]
 
 use brigade_device::{
-    Call, CommConfig, DataType, Group, Launch, LinearCall, OverlapMode, OverlapPlan, ParallelMode,
-    Plan, QScheme, Reason,
+    Arrangement, Call, CombineCall, CombineSum, CommConfig, DataType, DispatchCall, Group, Launch,
+    LinearCall, OverlapMode, OverlapPlan, ParallelMode, PerRank, PlacementCall, Plan, QScheme,
+    Reason, ReceivedIds, Transport,
 };
 use brigade_plan::{Engines, Topology};
 
@@ -102,4 +103,39 @@ pub fn both(call: &LinearCall) -> [(&'static str, Call); 2] {
         ("gather ", Call::GatherLinear(call.clone())),
         ("scatter", Call::LinearReduceScatter(call.clone())),
     ]
+}
+
+/// 8 of 256 experts for each token of bf16 rows of 7168, by source.
+pub fn dispatch(max_tokens: usize, choice: Option<Transport>) -> DispatchCall {
+    DispatchCall {
+        max_tokens,
+        hidden: 7168,
+        dtype: DataType::BF16,
+        beside_bytes: PerRank::new(),
+        k: 8,
+        weights: true,
+        placement: PlacementCall::Even { experts: 256 },
+        arrangement: Arrangement::BySource,
+        max_recv: None,
+        received_ids: ReceivedIds::Local,
+        again: false,
+        gathered: false,
+        cast: None,
+        choice,
+    }
+}
+
+/// What comes back from it, a sum for each rank.
+pub fn combine(max_tokens: usize, choice: Option<Transport>) -> CombineCall {
+    CombineCall {
+        max_tokens,
+        hidden: 7168,
+        dtype: DataType::BF16,
+        output: DataType::BF16,
+        k: 8,
+        arrangement: Arrangement::BySource,
+        sum: CombineSum::Rank,
+        weights: false,
+        choice,
+    }
 }
