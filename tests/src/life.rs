@@ -9,7 +9,7 @@ use crate::{
     ops,
     suite::{Suite, World},
 };
-use brigade_device::{Call, Error, FaultKind};
+use brigade_device::{AllReduceAlgorithm, Call, DataType, Error, FaultKind, ReduceOp};
 use rand::Rng;
 use std::time::{Duration, Instant};
 
@@ -161,6 +161,48 @@ fn memory_need(world: &World) {
     });
 }
 
+/// A communicator says in words what it would do, and why: what its plan says, and behind it whether that was forced and by which figures. What
+/// cannot be has the same reason.
+fn told(world: &World) {
+    world.run(&config(), |rank| {
+        let all_reduce = |elements, choice| Call::AllReduce {
+            elements,
+            dtype: DataType::BF16,
+            output: DataType::BF16,
+            op: ReduceOp::Sum,
+            choice,
+        };
+        let comm = rank.comm();
+        for elements in [0, 1, 1000, 1 << 20] {
+            for choice in [None, Some(AllReduceAlgorithm::TwoShot)] {
+                let call = all_reduce(elements, choice);
+                let (plan, told) = (comm.explain(&call).unwrap(), comm.told(&call).unwrap());
+                let parts: Vec<_> = told.split("; ").collect();
+                assert_eq!(parts[0], plan.to_string());
+                assert_eq!(parts.contains(&"forced"), choice.is_some(), "{told}");
+            }
+        }
+        let broadcast = Call::Broadcast {
+            elements: 1,
+            dtype: DataType::BF16,
+            root: 0,
+        };
+        let told = comm.told(&broadcast).unwrap();
+        let plan = comm.explain(&broadcast).unwrap().to_string();
+        let why = told.strip_prefix(&plan).map(|rest| rest.contains("pushe"));
+        assert_eq!(why, Some(true), "{told}");
+        let nowhere = Call::Broadcast {
+            elements: 1,
+            dtype: DataType::BF16,
+            root: rank.size,
+        };
+        assert_eq!(
+            comm.told(&nowhere),
+            Err(comm.explain(&nowhere).unwrap_err())
+        );
+    });
+}
+
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     reset::add(suite);
@@ -172,4 +214,5 @@ pub fn add(suite: &mut Suite) {
     suite.add("life/abort_between_calls", abort_between_calls);
     suite.add_from(2, "life/disagreement_at_join", disagreement_at_join);
     suite.add("life/memory_need", memory_need);
+    suite.add("life/told", told);
 }

@@ -206,6 +206,9 @@ impl Communicator for CudaComm {
     fn plan(&self, call: &Call) -> Result<Plan, Reason> {
         self.core.plan(call)
     }
+    fn told(&self, call: &Call) -> Result<String, Reason> {
+        self.core.told(call)
+    }
     fn fault(&self) -> Option<FaultRecord> {
         self.core.fault()
     }

@@ -31,12 +31,13 @@ use brigade_group::{Control, Stoppable};
 use brigade_kernels::{MESSAGE_THREADS, STATE_GENERATION, STEP_THREADS};
 use brigade_plan::{
     Table, Topology,
-    absent::{check, plan_without},
+    absent::{check, plan_without, told_without},
     reason,
 };
 use brigade_sync::{Area, Exchanges, HALVES, Half};
 use parking_lot::Mutex;
 use std::{
+    borrow::Cow,
     collections::VecDeque,
     ops::Range,
     sync::{
@@ -77,7 +78,7 @@ pub(crate) struct Core {
     pub(crate) control: Arc<Control>,
     pub(crate) config: CommConfig,
     pub(crate) topology: Topology,
-    table: Table,
+    pub(crate) table: Table,
     pub(crate) memory: Arc<GroupMemory>,
     /// Copies go here beside the caller's stream, which a call may fork from and join.
     pub(crate) mover: Arc<Lane>,
@@ -265,21 +266,35 @@ impl Core {
     }
 
     pub(crate) fn plan(&self, call: &Call) -> Result<Plan, Reason> {
-        let by = |topology| plan_without(self.control.absent(), call, topology, &self.table);
+        self.planned(call).map(|(plan, _)| plan)
+    }
+
+    pub(crate) fn told(&self, call: &Call) -> Result<String, Reason> {
+        let (_, by) = self.planned(call)?;
+        told_without(self.control.absent(), call, &by, &self.table)
+    }
+
+    /// The plan, and the topology by which it is made.
+    fn planned(&self, call: &Call) -> Result<(Plan, Cow<'_, Topology>), Reason> {
+        let by = |topology: &_| plan_without(self.control.absent(), call, topology, &self.table);
         let plan = by(&self.topology)?;
+        let usual = Cow::Borrowed(&self.topology);
         let (&Plan::AllReduce { order, .. }, Some(nccl)) = (&plan, &self.memory.nccl) else {
-            return Ok(plan);
+            return Ok((plan, usual));
         };
         if order != SumOrder::Foreign {
-            return Ok(plan);
+            return Ok((plan, usual));
         }
         match (nccl.check(), call) {
             // Nobody asked for it, and all ranks know that it is gone.
-            (Err(_), Call::AllReduce { choice: None, .. }) => by(&Topology {
-                engines: self.topology.engines.with_nccl(false),
-                ..self.topology.clone()
-            }),
-            (checked, _) => checked.map(|()| plan),
+            (Err(_), Call::AllReduce { choice: None, .. }) => {
+                let without = Topology {
+                    engines: self.topology.engines.with_nccl(false),
+                    ..self.topology.clone()
+                };
+                Ok((by(&without)?, Cow::Owned(without)))
+            }
+            (checked, _) => checked.map(|()| (plan, usual)),
         }
     }
 

@@ -34,6 +34,13 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     /// Why it cannot be done.
     fn plan(&self, call: &Call) -> Result<Plan, Reason>;
+    /// See [`Comm::told`]: what a backend without figures says.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    fn told(&self, call: &Call) -> Result<String, Reason> {
+        self.plan(call).map(|plan| plan.to_string())
+    }
     /// The fault that stopped the communicator, if one did.
     fn fault(&self) -> Option<FaultRecord>;
     /// Ends every wait of every rank with [`FaultKind::Aborted`].
@@ -281,6 +288,15 @@ impl Comm {
     /// Why it cannot be done.
     pub fn explain(&self, call: &Call) -> Result<Plan, Reason> {
         self.0.backend.plan(call)
+    }
+
+    /// What would be done for `call` and why, in one line for people: mode, algorithm or transport, its launch, the figure that decided, and
+    /// where that is from, or that nobody has measured it.
+    ///
+    /// # Errors
+    /// Why it cannot be done, as [`explain`](Self::explain).
+    pub fn told(&self, call: &Call) -> Result<String, Reason> {
+        self.0.backend.told(call)
     }
 
     /// What was done so far.

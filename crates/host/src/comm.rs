@@ -145,6 +145,9 @@ impl Communicator for HostComm {
     fn plan(&self, call: &Call) -> Result<Plan, Reason> {
         self.core.plan(call)
     }
+    fn told(&self, call: &Call) -> Result<String, Reason> {
+        self.core.told(call)
+    }
     fn fault(&self) -> Option<FaultRecord> {
         self.core.control.fault()
     }

@@ -16,7 +16,7 @@ use brigade_device::{
 use brigade_group::Control;
 use brigade_plan::{
     Table, Topology,
-    absent::{check, plan_without},
+    absent::{check, plan_without, told_without},
     reason,
 };
 use brigade_sync::{Area, Deadline, Exchanges, Flag, Half, Rotation, Uses, post};
@@ -175,6 +175,10 @@ impl Core {
 
     pub(crate) fn plan(&self, call: &Call) -> Result<Plan, Reason> {
         plan_without(self.control.absent(), call, &self.topology, &self.table)
+    }
+
+    pub(crate) fn told(&self, call: &Call) -> Result<String, Reason> {
+        told_without(self.control.absent(), call, &self.topology, &self.table)
     }
 
     /// Whether a graph that was captured without these ranks can be launched.

@@ -1,7 +1,8 @@
 //! Plans of a group that goes on without some of its ranks.
 
-use crate::{Table, Topology, plan, reason};
+use crate::{Table, Topology, plan, reason, told};
 use brigade_device::{Absent, Call, CombineCall, DispatchCall, Plan, Reason, Transport};
+use std::borrow::Cow;
 
 /// As [`plan`], in a group where these ranks are absent: calls with experts, which then go one-sided or by low latency, and those in
 /// which ranks just meet.
@@ -14,34 +15,52 @@ pub fn plan_without(
     topology: &Topology,
     table: &Table,
 ) -> Result<Plan, Reason> {
+    let call = without(absent, call)?;
+    plan(&call, topology, table)
+}
+
+/// As [`told`], of such a group.
+///
+/// # Errors
+/// As [`plan_without`].
+pub fn told_without(
+    absent: Absent,
+    call: &Call,
+    topology: &Topology,
+    table: &Table,
+) -> Result<String, Reason> {
+    let call = without(absent, call)?;
+    let told = told(&call, topology, table)?;
+    Ok(match absent.is_empty() {
+        true => told,
+        false => format!("{told}; without ranks {absent}"),
+    })
+}
+
+/// What is made of a call where ranks are absent.
+fn without(absent: Absent, call: &Call) -> Result<Cow<'_, Call>, Reason> {
     if absent.is_empty() {
-        return plan(call, topology, table);
+        return Ok(Cow::Borrowed(call));
     }
     check(absent, call)?;
     if matches!(call, Call::Dispatch(c) if c.gathered) {
         return Err(reason::absent_ids(absent));
     }
-    let one_sided = |choice: Option<Transport>, by: &dyn Fn(Option<Transport>) -> Call| match choice
-    {
-        None | Some(Transport::OneSided) => Ok(by(Some(Transport::OneSided))),
+    let one_sided = |choice: Option<Transport>| match choice {
+        None | Some(Transport::OneSided) => Ok(Some(Transport::OneSided)),
         Some(other) => Err(reason::absent_by(other, absent)),
     };
-    let call = match call {
-        Call::Dispatch(c) => one_sided(c.choice, &|choice| {
-            Call::Dispatch(DispatchCall {
-                choice,
-                ..c.clone()
-            })
-        })?,
-        Call::Combine(c) => one_sided(c.choice, &|choice| {
-            Call::Combine(CombineCall {
-                choice,
-                ..c.clone()
-            })
-        })?,
-        other => other.clone(),
-    };
-    plan(&call, topology, table)
+    Ok(match call {
+        Call::Dispatch(c) => Cow::Owned(Call::Dispatch(DispatchCall {
+            choice: one_sided(c.choice)?,
+            ..c.clone()
+        })),
+        Call::Combine(c) => Cow::Owned(Call::Combine(CombineCall {
+            choice: one_sided(c.choice)?,
+            ..c.clone()
+        })),
+        other => Cow::Borrowed(other),
+    })
 }
 
 /// Whether a call can be made without these ranks.
