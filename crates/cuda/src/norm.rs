@@ -16,9 +16,14 @@ use brigade_device::{
     Reason, ReduceOp, Result, Turn, View,
 };
 use brigade_kernels::{
-    AllReduceNormParams as Parameters, NORM_COLUMNS, NORM_FP8, NORM_INT8, NORM_PLAIN, NORM_THREADS,
+    ALL_REDUCE_THREADS, AllReduceNormParams as Parameters, NORM_COLUMNS, NORM_FP8, NORM_INT8,
+    NORM_PLAIN, NORM_THREADS,
 };
-use brigade_plan::{moved, pushed::RowShares};
+use brigade_plan::{
+    moved,
+    norm::{self, Blocks, Room},
+    pushed::RowShares,
+};
 use brigade_sync::BUFFERS;
 use std::sync::Arc;
 
@@ -28,8 +33,10 @@ const RANKS: [usize; 2] = [4, 8];
 /// Types of rows.
 pub(crate) const TYPES: [DataType; 3] = [DataType::F32, DataType::F16, DataType::BF16];
 
-/// Granules that are pushed by a block, where there are blocks enough.
-const PUSHING: usize = 128;
+// Kernels and plans agree on what a launch is made of.
+const _: () = assert!(norm::MOST_THREADS == NORM_THREADS);
+const _: () = assert!(norm::PLACE_THREADS == ALL_REDUCE_THREADS);
+const _: () = assert!(norm::MOST_RANKS_IN_CLUSTERS == RANKS[0]);
 
 /// Kernels of one algorithm: by type, and by ranks.
 type ByTypes = [[Kernel<Parameters>; RANKS.len()]; TYPES.len()];
@@ -313,66 +320,34 @@ impl Job<'_> {
             parameters.poisoned_bytes[i] = out.bytes() as u64;
             parameters.poison[i] = types::poison_pattern(out.dtype());
         }
-        let shape = self.norm_shape(pushed, &cut, (size, wide));
+        let room = self.norm_room(algorithm.is_some(), dtype, wide);
+        let blocks = Blocks::new(pushed, &cut, size, &room);
+        let shape = Launch {
+            programmatic: blocks.programmatic,
+            cluster: blocks.cluster,
+            ..Launch::grid(blocks.blocks, blocks.threads)
+        };
         // SAFETY: all arguments lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 
-    /// A block for each row, with a thread for each granule of it; where there are many rows, twice as many blocks with a thread for
-    /// two, and where there are few, a cluster of small blocks for each, as all threads of a multiprocessor take turns. Beside few
-    /// rows there are blocks that push and nothing else. All within the places that this rank has for blocks that wait, and half
-    /// of them where that is enough, so that the next kernel finds its places too.
-    fn norm_shape(
-        &self,
-        algorithm: AllReduceAlgorithm,
-        cut: &RowShares,
-        (size, wide): (usize, bool),
-    ) -> Launch {
+    /// What this rank has for a kernel: within the figures of kernels that push, if it pushes.
+    fn norm_room(&self, pushes: bool, dtype: DataType, wide: bool) -> Room {
         let core = self.core;
         let sms = u32::from(core.device.info().sms);
-        let budget = core.config.sm_budget.map_or(sms, u32::from).max(1);
-        let places = |threads: u32| match size {
-            // Nobody to wait for.
-            1 => sms,
-            _ if core.memory.desk.is_some() => 1,
-            _ => core.exchanging.blocks() * core.in_a_place(threads),
+        let budget = core.config.sm_budget.map_or(sms, u32::from);
+        let most = match pushes {
+            true => budget.min(core.table.all_reduce.of(dtype).max_blocks.into()),
+            false => budget,
         };
-        let fit = |threads: u32| places(threads).min(budget).max(1);
-        let threads = |granules: u32| granules.next_multiple_of(32).clamp(32, NORM_THREADS);
-        let granules = cut.row_granules as u32;
-        // In two shots every rank has a share as large as the largest.
-        let rows = match algorithm {
-            AllReduceAlgorithm::TwoShotPush => (cut.share * size) as u32,
-            _ => cut.rows as u32,
-        };
-        // What the kernel does in one turn alone is what it has clusters for.
-        let short = wide && (2..=RANKS[0]).contains(&size) && core.memory.desk.is_none();
-        let cluster = [8, 4].into_iter().find(|blocks| {
-            let fits = rows.max(1).saturating_mul(*blocks) <= fit(threads(granules / blocks));
-            let much = (64 * blocks..=NORM_THREADS).contains(&granules);
-            short && core.overtakes && much && fits
-        });
-        let whole = threads(granules);
-        let (cluster, threads) = match cluster {
-            Some(blocks) => (blocks, threads(granules.div_ceil(blocks))),
-            None if 2 * rows <= fit(whole) => (1, whole),
-            None => (1, threads(granules.div_ceil(2))),
-        };
-        let pushing = match size {
-            1 => 0,
-            _ => u32::try_from(cut.granules().div_ceil(PUSHING)).unwrap_or(u32::MAX),
-        };
-        let fit = fit(threads);
-        let most = if cluster == 1 && 2 * rows <= fit {
-            fit / 2
-        } else {
-            fit
-        };
-        let blocks = (rows * cluster).max(pushing).clamp(1, most.max(1));
-        Launch {
-            programmatic: size > 1 && core.overtakes && 2 * blocks <= places(threads),
-            cluster,
-            ..Launch::grid((blocks / cluster).max(1) * cluster, threads)
+        Room {
+            sms,
+            most: most.max(1),
+            places: core.exchanging.blocks(),
+            shared: core.shares(),
+            overtakes: core.overtakes,
+            wide,
+            hooked: core.memory.desk.is_some(),
         }
     }
 }

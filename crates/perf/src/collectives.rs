@@ -16,6 +16,7 @@ use clap::Args;
 use expected::Inputs;
 pub use names::Choice;
 use names::Op;
+pub use report::sms;
 use which::Which;
 
 /// What every collective is told.

@@ -3,7 +3,7 @@
 
 use crate::{
     Common,
-    collectives::Choice,
+    collectives::{self, Choice},
     data, meta,
     ranks::{PATIENCE, Rank, Ranks},
     sample::{Times, Variant, measure},
@@ -372,8 +372,8 @@ pub fn run(options: &Norms, ranks: &Ranks) -> Result<String> {
     let rows: Vec<_> = measured.iter().map(|m| m.json(options)).collect();
     options.common.write(&meta, &rows)?;
     let heading = format!(
-        "{:>6} {:>6} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9}  plan\n",
-        "form", "rows", "hidden", "us", "p99 us", "apart us", "sum us", "nccl us"
+        "{:>6} {:>6} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9} {:>4}  plan\n",
+        "form", "rows", "hidden", "us", "p99 us", "apart us", "sum us", "nccl us", "sms"
     );
     let lines = measured.iter().map(|m| m.line(options.hidden));
     Ok(heading + &lines.collect::<String>())
@@ -385,8 +385,9 @@ impl Measured {
             Some(nccl) => format!("{:.2}", nccl.median),
             None => "-".into(),
         };
+        let sms = collectives::sms(&self.plan).map_or_else(|| "-".into(), |n| n.to_string());
         format!(
-            "{:>6} {:>6} {hidden:>6} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {nccl:>9}  {}\n",
+            "{:>6} {:>6} {hidden:>6} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {nccl:>9} {sms:>4}  {}\n",
             self.form.name(),
             self.rows,
             self.ours.median,
@@ -404,6 +405,7 @@ impl Measured {
             "rows": self.rows, "hidden": options.hidden, "form": self.form.name(), "dtype": "bf16",
             "bytes": self.rows * options.hidden * 2, "graph": options.common.graph,
             "choice": options.algorithm.name, "plan": self.plan.to_string(),
+            "sms": collectives::sms(&self.plan), "sm_budget": options.sm_budget,
             "us": hundredths(self.ours.median), "us_p99": hundredths(self.ours.p99),
             "all_reduce_then_norm_us": hundredths(self.then_norm.median),
             "all_reduce_us": hundredths(self.all_reduce.median),
@@ -423,6 +425,7 @@ impl Measured {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use brigade::{AllReduceAlgorithm, Launch, SumOrder};
     use clap::Parser;
 
     #[derive(Parser)]
@@ -442,6 +445,39 @@ mod tests {
         assert_eq!((told.rows, told.common.serial), (vec![3, 5], true));
         assert_eq!(told.form, [Form::Plain, Form::Int8, Form::Fp8]);
         assert!(read("all-reduce-norm --form int4").is_err());
+    }
+
+    /// What the plan launches for a row of 8192 columns, and nothing where sums are pulled.
+    #[test]
+    fn rows_of_a_file_say_how_many_blocks_were_planned() {
+        let line = "all-reduce-norm --rows 1 --sm-budget 24";
+        let options = Line::try_parse_from(line.split(' ')).unwrap().norms;
+        let row = |algorithm, blocks| {
+            let times = || Times::new("ours", vec![1.0, 2.0, 4.0]);
+            Measured {
+                form: Form::Int8,
+                rows: 1,
+                plan: Plan::AllReduce {
+                    algorithm,
+                    order: SumOrder::Flat,
+                    piece_elements: 8192,
+                    launch: Launch {
+                        blocks,
+                        threads: 128,
+                    },
+                },
+                ours: times(),
+                then_norm: times(),
+                all_reduce: times(),
+                nccl: None,
+            }
+        };
+        let pushed = row(AllReduceAlgorithm::OneShotPush, 8);
+        assert_eq!(pushed.json(&options)["sms"], 8);
+        assert_eq!(pushed.json(&options)["sm_budget"], 24);
+        assert!(pushed.line(8192).contains("    8  OneShotPush"));
+        let pulled = row(AllReduceAlgorithm::TwoShot, 0);
+        assert!(pulled.json(&options)["sms"].is_null());
     }
 
     #[test]

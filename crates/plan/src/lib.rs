@@ -13,6 +13,7 @@
 //! - [`gathered`]: where the rows of all ranks lie.
 //! - [`routes`]: which rows go to which experts; [`dispatch`] and [`combine`]: where they lie on the way, and [`records`] if they are
 //!   pushed.
+//! - [`norm`]: how a sum with a norm is launched.
 //! - [`pushed`]: how sums, copies and shares are cut where they are pushed.
 //! - [`reason`]: the code of every reason why a plan is not another.
 //! - [`experts`]: what calls with experts need and do, in bytes and in words.
@@ -40,7 +41,7 @@ mod linear_reduce_scatter;
 pub mod logfmt;
 pub mod low_latency;
 pub mod moved;
-mod norm;
+pub mod norm;
 mod overlap;
 pub mod pushed;
 pub mod reason;

@@ -1,8 +1,8 @@
-//! All-reduce with a norm: as an all-reduce of one type, but rows stay whole.
+//! All-reduce with a norm: as an all-reduce of one type, but rows stay whole, and the launch goes by them.
 
 use crate::{
     Table, Topology, all_reduce,
-    pushed::{self, RowShares},
+    pushed::{self, GRANULE_BYTES, RowShares},
     reason, scratch,
 };
 use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Plan, Reason, SumOrder};
@@ -45,22 +45,148 @@ pub(crate) fn plan(
         launch: match algorithm {
             A::OneShotPush | A::TwoShotPush => {
                 let cut = RowShares::new(algorithm, (rows.min(most), hidden), dtype, size);
-                launch(&cut, figures.max_blocks, topology.config.sm_budget)
+                let room = Room::planned(topology, figures.max_blocks, (hidden, dtype));
+                Blocks::new(algorithm, &cut, size, &room).launch()
             }
             _ => Launch::default(),
         },
     })
 }
 
-/// A block for each row, with a thread for each granule, as far as there are so many. A GPU that finds more places may add blocks that push
-/// alone, or blocks with half of the threads where rows are many: results do not depend on it.
-fn launch(cut: &RowShares, max_blocks: u16, sm_budget: Option<u16>) -> Launch {
-    let most = usize::from(max_blocks.min(sm_budget.unwrap_or(u16::MAX)).max(1));
-    let threads = [128, 256, 512, 1024]
-        .into_iter()
-        .find(|threads| cut.row_granules <= *threads);
-    Launch {
-        blocks: cut.rows.clamp(1, most) as u16,
-        threads: threads.unwrap_or(1024) as u16,
+/// Most threads of a block of the kernel.
+pub const MOST_THREADS: u32 = 1024;
+
+/// Ranks up to which a group can have clusters.
+pub const MOST_RANKS_IN_CLUSTERS: usize = 4;
+
+/// Threads of the blocks that places are reserved for.
+pub const PLACE_THREADS: u32 = 512;
+
+/// Granules that are pushed by a block, where there are blocks enough.
+const PUSHING: usize = 128;
+
+/// What a rank's GPU has for the kernel. Plans take what all ranks know of; a rank launches by what it finds, which is the same where its
+/// GPU is as large as those of the [figures](crate::tuned), nobody else has a part of it, and memory is aligned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Multiprocessors.
+    pub sms: u32,
+    /// Those that the call may use: of a budget, and as many blocks as figures say.
+    pub most: u32,
+    /// Places of blocks that may wait.
+    pub places: u32,
+    /// Whether a place has one block, however small: where ranks share a GPU.
+    pub shared: bool,
+    /// Whether blocks may form clusters, and launches begin while the one before them ends.
+    pub overtakes: bool,
+    /// Whether all rows can be taken in whole granules.
+    pub wide: bool,
+    /// Whether a hook is asked, which one block does.
+    pub hooked: bool,
+}
+
+impl Room {
+    /// As far as all ranks know it.
+    fn planned(topology: &Topology, max_blocks: u16, (hidden, dtype): (usize, DataType)) -> Self {
+        let all = u32::from(max_blocks.max(1));
+        let budget = topology.config.sm_budget.map_or(all, u32::from);
+        Self {
+            sms: all,
+            most: budget.clamp(1, all),
+            places: all,
+            shared: false,
+            // GPUs that have tiles have clusters.
+            overtakes: topology.engines.tiles,
+            wide: hidden
+                .saturating_mul(dtype.bytes())
+                .is_multiple_of(GRANULE_BYTES),
+            hooked: false,
+        }
+    }
+
+    /// Blocks of so many threads that find a place in a group of `size`.
+    fn places(&self, threads: u32, size: usize) -> u32 {
+        match size {
+            // Nobody to wait for.
+            1 => self.sms,
+            _ if self.hooked => 1,
+            _ if self.shared => self.places,
+            _ => self.places * (PLACE_THREADS / threads),
+        }
+    }
+}
+
+/// A launch of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Blocks {
+    /// How many.
+    pub blocks: u32,
+    /// Threads of each.
+    pub threads: u32,
+    /// Blocks of a cluster, by which `blocks` can be divided.
+    pub cluster: u32,
+    /// Whether it may begin while the launch before it ends, as there are places for both.
+    pub programmatic: bool,
+}
+
+impl Blocks {
+    /// Of a call by pushing, or of a rank alone, whose rows are cut so.
+    ///
+    /// A block for each row, with a thread for each granule of it; where there are many rows, twice as many blocks with a thread for
+    /// two, and where there are few, a cluster of small blocks for each, as all threads of a multiprocessor take turns. Beside few
+    /// rows there are blocks that push and nothing else. All within the places that a rank has for blocks that wait, and half
+    /// of them where that is enough, so that the next kernel finds its places too.
+    pub fn new(algorithm: A, cut: &RowShares, size: usize, room: &Room) -> Self {
+        let fit = |threads: u32| room.places(threads, size).min(room.most).max(1);
+        let threads = |granules: u32| granules.next_multiple_of(32).clamp(32, MOST_THREADS);
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        // More than any kernel takes is refused, but can be asked about.
+        let granules = count(cut.row_granules).min(1 << 30);
+        // In two shots every rank has a share as large as the largest.
+        let rows = match algorithm {
+            A::TwoShotPush => count(cut.share.saturating_mul(size)),
+            _ => count(cut.rows),
+        };
+        let twice = rows.saturating_mul(2);
+        // What the kernel does in one turn alone is what it has clusters for.
+        let short = room.wide && (2..=MOST_RANKS_IN_CLUSTERS).contains(&size) && !room.hooked;
+        let cluster = [8, 4].into_iter().find(|blocks| {
+            let fits = rows.max(1).saturating_mul(*blocks) <= fit(threads(granules / blocks));
+            let much = (64 * blocks..=MOST_THREADS).contains(&granules);
+            short && room.overtakes && much && fits
+        });
+        let whole = threads(granules);
+        let (cluster, threads) = match cluster {
+            Some(blocks) => (blocks, threads(granules.div_ceil(blocks))),
+            None if twice <= fit(whole) => (1, whole),
+            None => (1, threads(granules.div_ceil(2))),
+        };
+        let pushing = match size {
+            1 => 0,
+            _ => count(cut.granules().div_ceil(PUSHING)),
+        };
+        let fit = fit(threads);
+        let most = if cluster == 1 && twice <= fit {
+            fit / 2
+        } else {
+            fit
+        };
+        let wanted = rows.saturating_mul(cluster).max(pushing);
+        let blocks = wanted.clamp(1, most.max(1));
+        Self {
+            blocks: (blocks / cluster).max(1) * cluster,
+            threads,
+            cluster,
+            programmatic: size > 1 && room.overtakes && 2 * blocks <= room.places(threads, size),
+        }
+    }
+
+    /// As plans have it.
+    fn launch(self) -> Launch {
+        let narrow = |n: u32| u16::try_from(n).unwrap_or(u16::MAX);
+        Launch {
+            blocks: narrow(self.blocks),
+            threads: narrow(self.threads),
+        }
     }
 }

@@ -48,6 +48,20 @@ fn rows<'a>(
     })
 }
 
+/// Blocks that a plan launches, where it says so; no more multiprocessors than that have a part in it.
+pub fn sms(plan: &Plan) -> Option<u16> {
+    match plan {
+        Plan::AllReduce {
+            launch: Launch { blocks, .. },
+            ..
+        } if *blocks > 0 => Some(*blocks),
+        Plan::Copy { pushed, .. } | Plan::ReduceScatter { pushed, .. } => {
+            pushed.map(|launch| launch.blocks)
+        }
+        _ => None,
+    }
+}
+
 /// A cell of the table; a dash for what was not measured.
 fn cell(x: Option<f64>, decimals: usize) -> String {
     x.map_or_else(|| format!("{:>9}", "-"), |x| format!("{x:>9.decimals$}"))
@@ -92,18 +106,8 @@ impl Row<'_> {
         }
     }
 
-    /// Blocks that the plan launches, where it says so; no more multiprocessors than that have a part in it.
     fn sms(&self) -> Option<u16> {
-        match &self.ours.plan {
-            Ok(Plan::AllReduce {
-                launch: Launch { blocks, .. },
-                ..
-            }) if *blocks > 0 => Some(*blocks),
-            Ok(Plan::Copy { pushed, .. } | Plan::ReduceScatter { pushed, .. }) => {
-                pushed.map(|launch| launch.blocks)
-            }
-            _ => None,
-        }
+        self.ours.plan.as_ref().ok().and_then(sms)
     }
 
     fn plan(&self) -> String {
