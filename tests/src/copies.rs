@@ -7,8 +7,15 @@ use crate::{
     gather_linear::config,
     ops,
     suite::{Suite, World},
+    traffic::{assert_moved, is_pushed},
 };
-use brigade_device::{AllGatherParams, AllToAllParams, BroadcastParams, DataType, FaultKind, Plan};
+use brigade_device::{
+    AllGatherParams, AllToAllParams, BroadcastParams, Call, CommConfig, DataType, FaultKind, Plan,
+};
+use brigade_plan::{
+    moved,
+    pushed::{GRANULE_BYTES, Packets},
+};
 use rand::{Rng, RngCore, rngs::StdRng};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -171,6 +178,51 @@ fn broadcast(world: &World) {
     });
 }
 
+/// About as many packets as peers pass on from, where the device pushes so many at once: fewer, as many, and a last one that is not whole.
+/// Each rank moves what its schedule says, so the device does what the plan does.
+fn as_much_as_is_passed_on(world: &World) {
+    const FROM: usize = Packets::RELAYED * Packets::GRANULES * GRANULE_BYTES;
+    const PACKET: usize = FROM / Packets::RELAYED;
+    let mut rng = world.rng();
+    let pool = noise(&mut rng, 2 * FROM);
+    let mut cases = vec![];
+    for root in 0..world.size {
+        let ragged = FROM + rng.random_range(1..40 * PACKET);
+        for bytes in [FROM - PACKET, FROM - PACKET + 1, FROM, ragged] {
+            let start = rng.random_range(0..pool.len() - bytes);
+            cases.push(Broadcast {
+                root,
+                dtype: DataType::U8,
+                bytes: pool[start..][..bytes].to_vec(),
+            });
+        }
+    }
+    let config = CommConfig {
+        all_reduce_bytes: 2 << 20,
+        ..config()
+    };
+    world.run(&config, move |rank| {
+        for case in &cases {
+            let (me, size, root) = (rank.rank, rank.size, case.root);
+            let bytes = case.bytes.len();
+            let packets = Packets::broadcast(bytes, size);
+            assert_eq!(packets.are_relayed(size), bytes > FROM - PACKET);
+            let call = Call::Broadcast {
+                elements: bytes,
+                dtype: case.dtype,
+                root,
+            };
+            let moved = match (is_pushed(rank, &call), packets.are_relayed(size)) {
+                (true, true) => moved::relayed_broadcast(me, root, size, packets),
+                (true, false) => moved::push_broadcast(me, root, size, bytes),
+                (false, _) => moved::broadcast(me, root, bytes),
+            };
+            let what = format!("{bytes} bytes from {root}");
+            assert_moved(rank, moved, &what, || case.run(rank));
+        }
+    });
+}
+
 /// Rows from every rank to every rank, of any type.
 pub struct Exchange {
     /// Rows from (first index) to (second index).
@@ -317,6 +369,7 @@ fn barrier(world: &World) {
 pub fn add(suite: &mut Suite) {
     suite.add("all_gather/ragged", all_gather);
     suite.add("broadcast/every_root", broadcast);
+    suite.add_from(3, "broadcast/passed_on", as_much_as_is_passed_on);
     suite.add("all_to_all/uneven", all_to_all);
     suite.add_from(2, "all_to_all/disagreeing_pair", disagreeing_pair);
     suite.add("barrier/nobody_leaves_early", barrier);

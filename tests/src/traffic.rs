@@ -34,8 +34,9 @@ fn measure(rank: &Rank, work: impl FnOnce()) -> (u64, u64) {
     )
 }
 
+/// Makes a call that moves so many bytes of this rank's.
 #[track_caller]
-fn assert_moved(rank: &Rank, want: u64, what: &str, work: impl FnOnce()) {
+pub fn assert_moved(rank: &Rank, want: u64, what: &str, work: impl FnOnce()) {
     let (got, calls) = measure(rank, work);
     assert_eq!(
         got, want,
@@ -46,7 +47,7 @@ fn assert_moved(rank: &Rank, want: u64, what: &str, work: impl FnOnce()) {
 }
 
 /// Whether a copy or a reduce-scatter is pushed at once.
-fn is_pushed(rank: &Rank, call: &Call) -> bool {
+pub fn is_pushed(rank: &Rank, call: &Call) -> bool {
     match rank.comm().explain(call) {
         Ok(Plan::Copy { pushed, .. } | Plan::ReduceScatter { pushed, .. }) => pushed.is_some(),
         other => panic!("{other:?}"),

@@ -5,7 +5,7 @@ use crate::{
     in_turn::{self, BY_TURNS, REPLAYED},
     loomed::Orders,
     low_latency::{self, AHEAD, BOTH, ONE},
-    packet, reset,
+    packet, relay, reset,
     ring::{self, Mode},
     roll, sentinel,
     shared::*,
@@ -20,6 +20,7 @@ pub fn claims() -> Vec<Row> {
     const I: in_turn::Without = in_turn::Without::Nothing;
     const P: packet::Without = packet::Without::Nothing;
     const S: sentinel::Without = sentinel::Without::Nothing;
+    const RELAY: relay::Without = relay::Without::Nothing;
     const A: abort::Without = abort::Without::Nothing;
     const G: reset::Without = reset::Without::Nothing;
     const ROLL: roll::Without = roll::Without::Nothing;
@@ -29,6 +30,7 @@ pub fn claims() -> Vec<Row> {
     let low_latency = "low latency";
     let in_turn = "in turn";
     let (sentinel, two_shots, copies) = ("sentinel", "two shots", "copies");
+    let relay = "relay";
     let (abort, reset, roll, waits) = ("abort", "reset", "roll", "waits");
     vec![
         holds(
@@ -311,6 +313,26 @@ pub fn claims() -> Vec<Row> {
             copies,
             "memory order of 2 ranks",
             executions(Orders::RIGHT, 2, || sentinel::in_turn(2, &[1; 4], S)),
+        ),
+        holds(
+            relay,
+            "3 ranks, every root, the sentinel itself, every buffer used again",
+            states(|| relay::scenario(3, &RELAYS[..deep(4, 5)], RELAY)),
+        ),
+        holds(
+            relay,
+            "3 ranks, one root again and again",
+            states(|| relay::scenario(3, &[(0, 1); 5][..deep(4, 5)], RELAY)),
+        ),
+        holds(
+            relay,
+            "4 ranks, one use",
+            states(|| relay::scenario(4, &[(1, 1)], RELAY)),
+        ),
+        holds(
+            relay,
+            "one of 3 ranks dies at any point, the others end with one record",
+            states(|| relay::scenario(3, &RELAYS[1..2], RELAY).with_death(2)),
         ),
         holds(
             abort,

@@ -4,7 +4,7 @@ use crate::{
     abort, barrier, bell, fifo, in_turn,
     loomed::Orders,
     low_latency::{self, AHEAD, ONE},
-    packet, reset,
+    packet, relay, reset,
     ring::{self, Mode},
     roll, sentinel,
     shared::*,
@@ -357,6 +357,27 @@ fn copies() -> Vec<Row> {
     rows
 }
 
+fn relay() -> Vec<Row> {
+    use relay::Without::*;
+    let by = |without| states(move || relay::scenario(3, &RELAYS[..4], without));
+    let row = |what, mutation, by| Row::without("relay", what, mutation, by);
+    vec![
+        row("what was read is cleared", "it is not", by(Clear)),
+        row(
+            "a use ends behind the arrivals of all",
+            "behind what it brings",
+            states(|| relay::scenario(3, &[(0, 1); 4], Arrivals)),
+        ),
+        row(
+            "what is passed on goes as it came",
+            "the sentinel as itself",
+            by(AsItCame),
+        ),
+        row("all others get it", "all but one", by(LastPeer)),
+        row("the root does not get it back", "it does", by(NotTheRoot)),
+    ]
+}
+
 fn abort() -> Vec<Row> {
     use abort::Without::*;
     let by = |without| states(move || abort::scenario(2, None, without));
@@ -481,6 +502,7 @@ pub fn guards() -> Vec<Row> {
         sentinel,
         two_shots,
         copies,
+        relay,
         abort,
         reset,
         roll,

@@ -16,6 +16,7 @@ mod in_turn;
 mod loomed;
 mod low_latency;
 mod packet;
+mod relay;
 mod replay;
 mod reset;
 mod ring;

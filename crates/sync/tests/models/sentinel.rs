@@ -77,7 +77,7 @@ impl Memory for Bent<'_> {
 }
 
 /// What a use pushes: its lanes, and in use 0 the sentinel among them, where there are enough.
-fn lanes(n: u32, from: usize, len: usize) -> Vec<u8> {
+pub fn lanes(n: u32, from: usize, len: usize) -> Vec<u8> {
     let mut lanes = vec![value(n, from) as u32; len];
     if n == 0 && len > 2 {
         lanes[len - 2] = Sentinel::EMPTY;
@@ -85,7 +85,8 @@ fn lanes(n: u32, from: usize, len: usize) -> Vec<u8> {
     lanes.into_iter().flat_map(u32::to_ne_bytes).collect()
 }
 
-fn compare(rank: usize, got: &[u8], want: &[u8], nan: u32) -> Result<(), Fault> {
+/// Compares lanes, of which those that are the sentinel are to be `nan`.
+pub fn compare(rank: usize, got: &[u8], want: &[u8], nan: u32) -> Result<(), Fault> {
     let lane = |bytes: &[u8]| u32::from_ne_bytes(bytes.try_into().unwrap());
     got.chunks(LANE_BYTES)
         .zip(want.chunks(LANE_BYTES))

@@ -110,6 +110,10 @@ pub const LENGTHS: [usize; 6] = [4, 1, 0, 1, 4, 1];
 /// The same for exchanges in two shots: shares of both ranks, of the first alone, of none.
 pub const SHARES: [usize; 5] = [8, 1, 0, 8, 1];
 
+/// Copies that are passed on: by each root, the first of them with the sentinel among its lanes; and a buffer used again by whoever was not
+/// its root.
+pub const RELAYS: [(usize, usize); 5] = [(0, 3), (1, 1), (2, 1), (1, 1), (0, 1)];
+
 /// The bell, over all weakly ordered executions.
 pub fn resting(waiters: usize, without: bell::Without) -> By {
     (ORDER, Box::new(move || bell::explore(waiters, without)))
