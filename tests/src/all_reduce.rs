@@ -17,7 +17,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    AllReduceAlgorithm, AllReduceParams, Buffer, Call, DataType, Plan, ReduceOp, Result, SumOrder,
+    AllReduceAlgorithm, AllReduceParams, Buffer, Call, CommConfig, DataType, Plan, ReduceOp,
+    Result, SumOrder,
 };
 use brigade_plan::{Engines, reason};
 use rand::{Rng, rngs::StdRng};
@@ -66,6 +67,44 @@ pub enum Place {
     Widened,
 }
 
+/// Some elements of a buffer, which is poisoned all over.
+#[derive(Clone)]
+pub struct Part {
+    whole: Buffer,
+    /// Those elements.
+    pub part: Buffer,
+    before: usize,
+}
+
+impl Part {
+    /// So many elements, and others before them; and some behind, if there are any before.
+    fn poisoned(rank: &Rank, dtype: DataType, len: usize, before: usize) -> Self {
+        let behind = before.min(3);
+        let whole = rank.poisoned(dtype, &[before + len + behind]);
+        let part = whole.slice(before, len).unwrap();
+        Self {
+            whole,
+            part,
+            before,
+        }
+    }
+
+    /// Nothing was written around them.
+    fn assert_alone(&self, rank: &Rank, what: &str) {
+        if self.before == 0 {
+            return;
+        }
+        let all = rank.raw(self.whole.view());
+        let start = self.before * self.whole.dtype().bytes();
+        let (before, from) = all.split_at(start);
+        let mut around = before.iter().chain(&from[self.part.bytes()..]);
+        assert!(
+            around.all(|&b| b == 0xFF),
+            "{what}: written around the view"
+        );
+    }
+}
+
 /// Inputs of all ranks, and what every rank must get.
 pub struct Case {
     /// Type of the inputs.
@@ -73,6 +112,8 @@ pub struct Case {
     /// How they are combined.
     pub op: ReduceOp,
     place: Place,
+    /// Elements before the input and before the result in their buffers.
+    before: [usize; 2],
     /// Every rank's input, as it is stored.
     inputs: Vec<Vec<u8>>,
     /// What every rank must get.
@@ -96,6 +137,7 @@ impl Case {
             dtype,
             op,
             place,
+            before: [0; 2],
             want: vec![],
             inputs,
         };
@@ -115,34 +157,45 @@ impl Case {
         Self::new(kind.0, kind.1, kind.2, inputs)
     }
 
+    /// The same of views that begin so many elements behind the beginning of their buffers.
+    pub fn amid(self, before: [usize; 2]) -> Self {
+        Self { before, ..self }
+    }
+
     /// A rank's input, as it is stored.
     pub fn input(&self, rank: usize) -> Vec<u8> {
         self.inputs[rank].clone()
     }
 
-    fn output(&self) -> DataType {
+    /// Type of the result.
+    pub fn output(&self) -> DataType {
         match self.place {
             Place::Widened => DataType::F32,
             _ => self.dtype,
         }
     }
 
-    /// Makes the call. Gives its input and its output, too.
-    fn call(
-        &self,
-        rank: &Rank,
-        choice: Option<AllReduceAlgorithm>,
-    ) -> (Result<Plan>, Buffer, Buffer) {
+    /// The input of a rank, and where its result goes, if that is not over it.
+    pub fn parts(&self, rank: &Rank) -> (Part, Option<Part>) {
         let mine = &self.inputs[rank.rank];
-        let dims = [mine.len() / self.dtype.bytes()];
-        let from = rank.upload_bytes(self.dtype, &dims, mine);
-        let beside = (self.place != Place::OverInput).then(|| rank.poisoned(self.output(), &dims));
+        let len = mine.len() / self.dtype.bytes();
+        let mut from = Part::poisoned(rank, self.dtype, len, self.before[0]);
+        let write = rank.device.write(&rank.stream, from.part.view_mut(), mine);
+        write.unwrap();
+        let beside = self.place != Place::OverInput;
+        let to = beside.then(|| Part::poisoned(rank, self.output(), len, self.before[1]));
+        (from, to)
+    }
+
+    /// Makes the call. Gives its input and its output, too.
+    fn call(&self, rank: &Rank, choice: Option<AllReduceAlgorithm>) -> (Result<Plan>, Part, Part) {
+        let (from, beside) = self.parts(rank);
         let mut out = beside.unwrap_or_else(|| from.clone());
         let lease = rank.comm().lease(&rank.stream);
         let plan = lease.and_then(|mut lease| {
             lease.all_reduce(AllReduceParams {
-                data: out.view_mut(),
-                from: (self.place != Place::OverInput).then(|| from.view()),
+                data: out.part.view_mut(),
+                from: (self.place != Place::OverInput).then(|| from.part.view()),
                 op: self.op,
                 choice,
             })
@@ -162,17 +215,18 @@ impl Case {
     /// Makes the call, and asserts its bits. Gives the algorithm that ran.
     pub fn run(&self, rank: &Rank, choice: Option<AllReduceAlgorithm>) -> AllReduceAlgorithm {
         let what = format!(
-            "{choice:?} {:?} of {} x {}, {:?}",
+            "{choice:?} {:?} of {} x {}, {:?} behind {:?}",
             self.op,
             self.inputs[0].len() / self.dtype.bytes(),
             self.dtype,
-            self.place
+            self.place,
+            self.before
         );
         let mine = self.input(rank.rank);
         let (plan, from, out) = self.call(rank, choice);
         let plan = plan.unwrap();
         let call = Call::AllReduce {
-            elements: from.shape().len(),
+            elements: from.part.shape().len(),
             dtype: self.dtype,
             output: self.output(),
             op: self.op,
@@ -181,9 +235,12 @@ impl Case {
         assert_eq!(plan, rank.comm().explain(&call).unwrap(), "{what}");
         // A fault rather than what it poisons.
         rank.settle(Ok(())).unwrap();
-        assert_bits(&rank.raw(out.view()), &self.want, self.output(), &what);
+        assert_bits(&rank.raw(out.part.view()), &self.want, self.output(), &what);
         if self.place != Place::OverInput {
-            assert_bits(&rank.raw(from.view()), &mine, self.dtype, "input kept");
+            assert_bits(&rank.raw(from.part.view()), &mine, self.dtype, "input kept");
+        }
+        for part in [from, out] {
+            part.assert_alone(rank, &what);
         }
         let Plan::AllReduce {
             algorithm, order, ..
@@ -270,6 +327,32 @@ fn same_bits(world: &World) {
     });
 }
 
+/// Views that begin anywhere in their buffers, short ones and such as go in pieces, of which input and result begin elsewhere within a
+/// granule.
+fn odd_offsets(world: &World, choice: Option<AllReduceAlgorithm>) {
+    let mut rng = world.rng();
+    let mut cases = vec![];
+    for dtype in FLOATS {
+        for place in [Place::OverInput, Place::Beside, Place::Widened] {
+            for len in [1, 37, 3000] {
+                let before = [0; 2].map(|_| rng.random_range(1..9));
+                let kind = (dtype, ReduceOp::Sum, place);
+                cases.push(Case::random(&mut rng, world.size, len, kind).amid(before));
+            }
+        }
+    }
+    let small = CommConfig {
+        all_reduce_bytes: 4000,
+        scratch_bytes: 4096,
+        ..config()
+    };
+    world.run(&small, move |rank| {
+        for case in &cases {
+            case.run(rank, choice);
+        }
+    });
+}
+
 /// What cannot be reduced is refused with the field or the reason, and the communicator goes on.
 fn refusals(world: &World) {
     let engines = world.backend.engines();
@@ -309,6 +392,9 @@ pub fn add(suite: &mut Suite) {
             let trial = format!("all_reduce/{name}/{op:?}").to_lowercase();
             suite.add(&trial, move |world| lengths(world, op, choice));
         }
+        suite.add(&format!("all_reduce/{name}/odd_offsets"), move |world| {
+            odd_offsets(world, choice);
+        });
         suite.add(&format!("all_reduce/{name}/exact_integers"), move |world| {
             integers::exact(world, choice);
         });

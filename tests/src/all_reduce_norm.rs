@@ -94,12 +94,12 @@ fn in_pieces(world: &World, choice: Option<AllReduceAlgorithm>) {
 
 /// The same bits on all ranks, from all algorithms, in every repeat.
 fn same_bits(world: &World) {
-    const REPEATS: usize = 50;
+    const REPEATS: usize = 1000;
     let mut rng = world.rng();
     let choices = algorithms(world.backend.engines());
     let cases: Vec<_> = (0..9)
         .map(|i| {
-            let dims = [rng.random_range(1..20), rng.random_range(1..300)];
+            let dims = [rng.random_range(1..6), rng.random_range(1..200)];
             Case::random(&mut rng, world.size, dims, (FLOATS[i % 3], NORMED[i / 3]))
         })
         .collect();

@@ -9,15 +9,15 @@ use crate::{
     backend::Rank,
     check::{assert_bits, assert_close, assert_sum_close, expect_unsupported},
     gather_linear::{self, config},
-    layer::{LoraKind, Spec},
+    layer::{FLOATS, LoraKind, Spec},
     linear_reduce_scatter as twin,
     matrix::Matrix,
     suite::{Suite, World},
     themes::{modes, scatters},
 };
 use brigade_device::{
-    AllGatherLoraLinearParams, AllReduceAlgorithm, AllReduceParams, Buffer, Chunk, DataType,
-    LoraLinearReduceScatterParams, Output, OverlapMode, ReduceOp, Replay,
+    AllGatherLoraLinearParams, AllReduceAlgorithm, AllReduceParams, Buffer, Chunk, CommConfig,
+    DataType, LoraLinearReduceScatterParams, Output, OverlapMode, ReduceOp, Replay,
 };
 use rand::{Rng, rngs::StdRng};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -64,11 +64,12 @@ impl Captured {
     /// Runs with this input, and gives the output.
     fn replay(&mut self, rank: &Rank, input: &[u8]) -> Vec<u8> {
         let device = &rank.device;
-        device
-            .write(&rank.stream, self.input.view_mut(), input)
-            .unwrap();
+        // In place, the input is the output.
         device
             .fill(&rank.stream, self.output.view_mut(), 0xFF)
+            .unwrap();
+        device
+            .write(&rank.stream, self.input.view_mut(), input)
             .unwrap();
         let end = self.graph.launch(&rank.stream).unwrap();
         end.sync(crate::faults::AMPLE).unwrap();
@@ -187,15 +188,14 @@ struct Sum {
 impl Subject for Sum {
     fn capture(&self, rank: &Rank) -> Captured {
         let case = &self.days[0];
-        let input = case.input(rank.rank);
-        let dims = [input.len() / case.dtype.bytes()];
-        let from = rank.upload_bytes(case.dtype, &dims, &input);
-        let to = rank.poisoned(case.dtype, &dims);
-        Captured::new(rank, from, to, |from, to| {
+        let (from, beside) = case.parts(rank);
+        let in_place = beside.is_none();
+        let to = beside.unwrap_or_else(|| from.clone());
+        Captured::new(rank, from.part, to.part, |from, to| {
             rank.lease()
                 .all_reduce(AllReduceParams {
                     data: to.view_mut(),
-                    from: Some(from.view()),
+                    from: (!in_place).then(|| from.view()),
                     op: case.op,
                     choice: self.choice,
                 })
@@ -207,7 +207,7 @@ impl Subject for Sum {
     }
     fn check(&self, _rank: &Rank, day: usize, output: &[u8]) {
         let case = &self.days[day];
-        assert_bits(output, &case.want, case.dtype, "a replay");
+        assert_bits(output, &case.want, case.output(), "a replay");
     }
     fn eager(&self, rank: &Rank, day: usize) {
         self.days[day].run(rank, self.choice);
@@ -236,10 +236,18 @@ fn scatter(rng: &mut StdRng, size: usize, choice: Option<OverlapMode>) -> Box<dy
     Box::new(Scatter { days, choice })
 }
 
+/// Of any type, in place or beside, aligned or not.
 fn sum(rng: &mut StdRng, size: usize, choice: Option<AllReduceAlgorithm>) -> Box<dyn Subject> {
+    use all_reduce::Place::{Beside, OverInput, Widened};
     let len = rng.random_range(1..3000);
-    let kind = (DataType::F32, ReduceOp::Sum, all_reduce::Place::Beside);
-    let days = (0..DAYS).map(|_| all_reduce::Case::random(rng, size, len, kind));
+    let dtype = FLOATS[rng.random_range(0..FLOATS.len())];
+    let place = [OverInput, Beside, Widened][rng.random_range(0..3)];
+    let before = match rng.random_ratio(1, 2) {
+        true => [0; 2],
+        false => [0; 2].map(|_| rng.random_range(1..9)),
+    };
+    let kind = (dtype, ReduceOp::Sum, place);
+    let days = (0..DAYS).map(|_| all_reduce::Case::random(rng, size, len, kind).amid(before));
     Box::new(Sum {
         days: days.collect(),
         choice,
@@ -248,10 +256,19 @@ fn sum(rng: &mut StdRng, size: usize, choice: Option<AllReduceAlgorithm>) -> Box
 
 /// A graph replayed many times with changing inputs, eager calls in between.
 fn replayed(world: &World, make: impl Fn(&mut StdRng, usize) -> Box<dyn Subject>) {
+    replayed_with(world, &config(), replays(world.size), make);
+}
+
+/// The same in a communicator with this configuration, so many times.
+fn replayed_with(
+    world: &World,
+    config: &CommConfig,
+    times: usize,
+    make: impl Fn(&mut StdRng, usize) -> Box<dyn Subject>,
+) {
     let mut rng = world.rng();
     let subject = make(&mut rng, world.size);
-    let times = replays(world.size);
-    world.run(&config(), move |rank| {
+    world.run(config, move |rank| {
         subject.eager(rank, 0);
         let mut captured = subject.capture(rank);
         for i in 0..times {
@@ -263,6 +280,17 @@ fn replayed(world: &World, make: impl Fn(&mut StdRng, usize) -> Box<dyn Subject>
             }
         }
     });
+}
+
+/// Sums that go in pieces, each of which takes the next buffer: what a replay leaves in them is what the next one finds.
+fn sums_in_pieces(world: &World, choice: Option<AllReduceAlgorithm>) {
+    let small = CommConfig {
+        all_reduce_bytes: 2000,
+        scratch_bytes: 4096,
+        ..config()
+    };
+    let times = replays(world.size) / 15;
+    replayed_with(world, &small, times, |rng, size| sum(rng, size, choice));
 }
 
 /// Graphs of all kinds in turn, in an order of this run, with eager calls in between.
@@ -418,6 +446,11 @@ pub fn add(suite: &mut Suite) {
         suite.add(&format!("capture/all_reduce/{name}"), move |world| {
             replayed(world, |rng, size| sum(rng, size, choice));
         });
+        suite.add_from(
+            2,
+            &format!("capture/all_reduce/{name}/in_pieces"),
+            move |world| sums_in_pieces(world, choice),
+        );
         suite.add_from(
             2,
             &format!("capture/stopped/all_reduce/{name}"),

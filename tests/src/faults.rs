@@ -304,31 +304,30 @@ fn mismatches(engines: Engines) -> Vec<(&'static str, Op, Op)> {
     pairs
 }
 
-/// The same for sums that are pushed before anybody knows what its peers do.
-fn mismatches_of_pushed(engines: Engines) -> Vec<(String, Op, Op)> {
-    let pairs = |(name, choice)| {
+/// The same for sums by each algorithm: those that are pushed before anybody knows what its peers do, and those that are pulled.
+fn mismatches_of_sums(engines: Engines) -> Vec<(String, Op, Op)> {
+    let pairs = |name, choice| {
         let sum = |len, dtype, op| ops::all_reduce(len, dtype, op, Some(choice));
-        let (f32, bf16) = (DataType::F32, DataType::BF16);
-        [
-            ("length", sum(65, f32, ReduceOp::Sum)),
-            ("much_more", sum(5000, f32, ReduceOp::Sum)),
-            ("dtype", sum(64, bf16, ReduceOp::Sum)),
-            ("op", sum(64, f32, ReduceOp::Max)),
-        ]
-        .map(|(what, other)| (format!("{name}_{what}"), sum(64, f32, ReduceOp::Sum), other))
-    };
-    let norms = |(name, choice)| {
         let norm = |rows| ops::all_reduce_norm(rows, 1e-5, Some(choice));
-        (format!("{name}_norm"), norm(3), norm(300))
+        let (f32, bf16) = (DataType::F32, DataType::BF16);
+        let usual = || sum(64, f32, ReduceOp::Sum);
+        let mut pairs = vec![
+            ("length", usual(), sum(65, f32, ReduceOp::Sum)),
+            ("much_more", usual(), sum(5000, f32, ReduceOp::Sum)),
+            ("dtype", usual(), sum(64, bf16, ReduceOp::Sum)),
+            ("op", usual(), sum(64, f32, ReduceOp::Max)),
+        ];
+        if engines.norms {
+            pairs.push(("norm", norm(3), norm(300)));
+        }
+        pairs
+            .into_iter()
+            .map(move |(what, op, other)| (format!("{name}_{what}"), op, other))
     };
-    let pushed_norms = all_reduce::pushing(engines)
-        .into_iter()
-        .filter(|_| engines.norms);
-    let pushing = all_reduce::pushing(engines);
-    pushing
-        .into_iter()
-        .flat_map(pairs)
-        .chain(pushed_norms.map(norms))
+    let algorithms = all_reduce::algorithms(engines).into_iter();
+    let forced = algorithms.filter_map(|(name, choice)| Some((name, choice?)));
+    forced
+        .flat_map(|(name, choice)| pairs(name, choice))
         .collect()
 }
 
@@ -376,7 +375,7 @@ pub fn add(suite: &mut Suite) {
     }
     let pairs = mismatches(engines).into_iter();
     let named = pairs.map(|(name, op, other)| (name.to_owned(), op, other));
-    let others = mismatches_of_pushed(engines).into_iter();
+    let others = mismatches_of_sums(engines).into_iter();
     let others = others.chain(linears::mismatches(engines));
     for (name, op, other) in named.chain(others) {
         suite.add_from(2, &format!("faults/mismatch/{name}"), move |world| {

@@ -63,7 +63,7 @@ fn run(case: &Case, rank: &Rank) {
         }
     );
     assert!(foreign, "{what}: {plan:?}");
-    assert_near(case, &rank.raw(out.view()), &what);
+    assert_near(case, &rank.raw(out.part.view()), &what);
 }
 
 fn assert_near(case: &Case, got: &[u8], what: &str) {
