@@ -4,8 +4,8 @@ use crate::matrix::Matrix;
 use brigade_cuda::CudaDevice;
 use brigade_device::{
     Bootstrap, Buffer, Comm, CommConfig, DataType, Device, DeviceExt, Error, ExpertLayout, Group,
-    Hierarchy, HierarchyConfig, Injector, Lease, Machines, MemoryType, Reason, Result, Routing,
-    Stream, View,
+    Hierarchy, HierarchyConfig, Injector, Lease, LowLatency, Machines, MemoryType, Reason, Result,
+    Routing, Stream, View,
 };
 use brigade_host::HostDevice;
 use brigade_plan::Engines;
@@ -210,6 +210,11 @@ impl Rank {
     /// A lease on the rank's stream.
     pub fn lease(&self) -> Lease<'_> {
         self.comm().lease(&self.stream).unwrap()
+    }
+
+    /// The slots of the communicator's low-latency exchange, which nobody may have now.
+    pub fn low_latency(&self) -> LowLatency {
+        self.comm().low_latency().unwrap()
     }
 
     /// How a call ended, on devices that work later too: waits for the stream, and asks the communicator.

@@ -88,32 +88,33 @@ pub fn both_sums(rng: &mut StdRng, size: usize) -> [RoundTrip; 2] {
 }
 
 /// Sends, and gives it up.
-pub fn try_send(rank: &Rank, exchange: &mut LowLatency, (case, back): &RoundTrip) -> Result<()> {
-    let own = Own::of(rank, case);
-    send(
-        &mut rank.lease(),
-        exchange.slots().0,
-        (&own, case),
-        back.weighted,
-    )
-    .map(drop)
+pub fn try_send(rank: &Rank, (case, back): &RoundTrip) -> Result<()> {
+    let (own, mut exchange) = (Own::of(rank, case), rank.low_latency());
+    let slot = exchange.slots().0;
+    send(&mut rank.lease(), slot, (&own, case), back.weighted).map(drop)
 }
 
 /// Two exchanges at once, there and back, in a group without these ranks.
-pub fn round_trips_without(rank: &Rank, absent: &[usize], both: &[RoundTrip; 2]) {
-    for _ in 0..2 {
-        exchanges(rank, &mut rank.lease(), [&both[0], &both[1]], absent);
-        exchanges(rank, &mut rank.lease(), [&both[1], &both[0]], absent);
+pub fn round_trips_without(rank: &Rank, absent: &[usize], both_sums: &[RoundTrip; 2]) {
+    let mut exchange = rank.low_latency();
+    for both in [[0, 1], [1, 0]].repeat(2) {
+        let both = both.map(|i| &both_sums[i]);
+        exchanges(rank, &mut rank.lease(), &mut exchange, both, absent);
     }
 }
 
 /// Two exchanges at once, there and back.
 fn round_trips(rank: &Rank, lease: &mut Lease<'_>, both: [&RoundTrip; 2]) {
-    exchanges(rank, lease, both, &[]);
+    exchanges(rank, lease, &mut rank.low_latency(), both, &[]);
 }
 
-fn exchanges(rank: &Rank, lease: &mut Lease<'_>, both: [&RoundTrip; 2], absent: &[usize]) {
-    let mut exchange = LowLatency::default();
+fn exchanges(
+    rank: &Rank,
+    lease: &mut Lease<'_>,
+    exchange: &mut LowLatency,
+    both: [&RoundTrip; 2],
+    absent: &[usize],
+) {
     let (a, b) = exchange.slots();
     let [(case_a, back_a), (case_b, back_b)] = both;
     let own = [Own::of(rank, case_a), Own::of(rank, case_b)];
@@ -288,7 +289,7 @@ fn repeats(world: &World) {
         .collect();
     world.run(&config(), move |rank| {
         let mut lease = rank.lease();
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         let (a, b) = exchange.slots();
         for ((case, back), late) in cases.iter().zip(late.chunks(TIMES)) {
             let own = Own::of(rank, case);

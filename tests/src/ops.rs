@@ -11,9 +11,9 @@ use brigade_device::{
     AllGatherParams, AllReduceAlgorithm, AllReduceNormParams, AllReduceParams, AllToAllParams,
     AllToAllRowsParams, Arrangement, BroadcastParams, Buffer, CombineParams, CombineSum, DataType,
     DispatchParams, GatheredRouting, GemmParams, Lease, Lengths, LoraLinearAllReduceParams,
-    LoraLinearParams, LowLatency, LowLatencyCombineParams, LowLatencyDispatchParams, Normed,
-    Operation, Output, OverlapMode, Placement, QScheme, ReceivedIds, ReduceOp, ReduceScatterParams,
-    Result, Route, Routing, RowPayload, Transport,
+    LoraLinearParams, LowLatencyCombineParams, LowLatencyDispatchParams, Normed, Operation, Output,
+    OverlapMode, Placement, QScheme, ReceivedIds, ReduceOp, ReduceScatterParams, Result, Route,
+    Routing, RowPayload, Transport,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -370,7 +370,7 @@ pub fn low_latency(hidden: usize) -> Op {
             let ids = rank.upload_bytes(DataType::I32, &[1, rank.size], &everybody);
             let weights = filled(rank, DataType::F32, &[1, rank.size], |_| 1.0);
             let mut d = old(rank, DataType::F32, &[1, hidden]);
-            let mut exchange = LowLatency::default();
+            let mut exchange = rank.low_latency();
             let there = lease
                 .low_latency_dispatch(
                     exchange.slots().0,

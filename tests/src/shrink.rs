@@ -279,8 +279,7 @@ fn left_out(world: &World) {
         rank.meet();
         // Meanwhile it tries to stop the group.
         calls.one_sided(rank, &[sleeper]);
-        let mut exchange = brigade_device::LowLatency::default();
-        let refusal = low_latency::try_send(rank, &mut exchange, &calls.low_latency[0]);
+        let refusal = low_latency::try_send(rank, &calls.low_latency[0]);
         refused(refusal, reason::ABSENT_ALIVE, "low latency");
         rank.meet();
         rank.meet();

@@ -4,6 +4,7 @@
 //! the event that the last lease left behind.
 
 use crate::{
+    low_latency::Lender,
     turns::{Claim, Turns},
     *,
 };
@@ -258,6 +259,8 @@ pub(crate) struct Shared {
     closed: AtomicBool,
     /// The communicator's own stream, once there is one.
     pub(crate) beside: Mutex<Option<Stream>>,
+    /// Of the low-latency exchange.
+    pub(crate) slots: Lender,
 }
 
 /// A communicator: one rank's membership in a group. Clones are the same communicator.
@@ -274,6 +277,7 @@ impl Comm {
             turns: Turns::default(),
             closed: AtomicBool::new(false),
             beside: Mutex::new(None),
+            slots: Lender::default(),
         }))
     }
 

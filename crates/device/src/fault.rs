@@ -152,7 +152,7 @@ pub enum Error {
     /// It may be right, but this device, plan or configuration does not do it.
     #[error(transparent)]
     Unsupported(#[from] Reason),
-    /// Another lease is live, or a buffer is in use.
+    /// Another lease is live, slots are lent, or a buffer is in use.
     #[error("{0} is in use by another call")]
     Busy(&'static str),
     /// The communicator stopped; `reset` makes it usable again.

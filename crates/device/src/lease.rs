@@ -176,7 +176,7 @@ impl Comm {
 /// Every method is a call that all ranks of the group must make, in the same order; a rank that does not, or that makes
 /// another call, becomes a typed error on every rank.
 pub struct Lease<'c> {
-    comm: &'c Comm,
+    pub(crate) comm: &'c Comm,
     turn: Turn,
     _claim: Claim<'c>,
 }

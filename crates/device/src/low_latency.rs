@@ -2,18 +2,24 @@
 //! and a receive, and nobody waits between them. Places are fixed, so no counts go ahead, and two slots let two exchanges overlap.
 
 use crate::{
-    Buffer, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, LowLatencyCombineParams,
+    Buffer, Comm, DataType, DispatchParams, Error, Fp8Cast, Group, Lease, LowLatencyCombineParams,
     Origin, PendingCombine, PlacementCall, Result, Routing, ScaleFormat, Shape, Statistics, View,
     ViewMut,
     params::{check_totals, float, resident},
     routing::countable,
     statistics::check_waits,
 };
+use parking_lot::Mutex;
+use std::sync::{Arc, Weak};
 
 /// One of two places for low-latency results: two can be live, and a third has no slot to borrow.
-pub struct Slot(u8);
+pub struct Slot {
+    number: u8,
+    lent: Arc<Lent>,
+}
 
-/// The two slots of a low-latency exchange. All ranks take the same slots in the same order.
+/// The two slots of a communicator's low-latency exchange, as [`Comm::low_latency`] lends them: until both are dropped, nobody else has
+/// them. All ranks take the same slots in the same order.
 pub struct LowLatency {
     slots: [Slot; 2],
 }
@@ -26,11 +32,47 @@ impl LowLatency {
     }
 }
 
-impl Default for LowLatency {
-    fn default() -> Self {
-        Self {
-            slots: [Slot(0), Slot(1)],
+/// What slots that are lent together have in common. Each has it, and not their owner alone: slots can change places with those of
+/// another communicator.
+struct Lent;
+
+/// What a communicator knows of the slots that it lends.
+#[derive(Default)]
+pub(crate) struct Lender(Mutex<Weak<Lent>>);
+
+impl Lender {
+    fn lend(&self) -> Result<LowLatency> {
+        let mut last = self.0.lock();
+        if last.strong_count() > 0 {
+            return Err(Error::Busy("the low-latency exchange"));
         }
+        let lent = Arc::new(Lent);
+        *last = Arc::downgrade(&lent);
+        Ok(LowLatency {
+            slots: [0, 1].map(|number| Slot {
+                number,
+                lent: Arc::clone(&lent),
+            }),
+        })
+    }
+
+    fn check(&self, slot: &Slot) -> Result<()> {
+        if self.0.lock().as_ptr() == Arc::as_ptr(&slot.lent) {
+            return Ok(());
+        }
+        let (got, want) = ("another communicator's", "one that this communicator lent");
+        Err(Error::invalid("slot", got, want))
+    }
+}
+
+impl Comm {
+    /// The slots of the low-latency exchange, for whoever asks first. They are good until they are dropped, through resets too; graphs
+    /// that were captured with them may be launched after that.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] while somebody has them: whoever has not received what was sent there, or has results there, would lose it.
+    pub fn low_latency(&self) -> Result<LowLatency> {
+        self.0.slots.lend()
     }
 }
 
@@ -281,14 +323,16 @@ impl Lease<'_> {
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the device has no experts, or the communicator less memory than the call needs (see
-    /// [`CommConfig::low_latency_bytes`](crate::CommConfig::low_latency_bytes)); otherwise as [`all_reduce`](Self::all_reduce).
+    /// [`CommConfig::low_latency_bytes`](crate::CommConfig::low_latency_bytes)); [`Error::Invalid`] for a slot of another communicator;
+    /// otherwise as [`all_reduce`](Self::all_reduce).
     pub fn low_latency_dispatch<'s>(
         &mut self,
         slot: &'s mut Slot,
         p: LowLatencyDispatchParams<'_>,
     ) -> Result<Pending<'s>> {
+        self.comm.0.slots.check(slot)?;
         let (experts, turn) = self.experts()?;
-        let sent = experts.low_latency_dispatch(turn, slot.0, p)?;
+        let sent = experts.low_latency_dispatch(turn, slot.number, p)?;
         Ok(Pending { slot, sent })
     }
 

@@ -255,11 +255,58 @@ fn own_chunk_proves_which_turn_filled_it() {
 }
 
 #[test]
+fn slots_are_lent_to_one_at_a_time() {
+    let (log, _, comm) = setup();
+    let (_, _, other) = setup();
+    let busy = "the low-latency exchange is in use by another call";
+    let mut exchange = comm.low_latency().unwrap();
+    assert_eq!(text(comm.low_latency()), busy);
+    assert_eq!(
+        text(comm.clone().low_latency()),
+        busy,
+        "the same communicator"
+    );
+    // A slot that changed places is still lent, and its own communicator's.
+    let mut theirs = other.low_latency().unwrap();
+    std::mem::swap(exchange.slots().0, theirs.slots().0);
+    drop(exchange);
+    assert_eq!(text(comm.low_latency()), busy);
+    assert_eq!(text(other.low_latency()), busy);
+    let (rows, ids) = (common::plain(&[1, 8]), common::plain(&[1, 2]));
+    let p = LowLatencyDispatchParams {
+        rows: rows.view(),
+        routing: Routing {
+            ids: ids.view(),
+            placement: Placement::Ranks,
+        },
+        weights: None,
+        max_tokens: 1,
+        cast: None,
+    };
+    let mut lease = comm.lease(&LogQueue::stream("a", &log)).unwrap();
+    let (ours, foreign) = theirs.slots();
+    assert_eq!(
+        text(lease.low_latency_dispatch(foreign, p)),
+        "slot: got another communicator's, wanted one that this communicator lent"
+    );
+    assert_eq!(
+        text(lease.low_latency_dispatch(ours, p)),
+        "this device has no expert-parallel dispatch; use all_to_all"
+    );
+    drop(theirs);
+    assert_eq!(text(other.low_latency()), "ok");
+    // What was lent before is nobody's, though its communicator lends slots of the same numbers again.
+    let again = comm.low_latency();
+    assert_eq!(text(comm.low_latency()), busy);
+    assert_eq!(text(again), "ok");
+}
+
+#[test]
 fn what_a_backend_does_not_have_is_a_reason() {
     let (log, _, comm) = setup();
     let on = LogQueue::stream("a", &log);
     let mut lease = comm.lease(&on).unwrap();
-    let mut exchange = LowLatency::default();
+    let mut exchange = comm.low_latency().unwrap();
     let (rows, ids) = (common::plain(&[1, 8]), common::plain(&[1, 2]));
     let p = LowLatencyDispatchParams {
         rows: rows.view(),

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{backend::Rank, experts, layer::FLOATS, low_latency::came::promised};
 use brigade_device::{
-    CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams,
+    CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatencyCombineParams,
     LowLatencyDispatchParams, Output, ScaleFormat,
 };
 use brigade_plan::Engines;
@@ -44,7 +44,7 @@ fn exchange(rank: &Rank, mut inputs: Inputs, kind: Kind) -> Vec<u8> {
     let by_rank = sum == CombineSum::ExpertByRank;
     let own = Own::new(rank, &mut inputs, dtype, Placed::Even);
     let mut lease = rank.lease();
-    let mut slots = LowLatency::default();
+    let mut slots = rank.low_latency();
     let p = LowLatencyDispatchParams {
         rows: own.rows.view(),
         routing: own.routing(Placed::Even),
@@ -84,7 +84,7 @@ fn exchange(rank: &Rank, mut inputs: Inputs, kind: Kind) -> Vec<u8> {
 fn ranges(rank: &Rank, mut inputs: Inputs) -> Vec<u8> {
     let own = Own::new(rank, &mut inputs, DataType::BF16, Placed::Even);
     let mut lease = rank.lease();
-    let mut slots = LowLatency::default();
+    let mut slots = rank.low_latency();
     let p = LowLatencyDispatchParams {
         rows: own.rows.view(),
         routing: own.routing(Placed::Even),

@@ -5,7 +5,7 @@ use super::{back::Back, by_rank, came::check, config, drawn, here, send};
 use crate::{
     backend::Rank, check::assert_close, experts::own::Own, matrix::Matrix, oracle, suite::World,
 };
-use brigade_device::{Buffer, CombineCast, DataType, GemmParams, LowLatency, Output, ScaleFormat};
+use brigade_device::{Buffer, CombineCast, DataType, GemmParams, Output, ScaleFormat};
 use rand::Rng;
 
 /// A product that every rank makes on its stream, and what it is.
@@ -67,7 +67,7 @@ pub fn apart(world: &World) {
         })
         .collect();
     world.run(&config(), move |rank| {
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         let (slot, _) = exchange.slots();
         // What is loaded first waits for others where they share a GPU.
         product.run(rank);

@@ -4,7 +4,7 @@ use super::{
     Contract, FORMATS,
     back::{Back, weights},
     came::{check, received},
-    config, drawn, round_trips, send,
+    config, drawn, exchanges, round_trips, send,
 };
 use crate::{
     backend::Rank,
@@ -17,8 +17,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Buffer, CombineCast, CombineSum, CommConfig, DataType, LowLatency, LowLatencyCombineParams,
-    Output, Result, Statistics,
+    Buffer, CombineCast, CombineSum, CommConfig, DataType, Error, LowLatencyCombineParams, Output,
+    Result, Statistics,
 };
 use rand::Rng;
 use std::time::Duration;
@@ -35,7 +35,7 @@ fn given_up(world: &World) {
         .collect();
     world.run(&config(), move |rank| {
         let mut lease = rank.lease();
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         let slot = exchange.slots().0;
         for (case, each) in &rounds {
             let (receives, late) = each[rank.rank];
@@ -58,7 +58,7 @@ fn between(world: &World) {
         .collect();
     world.run(&config(), move |rank| {
         let mut lease = rank.lease();
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         for (case, back) in &cases {
             let own = Own::of(rank, case);
             let (a, _) = exchange.slots();
@@ -105,7 +105,7 @@ fn captured_by(world: &World, sum: CombineSum) {
         let (first, back) = &cases[0];
         let mut own = Own::of(rank, first);
         let mut made = back.rows(rank, first);
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         let mut kept = None;
         let (slot, _) = exchange.slots();
         let graph = rank.device.capture(&rank.stream, &mut || {
@@ -120,6 +120,8 @@ fn captured_by(world: &World, sum: CombineSum) {
             Ok(())
         });
         let (graph, (counts, d)) = (graph.unwrap(), kept.unwrap());
+        // A graph outlives the loan of its slot.
+        drop(exchange);
         for (i, (case, _)) in cases.iter().enumerate() {
             let (new, new_made) = (Own::of(rank, case), back.rows(rank, case));
             for (to, from) in [
@@ -167,7 +169,7 @@ fn totals(world: &World) {
             &[experts],
             bytemuck::cast_slice(want.as_slice()),
         );
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         let (slot, _) = exchange.slots();
         let mut add = |case: &Case, times: i64| {
             let rows = received(case, rank.rank);
@@ -220,7 +222,7 @@ fn waits(world: &World) {
     world.run_injected(&config(), hook, move |rank| {
         let (own, back) = (Own::of(rank, &case), plain(case.dtype));
         let made = back.rows(rank, &case);
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         let (slot, _) = exchange.slots();
         let (mut gone, mut came) = (Waits::new(rank), Waits::new(rank));
         let mut round_trip = |to: [&mut Buffer; 2]| -> Result<()> {
@@ -302,7 +304,7 @@ fn refused(world: &World) {
     );
     world.run(&config(), move |rank| {
         let mut lease = rank.lease();
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         let mut with = |field: &str, change: &dyn Fn(&mut Case, &mut Own)| {
             let (mut case, mut own) = (case.clone(), Own::of(rank, &case));
             change(&mut case, &mut own);
@@ -424,7 +426,7 @@ fn refused(world: &World) {
     for config in [small, none] {
         let case = other.clone();
         world.run(&config, move |rank| {
-            let mut exchange = LowLatency::default();
+            let mut exchange = rank.low_latency();
             let (mut lease, own) = (rank.lease(), Own::of(rank, &case));
             let result = send(&mut lease, exchange.slots().0, (&own, &case), true);
             let code = expect_unsupported(result, "places that there is no memory for");
@@ -438,12 +440,11 @@ fn reset(world: &World) {
     let mut rng = world.rng();
     let cases = [(); 2].map(|()| drawn(&mut rng, world.size, (6, 16, 2, 5)));
     world.run(&config(), move |rank: &mut Rank| {
-        let mut exchange = LowLatency::default();
-        let (a, _) = exchange.slots();
+        let mut exchange = rank.low_latency();
         let own = Own::of(rank, &cases[0].0);
         for _ in 0..3 {
-            let mut lease = rank.lease();
-            let pending = send(&mut lease, a, (&own, &cases[0].0), true).unwrap();
+            let (mut lease, slot) = (rank.lease(), exchange.slots().0);
+            let pending = send(&mut lease, slot, (&own, &cases[0].0), true).unwrap();
             drop(lease);
             rank.meet();
             rank.comm().abort();
@@ -451,8 +452,38 @@ fn reset(world: &World) {
             rank.comm().reset(Duration::from_secs(30)).unwrap();
             let late = pending.receive(&mut rank.lease());
             assert_eq!(expect_invalid(late, "an old exchange"), "slot");
-            round_trips(rank, &mut rank.lease(), [&cases[0], &cases[1]]);
+            let both = [&cases[0], &cases[1]];
+            exchanges(rank, &mut rank.lease(), &mut exchange, both, &[]);
         }
+    });
+}
+
+/// Nobody has slots while somebody else has them, on any clone of the communicator: two results can be live, whoever asks. What is refused
+/// touches nobody.
+fn lent_once(world: &World) {
+    let mut rng = world.rng();
+    let cases = [(); 3].map(|()| drawn(&mut rng, world.size, (6, 16, 2, 5)).0);
+    world.run(&config(), move |rank| {
+        let own = [0, 1, 2].map(|i| Own::of(rank, &cases[i]));
+        let mut lease = rank.lease();
+        let expect_busy = |what: &str| match rank.comm().clone().low_latency().map(drop) {
+            Err(Error::Busy(_)) => {}
+            other => panic!("{what}: {other:?}"),
+        };
+        let mut exchange = rank.low_latency();
+        expect_busy("nothing is sent");
+        let (a, b) = exchange.slots();
+        let first = send(&mut lease, a, (&own[0], &cases[0]), false).unwrap();
+        let second = send(&mut lease, b, (&own[1], &cases[1]), false).unwrap();
+        expect_busy("both slots are sent in");
+        let [first, second] = [first, second].map(|sent| sent.receive(&mut lease).unwrap());
+        expect_busy("two results are live");
+        check(rank, &cases[0], &first);
+        check(rank, &cases[1], &second);
+        drop(exchange);
+        let mut again = rank.low_latency();
+        let third = send(&mut lease, again.slots().1, (&own[2], &cases[2]), false).unwrap();
+        check(rank, &cases[2], &third.receive(&mut lease).unwrap());
     });
 }
 
@@ -464,9 +495,11 @@ fn other_communicator(world: &World) {
         let other = rank.join_another(&config());
         let (own, made) = (Own::of(rank, &case), back.rows(rank, &case));
         let (mut ours, mut theirs) = (rank.lease(), other.lease(&rank.stream).unwrap());
-        let (mut here, mut there) = (LowLatency::default(), LowLatency::default());
+        let (mut here, mut there) = (rank.low_latency(), other.low_latency().unwrap());
         let (here, there) = (here.slots().0, there.slots().0);
         let sent = send(&mut ours, here, (&own, &case), back.weighted).unwrap();
+        let refused = send(&mut ours, there, (&own, &case), back.weighted).map(drop);
+        assert_eq!(expect_invalid(refused, "another's slot"), "slot");
         let foreign = send(&mut theirs, there, (&own, &case), back.weighted).unwrap();
         let refused = foreign.receive(&mut ours).map(drop);
         assert_eq!(expect_invalid(refused, "another's exchange"), "slot");
@@ -489,13 +522,14 @@ fn other_communicator(world: &World) {
 
 pub(super) fn add(suite: &mut Suite) {
     waits::add(suite, "low_latency/waits", waits);
-    let contracts: [(&str, Contract); 7] = [
+    let contracts: [(&str, Contract); 8] = [
         ("given_up", given_up),
         ("totals", totals),
         ("between", between),
         ("captured", captured),
         ("refused", refused),
         ("reset", reset),
+        ("lent_once", lent_once),
         ("other_communicator", other_communicator),
     ];
     for (name, contract) in contracts {

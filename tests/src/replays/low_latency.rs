@@ -25,8 +25,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Action, Activation, Buffer, CombineSum, DataType, Fp8Cast, Inject, LowLatency,
-    LowLatencyCombineParams, Operation, Output, Replay, ScaleFormat, Step,
+    Action, Activation, Buffer, CombineSum, DataType, Fp8Cast, Inject, LowLatencyCombineParams,
+    Operation, Output, Replay, ScaleFormat, Step,
 };
 use rand::Rng;
 use std::sync::Arc;
@@ -68,7 +68,7 @@ impl Captured {
         let bias = rank.upload_f32(&bias(rank.rank, kind.hidden));
         let d = rank.poisoned(DataType::F32, &[kind.tokens, kind.hidden]);
         let mut to = d.clone();
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         let (a, b) = exchange.slots();
         let slot = if kind.second_slot { b } else { a };
         let by_rank = kind.back == Some(CombineSum::ExpertByRank);
@@ -296,7 +296,7 @@ fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool) -> Vec<u32> {
             ..first.clone()
         };
         let own = Own::of(rank, &first);
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         let mut lease = rank.lease();
         let pending = send(&mut lease, exchange.slots().0, (&own, &first), by_rank).unwrap();
         let there = pending.receive(&mut lease).unwrap();

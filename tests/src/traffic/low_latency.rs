@@ -10,8 +10,8 @@ use crate::{
     suite::World,
 };
 use brigade_device::{
-    Buffer, CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatency,
-    LowLatencyCombineCall, LowLatencyCombineParams, LowLatencyDispatchParams, Output, ScaleFormat,
+    Buffer, CombineCast, CombineSum, CommConfig, DataType, Fp8Cast, LowLatencyCombineCall,
+    LowLatencyCombineParams, LowLatencyDispatchParams, Output, ScaleFormat,
 };
 use brigade_plan::moved;
 
@@ -66,7 +66,7 @@ pub(super) fn exchanged(world: &World) {
         for (case, sum, cast_back) in all {
             let by_rank = sum == CombineSum::ExpertByRank;
             let own = Own::of(rank, case);
-            let mut exchange = LowLatency::default();
+            let mut exchange = rank.low_latency();
             let slot = exchange.slots().0;
             let weights = own.weights.as_ref().map(Buffer::view);
             let p = LowLatencyDispatchParams {

@@ -7,7 +7,7 @@ use crate::{
     sample::Times,
 };
 use anyhow::Result;
-use brigade::{Buffer, DataType, GemmParams, Linear, LowLatency, Output, cuda::Stopwatch};
+use brigade::{Buffer, DataType, GemmParams, Linear, Output, cuda::Stopwatch};
 
 /// Rows and columns of both factors of the product: many times what the multiprocessors of a GPU take at once.
 const SIDE: usize = 8192;
@@ -87,8 +87,8 @@ fn noted<const N: usize>(
 fn halves(case: &Case<'_>, made: &Buffer) -> Result<[f64; 4]> {
     let rank = case.rank;
     noted(case, |[send, receive, send_back, receive_back]| {
-        let mut lease = case.among.comm()?.lease(&rank.on)?;
-        let mut exchange = LowLatency::default();
+        let comm = case.among.comm()?;
+        let (mut lease, mut exchange) = (comm.lease(&rank.on)?, comm.low_latency()?);
         let slot = exchange.slots().0;
         let pending = between(rank, send, || {
             lease.low_latency_dispatch(slot, case.way_there())
@@ -135,8 +135,8 @@ impl Product {
         };
         noted(case, |[alone, beside]| {
             between(rank, alone, &mut multiply)?;
-            let mut lease = case.among.comm()?.lease(&rank.on)?;
-            let mut exchange = LowLatency::default();
+            let comm = case.among.comm()?;
+            let (mut lease, mut exchange) = (comm.lease(&rank.on)?, comm.low_latency()?);
             let pending = lease.low_latency_dispatch(exchange.slots().0, case.way_there())?;
             between(rank, beside, &mut multiply)?;
             case.receive(&mut lease, pending).map(drop)

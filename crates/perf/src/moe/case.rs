@@ -14,7 +14,7 @@ use crate::{
 };
 use anyhow::Result;
 use brigade::{
-    Allocate, Arrangement, Buffer, Call, CombineParams, DataType, DispatchParams, LowLatency,
+    Allocate, Arrangement, Buffer, Call, CombineParams, DataType, DispatchParams,
     LowLatencyCombineParams, LowLatencyDispatchParams, MemoryType, Output, Placement, Plan,
     ReceivedIds, Route, Routing, View, ViewMut,
 };
@@ -162,7 +162,7 @@ impl<'a> Case<'a> {
         }
         let comm = self.among.comm()?;
         let mut lease = comm.lease(on)?;
-        let (mut exchange, p) = (LowLatency::default(), self.way_there());
+        let (mut exchange, p) = (comm.low_latency()?, self.way_there());
         let (slot, call) = (exchange.slots().0, p.check(0)?);
         let pending = lease.low_latency_dispatch(slot, p)?;
         self.receive(&mut lease, pending)?;
@@ -205,8 +205,8 @@ impl<'a> Case<'a> {
         let on = &self.rank.on;
         let output = Output::Allocate(DataType::BF16);
         if self.options.in_slots() {
-            let mut lease = self.among.comm()?.lease(on)?;
-            let mut exchange = LowLatency::default();
+            let comm = self.among.comm()?;
+            let (mut lease, mut exchange) = (comm.lease(on)?, comm.low_latency()?);
             let slot = exchange.slots().0;
             let pending = lease.low_latency_dispatch(slot, self.way_there())?;
             let there = self.receive(&mut lease, pending)?;
