@@ -2,6 +2,7 @@
 //!
 //! Every operation of [`ops::all`] goes through all of these contracts.
 
+mod experts;
 pub mod injected;
 mod linears;
 
@@ -382,4 +383,5 @@ pub fn add(suite: &mut Suite) {
             mismatch(world, op.clone(), other.clone());
         });
     }
+    experts::add(suite);
 }

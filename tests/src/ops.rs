@@ -1,5 +1,6 @@
 //! Every operation as one call with small inputs, for contracts that all operations share.
 
+mod experts;
 mod linears;
 
 use crate::{
@@ -9,15 +10,15 @@ use crate::{
 };
 use brigade_device::{
     AllGatherParams, AllReduceAlgorithm, AllReduceNormParams, AllReduceParams, AllToAllParams,
-    AllToAllRowsParams, Arrangement, BroadcastParams, Buffer, CombineParams, CombineSum, DataType,
-    DispatchParams, GatheredRouting, GemmParams, Lease, Lengths, LoraLinearAllReduceParams,
-    LoraLinearParams, LowLatencyCombineParams, LowLatencyDispatchParams, Normed, Operation, Output,
-    OverlapMode, Placement, QScheme, ReceivedIds, ReduceOp, ReduceScatterParams, Result, Route,
-    Routing, RowPayload, Transport,
+    AllToAllRowsParams, BroadcastParams, Buffer, DataType, GemmParams, Lease,
+    LoraLinearAllReduceParams, LoraLinearParams, Normed, Operation, Output, OverlapMode, QScheme,
+    ReduceOp, ReduceScatterParams, Result, RowPayload, Transport,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
 
+use experts::experts_gathered;
+pub use experts::{Exchange, experts, low_latency};
 pub use linears::{Linear, tiles_or_a_piece};
 
 /// How a call ended.
@@ -61,6 +62,12 @@ impl Op {
             meets: true,
             call: Arc::new(call),
         }
+    }
+
+    /// The same by this name.
+    pub fn named(self, name: impl Into<String>) -> Self {
+        let name = name.into();
+        Self { name, ..self }
     }
 
     /// Makes the call on the rank's stream, and waits for it.
@@ -283,188 +290,49 @@ pub fn linear_all_reduce() -> Op {
     })
 }
 
-/// A row of every rank to each rank, and back again. Its output is the sum of all.
-pub fn experts(hidden: usize, choice: Option<Transport>) -> Op {
-    experts_by(hidden, choice, false)
-}
-
-/// The same where every rank has the experts of all ranks' tokens.
-fn experts_gathered(hidden: usize, choice: Option<Transport>) -> Op {
-    experts_by(hidden, choice, true)
-}
-
-fn experts_by(hidden: usize, choice: Option<Transport>, gathered: bool) -> Op {
-    let op = Op::new("experts", Operation::Combine, move |rank, lease| {
-        let rows = own(rank, DataType::F32, &[1, hidden]);
-        let everybody: Vec<u8> = (0..rank.size as i32).flat_map(i32::to_ne_bytes).collect();
-        let ids = rank.upload_bytes(DataType::I32, &[1, rank.size], &everybody);
-        let dims = [rank.size, 1, rank.size];
-        let all = rank.upload_bytes(DataType::I32, &dims, &everybody.repeat(rank.size));
-        let one: Vec<u8> = 1i32.to_ne_bytes().repeat(rank.size);
-        let counts = rank.upload_bytes(DataType::I32, &[rank.size], &one);
-        let known = Route::Gathered(GatheredRouting {
-            ids: all.view(),
-            lengths: Lengths::Padded {
-                counts: counts.view(),
-            },
-            weights: None,
-            placement: Placement::Ranks,
-        });
-        let own_ids = Route::Experts {
-            routing: Routing {
-                ids: ids.view(),
-                placement: Placement::Ranks,
-            },
-            weights: None,
-        };
-        let mut d = old(rank, DataType::F32, &[1, hidden]);
-        let there = lease.dispatch(DispatchParams {
-            rows: rows.view(),
-            beside: &[],
-            route: if gathered { known } else { own_ids },
-            arrangement: Arrangement::BySource,
-            max_tokens: 1,
-            max_recv: None,
-            received_ids: ReceivedIds::Local,
-            totals: None,
-            waits: None,
-            cast: None,
-            choice,
-        });
-        // What a dispatch writes is its own.
-        let there = match there {
-            Ok(there) => there,
-            Err(e) => {
-                return Ended {
-                    result: Err(e),
-                    output: None,
-                };
-            }
-        };
-        let result = lease.combine(CombineParams {
-            rows: there.rows.view(),
-            handle: &there.handle,
-            sum: CombineSum::Rank,
-            weights: None,
-            biases: &[],
-            output: Output::Into(d.view_mut()),
-            waits: None,
-            choice,
-        });
-        ended(result, d)
-    });
-    Op {
-        operations: vec![Operation::Dispatch, Operation::Combine],
-        ..op
-    }
-}
-
-/// A row of every rank to each rank, and back again, in two halves each. Its output is the sum of all.
-pub fn low_latency(hidden: usize) -> Op {
-    let op = Op::new(
-        "low_latency",
-        Operation::LowLatencyCombine,
-        move |rank, lease| {
-            let rows = own(rank, DataType::F32, &[1, hidden]);
-            let everybody: Vec<u8> = (0..rank.size as i32).flat_map(i32::to_ne_bytes).collect();
-            let ids = rank.upload_bytes(DataType::I32, &[1, rank.size], &everybody);
-            let weights = filled(rank, DataType::F32, &[1, rank.size], |_| 1.0);
-            let mut d = old(rank, DataType::F32, &[1, hidden]);
-            let mut exchange = rank.low_latency();
-            let there = lease
-                .low_latency_dispatch(
-                    exchange.slots().0,
-                    LowLatencyDispatchParams {
-                        rows: rows.view(),
-                        routing: Routing {
-                            ids: ids.view(),
-                            placement: Placement::Ranks,
-                        },
-                        weights: None,
-                        max_tokens: 1,
-                        cast: None,
-                    },
-                )
-                .and_then(|pending| pending.receive(lease));
-            // What a dispatch writes is its own.
-            let there = match there {
-                Ok(there) => there,
-                Err(e) => {
-                    return Ended {
-                        result: Err(e),
-                        output: None,
-                    };
-                }
-            };
-            let p = LowLatencyCombineParams {
-                rows: there.rows(),
-                sum: CombineSum::Expert,
-                cast: None,
-                weights: Some(weights.view()),
-            };
-            let result = lease
-                .low_latency_combine(&there, p)
-                .and_then(|pending| pending.receive(lease, Output::Into(d.view_mut())));
-            ended(result, d)
-        },
-    );
-    Op {
-        operations: vec![Operation::LowLatencyDispatch, Operation::LowLatencyCombine],
-        meets: false,
-        ..op
-    }
-}
-
 /// Every operation, in every mode and algorithm that a device has.
 pub fn all(engines: Engines) -> Vec<Op> {
-    let named = |name: String, op: Op| Op { name, ..op };
     let mut ops = vec![
         barrier(),
         all_gather(ROWS),
         reduce_scatter(ReduceOp::Sum),
         broadcast(0),
-        named("broadcast_from_last".into(), broadcast(usize::MAX)),
+        broadcast(usize::MAX).named("broadcast_from_last"),
         all_to_all(COLUMNS),
         linear_all_reduce(),
     ];
     if engines.dispatches {
-        ops.push(experts(8, Some(Transport::OneSided)));
+        let by = |choice| experts(8, Some(choice));
+        ops.push(by(Transport::OneSided));
         if engines.pushes_rows {
-            let op = experts(8, Some(Transport::Pushed));
-            ops.push(named("experts_pushed".into(), op));
+            ops.push(by(Transport::Pushed).named("experts_pushed"));
         }
-        ops.push(named(
-            "experts_fifo".into(),
-            experts(8, Some(Transport::Fifo)),
-        ));
-        let op = experts(8, Some(Transport::Gather));
-        ops.push(named("experts_gather".into(), op));
-        let op = experts(8, Some(Transport::InPlace));
-        ops.push(named("experts_in_place".into(), op));
-        let op = experts_gathered(8, Some(Transport::OneSided));
-        ops.push(named("experts_gathered".into(), op));
+        ops.push(by(Transport::Fifo).named("experts_fifo"));
+        ops.push(by(Transport::Gather).named("experts_gather"));
+        ops.push(by(Transport::InPlace).named("experts_in_place"));
+        ops.push(experts_gathered(8, Some(Transport::OneSided)).named("experts_gathered"));
         ops.push(low_latency(8));
         ops.push(all_to_all_rows(COLUMNS));
     }
     for (name, choice) in algorithms(engines) {
         let op = all_reduce(100, DataType::F32, ReduceOp::Sum, choice);
-        ops.push(named(format!("all_reduce_{name}"), op));
+        ops.push(op.named(format!("all_reduce_{name}")));
         if engines.norms {
             let op = all_reduce_norm(ROWS, 1e-5, choice);
-            ops.push(named(format!("all_reduce_norm_{name}"), op));
+            ops.push(op.named(format!("all_reduce_norm_{name}")));
         }
     }
     // Scales travel with rows.
     let int8 = Linear::new(ROWS, COLUMNS, Some(tiles_or_a_piece(engines)));
     let int8 = int8.with(|l| l.scheme = QScheme::Int8PerToken).gather();
-    ops.push(named("gather_linear_int8".into(), int8));
+    ops.push(int8.named("gather_linear_int8".into()));
     for (name, choices) in modes(engines) {
         let choice = choices[choices.len() / 2];
         let op = gather_linear(ROWS, COLUMNS, choice);
-        ops.push(named(format!("gather_linear_{name}"), op));
+        ops.push(op.named(format!("gather_linear_{name}")));
         if scatters(choice) {
             let op = linear_reduce_scatter(ROWS, COLUMNS, choice);
-            ops.push(named(format!("linear_reduce_scatter_{name}"), op));
+            ops.push(op.named(format!("linear_reduce_scatter_{name}")));
         }
     }
     ops

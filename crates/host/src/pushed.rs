@@ -147,10 +147,15 @@ pub(crate) fn parts(
     let rank = exchange.job.rank();
     let Written { bytes, .. } = write(rank, &mut part);
     take(rank, &part[..bytes]);
-    for from in exchange.job.peers() {
+    // A peer in another call fills other places, those of third ranks too. So nothing says anything before all have signed this one.
+    let length = |from: usize| {
         let mut bytes = [0; size_of::<u64>()];
         exchange.take_copy(from, lengths, &mut bytes)?;
-        let part = &mut part[..u64::from_le_bytes(bytes) as usize];
+        Ok((from, u64::from_le_bytes(bytes) as usize))
+    };
+    let known: SmallVec<[_; 8]> = exchange.job.peers().map(length).collect::<Result<_>>()?;
+    for (from, bytes) in known {
+        let part = &mut part[..bytes];
         exchange.take_copy(from, parts, part)?;
         take(from, part);
     }
