@@ -3,12 +3,15 @@
 //!
 //! The sizes cover what the contract lists, not every combination of it: tokens 0, 1, 3, 128 and up to 1025; k 1, 2, 4, 6, 8, 10, 22, 32;
 //! experts 8 to 1024, multiples of the ranks and not; hidden 8 to 8192. Every value is in one case at least, with each arrangement.
+//!
+//! Beside rows are none to four other things, of several types and odd widths.
 
 pub mod back;
 pub mod case;
 pub mod casts;
 mod chain;
 mod gathered;
+mod given;
 mod in_place;
 mod limits;
 pub mod own;
@@ -366,7 +369,7 @@ fn again(world: &World, by: By) {
         let case = case.by(by).with_any_ids(&mut rng);
         let mut other = case.clone();
         other.dtype = DataType::F32;
-        let other = other.with_rows(&mut rng);
+        let other = other.with_rows(&mut rng).with_any_beside(&mut rng);
         (case, other)
     });
     world.run(&config(), move |rank| {
@@ -392,12 +395,13 @@ pub fn add(suite: &mut Suite) {
                 arranged(world, arrangement, by);
             });
         }
-        let contracts: [(&str, Contract); 9] = [
+        let contracts: [(&str, Contract); 10] = [
             ("extremes", extremes),
             ("placements", placements),
             ("pieces", pieces),
             ("again", again),
             ("casts", casts::casts),
+            ("given_scales", given::scales),
             ("overflow", limits::overflow),
             ("captured", limits::captured),
             ("never_launched", limits::never_launched),
@@ -455,6 +459,9 @@ pub fn add(suite: &mut Suite) {
     }
     suite.add("experts/in_place/totals", |world| {
         totals::totals(world, in_place::IN_PLACE);
+    });
+    suite.add("experts/in_place/given_scales", |world| {
+        given::scales(world, in_place::IN_PLACE);
     });
     suite.add("experts/statistics", totals::of_all_ranks);
     suite.add("experts/fifo/settings", queue_settings);

@@ -1,7 +1,9 @@
 //! What is dispatched, and what must come of it: told token by token, in the words of the contract.
 
 use crate::matrix::{to_bytes, to_f64};
-use brigade_device::{Arrangement, CombineSum, DataType, Fp8Cast, ReceivedIds, Transport};
+use brigade_device::{
+    Arrangement, CombineSum, DataType, DispatchParams, Fp8Cast, ReceivedIds, Transport,
+};
 use half::{bf16, f16};
 use rand::{Rng, RngCore, rngs::StdRng, seq::IndexedRandom};
 use std::collections::BTreeSet;
@@ -73,8 +75,49 @@ pub struct Case {
     pub rows: Vec<Vec<u8>>,
     /// Weights of every rank's tokens, if they have any.
     pub weights: Option<Vec<Vec<f32>>>,
-    /// What is beside every row: two bytes.
-    pub beside: Vec<Vec<u8>>,
+    /// What is beside every row.
+    pub beside: Vec<Beside>,
+}
+
+/// Something beside every row.
+#[derive(Clone, Debug)]
+pub struct Beside {
+    pub dtype: DataType,
+    /// Elements of a row.
+    pub width: usize,
+    /// What every rank has, as it is stored.
+    pub of_ranks: Vec<Vec<u8>>,
+}
+
+impl Beside {
+    /// None to as many as there may be: numbers of adapters, scales of blocks, and what has an odd number of bytes.
+    fn draw(rng: &mut StdRng) -> Vec<Self> {
+        let kinds = [
+            (DataType::U8, 1),
+            (DataType::U8, 2),
+            (DataType::U8, 7),
+            (DataType::I32, 1),
+            (DataType::I64, 3),
+            (DataType::BF16, 5),
+            (DataType::F32, 1),
+            (DataType::F32, 6),
+        ];
+        (0..rng.random_range(0..=DispatchParams::MOST_BESIDE))
+            .map(|_| {
+                let (dtype, width) = kinds[rng.random_range(0..kinds.len())];
+                Self {
+                    dtype,
+                    width,
+                    of_ranks: vec![],
+                }
+            })
+            .collect()
+    }
+
+    /// Bytes of a row.
+    pub fn row_bytes(&self) -> usize {
+        self.width * self.dtype.bytes()
+    }
 }
 
 /// A row at its receiver.
@@ -116,7 +159,7 @@ impl Case {
             ids: vec![],
             rows: vec![],
             weights: Some(vec![]),
-            beside: vec![],
+            beside: Beside::draw(rng),
         };
         let tokens: Vec<usize> = (0..size)
             .map(|_| rng.random_range(0..=max_tokens))
@@ -149,8 +192,23 @@ impl Case {
             .map(|&n| (0..n * self.k).map(|_| self.id(rng)).collect())
             .collect();
         self.weights = Some(tokens.iter().map(|&n| values(rng, n * self.k)).collect());
-        self.beside = tokens.iter().map(|&n| bits(rng, n * 2)).collect();
+        self.fill_beside(rng);
         self.with_rows(rng)
+    }
+
+    /// The same tokens with other things beside them.
+    pub fn with_any_beside(mut self, rng: &mut StdRng) -> Self {
+        self.beside = Beside::draw(rng);
+        self.fill_beside(rng);
+        self
+    }
+
+    fn fill_beside(&mut self, rng: &mut StdRng) {
+        let tokens: Vec<usize> = (0..self.size).map(|rank| self.tokens(rank)).collect();
+        for beside in &mut self.beside {
+            let bytes = tokens.iter().map(|n| n * beside.row_bytes());
+            beside.of_ranks = bytes.map(|n| bits(rng, n)).collect();
+        }
     }
 
     /// The same tokens with new rows: any bits, or numbers where they are cast.

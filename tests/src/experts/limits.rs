@@ -143,9 +143,10 @@ pub fn other_communicator(world: &World) {
 /// A graph sends what its buffers hold when it is replayed.
 pub fn captured(world: &World, by: By) {
     let mut rng = world.rng();
+    let first = Case::random(&mut rng, world.size, (10, 16, 3, 6));
     let cases: Vec<Case> = (0..6)
         .map(|_| {
-            let mut case = Case::random(&mut rng, world.size, (10, 16, 3, 6));
+            let mut case = first.clone();
             case.room = Some(30 * world.size);
             case.wide = true;
             case.by = by;
@@ -179,8 +180,8 @@ pub fn captured(world: &World, by: By) {
                 (&mut own.rows, &new.rows),
                 (&mut own.ids, &new.ids),
                 (own.weights.as_mut().unwrap(), new.weights.as_ref().unwrap()),
-                (&mut own.beside, &new.beside),
             ];
+            changed.extend(own.beside.iter_mut().zip(&new.beside));
             if let (Some(to), Some(from)) = (&mut own.all, &new.all) {
                 let weights = (to.weights.as_mut().unwrap(), from.weights.as_ref().unwrap());
                 changed.extend([(&mut to.ids, &from.ids), weights]);
@@ -340,7 +341,10 @@ pub fn refused(world: &World) {
             own.weights = Some(rank.poisoned(DataType::F32, &[4, 3]))
         });
         with("beside", &|_, own| {
-            own.beside = rank.poisoned(DataType::U8, &[5, 2])
+            own.beside = vec![rank.poisoned(DataType::U8, &[5, 2])];
+        });
+        with("beside", &|_, own| {
+            own.beside = vec![rank.poisoned(DataType::U8, &[4, 2]); 5];
         });
         with("max_recv", &|case, _| {
             (case.arrangement, case.room) = (Arrangement::BySource, Some(9));

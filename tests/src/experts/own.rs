@@ -44,7 +44,7 @@ pub struct Own {
     pub rows: Buffer,
     pub ids: Buffer,
     pub weights: Option<Buffer>,
-    pub beside: Buffer,
+    pub beside: Vec<Buffer>,
     map: Option<Buffer>,
     /// What it knows of all ranks' tokens.
     pub all: Option<All>,
@@ -131,7 +131,11 @@ impl Own {
                 .weights
                 .as_ref()
                 .map(|w| rank.upload_bytes(DataType::F32, &[tokens, case.k], &bytes_of(&w[me]))),
-            beside: rank.upload_bytes(DataType::U8, &[tokens, 2], &case.beside[me]),
+            beside: case
+                .beside
+                .iter()
+                .map(|b| rank.upload_bytes(b.dtype, &[tokens, b.width], &b.of_ranks[me]))
+                .collect(),
             map: match &case.places {
                 Where::Map { slots, .. } => {
                     let shape = [case.experts, slots.len() / case.experts];
@@ -192,9 +196,10 @@ impl Own {
         route: Route<'_>,
     ) -> Result<Dispatched> {
         let [mut totals, mut waits] = [&self.totals, &self.waits].map(Clone::clone);
+        let beside: Vec<_> = self.beside.iter().map(Buffer::view).collect();
         lease.dispatch(DispatchParams {
             rows: self.rows.view(),
-            beside: &[self.beside.view()],
+            beside: &beside,
             route,
             arrangement: case.arrangement,
             max_tokens: case.max_tokens,
@@ -236,7 +241,9 @@ pub fn check(rank: &Rank, case: &Case, got: &Dispatched) {
     let mut seen = std::collections::BTreeSet::new();
     let row_bytes = case.hidden * case.dtype.bytes();
     let rows = rank.raw(got.rows.view());
-    let beside = rank.raw(got.beside[0].view());
+    let types = got.beside.iter().map(Buffer::dtype);
+    assert!(types.eq(case.beside.iter().map(|b| b.dtype)), "beside");
+    let beside: Vec<_> = got.beside.iter().map(|b| rank.raw(b.view())).collect();
     // Of the tokens of each rank, those in front of each that come.
     let before: Vec<Vec<i32>> = (0..case.size)
         .map(|source| {
@@ -276,8 +283,11 @@ pub fn check(rank: &Rank, case: &Case, got: &Dispatched) {
                 &what,
             );
         }
-        let sent = &case.beside[row.source][row.token * 2..][..2];
-        assert_bits(&beside[row.at * 2..][..2], sent, DataType::U8, &what);
+        for (sent, got) in case.beside.iter().zip(&beside) {
+            let each = sent.row_bytes();
+            let sent = &sent.of_ranks[row.source][row.token * each..][..each];
+            assert_bits(&got[row.at * each..][..each], sent, DataType::U8, &what);
+        }
     }
     let handle = &got.handle;
     assert_eq!(

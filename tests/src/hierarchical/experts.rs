@@ -35,6 +35,8 @@ pub fn with_experts() -> HierarchyConfig {
 fn case(rng: &mut StdRng, shape: (usize, usize), sizes: (usize, usize, usize, usize)) -> Case {
     let mut case = Case::random(rng, shape.0 * shape.1, sizes);
     case.by_machine = (shape.0 > 1).then_some(shape.1);
+    // Scales of a cast are one more, and what is known of a row another.
+    case.beside.truncate(DispatchParams::MOST_BESIDE - 2);
     case
 }
 
@@ -363,7 +365,9 @@ fn refusals(world: &World, shape: (usize, usize)) {
         };
         unsupported(&by_columns, "scales by columns");
         let own = Own::of(rank, &case);
-        let beside = [own.beside.view(); DispatchParams::MOST_BESIDE];
+        let tokens = own.rows.shape().rows();
+        let tag = rank.poisoned(DataType::U8, &[tokens, 2]);
+        let beside = [tag.view(); DispatchParams::MOST_BESIDE];
         let route = || Route::Experts {
             routing: own.routing(&case),
             weights: None,

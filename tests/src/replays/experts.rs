@@ -94,8 +94,10 @@ pub(super) fn of_day(
     (tokens, hidden): (usize, usize),
     to_all: bool,
 ) -> Case {
+    // What is beside rows is of the same kinds every day.
+    let any = &mut StdRng::seed_from_u64(seed);
+    let mut case = Case::random(any, size, (tokens, hidden, K, EXPERTS));
     let mut rng = StdRng::seed_from_u64(seed.wrapping_add(day.into()));
-    let mut case = Case::random(&mut rng, size, (tokens, hidden, K, EXPERTS));
     (case.dtype, case.wide) = (DataType::F32, false);
     case = case.with_tokens(&mut rng, &vec![tokens; size]);
     let some = rng.random_range(0..size);
@@ -253,9 +255,11 @@ impl Captured {
             (&mut own.rows, &case.rows[me][..]),
             (&mut own.ids, bytemuck::cast_slice(&ids)),
             (own.weights.as_mut().unwrap(), bytemuck::cast_slice(weights)),
-            (&mut own.beside, &case.beside[me]),
         ] {
             device.write(on, to.view_mut(), bytes).unwrap();
+        }
+        for (to, from) in own.beside.iter_mut().zip(&case.beside) {
+            device.write(on, to.view_mut(), &from.of_ranks[me]).unwrap();
         }
         self.graph.launch(on).unwrap().sync(AMPLE).unwrap();
     }

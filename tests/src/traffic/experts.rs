@@ -6,7 +6,7 @@ use crate::{
     backend::Rank,
     experts::{
         self,
-        case::{By, Came, Case, Ids},
+        case::{Beside, By, Came, Case, Ids},
         own::Own,
         transports,
     },
@@ -100,7 +100,7 @@ fn round_trip(rank: &Rank, case: &Case, by: By) {
         max_tokens: case.max_tokens,
         hidden: case.hidden,
         dtype: case.dtype,
-        beside_bytes: [2].into_iter().collect(),
+        beside_bytes: case.beside.iter().map(Beside::row_bytes).collect(),
         k: case.k,
         weights: case.weights.is_some(),
         placement: brigade_device::PlacementCall::Even {
