@@ -14,6 +14,7 @@ mod gathered;
 mod given;
 mod in_place;
 mod limits;
+mod memory;
 pub mod own;
 mod routes;
 mod totals;
@@ -395,7 +396,7 @@ pub fn add(suite: &mut Suite) {
                 arranged(world, arrangement, by);
             });
         }
-        let contracts: [(&str, Contract); 10] = [
+        let contracts: [(&str, Contract); 11] = [
             ("extremes", extremes),
             ("placements", placements),
             ("pieces", pieces),
@@ -406,6 +407,7 @@ pub fn add(suite: &mut Suite) {
             ("captured", limits::captured),
             ("never_launched", limits::never_launched),
             ("totals", totals::totals),
+            ("memory", memory::at_once),
         ];
         for (name, contract) in contracts {
             if (by.there, name) == (PUSHED, "pieces") {
@@ -469,5 +471,8 @@ pub fn add(suite: &mut Suite) {
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);
     suite.add("experts/other_communicator", limits::other_communicator);
-    suite.add("experts/memory", limits::memory);
+    suite.add("experts/in_place/memory", |world| {
+        memory::at_once(world, in_place::IN_PLACE);
+    });
+    suite.add("low_latency/memory", memory::in_halves);
 }

@@ -151,7 +151,7 @@ fn all_round_trips_with(world: &World, config: &CommConfig, cases: Vec<(Case, Ba
     });
 }
 
-fn drawn(rng: &mut StdRng, size: usize, sizes: (usize, usize, usize, usize)) -> (Case, Back) {
+pub fn drawn(rng: &mut StdRng, size: usize, sizes: (usize, usize, usize, usize)) -> (Case, Back) {
     let mut case = Case::random(rng, size, sizes);
     case.dtype = [DataType::BF16, DataType::F16, DataType::F32][rng.random_range(0..3)];
     (case.with_rows(rng), Back::random(rng))

@@ -36,7 +36,8 @@ pub struct Need {
 const LINE: usize = 128;
 
 impl Need {
-    /// What it adds to [`Device::memory_need`](brigade_device::Device::memory_need).
+    /// What it adds to [`Device::memory_need`](brigade_device::Device::memory_need). The first queues of a group have counters besides:
+    /// 2 KiB for each of its ranks.
     pub const fn joined_bytes(&self) -> usize {
         self.bytes.next_multiple_of(LINE) * self.copies
     }

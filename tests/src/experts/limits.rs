@@ -12,58 +12,11 @@ use crate::{
     suite::World,
 };
 use brigade_device::{
-    Arrangement, Buffer, Call, CombineParams, CombineSum, CommConfig, DataType, Dispatched,
-    FaultKind, Fp8Cast, Output, Route, ScaleFormat, Transport,
+    Arrangement, Buffer, CombineParams, CombineSum, CommConfig, DataType, Dispatched, FaultKind,
+    Fp8Cast, Output, Route, ScaleFormat,
 };
-use brigade_plan::experts;
 use rand::Rng;
 use std::time::Duration;
-
-/// What is said beforehand of memory is what is taken then: at `join`, and by a dispatch.
-pub fn memory(world: &World) {
-    /// Beside results, until the work is done.
-    const SCRATCH: usize = 4096;
-    /// What a GPU's memory comes in.
-    const PAGES: u64 = 2 << 20;
-    let mut rng = world.rng();
-    let cases = super::ARRANGEMENTS.map(|(_, arrangement)| {
-        let mut case = Case::random(&mut rng, world.size, (40, 512, 3, 2 * world.size));
-        case.arrangement = arrangement;
-        case.by = By::of(Transport::OneSided, Transport::OneSided);
-        if arrangement != Arrangement::BySource {
-            case.room = Some(40 * 3 * world.size + 16 * 4);
-        }
-        case
-    });
-    world.run(&config(), move |rank| {
-        let held = || {
-            rank.stream.sync(Duration::from_secs(20)).unwrap();
-            rank.device.memory_status().unwrap().held_bytes as usize
-        };
-        let group = rank.comm().group();
-        for case in &cases {
-            let own = Own::of(rank, case);
-            let before = held();
-            let got = own.dispatch(&mut rank.lease(), case).unwrap();
-            let took = held() - before;
-            let call = Call::Dispatch(got.handle.call().clone());
-            let given = experts::given_bytes(&call, &group, case.tokens(rank.rank)).unwrap();
-            let what = format!("{given} bytes were told, {took} were taken: {call:?}");
-            assert!((given..=given + SCRATCH).contains(&took), "{what}");
-            let need = experts::need(&call, rank.size).unwrap();
-            let at_join = |bytes| {
-                let config = CommConfig {
-                    dispatch_bytes: bytes,
-                    ..config()
-                };
-                rank.device.memory_need(&config, rank.size).unwrap()
-            };
-            let more = at_join(need.bytes) - at_join(0);
-            let told = need.joined_bytes() as u64;
-            assert!(more.abs_diff(told) < PAGES, "{more} bytes, {told} told");
-        }
-    });
-}
 
 /// More rows than there is room for stop the group, and nothing is written behind the last.
 pub fn overflow(world: &World, by: By) {
