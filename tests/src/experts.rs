@@ -2,7 +2,8 @@
 //! or experts.
 //!
 //! The sizes cover what the contract lists, not every combination of it: tokens 0, 1, 3, 128 and up to 1025; k 1, 2, 4, 6, 8, 10, 22, 32;
-//! experts 8 to 1024, multiples of the ranks and not; hidden 8 to 8192. Every value is in one case at least, with each arrangement.
+//! experts 8 to 1024, multiples of the ranks and not; hidden 8 to 8192. Every value is in one case at least, with each arrangement. 4096
+//! tokens of a rank are in `many_tokens`, by source and by expert.
 //!
 //! Beside rows are none to four other things, of several types and odd widths.
 

@@ -37,6 +37,7 @@ fn in_turn<T>(rank: &Rank, graphs: &mut [T], check: impl FnMut(&mut T, u32)) {
 
 /// The same so many times.
 fn times_in_turn<T>(times: u32, graphs: &mut [T], mut check: impl FnMut(&mut T, u32)) {
+    assert_ne!(graphs.len() % 3, 0, "every third graph would have no turn");
     for day in 0..times {
         let which = (day as usize / 2 + day as usize) % graphs.len();
         check(&mut graphs[which], day);

@@ -16,6 +16,8 @@
 //! So only the first is there in every replay; in the others the reader has to be quick. On the host, where threads wait for cores, it
 //! gets several times a hundred replays for that; most often it needs the first.
 
+mod captured;
+
 use super::{
     CONTROL_REPLAYS, in_turn,
     sums::{BUFFERS, Hazard, READER, WRITER},
@@ -26,7 +28,7 @@ use crate::{
     experts::{
         case::{Came, Case},
         config,
-        own::{Own, check, f32s, i32s},
+        own::{f32s, i32s},
         transports,
     },
     faults::AMPLE,
@@ -34,262 +36,18 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Activation, Arrangement, Buffer, CombineParams, CombineSum, DataType, Dispatched, ExpertLayout,
-    Inject, Output, Replay, Transport,
+    Arrangement, CombineSum, CommConfig, Fp8Cast, Inject, ScaleFormat, Transport,
 };
-use rand::{Rng, SeedableRng, rngs::StdRng};
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use captured::{Captured, K, Kind};
+pub(super) use captured::{OLD, bias, of_day, returned};
+use rand::Rng;
+use std::{sync::Arc, time::Duration};
 
-/// Experts of a token, and of all.
-const K: usize = 3;
-const EXPERTS: usize = 7;
 /// Of tokens that go to both of two ranks, which of the experts is the writer's.
 const OF_WRITER: usize = 1;
 
-/// What every byte of an output is before a replay: no number that comes out, and not -1.
-pub(super) const OLD: u8 = 0x7F;
-
-/// What is captured.
-#[derive(Clone, Copy, Debug)]
-struct Kind {
-    tokens: usize,
-    hidden: usize,
-    arrangement: Arrangement,
-    there: Transport,
-    back: Option<(CombineSum, Transport)>,
-    /// Every token goes to all of two ranks, every day.
-    to_all: bool,
-    seed: u64,
-}
-
-impl Kind {
-    /// Most rows of a rank.
-    fn room(self, size: usize) -> Option<usize> {
-        match self.arrangement {
-            Arrangement::BySource => None,
-            Arrangement::Dense => Some(size * self.tokens),
-            Arrangement::ByExpert { alignment } => {
-                Some(size * self.tokens * K + EXPERTS * (alignment - 1))
-            }
-        }
-    }
-
-    /// What all ranks send on a day.
-    fn case(self, size: usize, day: u32) -> Case {
-        let sizes = (self.tokens, self.hidden);
-        let mut case = of_day(self.seed, day, size, sizes, self.to_all);
-        case.arrangement = self.arrangement;
-        case.by.there = Some(self.there);
-        case.by.back = self.back.map(|(_, by)| by);
-        case.room = self.room(size);
-        case
-    }
-}
-
-/// What all ranks send on a day: small whole numbers, so that sums are exact. So many tokens of each, and columns.
-pub(super) fn of_day(
-    seed: u64,
-    day: u32,
-    size: usize,
-    (tokens, hidden): (usize, usize),
-    to_all: bool,
-) -> Case {
-    // What is beside rows is of the same kinds every day.
-    let any = &mut StdRng::seed_from_u64(seed);
-    let mut case = Case::random(any, size, (tokens, hidden, K, EXPERTS));
-    let mut rng = StdRng::seed_from_u64(seed.wrapping_add(day.into()));
-    (case.dtype, case.wide) = (DataType::F32, false);
-    case = case.with_tokens(&mut rng, &vec![tokens; size]);
-    let some = rng.random_range(0..size);
-    match rng.random_range(0..8) {
-        _ if to_all => {
-            let of_two = [0, EXPERTS as i64 - 1, -1];
-            case.ids = vec![of_two.repeat(tokens); size];
-        }
-        // Now and then a rank's rows go nowhere, or all to one.
-        0 => case.ids[some].fill(-1),
-        1 => case.ids[some].fill(rng.random_range(0..EXPERTS as i64)),
-        _ => {}
-    }
-    for rows in &mut case.rows {
-        let values = (0..rows.len() / 4).map(|_| rng.random_range(-500i16..500));
-        *rows = values.flat_map(|x| f32::from(x).to_ne_bytes()).collect();
-    }
-    for weight in case.weights.iter_mut().flatten().flatten() {
-        *weight = f32::from(rng.random_range(1i8..=4));
-    }
-    case
-}
-
-/// What a rank's experts add to every row.
-pub(super) fn bias(rank: usize, hidden: usize) -> Vec<f32> {
-    (0..hidden)
-        .map(|c| (1000 * (rank + 1) + c) as f32)
-        .collect()
-}
-
-/// What a rank gets back: sums, and the weights that its rows went with.
-pub(super) fn returned(case: &Case, me: usize, sum: CombineSum) -> [Vec<f32>; 2] {
-    let rows: Vec<f32> = bytemuck::pod_collect_to_vec(&case.rows[me]);
-    let own = &case.weights.as_ref().unwrap()[me];
-    let (mut d, mut back) = (vec![0.0; rows.len()], vec![0.0; own.len()]);
-    for token in 0..case.tokens(me) {
-        let mut ranks = BTreeSet::new();
-        for entry in 0..K {
-            let Some(slot) = case.slot(me, token, entry) else {
-                continue;
-            };
-            let (owner, weight) = (case.owner(slot).0, own[token * K + entry]);
-            back[token * K + entry] = weight;
-            let factor = match sum {
-                CombineSum::Rank if !ranks.insert(owner) => continue,
-                CombineSum::Rank => 1.0,
-                CombineSum::Expert | CombineSum::ExpertByRank => weight,
-            };
-            for (c, added) in bias(owner, case.hidden).into_iter().enumerate() {
-                let at = token * case.hidden + c;
-                d[at] += factor * (rows[at] + added);
-            }
-        }
-    }
-    [d, back]
-}
-
-/// A captured way there, and back if there is one. Experts add something of their rank's to each row.
-struct Captured {
-    graph: Box<dyn Replay>,
-    kind: Kind,
-    own: Own,
-    layout: ExpertLayout,
-    /// Its rows are a copy, if they stay in place: those are gone at the end.
-    there: Dispatched,
-    d: Buffer,
-    back: Option<Buffer>,
-}
-
-impl Captured {
-    fn new(rank: &Rank, kind: Kind) -> Self {
-        let case = kind.case(rank.size, 0);
-        let own = Own::of(rank, &case);
-        let bias = rank.upload_f32(&bias(rank.rank, kind.hidden));
-        let d = rank.poisoned(DataType::F32, &[kind.tokens, kind.hidden]);
-        let mut to = d.clone();
-        let copy = rank.poisoned(DataType::F32, &[rank.size, kind.tokens, kind.hidden]);
-        let mut left = None;
-        let work = &mut || {
-            let mut lease = rank.lease();
-            let layout = lease.expert_layout(own.routing(&case))?;
-            let mut there = own.dispatch(&mut lease, &case)?;
-            let in_place = kind.there == Transport::InPlace;
-            let came = there.rows.clone();
-            if in_place {
-                rank.device
-                    .copy(&rank.stream, copy.clone().view_mut(), came.view())?;
-                there.rows = copy.clone();
-            }
-            let mut back = None;
-            if let Some((sum, choice)) = kind.back {
-                let mut place = came.clone();
-                let made = rank.device.bias_activation(
-                    &rank.stream,
-                    there.rows.view(),
-                    Some(bias.view()),
-                    Activation::None,
-                    match in_place {
-                        true => Output::Into(place.view_mut()),
-                        false => Output::Allocate(DataType::F32),
-                    },
-                )?;
-                // None goes back with rows that stay in place.
-                let weights = there.weights.as_ref().filter(|_| !in_place);
-                let combined = lease.combine(CombineParams {
-                    rows: made.as_ref().unwrap_or(&came).view(),
-                    handle: &there.handle,
-                    sum,
-                    weights: weights.map(Buffer::view),
-                    biases: &[],
-                    output: Output::Into(to.view_mut()),
-                    waits: None,
-                    choice: Some(choice),
-                })?;
-                back = combined.weights;
-            }
-            left = Some((layout, there, back));
-            Ok(())
-        };
-        let graph = rank.device.capture(&rank.stream, work).unwrap();
-        let (layout, there, back) = left.unwrap();
-        Self {
-            graph,
-            kind,
-            own,
-            layout,
-            there,
-            d,
-            back,
-        }
-    }
-
-    /// All that a replay writes.
-    fn outputs(&self) -> impl Iterator<Item = &Buffer> {
-        let parts = self.there.handle.parts();
-        [&self.there.rows, &self.d]
-            .into_iter()
-            .chain(&self.there.beside)
-            .chain(&self.back)
-            .chain(self.layout.buffers())
-            .chain(parts.buffers())
-    }
-
-    /// Runs with what is sent on a day.
-    fn replay(&mut self, rank: &Rank, case: &Case) {
-        let (device, on, me) = (&rank.device, &rank.stream, rank.rank);
-        for output in self.outputs() {
-            let mut to = output.clone();
-            device.fill(on, to.view_mut(), OLD).unwrap();
-        }
-        let ids: Vec<i32> = case.ids[me].iter().map(|&id| id as i32).collect();
-        let weights = &case.weights.as_ref().unwrap()[me];
-        let own = &mut self.own;
-        for (to, bytes) in [
-            (&mut own.rows, &case.rows[me][..]),
-            (&mut own.ids, bytemuck::cast_slice(&ids)),
-            (own.weights.as_mut().unwrap(), bytemuck::cast_slice(weights)),
-        ] {
-            device.write(on, to.view_mut(), bytes).unwrap();
-        }
-        for (to, from) in own.beside.iter_mut().zip(&case.beside) {
-            device.write(on, to.view_mut(), &from.of_ranks[me]).unwrap();
-        }
-        self.graph.launch(on).unwrap().sync(AMPLE).unwrap();
-    }
-
-    /// Runs with what is sent on a day, and asserts what comes out.
-    fn check(&mut self, rank: &Rank, day: u32) {
-        let case = self.kind.case(rank.size, day);
-        self.replay(rank, &case);
-        check(rank, &case, &self.there);
-        let known = self.there.handle.layout().buffers();
-        for (asked, known) in self.layout.buffers().into_iter().zip(known) {
-            assert_eq!(
-                i32s(rank, asked),
-                i32s(rank, known),
-                "layout of replay {day}"
-            );
-        }
-        if let Some((sum, _)) = self.kind.back {
-            let [d, weights] = returned(&case, rank.rank, sum);
-            let what = format!("what came back in replay {day}: {:?}", self.kind);
-            assert_eq!(f32s(rank, &self.d), d, "{what}");
-            if let Some(back) = &self.back {
-                assert_eq!(f32s(rank, back), weights, "weights of {what}");
-            }
-        }
-    }
-}
-
 /// What comes of every row in every replay is that of its day, wherever ranks are held up: graphs of all transports, arrangements and
-/// sums, and of several lengths, in turn and through the same memory.
+/// sums, of several lengths, in pieces, and with a cast, in turn and through the same memory.
 fn under_stalls(world: &World) {
     let mut rng = world.rng();
     let jitter = Jitter::new(&mut rng, 20, 200);
@@ -313,19 +71,67 @@ fn under_stalls(world: &World) {
                 arrangement,
                 there: by,
                 back: Some((sum, by)),
+                cast: None,
                 to_all: false,
                 seed: rng.random(),
             });
         }
     }
-    world.run_injected(&config(), Arc::new(jitter), move |rank| {
+    let whole = kinds[0];
+    // Of tokens that do not fit at once, and go back in pieces, too.
+    let (dense, by_source) = (Arrangement::Dense, Arrangement::BySource);
+    let by_expert = Arrangement::ByExpert { alignment: 4 };
+    for (arrangement, there, sum) in [
+        (dense, Transport::OneSided, CombineSum::Rank),
+        (by_expert, Transport::OneSided, CombineSum::Expert),
+        (by_source, Transport::Gather, CombineSum::Rank),
+    ] {
+        kinds.push(Kind {
+            tokens: MANY,
+            arrangement,
+            there,
+            back: Some((sum, Transport::OneSided)),
+            seed: rng.random(),
+            ..whole
+        });
+    }
+    let cast = Fp8Cast {
+        format: ScaleFormat::F32,
+        column_major: false,
+    };
+    let casts = [(dense, Transport::OneSided), (by_source, Transport::Pushed)];
+    let pushes = world.backend.engines().pushes_rows;
+    let can = |by| by != Transport::Pushed || pushes;
+    for (arrangement, there) in casts.into_iter().filter(|cast| can(cast.1)) {
+        kinds.push(Kind {
+            hidden: 16,
+            arrangement,
+            there,
+            back: None,
+            cast: Some(cast),
+            seed: rng.random(),
+            ..whole
+        });
+    }
+    let config = CommConfig {
+        dispatch_bytes: 1280 * world.size,
+        combine_bytes: 512 * world.size,
+        ..config()
+    };
+    world.run_injected(&config, Arc::new(jitter), move |rank| {
         let mut graphs: Vec<_> = kinds
             .iter()
             .map(|&kind| Captured::new(rank, kind))
             .collect();
+        for graph in graphs.iter().filter(|graph| graph.kind.tokens == MANY) {
+            assert!(graph.pieces() > 1, "{:?}: {}", graph.kind, graph.there.plan);
+        }
         in_turn(rank, &mut graphs, |graph, day| graph.check(rank, day));
     });
 }
+
+/// Tokens of a rank that do not fit at once.
+const MANY: usize = 40;
 
 /// Tokens and columns of what a quick reader overtakes: which of them it does, is the machine's business.
 const LARGE: [(usize, usize); 3] = [(32, 512), (6, 1024), (64, 1024)];
@@ -364,6 +170,7 @@ fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool, round: usize) -> 
         // Only what comes back is in buffers that are emptied.
         there: Transport::OneSided,
         back: Some((sum, Transport::Pushed)),
+        cast: None,
         to_all: true,
         seed: world.rng().random::<u64>() ^ round as u64,
     };
@@ -394,6 +201,7 @@ fn wrong_rows(world: &World, unguarded: bool, round: usize) -> Vec<u32> {
         arrangement: Arrangement::BySource,
         there: Transport::Pushed,
         back: None,
+        cast: None,
         to_all: parts,
         seed: world.rng().random::<u64>() ^ round as u64,
     };
@@ -433,6 +241,7 @@ fn overwritten(world: &World, there: Transport, unguarded: bool) -> Vec<u32> {
         arrangement: Arrangement::BySource,
         there,
         back: None,
+        cast: None,
         // What says which row is what is the same every day.
         to_all: true,
         seed: world.rng().random(),
