@@ -14,6 +14,7 @@ mod chain;
 mod gathered;
 mod given;
 mod in_place;
+mod known;
 mod limits;
 mod memory;
 pub mod own;
@@ -427,6 +428,7 @@ pub fn add(suite: &mut Suite) {
     });
     if suite.backend().worlds().contains(&1) && matches!(suite.backend().routes(), Ok(Some(_))) {
         suite.add_at(1, "experts/routes", routes::of_any_group);
+        suite.add_at(1, "experts/known", known::of_any_group);
         suite.add_at(1, "experts/routes_refused", routes::of_no_group);
     }
     for (name, there) in [

@@ -10,7 +10,10 @@ use brigade_device::{
     Absent, Buffer, DataType, ExpertLayout, Group, Placement, PlacementCall, Result, Routing,
     Stream, Turn,
 };
-use brigade_plan::routes::{Chooser, Routes, Slots};
+use brigade_plan::{
+    known,
+    routes::{Chooser, Routes, Slots},
+};
 use std::ops::Range;
 
 /// The arguments, kept for as long as the call is in flight or captured.
@@ -65,13 +68,7 @@ impl Router {
 
     /// The same for every rank, of whose tokens these ids are.
     pub(crate) fn find_all(&self, runs: &[Range<usize>]) -> Result<Vec<Routes>> {
-        self.choosing(|ids, chooser| {
-            let of = |(rank, run): (usize, &Range<usize>)| {
-                let ids = &ids[run.start * self.k..run.end * self.k];
-                Routes::new(ids, self.k, &Chooser { rank, ..chooser })
-            };
-            runs.iter().enumerate().map(of).collect()
-        })
+        self.choosing(|ids, chooser| known::routes_of_all(ids, self.k, runs, chooser))
     }
 
     fn choosing<R>(&self, find: impl FnOnce(&[i64], Chooser<'_>) -> R) -> Result<R> {

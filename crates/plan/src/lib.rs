@@ -37,6 +37,7 @@ pub mod fifo;
 mod gather_linear;
 pub mod gathered;
 pub mod hierarchical;
+pub mod known;
 mod linear_reduce_scatter;
 pub mod logfmt;
 pub mod low_latency;

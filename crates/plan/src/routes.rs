@@ -2,7 +2,7 @@
 //! kernels are held against.
 
 use crate::rows;
-use brigade_device::{Arrangement, PlacementCall, ReceivedIds};
+use brigade_device::{Arrangement, DispatchCall, PlacementCall, ReceivedIds};
 use std::ops::Range;
 
 /// Which slots are whose.
@@ -185,6 +185,40 @@ pub struct Row {
     pub entry: Option<usize>,
 }
 
+/// What says which rows come to a rank from one other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Coming {
+    /// Which tokens of the sender they are.
+    pub tokens: Vec<i32>,
+    /// The slots of each, `k`, counted from the first of this rank; -1 for others.
+    pub slots: Vec<i32>,
+}
+
+impl Coming {
+    /// To rank `me`, of what a rank sends by these routes.
+    pub fn new(routes: &Routes, k: usize, all: &Slots, me: usize) -> Self {
+        let (tokens, mine) = (routes.to(me).to_vec(), all.of(me));
+        let local = |&slot: &i32| match usize::try_from(slot) {
+            Ok(slot) if mine.contains(&slot) => (slot - mine.start) as i32,
+            _ => -1,
+        };
+        let of_token = |&token: &i32| routes.slots[token as usize * k..][..k].iter().map(local);
+        let slots = tokens.iter().flat_map(of_token).collect();
+        Self { tokens, slots }
+    }
+
+    /// The weights of its slots, of those of all of the sender's tokens; 0 for slots of others.
+    pub fn weights(&self, k: usize, of_sender: &[f32]) -> Vec<f32> {
+        let of_token = |&token: &i32| &of_sender[token as usize * k..][..k];
+        let weights = self.tokens.iter().flat_map(of_token);
+        let mine = self.slots.iter().map(|&slot| slot >= 0);
+        weights
+            .zip(mine)
+            .map(|(&weight, mine)| if mine { weight } else { 0.0 })
+            .collect()
+    }
+}
+
 /// How received rows lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arranged {
@@ -253,10 +287,75 @@ impl Arranged {
         }
     }
 
+    /// What a receiver with room for so many rows is told of them, by what `came` and the weights of that. Its ids are called so, from the
+    /// first on, and none so: [`Slots::called`].
+    pub fn told(
+        &self,
+        call: &DispatchCall,
+        room: usize,
+        (first, none): (i32, i32),
+        came: &[Coming],
+        weights: &[Vec<f32>],
+    ) -> Told {
+        let (k, most) = (call.k, call.max_tokens);
+        let (per_row, entries) = match call.arrangement {
+            Arrangement::ByExpert { .. } => (1, came.len() * most * k),
+            Arrangement::Dense | Arrangement::BySource => (k, 0),
+        };
+        let mut told = Told {
+            sources: vec![-1; room * 4],
+            ids: vec![none; room * per_row],
+            weights: vec![0.0; room * per_row],
+            rows_of: vec![-1; entries],
+        };
+        for row in &self.rows {
+            let Row {
+                at,
+                source,
+                position,
+                entry,
+            } = *row;
+            let token = came[source].tokens[position];
+            let named = entry.map_or(-1, |e| e as i32);
+            told.sources[at * 4..][..4].copy_from_slice(&[
+                source as i32,
+                token,
+                named,
+                position as i32,
+            ]);
+            let of = entry.map_or(0..k, |e| e..e + 1);
+            let of = position * k + of.start..position * k + of.end;
+            let ids = told.ids[at * per_row..][..per_row].iter_mut();
+            for (id, &slot) in ids.zip(&came[source].slots[of.clone()]) {
+                *id = if slot < 0 { none } else { first + slot };
+            }
+            if let Some(weights) = weights.get(source) {
+                told.weights[at * per_row..][..per_row].copy_from_slice(&weights[of]);
+            }
+            if let Some(entry) = entry {
+                told.rows_of[(source * most + position) * k + entry] = at as i32;
+            }
+        }
+        told
+    }
+
     /// Rows that there must be room for.
     pub fn room(&self) -> usize {
         self.offsets.last().map_or(0, |&n| n as usize)
     }
+}
+
+/// What a receiver is told of its rows: what [`HandleParts`](brigade_device::HandleParts) has, as numbers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Told {
+    /// `[rows, 4]`
+    pub sources: Vec<i32>,
+    /// `[rows, k]`, or `[rows]` by expert.
+    pub ids: Vec<i32>,
+    /// The same; 0 if rows have none.
+    pub weights: Vec<f32>,
+    /// By expert `[ranks, max_tokens, k]`.
+    pub rows_of: Vec<i32>,
 }
 
 /// Rows in the order in which they lie, out of where each is from: source rank, token, entry and position, as a

@@ -61,9 +61,17 @@ pub struct All {
     pub weights: Option<Buffer>,
 }
 
-impl All {
-    /// What pads them, or is behind them, names experts as well.
-    fn of(rank: &Rank, case: &Case) -> Option<Self> {
+/// Experts of all ranks' tokens, with what pads them or is behind them, their weights, and how many of whom they are.
+pub struct Gathered {
+    pub ids: Vec<i64>,
+    pub weights: Vec<f32>,
+    dims: Vec<usize>,
+    pub lengths: Vec<i32>,
+}
+
+impl Gathered {
+    /// What is nobody's names experts as well.
+    pub fn of(case: &Case) -> Option<Self> {
         const BEHIND: usize = 5;
         let (size, k) = (case.size, case.k);
         let counts = (0..size).map(|r| case.tokens(r) as i32);
@@ -93,17 +101,26 @@ impl All {
             ids.extend((0..behind).map(|i| i as i64 % 3));
             weights.extend(case.weights.iter().flat_map(|_| vec![f32::NAN; behind]));
         }
-        let (dtype, ids) = id_bytes(case, &ids);
-        let weights = bytemuck::cast_slice(&weights);
-        let weights_of = |_| rank.upload_bytes(DataType::F32, &dims, weights);
         Some(Self {
-            ids: rank.upload_bytes(dtype, &dims, &ids),
+            ids,
+            weights,
+            dims,
+            lengths,
+        })
+    }
+}
+
+impl All {
+    fn of(rank: &Rank, case: &Case) -> Option<Self> {
+        let all = Gathered::of(case)?;
+        let (dtype, ids) = id_bytes(case, &all.ids);
+        let weights = bytemuck::cast_slice(&all.weights);
+        let weights_of = |_| rank.upload_bytes(DataType::F32, &all.dims, weights);
+        let lengths = bytemuck::cast_slice(&all.lengths);
+        Some(Self {
+            ids: rank.upload_bytes(dtype, &all.dims, &ids),
             weights: case.weights.as_ref().map(weights_of),
-            lengths: rank.upload_bytes(
-                DataType::I32,
-                &[lengths.len()],
-                bytemuck::cast_slice(&lengths),
-            ),
+            lengths: rank.upload_bytes(DataType::I32, &[all.lengths.len()], lengths),
         })
     }
 }
@@ -221,58 +238,82 @@ pub fn f32s(rank: &Rank, buffer: &Buffer) -> Vec<f32> {
     bytemuck::pod_collect_to_vec(&rank.raw(buffer.view()))
 }
 
+/// What a rank must be told of the rows that come to it, and of nothing where there is room for more.
+pub struct Told {
+    pub sources: Vec<i32>,
+    pub ids: Vec<i32>,
+    pub weights: Vec<f32>,
+    pub counts: Vec<i32>,
+    pub received: Vec<i32>,
+}
+
+impl Told {
+    /// In the words of the contract, row by row.
+    pub fn of(case: &Case, me: usize) -> Self {
+        let (came, capacity) = (case.received(me).0, case.capacity(me));
+        let by_expert = matches!(case.arrangement, Arrangement::ByExpert { .. });
+        let per_row = if by_expert { 1 } else { case.k };
+        let mut sources = vec![[-1; 4]; capacity];
+        let mut ids = vec![case.called(me, None); capacity * per_row];
+        let mut weights = vec![0f32; capacity * per_row];
+        let mut counts = vec![0; case.slots()[me]];
+        let mut received = vec![0; case.size];
+        let mut seen = std::collections::BTreeSet::new();
+        // Of the tokens of each rank, those in front of each that come.
+        let before: Vec<Vec<i32>> = (0..case.size)
+            .map(|source| {
+                let goes = |token| (0..case.k).any(|e| case.local(me, source, token, e).is_some());
+                let tokens = (0..case.tokens(source)).scan(0, |sum, token| {
+                    let before = *sum;
+                    *sum += i32::from(goes(token));
+                    Some(before)
+                });
+                tokens.collect()
+            })
+            .collect();
+        for row in &came {
+            let entry = row.entry.map_or(-1, |e| e as i32);
+            let before = before[row.source][row.token];
+            sources[row.at] = [row.source as i32, row.token as i32, entry, before];
+            if seen.insert((row.source, row.token)) {
+                received[row.source] += 1;
+            }
+            let entries = row.entry.map_or(0..case.k, |e| e..e + 1);
+            for (i, entry) in entries.enumerate() {
+                if let Some(slot) = case.local(me, row.source, row.token, entry) {
+                    ids[row.at * per_row + i] = case.called(me, Some(slot));
+                    if let Some(all) = &case.weights {
+                        weights[row.at * per_row + i] = all[row.source][row.token * case.k + entry];
+                    }
+                    counts[slot] += 1;
+                }
+            }
+        }
+        Self {
+            sources: sources.concat(),
+            ids,
+            weights,
+            counts,
+            received,
+        }
+    }
+}
+
 /// What came is what was sent, and is known for what it is.
 pub fn check(rank: &Rank, case: &Case, got: &Dispatched) {
     let me = rank.rank;
     let (came, _) = case.received(me);
-    let capacity = case.capacity(me);
-    let by_expert = matches!(case.arrangement, Arrangement::ByExpert { .. });
-    let per_row = if by_expert { 1 } else { case.k };
     assert_eq!(
         got.handle.capacity(),
-        capacity,
+        case.capacity(me),
         "rows that there is room for"
     );
-    let mut sources = vec![[-1; 4]; capacity];
-    let mut ids = vec![case.called(me, None); capacity * per_row];
-    let mut weights = vec![0f32; capacity * per_row];
-    let mut counts = vec![0; case.slots()[me]];
-    let mut received = vec![0; case.size];
-    let mut seen = std::collections::BTreeSet::new();
     let row_bytes = case.hidden * case.dtype.bytes();
     let rows = rank.raw(got.rows.view());
     let types = got.beside.iter().map(Buffer::dtype);
     assert!(types.eq(case.beside.iter().map(|b| b.dtype)), "beside");
     let beside: Vec<_> = got.beside.iter().map(|b| rank.raw(b.view())).collect();
-    // Of the tokens of each rank, those in front of each that come.
-    let before: Vec<Vec<i32>> = (0..case.size)
-        .map(|source| {
-            let goes = |token| (0..case.k).any(|e| case.local(me, source, token, e).is_some());
-            let tokens = (0..case.tokens(source)).scan(0, |sum, token| {
-                let before = *sum;
-                *sum += i32::from(goes(token));
-                Some(before)
-            });
-            tokens.collect()
-        })
-        .collect();
     for row in &came {
-        let entry = row.entry.map_or(-1, |e| e as i32);
-        let before = before[row.source][row.token];
-        sources[row.at] = [row.source as i32, row.token as i32, entry, before];
-        if seen.insert((row.source, row.token)) {
-            received[row.source] += 1;
-        }
-        let entries = row.entry.map_or(0..case.k, |e| e..e + 1);
-        for (i, entry) in entries.enumerate() {
-            if let Some(slot) = case.local(me, row.source, row.token, entry) {
-                ids[row.at * per_row + i] = case.called(me, Some(slot));
-                if let Some(all) = &case.weights {
-                    weights[row.at * per_row + i] = all[row.source][row.token * case.k + entry];
-                }
-                counts[slot] += 1;
-            }
-        }
         let what = format!("{row:?}");
         if case.cast.is_none() {
             let sent = &case.rows[row.source][row.token * row_bytes..][..row_bytes];
@@ -289,21 +330,18 @@ pub fn check(rank: &Rank, case: &Case, got: &Dispatched) {
             assert_bits(&got[row.at * each..][..each], sent, DataType::U8, &what);
         }
     }
-    let handle = &got.handle;
-    assert_eq!(
-        i32s(rank, &handle.parts().sources),
-        sources.concat(),
-        "sources"
-    );
-    assert_eq!(i32s(rank, &got.ids), ids, "ids");
-    assert_eq!(i32s(rank, &got.counts), counts, "counts");
-    assert_eq!(i32s(rank, &handle.parts().received), received, "received");
+    let (handle, told) = (&got.handle, Told::of(case, me));
+    let parts = handle.parts();
+    assert_eq!(i32s(rank, &parts.sources), told.sources, "sources");
+    assert_eq!(i32s(rank, &got.ids), told.ids, "ids");
+    assert_eq!(i32s(rank, &got.counts), told.counts, "counts");
+    assert_eq!(i32s(rank, &parts.received), told.received, "received");
     match (&got.weights, &case.weights) {
-        (Some(got), Some(_)) => assert_eq!(f32s(rank, got), weights, "weights"),
+        (Some(got), Some(_)) => assert_eq!(f32s(rank, got), told.weights, "weights"),
         (None, None) => {}
         (got, _) => panic!("{got:?} as weights"),
     }
-    let offsets = i32s(rank, &handle.parts().offsets);
+    let offsets = i32s(rank, &parts.offsets);
     for row in &came {
         let slot = |entry| case.local(me, row.source, row.token, entry).unwrap();
         let run = row.entry.map_or(row.source, slot);

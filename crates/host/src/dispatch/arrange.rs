@@ -9,7 +9,7 @@ use crate::{
 use brigade_device::{Buffer, DispatchOutputs, FaultKind, HandleParts, Result, Ways};
 use brigade_plan::{
     dispatch::{Section, Sections},
-    routes::{Arranged, Slots, rows_of_sources},
+    routes::{Arranged, Coming, Slots, rows_of_sources},
 };
 
 /// Puts what has come where it belongs.
@@ -121,53 +121,32 @@ pub(super) fn arrange(
 
 /// Says which row is what.
 fn keep(parts: &HandleParts, arranged: &Arranged, came: &[Came]) -> Result<()> {
-    let k = parts.call.k;
-    let rows = parts.sources.shape().rows();
-    let per_row = parts.ids.shape().len() / rows.max(1);
-    let slots_of = Slots::new(parts.call.placement, parts.group.size);
-    let (first, none) = slots_of.called(parts.group.rank, parts.call.received_ids);
-    let (mut sources, mut ids, mut weights) = (
-        vec![-1; rows * 4],
-        vec![none; rows * per_row],
-        vec![0f32; rows * per_row],
-    );
+    let (call, group) = (&parts.call, parts.group);
     let lists = |section: Section| came.iter().map(move |c| &c.sections[section.index()][..]);
-    let tokens: Vec<Vec<i32>> = lists(Section::Token).map(integers).collect();
-    let slots: Vec<Vec<i32>> = lists(Section::Slots).map(integers).collect();
-    let their_weights: Vec<Vec<f32>> = lists(Section::Weights).map(integers).collect();
-    for row in &arranged.rows {
-        let entry = row.entry.map_or(-1, |e| e as i32);
-        let token = tokens[row.source][row.position];
-        let source = [row.source as i32, token, entry, row.position as i32];
-        sources[row.at * 4..][..4].copy_from_slice(&source);
-        let of = match row.entry {
-            Some(entry) => row.position * k + entry..row.position * k + entry + 1,
-            None => row.position * k..(row.position + 1) * k,
-        };
-        let called = ids[row.at * per_row..][..per_row].iter_mut();
-        for (id, &slot) in called.zip(&slots[row.source][of.clone()]) {
-            *id = if slot < 0 { none } else { first + slot };
-        }
-        if parts.weights.is_some() {
-            weights[row.at * per_row..][..per_row].copy_from_slice(&their_weights[row.source][of]);
-        }
-    }
+    let (tokens, slots) = (lists(Section::Token), lists(Section::Slots));
+    let coming = tokens.zip(slots).map(|(tokens, slots)| Coming {
+        tokens: integers(tokens),
+        slots: integers(slots),
+    });
+    let coming: Vec<Coming> = coming.collect();
+    let weights: Vec<Vec<f32>> = match parts.weights {
+        Some(_) => lists(Section::Weights).map(integers).collect(),
+        None => Vec::new(),
+    };
+    let called = Slots::new(call.placement, group.size).called(group.rank, call.received_ids);
+    let room = parts.sources.shape().rows();
+    let told = arranged.told(call, room, called, &coming, &weights);
     let received: Vec<i32> = came.iter().map(|c| c.rows as i32).collect();
     set(&parts.received, &received)?;
-    set(&parts.sources, &sources)?;
+    set(&parts.sources, &told.sources)?;
     set(&parts.offsets, &arranged.offsets)?;
-    set(&parts.ids, &ids)?;
+    set(&parts.ids, &told.ids)?;
     set(&parts.counts, &arranged.counts)?;
     if let Some(to) = &parts.rows_of {
-        let mut rows_of = vec![-1; to.shape().len()];
-        for row in &arranged.rows {
-            let token = row.source * parts.call.max_tokens + row.position;
-            rows_of[token * k + row.entry.unwrap_or(0)] = row.at as i32;
-        }
-        set(to, &rows_of)?;
+        set(to, &told.rows_of)?;
     }
     match &parts.weights {
-        Some(to) => set(to, &weights),
+        Some(to) => set(to, &told.weights),
         None => Ok(()),
     }
 }

@@ -1,6 +1,6 @@
 //! Experts of all ranks' tokens, which every rank has: it finds out by itself which rows come to it.
 
-use super::{Arguments, Came, Own};
+use super::{Arguments, Came};
 use crate::{
     job::Job,
     memory::reading,
@@ -8,8 +8,9 @@ use crate::{
 };
 use brigade_device::{Buffer, Expected, FaultKind, GatheredRouting, Lengths, Result};
 use brigade_plan::{
-    dispatch::{Load, Sections},
-    routes::{Routes, Slots},
+    dispatch::Section,
+    known::{self, Unfit},
+    routes::{Coming, Routes, Slots},
 };
 use std::ops::Range;
 
@@ -40,24 +41,17 @@ impl Gathered {
     /// The rows of every rank. What cannot be stops the group, before anything of it is read.
     fn runs(&self, job: &Job, a: &Arguments) -> Result<Vec<Range<usize>>> {
         let lengths = reading(&[&self.lengths], |inputs| Ok(integers::<i32>(inputs[0])))?;
-        let (me, tokens, most) = (a.group.rank, a.rows.shape().rows(), a.call.max_tokens);
-        let run = |source: usize| {
-            let at = |i: usize| i64::from(lengths[i]);
-            let (first, end) = match self.ragged {
-                true => (at(source), at(source + 1)),
-                false => ((source * most) as i64, (source * most) as i64 + at(source)),
-            };
-            let n = end - first;
-            let fits = first >= 0 && n >= 0 && end <= self.rows as i64 && n <= most as i64;
-            match fits && (source != me || n == tokens as i64) {
-                true => Ok(first as usize..end as usize),
-                false => {
-                    let want = if source == me { tokens } else { most };
-                    Err(job.fail(FaultKind::Mismatch, me, source, want as u64, n as u64))
-                }
-            }
+        let (me, tokens) = (a.group.rank, a.rows.shape().rows());
+        let lengths = known::Lengths {
+            lengths: &lengths,
+            ragged: self.ragged,
+            rows: self.rows,
+            max_tokens: a.call.max_tokens,
         };
-        (0..a.group.size).map(run).collect()
+        let runs = lengths.runs(a.group.size, (me, tokens));
+        runs.map_err(|Unfit { source, want, seen }| {
+            job.fail(FaultKind::Mismatch, me, source, want as u64, seen as u64)
+        })
     }
 
     /// Where own rows go; and into `came`, what is told otherwise of the rows that come.
@@ -79,25 +73,18 @@ impl Gathered {
             Some(_) => &weights[run.start * k..run.end * k],
             None => &[],
         };
+        let slots = Slots::new(a.call.placement, a.group.size);
         for (source, came) in came.iter_mut().enumerate() {
-            let theirs = Own {
-                call: &a.call,
-                all: Slots::new(a.call.placement, a.group.size),
-                rows: &[],
-                scales: &[],
-                slots: &all[source].slots,
-                weights: bytemuck::cast_slice(of_run(&runs[source])),
-                beside: &[],
+            let coming = Coming::new(&all[source], k, &slots, me);
+            came.rows = coming.tokens.len();
+            let mut put = |section: Section, bytes: &[u8]| {
+                came.sections[section.index()].extend_from_slice(bytes);
             };
-            let tokens = all[source].to(me);
-            let sections = Sections::part(&a.call, Load::Ways, tokens.len());
-            let mut part = vec![0; sections.bytes];
-            for (i, &token) in tokens.iter().enumerate() {
-                theirs.write(me, token, i, &sections, &mut part);
-            }
-            came.rows = tokens.len();
-            for (i, section) in came.sections.iter_mut().enumerate() {
-                section.extend_from_slice(&part[sections.at(i, tokens.len())]);
+            put(Section::Token, bytemuck::cast_slice(&coming.tokens));
+            put(Section::Slots, bytemuck::cast_slice(&coming.slots));
+            if self.weights.is_some() {
+                let weights = coming.weights(k, of_run(&runs[source]));
+                put(Section::Weights, bytemuck::cast_slice(&weights));
             }
         }
         if let Some(own) = &expected.own_weights {
