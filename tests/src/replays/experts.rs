@@ -114,7 +114,7 @@ fn under_stalls(world: &World) {
         });
     }
     let config = CommConfig {
-        dispatch_bytes: 1280 * world.size,
+        dispatch_bytes: 768 * world.size,
         combine_bytes: 512 * world.size,
         ..config()
     };
@@ -131,7 +131,7 @@ fn under_stalls(world: &World) {
 }
 
 /// Tokens of a rank that do not fit at once.
-const MANY: usize = 40;
+const MANY: usize = 24;
 
 /// Tokens and columns of what a quick reader overtakes: which of them it does, is the machine's business.
 const LARGE: [(usize, usize); 3] = [(32, 512), (6, 1024), (64, 1024)];
