@@ -325,7 +325,7 @@ pub fn all(engines: Engines) -> Vec<Op> {
     // Scales travel with rows.
     let int8 = Linear::new(ROWS, COLUMNS, Some(tiles_or_a_piece(engines)));
     let int8 = int8.with(|l| l.scheme = QScheme::Int8PerToken).gather();
-    ops.push(int8.named("gather_linear_int8".into()));
+    ops.push(int8.named("gather_linear_int8"));
     for (name, choices) in modes(engines) {
         let choice = choices[choices.len() / 2];
         let op = gather_linear(ROWS, COLUMNS, choice);

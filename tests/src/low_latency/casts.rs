@@ -13,9 +13,7 @@ use crate::{
     matrix::{to_bytes, to_f64},
     suite::World,
 };
-use brigade_device::{
-    CombineCast, CombineSum, DataType, Fp8Cast, LowLatency, LowLatencyCombineParams, Output,
-};
+use brigade_device::{CombineCast, CombineSum, DataType, Fp8Cast, LowLatencyCombineParams, Output};
 
 /// Rows that are cast on the way there.
 pub fn there(world: &World) {
@@ -78,7 +76,7 @@ pub fn echoed(world: &World) {
         .collect();
     world.run(&config(), move |rank| {
         let mut lease = rank.lease();
-        let mut exchange = LowLatency::default();
+        let mut exchange = rank.low_latency();
         for (case, sum, limit) in &cases {
             let own = Own::of(rank, case);
             let slot = exchange.slots().0;
