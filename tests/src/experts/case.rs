@@ -235,6 +235,14 @@ impl Case {
         self
     }
 
+    /// The same with weights above 0: sums of a token's rows do not cancel, and are as near as these are.
+    pub fn with_weights_above_0(mut self) -> Self {
+        for weight in self.weights.iter_mut().flatten().flatten() {
+            *weight = weight.abs();
+        }
+        self
+    }
+
     /// What is left of it where these ranks are absent: experts that lie there are none, and nothing comes from there.
     pub fn without(&self, absent: &[usize]) -> Self {
         let mut left = self.clone();
@@ -407,20 +415,11 @@ impl Case {
 
     /// What a rank's experts make of a row: any numbers, which everybody can make again.
     pub fn made(&self, rank: usize, row: &Came, hidden: usize, dtype: DataType) -> Vec<f64> {
+        let names = [row.source, row.token, row.entry.map_or(99, |e| e)];
+        let of_row = names.into_iter().fold(mixed(0, rank), mixed);
         (0..hidden)
             .map(|column| {
-                let seed = [
-                    rank,
-                    row.source,
-                    row.token,
-                    row.entry.map_or(99, |e| e),
-                    column,
-                ];
-                let mixed = seed.iter().fold(0x9E37_79B9_7F4A_7C15u64, |h, &x| {
-                    let h = (h ^ x as u64).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-                    h ^ (h >> 29)
-                });
-                let x = (mixed >> 40) as f32 / (1 << 23) as f32 - 1.0;
+                let x = (mixed(of_row, column) >> 40) as f32 / (1 << 23) as f32 - 1.0;
                 f64::from(rounded(dtype, x + 0.001))
             })
             .collect()
@@ -537,6 +536,15 @@ impl Case {
         }
         (exact, wide)
     }
+}
+
+/// Bits that say nothing of those for other numbers: if rows had anything in common, sums of them could cancel as a whole. As in SplitMix64
+/// (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+fn mixed(bits: u64, next: usize) -> u64 {
+    let mut z = (bits ^ next as u64).wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
 }
 
 /// How large the numbers of a cast row are about a column.

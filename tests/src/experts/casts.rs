@@ -42,7 +42,8 @@ pub fn casts(world: &World, by: By) {
                     format,
                     column_major,
                 });
-                cases.push((case.with_rows(&mut rng).by(by), limit));
+                let case = case.with_rows(&mut rng).with_weights_above_0();
+                cases.push((case.by(by), limit));
             }
         }
     }

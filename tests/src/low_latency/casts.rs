@@ -71,7 +71,7 @@ pub fn echoed(world: &World) {
                 column_major: i % 3 == 1,
             });
             case.dtype = [DataType::BF16, DataType::F32][i / 2 % 2];
-            (case.with_rows(&mut rng), sum, limit)
+            (case.with_rows(&mut rng).with_weights_above_0(), sum, limit)
         })
         .collect();
     world.run(&config(), move |rank| {
