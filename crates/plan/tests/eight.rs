@@ -5,37 +5,20 @@
 mod common;
 
 use brigade_device::*;
-use brigade_plan::{
-    Engines, Entries, Table, Topology,
-    crossover::{Gpus, Links},
-    told,
-};
-use common::{combine, dispatch};
+use brigade_plan::{Table, Topology, told};
+use common::{combine, dispatch, on_gpus};
 use std::fmt::Write;
 
 const TOKENS: [usize; 8] = [1, 8, 32, 128, 256, 512, 1024, 4096];
 
-/// So many of the GPUs that were measured in smaller groups, with room to push whatever is pushed.
-fn on_gpus(size: usize, sm_budget: Option<u16>) -> (Topology, Table) {
-    let gpus = Gpus {
-        model: Some("NVIDIA H200".into()),
-        links: Links::Nvlink,
-        ranks: size,
+/// So many GPUs with room to push whatever is pushed.
+fn with_room(size: usize, sm_budget: Option<u16>) -> (Topology, Table) {
+    let config = CommConfig {
+        all_reduce_bytes: 512 << 20,
+        sm_budget,
+        ..CommConfig::new(ParallelMode::Ep)
     };
-    let topology = Topology {
-        group: Group {
-            mode: ParallelMode::Ep,
-            rank: 0,
-            size,
-        },
-        config: CommConfig {
-            all_reduce_bytes: 512 << 20,
-            sm_budget,
-            ..CommConfig::new(ParallelMode::Ep)
-        },
-        engines: Engines::cuda(true, true),
-    };
-    (topology, Table::cuda(&gpus, &Entries::default()).unwrap())
+    on_gpus(size, config)
 }
 
 /// Without the transports that are only asked for, which is the same everywhere.
@@ -58,7 +41,7 @@ fn experts_of_this_build_on_eight_h200s() {
         ("fp8", cast(), None),
         ("plain, 24 SMs", None, Some(24)),
     ] {
-        let (topology, table) = on_gpus(8, sm_budget);
+        let (topology, table) = with_room(8, sm_budget);
         let figures = match cast {
             Some(_) => &table.experts.fp8,
             None => &table.experts.plain,
@@ -123,7 +106,7 @@ fn across(machines: usize, ranks: usize, tokens: usize) -> [(&'static str, Call)
 fn experts_of_two_machines_of_four_and_of_four_of_two() {
     let mut text = String::new();
     for (machines, ranks) in [(2, 4), (4, 2)] {
-        let (topology, table) = on_gpus(ranks, None);
+        let (topology, table) = with_room(ranks, None);
         writeln!(text, "{machines} x {ranks}").unwrap();
         for tokens in TOKENS {
             for (what, call) in across(machines, ranks, tokens) {

@@ -6,13 +6,12 @@ mod common;
 
 use brigade_device::*;
 use brigade_plan::{
-    Engines, Entries, Table, Topology,
+    Table, Topology,
     absent::plan_without,
-    crossover::{Gpus, Links},
     experts::{Need, given_bytes, need, told},
     plan,
 };
-use common::{combine, dispatch};
+use common::{combine, dispatch, on_gpus};
 use std::fmt::Write;
 
 fn low_latency(max_tokens: usize) -> [Call; 2] {
@@ -60,24 +59,6 @@ fn calls(max_tokens: usize) -> Vec<(String, Call)> {
         calls.push((call.operation().to_string(), call));
     }
     calls
-}
-
-fn on_gpus(size: usize, config: CommConfig) -> (Topology, Table) {
-    let gpus = Gpus {
-        model: Some("NVIDIA H200".into()),
-        links: Links::Nvlink,
-        ranks: size,
-    };
-    let topology = Topology {
-        group: Group {
-            mode: ParallelMode::Ep,
-            rank: 0,
-            size,
-        },
-        config,
-        engines: Engines::cuda(true, true),
-    };
-    (topology, Table::cuda(&gpus, &Entries::default()).unwrap())
 }
 
 fn nothing() -> CommConfig {

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "what is not as promised panics")]
 
+mod common;
+
 use brigade_device::*;
 use brigade_plan::{
     Engines, Entries, Table, Topology,
@@ -10,6 +12,7 @@ use brigade_plan::{
     plan, reason,
     transports::{File, Rows},
 };
+use common::dispatch;
 use serde_json::{Value, json};
 
 fn gpus(model: &str, ranks: usize) -> Gpus {
@@ -44,23 +47,11 @@ fn file(entries: &[Value]) -> Result<File, Reason> {
 
 fn call(max_tokens: usize, cast: bool, choice: Option<Transport>) -> DispatchCall {
     DispatchCall {
-        max_tokens,
-        hidden: 7168,
-        dtype: DataType::BF16,
-        beside_bytes: PerRank::new(),
-        k: 8,
-        weights: true,
-        placement: PlacementCall::Even { experts: 256 },
-        arrangement: Arrangement::BySource,
-        max_recv: None,
-        received_ids: ReceivedIds::Local,
-        again: false,
-        gathered: false,
         cast: cast.then_some(Fp8Cast {
             format: ScaleFormat::F32,
             column_major: false,
         }),
-        choice,
+        ..dispatch(max_tokens, choice)
     }
 }
 

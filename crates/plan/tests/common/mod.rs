@@ -1,12 +1,16 @@
 //! What the plan's tests share: topologies, calls, and plans as one line of text.
 #![allow(dead_code, reason = "every test file takes its part")]
+#![allow(clippy::unwrap_used, reason = "what is not as promised panics")]
 
 use brigade_device::{
     Arrangement, Call, CombineCall, CombineSum, CommConfig, DataType, DispatchCall, Group, Launch,
     LinearCall, OverlapMode, OverlapPlan, ParallelMode, PerRank, PlacementCall, Plan, QScheme,
     Reason, ReceivedIds, Transport,
 };
-use brigade_plan::{Engines, Topology};
+use brigade_plan::{
+    Engines, Entries, Table, Topology,
+    crossover::{Gpus, Links},
+};
 
 pub const CHUNKED: OverlapMode = OverlapMode::Chunked { pieces: 2 };
 
@@ -138,4 +142,23 @@ pub fn combine(max_tokens: usize, choice: Option<Transport>) -> CombineCall {
         weights: false,
         choice,
     }
+}
+
+/// So many of the GPUs that were measured, perhaps in smaller groups, and the figures of this build for them.
+pub fn on_gpus(size: usize, config: CommConfig) -> (Topology, Table) {
+    let gpus = Gpus {
+        model: Some("NVIDIA H200".into()),
+        links: Links::Nvlink,
+        ranks: size,
+    };
+    let topology = Topology {
+        group: Group {
+            mode: ParallelMode::Ep,
+            rank: 0,
+            size,
+        },
+        config,
+        engines: Engines::cuda(true, true),
+    };
+    (topology, Table::cuda(&gpus, &Entries::default()).unwrap())
 }
