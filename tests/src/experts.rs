@@ -69,6 +69,13 @@ const TRANSPORTS: [(&str, By); 6] = [
 
 const PUSHED: Option<Transport> = Some(Transport::Pushed);
 
+/// How rows may lie by a transport.
+fn arrangements(by: By) -> impl Iterator<Item = Arrangement> {
+    let in_place = by.there == Some(Transport::InPlace);
+    let all = ARRANGEMENTS.into_iter().map(|(_, arrangement)| arrangement);
+    all.filter(move |&arrangement| !in_place || arrangement == Arrangement::BySource)
+}
+
 /// All transports of a device for rows that lie so, with their names.
 pub fn transports(
     engines: Engines,

@@ -1,25 +1,20 @@
 //! Rows that are fp8 before they are sent: their scales travel beside them, and what comes is, to the bit, what a cast on the way gives.
 
 use super::{
-    ARRANGEMENTS,
+    arrangements,
     case::{Beside, By, Case},
     config,
     own::{Own, check},
 };
 use crate::suite::World;
-use brigade_device::{
-    Arrangement, Buffer, DataType, DispatchParams, Fp8Cast, QScheme, ScaleFormat, Transport,
-};
+use brigade_device::{Buffer, DataType, DispatchParams, Fp8Cast, QScheme, ScaleFormat};
 use rand::Rng;
 
 /// By each arrangement that the transport has, from each type that is cast.
 pub fn scales(world: &World, by: By) {
     let mut rng = world.rng();
-    let in_place = by.there == Some(Transport::InPlace);
-    let cases: Vec<Case> = ARRANGEMENTS
-        .into_iter()
-        .filter(|&(_, arrangement)| !in_place || arrangement == Arrangement::BySource)
-        .map(|(_, arrangement)| {
+    let cases: Vec<Case> = arrangements(by)
+        .map(|arrangement| {
             // Of which the last block is not whole.
             let mut case = Case::random(&mut rng, world.size, (12, 400, 3, 7));
             case.arrangement = arrangement;

@@ -1,7 +1,7 @@
 //! What is said beforehand of memory is what is taken then: at `join`, and by each call.
 
 use super::{
-    ARRANGEMENTS,
+    arrangements,
     case::{By, Case},
     config,
     own::{Own, check},
@@ -87,10 +87,8 @@ fn assert_given<R>(
 pub fn at_once(world: &World, by: By) {
     let mut rng = world.rng();
     let in_place = by.there == Some(Transport::InPlace);
-    let cases: Vec<Case> = ARRANGEMENTS
-        .into_iter()
-        .filter(|&(_, arrangement)| !in_place || arrangement == Arrangement::BySource)
-        .map(|(_, arrangement)| {
+    let cases: Vec<Case> = arrangements(by)
+        .map(|arrangement| {
             let mut case = Case::random(&mut rng, world.size, (40, 512, 3, 2 * world.size));
             case.arrangement = arrangement;
             if arrangement != Arrangement::BySource {

@@ -166,6 +166,24 @@ impl Own {
         }
     }
 
+    /// What another case of as many tokens has, in its place.
+    pub fn write(&mut self, rank: &Rank, case: &Case) {
+        let me = rank.rank;
+        let write = |to: &mut Buffer, bytes: &[u8]| {
+            rank.device
+                .write(&rank.stream, to.view_mut(), bytes)
+                .unwrap();
+        };
+        write(&mut self.rows, &case.rows[me]);
+        write(&mut self.ids, &id_bytes(case, &case.ids[me]).1);
+        if let (Some(to), Some(all)) = (&mut self.weights, &case.weights) {
+            write(to, bytemuck::cast_slice(&all[me]));
+        }
+        for (to, from) in self.beside.iter_mut().zip(&case.beside) {
+            write(to, &from.of_ranks[me]);
+        }
+    }
+
     pub fn routing<'a>(&'a self, case: &Case) -> Routing<'a> {
         Routing {
             ids: self.ids.view(),

@@ -1,13 +1,13 @@
 //! What slots get: added up over many calls, and of all ranks at once.
 
 use super::{
-    ARRANGEMENTS,
+    arrangements,
     case::{By, Case},
     config,
     own::{Own, check},
 };
 use crate::{backend::Rank, check::expect_invalid, suite::World};
-use brigade_device::{AllGatherParams, Arrangement, Buffer, DataType, Route, Transport};
+use brigade_device::{AllGatherParams, Arrangement, Buffer, DataType, Route};
 
 /// Where what a rank's slots get is added up, and what must be there: more than an i32 holds.
 struct Totals {
@@ -39,11 +39,8 @@ impl Totals {
 pub fn totals(world: &World, by: By) {
     const REPLAYS: i64 = 3;
     let mut rng = world.rng();
-    let in_place = by.there == Some(Transport::InPlace);
-    let cases: Vec<Case> = ARRANGEMENTS
-        .into_iter()
-        .filter(|(_, arrangement)| !in_place || *arrangement == Arrangement::BySource)
-        .map(|(_, arrangement)| {
+    let cases: Vec<Case> = arrangements(by)
+        .map(|arrangement| {
             let mut case = Case::random(&mut rng, world.size, (12, 16, 3, 7));
             case.arrangement = arrangement;
             // A graph needs it.

@@ -238,24 +238,12 @@ impl Captured {
 
     /// Runs with what is sent on a day.
     pub fn replay(&mut self, rank: &Rank, case: &Case) {
-        let (device, on, me) = (&rank.device, &rank.stream, rank.rank);
+        let (device, on) = (&rank.device, &rank.stream);
         for output in self.outputs() {
             let mut to = output.clone();
             device.fill(on, to.view_mut(), OLD).unwrap();
         }
-        let ids: Vec<i32> = case.ids[me].iter().map(|&id| id as i32).collect();
-        let weights = &case.weights.as_ref().unwrap()[me];
-        let own = &mut self.own;
-        for (to, bytes) in [
-            (&mut own.rows, &case.rows[me][..]),
-            (&mut own.ids, bytemuck::cast_slice(&ids)),
-            (own.weights.as_mut().unwrap(), bytemuck::cast_slice(weights)),
-        ] {
-            device.write(on, to.view_mut(), bytes).unwrap();
-        }
-        for (to, from) in own.beside.iter_mut().zip(&case.beside) {
-            device.write(on, to.view_mut(), &from.of_ranks[me]).unwrap();
-        }
+        self.own.write(rank, case);
         self.graph.launch(on).unwrap().sync(AMPLE).unwrap();
     }
 
