@@ -4,30 +4,59 @@
 
 using namespace brigade;
 
+namespace {
+
+// What is read before any of it is written, and what a store takes.
+constexpr uint32_t at_once = 8;
+struct alignas(16) Eight {
+  uint16_t at[at_once];
+};
+
+// One row of an adapter's first factor: a column of `down`, next to which other threads write theirs.
+__device__ inline void lay_down(const AdaptersParams& p, uint32_t a, uint64_t row) {
+  const uint32_t width = p.width[a];
+  const uint16_t* from = reinterpret_cast<const uint16_t*>(p.first[a]) + row * width;
+  uint16_t* to = reinterpret_cast<uint16_t*>(p.down) + p.column[a] * p.inner + row;
+  for (uint32_t first = 0; first < width; first += at_once) {
+    Eight values;
+#pragma unroll
+    for (uint32_t i = 0; i < at_once; ++i) {
+      if (first + i < width) values.at[i] = from[first + i];
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < at_once; ++i) {
+      if (first + i < width) to[(first + i) * p.inner] = values.at[i];
+    }
+  }
+}
+
+// Eight elements of a row of `up`, from rows of second factors. Columns that no adapter has are multiplied as well: by zeros, so they must
+// be numbers.
+__device__ inline void lay_up(const AdaptersParams& p, uint64_t row, uint32_t first) {
+  Eight values{};
+  for (uint32_t a = 0; a < p.count; ++a) {
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(p.second[a]) + row;
+#pragma unroll
+    for (uint32_t i = 0; i < at_once; ++i) {
+      const uint32_t column = first + i - p.column[a];
+      if (column < p.width[a]) values.at[i] = from[column * p.columns];
+    }
+  }
+  *reinterpret_cast<Eight*>(p.up + (row * p.stride + first) * sizeof(uint16_t)) = values;
+}
+
+}  // namespace
+
 extern "C" __global__ void brigade_adapters(const __grid_constant__ AdaptersParams p) {
   wait_for_previous_kernel();
   const uint64_t thread = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads = uint64_t(gridDim.x) * blockDim.x;
   for (uint64_t i = thread; i < p.flag_count; i += threads) reinterpret_cast<uint32_t*>(p.flags)[i] = 0;
-  uint16_t* down = reinterpret_cast<uint16_t*>(p.down);
-  uint16_t* up = reinterpret_cast<uint16_t*>(p.up);
-  // Columns that no adapter has are multiplied as well: by zeros, so they must be numbers.
-  const auto zeros_between = [&](uint32_t from, uint32_t to) {
-    const uint64_t width = to - from;
-    for (uint64_t i = thread; width > 0 && i < p.columns * width; i += threads) up[i / width * p.stride + from + i % width] = 0;
-  };
-  uint32_t used = 0;
-  for (uint32_t a = 0; a < p.count; ++a) {
-    const uint32_t width = p.width[a], column = p.column[a];
-    zeros_between(used, column);
-    const uint16_t* first = reinterpret_cast<const uint16_t*>(p.first[a]);
-    for (uint64_t i = thread; i < p.inner * width; i += threads) {
-      down[(column + i % width) * p.inner + i / width] = first[i];
+  const uint64_t rows = p.count * p.inner, all = rows + p.stride / at_once * p.columns;
+  for (uint64_t i = thread; i < all; i += threads) {
+    if (i < rows) {
+      lay_down(p, i / p.inner, i % p.inner);
+    } else {
+      lay_up(p, (i - rows) % p.columns, (i - rows) / p.columns * at_once);
     }
-    const uint16_t* second = reinterpret_cast<const uint16_t*>(p.second[a]);
-    for (uint64_t i = thread; i < p.columns * width; i += threads) {
-      up[i % p.columns * p.stride + column + i / p.columns] = second[i];
-    }
-    used = column + width;
   }
-  zeros_between(used, p.stride);
 }

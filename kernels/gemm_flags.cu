@@ -5,9 +5,10 @@
 // 64 rows of a tile each; a ring of stages in shared memory lies between them. The inner dimension is walked in the same order
 // for every tile, so results do not depend on how rows were cut into parts, or on when they came.
 //
-// Adapters are more of the inner dimension. Before the tiles of a part come narrow ones, which make `low`: rows times the
+// Adapters are more of the inner dimension. Before the tiles of some bands come narrow ones, which make `low`: rows times the
 // adapters' first factors. Every tile ends with a product of its rows of `low` and the second factors. A narrow tile waits for
-// its part alone and comes before all that wait for it, so each is done by a block that is on its way already.
+// its part alone and comes before all that wait for it, so each is done by a block that is on its way already. Tiles of the same
+// rows follow it at once, so that memory is asked for them once.
 //
 // Factors of 8 bits have scales, one for each row (or part) and one for each column (or for all), which the end multiplies by as `finish.cu`
 // does. Sums of int8 are exact; those of fp8 are taken of 128 products at a time, and added up in f32, since tensor cores keep fewer bits.
@@ -84,14 +85,12 @@ __device__ __forceinline__ Tile tile_of(const Parameters& p, uint32_t t, uint32_
   uint32_t part = 0;
   while (part + 1 < p.parts && t >= p.part_first[part + 1]) ++part;
   t -= p.part_first[part];
-  const uint32_t bands = bands_of(p, part);
-  if (p.low_columns != 0) {
-    if (t < bands) return {part, t, 0, true};
-    t -= bands;
-  }
-  const uint32_t together = t / (bands_together * column_tiles), in = t % (bands_together * column_tiles);
-  const uint32_t left = bands - together * bands_together, height = left < bands_together ? left : bands_together;
-  return {part, together * bands_together + in % height, in / height * tile_columns, false};
+  const uint32_t narrow = p.low_columns != 0, in_band = column_tiles + narrow;
+  const uint32_t first = t / (bands_together * in_band) * bands_together, in = t % (bands_together * in_band);
+  const uint32_t left = bands_of(p, part) - first, height = left < bands_together ? left : bands_together;
+  const uint32_t band = first + in % height, column = in / height;
+  if (column < narrow) return {part, band, 0, true};
+  return {part, band, (column - narrow) * tile_columns, false};
 }
 
 // The word that says that a band's part of `low` is there.
@@ -180,7 +179,7 @@ __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint
     ring.next();
   };
   // Where nothing is waited for, nobody looks either. Steps that this product began beside have let it in behind all that was in front of
-  // them, so own rows are there; what they count and are told is not, before they have ended.
+  // them, so own rows and adapters are there; what they count and are told is not, before they have ended.
   bool waits = true, looked = false;
   const auto may_wait = [&] {
     if (!looked) {
@@ -219,7 +218,8 @@ __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint
       load_stage(rows, row, p.weight_map, tile.column, k, one, stage_bytes<COLUMNS>);
     }
     if (has_scales<In> || p.low_columns == 0) continue;
-    if (may_wait()) waits = wait_for_low(p, g, low_flag(p, tile.part, tile.band));
+    const uint32_t* there = low_flag(p, tile.part, tile.band);
+    if (load_acquire_gpu(there) == 0 && may_wait()) waits = wait_for_low(p, g, there);
     bulk_copies_follow();
     const uint32_t out_row = p.part_out_row[tile.part] + tile.band * p.band_rows;
     load_stage(p.low_map, out_row, p.up_map, tile.column, 0, one, stage_bytes<COLUMNS>);
@@ -300,7 +300,6 @@ __device__ inline void finish_tile(const Parameters& p, const Tile& tile, uint32
       float x[8] = {};
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
-        if (block + i >= COLUMNS / 8) continue;
         float &low = x[2 * i], &high = x[2 * i + 1];
         low = float(sums[4 * (block + i) + 2 * half]), high = float(sums[4 * (block + i) + 2 * half + 1]);
         if constexpr (has_scales<In>) {
@@ -322,7 +321,6 @@ __device__ inline void finish_tile(const Parameters& p, const Tile& tile, uint32
       if (p.activation != NONE) activate_all(p.activation, x);
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
-        if (block + i >= COLUMNS / 8) continue;
         set(sums[4 * (block + i) + 2 * half], x[2 * i]), set(sums[4 * (block + i) + 2 * half + 1], x[2 * i + 1]);
       }
     }
@@ -342,7 +340,6 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
       uint32_t v[4] = {};
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
-        if (block + i >= COLUMNS / 8) continue;
         const uint32_t at = 4 * (block + i) + 2 * half;
         v[i] = rounded<Out>(as_float(sums[at]), as_float(sums[at + 1]));
       }
@@ -357,7 +354,7 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
         (quad & 2 ? v[i] : v[i + 2]) = got;
       }
       const uint32_t row = own_row(first_row) + 8 * half, column = tile.column + 8 * (block + quad);
-      if (row < rows && column < p.columns && block + quad < COLUMNS / 8) {
+      if (row < rows && column < p.columns) {
         uint4* out = reinterpret_cast<uint4*>(p.part_out[tile.part] + (uint64_t(row) * p.columns + column) * sizeof(Out));
         *out = {v[0], v[1], v[2], v[3]};
       }
@@ -526,7 +523,6 @@ __device__ __forceinline__ void gemm_flags(const Parameters&) {
 #define BRIGADE_GEMM_FLAGS_OF(T, TYPE)   \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 64)     \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 128)    \
-  BRIGADE_GEMM_FLAGS(T, T, TYPE, 176)    \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 192)    \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 224)    \
   BRIGADE_GEMM_FLAGS(T, T, TYPE, 256)

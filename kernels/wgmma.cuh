@@ -95,7 +95,6 @@ __device__ __forceinline__ void products_done(int32_t (&sums)[N]) {
 #define BRIGADE_I32(i) BRIGADE_I8(i), BRIGADE_I8(i + 8), BRIGADE_I8(i + 16), BRIGADE_I8(i + 24)
 #define BRIGADE_R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define BRIGADE_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define BRIGADE_R64_88 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"
 #define BRIGADE_R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define BRIGADE_R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define BRIGADE_R112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
@@ -115,10 +114,6 @@ __device__ __forceinline__ void products_done(int32_t (&sums)[N]) {
   }                                                                                                                   \
   __device__ __forceinline__ void product(NAME, float(&d)[64], uint64_t a, uint64_t b, bool adds) {                   \
     BRIGADE_PRODUCT16(TYPE, 128, BRIGADE_R0 BRIGADE_R32, "64", "65", "66", BRIGADE_D32(0), BRIGADE_D32(32));            \
-  }                                                                                                                   \
-  __device__ __forceinline__ void product(NAME, float(&d)[88], uint64_t a, uint64_t b, bool adds) {                   \
-    BRIGADE_PRODUCT16(TYPE, 176, BRIGADE_R0 BRIGADE_R32 BRIGADE_R64_88, "88", "89", "90", BRIGADE_D32(0), BRIGADE_D32(32), \
-                    BRIGADE_D8(64), BRIGADE_D8(72), BRIGADE_D8(80));                                                  \
   }                                                                                                                   \
   __device__ __forceinline__ void product(NAME, float(&d)[96], uint64_t a, uint64_t b, bool adds) {                   \
     BRIGADE_PRODUCT16(TYPE, 192, BRIGADE_R0 BRIGADE_R32 BRIGADE_R64, "96", "97", "98", BRIGADE_D32(0), BRIGADE_D32(32), \

@@ -349,12 +349,13 @@ impl Product<'_> {
     /// The product holds every multiprocessor while it waits. So the steps by which this rank enters the call come before it,
     /// and what others wait for is sent by copy engines alone.
     fn run_tiled(&self, job: &mut Job<'_>, tiled: &Tiled) -> Result<()> {
+        let low = job.adapters(tiled)?;
         job.product_follows = true;
         job.fork_behind_steps()?;
         self.push_piece(job, 1, 0)?;
         fill_own(job, self.rows)?;
         let of = self.rows.of;
-        job.traced(|| "multiply".into(), || job.tiled(of, tiled))?;
+        job.traced(|| "multiply".into(), || job.tiled(of, tiled, low))?;
         job.product_follows = false;
         Ok(())
     }

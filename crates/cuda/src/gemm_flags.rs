@@ -37,9 +37,8 @@ const WIDTHS: [&[Width]; 3] = [
     &[
         wide(256, 262),
         wide(224, 230),
-        wide(192, 198),
-        wide(176, 182),
-        wide(128, 146),
+        wide(192, 202),
+        wide(128, 150),
         // For a band or two, whose weight more multiprocessors load then.
         wide(64, 96),
     ],
@@ -176,8 +175,8 @@ pub(crate) struct Tiled {
     pub(crate) buffers: Vec<Buffer>,
 }
 
-/// Adapters as the kernel takes them.
-struct Low {
+/// Adapters as the kernel takes them, in memory of its own.
+pub(crate) struct Low {
     /// All first factors, transposed: `[columns of all, inner]`.
     down: Rows,
     /// All second factors, transposed: `[columns, stride]`.
@@ -302,15 +301,21 @@ impl Ready<'_> {
 }
 
 impl Job<'_> {
+    /// Lays the adapters of a product out, if there are any: in front of the call's steps, since a product that begins beside them has
+    /// waited for nothing else.
+    pub(crate) fn adapters(&self, p: &Tiled) -> Result<Option<Low>> {
+        self.core.device.low(self.lane, p)
+    }
+
     /// Enqueues the product, whose tiles wait for the flags of `of`.
-    pub(crate) fn tiled(&self, of: Use, p: &Tiled) -> Result<()> {
+    pub(crate) fn tiled(&self, of: Use, p: &Tiled, low: Option<Low>) -> Result<()> {
         let core = self.core;
         let waiting = GemmFlagsParams {
             signature: self.kind.signature,
             counter: Counters::uses(of) as u32,
             ..waiting!(GemmFlagsParams, self)
         };
-        let Some(mut ready) = core.device.ready(self.lane, p, waiting)? else {
+        let Some(mut ready) = core.device.ready(p, low, waiting)? else {
             return Ok(());
         };
         let steps = core.steps();
@@ -321,7 +326,7 @@ impl Job<'_> {
             }
         }
         let behind_steps = core.begins_early && self.stepped.get();
-        let begins_early = behind_steps && self.product_follows && ready.low.is_none();
+        let begins_early = behind_steps && self.product_follows;
         ready.parameters.begins_early = u32::from(begins_early);
         ready.launch(self.lane, p, behind_steps)
     }
@@ -363,17 +368,18 @@ impl CudaDevice {
             buffers: p.buffers.iter().cloned().chain([state]).collect(),
             ..p.clone()
         };
-        match self.ready(lane, &p, alone)? {
+        let low = self.low(lane, &p)?;
+        match self.ready(&p, low, alone)? {
             Some(ready) => ready.launch(lane, &p, false),
             None => Ok(()),
         }
     }
 
-    /// Lays adapters out, and chooses how wide tiles are. `None` if there is nothing to multiply.
+    /// Chooses how wide tiles are. `None` if there is nothing to multiply.
     fn ready(
         &self,
-        lane: &Arc<Lane>,
         p: &Tiled,
+        low: Option<Low>,
         waiting: GemmFlagsParams,
     ) -> Result<Option<Ready<'_>>> {
         let columns = p.weight.rows;
@@ -386,7 +392,6 @@ impl CudaDevice {
         let Some(of_type) = kernels.and_then(|k| k.of(p.dtype, p.output)) else {
             return Ok(None);
         };
-        let low = self.low(lane, p)?;
         let sms = p.blocks as usize;
         let chosen = best_width(of_type.widths, (p.bands(), columns), low.is_some(), sms);
         let width = of_type.widths[chosen].columns;
@@ -453,9 +458,9 @@ impl CudaDevice {
         }))
     }
 
-    /// Lays the adapters out, if there are any.
+    /// Lays the adapters out, if there are any, and something to add them to.
     fn low(&self, lane: &Arc<Lane>, p: &Tiled) -> Result<Option<Low>> {
-        if p.runs.is_empty() {
+        if p.runs.is_empty() || p.weight.rows == 0 || p.bands() == 0 {
             return Ok(None);
         }
         let (used, bytes) = (p.low_columns(), p.dtype.bytes());
@@ -493,7 +498,8 @@ impl CudaDevice {
             parameters.width[i] = run.width as u32;
         }
         let kernels = &self.opened.kernels;
-        let blocks = blocks_for((inner + columns) * used);
+        // A thread for each row of a first factor, and for each eight elements of `up`.
+        let blocks = blocks_for(p.runs.len() * inner + columns * stride / 8);
         let kept: Vec<_> = p.buffers.iter().chain([&memory]).collect();
         // SAFETY: factors lie in buffers of the call, the rest in the memory just taken.
         unsafe { kernels.launch(&kernels.adapters, lane, &kept, blocks, parameters)? };
@@ -523,15 +529,16 @@ mod tests {
         let width = |rows: usize, columns| best((rows / 128, columns), false);
         // One round of 192 columns, not one of 256.
         assert_eq!(width(512, 6144), 192);
-        // 4.97 rounds of 176 columns, which is nearly 5, where 224 would take 3.9 of 4, and 256 3.4.
-        assert_eq!(width(2048, 7168), 176);
+        // 3.9 rounds of 4 of 224 columns, where 256 would take 3.4.
+        assert_eq!(width(2048, 7168), 224);
+        // 37 rounds of 192 columns would leave less idle than 28 of 256, and take longer: narrow ones load more, of what others have.
+        assert_eq!(width(8192, 14336), 256);
         assert_eq!(width(8192, 2560), 256);
         // 110 rounds of 128 columns would be a little less than 55 of 256, but for what every tile costs.
         assert_eq!(width(16384, 14336), 256);
         // A band alone has as many tiles as there are multiprocessors, or nearly.
         assert_eq!(width(128, 8192), 64);
         assert_eq!(width(256, 8192), 128);
-        // Narrow tiles leave no room for the last of those of 176.
         assert_eq!(best((16, 7168), true), 224);
         assert_eq!(best((64, 2560), true), 256);
         assert_eq!(best_width(widths, (0, 0), false, 0), 0);

@@ -123,9 +123,10 @@ impl Product<'_> {
         let me = job.core.rank();
         if let Some(taken) = tiles {
             let tiled = self.tiled(job, of, taken);
+            let low = job.adapters(&tiled)?;
             // Tiles go straight to their owners, so the credits for that must be there before the first.
             job.steps_now()?;
-            job.traced(|| "multiply".into(), || job.tiled(of, &tiled))?;
+            job.traced(|| "multiply".into(), || job.tiled(of, &tiled, low))?;
             job.steps.filled_to_all(of, me, 0);
             job.steps.await_all(of, 0);
             self.sum(job, of, me, (bias, activation), d)?;
