@@ -194,6 +194,11 @@ impl Tiled {
         self.runs.last().map_or(0, |run| run.column + run.width)
     }
 
+    /// Whether there is nothing to multiply.
+    fn is_empty(&self) -> bool {
+        self.weight.rows == 0 || self.bands() == 0
+    }
+
     fn bands(&self) -> usize {
         let rows = self.band_rows() as usize;
         let of = |part: &Part| part.rows.len().div_ceil(rows);
@@ -383,7 +388,7 @@ impl CudaDevice {
         waiting: GemmFlagsParams,
     ) -> Result<Option<Ready<'_>>> {
         let columns = p.weight.rows;
-        if columns == 0 || p.bands() == 0 {
+        if p.is_empty() {
             return Ok(None);
         }
         // Whoever has tiles has been told that there are kernels.
@@ -460,7 +465,7 @@ impl CudaDevice {
 
     /// Lays the adapters out, if there are any, and something to add them to.
     fn low(&self, lane: &Arc<Lane>, p: &Tiled) -> Result<Option<Low>> {
-        if p.runs.is_empty() || p.weight.rows == 0 || p.bands() == 0 {
+        if p.runs.is_empty() || p.is_empty() {
             return Ok(None);
         }
         let (used, bytes) = (p.low_columns(), p.dtype.bytes());
