@@ -29,6 +29,17 @@ pub enum Closeness {
     Rounded,
 }
 
+/// What is called, and over how much.
+pub type Call = (Which, ReduceOp, Extent);
+
+/// Elements of which every one comes again after as many as there are numbers.
+struct Repeated {
+    numbers: Vec<f32>,
+    /// The number that the first element is.
+    from: usize,
+    elements: usize,
+}
+
 impl Inputs {
     /// Other numbers in every run: rank 0 draws the seed.
     pub fn fresh(rank: &Rank, float: Float) -> Result<Self> {
@@ -57,81 +68,98 @@ impl Inputs {
         }
     }
 
-    fn at(&self, rank: usize, i: usize) -> f32 {
-        self.numbers[rank][i % PERIOD]
-    }
-
     /// The first elements of what a rank brings, as they lie in memory.
     pub fn bytes(&self, rank: usize, elements: usize) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(elements * self.float.bytes());
-        for i in 0..elements {
-            self.float.store(self.at(rank, i), &mut bytes);
+        self.stored(&Repeated::new(self.numbers[rank].clone(), 0, elements))
+    }
+
+    /// In rank order in f32, beginning with rank 0's values, until they repeat. The one rounding is left to whoever stores them.
+    fn reduced(&self, op: ReduceOp) -> Vec<f32> {
+        let mut all = self.numbers.iter();
+        let mut sums = all.next().cloned().unwrap_or_default();
+        for numbers in all {
+            for (x, &y) in sums.iter_mut().zip(numbers) {
+                *x = match op {
+                    ReduceOp::Sum | ReduceOp::Avg => *x + y,
+                    ReduceOp::Prod => *x * y,
+                    ReduceOp::Max => x.max(y),
+                    ReduceOp::Min => x.min(y),
+                };
+            }
+        }
+        if op == ReduceOp::Avg {
+            for x in &mut sums {
+                *x /= self.numbers.len() as f32;
+            }
+        }
+        sums
+    }
+
+    /// What `rank` gets, piece by piece.
+    fn wanted(&self, (which, op, extent): Call, rank: usize) -> Vec<Repeated> {
+        let Extent { all, share } = extent;
+        match which {
+            Which::AllReduce => vec![Repeated::new(self.reduced(op), 0, all)],
+            Which::ReduceScatter => {
+                vec![Repeated::new(self.reduced(op), rank * share, share)]
+            }
+            Which::AllGather => {
+                let each = self.numbers.iter();
+                each.map(|n| Repeated::new(n.clone(), 0, share)).collect()
+            }
+            Which::Broadcast => vec![Repeated::new(self.numbers[ROOT].clone(), 0, all)],
+        }
+    }
+
+    /// As it lies in memory. What repeats is stored once and copied from then on.
+    fn stored(&self, repeated: &Repeated) -> Vec<u8> {
+        let mut once = Vec::new();
+        for &x in &repeated.numbers {
+            self.float.store(x, &mut once);
+        }
+        let all = repeated.elements * self.float.bytes();
+        let mut bytes = Vec::with_capacity(all);
+        let mut from = repeated.from * self.float.bytes();
+        while bytes.len() < all {
+            let to = once.len().min(from + all - bytes.len());
+            bytes.extend_from_slice(&once[from..to]);
+            from = 0;
         }
         bytes
     }
 
-    /// In rank order in f32, beginning with rank 0's value. The one rounding is left to whoever stores it.
-    fn reduced(&self, op: ReduceOp, i: usize) -> f32 {
-        let first = self.at(0, i);
-        let sum = (1..self.numbers.len()).fold(first, |x, rank| {
-            let y = self.at(rank, i);
-            match op {
-                ReduceOp::Sum | ReduceOp::Avg => x + y,
-                ReduceOp::Prod => x * y,
-                ReduceOp::Max => x.max(y),
-                ReduceOp::Min => x.min(y),
-            }
-        });
-        match op {
-            ReduceOp::Avg => sum / self.numbers.len() as f32,
-            _ => sum,
-        }
-    }
-
-    /// Element `i` of what `rank` gets.
-    fn wanted(&self, which: Which, op: ReduceOp, extent: Extent, rank: usize, i: usize) -> f32 {
-        match which {
-            Which::AllReduce => self.reduced(op, i),
-            Which::ReduceScatter => self.reduced(op, rank * extent.share + i),
-            Which::AllGather => self.at(i / extent.share, i % extent.share),
-            Which::Broadcast => self.at(ROOT, i),
-        }
-    }
-
     /// Compares what `rank` got with what it should have.
-    pub fn check(
-        &self,
-        (which, op, extent): (Which, ReduceOp, Extent),
-        rank: usize,
-        closeness: Closeness,
-        got: &[u8],
-    ) -> Result<()> {
-        let count = got.len() / self.float.bytes();
-        let wanted: Vec<f32> = (0..count)
-            .map(|i| self.wanted(which, op, extent, rank, i))
-            .collect();
-        let values = self.float.load(got);
+    pub fn check(&self, call: Call, rank: usize, closeness: Closeness, got: &[u8]) -> Result<()> {
+        let pieces = self.wanted(call, rank);
+        let wanted = || pieces.iter().flat_map(Repeated::iter);
+        let width = self.float.bytes();
+        let count = got.len() / width;
         match closeness {
             Closeness::Exact => {
-                let mut bytes = Vec::with_capacity(got.len());
-                for &x in &wanted {
-                    self.float.store(x, &mut bytes);
-                }
-                let Some(at) = got.iter().zip(&bytes).position(|(a, b)| a != b) else {
+                let stored: Vec<_> = pieces.iter().map(|p| self.stored(p)).collect();
+                let bytes = stored.concat();
+                if got == bytes {
                     return Ok(());
-                };
-                let i = at / self.float.bytes();
+                }
+                let differ = got.iter().zip(&bytes).position(|(a, b)| a != b);
+                let i = differ.map_or(bytes.len().min(got.len()), |at| at) / width;
+                let is = got.get(i * width..(i + 1) * width);
                 Err(anyhow!(
-                    "element {i} of {count} is {}, and should be {} rounded",
-                    values[i],
-                    wanted[i]
+                    "element {i} of {count} is {:?}, and should be {:?} rounded",
+                    is.map(|is| self.float.load(is)),
+                    wanted().nth(i)
                 ))
             }
             Closeness::Rounded => {
-                let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
-                let pairs = || values.iter().zip(&wanted);
-                let error = norm(&mut pairs().map(|(&a, &b)| f64::from(a) - f64::from(b)));
-                let size = norm(&mut wanted.iter().map(|&x| x.into()));
+                let (mut error, mut size) = (0.0, 0.0);
+                let mut wanted = wanted();
+                for got in got.chunks(PERIOD * width) {
+                    for (value, wanted) in self.float.load(got).into_iter().zip(&mut wanted) {
+                        error += (f64::from(value) - f64::from(wanted)).powi(2);
+                        size += f64::from(wanted).powi(2);
+                    }
+                }
+                let (error, size) = (error.sqrt(), size.sqrt());
                 let most = self.float.epsilon() * self.numbers.len() as f64;
                 // Not the other way round: poison is no number, and nothing compares with that.
                 ensure!(
@@ -142,6 +170,21 @@ impl Inputs {
                 Ok(())
             }
         }
+    }
+}
+
+impl Repeated {
+    fn new(numbers: Vec<f32>, from: usize, elements: usize) -> Self {
+        Self {
+            from: from % numbers.len(),
+            numbers,
+            elements,
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = f32> + use<'_> {
+        let all = self.numbers.iter().cycle().skip(self.from);
+        all.take(self.elements).copied()
     }
 }
 
@@ -182,28 +225,56 @@ mod tests {
         for (rank, x) in [16_777_216.0, 1.0, 1.0].into_iter().enumerate() {
             inputs.numbers[rank][1] = x;
         }
-        assert_eq!(inputs.reduced(ReduceOp::Sum, 0), 1.0 + 1.0 / 128.0);
-        assert_eq!(inputs.reduced(ReduceOp::Sum, 1), 16_777_216.0);
-        assert_eq!(inputs.reduced(ReduceOp::Max, 1), 16_777_216.0);
-        assert_eq!(inputs.reduced(ReduceOp::Min, 1), 1.0);
-        assert_eq!(inputs.reduced(ReduceOp::Prod, 0), 1.0 / 65_536.0);
-        assert_eq!(inputs.reduced(ReduceOp::Avg, 1), 16_777_216.0 / 3.0);
+        assert_eq!(inputs.reduced(ReduceOp::Sum)[0], 1.0 + 1.0 / 128.0);
+        assert_eq!(inputs.reduced(ReduceOp::Sum)[1], 16_777_216.0);
+        assert_eq!(inputs.reduced(ReduceOp::Max)[1], 16_777_216.0);
+        assert_eq!(inputs.reduced(ReduceOp::Min)[1], 1.0);
+        assert_eq!(inputs.reduced(ReduceOp::Prod)[0], 1.0 / 65_536.0);
+        assert_eq!(inputs.reduced(ReduceOp::Avg)[1], 16_777_216.0 / 3.0);
     }
 
     #[test]
     fn every_collective_gives_every_rank_what_is_its_own() {
         let inputs = Inputs::new(7, Float::F32, 3);
-        let want = |which, rank, i| inputs.wanted(which, ReduceOp::Sum, SMALL, rank, i);
+        let want = |which, rank, i| {
+            let pieces = inputs.wanted((which, ReduceOp::Sum, SMALL), rank);
+            pieces.iter().flat_map(Repeated::iter).nth(i)
+        };
+        let sum = inputs.reduced(ReduceOp::Sum)[20];
+        assert_eq!(want(Which::AllReduce, 2, 20), Some(sum));
+        assert_eq!(want(Which::ReduceScatter, 2, 4), Some(sum));
+        assert_eq!(want(Which::AllGather, 0, 20), Some(inputs.numbers[2][4]));
         assert_eq!(
-            want(Which::AllReduce, 2, 20),
-            inputs.reduced(ReduceOp::Sum, 20)
+            want(Which::Broadcast, 2, 20),
+            Some(inputs.numbers[ROOT][20])
         );
-        assert_eq!(
-            want(Which::ReduceScatter, 2, 4),
-            inputs.reduced(ReduceOp::Sum, 20)
-        );
-        assert_eq!(want(Which::AllGather, 0, 20), inputs.at(2, 4));
-        assert_eq!(want(Which::Broadcast, 2, 20), inputs.at(ROOT, 20));
+        for (which, elements) in [
+            (Which::AllReduce, 24),
+            (Which::ReduceScatter, 8),
+            (Which::AllGather, 24),
+            (Which::Broadcast, 24),
+        ] {
+            assert!(want(which, 1, elements - 1).is_some());
+            assert_eq!(want(which, 1, elements), None);
+        }
+    }
+
+    #[test]
+    fn numbers_repeat_after_so_many_wherever_one_begins() {
+        let inputs = Inputs::new(5, Float::F16, 2);
+        for (from, elements) in [
+            (0, 3),
+            (7, PERIOD),
+            (3 * PERIOD - 2, 2 * PERIOD + 5),
+            (9, 0),
+        ] {
+            let numbers = inputs.numbers[1].clone();
+            let each = (from..from + elements).map(|i| numbers[i % PERIOD]);
+            let each: Vec<f32> = each.collect();
+            let repeated = Repeated::new(numbers.clone(), from, elements);
+            assert_eq!(repeated.iter().collect::<Vec<_>>(), each);
+            assert_eq!(inputs.stored(&repeated), stored(Float::F16, &each));
+        }
     }
 
     #[test]
@@ -211,7 +282,7 @@ mod tests {
         let call = (Which::AllReduce, ReduceOp::Sum, SMALL);
         for float in [Float::Bf16, Float::F16, Float::F32] {
             let inputs = Inputs::new(3, float, 3);
-            let right: Vec<f32> = (0..24).map(|i| inputs.reduced(ReduceOp::Sum, i)).collect();
+            let right: Vec<f32> = (0..24).map(|i| inputs.reduced(ReduceOp::Sum)[i]).collect();
             let mut got = stored(float, &right);
             let check = |closeness, got: &[u8]| inputs.check(call, 1, closeness, got);
             for closeness in [Closeness::Exact, Closeness::Rounded] {

@@ -40,6 +40,9 @@ const THREADS_BYTES: usize = 4 << 20;
 /// Up to this size a round has all its calls, and beyond it fewer, so that no round takes much longer than another.
 const ALL_CALLS_BYTES: usize = 1 << 20;
 
+/// From this size on, a choice that took so many times as long as the quickest of them is not measured at larger ones.
+const BEHIND: (usize, f64) = (1 << 20, 4.0);
+
 /// What is measured.
 #[derive(Clone, Debug, Args)]
 pub struct Tune {
@@ -136,7 +139,7 @@ impl Tune {
         }
     }
 
-    /// Every size by every choice, in turn, once it was seen to be right.
+    /// Every size by every choice, in turn, once it was seen to be right; those that fall far behind are left there.
     fn measure(
         &self,
         rank: &Rank,
@@ -146,11 +149,19 @@ impl Tune {
     ) -> Result<Vec<Measured>> {
         let comm = rank.join(&config(options, sizes))?;
         let inputs = Inputs::fresh(rank, options.dtype)?;
+        let mut choices = choices.to_vec();
         let one = |&bytes: &usize| {
             let mut options = options.clone();
             options.common.calls = self.calls(bytes);
             let extent = Which::AllReduce.extent(bytes, options.dtype, rank.size())?;
-            Case::new(rank, &asked(&options, choices), &comm, &inputs, extent)?.run()
+            let asked = asked(&options, &choices);
+            let measured = Case::new(rank, &asked, &comm, &inputs, extent)?.run()?;
+            // Times are the slowest rank's: all ranks leave out the same.
+            if bytes >= BEHIND.0 {
+                let medians = Medians::of(&measured, self.float());
+                choices.retain(|&choice| !medians.is_behind(choice, BEHIND.1));
+            }
+            Ok(measured)
         };
         let measured = sizes.iter().map(one).collect::<Result<Vec<_>>>()?;
         // Nobody leaves the communicator while another still works in it.

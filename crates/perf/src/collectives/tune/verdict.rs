@@ -45,10 +45,13 @@ fn quicker(a: Option<f64>, b: Option<f64>) -> Option<f64> {
 
 impl Medians {
     pub fn of(measured: &Measured, dtype: Float) -> Self {
-        let own = |i: usize| measured.ours.get(i)?.times.as_ref().map(|t| t.median);
+        let own = |choice: Choice| {
+            let ours = measured.ours.iter().find(|ours| ours.choice == choice);
+            ours?.times.as_ref().map(|t| t.median)
+        };
         Self {
             bytes: measured.extent.all * dtype.bytes(),
-            own: [0, 1, 2, 3].map(own),
+            own: Choice::OWN.map(own),
             nccl: measured.nccl.as_ref().map(|t| t.median),
         }
     }
@@ -71,6 +74,15 @@ impl Medians {
 
     fn ours(&self) -> Option<f64> {
         quicker(self.push(), self.pull())
+    }
+
+    /// Whether a choice took so many times as long as the quickest of Brigade's.
+    pub fn is_behind(&self, choice: Choice, times: f64) -> bool {
+        let mut all = Choice::OWN.iter().zip(self.own);
+        let took = all.find_map(|(&own, us)| us.filter(|_| own == choice));
+        let quickest = self.ours();
+        took.zip(quickest)
+            .is_some_and(|(us, least)| us > times * least)
     }
 
     /// The name of the quickest of Brigade's.
@@ -290,6 +302,35 @@ mod tests {
                 .unwrap()
                 .ends_with("-  one-shot-push")
         );
+    }
+
+    #[test]
+    fn a_choice_is_behind_the_quickest_that_was_measured() {
+        let mut measured = medians(&[(2048, [1.0, 2.0, 4.1, 4.0], 0.1)])[0];
+        let behind = |m: &Medians| Choice::OWN.map(|choice| m.is_behind(choice, 4.0));
+        assert_eq!(behind(&measured), [false, false, true, false]);
+        measured.own[0] = None;
+        assert_eq!(behind(&measured), [false; 4]);
+        measured.own = [None; 4];
+        assert_eq!(behind(&measured), [false; 4]);
+    }
+
+    #[test]
+    fn a_choice_that_was_left_behind_crosses_nothing() {
+        let mut measured = medians(&[
+            (1 << 20, [6.0, 7.0, 36.0, 50.0], 15.0),
+            (2 << 20, [11.0, 10.0, 66.0, 94.0], 29.0),
+        ]);
+        let verdict = |measured: &[Medians]| {
+            let blocks = Swept {
+                sizes: vec![2 << 20],
+                times: vec![(64, vec![10.0])],
+            };
+            Verdict::new(measured, &blocks, (&[], &Swept::default())).unwrap()
+        };
+        let all = verdict(&measured);
+        measured[1].own[2..].fill(None);
+        assert_eq!(verdict(&measured), all);
     }
 
     #[test]
