@@ -200,6 +200,7 @@ fn all_parts(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use brigade_plan::crossover::Least;
 
     #[test]
     fn ranks_that_see_different_gpus_know_their_number_alone() {
@@ -252,15 +253,15 @@ mod tests {
 
     #[test]
     fn ranks_join_with_the_same_entries_alone() {
-        let entry = |bytes: usize| {
+        let entry = |outputs: usize| {
             format!(
                 r#"{{"gpu": "A", "links": "nvlink", "ranks": 2, "operation": "gather-linear", "dtype": "int8",
-                "min_chunk_bytes": {bytes}, "source": {{"command": "c", "date": "2026-01-02", "commit": "0123456"}}}}"#
+                "min_outputs": {outputs}, "source": {{"command": "c", "date": "2026-01-02", "commit": "0123456"}}}}"#
             )
         };
         for table in tables([&entry(77), &entry(77)]) {
             let int8 = table.unwrap().gather.int8;
-            assert_eq!(int8.min_chunk_bytes, Some(77));
+            assert_eq!(int8.least, Some(Least::Outputs(77)));
             assert!(
                 int8.source.ends_with("in the user's table"),
                 "{}",

@@ -9,7 +9,8 @@ const IMPOSSIBLE: f64 = 1000.0;
 /// How long two ways took at a size, in the same unit; nothing if it cannot be done that way there.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
-    pub bytes: usize,
+    /// In whatever the choice goes by.
+    pub size: usize,
     /// The way that small inputs go.
     pub small: Option<f64>,
     /// The one that may overtake it.
@@ -32,15 +33,15 @@ impl Point {
 
 /// The size from which on the second way is taken, so that over all sizes together the least time is lost: a step that fits the
 /// times best. A lucky size among the small moves it no more than an unlucky one among the large. `None` if the second way
-/// gains nothing anywhere that is more than chance.
+/// gains nothing anywhere that is more than chance. Points of one size go one way.
 pub fn overtakes(points: &[Point]) -> Option<usize> {
     let mut points = points.to_vec();
-    points.sort_by_key(|p| std::cmp::Reverse(p.bytes));
+    points.sort_by_key(|p| std::cmp::Reverse(p.size));
     let (mut sum, mut best, mut from) = (0.0, CHANCE, None);
-    for point in points {
-        sum += point.gain();
+    for of_size in points.chunk_by(|a, b| a.size == b.size) {
+        sum += of_size.iter().map(Point::gain).sum::<f64>();
         if sum > best {
-            (best, from) = (sum, Some(point.bytes));
+            (best, from) = (sum, of_size.first().map(|p| p.size));
         }
     }
     from
@@ -50,8 +51,8 @@ pub fn overtakes(points: &[Point]) -> Option<usize> {
 pub fn last_before(points: &[Point], from: Option<usize>) -> usize {
     let before = points
         .iter()
-        .map(|p| p.bytes)
-        .filter(|&bytes| from.is_none_or(|from| bytes < from));
+        .map(|p| p.size)
+        .filter(|&size| from.is_none_or(|from| size < from));
     before.max().unwrap_or(0)
 }
 
@@ -111,8 +112,8 @@ mod tests {
     use super::*;
 
     fn points(all: &[(usize, f64, f64)]) -> Vec<Point> {
-        let point = |&(bytes, small, large)| Point {
-            bytes,
+        let point = |&(size, small, large)| Point {
+            size,
             small: Some(small),
             large: Some(large),
         };
@@ -147,6 +148,21 @@ mod tests {
         backwards.reverse();
         assert_eq!(overtakes(&backwards), Some(1 << 20));
         assert_eq!((overtakes(none), last_before(none, None)), (None, 0));
+    }
+
+    #[test]
+    fn points_of_one_size_go_one_way() {
+        let of = |all: &[(usize, f64, f64)]| overtakes(&points(all));
+        // By itself the second would do better alone; so far apart they stay together.
+        assert_eq!(of(&[(8, 1.0, 0.5), (8, 1.0, 1.9), (4, 1.0, 1.1)]), Some(8));
+        assert_eq!(
+            of(&[(8, 1.0, 0.5), (8, 1.0, 2.1), (16, 1.0, 0.9)]),
+            Some(16)
+        );
+        assert_eq!(
+            of(&[(8, 1.0, 2.1), (16, 1.0, 0.9), (8, 1.0, 0.5)]),
+            Some(16)
+        );
     }
 
     #[test]

@@ -297,7 +297,7 @@ mod tests {
         let entry = |ranks: usize| {
             json!({
                 "gpu": "A", "links": "nvlink", "ranks": ranks, "operation": "gather-linear", "dtype": "bf16",
-                "min_chunk_bytes": 1, "source": {"command": "c", "date": "2026-01-02", "commit": "0123456"},
+                "min_outputs": 1, "source": {"command": "c", "date": "2026-01-02", "commit": "0123456"},
             })
             .to_string()
         };

@@ -273,12 +273,12 @@ fn figures(table: &Table) {
         ("its twin", &table.scatter),
     ] {
         for (dtype, crossover) in crossovers.each() {
-            let from = match crossover.min_chunk_bytes {
-                Some(bytes) => format!("from {bytes} bytes"),
+            let from = match crossover.least {
+                Some(least) => format!("from {least}"),
                 None => "never".to_owned(),
             };
             let (dtype, source) = (format!("{dtype:?}").to_lowercase(), &crossover.source);
-            println!("{operation:<26} {dtype:<5} overlap pays {from:<20} {source}");
+            println!("{operation:<26} {dtype:<5} overlap pays {from:<34} {source}");
         }
     }
     for (dtype, figures) in table.all_reduce.each() {

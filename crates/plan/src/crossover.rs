@@ -9,11 +9,30 @@ use std::{borrow::Cow, fmt};
 
 const EMBEDDED: &str = include_str!("../tables/crossovers.json");
 
-/// From which mean chunk on overlap pays.
+/// What must be large enough for overlap to pay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Least {
+    /// Bytes of the mean chunk: on the host, where copying them must take longer than waking a thread.
+    ChunkBytes(usize),
+    /// Elements that a rank's whole product has, one for each row of all ranks and column of its own: on GPUs, whose multiprocessors
+    /// must have more than one tile each for something to be done while rows travel.
+    Outputs(usize),
+}
+
+impl fmt::Display for Least {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ChunkBytes(bytes) => write!(f, "chunks of {bytes} bytes"),
+            Self::Outputs(outputs) => write!(f, "products of {outputs} elements"),
+        }
+    }
+}
+
+/// From where on overlap pays.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Crossover {
-    /// In bytes; `None` if overlap paid at no size that was measured.
-    pub min_chunk_bytes: Option<usize>,
+    /// `None` if overlap paid at no size that was measured.
+    pub least: Option<Least>,
     /// Where the figure is from, for people. Empty for the host, whose figure is a rule.
     pub source: Cow<'static, str>,
 }
@@ -31,17 +50,17 @@ pub struct Crossovers {
 
 impl Crossovers {
     /// One for all types.
-    pub(crate) const fn all(min_chunk_bytes: usize) -> Self {
-        const fn one(bytes: usize) -> Crossover {
+    pub(crate) const fn all(least: Least) -> Self {
+        const fn one(least: Least) -> Crossover {
             Crossover {
-                min_chunk_bytes: Some(bytes),
+                least: Some(least),
                 source: Cow::Borrowed(""),
             }
         }
         Self {
-            bf16: one(min_chunk_bytes),
-            int8: one(min_chunk_bytes),
-            fp8: one(min_chunk_bytes),
+            bf16: one(least),
+            int8: one(least),
+            fp8: one(least),
         }
     }
 
@@ -182,8 +201,8 @@ pub struct Entry {
     pub operation: Overlapped,
     /// Of which rows.
     pub dtype: RowType,
-    /// Smallest mean chunk for which overlap pays, in bytes; `null` if it paid at no size that was measured.
-    pub min_chunk_bytes: Option<usize>,
+    /// Fewest elements of a rank's product, over all rows, for which overlap pays; `null` if it paid at no size that was measured.
+    pub min_outputs: Option<usize>,
     /// How it came about.
     pub source: Source,
 }
@@ -192,7 +211,7 @@ pub struct Entry {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Unmeasured {
-    min_chunk_bytes: usize,
+    min_outputs: usize,
     source: Note,
 }
 
@@ -263,7 +282,7 @@ impl Figures {
                 |ranks: Option<usize>| entries.iter().filter(fits).find(|e| e.ranks == ranks);
             if let Some(entry) = of_size(Some(gpus.ranks)).or_else(|| of_size(None)) {
                 return Crossover {
-                    min_chunk_bytes: entry.min_chunk_bytes,
+                    least: entry.min_outputs.map(Least::Outputs),
                     source: entry.told(whose).into(),
                 };
             }
@@ -279,7 +298,7 @@ impl Figures {
         };
         match all.min_by_key(far) {
             Some((entry, whose)) => Crossover {
-                min_chunk_bytes: entry.min_chunk_bytes,
+                least: entry.min_outputs.map(Least::Outputs),
                 source: format!(
                     "untuned: not measured at {} ranks; the figure of {}",
                     gpus.ranks,
@@ -288,7 +307,7 @@ impl Figures {
                 .into(),
             },
             None => Crossover {
-                min_chunk_bytes: Some(self.default.min_chunk_bytes),
+                least: Some(Least::Outputs(self.default.min_outputs)),
                 source: format!("default, {}", self.default.source.note).into(),
             },
         }

@@ -3,7 +3,13 @@
 //! Reasons are looked for in a fixed order, and the first one counts: pieces, one rank, group, scheme, layout, engine,
 //! capacity, and, where nothing is forced, whether it pays.
 
-use crate::{Topology, crossover::Crossovers, reason, ring::Order, rows};
+use crate::{
+    Topology,
+    crossover::{Crossovers, Least},
+    reason,
+    ring::Order,
+    rows,
+};
 use brigade_device::{DataType, LinearCall, OverlapMode, OverlapPlan, QScheme, Reason, SumOrder};
 
 /// Most pieces that [`OverlapMode::Chunked`] cuts a chunk into.
@@ -135,7 +141,12 @@ pub(crate) fn scattered_bytes(call: &LinearCall) -> usize {
     bytes(&[call.total_rows(), call.n, call.output.bytes()])
 }
 
-/// Whether so few bytes are worth overlapping, when nothing forces it.
+/// Elements of a rank's whole product.
+pub(crate) fn outputs(call: &LinearCall) -> usize {
+    call.total_rows().saturating_mul(call.n)
+}
+
+/// Whether so few are worth overlapping, when nothing forces it.
 pub(crate) fn pays(
     call: &LinearCall,
     topology: &Topology,
@@ -145,13 +156,22 @@ pub(crate) fn pays(
     if call.total_rows() == 0 || call.k == 0 || call.n == 0 {
         return Err(reason::empty(call));
     }
-    let mean = travels_bytes / topology.group.size;
     let crossover = crossovers.of(call.scheme);
-    match crossover.min_chunk_bytes {
-        Some(least) if mean >= least => Ok(()),
-        Some(least) => Err(reason::too_small(mean, least, &crossover.source)),
-        None => Err(reason::never_paid(&crossover.source)),
+    let (have, need, what) = match crossover.least {
+        Some(Least::ChunkBytes(least)) => {
+            let mean = travels_bytes / topology.group.size;
+            (mean, least, format!("chunks of {mean} bytes"))
+        }
+        Some(Least::Outputs(least)) => {
+            let outputs = outputs(call);
+            (outputs, least, format!("products of {outputs} elements"))
+        }
+        None => return Err(reason::never_paid(&crossover.source)),
+    };
+    if have >= need {
+        return Ok(());
     }
+    Err(reason::too_small(&what, need, &crossover.source))
 }
 
 pub(crate) fn finish(

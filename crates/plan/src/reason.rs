@@ -144,14 +144,14 @@ pub(crate) fn empty(call: &LinearCall) -> Reason {
 }
 
 /// `source` is where the figure comes from, if that is to be told.
-pub(crate) fn too_small(mean: usize, least: usize, source: &str) -> Reason {
+pub(crate) fn too_small(what: &str, least: usize, source: &str) -> Reason {
     let from = match source {
         "" => String::new(),
         source => format!(": {source}"),
     };
     Reason::new(
         TOO_SMALL,
-        format!("chunks of {mean} bytes are too small for overlap to pay, below {least}{from}"),
+        format!("{what} are too small for overlap to pay, below {least}{from}"),
         "nothing to do; force a mode to overlap all the same",
     )
 }

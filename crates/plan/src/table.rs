@@ -2,7 +2,7 @@
 
 use crate::{
     Entries,
-    crossover::{Crossovers, Figures, Gpus, Overlapped},
+    crossover::{Crossovers, Figures, Gpus, Least, Overlapped},
     transports::{self, ByRows},
     tuned::{self, ByType},
 };
@@ -18,9 +18,9 @@ pub struct Table {
     pub copies: Copies,
     /// How rows travel to experts and back.
     pub experts: ByRows,
-    /// Smallest mean chunk, in bytes of rows, for which gather-linear overlaps.
+    /// From where on gather-linear overlaps; a chunk is of rows.
     pub gather: Crossovers,
-    /// Smallest mean part, in bytes of sums, for which the twin overlaps.
+    /// From where on the twin overlaps; a chunk is a part of sums.
     pub scatter: Crossovers,
     /// The mode that overlaps best where nothing is forced. The twin takes the ring in place of pull, and one piece in place of
     /// tiles.
@@ -65,8 +65,8 @@ impl Table {
                 source: "".into(),
             },
             experts: ByRows::all(transports::Figures::nothing_pushed()),
-            gather: Crossovers::all(16 << 10),
-            scatter: Crossovers::all(16 << 10),
+            gather: Crossovers::all(Least::ChunkBytes(16 << 10)),
+            scatter: Crossovers::all(Least::ChunkBytes(16 << 10)),
             overlap: OverlapMode::Ring,
         }
     }
@@ -112,7 +112,11 @@ impl Table {
         let crossovers = [gather, scatter]
             .into_iter()
             .flat_map(Crossovers::each)
-            .map(|(_, c)| c.min_chunk_bytes.map_or(u64::MAX, |bytes| bytes as u64));
+            .map(|(_, c)| match c.least {
+                Some(Least::ChunkBytes(bytes)) => bytes as u64,
+                Some(Least::Outputs(outputs)) => 1 << 63 | outputs as u64,
+                None => u64::MAX,
+            });
         all_reduce
             .numbers()
             .chain([overlap])

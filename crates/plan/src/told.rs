@@ -94,7 +94,7 @@ pub fn told(call: &Call, topology: &Topology, table: &Table) -> Result<String, R
     Ok(parts.join("; "))
 }
 
-/// Mode or why there is none, the mean chunk, and from which one on overlap pays.
+/// Mode or why there is none, the mean chunk, what a product has, and from where on overlap pays.
 fn linear(
     call: &LinearCall,
     plan: &OverlapPlan,
@@ -107,13 +107,14 @@ fn linear(
         (None, Some(_)) => format!("{}, forced", plan.mode),
         (None, None) => plan.mode.to_string(),
     };
-    let from = match crossover.min_chunk_bytes {
-        Some(bytes) => format!("overlap pays from {bytes} bytes on"),
+    let from = match crossover.least {
+        Some(least) => format!("overlap pays from {least} on"),
         None => "overlap paid at no size".to_owned(),
     };
     vec![
         why,
         format!("mean chunk of {mean} bytes"),
+        format!("product of {} elements", overlap::outputs(call)),
         from,
         crossover.source.to_string(),
     ]

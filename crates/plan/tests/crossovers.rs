@@ -5,7 +5,7 @@ mod common;
 use brigade_device::{Call, DataType, OverlapMode, Plan, QScheme, Reason};
 use brigade_plan::{
     Entries, Table,
-    crossover::{Crossover, Figures, Gpus, Links, Overlapped},
+    crossover::{Crossover, Figures, Gpus, Least, Links, Overlapped},
     plan, reason,
 };
 use common::{linear, topology};
@@ -19,25 +19,32 @@ fn gpus(model: &str, links: Links, ranks: usize) -> Gpus {
     }
 }
 
-/// Entries `gpu links ranks dtype bytes`, with `-` for none.
+fn outputs(crossover: &Crossover) -> Option<usize> {
+    match crossover.least? {
+        Least::Outputs(outputs) => Some(outputs),
+        Least::ChunkBytes(bytes) => panic!("a chunk of {bytes} bytes"),
+    }
+}
+
+/// Entries `gpu links ranks dtype outputs`, with `-` for none.
 fn figures(entries: &[&str]) -> Figures {
     let number = |word: &str| match word {
         "-" => "null".to_owned(),
         number => number.to_owned(),
     };
     let entry = |line: &&str| {
-        let [gpu, links, ranks, dtype, bytes] = line.split(' ').collect::<Vec<_>>()[..] else {
+        let [gpu, links, ranks, dtype, outputs] = line.split(' ').collect::<Vec<_>>()[..] else {
             panic!("{line}");
         };
-        let (ranks, bytes) = (number(ranks), number(bytes));
+        let (ranks, outputs) = (number(ranks), number(outputs));
         format!(
             r#"{{"gpu": "{gpu}", "links": "{links}", "ranks": {ranks}, "operation": "gather-linear", "dtype": "{dtype}",
-            "min_chunk_bytes": {bytes}, "source": {{"command": "c", "date": "2026-01-02", "commit": "0123456"}}}}"#
+            "min_outputs": {outputs}, "source": {{"command": "c", "date": "2026-01-02", "commit": "0123456"}}}}"#
         )
     };
     let entries: Vec<_> = entries.iter().map(entry).collect();
     let text = format!(
-        r#"{{"default": {{"min_chunk_bytes": 77, "source": {{"note": "not measured"}}}}, "entries": [{}]}}"#,
+        r#"{{"default": {{"min_outputs": 77, "source": {{"note": "not measured"}}}}, "entries": [{}]}}"#,
         entries.join(",")
     );
     Figures::read(&text).unwrap_or_else(|why| panic!("{why}"))
@@ -54,7 +61,7 @@ fn the_narrowest_entry_counts_and_else_the_default() {
     ]);
     let of = |model, links, ranks| {
         let found = figures.of(&gpus(model, links, ranks), Overlapped::GatherLinear);
-        found.each().map(|(_, c)| c.min_chunk_bytes)
+        found.each().map(|(_, c)| outputs(c))
     };
     let (default, nvlink, pcie) = (Some(77), Links::Nvlink, Links::Pcie);
     assert_eq!(of("A", nvlink, 2), [Some(10), Some(12), default]);
@@ -74,7 +81,7 @@ fn the_narrowest_entry_counts_and_else_the_default() {
         (mixed, Overlapped::GatherLinear),
         (gpus("A", nvlink, 4), Overlapped::ReduceScatterLinear),
     ] {
-        assert_eq!(figures.of(&gpus, operation).bf16.min_chunk_bytes, default);
+        assert_eq!(outputs(&figures.of(&gpus, operation).bf16), default);
     }
     let told = |ranks| {
         let gpus = gpus("A", nvlink, ranks);
@@ -103,9 +110,9 @@ fn what_was_measured_at_another_number_of_ranks_says_so() {
             "A by nvlink of {ranks} ranks, 2026-01-02, commit 0123456, in the table of this build"
         )
     };
-    for (ranks, bytes, from) in [(2, 10, 2), (3, 10, 2), (4, 11, 4), (5, 11, 4), (8, 11, 4)] {
+    for (ranks, least, from) in [(2, 10, 2), (3, 10, 2), (4, 11, 4), (5, 11, 4), (8, 11, 4)] {
         let found = of(ranks).bf16;
-        assert_eq!(found.min_chunk_bytes, Some(bytes), "{ranks}");
+        assert_eq!(outputs(&found), Some(least), "{ranks}");
         let own = ranks == from;
         let told = format!(
             "untuned: not measured at {ranks} ranks; the figure of {}",
@@ -115,13 +122,13 @@ fn what_was_measured_at_another_number_of_ranks_says_so() {
     }
     // That it paid nowhere is no less a figure.
     let int8 = of(8).int8;
-    assert_eq!(int8.min_chunk_bytes, None);
+    assert_eq!(int8.least, None);
     assert!(int8.source.starts_with("untuned"), "{}", int8.source);
 }
 
 #[test]
 fn what_is_no_file_of_figures_is_refused() {
-    let default = r#""default": {"min_chunk_bytes": 1, "source": {"note": ""}}"#;
+    let default = r#""default": {"min_outputs": 1, "source": {"note": ""}}"#;
     for text in [
         "",
         "{}",
@@ -156,14 +163,14 @@ fn the_figures_of_this_build_are_sound() {
             source.commit
         );
         assert!(source.command.starts_with("brigade-perf "), "{key}");
-        assert_ne!(e.min_chunk_bytes, Some(0), "{key}");
+        assert_ne!(e.min_outputs, Some(0), "{key}");
         assert!(seen.insert(key.clone()), "{key} stands there twice");
     }
     let h200 = Table::cuda(&gpus("NVIDIA H200", Links::Nvlink, 4), &Entries::default()).unwrap();
     let other = Table::cuda(&gpus("another", Links::Pcie, 4), &Entries::default()).unwrap();
-    for table in [&h200, &other] {
-        assert_eq!(table.gather.bf16.min_chunk_bytes, Some(4 << 20));
-        assert_eq!(table.scatter.bf16.min_chunk_bytes, Some(4 << 20));
+    for (table, scatter) in [(&h200, 4_194_304), (&other, 6_291_456)] {
+        assert_eq!(outputs(&table.gather.bf16), Some(6_291_456));
+        assert_eq!(outputs(&table.scatter.bf16), Some(scatter));
     }
     let two = Table::cuda(&gpus("NVIDIA H200", Links::Nvlink, 2), &Entries::default()).unwrap();
     for (table, measured) in [(&two, true), (&h200, false)] {
@@ -182,8 +189,8 @@ fn the_figures_of_this_build_are_sound() {
 /// Rows of a type go by the figure of that type, and the plan says which one it was.
 #[test]
 fn a_plan_goes_by_the_type_of_its_rows() {
-    let crossover = |min_chunk_bytes| Crossover {
-        min_chunk_bytes,
+    let crossover = |bytes: Option<usize>| Crossover {
+        least: bytes.map(Least::ChunkBytes),
         source: "measured".into(),
     };
     let mut table = Table::host();

@@ -3,9 +3,12 @@
 use brigade_device::Error;
 use brigade_plan::{
     Entries, Table,
-    crossover::{Gpus, Links},
+    crossover::{Gpus, Least, Links},
 };
 use serde_json::{Value, json};
+
+/// What this build has of gather-linear on two H200s.
+const GATHER: usize = 6_291_456;
 
 fn gpus(model: &str, links: Links, ranks: usize) -> Gpus {
     Gpus {
@@ -32,7 +35,7 @@ fn entry(ranks: usize, kind: &Value, more: &Value) -> Value {
 }
 
 fn crossover(ranks: usize, more: &Value) -> Value {
-    let kind = json!({"operation": "gather-linear", "dtype": "bf16", "min_chunk_bytes": 77});
+    let kind = json!({"operation": "gather-linear", "dtype": "bf16", "min_outputs": 77});
     entry(ranks, &kind, more)
 }
 
@@ -70,7 +73,7 @@ fn the_users_entries_count_before_those_of_the_build() {
     let both = json!([all_reduce(4, &nothing), experts(4, &nothing)]);
     let own = read(&crossover(4, &nothing)).and(read(&both));
     let tuned = table(&here, &own);
-    assert_eq!(tuned.gather.bf16.min_chunk_bytes, Some(77));
+    assert_eq!(tuned.gather.bf16.least, Some(Least::Outputs(77)));
     for (_, figures) in tuned.all_reduce.each() {
         assert_eq!((figures.one_shot_max_bytes, figures.max_blocks), (78, 7));
     }
@@ -169,10 +172,10 @@ fn near_sizes_are_the_last_to_count() {
             .bf16
     };
     // The build has an entry of two ranks.
-    assert_eq!(of(2).min_chunk_bytes, Some(4 << 20));
-    assert_eq!(of(4).min_chunk_bytes, Some(77));
+    assert_eq!(of(2).least, Some(Least::Outputs(GATHER)));
+    assert_eq!(of(4).least, Some(Least::Outputs(77)));
     let eight = of(8);
-    assert_eq!(eight.min_chunk_bytes, Some(77));
+    assert_eq!(eight.least, Some(Least::Outputs(77)));
     assert!(
         eight.source.starts_with("untuned: not measured at 8 ranks"),
         "{}",
@@ -209,7 +212,7 @@ fn ranks_vote_on_what_users_entries_decide() {
     }
     // An entry that decides what the build decides is no other table; one of other GPUs is none at all.
     assert_eq!(
-        digest(&[crossover(2, &json!({"min_chunk_bytes": 4 << 20}))]),
+        digest(&[crossover(2, &json!({"min_outputs": GATHER}))]),
         usual
     );
     assert_eq!(digest(&[all_reduce(8, &nothing)]), usual);

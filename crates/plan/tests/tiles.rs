@@ -26,10 +26,11 @@ fn on_gpus(tiles: bool) -> (Topology, Table) {
     (topology, table)
 }
 
-/// Chunks of 16 MiB.
+/// Products of 8 Mi elements.
 fn large() -> LinearCall {
     LinearCall {
         k: 8192,
+        n: 2048,
         ..linear(&[1024; 4])
     }
 }
@@ -123,11 +124,7 @@ fn the_twin_goes_in_one_piece_unless_forced() {
     let (mut topology, table) = on_gpus(true);
     topology.config.reduce_scatter_bytes = 1 << 30;
     let mode = |choice| {
-        let call = LinearCall {
-            n: 8192,
-            choice,
-            ..large()
-        };
+        let call = LinearCall { choice, ..large() };
         match plan(&Call::LinearReduceScatter(call), &topology, &table).unwrap() {
             Plan::LinearReduceScatter(plan) => plan.mode,
             other => panic!("{other:?}"),

@@ -3,6 +3,7 @@
 use brigade_device::OverlapMode;
 use brigade_plan::{
     Engines, Table,
+    crossover::Least,
     transports::{Asked, Other},
     tuned::Threads,
 };
@@ -37,12 +38,12 @@ fn what_is_voted_on_tells_tables_and_engines_apart() {
         with(|t| t.experts.plain.rows_at_a_time = Some(1)),
         with(|t| t.experts.fp8.push_max_bytes = Some(1)),
         with(|t| t.experts.fp8.rows_at_a_time = Some(1)),
-        with(|t| t.gather.bf16.min_chunk_bytes = Some(1)),
-        with(|t| t.gather.int8.min_chunk_bytes = Some(1)),
-        with(|t| t.gather.fp8.min_chunk_bytes = Some(1)),
-        with(|t| t.gather.fp8.min_chunk_bytes = None),
-        with(|t| t.scatter.bf16.min_chunk_bytes = Some(1)),
-        with(|t| t.scatter.int8.min_chunk_bytes = None),
+        with(|t| t.gather.bf16.least = Some(Least::Outputs(1))),
+        with(|t| t.gather.int8.least = Some(Least::Outputs(1))),
+        with(|t| t.gather.fp8.least = Some(Least::Outputs(1))),
+        with(|t| t.gather.fp8.least = None),
+        with(|t| t.scatter.bf16.least = Some(Least::Outputs(1))),
+        with(|t| t.scatter.int8.least = None),
         Table {
             overlap: OverlapMode::Pull,
             ..table()

@@ -207,21 +207,26 @@ fn refusals(world: &World) {
     });
 }
 
-/// Where nothing is forced, large chunks overlap and small ones do not, and both say so.
+/// Where nothing is forced, large calls overlap and small ones do not, and both say so.
 fn auto(world: &World) {
     let mut rng = world.rng();
     let size = world.size;
-    let mut with = |rows: usize, k: usize| {
+    let mut with = |rows: usize, k: usize, n: usize| {
         let spec = Spec::even(&mut rng, size).with(|s| {
             s.rows.fill(rows);
             s.k.fill(k);
-            s.n.fill(8);
+            s.n.fill(n);
             (s.dtype, s.output) = (DataType::F32, DataType::F32);
         });
         Case::new(&mut rng, spec)
     };
-    // Large enough for every device.
-    let (small, large) = (with(1, 128), with(64, 16 << 10));
+    let small = with(1, 128, 8);
+    // By chunks that are long to copy, or by a product of many tiles.
+    let large = if world.backend.engines().tiles {
+        with(128_usize.div_ceil(size), 8, 64 << 10)
+    } else {
+        with(64, 16 << 10, 8)
+    };
     let mut config = config();
     config.gather_bytes = size << 22;
     world.run(&config, move |rank| {

@@ -5,7 +5,7 @@ use brigade::{
     Call, Comm, CommConfig, Error, Group, OverlapMode, Plan,
     plan::{
         Engines, Entries, Table, Topology,
-        crossover::{Gpus, Links},
+        crossover::{Gpus, Least, Links},
         plan,
     },
 };
@@ -39,7 +39,7 @@ fn of(call: &Call, group: Group, config: &CommConfig, tiles: bool) -> Result<Ove
             &mut crossovers.int8,
             &mut crossovers.fp8,
         ] {
-            one.min_chunk_bytes = Some(0);
+            one.least = Some(Least::Outputs(0));
         }
     }
     let topology = Topology {

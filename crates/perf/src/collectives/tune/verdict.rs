@@ -103,7 +103,7 @@ impl Verdict {
     ) -> Result<Self> {
         let points = |small: fn(&Medians) -> Option<f64>, large: fn(&Medians) -> Option<f64>| {
             let point = |m: &Medians| Point {
-                bytes: m.bytes,
+                size: m.bytes,
                 small: small(m),
                 large: large(m),
             };

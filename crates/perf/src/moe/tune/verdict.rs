@@ -63,7 +63,7 @@ fn pushes(points: &[Point], sms: usize) -> Vec<fit::Point> {
         .iter()
         .filter(|p| p.pushed().is_some() && p.one_sided().is_some());
     both.map(|p| fit::Point {
-        bytes: p.bytes / sms,
+        size: p.bytes / sms,
         small: p.pushed(),
         large: p.one_sided(),
     })
@@ -90,7 +90,7 @@ impl Verdict {
     ) -> Self {
         let back = |p: &Point| {
             (p.pushed_back().is_some() && p.one_sided().is_some()).then(|| fit::Point {
-                bytes: p.back_bytes,
+                size: p.back_bytes,
                 small: p.pushed_back(),
                 large: p.one_sided(),
             })
@@ -109,7 +109,7 @@ impl Verdict {
                 .iter()
                 .filter(|p| p.us[at].is_some() && p.planned().is_some())
                 .map(|p| fit::Point {
-                    bytes: p.bytes,
+                    size: p.bytes,
                     small: p.planned(),
                     large: p.us[at],
                 })
