@@ -174,10 +174,18 @@ fn the_figures_of_this_build_are_sound() {
     let h200 = of("NVIDIA H200", 2);
     assert_eq!(
         (h200.one_shot_max_bytes, h200.pull_from_bytes),
-        (512 << 10, None)
+        (256 << 20, None)
     );
     assert!(h200.source.starts_with("measured on NVIDIA H200"));
-    for (ranks, kib) in [(1, 512), (2, 512), (3, 256), (4, 256), (5, 128), (16, 128)] {
+    let most = 256 << 10;
+    for (ranks, kib) in [
+        (1, most),
+        (2, most),
+        (3, 256),
+        (4, 256),
+        (5, 128),
+        (16, 128),
+    ] {
         let other = of("another", ranks);
         assert_eq!(other.one_shot_max_bytes, kib << 10);
         assert!(other.source.starts_with("untuned: "));
