@@ -2,17 +2,17 @@
 
 use crate::{
     CudaDevice, Kernel, KernelSet, Launch, Missing,
+    adapters::Low,
     driver::failed,
     job::{Job, waiting},
-    kernels::blocks_for,
     lane::Lane,
     steps::{Counters, Use},
     types,
 };
 use brigade_device::{Activation, Buffer, DataType, Error, Reason, Result};
 use brigade_kernels::{
-    AdaptersParams, GEMM_LOW_COLUMNS, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams,
-    STATE_COUNTERS,
+    GEMM_LOW_COLUMNS, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams, GemmSumsParams,
+    Parameters, STATE_COUNTERS,
 };
 use brigade_plan::reason;
 use cudarc::driver::sys;
@@ -59,6 +59,8 @@ struct OfType {
     output: DataType,
     widths: &'static [Width],
     kernels: Vec<Kernel<GemmFlagsParams>>,
+    /// Those which add what others made of the same rows, if there are any.
+    sums: Vec<Kernel<GemmSumsParams>>,
 }
 
 /// The kernels for all types.
@@ -66,21 +68,19 @@ struct OfType {
 pub(crate) struct TileKernels(Vec<OfType>);
 
 impl TileKernels {
-    pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
+    pub(crate) fn load(set: &Arc<KernelSet>, sums: &Arc<KernelSet>) -> Result<Self, Missing> {
         use DataType::{BF16, F8E4M3, F16, I8};
         let [halves, int8, fp8] = WIDTHS;
         let of = |name: &str, input, output, widths: &'static [Width]| {
-            let load = |width: &Width| -> Result<_, Missing> {
-                let kernel = set.variant(format!("_{name}_{}", width.columns))?;
-                kernel.allow_shared_bytes(GEMM_SHARED_BYTES)?;
-                Ok(kernel)
-            };
-            let kernels = widths.iter().map(load).collect::<Result<_, Missing>>()?;
             Ok(OfType {
                 input,
                 output,
                 widths,
-                kernels,
+                kernels: of_widths(set, name, widths)?,
+                sums: match input == output {
+                    true => of_widths(sums, name, widths)?,
+                    false => Vec::new(),
+                },
             })
         };
         let all: Result<_, Missing> = [
@@ -101,6 +101,20 @@ impl TileKernels {
             .iter()
             .find(|k| (k.input, k.output) == (input, output))
     }
+}
+
+/// The kernel for each width.
+fn of_widths<P: Parameters>(
+    set: &Arc<KernelSet>,
+    name: &str,
+    widths: &[Width],
+) -> Result<Vec<Kernel<P>>, Missing> {
+    let load = |width: &Width| {
+        let kernel = set.variant(format!("_{name}_{}", width.columns))?;
+        kernel.allow_shared_bytes(GEMM_SHARED_BYTES)?;
+        Ok(kernel)
+    };
+    widths.iter().map(load).collect()
 }
 
 /// A matrix in device memory, rows of `columns` elements one after the other.
@@ -175,31 +189,18 @@ pub(crate) struct Tiled {
     pub(crate) buffers: Vec<Buffer>,
 }
 
-/// Adapters as the kernel takes them, in memory of its own.
-pub(crate) struct Low {
-    /// All first factors, transposed: `[columns of all, inner]`.
-    down: Rows,
-    /// All second factors, transposed: `[columns, stride]`.
-    up: Rows,
-    /// Rows times first factors.
-    low: Rows,
-    flags: u64,
-    /// What holds all of these.
-    memory: Buffer,
-}
-
 impl Tiled {
     /// Columns that all adapters have between their factors.
-    fn low_columns(&self) -> usize {
+    pub(crate) fn low_columns(&self) -> usize {
         self.runs.last().map_or(0, |run| run.column + run.width)
     }
 
     /// Whether there is nothing to multiply.
-    fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.weight.rows == 0 || self.bands() == 0
     }
 
-    fn bands(&self) -> usize {
+    pub(crate) fn bands(&self) -> usize {
         let rows = self.band_rows() as usize;
         let of = |part: &Part| part.rows.len().div_ceil(rows);
         self.parts.iter().map(of).sum()
@@ -242,7 +243,7 @@ fn best_width(
 }
 
 /// How bulk copies find boxes of a matrix: `rows` rows of 128 bytes.
-fn tensor_map(matrix: &Rows, dtype: DataType, rows: u32) -> Result<[u64; 16]> {
+pub(crate) fn tensor_map(matrix: &Rows, dtype: DataType, rows: u32) -> Result<[u64; 16]> {
     use sys::{
         CUtensorMapDataType_enum as Type, CUtensorMapFloatOOBfill_enum::*,
         CUtensorMapInterleave_enum::*, CUtensorMapL2promotion_enum::*, CUtensorMapSwizzle_enum::*,
@@ -281,59 +282,89 @@ fn tensor_map(matrix: &Rows, dtype: DataType, rows: u32) -> Result<[u64; 16]> {
 }
 
 /// A product that is ready to be launched, but for what its tiles wait for.
-struct Ready<'a> {
-    kernel: &'a Kernel<GemmFlagsParams>,
-    blocks: u32,
-    parameters: GemmFlagsParams,
+pub(crate) struct Ready<'a> {
+    of_type: &'a OfType,
+    /// Which width.
+    chosen: usize,
+    /// Blocks that there is room for.
+    sms: u32,
+    pub(crate) parameters: GemmFlagsParams,
     low: Option<Low>,
 }
 
 impl Ready<'_> {
-    fn launch(&self, lane: &Arc<Lane>, p: &Tiled, programmatic: bool) -> Result<()> {
+    /// Enqueues its tiles.
+    pub(crate) fn launch(&self, lane: &Arc<Lane>, p: &Tiled, programmatic: bool) -> Result<()> {
+        let kernel = &self.of_type.kernels[self.chosen];
+        self.launch_as(kernel, self.parameters, (lane, p), programmatic)
+    }
+
+    /// The same by the kernel that adds what others made of the rows, of which there are some where results have the type of the rows.
+    pub(crate) fn launch_sums(
+        &self,
+        lane: &Arc<Lane>,
+        p: &Tiled,
+        programmatic: bool,
+    ) -> Result<()> {
+        let kernel = &self.of_type.sums[self.chosen];
+        let parameters = GemmSumsParams(self.parameters);
+        self.launch_as(kernel, parameters, (lane, p), programmatic)
+    }
+
+    fn launch_as<P: Parameters>(
+        &self,
+        kernel: &Kernel<P>,
+        parameters: P,
+        (lane, p): (&Arc<Lane>, &Tiled),
+        programmatic: bool,
+    ) -> Result<()> {
+        let tiles = self.parameters.tiles - self.parameters.first_tile;
         let shape = Launch {
             shared_bytes: GEMM_SHARED_BYTES,
             programmatic,
-            ..Launch::grid(self.blocks, GEMM_THREADS)
+            ..Launch::grid(tiles.min(self.sms), GEMM_THREADS)
         };
         let made = self.low.iter().map(|low| &low.memory);
         let kept: Vec<_> = p.buffers.iter().chain(made).collect();
         lane.run(&kept, |stream| {
             // SAFETY: rows and result lie in buffers of the call, which its `run` keeps, or in the group's memory; this `run`
             // keeps the rest.
-            unsafe { self.kernel.launch(stream, shape, self.parameters) }.map_err(Error::from)
+            unsafe { kernel.launch(stream, shape, parameters) }.map_err(Error::from)
         })
     }
 }
 
 impl Job<'_> {
-    /// Lays the adapters of a product out, if there are any: in front of the call's steps, since a product that begins beside them has
-    /// waited for nothing else.
-    pub(crate) fn adapters(&self, p: &Tiled) -> Result<Option<Low>> {
-        self.core.device.low(self.lane, p)
-    }
-
     /// Enqueues the product, whose tiles wait for the flags of `of`.
     pub(crate) fn tiled(&self, of: Use, p: &Tiled, low: Option<Low>) -> Result<()> {
-        let core = self.core;
-        let waiting = GemmFlagsParams {
-            signature: self.kind.signature,
-            counter: Counters::uses(of) as u32,
-            ..waiting!(GemmFlagsParams, self)
-        };
-        let Some(mut ready) = core.device.ready(p, low, waiting)? else {
+        let Some(mut ready) = self.ready(of, p, low)? else {
             return Ok(());
         };
-        let steps = core.steps();
+        let steps = self.core.steps();
         for (i, part) in p.parts.iter().enumerate() {
             if let Some(from) = part.from {
                 ready.parameters.part_word[i] = steps.filled_word(of, from, 0, from);
                 ready.parameters.part_peer[i] = from as u32;
             }
         }
-        let behind_steps = core.begins_early && self.stepped.get();
-        let begins_early = behind_steps && self.product_follows;
-        ready.parameters.begins_early = u32::from(begins_early);
-        ready.launch(self.lane, p, behind_steps)
+        ready.launch(self.lane, p, self.behind_steps())
+    }
+
+    /// What has all that is known without saying what is waited for. `None` if there is nothing to multiply.
+    pub(crate) fn ready(&self, of: Use, p: &Tiled, low: Option<Low>) -> Result<Option<Ready<'_>>> {
+        let begins_early = self.behind_steps() && self.product_follows;
+        let waiting = GemmFlagsParams {
+            signature: self.kind.signature,
+            counter: Counters::uses(of) as u32,
+            begins_early: u32::from(begins_early),
+            ..waiting!(GemmFlagsParams, self)
+        };
+        self.core.device.ready(p, low, waiting)
+    }
+
+    /// Whether a product's launch may take place while steps of this call go on.
+    pub(crate) fn behind_steps(&self) -> bool {
+        self.core.begins_early && self.stepped.get()
     }
 }
 
@@ -456,69 +487,11 @@ impl CudaDevice {
         }
         parameters.tiles = tiles;
         Ok(Some(Ready {
-            kernel: &of_type.kernels[chosen],
-            blocks: tiles.min(sms as u32),
+            of_type,
+            chosen,
+            sms: sms as u32,
             parameters,
             low,
-        }))
-    }
-
-    /// Lays the adapters out, if there are any, and something to add them to.
-    fn low(&self, lane: &Arc<Lane>, p: &Tiled) -> Result<Option<Low>> {
-        if p.runs.is_empty() || p.is_empty() {
-            return Ok(None);
-        }
-        let (used, bytes) = (p.low_columns(), p.dtype.bytes());
-        let stride = used.next_multiple_of(16 / bytes);
-        let (rows, columns, inner) = (p.all.rows, p.weight.rows, p.weight.columns);
-        let mut end = 0;
-        let starts = [
-            used * inner * bytes,
-            columns * stride * bytes,
-            rows * stride * bytes,
-            p.bands() * size_of::<u32>(),
-        ]
-        .map(|bytes| {
-            let start = end;
-            end = (start + bytes).next_multiple_of(128);
-            start as u64
-        });
-        let memory = self.scratch(lane, DataType::U8, &[end])?;
-        let [down, up, low, flags] = starts.map(|start| memory.address() + start);
-        let mut parameters = AdaptersParams {
-            down,
-            up,
-            flags,
-            flag_count: p.bands() as u64,
-            inner: inner as u64,
-            columns: columns as u64,
-            stride: stride as u64,
-            count: p.runs.len() as u64,
-            ..AdaptersParams::default()
-        };
-        for (i, run) in p.runs.iter().enumerate() {
-            parameters.first[i] = run.first;
-            parameters.second[i] = run.second;
-            parameters.column[i] = run.column as u32;
-            parameters.width[i] = run.width as u32;
-        }
-        let kernels = &self.opened.kernels;
-        // A thread for each row of a first factor, and for each eight elements of `up`.
-        let blocks = blocks_for(p.runs.len() * inner + columns * stride / 8);
-        let kept: Vec<_> = p.buffers.iter().chain([&memory]).collect();
-        // SAFETY: factors lie in buffers of the call, the rest in the memory just taken.
-        unsafe { kernels.launch(&kernels.adapters, lane, &kept, blocks, parameters)? };
-        let of = |address, rows, columns| Rows {
-            address,
-            rows,
-            columns,
-        };
-        Ok(Some(Low {
-            down: of(down, used, inner),
-            up: of(up, columns, stride),
-            low: of(low, rows, stride),
-            flags,
-            memory,
         }))
     }
 }

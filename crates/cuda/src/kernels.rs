@@ -104,7 +104,7 @@ impl Kernels {
             low_latency: LowLatencyKernels::load(&set("low_latency")?)?,
             pushes: PushKernels::load(set, capability)?,
             tiles: (capability == (9, 0))
-                .then(|| TileKernels::load(&set("gemm_flags")?))
+                .then(|| TileKernels::load(&set("gemm_flags")?, &set("gemm_sums")?))
                 .transpose()?,
             sms,
         })

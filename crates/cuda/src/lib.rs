@@ -16,6 +16,7 @@
 //! kernels too; a fault stops the kernels of all ranks, poisons outputs, and is the same record on every rank. Groups on several
 //! machines join as a hierarchy, between whose machines NCCL carries the bytes.
 
+mod adapters;
 mod all_gather;
 mod all_reduce;
 mod all_to_all;
@@ -38,6 +39,7 @@ mod finish;
 mod gather_linear;
 mod gathered;
 mod gemm_flags;
+mod gemm_sums;
 mod graph;
 mod grouped;
 mod handles;

@@ -5,17 +5,19 @@ use crate::{
     comm::CudaComm,
     finish::{End, Sums},
     gemm_flags::{self, Part, Tiled},
+    gemm_sums::InTurn,
     job::{Job, Side},
-    memory::check_reach,
+    memory::{check_reach, overlap},
     reduce_scatter::Reduction,
     steps::Use,
-    tiles::{Operands, Taken},
+    tiles::{BIAS_GRAIN, GRAIN, Operands, Taken},
 };
 use brigade_device::{
     Activation, Buffer, Call, DataType, Error, GemmParams, Linear, LoraLinearParams,
-    LoraLinearReduceScatterParams, Output, OverlapPlan, Plan, ReduceOp, Reduced, Result, Shape,
-    Stream, Turn, View, fallback,
+    LoraLinearReduceScatterParams, Output, OverlapMode, OverlapPlan, Plan, ReduceOp, Reduced,
+    Result, Shape, Stream, Turn, View, fallback,
 };
+use brigade_plan::twin_pieces;
 use brigade_sync::Area;
 use std::ops::Range;
 
@@ -49,15 +51,16 @@ impl CudaComm {
             ..GemmParams::new(p.x, p.weight)
         };
         let (d, new) = self.gpu().place(lane, p.output, &[own.len(), n])?;
-        // C and the activation come after the sum, and D is written there; tiles write parts to their owners.
+        let tiled_pieces = twin_pieces(&linear_call.rows);
         let operands = Operands {
             dtype: linear_call.input,
             scheme: linear_call.scheme,
             rows: linear_call.total_rows(),
-            parts: linear_call.rows.len(),
+            parts: linear_call.rows.len() * usize::from(tiled_pieces),
             own: Some(p.x),
             weight: p.weight,
             transpose_weight: p.transpose_weight,
+            // Where tiles cannot end in D, what they made is added up behind them.
             bias: None,
             runs: p.runs,
             batch_invariant: p.batch_invariant,
@@ -67,10 +70,17 @@ impl CudaComm {
         if p.batch_invariant {
             self.gpu().check_batch_invariant(&operands)?;
         }
-        let tiles = self.core.tiles(&mut plan, p.choice, &operands, lane)?;
+        let travels = (Area::ReduceScatter, tiled_pieces);
+        let tiles = self
+            .core
+            .tiles(&mut plan, p.choice, &operands, travels, lane)?;
         if tiles.is_some() {
             check_reach(&self.gpu().card, "x.memory", &p.x.kernel().retain())?;
         }
+        let pieces = match plan.mode {
+            OverlapMode::Tiles => tiled_pieces.into(),
+            _ => plan.pieces(),
+        };
         let buffers: Vec<&Buffer> = bias.iter().collect();
         self.core.collective(on, &call, &buffers, Some(&d), |job| {
             let product = Product {
@@ -80,6 +90,7 @@ impl CudaComm {
                 linear: LoraLinearParams { gemm, runs: p.runs },
                 n,
                 dtype: d.dtype(),
+                pieces,
             };
             product.run(job, tiles, (bias.as_ref(), p.activation), &d)
         })?;
@@ -99,6 +110,8 @@ struct Product<'a> {
     n: usize,
     /// Of the parts, and of the result.
     dtype: DataType,
+    /// Of each part.
+    pieces: usize,
 }
 
 impl Product<'_> {
@@ -121,68 +134,171 @@ impl Product<'_> {
     ) -> Result<()> {
         let of = job.begin(Area::ReduceScatter);
         let me = job.core.rank();
+        // Own words hold the flags that are copied to the owners.
+        for p in 0..self.pieces {
+            job.steps.filled(me, of, me, p);
+        }
         if let Some(taken) = tiles {
-            let tiled = self.tiled(job, of, taken);
-            let low = job.adapters(&tiled)?;
-            // Tiles go straight to their owners, so the credits for that must be there before the first.
-            job.steps_now()?;
-            job.traced(|| "multiply".into(), || job.tiled(of, &tiled, low))?;
-            job.steps.filled_to_all(of, me, 0);
-            job.steps.await_all(of, 0);
-            self.sum(job, of, me, (bias, activation), d)?;
+            let (ended, made) = self.run_tiled(job, of, taken, (bias, activation), d)?;
+            self.await_all(job, of)?;
+            drop(made);
+            if !ended {
+                self.sum(job, of, me, (bias, activation), d)?;
+            }
             job.steps.end(of);
             return Ok(());
-        }
-        let pieces = self.plan.pieces();
-        // Own words hold the flags that are copied to the owners.
-        for p in 0..pieces {
-            job.steps.filled(me, of, me, p);
         }
         job.fork()?;
         // Kept until the mover has been joined: the copies read them.
         let mut parts = Vec::new();
-        for p in 0..pieces {
+        for p in 0..self.pieces {
             for &c in &self.plan.order {
                 parts.extend(self.multiply(job, of, usize::from(c), p)?);
             }
         }
-        // Behind all products, on their stream: a wait beside them could keep a place that a product needs, while peers do
-        // the same and wait for its result.
-        for source in job.core.peers() {
-            for p in 0..pieces {
-                job.steps.await_filled(of, source, p, source);
-            }
-        }
-        job.join()?;
+        self.await_all(job, of)?;
         self.sum(job, of, me, (bias, activation), d)?;
         job.steps.end(of);
         Ok(())
     }
 
-    /// The product of all rows by tiles that are written where their owners add them up.
-    fn tiled(&self, job: &mut Job<'_>, of: Use, taken: Taken) -> Tiled {
+    /// Waits for all parts of own rows: behind all products, on their stream, since a wait beside them could keep a place that a product needs,
+    /// while peers do the same and wait for its result.
+    fn await_all(&self, job: &mut Job<'_>, of: Use) -> Result<()> {
+        for source in job.core.peers() {
+            for p in 0..self.pieces {
+                job.steps.await_filled(of, source, p, source);
+            }
+        }
+        job.join()
+    }
+
+    /// Rows of piece `p` of chunk `c`.
+    fn piece(&self, c: usize, p: usize) -> Range<usize> {
+        let chunk = self.plan.chunk(c);
+        let piece = brigade_plan::rows::piece(chunk.len(), self.pieces, p);
+        chunk.start + piece.start..chunk.start + piece.end
+    }
+
+    /// Products of tiles: parts of others first, which copy engines carry, each piece while the next is multiplied; then own rows, whose tiles
+    /// end with what others made of them, if D may be written so early. Gives whether they did, and what must stay until the copies are done.
+    fn run_tiled(
+        &self,
+        job: &mut Job<'_>,
+        of: Use,
+        taken: Taken,
+        (bias, activation): (Option<&Buffer>, Activation),
+        d: &Buffer,
+    ) -> Result<(bool, Vec<Option<Buffer>>)> {
         let (core, me) = (job.core, job.core.rank());
+        let order = self.plan.order.iter().map(|&c| usize::from(c));
+        let pieces: Vec<_> = order
+            .flat_map(|c| (0..self.pieces).map(move |p| (c, p)))
+            .collect();
+        let made = |&(c, p): &(usize, usize)| {
+            let shape = [self.piece(c, p).len(), self.n];
+            let part = || self.comm.gpu().scratch(job.lane, self.dtype, &shape);
+            (c != me).then(part).transpose()
+        };
+        let made: Vec<_> = pieces.iter().map(made).collect::<Result<_>>()?;
+        let own = core.place(me, of, self.slot(me, &self.plan.chunk(me), &(0..0)).start);
+        let mut tiled = self.tiled(&pieces, &made, taken, own);
+        let ends = may_be_written_early(&tiled, bias, d);
+        if ends {
+            self.end_in(d, &mut tiled, (bias, activation));
+        }
+        let low = job.adapters(&tiled)?;
+        job.product_follows = true;
+        job.fork_behind_steps()?;
+        let mut products = InTurn::new(job, of, &tiled, low)?;
+        let mut moved = 0;
+        for (i, (&(c, p), part)) in pieces.iter().zip(&made).enumerate() {
+            let Some(part) = part else { continue };
+            job.traced(|| format!("multiply {c}"), || products.product(i..i + 1))?;
+            moved += self.send(job, of, (c, p), part)?;
+        }
+        // Own rows come last.
+        let own = pieces.len() - self.pieces..pieces.len();
+        let parts = gemm_flags::Rows {
+            address: core.place(me, of, 0),
+            rows: core.size() * self.plan.chunk(me).len(),
+            columns: self.n,
+        };
+        let last = || match ends {
+            true => products.sums(own, &parts),
+            false => products.product(own),
+        };
+        job.traced(|| format!("multiply {me}"), last)?;
+        job.product_follows = false;
+        job.count_moved(moved);
+        Ok((ends, made))
+    }
+
+    /// Lets own tiles end in D.
+    fn end_in(
+        &self,
+        d: &Buffer,
+        tiled: &mut Tiled,
+        (bias, activation): (Option<&Buffer>, Activation),
+    ) {
+        let own = tiled.parts.len() - self.pieces;
+        let mut out = d.address();
+        for part in &mut tiled.parts[own..] {
+            part.out = out;
+            out += (part.rows.len() * self.row_bytes()) as u64;
+        }
+        (tiled.bias, tiled.activation) = (bias.cloned(), activation);
+        tiled
+            .buffers
+            .extend(bias.cloned().into_iter().chain([d.clone()]));
+    }
+
+    /// Sends a piece of a part to its owner, once it is made. Gives how many bytes that is.
+    fn send(&self, job: &Job<'_>, of: Use, (c, p): (usize, usize), part: &Buffer) -> Result<usize> {
+        let (core, me) = (job.core, job.core.rank());
+        let (chunk, rows) = (self.plan.chunk(c), self.piece(c, p));
+        let rows = rows.start - chunk.start..rows.end - chunk.start;
+        let slot = self.slot(me, &chunk, &rows);
+        // The mover goes on once this part is there.
+        job.side_after(Side::Mover, &job.mark()?)?;
+        let to = core.place(c, of, slot.start);
+        let copy = || job.copy_on(Side::Mover, to, part.address(), slot.len());
+        job.beside(Side::Mover, || format!("{c} from {me} to {c}"), copy)?;
+        job.copy_flag(c, of, me, p)?;
+        Ok(slot.len())
+    }
+
+    /// The product of all rows by tiles, piece by piece, into memory of this rank; own rows' from an address on.
+    fn tiled(
+        &self,
+        pieces: &[(usize, usize)],
+        made: &[Option<Buffer>],
+        taken: Taken,
+        own: u64,
+    ) -> Tiled {
         let x = self.linear.gemm.a.kernel();
         let rows = |v: View<'_>| gemm_flags::Rows {
             address: v.address(),
             rows: v.shape().rows(),
             columns: v.shape().columns(),
         };
-        let part = |&c: &u16| {
-            let chunk = self.plan.chunk(usize::from(c));
-            let slot = self.slot(me, &chunk, &(0..chunk.len()));
+        let part = |(&(c, p), made): (&(usize, usize), &Option<Buffer>)| {
+            let rows = self.piece(c, p);
+            let in_chunk = rows.start - self.plan.chunk(c).start;
+            let own = || own + (in_chunk * self.row_bytes()) as u64;
             Part {
-                first: chunk.start,
-                out: core.place(usize::from(c), of, slot.start),
+                first: rows.start,
+                out: made.as_ref().map_or_else(own, Buffer::address),
                 scales: 0,
                 from: None,
-                rows: chunk,
+                rows,
             }
         };
-        for c in core.peers() {
-            job.count_moved(self.plan.chunk(c).len() * self.row_bytes());
-        }
-        let buffers = [x.retain()].into_iter().chain(taken.buffers);
+        let made_here = made.iter().flatten().cloned();
+        let buffers = [x.retain()]
+            .into_iter()
+            .chain(taken.buffers)
+            .chain(made_here);
         Tiled {
             blocks: taken.blocks,
             dtype: self.dtype,
@@ -193,7 +309,7 @@ impl Product<'_> {
             weight: rows(self.linear.gemm.b.kernel()),
             bias: None,
             activation: Activation::None,
-            parts: self.plan.order.iter().map(part).collect(),
+            parts: pieces.iter().zip(made).map(part).collect(),
             runs: taken.runs,
             buffers: buffers.collect(),
         }
@@ -201,13 +317,16 @@ impl Product<'_> {
 
     /// Multiplies a piece of a chunk, and sends it to its owner. Gives what must stay until the copy is done.
     fn multiply(&self, job: &mut Job<'_>, of: Use, c: usize, p: usize) -> Result<Option<Buffer>> {
-        let chunk = self.plan.chunk(c);
-        let piece = brigade_plan::rows::piece(chunk.len(), self.plan.pieces(), p);
         let (core, me) = (job.core, job.core.rank());
-        let slot = self.slot(me, &chunk, &piece);
-        let shape = Shape::new(&[piece.len(), self.n])?;
-        let rows = chunk.start + piece.start..chunk.start + piece.end;
+        let rows = self.piece(c, p);
+        let shape = Shape::new(&[rows.len(), self.n])?;
         if c == me {
+            let chunk = self.plan.chunk(me);
+            let slot = self.slot(
+                me,
+                &chunk,
+                &(rows.start - chunk.start..rows.end - chunk.start),
+            );
             let views = &core.views.own[0];
             let mut part = core.window(of, slot, views, self.dtype, shape)?;
             let output = Output::Into(part.view_mut());
@@ -218,13 +337,8 @@ impl Product<'_> {
         let mut part = gpu.scratch(job.lane, self.dtype, shape.dims())?;
         let output = Output::Into(part.view_mut());
         job.traced(|| format!("multiply {c}"), || self.product(rows, output))?;
-        // The mover goes on once this part is there.
-        job.side_after(Side::Mover, &job.mark()?)?;
-        let to = core.place(c, of, slot.start);
-        let copy = || job.copy_on(Side::Mover, to, part.address(), slot.len());
-        job.beside(Side::Mover, || format!("{c} from {me} to {c}"), copy)?;
-        job.copy_flag(c, of, me, p)?;
-        job.count_moved(slot.len());
+        let moved = self.send(job, of, (c, p), &part)?;
+        job.count_moved(moved);
         Ok(Some(part))
     }
 
@@ -283,4 +397,13 @@ impl Product<'_> {
         };
         gpu.finish(job.lane, &sums, end, d, self.n)
     }
+}
+
+/// Whether D may be written, by wide stores, while the product still reads what it is made of.
+fn may_be_written_early(tiled: &Tiled, bias: Option<&Buffer>, d: &Buffer) -> bool {
+    let aligned = |b: &Buffer, grain: usize| b.address().is_multiple_of(grain as u64);
+    let apart = |b: &Buffer| !overlap(b, d);
+    aligned(d, GRAIN)
+        && bias.is_none_or(|c| aligned(c, BIAS_GRAIN * c.dtype().bytes()))
+        && tiled.buffers.iter().chain(bias).all(apart)
 }

@@ -26,10 +26,10 @@ use brigade_sync::{Area, Half};
 use std::{ops::Range, sync::Arc};
 
 /// What bulk copies and wide stores want addresses and rows to be multiples of, in bytes.
-const GRAIN: usize = 16;
+pub(crate) const GRAIN: usize = 16;
 
 /// How many elements of C are read together.
-const BIAS_GRAIN: usize = 2;
+pub(crate) const BIAS_GRAIN: usize = 2;
 
 /// Columns of adapters that tensor cores add up together.
 const STEP: usize = 16;
@@ -69,23 +69,28 @@ pub(crate) struct Taken {
 }
 
 impl Core {
-    /// What a product of tiles takes, if `plan` says tiles and this rank can have them; `plan` says what it does instead.
+    /// What a product of tiles takes, if `plan` says tiles and this rank can have them; `plan` says what it does instead. Rows, or parts of
+    /// sums, come in an area, in so many pieces of a chunk.
     pub(crate) fn tiles(
         &self,
         plan: &mut OverlapPlan,
         choice: Option<OverlapMode>,
         operands: &Operands<'_>,
+        (area, pieces): (Area, u16),
         lane: &Lane,
     ) -> Result<Option<Taken>> {
         if plan.mode != OverlapMode::Tiles || operands.are_empty() {
             return Ok(None);
         }
         let of = |half| Use {
-            area: Area::Gather,
+            area,
             half: Half::of(half),
         };
-        let arriving = self.place(self.rank(), of(0), 0)
-            ..self.place(self.rank(), of(1), self.config.gather_bytes);
+        let bytes = match area {
+            Area::ReduceScatter => self.config.reduce_scatter_bytes,
+            _ => self.config.gather_bytes,
+        };
+        let arriving = self.place(self.rank(), of(0), 0)..self.place(self.rank(), of(1), bytes);
         let buffers = operands.buffers();
         let found = operands.taken(&buffers, &arriving).and_then(|taken| {
             let blocks = self.waiting_blocks(lane)?;
@@ -94,7 +99,7 @@ impl Core {
         let ((scales, runs), blocks) = match found {
             Ok(found) => found,
             Err(why) => {
-                without_tiles(plan, choice.is_some(), why)?;
+                without_tiles(plan, pieces, choice.is_some(), why)?;
                 return Ok(None);
             }
         };
@@ -112,9 +117,9 @@ impl Core {
     /// Whether products of this group may be of tiles that wait.
     fn has_tiles(&self) -> bool {
         let topology = &self.topology;
-        // Rows pass through the gather region.
-        let gathers = self.config.gather_bytes > 0;
-        gathers && self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
+        // Rows pass through the gather region, and parts of sums through that of the twin.
+        let passes = self.config.gather_bytes > 0 || self.config.reduce_scatter_bytes > 0;
+        passes && self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
     }
 
     /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need meanwhile is left free, so that

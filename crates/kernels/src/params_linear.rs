@@ -411,6 +411,8 @@ parameters! {
         low_map: [u64; 16],
         /// That of `[columns, low columns]`.
         up_map: [u64; 16],
+        /// That of what all ranks made of the rows that are added up, one rank's behind the other's.
+        parts_map: [u64; 16],
         /// Where this rank reaches the memory of rank 0.
         base: u64,
         /// From one rank's memory to the next's.
@@ -455,7 +457,7 @@ parameters! {
         inner: u32,
         /// Rows of a tile that count: a multiple of 8.
         band_rows: u32,
-        /// Tiles of all parts.
+        /// Where this launch's tiles end among those of all parts.
         tiles: u32,
         /// How many parts.
         parts: u32,
@@ -475,8 +477,16 @@ parameters! {
         bias_stride: u32,
         /// What is applied, as in `FinishParams`.
         activation: u32,
+        /// Where this launch's tiles begin.
+        first_tile: u32,
+        /// In which half word of `STATE_TILES` they are counted.
+        tile_count: u32,
+        /// The first part that is added up.
+        sum_part: u32,
+        /// Rows that are added up.
+        sum_rows: u32,
         /// Zero.
-        padding: [u32; 5],
+        padding: u32,
         /// Row of the result where each run begins.
         run_row: [u32; 16],
         /// Its rows.
@@ -503,5 +513,17 @@ parameters! {
         part_word: [u32; 32],
         /// The rank whose flag that is.
         part_peer: [u32; 32],
+        /// The words by which this rank hears of what each rank made of the first part that is added up, then of the next.
+        sum_word: [u32; 32],
     }
+}
+
+/// A product to which is added what others made of the same rows. It takes what one whose tiles wait does.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[repr(transparent)]
+pub struct GemmSumsParams(pub GemmFlagsParams);
+
+impl Parameters for GemmSumsParams {
+    const FILE: &'static str = "gemm_sums";
+    const KERNEL: &'static str = "brigade_gemm_sums";
 }

@@ -59,7 +59,7 @@ pub mod transports;
 pub mod tuned;
 
 pub use entries::Entries;
-pub use overlap::{MAX_PIECES, without_tiles};
+pub use overlap::{MAX_PIECES, twin_pieces, without_tiles};
 pub use table::{Copies, Table};
 pub use told::told;
 pub use topology::{Engines, Topology};

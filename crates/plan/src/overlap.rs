@@ -116,17 +116,32 @@ pub(crate) const fn instead(mode: OverlapMode) -> OverlapMode {
     }
 }
 
+/// Rows of a chunk from which on the twin's parts travel in two pieces where products are of tiles.
+const TWO_PIECES: usize = 1024;
+
+/// Pieces in which parts of a twin's chunks travel where products are of tiles: own tiles end with what others made of the same rows, and the first of
+/// them must not wait until all of it has come. The same on all ranks, by the signed rows.
+pub fn twin_pieces(rows: &[usize]) -> u16 {
+    let most = rows.iter().max().copied().unwrap_or(0);
+    if most < TWO_PIECES { 1 } else { 2 }
+}
+
 /// What is left of a plan of [`OverlapMode::Tiles`] on a rank that cannot do it, because of what is its own: how its weight is stored, its C and
 /// adapters, addresses, other work on its GPU. The signed call has none of that, and ranks may differ in it, since rows travel alike. So the rank
-/// multiplies chunk by chunk, and its plan says so and why, unless tiles were forced.
+/// multiplies chunk by chunk, in as many pieces as come of each, and its plan says so and why, unless tiles were forced.
 ///
 /// # Errors
 /// `why`, where tiles were forced.
-pub fn without_tiles(plan: &mut OverlapPlan, forced: bool, why: Reason) -> Result<(), Reason> {
+pub fn without_tiles(
+    plan: &mut OverlapPlan,
+    pieces: u16,
+    forced: bool,
+    why: Reason,
+) -> Result<(), Reason> {
     if forced {
         return Err(why);
     }
-    plan.mode = instead(OverlapMode::Tiles);
+    plan.mode = OverlapMode::Chunked { pieces };
     plan.instead_of = Some(why);
     Ok(())
 }

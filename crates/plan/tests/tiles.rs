@@ -6,7 +6,7 @@ use brigade_device::{Call, DataType, LinearCall, OverlapMode, Plan, QScheme, Rea
 use brigade_plan::{
     Engines, Entries, Table, Topology,
     crossover::{Gpus, Links},
-    plan, reason, without_tiles,
+    plan, reason, twin_pieces, without_tiles,
 };
 use common::{linear, topology};
 
@@ -111,9 +111,9 @@ fn a_rank_without_tiles_says_so_or_fails_where_they_were_forced() {
     };
     let why = || reason::tiles_operands("activation: one", "none");
     let mut other = plan.clone();
-    assert_eq!(without_tiles(&mut other, true, why()), Err(why()));
+    assert_eq!(without_tiles(&mut other, 1, true, why()), Err(why()));
     assert_eq!(other, plan, "nothing is changed where it fails");
-    without_tiles(&mut other, false, why()).unwrap();
+    without_tiles(&mut other, 1, false, why()).unwrap();
     assert_eq!((other.mode, other.instead_of), (ONE_PIECE, Some(why())));
     // Rows travel alike, in the same order: only who multiplies differs.
     assert_eq!((other.order, other.offsets), (plan.order, plan.offsets));
@@ -132,4 +132,13 @@ fn the_twin_goes_in_one_piece_unless_forced() {
     };
     assert_eq!(mode(None), ONE_PIECE);
     assert_eq!(mode(Some(OverlapMode::Tiles)), OverlapMode::Tiles);
+}
+
+#[test]
+fn parts_of_a_twin_travel_in_two_pieces_where_they_are_many_rows() {
+    assert_eq!(twin_pieces(&[]), 1);
+    assert_eq!(twin_pieces(&[1023, 0]), 1);
+    // The same on all ranks, whoever has them.
+    assert_eq!(twin_pieces(&[1, 1024]), 2);
+    assert_eq!(twin_pieces(&[1024, 1]), 2);
 }

@@ -1,6 +1,7 @@
 //! What a communicator cannot overlap: the plan says why and the result is right all the same, and what was forced is
 //! refused before anything is launched.
 
+use super::tiles::wide;
 use super::{Case, config};
 use crate::{
     backend::Rank,
@@ -211,21 +212,23 @@ fn refusals(world: &World) {
 fn auto(world: &World) {
     let mut rng = world.rng();
     let size = world.size;
-    let mut with = |rows: usize, k: usize, n: usize| {
+    let mut with = |change: &dyn Fn(&mut Spec)| {
         let spec = Spec::even(&mut rng, size).with(|s| {
-            s.rows.fill(rows);
-            s.k.fill(k);
-            s.n.fill(n);
+            change(s);
             (s.dtype, s.output) = (DataType::F32, DataType::F32);
         });
         Case::new(&mut rng, spec)
     };
-    let small = with(1, 128, 8);
-    // By chunks that are long to copy, or by a product of many tiles.
-    let large = if world.backend.engines().tiles {
-        with(128_usize.div_ceil(size), 8, 64 << 10)
-    } else {
-        with(64, 16 << 10, 8)
+    let of = |s: &mut Spec, rows: usize, k: usize| {
+        s.rows.fill(rows);
+        s.k.fill(k);
+        s.n.fill(8);
+    };
+    let small = with(&|s| of(s, 1, 128));
+    // By a product of many tiles, or by chunks that are long to copy.
+    let large = match world.backend.engines().tiles {
+        true => with(&|s| wide(s)),
+        false => with(&|s| of(s, 64, 16 << 10)),
     };
     let mut config = config();
     config.gather_bytes = size << 22;

@@ -27,6 +27,14 @@ pub(crate) fn config() -> CommConfig {
     config
 }
 
+/// A product of 16 Mi elements: of so many tiles that overlap pays on every GPU.
+pub(crate) fn wide(s: &mut Spec) {
+    let ranks = s.rows.len();
+    s.rows.fill(256_usize.div_ceil(ranks));
+    s.k.fill(8);
+    s.n.fill(64 << 10);
+}
+
 /// Sizes on both sides of those of tiles.
 pub(crate) fn large(rng: &mut StdRng, size: usize) -> Spec {
     let rows = [0, 1, 64, 127, 128, 129, 200, 256, 300];
@@ -244,11 +252,8 @@ fn one_rank_differs(world: &World) {
     let mut rng = world.rng();
     let size = world.size;
     let culprit = rng.random_range(0..size);
-    // 4 MiB of each rank: large enough for every device.
     let spec = Spec::even(&mut rng, size).with(|s| {
-        s.rows.fill(1024);
-        s.k.fill(2048);
-        s.n.fill(8);
+        wide(s);
         (s.dtype, s.output, s.transpose) = (DataType::BF16, DataType::BF16, true);
     });
     let mut layers = spec.layers(&mut rng, false);

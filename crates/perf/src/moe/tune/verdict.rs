@@ -199,34 +199,34 @@ mod tests {
         all.iter().map(point).collect()
     }
 
-    /// As measured on two H200s, docs/results/moe-sm-budget-*.h200x2.json: it comes to the entry of brigade-plan's table.
+    /// As measured on two H200s, docs/results/tune-experts.h200x2.json: it comes to the entry of brigade-plan's table.
     #[test]
     fn budgets_give_one_figure_for_each_multiprocessor() {
-        let tokens = [32, 64, 128, 256, 512, 1024];
+        let tokens = [1, 8, 32, 128, 256, 512, 1024];
         let measured = [
             (
                 8,
-                [46.3, 81.4, 155.3, 304.2, 624.1, 1296.9],
-                [80.9, 103.1, 147.1, 234.2, 328.2, 525.0],
+                [17.2, 20.8, 44.7, 137.5, 264.0, 533.4, 1116.7],
+                [66.8, 72.4, 80.8, 147.5, 230.6, 320.0, 504.6],
             ),
             (
                 24,
-                [23.1, 34.7, 57.8, 105.7, 208.9, 426.9],
-                [67.1, 77.8, 96.2, 132.6, 186.2, 296.1],
+                [18.0, 19.2, 24.9, 54.1, 94.6, 179.6, 367.1],
+                [61.6, 66.5, 65.6, 96.4, 131.4, 181.5, 288.1],
             ),
             (
                 64,
-                [19.2, 21.6, 31.3, 51.5, 94.1, 176.5],
-                [65.0, 67.4, 76.8, 97.0, 137.0, 208.7],
+                [16.4, 17.0, 20.1, 32.3, 49.6, 83.5, 151.6],
+                [57.2, 61.9, 62.8, 76.7, 96.1, 134.8, 204.6],
             ),
         ];
-        let budgets = measured.map(|(sms, pushed, one_sided): (u16, [f64; 6], [f64; 6])| {
+        let budgets = measured.map(|(sms, pushed, one_sided): (u16, [f64; 7], [f64; 7])| {
             let each = tokens.into_iter().zip(pushed.into_iter().zip(one_sided));
             let each: Vec<_> = each.map(|(n, (a, b))| (n, [a, b])).collect();
             (sms, points(&each))
         });
         let verdict = Verdict::new(&[], &budgets, &[], (5, 6));
-        assert_eq!(verdict.push_max_bytes_per_sm, Some(249_858));
+        assert_eq!(verdict.push_max_bytes_per_sm, Some(333_146));
         let file = brigade::plan::transports::File::embedded().unwrap();
         let two = file.entries().iter().find(|e| e.ranks == 2).unwrap();
         assert_eq!(two.push_max_bytes_per_sm, verdict.push_max_bytes_per_sm);

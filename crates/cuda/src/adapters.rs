@@ -1,0 +1,94 @@
+//! Adapters laid out for products by tiles, by the kernel of `kernels/adapters.cu`.
+
+use crate::{
+    CudaDevice,
+    gemm_flags::{Rows, Tiled},
+    job::Job,
+    kernels::blocks_for,
+    lane::Lane,
+};
+use brigade_device::{Buffer, DataType, Result};
+use brigade_kernels::AdaptersParams;
+use std::sync::Arc;
+
+/// Adapters as the kernel takes them, in memory of its own.
+pub(crate) struct Low {
+    /// All first factors, transposed: `[columns of all, inner]`.
+    pub(crate) down: Rows,
+    /// All second factors, transposed: `[columns, stride]`.
+    pub(crate) up: Rows,
+    /// Rows times first factors.
+    pub(crate) low: Rows,
+    pub(crate) flags: u64,
+    /// What holds all of these.
+    pub(crate) memory: Buffer,
+}
+
+impl Job<'_> {
+    /// Lays the adapters of a product out, if there are any: in front of the call's steps, since a product that begins beside them has
+    /// waited for nothing else.
+    pub(crate) fn adapters(&self, p: &Tiled) -> Result<Option<Low>> {
+        self.core.device.low(self.lane, p)
+    }
+}
+
+impl CudaDevice {
+    /// Lays the adapters out, if there are any, and something to add them to.
+    pub(crate) fn low(&self, lane: &Arc<Lane>, p: &Tiled) -> Result<Option<Low>> {
+        if p.runs.is_empty() || p.is_empty() {
+            return Ok(None);
+        }
+        let (used, bytes) = (p.low_columns(), p.dtype.bytes());
+        let stride = used.next_multiple_of(16 / bytes);
+        let (rows, columns, inner) = (p.all.rows, p.weight.rows, p.weight.columns);
+        let mut end = 0;
+        let starts = [
+            used * inner * bytes,
+            columns * stride * bytes,
+            rows * stride * bytes,
+            p.bands() * size_of::<u32>(),
+        ]
+        .map(|bytes| {
+            let start = end;
+            end = (start + bytes).next_multiple_of(128);
+            start as u64
+        });
+        let memory = self.scratch(lane, DataType::U8, &[end])?;
+        let [down, up, low, flags] = starts.map(|start| memory.address() + start);
+        let mut parameters = AdaptersParams {
+            down,
+            up,
+            flags,
+            flag_count: p.bands() as u64,
+            inner: inner as u64,
+            columns: columns as u64,
+            stride: stride as u64,
+            count: p.runs.len() as u64,
+            ..AdaptersParams::default()
+        };
+        for (i, run) in p.runs.iter().enumerate() {
+            parameters.first[i] = run.first;
+            parameters.second[i] = run.second;
+            parameters.column[i] = run.column as u32;
+            parameters.width[i] = run.width as u32;
+        }
+        let kernels = &self.opened.kernels;
+        // A thread for each row of a first factor, and for each eight elements of `up`.
+        let blocks = blocks_for(p.runs.len() * inner + columns * stride / 8);
+        let kept: Vec<_> = p.buffers.iter().chain([&memory]).collect();
+        // SAFETY: factors lie in buffers of the call, the rest in the memory just taken.
+        unsafe { kernels.launch(&kernels.adapters, lane, &kept, blocks, parameters)? };
+        let of = |address, rows, columns| Rows {
+            address,
+            rows,
+            columns,
+        };
+        Ok(Some(Low {
+            down: of(down, used, inner),
+            up: of(up, columns, stride),
+            low: of(low, rows, stride),
+            flags,
+            memory,
+        }))
+    }
+}

@@ -1,0 +1,109 @@
+//! A product of rows that are there, made by several launches, each of which begins where the one before has no tile left; the last one adds what
+//! others made of its rows, by the kernel of `kernels/gemm_sums.cu`.
+
+use crate::{
+    adapters::Low,
+    gemm_flags::{Ready, Rows, Tiled, tensor_map},
+    job::Job,
+    steps::Use,
+    types,
+};
+use brigade_device::{Activation, Result};
+use std::ops::Range;
+
+/// Launches between which no multiprocessor waits. Each counts its tiles apart, since two may be under way.
+pub(crate) struct InTurn<'a, 'j> {
+    job: &'a Job<'j>,
+    of: Use,
+    p: &'a Tiled,
+    /// `None` if there is nothing to multiply.
+    ready: Option<Ready<'a>>,
+    /// Where the tiles of each part begin, and those of the last one end.
+    first: Vec<u32>,
+    launches: u32,
+}
+
+/// Own words say which launch counts where: in half words of the state.
+const COUNTS: u32 = 16;
+
+impl<'a, 'j> InTurn<'a, 'j> {
+    pub(crate) fn new(job: &'a Job<'j>, of: Use, p: &'a Tiled, low: Option<Low>) -> Result<Self> {
+        let ready = job.ready(of, p, low)?;
+        let first = ready.as_ref().map_or_else(Vec::new, |ready| {
+            let begin = &ready.parameters.part_first[..p.parts.len()];
+            begin
+                .iter()
+                .copied()
+                .chain([ready.parameters.tiles])
+                .collect()
+        });
+        Ok(Self {
+            job,
+            of,
+            p,
+            ready,
+            first,
+            launches: 0,
+        })
+    }
+
+    /// The tiles of some parts, if they have some.
+    fn next(&mut self, parts: &Range<usize>) -> Option<(&mut Ready<'a>, bool)> {
+        let ready = self.ready.as_mut()?;
+        let (begin, end) = (self.first[parts.start], self.first[parts.end]);
+        if begin == end {
+            return None;
+        }
+        let parameters = &mut ready.parameters;
+        (parameters.first_tile, parameters.tiles) = (begin, end);
+        parameters.tile_count = self.launches % COUNTS;
+        // What is in front of the first are steps; of the others, one of these, which lets the next begin.
+        let programmatic = match self.launches {
+            0 => self.job.behind_steps(),
+            _ => self.job.core.begins_early,
+        };
+        self.launches += 1;
+        Some((ready, programmatic))
+    }
+
+    /// Enqueues the product of some parts, without C and activation.
+    pub(crate) fn product(&mut self, parts: Range<usize>) -> Result<()> {
+        let (job, p) = (self.job, self.p);
+        let Some((ready, programmatic)) = self.next(&parts) else {
+            return Ok(());
+        };
+        let ends = ready.parameters;
+        ready.parameters.bias = 0;
+        ready.parameters.activation = types::activation_code(Activation::None);
+        let launched = ready.launch(job.lane, p, programmatic);
+        ready.parameters = ends;
+        launched
+    }
+
+    /// Enqueues that of the last parts, own rows in pieces, and adds `made`: what all ranks made of own rows, which others tell of piece by piece;
+    /// then C, and the activation.
+    pub(crate) fn sums(&mut self, parts: Range<usize>, made: &Rows) -> Result<()> {
+        let (job, p, of) = (self.job, self.p, self.of);
+        let (core, steps) = (job.core, job.core.steps());
+        let Some((ready, programmatic)) = self.next(&parts) else {
+            return Ok(());
+        };
+        let parameters = &mut ready.parameters;
+        parameters.parts_map = tensor_map(made, p.dtype, parameters.band_rows)?;
+        parameters.sum_part = parts.start as u32;
+        parameters.sum_rows = (made.rows / core.size()) as u32;
+        for piece in 0..parts.len() {
+            for peer in core.peers() {
+                let word = &mut parameters.sum_word[piece * core.size() + peer];
+                *word = steps.filled_word(of, peer, piece, peer);
+            }
+        }
+        // C is of own rows, and the kernel counts all.
+        if let Some(c) = &p.bias {
+            let before = p.parts[parts.start].rows.start * parameters.bias_stride as usize;
+            let bytes = (before * c.dtype().bytes()) as u64;
+            parameters.bias = parameters.bias.wrapping_sub(bytes);
+        }
+        ready.launch_sums(job.lane, p, programmatic)
+    }
+}
