@@ -9,6 +9,7 @@ use crate::{
     types,
 };
 use brigade_device::{Activation, Result};
+use brigade_kernels::{STATE_ABSENT, STATE_TILES};
 use std::ops::Range;
 
 /// Launches between which no multiprocessor waits. Each counts its tiles apart, since two may be under way.
@@ -23,8 +24,8 @@ pub(crate) struct InTurn<'a, 'j> {
     launches: u32,
 }
 
-/// Own words say which launch counts where: in half words of the state.
-const COUNTS: u32 = 16;
+/// Half words of the state in which launches count their tiles: more than can be under way together.
+const COUNTS: u32 = 2 * (STATE_ABSENT - STATE_TILES) as u32;
 
 impl<'a, 'j> InTurn<'a, 'j> {
     pub(crate) fn new(job: &'a Job<'j>, of: Use, p: &'a Tiled, low: Option<Low>) -> Result<Self> {
