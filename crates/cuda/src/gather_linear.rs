@@ -18,7 +18,6 @@ use brigade_device::{
     OverlapMode, OverlapPlan, PerRank, Plan, QView, Result, Shape, Turn, View, fallback,
 };
 use brigade_plan::gathered::{Span, rows_shape, scales_shape};
-use brigade_sync::Area;
 use std::{ops::Range, sync::atomic::Ordering};
 
 impl CudaComm {
@@ -129,9 +128,7 @@ impl CudaComm {
         if p.batch_invariant {
             self.gpu().check_batch_invariant(&operands)?;
         }
-        let tiles = self
-            .core
-            .tiles(&mut plan, p.choice, &operands, (Area::Gather, 1), lane)?;
+        let tiles = self.core.tiles(&mut plan, p.choice, &operands, 1, lane)?;
         let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
             return Err(Error::invalid(
                 "plan",

@@ -70,10 +70,9 @@ impl CudaComm {
         if p.batch_invariant {
             self.gpu().check_batch_invariant(&operands)?;
         }
-        let travels = (Area::ReduceScatter, tiled_pieces);
         let tiles = self
             .core
-            .tiles(&mut plan, p.choice, &operands, travels, lane)?;
+            .tiles(&mut plan, p.choice, &operands, tiled_pieces, lane)?;
         if tiles.is_some() {
             check_reach(&self.gpu().card, "x.memory", &p.x.kernel().retain())?;
         }
@@ -119,10 +118,11 @@ impl Product<'_> {
         self.n * self.dtype.bytes()
     }
 
-    /// Where `source`'s part of rows `rows` of a chunk lies in its owner's half.
-    fn slot(&self, source: usize, chunk: &Range<usize>, rows: &Range<usize>) -> Range<usize> {
-        let first = source * chunk.len();
-        (first + rows.start) * self.row_bytes()..(first + rows.end) * self.row_bytes()
+    /// Where `source`'s part of piece `p` of chunk `c` lies in its owner's half.
+    fn slot(&self, source: usize, c: usize, p: usize) -> Range<usize> {
+        let (chunk, rows) = (self.plan.chunk(c), self.piece(c, p));
+        let at = |row: usize| (source * chunk.len() + row - chunk.start) * self.row_bytes();
+        at(rows.start)..at(rows.end)
     }
 
     fn run(
@@ -201,7 +201,7 @@ impl Product<'_> {
             (c != me).then(part).transpose()
         };
         let made: Vec<_> = pieces.iter().map(made).collect::<Result<_>>()?;
-        let own = core.place(me, of, self.slot(me, &self.plan.chunk(me), &(0..0)).start);
+        let own = core.place(me, of, self.slot(me, me, 0).start);
         let mut tiled = self.tiled(&pieces, &made, taken, own);
         let ends = may_be_written_early(&tiled, bias, d);
         if ends {
@@ -256,9 +256,7 @@ impl Product<'_> {
     /// Sends a piece of a part to its owner, once it is made. Gives how many bytes that is.
     fn send(&self, job: &Job<'_>, of: Use, (c, p): (usize, usize), part: &Buffer) -> Result<usize> {
         let (core, me) = (job.core, job.core.rank());
-        let (chunk, rows) = (self.plan.chunk(c), self.piece(c, p));
-        let rows = rows.start - chunk.start..rows.end - chunk.start;
-        let slot = self.slot(me, &chunk, &rows);
+        let slot = self.slot(me, c, p);
         // The mover goes on once this part is there.
         job.side_after(Side::Mover, &job.mark()?)?;
         let to = core.place(c, of, slot.start);
@@ -321,13 +319,8 @@ impl Product<'_> {
         let rows = self.piece(c, p);
         let shape = Shape::new(&[rows.len(), self.n])?;
         if c == me {
-            let chunk = self.plan.chunk(me);
-            let slot = self.slot(
-                me,
-                &chunk,
-                &(rows.start - chunk.start..rows.end - chunk.start),
-            );
             let views = &core.views.own[0];
+            let slot = self.slot(me, c, p);
             let mut part = core.window(of, slot, views, self.dtype, shape)?;
             let output = Output::Into(part.view_mut());
             job.traced(|| format!("multiply {c}"), || self.product(rows, output))?;

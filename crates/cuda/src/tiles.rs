@@ -69,28 +69,25 @@ pub(crate) struct Taken {
 }
 
 impl Core {
-    /// What a product of tiles takes, if `plan` says tiles and this rank can have them; `plan` says what it does instead. Rows, or parts of
-    /// sums, come in an area, in so many pieces of a chunk.
+    /// What a product of tiles takes, if `plan` says tiles and this rank can have them; `plan` says what it does instead, in as
+    /// many pieces of a chunk as travel.
     pub(crate) fn tiles(
         &self,
         plan: &mut OverlapPlan,
         choice: Option<OverlapMode>,
         operands: &Operands<'_>,
-        (area, pieces): (Area, u16),
+        pieces: u16,
         lane: &Lane,
     ) -> Result<Option<Taken>> {
         if plan.mode != OverlapMode::Tiles || operands.are_empty() {
             return Ok(None);
         }
         let of = |half| Use {
-            area,
+            area: Area::Gather,
             half: Half::of(half),
         };
-        let bytes = match area {
-            Area::ReduceScatter => self.config.reduce_scatter_bytes,
-            _ => self.config.gather_bytes,
-        };
-        let arriving = self.place(self.rank(), of(0), 0)..self.place(self.rank(), of(1), bytes);
+        let arriving = self.place(self.rank(), of(0), 0)
+            ..self.place(self.rank(), of(1), self.config.gather_bytes);
         let buffers = operands.buffers();
         let found = operands.taken(&buffers, &arriving).and_then(|taken| {
             let blocks = self.waiting_blocks(lane)?;
