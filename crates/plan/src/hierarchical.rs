@@ -59,14 +59,15 @@ pub fn plan(
         Some(Path::Slices { count }) => sliced(call, config, costs, Some(count as usize))
             .map(|(_, plan)| HierarchicalPlan::Slices(plan)),
         None => {
-            let (ns, plan) = sliced(call, config, costs, None)?;
-            Ok(match whole {
-                // Whoever names the size of slices wants slices.
-                Some((plan, whole_ns)) if config.slice_bytes.is_none() && about(whole_ns) < ns => {
-                    plan
-                }
-                _ => HierarchicalPlan::Slices(plan),
-            })
+            // Whoever names the size of slices wants slices.
+            let whole = whole.filter(|_| config.slice_bytes.is_none());
+            match (whole, sliced(call, config, costs, None)) {
+                (Some((plan, whole_ns)), Ok((ns, _))) if about(whole_ns) < ns => Ok(plan),
+                (_, Ok((_, plan))) => Ok(HierarchicalPlan::Slices(plan)),
+                // Parts of slices are aligned, so that of few bytes all may fit where no slice does.
+                (Some((plan, _)), Err(_)) => Ok(plan),
+                (None, Err(refused)) => Err(refused),
+            }
         }
     }
 }
@@ -163,7 +164,9 @@ fn sliced(
         .into_iter()
         .collect(),
         None => counts()
-            .take_while(|&n| n <= largest.max(1))
+            .take_while(|&n| n < largest)
+            // The smallest there are, which fit if any do.
+            .chain(std::iter::once(largest.max(1)))
             .map(|n| match largest.div_ceil(n).max(1) {
                 few @ ..ALIGN_ELEMENTS => few,
                 more => more.next_multiple_of(ALIGN_ELEMENTS).min(largest),

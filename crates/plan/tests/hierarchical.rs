@@ -54,6 +54,45 @@ fn wire(latency_ns: u64, bytes_per_us: u64) -> Costs {
     })
 }
 
+/// Seven rows of one element for one of sixteen ranks: slices of one element fit where two do not, and all as a whole fits where no slice does.
+#[test]
+fn what_fits_at_all_is_planned() {
+    let mut rows = PerRank::from_elem(0, 16);
+    rows[15] = 7;
+    let call = HierarchicalCall {
+        machines: machines((2, 8)),
+        operation: Operation::ReduceScatter {
+            rows,
+            row_len: 1,
+            op: ReduceOp::Avg,
+        },
+        dtype: DataType::F32,
+        output: DataType::F32,
+        choice: None,
+    };
+    let slices: usize = parts_bytes(&call, 1).iter().sum();
+    let whole: usize = Whole::parts_bytes(&call).iter().sum();
+    assert!(whole < slices && slices < parts_bytes(&call, 2).iter().sum());
+    let of = |staging_bytes, slice_bytes| {
+        let config = HierarchyConfig {
+            staging_bytes,
+            slice_bytes,
+            ..config()
+        };
+        plan(&call, &config, &Costs::host())
+    };
+    let HierarchicalPlan::Slices(plan) = of(slices, Some(1 << 20)).unwrap() else {
+        panic!("slices were asked for");
+    };
+    assert_eq!((plan.rank_elements, plan.slices), (1, 7));
+    for staging_bytes in [slices, whole] {
+        let all = of(staging_bytes, None).unwrap();
+        assert!(matches!(all, HierarchicalPlan::Whole { .. }));
+    }
+    assert_eq!(of(slices - 1, Some(4)).unwrap_err().code, reason::CAPACITY);
+    assert_eq!(of(whole - 1, None).unwrap_err().code, reason::CAPACITY);
+}
+
 /// What GPUs are taken for: few bytes go as a whole, many in phases. Over sockets one slice is as good as many, for the wire is all that takes
 /// time; where it is quick, several are under way. (Two machines of one rank carry as many bytes either way.)
 #[test]
@@ -563,11 +602,11 @@ proptest! {
         match plan(&call, &config, &costs) {
             Err(r) => {
                 prop_assert_eq!(r.code, reason::CAPACITY);
-                let least: usize = match choice {
-                    Some(Path::Whole) => Whole::parts_bytes(&call).iter().sum(),
-                    _ => parts_bytes(&call, 1).iter().sum(),
-                };
-                prop_assert!(least > staging_bytes);
+                let whole: usize = Whole::parts_bytes(&call).iter().sum();
+                let slices: usize = parts_bytes(&call, 1).iter().sum();
+                let whole_may = choice.map_or(slice_bytes.is_none(), |c| c == Path::Whole);
+                prop_assert!(!whole_may || whole > staging_bytes);
+                prop_assert!(choice == Some(Path::Whole) || slices > staging_bytes);
             }
             Ok(HierarchicalPlan::Inside { instead_of, .. }) => {
                 prop_assert_eq!(call.machines.count(), 1);
