@@ -256,7 +256,7 @@ mod tests {
         let entry = |outputs: usize| {
             format!(
                 r#"{{"gpu": "A", "links": "nvlink", "ranks": 2, "operation": "gather-linear", "dtype": "int8",
-                "min_outputs": {outputs}, "source": {{"command": "c", "date": "2026-01-02", "commit": "0123456"}}}}"#
+                "least": {{"outputs": {outputs}}}, "source": {{"command": "c", "date": "2026-01-02", "commit": "0123456"}}}}"#
             )
         };
         for table in tables([&entry(77), &entry(77)]) {

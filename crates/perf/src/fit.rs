@@ -31,20 +31,41 @@ impl Point {
     }
 }
 
-/// The size from which on the second way is taken, so that over all sizes together the least time is lost: a step that fits the
-/// times best. A lucky size among the small moves it no more than an unlucky one among the large. `None` if the second way
+/// A step that fits the times best: from this size on the second way is taken.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Step {
+    pub from: usize,
+    /// What that gains over the first way at all sizes, as a sum of logarithms.
+    pub gain: f64,
+}
+
+impl Step {
+    /// Whether it gains more than another by more than chance.
+    pub fn is_ahead_of(&self, other: &Self) -> bool {
+        self.gain > other.gain + CHANCE
+    }
+}
+
+/// The size from which on the second way is taken, so that over all sizes together the least time is lost.
+/// A lucky size among the small moves it no more than an unlucky one among the large. `None` if the second way
 /// gains nothing anywhere that is more than chance. Points of one size go one way.
-pub fn overtakes(points: &[Point]) -> Option<usize> {
+pub fn step(points: &[Point]) -> Option<Step> {
     let mut points = points.to_vec();
     points.sort_by_key(|p| std::cmp::Reverse(p.size));
-    let (mut sum, mut best, mut from) = (0.0, CHANCE, None);
+    let (mut sum, mut best): (f64, Option<Step>) = (0.0, None);
     for of_size in points.chunk_by(|a, b| a.size == b.size) {
         sum += of_size.iter().map(Point::gain).sum::<f64>();
-        if sum > best {
-            (best, from) = (sum, of_size.first().map(|p| p.size));
+        let from = of_size.first().map(|p| p.size);
+        if let Some(from) = from.filter(|_| sum > best.map_or(CHANCE, |b| b.gain)) {
+            best = Some(Step { from, gain: sum });
         }
     }
-    from
+    best
+}
+
+/// Where that step is.
+pub fn overtakes(points: &[Point]) -> Option<usize> {
+    step(points).map(|step| step.from)
 }
 
 /// The largest size that goes the first way: the one before the second takes over. 0 if there is none.

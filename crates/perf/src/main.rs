@@ -52,7 +52,7 @@ enum Operation {
     GatherLinear(linears::Linears),
     /// Multiply, and give every rank its rows of the sum over all ranks
     ReduceScatterLinear(linears::Linears),
-    /// Find the smallest chunk from which overlap pays on these GPUs, and write it as an entry of brigade-plan's table
+    /// Find how large a product must be for overlap to pay on these GPUs, and write it as an entry of brigade-plan's table
     Crossover(linears::crossover::Options),
     /// Find which all-reduce is quickest at which size on these GPUs, and write it as an entry of brigade-plan's table
     Tune(collectives::tune::Tune),
@@ -297,7 +297,7 @@ mod tests {
         let entry = |ranks: usize| {
             json!({
                 "gpu": "A", "links": "nvlink", "ranks": ranks, "operation": "gather-linear", "dtype": "bf16",
-                "min_outputs": 1, "source": {"command": "c", "date": "2026-01-02", "commit": "0123456"},
+                "least": {"outputs": 1}, "source": {"command": "c", "date": "2026-01-02", "commit": "0123456"},
             })
             .to_string()
         };

@@ -19,7 +19,7 @@ impl FromStr for Shape {
     fn from_str(s: &str) -> Result<Self, String> {
         let numbers: Result<Vec<usize>, _> = s.split(',').map(str::parse).collect();
         match numbers.as_deref() {
-            Ok(&[m, k, n]) if m * k * n > 0 => Ok(Self { m, k, n }),
+            Ok(&[m, k, n]) if m.min(k).min(n) > 0 => Ok(Self { m, k, n }),
             _ => Err(format!("{s}: wanted m,k,n")),
         }
     }

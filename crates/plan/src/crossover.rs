@@ -3,20 +3,54 @@
 //! They are in `tables/crossovers.json` of this crate, which a build holds, and before those count [the user's](crate::Entries). A
 //! figure is chosen by what all ranks of a group know of their GPUs when they join; `brigade-perf crossover` measures one.
 
-use brigade_device::{QScheme, Reason};
+use crate::overlap;
+use brigade_device::{LinearCall, QScheme, Reason};
 use serde::{Deserialize, Serialize};
 use std::{borrow::Cow, fmt};
 
 const EMBEDDED: &str = include_str!("../tables/crossovers.json");
 
-/// What must be large enough for overlap to pay.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What must be large enough for overlap to pay, as files name it: `{"outputs": 6291456}`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Least {
     /// Bytes of the mean chunk: on the host, where copying them must take longer than waking a thread.
     ChunkBytes(usize),
     /// Elements that a rank's whole product has, one for each row of all ranks and column of its own: on GPUs, whose multiprocessors
     /// must have more than one tile each for something to be done while rows travel.
     Outputs(usize),
+    /// Multiplications of that product, one for each of its elements and of the inner dimension: for gathers of fp8 on GPUs, whose chunks are
+    /// products of the library, each of which must take longer than to launch it.
+    Multiplications(usize),
+}
+
+impl Least {
+    /// What a call has of it, of which the mean chunk has so many bytes.
+    pub(crate) fn had(self, call: &LinearCall, chunk_bytes: usize) -> Self {
+        match self {
+            Self::ChunkBytes(_) => Self::ChunkBytes(chunk_bytes),
+            Self::Outputs(_) => Self::Outputs(overlap::outputs(call)),
+            Self::Multiplications(_) => Self::Multiplications(overlap::multiplications(call)),
+        }
+    }
+
+    /// How many.
+    pub const fn count(self) -> usize {
+        match self {
+            Self::ChunkBytes(count) | Self::Outputs(count) | Self::Multiplications(count) => count,
+        }
+    }
+
+    /// All that it decides, as numbers.
+    pub(crate) fn numbers(this: Option<Self>) -> [u64; 2] {
+        let kind = match this {
+            None => 0,
+            Some(Self::ChunkBytes(_)) => 1,
+            Some(Self::Outputs(_)) => 2,
+            Some(Self::Multiplications(_)) => 3,
+        };
+        [kind, this.map_or(0, Self::count) as u64]
+    }
 }
 
 impl fmt::Display for Least {
@@ -24,6 +58,7 @@ impl fmt::Display for Least {
         match self {
             Self::ChunkBytes(bytes) => write!(f, "chunks of {bytes} bytes"),
             Self::Outputs(outputs) => write!(f, "products of {outputs} elements"),
+            Self::Multiplications(count) => write!(f, "products of {count} multiplications"),
         }
     }
 }
@@ -201,8 +236,9 @@ pub struct Entry {
     pub operation: Overlapped,
     /// Of which rows.
     pub dtype: RowType,
-    /// Fewest elements of a rank's product, over all rows, for which overlap pays; `null` if it paid at no size that was measured.
-    pub min_outputs: Option<usize>,
+    /// From where on overlap pays; `null` if it paid at no size that was measured.
+    #[serde(deserialize_with = "Option::deserialize")]
+    pub least: Option<Least>,
     /// How it came about.
     pub source: Source,
 }
@@ -211,7 +247,7 @@ pub struct Entry {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Unmeasured {
-    min_outputs: usize,
+    least: Least,
     source: Note,
 }
 
@@ -282,7 +318,7 @@ impl Figures {
                 |ranks: Option<usize>| entries.iter().filter(fits).find(|e| e.ranks == ranks);
             if let Some(entry) = of_size(Some(gpus.ranks)).or_else(|| of_size(None)) {
                 return Crossover {
-                    least: entry.min_outputs.map(Least::Outputs),
+                    least: entry.least,
                     source: entry.told(whose).into(),
                 };
             }
@@ -298,7 +334,7 @@ impl Figures {
         };
         match all.min_by_key(far) {
             Some((entry, whose)) => Crossover {
-                least: entry.min_outputs.map(Least::Outputs),
+                least: entry.least,
                 source: format!(
                     "untuned: not measured at {} ranks; the figure of {}",
                     gpus.ranks,
@@ -307,7 +343,7 @@ impl Figures {
                 .into(),
             },
             None => Crossover {
-                least: Some(Least::Outputs(self.default.min_outputs)),
+                least: Some(self.default.least),
                 source: format!("default, {}", self.default.source.note).into(),
             },
         }

@@ -3,13 +3,7 @@
 //! Reasons are looked for in a fixed order, and the first one counts: pieces, one rank, group, scheme, layout, engine,
 //! capacity, and, where nothing is forced, whether it pays.
 
-use crate::{
-    Topology,
-    crossover::{Crossovers, Least},
-    reason,
-    ring::Order,
-    rows,
-};
+use crate::{Topology, crossover::Crossovers, reason, ring::Order, rows};
 use brigade_device::{DataType, LinearCall, OverlapMode, OverlapPlan, QScheme, Reason, SumOrder};
 
 /// Most pieces that [`OverlapMode::Chunked`] cuts a chunk into.
@@ -161,6 +155,11 @@ pub(crate) fn outputs(call: &LinearCall) -> usize {
     call.total_rows().saturating_mul(call.n)
 }
 
+/// Multiplications of a rank's whole product.
+pub(crate) fn multiplications(call: &LinearCall) -> usize {
+    outputs(call).saturating_mul(call.k)
+}
+
 /// Whether so few are worth overlapping, when nothing forces it.
 pub(crate) fn pays(
     call: &LinearCall,
@@ -172,21 +171,14 @@ pub(crate) fn pays(
         return Err(reason::empty(call));
     }
     let crossover = crossovers.of(call.scheme);
-    let (have, need, what) = match crossover.least {
-        Some(Least::ChunkBytes(least)) => {
-            let mean = travels_bytes / topology.group.size;
-            (mean, least, format!("chunks of {mean} bytes"))
-        }
-        Some(Least::Outputs(least)) => {
-            let outputs = outputs(call);
-            (outputs, least, format!("products of {outputs} elements"))
-        }
-        None => return Err(reason::never_paid(&crossover.source)),
+    let Some(least) = crossover.least else {
+        return Err(reason::never_paid(&crossover.source));
     };
-    if have >= need {
+    let have = least.had(call, travels_bytes / topology.group.size);
+    if have.count() >= least.count() {
         return Ok(());
     }
-    Err(reason::too_small(&what, need, &crossover.source))
+    Err(reason::too_small(have, least, &crossover.source))
 }
 
 pub(crate) fn finish(

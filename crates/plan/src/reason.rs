@@ -1,7 +1,7 @@
 //! Every reason that a plan can give, in one place. Programs match [`Reason::code`](brigade_device::Reason::code)
 //! against the constants; people read the rest.
 
-use crate::{MAX_PIECES, Topology};
+use crate::{MAX_PIECES, Topology, crossover::Least};
 use brigade_device::{
     Absent, AllReduceAlgorithm, DataType, Error, LinearCall, Operation, OverlapMode, ParallelMode,
     QScheme, Reason, Transport,
@@ -22,7 +22,7 @@ pub const THREE_DIMENSIONAL: &str = "three-dimensional";
 pub const CAPACITY: &str = "capacity";
 /// There is nothing to multiply.
 pub const EMPTY: &str = "empty";
-/// The chunks are too small for overlap to pay.
+/// Chunks, or the product on a GPU, are too small for overlap to pay.
 pub const TOO_SMALL: &str = "too-small";
 /// The tuning table says that overlap does not pay on this machine.
 pub const TUNED_OFF: &str = "tuned-off";
@@ -144,14 +144,17 @@ pub(crate) fn empty(call: &LinearCall) -> Reason {
 }
 
 /// `source` is where the figure comes from, if that is to be told.
-pub(crate) fn too_small(what: &str, least: usize, source: &str) -> Reason {
+pub(crate) fn too_small(have: Least, least: Least, source: &str) -> Reason {
     let from = match source {
         "" => String::new(),
         source => format!(": {source}"),
     };
     Reason::new(
         TOO_SMALL,
-        format!("{what} are too small for overlap to pay, below {least}{from}"),
+        format!(
+            "{have} are too small for overlap to pay, below {}{from}",
+            least.count()
+        ),
         "nothing to do; force a mode to overlap all the same",
     )
 }

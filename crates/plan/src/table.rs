@@ -18,9 +18,9 @@ pub struct Table {
     pub copies: Copies,
     /// How rows travel to experts and back.
     pub experts: ByRows,
-    /// From where on gather-linear overlaps; a chunk is of rows.
+    /// From where on gather-linear overlaps; chunks are of rows.
     pub gather: Crossovers,
-    /// From where on the twin overlaps; a chunk is a part of sums.
+    /// From where on the twin overlaps; chunks are parts of sums.
     pub scatter: Crossovers,
     /// The mode that overlaps best where nothing is forced. The twin takes the ring in place of pull, and one piece in place of
     /// tiles.
@@ -71,8 +71,8 @@ impl Table {
         }
     }
 
-    /// For GPUs of one host: own rows are pushed to all peers by copy engines. Below some megabytes a product of chunks
-    /// loses more than the gather costs; from where on depends on the GPUs, and is read from the [figures](crate::crossover)
+    /// For GPUs of one host: own rows are pushed to all peers by copy engines. A small product
+    /// loses more by overlap than it hides; from where on depends on the GPUs, and is read from the [figures](crate::crossover)
     /// of this build, as are [which all-reduce](crate::tuned) is quickest and [how rows travel](crate::transports) to experts. Entries of
     /// the user's count before those of this build for the same GPUs.
     ///
@@ -112,11 +112,7 @@ impl Table {
         let crossovers = [gather, scatter]
             .into_iter()
             .flat_map(Crossovers::each)
-            .map(|(_, c)| match c.least {
-                Some(Least::ChunkBytes(bytes)) => bytes as u64,
-                Some(Least::Outputs(outputs)) => 1 << 63 | outputs as u64,
-                None => u64::MAX,
-            });
+            .flat_map(|(_, c)| Least::numbers(c.least));
         all_reduce
             .numbers()
             .chain([overlap])

@@ -94,7 +94,7 @@ pub fn told(call: &Call, topology: &Topology, table: &Table) -> Result<String, R
     Ok(parts.join("; "))
 }
 
-/// Mode or why there is none, the mean chunk, what a product has, and from where on overlap pays.
+/// Mode or why there is none, the mean chunk, what the product has, and from where on overlap pays.
 fn linear(
     call: &LinearCall,
     plan: &OverlapPlan,
@@ -114,7 +114,11 @@ fn linear(
     vec![
         why,
         format!("mean chunk of {mean} bytes"),
-        format!("product of {} elements", overlap::outputs(call)),
+        format!(
+            "product of {} elements, {} multiplications",
+            overlap::outputs(call),
+            overlap::multiplications(call)
+        ),
         from,
         crossover.source.to_string(),
     ]

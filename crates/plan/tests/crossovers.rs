@@ -22,7 +22,7 @@ fn gpus(model: &str, links: Links, ranks: usize) -> Gpus {
 fn outputs(crossover: &Crossover) -> Option<usize> {
     match crossover.least? {
         Least::Outputs(outputs) => Some(outputs),
-        Least::ChunkBytes(bytes) => panic!("a chunk of {bytes} bytes"),
+        other => panic!("{other}"),
     }
 }
 
@@ -32,19 +32,23 @@ fn figures(entries: &[&str]) -> Figures {
         "-" => "null".to_owned(),
         number => number.to_owned(),
     };
+    let least = |word: &str| match word {
+        "-" => "null".to_owned(),
+        outputs => format!(r#"{{"outputs": {outputs}}}"#),
+    };
     let entry = |line: &&str| {
         let [gpu, links, ranks, dtype, outputs] = line.split(' ').collect::<Vec<_>>()[..] else {
             panic!("{line}");
         };
-        let (ranks, outputs) = (number(ranks), number(outputs));
+        let (ranks, least) = (number(ranks), least(outputs));
         format!(
             r#"{{"gpu": "{gpu}", "links": "{links}", "ranks": {ranks}, "operation": "gather-linear", "dtype": "{dtype}",
-            "min_outputs": {outputs}, "source": {{"command": "c", "date": "2026-01-02", "commit": "0123456"}}}}"#
+            "least": {least}, "source": {{"command": "c", "date": "2026-01-02", "commit": "0123456"}}}}"#
         )
     };
     let entries: Vec<_> = entries.iter().map(entry).collect();
     let text = format!(
-        r#"{{"default": {{"min_outputs": 77, "source": {{"note": "not measured"}}}}, "entries": [{}]}}"#,
+        r#"{{"default": {{"least": {{"outputs": 77}}, "source": {{"note": "not measured"}}}}, "entries": [{}]}}"#,
         entries.join(",")
     );
     Figures::read(&text).unwrap_or_else(|why| panic!("{why}"))
@@ -128,7 +132,7 @@ fn what_was_measured_at_another_number_of_ranks_says_so() {
 
 #[test]
 fn what_is_no_file_of_figures_is_refused() {
-    let default = r#""default": {"min_outputs": 1, "source": {"note": ""}}"#;
+    let default = r#""default": {"least": {"outputs": 1}, "source": {"note": ""}}"#;
     for text in [
         "",
         "{}",
@@ -163,7 +167,7 @@ fn the_figures_of_this_build_are_sound() {
             source.commit
         );
         assert!(source.command.starts_with("brigade-perf "), "{key}");
-        assert_ne!(e.min_outputs, Some(0), "{key}");
+        assert_ne!(e.least.map(Least::count), Some(0), "{key}");
         assert!(seen.insert(key.clone()), "{key} stands there twice");
     }
     let h200 = Table::cuda(&gpus("NVIDIA H200", Links::Nvlink, 4), &Entries::default()).unwrap();

@@ -35,7 +35,7 @@ fn entry(ranks: usize, kind: &Value, more: &Value) -> Value {
 }
 
 fn crossover(ranks: usize, more: &Value) -> Value {
-    let kind = json!({"operation": "gather-linear", "dtype": "bf16", "min_outputs": 77});
+    let kind = json!({"operation": "gather-linear", "dtype": "bf16", "least": {"outputs": 77}});
     entry(ranks, &kind, more)
 }
 
@@ -212,7 +212,7 @@ fn ranks_vote_on_what_users_entries_decide() {
     }
     // An entry that decides what the build decides is no other table; one of other GPUs is none at all.
     assert_eq!(
-        digest(&[crossover(2, &json!({"min_outputs": GATHER}))]),
+        digest(&[crossover(2, &json!({"least": {"outputs": GATHER}}))]),
         usual
     );
     assert_eq!(digest(&[all_reduce(8, &nothing)]), usual);
@@ -281,6 +281,19 @@ fn what_is_no_entry_is_refused_by_its_field() {
             "entry of all-reduces",
             "missing field `measured`",
             "all fields",
+        ),
+        // Left out is not the same as null, which says that overlap paid nowhere.
+        (
+            without(crossover(2, &nothing), "least"),
+            "entry of crossovers",
+            "missing field `least`",
+            "all fields",
+        ),
+        (
+            crossover(2, &json!({"least": {"rows": 7}})).to_string(),
+            "entry of crossovers",
+            "least: unknown variant `rows`",
+            "`multiplications`",
         ),
         (
             crossover(2, &json!({"links": "string"})).to_string(),

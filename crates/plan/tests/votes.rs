@@ -41,6 +41,7 @@ fn what_is_voted_on_tells_tables_and_engines_apart() {
         with(|t| t.gather.bf16.least = Some(Least::Outputs(1))),
         with(|t| t.gather.int8.least = Some(Least::Outputs(1))),
         with(|t| t.gather.fp8.least = Some(Least::Outputs(1))),
+        with(|t| t.gather.fp8.least = Some(Least::Multiplications(1))),
         with(|t| t.gather.fp8.least = None),
         with(|t| t.scatter.bf16.least = Some(Least::Outputs(1))),
         with(|t| t.scatter.int8.least = None),

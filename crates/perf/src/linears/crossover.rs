@@ -13,7 +13,7 @@ use crate::{
 use anyhow::{Result, ensure};
 use brigade::{
     OverlapMode,
-    plan::crossover::{Entry, Overlapped, RowType, Source},
+    plan::crossover::{Entry, Least, Overlapped, RowType, Source},
 };
 use clap::Args;
 use serde_json::{Value, json};
@@ -61,25 +61,40 @@ pub struct Options {
 /// What was measured of one number of rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Point {
-    /// Elements of a rank's product, as plans count them.
-    outputs: usize,
+    shape: Shape,
     /// Median of the time with overlap over that of its pair without.
     ratio: f64,
 }
 
+/// What a figure may count, as plans do: the first that no other gains more than.
+const COUNTED: [fn(Shape) -> Least; 2] = [
+    |Shape { m, n, .. }| Least::Outputs(m * n),
+    |Shape { m, k, n }| Least::Multiplications(m * n * k),
+];
+
 /// The smallest product from which on overlap costs least, over all of these.
-fn least(points: &[Point]) -> Option<usize> {
-    let each = points.iter().map(|p| fit::Point {
-        size: p.outputs,
-        small: Some(1.0),
-        large: Some(p.ratio),
+fn least(points: &[Point]) -> Option<Least> {
+    let step = |counted: fn(Shape) -> Least| {
+        let each = points.iter().map(|p| fit::Point {
+            size: counted(p.shape).count(),
+            small: Some(1.0),
+            large: Some(p.ratio),
+        });
+        let step = fit::step(&each.collect::<Vec<_>>())?;
+        let mut all = points.iter().map(|p| counted(p.shape));
+        Some((step, all.find(|least| least.count() == step.from)?))
+    };
+    let steps = COUNTED.into_iter().filter_map(step);
+    let best = steps.reduce(|best, other| match other.0.is_ahead_of(&best.0) {
+        true => other,
+        false => best,
     });
-    fit::overtakes(&each.collect::<Vec<_>>())
+    best.map(|(_, least)| least)
 }
 
 fn point(shape: Shape, [off, overlap]: &[Times; 2]) -> Point {
     Point {
-        outputs: shape.m * shape.n,
+        shape,
         ratio: overlap.over(off),
     }
 }
@@ -170,9 +185,9 @@ pub fn run(options: &Options, ranks: &Ranks) -> Result<String> {
     Ok(text)
 }
 
-fn told(least: Option<usize>) -> String {
+fn told(least: Option<Least>) -> String {
     match least {
-        Some(outputs) => format!("from products of {outputs} elements on"),
+        Some(least) => format!("from {least} on"),
         None => "at no size that was measured".to_owned(),
     }
 }
@@ -187,7 +202,7 @@ fn line(shape: Shape, scheme: Scheme, point: Point, ([off, overlap], mode): Pair
         shape.m,
         shape.k,
         shape.n,
-        point.outputs,
+        shape.m * shape.n,
         off.median,
         overlap.median,
         point.ratio
@@ -199,7 +214,7 @@ fn row(shape: Shape, options: &Options, point: Point, ([off, overlap], mode): Pa
     let samples = |times: &Times| -> Value { times.samples.iter().map(|&s| rounded(s)).collect() };
     json!({
         "m": m, "k": k, "n": n, "scheme": options.scheme.name(), "graph": options.common.graph,
-        "mode": mode, "outputs": point.outputs, "off_us": rounded(off.median), "us": rounded(overlap.median),
+        "mode": mode, "outputs": m * n, "off_us": rounded(off.median), "us": rounded(overlap.median),
         "of_off": (point.ratio * 1000.0).round() / 1000.0,
         "samples": { "off": samples(off), "overlap": samples(overlap) },
     })
@@ -210,7 +225,7 @@ fn entry(
     options: &Options,
     meta: &Value,
     ranks: usize,
-    min_outputs: Option<usize>,
+    least: Option<Least>,
     (layers, rows, modes): (&[Layer], &[usize], &[String]),
 ) -> Result<Entry> {
     let text = |name: &str| meta[name].as_str().unwrap_or("unknown").to_owned();
@@ -240,7 +255,7 @@ fn entry(
             Scheme::Int8 => RowType::Int8,
             Scheme::Fp8 => RowType::Fp8,
         },
-        min_outputs,
+        least,
         source: Source {
             command: text("command"),
             date: text("date"),
@@ -255,7 +270,7 @@ mod tests {
     use super::*;
     use brigade::plan::{
         Entries,
-        crossover::{Figures, Gpus, Least, Links},
+        crossover::{Figures, Gpus, Links},
     };
     use clap::Parser;
 
@@ -270,14 +285,23 @@ mod tests {
         Line::try_parse_from(words).unwrap().options
     }
 
-    fn points(all: &[(usize, f64)]) -> Vec<Point> {
-        let point = |&(outputs, ratio)| Point { outputs, ratio };
+    fn points(all: &[([usize; 3], f64)]) -> Vec<Point> {
+        let point = |&([m, k, n], ratio): &([usize; 3], f64)| Point {
+            shape: Shape { m, k, n },
+            ratio,
+        };
         all.iter().map(point).collect()
     }
 
     #[test]
     fn all_layers_have_one_figure() {
-        let of = |all: &[(usize, f64)]| least(&points(all));
+        let of = |all: &[(usize, f64)]| {
+            let all: Vec<_> = all.iter().map(|&(n, ratio)| ([1, 7, n], ratio)).collect();
+            least(&points(&all)).map(|least| match least {
+                Least::Outputs(outputs) => outputs,
+                other => panic!("{other}"),
+            })
+        };
         assert_eq!(of(&[(1, 1.2), (2, 0.9), (4, 0.8)]), Some(2));
         // In whatever order they were measured; 2 gains in one layer what it loses in another, and a bit.
         assert_eq!(
@@ -292,19 +316,71 @@ mod tests {
         assert_eq!(of(&[]), None);
     }
 
+    /// Of what a figure may count, that counts which tells best where overlap pays.
     #[test]
-    fn products_are_counted_as_plans_count_them() {
-        let times = |samples: &[f64]| Times {
+    fn what_tells_best_is_counted() {
+        let small = [([4, 2, 8], 1.2), ([8, 2, 8], 1.1), ([16, 2, 8], 1.3)];
+        let large = [([1, 64, 8], 1.1), ([2, 64, 8], 0.8), ([4, 64, 8], 0.7)];
+        let of = |all: &[([usize; 3], f64)]| least(&points(all));
+        let both: Vec<_> = small.into_iter().chain(large).collect();
+        assert_eq!(of(&both), Some(Least::Multiplications(2 * 64 * 8)));
+        // With as many elements as before, and whatever the inner dimension.
+        let swapped = large.map(|([m, _, n], ratio)| ([m * 16, 2, n], ratio));
+        let both: Vec<_> = small[..1].iter().copied().chain(swapped).collect();
+        assert_eq!(of(&both), Some(Least::Outputs(2 * 16 * 8)));
+    }
+
+    /// The figures of brigade-plan's table are what the files say that their commands wrote.
+    #[test]
+    fn the_table_has_what_files_say() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/results");
+        let figures = Figures::embedded().unwrap();
+        assert!(!figures.entries().is_empty());
+        for entry in figures.entries() {
+            let (_, name) = entry.source.command.split_once("--json ").unwrap();
+            let name = name.split(' ').next().unwrap();
+            let text = std::fs::read_to_string(format!("{folder}/{name}")).unwrap();
+            let file: Value = serde_json::from_str(&text).unwrap();
+            for (field, here) in [
+                ("command", &entry.source.command),
+                ("date", &entry.source.date),
+                ("commit", &entry.source.commit),
+                ("gpu", &entry.gpu),
+            ] {
+                assert_eq!(file["meta"][field], here.as_str(), "{name}");
+            }
+            let number = |row: &Value, field| row[field].as_u64().unwrap() as usize;
+            let times = |row: &Value, field| {
+                let samples = row["samples"][field].as_array().unwrap();
+                let samples: Vec<_> = samples.iter().map(|s| s.as_f64().unwrap()).collect();
+                times(&samples)
+            };
+            let rows = file["rows"].as_array().unwrap().iter().map(|row| {
+                let [m, k, n] = ["m", "k", "n"].map(|field| number(row, field));
+                point(
+                    Shape { m, k, n },
+                    &["off", "overlap"].map(|f| times(row, f)),
+                )
+            });
+            assert_eq!(entry.least, least(&rows.collect::<Vec<_>>()), "{name}");
+        }
+    }
+
+    fn times(samples: &[f64]) -> Times {
+        Times {
             name: "",
             median: 0.0,
             p99: 0.0,
             samples: samples.to_vec(),
-        };
+        }
+    }
+
+    #[test]
+    fn pairs_are_told_by_the_median_of_their_ratios() {
         // Medians of 11 and 10, and pairs of 0.9, 1.1 and 2.
         let times = [times(&[10.0, 11.0, 12.0]), times(&[20.0, 9.9, 13.2])];
         let shape = Shape { m: 8, k: 16, n: 32 };
         let point = point(shape, &times);
-        assert_eq!(point.outputs, 8 * 32);
         assert!((point.ratio - 1.1).abs() < 1e-9);
     }
 
@@ -321,12 +397,12 @@ mod tests {
             &options,
             &meta,
             4,
-            Some(1000),
+            Some(Least::Outputs(1000)),
             (&layers, &[1, 2], &["chunked(1)".into()]),
         )
         .unwrap();
         let text = format!(
-            r#"{{"default": {{"min_outputs": 1, "source": {{"note": ""}}}}, "entries": [{}]}}"#,
+            r#"{{"default": {{"least": {{"outputs": 1}}, "source": {{"note": ""}}}}, "entries": [{}]}}"#,
             serde_json::to_string(&entry).unwrap()
         );
         let figures = Figures::read(&text).unwrap();
