@@ -30,7 +30,7 @@ pub struct Demo {
     /// Stop after so many tokens
     #[arg(long, value_name = "N")]
     max_tokens: Option<NonZeroUsize>,
-    /// Which device carries it out; auto takes CUDA where it works, and says why where it does not
+    /// Which device carries it out; auto takes the host
     #[arg(long, value_enum)]
     device: Option<Device>,
     /// How communication overlaps with matrix products; auto lets the plan choose
@@ -72,7 +72,7 @@ pub struct Demo {
     /// Let a rank hang after so many tokens, likewise, until the others have gone on without it
     #[arg(long, value_name = "RANK@TOKENS")]
     stall: Option<String>,
-    /// Capture a step of decoding in a CUDA graph, and launch that for the next ones (not tried on a GPU yet); where that cannot be, say
+    /// Capture a step of decoding in a CUDA graph, and launch that for the next ones (tried on GPUs with random weights alone); where that cannot be, say
     /// why, and go on without
     #[arg(long)]
     graph: bool,
