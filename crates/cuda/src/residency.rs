@@ -113,7 +113,7 @@ impl Core {
     /// they have all of it: steps find room between a product's blocks, and the library does better on a whole GPU.
     pub(crate) fn product_sms(&self) -> Option<u16> {
         let sms = self.device.info().sms;
-        let kept = self.config.sm_budget.filter(|&kept| kept > 0 && kept < sms);
+        let kept = self.config.sm_budget.filter(|&kept| kept < sms);
         kept.map(|kept| sms - kept)
     }
 

@@ -401,6 +401,9 @@ impl CommConfig {
         ] {
             at_most(field, bytes)?;
         }
+        if self.sm_budget == Some(0) {
+            return Err(Error::invalid("sm_budget", 0, "at least 1, or none"));
+        }
         if self.scratch_bytes < 4096 {
             return Err(Error::invalid(
                 "scratch_bytes",

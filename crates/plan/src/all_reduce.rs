@@ -34,13 +34,14 @@ pub(crate) fn plan(
         None => {
             let bytes = elements.saturating_mul(input.bytes());
             let pushes = |a| table.pushes(bytes) && piece_elements(a).is_ok();
+            let own = by_size(bytes, topology, table).find(|&a| is_pull(a) || pushes(a));
             let foreign = topology.config.nccl == NcclUse::Quicker
                 && topology.engines.nccl
                 && input == output
                 && table.nccl_from_bytes.is_some_and(|from| bytes >= from);
             match foreign {
                 true => A::Nccl,
-                false => choose(bytes, topology, table, pushes)?,
+                false => own.ok_or_else(reason::no_all_reduce)?,
             }
         }
     };
@@ -63,13 +64,12 @@ pub(crate) fn plan(
     })
 }
 
-/// Among those of Brigade, which all give the same bits.
-pub(crate) fn choose(
+/// Those of Brigade that a group has, which all give the same bits: the best for so many bytes first.
+pub(crate) fn by_size(
     bytes: usize,
     topology: &Topology,
     table: &Figures,
-    pushes: impl Fn(A) -> bool,
-) -> Result<A, Reason> {
+) -> impl Iterator<Item = A> + Clone {
     let one_shot = [A::OneShotPush, A::OneShotPull];
     let two_shot = [A::TwoShotPush, A::TwoShot];
     let by_size = if bytes <= table.one_shot_max_bytes {
@@ -77,10 +77,12 @@ pub(crate) fn choose(
     } else {
         [two_shot, one_shot]
     };
-    by_size
-        .into_iter()
-        .flatten()
-        .filter(|&a| topology.engines.reduces(a))
-        .find(|&a| matches!(a, A::OneShotPull | A::TwoShot) || pushes(a))
-        .ok_or_else(reason::no_all_reduce)
+    let engines = topology.engines;
+    let ways = by_size.into_iter().flatten();
+    ways.filter(move |&a| engines.reduces(a))
+}
+
+/// Whether ranks read each other's scratch memory.
+pub(crate) const fn is_pull(algorithm: A) -> bool {
+    matches!(algorithm, A::OneShotPull | A::TwoShot)
 }

@@ -46,7 +46,9 @@ pub(crate) fn plan(
         return Ok(in_pieces(Transport::InPlace, call.max_tokens, 1));
     }
     if call.choice == Some(Transport::Gather) {
-        if Load::of(call) == Load::Whole {
+        // The longer of the two says how much memory there must be.
+        let row = |load| Sections::part(call, load, 1).bytes;
+        if Load::of(call) == Load::Whole && row(Load::Ways) > row(Load::Rest) {
             cut(Transport::Gather, Load::Ways)?;
         }
         return cut(Transport::Gather, Load::Rest);
@@ -107,7 +109,7 @@ pub(crate) fn pieces(
 ) -> Result<(usize, usize), Reason> {
     let size = topology.group.size.max(1);
     let Some(fits) = fitting(rows, part_bytes(have, size), &bytes) else {
-        return Err(reason::capacity(field, bytes(1) * size, have));
+        return Err(reason::capacity(field, half_bytes(bytes(1), size), have));
     };
     let even = most.map_or(fits, |most| rows.div_ceil(rows.div_ceil(most).max(1)));
     let at_a_time = fits.min(even).max(1);
@@ -134,6 +136,18 @@ fn fitting(rows: usize, part: usize, bytes: impl Fn(usize) -> usize) -> Option<u
 /// What a sender has of a half of so many bytes, that all of `size` share.
 pub const fn part_bytes(half_bytes: usize, size: usize) -> usize {
     half_bytes / size / ALIGN_BYTES * ALIGN_BYTES
+}
+
+/// Of a half in which each of `size` has a part of so many bytes.
+pub(crate) fn half_bytes(part_bytes: usize, size: usize) -> usize {
+    lines(part_bytes).saturating_mul(size)
+}
+
+/// So many bytes or more, as whole lines of the cache; what cannot be counted is too much for any memory.
+pub(crate) fn lines(bytes: usize) -> usize {
+    bytes
+        .checked_next_multiple_of(ALIGN_BYTES)
+        .unwrap_or(usize::MAX)
 }
 
 /// Parts begin at a line of the cache, and sections at the widest access.
@@ -309,8 +323,8 @@ impl InPlace {
         Self {
             row_bytes,
             source_bytes,
-            parts_start: rows.div_ceil(ALIGN_BYTES).saturating_mul(ALIGN_BYTES),
-            part_bytes: sections.bytes.div_ceil(ALIGN_BYTES) * ALIGN_BYTES,
+            parts_start: lines(rows),
+            part_bytes: lines(sections.bytes),
             sections,
         }
     }

@@ -3,7 +3,7 @@
 use crate::{
     Engines, Table, Topology,
     combine::{Returning, queued_sections},
-    dispatch::{InPlace, Load, Sections, sections},
+    dispatch::{InPlace, Load, Sections, half_bytes, sections},
     fifo::Queues,
     low_latency::{BackRow, Section, There, back_bytes},
     plan, reason,
@@ -39,7 +39,10 @@ impl Need {
     /// What it adds to [`Device::memory_need`](brigade_device::Device::memory_need). The first queues of a group have counters besides:
     /// 2 KiB for each of its ranks.
     pub const fn joined_bytes(&self) -> usize {
-        self.bytes.next_multiple_of(LINE) * self.copies
+        match self.bytes.checked_next_multiple_of(LINE) {
+            Some(bytes) => bytes.saturating_mul(self.copies),
+            None => usize::MAX,
+        }
     }
 
     /// The configuration with room for it.
@@ -97,8 +100,7 @@ const PUSHED: &str = "all_reduce_bytes";
 /// Why that transport cannot carry it with any memory; [`UNKNOWN`](reason::UNKNOWN) for another call.
 pub fn need(call: &Call, size: usize) -> Result<Need, Reason> {
     let size = size.max(1);
-    // Parts begin at a line of a cache, and are of equal size.
-    let parts = |bytes: usize| bytes.next_multiple_of(64).saturating_mul(size);
+    let parts = |bytes| half_bytes(bytes, size);
     let of = |field, copies, bytes, least_bytes| Need {
         field,
         bytes,
@@ -149,7 +151,9 @@ pub fn need(call: &Call, size: usize) -> Result<Need, Reason> {
             Some(Transport::Fifo) => queued(&queued_sections(c)),
             _ => {
                 let bytes = |rows| parts(Returning::new(c, rows).bytes());
-                of(COMBINE, 2, bytes(c.max_rows().max(1)), bytes(1))
+                // Whole tokens go back.
+                let least = c.rows_per_token();
+                of(COMBINE, 2, bytes(c.max_rows().max(least)), bytes(least))
             }
         },
         Call::LowLatencyDispatch(c) => {

@@ -3,7 +3,7 @@
 
 use crate::{
     Topology,
-    dispatch::{Sections, part_bytes},
+    dispatch::{Sections, lines, part_bytes},
     reason,
 };
 use brigade_device::{CommConfig, Plan, Reason};
@@ -90,7 +90,7 @@ impl Queues {
     fn cut(given: Cut, fifo_bytes: usize, size: usize, each: &[usize]) -> Result<Self, Reason> {
         let size = size.max(1);
         let part = part_bytes(fifo_bytes, size);
-        let bytes = |rows: usize| Sections::new(each, rows).bytes.next_multiple_of(64);
+        let bytes = |rows: usize| lines(Sections::new(each, rows).bytes);
         let one = bytes(1);
         if let Some(entry_bytes) = given.entry_bytes.filter(|&bytes| bytes < one) {
             return Err(reason::narrow_entry(one, entry_bytes));
@@ -124,7 +124,7 @@ impl Queues {
 
     /// Bytes for queues with which none has fewer or smaller entries than it should, and bytes with which one holds a row.
     pub(crate) fn bytes(size: usize, each: &[usize]) -> (usize, usize) {
-        let one = Sections::new(each, 1).bytes.next_multiple_of(64);
+        let one = lines(Sections::new(each, 1).bytes);
         let (channels, depth) = SHAPES[0];
         let entries = channels * depth as usize;
         let all = one.max(ENTRY_BYTES).saturating_mul(entries);

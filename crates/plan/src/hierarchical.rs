@@ -60,13 +60,14 @@ pub fn plan(
             .map(|(_, plan)| HierarchicalPlan::Slices(plan)),
         None => {
             // Whoever names the size of slices wants slices.
-            let whole = whole.filter(|_| config.slice_bytes.is_none());
+            let nothing = slices::elements(call) == 0;
+            let whole = whole.filter(|_| config.slice_bytes.is_none() || nothing);
             match (whole, sliced(call, config, costs, None)) {
                 (Some((plan, whole_ns)), Ok((ns, _))) if about(whole_ns) < ns => Ok(plan),
                 (_, Ok((_, plan))) => Ok(HierarchicalPlan::Slices(plan)),
                 // Parts of slices are aligned, so that of few bytes all may fit where no slice does.
                 (Some((plan, _)), Err(_)) => Ok(plan),
-                (None, Err(refused)) => Err(refused),
+                (None, Err(_)) => Err(too_little(call, config)),
             }
         }
     }
@@ -102,6 +103,14 @@ fn whole_bytes(call: &HierarchicalCall) -> usize {
     parts
         .iter()
         .fold(0, |sum, bytes| sum.saturating_add(*bytes))
+}
+
+/// What the smallest slices need; or all as a whole, where that is less and may be.
+fn too_little(call: &HierarchicalCall, config: &HierarchyConfig) -> Reason {
+    let slices = slices::slot_bytes(call, 1);
+    let whole = config.slice_bytes.is_none().then(|| whole_bytes(call));
+    let need = slices.min(whole.unwrap_or(usize::MAX));
+    reason::capacity("staging_bytes", need, config.staging_bytes)
 }
 
 /// The order of a call that reduces.

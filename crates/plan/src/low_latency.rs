@@ -2,7 +2,7 @@
 
 use crate::{
     Topology,
-    dispatch::{SECTION_BYTES, Sections, part_bytes},
+    dispatch::{SECTION_BYTES, Sections, half_bytes, part_bytes},
     logfmt, reason,
     routes::Slots,
 };
@@ -13,8 +13,7 @@ use brigade_device::{
 pub(crate) fn dispatch(call: &LowLatencyDispatchCall, topology: &Topology) -> Result<Plan, Reason> {
     let size = topology.group.size.max(1);
     let there = There::new(call);
-    // Parts begin at a line, and are of equal size.
-    let bytes = there.bytes().next_multiple_of(64) * size;
+    let bytes = half_bytes(there.bytes(), size);
     fits(bytes, topology, |have| {
         part_bytes(have, size) >= there.bytes()
     })

@@ -31,8 +31,15 @@ pub(crate) fn plan(
         Some(a) => return Err(reason::no_algorithm(a)),
         None => {
             let bytes = rows.saturating_mul(hidden).saturating_mul(dtype.bytes());
-            let pushes = |a| figures.pushes(bytes) && piece_rows(a).is_ok();
-            all_reduce::choose(bytes, topology, figures, pushes)?
+            let ways = all_reduce::by_size(bytes, topology, figures);
+            let fits = |&a: &A| piece_rows(a).is_ok();
+            let usual = |&a: &A| all_reduce::is_pull(a) || figures.pushes(bytes);
+            // A row that is too long for scratch memory may fit the buffers, and the other way round.
+            ways.clone()
+                .find(|a| usual(a) && fits(a))
+                .or_else(|| ways.clone().find(fits))
+                .or_else(|| ways.clone().find(usual))
+                .ok_or_else(reason::no_all_reduce)?
         }
     };
     let most = piece_rows(algorithm)?;

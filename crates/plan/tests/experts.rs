@@ -61,6 +61,41 @@ fn calls(max_tokens: usize) -> Vec<(String, Call)> {
     calls
 }
 
+/// Rows that are no whole lines, and those that go back one for each expert.
+fn others() -> Vec<(String, Call)> {
+    let mut calls = Vec::new();
+    for choice in [Transport::OneSided, Transport::Fifo, Transport::Gather] {
+        for hidden in [8, 7160] {
+            let there = DispatchCall {
+                hidden,
+                k: 1,
+                weights: false,
+                ..dispatch(100, Some(choice))
+            };
+            calls.push((
+                format!("dispatch {choice:?} of {hidden}"),
+                Call::Dispatch(there),
+            ));
+        }
+    }
+    for (hidden, sum) in [
+        (8, CombineSum::Rank),
+        (8, CombineSum::Expert),
+        (7168, CombineSum::Expert),
+    ] {
+        let back = CombineCall {
+            hidden,
+            sum,
+            ..combine(100, Some(Transport::OneSided))
+        };
+        calls.push((
+            format!("combine by {sum:?} of {hidden}"),
+            Call::Combine(back),
+        ));
+    }
+    calls
+}
+
 fn nothing() -> CommConfig {
     CommConfig {
         all_reduce_bytes: 0,
@@ -74,7 +109,7 @@ fn nothing() -> CommConfig {
 #[test]
 fn what_is_needed_is_enough_and_less_is_not() {
     for size in [1, 2, 3, 8] {
-        for (what, call) in calls(128) {
+        for (what, call) in calls(128).into_iter().chain(others()) {
             let what = format!("{what} of {size}");
             let need = need(&call, size).unwrap();
             let planned = |bytes: usize| {
@@ -91,12 +126,45 @@ fn what_is_needed_is_enough_and_less_is_not() {
             let Some(less) = need.least_bytes.checked_sub(1) else {
                 continue;
             };
-            let refused = planned(less).map_err(|why| why.code);
-            assert_eq!(refused, Err("capacity"), "{what}");
+            let why = planned(less).unwrap_err();
+            assert_eq!(why.code, "capacity", "{what}");
+            // Who is told what is missing gets along with that.
+            let told = format!("needs {} bytes of {}", need.least_bytes, need.field);
+            assert!(why.what.contains(&told), "{what}: {told}: {why}");
             if need.bytes > need.least_bytes && !fifo {
                 let pieces = planned(need.bytes - 1).unwrap();
                 assert!(!at_once(&pieces), "{what}: {pieces}");
             }
+        }
+    }
+}
+
+/// Sizes that cannot be counted are refused for any memory, however they came about.
+#[test]
+fn what_cannot_be_counted_is_more_than_there_is() {
+    for size in [2, 16] {
+        let there = DispatchCall {
+            max_tokens: 1 << 59,
+            ..dispatch(1, Some(Transport::OneSided))
+        };
+        let wide = DispatchCall {
+            hidden: 1 << 62,
+            ..dispatch(1, Some(Transport::Gather))
+        };
+        let [mut low, _] = low_latency(16);
+        if let Call::LowLatencyDispatch(call) = &mut low {
+            call.hidden = 1 << 62;
+        }
+        let (topology, table) = on_gpus(size, CommConfig::new(ParallelMode::Ep));
+        assert_eq!(
+            need(&Call::Dispatch(there), size).unwrap().joined_bytes(),
+            usize::MAX
+        );
+        for call in [Call::Dispatch(wide), low] {
+            let why = plan(&call, &topology, &table).unwrap_err();
+            assert_eq!(why.code, "capacity", "{call:?}");
+            let needs = format!("needs {} bytes", usize::MAX);
+            assert!(why.what.contains(&needs), "{why}");
         }
     }
 }

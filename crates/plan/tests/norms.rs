@@ -4,14 +4,16 @@
 
 mod common;
 
-use brigade_device::{AllReduceAlgorithm as A, Call, DataType, Launch, Plan, QScheme};
+use brigade_device::{
+    AllReduceAlgorithm as A, Call, CommConfig, DataType, Launch, ParallelMode, Plan, QScheme,
+};
 use brigade_plan::{
     Engines, Entries, Table, Topology,
     crossover::{Gpus, Links},
     norm::{Blocks, MOST_THREADS, Room},
     plan,
     pushed::RowShares,
-    told,
+    reason, told,
 };
 use common::topology;
 use proptest::prelude::*;
@@ -109,6 +111,41 @@ fn launches_of_sums_with_a_norm() {
         }
     }
     insta::assert_snapshot!(text);
+}
+
+/// A row that is too long for one memory may fit another: what is left is taken, whatever is quicker.
+#[test]
+fn a_row_goes_where_it_fits() {
+    let with = |config: CommConfig| {
+        let (mut topology, table) = on_gpus(8, None);
+        topology.config = config;
+        (topology, table)
+    };
+    let usual = with(CommConfig::new(ParallelMode::Tp));
+    // In one shot a row has a place of 2048 granules for each of 7 peers, in two 15.
+    let few = CommConfig {
+        all_reduce_bytes: 8 * 2048 * 16,
+        scratch_bytes: 4096,
+        ..usual.0.config.clone()
+    };
+    let call = norm(5, 16_384);
+    assert_eq!(planned(&call, &usual).0, A::TwoShotPush);
+    assert_eq!(planned(&call, &with(few.clone())).0, A::OneShotPush);
+    let host = (
+        Topology {
+            engines: Engines::host(),
+            ..with(few.clone()).0
+        },
+        Table::host(),
+    );
+    assert_eq!(planned(&call, &host).0, A::OneShotPush);
+    let none = CommConfig {
+        all_reduce_bytes: 0,
+        ..few
+    };
+    let (topology, table) = with(none);
+    let why = plan(&call, &topology, &table).unwrap_err();
+    assert_eq!(why.code, reason::SCRATCH, "{why}");
 }
 
 /// So many rows of 8192 columns, of which a block has at most one at a time: blocks that push beside it count, too.

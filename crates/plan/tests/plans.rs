@@ -400,6 +400,7 @@ fn texts_of_other_reasons() {
     };
     let mut short = topology(0, 4);
     short.config.scratch_bytes = 4096;
+    short.config.all_reduce_bytes = 0;
     let cases = [
         (norm.clone(), no_engine.clone()),
         (norm, short),

@@ -214,9 +214,9 @@ impl Layout {
     /// What a word is for, and of which user's region, if it is a flag of data or a credit.
     pub fn role(&self, index: usize) -> Option<(Option<Region>, Role)> {
         let areas = self.rings.iter().map(|&ring| (None, ring));
-        let regions = (0..).map(|i| Some(Region(i))).zip(&self.region_rings);
+        let regions = self.region_rings.iter().zip(0..);
         areas
-            .chain(regions.map(|(region, &ring)| (region, ring)))
+            .chain(regions.map(|(&ring, i)| (Some(Region(i)), ring)))
             .find_map(|(region, ring)| Some((region, ring.role(index)?)))
             .or_else(|| {
                 let rank = self.barrier.rank;

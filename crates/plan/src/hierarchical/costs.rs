@@ -237,13 +237,14 @@ impl Costs {
     /// What a call takes that stays in one machine, and is one collective there: of what such calls are measured by.
     pub fn inside_ns(&self, call: &HierarchicalCall) -> u64 {
         let ranks = call.machines.size() as u64;
-        let bytes = |dtype: DataType| slices::elements(call) as u64 * dtype.bytes() as u64;
+        let elements = slices::elements(call) as u64;
+        let bytes = |dtype: DataType| elements.saturating_mul(dtype.bytes() as u64);
         let moved = match call.operation {
-            Operation::AllReduce { .. } => bytes(call.dtype) + bytes(call.output),
+            Operation::AllReduce { .. } => bytes(call.dtype).saturating_add(bytes(call.output)),
             Operation::ReduceScatter { .. } => bytes(call.dtype),
             Operation::AllGather { .. } => bytes(call.output),
         };
-        self.inside.ns(moved * (ranks - 1) / ranks)
+        self.inside.ns(moved.saturating_mul(ranks - 1) / ranks)
     }
 
     /// So many bytes of a rank along its rail.
@@ -269,15 +270,17 @@ impl Costs {
     /// Nanoseconds of a call on the path as a whole.
     pub(super) fn whole_ns(&self, call: &HierarchicalCall) -> u64 {
         let (count, ranks) = (call.machines.count() as u64, call.machines.ranks() as u64);
-        let bytes = |elements: usize, dtype: DataType| elements as u64 * dtype.bytes() as u64;
+        let bytes = |elements: usize, dtype: DataType| {
+            (elements as u64).saturating_mul(dtype.bytes() as u64)
+        };
         let (input, output) = (call.dtype, call.output);
         let inside = |bytes: u64| match ranks {
             1 => 0,
-            _ => self.inside.ns(bytes * (ranks - 1) / ranks),
+            _ => self.inside.ns(bytes.saturating_mul(ranks - 1) / ranks),
         };
         let all = slices::elements(call);
-        let reduced = || inside(bytes(all, input) + bytes(all, output));
-        let added = |own: u64| nanoseconds(own * count, self.add_bytes_per_us);
+        let reduced = || inside(bytes(all, input).saturating_add(bytes(all, output)));
+        let added = |own: u64| nanoseconds(own.saturating_mul(count), self.add_bytes_per_us);
         let (inside, along, rest) = match call.operation {
             Operation::AllReduce { .. } => {
                 let own = bytes(all, output);
@@ -293,7 +296,7 @@ impl Costs {
                 (inside(own), own, 0)
             }
         };
-        let along = self.along(along * (count - 1)).ns();
+        let along = self.along(along.saturating_mul(count - 1)).ns();
         inside.saturating_add(along).saturating_add(rest)
     }
 }

@@ -47,7 +47,10 @@ fn what_fits_at_all_is_planned() {
         assert!(matches!(all, HierarchicalPlan::Whole { .. }));
     }
     assert_eq!(of(slices - 1, Some(4)).unwrap_err().code, reason::CAPACITY);
-    assert_eq!(of(whole - 1, None).unwrap_err().code, reason::CAPACITY);
+    let why = of(whole - 1, None).unwrap_err();
+    assert_eq!(why.code, reason::CAPACITY);
+    let told = format!("needs {whole} bytes of staging_bytes");
+    assert!(why.what.contains(&told), "{why}");
 }
 
 fn shapes() -> impl Strategy<Value = Machines> {
@@ -266,12 +269,14 @@ proptest! {
         let call = HierarchicalCall { choice, ..call };
         let config = HierarchyConfig { staging_bytes, slice_bytes, parallelism, ..config() };
         let costs = costs();
+        // Whoever names the size of slices wants slices, if there is anything to slice.
+        let usual = slice_bytes.is_none() || elements(&call) == 0;
         match plan(&call, &config, &costs) {
             Err(r) => {
                 prop_assert_eq!(r.code, reason::CAPACITY);
                 let whole: usize = Whole::parts_bytes(&call).iter().sum();
                 let slices: usize = parts_bytes(&call, 1).iter().sum();
-                let whole_may = choice.map_or(slice_bytes.is_none(), |c| c == Path::Whole);
+                let whole_may = choice.map_or(usual, |c| c == Path::Whole);
                 prop_assert!(!whole_may || whole > staging_bytes);
                 prop_assert!(choice == Some(Path::Whole) || slices > staging_bytes);
             }
@@ -282,7 +287,7 @@ proptest! {
             Ok(HierarchicalPlan::Whole { staging_bytes: need, .. }) => {
                 let asked = choice == Some(Path::Whole);
                 prop_assert!(need <= staging_bytes);
-                prop_assert!(asked || choice.is_none() && slice_bytes.is_none());
+                prop_assert!(asked || choice.is_none() && usual);
             }
             Ok(HierarchicalPlan::Slices(p)) => {
                 prop_assert!(choice != Some(Path::Whole));
