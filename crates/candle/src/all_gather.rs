@@ -1,7 +1,10 @@
 //! Rows of all ranks, as an operation of candle's.
 
-use crate::{Parallel, error::invalid};
-use brigade::{AllGatherParams, View, ViewMut};
+use crate::{
+    Parallel,
+    error::{OrCandle, invalid},
+};
+use brigade::{AllGatherParams, View, ViewMut, check_rows};
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, shape::Dim};
 
 /// Every rank gets the rows (dimension 0) of all ranks, in rank order. Any type that candle's in-memory tensors have, contiguous.
@@ -38,7 +41,7 @@ impl AllGather {
             return Err(invalid("shape", "a scalar", "rows"));
         };
         let rows = self.parallel.rows(self.rows_per_rank.as_deref(), *first);
-        *first = rows.iter().sum();
+        *first = check_rows("rows_per_rank", &rows, self.parallel.size()).or_candle()?;
         Ok((rows, dims))
     }
 
@@ -100,12 +103,20 @@ impl Parallel {
         if dim == 0 {
             return x.apply_op1_no_bwd(&AllGather::of(self, &counts));
         }
-        if counts.get(self.rank()) != Some(&x.dim(dim)?) || counts.len() != self.size() {
-            let want = format!("one count for each rank, {} for this one", x.dim(dim)?);
+        let mut dims = x.dims().to_vec();
+        let own = dims[dim];
+        dims[dim] = check_rows("counts", &counts, self.size()).or_candle()?;
+        if counts[self.rank()] != own {
+            let want = format!("{own} for this rank");
+            return Err(invalid("counts", format!("{counts:?}"), want));
+        }
+        // If all of it fits, so does each part.
+        let all = dims.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+        if all.is_none() {
+            let want = "a size that fits in memory";
             return Err(invalid("counts", format!("{counts:?}"), want));
         }
         // Rows of one element: every rank's tensor travels as it lies, and is put into its place here.
-        let mut dims = x.dims().to_vec();
         let lengths: Vec<usize> = counts
             .iter()
             .map(|&count| {
