@@ -2,12 +2,14 @@
 
 use crate::{Parallel, error::OrCandle, memory};
 use brigade::{AllReduceParams, ReduceOp, ViewMut};
-use candle_core::{CpuStorage, CustomOp1, InplaceOp1, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, Device, InplaceOp1, Layout, Result, Shape, Tensor};
 
 /// Every rank gets the reduction of all ranks' tensors, which have one shape: f32, f16 or bf16, contiguous.
 ///
 /// With `apply_op1_no_bwd` the result is a new tensor, with `inplace_op1` it replaces the input and nothing is allocated. Sums are
 /// taken in f32 in rank order and rounded once, so all ranks have the same bits (unless the plan's algorithm is NCCL's).
+///
+/// Tensors must lie where `parallel` works, as those of its methods.
 #[derive(Clone, Debug)]
 pub struct AllReduce {
     /// Over whom.
@@ -75,12 +77,15 @@ impl InplaceOp1 for AllReduce {
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        self.parallel.check_device(&Device::Cpu)?;
         self.parallel.refuse_capture()?;
         memory::change_cpu(storage, layout, |data| self.change(data))
     }
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> Result<()> {
+        let place = Device::Cuda(storage.device.clone());
+        self.parallel.check_device(&place)?;
         crate::cuda::change(storage, layout, |data| self.change(data))
     }
 }

@@ -121,7 +121,8 @@ pub(crate) fn behind(storage: &CudaStorage) {
     let _told = each!(&storage.slice, values => drop(values.device_ptr(&on)));
 }
 
-/// Lends what `layout` covers of a storage for reading, to `work`.
+/// Lends what `layout` covers of a storage for reading, to `work`, which is on the stream of the storage's device: the caller has
+/// checked that.
 pub(crate) fn borrowed<R>(
     storage: &CudaStorage,
     layout: &Layout,
@@ -163,7 +164,8 @@ fn write_into<T: DeviceRepr, R>(
     work(loan.view_mut()).or_candle()
 }
 
-/// Lends what `layout` covers of a storage for reading and writing, to `work`.
+/// Lends what `layout` covers of a storage for reading and writing, to `work`, which is on the stream of the storage's device: the
+/// caller has checked that.
 pub(crate) fn change<R>(
     storage: &mut CudaStorage,
     layout: &Layout,

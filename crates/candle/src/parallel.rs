@@ -281,7 +281,12 @@ impl Parallel {
 
     /// Checks that a tensor lies where this rank works, on its stream: another candle device of the same GPU has another one.
     pub(crate) fn check_place(&self, tensor: &Tensor) -> Result<()> {
-        let (theirs, own) = (tensor.device(), &self.0.place);
+        self.check_device(tensor.device())
+    }
+
+    /// The same of what candle lends an operation, which is no tensor.
+    pub(crate) fn check_device(&self, theirs: &Device) -> Result<()> {
+        let own = &self.0.place;
         if theirs.same_device(own) {
             return Ok(());
         }
@@ -306,6 +311,7 @@ impl Parallel {
         dims: &[usize],
         work: impl FnOnce(View<'_>, ViewMut<'_>) -> brigade::Result<()>,
     ) -> Result<(CpuStorage, Shape)> {
+        self.check_device(&Device::Cpu)?;
         self.refuse_capture()?;
         let dtype = candle_core::backend::BackendStorage::dtype(storage);
         memory::borrowed_cpu(storage, layout, |from| {
@@ -323,9 +329,8 @@ impl Parallel {
         work: impl FnOnce(View<'_>, ViewMut<'_>) -> brigade::Result<()>,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
         use candle_core::backend::BackendStorage;
-        let Device::Cuda(place) = &self.0.place else {
-            return Err(memory::no_device(&self.0.place));
-        };
+        let place = storage.device();
+        self.check_device(&Device::Cuda(place.clone()))?;
         crate::cuda::borrowed(storage, layout, |from| {
             let (made, ()) = crate::cuda::make(place, storage.dtype(), dims, |to| work(from, to))?;
             Ok((made, dims.into()))

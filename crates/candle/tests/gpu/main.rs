@@ -13,7 +13,7 @@
 mod contracts;
 
 use brigade::{Error, ParallelMode, cuda};
-use brigade_candle::{Parallel, brigade, brigade_error};
+use brigade_candle::{AllGather, AllReduce, Parallel, ReduceScatter, brigade, brigade_error};
 use candle_core::{DType, Device, Result, Tensor};
 use contracts::{Places, config};
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -162,13 +162,28 @@ fn tensors_of_another_stream_are_refused() -> Ended {
     let boot = brigade::group::threads(1).remove(0);
     let parallel = Parallel::join(&place, &boot, &config(ParallelMode::Tp))?;
     let x = Tensor::ones(4, DType::F32, &other)?;
-    for refused in [parallel.lend(&x).err(), parallel.all_reduce(&x).err()] {
+    let at_home = x.to_device(&Device::Cpu)?;
+    let (sum, rows) = (AllReduce::sum(&parallel), AllGather::even(&parallel));
+    let refused = [
+        parallel.lend(&x).err(),
+        parallel.all_reduce(&x).err(),
+        parallel.all_gather(&x, 0, None).err(),
+        parallel.reduce_scatter(&x, None).err(),
+        // Operations are not told whose tensors they have.
+        x.apply_op1_no_bwd(&sum).err(),
+        x.inplace_op1(&sum).err(),
+        x.apply_op1_no_bwd(&rows).err(),
+        x.apply_op1_no_bwd(&ReduceScatter::sum(&parallel)).err(),
+        at_home.apply_op1_no_bwd(&sum).err(),
+        at_home.inplace_op1(&sum).err(),
+    ];
+    for refused in refused {
         let refused = refused.expect("another stream's");
         let Some(Error::Invalid { field, .. }) = brigade_error(&refused) else {
             panic!("{refused}");
         };
         assert_eq!(*field, "device");
     }
-    parallel.all_reduce(&x.to_device(&Device::Cpu)?.to_device(&place)?)?;
+    parallel.all_reduce(&at_home.to_device(&place)?)?;
     Ok(())
 }
