@@ -304,7 +304,18 @@ impl Parallel {
         }
     }
 
-    /// Lends what an operation got from candle, and gives a new storage of `dims` to write to.
+    /// Lends a contiguous tensor, and gives a new one of `dims` to write to. A graph keeps what was lent so.
+    pub(crate) fn mapped(
+        &self,
+        x: &Tensor,
+        dims: impl Into<Shape>,
+        work: impl FnOnce(View<'_>, ViewMut<'_>) -> brigade::Result<()>,
+    ) -> Result<Tensor> {
+        let lent = self.lend(x)?;
+        self.make(x.dtype(), dims, |to| work(lent.view(), to))
+    }
+
+    /// The same of what an operation got from candle, which it has for the call alone: a graph cannot keep it.
     pub(crate) fn mapped_cpu(
         &self,
         (storage, layout): (&CpuStorage, &candle_core::Layout),
