@@ -1,10 +1,14 @@
 //! Rows of all ranks, as an operation of candle's.
 
-use crate::{Parallel, error::invalid};
-use brigade::{AllGatherParams, View, ViewMut};
+use crate::{
+    Parallel,
+    error::{OrCandle, invalid},
+};
+use brigade::{AllGatherParams, View, ViewMut, check_rows};
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, shape::Dim};
 
 /// Every rank gets the rows (dimension 0) of all ranks, in rank order. Any type that candle's in-memory tensors have, contiguous.
+/// What is captured in a CUDA graph must be kept, as that of [`AllReduce`](crate::AllReduce).
 #[derive(Clone, Debug)]
 pub struct AllGather {
     /// Over whom.
@@ -32,13 +36,13 @@ impl AllGather {
     }
 
     /// Rows of each rank, and the shape of all of them.
-    fn rows(&self, layout: &Layout) -> Result<(Vec<usize>, Vec<usize>)> {
-        let mut dims = layout.dims().to_vec();
+    fn rows(&self, dims: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> {
+        let mut dims = dims.to_vec();
         let Some(first) = dims.first_mut() else {
             return Err(invalid("shape", "a scalar", "rows"));
         };
         let rows = self.parallel.rows(self.rows_per_rank.as_deref(), *first);
-        *first = rows.iter().sum();
+        *first = check_rows("rows_per_rank", &rows, self.parallel.size()).or_candle()?;
         Ok((rows, dims))
     }
 
@@ -50,6 +54,13 @@ impl AllGather {
         };
         self.parallel.call(|lease| lease.all_gather(params))
     }
+
+    /// As the operation, of a tensor that a graph keeps.
+    fn of_tensor(&self, x: &Tensor) -> Result<Tensor> {
+        let (rows, dims) = self.rows(x.dims())?;
+        let make = |from: View<'_>, to: ViewMut<'_>| self.make(&rows, from, to);
+        self.parallel.mapped(x, dims, make)
+    }
 }
 
 impl CustomOp1 for AllGather {
@@ -58,7 +69,7 @@ impl CustomOp1 for AllGather {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (rows, dims) = self.rows(layout)?;
+        let (rows, dims) = self.rows(layout.dims())?;
         let from = (storage, layout);
         self.parallel
             .mapped_cpu(from, &dims, |from, to| self.make(&rows, from, to))
@@ -70,7 +81,7 @@ impl CustomOp1 for AllGather {
         storage: &candle_core::CudaStorage,
         layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let (rows, dims) = self.rows(layout)?;
+        let (rows, dims) = self.rows(layout.dims())?;
         let from = (storage, layout);
         self.parallel
             .mapped_cuda(from, &dims, |from, to| self.make(&rows, from, to))
@@ -93,19 +104,26 @@ impl Parallel {
         dim: D,
         counts: Option<&[usize]>,
     ) -> Result<Tensor> {
-        self.check_place(x)?;
         let dim = dim.to_index(x.shape(), "all-gather")?;
         let x = x.contiguous()?;
         let counts = self.rows(counts, x.dim(dim)?);
         if dim == 0 {
-            return x.apply_op1_no_bwd(&AllGather::of(self, &counts));
+            return AllGather::of(self, &counts).of_tensor(&x);
         }
-        if counts.get(self.rank()) != Some(&x.dim(dim)?) || counts.len() != self.size() {
-            let want = format!("one count for each rank, {} for this one", x.dim(dim)?);
+        let mut dims = x.dims().to_vec();
+        let own = dims[dim];
+        dims[dim] = check_rows("counts", &counts, self.size()).or_candle()?;
+        if counts[self.rank()] != own {
+            let want = format!("{own} for this rank");
+            return Err(invalid("counts", format!("{counts:?}"), want));
+        }
+        // If all of it fits, so does each part.
+        let all = dims.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+        if all.is_none() {
+            let want = "a size that fits in memory";
             return Err(invalid("counts", format!("{counts:?}"), want));
         }
         // Rows of one element: every rank's tensor travels as it lies, and is put into its place here.
-        let mut dims = x.dims().to_vec();
         let lengths: Vec<usize> = counts
             .iter()
             .map(|&count| {
@@ -113,8 +131,7 @@ impl Parallel {
                 dims.iter().product()
             })
             .collect();
-        let flat = x.flatten_all()?;
-        let all = flat.apply_op1_no_bwd(&AllGather::of(self, &lengths))?;
+        let all = AllGather::of(self, &lengths).of_tensor(&x.flatten_all()?)?;
         let mut first = 0;
         let mut parts = Vec::with_capacity(counts.len());
         for (&count, &length) in counts.iter().zip(&lengths) {

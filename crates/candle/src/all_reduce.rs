@@ -2,12 +2,16 @@
 
 use crate::{Parallel, error::OrCandle, memory};
 use brigade::{AllReduceParams, ReduceOp, ViewMut};
-use candle_core::{CpuStorage, CustomOp1, InplaceOp1, Layout, Result, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, Device, InplaceOp1, Layout, Result, Shape, Tensor};
 
 /// Every rank gets the reduction of all ranks' tensors, which have one shape: f32, f16 or bf16, contiguous.
 ///
 /// With `apply_op1_no_bwd` the result is a new tensor, with `inplace_op1` it replaces the input and nothing is allocated. Sums are
 /// taken in f32 in rank order and rounded once, so all ranks have the same bits (unless the plan's algorithm is NCCL's).
+///
+/// Tensors must lie where `parallel` works, as those of its methods. A CUDA graph keeps what methods lend to Brigade, but not the tensors
+/// of custom operations, which have them for the call alone, as candle's own: if one is captured, keep its tensors for as long as the
+/// graph is launched.
 #[derive(Clone, Debug)]
 pub struct AllReduce {
     /// Over whom.
@@ -75,12 +79,15 @@ impl InplaceOp1 for AllReduce {
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        self.parallel.check_device(&Device::Cpu)?;
         self.parallel.refuse_capture()?;
         memory::change_cpu(storage, layout, |data| self.change(data))
     }
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> Result<()> {
+        let place = Device::Cuda(storage.device.clone());
+        self.parallel.check_device(&place)?;
         crate::cuda::change(storage, layout, |data| self.change(data))
     }
 }
@@ -92,8 +99,8 @@ impl Parallel {
     /// [`brigade::Error::Invalid`] for what cannot be added; [`brigade::Error::Fault`] if a rank does not come, or calls something
     /// else.
     pub fn all_reduce(&self, x: &Tensor) -> Result<Tensor> {
-        self.check_place(x)?;
-        x.contiguous()?.apply_op1_no_bwd(&AllReduce::sum(self))
+        let sum = AllReduce::sum(self);
+        self.mapped(&x.contiguous()?, x.shape(), |from, to| sum.make(from, to))
     }
 
     /// All ranks meet.

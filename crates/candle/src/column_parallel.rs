@@ -2,8 +2,10 @@
 
 use crate::{
     Parallel, Runs, cut,
+    error::{OrCandle, invalid},
     linear::{Shard, check_total, shard_methods},
 };
+use brigade::check_rows;
 use candle_core::{D, Module, Result, Tensor, safetensors::MmapedSafetensors};
 
 /// `y = act(x W^T + adapters + b)`, where each rank has its share of the output features (Shoeybi et al. 2019, Megatron-LM).
@@ -57,14 +59,10 @@ impl ColumnParallelLinear {
         let (size, rank) = (self.shard.parallel.size(), self.shard.parallel.rank());
         let counts = out_per_rank.map_or_else(|| cut::counts(total, size), <[usize]>::to_vec);
         let own = self.shard.outputs();
-        let fits = counts.len() == size && counts[rank] == own;
-        if !fits || counts.iter().sum::<usize>() != total {
+        let all = check_rows("out_per_rank", &counts, size).or_candle()?;
+        if (all, counts[rank]) != (total, own) {
             let want = format!("{total} over {size} ranks, {own} for this one");
-            return Err(crate::error::invalid(
-                "out_per_rank",
-                format!("{counts:?}"),
-                want,
-            ));
+            return Err(invalid("out_per_rank", format!("{counts:?}"), want));
         }
         check_total("total", total, own)?;
         self.gathered = Some(counts);

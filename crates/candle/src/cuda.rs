@@ -121,13 +121,15 @@ pub(crate) fn behind(storage: &CudaStorage) {
     let _told = each!(&storage.slice, values => drop(values.device_ptr(&on)));
 }
 
-/// Lends what `layout` covers of a storage for reading, to `work`.
+/// Lends what `layout` covers of a storage for reading, to `work`, which is on the stream of the storage's device: the caller has
+/// checked that.
 pub(crate) fn borrowed<R>(
     storage: &CudaStorage,
     layout: &Layout,
     work: impl FnOnce(View<'_>) -> Result<R>,
 ) -> Result<R> {
-    // SAFETY: candle has lent the storage for this call; what it enqueues there later, freeing included, comes behind.
+    // SAFETY: candle has lent the storage for this call; what it enqueues there later, freeing included, comes behind. Nothing here
+    // keeps it for a graph: whoever captures the call does, as candle's own operations ask (see `AllReduce`).
     let loan = unsafe { lend(storage, layout, Arc::new(()))? };
     let result = work(loan.view());
     behind(storage);
@@ -148,7 +150,8 @@ fn write_into<T: DeviceRepr, R>(
     let (address, _guard) = part.device_ptr_mut(on);
     let address = if from == to { NOWHERE } else { address };
     // SAFETY: so many elements lie there, borrowed from the caller for longer than the loan, which ends in this function; what
-    // anybody does with them later on this stream, freeing included, comes behind the work.
+    // anybody does with them later on this stream, freeing included, comes behind the work. Nothing here keeps them for a graph:
+    // memory that is allocated in a capture is the graph's own, and for other memory see `borrowed`.
     let mut loan = unsafe {
         Buffer::lend(
             address,
@@ -163,7 +166,8 @@ fn write_into<T: DeviceRepr, R>(
     work(loan.view_mut()).or_candle()
 }
 
-/// Lends what `layout` covers of a storage for reading and writing, to `work`.
+/// Lends what `layout` covers of a storage for reading and writing, to `work`, which is on the stream of the storage's device: the
+/// caller has checked that.
 pub(crate) fn change<R>(
     storage: &mut CudaStorage,
     layout: &Layout,

@@ -60,7 +60,8 @@ pub fn fused<D: Dim>(
     unit: usize,
 ) -> Result<Tensor> {
     let dim = dim.to_index(full.shape(), "cut")?;
-    if widths.iter().sum::<usize>() != full.dim(dim)? {
+    let all = widths.iter().try_fold(0usize, |sum, &w| sum.checked_add(w));
+    if all != Some(full.dim(dim)?) {
         let want = format!("parts of {} in all", full.dim(dim)?);
         return Err(invalid("widths", format!("{widths:?}"), want));
     }

@@ -130,9 +130,10 @@ impl ExpertParallel {
 
     /// `y = sum over a token's experts of weight * expert(x)`, f32 inside and rounded once.
     ///
-    /// `x` is `[tokens, hidden]`; `ids` `[tokens, k]`, u32, i32 or i64, names experts from 0 (a number that names none, as -1, is
-    /// none); `weights` `[tokens, k]` of any float. `expert` is called for each own expert that rows have come for, with its number
-    /// and those rows, `[rows, hidden]`, and gives as many. A rank whose `expert` fails stops the group, so that nobody waits for it.
+    /// `x` is `[tokens, hidden]`, f32, f16 or bf16; `ids` `[tokens, k]`, u32, i32 or i64, names experts from 0 (a number that names
+    /// none, as -1, is none); `weights` `[tokens, k]` of any float. `expert` is called for each own expert that rows have come for,
+    /// with its number and those rows, `[rows, hidden]`, and gives as many of the same type. A rank whose `expert` fails, or gives
+    /// something else, stops the group, so that nobody waits for it.
     ///
     /// # Errors
     /// What `expert` returns; [`brigade::Error::Invalid`] naming what does not fit; [`brigade::Error::Fault`] if a rank does not come.
@@ -192,15 +193,20 @@ impl ExpertParallel {
         made: impl FnOnce(&Dispatched) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let (tokens, hidden) = x.dims2()?;
+        // What comes back is added up. A rank should say so before the others wait for it.
+        if !matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+            let got = format!("{:?}", x.dtype());
+            return Err(invalid("x.dtype", got, "f32, f16 or bf16"));
+        }
         self.parallel.refuse_capture()?;
         let padded = padded(x, 1)?;
         let weights = self.parallel.cast(weights, DType::F32)?.contiguous()?;
         // The handle of a dispatch keeps a view of them, for the combine.
         let weights = self.parallel.lend(&weights)?;
         let there = self.dispatch(&padded, ids, weights.view(), max_recv)?;
-        // The others wait for this rank's rows in the combine.
-        let back = made(&there).inspect_err(|_| self.parallel.abort())?;
-        let out = self.combine(&there, &back, tokens)?;
+        // The others wait for this rank's rows in the combine, which must begin for that.
+        let back = made(&there).and_then(|back| self.combine(&there, &back, tokens));
+        let out = back.inspect_err(|_| self.parallel.abort())?;
         out.narrow(1, 0, hidden)?.contiguous()
     }
 
@@ -269,6 +275,12 @@ impl ExpertParallel {
             if made.dims() != [count, hidden] {
                 let got = format!("{:?} of expert {}", made.dims(), first + slot);
                 return Err(invalid("expert", got, format!("[{count}, {hidden}]")));
+            }
+            // A rank that no rows come to knows no other type, and all ranks must combine the same.
+            if made.dtype() != rows.dtype() {
+                let got = format!("{:?} of expert {}", made.dtype(), first + slot);
+                let want = format!("{:?}, as its rows", rows.dtype());
+                return Err(invalid("expert.dtype", got, want));
             }
             parts.push(made.pad_with_zeros(1, 0, width - hidden)?);
         }

@@ -2,9 +2,10 @@
 
 use crate::{
     Parallel, Runs, cut,
+    error::OrCandle,
     linear::{Shard, check_total, shard_methods},
 };
-use brigade::{AllGatherLoraLinearParams, Chunk, Operand, Output, OverlapMode};
+use brigade::{AllGatherLoraLinearParams, Chunk, Operand, Output, OverlapMode, check_rows};
 use candle_core::{Module, Result, Tensor, safetensors::MmapedSafetensors};
 
 /// `y = act(gather(x) W^T + adapters + b)`: sequence-parallel rows in, this rank's columns of all rows out (Korthikanti et al. 2022).
@@ -85,7 +86,8 @@ impl GatherLinear {
         let x = x.contiguous()?;
         let own = x.dims().first().copied().unwrap_or(0);
         let rows = shard.parallel.rows(rows_per_rank, own);
-        let shape = shard.output_rows(&x, rows.iter().sum())?;
+        let all = check_rows("rows_per_rank", &rows, shard.parallel.size()).or_candle()?;
+        let shape = shard.output_rows(&x, all)?;
         let lent = shard.lend(&x, runs)?;
         shard.parallel.make(x.dtype(), shape, |to| {
             let chunk = Chunk::Copy(Operand::Plain(lent.x.view()));

@@ -281,7 +281,12 @@ impl Parallel {
 
     /// Checks that a tensor lies where this rank works, on its stream: another candle device of the same GPU has another one.
     pub(crate) fn check_place(&self, tensor: &Tensor) -> Result<()> {
-        let (theirs, own) = (tensor.device(), &self.0.place);
+        self.check_device(tensor.device())
+    }
+
+    /// The same of what candle lends an operation, which is no tensor.
+    pub(crate) fn check_device(&self, theirs: &Device) -> Result<()> {
+        let own = &self.0.place;
         if theirs.same_device(own) {
             return Ok(());
         }
@@ -299,13 +304,25 @@ impl Parallel {
         }
     }
 
-    /// Lends what an operation got from candle, and gives a new storage of `dims` to write to.
+    /// Lends a contiguous tensor, and gives a new one of `dims` to write to. A graph keeps what was lent so.
+    pub(crate) fn mapped(
+        &self,
+        x: &Tensor,
+        dims: impl Into<Shape>,
+        work: impl FnOnce(View<'_>, ViewMut<'_>) -> brigade::Result<()>,
+    ) -> Result<Tensor> {
+        let lent = self.lend(x)?;
+        self.make(x.dtype(), dims, |to| work(lent.view(), to))
+    }
+
+    /// The same of what an operation got from candle, which it has for the call alone: a graph cannot keep it.
     pub(crate) fn mapped_cpu(
         &self,
         (storage, layout): (&CpuStorage, &candle_core::Layout),
         dims: &[usize],
         work: impl FnOnce(View<'_>, ViewMut<'_>) -> brigade::Result<()>,
     ) -> Result<(CpuStorage, Shape)> {
+        self.check_device(&Device::Cpu)?;
         self.refuse_capture()?;
         let dtype = candle_core::backend::BackendStorage::dtype(storage);
         memory::borrowed_cpu(storage, layout, |from| {
@@ -323,9 +340,8 @@ impl Parallel {
         work: impl FnOnce(View<'_>, ViewMut<'_>) -> brigade::Result<()>,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
         use candle_core::backend::BackendStorage;
-        let Device::Cuda(place) = &self.0.place else {
-            return Err(memory::no_device(&self.0.place));
-        };
+        let place = storage.device();
+        self.check_device(&Device::Cuda(place.clone()))?;
         crate::cuda::borrowed(storage, layout, |from| {
             let (made, ()) = crate::cuda::make(place, storage.dtype(), dims, |to| work(from, to))?;
             Ok((made, dims.into()))

@@ -5,7 +5,7 @@ use brigade::{ReduceOp, ReduceScatterParams, View, ViewMut};
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
 /// Every rank gets its rows (dimension 0) of the reduction of all ranks' tensors, which have one shape: f32, f16 or bf16,
-/// contiguous.
+/// contiguous. What is captured in a CUDA graph must be kept, as that of [`AllReduce`](crate::AllReduce).
 #[derive(Clone, Debug)]
 pub struct ReduceScatter {
     /// Over whom.
@@ -28,8 +28,8 @@ impl ReduceScatter {
     }
 
     /// Rows of each rank, and the shape of this one's.
-    fn rows(&self, layout: &Layout) -> Result<(Vec<usize>, Vec<usize>)> {
-        let mut dims = layout.dims().to_vec();
+    fn rows(&self, dims: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> {
+        let mut dims = dims.to_vec();
         let Some(first) = dims.first_mut() else {
             return Err(invalid("shape", "a scalar", "rows"));
         };
@@ -55,6 +55,13 @@ impl ReduceScatter {
         };
         self.parallel.call(|lease| lease.reduce_scatter(params))
     }
+
+    /// As the operation, of a tensor that a graph keeps.
+    fn of_tensor(&self, x: &Tensor) -> Result<Tensor> {
+        let (rows, dims) = self.rows(x.dims())?;
+        let make = |from: View<'_>, to: ViewMut<'_>| self.make(&rows, from, to);
+        self.parallel.mapped(x, dims, make)
+    }
 }
 
 impl CustomOp1 for ReduceScatter {
@@ -63,7 +70,7 @@ impl CustomOp1 for ReduceScatter {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (rows, dims) = self.rows(layout)?;
+        let (rows, dims) = self.rows(layout.dims())?;
         let from = (storage, layout);
         self.parallel
             .mapped_cpu(from, &dims, |from, to| self.make(&rows, from, to))
@@ -75,7 +82,7 @@ impl CustomOp1 for ReduceScatter {
         storage: &candle_core::CudaStorage,
         layout: &Layout,
     ) -> Result<(candle_core::CudaStorage, Shape)> {
-        let (rows, dims) = self.rows(layout)?;
+        let (rows, dims) = self.rows(layout.dims())?;
         let from = (storage, layout);
         self.parallel
             .mapped_cuda(from, &dims, |from, to| self.make(&rows, from, to))
@@ -89,11 +96,10 @@ impl Parallel {
     /// [`brigade::Error::Invalid`] for counts that do not fit, or what cannot be added; [`brigade::Error::Fault`] if a rank does not
     /// come, or calls something else.
     pub fn reduce_scatter(&self, x: &Tensor, rows_per_rank: Option<&[usize]>) -> Result<Tensor> {
-        self.check_place(x)?;
         let op = ReduceScatter {
             rows_per_rank: rows_per_rank.map(<[usize]>::to_vec),
             ..ReduceScatter::sum(self)
         };
-        x.contiguous()?.apply_op1_no_bwd(&op)
+        op.of_tensor(&x.contiguous()?)
     }
 }

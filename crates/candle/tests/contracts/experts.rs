@@ -5,7 +5,7 @@ use super::{
 use brigade_candle::{
     ExpertParallel, GatedExperts, Parallel,
     brigade::{Error, FaultKind, ParallelMode},
-    brigade_error,
+    brigade_error, to_candle,
 };
 use candle_core::{DType, Device, Result, Tensor};
 use rand::Rng;
@@ -30,6 +30,8 @@ pub const THEMES: &[Theme] = &[
         hold: Hold::Everywhere,
         contracts: contracts![
             a_rank_whose_expert_fails_stops_the_others_at_once,
+            a_rank_whose_rows_cannot_go_back_stops_the_others_at_once,
+            a_type_that_a_rank_without_rows_cannot_know_is_refused,
             a_group_that_shrank_goes_on_without_the_experts_that_are_lost,
         ],
     },
@@ -38,7 +40,7 @@ pub const THEMES: &[Theme] = &[
         sizes: 1..=1,
         hold: Hold::Everywhere,
         contracts: contracts![
-            an_expert_that_gives_another_shape_is_named,
+            an_expert_that_gives_something_else_is_named,
             grouped_experts_that_do_not_fit_are_named,
         ],
     },
@@ -229,29 +231,68 @@ fn tokens_come_back_with_the_sum_of_their_experts(world: &World) {
 
 fn a_rank_whose_expert_fails_stops_the_others_at_once(world: &World) {
     let layer = Layer::new(3, &[40; 4][..world.size], 8, DType::F32);
-    let errors = world.ranks_of(&config(ParallelMode::Ep), |p| {
-        let at = layer.placed(p, DType::I64).unwrap();
-        let began = Instant::now();
-        let experts = ExpertParallel::new(p, 3, 40);
+    let told = stopped(world, |p| {
+        let at = layer.placed(p, DType::I64)?;
         let each = |number, rows: &Tensor| match number {
             1 => Err(candle_core::Error::msg("no memory for expert 1")),
             _ => Ok(rows.clone()),
         };
-        let made = experts.forward(&at.x, &at.ids, &at.weights, each);
-        let ended = made.and_then(|_| p.sync(PATIENCE));
-        assert!(began.elapsed() < Duration::from_secs(10));
-        let failed = experts.own().unwrap().contains(&1);
-        (failed, ended.expect_err("one rank failed"))
+        ExpertParallel::new(p, 3, 40).forward(&at.x, &at.ids, &at.weights, each)
     });
-    assert_eq!(errors.iter().filter(|(failed, _)| *failed).count(), 1);
-    for (failed, error) in &errors {
-        if *failed {
-            assert!(error.to_string().starts_with("no memory for expert 1"));
-        } else {
-            let record = brigade_error(error).and_then(Error::fault).unwrap();
-            assert_eq!(record.kind, FaultKind::Aborted);
-        }
-    }
+    let told = told
+        .iter()
+        .filter(|t| t.starts_with("no memory for expert 1"));
+    assert_eq!(told.count(), 1);
+}
+
+/// The rank's expert succeeds, and leaves the communicator in use, so that the combine cannot begin.
+fn a_rank_whose_rows_cannot_go_back_stops_the_others_at_once(world: &World) {
+    let layer = Layer::new(world.size, &[40; 4][..world.size], 8, DType::F32);
+    let told = stopped(world, |p| {
+        let at = layer.placed(p, DType::I64)?;
+        let mut held = None;
+        let each = |number, rows: &Tensor| {
+            if number == 1 {
+                held = Some(p.comm().lease(p.stream()).map_err(to_candle)?);
+            }
+            Ok(rows.clone())
+        };
+        ExpertParallel::new(p, p.size(), 40).forward(&at.x, &at.ids, &at.weights, each)
+    });
+    assert_eq!(told.len(), 1, "{told:?}");
+}
+
+/// All tokens go to the first rank, whose expert gives another type than that of its rows: the others never see that type.
+fn a_type_that_a_rank_without_rows_cannot_know_is_refused(world: &World) {
+    let x = random(&[4, 8], DType::BF16);
+    let weights = random(&[4, 1], DType::F32);
+    let told = stopped(world, |p| {
+        let (x, weights) = (put(p, &x)?, put(p, &weights)?);
+        let ids = put(p, &Tensor::zeros((4, 1), DType::U32, &Device::Cpu)?)?;
+        let each = |_, rows: &Tensor| rows.to_dtype(DType::F32);
+        ExpertParallel::new(p, p.size(), 4).forward(&x, &ids, &weights, each)
+    });
+    assert_eq!(
+        told,
+        ["expert.dtype: got F32 of expert 0, wanted BF16, as its rows"]
+    );
+}
+
+/// What ranks tell that could not go on, where the others are told at once that the group was stopped.
+fn stopped(world: &World, work: impl Fn(&Parallel) -> Result<Tensor> + Sync) -> Vec<String> {
+    let errors = world.ranks_of(&config(ParallelMode::Ep), |p| {
+        let began = Instant::now();
+        let ended = work(p).and_then(|_| p.sync(PATIENCE));
+        assert!(began.elapsed() < Duration::from_secs(10));
+        ended.expect_err("one rank failed")
+    });
+    let aborted = |error: &candle_core::Error| {
+        let record = brigade_error(error).and_then(Error::fault);
+        record.is_some_and(|record| record.kind == FaultKind::Aborted)
+    };
+    let (others, failed): (Vec<_>, Vec<_>) = errors.iter().partition(|error| aborted(error));
+    assert_eq!(others.len(), world.size - 1, "{failed:?}");
+    failed.iter().map(ToString::to_string).collect()
 }
 
 fn a_group_that_shrank_goes_on_without_the_experts_that_are_lost(world: &World) {
@@ -300,17 +341,38 @@ fn a_group_that_shrank_goes_on_without_the_experts_that_are_lost(world: &World) 
     }
 }
 
-fn an_expert_that_gives_another_shape_is_named(world: &World) {
+fn an_expert_that_gives_something_else_is_named(world: &World) {
+    type Expert = fn(&Tensor) -> Result<Tensor>;
+    let cases: [(Expert, &str); 2] = [
+        (
+            |rows| rows.narrow(1, 0, 5),
+            "expert: got [12, 5] of expert 0, wanted [12, 8]",
+        ),
+        (
+            |rows| rows.to_dtype(DType::BF16),
+            "expert.dtype: got BF16 of expert 0, wanted F32, as its rows",
+        ),
+    ];
     let layer = Layer::new(1, &[4], 8, DType::F32);
     world.ranks_in(ParallelMode::Ep, |p| {
         let at = layer.placed(p, DType::I64)?;
         let ids = put(p, &Tensor::zeros((4, 3), DType::U32, &Device::Cpu)?)?;
         let experts = ExpertParallel::new(p, 1, 4);
-        let made = experts.forward(&at.x, &ids, &at.weights, |_, rows| rows.narrow(1, 0, 5));
-        let error = made.expect_err("narrow rows");
-        let told = brigade_error(&error).unwrap().to_string();
-        assert_eq!(told, "expert: got [12, 5] of expert 0, wanted [12, 8]");
-        p.reset(PATIENCE)
+        let told = |x: &Tensor, expert: Expert| {
+            let made = experts.forward(x, &ids, &at.weights, |_, rows| expert(rows));
+            brigade_error(&made.expect_err("something else"))
+                .unwrap()
+                .to_string()
+        };
+        for (expert, want) in cases {
+            assert_eq!(told(&at.x, expert), want);
+            p.reset(PATIENCE)?;
+        }
+        // Before anybody waits, so nobody is stopped.
+        let x = at.x.to_dtype(DType::F64)?;
+        let want = "x.dtype: got F64, wanted f32, f16 or bf16";
+        assert_eq!(told(&x, |rows| Ok(rows.clone())), want);
+        p.check()
     });
 }
 

@@ -5,7 +5,7 @@ use super::{
 use brigade_candle::{
     Adapter, ColumnParallelLinear, GatherLinear, LinearReduceScatter, Parallel, ResidualNorm,
     RowParallelLinear, Runs,
-    brigade::{Activation, OverlapMode},
+    brigade::{Activation, Error, OverlapMode},
     brigade_error, cut,
 };
 use candle_core::{DType, Device, Module, Result, Tensor};
@@ -29,7 +29,10 @@ pub const THEMES: &[Theme] = &[
         name: "linears",
         sizes: 2..=4,
         hold: Hold::Everywhere,
-        contracts: contracts![overlap_can_be_forced_and_gives_the_same],
+        contracts: contracts![
+            overlap_can_be_forced_and_gives_the_same,
+            counts_that_overflow_are_named,
+        ],
     },
     Theme {
         name: "linears",
@@ -445,7 +448,7 @@ fn what_does_not_fit_is_named(world: &World) {
             with.forward_lora(&at.x, &Runs::of([(3, Some(0))])).err(),
         ];
         let field = |e: Option<candle_core::Error>| match brigade_error(&e?) {
-            Some(brigade_candle::brigade::Error::Invalid { field, .. }) => Some(*field),
+            Some(Error::Invalid { field, .. }) => Some(*field),
             other => panic!("{other:?}"),
         };
         Ok(errors.map(field))
@@ -463,4 +466,43 @@ fn what_does_not_fit_is_named(world: &World) {
         "runs",
     ];
     assert_eq!(names[0], want.map(Some));
+}
+
+/// What all ranks are told at once, and nobody waits for.
+fn counts_that_overflow_are_named(world: &World) {
+    let size = world.size;
+    let (weight, x) = (random(&[size, 6], DType::F32), random(&[1, 6], DType::F32));
+    let counts = |first: usize| -> Vec<usize> {
+        let rest = std::iter::repeat_n(1, size - 1);
+        [first].into_iter().chain(rest).collect()
+    };
+    let (sum, product) = (counts(usize::MAX), counts(usize::MAX / 4));
+    world.ranks(|p| {
+        let (weight, x) = (put(p, &weight)?, put(p, &x)?);
+        let column = ColumnParallelLinear::new(p, &weight, None)?;
+        let gather = GatherLinear::new(p, &weight, None)?;
+        let turned = x.t()?;
+        let errors = [
+            ("rows_per_rank", p.all_gather(&x, 0, Some(&sum)).err()),
+            ("shape", p.all_gather(&x, 0, Some(&product)).err()),
+            ("counts", p.all_gather(&turned, 1, Some(&sum)).err()),
+            ("counts", p.all_gather(&turned, 1, Some(&product)).err()),
+            ("out_per_rank", column.gathered(size, Some(&sum)).err()),
+            (
+                "rows_per_rank",
+                gather.forward_rows(&x, Some(&sum), &Runs::none()).err(),
+            ),
+            (
+                "widths",
+                cut::fused(p, &weight, 0, &[usize::MAX, size + 1], 1).err(),
+            ),
+        ];
+        for (number, (want, error)) in errors.into_iter().enumerate() {
+            match brigade_error(&error.unwrap()) {
+                Some(Error::Invalid { field, .. }) => assert_eq!(*field, want, "{number}"),
+                other => panic!("{number}: {other:?}"),
+            }
+        }
+        p.barrier()
+    });
 }

@@ -13,9 +13,12 @@
 mod contracts;
 
 use brigade::{Error, ParallelMode, cuda};
-use brigade_candle::{Parallel, brigade, brigade_error};
+use brigade_candle::{AllGather, AllReduce, Parallel, ReduceScatter, brigade, brigade_error};
 use candle_core::{DType, Device, Result, Tensor};
-use contracts::{Places, config};
+use contracts::{
+    PATIENCE, Places, config,
+    oracle::{bits, random},
+};
 use libtest_mimic::{Arguments, Failed, Trial};
 use std::{
     env,
@@ -129,10 +132,16 @@ fn on(gpus: usize) -> Vec<Trial> {
         }))
     };
     let alone = group("cuda", 1..=1, false).into_iter();
-    let alone = alone.chain([Trial::test(
-        "cuda/w1/tensors_of_another_stream_are_refused",
-        tensors_of_another_stream_are_refused,
-    )]);
+    let alone = alone.chain([
+        Trial::test(
+            "cuda/w1/tensors_of_another_stream_are_refused",
+            tensors_of_another_stream_are_refused,
+        ),
+        Trial::test(
+            "cuda/w1/a_graph_keeps_what_calls_were_lent",
+            a_graph_keeps_what_calls_were_lent,
+        ),
+    ]);
     let own = group("cuda", 2..=gpus.min(LARGEST), false).into_iter();
     let shared = group("shared", 2..=LARGEST, true).into_iter();
     alone
@@ -162,13 +171,63 @@ fn tensors_of_another_stream_are_refused() -> Ended {
     let boot = brigade::group::threads(1).remove(0);
     let parallel = Parallel::join(&place, &boot, &config(ParallelMode::Tp))?;
     let x = Tensor::ones(4, DType::F32, &other)?;
-    for refused in [parallel.lend(&x).err(), parallel.all_reduce(&x).err()] {
+    let at_home = x.to_device(&Device::Cpu)?;
+    let (sum, rows) = (AllReduce::sum(&parallel), AllGather::even(&parallel));
+    let refused = [
+        parallel.lend(&x).err(),
+        parallel.all_reduce(&x).err(),
+        parallel.all_gather(&x, 0, None).err(),
+        parallel.reduce_scatter(&x, None).err(),
+        // Operations are not told whose tensors they have.
+        x.apply_op1_no_bwd(&sum).err(),
+        x.inplace_op1(&sum).err(),
+        x.apply_op1_no_bwd(&rows).err(),
+        x.apply_op1_no_bwd(&ReduceScatter::sum(&parallel)).err(),
+        at_home.apply_op1_no_bwd(&sum).err(),
+        at_home.inplace_op1(&sum).err(),
+    ];
+    for refused in refused {
         let refused = refused.expect("another stream's");
         let Some(Error::Invalid { field, .. }) = brigade_error(&refused) else {
             panic!("{refused}");
         };
         assert_eq!(*field, "device");
     }
-    parallel.all_reduce(&x.to_device(&Device::Cpu)?.to_device(&place)?)?;
+    parallel.all_reduce(&at_home.to_device(&place)?)?;
+    Ok(())
+}
+
+/// A tensor that is dropped behind the capture of a call leaves its memory to the graph, and not to what is allocated next.
+fn a_graph_keeps_what_calls_were_lent() -> Ended {
+    let place = Device::new_cuda_with_stream(0)?;
+    if let Device::Cuda(gpu) = &place {
+        // A capture cannot wait for events from before it.
+        // SAFETY: all tensors of this device are used on its stream, which orders what is done with them.
+        unsafe { gpu.disable_event_tracking() };
+    }
+    let boot = brigade::group::threads(1).remove(0);
+    let parallel = Parallel::join(&place, &boot, &config(ParallelMode::Tp))?;
+    let calls: [fn(&Parallel, &Tensor) -> Result<Tensor>; 3] = [
+        |p, x| p.all_reduce(x),
+        |p, x| p.all_gather(x, 0, None),
+        |p, x| p.reduce_scatter(x, None),
+    ];
+    for (number, call) in calls.into_iter().enumerate() {
+        let x = random(&[1024], DType::F32);
+        let (want, x) = (bits(&x), x.to_device(&place)?);
+        // Loads what a capture cannot load.
+        call(&parallel, &x)?;
+        let mut made = None;
+        let graph = parallel.device().capture(parallel.stream(), &mut || {
+            made = Some(call(&parallel, &x));
+            Ok(())
+        })?;
+        drop(x);
+        let others = (0..8).map(|_| random(&[1024], DType::F32).to_device(&place));
+        let _others = others.collect::<Result<Vec<_>>>()?;
+        graph.launch(parallel.stream())?;
+        parallel.sync(PATIENCE)?;
+        assert_eq!(bits(&made.expect("a call")?), want, "call {number}");
+    }
     Ok(())
 }
