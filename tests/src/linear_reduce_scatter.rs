@@ -20,6 +20,17 @@ use brigade_device::{
 use brigade_plan::{Engines, reason};
 use rand::{Rng, rngs::StdRng};
 
+/// Where D lies in an allocation that begins with x.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lies {
+    /// Behind x.
+    BehindX,
+    /// At the same beginning.
+    InX,
+    /// Behind x, with C of a row in its last one.
+    OverC,
+}
+
 /// A case with its numbers, and what must come out.
 #[derive(Clone)]
 pub struct Case {
@@ -142,8 +153,8 @@ impl Case {
 }
 
 impl Case {
-    /// D's bytes of a call whose x and D are in one allocation: one behind the other, or with the same beginning.
-    pub(crate) fn bytes(&self, rank: &Rank, choice: Option<OverlapMode>, inside: bool) -> Vec<u8> {
+    /// D's bytes of a call whose x and D are in one allocation.
+    pub(crate) fn bytes(&self, rank: &Rank, choice: Option<OverlapMode>, lies: Lies) -> Vec<u8> {
         let (spec, me) = (&self.spec, rank.rank);
         let layer = self.layers[me].upload(rank);
         let runs = layer.runs();
@@ -155,14 +166,26 @@ impl Case {
         let to = to.rows(0..x).unwrap();
         rank.device.copy(&rank.stream, to, data.view()).unwrap();
         let part = |first, elements| room.slice(first, elements).unwrap();
-        let first = if inside { 0 } else { x.next_multiple_of(8) };
+        let first = match lies {
+            Lies::InX => 0,
+            Lies::BehindX | Lies::OverC => x.next_multiple_of(8),
+        };
         let mut d = part(first, d).reshape(&shape).unwrap();
         let x = part(0, x).reshape(&self.x[me].dims).unwrap();
+        let mut bias = layer.bias.clone();
+        if let (Lies::OverC, Some(given), Some(last)) = (lies, &mut bias, shape[0].checked_sub(1)) {
+            let row = d.index(last).unwrap();
+            let mut to = d.view_mut();
+            let to = to.rows(last..last + 1).unwrap();
+            let from = given.view().reshape(&[1, shape[1]]).unwrap();
+            rank.device.copy(&rank.stream, to, from).unwrap();
+            *given = row;
+        }
         let result = rank
             .lease()
             .lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
                 transpose_weight: spec.transpose,
-                bias: layer.bias.as_ref().map(|b| b.view()),
+                bias: bias.as_ref().map(|b| b.view()),
                 activation: spec.activation,
                 runs: &runs,
                 output: Output::Into(d.view_mut()),
@@ -170,7 +193,7 @@ impl Case {
                 ..LoraLinearReduceScatterParams::new(&x, &spec.rows, &layer.weight)
             })
             .unwrap();
-        assert_eq!(Some(overlap_of(&result.plan).mode), choice);
+        assert_mode(overlap_of(&result.plan), choice, rank.size);
         rank.settle(Ok(())).unwrap();
         let got = rank.values(d.view());
         assert_sum_close(
@@ -246,6 +269,30 @@ fn finished_once(world: &World) {
     world.run(&config(), move |rank| {
         for &choice in choices.iter().flat_map(|(_, choices)| choices) {
             case.run(rank, choice);
+        }
+    });
+}
+
+/// C may lie in D: it is added to all rows before any of them takes its place.
+fn over_c(world: &World) {
+    let mut rng = world.rng();
+    let spec = Spec::ragged(&mut rng, world.size).with(|s| {
+        s.rows.iter_mut().for_each(|rows| *rows *= 8);
+        s.n.fill(8 * rng.random_range(2..8));
+        (s.bias, s.activation) = (BiasKind::Row, Activation::Silu);
+        (s.dtype, s.output, s.bias_type) = (DataType::BF16, DataType::BF16, DataType::BF16);
+    });
+    let choices = modes_of_twin(world.backend.engines());
+    let choices: Vec<_> = choices.into_iter().flat_map(|(_, c)| c).collect();
+    let cases: Vec<_> = choices
+        .iter()
+        .map(|&choice| Case::new(&mut rng, spec.clone().taken_by(choice)))
+        .collect();
+    world.run(&config(), move |rank| {
+        for (case, &choice) in cases.iter().zip(&choices) {
+            let apart = case.bytes(rank, choice, Lies::BehindX);
+            let over = case.bytes(rank, choice, Lies::OverC);
+            assert_bits(&over, &apart, case.spec.output, "C in D");
         }
     });
 }
@@ -342,6 +389,7 @@ pub fn add(suite: &mut Suite) {
         tiles::add(suite);
     }
     suite.add("linear_reduce_scatter/finished_once", finished_once);
+    suite.add("linear_reduce_scatter/over_c", over_c);
     suite.add("linear_reduce_scatter/repeats", repeats);
     suite.add_from(2, "linear_reduce_scatter/limits", limits);
 }

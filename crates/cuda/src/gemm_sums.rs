@@ -24,7 +24,7 @@ pub(crate) struct InTurn<'a, 'j> {
     launches: u32,
 }
 
-/// Half words of the state in which launches count their tiles: more than can be under way together.
+/// Half words of the state in which launches count their tiles.
 const COUNTS: u32 = 2 * (STATE_ABSENT - STATE_TILES) as u32;
 
 impl<'a, 'j> InTurn<'a, 'j> {
@@ -58,10 +58,11 @@ impl<'a, 'j> InTurn<'a, 'j> {
         let parameters = &mut ready.parameters;
         (parameters.first_tile, parameters.tiles) = (begin, end);
         parameters.tile_count = self.launches % COUNTS;
-        // What is in front of the first are steps; of the others, one of these, which lets the next begin.
+        // What is in front of the first are steps; of the others, one of these, which lets the next begin. One that counts where another
+        // has counted begins when all of those have ended: small ones may all be under way, each with blocks that wait for the one before.
         let programmatic = match self.launches {
             0 => self.job.behind_steps(),
-            _ => self.job.core.begins_early,
+            launches => self.job.core.begins_early && !launches.is_multiple_of(COUNTS),
         };
         self.launches += 1;
         Some((ready, programmatic))

@@ -102,6 +102,8 @@ pub(crate) struct Job<'a> {
     pub(crate) stepped: Cell<bool>,
     /// What is poisoned if the group was stopped: addresses, sizes and types.
     poisoned: Vec<(u64, usize, DataType)>,
+    /// What streams beside the caller's read, which is given back on that one: not before they are joined, also after a failure.
+    read_beside: Vec<Buffer>,
 }
 
 impl<'a> Job<'a> {
@@ -123,7 +125,13 @@ impl<'a> Job<'a> {
             product_follows: false,
             stepped: Cell::new(false),
             poisoned: Vec::new(),
+            read_beside: Vec::new(),
         }
+    }
+
+    /// Keeps what streams beside the caller's read.
+    pub(crate) fn keeps(&mut self, buffers: impl IntoIterator<Item = Buffer>) {
+        self.read_beside.extend(buffers);
     }
 
     /// At the end of the call this memory is poisoned, if the group was stopped.

@@ -3,7 +3,7 @@
 
 use crate::{
     comm::CudaComm,
-    finish::{End, Sums},
+    finish::{End, Sums, same_elements},
     gemm_flags::{self, Part, Tiled},
     gemm_sums::InTurn,
     job::{Job, Side},
@@ -139,9 +139,8 @@ impl Product<'_> {
             job.steps.filled(me, of, me, p);
         }
         if let Some(taken) = tiles {
-            let (ended, made) = self.run_tiled(job, of, taken, (bias, activation), d)?;
+            let ended = self.run_tiled(job, of, taken, (bias, activation), d)?;
             self.await_all(job, of)?;
-            drop(made);
             if !ended {
                 self.sum(job, of, me, (bias, activation), d)?;
             }
@@ -149,11 +148,9 @@ impl Product<'_> {
             return Ok(());
         }
         job.fork()?;
-        // Kept until the mover has been joined: the copies read them.
-        let mut parts = Vec::new();
         for p in 0..self.pieces {
             for &c in &self.plan.order {
-                parts.extend(self.multiply(job, of, usize::from(c), p)?);
+                self.multiply(job, of, usize::from(c), p)?;
             }
         }
         self.await_all(job, of)?;
@@ -181,7 +178,7 @@ impl Product<'_> {
     }
 
     /// Products of tiles: parts of others first, which copy engines carry, each piece while the next is multiplied; then own rows, whose tiles
-    /// end with what others made of them, if D may be written so early. Gives whether they did, and what must stay until the copies are done.
+    /// end with what others made of them, if D may be written so early. Gives whether they did.
     fn run_tiled(
         &self,
         job: &mut Job<'_>,
@@ -189,7 +186,7 @@ impl Product<'_> {
         taken: Taken,
         (bias, activation): (Option<&Buffer>, Activation),
         d: &Buffer,
-    ) -> Result<(bool, Vec<Option<Buffer>>)> {
+    ) -> Result<bool> {
         let (core, me) = (job.core, job.core.rank());
         let order = self.plan.order.iter().map(|&c| usize::from(c));
         let pieces: Vec<_> = order
@@ -201,6 +198,7 @@ impl Product<'_> {
             (c != me).then(part).transpose()
         };
         let made: Vec<_> = pieces.iter().map(made).collect::<Result<_>>()?;
+        job.keeps(made.iter().flatten().cloned());
         let own = core.place(me, of, self.slot(me, me, 0).start);
         let mut tiled = self.tiled(&pieces, &made, taken, own);
         let ends = may_be_written_early(&tiled, bias, d);
@@ -231,7 +229,7 @@ impl Product<'_> {
         job.traced(|| format!("multiply {me}"), last)?;
         job.product_follows = false;
         job.count_moved(moved);
-        Ok((ends, made))
+        Ok(ends)
     }
 
     /// Lets own tiles end in D.
@@ -313,8 +311,8 @@ impl Product<'_> {
         }
     }
 
-    /// Multiplies a piece of a chunk, and sends it to its owner. Gives what must stay until the copy is done.
-    fn multiply(&self, job: &mut Job<'_>, of: Use, c: usize, p: usize) -> Result<Option<Buffer>> {
+    /// Multiplies a piece of a chunk, and sends it to its owner.
+    fn multiply(&self, job: &mut Job<'_>, of: Use, c: usize, p: usize) -> Result<()> {
         let (core, me) = (job.core, job.core.rank());
         let rows = self.piece(c, p);
         let shape = Shape::new(&[rows.len(), self.n])?;
@@ -323,16 +321,16 @@ impl Product<'_> {
             let slot = self.slot(me, c, p);
             let mut part = core.window(of, slot, views, self.dtype, shape)?;
             let output = Output::Into(part.view_mut());
-            job.traced(|| format!("multiply {c}"), || self.product(rows, output))?;
-            return Ok(None);
+            return job.traced(|| format!("multiply {c}"), || self.product(rows, output));
         }
         let gpu = self.comm.gpu();
         let mut part = gpu.scratch(job.lane, self.dtype, shape.dims())?;
         let output = Output::Into(part.view_mut());
         job.traced(|| format!("multiply {c}"), || self.product(rows, output))?;
-        let moved = self.send(job, of, (c, p), &part)?;
-        job.count_moved(moved);
-        Ok(Some(part))
+        let moved = self.send(job, of, (c, p), &part);
+        job.keeps([part]);
+        job.count_moved(moved?);
+        Ok(())
     }
 
     fn product(&self, rows: Range<usize>, output: Output<'_>) -> Result<()> {
@@ -388,7 +386,11 @@ impl Product<'_> {
             beta: 1.0,
             activation,
         };
-        gpu.finish(job.lane, &sums, end, d, self.n)
+        // C may be a row of D, which others still read.
+        let apart = bias.is_none_or(|c| !overlap(c, d) || same_elements(c, d));
+        gpu.beside(job.lane, d, apart, |d| {
+            gpu.finish(job.lane, &sums, end, d, self.n)
+        })
     }
 }
 

@@ -126,8 +126,8 @@ impl Core {
     fn waiting_blocks(&self, lane: &Lane) -> Result<u32, Reason> {
         let mut beside = quiet::others(self);
         beside.retain(|core| !core.works_only_on(lane));
-        // Peers on this GPU have a part of it each. With one other product this one may share: whoever comes second gets what is left, and
-        // the first has all that it waits for. Of three, each could keep the next one's steps from their peers.
+        // Peers on this GPU have a part of it each. With one other product this one may share: whoever comes second gets what is left, so
+        // rows that the first waits for come, and parts of sums too, whose tiles are made where there is room. Of three, each could keep the next one's steps from their peers.
         let tiled = beside.iter().filter(|core| core.has_tiles()).count();
         if tiled > (self.sharing - 1).max(1) {
             return Err(tiles_room(format!(

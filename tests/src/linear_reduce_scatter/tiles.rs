@@ -1,6 +1,6 @@
-//! Tiles that are written at their owners': more than one in every direction, D in what it is made of, and what they refuse.
+//! Tiles of the twin: more than one in every direction, in pieces, D in what it is made of, and what they refuse.
 
-use super::Case;
+use super::{Case, Lies};
 use crate::{
     check::{assert_bits, expect_unsupported},
     gather_linear::tiles::{TILES, config, large},
@@ -8,7 +8,7 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{Activation, LoraLinearReduceScatterParams};
-use brigade_plan::reason;
+use brigade_plan::{reason, twin_pieces};
 use rand::{Rng, rngs::StdRng};
 
 fn drawn(rng: &mut StdRng, size: usize) -> Case {
@@ -34,14 +34,40 @@ fn many_tiles(world: &World) {
     });
 }
 
+/// A rank with so many rows that parts travel in pieces, of which some are whole tiles and some are not, and ranks with few or none.
+fn pieces(world: &World) {
+    let mut rng = world.rng();
+    let cases: Vec<_> = (0..3)
+        .map(|_| {
+            let most = rng.random_range(0..world.size);
+            let rows = rng.random_range(1024..1100);
+            // Parts of all ranks must fit an owner's half.
+            let columns = if world.size > 4 { 8 } else { 24 };
+            let spec = large(&mut rng, world.size).with(|s| {
+                s.rows.iter_mut().for_each(|r| *r %= 130);
+                s.rows[most] = rows;
+                s.n.fill(columns);
+                s.resident = false;
+            });
+            assert_eq!(twin_pieces(&spec.rows), 2);
+            Case::new(&mut rng, spec)
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        for case in &cases {
+            case.run(rank, TILES);
+        }
+    });
+}
+
 /// D may lie in what it is made of: the same bits come out as in memory of its own.
 fn inside(world: &World) {
     let mut rng = world.rng();
     let cases: Vec<_> = (0..4).map(|_| drawn(&mut rng, world.size)).collect();
     world.run(&config(), move |rank| {
         for case in &cases {
-            let apart = case.bytes(rank, TILES, false);
-            let inside = case.bytes(rank, TILES, true);
+            let apart = case.bytes(rank, TILES, Lies::BehindX);
+            let inside = case.bytes(rank, TILES, Lies::InX);
             assert_bits(&inside, &apart, case.spec.output, "D in x");
         }
     });
@@ -74,5 +100,6 @@ fn operands(world: &World) {
 pub(super) fn add(suite: &mut Suite) {
     suite.add("linear_reduce_scatter/tiles/operands", operands);
     suite.add("linear_reduce_scatter/tiles/many", many_tiles);
+    suite.add("linear_reduce_scatter/tiles/pieces", pieces);
     suite.add("linear_reduce_scatter/tiles/inside", inside);
 }
