@@ -182,7 +182,7 @@ impl AllGatherLoraLinearParams<'_> {
             scheme,
             lora: !self.runs.is_empty(),
             transpose_a: self.transpose_a,
-            three_dimensional,
+            inner: three_dimensional.then_some(inner),
             choice: self.choice,
         })
     }
@@ -249,7 +249,7 @@ impl LoraLinearReduceScatterParams<'_> {
             scheme: self.x.scheme(),
             lora: !self.runs.is_empty(),
             transpose_a: self.transpose_a,
-            three_dimensional,
+            inner: three_dimensional.then_some(inner),
             choice: self.choice,
         })
     }

@@ -236,11 +236,7 @@ pub fn lora_linear_reduce_scatter<C: Communicator + ?Sized>(
     let device = comm.device();
     let on = turn.stream().clone();
     let shape = p.x.shape();
-    let inner = if call.three_dimensional {
-        shape.dims()[1]
-    } else {
-        1
-    };
+    let inner = call.inner.unwrap_or(1);
     let x = match p.x {
         Operand::Plain(v) => Operand::Plain(v.reshape(&flat(&shape))?),
         quantized => quantized,
@@ -269,10 +265,9 @@ pub fn lora_linear_reduce_scatter<C: Communicator + ?Sized>(
     )?;
     let bias = cut_bias(p.bias, call.n, first, own)?;
     let mut output = p.output;
-    let d_shape = if call.three_dimensional {
-        Shape::new(&[call.rows[group.rank], inner, call.k])?
-    } else {
-        Shape::new(&[own, call.k])?
+    let d_shape = match call.inner {
+        Some(inner) => Shape::new(&[call.rows[group.rank], inner, call.k])?,
+        None => Shape::new(&[own, call.k])?,
     };
     let d = in_rows(&d_shape, &mut output, call.n, |output| {
         device.bias_activation(&on, sum.view(), bias, p.activation, output)

@@ -279,8 +279,8 @@ pub struct LinearCall {
     pub lora: bool,
     /// Whether op(A) is the transpose.
     pub transpose_a: bool,
-    /// Whether the activations have three dimensions.
-    pub three_dimensional: bool,
+    /// The middle dimension of activations that have three.
+    pub inner: Option<usize>,
     /// Forced mode.
     pub choice: Option<OverlapMode>,
 }

@@ -309,7 +309,7 @@ fn signed_calls_of_special_operands() {
     let p = AllGatherLoraLinearParams::new(chunk, &rows, &w);
     let call = p.check(&group(1, 2)).unwrap();
     assert!(
-        call.three_dimensional && call.k == 16,
+        call.inner == Some(2) && call.k == 16,
         "a row is 2 x 8 wide: {call:?}"
     );
 

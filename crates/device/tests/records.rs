@@ -140,7 +140,7 @@ fn linears() -> Vec<(String, u32)> {
         scheme: QScheme::None,
         lora: false,
         transpose_a: false,
-        three_dimensional: false,
+        inner: None,
         choice: None,
     };
     let changes: &Changes<LinearCall> = &[
@@ -154,7 +154,8 @@ fn linears() -> Vec<(String, u32)> {
         ("scheme", |c| c.scheme = QScheme::Int8PerToken),
         ("lora", |c| c.lora = true),
         ("transpose_a", |c| c.transpose_a = true),
-        ("three_dimensional", |c| c.three_dimensional = true),
+        ("inner", |c| c.inner = Some(2)),
+        ("another inner", |c| c.inner = Some(3)),
         ("choice off", |c| c.choice = Some(OverlapMode::Off)),
         ("choice ring", |c| c.choice = Some(OverlapMode::Ring)),
         ("choice 2 pieces", |c| {
@@ -275,7 +276,7 @@ fn every_field_of_a_call_is_signed() {
             panic!("{name} and {other} have the same signature");
         }
     }
-    assert_eq!(seen.len(), 2 * 16 + 38);
+    assert_eq!(seen.len(), 2 * 17 + 38);
 }
 
 #[test]

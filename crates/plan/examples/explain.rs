@@ -77,7 +77,7 @@ fn linears(size: usize) -> Vec<(String, Call)> {
         scheme: QScheme::None,
         lora: false,
         transpose_a: false,
-        three_dimensional: false,
+        inner: None,
         choice,
     };
     let pieces = Some(OverlapMode::Chunked { pieces: 4 });

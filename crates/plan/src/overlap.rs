@@ -54,7 +54,7 @@ fn overlappable(call: &LinearCall, topology: &Topology) -> Result<(), Reason> {
     if call.transpose_a {
         return Err(reason::transposed());
     }
-    if call.three_dimensional {
+    if call.inner.is_some() {
         return Err(reason::three_dimensional());
     }
     Ok(())

@@ -94,7 +94,7 @@ fn reasons_against_overlap() {
             c.scheme = QScheme::Fp8PerTokenBlock;
         }),
         ("transposed", |c, _, _| c.transpose_a = true),
-        ("three dimensions", |c, _, _| c.three_dimensional = true),
+        ("three dimensions", |c, _, _| c.inner = Some(2)),
         ("regions of 128 KiB", |_, t, _| {
             t.config.gather_bytes = 128 << 10;
             t.config.reduce_scatter_bytes = 128 << 10;

@@ -33,5 +33,19 @@ pub(super) fn mismatches(engines: Engines) -> Vec<(String, Op, Op)> {
             (format!("twin_{name}"), one.scatter(), other.scatter()),
         ]
     };
-    pairs.into_iter().flat_map(both).collect()
+    // As many elements of a row, and as many parts of sums, that are no more alike than others.
+    let inner = |columns, inner| Linear::new(3, columns, None).with(|l| l.inner = Some(inner));
+    let inner = [
+        (
+            "gather_inner".to_owned(),
+            inner(6, 2).gather(),
+            inner(4, 3).gather(),
+        ),
+        (
+            "twin_inner".to_owned(),
+            inner(6, 2).scatter(),
+            inner(6, 3).scatter(),
+        ),
+    ];
+    pairs.into_iter().flat_map(both).chain(inner).collect()
 }

@@ -26,6 +26,8 @@ pub struct Linear {
     pub lora: bool,
     /// D's type, where it is another than usual.
     pub output: Option<DataType>,
+    /// The middle dimension, where there are three.
+    pub inner: Option<usize>,
 }
 
 impl Linear {
@@ -38,6 +40,7 @@ impl Linear {
             scheme: QScheme::None,
             lora: false,
             output: None,
+            inner: None,
         }
     }
 
@@ -69,6 +72,21 @@ impl Linear {
 
     fn output(&self) -> DataType {
         self.output.unwrap_or(self.dtype())
+    }
+
+    /// So many rows of so many columns.
+    fn dims(&self, rows: usize, columns: usize) -> Vec<usize> {
+        [Some(rows), self.inner, Some(columns)]
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+
+    fn activations(&self, rank: &Rank, rows: usize, k: usize) -> Uploaded {
+        match self.inner {
+            Some(_) => Uploaded::Plain(own(rank, self.dtype(), &self.dims(rows, k))),
+            None => self.factor(rank, [rows, k]),
+        }
     }
 
     fn factor(&self, rank: &Rank, dims: [usize; 2]) -> Uploaded {
@@ -105,11 +123,11 @@ impl Linear {
         Op::new("gather_linear", operation, move |rank, lease| {
             let counts = vec![self.rows; rank.size];
             let [k, n] = [self.columns, COLUMNS].map(|c| self.whole(c));
-            let x = self.factor(rank, [self.rows, k]);
+            let x = self.activations(rank, self.rows, k);
             let weight = self.weight(rank, [k, n]);
             let adapter = self.adapter(rank, [k, n]);
             let m = self.rows * rank.size;
-            let mut d = old(rank, self.output(), &[m, n]);
+            let mut d = old(rank, self.output(), &self.dims(m, n));
             let chunk = Chunk::Copy(x.operand());
             let result = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
                 output: Output::Into(d.view_mut()),
@@ -130,10 +148,10 @@ impl Linear {
             let counts = vec![self.rows; rank.size];
             let [k, n] = [COLUMNS, self.columns].map(|c| self.whole(c));
             let m = self.rows * rank.size;
-            let x = self.factor(rank, [m, k]);
+            let x = self.activations(rank, m, k);
             let weight = self.weight(rank, [k, n]);
             let adapter = self.adapter(rank, [k, n]);
-            let mut d = old(rank, self.output(), &[self.rows, n]);
+            let mut d = old(rank, self.output(), &self.dims(self.rows, n));
             let result = lease.lora_linear_reduce_scatter(LoraLinearReduceScatterParams {
                 output: Output::Into(d.view_mut()),
                 transpose_weight: self.is_whole(),

@@ -77,7 +77,7 @@ mod tests {
             scheme,
             lora: false,
             transpose_a: false,
-            three_dimensional: false,
+            inner: None,
             choice: None,
         }
     }

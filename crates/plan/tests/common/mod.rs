@@ -46,7 +46,7 @@ pub fn linear(rows: &[usize]) -> LinearCall {
         scheme: QScheme::None,
         lora: false,
         transpose_a: false,
-        three_dimensional: false,
+        inner: None,
         choice: None,
     }
 }
