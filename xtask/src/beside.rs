@@ -45,11 +45,10 @@ name = "gpu"
 path = "ROOT/crates/candle/tests/gpu/main.rs"
 harness = false
 
-# So that nobody else is given these kernels, which are empty.
-[profile.dev.package.candle-kernels]
-codegen-units = 3
-
 "#;
+
+/// So that nobody else is given these kernels, which are empty.
+const APART: &str = "profile.dev.package.candle-kernels.codegen-units=3";
 
 /// The library: what the book shows of cudarc's NCCL, which nothing else compiles either.
 const LIBRARY: &str = r#"#[path = "ROOT/docs/examples/from_nccl.rs"]
@@ -84,6 +83,7 @@ impl Beside {
         for (from, what) in [(&folder, "check --tests"), (&workspace.root, perf)] {
             let mut cargo = workspace.cargo();
             cargo
+                .args(["--config", APART])
                 .current_dir(from)
                 .args(what.split(' '))
                 .env("PATH", &path)

@@ -61,7 +61,7 @@ const LARGEST_BYTES: u64 = 64 << 20;
 /// What programs with candle travel in.
 const ARCHIVE: &str = "programs.tar.gz";
 
-/// Marks a folder as ours, so that no other is emptied.
+/// What runs everything, and marks a folder as a bundle by its title, so that no other is emptied.
 const MARK: &str = "run.sh";
 
 impl Bundle {
@@ -230,6 +230,7 @@ pub fn commit(workspace: &Workspace) -> String {
         "*.cu",
         "*.cuh",
         "*.toml",
+        "Cargo.lock",
         "crates/plan/tables",
     ];
     let more = said(&sources).is_some_and(|s| !s.is_empty());
@@ -240,7 +241,9 @@ pub fn commit(workspace: &Workspace) -> String {
 /// Removes what an earlier bundle left, and nothing that is not one.
 fn empty(out: &Path) -> Result<()> {
     if out.exists() {
-        let ours = out.join(MARK).is_file() || fs::read_dir(out)?.next().is_none();
+        let script = fs::read_to_string(out.join(MARK));
+        let ours = script.is_ok_and(|text| text.contains(runner::TITLE));
+        let ours = ours || fs::read_dir(out)?.next().is_none();
         if !ours {
             bail!("{} holds something else than a bundle", out.display());
         }
@@ -361,6 +364,10 @@ mod tests {
         empty(&out).unwrap();
         empty(&out).unwrap();
         fs::write(out.join("letter"), "dear").unwrap();
+        assert!(empty(&out).is_err());
+        assert!(out.join("letter").is_file());
+        // A script of somebody else's.
+        script(&out.join(MARK), "#!/bin/sh\nall my work\n").unwrap();
         assert!(empty(&out).is_err());
         assert!(out.join("letter").is_file());
         script(&out.join(MARK), &runner::text(&["a"], None)).unwrap();

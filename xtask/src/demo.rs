@@ -170,7 +170,11 @@ fn forwarded(
     let mut arguments: Vec<OsString> = Vec::new();
     for (option, value) in valued {
         if let Some(value) = value {
-            arguments.extend([option.into(), value]);
+            // As one word, since a value may begin as an option does.
+            let mut word = OsString::from(option);
+            word.push("=");
+            word.push(value);
+            arguments.push(word);
         }
     }
     arguments.extend(flags.iter().filter(|f| f.1).map(|f| f.0.into()));
@@ -196,7 +200,7 @@ mod tests {
     #[test]
     fn what_is_given_is_passed_on_and_nothing_else() {
         assert_eq!(passed(""), ["run"]);
-        let all = "--ranks 3 --prompt hello --max-tokens 8 --device host --mode ring --trace t.json --deadline 5 --dtype bf16 --lose 1@5 --stall 2@3 --processes --lora --json --synthetic --check --regroup --graph";
+        let all = "--ranks=3 --prompt=hello --max-tokens=8 --device=host --mode=ring --trace=t.json --deadline=5 --dtype=bf16 --lose=1@5 --stall=2@3 --processes --lora --json --synthetic --check --regroup --graph";
         let same = |line: &str| {
             let want: Vec<&str> = std::iter::once("run")
                 .chain(line.split_whitespace())
@@ -204,9 +208,9 @@ mod tests {
             assert_eq!(passed(line), want);
         };
         same(all);
-        same("--model m.gguf");
-        same("--prompt one --prompt two");
-        let moe = "moe --shape small --ranks 4";
+        same("--model=m.gguf");
+        same("--prompt=one --prompt=-5");
+        let moe = "moe --shape=small --ranks=4";
         let want: Vec<&str> = moe.split_whitespace().collect();
         assert_eq!(passed(moe), want);
     }

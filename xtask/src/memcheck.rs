@@ -1,7 +1,7 @@
 //! Runs the tests of unsafe host code under valgrind.
 
 use crate::workspace::{Workspace, exit_code, status};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use cargo_metadata::{Artifact, Message};
 use clap::Args;
 use std::{
@@ -121,9 +121,13 @@ fn run_all(jobs: Vec<(String, Command)>) -> Result<ExitCode> {
                     let mut worst = worst.lock().unwrap_or_else(PoisonError::into_inner);
                     let failure = match ended {
                         Ok(out) => {
-                            let text = [out.stderr, out.stdout].concat();
+                            let text = [&out.stderr[..], &out.stdout].concat();
                             eprintln!("$ {what}\n{}", String::from_utf8_lossy(&text));
-                            (!out.status.success()).then(|| Ok(exit_code(out.status)))
+                            match out.status.success() {
+                                true if has_run(&out.stdout) => None,
+                                true => Some(Err(anyhow!("{what} has run no test"))),
+                                false => Some(Ok(exit_code(out.status))),
+                            }
                         }
                         Err(error) => Some(Err(error)),
                     };
@@ -134,6 +138,15 @@ fn run_all(jobs: Vec<(String, Command)>) -> Result<ExitCode> {
     });
     let worst = worst.into_inner().unwrap_or_else(PoisonError::into_inner);
     worst.unwrap_or(Ok(ExitCode::SUCCESS))
+}
+
+/// Whether a program of tests says that one at least has passed.
+fn has_run(stdout: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(stdout);
+    let mut results = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("test result: ok. "));
+    results.any(|result| !result.starts_with("0 passed"))
 }
 
 /// This machine's name among cargo's targets, as its variables have it.
@@ -213,12 +226,25 @@ mod tests {
         format!("{:?}", run_all(scripts.iter().map(job).collect()).unwrap())
     }
 
+    /// A test program of which all is well.
+    const WELL: &str = "echo 'test result: ok. 2 passed; 0 failed'";
+
     #[test]
     fn one_failure_among_all_is_the_result() {
         let code = |code| format!("{:?}", ExitCode::from(code));
-        assert_eq!(all(&["exit 0"; 5]), code(0));
-        assert_eq!(all(&["exit 0", "exit 0", "exit 99", "exit 0"]), code(99));
-        assert_eq!(all(&["exit 0", "exit 0", "exit 99"]), code(99));
+        assert_eq!(all(&[WELL; 5]), code(0));
+        assert_eq!(all(&[WELL, WELL, "exit 99", WELL]), code(99));
+        assert_eq!(all(&[WELL, WELL, "exit 99"]), code(99));
+    }
+
+    #[test]
+    fn who_has_run_no_test_has_shown_nothing() {
+        for nothing in ["exit 0", "echo 'test result: ok. 0 passed; 0 failed'"] {
+            let mut command = Command::new("sh");
+            command.args(["-c", nothing]);
+            let said = run_all(vec![("it".to_owned(), command)]).unwrap_err();
+            assert_eq!(said.to_string(), "it has run no test");
+        }
     }
 
     #[test]

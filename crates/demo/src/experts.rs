@@ -93,7 +93,7 @@ impl Moe {
         if processes::is_rank() {
             return self.layer(Some(&processes::join()?));
         }
-        processes::start(self.ranks, None)
+        processes::start(self.ranks, &[])
     }
 
     fn options(&self, ranks: usize) -> Result<Options> {

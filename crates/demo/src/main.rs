@@ -175,7 +175,8 @@ impl Run {
             lora: self.lora.then(|| AdapterSpec::new(LORA.0, LORA.1, LORA.2)),
             deadline: Duration::from_secs(self.deadline),
             regroup: self.regroup,
-            leave: self.lose.filter(|_| !self.processes),
+            // A process aborts once a token is told.
+            leave: self.lose.filter(|(_, at)| !self.processes || *at == 0),
             stall: self.stall,
             graph: self.graph,
         }
@@ -205,7 +206,9 @@ impl Run {
         }
         // Once, and not by all ranks at the same time.
         drop(self.source()?);
-        processes::start(self.ranks, self.lose.or(self.stall).map(|(rank, _)| rank))
+        let lost = [self.lose, self.stall].into_iter().flatten();
+        let lost: Vec<_> = lost.map(|(rank, _)| rank).collect();
+        processes::start(self.ranks, &lost)
     }
 
     /// With all ranks, or as the one of a group.
@@ -229,9 +232,10 @@ impl Run {
         let mut told = Vec::new();
         let mut shown = String::new();
         let mut first = 0;
+        let lost = |told| me.is_some_and(|me| self.lose == Some((me, told)));
         let mut on_token = |sequence, token| {
             first += usize::from(sequence == 0);
-            if me.is_some() && self.lose.map(|(rank, at)| (Some(rank), at)) == Some((me, first)) {
+            if lost(first) {
                 std::process::abort();
             }
             told.push(token);

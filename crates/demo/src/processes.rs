@@ -33,9 +33,9 @@ pub fn beside(path: &Path, rank: usize) -> PathBuf {
     path.with_extension(format!("rank{rank}{extension}"))
 }
 
-/// Starts all ranks with this process's own arguments, and waits for them. They speak for themselves. One that is `lost` is to fail.
+/// Starts all ranks with this process's own arguments, and waits for them. They speak for themselves. Those that are `lost` are to fail.
 #[cfg(unix)]
-pub fn start(ranks: usize, lost: Option<usize>) -> Result<ExitCode> {
+pub fn start(ranks: usize, lost: &[usize]) -> Result<ExitCode> {
     use brigade::group::Launch;
     use std::{io::Write, process::Command, time::Duration};
 
@@ -48,7 +48,7 @@ pub fn start(ranks: usize, lost: Option<usize>) -> Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     // Each rank has deadlines of its own.
     while let Some((rank, status)) = ranks.next(Duration::MAX)? {
-        if !status.success() && lost != Some(rank) {
+        if !status.success() && !lost.contains(&rank) {
             code = ExitCode::FAILURE;
             if status.code().is_none() {
                 // It could not say so itself.
@@ -60,7 +60,7 @@ pub fn start(ranks: usize, lost: Option<usize>) -> Result<ExitCode> {
 }
 
 #[cfg(not(unix))]
-pub fn start(_: usize, _: Option<usize>) -> Result<ExitCode> {
+pub fn start(_: usize, _: &[usize]) -> Result<ExitCode> {
     anyhow::bail!("--processes needs a system on which processes share memory")
 }
 

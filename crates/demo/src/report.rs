@@ -142,8 +142,10 @@ impl Report<'_> {
                 ),
             };
         }
-        for (prompt, divergence) in self.prompts.iter().zip(self.divergences.unwrap_or(&[])) {
+        let compared = self.prompts.iter().zip(&g.tokens);
+        for ((prompt, tokens), divergence) in compared.zip(self.divergences.unwrap_or(&[])) {
             let _ = match divergence {
+                None if tokens.is_empty() => writeln!(out, "nothing to compare: {prompt}"),
                 None => writeln!(out, "as the reference: {prompt}"),
                 Some(d) => writeln!(out, "{d}: {prompt}"),
             };

@@ -44,6 +44,14 @@ pub fn run(options: &Conformance) -> Result<String> {
     let path = options.log.display();
     let log = fs::read_to_string(&options.log).with_context(|| format!("reading {path}"))?;
     let runs = read(&log).with_context(|| path.to_string())?;
+    for run in &runs {
+        let mut alike = runs.iter().filter(|other| other.filter == run.filter);
+        ensure!(
+            alike.any(|other| other.trials != Some(0)),
+            "no program has a trial with {:?} in its name",
+            run.filter
+        );
+    }
     let command = ["run.sh"].into_iter();
     let words: Vec<_> = command
         .chain(options.arguments.iter().map(String::as_str))
@@ -191,6 +199,36 @@ test result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; 7 filtered out; fini
 
 == gone w2
 ";
+
+    /// A word that is in no trial's name has shown nothing.
+    #[test]
+    fn a_filter_without_trials_is_refused() {
+        let folder = std::env::temp_dir().join(format!("brigade-filter-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let (log, json) = (folder.join("run.log"), folder.join("run.json"));
+        let of = |trials: usize| {
+            let text = format!(
+                "== gpu gemn\n\nrunning 0 tests\n\ntest result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; 3 filtered out\n\n\
+                 == cuda gemn\n\nrunning {trials} tests\n{}\ntest result: ok. {trials} passed; 0 failed; 0 ignored; 0 measured; 3 filtered out\n",
+                "test cuda/gemn ... ok\n".repeat(trials)
+            );
+            fs::write(&log, text).unwrap();
+            run(&Conformance {
+                log: log.clone(),
+                seed: 1,
+                json: json.clone(),
+                arguments: vec!["gemn".into()],
+            })
+        };
+        let refused = of(0).unwrap_err().to_string();
+        assert!(
+            refused.contains("no program has a trial with \"gemn\""),
+            "{refused}"
+        );
+        assert!(!json.exists());
+        assert!(of(1).unwrap().contains("1 trials passed"));
+        fs::remove_dir_all(folder).unwrap();
+    }
 
     fn names(all: &[&str]) -> Vec<String> {
         all.iter().map(ToString::to_string).collect()

@@ -135,6 +135,10 @@ pub fn run(options: &Linears, which: Which, ranks: &Ranks) -> Result<String> {
         !options.resident || options.scheme == Scheme::Bf16,
         "--resident goes with bf16 alone: space in the user buffer is handed out for floats"
     );
+    ensure!(
+        !options.resident || which == Which::Gather,
+        "--resident goes with gather-linear: its twin's rows lie nowhere but with the caller"
+    );
     ensure!(options.adapters > 0, "--adapters: there must be one");
     let shapes = options.shapes(which, ranks.size())?;
     let meta = meta::meta(ranks)?;

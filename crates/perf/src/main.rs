@@ -101,10 +101,10 @@ struct Common {
     #[arg(long)]
     shared: bool,
     /// Rounds that are measured
-    #[arg(short = 'n', long, default_value_t = 20)]
+    #[arg(short = 'n', long, default_value_t = 20, value_parser = sizes::at_least_one)]
     rounds: usize,
     /// Calls in a round, one after the other
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = sizes::at_least_one)]
     calls: usize,
     /// Capture the calls of a round in a CUDA graph, and replay it
     #[arg(long)]

@@ -22,6 +22,7 @@ pub fn meta(ranks: &Ranks) -> Result<Value> {
     let mut meta = any(ranks)?;
     meta["gpu"] = json!(gpus.first().map(|g| g.name.clone()));
     meta["link"] = match peers.iter().all(|l| l.access && l.native_atomics) {
+        _ if size > gpus.len() => "shared",
         true => "nvlink",
         false => "pcie",
     }

@@ -278,6 +278,10 @@ pub fn run(options: &Moe, ranks: &Ranks) -> Result<String> {
         options.wire_gb_per_s.is_none_or(|gb| gb > 0.0),
         "--wire-gb-per-s must be more than 0"
     );
+    ensure!(
+        options.in_slots() || options.back == Payload::AsIs,
+        "--back goes with --transport low-latency"
+    );
     options.check_machines(ranks.size())?;
     let mut meta = meta::meta(ranks)?;
     meta["nccl_environment"] = meta::nccl_environment(std::env::vars_os()).into();

@@ -15,6 +15,14 @@ pub fn bytes(text: &str) -> Result<usize, String> {
     number.checked_mul(1 << shift).ok_or_else(wrong)
 }
 
+/// How often something is done that must be done once at least.
+pub fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) | Err(_) => Err(format!("{text}: wanted a number, 1 or more")),
+        Ok(number) => Ok(number),
+    }
+}
+
 /// All sizes from the first to the last, each so many times the one before.
 pub fn steps(begin: usize, end: usize, factor: usize) -> Result<Vec<usize>> {
     ensure!(
@@ -41,6 +49,15 @@ mod tests {
         }
         for wrong in ["", "K", "-1", "1.5M", "64KB", "99999999999999G"] {
             assert!(bytes(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_not_often_enough() {
+        assert_eq!(at_least_one("1"), Ok(1));
+        assert_eq!(at_least_one("20"), Ok(20));
+        for wrong in ["0", "", "-1", "many"] {
+            assert!(at_least_one(wrong).is_err(), "{wrong}");
         }
     }
 

@@ -6,6 +6,9 @@ use super::BENCHMARK;
 /// Groups are of ranks that share a GPU, so one is enough. The suite knows whether it has trials of these names (`tests/src/cuda.rs`).
 const MEMCHECK: &str = include_str!("memcheck.txt");
 
+/// What the script says of itself.
+pub(super) const TITLE: &str = "# Runs Brigade's GPU tests: ";
+
 /// The lines in two parts.
 fn listed() -> impl Iterator<Item = (&'static str, &'static str)> {
     MEMCHECK.lines().filter_map(|line| line.split_once(' '))
@@ -23,7 +26,7 @@ pub(super) fn text(programs: &[&str], archive: Option<&str>) -> String {
     });
     format!(
         r#"#!/usr/bin/env bash
-# Runs Brigade's GPU tests: all of them, or those whose names hold one of the arguments.
+{TITLE}all of them, or those whose names hold one of the arguments.
 set -u
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
 export BRIGADE_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32

@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn what_is_given_is_passed_on_and_nothing_else() {
         assert_eq!(parsed("").unwrap(), Vec::<OsString>::new());
-        let all = "--shape qwen3 --experts 64 --ranks 3 --tokens 3,0,5 --device host --sum expert --repeats 2 --seed 7 --deadline 5 --fp8 --processes --json";
+        let all = "--shape=qwen3 --experts=64 --ranks=3 --tokens=3,0,5 --device=host --sum=expert --repeats=2 --seed=7 --deadline=5 --fp8 --processes --json";
         let want: Vec<&str> = all.split_whitespace().collect();
         assert_eq!(parsed(all).unwrap(), want);
     }

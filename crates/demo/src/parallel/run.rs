@@ -47,7 +47,7 @@ impl Task<'_> {
                 let want = format!("below {}", config.vocabulary);
                 return Err(Error::field("prompt token", id, want));
             }
-            if prompt.len() + options.max_tokens > config.context {
+            if prompt.len().saturating_add(options.max_tokens) > config.context {
                 return Err(Error::field(
                     "prompt and max_tokens",
                     format!("{} + {}", prompt.len(), options.max_tokens),

@@ -53,10 +53,10 @@ pub struct Tune {
     #[arg(long)]
     processes: bool,
     /// Rounds that are measured
-    #[arg(short = 'n', long, default_value_t = 20)]
+    #[arg(short = 'n', long, default_value_t = 20, value_parser = sizes::at_least_one)]
     rounds: usize,
     /// Calls in a round, one after the other, in a graph; fewer of inputs beyond 1 MiB
-    #[arg(long, default_value_t = 50)]
+    #[arg(long, default_value_t = 50, value_parser = sizes::at_least_one)]
     calls: usize,
     /// Bytes to begin with; K, M and G count in powers of 1024
     #[arg(short, long, value_parser = sizes::bytes, default_value = "2K")]

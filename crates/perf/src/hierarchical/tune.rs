@@ -52,10 +52,10 @@ pub struct Tune {
     #[command(flatten)]
     sockets: Sockets,
     /// Rounds that are measured
-    #[arg(short = 'n', long, default_value_t = 20)]
+    #[arg(short = 'n', long, default_value_t = 20, value_parser = sizes::at_least_one)]
     rounds: usize,
     /// Calls in a round, one after the other
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = sizes::at_least_one)]
     calls: usize,
     /// Capture the calls of a round in a graph, and replay it
     #[arg(long)]
@@ -124,10 +124,6 @@ impl Tune {
     fn extent(&self, ranks: usize) -> Result<Extent> {
         let machines = machines_of(ranks, self.machines)?;
         ensure!(machines.count() > 1, "there must be two machines");
-        ensure!(
-            self.rounds > 0 && self.calls > 0,
-            "there must be a round, of a call"
-        );
         Ok(Extent {
             machines,
             float: self.dtype,

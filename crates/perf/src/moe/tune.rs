@@ -10,6 +10,7 @@ use crate::{
     ranks::{Rank, Ranks},
     rounded,
     sample::{Variant, measure},
+    sizes,
 };
 use anyhow::{Result, ensure};
 use brigade::{
@@ -47,10 +48,10 @@ pub struct Tune {
     #[arg(long)]
     processes: bool,
     /// Rounds that are measured
-    #[arg(short = 'n', long, default_value_t = 20)]
+    #[arg(short = 'n', long, default_value_t = 20, value_parser = sizes::at_least_one)]
     rounds: usize,
     /// Calls in a round, one after the other, in a graph
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = sizes::at_least_one)]
     calls: usize,
     /// Tokens of each rank
     #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 8, 32, 128, 256, 512, 1024, 2048, 4096])]

@@ -31,7 +31,7 @@ fn options_are_read() {
     );
     assert!(extent.config().staging_bytes >= 64 << 20 && line.rail().is_none());
     assert!(line.extent(7).is_err() && tune("--machines 1").extent(2).is_err());
-    assert!(tune("-n 0").extent(2).is_err() && tune("--calls 0").extent(2).is_err());
+    assert!(read("-n 0").is_err() && read("--calls 0").is_err());
     assert!(read("--sockets").is_err() && read("--rail-latency-us 5").is_err());
     let rail = tune("--rail-latency-us 5 --rail-bytes-per-us 7").rail();
     let want = RailModel {
