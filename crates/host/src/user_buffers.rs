@@ -4,7 +4,7 @@
 use crate::{
     comm::HostComm,
     core::{Core, Pairs},
-    job::{Active, Use},
+    job::{Active, Job, Use},
     memory::{reading, writing},
     queue::HostQueue,
 };
@@ -147,7 +147,7 @@ impl Pair<'_, '_> {
         Flag::new(self.active.job.generation(), SIGNATURE, count as u32)
     }
 
-    /// Comes to a step about the `count`-th signal: see [`Job::step`](crate::job::Job).
+    /// Comes to a step about the `count`-th signal: see [`Job::step`].
     fn step(&self, point: Point, count: u64) -> bool {
         let place = Place {
             slot: self.region.0.into(),
@@ -298,11 +298,11 @@ impl HostComm {
                 CopyBy::Kernel => memory.copy(from, to, p.bytes),
                 CopyBy::Engine => {
                     let memory = Arc::clone(memory);
-                    let copy = move || {
+                    let copy = move |_: &Job| {
                         memory.copy(from, to, p.bytes);
                         Ok(())
                     };
-                    pair.active.job.core.mover.start(copy).wait()?;
+                    pair.active.job.hand_over(copy).wait()?;
                 }
             }
             pair.active.job.count_moved(p.bytes);
