@@ -155,8 +155,10 @@ impl Core {
             inject,
         } = parts;
         let group = *control.group();
+        // All have agreed by now that this rank is in.
+        let mover = Mover::new(&group).inspect_err(|_| control.leave())?;
         Ok(Arc::new(Self {
-            mover: Mover::new(&group)?,
+            mover,
             staging: Staging::default(),
             control,
             config,
