@@ -5,6 +5,7 @@
 mod experts;
 pub mod injected;
 mod linears;
+pub mod panics;
 
 use crate::{
     all_reduce,
@@ -384,4 +385,5 @@ pub fn add(suite: &mut Suite) {
         });
     }
     experts::add(suite);
+    panics::add(suite);
 }

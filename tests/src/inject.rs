@@ -1,4 +1,4 @@
-//! Hooks of contracts: delays everywhere, or one mishap at one point.
+//! Hooks of contracts: delays everywhere, one mishap at one point, or a panic where no rank makes its calls.
 
 use crate::backend::Backend;
 use brigade_device::{Action, Inject, Point, Step};
@@ -6,7 +6,11 @@ use parking_lot::Mutex;
 use rand::{Rng, rngs::StdRng};
 use std::{
     hash::{DefaultHasher, Hash, Hasher},
-    sync::{Arc, Weak},
+    panic::resume_unwind,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
     thread::{self, ThreadId},
     time::Duration,
 };
@@ -116,5 +120,46 @@ impl Inject for Director {
             Some(What::Kill(_)) => self.backend.upgrade().unwrap().kill(),
             None => self.jitter.map_or(Action::GoOn, |j| j.at(step)),
         }
+    }
+}
+
+/// A hook that panics once: on the first thread that comes to a point, and is none of those that make calls.
+pub struct Panics {
+    point: Point,
+    callers: Mutex<Vec<ThreadId>>,
+    armed: AtomicBool,
+}
+
+impl Panics {
+    /// Not yet.
+    pub fn at(point: Point) -> Arc<Self> {
+        Arc::new(Self {
+            point,
+            callers: Mutex::default(),
+            armed: AtomicBool::new(false),
+        })
+    }
+
+    /// This thread makes calls. To be said by every rank before one of them arms it.
+    pub fn spare_caller(&self) {
+        self.callers.lock().push(thread::current().id());
+    }
+
+    /// From now on.
+    pub fn arm(&self) {
+        self.armed.store(true, Ordering::Release);
+    }
+}
+
+impl Inject for Panics {
+    fn at(&self, step: &Step) -> Action {
+        let is_it = step.point == self.point
+            && self.armed.load(Ordering::Acquire)
+            && !self.callers.lock().contains(&thread::current().id())
+            && self.armed.swap(false, Ordering::AcqRel);
+        if is_it {
+            resume_unwind(Box::new("meant to happen, in a hook"));
+        }
+        Action::GoOn
     }
 }

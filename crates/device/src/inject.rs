@@ -116,7 +116,8 @@ impl Unguarded {
     }
 }
 
-/// What a hook wants done. What makes no sense at a point is ignored there. To die, a hook ends its thread or process.
+/// What a hook wants done. What makes no sense at a point is ignored there. To die, a hook ends the thread that makes
+/// the call, or the process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Action {
     /// Nothing out of the ordinary.

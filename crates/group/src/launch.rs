@@ -38,7 +38,11 @@ pub struct Launch {
     size: usize,
 }
 
-/// Processes of a group, one per rank. Those that still run when it is dropped are killed.
+/// Time for a process to end once it was killed: the system takes its memory back, and drivers what it had of theirs.
+const DYING: Duration = Duration::from_secs(10);
+
+/// Processes of a group, one per rank. Those that still run when it is dropped are killed, and waited for: ten seconds at most, since the
+/// system may hold one in a call that nothing ends. Such a one may go on to be listed when it has ended (a zombie), while this process lives.
 #[derive(Debug)]
 pub struct Ranks {
     children: Vec<Child>,
@@ -156,7 +160,7 @@ impl Ranks {
     /// Waits for all ranks, and says how each ended.
     ///
     /// # Errors
-    /// [`Error::Group`] naming the ranks that have not ended `within` the time; they are killed.
+    /// [`Error::Group`] naming the ranks that have not ended `within` the time; they are killed, as when [`Ranks`] are dropped.
     pub fn wait(mut self, within: Duration) -> Result<Vec<ExitStatus>> {
         let deadline = Deadline::after(within);
         while self.next(deadline.left())?.is_some() {}
@@ -177,12 +181,19 @@ impl Ranks {
 
 impl Drop for Ranks {
     fn drop(&mut self) {
-        for (child, status) in self.children.iter_mut().zip(&self.statuses) {
-            if status.is_none() {
-                // A process of this one that has not been waited for can be killed, and then ends.
-                let _ = child.kill();
-                let _ = child.wait();
+        let children = self.children.iter_mut().zip(&self.statuses);
+        let running = children.filter(|(_, status)| status.is_none());
+        // A process of this one that has not been waited for can be killed.
+        let killed = running.map(|(child, _)| drop(child.kill())).count();
+        let deadline = Deadline::after(DYING);
+        for _ in 0..killed {
+            if let Ok(None) = self.next(deadline.left()) {
+                break;
             }
+        }
+        // One that nobody watches, for want of a thread, has ended by now as well.
+        for child in &mut self.children {
+            let _ = child.try_wait();
         }
     }
 }
@@ -233,11 +244,16 @@ mod tests {
         ranks.kill(0).unwrap();
         let (rank, status) = ranks.next(LONG).unwrap().unwrap();
         assert_eq!((rank, status.code()), (0, None));
+        let last = ranks.child(2).unwrap().id();
         let error = ranks.wait(Duration::from_millis(1)).unwrap_err();
         assert_eq!(
             error.to_string(),
             "waiting for processes: not ended after 1ms: rank 2"
         );
+        let last = Pid::from_raw(last.try_into().unwrap()).unwrap();
+        let how = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        let left = waitid(WaitId::Pid(last), how);
+        assert_eq!(left.unwrap_err(), Errno::CHILD, "nothing is left of it");
     }
 
     #[test]

@@ -10,8 +10,8 @@ use crate::{
     waits::Waits,
 };
 use brigade_device::{
-    Absent, Call, CommConfig, DataType, Error, FaultKind, FaultRecord, Injector, LinearCall,
-    Operation, PerRank, Plan, Point, Reason, Region, Result, Traffic,
+    Absent, Call, CommConfig, DataType, Error, FaultRecord, Injector, LinearCall, Operation,
+    PerRank, Plan, Point, Reason, Region, Result, Traffic,
 };
 use brigade_group::Control;
 use brigade_plan::{
@@ -155,8 +155,10 @@ impl Core {
             inject,
         } = parts;
         let group = *control.group();
+        // All have agreed by now that this rank is in.
+        let mover = Mover::new(&group).inspect_err(|_| control.leave())?;
         Ok(Arc::new(Self {
-            mover: Mover::new(&group)?,
+            mover,
             staging: Staging::default(),
             control,
             config,
@@ -355,14 +357,9 @@ impl Core {
     }
 
     fn finish<R>(&self, job: Job, result: Result<R>) -> Result<R> {
-        match &result {
-            Ok(_) => {
-                self.calls.fetch_add(1, Ordering::Relaxed);
-            }
-            Err(Error::Fault(_)) => {}
-            Err(_) => {
-                job.fail(FaultKind::Aborted, self.control.group().rank, 0, 0, 0);
-            }
+        job.stop_after(&result);
+        if result.is_ok() {
+            self.calls.fetch_add(1, Ordering::Relaxed);
         }
         result
     }

@@ -11,6 +11,7 @@ use crate::{
     job::{Active, Job, Use},
     linear::{BoundLinear, OwnedLinear},
     memory::{mark, poison, reading, set_gate, writing},
+    mover::both,
     operand::{OwnedOperand, Parts},
     queue::HostQueue,
     window::Window,
@@ -417,11 +418,11 @@ impl Product<'_> {
             job.say_filled_to_all(of, job.rank(), 0);
         }
         let moving = {
-            let (job, rows, order) = (job.clone(), self.rows.clone(), self.plan.order.clone());
-            active.job.core.mover.start(move || match mode {
-                OverlapMode::Ring => pass_round(&job, of, &rows),
-                OverlapMode::Pull => fetch(&job, of, &rows, &order),
-                _ => push_own(&job, of, &rows, pieces),
+            let (rows, order) = (self.rows.clone(), self.plan.order.clone());
+            job.hand_over(move |job| match mode {
+                OverlapMode::Ring => pass_round(job, of, &rows),
+                OverlapMode::Pull => fetch(job, of, &rows, &order),
+                _ => push_own(job, of, &rows, pieces),
             })
         };
         let multiplied = (0..pieces).try_for_each(|p| {
@@ -431,8 +432,7 @@ impl Product<'_> {
                 .try_for_each(|&c| self.multiply(&active.job, of, usize::from(c), p, out))
         });
         // The communication thread ends soon after this one, also on a fault, since both wait on the same group.
-        let moved = moving.wait();
-        multiplied.and(moved)?;
+        both(multiplied, moving.wait())?;
         set(&active.job.core.gates[self.rows.half.index()].all, true)
     }
 

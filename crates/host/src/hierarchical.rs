@@ -248,16 +248,18 @@ impl Hierarchical for HostHierarchy {
                 .staging
                 .try_lock()
                 .ok_or(Error::Busy("the hierarchy"))?;
-            let from = inner.apart(&to, &from)?;
-            let run = Run {
-                inner: Arc::clone(&inner),
-                deadline: inner.deadline(),
-                signed: Call::Hierarchical((*call).clone()),
-                call: Arc::clone(&call),
-                to: to.clone(),
-                from,
-            };
-            let result = run.run(&ours, &mut staging);
+            let deadline = inner.deadline();
+            let result = inner.apart(&to, &from).and_then(|from| {
+                let run = Run {
+                    inner: Arc::clone(&inner),
+                    deadline,
+                    signed: Call::Hierarchical((*call).clone()),
+                    call: Arc::clone(&call),
+                    to: to.clone(),
+                    from,
+                };
+                run.run(&ours, &mut staging)
+            });
             inner.across.count_call();
             result.map_err(|error| {
                 memory::mark(&to);
@@ -283,8 +285,29 @@ impl Hierarchical for HostHierarchy {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use brigade_device::{Device, DeviceExt, HierarchicalAllReduceParams, ParallelMode, ReduceOp};
-    use brigade_group::threads;
+    use brigade_device::{
+        AllGatherParams, ByPath, DataType, Device, DeviceExt, FaultKind,
+        HierarchicalAllReduceParams, ParallelMode, ReduceOp, Shape, Storage,
+    };
+    use brigade_group::{ThreadGroup, threads};
+
+    /// Does something on every rank.
+    fn on_ranks(
+        machines: Machines,
+        work: impl Fn(&ThreadGroup) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let work = &work;
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = threads(machines.size())
+                .into_iter()
+                .map(|boot| scope.spawn(move || work(&boot)))
+                .collect();
+            ranks.into_iter().try_for_each(|rank| match rank.join() {
+                Ok(result) => result,
+                Err(panic) => std::panic::resume_unwind(panic),
+            })
+        })
+    }
 
     /// What was said before: no less than what communicators and slices take, and no more than slices may.
     #[test]
@@ -295,7 +318,7 @@ mod tests {
             config.comm.scratch_bytes = 16 << 10;
             (config.comm.dispatch_bytes, config.comm.combine_bytes) = (5000, 70_000);
             config.staging_bytes = 300_000;
-            let one = |boot: &dyn Bootstrap| -> Result<()> {
+            on_ranks(machines, |boot| {
                 let device = HostDevice::new()?;
                 let need = device.machines_memory_need(machines, &config)?;
                 let held = || Ok::<_, Error>(device.memory_status()?.held_bytes);
@@ -326,20 +349,77 @@ mod tests {
                 let got: Vec<f32> = device.download(&on, data.view())?;
                 assert!(got.iter().all(|&x| x == machines.size() as f32));
                 Ok(())
-            };
-            std::thread::scope(|scope| {
-                let ranks: Vec<_> = threads(machines.size())
-                    .into_iter()
-                    .map(|boot| scope.spawn(move || one(&boot)))
-                    .collect();
-                ranks.into_iter().try_for_each(|rank| match rank.join() {
-                    Ok(result) => result,
-                    Err(panic) => std::panic::resume_unwind(panic),
-                })
             })?;
             config.comm.scratch_bytes = 1;
             assert!(memory_need(machines, &config).is_err());
         }
         Ok(())
+    }
+
+    /// Memory that no host can reach.
+    #[derive(Debug)]
+    struct Elsewhere;
+
+    impl Storage for Elsewhere {
+        fn address(&self) -> u64 {
+            64
+        }
+        fn bytes(&self) -> usize {
+            64
+        }
+        fn memory(&self) -> MemoryType {
+            MemoryType::Device
+        }
+        fn as_any(&self) -> &dyn std::any::Any {
+            self
+        }
+    }
+
+    /// Where one rank alone cannot set its input aside, the others hear of it at once.
+    #[test]
+    fn an_input_that_cannot_be_copied_is_told() -> Result<()> {
+        let machines = Machines::cut(2, 2)?;
+        let mut config = HierarchyConfig::new(ParallelMode::Tp);
+        config.comm.first_deadline = Duration::from_secs(30);
+        on_ranks(machines, |boot| {
+            let device = HostDevice::new()?;
+            let on = device.stream(0)?;
+            let over = join(&device, boot, machines, &config)?;
+            let mine = |elements: usize| device.upload(&on, &vec![1f32; elements], &[elements]);
+            let (from, mut to) = match boot.rank() {
+                0 => {
+                    // One begins where the other does, and is longer.
+                    let storage: Arc<dyn Storage> = Arc::new(Elsewhere);
+                    let part = |elements| {
+                        let shape = Shape::new(&[elements])?;
+                        Buffer::new(Arc::clone(&storage), DataType::F32, shape)
+                    };
+                    (part(4)?, part(8)?)
+                }
+                _ => (mine(4)?, mine(8)?),
+            };
+            let p = ByPath {
+                params: AllGatherParams {
+                    from: from.view(),
+                    rows_per_rank: &[4, 4],
+                    to: to.view_mut(),
+                },
+                choice: None,
+            };
+            // Who comes late hears of it here.
+            let gathered = over.lease(&on).and_then(|mut lease| lease.all_gather(p));
+            let error = gathered.expect_err("a rank has no input");
+            assert_eq!(
+                matches!(error, Error::Fault(_)),
+                boot.rank() == 1,
+                "{error}"
+            );
+            let Err(Error::Fault(record)) = over.check() else {
+                panic!("it is stopped");
+            };
+            let named = (record.kind, record.rank);
+            assert_eq!(named, (FaultKind::Aborted, 0), "{record}");
+            Ok(())
+        })
     }
 }

@@ -3,6 +3,7 @@
 use crate::{
     core::{Core, State},
     memory::set_gate,
+    mover::Ticket,
 };
 use brigade_device::{Error, FaultKind, FaultRecord, Operation, Point, Result};
 use brigade_group::SharedSegment;
@@ -101,6 +102,29 @@ impl Job {
             claimed: 1,
             across: 0,
         }))
+    }
+
+    /// Stops the group if this rank alone failed, since the others wait for it: a fault has stopped it already.
+    pub(crate) fn stop_after<R>(&self, result: &Result<R>) {
+        if let Err(error) = result
+            && !matches!(error, Error::Fault(_))
+        {
+            self.fail(FaultKind::Aborted, self.rank(), 0, 0, 0);
+        }
+    }
+
+    /// Hands a part of the call over to the communication thread. If it fails there, all who wait for what it was to do hear of it at once,
+    /// on this rank too.
+    pub(crate) fn hand_over(
+        &self,
+        work: impl FnOnce(&Self) -> Result<()> + Send + 'static,
+    ) -> Ticket {
+        let (worker, witness) = (self.clone(), self.clone());
+        let mover = &self.core.mover;
+        mover.start(
+            move || work(&worker),
+            move |result| witness.stop_after(result),
+        )
     }
 
     /// Waits for a flag until the call's deadline. Gives up early when the group was stopped, when a peer turns out to be

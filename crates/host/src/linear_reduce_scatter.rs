@@ -9,7 +9,7 @@ use crate::{
     job::{Active, Job, Use},
     linear::{BoundLinear, OwnedLinear, finish},
     memory::{Staged, poison, writing},
-    mover::Ticket,
+    mover::{Ticket, both},
     operand::{Factor, OwnedOperand},
     queue::HostQueue,
 };
@@ -123,11 +123,7 @@ impl Product<'_> {
         });
         let summed = multiplied.and_then(|()| self.sum(&active.job, of, out));
         // All of them, also after a fault: nothing may still be on its way when the next generation begins.
-        let moved = moving
-            .into_iter()
-            .map(Ticket::wait)
-            .fold(Ok(()), Result::and);
-        summed.and(moved)?;
+        moving.into_iter().map(Ticket::wait).fold(summed, both)?;
         active.end(of);
         Ok(())
     }
@@ -154,12 +150,12 @@ impl Product<'_> {
         }
         let mut part = job.core.staging.take(slot.len())?;
         multiply(part.as_mut())?;
-        let (owner, job) = (c, job.clone());
-        Ok(Some(job.clone().core.mover.start(move || {
+        let owner = c;
+        Ok(Some(job.hand_over(move |job| {
             let _span =
                 tracing::info_span!(target: "brigade::comm", "send part", to = owner, piece = p)
                     .entered();
-            send_part(&job, of, owner, slot, p, part);
+            send_part(job, of, owner, slot, p, part);
             Ok(())
         })))
     }

@@ -43,12 +43,18 @@ impl Mover {
         Ok(Self { work: Some(work) })
     }
 
-    /// Hands work over.
-    pub(crate) fn start(&self, work: impl FnOnce() -> Result<()> + Send + 'static) -> Ticket {
+    /// Hands work over. `ended` hears how it ended, also if it panicked: whoever waits for what the work does may wait for that, and not for
+    /// the ticket.
+    pub(crate) fn start(
+        &self,
+        work: impl FnOnce() -> Result<()> + Send + 'static,
+        ended: impl FnOnce(&Result<()>) + Send + 'static,
+    ) -> Ticket {
         let (done, ticket) = channel();
         let work = move || {
             // A hook of fault injection runs here too: the thread has more to do than what panics.
             let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(panicked()));
+            ended(&result);
             // Whoever gave up on the ticket needs no answer.
             let _ = done.send(result);
         };
@@ -71,6 +77,14 @@ impl Ticket {
     }
 }
 
+/// How two parts of a call ended. Of two errors that which is no fault says why: the fault is what it may have led to.
+pub(crate) fn both(one: Result<()>, other: Result<()>) -> Result<()> {
+    match (one, other) {
+        (Err(Error::Fault(_)), Err(why)) => Err(why),
+        (one, other) => one.and(other),
+    }
+}
+
 fn panicked() -> Error {
     Error::Backend {
         call: "work on the communication thread, which panicked",
@@ -89,14 +103,21 @@ mod tests {
         for size in [1, 2] {
             let (mode, rank) = (ParallelMode::Tp, 0);
             let mover = Mover::new(&Group { mode, rank, size }).unwrap();
-            let panics = mover.start(|| panic!("meant to happen, within a hook"));
+            let (hear, heard) = channel();
+            let panics = mover.start(
+                || panic!("meant to happen, within a hook"),
+                move |result| hear.send(result.clone()).unwrap(),
+            );
             let (tell, told) = channel();
-            let after = mover.start(move || {
+            let work = move || {
                 tell.send(thread::current().id()).unwrap();
                 Ok(())
-            });
-            let error = panics.wait().unwrap_err().to_string();
-            assert!(error.contains("which panicked"), "{error}");
+            };
+            let after = mover.start(work, |result| assert!(result.is_ok()));
+            for result in [panics.wait(), heard.recv().unwrap()] {
+                let error = result.unwrap_err().to_string();
+                assert!(error.contains("which panicked"), "{error}");
+            }
             after.wait().unwrap();
             let here = told.recv().unwrap() == thread::current().id();
             assert_eq!(here, size == 1);

@@ -4,7 +4,7 @@
 use crate::{
     comm::HostComm,
     core::{Core, Pairs},
-    job::{Active, Use},
+    job::{Active, Job, Use},
     memory::{reading, writing},
     queue::HostQueue,
 };
@@ -99,8 +99,15 @@ fn exchange_words(active: &mut Active<'_>, mine: u64) -> Result<Vec<u64>> {
 enum Registered {
     At(Region, RegionMemory),
     NoneFree,
-    /// This rank has no memory for it.
-    Missing(usize),
+    /// Who failed at what, and this rank's own error if it is one of them.
+    Missing(String),
+}
+
+/// Who made no part of a region, or else who did not get at everybody's: as nobody does where a part is missing.
+fn missing(keys: &[u64], all_have: &[u64]) -> Option<(usize, &'static str)> {
+    let none = |all: &[u64]| all.iter().position(|&n| n == 0);
+    let makes = none(keys).map(|rank| (rank, "make its"));
+    makes.or_else(|| none(all_have).map(|rank| (rank, "get at everybody's")))
 }
 
 /// The lowest number that is free on every rank. Ranks may differ in what they hold, if a fault ended a registration on
@@ -147,7 +154,7 @@ impl Pair<'_, '_> {
         Flag::new(self.active.job.generation(), SIGNATURE, count as u32)
     }
 
-    /// Comes to a step about the `count`-th signal: see [`Job::step`](crate::job::Job).
+    /// Comes to a step about the `count`-th signal: see [`Job::step`].
     fn step(&self, point: Point, count: u64) -> bool {
         let place = Place {
             slot: self.region.0.into(),
@@ -298,11 +305,11 @@ impl HostComm {
                 CopyBy::Kernel => memory.copy(from, to, p.bytes),
                 CopyBy::Engine => {
                     let memory = Arc::clone(memory);
-                    let copy = move || {
+                    let copy = move |_: &Job| {
                         memory.copy(from, to, p.bytes);
                         Ok(())
                     };
-                    pair.active.job.core.mover.start(copy).wait()?;
+                    pair.active.job.hand_over(copy).wait()?;
                 }
             }
             pair.active.job.count_moved(p.bytes);
@@ -321,20 +328,21 @@ impl UserBuffers for HostComm {
             };
             let sharing = self.core.control.sharing();
             let words = Segment::words_for(bytes);
-            let offer = sharing.offer(active.job.rank(), words, 0).ok();
+            let offer = sharing.offer(active.job.rank(), words, 0);
             let keys = exchange_words(active, offer.as_ref().map_or(0, |offer| offer.key))?;
-            let take = |(owner, key)| sharing.take(owner, key, words, 0).ok();
-            let segments: Option<Vec<_>> = keys.into_iter().enumerate().map(take).collect();
+            let take = |(owner, &key)| sharing.take(owner, key, words, 0);
+            let segments: Result<Vec<_>> = keys.iter().enumerate().map(take).collect();
             // Nobody withdraws its offer before everybody has taken it.
-            let all_have = exchange_words(active, segments.is_some().into())?;
-            Ok(
-                match (segments, all_have.iter().position(|&has| has == 0)) {
-                    (Some(segments), None) => {
-                        Registered::At(region, RegionMemory { bytes, segments })
-                    }
-                    (_, rank) => Registered::Missing(rank.unwrap_or(active.job.rank())),
-                },
-            )
+            let all_have = exchange_words(active, segments.is_ok().into())?;
+            let Some((rank, what)) = missing(&keys, &all_have) else {
+                let segments = segments?;
+                return Ok(Registered::At(region, RegionMemory { bytes, segments }));
+            };
+            let all_made = !keys.contains(&0);
+            let own = offer.err().or_else(|| segments.err().filter(|_| all_made));
+            let why = own.map_or_else(String::new, |error| format!("; here: {error}"));
+            let what = format!("rank {rank} could not {what} {bytes} bytes{why}");
+            Ok(Registered::Missing(what))
         })?;
         match registered {
             Registered::At(region, memory) => {
@@ -350,9 +358,9 @@ impl UserBuffers for HostComm {
                 "deregister one, or raise regions",
             )
             .into()),
-            Registered::Missing(rank) => Err(Error::Group {
+            Registered::Missing(what) => Err(Error::Group {
                 step: "register a region",
-                what: format!("rank {rank} could not get at {bytes} bytes of every rank"),
+                what,
             }),
         }
     }
@@ -429,6 +437,47 @@ impl UserBuffers for HostComm {
     fn release(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {
         self.with_peer(turn, region, peer, |pair, _| {
             pair.release();
+            Ok(())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::HostDevice;
+    use brigade_device::{Bootstrap, CommConfig, Device, ParallelMode, Queues};
+    use brigade_group::threads;
+
+    #[test]
+    fn who_has_no_memory_is_named_and_not_those_who_miss_it() {
+        assert_eq!(missing(&[7, 8, 9], &[1, 1, 1]), None);
+        let makes = Some((2, "make its"));
+        assert_eq!(missing(&[7, 8, 0, 0], &[0, 0, 0, 0]), makes);
+        let gets = Some((1, "get at everybody's"));
+        assert_eq!(missing(&[7, 8, 9], &[1, 0, 1]), gets);
+    }
+
+    #[test]
+    fn a_rank_that_has_no_memory_says_what_the_system_said() -> Result<()> {
+        let join = |boot: &dyn Bootstrap| -> Result<Error> {
+            let device = HostDevice::new()?;
+            let on = device.stream(0)?;
+            let comm = device.join(boot, &CommConfig::new(ParallelMode::Tp))?;
+            let registered = comm.lease(&on)?.windows()?.register(1 << 60);
+            Ok(registered.expect_err("nobody has so much"))
+        };
+        std::thread::scope(|scope| {
+            let start = |boot| scope.spawn(move || join(&boot));
+            let ranks: Vec<_> = threads(2).into_iter().map(start).collect();
+            for rank in ranks {
+                let error = rank.join().unwrap()?.to_string();
+                assert_eq!(
+                    error,
+                    "register a region: rank 0 could not make its 1152921504606846976 bytes; here: \
+                     allocate shared memory: code 1152921504606846976"
+                );
+            }
             Ok(())
         })
     }

@@ -35,7 +35,7 @@ fn left(rank: &Rank, ended: &Ended) -> Vec<u8> {
 }
 
 /// What the call gives where nothing happens.
-fn undisturbed(rank: &Rank, op: &Op) -> Vec<u8> {
+pub(super) fn undisturbed(rank: &Rank, op: &Op) -> Vec<u8> {
     let ended = op.run(rank);
     let bytes = left(rank, &ended);
     ended.result.unwrap();
@@ -45,6 +45,20 @@ fn undisturbed(rank: &Rank, op: &Op) -> Vec<u8> {
 fn assert_unchanged(rank: &Rank, op: &Op, ended: &Ended, want: &[u8]) {
     if let Some(d) = &ended.output {
         assert_bits(&left(rank, ended), want, d.dtype(), &op.name);
+    }
+}
+
+/// What a call that failed left is nothing that could be taken for a result and is not.
+pub(super) fn assert_no_result(rank: &Rank, op: &Op, ended: &Ended, want: &[u8]) {
+    if let Some(d) = &ended.output {
+        let bytes = left(rank, ended);
+        let values = crate::matrix::to_f64(d.dtype(), &bytes);
+        let untouched = values.iter().all(|&x| x == ops::OLD);
+        assert!(
+            is_poisoned(d.dtype(), &bytes) || untouched || bytes == want,
+            "{}: an output that is neither poisoned nor right: {values:?}",
+            op.name
+        );
     }
 }
 
@@ -59,16 +73,7 @@ fn first_fault(rank: &Rank, op: &Op, want: &[u8], limit: Duration) -> Option<Fau
             assert_unchanged(rank, op, &ended, want);
             return None;
         }
-        if let Some(d) = &ended.output {
-            let bytes = left(rank, &ended);
-            let values = crate::matrix::to_f64(d.dtype(), &bytes);
-            let untouched = values.iter().all(|&x| x == ops::OLD);
-            assert!(
-                is_poisoned(d.dtype(), &bytes) || untouched || bytes == want,
-                "{}: an output that is neither poisoned nor right: {values:?}",
-                op.name
-            );
-        }
+        assert_no_result(rank, op, &ended, want);
         Some(expect_fault(ended.result, &op.name))
     })
 }

@@ -4,17 +4,17 @@ use super::{Case, Made, SHAPES, What, all_ranks, at, config, make, settled};
 use crate::{
     backend::Rank,
     check::{assert_kind, expect_fault, is_poisoned},
-    faults::{AMPLE, GRACE},
-    inject::Jitter,
+    faults::{AMPLE, GRACE, panics::whose},
+    inject::{Jitter, Panics},
     matrix::to_f32,
     oracle,
     suite::{Suite, World},
 };
 use brigade_device::{
-    DataType, Error, FaultKind, FaultRecord, HierarchicalPath, Hierarchy, HierarchyConfig,
+    DataType, Error, FaultKind, FaultRecord, HierarchicalPath, Hierarchy, HierarchyConfig, Point,
     ReduceOp, Result,
 };
-use rand::Rng;
+use rand::{Rng, seq::IndexedRandom};
 use std::{
     sync::Arc,
     time::{Duration, Instant},
@@ -345,9 +345,38 @@ fn delays(world: &World, shape: (usize, usize)) {
     });
 }
 
+/// A hook that panics on a track's thread: its rank hears why, all others that it is to blame, and all can go on.
+fn panics(world: &World, shape: (usize, usize)) {
+    let mut rng = world.rng();
+    let case = Case::sum(&mut rng, shape, 777);
+    let arms = rng.random_range(0..world.size);
+    // Where every track along the rail comes.
+    let points = [Point::Begin, Point::Arrive, Point::Meet];
+    let hook = Panics::at(*points.choose(&mut rng).unwrap());
+    world.run_injected(&all_ranks(), hook.clone(), move |rank| {
+        hook.spare_caller();
+        let over = rank.join_machines(shape.0, &config());
+        for what in What::ALL {
+            let spec = Spec { what, ..USUAL };
+            call(rank, &over, spec, AMPLE).unwrap();
+            rank.meet();
+            if rank.rank == arms {
+                hook.arm();
+            }
+            rank.meet();
+            let result = call(rank, &over, spec, GRACE);
+            let culprit = whose(rank, &result);
+            let record = expect_fault(heard(&over), "a panic");
+            assert_kind(&record, FaultKind::Aborted, "a panic");
+            assert_eq!(record.rank as usize, culprit, "{spec:?}: {record}");
+            goes_on(rank, &over, record, &case);
+        }
+    });
+}
+
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
-    let injects = suite.backend().injects();
+    let (injects, asks_callers) = (suite.backend().injects(), suite.backend().asks_callers());
     for shape in SHAPES.into_iter().filter(|(m, r)| m * r > 1) {
         at(suite, shape, "never_calls", never_calls);
         at(suite, shape, "other_call", other_call);
@@ -355,6 +384,9 @@ pub fn add(suite: &mut Suite) {
         at(suite, shape, "aborted", aborted);
         if shape.0 > 1 {
             at(suite, shape, "other_machine", other_machine);
+            if injects && asks_callers {
+                at(suite, shape, "panics", panics);
+            }
         }
         if injects {
             at(suite, shape, "delays", delays);

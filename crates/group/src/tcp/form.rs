@@ -48,13 +48,14 @@ pub(crate) fn form(hub: &Arc<Hub>, config: &TcpConfig, deadline: Deadline) -> Re
         let first = told.recv_timeout(LOOK).ok();
         for (guest, result) in first.into_iter().chain(told.try_iter()) {
             match result {
-                Checked::Proven(proven) => {
-                    guests.leave(guest);
-                    hub.admit(*proven);
-                }
+                Checked::Proven(proven) if guests.leave(guest) => hub.admit(*proven),
+                // It had to go before anybody heard that it is one of ours: it will come again.
+                Checked::Proven(_) => {}
                 Checked::Note(note) if notes.len() < MOST_NOTES => notes.push(note),
                 Checked::Note(_) => {}
-                Checked::Left => guests.leave(guest),
+                Checked::Left => {
+                    guests.leave(guest);
+                }
             }
         }
     }
@@ -84,8 +85,10 @@ struct Guests {
 }
 
 impl Guests {
-    fn leave(&mut self, guest: u64) {
-        self.inside.retain(|(number, _)| *number != guest);
+    /// Whether it was still inside: who was not has lost its connection.
+    fn leave(&mut self, guest: u64) -> bool {
+        let place = self.inside.iter().position(|(number, _)| *number == guest);
+        place.and_then(|i| self.inside.remove(i)).is_some()
     }
 
     fn check(
@@ -149,5 +152,46 @@ fn listen(config: &TcpConfig, deadline: Deadline) -> Result<Listener> {
         }
         // tidy: sleeps because nothing tells when another group has left the address
         std::thread::sleep(Duration::from_millis(20).min(left));
+    }
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+    use crate::tcp::{Address, handshake};
+    use std::os::unix::net::UnixStream;
+
+    const LONG: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn a_rank_that_strangers_crowd_out_is_not_admitted_and_comes_again() {
+        let config = TcpConfig::new(1, 2, Address::Unix("/not/looked/at".into()));
+        let door = Door {
+            secret: None,
+            session: proof::random().unwrap(),
+        };
+        let (tell, told) = mpsc::channel();
+        let mut guests = Guests {
+            inside: VecDeque::new(),
+            next: 0,
+            most: 3,
+        };
+        let enter = |guests: &mut Guests| {
+            let (here, there) = UnixStream::pair().unwrap();
+            let deadline = Deadline::after(LONG);
+            guests.check(Stream::Unix(here), &door, deadline, &tell);
+            Stream::Unix(there)
+        };
+        let rank = enter(&mut guests);
+        std::thread::scope(|s| {
+            let joined = s.spawn(|| handshake::join(&rank, &config, Deadline::after(LONG)));
+            let (guest, checked) = told.recv_timeout(LONG).unwrap();
+            assert!(matches!(checked, Checked::Proven(_)));
+            let _strangers = [(); 3].map(|()| enter(&mut guests));
+            assert!(matches!(joined.join().unwrap(), Err(Failure::Now(_))));
+            assert!(!guests.leave(guest), "its connection is closed");
+            assert!(guests.leave(guest + 1), "this one came after it");
+            assert!(!guests.leave(guest + 1), "and has left");
+        });
     }
 }

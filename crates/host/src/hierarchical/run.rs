@@ -8,6 +8,7 @@ use crate::{
     core::Core,
     element,
     memory::writing,
+    mover::{Ticket, both},
     reduce_scatter::reduce_scatter,
 };
 use brigade_device::{
@@ -157,19 +158,18 @@ impl Run {
             .tracks()
             .filter_map(|track| {
                 let mover = &inner.movers[track.home(&plan.phases)? as usize];
-                let pipe = Arc::clone(&pipe);
-                Some(mover.start(move || {
-                    pipe.through(track);
-                    Ok(())
-                }))
+                let (pipe, witness) = (Arc::clone(&pipe), Arc::clone(&pipe));
+                Some(mover.start(
+                    move || pipe.through(track),
+                    move |result| witness.ended(result),
+                ))
             })
             .collect();
         let result = pipe.progress.watch(|| {
             inner.across.relay();
         });
         // They have ended, or are about to.
-        tickets.into_iter().try_for_each(|ticket| ticket.wait())?;
-        result
+        tickets.into_iter().map(Ticket::wait).fold(result, both)
     }
 
     /// So many slots with such parts.
@@ -274,14 +274,16 @@ impl Run {
         })
     }
 
-    /// The record of a phase that was never let go on.
+    /// Stops all groups because a phase was never let go on.
     fn stuck(&self, phase: Phase) -> Error {
-        Error::Fault(FaultRecord {
+        let across = &self.inner.across;
+        let record = across.fault().unwrap_or_else(|| FaultRecord {
             operation: self.signed.operation() as u32,
             slot: phase as u32,
             waited_ns: u64::try_from(self.deadline.elapsed().as_nanos()).unwrap_or(u64::MAX),
-            ..self.inner.across.record(FaultKind::Timeout)
-        })
+            ..across.record(FaultKind::Timeout)
+        });
+        Error::Fault(across.stop(record))
     }
 }
 
@@ -297,22 +299,26 @@ struct Pipe {
 
 impl Pipe {
     /// All steps of a track.
-    fn through(&self, track: Track) {
+    fn through(&self, track: Track) -> Result<()> {
         let run = &self.run;
         let end = Instant::now() + run.deadline.left() + 2 * GRACE;
-        let result = self.schedule.steps(track).try_for_each(|step| {
+        self.schedule.steps(track).try_for_each(|step| {
             if !self.progress.may_begin(step, end)? {
                 return Err(run.stuck(self.phases[step.phase]));
             }
             self.step(step)?;
             self.progress.done(step);
             Ok(())
-        });
-        if result.is_err() {
-            // Peers wait for the other tracks of this rank.
-            run.inner.across.relay();
+        })
+    }
+
+    /// A track has ended.
+    fn ended(&self, result: &Result<()>) {
+        if let Err(error) = result {
+            // Peers wait for all tracks of this rank, and its other tracks for peers.
+            self.run.inner.across.give_up(error.clone());
         }
-        self.progress.end(result);
+        self.progress.end(result.clone());
     }
 
     /// One slice through one phase.
