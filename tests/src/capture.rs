@@ -3,6 +3,7 @@
 
 mod quantized;
 mod stopped;
+mod streams;
 
 use crate::{
     all_reduce,
@@ -460,6 +461,7 @@ pub fn add(suite: &mut Suite) {
         );
     }
     suite.add("capture/interleaved", interleaved);
+    suite.add("capture/two_streams", streams::two_streams);
     suite.add("capture/refusals", refusals);
     suite.add("capture/failed", failed_capture);
 }

@@ -1,7 +1,7 @@
 //! CUDA graphs behind `capture` and [`Replay`].
 
 use crate::{card::Card, driver::failed, kept::Kept, lane::Lane, mark::CudaMark, memory::Place};
-use brigade_device::{Event, Replay, Result, Storage, Stream};
+use brigade_device::{Event, GraphTurns, Replay, Result, Storage, Stream};
 use cudarc::driver::{
     result::{graph, stream},
     sys::{self, CUgraphInstantiate_flags_enum},
@@ -14,6 +14,7 @@ struct Graph {
     card: Arc<Card>,
     executable: sys::CUgraphExec,
     kept: Vec<Arc<dyn Storage>>,
+    turns: GraphTurns,
     ran_on: Mutex<Vec<Arc<Lane>>>,
 }
 
@@ -61,7 +62,7 @@ pub(crate) fn capture(
     card.bind()?;
     lane.begin_capture()?;
     let mut capturing = Capturing { lane, open: true };
-    work()?;
+    let turns = GraphTurns::of(work)?;
     let (graph, kept) = capturing.end();
     let graph = graph?;
     card.bind()?;
@@ -79,6 +80,7 @@ pub(crate) fn capture(
         card: Arc::clone(card),
         executable,
         kept,
+        turns,
         ran_on: Mutex::default(),
     };
     // Else the first launch would, and might wait for memory, and so for the GPU.
@@ -96,9 +98,12 @@ impl Replay for Graph {
                 kept.again(lane)?;
             }
         }
-        lane.run(&[], |stream| {
-            // SAFETY: the executable lives as long as `self`, and what its nodes refer to is kept.
-            unsafe { graph::launch(self.executable, stream) }.map_err(failed("cuGraphLaunch"))
+        let end = self.turns.launch(on, || {
+            lane.run(&[], |stream| {
+                // SAFETY: the executable lives as long as `self`, and what its nodes refer to is kept.
+                unsafe { graph::launch(self.executable, stream) }.map_err(failed("cuGraphLaunch"))
+            })?;
+            Ok(Event::new(Arc::new(CudaMark::of_lane(lane)?)))
         })?;
         let mut ran_on = self.ran_on.lock();
         if !ran_on.iter().any(|l| Arc::ptr_eq(l, lane)) {
@@ -110,7 +115,7 @@ impl Replay for Graph {
                 token.core.keep_pace(lane);
             }
         }
-        Ok(Event::new(Arc::new(CudaMark::of_lane(lane)?)))
+        Ok(end)
     }
 }
 

@@ -255,7 +255,7 @@ pub struct PeerWait {
 
 pub(crate) struct Shared {
     pub(crate) backend: Arc<dyn Communicator>,
-    pub(crate) turns: Turns,
+    pub(crate) turns: Arc<Turns>,
     closed: AtomicBool,
     /// The communicator's own stream, once there is one.
     pub(crate) beside: Mutex<Option<Stream>>,
@@ -274,7 +274,7 @@ impl Comm {
     pub fn new(backend: Arc<dyn Communicator>) -> Self {
         Self(Arc::new(Shared {
             backend,
-            turns: Turns::default(),
+            turns: Arc::default(),
             closed: AtomicBool::new(false),
             beside: Mutex::new(None),
             slots: Lender::default(),

@@ -168,7 +168,7 @@ pub struct Hierarchy(Arc<Shared>);
 
 struct Shared {
     backend: Arc<dyn Hierarchical>,
-    turns: Turns,
+    turns: Arc<Turns>,
     closed: AtomicBool,
 }
 
@@ -177,7 +177,7 @@ impl Hierarchy {
     pub fn new(backend: Arc<dyn Hierarchical>) -> Self {
         Self(Arc::new(Shared {
             backend,
-            turns: Turns::default(),
+            turns: Arc::default(),
             closed: AtomicBool::new(false),
         }))
     }

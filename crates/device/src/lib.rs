@@ -95,5 +95,5 @@ pub use silu_mul::*;
 pub use staging::{Part, SliceSlot, Staging};
 pub use statistics::Statistics;
 pub use top_k::*;
-pub use turns::Turn;
+pub use turns::{GraphTurns, Turn};
 pub use windows::*;

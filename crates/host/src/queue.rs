@@ -1,6 +1,6 @@
 //! Streams of the host run their work at once, on the thread that calls; a stream that captures records it instead.
 
-use brigade_device::{Error, Event, Hook, Mark, Queue, Reason, Replay, Result, Stream};
+use brigade_device::{Error, Event, GraphTurns, Hook, Mark, Queue, Reason, Replay, Result, Stream};
 use parking_lot::Mutex;
 use std::{
     any::Any,
@@ -131,8 +131,8 @@ pub(crate) fn capture(
     let queue = HostQueue::of(on)?;
     queue.refuse_capture("a capture")?;
     let capturing = Capturing::begin(queue);
-    work()?;
-    Ok(Box::new(Graph(capturing.end())))
+    let turns = GraphTurns::of(work)?;
+    Ok(Box::new(Graph(capturing.end(), turns)))
 }
 
 impl Queue for HostQueue {
@@ -177,7 +177,7 @@ impl Mark for Done {
     }
 }
 
-struct Graph(Captured);
+struct Graph(Captured, GraphTurns);
 
 impl Replay for Graph {
     fn launch(&self, on: &Stream) -> Result<Event> {
@@ -187,10 +187,12 @@ impl Replay for Graph {
         for condition in conditions {
             queue.provided(Arc::clone(condition));
         }
-        for job in jobs {
-            let job = Arc::clone(job);
-            queue.run(move || job())?;
-        }
-        queue.record()
+        self.1.launch(on, || {
+            for job in jobs {
+                let job = Arc::clone(job);
+                queue.run(move || job())?;
+            }
+            queue.record()
+        })
     }
 }
