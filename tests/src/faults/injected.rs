@@ -10,7 +10,9 @@ use crate::{
     ops::{self, Ended, Op},
     suite::World,
 };
-use brigade_device::{Action, FaultKind, FaultRecord, Point};
+use brigade_device::{
+    Action, AllReduceAlgorithm, DataType, FaultKind, FaultRecord, Point, ReduceOp,
+};
 use rand::{Rng, seq::IndexedRandom};
 use std::{
     thread,
@@ -122,6 +124,24 @@ pub(super) fn mishaps(world: &World, op: Op) {
             befall(rank, &director, mishap, &op, DEADLINE);
             probe.run(rank);
         }
+    });
+}
+
+/// A sum that goes in pieces, of which the rank whose arrival gets lost has more than its peers, is no result in any part.
+pub(super) fn in_pieces(world: &World, choice: AllReduceAlgorithm) {
+    let mut rng = world.rng();
+    let mishap = Mishap {
+        culprit: rng.random_range(0..world.size),
+        point: Point::Arrive,
+        what: What::Act(Action::Drop),
+    };
+    let config = impatient();
+    let director = Director::new(&world.backend, None);
+    world.run_injected(&config.clone(), director.clone(), move |rank| {
+        // Two ranks have room for all of it from one peer, and it takes two pieces and a bit.
+        let elements = 2 * config.all_reduce_bytes / DataType::F32.bytes() + 100;
+        let op = ops::all_reduce(elements, DataType::F32, ReduceOp::Sum, Some(choice));
+        befall(rank, &director, mishap, &op, DEADLINE);
     });
 }
 
