@@ -127,21 +127,24 @@ pub(super) fn mishaps(world: &World, op: Op) {
     });
 }
 
-/// A sum that goes in pieces, of which the rank whose arrival gets lost has more than its peers, is no result in any part.
+/// A sum that goes in pieces, of which the rank whose word gets lost has more than its peers, is no result in any part. Where ranks
+/// meet before they push, the first word stops them before any piece.
 pub(super) fn in_pieces(world: &World, choice: AllReduceAlgorithm) {
     let mut rng = world.rng();
-    let mishap = Mishap {
+    let mishaps = [Point::Arrive, Point::Announce].map(|point| Mishap {
         culprit: rng.random_range(0..world.size),
-        point: Point::Arrive,
+        point,
         what: What::Act(Action::Drop),
-    };
+    });
     let config = impatient();
     let director = Director::new(&world.backend, None);
     world.run_injected(&config.clone(), director.clone(), move |rank| {
-        // Two ranks have room for all of it from one peer, and it takes two pieces and a bit.
+        // Two ranks have room for less than half of it.
         let elements = 2 * config.all_reduce_bytes / DataType::F32.bytes() + 100;
         let op = ops::all_reduce(elements, DataType::F32, ReduceOp::Sum, Some(choice));
-        befall(rank, &director, mishap, &op, DEADLINE);
+        for mishap in mishaps {
+            befall(rank, &director, mishap, &op, DEADLINE);
+        }
     });
 }
 
