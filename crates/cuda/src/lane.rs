@@ -214,7 +214,7 @@ impl Lane {
         {
             let mut notes = self.notes.lock();
             while let Some((mark, _)) = notes.in_use.front() {
-                if !mark.done().unwrap_or(true) {
+                if !mark.is_over() {
                     break;
                 }
                 gone.extend(notes.in_use.pop_front());
