@@ -237,6 +237,13 @@ impl Lane {
         CudaMark::record(&self.card, self.stream).ok()
     }
 
+    /// Lets work here wait for a mark. If that is of a capture, this stream joins it: not while another thread takes a mark of this
+    /// stream, having found that no capture runs. The driver alone is called meanwhile, so whatever locks the caller has are in order.
+    pub(crate) fn wait(&self, mark: &CudaMark) -> Result<()> {
+        let _nobody_marks = self.notes.lock();
+        mark::wait(&self.card, self.stream, mark)
+    }
+
     /// Lets `other` wait for the work here. While a capture runs here, `later` is put off to its end, and `false` returned.
     pub(crate) fn fence(
         &self,
@@ -398,7 +405,7 @@ impl Queue for CudaQueue {
     }
 
     fn wait(&self, event: &Event) -> Result<()> {
-        mark::wait(&self.0.card, self.0.stream, CudaMark::of(event)?)
+        self.0.wait(CudaMark::of(event)?)
     }
 
     fn sync(&self, within: Duration) -> Result<()> {
