@@ -375,6 +375,13 @@ pub fn add(suite: &mut Suite) {
             suite.add_from(2, &name, move |world| f(world, op.clone()));
         }
     }
+    if injects {
+        let pushing = all_reduce::pushing(with_a_hook(engines));
+        for (name, choice) in pushing {
+            let name = format!("faults/in_pieces/{name}");
+            suite.add_from(2, &name, move |world| injected::in_pieces(world, choice));
+        }
+    }
     let pairs = mismatches(engines).into_iter();
     let named = pairs.map(|(name, op, other)| (name.to_owned(), op, other));
     let others = mismatches_of_sums(engines).into_iter();

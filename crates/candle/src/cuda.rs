@@ -41,7 +41,7 @@ pub(crate) fn stream(device: &Gpu, place: &CudaDevice) -> Result<Stream> {
     let theirs = place.cuda_stream();
     let raw: *mut c_void = theirs.cu_stream().cast();
     // SAFETY: a stream of this GPU's primary context (cudarc makes no other contexts), which `theirs` keeps.
-    Ok(unsafe { device.adopt_stream(raw, Arc::new(Kept(theirs))) })
+    unsafe { device.adopt_stream(raw, Arc::new(Kept(theirs))) }.or_candle()
 }
 
 /// Keeps candle's stream alive.

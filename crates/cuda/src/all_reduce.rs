@@ -117,7 +117,8 @@ impl CudaComm {
     }
 }
 
-/// By pushing, piece by piece.
+/// By pushing, piece by piece, the first one last: behind its address lies all of the result, which it poisons if the group was
+/// stopped, in whichever piece that was. Those before it have been taken then, so inputs in the same place are not needed any more.
 fn pushed(
     job: &mut Job<'_>,
     how: (AllReduceAlgorithm, Launch),
@@ -128,9 +129,9 @@ fn pushed(
 ) -> Result<()> {
     let all = from.shape().len();
     // With nothing in it, too: all ranks meet.
-    for start in (0..all.max(1)).step_by(piece_elements.max(1)) {
+    for start in (0..all.max(1)).step_by(piece_elements.max(1)).rev() {
         let piece = kind.piece(start, piece_elements.min(all - start), from, to);
-        job.push(how, kind, piece, start + piece.elements >= all)?;
+        job.push(how, kind, piece, (start == 0).then(|| to.bytes()))?;
     }
     Ok(())
 }

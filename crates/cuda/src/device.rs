@@ -11,7 +11,7 @@ use crate::{
     trace::Tracer,
 };
 use brigade_device::{
-    Bootstrap, Comm, CommConfig, Device, DeviceInfo, Hierarchy, HierarchyConfig, Injector,
+    Bootstrap, Comm, CommConfig, Device, DeviceInfo, Error, Hierarchy, HierarchyConfig, Injector,
     Machines, Queues, Replay, Result, Stream,
 };
 use brigade_plan::{Entries, hierarchical::Wire};
@@ -112,27 +112,45 @@ impl CudaDevice {
     /// Graphs that others capture on it keep what they refer to for as long as the returned stream lives, and must be
     /// launched on this stream alone.
     ///
+    /// # Errors
+    /// [`Error::Invalid`], field `raw`, for `CU_STREAM_PER_THREAD`, which is another stream on every thread: Brigade's threads could
+    /// not tell what the caller's is doing.
+    ///
     /// # Safety
     /// `raw` must be a `CUstream` of this GPU's primary context, and stay valid while `owner` lives.
     pub unsafe fn adopt_stream(
         &self,
         raw: *mut c_void,
         owner: Arc<dyn Any + Send + Sync>,
-    ) -> Stream {
-        let stream: sys::CUstream = raw.cast();
-        Stream::new(Arc::new(CudaQueue(Lane::adopt(&self.card, stream, owner))))
+    ) -> Result<Stream> {
+        let stream = same_on_all_threads(raw.cast())?;
+        let lane = Lane::adopt(&self.card, stream, owner);
+        Ok(Stream::new(Arc::new(CudaQueue(lane))))
     }
 
     /// The driver's handle of a stream, for other libraries to enqueue on. It is valid while `on` lives.
     ///
     /// # Errors
-    /// [`Error::Invalid`](brigade_device::Error::Invalid) for a stream of another device.
+    /// [`Error::Invalid`] for a stream of another device.
     pub fn raw_stream(&self, on: &Stream) -> Result<*mut c_void> {
         Ok(self.lane(on)?.stream.cast())
     }
 
     pub(crate) fn lane<'a>(&self, on: &'a Stream) -> Result<&'a Arc<Lane>> {
         Lane::of(on, &self.card)
+    }
+}
+
+/// A handle of a stream, unless it is `CU_STREAM_PER_THREAD`.
+fn same_on_all_threads(stream: sys::CUstream) -> Result<sys::CUstream> {
+    const PER_THREAD: usize = 2;
+    match stream.addr() {
+        PER_THREAD => Err(Error::invalid(
+            "raw",
+            "CU_STREAM_PER_THREAD",
+            "a stream that is the same on every thread",
+        )),
+        _ => Ok(stream),
     }
 }
 
@@ -175,5 +193,27 @@ impl Device for CudaDevice {
         config: &HierarchyConfig,
     ) -> Result<Hierarchy> {
         hierarchical::join(&self, boot, machines, config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ptr;
+
+    /// The legacy default stream is one, by both of its handles.
+    #[test]
+    fn a_stream_of_each_thread_is_refused() {
+        for handle in [0, 1, 2, 3, 0x7F00_1234_5678] {
+            let stream = ptr::without_provenance_mut(handle);
+            match same_on_all_threads(stream) {
+                Ok(same) => assert!(handle != 2 && same == stream),
+                Err(Error::Invalid { field, got, .. }) => {
+                    assert_eq!((handle, field), (2, "raw"));
+                    assert_eq!(got, "CU_STREAM_PER_THREAD");
+                }
+                Err(other) => panic!("{other}"),
+            }
+        }
     }
 }

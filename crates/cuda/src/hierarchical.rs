@@ -402,7 +402,6 @@ impl Hierarchical for CudaHierarchy {
             .ok_or(Error::Busy("the hierarchy"))?;
         let on = turn.stream();
         let lane = inner.device.lane(on)?;
-        let from = inner.apart(lane, &to, from)?;
         let signed = Call::Hierarchical(call.clone());
         let made = self.made(&signed);
         if lane.capturing() {
@@ -412,16 +411,19 @@ impl Hierarchical for CudaHierarchy {
         } else {
             made.begin(lane);
         }
-        let run = Run {
-            inner,
-            call: &call,
-            signed: &signed,
-            on,
-            lane,
-            to: &to,
-            from: &from,
-        };
-        let done = run.run(&plan, &mut staging);
+        // All others wait for this rank now, also if it has no memory to set its input aside.
+        let done = inner.apart(lane, &to, from).and_then(|from| {
+            let run = Run {
+                inner,
+                call: &call,
+                signed: &signed,
+                on,
+                lane,
+                to: &to,
+                from: &from,
+            };
+            run.run(&plan, &mut staging)
+        });
         done.map_err(|error| inner.across.give_up(error))?;
         Ok(plan)
     }

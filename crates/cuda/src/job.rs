@@ -311,9 +311,13 @@ impl<'a> Job<'a> {
     }
 
     pub(crate) fn stream_of(&self, side: Side) -> sys::CUstream {
+        self.lane_of(side).stream
+    }
+
+    fn lane_of(&self, side: Side) -> &Lane {
         match side {
-            Side::Mover => self.core.mover.stream,
-            Side::Waiter => self.core.waiter.stream,
+            Side::Mover => &self.core.mover,
+            Side::Waiter => &self.core.waiter,
         }
     }
 
@@ -329,7 +333,7 @@ impl<'a> Job<'a> {
 
     /// Lets a stream beside the caller's wait for a mark.
     pub(crate) fn side_after(&self, side: Side, mark: &CudaMark) -> Result<()> {
-        mark::wait(&self.core.device.card, self.stream_of(side), mark)
+        self.lane_of(side).wait(mark)
     }
 
     /// Lets the caller's stream wait for a mark.

@@ -214,7 +214,7 @@ impl Lane {
         {
             let mut notes = self.notes.lock();
             while let Some((mark, _)) = notes.in_use.front() {
-                if !mark.done().unwrap_or(true) {
+                if !mark.is_over() {
                     break;
                 }
                 gone.extend(notes.in_use.pop_front());
@@ -235,6 +235,13 @@ impl Lane {
             return None;
         }
         CudaMark::record(&self.card, self.stream).ok()
+    }
+
+    /// Lets work here wait for a mark. If that is of a capture, this stream joins it: not while another thread takes a mark of this
+    /// stream, having found that no capture runs. The driver alone is called meanwhile, so whatever locks the caller has are in order.
+    pub(crate) fn wait(&self, mark: &CudaMark) -> Result<()> {
+        let _nobody_marks = self.notes.lock();
+        mark::wait(&self.card, self.stream, mark)
     }
 
     /// Lets `other` wait for the work here. While a capture runs here, `later` is put off to its end, and `false` returned.
@@ -398,7 +405,7 @@ impl Queue for CudaQueue {
     }
 
     fn wait(&self, event: &Event) -> Result<()> {
-        mark::wait(&self.0.card, self.0.stream, CudaMark::of(event)?)
+        self.0.wait(CudaMark::of(event)?)
     }
 
     fn sync(&self, within: Duration) -> Result<()> {

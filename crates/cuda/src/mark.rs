@@ -4,11 +4,12 @@ use crate::{card::Card, driver::failed, lane::Lane};
 use brigade_device::{Error, Event, Mark, Result};
 use cudarc::driver::{
     result::{DriverError, event},
-    sys,
+    sys::{self, CUresult, CUstreamCaptureMode_enum as CaptureMode},
 };
 use std::{
     any::Any,
     hint,
+    ops::RangeInclusive,
     sync::{Arc, Weak},
     thread,
     time::{Duration, Instant},
@@ -69,6 +70,28 @@ impl CudaMark {
         self.event
     }
 
+    /// Whether the work is not going on any more, and what it used may be let go of: done, or ended with its context. What only a
+    /// capture forbids to tell is still going on.
+    pub(crate) fn is_over(&self) -> bool {
+        match self.query() {
+            Ok(code) => is_over(code),
+            // The context cannot even be made current.
+            Err(_) => true,
+        }
+    }
+
+    /// What the driver says of the event.
+    ///
+    /// While another thread captures in CUDA's default mode, this one may not ask, and breaks that capture if it does: unless it says
+    /// that it knows what it does, as nothing here depends on work that is captured.
+    fn query(&self) -> Result<CUresult> {
+        self.card.bind()?;
+        let _relaxed = Relaxed::new()?;
+        // SAFETY: the event lives as long as `self`.
+        Ok(unsafe { event::query(self.event) }
+            .map_or_else(|DriverError(code)| code, |()| CUresult::CUDA_SUCCESS))
+    }
+
     /// Waits at most `within`; whether it was long enough.
     pub(crate) fn reached(&self, within: Duration) -> Result<bool> {
         let start = Instant::now();
@@ -90,14 +113,42 @@ impl CudaMark {
     }
 }
 
+/// What a code of cuEventQuery means for what the work uses.
+fn is_over(code: CUresult) -> bool {
+    /// From CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD.
+    const OF_CAPTURES: RangeInclusive<u32> = 900..=908;
+    code != CUresult::CUDA_ERROR_NOT_READY && !OF_CAPTURES.contains(&(code as u32))
+}
+
+/// In the time of this, captures of other threads neither forbid this thread anything nor end by what it does.
+struct Relaxed {
+    before: CaptureMode,
+}
+
+impl Relaxed {
+    fn new() -> Result<Self> {
+        let mut mode = CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the pointer is to a live mode, into which this thread's own is written.
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }
+            .result()
+            .map_err(failed("cuThreadExchangeStreamCaptureMode"))?;
+        Ok(Self { before: mode })
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.before) };
+    }
+}
+
 impl Mark for CudaMark {
     fn done(&self) -> Result<bool> {
-        self.card.bind()?;
-        // SAFETY: the event lives as long as `self`.
-        match unsafe { event::query(self.event) } {
-            Ok(()) => Ok(true),
-            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
-            Err(e) => Err(failed("cuEventQuery")(e)),
+        match self.query()? {
+            CUresult::CUDA_SUCCESS => Ok(true),
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => Err(failed("cuEventQuery")(DriverError(code))),
         }
     }
 
@@ -108,7 +159,7 @@ impl Mark for CudaMark {
         }
         Err(Error::Backend {
             call: "cuEventQuery (the work is not done in the time given)",
-            code: sys::CUresult::CUDA_ERROR_NOT_READY as i64,
+            code: CUresult::CUDA_ERROR_NOT_READY as i64,
             source: None,
         })
     }
@@ -134,4 +185,27 @@ pub(crate) fn wait(card: &Card, stream: sys::CUstream, mark: &CudaMark) -> Resul
     unsafe { sys::cuStreamWaitEvent(stream, mark.raw(), 0) }
         .result()
         .map_err(failed("cuStreamWaitEvent"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_is_over_unless_it_goes_on_or_a_capture_forbids_to_tell() {
+        for (code, over) in [
+            (CUresult::CUDA_SUCCESS, true),
+            (CUresult::CUDA_ERROR_NOT_READY, false),
+            (CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, false),
+            (CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, false),
+            (CUresult::CUDA_ERROR_CAPTURED_EVENT, false),
+            (CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, false),
+            (CUresult::CUDA_ERROR_DEINITIALIZED, true),
+            (CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED, true),
+            (CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, true),
+            (CUresult::CUDA_ERROR_LAUNCH_FAILED, true),
+        ] {
+            assert_eq!(is_over(code), over, "{code:?}");
+        }
+    }
 }

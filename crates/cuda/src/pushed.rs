@@ -170,13 +170,14 @@ macro_rules! pushing {
 pub(crate) use pushing;
 
 impl Job<'_> {
-    /// Enqueues one exchange, launched as the plan has it; with the last one of a call, the call ends.
+    /// Enqueues one exchange, launched as the plan has it. With the last one, which is told how many bytes from its result on the
+    /// call gives, the call ends.
     pub(crate) fn push(
         &mut self,
         (algorithm, launch): (AllReduceAlgorithm, brigade_device::Launch),
         kind: Kind,
         piece: Piece,
-        last: bool,
+        last: Option<usize>,
     ) -> Result<()> {
         self.steps_now()?;
         let core = self.core;
@@ -199,14 +200,15 @@ impl Job<'_> {
             moved_bytes: moved,
             from: piece.from,
             out: piece.to,
-            out_bytes: (piece.elements * kind.output.bytes()) as u64,
+            // What is poisoned.
+            out_bytes: last.unwrap_or(piece.elements * kind.output.bytes()) as u64,
             poison: types::poison_pattern(kind.output),
             elements: piece.elements as u64,
             granules: cut.all as u32,
             share: cut.share as u32,
             op: types::op_code(kind.op),
             signature: self.kind.signature,
-            last: u32::from(last),
+            last: u32::from(last.is_some()),
             ..pushing!(AllReduceParams, self)
         };
         let shape = self.push_shape(launch, cut.share);

@@ -106,7 +106,7 @@ impl Rails {
         let (lane, other) = (self.device.lane(on)?, self.device.lane(beside)?);
         let begun = CudaMark::record(card, lane.stream)?;
         other.branch(lane);
-        mark::wait(card, other.stream, &begun)?;
+        other.wait(&begun)?;
         let [first, second] = what.halves();
         let done = self.pair[0].exchange(on, first, how);
         let done = done.and_then(|()| self.pair[1].exchange(beside, second, how));

@@ -6,7 +6,6 @@
 //! is being enqueued.
 
 use crate::quiet::alive;
-use brigade_device::Mark;
 use cudarc::driver::{CudaContext, result::graph, sys};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use std::{
@@ -76,7 +75,7 @@ impl Retired {
         };
         let cores = alive(self.ordinal);
         let mut marks = cores.iter().flat_map(|core| core.marks());
-        if marks.all(|mark| mark.done().unwrap_or(true)) {
+        if marks.all(|mark| mark.is_over()) {
             self.destroy();
         }
         // In this order: a communicator that goes now may enqueue something.

@@ -6,7 +6,7 @@ use crate::{
     lane::Lane,
     mark::CudaMark,
 };
-use brigade_device::{Error, Group, Mark, Result};
+use brigade_device::{Error, Group, Result};
 use brigade_group::Control;
 use brigade_sync::{Deadline, Memory};
 use std::{
@@ -55,7 +55,7 @@ struct Leaving {
 
 impl Leaving {
     fn done(&self) -> bool {
-        self.marks.iter().all(|mark| mark.done().unwrap_or(true))
+        self.marks.iter().all(|mark| mark.is_over())
     }
 
     fn wait(self, patience: Duration) {

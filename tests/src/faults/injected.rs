@@ -10,7 +10,9 @@ use crate::{
     ops::{self, Ended, Op},
     suite::World,
 };
-use brigade_device::{Action, FaultKind, FaultRecord, Point};
+use brigade_device::{
+    Action, AllReduceAlgorithm, DataType, FaultKind, FaultRecord, Point, ReduceOp,
+};
 use rand::{Rng, seq::IndexedRandom};
 use std::{
     thread,
@@ -121,6 +123,27 @@ pub(super) fn mishaps(world: &World, op: Op) {
         for &mishap in &mishaps {
             befall(rank, &director, mishap, &op, DEADLINE);
             probe.run(rank);
+        }
+    });
+}
+
+/// A sum that goes in pieces, of which the rank whose word gets lost has more than its peers, is no result in any part. Where ranks
+/// meet before they push, the first word stops them before any piece.
+pub(super) fn in_pieces(world: &World, choice: AllReduceAlgorithm) {
+    let mut rng = world.rng();
+    let mishaps = [Point::Arrive, Point::Announce].map(|point| Mishap {
+        culprit: rng.random_range(0..world.size),
+        point,
+        what: What::Act(Action::Drop),
+    });
+    let config = impatient();
+    let director = Director::new(&world.backend, None);
+    world.run_injected(&config.clone(), director.clone(), move |rank| {
+        // Two ranks have room for less than half of it.
+        let elements = 2 * config.all_reduce_bytes / DataType::F32.bytes() + 100;
+        let op = ops::all_reduce(elements, DataType::F32, ReduceOp::Sum, Some(choice));
+        for mishap in mishaps {
+            befall(rank, &director, mishap, &op, DEADLINE);
         }
     });
 }

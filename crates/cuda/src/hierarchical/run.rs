@@ -195,7 +195,7 @@ impl Run<'_> {
         let begun = CudaMark::record(card, self.lane.stream)?;
         for (_, _, lane) in &tracks {
             lane.branch(self.lane);
-            mark::wait(card, lane.stream, &begun)?;
+            lane.wait(&begun)?;
         }
         let done = pipe.through(&tracks);
         // Also after a failure, since a capture cannot end while another stream is forked from it.

@@ -2,7 +2,7 @@
 
 use super::{GRACE, Inner};
 use crate::{core::HEARSAY, mark::CudaMark};
-use brigade_device::{Error, Mark, Result};
+use brigade_device::{Error, Result};
 use std::{
     sync::{Arc, atomic::Ordering},
     thread,
@@ -45,7 +45,7 @@ impl Drop for Handle {
         let Some(rails) = &inner.rails else {
             return;
         };
-        let done = inner.marks().iter().all(|m| m.done().unwrap_or(true));
+        let done = inner.marks().iter().all(|m| m.is_over());
         inner.leaving.store(true, Ordering::Release);
         rails.line.wake();
         if !done {
@@ -83,7 +83,7 @@ fn watch(inner: Arc<Inner>) {
         let config = &inner.config.comm;
         let patience = config.first_deadline.max(config.deadline) + GRACE + HEARSAY;
         let (marks, since) = last.get_or_insert_with(|| (inner.marks(), Instant::now()));
-        if marks.iter().all(|m| m.done().unwrap_or(true)) || since.elapsed() >= patience {
+        if marks.iter().all(|m| m.is_over()) || since.elapsed() >= patience {
             break;
         }
     }

@@ -207,10 +207,16 @@ fn streams_of_others_are_used_in_their_order_and_their_captures_are_seen() {
     let theirs = context.new_stream().unwrap();
     let raw = theirs.cu_stream();
     // SAFETY: a stream of this GPU's primary context, kept by its owner.
-    let on = unsafe { device.adopt_stream(raw.cast(), Arc::new(theirs)) };
+    let on = unsafe { device.adopt_stream(raw.cast(), Arc::new(theirs)) }.unwrap();
     assert_eq!(device.raw_stream(&on).unwrap(), raw.cast());
     let mut a = bytes(&device, &on, 4096, 5);
     assert!(all(&device, &on, &a, 5) && !on.capturing());
+
+    let each = context.per_thread_stream();
+    let raw_each = each.cu_stream().cast();
+    // SAFETY: as above.
+    let refused = unsafe { device.adopt_stream(raw_each, Arc::new(each)) };
+    assert_eq!(field(refused.unwrap_err()), "raw");
 
     let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
     context.bind_to_thread().unwrap();
