@@ -198,6 +198,20 @@ fn refused(world: &World) {
         let weighed = combine(&mut lease, &got, &got.rows, true);
         let code = expect_unsupported(weighed, "weights beside sums in place");
         assert_eq!(code, reason::IN_PLACE);
+        // Peers read the rows while sums are written.
+        let mut over = got.rows.index(0).unwrap();
+        over = over.slice(0, case.tokens(rank.rank)).unwrap();
+        let result = lease.combine(CombineParams {
+            rows: got.rows.view(),
+            handle: &got.handle,
+            sum: CombineSum::Rank,
+            weights: None,
+            biases: &[],
+            output: Output::Into(over.view_mut()),
+            waits: None,
+            choice: Some(Transport::InPlace),
+        });
+        assert_eq!(field(result), "output");
         // Nothing of that has touched the group.
         assert!(combine(&mut lease, &got, &got.rows, false).is_ok());
     });
