@@ -28,6 +28,7 @@ pub const IN_PLACE: By = By::of(Transport::InPlace, Transport::InPlace);
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     suite.add("experts/in_place/round_trips", round_trips);
+    suite.add("experts/in_place/nobody_has_any", nobody_has_any);
     suite.add("experts/in_place/others_between", others_between);
     suite.add("experts/in_place/casts", casts);
     suite.add("experts/in_place/refused", refused);
@@ -67,6 +68,23 @@ fn round_trips(world: &World) {
             let back = Back::in_place(&mut rng, &case);
             cases.push((case, back));
         }
+    }
+    world.run(&room(), move |rank| {
+        for (case, back) in &cases {
+            there_and_back(rank, case, back);
+        }
+    });
+}
+
+/// Where no rank has room for a token, none comes, also where others have come before: in both halves.
+fn nobody_has_any(world: &World) {
+    let mut rng = world.rng();
+    let mut cases = vec![];
+    for max_tokens in [7, 7, 0, 0, 7] {
+        let case = case_of(&mut rng, world.size, (max_tokens, 24, 2, 5));
+        let case = case.with_tokens(&mut rng, &vec![max_tokens; world.size]);
+        let back = Back::in_place(&mut rng, &case);
+        cases.push((case, back));
     }
     world.run(&room(), move |rank| {
         for (case, back) in &cases {
