@@ -180,6 +180,7 @@ fn refused(world: &World) {
     let copied = case
         .clone()
         .by(By::of(Transport::OneSided, Transport::InPlace));
+    let stay = world.backend.engines().rows_in_place;
     world.run(&room(), move |rank| {
         let own = Own::of(rank, &case);
         let mut lease = rank.lease();
@@ -230,6 +231,17 @@ fn refused(world: &World) {
             choice: Some(Transport::InPlace),
         });
         assert_eq!(field(result), "output");
+        // What the next dispatch takes back cannot be what it sends, where rows are not copied.
+        let mut sent = [Own::of(rank, &case), Own::of(rank, &case)];
+        sent[0].rows = over.clone();
+        sent[1].beside = vec![over];
+        for (own, field) in sent.iter().zip(["rows", "beside"]) {
+            let result = own.dispatch(&mut lease, &case);
+            match stay {
+                true => assert_eq!(expect_invalid(result, "rows that are lent"), field),
+                false => drop(result.unwrap()),
+            }
+        }
         // Nothing of that has touched the group.
         assert!(combine(&mut lease, &got, &got.rows, false).is_ok());
     });
