@@ -27,7 +27,7 @@ use crate::{
     check::expect_unsupported,
     suite::{Suite, World},
 };
-use back::Back;
+use back::{Back, Over};
 use brigade_device::{Arrangement, CommConfig, DataType, ParallelMode, Route, Transport};
 use brigade_plan::Engines;
 use case::{By, Case, Ids, Where};
@@ -333,6 +333,32 @@ fn queue_settings(world: &World) {
     }
 }
 
+/// Sums over the rows and biases that they are made of have the bits of those that lie apart, also where rows go back in pieces.
+fn over_inputs(world: &World, by: By) {
+    let mut rng = world.rng();
+    let cases = ARRANGEMENTS.map(|(_, arrangement)| {
+        let mut case = Case::random(&mut rng, world.size, (50, 64, 3, 10));
+        case.arrangement = arrangement;
+        let case = case.by(by).with_any_ids(&mut rng);
+        let back = Back::random(&mut rng, &case);
+        (case, back)
+    });
+    let config = CommConfig {
+        combine_bytes: 900 * world.size,
+        ..config()
+    };
+    world.run(&config, move |rank| {
+        for (case, back) in &cases {
+            let own = Own::of(rank, case);
+            let mut lease = rank.lease();
+            let got = own.dispatch(&mut lease, case).unwrap();
+            for over in Over::ALL {
+                back.check_over(rank, &mut lease, case, (&got.handle, over));
+            }
+        }
+    });
+}
+
 /// More tokens of every rank than any other case has: 4096 are all that most stacks prefill at once.
 fn many_tokens(world: &World, by: By, (tokens, hidden): (usize, usize)) {
     let mut rng = world.rng();
@@ -405,11 +431,12 @@ pub fn add(suite: &mut Suite) {
                 arranged(world, arrangement, by);
             });
         }
-        let contracts: [(&str, Contract); 11] = [
+        let contracts: [(&str, Contract); 12] = [
             ("extremes", extremes),
             ("placements", placements),
             ("pieces", pieces),
             ("again", again),
+            ("over_inputs", over_inputs),
             ("casts", casts::casts),
             ("given_scales", given::scales),
             ("overflow", limits::overflow),

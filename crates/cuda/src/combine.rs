@@ -8,6 +8,7 @@ use crate::{
     comm::{CudaComm, unexpected},
     core::Core,
     dispatch::{WIDEST, own_parts, row_blocks, row_threads},
+    finish::same_elements,
     job::Job,
     memory::check_reach,
     relay::Pieces,
@@ -121,30 +122,38 @@ impl CudaComm {
             }
             None => None,
         };
+        let (rows, weights) = (p.rows.retain(), p.weights.map(|w| w.retain()));
+        let biases: Vec<Buffer> = p.biases.iter().map(|b| b.retain()).collect();
+        check_reach(&device.card, "rows.memory", &rows)?;
+        check_reach(&device.card, "output.memory", &d)?;
+        if let Some(weights) = &weights {
+            check_reach(&device.card, "weights.memory", weights)?;
+        }
+        for bias in &biases {
+            check_reach(&device.card, "biases.memory", bias)?;
+        }
+        // Sums are written while others are still made. Whoever reads an element of a bias writes that of the sum.
+        let apart = |from: Buffer| self.apart(turn.stream(), from, &d);
+        let bias_apart = |bias: Buffer| match same_elements(&bias, &d) {
+            true => Ok(bias),
+            false => apart(bias),
+        };
         let a = Arguments {
             call,
             piece_rows,
             pieces,
             queues,
-            rows: p.rows.retain(),
-            weights: p.weights.map(|w| w.retain()),
-            biases: p.biases.iter().map(|b| b.retain()).collect(),
+            rows: apart(rows)?,
+            weights: weights.map(apart).transpose()?,
+            biases: biases.into_iter().map(bias_apart).collect::<Result<_>>()?,
             parts: p.handle.parts().clone(),
             d: d.clone(),
             weights_back: weights_back.clone(),
             staged,
             waits: p.waits.map(|waits| waits.as_view().retain()),
         };
-        check_reach(&device.card, "rows.memory", &a.rows)?;
-        check_reach(&device.card, "output.memory", &a.d)?;
-        if let Some(weights) = &a.weights {
-            check_reach(&device.card, "weights.memory", weights)?;
-        }
         if let Some(waits) = &a.waits {
             check_reach(&device.card, "waits.memory", waits)?;
-        }
-        for bias in &a.biases {
-            check_reach(&device.card, "biases.memory", bias)?;
         }
         let mut kept = a.buffers();
         match transport {

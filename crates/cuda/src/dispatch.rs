@@ -18,6 +18,7 @@ use crate::{
     routing::{Placed, Router},
     steps::Use,
     types,
+    window::Window,
 };
 use brigade_device::{
     Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
@@ -183,6 +184,10 @@ impl CudaComm {
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);
         let mut a = Arguments::new(device, lane, &p, (call, group, origin))?;
         a.travel(self, lane, (transport, piece_rows))?;
+        self.check_stays("rows", &a.rows)?;
+        for buffer in &a.beside {
+            self.check_stays("beside", buffer)?;
+        }
         // Whoever has rows of an earlier one in place has them no longer.
         self.core.views.dispatched.fetch_add(1, Ordering::AcqRel);
         let absent = self.core.control.absent();
@@ -211,6 +216,18 @@ impl CudaComm {
                 dispatch(job, &a, given.clone())
             })?;
         Ok(outputs.dispatched(plan))
+    }
+
+    /// Refuses what a dispatch takes back from the caller, where it is to be sent: once the call has begun, others would wait for it.
+    fn check_stays(&self, field: &'static str, buffer: &Buffer) -> Result<()> {
+        let views = &self.core.views;
+        let window = buffer.storage().downcast::<Window>();
+        let mut ending = views.all.iter().chain([&views.dispatched]);
+        if !window.is_some_and(|window| ending.any(|views| window.is_of(views))) {
+            return Ok(());
+        }
+        let got = "rows in place of an earlier call, which this one takes back";
+        Err(Error::invalid(field, got, "a copy of them"))
     }
 }
 

@@ -66,6 +66,8 @@ impl Job<'_> {
             steps.filled_to_all(of, self.core.rank(), 0);
             let say = || self.steps_on(Side::Waiter, steps);
             self.beside(Side::Waiter, || format!("say {piece}"), say)?;
+            let again = piece + 2 < count;
+            let said = again.then(|| self.side_mark(Side::Waiter)).transpose()?;
             self.steps.await_all(of, 0);
             self.traced_all(|| format!("await {piece}"), Job::steps_now)?;
             self.after(&here)?;
@@ -74,7 +76,9 @@ impl Job<'_> {
                 |job| pieces.take(job, of, piece),
             )?;
             self.steps.end(of);
-            if piece + 2 < count {
+            if let Some(said) = said {
+                // What is said has the half's count in it, which its next use moves on. It waits for nothing but what was written before.
+                self.after(&said)?;
                 begun.push(self.begin(P::AREA));
                 self.traced_all(|| format!("begin {}", piece + 2), Job::steps_now)?;
                 self.side_after(Side::Mover, &self.mark()?)?;

@@ -37,6 +37,11 @@ impl Window {
         &self.core.device.card
     }
 
+    /// Whether it is good for as long as `views` stays what it is.
+    pub(crate) fn is_of(&self, views: &Arc<AtomicU64>) -> bool {
+        Arc::ptr_eq(&self.views, views)
+    }
+
     /// Whether it may still be used.
     pub(crate) fn check(&self) -> Result<()> {
         if self.views.load(Ordering::Acquire) == self.number {

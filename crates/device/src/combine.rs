@@ -36,7 +36,8 @@ pub struct CombineParams<'a> {
     pub weights: Option<View<'a>>,
     /// Up to two tensors `[tokens, hidden]` of the rows' type that are added.
     pub biases: &'a [View<'a>],
-    /// `[tokens, hidden]`
+    /// `[tokens, hidden]`. It may share memory with rows, weights and biases, but not with rows that go back from where they lie in place: peers
+    /// read those.
     pub output: Output<'a>,
     /// i64 `[ranks]`: how long this rank waited for each other one in this call is added to it, as by
     /// [`DispatchParams::waits`](crate::DispatchParams::waits).
@@ -118,6 +119,17 @@ impl CombineParams<'_> {
             if !there.is_some_and(same) {
                 let want = "the rows of the handle's dispatch, in place";
                 return Err(Error::invalid("rows", "other memory", want));
+            }
+            if let Output::Into(d) = &self.output {
+                // A rank without tokens is refused what all others are.
+                let (d, bytes) = (d.as_view(), d.as_view().bytes().max(1));
+                let end = |start: u64, bytes: usize| start + bytes as u64;
+                if d.address() < end(rows.address(), rows.bytes())
+                    && rows.address() < end(d.address(), bytes)
+                {
+                    let want = "memory apart from the rows, which peers read";
+                    return Err(Error::invalid("output", "memory of rows in place", want));
+                }
             }
         }
         let matrix = [handle.tokens(), hidden];

@@ -10,9 +10,34 @@ use crate::{
     matrix::{to_bytes, to_f64},
 };
 use brigade_device::{
-    Arrangement, Buffer, CombineParams, CombineSum, DataType, Dispatched, Handle, Output,
+    Arrangement, Buffer, CombineParams, CombineSum, DataType, Dispatched, Handle, Output, Shape,
 };
 use rand::{Rng, rngs::StdRng};
+use std::sync::Arc;
+
+/// What sums are written over.
+#[derive(Clone, Copy, Debug)]
+pub enum Over {
+    /// Received rows, from the first on.
+    Rows,
+    /// The first bias, element by element where types are the same.
+    Bias,
+    /// What lies a row behind it.
+    NextOfBias,
+}
+
+impl Over {
+    pub const ALL: [Self; 3] = [Self::Rows, Self::Bias, Self::NextOfBias];
+}
+
+/// Where rows are, which experts have made.
+enum Place {
+    Any,
+    /// Where they came.
+    There(Buffer),
+    /// In one allocation behind a bias, and so are sums.
+    Shared(Over),
+}
 
 /// Everybody's experts make something of each row, and sums of it come back.
 pub struct Back {
@@ -60,12 +85,28 @@ impl Back {
 
     /// Combines, and checks every bit.
     pub fn check(&self, rank: &Rank, lease: &mut impl Leased, case: &Case, handle: &Handle) {
-        self.check_from(rank, lease, case, (handle, None));
+        self.check_from(rank, lease, case, (handle, Place::Any));
+    }
+
+    /// The same, with sums over what they are made of.
+    pub fn check_over(
+        &self,
+        rank: &Rank,
+        lease: &mut impl Leased,
+        case: &Case,
+        (handle, over): (&Handle, Over),
+    ) {
+        self.check_from(rank, lease, case, (handle, Place::Shared(over)));
     }
 
     /// The same, with what experts make written to the place of the rows that came.
     pub fn check_there(&self, rank: &Rank, lease: &mut impl Leased, case: &Case, got: &Dispatched) {
-        self.check_from(rank, lease, case, (&got.handle, Some(got.rows.clone())));
+        self.check_from(
+            rank,
+            lease,
+            case,
+            (&got.handle, Place::There(got.rows.clone())),
+        );
     }
 
     fn check_from(
@@ -73,7 +114,7 @@ impl Back {
         rank: &Rank,
         lease: &mut impl Leased,
         case: &Case,
-        (handle, place): (&Handle, Option<Buffer>),
+        (handle, place): (&Handle, Place),
     ) {
         let (me, tokens) = (rank.rank, case.tokens(rank.rank));
         let (came, _) = case.received(me);
@@ -93,13 +134,10 @@ impl Back {
         }
         let shape = handle.shape(self.hidden).unwrap();
         let rows = rank.upload_bytes(self.dtype, shape.dims(), &to_bytes(self.dtype, &rows));
-        let rows = match place {
-            None => rows,
-            Some(mut there) => {
-                let (device, on) = (&rank.device, &rank.stream);
-                device.copy(on, there.view_mut(), rows.view()).unwrap();
-                there
-            }
+        let copied = |from: &Buffer, mut to: Buffer| {
+            let (device, on) = (&rank.device, &rank.stream);
+            device.copy(on, to.view_mut(), from.view()).unwrap();
+            to
         };
         let ids = handle.parts().ids.shape();
         let weights = rank.upload_bytes(DataType::F32, ids.dims(), bytemuck::cast_slice(&weights));
@@ -109,14 +147,39 @@ impl Back {
                 .collect()
         };
         let biases: Vec<_> = (0..self.biases).map(bias).collect();
-        let uploaded: Vec<_> = biases
+        let mut uploaded: Vec<_> = biases
             .iter()
             .map(|b| {
                 rank.upload_bytes(self.dtype, &[tokens, self.hidden], &to_bytes(self.dtype, b))
             })
             .collect();
+        let matrix = [tokens, self.hidden];
+        let (rows, mut d) = match place {
+            Place::Any => (rows, rank.poisoned(self.output, &matrix)),
+            Place::There(there) => (copied(&rows, there), rank.poisoned(self.output, &matrix)),
+            Place::Shared(over) => {
+                let row_bytes = self.hidden * self.dtype.bytes();
+                let (d_bytes, bias_bytes) = (tokens * self.hidden * 4, tokens * row_bytes);
+                let bytes = bias_bytes + rows.bytes() + row_bytes + d_bytes;
+                let all = rank.poisoned(DataType::U8, &[bytes]);
+                let at = |byte, dtype, shape| {
+                    Buffer::at(Arc::clone(all.storage()), byte, dtype, shape).unwrap()
+                };
+                if let Some(bias) = uploaded.first_mut() {
+                    *bias = copied(bias, at(0, self.dtype, bias.shape()));
+                }
+                let start = match over {
+                    Over::Rows => bias_bytes,
+                    Over::Bias => 0,
+                    Over::NextOfBias => row_bytes,
+                };
+                (
+                    copied(&rows, at(bias_bytes, self.dtype, rows.shape())),
+                    at(start, self.output, Shape::new(&matrix).unwrap()),
+                )
+            }
+        };
         let views: Vec<_> = uploaded.iter().map(Buffer::view).collect();
-        let mut d = rank.poisoned(self.output, &[tokens, self.hidden]);
         let combined = lease
             .combine(CombineParams {
                 rows: rows.view(),

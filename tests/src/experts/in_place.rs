@@ -28,6 +28,7 @@ pub const IN_PLACE: By = By::of(Transport::InPlace, Transport::InPlace);
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     suite.add("experts/in_place/round_trips", round_trips);
+    suite.add("experts/in_place/nobody_has_any", nobody_has_any);
     suite.add("experts/in_place/others_between", others_between);
     suite.add("experts/in_place/casts", casts);
     suite.add("experts/in_place/refused", refused);
@@ -67,6 +68,23 @@ fn round_trips(world: &World) {
             let back = Back::in_place(&mut rng, &case);
             cases.push((case, back));
         }
+    }
+    world.run(&room(), move |rank| {
+        for (case, back) in &cases {
+            there_and_back(rank, case, back);
+        }
+    });
+}
+
+/// Where no rank has room for a token, none comes, also where others have come before: in both halves.
+fn nobody_has_any(world: &World) {
+    let mut rng = world.rng();
+    let mut cases = vec![];
+    for max_tokens in [7, 7, 0, 0, 7] {
+        let case = case_of(&mut rng, world.size, (max_tokens, 24, 2, 5));
+        let case = case.with_tokens(&mut rng, &vec![max_tokens; world.size]);
+        let back = Back::in_place(&mut rng, &case);
+        cases.push((case, back));
     }
     world.run(&room(), move |rank| {
         for (case, back) in &cases {
@@ -162,6 +180,7 @@ fn refused(world: &World) {
     let copied = case
         .clone()
         .by(By::of(Transport::OneSided, Transport::InPlace));
+    let stay = world.backend.engines().rows_in_place;
     world.run(&room(), move |rank| {
         let own = Own::of(rank, &case);
         let mut lease = rank.lease();
@@ -198,6 +217,31 @@ fn refused(world: &World) {
         let weighed = combine(&mut lease, &got, &got.rows, true);
         let code = expect_unsupported(weighed, "weights beside sums in place");
         assert_eq!(code, reason::IN_PLACE);
+        // Peers read the rows while sums are written.
+        let mut over = got.rows.index(0).unwrap();
+        over = over.slice(0, case.tokens(rank.rank)).unwrap();
+        let result = lease.combine(CombineParams {
+            rows: got.rows.view(),
+            handle: &got.handle,
+            sum: CombineSum::Rank,
+            weights: None,
+            biases: &[],
+            output: Output::Into(over.view_mut()),
+            waits: None,
+            choice: Some(Transport::InPlace),
+        });
+        assert_eq!(field(result), "output");
+        // What the next dispatch takes back cannot be what it sends, where rows are not copied.
+        let mut sent = [Own::of(rank, &case), Own::of(rank, &case)];
+        sent[0].rows = over.clone();
+        sent[1].beside = vec![over];
+        for (own, field) in sent.iter().zip(["rows", "beside"]) {
+            let result = own.dispatch(&mut lease, &case);
+            match stay {
+                true => assert_eq!(expect_invalid(result, "rows that are lent"), field),
+                false => drop(result.unwrap()),
+            }
+        }
         // Nothing of that has touched the group.
         assert!(combine(&mut lease, &got, &got.rows, false).is_ok());
     });

@@ -29,20 +29,19 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    /// All of a load, so many rows at a time: one piece at least.
+    /// All of a load, so many rows at a time: one piece at least, with room for one at least, since counts go with the first.
     pub(super) fn all(
         load: Load,
         (most, rows): (usize, usize),
         gathers: bool,
     ) -> impl Iterator<Item = Self> {
-        (0..most.max(1))
-            .step_by(rows.max(1))
-            .map(move |first| Self {
-                load,
-                first,
-                rows,
-                gathers,
-            })
+        let rows = rows.max(1);
+        (0..most.max(1)).step_by(rows).map(move |first| Self {
+            load,
+            first,
+            rows,
+            gathers,
+        })
     }
 }
 
