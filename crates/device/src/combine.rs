@@ -4,7 +4,7 @@ use crate::{
     Arrangement, Buffer, DataType, Error, Group, Handle, Origin, Output, Plan, Result, Transport,
     View, ViewMut,
     collectives::summed,
-    params::{float, resident},
+    params::{float, meet, resident, span},
     statistics::check_waits,
 };
 
@@ -122,11 +122,8 @@ impl CombineParams<'_> {
             }
             if let Output::Into(d) = &self.output {
                 // A rank without tokens is refused what all others are.
-                let (d, bytes) = (d.as_view(), d.as_view().bytes().max(1));
-                let end = |start: u64, bytes: usize| start + bytes as u64;
-                if d.address() < end(rows.address(), rows.bytes())
-                    && rows.address() < end(d.address(), bytes)
-                {
+                let d = d.as_view();
+                if meet(d, rows) || span(rows).contains(&d.address()) {
                     let want = "memory apart from the rows, which peers read";
                     return Err(Error::invalid("output", "memory of rows in place", want));
                 }

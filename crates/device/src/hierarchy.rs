@@ -236,7 +236,7 @@ impl Hierarchy {
         Ok(())
     }
 
-    /// Exclusive use on one stream. If the last lease was on another one, `on` first waits for its end.
+    /// Exclusive use on one stream, in turn as by [`Comm::lease`].
     ///
     /// # Errors
     /// As [`Comm::lease`].

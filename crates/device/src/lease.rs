@@ -156,7 +156,8 @@ impl Filled {
 }
 
 impl Comm {
-    /// Exclusive use on one stream. If the last lease was on another one, `on` first waits for its end.
+    /// Exclusive use on one stream. If the last lease, or launch of a graph that holds calls of the communicator, was on another one, `on`
+    /// first waits for its end. While `on` captures, the graph's launches will do that in its place.
     ///
     /// # Errors
     /// [`Error::Busy`] while another lease is live; the fault, if the communicator stopped; [`Error::Closed`].

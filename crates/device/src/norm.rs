@@ -2,7 +2,7 @@
 
 use crate::{
     AllReduceAlgorithm, Call, DataType, Error, MemoryType, QScheme, Result, Shape, View, ViewMut,
-    params::{float, resident},
+    params::{float, meet, resident},
 };
 
 /// Every rank gets the sum of all parts, adds its residual, and normalizes every row by its root mean square (Zhang and
@@ -233,11 +233,7 @@ impl<'a> Part<'a> {
 
     /// Checks that it has no byte in common with any of the others.
     fn apart(&self, others: &[Part<'_>], want: &str) -> Result<()> {
-        let span = |v: View<'_>| (v.address(), v.address() + v.bytes() as u64);
-        let meets = |other: &&Part<'_>| {
-            let ((a, a_end), (b, b_end)) = (span(self.view), span(other.view));
-            a.max(b) < a_end.min(b_end)
-        };
+        let meets = |other: &&Part<'_>| meet(self.view, other.view);
         others.iter().find(meets).map_or(Ok(()), |other| {
             let got = format!("bytes of {}", other.field);
             Err(Error::invalid(self.field, got, want))

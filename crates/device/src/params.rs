@@ -2,6 +2,7 @@
 //! `check()` names the field that is wrong, what it was and what it should have been.
 
 use crate::{Buffer, DataType, Error, MemoryType, Result, Shape, View, ViewMut};
+use std::ops::Range;
 
 /// How values of several ranks are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -174,11 +175,20 @@ pub(crate) fn check_totals_of(
     resident("totals", Some(memory), beside)
 }
 
+/// Addresses of its bytes.
+pub(crate) fn span(view: View<'_>) -> Range<u64> {
+    view.address()..view.address() + view.bytes() as u64
+}
+
+/// Whether two have a byte in common.
+pub(crate) fn meet(one: View<'_>, other: View<'_>) -> bool {
+    let (a, b) = (span(one), span(other));
+    a.start.max(b.start) < a.end.min(b.end)
+}
+
 /// Checks that a result has no byte in common with what is read.
 pub(crate) fn apart(output: &ViewMut<'_>, input: View<'_>) -> Result<()> {
-    let span = |v: View<'_>| (v.address(), v.address() + v.bytes() as u64);
-    let ((a, a_end), (b, b_end)) = (span(output.as_view()), span(input));
-    if a.max(b) < a_end.min(b_end) {
+    if meet(output.as_view(), input) {
         let got = "bytes of an input";
         return Err(Error::invalid("output.memory", got, "bytes of its own"));
     }

@@ -112,6 +112,72 @@ fn an_event_that_could_not_be_waited_for_is_not_forgotten() {
     assert_eq!(log.lock()[..], ["record a1", "b waits for a1", "record b1"]);
 }
 
+/// What `work` does on a stream that captures.
+fn capture(on: &Stream, work: impl FnOnce()) -> GraphTurns {
+    let captures = &LogQueue::of(on).captures;
+    captures.store(true, Ordering::Relaxed);
+    let graph = GraphTurns::of(|| {
+        work();
+        Ok(())
+    });
+    captures.store(false, Ordering::Relaxed);
+    graph.unwrap()
+}
+
+/// A capture waits for nothing and is waited for by nobody; its launches are turns, behind the last one and in front of the next.
+#[test]
+fn launches_of_graphs_are_turns() {
+    let (log, _, comm) = setup();
+    let (a, b) = (LogQueue::stream("a", &log), LogQueue::stream("b", &log));
+    let call = |on: &Stream| comm.lease(on).unwrap().barrier().unwrap();
+    let launch = |graph: &GraphTurns, on: &Stream| drop(graph.launch(on, || on.record()).unwrap());
+    call(&b);
+    let graph = capture(&a, || {
+        call(&a);
+        call(&a);
+    });
+    // Another graph may hold it, and one that holds nothing waits for nothing.
+    let outer = capture(&a, || drop(graph.launch(&a, || b.record()).unwrap()));
+    let without = capture(&a, || ());
+    call(&b);
+    launch(&without, &a);
+    launch(&graph, &a);
+    launch(&graph, &a);
+    call(&b);
+    launch(&outer, &a);
+    // One that cannot be launched has waited all the same.
+    let refused = graph.launch(&b, || Err(backend::refused("launch")));
+    assert_eq!(text(refused), "launch: code -1");
+    call(&a);
+    // The graph outlives the communicator.
+    drop(comm);
+    drop(graph.launch(&b, || b.record()).unwrap());
+    insta::assert_snapshot!(log.lock().join("\n"), @r"
+    barrier on b, turn 1
+    record b1
+    barrier on a, turn 2
+    barrier on a, turn 3
+    record b2
+    barrier on b, turn 4
+    record b3
+    record a1
+    a waits for b3
+    record a2
+    record a3
+    b waits for a3
+    barrier on b, turn 5
+    record b4
+    a waits for b4
+    record a4
+    b waits for a4
+    record b5
+    a waits for b5
+    barrier on a, turn 6
+    record a5
+    record b6
+    ");
+}
+
 #[test]
 fn finish_gives_the_event_of_the_end() {
     let (log, _, comm) = setup();

@@ -21,6 +21,7 @@ pub struct LogQueue {
     log: Log,
     marks: AtomicU64,
     pub refuses_to_wait: AtomicBool,
+    pub captures: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -33,6 +34,7 @@ impl LogQueue {
             log: Arc::clone(log),
             marks: AtomicU64::new(0),
             refuses_to_wait: AtomicBool::new(false),
+            captures: AtomicBool::new(false),
         }))
     }
 
@@ -66,7 +68,7 @@ impl Queue for LogQueue {
         Ok(())
     }
     fn capturing(&self) -> bool {
-        false
+        self.captures.load(Ordering::Relaxed)
     }
     fn as_any(&self) -> &dyn Any {
         self
