@@ -42,7 +42,7 @@ use std::{
     ops::Range,
     sync::{
         Arc, OnceLock, Weak,
-        atomic::{AtomicU8, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -101,8 +101,8 @@ pub(crate) struct Core {
     pub(crate) exchanging: Spinning,
     /// The hierarchy that this is a part of, if it is one: its faults are what waits for a stream are told.
     pub(crate) whole: OnceLock<Weak<dyn Stoppable>>,
-    /// The last generation whose kernels this host told to stop.
-    pub(crate) stopped: AtomicU8,
+    /// The last generation whose kernels this host told to stop. Whoever finds it told may enqueue what asks for that.
+    pub(crate) stopped: Mutex<u8>,
     /// Whether a product of tiles may take its place on the GPU while the steps before it still wait.
     pub(crate) begins_early: bool,
     /// Whether an exchange may take its place on the GPU while the one before it still waits.
@@ -234,7 +234,7 @@ impl Core {
             stepping,
             exchanging,
             whole: OnceLock::new(),
-            stopped: AtomicU8::new(0),
+            stopped: Mutex::default(),
             begins_early: programmatic,
             overtakes: programmatic && !shares,
             device,

@@ -3,7 +3,7 @@
 use crate::core::{Core, HEARSAY};
 use brigade_device::{FaultKind, FaultRecord};
 use brigade_sync::Memory;
-use std::{sync::atomic::Ordering, time::Instant};
+use std::time::Instant;
 
 impl Core {
     /// The fault that stopped the group in this generation, whoever found it.
@@ -86,9 +86,11 @@ impl Core {
         let Some(generation) = self.ask_to_stop() else {
             return;
         };
-        if self.stopped.swap(generation, Ordering::AcqRel) == generation {
+        let mut told_already = self.stopped.lock();
+        if *told_already == generation {
             return;
         }
+        *told_already = generation;
         let stop = 8 * self.control.layout().abort.base;
         let told = self.write_word(self.address(self.rank(), stop), generation.into());
         if let Err(error) = told {
