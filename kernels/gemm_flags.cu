@@ -1,17 +1,26 @@
 // A product whose tiles wait for their rows: out = act(rows weight^T + bias), rows in parts that arrive one by one, each announced by a flag
-// for which the loading thread of a block waits before it touches the part's rows. Of parts that are there nothing is waited for.
-#include "gemm_tiles.cuh"
+// for which the loading thread of a block waits before it touches the part's rows. Of parts that are there nothing is waited for. Where there are
+// few of them, it sends own rows to all others itself.
+#include "gemm_send.cuh"
 
 using namespace brigade;
 
 #ifdef BRIGADE_HAS_WGMMA
 
 template <typename In, typename Out, uint32_t COLUMNS>
+struct Ends {
+  const Parameters& p;
+  __device__ __forceinline__ void operator()(uint32_t, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2], Ring<COLUMNS>&) {
+    write_tile<In, Out, COLUMNS>(p, tile, first_row, sums);
+  }
+  __device__ __forceinline__ void done() {}
+};
+
+template <typename In, typename Out, uint32_t COLUMNS>
 __device__ __forceinline__ void gemm_flags(const Parameters& p) {
-  const auto nothing = [](auto&&...) { return [](auto&&...) {}; };
-  run_tiles<In, COLUMNS>(p, nothing, [&p](auto&&...) {
-    return [&p](const Tile& tile, uint32_t first_row, auto& sums, auto&) { write_tile<In, Out, COLUMNS>(p, tile, first_row, sums); };
-  });
+  const auto nothing = [](const Block&) { return [](auto&&...) {}; };
+  const auto ends = [&p](const Block&) { return Ends<In, Out, COLUMNS>{p}; };
+  run_tiles<In, COLUMNS>(p, nothing, ends, [&p](const Block&) { send_rows(p); });
 }
 #else
 template <typename In, typename Out, uint32_t COLUMNS>

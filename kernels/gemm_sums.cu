@@ -1,10 +1,11 @@
-// The end of the twin: a rank's product of its own rows, to which it adds what all others made of them:
+// The twin: a rank's product of everybody's rows. Tiles of others' come first, and go to their owners as they are made (`gemm_send.cuh`), if they
+// are not in another launch, whose result copy engines carry. To those of its own rows, the last parts, a rank adds what all others made of them:
 // out = act(sum of all ranks' rows weight^T + bias), in the order of ranks.
 //
-// Own rows are the last parts of a call. What another rank made of a tile is loaded as more stages behind the tile's own products, while these
+// What another rank made of a tile is loaded as more stages behind the tile's own products, while these
 // are still multiplied: so the end finds it in shared memory, and no kernel behind the product reads all of it again. The first of these loads waits
-// until all others have said that the part's rows are there, which copy engines carried.
-#include "gemm_tiles.cuh"
+// until all others have said that the part's rows are there.
+#include "gemm_send.cuh"
 
 using namespace brigade;
 
@@ -58,6 +59,7 @@ struct Behind {
 
   template <typename MayWait>
   __device__ __forceinline__ void operator()(uint32_t t, const Tile& tile, Ring<COLUMNS>& ring, MayWait& may_wait, bool& waits) {
+    if (tile.part < p.sum_part) return;
     if (p.size > 1 && !(seen >> tile.part & 1)) {
       if (may_wait()) waits = wait_for_others(p, group_of(p, p.signature), tile.part);
       bulk_copies_follow();
@@ -134,16 +136,36 @@ __device__ inline void add_parts(const Parameters& p, const Tile& tile, uint32_t
   if (box != 0) release();
 }
 
+// What becomes of a tile's sums: a part of what its owner adds up, or the result.
+template <typename T, uint32_t COLUMNS>
+struct Ends {
+  const Parameters& p;
+  const Block& block;
+  Mail mail;
+
+  __device__ __forceinline__ Ends(const Parameters& p, const Block& block) : p(p), block(block), mail(block, group()) {}
+  static __device__ __forceinline__ uint32_t group() { return threadIdx.x / 128 - 1; }
+
+  __device__ __forceinline__ void operator()(uint32_t t, const Tile& tile, uint32_t first_row, float (&sums)[COLUMNS / 2], Ring<COLUMNS>& ring) {
+    if (tile.part < p.sum_part) {
+      round_tile<float, T, COLUMNS>(p, tile, first_row, sums);
+      group_meets(group());
+      if (threadIdx.x % 128 == 0) mail.put(t);
+      return;
+    }
+    add_parts<T, COLUMNS>(p, tile, block.base, block.full, block.empty, ring, sums);
+    write_tile<T, T, COLUMNS, true>(p, tile, first_row, sums);
+  }
+  __device__ __forceinline__ void done() {
+    if (threadIdx.x % 128 == 0) mail.put(none);
+  }
+};
+
 template <typename T, uint32_t COLUMNS>
 __device__ __forceinline__ void gemm_sums(const Parameters& p) {
   run_tiles<T, COLUMNS>(
-      p, [&](uint32_t base, uint32_t full, uint32_t empty, uint32_t* tiles) { return Behind<COLUMNS>{p, base, full, empty, tiles, 0}; },
-      [&](uint32_t base, uint32_t full, uint32_t empty) {
-        return [&p, base, full, empty](const Tile& tile, uint32_t first_row, float(&sums)[COLUMNS / 2], Ring<COLUMNS>& ring) {
-          add_parts<T, COLUMNS>(p, tile, base, full, empty, ring, sums);
-          write_tile<T, T, COLUMNS, true>(p, tile, first_row, sums);
-        };
-      });
+      p, [&](const Block& b) { return Behind<COLUMNS>{p, b.base, b.full, b.empty, b.tiles, 0}; },
+      [&](const Block& b) { return Ends<T, COLUMNS>(p, b); }, [&](const Block& b) { send_tiles<COLUMNS>(p, b); });
 }
 #else
 template <typename T, uint32_t COLUMNS>

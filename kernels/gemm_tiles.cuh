@@ -38,6 +38,9 @@ constexpr uint32_t tile_rows = GEMM_ROWS, row_bytes = 128;
 constexpr uint32_t rows_bytes = tile_rows * row_bytes;
 constexpr uint32_t bands_together = 8;
 
+// Warps that send, behind the one that loads.
+constexpr uint32_t senders = 2;
+
 // Stages of a tile of so many columns: rows and weight for 64 steps of the inner dimension. Beside them there is room to align
 // the first, and for two barriers each and the number of its tile.
 template <uint32_t COLUMNS>
@@ -160,6 +163,25 @@ struct Ring {
     if (++stage == stages<COLUMNS>) stage = 0, phase ^= 1;
   }
 };
+
+// Where a block has its stages and their barriers in shared memory, the numbers of their tiles, and the mail of the warps that send.
+struct Block {
+  uint32_t base, full, empty;
+  uint32_t* tiles;
+  // For each group that multiplies: a barrier that says there is mail, one that says it was read, and the tile that it is about.
+  uint32_t mail;
+  uint32_t* mailed;
+};
+
+template <uint32_t COLUMNS>
+__device__ __forceinline__ Block block_in(uint8_t* memory) {
+  const uint32_t begin = shared_address(memory), base = (begin + 1023) & ~1023u;
+  const uint32_t full = base + stages<COLUMNS> * stage_bytes<COLUMNS>, empty = full + 8 * stages<COLUMNS>;
+  const uint32_t mail = empty + 8 * stages<COLUMNS>, tiles = mail + 4 * 8;
+  static_assert(1023 + stages<COLUMNS> * (stage_bytes<COLUMNS> + 20) + 4 * 8 + 2 * 4 <= GEMM_SHARED_BYTES, "all lies in shared memory");
+  uint32_t* numbers = reinterpret_cast<uint32_t*>(memory + (tiles - begin));
+  return {base, full, empty, numbers, mail, numbers + stages<COLUMNS>};
+}
 
 // Loads what the tiles need, stage after stage, and says of each stage for which tile it is.
 // Rows beyond a matrix' end take longer than those that are there. So bands are as high as their rows need, and what the rest of a stage holds
@@ -342,9 +364,8 @@ constexpr uint32_t type_of = std::is_same_v<T, __half> ? F16 : BF16;
 
 // Rounds; then the four threads of a quad, which hold 2 columns of each block of 8, trade until each has one block, so that a store is 16
 // bytes. A NaN is the hardware's, or, if `CANONICAL`, that of the type.
-template <typename In, typename Out, uint32_t COLUMNS, bool CANONICAL = false>
-__device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
-  if (has_scales<In> || p.bias != 0 || p.activation != NONE) finish_tile<In, COLUMNS>(p, tile, first_row, sums);
+template <typename Sum, typename Out, uint32_t COLUMNS, bool CANONICAL = false>
+__device__ inline void round_tile(const Parameters& p, const Tile& tile, uint32_t first_row, Sum (&sums)[COLUMNS / 2]) {
   const uint32_t quad = threadIdx.x % 4, rows = rows_until(p, tile);
 #pragma unroll
   for (uint32_t block = 0; block < COLUMNS / 8; block += 4) {
@@ -379,6 +400,12 @@ __device__ inline void write_tile(const Parameters& p, const Tile& tile, uint32_
   }
 }
 
+template <typename In, typename Out, uint32_t COLUMNS, bool CANONICAL = false>
+__device__ __forceinline__ void write_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
+  if (has_scales<In> || p.bias != 0 || p.activation != NONE) finish_tile<In, COLUMNS>(p, tile, first_row, sums);
+  round_tile<SumOf<In>, Out, COLUMNS, CANONICAL>(p, tile, first_row, sums);
+}
+
 // Rounds a narrow tile's sums, times the factors of their runs, into `low`, and zeros between them.
 template <typename T>
 __device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t first_row, float (&sums)[GEMM_LOW_COLUMNS / 2]) {
@@ -406,7 +433,8 @@ __device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t
   }
 }
 
-// Multiplies what was loaded, and gives `end` the sums of each tile, to be called as `end(tile, first row, sums, ring)`.
+// Multiplies what was loaded, and gives `end` the sums of each tile, to be called as `end(number, tile, first row, sums, ring)`, and as `end.done()`
+// when there is no more.
 template <typename In, uint32_t COLUMNS, typename End>
 __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty, const uint32_t* tiles, End end) {
   const uint32_t half = threadIdx.x / 128 - 1;
@@ -491,18 +519,17 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
       }
       sum_up(sums, p.low_columns != 0 ? steps + 1 : steps, one, stage_bytes<COLUMNS>);
     }
-    end(tile, first_row, sums, ring);
+    end(t, tile, first_row, sums, ring);
   }
+  end.done();
 }
 
-// What a block does. `behind` and `end` make what `load` and `multiply` call, of where stages and their barriers begin.
-template <typename In, uint32_t COLUMNS, typename MakeBehind, typename MakeEnd>
-__device__ __forceinline__ void run_tiles(const Parameters& p, MakeBehind behind, MakeEnd end) {
+// What a block does. `behind`, `end` and `send` make of a `Block` what `load` and `multiply` call, and what two more warps do.
+template <typename In, uint32_t COLUMNS, typename MakeBehind, typename MakeEnd, typename Send>
+__device__ __forceinline__ void run_tiles(const Parameters& p, MakeBehind behind, MakeEnd end, Send send) {
   let_next_kernel_start();
   extern __shared__ uint8_t memory[];
-  const uint32_t base = (shared_address(memory) + 1023) & ~1023u;
-  const uint32_t full = base + stages<COLUMNS> * stage_bytes<COLUMNS>, empty = full + 8 * stages<COLUMNS>;
-  uint32_t* tiles = reinterpret_cast<uint32_t*>(memory + (empty + 8 * stages<COLUMNS> - shared_address(memory)));
+  const Block block = block_in<COLUMNS>(memory);
   // Answers take about a microsecond. Whatever counted tiles here before had ended when steps let this kernel begin, or the kernel before it.
   uint32_t first_tile = 0;
   if (threadIdx.x == 0) {
@@ -510,20 +537,25 @@ __device__ __forceinline__ void run_tiles(const Parameters& p, MakeBehind behind
     map_is_wanted(p.part_word[0] == 0 ? p.own_map : p.rows_map);
     map_is_wanted(p.weight_map);
     for (uint32_t s = 0; s < stages<COLUMNS>; ++s) {
-      barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 2);
+      barrier_init(block.full + 8 * s, 1);
+      barrier_init(block.empty + 8 * s, 2);
     }
+    for (uint32_t i = 0; i < 4; ++i) barrier_init(block.mail + 8 * i, 1);
     barriers_made();
   }
   __syncthreads();
   // What is above touches nothing else of an earlier kernel's.
   if (p.begins_early == 0) wait_for_previous_kernel();
   if (threadIdx.x < 128) {
-    fewer_registers<40>();
-    if (threadIdx.x == 0) load<In, COLUMNS>(p, first_tile, base, full, empty, tiles, behind(base, full, empty, tiles));
+    fewer_registers<56>();
+    if (threadIdx.x == 0) {
+      load<In, COLUMNS>(p, first_tile, block.base, block.full, block.empty, block.tiles, behind(block));
+    } else if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * senders) {
+      send(block);
+    }
   } else {
-    more_registers<232>();
-    multiply<In, COLUMNS>(p, base, full, empty, tiles, end(base, full, empty));
+    more_registers<224>();
+    multiply<In, COLUMNS>(p, block.base, block.full, block.empty, block.tiles, end(block));
   }
 }
 

@@ -58,7 +58,7 @@ const BENCHMARK: &str = "brigade-perf";
 /// More than this does not travel well.
 const LARGEST_BYTES: u64 = 64 << 20;
 
-/// What programs with candle travel in.
+/// What the programs travel in: each has the same kernels, and much of what they have is text.
 const ARCHIVE: &str = "programs.tar.gz";
 
 /// What runs everything, and marks a folder as a bundle by its title, so that no other is emptied.
@@ -86,13 +86,11 @@ impl Bundle {
         let by_hand = |name: &str| candle::BINARIES.contains(&name);
         let all: Vec<_> = programs.iter().map(|(name, _)| name.as_str()).collect();
         let tests: Vec<_> = all.iter().copied().filter(|name| !by_hand(name)).collect();
-        let archive = self.candle.then_some(ARCHIVE);
-        match archive {
-            // Each has the same kernels, most of them text.
-            Some(archive) => pack(&out, &all, archive)?,
-            None => kernels(workspace, &nvcc, &out.join("kernels"))?,
+        pack(&out, &all)?;
+        if !self.candle {
+            kernels(workspace, &nvcc, &out.join("kernels"))?;
         }
-        script(&out.join(MARK), &runner::text(&tests, archive))?;
+        script(&out.join(MARK), &runner::text(&tests))?;
         let bytes = size(&out)?;
         if bytes > LARGEST_BYTES {
             bail!("the bundle has {bytes} bytes, {LARGEST_BYTES} at most");
@@ -262,14 +260,14 @@ fn kernels(workspace: &Workspace, nvcc: &nvcc::Nvcc, out: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Moves these files of a folder into an archive there.
-fn pack(folder: &Path, names: &[&str], archive: &str) -> Result<()> {
+/// Moves these files of a folder into the archive there.
+fn pack(folder: &Path, names: &[&str]) -> Result<()> {
     let mut tar = Command::new("tar");
     tar.args([
         "--remove-files",
         "--use-compress-program=gzip -9",
         "-cf",
-        archive,
+        ARCHIVE,
     ]);
     let ended = status(tar.args(names).current_dir(folder))?;
     ensure!(ended.success(), "tar does not pack {}", names.join(" "));
@@ -370,7 +368,7 @@ mod tests {
         script(&out.join(MARK), "#!/bin/sh\nall my work\n").unwrap();
         assert!(empty(&out).is_err());
         assert!(out.join("letter").is_file());
-        script(&out.join(MARK), &runner::text(&["a"], None)).unwrap();
+        script(&out.join(MARK), &runner::text(&["a"])).unwrap();
         empty(&out).unwrap();
         assert_eq!(size(&out).unwrap(), 0);
     }

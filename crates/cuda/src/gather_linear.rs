@@ -7,7 +7,7 @@
 use crate::{
     comm::CudaComm,
     gathered::Rows,
-    gemm_flags::{self, Part, Tiled},
+    gemm_flags::{self, FEW_BYTES, Part, Sends, Tiled},
     job::{Job, Side},
     mark::CudaMark,
     tiles::{Operands, Taken},
@@ -347,17 +347,48 @@ impl Product<'_> {
     }
 
     /// The product holds every multiprocessor while it waits. So the steps by which this rank enters the call come before it,
-    /// and what others wait for is sent by copy engines alone.
+    /// and what others wait for is sent by itself, or by copy engines alone.
     fn run_tiled(&self, job: &mut Job<'_>, tiled: &Tiled) -> Result<()> {
         let low = job.adapters(tiled)?;
         job.product_follows = true;
-        job.fork_behind_steps()?;
-        self.push_piece(job, 1, 0)?;
-        fill_own(job, self.rows)?;
+        let sends = self.sends(job, tiled);
+        match &sends {
+            Some(_) => job.steps_now()?,
+            None => {
+                job.fork_behind_steps(&[Side::Mover])?;
+                self.push_piece(job, 1, 0)?;
+                fill_own(job, self.rows)?;
+            }
+        }
         let of = self.rows.of;
-        job.traced(|| "multiply".into(), || job.tiled(of, tiled, low))?;
+        job.traced(|| "multiply".into(), || job.tiled(of, tiled, low, sends))?;
         job.product_follows = false;
         Ok(())
+    }
+
+    /// Own rows, if the product sends them, as it does where they are few.
+    fn sends(&self, job: &mut Job<'_>, tiled: &Tiled) -> Option<Sends> {
+        let (core, me, of) = (job.core, job.core.rank(), self.rows.of);
+        let mut sends = Sends {
+            word: core.steps().filled_word(of, me, 0, me),
+            keeps_own: self.rows.source.is_some(),
+            ..Sends::default()
+        };
+        let mut bytes = 0;
+        for (i, place) in self.rows.places(me, 1, 0).enumerate() {
+            sends.from[i] = match &self.rows.source {
+                Some(source) => source[i].address(),
+                None => core.place(me, of, place.start),
+            };
+            sends.to[i] = (core.data_offset(of) + place.start) as u64;
+            sends.bytes[i] = place.len() as u64;
+            bytes += place.len() * core.peers().count();
+        }
+        if bytes > FEW_BYTES || tiled.is_empty() {
+            return None;
+        }
+        job.count_moved(bytes);
+        Some(sends)
     }
 
     /// Chunks of others, in the order in which they are multiplied.

@@ -151,6 +151,23 @@ pub(crate) struct Scales {
     pub(crate) by_column: bool,
 }
 
+/// Most bytes that a product sends to others itself, as quickly as it can. More holds up what it loads.
+pub(crate) const FEW_BYTES: usize = 8 << 20;
+
+/// Own rows that a product sends itself: values, and scales where there are some.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sends {
+    /// Where they are.
+    pub(crate) from: [u64; 2],
+    /// Where they go in every rank's memory, in bytes.
+    pub(crate) to: [u64; 2],
+    pub(crate) bytes: [u64; 2],
+    /// By which word others hear of them.
+    pub(crate) word: u32,
+    /// Whether they go to their place in this rank's memory, too.
+    pub(crate) keeps_own: bool,
+}
+
 /// Rows of the result with an adapter.
 #[derive(Clone, Debug)]
 pub(crate) struct Run {
@@ -335,11 +352,25 @@ impl Ready<'_> {
 }
 
 impl Job<'_> {
-    /// Enqueues the product, whose tiles wait for the flags of `of`.
-    pub(crate) fn tiled(&self, of: Use, p: &Tiled, low: Option<Low>) -> Result<()> {
+    /// Enqueues the product, whose tiles wait for the flags of `of`, and which may send own rows.
+    pub(crate) fn tiled(
+        &self,
+        of: Use,
+        p: &Tiled,
+        low: Option<Low>,
+        sends: Option<Sends>,
+    ) -> Result<()> {
         let Some(mut ready) = self.ready(of, p, low)? else {
             return Ok(());
         };
+        if let Some(sends) = sends {
+            ready.parameters.sends = 1;
+            ready.parameters.send_from = sends.from;
+            ready.parameters.send_to = sends.to;
+            ready.parameters.send_bytes = sends.bytes;
+            ready.parameters.send_word = sends.word;
+            ready.parameters.keeps_own = u32::from(sends.keeps_own);
+        }
         let steps = self.core.steps();
         for (i, part) in p.parts.iter().enumerate() {
             if let Some(from) = part.from {

@@ -1,5 +1,5 @@
-//! A product of rows that are there, made by several launches, each of which begins where the one before has no tile left; the last one adds what
-//! others made of its rows, by the kernel of `kernels/gemm_sums.cu`.
+//! A product of rows that are there, whose end adds what others made of own rows, by the kernel of `kernels/gemm_sums.cu`: one launch that sends what it
+//! makes for others, or several, each of which begins where the one before has no tile left.
 
 use crate::{
     adapters::Low,
@@ -22,6 +22,15 @@ pub(crate) struct InTurn<'a, 'j> {
     /// Where the tiles of each part begin, and those of the last one end.
     first: Vec<u32>,
     launches: u32,
+}
+
+/// Where a part goes that is another rank's.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sent {
+    pub(crate) owner: usize,
+    pub(crate) to: u64,
+    /// By which word its owner hears that all of it is there.
+    pub(crate) word: u32,
 }
 
 /// Half words of the state in which launches count their tiles.
@@ -82,19 +91,46 @@ impl<'a, 'j> InTurn<'a, 'j> {
         launched
     }
 
+    /// Enqueues all of it: the parts of others, each of which goes where it is `sent`, at a pace or as quickly as may be, and then `own`, as
+    /// [`sums`](Self::sums) does.
+    pub(crate) fn all(
+        &mut self,
+        own: Range<usize>,
+        made: &Rows,
+        sent: &[Sent],
+        paces: bool,
+    ) -> Result<()> {
+        if let Some(ready) = &mut self.ready {
+            let parameters = &mut ready.parameters;
+            parameters.paces = u32::from(paces);
+            for (i, part) in sent.iter().enumerate() {
+                parameters.part_to[i] = part.to;
+                parameters.part_peer[i] = part.owner as u32;
+                parameters.part_tells[i] = part.word;
+            }
+        }
+        self.launch_sums(0..own.end, own, made)
+    }
+
     /// Enqueues that of the last parts, own rows in pieces, and adds `made`: what all ranks made of own rows, which others tell of piece by piece;
     /// then C, and the activation.
-    pub(crate) fn sums(&mut self, parts: Range<usize>, made: &Rows) -> Result<()> {
+    pub(crate) fn sums(&mut self, own: Range<usize>, made: &Rows) -> Result<()> {
+        self.launch_sums(own.clone(), own, made)
+    }
+
+    fn launch_sums(&mut self, parts: Range<usize>, own: Range<usize>, made: &Rows) -> Result<()> {
         let (job, p, of) = (self.job, self.p, self.of);
         let (core, steps) = (job.core, job.core.steps());
         let Some((ready, programmatic)) = self.next(&parts) else {
             return Ok(());
         };
         let parameters = &mut ready.parameters;
-        parameters.parts_map = tensor_map(made, p.dtype, parameters.band_rows)?;
-        parameters.sum_part = parts.start as u32;
+        // A rank without rows of its own adds nothing up, and its map is not looked at.
+        let map = if made.rows > 0 { made } else { &p.all };
+        parameters.parts_map = tensor_map(map, p.dtype, parameters.band_rows)?;
+        parameters.sum_part = own.start as u32;
         parameters.sum_rows = (made.rows / core.size()) as u32;
-        for piece in 0..parts.len() {
+        for piece in 0..own.len() {
             for peer in core.peers() {
                 let word = &mut parameters.sum_word[piece * core.size() + peer];
                 *word = steps.filled_word(of, peer, piece, peer);
@@ -102,7 +138,7 @@ impl<'a, 'j> InTurn<'a, 'j> {
         }
         // C is of own rows, and the kernel counts all.
         if let Some(c) = &p.bias {
-            let before = p.parts[parts.start].rows.start * parameters.bias_stride as usize;
+            let before = p.parts[own.start].rows.start * parameters.bias_stride as usize;
             let bytes = (before * c.dtype().bytes()) as u64;
             parameters.bias = parameters.bias.wrapping_sub(bytes);
         }

@@ -17,6 +17,7 @@ use brigade_kernels::{
 };
 use brigade_sync::{Area, Flag};
 use cudarc::driver::sys;
+use smallvec::SmallVec;
 use std::{cell::Cell, sync::Arc, time::Duration};
 
 /// A stream beside the caller's.
@@ -95,7 +96,8 @@ pub(crate) struct Job<'a> {
     moved: u64,
     /// Where waits for each rank are added up, or 0.
     pub(crate) waits: u64,
-    forked: bool,
+    /// Streams beside the caller's that go on behind what was enqueued there, and are to be joined.
+    forked: SmallVec<[Side; 2]>,
     /// A product that begins beside them comes behind the next steps.
     pub(crate) product_follows: bool,
     /// Steps of this call are the last that was enqueued on the caller's stream, or kernels behind them.
@@ -121,7 +123,7 @@ impl<'a> Job<'a> {
             steps: core.steps(),
             moved: 0,
             waits: 0,
-            forked: false,
+            forked: SmallVec::new(),
             product_follows: false,
             stepped: Cell::new(false),
             poisoned: Vec::new(),
@@ -290,24 +292,28 @@ impl<'a> Job<'a> {
     pub(crate) fn fork(&mut self) -> Result<()> {
         let card = &self.core.device.card;
         let begun = CudaMark::record(card, self.stream)?;
-        self.forked = true;
-        for side in [Side::Waiter, Side::Mover] {
-            self.side_after(side, &begun)?;
-        }
+        self.fork_behind(&begun, &[Side::Waiter, Side::Mover])?;
         let steps = std::mem::replace(&mut self.steps, self.core.steps());
         let begin = || self.steps_on(Side::Waiter, steps);
         self.beside(Side::Waiter, || "begin".into(), begin)?;
         self.side_after(Side::Mover, &self.side_mark(Side::Waiter)?)
     }
 
-    /// The same behind the steps so far on the caller's stream, where what comes next would leave them no room.
-    pub(crate) fn fork_behind_steps(&mut self) -> Result<()> {
+    /// The same of some of them, behind the steps so far on the caller's stream, where what comes next would leave them no room.
+    pub(crate) fn fork_behind_steps(&mut self, sides: &[Side]) -> Result<()> {
         self.steps_now()?;
-        let begun = CudaMark::record(&self.core.device.card, self.stream)?;
-        self.forked = true;
-        [Side::Waiter, Side::Mover]
-            .into_iter()
-            .try_for_each(|side| self.side_after(side, &begun))
+        self.fork_behind(&self.mark()?, sides)
+    }
+
+    fn fork_behind(&mut self, begun: &CudaMark, sides: &[Side]) -> Result<()> {
+        for &side in sides {
+            if !self.forked.contains(&side) {
+                self.forked.push(side);
+            }
+        }
+        sides
+            .iter()
+            .try_for_each(|&side| self.side_after(side, begun))
     }
 
     pub(crate) fn stream_of(&self, side: Side) -> sys::CUstream {
@@ -341,12 +347,10 @@ impl<'a> Job<'a> {
         mark::wait(&self.core.device.card, self.stream, mark)
     }
 
-    /// Lets the caller's stream wait for those beside it.
+    /// Lets the caller's stream wait for those that were forked from it.
     pub(crate) fn join(&mut self) -> Result<()> {
-        if std::mem::take(&mut self.forked) {
-            for side in [Side::Waiter, Side::Mover] {
-                self.after(&self.side_mark(side)?)?;
-            }
+        for side in std::mem::take(&mut self.forked) {
+            self.after(&self.side_mark(side)?)?;
         }
         Ok(())
     }

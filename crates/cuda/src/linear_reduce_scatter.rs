@@ -4,8 +4,8 @@
 use crate::{
     comm::CudaComm,
     finish::{End, Sums, same_elements},
-    gemm_flags::{self, Part, Tiled},
-    gemm_sums::InTurn,
+    gemm_flags::{self, FEW_BYTES, Part, Tiled},
+    gemm_sums::{InTurn, Sent},
     job::{Job, Side},
     memory::{check_reach, overlap},
     reduce_scatter::Reduction,
@@ -20,6 +20,15 @@ use brigade_device::{
 use brigade_plan::twin_pieces;
 use brigade_sync::Area;
 use std::ops::Range;
+
+/// Whether a product sends so many bytes for others itself, and then whether at a pace. At a pace a tile leaves while the next is made: of many
+/// tiles, where that takes long enough. What copy engines carry takes nothing from the product.
+fn sends(bytes: usize, inner_bytes: usize) -> Option<bool> {
+    const MANY_BYTES: usize = 2 * FEW_BYTES;
+    const LONG_BYTES: usize = 16 << 10;
+    let paces = bytes > FEW_BYTES;
+    (bytes <= MANY_BYTES || inner_bytes >= LONG_BYTES).then_some(paces)
+}
 
 impl CudaComm {
     pub(crate) fn run_linear_reduce_scatter(
@@ -177,8 +186,9 @@ impl Product<'_> {
         chunk.start + piece.start..chunk.start + piece.end
     }
 
-    /// Products of tiles: parts of others first, which copy engines carry, each piece while the next is multiplied; then own rows, whose tiles
-    /// end with what others made of them, if D may be written so early. Gives whether they did.
+    /// Products of tiles: parts of others first, and then own rows, whose tiles end with what others made of them, if D may be written so early.
+    /// Gives whether they did. Then one product also sends what others get, tile by tile, unless that is much; else copy engines carry it, each
+    /// piece while the next is multiplied.
     fn run_tiled(
         &self,
         job: &mut Job<'_>,
@@ -207,7 +217,26 @@ impl Product<'_> {
         }
         let low = job.adapters(&tiled)?;
         job.product_follows = true;
-        job.fork_behind_steps()?;
+        let parts = gemm_flags::Rows {
+            address: core.place(me, of, 0),
+            rows: core.size() * self.plan.chunk(me).len(),
+            columns: self.n,
+        };
+        // Own rows come last.
+        let own = pieces.len() - self.pieces..pieces.len();
+        let bytes = made.iter().flatten().map(Buffer::bytes).sum();
+        let inner_bytes = tiled.weight.columns * self.dtype.bytes();
+        if let Some(paces) = sends(bytes, inner_bytes).filter(|_| ends) {
+            let sent = self.sent(job, of, &pieces[..own.start]);
+            job.count_moved(bytes);
+            job.steps_now()?;
+            let mut product = InTurn::new(job, of, &tiled, low)?;
+            let multiply = || product.all(own, &parts, &sent, paces);
+            job.traced(|| "multiply".into(), multiply)?;
+            job.product_follows = false;
+            return Ok(ends);
+        }
+        job.fork_behind_steps(&[Side::Mover])?;
         let mut products = InTurn::new(job, of, &tiled, low)?;
         let mut moved = 0;
         for (i, (&(c, p), part)) in pieces.iter().zip(&made).enumerate() {
@@ -215,13 +244,6 @@ impl Product<'_> {
             job.traced(|| format!("multiply {c}"), || products.product(i..i + 1))?;
             moved += self.send(job, of, (c, p), part)?;
         }
-        // Own rows come last.
-        let own = pieces.len() - self.pieces..pieces.len();
-        let parts = gemm_flags::Rows {
-            address: core.place(me, of, 0),
-            rows: core.size() * self.plan.chunk(me).len(),
-            columns: self.n,
-        };
         let last = || match ends {
             true => products.sums(own, &parts),
             false => products.product(own),
@@ -230,6 +252,24 @@ impl Product<'_> {
         job.product_follows = false;
         job.count_moved(moved);
         Ok(ends)
+    }
+
+    /// Where the product sends the pieces of others as it makes them. Of those without rows the steps in front of it tell.
+    fn sent(&self, job: &mut Job<'_>, of: Use, pieces: &[(usize, usize)]) -> Vec<Sent> {
+        let (core, me) = (job.core, job.core.rank());
+        let mut all = Vec::with_capacity(pieces.len());
+        for &(owner, p) in pieces {
+            let slot = self.slot(me, owner, p);
+            if slot.is_empty() {
+                job.steps.filled(owner, of, me, p);
+            }
+            all.push(Sent {
+                owner,
+                to: core.place(owner, of, slot.start),
+                word: core.steps().filled_word(of, me, p, me),
+            });
+        }
+        all
     }
 
     /// Lets own tiles end in D.

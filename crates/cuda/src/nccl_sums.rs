@@ -172,7 +172,7 @@ impl Job<'_> {
         let core = self.core;
         self.steps.meet();
         let of = self.begin(Area::Scratch);
-        self.fork_behind_steps()?;
+        self.fork_behind_steps(&[Side::Waiter])?;
         let mut beside = core.steps();
         beside.await_all(of, 0);
         self.steps_on(Side::Waiter, beside)?;

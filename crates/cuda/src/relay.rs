@@ -41,7 +41,7 @@ impl Job<'_> {
             return (0..count).try_for_each(|_| self.at_once(pieces));
         }
         let mut begun = vec![self.begin(P::AREA), self.begin(P::AREA)];
-        self.fork_behind_steps()?;
+        self.fork_behind_steps(&[Side::Waiter, Side::Mover])?;
         pieces.prepare(self)?;
         self.side_after(Side::Mover, &self.mark()?)?;
         let mut written = match pieces.begins_with_little() {

@@ -116,8 +116,10 @@ constants! {
     STATE_TILES: usize = 42;
     /// A bit for each rank that does not take part any more.
     STATE_ABSENT: usize = 50;
+    /// Warps that are through with what a product sends to a rank, or of a part: half a word for each, 0 between products.
+    STATE_SENT: usize = 52;
     /// The counters: two words each, the count and its marks.
-    STATE_COUNTERS: usize = 52;
+    STATE_COUNTERS: usize = 68;
 
     /// What all blocks of an exchange add to `STATE_USES` between them.
     USE: u64 = 1 << USE_BITS;

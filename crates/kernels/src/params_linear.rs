@@ -435,6 +435,12 @@ parameters! {
         desk: u64,
         /// Device address of f32 scales, one per column (or one), where factors have 8 bits.
         column_scales: u64,
+        /// Device addresses of own rows and of their scales, if this product sends them.
+        send_from: [u64; 2],
+        /// Where they go in every rank's memory, in bytes.
+        send_to: [u64; 2],
+        /// How many bytes.
+        send_bytes: [u64; 2],
         /// This rank.
         rank: u32,
         /// Ranks in the group.
@@ -485,8 +491,14 @@ parameters! {
         sum_part: u32,
         /// Rows that are added up.
         sum_rows: u32,
-        /// Zero.
-        padding: u32,
+        /// Whether own rows are sent to all others.
+        sends: u32,
+        /// Whether they go to their place in this rank's memory, too.
+        keeps_own: u32,
+        /// The word by which others hear of own rows.
+        send_word: u32,
+        /// Whether what is sent waits for what was sent before it.
+        paces: u32,
         /// Row of the result where each run begins.
         run_row: [u32; 16],
         /// Its rows.
@@ -501,6 +513,8 @@ parameters! {
         part_out: [u64; 32],
         /// Device address of the scale of each part's first row, where factors have 8 bits.
         part_scales: [u64; 32],
+        /// Where its owner has it, which it is sent to tile by tile; 0 if it stays here.
+        part_to: [u64; 32],
         /// Row in its map where each begins.
         part_row: [u32; 32],
         /// Row of the result where each begins.
@@ -511,8 +525,10 @@ parameters! {
         part_first: [u32; 32],
         /// The word of its flag; 0 for own rows.
         part_word: [u32; 32],
-        /// The rank whose flag that is.
+        /// The rank whose flag that is, or that the part is sent to.
         part_peer: [u32; 32],
+        /// The word by which its owner hears that all of it is there.
+        part_tells: [u32; 32],
         /// The words by which this rank hears of what each rank made of the first part that is added up, then of the next.
         sum_word: [u32; 32],
     }

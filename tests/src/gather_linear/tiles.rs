@@ -85,6 +85,31 @@ fn many_tiles(world: &World) {
     });
 }
 
+/// Some rows, inner dimension and columns, so that `bytes` go from a rank to all others, which have room for them.
+pub(crate) fn heavy(rng: &mut StdRng, size: usize, (k, n): (usize, usize)) -> (Spec, CommConfig) {
+    const BYTES: usize = 9 << 20;
+    let rows = (BYTES / 2 / k.max(n)).div_ceil(size - 1);
+    let spec = Spec::even(rng, size).with(|s| {
+        s.rows.fill(rows);
+        s.rows[size - 1] += 1;
+        s.k.fill(k);
+        s.n.fill(n);
+        (s.dtype, s.output, s.transpose) = (DataType::BF16, DataType::BF16, true);
+    });
+    let mut config = config();
+    config.gather_bytes = 3 * BYTES;
+    config.reduce_scatter_bytes = 3 * BYTES;
+    (spec.taken_by(TILES), config)
+}
+
+/// So many that GPUs do not send them as they send few.
+fn many_bytes(world: &World) {
+    let mut rng = world.rng();
+    let (spec, config) = heavy(&mut rng, world.size, (8192, 8));
+    let case = Case::new(&mut rng, spec);
+    world.run(&config, move |rank| case.run_forced(rank, TILES));
+}
+
 /// Rows of which no tiles can be made are refused by name, and multiplied in another mode where nothing is forced.
 fn refused(world: &World) {
     let mut rng = world.rng();
@@ -308,6 +333,7 @@ pub(super) fn add(suite: &mut Suite) {
     }
 
     suite.add("gather_linear/tiles/many", many_tiles);
+    suite.add_from(2, "gather_linear/tiles/many_bytes", many_bytes);
     suite.add("gather_linear/tiles/refused", refused);
     suite.add("gather_linear/tiles/bits", bits);
 }

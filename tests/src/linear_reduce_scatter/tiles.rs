@@ -3,7 +3,7 @@
 use super::{Case, Lies};
 use crate::{
     check::{assert_bits, expect_unsupported},
-    gather_linear::tiles::{TILES, config, large},
+    gather_linear::tiles::{TILES, config, heavy, large},
     layer::Spec,
     suite::{Suite, World},
 };
@@ -60,6 +60,16 @@ fn pieces(world: &World) {
     });
 }
 
+/// Parts of so many bytes that GPUs do not send them as they send few.
+fn many_bytes(world: &World) {
+    let mut rng = world.rng();
+    let (spec, config) = heavy(&mut rng, world.size, (8, 8192));
+    let case = Case::new(&mut rng, spec.with(|s| s.resident = false));
+    world.run(&config, move |rank| {
+        case.run(rank, TILES);
+    });
+}
+
 /// D may lie in what it is made of: the same bits come out as in memory of its own.
 fn inside(world: &World) {
     let mut rng = world.rng();
@@ -101,5 +111,6 @@ pub(super) fn add(suite: &mut Suite) {
     suite.add("linear_reduce_scatter/tiles/operands", operands);
     suite.add("linear_reduce_scatter/tiles/many", many_tiles);
     suite.add("linear_reduce_scatter/tiles/pieces", pieces);
+    suite.add_from(2, "linear_reduce_scatter/tiles/many_bytes", many_bytes);
     suite.add("linear_reduce_scatter/tiles/inside", inside);
 }

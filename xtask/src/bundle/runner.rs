@@ -1,6 +1,6 @@
 //! The script that runs a bundle's programs over there.
 
-use super::BENCHMARK;
+use super::{ARCHIVE, BENCHMARK};
 
 /// Small shapes of what moves memory in a way of its own, for compute-sanitizer, a line each: which program, and a part of trials' names.
 /// Groups are of ranks that share a GPU, so one is enough. The suite knows whether it has trials of these names (`tests/src/cuda.rs`).
@@ -14,16 +14,12 @@ fn listed() -> impl Iterator<Item = (&'static str, &'static str)> {
     MEMCHECK.lines().filter_map(|line| line.split_once(' '))
 }
 
-/// Every program runs, also after one that failed, and what they showed becomes a file of results; if they travel in an archive, they are
-/// taken out of it first. Where the programs for it
-/// are there, the word `memcheck` has a meaning.
-pub(super) fn text(programs: &[&str], archive: Option<&str>) -> String {
+/// The programs are taken out of their archive, and every one runs, also after one that failed; what they showed becomes a file of results.
+/// Where the programs for it are there, the word `memcheck` has a meaning.
+pub(super) fn text(programs: &[&str]) -> String {
     let there = listed().all(|(name, _)| programs.contains(&name));
     let memcheck = if there { memcheck() } else { String::new() };
-    let unpack = archive.map_or_else(String::new, |archive| {
-        let first = programs.first().unwrap_or(&archive);
-        format!("[ -e {first} ] || tar -xzf {archive} || exit 1\n")
-    });
+    let unpack = format!("[ -e {BENCHMARK} ] || tar -xzf {ARCHIVE} || exit 1\n");
     format!(
         r#"#!/usr/bin/env bash
 {TITLE}all of them, or those whose names hold one of the arguments.
@@ -112,7 +108,7 @@ mod tests {
     fn folder(programs: &[&str], scripts: &[(&str, &str)]) -> xshell::TempDir {
         let shell = xshell::Shell::new().unwrap();
         let folder = shell.create_temp_dir().unwrap();
-        script(&folder.path().join(MARK), &text(programs, None)).unwrap();
+        script(&folder.path().join(MARK), &text(programs)).unwrap();
         for (name, text) in [WRITES].iter().chain(scripts) {
             script(&folder.path().join(name), &format!("#!/bin/sh\n{text}\n")).unwrap();
         }
@@ -194,8 +190,8 @@ mod tests {
     fn programs_are_taken_out_of_their_archive_once() {
         let packed = folder(&[], &[("one", "echo \"$@\""), ("two", "exit 0")]);
         let at = packed.path();
-        script(&at.join(MARK), &text(&["one"], Some("all.tar.gz"))).unwrap();
-        pack(at, &["one", "two"], "all.tar.gz").unwrap();
+        script(&at.join(MARK), &text(&["one"])).unwrap();
+        pack(at, &["one", "two", BENCHMARK]).unwrap();
         assert!(!at.join("one").exists());
         for _ in 0..2 {
             let (code, said) = run(&packed, &["x"]);
@@ -205,9 +201,9 @@ mod tests {
             );
             assert!(at.join("two").is_file());
             // It is not needed any more.
-            std::fs::remove_file(at.join("all.tar.gz")).ok();
+            std::fs::remove_file(at.join(ARCHIVE)).ok();
         }
-        std::fs::remove_file(at.join("one")).unwrap();
+        std::fs::remove_file(at.join(BENCHMARK)).unwrap();
         assert_eq!(run(&packed, &[]).0, Some(1));
     }
 

@@ -1,0 +1,154 @@
+// What a product sends to other ranks while it multiplies, by warps that have nothing else to do: own rows of a gather, or finished tiles of its
+// twin. A copy engine begins later, and only when all of a launch is made, and the stream that it needs beside the product's is a fork and a join
+// of each call.
+//
+// The last warp that is through with what is for a rank says so there, as the steps of a protocol do. In a group that was stopped nothing is
+// said, since the steps before may not have counted the call.
+#pragma once
+#include "gemm_tiles.cuh"
+
+#ifdef BRIGADE_HAS_WGMMA
+namespace brigade {
+
+// Accesses of a thread on their way at a time.
+constexpr uint32_t sent_together = 4;
+
+// Waits until what was written is no longer on its way. A multiprocessor's loads wait behind its stores to others, and all multiprocessors may
+// send at once: where that is much, what a link is slow to take is held up here, and not in front of the loads.
+__device__ __forceinline__ void lets_loads_pass(const Parameters& p) {
+  if (p.paces != 0) __threadfence_system();
+}
+
+__device__ __forceinline__ uint32_t sender() { return threadIdx.x / 32 - 1; }
+
+// Past the first-level cache: other warps may have written it.
+template <typename Unit>
+__device__ __forceinline__ Unit load_to_send(uint64_t at) {
+  return __ldcg(reinterpret_cast<const Unit*>(at));
+}
+
+// Copies what falls to a slice of `count` units, by one warp.
+template <typename Unit>
+__device__ __forceinline__ void send_slice(const Parameters& p, uint64_t from, uint64_t to, uint64_t count, uint32_t slice, uint32_t slices) {
+  const uint64_t end = count * (slice + 1) / slices;
+  for (uint64_t i = count * slice / slices + threadIdx.x % 32; i < end; i += 32 * sent_together) {
+    Unit v[sent_together];
+#pragma unroll
+    for (uint32_t k = 0; k < sent_together; ++k) {
+      if (i + 32 * k < end) v[k] = load_to_send<Unit>(from + (i + 32 * k) * sizeof(Unit));
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < sent_together; ++k) {
+      if (i + 32 * k < end) reinterpret_cast<Unit*>(to)[i + 32 * k] = v[k];
+    }
+    lets_loads_pass(p);
+  }
+}
+
+// This warp is through with its part of what `peer` is told of by `word`. `count` is which half word counts the warps, of which there are `all`.
+__device__ inline void is_sent(const Parameters& p, const Group& g, uint32_t count, uint32_t all, uint32_t peer, uint32_t word) {
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
+  uint32_t* through = reinterpret_cast<uint32_t*>(g.state + STATE_SENT) + count;
+  __threadfence_system();
+  if (atomicInc(through, all - 1) != all - 1) return;
+  __threadfence_system();
+  store_release_sys(g.word(peer, word), g.flag(load_relaxed_sys(g.counter(p.counter))));
+}
+
+// Own rows to all others, each block a slice; and to their place here.
+__device__ inline void send_rows(const Parameters& p) {
+  if (p.sends == 0) return;
+  // Others are done with the half that is written, as the steps have heard.
+  wait_for_previous_kernel();
+  const Group g = group_of(p, p.signature);
+  if (is_stopped(g)) return;
+  const uint32_t slice = senders * blockIdx.x + sender(), slices = senders * gridDim.x;
+  for (uint32_t i = 1; i <= p.size; ++i) {
+    const uint32_t to = (p.rank + i) % p.size;
+    const bool own = to == p.rank;
+    if (own ? p.keeps_own == 0 : (absent_ranks(g.state) >> to & 1) != 0) continue;
+    const uint64_t there = p.base + to * p.stride;
+    send_slice<uint4>(p, p.send_from[0], there + p.send_to[0], p.send_bytes[0] / sizeof(uint4), slice, slices);
+    send_slice<uint32_t>(p, p.send_from[1], there + p.send_to[1], p.send_bytes[1] / sizeof(uint32_t), slice, slices);
+    if (!own) is_sent(p, g, to, slices, to, p.send_word);
+  }
+}
+
+// The mail of a group that multiplies, to the warp that sends what it makes. `none` is the last.
+constexpr uint32_t none = ~0u;
+
+struct Mail {
+  uint32_t there, read;
+  volatile uint32_t* tile;
+  uint32_t phase;
+  __device__ __forceinline__ Mail(const Block& block, uint32_t group)
+      : there(block.mail + 16 * group), read(there + 8), tile(block.mailed + group), phase(0) {}
+  // By one thread, when all threads of the group have written what it is about.
+  __device__ __forceinline__ void put(uint32_t t) {
+    barrier_wait(read, phase ^ 1);
+    *tile = t;
+    barrier_arrive(there);
+    phase ^= 1;
+  }
+  // By all threads of a warp.
+  __device__ __forceinline__ uint32_t take() {
+    barrier_wait(there, phase);
+    const uint32_t t = *tile;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(read);
+    phase ^= 1;
+    return t;
+  }
+};
+
+// What a group has made of a tile, to the owner of its rows: 16 bytes of a row by each thread.
+template <uint32_t COLUMNS>
+__device__ __forceinline__ void send_tile(const Parameters& p, const Tile& tile, uint32_t first_row) {
+  constexpr uint32_t in_row = COLUMNS / 8;
+  const uint32_t rows = rows_until(p, tile);
+  const uint64_t from = p.part_out[tile.part], to = p.part_to[tile.part];
+  const auto place = [&](uint32_t i) {
+    const uint32_t row = first_row + i / in_row, column = tile.column + i % in_row * 8;
+    return row < rows && column < p.columns ? (uint64_t(row) * p.columns + column) * 2 : ~uint64_t(0);
+  };
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x % 32; i < 64 * in_row; i += 32 * sent_together) {
+    uint4 v[sent_together];
+#pragma unroll
+    for (uint32_t k = 0; k < sent_together; ++k) {
+      const uint64_t at = place(i + 32 * k);
+      if (at != ~uint64_t(0)) v[k] = load_to_send<uint4>(from + at);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < sent_together; ++k) {
+      const uint64_t at = place(i + 32 * k);
+      if (at != ~uint64_t(0)) *reinterpret_cast<uint4*>(to + at) = v[k];
+    }
+    lets_loads_pass(p);
+  }
+}
+
+// Sends all that a group makes of tiles that have another owner.
+template <uint32_t COLUMNS>
+__device__ inline void send_tiles(const Parameters& p, const Block& block) {
+  const Group g = group_of(p, p.signature);
+  Mail mail(block, sender());
+  bool looked = false, stopped = false;
+  for (uint32_t t = mail.take(); t != none; t = mail.take()) {
+    if (!looked) {
+      // As in `send_rows`.
+      wait_for_previous_kernel();
+      stopped = is_stopped(g);
+      looked = true;
+    }
+    if (stopped) continue;
+    const Tile tile = tile_of(p, t, COLUMNS);
+    send_tile<COLUMNS>(p, tile, tile.band * p.band_rows + 64 * sender());
+    const uint32_t all = senders * bands_of(p, tile.part) * ((p.columns + COLUMNS - 1) / COLUMNS);
+    is_sent(p, g, tile.part, all, p.part_peer[tile.part], p.part_tells[tile.part]);
+  }
+}
+
+}  // namespace brigade
+#endif
