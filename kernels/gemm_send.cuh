@@ -2,7 +2,7 @@
 // twin. A copy engine begins later, and only when all of a launch is made, and the stream that it needs beside the product's is a fork and a join
 // of each call.
 //
-// The last warp that is through with what is for a rank says so there, as the steps of a protocol do. In a group that was stopped nothing is
+// The warp that is through with the last of what is for a rank says so there, as the steps of a protocol do. In a group that was stopped nothing is
 // said, since the steps before may not have counted the call.
 #pragma once
 #include "gemm_tiles.cuh"
@@ -45,7 +45,7 @@ __device__ __forceinline__ void send_slice(const Parameters& p, uint64_t from, u
   }
 }
 
-// This warp is through with its part of what `peer` is told of by `word`. `count` is which half word counts the warps, of which there are `all`.
+// This warp is through with one part of what `peer` is told of by `word`. `count` is which half word counts the parts, of which there are `all`.
 __device__ inline void is_sent(const Parameters& p, const Group& g, uint32_t count, uint32_t all, uint32_t peer, uint32_t word) {
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
@@ -56,22 +56,37 @@ __device__ inline void is_sent(const Parameters& p, const Group& g, uint32_t cou
   store_release_sys(g.word(peer, word), g.flag(load_relaxed_sys(g.counter(p.counter))));
 }
 
-// Own rows to all others, each block a slice; and to their place here.
+// Whether the group is stopped, as all lanes hear it: what one of them does not send must not be told of by another.
+__device__ __forceinline__ bool is_stopped_for_all(const Group& g) { return __any_sync(~0u, is_stopped(g)); }
+
+// The first slice that no warp has. Not each warp its own: what is on its way to others must not wait for a block that has no place yet. As tiles are
+// counted, all warps ask until there is none, and so leave the count at zero.
+__device__ __forceinline__ uint32_t next_slice(const Group& g, uint32_t slices) {
+  // A half word that no rank has.
+  uint32_t* taken = reinterpret_cast<uint32_t*>(g.state + STATE_SENT) + MOST_PARTS - 1;
+  uint32_t slice = 0;
+  if (threadIdx.x % 32 == 0) slice = atomicInc(taken, slices + senders * gridDim.x - 1);
+  return __shfl_sync(~0u, slice, 0);
+}
+
+// Own rows to all others, slice by slice; and to their place here.
 __device__ inline void send_rows(const Parameters& p) {
   if (p.sends == 0) return;
   // Others are done with the half that is written, as the steps have heard.
   wait_for_previous_kernel();
   const Group g = group_of(p, p.signature);
-  if (is_stopped(g)) return;
-  const uint32_t slice = senders * blockIdx.x + sender(), slices = senders * gridDim.x;
-  for (uint32_t i = 1; i <= p.size; ++i) {
-    const uint32_t to = (p.rank + i) % p.size;
-    const bool own = to == p.rank;
-    if (own ? p.keeps_own == 0 : (absent_ranks(g.state) >> to & 1) != 0) continue;
-    const uint64_t there = p.base + to * p.stride;
-    send_slice<uint4>(p, p.send_from[0], there + p.send_to[0], p.send_bytes[0] / sizeof(uint4), slice, slices);
-    send_slice<uint32_t>(p, p.send_from[1], there + p.send_to[1], p.send_bytes[1] / sizeof(uint32_t), slice, slices);
-    if (!own) is_sent(p, g, to, slices, to, p.send_word);
+  if (is_stopped_for_all(g)) return;
+  const uint32_t slices = senders * gridDim.x;
+  for (uint32_t slice = next_slice(g, slices); slice < slices; slice = next_slice(g, slices)) {
+    for (uint32_t i = 1; i <= p.size; ++i) {
+      const uint32_t to = (p.rank + i) % p.size;
+      const bool own = to == p.rank;
+      if (own ? p.keeps_own == 0 : (absent_ranks(g.state) >> to & 1) != 0) continue;
+      const uint64_t there = p.base + to * p.stride;
+      send_slice<uint4>(p, p.send_from[0], there + p.send_to[0], p.send_bytes[0] / sizeof(uint4), slice, slices);
+      send_slice<uint32_t>(p, p.send_from[1], there + p.send_to[1], p.send_bytes[1] / sizeof(uint32_t), slice, slices);
+      if (!own) is_sent(p, g, to, slices, to, p.send_word);
+    }
   }
 }
 
@@ -139,7 +154,7 @@ __device__ inline void send_tiles(const Parameters& p, const Block& block) {
     if (!looked) {
       // As in `send_rows`.
       wait_for_previous_kernel();
-      stopped = is_stopped(g);
+      stopped = is_stopped_for_all(g);
       looked = true;
     }
     if (stopped) continue;

@@ -151,6 +151,7 @@ struct Ends {
       round_tile<float, T, COLUMNS>(p, tile, first_row, sums);
       group_meets(group());
       if (threadIdx.x % 128 == 0) mail.put(t);
+      __syncwarp();
       return;
     }
     add_parts<T, COLUMNS>(p, tile, block.base, block.full, block.empty, ring, sums);

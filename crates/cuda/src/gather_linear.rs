@@ -264,7 +264,8 @@ impl Product<'_> {
             job.steps.filled(me, self.rows.of, me, p);
         }
         if let Some(taken) = tiles {
-            return self.run_tiled(job, &self.tiled(taken));
+            let alone = taken.alone;
+            return self.run_tiled(job, &self.tiled(taken), alone);
         }
         job.fork()?;
         // All that moves is enqueued before the first product: should a product have to load something, which waits for the
@@ -348,12 +349,16 @@ impl Product<'_> {
 
     /// The product holds every multiprocessor while it waits. So the steps by which this rank enters the call come before it,
     /// and what others wait for is sent by itself, or by copy engines alone.
-    fn run_tiled(&self, job: &mut Job<'_>, tiled: &Tiled) -> Result<()> {
+    fn run_tiled(&self, job: &mut Job<'_>, tiled: &Tiled, alone: bool) -> Result<()> {
         let low = job.adapters(tiled)?;
         job.product_follows = true;
-        let sends = self.sends(job, tiled);
+        let sends = self.sends(job).filter(|_| alone && !tiled.is_empty());
         match &sends {
-            Some(_) => job.steps_now()?,
+            Some(sends) => {
+                let bytes = sends.bytes.iter().sum::<u64>() as usize;
+                job.count_moved(bytes * job.core.peers().count());
+                job.steps_now()?;
+            }
             None => {
                 job.fork_behind_steps(&[Side::Mover])?;
                 self.push_piece(job, 1, 0)?;
@@ -366,15 +371,14 @@ impl Product<'_> {
         Ok(())
     }
 
-    /// Own rows, if the product sends them, as it does where they are few.
-    fn sends(&self, job: &mut Job<'_>, tiled: &Tiled) -> Option<Sends> {
+    /// Own rows, if they are few enough for the product to send them itself.
+    fn sends(&self, job: &Job<'_>) -> Option<Sends> {
         let (core, me, of) = (job.core, job.core.rank(), self.rows.of);
         let mut sends = Sends {
             word: core.steps().filled_word(of, me, 0, me),
             keeps_own: self.rows.source.is_some(),
             ..Sends::default()
         };
-        let mut bytes = 0;
         for (i, place) in self.rows.places(me, 1, 0).enumerate() {
             sends.from[i] = match &self.rows.source {
                 Some(source) => source[i].address(),
@@ -382,13 +386,9 @@ impl Product<'_> {
             };
             sends.to[i] = (core.data_offset(of) + place.start) as u64;
             sends.bytes[i] = place.len() as u64;
-            bytes += place.len() * core.peers().count();
         }
-        if bytes > FEW_BYTES || tiled.is_empty() {
-            return None;
-        }
-        job.count_moved(bytes);
-        Some(sends)
+        let bytes = sends.bytes.iter().sum::<u64>() as usize;
+        (bytes * core.size() <= FEW_BYTES).then_some(sends)
     }
 
     /// Chunks of others, in the order in which they are multiplied.

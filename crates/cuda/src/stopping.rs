@@ -87,9 +87,10 @@ impl Core {
             return;
         };
         let mut told_already = self.stopped.lock();
-        if *told_already == generation {
+        if *told_already == generation || self.generation() != generation {
             return;
         }
+        // Also if that fails: who looks again and again would wait for a driver that is gone.
         *told_already = generation;
         let stop = 8 * self.control.layout().abort.base;
         let told = self.write_word(self.address(self.rank(), stop), generation.into());

@@ -62,6 +62,8 @@ pub(crate) struct Operands<'a> {
 pub(crate) struct Taken {
     /// Blocks that there is room for.
     pub(crate) blocks: u32,
+    /// Whether no other communicator of this process works on another stream of this GPU.
+    pub(crate) alone: bool,
     pub(crate) scales: Option<Scales>,
     pub(crate) runs: Vec<Run>,
     /// What weight, bias and adapters lie in.
@@ -90,10 +92,10 @@ impl Core {
             ..self.place(self.rank(), of(1), self.config.gather_bytes);
         let buffers = operands.buffers();
         let found = operands.taken(&buffers, &arriving).and_then(|taken| {
-            let blocks = self.waiting_blocks(lane)?;
-            Ok((taken, blocks))
+            let room = self.waiting_blocks(lane)?;
+            Ok((taken, room))
         });
-        let ((scales, runs), blocks) = match found {
+        let ((scales, runs), (blocks, alone)) = match found {
             Ok(found) => found,
             Err(why) => {
                 without_tiles(plan, pieces, choice.is_some(), why)?;
@@ -105,6 +107,7 @@ impl Core {
         }
         Ok(Some(Taken {
             blocks,
+            alone,
             scales,
             runs,
             buffers: buffers.into_iter().map(|(_, buffer)| buffer).collect(),
@@ -122,8 +125,9 @@ impl Core {
     /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need meanwhile is left free, so that
     /// all these blocks have a place at once. While some had none, the GPU would begin no other kernel.
     ///
-    /// Those whose calls were all on the stream of this one need nothing: their work comes before or behind.
-    fn waiting_blocks(&self, lane: &Lane) -> Result<u32, Reason> {
+    /// Those whose calls were all on the stream of this one need nothing: their work comes before or behind. Also gives whether all do, but for
+    /// peers of this group that share the GPU.
+    fn waiting_blocks(&self, lane: &Lane) -> Result<(u32, bool), Reason> {
         let mut beside = quiet::others(self);
         beside.retain(|core| !core.works_only_on(lane));
         // Peers on this GPU have a part of it each. With one other product this one may share: whoever comes second gets what is left, so
@@ -142,7 +146,7 @@ impl Core {
                 "{} other communicators of this process may have {kept} blocks waiting on the {sms} multiprocessors for products",
                 beside.len()
             ))),
-            blocks => Ok(blocks),
+            blocks => Ok((blocks, beside.len() < self.sharing)),
         }
     }
 

@@ -116,7 +116,8 @@ constants! {
     STATE_TILES: usize = 42;
     /// A bit for each rank that does not take part any more.
     STATE_ABSENT: usize = 50;
-    /// Warps that are through with what a product sends to a rank, or of a part: half a word for each, 0 between products.
+    /// What is through of what a product sends to a rank, or of a part: half a word for each, 0 between products. The last one, which no rank has, counts
+    /// slices of own rows that warps have taken.
     STATE_SENT: usize = 52;
     /// The counters: two words each, the count and its marks.
     STATE_COUNTERS: usize = 68;
