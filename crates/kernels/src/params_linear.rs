@@ -499,6 +499,8 @@ parameters! {
         send_word: u32,
         /// Whether what is sent waits for what was sent before it.
         paces: u32,
+        /// Zero.
+        reserved: u32,
         /// Row of the result where each run begins.
         run_row: [u32; 16],
         /// Its rows.
