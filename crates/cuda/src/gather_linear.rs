@@ -7,7 +7,8 @@
 use crate::{
     comm::CudaComm,
     gathered::Rows,
-    gemm_flags::{self, FEW_BYTES, Part, Sends, Tiled},
+    gemm_flags::{self, Part, Tiled},
+    gemm_send::{FEW_BYTES, Sends},
     job::{Job, Side},
     mark::CudaMark,
     tiles::{Operands, Taken},
@@ -355,8 +356,7 @@ impl Product<'_> {
         let sends = self.sends(job).filter(|_| alone && !tiled.is_empty());
         match &sends {
             Some(sends) => {
-                let bytes = sends.bytes.iter().sum::<u64>() as usize;
-                job.count_moved(bytes * job.core.peers().count());
+                job.count_moved(sends.total_bytes() * job.core.peers().count());
                 job.steps_now()?;
             }
             None => {
@@ -387,8 +387,7 @@ impl Product<'_> {
             sends.to[i] = (core.data_offset(of) + place.start) as u64;
             sends.bytes[i] = place.len() as u64;
         }
-        let bytes = sends.bytes.iter().sum::<u64>() as usize;
-        (bytes * core.size() <= FEW_BYTES).then_some(sends)
+        (sends.total_bytes() * core.size() <= FEW_BYTES).then_some(sends)
     }
 
     /// Chunks of others, in the order in which they are multiplied.

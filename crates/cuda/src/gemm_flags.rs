@@ -4,6 +4,7 @@ use crate::{
     CudaDevice, Kernel, KernelSet, Launch, Missing,
     adapters::Low,
     driver::failed,
+    gemm_send::Sends,
     job::{Job, waiting},
     lane::Lane,
     steps::{Counters, Use},
@@ -149,23 +150,6 @@ pub(crate) struct Scales {
     pub(crate) columns: u64,
     /// Whether each column has one; else all have one.
     pub(crate) by_column: bool,
-}
-
-/// Most bytes that a product sends to others itself, as quickly as it can. More holds up what it loads.
-pub(crate) const FEW_BYTES: usize = 8 << 20;
-
-/// Own rows that a product sends itself: values, and scales where there are some.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Sends {
-    /// Where they are.
-    pub(crate) from: [u64; 2],
-    /// Where they go in every rank's memory, in bytes.
-    pub(crate) to: [u64; 2],
-    pub(crate) bytes: [u64; 2],
-    /// By which word others hear of them.
-    pub(crate) word: u32,
-    /// Whether they go to their place in this rank's memory, too.
-    pub(crate) keeps_own: bool,
 }
 
 /// Rows of the result with an adapter.
@@ -364,12 +348,7 @@ impl Job<'_> {
             return Ok(());
         };
         if let Some(sends) = sends {
-            ready.parameters.sends = 1;
-            ready.parameters.send_from = sends.from;
-            ready.parameters.send_to = sends.to;
-            ready.parameters.send_bytes = sends.bytes;
-            ready.parameters.send_word = sends.word;
-            ready.parameters.keeps_own = u32::from(sends.keeps_own);
+            sends.tell(&mut ready.parameters);
         }
         let steps = self.core.steps();
         for (i, part) in p.parts.iter().enumerate() {

@@ -4,6 +4,7 @@
 use crate::{
     adapters::Low,
     gemm_flags::{Ready, Rows, Tiled, tensor_map},
+    gemm_send::Sent,
     job::Job,
     steps::Use,
     types,
@@ -22,15 +23,6 @@ pub(crate) struct InTurn<'a, 'j> {
     /// Where the tiles of each part begin, and those of the last one end.
     first: Vec<u32>,
     launches: u32,
-}
-
-/// Where a part goes that is another rank's.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Sent {
-    pub(crate) owner: usize,
-    pub(crate) to: u64,
-    /// By which word its owner hears that all of it is there.
-    pub(crate) word: u32,
 }
 
 /// Half words of the state in which launches count their tiles.
@@ -104,9 +96,7 @@ impl<'a, 'j> InTurn<'a, 'j> {
             let parameters = &mut ready.parameters;
             parameters.paces = u32::from(paces);
             for (i, part) in sent.iter().enumerate() {
-                parameters.part_to[i] = part.to;
-                parameters.part_peer[i] = part.owner as u32;
-                parameters.part_tells[i] = part.word;
+                part.tell(i, parameters);
             }
         }
         self.launch_sums(0..own.end, own, made)

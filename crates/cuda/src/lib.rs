@@ -39,6 +39,7 @@ mod finish;
 mod gather_linear;
 mod gathered;
 mod gemm_flags;
+mod gemm_send;
 mod gemm_sums;
 mod graph;
 mod grouped;

@@ -4,8 +4,9 @@
 use crate::{
     comm::CudaComm,
     finish::{End, Sums, same_elements},
-    gemm_flags::{self, FEW_BYTES, Part, Tiled},
-    gemm_sums::{InTurn, Sent},
+    gemm_flags::{self, Part, Tiled},
+    gemm_send::{FEW_BYTES, Sent},
+    gemm_sums::InTurn,
     job::{Job, Side},
     memory::{check_reach, overlap},
     reduce_scatter::Reduction,
@@ -21,7 +22,7 @@ use brigade_plan::twin_pieces;
 use brigade_sync::Area;
 use std::ops::Range;
 
-/// Whether a product sends so many bytes for others itself, and then whether at a pace. At a pace a tile leaves while the next is made: of many
+/// Whether a product sends so many bytes to others itself (`None` for copy engines), and then whether at a pace. At a pace a tile leaves while the next is made: of many
 /// tiles, where that takes long enough. What copy engines carry takes nothing from the product.
 fn sends(bytes: usize, inner_bytes: usize) -> Option<bool> {
     const MANY_BYTES: usize = 2 * FEW_BYTES;

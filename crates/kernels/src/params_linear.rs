@@ -515,7 +515,7 @@ parameters! {
         part_out: [u64; 32],
         /// Device address of the scale of each part's first row, where factors have 8 bits.
         part_scales: [u64; 32],
-        /// Where its owner has it, which it is sent to tile by tile; 0 if it stays here.
+        /// Where its owner has it, of a part in front of `sum_part`: its tiles are sent there.
         part_to: [u64; 32],
         /// Row in its map where each begins.
         part_row: [u32; 32],
