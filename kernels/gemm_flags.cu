@@ -7,6 +7,13 @@ using namespace brigade;
 
 #ifdef BRIGADE_HAS_WGMMA
 
+struct Nothing {
+  template <typename... Any>
+  __device__ __forceinline__ void operator()(Any&&...) {}
+  template <typename MayWait>
+  __device__ __forceinline__ void look_ahead(const Tile&, MayWait&) {}
+};
+
 template <typename In, typename Out, uint32_t COLUMNS>
 struct Ends {
   const Parameters& p;
@@ -18,7 +25,7 @@ struct Ends {
 
 template <typename In, typename Out, uint32_t COLUMNS>
 __device__ __forceinline__ void gemm_flags(const Parameters& p) {
-  const auto nothing = [](const Block&) { return [](auto&&...) {}; };
+  const auto nothing = [](const Block&) { return Nothing{}; };
   const auto ends = [&p](const Block&) { return Ends<In, Out, COLUMNS>{p}; };
   run_tiles<In, COLUMNS>(p, nothing, ends, [&p](const Block&) { send_rows(p); });
 }

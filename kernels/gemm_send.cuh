@@ -1,6 +1,6 @@
 // What a product sends to other ranks while it multiplies, by warps that have nothing else to do: own rows of a gather, or finished tiles of its
-// twin. A copy engine begins later, and only when all of a launch is made, and the stream that it needs beside the product's is a fork and a join
-// of each call.
+// twin. A copy engine begins later, and the stream that it needs beside the product's is a fork and a join of each call; but what it carries
+// takes nothing from the product. Of what copy engines carry these warps tell the rank itself as soon as it is made.
 //
 // The warp that is through with the last of what is for a rank says so there, as the steps of a protocol do. In a group that was stopped nothing is
 // said, since the steps before may not have counted the call.
@@ -13,12 +13,6 @@ namespace brigade {
 // Accesses of a thread on their way at a time.
 constexpr uint32_t sent_together = 4;
 
-// Waits until what was written is no longer on its way. A multiprocessor's loads wait behind its stores to others, and all multiprocessors may
-// send at once: where that is much, what a link is slow to take is held up here, and not in front of the loads.
-__device__ __forceinline__ void lets_loads_pass(const Parameters& p) {
-  if (p.paces != 0) __threadfence_system();
-}
-
 __device__ __forceinline__ uint32_t sender() { return threadIdx.x / 32 - 1; }
 
 // Past the first-level cache: other warps may have written it.
@@ -29,7 +23,7 @@ __device__ __forceinline__ Unit load_to_send(uint64_t at) {
 
 // Copies what falls to a slice of `count` units, by one warp.
 template <typename Unit>
-__device__ __forceinline__ void send_slice(const Parameters& p, uint64_t from, uint64_t to, uint64_t count, uint32_t slice, uint32_t slices) {
+__device__ __forceinline__ void send_slice(uint64_t from, uint64_t to, uint64_t count, uint32_t slice, uint32_t slices) {
   const uint64_t end = count * (slice + 1) / slices;
   for (uint64_t i = count * slice / slices + threadIdx.x % 32; i < end; i += 32 * sent_together) {
     Unit v[sent_together];
@@ -41,19 +35,23 @@ __device__ __forceinline__ void send_slice(const Parameters& p, uint64_t from, u
     for (uint32_t k = 0; k < sent_together; ++k) {
       if (i + 32 * k < end) reinterpret_cast<Unit*>(to)[i + 32 * k] = v[k];
     }
-    lets_loads_pass(p);
   }
+}
+
+// Counts to `all` and then from zero again, and gives what was counted before: behind what this thread and those it has heard of wrote, and in front
+// of what it does then, for whoever hears of it.
+__device__ __forceinline__ uint32_t count_sent(uint32_t* through, uint32_t all) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.sys.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(through), "r"(all - 1) : "memory");
+  return before;
 }
 
 // This warp is through with one part of what `peer` is told of by `word`. `count` is which half word counts the parts, of which there are `all`.
 __device__ inline void is_sent(const Parameters& p, const Group& g, uint32_t count, uint32_t all, uint32_t peer, uint32_t word) {
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
-  uint32_t* through = reinterpret_cast<uint32_t*>(g.state + STATE_SENT) + count;
-  __threadfence_system();
-  if (atomicInc(through, all - 1) != all - 1) return;
-  __threadfence_system();
-  store_release_sys(g.word(peer, word), g.flag(load_relaxed_sys(g.counter(p.counter))));
+  const uint64_t flag = g.flag(load_relaxed_sys(g.counter(p.counter)));
+  if (count_sent(reinterpret_cast<uint32_t*>(g.state + STATE_SENT) + count, all) == all - 1) store_release_sys(g.word(peer, word), flag);
 }
 
 // Whether the group is stopped, as all lanes hear it: what one of them does not send must not be told of by another.
@@ -83,8 +81,8 @@ __device__ inline void send_rows(const Parameters& p) {
       const bool own = to == p.rank;
       if (own ? p.keeps_own == 0 : (absent_ranks(g.state) >> to & 1) != 0) continue;
       const uint64_t there = p.base + to * p.stride;
-      send_slice<uint4>(p, p.send_from[0], there + p.send_to[0], p.send_bytes[0] / sizeof(uint4), slice, slices);
-      send_slice<uint32_t>(p, p.send_from[1], there + p.send_to[1], p.send_bytes[1] / sizeof(uint32_t), slice, slices);
+      send_slice<uint4>(p.send_from[0], there + p.send_to[0], p.send_bytes[0] / sizeof(uint4), slice, slices);
+      send_slice<uint32_t>(p.send_from[1], there + p.send_to[1], p.send_bytes[1] / sizeof(uint32_t), slice, slices);
       if (!own) is_sent(p, g, to, slices, to, p.send_word);
     }
   }
@@ -140,11 +138,10 @@ __device__ __forceinline__ void send_tile(const Parameters& p, const Tile& tile,
       const uint64_t at = place(i + 32 * k);
       if (at != ~uint64_t(0)) *reinterpret_cast<uint4*>(to + at) = v[k];
     }
-    lets_loads_pass(p);
   }
 }
 
-// Sends all that a group makes of tiles that have another owner.
+// Sends all that a group makes of tiles that are not added up here, or tells of what copy engines carry.
 template <uint32_t COLUMNS>
 __device__ inline void send_tiles(const Parameters& p, const Block& block) {
   const Group g = group_of(p, p.signature);
@@ -159,7 +156,7 @@ __device__ inline void send_tiles(const Parameters& p, const Block& block) {
     }
     if (stopped) continue;
     const Tile tile = tile_of(p, t, COLUMNS);
-    send_tile<COLUMNS>(p, tile, tile.band * p.band_rows + 64 * sender());
+    if (p.part_to[tile.part] != 0) send_tile<COLUMNS>(p, tile, tile.band * p.band_rows + 64 * sender());
     const uint32_t all = senders * bands_of(p, tile.part) * ((p.columns + COLUMNS - 1) / COLUMNS);
     is_sent(p, g, tile.part, all, p.part_peer[tile.part], p.part_tells[tile.part]);
   }

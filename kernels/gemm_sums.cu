@@ -1,5 +1,5 @@
-// The twin: a rank's product of everybody's rows. Tiles of others' come first, and go to their owners as they are made (`gemm_send.cuh`), if they
-// are not in another launch, whose result copy engines carry. To those of its own rows, the last parts, a rank adds what all others made of them:
+// The twin: a rank's product of everybody's rows. Tiles of others' come first, and go to their owners as they are made (`gemm_send.cuh`), or by copy
+// engines, part by part. To those of its own rows, the last parts, a rank adds what all others made of them:
 // out = act(sum of all ranks' rows weight^T + bias), in the order of ranks.
 //
 // What another rank made of a tile is loaded as more stages behind the tile's own products, while these
@@ -34,12 +34,29 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t at) {
   return value;
 }
 
-// Waits until all others have told this rank that what they made of a part's rows is there. False if the group was stopped.
-__device__ inline bool wait_for_others(const Parameters& p, const Group& g, uint32_t part) {
-  const uint64_t flag = g.flag(load_relaxed_sys(g.counter(p.counter)));
+__device__ __forceinline__ uint32_t sum_word(const Parameters& p, uint32_t part, uint32_t peer) {
+  return p.sum_word[(part - p.sum_part) * p.size + peer];
+}
+
+__device__ __forceinline__ uint64_t flag_of_call(const Parameters& p, const Group& g) { return g.flag(load_relaxed_sys(g.counter(p.counter))); }
+
+// Whether all others have told this rank that what they made of a part's rows is there.
+__device__ inline bool others_are_there(const Parameters& p, const Group& g, uint32_t part) {
+  const uint64_t flag = flag_of_call(p, g);
+  bool there = true;
   for (uint32_t i = 1; i < p.size; ++i) {
     const uint32_t peer = (p.rank + i) % p.size;
-    Waiting w{p.sum_word[(part - p.sum_part) * p.size + peer], flag, Want::exactly, peer, peer};
+    there = there && load_acquire_sys(g.word(p.rank, sum_word(p, part, peer))) == flag;
+  }
+  return there;
+}
+
+// Waits for that. False if the group was stopped.
+__device__ inline bool wait_for_others(const Parameters& p, const Group& g, uint32_t part) {
+  const uint64_t flag = flag_of_call(p, g);
+  for (uint32_t i = 1; i < p.size; ++i) {
+    const uint32_t peer = (p.rank + i) % p.size;
+    Waiting w{sum_word(p, part, peer), flag, Want::exactly, peer, peer};
     w.uncounted = blockIdx.x > 0;
     while (w.end == End::going_on) look(g, w);
     if (w.end == End::there) continue;
@@ -57,10 +74,20 @@ struct Behind {
   uint32_t* tiles;
   uint32_t seen;
 
+  // Whether others must be heard of first.
+  __device__ __forceinline__ bool is_open(const Tile& tile) const { return tile.part >= p.sum_part && p.size > 1 && !(seen >> tile.part & 1); }
+
+  template <typename MayWait>
+  __device__ __forceinline__ void look_ahead(const Tile& tile, MayWait& may_wait) {
+    if (!is_open(tile) || !may_wait() || !others_are_there(p, group_of(p, p.signature), tile.part)) return;
+    bulk_copies_follow();
+    seen |= 1u << tile.part;
+  }
+
   template <typename MayWait>
   __device__ __forceinline__ void operator()(uint32_t t, const Tile& tile, Ring<COLUMNS>& ring, MayWait& may_wait, bool& waits) {
     if (tile.part < p.sum_part) return;
-    if (p.size > 1 && !(seen >> tile.part & 1)) {
+    if (is_open(tile)) {
       if (may_wait()) waits = wait_for_others(p, group_of(p, p.signature), tile.part);
       bulk_copies_follow();
       seen |= 1u << tile.part;
@@ -111,19 +138,7 @@ __device__ inline void add_parts(const Parameters& p, const Tile& tile, uint32_t
       // The one number that changes none that is added to it.
       sums[at] = sums[at + 1] = -0.0f;
     }
-#pragma unroll 1
-    for (uint32_t source = 0; source < p.size; ++source) {
-      uint32_t words[2 * blocks];
-      if (source == p.rank) {
-#pragma unroll
-        for (uint32_t i = 0; i < 2 * blocks; ++i) words[i] = own[i];
-      } else {
-        if (box == 0) barrier_wait(full + 8 * ring.stage, ring.phase);
-        const uint32_t from = base + ring.stage * stage_bytes<COLUMNS> + box * rows_bytes + in_box;
-#pragma unroll
-        for (uint32_t i = 0; i < 2 * blocks; ++i) words[i] = load_shared(from + ((i / 2 ^ row % 8) << 4) + i % 2 * 8 * row_bytes);
-        if (++box == boxes<COLUMNS>) release();
-      }
+    const auto add = [&](const uint32_t(&words)[2 * blocks]) {
 #pragma unroll
       for (uint32_t i = 0; i < 2 * blocks; ++i) {
         const uint32_t at = slab * slab_columns / 2 + 2 * i;
@@ -131,6 +146,18 @@ __device__ inline void add_parts(const Parameters& p, const Tile& tile, uint32_t
         const float2 two = widen(type_of<T>, words[i]);
         sums[at] = __fadd_rn(sums[at], two.x), sums[at + 1] = __fadd_rn(sums[at + 1], two.y);
       }
+    };
+#pragma unroll 1
+    for (uint32_t other = 0;; ++other) {
+      if (other == p.rank) add(own);
+      if (other + 1 == p.size) break;
+      if (box == 0) barrier_wait(full + 8 * ring.stage, ring.phase);
+      const uint32_t from = base + ring.stage * stage_bytes<COLUMNS> + box * rows_bytes + in_box;
+      uint32_t words[2 * blocks];
+#pragma unroll
+      for (uint32_t i = 0; i < 2 * blocks; ++i) words[i] = load_shared(from + ((i / 2 ^ row % 8) << 4) + i % 2 * 8 * row_bytes);
+      if (++box == boxes<COLUMNS>) release();
+      add(words);
     }
   }
   if (box != 0) release();

@@ -118,11 +118,10 @@ __device__ __forceinline__ void store_release_gpu(uint32_t* at, uint32_t value) 
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// The first tile that no block has, from `p.first_tile` on; none is left from `p.tiles` on. Every block asks until there is none, and so
-// leaves the count at zero for the next product that has it.
+// The first tile that no block has; none is left from `p.tiles` on. Every block asks until there is none, and so leaves the count at zero for the
+// next product.
 __device__ __forceinline__ uint32_t next_tile(const Parameters& p) {
-  uint32_t* taken = reinterpret_cast<uint32_t*>(p.state + 8 * STATE_TILES) + p.tile_count;
-  return p.first_tile + atomicInc(taken, p.tiles - p.first_tile + gridDim.x - 1);
+  return atomicInc(reinterpret_cast<uint32_t*>(p.state + 8 * STATE_TILES), p.tiles + gridDim.x - 1);
 }
 
 // The two groups that multiply, and not the one that loads.
@@ -187,7 +186,8 @@ __device__ __forceinline__ Block block_in(uint8_t* memory) {
 // Rows beyond a matrix' end take longer than those that are there. So bands are as high as their rows need, and what the rest of a stage holds
 // is multiplied into sums that nobody writes.
 //
-// `behind` loads what a tile needs behind its products: called as `behind(number, tile, ring, may_wait, waits)`.
+// `behind` loads what a tile needs behind its products: called as `behind(number, tile, ring, may_wait, waits)`. While products are still loaded, it is
+// called as `behind.look_ahead(tile, may_wait)`, so that what is there by then is not waited for.
 template <typename In, uint32_t COLUMNS, typename Behind>
 __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint32_t full, uint32_t empty, uint32_t* tiles, Behind behind) {
   constexpr uint32_t inner = inner_of<In>;
@@ -243,7 +243,10 @@ __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint
       continue;
     }
     for (uint32_t k = 0; k < p.inner; k += inner) {
-      if (k == ask_at) next = next_tile(p);
+      if (k == ask_at) {
+        next = next_tile(p);
+        behind.look_ahead(tile, may_wait);
+      }
       load_stage(rows, row, p.weight_map, tile.column, k, one, stage_bytes<COLUMNS>);
     }
     if (!has_scales<In> && p.low_columns != 0) {

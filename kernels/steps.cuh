@@ -36,8 +36,10 @@ struct Group {
   }
   __device__ uint32_t generation() const { return uint32_t(state[STATE_GENERATION]); }
   __device__ uint64_t* counter(uint32_t i) const { return state + STATE_COUNTERS + 2 * i; }
+  // Exchanges by pushing, of the calls that all ranks make.
+  __device__ uint64_t pushed_uses() const { return state[STATE_USES] >> USE_BITS; }
   // What a counter says. The first counts the calls that all ranks make, but for those that are exchanges by pushing.
-  __device__ uint64_t count(uint32_t i) const { return *counter(i) + (i == 0 ? state[STATE_USES] >> USE_BITS : 0); }
+  __device__ uint64_t count(uint32_t i) const { return *counter(i) + (i == 0 ? pushed_uses() : 0); }
   // Of the calls that all ranks make.
   __device__ uint32_t epoch() const { return uint32_t(count(0)); }
   // The call in progress: when it began, which one it is, and whether it is the first of all ranks.
@@ -45,7 +47,8 @@ struct Group {
   __device__ uint64_t call() const { return state[STATE_CALLS] + 1; }
   __device__ bool is_first() const { return collective && count(0) <= 1; }
   __device__ uint64_t flag(uint64_t count) const { return pack({generation(), signature, uint32_t(count)}); }
-  __device__ uint32_t arrivals() const { return barrier + (epoch() & 1) * size; }
+  __device__ uint32_t arrivals(uint32_t epoch) const { return barrier + (epoch & 1) * size; }
+  __device__ uint32_t arrivals() const { return arrivals(epoch()); }
 };
 
 // A bit for each rank that does not take part any more: nobody writes to it, waits for it, or reads what it wrote.

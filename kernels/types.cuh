@@ -66,16 +66,13 @@ __device__ __forceinline__ float2 widen(uint32_t type, uint32_t word) {
 
 // Rounded to nearest, ties to even.
 __device__ __forceinline__ uint32_t narrow(uint32_t type, float low, float high) {
-  uint32_t word;
+  // The hardware's NaN has all its lower bits set, which no number has.
   if (type == BF16) {
     const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
-    word = *reinterpret_cast<const uint32_t*>(&two);
-  } else {
-    const __half2 two = __floats2half2_rn(low, high);
-    word = *reinterpret_cast<const uint32_t*>(&two);
+    return *reinterpret_cast<const uint32_t*>(&two) - (__hneu2_mask(two, two) & 0x003F003Fu);
   }
-  // The hardware's NaN has all its lower bits set, which no number has.
-  return word - (__vcmpeq2(word, 0x7FFF7FFFu) & (type == BF16 ? 0x003F003Fu : 0x01FF01FFu));
+  const __half2 two = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&two) - (__hneu2_mask(two, two) & 0x01FF01FFu);
 }
 
 // Eight elements at once, in accesses of 16 bytes: array and element must be aligned to that (see `wide`).

@@ -260,14 +260,11 @@ struct There {
 impl Product<'_> {
     fn run(&self, job: &mut Job<'_>, tiles: Option<Taken>) -> Result<()> {
         let (me, pieces) = (job.core.rank(), self.plan.pieces());
-        // Own words hold the flags that are copied to the peers.
-        for p in 0..pieces {
-            job.steps.filled(me, self.rows.of, me, p);
-        }
         if let Some(taken) = tiles {
             let alone = taken.alone;
             return self.run_tiled(job, &self.tiled(taken), alone);
         }
+        self.own_words(job, pieces);
         job.fork()?;
         // All that moves is enqueued before the first product: should a product have to load something, which waits for the
         // GPU, nobody waits for this rank meanwhile.
@@ -285,6 +282,14 @@ impl Product<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Lets own words hold the flags that are copied to the peers.
+    fn own_words(&self, job: &mut Job<'_>, pieces: usize) {
+        let me = job.core.rank();
+        for p in 0..pieces {
+            job.steps.filled(me, self.rows.of, me, p);
+        }
     }
 
     /// All rows as one product whose tiles wait.
@@ -360,6 +365,7 @@ impl Product<'_> {
                 job.steps_now()?;
             }
             None => {
+                self.own_words(job, 1);
                 job.fork_behind_steps(&[Side::Mover])?;
                 self.push_piece(job, 1, 0)?;
                 fill_own(job, self.rows)?;

@@ -243,6 +243,15 @@ fn best_width(
         .unwrap_or(0)
 }
 
+/// Blocks for so many tiles. All take as many as some would if there were more of them, and multiprocessors without one draw no power; tiles that are
+/// not alike, as with adapters, find more of them.
+fn even_blocks(tiles: u32, most: u32, adapters: bool) -> u32 {
+    if adapters {
+        return tiles.min(most);
+    }
+    tiles.div_ceil(tiles.div_ceil(most.max(1)).max(1))
+}
+
 /// How bulk copies find boxes of a matrix: `rows` rows of 128 bytes.
 pub(crate) fn tensor_map(matrix: &Rows, dtype: DataType, rows: u32) -> Result<[u64; 16]> {
     use sys::{
@@ -319,11 +328,11 @@ impl Ready<'_> {
         (lane, p): (&Arc<Lane>, &Tiled),
         programmatic: bool,
     ) -> Result<()> {
-        let tiles = self.parameters.tiles - self.parameters.first_tile;
+        let blocks = even_blocks(self.parameters.tiles, self.sms, self.low.is_some());
         let shape = Launch {
             shared_bytes: GEMM_SHARED_BYTES,
             programmatic,
-            ..Launch::grid(tiles.min(self.sms), GEMM_THREADS)
+            ..Launch::grid(blocks, GEMM_THREADS)
         };
         let made = self.low.iter().map(|low| &low.memory);
         let kept: Vec<_> = p.buffers.iter().chain(made).collect();
@@ -567,6 +576,17 @@ mod tests {
             runs: Vec::new(),
             buffers: Vec::new(),
         }
+    }
+
+    #[test]
+    fn no_block_has_less_to_do_than_it_must() {
+        let even = |tiles| even_blocks(tiles, 132, false);
+        assert_eq!(
+            [0, 1, 132, 133, 256, 896].map(even),
+            [0, 1, 132, 67, 128, 128]
+        );
+        assert_eq!([7, 133].map(|t| even_blocks(t, 132, true)), [7, 132]);
+        assert_eq!(even_blocks(5, 0, false), 1);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use brigade_kernels::GemmFlagsParams;
 
-/// Most bytes that a product sends itself as quickly as it can, over all ranks. More holds up what it loads.
+/// Most bytes that a product sends itself, over all ranks. More holds up what it loads.
 pub(crate) const FEW_BYTES: usize = 8 << 20;
 
 /// Own rows: values, and scales where there are some.
@@ -35,19 +35,21 @@ impl Sends {
     }
 }
 
-/// Where a part goes that is another rank's.
+/// Where a part goes that is not added up here.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sent {
-    pub(crate) owner: usize,
+    /// Its owner's memory, or 0 if copy engines carry it.
     pub(crate) to: u64,
-    /// By which word its owner hears that all of it is there.
+    /// Who hears that all of it is made, and there if it was sent: its owner, or this rank.
+    pub(crate) told: usize,
+    /// By which word.
     pub(crate) word: u32,
 }
 
 impl Sent {
     pub(crate) fn tell(&self, part: usize, parameters: &mut GemmFlagsParams) {
         parameters.part_to[part] = self.to;
-        parameters.part_peer[part] = self.owner as u32;
+        parameters.part_peer[part] = self.told as u32;
         parameters.part_tells[part] = self.word;
     }
 }

@@ -359,6 +359,17 @@ impl<'a> Job<'a> {
     /// behind the copies on the mover, and without a kernel, which would have to find room beside a product. Where a hook is
     /// asked, a kernel does it: no copy can ask.
     pub(crate) fn copy_flag(&self, to: usize, of: Use, slot: usize, piece: usize) -> Result<()> {
+        self.copy_flag_of(to, of, (slot, piece), (slot, piece))
+    }
+
+    /// The same of the flag that this rank has in its own word for another slot and piece.
+    pub(crate) fn copy_flag_of(
+        &self,
+        to: usize,
+        of: Use,
+        (slot, piece): (usize, usize),
+        own: (usize, usize),
+    ) -> Result<()> {
         let core = self.core;
         if core.memory.desk.is_some() {
             let mut steps = core.steps();
@@ -366,11 +377,13 @@ impl<'a> Job<'a> {
             return self.steps_on(Side::Mover, steps);
         }
         let ring = core.control.layout().ring(of.area);
-        let word = ring
-            .filled(to, of.half, slot, piece, Flag::from_bits(0))
-            .word;
-        let at = |rank| core.address(rank, 8 * word.index);
-        self.copy_on(Side::Mover, at(to), at(core.rank()), 8)
+        let at = |rank, (slot, piece)| {
+            let word = ring
+                .filled(rank, of.half, slot, piece, Flag::from_bits(0))
+                .word;
+            core.address(rank, 8 * word.index)
+        };
+        self.copy_on(Side::Mover, at(to, (slot, piece)), at(core.rank(), own), 8)
     }
 
     /// A copy by the copy engine beside the caller's stream.

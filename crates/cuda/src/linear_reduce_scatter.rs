@@ -6,7 +6,6 @@ use crate::{
     finish::{End, Sums, same_elements},
     gemm_flags::{self, Part, Tiled},
     gemm_send::{FEW_BYTES, Sent},
-    gemm_sums::InTurn,
     job::{Job, Side},
     memory::{check_reach, overlap},
     reduce_scatter::Reduction,
@@ -18,18 +17,9 @@ use brigade_device::{
     LoraLinearReduceScatterParams, Output, OverlapMode, OverlapPlan, Plan, ReduceOp, Reduced,
     Result, Shape, Stream, Turn, View, fallback,
 };
-use brigade_plan::twin_pieces;
+use brigade_plan::{MAX_PIECES, twin_pieces};
 use brigade_sync::Area;
 use std::ops::Range;
-
-/// Whether a product sends so many bytes to others itself (`None` for copy engines), and then whether at a pace. At a pace a tile leaves while the next is made: of many
-/// tiles, where that takes long enough. What copy engines carry takes nothing from the product.
-fn sends(bytes: usize, inner_bytes: usize) -> Option<bool> {
-    const MANY_BYTES: usize = 2 * FEW_BYTES;
-    const LONG_BYTES: usize = 16 << 10;
-    let paces = bytes > FEW_BYTES;
-    (bytes <= MANY_BYTES || inner_bytes >= LONG_BYTES).then_some(paces)
-}
 
 impl CudaComm {
     pub(crate) fn run_linear_reduce_scatter(
@@ -144,18 +134,18 @@ impl Product<'_> {
     ) -> Result<()> {
         let of = job.begin(Area::ReduceScatter);
         let me = job.core.rank();
-        // Own words hold the flags that are copied to the owners.
-        for p in 0..self.pieces {
-            job.steps.filled(me, of, me, p);
-        }
         if let Some(taken) = tiles {
-            let ended = self.run_tiled(job, of, taken, (bias, activation), d)?;
+            let summed = self.run_tiled(job, of, taken, (bias, activation), d)?;
             self.await_all(job, of)?;
-            if !ended {
+            if !summed {
                 self.sum(job, of, me, (bias, activation), d)?;
             }
             job.steps.end(of);
             return Ok(());
+        }
+        // Own words hold the flags that are copied to the owners.
+        for p in 0..self.pieces {
+            job.steps.filled(me, of, me, p);
         }
         job.fork()?;
         for p in 0..self.pieces {
@@ -187,14 +177,13 @@ impl Product<'_> {
         chunk.start + piece.start..chunk.start + piece.end
     }
 
-    /// Products of tiles: parts of others first, and then own rows, whose tiles end with what others made of them, if D may be written so early.
-    /// Gives whether they did. Then one product also sends what others get, tile by tile, unless that is much; else copy engines carry it, each
-    /// piece while the next is multiplied.
+    /// One product of tiles: parts of others first, and then own rows, whose tiles end with what others made of them, if D may be written so early.
+    /// Gives whether they did. It also sends what others get, tile by tile, unless that is much: then copy engines carry it, piece by piece.
     fn run_tiled(
         &self,
         job: &mut Job<'_>,
         of: Use,
-        taken: Taken,
+        mut taken: Taken,
         (bias, activation): (Option<&Buffer>, Activation),
         d: &Buffer,
     ) -> Result<bool> {
@@ -210,67 +199,102 @@ impl Product<'_> {
         };
         let made: Vec<_> = pieces.iter().map(made).collect::<Result<_>>()?;
         job.keeps(made.iter().flatten().cloned());
+        let bytes = made.iter().flatten().map(Buffer::bytes).sum();
+        // What waits until a piece is made needs a place, which another communicator's blocks could take, and an own word for it.
+        let carried = bytes > FEW_BYTES && taken.alone && pieces.len() <= usize::from(MAX_PIECES);
+        if carried {
+            taken.blocks = core.beside_steps(taken.blocks);
+        }
         let own = core.place(me, of, self.slot(me, me, 0).start);
         let mut tiled = self.tiled(&pieces, &made, taken, own);
-        let ends = may_be_written_early(&tiled, bias, d);
-        if ends {
+        let sums = may_be_written_early(&tiled, bias, d);
+        if sums {
             self.end_in(d, &mut tiled, (bias, activation));
         }
         let low = job.adapters(&tiled)?;
+        // Own rows come last.
+        let own = pieces.len() - self.pieces..pieces.len();
+        let sent = if sums { own.start } else { own.end };
+        let sent = self.sent(job, of, &pieces[..sent], carried);
+        job.count_moved(bytes);
         job.product_follows = true;
+        match carried {
+            true => job.fork_behind_steps(&[Side::Mover])?,
+            false => job.steps_now()?,
+        }
         let parts = gemm_flags::Rows {
             address: core.place(me, of, 0),
             rows: core.size() * self.plan.chunk(me).len(),
             columns: self.n,
         };
-        // Own rows come last.
-        let own = pieces.len() - self.pieces..pieces.len();
-        let bytes = made.iter().flatten().map(Buffer::bytes).sum();
-        let inner_bytes = tiled.weight.columns * self.dtype.bytes();
-        if let Some(paces) = sends(bytes, inner_bytes).filter(|_| ends) {
-            let sent = self.sent(job, of, &pieces[..own.start]);
-            job.count_moved(bytes);
-            job.steps_now()?;
-            let mut product = InTurn::new(job, of, &tiled, low)?;
-            let multiply = || product.all(own, &parts, &sent, paces);
-            job.traced(|| "multiply".into(), multiply)?;
-            job.product_follows = false;
-            return Ok(ends);
-        }
-        job.fork_behind_steps(&[Side::Mover])?;
-        let mut products = InTurn::new(job, of, &tiled, low)?;
-        let mut moved = 0;
-        for (i, (&(c, p), part)) in pieces.iter().zip(&made).enumerate() {
-            let Some(part) = part else { continue };
-            job.traced(|| format!("multiply {c}"), || products.product(i..i + 1))?;
-            moved += self.send(job, of, (c, p), part)?;
-        }
-        let last = || match ends {
-            true => products.sums(own, &parts),
-            false => products.product(own),
-        };
-        job.traced(|| format!("multiply {me}"), last)?;
+        let multiply = || job.tiled_sums(of, &tiled, low, &sent, own, sums.then_some(&parts));
+        job.traced(|| "multiply".into(), multiply)?;
         job.product_follows = false;
-        job.count_moved(moved);
-        Ok(ends)
+        if carried {
+            self.carry(job, of, &pieces, &made)?;
+        }
+        Ok(sums)
     }
 
-    /// Where the product sends the pieces of others as it makes them. Of those without rows the steps in front of it tell.
-    fn sent(&self, job: &mut Job<'_>, of: Use, pieces: &[(usize, usize)]) -> Vec<Sent> {
+    /// Where the pieces go that are not added up here: to their owners, where others have them and the product sends itself; else the product tells
+    /// this rank, by one of its own words for each. Of those without rows the steps in front of it tell.
+    fn sent(
+        &self,
+        job: &mut Job<'_>,
+        of: Use,
+        pieces: &[(usize, usize)],
+        carried: bool,
+    ) -> Vec<Sent> {
         let (core, me) = (job.core, job.core.rank());
         let mut all = Vec::with_capacity(pieces.len());
-        for &(owner, p) in pieces {
+        for (i, &(owner, p)) in pieces.iter().enumerate() {
             let slot = self.slot(me, owner, p);
-            if slot.is_empty() {
+            if slot.is_empty() && owner != me {
                 job.steps.filled(owner, of, me, p);
             }
+            let sends = !carried && owner != me;
             all.push(Sent {
-                owner,
-                to: core.place(owner, of, slot.start),
-                word: core.steps().filled_word(of, me, p, me),
+                to: if sends {
+                    core.place(owner, of, slot.start)
+                } else {
+                    0
+                },
+                told: if sends { owner } else { me },
+                word: core
+                    .steps()
+                    .filled_word(of, me, if sends { p } else { i }, me),
             });
         }
         all
+    }
+
+    /// Sends each piece to its owner as soon as the product has told of it.
+    fn carry(
+        &self,
+        job: &Job<'_>,
+        of: Use,
+        pieces: &[(usize, usize)],
+        made: &[Option<Buffer>],
+    ) -> Result<()> {
+        let (core, me) = (job.core, job.core.rank());
+        for (i, (&(owner, p), part)) in pieces.iter().zip(made).enumerate() {
+            let Some(part) = part.as_ref().filter(|part| part.bytes() > 0) else {
+                continue;
+            };
+            let mut steps = core.steps();
+            steps.await_filled(of, me, i, me);
+            let wait = || job.steps_on(Side::Mover, steps);
+            job.beside(Side::Mover, || format!("await {owner}"), wait)?;
+            let to = core.place(owner, of, self.slot(me, owner, p).start);
+            let copy = || job.copy_on(Side::Mover, to, part.address(), part.bytes());
+            job.beside(
+                Side::Mover,
+                || format!("{owner} from {me} to {owner}"),
+                copy,
+            )?;
+            job.copy_flag_of(owner, of, (me, p), (me, i))?;
+        }
+        Ok(())
     }
 
     /// Lets own tiles end in D.

@@ -61,9 +61,11 @@ impl Counters {
     }
 }
 
-/// What steps of one phase have in common: they may go on side by side.
+/// What a step does beside counting, which is done in the order of steps before anything else of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
+    /// Begins a call's time, and is asked about: what follows is held up with it.
+    Start,
     Count,
     Post,
     Wait,
@@ -80,7 +82,8 @@ pub(crate) struct Steps<'a> {
     list: Vec<(u64, u64)>,
     phase: u64,
     last: Option<Kind>,
-    counted: Vec<usize>,
+    /// Words of posts of this phase, which go side by side, and whether they tell of arrivals.
+    posted: Vec<(bool, Word)>,
 }
 
 /// Steps for one launch.
@@ -105,7 +108,7 @@ impl<'a> Steps<'a> {
             list: Vec::new(),
             phase: 0,
             last: None,
-            counted: Vec::new(),
+            posted: Vec::new(),
         }
     }
 
@@ -114,15 +117,21 @@ impl<'a> Steps<'a> {
         Self { absent, ..self }
     }
 
+    /// A phase is as long as it may be, since each takes a microsecond or two: what waits ends it, but for others that wait.
     fn push(&mut self, kind: Kind, op: u64, counter: usize, slot: usize, at: Word) {
-        let apart =
-            self.last != Some(kind) || kind == Kind::Count && self.counted.contains(&counter);
-        if apart && self.last.is_some() {
+        let post = (kind == Kind::Post).then_some((op == STEP_ARRIVE, at));
+        let apart = match self.last {
+            None => false,
+            Some(Kind::Start) => true,
+            Some(Kind::Wait) => kind != Kind::Wait,
+            Some(_) => kind == Kind::Start || post.is_some_and(|p| self.posted.contains(&p)),
+        };
+        if apart {
             self.phase += 1;
-            self.counted.clear();
+            self.posted.clear();
         }
         self.last = Some(kind);
-        self.counted.push(counter);
+        self.posted.extend(post);
         let (peer, word) = (at.owner as u64, at.index as u64);
         let counter = if counter == NONE { 0 } else { counter as u64 };
         let bits = step(op, 0, counter, slot as u64, peer, word);
@@ -130,8 +139,14 @@ impl<'a> Steps<'a> {
     }
 
     fn count(&mut self, op: u64, counter: usize) {
-        let owner = self.group.rank;
-        self.push(Kind::Count, op, counter, 0, Word { owner, index: 0 });
+        self.push(Kind::Count, op, counter, 0, self.nowhere());
+    }
+
+    fn nowhere(&self) -> Word {
+        Word {
+            owner: self.group.rank,
+            index: 0,
+        }
     }
 
     fn ring(&self, of: Use) -> CreditRing {
@@ -147,7 +162,7 @@ impl<'a> Steps<'a> {
 
     /// A call begins: its time is counted from here.
     pub(crate) fn start(&mut self) {
-        self.count(STEP_START, NONE);
+        self.push(Kind::Start, STEP_START, NONE, 0, self.nowhere());
     }
 
     /// What the last call left to be read in the gather region is not read any more, unless it was begun ahead.
@@ -347,7 +362,7 @@ impl<'a> Steps<'a> {
         }
         self.list.clear();
         (self.phase, self.last) = (0, None);
-        self.counted.clear();
+        self.posted.clear();
         batches
     }
 }
@@ -396,24 +411,24 @@ mod tests {
             steps.finish();
             let batches = steps.batches();
             let want = [
-                // Counting a call and starting its clock do not meet; all peers are told at once.
                 (STEP_START, 0),
-                (STEP_ADVANCE, 0),
+                // Nothing that counts or posts waits for anything but what was waited for before.
+                (STEP_ADVANCE, 1),
                 (STEP_ARRIVE, 1),
                 (STEP_ARRIVE, 1),
-                (STEP_ADVANCE, 2),
-                (STEP_CREDIT, 3),
-                (STEP_CREDIT, 3),
-                (STEP_POST, 4),
-                (STEP_POST, 4),
-                (STEP_WAIT, 5),
-                (STEP_WAIT, 5),
-                (STEP_POST, 6),
-                (STEP_POST, 6),
-                (STEP_CLOSE, 7),
-                (STEP_MEET, 8),
-                (STEP_MEET, 8),
-                (STEP_FINISH, 9),
+                (STEP_ADVANCE, 1),
+                (STEP_CREDIT, 1),
+                (STEP_CREDIT, 1),
+                (STEP_POST, 2),
+                (STEP_POST, 2),
+                (STEP_WAIT, 2),
+                (STEP_WAIT, 2),
+                (STEP_POST, 3),
+                (STEP_POST, 3),
+                (STEP_CLOSE, 3),
+                (STEP_MEET, 3),
+                (STEP_MEET, 3),
+                (STEP_FINISH, 4),
             ];
             assert_eq!(batches.iter().map(told).collect::<Vec<_>>(), [want]);
             assert!(steps.batches().is_empty(), "they were taken");
@@ -443,19 +458,13 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_is_used_once_in_a_phase() {
+    fn a_word_is_posted_once_in_a_phase() {
         with(|mut steps| {
-            steps.begin(scratch());
-            steps.batches();
-            let other = Use {
-                half: Half::of(0),
-                ..scratch()
-            };
-            for of in [scratch(), other, scratch()] {
-                steps.count(STEP_ADVANCE, Counters::uses(of));
+            for slot in [0, 1, 0, 0] {
+                steps.filled(2, scratch(), slot, 0);
             }
-            let phases = [(STEP_ADVANCE, 0), (STEP_ADVANCE, 0), (STEP_ADVANCE, 1)];
-            assert_eq!(told(&steps.batches()[0]), phases);
+            let told = told(&steps.batches()[0]);
+            assert_eq!(told, [0, 0, 1, 2].map(|phase| (STEP_POST, phase)));
         });
     }
 

@@ -150,6 +150,13 @@ impl Core {
         }
     }
 
+    /// So many blocks, or as many fewer as leave steps beside them a multiprocessor.
+    pub(crate) fn beside_steps(&self, blocks: u32) -> u32 {
+        let all = self.sharing as u32 * blocks;
+        let full = all >= u32::from(self.device.info().sms);
+        (blocks - u32::from(full)).max(1)
+    }
+
     /// Whether all its calls so far were on this stream, and there were some.
     fn works_only_on(&self, lane: &Lane) -> bool {
         let used = self.used.lock();

@@ -112,15 +112,15 @@ constants! {
     STATE_USES: usize = 40;
     /// Granules that lie in the buffer of the last use with an even number, and of the last with an odd one: half a word each.
     STATE_GRANULES: usize = 41;
-    /// Tiles that blocks have taken of products in progress, of which one may begin while another ends: half a word for each, 0 between products.
+    /// Tiles that blocks have taken of the product in progress, 0 between products.
     STATE_TILES: usize = 42;
     /// A bit for each rank that does not take part any more.
-    STATE_ABSENT: usize = 50;
+    STATE_ABSENT: usize = 43;
     /// What is through of what a product sends to a rank, or of a part: half a word for each, 0 between products. The last one, which no rank has, counts
     /// slices of own rows that warps have taken.
-    STATE_SENT: usize = 52;
+    STATE_SENT: usize = 44;
     /// The counters: two words each, the count and its marks.
-    STATE_COUNTERS: usize = 68;
+    STATE_COUNTERS: usize = 60;
 
     /// What all blocks of an exchange add to `STATE_USES` between them.
     USE: u64 = 1 << USE_BITS;

@@ -463,7 +463,7 @@ parameters! {
         inner: u32,
         /// Rows of a tile that count: a multiple of 8.
         band_rows: u32,
-        /// Where this launch's tiles end among those of all parts.
+        /// Tiles of all parts.
         tiles: u32,
         /// How many parts.
         parts: u32,
@@ -483,10 +483,6 @@ parameters! {
         bias_stride: u32,
         /// What is applied, as in `FinishParams`.
         activation: u32,
-        /// Where this launch's tiles begin.
-        first_tile: u32,
-        /// In which half word of `STATE_TILES` they are counted.
-        tile_count: u32,
         /// The first part that is added up.
         sum_part: u32,
         /// Rows that are added up.
@@ -497,10 +493,8 @@ parameters! {
         keeps_own: u32,
         /// The word by which others hear of own rows.
         send_word: u32,
-        /// Whether what is sent waits for what was sent before it.
-        paces: u32,
-        /// Zero.
-        reserved: u32,
+        /// Zeros.
+        reserved: [u32; 4],
         /// Row of the result where each run begins.
         run_row: [u32; 16],
         /// Its rows.
@@ -515,7 +509,7 @@ parameters! {
         part_out: [u64; 32],
         /// Device address of the scale of each part's first row, where factors have 8 bits.
         part_scales: [u64; 32],
-        /// Where its owner has it, of a part in front of `sum_part`: its tiles are sent there.
+        /// Where its owner has it, of a part in front of `sum_part`: its tiles are sent there. 0 if copy engines carry it.
         part_to: [u64; 32],
         /// Row in its map where each begins.
         part_row: [u32; 32],
@@ -527,9 +521,9 @@ parameters! {
         part_first: [u32; 32],
         /// The word of its flag; 0 for own rows.
         part_word: [u32; 32],
-        /// The rank whose flag that is, or that the part is sent to.
+        /// The rank whose flag that is, or that is told of the part.
         part_peer: [u32; 32],
-        /// The word by which its owner hears that all of it is there.
+        /// The word by which that rank hears that all of it is there.
         part_tells: [u32; 32],
         /// The words by which this rank hears of what each rank made of the first part that is added up, then of the next.
         sum_word: [u32; 32],

@@ -8,9 +8,10 @@ use crate::{
 use brigade_device::{LinearCall, OverlapMode, Plan, Reason};
 
 pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Result<Plan, Reason> {
-    // Parts exist only once their gemm is done, so there is nothing to fetch ahead of it. And no file says yet from where on
-    // tiles are quicker than chunks.
+    let in_tiles = overlap::in_tiles(call, false);
+    // Parts exist only once their gemm is done, so there is nothing to fetch ahead of it.
     let preferred = match table.overlap {
+        OverlapMode::Tiles if in_tiles.is_ok() => OverlapMode::Tiles,
         mode @ (OverlapMode::Pull | OverlapMode::Tiles) => overlap::instead(mode),
         mode => mode,
     };
@@ -20,7 +21,7 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
         }
         capacity(call, topology)?;
         if call.choice == Some(OverlapMode::Tiles) {
-            overlap::in_tiles(call, false)?;
+            in_tiles?;
         }
         if forced {
             return Ok(());

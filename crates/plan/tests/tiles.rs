@@ -120,18 +120,29 @@ fn a_rank_without_tiles_says_so_or_fails_where_they_were_forced() {
 }
 
 #[test]
-fn the_twin_goes_in_one_piece_unless_forced() {
+fn the_twin_takes_halves_alone_and_others_go_in_one_piece() {
     let (mut topology, table) = on_gpus(true);
     topology.config.reduce_scatter_bytes = 1 << 30;
-    let mode = |choice| {
-        let call = LinearCall { choice, ..large() };
-        match plan(&Call::LinearReduceScatter(call), &topology, &table).unwrap() {
-            Plan::LinearReduceScatter(plan) => plan.mode,
+    let planned = |call: LinearCall| -> Result<OverlapMode, Reason> {
+        match plan(&Call::LinearReduceScatter(call), &topology, &table)? {
+            Plan::LinearReduceScatter(plan) => Ok(plan.mode),
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(mode(None), ONE_PIECE);
-    assert_eq!(mode(Some(OverlapMode::Tiles)), OverlapMode::Tiles);
+    let larger = || LinearCall { n: 8192, ..large() };
+    assert_eq!(planned(larger()), Ok(OverlapMode::Tiles));
+    let int8 = || LinearCall {
+        input: DataType::I8,
+        scheme: QScheme::Int8PerToken,
+        ..larger()
+    };
+    assert_eq!(planned(int8()), Ok(ONE_PIECE));
+    let forced = |call: LinearCall| {
+        let choice = Some(OverlapMode::Tiles);
+        planned(LinearCall { choice, ..call }).map_err(|why| why.code)
+    };
+    assert_eq!(forced(linear(&[8; 4])), Ok(OverlapMode::Tiles));
+    assert_eq!(forced(int8()), Err(reason::TILES));
 }
 
 #[test]

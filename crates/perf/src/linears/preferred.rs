@@ -96,8 +96,9 @@ mod tests {
         assert_eq!(mode(gather(64, QScheme::Fp8PerTensor), true), piece);
         assert_eq!(mode(gather(63, QScheme::None), true), piece);
         assert_eq!(mode(gather(64, QScheme::None), false), piece);
-        let twin = Call::LinearReduceScatter(linear(64, QScheme::None));
-        assert_eq!(mode(twin, true), piece);
+        let twin = |scheme| Call::LinearReduceScatter(linear(64, scheme));
+        assert_eq!(mode(twin(QScheme::None), true), OverlapMode::Tiles);
+        assert_eq!(mode(twin(QScheme::Int8PerToken), true), piece);
     }
 
     #[test]
