@@ -47,7 +47,7 @@ impl GatedExperts {
     pub fn new(gate_up: &Tensor, down: &Tensor) -> Result<Self> {
         let fits = match (gate_up.dims(), down.dims()) {
             (&[experts, both, hidden], &[e, h, inner]) => {
-                (experts, hidden, both) == (e, h, 2 * inner)
+                (experts, hidden, Some(both)) == (e, h, inner.checked_mul(2))
             }
             _ => false,
         };
