@@ -85,7 +85,8 @@ enum class Rest : uint32_t { nothing, post, wait };
 // Does what is done at once. What the step posts or waits for is in `w` then. `uses` is what its counter says.
 __device__ inline Rest carry_out(const StepsParams& p, const Group& g, uint32_t generation, const Step& s, uint64_t uses, uint64_t marks, Waiting& w) {
   const auto flag = [&](uint64_t count) { return pack({generation, g.signature, uint32_t(count)}); };
-  w = {s.word, flag(uses), Want::exactly, s.peer, s.slot, End::going_on, 0, s.peer, 0, 0, 0};
+  // What a rank has to wait for of its own is no wait for others.
+  w = {s.word, flag(uses), Want::exactly, s.peer, s.slot, End::going_on, 0, s.peer, 0, 0, 0, s.peer == g.rank};
   switch (s.op) {
     case STEP_START:
       g.state[STATE_STARTED] = globaltimer_ns();

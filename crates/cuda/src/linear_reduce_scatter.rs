@@ -7,6 +7,7 @@ use crate::{
     gemm_flags::{self, Part, Tiled},
     gemm_send::{FEW_BYTES, Sent},
     job::{Job, Side},
+    loading,
     memory::{check_reach, overlap},
     reduce_scatter::Reduction,
     steps::Use,
@@ -200,8 +201,12 @@ impl Product<'_> {
         let made: Vec<_> = pieces.iter().map(made).collect::<Result<_>>()?;
         job.keeps(made.iter().flatten().cloned());
         let bytes = made.iter().flatten().map(Buffer::bytes).sum();
-        // What waits until a piece is made needs a place, which another communicator's blocks could take, and an own word for it.
-        let carried = bytes > FEW_BYTES && taken.alone && pieces.len() <= usize::from(MAX_PIECES);
+        // What waits until a piece is made needs a place, which another communicator's blocks could take, and to be launched while the product
+        // goes on; and an own word for each piece.
+        let carried = bytes > FEW_BYTES
+            && taken.sole
+            && !loading::launches_block()
+            && pieces.len() <= usize::from(MAX_PIECES);
         if carried {
             taken.blocks = core.beside_steps(taken.blocks);
         }
@@ -262,7 +267,7 @@ impl Product<'_> {
                 told: if sends { owner } else { me },
                 word: core
                     .steps()
-                    .filled_word(of, me, if sends { p } else { i }, me),
+                    .filled_word(of, me, if carried { i } else { p }, me),
             });
         }
         all

@@ -7,6 +7,7 @@
 use crate::{Missing, driver::refused};
 use brigade_device::{Reason, Result};
 use cudarc::driver::sys;
+use std::{env, ffi::OsString, sync::LazyLock};
 
 /// Whether this process loads eagerly. The driver has been initialized.
 pub(crate) fn is_eager() -> Result<bool, Missing> {
@@ -16,6 +17,16 @@ pub(crate) fn is_eager() -> Result<bool, Missing> {
         .result()
         .map_err(refused("cuModuleGetLoadingMode"))?;
     Ok(mode == sys::CUmoduleLoadingMode::CU_MODULE_EAGER_LOADING)
+}
+
+/// Whether every launch of a kernel waits for the kernel's end, as people who look for faults have it.
+pub(crate) fn launches_block() -> bool {
+    static BLOCK: LazyLock<bool> = LazyLock::new(|| blocks(env::var_os("CUDA_LAUNCH_BLOCKING")));
+    *BLOCK
+}
+
+fn blocks(asked: Option<OsString>) -> bool {
+    asked.is_some_and(|asked| asked != "0" && !asked.is_empty())
 }
 
 /// Refuses a group whose ranks are threads of one process, with several GPUs, where that process loads eagerly: a rank that loads
@@ -40,6 +51,14 @@ fn judge(one_process: bool, gpus: usize, eager: bool) -> Result<(), Reason> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn launches_block_where_that_is_asked_for() {
+        assert!(blocks(Some("1".into())));
+        for asked in [None, Some("0".into()), Some("".into())] {
+            assert!(!blocks(asked));
+        }
+    }
 
     #[test]
     fn only_ranks_that_would_wait_for_each_other_are_refused() {

@@ -58,12 +58,21 @@ pub(crate) struct Operands<'a> {
     pub(crate) d: Option<&'a Buffer>,
 }
 
+/// Blocks that there is room for, and who else is there but for peers of the group that share the GPU: as in [`Taken`].
+struct Room {
+    blocks: u32,
+    alone: bool,
+    sole: bool,
+}
+
 /// What tiles take of a rank's operands.
 pub(crate) struct Taken {
     /// Blocks that there is room for.
     pub(crate) blocks: u32,
     /// Whether no other communicator of this process works on another stream of this GPU.
     pub(crate) alone: bool,
+    /// Whether this process has no other on this GPU, whatever stream it may turn to.
+    pub(crate) sole: bool,
     pub(crate) scales: Option<Scales>,
     pub(crate) runs: Vec<Run>,
     /// What weight, bias and adapters lie in.
@@ -95,7 +104,7 @@ impl Core {
             let room = self.waiting_blocks(lane)?;
             Ok((taken, room))
         });
-        let ((scales, runs), (blocks, alone)) = match found {
+        let ((scales, runs), room) = match found {
             Ok(found) => found,
             Err(why) => {
                 without_tiles(plan, pieces, choice.is_some(), why)?;
@@ -106,8 +115,9 @@ impl Core {
             check_reach(&self.device.card, field, buffer)?;
         }
         Ok(Some(Taken {
-            blocks,
-            alone,
+            blocks: room.blocks,
+            alone: room.alone,
+            sole: room.sole,
             scales,
             runs,
             buffers: buffers.into_iter().map(|(_, buffer)| buffer).collect(),
@@ -125,10 +135,10 @@ impl Core {
     /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need meanwhile is left free, so that
     /// all these blocks have a place at once. While some had none, the GPU would begin no other kernel.
     ///
-    /// Those whose calls were all on the stream of this one need nothing: their work comes before or behind. Also gives whether all do, but for
-    /// peers of this group that share the GPU.
-    fn waiting_blocks(&self, lane: &Lane) -> Result<(u32, bool), Reason> {
+    /// Those whose calls were all on the stream of this one need nothing: their work comes before or behind.
+    fn waiting_blocks(&self, lane: &Lane) -> Result<Room, Reason> {
         let mut beside = quiet::others(self);
+        let sole = beside.len() < self.sharing;
         beside.retain(|core| !core.works_only_on(lane));
         // Peers on this GPU have a part of it each. With one other product this one may share: whoever comes second gets what is left, so
         // rows that the first waits for come, and parts of sums too, whose tiles are made where there is room. Of three, each could keep the next one's steps from their peers.
@@ -146,7 +156,11 @@ impl Core {
                 "{} other communicators of this process may have {kept} blocks waiting on the {sms} multiprocessors for products",
                 beside.len()
             ))),
-            blocks => Ok((blocks, beside.len() < self.sharing)),
+            blocks => Ok(Room {
+                blocks,
+                alone: beside.len() < self.sharing,
+                sole,
+            }),
         }
     }
 

@@ -380,9 +380,9 @@ pub enum OverlapMode {
     /// Every rank fetches chunks from their owners.
     Pull,
     /// All rows are one product. Its tiles wait for their rows, which every rank pushes to all; in the twin, tiles for others end in memory
-    /// of this rank, from where copy engines carry them, and own ones with the sum of all ranks'. A rank of which that product does not take what is its own (weight, C, activation, adapters, where
-    /// they lie), or whose GPU has no room for it, is refused where this mode is forced; otherwise it multiplies chunk by chunk, as with one
-    /// piece, and the plan that the call gives says so.
+    /// of this rank, from where they are sent, and own ones with the sum of all ranks'. A rank of which that product does not take what is its own (weight, C, activation, adapters, where
+    /// they lie), or whose GPU has no room for it, is refused where this mode is forced; otherwise it multiplies chunk by chunk, in as many
+    /// pieces as the others send, and the plan that the call gives says so.
     Tiles,
 }
 

@@ -22,8 +22,8 @@ pub struct Table {
     pub gather: Crossovers,
     /// From where on the twin overlaps; chunks are parts of sums.
     pub scatter: Crossovers,
-    /// The mode that overlaps best where nothing is forced. The twin takes the ring in place of pull, and one piece in place of
-    /// tiles.
+    /// The mode that overlaps best where nothing is forced. The twin takes the ring in place of pull. Where tiles are
+    /// not for a call's rows, they go in one piece.
     pub overlap: OverlapMode,
 }
 
