@@ -261,7 +261,7 @@ impl Product<'_> {
     fn run(&self, job: &mut Job<'_>, tiles: Option<Taken>) -> Result<()> {
         let (me, pieces) = (job.core.rank(), self.plan.pieces());
         if let Some(taken) = tiles {
-            let alone = taken.alone;
+            let alone = taken.room.alone;
             return self.run_tiled(job, &self.tiled(taken), alone);
         }
         self.own_words(job, pieces);
@@ -324,7 +324,7 @@ impl Product<'_> {
             }
         };
         Tiled {
-            blocks: taken.blocks,
+            blocks: taken.room.blocks,
             dtype,
             output,
             scales: taken.scales,

@@ -204,11 +204,11 @@ impl Product<'_> {
         // What waits until a piece is made needs a place, which another communicator's blocks could take, and to be launched while the product
         // goes on; and an own word for each piece.
         let carried = bytes > FEW_BYTES
-            && taken.sole
+            && taken.room.sole
             && !loading::launches_block()
             && pieces.len() <= usize::from(MAX_PIECES);
         if carried {
-            taken.blocks = core.beside_steps(taken.blocks);
+            taken.room.blocks = core.beside_steps(taken.room.blocks);
         }
         let own = core.place(me, of, self.slot(me, me, 0).start);
         let mut tiled = self.tiled(&pieces, &made, taken, own);
@@ -366,7 +366,7 @@ impl Product<'_> {
             .chain(taken.buffers)
             .chain(made_here);
         Tiled {
-            blocks: taken.blocks,
+            blocks: taken.room.blocks,
             dtype: self.dtype,
             output: self.dtype,
             scales: taken.scales,

@@ -58,21 +58,20 @@ pub(crate) struct Operands<'a> {
     pub(crate) d: Option<&'a Buffer>,
 }
 
-/// Blocks that there is room for, and who else is there but for peers of the group that share the GPU: as in [`Taken`].
-struct Room {
-    blocks: u32,
-    alone: bool,
-    sole: bool,
+/// What a product of tiles has to itself on this GPU, but for peers of its group that share it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Room {
+    /// Blocks that there is room for.
+    pub(crate) blocks: u32,
+    /// Whether no other communicator of this process works on another stream.
+    pub(crate) alone: bool,
+    /// Whether this process has no other, whatever stream it may turn to.
+    pub(crate) sole: bool,
 }
 
 /// What tiles take of a rank's operands.
 pub(crate) struct Taken {
-    /// Blocks that there is room for.
-    pub(crate) blocks: u32,
-    /// Whether no other communicator of this process works on another stream of this GPU.
-    pub(crate) alone: bool,
-    /// Whether this process has no other on this GPU, whatever stream it may turn to.
-    pub(crate) sole: bool,
+    pub(crate) room: Room,
     pub(crate) scales: Option<Scales>,
     pub(crate) runs: Vec<Run>,
     /// What weight, bias and adapters lie in.
@@ -115,9 +114,7 @@ impl Core {
             check_reach(&self.device.card, field, buffer)?;
         }
         Ok(Some(Taken {
-            blocks: room.blocks,
-            alone: room.alone,
-            sole: room.sole,
+            room,
             scales,
             runs,
             buffers: buffers.into_iter().map(|(_, buffer)| buffer).collect(),
