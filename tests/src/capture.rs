@@ -1,6 +1,7 @@
 //! Graphs: what was captured once runs again and again with the data of the day, in order with eager calls and other
 //! graphs.
 
+mod around;
 mod quantized;
 mod stopped;
 mod streams;
@@ -311,6 +312,9 @@ fn interleaved(world: &World) {
             subjects.push(scatter(&mut rng, size, choice));
         }
     }
+    if size > 1 {
+        subjects.push(around::subject(&mut rng, size));
+    }
     let order: Vec<_> = (0..replays(size))
         .map(|_| {
             (
@@ -460,6 +464,9 @@ pub fn add(suite: &mut Suite) {
             },
         );
     }
+    suite.add_from(2, "capture/send_recv", |world| {
+        replayed(world, around::subject)
+    });
     suite.add("capture/interleaved", interleaved);
     suite.add("capture/two_streams", streams::two_streams);
     suite.add("capture/refusals", refusals);

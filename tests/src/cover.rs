@@ -15,7 +15,7 @@ pub fn covers(name: &[&str]) -> bool {
         ["all_reduce", _, what] => *what == "exact_integers",
         ["all_reduce_norm", _, what] => *what == "none",
         ["exchanges", what] => *what == "in_turn",
-        ["send_recv", what] => matches!(*what, "ring" | "all_pairs"),
+        ["send_recv", what] => matches!(*what, "ring" | "all_pairs" | "at_once"),
         ["experts", "dense" | "by_expert"] => true,
         ["experts", "in_place", what] => *what == "round_trips",
         ["experts", "pushed" | "fifo" | "gather", what] => matches!(*what, "dense" | "captured"),

@@ -356,6 +356,7 @@ pub(crate) mod tests {
                 "all_reduce_norm/auto/none",
                 "exchanges/in_turn",
                 "send_recv/all_pairs",
+                "send_recv/at_once",
                 "experts/dense",
                 "experts/by_expert",
                 "experts/in_place/round_trips",

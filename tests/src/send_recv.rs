@@ -37,6 +37,110 @@ fn receive(rank: &Rank, peer: usize, dtype: DataType, len: usize) -> Result<Vec<
     result.map(|()| bytes)
 }
 
+/// Bytes for one peer, and so many elements from one, at once.
+fn swap(
+    rank: &Rank,
+    dtype: DataType,
+    (to, bytes): (usize, &[u8]),
+    (from, len): (usize, usize),
+) -> Result<Vec<u8>> {
+    let sent = rank.upload_bytes(dtype, &[bytes.len() / dtype.bytes()], bytes);
+    let mut came = rank.poisoned(dtype, &[len]);
+    let result = rank.lease().send_recv(
+        SendParams {
+            from: sent.view(),
+            peer: to,
+        },
+        RecvParams {
+            to: came.view_mut(),
+            peer: from,
+        },
+    );
+    let result = rank.settle(result);
+    let bytes = rank.raw(came.view());
+    if result.is_err() {
+        assert!(is_poisoned(dtype, &bytes), "a failed exchange left data");
+    }
+    result.map(|()| bytes)
+}
+
+/// All send to one peer and receive from another at the same time, also much more than a slot holds, and every rank another length.
+fn at_once(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let messages: Vec<_> = ANY
+        .into_iter()
+        .zip(LENGTHS)
+        .map(|(dtype, len)| {
+            let mut part = |rank| noise(&mut rng, (len + 7 * rank) * dtype.bytes());
+            (dtype, (0..size).map(&mut part).collect::<Vec<_>>())
+        })
+        .collect();
+    world.run(&config(), move |rank| {
+        for shift in 1..size {
+            let to = (rank.rank + shift) % size;
+            let from = (rank.rank + size - shift) % size;
+            for (dtype, parts) in &messages {
+                let len = parts[from].len() / dtype.bytes();
+                let came = swap(rank, *dtype, (to, &parts[rank.rank]), (from, len)).unwrap();
+                assert_bits(&came, &parts[from], *dtype, "at once");
+            }
+        }
+    });
+}
+
+/// Who does both at once goes on with a peer that does one after the other, in any order, and with much data.
+fn one_after_the_other(world: &World) {
+    let mut rng = world.rng();
+    let parts: Vec<_> = [300_001, 500_009].map(|len| noise(&mut rng, len)).into();
+    world.run(&config(), move |rank| {
+        let dtype = DataType::U8;
+        for sends_first in [true, false] {
+            let peer = match rank.rank {
+                0 => 1,
+                1 => 0,
+                _ => continue,
+            };
+            let (own, theirs) = (&parts[rank.rank], &parts[peer]);
+            let came = if rank.rank == 0 {
+                swap(rank, dtype, (peer, own), (peer, theirs.len())).unwrap()
+            } else if sends_first {
+                send(rank, peer, dtype, own).unwrap();
+                receive(rank, peer, dtype, theirs.len()).unwrap()
+            } else {
+                let came = receive(rank, peer, dtype, theirs.len()).unwrap();
+                send(rank, peer, dtype, own).unwrap();
+                came
+            };
+            assert_bits(&came, theirs, dtype, "one after the other");
+        }
+    });
+}
+
+/// What comes takes the place of what goes.
+fn in_place(world: &World) {
+    let mut rng = world.rng();
+    let parts: Vec<_> = (0..world.size).map(|_| noise(&mut rng, 400_004)).collect();
+    world.run(&config(), move |rank| {
+        let (me, size, dtype) = (rank.rank, rank.size, DataType::F32);
+        let (to, from) = ((me + 1) % size, (me + size - 1) % size);
+        let data = rank.upload_bytes(dtype, &[parts[me].len() / 4], &parts[me]);
+        let mut same = data.clone();
+        let result = rank.lease().send_recv(
+            SendParams {
+                from: data.view(),
+                peer: to,
+            },
+            RecvParams {
+                to: same.view_mut(),
+                peer: from,
+            },
+        );
+        rank.settle(result).unwrap();
+        assert_bits(&rank.raw(same.view()), &parts[from], dtype, "in place");
+    });
+}
+
 /// Data goes round the ring, and comes home.
 fn ring(world: &World) {
     let mut rng = world.rng();
@@ -101,6 +205,18 @@ pub fn swap_all(rank: &Rank, data: &[Vec<u8>]) {
     }
 }
 
+/// A draw for the stress of all calls: all at once, to the next rank and from the one before.
+pub fn swap_around(rank: &Rank, data: &[Vec<u8>]) {
+    let (me, size) = (rank.rank, rank.size);
+    let (to, from) = ((me + 1) % size, (me + size - 1) % size);
+    if size < 2 {
+        return;
+    }
+    let len = data[from].len();
+    let came = swap(rank, DataType::U8, (to, &data[me]), (from, len)).unwrap();
+    assert_bits(&came, &data[from], DataType::U8, "around");
+}
+
 /// Every rank swaps with every rank, over and over.
 fn all_pairs(world: &World) {
     let mut rng = world.rng();
@@ -115,12 +231,31 @@ fn all_pairs(world: &World) {
 
 /// Lengths or types that differ are a mismatch for the receiver, and for the sender at the latest in its next call.
 fn mismatch(world: &World) {
+    const SENT: DataType = DataType::F32;
     let other = [(DataType::F32, 31), (DataType::I32, 30)];
-    for (dtype, len) in other {
+    for ((dtype, len), both) in other.into_iter().flat_map(|o| [(o, false), (o, true)]) {
         world.run(&config(), move |rank| {
-            let result = match rank.rank {
-                0 => send(rank, 1, DataType::F32, &[1; 120]),
-                1 => receive(rank, 0, dtype, len).map(drop),
+            let bytes = vec![1; if rank.rank == 0 { 120 } else { len * 4 }];
+            let result = match (rank.rank, both) {
+                (0, false) => send(rank, 1, SENT, &bytes),
+                (1, false) => receive(rank, 0, dtype, len).map(drop),
+                // What rank 0 gets is as it wants it.
+                (0, true) => {
+                    let sent = rank.upload_bytes(SENT, &[30], &bytes);
+                    let mut came = rank.poisoned(dtype, &[len]);
+                    let result = rank.lease().send_recv(
+                        SendParams {
+                            from: sent.view(),
+                            peer: 1,
+                        },
+                        RecvParams {
+                            to: came.view_mut(),
+                            peer: 1,
+                        },
+                    );
+                    rank.settle(result)
+                }
+                (1, true) => swap(rank, dtype, (0, &bytes), (0, len)).map(drop),
                 _ => Ok(()),
             };
             if rank.rank == 1 {
@@ -140,12 +275,13 @@ fn mismatch(world: &World) {
 /// A receiver without a sender, and a sender of much without a receiver, time out.
 fn alone(world: &World) {
     world.run(&impatient(), |rank| {
-        for sends in [false, true] {
+        for which in 0..3 {
             if rank.rank == 0 {
-                let result = if sends {
-                    send(rank, 1, DataType::U8, &vec![1; 1 << 20])
-                } else {
-                    receive(rank, 1, DataType::U8, 10).map(drop)
+                let (dtype, much) = (DataType::U8, vec![1; 1 << 20]);
+                let result = match which {
+                    0 => send(rank, 1, dtype, &much),
+                    1 => receive(rank, 1, dtype, 10).map(drop),
+                    _ => swap(rank, dtype, (1, &much), (1, 10)).map(drop),
                 };
                 let record = expect_fault(result, "alone");
                 assert_eq!(
@@ -172,6 +308,18 @@ fn no_peer(world: &World) {
                 peer,
             });
             assert_eq!(expect_invalid(received, "receive"), "peer");
+            let from = rank.upload_bytes(DataType::U8, &[1], &[1]);
+            let both = rank.lease().send_recv(
+                SendParams {
+                    from: from.view(),
+                    peer,
+                },
+                RecvParams {
+                    to: to.view_mut(),
+                    peer,
+                },
+            );
+            assert_eq!(expect_invalid(both, "both"), "peer");
         }
         rank.lease().barrier().unwrap();
     });
@@ -181,6 +329,9 @@ fn no_peer(world: &World) {
 pub fn add(suite: &mut Suite) {
     suite.add_from(2, "send_recv/ring", ring);
     suite.add_from(2, "send_recv/all_pairs", all_pairs);
+    suite.add_from(2, "send_recv/at_once", at_once);
+    suite.add_from(2, "send_recv/one_after_the_other", one_after_the_other);
+    suite.add_from(2, "send_recv/in_place", in_place);
     suite.add_from(2, "send_recv/mismatch", mismatch);
     suite.add_from(2, "send_recv/alone", alone);
     suite.add("send_recv/no_peer", no_peer);

@@ -239,7 +239,7 @@ impl Core {
             overtakes: programmatic && !shares,
             device,
         };
-        core.empty_sums()?;
+        core.empty_slots()?;
         core.write_state(STATE_GENERATION, &[core.control.generation().into()])?;
         let core = Arc::new(core);
         watch(&core)?;
@@ -431,19 +431,29 @@ impl Core {
     pub(crate) fn pairwise(
         self: &Arc<Self>,
         on: &Stream,
-        (operation, signature): (Operation, u32),
+        signed: (Operation, u32),
         buffers: &[&Buffer],
-        out: Option<&Buffer>,
         work: impl FnOnce(&mut Job<'_>) -> Result<()>,
     ) -> Result<()> {
-        self.is_whole(operation)?;
-        let kind = Kind::pairwise(operation, signature);
-        self.enqueue(self.device.lane(on)?, kind, buffers, out, |job| {
+        self.pairwise_alone(on, signed, buffers, |job| {
             job.steps.start();
             work(job)?;
             job.steps.finish();
             Ok(())
         })
+    }
+
+    /// A call between two ranks whose work begins and counts it.
+    pub(crate) fn pairwise_alone(
+        self: &Arc<Self>,
+        on: &Stream,
+        (operation, signature): (Operation, u32),
+        buffers: &[&Buffer],
+        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
+    ) -> Result<()> {
+        self.is_whole(operation)?;
+        let kind = Kind::pairwise(operation, signature);
+        self.enqueue(self.device.lane(on)?, kind, buffers, None, work)
     }
 
     /// Works with this rank's own memory, if the group was not stopped; no call.

@@ -5,8 +5,9 @@ use crate::{
     inject::Asker,
     job::{Job, Made, waiting},
     steps::{Counters, Use},
+    types,
 };
-use brigade_device::{Error, Reason, Result};
+use brigade_device::{DataType, Error, Reason, Result};
 use brigade_kernels::{MESSAGE_THREADS, MOST_MESSAGES, MessagesParams};
 use brigade_plan::MAX_PIECES;
 use brigade_sync::{Area, Half};
@@ -20,14 +21,20 @@ pub(crate) struct Message {
     pub(crate) bytes: usize,
 }
 
-/// Blocks that carry a message when it is alone.
-pub(crate) const BLOCKS_ALONE: u32 = 8;
+/// Blocks that carry each of a few messages, where ranks share a GPU.
+const BLOCKS_ALONE: u32 = 8;
+/// And where nobody does.
+const MOST_BLOCKS_ALONE: u32 = 32;
+/// Messages of a call that is nothing else.
+const MOST_ALONE: u32 = 2;
+/// Bytes of a packet: what a thread carries at a time, and with the word behind it (`kernels/escaped.cuh`).
+const PACKET: (usize, usize) = (64, 68);
 /// Blocks that carry each of many, where nobody shares a GPU.
 pub(crate) const BLOCKS_EACH: u32 = 4;
 
 /// Most blocks of one launch where so many carry each message.
 pub(crate) fn most_blocks(size: usize, each: u32) -> u32 {
-    BLOCKS_ALONE.max(2 * size.saturating_sub(1) as u32 * each)
+    (MOST_ALONE * BLOCKS_ALONE).max(2 * size.saturating_sub(1) as u32 * each)
 }
 
 /// Blocks that carry each of many messages, where so many ranks of the group share a GPU: their blocks may all wait at once, for each
@@ -42,6 +49,12 @@ pub(crate) fn blocks_each(size: usize, sharing: usize) -> u32 {
     [BLOCKS_EACH, 2].into_iter().find(fits).unwrap_or(1)
 }
 
+/// Blocks for each of a few messages, of which the longest has so many bytes.
+fn blocks_alone(bytes: usize, most: u32) -> u32 {
+    let of_block = PACKET.0 * MESSAGE_THREADS as usize;
+    (bytes.div_ceil(of_block) as u32).clamp(1, most)
+}
+
 impl Job<'_> {
     /// Enqueues messages behind the steps so far, each carried by `blocks` blocks; both sides must say the same. In a call that
     /// all ranks make, a sender waits until its messages were read: so it hears of a receiver that wanted something else.
@@ -50,6 +63,55 @@ impl Job<'_> {
         if list.is_empty() {
             return Ok(());
         }
+        let parameters = self.messages_parameters(list, blocks)?;
+        let shape = Launch::grid(blocks * list.len() as u32, MESSAGE_THREADS);
+        self.launch_messages(shape, parameters)
+    }
+
+    /// A call that is nothing but these messages, in one launch: it begins and counts the call, and poisons what it was to receive, of this
+    /// type, if the group was stopped.
+    pub(crate) fn messages_alone(&mut self, list: &[Message], poison: DataType) -> Result<()> {
+        let core = self.core;
+        // Where a hook is asked, it hears of the beginning.
+        if core.memory.desk.is_some() {
+            self.steps.start();
+            self.steps_now()?;
+        }
+        let moved = list.iter().filter(|message| !message.receives);
+        let places = core.exchanging.blocks() * core.in_a_place(MESSAGE_THREADS);
+        let longest = list.iter().map(|message| message.bytes).max();
+        let blocks = blocks_alone(longest.unwrap_or(0), self.most_alone(places));
+        let parameters = MessagesParams {
+            alone: 1,
+            moved_bytes: moved.map(|message| message.bytes as u64).sum(),
+            poison: types::poison_pattern(poison),
+            ..self.messages_parameters(list, blocks)?
+        };
+        let blocks = blocks * list.len() as u32;
+        let shape = Launch {
+            programmatic: core.overtakes && 2 * blocks <= places,
+            ..Launch::grid(blocks, MESSAGE_THREADS)
+        };
+        self.launch_messages(shape, parameters)
+    }
+
+    /// Most blocks for each of the messages of such a call: within places and budget.
+    fn most_alone(&self, places: u32) -> u32 {
+        let core = self.core;
+        if core.shares() {
+            return BLOCKS_ALONE;
+        }
+        let budget = core.config.sm_budget.map_or(u32::MAX, u32::from);
+        (places.min(budget) / MOST_ALONE).clamp(1, MOST_BLOCKS_ALONE)
+    }
+
+    fn launch_messages(&self, shape: Launch, parameters: MessagesParams) -> Result<()> {
+        let kernel = &self.core.device.opened.kernels.messages;
+        // SAFETY: the messages lie in buffers of the call, the rest in the group's memory, which the core keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Error::from)
+    }
+
+    fn messages_parameters(&mut self, list: &[Message], blocks: u32) -> Result<MessagesParams> {
         if list.len() > MOST_MESSAGES {
             return Err(Reason::new(
                 "cuda-ranks",
@@ -65,11 +127,13 @@ impl Job<'_> {
             half: Half::of(n),
         };
         let (slots, next) = (core.data_offset(half(0)), core.data_offset(half(1)));
+        let slot_bytes = layout.half_bytes(Area::Mail) / core.size();
         let mut parameters = MessagesParams {
             desk: core.memory.desk(Asker::Messages),
             slots: slots as u64,
             half_bytes: (next - slots) as u64,
-            slot_bytes: (layout.half_bytes(Area::Mail) / core.size()) as u64,
+            slot_bytes: slot_bytes as u64,
+            piece_bytes: (slot_bytes / PACKET.1 * PACKET.0) as u64,
             call_signature: self.kind.signature,
             ring: layout.ring(Area::Mail).base as u32,
             pieces: u32::from(MAX_PIECES),
@@ -88,10 +152,7 @@ impl Job<'_> {
                 self.count_moved(message.bytes);
             }
         }
-        let kernel = &core.device.opened.kernels.messages;
-        let shape = Launch::grid(blocks * list.len() as u32, MESSAGE_THREADS);
-        // SAFETY: the messages lie in buffers of the call, the rest in the group's memory, which the core keeps.
-        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Error::from)
+        Ok(parameters)
     }
 }
 

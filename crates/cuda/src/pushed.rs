@@ -22,7 +22,7 @@ use brigade_plan::{
     pushed::{GRANULE_BYTES, Granules, Packets},
     rows,
 };
-use brigade_sync::{BUFFERS, HALVES};
+use brigade_sync::{Area, BUFFERS, HALVES, Half};
 use std::sync::{Arc, atomic::Ordering};
 
 /// Most ranks that a kernel is for, smallest first.
@@ -121,12 +121,21 @@ pub(crate) fn one_of<P>(kernels: &ByTypes<P>, kind: Kind, size: usize) -> Option
 pub(crate) const MOST_ELEMENTS: usize = 1 << 31;
 
 impl Core {
-    /// Makes the buffers of sums empty, which no kernel uses now.
-    pub(crate) fn empty_sums(&self) -> Result<()> {
+    /// Makes empty where data is its own flag, which no kernel uses now: the buffers of sums, and the slots of messages.
+    pub(crate) fn empty_slots(&self) -> Result<()> {
         let layout = self.control.layout();
-        let bytes = layout.sums_start(BUFFERS) - layout.sums_start(0);
-        let at = self.address(self.rank(), self.data_start() + layout.sums_start(0));
-        self.set_now(at, 0xFF, bytes)
+        let of_mail = |n| layout.start(Area::Mail, Half::of(n));
+        let mail = layout.half_bytes(Area::Mail);
+        let sums = layout.sums_start(BUFFERS) - layout.sums_start(0);
+        let all = [
+            (layout.sums_start(0), sums),
+            (of_mail(0), mail),
+            (of_mail(1), mail),
+        ];
+        all.into_iter().try_for_each(|(start, bytes)| {
+            let at = self.address(self.rank(), self.data_start() + start);
+            self.set_now(at, 0xFF, bytes)
+        })
     }
 
     /// A collective call that exchanges by pushing alone: its kernels tell of the arrival, see to it that all are in the same

@@ -1,16 +1,12 @@
-//! Send and receive between two ranks.
+//! Send and receive between two ranks, or both at once: messages, in one launch.
 
-use crate::{
-    comm::CudaComm,
-    memory::check_reach,
-    messages::{BLOCKS_ALONE, Message},
-};
+use crate::{comm::CudaComm, memory::check_reach, messages::Message};
 use brigade_device::{
-    Buffer, Call, Operation, PerRank, RecvParams, Result, SendParams, Turn, check_peer,
+    Buffer, Call, DataType, Operation, PerRank, RecvParams, Result, SendParams, Turn, check_peer,
 };
 
-/// Both sides sign the same: shape and type of what is sent.
-pub(crate) fn signature(elements: usize, dtype: brigade_device::DataType) -> u32 {
+/// Both sides sign the same: length and type of what is sent.
+pub(crate) fn signature(elements: usize, dtype: DataType) -> u32 {
     let rows = PerRank::from_slice(&[elements]);
     Call::AllGather {
         rows,
@@ -22,35 +18,51 @@ pub(crate) fn signature(elements: usize, dtype: brigade_device::DataType) -> u32
 
 impl CudaComm {
     pub(crate) fn run_send(&self, turn: &Turn, p: SendParams<'_>) -> Result<()> {
-        self.exchange(turn, p.from.retain(), p.peer, false)
+        let from = p.from.retain();
+        let sent = self.message(&from, p.peer, false)?;
+        self.by_mail(turn, &[&from], &[sent])
     }
 
     pub(crate) fn run_recv(&self, turn: &Turn, p: RecvParams<'_>) -> Result<()> {
-        self.exchange(turn, p.to.as_view().retain(), p.peer, true)
+        let to = p.to.as_view().retain();
+        let received = self.message(&to, p.peer, true)?;
+        self.by_mail(turn, &[&to], &[received])
     }
 
-    fn exchange(&self, turn: &Turn, data: Buffer, peer: usize, receives: bool) -> Result<()> {
+    pub(crate) fn run_send_recv(
+        &self,
+        turn: &Turn,
+        send: SendParams<'_>,
+        recv: RecvParams<'_>,
+    ) -> Result<()> {
+        let (from, to) = (send.from.retain(), recv.to.as_view().retain());
+        let received = self.message(&to, recv.peer, true)?;
+        self.message(&from, send.peer, false)?;
+        let from = self.apart(turn.stream(), from, &to)?;
+        let sent = self.message(&from, send.peer, false)?;
+        self.by_mail(turn, &[&from, &to], &[sent, received])
+    }
+
+    fn message(&self, data: &Buffer, peer: usize, receives: bool) -> Result<Message> {
         check_peer(peer, self.core.rank(), self.core.size())?;
-        check_reach(
-            &self.gpu().card,
-            if receives { "to.memory" } else { "from.memory" },
-            &data,
-        )?;
-        let signed = (
-            Operation::SendRecv,
-            signature(data.shape().len(), data.dtype()),
-        );
-        let message = Message {
+        let field = if receives { "to.memory" } else { "from.memory" };
+        check_reach(&self.gpu().card, field, data)?;
+        Ok(Message {
             peer,
             receives,
-            signature: signed.1,
+            signature: signature(data.shape().len(), data.dtype()),
             address: data.address(),
             bytes: data.bytes(),
-        };
-        let out = Some(&data).filter(|_| receives);
+        })
+    }
+
+    /// Messages that lie in these buffers, of which the last is the one that is received, if any is.
+    fn by_mail(&self, turn: &Turn, buffers: &[&Buffer], list: &[Message]) -> Result<()> {
+        let signed = (Operation::SendRecv, list[0].signature);
+        let poison = buffers[buffers.len() - 1].dtype();
         self.core
-            .pairwise(turn.stream(), signed, &[&data], out, |job| {
-                job.messages(&[message], BLOCKS_ALONE)
+            .pairwise_alone(turn.stream(), signed, buffers, |job| {
+                job.messages_alone(list, poison)
             })
     }
 }

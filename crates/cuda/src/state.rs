@@ -118,7 +118,7 @@ impl Core {
         }
         let waits = STATE_WAITS..STATE_USES;
         fresh[waits.clone()].copy_from_slice(&kept[waits]);
-        self.empty_sums()?;
+        self.empty_slots()?;
         self.write_state(0, &fresh)?;
         self.memory.report.clear();
         Ok(())

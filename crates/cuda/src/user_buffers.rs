@@ -208,16 +208,12 @@ impl CudaComm {
         turn: &Turn,
         region: Region,
         peer: usize,
-        work: impl FnOnce(&mut Job<'_>, Span) -> Result<()>,
+        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
     ) -> Result<()> {
         check_peer(peer, self.core.rank(), self.core.size())?;
-        let (span, held) = {
-            let regions = self.core.regions.lock();
-            (regions.get(region)?, regions.held(region)?)
-        };
+        let held = self.core.regions.lock().held(region)?;
         let signed = (Operation::UserBuffers, SIGNATURE);
-        self.core
-            .pairwise(turn.stream(), signed, &[&held], None, |job| work(job, span))
+        self.core.pairwise(turn.stream(), signed, &[&held], work)
     }
 
     /// Copies between this rank's part of a region and a peer's.
@@ -225,25 +221,32 @@ impl CudaComm {
         let span = self.core.regions.lock().get(p.region)?;
         span.check("source_offset", p.source_offset, p.bytes)?;
         span.check("target_offset", p.target_offset, p.bytes)?;
-        let me = self.core.rank();
-        self.with_peer(turn, p.region, p.peer, |job, span| {
-            let (source, target) = if puts {
-                job.steps.await_released(p.region, p.peer)?;
-                (me, p.peer)
-            } else {
-                (p.peer, me)
-            };
-            let from = job.core.address(source, span.start + p.source_offset);
-            let to = job.core.address(target, span.start + p.target_offset);
-            job.count_moved(p.bytes);
-            match carrier(&p) {
-                CopyBy::Kernel => job.moves(&[(to, from, p.bytes)]),
-                CopyBy::Engine => {
-                    job.steps_now()?;
-                    job.copy(job.stream, to, from, p.bytes)
+        check_peer(p.peer, self.core.rank(), self.core.size())?;
+        let held = self.core.regions.lock().held(p.region)?;
+        let signed = (Operation::UserBuffers, SIGNATURE);
+        self.core
+            .pairwise_alone(turn.stream(), signed, &[&held], |job| {
+                let me = job.core.rank();
+                job.steps.start();
+                let (source, target) = if puts {
+                    job.steps.await_released(p.region, p.peer)?;
+                    (me, p.peer)
+                } else {
+                    (p.peer, me)
+                };
+                // A copy waits for nobody: the call is counted in front of it, so that no steps stand behind.
+                job.count_moved(p.bytes);
+                job.steps.finish();
+                let from = job.core.address(source, span.start + p.source_offset);
+                let to = job.core.address(target, span.start + p.target_offset);
+                match carrier(&p) {
+                    CopyBy::Kernel => job.moves(&[(to, from, p.bytes)]),
+                    CopyBy::Engine => {
+                        job.steps_now()?;
+                        job.copy(job.stream, to, from, p.bytes)
+                    }
                 }
-            }
-        })
+            })
     }
 }
 
@@ -336,17 +339,17 @@ impl UserBuffers for CudaComm {
     }
 
     fn signal(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {
-        self.with_peer(turn, region, peer, |job, _| job.steps.signal(region, peer))
+        self.with_peer(turn, region, peer, |job| job.steps.signal(region, peer))
     }
 
     fn wait(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {
-        self.with_peer(turn, region, peer, |job, _| {
+        self.with_peer(turn, region, peer, |job| {
             job.steps.await_signal(region, peer)
         })
     }
 
     fn release(&self, turn: &mut Turn, region: Region, peer: usize) -> Result<()> {
-        self.with_peer(turn, region, peer, |job, _| job.steps.release(region, peer))
+        self.with_peer(turn, region, peer, |job| job.steps.release(region, peer))
     }
 }
 

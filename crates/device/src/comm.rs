@@ -140,6 +140,11 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     /// As every call.
     fn recv(&self, turn: &mut Turn, p: RecvParams<'_>) -> Result<()>;
+    /// See [`Lease::send_recv`].
+    ///
+    /// # Errors
+    /// As every call.
+    fn send_recv(&self, turn: &mut Turn, send: SendParams<'_>, recv: RecvParams<'_>) -> Result<()>;
     /// Space for this rank's rows in the user buffer, and the proof that they were written there.
     ///
     /// # Errors

@@ -264,7 +264,10 @@ impl Lease<'_> {
         self.comm.0.backend.all_to_all_rows(&mut self.turn, p)
     }
 
-    /// Data for one peer. The only calls that not all ranks make are this and [`recv`](Self::recv).
+    /// Data for one peer. The only calls that not all ranks make are this, [`recv`](Self::recv) and [`send_recv`](Self::send_recv).
+    ///
+    /// What finds no room in the receiver's slots (see [`CommConfig::scratch_bytes`]) waits for the receiver: ranks that send so much to each
+    /// other, each before it receives, would all wait. [`send_recv`](Self::send_recv) is for them.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -279,6 +282,17 @@ impl Lease<'_> {
     pub fn recv(&mut self, p: RecvParams<'_>) -> Result<()> {
         p.to.check_writable()?;
         self.comm.0.backend.recv(&mut self.turn, p)
+    }
+
+    /// Data for one peer and from one, which may be another, at once (after `MPI_Sendrecv`): whatever each of the two does first, they go
+    /// on. A peer may make a [`send`](Self::send) and a [`recv`](Self::recv) of it just as well.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    pub fn send_recv(&mut self, send: SendParams<'_>, recv: RecvParams<'_>) -> Result<()> {
+        recv.to.check_writable()?;
+        resident("to", Some(recv.to.memory()), send.from.memory())?;
+        self.comm.0.backend.send_recv(&mut self.turn, send, recv)
     }
 
     /// Gathers rows of all ranks, and multiplies them as they come.

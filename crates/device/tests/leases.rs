@@ -280,6 +280,13 @@ fn calls_go_to_the_backend_with_turn_and_stream() {
             to: to.view_mut(),
             peer,
         })),
+        text(lease.send_recv(
+            SendParams { from: view, peer },
+            RecvParams {
+                to: to.view_mut(),
+                peer,
+            },
+        )),
     ];
     assert!(
         failed
@@ -296,6 +303,7 @@ fn calls_go_to_the_backend_with_turn_and_stream() {
     all_to_all on a, turn 1
     send on a, turn 1
     recv on a, turn 1
+    send_recv on a, turn 1
     record a1
     ");
 }

@@ -207,6 +207,9 @@ impl Communicator for HostComm {
     fn recv(&self, turn: &mut Turn, p: RecvParams<'_>) -> Result<()> {
         self.run_recv(turn, p)
     }
+    fn send_recv(&self, turn: &mut Turn, send: SendParams<'_>, recv: RecvParams<'_>) -> Result<()> {
+        self.run_send_recv(turn, send, recv)
+    }
     fn user_buffers(&self) -> Result<&dyn UserBuffers, Reason> {
         Ok(self)
     }

@@ -169,6 +169,11 @@ impl Job {
         result.map_err(|stop| self.give_up(stop, &w, slot))
     }
 
+    /// Whether a wait for this flag would end at once, well or badly.
+    pub(crate) fn is_decided(&self, w: &Wait) -> bool {
+        w.want.verdict(self.memory().load(w.word)) != Verdict::NotYet
+    }
+
     /// Waits until one of several flags is there, all of them in this rank's own memory. Gives up as [`wait`](Self::wait) does, on
     /// whoever is gone, or else on the first.
     pub(crate) fn wait_any(&self, all: &[(Wait, usize)]) -> Result<()> {
@@ -176,12 +181,11 @@ impl Job {
             return Ok(());
         };
         let (memory, start) = (self.memory(), Instant::now());
-        let ready = |w: &Wait| w.want.verdict(memory.load(w.word)) != Verdict::NotYet;
         let mut deadline = self.deadline;
         let mut spins = deadline.spins();
         let result = loop {
             let events = memory.events(self.rank());
-            if all.iter().any(|(w, _)| ready(w)) {
+            if all.iter().any(|(w, _)| self.is_decided(w)) {
                 break Ok(());
             }
             if spins > 0 {
@@ -292,6 +296,14 @@ impl Job {
     /// The flag of a use, signed by this call.
     pub(crate) fn flag_of(&self, of: Use) -> Flag {
         Flag::new(self.flag.generation(), self.flag.signature(), of.epoch)
+    }
+
+    /// The same call, whose flags have another signature.
+    pub(crate) fn signed(&self, signature: u32) -> Self {
+        Self {
+            flag: Flag::new(self.flag.generation(), signature, self.flag.epoch()),
+            ..self.clone()
+        }
     }
 
     pub(crate) fn generation(&self) -> u8 {

@@ -2,20 +2,23 @@
 
 use crate::{
     comm::HostComm,
-    job::{Active, Use},
+    core::Pairs,
+    job::{Active, Job, Use},
     memory::{poison, reading, writing},
     queue::HostQueue,
 };
-use brigade_device::{Call, Operation, PerRank, RecvParams, Result, SendParams, Turn, check_peer};
-use brigade_sync::{Area, Half};
+use brigade_device::{
+    Buffer, Call, Operation, PerRank, RecvParams, Result, SendParams, Turn, check_peer,
+};
+use brigade_sync::{Area, Half, Wait};
+use std::{collections::VecDeque, ops::Range};
 
-/// Both sides sign the same: shape and type of what is sent.
-fn signature(elements: usize, dtype: brigade_device::DataType) -> u32 {
-    let rows = PerRank::from_slice(&[elements]);
+/// Both sides sign the same: length and type of what is sent.
+fn signature(data: &Buffer) -> u32 {
     Call::AllGather {
-        rows,
+        rows: PerRank::from_slice(&[data.shape().len()]),
         row_len: 0,
-        dtype,
+        dtype: data.dtype(),
     }
     .signature()
 }
@@ -31,85 +34,171 @@ fn mail(n: u64) -> (Use, bool) {
     (of, n >= 2)
 }
 
-impl Active<'_> {
-    fn slot_bytes(&self) -> usize {
-        self.job.core.control.layout().half_bytes(Area::Mail) / self.job.size()
+fn slot_bytes(job: &Job) -> usize {
+    job.core.control.layout().half_bytes(Area::Mail) / job.size()
+}
+
+/// This rank's side of a message: pieces that are left, and the call as this message signs it.
+struct Side {
+    job: Job,
+    peer: usize,
+    left: VecDeque<Range<usize>>,
+}
+
+impl Side {
+    /// Nothing is sent in one empty piece, so that the receiver hears of it.
+    fn new(call: &Job, peer: usize, data: &Buffer) -> Self {
+        let (bytes, slot) = (data.bytes(), slot_bytes(call));
+        let piece = |start: usize| start.min(bytes)..(start + slot).min(bytes);
+        Self {
+            job: call.signed(signature(data)),
+            peer,
+            left: (0..bytes.max(1)).step_by(slot).map(piece).collect(),
+        }
     }
 
-    fn send_piece(&mut self, peer: usize, piece: &[u8]) -> Result<()> {
-        let (of, again) = mail(self.state.mail.sent[peer]);
-        let (job, slot) = (&self.job, self.slot_bytes());
+    /// Sends the next piece.
+    fn send(&mut self, mails: &mut Pairs, from: &[u8]) -> Result<()> {
+        let Some(piece) = self.left.pop_front() else {
+            return Ok(());
+        };
+        let (job, peer) = (&self.job, self.peer);
+        let (of, again) = mail(mails.sent[peer]);
         if again {
             job.await_credit(of, peer)?;
         }
-        let first = job.rank() * slot;
+        let first = job.rank() * slot_bytes(job);
         // SAFETY: this rank's slot at the peer, for which the peer has given its credit; announced below.
-        unsafe { job.bytes_mut(peer, of, first..first + piece.len()) }.copy_from_slice(piece);
+        unsafe { job.bytes_mut(peer, of, first..first + piece.len()) }
+            .copy_from_slice(&from[piece.clone()]);
         job.count_moved(piece.len());
         job.say_filled(peer, of, job.rank(), 0);
-        self.state.mail.sent[peer] += 1;
+        mails.sent[peer] += 1;
         Ok(())
     }
 
-    fn receive_piece(&mut self, peer: usize, out: &mut [u8]) -> Result<()> {
-        let (of, _) = mail(self.state.mail.received[peer]);
-        let (job, slot) = (&self.job, self.slot_bytes());
+    /// Receives the next piece.
+    fn receive(&mut self, mails: &mut Pairs, out: &mut [u8]) -> Result<()> {
+        let Some(piece) = self.left.pop_front() else {
+            return Ok(());
+        };
+        let (job, peer) = (&self.job, self.peer);
+        let (of, _) = mail(mails.received[peer]);
         job.await_filled(of, peer, 0, peer)?;
-        let first = peer * slot;
+        let first = peer * slot_bytes(job);
         // SAFETY: announced by the peer for this use, which this rank has not ended.
-        out.copy_from_slice(unsafe { job.bytes(job.rank(), of, first..first + out.len()) });
+        let came = unsafe { job.bytes(job.rank(), of, first..first + piece.len()) };
+        out[piece].copy_from_slice(came);
         job.say_done_to(peer, of);
-        self.state.mail.received[peer] += 1;
+        mails.received[peer] += 1;
         Ok(())
     }
+
+    /// What the next piece that is sent waits for.
+    fn credit(&self, mails: &Pairs) -> Option<Wait> {
+        let (of, again) = mail(mails.sent[self.peer]);
+        let ring = self.job.core.control.layout().ring(of.area);
+        again.then(|| ring.credit(of.half, self.peer, self.job.flag_of(of)))
+    }
+
+    /// What the next piece that is received waits for.
+    fn arrival(&self, mails: &Pairs) -> Wait {
+        let (of, _) = mail(mails.received[self.peer]);
+        let ring = self.job.core.control.layout().ring(of.area);
+        ring.arrival(of.half, self.peer, 0, self.peer, self.job.flag_of(of))
+    }
+}
+
+/// Sends and receives at once: whatever can go on does, so that ranks which all send first wait for none of them.
+fn swap(
+    mails: &mut Pairs,
+    (mut sends, from): (Side, &[u8]),
+    (mut receives, out): (Side, &mut [u8]),
+) -> Result<()> {
+    while !sends.left.is_empty() && !receives.left.is_empty() {
+        let (credit, arrival) = (sends.credit(mails), receives.arrival(mails));
+        let Some(credit) = credit.filter(|w| !sends.job.is_decided(w)) else {
+            sends.send(mails, from)?;
+            continue;
+        };
+        if receives.job.is_decided(&arrival) {
+            receives.receive(mails, out)?;
+        } else {
+            let waits = [(credit, sends.peer), (arrival, receives.peer)];
+            sends.job.wait_any(&waits)?;
+        }
+    }
+    while !sends.left.is_empty() {
+        sends.send(mails, from)?;
+    }
+    while !receives.left.is_empty() {
+        receives.receive(mails, out)?;
+    }
+    Ok(())
 }
 
 impl HostComm {
     pub(crate) fn run_send(&self, turn: &Turn, p: SendParams<'_>) -> Result<()> {
-        let group = self.core.control.group();
-        check_peer(p.peer, group.rank, group.size)?;
         let (from, peer) = (p.from.retain(), p.peer);
-        let core = self.core.clone();
-        HostQueue::of(turn.stream())?.run(move || {
-            core.pairwise(
-                Operation::SendRecv,
-                signature(from.shape().len(), from.dtype()),
-                |active| {
-                    reading(&[&from], |inputs| {
-                        let slot = active.slot_bytes();
-                        // Nothing is sent in one empty piece, so that the receiver hears of it.
-                        pieces(inputs[0].len(), slot)
-                            .try_for_each(|r| active.send_piece(peer, &inputs[0][r]))
-                    })
-                },
-            )
+        self.by_mail(turn, &[peer], signature(&from), move |active| {
+            reading(&[&from], |inputs| {
+                let mut side = Side::new(&active.job, peer, &from);
+                while !side.left.is_empty() {
+                    side.send(&mut active.state.mail, inputs[0])?;
+                }
+                Ok(())
+            })
         })
     }
 
     pub(crate) fn run_recv(&self, turn: &Turn, p: RecvParams<'_>) -> Result<()> {
-        let group = self.core.control.group();
-        check_peer(p.peer, group.rank, group.size)?;
         let (to, peer) = (p.to.as_view().retain(), p.peer);
-        let core = self.core.clone();
-        HostQueue::of(turn.stream())?.run(move || {
-            core.pairwise(
-                Operation::SendRecv,
-                signature(to.shape().len(), to.dtype()),
-                |active| {
-                    writing(&to, &[], |out, _| {
-                        let slot = active.slot_bytes();
-                        pieces(out.len(), slot)
-                            .try_for_each(|r| active.receive_piece(peer, &mut out[r]))
-                            .inspect_err(|_| poison(to.dtype(), out))
-                    })
-                },
-            )
+        self.by_mail(turn, &[peer], signature(&to), move |active| {
+            writing(&to, &[], |out, _| {
+                let mut side = Side::new(&active.job, peer, &to);
+                let mut all = || {
+                    while !side.left.is_empty() {
+                        side.receive(&mut active.state.mail, out)?;
+                    }
+                    Ok(())
+                };
+                all().inspect_err(|_| poison(to.dtype(), out))
+            })
         })
     }
-}
 
-fn pieces(bytes: usize, piece: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
-    (0..bytes.max(1))
-        .step_by(piece)
-        .map(move |start| start.min(bytes)..(start + piece).min(bytes))
+    pub(crate) fn run_send_recv(
+        &self,
+        turn: &Turn,
+        send: SendParams<'_>,
+        recv: RecvParams<'_>,
+    ) -> Result<()> {
+        let (from, to) = (send.from.retain(), recv.to.as_view().retain());
+        let peers = [send.peer, recv.peer];
+        self.by_mail(turn, &peers, signature(&from), move |active| {
+            writing(&to, &[&from], |out, inputs| {
+                let [sends, receives] = [(peers[0], &from), (peers[1], &to)]
+                    .map(|(peer, data)| Side::new(&active.job, peer, data));
+                let mails = &mut active.state.mail;
+                swap(mails, (sends, inputs[0]), (receives, &mut *out))
+                    .inspect_err(|_| poison(to.dtype(), out))
+            })
+        })
+    }
+
+    fn by_mail(
+        &self,
+        turn: &Turn,
+        peers: &[usize],
+        signature: u32,
+        work: impl Fn(&mut Active<'_>) -> Result<()> + Send + Sync + 'static,
+    ) -> Result<()> {
+        let group = self.core.control.group();
+        for &peer in peers {
+            check_peer(peer, group.rank, group.size)?;
+        }
+        let core = self.core.clone();
+        HostQueue::of(turn.stream())?
+            .run(move || core.pairwise(Operation::SendRecv, signature, |active| work(active)))
+    }
 }

@@ -102,8 +102,6 @@ constants! {
     STATE_MOVED: usize = 3;
     /// Blocks that are through with a launch of messages, or with half of a call in turn; of these, those that failed in the upper half.
     STATE_OUT: usize = 4;
-    /// Blocks that have read what lies in a half of a message's slot: a word for each half.
-    STATE_READ: usize = 6;
     /// Waits for each rank that were not over at once.
     STATE_WAITS: usize = 8;
     /// How long they were, in nanoseconds.

@@ -413,6 +413,12 @@ parameters! {
         half_bytes: u64,
         /// Bytes of a slot.
         slot_bytes: u64,
+        /// Bytes of a message that go through it at once.
+        piece_bytes: u64,
+        /// Of a call that is nothing else: bytes that it moves.
+        moved_bytes: u64,
+        /// What is poisoned with, 8 bytes.
+        poison: u64,
         /// This rank.
         rank: u32,
         /// Ranks in the group.
@@ -429,7 +435,7 @@ parameters! {
         ring: u32,
         /// Flags of a slot.
         pieces: u32,
-        /// Blocks for each message, at most `pieces`.
+        /// Blocks for each message.
         blocks: u32,
         /// How many messages.
         count: u32,
@@ -439,8 +445,8 @@ parameters! {
         counters: u32,
         /// Whether a sender waits until its message was read.
         confirmed: u32,
-        /// Zero.
-        reserved: u32,
+        /// Whether nothing else is part of the call, so that this launch begins and counts it, and poisons what did not come.
+        alone: u32,
         /// The other rank of each, plus 256 where this rank receives.
         peer: [u32; 32],
         /// What each is signed by.

@@ -1,4 +1,4 @@
-//! Send to the next rank, and receive from the one before: by messages, by a put into a region, and by NCCL.
+//! Send to the next rank, and receive from the one before: both at once, by a put into a region, and by NCCL.
 
 use crate::{
     Common, data, meta,
@@ -8,7 +8,9 @@ use crate::{
     sizes,
 };
 use anyhow::{Result, bail, ensure};
-use brigade::{Allocate, Buffer, CommConfig, CopyBy, ParallelMode, TransferParams};
+use brigade::{
+    Allocate, Buffer, CommConfig, CopyBy, ParallelMode, RecvParams, SendParams, TransferParams,
+};
 use clap::{Args, ValueEnum};
 use serde_json::json;
 
@@ -109,7 +111,30 @@ fn one_size(rank: &Rank, options: &SendRecv, bytes: usize) -> Result<Vec<Times>>
         drop(lease);
         rank.agree(sent_by(rank, prev, &came, "put"))?;
     }
-    let mut variants = vec![Variant::new(rank, "put", how, put)?];
+    let both = {
+        let (comm, x, mut y) = (comm.clone(), x.clone(), y.clone());
+        move || {
+            comm.lease(&rank.on)?.send_recv(
+                SendParams {
+                    from: x.view(),
+                    peer: next,
+                },
+                RecvParams {
+                    to: y.view_mut(),
+                    peer: prev,
+                },
+            )
+        }
+    };
+    if options.common.check {
+        let mut both = both.clone();
+        both()?;
+        rank.agree(sent_by(rank, prev, &y, "send_recv"))?;
+    }
+    let mut variants = vec![
+        Variant::new(rank, "send_recv", how, both)?,
+        Variant::new(rank, "put", how, put)?,
+    ];
     if let Some(nccl) = &rank.nccl {
         let mut exchange = {
             let (x, mut y) = (x.clone(), y.clone());
@@ -155,8 +180,8 @@ pub fn run(options: &SendRecv, ranks: &Ranks) -> Result<String> {
         return Ok(String::new());
     }
     let mut text = format!(
-        "{:>10} {:>9} {:>9} {:>9} {:>9}\n",
-        "bytes", "put us", "GB/s", "nccl us", "GB/s"
+        "{:>10} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}\n",
+        "bytes", "us", "GB/s", "put us", "GB/s", "nccl us", "GB/s"
     );
     let mut rows = Vec::new();
     for (&bytes, times) in sizes.iter().zip(&measured) {
@@ -165,9 +190,10 @@ pub fn run(options: &SendRecv, ranks: &Ranks) -> Result<String> {
             found.map_or(f64::NAN, |t| t.median)
         };
         let rate = |us: f64| bytes as f64 / us / 1e3;
-        let (put, nccl) = (of("put"), of("nccl"));
+        let (both, put, nccl) = (of("send_recv"), of("put"), of("nccl"));
         text += &format!(
-            "{bytes:>10} {put:>9.1} {:>9.1} {nccl:>9.1} {:>9.1}\n",
+            "{bytes:>10} {both:>9.1} {:>9.1} {put:>9.1} {:>9.1} {nccl:>9.1} {:>9.1}\n",
+            rate(both),
             rate(put),
             rate(nccl)
         );
@@ -181,8 +207,8 @@ pub fn run(options: &SendRecv, ranks: &Ranks) -> Result<String> {
             })
             .collect();
         rows.push(json!({
-            "choice": options.by.map(By::name), "bytes": bytes, "graph": options.common.graph, "us": rounded(put),
-            "gb_per_s": rounded(rate(put)), "nccl_us": rounded(nccl), "samples": samples,
+            "choice": options.by.map(By::name), "bytes": bytes, "graph": options.common.graph, "us": rounded(both),
+            "gb_per_s": rounded(rate(both)), "put_us": rounded(put), "nccl_us": rounded(nccl), "samples": samples,
         }));
     }
     options.common.write(&meta, &rows)?;

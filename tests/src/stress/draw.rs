@@ -127,7 +127,11 @@ const KINDS: [Draw; 17] = [
     |rng, size, _| {
         let len = length(rng);
         let data: Vec<_> = (0..size).map(|_| noise(rng, len)).collect();
-        Box::new(move |rank| send_recv::swap_all(rank, &data))
+        let around = rng.random_ratio(1, 2);
+        Box::new(move |rank| match around {
+            true => send_recv::swap_around(rank, &data),
+            false => send_recv::swap_all(rank, &data),
+        })
     },
     |rng, size, engines| {
         let overlapped = [QScheme::Int8PerToken, QScheme::Fp8PerTensor];

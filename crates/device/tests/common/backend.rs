@@ -185,6 +185,9 @@ impl Communicator for LogComm {
     fn recv(&self, turn: &mut Turn, _p: RecvParams<'_>) -> Result<()> {
         self.told(turn, "recv")
     }
+    fn send_recv(&self, turn: &mut Turn, _: SendParams<'_>, _: RecvParams<'_>) -> Result<()> {
+        self.told(turn, "send_recv")
+    }
     fn own_chunk(
         &self,
         turn: &mut Turn,
