@@ -1,6 +1,6 @@
-// Numbers as fp8, and their scales: every step is one f32 operation, and brigade-host's are the same (crates/host/src/quantize.rs).
+// Scales of fp8, and how they are told: every step is one f32 operation, and brigade-host's are the same (crates/host/src/quantize.rs).
 #pragma once
-#include "types.cuh"
+#include "quantized.cuh"
 
 namespace brigade {
 
@@ -17,12 +17,10 @@ __device__ __forceinline__ float power_of_two(float scale) {
 }
 
 // The scale of numbers, of which `most` is the greatest magnitude, as bits.
-__device__ __forceinline__ float scale_of(uint32_t format, uint32_t most) {
-  const float scale = canonical(__fdiv_rn(__uint_as_float(most), 448.0f));
+__device__ __forceinline__ float scale_as(uint32_t format, uint32_t most) {
+  const float scale = scale_of(most, F8E4M3);
   return format == as_f32 ? scale : power_of_two(scale);
 }
-
-__device__ __forceinline__ uint8_t by_scale(float x, float scale) { return fp8_bits(scale == 0.0f ? 0.0f : __fdiv_rn(x, scale)); }
 
 __device__ __forceinline__ void store_scale(uint32_t format, uint64_t scales, uint64_t at, float scale) {
   if (format == as_exponent) {

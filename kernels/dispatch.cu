@@ -263,11 +263,12 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_cast(const __grid_con
       most = max(most, __float_as_uint(x[i]) & 0x7FFFFFFFu);
     }
     most = __reduce_max_sync(0xFFFFFFFFu, most);
-    const float scale = scale_of(p.format, most);
+    const float scale = scale_as(p.format, most);
+    const auto q = quantized(x, Divisor(scale), F8E4M3);
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
       const uint32_t c = i * 32 + lane;
-      if (c < count) reinterpret_cast<uint8_t*>(p.values)[start + c] = by_scale(x[i], scale);
+      if (c < count) reinterpret_cast<uint8_t*>(p.values)[start + c] = uint8_t(q.words[0] >> (i * 8));
     }
     if (lane == 0) store_scale(p.format, p.scales, w, scale);
   }

@@ -3,6 +3,7 @@
 // sum = round(from) + residual, rounded; normed = sum / sqrt(mean(sum^2) + eps) * weight, each step one operation in f32.
 // Squares are added granule by granule, and granules by a tree of adjacent pairs, so that the host's are the same bits.
 #pragma once
+#include "quantized.cuh"
 #include "sums.cuh"
 
 namespace brigade {
@@ -39,16 +40,19 @@ __device__ __forceinline__ float whole_tree(float x) {
   return x;
 }
 
-__device__ __forceinline__ uint8_t quantized(float x, float scale, bool fp8) {
-  const float q = scale == 0.0f ? 0.0f : __fdiv_rn(x, scale);
-  if (fp8) return fp8_bits(q);
-  if (isnan(q)) return 0;
-  return uint8_t(int8_t(fminf(fmaxf(rintf(q), -127.0f), 127.0f)));
-}
-
-// The scale of a row of int8, by the bits of its greatest magnitude.
-__device__ __forceinline__ float scale_of(uint32_t greatest) {
-  return canonical(__fdiv_rn(__uint_as_float(greatest), 127.0f));
+// The greatest magnitude of a granule, as the bits of an f32. A NaN is above all.
+template <uint32_t In>
+__device__ __forceinline__ uint32_t greatest_of(uint4 v) {
+  if constexpr (In == F32) {
+    constexpr uint32_t all = 0x7FFFFFFFu;
+    return max(max(v.x & all, v.y & all), max(v.z & all, v.w & all));
+  } else {
+    using Two = std::conditional_t<In == BF16, __nv_bfloat162, __half2>;
+    const auto of = [](uint32_t word) { return __habs2(*reinterpret_cast<const Two*>(&word)); };
+    const Two most = __hmax2_nan(__hmax2_nan(of(v.x), of(v.y)), __hmax2_nan(of(v.z), of(v.w)));
+    const float2 two = widen(In, *reinterpret_cast<const uint32_t*>(&most));
+    return max(__float_as_uint(two.x), __float_as_uint(two.y));
+  }
 }
 
 // Rows of a kernel whose parameters name them so. The plain ones are whole granules, all of them.
@@ -138,7 +142,9 @@ struct NormRows {
     if (p.form == NORM_PLAIN) {
       write(p, p.normed, row * p.granules + g, v);
     } else if (p.form == NORM_FP8) {
-      quantize(p, row, g, v, __uint_as_float(p.scale), true);
+      quantize(p, row, g, v, Divisor(__uint_as_float(p.scale)), F8E4M3);
+    } else if (is_wide(p)) {
+      greatest = max(greatest, greatest_of<In>(v));
     } else {
       float x[lanes<In>];
       values<In>(v, x);
@@ -192,27 +198,37 @@ struct NormRows {
     part.give(&mine[part.rank * warps + threadIdx.x / 32], greatest);
     part.meet();
     greatest = __reduce_max_sync(0xFFFFFFFFu, lane < part.size * warps ? mine[lane] : 0);
-    const float scale = scale_of(greatest);
+    const float scale = scale_of(greatest, I8);
     if (threadIdx.x == 0 && part.rank == 0) reinterpret_cast<float*>(p.scales)[row] = scale;
+    const Divisor by(scale);
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
       const uint32_t g = part.granule(k);
-      if (g < p.granules) quantize(p, row, g, h[k], scale, false);
+      if (g < p.granules) quantize(p, row, g, h[k], by, I8);
     }
   }
 
-  static __device__ __forceinline__ void quantize(const P& p, uint32_t row, uint32_t g, uint4 v, float scale, bool fp8) {
+  static __device__ __forceinline__ uint8_t* bytes_of(const P& p, uint32_t row, uint32_t g) {
+    return reinterpret_cast<uint8_t*>(p.normed) + uint64_t(row) * p.hidden + g * lanes<In>;
+  }
+
+  // Of any rows, by any scale.
+  static __device__ __noinline__ void any_quantize(const P& p, uint32_t row, uint32_t g, uint4 v, Divisor by, uint32_t type) {
     float x[lanes<In>];
     values<In>(v, x);
-    uint8_t* to = reinterpret_cast<uint8_t*>(p.normed) + uint64_t(row) * p.hidden + g * lanes<In>;
-    uint32_t words[lanes<In> / 4] = {};
-#pragma unroll
-    for (uint32_t i = 0; i < lanes<In>; ++i) words[i / 4] |= uint32_t(quantized(x[i], scale, fp8)) << (i % 4 * 8);
-    if (is_wide(p)) {
-#pragma unroll
-      for (uint32_t i = 0; i < lanes<In> / 4; ++i) reinterpret_cast<uint32_t*>(to)[i] = words[i];
+    const auto q = quantized(x, by, type);
+    for (uint32_t i = 0; i < left(p, g); ++i) bytes_of(p, row, g)[i] = uint8_t(q.words[i / 4] >> (i % 4 * 8));
+  }
+
+  static __device__ __forceinline__ void quantize(const P& p, uint32_t row, uint32_t g, uint4 v, Divisor by, uint32_t type) {
+    if (!is_wide(p) || by.inverse == 0.0f) return any_quantize(p, row, g, v, by, type);
+    float x[lanes<In>];
+    values<In>(v, x);
+    const auto q = quantized(x, by, type);
+    if constexpr (In == F32) {
+      *reinterpret_cast<uint32_t*>(bytes_of(p, row, g)) = q.words[0];
     } else {
-      for (uint32_t i = 0; i < left(p, g); ++i) to[i] = uint8_t(words[i / 4] >> (i % 4 * 8));
+      *reinterpret_cast<uint2*>(bytes_of(p, row, g)) = make_uint2(q.words[0], q.words[1]);
     }
   }
 };

@@ -44,12 +44,10 @@ __device__ __forceinline__ void store_payload(const P& p, uint64_t place, uint32
 #pragma unroll
   for (uint32_t j = 0; j < 8; ++j) most = max(most, there ? __float_as_uint(x.v[j]) & 0x7FFFFFFFu : 0);
   const uint32_t format = p.payload - fp8;
-  const float scale = scale_of(format, greatest_of_block(most));
+  const float scale = scale_as(format, greatest_of_block(most));
   if (!there) return;
-  uint32_t words[2] = {0, 0};
-#pragma unroll
-  for (uint32_t j = 0; j < 8; ++j) words[j / 4] |= uint32_t(by_scale(x.v[j], scale)) << (j % 4 * 8);
-  *reinterpret_cast<uint2*>(place + i) = make_uint2(words[0], words[1]);
+  const auto q = quantized(x.v, Divisor(scale), F8E4M3);
+  *reinterpret_cast<uint2*>(place + i) = make_uint2(q.words[0], q.words[1]);
   if (i % block_columns == 0) store_scale(format, place + p.row_bytes[0], i / block_columns, scale);
 }
 

@@ -1,25 +1,13 @@
-// Quantizing: `scale = greatest |x| / limit`, `q = x / scale`, each one operation in f32, and one rounding to the type of the
-// values, ties to even, as brigade-host does it. A scale of 0 gives zeros; a NaN is the canonical one of its type, and 0 in int8.
+// Quantizing, and the way back, as brigade-host does it.
 //
 // Magnitudes are compared as the bits of an f32: they order as the numbers do, and a NaN is above all.
 #include "params.cuh"
+#include "quantized.cuh"
 #include "sync.cuh"
-#include "types.cuh"
 
 using namespace brigade;
 
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
-
-__device__ __forceinline__ float scale_of(uint32_t greatest, uint32_t kernel_type) {
-  return canonical(__fdiv_rn(__uint_as_float(greatest), kernel_type == I8 ? 127.0f : 448.0f));
-}
-
-__device__ __forceinline__ uint8_t quantized(float x, float scale, uint32_t kernel_type) {
-  const float q = scale == 0.0f ? 0.0f : __fdiv_rn(x, scale);
-  if (kernel_type == F8E4M3) return fp8_bits(q);
-  if (isnan(q)) return 0;
-  return uint8_t(int8_t(fminf(fmaxf(rintf(q), -127.0f), 127.0f)));
-}
 
 // The greatest of all threads of a block, to all of them.
 __device__ __forceinline__ uint32_t greatest_of_block(uint32_t mine) {
@@ -29,14 +17,6 @@ __device__ __forceinline__ uint32_t greatest_of_block(uint32_t mine) {
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
   __syncthreads();
   return __reduce_max_sync(0xFFFFFFFFu, threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0);
-}
-
-// Eight quantized values in one store.
-__device__ __forceinline__ void store_quantized(uint8_t* to, const float (&v)[8], float scale, uint32_t kernel_type) {
-  uint64_t bytes = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) bytes |= uint64_t(quantized(v[i], scale, kernel_type)) << (8 * i);
-  *reinterpret_cast<uint64_t*>(to) = bytes;
 }
 
 // A block for each group, which it reads twice: the second time it is in the first cache.
@@ -62,12 +42,14 @@ extern "C" __global__ void brigade_quantize_rows(const __grid_constant__ Quantiz
     }
     const float scale = scale_of(greatest_of_block(most), p.kernel_type);
     if (threadIdx.x == 0) reinterpret_cast<float*>(p.scales)[g] = scale;
+    const Divisor by(scale);
     for (uint64_t i = threadIdx.x * step; i < count; i += blockDim.x * step) {
       if (eight) {
         load_wide(p.from_type, p.from, start + i, v);
-        store_quantized(kernel + start + i, v, scale, p.kernel_type);
+        const auto q = quantized(v, by, p.kernel_type);
+        *reinterpret_cast<uint2*>(kernel + start + i) = make_uint2(q.words[0], q.words[1]);
       } else {
-        kernel[start + i] = quantized(load_float(p.from_type, p.from, start + i), scale, p.kernel_type);
+        kernel[start + i] = divided(load_float(p.from_type, p.from, start + i), scale, p.kernel_type);
       }
     }
   }
@@ -113,7 +95,7 @@ extern "C" __global__ void brigade_quantize(const __grid_constant__ QuantizePara
     const uint64_t group = i % p.columns * p.column_stride;
     const float scale = scale_of(greatest[group], p.kernel_type);
     if (i < groups) scales[group] = scale;
-    kernel[i] = quantized(load_float(p.from_type, p.from, i), scale, p.kernel_type);
+    kernel[i] = divided(load_float(p.from_type, p.from, i), scale, p.kernel_type);
   }
 }
 

@@ -79,9 +79,10 @@ __device__ __noinline__ void in_memory(const ResidualNormParams& p) {
     __syncthreads();
     if (lane == 0) mine[warp] = greatest;
     __syncthreads();
-    const float scale = scale_of(__reduce_max_sync(0xFFFFFFFFu, lane < warps ? mine[lane] : 0));
+    const float scale = scale_of(__reduce_max_sync(0xFFFFFFFFu, lane < warps ? mine[lane] : 0), I8);
     if (threadIdx.x == 0) reinterpret_cast<float*>(p.scales)[row] = scale;
-    for (uint32_t g = threadIdx.x; g < p.granules; g += blockDim.x) Rows::quantize(p, row, g, normed(g), scale, false);
+    const Divisor by(scale);
+    for (uint32_t g = threadIdx.x; g < p.granules; g += blockDim.x) Rows::quantize(p, row, g, normed(g), by, I8);
   }
 }
 
