@@ -222,12 +222,18 @@ pub(crate) fn check_weights(weights: Option<View<'_>>, ids: View<'_>) -> Result<
 
 /// What 32 bits count, over all ranks.
 pub(crate) fn countable(field: &'static str, n: usize) -> Result<()> {
+    countable_times(field, n, 1)
+}
+
+/// The same where each counts so often.
+pub(crate) fn countable_times(field: &'static str, n: usize, times: usize) -> Result<()> {
     /// So that as many on each rank of the largest group are still fewer than 2^31.
     const MOST: usize = (1 << 30) / Group::MOST_RANKS;
-    if n <= MOST {
+    let most = MOST / times.max(1);
+    if n <= most {
         Ok(())
     } else {
-        Err(Error::invalid(field, n, format!("at most {MOST}")))
+        Err(Error::invalid(field, n, format!("at most {most}")))
     }
 }
 

@@ -16,8 +16,9 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Arrangement, CombineParams, CombineSum, DataType, DispatchParams, Dispatched, Fp8Cast, Handle,
-    Hierarchy, HierarchyConfig, Output, ParallelMode, Result, Route, ScaleFormat, Transport,
+    Arrangement, CombineParams, CombineSum, DataType, DispatchParams, Dispatched, Error, Fp8Cast,
+    Handle, Hierarchy, HierarchyConfig, Output, ParallelMode, Result, Route, ScaleFormat,
+    Transport,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
 
@@ -435,6 +436,43 @@ fn refusals(world: &World, shape: (usize, usize)) {
     });
 }
 
+/// More rows than 32 bits count over all ranks may have room, but then their weights do not go back; and the hierarchy goes on.
+fn weights_of_too_many(world: &World, shape: (usize, usize)) {
+    /// That many of every rank of the largest group can be counted.
+    const MOST: usize = 1 << 20;
+    let mut rng = world.rng();
+    let mut case = case(&mut rng, shape, (10, 4, 1, 7));
+    case.dtype = DataType::F32;
+    case.beside.clear();
+    case.room = Some(MOST + 1);
+    let case = case.with_rows(&mut rng);
+    world.run(&all_ranks(), move |rank| {
+        let over = rank.join_machines(shape.0, &with_experts());
+        let got = dispatch(rank, &over, &case).unwrap();
+        let weights = rank.poisoned(DataType::F32, got.ids.shape().dims());
+        let mut lease = over.lease(&rank.stream).unwrap();
+        let refused = lease.combine(CombineParams {
+            rows: got.rows.view(),
+            handle: &got.handle,
+            sum: CombineSum::Rank,
+            weights: Some(weights.view()),
+            biases: &[],
+            output: Output::Allocate(DataType::F32),
+            waits: None,
+            choice: None,
+        });
+        drop(lease);
+        match refused {
+            Err(Error::Invalid { field, got, want }) => {
+                assert_eq!(field, "handle.max_recv");
+                assert_eq!((got, want), ("1048577".into(), format!("at most {MOST}")));
+            }
+            other => panic!("{other:?}"),
+        }
+        combined(rank, &over, &got.handle, &case).unwrap();
+    });
+}
+
 /// Without memory for rows a hierarchy refuses them, and its other calls go on.
 fn no_memory(world: &World, shape: (usize, usize)) {
     let mut rng = world.rng();
@@ -486,6 +524,7 @@ pub fn add(suite: &mut Suite) {
         }
         if shape == (2, 1) || shape == (2, 2) {
             add("many", many);
+            add("weights_of_too_many", weights_of_too_many);
         }
     }
 }

@@ -1,7 +1,11 @@
 //! Rows back from experts on other machines: added up inside, along the rail, and added up.
 
 use super::{Along, ONE_BY_ONE, Over, no_waits, ways_of};
-use crate::{rail_ways::turned, routing::countable, *};
+use crate::{
+    rail_ways::turned,
+    routing::{countable, countable_times},
+    *,
+};
 
 impl Over<'_> {
     /// Checks a combine, and whether all that it is made of can be. Nothing is enqueued.
@@ -24,8 +28,10 @@ impl Over<'_> {
         let mut biases = p.biases.iter();
         biases.try_for_each(|bias| self.parts.reaches("biases.memory", *bias))?;
         if call.weights && ways.inside.is_some() {
-            let part = self.weights_call(p.handle.call());
-            countable("max_tokens", part.max_tokens)?;
+            let made = p.handle.call();
+            countable_times("handle.max_tokens", made.max_tokens, self.machines.size())?;
+            countable("handle.max_recv", made.max_recv.unwrap_or(0))?;
+            let part = self.weights_call(made);
             self.inside.plan(&Call::Dispatch(part))?;
         }
         let out = CombineCall {

@@ -3,7 +3,7 @@
 use super::{Along, MachineWays, ONE_BY_ONE, Over, no_waits, only_inside, row_words, ways_of};
 use crate::{
     rail_ways::{Arrived, inward, square},
-    routing::countable,
+    routing::countable_times,
     *,
 };
 use std::sync::Arc;
@@ -98,8 +98,7 @@ impl Over<'_> {
         if let Route::Again(handle) = &p.route {
             ways_of(handle)?;
         }
-        let all = self.machines.count().saturating_mul(call.max_tokens);
-        countable("max_tokens", all)?;
+        countable_times("max_tokens", call.max_tokens, self.machines.count())?;
         for part in self.parts_of(&call) {
             self.inside.plan(&Call::Dispatch(part))?;
         }
