@@ -70,7 +70,7 @@ const TRANSPORTS: [(&str, By); 6] = [
 const PUSHED: Option<Transport> = Some(Transport::Pushed);
 
 /// How rows may lie by a transport.
-fn arrangements(by: By) -> impl Iterator<Item = Arrangement> {
+pub fn arrangements(by: By) -> impl Iterator<Item = Arrangement> {
     let in_place = by.there == Some(Transport::InPlace);
     let all = ARRANGEMENTS.into_iter().map(|(_, arrangement)| arrangement);
     all.filter(move |&arrangement| !in_place || arrangement == Arrangement::BySource)
@@ -507,6 +507,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("experts/gathered/refused", gathered::refused);
     suite.add("experts/not_capturable", limits::not_capturable);
     suite.add("experts/refused", limits::refused);
+    suite.add("experts/without_halves", limits::without_halves);
     suite.add("experts/other_communicator", limits::other_communicator);
     suite.add("experts/in_place/memory", |world| {
         memory::at_once(world, in_place::IN_PLACE);

@@ -2,7 +2,7 @@
 
 use crate::{
     Table, Topology,
-    dispatch::{Sections, in_pieces, pieces, queued, rows_pushed},
+    dispatch::{Sections, in_pieces, or_pushed, pieces, queued, rows_pushed},
     fifo::Queues,
     reason, records,
 };
@@ -39,12 +39,13 @@ pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Re
     let room = ("combine_bytes", topology.config.combine_bytes);
     let bytes = |tokens: usize| Returning::new(call, tokens.saturating_mul(per_token)).bytes();
     let cut = (call.max_tokens, None);
-    let (tokens, pieces) = pieces(cut, topology, room, bytes)?;
     let transport = match in_place {
         true => Transport::InPlace,
         false => Transport::OneSided,
     };
-    Ok(in_pieces(transport, tokens * per_token, pieces))
+    let halves = pieces(cut, topology, room, bytes)
+        .map(|(tokens, pieces)| in_pieces(transport, tokens * per_token, pieces));
+    or_pushed(call.choice, halves, pushed)
 }
 
 /// Bytes of a row that goes back through a queue: its elements, the weights beside it, and which of the rows from there it is, i32.

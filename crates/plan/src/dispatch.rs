@@ -53,7 +53,11 @@ pub(crate) fn plan(
         }
         return cut(Transport::Gather, Load::Rest);
     }
-    cut(Transport::OneSided, Load::of(call))
+    or_pushed(
+        call.choice,
+        cut(Transport::OneSided, Load::of(call)),
+        pushed,
+    )
 }
 
 /// Rows of a sender at a time of which no more travels than which they are, through halves of so many bytes; 1 at least.
@@ -82,6 +86,19 @@ pub(crate) fn rows_pushed(
             Ok(pushed().ok().filter(few).map(records::Pushed::plan))
         }
     }
+}
+
+/// Rows that are not to be pushed are so all the same where halves hold none of them, unless that is forced. Where they cannot be pushed
+/// either, halves are what there should be more of.
+pub(crate) fn or_pushed(
+    choice: Option<Transport>,
+    halves: Result<Plan, Reason>,
+    pushed: impl Fn() -> Result<records::Pushed, Reason>,
+) -> Result<Plan, Reason> {
+    halves.or_else(|why| match choice {
+        None => pushed().map(records::Pushed::plan).map_err(|_| why),
+        Some(_) => Err(why),
+    })
 }
 
 /// Through queues: as many rows at a time as an entry holds.

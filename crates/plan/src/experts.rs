@@ -383,28 +383,34 @@ pub fn arriving_bytes(call: &Call, size: usize) -> Result<usize, Reason> {
 /// Why rows travel by this transport, and by which figures.
 fn why(call: &Call, transport: Transport, topology: &Topology, table: &Table) -> String {
     let sm_budget = topology.config.sm_budget;
-    let (figures, limit, choice, asked) = match call {
+    let (figures, limit, choice, asked, field) = match call {
         // What goes back from a gather is one-sided.
         Call::Combine(CombineCall { choice, .. }) => (
             &table.experts.plain,
             table.experts.plain.push_back_limit(sm_budget),
             *choice,
             &[Asked::InPlace, Asked::Fifo][..],
+            COMBINE,
         ),
         Call::Dispatch(c) => {
             let figures = table.experts.of(c);
             let limit = figures.push_limit(sm_budget);
-            (figures, limit, c.choice, &Asked::ALL[..])
+            (figures, limit, c.choice, &Asked::ALL[..], DISPATCH)
         }
         _ => return String::new(),
     };
     if choice.is_some() {
         return "forced".into();
     }
+    let pushed = records_of(call, topology);
+    let few = |pushed: &records::Pushed| limit.is_some_and(|most| pushed.arriving <= most);
+    if transport == Transport::Pushed && !pushed.as_ref().is_ok_and(few) {
+        return format!("pushed, since the halves of {field} hold no row");
+    }
     let Some(limit) = limit else {
         return "this device pushes no rows by itself".into();
     };
-    let pushed = match records_of(call, topology) {
+    let pushed = match pushed {
         Err(reason) => format!("not pushed: {}", reason.what),
         Ok(pushed) => {
             let than = match transport {

@@ -273,3 +273,44 @@ fn rows_that_are_cast_have_their_own_figures() {
     assert_eq!([false, true].map(|cast| pushed(&by(cast))), [true, false]);
     assert_eq!(Rows::Fp8.name(), "fp8");
 }
+
+/// Rows are pushed where halves hold none of them, on devices that push nothing by themselves too, and told so; what cannot be pushed, or is
+/// forced one-sided, is refused for want of halves.
+#[test]
+fn rows_without_halves_are_pushed_where_that_fits() {
+    let without = |all_reduce_bytes| {
+        let mut without = topology(4, Some(1));
+        without.config.dispatch_bytes = 0;
+        without.config.combine_bytes = 0;
+        without.config.all_reduce_bytes = all_reduce_bytes;
+        without
+    };
+    let back = |choice| Call::Combine(common::combine(1024, choice));
+    let there = |choice| Call::Dispatch(call(1024, false, choice));
+    let tables = [
+        common::on_gpus(4, topology(4, None).config).1,
+        Table::host(),
+    ];
+    for table in &tables {
+        for (call, field) in [
+            (there(None), "dispatch_bytes"),
+            (back(None), "combine_bytes"),
+        ] {
+            let enough = without(256 << 20);
+            let Ok(Plan::Experts { transport, .. }) = plan(&call, &enough, table) else {
+                panic!("{field}: no plan for experts");
+            };
+            assert_eq!(transport, Transport::Pushed, "{field}");
+            let told = told(&call, &enough, table).unwrap();
+            let why = format!("pushed, since the halves of {field} hold no row");
+            assert!(told.contains(&why), "{told}");
+            let why = plan(&call, &without(1 << 20), table).unwrap_err();
+            assert_eq!(why.code, reason::CAPACITY);
+            assert!(why.what.contains(field), "{why}");
+        }
+        for forced in [there, back].map(|call| call(Some(Transport::OneSided))) {
+            let why = plan(&forced, &without(256 << 20), table).unwrap_err();
+            assert_eq!(why.code, reason::CAPACITY);
+        }
+    }
+}

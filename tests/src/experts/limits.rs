@@ -1,6 +1,7 @@
 //! Room that is too small, graphs, and arguments that are wrong.
 
 use super::{
+    back::Back,
     case::{By, Case, rounded},
     config,
     own::{Own, check},
@@ -12,9 +13,10 @@ use crate::{
     suite::World,
 };
 use brigade_device::{
-    Arrangement, Buffer, CombineParams, CombineSum, CommConfig, DataType, Dispatched, FaultKind,
-    Fp8Cast, Output, Route, ScaleFormat,
+    Arrangement, Buffer, Call, CombineParams, CombineSum, CommConfig, DataType, Dispatched,
+    FaultKind, Fp8Cast, Output, Plan, Route, ScaleFormat, Transport,
 };
+use brigade_plan::reason;
 use rand::Rng;
 use std::time::Duration;
 
@@ -238,6 +240,64 @@ pub fn never_launched(world: &World, by: By) {
             rank.comm().reset(Duration::from_secs(20)).unwrap();
             graph.launch(&rank.stream).unwrap();
             check(rank, case, &got);
+        }
+    });
+}
+
+/// Where halves hold no row, those that nobody forces another way are pushed; what cannot be is refused.
+pub fn without_halves(world: &World) {
+    /// More than are pushed within the budget where there are halves.
+    const TOKENS: usize = 100;
+    let mut rng = world.rng();
+    let cases = super::ARRANGEMENTS.map(|(_, arrangement)| {
+        let mut case = Case::random(&mut rng, world.size, (TOKENS, 2048, 3, 10));
+        (case.arrangement, case.by.there, case.by.back) = (arrangement, None, None);
+        // With what lies between rows of two experts.
+        let most = 3 * TOKENS * world.size + 160;
+        case.room = (arrangement != Arrangement::BySource).then_some(most);
+        let back = Back::random(&mut rng, &case);
+        (case, back)
+    });
+    let config = CommConfig {
+        dispatch_bytes: 0,
+        combine_bytes: 0,
+        sm_budget: Some(1),
+        ..config()
+    };
+    let pushes = world.backend.engines().pushes_rows;
+    world.run(&config, move |rank| {
+        for (case, back) in &cases {
+            let own = Own::of(rank, case);
+            let mut lease = rank.lease();
+            let result = own.dispatch(&mut lease, case);
+            if !pushes {
+                let code = expect_unsupported(result, "rows with nowhere to go");
+                assert_eq!(code, reason::CAPACITY);
+                continue;
+            }
+            let got = result.unwrap();
+            let pushed = |plan: &Plan| {
+                let by = Transport::Pushed;
+                assert!(
+                    matches!(plan, Plan::Experts { transport, .. } if *transport == by),
+                    "{plan}"
+                );
+            };
+            pushed(&got.plan);
+            check(rank, case, &got);
+            back.check(rank, &mut lease, case, &got.handle);
+            let told = rank.comm().told(&Call::Dispatch(got.handle.call().clone()));
+            let (told, why) = (told.unwrap(), "the halves of dispatch_bytes hold no row");
+            assert!(told.contains(why) || rank.size == 1, "{told}");
+            let uncounted = Case {
+                room: None,
+                ..case.clone()
+            };
+            if case.room.is_some() {
+                let refused = own.dispatch(&mut lease, &uncounted);
+                let code = expect_unsupported(refused, "rows that nobody counts");
+                assert_eq!(code, reason::CAPACITY);
+            }
         }
     });
 }
