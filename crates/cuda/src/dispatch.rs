@@ -23,7 +23,7 @@ use crate::{
 use brigade_device::{
     Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
     Dispatched, Error, Expected, Fp8Cast, Group, Origin, Plan, Result, Route, Routing, ScaleFormat,
-    Transport, Turn, Ways,
+    Transport, Turn, Ways, taken_back,
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
 use brigade_plan::{
@@ -226,8 +226,7 @@ impl CudaComm {
         if !window.is_some_and(|window| ending.any(|views| window.is_of(views))) {
             return Ok(());
         }
-        let got = "rows in place of an earlier call, which this one takes back";
-        Err(Error::invalid(field, got, "a copy of them"))
+        Err(taken_back(field))
     }
 }
 

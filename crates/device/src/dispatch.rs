@@ -43,7 +43,7 @@ pub enum Transport {
     /// Rows are written to their places in the receivers' memory, and stay there: what the dispatch gives as its rows is memory of the group,
     /// good until the next dispatch. Experts may write what they make where it lies. A combine of the same transport adds rows up
     /// straight from where they lie at each rank, and they are gone then. Nothing is copied on either side; all rows must fit at once,
-    /// [`Arrangement::BySource`], and sums are those of ranks, with no weights beside them.
+    /// [`Arrangement::BySource`], and sums are those of ranks, with no weights beside them. The next dispatch cannot send them as they lie.
     InPlace,
 }
 
@@ -320,6 +320,12 @@ impl DispatchParams<'_> {
             choice: self.choice,
         })
     }
+}
+
+/// What a dispatch says of rows that it takes back from the caller, and was to send; for backends.
+pub fn taken_back(field: &'static str) -> Error {
+    let got = "rows in place of an earlier call, which this one takes back";
+    Error::invalid(field, got, "a copy of them")
 }
 
 impl DispatchCall {

@@ -11,7 +11,7 @@ use crate::{
 };
 use brigade_device::{
     Absent, Call, CommConfig, DataType, Error, FaultRecord, Injector, LinearCall, Operation,
-    PerRank, Plan, Point, Reason, Region, Result, Traffic,
+    PerRank, Plan, Point, Reason, Region, Result, Storage, Traffic,
 };
 use brigade_group::Control;
 use brigade_plan::{
@@ -25,7 +25,7 @@ use smallvec::SmallVec;
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -67,6 +67,8 @@ pub(crate) struct Issue {
     pub(crate) tickets: u64,
     /// The exchanges of each slot of the low-latency exchange.
     pub(crate) exchanges: [Exchanges; 2],
+    /// Rows of the last dispatch, if they stay in place.
+    pub(crate) in_place: Option<Weak<dyn Storage>>,
 }
 
 /// Space for own rows that was handed out.

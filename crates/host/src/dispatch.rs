@@ -14,10 +14,12 @@ use crate::{
     pushed, quantize,
     queue::HostQueue,
     routing::{Router, integers},
+    window::Window,
 };
 use brigade_device::{
     Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched, Error,
     Expected, FaultKind, Group, Origin, Plan, Result, Route, Routing, Transport, Turn, Ways,
+    taken_back,
 };
 use brigade_plan::{
     dispatch::{Load, Section, Sections, part_bytes, sections},
@@ -113,6 +115,10 @@ impl HostComm {
             device: Arc::clone(device),
             call,
         };
+        self.check_stays("rows", &arguments.rows)?;
+        for buffer in &arguments.beside {
+            self.check_stays("beside", buffer)?;
+        }
         let given = match arguments.ways.room(&arguments.call, group.size) {
             Some(room) => Some(arguments.allocate(room)?),
             None => {
@@ -120,6 +126,10 @@ impl HostComm {
                 None
             }
         };
+        // Whoever has rows of an earlier one in place has them no longer.
+        let in_place = given.as_ref().and_then(|to| to.parts.in_place.as_ref());
+        let in_place = in_place.map(|rows| Arc::downgrade(rows.storage()));
+        self.core.issue.lock().in_place = in_place;
         if turn.stream().capturing() && matches!(arguments.ways, Ways::New(_)) {
             // Nobody may take what the handle says for known before a launch has found it out.
             given.iter().for_each(poison_all);
@@ -142,6 +152,21 @@ impl HostComm {
         })?;
         let outputs = found.lock().take().ok_or_else(|| unexpected(&plan))?;
         Ok(outputs.dispatched(plan))
+    }
+
+    /// Refuses what a dispatch takes back from the caller, where it is to be sent: once the call has begun, others would wait for it.
+    fn check_stays(&self, field: &'static str, buffer: &Buffer) -> Result<()> {
+        let storage = buffer.storage();
+        let gathered = storage.downcast::<Window>().is_some_and(|window| {
+            let mut gates = self.core.gates.iter();
+            gates.any(|gates| window.is_of(&gates.all))
+        });
+        let in_place = self.core.issue.lock().in_place.clone();
+        let in_place = in_place.and_then(|rows| rows.upgrade());
+        match gathered || in_place.is_some_and(|rows| Arc::ptr_eq(&rows, storage)) {
+            true => Err(taken_back(field)),
+            false => Ok(()),
+        }
     }
 }
 

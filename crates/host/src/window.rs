@@ -26,6 +26,11 @@ impl Window {
         &self.gate
     }
 
+    /// Whether it is seen through this gate.
+    pub(crate) fn is_of(&self, gate: &Arc<RwLock<bool>>) -> bool {
+        Arc::ptr_eq(&self.gate, gate)
+    }
+
     /// # Safety
     /// The caller holds the gate for reading, and found it open.
     pub(crate) unsafe fn bytes(&self) -> &[u8] {

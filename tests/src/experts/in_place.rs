@@ -16,8 +16,9 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Arrangement, Buffer, CombineParams, CombineSum, Combined, CommConfig, DataType, Dispatched,
-    Fp8Cast, Lease, Output, Route, ScaleFormat, Transport,
+    AllGatherLoraLinearParams, Arrangement, Buffer, Chunk, CombineParams, CombineSum, Combined,
+    CommConfig, DataType, DispatchParams, Dispatched, Fp8Cast, Lease, Output, OverlapMode,
+    Placement, ReceivedIds, Route, Routing, ScaleFormat, Transport,
 };
 use brigade_plan::reason;
 use rand::{Rng, rngs::StdRng};
@@ -33,6 +34,7 @@ pub fn add(suite: &mut Suite) {
     suite.add("experts/in_place/casts", casts);
     suite.add("experts/in_place/refused", refused);
     suite.add("experts/in_place/replayed", replayed);
+    suite.add_from(2, "experts/in_place/gathered_rows", gathered_rows);
 }
 
 /// All rows must fit at once.
@@ -180,7 +182,6 @@ fn refused(world: &World) {
     let copied = case
         .clone()
         .by(By::of(Transport::OneSided, Transport::InPlace));
-    let stay = world.backend.engines().rows_in_place;
     world.run(&room(), move |rank| {
         let own = Own::of(rank, &case);
         let mut lease = rank.lease();
@@ -231,19 +232,55 @@ fn refused(world: &World) {
             choice: Some(Transport::InPlace),
         });
         assert_eq!(field(result), "output");
-        // What the next dispatch takes back cannot be what it sends, where rows are not copied.
+        // What the next dispatch takes back cannot be what it sends.
         let mut sent = [Own::of(rank, &case), Own::of(rank, &case)];
         sent[0].rows = over.clone();
         sent[1].beside = vec![over];
         for (own, field) in sent.iter().zip(["rows", "beside"]) {
             let result = own.dispatch(&mut lease, &case);
-            match stay {
-                true => assert_eq!(expect_invalid(result, "rows that are lent"), field),
-                false => drop(result.unwrap()),
-            }
+            assert_eq!(expect_invalid(result, "rows that are lent"), field);
         }
         // Nothing of that has touched the group.
         assert!(combine(&mut lease, &got, &got.rows, false).is_ok());
+    });
+}
+
+/// Rows that a linear has gathered are taken back by any call, too: who dispatches them hears of it before anybody waits for them.
+fn gathered_rows(world: &World) {
+    world.run(&crate::gather_linear::config(), move |rank| {
+        let x = rank.poisoned(DataType::F32, &[2, 8]);
+        let weight = rank.poisoned(DataType::F32, &[8, 4]);
+        let ids = rank.poisoned(DataType::I32, &[2 * rank.size, 1]);
+        let mut lease = rank.lease();
+        let rows = vec![2; rank.size];
+        let chunk = Chunk::Copy((&x).into());
+        let gathered = lease.all_gather_lora_linear(AllGatherLoraLinearParams {
+            choice: Some(OverlapMode::Chunked { pieces: 1 }),
+            ..AllGatherLoraLinearParams::new(chunk, &rows, &weight)
+        });
+        let gathered = gathered.unwrap().a.operand().unwrap().kernel().retain();
+        let refused = lease.dispatch(DispatchParams {
+            rows: gathered.view(),
+            beside: &[],
+            route: Route::Experts {
+                routing: Routing {
+                    ids: ids.view(),
+                    placement: Placement::Ranks,
+                },
+                weights: None,
+            },
+            arrangement: Arrangement::BySource,
+            max_tokens: 2 * rank.size,
+            max_recv: None,
+            received_ids: ReceivedIds::Local,
+            totals: None,
+            waits: None,
+            cast: None,
+            choice: None,
+        });
+        assert_eq!(expect_invalid(refused, "rows that are gathered"), "rows");
+        // Nothing of that has touched the group.
+        rank.settle(lease.barrier()).unwrap();
     });
 }
 
