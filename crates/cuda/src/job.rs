@@ -61,6 +61,26 @@ impl Kind {
     }
 }
 
+/// Memory that is poisoned: its address, size and type.
+pub(crate) type Range = (u64, usize, DataType);
+
+/// All of it that a call has.
+#[derive(Debug, Default)]
+pub(crate) struct Poisoned(pub(crate) Vec<Range>);
+
+impl Poisoned {
+    /// What lies behind the last of it is one with that: kernels take a few ranges each.
+    pub(crate) fn add(&mut self, (address, bytes, dtype): Range) {
+        match self.0.last_mut() {
+            _ if bytes == 0 => {}
+            Some((start, before, of)) if (*start + *before as u64, *of) == (address, dtype) => {
+                *before += bytes;
+            }
+            _ => self.0.push((address, bytes, dtype)),
+        }
+    }
+}
+
 /// What all kernels that wait are told in a job; the rest of their parameters is the default.
 macro_rules! waiting {
     ($parameters:ident, $job:expr) => {{
@@ -102,8 +122,8 @@ pub(crate) struct Job<'a> {
     pub(crate) product_follows: bool,
     /// Steps of this call are the last that was enqueued on the caller's stream, or kernels behind them.
     pub(crate) stepped: Cell<bool>,
-    /// What is poisoned if the group was stopped: addresses, sizes and types.
-    poisoned: Vec<(u64, usize, DataType)>,
+    /// What is poisoned if the group was stopped.
+    poisoned: Poisoned,
     /// What streams beside the caller's read, which is given back on that one: not before they are joined, also after a failure.
     read_beside: Vec<Buffer>,
 }
@@ -126,7 +146,7 @@ impl<'a> Job<'a> {
             forked: SmallVec::new(),
             product_follows: false,
             stepped: Cell::new(false),
-            poisoned: Vec::new(),
+            poisoned: Poisoned::default(),
             read_beside: Vec::new(),
         }
     }
@@ -138,9 +158,7 @@ impl<'a> Job<'a> {
 
     /// At the end of the call this memory is poisoned, if the group was stopped.
     pub(crate) fn poisons(&mut self, address: u64, bytes: usize, dtype: DataType) {
-        if bytes > 0 {
-            self.poisoned.push((address, bytes, dtype));
-        }
+        self.poisoned.add((address, bytes, dtype));
     }
 
     /// What this call's kernels wait for each rank, from here on, is added to this tensor, which the call's `run` keeps.
@@ -161,14 +179,14 @@ impl<'a> Job<'a> {
         let mut batches = self.steps.batches();
         let Some(last) = batches
             .pop()
-            .or_else(|| (!self.poisoned.is_empty()).then_some(([0; MOST_STEPS], 0)))
+            .or_else(|| (!self.poisoned.0.is_empty()).then_some(([0; MOST_STEPS], 0)))
         else {
             return Ok(());
         };
         for batch in batches {
             self.launch(None, batch, &[])?;
         }
-        let poisoned = std::mem::take(&mut self.poisoned);
+        let Poisoned(poisoned) = std::mem::take(&mut self.poisoned);
         let mut parts = poisoned.chunks(MOST_POISONED);
         self.launch(None, last, parts.next().unwrap_or(&[]))?;
         parts.try_for_each(|part| self.launch(None, ([0; MOST_STEPS], 0), part))
@@ -183,12 +201,7 @@ impl<'a> Job<'a> {
     }
 
     /// Enqueues a launch of steps, on a stream beside the caller's or on that.
-    fn launch(
-        &self,
-        side: Option<Side>,
-        (steps, count): Batch,
-        poisoned: &[(u64, usize, DataType)],
-    ) -> Result<()> {
+    fn launch(&self, side: Option<Side>, (steps, count): Batch, poisoned: &[Range]) -> Result<()> {
         let core = self.core;
         let mut parameters = StepsParams {
             desk: core.memory.desk(Asker::of(side)),
@@ -444,5 +457,29 @@ impl<'a> Job<'a> {
         unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, stream) }
             .result()
             .map_err(failed("cuMemcpyDtoDAsync"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_lies_together_is_poisoned_as_one() {
+        let (i32, f32) = (DataType::I32, DataType::F32);
+        let mut all = Poisoned::default();
+        for range in [
+            (64, 16, f32),
+            (80, 8, i32),
+            (88, 0, i32),
+            (88, 12, i32),
+            (100, 4, i32),
+            (108, 4, i32),
+            (112, 4, f32),
+        ] {
+            all.add(range);
+        }
+        let want = [(64, 16, f32), (80, 24, i32), (108, 4, i32), (112, 4, f32)];
+        assert_eq!(all.0, want);
     }
 }

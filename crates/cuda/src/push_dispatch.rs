@@ -4,7 +4,7 @@
 use crate::{
     dispatch::{Arguments, codes, to},
     inject::Asker,
-    job::{Job, waiting},
+    job::{Job, Poisoned, waiting},
     pushed::pushing,
     routing::Placed,
     types,
@@ -100,10 +100,19 @@ impl Job<'_> {
         for i in 0..sections.count() {
             parameters.row_bytes[i] = sections.at(i, 1).len() as u64;
         }
-        for (i, out) in outputs.poisoned().enumerate() {
-            parameters.poisoned[i] = out.address();
-            parameters.poisoned_bytes[i] = out.bytes() as u64;
-            parameters.poisons[i] = types::poison_pattern(out.dtype());
+        let mut poisoned = Poisoned::default();
+        for out in outputs.poisoned() {
+            poisoned.add((out.address(), out.bytes(), out.dtype()));
+        }
+        for (i, (address, bytes, dtype)) in poisoned.0.into_iter().enumerate() {
+            // Steps behind the exchange poison what its kernel has no place for.
+            if i >= parameters.poisoned.len() {
+                self.poisons(address, bytes, dtype);
+                continue;
+            }
+            parameters.poisoned[i] = address;
+            parameters.poisoned_bytes[i] = bytes as u64;
+            parameters.poisons[i] = types::poison_pattern(dtype);
         }
         let kernels = &core.device.opened.kernels.pushes;
         let (kernel, together) = (&kernels.dispatch, kernels.dispatch_together);

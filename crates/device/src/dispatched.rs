@@ -207,12 +207,14 @@ impl Expected {
             Arrangement::ByExpert { .. } => slots,
             Arrangement::Dense | Arrangement::BySource => size,
         };
+        // One behind the other, to be poisoned as one.
+        let counted = new(DataType::I32, &[size + runs + 1 + slots])?;
         Ok(Self {
             layout,
             own_weights,
-            received: new(DataType::I32, &[size])?,
-            offsets: new(DataType::I32, &[runs + 1])?,
-            counts: new(DataType::I32, &[slots])?,
+            received: counted.slice(0, size)?,
+            offsets: counted.slice(size, runs + 1)?,
+            counts: counted.slice(size + runs + 1, slots)?,
         })
     }
 }
@@ -369,11 +371,13 @@ impl DispatchOutputs {
         given.chain(&self.beside).chain(self.parts.buffers())
     }
 
-    /// What nobody may trust if the call ends in a fault.
+    /// What nobody may trust if the call ends in a fault: all that callers see of what came. What was counted of it lies together.
     pub fn poisoned(&self) -> impl Iterator<Item = &Buffer> {
         let parts = &self.parts;
-        [&self.rows, &parts.ids, &parts.sources, &parts.received]
+        let counted = [&parts.received, &parts.offsets, &parts.counts];
+        [&self.rows, &parts.ids, &parts.sources]
             .into_iter()
+            .chain(counted)
             .chain(&self.scales)
             .chain(&parts.weights)
             .chain(&self.beside)

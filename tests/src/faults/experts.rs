@@ -1,15 +1,22 @@
 //! Calls with experts that differ in one thing, by each transport: ranks that lay memory out in other ways write to each other, and must
 //! find out before anybody takes what came for rows.
 
-use super::{Probe, differ};
+use super::{AMPLE, Probe, differ, impatient};
 use crate::{
-    check::is_poisoned,
+    check::{assert_kind, expect_fault, is_poisoned},
+    experts::{
+        arrangements,
+        case::{By, Case},
+        own::{Own, check},
+        transports,
+    },
     gather_linear::config,
     ops::{Exchange, Op},
     suite::{Suite, World},
 };
 use brigade_device::{
-    Arrangement, CombineCast, CombineSum, DataType, Fp8Cast, ReceivedIds, ScaleFormat, Transport,
+    Arrangement, CombineCast, CombineSum, CommConfig, DataType, FaultKind, Fp8Cast, ReceivedIds,
+    ScaleFormat, Transport,
 };
 use brigade_plan::Engines;
 use rand::Rng;
@@ -287,11 +294,80 @@ fn mismatches(world: &World, pairs: Vec<Pair>) {
     });
 }
 
+/// A dispatch that has given its outputs, and fails when it is replayed, since a rank does not come: nothing is left there that looks like
+/// what an earlier one gave.
+fn outputs(world: &World, by: Transport) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let mut cases = Vec::new();
+    for arrangement in arrangements(By::of(by, by)) {
+        let mut case = Case::random(&mut rng, size, (10, 128, 3, 6));
+        case.arrangement = arrangement;
+        // With what lies between rows of two experts.
+        case.room = (arrangement != Arrangement::BySource).then_some(30 * size + 16 * 6);
+        case.by = By::of(by, by);
+        case.dtype = DataType::BF16;
+        case.cast = cast(ScaleFormat::F32).filter(|_| rng.random());
+        let case = case.with_tokens(&mut rng, &vec![10; size]);
+        cases.push((rng.random_range(0..size), case));
+    }
+    let config = CommConfig {
+        dispatch_bytes: 2 << 20,
+        all_reduce_bytes: 1 << 20,
+        ..impatient()
+    };
+    world.run(&config, move |rank| {
+        for (culprit, case) in &cases {
+            // The first call of a generation may take longer.
+            rank.settle(rank.lease().barrier()).unwrap();
+            let own = Own::of(rank, case);
+            let mut got = None;
+            let graph = rank.device.capture(&rank.stream, &mut || {
+                got = Some(own.dispatch(&mut rank.lease(), case)?);
+                Ok(())
+            });
+            let (graph, got) = (graph.unwrap(), got.unwrap());
+            rank.settle(graph.launch(&rank.stream).map(drop)).unwrap();
+            check(rank, case, &got);
+            rank.meet();
+            if rank.rank != *culprit {
+                let failed = rank.settle(graph.launch(&rank.stream).map(drop));
+                let record = expect_fault(failed, "a dispatch that a rank does not make");
+                assert_kind(&record, FaultKind::Timeout, "a rank that does not come");
+                let parts = got.handle.parts();
+                let named = [
+                    ("rows", &got.rows),
+                    ("ids", &got.ids),
+                    ("counts", &got.counts),
+                    ("received", &parts.received),
+                    ("sources", &parts.sources),
+                    ("offsets", &parts.offsets),
+                ];
+                let scales = got.scales.iter().map(|scales| ("scales", scales));
+                let weights = got.weights.iter().map(|weights| ("weights", weights));
+                let beside = got.beside.iter().map(|beside| ("beside", beside));
+                let all = named.into_iter().chain(scales).chain(weights).chain(beside);
+                for (name, out) in all {
+                    let poisoned = is_poisoned(out.dtype(), &rank.raw(out.view()));
+                    assert!(poisoned, "{name} of {:?}", case.arrangement);
+                }
+            }
+            rank.meet();
+            rank.comm().reset(AMPLE).unwrap();
+        }
+    });
+}
+
 /// Adds the contracts.
 pub(super) fn add(suite: &mut Suite) {
     for (by, pairs) in mismatches_of_experts(suite.backend().engines()) {
         suite.add_from(2, &format!("faults/mismatch/experts/{by}"), move |world| {
             mismatches(world, pairs.clone());
+        });
+    }
+    for (name, by) in transports(suite.backend().engines(), Arrangement::BySource) {
+        suite.add_from(2, &format!("faults/outputs/{name}"), move |world| {
+            outputs(world, by);
         });
     }
 }
