@@ -537,8 +537,8 @@ impl Core {
         })
     }
 
-    /// Marks of all work so far, on streams that do not capture.
-    pub(crate) fn marks(&self) -> Vec<CudaMark> {
+    /// Marks of all work so far, but for what is being captured.
+    pub(crate) fn marks(&self) -> Vec<Arc<CudaMark>> {
         let used = self.used.lock();
         used.iter()
             .chain([&self.mover, &self.waiter])

@@ -58,6 +58,8 @@ struct Capture {
     kept: Vec<Arc<dyn Storage>>,
     /// As in [`Notes`], but the graph's own: it may run beside other work of the stream that it was captured on.
     workspace: Option<u64>,
+    /// The stream's work before it, which may still run. None of a branch: what it branches off comes behind all work there.
+    before: Option<Arc<CudaMark>>,
 }
 
 // SAFETY: a CUstream belongs to its context, not to a thread, and the driver locks what it changes.
@@ -228,13 +230,15 @@ impl Lane {
         self.card.retired.sweep();
     }
 
-    /// A mark of the work so far, unless a capture runs here: to look at one that was made in a capture ends that.
-    pub(crate) fn mark(&self) -> Option<CudaMark> {
-        let _no_capture_begins = self.notes.lock();
+    /// A mark of the work so far. While a capture runs here, of that before it, and none where others capture: to look at a mark that was
+    /// made in a capture ends that.
+    pub(crate) fn mark(&self) -> Option<Arc<CudaMark>> {
+        // No capture begins meanwhile.
+        let notes = self.notes.lock();
         if self.capturing() {
-            return None;
+            return notes.capture.as_ref()?.before.clone();
         }
-        CudaMark::record(&self.card, self.stream).ok()
+        CudaMark::record(&self.card, self.stream).map(Arc::new).ok()
     }
 
     /// Lets work here wait for a mark. If that is of a capture, this stream joins it: not while another thread takes a mark of this
@@ -326,11 +330,15 @@ impl Lane {
     pub(crate) fn begin_capture(&self) -> Result<()> {
         self.tidy();
         let mut notes = self.notes.lock();
+        let before = CudaMark::record(&self.card, self.stream)?;
         let mode = CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream lives as long as `self`.
         unsafe { stream::begin_capture(self.stream, mode) }
             .map_err(failed("cuStreamBeginCapture"))?;
-        notes.capture = Some(Capture::default());
+        notes.capture = Some(Capture {
+            before: Some(Arc::new(before)),
+            ..Capture::default()
+        });
         Ok(())
     }
 

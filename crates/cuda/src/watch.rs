@@ -46,7 +46,7 @@ impl Drop for Core {
 
 /// A rank whose communicator is dropped while work of it is still going on.
 struct Leaving {
-    marks: Vec<CudaMark>,
+    marks: Vec<Arc<CudaMark>>,
     control: Arc<Control>,
     memory: Arc<GroupMemory>,
     _lanes: Vec<Arc<Lane>>,

@@ -60,7 +60,7 @@ impl Drop for Handle {
 
 impl Inner {
     /// Marks of all work so far.
-    fn marks(&self) -> Vec<CudaMark> {
+    fn marks(&self) -> Vec<Arc<CudaMark>> {
         let lanes = self.streams.iter().filter_map(|s| self.device.lane(s).ok());
         let own = lanes.filter_map(|lane| lane.mark());
         let inside = self.inside.iter().flat_map(|comm| comm.core.marks());

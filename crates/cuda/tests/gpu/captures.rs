@@ -1,10 +1,10 @@
 //! Captures beside what other threads do on the same GPU.
 
-use crate::common::{AMPLE, all, bytes, device, floats, layer};
+use crate::common::{AMPLE, all, bytes, dawdle, device, floats, layer};
 use brigade_cuda::CudaDevice;
 use brigade_device::{
-    Allocate, Buffer, DataType, GemmParams, Linear, Lora, LoraLinearParams, LoraRun, MemoryType,
-    Output, Queues, Stream,
+    Allocate, Buffer, CommConfig, DataType, Device, Error, GemmParams, Linear, Lora,
+    LoraLinearParams, LoraRun, MemoryType, Output, ParallelMode, Queues, Stream,
 };
 use cudarc::driver::{result, sys};
 use std::{
@@ -98,6 +98,32 @@ fn products_of_new_shapes() {
 #[test]
 fn devices_that_come_and_go() {
     beside(|_, _| drop(CudaDevice::new(0).unwrap()));
+}
+
+/// Also in the midst of a capture, a reset waits for what was enqueued before that and still runs.
+#[test]
+fn a_reset_waits_for_work_before_the_capture() {
+    let Some((device, on, _alone)) = device() else {
+        return;
+    };
+    let config = CommConfig::new(ParallelMode::Tp);
+    let boot = &brigade_group::threads(1)[0];
+    let comm = Arc::clone(&device).join(boot, &config).unwrap();
+    comm.lease(&on).unwrap().barrier().unwrap();
+    let mut a = bytes(&device, &on, 1000, 1);
+    dawdle(&device, &on);
+    let mut early = None;
+    let graph = device.capture(&on, &mut || {
+        early = Some(comm.reset(Duration::from_millis(1)));
+        device.fill(&on, a.view_mut(), 2)
+    });
+    graph.unwrap();
+    let early = early.unwrap();
+    assert!(
+        matches!(early, Err(Error::Group { step: "reset", .. })),
+        "{early:?}"
+    );
+    comm.reset(AMPLE).unwrap();
 }
 
 /// Nodes of a graph of one call.
