@@ -7,7 +7,7 @@ use crate::{
     Kernel, KernelSet, Missing,
     comm::{CudaComm, unexpected},
     core::Core,
-    dispatch::{WIDEST, own_parts, row_blocks, row_threads},
+    dispatch::{Side, own_parts, row_blocks_of, row_threads},
     finish::same_elements,
     job::Job,
     memory::check_reach,
@@ -325,7 +325,7 @@ impl Job<'_> {
             row_threads: threads,
             ..self.combining(a)
         };
-        let shape = row_blocks(self, rows, threads, WIDEST);
+        let shape = row_blocks_of(self, (Side::Writes, a.pieces), rows, threads);
         let kernels = &self.core.device.opened.kernels.combines;
         let kernel = match a.call.sum {
             CombineSum::Rank | CombineSum::Expert => &kernels.back,
@@ -375,7 +375,7 @@ impl Job<'_> {
         for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
             *to = bias.address();
         }
-        let shape = row_blocks(self, tokens, threads, WIDEST);
+        let shape = row_blocks_of(self, (Side::Takes, a.pieces), tokens, threads);
         // SAFETY: rows lie in the group's memory, at the same place of each rank's, or in a buffer of the call, as all else.
         unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }

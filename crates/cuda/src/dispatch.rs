@@ -2,11 +2,13 @@
 //! where the arrangement wants them. Nobody's host hears of a count, unless room is to be made for just so many rows.
 
 mod arrange;
+mod blocks;
 mod fifo;
 mod gathered;
 mod in_place;
 mod pieces;
 
+pub(crate) use blocks::{Side, WIDEST, row_blocks, row_blocks_of, row_threads};
 pub(crate) use pieces::own_parts;
 
 use crate::{
@@ -21,9 +23,9 @@ use crate::{
     window::Window,
 };
 use brigade_device::{
-    Arrangement, Buffer, Call, DataType, Device, DispatchCall, DispatchOutputs, DispatchParams,
-    Dispatched, Error, Expected, Fp8Cast, Group, Origin, Plan, Result, Route, Routing, ScaleFormat,
-    Transport, Turn, Ways, taken_back,
+    Arrangement, Buffer, Call, DataType, DispatchCall, DispatchOutputs, DispatchParams, Dispatched,
+    Error, Expected, Fp8Cast, Group, Origin, Plan, Result, Route, Routing, ScaleFormat, Transport,
+    Turn, Ways, taken_back,
 };
 use brigade_kernels::{CastParams, DispatchParams as Parameters};
 use brigade_plan::{
@@ -66,10 +68,6 @@ impl DispatchKernels {
     }
 }
 
-/// Threads of the largest block that takes rows.
-pub(crate) const WIDEST: u32 = 1024;
-/// Threads of a block that takes rows.
-pub(crate) const ROW_THREADS: u32 = 256;
 /// Threads of a block that goes through all entries.
 const ENTRY_THREADS: u32 = 1024;
 
@@ -80,53 +78,6 @@ pub(crate) const fn format_code(format: ScaleFormat) -> u32 {
         ScaleFormat::PowerOfTwo => 1,
         ScaleFormat::Ue8m0 => 2,
     }
-}
-
-/// Threads for each of so many rows, so that a few of them keep a GPU busy too.
-pub(crate) fn row_threads(device: &CudaDevice, rows: usize, row_bytes: usize) -> u32 {
-    /// What keeps a multiprocessor busy.
-    const THREADS: usize = 1024;
-    let all = usize::from(device.info().sms) * THREADS;
-    [ROW_THREADS, 128, 64]
-        .into_iter()
-        .find(|&t| rows * t as usize <= all && t as usize * 16 <= row_bytes)
-        .unwrap_or(32)
-}
-
-/// Blocks for so many rows, within the multiprocessors that a communicator may use. `widest` is the largest block of the kernel.
-pub(crate) fn row_blocks(job: &Job<'_>, rows: usize, threads: u32, widest: u32) -> Launch {
-    row_blocks_on(job, own_sms(job), (rows, threads), widest)
-}
-
-fn row_blocks_on(job: &Job<'_>, sms: usize, (rows, threads): (usize, u32), widest: u32) -> Launch {
-    /// Blocks of a multiprocessor.
-    const BLOCKS: usize = 8;
-    // Blocks go to whichever multiprocessor has room: to stay within a budget, there are no more of them than it has.
-    let (each, most) = match job.core.config.sm_budget {
-        Some(_) => (widest, sms),
-        None => (ROW_THREADS, BLOCKS * sms),
-    };
-    let blocks = (rows * threads as usize).div_ceil(each as usize);
-    let shape = job.core.device.opened.kernels.shape(blocks.min(most));
-    Launch {
-        threads: each,
-        ..shape
-    }
-}
-
-/// Multiprocessors that a communicator may use.
-fn own_sms(job: &Job<'_>) -> usize {
-    let all = usize::from(job.core.device.info().sms);
-    job.core
-        .config
-        .sm_budget
-        .map_or(all, |n| usize::from(n.max(1)).min(all))
-}
-
-/// Where one of several pieces is written while another is taken, each side has multiprocessors of its own: stores that wait for the
-/// link keep all accesses of their multiprocessor waiting. Those that write.
-fn pushing_sms(job: &Job<'_>) -> usize {
-    (own_sms(job) / 2).max(1)
 }
 
 /// The arguments.

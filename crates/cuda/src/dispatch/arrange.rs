@@ -1,8 +1,9 @@
 //! What has come of a dispatch: counted, arranged, and taken to where it belongs.
 
 use super::{
-    Arguments, Came, ENTRY_THREADS, Parameters, Piece, WIDEST, in_place, own_sms, pushing_sms,
-    row_blocks_on, row_threads, to,
+    Arguments, Came, ENTRY_THREADS, Parameters, Piece, Side, WIDEST,
+    blocks::{budgeted_sms, row_blocks_on, side_sms},
+    in_place, row_blocks_of, row_threads, to,
 };
 use crate::{
     Launch,
@@ -81,7 +82,10 @@ impl Job<'_> {
         let kernels = &self.core.device.opened.kernels.dispatches;
         if parameters.own_slots > 0 && came.piece.load != Load::Rest {
             let blocks = match self.core.config.sm_budget {
-                Some(_) => parameters.own_slots.min(own_sms(self) as u32),
+                Some(_) => {
+                    let most = budgeted_sms(self, Side::Takes, a.pieces.len());
+                    parameters.own_slots.min(most as u32)
+                }
                 None => parameters.own_slots,
             };
             let shape = Launch::grid(blocks, ENTRY_THREADS);
@@ -168,10 +172,11 @@ impl Job<'_> {
         let parameters = self.belonging(a, came, outputs);
         let kernels = &self.core.device.opened.kernels;
         let shape = match a.call.arrangement {
+            // A block takes one slot, so there are as many whatever the budget is.
             Arrangement::ByExpert { .. } => {
                 Launch::grid(parameters.own_slots.max(1), ENTRY_THREADS)
             }
-            _ => row_blocks_on(self, own_sms(self), (capacity, 1), WIDEST),
+            _ => row_blocks_of(self, (Side::Takes, a.pieces.len()), capacity, 1),
         };
         let kernel = &kernels.dispatches.arrange;
         // SAFETY: what has come lies in the group's memory or in a buffer of the call, and goes into buffers of the call.
@@ -195,10 +200,7 @@ impl Job<'_> {
         let device = &self.core.device;
         let rows = capacity.min(came.piece.rows * a.group.size * most_rows(a));
         parameters.row_threads = row_threads(device, rows, row_bytes);
-        let sms = match a.pieces.len() {
-            0 | 1 => own_sms(self),
-            _ => (own_sms(self) - pushing_sms(self)).max(1),
-        };
+        let sms = side_sms(self, Side::Takes, a.pieces.len());
         let shape = row_blocks_on(self, sms, (rows, parameters.row_threads), WIDEST);
         let kernel = &device.opened.kernels.dispatches.collect;
         // SAFETY: as above.

@@ -1,6 +1,8 @@
 //! Rows through halves, a piece at a time.
 
-use super::{Arguments, Came, Parameters, WIDEST, in_place, pushing_sms, row_blocks, row_threads};
+use super::{
+    Arguments, Came, Parameters, Side, WIDEST, blocks::side_sms, in_place, row_blocks, row_threads,
+};
 use crate::{Launch, job::Job, relay::Pieces, steps::Use};
 use brigade_device::{Buffer, DispatchOutputs, Error, Result};
 use brigade_plan::dispatch::{Load, Section, Sections, part_bytes};
@@ -176,7 +178,7 @@ impl Job<'_> {
                 let threads = most * parameters.row_threads as usize;
                 let blocks = threads.div_ceil(alone.threads as usize);
                 Launch {
-                    blocks: blocks.clamp(1, pushing_sms(self)) as u32,
+                    blocks: blocks.clamp(1, side_sms(self, Side::Writes, a.pieces.len())) as u32,
                     ..alone
                 }
             }
