@@ -41,6 +41,9 @@ pub struct CudaConfig {
 
 /// A GPU of NVIDIA's, by its primary context: what other libraries of the process allocate there is within reach.
 ///
+/// Calls, and drops of what came of them, may leave that context current on their thread. Whoever works with another GPU on the same thread
+/// makes its context current before each piece of that work (`cudaSetDevice`).
+///
 /// Work is enqueued on streams and done later. Memory comes from a pool of the device's own and is freed in stream order, so
 /// that dropping a buffer never blocks. Products are cuBLASLt's; everything else is this crate's kernels, which are all
 /// loaded when the device is opened.
