@@ -150,7 +150,7 @@ __device__ __forceinline__ void say(const DispatchParams& p, uint32_t at, int4 s
   reinterpret_cast<int4*>(p.sources)[at] = source;
 }
 
-// By source: all blocks for all rows. By expert: a block for each slot.
+// By source: all blocks for all rows. By expert: a block for each slot, or for several.
 extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(const __grid_constant__ DispatchParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
@@ -190,26 +190,27 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(cons
     const uint32_t s = uint32_t(n / p.k / p.max_tokens), i = uint32_t(n / p.k % p.max_tokens);
     if (i >= received[s] || reinterpret_cast<const int32_t*>(came(p, s, slots, i))[n % p.k] < 0) rows_of[n] = -1;
   }
-  if (blockIdx.x >= p.own_slots) return;
-  uint32_t next = offsets[blockIdx.x];
-  for (uint32_t s = 0; s < p.size; ++s) {
-    const int32_t* entries = reinterpret_cast<const int32_t*>(came(p, s, slots, 0));
-    const uint32_t n = received[s] * p.k;
-    for (uint32_t start = 0; start < n; start += blockDim.x) {
-      const uint32_t i = start + threadIdx.x;
-      const bool mine = i < n && entries[i] == int32_t(blockIdx.x);
-      uint32_t all;
-      const uint32_t at = next + rank_among(mine, all);
-      next += all;
-      if (!mine) continue;
-      const int32_t from = *reinterpret_cast<const int32_t*>(came(p, s, token, i / p.k));
-      say(p, at, make_int4(int32_t(s), from, int32_t(i % p.k), int32_t(i / p.k)));
-      ids[at] = called(p, int32_t(blockIdx.x));
-      rows_of[(uint64_t(s) * p.max_tokens + i / p.k) * p.k + i % p.k] = int32_t(at);
-      if (out_weights != nullptr) out_weights[at] = reinterpret_cast<const float*>(came(p, s, weights, 0))[i];
+  for (uint32_t slot = blockIdx.x; slot < p.own_slots; slot += gridDim.x) {
+    uint32_t next = offsets[slot];
+    for (uint32_t s = 0; s < p.size; ++s) {
+      const int32_t* entries = reinterpret_cast<const int32_t*>(came(p, s, slots, 0));
+      const uint32_t n = received[s] * p.k;
+      for (uint32_t start = 0; start < n; start += blockDim.x) {
+        const uint32_t i = start + threadIdx.x;
+        const bool mine = i < n && entries[i] == int32_t(slot);
+        uint32_t all;
+        const uint32_t at = next + rank_among(mine, all);
+        next += all;
+        if (!mine) continue;
+        const int32_t from = *reinterpret_cast<const int32_t*>(came(p, s, token, i / p.k));
+        say(p, at, make_int4(int32_t(s), from, int32_t(i % p.k), int32_t(i / p.k)));
+        ids[at] = called(p, int32_t(slot));
+        rows_of[(uint64_t(s) * p.max_tokens + i / p.k) * p.k + i % p.k] = int32_t(at);
+        if (out_weights != nullptr) out_weights[at] = reinterpret_cast<const float*>(came(p, s, weights, 0))[i];
+      }
     }
+    for (uint32_t at = next + threadIdx.x; at < offsets[slot + 1]; at += blockDim.x) nobody(at);
   }
-  for (uint32_t at = next + threadIdx.x; at < offsets[blockIdx.x + 1]; at += blockDim.x) nobody(at);
 }
 
 // A group of threads for each row that there is room for, if it is in this piece.

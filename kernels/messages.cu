@@ -1,25 +1,46 @@
-// Messages between pairs of ranks. A message passes through its sender's slot in the receiver's memory, in pieces that take the slot's two
-// halves in turn, as data that is its own flag (escaped.cuh). The flag of a piece says which message it is of, so that a pair which disagrees
+// Messages between pairs of ranks. A message passes through its sender's slots in the receiver's memory, in pieces that take four slots in turn,
+// two in each half, as data that is its own flag (escaped.cuh). The flag of a piece says which message it is of, so that a pair which disagrees
 // hears of it; between data and flag no order is needed. Whoever takes a packet leaves its place empty, and the credit for a piece goes back
-// when the receiver's last block has taken its share.
+// when the receiver's last block has taken its share. That for the last piece of a message goes back with the next message from there, in a
+// kernel behind this one: so no fence is waited for at the end of a message. Three pieces more can be on their way until then.
 #include "escaped.cuh"
 
-using namespace brigade;
+namespace brigade {
 
+__device__ inline void poison_outputs(const MessagesParams& p) {
+  for (uint32_t m = 0; m < p.count; ++m) {
+    if (p.peer[m] >= 256) poison(p.local[m], p.bytes[m], p.poison, threadIdx.x, blockDim.x);
+  }
+}
+
+}  // namespace brigade
+
+using namespace brigade;
 
 __device__ __forceinline__ bool receives_of(const MessagesParams& p, uint32_t message) { return p.peer[message] >= 256; }
 
 __device__ __forceinline__ uint32_t peer_of_message(const MessagesParams& p, uint32_t message) { return p.peer[message] % 256; }
 
 __device__ __forceinline__ uint64_t pieces_of(const MessagesParams& p, uint32_t message) {
-  return p.bytes[message] == 0 ? 1 : (p.bytes[message] + p.piece_bytes - 1) / p.piece_bytes;
+  // A division of 64 bits takes long.
+  return p.bytes[message] <= p.piece_bytes ? 1 : (p.bytes[message] + p.piece_bytes - 1) / p.piece_bytes;
 }
 
-__device__ __forceinline__ uint64_t* counter_of(const MessagesParams& p, const Group& g, uint32_t message) {
-  return g.counter(p.counters + (receives_of(p, message) ? p.size : 0) + peer_of_message(p, message));
+// What a rank counts of the messages to or from a peer. Kernels take two counts of pieces in turn: each reads one and writes the other. Whose turn
+// it is follows from a number to which the blocks of a kernel add USE between them, each once it has read it (push.cuh).
+struct Counted {
+  uint64_t pieces[2];
+  uint64_t uses;
+  // Blocks that have taken what lies in a slot, some bits for each.
+  uint64_t taken;
+};
+
+__device__ __forceinline__ Counted* counted_of(const MessagesParams& p, const Group& g, uint32_t message) {
+  const uint32_t which = (receives_of(p, message) ? p.size : 0) + peer_of_message(p, message);
+  return reinterpret_cast<Counted*>(g.counter(p.counters + 2 * which));
 }
 
-// Piece `n` between this rank and a peer, which is piece `i` of a message.
+// Piece `n` between this rank and a peer.
 struct Piece {
   uint64_t n;
   uint64_t bytes;
@@ -29,18 +50,20 @@ struct Piece {
   uint64_t slot;
   uint32_t granules, packets;
 
-  __device__ __forceinline__ Piece(const MessagesParams& p, uint32_t message, uint64_t before, uint64_t i) : n(before + i) {
-    const uint64_t start = i * p.piece_bytes, left = p.bytes[message] - start;
+  // It begins at `from`.
+  __device__ __forceinline__ Piece(const MessagesParams& p, uint32_t message, uint64_t number, uint64_t from) : n(number), local(from) {
+    const uint64_t left = p.local[message] + p.bytes[message] - from;
     bytes = left < p.piece_bytes ? left : p.piece_bytes;
-    local = p.local[message] + start;
     const uint32_t peer = peer_of_message(p, message);
     const uint32_t sender = receives_of(p, message) ? peer : p.rank, receiver = receives_of(p, message) ? p.rank : peer;
-    slot = p.base + receiver * p.stride + p.slots + half() * p.half_bytes + sender * p.slot_bytes;
+    slot = p.base + receiver * p.stride + p.slots + half() * p.half_bytes + (2 * sender + second()) * p.slot_bytes;
     granules = uint32_t((bytes + 15) / 16);
     packets = (granules + Each - 1) / Each;
   }
 
   __device__ __forceinline__ uint32_t half() const { return uint32_t(n & 1); }
+  // Which slot of the half it takes.
+  __device__ __forceinline__ uint32_t second() const { return uint32_t(n >> 1 & 1); }
   __device__ __forceinline__ uint64_t epoch() const { return n / 2 + 1; }
 
   // Granules of a packet lie so far apart that those which threads access together lie together.
@@ -87,8 +110,8 @@ struct Piece {
 };
 
 // Packets of other forms are rare.
-__device__ __noinline__ void send_any(const MessagesParams& p, uint32_t message, uint64_t before, uint64_t i, uint32_t j) {
-  const Piece piece(p, message, before, i);
+__device__ __noinline__ void send_any(const MessagesParams& p, uint32_t message, uint64_t n, uint64_t from, uint32_t j) {
+  const Piece piece(p, message, n, from);
   uint4 v[Each] = {};
 #pragma unroll
   for (uint32_t k = 0; k < Each; ++k) {
@@ -98,8 +121,8 @@ __device__ __noinline__ void send_any(const MessagesParams& p, uint32_t message,
   piece.send(j, v);
 }
 
-__device__ __noinline__ void write_any(const MessagesParams& p, uint32_t message, uint64_t before, uint64_t i, uint32_t j) {
-  const Piece piece(p, message, before, i);
+__device__ __noinline__ void write_any(const MessagesParams& p, uint32_t message, uint64_t n, uint64_t from, uint32_t j) {
+  const Piece piece(p, message, n, from);
   uint4 v[Each];
   uint32_t escaped;
   piece.look(j, v, escaped);
@@ -112,8 +135,11 @@ __device__ __noinline__ void write_any(const MessagesParams& p, uint32_t message
 
 // The flag of piece `n` of a message in the receiver's memory.
 __device__ __forceinline__ uint32_t flag_word(const MessagesParams& p, uint64_t n, uint32_t sender) {
-  return p.ring + (uint32_t(n & 1) * p.size + sender) * p.pieces;
+  return p.ring + (uint32_t(n & 1) * p.size + sender) * p.pieces + uint32_t(n >> 1 & 1);
 }
+
+// Slots of a sender.
+constexpr uint32_t most_pieces = 4;
 
 // The word in which a rank finds the credits of another.
 __device__ __forceinline__ uint32_t credit_word(const MessagesParams& p, uint64_t n, uint32_t receiver) {
@@ -167,6 +193,16 @@ __device__ __noinline__ void count_wait(const MessagesParams& p, uint32_t peer, 
   atomicAdd(state + STATE_WAITED + peer, (unsigned long long)(globaltimer_ns() - since_ns));
 }
 
+// The first packet of this thread in every piece.
+__device__ __forceinline__ uint32_t first_packet(const MessagesParams& p) { return blockIdx.x % p.blocks * blockDim.x + threadIdx.x; }
+
+// Gives what was there.
+__device__ __forceinline__ uint64_t add_acq_rel_gpu(uint64_t* at, uint64_t more) {
+  uint64_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(at), "l"(more) : "memory");
+  return before;
+}
+
 // Looks until `look` is true, as one thread. False if the group was stopped, or is now.
 template <typename Look>
 __device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message, uint64_t n, Look look) {
@@ -174,7 +210,7 @@ __device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message,
   bool hopeless = false;
   uint64_t since_ns = 0;
   for (uint32_t spins = 1; !look(); ++spins) {
-    if (spins == 1 && threadIdx.x == 0 && blockIdx.x % p.blocks == 0) since_ns = globaltimer_ns();
+    if (spins == 1 && first_packet(p) == 0) since_ns = globaltimer_ns();
     if (hopeless) {
       give_up_on(p, message, n);
       return false;
@@ -186,120 +222,158 @@ __device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message,
   return true;
 }
 
-// This block's share of a piece. False if the group was stopped.
-__device__ __forceinline__ bool send(const MessagesParams& p, const Group& g, uint32_t message, uint64_t before, uint64_t i, bool& failed) {
-  const Piece piece(p, message, before, i);
-  const uint32_t block = blockIdx.x % p.blocks, peer = peer_of_message(p, message);
-  if (piece.n >= 2 && !wait_for(p, g, STEP_CREDIT, piece.epoch(), credit_of(p, g, message, piece.n - 2), failed)) return false;
-  if (block == 0 && threadIdx.x == 0) {
+// Loads packet `j`, which this thread sends: all of it is on its way at once.
+__device__ __forceinline__ void load(const Piece& piece, uint32_t j, uint4 (&v)[Each]) {
+  if (j >= piece.packets || !piece.is_wide(j)) return;
+#pragma unroll
+  for (uint32_t k = 0; k < Each; ++k) v[k] = reinterpret_cast<const uint4*>(piece.local)[piece.granule(j, k)];
+}
+
+// Whether a piece can go: the one before in its slot has been taken.
+__device__ __forceinline__ bool is_credited(const MessagesParams& p, const Group& g, uint32_t message, uint64_t n) {
+  if (n < most_pieces) return true;
+  const Waiting credit = credit_of(p, g, message, n - most_pieces);
+  return progress(load_acquire_sys(g.word(p.rank, credit.word)), credit.expected, credit.want) == Progress::there;
+}
+
+// Waits as one thread, for the block: for the credit of piece `n`, or where there is a hook for its flag. What is rare takes nothing by
+// reference but the parameters, and is not inlined, so that what is usual is short.
+__device__ __noinline__ bool wait_long(const MessagesParams& p, uint32_t message, uint64_t op, uint64_t n) {
+  __shared__ bool failed;
+  const Group g = group_of(p, p.call_signature);
+  // A credit is asked about as part of the piece that it is waited for.
+  const uint64_t epoch = op == STEP_CREDIT ? (n + most_pieces) / 2 + 1 : op == STEP_WAIT ? n / 2 + 1 : 0;
+  return wait_for(p, g, op, epoch, op == STEP_WAIT ? arrival_of(p, g, message, n) : credit_of(p, g, message, n), failed);
+}
+
+// This block's share of a piece. Of the first, packets are `loaded`, and it is known whether it is `credited`. False if the group was stopped.
+__device__ __forceinline__ bool send(const MessagesParams& p, const Group& g, uint32_t message, const Piece& piece, uint4 (&v)[Each], bool loaded,
+                                     bool credited) {
+  const uint32_t peer = peer_of_message(p, message);
+  if (piece.n >= most_pieces && !credited && !wait_long(p, message, STEP_CREDIT, piece.n - most_pieces)) return false;
+  if (first_packet(p) == 0) {
     const uint32_t word = flag_word(p, piece.n, p.rank);
     const bool tells = g.desk == 0 || consult(p, g.signature, step_bits(STEP_POST, peer, word), piece.epoch(), blockIdx.x) == Answer::go_on;
     if (tells) store_relaxed_sys(g.word(peer, word), flag_of(p, g, message, piece.epoch()));
   }
-  for (uint32_t j = block * blockDim.x + threadIdx.x; j < piece.packets; j += p.blocks * blockDim.x) {
-    if (!piece.is_wide(j)) {
-      send_any(p, message, before, i, j);
-      continue;
+  for (uint32_t j = first_packet(p); j < piece.packets; j += p.blocks * blockDim.x) {
+    if (!loaded) load(piece, j, v);
+    loaded = false;
+    if (piece.is_wide(j)) {
+      piece.send(j, v);
+    } else {
+      send_any(p, message, piece.n, piece.local, j);
     }
-    uint4 v[Each];
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) v[k] = reinterpret_cast<const uint4*>(piece.local)[piece.granule(j, k)];
-    piece.send(j, v);
   }
   return true;
 }
 
-__device__ __forceinline__ bool receive(const MessagesParams& p, const Group& g, uint32_t message, uint64_t before, uint64_t i, bool& failed) {
-  const Piece piece(p, message, before, i);
-  const uint32_t block = blockIdx.x % p.blocks, peer = peer_of_message(p, message);
+// Whether all blocks have taken their shares of piece `n`, of which this one's is the last.
+__device__ __forceinline__ bool has_taken_all(const MessagesParams& p, uint64_t* taken, uint64_t n) {
+  constexpr uint32_t bits = 64 / most_pieces;
+  if (p.blocks == 1) return true;
+  const uint32_t at = bits * uint32_t(n % most_pieces);
+  if ((uint32_t(add_acq_rel_gpu(taken, 1ull << at) >> at) & ((1u << bits) - 1)) + 1 != p.blocks) return false;
+  atomicAdd(reinterpret_cast<unsigned long long*>(taken), 0ull - ((unsigned long long)p.blocks << at));
+  return true;
+}
+
+__device__ __forceinline__ bool receive(const MessagesParams& p, const Group& g, uint32_t message, const Piece& piece, bool last) {
+  const uint32_t peer = peer_of_message(p, message);
   // The hook hears of it before anything is taken.
-  if (g.desk != 0 && !wait_for(p, g, STEP_WAIT, piece.epoch(), arrival_of(p, g, message, piece.n), failed)) return false;
+  if (g.desk != 0 && !wait_long(p, message, STEP_WAIT, piece.n)) return false;
   const uint64_t* flag = g.word(p.rank, flag_word(p, piece.n, peer));
   const uint64_t expected = flag_of(p, g, message, piece.epoch());
-  // One thread looks for the flag.
+  // One thread looks for the flag, with its first packet, if it has one.
   bool herald = threadIdx.x == 0, there = true;
-  for (uint32_t j = block * blockDim.x + threadIdx.x; j < piece.packets && there; j += p.blocks * blockDim.x) {
+  for (uint32_t j = first_packet(p); j < piece.packets || herald; j += p.blocks * blockDim.x) {
     uint4 v[Each];
     uint32_t escaped;
-    there = await(p, message, piece.n, [&] { return piece.look(j, v, escaped) & (!herald || load_relaxed_sys(flag) == expected); });
+    const bool any = j < piece.packets;
+    there = await(p, message, piece.n, [&] {
+      const bool come = !any || piece.look(j, v, escaped);
+      return come && (!herald || load_relaxed_sys(flag) == expected);
+    });
     herald = false;
-    if (!there) break;
+    if (!any || !there) break;
     if (piece.is_wide(j)) {
 #pragma unroll
       for (uint32_t k = 0; k < Each; ++k) {
         reinterpret_cast<uint4*>(piece.local)[piece.granule(j, k)] = restored(v[k], Each * k, escaped);
       }
     } else {
-      write_any(p, message, before, i, j);
+      write_any(p, message, piece.n, piece.local, j);
     }
     piece.empty(j);
   }
-  if (herald && there) there = await(p, message, piece.n, [&] { return load_relaxed_sys(flag) == expected; });
   if (!__syncthreads_and(there)) return false;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    // Behind the count, half a word for each half: no more than one piece of a half is read at a time.
-    unsigned long long* readers = reinterpret_cast<unsigned long long*>(counter_of(p, g, message) + 1);
-    const uint32_t shift = 32 * piece.half();
-    const uint32_t done = uint32_t(atomicAdd(readers, 1ull << shift) >> shift);
-    if (done + 1 == p.blocks) {
-      atomicAdd(readers, 0ull - ((unsigned long long)p.blocks << shift));
-      __threadfence_system();
-      post(p, g, piece.epoch(), peer, credit_word(p, piece.n, p.rank), flag_of(p, g, message, piece.epoch()));
-    }
+  if (!last && threadIdx.x == 0 && has_taken_all(p, &counted_of(p, g, message)->taken, piece.n)) {
+    // Its release is behind what all blocks have read and emptied.
+    post(p, g, piece.epoch(), peer, credit_word(p, piece.n, p.rank), flag_of(p, g, message, piece.epoch()));
   }
   return true;
 }
 
-// Whether this block is the last to leave.
-__device__ __forceinline__ bool is_last(const Group& g) {
-  __threadfence();
-  unsigned int* out = reinterpret_cast<unsigned int*>(g.state + STATE_OUT);
-  return atomicInc(out, gridDim.x - 1) == gridDim.x - 1;
+// Gives the credit for the last piece of a message that an earlier kernel has taken. It may bear any message's signature.
+__device__ __forceinline__ void give_back(const MessagesParams& p, const Group& g, uint32_t message, uint64_t n) {
+  const uint32_t peer = peer_of_message(p, message), word = credit_word(p, n, p.rank);
+  if (g.desk != 0) return post(p, g, n / 2 + 1, peer, word, flag_of(p, g, message, n / 2 + 1));
+  store_relaxed_sys(g.word(peer, word), flag_of(p, g, message, n / 2 + 1));
 }
 
-// Counts the messages, and the call if it is nothing else. False if the group was stopped, so that what came may not be whole.
-__device__ __forceinline__ bool count(const MessagesParams& p, const Group& g) {
-  for (uint32_t m = 0; m < p.count; ++m) *counter_of(p, g, m) += pieces_of(p, m);
-  if (p.alone == 0) return true;
-  if (is_stopped(g)) {
-    say_stopped(g.report, g.generation());
-    return false;
-  }
-  g.state[STATE_CALLS] += 1;
-  g.state[STATE_MOVED] += p.moved_bytes;
-  return true;
+// Nothing that was there is waited for.
+__device__ __forceinline__ void add(uint64_t* at, uint64_t more) { atomicAdd(reinterpret_cast<unsigned long long*>(at), (unsigned long long)more); }
+
+// By one thread of each block of a message that has read the counts.
+__device__ __forceinline__ void count(const MessagesParams& p, const Group& g, uint32_t message, uint64_t use, uint64_t pieces) {
+  Counted* counted = counted_of(p, g, message);
+  // The first block adds what is left of USE.
+  const bool first = blockIdx.x % p.blocks == 0;
+  const uint64_t share = USE >> (32 - __clz(p.blocks));
+  add(&counted->uses, first ? USE - share * (p.blocks - 1) : share);
+  if (first) counted->pieces[(use + 1) % 2] = pieces;
 }
 
 // Two blocks find room on a multiprocessor, so that the groups of many ranks do.
 extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
     brigade_messages(const __grid_constant__ MessagesParams p) {
   wait_for_previous_kernel();
-  __shared__ bool failed, poisons;
+  let_next_kernel_start();
+  __shared__ bool failed, credited;
+  __shared__ uint64_t before;
   const uint32_t message = blockIdx.x / p.blocks;
+  const bool receives = receives_of(p, message);
   const Group g = group_of(p, p.call_signature);
-  const uint64_t before = *counter_of(p, g, message), pieces = pieces_of(p, message);
+  const uint64_t pieces = pieces_of(p, message);
+  uint4 v[Each] = {};
+  const auto piece = [&](uint64_t i) { return Piece(p, message, before + i, p.local[message] + i * p.piece_bytes); };
+  if (!receives) load(Piece(p, message, 0, p.local[message]), first_packet(p), v);
   if (threadIdx.x == 0) {
+    const Counted* counted = counted_of(p, g, message);
+    const uint64_t even = read_word(&counted->pieces[0]), odd = read_word(&counted->pieces[1]), use = read_word(&counted->uses) >> USE_BITS;
+    failed = is_stopped(g);
+    before = use % 2 == 0 ? even : odd;
     // Each block says so: the last, but a little later than the first.
     if (p.alone != 0) g.state[STATE_STARTED] = globaltimer_ns();
-    failed = is_stopped(g);
     if (failed) say_stopped(g.report, g.generation());
+    // Where there is a hook, it is asked first.
+    credited = !receives && g.desk == 0 && is_credited(p, g, message, before);
+    count(p, g, message, use, before + pieces);
   }
   __syncthreads();
   bool going_on = !failed;
+  // A sender that waits until its message was read waits for the credit of the last piece.
+  const bool prompt = p.confirmed != 0;
+  if (going_on && receives && before > 0 && first_packet(p) == 0) give_back(p, g, message, before - 1);
   for (uint64_t i = 0; i < pieces && going_on; ++i) {
-    going_on = receives_of(p, message) ? receive(p, g, message, before, i, failed) : send(p, g, message, before, i, failed);
+    going_on = receives ? receive(p, g, message, piece(i), !prompt && i + 1 == pieces) : send(p, g, message, piece(i), v, i == 0, i == 0 && credited);
   }
   // No guard: nothing is written behind it.
-  if (going_on && !receives_of(p, message) && p.confirmed != 0) {
-    wait_for(p, g, STEP_MEET, 0, credit_of(p, g, message, before + pieces - 1), failed);
-  }
-  // The last block to leave advances the counters, which the others have read by then.
-  __syncthreads();
-  if (threadIdx.x == 0) poisons = is_last(g) && !count(p, g);
-  __syncthreads();
-  if (!poisons) return;
-  for (uint32_t m = 0; m < p.count; ++m) {
-    if (receives_of(p, m)) poison(p.local[m], p.bytes[m], p.poison, threadIdx.x, blockDim.x);
+  if (going_on && !receives && prompt) going_on = wait_long(p, message, STEP_MEET, before + pieces - 1);
+  if (p.alone == 0) return;
+  if (!going_on) return poison_all(p);
+  if (message == p.count - 1 && first_packet(p) == 0) {
+    add(g.state + STATE_CALLS, 1);
+    add(g.state + STATE_MOVED, p.moved_bytes);
   }
 }

@@ -25,6 +25,8 @@ pub(crate) struct Message {
 const BLOCKS_ALONE: u32 = 8;
 /// And where nobody does.
 const MOST_BLOCKS_ALONE: u32 = 32;
+/// Slots of each sender in a half.
+const SLOTS: usize = 2;
 /// Messages of a call that is nothing else.
 const MOST_ALONE: u32 = 2;
 /// Bytes of a packet: what a thread carries at a time, and with the word behind it (`kernels/escaped.cuh`).
@@ -95,10 +97,10 @@ impl Job<'_> {
         self.launch_messages(shape, parameters)
     }
 
-    /// Most blocks for each of the messages of such a call: within places and budget.
+    /// Most blocks for each of the messages of such a call: within places and budget. Those that ask a hook have slots for it.
     fn most_alone(&self, places: u32) -> u32 {
         let core = self.core;
-        if core.shares() {
+        if core.shares() || core.memory.desk.is_some() {
             return BLOCKS_ALONE;
         }
         let budget = core.config.sm_budget.map_or(u32::MAX, u32::from);
@@ -127,7 +129,7 @@ impl Job<'_> {
             half: Half::of(n),
         };
         let (slots, next) = (core.data_offset(half(0)), core.data_offset(half(1)));
-        let slot_bytes = layout.half_bytes(Area::Mail) / core.size();
+        let slot_bytes = layout.half_bytes(Area::Mail) / (SLOTS * core.size());
         let mut parameters = MessagesParams {
             desk: core.memory.desk(Asker::Messages),
             slots: slots as u64,

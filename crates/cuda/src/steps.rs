@@ -33,14 +33,14 @@ impl Counters {
         1 + of.area as usize * HALVES + of.half.index()
     }
 
-    /// Pieces of messages sent to rank 0, then to the others; those received stand behind them.
+    /// What is counted of messages sent to rank 0, in place of two counters, then to the others; of those received it stands behind them.
     pub(crate) const fn messages(self) -> usize {
         1 + Area::ALL.len() * HALVES
     }
 
     /// Items that were put into the queues for rank 0, a counter for each channel, then for the others; those taken stand behind them.
     pub(crate) const fn queues(self) -> usize {
-        self.messages() + 2 * self.size
+        self.messages() + 4 * self.size
     }
 
     const fn regions(self) -> usize {
@@ -507,7 +507,7 @@ mod tests {
                 })
             }));
         }
-        all.extend(counters.messages()..counters.messages() + 2 * SIZE);
+        all.extend(counters.messages()..counters.messages() + 4 * SIZE);
         all.extend(counters.queues()..counters.queues() + 2 * SIZE * FIFO_CHANNELS);
         for region in 0..3 {
             for peer in 0..SIZE {

@@ -441,7 +441,7 @@ parameters! {
         count: u32,
         /// Whether all ranks make this call.
         collective: u32,
-        /// The counter of what was sent to rank 0; that of what came from rank 0 stands `size` further.
+        /// The counter in whose place and the next one's stands what is counted of messages to rank 0, then to the others, then from each.
         counters: u32,
         /// Whether a sender waits until its message was read.
         confirmed: u32,

@@ -34,7 +34,8 @@ pub(crate) fn plan(
         None => {
             let bytes = elements.saturating_mul(input.bytes());
             let pushes = |a| table.pushes(bytes) && piece_elements(a).is_ok();
-            let own = by_size(bytes, topology, table).find(|&a| is_pull(a) || pushes(a));
+            let own = by_shots(bytes <= table.one_shot_max_bytes, topology)
+                .find(|&a| is_pull(a) || pushes(a));
             let foreign = topology.config.nccl == NcclUse::Quicker
                 && topology.engines.nccl
                 && input == output
@@ -64,21 +65,17 @@ pub(crate) fn plan(
     })
 }
 
-/// Those of Brigade that a group has, which all give the same bits: the best for so many bytes first.
-pub(crate) fn by_size(
-    bytes: usize,
-    topology: &Topology,
-    table: &Figures,
-) -> impl Iterator<Item = A> + Clone {
+/// Those of Brigade that a group has, which all give the same bits: those of one shot first, or those of two.
+pub(crate) fn by_shots(one_first: bool, topology: &Topology) -> impl Iterator<Item = A> + Clone {
     let one_shot = [A::OneShotPush, A::OneShotPull];
     let two_shot = [A::TwoShotPush, A::TwoShot];
-    let by_size = if bytes <= table.one_shot_max_bytes {
+    let by_shots = if one_first {
         [one_shot, two_shot]
     } else {
         [two_shot, one_shot]
     };
     let engines = topology.engines;
-    let ways = by_size.into_iter().flatten();
+    let ways = by_shots.into_iter().flatten();
     ways.filter(move |&a| engines.reduces(a))
 }
 

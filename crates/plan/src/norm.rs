@@ -7,6 +7,10 @@ use crate::{
 };
 use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Plan, Reason, SumOrder};
 
+/// Largest input, in bytes, that is normed in one shot, also where sums alone take one shot at more, as those of two ranks do: every rank adds up
+/// and norms all rows, and beyond so many they have no large clusters (`docs/results/all-reduce-norm-shots.h100x2.json`).
+const ONE_SHOT_MOST: usize = 256 << 10;
+
 pub(crate) fn plan(
     (rows, hidden): (usize, usize),
     dtype: DataType,
@@ -31,7 +35,8 @@ pub(crate) fn plan(
         Some(a) => return Err(reason::no_algorithm(a)),
         None => {
             let bytes = rows.saturating_mul(hidden).saturating_mul(dtype.bytes());
-            let ways = all_reduce::by_size(bytes, topology, figures);
+            let one_first = bytes <= figures.one_shot_max_bytes.min(ONE_SHOT_MOST);
+            let ways = all_reduce::by_shots(one_first, topology);
             let fits = |&a: &A| piece_rows(a).is_ok();
             let usual = |&a: &A| all_reduce::is_pull(a) || figures.pushes(bytes);
             // A row that is too long for scratch memory may fit the buffers, and the other way round.

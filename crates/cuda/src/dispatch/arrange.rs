@@ -81,19 +81,21 @@ impl Job<'_> {
         }
         let kernels = &self.core.device.opened.kernels.dispatches;
         if parameters.own_slots > 0 && came.piece.load != Load::Rest {
-            let blocks = match self.core.config.sm_budget {
-                Some(_) => {
-                    let most = budgeted_sms(self, Side::Takes, a.pieces.len());
-                    parameters.own_slots.min(most as u32)
-                }
-                None => parameters.own_slots,
-            };
-            let shape = Launch::grid(blocks, ENTRY_THREADS);
+            let shape = self.slot_blocks(a, parameters.own_slots);
             // SAFETY: what has come lies in the group's memory or in a buffer of the call, and counts go into one.
             unsafe { self.follow(self.stream, &kernels.count, shape, parameters) }?;
         }
         // SAFETY: as above.
         unsafe { self.follow(self.stream, &kernels.place, Launch::grid(1, 32), parameters) }
+    }
+
+    /// A block for each slot, or for several within a budget.
+    fn slot_blocks(&self, a: &Arguments, slots: u32) -> Launch {
+        let most = match self.core.config.sm_budget {
+            Some(_) => budgeted_sms(self, Side::Takes, a.pieces.len()) as u32,
+            None => slots,
+        };
+        Launch::grid(slots.min(most).max(1), ENTRY_THREADS)
     }
 
     /// The same, with room for just so many rows if there is none yet.
@@ -172,10 +174,7 @@ impl Job<'_> {
         let parameters = self.belonging(a, came, outputs);
         let kernels = &self.core.device.opened.kernels;
         let shape = match a.call.arrangement {
-            // A block takes one slot, so there are as many whatever the budget is.
-            Arrangement::ByExpert { .. } => {
-                Launch::grid(parameters.own_slots.max(1), ENTRY_THREADS)
-            }
+            Arrangement::ByExpert { .. } => self.slot_blocks(a, parameters.own_slots),
             _ => row_blocks_of(self, (Side::Takes, a.pieces.len()), capacity, 1),
         };
         let kernel = &kernels.dispatches.arrange;
