@@ -4,7 +4,6 @@ use crate::{
     Table, Topology,
     pushed::{self, Granules},
     reason, scratch,
-    tuned::Figures,
 };
 use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, NcclUse, Plan, Reason, SumOrder};
 
