@@ -169,9 +169,21 @@ __device__ inline Waiting diagnose(const MessagesParams& p, const Group& g, uint
   w.uncounted = true;
   w.looks = (far ? long_glance : glance) - 1;
   look(g, w);
-  if (w.end == End::there) {
-    const bool late = globaltimer_ns() - g.started_ns() >= most_ns(g);
-    w.end = is_stopped(g) ? End::stopped : late ? End::timeout : End::going_on;
+  if (w.end != End::there) return w;
+  // The flag is, and its data is not.
+  w.end = End::going_on;
+  w.blamed = w.peer, w.blamed_expected = w.expected;
+  if (is_stopped(g)) {
+    w.end = End::stopped;
+  } else if (globaltimer_ns() - g.started_ns() >= most_ns(g)) {
+    w.end = End::timeout;
+  } else if (far && is_stop_asked(g)) {
+    w.end = End::stopped;
+  } else if (far && find_peer(g, false, w.blamed, w.seen)) {
+    w.blamed_expected = g.flag(g.epoch());
+    w.end = End::mismatch;
+  } else if (far && (load_acquire_sys(reinterpret_cast<const uint64_t*>(g.report + REPORT_DEPARTED)) >> w.peer & 1)) {
+    w.end = End::lost;
   }
   return w;
 }
@@ -181,10 +193,13 @@ __device__ __noinline__ bool is_hope(const MessagesParams& p, uint32_t message, 
   return diagnose(p, group_of(p, p.call_signature), message, n, far).end == End::going_on;
 }
 
-// There is none: leaves a record, if nobody else has, and stops the group.
-__device__ __noinline__ void give_up_on(const MessagesParams& p, uint32_t message, uint64_t n) {
+// There is none: leaves a record, if nobody else has, and stops the group. False if there is hope again.
+__device__ __noinline__ bool give_up_on(const MessagesParams& p, uint32_t message, uint64_t n) {
   const Group g = group_of(p, p.call_signature);
-  give_up(g, diagnose(p, g, message, n, true));
+  const Waiting w = diagnose(p, g, message, n, true);
+  if (w.end == End::going_on) return false;
+  give_up(g, w);
+  return true;
 }
 
 __device__ __noinline__ void count_wait(const MessagesParams& p, uint32_t peer, uint64_t since_ns) {
@@ -211,12 +226,9 @@ __device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message,
   uint64_t since_ns = 0;
   for (uint32_t spins = 1; !look(); ++spins) {
     if (spins == 1 && first_packet(p) == 0) since_ns = globaltimer_ns();
-    if (hopeless) {
-      give_up_on(p, message, n);
-      return false;
-    }
     // What a rank says last is that it is gone: all that it sent would be there. So there is one more look.
-    if (spins % looks_between == 0) hopeless = !is_hope(p, message, n, spins / looks_between % 16 == 0);
+    if (hopeless && give_up_on(p, message, n)) return false;
+    hopeless = spins % looks_between == 0 && !is_hope(p, message, n, spins / looks_between % 16 == 0);
   }
   if (since_ns != 0) count_wait(p, peer_of_message(p, message), since_ns);
   return true;
@@ -243,7 +255,10 @@ __device__ __noinline__ bool wait_long(const MessagesParams& p, uint32_t message
   const Group g = group_of(p, p.call_signature);
   // A credit is asked about as part of the piece that it is waited for.
   const uint64_t epoch = op == STEP_CREDIT ? (n + most_pieces) / 2 + 1 : op == STEP_WAIT ? n / 2 + 1 : 0;
-  return wait_for(p, g, op, epoch, op == STEP_WAIT ? arrival_of(p, g, message, n) : credit_of(p, g, message, n), failed);
+  const bool well = wait_for(p, g, op, epoch, op == STEP_WAIT ? arrival_of(p, g, message, n) : credit_of(p, g, message, n), failed);
+  // All have read it before the next wait.
+  __syncthreads();
+  return well;
 }
 
 // This block's share of a piece. Of the first, packets are `loaded`, and it is known whether it is `credited`. False if the group was stopped.
@@ -284,16 +299,20 @@ __device__ __forceinline__ bool receive(const MessagesParams& p, const Group& g,
   if (g.desk != 0 && !wait_long(p, message, STEP_WAIT, piece.n)) return false;
   const uint64_t* flag = g.word(p.rank, flag_word(p, piece.n, peer));
   const uint64_t expected = flag_of(p, g, message, piece.epoch());
-  // One thread looks for the flag, with its first packet, if it has one.
-  bool herald = threadIdx.x == 0, there = true;
+  // One thread looks for the flag, with its first packet, if it has one; and for the stop, once a piece, so that nobody writes for long beside
+  // whoever poisons.
+  bool herald = threadIdx.x == 0, there = true, stopped = false;
   for (uint32_t j = first_packet(p); j < piece.packets || herald; j += p.blocks * blockDim.x) {
     uint4 v[Each];
     uint32_t escaped;
     const bool any = j < piece.packets;
     there = await(p, message, piece.n, [&] {
       const bool come = !any || piece.look(j, v, escaped);
-      return come && (!herald || load_relaxed_sys(flag) == expected);
+      if (!herald) return come;
+      stopped = is_stopped(g);
+      return come && load_relaxed_sys(flag) == expected;
     });
+    there &= !stopped;
     herald = false;
     if (!any || !there) break;
     if (piece.is_wide(j)) {
@@ -338,7 +357,7 @@ __device__ __forceinline__ void count(const MessagesParams& p, const Group& g, u
 extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
     brigade_messages(const __grid_constant__ MessagesParams p) {
   wait_for_previous_kernel();
-  let_next_kernel_start();
+  if (p.lets_next != 0) let_next_kernel_start();
   __shared__ bool failed, credited;
   __shared__ uint64_t before;
   const uint32_t message = blockIdx.x / p.blocks;
@@ -362,8 +381,8 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
   }
   __syncthreads();
   bool going_on = !failed;
-  // A sender that waits until its message was read waits for the credit of the last piece.
-  const bool prompt = p.confirmed != 0;
+  // In a call of all ranks a sender waits until its message was read: so it hears of a receiver that wanted something else.
+  const bool prompt = p.collective == MADE_TOGETHER;
   if (going_on && receives && before > 0 && first_packet(p) == 0) give_back(p, g, message, before - 1);
   for (uint64_t i = 0; i < pieces && going_on; ++i) {
     going_on = receives ? receive(p, g, message, piece(i), !prompt && i + 1 == pieces) : send(p, g, message, piece(i), v, i == 0, i == 0 && credited);
@@ -372,6 +391,7 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
   if (going_on && !receives && prompt) going_on = wait_long(p, message, STEP_MEET, before + pieces - 1);
   if (p.alone == 0) return;
   if (!going_on) return poison_all(p);
+  // To know that no other message fails behind this one would be one more way to memory.
   if (message == p.count - 1 && first_packet(p) == 0) {
     add(g.state + STATE_CALLS, 1);
     add(g.state + STATE_MOVED, p.moved_bytes);

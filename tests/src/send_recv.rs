@@ -117,6 +117,31 @@ fn one_after_the_other(world: &World) {
     });
 }
 
+/// Two messages that fill scratch memory's share of a sender wait for nobody, also behind others.
+fn eager(world: &World) {
+    let mut rng = world.rng();
+    let len = config().scratch_bytes / world.size;
+    let data: Vec<Vec<_>> = (0..3)
+        .map(|_| (0..world.size).map(|_| noise(&mut rng, len)).collect())
+        .collect();
+    world.run(&config(), move |rank| {
+        let (me, size, dtype) = (rank.rank, rank.size, DataType::U8);
+        let (to, from) = ((me + 1) % size, (me + size - 1) % size);
+        for before in [1, 2, 3] {
+            for parts in &data[..before] {
+                swap(rank, dtype, (to, &parts[me]), (from, len)).unwrap();
+            }
+            for parts in &data[..2] {
+                send(rank, to, dtype, &parts[me]).unwrap();
+            }
+            for parts in &data[..2] {
+                let came = receive(rank, from, dtype, len).unwrap();
+                assert_bits(&came, &parts[from], dtype, "eager");
+            }
+        }
+    });
+}
+
 /// What comes takes the place of what goes.
 fn in_place(world: &World) {
     let mut rng = world.rng();
@@ -331,6 +356,7 @@ pub fn add(suite: &mut Suite) {
     suite.add_from(2, "send_recv/all_pairs", all_pairs);
     suite.add_from(2, "send_recv/at_once", at_once);
     suite.add_from(2, "send_recv/one_after_the_other", one_after_the_other);
+    suite.add_from(2, "send_recv/eager", eager);
     suite.add_from(2, "send_recv/in_place", in_place);
     suite.add_from(2, "send_recv/mismatch", mismatch);
     suite.add_from(2, "send_recv/alone", alone);

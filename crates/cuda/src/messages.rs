@@ -2,8 +2,9 @@
 
 use crate::{
     Launch,
+    core::Core,
     inject::Asker,
-    job::{Job, Made, waiting},
+    job::{Job, waiting},
     steps::{Counters, Use},
     types,
 };
@@ -21,10 +22,8 @@ pub(crate) struct Message {
     pub(crate) bytes: usize,
 }
 
-/// Blocks that carry each of a few messages, where ranks share a GPU.
+/// Most blocks that carry each of a few messages: what waits on a GPU keeps tiles of other communicators out, so they are no more than many have.
 const BLOCKS_ALONE: u32 = 8;
-/// And where nobody does.
-const MOST_BLOCKS_ALONE: u32 = 32;
 /// Slots of each sender in a half.
 const SLOTS: usize = 2;
 /// Messages of a call that is nothing else.
@@ -57,6 +56,19 @@ fn blocks_alone(bytes: usize, most: u32) -> u32 {
     (bytes.div_ceil(of_block) as u32).clamp(1, most)
 }
 
+impl Core {
+    /// Places for blocks of messages.
+    fn message_places(&self) -> u32 {
+        self.exchanging.blocks() * self.in_a_place(MESSAGE_THREADS)
+    }
+
+    /// Most blocks for each message of a call that is nothing else, within the budget.
+    fn most_alone(&self) -> u32 {
+        let budget = self.config.sm_budget.map_or(u32::MAX, u32::from);
+        (budget / MOST_ALONE).clamp(1, BLOCKS_ALONE)
+    }
+}
+
 impl Job<'_> {
     /// Enqueues messages behind the steps so far, each carried by `blocks` blocks; both sides must say the same. In a call that
     /// all ranks make, a sender waits until its messages were read: so it hears of a receiver that wanted something else.
@@ -80,31 +92,22 @@ impl Job<'_> {
             self.steps_now()?;
         }
         let moved = list.iter().filter(|message| !message.receives);
-        let places = core.exchanging.blocks() * core.in_a_place(MESSAGE_THREADS);
         let longest = list.iter().map(|message| message.bytes).max();
-        let blocks = blocks_alone(longest.unwrap_or(0), self.most_alone(places));
+        let blocks = blocks_alone(longest.unwrap_or(0), core.most_alone());
+        let all = blocks * list.len() as u32;
+        let both_fit = core.overtakes && 2 * all <= core.message_places();
         let parameters = MessagesParams {
             alone: 1,
+            lets_next: u32::from(both_fit),
             moved_bytes: moved.map(|message| message.bytes as u64).sum(),
             poison: types::poison_pattern(poison),
             ..self.messages_parameters(list, blocks)?
         };
-        let blocks = blocks * list.len() as u32;
         let shape = Launch {
-            programmatic: core.overtakes && 2 * blocks <= places,
-            ..Launch::grid(blocks, MESSAGE_THREADS)
+            programmatic: both_fit,
+            ..Launch::grid(all, MESSAGE_THREADS)
         };
         self.launch_messages(shape, parameters)
-    }
-
-    /// Most blocks for each of the messages of such a call: within places and budget. Those that ask a hook have slots for it.
-    fn most_alone(&self, places: u32) -> u32 {
-        let core = self.core;
-        if core.shares() || core.memory.desk.is_some() {
-            return BLOCKS_ALONE;
-        }
-        let budget = core.config.sm_budget.map_or(u32::MAX, u32::from);
-        (places.min(budget) / MOST_ALONE).clamp(1, MOST_BLOCKS_ALONE)
     }
 
     fn launch_messages(&self, shape: Launch, parameters: MessagesParams) -> Result<()> {
@@ -141,7 +144,6 @@ impl Job<'_> {
             pieces: u32::from(MAX_PIECES),
             blocks,
             count: list.len() as u32,
-            confirmed: u32::from(self.kind.made == Made::Together),
             counters: Counters::new(core.size()).messages() as u32,
             ..waiting!(MessagesParams, self)
         };

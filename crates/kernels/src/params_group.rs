@@ -443,8 +443,8 @@ parameters! {
         collective: u32,
         /// The counter in whose place and the next one's stands what is counted of messages to rank 0, then to the others, then from each.
         counters: u32,
-        /// Whether a sender waits until its message was read.
-        confirmed: u32,
+        /// Whether the next kernel may begin beside this one.
+        lets_next: u32,
         /// Whether nothing else is part of the call, so that this launch begins and counts it, and poisons what did not come.
         alone: u32,
         /// The other rank of each, plus 256 where this rank receives.

@@ -8,7 +8,7 @@ use crate::{
 use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Plan, Reason, SumOrder};
 
 /// Largest input, in bytes, that is normed in one shot, also where sums alone take one shot at more, as those of two ranks do: every rank adds up
-/// and norms all rows, and beyond so many they have no large clusters (`docs/results/all-reduce-norm-shots.h100x2.json`).
+/// and norms all rows, and beyond so many they have no large clusters (`docs/results/all-reduce-norm-one-shot.h100x2.json`, `-two-shot`).
 const ONE_SHOT_MOST: usize = 256 << 10;
 
 pub(crate) fn plan(

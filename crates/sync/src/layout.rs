@@ -148,11 +148,9 @@ impl Layout {
         let fifos = (take(channels * Fifo::words(size)), channels);
         let flags = words;
         let words = (flags.next_multiple_of(BELL_WORDS) + BELL_WORDS).next_multiple_of(LINE / 8);
-        // Two slots for each sender.
-        let mail = (config.scratch_bytes / size.max(1))
-            .next_multiple_of(64)
-            .max(64)
-            * (2 * size);
+        // Two slots for each sender; 64 bytes of a message may take 68 of them (kernels/escaped.cuh).
+        let packets = (config.scratch_bytes / size.max(1)).div_ceil(64).max(1);
+        let mail = (68 * packets).next_multiple_of(64) * (2 * size);
         // The scales of gathered rows lie behind them in the same half.
         let gather = Self::scales_offset(config) + config.gather_scale_bytes;
         let half_bytes = [
