@@ -253,7 +253,12 @@ fn victim(devices: &dyn Devices, seed: u64) {
 
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
-    for op in ops::all(suite.backend().engines()) {
+    // In the midst of a message of many pieces, too.
+    let long = ops::send_recv(500_000);
+    for op in ops::all(suite.backend().engines())
+        .into_iter()
+        .chain([long])
+    {
         let name = format!("{KILLED}/{}", op.name);
         suite.add_from(2, &name, move |world| killed(world, op.clone()));
     }

@@ -12,7 +12,7 @@ use brigade_device::{
     AllGatherParams, AllReduceAlgorithm, AllReduceNormParams, AllReduceParams, AllToAllParams,
     AllToAllRowsParams, BroadcastParams, Buffer, DataType, GemmParams, Lease,
     LoraLinearAllReduceParams, LoraLinearParams, Normed, Operation, Output, OverlapMode, QScheme,
-    ReduceOp, ReduceScatterParams, Result, RowPayload, Transport,
+    RecvParams, ReduceOp, ReduceScatterParams, Result, RowPayload, SendParams, Transport,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -233,6 +233,25 @@ pub fn all_to_all(columns: usize) -> Op {
             to: to.view_mut(),
             recv_rows: &rows,
         });
+        ended(result, to)
+    })
+}
+
+/// So many elements to the next rank, and from the one before. Who is far from a rank that fails may hear of it in a later call.
+pub fn send_recv(len: usize) -> Op {
+    Op::new("send_recv", Operation::SendRecv, move |rank, lease| {
+        let from = own(rank, DataType::F32, &[len]);
+        let mut to = old(rank, DataType::F32, &[len]);
+        let result = lease.send_recv(
+            SendParams {
+                from: from.view(),
+                peer: (rank.rank + 1) % rank.size,
+            },
+            RecvParams {
+                to: to.view_mut(),
+                peer: (rank.rank + rank.size - 1) % rank.size,
+            },
+        );
         ended(result, to)
     })
 }
