@@ -1,8 +1,8 @@
 //! Graphs: what was captured once runs again and again with the data of the day, in order with eager calls and other
 //! graphs.
 
-mod around;
 mod quantized;
+mod send_recv;
 mod stopped;
 mod streams;
 
@@ -313,7 +313,7 @@ fn interleaved(world: &World) {
         }
     }
     if size > 1 {
-        subjects.push(around::subject(&mut rng, size));
+        subjects.push(send_recv::subject(&mut rng, size));
     }
     let order: Vec<_> = (0..replays(size))
         .map(|_| {
@@ -465,7 +465,7 @@ pub fn add(suite: &mut Suite) {
         );
     }
     suite.add_from(2, "capture/send_recv", |world| {
-        replayed(world, around::subject)
+        replayed(world, send_recv::subject)
     });
     suite.add("capture/interleaved", interleaved);
     suite.add("capture/two_streams", streams::two_streams);

@@ -1,8 +1,8 @@
 //! All-to-all of rows: a message to and from every peer. Each is signed with its count, so that a pair that disagrees is found
 //! before anything is read.
 
-use crate::{comm::CudaComm, memory::check_reach, messages::Message, send_recv::signature};
-use brigade_device::{AllToAllParams, Call, PerRank, Plan, Result, Turn};
+use crate::{comm::CudaComm, memory::check_reach, messages::Message};
+use brigade_device::{AllToAllParams, Call, PerRank, Plan, Result, Turn, message_signature};
 
 impl CudaComm {
     pub(crate) fn run_all_to_all(&self, turn: &Turn, p: AllToAllParams<'_>) -> Result<Plan> {
@@ -33,7 +33,7 @@ impl CudaComm {
             Message {
                 peer,
                 receives,
-                signature: signature(rows[peer], from.dtype()) ^ call.signature(),
+                signature: message_signature(rows[peer], from.dtype()) ^ call.signature(),
                 address: buffer.address() + at[peer] as u64,
                 bytes: bytes[peer],
             }

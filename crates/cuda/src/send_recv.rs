@@ -2,19 +2,8 @@
 
 use crate::{comm::CudaComm, memory::check_reach, messages::Message};
 use brigade_device::{
-    Buffer, Call, DataType, Operation, PerRank, RecvParams, Result, SendParams, Turn, check_peer,
+    Buffer, Operation, RecvParams, Result, SendParams, Turn, check_peer, message_signature,
 };
-
-/// Both sides sign the same: length and type of what is sent.
-pub(crate) fn signature(elements: usize, dtype: DataType) -> u32 {
-    let rows = PerRank::from_slice(&[elements]);
-    Call::AllGather {
-        rows,
-        row_len: 0,
-        dtype,
-    }
-    .signature()
-}
 
 impl CudaComm {
     pub(crate) fn run_send(&self, turn: &Turn, p: SendParams<'_>) -> Result<()> {
@@ -50,7 +39,7 @@ impl CudaComm {
         Ok(Message {
             peer,
             receives,
-            signature: signature(data.shape().len(), data.dtype()),
+            signature: message_signature(data.shape().len(), data.dtype()),
             address: data.address(),
             bytes: data.bytes(),
         })

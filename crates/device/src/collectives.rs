@@ -1,7 +1,7 @@
 //! Parameters of collectives.
 
 use crate::{
-    AllReduceAlgorithm, DataType, Error, ReduceOp, Result, View, ViewMut,
+    AllReduceAlgorithm, Call, DataType, Error, PerRank, ReduceOp, Result, View, ViewMut,
     params::{float, resident},
 };
 
@@ -226,6 +226,17 @@ pub struct RecvParams<'a> {
     pub to: ViewMut<'a>,
     /// From whom.
     pub peer: usize,
+}
+
+/// What both sides of a message sign, for backends: how many elements of which type.
+pub fn message_signature(elements: usize, dtype: DataType) -> u32 {
+    let rows = PerRank::from_slice(&[elements]);
+    Call::AllGather {
+        rows,
+        row_len: 0,
+        dtype,
+    }
+    .signature()
 }
 
 /// Checks a peer's number.

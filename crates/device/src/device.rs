@@ -260,7 +260,8 @@ pub struct CommConfig {
     /// input needs as much for every other rank; in two shots, about twice as much in all. 0 for none: then they pull, through
     /// the scratch memory. On GPUs, copies and reduce-scatters whose data for a rank fits one of them push too.
     pub all_reduce_bytes: usize,
-    /// Capacity of one half of the scratch memory; larger inputs of collectives pass through it in pieces.
+    /// Capacity of one half of the scratch memory; larger inputs of collectives pass through it in pieces. Slots of messages take 4.25 times as
+    /// much beside it.
     pub scratch_bytes: usize,
     /// Capacity of one half of the region that rows are dispatched through: what all ranks send to one at a time. More goes in pieces.
     /// 0 for none.

@@ -8,19 +8,13 @@ use crate::{
     queue::HostQueue,
 };
 use brigade_device::{
-    Buffer, Call, Operation, PerRank, RecvParams, Result, SendParams, Turn, check_peer,
+    Buffer, Operation, RecvParams, Result, SendParams, Turn, check_peer, message_signature,
 };
 use brigade_sync::{Area, Half, Wait};
 use std::{collections::VecDeque, ops::Range};
 
-/// Both sides sign the same: length and type of what is sent.
 fn signature(data: &Buffer) -> u32 {
-    Call::AllGather {
-        rows: PerRank::from_slice(&[data.shape().len()]),
-        row_len: 0,
-        dtype: data.dtype(),
-    }
-    .signature()
+    message_signature(data.shape().len(), data.dtype())
 }
 
 /// The `n`-th piece between a pair: halves alternate.
@@ -94,6 +88,20 @@ impl Side {
         Ok(())
     }
 
+    fn send_all(&mut self, mails: &mut Pairs, from: &[u8]) -> Result<()> {
+        while !self.left.is_empty() {
+            self.send(mails, from)?;
+        }
+        Ok(())
+    }
+
+    fn receive_all(&mut self, mails: &mut Pairs, out: &mut [u8]) -> Result<()> {
+        while !self.left.is_empty() {
+            self.receive(mails, out)?;
+        }
+        Ok(())
+    }
+
     /// What the next piece that is sent waits for.
     fn credit(&self, mails: &Pairs) -> Option<Wait> {
         let (of, again) = mail(mails.sent[self.peer]);
@@ -128,13 +136,8 @@ fn swap(
             sends.job.wait_any(&waits)?;
         }
     }
-    while !sends.left.is_empty() {
-        sends.send(mails, from)?;
-    }
-    while !receives.left.is_empty() {
-        receives.receive(mails, out)?;
-    }
-    Ok(())
+    sends.send_all(mails, from)?;
+    receives.receive_all(mails, out)
 }
 
 impl HostComm {
@@ -143,10 +146,7 @@ impl HostComm {
         self.by_mail(turn, &[peer], signature(&from), move |active| {
             reading(&[&from], |inputs| {
                 let mut side = Side::new(&active.job, peer, &from);
-                while !side.left.is_empty() {
-                    side.send(&mut active.state.mail, inputs[0])?;
-                }
-                Ok(())
+                side.send_all(&mut active.state.mail, inputs[0])
             })
         })
     }
@@ -156,13 +156,8 @@ impl HostComm {
         self.by_mail(turn, &[peer], signature(&to), move |active| {
             writing(&to, &[], |out, _| {
                 let mut side = Side::new(&active.job, peer, &to);
-                let mut all = || {
-                    while !side.left.is_empty() {
-                        side.receive(&mut active.state.mail, out)?;
-                    }
-                    Ok(())
-                };
-                all().inspect_err(|_| poison(to.dtype(), out))
+                side.receive_all(&mut active.state.mail, out)
+                    .inspect_err(|_| poison(to.dtype(), out))
             })
         })
     }
