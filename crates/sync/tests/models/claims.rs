@@ -5,6 +5,8 @@ use crate::{
     in_turn::{self, BY_TURNS, REPLAYED},
     loomed::Orders,
     low_latency::{self, AHEAD, BOTH, ONE},
+    message_calls, message_launch,
+    messages::{self, HALF, LEAN, PLAIN},
     packet, relay, reset,
     ring::{self, Mode},
     roll, sentinel,
@@ -17,6 +19,8 @@ pub fn claims() -> Vec<Row> {
     const R: ring::Without = ring::Without::Nothing;
     const F: fifo::Without = fifo::Without::Nothing;
     const L: low_latency::Without = low_latency::Without::Nothing;
+    const M: messages::Without = messages::Without::Nothing;
+    const LAUNCH: message_launch::Without = message_launch::Without::Nothing;
     const I: in_turn::Without = in_turn::Without::Nothing;
     const P: packet::Without = packet::Without::Nothing;
     const S: sentinel::Without = sentinel::Without::Nothing;
@@ -29,6 +33,7 @@ pub fn claims() -> Vec<Row> {
     let (barrier, ring, fifo, packets) = ("barrier", "ring", "fifo", "packets");
     let low_latency = "low latency";
     let in_turn = "in turn";
+    let messages = "messages";
     let (sentinel, two_shots, copies) = ("sentinel", "two shots", "copies");
     let relay = "relay";
     let (abort, reset, roll, waits) = ("abort", "reset", "roll", "waits");
@@ -201,6 +206,111 @@ pub fn claims() -> Vec<Row> {
             in_turn,
             "memory order of a launch that is stopped",
             ordered(|| in_turn::stopped(I)),
+        ),
+        holds(
+            messages,
+            "messages of 1 to 6 pieces, one after the other, in four slots",
+            states_of(|| message_calls::all_lengths(deep(2, 3), 6)),
+        ),
+        holds(
+            messages,
+            "messages in calls of all ranks, and others, by turns",
+            states(|| message_calls::by_turns(&[1, 2, 6, 1, 3])),
+        ),
+        holds(
+            messages,
+            "2 ranks, all orders of sends and receives for which room for three pieces is enough",
+            states_of(|| message_calls::all_orders([2, 2], deep(&[1, 4], &[1, 3, 6]), false, 3)),
+        ),
+        holds(
+            messages,
+            "the same, where a rank may also do both at once",
+            states_of(|| message_calls::all_orders([deep(1, 2), 1], &[1, deep(5, 4)], true, 3)),
+        ),
+        holds(
+            messages,
+            "2 ranks do both at once with more than finds room, again and again",
+            states(|| message_calls::swaps(&[1, 4], M)),
+        ),
+        holds(
+            messages,
+            "2 ranks each send three pieces before they receive, behind longer messages",
+            states(|| message_calls::both_send(&[1, 6, 3], M)),
+        ),
+        holds(
+            messages,
+            "launches of 2 blocks on 2 ranks, slots used again",
+            states(|| message_calls::one_way(deep(HALF, LEAN).blocks(2, 2), &[1, 4], M)),
+        ),
+        holds(
+            messages,
+            "blocks of a launch find the same count of pieces",
+            states(|| message_launch::counts(deep(2, 3), 4, LAUNCH)),
+        ),
+        holds(
+            messages,
+            "who leaves behind a message is received from",
+            states(|| message_calls::leaving(3, M)),
+        ),
+        holds(
+            messages,
+            "one of 3 ranks in a chain dies at any point, the others end with one record",
+            states_of(|| {
+                let dying = |rank| message_calls::chain(3, &[1, 5]).with_death(rank);
+                (0..3).map(dying).collect()
+            }),
+        ),
+        holds(
+            messages,
+            "the same, and waits time out at any time",
+            states_of(|| {
+                let dying = |rank| {
+                    with(message_calls::chain(3, &[1, 5]).with_death(rank), |s| {
+                        s.timeouts = Timeouts::Any;
+                    })
+                };
+                (0..3).map(dying).collect()
+            }),
+        ),
+        holds(
+            messages,
+            "2 ranks disagree about what they send each other: a mismatch on both",
+            states(|| message_calls::disagreeing(false, M)),
+        ),
+        holds(
+            messages,
+            "one sends what the other does not want, in a call of all ranks: a mismatch on both",
+            states(|| message_calls::disagreeing(true, M)),
+        ),
+        holds(
+            messages,
+            "a message that comes while the group is stopped is there as a whole, or is poison and known to be",
+            states(|| message_launch::stopped(LAUNCH)),
+        ),
+        holds(
+            messages,
+            "stores become visible late, 2 ranks",
+            states(|| message_calls::one_way(deep(HALF, PLAIN), &[1, deep(4, 5)], M).weak(false)),
+        ),
+        holds(
+            messages,
+            "the same, where 2 blocks receive",
+            states(|| message_calls::one_way(HALF.blocks(1, 2), &[1, 3], M).weak(false)),
+        ),
+        holds(
+            messages,
+            "stores become visible in any order, messages of one piece: only ends of kernels are relied on",
+            states(|| message_calls::one_way(HALF, &[1; 5], M).weak(true)),
+        ),
+        holds(
+            messages,
+            "memory order of 2 ranks",
+            ordered(|| message_calls::one_way(HALF, &[1, 3], M)),
+        ),
+        holds(
+            messages,
+            "memory order of a credit that 2 blocks give",
+            ordered(message_launch::handing_back),
         ),
         holds(
             packets,

@@ -4,7 +4,7 @@ use crate::{
     abort, barrier, bell, fifo, in_turn,
     loomed::Orders,
     low_latency::{self, AHEAD, ONE},
-    packet, relay, reset,
+    message_guards, packet, relay, reset,
     ring::{self, Mode},
     roll, sentinel,
     shared::*,
@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// The memory orders of a machine's flags.
-fn orders(machine: &'static str, scenario: fn() -> Scenario) -> [Row; 2] {
+pub fn orders(machine: &'static str, scenario: fn() -> Scenario) -> [Row; 2] {
     [
         Row::without(
             machine,
@@ -498,6 +498,8 @@ pub fn guards() -> Vec<Row> {
         fifo,
         low_latency,
         in_turn,
+        message_guards::messages,
+        message_guards::launches,
         packets,
         sentinel,
         two_shots,

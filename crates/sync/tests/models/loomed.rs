@@ -4,7 +4,7 @@ use crate::shared::{Fault, GENERATION, Scenario, Shared};
 use brigade_sync::{Budget, Memory, Stop, Word};
 use loom::{
     cell::UnsafeCell,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::atomic::{AtomicU64, Ordering, fence},
 };
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -108,6 +108,9 @@ impl Shared for Seen<'_> {
             // SAFETY: loom checks that nobody writes there.
             unsafe { *cell }
         })
+    }
+    fn fence(&self) {
+        fence(Ordering::AcqRel);
     }
     fn stopped(&self) -> bool {
         let abort = self.model.abort;

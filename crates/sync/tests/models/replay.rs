@@ -35,6 +35,9 @@ struct Pause;
 /// Stands in logs where a round of a wait begins.
 const ROUND: usize = usize::MAX;
 
+/// The same for a fence.
+const FENCE: usize = ROUND - 1;
+
 struct Inner<'a> {
     world: &'a mut World,
     log: Vec<(usize, u64)>,
@@ -102,6 +105,7 @@ impl<'a> Replay<'a> {
         if inner.at == inner.log.len() {
             let free = match index {
                 ROUND => self.model.rests == Rests::Looks,
+                FENCE => !self.model.weak,
                 _ => self.model.is_inside_record(index),
             };
             if !free {
@@ -144,6 +148,13 @@ impl<'a> Replay<'a> {
         })
     }
 
+    /// What this rank stored becomes visible.
+    fn settle(&self, world: &mut World) {
+        for p in std::mem::take(&mut world.pending[self.rank]) {
+            world.arrive(p.at, p.value, self.model.stride());
+        }
+    }
+
     fn cell(&self, at: Word) -> Word {
         Word {
             index: self.model.words + at.index,
@@ -169,9 +180,7 @@ impl Memory for Replay<'_> {
     fn compare_exchange(&self, at: Word, current: u64, new: u64) -> Result<(), u64> {
         let (index, stride) = (self.model.index(at), self.model.stride());
         let was = self.access(index, |world| {
-            for p in std::mem::take(&mut world.pending[self.rank]) {
-                world.arrive(p.at, p.value, stride);
-            }
+            self.settle(world);
             let was = world.memory[index];
             if was == current {
                 world.arrive(index, new, stride);
@@ -217,6 +226,13 @@ impl Shared for Replay<'_> {
 
     fn read(&self, at: Word) -> u64 {
         self.get(self.cell(at))
+    }
+
+    fn fence(&self) {
+        self.access(FENCE, |world| {
+            self.settle(world);
+            0
+        });
     }
 
     fn stopped(&self) -> bool {

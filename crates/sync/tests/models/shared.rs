@@ -8,6 +8,8 @@ pub trait Shared: Memory {
     fn write(&self, at: Word, value: u64);
     /// Reads plain data.
     fn read(&self, at: Word) -> u64;
+    /// The end of a kernel: what was done before is visible before whatever comes behind.
+    fn fence(&self);
     /// Whether this rank has heard that the group was stopped.
     fn stopped(&self) -> bool;
 }

@@ -70,6 +70,15 @@ pub fn states(scenario: impl Fn() -> Scenario + Send + Sync + 'static) -> By {
     )
 }
 
+/// All states of each of these.
+pub fn states_of(scenarios: impl Fn() -> Vec<Scenario> + Send + Sync + 'static) -> By {
+    let check = move || {
+        let mut all = scenarios().into_iter();
+        all.try_for_each(|scenario| explore::explore(scenario).map(drop))
+    };
+    (STATES, Box::new(check))
+}
+
 /// All executions with so few preemptions.
 pub fn executions(
     orders: Orders,
