@@ -97,63 +97,121 @@ __device__ __forceinline__ bool goes_back(const P& p, int4 source) {
   return first;
 }
 
-// Adds granule `g` of rows of 16-bit numbers that lie at multiples of 16 bytes, from the `first` on; some are on their way at once.
-template <typename P>
-__device__ __forceinline__ void add_narrow(const P& p, const int32_t* rows, int32_t first, uint32_t g, Adding& all) {
-  constexpr uint32_t ahead = 4;
-  for (uint32_t e = first; e < p.k; e += ahead) {
-    int32_t at[ahead];
-    uint4 words[ahead];
-    float weight[ahead];
-#pragma unroll
-    for (uint32_t n = 0; n < ahead; ++n) at[n] = e + n < p.k ? rows[e + n] : -1;
-#pragma unroll
-    for (uint32_t n = 0; n < ahead; ++n) {
-      if (at[n] < 0) continue;
-      words[n] = reinterpret_cast<const uint4*>(p.from + uint32_t(at[n]) * row_bytes_back(p))[g];
-      weight[n] = reinterpret_cast<const float*>(p.held)[at[n]];
-    }
-#pragma unroll
-    for (uint32_t n = 0; n < ahead; ++n) {
-      if (at[n] >= 0) all.add(eight_of(p.from_type, words[n]), weight[n]);
-    }
-  }
-}
+constexpr uint32_t any_type = ~0u;
 
-// Writes the sum of a token's rows from the `first` on.
-template <typename P>
-__device__ __forceinline__ void write_sum(const P& p, const int32_t* rows, int32_t first, uint64_t to, uint32_t thread) {
-  const uint64_t row_bytes = row_bytes_back(p);
-  const bool whole = is_whole(p.from, p.hidden);
-  for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
-    Adding all{};
-    if (whole && p.from_type != F32) {
-      add_narrow(p, rows, first, i / 8, all);
-    } else {
-      for (uint32_t e = first; e < p.k; ++e) {
-        if (rows[e] < 0) continue;
-        const uint64_t from = p.from + uint32_t(rows[e]) * row_bytes;
-        all.add(load(p.from_type, from, i, p.hidden, whole), reinterpret_cast<const float*>(p.held)[rows[e]]);
+// Eight elements, as narrow as they come.
+template <uint32_t known>
+struct Held {
+  uint4 words;
+
+  Held() = default;
+  __device__ __forceinline__ Held(uint32_t, uint64_t array, uint32_t first, uint32_t, bool)
+      : words(reinterpret_cast<const uint4*>(array)[first / 8]) {}
+  __device__ __forceinline__ Eight eight() const { return eight_of(known, words); }
+};
+
+template <>
+struct Held<any_type> {
+  Eight values;
+
+  Held() = default;
+  __device__ __forceinline__ Held(uint32_t type, uint64_t array, uint32_t first, uint32_t hidden, bool whole)
+      : values(load(type, array, first, hidden, whole)) {}
+  __device__ __forceinline__ Eight eight() const { return values; }
+};
+
+// A row that a lane names, or none.
+struct Named {
+  uint64_t row;
+  float weight;
+  bool there;
+};
+
+// Adds up the rows that the lanes of a warp name, in their order: of `known` type, which suit the widest access, or of `type`. By `threads`
+// threads, of whole warps, which name the same ones; `give(i, sum)` takes the sum of eight columns from `i` on. Where there is no row it is
+// 0, or, if something is to be added to it, -0, which changes nothing.
+template <uint32_t known, bool weighted, typename Give>
+__device__ __forceinline__ void add_rows(uint32_t type, uint32_t hidden, bool whole, Named mine, bool more, uint32_t thread,
+                                         uint32_t threads, Give give) {
+  // Loads that are under way at once: of rows, and of a row.
+  constexpr int at_once = known == any_type ? 1 : 2, columns = known == any_type ? 1 : 2;
+  const uint32_t all = __ballot_sync(0xFFFFFFFFu, mine.there), next = threads * 8;
+  const float none = all != 0 || more ? -0.0f : 0.0f;
+  // All lanes go on as long as one of a warp does, since they tell each other.
+  for (uint32_t warp = thread / 32 * 256; warp < hidden; warp += columns * next) {
+    const uint32_t first = warp + thread % 32 * 8;
+    Eight sum[columns];
+#pragma unroll
+    for (int c = 0; c < columns; ++c) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[c].v[i] = none;
+    }
+    for (uint32_t left = all; left != 0;) {
+      Held<known> x[at_once][columns];
+      float weight[at_once];
+      uint32_t found = 0;
+#pragma unroll
+      for (int n = 0; n < at_once; ++n) {
+        const int from = max(__ffs(int(left)) - 1, 0);
+        found |= uint32_t(left != 0) << n;
+        const uint64_t row = __shfl_sync(0xFFFFFFFFu, mine.row, from);
+        if (weighted) weight[n] = __shfl_sync(0xFFFFFFFFu, mine.weight, from);
+#pragma unroll
+        for (int c = 0; c < columns; ++c) {
+          if (left != 0 && first + c * next < hidden) x[n][c] = Held<known>(type, row, first + c * next, hidden, whole);
+        }
+        left &= left - 1;
+      }
+#pragma unroll
+      for (int n = 0; n < at_once; ++n) {
+        if (!(found >> n & 1)) break;
+#pragma unroll
+        for (int c = 0; c < columns; ++c) {
+          const Eight one = x[n][c].eight();
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sum[c].v[i] = __fadd_rn(sum[c].v[i], weighted ? __fmul_rn(one.v[i], weight[n]) : one.v[i]);
+        }
       }
     }
-    store(p.from_type, to, i, p.hidden, whole, all.sum);
+#pragma unroll
+    for (int c = 0; c < columns; ++c) {
+      if (first + c * next < hidden) give(first + c * next, sum[c]);
+    }
   }
 }
 
-// Writes what goes back for row `at`, and the weights beside it; where `sums` go back, that of the rank's rows of the token. By
-// `p.row_threads` threads, of which this one is `thread`.
-template <bool sums, typename P>
-__device__ __forceinline__ void write_back_as(const P& p, uint32_t at, int4 source, uint64_t to, uint64_t weights_to, uint32_t thread) {
-  const uint64_t row_bytes = row_bytes_back(p);
-  const float* back = reinterpret_cast<const float*>(p.back);
-  const int32_t* rows = rows_of_token(p, source);
-  if constexpr (!sums) {
-    copy_bytes(to, p.from + at * row_bytes, row_bytes, thread, p.row_threads);
-  } else {
-    write_sum(p, rows, source.z, to, thread);
+// Writes the sum of a token's rows.
+template <typename P>
+__device__ __forceinline__ void write_sum(const P& p, const int32_t* rows, uint64_t to, uint32_t thread) {
+  const uint32_t lane = thread % 32;
+  const int32_t at = lane < p.k ? rows[lane] : -1;
+  Named mine{p.from, 0.0f, at >= 0};
+  if (mine.there) mine.row += uint32_t(at) * row_bytes_back(p), mine.weight = reinterpret_cast<const float*>(p.held)[at];
+  const bool whole = is_whole(p.from | to, p.hidden);
+  auto give = [&](uint32_t i, const Eight& sum) { store(p.from_type, to, i, p.hidden, whole, sum); };
+  switch (whole ? p.from_type : any_type) {
+    case BF16: return add_rows<BF16, true>(BF16, p.hidden, true, mine, false, thread, p.row_threads, give);
+    case F16: return add_rows<F16, true>(F16, p.hidden, true, mine, false, thread, p.row_threads, give);
+    default: return add_rows<any_type, true>(p.from_type, p.hidden, whole, mine, false, thread, p.row_threads, give);
   }
+}
+
+// Writes what goes back for row `at`: itself, or, where `sums` go back, the sum of the rank's rows of the token. By `p.row_threads`
+// threads, of whole warps where there are sums, of which this one is `thread`.
+template <bool sums, typename P>
+__device__ __forceinline__ void write_row_back(const P& p, uint32_t at, int4 source, uint64_t to, uint32_t thread) {
+  if constexpr (sums) return write_sum(p, rows_of_token(p, source), to, thread);
+  const uint64_t row_bytes = row_bytes_back(p);
+  copy_bytes(to, p.from + at * row_bytes, row_bytes, thread, p.row_threads);
+}
+
+// The weights beside it.
+template <typename P>
+__device__ __forceinline__ void write_weights_back(const P& p, uint32_t at, int4 source, uint64_t to, uint32_t thread) {
+  const float* back = reinterpret_cast<const float*>(p.back);
   if (back == nullptr) return;
-  float* weights = reinterpret_cast<float*>(weights_to);
+  const int32_t* rows = rows_of_token(p, source);
+  float* weights = reinterpret_cast<float*>(to);
   if (p.sum == by_experts) {
     if (thread == 0) weights[0] = back[at];
     return;
@@ -166,8 +224,12 @@ __device__ __forceinline__ void write_back_as(const P& p, uint32_t at, int4 sour
 
 template <typename P>
 __device__ __forceinline__ void write_back(const P& p, uint32_t at, int4 source, uint64_t to, uint64_t weights_to, uint32_t thread) {
-  if (p.sum == by_experts_and_ranks) return write_back_as<true>(p, at, source, to, weights_to, thread);
-  write_back_as<false>(p, at, source, to, weights_to, thread);
+  if (p.sum == by_experts_and_ranks) {
+    write_row_back<true>(p, at, source, to, thread);
+  } else {
+    write_row_back<false>(p, at, source, to, thread);
+  }
+  write_weights_back(p, at, source, weights_to, thread);
 }
 
 }  // namespace brigade

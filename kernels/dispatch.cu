@@ -33,7 +33,7 @@ __device__ __forceinline__ void count_moved(const DispatchParams& p, uint32_t ro
 }
 
 // A group of threads for each row.
-extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_push(const __grid_constant__ DispatchParams p) {
+extern "C" __global__ void __launch_bounds__(1024, 1) brigade_dispatch_push(const __grid_constant__ DispatchParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
   const uint32_t groups = gridDim.x * blockDim.x / p.row_threads;
@@ -48,52 +48,78 @@ extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_push(const _
     const uint64_t own = p.base + p.rank * p.stride + p.half + p.rank * p.part_bytes;
     *reinterpret_cast<uint64_t*>(own) = offsets[p.rank + 1] - offsets[p.rank];
   }
-  for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < targets * p.piece_rows; w += groups) {
-    // The next rank first, so that not all write to one.
-    const uint32_t next = p.rank + 1 + w % targets, to = next % p.size, i = w / targets;
-    if (absent >> to & 1) continue;
-    const uint32_t first = offsets[to], theirs = offsets[to + 1] - first, at = p.first_row + i;
-    const uint32_t all = p.gathers ? p.tokens : theirs;
-    const uint64_t part = p.base + to * p.stride + p.half + p.rank * p.part_bytes;
-    if (i == 0 && thread == 0) {
-      *reinterpret_cast<uint64_t*>(part) = theirs;
-      if (to != p.rank && at < all) count_moved(p, min(p.piece_rows, all - at));
+  if (targets == 0) return;
+  struct Sent {
+    uint32_t to, i, theirs, from;
+    bool there;
+  };
+  // The next rank first, so that not all write to one.
+  auto find = [&](uint32_t w) {
+    Sent x{(p.rank + 1 + w % targets) % p.size, w / targets, 0, 0, false};
+    if (x.i >= p.piece_rows || (absent >> x.to & 1)) return x;
+    const uint32_t first = offsets[x.to], at = p.first_row + x.i;
+    x.theirs = offsets[x.to + 1] - first;
+    x.there = at < (p.gathers ? p.tokens : x.theirs);
+    if (x.there) x.from = p.gathers ? at : reinterpret_cast<const uint32_t*>(p.sent)[first + at];
+    return x;
+  };
+  uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads;
+  for (Sent here = find(w), next; here.i < p.piece_rows; here = next) {
+    // What the next row is is on its way meanwhile.
+    w += groups;
+    next = find(w);
+    const uint64_t part = p.base + here.to * p.stride + p.half + p.rank * p.part_bytes;
+    if (here.i == 0 && thread == 0 && !(absent >> here.to & 1)) {
+      *reinterpret_cast<uint64_t*>(part) = here.theirs;
+      const uint32_t all = p.gathers ? p.tokens : here.theirs;
+      if (here.to != p.rank && p.first_row < all) count_moved(p, min(p.piece_rows, all - p.first_row));
     }
-    if (at >= all) continue;
-    const uint32_t from = p.gathers ? at : reinterpret_cast<const uint32_t*>(p.sent)[first + at];
-    write_sections(p, p.section, part, i, to, from, to != p.rank || in_place, thread);
+    if (here.there) write_sections(p, p.section, part, here.i, here.to, here.from, here.to != p.rank || in_place, thread);
   }
 }
 
-// How many of the entries that are this thread's name a slot.
-__device__ __forceinline__ uint32_t naming(const int32_t* entries, uint32_t n, int32_t slot) {
+// Slots of which a block knows something at once.
+constexpr uint32_t slots_at_once = 1024;
+
+// Calls `look(slot)` for the entries that are this thread's.
+template <typename Look>
+__device__ __forceinline__ void for_entries(const int32_t* entries, uint32_t n, Look look) {
   const uint32_t wide = reinterpret_cast<uint64_t>(entries) % 16 == 0 ? n / 4 : 0;
-  uint32_t found = 0;
 #pragma unroll 4
   for (uint32_t i = threadIdx.x; i < wide; i += blockDim.x) {
     const int4 four = reinterpret_cast<const int4*>(entries)[i];
-    found += (four.x == slot) + (four.y == slot) + (four.z == slot) + (four.w == slot);
+    look(four.x), look(four.y), look(four.z), look(four.w);
   }
-  for (uint32_t i = 4 * wide + threadIdx.x; i < n; i += blockDim.x) found += entries[i] == slot;
-  return found;
+  for (uint32_t i = 4 * wide + threadIdx.x; i < n; i += blockDim.x) look(entries[i]);
 }
 
 // A block for each slot, or for several.
-extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_count(const __grid_constant__ DispatchParams p) {
+extern "C" __global__ void __launch_bounds__(1024, 1) brigade_dispatch_count(const __grid_constant__ DispatchParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
-  __shared__ uint32_t sum;
-  for (uint32_t slot = blockIdx.x; slot < p.own_slots; slot += gridDim.x) {
-    if (threadIdx.x == 0) sum = 0;
+  __shared__ uint32_t found[slots_at_once];
+  const uint32_t each = min(slots_at_once, (p.own_slots + gridDim.x - 1) / gridDim.x);
+  for (uint32_t first = blockIdx.x * each; first < p.own_slots; first += gridDim.x * each) {
+    for (uint32_t i = threadIdx.x; i < each; i += blockDim.x) found[i] = 0;
     __syncthreads();
-    uint32_t mine = 0;
+    uint32_t one = 0;
     for (uint32_t s = 0; s < p.size; ++s) {
-      mine += naming(reinterpret_cast<const int32_t*>(came(p, s, slots, 0)), came_from(p, s) * p.k, int32_t(slot));
+      for_entries(reinterpret_cast<const int32_t*>(came(p, s, slots, 0)), came_from(p, s) * p.k, [&](int32_t slot) {
+        const uint32_t i = uint32_t(slot) - first;
+        if (each == 1) {
+          one += i == 0;
+        } else if (i < each) {
+          atomicAdd(&found[i], 1u);
+        }
+      });
     }
-    mine = __reduce_add_sync(0xFFFFFFFFu, mine);
-    if (threadIdx.x % 32 == 0) atomicAdd(&sum, mine);
+    one = __reduce_add_sync(0xFFFFFFFFu, one);
+    if (one != 0 && threadIdx.x % 32 == 0) atomicAdd(&found[0], one);
     __syncthreads();
-    if (threadIdx.x == 0) reinterpret_cast<uint32_t*>(p.counts)[slot] = sum;
+    for (uint32_t i = threadIdx.x; i < each && first + i < p.own_slots; i += blockDim.x) {
+      reinterpret_cast<uint32_t*>(p.counts)[first + i] = found[i];
+    }
+    __syncthreads();
   }
 }
 
@@ -150,100 +176,205 @@ __device__ __forceinline__ void say(const DispatchParams& p, uint32_t at, int4 s
   reinterpret_cast<int4*>(p.sources)[at] = source;
 }
 
-// By source: all blocks for all rows. By expert: a block for each slot, or for several.
-extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_arrange(const __grid_constant__ DispatchParams p) {
-  wait_for_previous_kernel();
-  if (is_stopped(p)) return;
-  const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.offsets);
-  const uint32_t* received = reinterpret_cast<const uint32_t*>(p.received);
-  int32_t* ids = reinterpret_cast<int32_t*>(p.ids);
-  float* out_weights = reinterpret_cast<float*>(p.weights);
-  const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-  const int4 none = make_int4(-1, -1, -1, -1);
-  if (p.arrangement != by_expert) {
-    for (uint32_t at = me; at < p.capacity; at += threads) {
-      uint32_t s = 0;
-      while (s + 1 < p.size && offsets[s + 1] <= at) ++s;
-      const uint32_t i = at - offsets[s];
-      const bool there = at < offsets[p.size] && i < received[s];
-      const uint64_t from = came(p, s, slots, i), with = came(p, s, weights, i);
-      say(p, at, there ? make_int4(int32_t(s), *reinterpret_cast<const int32_t*>(came(p, s, token, i)), -1, int32_t(i)) : none);
-      for (uint32_t e = 0; e < p.k; ++e) {
-        ids[uint64_t(at) * p.k + e] = called(p, there ? reinterpret_cast<const int32_t*>(from)[e] : -1);
-        if (out_weights != nullptr) {
-          out_weights[uint64_t(at) * p.k + e] = there ? reinterpret_cast<const float*>(with)[e] : 0.0f;
-        }
-      }
-    }
-    return;
-  }
-  const uint32_t end = p.own_slots == 0 ? 0 : offsets[p.own_slots];
-  auto nobody = [&](uint32_t at) {
-    say(p, at, none);
-    ids[at] = called(p, -1);
-    if (out_weights != nullptr) out_weights[at] = 0.0f;
-  };
-  for (uint32_t at = end + me; at < p.capacity; at += threads) nobody(at);
-  // Entries without a row; those that have one are written by who finds it.
-  int32_t* rows_of = reinterpret_cast<int32_t*>(p.rows_of);
-  for (uint64_t n = me; n < uint64_t(p.size) * p.max_tokens * p.k; n += threads) {
-    const uint32_t s = uint32_t(n / p.k / p.max_tokens), i = uint32_t(n / p.k % p.max_tokens);
-    if (i >= received[s] || reinterpret_cast<const int32_t*>(came(p, s, slots, i))[n % p.k] < 0) rows_of[n] = -1;
-  }
-  for (uint32_t slot = blockIdx.x; slot < p.own_slots; slot += gridDim.x) {
-    uint32_t next = offsets[slot];
-    for (uint32_t s = 0; s < p.size; ++s) {
-      const int32_t* entries = reinterpret_cast<const int32_t*>(came(p, s, slots, 0));
-      const uint32_t n = received[s] * p.k;
-      for (uint32_t start = 0; start < n; start += blockDim.x) {
-        const uint32_t i = start + threadIdx.x;
-        const bool mine = i < n && entries[i] == int32_t(slot);
-        uint32_t all;
-        const uint32_t at = next + rank_among(mine, all);
-        next += all;
-        if (!mine) continue;
-        const int32_t from = *reinterpret_cast<const int32_t*>(came(p, s, token, i / p.k));
-        say(p, at, make_int4(int32_t(s), from, int32_t(i % p.k), int32_t(i / p.k)));
-        ids[at] = called(p, int32_t(slot));
-        rows_of[(uint64_t(s) * p.max_tokens + i / p.k) * p.k + i % p.k] = int32_t(at);
-        if (out_weights != nullptr) out_weights[at] = reinterpret_cast<const float*>(came(p, s, weights, 0))[i];
-      }
-    }
-    for (uint32_t at = next + threadIdx.x; at < offsets[slot + 1]; at += blockDim.x) nobody(at);
+// No row lies here; a row has so many ids.
+__device__ __forceinline__ void nobody(const DispatchParams& p, uint32_t at, uint32_t each) {
+  say(p, at, no_source());
+  for (uint64_t e = 0; e < each; ++e) {
+    reinterpret_cast<int32_t*>(p.ids)[uint64_t(at) * each + e] = called(p, -1);
+    if (p.weights != 0) reinterpret_cast<float*>(p.weights)[uint64_t(at) * each + e] = 0.0f;
   }
 }
 
-// A group of threads for each row that there is room for, if it is in this piece.
-extern "C" __global__ void __launch_bounds__(1024) brigade_dispatch_collect(const __grid_constant__ DispatchParams p) {
+// The rows of one source after the other, or with room for all that it may send.
+__device__ __forceinline__ void arrange_by_source(const DispatchParams& p) {
+  const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.offsets);
+  for (uint32_t at = blockIdx.x * blockDim.x + threadIdx.x; at < p.capacity; at += gridDim.x * blockDim.x) {
+    uint32_t s = 0;
+    while (s + 1 < p.size && offsets[s + 1] <= at) ++s;
+    const uint32_t i = at - offsets[s];
+    if (at >= offsets[p.size] || i >= reinterpret_cast<const uint32_t*>(p.received)[s]) {
+      nobody(p, at, p.k);
+      continue;
+    }
+    say(p, at, make_int4(int32_t(s), *reinterpret_cast<const int32_t*>(came(p, s, token, i)), -1, int32_t(i)));
+    constexpr uint32_t ahead = 4;
+    for (uint32_t e = 0; e < p.k; e += ahead) {
+      int32_t slot[ahead];
+      float weight[ahead];
+#pragma unroll
+      for (uint32_t n = 0; n < ahead; ++n) {
+        if (e + n >= p.k) break;
+        slot[n] = reinterpret_cast<const int32_t*>(came(p, s, slots, i))[e + n];
+        weight[n] = p.weights != 0 ? reinterpret_cast<const float*>(came(p, s, weights, i))[e + n] : 0.0f;
+      }
+#pragma unroll
+      for (uint32_t n = 0; n < ahead; ++n) {
+        if (e + n >= p.k) break;
+        const uint64_t entry = uint64_t(at) * p.k + e + n;
+        reinterpret_cast<int32_t*>(p.ids)[entry] = called(p, slot[n]);
+        if (p.weights != 0) reinterpret_cast<float*>(p.weights)[entry] = weight[n];
+      }
+    }
+  }
+}
+
+// A row for each expert. Blocks share the rows that came, in order: where each goes follows from how many entries before it name the
+// same slot.
+__device__ __forceinline__ void arrange_by_expert(const DispatchParams& p) {
+  __shared__ uint32_t next[slots_at_once];
+  const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.offsets);
+  const uint32_t* received = reinterpret_cast<const uint32_t*>(p.received);
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  auto slots_of = [&](uint32_t s) { return reinterpret_cast<const int32_t*>(came(p, s, slots, 0)); };
+  uint32_t rows = 0;
+  for (uint32_t s = 0; s < p.size; ++s) rows += received[s];
+  const uint32_t each = (rows + gridDim.x - 1) / gridDim.x, least = min(rows, blockIdx.x * each), end = min(rows, least + each);
+  for (uint32_t first = 0; first < p.own_slots; first += slots_at_once) {
+    const uint32_t known = min(slots_at_once, p.own_slots - first);
+    for (uint32_t i = threadIdx.x; i < known; i += blockDim.x) next[i] = offsets[first + i];
+    __syncthreads();
+    for (uint32_t s = 0, before = least; before > 0; ++s) {
+      const uint32_t n = min(before, received[s]);
+      for_entries(slots_of(s), n * p.k, [&](int32_t slot) {
+        if (uint32_t(slot) - first < known) atomicAdd(&next[uint32_t(slot) - first], 1u);
+      });
+      before -= n;
+    }
+    __syncthreads();
+    const uint32_t together = blockDim.x / p.k;
+    for (uint32_t start = least; start < end; start += together) {
+      // The row of this thread's entry, as one of those from its source.
+      uint32_t s = 0, i = start + threadIdx.x / p.k, e = threadIdx.x % p.k, slot = ~0u;
+      if (i < end && threadIdx.x / p.k < together) {
+        while (i >= received[s]) i -= received[s++];
+        slot = uint32_t(slots_of(s)[i * p.k + e]) - first;
+      }
+      const bool mine = slot < known;
+      const uint32_t alike = __match_any_sync(0xFFFFFFFFu, mine ? slot : ~0u);
+      uint32_t at = 0;
+      // One warp after the other.
+      for (uint32_t turn = 0; turn < blockDim.x / 32; ++turn) {
+        if (turn == warp && mine) {
+          at = next[slot] + __popc(alike & ((1u << lane) - 1));
+          __syncwarp(alike);
+          if (lane == __ffs(int(alike)) - 1) next[slot] += __popc(alike);
+        }
+        __syncthreads();
+      }
+      if (!mine) continue;
+      say(p, at, make_int4(int32_t(s), *reinterpret_cast<const int32_t*>(came(p, s, token, i)), int32_t(e), int32_t(i)));
+      reinterpret_cast<int32_t*>(p.ids)[at] = called(p, int32_t(first + slot));
+      reinterpret_cast<int32_t*>(p.rows_of)[(uint64_t(s) * p.max_tokens + i) * p.k + e] = int32_t(at);
+      if (p.weights != 0) {
+        reinterpret_cast<float*>(p.weights)[at] = reinterpret_cast<const float*>(came(p, s, weights, 0))[i * p.k + e];
+      }
+    }
+    __syncthreads();
+  }
+  // Between the rows of two slots, and behind all.
+  const uint32_t* counts = reinterpret_cast<const uint32_t*>(p.counts);
+  for (uint32_t slot = blockIdx.x; slot < p.own_slots; slot += gridDim.x) {
+    for (uint32_t at = offsets[slot] + counts[slot] + threadIdx.x; at < offsets[slot + 1]; at += blockDim.x) nobody(p, at, 1);
+  }
+  const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  for (uint32_t at = offsets[p.own_slots] + me; at < p.capacity; at += threads) nobody(p, at, 1);
+  // Entries without a row; those that have one are written by who finds it.
+  for (uint32_t n = me; n < p.size * p.max_tokens * p.k; n += threads) {
+    const uint32_t s = n / p.k / p.max_tokens, i = n / p.k % p.max_tokens;
+    if (i >= received[s] || slots_of(s)[i * p.k + n % p.k] < 0) reinterpret_cast<int32_t*>(p.rows_of)[n] = -1;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(1024, 1) brigade_dispatch_arrange(const __grid_constant__ DispatchParams p) {
   wait_for_previous_kernel();
   if (is_stopped(p)) return;
-  const uint32_t thread = threadIdx.x % p.row_threads;
-  auto is_own = [&](int4 source) { return uint32_t(source.x) == p.rank && p.from[row] != 0; };
+  p.arrangement == by_expert ? arrange_by_expert(p) : arrange_by_source(p);
+}
+
+// Writes granules to row `at` of each lane of a warp that has one, once they are read; by `threads` threads, all of them of whole warps.
+__device__ __forceinline__ void copy_to_all(uint64_t to, int32_t at, uint64_t from, uint64_t bytes, uint32_t thread, uint32_t threads) {
+  const uint32_t all = __ballot_sync(0xFFFFFFFFu, at >= 0), granules = uint32_t(bytes / 16);
+  const ulonglong2* in = reinterpret_cast<const ulonglong2*>(from);
+  constexpr uint32_t in_flight = 4;
+  for (uint32_t warp = thread / 32 * 32; warp < granules; warp += in_flight * threads) {
+    ulonglong2 held[in_flight];
+    const uint32_t g = warp + thread % 32;
+#pragma unroll
+    for (uint32_t n = 0; n < in_flight; ++n) {
+      if (g + n * threads < granules) held[n] = in[g + n * threads];
+    }
+    for (uint32_t left = all; left != 0; left &= left - 1) {
+      ulonglong2* out = reinterpret_cast<ulonglong2*>(to + uint32_t(__shfl_sync(0xFFFFFFFFu, at, __ffs(int(left)) - 1)) * bytes);
+#pragma unroll
+      for (uint32_t n = 0; n < in_flight; ++n) {
+        if (g + n * threads < granules) out[g + n * threads] = held[n];
+      }
+    }
+  }
+}
+
+// A group of threads for each row that there is room for, or, by expert, that may have come; if it is in this piece.
+extern "C" __global__ void __launch_bounds__(1024, 1) brigade_dispatch_collect(const __grid_constant__ DispatchParams p) {
+  wait_for_previous_kernel();
+  if (is_stopped(p)) return;
+  const uint32_t thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
   auto which = [&](int4 source) { return uint32_t(p.gathers ? source.y : source.w); };
-  // Those before the piece wrap around.
-  auto wanted = [&](int4 source) {
-    return is_own(source) ? which(source) - p.own_first < p.own_rows : which(source) - p.first_row < p.piece_rows;
+  auto is_own = [&](int4 source, uint32_t section) { return uint32_t(source.x) == p.rank && p.from[section] != 0; };
+  auto if_wanted = [&](uint32_t at) {
+    const int4 source = reinterpret_cast<const int4*>(p.sources)[at];
+    if (source.x < 0) return source;
+    // Those before the piece wrap around.
+    const uint32_t i = which(source);
+    const bool wanted = is_own(source, row) ? i - p.own_first < p.own_rows : i - p.first_row < p.piece_rows;
+    return wanted ? source : no_source();
   };
-  for_rows(reinterpret_cast<const int4*>(p.sources), p.capacity, 0, p.row_threads, wanted, [&](uint32_t at, int4 source) {
-    const uint32_t i = which(source) - p.first_row;
+  auto begin = [&](int4 source, uint32_t s) {
+    return is_own(source, s) ? p.from[s] + uint32_t(source.y) * p.row_bytes[s]
+                             : came(p, uint32_t(source.x), s, which(source) - p.first_row);
+  };
+  auto copy = [&](uint32_t at, int4 source, uint32_t s) {
+    const uint64_t from = begin(source, s);
+    if (s != scales || p.scale_words == 0) return copy_bytes(p.to[s] + at * p.row_bytes[s], from, p.row_bytes[s], thread, p.row_threads);
+    for (uint32_t w = thread; w < p.scale_words; w += p.row_threads) {
+      reinterpret_cast<uint32_t*>(p.to[s])[uint64_t(w) * p.capacity + at] = reinterpret_cast<const uint32_t*>(from)[w];
+    }
+  };
+  auto is_taken = [&](uint32_t s) { return p.row_bytes[s] != 0 && !says_which(s); };
+  if (p.arrangement != by_expert) {
+    for_rows(p.capacity, 0, p.row_threads, if_wanted, [&](uint32_t at, int4 source) {
+      for (uint32_t s = 0; s < p.sections; ++s) {
+        if (is_taken(s)) copy(at, source, s);
+      }
+    });
+    return;
+  }
+  // Each row goes to all of its experts once it is read.
+  const int32_t* rows_of = reinterpret_cast<const int32_t*>(p.rows_of);
+  auto look = [&](uint32_t n) {
+    const uint32_t s = n / p.max_tokens;
+    if (n - s * p.max_tokens >= reinterpret_cast<const uint32_t*>(p.received)[s]) return no_source();
+    int32_t at = -1;
+    for (uint32_t e = 0; e < p.k && at < 0; ++e) at = rows_of[uint64_t(n) * p.k + e];
+    return at < 0 ? no_source() : if_wanted(uint32_t(at));
+  };
+  for_rows(p.size * p.max_tokens, 0, p.row_threads, look, [&](uint32_t n, int4 source) {
+    const int32_t at = lane < p.k ? rows_of[uint64_t(n) * p.k + lane] : -1;
     for (uint32_t s = 0; s < p.sections; ++s) {
-      const uint64_t bytes = p.row_bytes[s];
-      if (bytes == 0 || says_which(s)) continue;
-      const bool own = uint32_t(source.x) == p.rank && p.from[s] != 0;
-      const uint64_t from = own ? p.from[s] + uint32_t(source.y) * bytes : came(p, uint32_t(source.x), s, i);
-      if (s == scales && p.scale_words != 0) {
-        for (uint32_t w = thread; w < p.scale_words; w += p.row_threads) {
-          reinterpret_cast<uint32_t*>(p.to[s])[uint64_t(w) * p.capacity + at] = reinterpret_cast<const uint32_t*>(from)[w];
-        }
+      if (!is_taken(s)) continue;
+      const uint64_t from = begin(source, s);
+      if ((s != scales || p.scale_words == 0) && (from | p.to[s] | p.row_bytes[s]) % 16 == 0) {
+        copy_to_all(p.to[s], at, from, p.row_bytes[s], thread, p.row_threads);
         continue;
       }
-      copy_bytes(p.to[s] + at * bytes, from, bytes, thread, p.row_threads);
+      for (uint32_t left = __ballot_sync(0xFFFFFFFFu, at >= 0); left != 0; left &= left - 1) {
+        copy(uint32_t(__shfl_sync(0xFFFFFFFFu, at, __ffs(int(left)) - 1)), source, s);
+      }
     }
   });
 }
 
 // A warp for each 128 columns of a row, as brigade-host does it.
-extern "C" __global__ void __launch_bounds__(1024) brigade_cast(const __grid_constant__ CastParams p) {
+extern "C" __global__ void __launch_bounds__(1024, 1) brigade_cast(const __grid_constant__ CastParams p) {
   wait_for_previous_kernel();
   const uint32_t blocks = (p.hidden + 127) / 128, lane = threadIdx.x % 32;
   const uint32_t warps = gridDim.x * blockDim.x / 32;

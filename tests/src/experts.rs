@@ -278,7 +278,7 @@ fn pieces(world: &World, by: By) {
     });
     let config = CommConfig {
         dispatch_bytes: 1000 * world.size,
-        combine_bytes: 900 * world.size,
+        combine_bytes: 1024 * world.size,
         fifo_bytes: 1000 * world.size,
         ..config()
     };
@@ -344,7 +344,7 @@ fn over_inputs(world: &World, by: By) {
         (case, back)
     });
     let config = CommConfig {
-        combine_bytes: 900 * world.size,
+        combine_bytes: 1024 * world.size,
         ..config()
     };
     world.run(&config, move |rank| {

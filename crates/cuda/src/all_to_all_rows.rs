@@ -1,14 +1,13 @@
 //! All-to-all of rows that lists name: one launch, with a block for each end of each queue.
 
 use crate::{
-    Launch,
     comm::CudaComm,
-    fifo::{OWN_BLOCKS, queued, row_threads},
+    fifo::{queued, row_threads},
     job::Job,
     memory::check_reach,
 };
 use brigade_device::{AllToAllRowsCall, AllToAllRowsParams, Buffer, Call, Plan, Result, Turn};
-use brigade_kernels::{AllToAllRowsParams as Parameters, MESSAGE_THREADS};
+use brigade_kernels::AllToAllRowsParams as Parameters;
 use brigade_plan::fifo::Queues;
 
 /// The arguments.
@@ -98,17 +97,9 @@ impl Job<'_> {
             parameters.from[i] = a.from[i].address();
             parameters.to[i] = a.to[i].address();
         }
-        let own = (send_rows.shape().len() * threads as usize).div_ceil(MESSAGE_THREADS as usize);
-        let blocks = self.queue_blocks(&a.queues) + own.clamp(1, OWN_BLOCKS) as u32;
+        let shape = self.queue_blocks(&a.queues, (send_rows.shape().len(), threads));
         let kernel = &self.core.device.opened.kernels.rows;
         // SAFETY: rows and lists lie in buffers of the call, the rest in the group's memory, which the core keeps.
-        unsafe {
-            kernel.launch(
-                self.stream,
-                Launch::grid(blocks, MESSAGE_THREADS),
-                parameters,
-            )
-        }
-        .map_err(Into::into)
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 }

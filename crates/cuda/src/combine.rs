@@ -4,10 +4,12 @@
 mod fifo;
 
 use crate::{
-    Kernel, KernelSet, Missing,
+    Kernel, KernelSet, Launch, Missing,
     comm::{CudaComm, unexpected},
     core::Core,
-    dispatch::{Side, own_parts, row_blocks_of, row_threads},
+    dispatch::{
+        Side, WIDEST, Work, own_parts, row_blocks, row_blocks_alone, row_blocks_on, row_threads,
+    },
     finish::same_elements,
     job::Job,
     memory::check_reach,
@@ -38,15 +40,20 @@ use std::{
 pub(crate) struct CombineKernels {
     back: Kernel<Parameters>,
     back_sums: Kernel<Parameters>,
+    /// A block of either that shares its multiprocessor with nobody.
+    alone: [Launch; 2],
     sum: Kernel<Parameters>,
     pull: Kernel<Parameters>,
 }
 
 impl CombineKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
+        let back: Kernel<Parameters> = set.variant("_back")?;
+        let back_sums: Kernel<Parameters> = set.variant("_back_sums")?;
         Ok(Self {
-            back: set.variant("_back")?,
-            back_sums: set.variant("_back_sums")?,
+            alone: [back.alone(WIDEST)?, back_sums.alone(WIDEST)?],
+            back,
+            back_sums,
             sum: set.variant("_sum")?,
             pull: set.variant("_pull")?,
         })
@@ -193,6 +200,30 @@ impl CudaComm {
 }
 
 impl Arguments {
+    /// Whether own rows are added from where they lie: sums of them, and what comes through queues, lie where others' do.
+    fn adds_own(&self) -> bool {
+        self.pieces > 0
+            && self.call.choice != Some(Transport::InPlace)
+            && self.call.sum != CombineSum::ExpertByRank
+    }
+
+    /// What each side does of a token's rows.
+    fn work(&self, job: &Job<'_>) -> Work {
+        let size = job.core.size();
+        let here = self.call.k.div_ceil(size);
+        let (rows, makes, come) = match self.call.sum {
+            CombineSum::Rank => (1, 0, size),
+            CombineSum::Expert => (here, 0, self.call.k),
+            CombineSum::ExpertByRank => (1, Work::ADD * (1 + here) * size, size),
+        };
+        Work {
+            pieces: self.pieces,
+            pushes: Work::PUSH * rows * (size - 1),
+            makes,
+            takes: Work::ADD * (1 + come),
+        }
+    }
+
     /// What work must keep, beside the result.
     fn buffers(&self) -> Vec<&Buffer> {
         let mut list = vec![&self.rows];
@@ -280,6 +311,8 @@ impl Job<'_> {
             sources: a.parts.sources.address(),
             held: a.parts.weights.as_ref().map_or(0, Buffer::address),
             rows_of: a.parts.rows_of.as_ref().map_or(0, Buffer::address),
+            own_from: if a.adds_own() { a.rows.address() } else { 0 },
+            offsets: a.parts.offsets.address(),
             slots: a.parts.layout.slots.address(),
             positions: a.parts.layout.positions.address(),
             own_weights: a.parts.own_weights.as_ref().map_or(0, Buffer::address),
@@ -315,7 +348,7 @@ impl Job<'_> {
         }
         let sections = Returning::new(&a.call, places.len());
         let rows = capacity.min(places.len() * self.core.size());
-        let threads = row_threads(&self.core.device, rows, Self::row_bytes(a));
+        let threads = row_threads(self.core, rows, Self::row_bytes(a));
         let parameters = Parameters {
             half: self.core.data_offset(of) as u64,
             rows_at: sections.rows(0).start as u64,
@@ -325,11 +358,14 @@ impl Job<'_> {
             row_threads: threads,
             ..self.combining(a)
         };
-        let shape = row_blocks_of(self, (Side::Writes, a.pieces), rows, threads);
         let kernels = &self.core.device.opened.kernels.combines;
-        let kernel = match a.call.sum {
-            CombineSum::Rank | CombineSum::Expert => &kernels.back,
-            CombineSum::ExpertByRank => &kernels.back_sums,
+        let (kernel, alone) = match a.call.sum {
+            CombineSum::Rank | CombineSum::Expert => (&kernels.back, kernels.alone[0]),
+            CombineSum::ExpertByRank => (&kernels.back_sums, kernels.alone[1]),
+        };
+        let shape = match a.pieces {
+            0 | 1 => row_blocks(self, rows, threads, WIDEST),
+            _ => row_blocks_alone(alone, (rows, threads), a.work(self).sms(self, Side::Writes)),
         };
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps.
         unsafe { self.follow(on, kernel, shape, parameters) }
@@ -370,12 +406,13 @@ impl Job<'_> {
         tokens: usize,
         mut parameters: Parameters,
     ) -> Result<()> {
-        let threads = row_threads(&self.core.device, tokens, Self::row_bytes(a));
+        let threads = row_threads(self.core, tokens, Self::row_bytes(a));
         parameters.row_threads = threads;
         for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
             *to = bias.address();
         }
-        let shape = row_blocks_of(self, (Side::Takes, a.pieces), tokens, threads);
+        let sms = a.work(self).sms(self, Side::Takes);
+        let shape = row_blocks_on(self, sms, (tokens, threads), WIDEST);
         // SAFETY: rows lie in the group's memory, at the same place of each rank's, or in a buffer of the call, as all else.
         unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }

@@ -3,7 +3,7 @@
 use crate::{
     CudaDevice, Pages,
     core::{Core, Parts},
-    loading, messages,
+    fifo, loading, messages,
     nccl_sums::NcclSums,
     pushed,
     rendezvous::{self, Hardware},
@@ -141,7 +141,8 @@ pub(crate) fn join_one(
             config: config.clone(),
             engines: Engines::cuda(hardware.tiles, size <= pushed::MOST_RANKS)
                 .with_nccl(nccl.is_some())
-                .with_channels(messages::blocks_each(size, hardware.sharing) as u8),
+                .with_channels(messages::blocks_each(size, hardware.sharing) as u8)
+                .with_queues(fifo::queues_each(size, hardware.sharing, config.sm_budget) as u8),
         },
         control: Control::new(group, layout, sharing, segments),
         config: config.clone(),

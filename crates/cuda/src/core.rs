@@ -15,7 +15,7 @@ use crate::{
     nccl_sums::NcclSums,
     quiet,
     report::Report,
-    residency::Spinning,
+    residency::{Spinning, most_messages},
     state::state_words,
     steps::{Steps, Use},
     symmetric::Symmetric,
@@ -195,8 +195,7 @@ impl Core {
         let kernels = &device.opened.kernels;
         let hook = device.inject.as_ref();
         let steps = Launch::grid(STEPS_AT_ONCE + u32::from(hook.is_some()), STEP_THREADS);
-        let most = crate::messages::most_blocks(size, topology.engines.channels.into());
-        let messages = Launch::grid(most, MESSAGE_THREADS);
+        let messages = Launch::grid(most_messages(&topology), MESSAGE_THREADS);
         let stepping = device.reserve_spinning(&kernels.steps, steps)?;
         // Messages, sums that are pushed and low-latency exchanges take the same places in turn.
         let exchanges = config.all_reduce_bytes > 0 || config.low_latency_bytes > 0;

@@ -8,7 +8,9 @@ mod gathered;
 mod in_place;
 mod pieces;
 
-pub(crate) use blocks::{Side, WIDEST, row_blocks, row_blocks_of, row_threads};
+pub(crate) use blocks::{
+    Side, WIDEST, Work, row_blocks, row_blocks_alone, row_blocks_on, row_threads,
+};
 pub(crate) use pieces::own_parts;
 
 use crate::{
@@ -320,6 +322,22 @@ impl Arguments {
             self.staged = Some(comm.gpu().scratch(lane, DataType::U8, &dims)?);
         }
         Ok(())
+    }
+
+    /// What each side does of a token's rows.
+    fn work(&self) -> Work {
+        let (size, k) = (self.group.size, self.call.k);
+        // By expert a row is read once, and written for each of the token's experts here.
+        let takes = match self.call.arrangement {
+            Arrangement::ByExpert { .. } => Work::HALF * (1 + k.div_ceil(size)),
+            Arrangement::Dense | Arrangement::BySource => Work::COPY,
+        };
+        Work {
+            pieces: self.pieces.len(),
+            pushes: Work::PUSH * (size - 1),
+            makes: 0,
+            takes: takes * size,
+        }
     }
 
     /// What work must keep.

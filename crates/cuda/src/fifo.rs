@@ -1,7 +1,7 @@
 //! Queues between ranks: what kernels are told whose blocks serve them. Those blocks take the places of blocks that carry messages,
 //! of which there are as many and as large ones.
 
-use crate::{Kernel, KernelSet, Missing, job::Job, messages::BLOCKS_EACH};
+use crate::{Kernel, KernelSet, Launch, Missing, job::Job, messages};
 use brigade_kernels::{CombineFifoParams, FIFO_CHANNELS, FIFO_LINE_WORDS, MESSAGE_THREADS};
 use brigade_plan::fifo::{MOST_CHANNELS, Queues};
 use brigade_sync::Fifo;
@@ -11,7 +11,6 @@ const _: () = assert!(
     MOST_CHANNELS == FIFO_CHANNELS
         && Fifo::CHANNELS == FIFO_CHANNELS
         && Fifo::LINE_WORDS == FIFO_LINE_WORDS
-        && FIFO_CHANNELS == BLOCKS_EACH as usize
 );
 
 /// What kernels whose blocks serve queues are told; the rest of their parameters is the default.
@@ -37,8 +36,26 @@ macro_rules! queued {
 }
 pub(crate) use queued;
 
-/// Most blocks that take own rows to where they go.
-pub(crate) const OWN_BLOCKS: usize = 64;
+/// Blocks of a multiprocessor.
+const BLOCKS: u32 = 2;
+
+/// Queues from one rank to another, so that all that may wait for them find places: where ranks share a GPU, those of messages.
+pub(crate) fn queues_each(size: usize, sharing: usize, sm_budget: Option<u16>) -> u32 {
+    /// Of ends of queues of a rank.
+    const MOST_BLOCKS: u32 = 128;
+    if sharing > 1 {
+        return messages::blocks_each(size, sharing);
+    }
+    // Some of a budget is for own rows.
+    let budget = sm_budget.map_or(MOST_BLOCKS, |sms| u32::from(sms) * BLOCKS * 3 / 4);
+    let each = budget.min(MOST_BLOCKS) / ends(size, 1).max(1);
+    each.clamp(1, MOST_CHANNELS as u32)
+}
+
+/// Blocks that serve so many queues from one rank to another: one at each end.
+pub(crate) fn ends(size: usize, queues: u32) -> u32 {
+    2 * size.saturating_sub(1) as u32 * queues
+}
 
 /// Kernels by which rows go back through queues.
 #[derive(Debug)]
@@ -65,8 +82,16 @@ pub(crate) fn row_threads(queues: &Queues, row_bytes: usize) -> u32 {
 }
 
 impl Job<'_> {
-    /// Blocks of a launch that serve queues, and may wait.
-    pub(crate) fn queue_blocks(&self, queues: &Queues) -> u32 {
-        2 * (self.core.size() as u32 - 1) * queues.channels as u32
+    /// A launch whose first blocks serve queues, and may wait; the others take so many own rows to where they go.
+    pub(crate) fn queue_blocks(&self, queues: &Queues, (own, threads): (usize, u32)) -> Launch {
+        /// Most blocks for own rows.
+        const MOST_OWN: u32 = 64;
+        let serving = ends(self.core.size(), queues.channels as u32);
+        let budget = self.core.config.sm_budget.map_or(MOST_OWN, |sms| {
+            (u32::from(sms) * BLOCKS).saturating_sub(serving)
+        });
+        let own = (own * threads as usize).div_ceil(MESSAGE_THREADS as usize);
+        let own = (own as u32).min(budget).clamp(1, MOST_OWN);
+        Launch::grid(serving + own, MESSAGE_THREADS)
     }
 }

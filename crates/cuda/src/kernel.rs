@@ -221,31 +221,43 @@ impl<P: Parameters> Kernel<P> {
             .map_err(refused("cuFuncSetAttribute"))
     }
 
-    /// The launch of a block that has a multiprocessor, with nothing else on it: it takes all of its shared memory.
+    /// The launch of a block that has a multiprocessor, with nothing else on it: it takes all of its registers, or else all of its shared
+    /// memory. Accesses go through what is left of that, so it is the worse of the two.
     ///
     /// # Errors
     /// [`Missing::Refused`].
     pub fn alone(&self, threads: u32) -> Result<Launch, Missing> {
         use sys::{
-            CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as MOST,
-            CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES as DECLARED,
+            CUdevice_attribute_enum::{
+                CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR as REGISTERS,
+                CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as MOST,
+            },
+            CUfunction_attribute_enum::{
+                CU_FUNC_ATTRIBUTE_NUM_REGS as EACH, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES as DECLARED,
+            },
         };
         bind(&self.set.context)?;
-        let most = self
-            .set
-            .context
-            .attribute(MOST)
-            .map_err(refused("cuDeviceGetAttribute"))?;
-        let mut declared = 0;
-        // SAFETY: the function is loaded as long as `set` lives.
-        unsafe { sys::cuFuncGetAttribute(&mut declared, DECLARED, self.function) }
-            .result()
-            .map_err(refused("cuFuncGetAttribute"))?;
-        let shared_bytes = (most - declared).max(0).unsigned_abs();
+        let most = |which| {
+            let most = self.set.context.attribute(which);
+            most.map_err(refused("cuDeviceGetAttribute"))
+        };
+        let own = |which| {
+            let mut own = 0;
+            // SAFETY: the function is loaded as long as `set` lives.
+            unsafe { sys::cuFuncGetAttribute(&mut own, which, self.function) }
+                .result()
+                .map_err(refused("cuFuncGetAttribute"))?;
+            Ok::<i32, Missing>(own)
+        };
+        let shape = Launch::grid(1, threads);
+        if own(EACH)? * threads as i32 >= most(REGISTERS)? {
+            return Ok(shape);
+        }
+        let shared_bytes = (most(MOST)? - own(DECLARED)?).max(0).unsigned_abs();
         self.allow_shared_bytes(shared_bytes)?;
         Ok(Launch {
             shared_bytes,
-            ..Launch::grid(1, threads)
+            ..shape
         })
     }
 

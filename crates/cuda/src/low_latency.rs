@@ -293,7 +293,7 @@ impl Job<'_> {
         parameters.ids = own.ids.address();
         parameters.map = own.map.as_ref().map_or(0, Buffer::address);
         parameters.id_bytes = own.ids.dtype().bytes() as u32;
-        parameters.row_threads = row_threads(&self.core.device, rows, row_bytes);
+        parameters.row_threads = row_threads(self.core, rows, row_bytes);
         let blocks = (rows * parameters.row_threads as usize).div_ceil(WIDEST as usize);
         let kernel = &self.core.device.opened.kernels.low_latency.send;
         // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
@@ -404,7 +404,7 @@ impl Job<'_> {
     /// Threads for what comes back of each of so many tokens.
     fn token_threads(&self, back: &LowLatencyBack, tokens: usize) -> u32 {
         let bytes = back.call.hidden * back.call.dtype.bytes();
-        row_threads(&self.core.device, tokens, bytes)
+        row_threads(self.core, tokens, bytes)
     }
 
     /// Threads that add up each of so many tokens: of a few tokens, those of some blocks.

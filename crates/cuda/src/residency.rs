@@ -2,9 +2,10 @@
 //! find none, nobody goes on. So whoever launches waiting blocks reserves their places first, over all communicators of the
 //! process, and takes fewer blocks where there is no more room.
 
-use crate::{CudaDevice, Kernel, Launch, core::Core, lane::Lane, mark::CudaMark, messages};
+use crate::{CudaDevice, Kernel, Launch, core::Core, fifo, lane::Lane, mark::CudaMark, messages};
 use brigade_device::{Device, Reason, Result};
 use brigade_kernels::{ALL_REDUCE_THREADS, Parameters};
+use brigade_plan::Topology;
 use parking_lot::Mutex;
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -85,6 +86,16 @@ impl Spinning {
     }
 }
 
+/// Most blocks of a launch of messages, or of one that serves queues, for which there are places.
+pub(crate) fn most_messages(topology: &Topology) -> u32 {
+    let (size, engines) = (topology.group.size, topology.engines);
+    let queues = match topology.config.fifo_bytes {
+        0 => 0,
+        _ => fifo::ends(size, engines.queues.into()),
+    };
+    messages::most_blocks(size, u32::from(engines.channels).max(1)).max(queues)
+}
+
 /// Calls that a rank which shares its GPU may be ahead of the GPU.
 const CALLS_AHEAD: usize = 32;
 
@@ -92,11 +103,6 @@ impl Core {
     /// Blocks that carry each of many messages, the same on all ranks.
     pub(crate) fn blocks_each(&self) -> u32 {
         u32::from(self.topology.engines.channels).max(1)
-    }
-
-    /// Most blocks of a launch of messages, for which there are places.
-    fn most_messages(&self) -> u32 {
-        messages::most_blocks(self.size(), self.blocks_each())
     }
 
     /// Blocks of so many threads that wait in one place. Where ranks share a GPU there is one, however small: each may hold a multiprocessor of
@@ -119,7 +125,7 @@ impl Core {
 
     /// Blocks of steps and messages that may wait at the same time, each on a multiprocessor of its own.
     pub(crate) fn may_wait(&self) -> u32 {
-        self.stepping.blocks + self.most_messages()
+        self.stepping.blocks + most_messages(&self.topology)
     }
 
     /// Where ranks share a GPU, none runs far ahead of what is done: a stream takes so many launches and no more, and a thread

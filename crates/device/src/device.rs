@@ -271,10 +271,10 @@ pub struct CommConfig {
     /// Memory for queues: what all ranks send to one waits there, in an equal part for each. As many entries as find room, of as many
     /// rows as find room in them; what is sent may be any number of times as much. 0 for none.
     pub fifo_bytes: usize,
-    /// Entries of a queue: a power of two, [`MOST_FIFO_DEPTH`](Self::MOST_FIFO_DEPTH) at most. `None` leaves it to the plan, up to eight.
+    /// Entries of a queue: a power of two, [`MOST_FIFO_DEPTH`](Self::MOST_FIFO_DEPTH) at most. `None` leaves it to the plan, up to four.
     pub fifo_depth: Option<u32>,
     /// Bytes of an entry, with the number of rows that it begins with: a multiple of [`FIFO_ENTRY_BYTES`](Self::FIFO_ENTRY_BYTES).
-    /// `None` leaves it to the plan: an equal part of what the queues have.
+    /// `None` leaves it to the plan: an equal part of what the queues have, and no more than keeps receivers waiting for it.
     pub fifo_entry_bytes: Option<usize>,
     /// Capacity of one half of each of the two slots of the low-latency exchange: the places of all rows that can come to a rank.
     /// 0 for none.
@@ -317,7 +317,7 @@ impl CommConfig {
     pub const FIFO_ENTRY_BYTES: usize = 64;
 
     /// Defaults: 8 MiB a half for gather and reduce-scatter, 8 MiB a buffer for all-reduces, 1 MiB scratch, 16 regions of 8 MiB in all, 60 s (120 s at first);
-    /// and, for expert parallelism alone, 8 MiB a half for dispatch and combine, and 8 MiB for queues.
+    /// and, for expert parallelism alone, 8 MiB a half for dispatch and combine, and 32 MiB for queues.
     pub fn new(mode: ParallelMode) -> Self {
         let experts_bytes = match mode {
             ParallelMode::Ep | ParallelMode::Eplb => 8 << 20,
@@ -332,7 +332,7 @@ impl CommConfig {
             scratch_bytes: 1 << 20,
             dispatch_bytes: experts_bytes,
             combine_bytes: experts_bytes,
-            fifo_bytes: experts_bytes,
+            fifo_bytes: 4 * experts_bytes,
             fifo_depth: None,
             fifo_entry_bytes: None,
             low_latency_bytes: 0,

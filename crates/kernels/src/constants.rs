@@ -22,7 +22,7 @@ constants! {
     /// Messages in one launch.
     MOST_MESSAGES: usize = 32;
     /// Most queues from one rank to another.
-    FIFO_CHANNELS: usize = 4;
+    FIFO_CHANNELS: usize = 16;
     /// Words of a line that a count of a queue has for itself.
     FIFO_LINE_WORDS: usize = 32;
     /// Threads that carry out steps and poison outputs.

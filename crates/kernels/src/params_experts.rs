@@ -279,6 +279,10 @@ parameters! {
         held: u64,
         /// Device address of the row of every expert of every token that came, or 0.
         rows_of: u64,
+        /// Device address of the rows, if own ones are added from there, and do not go through this rank's part; or 0.
+        own_from: u64,
+        /// Device address of where the rows of each rank begin among them.
+        offsets: u64,
         /// Device address of the part of rank 0, where rows have come back.
         parts: u64,
         /// From one part to the next.

@@ -38,7 +38,8 @@ pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Re
     let per_token = call.rows_per_token();
     let room = ("combine_bytes", topology.config.combine_bytes);
     let bytes = |tokens: usize| Returning::new(call, tokens.saturating_mul(per_token)).bytes();
-    let cut = (call.max_tokens, None);
+    // While some are added up, the next are on their way.
+    let cut = (call.max_tokens, table.experts.plain.rows_at_a_time);
     let transport = match in_place {
         true => Transport::InPlace,
         false => Transport::OneSided,

@@ -167,8 +167,9 @@ pub(crate) fn lines(bytes: usize) -> usize {
         .unwrap_or(usize::MAX)
 }
 
-/// Parts begin at a line of the cache, and sections at the widest access.
-const ALIGN_BYTES: usize = 64;
+/// Parts, and the rows in them, begin at a line of a GPU's memory, since the halves of two are slow to travel; other sections at the
+/// widest access.
+const ALIGN_BYTES: usize = 128;
 pub(crate) const SECTION_BYTES: usize = 16;
 
 /// What a sender's part of a half holds, for so many rows: counts first, and then a section for each thing that a row has.
@@ -258,8 +259,8 @@ fn sections_of(call: &DispatchCall, load: Load) -> Vec<usize> {
 }
 
 impl Sections {
-    /// Bytes of the counts.
-    pub const COUNTS_BYTES: usize = 64;
+    /// Bytes of the counts, and what is left of their line.
+    pub const COUNTS_BYTES: usize = ALIGN_BYTES;
 
     /// For rows of a dispatch.
     pub fn dispatch(call: &DispatchCall, rows: usize) -> Self {
@@ -409,14 +410,14 @@ mod tests {
             cast: None,
             choice: Some(Transport::Gather),
         };
-        assert_eq!(planned(&call, 2 * 1024), Ok((60, 2)));
+        assert_eq!(planned(&call, 2 * 1024), Ok((56, 2)));
         assert_eq!(ways_rows(&call, 2 * 1024, 2), 3);
         // Where the ways are known, only rows have to fit.
-        assert_eq!(planned(&call, 2 * 128), Err(reason::CAPACITY.into()));
+        assert_eq!(planned(&call, 2 * 256), Err(reason::CAPACITY.into()));
         let (mut again, mut gathered) = (call.clone(), call);
         (again.again, gathered.gathered) = (true, true);
         for known in [again, gathered] {
-            assert_eq!(planned(&known, 2 * 128), Ok((4, 25)));
+            assert_eq!(planned(&known, 2 * 256), Ok((8, 13)));
         }
     }
 }

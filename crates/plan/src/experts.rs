@@ -89,7 +89,7 @@ const PUSHED: &str = "all_reduce_bytes";
 ///     choice: None,
 /// };
 /// let need = need(&Call::Dispatch(call), 8)?;
-/// assert_eq!((need.field, need.bytes), ("dispatch_bytes", 471_990_784));
+/// assert_eq!((need.field, need.bytes), ("dispatch_bytes", 471_991_296));
 /// assert_eq!(need.joined_bytes(), 2 * need.bytes);
 /// let config = need.fit(CommConfig::new(ParallelMode::Ep));
 /// assert_eq!(config.dispatch_bytes, need.bytes);

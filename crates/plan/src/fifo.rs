@@ -9,7 +9,7 @@ use crate::{
 use brigade_device::{CommConfig, Plan, Reason};
 
 /// Most queues from one rank to another.
-pub const MOST_CHANNELS: usize = 4;
+pub const MOST_CHANNELS: usize = 16;
 
 /// The queues from one rank to another, one behind the other: a channel's entries follow each other.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,11 +29,22 @@ pub struct Queues {
 /// What an entry should have at least, so that its flag costs little beside it.
 const ENTRY_BYTES: usize = 16 << 10;
 
+/// What it has at most if it holds a row, so that who receives soon has something to take.
+const MOST_ENTRY_BYTES: usize = 256 << 10;
+
 /// Most rows in an entry.
 const MOST_ROWS: usize = 1 << 24;
 
 /// Channels and entries, the ones that let most go on side by side first.
-const SHAPES: [(usize, u32); 6] = [(MOST_CHANNELS, 8), (4, 4), (4, 2), (2, 2), (1, 2), (1, 1)];
+const SHAPES: [(usize, u32); 7] = [
+    (MOST_CHANNELS, 4),
+    (8, 4),
+    (4, 4),
+    (4, 2),
+    (2, 2),
+    (1, 2),
+    (1, 1),
+];
 
 /// What is known of queues before the memory is cut.
 #[derive(Clone, Copy, Debug)]
@@ -75,7 +86,7 @@ impl Queues {
     /// ```
     /// use brigade_plan::fifo::Queues;
     /// let queues = Queues::new(8 << 20, 8, &[7168 * 2, 32])?;
-    /// assert_eq!((queues.channels, queues.depth, queues.entry_rows), (4, 8, 2));
+    /// assert_eq!((queues.channels, queues.depth, queues.entry_rows), (16, 4, 1));
     /// # Ok::<_, brigade_device::Reason>(())
     /// ```
     pub fn new(fifo_bytes: usize, size: usize, each: &[usize]) -> Result<Self, Reason> {
@@ -95,7 +106,10 @@ impl Queues {
         if let Some(entry_bytes) = given.entry_bytes.filter(|&bytes| bytes < one) {
             return Err(reason::narrow_entry(one, entry_bytes));
         }
-        let entry = |shape| given.entry(shape, part);
+        let entry = |shape| match given.entry_bytes {
+            Some(_) => given.entry(shape, part),
+            None => given.entry(shape, part).min(one.max(MOST_ENTRY_BYTES)),
+        };
         let fits = |least: usize| given.shapes().find(|&shape| entry(shape) >= least);
         let Some(shape) = fits(one.max(ENTRY_BYTES)).or_else(|| fits(one)) else {
             let entries = given.depth.unwrap_or(1) as usize;
@@ -158,7 +172,7 @@ impl Queues {
     pub fn of(topology: &Topology, each: &[usize]) -> Result<Self, Reason> {
         let config = &topology.config;
         let cut = Cut {
-            channels: usize::from(topology.engines.channels).max(1),
+            channels: usize::from(topology.engines.queues).max(1),
             depth: config.fifo_depth,
             entry_bytes: config.fifo_entry_bytes,
         };
@@ -194,7 +208,7 @@ mod tests {
     /// What can be said of a cut.
     fn cuts() -> impl Strategy<Value = Cut> {
         let depth = prop::option::of((0u32..8).prop_map(|log| 1 << log));
-        let entry_bytes = prop::option::of((1usize..50).prop_map(|lines| 64 * lines));
+        let entry_bytes = prop::option::of((1usize..25).prop_map(|lines| 128 * lines));
         let channels = 1usize..=MOST_CHANNELS;
         (channels, depth, entry_bytes).prop_map(|(channels, depth, entry_bytes)| Cut {
             channels,
@@ -213,8 +227,8 @@ mod tests {
             let queues = match Queues::cut(cut, fifo_bytes, size, &each) {
                 Ok(queues) => queues,
                 Err(why) => {
-                    let one = each.iter().map(|e| e.next_multiple_of(16)).sum::<usize>() + 64;
-                    let one = one.next_multiple_of(64);
+                    let rows = each.iter().map(|e| e.next_multiple_of(16)).sum::<usize>();
+                    let one = lines(Sections::COUNTS_BYTES + rows);
                     let entry = cut.entry_bytes.unwrap_or(one);
                     let least = entry * cut.depth.unwrap_or(1) as usize;
                     prop_assert!(one > entry || least > part, "{why}");
@@ -227,7 +241,7 @@ mod tests {
             prop_assert_eq!(queues.depth, cut.depth.unwrap_or(queues.depth));
             prop_assert_eq!(queues.entry_bytes, cut.entry_bytes.unwrap_or(queues.entry_bytes));
             prop_assert!(queues.sections.bytes <= queues.entry_bytes);
-            prop_assert!(queues.entry_bytes.is_multiple_of(64));
+            prop_assert!(queues.entry_bytes.is_multiple_of(128));
             prop_assert!(queues.depth.is_power_of_two());
             let last = queues.start(queues.channels - 1, queues.depth as usize);
             prop_assert!(last <= part);
@@ -250,7 +264,7 @@ mod tests {
         assert_eq!(refused.code, reason::CAPACITY);
         assert!(Queues::new(0, 1, &[1]).is_err());
         // Memory for one entry alone will do.
-        let one = Queues::new(4 * 384, 4, &[300]).unwrap();
+        let one = Queues::new(4 * 512, 4, &[300]).unwrap();
         assert_eq!((one.channels, one.depth, one.entry_rows), (1, 1, 1));
     }
 }

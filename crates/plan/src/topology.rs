@@ -1,6 +1,5 @@
 //! What the ranks of a communicator agreed on when they joined.
 
-use crate::fifo::MOST_CHANNELS;
 use brigade_device::{AllReduceAlgorithm, CommConfig, Group, OverlapMode};
 
 /// The group and everything voted on at `join`. Only `group.rank` differs between ranks.
@@ -45,9 +44,10 @@ pub struct Engines {
     pub pushes_rows: bool,
     /// Whether rows of [`Transport::InPlace`](brigade_device::Transport::InPlace) are never copied. A device where they are gives the same.
     pub rows_in_place: bool,
-    /// Most queues from one rank to another, and workers that carry a message between two: [`MOST_CHANNELS`], or fewer where ranks
-    /// share what these run on.
+    /// Workers that carry a message between two ranks: four, or fewer where ranks share what these run on.
     pub channels: u8,
+    /// Most queues from one rank to another, up to [`MOST_CHANNELS`](crate::fifo::MOST_CHANNELS).
+    pub queues: u8,
 }
 
 impl Engines {
@@ -68,7 +68,8 @@ impl Engines {
             dispatches: true,
             pushes_rows: true,
             rows_in_place: false,
-            channels: MOST_CHANNELS as u8,
+            channels: 4,
+            queues: 4,
         }
     }
 
@@ -93,10 +94,16 @@ impl Engines {
         Self { nccl, ..self }
     }
 
-    /// The same with at most so many queues from one rank to another.
+    /// The same with so many workers for a message.
     #[must_use]
     pub const fn with_channels(self, channels: u8) -> Self {
         Self { channels, ..self }
+    }
+
+    /// The same with at most so many queues from one rank to another.
+    #[must_use]
+    pub const fn with_queues(self, queues: u8) -> Self {
+        Self { queues, ..self }
     }
 
     /// Whether `mode` can run.
@@ -139,9 +146,9 @@ impl Engines {
             self.pushes_rows,
             self.rows_in_place,
         ];
-        let queues = u32::from(self.channels);
+        let numbers = u32::from(self.queues) << 8 | u32::from(self.channels);
         has.into_iter()
             .rev()
-            .fold(queues, |bits, has| bits << 1 | u32::from(has))
+            .fold(numbers, |bits, has| bits << 1 | u32::from(has))
     }
 }

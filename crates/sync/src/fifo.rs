@@ -30,7 +30,7 @@ impl Fifo {
     /// Entries that a queue has if nothing else is said.
     pub const DEPTH: u32 = 8;
     /// Most queues from one rank to another.
-    pub const CHANNELS: usize = 4;
+    pub const CHANNELS: usize = 16;
     /// Words of a line that a counter has for itself (256 bytes).
     pub const LINE_WORDS: usize = 32;
 

@@ -357,8 +357,8 @@ mod tests {
         let regions = (0..3).filter_map(|r| layout.region_ring(Region(r)));
         parts.extend(regions.map(|ring| (ring.base, CreditRing::words(3, 1))));
         parts.push((layout.sums().base, Sentinel::signatures(3)));
-        parts.extend([0, 1, 2, 3].map(|c| (layout.fifo(0, 1, c, 1).base, Fifo::words(3))));
-        assert_eq!(parts.len(), 5 + Area::ALL.len() + 3 + 1 + Fifo::CHANNELS);
+        let fifos = (0..Fifo::CHANNELS).map(|c| layout.fifo(0, 1, c, 1));
+        parts.extend(fifos.map(|fifo| (fifo.base, Fifo::words(3))));
         let end = parts.into_iter().fold(0, |end, (base, words)| {
             assert_eq!(base, end);
             base + words

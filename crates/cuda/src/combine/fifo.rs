@@ -4,12 +4,12 @@
 use super::{Arguments, sum_code};
 use crate::{
     Launch,
-    fifo::{OWN_BLOCKS, queued, row_threads},
+    fifo::{queued, row_threads},
     job::Job,
     types,
 };
 use brigade_device::{Buffer, Result};
-use brigade_kernels::{CombineFifoParams, MESSAGE_THREADS};
+use brigade_kernels::CombineFifoParams;
 use brigade_plan::{combine::Returning, fifo::Queues};
 
 /// Threads of a block that goes through all rows.
@@ -25,7 +25,8 @@ impl Job<'_> {
     ) -> Result<()> {
         self.steps_now()?;
         let all = Returning::new(&a.call, a.call.max_rows());
-        let threads = row_threads(queues, Self::row_bytes(a));
+        // Those of whole warps, which add rows up.
+        let threads = row_threads(queues, Self::row_bytes(a)).max(32);
         let capacity = a.parts.sources.shape().rows();
         let parameters = CombineFifoParams {
             section: [0, 1, 2].map(|i| queues.sections.at(i, 0).start as u64),
@@ -56,9 +57,7 @@ impl Job<'_> {
         let lists = Launch::grid(self.core.size() as u32, LIST_THREADS);
         // SAFETY: the list lies in a buffer of the call, as what it is made from.
         unsafe { kernels.list.launch(self.stream, lists, parameters) }?;
-        let own = (capacity * threads as usize).div_ceil(MESSAGE_THREADS as usize);
-        let blocks = self.queue_blocks(queues) + own.clamp(1, OWN_BLOCKS) as u32;
-        let shape = Launch::grid(blocks, MESSAGE_THREADS);
+        let shape = self.queue_blocks(queues, (capacity, threads));
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps; what comes goes into a buffer of
         // the call.
         unsafe { kernels.exchange.launch(self.stream, shape, parameters) }.map_err(Into::into)

@@ -1,9 +1,8 @@
 //! What has come of a dispatch: counted, arranged, and taken to where it belongs.
 
 use super::{
-    Arguments, Came, ENTRY_THREADS, Parameters, Piece, Side, WIDEST,
-    blocks::{budgeted_sms, row_blocks_on, side_sms},
-    in_place, row_blocks_of, row_threads, to,
+    Arguments, Came, ENTRY_THREADS, Parameters, Piece, Side, WIDEST, blocks::row_blocks_on,
+    in_place, row_threads, to,
 };
 use crate::{
     Launch,
@@ -16,14 +15,6 @@ use brigade_plan::{
     routes::Slots,
 };
 use std::time::Duration;
-
-/// Most rows that become of one that comes.
-fn most_rows(a: &Arguments) -> usize {
-    match a.call.arrangement {
-        Arrangement::ByExpert { .. } => a.call.k,
-        Arrangement::Dense | Arrangement::BySource => 1,
-    }
-}
 
 /// The first of own rows that are taken with a piece, and how many are. They lie where the caller has them from the start, so they go with all
 /// pieces but the last: whoever takes that keeps the call waiting.
@@ -81,7 +72,7 @@ impl Job<'_> {
         }
         let kernels = &self.core.device.opened.kernels.dispatches;
         if parameters.own_slots > 0 && came.piece.load != Load::Rest {
-            let shape = self.slot_blocks(a, parameters.own_slots);
+            let shape = self.entry_blocks(a, parameters.own_slots as usize);
             // SAFETY: what has come lies in the group's memory or in a buffer of the call, and counts go into one.
             unsafe { self.follow(self.stream, &kernels.count, shape, parameters) }?;
         }
@@ -89,13 +80,10 @@ impl Job<'_> {
         unsafe { self.follow(self.stream, &kernels.place, Launch::grid(1, 32), parameters) }
     }
 
-    /// A block for each slot, or for several within a budget.
-    fn slot_blocks(&self, a: &Arguments, slots: u32) -> Launch {
-        let most = match self.core.config.sm_budget {
-            Some(_) => budgeted_sms(self, Side::Takes, a.pieces.len()) as u32,
-            None => slots,
-        };
-        Launch::grid(slots.min(most).max(1), ENTRY_THREADS)
+    /// Blocks that go through entries, and no more of them than `most`.
+    fn entry_blocks(&self, a: &Arguments, most: usize) -> Launch {
+        let sms = a.work().budgeted_sms(self, Side::Takes);
+        Launch::grid(most.clamp(1, sms) as u32, ENTRY_THREADS)
     }
 
     /// The same, with room for just so many rows if there is none yet.
@@ -174,8 +162,14 @@ impl Job<'_> {
         let parameters = self.belonging(a, came, outputs);
         let kernels = &self.core.device.opened.kernels;
         let shape = match a.call.arrangement {
-            Arrangement::ByExpert { .. } => self.slot_blocks(a, parameters.own_slots),
-            _ => row_blocks_of(self, (Side::Takes, a.pieces.len()), capacity, 1),
+            Arrangement::ByExpert { .. } => {
+                let entries = a.group.size * a.call.max_tokens * a.call.k;
+                self.entry_blocks(a, entries.div_ceil(ENTRY_THREADS as usize))
+            }
+            _ => {
+                let sms = a.work().budgeted_sms(self, Side::Takes);
+                row_blocks_on(self, sms, (capacity, 1), WIDEST)
+            }
         };
         let kernel = &kernels.dispatches.arrange;
         // SAFETY: what has come lies in the group's memory or in a buffer of the call, and goes into buffers of the call.
@@ -196,12 +190,12 @@ impl Job<'_> {
         }
         let mut parameters = self.belonging(a, came, outputs);
         let row_bytes = Sections::part(&a.call, came.piece.load, 1).row_bytes(Section::Row);
-        let device = &self.core.device;
-        let rows = capacity.min(came.piece.rows * a.group.size * most_rows(a));
-        parameters.row_threads = row_threads(device, rows, row_bytes);
-        let sms = side_sms(self, Side::Takes, a.pieces.len());
+        // By expert each goes to all of its own.
+        let rows = capacity.min(came.piece.rows * a.group.size);
+        parameters.row_threads = row_threads(self.core, rows, row_bytes);
+        let sms = a.work().sms(self, Side::Takes);
         let shape = row_blocks_on(self, sms, (rows, parameters.row_threads), WIDEST);
-        let kernel = &device.opened.kernels.dispatches.collect;
+        let kernel = &self.core.device.opened.kernels.dispatches.collect;
         // SAFETY: as above.
         unsafe { self.follow(self.stream, kernel, shape, parameters) }
     }

@@ -1,6 +1,6 @@
 //! How many blocks take rows, within the multiprocessors that a communicator may use.
 
-use crate::{CudaDevice, Launch, job::Job};
+use crate::{Launch, core::Core, job::Job};
 use brigade_device::Device;
 
 /// Threads of the largest block that takes rows.
@@ -8,11 +8,15 @@ pub(crate) const WIDEST: u32 = 1024;
 /// Threads of a block that takes rows.
 const ROW_THREADS: u32 = 256;
 
-/// Threads for each of so many rows, so that a few of them keep a GPU busy too.
-pub(crate) fn row_threads(device: &CudaDevice, rows: usize, row_bytes: usize) -> u32 {
+/// Threads for each of so many rows, so that a few of them keep a GPU busy too; or, within a budget, so that all groups of threads have
+/// about as many of them.
+pub(crate) fn row_threads(core: &Core, rows: usize, row_bytes: usize) -> u32 {
     /// What keeps a multiprocessor busy.
     const THREADS: usize = 1024;
-    let all = usize::from(device.info().sms) * THREADS;
+    /// Rows for each group of threads within a budget: with a few more or less, one of them would be late.
+    const TURNS: usize = 8;
+    let turns = core.config.sm_budget.map_or(1, |_| TURNS);
+    let all = own_sms(core) * THREADS * turns;
     [ROW_THREADS, 128, 64]
         .into_iter()
         .find(|&t| rows * t as usize <= all && t as usize * 16 <= row_bytes)
@@ -21,21 +25,10 @@ pub(crate) fn row_threads(device: &CudaDevice, rows: usize, row_bytes: usize) ->
 
 /// Blocks for so many rows. `widest` is the largest block of the kernel.
 pub(crate) fn row_blocks(job: &Job<'_>, rows: usize, threads: u32, widest: u32) -> Launch {
-    row_blocks_on(job, own_sms(job), (rows, threads), widest)
+    row_blocks_on(job, own_sms(job.core), (rows, threads), widest)
 }
 
-/// The same for one side of a call in so many pieces.
-pub(crate) fn row_blocks_of(
-    job: &Job<'_>,
-    (side, pieces): (Side, usize),
-    rows: usize,
-    threads: u32,
-) -> Launch {
-    let sms = budgeted_sms(job, side, pieces);
-    row_blocks_on(job, sms, (rows, threads), WIDEST)
-}
-
-pub(super) fn row_blocks_on(
+pub(crate) fn row_blocks_on(
     job: &Job<'_>,
     sms: usize,
     (rows, threads): (usize, u32),
@@ -56,6 +49,23 @@ pub(super) fn row_blocks_on(
     }
 }
 
+/// Blocks for so many rows of which each has a multiprocessor to itself, and no more than so many.
+pub(crate) fn row_blocks_alone(alone: Launch, (rows, threads): (usize, u32), sms: usize) -> Launch {
+    let blocks = (rows * threads as usize).div_ceil(alone.threads as usize);
+    Launch {
+        blocks: blocks.clamp(1, sms) as u32,
+        ..alone
+    }
+}
+
+/// Multiprocessors that a communicator may use.
+fn own_sms(core: &Core) -> usize {
+    let all = usize::from(core.device.info().sms);
+    core.config
+        .sm_budget
+        .map_or(all, |n| usize::from(n.max(1)).min(all))
+}
+
 /// Where there are several pieces, one is written while another is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
@@ -63,36 +73,58 @@ pub(crate) enum Side {
     Takes,
 }
 
-/// Multiprocessors that a communicator may use.
-fn own_sms(job: &Job<'_>) -> usize {
-    let all = usize::from(job.core.device.info().sms);
-    job.core
-        .config
-        .sm_budget
-        .map_or(all, |n| usize::from(n.max(1)).min(all))
+/// A call's pieces, and what each side does of a token's rows: what takes one multiprocessor as long, whatever it is.
+///
+/// On an H100 a multiprocessor copies 47 GB/s within its memory, and 40 GB/s to a peer: 6 and 7 of these. A sum takes
+/// somewhat longer than a copy for each row that is read, and for the one that is written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Work {
+    pub(crate) pieces: usize,
+    /// Writing rows to peers.
+    pub(crate) pushes: usize,
+    /// Making them, before.
+    pub(crate) makes: usize,
+    pub(crate) takes: usize,
 }
 
-/// Where each side has multiprocessors of its own, since stores that wait for the link keep all accesses of their multiprocessor waiting:
-/// those of one, of a call in so many pieces.
-pub(super) fn side_sms(job: &Job<'_>, side: Side, pieces: usize) -> usize {
-    share(own_sms(job), side, pieces)
-}
+impl Work {
+    /// To copy a row to a peer.
+    pub(crate) const PUSH: usize = 7;
+    /// To copy it to somewhere near.
+    pub(crate) const COPY: usize = 6;
+    /// To read it, or to write it.
+    pub(crate) const HALF: usize = 3;
+    /// The same where rows are added.
+    pub(crate) const ADD: usize = 4;
 
-/// Where each side may have all multiprocessors: a budget is shared.
-pub(super) fn budgeted_sms(job: &Job<'_>, side: Side, pieces: usize) -> usize {
-    match job.core.config.sm_budget {
-        Some(_) => side_sms(job, side, pieces),
-        None => own_sms(job),
+    /// Multiprocessors of a side. Where there are two, each has its own, since stores that wait for the link keep all accesses of their
+    /// multiprocessor waiting.
+    pub(crate) fn sms(self, job: &Job<'_>, side: Side) -> usize {
+        self.share(own_sms(job.core), side)
     }
-}
 
-/// A side's part of so many multiprocessors, where there are sides: one at least.
-fn share(sms: usize, side: Side, pieces: usize) -> usize {
-    let writing = (sms / 2).max(1);
-    match side {
-        _ if pieces < 2 => sms,
-        Side::Writes => writing,
-        Side::Takes => (sms - writing).max(1),
+    /// Where each side may have all multiprocessors: a budget is shared.
+    pub(crate) fn budgeted_sms(self, job: &Job<'_>, side: Side) -> usize {
+        match job.core.config.sm_budget {
+            Some(_) => self.sms(job, side),
+            None => own_sms(job.core),
+        }
+    }
+
+    /// A side's part of so many multiprocessors, where there are sides: one at least.
+    fn share(self, sms: usize, side: Side) -> usize {
+        /// They fill the links of an H100, if they do nothing else.
+        const MOST_PUSHING: usize = 32;
+        let writes = self.pushes + self.makes;
+        let both = (writes + self.takes).max(1);
+        let writing = (sms * writes + both / 2) / both;
+        let most = MOST_PUSHING * writes / self.pushes.max(1);
+        let writing = writing.min(most).max(1);
+        match side {
+            _ if self.pieces < 2 => sms,
+            Side::Writes => writing,
+            Side::Takes => sms.saturating_sub(writing).max(1),
+        }
     }
 }
 
@@ -100,18 +132,42 @@ fn share(sms: usize, side: Side, pieces: usize) -> usize {
 mod tests {
     use super::*;
 
+    fn shares(
+        sms: usize,
+        pieces: usize,
+        (pushes, makes, takes): (usize, usize, usize),
+    ) -> [usize; 2] {
+        let work = Work {
+            pieces,
+            pushes,
+            makes,
+            takes,
+        };
+        [Side::Writes, Side::Takes].map(|side| work.share(sms, side))
+    }
+
     #[test]
     fn both_sides_together_keep_to_a_budget_that_has_one_for_each() {
         for sms in 1..=132 {
-            let of = |pieces| [Side::Writes, Side::Takes].map(|side| share(sms, side, pieces));
-            for pieces in [0, 1] {
-                assert_eq!(of(pieces), [sms; 2]);
-            }
-            for pieces in [2, 7] {
-                let both: usize = of(pieces).iter().sum();
-                assert_eq!(both, sms.max(2));
-                assert!(!of(pieces).contains(&0));
+            for work in [(7, 0, 12), (49, 0, 27), (7, 30, 9), (0, 30, 9)] {
+                for pieces in [0, 1] {
+                    assert_eq!(shares(sms, pieces, work), [sms; 2]);
+                }
+                for pieces in [2, 7] {
+                    let both = shares(sms, pieces, work);
+                    assert_eq!(both.iter().sum::<usize>(), sms.max(2), "{work:?}");
+                    assert!(!both.contains(&0), "{work:?}");
+                }
             }
         }
+    }
+
+    #[test]
+    fn who_has_more_to_do_has_more_of_them() {
+        let writing = |sms, work| shares(sms, 4, work)[0];
+        assert_eq!(writing(24, (7, 0, 12)), 8);
+        assert_eq!(writing(24, (21, 0, 15)), 14);
+        assert_eq!(writing(132, (7, 0, 12)), 32, "links are full");
+        assert_eq!(writing(132, (7, 30, 9)), 106, "sums are made");
     }
 }

@@ -2,13 +2,12 @@
 
 use super::Arguments;
 use crate::{
-    Launch,
-    fifo::{OWN_BLOCKS, queued, row_threads},
+    fifo::{queued, row_threads},
     job::Job,
     routing::Placed,
 };
 use brigade_device::{Buffer, Result};
-use brigade_kernels::{DispatchFifoParams, MESSAGE_THREADS};
+use brigade_kernels::DispatchFifoParams;
 use brigade_plan::{
     dispatch::{Section, Sections},
     fifo::Queues,
@@ -50,18 +49,10 @@ impl Job<'_> {
         }
         parameters.from = a.from();
         let rows = a.rows.shape().rows();
-        let own = (rows * threads as usize).div_ceil(MESSAGE_THREADS as usize);
-        let blocks = self.queue_blocks(queues) + own.clamp(1, OWN_BLOCKS) as u32;
+        let shape = self.queue_blocks(queues, (rows, threads));
         let kernel = &self.core.device.opened.kernels.dispatch_fifo;
         // SAFETY: rows lie in buffers of the call, and go into the group's memory, which the core keeps; what comes goes into a buffer of
         // the call.
-        unsafe {
-            kernel.launch(
-                self.stream,
-                Launch::grid(blocks, MESSAGE_THREADS),
-                parameters,
-            )
-        }
-        .map_err(Into::into)
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 }

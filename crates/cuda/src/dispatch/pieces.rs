@@ -1,9 +1,10 @@
 //! Rows through halves, a piece at a time.
 
 use super::{
-    Arguments, Came, Parameters, Side, WIDEST, blocks::side_sms, in_place, row_blocks, row_threads,
+    Arguments, Came, Parameters, Side, WIDEST, in_place, row_blocks, row_blocks_alone,
+    row_blocks_on, row_threads,
 };
-use crate::{Launch, job::Job, relay::Pieces, steps::Use};
+use crate::{job::Job, relay::Pieces, steps::Use};
 use brigade_device::{Buffer, DispatchOutputs, Error, Result};
 use brigade_plan::dispatch::{Load, Section, Sections, part_bytes};
 use brigade_sync::Area;
@@ -168,18 +169,26 @@ impl Job<'_> {
         };
         // Each rank is told how many rows come, if there are none.
         let most = all.max(size).min(piece.rows * size);
-        let device = &self.core.device;
-        parameters.row_threads = row_threads(device, most, sections.row_bytes(Section::Row));
-        let kernels = &device.opened.kernels.dispatches;
+        parameters.row_threads = match piece.load {
+            // One for each entry.
+            Load::Ways => a.call.k.next_power_of_two().min(32) as u32,
+            Load::Rest | Load::Whole => {
+                row_threads(self.core, most, sections.row_bytes(Section::Row))
+            }
+        };
+        let kernels = &self.core.device.opened.kernels.dispatches;
         let shape = match a.pieces.len() {
             0 | 1 => row_blocks(self, most, parameters.row_threads, WIDEST),
             _ => {
-                let alone = kernels.push_alone;
-                let threads = most * parameters.row_threads as usize;
-                let blocks = threads.div_ceil(alone.threads as usize);
-                Launch {
-                    blocks: blocks.clamp(1, side_sms(self, Side::Writes, a.pieces.len())) as u32,
-                    ..alone
+                let rows = (most, parameters.row_threads);
+                match piece.load {
+                    // Before there is anything to take.
+                    Load::Ways => {
+                        row_blocks_on(self, a.work().sms(self, Side::Takes), rows, WIDEST)
+                    }
+                    Load::Rest | Load::Whole => {
+                        row_blocks_alone(kernels.push_alone, rows, a.work().sms(self, Side::Writes))
+                    }
                 }
             }
         };
