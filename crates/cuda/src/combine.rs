@@ -98,7 +98,11 @@ impl CudaComm {
             Transport::OneSided | Transport::Gather | Transport::Pushed | Transport::InPlace => {
                 None
             }
-            Transport::Fifo => Some(Queues::of(&self.core.topology, &queued_sections(&call))?),
+            Transport::Fifo => Some(Queues::for_rows(
+                &self.core.topology,
+                &queued_sections(&call),
+                call.max_rows(),
+            )?),
         };
         let pieces = if queues.is_some() { 0 } else { pieces };
         let (device, lane) = (self.gpu(), self.gpu().lane(turn.stream())?);

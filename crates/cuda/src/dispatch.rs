@@ -307,7 +307,11 @@ impl Arguments {
         };
         let kept = match transport {
             Transport::Fifo => {
-                self.queues = Some(Queues::of(&comm.core.topology, &sections(call))?);
+                self.queues = Some(Queues::for_rows(
+                    &comm.core.topology,
+                    &sections(call),
+                    tokens,
+                )?);
                 Some(load)
             }
             _ => self

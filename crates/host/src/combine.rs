@@ -183,7 +183,11 @@ fn going(a: &Arguments, size: usize) -> Result<Vec<Going>> {
 fn exchange(active: &mut Active<'_>, a: &Arguments, going: &[Going]) -> Result<Vec<Came>> {
     let (bytes, per_row) = (a.call.hidden * a.call.dtype.bytes(), a.call.row_weights());
     if a.transport == Transport::Fifo {
-        let queues = Queues::of(&active.job.core.topology, &queued_sections(&a.call))?;
+        let queues = Queues::for_rows(
+            &active.job.core.topology,
+            &queued_sections(&a.call),
+            a.call.max_rows(),
+        )?;
         let counts = going.iter().map(|g| g.count).collect();
         // They come in an order that their receiver knows, so none brings its place.
         return fifo::collect(active, &queues, counts, 2, |to, part, entry| {

@@ -342,7 +342,11 @@ fn exchange(
     mut came: Vec<Came>,
 ) -> Result<Vec<Came>> {
     if a.transport == Transport::Fifo {
-        let queues = Queues::of(&active.job.core.topology, &sections(&a.call))?;
+        let queues = Queues::for_rows(
+            &active.job.core.topology,
+            &sections(&a.call),
+            a.call.max_tokens,
+        )?;
         let counts = sent.iter().map(Vec::len).collect();
         let kept = queues.sections.count();
         return fifo::collect(active, &queues, counts, kept, |to, rows, entry| {

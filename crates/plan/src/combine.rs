@@ -19,9 +19,10 @@ pub(crate) fn plan(call: &CombineCall, topology: &Topology, table: &Table) -> Re
         return Ok(plan);
     }
     if call.choice == Some(Transport::Fifo) {
+        let rows = call.max_rows();
         return queued(
-            call.max_rows(),
-            &Queues::of(topology, &queued_sections(call))?,
+            rows,
+            &Queues::for_rows(topology, &queued_sections(call), rows)?,
         );
     }
     let in_place = call.choice == Some(Transport::InPlace);

@@ -22,7 +22,8 @@ pub(crate) fn plan(
         return Ok(plan);
     }
     if call.choice == Some(Transport::Fifo) {
-        return queued(call.max_tokens, &Queues::of(topology, &sections(call))?);
+        let rows = call.max_tokens;
+        return queued(rows, &Queues::for_rows(topology, &sections(call), rows)?);
     }
     let cut = |transport, load| {
         let room = ("dispatch_bytes", topology.config.dispatch_bytes);

@@ -348,10 +348,14 @@ pub fn told(call: &Call, topology: &Topology, table: &Table) -> Result<String, R
 
 /// The queues that rows go through, if they do.
 fn queues(call: &Call, topology: &Topology) -> Result<Option<Queues>, Reason> {
-    let through = |each: &[usize]| Queues::of(topology, each).map(Some);
+    let through = |each: &[usize], rows| Queues::for_rows(topology, each, rows).map(Some);
     match call {
-        Call::Dispatch(c) if c.choice == Some(Transport::Fifo) => through(&sections(c)),
-        Call::Combine(c) if c.choice == Some(Transport::Fifo) => through(&queued_sections(c)),
+        Call::Dispatch(c) if c.choice == Some(Transport::Fifo) => {
+            through(&sections(c), c.max_tokens)
+        }
+        Call::Combine(c) if c.choice == Some(Transport::Fifo) => {
+            through(&queued_sections(c), c.max_rows())
+        }
         _ => Ok(None),
     }
 }

@@ -179,6 +179,24 @@ impl Queues {
         Self::cut(cut, config.fifo_bytes, topology.group.size, each)
     }
 
+    /// The same, for no more than so many rows from one rank to another: so few in an entry that all queues have some of them.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub fn for_rows(topology: &Topology, each: &[usize], rows: usize) -> Result<Self, Reason> {
+        Ok(Self::of(topology, each)?.spread(each, rows))
+    }
+
+    fn spread(self, each: &[usize], rows: usize) -> Self {
+        let share = rows.div_ceil(self.channels * self.depth as usize);
+        let entry_rows = self.entry_rows.min(share.max(1));
+        Self {
+            entry_rows,
+            sections: Sections::new(each, entry_rows),
+            ..self
+        }
+    }
+
     /// In words, and whether somebody else than the plan said so.
     pub(crate) fn told(&self, config: &CommConfig) -> String {
         let given = match (config.fifo_depth, config.fifo_entry_bytes) {
@@ -221,7 +239,7 @@ mod tests {
         #[test]
         fn every_row_is_in_one_entry(
             cut in cuts(), fifo_bytes in 0usize..1 << 18, size in 1usize..9, rows in 0usize..500,
-            each in prop::collection::vec(0usize..700, 1..5),
+            each in prop::collection::vec(0usize..700, 1..5), spread: bool,
         ) {
             let part = part_bytes(fifo_bytes, size);
             let queues = match Queues::cut(cut, fifo_bytes, size, &each) {
@@ -237,6 +255,7 @@ mod tests {
                     return Ok(());
                 }
             };
+            let queues = if spread { queues.spread(&each, rows) } else { queues };
             prop_assert!(queues.channels <= cut.channels);
             prop_assert_eq!(queues.depth, cut.depth.unwrap_or(queues.depth));
             prop_assert_eq!(queues.entry_bytes, cut.entry_bytes.unwrap_or(queues.entry_bytes));
@@ -256,6 +275,17 @@ mod tests {
             }
             prop_assert!(seen.iter().all(|&n| n == 1));
         }
+    }
+
+    #[test]
+    fn few_rows_go_by_all_queues() {
+        let queues = Queues::new(32 << 20, 2, &[14336]).unwrap();
+        assert_eq!(
+            (queues.channels, queues.depth, queues.entry_rows),
+            (16, 4, 18)
+        );
+        let rows = |n| queues.clone().spread(&[14336], n).entry_rows;
+        assert_eq!([0, 1, 128, 1000, 4096].map(rows), [1, 1, 2, 16, 18]);
     }
 
     #[test]

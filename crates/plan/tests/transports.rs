@@ -173,12 +173,13 @@ fn on_h200s_the_plan_is_what_was_measured_to_be_quicker() {
         true => Transport::Pushed,
         false => Transport::OneSided,
     };
-    // Of docs/results/tune-experts.h200x2.json; 512 tokens in 24 multiprocessors (179.6, 181.5) go either way.
+    // Of docs/results/tune-experts.h200x2.json.
     let measured = [
-        (32, [(44.7, 80.8), (24.9, 65.6), (20.1, 62.8)]),
-        (128, [(137.5, 147.5), (54.1, 96.4), (32.3, 76.7)]),
-        (256, [(264.0, 230.6), (94.6, 131.4), (49.6, 96.1)]),
-        (1024, [(1116.7, 504.6), (367.1, 288.1), (151.6, 204.6)]),
+        (32, [(43.5, 57.1), (24.5, 54.4), (18.5, 53.9)]),
+        (128, [(134.7, 97.8), (52.5, 75.7), (30.7, 66.8)]),
+        (256, [(259.8, 133.4), (92.8, 100.1), (47.8, 84.1)]),
+        (512, [(522.7, 206.9), (176.3, 151.2), (81.5, 122.9)]),
+        (1024, [(1090.7, 326.1), (356.9, 227.1), (149.2, 186.1)]),
     ];
     for (tokens, of_budgets) in measured {
         for (sms, (pushed, one_sided)) in [8, 24, 64].into_iter().zip(of_budgets) {
@@ -235,9 +236,9 @@ fn what_is_told_names_the_source_and_what_the_caller_may_ask_for() {
         told(&call, &topology(ranks, None), &table).unwrap()
     };
     let measured = told(2, 4096, None);
-    let bytes = arriving_bytes(&Call::Dispatch(call(2048, false, None)), 2).unwrap();
+    let bytes = arriving_bytes(&Call::Dispatch(call(4096, false, None)), 2).unwrap();
     for part in [
-        "measured on NVIDIA H200 by nvlink of 2 ranks, 1 to 4096 tokens of plain rows of 7168 columns, 2026-11-25",
+        "measured on NVIDIA H200 by nvlink of 2 ranks, 1 to 4096 tokens of plain rows of 7168 columns, 2026-11-26",
         &format!(
             "InPlace (rows are lent until the next dispatch, which the caller must allow; quicker from {bytes} bytes on)"
         ),
