@@ -319,12 +319,12 @@ fn more_than_fits(world: &World) {
 fn settings(world: &World) {
     let mut rng = world.rng();
     let size = world.size;
-    // A row of the second payloads, with what an entry begins with, takes 256 bytes.
+    // A row of the second payloads, with what an entry begins with, takes no more than 192 bytes.
     for (depth, entry_bytes) in [
-        (Some(1), Some(256)),
+        (Some(1), Some(192)),
         (Some(2), Some(320)),
         (Some(1), None),
-        (Some(512), Some(256)),
+        (Some(512), Some(192)),
         (None, Some(4160)),
         (Some(32), None),
     ] {
@@ -352,7 +352,7 @@ fn settings(world: &World) {
             case.run(rank);
             case.run(rank);
             // 800 bytes of a row, and what an entry begins with.
-            if b >= 1024 {
+            if b >= 960 {
                 wide.run(rank);
                 return;
             }

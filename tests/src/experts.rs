@@ -98,7 +98,7 @@ pub fn transports(
 }
 
 /// Tokens of a rank at most, hidden, k, experts.
-const SIZES: [(usize, usize, usize, usize); 9] = [
+const SIZES: [(usize, usize, usize, usize); 10] = [
     (1, 2048, 8, 128),
     (3, 7168, 8, 256),
     (128, 288, 4, 60),
@@ -108,6 +108,8 @@ const SIZES: [(usize, usize, usize, usize); 9] = [
     (5, 8192, 2, 9),
     (9, 64, 32, 100),
     (1025, 16, 10, 11),
+    // More slots than a block knows at once.
+    (40, 16, 6, 5000),
 ];
 
 /// What has memory for all that is dispatched here.
@@ -177,6 +179,7 @@ fn arranged(world: &World, arrangement: Arrangement, by: By) {
             if by.there == PUSHED {
                 // The most that kernels are for.
                 sizes.0 = sizes.0.min(1024);
+                sizes.3 = sizes.3.min(1024);
             }
             let mut case = Case::random(&mut rng, world.size, sizes);
             case.arrangement = arrangement;

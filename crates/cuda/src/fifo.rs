@@ -36,20 +36,23 @@ macro_rules! queued {
 }
 pub(crate) use queued;
 
-/// Blocks of a multiprocessor.
-const BLOCKS: u32 = 2;
-
-/// Queues from one rank to another, so that all that may wait for them find places: where ranks share a GPU, those of messages.
+/// Queues from one rank to another, the same on all ranks. All that may wait for them have places for as long as there is the communicator, and
+/// keep those from others: so they are no more than this, or than as many as messages have. Where ranks share a GPU they are those of messages.
 pub(crate) fn queues_each(size: usize, sharing: usize, sm_budget: Option<u16>) -> u32 {
     /// Of ends of queues of a rank.
-    const MOST_BLOCKS: u32 = 128;
+    const MOST_BLOCKS: u32 = 48;
+    let messages = messages::blocks_each(size, sharing);
     if sharing > 1 {
-        return messages::blocks_each(size, sharing);
+        return messages;
     }
+    let of = |blocks: u32| blocks / ends(size, 1).max(1);
     // Some of a budget is for own rows.
-    let budget = sm_budget.map_or(MOST_BLOCKS, |sms| u32::from(sms) * BLOCKS * 3 / 4);
-    let each = budget.min(MOST_BLOCKS) / ends(size, 1).max(1);
-    each.clamp(1, MOST_CHANNELS as u32)
+    let budget = sm_budget.map_or(u32::MAX, |sms| of(u32::from(sms) * 3 / 4));
+    let most = of(MOST_BLOCKS).max(messages).min(budget);
+    [MOST_CHANNELS as u32, 8, 4, 2]
+        .into_iter()
+        .find(|&n| n <= most)
+        .unwrap_or(1)
 }
 
 /// Blocks that serve so many queues from one rank to another: one at each end.
@@ -87,11 +90,28 @@ impl Job<'_> {
         /// Most blocks for own rows.
         const MOST_OWN: u32 = 64;
         let serving = ends(self.core.size(), queues.channels as u32);
-        let budget = self.core.config.sm_budget.map_or(MOST_OWN, |sms| {
-            (u32::from(sms) * BLOCKS).saturating_sub(serving)
-        });
+        let budget = self
+            .core
+            .config
+            .sm_budget
+            .map_or(MOST_OWN, |sms| u32::from(sms).saturating_sub(serving));
         let own = (own * threads as usize).div_ceil(MESSAGE_THREADS as usize);
         let own = (own as u32).min(budget).clamp(1, MOST_OWN);
         Launch::grid(serving + own, MESSAGE_THREADS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ends_of_queues_keep_to_what_they_may_have() {
+        let each =
+            |sharing, budget| [2, 3, 4, 5, 8, 16].map(|size| queues_each(size, sharing, budget));
+        assert_eq!(each(1, None), [16, 8, 8, 4, 4, 4]);
+        assert_eq!(each(1, Some(24)), [8, 4, 2, 2, 1, 1]);
+        assert_eq!(each(1, Some(1)), [1; 6]);
+        assert!(each(2, None).into_iter().all(|n| n <= 4));
     }
 }

@@ -376,7 +376,7 @@ impl CommConfig {
         size: usize,
     ) -> Self {
         let row = hidden.saturating_mul(dtype.bytes());
-        // A part has counts and up to four sections, each filled up to a line: rows, their scales, experts and weights.
+        // A part has counts and up to four sections, rows, their scales, experts and weights, and is filled up to a line.
         let token = row.saturating_add(k.saturating_mul(8));
         let part = max_tokens.saturating_mul(token).saturating_add(5 * 64);
         let back = max_tokens.saturating_mul(k).saturating_mul(row);

@@ -37,7 +37,7 @@ const LINE: usize = 128;
 
 impl Need {
     /// What it adds to [`Device::memory_need`](brigade_device::Device::memory_need). The first queues of a group have counters besides:
-    /// 2 KiB for each of its ranks.
+    /// 8 KiB for each of its ranks.
     pub const fn joined_bytes(&self) -> usize {
         match self.bytes.checked_next_multiple_of(LINE) {
             Some(bytes) => bytes.saturating_mul(self.copies),

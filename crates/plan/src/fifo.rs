@@ -101,7 +101,11 @@ impl Queues {
     fn cut(given: Cut, fifo_bytes: usize, size: usize, each: &[usize]) -> Result<Self, Reason> {
         let size = size.max(1);
         let part = part_bytes(fifo_bytes, size);
-        let bytes = |rows: usize| lines(Sections::new(each, rows).bytes);
+        let bytes = |rows: usize| {
+            let bytes = Sections::new(each, rows).bytes;
+            // Entries of a size that is given need not begin at lines.
+            given.entry_bytes.map_or_else(|| lines(bytes), |_| bytes)
+        };
         let one = bytes(1);
         if let Some(entry_bytes) = given.entry_bytes.filter(|&bytes| bytes < one) {
             return Err(reason::narrow_entry(one, entry_bytes));
@@ -226,7 +230,7 @@ mod tests {
     /// What can be said of a cut.
     fn cuts() -> impl Strategy<Value = Cut> {
         let depth = prop::option::of((0u32..8).prop_map(|log| 1 << log));
-        let entry_bytes = prop::option::of((1usize..25).prop_map(|lines| 128 * lines));
+        let entry_bytes = prop::option::of((1usize..50).prop_map(|lines| 64 * lines));
         let channels = 1usize..=MOST_CHANNELS;
         (channels, depth, entry_bytes).prop_map(|(channels, depth, entry_bytes)| Cut {
             channels,
@@ -246,7 +250,8 @@ mod tests {
                 Ok(queues) => queues,
                 Err(why) => {
                     let rows = each.iter().map(|e| e.next_multiple_of(16)).sum::<usize>();
-                    let one = lines(Sections::COUNTS_BYTES + rows);
+                    let one = Sections::COUNTS_BYTES + rows;
+                    let one = if cut.entry_bytes.is_some() { one } else { lines(one) };
                     let entry = cut.entry_bytes.unwrap_or(one);
                     let least = entry * cut.depth.unwrap_or(1) as usize;
                     prop_assert!(one > entry || least > part, "{why}");
@@ -260,7 +265,7 @@ mod tests {
             prop_assert_eq!(queues.depth, cut.depth.unwrap_or(queues.depth));
             prop_assert_eq!(queues.entry_bytes, cut.entry_bytes.unwrap_or(queues.entry_bytes));
             prop_assert!(queues.sections.bytes <= queues.entry_bytes);
-            prop_assert!(queues.entry_bytes.is_multiple_of(128));
+            prop_assert!(queues.entry_bytes.is_multiple_of(64));
             prop_assert!(queues.depth.is_power_of_two());
             let last = queues.start(queues.channels - 1, queues.depth as usize);
             prop_assert!(last <= part);

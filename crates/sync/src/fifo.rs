@@ -28,7 +28,7 @@ pub struct Fifo {
 
 impl Fifo {
     /// Entries that a queue has if nothing else is said.
-    pub const DEPTH: u32 = 8;
+    pub const DEPTH: u32 = 4;
     /// Most queues from one rank to another.
     pub const CHANNELS: usize = 16;
     /// Words of a line that a counter has for itself (256 bytes).

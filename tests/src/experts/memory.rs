@@ -53,7 +53,7 @@ fn join_for(rank: &Rank, calls: [&Call; 2], off: u64) -> Comm {
         let more = needed(&need.fit(nothing())) - needed(&nothing());
         // There were no queues before, which have counters.
         let counters = match need.field {
-            "fifo_bytes" => rank.size * (2 << 10),
+            "fifo_bytes" => rank.size * (8 << 10),
             _ => 0,
         };
         let told = (need.joined_bytes() + counters) as u64;

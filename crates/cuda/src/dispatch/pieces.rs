@@ -183,10 +183,10 @@ impl Job<'_> {
                 let rows = (most, parameters.row_threads);
                 match piece.load {
                     // Before there is anything to take.
-                    Load::Ways => {
+                    Load::Ways if piece.first == 0 => {
                         row_blocks_on(self, a.work().sms(self, Side::Takes), rows, WIDEST)
                     }
-                    Load::Rest | Load::Whole => {
+                    _ => {
                         row_blocks_alone(kernels.push_alone, rows, a.work().sms(self, Side::Writes))
                     }
                 }
