@@ -119,7 +119,7 @@ impl Work {
         let both = (writes + self.takes).max(1);
         let writing = (sms * writes + both / 2) / both;
         let most = MOST_PUSHING * writes / self.pushes.max(1);
-        let writing = writing.min(most).max(1);
+        let writing = writing.min(most).min(sms.saturating_sub(1)).max(1);
         match side {
             _ if self.pieces < 2 => sms,
             Side::Writes => writing,
@@ -165,7 +165,7 @@ mod tests {
     #[test]
     fn who_has_more_to_do_has_more_of_them() {
         let writing = |sms, work| shares(sms, 4, work)[0];
-        assert_eq!(writing(24, (7, 0, 12)), 8);
+        assert_eq!(writing(24, (7, 0, 12)), 9);
         assert_eq!(writing(24, (21, 0, 15)), 14);
         assert_eq!(writing(132, (7, 0, 12)), 32, "links are full");
         assert_eq!(writing(132, (7, 30, 9)), 106, "sums are made");

@@ -206,18 +206,18 @@ mod tests {
         let measured = [
             (
                 8,
-                [17.2, 20.8, 44.7, 137.5, 264.0, 533.4, 1116.7],
-                [66.8, 72.4, 80.8, 147.5, 230.6, 320.0, 504.6],
+                [16.3, 20.0, 43.5, 134.7, 259.8, 522.7, 1090.7],
+                [48.5, 52.7, 57.1, 97.8, 133.4, 206.9, 326.1],
             ),
             (
                 24,
-                [18.0, 19.2, 24.9, 54.1, 94.6, 179.6, 367.1],
-                [61.6, 66.5, 65.6, 96.4, 131.4, 181.5, 288.1],
+                [16.1, 17.6, 24.5, 52.5, 92.8, 176.3, 356.9],
+                [48.4, 53.0, 54.4, 75.7, 100.1, 151.2, 227.1],
             ),
             (
                 64,
-                [16.4, 17.0, 20.1, 32.3, 49.6, 83.5, 151.6],
-                [57.2, 61.9, 62.8, 76.7, 96.1, 134.8, 204.6],
+                [15.2, 16.1, 18.5, 30.7, 47.8, 81.5, 149.2],
+                [47.8, 52.1, 53.9, 66.8, 84.1, 122.9, 186.1],
             ),
         ];
         let budgets = measured.map(|(sms, pushed, one_sided): (u16, [f64; 7], [f64; 7])| {
@@ -226,7 +226,7 @@ mod tests {
             (sms, points(&each))
         });
         let verdict = Verdict::new(&[], &budgets, &[], (5, 6));
-        assert_eq!(verdict.push_max_bytes_per_sm, Some(333_146));
+        assert_eq!(verdict.push_max_bytes_per_sm, Some(249_858));
         let file = brigade::plan::transports::File::embedded().unwrap();
         let two = file.entries().iter().find(|e| e.ranks == 2).unwrap();
         assert_eq!(two.push_max_bytes_per_sm, verdict.push_max_bytes_per_sm);
