@@ -128,7 +128,7 @@ impl Engines {
         }
     }
 
-    /// One bit for each, and the queues above them, for the vote.
+    /// One bit for each, and above them the numbers of workers and of queues, for the vote.
     pub fn bits(self) -> u32 {
         let has = [
             self.chunked,

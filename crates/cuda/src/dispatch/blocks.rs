@@ -79,11 +79,13 @@ pub(crate) enum Side {
 /// somewhat longer than a copy for each row that is read, and for the one that is written.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Work {
+    /// There are sides where there are two or more.
     pub(crate) pieces: usize,
     /// Writing rows to peers.
     pub(crate) pushes: usize,
     /// Making them, before.
     pub(crate) makes: usize,
+    /// Taking to where they belong what has come, or adding it up.
     pub(crate) takes: usize,
 }
 
