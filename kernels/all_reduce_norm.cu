@@ -15,7 +15,9 @@ __device__ inline void poison_outputs(const AllReduceNormParams& p) {
 
 using namespace brigade;
 
-// Blocks that share a row: a cluster, where there are few rows. All blocks of one meet like the threads of a block.
+// Blocks that share a row: a cluster, where there are few rows. What its warps give goes to all of them, by stores that tell a barrier of the
+// block to which they go when they are there (st.async). A barrier of the cluster would wait for all that threads have stored before, and that
+// is on its way to peers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ __forceinline__ uint32_t cluster_size() {
   uint32_t n;
@@ -27,22 +29,38 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n));
   return n;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// Into the same place of block `to` of the cluster.
-__device__ __forceinline__ void put(uint32_t* at, uint32_t to, uint32_t value) {
-  asm volatile("{.reg .u32 r; mapa.shared::cluster.u32 r, %0, %1; st.shared::cluster.u32 [r], %2;}" ::"r"(
-                   uint32_t(__cvta_generic_to_shared(at))),
-               "r"(to), "r"(value)
+__device__ __forceinline__ uint32_t shared_address(const void* at) { return uint32_t(__cvta_generic_to_shared(at)); }
+// Every thread has begun; `bytes` are to come.
+__device__ __forceinline__ void expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// Into the same place of block `to` of the cluster, whose barrier hears of it.
+__device__ __forceinline__ void put(uint32_t* at, uint64_t* barrier, uint32_t to, uint32_t value) {
+  asm volatile(
+      "{.reg .u32 r, b; mapa.shared::cluster.u32 r, %0, %2; mapa.shared::cluster.u32 b, %1, %2;"
+      " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [r], %3, [b];}" ::"r"(shared_address(at)),
+      "r"(shared_address(barrier)), "r"(to), "r"(value)
+      : "memory");
+}
+__device__ __forceinline__ void await_words(uint64_t* barrier) {
+  asm volatile("{.reg .pred q; again: mbarrier.try_wait.parity.shared.b64 q, [%0], 0; @!q bra again;}" ::"r"(shared_address(barrier)) : "memory");
 }
 #else
 __device__ __forceinline__ uint32_t cluster_size() { return 1; }
 __device__ __forceinline__ uint32_t cluster_rank() { return 0; }
+__device__ __forceinline__ void expect(uint64_t*, uint32_t) {}
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
-__device__ __forceinline__ void put(uint32_t*, uint32_t, uint32_t) {}
+__device__ __forceinline__ void put(uint32_t*, uint64_t*, uint32_t, uint32_t) {}
+__device__ __forceinline__ void await_words(uint64_t*) {}
 #endif
+
+// Meetings of a row: that of its squares, and that of its greatest magnitudes.
+constexpr uint32_t meetings = 2;
+__shared__ uint64_t barriers[meetings];
 
 // A row that the blocks of a cluster share.
 struct Shared {
@@ -52,20 +70,20 @@ struct Shared {
 
   __device__ __forceinline__ uint32_t granule(uint32_t k) const { return (k * size + rank) * blockDim.x + threadIdx.x; }
 
-  __device__ __forceinline__ void give(uint32_t* at, uint32_t value) const {
-    if (threadIdx.x % 32 < size) put(at, threadIdx.x % 32, value);
+  __device__ __forceinline__ void give(uint32_t meeting, uint32_t* at, uint32_t value) const {
+    if (threadIdx.x % 32 < size) put(at, &barriers[meeting], threadIdx.x % 32, value);
   }
 
-  __device__ __forceinline__ void meet() const {
-    cluster_arrive();
-    cluster_wait();
-  }
+  __device__ __forceinline__ void meet(uint32_t meeting) const { await_words(&barriers[meeting]); }
 
   // They meet in any case, so all go on; what they write is poisoned later.
   __device__ __forceinline__ bool stops(bool) const { return false; }
 
   // Nobody gives others anything before all are there.
-  __device__ __forceinline__ void begin() const { cluster_arrive(); }
+  __device__ __forceinline__ void begin(uint32_t squares, uint32_t magnitudes) const {
+    if (threadIdx.x == 0) expect(&barriers[0], 4 * squares), expect(&barriers[1], 4 * magnitudes);
+    cluster_arrive();
+  }
   __device__ __forceinline__ void begun() const { cluster_wait(); }
 };
 
@@ -259,7 +277,7 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
     const uint32_t which = blockIdx.x / part.size;
     const Targets<AllReduceNormParams, Most> to(p, place, j);
     Sources from(p, slots(p) + 16ull * (TwoShot ? j : which * p.granules + part.granule(0)), place);
-    part.begin();
+    part.begin((p.granules + 31) / 32, part.size * (blockDim.x / 32));
     const uint32_t nothing = nothing_of(threadIdx.x);
     begin_with(to.bits() | from.bits() | nothing);
     uint4 in[Turns::inputs];
@@ -305,7 +323,6 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
       // On their way while sums are waited for.
       Row h = {}, residual, weight;
       Turns::Rows::read_row(p, part, p.residual, row * p.granules, residual);
-      Turns::Rows::read_row(p, part, p.weight, 0, weight);
       if constexpr (TwoShot) {
         const uint64_t nearer = p.size - 2 + (distance == 0 ? p.size : distance);
         failed = failed || !take(part, slots(p) + offset + 16 * (nearer * place + index * p.granules), peer_of(p, distance), h);
@@ -318,6 +335,8 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
       if (part.stops(failed)) {
         failed = true;
       } else {
+        // On its way until all have met.
+        Turns::Rows::read_row(p, part, p.weight, 0, weight);
         Turns::Rows::norm(p, part, row, h, residual, weight);
       }
     }
@@ -362,7 +381,6 @@ __device__ __forceinline__ void all_reduce_norm(const AllReduceNormParams& p) {
   using Kernel = AllReduceNorm<In, Most, TwoShot, true>;
   const bool plain = Kernel::is_plain(p);
   if constexpr (Most <= 4) {
-    if (plain && cluster_size() > 1 && in_one_turn<In, Most, TwoShot>(p, Shared())) return;
     if (plain && in_one_turn<In, Most, TwoShot>(p, Alone())) return;
   }
   begin();
@@ -376,9 +394,18 @@ __device__ __forceinline__ void all_reduce_norm(const AllReduceNormParams& p) {
     all_reduce_norm<IN, MOST, TWO>(p);                                                         \
   }
 
+// By clusters, in kernels of their own, which need not spill what the rest would. As many blocks find room as of the rest, by their threads.
+// The host launches them for what one turn is enough for, and nothing else.
+#define CLUSTERS(NAME, IN, TWO)                                                                \
+  extern "C" __global__ void __launch_bounds__(NORM_CLUSTER_THREADS, 4)                         \
+      brigade_all_reduce_norm_##NAME##_cluster(const __grid_constant__ AllReduceNormParams p) { \
+    in_one_turn<IN, 4, TWO>(p, Shared());                                                      \
+  }
+
 #define FOR_RANKS(NAME, IN, TWO) \
   NORM(NAME, IN, 4, TWO)         \
-  NORM(NAME, IN, 8, TWO)
+  NORM(NAME, IN, 8, TWO)         \
+  CLUSTERS(NAME, IN, TWO)
 
 #define FOR_ALGORITHMS(NAME, IN)      \
   FOR_RANKS(one_##NAME, IN, false)    \

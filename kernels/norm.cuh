@@ -14,18 +14,19 @@ struct Alone {
 
   __device__ __forceinline__ uint32_t granule(uint32_t k) const { return k * blockDim.x + threadIdx.x; }
 
-  // What each warp gives all blocks, by one of its lanes or several.
-  __device__ __forceinline__ void give(uint32_t* at, uint32_t value) const {
+  // What each warp gives all blocks for the meeting of this number, by one of its lanes or several.
+  __device__ __forceinline__ void give(uint32_t, uint32_t* at, uint32_t value) const {
     if (threadIdx.x % 32 == 0) *at = value;
   }
 
   // All have given.
-  __device__ __forceinline__ void meet() const { __syncthreads(); }
+  __device__ __forceinline__ void meet(uint32_t) const { __syncthreads(); }
 
   // Whether one has failed: so that all stop.
   __device__ __forceinline__ bool stops(bool failed) const { return __syncthreads_or(failed); }
 
-  __device__ __forceinline__ void begin() const {}
+  // How many words will be given for each meeting.
+  __device__ __forceinline__ void begin(uint32_t, uint32_t) const {}
   __device__ __forceinline__ void begun() const {}
 };
 
@@ -102,7 +103,7 @@ struct NormRows {
   }
 
   // Adds the residual to granule `g` of a row, and gives the sum of its squares.
-  static __device__ __forceinline__ float add(const P& p, uint32_t row, uint32_t g, uint4& h, uint4 residual) {
+  static __device__ __forceinline__ float add(const P& p, uint32_t g, uint4& h, uint4 residual) {
     float x[lanes<In>], r[lanes<In>];
     values<In>(h, x);
     values<In>(residual, r);
@@ -111,7 +112,6 @@ struct NormRows {
     Sum sum;
     sum.set(x);
     h = sum.part[0];
-    write(p, p.sum, row * p.granules + g, h);
     values<In>(h, x);
     float q = __fmul_rn(x[0], x[0]);
     const uint32_t whole = left(p, g);
@@ -167,11 +167,11 @@ struct NormRows {
       const uint32_t g = part.granule(k);
       if (k * part.size * blockDim.x >= p.granules) break;
       float q = 0;
-      if (g < p.granules) q = add(p, row, g, h[k], residual[k]);
+      if (g < p.granules) q = add(p, g, h[k], residual[k]);
       q = whole_tree(q);
-      if (g / 32 < count) part.give(&mine[g / 32], __float_as_uint(q));
+      if (g / 32 < count) part.give(0, &mine[g / 32], __float_as_uint(q));
     }
-    part.meet();
+    part.meet(0);
     float q[4];
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) q[i] = 4 * lane + i < count ? __uint_as_float(mine[4 * lane + i]) : 0.0f;
@@ -183,6 +183,8 @@ struct NormRows {
       const uint32_t g = part.granule(k);
       if (k * part.size * blockDim.x >= p.granules) break;
       if (g >= p.granules) continue;
+      // Not before they have met, which it would keep waiting.
+      write(p, p.sum, row * p.granules + g, h[k]);
       h[k] = normed(h[k], weight[k], inverse);
       give(p, row, g, h[k], greatest);
     }
@@ -195,8 +197,8 @@ struct NormRows {
     __shared__ uint32_t mine[NORM_THREADS / 32];
     greatest = __reduce_max_sync(0xFFFFFFFFu, greatest);
     const uint32_t warps = blockDim.x / 32, lane = threadIdx.x % 32;
-    part.give(&mine[part.rank * warps + threadIdx.x / 32], greatest);
-    part.meet();
+    part.give(1, &mine[part.rank * warps + threadIdx.x / 32], greatest);
+    part.meet(1);
     greatest = __reduce_max_sync(0xFFFFFFFFu, lane < part.size * warps ? mine[lane] : 0);
     const float scale = scale_of(greatest, I8);
     if (threadIdx.x == 0 && part.rank == 0) reinterpret_cast<float*>(p.scales)[row] = scale;

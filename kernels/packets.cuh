@@ -1,5 +1,6 @@
 // Packets of rows that are pushed (push_dispatch.cu): where they lie, and how they go and come. Nearly all of them are nothing but granules
-// of rows that lie at multiples of 16 bytes. The way of those has no calls, which would have their granules read one after the other.
+// of rows that lie at multiples of 16 bytes, and at most weights behind them. The way of those has no calls, which would have their granules
+// read one after the other.
 #pragma once
 #include "ways.cuh"
 
@@ -35,15 +36,33 @@ struct Packets : Pushing<PushDispatchParams> {
   // Granule `g` of an own row.
   __device__ __forceinline__ uint64_t granule(uint32_t t, uint32_t g) const { return p.from[row] + t * p.row_bytes[row] + 16ull * g; }
 
-  // Whether a packet is nothing but granules of a row, and the row lies at a multiple of 16 bytes, as `array` does.
-  __device__ __forceinline__ bool is_plain(uint64_t array, uint32_t j) const {
-    bool plain = array % 16 == 0;
+  // Whether a granule is of weights.
+  __device__ __forceinline__ bool is_weights(uint32_t g) const { return g >= p.first_granule[weights] && g < p.first_granule[weights + 1]; }
+
+  // The last granule of a packet.
+  __device__ __forceinline__ uint32_t last(uint32_t j) const { return (Each - 1) * p.packets + j; }
+
+  // Whether a packet is nothing but granules of a row, of which the last may be one of weights; and they lie at multiples of 16 bytes, as
+  // `arrays` do.
+  __device__ __forceinline__ bool is_plain(uint64_t arrays, uint32_t j) const {
+    bool plain = arrays % 16 == 0;
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
       const uint32_t g = k * p.packets + j;
-      plain &= g < p.first_granule[1] || g >= p.granules;
+      plain &= g < p.first_granule[1] || g >= p.granules || (k + 1 == Each && is_weights(g) && p.k % 4 == 0);
     }
     return plain;
+  }
+
+  // A granule of an own row's weights for a rank, where rows of them are whole granules.
+  __device__ __forceinline__ uint4 own_weights(uint32_t to, uint32_t t, uint32_t g) const {
+    const uint32_t e = 4 * (g - p.first_granule[weights]);
+    uint4 w = *reinterpret_cast<const uint4*>(p.from[weights] + 4 * (uint64_t(t) * p.k + e));
+    if (slot_at(p, to, t, e) == 0) w.x = 0;
+    if (slot_at(p, to, t, e + 1) == 0) w.y = 0;
+    if (slot_at(p, to, t, e + 2) == 0) w.z = 0;
+    if (slot_at(p, to, t, e + 3) == 0) w.w = 0;
+    return w;
   }
 
   // A packet of an own row for a rank.
@@ -87,8 +106,9 @@ struct Packets : Pushing<PushDispatchParams> {
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
       v[k] = make_uint4(0, 0, 0, 0);
-      if (k * p.packets + j < p.granules) v[k] = peek(from + k * step);
+      if (k * p.packets + j < p.first_granule[1]) v[k] = peek(from + k * step);
     }
+    if (is_weights(last(j))) v[Each - 1] = own_weights(to, t, last(j));
     push_packet(record_at(to, p.rank, i), j, v);
   }
 
@@ -101,9 +121,10 @@ struct Packets : Pushing<PushDispatchParams> {
     one.push_packet(one.record_at(to, p.rank, i), j, v);
   }
 
-  // Waits for the granules of a packet and the word behind them. What is own is there, and has none.
+  // Waits for the granules of a packet and the word behind them. What is own is there, and has none; own weights are elsewhere.
   __device__ __forceinline__ bool await_granules(uint32_t s, uint64_t from, const uint32_t* word, uint32_t j, uint4 (&v)[Each]) const {
     const uint64_t step = apart();
+    const uint32_t granules = s == p.rank ? p.first_granule[1] : p.granules;
     uint32_t escaped;
     const auto look = [&] {
       escaped = 0;
@@ -111,7 +132,7 @@ struct Packets : Pushing<PushDispatchParams> {
 #pragma unroll
       for (uint32_t k = 0; k < Each; ++k) {
         v[k] = make_uint4(0, 0, 0, 0);
-        if (k * p.packets + j < p.granules) v[k] = peek(from + k * step);
+        if (k * p.packets + j < granules) v[k] = peek(from + k * step);
       }
       bool come = escaped != sentinel;
 #pragma unroll
@@ -151,7 +172,11 @@ struct Packets : Pushing<PushDispatchParams> {
     if (!await_granules(s, from, words_of(record) + j, j, v)) return false;
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
-      if (k * p.packets + j < p.granules) *reinterpret_cast<uint4*>(to + k * step) = v[k];
+      if (k * p.packets + j < p.first_granule[1]) *reinterpret_cast<uint4*>(to + k * step) = v[k];
+    }
+    if (is_weights(last(j))) {
+      const uint64_t given = p.to[weights] + 4ull * at * p.k + 16ull * (last(j) - p.first_granule[weights]);
+      *reinterpret_cast<uint4*>(given) = s == p.rank ? own_weights(s, ways.own[i], last(j)) : v[Each - 1];
     }
     return true;
   }

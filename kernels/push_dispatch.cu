@@ -4,8 +4,8 @@
 // with the token and its slots there, and then the row in packets (escaped.cuh). Counts come first. Nothing waits for anybody before it
 // pushes; each row is taken as soon as it is there, and goes where it belongs. Every other block pushes and the rest take (as DeepEP's
 // channels have a sender and a receiver): what waits for a link keeps all of a multiprocessor waiting. By expert all of them do one thing
-// after the other. The last two blocks, where there are more, push and take no rows: one writes down where own tokens go and what headers
-// say, the other one what has come.
+// after the other. The last blocks, where there are more, push and take no rows: they write down where own tokens go, what headers say, and
+// what has come, each one thing, since it is code that runs once, and fetching that takes longer than what it does.
 //
 //   [count of each peer][row 0 of each peer][row 1 of each peer]..., so that what was filled is one range
 //
@@ -14,10 +14,19 @@
 
 using namespace brigade;
 
+// Most blocks that write down what the caller is told.
+constexpr uint32_t Clerks = 4;
+
 struct PushDispatch : Packets {
   using Packets::Packets;
 
-  __device__ __forceinline__ uint32_t workers() const { return gridDim.x > 2 ? gridDim.x - 2 : 1; }
+  // The last blocks, where there are some to spare: one for each thing that there is to write down of few rows, else for two.
+  __device__ __forceinline__ uint32_t clerks() const {
+    if (gridDim.x <= 2) return gridDim.x - 1;
+    return gridDim.x > 2 * Clerks && blockDim.x < ALL_REDUCE_THREADS ? Clerks : 2;
+  }
+  __device__ __forceinline__ bool is_clerk(uint32_t n) const { return blockIdx.x == (clerks() == 0 ? 0 : gridDim.x - 1 - n % clerks()); }
+  __device__ __forceinline__ uint32_t workers() const { return gridDim.x - clerks(); }
   __device__ __forceinline__ bool is_worker() const { return blockIdx.x < workers(); }
   // Whether a worker pushes or takes, and not both; which of those it is, and how many there are.
   __device__ __forceinline__ bool splits() const { return p.arrangement != by_expert && p.desk == 0 && p.size > 1 && workers() > 1; }
@@ -27,8 +36,10 @@ struct PushDispatch : Packets {
   __device__ __forceinline__ uint32_t pushers() const { return splits() ? (workers() + 1) / 2 : workers(); }
   __device__ __forceinline__ uint32_t takers() const { return splits() ? workers() / 2 : workers(); }
 
-  __device__ __forceinline__ bool tells_ways() const { return blockIdx.x == gridDim.x - 1; }
-  __device__ __forceinline__ bool tells_rows() const { return blockIdx.x == (gridDim.x > 2 ? gridDim.x - 2 : 0); }
+  __device__ __forceinline__ bool tells_ways() const { return is_clerk(0); }
+  __device__ __forceinline__ bool tells_rows() const { return is_clerk(1); }
+  __device__ __forceinline__ bool tells_headers() const { return is_clerk(2); }
+  __device__ __forceinline__ bool tells_slots() const { return is_clerk(3); }
 
   // Which of the rows for `to` this pair of token and peer is.
   __device__ __forceinline__ uint32_t pair(uint32_t w, uint32_t& to, uint32_t& t) const {
@@ -39,6 +50,13 @@ struct PushDispatch : Packets {
 
   __device__ __forceinline__ void push_count() const {
     if (is_herald()) push(count_at(threadIdx.x, p.rank), make_uint4(ways.to[threadIdx.x], 0, 0, 0));
+  }
+
+  // By blocks that take, if they do nothing else: what they send need not queue behind rows.
+  __device__ __forceinline__ void push_headers() const {
+    const bool mine = splits() ? takes() : pushes();
+    const uint32_t blocks = splits() ? takers() : pushers(), w = threadIdx.x * blocks + which();
+    if (mine && w < p.tokens * (p.size - 1) * p.header) push_headers(p, buffer, w, blocks * blockDim.x);
   }
 
   // From `w` on.
@@ -59,7 +77,7 @@ struct PushDispatch : Packets {
     for (; w < end; w += threads) {
       const uint32_t i = pair(divided(w, p.packets, p.inverse_packets, j), to, t);
       if (i == Nowhere) continue;
-      if (is_plain(p.from[row], j)) {
+      if (is_plain(p.from[row] | p.from[weights], j)) {
         push_plain(to, t, i, j);
       } else {
         push_rare(p, buffer, to, t, i, j);
@@ -127,12 +145,8 @@ struct PushDispatch : Packets {
     return s;
   }
 
-  // Waits for part of a header.
+  // Waits for part of a header of a peer's row.
   __device__ __forceinline__ bool take_header(uint32_t s, uint32_t i, uint32_t h, uint4& v) const {
-    if (s == p.rank) {
-      v = header_of(p, s, ways.own[i], h);
-      return true;
-    }
     const uint64_t at = record_at(p.rank, s, i) + 16ull * h;
     return wait([&] { return s; }, [&] { return is_there(v = peek(at)); });
   }
@@ -199,7 +213,7 @@ struct PushDispatch : Packets {
       const uint32_t s = peer(distance);
       if (i >= ways.came[s]) continue;
       const uint64_t at = ways.at[s] + i;
-      there = is_plain(p.from[row] | p.to[row], j) ? move_plain(s, i, j, at) : move_rare(p, buffer, flag, s, i, j, at);
+      there = is_plain(p.from[row] | p.to[row] | p.from[weights] | p.to[weights], j) ? move_plain(s, i, j, at) : move_rare(p, buffer, flag, s, i, j, at);
     }
     return there;
   }
@@ -212,26 +226,31 @@ struct PushDispatch : Packets {
     const uint32_t all = ways.first[p.size];
     bool there = true;
     uint32_t i;
+    // Own rows, by the last threads.
 #pragma unroll 1
-    for (uint32_t r = threadIdx.x; r < all && there; r += blockDim.x) {
-      const uint32_t s = source_of(r, i), at = ways.at[s] + i;
+    for (uint32_t n = blockDim.x - 1 - threadIdx.x; n < ways.came[p.rank] * p.k; n += blockDim.x) {
+      const uint32_t own = n / p.k, e = n % p.k, at = ways.at[p.rank] + own, t = ways.own[own];
+      if (e == 0) say(at, make_int4(p.rank, int32_t(t), -1, int32_t(own)));
+      ids()[uint64_t(at) * p.k + e] = called(p, int32_t(slot_at(p, p.rank, t, e)) - 1);
+    }
 #pragma unroll 1
-      for (uint32_t h = 0; h < p.header && there; ++h) {
-        uint4 v;
-        there = take_header(s, i, h, v);
-        if (!there) break;
-        const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    for (uint32_t n = threadIdx.x; n < all * p.header && there; n += blockDim.x) {
+      const uint32_t s = source_of(n / p.header, i), at = ways.at[s] + i, h = n % p.header;
+      if (s == p.rank) continue;
+      uint4 v;
+      there = take_header(s, i, h, v);
+      if (!there) break;
+      const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (uint32_t k = 0; k < 4; ++k) {
-          const uint32_t word = 4 * h + k;
-          if (word == 0) {
-            say(at, make_int4(int32_t(s), int32_t(w[k]), -1, int32_t(i)));
-            continue;
-          }
-          const uint32_t e = 2 * (word - 1);
-          if (e < p.k) ids()[uint64_t(at) * p.k + e] = called(p, int32_t(w[k] & 0xFFFF) - 1);
-          if (e + 1 < p.k) ids()[uint64_t(at) * p.k + e + 1] = called(p, int32_t(w[k] >> 16) - 1);
+      for (uint32_t k = 0; k < 4; ++k) {
+        const uint32_t word = 4 * h + k;
+        if (word == 0) {
+          say(at, make_int4(int32_t(s), int32_t(w[k]), -1, int32_t(i)));
+          continue;
         }
+        const uint32_t e = 2 * (word - 1);
+        if (e < p.k) ids()[uint64_t(at) * p.k + e] = called(p, int32_t(w[k] & 0xFFFF) - 1);
+        if (e + 1 < p.k) ids()[uint64_t(at) * p.k + e + 1] = called(p, int32_t(w[k] >> 16) - 1);
       }
     }
     return there;
@@ -251,10 +270,17 @@ struct PushDispatch : Packets {
     for (uint32_t i = threadIdx.x; i < p.own_slots; i += blockDim.x) ways.count[i] = 0;
     __syncthreads();
     bool there = true;
+    // Of own tokens, by the last threads.
+#pragma unroll 1
+    for (uint32_t n = blockDim.x - 1 - threadIdx.x; n < p.tokens * p.k; n += blockDim.x) {
+      const uint32_t slot = slot_at(p, p.rank, n / p.k, n % p.k);
+      if (slot != 0) atomicAdd(&ways.count[slot - 1], 1u);
+    }
 #pragma unroll 1
     for (uint32_t n = threadIdx.x; n < ways.first[p.size] * p.header && there; n += blockDim.x) {
       uint32_t i;
       const uint32_t s = source_of(n / p.header, i), h = n % p.header;
+      if (s == p.rank) continue;
       uint4 v;
       there = take_header(s, i, h, v);
       if (!there) break;
@@ -393,8 +419,6 @@ struct PushDispatch : Packets {
     const uint32_t me = threadIdx.x, threads = blockDim.x;
     uint32_t* offsets = reinterpret_cast<uint32_t*>(p.offsets);
     if (me < p.size) reinterpret_cast<uint32_t*>(p.received)[me] = ways.came[me];
-#pragma unroll 1
-    for (uint32_t i = me; i < p.own_slots; i += threads) reinterpret_cast<uint32_t*>(p.counts)[i] = ways.count[i];
     if (p.arrangement == by_expert) {
 #pragma unroll 1
       for (uint32_t i = me; i <= p.own_slots; i += threads) offsets[i] = ways.begin[i];
@@ -434,17 +458,19 @@ struct PushDispatch : Packets {
   static __device__ __noinline__ bool see(const PushDispatchParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
     const PushDispatch all(p, use, buffer, flag);
     if (!all.check_rows() || (p.desk != 0 && !all.await())) return false;
-    if (!all.tells_rows()) return true;
-    if (!p.again) all.tell_rows();
-    all.add_totals();
+    if (all.tells_rows() && !p.again) all.tell_rows();
+    if (all.tells_slots()) all.tell_slots();
     return true;
   }
 
-  // What slots get, to what they got before.
-  __device__ __forceinline__ void add_totals() const {
+  // What slots get, and with what they got before.
+  __device__ __forceinline__ void tell_slots() const {
+    uint32_t* counts = reinterpret_cast<uint32_t*>(p.counts);
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; p.totals != 0 && i < p.own_slots; i += blockDim.x) {
-      reinterpret_cast<int64_t*>(p.totals)[i] += p.again ? reinterpret_cast<const uint32_t*>(p.counts)[i] : ways.count[i];
+    for (uint32_t i = threadIdx.x; i < p.own_slots; i += blockDim.x) {
+      const uint32_t count = p.again ? counts[i] : ways.count[i];
+      if (!p.again) counts[i] = count;
+      if (p.totals != 0) reinterpret_cast<int64_t*>(p.totals)[i] += count;
     }
   }
 
@@ -458,7 +484,7 @@ struct PushDispatch : Packets {
       if (__syncthreads_or(other)) return false;
     } else {
       // Slots are counted for the caller too.
-      if ((p.arrangement == by_expert || tells_rows()) && !count_slots()) return false;
+      if ((p.arrangement == by_expert || tells_slots()) && !count_slots()) return false;
       return is_room(p.arrangement == by_expert ? ways.begin[p.own_slots] : ways.at[p.size]);
     }
     return true;
@@ -471,7 +497,7 @@ struct PushDispatch : Packets {
 
   // Most blocks see no more than that there is room.
   __device__ __forceinline__ bool are_well() const {
-    const bool only_room = p.arrangement != by_expert && p.desk == 0 && !p.again && !tells_rows();
+    const bool only_room = p.arrangement != by_expert && p.desk == 0 && !p.again && !tells_rows() && !tells_slots();
     return only_room ? is_room(ways.at[p.size]) : see(p, use, buffer, flag);
   }
 
@@ -490,13 +516,8 @@ struct PushDispatch : Packets {
     // Before the rows, behind which they would be late.
     push_count();
     const uint32_t me = which() * blockDim.x + threadIdx.x;
-    if (pushes()) {
-      const uint32_t threads = pushers() * blockDim.x, pairs = p.tokens * (p.size - 1);
-      // By the last threads: the first ones have more to do.
-      const uint32_t w = threads - 1 - me;
-      if (w < pairs * p.header) push_headers(p, buffer, w, threads);
-      push_rows(me, pairs * p.packets, threads);
-    }
+    push_headers();
+    if (pushes()) push_rows(me, p.tokens * (p.size - 1) * p.packets, pushers() * blockDim.x);
     if (!splits()) empty();
     if (splits() && takes()) empty_by(me, takers() * blockDim.x);
     tally(moved());
@@ -504,7 +525,7 @@ struct PushDispatch : Packets {
     bool there = true;
     if (!splits() || !pushes()) there = take_counts() && are_well();
     if (takes() && there) there = p.arrangement == by_expert ? by_experts(p, use, buffer, flag) : take_by_source();
-    if (tells_ways() && p.arrangement != by_expert && !p.again && there) there = take_headers(p, buffer, flag);
+    if (tells_headers() && p.arrangement != by_expert && !p.again && there) there = take_headers(p, buffer, flag);
     finish(!there);
   }
 };

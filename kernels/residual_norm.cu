@@ -58,7 +58,8 @@ __device__ __noinline__ void in_memory(const ResidualNormParams& p) {
       float q = 0;
       if (g < p.granules) {
         uint4 h = Rows::read(p, p.from, first + g);
-        q = Rows::add(p, row, g, h, Rows::read(p, p.residual, first + g));
+        q = Rows::add(p, g, h, Rows::read(p, p.residual, first + g));
+        Rows::write(p, p.sum, first + g, h);
       }
       q = whole_tree(q);
       // All have read those of the part before.

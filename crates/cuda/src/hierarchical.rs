@@ -69,6 +69,9 @@ impl Stoppable for Core {
     fn fault(&self) -> Option<FaultRecord> {
         Self::fault(self)
     }
+    fn tell(&self, record: FaultRecord) {
+        Self::tell(self, record);
+    }
     fn stop(&self, record: FaultRecord) {
         Self::stop(self, record);
     }

@@ -12,7 +12,7 @@ use crate::{
     },
 };
 use brigade_device::{Bootstrap, Error, Reason, Result};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use std::{
     hint,
     sync::{
@@ -35,6 +35,26 @@ static GIVING_UP: Mutex<()> = Mutex::new(());
 
 /// How long one waits for that: the one before may be kept by graphs, and this one's kernels still run.
 const TURN: Duration = Duration::from_millis(100);
+
+/// What is to come before something else is opened once.
+#[derive(Default)]
+pub(crate) struct Latch {
+    is_open: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl Latch {
+    pub(crate) fn open(&self) {
+        *self.is_open.lock() = true;
+        self.opened.notify_all();
+    }
+
+    fn wait_for(&self, most: Duration) {
+        let mut is_open = self.is_open.lock();
+        self.opened
+            .wait_while_for(&mut is_open, |open| !*open, most);
+    }
+}
 
 /// NCCL, as far as it makes such communicators.
 pub(crate) struct Usable {
@@ -163,6 +183,11 @@ impl Bounded {
     /// Ends NCCL's kernels, and its communicator. On a thread of its own, since NCCL waits for graphs that use it to be
     /// dropped; their kernels find that it was given up, and end at once.
     pub(crate) fn give_up(self: &Arc<Self>) {
+        self.give_up_behind(None);
+    }
+
+    /// The same, behind something that has its [`TURN`] to be done.
+    pub(crate) fn give_up_behind(self: &Arc<Self>, before: Option<Arc<Latch>>) {
         let Some(comm) = self.comm.lock().take() else {
             return;
         };
@@ -170,6 +195,9 @@ impl Bounded {
         let gives_up = thread::Builder::new().name("gives NCCL up".into());
         ending::one_more();
         let spawned = gives_up.spawn(move || {
+            if let Some(latch) = before {
+                latch.wait_for(TURN);
+            }
             bounded.abort(comm);
             bounded.ended.store(true, Ordering::Release);
             ending::one_less();

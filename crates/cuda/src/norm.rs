@@ -16,8 +16,8 @@ use brigade_device::{
     Reason, ReduceOp, Result, Turn, View,
 };
 use brigade_kernels::{
-    ALL_REDUCE_THREADS, AllReduceNormParams as Parameters, NORM_COLUMNS, NORM_FP8, NORM_INT8,
-    NORM_PLAIN, NORM_THREADS,
+    ALL_REDUCE_THREADS, AllReduceNormParams as Parameters, NORM_CLUSTER_THREADS, NORM_COLUMNS,
+    NORM_FP8, NORM_INT8, NORM_PLAIN, NORM_THREADS,
 };
 use brigade_plan::{
     moved,
@@ -37,27 +37,41 @@ pub(crate) const TYPES: [DataType; 3] = [DataType::F32, DataType::F16, DataType:
 const _: () = assert!(norm::MOST_THREADS == NORM_THREADS);
 const _: () = assert!(norm::PLACE_THREADS == ALL_REDUCE_THREADS);
 const _: () = assert!(norm::MOST_RANKS_IN_CLUSTERS == RANKS[0]);
+const _: () = assert!(norm::MOST_THREADS_IN_CLUSTERS == NORM_CLUSTER_THREADS);
 
 /// Kernels of one algorithm: by type, and by ranks.
 type ByTypes = [[Kernel<Parameters>; RANKS.len()]; TYPES.len()];
 
+/// Kernels of one algorithm.
+#[derive(Debug)]
+struct Kernels {
+    alone: ByTypes,
+    /// By type: blocks that share rows, of up to [`norm::MOST_RANKS_IN_CLUSTERS`] ranks.
+    in_clusters: [Kernel<Parameters>; TYPES.len()],
+}
+
 /// All kernels that norm what they reduce.
 #[derive(Debug)]
 pub(crate) struct NormKernels {
-    one_shot: ByTypes,
-    two_shot: ByTypes,
+    one_shot: Kernels,
+    two_shot: Kernels,
 }
 
 impl NormKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
-        let algorithm = |name: &str| -> Result<ByTypes, Missing> {
+        let algorithm = |name: &str| -> Result<Kernels, Missing> {
+            let load =
+                |dtype: DataType, which: &str| set.variant(format!("_{name}_{dtype}_{which}"));
             let ranks = |dtype: DataType| -> Result<_, Missing> {
-                let [a, b] = RANKS;
-                let load = |ranks| set.variant(format!("_{name}_{dtype}_{ranks}"));
-                Ok([load(a)?, load(b)?])
+                let [a, b] = RANKS.map(|ranks| load(dtype, &ranks.to_string()));
+                Ok([a?, b?])
             };
+            let clusters = |dtype: DataType| load(dtype, "cluster");
             let [a, b, c] = TYPES;
-            Ok([ranks(a)?, ranks(b)?, ranks(c)?])
+            Ok(Kernels {
+                alone: [ranks(a)?, ranks(b)?, ranks(c)?],
+                in_clusters: [clusters(a)?, clusters(b)?, clusters(c)?],
+            })
         };
         Ok(Self {
             one_shot: algorithm("one")?,
@@ -70,14 +84,18 @@ impl NormKernels {
         algorithm: AllReduceAlgorithm,
         dtype: DataType,
         size: usize,
+        blocks: &Blocks,
     ) -> Option<&Kernel<Parameters>> {
         let kernels = match algorithm {
             AllReduceAlgorithm::TwoShotPush => &self.two_shot,
             _ => &self.one_shot,
         };
         let of_type = TYPES.iter().position(|&t| t == dtype)?;
+        if blocks.cluster > 1 {
+            return Some(&kernels.in_clusters[of_type]);
+        }
         let ranks = RANKS.iter().position(|&ranks| size <= ranks)?;
-        Some(&kernels[of_type][ranks])
+        Some(&kernels.alone[of_type][ranks])
     }
 }
 
@@ -271,11 +289,6 @@ impl Job<'_> {
         let pushed = algorithm.filter(|_| size > 1);
         let pushed = pushed.unwrap_or(AllReduceAlgorithm::OneShotPush);
         let cut = RowShares::new(pushed, (rows.count, of.hidden), dtype, size);
-        let kernels = &core.device.opened.kernels;
-        let kernel = kernels
-            .norms
-            .of(pushed, dtype, size)
-            .ok_or_else(|| Error::invalid("algorithm", format!("{pushed:?}"), "a kernel for it"))?;
         let at = |buffer: &Buffer, columns: usize| {
             buffer.address() + (rows.first * columns * buffer.dtype().bytes()) as u64
         };
@@ -322,6 +335,10 @@ impl Job<'_> {
         }
         let room = self.norm_room(algorithm.is_some(), dtype, wide);
         let blocks = Blocks::new(pushed, &cut, size, &room);
+        let kernels = &core.device.opened.kernels.norms;
+        let kernel = kernels
+            .of(pushed, dtype, size, &blocks)
+            .ok_or_else(|| Error::invalid("algorithm", format!("{pushed:?}"), "a kernel for it"))?;
         let shape = Launch {
             programmatic: blocks.programmatic,
             cluster: blocks.cluster,

@@ -8,7 +8,7 @@ use crate::{
     devices,
     line::Line,
     mark::{self, CudaMark},
-    nccl_bounded::{Bounded, Usable, shared},
+    nccl_bounded::{Bounded, Latch, Usable, shared},
     quiet,
     rail::{CONNECTIONS, Exchange, NcclRail, Pace, Page},
 };
@@ -32,6 +32,8 @@ struct Watched {
     failing: Failing,
     /// Whether what stopped the rail was told.
     stopped: bool,
+    /// Opened once what is inside the machine was stopped.
+    inside_stopped: Arc<Latch>,
 }
 
 /// What was found on a rail.
@@ -180,15 +182,27 @@ impl Stoppable for Rails {
         self.line.fault()
     }
 
-    fn stop(&self, record: FaultRecord) {
-        if std::mem::replace(&mut self.watched.lock().stopped, true) {
-            return;
-        }
+    /// NCCL is given up behind what stops the kernels inside the machine, which would take what it leaves for a result. But that is the driver's to
+    /// do, whom another rank's communicator can hold up that waits for a kernel of this one's: so it has a while, and no more.
+    fn tell(&self, record: FaultRecord) {
+        let inside_stopped = {
+            let mut watched = self.watched.lock();
+            if std::mem::replace(&mut watched.stopped, true) {
+                return;
+            }
+            Arc::clone(&watched.inside_stopped)
+        };
         // In this order: whom NCCL fails then has heard why.
         self.line.tell_fault(record);
         for rail in &self.pair {
-            rail.comm().give_up();
+            rail.comm()
+                .give_up_behind(Some(Arc::clone(&inside_stopped)));
         }
+    }
+
+    fn stop(&self, record: FaultRecord) {
+        self.tell(record);
+        self.watched.lock().inside_stopped.open();
     }
 }
 

@@ -78,12 +78,17 @@ impl Core {
         }
     }
 
-    /// Stops the group with what stopped another one. Kernels that wait for nothing look at their own stop word alone.
-    pub(crate) fn stop(&self, record: FaultRecord) {
+    /// Has the hosts, and kernels that wait, hear of what stopped another group. Gives the generation that is stopped.
+    pub(crate) fn tell(&self, record: FaultRecord) -> Option<u8> {
         if self.control.fault().is_none() {
             self.raise(record);
         }
-        let Some(generation) = self.ask_to_stop() else {
+        self.ask_to_stop()
+    }
+
+    /// Stops the group with what stopped another one. Kernels that wait for nothing look at their own stop word alone.
+    pub(crate) fn stop(&self, record: FaultRecord) {
+        let Some(generation) = self.tell(record) else {
             return;
         };
         let mut told_already = self.stopped.lock();

@@ -14,6 +14,9 @@ pub trait Stoppable: Send + Sync {
     /// What stopped it, if it was stopped.
     fn fault(&self) -> Option<FaultRecord>;
 
+    /// Has it hear of what stopped another one, as far as that waits for nothing; [`stop`](Self::stop) is next.
+    fn tell(&self, _record: FaultRecord) {}
+
     /// Stops it with what stopped another one. Nothing, if it is stopped.
     fn stop(&self, record: FaultRecord);
 
@@ -114,6 +117,8 @@ impl Across {
     pub fn relay(&self) -> Option<FaultRecord> {
         let record = self.fault()?;
         if !self.renewing.load(Ordering::Acquire) {
+            // All hear of it first: what one of them waits for while it stops may be another one's to end.
+            self.parts.iter().for_each(|(part, _)| part.tell(record));
             self.parts.iter().for_each(|(part, _)| part.stop(record));
         }
         Some(record)
@@ -208,16 +213,21 @@ impl Across {
 mod tests {
     use super::*;
     use brigade_device::ParallelMode;
+    use std::sync::OnceLock;
 
     #[derive(Default)]
-    struct Part(Mutex<Option<FaultRecord>>);
+    struct Part(Mutex<Option<FaultRecord>>, OnceLock<Arc<Part>>);
 
     impl Stoppable for Part {
         fn fault(&self) -> Option<FaultRecord> {
             *self.0.lock()
         }
-        fn stop(&self, record: FaultRecord) {
+        fn tell(&self, record: FaultRecord) {
             self.0.lock().get_or_insert(record);
+        }
+        fn stop(&self, _: FaultRecord) {
+            let waits_for = self.1.get();
+            assert!(waits_for.is_none_or(|other| other.fault().is_some()));
         }
     }
 
@@ -247,7 +257,9 @@ mod tests {
         let mut own = across.record(FaultKind::Timeout);
         // As rank 2 of the rail says it, of rank 0 there.
         (own.rank, own.peer, own.across) = (2, 0, 0);
-        parts[2].stop(own);
+        parts[2].tell(own);
+        // The first one ends once the last one has heard.
+        parts[0].1.get_or_init(|| Arc::clone(&parts[3]));
         let told = across.relay().unwrap();
         assert_eq!((told.rank, told.peer, told.across), (4, 0, 1));
         for (i, part) in parts.iter().enumerate().filter(|(i, _)| *i != 2) {

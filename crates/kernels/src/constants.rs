@@ -41,6 +41,8 @@ constants! {
     NORM_COLUMNS: u32 = 16_384;
     /// Most threads of a block that norms rows.
     NORM_THREADS: u32 = 1024;
+    /// Most threads of a block that norms a row together with others.
+    NORM_CLUSTER_THREADS: u32 = 256;
     /// Normed rows are given in their type.
     NORM_PLAIN: u32 = 0;
     /// As int8, with a scale for each row.

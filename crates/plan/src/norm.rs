@@ -71,6 +71,9 @@ pub const MOST_THREADS: u32 = 1024;
 /// Ranks up to which a group can have clusters.
 pub const MOST_RANKS_IN_CLUSTERS: usize = 4;
 
+/// Most threads of a block of a cluster.
+pub const MOST_THREADS_IN_CLUSTERS: u32 = 256;
+
 /// Threads of the blocks that places are reserved for.
 pub const PLACE_THREADS: u32 = 512;
 
@@ -165,7 +168,8 @@ impl Blocks {
         let cluster = [8, 4].into_iter().find(|blocks| {
             let fits = rows.max(1).saturating_mul(*blocks) <= fit(threads(granules / blocks));
             let much = (64 * blocks..=MOST_THREADS).contains(&granules);
-            short && room.overtakes && much && fits
+            let small = threads(granules.div_ceil(*blocks)) <= MOST_THREADS_IN_CLUSTERS;
+            short && room.overtakes && much && small && fits
         });
         let whole = threads(granules);
         let (cluster, threads) = match cluster {

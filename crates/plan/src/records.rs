@@ -261,7 +261,7 @@ impl Pushed {
 pub(crate) const MOST_BLOCKS: u16 = 132;
 
 /// Blocks of a dispatch that write down what the caller is told, where there are more.
-const CLERKS: usize = 2;
+const CLERKS: usize = 4;
 
 /// For so many packets or granules: two threads for each while there are blocks for that, of which one pushes. Blocks with few threads are
 /// quicker; but where there are more than `most`, two kernels do not find room beside each other.
@@ -398,21 +398,21 @@ mod tests {
             let launch = launch(threads, most, 1);
             (launch.blocks, launch.threads)
         };
-        assert_eq!(of(112, 132), (4, 128));
-        assert_eq!(of(129, 132), (6, 128));
-        assert_eq!(of(0, 132), (2, 128));
-        assert_eq!(of(64 * 224, 132), (114, 256));
+        assert_eq!(of(112, 132), (6, 128));
+        assert_eq!(of(129, 132), (8, 128));
+        assert_eq!(of(0, 132), (4, 128));
+        assert_eq!(of(64 * 224, 132), (116, 256));
         assert_eq!(of(1 << 30, 132), (132, 512));
         assert_eq!(of(1 << 30, 24), (24, 512));
         let two = |threads| {
             let launch = launch(threads, 132, TOGETHER);
             (launch.blocks, launch.threads)
         };
-        assert_eq!(two(128 * 65), (132, 128));
-        assert_eq!(two(256 * 65), (132, 256));
-        assert_eq!(two(256 * 65 + 1), (134, 256));
-        assert_eq!(two(256 * 131), (264, 256));
-        assert_eq!(two(256 * 131 + 1), (132, 512));
+        assert_eq!(two(128 * 64), (132, 128));
+        assert_eq!(two(256 * 64), (132, 256));
+        assert_eq!(two(256 * 64 + 1), (134, 256));
+        assert_eq!(two(256 * 130), (264, 256));
+        assert_eq!(two(256 * 130 + 1), (132, 512));
     }
 
     /// As `divided` in `kernels/slots.cuh`.
