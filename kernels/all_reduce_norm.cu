@@ -64,6 +64,7 @@ __shared__ uint64_t barriers[meetings];
 
 // A row that the blocks of a cluster share.
 struct Shared {
+  static constexpr bool alone = false;
   uint32_t rank, size;
 
   __device__ __forceinline__ Shared() : rank(cluster_rank()), size(cluster_size()) {}
@@ -323,6 +324,7 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
       // On their way while sums are waited for.
       Row h = {}, residual, weight;
       Turns::Rows::read_row(p, part, p.residual, row * p.granules, residual);
+      if (Part::alone) Turns::Rows::read_row(p, part, p.weight, 0, weight);
       if constexpr (TwoShot) {
         const uint64_t nearer = p.size - 2 + (distance == 0 ? p.size : distance);
         failed = failed || !take(part, slots(p) + offset + 16 * (nearer * place + index * p.granules), peer_of(p, distance), h);
@@ -335,8 +337,8 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
       if (part.stops(failed)) {
         failed = true;
       } else {
-        // On its way until all have met.
-        Turns::Rows::read_row(p, part, p.weight, 0, weight);
+        // Of a cluster, on its way until all have met.
+        if (!Part::alone) Turns::Rows::read_row(p, part, p.weight, 0, weight);
         Turns::Rows::norm(p, part, row, h, residual, weight);
       }
     }

@@ -10,6 +10,7 @@ namespace brigade {
 
 // A row that a block has for itself.
 struct Alone {
+  static constexpr bool alone = true;
   static constexpr uint32_t rank = 0, size = 1;
 
   __device__ __forceinline__ uint32_t granule(uint32_t k) const { return k * blockDim.x + threadIdx.x; }
@@ -168,6 +169,7 @@ struct NormRows {
       if (k * part.size * blockDim.x >= p.granules) break;
       float q = 0;
       if (g < p.granules) q = add(p, g, h[k], residual[k]);
+      if (Part::alone && g < p.granules) write(p, p.sum, row * p.granules + g, h[k]);
       q = whole_tree(q);
       if (g / 32 < count) part.give(0, &mine[g / 32], __float_as_uint(q));
     }
@@ -183,8 +185,8 @@ struct NormRows {
       const uint32_t g = part.granule(k);
       if (k * part.size * blockDim.x >= p.granules) break;
       if (g >= p.granules) continue;
-      // Not before they have met, which it would keep waiting.
-      write(p, p.sum, row * p.granules + g, h[k]);
+      // Not before blocks have met, whom it would keep waiting.
+      if (!Part::alone) write(p, p.sum, row * p.granules + g, h[k]);
       h[k] = normed(h[k], weight[k], inverse);
       give(p, row, g, h[k], greatest);
     }

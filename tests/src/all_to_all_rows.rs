@@ -156,7 +156,12 @@ impl Case {
                 }
             }
             let what = format!("payload {i}, rows of {n} {dtype}");
-            assert_bits(&rank.raw(own.to[i].view()), &want, dtype, &what);
+            let came = rank.raw(own.to[i].view());
+            // What stopped the group says more than what lies there then.
+            rank.comm()
+                .check()
+                .unwrap_or_else(|e| panic!("{what}: {e}"));
+            assert_bits(&came, &want, dtype, &what);
         }
     }
 

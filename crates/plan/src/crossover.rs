@@ -3,8 +3,8 @@
 //! They are in `tables/crossovers.json` of this crate, which a build holds, and before those count [the user's](crate::Entries). A
 //! figure is chosen by what all ranks of a group know of their GPUs when they join; `brigade-perf crossover` measures one.
 
-use crate::overlap;
-use brigade_device::{LinearCall, QScheme, Reason};
+use crate::overlap::Product;
+use brigade_device::{QScheme, Reason};
 use serde::{Deserialize, Serialize};
 use std::{borrow::Cow, fmt};
 
@@ -26,11 +26,11 @@ pub enum Least {
 
 impl Least {
     /// What a call has of it, of which the mean chunk has so many bytes.
-    pub(crate) fn had(self, call: &LinearCall, chunk_bytes: usize) -> Self {
+    pub(crate) fn had(self, product: Product, chunk_bytes: usize) -> Self {
         match self {
             Self::ChunkBytes(_) => Self::ChunkBytes(chunk_bytes),
-            Self::Outputs(_) => Self::Outputs(overlap::outputs(call)),
-            Self::Multiplications(_) => Self::Multiplications(overlap::multiplications(call)),
+            Self::Outputs(_) => Self::Outputs(product.outputs),
+            Self::Multiplications(_) => Self::Multiplications(product.multiplications),
         }
     }
 

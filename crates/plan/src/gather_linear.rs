@@ -2,7 +2,7 @@
 
 use crate::{
     Table, Topology,
-    overlap::{self, bytes},
+    overlap::{self, Product, bytes},
     reason, ring,
 };
 use brigade_device::{LinearCall, OverlapMode, Plan, QScheme, Reason};
@@ -26,7 +26,8 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
         if forced {
             return Ok(());
         }
-        overlap::pays(call, topology, overlap::gathered_bytes(call), &table.gather)
+        let have = (overlap::gathered_bytes(call), Product::gathered(call));
+        overlap::pays(call, topology, have, &table.gather)
     })?;
     let (rank, size) = (topology.group.rank, topology.group.size);
     let order = match mode {

@@ -2,7 +2,7 @@
 
 use crate::{
     Table, Topology,
-    overlap::{self, bytes},
+    overlap::{self, Product, bytes},
     reason, ring,
 };
 use brigade_device::{LinearCall, OverlapMode, Plan, Reason};
@@ -26,8 +26,8 @@ pub(crate) fn plan(call: &LinearCall, topology: &Topology, table: &Table) -> Res
         if forced {
             return Ok(());
         }
-        let travels = overlap::scattered_bytes(call);
-        overlap::pays(call, topology, travels, &table.scatter)
+        let have = (overlap::scattered_bytes(call), Product::scattered(call));
+        overlap::pays(call, topology, have, &table.scatter)
     })?;
     let order = ring::scatter_order(topology.group.rank, topology.group.size);
     let plan = overlap::finish(call, mode, order, instead_of);

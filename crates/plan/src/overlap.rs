@@ -150,21 +150,40 @@ pub(crate) fn scattered_bytes(call: &LinearCall) -> usize {
     bytes(&[call.total_rows(), call.n, call.output.bytes()])
 }
 
-/// Elements of a rank's whole product.
-pub(crate) fn outputs(call: &LinearCall) -> usize {
-    call.total_rows().saturating_mul(call.n)
+/// What a rank multiplies in a call, on the mean of all ranks, which plan by the same numbers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Product {
+    /// Elements of the product.
+    pub(crate) outputs: usize,
+    /// One for each of them and of the inner dimension.
+    pub(crate) multiplications: usize,
 }
 
-/// Multiplications of a rank's whole product.
-pub(crate) fn multiplications(call: &LinearCall) -> usize {
-    outputs(call).saturating_mul(call.k)
+impl Product {
+    /// Of a gather-linear: all rows, by the columns of one rank.
+    pub(crate) fn gathered(call: &LinearCall) -> Self {
+        Self::of(call, call.n.div_ceil(call.rows.len().max(1)), call.k)
+    }
+
+    /// Of its twin: by all columns, over one rank's part of the inner dimension.
+    pub(crate) fn scattered(call: &LinearCall) -> Self {
+        Self::of(call, call.n, call.k.div_ceil(call.rows.len().max(1)))
+    }
+
+    fn of(call: &LinearCall, columns: usize, inner: usize) -> Self {
+        let outputs = call.total_rows().saturating_mul(columns);
+        Self {
+            outputs,
+            multiplications: outputs.saturating_mul(inner),
+        }
+    }
 }
 
 /// Whether so few are worth overlapping, when nothing forces it.
 pub(crate) fn pays(
     call: &LinearCall,
     topology: &Topology,
-    travels_bytes: usize,
+    (travels_bytes, product): (usize, Product),
     crossovers: &Crossovers,
 ) -> Result<(), Reason> {
     if call.total_rows() == 0 || call.k == 0 || call.n == 0 {
@@ -174,7 +193,7 @@ pub(crate) fn pays(
     let Some(least) = crossover.least else {
         return Err(reason::never_paid(&crossover.source));
     };
-    let have = least.had(call, travels_bytes / topology.group.size);
+    let have = least.had(product, travels_bytes / topology.group.size);
     if have.count() >= least.count() {
         return Ok(());
     }

@@ -5,7 +5,8 @@ use crate::{
     crossover::Crossover,
     experts,
     fifo::Queues,
-    overlap, plan,
+    overlap::{self, Product},
+    plan,
     pushed::{self, Arriving, Packets},
     tuned,
 };
@@ -27,12 +28,12 @@ pub fn told(call: &Call, topology: &Topology, table: &Table) -> Result<String, R
             _,
         ) => return experts::told(call, topology, table),
         (Call::GatherLinear(c), Plan::GatherLinear(p)) => {
-            let travels = overlap::gathered_bytes(c);
-            linear(c, p, travels, table.gather.of(c.scheme))
+            let have = (overlap::gathered_bytes(c), Product::gathered(c));
+            linear(c, p, have, table.gather.of(c.scheme))
         }
         (Call::LinearReduceScatter(c), Plan::LinearReduceScatter(p)) => {
-            let travels = overlap::scattered_bytes(c);
-            linear(c, p, travels, table.scatter.of(c.scheme))
+            let have = (overlap::scattered_bytes(c), Product::scattered(c));
+            linear(c, p, have, table.scatter.of(c.scheme))
         }
         (
             Call::AllReduce { dtype, choice, .. } | Call::AllReduceNorm { dtype, choice, .. },
@@ -98,7 +99,7 @@ pub fn told(call: &Call, topology: &Topology, table: &Table) -> Result<String, R
 fn linear(
     call: &LinearCall,
     plan: &OverlapPlan,
-    travels_bytes: usize,
+    (travels_bytes, product): (usize, Product),
     crossover: &Crossover,
 ) -> Vec<String> {
     let mean = travels_bytes / call.rows.len().max(1);
@@ -116,8 +117,7 @@ fn linear(
         format!("mean chunk of {mean} bytes"),
         format!(
             "product of {} elements, {} multiplications",
-            overlap::outputs(call),
-            overlap::multiplications(call)
+            product.outputs, product.multiplications
         ),
         from,
         crossover.source.to_string(),

@@ -170,13 +170,18 @@ fn the_figures_of_this_build_are_sound() {
         assert_ne!(e.least.map(Least::count), Some(0), "{key}");
         assert!(seen.insert(key.clone()), "{key} stands there twice");
     }
-    let h200 = Table::cuda(&gpus("NVIDIA H200", Links::Nvlink, 4), &Entries::default()).unwrap();
+    let of_h200s = |ranks| {
+        let here = gpus("NVIDIA H200", Links::Nvlink, ranks);
+        Table::cuda(&here, &Entries::default()).unwrap()
+    };
+    let [two, h200, four] = [2, 3, 4].map(of_h200s);
     let other = Table::cuda(&gpus("another", Links::Pcie, 4), &Entries::default()).unwrap();
     for (table, scatter) in [(&h200, 4_194_304), (&other, 6_291_456)] {
         assert_eq!(outputs(&table.gather.bf16), Some(6_291_456));
         assert_eq!(outputs(&table.scatter.bf16), Some(scatter));
     }
-    let two = Table::cuda(&gpus("NVIDIA H200", Links::Nvlink, 2), &Entries::default()).unwrap();
+    assert_eq!(outputs(&four.gather.bf16), Some(7_340_032));
+    assert_eq!(outputs(&four.scatter.bf16), Some(10_485_760));
     for (table, measured) in [(&two, true), (&h200, false)] {
         for crossover in [&table.gather.bf16, &table.scatter.bf16] {
             let source = &crossover.source;
@@ -188,6 +193,43 @@ fn the_figures_of_this_build_are_sound() {
         }
     }
     assert!(other.gather.bf16.source.starts_with("default"));
+}
+
+/// Figures are of what one rank multiplies: a gather has the columns of one, of all that its call names, and its twin so much of the inner
+/// dimension.
+#[test]
+fn a_plan_counts_what_one_rank_multiplies() {
+    let (rows, columns, inner) = (64, 128, 256);
+    let outputs = 4 * rows * columns;
+    for (least, gather, twin) in [
+        (Least::Outputs(outputs), true, true),
+        (Least::Outputs(outputs + 1), false, false),
+        (Least::Multiplications(outputs * inner), true, true),
+        (Least::Multiplications(outputs * inner + 1), false, false),
+    ] {
+        let mut table = Table::host();
+        let crossover = Crossover {
+            least: Some(least),
+            source: "measured".into(),
+        };
+        (table.gather.bf16, table.scatter.bf16) = (crossover.clone(), crossover);
+        let mut gathers = linear(&[rows; 4]);
+        (gathers.n, gathers.k) = (4 * columns, inner);
+        let mut scatters = linear(&[rows; 4]);
+        (scatters.n, scatters.k) = (columns, 4 * inner);
+        let calls = [
+            (Call::GatherLinear(gathers), gather),
+            (Call::LinearReduceScatter(scatters), twin),
+        ];
+        for (call, pays) in calls {
+            let (Plan::GatherLinear(p) | Plan::LinearReduceScatter(p)) =
+                plan(&call, &topology(0, 4), &table).unwrap()
+            else {
+                panic!("{call:?}");
+            };
+            assert_eq!(p.mode != OverlapMode::Off, pays, "{least}: {p:?}");
+        }
+    }
 }
 
 /// Rows of a type go by the figure of that type, and the plan says which one it was.

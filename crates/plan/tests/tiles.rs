@@ -26,11 +26,11 @@ fn on_gpus(tiles: bool) -> (Topology, Table) {
     (topology, table)
 }
 
-/// Products of 8 Mi elements.
+/// Products of 8 Mi elements on each rank.
 fn large() -> LinearCall {
     LinearCall {
         k: 8192,
-        n: 2048,
+        n: 4 * 2048,
         ..linear(&[1024; 4])
     }
 }
