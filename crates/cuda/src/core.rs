@@ -195,7 +195,8 @@ impl Core {
         let kernels = &device.opened.kernels;
         let hook = device.inject.as_ref();
         let steps = Launch::grid(STEPS_AT_ONCE + u32::from(hook.is_some()), STEP_THREADS);
-        let messages = Launch::grid(most_messages(&topology), MESSAGE_THREADS);
+        let most = most_messages(&topology);
+        let messages = Launch::grid(most, MESSAGE_THREADS);
         let stepping = device.reserve_spinning(&kernels.steps, steps)?;
         // Messages, sums that are pushed and low-latency exchanges take the same places in turn.
         let exchanges = config.all_reduce_bytes > 0 || config.low_latency_bytes > 0;
@@ -206,7 +207,7 @@ impl Core {
         };
         let state_bytes = 8 * state_words(&config, size);
         let control = Arc::new(control);
-        let desk = hook.map(|hook| Desk::new(&device.card, hook, &control));
+        let desk = hook.map(|hook| Desk::new(&device.card, hook, &control, most));
         let memory = GroupMemory {
             state: DeviceMemory::outside_of_streams(&device.card, state_bytes)?,
             report: Report::new(&device.card)?,

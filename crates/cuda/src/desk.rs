@@ -7,7 +7,6 @@ use crate::{
     card::Card,
     inject::{Asker, Words},
     memory::Pinned,
-    messages::{BLOCKS_EACH, most_blocks},
 };
 use brigade_device::{Action, Error, Injector, Result, Storage};
 use brigade_group::Control;
@@ -44,9 +43,14 @@ impl std::fmt::Debug for Desk {
 }
 
 impl Desk {
-    pub(crate) fn new(card: &Arc<Card>, hook: &Injector, control: &Arc<Control>) -> Result<Self> {
-        let blocks = most_blocks(control.group().size, BLOCKS_EACH) as usize;
-        let count = Asker::Messages.first_slot() + blocks;
+    /// With slots for so many blocks of a launch of messages, or of one that serves queues.
+    pub(crate) fn new(
+        card: &Arc<Card>,
+        hook: &Injector,
+        control: &Arc<Control>,
+        blocks: u32,
+    ) -> Result<Self> {
+        let count = Asker::Messages.first_slot() + blocks as usize;
         let memory = Pinned::new(card, 8 * QUESTION_WORDS * count)?;
         let slots = Slots {
             address: memory.address(),
