@@ -181,8 +181,8 @@ fn the_figures_of_this_build_are_sound() {
     for (ranks, kib) in [
         (1, most),
         (2, most),
-        (3, 256),
-        (4, 256),
+        (3, 128),
+        (4, 128),
         (5, 128),
         (16, 128),
     ] {
