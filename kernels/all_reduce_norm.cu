@@ -397,7 +397,7 @@ __device__ __forceinline__ void all_reduce_norm(const AllReduceNormParams& p) {
   }
 
 // By clusters, in kernels of their own, which need not spill what the rest would. As many blocks find room as of the rest, by their threads.
-// The host launches them for what one turn is enough for, and nothing else.
+// The host launches them for what one turn is enough for, and nothing else: they could do nothing else.
 #define CLUSTERS(NAME, IN, TWO)                                                                \
   extern "C" __global__ void __launch_bounds__(NORM_CLUSTER_THREADS, 4)                         \
       brigade_all_reduce_norm_##NAME##_cluster(const __grid_constant__ AllReduceNormParams p) { \

@@ -1,6 +1,6 @@
 // Packets of rows that are pushed (push_dispatch.cu): where they lie, and how they go and come. Nearly all of them are nothing but granules
 // of rows that lie at multiples of 16 bytes, and at most weights behind them. The way of those has no calls, which would have their granules
-// read one after the other.
+// read one after the other, but for weights of more entries than are kept.
 #pragma once
 #include "ways.cuh"
 
@@ -43,13 +43,13 @@ struct Packets : Pushing<PushDispatchParams> {
   __device__ __forceinline__ uint32_t last(uint32_t j) const { return (Each - 1) * p.packets + j; }
 
   // Whether a packet is nothing but granules of a row, of which the last may be one of weights; and they lie at multiples of 16 bytes, as
-  // `arrays` do.
-  __device__ __forceinline__ bool is_plain(uint64_t arrays, uint32_t j) const {
-    bool plain = arrays % 16 == 0;
+  // arrays of rows and of weights do.
+  __device__ __forceinline__ bool is_plain(uint64_t rows, uint64_t of_weights, uint32_t j) const {
+    bool plain = rows % 16 == 0;
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
       const uint32_t g = k * p.packets + j;
-      plain &= g < p.first_granule[1] || g >= p.granules || (k + 1 == Each && is_weights(g) && p.k % 4 == 0);
+      plain &= g < p.first_granule[1] || g >= p.granules || (k + 1 == Each && is_weights(g) && p.k % 4 == 0 && of_weights % 16 == 0);
     }
     return plain;
   }

@@ -77,7 +77,7 @@ struct PushDispatch : Packets {
     for (; w < end; w += threads) {
       const uint32_t i = pair(divided(w, p.packets, p.inverse_packets, j), to, t);
       if (i == Nowhere) continue;
-      if (is_plain(p.from[row] | p.from[weights], j)) {
+      if (is_plain(p.from[row], p.from[weights], j)) {
         push_plain(to, t, i, j);
       } else {
         push_rare(p, buffer, to, t, i, j);
@@ -213,7 +213,8 @@ struct PushDispatch : Packets {
       const uint32_t s = peer(distance);
       if (i >= ways.came[s]) continue;
       const uint64_t at = ways.at[s] + i;
-      there = is_plain(p.from[row] | p.to[row] | p.from[weights] | p.to[weights], j) ? move_plain(s, i, j, at) : move_rare(p, buffer, flag, s, i, j, at);
+      const bool plain = is_plain(p.from[row] | p.to[row], p.from[weights] | p.to[weights], j);
+      there = plain ? move_plain(s, i, j, at) : move_rare(p, buffer, flag, s, i, j, at);
     }
     return there;
   }

@@ -166,9 +166,10 @@ impl Blocks {
         // What the kernel does in one turn alone is what it has clusters for.
         let short = room.wide && (2..=MOST_RANKS_IN_CLUSTERS).contains(&size) && !room.hooked;
         let cluster = [8, 4].into_iter().find(|blocks| {
-            let fits = rows.max(1).saturating_mul(*blocks) <= fit(threads(granules / blocks));
+            let each = threads(granules.div_ceil(*blocks));
+            let fits = rows.max(1).saturating_mul(*blocks) <= fit(each);
             let much = (64 * blocks..=MOST_THREADS).contains(&granules);
-            let small = threads(granules.div_ceil(*blocks)) <= MOST_THREADS_IN_CLUSTERS;
+            let small = each <= MOST_THREADS_IN_CLUSTERS;
             short && room.overtakes && much && small && fits
         });
         let whole = threads(granules);

@@ -167,7 +167,7 @@ pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushe
         (record.bytes(call.max_tokens, size), sections),
         // Own rows are taken, too.
         (record.packets(), call.max_tokens.saturating_mul(size)),
-        together,
+        (CLERKS, together),
         topology,
     )
 }
@@ -188,7 +188,7 @@ pub(crate) fn combine(call: &CombineCall, topology: &Topology) -> Result<Pushed,
             returned.row,
             call.max_tokens.saturating_mul(size.max(2) - 1),
         ),
-        1,
+        (0, 1),
         topology,
     )?;
     Ok(Pushed {
@@ -211,12 +211,12 @@ pub(crate) struct Pushed {
 
 impl Pushed {
     /// `bytes` are those of a buffer, and those that a rank may send to another where rows are copied; `threads` those for a row, and how many
-    /// rows there may be; `together` blocks may have the place of one of an all-reduce.
+    /// rows there may be; `clerks` blocks do neither, and `together` may have the place of one of an all-reduce.
     fn new(
         max_tokens: usize,
         (arriving, sections): (usize, usize),
         (threads, rows): (usize, usize),
-        together: u16,
+        (clerks, together): (usize, u16),
         topology: &Topology,
     ) -> Result<Self, Reason> {
         /// Bytes of a count, and of what stands behind packets.
@@ -243,7 +243,7 @@ impl Pushed {
             rows: max_tokens,
             arriving,
             need,
-            launch: launch(threads.saturating_mul(rows), budget, together),
+            launch: launch((threads.saturating_mul(rows), clerks), budget, together),
         })
     }
 
@@ -265,9 +265,9 @@ const CLERKS: usize = 4;
 
 /// For so many packets or granules: two threads for each while there are blocks for that, of which one pushes. Blocks with few threads are
 /// quicker; but where there are more than `most`, two kernels do not find room beside each other.
-fn launch(threads: usize, most: u16, together: u16) -> Launch {
+fn launch((threads, clerks): (usize, usize), most: u16, together: u16) -> Launch {
     let most = most.clamp(1, MOST_BLOCKS);
-    let blocks = |each: u16| 2 * threads.div_ceil(each.into()) + CLERKS;
+    let blocks = |each: u16| 2 * threads.div_ceil(each.into()) + clerks;
     let (each, most) = [(128, most), (256, most), (256, most * together)]
         .into_iter()
         .find(|&(each, most)| blocks(each) <= usize::from(most))
@@ -395,7 +395,7 @@ mod tests {
     #[test]
     fn few_rows_take_few_blocks() {
         let of = |threads, most| {
-            let launch = launch(threads, most, 1);
+            let launch = launch((threads, CLERKS), most, 1);
             (launch.blocks, launch.threads)
         };
         assert_eq!(of(112, 132), (6, 128));
@@ -405,7 +405,7 @@ mod tests {
         assert_eq!(of(1 << 30, 132), (132, 512));
         assert_eq!(of(1 << 30, 24), (24, 512));
         let two = |threads| {
-            let launch = launch(threads, 132, TOGETHER);
+            let launch = launch((threads, CLERKS), 132, TOGETHER);
             (launch.blocks, launch.threads)
         };
         assert_eq!(two(128 * 64), (132, 128));

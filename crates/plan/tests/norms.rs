@@ -169,11 +169,44 @@ fn what_is_told_counts_all_blocks() {
     assert!(few.contains(" on at most 2 SMs"), "{few}");
 }
 
+/// Where few places are left, and blocks have a warp more than a whole part of the row would need.
+#[test]
+fn blocks_that_share_a_row_are_as_many_as_it_takes() {
+    let room = |places| Room {
+        sms: 132,
+        most: 132,
+        places,
+        shared: false,
+        overtakes: true,
+        wide: true,
+        hooked: false,
+    };
+    let mut clusters = 0;
+    for (places, rows, granules) in (1..=70)
+        .flat_map(|places| (1..=40).map(move |rows| (places, rows)))
+        .flat_map(|(places, rows)| [256, 257, 513, 1024].map(|g| (places, rows, g)))
+    {
+        let cut = RowShares::new(A::OneShotPush, (rows, 4 * granules), DataType::F32, 2);
+        let of = Blocks::new(A::OneShotPush, &cut, 2, &room(places));
+        if of.cluster > 1 {
+            clusters += 1;
+            assert!(of.blocks as usize >= rows * of.cluster as usize, "{of:?}");
+        }
+    }
+    assert!(clusters > 100, "{clusters}");
+}
+
+/// Any, and such that blocks which share a row have a few granules more than whole warps.
+fn columns() -> impl Strategy<Value = usize> {
+    let beyond = (1_usize..=8, 1_usize..9).prop_map(|(warps, more)| 4 * (128 * warps + more));
+    prop_oneof![1_usize..20_000, beyond]
+}
+
 proptest! {
     /// Whatever a rank finds: a launch that its kernel takes, for which there are places, and no cluster is torn.
     #[test]
     fn every_launch_can_be(
-        (size, rows, hidden) in (1_usize..=8, 0_usize..5000, 1_usize..20_000),
+        (size, rows, hidden) in (1_usize..=8, prop_oneof![0_usize..40, 0_usize..5000], columns()),
         (sms, most, places) in (1_u32..200, 1_u32..600, 1_u32..200),
         (shared, overtakes, wide, hooked) in any::<(bool, bool, bool, bool)>(),
         two in any::<bool>(),
@@ -187,6 +220,11 @@ proptest! {
         prop_assert!(of.blocks.is_multiple_of(of.cluster) && [1, 4, 8].contains(&of.cluster));
         if of.cluster > 1 {
             prop_assert!(overtakes && wide && !hooked && (2..=4).contains(&size));
+            // Kernels by clusters do nothing but what one turn is enough for.
+            let shares = if two { size * cut.share } else { cut.rows };
+            let (blocks, cluster) = (of.blocks as usize, of.cluster as usize);
+            prop_assert!(blocks >= shares * cluster, "{of:?}");
+            prop_assert!(of.threads as usize * cluster >= cut.row_granules, "{of:?}");
         }
         if size > 1 {
             let each = if shared { 1 } else { 512 / of.threads };
