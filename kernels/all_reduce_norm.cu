@@ -2,6 +2,7 @@
 // push, and in two shots reduce, granules of any row, as in all_reduce.cu: the warps of a row are on many multiprocessors, since one
 // of them sends little. Then a block takes whole rows, of any rank: in two shots a rank pushes the sums of its share to itself, too.
 // What comes behind the sums is norm.cuh's.
+#include "barriers.cuh"
 #include "norm.cuh"
 #include "one_turn.cuh"
 
@@ -29,13 +30,15 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n));
   return n;
 }
-__device__ __forceinline__ uint32_t shared_address(const void* at) { return uint32_t(__cvta_generic_to_shared(at)); }
-// Every thread has begun; `bytes` are to come.
+// So many bytes are to come.
 __device__ __forceinline__ void expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.init.shared.b64 [%0], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+  barrier_init(shared_address(barrier), 1);
+  barrier_expect(shared_address(barrier), bytes);
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+  barriers_made();
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 // Into the same place of block `to` of the cluster, whose barrier hears of it.
 __device__ __forceinline__ void put(uint32_t* at, uint64_t* barrier, uint32_t to, uint32_t value) {
@@ -45,9 +48,8 @@ __device__ __forceinline__ void put(uint32_t* at, uint64_t* barrier, uint32_t to
       "r"(shared_address(barrier)), "r"(to), "r"(value)
       : "memory");
 }
-__device__ __forceinline__ void await_words(uint64_t* barrier) {
-  asm volatile("{.reg .pred q; again: mbarrier.try_wait.parity.shared.b64 q, [%0], 0; @!q bra again;}" ::"r"(shared_address(barrier)) : "memory");
-}
+// As long as the longest wait for a peer: all blocks of a cluster give what they have then, or nothing that counts.
+__device__ __forceinline__ void await_words(uint64_t* barrier) { barrier_wait(shared_address(barrier), 0); }
 #else
 __device__ __forceinline__ uint32_t cluster_size() { return 1; }
 __device__ __forceinline__ uint32_t cluster_rank() { return 0; }

@@ -14,16 +14,13 @@
 
 using namespace brigade;
 
-// Most blocks that write down what the caller is told.
-constexpr uint32_t Clerks = 4;
-
 struct PushDispatch : Packets {
   using Packets::Packets;
 
   // The last blocks, where there are some to spare: one for each thing that there is to write down of few rows, else for two.
   __device__ __forceinline__ uint32_t clerks() const {
     if (gridDim.x <= 2) return gridDim.x - 1;
-    return gridDim.x > 2 * Clerks && blockDim.x < ALL_REDUCE_THREADS ? Clerks : 2;
+    return gridDim.x > 2 * PUSH_CLERKS && blockDim.x < ALL_REDUCE_THREADS ? PUSH_CLERKS : 2;
   }
   __device__ __forceinline__ bool is_clerk(uint32_t n) const { return blockIdx.x == (clerks() == 0 ? 0 : gridDim.x - 1 - n % clerks()); }
   __device__ __forceinline__ uint32_t workers() const { return gridDim.x - clerks(); }

@@ -1,4 +1,4 @@
-// The tensor cores, barriers and bulk copies of compute capability 9.0, as PTX's manual has them: one function for each
+// The tensor cores and bulk copies of compute capability 9.0, as PTX's manual has them: one function for each
 // instruction that kernels here use.
 #pragma once
 #include <cstdint>
@@ -6,39 +6,12 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "barriers.cuh"
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define BRIGADE_HAS_WGMMA 1
 
 namespace brigade {
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-
-// Barriers in shared memory count arrivals and bytes; a wait is for the end of the phase of the given parity.
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Lets bulk copies see barriers that were just made.
-__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred there;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
-      "@!there bra again;\n"
-      "}" ::"r"(barrier), "r"(parity) : "memory");
-}
 
 // Copies a box of a matrix to shared memory, and counts its bytes at the barrier. `map` says shape, box and swizzle.
 __device__ __forceinline__ void load_box(uint32_t to, const void* map, uint32_t column, uint32_t row, uint32_t barrier) {

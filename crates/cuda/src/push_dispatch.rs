@@ -10,16 +10,17 @@ use crate::{
     types,
 };
 use brigade_device::{Buffer, DispatchOutputs, Launch, Result};
-use brigade_kernels::{PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams};
+use brigade_kernels::{PUSH_CLERKS, PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams};
 use brigade_plan::{
     dispatch::Sections,
-    records::{Record, SLOTS, TOKENS, inverse},
+    records::{CLERKS, Record, SLOTS, TOKENS, inverse},
     routes::Slots,
 };
 use brigade_sync::BUFFERS;
 
 /// The plan knows what the kernel is for.
 const _: () = assert!(TOKENS == PUSH_TOKENS as usize && SLOTS == PUSH_SLOTS as usize);
+const _: () = assert!(CLERKS == PUSH_CLERKS as usize);
 
 impl Job<'_> {
     /// Enqueues the exchange, launched as the plan has it.

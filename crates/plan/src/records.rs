@@ -261,7 +261,7 @@ impl Pushed {
 pub(crate) const MOST_BLOCKS: u16 = 132;
 
 /// Blocks of a dispatch that write down what the caller is told, where there are more.
-const CLERKS: usize = 4;
+pub const CLERKS: usize = 4;
 
 /// For so many packets or granules: two threads for each while there are blocks for that, of which one pushes. Blocks with few threads are
 /// quicker; but where there are more than `most`, two kernels do not find room beside each other.
