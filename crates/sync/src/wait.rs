@@ -146,7 +146,12 @@ pub fn wait<M: Memory + ?Sized>(
             continue;
         }
         if watch() {
-            return Err(Stop::Interrupted);
+            // What a peer says last is that it is gone: all that it wrote before is there by now.
+            let last = w.want.verdict(memory.load(w.word));
+            return match last {
+                Verdict::Ready => Ok(()),
+                _ => Err(Stop::Interrupted),
+            };
         }
         if budget.spent() {
             return Err(Stop::Timeout { seen });
