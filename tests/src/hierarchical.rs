@@ -25,7 +25,7 @@ use crate::{
 };
 use brigade_device::{
     AllGatherParams, Buffer, ByPath, CommConfig, DataType, HierarchicalAllReduceParams,
-    HierarchicalPath, HierarchicalPlan, Hierarchy, HierarchyConfig, ParallelMode, ReduceOp,
+    HierarchicalPath, HierarchicalPlan, Hierarchy, HierarchyConfig, ParallelMode, Phase, ReduceOp,
     ReduceScatterParams, Result, SumOrder,
 };
 use brigade_plan::reason;
@@ -208,11 +208,13 @@ fn over_and_over(bytes: &[u8], len: usize) -> Cow<'_, [u8]> {
 const LENGTHS: [usize; 5] = [0, 1, 7, 1023, 20_011];
 
 /// Ways to go, all of which give the same bits.
-const CHOICES: [Option<HierarchicalPath>; 4] = [
+const CHOICES: [Option<HierarchicalPath>; 6] = [
     None,
     Some(HierarchicalPath::Whole),
     Some(HierarchicalPath::Slices { count: 1 }),
     Some(HierarchicalPath::Slices { count: 9 }),
+    Some(HierarchicalPath::OneShot { count: 1 }),
+    Some(HierarchicalPath::OneShot { count: 7 }),
 ];
 
 /// A path that was forced was taken; where there is one machine, the plan says that there is none.
@@ -222,9 +224,18 @@ fn assert_taken(plan: &HierarchicalPlan, choice: Option<HierarchicalPath>) {
             let why = instead_of.as_ref().map(|reason| reason.code);
             why == choice.map(|_| reason::ONE_MACHINE)
         }
-        (HierarchicalPlan::Whole { .. }, Some(HierarchicalPath::Slices { .. }))
-        | (HierarchicalPlan::Slices(_), Some(HierarchicalPath::Whole)) => false,
-        _ => true,
+        (_, None) => true,
+        (HierarchicalPlan::Whole { .. }, Some(path)) => path == HierarchicalPath::Whole,
+        (HierarchicalPlan::Slices(p), Some(path)) => {
+            let has = |phase| p.phases.contains(&phase);
+            // Of other operations, what has one shot is the same as slices.
+            let is_all_reduce = has(Phase::Diffuse) && has(Phase::Add);
+            match path {
+                HierarchicalPath::Whole => false,
+                HierarchicalPath::Slices { .. } => !is_all_reduce || has(Phase::Collect),
+                HierarchicalPath::OneShot { .. } => !is_all_reduce || !has(Phase::Collect),
+            }
+        }
     };
     assert!(as_asked, "{plan} for {choice:?}");
 }
@@ -266,8 +277,13 @@ fn same_bits(world: &World, shape: (usize, usize)) {
                 ..config()
             };
             let over = rank.join_machines(shape.0, &config);
-            for count in [1, 2, 3, 5, 8, 64] {
-                let choice = Some(HierarchicalPath::Slices { count });
+            let counts = [1, 2, 3, 5, 8, 64].into_iter();
+            let slices = counts
+                .clone()
+                .map(|count| (count, HierarchicalPath::Slices { count }));
+            let one_shot = counts.map(|count| (count, HierarchicalPath::OneShot { count }));
+            for (count, path) in slices.chain(one_shot) {
+                let choice = Some(path);
                 let plan = case.run(rank, &over, choice);
                 if let HierarchicalPlan::Slices(p) = plan {
                     // Of so few elements not every number of slices can be made.

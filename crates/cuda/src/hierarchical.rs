@@ -1,4 +1,4 @@
-//! Collectives across machines: two communicators inside the machine and NCCL's two along the rail, so that no phase waits for another's
+//! Collectives across machines: two communicators inside the machine and NCCL's along the rail, so that no phase waits for another's
 //! turn.
 //!
 //! A call is enqueued as a whole, and the host waits for nothing: phases have streams, and what waits for what are events. A watch of the
@@ -16,7 +16,7 @@ use crate::{
     lane::Lane,
     memory::{check_reach, overlap},
     nccl_bounded::ROUND,
-    rail::{EXPLAINING, GRACE},
+    rail::{CONNECTIONS, EXPLAINING, GRACE},
     rails::{Found, Rails},
 };
 use brigade_device::{
@@ -27,7 +27,7 @@ use brigade_device::{
     expert_layout_across,
 };
 use brigade_group::{Across, Deadline, Stoppable, agree, machine, split};
-use brigade_plan::hierarchical::{Costs, plan};
+use brigade_plan::hierarchical::{Costs, Track, plan};
 use parking_lot::{Condvar, Mutex};
 use run::Run;
 use std::{
@@ -55,7 +55,8 @@ pub(crate) struct Inner {
     inside: [CudaComm; 2],
     /// None where there is one machine.
     rails: Option<Arc<Rails>>,
-    /// A stream for each phase, in the order of [`Phase::ALL`]; those of both along the rail are the connections'.
+    /// A stream for each [home](Track::home) of a track: of each phase, in the order of [`Phase::ALL`]; those of both along the rail are the
+    /// first connections'.
     streams: Vec<Stream>,
     staging: Mutex<Staging>,
     /// The operation of the last call, for records.
@@ -115,8 +116,12 @@ pub(crate) fn join(
     config: &HierarchyConfig,
 ) -> Result<Hierarchy> {
     let measured = device.entries.costs(&device.info().name, machines);
-    let costs = measured.unwrap_or_else(Costs::cuda);
-    let costs = device.wire.map_or(costs, |wire| costs.with_wire(wire));
+    let costs = match (measured, device.wire) {
+        (Some(costs), Some(wire)) => costs.with_wire(wire),
+        (Some(costs), None) => costs,
+        (None, Some(wire)) => Costs::cuda_over(wire),
+        (None, None) => Costs::cuda(),
+    };
     let group = machine::vote_on(boot, machines, config, costs.digest())?;
     let within = config.comm.first_deadline;
     let [first, second] = parts(config);
@@ -135,8 +140,9 @@ pub(crate) fn join(
             Some(Arc::new(rails))
         }
     };
-    let streams = Phase::ALL.iter().map(|phase| {
+    let streams = (0..Track::homes(CONNECTIONS)).map(|home| {
         // Later phases make room for others.
+        let phase = Phase::ALL.get(home).unwrap_or(&Phase::Collect);
         device.stream(*phase as i8)
     });
     let streams = agree(boot, "join: streams", streams.collect(), within)?;
@@ -190,9 +196,10 @@ impl Inner {
     /// Looks at everything that can stop it, and stops all if something has. The rails first: whoever finds a core stopped may wait to hear
     /// why, and it may be a rail that knows.
     fn look(&self) -> Option<FaultRecord> {
+        let generation = self.across.generation();
         let rails = self.rails.as_ref();
         if let Some(found) = rails.and_then(|rails| rails.look(self.most())) {
-            self.across.stop(self.record_of(&found));
+            self.across.stop_in(generation, self.record_of(&found));
         }
         self.across.relay()
     }
@@ -361,7 +368,7 @@ impl Hierarchical for CudaHierarchy {
     fn reset(&self, within: Duration) -> Result<()> {
         let inner = self.handle.inner();
         let deadline = Deadline::after(within);
-        inner.across.renew(|| {
+        inner.across.renew(within, || {
             for comm in &inner.inside {
                 comm.core.reset(deadline.left())?;
             }

@@ -1,8 +1,8 @@
 //! A communicator of NCCL's whose calls end.
 //!
-//! NCCL waits without a bound, on the host and on the GPU, and its kernels know no stop word. So the communicator does not block the
-//! host, which asks until a call is taken or has taken too long; and it can be given up, which ends its kernels. Who uses it sees to it
-//! that somebody watches.
+//! NCCL waits without a bound, on the host and on the GPU, and its kernels know no stop word. So a thread of the communicator's own makes
+//! its calls, for which whoever wants them waits as long as that is of use; and it can be given up, which ends its kernels. Who uses it
+//! sees to it that somebody watches. (NCCL's own way, communicators that do not block, starts a thread for each call, which takes 130 us.)
 
 use crate::{
     card::Card,
@@ -17,16 +17,17 @@ use std::{
     hint,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicI64, Ordering},
+        mpsc::{self, Receiver, Sender, TryRecvError},
     },
     thread,
     time::{Duration, Instant},
 };
 
-/// Between two questions whether NCCL has taken a call, once it has not for a while.
+/// Between two looks whether NCCL has taken a call, once it has not for a while.
 pub(crate) const ROUND: Duration = Duration::from_micros(50);
 
-/// NCCL hands every call to a thread of its own, and mostly has taken it before this.
+/// NCCL mostly has taken a call before this, and mostly there is another one.
 const SPINNING: Duration = Duration::from_micros(200);
 
 /// One communicator of this process is given up at a time. NCCL says of communicators on one GPU that several threads must not work with them at
@@ -80,22 +81,51 @@ impl Usable {
 
 /// One rank's communicator of NCCL's, until it is given up.
 pub(crate) struct Bounded {
+    shared: Arc<Shared>,
+    errands: Sender<Errand>,
+}
+
+/// What the communicator's thread has as well.
+struct Shared {
     functions: Functions,
     card: Arc<Card>,
-    /// NCCL takes one call at a time.
+    /// NCCL takes one call at a time: whoever makes one holds the lock.
     comm: Mutex<Option<Handle>>,
+    /// Whether it is to be given up: nobody makes calls any more.
+    given_up: AtomicBool,
     /// Whether NCCL is through with giving it up.
     ended: AtomicBool,
 }
 
 // SAFETY: a communicator may be used by any thread, by one at a time, as the lock sees to.
-unsafe impl Send for Bounded {}
+unsafe impl Send for Shared {}
 // SAFETY: as above.
-unsafe impl Sync for Bounded {}
+unsafe impl Sync for Shared {}
+
+/// A call of NCCL's.
+type Work = Box<dyn FnOnce(&Functions, Handle) -> Status + Send>;
+
+/// A call that the communicator's thread makes, and where it says what came of it.
+struct Errand {
+    work: Work,
+    answer: Arc<AtomicI64>,
+}
+
+/// An answer that has not come, of a call that nobody has begun: no status of NCCL's is as large.
+const PENDING: i64 = i64::MAX;
+
+/// The same of one that is being made.
+const RUNNING: i64 = i64::MAX - 1;
+
+/// An answer that nobody waits for: the call is not made.
+const ABANDONED: i64 = i64::MAX - 2;
+
+/// The answer of a communicator that was given up.
+const GONE: i64 = i64::MIN;
 
 impl std::fmt::Debug for Bounded {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Bounded({:?})", self.card)
+        write!(f, "Bounded({:?})", self.shared.card)
     }
 }
 
@@ -105,76 +135,91 @@ impl Bounded {
         card: &Arc<Card>,
         usable: Usable,
         id: UniqueId,
-        (rank, size): (usize, usize),
+        place: (usize, usize),
         end: Instant,
     ) -> Result<Arc<Self>> {
-        const CALL: &str = "ncclCommInitRankConfig";
-        card.bind()?;
-        let Usable { functions, init } = usable;
-        let mut comm = std::ptr::null_mut();
-        let (size, rank) = (size as _, rank as _);
-        // SAFETY: the pointers are to a live handle and to a static; this thread's context is the device's.
-        let status = unsafe { init(&raw mut comm, size, id, rank, &Settings::NON_BLOCKING) };
-        if comm.is_null() {
-            check(CALL, status)?;
-            return Err(missing("it makes no communicator"));
-        }
-        // From here on, dropping it gives NCCL's communicator up.
-        let bounded = Self {
-            functions,
-            card: Arc::clone(card),
-            comm: Mutex::new(Some(comm)),
-            ended: AtomicBool::new(false),
+        let (tell, told) = mpsc::channel();
+        let (errands, queue) = mpsc::channel();
+        let card = Arc::clone(card);
+        // Until it is handed over, an exit waits for it.
+        ending::one_more();
+        let made = move || {
+            let made = Shared::make(card, usable, id, place).map(Arc::new);
+            ending::waits();
+            let shared = made.as_ref().ok().map(Arc::clone);
+            let handed = tell.send(made);
+            let shared = shared.filter(|_| handed.is_ok());
+            // Whoever waited may have gone: then it ends here.
+            drop(handed);
+            ending::one_less();
+            if let Some(shared) = shared {
+                serve(&shared, &queue);
+            }
         };
-        bounded.taken(comm, CALL, status, || remains(end))?;
-        Ok(Arc::new(bounded))
+        let spawned = thread::Builder::new().name("calls NCCL".into()).spawn(made);
+        spawned.map_err(|e| {
+            ending::one_less();
+            missing(&format!("there is no thread for it: {e}"))
+        })?;
+        let left = end.saturating_duration_since(Instant::now());
+        let shared = told.recv_timeout(left).map_err(|_| late())??;
+        Ok(Arc::new(Self { shared, errands }))
     }
 
-    /// Makes a call. `goes_on` says whether to wait on for NCCL to take it.
+    /// Makes a call. `goes_on` says whether to wait on for NCCL to take it, as it mostly does at once; a call that finds its peers only now waits
+    /// for them.
     pub(crate) fn call(
         &self,
         name: &'static str,
         goes_on: impl Fn() -> Result<()>,
-        work: impl FnOnce(&Functions, Handle) -> Status,
+        work: impl FnOnce(&Functions, Handle) -> Status + Send + 'static,
     ) -> Result<()> {
-        let comm = self.comm.lock();
-        let Some(comm) = *comm else {
-            return Err(gone().into());
+        let answer = Arc::new(AtomicI64::new(PENDING));
+        let errand = Errand {
+            work: Box::new(work),
+            answer: Arc::clone(&answer),
         };
-        let status = work(&self.functions, comm);
-        self.taken(comm, name, status, goes_on)
-    }
-
-    /// Waits until NCCL is done with a call on the host.
-    fn taken(
-        &self,
-        comm: Handle,
-        call: &'static str,
-        mut status: Status,
-        goes_on: impl Fn() -> Result<()>,
-    ) -> Result<()> {
+        self.errands.send(errand).map_err(|_| gone())?;
         let begun = Instant::now();
-        while status == IN_PROGRESS {
-            goes_on()?;
+        // Why it is waited for no longer, and until when all the same: what is being made mostly ends at once.
+        let mut left: Option<(Error, Instant)> = None;
+        loop {
+            match (answer.load(Ordering::Acquire), &left) {
+                (PENDING | RUNNING, None) => {
+                    let stops = goes_on().err();
+                    left = stops.map(|error| (error, Instant::now() + TURN));
+                }
+                (PENDING, Some((error, _))) => {
+                    let (old, new) = (PENDING, ABANDONED);
+                    let order = (Ordering::AcqRel, Ordering::Acquire);
+                    if answer.compare_exchange(old, new, order.0, order.1).is_ok() {
+                        return Err(error.clone());
+                    }
+                }
+                (RUNNING, Some((error, end))) if Instant::now() >= *end => {
+                    return Err(error.clone());
+                }
+                (RUNNING, Some(_)) => {}
+                (_, Some((error, _))) => return Err(error.clone()),
+                (GONE, None) => return Err(gone().into()),
+                (status, None) => return check(name, status as Status),
+            }
             if begun.elapsed() < SPINNING {
                 hint::spin_loop();
             } else {
-                // tidy: sleeps because NCCL tells nobody when it is done.
+                // tidy: sleeps because what takes so long waits for a peer.
                 thread::sleep(ROUND);
             }
-            // SAFETY: the communicator has not been given up, and the pointer is to a live number.
-            let asked = unsafe { (self.functions.async_error)(comm, &raw mut status) };
-            check("ncclCommGetAsyncError", asked)?;
         }
-        check(call, status)
     }
 
     /// What NCCL has failed with beside its calls. Nothing is known while a call is made.
     pub(crate) fn failed(&self) -> Option<Status> {
-        let comm = (*self.comm.try_lock()?)?;
+        let shared = &self.shared;
+        let comm = (*shared.comm.try_lock()?)?;
         let mut status = 0;
-        // SAFETY: as above.
-        let asked = unsafe { (self.functions.async_error)(comm, &raw mut status) };
+        // SAFETY: the communicator has not been given up, and the pointer is to a live number.
+        let asked = unsafe { (shared.functions.async_error)(comm, &raw mut status) };
         [asked, status]
             .into_iter()
             .find(|s| ![0, IN_PROGRESS].contains(s))
@@ -182,47 +227,27 @@ impl Bounded {
 
     /// Ends NCCL's kernels, and its communicator. On a thread of its own, since NCCL waits for graphs that use it to be
     /// dropped; their kernels find that it was given up, and end at once.
-    pub(crate) fn give_up(self: &Arc<Self>) {
+    pub(crate) fn give_up(&self) {
         self.give_up_behind(None);
     }
 
     /// The same, behind something that has its [`TURN`] to be done.
-    pub(crate) fn give_up_behind(self: &Arc<Self>, before: Option<Arc<Latch>>) {
-        let Some(comm) = self.comm.lock().take() else {
-            return;
-        };
-        let (bounded, comm) = (Arc::clone(self), Given(comm));
-        let gives_up = thread::Builder::new().name("gives NCCL up".into());
-        ending::one_more();
-        let spawned = gives_up.spawn(move || {
-            if let Some(latch) = before {
-                latch.wait_for(TURN);
-            }
-            bounded.abort(comm);
-            bounded.ended.store(true, Ordering::Release);
-            ending::one_less();
-        });
-        // Without a thread its kernels go on until their process ends.
-        if spawned.is_err() {
-            ending::one_less();
-        }
-    }
-
-    fn abort(&self, Given(comm): Given) {
-        if self.card.bind().is_ok() {
-            let _turn = GIVING_UP.try_lock_for(TURN);
-            // SAFETY: made once, taken out of its place once.
-            let _ = unsafe { (self.functions.abort)(comm) };
-        }
+    pub(crate) fn give_up_behind(&self, before: Option<Arc<Latch>>) {
+        self.shared.give_up(before);
     }
 
     /// Waits until NCCL is through with being given up, if it is, but not for long: graphs may keep it.
     pub(crate) fn settle(&self) {
-        if self.comm.lock().is_some() {
+        self.settle_until(Instant::now() + HEARSAY);
+    }
+
+    /// The same, with others that have one end.
+    pub(crate) fn settle_until(&self, end: Instant) {
+        let shared = &self.shared;
+        if !shared.given_up.load(Ordering::Acquire) {
             return;
         }
-        let end = Instant::now() + HEARSAY;
-        while !self.ended.load(Ordering::Acquire) && Instant::now() < end {
+        while !shared.ended.load(Ordering::Acquire) && Instant::now() < end {
             // tidy: sleeps because NCCL tells nobody when it is done.
             thread::sleep(ROUND);
         }
@@ -232,8 +257,125 @@ impl Bounded {
 impl Drop for Bounded {
     /// Nobody uses it any more: all of a communicator's work is done by then.
     fn drop(&mut self) {
-        if let Some(comm) = self.comm.get_mut().take() {
-            self.abort(Given(comm));
+        // Whoever gave it up before has waited for that.
+        if !self.shared.given_up.load(Ordering::Acquire) {
+            self.give_up_behind(None);
+            self.settle();
+        }
+    }
+}
+
+impl Shared {
+    /// The communicator, which waits for its peers without a bound.
+    fn make(
+        card: Arc<Card>,
+        usable: Usable,
+        id: UniqueId,
+        (rank, size): (usize, usize),
+    ) -> Result<Self> {
+        const CALL: &str = "ncclCommInitRankConfig";
+        card.bind()?;
+        let Usable { functions, init } = usable;
+        let mut comm = std::ptr::null_mut();
+        let (size, rank) = (size as _, rank as _);
+        // SAFETY: the pointers are to a live handle and to a static; this thread's context is the device's.
+        let status = unsafe { init(&raw mut comm, size, id, rank, &Settings::BLOCKING) };
+        check(CALL, status)?;
+        if comm.is_null() {
+            return Err(missing("it makes no communicator"));
+        }
+        // From here on, dropping it gives NCCL's communicator up.
+        Ok(Self {
+            functions,
+            card,
+            comm: Mutex::new(Some(comm)),
+            given_up: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
+        })
+    }
+
+    /// Makes a call, unless it was given up.
+    fn answer(&self, work: impl FnOnce(&Functions, Handle) -> Status) -> i64 {
+        let comm = self.comm.lock();
+        match *comm {
+            Some(comm) if !self.given_up.load(Ordering::Acquire) => {
+                work(&self.functions, comm).into()
+            }
+            _ => GONE,
+        }
+    }
+
+    fn give_up(self: &Arc<Self>, before: Option<Arc<Latch>>) {
+        if self.given_up.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let shared = Arc::clone(self);
+        let gives_up = thread::Builder::new().name("gives NCCL up".into());
+        ending::one_more();
+        ending::waits();
+        let spawned = gives_up.spawn(move || {
+            if let Some(latch) = before {
+                latch.wait_for(TURN);
+            }
+            shared.abort(shared.take());
+            shared.ended.store(true, Ordering::Release);
+            ending::one_less();
+        });
+        // Without a thread its kernels go on until their process ends.
+        if spawned.is_err() {
+            ending::one_less();
+        }
+    }
+
+    /// The communicator, to give it up: behind a call that is being made, unless it waits for what may never come. NCCL tells such a call first that it is
+    /// to end, and frees what it uses half a second later.
+    fn take(&self) -> Option<Handle> {
+        match self.comm.try_lock_for(HEARSAY) {
+            Some(mut comm) => comm.take(),
+            // SAFETY: it is taken out of its place once, since one thread gives it up, and whoever holds the lock only reads.
+            None => unsafe { (*self.comm.data_ptr()).take() },
+        }
+    }
+
+    fn abort(&self, comm: Option<Handle>) {
+        let Some(comm) = comm else { return };
+        if self.card.bind().is_ok() {
+            let _turn = GIVING_UP.try_lock_for(TURN);
+            // SAFETY: made once, taken out of its place once.
+            let _ = unsafe { (self.functions.abort)(comm) };
+        }
+    }
+}
+
+impl Drop for Shared {
+    /// Nobody took it over.
+    fn drop(&mut self) {
+        let comm = self.comm.get_mut().take();
+        self.abort(comm);
+    }
+}
+
+/// Makes calls as they come, until nobody can make any more. Where some come one after the other, it looks for the next for a while, since to wake
+/// takes longer than a call.
+fn serve(shared: &Shared, queue: &Receiver<Errand>) {
+    loop {
+        let begun = Instant::now();
+        let next = loop {
+            match queue.try_recv() {
+                Err(TryRecvError::Empty) if begun.elapsed() < SPINNING => hint::spin_loop(),
+                Err(TryRecvError::Empty) => break queue.recv().ok(),
+                next => break next.ok(),
+            }
+        };
+        let Some(Errand { work, answer }) = next else {
+            return;
+        };
+        let order = (Ordering::AcqRel, Ordering::Acquire);
+        if answer
+            .compare_exchange(PENDING, RUNNING, order.0, order.1)
+            .is_ok()
+        {
+            answer.store(shared.answer(work), Ordering::Release);
         }
     }
 }
@@ -260,8 +402,12 @@ mod ending {
     }
 
     pub(super) fn one_more() {
-        static ASKED: Once = Once::new();
         UNDER_WAY.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// From here on an exit waits. To be asked for when NCCL and the driver are loaded.
+    pub(super) fn waits() {
+        static ASKED: Once = Once::new();
         // What is asked for last comes first: before NCCL and the driver, which are loaded already, take themselves down.
         ASKED.call_once(|| {
             // SAFETY: the function is there for as long as the program is, and panics nowhere. That it could not be noted changes nothing here.
@@ -302,12 +448,6 @@ mod ending {
         }
     }
 }
-
-/// A communicator on its way to who gives it up.
-struct Given(Handle);
-
-// SAFETY: as for `Bounded`.
-unsafe impl Send for Given {}
 
 pub(crate) fn remains(end: Instant) -> Result<()> {
     if Instant::now() < end {

@@ -55,12 +55,12 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// Calls return at once, and are asked about until they are done.
-    pub(crate) const NON_BLOCKING: Self = Self {
+    /// Calls return when they are done on the host.
+    pub(crate) const BLOCKING: Self = Self {
         size: size_of::<Self>(),
         magic: 0xCAFE_BEEF,
         version: 21_400,
-        blocking: 0,
+        blocking: 1,
     };
 }
 
@@ -78,7 +78,7 @@ pub(crate) type Initialize =
 pub(crate) struct Functions {
     unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
     init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> Status,
-    all_gather:
+    pub(crate) all_gather:
         unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Handle, Handle) -> Status,
     pub(crate) all_reduce: Collective,
     reduce_scatter: Collective,

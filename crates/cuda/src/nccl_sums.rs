@@ -117,8 +117,9 @@ impl NcclSums {
         goes_on: impl Fn() -> Result<()>,
     ) -> Result<()> {
         let (kind, op) = (reduced_type(dtype)?, operation(op));
-        let (from, to) = (piece.from as *const _, piece.to as *mut _);
-        self.comm.call("ncclAllReduce", goes_on, |f, comm| {
+        let (from, to, stream) = (piece.from, piece.to, stream as usize);
+        self.comm.call("ncclAllReduce", goes_on, move |f, comm| {
+            let (from, to, stream) = (from as *const _, to as *mut _, stream as Handle);
             // SAFETY: both buffers hold so many elements and are kept until the work is done, as callers see to.
             unsafe { (f.all_reduce)(from, to, piece.elements, kind, op, comm, stream) }
         })

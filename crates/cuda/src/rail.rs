@@ -22,7 +22,7 @@ use crate::{
 use brigade_device::{
     Bootstrap, Buffer, Error, FaultRecord, Group, Rail, RailParams, Result, Stream, check_rows,
 };
-use brigade_plan::{hierarchical::Schedule, rows};
+use brigade_plan::{hierarchical::Costs, rows};
 use brigade_sync::Deadline;
 use cudarc::driver::sys;
 use parking_lot::Mutex;
@@ -35,8 +35,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Two connections, so that what goes by one need not wait for what is on its way by the other.
-pub(crate) const CONNECTIONS: usize = Schedule::CONNECTIONS;
+/// Several connections, so that what goes by one need not wait for what is on its way by another; and since one thread of NCCL's carries what
+/// goes by one of them.
+pub(crate) const CONNECTIONS: usize = Costs::cuda().connections;
 
 /// Waits along rails may be so much longer than those inside: where a rank is missing, its own machine is to find out first, and say who.
 pub(crate) const GRACE: Duration = Duration::from_millis(300);
@@ -47,8 +48,17 @@ const CAME: u32 = 1 << 31;
 /// How long an error of NCCL's may take to be explained: longer than the watch waits for news of peers.
 pub(crate) const EXPLAINING: Duration = Duration::from_secs(1);
 
+/// Bytes of every machine that are gathered at `join`: NCCL connects ranks when it first takes a way, which goes by size.
+pub(crate) const FIRST: [usize; 4] = [8, 64 << 10, 1 << 20, 4 << 20];
+
+/// What NCCL is called for, in errors.
+const CALLS: &str = "ncclSend, ncclRecv and ncclAllGather";
+
 /// Bytes at an address, to or from a machine.
 type Part = (usize, u64, usize);
+
+/// What every machine gets of every machine, as much of each: from, to, bytes of one.
+type Gather = (u64, u64, usize);
 
 /// What a rank sends along its rail and receives there.
 pub(crate) struct Exchange {
@@ -58,11 +68,18 @@ pub(crate) struct Exchange {
     own: (u64, u64, usize),
     sent: Vec<Part>,
     received: Vec<Part>,
+    /// NCCL's all-gather, in place of all that.
+    gathered: Option<Gather>,
 }
 
 impl Exchange {
-    /// Half of every part for each connection.
-    pub(crate) fn halves(self) -> [Self; CONNECTIONS] {
+    /// Whether it is one of NCCL's collectives, which is not cut: what it gathers would lie in another order.
+    pub(crate) const fn is_whole(&self) -> bool {
+        self.gathered.is_some()
+    }
+
+    /// Half of every part for each of two connections.
+    pub(crate) fn halves(self) -> [Self; 2] {
         let half = |bytes: usize| (bytes / 2).next_multiple_of(16).min(bytes);
         let first = |parts: &[Part]| parts.iter().map(|&(m, at, n)| (m, at, half(n))).collect();
         let second = |parts: &[Part]| {
@@ -74,6 +91,7 @@ impl Exchange {
             own: (0, 0, 0),
             sent: second(&self.sent),
             received: second(&self.received),
+            gathered: None,
         };
         let sent = first(&self.sent);
         let received = first(&self.received);
@@ -133,7 +151,8 @@ impl NcclRail {
     pub(crate) fn renew(&self, comm: Arc<Bounded>) {
         self.refused.store(0, Ordering::Release);
         self.overdue_ns.store(0, Ordering::Release);
-        *self.comm.lock() = comm;
+        let before = std::mem::replace(&mut *self.comm.lock(), comm);
+        drop(before);
     }
 
     /// The communicator of now.
@@ -195,7 +214,9 @@ impl NcclRail {
             own,
             mut sent,
             mut received,
+            gathered,
         } = what;
+        let mut gathers: Vec<Gather> = gathered.into_iter().collect();
         let core = &self.core;
         let lane = core.device.lane(on)?;
         let (me, size) = (self.group.rank, self.group.size);
@@ -206,9 +227,14 @@ impl NcclRail {
         };
         let signed = |machine| self.page.signed(self.connection, machine);
         if let Some(signature) = signature {
-            let others = || (0..size).filter(|&machine| machine != me);
-            sent.extend(others().map(|to| (to, signed(me), 8)));
-            received.extend(others().map(|from| (from, signed(from), 8)));
+            if gathers.is_empty() {
+                let others = || (0..size).filter(|&machine| machine != me);
+                sent.extend(others().map(|to| (to, signed(me), 8)));
+                received.extend(others().map(|from| (from, signed(from), 8)));
+            } else {
+                // In the same group, and by the same kernel.
+                gathers.push((signed(me), signed(0), 8));
+            }
             let word = u64::from(signature | CAME);
             core.locally(on, &[], |job| job.sign(signed(me), word))?;
         }
@@ -223,16 +249,18 @@ impl NcclRail {
                     .result()
                     .map_err(failed("cuMemcpyDtoDAsync"))?;
             }
-            if sent.is_empty() && received.is_empty() {
+            if sent.is_empty() && received.is_empty() && gathers.is_empty() {
                 return Ok(());
             }
             self.page.begins(self.connection, stream)?;
-            let done = self
-                .comm()
-                .call("ncclSend and ncclRecv", goes_on, |f, comm| {
-                    // SAFETY: all parts lie in buffers of the call or in the rail's memory, which are kept until the work is done.
-                    unsafe { grouped(f, comm, stream.cast(), &sent, &received) }
-                });
+            let group = Grouped {
+                sent,
+                received,
+                gathers,
+                keeps: Some((Arc::clone(lane), buffers.clone())),
+            };
+            // SAFETY: all parts lie in buffers of the call or in the rail's memory, which are kept until the work is done.
+            let done = unsafe { group.call(&self.comm(), stream, goes_on) };
             // Also after a failure: nothing is under way then.
             let shown = self.page.ends(self.connection, stream);
             done.and(shown)
@@ -272,6 +300,7 @@ impl NcclRail {
             buffers: [from, to],
             sent,
             received,
+            gathered: None,
         })
     }
 
@@ -285,6 +314,15 @@ impl NcclRail {
         let (from, to, bytes) = self.ends(p)?;
         let offsets = rows::offsets(p.pieces);
         let place = |machine: usize| to.address() + (offsets[machine] * bytes) as u64;
+        if own > 0 && size > 1 && p.pieces.iter().all(|&piece| piece == own) {
+            return Ok(Exchange {
+                own: (0, 0, 0),
+                gathered: Some((from.address(), to.address(), own * bytes)),
+                buffers: [from, to],
+                sent: Vec::new(),
+                received: Vec::new(),
+            });
+        }
         let sent = (0..size)
             .map(|m| (m, from.address(), own * bytes))
             .collect();
@@ -296,6 +334,7 @@ impl NcclRail {
             buffers: [from, to],
             sent,
             received,
+            gathered: None,
         })
     }
 
@@ -318,6 +357,7 @@ impl NcclRail {
             buffers: [from, to],
             sent,
             received,
+            gathered: None,
         })
     }
 
@@ -333,24 +373,35 @@ impl NcclRail {
         Ok((from, to, bytes))
     }
 
-    /// Sends a word each way, which makes NCCL connect and load, and waits for it.
-    pub(crate) fn warm_up(&self, end: Instant) -> Result<()> {
+    /// Sends a word each way, and gathers [`FIRST`] from all into this memory, which makes NCCL connect and load, and waits for it.
+    pub(crate) fn warm_up(&self, memory: u64, end: Instant) -> Result<()> {
         let lane = Lane::new(&self.core.device.card, 0)?;
         let (me, size) = (self.group.rank, self.group.size);
         let word = |machine: usize| (machine, self.page.signed(self.connection, machine), 8);
         let others = || (0..size).filter(|&machine| machine != me);
         let sent: Vec<Part> = others().map(|m| (m, word(me).1, 8)).collect();
         let received: Vec<Part> = others().map(word).collect();
+        let gathers = FIRST.map(|bytes| vec![(memory + (me * bytes) as u64, memory, bytes)]);
         let stream = lane.stream;
         let comm = self.comm();
-        let called = comm.call(
-            "ncclSend and ncclRecv",
-            || remains(end),
-            |f, comm| {
-                // SAFETY: words of the rail's memory.
-                unsafe { grouped(f, comm, stream.cast(), &sent, &received) }
-            },
-        );
+        let goes_on = || remains(end);
+        let exchange = Grouped {
+            sent,
+            received,
+            gathers: Vec::new(),
+            keeps: None,
+        };
+        let gathers = gathers.into_iter().map(|gathers| Grouped {
+            sent: Vec::new(),
+            received: Vec::new(),
+            gathers,
+            keeps: None,
+        });
+        // SAFETY: words of the rail's memory, and memory that is kept if anything of it fails.
+        let mut called = std::iter::once(exchange)
+            .chain(gathers)
+            .map(|group| unsafe { group.call(&comm, stream, goes_on) });
+        let called = called.try_for_each(|called| called);
         let left = end.saturating_duration_since(Instant::now());
         let done = called.and_then(|()| {
             match CudaMark::record(&self.core.device.card, stream)?.reached(left)? {
@@ -369,34 +420,59 @@ impl NcclRail {
 }
 
 /// One group of NCCL's calls.
-///
-/// # Safety
-/// All parts must lie in memory within reach until the work is done.
-unsafe fn grouped(
-    f: &Functions,
-    comm: Handle,
-    stream: Handle,
-    sent: &[Part],
-    received: &[Part],
-) -> Status {
-    /// NCCL's number of bytes.
-    const BYTES: i32 = 1;
-    /// What a call that has begun gives where communicators do not block.
-    const BEGUN: [Status; 2] = [0, crate::nccl_comm::IN_PROGRESS];
-    // SAFETY: the caller's promise; a group that was begun is always ended.
-    unsafe {
-        let begun = (f.group_start)();
-        let sent = sent.iter().map(|&(to, at, bytes)| {
-            (f.send)(at as *const _, bytes, BYTES, to as i32, comm, stream)
-        });
-        let sent: Vec<Status> = sent.collect();
-        let received = received.iter().map(|&(from, at, bytes)| {
-            (f.recv)(at as *mut _, bytes, BYTES, from as i32, comm, stream)
-        });
-        let received: Vec<Status> = received.collect();
-        let ended = (f.group_end)();
-        let mut all = std::iter::once(begun).chain(sent).chain(received);
-        all.find(|s| !BEGUN.contains(s)).unwrap_or(ended)
+struct Grouped {
+    sent: Vec<Part>,
+    received: Vec<Part>,
+    gathers: Vec<Gather>,
+    /// What NCCL may still turn to when whoever wanted the call waits for it no longer.
+    keeps: Option<(Arc<Lane>, [Buffer; 2])>,
+}
+
+impl Grouped {
+    /// Has NCCL enqueue it.
+    ///
+    /// # Safety
+    /// All parts must lie in memory within reach until the work is done.
+    unsafe fn call(
+        self,
+        comm: &Bounded,
+        stream: sys::CUstream,
+        goes_on: impl Fn() -> Result<()>,
+    ) -> Result<()> {
+        let stream = stream as usize;
+        comm.call(CALLS, goes_on, move |f, comm| {
+            // SAFETY: the caller's promise.
+            let status = unsafe { self.enqueue(f, comm, stream as Handle) };
+            drop(self.keeps);
+            status
+        })
+    }
+
+    /// # Safety
+    /// As [`call`](Self::call).
+    unsafe fn enqueue(&self, f: &Functions, comm: Handle, stream: Handle) -> Status {
+        /// NCCL's number of bytes.
+        const BYTES: i32 = 1;
+        // SAFETY: the caller's promise; a group that was begun is always ended.
+        unsafe {
+            let begun = (f.group_start)();
+            let sent = self.sent.iter().map(|&(to, at, bytes)| {
+                (f.send)(at as *const _, bytes, BYTES, to as i32, comm, stream)
+            });
+            let sent: Vec<Status> = sent.collect();
+            let received = self.received.iter().map(|&(from, at, bytes)| {
+                (f.recv)(at as *mut _, bytes, BYTES, from as i32, comm, stream)
+            });
+            let received: Vec<Status> = received.collect();
+            let gathered = self.gathers.iter().map(|&(from, to, bytes)| {
+                (f.all_gather)(from as *const _, to as *mut _, bytes, BYTES, comm, stream)
+            });
+            let gathered: Vec<Status> = gathered.collect();
+            let ended = (f.group_end)();
+            let all = std::iter::once(begun).chain(sent).chain(received);
+            let mut all = all.chain(gathered);
+            all.find(|s| *s != 0).unwrap_or(ended)
+        }
     }
 }
 

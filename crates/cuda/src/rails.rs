@@ -1,22 +1,24 @@
-//! Both connections of a rank to its rail, and the line beside them: making them, looking after them, stopping and renewing them.
+//! A rank's connections to its rail, and the line beside them: making them, looking after them, stopping and renewing them.
 
 mod seen;
 
 use crate::{
     CudaDevice, Missing,
-    core::Core,
+    core::{Core, HEARSAY},
     devices,
     line::Line,
     mark::{self, CudaMark},
-    nccl_bounded::{Bounded, Latch, Usable, shared},
+    memory::DeviceMemory,
+    nccl_bounded::{Bounded, Latch, Usable, late, shared},
     quiet,
-    rail::{CONNECTIONS, Exchange, NcclRail, Pace, Page},
+    rail::{CONNECTIONS, Exchange, FIRST, NcclRail, Pace, Page},
 };
-use brigade_device::{Bootstrap, Device, Error, FaultKind, FaultRecord, Result, Stream};
+use brigade_device::{Bootstrap, Device, Error, FaultKind, FaultRecord, Result, Storage, Stream};
 use brigade_group::{Stoppable, agree};
 use brigade_sync::Deadline;
 use parking_lot::Mutex;
 use seen::{Failing, Seen};
+use smallvec::SmallVec;
 use std::{
     net::IpAddr,
     sync::Arc,
@@ -56,17 +58,17 @@ impl Found {
     }
 }
 
-/// Both connections of a rank to its rail, and the line beside them.
+/// A rank's connections to its rail, and the line beside them.
 pub(crate) struct Rails {
     pub(crate) line: Arc<Line>,
-    pub(crate) pair: [NcclRail; CONNECTIONS],
+    pub(crate) connections: [NcclRail; CONNECTIONS],
     page: Arc<Page>,
     device: Arc<CudaDevice>,
     watched: Mutex<Watched>,
 }
 
 impl Rails {
-    /// All ranks of a rail make both, or all fail. `core` is a communicator inside the machine.
+    /// All ranks of a rail make all, or all fail. `core` is a communicator inside the machine.
     pub(crate) fn join(
         rail: &dyn Bootstrap,
         core: &Arc<Core>,
@@ -79,10 +81,11 @@ impl Rails {
         own_gpus(&line, &core.device, left())?;
         let page = Page::new(core, rail.size()).map(Arc::new);
         let page = agree(line.group(), STEP, page, left())?;
-        let [first, second] = comms(&line, &core.device, left())?;
-        let new = |connection, comm| NcclRail::new(connection, core, comm, &page, &line);
+        let comms = comms(&line, &core.device, left())?;
+        let mut numbers = 0..;
+        let new = |comm| NcclRail::new(numbers.next().unwrap_or(0), core, comm, &page, &line);
         Ok(Self {
-            pair: [new(0, first), new(1, second)],
+            connections: comms.map(new),
             device: Arc::clone(&core.device),
             line,
             page,
@@ -93,11 +96,23 @@ impl Rails {
     /// To be done when all ranks have made their connections, since NCCL's first kernels wait for each other.
     pub(crate) fn warm_up(&self, within: Duration) -> Result<()> {
         let end = Deadline::after(within).end();
-        let done = self.pair.iter().try_for_each(|rail| rail.warm_up(end));
-        agree(self.line.group(), STEP, done, within)
+        let group = self.line.group();
+        let most = FIRST.into_iter().max().unwrap_or(0) * group.size();
+        let memory = DeviceMemory::outside_of_streams(&self.device.card, most);
+        let done = memory.as_ref().map_err(Clone::clone).and_then(|memory| {
+            let mut all = self.connections.iter();
+            all.try_for_each(|rail| rail.warm_up(memory.address(), end))
+        });
+        let done = agree(group, STEP, done, within);
+        if done.is_err() {
+            // What still waits keeps it.
+            std::mem::forget(memory);
+        }
+        // Else it is freed once all ranks are through: the driver waits for kernels of others on this GPU.
+        done
     }
 
-    /// An exchange by both connections, half of it by each, which carry more together than one does: on a stream, and on another beside it.
+    /// An exchange by two connections, half of it by each, which carry more together than one does: on a stream, and on another beside it.
     pub(crate) fn exchange(
         &self,
         (on, beside): (&Stream, &Stream),
@@ -110,8 +125,8 @@ impl Rails {
         other.branch(lane);
         other.wait(&begun)?;
         let [first, second] = what.halves();
-        let done = self.pair[0].exchange(on, first, how);
-        let done = done.and_then(|()| self.pair[1].exchange(beside, second, how));
+        let done = self.connections[0].exchange(on, first, how);
+        let done = done.and_then(|()| self.connections[1].exchange(beside, second, how));
         // Also after a failure, since a capture cannot end while another stream is forked from it.
         other.unbranch(lane);
         mark::wait(card, lane.stream, &CudaMark::record(card, other.stream)?)?;
@@ -132,10 +147,10 @@ impl Rails {
             gone: self.line.gone(),
             awaited: self.line.awaited(),
             under_way: under_way.max().unwrap_or_default(),
-            overdue: self.pair.iter().filter_map(NcclRail::overdue).max(),
+            overdue: self.connections.iter().filter_map(NcclRail::overdue).max(),
             cut_short: self.page.is_cut_short(),
-            refused: self.pair.iter().any(NcclRail::was_refused),
-            failed: self.pair.iter().find_map(NcclRail::failed),
+            refused: self.connections.iter().any(NcclRail::was_refused),
+            failed: self.connections.iter().find_map(NcclRail::failed),
         };
         seen.verdict(most, Instant::now(), &mut watched.failing)
     }
@@ -149,15 +164,12 @@ impl Rails {
     pub(crate) fn renew(&self, generation: u32, within: Duration) -> Result<()> {
         let end = Deadline::after(within);
         let left = || end.left();
-        for rail in &self.pair {
-            rail.comm().give_up();
-            // What NCCL frees may hold up the driver: better now, while no kernel waits.
-            rail.comm().settle();
-        }
+        // What NCCL frees may hold up the driver: better now, while no kernel waits.
+        self.give_up();
         let group = self.line.group();
         group.all_gather(&[], left())?;
         let made = comms(&self.line, &self.device, left())?;
-        for (rail, comm) in self.pair.iter().zip(made) {
+        for (rail, comm) in self.connections.iter().zip(made) {
             rail.renew(comm);
         }
         self.page.clear();
@@ -170,10 +182,16 @@ impl Rails {
     /// Ends this rank's part, once its work is done.
     pub(crate) fn leave(&self) {
         self.line.leave();
-        for rail in &self.pair {
-            rail.comm().give_up();
-            rail.comm().settle();
-        }
+        self.give_up();
+    }
+
+    /// Ends all of NCCL's communicators. They are given up before any is waited for: each takes half a second, and whoever exits in between
+    /// is to know of all.
+    fn give_up(&self) {
+        let all = self.connections.each_ref().map(NcclRail::comm);
+        all.iter().for_each(|comm| comm.give_up());
+        let end = Instant::now() + HEARSAY;
+        all.iter().for_each(|comm| comm.settle_until(end));
     }
 }
 
@@ -194,7 +212,7 @@ impl Stoppable for Rails {
         };
         // In this order: whom NCCL fails then has heard why.
         self.line.tell_fault(record);
-        for rail in &self.pair {
+        for rail in &self.connections {
             rail.comm()
                 .give_up_behind(Some(Arc::clone(&inside_stopped)));
         }
@@ -245,5 +263,9 @@ fn comms(
         let made = Bounded::make(&device.card, usable, id, place, end.end());
         agree(group, STEP, made, left())
     };
-    Ok([make()?, make()?])
+    let mut made = SmallVec::<[_; CONNECTIONS]>::new();
+    for _ in 0..CONNECTIONS {
+        made.push(make()?);
+    }
+    made.into_inner().map_err(|_| late())
 }

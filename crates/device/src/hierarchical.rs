@@ -55,7 +55,7 @@ impl<P> From<P> for ByPath<P> {
 
 fn check_choice(choice: Option<HierarchicalPath>) -> Result<()> {
     match choice {
-        Some(HierarchicalPath::Slices { count: 0 }) => {
+        Some(HierarchicalPath::Slices { count: 0 } | HierarchicalPath::OneShot { count: 0 }) => {
             Err(Error::invalid("choice", "0 slices", "at least 1"))
         }
         _ => Ok(()),
@@ -71,6 +71,13 @@ pub enum HierarchicalPath {
     /// Slices go through the phases. One slice is the plain sequence of phases, of several each phase has one at a time.
     Slices {
         /// At least 1. Fewer are made where the tensor has not as many elements, and more where memory does not hold so large ones.
+        count: u32,
+    },
+    /// Slices of an all-reduce, of which ranks send their shares whole, and each adds what its rail's have: one call along the rail where
+    /// [`Slices`](Self::Slices) has two, with half as many bytes as there are machines times theirs, so no more for two. Of other operations,
+    /// whose slices go along the rail once, the same as those.
+    OneShot {
+        /// As there.
         count: u32,
     },
 }
@@ -286,7 +293,7 @@ pub enum HierarchicalPlan {
         /// What that rests on.
         basis: CostsBasis,
     },
-    /// See [`HierarchicalPath::Slices`].
+    /// See [`HierarchicalPath::Slices`] and [`HierarchicalPath::OneShot`], whose phases are others.
     Slices(SlicedPlan),
 }
 
@@ -312,6 +319,8 @@ pub struct SlicedPlan {
     pub rank_elements: usize,
     /// Places for slices on their way: the `n`-th takes the one of the slice so many before it, once that has left it.
     pub slots: usize,
+    /// Connections that each rank has to its rail, which steps along it take in turn.
+    pub connections: usize,
     /// Which bits; of a gather, none.
     pub order: Option<SumOrder>,
     /// Memory of all slots.

@@ -28,7 +28,7 @@ pub struct HierarchyConfig {
 }
 
 impl HierarchyConfig {
-    /// Defaults: 64 MiB for slices, which the plan cuts; and memory for calls with experts where [`CommConfig::new`] has it.
+    /// Defaults: 256 MiB for slices, which the plan cuts; and memory for calls with experts where [`CommConfig::new`] has it.
     pub fn new(mode: ParallelMode) -> Self {
         Self {
             comm: CommConfig {
@@ -41,7 +41,7 @@ impl HierarchyConfig {
                 region_bytes: 0,
                 ..CommConfig::new(mode)
             },
-            staging_bytes: 64 << 20,
+            staging_bytes: 256 << 20,
             slice_bytes: None,
             parallelism: None,
         }

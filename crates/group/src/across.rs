@@ -3,10 +3,13 @@
 use brigade_device::{
     Error, FaultKind, FaultRecord, Group, Identity, Machines, Numbers, Origin, Result,
 };
-use parking_lot::Mutex;
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+use parking_lot::{Mutex, RwLock};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
+    time::Duration,
 };
 
 /// One of the groups that a hierarchy is made of, on this rank.
@@ -39,6 +42,8 @@ pub struct Across {
     fault: Mutex<Option<FaultRecord>>,
     /// While groups start anew, one after the other, nobody stops those that have.
     renewing: AtomicBool,
+    /// Held while groups are stopped, by as many threads as do so.
+    relaying: RwLock<()>,
 }
 
 impl Across {
@@ -57,6 +62,7 @@ impl Across {
             identity: Identity::new(),
             fault: Mutex::default(),
             renewing: AtomicBool::new(false),
+            relaying: RwLock::new(()),
         }
     }
 
@@ -115,8 +121,11 @@ impl Across {
 
     /// If one group was stopped, stops the others.
     pub fn relay(&self) -> Option<FaultRecord> {
+        let generation = self.generation();
         let record = self.fault()?;
-        if !self.renewing.load(Ordering::Acquire) {
+        // Whoever has begun with it is done before any group starts anew; and what stopped one generation stops no later one.
+        let _turn = self.relaying.read_recursive();
+        if self.is_in(generation) {
             // All hear of it first: what one of them waits for while it stops may be another one's to end.
             self.parts.iter().for_each(|(part, _)| part.tell(record));
             self.parts.iter().for_each(|(part, _)| part.stop(record));
@@ -129,6 +138,18 @@ impl Across {
         let record = *self.fault.lock().get_or_insert(record);
         self.relay();
         record
+    }
+
+    /// The same for what was found in a generation: nothing, if it is over by now.
+    pub fn stop_in(&self, generation: u32, record: FaultRecord) {
+        {
+            let mut fault = self.fault.lock();
+            if !self.is_in(generation) {
+                return;
+            }
+            fault.get_or_insert(record);
+        }
+        self.relay();
     }
 
     /// Stops all groups because this rank's program wants it.
@@ -186,13 +207,17 @@ impl Across {
         }
     }
 
-    /// Starts a generation: `renew` starts all groups anew, and nobody stops one of them meanwhile.
+    /// Starts a generation, `within` that time: `renew` starts all groups anew, and nobody stops one of them meanwhile.
     ///
     /// # Errors
-    /// Those of `renew`; the groups are stopped then.
-    pub fn renew(&self, renew: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// Those of `renew`; the groups are stopped then. [`Error::Busy`] where a thread is still about to stop them.
+    pub fn renew(&self, within: Duration, renew: impl FnOnce() -> Result<()>) -> Result<()> {
         self.is_open()?;
+        let Some(turn) = self.relaying.try_write_for(within) else {
+            return Err(Error::Busy("the hierarchy"));
+        };
         self.renewing.store(true, Ordering::Release);
+        drop(turn);
         let result = renew();
         let mut fault = self.fault.lock();
         let before = fault.take();
@@ -213,7 +238,12 @@ impl Across {
 mod tests {
     use super::*;
     use brigade_device::ParallelMode;
-    use std::sync::OnceLock;
+    use std::{
+        sync::{Barrier, OnceLock},
+        thread,
+    };
+
+    const AMPLE: Duration = Duration::from_secs(60);
 
     #[derive(Default)]
     struct Part(Mutex<Option<FaultRecord>>, OnceLock<Arc<Part>>);
@@ -275,7 +305,7 @@ mod tests {
         let (across, parts) = four();
         across.abort();
         across
-            .renew(|| {
+            .renew(AMPLE, || {
                 parts.iter().for_each(|part| *part.0.lock() = None);
                 assert!(across.relay().is_some(), "it is still stopped");
                 Ok(())
@@ -283,9 +313,61 @@ mod tests {
             .unwrap();
         across.usable().unwrap();
         assert_eq!(across.generation(), 2);
-        let failed = across.renew(|| Err(Error::Busy("a test")));
+        let failed = across.renew(AMPLE, || Err(Error::Busy("a test")));
         assert!(matches!(failed, Err(Error::Busy(_))));
         assert!(parts.iter().all(|part| part.fault().is_some()));
         assert_eq!(across.generation(), 2);
+    }
+
+    /// A group that hears of a stop when it is let.
+    struct Slow(Part, Barrier, AtomicBool);
+
+    impl Stoppable for Slow {
+        fn fault(&self) -> Option<FaultRecord> {
+            self.0.fault()
+        }
+        fn tell(&self, record: FaultRecord) {
+            if !self.2.load(Ordering::Acquire) {
+                self.1.wait();
+                self.1.wait();
+            }
+            self.0.tell(record);
+            self.2.store(true, Ordering::Release);
+        }
+        fn stop(&self, _: FaultRecord) {}
+    }
+
+    #[test]
+    fn who_has_begun_to_stop_groups_is_done_before_they_start_anew() {
+        let slow = Arc::new(Slow(
+            Part::default(),
+            Barrier::new(2),
+            AtomicBool::new(false),
+        ));
+        let group = Group {
+            mode: ParallelMode::Tp,
+            rank: 0,
+            size: 2,
+        };
+        let part = (Arc::clone(&slow) as Arc<dyn Stoppable>, Numbers::Inside);
+        let across = Across::new(group, Machines::cut(2, 2).unwrap(), vec![part]);
+        thread::scope(|threads| {
+            threads.spawn(|| across.abort());
+            slow.1.wait();
+            let renewed = threads.spawn(|| {
+                across.renew(AMPLE, || {
+                    assert!(slow.2.load(Ordering::Acquire), "it is being stopped");
+                    slow.0.0.lock().take();
+                    Ok(())
+                })
+            });
+            // A thread that waits to write keeps readers out.
+            while across.relaying.try_read().is_some() {
+                thread::yield_now();
+            }
+            slow.1.wait();
+            renewed.join().unwrap().unwrap();
+        });
+        across.usable().unwrap();
     }
 }

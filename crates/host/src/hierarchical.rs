@@ -26,7 +26,7 @@ use brigade_device::{
 use brigade_group::{Across, Stoppable, machine, split};
 use brigade_plan::{
     Table,
-    hierarchical::{Costs, Wire, plan},
+    hierarchical::{Costs, Track, Wire, plan},
 };
 use brigade_sync::Deadline;
 use parking_lot::Mutex;
@@ -41,6 +41,9 @@ struct HostHierarchy {
     inner: Arc<Inner>,
 }
 
+/// Connections of a rank to its rail.
+const CONNECTIONS: usize = Costs::host().connections;
+
 /// What calls share with the work that they enqueue.
 struct Inner {
     /// All four groups, as one.
@@ -50,9 +53,10 @@ struct Inner {
     device: Arc<HostDevice>,
     /// For the phase that reduces inside, and for the one that gathers.
     inside: [Arc<Core>; 2],
-    /// Both connections to the rail, which slices take in turn.
-    rails: [HostRail; 2],
-    /// A thread and a stream for each phase, in the order of [`Phase::ALL`]; those of both along the rail are the connections'.
+    /// Connections to the rail, which slices take in turn.
+    rails: [HostRail; CONNECTIONS],
+    /// A thread and a stream for each [home](Track::home) of a track: of each phase, in the order of [`Phase::ALL`]; those of both along the
+    /// rail are the connections'.
     movers: Vec<Mover>,
     streams: Vec<Stream>,
     /// Held by the call in progress.
@@ -121,7 +125,7 @@ fn join_all(
         pair(part, &config.part())
     })?;
     let link = device.rail.map(|model| Arc::new(Link::new(model)));
-    let movers = Phase::ALL.iter().map(|_| Mover::new(&group));
+    let movers = (0..Track::homes(CONNECTIONS)).map(|_| Mover::new(&group));
     let streams = Phase::ALL.iter().map(|_| device.stream(0));
     let parts = [(&inside, Numbers::Inside), (&rails, Numbers::Rail)];
     let parts = parts.into_iter().flat_map(|(cores, numbers)| {
@@ -213,7 +217,7 @@ impl Hierarchical for HostHierarchy {
     fn reset(&self, within: Duration) -> Result<()> {
         let inner = &self.inner;
         let deadline = Deadline::after(within);
-        inner.across.renew(|| {
+        inner.across.renew(within, || {
             inner
                 .cores()
                 .try_for_each(|core| core.reset(deadline.left()))

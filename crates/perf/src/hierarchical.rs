@@ -57,6 +57,9 @@ pub struct Hierarchical {
     /// Force so many slices; without, the plan chooses
     #[arg(long)]
     slices: Option<u32>,
+    /// Force so many slices whose shares ranks send whole
+    #[arg(long, value_name = "SLICES", conflicts_with_all = ["slices", "whole"])]
+    one_shot: Option<u32>,
     /// Force the path of few bytes: one call inside and one across
     #[arg(long, conflicts_with = "slices")]
     whole: bool,
@@ -136,7 +139,12 @@ impl Hierarchical {
 
     fn choice(&self) -> Option<HierarchicalPath> {
         let slices = self.slices.map(|count| HierarchicalPath::Slices { count });
-        slices.or(self.whole.then_some(HierarchicalPath::Whole))
+        let one_shot = self
+            .one_shot
+            .map(|count| HierarchicalPath::OneShot { count });
+        slices
+            .or(one_shot)
+            .or(self.whole.then_some(HierarchicalPath::Whole))
     }
 
     /// The rank's device, as plans are to see its wire.

@@ -45,8 +45,8 @@ fn ranks_that_are_processes_write_one_entry() {
         (&"host".into(), &2.into())
     );
     assert!(meta["processes"] == true && meta["command"].as_str().unwrap().contains("-w 4"));
-    // Three operations inside and by three ways across, of two sizes; and one of nothing.
-    assert_eq!(rows.len(), 3 * 4 * 2 + 1);
+    // Three operations inside and by three ways across, and one by two more, of two sizes; and one of nothing.
+    assert_eq!(rows.len(), 3 * 4 * 2 + 2 * 2 + 1);
     fs::remove_dir_all(&folder).unwrap();
 }
 

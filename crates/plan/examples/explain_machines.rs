@@ -37,12 +37,17 @@ fn explain(words: &[String]) -> Result<(), Box<dyn Error>> {
     for file in files.unwrap_or_default() {
         own = own.and(Entries::read(&fs::read_to_string(file)?)?);
     }
-    let mut costs = own.costs(model, machines).unwrap_or(guess);
+    let measured = own.costs(model, machines);
+    let mut costs = measured.unwrap_or(guess);
     if let Some((latency_ns, bytes_per_us)) = wire {
-        costs = costs.with_wire(Wire {
+        let wire = Wire {
             latency_ns: latency_ns as u64,
             bytes_per_us: bytes_per_us.max(1) as u64,
-        });
+        };
+        costs = match (measured, model) {
+            (None, "host") | (Some(_), _) => costs.with_wire(wire),
+            (None, _) => Costs::cuda_over(wire),
+        };
     }
     println!("{}", costs.told(machines));
     let config = HierarchyConfig::new(ParallelMode::Tp);

@@ -56,18 +56,34 @@ pub fn plan(
             let need = whole_bytes(call);
             reason::capacity("staging_bytes", need, config.staging_bytes)
         }),
-        Some(Path::Slices { count }) => sliced(call, config, costs, Some(count as usize))
-            .map(|(_, plan)| HierarchicalPlan::Slices(plan)),
+        Some(Path::Slices { count }) => {
+            let phases = phases(call);
+            sliced(call, config, costs, (&phases, Some(count as usize)))
+                .map(|(_, plan)| HierarchicalPlan::Slices(plan))
+        }
+        Some(Path::OneShot { count }) => {
+            let phases = one_shot_phases(call).unwrap_or_else(|| phases(call));
+            sliced(call, config, costs, (&phases, Some(count as usize)))
+                .map(|(_, plan)| HierarchicalPlan::Slices(plan))
+        }
         None => {
             // Whoever names the size of slices wants slices.
             let nothing = slices::elements(call) == 0;
             let whole = whole.filter(|_| config.slice_bytes.is_none() || nothing);
-            match (whole, sliced(call, config, costs, None)) {
+            let two = sliced(call, config, costs, (&phases(call), None));
+            let one = one_shot_phases(call).map(|p| sliced(call, config, costs, (&p, None)));
+            let slices = match (one, two) {
+                // Where both take about as long, calls count for more than was thought sooner than bytes do.
+                (Some(Ok(one)), Ok(two)) if one.0 <= about(two.0) => Ok(one),
+                (Some(Ok(one)), Err(_)) => Ok(one),
+                (_, two) => two,
+            };
+            match (whole, slices) {
                 (Some((plan, whole_ns)), Ok((ns, _))) if about(whole_ns) < ns => Ok(plan),
                 (_, Ok((_, plan))) => Ok(HierarchicalPlan::Slices(plan)),
                 // Parts of slices are aligned, so that of few bytes all may fit where no slice does.
                 (Some((plan, _)), Err(_)) => Ok(plan),
-                (None, Err(_)) => Err(too_little(call, config)),
+                (None, Err(_)) => Err(too_little(call, config, costs)),
             }
         }
     }
@@ -80,7 +96,25 @@ pub fn phases(call: &HierarchicalCall) -> SmallVec<[Phase; 5]> {
         Operation::ReduceScatter { .. } => &Phase::ALL[..3],
         Operation::AllGather { .. } => &Phase::ALL[3..],
     };
-    let alone = call.machines.ranks() == 1;
+    several(of, call.machines)
+}
+
+/// The phases of a [one-shot](Path::OneShot) across machines, which only an all-reduce can be: shares are diffused, and every machine adds
+/// all of them.
+pub fn one_shot_phases(call: &HierarchicalCall) -> Option<SmallVec<[Phase; 5]>> {
+    let of = [
+        Phase::ReduceInside,
+        Phase::Diffuse,
+        Phase::Add,
+        Phase::GatherInside,
+    ];
+    let is = matches!(call.operation, Operation::AllReduce { .. });
+    is.then(|| several(&of, call.machines))
+}
+
+/// Without phases inside where a machine has one rank.
+fn several(of: &[Phase], machines: Machines) -> SmallVec<[Phase; 5]> {
+    let alone = machines.ranks() == 1;
     of.iter()
         .copied()
         .filter(|p| !alone || !matches!(p, Phase::ReduceInside | Phase::GatherInside))
@@ -106,8 +140,10 @@ fn whole_bytes(call: &HierarchicalCall) -> usize {
 }
 
 /// What the smallest slices need; or all as a whole, where that is less and may be.
-fn too_little(call: &HierarchicalCall, config: &HierarchyConfig) -> Reason {
-    let slices = slices::slot_bytes(call, 1);
+fn too_little(call: &HierarchicalCall, config: &HierarchyConfig, costs: &Costs) -> Reason {
+    let of = |phases: &[Phase]| slices::slot_bytes(call, (phases, 1), costs.in_place);
+    let one_shot = one_shot_phases(call).map_or(usize::MAX, |phases| of(&phases));
+    let slices = of(&phases(call)).min(one_shot);
     let whole = config.slice_bytes.is_none().then(|| whole_bytes(call));
     let need = slices.min(whole.unwrap_or(usize::MAX));
     reason::capacity("staging_bytes", need, config.staging_bytes)
@@ -135,6 +171,9 @@ fn whole(
     (staging_bytes <= config.staging_bytes).then_some((plan, ns))
 }
 
+/// Most slots: a pipeline's [period](Schedule::ns) is a multiple of every number of them.
+const MOST_SLOTS: usize = 6;
+
 /// Where nothing is forced, pieces have a multiple of this many elements, so that copies of them are aligned.
 const ALIGN_ELEMENTS: usize = 64;
 
@@ -143,18 +182,19 @@ fn sliced(
     call: &HierarchicalCall,
     config: &HierarchyConfig,
     costs: &Costs,
-    count: Option<usize>,
+    (phases, count): (&[Phase], Option<usize>),
 ) -> Result<(u64, SlicedPlan), Reason> {
-    let phases = phases(call);
     let largest = slices::most_rank_elements(call);
     let ranks = call.machines.size();
     // More are of no use, since a track has one slice at a time.
-    let tracks = Schedule::new(&phases, 1, 1).tracks().count();
+    let along = |p: &&Phase| matches!(p, Phase::Collect | Phase::Diffuse);
+    let inside = phases.len() - phases.iter().filter(along).count();
+    let tracks = (inside + costs.connections).min(MOST_SLOTS);
     let most_slots = config.parallelism.map_or(tracks, |p| tracks.min(p.into()));
     // What fits: a slice of so many elements a rank, in as many slots as are of use.
     let fits = |rank_elements: usize| {
         let slices = largest.div_ceil(rank_elements.max(1)).max(1);
-        let bytes = slices::slot_bytes(call, rank_elements);
+        let bytes = slices::slot_bytes(call, (phases, rank_elements), costs.in_place);
         let slots = most_slots
             .min(slices)
             .min(config.staging_bytes / bytes.max(1));
@@ -190,19 +230,20 @@ fn sliced(
         let Some((slices, slots, staging_bytes)) = fits(rank_elements) else {
             continue;
         };
-        let schedule = Schedule::new(&phases, slices, slots);
-        let steps = costs.steps(call, &phases, rank_elements);
+        let schedule = Schedule::new(phases, (slices, slots), costs.connections);
+        let steps = costs.steps(call, phases, rank_elements);
         // Most that have many slices need no simulation.
         if !tried.is_empty() && begins.saturating_add(schedule.bound_ns(&steps)) >= least {
             continue;
         }
-        let ns = begins.saturating_add(schedule.ns(&steps));
+        let ns = begins.saturating_add(schedule.ns(&steps, costs.enqueue_ns));
         least = least.min(ns);
         let plan = SlicedPlan {
-            phases: phases.clone(),
+            phases: phases.into(),
             slices,
             rank_elements,
             slots,
+            connections: costs.connections,
             order: order_of(call),
             staging_bytes,
             expected: Duration::from_nanos(ns),
@@ -212,7 +253,7 @@ fn sliced(
     }
     let first = tried.into_iter().find(|(ns, _)| *ns <= about(least));
     first.ok_or_else(|| {
-        let need = slices::slot_bytes(call, 1);
+        let need = slices::slot_bytes(call, (phases, 1), costs.in_place);
         reason::capacity("staging_bytes", need, config.staging_bytes)
     })
 }

@@ -62,7 +62,7 @@ fn where_costs_are_from_changes_no_plan() {
 
 fn entry(ranks: usize, more: &Value) -> Value {
     let mut entry = json!({
-        "costs_version": 1, "gpu": "NVIDIA H200", "links": "nvlink", "machines": 2, "ranks": ranks,
+        "costs_version": 2, "gpu": "NVIDIA H200", "links": "nvlink", "machines": 2, "ranks": ranks,
         "inside_call_ns": 1000, "inside_bytes_per_us": 200_000, "across_call_ns": 3000, "across_bytes_per_us": 40_000,
         "wire_latency_ns": 5000, "wire_bytes_per_us": 6000, "add_bytes_per_us": 700_000, "copy_ns": 80,
         "measured": {"from_bytes": 4096, "to_bytes": 65536},
@@ -149,10 +149,10 @@ fn what_cannot_be_costs_is_refused_by_its_field() {
     for (text, field, got, want) in [
         // Another version may mean other things by the same names, or have others.
         (
-            entry(2, &json!({"costs_version": 2, "more": 1})).to_string(),
+            entry(2, &json!({"costs_version": 3, "more": 1})).to_string(),
             "costs_version",
-            "2",
-            "1, which this build counts with",
+            "3",
+            "2, which this build counts with",
         ),
         (
             without(entry(2, &nothing), "wire_latency_ns"),

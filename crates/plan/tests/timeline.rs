@@ -6,12 +6,13 @@ use brigade_plan::hierarchical::{Schedule, Step, StepCost};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// What is done one after the other: slices of each phase that stays inside, and what goes along the rail, dealt to two connections.
+/// What is done one after the other: slices of each phase that stays inside, and what goes along the rail, dealt to its connections.
 fn rows_of(schedule: Schedule) -> Vec<Vec<Step>> {
     let Schedule {
         phases,
         slices,
         rail,
+        connections,
         ..
     } = schedule;
     let along = |phase| rail.is_some_and(|(first, last)| phase == first || phase == last);
@@ -35,9 +36,9 @@ fn rows_of(schedule: Schedule) -> Vec<Vec<Step>> {
             }
         }
         row.sort();
-        let steps = row.into_iter().map(|(_, step)| step).enumerate();
-        let (even, odd): (Vec<_>, Vec<_>) = steps.partition(|(at, _)| at % 2 == 0);
-        rows.extend([even, odd].map(|half| half.into_iter().map(|(_, step)| step).collect()));
+        let steps: Vec<Step> = row.into_iter().map(|(_, step)| step).collect();
+        let dealt = |which| steps.iter().skip(which).step_by(connections);
+        rows.extend((0..connections).map(|which| dealt(which).copied().collect()));
     }
     rows
 }
@@ -125,10 +126,11 @@ prop_compose! {
         slices in 0..=most,
         slots in 1usize..=6,
         along in prop::option::of((0..costs.len(), 0..costs.len())),
+        connections in 2usize..=5,
         costs in Just(costs),
     ) -> (Schedule, Vec<StepCost>) {
         let rail = along.map(|(a, b)| (a.min(b), a.max(b)));
-        (Schedule { phases: costs.len(), slices, slots, rail }, costs)
+        (Schedule { phases: costs.len(), slices, slots, rail, connections }, costs)
     }
 }
 
@@ -139,13 +141,13 @@ fn one(costs: &[StepCost]) -> u64 {
 proptest! {
     #[test]
     fn steps_end_when_a_clock_says_so((schedule, costs) in pipelines(9)) {
-        prop_assert_eq!(schedule.ns(&costs), by_the_clock(schedule, &costs));
+        prop_assert_eq!(schedule.ns(&costs, 0), by_the_clock(schedule, &costs));
     }
 
     /// Between the bound and one slice after the other, and what a slice's way takes for those that share a slot.
     #[test]
     fn no_order_beats_the_bound((schedule, costs) in pipelines(400)) {
-        let ns = schedule.ns(&costs);
+        let ns = schedule.ns(&costs, 0);
         let slices = schedule.slices as u64;
         prop_assert!(ns <= one(&costs) * slices);
         if slices > 0 {
@@ -156,13 +158,22 @@ proptest! {
         }
     }
 
+    /// The last slice begins no sooner than the host has enqueued it.
+    #[test]
+    fn slices_wait_for_the_host((schedule, costs) in pipelines(300), enqueue_ns in 0u64..50) {
+        let last = (schedule.slices as u64).saturating_sub(1) * enqueue_ns;
+        let ns = schedule.ns(&costs, enqueue_ns);
+        let least = (last + one(&costs)).max(schedule.bound_ns(&costs));
+        prop_assert!(schedule.slices == 0 || ns >= least);
+    }
+
     #[test]
     fn one_slice_or_one_slot_is_one_step_after_the_other((schedule, costs) in pipelines(300)) {
         let alone = Schedule { slices: 1, ..schedule };
-        prop_assert_eq!(alone.ns(&costs), one(&costs));
+        prop_assert_eq!(alone.ns(&costs, 0), one(&costs));
         prop_assert_eq!(alone.bound_ns(&costs), one(&costs));
         let in_turn = Schedule { slots: 1, ..schedule };
-        prop_assert_eq!(in_turn.ns(&costs), one(&costs) * schedule.slices as u64);
+        prop_assert_eq!(in_turn.ns(&costs, 0), one(&costs) * schedule.slices as u64);
     }
 
     /// Where no phase keeps another from the link, the bound is reached with enough slots, and whatever takes less makes nothing slower.
@@ -177,22 +188,22 @@ proptest! {
         let schedule = Schedule { rail: None, ..schedule };
         let enough = Schedule { slots: 6 * costs.len().max(schedule.slices), ..schedule };
         if schedule.slices > 0 {
-            prop_assert_eq!(enough.ns(&costs), enough.bound_ns(&costs));
+            prop_assert_eq!(enough.ns(&costs, 0), enough.bound_ns(&costs));
         }
-        let ns = schedule.ns(&costs);
+        let ns = schedule.ns(&costs, 0);
         let more_slots = Schedule { slots: schedule.slots + 1, ..schedule };
-        prop_assert!(more_slots.ns(&costs) <= ns);
+        prop_assert!(more_slots.ns(&costs, 0) <= ns);
         let mut quicker = costs.clone();
         let step = &mut quicker[which.index(costs.len())];
         step.then_ns = step.then_ns.saturating_sub(less);
-        prop_assert!(schedule.ns(&quicker) <= ns);
+        prop_assert!(schedule.ns(&quicker, 0) <= ns);
     }
 
     /// Another slice takes longer, on both sides of where slices are not looked at one by one any more.
     #[test]
     fn more_slices_take_longer((schedule, costs) in pipelines(150)) {
         let more = Schedule { slices: schedule.slices + 1, ..schedule };
-        let (now, then) = (schedule.ns(&costs), more.ns(&costs));
+        let (now, then) = (schedule.ns(&costs, 0), more.ns(&costs, 0));
         prop_assert!(now <= then && then <= now + one(&costs));
     }
 }
@@ -204,7 +215,7 @@ proptest! {
     #[test]
     fn many_slices_go_on_as_they_began((schedule, costs) in pipelines(9), more in 121usize..260) {
         let many = Schedule { slices: more, ..schedule };
-        let (got, exact) = (many.ns(&costs), by_the_clock(many, &costs));
+        let (got, exact) = (many.ns(&costs, 0), by_the_clock(many, &costs));
         // The pattern may end in the middle.
         prop_assert!(got.abs_diff(exact) <= one(&costs), "{got} for {exact}");
     }

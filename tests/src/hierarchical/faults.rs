@@ -50,11 +50,12 @@ pub(super) const USUAL: Spec = Spec {
 };
 
 /// Ways to go.
-const PATHS: [Option<HierarchicalPath>; 4] = [
+const PATHS: [Option<HierarchicalPath>; 5] = [
     USUAL.choice,
     None,
     Some(HierarchicalPath::Slices { count: 1 }),
     Some(HierarchicalPath::Whole),
+    Some(HierarchicalPath::OneShot { count: 4 }),
 ];
 
 /// Every operation by every path.

@@ -25,6 +25,8 @@ use std::{
 
 const MANY: Option<HierarchicalPath> = Some(HierarchicalPath::Slices { count: 20 });
 
+const SHARES: Option<HierarchicalPath> = Some(HierarchicalPath::OneShot { count: 20 });
+
 /// What goes on while a process is killed: each operation in turn, in many slices and then as a whole.
 fn long() -> impl Iterator<Item = Spec> {
     let by = |choice| {
@@ -38,7 +40,7 @@ fn long() -> impl Iterator<Item = Spec> {
             ..USUAL
         })
     };
-    let all = [by(MANY), by(Some(HierarchicalPath::Whole))];
+    let all = [by(MANY), by(Some(HierarchicalPath::Whole)), by(SHARES)];
     all.concat().into_iter().cycle()
 }
 
@@ -167,7 +169,7 @@ fn machine(world: &World, (machines, ranks): (usize, usize)) {
         assert_eq!(left.size, (machines - 1) * ranks);
         let over = left.join_machines(machines - 1, &config());
         for case in &later {
-            for choice in [None, Some(HierarchicalPath::Whole), MANY] {
+            for choice in [None, Some(HierarchicalPath::Whole), MANY, SHARES] {
                 case.run(&left, &over, choice);
             }
         }

@@ -25,13 +25,14 @@ const SHAPES: [(usize, usize); 7] = [(2, 1), (2, 2), (4, 1), (3, 2), (4, 2), (2,
 const ELEMENTS: usize = 2311;
 
 /// Ways of a call, all of which have its bits.
-fn ways() -> [(&'static str, Option<HierarchicalPath>); 4] {
+fn ways() -> [(&'static str, Option<HierarchicalPath>); 5] {
     let slices = |count| Some(HierarchicalPath::Slices { count });
     [
         ("auto", None),
         ("whole", Some(HierarchicalPath::Whole)),
         ("one slice", slices(1)),
         ("seven slices", slices(7)),
+        ("one shot", Some(HierarchicalPath::OneShot { count: 3 })),
     ]
 }
 

@@ -277,6 +277,9 @@ pub fn measure_costs(rounds: Rounds) -> Result<Vec<Value>> {
         across: each,
         wire: Wire::NONE,
         add_bytes_per_us: 1000,
+        enqueue_ns: 0,
+        connections: Costs::host().connections,
+        in_place: false,
         copy_ns: 0,
         measured: None,
     };

@@ -1,7 +1,7 @@
 //! Calls with experts across machines: what they are made of here.
 //!
 //! The host waits for counts between the hops, by reads that end when the group is stopped. What goes along the rail is NCCL's to carry, by
-//! both connections where it is much.
+//! two connections where it is much.
 
 use super::{CudaHierarchy, Inner, run::BOTH_BYTES};
 use crate::{memory::check_reach, rails::Rails};
@@ -86,7 +86,7 @@ impl ExpertParts for Parts<'_> {
     }
 }
 
-/// Both connections as one rail: for exchanges while no other one is under way.
+/// Two connections as one rail: for exchanges while no other one is under way.
 struct Both<'a> {
     rails: &'a Rails,
     inner: &'a Inner,
@@ -94,16 +94,16 @@ struct Both<'a> {
 
 impl Rail for Both<'_> {
     fn group(&self) -> &Group {
-        self.rails.pair[0].group()
+        self.rails.connections[0].group()
     }
     fn collect(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
-        self.rails.pair[0].collect(on, p)
+        self.rails.connections[0].collect(on, p)
     }
     fn diffuse(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
-        self.rails.pair[0].diffuse(on, p)
+        self.rails.connections[0].diffuse(on, p)
     }
     fn exchange(&self, on: &Stream, p: RailParams<'_>) -> Result<()> {
-        let rail = &self.rails.pair[0];
+        let rail = &self.rails.connections[0];
         let what = rail.exchanges(&p)?;
         // Where a machine sends rows the ways of another handle, pieces have other sizes, and NCCL would wait for what nobody sends: the hosts
         // find out.
@@ -119,6 +119,9 @@ impl Rail for Both<'_> {
         self.rails.exchange((on, beside), what, how)
     }
     fn stop(&self, record: FaultRecord) {
-        self.rails.pair.iter().for_each(|rail| rail.stop(record));
+        self.rails
+            .connections
+            .iter()
+            .for_each(|rail| rail.stop(record));
     }
 }

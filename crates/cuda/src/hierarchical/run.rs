@@ -138,7 +138,7 @@ impl Run<'_> {
         };
         let mut to = to.clone();
         let p = self.along(pieces, from, &mut to);
-        let rail = &rails.pair[0];
+        let rail = &rails.connections[0];
         let (what, idle) = match phase {
             Phase::Collect => (rail.collects(&p)?, Phase::Diffuse),
             _ => (rail.diffuses(&p)?, Phase::Collect),
@@ -146,7 +146,7 @@ impl Run<'_> {
         self.exchange(rails, (self.on, idle), (&p, what), true)
     }
 
-    /// An exchange while no other one is under way: by both connections, unless it is small. The stream of a phase that does nothing then is
+    /// An exchange while no other one is under way: by two connections, unless it is small or NCCL gathers it. The stream of a phase that does nothing then is
     /// the second one's.
     fn exchange(
         &self,
@@ -157,8 +157,8 @@ impl Run<'_> {
     ) -> Result<()> {
         let how = (signs.then(|| p.signature()), p.within);
         let bytes = p.pieces.iter().sum::<usize>() * p.from.dtype().bytes();
-        if bytes < BOTH_BYTES {
-            return rails.pair[0].exchange(on, what, how);
+        if what.is_whole() || bytes < BOTH_BYTES {
+            return rails.connections[0].exchange(on, what, how);
         }
         let beside = &self.inner.streams[idle as usize];
         rails.exchange((on, beside), what, how)
@@ -171,7 +171,7 @@ impl Run<'_> {
             let core = &self.inner.inside[0].core;
             core.collective(self.on, self.signed, &[], None, |_| Ok(()))?;
         }
-        let bytes = parts_bytes(self.call, plan.rank_elements);
+        let bytes = parts_bytes(self.call, (&plan.phases, plan.rank_elements), true);
         let schedule = Schedule::of(plan);
         let pipe = Pipe {
             run: self,
@@ -187,7 +187,7 @@ impl Run<'_> {
             return steps.try_for_each(|step| pipe.step(self.on, step));
         }
         let tracks = schedule.tracks().filter_map(|track| {
-            let on = &self.inner.streams[track.home(&plan.phases)? as usize];
+            let on = self.inner.streams.get(track.home(&plan.phases)?)?;
             Some(self.inner.device.lane(on).map(|lane| (track, on, lane)))
         });
         let tracks: Vec<OnTrack<'_>> = tracks.collect::<Result<_>>()?;
@@ -329,7 +329,7 @@ impl Pipe<'_> {
             phases,
             slices,
             slots,
-            rail: _,
+            ..
         } = self.schedule;
         // Ends of steps, by phase and slot: a step asks for none that a later one has taken the place of.
         let mut ends: Vec<Option<CudaMark>> = (0..phases * slots).map(|_| None).collect();
@@ -394,7 +394,7 @@ impl Pipe<'_> {
                     return Ok(());
                 };
                 let connection = self.schedule.connection(step);
-                let rail = &rails.pair[connection];
+                let rail = &rails.connections[connection];
                 // The first thing of a call that goes along the rail takes its signature with it; and the last by each connection, so that nobody
                 // who was stopped in between is taken to have sent all of it.
                 let first = step.slice == 0 && connection == 0;

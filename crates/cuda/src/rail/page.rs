@@ -73,7 +73,7 @@ impl Page {
         (DIFFERS..PAGE_WORDS).map(|word| self.cell(word).load(Ordering::Acquire))
     }
 
-    /// That machine. One that a connection names counts for more than what was cut short on the other.
+    /// That machine. One that a connection names counts for more than what was cut short on another.
     pub(crate) fn differs(&self) -> Option<usize> {
         let named = |told: u64| usize::try_from(told).ok()?.checked_sub(1);
         self.told()

@@ -1,12 +1,13 @@
 //! The events between tracks: which steps are done.
 
+use super::CONNECTIONS;
 use brigade_device::{Error, Phase, Result};
 use brigade_plan::hierarchical::{Schedule, Step, Track};
 use parking_lot::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 /// Places for tracks: phases, and behind them the connections.
-const TRACKS: usize = Phase::ALL.len() + Schedule::CONNECTIONS;
+const TRACKS: usize = Phase::ALL.len() + CONNECTIONS;
 
 /// What the tracks of one call tell each other.
 pub(super) struct Progress {
@@ -20,8 +21,8 @@ pub(super) struct Progress {
 struct State {
     /// By slice and phase. Slices may pass each other along the rail.
     done: Vec<bool>,
-    /// Whether the first connection is under way.
-    begun: bool,
+    /// Connections that are under way, or were, from the first.
+    begun: usize,
     /// The first track that failed, and how.
     failed: Option<Error>,
     /// Lanes that have ended, well or not.
@@ -34,7 +35,7 @@ impl Progress {
             schedule,
             state: Mutex::new(State {
                 done: vec![false; schedule.slices * schedule.phases],
-                begun: false,
+                begun: 0,
                 failed: None,
                 ended: 0,
             }),
@@ -57,7 +58,7 @@ impl Progress {
 
     /// Waits until a step may begin; false at the end of the time. Whoever works for another step has waits that end before.
     ///
-    /// The second connection begins after the first one: the link serves whoever asks first, which is to be the first slice.
+    /// Each connection begins after the one before: the link serves whoever asks first, which is to be the first slice.
     ///
     /// # Errors
     /// What another track failed with.
@@ -69,7 +70,10 @@ impl Progress {
             if let Some(error) = &state.failed {
                 return Err(error.clone());
             }
-            let is_turn = track != Track::Connection(1) || state.begun;
+            let is_turn = match track {
+                Track::Connection(which) => state.begun >= which,
+                Track::Phase(_) => true,
+            };
             if is_turn && needs.is_none_or(|n| state.done[n]) {
                 break;
             }
@@ -78,9 +82,11 @@ impl Progress {
                 return Ok(false);
             }
         }
-        if track == Track::Connection(0) && !state.begun {
-            state.begun = true;
-            self.may_look[Phase::ALL.len() + 1].notify_one();
+        if track == Track::Connection(state.begun) {
+            state.begun += 1;
+            if let Some(next) = self.may_look.get(Phase::ALL.len() + state.begun) {
+                next.notify_one();
+            }
         }
         Ok(true)
     }

@@ -139,7 +139,7 @@ impl Run {
             let within = Some(self.deadline.left());
             self.inner.inside[0].collective_within(&self.signed, within, |_| Ok(()))?;
         }
-        let bytes = parts_bytes(&self.call, plan.rank_elements);
+        let bytes = parts_bytes(&self.call, (&plan.phases, plan.rank_elements), false);
         let slots = self.slots(staging, plan.slots, bytes)?;
         let schedule = Schedule::of(plan);
         let pipe = Arc::new(Pipe {
@@ -157,7 +157,7 @@ impl Run {
         let tickets: Vec<_> = schedule
             .tracks()
             .filter_map(|track| {
-                let mover = &inner.movers[track.home(&plan.phases)? as usize];
+                let mover = inner.movers.get(track.home(&plan.phases)?)?;
                 let (pipe, witness) = (Arc::clone(&pipe), Arc::clone(&pipe));
                 Some(mover.start(
                     move || pipe.through(track),

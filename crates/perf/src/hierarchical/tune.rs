@@ -320,6 +320,7 @@ fn called(call: &HierarchicalCall) -> (&'static str, String, usize) {
         None => "inside".to_owned(),
         Some(HierarchicalPath::Whole) => "whole".to_owned(),
         Some(HierarchicalPath::Slices { count: 1 }) => "1 slice".to_owned(),
+        Some(HierarchicalPath::OneShot { count }) => format!("one-shot, {count}"),
         Some(HierarchicalPath::Slices { count }) => format!("{count} slices"),
     };
     let (input, output) = sides(call);

@@ -38,6 +38,9 @@ impl Wire {
     }
 }
 
+/// What a GPU moves where it does so itself, in bytes of a microsecond.
+const NVLINK: u64 = 340_000;
+
 /// Where costs were measured, and who keeps them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Measured {
@@ -61,6 +64,12 @@ pub struct Costs {
     pub wire: Wire,
     /// Bytes that a rank reads in a microsecond where it adds. At least 1.
     pub add_bytes_per_us: u64,
+    /// Nanoseconds that the host takes to enqueue a slice, where it enqueues all phases one after the other; given by the device.
+    pub enqueue_ns: u64,
+    /// Connections that each rank has to its rail, which slices take in turn. At least 2, and given by the device.
+    pub connections: usize,
+    /// Whether the device reads and writes slices where they lie in the caller's tensors, in one piece; else there are copies in slots.
+    pub in_place: bool,
     /// Nanoseconds of a copy within a rank's memory, of which there is one for each rank where rows that are scattered or gathered lie in
     /// another order than slices.
     pub copy_ns: u64,
@@ -85,6 +94,10 @@ impl Costs {
             },
             wire: Wire::NONE,
             add_bytes_per_us: 4_000,
+            // Each phase has a thread.
+            enqueue_ns: 0,
+            connections: 2,
+            in_place: false,
             // What it takes is in a call's.
             copy_ns: 0,
             measured: Some(Measured {
@@ -95,26 +108,43 @@ impl Costs {
         }
     }
 
-    /// GPUs whose machines reach each other by sockets. In round numbers what two machines of one H200 took, which were one host's: calls of
-    /// NCCL's, and what both of its connections carry together, slices in flight or not. Calls inside, NVLink, reading and copying memory are guessed.
+    /// GPUs whose machines reach each other by sockets. In round numbers what two machines of two GPUs took, which were one host's: calls inside
+    /// and across, and what one connection of NCCL's carries, and all. NVLink, reading and copying memory are guessed.
     pub const fn cuda() -> Self {
         Self {
             inside: Link {
-                call_ns: 5_000,
-                bytes_per_us: 340_000,
+                call_ns: 15_000,
+                bytes_per_us: NVLINK,
             },
             across: Link {
-                call_ns: 130_000,
-                // What is on its way is on the wire alone.
-                bytes_per_us: 340_000,
+                call_ns: 120_000,
+                // A thread copies what goes by a connection.
+                bytes_per_us: 4_500,
             },
             wire: Wire {
                 latency_ns: 0,
-                bytes_per_us: 4_400,
+                bytes_per_us: 7_500,
             },
             add_bytes_per_us: 2_000_000,
+            enqueue_ns: 100_000,
+            connections: 4,
+            in_place: true,
             copy_ns: 2_000,
             measured: None,
+        }
+    }
+
+    /// GPUs whose machines reach each other by a wire that is known, and no thread copies anything.
+    #[must_use]
+    pub const fn cuda_over(wire: Wire) -> Self {
+        let sockets = Self::cuda();
+        Self {
+            across: Link {
+                bytes_per_us: NVLINK,
+                ..sockets.across
+            },
+            wire,
+            ..sockets
         }
     }
 
@@ -175,6 +205,9 @@ impl Costs {
             across,
             wire,
             add_bytes_per_us,
+            enqueue_ns,
+            connections,
+            in_place,
             copy_ns,
             measured: _,
         } = self;
@@ -186,6 +219,9 @@ impl Costs {
             wire.latency_ns,
             wire.bytes_per_us,
             *add_bytes_per_us,
+            *enqueue_ns,
+            *connections as u64,
+            u64::from(*in_place),
             *copy_ns,
         ]
         .into_iter()
@@ -195,10 +231,19 @@ impl Costs {
         })
     }
 
-    /// What one phase takes with a slice of `rank_elements` of each rank.
-    pub fn step(&self, phase: Phase, call: &HierarchicalCall, rank_elements: usize) -> StepCost {
+    /// What one of these phases takes with a slice of `rank_elements` of each rank.
+    pub fn step(
+        &self,
+        phase: Phase,
+        call: &HierarchicalCall,
+        (phases, rank_elements): (&[Phase], usize),
+    ) -> StepCost {
         let [input, travels, collected, sum, _, gathered] =
-            slices::parts_bytes(call, rank_elements);
+            slices::parts_of(call, phases, rank_elements);
+        let diffused = match slices::is_one_shot(phases) {
+            true => travels,
+            false => sum,
+        };
         let (count, ranks) = (call.machines.count(), call.machines.ranks());
         let others = |bytes: usize, of: usize| bytes as u64 * (of as u64 - 1) / of as u64;
         let alone = |then_ns| StepCost {
@@ -211,7 +256,7 @@ impl Costs {
             Phase::ReduceInside => inside(others(input, ranks)),
             Phase::Collect => self.along(others(travels, count)),
             Phase::Add => alone(nanoseconds(collected as u64, self.add_bytes_per_us)),
-            Phase::Diffuse => self.along(sum as u64 * (count as u64 - 1)),
+            Phase::Diffuse => self.along(diffused as u64 * (count as u64 - 1)),
             Phase::GatherInside => inside(others(gathered, ranks)),
         }
     }
@@ -263,7 +308,7 @@ impl Costs {
         phases: &[Phase],
         rank_elements: usize,
     ) -> SmallVec<[StepCost; 5]> {
-        let step = |p: &Phase| self.step(*p, call, rank_elements);
+        let step = |p: &Phase| self.step(*p, call, (phases, rank_elements));
         phases.iter().map(step).collect()
     }
 

@@ -49,7 +49,7 @@ pub struct Entry {
 
 impl Entry {
     /// The version of costs that this build counts with.
-    pub const VERSION: u32 = 1;
+    pub const VERSION: u32 = 2;
 
     /// Longest that a call, a copy or the way of a byte can take, in nanoseconds: a minute.
     pub const MOST_NS: u64 = 60_000_000_000;
@@ -106,6 +106,10 @@ impl Entry {
 
     /// As plans count with them.
     pub fn costs(&self) -> Costs {
+        let guess = match self.gpu.as_str() {
+            "host" => Costs::host(),
+            _ => Costs::cuda(),
+        };
         Costs {
             inside: Link {
                 call_ns: self.inside_call_ns,
@@ -120,6 +124,9 @@ impl Entry {
                 bytes_per_us: self.wire_bytes_per_us,
             },
             add_bytes_per_us: self.add_bytes_per_us,
+            enqueue_ns: guess.enqueue_ns,
+            connections: guess.connections,
+            in_place: guess.in_place,
             copy_ns: self.copy_ns,
             measured: Some(Measured {
                 machines: self.machines,

@@ -16,17 +16,24 @@ pub struct Step {
 pub enum Track {
     /// All slices of the phase at this position, which stays inside.
     Phase(usize),
-    /// What goes by one of the rail's [`Schedule::CONNECTIONS`].
+    /// What goes by one of the rail's [`Schedule::connections`].
     Connection(usize),
 }
 
 impl Track {
-    /// The phase whose thread or stream it has; the connections have those of the phases along the rail, in a call of one of them, too.
-    pub fn home(self, phases: &[Phase]) -> Option<Phase> {
+    /// How many homes there are, where a rank has so many connections to its rail.
+    pub const fn homes(connections: usize) -> usize {
+        Phase::ALL.len() + connections.saturating_sub(2)
+    }
+
+    /// Which of [`homes`](Self::homes) threads or streams it has: one for each of all phases, and behind them those of connections beyond the
+    /// second. The first two have those of the phases along the rail, in a call of one of them, too.
+    pub fn home(self, phases: &[Phase]) -> Option<usize> {
         match self {
-            Self::Phase(phase) => phases.get(phase).copied(),
-            Self::Connection(0) => Some(Phase::Collect),
-            Self::Connection(_) => Some(Phase::Diffuse),
+            Self::Phase(phase) => phases.get(phase).map(|phase| *phase as usize),
+            Self::Connection(0) => Some(Phase::Collect as usize),
+            Self::Connection(1) => Some(Phase::Diffuse as usize),
+            Self::Connection(which) => Some(Phase::ALL.len() + which - 2),
         }
     }
 }
@@ -34,13 +41,14 @@ impl Track {
 /// Every track takes its steps in order. Beyond that, a step waits for the one before it in its slice; and the first step of a slice for the
 /// last step of the slice that had its slot before.
 ///
-/// Steps along the rail stand in one row: collect 0, collect 1, diffuse 0, collect 2, diffuse 1, .., and go by both connections in turn. So
-/// one connection has the first collect and all diffuses but the last, and the other the rest: while what one of them sent is on
-/// its way, the other has the link, at both ends of the call as well. The order is the same on all ranks, since nothing else decides it.
+/// Steps along the rail stand in one row: collect 0, collect 1, diffuse 0, collect 2, diffuse 1, .., or, where one phase goes along it, slice
+/// by slice; and go by all connections in turn. So of two, one has the first collect and all diffuses but the last, and the other the rest:
+/// while what one of them sent is on its way, the other has the link, at both ends of the call as well. The order is the same on all
+/// ranks, since nothing else decides it.
 ///
 /// ```
 /// use brigade_plan::hierarchical::{Track, Schedule, Step};
-/// let schedule = Schedule { phases: 3, slices: 9, slots: 2, rail: Some((0, 2)) };
+/// let schedule = Schedule { phases: 3, slices: 9, slots: 2, rail: Some((0, 2)), connections: 2 };
 /// let needs = |phase, slice| schedule.needs(Step { phase, slice });
 /// assert_eq!(needs(0, 1), None);
 /// assert_eq!(needs(0, 5), Some(Step { phase: 2, slice: 3 }));
@@ -59,19 +67,22 @@ pub struct Schedule {
     pub slots: usize,
     /// The first and the last phase that goes along the rail, which are the same where there is one.
     pub rail: Option<(usize, usize)>,
+    /// Connections that each rank has to its rail. At least 2: of two phases, a collect is in front of the diffuse that may have to end first.
+    pub connections: usize,
 }
 
 impl Schedule {
-    /// Connections that each rank has to its rail.
-    pub const CONNECTIONS: usize = 2;
-
     /// Of a plan.
     pub fn of(plan: &SlicedPlan) -> Self {
-        Self::new(&plan.phases, plan.slices, plan.slots)
+        Self::new(&plan.phases, (plan.slices, plan.slots), plan.connections)
     }
 
-    /// Of so many slices that go through these phases.
-    pub(super) fn new(phases: &[Phase], slices: usize, slots: usize) -> Self {
+    /// Of so many slices, in so many slots, that go through these phases.
+    pub(super) fn new(
+        phases: &[Phase],
+        (slices, slots): (usize, usize),
+        connections: usize,
+    ) -> Self {
         let along = |p: &Phase| matches!(p, Phase::Collect | Phase::Diffuse);
         Self {
             phases: phases.len(),
@@ -81,6 +92,7 @@ impl Schedule {
                 .iter()
                 .position(along)
                 .zip(phases.iter().rposition(along)),
+            connections: connections.max(2),
         }
     }
 
@@ -117,35 +129,59 @@ impl Schedule {
         (next.slice < self.slices).then_some(next)
     }
 
-    /// All tracks, as a slice comes by them.
+    /// All tracks that have steps, as a slice comes by them.
     pub fn tracks(&self) -> impl Iterator<Item = Track> + use<> {
-        let rail = self.rail;
-        (0..self.phases).flat_map(move |phase| {
-            let [first, last] = match rail {
-                Some((first, last)) => [phase == first, phase == last],
-                None => [false; 2],
+        let schedule = *self;
+        let of = move |phase| {
+            let connections = match schedule.rail {
+                Some((first, last)) if first == last && phase == first => 0..schedule.connections,
+                Some((first, _)) if phase == first => 0..schedule.connections - 1,
+                Some((_, last)) if phase == last => schedule.connections - 1..schedule.connections,
+                _ => 0..0,
             };
-            let inside = (!first && !last).then_some(Track::Phase(phase));
-            let connections = [
-                first.then_some(Track::Connection(0)),
-                last.then_some(Track::Connection(1)),
-            ];
-            inside.into_iter().chain(connections.into_iter().flatten())
-        })
+            let inside = (!schedule.is_along(phase)).then_some(Track::Phase(phase));
+            inside.into_iter().chain(connections.map(Track::Connection))
+        };
+        let all = (0..self.phases).flat_map(of);
+        all.filter(move |track| schedule.steps_of(*track) > 0)
+    }
+
+    /// Whether a phase goes along the rail.
+    pub(super) fn is_along(&self, phase: usize) -> bool {
+        self.rail
+            .is_some_and(|(first, last)| phase == first || phase == last)
+    }
+
+    /// The place of a step in the row of those along the rail.
+    fn place(&self, step: Step) -> Option<usize> {
+        let Step { phase, slice } = step;
+        let (first, last) = self.rail?;
+        match (phase == first, phase == last) {
+            (true, true) => Some(slice),
+            (true, false) => Some((2 * slice).saturating_sub(1)),
+            (false, true) => Some((2 * slice + 2).min(2 * self.slices - 1)),
+            (false, false) => None,
+        }
+    }
+
+    /// The step at a place of that row.
+    fn at(&self, place: usize) -> Option<Step> {
+        let (first, last) = self.rail?;
+        let (phase, slice) = match place {
+            _ if first == last => (first, place),
+            0 => (first, 0),
+            _ if place + 1 == 2 * self.slices => (last, self.slices - 1),
+            _ if place % 2 == 1 => (first, place.div_ceil(2)),
+            _ => (last, place / 2 - 1),
+        };
+        (slice < self.slices).then_some(Step { phase, slice })
     }
 
     /// The track of a step.
     pub fn track(&self, step: Step) -> Track {
-        let Step { phase, slice } = step;
-        match self.rail {
-            Some((first, last)) if first == last && phase == first => {
-                Track::Connection(slice % Self::CONNECTIONS)
-            }
-            Some((first, _)) if phase == first => Track::Connection(usize::from(slice > 0)),
-            Some((_, last)) if phase == last => {
-                Track::Connection(usize::from(slice + 1 == self.slices))
-            }
-            _ => Track::Phase(phase),
+        match self.place(step) {
+            Some(place) => Track::Connection(place % self.connections),
+            None => Track::Phase(step.phase),
         }
     }
 
@@ -159,33 +195,27 @@ impl Schedule {
 
     /// How many steps a track has.
     pub fn steps_of(&self, track: Track) -> usize {
-        match (track, self.rail) {
-            (Track::Connection(which), Some((first, last))) if first == last => {
-                (self.slices + Self::CONNECTIONS - 1 - which) / Self::CONNECTIONS
+        let along = match self.rail {
+            Some((first, last)) if first == last => self.slices,
+            Some(_) => 2 * self.slices,
+            None => 0,
+        };
+        match track {
+            Track::Phase(_) => self.slices,
+            Track::Connection(which) => {
+                (along + self.connections - 1).saturating_sub(which) / self.connections
             }
-            // Of two phases as well: each connection has half of twice as many.
-            _ => self.slices,
         }
     }
 
     /// The `n`-th step of a track, if it has so many.
     pub fn step(&self, track: Track, n: usize) -> Option<Step> {
-        let step = |phase, slice| Some(Step { phase, slice });
         if n >= self.steps_of(track) {
             return None;
         }
         match track {
-            Track::Phase(phase) => step(phase, n),
-            Track::Connection(which) => {
-                let (first, last) = self.rail?;
-                match which {
-                    _ if first == last => step(first, n * Self::CONNECTIONS + which),
-                    0 if n == 0 => step(first, 0),
-                    0 => step(last, n - 1),
-                    _ if n + 1 == self.slices => step(last, n),
-                    _ => step(first, n + 1),
-                }
-            }
+            Track::Phase(phase) => Some(Step { phase, slice: n }),
+            Track::Connection(which) => self.at(n * self.connections + which),
         }
     }
 

@@ -134,8 +134,33 @@ pub(super) fn most_rank_elements(call: &HierarchicalCall) -> usize {
 
 /// What lies in a slot, in bytes of the largest slice: what goes into each phase that there is, in their order, and what comes out of the
 /// last. What nobody needs has none. (Of a full slice every piece is as large as can be; what is left for the last slice is less, however it
-/// is cut.)
-pub fn parts_bytes(call: &HierarchicalCall, rank_elements: usize) -> [usize; Part::COUNT] {
+/// is cut.) Where slices of an all-reduce are read and written `in_place`, in the caller's tensors, which they lie in as one piece, they need
+/// none there.
+pub fn parts_bytes(
+    call: &HierarchicalCall,
+    (phases, rank_elements): (&[Phase], usize),
+    in_place: bool,
+) -> [usize; Part::COUNT] {
+    let mut parts = parts_of(call, phases, rank_elements);
+    if in_place && matches!(call.operation, Operation::AllReduce { .. }) {
+        // What goes into the first phase, and what comes out of the last.
+        let ends = match call.machines.ranks() {
+            1 => [Part::Share, Part::Rail],
+            _ => [Part::Input, Part::Output],
+        };
+        for part in ends {
+            parts[part as usize] = 0;
+        }
+    }
+    parts
+}
+
+/// The same where all of it is copied.
+pub(super) fn parts_of(
+    call: &HierarchicalCall,
+    phases: &[Phase],
+    rank_elements: usize,
+) -> [usize; Part::COUNT] {
     let (count, ranks) = (call.machines.count(), call.machines.ranks());
     let bytes = |elements: usize, each: usize| {
         elements
@@ -146,10 +171,19 @@ pub fn parts_bytes(call: &HierarchicalCall, rank_elements: usize) -> [usize; Par
     let rail = rank_elements.saturating_mul(count);
     let all = rail.saturating_mul(ranks);
     let (input, output) = (call.dtype.bytes(), call.output.bytes());
-    let has = super::phases(call);
-    let has = |phase| has.contains(&phase);
+    let has = |phase| phases.contains(&phase);
     let when = |is: bool, bytes: usize| if is { bytes } else { 0 };
     let travels = if ranks == 1 { input } else { output };
+    if is_one_shot(phases) {
+        return [
+            when(has(Phase::ReduceInside), bytes(all, input)),
+            bytes(rail, travels),
+            bytes(rail.saturating_mul(count), travels),
+            0,
+            bytes(rail, output),
+            when(has(Phase::GatherInside), bytes(all, output)),
+        ];
+    }
     [
         when(has(Phase::ReduceInside), bytes(all, input)),
         when(has(Phase::Collect), bytes(rail, travels)),
@@ -163,8 +197,16 @@ pub fn parts_bytes(call: &HierarchicalCall, rank_elements: usize) -> [usize; Par
     ]
 }
 
+/// Whether shares are diffused whole, and added by all.
+pub(super) fn is_one_shot(phases: &[Phase]) -> bool {
+    let at = |of: Phase| phases.iter().position(|phase| *phase == of);
+    at(Phase::Diffuse)
+        .zip(at(Phase::Add))
+        .is_some_and(|(diffuse, add)| diffuse < add)
+}
+
 /// All of it.
-pub(super) fn slot_bytes(call: &HierarchicalCall, rank_elements: usize) -> usize {
-    let parts = parts_bytes(call, rank_elements);
+pub(super) fn slot_bytes(call: &HierarchicalCall, cut: (&[Phase], usize), in_place: bool) -> usize {
+    let parts = parts_bytes(call, cut, in_place);
     parts.iter().fold(0, |sum, b| sum.saturating_add(*b))
 }

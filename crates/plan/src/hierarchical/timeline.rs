@@ -24,11 +24,12 @@ const PERIOD: usize = 60;
 
 impl Schedule {
     /// Nanoseconds until the last step is done, with one cost for each phase. Each step begins when the schedule lets it; of two that ask for
-    /// the link at the same time, that of the older slice goes first.
+    /// the link at the same time, that of the older slice goes first. Where a host enqueues the steps of all phases, each slice takes it
+    /// `enqueue_ns`, so that those after it begin later.
     ///
     /// Of more than two periods of slices, all beyond the second are taken to be like it.
-    pub fn ns(&self, costs: &[StepCost]) -> u64 {
-        let of = |slices| Self { slices, ..*self }.simulate(costs);
+    pub fn ns(&self, costs: &[StepCost], enqueue_ns: u64) -> u64 {
+        let of = |slices| Self { slices, ..*self }.simulate(costs, enqueue_ns);
         if self.slices <= 2 * PERIOD {
             return of(self.slices);
         }
@@ -40,7 +41,7 @@ impl Schedule {
     }
 
     /// No order of steps ends sooner: what takes longest for all slices, and everything else for one. What takes longest is a phase inside, or
-    /// the link for all phases that need it, or both connections, which share what goes along the rail.
+    /// the link for all phases that need it, or all connections, which share what goes along the rail.
     pub fn bound_ns(&self, costs: &[StepCost]) -> u64 {
         let all = |each: u64| each.saturating_mul(self.slices as u64);
         let sum = |costs: &[StepCost]| costs.iter().fold(0, |ns: u64, c| ns.saturating_add(c.ns()));
@@ -68,19 +69,13 @@ impl Schedule {
                 .map(|phase| costs[phase].ns())
                 .fold(0, u64::saturating_add);
             all(along)
-                .div_ceil(Self::CONNECTIONS as u64)
+                .div_ceil(self.connections as u64)
                 .saturating_add(ends(first, last))
         });
         phases.max(link).max(connections)
     }
 
-    /// Whether a phase goes along the rail.
-    fn is_along(&self, phase: usize) -> bool {
-        self.rail
-            .is_some_and(|(first, last)| phase == first || phase == last)
-    }
-
-    fn simulate(&self, costs: &[StepCost]) -> u64 {
+    fn simulate(&self, costs: &[StepCost], enqueue_ns: u64) -> u64 {
         let of = Self {
             slots: self.slots.clamp(1, self.slices.max(1)),
             ..*self
@@ -88,7 +83,7 @@ impl Schedule {
         let at = |step: Step| step.slice * of.phases + step.phase;
         let mut ended: Vec<Option<u64>> = vec![None; of.slices * of.phases];
         // Each track with the number of steps that it has done, and when it ended the last one.
-        let mut tracks: SmallVec<[(Track, usize, u64); 5]> =
+        let mut tracks: SmallVec<[(Track, usize, u64); 8]> =
             of.tracks().map(|track| (track, 0, 0)).collect();
         let mut link_free = 0u64;
         // The step that may begin first; it asks for the link before all others do.
@@ -98,7 +93,8 @@ impl Schedule {
             .filter_map(|(i, &(track, done, free))| {
                 let step = of.step(track, done)?;
                 let needs = of.needs(step).map_or(Some(0), |n| ended[at(n)])?;
-                Some((free.max(needs), step, i))
+                let enqueued = enqueue_ns.saturating_mul(step.slice as u64);
+                Some((free.max(needs).max(enqueued), step, i))
             })
             .min_by_key(|(start, step, _)| (*start, step.slice, step.phase))
         {

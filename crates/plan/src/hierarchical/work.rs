@@ -1,6 +1,6 @@
 //! What a step reads and writes: places in a slot, and ranges of the caller's tensors.
 
-use super::{Slices, Step};
+use super::{Slices, Step, slices::is_one_shot};
 use brigade_device::{DataType, HierarchicalCall, Part, PerRank, Phase};
 use std::ops::Range;
 
@@ -65,9 +65,13 @@ impl Slices {
             dtype,
             elements,
         };
-        let collected = place(Part::Collected, travels, own * machines.count());
+        // Of one shot, every machine's share comes and is added; of two, each machine adds its piece of all.
+        let one_shot = is_one_shot(phases);
+        let adds = if one_shot { share } else { own };
+        let collected = place(Part::Collected, travels, adds * machines.count());
         let sum = place(Part::Sum, output, own);
         let back = place(Part::Rail, output, share);
+        let each = || PerRank::from_elem(adds, machines.count());
         let (from, to, pieces) = match of {
             Phase::ReduceInside => (
                 place(Part::Input, input, all),
@@ -75,7 +79,9 @@ impl Slices {
                 shares,
             ),
             Phase::Collect => (place(Part::Share, travels, share), collected, rail),
-            Phase::Add => (collected, sum, PerRank::from_elem(own, machines.count())),
+            Phase::Diffuse if one_shot => (place(Part::Share, travels, share), collected, each()),
+            Phase::Add if one_shot => (collected, back, each()),
+            Phase::Add => (collected, sum, each()),
             Phase::Diffuse => (sum, back, rail),
             Phase::GatherInside => (back, place(Part::Output, output, all), shares),
         };
@@ -96,8 +102,8 @@ impl Slices {
             from,
             to,
             pieces,
-            take: when(first, of == Phase::Diffuse),
-            give: when(last, of == Phase::Add),
+            take: when(first, of == Phase::Diffuse && !one_shot),
+            give: when(last, of == Phase::Add && !one_shot),
         })
     }
 

@@ -6,7 +6,9 @@ use brigade_device::{
     HierarchicalPlan, HierarchyConfig, Machines, PerRank, Phase, ReduceOp, SumOrder,
 };
 use brigade_plan::{
-    hierarchical::{Costs, Schedule, Slices, Step, Whole, parts_bytes, plan},
+    hierarchical::{
+        Costs, Schedule, Slices, Step, Whole, one_shot_phases, parts_bytes, phases, plan,
+    },
     reason,
 };
 use proptest::{prelude::*, sample::select};
@@ -27,9 +29,14 @@ fn what_fits_at_all_is_planned() {
         output: DataType::F32,
         choice: None,
     };
-    let slices: usize = parts_bytes(&call, 1).iter().sum();
+    let bytes = |n| {
+        parts_bytes(&call, (&phases(&call), n), false)
+            .iter()
+            .sum::<usize>()
+    };
+    let slices = bytes(1);
     let whole: usize = Whole::parts_bytes(&call).iter().sum();
-    assert!(whole < slices && slices < parts_bytes(&call, 2).iter().sum());
+    assert!(whole < slices && slices < bytes(2));
     let of = |staging_bytes, slice_bytes| {
         let config = HierarchyConfig {
             staging_bytes,
@@ -136,13 +143,14 @@ proptest! {
                 }
             }
             prop_assert_eq!(pieces.next(), None);
-            let [whole, share, collected, sum, parts, gathered] = parts_bytes(&call, rank_elements);
+            let has = phases(&call);
+            let [whole, share, collected, sum, parts, gathered] =
+                parts_bytes(&call, (&has, rank_elements), false);
             let bytes = |elements: usize, dtype: DataType| elements * dtype.bytes();
             let all: usize = shares.iter().sum();
             for local in 0..machines.ranks() {
                 let rail = slices.rail(slice, local);
                 let most = rail.iter().copied().max().unwrap();
-                let has = brigade_plan::hierarchical::phases(&call);
                 for (phase, room, need) in [
                     (Phase::ReduceInside, whole, bytes(all, call.dtype)),
                     (Phase::Collect, share, bytes(shares[local], call.dtype)),
@@ -161,9 +169,14 @@ proptest! {
     /// Every rank takes what there is of its input once, gives its whole output once, and what goes into a phase is what came out of the
     /// one before.
     #[test]
-    fn steps_take_all_and_give_all((call, rank_elements) in calls()) {
+    fn steps_take_all_and_give_all(
+        (call, rank_elements) in calls(),
+        one_shot: bool,
+        in_place: bool,
+    ) {
         let slices = Slices::new(&call, rank_elements);
-        let phases = brigade_plan::hierarchical::phases(&call);
+        let others = one_shot_phases(&call).filter(|_| one_shot);
+        let phases = others.unwrap_or_else(|| phases(&call));
         let rank = call.machines.size() - 1;
         let own = call.elements_of_ranks().last().copied().unwrap_or(0);
         let all = elements(&call);
@@ -173,14 +186,19 @@ proptest! {
             Operation::AllGather { .. } => (own, all),
         };
         let (mut taken, mut given) = (vec![0u8; input], vec![0u8; output]);
-        let parts = parts_bytes(&call, rank_elements);
+        let parts = parts_bytes(&call, (&phases, rank_elements), in_place);
         for slice in 0..slices_of(&call, rank_elements) {
             let mut before = None;
             for phase in 0..phases.len() {
                 let work = slices.work(&call, &phases, rank, Step { phase, slice }).unwrap();
                 prop_assert!(before.is_none_or(|p| p == work.from), "{work:?} after {before:?}");
                 before = Some(work.to);
-                for place in [work.from, work.to] {
+                for (place, pieces) in [(work.from, &work.take), (work.to, &work.give)] {
+                    // What lies in one piece in the caller's tensor needs no place of its own.
+                    let whole = matches!(&pieces[..], [p] if p.place == (0..place.elements));
+                    if in_place && whole {
+                        continue;
+                    }
                     let bytes = place.elements * place.dtype.bytes();
                     prop_assert!(bytes <= parts[place.part as usize], "{work:?}");
                 }
@@ -264,6 +282,7 @@ proptest! {
         choice in prop::option::of(prop_oneof![
             1 => Just(Path::Whole),
             5 => (1u32..40).prop_map(|count| Path::Slices { count }),
+            5 => (1u32..40).prop_map(|count| Path::OneShot { count }),
         ]),
     ) {
         let call = HierarchicalCall { choice, ..call };
@@ -275,7 +294,10 @@ proptest! {
             Err(r) => {
                 prop_assert_eq!(r.code, reason::CAPACITY);
                 let whole: usize = Whole::parts_bytes(&call).iter().sum();
-                let slices: usize = parts_bytes(&call, 1).iter().sum();
+                let shot = matches!(choice, Some(Path::OneShot { .. }));
+                let of = one_shot_phases(&call).filter(|_| shot);
+                let of = of.unwrap_or_else(|| phases(&call));
+                let slices: usize = parts_bytes(&call, (&of, 1), false).iter().sum();
                 let whole_may = choice.map_or(usual, |c| c == Path::Whole);
                 prop_assert!(!whole_may || whole > staging_bytes);
                 prop_assert!(choice == Some(Path::Whole) || slices > staging_bytes);
@@ -291,7 +313,14 @@ proptest! {
             }
             Ok(HierarchicalPlan::Slices(p)) => {
                 prop_assert!(choice != Some(Path::Whole));
-                let slot: usize = parts_bytes(&call, p.rank_elements).iter().sum();
+                let one_shot = one_shot_phases(&call);
+                let has = |path: Option<Path>| match path {
+                    Some(Path::Slices { .. }) => p.phases == phases(&call),
+                    Some(Path::OneShot { .. }) => one_shot.is_none() || one_shot.as_ref() == Some(&p.phases),
+                    _ => true,
+                };
+                prop_assert!(has(choice), "{p:?}");
+                let slot: usize = parts_bytes(&call, (&p.phases, p.rank_elements), false).iter().sum();
                 prop_assert_eq!(p.staging_bytes, slot * p.slots);
                 prop_assert!(p.staging_bytes <= staging_bytes);
                 let tracks = Schedule::of(&p).tracks().count();
@@ -302,7 +331,7 @@ proptest! {
                 let gathers = matches!(call.operation, Operation::AllGather { .. });
                 prop_assert_eq!(p.order, (!gathers).then_some(SumOrder::ByMachine { ranks }));
                 let steps = costs.steps(&call, &p.phases, p.rank_elements);
-                let ns = costs.begins_ns(&call) + Schedule::of(&p).ns(&steps);
+                let ns = costs.begins_ns(&call) + Schedule::of(&p).ns(&steps, costs.enqueue_ns);
                 prop_assert_eq!(p.expected.as_nanos(), u128::from(ns));
             }
         }

@@ -31,7 +31,7 @@ const CHANCE: f64 = 0.002;
 /// By how many nanoseconds more a call costs while others are under way, as tried: a thread or a stream has to be told then that it is its turn.
 const IN_FLIGHT: [f64; 9] = [0.0, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5];
 
-/// In so many steps a byte's time is shared out between the wire, which one call has at a time, and the calls, of which two go on at once.
+/// In so many steps a byte's time is shared out between the wire, which one call has at a time, and the calls, of which one goes on at once by each connection.
 const SHARES: u32 = 16;
 
 /// What was found.
@@ -85,7 +85,9 @@ fn is_empty(call: &HierarchicalCall) -> bool {
 /// Whether its phases go one after the other, so that what it takes is a sum.
 fn is_plain(call: &HierarchicalCall) -> bool {
     match call.choice {
-        Some(HierarchicalPath::Slices { count }) => count == 1,
+        Some(HierarchicalPath::Slices { count } | HierarchicalPath::OneShot { count }) => {
+            count == 1
+        }
         _ => true,
     }
 }
@@ -109,6 +111,9 @@ fn units() -> [Costs; PARTS] {
         across: nothing,
         wire: Wire::NONE,
         add_bytes_per_us: u64::MAX,
+        enqueue_ns: 0,
+        connections: 2,
+        in_place: false,
         copy_ns: 0,
         measured: None,
     };
@@ -186,6 +191,9 @@ fn costs_of(parts: &[Option<f64>; PARTS], (wire, in_flight): (f64, f64), guess: 
             bytes_per_us: rate(byte, wire, guess.wire.bytes_per_us),
         },
         add_bytes_per_us: rate(add, 1.0, guess.add_bytes_per_us),
+        enqueue_ns: guess.enqueue_ns,
+        connections: guess.connections,
+        in_place: guess.in_place,
         copy_ns: ns(copy, 0.0, guess.copy_ns),
         measured: None,
     }
@@ -296,6 +304,7 @@ mod tests {
                 add_bytes_per_us: rest.0,
                 copy_ns: rest.1,
                 measured: None,
+                ..Costs::host()
             }
         };
         [

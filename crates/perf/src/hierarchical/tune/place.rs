@@ -79,7 +79,14 @@ pub fn calls(
     sizes: &[usize],
 ) -> Result<Vec<HierarchicalCall>> {
     let slices = |count| Some(HierarchicalPath::Slices { count });
-    let across = [Some(HierarchicalPath::Whole), slices(1), slices(4)];
+    let one_shot = |count| Some(HierarchicalPath::OneShot { count });
+    let across = [
+        Some(HierarchicalPath::Whole),
+        slices(1),
+        slices(4),
+        one_shot(1),
+        one_shot(4),
+    ];
     let mut all = Vec::new();
     if machines.ranks() > 1 {
         let one = Machines::cut(machines.ranks(), 1)?;
@@ -91,7 +98,12 @@ pub fn calls(
     all.extend(each(machines, dtype, 0, across[0]).pop());
     for bytes in sizes {
         for choice in across {
-            all.extend(each(machines, dtype, *bytes, choice));
+            let all_reduce =
+                |call: &HierarchicalCall| matches!(call.operation, Operation::AllReduce { .. });
+            // Of other operations, what has one shot is the same as slices.
+            let is_one_shot = matches!(choice, Some(HierarchicalPath::OneShot { .. }));
+            let calls = each(machines, dtype, *bytes, choice).into_iter();
+            all.extend(calls.filter(|call| !is_one_shot || all_reduce(call)));
         }
     }
     Ok(all)

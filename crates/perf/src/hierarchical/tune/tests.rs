@@ -59,7 +59,10 @@ fn every_call_goes_the_way_that_is_measured() {
         let plan = brigade::plan::hierarchical::plan(&call, &extent.config(), &costs).unwrap();
         match (call.choice, &plan) {
             (Some(HierarchicalPath::Whole), brigade::HierarchicalPlan::Whole { .. }) => {}
-            (Some(HierarchicalPath::Slices { count }), brigade::HierarchicalPlan::Slices(plan)) => {
+            (
+                Some(HierarchicalPath::Slices { count } | HierarchicalPath::OneShot { count }),
+                brigade::HierarchicalPlan::Slices(plan),
+            ) => {
                 assert_eq!(plan.slices, count as usize, "{call:?}")
             }
             other => panic!("{other:?}"),
@@ -70,6 +73,8 @@ fn every_call_goes_the_way_that_is_measured() {
         ("1 slice", sizes),
         ("4 slices", sizes),
         ("inside", sizes),
+        ("one-shot, 1", extent.sizes.len()),
+        ("one-shot, 4", extent.sizes.len()),
         ("whole", sizes + 1),
     ];
     assert_eq!(ways, want.map(|(way, n)| (way.to_owned(), n)).into());
