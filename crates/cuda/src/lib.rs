@@ -33,6 +33,7 @@ mod device;
 mod devices;
 mod dispatch;
 mod driver;
+mod errands;
 mod factors;
 mod fifo;
 mod finish;

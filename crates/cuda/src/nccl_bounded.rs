@@ -7,6 +7,7 @@
 use crate::{
     card::Card,
     core::HEARSAY,
+    errands::{Errands, errands},
     nccl_comm::{
         Functions, Handle, IN_PROGRESS, Initialize, Settings, Status, UniqueId, check, missing,
     },
@@ -14,11 +15,10 @@ use crate::{
 use brigade_device::{Bootstrap, Error, Reason, Result};
 use parking_lot::{Condvar, Mutex};
 use std::{
-    hint,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicI64, Ordering},
-        mpsc::{self, Receiver, Sender, TryRecvError},
+        atomic::{AtomicBool, Ordering},
+        mpsc,
     },
     thread,
     time::{Duration, Instant},
@@ -26,9 +26,6 @@ use std::{
 
 /// Between two looks whether NCCL has taken a call, once it has not for a while.
 pub(crate) const ROUND: Duration = Duration::from_micros(50);
-
-/// NCCL mostly has taken a call before this, and mostly there is another one.
-const SPINNING: Duration = Duration::from_micros(200);
 
 /// One communicator of this process is given up at a time. NCCL says of communicators on one GPU that several threads must not work with them at
 /// once, and where ranks are threads, the last of them to give a communicator up takes those of all others apart, on their GPUs.
@@ -79,49 +76,32 @@ impl Usable {
     }
 }
 
+/// A call of NCCL's.
+type Work = Box<dyn FnOnce(&Functions, Handle) -> Status + Send>;
+
 /// One rank's communicator of NCCL's, until it is given up.
 pub(crate) struct Bounded {
     shared: Arc<Shared>,
-    errands: Sender<Errand>,
+    errands: Errands<Work>,
 }
 
 /// What the communicator's thread has as well.
 struct Shared {
     functions: Functions,
     card: Arc<Card>,
-    /// NCCL takes one call at a time: whoever makes one holds the lock.
-    comm: Mutex<Option<Handle>>,
+    comm: Handle,
+    /// NCCL takes one call at a time: whoever makes one holds this.
+    turn: Mutex<()>,
     /// Whether it is to be given up: nobody makes calls any more.
     given_up: AtomicBool,
     /// Whether NCCL is through with giving it up.
     ended: AtomicBool,
 }
 
-// SAFETY: a communicator may be used by any thread, by one at a time, as the lock sees to.
+// SAFETY: a communicator may be used by any thread, by one at a time, as the lock sees to; and one gives it up.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
-
-/// A call of NCCL's.
-type Work = Box<dyn FnOnce(&Functions, Handle) -> Status + Send>;
-
-/// A call that the communicator's thread makes, and where it says what came of it.
-struct Errand {
-    work: Work,
-    answer: Arc<AtomicI64>,
-}
-
-/// An answer that has not come, of a call that nobody has begun: no status of NCCL's is as large.
-const PENDING: i64 = i64::MAX;
-
-/// The same of one that is being made.
-const RUNNING: i64 = i64::MAX - 1;
-
-/// An answer that nobody waits for: the call is not made.
-const ABANDONED: i64 = i64::MAX - 2;
-
-/// The answer of a communicator that was given up.
-const GONE: i64 = i64::MIN;
 
 impl std::fmt::Debug for Bounded {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -139,7 +119,7 @@ impl Bounded {
         end: Instant,
     ) -> Result<Arc<Self>> {
         let (tell, told) = mpsc::channel();
-        let (errands, queue) = mpsc::channel();
+        let (errands, queue) = errands::<Work>();
         let card = Arc::clone(card);
         // Until it is handed over, an exit waits for it.
         ending::one_more();
@@ -153,7 +133,7 @@ impl Bounded {
             drop(handed);
             ending::one_less();
             if let Some(shared) = shared {
-                serve(&shared, &queue);
+                queue.serve(|work| shared.answer(work));
             }
         };
         let spawned = thread::Builder::new().name("calls NCCL".into()).spawn(made);
@@ -174,52 +154,20 @@ impl Bounded {
         goes_on: impl Fn() -> Result<()>,
         work: impl FnOnce(&Functions, Handle) -> Status + Send + 'static,
     ) -> Result<()> {
-        let answer = Arc::new(AtomicI64::new(PENDING));
-        let errand = Errand {
-            work: Box::new(work),
-            answer: Arc::clone(&answer),
-        };
-        self.errands.send(errand).map_err(|_| gone())?;
-        let begun = Instant::now();
-        // Why it is waited for no longer, and until when all the same: what is being made mostly ends at once.
-        let mut left: Option<(Error, Instant)> = None;
-        loop {
-            match (answer.load(Ordering::Acquire), &left) {
-                (PENDING | RUNNING, None) => {
-                    let stops = goes_on().err();
-                    left = stops.map(|error| (error, Instant::now() + TURN));
-                }
-                (PENDING, Some((error, _))) => {
-                    let (old, new) = (PENDING, ABANDONED);
-                    let order = (Ordering::AcqRel, Ordering::Acquire);
-                    if answer.compare_exchange(old, new, order.0, order.1).is_ok() {
-                        return Err(error.clone());
-                    }
-                }
-                (RUNNING, Some((error, end))) if Instant::now() >= *end => {
-                    return Err(error.clone());
-                }
-                (RUNNING, Some(_)) => {}
-                (_, Some((error, _))) => return Err(error.clone()),
-                (GONE, None) => return Err(gone().into()),
-                (status, None) => return check(name, status as Status),
-            }
-            if begun.elapsed() < SPINNING {
-                hint::spin_loop();
-            } else {
-                // tidy: sleeps because what takes so long waits for a peer.
-                thread::sleep(ROUND);
-            }
-        }
+        let done = self.errands.done(Box::new(work), goes_on)?;
+        check(name, done.ok_or_else(gone)?)
     }
 
     /// What NCCL has failed with beside its calls. Nothing is known while a call is made.
     pub(crate) fn failed(&self) -> Option<Status> {
         let shared = &self.shared;
-        let comm = (*shared.comm.try_lock()?)?;
+        let _turn = shared.turn.try_lock()?;
+        if shared.given_up.load(Ordering::Acquire) {
+            return None;
+        }
         let mut status = 0;
         // SAFETY: the communicator has not been given up, and the pointer is to a live number.
-        let asked = unsafe { (shared.functions.async_error)(comm, &raw mut status) };
+        let asked = unsafe { (shared.functions.async_error)(shared.comm, &raw mut status) };
         [asked, status]
             .into_iter()
             .find(|s| ![0, IN_PROGRESS].contains(s))
@@ -288,21 +236,18 @@ impl Shared {
         Ok(Self {
             functions,
             card,
-            comm: Mutex::new(Some(comm)),
+            comm,
+            turn: Mutex::default(),
             given_up: AtomicBool::new(false),
             ended: AtomicBool::new(false),
         })
     }
 
     /// Makes a call, unless it was given up.
-    fn answer(&self, work: impl FnOnce(&Functions, Handle) -> Status) -> i64 {
-        let comm = self.comm.lock();
-        match *comm {
-            Some(comm) if !self.given_up.load(Ordering::Acquire) => {
-                work(&self.functions, comm).into()
-            }
-            _ => GONE,
-        }
+    fn answer(&self, work: Work) -> Option<Status> {
+        let _turn = self.turn.lock();
+        let is_left = self.given_up.load(Ordering::Acquire);
+        (!is_left).then(|| work(&self.functions, self.comm))
     }
 
     fn give_up(self: &Arc<Self>, before: Option<Arc<Latch>>) {
@@ -317,7 +262,9 @@ impl Shared {
             if let Some(latch) = before {
                 latch.wait_for(TURN);
             }
-            shared.abort(shared.take());
+            // Behind a call that is being made, unless it waits for what may never come: NCCL tells such a call first that it is to end, by its source.
+            drop(shared.turn.try_lock_for(HEARSAY));
+            shared.abort();
             shared.ended.store(true, Ordering::Release);
             ending::one_less();
         });
@@ -327,22 +274,12 @@ impl Shared {
         }
     }
 
-    /// The communicator, to give it up: behind a call that is being made, unless it waits for what may never come. NCCL tells such a call first that it is
-    /// to end, and frees what it uses half a second later.
-    fn take(&self) -> Option<Handle> {
-        match self.comm.try_lock_for(HEARSAY) {
-            Some(mut comm) => comm.take(),
-            // SAFETY: it is taken out of its place once, since one thread gives it up, and whoever holds the lock only reads.
-            None => unsafe { (*self.comm.data_ptr()).take() },
-        }
-    }
-
-    fn abort(&self, comm: Option<Handle>) {
-        let Some(comm) = comm else { return };
+    /// Once, by whoever gives it up.
+    fn abort(&self) {
         if self.card.bind().is_ok() {
             let _turn = GIVING_UP.try_lock_for(TURN);
-            // SAFETY: made once, taken out of its place once.
-            let _ = unsafe { (self.functions.abort)(comm) };
+            // SAFETY: made once, and given up once, as the flag has it.
+            let _ = unsafe { (self.functions.abort)(self.comm) };
         }
     }
 }
@@ -350,32 +287,8 @@ impl Shared {
 impl Drop for Shared {
     /// Nobody took it over.
     fn drop(&mut self) {
-        let comm = self.comm.get_mut().take();
-        self.abort(comm);
-    }
-}
-
-/// Makes calls as they come, until nobody can make any more. Where some come one after the other, it looks for the next for a while, since to wake
-/// takes longer than a call.
-fn serve(shared: &Shared, queue: &Receiver<Errand>) {
-    loop {
-        let begun = Instant::now();
-        let next = loop {
-            match queue.try_recv() {
-                Err(TryRecvError::Empty) if begun.elapsed() < SPINNING => hint::spin_loop(),
-                Err(TryRecvError::Empty) => break queue.recv().ok(),
-                next => break next.ok(),
-            }
-        };
-        let Some(Errand { work, answer }) = next else {
-            return;
-        };
-        let order = (Ordering::AcqRel, Ordering::Acquire);
-        if answer
-            .compare_exchange(PENDING, RUNNING, order.0, order.1)
-            .is_ok()
-        {
-            answer.store(shared.answer(work), Ordering::Release);
+        if !*self.given_up.get_mut() {
+            self.abort();
         }
     }
 }

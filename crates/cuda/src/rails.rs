@@ -9,7 +9,7 @@ use crate::{
     line::Line,
     mark::{self, CudaMark},
     memory::DeviceMemory,
-    nccl_bounded::{Bounded, Latch, Usable, late, shared},
+    nccl_bounded::{Bounded, Latch, Usable, shared},
     quiet,
     rail::{CONNECTIONS, Exchange, FIRST, NcclRail, Pace, Page},
 };
@@ -18,7 +18,6 @@ use brigade_group::{Stoppable, agree};
 use brigade_sync::Deadline;
 use parking_lot::Mutex;
 use seen::{Failing, Seen};
-use smallvec::SmallVec;
 use std::{
     net::IpAddr,
     sync::Arc,
@@ -61,7 +60,7 @@ impl Found {
 /// A rank's connections to its rail, and the line beside them.
 pub(crate) struct Rails {
     pub(crate) line: Arc<Line>,
-    pub(crate) connections: [NcclRail; CONNECTIONS],
+    pub(crate) connections: Vec<NcclRail>,
     page: Arc<Page>,
     device: Arc<CudaDevice>,
     watched: Mutex<Watched>,
@@ -82,10 +81,9 @@ impl Rails {
         let page = Page::new(core, rail.size()).map(Arc::new);
         let page = agree(line.group(), STEP, page, left())?;
         let comms = comms(&line, &core.device, left())?;
-        let mut numbers = 0..;
-        let new = |comm| NcclRail::new(numbers.next().unwrap_or(0), core, comm, &page, &line);
+        let new = |(number, comm)| NcclRail::new(number, core, comm, &page, &line);
         Ok(Self {
-            connections: comms.map(new),
+            connections: comms.into_iter().enumerate().map(new).collect(),
             device: Arc::clone(&core.device),
             line,
             page,
@@ -188,7 +186,7 @@ impl Rails {
     /// Ends all of NCCL's communicators. They are given up before any is waited for: each takes half a second, and whoever exits in between
     /// is to know of all.
     fn give_up(&self) {
-        let all = self.connections.each_ref().map(NcclRail::comm);
+        let all: Vec<_> = self.connections.iter().map(NcclRail::comm).collect();
         all.iter().for_each(|comm| comm.give_up());
         let end = Instant::now() + HEARSAY;
         all.iter().for_each(|comm| comm.settle_until(end));
@@ -244,11 +242,7 @@ fn own_gpus(line: &Line, device: &CudaDevice, within: Duration) -> Result<()> {
 }
 
 /// A communicator of NCCL's for each connection.
-fn comms(
-    line: &Line,
-    device: &CudaDevice,
-    within: Duration,
-) -> Result<[Arc<Bounded>; CONNECTIONS]> {
+fn comms(line: &Line, device: &CudaDevice, within: Duration) -> Result<Vec<Arc<Bounded>>> {
     let group = line.group();
     let end = Deadline::after(within);
     let left = || end.left();
@@ -263,9 +257,5 @@ fn comms(
         let made = Bounded::make(&device.card, usable, id, place, end.end());
         agree(group, STEP, made, left())
     };
-    let mut made = SmallVec::<[_; CONNECTIONS]>::new();
-    for _ in 0..CONNECTIONS {
-        made.push(make()?);
-    }
-    made.into_inner().map_err(|_| late())
+    (0..CONNECTIONS).map(|_| make()).collect()
 }

@@ -261,7 +261,9 @@ mod tests {
         assert_eq!(options.choice(), Some(three));
         let whole = read("--whole --operation all-gather").unwrap();
         assert_eq!(whole.choice(), Some(HierarchicalPath::Whole));
-        assert!(read("--whole --slices 3").is_err());
+        let shot = read("--one-shot 2").unwrap();
+        assert_eq!(shot.choice(), Some(HierarchicalPath::OneShot { count: 2 }));
+        assert!(read("--whole --slices 3").is_err() && read("--whole --one-shot 3").is_err());
         assert_eq!(options.nccl_algo, [Algo::Ring, Algo::Tree]);
         assert_eq!((options.op, options.dtype), (Op::Max, Float::F16));
         for operation in Operation::value_variants() {

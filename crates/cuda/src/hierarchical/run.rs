@@ -146,8 +146,8 @@ impl Run<'_> {
         self.exchange(rails, (self.on, idle), (&p, what), true)
     }
 
-    /// An exchange while no other one is under way: by two connections, unless it is small or NCCL gathers it. The stream of a phase that does nothing then is
-    /// the second one's.
+    /// An exchange while no other one is under way: by two connections, unless it is small or NCCL gathers it. The stream of a phase that does
+    /// nothing then is the second one's.
     fn exchange(
         &self,
         rails: &Rails,
