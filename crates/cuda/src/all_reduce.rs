@@ -35,7 +35,7 @@ pub(crate) struct Piece {
 
 impl Kind {
     /// Elements from `start` on.
-    fn piece(self, start: usize, elements: usize, from: &Buffer, to: &Buffer) -> Piece {
+    pub(crate) fn piece(self, start: usize, elements: usize, from: &Buffer, to: &Buffer) -> Piece {
         Piece {
             elements,
             from: from.address() + (start * self.dtype.bytes()) as u64,
@@ -101,11 +101,10 @@ impl CudaComm {
         }
         if algorithm == AllReduceAlgorithm::Nccl {
             let sums = self.core.nccl()?;
-            let whole = kind.piece(0, from.shape().len(), &from, &to);
             let kept = Kept::Nccl(Arc::clone(sums)).buffer()?;
             self.core
                 .collective(on, signed, &[&from, &kept], Some(&to), |job| {
-                    job.sum_by_nccl(sums, kind, whole)
+                    job.sum_by_nccl(sums, kind, (&from, &to))
                 })?;
             return Ok(plan);
         }

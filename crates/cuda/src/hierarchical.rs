@@ -70,6 +70,9 @@ impl Stoppable for Core {
     fn fault(&self) -> Option<FaultRecord> {
         Self::fault(self)
     }
+    fn known(&self) -> Option<FaultRecord> {
+        Self::known(self)
+    }
     fn tell(&self, record: FaultRecord) {
         Self::tell(self, record);
     }
@@ -129,18 +132,22 @@ pub(crate) fn join(
         let join = |config| comm::join_one(Arc::clone(device), part, config);
         Ok([join(&first)?, join(&second)?])
     })?;
+    let connections = config
+        .connections
+        .map_or(CONNECTIONS, |most| CONNECTIONS.min(most.into()));
     let rails = match machines.count() {
         1 => None,
         _ => {
             let rails = split(boot, machines.local_of(group.rank), within, |part| {
-                Rails::join(part, &inside[0].core, device.rail_address, within)
+                let at = device.rail_address;
+                Rails::join(part, &inside[0].core, connections, at, within)
             })?;
             // NCCL's first kernels, once nobody loads anything any more.
             agree(boot, "join: rails", rails.warm_up(within), within)?;
             Some(Arc::new(rails))
         }
     };
-    let streams = (0..Track::homes(CONNECTIONS)).map(|home| {
+    let streams = (0..Track::homes(connections)).map(|home| {
         // Later phases make room for others.
         let phase = Phase::ALL.get(home).unwrap_or(&Phase::Collect);
         device.stream(*phase as i8)
@@ -196,12 +203,23 @@ impl Inner {
     /// Looks at everything that can stop it, and stops all if something has. The rails first: whoever finds a core stopped may wait to hear
     /// why, and it may be a rail that knows.
     fn look(&self) -> Option<FaultRecord> {
+        self.look_at_rails();
+        self.across.relay()
+    }
+
+    /// The same for the watch, who waits for nothing: a kernel that misses what another machine should have sent stops its core, and why is the
+    /// watch's to hear.
+    fn look_on(&self) {
+        self.look_at_rails();
+        self.across.relay_known();
+    }
+
+    fn look_at_rails(&self) {
         let generation = self.across.generation();
         let rails = self.rails.as_ref();
         if let Some(found) = rails.and_then(|rails| rails.look(self.most())) {
             self.across.stop_in(generation, self.record_of(&found));
         }
-        self.across.relay()
     }
 
     /// Whether calls can be made.

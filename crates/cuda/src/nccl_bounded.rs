@@ -1,8 +1,11 @@
-//! A communicator of NCCL's whose calls end.
+//! Communicators of NCCL's whose calls end.
 //!
-//! NCCL waits without a bound, on the host and on the GPU, and its kernels know no stop word. So a thread of the communicator's own makes
-//! its calls, for which whoever wants them waits as long as that is of use; and it can be given up, which ends its kernels. Who uses it
+//! NCCL waits without a bound, on the host and on the GPU, and its kernels know no stop word. So a thread of their own makes
+//! their calls, for which whoever wants them waits as long as that is of use; and they can be given up, which ends their kernels. Who uses them
 //! sees to it that somebody watches. (NCCL's own way, communicators that do not block, starts a thread for each call, which takes 130 us.)
+//!
+//! [NCCL forbids](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/threadsafety.html) that several threads work with communicators
+//! on one GPU at once. So those that a rank has for one purpose are made, called and given up together, by one thread at a time.
 
 use crate::{
     card::Card,
@@ -27,11 +30,14 @@ use std::{
 /// Between two looks whether NCCL has taken a call, once it has not for a while.
 pub(crate) const ROUND: Duration = Duration::from_micros(50);
 
-/// One communicator of this process is given up at a time. NCCL says of communicators on one GPU that several threads must not work with them at
-/// once, and where ranks are threads, the last of them to give a communicator up takes those of all others apart, on their GPUs.
-static GIVING_UP: Mutex<()> = Mutex::new(());
+/// One rank of this process frees what it gave up at a time: where ranks are threads, the last of them to give a communicator up takes those of all
+/// others apart, on their GPUs.
+static FREEING: Mutex<()> = Mutex::new(());
 
-/// How long one waits for that: the one before may be kept by graphs, and this one's kernels still run.
+/// How long one waits for that: what the one before gave up may be kept by graphs.
+const FREES: Duration = HEARSAY;
+
+/// How long what is to come before is waited for.
 const TURN: Duration = Duration::from_millis(100);
 
 /// What is to come before something else is opened once.
@@ -79,26 +85,26 @@ impl Usable {
 /// A call of NCCL's.
 type Work = Box<dyn FnOnce(&Functions, Handle) -> Status + Send>;
 
-/// One rank's communicator of NCCL's, until it is given up.
+/// One rank's communicators of NCCL's, until they are given up.
 pub(crate) struct Bounded {
     shared: Arc<Shared>,
-    errands: Errands<Work>,
+    errands: Errands<(usize, Work)>,
 }
 
-/// What the communicator's thread has as well.
+/// What the communicators' thread has as well.
 struct Shared {
     functions: Functions,
     card: Arc<Card>,
-    comm: Handle,
+    comms: Vec<Handle>,
     /// NCCL takes one call at a time: whoever makes one holds this.
     turn: Mutex<()>,
-    /// Whether it is to be given up: nobody makes calls any more.
+    /// Whether they are to be given up: nobody makes calls any more.
     given_up: AtomicBool,
-    /// Whether NCCL is through with giving it up.
+    /// Whether NCCL is through with giving them up.
     ended: AtomicBool,
 }
 
-// SAFETY: a communicator may be used by any thread, by one at a time, as the lock sees to; and one gives it up.
+// SAFETY: communicators may be used by any thread, by one at a time, as the lock sees to; and one gives them up.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}
@@ -110,21 +116,22 @@ impl std::fmt::Debug for Bounded {
 }
 
 impl Bounded {
-    /// This rank's part of the communicator that all ranks of a group make. NCCL may load what it needs, so nobody should wait on the GPU.
+    /// This rank's part of the communicators of these names, which all ranks of a group make. NCCL may load what it needs, so nobody should wait on
+    /// the GPU.
     pub(crate) fn make(
         card: &Arc<Card>,
         usable: Usable,
-        id: UniqueId,
+        names: Vec<UniqueId>,
         place: (usize, usize),
         end: Instant,
     ) -> Result<Arc<Self>> {
         let (tell, told) = mpsc::channel();
-        let (errands, queue) = errands::<Work>();
+        let (errands, queue) = errands::<(usize, Work)>();
         let card = Arc::clone(card);
         // Until it is handed over, an exit waits for it.
         ending::one_more();
         let made = move || {
-            let made = Shared::make(card, usable, id, place).map(Arc::new);
+            let made = Shared::make(card, usable, names, place).map(Arc::new);
             ending::waits();
             let shared = made.as_ref().ok().map(Arc::clone);
             let handed = tell.send(made);
@@ -146,35 +153,37 @@ impl Bounded {
         Ok(Arc::new(Self { shared, errands }))
     }
 
-    /// Makes a call. `goes_on` says whether to wait on for NCCL to take it, as it mostly does at once; a call that finds its peers only now waits
+    /// Makes a call with one of them. `goes_on` says whether to wait on for NCCL to take it, as it mostly does at once; a call that finds its peers only now waits
     /// for them.
     pub(crate) fn call(
         &self,
+        which: usize,
         name: &'static str,
         goes_on: impl Fn() -> Result<()>,
         work: impl FnOnce(&Functions, Handle) -> Status + Send + 'static,
     ) -> Result<()> {
-        let done = self.errands.done(Box::new(work), goes_on)?;
+        let done = self.errands.done((which, Box::new(work)), goes_on)?;
         check(name, done.ok_or_else(gone)?)
     }
 
-    /// What NCCL has failed with beside its calls. Nothing is known while a call is made.
-    pub(crate) fn failed(&self) -> Option<Status> {
+    /// What NCCL has failed with beside calls with one of them. Nothing is known while a call is made.
+    pub(crate) fn failed(&self, which: usize) -> Option<Status> {
         let shared = &self.shared;
         let _turn = shared.turn.try_lock()?;
         if shared.given_up.load(Ordering::Acquire) {
             return None;
         }
         let mut status = 0;
+        let comm = shared.comms[which];
         // SAFETY: the communicator has not been given up, and the pointer is to a live number.
-        let asked = unsafe { (shared.functions.async_error)(shared.comm, &raw mut status) };
+        let asked = unsafe { (shared.functions.async_error)(comm, &raw mut status) };
         [asked, status]
             .into_iter()
             .find(|s| ![0, IN_PROGRESS].contains(s))
     }
 
-    /// Ends NCCL's kernels, and its communicator. On a thread of its own, since NCCL waits for graphs that use it to be
-    /// dropped; their kernels find that it was given up, and end at once.
+    /// Ends NCCL's kernels, and the communicators. On a thread of its own, since NCCL waits for graphs that use them to be
+    /// dropped; their kernels find that they were given up, and end at once.
     pub(crate) fn give_up(&self) {
         self.give_up_behind(None);
     }
@@ -184,14 +193,9 @@ impl Bounded {
         self.shared.give_up(before);
     }
 
-    /// Waits until NCCL is through with being given up, if it is, but not for long: graphs may keep it.
+    /// Waits until NCCL is through with giving them up, if it is to, but not for long: graphs may keep them.
     pub(crate) fn settle(&self) {
-        self.settle_until(Instant::now() + HEARSAY);
-    }
-
-    /// The same, with others that have one end.
-    pub(crate) fn settle_until(&self, end: Instant) {
-        let shared = &self.shared;
+        let (shared, end) = (&self.shared, Instant::now() + FREES + HEARSAY);
         if !shared.given_up.load(Ordering::Acquire) {
             return;
         }
@@ -203,9 +207,9 @@ impl Bounded {
 }
 
 impl Drop for Bounded {
-    /// Nobody uses it any more: all of a communicator's work is done by then.
+    /// Nobody uses them any more: all of their work is done by then.
     fn drop(&mut self) {
-        // Whoever gave it up before has waited for that.
+        // Whoever gave them up before has waited for that.
         if !self.shared.given_up.load(Ordering::Acquire) {
             self.give_up_behind(None);
             self.settle();
@@ -214,40 +218,44 @@ impl Drop for Bounded {
 }
 
 impl Shared {
-    /// The communicator, which waits for its peers without a bound.
+    /// The communicators, which wait for their peers without a bound.
     fn make(
         card: Arc<Card>,
         usable: Usable,
-        id: UniqueId,
+        names: Vec<UniqueId>,
         (rank, size): (usize, usize),
     ) -> Result<Self> {
         const CALL: &str = "ncclCommInitRankConfig";
         card.bind()?;
         let Usable { functions, init } = usable;
-        let mut comm = std::ptr::null_mut();
-        let (size, rank) = (size as _, rank as _);
-        // SAFETY: the pointers are to a live handle and to a static; this thread's context is the device's.
-        let status = unsafe { init(&raw mut comm, size, id, rank, &Settings::BLOCKING) };
-        check(CALL, status)?;
-        if comm.is_null() {
-            return Err(missing("it makes no communicator"));
-        }
-        // From here on, dropping it gives NCCL's communicator up.
-        Ok(Self {
+        // From here on, dropping it gives NCCL's communicators up.
+        let mut made = Self {
             functions,
             card,
-            comm,
+            comms: Vec::with_capacity(names.len()),
             turn: Mutex::default(),
             given_up: AtomicBool::new(false),
             ended: AtomicBool::new(false),
-        })
+        };
+        for name in names {
+            let mut comm = std::ptr::null_mut();
+            let (size, rank) = (size as _, rank as _);
+            // SAFETY: the pointers are to a live handle and to a static; this thread's context is the device's.
+            let status = unsafe { init(&raw mut comm, size, name, rank, &Settings::BLOCKING) };
+            check(CALL, status)?;
+            if comm.is_null() {
+                return Err(missing("it makes no communicator"));
+            }
+            made.comms.push(comm);
+        }
+        Ok(made)
     }
 
-    /// Makes a call, unless it was given up.
-    fn answer(&self, work: Work) -> Option<Status> {
+    /// Makes a call, unless they were given up.
+    fn answer(&self, (which, work): (usize, Work)) -> Option<Status> {
         let _turn = self.turn.lock();
         let is_left = self.given_up.load(Ordering::Acquire);
-        (!is_left).then(|| work(&self.functions, self.comm))
+        (!is_left).then(|| work(&self.functions, self.comms[which]))
     }
 
     fn give_up(self: &Arc<Self>, before: Option<Arc<Latch>>) {
@@ -274,12 +282,22 @@ impl Shared {
         }
     }
 
-    /// Once, by whoever gives it up.
+    /// Once, by whoever gives them up. NCCL tells the kernels of each as it is given up, and frees what they had, beside each other, at the end of the group.
     fn abort(&self) {
-        if self.card.bind().is_ok() {
-            let _turn = GIVING_UP.try_lock_for(TURN);
-            // SAFETY: made once, and given up once, as the flag has it.
-            let _ = unsafe { (self.functions.abort)(self.comm) };
+        if self.card.bind().is_err() {
+            return;
+        }
+        let f = &self.functions;
+        // SAFETY: each was made once, and is given up once, as the flag has it; a group that was begun is ended, by the same thread.
+        unsafe {
+            let begun = (f.group_start)();
+            for &comm in &self.comms {
+                let _ = (f.abort)(comm);
+            }
+            let _turn = FREEING.try_lock_for(FREES);
+            if begun == 0 {
+                let _ = (f.group_end)();
+            }
         }
     }
 }

@@ -16,8 +16,8 @@ use crate::{
     quiet,
 };
 use brigade_device::{
-    Bootstrap, DataType, Error, FaultKind, FaultRecord, Group, Operation, Reason, ReduceOp, Result,
-    Storage,
+    Bootstrap, Buffer, DataType, Error, FaultKind, FaultRecord, Group, Operation, Reason, ReduceOp,
+    Result, Storage,
 };
 use brigade_group::{Control, agree};
 use brigade_sync::{Area, Deadline};
@@ -63,7 +63,7 @@ impl NcclSums {
         quiet::quiet(device.card.context.ordinal());
         let end = Deadline::after(within).end();
         let place = (boot.rank(), boot.size());
-        let made = Bounded::make(&device.card, usable, id, place, end).and_then(|comm| {
+        let made = Bounded::make(&device.card, usable, vec![id], place, end).and_then(|comm| {
             let sums = Self {
                 comm,
                 gone: AtomicBool::new(false),
@@ -98,7 +98,9 @@ impl NcclSums {
                     from: at,
                     to: at,
                 };
-                self.enqueue((dtype, op), piece, lane.stream.cast(), || remains(end))?;
+                self.enqueue((dtype, op), piece, lane.stream.cast(), None, || {
+                    remains(end)
+                })?;
             }
         }
         let left = end.saturating_duration_since(Instant::now());
@@ -108,20 +110,24 @@ impl NcclSums {
         }
     }
 
-    /// Enqueues a sum. `goes_on` says whether to wait on for NCCL to take it.
+    /// Enqueues a sum. `goes_on` says whether to wait on for NCCL to take it, which may turn to what it `keeps` when nobody waits for that any more.
     fn enqueue(
         &self,
         (dtype, op): (DataType, ReduceOp),
         piece: Piece,
         stream: Handle,
+        keeps: Option<(Arc<Lane>, [Buffer; 2])>,
         goes_on: impl Fn() -> Result<()>,
     ) -> Result<()> {
         let (kind, op) = (reduced_type(dtype)?, operation(op));
         let (from, to, stream) = (piece.from, piece.to, stream as usize);
-        self.comm.call("ncclAllReduce", goes_on, move |f, comm| {
+        self.comm.call(0, "ncclAllReduce", goes_on, move |f, comm| {
             let (from, to, stream) = (from as *const _, to as *mut _, stream as Handle);
             // SAFETY: both buffers hold so many elements and are kept until the work is done, as callers see to.
-            unsafe { (f.all_reduce)(from, to, piece.elements, kind, op, comm, stream) }
+            let status =
+                unsafe { (f.all_reduce)(from, to, piece.elements, kind, op, comm, stream) };
+            drop(keeps);
+            status
         })
     }
 
@@ -133,7 +139,7 @@ impl NcclSums {
         let ends = control.is_closed() || peers.any(|p| control.departed(p));
         if !ends
             && control.fault().is_none()
-            && let Some(status) = self.comm.failed()
+            && let Some(status) = self.comm.failed(0)
         {
             control.raise(FaultRecord {
                 seen: status as u64,
@@ -169,7 +175,12 @@ impl NcclSums {
 
 impl Job<'_> {
     /// A sum by NCCL, once all ranks are in the same call, and while a wait beside it sees to it that they all come out again.
-    pub(crate) fn sum_by_nccl(&mut self, sums: &NcclSums, kind: Kind, piece: Piece) -> Result<()> {
+    pub(crate) fn sum_by_nccl(
+        &mut self,
+        sums: &NcclSums,
+        kind: Kind,
+        (from, to): (&Buffer, &Buffer),
+    ) -> Result<()> {
         let core = self.core;
         self.steps.meet();
         let of = self.begin(Area::Scratch);
@@ -177,13 +188,16 @@ impl Job<'_> {
         let mut beside = core.steps();
         beside.await_all(of, 0);
         self.steps_on(Side::Waiter, beside)?;
+        let piece = kind.piece(0, from.shape().len(), from, to);
         if piece.elements > 0 {
             let end = Instant::now() + core.config.deadline;
             let goes_on = || match core.fault() {
                 Some(fault) => Err(Error::Fault(fault)),
                 None => remains(end),
             };
-            sums.enqueue((kind.dtype, kind.op), piece, self.stream.cast(), goes_on)?;
+            let keeps = Some((Arc::clone(self.lane), [from.clone(), to.clone()]));
+            let stream = self.stream.cast();
+            sums.enqueue((kind.dtype, kind.op), piece, stream, keeps, goes_on)?;
         }
         self.steps.filled_to_all(of, core.rank(), 0);
         self.steps_now()?;

@@ -113,7 +113,8 @@ pub(crate) struct NcclRail {
     connection: usize,
     /// Whose kernels stop with the rail, and compare signatures.
     core: Arc<Core>,
-    comm: Mutex<Arc<Bounded>>,
+    /// Those of all connections, of which this has one.
+    comms: Mutex<Arc<Bounded>>,
     page: Arc<Page>,
     line: Arc<Line>,
     /// What NCCL refused a call with, or 0.
@@ -126,7 +127,7 @@ impl NcclRail {
     pub(crate) fn new(
         connection: usize,
         core: &Arc<Core>,
-        comm: Arc<Bounded>,
+        comms: &Arc<Bounded>,
         page: &Arc<Page>,
         line: &Arc<Line>,
     ) -> Self {
@@ -139,7 +140,7 @@ impl NcclRail {
             },
             connection,
             core: Arc::clone(core),
-            comm: Mutex::new(comm),
+            comms: Mutex::new(Arc::clone(comms)),
             page: Arc::clone(page),
             line: Arc::clone(line),
             refused: AtomicI32::new(0),
@@ -147,17 +148,17 @@ impl NcclRail {
         }
     }
 
-    /// Another communicator, behind a reset.
-    pub(crate) fn renew(&self, comm: Arc<Bounded>) {
+    /// Other communicators, behind a reset.
+    pub(crate) fn renew(&self, comms: &Arc<Bounded>) {
         self.refused.store(0, Ordering::Release);
         self.overdue_ns.store(0, Ordering::Release);
-        let before = std::mem::replace(&mut *self.comm.lock(), comm);
+        let before = std::mem::replace(&mut *self.comms.lock(), Arc::clone(comms));
         drop(before);
     }
 
-    /// The communicator of now.
-    pub(crate) fn comm(&self) -> Arc<Bounded> {
-        Arc::clone(&self.comm.lock())
+    /// The communicators of now.
+    pub(crate) fn comms(&self) -> Arc<Bounded> {
+        Arc::clone(&self.comms.lock())
     }
 
     /// Whether it did not take a call.
@@ -174,7 +175,7 @@ impl NcclRail {
     /// What NCCL has failed with, in a call or beside them.
     pub(crate) fn failed(&self) -> Option<Status> {
         let refused = Some(self.refused.load(Ordering::Acquire)).filter(|&code| code != 0);
-        refused.or_else(|| self.comm().failed())
+        refused.or_else(|| self.comms().failed(self.connection))
     }
 
     /// What became of a call that NCCL did not take, `within` that time or at all. Mostly that is for something that another rank did, and which is known
@@ -260,7 +261,7 @@ impl NcclRail {
                 keeps: Some((Arc::clone(lane), buffers.clone())),
             };
             // SAFETY: all parts lie in buffers of the call or in the rail's memory, which are kept until the work is done.
-            let done = unsafe { group.call(&self.comm(), stream, goes_on) };
+            let done = unsafe { group.call((&self.comms(), self.connection), stream, goes_on) };
             // Also after a failure: nothing is under way then.
             let shown = self.page.ends(self.connection, stream);
             done.and(shown)
@@ -383,7 +384,7 @@ impl NcclRail {
         let received: Vec<Part> = others().map(word).collect();
         let gathers = FIRST.map(|bytes| vec![(memory + (me * bytes) as u64, memory, bytes)]);
         let stream = lane.stream;
-        let comm = self.comm();
+        let comms = self.comms();
         let goes_on = || remains(end);
         let exchange = Grouped {
             sent,
@@ -400,7 +401,7 @@ impl NcclRail {
         // SAFETY: words of the rail's memory, and memory that is kept if anything of it fails.
         let mut called = std::iter::once(exchange)
             .chain(gathers)
-            .map(|group| unsafe { group.call(&comm, stream, goes_on) });
+            .map(|group| unsafe { group.call((&comms, self.connection), stream, goes_on) });
         let called = called.try_for_each(|called| called);
         let left = end.saturating_duration_since(Instant::now());
         let done = called.and_then(|()| {
@@ -411,7 +412,7 @@ impl NcclRail {
         });
         if done.is_err() {
             // A kernel that still waits there ends when NCCL is given up.
-            comm.give_up();
+            comms.give_up();
             std::mem::forget(lane);
         }
         // What was sent was what the last call signed, before a reset.
@@ -435,12 +436,12 @@ impl Grouped {
     /// All parts must lie in memory within reach until the work is done.
     unsafe fn call(
         self,
-        comm: &Bounded,
+        (comms, connection): (&Bounded, usize),
         stream: sys::CUstream,
         goes_on: impl Fn() -> Result<()>,
     ) -> Result<()> {
         let stream = stream as usize;
-        comm.call(CALLS, goes_on, move |f, comm| {
+        comms.call(connection, CALLS, goes_on, move |f, comm| {
             // SAFETY: the caller's promise.
             let status = unsafe { self.enqueue(f, comm, stream as Handle) };
             drop(self.keeps);
@@ -505,6 +506,6 @@ impl Rail for NcclRail {
 
     fn stop(&self, record: FaultRecord) {
         self.line.tell_fault(record);
-        self.comm().give_up();
+        self.comms().give_up();
     }
 }

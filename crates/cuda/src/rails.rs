@@ -4,7 +4,7 @@ mod seen;
 
 use crate::{
     CudaDevice, Missing,
-    core::{Core, HEARSAY},
+    core::Core,
     devices,
     line::Line,
     mark::{self, CudaMark},
@@ -67,10 +67,11 @@ pub(crate) struct Rails {
 }
 
 impl Rails {
-    /// All ranks of a rail make all, or all fail. `core` is a communicator inside the machine.
+    /// All ranks of a rail make all, so many connections, or all fail. `core` is a communicator inside the machine.
     pub(crate) fn join(
         rail: &dyn Bootstrap,
         core: &Arc<Core>,
+        connections: usize,
         at: Option<IpAddr>,
         within: Duration,
     ) -> Result<Self> {
@@ -80,10 +81,10 @@ impl Rails {
         own_gpus(&line, &core.device, left())?;
         let page = Page::new(core, rail.size()).map(Arc::new);
         let page = agree(line.group(), STEP, page, left())?;
-        let comms = comms(&line, &core.device, left())?;
-        let new = |(number, comm)| NcclRail::new(number, core, comm, &page, &line);
+        let comms = comms((&line, connections), &core.device, left())?;
+        let new = |number| NcclRail::new(number, core, &comms, &page, &line);
         Ok(Self {
-            connections: comms.into_iter().enumerate().map(new).collect(),
+            connections: (0..connections).map(new).collect(),
             device: Arc::clone(&core.device),
             line,
             page,
@@ -166,9 +167,10 @@ impl Rails {
         self.give_up();
         let group = self.line.group();
         group.all_gather(&[], left())?;
-        let made = comms(&self.line, &self.device, left())?;
-        for (rail, comm) in self.connections.iter().zip(made) {
-            rail.renew(comm);
+        let own = (&*self.line, self.connections.len());
+        let made = comms(own, &self.device, left())?;
+        for rail in &self.connections {
+            rail.renew(&made);
         }
         self.page.clear();
         self.warm_up(left())?;
@@ -183,13 +185,16 @@ impl Rails {
         self.give_up();
     }
 
-    /// Ends all of NCCL's communicators. They are given up before any is waited for: each takes half a second, and whoever exits in between
-    /// is to know of all.
+    /// Ends NCCL's communicators.
     fn give_up(&self) {
-        let all: Vec<_> = self.connections.iter().map(NcclRail::comm).collect();
-        all.iter().for_each(|comm| comm.give_up());
-        let end = Instant::now() + HEARSAY;
-        all.iter().for_each(|comm| comm.settle_until(end));
+        let comms = self.comms();
+        comms.give_up();
+        comms.settle();
+    }
+
+    /// NCCL's communicators of now.
+    fn comms(&self) -> Arc<Bounded> {
+        self.connections[0].comms()
     }
 }
 
@@ -210,10 +215,7 @@ impl Stoppable for Rails {
         };
         // In this order: whom NCCL fails then has heard why.
         self.line.tell_fault(record);
-        for rail in &self.connections {
-            rail.comm()
-                .give_up_behind(Some(Arc::clone(&inside_stopped)));
-        }
+        self.comms().give_up_behind(Some(inside_stopped));
     }
 
     fn stop(&self, record: FaultRecord) {
@@ -242,20 +244,22 @@ fn own_gpus(line: &Line, device: &CudaDevice, within: Duration) -> Result<()> {
 }
 
 /// A communicator of NCCL's for each connection.
-fn comms(line: &Line, device: &CudaDevice, within: Duration) -> Result<Vec<Arc<Bounded>>> {
+fn comms(
+    (line, connections): (&Line, usize),
+    device: &CudaDevice,
+    within: Duration,
+) -> Result<Arc<Bounded>> {
     let group = line.group();
     let end = Deadline::after(within);
     let left = || end.left();
-    let make = || -> Result<Arc<Bounded>> {
-        let found = Usable::find();
-        // Where it is missing, the reason with its remedy says more than the ranks' list.
-        let own = found.as_ref().err().cloned();
-        let usable = agree(group, STEP, found, left()).map_err(|ranks| own.unwrap_or(ranks))?;
-        let id = usable.name(group, left())?;
-        quiet::quiet(device.card.context.ordinal());
-        let place = (group.rank(), group.size());
-        let made = Bounded::make(&device.card, usable, id, place, end.end());
-        agree(group, STEP, made, left())
-    };
-    (0..CONNECTIONS).map(|_| make()).collect()
+    let found = Usable::find();
+    // Where it is missing, the reason with its remedy says more than the ranks' list.
+    let own = found.as_ref().err().cloned();
+    let usable = agree(group, STEP, found, left()).map_err(|ranks| own.unwrap_or(ranks))?;
+    let names = (0..connections).map(|_| usable.name(group, left()));
+    let names = names.collect::<Result<_>>()?;
+    quiet::quiet(device.card.context.ordinal());
+    let place = (group.rank(), group.size());
+    let made = Bounded::make(&device.card, usable, names, place, end.end());
+    agree(group, STEP, made, left())
 }

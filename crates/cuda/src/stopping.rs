@@ -6,20 +6,24 @@ use brigade_sync::Memory;
 use std::time::Instant;
 
 impl Core {
-    /// The fault that stopped the group in this generation, whoever found it.
+    /// The fault that stopped the group in this generation, whoever found it. Where a kernel was stopped and nobody has said why, that is waited
+    /// for.
     pub(crate) fn fault(&self) -> Option<FaultRecord> {
         let generation = self.generation();
-        let report = &self.memory.report;
-        if let Some(record) = self.control.fault() {
-            return Some(record);
-        }
-        if let Some(record) = report.fault(generation) {
-            return self.raise_in(generation, record);
-        }
-        if report.stopped(generation) {
+        let known = self.known();
+        if known.is_none() && self.memory.report.stopped(generation) {
             return self.hear_of_fault(generation);
         }
-        None
+        known
+    }
+
+    /// The same, as far as it is known.
+    pub(crate) fn known(&self) -> Option<FaultRecord> {
+        let generation = self.generation();
+        self.control.fault().or_else(|| {
+            let record = self.memory.report.fault(generation)?;
+            self.raise_in(generation, record)
+        })
     }
 
     /// A kernel of this rank found the group stopped: whoever stopped it is about to say why.

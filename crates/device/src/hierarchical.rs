@@ -319,7 +319,7 @@ pub struct SlicedPlan {
     pub rank_elements: usize,
     /// Places for slices on their way: the `n`-th takes the one of the slice so many before it, once that has left it.
     pub slots: usize,
-    /// Connections that each rank has to its rail, which steps along it take in turn.
+    /// Connections to the rail that steps along it take in turn: as few as are as quick as all that a rank has.
     pub connections: usize,
     /// Which bits; of a gather, none.
     pub order: Option<SumOrder>,
@@ -349,10 +349,11 @@ impl fmt::Display for HierarchicalPlan {
                 let phases: Vec<_> = p.phases.iter().map(|p| p.name()).collect();
                 write!(
                     f,
-                    "{} x {} elements a rank in {} slots: {}{order}, expected {:.1?} by {}",
+                    "{} x {} elements a rank in {} slots by {} connections: {}{order}, expected {:.1?} by {}",
                     p.slices,
                     p.rank_elements,
                     p.slots,
+                    p.connections,
                     phases.join(", "),
                     p.expected,
                     p.basis

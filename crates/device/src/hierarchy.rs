@@ -25,6 +25,9 @@ pub struct HierarchyConfig {
     pub slice_bytes: Option<usize>,
     /// Most slices on their way at a time; `None` leaves it to the plan.
     pub parallelism: Option<u16>,
+    /// Most connections of a rank to its rail, at least 2; `None` leaves them to the device. Each takes memory and threads of whatever carries
+    /// it (NCCL, on GPUs).
+    pub connections: Option<u16>,
 }
 
 impl HierarchyConfig {
@@ -44,6 +47,7 @@ impl HierarchyConfig {
             staging_bytes: 256 << 20,
             slice_bytes: None,
             parallelism: None,
+            connections: None,
         }
     }
 
@@ -88,6 +92,9 @@ impl HierarchyConfig {
         }
         if self.parallelism == Some(0) {
             return Err(Error::invalid("parallelism", 0, "at least 1"));
+        }
+        if let Some(few @ (0 | 1)) = self.connections {
+            return Err(Error::invalid("connections", few, "at least 2"));
         }
         Ok(())
     }

@@ -14,8 +14,13 @@ use std::{
 
 /// One of the groups that a hierarchy is made of, on this rank.
 pub trait Stoppable: Send + Sync {
-    /// What stopped it, if it was stopped.
+    /// What stopped it, if it was stopped. It may wait to hear why.
     fn fault(&self) -> Option<FaultRecord>;
+
+    /// The same, as far as it is known: waits for nothing.
+    fn known(&self) -> Option<FaultRecord> {
+        self.fault()
+    }
 
     /// Has it hear of what stopped another one, as far as that waits for nothing; [`stop`](Self::stop) is next.
     fn tell(&self, _record: FaultRecord) {}
@@ -98,13 +103,17 @@ impl Across {
 
     /// What stopped it: the first that this rank heard of.
     pub fn fault(&self) -> Option<FaultRecord> {
+        self.found(|part| part.fault())
+    }
+
+    fn found(&self, of: impl Fn(&dyn Stoppable) -> Option<FaultRecord>) -> Option<FaultRecord> {
         let (known, generation) = (*self.fault.lock(), self.generation());
         if known.is_some() || self.renewing.load(Ordering::Acquire) {
             return known;
         }
         // Nothing is held meanwhile: a group may wait to hear why it was stopped, and another thread of this rank be about to say it.
         let found = self.parts.iter().find_map(|(part, numbers)| {
-            let record = part.fault()?;
+            let record = of(&**part)?;
             Some(self.machines.over_all(record, self.group.rank, *numbers))
         });
         let mut fault = self.fault.lock();
@@ -119,10 +128,19 @@ impl Across {
         self.generation() == generation && !self.renewing.load(Ordering::Acquire)
     }
 
-    /// If one group was stopped, stops the others.
+    /// If one group was stopped, stops the others. It may wait to hear why.
     pub fn relay(&self) -> Option<FaultRecord> {
+        self.relay_of(|part| part.fault())
+    }
+
+    /// The same, for whoever is to hear why: waits for nothing.
+    pub fn relay_known(&self) -> Option<FaultRecord> {
+        self.relay_of(|part| part.known())
+    }
+
+    fn relay_of(&self, of: impl Fn(&dyn Stoppable) -> Option<FaultRecord>) -> Option<FaultRecord> {
         let generation = self.generation();
-        let record = self.fault()?;
+        let record = self.found(of)?;
         // Whoever has begun with it is done before any group starts anew; and what stopped one generation stops no later one.
         let _turn = self.relaying.read_recursive();
         if self.is_in(generation) {
@@ -317,6 +335,34 @@ mod tests {
         assert!(matches!(failed, Err(Error::Busy(_))));
         assert!(parts.iter().all(|part| part.fault().is_some()));
         assert_eq!(across.generation(), 2);
+    }
+
+    /// A group that was stopped and waits to hear why.
+    struct Deaf;
+
+    impl Stoppable for Deaf {
+        fn fault(&self) -> Option<FaultRecord> {
+            unreachable!("whoever is to hear why waits for it")
+        }
+        fn known(&self) -> Option<FaultRecord> {
+            None
+        }
+        fn stop(&self, _: FaultRecord) {}
+    }
+
+    /// Why a group was stopped may be what another one is about to hear, from who looks.
+    #[test]
+    fn who_is_to_hear_why_waits_for_no_group() {
+        let (mut across, parts) = four();
+        let deaf = Arc::new(Deaf) as Arc<dyn Stoppable>;
+        across.parts.insert(0, (deaf, Numbers::Inside));
+        assert_eq!(across.relay_known(), None);
+        let heard = across.record(FaultKind::PeerLost);
+        parts[3].tell(heard);
+        let told = across.relay_known();
+        assert_eq!(told.map(|record| record.kind), Some(FaultKind::PeerLost));
+        assert_eq!(parts[0].fault(), told, "the others hear of it");
+        assert_eq!(across.fault(), told, "and whoever asks");
     }
 
     /// A group that hears of a stop when it is let.

@@ -66,6 +66,9 @@ pub struct Hierarchical {
     /// Most slices on their way
     #[arg(long)]
     parallelism: Option<u16>,
+    /// Most connections of a rank to its rail, at least 2
+    #[arg(long)]
+    connections: Option<u16>,
     /// What plans take the wire between machines to carry, in bytes of a microsecond; without, what they guess
     #[arg(long, value_name = "BYTES")]
     wire_bytes_per_us: Option<u64>,
@@ -167,6 +170,7 @@ impl Hierarchical {
         let machines = Machines::cut(rank.size(), self.machines)?;
         let mut config = HierarchyConfig::new(ParallelMode::Tp);
         config.parallelism = self.parallelism;
+        config.connections = self.connections;
         let device = Arc::clone(device) as Arc<dyn brigade::Device>;
         Ok(device.join_machines(&*rank.boot, machines, &config)?)
     }

@@ -189,16 +189,22 @@ fn sliced(
     // More are of no use, since a track has one slice at a time.
     let along = |p: &&Phase| matches!(p, Phase::Collect | Phase::Diffuse);
     let inside = phases.len() - phases.iter().filter(along).count();
-    let tracks = (inside + costs.connections).min(MOST_SLOTS);
-    let most_slots = config.parallelism.map_or(tracks, |p| tracks.min(p.into()));
-    // What fits: a slice of so many elements a rank, in as many slots as are of use.
-    let fits = |rank_elements: usize| {
-        let slices = largest.div_ceil(rank_elements.max(1)).max(1);
+    let connections = costs.connections;
+    let connections = config
+        .connections
+        .map_or(connections, |most| connections.min(most.into()));
+    let most_slots = |connections: usize| {
+        let tracks = (inside + connections).min(MOST_SLOTS);
+        config.parallelism.map_or(tracks, |p| tracks.min(p.into()))
+    };
+    let slices_of = |rank_elements: usize| largest.div_ceil(rank_elements.max(1)).max(1);
+    // Slots of slices of so many elements a rank: as many as are of use, and fit.
+    let fits = |rank_elements: usize, connections: usize| {
         let bytes = slices::slot_bytes(call, (phases, rank_elements), costs.in_place);
-        let slots = most_slots
-            .min(slices)
+        let slots = most_slots(connections)
+            .min(slices_of(rank_elements))
             .min(config.staging_bytes / bytes.max(1));
-        (slots > 0).then_some((slices, slots, bytes * slots))
+        (slots > 0).then_some((slots, bytes * slots))
     };
     let forced = count.map(|n| largest.div_ceil(n.max(1))).or_else(|| {
         let bytes = config.slice_bytes?;
@@ -209,7 +215,7 @@ fn sliced(
         Some(wanted) => std::iter::successors(Some(wanted.min(largest).max(1)), |&n| {
             (n > 1).then(|| n.div_ceil(2))
         })
-        .find(|&n| fits(n).is_some())
+        .find(|&n| fits(n, 1).is_some())
         .into_iter()
         .collect(),
         None => counts()
@@ -220,36 +226,40 @@ fn sliced(
                 few @ ..ALIGN_ELEMENTS => few,
                 more => more.next_multiple_of(ALIGN_ELEMENTS).min(largest),
             })
-            .filter(|&n| fits(n).is_some())
+            .filter(|&n| fits(n, 1).is_some())
             .collect(),
     };
     let begins = costs.begins_ns(call);
     let mut least = u64::MAX;
     let mut tried = Vec::new();
     for rank_elements in candidates {
-        let Some((slices, slots, staging_bytes)) = fits(rank_elements) else {
-            continue;
-        };
-        let schedule = Schedule::new(phases, (slices, slots), costs.connections);
+        let slices = slices_of(rank_elements);
         let steps = costs.steps(call, phases, rank_elements);
-        // Most that have many slices need no simulation.
-        if !tried.is_empty() && begins.saturating_add(schedule.bound_ns(&steps)) >= least {
-            continue;
+        for some in few(connections) {
+            let Some((slots, staging_bytes)) = fits(rank_elements, some) else {
+                continue;
+            };
+            let schedule = Schedule::new(phases, (slices, slots), some);
+            // Most that have many slices need no simulation.
+            let bound = begins.saturating_add(schedule.bound_ns(&steps));
+            if !tried.is_empty() && bound >= least {
+                continue;
+            }
+            let ns = begins.saturating_add(schedule.ns(&steps, costs.enqueue_ns));
+            least = least.min(ns);
+            let plan = SlicedPlan {
+                phases: phases.into(),
+                slices,
+                rank_elements,
+                slots,
+                connections: schedule.connections,
+                order: order_of(call),
+                staging_bytes,
+                expected: Duration::from_nanos(ns),
+                basis: costs.basis(call.machines),
+            };
+            tried.push((ns, plan));
         }
-        let ns = begins.saturating_add(schedule.ns(&steps, costs.enqueue_ns));
-        least = least.min(ns);
-        let plan = SlicedPlan {
-            phases: phases.into(),
-            slices,
-            rank_elements,
-            slots,
-            connections: costs.connections,
-            order: order_of(call),
-            staging_bytes,
-            expected: Duration::from_nanos(ns),
-            basis: costs.basis(call.machines),
-        };
-        tried.push((ns, plan));
     }
     let first = tried.into_iter().find(|(ns, _)| *ns <= about(least));
     first.ok_or_else(|| {
@@ -259,10 +269,19 @@ fn sliced(
 }
 
 /// The most that is about as long as this. Of plans that take about as long, the one of fewest slices is taken, since it depends least on what calls
-/// really cost: with as many slices as can be, the link waits for whatever takes longer than was thought. And slices are taken where all bytes
+/// really cost: with as many slices as can be, the link waits for whatever takes longer than was thought. Of as many slices, it is the one by
+/// fewest connections, since each keeps threads of the host busy that others may need. And slices are taken where all bytes
 /// in one call are about as quick, since they need less memory.
 fn about(ns: u64) -> u64 {
     ns.saturating_add(ns / 64)
+}
+
+/// Numbers of connections that are tried, of so many: half as many each time, fewest first.
+fn few(most: usize) -> SmallVec<[usize; 4]> {
+    let halves = std::iter::successors(Some(most.max(1)), |&n| (n > 1).then(|| n.div_ceil(2)));
+    let mut all: SmallVec<[usize; 4]> = halves.collect();
+    all.reverse();
+    all
 }
 
 /// Numbers of slices that are tried: 1, 2, 3, 4, 6, 8, 12, 16, ..

@@ -126,10 +126,12 @@ prop_compose! {
         slices in 0..=most,
         slots in 1usize..=6,
         along in prop::option::of((0..costs.len(), 0..costs.len())),
-        connections in 2usize..=5,
+        connections in 1usize..=5,
         costs in Just(costs),
     ) -> (Schedule, Vec<StepCost>) {
         let rail = along.map(|(a, b)| (a.min(b), a.max(b)));
+        let two = rail.is_some_and(|(first, last)| first != last);
+        let connections = connections.max(1 + usize::from(two));
         (Schedule { phases: costs.len(), slices, slots, rail, connections }, costs)
     }
 }

@@ -76,7 +76,7 @@ fn watch(inner: Arc<Inner>) {
     let mut last = None;
     loop {
         rails.line.hear(ROUND);
-        inner.look();
+        inner.look_on();
         if !inner.leaving.load(Ordering::Acquire) {
             continue;
         }

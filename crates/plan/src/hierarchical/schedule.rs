@@ -67,7 +67,7 @@ pub struct Schedule {
     pub slots: usize,
     /// The first and the last phase that goes along the rail, which are the same where there is one.
     pub rail: Option<(usize, usize)>,
-    /// Connections that each rank has to its rail. At least 2: of two phases, a collect is in front of the diffuse that may have to end first.
+    /// Connections to the rail that are used. At least 2 of two phases along it: a collect is in front of the diffuse that may have to end first.
     pub connections: usize,
 }
 
@@ -84,15 +84,18 @@ impl Schedule {
         connections: usize,
     ) -> Self {
         let along = |p: &Phase| matches!(p, Phase::Collect | Phase::Diffuse);
+        let mut of = phases.iter();
+        let rail = of.position(along).zip(phases.iter().rposition(along));
+        let least = match rail {
+            Some((first, last)) if first != last => 2,
+            _ => 1,
+        };
         Self {
             phases: phases.len(),
             slices,
             slots,
-            rail: phases
-                .iter()
-                .position(along)
-                .zip(phases.iter().rposition(along)),
-            connections: connections.max(2),
+            rail,
+            connections: connections.max(least),
         }
     }
 

@@ -278,6 +278,7 @@ proptest! {
         (call, _) in calls(),
         staging_bytes in 0usize..200_000,
         parallelism in prop::option::of(1u16..9),
+        connections in prop::option::of(2u16..6),
         slice_bytes in prop::option::of(1usize..20_000),
         choice in prop::option::of(prop_oneof![
             1 => Just(Path::Whole),
@@ -286,8 +287,8 @@ proptest! {
         ]),
     ) {
         let call = HierarchicalCall { choice, ..call };
-        let config = HierarchyConfig { staging_bytes, slice_bytes, parallelism, ..config() };
-        let costs = costs();
+        let config = HierarchyConfig { staging_bytes, slice_bytes, parallelism, connections, ..config() };
+        let costs = Costs { connections: 4, ..costs() };
         // Whoever names the size of slices wants slices, if there is anything to slice.
         let usual = slice_bytes.is_none() || elements(&call) == 0;
         match plan(&call, &config, &costs) {
@@ -326,6 +327,7 @@ proptest! {
                 let tracks = Schedule::of(&p).tracks().count();
                 prop_assert!(p.slots >= 1 && p.slots <= tracks && p.slots <= p.slices);
                 prop_assert!(parallelism.is_none_or(|n| p.slots <= n.into()));
+                prop_assert!(connections.is_none_or(|n| p.connections <= n.into()) && p.connections <= 4);
                 prop_assert_eq!(p.slices, slices_of(&call, p.rank_elements).max(1));
                 let ranks = call.machines.ranks() as u16;
                 let gathers = matches!(call.operation, Operation::AllGather { .. });
