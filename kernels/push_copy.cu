@@ -1,5 +1,5 @@
 // Copies that push, as one kernel (push.cuh): what a rank has goes to every peer. In an all-gather each has some, in a broadcast
-// one has all.
+// one has all. What does not fit a buffer goes in pieces, one kernel each.
 //
 // Their words may be anything, and travel in packets (escaped.cuh).
 //
@@ -15,7 +15,7 @@ namespace brigade {
 
 __device__ inline void poison_outputs(const PushCopyParams& p) {
   for (uint32_t r = 0; r < p.size; ++r) {
-    if (p.out[r] != 0) poison(p.out[r], p.bytes[r], p.poison, threadIdx.x, blockDim.x);
+    if (p.out[r] != 0) poison(p.out[r], p.poisoned[r], p.poison, threadIdx.x, blockDim.x);
   }
 }
 

@@ -1,5 +1,6 @@
 // Reduce-scatters that push, as one kernel (push.cuh): every rank pushes each share of its input to its owner, who combines those of
-// all ranks in rank order. It is the first shot of an all-reduce in two; shares may differ, and be nothing.
+// all ranks in rank order. It is the first shot of an all-reduce in two; shares may differ, and be nothing. What does not fit a buffer goes
+// in pieces, one kernel each.
 //
 // A rank tells every peer of its arrival and waits for all of theirs, whether or not they have a share. So the buffers' turn is
 // safe, as in push.cuh.
@@ -21,15 +22,13 @@ struct ReduceScatter : Sums<ReduceScatterParams, In, Out, Most> {
   using Base::Base, Base::p, Base::flag, Base::use, Base::buffer, Base::stopped, Base::slots, Base::peer, Base::reduce;
   using typename Base::Sum;
 
-  __device__ __forceinline__ uint64_t elements(uint32_t owner) const { return p.first[owner + 1] - p.first[owner]; }
-
   __device__ __forceinline__ uint32_t granules(uint32_t owner) const {
-    return uint32_t((elements(owner) + lanes<In> - 1) / lanes<In>);
+    return uint32_t((p.elements[owner] + lanes<In> - 1) / lanes<In>);
   }
 
   // Elements from granule `i` of a share on, at most a granule.
   __device__ __forceinline__ uint32_t left(uint32_t owner, uint32_t i) const {
-    const uint64_t all = elements(owner) - uint64_t(i) * lanes<In>;
+    const uint64_t all = p.elements[owner] - uint64_t(i) * lanes<In>;
     return all < lanes<In> ? uint32_t(all) : lanes<In>;
   }
 

@@ -51,6 +51,7 @@ pub mod matrix;
 mod ops;
 pub mod oracle;
 mod own;
+mod pieces;
 #[cfg(target_os = "linux")]
 pub mod processes;
 mod quantized;
@@ -86,6 +87,7 @@ fn suite(backend: Arc<dyn Backend>, only: Option<&str>) -> suite::Suite {
     all_reduce::add(&mut suite);
     all_reduce_norm::add(&mut suite);
     reduce_scatter::add(&mut suite);
+    pieces::add(&mut suite);
     copies::add(&mut suite);
     all_to_all_rows::add(&mut suite);
     experts::add(&mut suite);

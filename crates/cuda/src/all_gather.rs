@@ -1,4 +1,4 @@
-//! All-gather: every rank pushes its rows to all, in one kernel; or lays them out, and reads everybody's.
+//! All-gather: every rank pushes its rows to all, in one kernel, or one for each piece; or lays them out, and reads everybody's.
 
 use crate::{
     comm::{CudaComm, unexpected},
@@ -50,9 +50,9 @@ impl CudaComm {
             let offsets = brigade_plan::rows::offsets(&bytes);
             let at = |&offset: &usize| to.address() + offset as u64;
             let parts: Vec<_> = bytes.iter().copied().zip(offsets.iter().map(at)).collect();
-            let moved = moved::push_gather(rank, &bytes);
+            let how = |cut: &[usize]| (Packets::gathered(cut), moved::push_gather(rank, cut));
             self.core.exchange(on, signed, &[&from, &to], |job| {
-                job.push_copy(launch, Packets::gathered(&bytes), &from, &parts, moved)
+                job.push_copy((launch, piece), &from, &parts, how)
             })?;
             return Ok(plan);
         }

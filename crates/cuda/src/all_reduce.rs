@@ -127,8 +127,7 @@ fn pushed(
     to: &Buffer,
 ) -> Result<()> {
     let all = from.shape().len();
-    // With nothing in it, too: all ranks meet.
-    for start in (0..all.max(1)).step_by(piece_elements.max(1)).rev() {
+    for start in pushed::pieces(all, piece_elements) {
         let piece = kind.piece(start, piece_elements.min(all - start), from, to);
         job.push(how, kind, piece, (start == 0).then(|| to.bytes()))?;
     }

@@ -1,4 +1,4 @@
-//! Broadcast: the root pushes its data to all, in one kernel; or lays it out, and everybody reads it.
+//! Broadcast: the root pushes its data to all, in one kernel, or one for each piece; or lays it out, and everybody reads it.
 
 use crate::{
     comm::{CudaComm, unexpected},
@@ -43,13 +43,16 @@ impl CudaComm {
                     }
                 })
                 .collect();
-            let packets = Packets::broadcast(data.bytes(), size);
-            let moved = match packets.are_relayed(size) {
-                true => moved::relayed_broadcast(rank, root, size, packets),
-                false => moved::push_broadcast(rank, root, size, data.bytes()),
+            let how = |cut: &[usize]| {
+                let packets = Packets::broadcast(cut[root], size);
+                let moved = match packets.are_relayed(size) {
+                    true => moved::relayed_broadcast(rank, root, size, packets),
+                    false => moved::push_broadcast(rank, root, size, cut[root]),
+                };
+                (packets, moved)
             };
             self.core.exchange(turn.stream(), &call, &[&data], |job| {
-                job.push_copy(launch, packets, &data, &parts, moved)
+                job.push_copy((launch, piece), &data, &parts, how)
             })?;
             return Ok(plan);
         }

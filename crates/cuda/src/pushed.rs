@@ -23,7 +23,11 @@ use brigade_plan::{
     rows,
 };
 use brigade_sync::{Area, BUFFERS, HALVES, Half};
-use std::sync::{Arc, atomic::Ordering};
+use smallvec::SmallVec;
+use std::{
+    ops::Range,
+    sync::{Arc, atomic::Ordering},
+};
 
 /// Most ranks that a kernel is for, smallest first.
 const RANKS: [usize; 3] = [2, 4, 8];
@@ -178,6 +182,11 @@ macro_rules! pushing {
 
 pub(crate) use pushing;
 
+/// Where pieces of all begin, the first one last. With nothing in it there is one, too: all ranks meet.
+pub(crate) fn pieces(all: usize, piece: usize) -> impl Iterator<Item = usize> {
+    (0..all.max(1)).step_by(piece.max(1)).rev()
+}
+
 impl Job<'_> {
     /// Enqueues one exchange, launched as the plan has it. With the last one, which is told how many bytes from its result on the
     /// call gives, the call ends.
@@ -225,13 +234,30 @@ impl Job<'_> {
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 
-    /// Enqueues a reduce-scatter as one exchange, launched as the plan has it. `elements` are those that every rank gets.
+    /// Enqueues a reduce-scatter in pieces of so many elements of each share, an exchange each, launched as the plan has it. `elements` are
+    /// those that every rank gets. The first piece goes last: behind its address lies all of the result.
     pub(crate) fn push_shares(
+        &mut self,
+        (launch, piece): (brigade_device::Launch, usize),
+        kind: Kind,
+        elements: &[usize],
+        to_and_from: (&Buffer, &Buffer),
+    ) -> Result<()> {
+        let most = elements.iter().max().copied().unwrap_or(0);
+        pieces(most, piece).try_for_each(|start| {
+            let cut = |&all: &usize| start.min(all)..start.saturating_add(piece).min(all);
+            let cut: SmallVec<[Range<usize>; 8]> = elements.iter().map(cut).collect();
+            self.push_part_of_shares(launch, kind, (elements, &cut), to_and_from)
+        })
+    }
+
+    /// Of every rank's share, that part.
+    fn push_part_of_shares(
         &mut self,
         launch: brigade_device::Launch,
         kind: Kind,
-        elements: &[usize],
-        (from, to): (&Buffer, &Buffer),
+        (elements, cut): (&[usize], &[Range<usize>]),
+        (to, from): (&Buffer, &Buffer),
     ) -> Result<()> {
         self.steps_now()?;
         let core = self.core;
@@ -239,47 +265,70 @@ impl Job<'_> {
         let kernels = &core.device.opened.kernels.pushes;
         let kernel = one_of(&kernels.scatter, kind, size)
             .ok_or_else(|| Error::invalid("from", format!("{kind:?}"), "a kernel for it"))?;
-        let bytes: PerRank = elements.iter().map(|n| n * kind.dtype.bytes()).collect();
-        let each = GRANULE_BYTES / kind.dtype.bytes();
-        let most = elements.iter().max().copied().unwrap_or(0);
-        let share = most.div_ceil(each);
+        let bytes: PerRank = cut.iter().map(|c| c.len() * kind.dtype.bytes()).collect();
+        let most = bytes.iter().max().copied().unwrap_or(0);
+        let share = most.div_ceil(GRANULE_BYTES);
+        let (own, out_bytes) = (&cut[rank], kind.output.bytes());
+        let last = cut.iter().all(|c| c.start == 0);
         let mut parameters = ReduceScatterParams {
             desk: core.memory.desk(Asker::Messages),
             moved_bytes: moved::push_scatter(rank, &bytes),
             from: from.address(),
-            out: to.address(),
-            out_bytes: to.bytes() as u64,
+            out: to.address() + (own.start * out_bytes) as u64,
+            out_bytes: if last {
+                to.bytes()
+            } else {
+                own.len() * out_bytes
+            } as u64,
             poison: types::poison_pattern(kind.output),
             share: share as u32,
             op: types::op_code(kind.op),
             signature: self.kind.signature,
-            last: 1,
+            last: u32::from(last),
             ..pushing!(ReduceScatterParams, self)
         };
-        for (first, offset) in parameters.first.iter_mut().zip(rows::offsets(elements)) {
-            *first = offset as u64;
+        for (r, (part, offset)) in cut.iter().zip(rows::offsets(elements)).enumerate() {
+            parameters.first[r] = (offset + part.start) as u64;
+            parameters.elements[r] = part.len() as u64;
         }
         let shape = self.push_shape(launch, share);
         // SAFETY: input and result lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 
-    /// Enqueues a copy to all as one exchange, launched as the plan has it. For each rank, the bytes that it has, and the address
-    /// where they go: 0 if they stay where they are.
+    /// Enqueues a copy to all in pieces of so many bytes of each rank, an exchange each, launched as the plan has it. For each rank, the bytes
+    /// that it has, and the address where they go: 0 if they stay where they are. What a piece is, and what this rank moves of it, follows from
+    /// the bytes that each rank has in it. The first piece goes last, with which all is poisoned.
     pub(crate) fn push_copy(
         &mut self,
-        launch: brigade_device::Launch,
-        packets: Packets,
+        (launch, piece): (brigade_device::Launch, usize),
         from: &Buffer,
         parts: &[(usize, u64)],
-        moved_bytes: u64,
+        how: impl Fn(&[usize]) -> (Packets, u64),
+    ) -> Result<()> {
+        let most = parts.iter().map(|(bytes, _)| *bytes).max().unwrap_or(0);
+        pieces(most, piece).try_for_each(|start| {
+            let cut = |&(all, _): &(usize, u64)| piece.min(all.saturating_sub(start));
+            let cut: PerRank = parts.iter().map(cut).collect();
+            self.push_part_of_copy(launch, (from, start), (parts, &cut), how(&cut))
+        })
+    }
+
+    /// Of what every rank has, so many bytes from there on.
+    fn push_part_of_copy(
+        &mut self,
+        launch: brigade_device::Launch,
+        (from, start): (&Buffer, usize),
+        (parts, cut): (&[(usize, u64)], &[usize]),
+        (packets, moved_bytes): (Packets, u64),
     ) -> Result<()> {
         self.steps_now()?;
         let core = self.core;
+        let last = start == 0;
         let mut parameters = PushCopyParams {
             desk: core.memory.desk(Asker::Messages),
             moved_bytes,
-            from: from.address(),
+            from: from.address() + start as u64,
             poison: types::poison_pattern(from.dtype()),
             packets: packets.most as u32,
             // Where only one rank has something, all have its slot.
@@ -290,11 +339,16 @@ impl Job<'_> {
             },
             filled: packets.granules() as u32,
             signature: self.kind.signature,
-            last: 1,
+            last: u32::from(last),
             ..pushing!(PushCopyParams, self)
         };
-        for (r, &(bytes, out)) in parts.iter().enumerate() {
-            (parameters.bytes[r], parameters.out[r]) = (bytes as u64, out);
+        for (r, (&(all, out), &bytes)) in parts.iter().zip(cut).enumerate() {
+            parameters.bytes[r] = bytes as u64;
+            parameters.poisoned[r] = if last { all } else { bytes } as u64;
+            parameters.out[r] = match out {
+                0 => 0,
+                out => out + start as u64,
+            };
         }
         let threads = packets.most * core.size().saturating_sub(1).max(1);
         let shape = self.push_shape(launch, threads);

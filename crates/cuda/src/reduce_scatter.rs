@@ -1,4 +1,4 @@
-//! Reduce-scatter: every rank pushes every share to its owner, in one kernel; or between steps, into a slot of the owner's; or
+//! Reduce-scatter: every rank pushes every share to its owner, in one kernel, or one for each piece; or between steps, into a slot of the owner's; or
 //! lays a slot out for every rank. Everybody reduces its own share of all.
 
 use crate::{
@@ -54,7 +54,7 @@ impl CudaComm {
                 op: p.op,
             };
             self.core.exchange(on, signed, &[&from, &to], |job| {
-                job.push_shares(launch, kind, &elements, (&from, &to))
+                job.push_shares((launch, piece_elements), kind, &elements, (&to, &from))
             })?;
             return Ok(plan);
         }

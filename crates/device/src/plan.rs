@@ -420,11 +420,11 @@ pub enum SumOrder {
 pub enum Plan {
     /// Data moves as it is.
     Copy {
-        /// Elements of one rank in each piece that passes through the scratch memory.
+        /// Elements of one rank in each piece that is pushed, or passes through the scratch memory.
         piece_elements: usize,
         /// Pieces, one after the other.
         pieces: usize,
-        /// For GPUs, where all of it is pushed at once; otherwise peers fetch it.
+        /// For GPUs, where it is pushed; otherwise peers fetch it.
         pushed: Option<Launch>,
     },
     /// For [`Call::AllReduce`] and [`Call::AllReduceNorm`].
@@ -442,9 +442,11 @@ pub enum Plan {
     ReduceScatter {
         /// Which bits.
         order: SumOrder,
-        /// Elements of one rank in each piece that passes through the scratch memory.
+        /// Elements of one rank in each piece that is pushed, or passes through the scratch memory.
         piece_elements: usize,
-        /// For GPUs, where all of it is pushed at once; otherwise peers fetch it.
+        /// Pieces, one after the other.
+        pieces: usize,
+        /// For GPUs, where it is pushed; otherwise peers fetch it.
         pushed: Option<Launch>,
     },
     /// For [`Call::GatherLinear`].
@@ -515,8 +517,10 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Copy {
-                pushed: Some(_), ..
-            } => f.write_str("copy, pushed at once"),
+                pushed: Some(_),
+                pieces,
+                ..
+            } => write!(f, "copy, {}", Pushed(*pieces)),
             Self::Copy { pieces, .. } => write!(f, "copy in {pieces} pieces"),
             Self::AllReduce {
                 algorithm, order, ..
@@ -540,10 +544,13 @@ impl fmt::Display for Plan {
                     "{queues} of {depth} {entries} of {entry_bytes} bytes, up to {rows}"
                 )
             }
-            Self::ReduceScatter { order, pushed, .. } => {
-                let how = pushed.map_or("", |_| ", pushed at once");
-                write!(f, "{order:?}{how}")
-            }
+            Self::ReduceScatter {
+                order,
+                pushed: Some(_),
+                pieces,
+                ..
+            } => write!(f, "{order:?}, {}", Pushed(*pieces)),
+            Self::ReduceScatter { order, .. } => write!(f, "{order:?}"),
             Self::GatherLinear(p) | Self::LinearReduceScatter(p) => {
                 write!(f, "{}", p.mode)?;
                 match &p.instead_of {
@@ -551,6 +558,18 @@ impl fmt::Display for Plan {
                     None => Ok(()),
                 }
             }
+        }
+    }
+}
+
+/// Pushed in so many pieces.
+struct Pushed(usize);
+
+impl fmt::Display for Pushed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            ..=1 => f.write_str("pushed at once"),
+            pieces => write!(f, "pushed in {pieces} pieces"),
         }
     }
 }

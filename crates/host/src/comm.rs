@@ -88,6 +88,8 @@ pub(crate) fn join(
     let table = Table {
         copies: Copies {
             push_max_bytes: device.push_max_bytes,
+            // Between steps, a host copies as much at once as it likes.
+            in_pieces: false,
             source: "".into(),
         },
         experts: ByRows::all(Figures {

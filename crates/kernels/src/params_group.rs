@@ -297,11 +297,13 @@ parameters! {
         moved_bytes: u64,
         /// Device address of the input.
         from: u64,
-        /// The element where each rank's share begins, and the number of all behind the last.
-        first: [u64; 9],
+        /// The element where each rank's share begins, of this piece.
+        first: [u64; 8],
+        /// Elements of each rank's share in it.
+        elements: [u64; 8],
         /// Device address of the result.
         out: u64,
-        /// Bytes of the result.
+        /// Bytes from there on that are poisoned if the group was stopped: of the call's last piece, all of its result.
         out_bytes: u64,
         /// The bytes of poison for it, lowest first.
         poison: u64,
@@ -359,6 +361,8 @@ parameters! {
         bytes: [u64; 8],
         /// Device address where those of each rank go; 0 if they stay where they are.
         out: [u64; 8],
+        /// Bytes from there on that are poisoned if the group was stopped: of the call's last piece, all of them.
+        poisoned: [u64; 8],
         /// The bytes of poison for it, lowest first.
         poison: u64,
         /// Byte of a rank's memory where the first buffer begins.

@@ -1,4 +1,4 @@
-//! All-gather: the rows of every rank, pushed to all while they are few; or through the scratch memory, from where peers fetch
+//! All-gather: the rows of every rank, pushed to all, at once or in pieces; or through the scratch memory, from where peers fetch
 //! them.
 
 use crate::{
@@ -16,13 +16,12 @@ pub(crate) fn plan(
     table: &Table,
 ) -> Result<Plan, Reason> {
     overlap::check_rows(rows, topology)?;
-    let piece_elements = scratch::whole(topology, dtype)?;
+    let otherwise = scratch::whole(topology, dtype)?;
     let bytes = |rows: usize| rows.saturating_mul(row_len).saturating_mul(dtype.bytes());
     let bytes: PerRank = rows.iter().map(|&rows| bytes(rows)).collect();
     let most_rows = rows.iter().max().copied().unwrap_or(0);
-    Ok(Plan::Copy {
-        piece_elements,
-        pieces: most_rows.saturating_mul(row_len).div_ceil(piece_elements),
-        pushed: pushed::copy(Packets::gathered(&bytes), dtype, topology, table),
-    })
+    let all = most_rows.saturating_mul(row_len);
+    let packets = Packets::gathered(&bytes);
+    let pushed = pushed::copy(packets, (dtype, otherwise), topology, table);
+    Ok(pushed::copied_as(pushed, (all, otherwise)))
 }

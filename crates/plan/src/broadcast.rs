@@ -1,4 +1,4 @@
-//! Broadcast: the root's data, pushed to all while it is little; or through its scratch memory.
+//! Broadcast: the root's data, pushed to all, at once or in pieces; or through its scratch memory.
 
 use crate::{
     Table, Topology,
@@ -17,16 +17,9 @@ pub(crate) fn plan(
     if root >= topology.group.size {
         return Err(reason::root(root, topology.group.size));
     }
-    let piece_elements = scratch::whole(topology, dtype)?;
+    let otherwise = scratch::whole(topology, dtype)?;
     let bytes = elements.saturating_mul(dtype.bytes());
-    Ok(Plan::Copy {
-        piece_elements,
-        pieces: elements.div_ceil(piece_elements),
-        pushed: pushed::copy(
-            Packets::broadcast(bytes, topology.group.size),
-            dtype,
-            topology,
-            table,
-        ),
-    })
+    let packets = Packets::broadcast(bytes, topology.group.size);
+    let pushed = pushed::copy(packets, (dtype, otherwise), topology, table);
+    Ok(pushed::copied_as(pushed, (elements, otherwise)))
 }

@@ -4,7 +4,7 @@
 //! peers a place each, so a buffer holds `size - 1` of everything.
 
 use crate::{Table, Topology, reason};
-use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Reason};
+use brigade_device::{AllReduceAlgorithm as A, DataType, Launch, Plan, Reason};
 
 /// Bytes of a granule of the input. A granule of a result that is wider takes more.
 pub const GRANULE_BYTES: usize = 16;
@@ -205,25 +205,91 @@ impl Packets {
     }
 }
 
-/// The launch of a copy that pushes, if it is pushed.
-pub(crate) fn copy(
-    packets: Packets,
-    dtype: DataType,
-    topology: &Topology,
-    table: &Table,
-) -> Option<Launch> {
-    copied(packets, topology).launch(dtype, topology, table)
+/// How a copy or a reduce-scatter is pushed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Pushed {
+    pub(crate) launch: Launch,
+    /// Elements of each rank in a piece. The last piece has what is left.
+    pub(crate) piece_elements: usize,
+    pub(crate) pieces: usize,
 }
 
-/// The launch of a reduce-scatter that pushes, of so many elements for each rank, if it is pushed.
-pub(crate) fn scatter(
-    elements: &[usize],
-    input: DataType,
+/// How a copy is pushed, if it is, which would go through the scratch memory in pieces of so many elements else.
+pub(crate) fn copy(
+    packets: Packets,
+    (dtype, otherwise): (DataType, usize),
     topology: &Topology,
     table: &Table,
-) -> Option<Launch> {
+) -> Option<Pushed> {
+    let arriving = |bytes| copied(Packets::new(bytes, packets.slots), topology);
+    pushed(packets.bytes, arriving, (dtype, otherwise), topology, table)
+}
+
+/// How a reduce-scatter of so many elements for each rank is pushed, if it is, which would go through the scratch memory in pieces of so
+/// many elements of each rank else.
+pub(crate) fn scatter(
+    elements: &[usize],
+    (input, otherwise): (DataType, usize),
+    topology: &Topology,
+    table: &Table,
+) -> Option<Pushed> {
     let most = elements.iter().max().copied().unwrap_or(0);
-    scattered(most, input, topology).launch(input, topology, table)
+    let bytes = input.bytes();
+    let arriving = |piece: usize| scattered(piece / bytes, input, topology);
+    let all = most.saturating_mul(bytes);
+    pushed(all, arriving, (input, otherwise), topology, table)
+}
+
+/// At once, or in pieces: of `all` bytes that the rank with most has, of which so many arrive at a rank.
+fn pushed(
+    all: usize,
+    arriving: impl Fn(usize) -> Arriving,
+    (dtype, otherwise): (DataType, usize),
+    topology: &Topology,
+    table: &Table,
+) -> Option<Pushed> {
+    /// What pieces are cut at: whole packets of whole granules, and so many that places are whole lines.
+    const UNIT: usize = 64 << 10;
+    let launch = |bytes| arriving(bytes).launch(dtype, topology, table);
+    if let Some(launch) = launch(all) {
+        return Some(Pushed {
+            launch,
+            piece_elements: (all / dtype.bytes()).max(1),
+            pieces: 1,
+        });
+    }
+    if !table.copies.in_pieces {
+        return None;
+    }
+    // Whatever fits, less does.
+    let (mut most, mut too_much) = (0, all.div_ceil(UNIT));
+    while most + 1 < too_much {
+        let middle = most.midpoint(too_much);
+        match launch(middle * UNIT) {
+            Some(_) => most = middle,
+            None => too_much = middle,
+        }
+    }
+    if most == 0 {
+        return None;
+    }
+    let pieces = all.div_ceil(most * UNIT);
+    let piece = all.div_ceil(pieces).next_multiple_of(UNIT);
+    let launch = launch(piece).filter(|_| piece >= otherwise.saturating_mul(dtype.bytes()))?;
+    Some(Pushed {
+        launch,
+        piece_elements: piece / dtype.bytes(),
+        pieces: all.div_ceil(piece),
+    })
+}
+
+/// The plan of a copy of so many elements, which goes through the scratch memory in pieces of so many else.
+pub(crate) fn copied_as(pushed: Option<Pushed>, (all, otherwise): (usize, usize)) -> Plan {
+    Plan::Copy {
+        piece_elements: pushed.map_or(otherwise, |p| p.piece_elements),
+        pieces: pushed.map_or(all.div_ceil(otherwise), |p| p.pieces),
+        pushed: pushed.map(|p| p.launch),
+    }
 }
 
 /// What comes in a copy: a packet for each thread.
@@ -273,14 +339,22 @@ impl Arriving {
         room > 0 && self.filled <= room
     }
 
-    /// Why it is pushed, or is not.
-    pub(crate) fn why(&self, topology: &Topology, table: &Table) -> String {
+    /// Why it is pushed, in so many pieces, or is not.
+    pub(crate) fn why(&self, pushed: Option<usize>, topology: &Topology, table: &Table) -> String {
         let Self { bytes, filled, .. } = self;
         match table.copies.push_max_bytes {
             Some(_) if !topology.engines.one_shot_push => "this device pushes nothing".into(),
             None => "this device pushes no copies by itself".into(),
+            Some(most) if pushed.is_some_and(|pieces| pieces > 1) => {
+                let room = topology.config.all_reduce_bytes.min(most);
+                format!(
+                    "{bytes} bytes come to a rank, more than the {room} that are pushed at once"
+                )
+            }
             Some(most) if *bytes > most => {
-                format!("{bytes} bytes come to a rank, more than the {most} that are pushed")
+                format!(
+                    "{bytes} bytes come to a rank, more than the {most} that are pushed at once, and no pieces pay"
+                )
             }
             Some(_) if !self.fits(topology) => {
                 let room = topology.config.all_reduce_bytes;
@@ -454,20 +528,49 @@ mod tests {
         let table = Table {
             copies: Copies {
                 push_max_bytes: Some(1 << 30),
+                in_pieces: true,
                 source: "".into(),
             },
             ..Table::host()
         };
-        let by = |topology: &Topology, table: &Table, elements: usize| {
-            let scattered = scatter(&[1, elements, 0, 0], F32, topology, table);
+        let pieces = |topology: &Topology, table: &Table, elements: usize, otherwise: usize| {
+            let scattered = scatter(&[1, elements, 0, 0], (F32, otherwise), topology, table);
             let packets = Packets::gathered(&[4 * elements, 0, 0, 0]);
-            [scattered, copy(packets, F32, topology, table)].map(|launch| launch.is_some())
+            let copied = copy(packets, (F32, otherwise), topology, table);
+            [scattered, copied].map(|pushed| pushed.map(|p| (p.pieces, p.piece_elements)))
+        };
+        let by = |topology: &Topology, table: &Table, elements: usize| {
+            pieces(topology, table, elements, 1 << 20).map(|pushed| pushed.is_some())
         };
         assert_eq!(by(&topology, &table, 16_384), [true, false]);
         assert_eq!(by(&topology, &table, 16_385), [false, false]);
         assert_eq!(by(&topology, &table, 15_000), [true, true]);
         assert_eq!(by(&topology, &table, 0), [true, true]);
         assert_eq!(by(&topology, &Table::host(), 0), [false, false]);
+        // In pieces, where these are large enough; of copies, there is no room for a whole unit, with the words behind it.
+        let of = |otherwise| pieces(&topology, &table, 40_000, otherwise);
+        assert_eq!(of(16_384), [Some((3, 16_384)), None]);
+        assert_eq!(of(16_385), [None, None]);
+        topology.config.all_reduce_bytes = 3 * 140_000;
+        let of = |otherwise| pieces(&topology, &table, 40_000, otherwise);
+        assert_eq!(of(1), [Some((2, 32_768)), Some((2, 32_768))]);
+        let few = Table {
+            copies: Copies {
+                push_max_bytes: Some(3 * 70_000),
+                ..table.copies.clone()
+            },
+            ..table.clone()
+        };
+        let of = |table: &Table| pieces(&topology, table, 40_000, 1);
+        assert_eq!(of(&few), [Some((3, 16_384)), Some((3, 16_384))]);
+        let whole = Table {
+            copies: Copies {
+                in_pieces: false,
+                ..few.copies.clone()
+            },
+            ..few.clone()
+        };
+        assert_eq!(of(&whole), [None, None]);
         topology.config.all_reduce_bytes = 0;
         assert_eq!(by(&topology, &table, 0), [false, false]);
         topology.config.all_reduce_bytes = 1 << 30;

@@ -1,4 +1,4 @@
-//! Reduce-scatter: shares are pushed to their owners while they are small; or in every piece, the scratch memory holds a share for
+//! Reduce-scatter: shares are pushed to their owners, at once or in pieces; or in every piece, the scratch memory holds a share for
 //! each rank.
 
 use crate::{Table, Topology, overlap, pushed, reason, scratch};
@@ -14,9 +14,13 @@ pub(crate) fn plan(
     overlap::check_rows(rows, topology)?;
     reason::check_sum(input, output)?;
     let elements: PerRank = rows.iter().map(|r| r.saturating_mul(row_len)).collect();
+    let otherwise = scratch::per_rank(topology, input)?;
+    let most = elements.iter().max().copied().unwrap_or(0);
+    let pushed = pushed::scatter(&elements, (input, otherwise), topology, table);
     Ok(Plan::ReduceScatter {
         order: SumOrder::Flat,
-        piece_elements: scratch::per_rank(topology, input)?,
-        pushed: pushed::scatter(&elements, input, topology, table),
+        piece_elements: pushed.map_or(otherwise, |p| p.piece_elements),
+        pieces: pushed.map_or(most.div_ceil(otherwise), |p| p.pieces),
+        pushed: pushed.map(|p| p.launch),
     })
 }

@@ -30,8 +30,10 @@ pub struct Table {
 /// Which all-gathers, broadcasts and reduce-scatters are pushed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Copies {
-    /// The largest, in bytes that arrive at a rank; `None` if none is. It must fit the buffers at once, too.
+    /// Most that is pushed at once, in bytes that arrive at a rank; `None` if nothing is pushed. It must fit the buffers, too.
     pub push_max_bytes: Option<usize>,
+    /// Whether what is more is pushed in pieces, where these are no smaller than those of the scratch memory.
+    pub in_pieces: bool,
     /// Where the figure is from, for people. Empty for the host, whose figure is a rule.
     pub source: Cow<'static, str>,
 }
@@ -41,9 +43,8 @@ impl Copies {
     /// it. docs/results/all-gather.h200x4.json and its like have it ahead of NCCL up to 4 MiB; no file has it beside a pull.
     const UNTUNED: Self = Self {
         push_max_bytes: Some(8 << 20),
-        source: Cow::Borrowed(
-            "untuned: nobody has measured from where on a pull is quicker; this much fits usual buffers at once",
-        ),
+        in_pieces: true,
+        source: Cow::Borrowed("untuned: this much fits usual buffers at once"),
     };
 }
 
@@ -62,6 +63,7 @@ impl Table {
             }),
             copies: Copies {
                 push_max_bytes: None,
+                in_pieces: false,
                 source: "".into(),
             },
             experts: ByRows::all(transports::Figures::nothing_pushed()),
@@ -117,6 +119,7 @@ impl Table {
             .numbers()
             .chain([overlap])
             .chain([copies.push_max_bytes.map_or(u64::MAX, |b| b as u64)])
+            .chain([copies.in_pieces.into()])
             .chain(experts.numbers())
             .chain(crossovers)
             .flat_map(u64::to_le_bytes)

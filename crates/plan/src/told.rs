@@ -126,9 +126,11 @@ fn linear(
 
 /// Whether a copy or a reduce-scatter is pushed, by which launch, and why or why not.
 fn copied(plan: &Plan, arriving: &Arriving, topology: &Topology, table: &Table) -> Vec<String> {
-    let launch = match plan {
-        Plan::Copy { pushed, .. } | Plan::ReduceScatter { pushed, .. } => *pushed,
-        _ => None,
+    let (launch, pieces) = match plan {
+        Plan::Copy { pushed, pieces, .. } | Plan::ReduceScatter { pushed, pieces, .. } => {
+            (*pushed, *pieces)
+        }
+        _ => (None, 0),
     };
     let launched = launch.map_or(String::new(), |launch| {
         let s = if launch.blocks == 1 { "" } else { "s" };
@@ -137,7 +139,7 @@ fn copied(plan: &Plan, arriving: &Arriving, topology: &Topology, table: &Table) 
     vec![
         plan.to_string(),
         launched,
-        arriving.why(topology, table),
+        arriving.why(launch.map(|_| pieces), topology, table),
         table.copies.source.to_string(),
     ]
 }

@@ -37,7 +37,10 @@ impl Schedule {
         let more = (self.slices - 2 * PERIOD) as u128;
         let ns = u128::from(two) + u128::from(two.saturating_sub(one)) * more / PERIOD as u128;
         let ns = u64::try_from(ns).unwrap_or(u64::MAX);
-        ns.max(self.bound_ns(costs))
+        // The host enqueues the last slice no sooner, whatever the pattern.
+        let begins = enqueue_ns.saturating_mul(self.slices as u64 - 1);
+        let alone = costs.iter().fold(begins, |ns, c| ns.saturating_add(c.ns()));
+        ns.max(self.bound_ns(costs)).max(alone)
     }
 
     /// No order of steps ends sooner: what takes longest for all slices, and everything else for one. What takes longest is a phase inside, or

@@ -69,6 +69,7 @@ pub fn line(plan: &Result<Plan, Reason>) -> String {
             order,
             piece_elements,
             pushed,
+            ..
         }) => format!("{order:?}, {}", pieces(piece_elements, *pushed)),
         Ok(Plan::Copy {
             piece_elements,
