@@ -62,9 +62,9 @@ fn where_costs_are_from_changes_no_plan() {
 
 fn entry(ranks: usize, more: &Value) -> Value {
     let mut entry = json!({
-        "costs_version": 2, "gpu": "NVIDIA H200", "links": "nvlink", "machines": 2, "ranks": ranks,
+        "costs_version": 3, "gpu": "NVIDIA H200", "links": "nvlink", "machines": 2, "ranks": ranks,
         "inside_call_ns": 1000, "inside_bytes_per_us": 200_000, "across_call_ns": 3000, "across_bytes_per_us": 40_000,
-        "wire_latency_ns": 5000, "wire_bytes_per_us": 6000, "add_bytes_per_us": 700_000, "copy_ns": 80,
+        "wire_latency_ns": 5000, "wire_bytes_per_us": 6000, "add_bytes_per_us": 700_000, "copy_ns": 80, "connections": 4,
         "measured": {"from_bytes": 4096, "to_bytes": 65536},
         "versions": {"driver": "13.0", "cuda": "13.0", "nccl": "2.28.9"},
         "source": {"command": "brigade-perf", "date": "2026-01-02", "commit": "0123456"},
@@ -132,6 +132,10 @@ fn every_figure_of_costs_is_voted_on() {
     ];
     let mut digests = vec![usual.digest(), Costs::cuda().digest()];
     digests.extend(fields.map(|field| of(json!({ field: 77 })).digest()));
+    digests.push(of(json!({"connections": 2})).digest());
+    // More than a device has, it has not.
+    let many = of(json!({"connections": 77}));
+    assert_eq!(many.connections, Costs::cuda().connections);
     for (i, one) in digests.iter().enumerate() {
         assert!(!digests[..i].contains(one), "{i}");
     }
@@ -149,10 +153,10 @@ fn what_cannot_be_costs_is_refused_by_its_field() {
     for (text, field, got, want) in [
         // Another version may mean other things by the same names, or have others.
         (
-            entry(2, &json!({"costs_version": 3, "more": 1})).to_string(),
+            entry(2, &json!({"costs_version": 4, "more": 1})).to_string(),
             "costs_version",
-            "3",
-            "2, which this build counts with",
+            "4",
+            "3, which this build counts with",
         ),
         (
             without(entry(2, &nothing), "wire_latency_ns"),

@@ -24,7 +24,7 @@ use brigade::{
     },
 };
 use clap::{Args, ValueEnum};
-use fit::{Fitted, expected_ns, fit};
+use fit::{Fitted, expected_ns, fit, is_plain};
 use place::{Extent, Place, Taken, sides};
 use serde_json::{Value, json};
 use std::{
@@ -131,6 +131,7 @@ impl Tune {
             rounds: self.rounds,
             calls: self.calls,
             graph: self.graph,
+            connections: None,
         })
     }
 
@@ -143,7 +144,7 @@ impl Tune {
     }
 
     /// On this host's processors, whose calls have been made when they return.
-    fn on_host(&self, ranks: &Ranks) -> Result<Vec<Taken>> {
+    fn on_host(&self, ranks: &Ranks) -> Result<Measured> {
         let extent = self.extent(ranks.size())?;
         let config = HostConfig {
             rail: self.rail(),
@@ -161,12 +162,30 @@ impl Tune {
                     Ok(start.elapsed())
                 },
             };
-            place.measure(&extent)
+            self.measure(&place, &extent)
         })
     }
 
+    /// All calls; and where a rank has more than two connections, those of which several slices are under way by two as well.
+    fn measure(&self, place: &Place<'_>, extent: &Extent) -> Result<Measured> {
+        let mut all = place::calls(extent.machines, extent.float.dtype(), &extent.sizes)?;
+        let taken = place.measure(extent, &all)?;
+        let by_two = match self.guess().connections {
+            ..=2 => Vec::new(),
+            _ => {
+                let extent = Extent {
+                    connections: Some(2),
+                    ..extent.clone()
+                };
+                all.retain(|call| !is_plain(call));
+                place.measure(&extent, &all)?
+            }
+        };
+        Ok(Measured { taken, by_two })
+    }
+
     /// On GPUs, by their own clocks.
-    fn on_gpus(&self, ranks: &Ranks) -> Result<Vec<Taken>> {
+    fn on_gpus(&self, ranks: &Ranks) -> Result<Measured> {
         let extent = self.extent(ranks.size())?;
         ranks.run(&self.common(), |rank: &Rank| {
             let place = Place {
@@ -181,7 +200,7 @@ impl Tune {
                     Ok(watch.elapsed(PATIENCE)?)
                 },
             };
-            place.measure(&extent)
+            self.measure(&place, &extent)
         })
     }
 
@@ -230,6 +249,7 @@ impl Tune {
             wire_bytes_per_us: costs.wire.bytes_per_us,
             add_bytes_per_us: costs.add_bytes_per_us,
             copy_ns: costs.copy_ns,
+            connections: costs.connections,
             measured: Sizes {
                 from_bytes: extent.sizes.first().copied().unwrap_or(self.begin),
                 to_bytes: extent.sizes.last().copied().unwrap_or(self.end),
@@ -259,26 +279,64 @@ impl Tune {
     }
 
     /// Fits what was taken, writes it, and tells of it.
-    fn tell(&self, ranks: &Ranks, taken: &[Taken]) -> Result<String> {
+    fn tell(&self, ranks: &Ranks, measured: &Measured) -> Result<String> {
         if !ranks.speak() {
             return Ok(String::new());
         }
         let (extent, guess) = (self.extent(ranks.size())?, self.guess());
+        let (taken, connections) = measured.quickest(guess.connections);
+        let counted = Costs {
+            connections,
+            ..guess
+        };
         let samples: Vec<_> = taken.iter().map(Taken::sample).collect();
         let meta = self.meta(ranks)?;
-        let fitted = fit(&samples, &extent.config(), &guess);
+        let fitted = fit(&samples, &extent.config(), &counted);
         // What follows no costs is of interest, too.
-        let costs = fitted.as_ref().map_or(guess, |fitted| fitted.costs);
-        let rows = taken
-            .iter()
-            .map(|taken| row(taken, &extent, [&costs, &guess]))
-            .collect::<Result<Vec<_>>>()?;
-        self.common().write(&meta, &rows)?;
-        let fitted = fitted?;
+        let costs = fitted.as_ref().map_or(counted, |fitted| fitted.costs);
+        let told = |(taken, connections): (&[Taken], usize)| -> Result<Vec<Value>> {
+            let costs = Costs {
+                connections,
+                ..costs
+            };
+            let each = taken.iter();
+            each.map(|taken| row(taken, &extent, [&costs, &guess]))
+                .collect()
+        };
+        let mut all = told((&measured.taken, guess.connections))?;
+        all.extend(told((&measured.by_two, 2))?);
+        self.common().write(&meta, &all)?;
+        let (fitted, rows) = (fitted?, told((&taken, connections))?);
         if let Some(path) = &self.entry {
             crate::write_entry(path, &self.written(&meta, &extent, &fitted)?)?;
         }
         Ok(table(&extent, &fitted, &guess, &rows))
+    }
+}
+
+/// What calls took.
+struct Measured {
+    /// All of them, by all connections that a rank has.
+    taken: Vec<Taken>,
+    /// Those of several slices by two, if it has more.
+    by_two: Vec<Taken>,
+}
+
+impl Measured {
+    /// What plans are to be made from, of which calls in flight went by as many connections as they were quickest by; and how many that is,
+    /// of so many.
+    fn quickest(&self, most: usize) -> (Vec<Taken>, usize) {
+        /// By fewer, if they are no slower than that.
+        const ABOUT: f64 = 1.0;
+        let by_two = |taken: &&Taken| self.by_two.iter().find(|two| two.call == taken.call);
+        let pairs = self.taken.iter().filter_map(|t| Some((t, by_two(&t)?)));
+        let (sum, n) = pairs.fold((0.0, 0u32), |(sum, n), (all, two)| {
+            (sum + (two.times.median / all.times.median).ln(), n + 1)
+        });
+        let fewer = n > 0 && (sum / f64::from(n)).exp() <= ABOUT;
+        let of = |taken: &Taken| by_two(&taken).filter(|_| fewer).unwrap_or(taken).clone();
+        let connections = if fewer { 2 } else { most };
+        (self.taken.iter().map(of).collect(), connections)
     }
 }
 
@@ -334,10 +392,11 @@ fn row(taken: &Taken, extent: &Extent, [costs, guess]: [&Costs; 2]) -> Result<Va
         Ok(rounded(ns / 1e3))
     };
     let samples = taken.times.samples.iter().map(|&us| rounded(us));
+    let connections = (!is_plain(&taken.call)).then_some(costs.connections);
     Ok(json!({
         "machines": extent.machines.count(), "ranks": extent.machines.ranks(),
         "operation": operation, "choice": way, "dtype": name(extent.float), "bytes": bytes, "graph": extent.graph,
-        "us": rounded(taken.times.median), "expected_us": us(costs)?, "untuned_us": us(guess)?,
+        "connections": connections, "us": rounded(taken.times.median), "expected_us": us(costs)?, "untuned_us": us(guess)?,
         "samples": samples.collect::<Vec<_>>(),
     }))
 }
@@ -355,6 +414,7 @@ fn table(extent: &Extent, fitted: &Fitted, guess: &Costs, rows: &[Value]) -> Str
             c.wire.bytes_per_us,
             c.add_bytes_per_us,
             c.copy_ns,
+            c.connections as u64,
         ]
     };
     let names = [
@@ -366,6 +426,7 @@ fn table(extent: &Extent, fitted: &Fitted, guess: &Costs, rows: &[Value]) -> Str
         "wire, bytes in a us",
         "added, bytes in a us",
         "a copy, ns",
+        "connections",
     ];
     let mut text = format!("{:<24} {:>12} {:>12}\n", "", "measured", "untuned");
     for ((name, got), guess) in names.iter().zip(figures(costs)).zip(figures(guess)) {

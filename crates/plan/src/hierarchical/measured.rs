@@ -39,6 +39,8 @@ pub struct Entry {
     pub add_bytes_per_us: u64,
     /// [`Costs::copy_ns`].
     pub copy_ns: u64,
+    /// [`Costs::connections`], by which calls were quickest. At least 2; a device has no more than it has.
+    pub connections: usize,
     /// Which sizes were measured, in bytes of the larger of a rank's two buffers.
     pub measured: Sizes,
     /// With what.
@@ -49,7 +51,7 @@ pub struct Entry {
 
 impl Entry {
     /// The version of costs that this build counts with.
-    pub const VERSION: u32 = 2;
+    pub const VERSION: u32 = 3;
 
     /// Longest that a call, a copy or the way of a byte can take, in nanoseconds: a minute.
     pub const MOST_NS: u64 = 60_000_000_000;
@@ -98,9 +100,12 @@ impl Entry {
             ("wire_bytes_per_us", self.wire_bytes_per_us),
             ("add_bytes_per_us", self.add_bytes_per_us),
         ];
-        match rates.into_iter().find(|(_, rate)| *rate == 0) {
-            Some((field, got)) => Err(Error::invalid(field, got, "at least 1")),
-            None => Ok(()),
+        if let Some((field, got)) = rates.into_iter().find(|(_, rate)| *rate == 0) {
+            return Err(Error::invalid(field, got, "at least 1"));
+        }
+        match self.connections {
+            few @ ..2 => Err(Error::invalid("connections", few, "at least 2")),
+            _ => Ok(()),
         }
     }
 
@@ -125,7 +130,7 @@ impl Entry {
             },
             add_bytes_per_us: self.add_bytes_per_us,
             enqueue_ns: guess.enqueue_ns,
-            connections: guess.connections,
+            connections: guess.connections.min(self.connections),
             in_place: guess.in_place,
             copy_ns: self.copy_ns,
             measured: Some(Measured {

@@ -83,7 +83,7 @@ fn is_empty(call: &HierarchicalCall) -> bool {
 }
 
 /// Whether its phases go one after the other, so that what it takes is a sum.
-fn is_plain(call: &HierarchicalCall) -> bool {
+pub(super) fn is_plain(call: &HierarchicalCall) -> bool {
     match call.choice {
         Some(HierarchicalPath::Slices { count } | HierarchicalPath::OneShot { count }) => {
             count == 1

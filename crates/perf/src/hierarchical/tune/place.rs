@@ -32,6 +32,8 @@ pub struct Extent {
     pub calls: usize,
     /// In a graph, which is replayed.
     pub graph: bool,
+    /// Most connections of a rank to its rail.
+    pub connections: Option<u16>,
 }
 
 impl Extent {
@@ -43,6 +45,7 @@ impl Extent {
         let need = largest.saturating_mul(3 * (self.machines.count() + 8));
         HierarchyConfig {
             staging_bytes: usual.staging_bytes.max(need),
+            connections: self.connections,
             ..usual
         }
     }
@@ -229,13 +232,12 @@ impl Case<'_> {
 }
 
 impl Place<'_> {
-    /// What all calls take, the same on all ranks.
+    /// What these calls take, the same on all ranks: those inside a machine first.
     ///
     /// Calls of a size take turns, round by round; a time is that of the slowest rank. Each is made once before, and what it gives is
     /// compared.
-    pub fn measure(&self, extent: &Extent) -> Result<Vec<Taken>> {
+    pub fn measure(&self, extent: &Extent, all: &[HierarchicalCall]) -> Result<Vec<Taken>> {
         let (machines, rank) = (extent.machines, self.boot.rank());
-        let all = calls(machines, extent.float.dtype(), &extent.sizes)?;
         let inside = match machines.ranks() {
             1 => None,
             ranks => {

@@ -94,7 +94,7 @@ fn fitted(words: &str) -> Result<Fitted> {
             * 1e3,
         ..taken.sample()
     };
-    let samples: Vec<_> = taken.iter().map(best).collect();
+    let samples: Vec<_> = taken.taken.iter().map(best).collect();
     let extent = tune.extent(ranks.size()).unwrap();
     fit(&samples, &extent.config(), &tune.guess())
 }
@@ -180,6 +180,40 @@ fn an_entry_is_what_devices_take() {
     });
     let refused = written(zero).unwrap_err().to_string();
     assert!(refused.contains("wire_bytes_per_us"), "{refused}");
+}
+
+/// Plans are made from what was quicker: by two connections, where more are no gain.
+#[test]
+fn fewer_connections_count_where_more_are_no_gain() {
+    let extent = tune("").extent(4).unwrap();
+    let calls = place::calls(extent.machines, extent.float.dtype(), &[4096, 8192]).unwrap();
+    let taken = |call: &HierarchicalCall, us: f64| Taken {
+        call: call.clone(),
+        times: crate::sample::Times::new("", vec![us]),
+    };
+    let in_flight = || calls.iter().filter(|call| !is_plain(call));
+    assert_eq!(in_flight().count(), 2 * 4);
+    let of = |two: [f64; 2]| {
+        let two = |(i, call)| taken(call, two[i % 2]);
+        let measured = Measured {
+            taken: calls.iter().map(|call| taken(call, 100.0)).collect(),
+            by_two: in_flight().enumerate().map(two).collect(),
+        };
+        let (quickest, connections) = measured.quickest(4);
+        assert_eq!(quickest.len(), calls.len());
+        let us = |plain| quickest.iter().filter(move |t| is_plain(&t.call) == plain);
+        assert!(us(true).all(|t| t.times.median == 100.0));
+        let sum: f64 = us(false).map(|t| t.times.median).sum();
+        (connections, sum)
+    };
+    assert_eq!(of([90.0, 100.0]), (2, 760.0));
+    assert_eq!(of([80.0, 120.0]), (2, 800.0));
+    assert_eq!(of([90.0, 120.0]), (4, 800.0));
+    let nothing = Measured {
+        taken: Vec::new(),
+        by_two: Vec::new(),
+    };
+    assert_eq!(nothing.quickest(2).1, 2);
 }
 
 #[test]
