@@ -381,6 +381,12 @@ pub fn add(suite: &mut Suite) {
             let name = format!("faults/in_pieces/{name}");
             suite.add_from(2, &name, move |world| injected::in_pieces(world, choice));
         }
+        for (which, op) in ops::of_bytes(0).iter().enumerate() {
+            let name = format!("faults/in_pieces/{}", op.name);
+            suite.add_from(2, &name, move |world| {
+                injected::copies_in_pieces(world, which);
+            });
+        }
     }
     let pairs = mismatches(engines).into_iter();
     let named = pairs.map(|(name, op, other)| (name.to_owned(), op, other));

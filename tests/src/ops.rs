@@ -169,8 +169,13 @@ pub fn all_reduce_norm(rows: usize, eps: f32, choice: Option<AllReduceAlgorithm>
 
 /// Rows of every rank.
 pub fn all_gather(rows_of_first: usize) -> Op {
+    all_gather_of(rows_of_first, ROWS)
+}
+
+/// So many of the first rank's, and of each other's.
+pub fn all_gather_of(rows_of_first: usize, rows_of_others: usize) -> Op {
     Op::new("all_gather", Operation::AllGather, move |rank, lease| {
-        let mut rows = vec![ROWS; rank.size];
+        let mut rows = vec![rows_of_others; rank.size];
         rows[0] = rows_of_first;
         let from = own(rank, DataType::F32, &[rows[rank.rank], COLUMNS]);
         let mut to = old(rank, DataType::F32, &[rows.iter().sum(), COLUMNS]);
@@ -185,13 +190,18 @@ pub fn all_gather(rows_of_first: usize) -> Op {
 
 /// Own rows of the sum.
 pub fn reduce_scatter(op: ReduceOp) -> Op {
+    reduce_scatter_of(ROWS, op)
+}
+
+/// So many of every rank's.
+pub fn reduce_scatter_of(each: usize, op: ReduceOp) -> Op {
     Op::new(
         "reduce_scatter",
         Operation::ReduceScatter,
         move |rank, lease| {
-            let rows = vec![ROWS; rank.size];
-            let from = own(rank, DataType::F32, &[ROWS * rank.size, COLUMNS]);
-            let mut to = old(rank, DataType::F32, &[ROWS, COLUMNS]);
+            let rows = vec![each; rank.size];
+            let from = own(rank, DataType::F32, &[each * rank.size, COLUMNS]);
+            let mut to = old(rank, DataType::F32, &[each, COLUMNS]);
             let result = lease.reduce_scatter(ReduceScatterParams {
                 from: from.view(),
                 rows_per_rank: &rows,
@@ -205,10 +215,15 @@ pub fn reduce_scatter(op: ReduceOp) -> Op {
 
 /// The data of rank `root`, or of the last one if there are not so many.
 pub fn broadcast(root: usize) -> Op {
+    broadcast_of(1, root)
+}
+
+/// So many rows of it.
+pub fn broadcast_of(rows: usize, root: usize) -> Op {
     Op::new("broadcast", Operation::Broadcast, move |rank, lease| {
         let root = root.min(rank.size - 1);
         let from = if rank.rank == root { own } else { old };
-        let mut data = from(rank, DataType::F32, &[COLUMNS]);
+        let mut data = from(rank, DataType::F32, &[rows, COLUMNS]);
         let result = lease.broadcast(BroadcastParams {
             data: data.view_mut(),
             root,
@@ -219,6 +234,16 @@ pub fn broadcast(root: usize) -> Op {
             output: (rank.rank != root).then_some(data),
         }
     })
+}
+
+/// Copies and a reduce-scatter of so many bytes of each rank.
+pub fn of_bytes(bytes: usize) -> [Op; 3] {
+    let rows = bytes / DataType::F32.bytes() / COLUMNS;
+    [
+        all_gather_of(rows, rows),
+        reduce_scatter_of(rows, ReduceOp::Sum),
+        broadcast_of(rows, 0),
+    ]
 }
 
 /// A row from every rank to every rank.

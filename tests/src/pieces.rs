@@ -22,10 +22,10 @@ use rand::Rng;
 use std::time::Instant;
 
 /// What a device that pushes in pieces cuts at.
-const UNIT: usize = 64 << 10;
+pub const UNIT: usize = 64 << 10;
 
 /// Room for a unit of each peer and the words behind it, and for no two.
-fn small(base: &CommConfig, size: usize) -> CommConfig {
+pub fn small(base: &CommConfig, size: usize) -> CommConfig {
     CommConfig {
         all_reduce_bytes: (UNIT + UNIT / 8) * (size - 1).max(1),
         scratch_bytes: 16 << 10,
@@ -43,7 +43,7 @@ fn pieces(rank: &Rank, call: &Call) -> (usize, bool) {
     }
 }
 
-/// At once where that fits, in units otherwise.
+/// At once where that fits, otherwise in as many as there are units.
 fn assert_pieces(pieces: usize, size: usize, bytes: &[usize]) {
     let most = bytes.iter().max().copied().unwrap_or(0);
     let fits = size == 1 || most <= UNIT + UNIT / 8;
@@ -117,8 +117,10 @@ fn passed_on(world: &World) {
     let mut rng = world.rng();
     let cases: Vec<_> = (0..world.size)
         .map(|root| {
-            let bytes = 2 * PIECE + rng.random_range(0..PIECE);
-            (root, Broadcast::new(&mut rng, root, bytes, DataType::U8))
+            // Two pieces that peers pass on, and one that has a few packets fewer.
+            let bytes = 3 * PIECE - rng.random_range(1..3000);
+            let broadcast = Broadcast::new(&mut rng, root, bytes, DataType::U8);
+            (root, bytes, broadcast)
         })
         .collect();
     let config = CommConfig {
@@ -126,7 +128,31 @@ fn passed_on(world: &World) {
         ..config()
     };
     world.run(&config, move |rank| {
-        cases.iter().for_each(|(_, case)| case.run(rank));
+        let (me, size) = (rank.rank, rank.size);
+        for (root, bytes, case) in &cases {
+            let (root, bytes) = (*root, *bytes);
+            let call = Call::Broadcast {
+                elements: bytes,
+                dtype: DataType::U8,
+                root,
+            };
+            let moved = match pieces(rank, &call) {
+                (_, false) => moved::broadcast(me, root, bytes),
+                (1, true) => moved::push_broadcast(me, root, size, bytes),
+                (pieces, true) => {
+                    let of = |piece: usize| {
+                        let packets = Packets::broadcast(PIECE.min(bytes - piece * PIECE), size);
+                        assert_eq!(packets.are_relayed(size), size > 2 && piece < 2);
+                        match packets.are_relayed(size) {
+                            true => moved::relayed_broadcast(me, root, size, packets),
+                            false => moved::push_broadcast(me, root, size, packets.bytes),
+                        }
+                    };
+                    (0..pieces).map(of).sum()
+                }
+            };
+            assert_moved(rank, moved, "broadcast", || case.run(rank));
+        }
     });
 }
 
@@ -162,7 +188,7 @@ fn shares(world: &World) {
     });
 }
 
-/// A rank that never calls: whatever piece the others wait in, all of their output is poison.
+/// A rank that never calls: all of the others' output is poison, and a root's is its own.
 fn a_rank_is_missing(world: &World) {
     let mut rng = world.rng();
     let culprit = rng.random_range(0..world.size);
@@ -214,9 +240,12 @@ fn a_rank_is_missing(world: &World) {
                 let record = expect_fault(rank.settle(made), name);
                 assert!(start.elapsed() < GRACE + impatient().deadline, "{name}");
                 assert_kind(&record, FaultKind::Timeout, name);
-                let gives = name != "broadcast" || rank.rank != 0;
                 let bytes = rank.raw(output.view());
-                assert!(!gives || is_poisoned(DataType::F32, &bytes), "{name}");
+                if name == "broadcast" && rank.rank == 0 {
+                    assert!(bytes.iter().all(|&byte| byte == FILLED), "{name}");
+                } else {
+                    assert!(is_poisoned(DataType::F32, &bytes), "{name}");
+                }
                 rank.meet();
             }
             rank.comm().reset(AMPLE).unwrap();
@@ -224,11 +253,14 @@ fn a_rank_is_missing(world: &World) {
     });
 }
 
+/// Every byte of them.
+const FILLED: u8 = 0x3C;
+
 /// Numbers that are no poison.
 fn filled(rank: &Rank, elements: usize) -> Buffer {
     let mut buffer = rank.poisoned(DataType::F32, &[elements]);
     let data = buffer.view_mut();
-    rank.device.fill(&rank.stream, data, 0x3C).unwrap();
+    rank.device.fill(&rank.stream, data, FILLED).unwrap();
     buffer
 }
 

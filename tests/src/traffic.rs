@@ -46,7 +46,7 @@ pub fn assert_moved(rank: &Rank, want: u64, what: &str, work: impl FnOnce()) {
     assert_eq!(calls, 1, "{what}: calls");
 }
 
-/// Whether a copy or a reduce-scatter is pushed at once.
+/// Whether a copy or a reduce-scatter is pushed.
 pub fn is_pushed(rank: &Rank, call: &Call) -> bool {
     match rank.comm().explain(call) {
         Ok(Plan::Copy { pushed, .. } | Plan::ReduceScatter { pushed, .. }) => pushed.is_some(),

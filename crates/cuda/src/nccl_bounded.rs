@@ -8,6 +8,7 @@
 //! on one GPU at once. So those that a rank has for one purpose are made, called and given up together, by one thread at a time.
 
 use crate::{
+    Version,
     card::Card,
     core::HEARSAY,
     errands::{Errands, errands},
@@ -20,7 +21,7 @@ use parking_lot::{Condvar, Mutex};
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicI32, Ordering},
         mpsc,
     },
     thread,
@@ -34,8 +35,15 @@ pub(crate) const ROUND: Duration = Duration::from_micros(50);
 /// others apart, on their GPUs.
 static FREEING: Mutex<()> = Mutex::new(());
 
-/// How long one waits for that: what the one before gave up may be kept by graphs.
-const FREES: Duration = HEARSAY;
+/// How long one waits for that: each takes half a second, and what the one before gave up may be kept by graphs.
+const FREES: Duration = Duration::from_secs(2);
+
+/// The longest that giving up takes, where no graph keeps anything: behind what is to come before, a call that is being made, others, and half a
+/// second of its own.
+const GIVING_UP: Duration = Duration::from_secs(4);
+
+/// From this version on, NCCL frees what is given up at the end of a group, all of it beside each other; before, at once, and waits for its kernels.
+const FREES_IN_GROUPS: Version = Version::of(2, 22);
 
 /// How long what is to come before is waited for.
 const TURN: Duration = Duration::from_millis(100);
@@ -102,6 +110,8 @@ struct Shared {
     given_up: AtomicBool,
     /// Whether NCCL is through with giving them up.
     ended: AtomicBool,
+    /// What each has failed with, as far as is known, or 0.
+    failed: Vec<AtomicI32>,
 }
 
 // SAFETY: communicators may be used by any thread, by one at a time, as the lock sees to; and one gives them up.
@@ -131,13 +141,16 @@ impl Bounded {
         // Until it is handed over, an exit waits for it.
         ending::one_more();
         let made = move || {
-            let made = Shared::make(card, usable, names, place).map(Arc::new);
+            let mut shared = Shared::none(card, usable.functions, names.len());
+            let made = shared.make(usable.init, names, place);
             ending::waits();
-            let shared = made.as_ref().ok().map(Arc::clone);
-            let handed = tell.send(made);
-            let shared = shared.filter(|_| handed.is_ok());
-            // Whoever waited may have gone: then it ends here.
+            let shared = Arc::new(shared);
+            let is_made = made.is_ok();
+            let handed = tell.send(made.map(|()| Arc::clone(&shared)));
+            let serves = is_made && handed.is_ok();
+            // Whoever waited may have gone: then it ends here, and behind what was told.
             drop(handed);
+            let shared = Some(shared).filter(|_| serves);
             ending::one_less();
             if let Some(shared) = shared {
                 queue.serve(|work| shared.answer(work));
@@ -166,10 +179,12 @@ impl Bounded {
         check(name, done.ok_or_else(gone)?)
     }
 
-    /// What NCCL has failed with beside calls with one of them. Nothing is known while a call is made.
+    /// What NCCL has failed with beside calls with one of them. While a call is made, it is what was known before.
     pub(crate) fn failed(&self, which: usize) -> Option<Status> {
-        let shared = &self.shared;
-        let _turn = shared.turn.try_lock()?;
+        let (shared, failed) = (&self.shared, &self.shared.failed[which]);
+        let Some(_turn) = shared.turn.try_lock() else {
+            return Some(failed.load(Ordering::Acquire)).filter(|&status| status != 0);
+        };
         if shared.given_up.load(Ordering::Acquire) {
             return None;
         }
@@ -177,9 +192,11 @@ impl Bounded {
         let comm = shared.comms[which];
         // SAFETY: the communicator has not been given up, and the pointer is to a live number.
         let asked = unsafe { (shared.functions.async_error)(comm, &raw mut status) };
-        [asked, status]
+        let found = [asked, status]
             .into_iter()
-            .find(|s| ![0, IN_PROGRESS].contains(s))
+            .find(|s| ![0, IN_PROGRESS].contains(s));
+        failed.store(found.unwrap_or(0), Ordering::Release);
+        found
     }
 
     /// Ends NCCL's kernels, and the communicators. On a thread of its own, since NCCL waits for graphs that use them to be
@@ -195,7 +212,7 @@ impl Bounded {
 
     /// Waits until NCCL is through with giving them up, if it is to, but not for long: graphs may keep them.
     pub(crate) fn settle(&self) {
-        let (shared, end) = (&self.shared, Instant::now() + FREES + HEARSAY);
+        let (shared, end) = (&self.shared, Instant::now() + GIVING_UP);
         if !shared.given_up.load(Ordering::Acquire) {
             return;
         }
@@ -218,37 +235,40 @@ impl Drop for Bounded {
 }
 
 impl Shared {
-    /// The communicators, which wait for their peers without a bound.
-    fn make(
-        card: Arc<Card>,
-        usable: Usable,
-        names: Vec<UniqueId>,
-        (rank, size): (usize, usize),
-    ) -> Result<Self> {
-        const CALL: &str = "ncclCommInitRankConfig";
-        card.bind()?;
-        let Usable { functions, init } = usable;
-        // From here on, dropping it gives NCCL's communicators up.
-        let mut made = Self {
+    /// None yet, of so many.
+    fn none(card: Arc<Card>, functions: Functions, count: usize) -> Self {
+        Self {
             functions,
             card,
-            comms: Vec::with_capacity(names.len()),
+            comms: Vec::with_capacity(count),
             turn: Mutex::default(),
             given_up: AtomicBool::new(false),
             ended: AtomicBool::new(false),
-        };
+            failed: (0..count).map(|_| AtomicI32::new(0)).collect(),
+        }
+    }
+
+    /// Makes the communicators, which wait for their peers without a bound. Dropping this gives up those that were made.
+    fn make(
+        &mut self,
+        init: Initialize,
+        names: Vec<UniqueId>,
+        (rank, size): (usize, usize),
+    ) -> Result<()> {
+        const CALL: &str = "ncclCommInitRankConfig";
+        self.card.bind()?;
+        let (size, rank) = (size as _, rank as _);
         for name in names {
             let mut comm = std::ptr::null_mut();
-            let (size, rank) = (size as _, rank as _);
             // SAFETY: the pointers are to a live handle and to a static; this thread's context is the device's.
             let status = unsafe { init(&raw mut comm, size, name, rank, &Settings::BLOCKING) };
             check(CALL, status)?;
             if comm.is_null() {
                 return Err(missing("it makes no communicator"));
             }
-            made.comms.push(comm);
+            self.comms.push(comm);
         }
-        Ok(made)
+        Ok(())
     }
 
     /// Makes a call, unless they were given up.
@@ -282,12 +302,19 @@ impl Shared {
         }
     }
 
-    /// Once, by whoever gives them up. NCCL tells the kernels of each as it is given up, and frees what they had, beside each other, at the end of the group.
+    /// Once, by whoever gives them up. NCCL tells the kernels of each as it is given up, and frees what they had, beside each other, at the end of the
+    /// group.
     fn abort(&self) {
+        let f = &self.functions;
+        if self.comms.is_empty() {
+            return;
+        }
+        if f.version < FREES_IN_GROUPS {
+            return self.abort_each();
+        }
         if self.card.bind().is_err() {
             return;
         }
-        let f = &self.functions;
         // SAFETY: each was made once, and is given up once, as the flag has it; a group that was begun is ended, by the same thread.
         unsafe {
             let begun = (f.group_start)();
@@ -299,6 +326,21 @@ impl Shared {
                 let _ = (f.group_end)();
             }
         }
+    }
+
+    /// Each by a thread of its own: kernels of one may keep what another's freeing waits for.
+    fn abort_each(&self) {
+        thread::scope(|threads| {
+            for which in 0..self.comms.len() {
+                let abort = move || {
+                    if self.card.bind().is_ok() {
+                        // SAFETY: as above.
+                        let _ = unsafe { (self.functions.abort)(self.comms[which]) };
+                    }
+                };
+                let _ = thread::Builder::new().spawn_scoped(threads, abort);
+            }
+        });
     }
 }
 
@@ -326,7 +368,7 @@ mod ending {
     static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
 
     /// The longest that an exit is held up.
-    const PATIENCE: Duration = Duration::from_secs(2);
+    const PATIENCE: Duration = super::GIVING_UP;
 
     unsafe extern "C" {
         fn atexit(call: extern "C" fn()) -> c_int;

@@ -1,6 +1,6 @@
 //! NCCL's collectives, for what Brigade is compared with.
 
-use crate::{CudaDevice, find_nccl, memory::check_reach};
+use crate::{CudaDevice, Version, find_nccl, memory::check_reach};
 use brigade_device::{
     Bootstrap, Buffer, DataType, Error, Reason, ReduceOp, Result, Stream, View, ViewMut,
 };
@@ -94,6 +94,7 @@ pub(crate) struct Functions {
     pub(crate) async_error: unsafe extern "C" fn(Handle, *mut Status) -> Status,
     /// Since 2.14.
     pub(crate) init_config: Option<Initialize>,
+    pub(crate) version: Version,
 }
 
 impl Functions {
@@ -129,6 +130,7 @@ impl Functions {
             init_config: unsafe { library.get(b"ncclCommInitRankConfig") }
                 .ok()
                 .map(|f| *f),
+            version: nccl.version,
         })
     }
 }

@@ -1,4 +1,4 @@
-//! Exchanges by pushing: all that a piece of an all-reduce is, or a small copy or reduce-scatter, in one kernel
+//! Exchanges by pushing: all that a piece of an all-reduce is, or of a copy or a reduce-scatter, in one kernel
 //! (`kernels/push.cuh`). It tells of the arrival, waits for data as its own flag, and counts itself, so no steps stand before or
 //! behind it.
 

@@ -29,7 +29,7 @@ use parking_lot::Mutex;
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicI32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -50,6 +50,9 @@ pub(crate) const EXPLAINING: Duration = Duration::from_secs(1);
 
 /// Bytes of every machine that are gathered at `join`: NCCL connects ranks when it first takes a way, which goes by size.
 pub(crate) const FIRST: [usize; 4] = [8, 64 << 10, 1 << 20, 4 << 20];
+
+/// `ncclInvalidUsage`: what NCCL refuses a collective with for which it has no algorithm.
+const INVALID_USAGE: i64 = 5;
 
 /// What NCCL is called for, in errors.
 const CALLS: &str = "ncclSend, ncclRecv and ncclAllGather";
@@ -117,6 +120,8 @@ pub(crate) struct NcclRail {
     comms: Mutex<Arc<Bounded>>,
     page: Arc<Page>,
     line: Arc<Line>,
+    /// Whether NCCL gathers, as all ranks of the rail have found.
+    gathers: AtomicBool,
     /// What NCCL refused a call with, or 0.
     refused: AtomicI32,
     /// Nanoseconds that a call had to be taken in by NCCL, which did not; or 0.
@@ -143,6 +148,7 @@ impl NcclRail {
             comms: Mutex::new(Arc::clone(comms)),
             page: Arc::clone(page),
             line: Arc::clone(line),
+            gathers: AtomicBool::new(false),
             refused: AtomicI32::new(0),
             overdue_ns: AtomicU64::new(0),
         }
@@ -315,7 +321,8 @@ impl NcclRail {
         let (from, to, bytes) = self.ends(p)?;
         let offsets = rows::offsets(p.pieces);
         let place = |machine: usize| to.address() + (offsets[machine] * bytes) as u64;
-        if own > 0 && size > 1 && p.pieces.iter().all(|&piece| piece == own) {
+        let alike = own > 0 && size > 1 && p.pieces.iter().all(|&piece| piece == own);
+        if alike && self.gathers.load(Ordering::Acquire) {
             return Ok(Exchange {
                 own: (0, 0, 0),
                 gathered: Some((from.address(), to.address(), own * bytes)),
@@ -374,8 +381,14 @@ impl NcclRail {
         Ok((from, to, bytes))
     }
 
-    /// Sends a word each way, and gathers [`FIRST`] from all into this memory, which makes NCCL connect and load, and waits for it.
-    pub(crate) fn warm_up(&self, memory: u64, end: Instant) -> Result<()> {
+    /// Says whether NCCL is to gather: what all ranks of the rail have found.
+    pub(crate) fn let_gather(&self, gathers: bool) {
+        self.gathers.store(gathers, Ordering::Release);
+    }
+
+    /// Sends a word each way, and gathers [`FIRST`] from all into this memory, which makes NCCL connect and load, and waits for it. Gives whether NCCL
+    /// gathers: where it was told algorithms that are none for that (`NCCL_ALGO=Tree`), it refuses to.
+    pub(crate) fn warm_up(&self, memory: u64, end: Instant) -> Result<bool> {
         let lane = Lane::new(&self.core.device.card, 0)?;
         let (me, size) = (self.group.rank, self.group.size);
         let word = |machine: usize| (machine, self.page.signed(self.connection, machine), 8);
@@ -398,15 +411,25 @@ impl NcclRail {
             gathers,
             keeps: None,
         });
-        // SAFETY: words of the rail's memory, and memory that is kept if anything of it fails.
-        let mut called = std::iter::once(exchange)
-            .chain(gathers)
-            .map(|group| unsafe { group.call((&comms, self.connection), stream, goes_on) });
-        let called = called.try_for_each(|called| called);
+        let call = |group: Grouped| {
+            // SAFETY: words of the rail's memory, and memory that is kept if anything of it fails.
+            unsafe { group.call((&comms, self.connection), stream, goes_on) }
+        };
+        let called = call(exchange).and_then(|()| {
+            for (i, gather) in gathers.into_iter().enumerate() {
+                match call(gather) {
+                    Err(Error::Backend { code, .. }) if i == 0 && code == INVALID_USAGE => {
+                        return Ok(false);
+                    }
+                    done => done?,
+                }
+            }
+            Ok(true)
+        });
         let left = end.saturating_duration_since(Instant::now());
-        let done = called.and_then(|()| {
+        let done = called.and_then(|gathers| {
             match CudaMark::record(&self.core.device.card, stream)?.reached(left)? {
-                true => Ok(()),
+                true => Ok(gathers),
                 false => Err(late()),
             }
         });
@@ -416,7 +439,7 @@ impl NcclRail {
             std::mem::forget(lane);
         }
         // What was sent was what the last call signed, before a reset.
-        done.and_then(|()| self.page.unsign(&self.core))
+        done.and_then(|gathers| self.page.unsign(&self.core).map(|()| gathers))
     }
 }
 

@@ -100,9 +100,19 @@ impl Rails {
         let memory = DeviceMemory::outside_of_streams(&self.device.card, most);
         let done = memory.as_ref().map_err(Clone::clone).and_then(|memory| {
             let mut all = self.connections.iter();
-            all.try_for_each(|rail| rail.warm_up(memory.address(), end))
+            all.try_fold(true, |gathers, rail| {
+                Ok(rail.warm_up(memory.address(), end)? && gathers)
+            })
         });
-        let done = agree(group, STEP, done, within);
+        let done = agree(group, STEP, done, within).and_then(|gathers| {
+            let left = end.saturating_duration_since(Instant::now());
+            let all = group.all_gather(&[u8::from(gathers)], left)?;
+            let gather = all.iter().all(|word| word[..] == [1]);
+            self.connections
+                .iter()
+                .for_each(|rail| rail.let_gather(gather));
+            Ok(())
+        });
         if done.is_err() {
             // What still waits keeps it.
             std::mem::forget(memory);

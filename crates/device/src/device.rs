@@ -258,7 +258,7 @@ pub struct CommConfig {
     pub reduce_scatter_bytes: usize,
     /// Capacity of each of the three buffers through which all-reduces push; what needs more goes in pieces. In one shot, an
     /// input needs as much for every other rank; in two shots, about twice as much in all. 0 for none: then they pull, through
-    /// the scratch memory. On GPUs, copies and reduce-scatters whose data for a rank fits one of them push too.
+    /// the scratch memory. On GPUs, copies and reduce-scatters push through them too, at once or in pieces.
     pub all_reduce_bytes: usize,
     /// Capacity of one half of the scratch memory; larger inputs of collectives pass through it in pieces. Slots of messages take 4.25 times as
     /// much beside it.
@@ -284,7 +284,7 @@ pub struct CommConfig {
     /// Memory for all of them together, on devices that must take it when they join. The host device takes what each region
     /// needs when it is registered.
     pub region_bytes: usize,
-    /// Every wait of a call ends this long after the call began.
+    /// Every wait of a call ends this long after the call began, or, of what is pushed in pieces, after its piece did.
     pub deadline: Duration,
     /// The same for the first call and for joining, while ranks still load and warm up.
     pub first_deadline: Duration,

@@ -319,7 +319,8 @@ pub struct SlicedPlan {
     pub rank_elements: usize,
     /// Places for slices on their way: the `n`-th takes the one of the slice so many before it, once that has left it.
     pub slots: usize,
-    /// Connections to the rail that steps along it take in turn: as few as are as quick as all that a rank has.
+    /// Connections to the rail that steps along it take in turn: as few as are as quick as all that a rank has. Where slices have one slot, one
+    /// after the other, GPUs send large pieces by two all the same, half by each.
     pub connections: usize,
     /// Which bits; of a gather, none.
     pub order: Option<SumOrder>,

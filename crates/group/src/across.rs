@@ -154,7 +154,7 @@ impl Across {
     /// Stops all groups with this record, if nothing has that this rank has heard of; gives what stopped them.
     pub fn stop(&self, record: FaultRecord) -> FaultRecord {
         let record = *self.fault.lock().get_or_insert(record);
-        self.relay();
+        self.relay_known();
         record
     }
 
@@ -167,7 +167,7 @@ impl Across {
             }
             fault.get_or_insert(record);
         }
-        self.relay();
+        self.relay_known();
     }
 
     /// Stops all groups because this rank's program wants it.

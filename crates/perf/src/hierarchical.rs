@@ -109,6 +109,15 @@ impl Operation {
             Self::AllGather => Which::AllGather,
         }
     }
+
+    /// As NCCL_ALGO has it.
+    const fn of_nccl(self) -> &'static str {
+        match self {
+            Self::AllReduce => "allreduce",
+            Self::ReduceScatter => "reducescatter",
+            Self::AllGather => "allgather",
+        }
+    }
 }
 
 /// An algorithm of NCCL's.
@@ -123,7 +132,7 @@ pub enum Algo {
 }
 
 impl Algo {
-    /// As NCCL_ALGO has it.
+    /// As NCCL calls it.
     const fn of_nccl(self) -> &'static str {
         match self {
             Self::Ring => "Ring",

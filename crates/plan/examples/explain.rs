@@ -310,7 +310,7 @@ fn figures(table: &Table) {
     }
     let pushes = match table.copies.push_max_bytes {
         None => "push nothing".to_owned(),
-        Some(bytes) => format!("push up to {bytes} bytes"),
+        Some(bytes) => format!("push up to {bytes} bytes at once"),
     };
     println!(
         "copies                           {pushes}  {}",

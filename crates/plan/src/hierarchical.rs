@@ -240,6 +240,10 @@ fn sliced(
                 continue;
             };
             let schedule = Schedule::new(phases, (slices, slots), some);
+            // Too few for these phases.
+            if schedule.connections != some {
+                continue;
+            }
             // Most that have many slices need no simulation.
             let bound = begins.saturating_add(schedule.bound_ns(&steps));
             if !tried.is_empty() && bound >= least {

@@ -1,4 +1,4 @@
-//! How much an exchange that pushes needs, and how all-reduces cut what does not fit: the same on every rank and device.
+//! How much an exchange that pushes needs, and how what does not fit is cut: the same on every rank and device.
 //!
 //! Inputs are cut into granules of 16 bytes, the widest access of a GPU; the last one may be filled up. A rank gives its
 //! peers a place each, so a buffer holds `size - 1` of everything.
@@ -248,8 +248,11 @@ fn pushed(
     topology: &Topology,
     table: &Table,
 ) -> Option<Pushed> {
-    /// What pieces are cut at: whole packets of whole granules, and so many that places are whole lines.
+    /// What room is counted in.
     const UNIT: usize = 64 << 10;
+    /// What pieces are cut at: whole packets of whole granules, and so many that places are whole lines. Finer than what room is counted in, so that
+    /// none of many pieces is much smaller than the others.
+    const CUT: usize = 4 << 10;
     let launch = |bytes| arriving(bytes).launch(dtype, topology, table);
     if let Some(launch) = launch(all) {
         return Some(Pushed {
@@ -270,12 +273,13 @@ fn pushed(
             None => too_much = middle,
         }
     }
-    if most == 0 {
+    let most = most * UNIT;
+    if most == 0 || most < otherwise.saturating_mul(dtype.bytes()) {
         return None;
     }
-    let pieces = all.div_ceil(most * UNIT);
-    let piece = all.div_ceil(pieces).next_multiple_of(UNIT);
-    let launch = launch(piece).filter(|_| piece >= otherwise.saturating_mul(dtype.bytes()))?;
+    let pieces = all.div_ceil(most);
+    let piece = all.div_ceil(pieces).next_multiple_of(CUT);
+    let launch = launch(piece)?;
     Some(Pushed {
         launch,
         piece_elements: piece / dtype.bytes(),
@@ -345,20 +349,19 @@ impl Arriving {
         match table.copies.push_max_bytes {
             Some(_) if !topology.engines.one_shot_push => "this device pushes nothing".into(),
             None => "this device pushes no copies by itself".into(),
-            Some(most) if pushed.is_some_and(|pieces| pieces > 1) => {
-                let room = topology.config.all_reduce_bytes.min(most);
-                format!(
-                    "{bytes} bytes come to a rank, more than the {room} that are pushed at once"
-                )
-            }
-            Some(most) if *bytes > most => {
-                format!(
-                    "{bytes} bytes come to a rank, more than the {most} that are pushed at once, and no pieces pay"
-                )
-            }
-            Some(_) if !self.fits(topology) => {
+            Some(most) if *bytes > most || !self.fits(topology) => {
                 let room = topology.config.all_reduce_bytes;
-                format!("{filled} bytes do not fit all_reduce_bytes, {room}")
+                let much = match *bytes > most {
+                    true => format!(
+                        "{bytes} bytes come to a rank, more than the {most} that are pushed at once"
+                    ),
+                    false => format!("{filled} bytes do not fit all_reduce_bytes, {room}"),
+                };
+                match pushed {
+                    Some(_) => much,
+                    None if room == 0 || !table.copies.in_pieces => much,
+                    None => much + ", and pieces would be smaller than those of the scratch memory",
+                }
             }
             Some(most) => {
                 format!("{bytes} bytes come to a rank, not more than the {most} that are pushed")
@@ -549,11 +552,12 @@ mod tests {
         assert_eq!(by(&topology, &Table::host(), 0), [false, false]);
         // In pieces, where these are large enough; of copies, there is no room for a whole unit, with the words behind it.
         let of = |otherwise| pieces(&topology, &table, 40_000, otherwise);
-        assert_eq!(of(16_384), [Some((3, 16_384)), None]);
+        assert_eq!(of(16_384), [Some((3, 14_336)), None]);
         assert_eq!(of(16_385), [None, None]);
         topology.config.all_reduce_bytes = 3 * 140_000;
         let of = |otherwise| pieces(&topology, &table, 40_000, otherwise);
-        assert_eq!(of(1), [Some((2, 32_768)), Some((2, 32_768))]);
+        // Two pieces of as many bytes, cut at 4096.
+        assert_eq!(of(1), [Some((2, 20_480)), Some((2, 20_480))]);
         let few = Table {
             copies: Copies {
                 push_max_bytes: Some(3 * 70_000),
@@ -562,7 +566,7 @@ mod tests {
             ..table.clone()
         };
         let of = |table: &Table| pieces(&topology, table, 40_000, 1);
-        assert_eq!(of(&few), [Some((3, 16_384)), Some((3, 16_384))]);
+        assert_eq!(of(&few), [Some((3, 14_336)), Some((3, 14_336))]);
         let whole = Table {
             copies: Copies {
                 in_pieces: false,

@@ -39,12 +39,12 @@ pub struct Copies {
 }
 
 impl Copies {
-    /// Those of GPUs: what fits the buffers of a usual configuration. There a push costs one launch and no wait for anybody before
-    /// it. docs/results/all-gather.h200x4.json and its like have it ahead of NCCL up to 4 MiB; no file has it beside a pull.
+    /// Those of GPUs: about what fits the buffers of a usual configuration. There a push costs one launch and no wait for anybody before
+    /// it. docs/results/all-gather.h200x4.json and all-gather-large.h100x4.json and their like have it ahead of NCCL up to 16 MiB; no file has it beside a pull.
     const UNTUNED: Self = Self {
         push_max_bytes: Some(8 << 20),
         in_pieces: true,
-        source: Cow::Borrowed("untuned: this much fits usual buffers at once"),
+        source: Cow::Borrowed("untuned: about what fits usual buffers at once"),
     };
 }
 

@@ -8,6 +8,7 @@ use crate::{
     gather_linear::config,
     inject::{Director, Jitter, Mishap, What},
     ops::{self, Ended, Op},
+    pieces,
     suite::World,
 };
 use brigade_device::{
@@ -144,6 +145,24 @@ pub(super) fn in_pieces(world: &World, choice: AllReduceAlgorithm) {
         let op = ops::all_reduce(elements, DataType::F32, ReduceOp::Sum, Some(choice));
         for mishap in mishaps {
             befall(rank, &director, mishap, &op, DEADLINE);
+        }
+    });
+}
+
+/// The same of a copy or a reduce-scatter, by whichever of these it is, in three pieces.
+pub(super) fn copies_in_pieces(world: &World, which: usize) {
+    let mut rng = world.rng();
+    let mishaps = [Point::Arrive, Point::Announce].map(|point| Mishap {
+        culprit: rng.random_range(0..world.size),
+        point,
+        what: What::Act(Action::Drop),
+    });
+    let config = pieces::small(&impatient(), world.size);
+    let director = Director::new(&world.backend, None);
+    world.run_injected(&config, director.clone(), move |rank| {
+        let op = &ops::of_bytes(2 * pieces::UNIT + 1000)[which];
+        for mishap in mishaps {
+            befall(rank, &director, mishap, op, DEADLINE);
         }
     });
 }

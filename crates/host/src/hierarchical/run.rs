@@ -230,7 +230,12 @@ impl Run {
             output: to.dtype(),
             op: self.op(),
         })?;
-        let Plan::ReduceScatter { piece_elements, .. } = plan else {
+        let Plan::ReduceScatter {
+            piece_elements,
+            pushed: None,
+            ..
+        } = plan
+        else {
             return Err(unexpected(&plan));
         };
         core.collective_within(&self.signed, Some(self.deadline.left()), |active| {
@@ -252,7 +257,12 @@ impl Run {
             row_len: 1,
             dtype,
         })?;
-        let Plan::Copy { piece_elements, .. } = plan else {
+        let Plan::Copy {
+            piece_elements,
+            pushed: None,
+            ..
+        } = plan
+        else {
             return Err(unexpected(&plan));
         };
         let bytes: PerRank = elements.iter().map(|n| n * dtype.bytes()).collect();

@@ -4,7 +4,7 @@
 //! they please, beside which a process must not change its environment. So each run is a process that finds the variable in it, or
 //! starts ranks that do, and measures ours beside it, too.
 
-use super::{Algo, Hierarchical, report};
+use super::{Algo, Hierarchical, Operation, report};
 use crate::ranks;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
@@ -34,15 +34,17 @@ fn read(path: &Path) -> Result<(Value, Vec<Value>)> {
 }
 
 /// One run, with this process's arguments. Bounded as a run alone is.
-fn run_one(algo: Option<Algo>, to: &Path) -> Result<(Value, Vec<Value>)> {
+fn run_one(algo: Option<(Algo, Operation)>, to: &Path) -> Result<(Value, Vec<Value>)> {
     let mut command = Command::new(env::current_exe()?);
     command
         .args(env::args_os().skip(1))
         .env(PART, to)
         // It is shown once all of it is there.
         .stdout(Stdio::null());
-    if let Some(algo) = algo {
-        command.env("NCCL_ALGO", algo.of_nccl());
+    if let Some((algo, operation)) = algo {
+        // For that operation alone: ours may have NCCL do others.
+        let of = operation.of_nccl();
+        command.env("NCCL_ALGO", format!("{of}:{}", algo.of_nccl()));
     }
     let status = command.status()?;
     ensure!(status.success(), "it ended by {status}");
@@ -62,6 +64,7 @@ pub fn run(options: &Hierarchical) -> Result<String> {
     let to = env::temp_dir().join(format!("brigade-perf-{}.json", std::process::id()));
     let named = |algo: Option<Algo>| {
         let name = algo.map_or("NCCL as it is", Algo::of_nccl);
+        let algo = algo.map(|algo| (algo, options.operation));
         run_one(algo, &to).with_context(|| name.to_owned())
     };
     let all = || -> Result<_> {

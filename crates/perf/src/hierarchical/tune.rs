@@ -294,19 +294,15 @@ impl Tune {
         let fitted = fit(&samples, &extent.config(), &counted);
         // What follows no costs is of interest, too.
         let costs = fitted.as_ref().map_or(counted, |fitted| fitted.costs);
-        let told = |(taken, connections): (&[Taken], usize)| -> Result<Vec<Value>> {
-            let costs = Costs {
-                connections,
-                ..costs
-            };
+        let told = |taken: &[Taken]| -> Result<Vec<Value>> {
             let each = taken.iter();
             each.map(|taken| row(taken, &extent, [&costs, &guess]))
                 .collect()
         };
-        let mut all = told((&measured.taken, guess.connections))?;
-        all.extend(told((&measured.by_two, 2))?);
+        let mut all = told(&measured.taken)?;
+        all.extend(told(&measured.by_two)?);
         self.common().write(&meta, &all)?;
-        let (fitted, rows) = (fitted?, told((&taken, connections))?);
+        let (fitted, rows) = (fitted?, told(&taken)?);
         if let Some(path) = &self.entry {
             crate::write_entry(path, &self.written(&meta, &extent, &fitted)?)?;
         }
@@ -316,7 +312,7 @@ impl Tune {
 
 /// What calls took.
 struct Measured {
-    /// All of them, by all connections that a rank has.
+    /// All of them, by as many connections of all that a rank has as untuned plans take.
     taken: Vec<Taken>,
     /// Those of several slices by two, if it has more.
     by_two: Vec<Taken>,
@@ -324,11 +320,15 @@ struct Measured {
 
 impl Measured {
     /// What plans are to be made from, of which calls in flight went by as many connections as they were quickest by; and how many that is,
-    /// of so many.
+    /// of so many. What went by two anyway says nothing of it.
     fn quickest(&self, most: usize) -> (Vec<Taken>, usize) {
         /// By fewer, if they are no slower than that.
         const ABOUT: f64 = 1.0;
-        let by_two = |taken: &&Taken| self.by_two.iter().find(|two| two.call == taken.call);
+        let by_two = |taken: &&Taken| {
+            let differs =
+                |two: &&Taken| two.call == taken.call && two.connections != taken.connections;
+            self.by_two.iter().find(differs)
+        };
         let pairs = self.taken.iter().filter_map(|t| Some((t, by_two(&t)?)));
         let (sum, n) = pairs.fold((0.0, 0u32), |(sum, n), (all, two)| {
             (sum + (two.times.median / all.times.median).ln(), n + 1)
@@ -392,11 +392,10 @@ fn row(taken: &Taken, extent: &Extent, [costs, guess]: [&Costs; 2]) -> Result<Va
         Ok(rounded(ns / 1e3))
     };
     let samples = taken.times.samples.iter().map(|&us| rounded(us));
-    let connections = (!is_plain(&taken.call)).then_some(costs.connections);
     Ok(json!({
         "machines": extent.machines.count(), "ranks": extent.machines.ranks(),
         "operation": operation, "choice": way, "dtype": name(extent.float), "bytes": bytes, "graph": extent.graph,
-        "connections": connections, "us": rounded(taken.times.median), "expected_us": us(costs)?, "untuned_us": us(guess)?,
+        "connections": taken.connections, "us": rounded(taken.times.median), "expected_us": us(costs)?, "untuned_us": us(guess)?,
         "samples": samples.collect::<Vec<_>>(),
     }))
 }

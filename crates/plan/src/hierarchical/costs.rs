@@ -66,7 +66,8 @@ pub struct Costs {
     pub add_bytes_per_us: u64,
     /// Nanoseconds that the host takes to enqueue a slice, where it enqueues all phases one after the other; given by the device.
     pub enqueue_ns: u64,
-    /// Connections that each rank has to its rail, which slices take in turn. At least 2, and given by the device.
+    /// Most connections to its rail that a rank's slices take in turn. At least 2; as many as the device has, or fewer where that was measured
+    /// to be quicker.
     pub connections: usize,
     /// Whether the device reads and writes slices where they lie in the caller's tensors, in one piece; else there are copies in slots.
     pub in_place: bool,

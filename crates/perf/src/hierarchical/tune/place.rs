@@ -5,8 +5,9 @@ use crate::{float::Float, ranks::PATIENCE, sample::Times};
 use anyhow::{Context, Result, ensure};
 use brigade::{
     AllGatherParams, Bootstrap, Buffer, ByPath, DataType, Device, HierarchicalAllReduceParams,
-    HierarchicalCall, HierarchicalOperation as Operation, HierarchicalPath, Hierarchy,
-    HierarchyConfig, Machines, MemoryType, PerRank, ReduceOp, ReduceScatterParams, Replay, Stream,
+    HierarchicalCall, HierarchicalOperation as Operation, HierarchicalPath, HierarchicalPlan,
+    Hierarchy, HierarchyConfig, Machines, MemoryType, PerRank, ReduceOp, ReduceScatterParams,
+    Replay, Stream,
     group::{agree, split},
 };
 use std::{sync::Arc, time::Duration};
@@ -63,6 +64,8 @@ pub struct Place<'a> {
 #[derive(Clone, Debug)]
 pub struct Taken {
     pub call: HierarchicalCall,
+    /// By so many connections, where several slices were under way.
+    pub connections: Option<usize>,
     pub times: Times,
 }
 
@@ -346,8 +349,13 @@ impl Place<'_> {
         }
         joined.over.check()?;
         let each = calls.iter().zip(samples);
+        let connections = |call: &HierarchicalCall| match joined.over.explain(call) {
+            Ok(HierarchicalPlan::Slices(plan)) if plan.slots > 1 => Some(plan.connections),
+            _ => None,
+        };
         let taken = |(call, samples): (&HierarchicalCall, _)| Taken {
             call: call.clone(),
+            connections: connections(call),
             times: Times::new("", samples),
         };
         Ok(each.map(taken).collect())

@@ -187,16 +187,17 @@ fn an_entry_is_what_devices_take() {
 fn fewer_connections_count_where_more_are_no_gain() {
     let extent = tune("").extent(4).unwrap();
     let calls = place::calls(extent.machines, extent.float.dtype(), &[4096, 8192]).unwrap();
-    let taken = |call: &HierarchicalCall, us: f64| Taken {
+    let taken = |call: &HierarchicalCall, us: f64, connections| Taken {
         call: call.clone(),
+        connections: Some(connections),
         times: crate::sample::Times::new("", vec![us]),
     };
     let in_flight = || calls.iter().filter(|call| !is_plain(call));
     assert_eq!(in_flight().count(), 2 * 4);
-    let of = |two: [f64; 2]| {
-        let two = |(i, call)| taken(call, two[i % 2]);
+    let of = |by: usize, two: [f64; 2]| {
+        let two = |(i, call)| taken(call, two[i % 2], 2);
         let measured = Measured {
-            taken: calls.iter().map(|call| taken(call, 100.0)).collect(),
+            taken: calls.iter().map(|call| taken(call, 100.0, by)).collect(),
             by_two: in_flight().enumerate().map(two).collect(),
         };
         let (quickest, connections) = measured.quickest(4);
@@ -206,9 +207,11 @@ fn fewer_connections_count_where_more_are_no_gain() {
         let sum: f64 = us(false).map(|t| t.times.median).sum();
         (connections, sum)
     };
-    assert_eq!(of([90.0, 100.0]), (2, 760.0));
-    assert_eq!(of([80.0, 120.0]), (2, 800.0));
-    assert_eq!(of([90.0, 120.0]), (4, 800.0));
+    assert_eq!(of(4, [90.0, 100.0]), (2, 760.0));
+    assert_eq!(of(4, [80.0, 120.0]), (2, 800.0));
+    assert_eq!(of(4, [90.0, 120.0]), (4, 800.0));
+    // What went by two anyway says nothing.
+    assert_eq!(of(2, [90.0, 90.0]), (4, 800.0));
     let nothing = Measured {
         taken: Vec::new(),
         by_two: Vec::new(),
@@ -222,6 +225,7 @@ fn people_read_what_is_furthest_off() {
     let calls = place::calls(extent.machines, extent.float.dtype(), &[4096]).unwrap();
     let taken = |us: f64| Taken {
         call: calls[4].clone(),
+        connections: None,
         times: crate::sample::Times::new("", vec![us]),
     };
     let costs = Costs::host();
