@@ -36,7 +36,7 @@ pub(crate) const ROUND: Duration = Duration::from_micros(50);
 static FREEING: Mutex<()> = Mutex::new(());
 
 /// How long one waits for that: each takes half a second, and what the one before gave up may be kept by graphs.
-const FREES: Duration = Duration::from_secs(2);
+const FREES: Duration = HEARSAY;
 
 /// The longest that giving up takes, where no graph keeps anything: behind what is to come before, a call that is being made, others, and half a
 /// second of its own.
@@ -212,7 +212,7 @@ impl Bounded {
 
     /// Waits until NCCL is through with giving them up, if it is to, but not for long: graphs may keep them.
     pub(crate) fn settle(&self) {
-        let (shared, end) = (&self.shared, Instant::now() + GIVING_UP);
+        let (shared, end) = (&self.shared, Instant::now() + FREES + HEARSAY);
         if !shared.given_up.load(Ordering::Acquire) {
             return;
         }
