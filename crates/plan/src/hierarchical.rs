@@ -234,7 +234,6 @@ fn sliced(
     let mut tried = Vec::new();
     for rank_elements in candidates {
         let slices = slices_of(rank_elements);
-        let steps = costs.steps(call, phases, rank_elements);
         for some in few(connections) {
             let Some((slots, staging_bytes)) = fits(rank_elements, some) else {
                 continue;
@@ -244,6 +243,9 @@ fn sliced(
             if schedule.connections != some {
                 continue;
             }
+            // Of one slot, slices go one after the other.
+            let at_once = if slots > 1 { some } else { 1 };
+            let steps = costs.by(at_once).steps(call, phases, rank_elements);
             // Most that have many slices need no simulation.
             let bound = begins.saturating_add(schedule.bound_ns(&steps));
             if !tried.is_empty() && bound >= least {

@@ -64,7 +64,7 @@ fn entry(ranks: usize, more: &Value) -> Value {
     let mut entry = json!({
         "costs_version": 3, "gpu": "NVIDIA H200", "links": "nvlink", "machines": 2, "ranks": ranks,
         "inside_call_ns": 1000, "inside_bytes_per_us": 200_000, "across_call_ns": 3000, "across_bytes_per_us": 40_000,
-        "wire_latency_ns": 5000, "wire_bytes_per_us": 6000, "add_bytes_per_us": 700_000, "copy_ns": 80, "connections": 4,
+        "wire_latency_ns": 5000, "wire_bytes_per_us": 6000, "add_bytes_per_us": 700_000, "copy_ns": 80, "connections": 4, "crowded_percent": 100,
         "measured": {"from_bytes": 4096, "to_bytes": 65536},
         "versions": {"driver": "13.0", "cuda": "13.0", "nccl": "2.28.9"},
         "source": {"command": "brigade-perf", "date": "2026-01-02", "commit": "0123456"},
@@ -133,6 +133,7 @@ fn every_figure_of_costs_is_voted_on() {
     let mut digests = vec![usual.digest(), Costs::cuda().digest()];
     digests.extend(fields.map(|field| of(json!({ field: 77 })).digest()));
     digests.push(of(json!({"connections": 2})).digest());
+    digests.push(of(json!({"crowded_percent": 120})).digest());
     // More than a device has, it has not.
     let many = of(json!({"connections": 77}));
     assert_eq!(many.connections, Costs::cuda().connections);

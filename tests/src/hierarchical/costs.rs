@@ -13,7 +13,7 @@ fn entries((machines, ranks): (usize, usize), (call_ns, bytes_per_us): (u64, u64
     let text = format!(
         r#"{{"costs_version": 3, "gpu": "host", "links": "shared", "machines": {machines}, "ranks": {ranks},
         "inside_call_ns": 30000, "inside_bytes_per_us": 900, "across_call_ns": {call_ns}, "across_bytes_per_us": 1000000000,
-        "wire_latency_ns": 0, "wire_bytes_per_us": {bytes_per_us}, "add_bytes_per_us": 4000, "copy_ns": 300, "connections": 2,
+        "wire_latency_ns": 0, "wire_bytes_per_us": {bytes_per_us}, "add_bytes_per_us": 4000, "copy_ns": 300, "connections": 2, "crowded_percent": 100,
         "measured": {{"from_bytes": 4096, "to_bytes": 65536}}, "versions": {{"driver": "none", "cuda": "none", "nccl": null}},
         "source": {{"command": "brigade-perf tune-hierarchical", "date": "2026-01-02", "commit": "0123456"}}}}"#
     );

@@ -279,6 +279,7 @@ pub fn measure_costs(rounds: Rounds) -> Result<Vec<Value>> {
         add_bytes_per_us: 1000,
         enqueue_ns: 0,
         connections: Costs::host().connections,
+        crowded_percent: 100,
         in_place: false,
         copy_ns: 0,
         measured: None,

@@ -184,7 +184,7 @@ fn costs(gpu: &str, across_call_ns: u64) -> Entries {
     let text = format!(
         r#"{{"costs_version": 3, "gpu": "{gpu}", "links": "shared", "machines": 2, "ranks": 1, "inside_call_ns": 5000,
         "inside_bytes_per_us": 340000, "across_call_ns": {across_call_ns}, "across_bytes_per_us": 340000, "wire_latency_ns": 0,
-        "wire_bytes_per_us": 4400, "add_bytes_per_us": 2000000, "copy_ns": 2000, "connections": 4, "measured": {{"from_bytes": 1, "to_bytes": 2}},
+        "wire_bytes_per_us": 4400, "add_bytes_per_us": 2000000, "copy_ns": 2000, "connections": 4, "crowded_percent": 100, "measured": {{"from_bytes": 1, "to_bytes": 2}},
         "versions": {{"driver": "13.0", "cuda": "13.0", "nccl": null}},
         "source": {{"command": "brigade-perf tune-hierarchical", "date": "2026-01-02", "commit": "0123456"}}}}"#
     );

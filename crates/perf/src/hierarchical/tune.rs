@@ -250,6 +250,7 @@ impl Tune {
             add_bytes_per_us: costs.add_bytes_per_us,
             copy_ns: costs.copy_ns,
             connections: costs.connections,
+            crowded_percent: costs.crowded_percent,
             measured: Sizes {
                 from_bytes: extent.sizes.first().copied().unwrap_or(self.begin),
                 to_bytes: extent.sizes.last().copied().unwrap_or(self.end),
@@ -414,6 +415,7 @@ fn table(extent: &Extent, fitted: &Fitted, guess: &Costs, rows: &[Value]) -> Str
             c.add_bytes_per_us,
             c.copy_ns,
             c.connections as u64,
+            c.crowded_percent,
         ]
     };
     let names = [
@@ -426,6 +428,7 @@ fn table(extent: &Extent, fitted: &Fitted, guess: &Costs, rows: &[Value]) -> Str
         "added, bytes in a us",
         "a copy, ns",
         "connections",
+        "crowded, percent",
     ];
     let mut text = format!("{:<24} {:>12} {:>12}\n", "", "measured", "untuned");
     for ((name, got), guess) in names.iter().zip(figures(costs)).zip(figures(guess)) {

@@ -69,6 +69,9 @@ pub struct Costs {
     /// Most connections to its rail that a rank's slices take in turn. At least 2; as many as the device has, or fewer where that was measured
     /// to be quicker.
     pub connections: usize,
+    /// What a byte across takes while several connections carry some, in percent of what it takes where one does; at least 100. Beyond what the
+    /// wire and connections have, they keep each other waiting: for threads that all of them need, for instance.
+    pub crowded_percent: u64,
     /// Whether the device reads and writes slices where they lie in the caller's tensors, in one piece; else there are copies in slots.
     pub in_place: bool,
     /// Nanoseconds of a copy within a rank's memory, of which there is one for each rank where rows that are scattered or gathered lie in
@@ -98,6 +101,7 @@ impl Costs {
             // Each phase has a thread.
             enqueue_ns: 0,
             connections: 2,
+            crowded_percent: 100,
             in_place: false,
             // What it takes is in a call's.
             copy_ns: 0,
@@ -129,6 +133,7 @@ impl Costs {
             add_bytes_per_us: 2_000_000,
             enqueue_ns: 100_000,
             connections: 4,
+            crowded_percent: 100,
             in_place: true,
             copy_ns: 2_000,
             measured: None,
@@ -208,6 +213,7 @@ impl Costs {
             add_bytes_per_us,
             enqueue_ns,
             connections,
+            crowded_percent,
             in_place,
             copy_ns,
             measured: _,
@@ -222,6 +228,7 @@ impl Costs {
             *add_bytes_per_us,
             *enqueue_ns,
             *connections as u64,
+            *crowded_percent,
             u64::from(*in_place),
             *copy_ns,
         ]
@@ -302,7 +309,29 @@ impl Costs {
         }
     }
 
-    /// What all phases take with a slice of `rank_elements` of each rank.
+    /// These where so many connections carry slices.
+    pub(super) fn by(&self, connections: usize) -> Self {
+        let slower = |rate: u64| match rate {
+            u64::MAX => rate,
+            rate => (rate.saturating_mul(100) / self.crowded_percent.max(100)).max(1),
+        };
+        match connections {
+            ..=1 => *self,
+            _ => Self {
+                across: Link {
+                    bytes_per_us: slower(self.across.bytes_per_us),
+                    ..self.across
+                },
+                wire: Wire {
+                    bytes_per_us: slower(self.wire.bytes_per_us),
+                    ..self.wire
+                },
+                ..*self
+            },
+        }
+    }
+
+    /// What all phases take with a slice of `rank_elements` of each rank, one after the other.
     pub fn steps(
         &self,
         call: &HierarchicalCall,

@@ -41,6 +41,8 @@ pub struct Entry {
     pub copy_ns: u64,
     /// [`Costs::connections`], by which calls were quickest. At least 2; a device has no more than it has.
     pub connections: usize,
+    /// [`Costs::crowded_percent`]. At least 100, and at most 10000.
+    pub crowded_percent: u64,
     /// Which sizes were measured, in bytes of the larger of a rank's two buffers.
     pub measured: Sizes,
     /// With what.
@@ -103,9 +105,16 @@ impl Entry {
         if let Some((field, got)) = rates.into_iter().find(|(_, rate)| *rate == 0) {
             return Err(Error::invalid(field, got, "at least 1"));
         }
-        match self.connections {
-            few @ ..2 => Err(Error::invalid("connections", few, "at least 2")),
-            _ => Ok(()),
+        if self.connections < 2 {
+            return Err(Error::invalid(
+                "connections",
+                self.connections,
+                "at least 2",
+            ));
+        }
+        match self.crowded_percent {
+            100..=10_000 => Ok(()),
+            got => Err(Error::invalid("crowded_percent", got, "100 to 10000")),
         }
     }
 
@@ -131,6 +140,7 @@ impl Entry {
             add_bytes_per_us: self.add_bytes_per_us,
             enqueue_ns: guess.enqueue_ns,
             connections: guess.connections.min(self.connections),
+            crowded_percent: self.crowded_percent,
             in_place: guess.in_place,
             copy_ns: self.copy_ns,
             measured: Some(Measured {

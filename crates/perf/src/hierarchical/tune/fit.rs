@@ -31,6 +31,12 @@ const CHANCE: f64 = 0.002;
 /// By how many nanoseconds more a call costs while others are under way, as tried: a thread or a stream has to be told then that it is its turn.
 const IN_FLIGHT: [f64; 9] = [0.0, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5];
 
+/// What a byte may take while several connections carry some, in percent of what it takes alone, as tried.
+const CROWDED: [u64; 5] = [100, 125, 160, 200, 300];
+
+/// By how much better plans must choose for that to be believed, as `regret` counts.
+const BETTER: f64 = 0.03;
+
 /// In so many steps a byte's time is shared out between the wire, which one call has at a time, and the calls, of which one goes on at once by each connection.
 const SHARES: u32 = 16;
 
@@ -113,6 +119,7 @@ fn units() -> [Costs; PARTS] {
         add_bytes_per_us: u64::MAX,
         enqueue_ns: 0,
         connections: 2,
+        crowded_percent: 100,
         in_place: false,
         copy_ns: 0,
         measured: None,
@@ -167,7 +174,11 @@ fn weights(rows: &[[f64; PARTS]]) -> [Option<f64>; PARTS] {
 }
 
 /// Costs of these parts, or as they were guessed.
-fn costs_of(parts: &[Option<f64>; PARTS], (wire, in_flight): (f64, f64), guess: &Costs) -> Costs {
+fn costs_of(
+    parts: &[Option<f64>; PARTS],
+    (wire, in_flight, crowded_percent): (f64, f64, u64),
+    guess: &Costs,
+) -> Costs {
     let ns = |part: usize, more: f64, guess: u64| {
         let most = Entry::MOST_NS as f64;
         parts[part].map_or(guess, |ns| (ns + more).round().min(most) as u64)
@@ -193,10 +204,41 @@ fn costs_of(parts: &[Option<f64>; PARTS], (wire, in_flight): (f64, f64), guess: 
         add_bytes_per_us: rate(add, 1.0, guess.add_bytes_per_us),
         enqueue_ns: guess.enqueue_ns,
         connections: guess.connections,
+        crowded_percent,
         in_place: guess.in_place,
         copy_ns: ns(copy, 0.0, guess.copy_ns),
         measured: None,
     }
+}
+
+/// What it costs to go by what was expected: of calls that went several ways, how much longer the way takes that should be the quickest than the one that
+/// was, in the mean of logarithms.
+fn regret(samples: &[Sample], off: &[f64]) -> f64 {
+    let mut by_call: Vec<Vec<(f64, f64)>> = Vec::new();
+    let mut calls: Vec<HierarchicalCall> = Vec::new();
+    for (sample, off) in samples.iter().zip(off) {
+        let call = HierarchicalCall {
+            choice: None,
+            ..sample.call.clone()
+        };
+        let at = calls.iter().position(|other| *other == call);
+        let at = at.unwrap_or_else(|| {
+            calls.push(call);
+            by_call.push(Vec::new());
+            calls.len() - 1
+        });
+        by_call[at].push((off * sample.ns, sample.ns));
+    }
+    let several = by_call.iter().filter(|ways| ways.len() > 1);
+    let (sum, n) = several.fold((0.0, 0u32), |(sum, n), ways| {
+        let expected = ways.iter().min_by(|a, b| a.0.total_cmp(&b.0));
+        let quickest = ways.iter().map(|way| way.1).fold(f64::INFINITY, f64::min);
+        (
+            sum + expected.map_or(0.0, |way| (way.1 / quickest).ln()),
+            n + 1,
+        )
+    });
+    sum / f64::from(n.max(1))
 }
 
 /// The costs by which plans come nearest to what calls took.
@@ -226,32 +268,43 @@ pub fn fit(samples: &[Sample], config: &HierarchyConfig, guess: &Costs) -> Resul
         let one = |s: &Sample| Ok(expected_ns(&s.call, config, costs)?.max(1.0) / s.ns);
         samples.iter().map(one).collect()
     };
-    let mut tried: Vec<(f64, Fitted)> = Vec::new();
-    for share in (0..=SHARES).rev() {
-        for in_flight in IN_FLIGHT {
-            let wire = f64::from(share) / f64::from(SHARES);
-            let costs = costs_of(&parts, (wire, in_flight), guess);
-            let off = off(&costs)?;
-            let squares = |plain: bool| {
-                let those = samples.iter().zip(&off);
-                let those = those.filter(|(s, _)| is_plain(&s.call) == plain);
-                let (sum, n) =
-                    those.fold((0.0, 0), |(sum, n), (_, x)| (sum + x.ln().powi(2), n + 1));
-                sum / f64::from(n.max(1))
-            };
-            // Slices in flight count as much as all else, though they are fewer: it is by them that this is found out.
-            let mean = (squares(true) + squares(false)).sqrt();
-            tried.push((mean, Fitted { costs, off }));
+    // With how far off it is, and how much longer what plans choose by it takes.
+    let best = |crowded_percent: u64, chooses: f64| -> Result<(f64, f64, Fitted)> {
+        let mut tried: Vec<(f64, f64, Fitted)> = Vec::new();
+        for share in (0..=SHARES).rev() {
+            for in_flight in IN_FLIGHT {
+                let wire = f64::from(share) / f64::from(SHARES);
+                let costs = costs_of(&parts, (wire, in_flight, crowded_percent), guess);
+                let off = off(&costs)?;
+                let squares = |plain: bool| {
+                    let those = samples.iter().zip(&off);
+                    let those = those.filter(|(s, _)| is_plain(&s.call) == plain);
+                    let (sum, n) =
+                        those.fold((0.0, 0), |(sum, n), (_, x)| (sum + x.ln().powi(2), n + 1));
+                    sum / f64::from(n.max(1))
+                };
+                // Slices in flight count as much as all else, though they are fewer: it is by them that this is found out.
+                let mean = (squares(true) + squares(false)).sqrt();
+                let regret = regret(samples, &off);
+                tried.push((mean, regret, Fitted { costs, off }));
+            }
+        }
+        let count = |(mean, regret, _): &(f64, f64, Fitted)| mean + chooses * regret;
+        let least = tried.iter().map(count).fold(f64::INFINITY, f64::min);
+        let mut as_good = tried.into_iter().filter(|t| count(t) <= least + CHANCE);
+        // Where slices say nothing of it, all is the wire's, and calls cost what they cost alone.
+        as_good.next().context("nothing was measured")
+    };
+    let [alone, crowded @ ..] = CROWDED;
+    let (mean, regret, mut fitted) = best(alone, 0.0)?;
+    // That connections crowd each other is believed where plans choose better by it, and expect better.
+    let (mut most, chosen) = (mean + regret - BETTER, regret - BETTER);
+    for percent in crowded {
+        let (mean, regret, other) = best(percent, 1.0)?;
+        if mean + regret < most && regret < chosen {
+            (fitted, most) = (other, mean + regret);
         }
     }
-    let least = tried
-        .iter()
-        .fold(f64::INFINITY, |least, (mean, _)| least.min(*mean));
-    let mut as_good = tried
-        .into_iter()
-        .filter(|(mean, _)| *mean <= least + CHANCE);
-    // Where slices say nothing of it, all is the wire's, and calls cost what they cost alone.
-    let (_, fitted) = as_good.next().context("nothing was measured")?;
     let (half, _) = fitted.off();
     ensure!(
         half <= MOST_OFF,

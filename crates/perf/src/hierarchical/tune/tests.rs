@@ -219,6 +219,75 @@ fn fewer_connections_count_where_more_are_no_gain() {
     assert_eq!(nothing.quickest(2).1, 2);
 }
 
+/// What a file of results has: all calls, and behind them those that went by two connections too.
+fn recorded(text: &str) -> (Measured, Extent) {
+    let file: Value = serde_json::from_str(text).unwrap();
+    let extent = tune("-b 256K -e 64M").extent(4).unwrap();
+    let calls = place::calls(extent.machines, extent.float.dtype(), &extent.sizes).unwrap();
+    let taken = |row: &Value| {
+        let is = |call: &&HierarchicalCall| {
+            let (operation, way, bytes) = called(call);
+            row["operation"] == operation && row["choice"] == way && row["bytes"] == bytes
+        };
+        Taken {
+            call: calls.iter().find(is).unwrap().clone(),
+            connections: row["connections"].as_u64().map(|n| n as usize),
+            times: crate::sample::Times::new("", vec![row["us"].as_f64().unwrap()]),
+        }
+    };
+    let (all, by_two) = file["rows"].as_array().unwrap().split_at(calls.len());
+    let [taken, by_two] = [all, by_two].map(|rows| rows.iter().map(taken).collect());
+    (Measured { taken, by_two }, extent)
+}
+
+/// Plans made from what was measured on four H100s cut where that was quicker, and do not where it was slower: with many sockets for each
+/// connection, one slice took 0.6 to 0.9 of what four took.
+#[test]
+fn plans_cut_where_it_was_measured_to_pay() {
+    let plans = |text| {
+        let (measured, extent) = recorded(text);
+        let (taken, connections) = measured.quickest(Costs::cuda().connections);
+        let samples: Vec<_> = taken.iter().map(Taken::sample).collect();
+        let counted = Costs {
+            connections,
+            ..Costs::cuda()
+        };
+        let Fitted { costs, .. } = fit(&samples, &extent.config(), &counted).unwrap();
+        let plan = |mib: usize| {
+            let call = HierarchicalCall {
+                operation: Operation::AllReduce {
+                    elements: mib << 19,
+                    op: brigade::ReduceOp::Sum,
+                },
+                choice: None,
+                ..taken[0].call.clone()
+            };
+            let call = HierarchicalCall {
+                machines: extent.machines,
+                ..call
+            };
+            match brigade::plan::hierarchical::plan(&call, &extent.config(), &costs).unwrap() {
+                brigade::HierarchicalPlan::Slices(plan) => (plan.slices, plan.connections),
+                other => panic!("{other}"),
+            }
+        };
+        (costs, [1, 4, 16].map(plan))
+    };
+    let file = include_str!("../../../../../docs/results/tune-hierarchical-sockets.h100x4.json");
+    let (costs, many_sockets) = plans(file);
+    assert_eq!(many_sockets, [(1, 1); 3], "{costs:?}");
+    assert!(
+        costs.connections == 2 && costs.crowded_percent > 125,
+        "{costs:?}"
+    );
+    let file = include_str!("../../../../../docs/results/tune-hierarchical.h100x4.json");
+    let (costs, one_socket) = plans(file);
+    assert_eq!(one_socket[0], (1, 1), "{costs:?}");
+    let cuts = |&(slices, connections): &(usize, usize)| slices > 2 && connections == 4;
+    assert!(one_socket[1..].iter().all(cuts), "{one_socket:?}");
+    assert!(costs.crowded_percent <= 125, "{costs:?}");
+}
+
 #[test]
 fn people_read_what_is_furthest_off() {
     let extent = tune("").extent(4).unwrap();
