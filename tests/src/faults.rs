@@ -14,6 +14,7 @@ use crate::{
     gather_linear::{self, config},
     layer::Spec,
     ops::{self, Ended, Op},
+    pieces,
     suite::{Suite, World},
     themes::with_a_hook,
 };
@@ -379,12 +380,19 @@ pub fn add(suite: &mut Suite) {
         let pushing = all_reduce::pushing(with_a_hook(engines));
         for (name, choice) in pushing {
             let name = format!("faults/in_pieces/{name}");
-            suite.add_from(2, &name, move |world| injected::in_pieces(world, choice));
+            let config = impatient();
+            // Two ranks have room for less than half of it.
+            let elements = 2 * config.all_reduce_bytes / DataType::F32.bytes() + 100;
+            let op = ops::all_reduce(elements, DataType::F32, ReduceOp::Sum, Some(choice));
+            suite.add_from(2, &name, move |world| {
+                injected::in_pieces(world, &config, op.clone());
+            });
         }
-        for (which, op) in ops::of_bytes(0).iter().enumerate() {
+        for op in ops::of_bytes(2 * pieces::UNIT + 1000) {
             let name = format!("faults/in_pieces/{}", op.name);
             suite.add_from(2, &name, move |world| {
-                injected::copies_in_pieces(world, which);
+                let config = pieces::small(&impatient(), world.size);
+                injected::in_pieces(world, &config, op.clone());
             });
         }
     }

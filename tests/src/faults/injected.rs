@@ -8,12 +8,9 @@ use crate::{
     gather_linear::config,
     inject::{Director, Jitter, Mishap, What},
     ops::{self, Ended, Op},
-    pieces,
     suite::World,
 };
-use brigade_device::{
-    Action, AllReduceAlgorithm, DataType, FaultKind, FaultRecord, Point, ReduceOp,
-};
+use brigade_device::{Action, CommConfig, FaultKind, FaultRecord, Point};
 use rand::{Rng, seq::IndexedRandom};
 use std::{
     thread,
@@ -128,41 +125,19 @@ pub(super) fn mishaps(world: &World, op: Op) {
     });
 }
 
-/// A sum that goes in pieces, of which the rank whose word gets lost has more than its peers, is no result in any part. Where ranks
-/// meet before they push, the first word stops them before any piece.
-pub(super) fn in_pieces(world: &World, choice: AllReduceAlgorithm) {
+/// What goes in pieces, of which the rank whose word gets lost has more than its peers, is no result in any part. Where ranks meet before they
+/// push, the first word stops them before any piece.
+pub(super) fn in_pieces(world: &World, config: &CommConfig, op: Op) {
     let mut rng = world.rng();
     let mishaps = [Point::Arrive, Point::Announce].map(|point| Mishap {
         culprit: rng.random_range(0..world.size),
         point,
         what: What::Act(Action::Drop),
     });
-    let config = impatient();
     let director = Director::new(&world.backend, None);
-    world.run_injected(&config.clone(), director.clone(), move |rank| {
-        // Two ranks have room for less than half of it.
-        let elements = 2 * config.all_reduce_bytes / DataType::F32.bytes() + 100;
-        let op = ops::all_reduce(elements, DataType::F32, ReduceOp::Sum, Some(choice));
+    world.run_injected(config, director.clone(), move |rank| {
         for mishap in mishaps {
             befall(rank, &director, mishap, &op, DEADLINE);
-        }
-    });
-}
-
-/// The same of a copy or a reduce-scatter, by whichever of these it is, in three pieces.
-pub(super) fn copies_in_pieces(world: &World, which: usize) {
-    let mut rng = world.rng();
-    let mishaps = [Point::Arrive, Point::Announce].map(|point| Mishap {
-        culprit: rng.random_range(0..world.size),
-        point,
-        what: What::Act(Action::Drop),
-    });
-    let config = pieces::small(&impatient(), world.size);
-    let director = Director::new(&world.backend, None);
-    world.run_injected(&config, director.clone(), move |rank| {
-        let op = &ops::of_bytes(2 * pieces::UNIT + 1000)[which];
-        for mishap in mishaps {
-            befall(rank, &director, mishap, op, DEADLINE);
         }
     });
 }
