@@ -323,8 +323,6 @@ impl Measured {
     /// What plans are to be made from, of which calls in flight went by as many connections as they were quickest by; and how many that is,
     /// of so many. What went by two anyway says nothing of it.
     fn quickest(&self, most: usize) -> (Vec<Taken>, usize) {
-        /// By fewer, if they are no slower than that.
-        const ABOUT: f64 = 1.0;
         let by_two = |taken: &&Taken| {
             let differs =
                 |two: &&Taken| two.call == taken.call && two.connections != taken.connections;
@@ -334,7 +332,8 @@ impl Measured {
         let (sum, n) = pairs.fold((0.0, 0u32), |(sum, n), (all, two)| {
             (sum + (two.times.median / all.times.median).ln(), n + 1)
         });
-        let fewer = n > 0 && (sum / f64::from(n)).exp() <= ABOUT;
+        // By fewer, if they are no slower in the geometric mean.
+        let fewer = n > 0 && sum <= 0.0;
         let of = |taken: &Taken| by_two(&taken).filter(|_| fewer).unwrap_or(taken).clone();
         let connections = if fewer { 2 } else { most };
         (self.taken.iter().map(of).collect(), connections)

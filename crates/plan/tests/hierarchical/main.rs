@@ -318,6 +318,10 @@ fn costs_that_decide_differently_have_other_digests() {
             ..Costs::host()
         },
         Costs {
+            crowded_percent: 170,
+            ..Costs::host()
+        },
+        Costs {
             in_place: true,
             ..Costs::host()
         },
