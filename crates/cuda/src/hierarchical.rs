@@ -135,12 +135,13 @@ pub(crate) fn join(
     let connections = config
         .connections
         .map_or(CONNECTIONS, |most| CONNECTIONS.min(most.into()));
+    let made_of = (connections, config.channels.or(costs.channels));
     let rails = match machines.count() {
         1 => None,
         _ => {
             let rails = split(boot, machines.local_of(group.rank), within, |part| {
                 let at = device.rail_address;
-                Rails::join(part, &inside[0].core, connections, at, within)
+                Rails::join(part, &inside[0].core, made_of, at, within)
             })?;
             // NCCL's first kernels, once nobody loads anything any more.
             agree(boot, "join: rails", rails.warm_up(within), within)?;

@@ -126,15 +126,16 @@ impl std::fmt::Debug for Bounded {
 }
 
 impl Bounded {
-    /// This rank's part of the communicators of these names, which all ranks of a group make. NCCL may load what it needs, so nobody should wait on
+    /// This rank's part of the communicators of these names, which all ranks of a group make, with so many channels each. NCCL may load what it needs, so nobody should wait on
     /// the GPU.
     pub(crate) fn make(
         card: &Arc<Card>,
         usable: Usable,
-        names: Vec<UniqueId>,
+        (names, channels): (Vec<UniqueId>, Option<u16>),
         place: (usize, usize),
         end: Instant,
     ) -> Result<Arc<Self>> {
+        let settings = Settings::blocking(channels, usable.functions.version)?;
         let (tell, told) = mpsc::channel();
         let (errands, queue) = errands::<(usize, Work)>();
         let card = Arc::clone(card);
@@ -142,7 +143,7 @@ impl Bounded {
         ending::one_more();
         let made = move || {
             let mut shared = Shared::none(card, usable.functions, names.len());
-            let made = shared.make(usable.init, names, place);
+            let made = shared.make((usable.init, &settings), names, place);
             ending::waits();
             let shared = Arc::new(shared);
             let is_made = made.is_ok();
@@ -251,7 +252,7 @@ impl Shared {
     /// Makes the communicators, which wait for their peers without a bound. Dropping this gives up those that were made.
     fn make(
         &mut self,
-        init: Initialize,
+        (init, settings): (Initialize, &Settings),
         names: Vec<UniqueId>,
         (rank, size): (usize, usize),
     ) -> Result<()> {
@@ -260,8 +261,8 @@ impl Shared {
         let (size, rank) = (size as _, rank as _);
         for name in names {
             let mut comm = std::ptr::null_mut();
-            // SAFETY: the pointers are to a live handle and to a static; this thread's context is the device's.
-            let status = unsafe { init(&raw mut comm, size, name, rank, &Settings::BLOCKING) };
+            // SAFETY: the pointers are to a live handle and to live settings; this thread's context is the device's.
+            let status = unsafe { init(&raw mut comm, size, name, rank, settings) };
             check(CALL, status)?;
             if comm.is_null() {
                 return Err(missing("it makes no communicator"));

@@ -45,23 +45,51 @@ impl UniqueId {
     }
 }
 
-/// What NCCL is told when a communicator is made: the beginning of its struct, which every version since 2.14 knows.
+/// What NCCL is told when a communicator is made: the beginning of its struct, of which it reads as much as it knows, and since 2.14 all up to
+/// `blocking`.
 #[repr(C)]
 pub(crate) struct Settings {
     size: usize,
     magic: c_uint,
     version: c_uint,
     blocking: c_int,
+    cluster: c_int,
+    least_blocks: c_int,
+    most_blocks: c_int,
+    /// The name of one: a pointer.
+    network: usize,
 }
 
 impl Settings {
-    /// Calls return when they are done on the host.
-    pub(crate) const BLOCKING: Self = Self {
-        size: size_of::<Self>(),
-        magic: 0xCAFE_BEEF,
-        version: 21_400,
-        blocking: 1,
-    };
+    /// The first version that knows all of it.
+    const KNOWN: Version = Version::of(2, 17);
+
+    /// Calls return when they are done on the host. Kernels have so many channels, a block each, or as many as NCCL decides.
+    pub(crate) fn blocking(channels: Option<u16>, nccl: Version) -> Result<Self> {
+        if let (Some(channels), true) = (channels, nccl < Self::KNOWN) {
+            return Err(Reason::new(
+                "nccl-channels",
+                format!(
+                    "connections are to have {channels} channels, and NCCL {nccl} decides alone"
+                ),
+                "install NCCL 2.17 or later, or leave channels to it",
+            )
+            .into());
+        }
+        // NCCL's number for what nobody says.
+        let channels = channels.map_or(c_int::MIN, c_int::from);
+        Ok(Self {
+            size: size_of::<Self>(),
+            magic: 0xCAFE_BEEF,
+            version: 21_700,
+            blocking: 1,
+            cluster: c_int::MIN,
+            least_blocks: channels,
+            most_blocks: channels,
+            // Null: whichever NCCL takes.
+            network: 0,
+        })
+    }
 }
 
 /// A call that goes on.
@@ -469,6 +497,23 @@ mod tests {
                 Err(Error::Invalid { field: "dtype", .. })
             ));
         }
+    }
+
+    #[test]
+    fn channels_are_for_versions_that_know_them() {
+        let [before, since] = [Version::of(2, 16), Version::of(2, 17)];
+        let settings = Settings::blocking(Some(4), since).unwrap();
+        assert_eq!((settings.least_blocks, settings.most_blocks), (4, 4));
+        assert_eq!(settings.size, 40);
+        // What nobody asks for, every version decides.
+        let settings = Settings::blocking(None, before).unwrap();
+        let undefined = (i32::MIN, i32::MIN);
+        assert_eq!((settings.least_blocks, settings.most_blocks), undefined);
+        let refused = Settings::blocking(Some(4), before).map(|_| ());
+        let Err(Error::Unsupported(reason)) = refused else {
+            panic!("{refused:?}");
+        };
+        assert_eq!(reason.code, "nccl-channels");
     }
 
     #[test]

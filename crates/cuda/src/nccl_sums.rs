@@ -63,14 +63,15 @@ impl NcclSums {
         quiet::quiet(device.card.context.ordinal());
         let end = Deadline::after(within).end();
         let place = (boot.rank(), boot.size());
-        let made = Bounded::make(&device.card, usable, vec![id], place, end).and_then(|comm| {
-            let sums = Self {
-                comm,
-                gone: AtomicBool::new(false),
-            };
-            sums.warm_up(device, end)?;
-            Ok(Arc::new(sums))
-        });
+        let made =
+            Bounded::make(&device.card, usable, (vec![id], None), place, end).and_then(|comm| {
+                let sums = Self {
+                    comm,
+                    gone: AtomicBool::new(false),
+                };
+                sums.warm_up(device, end)?;
+                Ok(Arc::new(sums))
+            });
         agree(boot, STEP, made, within)
     }
 

@@ -61,17 +61,19 @@ impl Found {
 pub(crate) struct Rails {
     pub(crate) line: Arc<Line>,
     pub(crate) connections: Vec<NcclRail>,
+    /// Of NCCL's, of each connection.
+    channels: Option<u16>,
     page: Arc<Page>,
     device: Arc<CudaDevice>,
     watched: Mutex<Watched>,
 }
 
 impl Rails {
-    /// All ranks of a rail make all, so many connections, or all fail. `core` is a communicator inside the machine.
+    /// All ranks of a rail make all, so many connections of so many channels, or all fail. `core` is a communicator inside the machine.
     pub(crate) fn join(
         rail: &dyn Bootstrap,
         core: &Arc<Core>,
-        connections: usize,
+        (connections, channels): (usize, Option<u16>),
         at: Option<IpAddr>,
         within: Duration,
     ) -> Result<Self> {
@@ -81,10 +83,11 @@ impl Rails {
         own_gpus(&line, &core.device, left())?;
         let page = Page::new(core, rail.size()).map(Arc::new);
         let page = agree(line.group(), STEP, page, left())?;
-        let comms = comms((&line, connections), &core.device, left())?;
+        let comms = comms(&line, (connections, channels), &core.device, left())?;
         let new = |number| NcclRail::new(number, core, &comms, &page, &line);
         Ok(Self {
             connections: (0..connections).map(new).collect(),
+            channels,
             device: Arc::clone(&core.device),
             line,
             page,
@@ -177,8 +180,8 @@ impl Rails {
         self.give_up();
         let group = self.line.group();
         group.all_gather(&[], left())?;
-        let own = (&*self.line, self.connections.len());
-        let made = comms(own, &self.device, left())?;
+        let own = (self.connections.len(), self.channels);
+        let made = comms(&self.line, own, &self.device, left())?;
         for rail in &self.connections {
             rail.renew(&made);
         }
@@ -255,7 +258,8 @@ fn own_gpus(line: &Line, device: &CudaDevice, within: Duration) -> Result<()> {
 
 /// A communicator of NCCL's for each connection.
 fn comms(
-    (line, connections): (&Line, usize),
+    line: &Line,
+    (connections, channels): (usize, Option<u16>),
     device: &CudaDevice,
     within: Duration,
 ) -> Result<Arc<Bounded>> {
@@ -270,6 +274,6 @@ fn comms(
     let names = names.collect::<Result<_>>()?;
     quiet::quiet(device.card.context.ordinal());
     let place = (group.rank(), group.size());
-    let made = Bounded::make(&device.card, usable, names, place, end.end());
+    let made = Bounded::make(&device.card, usable, (names, channels), place, end.end());
     agree(group, STEP, made, left())
 }

@@ -12,6 +12,9 @@ use std::{
     time::Duration,
 };
 
+/// Most channels that a connection has: as many as NCCL has at most.
+const MOST_CHANNELS: u16 = 64;
+
 /// How a hierarchy is set up. Every rank of all machines passes the same values; they are voted on at [`Device::join_machines`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HierarchyConfig {
@@ -28,6 +31,9 @@ pub struct HierarchyConfig {
     /// Most connections of a rank to its rail, at least 2; `None` leaves them to the device. Each takes memory and threads of whatever carries
     /// it (NCCL, on GPUs).
     pub connections: Option<u16>,
+    /// Channels of each connection, 1 to 64, where what carries it has channels (NCCL, on GPUs: as many blocks, and sockets of their own); `None` takes what was
+    /// measured to be quickest, and leaves them to it where nothing was.
+    pub channels: Option<u16>,
 }
 
 impl HierarchyConfig {
@@ -48,6 +54,7 @@ impl HierarchyConfig {
             slice_bytes: None,
             parallelism: None,
             connections: None,
+            channels: None,
         }
     }
 
@@ -96,7 +103,22 @@ impl HierarchyConfig {
         if let Some(few @ (0 | 1)) = self.connections {
             return Err(Error::invalid("connections", few, "at least 2"));
         }
+        check_channels(self.channels)?;
         Ok(())
+    }
+}
+
+/// Whether a connection can have so many channels, of a configuration or of costs that were measured.
+///
+/// # Errors
+/// [`Error::Invalid`] naming them.
+pub fn check_channels(channels: Option<u16>) -> Result<()> {
+    match channels {
+        None | Some(1..=MOST_CHANNELS) => Ok(()),
+        Some(got) => {
+            let want = format!("1 to {MOST_CHANNELS}");
+            Err(Error::invalid("channels", got, want))
+        }
     }
 }
 

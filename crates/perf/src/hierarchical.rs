@@ -69,6 +69,9 @@ pub struct Hierarchical {
     /// Most connections of a rank to its rail, at least 2
     #[arg(long)]
     connections: Option<u16>,
+    /// Channels of NCCL's for each of them, 1 to 64; without, as many as costs say, or as NCCL decides
+    #[arg(long)]
+    channels: Option<u16>,
     /// What plans take the wire between machines to carry, in bytes of a microsecond; without, what they guess
     #[arg(long, value_name = "BYTES")]
     wire_bytes_per_us: Option<u64>,
@@ -180,6 +183,7 @@ impl Hierarchical {
         let mut config = HierarchyConfig::new(ParallelMode::Tp);
         config.parallelism = self.parallelism;
         config.connections = self.connections;
+        config.channels = self.channels;
         let device = Arc::clone(device) as Arc<dyn brigade::Device>;
         Ok(device.join_machines(&*rank.boot, machines, &config)?)
     }

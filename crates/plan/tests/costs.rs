@@ -134,6 +134,7 @@ fn every_figure_of_costs_is_voted_on() {
     digests.extend(fields.map(|field| of(json!({ field: 77 })).digest()));
     digests.push(of(json!({"connections": 2})).digest());
     digests.push(of(json!({"crowded_percent": 120})).digest());
+    digests.push(of(json!({"channels": 4})).digest());
     // More than a device has, it has not.
     let many = of(json!({"connections": 77}));
     assert_eq!(many.connections, Costs::cuda().connections);

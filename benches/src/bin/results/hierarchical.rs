@@ -280,6 +280,7 @@ pub fn measure_costs(rounds: Rounds) -> Result<Vec<Value>> {
         enqueue_ns: 0,
         connections: Costs::host().connections,
         crowded_percent: 100,
+        channels: None,
         in_place: false,
         copy_ns: 0,
         measured: None,

@@ -28,6 +28,7 @@ use fit::{Fitted, expected_ns, fit, is_plain};
 use place::{Extent, Place, Taken, sides};
 use serde_json::{Value, json};
 use std::{
+    collections::BTreeMap,
     path::PathBuf,
     process::Command,
     sync::Arc,
@@ -132,6 +133,7 @@ impl Tune {
             calls: self.calls,
             graph: self.graph,
             connections: None,
+            channels: None,
         })
     }
 
@@ -166,10 +168,24 @@ impl Tune {
         })
     }
 
-    /// All calls; and where a rank has more than two connections, those of which several slices are under way by two as well.
+    /// All calls, by connections of as many channels as are quickest; and where a rank has more than two connections, those of which several slices are under
+    /// way by two as well.
     fn measure(&self, place: &Place<'_>, extent: &Extent) -> Result<Measured> {
         let mut all = place::calls(extent.machines, extent.float.dtype(), &extent.sizes)?;
-        let taken = place.measure(extent, &all)?;
+        let mut taken = place.measure(extent, &all)?;
+        let tried = self.tried().iter().map(|&channels| Extent {
+            channels: Some(channels),
+            ..extent.clone()
+        });
+        let by_one: Vec<_> = all.iter().filter(|c| goes_by_one(c)).cloned().collect();
+        let tried = tried.map(|extent| Ok((place.measure(&extent, &by_one)?, extent)));
+        let tried: Vec<_> = tried.collect::<Result<_>>()?;
+        let mut others: Vec<Taken> = tried.iter().flat_map(|(t, _)| t.clone()).collect();
+        let quickest = quickest_channels(&taken, tried);
+        let extent = quickest.as_ref().unwrap_or(extent);
+        if quickest.is_some() {
+            others.extend(std::mem::replace(&mut taken, place.measure(extent, &all)?));
+        }
         let by_two = match self.guess().connections {
             ..=2 => Vec::new(),
             _ => {
@@ -181,7 +197,11 @@ impl Tune {
                 place.measure(&extent, &all)?
             }
         };
-        Ok(Measured { taken, by_two })
+        Ok(Measured {
+            taken,
+            by_two,
+            others,
+        })
     }
 
     /// On GPUs, by their own clocks.
@@ -251,6 +271,7 @@ impl Tune {
             copy_ns: costs.copy_ns,
             connections: costs.connections,
             crowded_percent: costs.crowded_percent,
+            channels: costs.channels,
             measured: Sizes {
                 from_bytes: extent.sizes.first().copied().unwrap_or(self.begin),
                 to_bytes: extent.sizes.last().copied().unwrap_or(self.end),
@@ -271,6 +292,14 @@ impl Tune {
         Ok(entry)
     }
 
+    /// How many channels are tried beside what whoever carries connections decides.
+    const fn tried(&self) -> &'static [u16] {
+        match self.device {
+            Kind::Cuda => &[4, 8],
+            Kind::Host => &[],
+        }
+    }
+
     /// What plans count with where nobody measured anything.
     fn guess(&self) -> Costs {
         match self.device {
@@ -288,6 +317,7 @@ impl Tune {
         let (taken, connections) = measured.quickest(guess.connections);
         let counted = Costs {
             connections,
+            channels: measured.channels(),
             ..guess
         };
         let samples: Vec<_> = taken.iter().map(Taken::sample).collect();
@@ -302,6 +332,7 @@ impl Tune {
         };
         let mut all = told(&measured.taken)?;
         all.extend(told(&measured.by_two)?);
+        all.extend(told(&measured.others)?);
         self.common().write(&meta, &all)?;
         let (fitted, rows) = (fitted?, told(&taken)?);
         if let Some(path) = &self.entry {
@@ -317,9 +348,42 @@ struct Measured {
     taken: Vec<Taken>,
     /// Those of several slices by two, if it has more.
     by_two: Vec<Taken>,
+    /// What was measured by connections of other numbers of channels.
+    others: Vec<Taken>,
+}
+
+/// By how much calls must be quicker with channels of one's own choice, in the mean.
+const QUICKER: f64 = 0.03;
+
+/// Whether something goes along rails, and all of it by one connection.
+fn goes_by_one(call: &HierarchicalCall) -> bool {
+    call.machines.count() > 1 && is_plain(call)
+}
+
+/// Of what was tried, that by which calls of one connection are quickest, each the way that it is quickest, in the geometric mean; if any is quicker than what
+/// was taken first.
+fn quickest_channels(first: &[Taken], tried: Vec<(Vec<Taken>, Extent)>) -> Option<Extent> {
+    let mean = |all: &[Taken]| {
+        let mut least = BTreeMap::new();
+        for taken in all.iter().filter(|t| goes_by_one(&t.call)) {
+            let (operation, _, bytes) = called(&taken.call);
+            let us = least.entry((operation, bytes)).or_insert(f64::INFINITY);
+            *us = taken.times.median.min(*us);
+        }
+        least.values().map(|us| us.ln()).sum::<f64>() / least.len().max(1) as f64
+    };
+    let means = tried.into_iter().map(|(all, extent)| (mean(&all), extent));
+    let quickest = means.min_by(|a, b| a.0.total_cmp(&b.0));
+    let most = mean(first) - QUICKER;
+    quickest.filter(|(mean, _)| *mean < most).map(|(_, e)| e)
 }
 
 impl Measured {
+    /// Channels of the connections by which plans are to go.
+    fn channels(&self) -> Option<u16> {
+        self.taken.first().and_then(|taken| taken.channels)
+    }
+
     /// What plans are to be made from, of which calls in flight went by as many connections as they were quickest by; and how many that is,
     /// of so many. What went by two anyway says nothing of it.
     fn quickest(&self, most: usize) -> (Vec<Taken>, usize) {
@@ -395,7 +459,7 @@ fn row(taken: &Taken, extent: &Extent, [costs, guess]: [&Costs; 2]) -> Result<Va
     Ok(json!({
         "machines": extent.machines.count(), "ranks": extent.machines.ranks(),
         "operation": operation, "choice": way, "dtype": name(extent.float), "bytes": bytes, "graph": extent.graph,
-        "connections": taken.connections, "us": rounded(taken.times.median), "expected_us": us(costs)?, "untuned_us": us(guess)?,
+        "connections": taken.connections, "channels": taken.channels, "us": rounded(taken.times.median), "expected_us": us(costs)?, "untuned_us": us(guess)?,
         "samples": samples.collect::<Vec<_>>(),
     }))
 }
@@ -415,6 +479,7 @@ fn table(extent: &Extent, fitted: &Fitted, guess: &Costs, rows: &[Value]) -> Str
             c.copy_ns,
             c.connections as u64,
             c.crowded_percent,
+            c.channels.unwrap_or_default().into(),
         ]
     };
     let names = [
@@ -428,6 +493,7 @@ fn table(extent: &Extent, fitted: &Fitted, guess: &Costs, rows: &[Value]) -> Str
         "a copy, ns",
         "connections",
         "crowded, percent",
+        "channels, 0: NCCL's",
     ];
     let mut text = format!("{:<24} {:>12} {:>12}\n", "", "measured", "untuned");
     for ((name, got), guess) in names.iter().zip(figures(costs)).zip(figures(guess)) {

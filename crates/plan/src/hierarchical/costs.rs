@@ -72,6 +72,9 @@ pub struct Costs {
     /// What a byte across takes while several connections carry some, in percent of what it takes where one does; at least 100. Beyond what the
     /// wire and connections have, they keep each other waiting: for threads that all of them need, for instance.
     pub crowded_percent: u64,
+    /// Channels that each connection is made with, where what carries it has channels; `None` leaves them to it. No plan depends on them, but
+    /// all ranks have to make the same connections.
+    pub channels: Option<u16>,
     /// Whether the device reads and writes slices where they lie in the caller's tensors, in one piece; else there are copies in slots.
     pub in_place: bool,
     /// Nanoseconds of a copy within a rank's memory, of which there is one for each rank where rows that are scattered or gathered lie in
@@ -102,6 +105,7 @@ impl Costs {
             enqueue_ns: 0,
             connections: 2,
             crowded_percent: 100,
+            channels: None,
             in_place: false,
             // What it takes is in a call's.
             copy_ns: 0,
@@ -134,6 +138,7 @@ impl Costs {
             enqueue_ns: 100_000,
             connections: 4,
             crowded_percent: 100,
+            channels: None,
             in_place: true,
             copy_ns: 2_000,
             measured: None,
@@ -214,6 +219,7 @@ impl Costs {
             enqueue_ns,
             connections,
             crowded_percent,
+            channels,
             in_place,
             copy_ns,
             measured: _,
@@ -229,6 +235,7 @@ impl Costs {
             *enqueue_ns,
             *connections as u64,
             *crowded_percent,
+            channels.map_or(0, u64::from),
             u64::from(*in_place),
             *copy_ns,
         ]

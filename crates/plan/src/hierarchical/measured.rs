@@ -43,6 +43,9 @@ pub struct Entry {
     pub connections: usize,
     /// [`Costs::crowded_percent`]. At least 100, and at most 10000.
     pub crowded_percent: u64,
+    /// [`Costs::channels`] of each connection, by which calls were quickest; without, as many as NCCL decides. 1 to 64.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub channels: Option<u16>,
     /// Which sizes were measured, in bytes of the larger of a rank's two buffers.
     pub measured: Sizes,
     /// With what.
@@ -112,10 +115,11 @@ impl Entry {
                 "at least 2",
             ));
         }
-        match self.crowded_percent {
-            100..=10_000 => Ok(()),
-            got => Err(Error::invalid("crowded_percent", got, "100 to 10000")),
+        if !(100..=10_000).contains(&self.crowded_percent) {
+            let got = self.crowded_percent;
+            return Err(Error::invalid("crowded_percent", got, "100 to 10000"));
         }
+        brigade_device::check_channels(self.channels)
     }
 
     /// As plans count with them.
@@ -141,6 +145,7 @@ impl Entry {
             enqueue_ns: guess.enqueue_ns,
             connections: guess.connections.min(self.connections),
             crowded_percent: self.crowded_percent,
+            channels: self.channels,
             in_place: guess.in_place,
             copy_ns: self.copy_ns,
             measured: Some(Measured {

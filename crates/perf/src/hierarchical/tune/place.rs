@@ -35,6 +35,8 @@ pub struct Extent {
     pub graph: bool,
     /// Most connections of a rank to its rail.
     pub connections: Option<u16>,
+    /// Channels of each.
+    pub channels: Option<u16>,
 }
 
 impl Extent {
@@ -47,6 +49,7 @@ impl Extent {
         HierarchyConfig {
             staging_bytes: usual.staging_bytes.max(need),
             connections: self.connections,
+            channels: self.channels,
             ..usual
         }
     }
@@ -66,6 +69,8 @@ pub struct Taken {
     pub call: HierarchicalCall,
     /// By so many connections, where several slices were under way.
     pub connections: Option<usize>,
+    /// Of so many channels each, as was asked for.
+    pub channels: Option<u16>,
     pub times: Times,
 }
 
@@ -356,6 +361,7 @@ impl Place<'_> {
         let taken = |(call, samples): (&HierarchicalCall, _)| Taken {
             call: call.clone(),
             connections: connections(call),
+            channels: extent.channels,
             times: Times::new("", samples),
         };
         Ok(each.map(taken).collect())

@@ -190,6 +190,7 @@ fn fewer_connections_count_where_more_are_no_gain() {
     let taken = |call: &HierarchicalCall, us: f64, connections| Taken {
         call: call.clone(),
         connections: Some(connections),
+        channels: None,
         times: crate::sample::Times::new("", vec![us]),
     };
     let in_flight = || calls.iter().filter(|call| !is_plain(call));
@@ -199,6 +200,7 @@ fn fewer_connections_count_where_more_are_no_gain() {
         let measured = Measured {
             taken: calls.iter().map(|call| taken(call, 100.0, by)).collect(),
             by_two: in_flight().enumerate().map(two).collect(),
+            others: Vec::new(),
         };
         let (quickest, connections) = measured.quickest(4);
         assert_eq!(quickest.len(), calls.len());
@@ -215,8 +217,50 @@ fn fewer_connections_count_where_more_are_no_gain() {
     let nothing = Measured {
         taken: Vec::new(),
         by_two: Vec::new(),
+        others: Vec::new(),
     };
     assert_eq!(nothing.quickest(2).1, 2);
+}
+
+/// Connections have as many channels as calls were quickest by, where that is more than chance.
+#[test]
+fn channels_count_where_calls_are_quicker_by_them() {
+    let extent = tune("").extent(4).unwrap();
+    let calls = place::calls(extent.machines, extent.float.dtype(), &[4096, 65536]).unwrap();
+    // What calls by one connection take, few bytes and many, each the way that is quickest; others say nothing of it.
+    let taken = |few: f64, many: f64, channels: Option<u16>| -> Vec<Taken> {
+        let of = |call: &HierarchicalCall| {
+            let (_, way, bytes) = called(call);
+            let us = if bytes < 65536 { few } else { many };
+            let us = match (goes_by_one(call), way.as_str()) {
+                (false, _) => 1.0,
+                (true, "1 slice") => us,
+                (true, _) => us * 1.5,
+            };
+            Taken {
+                call: call.clone(),
+                connections: None,
+                channels,
+                times: crate::sample::Times::new("", vec![us]),
+            }
+        };
+        calls.iter().map(of).collect()
+    };
+    let first = taken(100.0, 1000.0, None);
+    let quickest = |tried: &[(f64, f64, u16)]| {
+        let tried = tried.iter().map(|&(few, many, channels)| {
+            let extent = Extent {
+                channels: Some(channels),
+                ..extent.clone()
+            };
+            (taken(few, many, Some(channels)), extent)
+        });
+        quickest_channels(&first, tried.collect()).and_then(|extent| extent.channels)
+    };
+    assert_eq!(quickest(&[]), None);
+    assert_eq!(quickest(&[(110.0, 800.0, 4), (150.0, 790.0, 8)]), Some(4));
+    assert_eq!(quickest(&[(110.0, 800.0, 4), (110.0, 700.0, 8)]), Some(8));
+    assert_eq!(quickest(&[(99.0, 999.0, 4), (150.0, 790.0, 8)]), None);
 }
 
 /// What a file of results has: all calls, and behind them those that went by two connections too.
@@ -232,12 +276,21 @@ fn recorded(text: &str) -> (Measured, Extent) {
         Taken {
             call: calls.iter().find(is).unwrap().clone(),
             connections: row["connections"].as_u64().map(|n| n as usize),
+            channels: row["channels"].as_u64().map(|n| n as u16),
             times: crate::sample::Times::new("", vec![row["us"].as_f64().unwrap()]),
         }
     };
-    let (all, by_two) = file["rows"].as_array().unwrap().split_at(calls.len());
-    let [taken, by_two] = [all, by_two].map(|rows| rows.iter().map(taken).collect());
-    (Measured { taken, by_two }, extent)
+    let (all, rest) = file["rows"].as_array().unwrap().split_at(calls.len());
+    let two = calls.iter().filter(|call| !is_plain(call)).count();
+    let (by_two, others) = rest.split_at(two);
+    let [taken, by_two, others] =
+        [all, by_two, others].map(|rows| rows.iter().map(taken).collect());
+    let measured = Measured {
+        taken,
+        by_two,
+        others,
+    };
+    (measured, extent)
 }
 
 /// Plans made from what was measured on four H100s cut where that was quicker, and do not where it was slower: with many sockets for each
@@ -295,6 +348,7 @@ fn people_read_what_is_furthest_off() {
     let taken = |us: f64| Taken {
         call: calls[4].clone(),
         connections: None,
+        channels: None,
         times: crate::sample::Times::new("", vec![us]),
     };
     let costs = Costs::host();
