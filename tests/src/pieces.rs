@@ -113,12 +113,13 @@ fn copies(world: &World) {
 
 /// Among three, a broadcast's pieces are so large that peers pass them on.
 fn passed_on(world: &World) {
-    const PIECE: usize = Packets::RELAYED * Packets::GRANULES * GRANULE_BYTES;
+    const PACKET: usize = Packets::GRANULES * GRANULE_BYTES;
+    const PIECE: usize = Packets::RELAYED * PACKET;
     let mut rng = world.rng();
     let cases: Vec<_> = (0..world.size)
         .map(|root| {
             // Two pieces that peers pass on, and one that has a few packets fewer.
-            let bytes = 3 * PIECE - rng.random_range(1..3000);
+            let bytes = 3 * PIECE - rng.random_range(PACKET..3000);
             let broadcast = Broadcast::new(&mut rng, root, bytes, DataType::U8);
             (root, bytes, broadcast)
         })
