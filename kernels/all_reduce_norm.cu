@@ -366,6 +366,50 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
   }
 };
 
+// Where there are many rows, in two shots: every other block pushes and adds up, and the rest take rows, in the order in which they come. Where all
+// do one thing after the other, nothing is on its way while the last rows are normed.
+template <uint32_t In, int Most>
+struct ManyRows : AllReduceNorm<In, Most, true, true> {
+  using Base = AllReduceNorm<In, Most, true, true>;
+  using Base::Base, Base::p, Base::flag, Base::buffer, Base::stopped, Base::place;
+
+  static __device__ __forceinline__ bool pushes() { return blockIdx.x % 2 == 0; }
+  static __device__ __forceinline__ uint32_t blocks() { return (gridDim.x + pushes()) / 2; }
+
+  static __device__ __forceinline__ void run(const AllReduceNormParams& p) {
+    const uint32_t j = (threadIdx.x / 32 * blocks() + blockIdx.x / 2) * 32 + threadIdx.x % 32;
+    uint4 in[Base::inputs] = {};
+    if (pushes()) Base::load(p, j, in);
+    ManyRows(p).run(j, in);
+  }
+
+  __device__ __forceinline__ void run(uint32_t j, uint4 (&in)[Base::inputs]) {
+    const uint32_t threads = blocks() * blockDim.x;
+    bool failed = stopped, herald = this->is_herald();
+    this->announce();
+    this->count((2 * p.size - 1) * place());
+    if (pushes()) {
+#pragma unroll 1
+      for (uint32_t turn = 0; turn < place() + threads; turn += threads, j += threads) {
+        asm volatile("" : "+r"(buffer));
+        this->push_inputs(j, in);
+        if (!failed) failed = !this->reduce_share(j - threads, herald);
+        Base::load(p, j + threads, in);
+      }
+    } else {
+      this->empty_by(blockIdx.x / 2 * blockDim.x + threadIdx.x, threads);
+      bool go_on = true;
+#pragma unroll 1
+      for (uint32_t i = blockIdx.x / 2; i < p.share * p.size && go_on; i += blocks()) {
+        go_on = this->norm_row(this->peer(i % p.size), i / p.size, failed, herald);
+      }
+      failed |= !go_on;
+    }
+    if (herald && !failed) failed = !this->wait([] { return threadIdx.x; }, [&] { return this->arrived(true) == flag; });
+    this->finish(failed);
+  }
+};
+
 template <typename Kernel>
 __device__ __noinline__ void in_general(const AllReduceNormParams& p) {
   Kernel::run(p);
@@ -411,9 +455,19 @@ __device__ __forceinline__ void all_reduce_norm(const AllReduceNormParams& p) {
   NORM(NAME, IN, 8, TWO)         \
   CLUSTERS(NAME, IN, TWO)
 
+// As many blocks find room as of the rest.
+#define MANY(NAME, IN, MOST)                                                                       \
+  extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)                              \
+      brigade_all_reduce_norm_two_##NAME##_many_##MOST(const __grid_constant__ AllReduceNormParams p) { \
+    begin();                                                                                       \
+    ManyRows<IN, MOST>::run(p);                                                                    \
+  }
+
 #define FOR_ALGORITHMS(NAME, IN)      \
   FOR_RANKS(one_##NAME, IN, false)    \
-  FOR_RANKS(two_##NAME, IN, true)
+  FOR_RANKS(two_##NAME, IN, true)     \
+  MANY(NAME, IN, 4)                   \
+  MANY(NAME, IN, 8)
 
 FOR_ALGORITHMS(f32, F32)
 FOR_ALGORITHMS(f16, F16)

@@ -10,12 +10,13 @@ pub use case::Case;
 
 use crate::{
     all_reduce::algorithms,
-    check::{expect_invalid, expect_unsupported},
+    check::{assert_kind, expect_fault, expect_invalid, expect_unsupported, is_poisoned},
+    faults::{AMPLE, impatient},
     gather_linear::config,
     layer::FLOATS,
     suite::{Suite, World},
 };
-use brigade_device::{AllReduceAlgorithm, Buffer, CommConfig, DataType, QScheme};
+use brigade_device::{AllReduceAlgorithm, Buffer, CommConfig, DataType, FaultKind, QScheme};
 use brigade_plan::reason;
 use rand::Rng;
 
@@ -89,6 +90,44 @@ fn in_pieces(world: &World, choice: Option<AllReduceAlgorithm>) {
         for case in &cases {
             case.run(rank, choice);
         }
+    });
+}
+
+/// Of many rows for each of few blocks, which a device may have do different things; and a rank that does not come.
+fn many_rows(world: &World, choice: Option<AllReduceAlgorithm>) {
+    let mut rng = world.rng();
+    let culprit = rng.random_range(0..world.size);
+    let cases: Vec<_> = [[97, 8], [41, 288], [50, 2048]]
+        .into_iter()
+        .enumerate()
+        .map(|(i, dims)| {
+            let kind = (FLOATS[i], NORMED[rng.random_range(0..3)]);
+            Case::random(&mut rng, world.size, dims, kind)
+        })
+        .collect();
+    let config = CommConfig {
+        all_reduce_bytes: roomy().all_reduce_bytes,
+        sm_budget: Some(4),
+        ..impatient()
+    };
+    world.run(&config, move |rank| {
+        for _ in 0..20 {
+            for case in &cases {
+                case.run(rank, choice);
+            }
+        }
+        rank.meet();
+        if rank.rank != culprit {
+            let mut arguments = cases[1].upload(rank, choice);
+            let made = arguments.call(rank).map(drop);
+            let record = expect_fault(rank.settle(made), "many rows");
+            assert_kind(&record, FaultKind::Timeout, "many rows");
+            let [sum, ..] = arguments.outputs(rank);
+            assert!(is_poisoned(FLOATS[1], &sum), "many rows");
+        }
+        rank.meet();
+        rank.comm().reset(AMPLE).unwrap();
+        cases[1].run(rank, choice);
     });
 }
 
@@ -292,6 +331,9 @@ pub fn add(suite: &mut Suite) {
         }
         suite.add(&format!("all_reduce_norm/{name}/in_pieces"), move |world| {
             in_pieces(world, choice);
+        });
+        suite.add_from(2, &format!("all_reduce_norm/{name}/many_rows"), move |w| {
+            many_rows(w, choice);
         });
         suite.add(&format!("all_reduce_norm/{name}/captured"), move |world| {
             captured(world, choice);

@@ -42,6 +42,17 @@ const _: () = assert!(norm::MOST_THREADS_IN_CLUSTERS == NORM_CLUSTER_THREADS);
 /// Kernels of one algorithm: by type, and by ranks.
 type ByTypes = [[Kernel<Parameters>; RANKS.len()]; TYPES.len()];
 
+fn by_types(
+    load: impl Fn(DataType, usize) -> Result<Kernel<Parameters>, Missing>,
+) -> Result<ByTypes, Missing> {
+    let ranks = |dtype| -> Result<_, Missing> {
+        let [a, b] = RANKS;
+        Ok([load(dtype, a)?, load(dtype, b)?])
+    };
+    let [a, b, c] = TYPES;
+    Ok([ranks(a)?, ranks(b)?, ranks(c)?])
+}
+
 /// Kernels of one algorithm.
 #[derive(Debug)]
 struct Kernels {
@@ -55,27 +66,25 @@ struct Kernels {
 pub(crate) struct NormKernels {
     one_shot: Kernels,
     two_shot: Kernels,
+    /// In two shots, of many rows.
+    many: ByTypes,
 }
 
 impl NormKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
         let algorithm = |name: &str| -> Result<Kernels, Missing> {
-            let load =
-                |dtype: DataType, which: &str| set.variant(format!("_{name}_{dtype}_{which}"));
-            let ranks = |dtype: DataType| -> Result<_, Missing> {
-                let [a, b] = RANKS.map(|ranks| load(dtype, &ranks.to_string()));
-                Ok([a?, b?])
-            };
-            let clusters = |dtype: DataType| load(dtype, "cluster");
+            let clusters = |dtype: DataType| set.variant(format!("_{name}_{dtype}_cluster"));
             let [a, b, c] = TYPES;
             Ok(Kernels {
-                alone: [ranks(a)?, ranks(b)?, ranks(c)?],
+                alone: by_types(|dtype, ranks| set.variant(format!("_{name}_{dtype}_{ranks}")))?,
                 in_clusters: [clusters(a)?, clusters(b)?, clusters(c)?],
             })
         };
+        let many = |dtype, ranks| set.variant(format!("_two_{dtype}_many_{ranks}"));
         Ok(Self {
             one_shot: algorithm("one")?,
             two_shot: algorithm("two")?,
+            many: by_types(many)?,
         })
     }
 
@@ -95,7 +104,12 @@ impl NormKernels {
             return Some(&kernels.in_clusters[of_type]);
         }
         let ranks = RANKS.iter().position(|&ranks| size <= ranks)?;
-        Some(&kernels.alone[of_type][ranks])
+        let kernels = if blocks.split {
+            &self.many
+        } else {
+            &kernels.alone
+        };
+        Some(&kernels[of_type][ranks])
     }
 }
 

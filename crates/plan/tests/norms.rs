@@ -100,11 +100,12 @@ fn launches_of_sums_with_a_norm() {
                     1 => String::new(),
                     n => format!(" in clusters of {n}"),
                 };
+                let split = if of.split { ", split" } else { "" };
                 let early = if of.programmatic { ", early" } else { "" };
                 let algorithm = format!("{algorithm:?}");
                 writeln!(
                     text,
-                    "  {rows:>4} {algorithm:<11} {blocks:>3} x {threads}{cluster}{early}"
+                    "  {rows:>4} {algorithm:<11} {blocks:>3} x {threads}{cluster}{early}{split}"
                 )
                 .unwrap();
             }
@@ -218,6 +219,11 @@ proptest! {
         prop_assert!(of.blocks >= 1 && of.blocks <= most.max(1));
         prop_assert!(of.threads.is_multiple_of(32) && (32..=MOST_THREADS).contains(&of.threads));
         prop_assert!(of.blocks.is_multiple_of(of.cluster) && [1, 4, 8].contains(&of.cluster));
+        if of.split {
+            // Somebody pushes, and somebody takes rows.
+            prop_assert!(two && size > 1 && of.blocks > 1 && of.cluster == 1 && wide && !hooked);
+            prop_assert!(size * cut.share >= 3 * of.blocks as usize, "{of:?}");
+        }
         if of.cluster > 1 {
             prop_assert!(overtakes && wide && !hooked && (2..=4).contains(&size));
             // Kernels by clusters do nothing but what one turn is enough for.
