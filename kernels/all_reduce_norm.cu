@@ -367,7 +367,7 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
 };
 
 // Where there are many rows, in two shots: every other block pushes and adds up, and the rest take rows, in the order in which they come. Where all
-// do one thing after the other, nothing is on its way while the last rows are normed.
+// do one thing after the other, nothing is on its way while the last rows are normed. Who has pushed takes one of the last rows, which come at once.
 template <uint32_t In, int Most>
 struct ManyRows : AllReduceNorm<In, Most, true, true> {
   using Base = AllReduceNorm<In, Most, true, true>;
@@ -385,7 +385,8 @@ struct ManyRows : AllReduceNorm<In, Most, true, true> {
 
   __device__ __forceinline__ void run(uint32_t j, uint4 (&in)[Base::inputs]) {
     const uint32_t threads = blocks() * blockDim.x;
-    bool failed = stopped, herald = this->is_herald();
+    const uint32_t rows = p.share * p.size, last = rows - (gridDim.x + 1) / 2;
+    bool failed = stopped, herald = this->is_herald(), go_on = true;
     this->announce();
     this->count((2 * p.size - 1) * place());
     if (pushes()) {
@@ -398,13 +399,12 @@ struct ManyRows : AllReduceNorm<In, Most, true, true> {
       }
     } else {
       this->empty_by(blockIdx.x / 2 * blockDim.x + threadIdx.x, threads);
-      bool go_on = true;
-#pragma unroll 1
-      for (uint32_t i = blockIdx.x / 2; i < p.share * p.size && go_on; i += blocks()) {
-        go_on = this->norm_row(this->peer(i % p.size), i / p.size, failed, herald);
-      }
-      failed |= !go_on;
     }
+#pragma unroll 1
+    for (uint32_t i = (pushes() ? last : 0) + blockIdx.x / 2; i < (pushes() ? rows : last) && go_on; i += blocks()) {
+      go_on = this->norm_row(this->peer(i % p.size), i / p.size, failed, herald);
+    }
+    failed |= !go_on;
     if (herald && !failed) failed = !this->wait([] { return threadIdx.x; }, [&] { return this->arrived(true) == flag; });
     this->finish(failed);
   }

@@ -93,11 +93,11 @@ fn in_pieces(world: &World, choice: Option<AllReduceAlgorithm>) {
     });
 }
 
-/// Of many rows for each of few blocks, which a device may have do different things; and a rank that does not come.
+/// Of many rows for each of few blocks, of which a device may have some push and the rest take rows, where they are long; and a rank that does not come.
 fn many_rows(world: &World, choice: Option<AllReduceAlgorithm>) {
     let mut rng = world.rng();
     let culprit = rng.random_range(0..world.size);
-    let cases: Vec<_> = [[97, 8], [41, 288], [50, 2048]]
+    let cases: Vec<_> = [[30, 4096], [41, 288], [14, 8192]]
         .into_iter()
         .enumerate()
         .map(|(i, dims)| {
@@ -118,16 +118,16 @@ fn many_rows(world: &World, choice: Option<AllReduceAlgorithm>) {
         }
         rank.meet();
         if rank.rank != culprit {
-            let mut arguments = cases[1].upload(rank, choice);
+            let mut arguments = cases[2].upload(rank, choice);
             let made = arguments.call(rank).map(drop);
             let record = expect_fault(rank.settle(made), "many rows");
             assert_kind(&record, FaultKind::Timeout, "many rows");
             let [sum, ..] = arguments.outputs(rank);
-            assert!(is_poisoned(FLOATS[1], &sum), "many rows");
+            assert!(is_poisoned(FLOATS[2], &sum), "many rows");
         }
         rank.meet();
         rank.comm().reset(AMPLE).unwrap();
-        cases[1].run(rank, choice);
+        cases[2].run(rank, choice);
     });
 }
 

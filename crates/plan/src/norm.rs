@@ -142,12 +142,13 @@ pub struct Blocks {
     pub cluster: u32,
     /// Whether it may begin while the launch before it ends, as there are places for both.
     pub programmatic: bool,
-    /// Whether every other block pushes and adds up, and the rest take rows, of many rows in two shots: so something is on its way while others
+    /// Whether every other block pushes and adds up, and the rest take rows, of many long rows in two shots: so something is on its way while others
     /// are normed.
     pub split: bool,
 }
 
-/// From so many rows of each block on, blocks do one of the two things alone: of two rows each it takes longer, of four less.
+/// From so many rows of two blocks on, one of them pushes, where a row is enough for all threads that a multiprocessor has for it: of short rows, one after
+/// the other by half of the blocks, it would take longer.
 const SPLIT_ROWS: u32 = 3;
 
 impl Blocks {
@@ -198,8 +199,8 @@ impl Blocks {
         let blocks = wanted.clamp(1, most.max(1));
         let split = algorithm == A::TwoShotPush
             && (size > 1 && blocks > 1 && cluster == 1)
-            && (room.wide && !room.hooked && threads <= PLACE_THREADS)
-            && rows >= blocks.saturating_mul(SPLIT_ROWS);
+            && (room.wide && !room.hooked && threads == PLACE_THREADS)
+            && rows.saturating_mul(2) >= blocks.saturating_mul(SPLIT_ROWS);
         Self {
             split,
             blocks: (blocks / cluster).max(1) * cluster,
