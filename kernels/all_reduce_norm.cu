@@ -373,6 +373,9 @@ struct ManyRows : AllReduceNorm<In, Most, true, true> {
   using Base = AllReduceNorm<In, Most, true, true>;
   using Base::Base, Base::p, Base::flag, Base::buffer, Base::stopped, Base::place;
 
+  // A block takes so many rows and then asks whether the group was stopped: where no row lacks it would not hear of it, and write rows that others have poisoned.
+  static constexpr uint32_t rows_between = 8;
+
   static __device__ __forceinline__ bool pushes() { return blockIdx.x % 2 == 0; }
   static __device__ __forceinline__ uint32_t blocks() { return (gridDim.x + pushes()) / 2; }
 
@@ -391,17 +394,19 @@ struct ManyRows : AllReduceNorm<In, Most, true, true> {
     this->count((2 * p.size - 1) * place());
     if (pushes()) {
 #pragma unroll 1
-      for (uint32_t turn = 0; turn < place() + threads; turn += threads, j += threads) {
+      // Who has failed pushes nothing more, as elsewhere: so others stop as well.
+      for (uint32_t turn = 0; turn < place() + threads && !failed; turn += threads, j += threads) {
         asm volatile("" : "+r"(buffer));
         this->push_inputs(j, in);
-        if (!failed) failed = !this->reduce_share(j - threads, herald);
+        failed = !this->reduce_share(j - threads, herald);
         Base::load(p, j + threads, in);
       }
     } else {
       this->empty_by(blockIdx.x / 2 * blockDim.x + threadIdx.x, threads);
     }
 #pragma unroll 1
-    for (uint32_t i = (pushes() ? last : 0) + blockIdx.x / 2; i < (pushes() ? rows : last) && go_on; i += blocks()) {
+    for (uint32_t i = (pushes() ? last : 0) + blockIdx.x / 2, n = 1; i < (pushes() ? rows : last) && go_on; i += blocks(), ++n) {
+      if (n % rows_between == 0 && threadIdx.x == 0) failed |= this->is_stopped_now();
       go_on = this->norm_row(this->peer(i % p.size), i / p.size, failed, herald);
     }
     failed |= !go_on;

@@ -261,6 +261,11 @@ struct Pushing {
     if (p.size > 1) reinterpret_cast<uint32_t*>(state() + STATE_GRANULES)[use % 2] = granules;
   }
 
+  // Whether the group is stopped by now.
+  __device__ __noinline__ bool is_stopped_now() const {
+    return is_stopped(reinterpret_cast<const uint64_t*>(p.base + p.rank * p.stride) + p.stop, reinterpret_cast<const uint64_t*>(p.state));
+  }
+
   // Looks until `look` is true; `missing` says for which rank. False if the group was stopped, or is now.
   template <typename Missing, typename Look>
   __device__ __forceinline__ bool wait(Missing missing, Look look) const {

@@ -10,7 +10,7 @@ pub use case::Case;
 
 use crate::{
     all_reduce::algorithms,
-    check::{assert_kind, expect_fault, expect_invalid, expect_unsupported, is_poisoned},
+    check::{assert_kind, expect_fault, expect_invalid, expect_unsupported},
     faults::{AMPLE, impatient},
     gather_linear::config,
     layer::FLOATS,
@@ -93,42 +93,55 @@ fn in_pieces(world: &World, choice: Option<AllReduceAlgorithm>) {
     });
 }
 
-/// Of many rows for each of few blocks, of which a device may have some push and the rest take rows, where they are long; and a rank that does not come.
+/// Of many rows for each block, of which a device may have some push and the rest take rows, where they are long: in pieces too, by odd and even numbers of
+/// blocks; and ranks of which one makes another call, or none.
 fn many_rows(world: &World, choice: Option<AllReduceAlgorithm>) {
     let mut rng = world.rng();
     let culprit = rng.random_range(0..world.size);
-    let cases: Vec<_> = [[30, 4096], [41, 288], [14, 8192]]
+    let (dims, budgets): ([_; 3], &[u16]) = match world.backend.reduces_millions() {
+        true => ([[230, 4096], [41, 288], [130, 8192]], &[4, 64, 65]),
+        false => ([[30, 512], [41, 288], [14, 1024]], &[4]),
+    };
+    let cases: Vec<_> = FLOATS
         .into_iter()
-        .enumerate()
-        .map(|(i, dims)| {
-            let kind = (FLOATS[i], NORMED[rng.random_range(0..3)]);
+        .zip(dims)
+        .map(|(dtype, dims)| {
+            let kind = (dtype, NORMED[rng.random_range(0..3)]);
             Case::random(&mut rng, world.size, dims, kind)
         })
         .collect();
-    let config = CommConfig {
-        all_reduce_bytes: roomy().all_reduce_bytes,
-        sm_budget: Some(4),
-        ..impatient()
-    };
-    world.run(&config, move |rank| {
-        for _ in 0..20 {
-            for case in &cases {
-                case.run(rank, choice);
+    for &budget in budgets {
+        let config = CommConfig {
+            all_reduce_bytes: 4 << 20,
+            sm_budget: Some(budget),
+            ..impatient()
+        };
+        let cases = cases.clone();
+        world.run(&config, move |rank| {
+            let long = &cases[2];
+            for kind in [FaultKind::Mismatch, FaultKind::Timeout] {
+                let what = format!("many rows, {kind:?}");
+                let misses = kind == FaultKind::Timeout && rank.rank == culprit;
+                // The first call has a longer deadline.
+                for case in cases.iter().cycle().take(2 * cases.len()) {
+                    case.run(rank, choice);
+                }
+                rank.meet();
+                if !misses {
+                    let mut arguments = long.upload(rank, choice);
+                    if kind == FaultKind::Mismatch && rank.rank == culprit {
+                        arguments.eps *= 2.0;
+                    }
+                    let made = arguments.call(rank).map(drop);
+                    assert_kind(&expect_fault(rank.settle(made), &what), kind, &what);
+                    long.assert_poisoned(&arguments.outputs(rank), &what);
+                }
+                rank.meet();
+                rank.comm().reset(AMPLE).unwrap();
             }
-        }
-        rank.meet();
-        if rank.rank != culprit {
-            let mut arguments = cases[2].upload(rank, choice);
-            let made = arguments.call(rank).map(drop);
-            let record = expect_fault(rank.settle(made), "many rows");
-            assert_kind(&record, FaultKind::Timeout, "many rows");
-            let [sum, ..] = arguments.outputs(rank);
-            assert!(is_poisoned(FLOATS[2], &sum), "many rows");
-        }
-        rank.meet();
-        rank.comm().reset(AMPLE).unwrap();
-        cases[2].run(rank, choice);
-    });
+            long.run(rank, choice);
+        });
+    }
 }
 
 /// The same bits on all ranks, from all algorithms, in every repeat.

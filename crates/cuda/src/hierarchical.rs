@@ -135,7 +135,8 @@ pub(crate) fn join(
     let connections = config
         .connections
         .map_or(CONNECTIONS, |most| CONNECTIONS.min(most.into()));
-    let made_of = (connections, config.channels.or(costs.channels));
+    let channels = config.channels.or(costs.channels);
+    let made_of = (connections, channels.filter(|&channels| channels > 0));
     let rails = match machines.count() {
         1 => None,
         _ => {

@@ -116,7 +116,7 @@ pub use driver::{driver_package, driver_version, needed_driver};
 pub use ipc::{IpcHandle, IpcMemory};
 pub use kernel::{Kernel, KernelSet, Launch};
 pub use missing::{Missing, Version};
-pub use nccl::{Nccl, find_nccl};
+pub use nccl::{NCCL_WITH_CHANNELS, Nccl, find_nccl};
 pub use nccl_comm::NcclComm;
 pub use peers::{Link, link};
 pub use probe::{Probe, Sight, WaitCase};

@@ -18,6 +18,9 @@ pub struct Nccl {
     pub version: Version,
 }
 
+/// The first version whose communicators have as many channels as they are to.
+pub const NCCL_WITH_CHANNELS: Version = Version::of(2, 17);
+
 const NAMES: &[&str] = &["libnccl.so.2", "libnccl.so"];
 
 /// The NCCL that this process has, or that it can load: from the given folders first, then by the loader's own search.

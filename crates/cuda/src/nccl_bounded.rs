@@ -72,14 +72,20 @@ impl Latch {
 pub(crate) struct Usable {
     functions: Functions,
     init: Initialize,
+    settings: Settings,
 }
 
 impl Usable {
-    /// That of this process.
-    pub(crate) fn find() -> Result<Self> {
+    /// That of this process, for communicators of so many channels, or as many as it decides.
+    pub(crate) fn find(channels: Option<u16>) -> Result<Self> {
         let functions = Functions::find()?;
+        let settings = Settings::blocking(channels, functions.version)?;
         match functions.init_config {
-            Some(init) => Ok(Self { functions, init }),
+            Some(init) => Ok(Self {
+                functions,
+                init,
+                settings,
+            }),
             None => Err(missing("it is older than 2.14")),
         }
     }
@@ -126,16 +132,15 @@ impl std::fmt::Debug for Bounded {
 }
 
 impl Bounded {
-    /// This rank's part of the communicators of these names, which all ranks of a group make, with so many channels each. NCCL may load what it needs, so nobody should wait on
+    /// This rank's part of the communicators of these names, which all ranks of a group make. NCCL may load what it needs, so nobody should wait on
     /// the GPU.
     pub(crate) fn make(
         card: &Arc<Card>,
         usable: Usable,
-        (names, channels): (Vec<UniqueId>, Option<u16>),
+        names: Vec<UniqueId>,
         place: (usize, usize),
         end: Instant,
     ) -> Result<Arc<Self>> {
-        let settings = Settings::blocking(channels, usable.functions.version)?;
         let (tell, told) = mpsc::channel();
         let (errands, queue) = errands::<(usize, Work)>();
         let card = Arc::clone(card);
@@ -143,7 +148,7 @@ impl Bounded {
         ending::one_more();
         let made = move || {
             let mut shared = Shared::none(card, usable.functions, names.len());
-            let made = shared.make((usable.init, &settings), names, place);
+            let made = shared.make((usable.init, &usable.settings), names, place);
             ending::waits();
             let shared = Arc::new(shared);
             let is_made = made.is_ok();

@@ -1,6 +1,6 @@
 //! NCCL's collectives, for what Brigade is compared with.
 
-use crate::{CudaDevice, Version, find_nccl, memory::check_reach};
+use crate::{CudaDevice, NCCL_WITH_CHANNELS, Version, find_nccl, memory::check_reach};
 use brigade_device::{
     Bootstrap, Buffer, DataType, Error, Reason, ReduceOp, Result, Stream, View, ViewMut,
 };
@@ -61,18 +61,15 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// The first version that knows all of it.
-    const KNOWN: Version = Version::of(2, 17);
-
     /// Calls return when they are done on the host. Kernels have so many channels, a block each, or as many as NCCL decides.
     pub(crate) fn blocking(channels: Option<u16>, nccl: Version) -> Result<Self> {
-        if let (Some(channels), true) = (channels, nccl < Self::KNOWN) {
+        if let (Some(channels), true) = (channels, nccl < NCCL_WITH_CHANNELS) {
             return Err(Reason::new(
                 "nccl-channels",
                 format!(
                     "connections are to have {channels} channels, and NCCL {nccl} decides alone"
                 ),
-                "install NCCL 2.17 or later, or leave channels to it",
+                "install NCCL 2.17 or later, or leave channels to it (`HierarchyConfig::channels` of 0)",
             )
             .into());
         }

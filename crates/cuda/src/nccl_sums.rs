@@ -54,7 +54,7 @@ impl NcclSums {
         let found = if shares {
             Err(shared())
         } else {
-            Usable::find()
+            Usable::find(None)
         };
         // Where it is missing, the reason with its remedy says more than the ranks' list.
         let own = found.as_ref().err().cloned();
@@ -63,15 +63,14 @@ impl NcclSums {
         quiet::quiet(device.card.context.ordinal());
         let end = Deadline::after(within).end();
         let place = (boot.rank(), boot.size());
-        let made =
-            Bounded::make(&device.card, usable, (vec![id], None), place, end).and_then(|comm| {
-                let sums = Self {
-                    comm,
-                    gone: AtomicBool::new(false),
-                };
-                sums.warm_up(device, end)?;
-                Ok(Arc::new(sums))
-            });
+        let made = Bounded::make(&device.card, usable, vec![id], place, end).and_then(|comm| {
+            let sums = Self {
+                comm,
+                gone: AtomicBool::new(false),
+            };
+            sums.warm_up(device, end)?;
+            Ok(Arc::new(sums))
+        });
         agree(boot, STEP, made, within)
     }
 

@@ -266,14 +266,14 @@ fn comms(
     let group = line.group();
     let end = Deadline::after(within);
     let left = || end.left();
-    let found = Usable::find();
-    // Where it is missing, the reason with its remedy says more than the ranks' list.
+    let found = Usable::find(channels);
+    // Where it is missing or too old, the reason with its remedy says more than the ranks' list.
     let own = found.as_ref().err().cloned();
     let usable = agree(group, STEP, found, left()).map_err(|ranks| own.unwrap_or(ranks))?;
     let names = (0..connections).map(|_| usable.name(group, left()));
     let names = names.collect::<Result<_>>()?;
     quiet::quiet(device.card.context.ordinal());
     let place = (group.rank(), group.size());
-    let made = Bounded::make(&device.card, usable, (names, channels), place, end.end());
+    let made = Bounded::make(&device.card, usable, names, place, end.end());
     agree(group, STEP, made, left())
 }

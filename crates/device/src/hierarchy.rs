@@ -31,8 +31,8 @@ pub struct HierarchyConfig {
     /// Most connections of a rank to its rail, at least 2; `None` leaves them to the device. Each takes memory and threads of whatever carries
     /// it (NCCL, on GPUs).
     pub connections: Option<u16>,
-    /// Channels of each connection, 1 to 64, where what carries it has channels (NCCL, on GPUs: as many blocks, and sockets of their own); `None` takes what was
-    /// measured to be quickest, and leaves them to it where nothing was.
+    /// Channels of each connection, up to 64, where what carries it has channels (NCCL, on GPUs: as many blocks, and sockets of their own); 0 leaves them to
+    /// it, and `None` takes what was measured to be quickest, if anything was.
     pub channels: Option<u16>,
 }
 
@@ -103,7 +103,7 @@ impl HierarchyConfig {
         if let Some(few @ (0 | 1)) = self.connections {
             return Err(Error::invalid("connections", few, "at least 2"));
         }
-        check_channels(self.channels)?;
+        check_channels(self.channels.filter(|&channels| channels > 0))?;
         Ok(())
     }
 }

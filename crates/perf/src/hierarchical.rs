@@ -69,7 +69,7 @@ pub struct Hierarchical {
     /// Most connections of a rank to its rail, at least 2
     #[arg(long)]
     connections: Option<u16>,
-    /// Channels of NCCL's for each of them, 1 to 64; without, as many as costs say, or as NCCL decides
+    /// Channels of NCCL's for each of them, up to 64; 0: as NCCL decides; without, as many as costs say, if they do
     #[arg(long)]
     channels: Option<u16>,
     /// What plans take the wire between machines to carry, in bytes of a microsecond; without, what they guess

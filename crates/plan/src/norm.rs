@@ -151,6 +151,9 @@ pub struct Blocks {
 /// the other by half of the blocks, it would take longer.
 const SPLIT_ROWS: u32 = 3;
 
+/// And from so many blocks on: the wire has enough of half of them, as measured with 132.
+const SPLIT_BLOCKS: u32 = 64;
+
 impl Blocks {
     /// Of a call by pushing, or of a rank alone, whose rows are cut so.
     ///
@@ -198,7 +201,7 @@ impl Blocks {
         let wanted = rows.saturating_mul(cluster).max(pushing);
         let blocks = wanted.clamp(1, most.max(1));
         let split = algorithm == A::TwoShotPush
-            && (size > 1 && blocks > 1 && cluster == 1)
+            && (size > 1 && blocks >= SPLIT_BLOCKS && cluster == 1)
             && (room.wide && !room.hooked && threads == PLACE_THREADS)
             && rows.saturating_mul(2) >= blocks.saturating_mul(SPLIT_ROWS);
         Self {

@@ -221,7 +221,7 @@ proptest! {
         prop_assert!(of.blocks.is_multiple_of(of.cluster) && [1, 4, 8].contains(&of.cluster));
         if of.split {
             // Somebody pushes, and somebody takes rows.
-            prop_assert!(two && size > 1 && of.blocks > 1 && of.cluster == 1 && wide && !hooked);
+            prop_assert!(two && size > 1 && of.blocks >= 64 && of.cluster == 1 && wide && !hooked);
             prop_assert_eq!(of.threads, 512);
             // And the last rows are one of each block that pushes.
             prop_assert!(size * cut.share >= (of.blocks as usize).div_ceil(2), "{of:?}");

@@ -4,7 +4,7 @@ use super::naive::{self, stored};
 use crate::{
     all_reduce::uneven,
     backend::Rank,
-    check::{assert_bits, assert_sum_close, compare, tolerance},
+    check::{assert_bits, assert_sum_close, compare, is_poisoned, tolerance},
     matrix::{to_f32, to_f64},
     quantized::fp8,
 };
@@ -65,7 +65,9 @@ pub(crate) fn normed<'a>(
 
 impl Arguments {
     pub(crate) fn call(&mut self, rank: &Rank) -> Result<Plan> {
-        rank.lease().all_reduce_norm(AllReduceNormParams {
+        // Another rank may have stopped the group before this one asks.
+        let mut lease = rank.comm().lease(&rank.stream)?;
+        lease.all_reduce_norm(AllReduceNormParams {
             from: self.from.view(),
             residual: self.residual.view(),
             weight: self.weight.view(),
@@ -208,6 +210,15 @@ impl Case {
         let names = ["sum", "normed", "scales"];
         for (((got, want), dtype), name) in got.iter().zip(&self.want).zip(types).zip(names) {
             assert_bits(got, want, dtype, &format!("{what}, {name}"));
+        }
+    }
+
+    /// What a call leaves that failed: nothing that could be taken for a result, and of a call that was refused a residual that is still there.
+    pub(crate) fn assert_poisoned(&self, got: &[Vec<u8>; 3], what: &str) {
+        let types = [self.dtype, self.values_type(), DataType::F32];
+        for (i, (got, dtype)) in got.iter().zip(types).enumerate() {
+            let is_kept = i == 0 && self.in_place && *got == self.residual;
+            assert!(is_kept || is_poisoned(dtype, got), "{what}, output {i}");
         }
     }
 

@@ -67,11 +67,10 @@ fn votes(world: &World, shape: (usize, usize)) {
         );
         let machines = Machines::cut(rank.size, shape.0).unwrap();
         type Change = fn(&mut HierarchyConfig);
-        let changes: [(&str, Change); 7] = [
+        let changes: [(&str, Change); 6] = [
             ("slice_bytes", |c| c.slice_bytes = Some(0)),
             ("parallelism", |c| c.parallelism = Some(0)),
             ("connections", |c| c.connections = Some(1)),
-            ("channels", |c| c.channels = Some(0)),
             ("channels", |c| c.channels = Some(65)),
             ("comm.nccl", |c| c.comm.nccl = NcclUse::Forced),
             ("comm.nccl", |c| c.comm.nccl = NcclUse::Quicker),

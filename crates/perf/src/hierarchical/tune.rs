@@ -15,7 +15,7 @@ use crate::{
 use anyhow::{Context, Result, ensure};
 use brigade::{
     HierarchicalCall, HierarchicalOperation as Operation, HierarchicalPath, Queues,
-    cuda::Stopwatch,
+    cuda::{NCCL_WITH_CHANNELS, Nccl, Stopwatch, find_nccl},
     host::{HostConfig, HostDevice, RailModel},
     plan::{
         crossover::{Links, Source},
@@ -293,10 +293,11 @@ impl Tune {
     }
 
     /// How many channels are tried beside what whoever carries connections decides.
-    const fn tried(&self) -> &'static [u16] {
+    fn tried(&self) -> &'static [u16] {
+        let has_channels = |nccl: Nccl| nccl.version >= NCCL_WITH_CHANNELS;
         match self.device {
-            Kind::Cuda => &[4, 8],
-            Kind::Host => &[],
+            Kind::Cuda if find_nccl(&[]).is_some_and(has_channels) => &[4, 8],
+            _ => &[],
         }
     }
 
