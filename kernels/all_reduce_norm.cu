@@ -393,8 +393,8 @@ struct ManyRows : AllReduceNorm<In, Most, true, true> {
     this->announce();
     this->count((2 * p.size - 1) * place());
     if (pushes()) {
-#pragma unroll 1
       // Who has failed pushes nothing more, as elsewhere: so others stop as well.
+#pragma unroll 1
       for (uint32_t turn = 0; turn < place() + threads && !failed; turn += threads, j += threads) {
         asm volatile("" : "+r"(buffer));
         this->push_inputs(j, in);

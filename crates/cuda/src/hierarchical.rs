@@ -135,14 +135,13 @@ pub(crate) fn join(
     let connections = config
         .connections
         .map_or(CONNECTIONS, |most| CONNECTIONS.min(most.into()));
-    let channels = config.channels.or(costs.channels);
-    let made_of = (connections, channels.filter(|&channels| channels > 0));
+    let channels = config.channels.or(costs.channels).filter(|&n| n > 0);
     let rails = match machines.count() {
         1 => None,
         _ => {
             let rails = split(boot, machines.local_of(group.rank), within, |part| {
                 let at = device.rail_address;
-                Rails::join(part, &inside[0].core, made_of, at, within)
+                Rails::join(part, &inside[0].core, (connections, channels), at, within)
             })?;
             // NCCL's first kernels, once nobody loads anything any more.
             agree(boot, "join: rails", rails.warm_up(within), within)?;

@@ -12,9 +12,6 @@ use std::{
     time::Duration,
 };
 
-/// Most channels that a connection has: as many as NCCL has at most.
-const MOST_CHANNELS: u16 = 64;
-
 /// How a hierarchy is set up. Every rank of all machines passes the same values; they are voted on at [`Device::join_machines`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HierarchyConfig {
@@ -37,6 +34,9 @@ pub struct HierarchyConfig {
 }
 
 impl HierarchyConfig {
+    /// Most channels of a connection: as many as NCCL has at most.
+    pub const MOST_CHANNELS: u16 = 64;
+
     /// Defaults: 256 MiB for slices, which the plan cuts; and memory for calls with experts where [`CommConfig::new`] has it.
     pub fn new(mode: ParallelMode) -> Self {
         Self {
@@ -103,22 +103,11 @@ impl HierarchyConfig {
         if let Some(few @ (0 | 1)) = self.connections {
             return Err(Error::invalid("connections", few, "at least 2"));
         }
-        check_channels(self.channels.filter(|&channels| channels > 0))?;
-        Ok(())
-    }
-}
-
-/// Whether a connection can have so many channels, of a configuration or of costs that were measured.
-///
-/// # Errors
-/// [`Error::Invalid`] naming them.
-pub fn check_channels(channels: Option<u16>) -> Result<()> {
-    match channels {
-        None | Some(1..=MOST_CHANNELS) => Ok(()),
-        Some(got) => {
-            let want = format!("1 to {MOST_CHANNELS}");
-            Err(Error::invalid("channels", got, want))
+        if let Some(got) = self.channels.filter(|&n| n > Self::MOST_CHANNELS) {
+            let want = format!("at most {}", Self::MOST_CHANNELS);
+            return Err(Error::invalid("channels", got, want));
         }
+        Ok(())
     }
 }
 

@@ -185,6 +185,30 @@ fn what_cannot_be_costs_is_refused_by_its_field() {
             "at least 1",
         ),
         (
+            entry(2, &json!({"connections": 1})).to_string(),
+            "connections",
+            "1",
+            "at least 2",
+        ),
+        (
+            entry(2, &json!({"crowded_percent": 99})).to_string(),
+            "crowded_percent",
+            "99",
+            "100 to 10000",
+        ),
+        (
+            entry(2, &json!({"channels": 0})).to_string(),
+            "channels",
+            "0",
+            "1 to 64",
+        ),
+        (
+            entry(2, &json!({"channels": 65})).to_string(),
+            "channels",
+            "65",
+            "1 to 64",
+        ),
+        (
             entry(2, &json!({"machines": 1})).to_string(),
             "machines",
             "1",

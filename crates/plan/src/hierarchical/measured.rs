@@ -5,7 +5,7 @@ use crate::{
     crossover::{Links, Source, Whose},
     tuned::{Sizes, Versions},
 };
-use brigade_device::{Error, Group, Result};
+use brigade_device::{Error, Group, HierarchyConfig, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -119,7 +119,11 @@ impl Entry {
             let got = self.crowded_percent;
             return Err(Error::invalid("crowded_percent", got, "100 to 10000"));
         }
-        brigade_device::check_channels(self.channels)
+        const MOST: u16 = HierarchyConfig::MOST_CHANNELS;
+        match self.channels {
+            None | Some(1..=MOST) => Ok(()),
+            Some(got) => Err(Error::invalid("channels", got, format!("1 to {MOST}"))),
+        }
     }
 
     /// As plans count with them.
