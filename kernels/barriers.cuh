@@ -24,6 +24,10 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// What this thread has read of shared memory, it has read before a bulk copy that follows on an arrival behind this writes there. An arrival by
+// itself does not say so: it overtakes loads that stand in line behind others.
+__device__ __forceinline__ void reads_are_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"

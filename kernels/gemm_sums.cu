@@ -120,6 +120,7 @@ __device__ inline void add_parts(const Parameters& p, const Tile& tile, uint32_t
   const uint32_t in_box = row * row_bytes + threadIdx.x % 4 * 4;
   uint32_t box = 0;
   const auto release = [&] {
+    reads_are_done();
     group_meets(half);
     if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * ring.stage);
     ring.next();

@@ -11,6 +11,7 @@ constexpr uint64_t tile_columns = 2048;
 
 extern "C" __global__ void brigade_silu_mul(const __grid_constant__ SiluMulParams p) {
   wait_for_previous_kernel();
+  let_next_kernel_start();
   uint64_t rows = p.rows;
   if (p.count != 0) rows = min(rows, uint64_t(max(*reinterpret_cast<const int32_t*>(p.count), 0)));
   const bool eight = wide(p.out, p.columns) && wide(p.from, p.columns);

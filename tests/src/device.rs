@@ -1,6 +1,7 @@
 //! The device layer: products, copies, buffers, streams. Contracts of one device alone, so they run with one rank.
 
 mod buffers;
+mod few_rows;
 mod gemm;
 mod grouped;
 mod loans;
@@ -17,6 +18,7 @@ use rand::rngs::StdRng;
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     gemm::add(suite);
+    few_rows::add(suite);
     lora::add(suite);
     grouped::add(suite);
     silu_mul::add(suite);

@@ -35,6 +35,7 @@ mod device;
 mod exchanges;
 mod experts;
 mod faults;
+mod few_rows;
 mod gather_linear;
 mod hierarchical;
 mod host;
@@ -83,6 +84,7 @@ fn suite(backend: Arc<dyn Backend>, only: Option<&str>) -> suite::Suite {
     gather_linear::add(&mut suite);
     linear_reduce_scatter::add(&mut suite);
     linear_all_reduce::add(&mut suite);
+    few_rows::add(&mut suite);
     batch_invariant::add(&mut suite);
     all_reduce::add(&mut suite);
     all_reduce_norm::add(&mut suite);

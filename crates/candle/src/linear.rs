@@ -8,6 +8,10 @@ use crate::{
 };
 use brigade::{Activation, GemmParams, LoraLinearParams, LoraRun, Output, View};
 use candle_core::{Result, Shape, Tensor};
+use std::time::Duration;
+
+/// Longest that a layer waits for its weight to be there; if it is not by then, products wait for what is in front of them.
+const ARRIVES: Duration = Duration::from_secs(10);
 
 /// This rank's part of a linear.
 #[derive(Clone, Debug)]
@@ -15,6 +19,8 @@ pub(crate) struct Shard {
     pub(crate) parallel: Parallel,
     /// `[out, in]`, as candle and checkpoints have it.
     pub(crate) weight: Tensor,
+    /// Whether the weight is there, and stays as it is: what candle may change is a variable.
+    settled: bool,
     /// `[out]`
     pub(crate) bias: Option<Tensor>,
     pub(crate) activation: Activation,
@@ -39,9 +45,12 @@ impl Shard {
                 return Err(invalid("bias.shape", format!("{:?}", bias.dims()), want));
             }
         }
+        let weight = weight.contiguous()?;
+        let settled = !weight.is_variable() && parallel.stream().sync(ARRIVES).is_ok();
         Ok(Self {
             parallel: parallel.clone(),
-            weight: weight.contiguous()?,
+            weight,
+            settled,
             bias: bias.map(Tensor::contiguous).transpose()?,
             activation: Activation::None,
             adapters: Vec::new(),
@@ -87,6 +96,7 @@ impl Shard {
         Ok(GemmParams {
             c: bias,
             transpose_b: true,
+            settled_b: self.settled,
             activation: self.activation,
             ..GemmParams::new(x.reshape(&[rows, columns])?, lent.weight.view())
         })

@@ -2,9 +2,9 @@
 
 use crate::{
     Kernel, KernelSet, Launch, Missing, combine::CombineKernels, dispatch::DispatchKernels,
-    fifo::BackKernels, gemm_flags::TileKernels, grouped::GroupedKernels, lane::Lane,
-    lora::LoraKernels, low_latency::LowLatencyKernels, norm::NormKernels, pushed::PushKernels,
-    residual_norm::ResidualNormKernels, routing::RouteKernels,
+    few_rows::FewRowsKernels, fifo::BackKernels, gemm_flags::TileKernels, grouped::GroupedKernels,
+    lane::Lane, lora::LoraKernels, low_latency::LowLatencyKernels, norm::NormKernels,
+    pushed::PushKernels, residual_norm::ResidualNormKernels, routing::RouteKernels,
 };
 use brigade_device::{Buffer, Result};
 use brigade_kernels::{
@@ -30,6 +30,8 @@ pub(crate) struct Kernels {
     pub(crate) long: Kernel<LongParams>,
     pub(crate) grouped: GroupedKernels,
     pub(crate) lora: LoraKernels,
+    /// Where bulk copies have room for it.
+    pub(crate) few_rows: Option<FewRowsKernels>,
     pub(crate) silu_mul: Kernel<SiluMulParams>,
     pub(crate) top_k: Kernel<TopKParams>,
     pub(crate) steps: Kernel<StepsParams>,
@@ -83,6 +85,9 @@ impl Kernels {
             long: int8.kernel()?,
             grouped: GroupedKernels::load(&set("grouped")?)?,
             lora: LoraKernels::load(&set("lora")?)?,
+            few_rows: FewRowsKernels::suit(context, capability)?
+                .then(|| FewRowsKernels::load(&set("few_rows")?))
+                .transpose()?,
             silu_mul: set("silu_mul")?.kernel()?,
             top_k: set("top_k")?.kernel()?,
             steps: set("steps")?.kernel()?,

@@ -35,6 +35,7 @@ mod dispatch;
 mod driver;
 mod errands;
 mod factors;
+mod few_rows;
 mod fifo;
 mod finish;
 mod gather_linear;

@@ -7,6 +7,7 @@ use crate::{
     CudaDevice,
     batch_invariant::is_exact,
     factors::Factors,
+    few_rows::FewRows,
     finish::{End, Sums, same_elements},
     lane::Lane,
     lora::{Given, Run},
@@ -148,29 +149,29 @@ impl Job<'_> {
         } = self;
         let gemm = &p.gemm;
         let bias = gemm.c.filter(|_| gemm.beta != 0.0).map(|c| c.retain());
-        let Some(mut sums) = self.sums(bias.as_ref(), d)? else {
-            return Ok(());
-        };
-        if self.has_adapters() {
-            sums = self.add_adapters(sums)?;
-        }
         let end = End {
             bias: bias.as_ref(),
             beta: gemm.beta,
             activation: gemm.activation,
         };
+        let Some(mut sums) = self.sums(end, d)? else {
+            return Ok(());
+        };
+        if self.has_adapters() {
+            sums = self.add_adapters(sums)?;
+        }
         device.finish(lane, &sums, end, d, shape.n)
     }
 
     /// The base product; `None` where it went into `d`, and nothing is left to do.
-    fn sums(&self, bias: Option<&Buffer>, d: &Buffer) -> Result<Option<Sums>> {
+    fn sums(&self, end: End<'_>, d: &Buffer) -> Result<Option<Sums>> {
         let Self {
             device,
             lane,
             p,
             shape,
         } = self;
-        let gemm = &p.gemm;
+        let (gemm, bias) = (&p.gemm, end.bias);
         let plain_end = gemm.activation == Activation::None && !self.has_adapters();
         if shape.k == 0 || gemm.alpha == 0.0 {
             let rows = shape.batch * shape.m;
@@ -187,6 +188,9 @@ impl Job<'_> {
             Factors::Int8(x, w) => device.integer_sums(lane, (&x, &w), gemm, shape).map(Some),
             Factors::Float(a, b, scales) => {
                 let scales = scales.as_ref().map(|s| s.each_ref());
+                if scales.is_none() && !self.has_adapters() && self.few_rows([&a, &b], end, d)? {
+                    return Ok(None);
+                }
                 if plain_end && self.direct((&a, &b, scales), bias, d)? {
                     return Ok(None);
                 }
@@ -202,6 +206,20 @@ impl Job<'_> {
                     .ok_or_else(|| no_algorithm(shape).into())
             }
         }
+    }
+
+    /// The whole linear but adapters by the kernel for few rows, if it takes it; `false`, and nothing is done, otherwise. A batch, also of one, is
+    /// the library's.
+    fn few_rows(&self, factors: [&Matrix; 2], end: End<'_>, d: &Buffer) -> Result<bool> {
+        let gemm = &self.p.gemm;
+        let few = FewRows {
+            factors,
+            alpha: gemm.alpha,
+            end,
+            sm_cap: gemm.sm_cap,
+            settled: gemm.settled_b,
+        };
+        Ok(self.shape.d.dims().len() == 2 && self.device.few_rows(self.lane, &few, d)?)
     }
 
     fn product<'m>(
@@ -309,6 +327,14 @@ impl Job<'_> {
             }
         }
         device.lora_runs(lane, &short, [a, &out], gemm.sm_cap)?;
+        let end = End {
+            bias: Some(d),
+            beta: 1.0,
+            activation: Activation::None,
+        };
+        if self.few_rows([a, b], end, d)? {
+            return Ok(true);
+        }
         let base = Product {
             c: Some(&out),
             beta: 1.0,

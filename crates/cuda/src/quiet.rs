@@ -1,6 +1,10 @@
-//! A GPU on which nobody waits, for what has to be loaded there.
+//! A GPU on which nobody waits, for what has to be loaded there; or nobody but on one stream.
 
-use crate::core::{Core, HEARSAY};
+use crate::{
+    CudaDevice,
+    core::{Core, HEARSAY},
+    lane::Lane,
+};
 use parking_lot::Mutex;
 use std::{
     collections::BTreeMap,
@@ -32,6 +36,23 @@ pub(crate) fn quiet(ordinal: usize) {
     for mark in marks {
         // Whatever ended the work, it ended.
         let _ = mark.reached(end.saturating_duration_since(Instant::now()));
+    }
+}
+
+impl CudaDevice {
+    /// Whether a kernel on this lane may take its place on the GPU while the one before it ends, and lie in wait for that. Its blocks are in the way of
+    /// other streams' meanwhile, for which a peer may be waiting, who may keep from its place what this lane waits for. So only if all communicators
+    /// that this process has on the GPU work on this lane, and no rank of theirs shares it.
+    pub(crate) fn overtakes(&self, lane: &Lane) -> bool {
+        let able = self.opened.kernels.pushes.programmatic && !self.serial;
+        let cores = if able {
+            alive(self.card.context.ordinal())
+        } else {
+            vec![]
+        };
+        able && cores
+            .iter()
+            .all(|core| !core.shares() && core.works_only_on(lane))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The gate between two products.
 
-use crate::{CudaDevice, memory::check_reach, types};
+use crate::{CudaDevice, Launch, memory::check_reach, types};
 use brigade_device::{Buffer, Output, Result, SiluMulParams, Stream};
 use brigade_kernels::SiluMulParams as Parameters;
 
@@ -37,9 +37,15 @@ impl CudaDevice {
         let mut buffers = vec![&d, &from];
         buffers.extend(&count);
         let k = &self.opened.kernels;
-        let blocks = rows * n.div_ceil(TILE);
-        // SAFETY: the shapes were checked: there are twice as many columns as in the result, and one number of rows.
-        unsafe { k.launch(&k.silu_mul, lane, &buffers, blocks, parameters) }?;
+        let shape = Launch {
+            programmatic: self.overtakes(lane),
+            ..k.shape(rows * n.div_ceil(TILE))
+        };
+        lane.run(&buffers, |stream| {
+            // SAFETY: the shapes were checked: there are twice as many columns as in the result, and one number of rows. `run` keeps the
+            // buffers until the work is done, and the stream is of the lane's context, in which the kernel was loaded.
+            unsafe { k.silu_mul.launch(stream, shape, parameters) }.map_err(Into::into)
+        })?;
         Ok(new.then_some(d))
     }
 }

@@ -169,7 +169,7 @@ impl Core {
     }
 
     /// Whether all its calls so far were on this stream, and there were some.
-    fn works_only_on(&self, lane: &Lane) -> bool {
+    pub(crate) fn works_only_on(&self, lane: &Lane) -> bool {
         let used = self.used.lock();
         let mut streams = used
             .iter()

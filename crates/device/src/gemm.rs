@@ -47,6 +47,10 @@ pub struct GemmParams<'a> {
     pub compute_type: DataType,
     /// Most streaming multiprocessors that the product may use.
     pub sm_cap: Option<u16>,
+    /// Whether B was there before the work that stands in front of this product on its stream: then a device may read it while that ends, as
+    /// GPUs do where there are few rows. A promise of the caller's, which nobody can check: kept by weights that stay as they are, and broken by those
+    /// that a copy or an operation right in front writes.
+    pub settled_b: bool,
     /// Whether bits of a row of D depend on that row of A (and C), on B and on its adapter alone: not on how many rows are multiplied
     /// together, which they are, or where it lies among them. Libraries choose a kernel by the number of rows, and so do not promise that.
     ///
@@ -68,6 +72,7 @@ impl<'a> GemmParams<'a> {
             activation: Activation::None,
             compute_type: DataType::F32,
             sm_cap: None,
+            settled_b: false,
             batch_invariant: false,
         }
     }

@@ -51,6 +51,12 @@ constants! {
     NORM_INT8: u32 = 1;
     /// As fp8, with one scale.
     NORM_FP8: u32 = 2;
+    /// Threads of the blocks of a product of few rows.
+    FEW_ROWS_THREADS: u32 = 320;
+    /// Shared memory of one of up to 8, in bytes: stages of 16 columns by 1024 elements, and the sums of 8 warps.
+    FEW_ROWS_BYTES_8: u32 = 6 * 16 * (2 * 1024 + 64) + 8 * 4 * 4 * 8 * (16 + 4);
+    /// Of one of up to 16, whose stages are half as long.
+    FEW_ROWS_BYTES_16: u32 = 8 * 16 * (2 * 512 + 64) + 8 * 7 * 4 * 16 * (16 + 4);
     /// Rows of a tile of a product whose tiles wait.
     GEMM_ROWS: u32 = 128;
     /// Threads of a block of such a product.

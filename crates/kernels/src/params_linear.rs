@@ -72,6 +72,44 @@ parameters! {
         column_scale_stride: u32,
     }
 
+    /// A product of few rows: `out = act(alpha x weight^T + beta c)`, of f16 or bf16.
+    FewRowsParams of "brigade_few_rows" in "few_rows" {
+        /// Device address of the result, `[rows, columns]`.
+        out: u64,
+        /// Device address of the rows, aligned to 16 bytes.
+        x: u64,
+        /// Device address of the weight, `[columns, inner]`, aligned to 16 bytes.
+        weight: u64,
+        /// Device address of C, or 0.
+        bias: u64,
+        /// Elements from one of the rows to the next, whole 16 bytes.
+        x_stride: u64,
+        /// The same of the weight.
+        weight_stride: u64,
+        /// The same of C: 0 where one row is for all.
+        bias_stride: u64,
+        /// Rows, up to the kernel's.
+        rows: u32,
+        /// Columns of the result.
+        columns: u32,
+        /// Inner dimension, whole 16 bytes.
+        inner: u32,
+        /// Whether the weight may be read before the kernel in front has ended.
+        settled: u32,
+        /// Factor of the product.
+        alpha: f32,
+        /// Factor of C.
+        beta: f32,
+        /// Type of the result.
+        out_type: u32,
+        /// Type of C.
+        bias_type: u32,
+        /// As in [`FinishParams`].
+        activation: u32,
+        /// Zero.
+        reserved: u32,
+    }
+
     /// Quantizes groups of columns of each row, scales included: a group is a row, or 128 of its columns.
     QuantizeRowsParams of "brigade_quantize_rows" in "quantize" {
         /// Device address of the values, `[rows, columns]`, a byte each.

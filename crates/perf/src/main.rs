@@ -8,6 +8,7 @@ mod conformance;
 mod data;
 mod doctor;
 mod factor;
+mod few_rows;
 mod fit;
 mod float;
 mod hierarchical;
@@ -66,6 +67,8 @@ enum Operation {
     AllReduce(collectives::AllReduce),
     /// The same with a residual and a norm behind it, beside an all-reduce of the same bytes
     AllReduceNorm(norms::Norms),
+    /// Multiply few rows, as each rank does by itself when sequences get a token each, beside the library
+    FewRows(few_rows::FewRows),
     /// Every rank gets all rows
     AllGather(collectives::AllGather),
     /// Every rank gets its rows of the reduction
@@ -226,6 +229,7 @@ fn main() -> ExitCode {
         Operation::Sendrecv(s) => s.common.run(|r| sendrecv::run(s, r)),
         Operation::AllReduce(c) => collective(&c.asked()),
         Operation::AllReduceNorm(n) => n.common.run(|r| norms::run(n, r)),
+        Operation::FewRows(f) => f.common.run(|r| few_rows::run(f, r)),
         Operation::AllGather(c) => collective(&c.asked()),
         Operation::ReduceScatter(c) => collective(&c.asked()),
         Operation::Broadcast(c) => collective(&c.asked()),

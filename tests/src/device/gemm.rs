@@ -4,6 +4,7 @@ use super::alone;
 use crate::{
     backend::Rank,
     check::{assert_close, assert_sum_close, expect_invalid, norm},
+    faults::AMPLE,
     layer::{BiasKind, FLOATS, Layer, LoraKind, Spec, Uploaded},
     matrix::Matrix,
     oracle,
@@ -23,7 +24,7 @@ const ACTIVATIONS: [Activation; 5] = [
 ];
 
 /// One product, drawn.
-struct Case {
+pub(super) struct Case {
     a: Matrix,
     b: Matrix,
     c: Option<Matrix>,
@@ -32,13 +33,25 @@ struct Case {
     alpha: f32,
     beta: f32,
     activation: Activation,
+    settled_b: bool,
     output: DataType,
     dims: [usize; 2],
 }
 
 impl Case {
-    fn new(rng: &mut StdRng, [m, n, k]: [usize; 3], dtype: DataType, bias: BiasKind) -> Self {
-        let (transpose_a, transpose_b) = (rng.random(), rng.random());
+    fn new(rng: &mut StdRng, dims: [usize; 3], dtype: DataType, bias: BiasKind) -> Self {
+        let transposes = [rng.random(), rng.random()];
+        Self::stored(rng, dims, dtype, bias, transposes)
+    }
+
+    /// The same of factors that are stored so.
+    pub(super) fn stored(
+        rng: &mut StdRng,
+        [m, n, k]: [usize; 3],
+        dtype: DataType,
+        bias: BiasKind,
+        [transpose_a, transpose_b]: [bool; 2],
+    ) -> Self {
         let a = if transpose_a { [k, m] } else { [m, k] };
         let b = if transpose_b { [n, k] } else { [k, n] };
         let c = match bias {
@@ -57,6 +70,7 @@ impl Case {
             alpha: [1.0, -0.5, 2.0, 0.0][rng.random_range(0..4)],
             beta: [1.0, 0.5, -1.0, 0.0][rng.random_range(0..4)],
             activation: ACTIVATIONS[rng.random_range(0..5)],
+            settled_b: rng.random(),
             output: [dtype, DataType::F32][rng.random_range(0..2)],
             dims: [m, n],
         }
@@ -94,12 +108,15 @@ impl Case {
             transpose_a: self.transpose_a,
             transpose_b: self.transpose_b,
             activation: self.activation,
+            settled_b: self.settled_b,
             ..GemmParams::new(a, b)
         }
     }
 
-    fn run(&self, rank: &Rank) {
+    pub(super) fn run(&self, rank: &Rank) {
         let (a, b) = (rank.upload(&self.a), rank.upload(&self.b));
+        // B is there, as some of the products say.
+        rank.stream.sync(AMPLE).unwrap();
         let c = self.c.as_ref().map(|c| rank.upload(c));
         let params = self.params(&a, &b, c.as_ref().map(|c| c.view()));
         let what = format!("{params:?}");
