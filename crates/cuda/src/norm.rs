@@ -374,6 +374,7 @@ impl Job<'_> {
         Room {
             sms,
             most: most.max(1),
+            budget: core.config.sm_budget.is_some(),
             places: core.exchanging.blocks(),
             shared: core.shares(),
             overtakes: core.overtakes,

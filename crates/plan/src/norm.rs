@@ -88,6 +88,8 @@ pub struct Room {
     pub sms: u32,
     /// Those that the call may use: of a budget, and as many blocks as figures say.
     pub most: u32,
+    /// Whether that is a budget. Without one a multiprocessor has as many small blocks as a large one has threads.
+    pub budget: bool,
     /// Places of blocks that may wait.
     pub places: u32,
     /// Whether a place has one block, however small: where ranks share a GPU.
@@ -108,6 +110,7 @@ impl Room {
         Self {
             sms: all,
             most: budget.clamp(1, all),
+            budget: topology.config.sm_budget.is_some(),
             places: all,
             shared: false,
             // GPUs that have tiles have clusters.
@@ -117,6 +120,13 @@ impl Room {
                 .is_multiple_of(GRANULE_BYTES),
             hooked: false,
         }
+    }
+
+    /// Blocks of so many threads that a call may have in a group of `size`, at least one.
+    fn fit(&self, threads: u32, size: usize) -> u32 {
+        let small = (PLACE_THREADS / threads).max(1);
+        let most = if self.budget { self.most } else { self.most.saturating_mul(small) };
+        self.places(threads, size).min(most).max(1)
     }
 
     /// Blocks of so many threads that find a place in a group of `size`.
@@ -162,7 +172,7 @@ impl Blocks {
     /// rows there are blocks that push and nothing else. All within the places that a rank has for blocks that wait, and half
     /// of them where that is enough, so that the next kernel finds its places too.
     pub fn new(algorithm: A, cut: &RowShares, size: usize, room: &Room) -> Self {
-        let fit = |threads: u32| room.places(threads, size).min(room.most).max(1);
+        let fit = |threads: u32| room.fit(threads, size);
         let threads = |granules: u32| granules.next_multiple_of(32).clamp(32, MOST_THREADS);
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         // More than any kernel takes is refused, but can be asked about.
@@ -177,7 +187,8 @@ impl Blocks {
         let short = room.wide && (2..=MOST_RANKS_IN_CLUSTERS).contains(&size) && !room.hooked;
         let cluster = [8, 4].into_iter().find(|blocks| {
             let each = threads(granules.div_ceil(*blocks));
-            let fits = rows.max(1).saturating_mul(*blocks) <= fit(each);
+            // Clusters were measured with a block on each multiprocessor.
+            let fits = rows.max(1).saturating_mul(*blocks) <= fit(each).min(room.most.max(1));
             let much = (64 * blocks..=MOST_THREADS).contains(&granules);
             let small = each <= MOST_THREADS_IN_CLUSTERS;
             short && room.overtakes && much && small && fits

@@ -26,6 +26,7 @@ fn room(sm_budget: Option<u16>) -> Room {
     Room {
         sms: 132,
         most: sm_budget.map_or(132, u32::from),
+        budget: sm_budget.is_some(),
         places: 132,
         shared: false,
         overtakes: true,
@@ -176,6 +177,7 @@ fn blocks_that_share_a_row_are_as_many_as_it_takes() {
     let room = |places| Room {
         sms: 132,
         most: 132,
+        budget: false,
         places,
         shared: false,
         overtakes: true,
@@ -210,13 +212,14 @@ proptest! {
         (size, rows, hidden) in (1_usize..=8, prop_oneof![0_usize..40, 0_usize..5000], columns()),
         (sms, most, places) in (1_u32..200, 1_u32..600, 1_u32..200),
         (shared, overtakes, wide, hooked) in any::<(bool, bool, bool, bool)>(),
-        two in any::<bool>(),
+        (two, budget) in any::<(bool, bool)>(),
     ) {
-        let room = Room { sms, most, places, shared, overtakes, wide, hooked };
+        let room = Room { sms, most, budget, places, shared, overtakes, wide, hooked };
         let algorithm = if two { A::TwoShotPush } else { A::OneShotPush };
         let cut = RowShares::new(algorithm, (rows, hidden), DataType::F32, size);
         let of = Blocks::new(algorithm, &cut, size, &room);
-        prop_assert!(of.blocks >= 1 && of.blocks <= most.max(1));
+        let small = if budget { 1 } else { (512 / of.threads).max(1) };
+        prop_assert!(of.blocks >= 1 && of.blocks <= most.max(1) * small);
         prop_assert!(of.threads.is_multiple_of(32) && (32..=MOST_THREADS).contains(&of.threads));
         prop_assert!(of.blocks.is_multiple_of(of.cluster) && [1, 4, 8].contains(&of.cluster));
         if of.split {
