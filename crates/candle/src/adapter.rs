@@ -46,6 +46,11 @@ impl Adapter {
         Self::new(&lora_a.t()?, &lora_b.t()?, alpha / r.max(1) as f32)
     }
 
+    /// A and B.
+    pub(crate) fn factors(&self) -> [&Tensor; 2] {
+        [&self.a, &self.b]
+    }
+
     /// For a column-parallel linear: this rank's columns of B.
     ///
     /// # Errors

@@ -1,7 +1,10 @@
 //! Sums over all ranks with what stands behind them in a transformer: a residual, and a norm.
 
-use crate::{Parallel, Residual, ResidualNorm};
-use brigade::{AllReduceNormParams, Normed};
+use crate::{
+    Parallel, Residual, ResidualNorm,
+    residual_norm::{Inputs, Rows},
+};
+use brigade::{AllReduceNormParams, Normed, ViewMut};
 use candle_core::{Result, Tensor};
 
 impl Parallel {
@@ -17,17 +20,52 @@ impl Parallel {
         residual: &Tensor,
         norm: &ResidualNorm,
     ) -> Result<Residual> {
-        self.normed(x, residual, norm, |inputs, sum, normed| {
-            let params = AllReduceNormParams {
-                from: inputs.from,
-                residual: inputs.residual,
-                weight: inputs.weight,
-                eps: norm.eps,
-                sum,
-                normed: Normed::Plain(normed),
-                choice: None,
-            };
-            self.call(|lease| lease.all_reduce_norm(params))
+        let x = x.contiguous()?;
+        let lent = self.lend(&x)?;
+        self.sum_norm(&Rows::of(&x, lent.view())?, residual, norm)
+    }
+
+    /// The same of rows of Brigade's.
+    pub(crate) fn sum_norm(
+        &self,
+        from: &Rows<'_>,
+        residual: &Tensor,
+        norm: &ResidualNorm,
+    ) -> Result<Residual> {
+        self.normed(from, residual, norm, |inputs, sum, normed| {
+            self.sum_normed(inputs, norm, sum, normed)
         })
+    }
+
+    /// The same into tensors that are there.
+    pub(crate) fn sum_norm_into(
+        &self,
+        from: &Rows<'_>,
+        residual: &Tensor,
+        norm: &ResidualNorm,
+        out: &Residual,
+    ) -> Result<()> {
+        self.normed_into(from, residual, norm, out, |inputs, sum, normed| {
+            self.sum_normed(inputs, norm, sum, normed)
+        })
+    }
+
+    fn sum_normed(
+        &self,
+        inputs: Inputs<'_>,
+        norm: &ResidualNorm,
+        sum: ViewMut<'_>,
+        normed: ViewMut<'_>,
+    ) -> brigade::Result<()> {
+        let params = AllReduceNormParams {
+            from: inputs.from,
+            residual: inputs.residual,
+            weight: inputs.weight,
+            eps: norm.eps,
+            sum,
+            normed: Normed::Plain(normed),
+            choice: None,
+        };
+        self.call(|lease| lease.all_reduce_norm(params))
     }
 }

@@ -83,6 +83,18 @@ impl ColumnParallelLinear {
             None => Ok(own),
         }
     }
+
+    /// As [`forward_lora`](Self::forward_lora), into a tensor that is there, `[.., own out]`: of a step that is captured, which allocates nothing then.
+    ///
+    /// # Errors
+    /// As [`forward_lora`](Self::forward_lora); [`brigade::Error::Invalid`] for an `out` of another shape or type, or with memory of an
+    /// input, and for a linear whose outputs are gathered.
+    pub fn forward_into(&self, x: &Tensor, runs: &Runs, out: &Tensor) -> Result<()> {
+        if self.gathered.is_some() {
+            return Err(invalid("out", "of gathered outputs", "of own ones"));
+        }
+        self.shard.product_into(x, runs, out)
+    }
 }
 
 impl Module for ColumnParallelLinear {

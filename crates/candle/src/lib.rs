@@ -60,6 +60,7 @@ pub mod cut;
 mod error;
 mod experts;
 mod gather_linear;
+mod into;
 mod linear;
 mod linear_reduce_scatter;
 mod memory;

@@ -4,9 +4,10 @@ use crate::{
     Adapter, Parallel, Runs, adapter,
     adapter::LentRuns,
     error::{OrCandle, invalid},
+    into::{Form, Place},
     memory::Lent,
 };
-use brigade::{Activation, GemmParams, LoraLinearParams, LoraRun, Output, View};
+use brigade::{Activation, Buffer, GemmParams, LoraLinearParams, LoraRun, Output, View};
 use candle_core::{Result, Shape, Tensor};
 use std::time::Duration;
 
@@ -109,14 +110,53 @@ impl Shard {
         let lent = self.lend(&x, runs)?;
         let dims = (rows, self.outputs());
         let own = self.parallel.make(x.dtype(), dims, |to| {
-            let linear = LoraLinearParams {
-                gemm: self.gemm(&lent, lent.bias())?,
-                runs: &lent.runs(),
-            };
-            let (device, on) = (self.parallel.device(), self.parallel.stream());
-            device.lora_linear(on, &linear, Output::Into(to)).map(drop)
+            self.multiply(&lent, Output::Into(to)).map(drop)
         })?;
         own.reshape(shape)
+    }
+
+    /// The same in a tensor that is there.
+    pub(crate) fn product_into(&self, x: &Tensor, runs: &Runs, out: &Tensor) -> Result<()> {
+        let x = x.contiguous()?;
+        let (shape, rows) = self.output_shape(&x)?;
+        let form = Form {
+            dtype: x.dtype(),
+            dims: shape.dims(),
+            rows: [rows, self.outputs()],
+        };
+        let to = Place {
+            field: "out",
+            tensor: out,
+        };
+        let mut read = vec![&x, &self.weight];
+        read.extend(&self.bias);
+        read.extend(self.adapters.iter().flat_map(Adapter::factors));
+        self.parallel.check_into(to, form, &read)?;
+        let lent = self.lend(&x, runs)?;
+        self.parallel.write(out, form, |to| {
+            self.multiply(&lent, Output::Into(to)).map(drop)
+        })
+    }
+
+    /// The same in memory of Brigade's, `[rows, out]`.
+    pub(crate) fn own_product(&self, x: &Tensor, runs: &Runs) -> Result<Buffer> {
+        let lent = self.lend(x, runs)?;
+        let dtype = lent.x.view().dtype();
+        let made = self.multiply(&lent, Output::Allocate(dtype)).or_candle()?;
+        made.ok_or(brigade::Error::Closed).or_candle()
+    }
+
+    fn multiply(
+        &self,
+        lent: &LentShard<'_>,
+        output: Output<'_>,
+    ) -> brigade::Result<Option<Buffer>> {
+        let linear = LoraLinearParams {
+            gemm: self.gemm(lent, lent.bias())?,
+            runs: &lent.runs(),
+        };
+        let (device, on) = (self.parallel.device(), self.parallel.stream());
+        device.lora_linear(on, &linear, output)
     }
 
     /// The shape of what comes out of `[.., in]`, and the number of its rows.

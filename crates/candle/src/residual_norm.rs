@@ -3,6 +3,7 @@
 use crate::{
     Parallel,
     error::{OrCandle, invalid},
+    into::{Form, Place},
 };
 use brigade::{Normed, ResidualNormParams, View, ViewMut};
 use candle_core::{Result, Tensor};
@@ -47,6 +48,37 @@ pub(crate) struct Inputs<'a> {
     pub(crate) weight: View<'a>,
 }
 
+/// Rows that a residual is added to.
+pub(crate) struct Rows<'a> {
+    pub(crate) view: View<'a>,
+    /// Of the tensor that they are, `[.., hidden]`.
+    pub(crate) dims: &'a [usize],
+    /// How many.
+    pub(crate) rows: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// Of a tensor, which is lent so.
+    pub(crate) fn of(x: &'a Tensor, view: View<'a>) -> Result<Self> {
+        let Some((_, outer)) = x.dims().split_last() else {
+            return Err(invalid("x.shape", "a scalar", "[.., hidden]"));
+        };
+        Ok(Self {
+            view,
+            dims: x.dims(),
+            rows: outer.iter().product(),
+        })
+    }
+
+    /// Rows and columns.
+    fn shape(&self) -> Result<[usize; 2]> {
+        match self.dims.last() {
+            Some(&hidden) => Ok([self.rows, hidden]),
+            None => Err(invalid("x.shape", "a scalar", "[.., hidden]")),
+        }
+    }
+}
+
 impl Parallel {
     /// `sum = x + residual`, and its norm, in one operation of this rank's alone: for rows that are spread over ranks, behind
     /// [`LinearReduceScatter`](crate::LinearReduceScatter). `x` and `residual` are `[.., hidden]`, of one type.
@@ -59,7 +91,10 @@ impl Parallel {
         residual: &Tensor,
         norm: &ResidualNorm,
     ) -> Result<Residual> {
-        self.normed(x, residual, norm, |inputs, sum, normed| {
+        let x = x.contiguous()?;
+        let lent = self.lend(&x)?;
+        let from = Rows::of(&x, lent.view())?;
+        self.normed(&from, residual, norm, |inputs, sum, normed| {
             let params = ResidualNormParams {
                 from: inputs.from,
                 residual: inputs.residual,
@@ -75,44 +110,19 @@ impl Parallel {
     /// New tensors for a residual and its norm, which `call` writes as rows.
     pub(crate) fn normed(
         &self,
-        x: &Tensor,
+        from: &Rows<'_>,
         residual: &Tensor,
         norm: &ResidualNorm,
         call: impl FnOnce(Inputs<'_>, ViewMut<'_>, ViewMut<'_>) -> brigade::Result<()>,
     ) -> Result<Residual> {
-        for tensor in [residual, &norm.weight] {
-            self.check_place(tensor)?;
-        }
-        let dims = x.dims();
-        let Some((&hidden, outer)) = dims.split_last() else {
-            return Err(invalid("x.shape", "a scalar", "[.., hidden]"));
-        };
-        if residual.dims() != dims {
-            let want = format!("{dims:?}, as what is added to it");
-            return Err(invalid(
-                "residual.shape",
-                format!("{:?}", residual.dims()),
-                want,
-            ));
-        }
-        let rows = [outer.iter().product(), hidden];
-        let dtype = residual.dtype();
-        let (x, residual) = (x.contiguous()?, residual.contiguous()?);
-        let (x, old, weight) = (
-            self.lend(&x)?,
-            self.lend(&residual)?,
-            self.lend(&norm.weight)?,
-        );
-        let inputs = Inputs {
-            from: x.view().reshape(&rows).or_candle()?,
-            residual: old.view().reshape(&rows).or_candle()?,
-            weight: weight.view(),
-        };
+        let (dtype, dims, rows) = (residual.dtype(), from.dims, from.shape()?);
         let mut sum = None;
-        let normed = self.make(dtype, rows.as_slice(), |normed| {
-            let made = self.make(dtype, rows.as_slice(), |sum| call(inputs, sum, normed));
-            sum = Some(made);
-            Ok(())
+        let normed = self.with_inputs(from, residual, norm, |inputs| {
+            self.make(dtype, rows.as_slice(), |normed| {
+                let made = self.make(dtype, rows.as_slice(), |sum| call(inputs, sum, normed));
+                sum = Some(made);
+                Ok(())
+            })
         })?;
         match sum {
             Some(sum) => Ok(Residual {
@@ -121,5 +131,63 @@ impl Parallel {
             }),
             None => Err(crate::to_candle(brigade::Error::Closed)),
         }
+    }
+
+    /// The same in tensors that are there.
+    pub(crate) fn normed_into(
+        &self,
+        from: &Rows<'_>,
+        residual: &Tensor,
+        norm: &ResidualNorm,
+        out: &Residual,
+        call: impl FnOnce(Inputs<'_>, ViewMut<'_>, ViewMut<'_>) -> brigade::Result<()>,
+    ) -> Result<()> {
+        let form = Form {
+            dtype: residual.dtype(),
+            dims: from.dims,
+            rows: from.shape()?,
+        };
+        let Residual { sum, normed } = out;
+        for (field, tensor, other) in [("out.sum", sum, normed), ("out.normed", normed, sum)] {
+            let to = Place { field, tensor };
+            self.check_into(to, form, &[residual, &norm.weight, other])?;
+        }
+        let mut written = Err(crate::to_candle(brigade::Error::Closed));
+        self.with_inputs(from, residual, norm, |inputs| {
+            self.write(normed, form, |normed| {
+                written = self.write(sum, form, |sum| call(inputs, sum, normed));
+                Ok(())
+            })
+        })?;
+        written
+    }
+
+    /// Checks what an operation reads, and lends it.
+    fn with_inputs<R>(
+        &self,
+        from: &Rows<'_>,
+        residual: &Tensor,
+        norm: &ResidualNorm,
+        work: impl FnOnce(Inputs<'_>) -> Result<R>,
+    ) -> Result<R> {
+        for tensor in [residual, &norm.weight] {
+            self.check_place(tensor)?;
+        }
+        let rows = from.shape()?;
+        if residual.dims() != from.dims {
+            let want = format!("{:?}, as what is added to it", from.dims);
+            return Err(invalid(
+                "residual.shape",
+                format!("{:?}", residual.dims()),
+                want,
+            ));
+        }
+        let residual = residual.contiguous()?;
+        let (old, weight) = (self.lend(&residual)?, self.lend(&norm.weight)?);
+        work(Inputs {
+            from: from.view.reshape(&rows).or_candle()?,
+            residual: old.view().reshape(&rows).or_candle()?,
+            weight: weight.view(),
+        })
     }
 }

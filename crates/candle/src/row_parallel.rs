@@ -4,9 +4,10 @@ use crate::{
     Parallel, Residual, ResidualNorm, Runs, cut,
     error::invalid,
     linear::{Shard, shard_methods},
+    residual_norm::Rows,
 };
 use brigade::{Activation, LoraLinearAllReduceParams, LoraLinearParams, Output};
-use candle_core::{Module, Result, Tensor, safetensors::MmapedSafetensors};
+use candle_core::{Module, Result, Shape, Tensor, safetensors::MmapedSafetensors};
 
 /// `y = act(sum over ranks of (x W^T + adapters) + b)`, where each rank has its share of the input features (Shoeybi et al. 2019,
 /// Megatron-LM).
@@ -90,6 +91,46 @@ impl RowParallelLinear {
         residual: &Tensor,
         norm: &ResidualNorm,
     ) -> Result<Residual> {
+        let x = x.contiguous()?;
+        let (shape, rows) = self.normed_shape(&x)?;
+        let part = self.shard.own_product(&x, runs)?;
+        let from = Rows {
+            view: part.view(),
+            dims: shape.dims(),
+            rows,
+        };
+        self.shard.parallel.sum_norm(&from, residual, norm)
+    }
+
+    /// The same into tensors that are there, which are neither the residual nor each other: of a step that is captured, which allocates
+    /// nothing then.
+    ///
+    /// # Errors
+    /// As [`forward_norm`](Self::forward_norm); [`brigade::Error::Invalid`] for tensors of another shape or type, or with memory of
+    /// something else in the call.
+    pub fn forward_norm_into(
+        &self,
+        x: &Tensor,
+        runs: &Runs,
+        residual: &Tensor,
+        norm: &ResidualNorm,
+        out: &Residual,
+    ) -> Result<()> {
+        let x = x.contiguous()?;
+        let (shape, rows) = self.normed_shape(&x)?;
+        let part = self.shard.own_product(&x, runs)?;
+        let from = Rows {
+            view: part.view(),
+            dims: shape.dims(),
+            rows,
+        };
+        self.shard
+            .parallel
+            .sum_norm_into(&from, residual, norm, out)
+    }
+
+    /// The shape of what comes out, and the number of its rows, if nothing stands between the sum and a residual.
+    fn normed_shape(&self, x: &Tensor) -> Result<(Shape, usize)> {
         let shard = &self.shard;
         for (field, there) in [
             ("bias", shard.bias.is_some()),
@@ -103,8 +144,7 @@ impl RowParallelLinear {
                 ));
             }
         }
-        let part = shard.product(x, runs)?;
-        shard.parallel.all_reduce_norm(&part, residual, norm)
+        shard.output_shape(x)
     }
 }
 

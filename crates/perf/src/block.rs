@@ -17,7 +17,7 @@ use anyhow::{Context, Result, ensure};
 use attention::{Attention, Past};
 use brigade::{CommConfig, DataType, ParallelMode, ReduceOp, cuda::NcclComm, plan::rows};
 use brigade_candle::{
-    ColumnParallelLinear, GatherLinear, LinearReduceScatter, Parallel, ResidualNorm,
+    ColumnParallelLinear, GatherLinear, LinearReduceScatter, Parallel, Residual, ResidualNorm,
     RowParallelLinear, Runs, brigade_error,
 };
 use candle_core::{DType, Device, Module, Tensor};
@@ -172,13 +172,31 @@ impl Setup {
             let output = RowParallelLinear::from_shard(&parallel, &w.output, None)?;
             let gate_up = ColumnParallelLinear::from_shard(&parallel, &w.gate_up, None)?;
             let down = RowParallelLinear::from_shard(&parallel, &w.down, None)?;
+            let (residual, normed) = &self.own;
+            let like = || -> candle_core::Result<Residual> {
+                Ok(Residual {
+                    sum: residual.zeros_like()?,
+                    normed: normed.zeros_like()?,
+                })
+            };
+            let (middle, out) = (like()?, like()?);
+            let batch = residual.dim(0)?;
+            let new = |columns: usize| {
+                Tensor::zeros((batch, columns), residual.dtype(), residual.device())
+            };
+            let own = w.down.dim(1)?;
+            let (queries, gates, inside) = (new(w.qkv.dim(0)?)?, new(2 * own)?, new(own)?);
+            // Everything but attention writes where the step before did.
             return Ok(Box::new(move || {
-                let (residual, normed) = &self.own;
-                let attended = self.attention.step(&qkv.forward(normed)?, &self.past)?;
-                let middle = output.forward_norm(&attended, &none, residual, &inner)?;
-                let inside = parallel.silu_mul(&gate_up.forward(&middle.normed)?)?;
-                let out = down.forward_norm(&inside, &none, &middle.sum, &next)?;
-                Ok((out.sum, out.normed))
+                qkv.forward_into(normed, &none, &queries)?;
+                let attended = self.attention.step(&queries, &self.past)?;
+                output.forward_norm_into(&attended, &none, residual, &inner, &middle)?;
+                gate_up.forward_into(&middle.normed, &none, &gates)?;
+                // Freed here, it is in the way of the gate alone, which would gain the least by beginning early.
+                drop(attended);
+                parallel.silu_mul_into(&gates, &inside)?;
+                down.forward_norm_into(&inside, &none, &middle.sum, &next, &out)?;
+                Ok((out.sum.clone(), out.normed.clone()))
             }));
         }
         let size = parallel.size();

@@ -125,7 +125,11 @@ impl Room {
     /// Blocks of so many threads that a call may have in a group of `size`, at least one.
     fn fit(&self, threads: u32, size: usize) -> u32 {
         let small = (PLACE_THREADS / threads).max(1);
-        let most = if self.budget { self.most } else { self.most.saturating_mul(small) };
+        let most = if self.budget {
+            self.most
+        } else {
+            self.most.saturating_mul(small)
+        };
         self.places(threads, size).min(most).max(1)
     }
 

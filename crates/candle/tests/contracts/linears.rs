@@ -3,8 +3,8 @@ use super::{
     oracle::{FLOATS, Want, biased, bits, cat, close, product, put, random, tolerance, values},
 };
 use brigade_candle::{
-    Adapter, ColumnParallelLinear, GatherLinear, LinearReduceScatter, Parallel, ResidualNorm,
-    RowParallelLinear, Runs,
+    Adapter, ColumnParallelLinear, GatherLinear, LinearReduceScatter, Parallel, Residual,
+    ResidualNorm, RowParallelLinear, Runs,
     brigade::{Activation, Error, OverlapMode},
     brigade_error, cut,
 };
@@ -19,6 +19,7 @@ pub const THEMES: &[Theme] = &[
             column_parallel_gives_own_columns_or_all,
             row_parallel_gives_every_rank_the_sum,
             row_parallel_adds_a_residual_and_normalizes,
+            tensors_that_are_there_get_the_same_bits,
             gather_linear_and_its_twin_take_any_rows,
             activations_of_more_dimensions_keep_them,
             an_mlp_is_what_candle_makes_of_it_on_one_device,
@@ -202,6 +203,64 @@ fn row_parallel_gives_every_rank_the_sum(world: &World) {
             assert_eq!(bits(y), bits(&got[0]));
         }
     }
+}
+
+/// Results that go where others were, and what is refused of such places: nothing waits there for a lock that it has itself.
+fn tensors_that_are_there_get_the_same_bits(world: &World) {
+    let cases = cases(world);
+    each(world, &cases, |p, _, at| {
+        let none = Runs::none();
+        let same = |made: &Tensor, there: &Tensor| {
+            assert_eq!(made.dims(), there.dims());
+            assert_eq!(bits(made), bits(there));
+        };
+        let other = |tensor: &Tensor| (tensor.ones_like()? * 3.0).and_then(|t| t.contiguous());
+        let column = ColumnParallelLinear::new(p, &at.weight, Some(&at.bias))?;
+        let made = column.forward(&at.x)?;
+        let there = other(&made)?;
+        column.forward_into(&at.x, &none, &there)?;
+        same(&made, &there);
+        let wrong = Tensor::zeros((made.dim(0)?, made.dim(1)? + 1), made.dtype(), p.place())?;
+        let refused = |result: Result<()>, words: &str| {
+            let text = result.unwrap_err().to_string();
+            assert!(text.contains(words), "{text}");
+        };
+        refused(column.forward_into(&at.x, &none, &wrong), "out");
+        let own = at.own_columns(p)?;
+        let norm = ResidualNorm::new(&at.norm, 1e-5)?;
+        let row = RowParallelLinear::new(p, &at.weight, None)?;
+        let made = row.forward_norm(&own, &none, &at.old, &norm)?;
+        let there = Residual {
+            sum: other(&made.sum)?,
+            normed: other(&made.normed)?,
+        };
+        row.forward_norm_into(&own, &none, &at.old, &norm, &there)?;
+        same(&made.sum, &there.sum);
+        same(&made.normed, &there.normed);
+        // Nobody makes a call of these.
+        let into = |out: &Residual| row.forward_norm_into(&own, &none, &at.old, &norm, out);
+        let old = Residual {
+            sum: at.old.clone(),
+            ..there.clone()
+        };
+        refused(into(&old), "out.sum");
+        let twice = Residual {
+            sum: there.normed.clone(),
+            ..there.clone()
+        };
+        refused(into(&twice), "out.sum");
+        if at.x.dim(1)? % 2 == 0 {
+            let made = p.silu_mul(&at.x)?;
+            let there = other(&made)?;
+            p.silu_mul_into(&at.x, &there)?;
+            same(&made, &there);
+            refused(
+                p.silu_mul_into(&at.x, &at.x.narrow(1, 0, made.dim(1)?)?),
+                "out",
+            );
+        }
+        Ok(())
+    });
 }
 
 fn row_parallel_adds_a_residual_and_normalizes(world: &World) {
