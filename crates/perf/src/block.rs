@@ -190,9 +190,9 @@ impl Setup {
             return Ok(Box::new(move || {
                 qkv.forward_into(normed, &none, &queries)?;
                 let attended = self.attention.step(&queries, &self.past)?;
-                output.forward_norm_into(&attended, &none, residual, &inner, &middle)?;
+                output.forward_norm_into(&attended.0, &none, residual, &inner, &middle)?;
                 gate_up.forward_into(&middle.normed, &none, &gates)?;
-                // Freed here, it is in the way of the gate alone, which would gain the least by beginning early.
+                // Freed here, all of it is in the way of the gate alone, which would gain the least by beginning early.
                 drop(attended);
                 parallel.silu_mul_into(&gates, &inside)?;
                 down.forward_norm_into(&inside, &none, &middle.sum, &next, &out)?;
@@ -244,7 +244,7 @@ impl Setup {
             let qkv = qkv.forward(normed)?;
             let attended = match self.case {
                 Case::Prefill(_) => self.attention.prompt(&qkv)?,
-                Case::Decode(_) => self.attention.step(&qkv, &self.past)?,
+                Case::Decode(_) => self.attention.step(&qkv, &self.past)?.0,
             };
             let middle = (residual + all_reduce(&output.forward(&attended)?)?)?;
             let normed = rms_norm(&middle, &w.norms[0], EPS)?;

@@ -128,8 +128,9 @@ impl Attention {
         Tensor::cat(&out, 0)
     }
 
-    /// A token of each sequence, `[batch, width]`, which is the last of its past: `[batch, own heads]`.
-    pub fn step(&self, qkv: &Tensor, past: &Past) -> Result<Tensor> {
+    /// A token of each sequence, `[batch, width]`, which is the last of its past: `[batch, own heads]`, and what was made on the way, for who would
+    /// rather drop it later.
+    pub fn step(&self, qkv: &Tensor, past: &Past) -> Result<(Tensor, [Tensor; 4])> {
         let Past(Some((keys, values))) = past else {
             candle_core::bail!("a step has a past");
         };
@@ -137,11 +138,14 @@ impl Attention {
         let [queries, key, value] = self.parts(&qkv.unsqueeze(1)?, tokens - 1)?;
         keys.slice_set(&key, 2, tokens - 1)?;
         values.slice_set(&value, 2, tokens - 1)?;
+        drop((key, value));
         let group = self.heads / self.kv_heads;
         let queries = queries.reshape((batch, self.kv_heads, group, HEAD_DIM))?;
         let scores = queries.matmul(&keys.transpose(2, 3)?)?;
-        let weights = softmax_last_dim(&(scores / (HEAD_DIM as f64).sqrt())?)?;
+        let scaled = (&scores / (HEAD_DIM as f64).sqrt())?;
+        let weights = softmax_last_dim(&scaled)?;
         let attended = weights.matmul(values)?;
-        attended.reshape((batch, self.width()))
+        let attended = attended.reshape((batch, self.width()))?;
+        Ok((attended, [queries, scores, scaled, weights]))
     }
 }
