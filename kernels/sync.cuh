@@ -56,14 +56,16 @@ __device__ __forceinline__ uint64_t globaltimer_ns() {
   return now;
 }
 
-// Nothing of an earlier kernel may be touched before this: every kernel calls it first, on every path.
+// Nothing of an earlier kernel may be touched before this: every kernel calls it first, on every path, but for what it reads of memory that its caller
+// says no kernel in front has written (few_rows.cu), or that only steps in front of it are in the way of (gemm_tiles.cuh).
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel may take its place beside this one; what it does there waits for the end of this one.
+// The next kernel may take its place beside this one; what it does there waits for the end of this one. Behind the wait above, so that all but this one has
+// ended when the next begins; tiles alone call it before, and stand behind steps of their own call.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

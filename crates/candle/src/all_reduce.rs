@@ -88,7 +88,8 @@ impl InplaceOp1 for AllReduce {
     fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> Result<()> {
         let place = Device::Cuda(storage.device.clone());
         self.parallel.check_device(&place)?;
-        crate::cuda::change(storage, layout, |data| self.change(data))
+        let nobody = std::sync::Arc::new(());
+        crate::cuda::change(storage, layout, nobody, |data| self.change(data))
     }
 }
 

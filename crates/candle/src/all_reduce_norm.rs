@@ -22,32 +22,27 @@ impl Parallel {
     ) -> Result<Residual> {
         let x = x.contiguous()?;
         let lent = self.lend(&x)?;
-        self.sum_norm(&Rows::of(&x, lent.view())?, residual, norm)
-    }
-
-    /// The same of rows of Brigade's.
-    pub(crate) fn sum_norm(
-        &self,
-        from: &Rows<'_>,
-        residual: &Tensor,
-        norm: &ResidualNorm,
-    ) -> Result<Residual> {
-        self.normed(from, residual, norm, |inputs, sum, normed| {
+        let from = Rows::of(&x, lent.view())?;
+        self.normed(&from, residual, norm, |inputs, sum, normed| {
             self.sum_normed(inputs, norm, sum, normed)
         })
     }
 
-    /// The same into tensors that are there.
+    /// The same into tensors that are there, and have no memory of `others`.
     pub(crate) fn sum_norm_into(
         &self,
         from: &Rows<'_>,
         residual: &Tensor,
         norm: &ResidualNorm,
         out: &Residual,
+        others: &[&Tensor],
     ) -> Result<()> {
-        self.normed_into(from, residual, norm, out, |inputs, sum, normed| {
-            self.sum_normed(inputs, norm, sum, normed)
-        })
+        self.normed_into(
+            from,
+            (residual, norm),
+            (out, others),
+            |inputs, sum, normed| self.sum_normed(inputs, norm, sum, normed),
+        )
     }
 
     fn sum_normed(

@@ -36,7 +36,7 @@ impl ColumnParallelLinear {
     /// As [`new`](Self::new).
     pub fn from_shard(parallel: &Parallel, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
         Ok(Self {
-            shard: Shard::new(parallel, weight, bias)?,
+            shard: Shard::new(parallel, weight, bias)?.settled(),
             gathered: None,
         })
     }

@@ -141,7 +141,7 @@ fn write_into<T: DeviceRepr, R>(
     values: &mut CudaSlice<T>,
     (from, to): (usize, usize),
     (dtype, dims): (DType, &[usize]),
-    on: &CudaStream,
+    (on, owner): (&CudaStream, Arc<dyn Any + Send + Sync>),
     work: impl FnOnce(ViewMut<'_>) -> brigade::Result<R>,
 ) -> Result<R> {
     let outside = || invalid("layout", format!("{from}..{to}"), "a part of the storage");
@@ -150,8 +150,8 @@ fn write_into<T: DeviceRepr, R>(
     let (address, _guard) = part.device_ptr_mut(on);
     let address = if from == to { NOWHERE } else { address };
     // SAFETY: so many elements lie there, borrowed from the caller for longer than the loan, which ends in this function; what
-    // anybody does with them later on this stream, freeing included, comes behind the work. Nothing here keeps them for a graph:
-    // memory that is allocated in a capture is the graph's own, and for other memory see `borrowed`.
+    // anybody does with them later on this stream, freeing included, comes behind the work. For a graph the owner keeps them, if
+    // there is one: memory that is allocated in a capture is the graph's own, and for other memory see `borrowed`.
     let mut loan = unsafe {
         Buffer::lend(
             address,
@@ -159,7 +159,7 @@ fn write_into<T: DeviceRepr, R>(
             data_type(dtype)?,
             dims,
             Access::Write,
-            Arc::new(()),
+            owner,
         )
     }
     .or_candle()?;
@@ -167,17 +167,19 @@ fn write_into<T: DeviceRepr, R>(
 }
 
 /// Lends what `layout` covers of a storage for reading and writing, to `work`, which is on the stream of the storage's device: the
-/// caller has checked that.
+/// caller has checked that. The owner is kept by a graph that captures the work.
 pub(crate) fn change<R>(
     storage: &mut CudaStorage,
     layout: &Layout,
+    owner: Arc<dyn Any + Send + Sync>,
     work: impl FnOnce(ViewMut<'_>) -> brigade::Result<R>,
 ) -> Result<R> {
     let range = contiguous(layout)?;
     let dtype = storage.dtype();
     let on = storage.device().cuda_stream();
     let to = (dtype, layout.dims());
-    let result = each!(&mut storage.slice, values => write_into(values, range, to, &on, work));
+    let result =
+        each!(&mut storage.slice, values => write_into(values, range, to, (&on, owner), work));
     result.unwrap_or_else(|| Err(invalid("dtype", format!("{dtype:?}"), "f32, f16 or bf16")))
 }
 
@@ -196,7 +198,8 @@ pub(crate) fn make<R>(
                 $(DType::$kind => {
                     // SAFETY: `write` writes all of it before anybody reads, in stream order; if it fails, the memory is dropped.
                     let mut values = unsafe { place.alloc::<$t>(len)? };
-                    let result = write_into(&mut values, (0, len), (dtype, dims), &on, write)?;
+                    let nobody = Arc::new(());
+                    let result = write_into(&mut values, (0, len), (dtype, dims), (&on, nobody), write)?;
                     let slice = Slice::$kind(values);
                     Ok((CudaStorage { slice, device: place.clone() }, result))
                 })*

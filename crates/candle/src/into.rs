@@ -5,6 +5,7 @@ use crate::{Parallel, error::invalid, memory};
 use brigade::{Error, ViewMut};
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor};
 use parking_lot::Mutex;
+use std::sync::Arc;
 
 /// A tensor that is to have a result.
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +28,12 @@ pub(crate) struct Form<'a> {
 /// candle's operation that writes a result.
 struct Write<'a, F> {
     parallel: &'a Parallel,
+    /// What a graph keeps.
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "no graph has tensors of the host's memory")
+    )]
+    owner: Arc<Tensor>,
     form: Form<'a>,
     work: Mutex<Option<F>>,
 }
@@ -50,7 +57,8 @@ impl<F: FnOnce(ViewMut<'_>) -> brigade::Result<()>> InplaceOp1 for Write<'_, F> 
 
     #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, storage: &mut candle_core::CudaStorage, layout: &Layout) -> Result<()> {
-        crate::cuda::change(storage, layout, |to| self.run(to))
+        let owner = Arc::clone(&self.owner);
+        crate::cuda::change(storage, layout, owner, |to| self.run(to))
     }
 }
 
@@ -95,6 +103,7 @@ impl Parallel {
     ) -> Result<()> {
         to.inplace_op1(&Write {
             parallel: self,
+            owner: Arc::new(to.clone()),
             form,
             work: Mutex::new(Some(work)),
         })

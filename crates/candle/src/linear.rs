@@ -8,7 +8,7 @@ use crate::{
     memory::Lent,
 };
 use brigade::{Activation, Buffer, GemmParams, LoraLinearParams, LoraRun, Output, View};
-use candle_core::{Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor};
 use std::time::Duration;
 
 /// Longest that a layer waits for its weight to be there; if it is not by then, products wait for what is in front of them.
@@ -20,7 +20,7 @@ pub(crate) struct Shard {
     pub(crate) parallel: Parallel,
     /// `[out, in]`, as candle and checkpoints have it.
     pub(crate) weight: Tensor,
-    /// Whether the weight is there, and stays as it is: what candle may change is a variable.
+    /// Whether the weight is there, and stays as it is.
     settled: bool,
     /// `[out]`
     pub(crate) bias: Option<Tensor>,
@@ -46,16 +46,25 @@ impl Shard {
                 return Err(invalid("bias.shape", format!("{:?}", bias.dims()), want));
             }
         }
-        let weight = weight.contiguous()?;
-        let settled = !weight.is_variable() && parallel.stream().sync(ARRIVES).is_ok();
         Ok(Self {
             parallel: parallel.clone(),
-            weight,
-            settled,
+            weight: weight.contiguous()?,
+            settled: false,
             bias: bias.map(Tensor::contiguous).transpose()?,
             activation: Activation::None,
             adapters: Vec::new(),
         })
+    }
+
+    /// Waits for the weight, so that products may read it ahead where a device does that. What candle may change, a variable or anything made of one,
+    /// is never settled; nor is what does not come in time.
+    pub(crate) fn settled(self) -> Self {
+        let weight = &self.weight;
+        let reads_ahead =
+            weight.device().is_cuda() && matches!(weight.dtype(), DType::F16 | DType::BF16);
+        let settled =
+            reads_ahead && !weight.track_op() && self.parallel.stream().sync(ARRIVES).is_ok();
+        Self { settled, ..self }
     }
 
     /// Features that this rank's weight takes.
@@ -128,9 +137,8 @@ impl Shard {
             field: "out",
             tensor: out,
         };
-        let mut read = vec![&x, &self.weight];
-        read.extend(&self.bias);
-        read.extend(self.adapters.iter().flat_map(Adapter::factors));
+        let mut read = vec![&x];
+        read.extend(self.factors());
         self.parallel.check_into(to, form, &read)?;
         let lent = self.lend(&x, runs)?;
         self.parallel.write(out, form, |to| {
@@ -138,7 +146,7 @@ impl Shard {
         })
     }
 
-    /// The same in memory of Brigade's, `[rows, out]`.
+    /// The same of few rows, in memory of Brigade's, `[rows, out]`, which a graph that captures it has for itself alone.
     pub(crate) fn own_product(&self, x: &Tensor, runs: &Runs) -> Result<Buffer> {
         let lent = self.lend(x, runs)?;
         let dtype = lent.x.view().dtype();
@@ -157,6 +165,12 @@ impl Shard {
         };
         let (device, on) = (self.parallel.device(), self.parallel.stream());
         device.lora_linear(on, &linear, output)
+    }
+
+    /// All tensors of the linear.
+    pub(crate) fn factors(&self) -> impl Iterator<Item = &Tensor> {
+        let adapters = self.adapters.iter().flat_map(Adapter::factors);
+        [&self.weight].into_iter().chain(&self.bias).chain(adapters)
     }
 
     /// The shape of what comes out of `[.., in]`, and the number of its rows.

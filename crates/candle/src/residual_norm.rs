@@ -137,9 +137,8 @@ impl Parallel {
     pub(crate) fn normed_into(
         &self,
         from: &Rows<'_>,
-        residual: &Tensor,
-        norm: &ResidualNorm,
-        out: &Residual,
+        (residual, norm): (&Tensor, &ResidualNorm),
+        (out, others): (&Residual, &[&Tensor]),
         call: impl FnOnce(Inputs<'_>, ViewMut<'_>, ViewMut<'_>) -> brigade::Result<()>,
     ) -> Result<()> {
         let form = Form {
@@ -151,6 +150,7 @@ impl Parallel {
         for (field, tensor, other) in [("out.sum", sum, normed), ("out.normed", normed, sum)] {
             let to = Place { field, tensor };
             self.check_into(to, form, &[residual, &norm.weight, other])?;
+            self.check_into(to, form, others)?;
         }
         let mut written = Err(crate::to_candle(brigade::Error::Closed));
         self.with_inputs(from, residual, norm, |inputs| {

@@ -6,8 +6,11 @@ use crate::{
     linear::{Shard, shard_methods},
     residual_norm::Rows,
 };
-use brigade::{Activation, LoraLinearAllReduceParams, LoraLinearParams, Output};
+use brigade::{Activation, LoraLinearAllReduceParams, LoraLinearParams, Output, View};
 use candle_core::{Module, Result, Shape, Tensor, safetensors::MmapedSafetensors};
+
+/// Rows up to which a product in front of a sum lies in memory that nobody else has: so nothing of memory's stands between the two.
+const FEW: usize = 16;
 
 /// `y = act(sum over ranks of (x W^T + adapters) + b)`, where each rank has its share of the input features (Shoeybi et al. 2019,
 /// Megatron-LM).
@@ -35,7 +38,7 @@ impl RowParallelLinear {
     /// As [`new`](Self::new).
     pub fn from_shard(parallel: &Parallel, weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
         Ok(Self {
-            shard: Shard::new(parallel, weight, bias)?,
+            shard: Shard::new(parallel, weight, bias)?.settled(),
         })
     }
 
@@ -91,15 +94,9 @@ impl RowParallelLinear {
         residual: &Tensor,
         norm: &ResidualNorm,
     ) -> Result<Residual> {
-        let x = x.contiguous()?;
-        let (shape, rows) = self.normed_shape(&x)?;
-        let part = self.shard.own_product(&x, runs)?;
-        let from = Rows {
-            view: part.view(),
-            dims: shape.dims(),
-            rows,
-        };
-        self.shard.parallel.sum_norm(&from, residual, norm)
+        self.normed_shape(x)?;
+        let part = self.shard.product(x, runs)?;
+        self.shard.parallel.all_reduce_norm(&part, residual, norm)
     }
 
     /// The same into tensors that are there, which are neither the residual nor each other: of a step that is captured, which allocates
@@ -116,17 +113,22 @@ impl RowParallelLinear {
         norm: &ResidualNorm,
         out: &Residual,
     ) -> Result<()> {
-        let x = x.contiguous()?;
-        let (shape, rows) = self.normed_shape(&x)?;
-        let part = self.shard.own_product(&x, runs)?;
-        let from = Rows {
-            view: part.view(),
-            dims: shape.dims(),
-            rows,
+        let (shape, rows) = self.normed_shape(x)?;
+        let (shard, parallel) = (&self.shard, &self.shard.parallel);
+        let others: Vec<_> = shard.factors().collect();
+        let into = |view: View<'_>| {
+            let dims = shape.dims();
+            let from = Rows { view, dims, rows };
+            parallel.sum_norm_into(&from, residual, norm, out, &others)
         };
-        self.shard
-            .parallel
-            .sum_norm_into(&from, residual, norm, out)
+        if rows > FEW {
+            // candle frees it behind the sum, which it may well be worth to a graph with many layers.
+            let part = shard.product(x, runs)?;
+            let lent = parallel.lend(&part)?;
+            return into(lent.view());
+        }
+        let part = shard.own_product(&x.contiguous()?, runs)?;
+        into(part.view())
     }
 
     /// The shape of what comes out, and the number of its rows, if nothing stands between the sum and a residual.

@@ -34,7 +34,7 @@ pub struct CudaConfig {
     /// Where other machines reach this one, for what hosts tell each other at faults and resets; `None` takes the address that its
     /// packets to others bear. NCCL finds its own ways (`NCCL_SOCKET_IFNAME`).
     pub rail_address: Option<IpAddr>,
-    /// No kernel of a communicator's begins before the one in front of it has ended. Else those that push do, where the GPU can
+    /// No kernel begins before the one in front of it has ended. Else those do that push, multiply few rows, or gate them, where the GPU can
     /// (programmatic launch).
     pub serial: bool,
 }

@@ -47,8 +47,8 @@ pub struct GemmParams<'a> {
     pub compute_type: DataType,
     /// Most streaming multiprocessors that the product may use.
     pub sm_cap: Option<u16>,
-    /// Whether B was there before the work that stands in front of this product on its stream: then a device may read it while that ends, as
-    /// GPUs do where there are few rows. A promise of the caller's, which nobody can check: kept by weights that stay as they are, and broken by those
+    /// Whether all that has written B had ended before the call in front of this product, a kernel or a whole operation, began: then a device may read it while
+    /// that call ends, as GPUs do where there are few rows. A promise of the caller's, which nobody can check: kept by weights that stay as they are, and broken by those
     /// that a copy or an operation right in front writes.
     pub settled_b: bool,
     /// Whether bits of a row of D depend on that row of A (and C), on B and on its adapter alone: not on how many rows are multiplied

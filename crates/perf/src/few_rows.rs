@@ -32,6 +32,9 @@ pub struct FewRows {
 /// Bytes of weights that are multiplied in turn: more than a GPU's cache holds.
 const BYTES: usize = 1 << 30;
 
+/// Bytes that no cache keeps from one replay to the next.
+const CACHED: usize = 60_000_000;
+
 /// Layers of Llama-3-70B over two ranks, and over four.
 const LAYERS: [[usize; 2]; 8] = [
     [8192, 5120],
@@ -189,6 +192,12 @@ pub fn run(options: &FewRows, ranks: &Ranks) -> Result<String> {
     ensure!(
         largest.is_some_and(|most| most <= BYTES),
         "--layer: at most {BYTES} elements of a weight"
+    );
+    let calls = options.common.calls;
+    let least = layers.iter().map(|l| 2 * l.k * l.n * calls).min();
+    ensure!(
+        !options.common.graph || least.is_some_and(|bytes| bytes >= CACHED),
+        "--calls: a graph of {calls} reads so few bytes of a small layer that they stay in a cache"
     );
     let meta = meta::meta(ranks)?;
     let measured = ranks.run(&options.common, |rank| {

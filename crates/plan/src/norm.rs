@@ -77,6 +77,9 @@ pub const MOST_THREADS_IN_CLUSTERS: u32 = 256;
 /// Threads of the blocks that places are reserved for.
 pub const PLACE_THREADS: u32 = 512;
 
+/// Threads that a small block counts for at least: the smallest GPUs hold sixteen blocks on a multiprocessor.
+const LEAST_THREADS: u32 = 64;
+
 /// Granules that are pushed by a block, where there are blocks enough.
 const PUSHING: usize = 128;
 
@@ -124,7 +127,7 @@ impl Room {
 
     /// Blocks of so many threads that a call may have in a group of `size`, at least one.
     fn fit(&self, threads: u32, size: usize) -> u32 {
-        let small = (PLACE_THREADS / threads).max(1);
+        let small = in_a_place(threads).max(1);
         let most = if self.budget {
             self.most
         } else {
@@ -140,9 +143,19 @@ impl Room {
             1 => self.sms,
             _ if self.hooked => 1,
             _ if self.shared => self.places,
-            _ => self.places * (PLACE_THREADS / threads),
+            _ => self.places * in_a_place(threads),
         }
     }
+}
+
+/// Blocks of so many threads that a place holds: by their threads, and no more than all GPUs have slots for.
+const fn in_a_place(threads: u32) -> u32 {
+    let threads = if threads < LEAST_THREADS {
+        LEAST_THREADS
+    } else {
+        threads
+    };
+    PLACE_THREADS / threads
 }
 
 /// A launch of the kernel.
@@ -207,6 +220,10 @@ impl Blocks {
             1 => 0,
             _ => count(cut.granules().div_ceil(PUSHING)),
         };
+        // Blocks that push and nothing else, of which more than one on a multiprocessor were not quicker.
+        let alone = room.places(threads, size).min(room.most).max(1);
+        let halved = cluster == 1 && twice <= alone;
+        let pushing = pushing.min(if halved { alone / 2 } else { alone });
         let fit = fit(threads);
         let most = if cluster == 1 && twice <= fit {
             fit / 2

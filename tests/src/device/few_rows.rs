@@ -39,6 +39,12 @@ fn products(rank: &Rank, rng: &mut StdRng) {
                 Case::stored(rng, [m, n, k], dtype, bias, [false, true]).run(rank);
             }
         }
+        // Few blocks, which have more columns than they hold sums of.
+        for (n, sms) in [(64, 1), (65, 1), (112, 1), (113, 1), (300, 2), (500, 1)] {
+            let m = rng.random_range(1..=16);
+            let case = Case::stored(rng, [m, n, 1100], dtype, BiasKind::Row, [false, true]);
+            case.capped(sms).run(rank);
+        }
         for m in [1, 8, 9, 16, 17] {
             Case::stored(rng, [m, 270, 1536], dtype, BiasKind::None, [false, true]).run(rank);
         }

@@ -34,6 +34,7 @@ pub(super) struct Case {
     beta: f32,
     activation: Activation,
     settled_b: bool,
+    sm_cap: Option<u16>,
     output: DataType,
     dims: [usize; 2],
 }
@@ -71,6 +72,7 @@ impl Case {
             beta: [1.0, 0.5, -1.0, 0.0][rng.random_range(0..4)],
             activation: ACTIVATIONS[rng.random_range(0..5)],
             settled_b: rng.random(),
+            sm_cap: None,
             output: [dtype, DataType::F32][rng.random_range(0..2)],
             dims: [m, n],
         }
@@ -109,8 +111,15 @@ impl Case {
             transpose_b: self.transpose_b,
             activation: self.activation,
             settled_b: self.settled_b,
+            sm_cap: self.sm_cap,
             ..GemmParams::new(a, b)
         }
+    }
+
+    /// On so many multiprocessors at most.
+    pub(super) fn capped(mut self, sms: u16) -> Self {
+        self.sm_cap = Some(sms);
+        self
     }
 
     pub(super) fn run(&self, rank: &Rank) {
@@ -212,7 +221,14 @@ fn batches(rank: &Rank, rng: &mut StdRng) {
 fn in_place(rank: &Rank, rng: &mut StdRng) {
     for dtype in FLOATS {
         for over in 0..3 {
-            let mut case = Case::new(rng, [11, 11, 11], dtype, BiasKind::Full);
+            // A product of few rows too, where C can be D.
+            let mut case = match rng.random() {
+                true => Case::new(rng, [11, 11, 11], dtype, BiasKind::Full),
+                false => {
+                    let dims = if over == 2 { [5, 40, 64] } else { [16, 16, 16] };
+                    Case::stored(rng, dims, dtype, BiasKind::Full, [false, true])
+                }
+            };
             case.output = dtype;
             let buffers = [&case.a, &case.b, case.c.as_ref().unwrap()].map(|m| rank.upload(m));
             let [a, b, c] = &buffers;
