@@ -16,7 +16,7 @@ use brigade_device::{
     Result, Stream,
 };
 use brigade_plan::{Engines, rows};
-use rand::{Rng, SeedableRng, rngs::StdRng, seq::index};
+use rand::{Rng, rngs::StdRng};
 use std::time::Duration;
 
 /// Leases that alternate between two streams.
@@ -237,23 +237,13 @@ struct Kind {
 
 impl Kind {
     /// Rows with so many ones or minus ones, of this rank and day: so few that all products stay whole numbers of bf16.
-    fn few(&self, [rows, columns]: [usize; 2], ones: usize, rank: usize, day: u64) -> Matrix {
-        let mut rng = StdRng::seed_from_u64(self.seed ^ (day << 8 | rank as u64));
-        let mut values = vec![0.0; rows * columns];
-        for row in values.chunks_mut(columns) {
-            for at in index::sample(&mut rng, columns, ones) {
-                row[at] = if rng.random() { 1.0 } else { -1.0 };
-            }
-        }
-        Matrix {
-            dtype: if self.half {
-                DataType::BF16
-            } else {
-                DataType::F32
-            },
-            dims: vec![rows, columns],
-            values,
-        }
+    fn few(&self, dims: [usize; 2], ones: usize, rank: usize, day: u64) -> Matrix {
+        let dtype = if self.half {
+            DataType::BF16
+        } else {
+            DataType::F32
+        };
+        Matrix::few(self.seed ^ (day << 8 | rank as u64), dtype, dims, ones)
     }
 
     fn x(&self, rank: usize, day: usize) -> Matrix {

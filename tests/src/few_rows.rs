@@ -12,7 +12,7 @@ use brigade_device::{
     AllReduceParams, Buffer, CommConfig, DataType, GemmParams, Output, ParallelMode, ReduceOp,
     Replay, Result,
 };
-use rand::{Rng, SeedableRng, rngs::StdRng, seq::index};
+use rand::Rng;
 
 const K: usize = 1032;
 const N: usize = 136;
@@ -31,19 +31,9 @@ struct Kind {
 
 impl Kind {
     /// Rows with so many ones or minus ones: all that comes of them are whole numbers up to 256.
-    fn few(&self, [rows, columns]: [usize; 2], ones: usize, rank: usize, which: u64) -> Matrix {
-        let mut rng = StdRng::seed_from_u64(self.seed ^ (which << 8 | rank as u64));
-        let mut values = vec![0.0; rows * columns];
-        for row in values.chunks_mut(columns) {
-            for at in index::sample(&mut rng, columns, ones) {
-                row[at] = if rng.random() { 1.0 } else { -1.0 };
-            }
-        }
-        Matrix {
-            dtype: self.dtype,
-            dims: vec![rows, columns],
-            values,
-        }
+    fn few(&self, dims: [usize; 2], ones: usize, rank: usize, which: u64) -> Matrix {
+        let seed = self.seed ^ (which << 8 | rank as u64);
+        Matrix::few(seed, self.dtype, dims, ones)
     }
 
     fn x(&self, rank: usize, day: u64) -> Matrix {

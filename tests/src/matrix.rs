@@ -2,7 +2,7 @@
 
 use brigade_device::DataType;
 use half::{bf16, f16};
-use rand::{Rng, rngs::StdRng};
+use rand::{Rng, SeedableRng, rngs::StdRng, seq::index};
 
 /// Values in row-major order.
 #[derive(Clone, Debug)]
@@ -16,6 +16,22 @@ pub struct Matrix {
 }
 
 impl Matrix {
+    /// Rows with so many ones or minus ones, the same for the same seed: of a few of them all products are whole numbers.
+    pub fn few(seed: u64, dtype: DataType, [rows, columns]: [usize; 2], ones: usize) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut values = vec![0.0; rows * columns];
+        for row in values.chunks_mut(columns) {
+            for at in index::sample(&mut rng, columns, ones) {
+                row[at] = if rng.random() { 1.0 } else { -1.0 };
+            }
+        }
+        Self {
+            dtype,
+            dims: vec![rows, columns],
+            values,
+        }
+    }
+
     /// Random values of magnitude up to `scale`, none of them zero.
     pub fn random(rng: &mut StdRng, dtype: DataType, dims: &[usize], scale: f64) -> Self {
         let draw = |_| {
