@@ -7,14 +7,6 @@ use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor
 use parking_lot::Mutex;
 use std::sync::Arc;
 
-/// A tensor that is to have a result.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Place<'a> {
-    /// As errors name it.
-    pub(crate) field: &'static str,
-    pub(crate) tensor: &'a Tensor,
-}
-
 /// What a result is like.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Form<'a> {
@@ -68,15 +60,14 @@ fn storage_of(tensor: &Tensor) -> *const Storage {
 }
 
 impl Parallel {
-    /// Checks that a result of this form can go there while `others` are lent: before any of them is, since all tensors of a storage wait for
-    /// its one lock.
+    /// Checks that a result of this form can go to a tensor, which errors name so, while `others` are lent: before any of them is, since all tensors of a
+    /// storage wait for its one lock.
     pub(crate) fn check_into(
         &self,
-        to: Place<'_>,
+        (field, tensor): (&'static str, &Tensor),
         form: Form<'_>,
         others: &[&Tensor],
     ) -> Result<()> {
-        let Place { field, tensor } = to;
         self.check_place(tensor)?;
         if (tensor.dtype(), tensor.dims()) != (form.dtype, form.dims) {
             let got = format!("{:?} {:?}", tensor.dtype(), tensor.dims());

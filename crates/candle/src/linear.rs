@@ -4,7 +4,7 @@ use crate::{
     Adapter, Parallel, Runs, adapter,
     adapter::LentRuns,
     error::{OrCandle, invalid},
-    into::{Form, Place},
+    into::Form,
     memory::Lent,
 };
 use brigade::{Activation, Buffer, GemmParams, LoraLinearParams, LoraRun, Output, View};
@@ -133,13 +133,9 @@ impl Shard {
             dims: shape.dims(),
             rows: [rows, self.outputs()],
         };
-        let to = Place {
-            field: "out",
-            tensor: out,
-        };
         let mut read = vec![&x];
         read.extend(self.factors());
-        self.parallel.check_into(to, form, &read)?;
+        self.parallel.check_into(("out", out), form, &read)?;
         let lent = self.lend(&x, runs)?;
         self.parallel.write(out, form, |to| {
             self.multiply(&lent, Output::Into(to)).map(drop)

@@ -3,7 +3,7 @@
 use crate::{
     Parallel,
     error::{OrCandle, invalid},
-    into::{Form, Place},
+    into::Form,
 };
 use brigade::{Normed, ResidualNormParams, View, ViewMut};
 use candle_core::{Result, Tensor};
@@ -148,7 +148,7 @@ impl Parallel {
         };
         let Residual { sum, normed } = out;
         for (field, tensor, other) in [("out.sum", sum, normed), ("out.normed", normed, sum)] {
-            let to = Place { field, tensor };
+            let to = (field, tensor);
             self.check_into(to, form, &[residual, &norm.weight, other])?;
             self.check_into(to, form, others)?;
         }

@@ -99,8 +99,8 @@ impl RowParallelLinear {
         self.shard.parallel.all_reduce_norm(&part, residual, norm)
     }
 
-    /// The same into tensors that are there, which are neither the residual nor each other: of a step that is captured, which allocates
-    /// nothing then.
+    /// The same into tensors that are there, which are neither the residual nor each other: of a step of up to 16 rows that is captured, which
+    /// allocates nothing then.
     ///
     /// # Errors
     /// As [`forward_norm`](Self::forward_norm); [`brigade::Error::Invalid`] for tensors of another shape or type, or with memory of

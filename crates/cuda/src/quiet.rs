@@ -42,17 +42,11 @@ pub(crate) fn quiet(ordinal: usize) {
 impl CudaDevice {
     /// Whether a kernel on this lane may take its place on the GPU while the one before it ends, and lie in wait for that. Its blocks are in the way of
     /// other streams' meanwhile, for which a peer may be waiting, who may keep from its place what this lane waits for. So only if all communicators
-    /// that this process has on the GPU work on this lane, and no rank of theirs shares it.
+    /// that this process has on the GPU have worked, on this lane alone, and no rank of theirs shares it.
     pub(crate) fn overtakes(&self, lane: &Lane) -> bool {
         let able = self.opened.kernels.pushes.programmatic && !self.serial;
-        let cores = if able {
-            alive(self.card.context.ordinal())
-        } else {
-            vec![]
-        };
-        able && cores
-            .iter()
-            .all(|core| !core.shares() && core.works_only_on(lane))
+        let suits = |core: &Arc<Core>| !core.shares() && core.works_only_on(lane);
+        able && alive(self.card.context.ordinal()).iter().all(suits)
     }
 }
 
