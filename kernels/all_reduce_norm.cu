@@ -366,6 +366,53 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
   }
 };
 
+// One shot of few rows that the kernel in front sends, this rank's own part too (few_rows.cu), while this one has its place already. It let this one begin behind its own
+// wait, so all in front of it has ended; and what was written there is read past a first-level cache that may hold what was there before.
+template <uint32_t In>
+struct SentNorm : OneTurn<AllReduceNormParams, In, 4> {
+  using Base = OneTurn<AllReduceNormParams, In, 4>;
+  using Rows = NormRows<AllReduceNormParams, In, true>;
+  using Base::Base, Base::p, Base::buffer, Base::stopped;
+  using typename Base::Sources, typename Base::Sum;
+
+  static __device__ __forceinline__ void run(const AllReduceNormParams& p) {
+    const Shared part;
+    const uint32_t place = p.rows * p.granules, row = blockIdx.x / part.size, i = row * p.granules + part.granule(0);
+    const uint64_t slot = p.base + p.rank * p.stride + p.slots + 16ull * i;
+    Sources from(p, slot, place);
+    part.begin((p.granules + 31) / 32, part.size * (blockDim.x / 32));
+    let_next_kernel_start();
+    SentNorm(p, nothing_of(threadIdx.x)).run(part, place, row, i, from, slot + 16ull * (p.size - 1) * place);
+  }
+
+  // Granule `i` of every place; this rank's own are behind those of its peers.
+  __device__ __forceinline__ void run(Shared part, uint32_t place, uint32_t row, uint32_t i, Sources& from, uint64_t own) const {
+    const uint64_t offset = buffer * p.buffer_bytes;
+    bool herald = this->is_herald(), failed = stopped;
+    this->announce();
+    from.move(offset);
+    this->empty();
+    this->count(p.size * place);
+    part.begun();
+    if (row < p.rows) {
+      uint4 h[1] = {}, residual[1] = {}, weight[1] = {};
+      if (part.granule(0) < p.granules) {
+        residual[0] = peek(p.residual + 16ull * i), weight[0] = peek(p.weight + 16ull * part.granule(0));
+        const auto look = [&](uint4& mine) { return is_there(mine = peek(own + offset)); };
+        Sum sum;
+        failed = failed || !this->reduce(from, look, herald, sum);
+        herald = false;
+        if (!failed) h[0] = sum.part[0];
+      }
+      Rows::norm(p, part, row, h, residual, weight);
+    }
+    if (herald && !failed) failed = !this->await_arrival();
+    // So who waits for this one has both behind it.
+    wait_for_previous_kernel();
+    this->finish(failed);
+  }
+};
+
 // Where there are many rows, in two shots: every other block pushes and adds up, and the rest take rows, in the order in which they come. Where all
 // do one thing after the other, nothing is on its way while the last rows are normed. Who has pushed takes one of the last rows, which come at once.
 template <uint32_t In, int Most>
@@ -455,6 +502,12 @@ __device__ __forceinline__ void all_reduce_norm(const AllReduceNormParams& p) {
     in_one_turn<IN, 4, TWO>(p, Shared());                                                      \
   }
 
+#define SENT(NAME, IN)                                                                             \
+  extern "C" __global__ void __launch_bounds__(NORM_CLUSTER_THREADS, 4)                              \
+      brigade_all_reduce_norm_sent_##NAME(const __grid_constant__ AllReduceNormParams p) {           \
+    SentNorm<IN>::run(p);                                                                          \
+  }
+
 #define FOR_RANKS(NAME, IN, TWO) \
   NORM(NAME, IN, 4, TWO)         \
   NORM(NAME, IN, 8, TWO)         \
@@ -477,3 +530,5 @@ __device__ __forceinline__ void all_reduce_norm(const AllReduceNormParams& p) {
 FOR_ALGORITHMS(f32, F32)
 FOR_ALGORITHMS(f16, F16)
 FOR_ALGORITHMS(bf16, BF16)
+SENT(f16, F16)
+SENT(bf16, BF16)

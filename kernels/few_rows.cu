@@ -1,4 +1,5 @@
-// Products of few rows: out = act(alpha x weight^T + beta c). Nearly all that there is to do is to read the weight.
+// Products of few rows: out = act(alpha x weight^T + beta c). Nearly all that there is to do is to read the weight. What a sum over ranks follows goes to all of
+// them at once, as the sum's kernel would send it (push.cuh).
 //
 // A block has its own columns of the result, that is, whole rows of the weight. Two warps load them through a ring in shared memory, which they
 // fill before the kernel in front of this one has ended, where the weight does not come from it: so memory is busy while others communicate.
@@ -11,9 +12,7 @@
 #include "activation.cuh"
 #include "barriers.cuh"
 #include "mma.cuh"
-#include "params.cuh"
-#include "sync.cuh"
-#include "types.cuh"
+#include "sums.cuh"
 
 using namespace brigade;
 
@@ -51,7 +50,9 @@ template <uint32_t ROWS>
 struct Walk {
   uint32_t first, last, pass, column, slice, slices;
   __device__ __forceinline__ explicit Walk(const FewRowsParams& p) {
-    first = uint64_t(p.columns) * blockIdx.x / gridDim.x, last = uint64_t(p.columns) * (blockIdx.x + 1) / gridDim.x;
+    // What is sent is two columns at a time.
+    const uint32_t grain = p.slots != 0 ? 2 : 1;
+    first = uint64_t(p.columns / grain) * blockIdx.x / gridDim.x * grain, last = uint64_t(p.columns / grain) * (blockIdx.x + 1) / gridDim.x * grain;
     const uint32_t all = (last - first + unit - 1) / unit, passes = max(1u, (all + Form<ROWS>::units - 1) / Form<ROWS>::units);
     pass = (all + passes - 1) / passes * unit;
     column = first, slice = 0, slices = (p.inner + Form<ROWS>::slice - 1) / Form<ROWS>::slice;
@@ -127,6 +128,21 @@ struct Fragment {
   }
 };
 
+// In which buffer what is sent goes: found before the next kernel begins, which counts.
+__shared__ uint32_t buffer;
+
+// Two elements to all ranks, this one too, whose own part lies behind those of its peers.
+template <typename T>
+__device__ __forceinline__ void send(const FewRowsParams& p, uint32_t row, uint32_t column, float low, float high) {
+  constexpr uint32_t type = std::is_same_v<T, __half> ? F16 : BF16;
+  const uint32_t two = narrow(type, low, high), word = two == sentinel ? nan_word<type> : two;
+  const uint64_t place = 2ull * p.rows * p.columns, at = p.base + p.slots + buffer * p.buffer_bytes + 2ull * (row * p.columns + column);
+  for (uint32_t d = 0; d < p.size; ++d) {
+    const uint32_t which = p.size - 1 - d;
+    store_relaxed_sys(reinterpret_cast<uint32_t*>(at + peer_of(p, d) * p.stride + (d == 0 ? p.size - 1 : which) * place), word);
+  }
+}
+
 template <typename T, uint32_t ROWS>
 __device__ __forceinline__ void multiply(const FewRowsParams& p, float* all, Ring<ROWS> ring) {
   using F = Form<ROWS>;
@@ -138,6 +154,8 @@ __device__ __forceinline__ void multiply(const FewRowsParams& p, float* all, Rin
     x.read(p, 0);
 #pragma unroll 1
     for (uint32_t slice = 0; slice < at.slices; ++slice) {
+      // What is on its way by then takes as long as the sum's kernel does to take its place.
+      if (p.slots != 0 && threadIdx.x == 0 && at.end() == at.last && (slice + 2 == at.slices || at.slices == 1)) let_next_kernel_start();
       next.read(p, slice + 1);
 #pragma unroll
       for (uint32_t u = 0; u < F::units; ++u) {
@@ -180,12 +198,22 @@ __device__ __forceinline__ void multiply(const FewRowsParams& p, float* all, Rin
       }
     }
     multipliers_meet();
-    for (uint32_t i = threadIdx.x; i < columns * p.rows; i += 32 * multipliers) {
-      const uint32_t row = i / columns, in = i % columns, column = at.first + in;
+    const auto sum_of = [&](uint32_t row, uint32_t in) {
       float sum = 0.0f;
 #pragma unroll
       for (uint32_t w = 0; w < multipliers; ++w) sum += all[(w * F::units + in / unit) * F::sums + row * F::row_sums + in % unit];
-      sum = __fmul_rn(p.alpha, sum);
+      return __fmul_rn(p.alpha, sum);
+    };
+    if (p.slots != 0) {
+      for (uint32_t i = 2 * threadIdx.x; i < columns * p.rows; i += 64 * multipliers) {
+        const uint32_t row = i / columns, in = i % columns;
+        send<T>(p, row, at.first + in, sum_of(row, in), sum_of(row, in + 1));
+      }
+      continue;
+    }
+    for (uint32_t i = threadIdx.x; i < columns * p.rows; i += 32 * multipliers) {
+      const uint32_t row = i / columns, in = i % columns, column = at.first + in;
+      float sum = sum_of(row, in);
       if (p.bias != 0) sum = __fadd_rn(sum, __fmul_rn(p.beta, load_float(p.bias_type, p.bias, row * p.bias_stride + column)));
       store_float(p.out_type, p.out, uint64_t(row) * p.columns + column, activate(p.activation, sum));
     }
@@ -212,7 +240,8 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     return;
   }
   wait_for_previous_kernel();
-  if (threadIdx.x == 0) let_next_kernel_start();
+  if (threadIdx.x == 0 && p.slots == 0) let_next_kernel_start();
+  if (threadIdx.x == 0 && p.slots != 0) buffer = buffer_of(read_word(reinterpret_cast<const uint64_t*>(p.state) + STATE_USES), p.buffers);
   multiply<T, ROWS>(p, reinterpret_cast<float*>(memory + Form<ROWS>::stages * Form<ROWS>::stage_bytes), ring);
 }
 

@@ -91,6 +91,12 @@ struct OneTurn : Sums<P, In, In, Most, false> {
   // Looks for a granule of every peer of which `is_due`. A herald waits for its peer's arrival too. False if they do not come.
   template <typename Due>
   __device__ __forceinline__ bool await(const Sources& from, Granules& got, bool herald, Due is_due) const {
+    return await(from, got, herald, is_due, [] { return true; });
+  }
+
+  // The same, and for what is looked for beside them.
+  template <typename Due, typename Beside>
+  __device__ __forceinline__ bool await(const Sources& from, Granules& got, bool herald, Due is_due, Beside beside) const {
     const uint64_t* arrival = this->arrival(p.rank, threadIdx.x);
     asm volatile("" : "+l"(arrival));
     const auto look = [&] {
@@ -101,6 +107,7 @@ struct OneTurn : Sums<P, In, In, Most, false> {
         got[k] = make_uint4(0, 0, 0, 0);
         if (is_due(k)) got[k] = peek(from.at[k]);
       }
+      all &= beside();
 #pragma unroll
       for (int k = 0; k < Most - 1; ++k) all &= is_there(got[k]);
       return all;
@@ -118,8 +125,15 @@ struct OneTurn : Sums<P, In, In, Most, false> {
 
   // The sum of what every peer sent and this rank's own.
   __device__ __forceinline__ bool reduce(const Sources& from, uint4 own, bool herald, Sum& sum) const {
+    return reduce(from, [&](uint4& mine) { return mine = own, true; }, herald, sum);
+  }
+
+  // The same, where this rank's own is looked for too.
+  template <typename Own>
+  __device__ __forceinline__ bool reduce(const Sources& from, Own look_for_own, bool herald, Sum& sum) const {
     Granules got;
-    if (!await(from, got, herald, [&](int k) { return k + 1 < p.size; })) return false;
+    uint4 own;
+    if (!await(from, got, herald, [&](int k) { return k + 1 < p.size; }, [&] { return look_for_own(own); })) return false;
     uint4 all[Most];
 #pragma unroll
     for (int r = 0; r < Most; ++r) {

@@ -138,6 +138,13 @@ __device__ __forceinline__ uint32_t peer_of(const P& p, uint32_t distance) {
   return r >= p.size ? r - p.size : r;
 }
 
+// Which buffer a use has, by the word of the state that counts them.
+__device__ __forceinline__ uint32_t buffer_of(uint64_t uses, uint32_t buffers) {
+  const uint32_t use = uint32_t(uses >> USE_BITS);
+  // 2^32 is 1 modulo 3, and what is above it is small.
+  return buffers == 3 ? (use % 3 + uint32_t(uses >> (USE_BITS + 32))) % 3 : use % 2;
+}
+
 // What one kernel is in, as a thread sees it. Where no hook can be asked, what it would cost is not compiled.
 template <typename P, bool Hooked = true>
 struct Pushing {
@@ -162,8 +169,7 @@ struct Pushing {
     const uint64_t calls = read_word(words + STATE_COUNTERS);
     const uint64_t stop = load_relaxed_sys(reinterpret_cast<const uint64_t*>(p.base + p.rank * p.stride) + p.stop);
     use = uint32_t(uses >> USE_BITS);
-    // 2^32 is 1 modulo 3, and what is above it is small.
-    buffer = p.buffers == 3 ? (use % 3 + uint32_t(uses >> (USE_BITS + 32))) % 3 : use % 2;
+    buffer = buffer_of(uses, p.buffers);
     stale = buffer == 0 ? p.buffers - 1 : buffer - 1;
     // Of the use before: even and odd uses have a half each.
     stale_granules = uint32_t(use % 2 == 0 ? granules >> 32 : granules);

@@ -46,6 +46,7 @@ mod layer;
 mod ledger;
 mod life;
 mod linear_all_reduce;
+mod linear_all_reduce_norm;
 mod linear_reduce_scatter;
 mod low_latency;
 pub mod matrix;
@@ -84,6 +85,7 @@ fn suite(backend: Arc<dyn Backend>, only: Option<&str>) -> suite::Suite {
     gather_linear::add(&mut suite);
     linear_reduce_scatter::add(&mut suite);
     linear_all_reduce::add(&mut suite);
+    linear_all_reduce_norm::add(&mut suite);
     few_rows::add(&mut suite);
     batch_invariant::add(&mut suite);
     all_reduce::add(&mut suite);

@@ -11,8 +11,9 @@ use crate::{
 use brigade_device::{
     AllGatherParams, AllReduceAlgorithm, AllReduceNormParams, AllReduceParams, AllToAllParams,
     AllToAllRowsParams, BroadcastParams, Buffer, DataType, GemmParams, Lease,
-    LoraLinearAllReduceParams, LoraLinearParams, Normed, Operation, Output, OverlapMode, QScheme,
-    RecvParams, ReduceOp, ReduceScatterParams, Result, RowPayload, SendParams, Transport,
+    LoraLinearAllReduceNormParams, LoraLinearAllReduceParams, LoraLinearParams, Normed, Operation,
+    Output, OverlapMode, QScheme, RecvParams, ReduceOp, ReduceScatterParams, Result, RowPayload,
+    SendParams, Transport,
 };
 use brigade_plan::Engines;
 use std::sync::Arc;
@@ -334,6 +335,40 @@ pub fn linear_all_reduce() -> Op {
     })
 }
 
+/// One whose sum is added to a residual and normalized. Its output is the new residual, and the normalized rows behind it.
+pub fn linear_all_reduce_norm() -> Op {
+    // As wide as rows are that a product may send.
+    const HIDDEN: usize = 2048;
+    let (name, operation) = ("linear_all_reduce_norm", Operation::AllReduceNorm);
+    Op::new(name, operation, move |rank, lease| {
+        let dtype = DataType::BF16;
+        let x = own(rank, dtype, &[ROWS, 8]);
+        let weight = own(rank, dtype, &[HIDDEN, 8]);
+        let residual = own(rank, dtype, &[ROWS, HIDDEN]);
+        let norm = own(rank, dtype, &[HIDDEN]);
+        let both = old(rank, dtype, &[2 * ROWS, HIDDEN]);
+        let halves = both
+            .slice(0, ROWS)
+            .and_then(|sum| Ok((sum, both.slice(ROWS, ROWS)?)));
+        let gemm = GemmParams {
+            transpose_b: true,
+            ..GemmParams::new(&x, &weight)
+        };
+        let result = halves.and_then(|(mut sum, mut normed)| {
+            lease.lora_linear_with_all_reduce_norm(LoraLinearAllReduceNormParams {
+                linear: LoraLinearParams { gemm, runs: &[] },
+                residual: residual.view(),
+                weight: norm.view(),
+                eps: 1e-5,
+                sum: sum.view_mut(),
+                normed: Normed::Plain(normed.view_mut()),
+                choice: None,
+            })
+        });
+        ended(result, both)
+    })
+}
+
 /// Every operation, in every mode and algorithm that a device has.
 pub fn all(engines: Engines) -> Vec<Op> {
     let mut ops = vec![
@@ -362,6 +397,9 @@ pub fn all(engines: Engines) -> Vec<Op> {
         let op = all_reduce(100, DataType::F32, ReduceOp::Sum, choice);
         ops.push(op.named(format!("all_reduce_{name}")));
         if engines.norms {
+            if choice.is_none() {
+                ops.push(linear_all_reduce_norm());
+            }
             let op = all_reduce_norm(ROWS, 1e-5, choice);
             ops.push(op.named(format!("all_reduce_norm_{name}")));
         }

@@ -4,7 +4,7 @@ use crate::{
     Parallel, Residual, ResidualNorm,
     residual_norm::{Inputs, Rows},
 };
-use brigade::{AllReduceNormParams, Normed, ViewMut};
+use brigade::{AllReduceNormParams, Normed, View, ViewMut};
 use candle_core::{Result, Tensor};
 
 impl Parallel {
@@ -22,38 +22,41 @@ impl Parallel {
     ) -> Result<Residual> {
         let x = x.contiguous()?;
         let lent = self.lend(&x)?;
-        let from = Rows::of(&x, lent.view())?;
-        self.normed(&from, residual, norm, |inputs, sum, normed| {
-            self.sum_normed(inputs, norm, sum, normed)
+        let rows = Rows::of(x.dims())?;
+        self.normed(rows, residual, norm, |inputs, sum, normed| {
+            self.sum_normed(rows.cut(lent.view())?, inputs, norm, (sum, normed))
         })
     }
 
     /// The same into tensors that are there, and have no memory of `others`.
     pub(crate) fn sum_norm_into(
         &self,
-        from: &Rows<'_>,
+        x: &Tensor,
         residual: &Tensor,
         norm: &ResidualNorm,
         out: &Residual,
         others: &[&Tensor],
     ) -> Result<()> {
+        let (lent, rows) = (self.lend(x)?, Rows::of(x.dims())?);
         self.normed_into(
-            from,
+            rows,
             (residual, norm),
             (out, others),
-            |inputs, sum, normed| self.sum_normed(inputs, norm, sum, normed),
+            |inputs, sum, normed| {
+                self.sum_normed(rows.cut(lent.view())?, inputs, norm, (sum, normed))
+            },
         )
     }
 
     fn sum_normed(
         &self,
+        from: View<'_>,
         inputs: Inputs<'_>,
         norm: &ResidualNorm,
-        sum: ViewMut<'_>,
-        normed: ViewMut<'_>,
+        (sum, normed): (ViewMut<'_>, ViewMut<'_>),
     ) -> brigade::Result<()> {
         let params = AllReduceNormParams {
-            from: inputs.from,
+            from,
             residual: inputs.residual,
             weight: inputs.weight,
             eps: norm.eps,

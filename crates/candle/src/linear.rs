@@ -142,14 +142,6 @@ impl Shard {
         })
     }
 
-    /// The same of few rows, in memory of Brigade's, `[rows, out]`, which a graph that captures it has for itself alone.
-    pub(crate) fn own_product(&self, x: &Tensor, runs: &Runs) -> Result<Buffer> {
-        let lent = self.lend(x, runs)?;
-        let dtype = lent.x.view().dtype();
-        let made = self.multiply(&lent, Output::Allocate(dtype)).or_candle()?;
-        made.ok_or(brigade::Error::Closed).or_candle()
-    }
-
     fn multiply(
         &self,
         lent: &LentShard<'_>,

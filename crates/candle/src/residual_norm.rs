@@ -41,41 +41,34 @@ pub struct Residual {
     pub normed: Tensor,
 }
 
-/// What an operation reads: rows, the residual and the weight of the norm.
+/// What an operation reads behind its rows: the residual, as rows, and the weight of the norm.
 pub(crate) struct Inputs<'a> {
-    pub(crate) from: View<'a>,
     pub(crate) residual: View<'a>,
     pub(crate) weight: View<'a>,
 }
 
 /// Rows that a residual is added to.
+#[derive(Clone, Copy)]
 pub(crate) struct Rows<'a> {
-    pub(crate) view: View<'a>,
     /// Of the tensor that they are, `[.., hidden]`.
-    pub(crate) dims: &'a [usize],
-    /// How many.
-    pub(crate) rows: usize,
+    dims: &'a [usize],
+    /// Rows and columns.
+    shape: [usize; 2],
 }
 
 impl<'a> Rows<'a> {
-    /// Of a tensor, which is lent so.
-    pub(crate) fn of(x: &'a Tensor, view: View<'a>) -> Result<Self> {
-        let Some((_, outer)) = x.dims().split_last() else {
+    /// Of a tensor of these dimensions.
+    pub(crate) fn of(dims: &'a [usize]) -> Result<Self> {
+        let Some((&hidden, outer)) = dims.split_last() else {
             return Err(invalid("x.shape", "a scalar", "[.., hidden]"));
         };
-        Ok(Self {
-            view,
-            dims: x.dims(),
-            rows: outer.iter().product(),
-        })
+        let shape = [outer.iter().product(), hidden];
+        Ok(Self { dims, shape })
     }
 
-    /// Rows and columns.
-    fn shape(&self) -> Result<[usize; 2]> {
-        match self.dims.last() {
-            Some(&hidden) => Ok([self.rows, hidden]),
-            None => Err(invalid("x.shape", "a scalar", "[.., hidden]")),
-        }
+    /// The tensor's memory as rows.
+    pub(crate) fn cut<'v>(&self, view: View<'v>) -> brigade::Result<View<'v>> {
+        view.reshape(&self.shape)
     }
 }
 
@@ -93,10 +86,10 @@ impl Parallel {
     ) -> Result<Residual> {
         let x = x.contiguous()?;
         let lent = self.lend(&x)?;
-        let from = Rows::of(&x, lent.view())?;
-        self.normed(&from, residual, norm, |inputs, sum, normed| {
+        let rows = Rows::of(x.dims())?;
+        self.normed(rows, residual, norm, |inputs, sum, normed| {
             let params = ResidualNormParams {
-                from: inputs.from,
+                from: rows.cut(lent.view())?,
                 residual: inputs.residual,
                 weight: inputs.weight,
                 eps: norm.eps,
@@ -110,16 +103,16 @@ impl Parallel {
     /// New tensors for a residual and its norm, which `call` writes as rows.
     pub(crate) fn normed(
         &self,
-        from: &Rows<'_>,
+        rows: Rows<'_>,
         residual: &Tensor,
         norm: &ResidualNorm,
         call: impl FnOnce(Inputs<'_>, ViewMut<'_>, ViewMut<'_>) -> brigade::Result<()>,
     ) -> Result<Residual> {
-        let (dtype, dims, rows) = (residual.dtype(), from.dims, from.shape()?);
+        let (dtype, Rows { dims, shape }) = (residual.dtype(), rows);
         let mut sum = None;
-        let normed = self.with_inputs(from, residual, norm, |inputs| {
-            self.make(dtype, rows.as_slice(), |normed| {
-                let made = self.make(dtype, rows.as_slice(), |sum| call(inputs, sum, normed));
+        let normed = self.with_inputs(rows, residual, norm, |inputs| {
+            self.make(dtype, shape.as_slice(), |normed| {
+                let made = self.make(dtype, shape.as_slice(), |sum| call(inputs, sum, normed));
                 sum = Some(made);
                 Ok(())
             })
@@ -136,15 +129,15 @@ impl Parallel {
     /// The same in tensors that are there.
     pub(crate) fn normed_into(
         &self,
-        from: &Rows<'_>,
+        rows: Rows<'_>,
         (residual, norm): (&Tensor, &ResidualNorm),
         (out, others): (&Residual, &[&Tensor]),
         call: impl FnOnce(Inputs<'_>, ViewMut<'_>, ViewMut<'_>) -> brigade::Result<()>,
     ) -> Result<()> {
         let form = Form {
             dtype: residual.dtype(),
-            dims: from.dims,
-            rows: from.shape()?,
+            dims: rows.dims,
+            rows: rows.shape,
         };
         let Residual { sum, normed } = out;
         for (field, tensor, other) in [("out.sum", sum, normed), ("out.normed", normed, sum)] {
@@ -153,7 +146,7 @@ impl Parallel {
             self.check_into(to, form, others)?;
         }
         let mut written = Err(crate::to_candle(brigade::Error::Closed));
-        self.with_inputs(from, residual, norm, |inputs| {
+        self.with_inputs(rows, residual, norm, |inputs| {
             self.write(normed, form, |normed| {
                 written = self.write(sum, form, |sum| call(inputs, sum, normed));
                 Ok(())
@@ -165,7 +158,7 @@ impl Parallel {
     /// Checks what an operation reads, and lends it.
     fn with_inputs<R>(
         &self,
-        from: &Rows<'_>,
+        rows: Rows<'_>,
         residual: &Tensor,
         norm: &ResidualNorm,
         work: impl FnOnce(Inputs<'_>) -> Result<R>,
@@ -173,9 +166,8 @@ impl Parallel {
         for tensor in [residual, &norm.weight] {
             self.check_place(tensor)?;
         }
-        let rows = from.shape()?;
-        if residual.dims() != from.dims {
-            let want = format!("{:?}, as what is added to it", from.dims);
+        if residual.dims() != rows.dims {
+            let want = format!("{:?}, as what is added to it", rows.dims);
             return Err(invalid(
                 "residual.shape",
                 format!("{:?}", residual.dims()),
@@ -185,8 +177,7 @@ impl Parallel {
         let residual = residual.contiguous()?;
         let (old, weight) = (self.lend(&residual)?, self.lend(&norm.weight)?);
         work(Inputs {
-            from: from.view.reshape(&rows).or_candle()?,
-            residual: old.view().reshape(&rows).or_candle()?,
+            residual: rows.cut(old.view()).or_candle()?,
             weight: weight.view(),
         })
     }

@@ -3,13 +3,17 @@
 use crate::{
     Parallel, Residual, ResidualNorm, Runs, cut,
     error::invalid,
-    linear::{Shard, shard_methods},
-    residual_norm::Rows,
+    linear::{LentShard, Shard, shard_methods},
+    residual_norm::{Inputs, Rows},
 };
-use brigade::{Activation, LoraLinearAllReduceParams, LoraLinearParams, Output, View};
+use brigade::{
+    Activation, LoraLinearAllReduceNormParams, LoraLinearAllReduceParams, LoraLinearParams, Normed,
+    Output, ViewMut,
+};
 use candle_core::{Module, Result, Shape, Tensor, safetensors::MmapedSafetensors};
 
-/// Rows up to which a product in front of a sum lies in memory that nobody else has: so nothing of memory's stands between the two.
+/// Rows up to which a product and what follows it are one call: where the product does not send its parts, they lie in memory that nobody else has, and nothing
+/// of memory's stands between the two.
 const FEW: usize = 16;
 
 /// `y = act(sum over ranks of (x W^T + adapters) + b)`, where each rank has its share of the input features (Shoeybi et al. 2019,
@@ -82,7 +86,7 @@ impl RowParallelLinear {
     }
 
     /// As [`forward_lora`](Self::forward_lora) with what stands behind it in a transformer: adds `residual` `[.., out]` to the sum, and
-    /// normalizes it, in one operation. A product of this rank's columns is rounded to the type of `x` on the way.
+    /// normalizes it, in one operation. A product of this rank's columns is rounded to the type of the residual on the way.
     ///
     /// # Errors
     /// As [`forward_lora`](Self::forward_lora); [`brigade::Error::Invalid`] for a linear with a bias or an activation, which would stand
@@ -94,9 +98,16 @@ impl RowParallelLinear {
         residual: &Tensor,
         norm: &ResidualNorm,
     ) -> Result<Residual> {
-        self.normed_shape(x)?;
-        let part = self.shard.product(x, runs)?;
-        self.shard.parallel.all_reduce_norm(&part, residual, norm)
+        let (shape, rows) = self.normed_shape(x)?;
+        let (shard, parallel) = (&self.shard, &self.shard.parallel);
+        if rows > FEW {
+            return parallel.all_reduce_norm(&shard.product(x, runs)?, residual, norm);
+        }
+        let x = x.contiguous()?;
+        let (lent, rows) = (shard.lend(&x, runs)?, Rows::of(shape.dims())?);
+        parallel.normed(rows, residual, norm, |inputs, sum, normed| {
+            self.multiply_normed(&lent, inputs, norm, (sum, normed))
+        })
     }
 
     /// The same into tensors that are there, which are neither the residual nor each other: of a step of up to 16 rows that is captured, which
@@ -115,20 +126,46 @@ impl RowParallelLinear {
     ) -> Result<()> {
         let (shape, rows) = self.normed_shape(x)?;
         let (shard, parallel) = (&self.shard, &self.shard.parallel);
-        let others: Vec<_> = shard.factors().collect();
-        let into = |view: View<'_>| {
-            let dims = shape.dims();
-            let from = Rows { view, dims, rows };
-            parallel.sum_norm_into(&from, residual, norm, out, &others)
-        };
+        let mut others: Vec<_> = shard.factors().collect();
         if rows > FEW {
             // candle frees it behind the sum, which it may well be worth to a graph with many layers.
             let part = shard.product(x, runs)?;
-            let lent = parallel.lend(&part)?;
-            return into(lent.view());
+            return parallel.sum_norm_into(&part, residual, norm, out, &others);
         }
-        let part = shard.own_product(&x.contiguous()?, runs)?;
-        into(part.view())
+        let x = x.contiguous()?;
+        let (lent, rows) = (shard.lend(&x, runs)?, Rows::of(shape.dims())?);
+        others.push(&x);
+        parallel.normed_into(
+            rows,
+            (residual, norm),
+            (out, &others),
+            |inputs, sum, normed| self.multiply_normed(&lent, inputs, norm, (sum, normed)),
+        )
+    }
+
+    fn multiply_normed(
+        &self,
+        lent: &LentShard<'_>,
+        inputs: Inputs<'_>,
+        norm: &ResidualNorm,
+        (sum, normed): (ViewMut<'_>, ViewMut<'_>),
+    ) -> brigade::Result<()> {
+        let shard = &self.shard;
+        let params = LoraLinearAllReduceNormParams {
+            linear: LoraLinearParams {
+                gemm: shard.gemm(lent, None)?,
+                runs: &lent.runs(),
+            },
+            residual: inputs.residual,
+            weight: inputs.weight,
+            eps: norm.eps,
+            sum,
+            normed: Normed::Plain(normed),
+            choice: None,
+        };
+        shard
+            .parallel
+            .call(|lease| lease.lora_linear_with_all_reduce_norm(params))
     }
 
     /// The shape of what comes out, and the number of its rows, if nothing stands between the sum and a residual.

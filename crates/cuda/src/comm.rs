@@ -15,11 +15,11 @@ use brigade_device::{
     AllToAllParams, AllToAllRowsParams, Bootstrap, BroadcastParams, Buffer, Call, Chunk,
     CombineParams, Combined, Comm, CommConfig, Communicator, DataType, Device, DispatchParams,
     Dispatched, Error, ExpertLayout, Experts, FaultRecord, Filled, GatherLinearParts,
-    GatheredParts, Group, LinearCall, LoraLinearAllReduceParams, LoraLinearReduceScatterParams,
-    LowLatencyBack, LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyRows,
-    LowLatencySent, NcclUse, Output, OverlapMode, Plan, Queues, Reason, RecvParams,
-    ReduceScatterParams, Reduced, Result, Routing, SendParams, Statistics, Stream, Traffic, Turn,
-    UserBuffers, ViewMut, fallback,
+    GatheredParts, Group, LinearCall, LoraLinearAllReduceNormParams, LoraLinearAllReduceParams,
+    LoraLinearReduceScatterParams, LowLatencyBack, LowLatencyCombineParams,
+    LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, NcclUse, Output, OverlapMode, Plan,
+    Queues, Reason, RecvParams, ReduceScatterParams, Reduced, Result, Routing, SendParams,
+    Statistics, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -338,6 +338,13 @@ impl Communicator for CudaComm {
         let (on, d) = (turn.stream().clone(), given(&p.output));
         let call = || fallback::lora_linear_with_all_reduce(self, turn, p);
         self.in_parts(&on, d, |r| r.d.clone(), call)
+    }
+    fn lora_linear_with_all_reduce_norm(
+        &self,
+        turn: &mut Turn,
+        p: LoraLinearAllReduceNormParams<'_>,
+    ) -> Result<Plan> {
+        self.run_linear_all_reduce_norm(turn, p)
     }
 }
 

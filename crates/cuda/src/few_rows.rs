@@ -85,6 +85,23 @@ pub(crate) struct FewRows<'a> {
 }
 
 impl FewRows<'_> {
+    /// What the kernel is told but for where the result goes, and how it ends.
+    pub(crate) fn parameters(&self) -> FewRowsParams {
+        let [x, weight] = self.factors;
+        FewRowsParams {
+            x: x.address(),
+            weight: weight.address(),
+            x_stride: x.stride() as u64,
+            weight_stride: weight.stride() as u64,
+            rows: x.rows() as u32,
+            columns: weight.columns() as u32,
+            inner: x.columns() as u32,
+            settled: u32::from(self.settled),
+            alpha: self.alpha,
+            ..FewRowsParams::default()
+        }
+    }
+
     /// Whether the kernel can do it, and does it well.
     fn suits(&self) -> bool {
         let [x, weight] = self.factors;
@@ -106,43 +123,45 @@ impl FewRows<'_> {
 }
 
 impl CudaDevice {
+    /// The kernel for a product, and its launch; none where it is not for one.
+    pub(crate) fn few_rows_kernel(
+        &self,
+        lane: &Lane,
+        p: &FewRows<'_>,
+    ) -> Option<(&Kernel<FewRowsParams>, Launch)> {
+        let [x, weight] = p.factors;
+        let kernels = self.opened.kernels.few_rows.as_ref()?;
+        let (kernel, shared_bytes) = kernels.of(x.dtype(), x.rows()).filter(|_| p.suits())?;
+        let sms = p.sm_cap.unwrap_or(u16::MAX).clamp(1, self.info().sms);
+        let blocks = usize::from(sms).min(weight.columns());
+        let shape = Launch {
+            shared_bytes,
+            programmatic: self.overtakes(lane),
+            ..Launch::grid(blocks as u32, FEW_ROWS_THREADS)
+        };
+        Some((kernel, shape))
+    }
+
     /// The product into `d`, its rows one after the other; `false`, and nothing is done, where it is not for the kernel.
     pub(crate) fn few_rows(&self, lane: &Arc<Lane>, p: &FewRows<'_>, d: &Buffer) -> Result<bool> {
         let [x, weight] = p.factors;
-        let kernels = self.opened.kernels.few_rows.as_ref();
-        let kernel = kernels.and_then(|all| all.of(x.dtype(), x.rows()));
-        let Some((kernel, shared_bytes)) = kernel.filter(|_| p.suits()) else {
+        let Some((kernel, shape)) = self.few_rows_kernel(lane, p) else {
             return Ok(false);
         };
-        let (rows, columns) = (x.rows(), weight.columns());
+        let columns = weight.columns();
         let c_is_a_row = |c: &Buffer| c.shape().len() == columns;
         let parameters = FewRowsParams {
             out: d.address(),
-            x: x.address(),
-            weight: weight.address(),
             bias: p.end.bias.map_or(0, Buffer::address),
-            x_stride: x.stride() as u64,
-            weight_stride: weight.stride() as u64,
             bias_stride: match p.end.bias {
                 Some(c) if !c_is_a_row(c) => columns as u64,
                 _ => 0,
             },
-            rows: rows as u32,
-            columns: columns as u32,
-            inner: x.columns() as u32,
-            settled: u32::from(p.settled),
-            alpha: p.alpha,
             beta: p.end.beta,
             out_type: types::float_code(d.dtype()),
             bias_type: p.end.bias.map_or(0, |c| types::float_code(c.dtype())),
             activation: types::activation_code(p.end.activation),
-            reserved: 0,
-        };
-        let sms = p.sm_cap.unwrap_or(u16::MAX).clamp(1, self.info().sms);
-        let shape = Launch {
-            shared_bytes,
-            programmatic: self.overtakes(lane),
-            ..Launch::grid(u32::from(sms).min(parameters.columns), FEW_ROWS_THREADS)
+            ..p.parameters()
         };
         let mut buffers = vec![d, x.buffer(), weight.buffer()];
         buffers.extend(p.end.bias);

@@ -57,6 +57,7 @@ mod kernels;
 mod lane;
 mod line;
 mod linear;
+mod linear_all_reduce_norm;
 mod linear_reduce_scatter;
 mod loading;
 mod lora;

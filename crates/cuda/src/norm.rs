@@ -1,10 +1,11 @@
 //! All-reduce with a norm: pushed, it is one kernel (`kernels/all_reduce_norm.cu`); pulled, the sums come first, and the same
-//! kernel takes them as a rank alone.
+//! kernel takes them as a rank alone. A product in front of it may [send](crate::linear_all_reduce_norm) what it would push.
 
 use crate::{
     Kernel, KernelSet, Launch, Missing, all_reduce,
     card::Card,
     comm::{CudaComm, unexpected},
+    core::Core,
     inject::Asker,
     job::{Job, waiting},
     memory::check_reach,
@@ -68,7 +69,12 @@ pub(crate) struct NormKernels {
     two_shot: Kernels,
     /// In two shots, of many rows.
     many: ByTypes,
+    /// In one shot that was sent, by clusters, of few rows of [`SENT`].
+    sent: [Kernel<Parameters>; SENT.len()],
 }
+
+/// Types of what a kernel in front may send.
+const SENT: [DataType; 2] = [DataType::F16, DataType::BF16];
 
 impl NormKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
@@ -81,11 +87,19 @@ impl NormKernels {
             })
         };
         let many = |dtype, ranks| set.variant(format!("_two_{dtype}_many_{ranks}"));
+        let sent = |dtype: DataType| set.variant(format!("_sent_{dtype}"));
+        let [f16, bf16] = SENT;
         Ok(Self {
             one_shot: algorithm("one")?,
             two_shot: algorithm("two")?,
             many: by_types(many)?,
+            sent: [sent(f16)?, sent(bf16)?],
         })
+    }
+
+    fn sent_of(&self, dtype: DataType) -> Option<&Kernel<Parameters>> {
+        let of_type = SENT.iter().position(|&t| t == dtype)?;
+        Some(&self.sent[of_type])
     }
 
     fn of(
@@ -113,9 +127,8 @@ impl NormKernels {
     }
 }
 
-/// The arguments, and what follows from them.
+/// The arguments but for the rows, and what follows from them.
 pub(crate) struct Arguments {
-    pub(crate) from: Buffer,
     pub(crate) residual: Buffer,
     pub(crate) weight: Buffer,
     pub(crate) sum: Buffer,
@@ -128,10 +141,10 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
-    /// Of the rows, the residual, the weight and the new residual, if all is within reach of the GPU.
+    /// Of the residual, the weight and the new residual, if all is within reach of the GPU.
     pub(crate) fn of(
         card: &Card,
-        [from, residual, weight, sum]: [View<'_>; 4],
+        [residual, weight, sum]: [View<'_>; 3],
         eps: f32,
         normed: &Normed<'_>,
     ) -> Result<Self> {
@@ -143,7 +156,6 @@ impl Arguments {
             Normed::Fp8PerTensor { scale, .. } => (None, *scale, NORM_FP8),
         };
         let of = Self {
-            from: from.retain(),
             residual: residual.retain(),
             weight: weight.retain(),
             sum: sum.retain(),
@@ -152,10 +164,9 @@ impl Arguments {
             eps,
             scale,
             form,
-            hidden: from.shape().columns(),
+            hidden: residual.shape().columns(),
         };
         for (field, buffer) in [
-            ("from.memory", &of.from),
             ("residual.memory", &of.residual),
             ("weight.memory", &of.weight),
             ("sum.memory", &of.sum),
@@ -169,11 +180,12 @@ impl Arguments {
         Ok(of)
     }
 
-    /// Whether all rows of these can be taken in whole granules.
-    pub(crate) fn are_wide(&self, from: &Buffer) -> bool {
-        let row_bytes = self.hidden * from.dtype().bytes();
-        [from, &self.residual, &self.weight, &self.sum, &self.normed]
-            .iter()
+    /// Whether all rows of these, and of what they are added to, can be taken in whole granules.
+    pub(crate) fn are_wide(&self, from: Option<&Buffer>) -> bool {
+        let row_bytes = self.hidden * self.residual.dtype().bytes();
+        [&self.residual, &self.weight, &self.sum, &self.normed]
+            .into_iter()
+            .chain(from)
             .all(|b| b.address() % 16 == 0)
             && row_bytes.is_multiple_of(16)
     }
@@ -182,18 +194,46 @@ impl Arguments {
         [&self.sum, &self.normed].into_iter().chain(&self.scales)
     }
 
+    /// All of them.
     pub(crate) fn all(&self) -> Vec<&Buffer> {
-        let inputs = [&self.from, &self.residual, &self.weight];
+        let inputs = [&self.residual, &self.weight];
         inputs.into_iter().chain(self.outputs()).collect()
+    }
+
+    /// And the rows.
+    pub(crate) fn with<'a>(&'a self, from: &'a Buffer) -> Vec<&'a Buffer> {
+        let mut all = self.all();
+        all.push(from);
+        all
+    }
+}
+
+/// Where a kernel has the rows from.
+#[derive(Clone, Copy)]
+pub(crate) enum Source<'a> {
+    /// Its own, which it pushes.
+    Pushed(AllReduceAlgorithm, &'a Buffer),
+    /// They are sums already.
+    Sums(&'a Buffer),
+    /// The kernel in front sends them, of all ranks.
+    Sent,
+}
+
+impl<'a> Source<'a> {
+    fn buffer(self) -> Option<&'a Buffer> {
+        match self {
+            Self::Pushed(_, from) | Self::Sums(from) => Some(from),
+            Self::Sent => None,
+        }
     }
 }
 
 /// Rows of a call that are taken at once.
 #[derive(Clone, Copy)]
-struct Rows {
-    first: usize,
-    count: usize,
-    last: bool,
+pub(crate) struct Rows {
+    pub(crate) first: usize,
+    pub(crate) count: usize,
+    pub(crate) last: bool,
 }
 
 impl CudaComm {
@@ -203,7 +243,8 @@ impl CudaComm {
         p: AllReduceNormParams<'_>,
     ) -> Result<Plan> {
         let call = p.check()?;
-        let views = [p.from, p.residual, p.weight, p.sum.as_view()];
+        let (from, views) = (p.from.retain(), [p.residual, p.weight, p.sum.as_view()]);
+        check_reach(&self.gpu().card, "from.memory", &from)?;
         let of = Arguments::of(&self.gpu().card, views, p.eps, &p.normed)?;
         let plan = self.core.plan(&call)?;
         let (
@@ -240,12 +281,14 @@ impl CudaComm {
         });
         match algorithm {
             AllReduceAlgorithm::OneShotPush | AllReduceAlgorithm::TwoShotPush => {
-                self.core.exchange(turn.stream(), &call, &of.all(), |job| {
-                    let mut pieces = pieces;
-                    pieces.try_for_each(|rows| job.norm(Some(algorithm), &of, &of.from, rows))
-                })?;
+                let source = Source::Pushed(algorithm, &from);
+                self.core
+                    .exchange(turn.stream(), &call, &of.with(&from), |job| {
+                        let mut pieces = pieces;
+                        pieces.try_for_each(|rows| job.norm(source, &of, rows))
+                    })?;
             }
-            _ => self.pulled(turn, &call, algorithm, piece_elements, &of)?,
+            _ => self.pulled(turn, &call, (algorithm, piece_elements), &from, &of)?,
         }
         Ok(plan)
     }
@@ -255,14 +298,14 @@ impl CudaComm {
         &self,
         turn: &Turn,
         call: &Call,
-        algorithm: AllReduceAlgorithm,
-        piece_elements: usize,
+        (algorithm, piece_elements): (AllReduceAlgorithm, usize),
+        from: &Buffer,
         of: &Arguments,
     ) -> Result<()> {
         let lane = self.gpu().lane(turn.stream())?;
-        let (dtype, shape) = (of.from.dtype(), of.from.shape());
+        let (dtype, shape) = (from.dtype(), from.shape());
         let sums = self.gpu().scratch(lane, dtype, shape.dims())?;
-        let mut kept = of.all();
+        let mut kept = of.with(from);
         kept.push(&sums);
         self.core
             .collective(turn.stream(), call, &kept, None, |job| {
@@ -274,29 +317,28 @@ impl CudaComm {
                     output: dtype,
                     op: ReduceOp::Sum,
                 };
-                all_reduce::pulled(job, algorithm, kind, piece_elements, &of.from, &sums)?;
+                all_reduce::pulled(job, algorithm, kind, piece_elements, from, &sums)?;
                 let rows = Rows {
                     first: 0,
                     count: shape.rows(),
                     last: false,
                 };
-                job.norm(None, of, &sums, rows)
+                job.norm(Source::Sums(&sums), of, rows)
             })
     }
 }
 
 impl Job<'_> {
-    /// Enqueues one exchange by pushing; or, with no algorithm, what comes behind the sums.
-    fn norm(
-        &mut self,
-        algorithm: Option<AllReduceAlgorithm>,
-        of: &Arguments,
-        from: &Buffer,
-        rows: Rows,
-    ) -> Result<()> {
+    /// Enqueues one exchange; or what comes behind sums.
+    pub(crate) fn norm(&mut self, source: Source<'_>, of: &Arguments, rows: Rows) -> Result<()> {
         self.steps_now()?;
         let core = self.core;
-        let dtype = from.dtype();
+        let (from, dtype) = (source.buffer(), of.residual.dtype());
+        let algorithm = match source {
+            Source::Pushed(algorithm, _) => Some(algorithm),
+            Source::Sums(_) => None,
+            Source::Sent => Some(AllReduceAlgorithm::OneShotPush),
+        };
         let (rank, size) = algorithm.map_or((0, 1), |_| (core.rank(), core.size()));
         let layout = core.control.layout();
         // A rank alone takes no use of a buffer, through which the sums of two shots go.
@@ -317,7 +359,7 @@ impl Job<'_> {
         let mut parameters = Parameters {
             desk: algorithm.map_or(0, |_| core.memory.desk(Asker::Messages)),
             moved_bytes: moved,
-            from: at(from, of.hidden),
+            from: from.map_or(0, |from| at(from, of.hidden)),
             residual: at(&of.residual, of.hidden),
             weight: of.weight.address(),
             sum: at(&of.sum, of.hidden),
@@ -347,11 +389,14 @@ impl Job<'_> {
             parameters.poisoned_bytes[i] = out.bytes() as u64;
             parameters.poison[i] = types::poison_pattern(out.dtype());
         }
-        let room = self.norm_room(algorithm.is_some(), dtype, wide);
+        let room = core.norm_room(algorithm.is_some(), dtype, wide);
         let blocks = Blocks::new(pushed, &cut, size, &room);
         let kernels = &core.device.opened.kernels.norms;
-        let kernel = kernels
-            .of(pushed, dtype, size, &blocks)
+        let kernel = match source {
+            Source::Sent => kernels.sent_of(dtype),
+            _ => kernels.of(pushed, dtype, size, &blocks),
+        };
+        let kernel = kernel
             .ok_or_else(|| Error::invalid("algorithm", format!("{pushed:?}"), "a kernel for it"))?;
         let shape = Launch {
             programmatic: blocks.programmatic,
@@ -361,25 +406,42 @@ impl Job<'_> {
         // SAFETY: all arguments lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
+}
+
+impl Core {
+    /// Whether a kernel in front may send so many rows: there is one for clusters that takes them, and each buffer has a place more, for this rank's own.
+    pub(crate) fn takes_sent(&self, of: &Arguments, rows: usize) -> bool {
+        let (dtype, size, layout) = (of.residual.dtype(), self.size(), self.control.layout());
+        let cut = RowShares::new(
+            AllReduceAlgorithm::OneShotPush,
+            (rows, of.hidden),
+            dtype,
+            size,
+        );
+        let room = self.norm_room(true, dtype, of.are_wide(None));
+        let blocks = Blocks::new(AllReduceAlgorithm::OneShotPush, &cut, size, &room);
+        let buffer_bytes = layout.sums_start(1) - layout.sums_start(0);
+        let places = size * rows * of.hidden * dtype.bytes();
+        SENT.contains(&dtype) && blocks.cluster > 1 && places <= buffer_bytes
+    }
 
     /// What this rank has for a kernel: within the figures of kernels that push, if it pushes.
     fn norm_room(&self, pushes: bool, dtype: DataType, wide: bool) -> Room {
-        let core = self.core;
-        let sms = u32::from(core.device.info().sms);
-        let budget = core.config.sm_budget.map_or(sms, u32::from);
+        let sms = u32::from(self.device.info().sms);
+        let budget = self.config.sm_budget.map_or(sms, u32::from);
         let most = match pushes {
-            true => budget.min(core.table.all_reduce.of(dtype).max_blocks.into()),
+            true => budget.min(self.table.all_reduce.of(dtype).max_blocks.into()),
             false => budget,
         };
         Room {
             sms,
             most: most.max(1),
-            budget: core.config.sm_budget.is_some(),
-            places: core.exchanging.blocks(),
-            shared: core.shares(),
-            overtakes: core.overtakes,
+            budget: self.config.sm_budget.is_some(),
+            places: self.exchanging.blocks(),
+            shared: self.shares(),
+            overtakes: self.overtakes,
             wide,
-            hooked: core.memory.desk.is_some(),
+            hooked: self.memory.desk.is_some(),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::{
     CudaDevice, Kernel, KernelSet, Launch, Missing,
+    memory::check_reach,
     norm::{Arguments, TYPES},
     pushed::MOST_ELEMENTS,
 };
@@ -28,28 +29,29 @@ impl CudaDevice {
     pub(crate) fn run_residual_norm(&self, on: &Stream, p: &ResidualNormParams<'_>) -> Result<()> {
         let [rows, hidden] = p.check()?;
         let lane = self.lane(on)?;
-        let views = [p.from, p.residual, p.weight, p.sum.as_view()];
+        let (from, views) = (p.from.retain(), [p.residual, p.weight, p.sum.as_view()]);
+        check_reach(&self.card, "from.memory", &from)?;
         let of = Arguments::of(&self.card, views, p.eps, &p.normed)?;
         if hidden > MOST_ELEMENTS {
             let want = format!("rows of at most {MOST_ELEMENTS} elements");
             return Err(Error::invalid("from.shape", p.from.shape(), want));
         }
-        let dtype = of.from.dtype();
+        let dtype = from.dtype();
         let granules = (hidden * dtype.bytes()).div_ceil(GRANULE_BYTES) as u32;
-        let wide = of.are_wide(&of.from);
+        let wide = of.are_wide(Some(&from));
         let kernels = &self.opened.kernels.residual_norms.0;
         let kernel = TYPES.iter().position(|&t| t == dtype).map(|i| &kernels[i]);
         let kernel =
             kernel.ok_or_else(|| Error::invalid("from.dtype", dtype, "f32, f16 or bf16"))?;
         // No piece has more granules than numbers of 32 bits count.
         let step = (MOST_ELEMENTS / hidden).max(1);
-        lane.run(&of.all(), |stream| {
+        lane.run(&of.with(&from), |stream| {
             for first in (0..rows).step_by(step) {
                 let count = step.min(rows - first);
                 let at = |address: u64, bytes: usize| address + (first * bytes) as u64;
                 let row_bytes = hidden * dtype.bytes();
                 let parameters = Parameters {
-                    from: at(of.from.address(), row_bytes),
+                    from: at(from.address(), row_bytes),
                     residual: at(of.residual.address(), row_bytes),
                     weight: of.weight.address(),
                     sum: at(of.sum.address(), row_bytes),

@@ -212,6 +212,17 @@ pub trait Communicator: Send + Sync {
     ) -> Result<Reduced> {
         fallback::lora_linear_with_all_reduce(self, turn, p)
     }
+    /// See [`Lease::lora_linear_with_all_reduce_norm`].
+    ///
+    /// # Errors
+    /// As every call.
+    fn lora_linear_with_all_reduce_norm(
+        &self,
+        turn: &mut Turn,
+        p: LoraLinearAllReduceNormParams<'_>,
+    ) -> Result<Plan> {
+        fallback::lora_linear_with_all_reduce_norm(self, turn, p)
+    }
     /// Registered regions, where the backend has them.
     ///
     /// # Errors

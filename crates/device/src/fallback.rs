@@ -350,3 +350,19 @@ pub fn lora_linear_with_all_reduce<C: Communicator + ?Sized>(
     };
     Ok(Reduced { d, plan })
 }
+
+/// Linear, then all-reduce with a norm.
+///
+/// # Errors
+/// As every call on a communicator.
+pub fn lora_linear_with_all_reduce_norm<C: Communicator + ?Sized>(
+    comm: &C,
+    turn: &mut Turn,
+    p: LoraLinearAllReduceNormParams<'_>,
+) -> Result<Plan> {
+    p.check()?;
+    let on = turn.stream().clone();
+    let output = Output::Allocate(p.residual.dtype());
+    let part = produced(comm.device().lora_linear(&on, &p.linear, output)?)?;
+    comm.all_reduce_norm(turn, p.behind(part.view()))
+}

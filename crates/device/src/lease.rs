@@ -347,6 +347,20 @@ impl Lease<'_> {
             .lora_linear_with_all_reduce(&mut self.turn, p)
     }
 
+    /// Multiplies, gives every rank the sum and its residual, and normalizes the rows.
+    ///
+    /// # Errors
+    /// As [`all_reduce_norm`](Self::all_reduce_norm).
+    pub fn lora_linear_with_all_reduce_norm(
+        &mut self,
+        p: LoraLinearAllReduceNormParams<'_>,
+    ) -> Result<Plan> {
+        self.comm
+            .0
+            .backend
+            .lora_linear_with_all_reduce_norm(&mut self.turn, p)
+    }
+
     /// Space for own rows inside the user buffer, to be written by whoever produces them (a norm, a quantizer).
     /// Handed out only when no peer still reads it.
     ///

@@ -102,8 +102,8 @@ impl AllReduceNormParams<'_> {
     /// [`Error::Invalid`] naming the field, what it was and what it should have been.
     pub fn check(&self) -> Result<Call> {
         self.sum.check_writable()?;
-        let views = [self.from, self.residual, self.weight, self.sum.as_view()];
-        let [rows, hidden] = check(views, self.eps, &self.normed)?;
+        let views = [self.residual, self.weight, self.sum.as_view()];
+        let [rows, hidden] = check(Some(self.from), views, self.eps, &self.normed)?;
         Ok(Call::AllReduceNorm {
             rows,
             hidden,
@@ -142,27 +142,32 @@ impl ResidualNormParams<'_> {
     /// [`Error::Invalid`] naming the field, what it was and what it should have been.
     pub fn check(&self) -> Result<[usize; 2]> {
         self.sum.check_writable()?;
-        let views = [self.from, self.residual, self.weight, self.sum.as_view()];
-        check(views, self.eps, &self.normed)
+        let views = [self.residual, self.weight, self.sum.as_view()];
+        check(Some(self.from), views, self.eps, &self.normed)
     }
 }
 
-/// Checks the rows, the residual, the weight and the new residual, and gives rows and columns.
-fn check(
-    [from, residual, weight, sum]: [View<'_>; 4],
+/// Checks the rows, where they are there, the residual, the weight and the new residual, and gives rows and columns.
+pub(crate) fn check(
+    from: Option<View<'_>>,
+    [residual, weight, sum]: [View<'_>; 3],
     eps: f32,
     normed: &Normed<'_>,
 ) -> Result<[usize; 2]> {
     normed.check_writable()?;
-    let dtype = from.dtype();
-    float("from.dtype", dtype)?;
-    let &[rows, hidden] = from.shape().dims() else {
+    let (first, dtype_field, shape_field) = match from {
+        Some(from) => (from, "from.dtype", "from.shape"),
+        None => (residual, "residual.dtype", "residual.shape"),
+    };
+    let dtype = first.dtype();
+    float(dtype_field, dtype)?;
+    let &[rows, hidden] = first.shape().dims() else {
         let want = "2 dimensions, [rows, hidden]";
-        return Err(Error::invalid("from.shape", from.shape(), want));
+        return Err(Error::invalid(shape_field, first.shape(), want));
     };
     if hidden == 0 {
         let want = "rows of at least 1 element";
-        return Err(Error::invalid("from.shape", from.shape(), want));
+        return Err(Error::invalid(shape_field, first.shape(), want));
     }
     if !(eps.is_finite() && eps >= 0.0) {
         return Err(Error::invalid("eps", eps, "finite and not negative"));
@@ -170,8 +175,8 @@ fn check(
     if let Some(scale) = normed.scale().filter(|s| !(s.is_finite() && *s > 0.0)) {
         return Err(Error::invalid("normed.scale", scale, "finite and positive"));
     }
-    let part = |name, view, dtype, shape| Part::new(name, view, dtype, shape, from.memory());
-    let matrix = from.shape();
+    let part = |name, view, dtype, shape| Part::new(name, view, dtype, shape, first.memory());
+    let matrix = first.shape();
     let residual = part("residual", residual, dtype, matrix)?;
     let weight = part("weight", weight, dtype, Shape::new(&[hidden])?)?;
     let sum = part("sum", sum, dtype, matrix)?;
@@ -186,11 +191,11 @@ fn check(
         )?),
         None => None,
     };
-    let from = Part {
+    let mut beside = vec![weight];
+    beside.extend(from.map(|view| Part {
         field: "from",
-        view: from,
-    };
-    let beside = [from, weight];
+        view,
+    }));
     if residual.view.address() != sum.view.address() {
         sum.apart(&[residual], "bytes of its own, or exactly the residual's")?;
     }

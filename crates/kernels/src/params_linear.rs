@@ -72,7 +72,8 @@ parameters! {
         column_scale_stride: u32,
     }
 
-    /// A product of few rows: `out = act(alpha x weight^T + beta c)`, of f16 or bf16.
+    /// A product of few rows: `out = act(alpha x weight^T + beta c)`, of f16 or bf16. With `slots` it goes to all ranks in place of `out`, as the
+    /// [kernel that sums](super::AllReduceNormParams) would send it, without C and activation, in its type.
     FewRowsParams of "brigade_few_rows" in "few_rows" {
         /// Device address of the result, `[rows, columns]`.
         out: u64,
@@ -106,8 +107,22 @@ parameters! {
         bias_type: u32,
         /// As in [`FinishParams`].
         activation: u32,
-        /// Zero.
-        reserved: u32,
+        /// How many buffers rotate: 3.
+        buffers: u32,
+        /// Where this rank reaches the memory of rank 0.
+        base: u64,
+        /// From one rank's memory to the next's.
+        stride: u64,
+        /// Device address of this rank's state.
+        state: u64,
+        /// Byte of a rank's memory where the first buffer begins, or 0.
+        slots: u64,
+        /// From one buffer to the next.
+        buffer_bytes: u64,
+        /// This rank.
+        rank: u32,
+        /// Ranks of the group.
+        size: u32,
     }
 
     /// Quantizes groups of columns of each row, scales included: a group is a row, or 128 of its columns.

@@ -9,8 +9,9 @@ use crate::{
     quantized::fp8,
 };
 use brigade_device::{
-    AllReduceAlgorithm, AllReduceNormParams, AllReduceParams, Buffer, Call, DataType, Normed, Plan,
-    QScheme, ReduceOp, ResidualNormParams, Result, SumOrder,
+    AllReduceAlgorithm, AllReduceNormParams, AllReduceParams, Buffer, Call, DataType,
+    LoraLinearAllReduceNormParams, LoraLinearParams, Normed, Plan, QScheme, ReduceOp,
+    ResidualNormParams, Result, SumOrder,
 };
 use rand::{Rng, rngs::StdRng};
 
@@ -76,6 +77,22 @@ impl Arguments {
             normed: normed(self.scheme, &mut self.values, &mut self.scales, self.scale),
             choice: self.choice,
         })
+    }
+
+    /// What follows a linear in one call with it.
+    pub(crate) fn of_a_linear<'a>(
+        &'a mut self,
+        linear: LoraLinearParams<'a>,
+    ) -> LoraLinearAllReduceNormParams<'a> {
+        LoraLinearAllReduceNormParams {
+            linear,
+            residual: self.residual.view(),
+            weight: self.weight.view(),
+            eps: self.eps,
+            sum: self.sum.view_mut(),
+            normed: normed(self.scheme, &mut self.values, &mut self.scales, self.scale),
+            choice: self.choice,
+        }
     }
 
     /// The same behind a sum that is there already.
