@@ -5,7 +5,10 @@
 namespace brigade {
 
 // Numbered as in crates/cuda/src/types.rs.
-enum Activation : uint32_t { NONE, RELU, GELU_TANH, GELU_ERF, SILU };
+enum Activation : uint32_t { NONE, RELU, GELU_TANH, GELU_ERF, SILU, GATED };
+
+// What makes one of two products (SwiGLU).
+__device__ __forceinline__ float gated(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
 
 __device__ __forceinline__ float activate(uint32_t activation, float x) {
   switch (activation) {

@@ -1,5 +1,5 @@
 // Products of few rows: out = act(alpha x weight^T + beta c). Nearly all that there is to do is to read the weight. What a sum over ranks follows goes to all of
-// them at once, as the sum's kernel would send it (push.cuh).
+// them at once, as the sum's kernel would send it (push.cuh). With a gate, a block has both columns of which one is made.
 //
 // A block has its own columns of the result, that is, whole rows of the weight. Two warps load them through a ring in shared memory, which they
 // fill before the kernel in front of this one has ended, where the weight does not come from it: so memory is busy while others communicate.
@@ -45,15 +45,17 @@ struct Form {
 };
 static_assert(Form<8>::bytes == FEW_ROWS_BYTES_8 && Form<16>::bytes == FEW_ROWS_BYTES_16);
 
-// Stages of a block, in passes over some of its columns, which are as even as can be: slice by slice, and in each unit by unit.
+// Stages of a block, in passes over some of its columns, which are as even as can be: slice by slice, and in each unit by unit; with a gate, first those of the
+// gate and then those beside them.
 template <uint32_t ROWS>
 struct Walk {
-  uint32_t first, last, pass, column, slice, slices;
+  uint32_t first, last, pass, column, slice, slices, half = 0, halves;
   __device__ __forceinline__ explicit Walk(const FewRowsParams& p) {
     // What is sent is two columns at a time.
     const uint32_t grain = p.slots != 0 ? 2 : 1;
     first = uint64_t(p.columns / grain) * blockIdx.x / gridDim.x * grain, last = uint64_t(p.columns / grain) * (blockIdx.x + 1) / gridDim.x * grain;
-    const uint32_t all = (last - first + unit - 1) / unit, passes = max(1u, (all + Form<ROWS>::units - 1) / Form<ROWS>::units);
+    halves = p.activation == GATED ? 2 : 1;
+    const uint32_t all = (last - first + unit - 1) / unit, most = Form<ROWS>::units / halves, passes = max(1u, (all + most - 1) / most);
     pass = (all + passes - 1) / passes * unit;
     column = first, slice = 0, slices = (p.inner + Form<ROWS>::slice - 1) / Form<ROWS>::slice;
   }
@@ -63,6 +65,8 @@ struct Walk {
   __device__ __forceinline__ void next() {
     if ((column += unit) < end()) return;
     column = first;
+    if (++half < halves) return;
+    half = 0;
     if (++slice == slices) next_pass();
   }
 };
@@ -102,7 +106,7 @@ __device__ __forceinline__ void load(const FewRowsParams& p, uint32_t which, Rin
     if (lane == 0) barrier_expect(barrier, lines * bytes);
     __syncwarp();
     if (lane < lines) {
-      const uint64_t from = p.weight + 2 * ((at.column + line) * p.weight_stride + at.slice * slice);
+      const uint64_t from = p.weight + 2 * ((at.half * p.columns + at.column + line) * p.weight_stride + at.slice * slice);
       load_line(ring.at() + line * Form<ROWS>::line_bytes, from, bytes, barrier);
     }
   }
@@ -148,7 +152,7 @@ __device__ __forceinline__ void multiply(const FewRowsParams& p, float* all, Rin
   using F = Form<ROWS>;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, line = lane / 4, quarter = lane % 4;
   for (Walk<ROWS> at(p); !at.done(); at.next_pass()) {
-    const uint32_t columns = at.end() - at.first, units = (columns + unit - 1) / unit;
+    const uint32_t columns = at.end() - at.first, beside = (columns + unit - 1) / unit, units = at.halves * beside;
     float sums[F::units][F::groups][4] = {};
     Fragment<ROWS> x, next;
     x.read(p, 0);
@@ -198,10 +202,11 @@ __device__ __forceinline__ void multiply(const FewRowsParams& p, float* all, Rin
       }
     }
     multipliers_meet();
-    const auto sum_of = [&](uint32_t row, uint32_t in) {
+    // Of a column of unit `before` or a later one.
+    const auto sum_of = [&](uint32_t row, uint32_t in, uint32_t before = 0) {
       float sum = 0.0f;
 #pragma unroll
-      for (uint32_t w = 0; w < multipliers; ++w) sum += all[(w * F::units + in / unit) * F::sums + row * F::row_sums + in % unit];
+      for (uint32_t w = 0; w < multipliers; ++w) sum += all[(w * F::units + before + in / unit) * F::sums + row * F::row_sums + in % unit];
       return __fmul_rn(p.alpha, sum);
     };
     if (p.slots != 0) {
@@ -214,6 +219,12 @@ __device__ __forceinline__ void multiply(const FewRowsParams& p, float* all, Rin
     for (uint32_t i = threadIdx.x; i < columns * p.rows; i += 32 * multipliers) {
       const uint32_t row = i / columns, in = i % columns, column = at.first + in;
       float sum = sum_of(row, in);
+      if (p.activation == GATED) {
+        // Both are rounded, as where the gate is a kernel of its own.
+        const float2 two = widen(p.out_type, narrow(p.out_type, sum, sum_of(row, in, beside)));
+        store_float(p.out_type, p.out, uint64_t(row) * p.columns + column, gated(two.x, two.y));
+        continue;
+      }
       if (p.bias != 0) sum = __fadd_rn(sum, __fmul_rn(p.beta, load_float(p.bias_type, p.bias, row * p.bias_stride + column)));
       store_float(p.out_type, p.out, uint64_t(row) * p.columns + column, activate(p.activation, sum));
     }

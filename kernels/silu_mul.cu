@@ -1,11 +1,10 @@
 // The gate between two products: out[i, j] = silu(from[i, j]) * from[i, columns + j] in f32, with one rounding.
+#include "activation.cuh"
 #include "params.cuh"
 #include "sync.cuh"
 #include "types.cuh"
 
 using namespace brigade;
-
-__device__ __forceinline__ float gated(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
 
 constexpr uint64_t tile_columns = 2048;
 

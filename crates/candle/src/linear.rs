@@ -7,12 +7,16 @@ use crate::{
     into::Form,
     memory::Lent,
 };
-use brigade::{Activation, Buffer, GemmParams, LoraLinearParams, LoraRun, Output, View};
+use brigade::{Activation, Buffer, GemmParams, LoraLinearParams, LoraRun, Output, View, ViewMut};
 use candle_core::{DType, Result, Shape, Tensor};
 use std::time::Duration;
 
 /// Longest that a layer waits for its weight to be there; if it is not by then, products wait for what is in front of them.
 const ARRIVES: Duration = Duration::from_secs(10);
+
+/// Rows up to which a product and what follows it are one call: where a device has no kernel for both, what lies between them is memory that nobody else has, and
+/// nothing of memory's stands between the two.
+pub(crate) const FEW: usize = 16;
 
 /// This rank's part of a linear.
 #[derive(Clone, Debug)]
@@ -140,6 +144,68 @@ impl Shard {
         self.parallel.write(out, form, |to| {
             self.multiply(&lent, Output::Into(to)).map(drop)
         })
+    }
+
+    /// This rank's product as gate and up side by side, and what comes of them, `[.., out / 2]`.
+    pub(crate) fn gated(&self, x: &Tensor, runs: &Runs) -> Result<Tensor> {
+        let (shape, rows) = self.gated_shape(x)?;
+        if rows > FEW {
+            return self.parallel.silu_mul(&self.product(x, runs)?);
+        }
+        let x = x.contiguous()?;
+        let lent = self.lend(&x, runs)?;
+        let dims = (rows, self.outputs() / 2);
+        let own = self
+            .parallel
+            .make(x.dtype(), dims, |to| self.multiply_gated(&lent, to))?;
+        own.reshape(shape)
+    }
+
+    /// The same in a tensor that is there.
+    pub(crate) fn gated_into(&self, x: &Tensor, runs: &Runs, out: &Tensor) -> Result<()> {
+        let (shape, rows) = self.gated_shape(x)?;
+        let x = x.contiguous()?;
+        let form = Form {
+            dtype: x.dtype(),
+            dims: shape.dims(),
+            rows: [rows, self.outputs() / 2],
+        };
+        let mut read = vec![&x];
+        read.extend(self.factors());
+        self.parallel.check_into(("out", out), form, &read)?;
+        if rows > FEW {
+            return self.parallel.silu_mul_into(&self.product(&x, runs)?, out);
+        }
+        let lent = self.lend(&x, runs)?;
+        self.parallel
+            .write(out, form, |to| self.multiply_gated(&lent, to))
+    }
+
+    fn gated_shape(&self, x: &Tensor) -> Result<(Shape, usize)> {
+        let (shape, rows) = self.output_shape(x)?;
+        let mut dims = shape.into_dims();
+        match dims.last_mut() {
+            Some(last) if *last % 2 == 0 => *last /= 2,
+            _ => {
+                let want = "[2 n, in], gate and up";
+                return Err(invalid(
+                    "weight.shape",
+                    format!("{:?}", self.weight.dims()),
+                    want,
+                ));
+            }
+        }
+        Ok((dims.into(), rows))
+    }
+
+    fn multiply_gated(&self, lent: &LentShard<'_>, to: ViewMut<'_>) -> brigade::Result<()> {
+        let linear = LoraLinearParams {
+            gemm: self.gemm(lent, lent.bias())?,
+            runs: &lent.runs(),
+        };
+        let (device, on) = (self.parallel.device(), self.parallel.stream());
+        device.lora_linear_silu_mul(on, &linear, Output::Into(to))?;
+        Ok(())
     }
 
     fn multiply(

@@ -3,7 +3,7 @@
 use crate::{
     Parallel, Residual, ResidualNorm, Runs, cut,
     error::invalid,
-    linear::{LentShard, Shard, shard_methods},
+    linear::{FEW, LentShard, Shard, shard_methods},
     residual_norm::{Inputs, Rows},
 };
 use brigade::{
@@ -11,10 +11,6 @@ use brigade::{
     Output, ViewMut,
 };
 use candle_core::{Module, Result, Shape, Tensor, safetensors::MmapedSafetensors};
-
-/// Rows up to which a product and what follows it are one call: where the product does not send its parts, they lie in memory that nobody else has, and nothing
-/// of memory's stands between the two.
-const FEW: usize = 16;
 
 /// `y = act(sum over ranks of (x W^T + adapters) + b)`, where each rank has its share of the input features (Shoeybi et al. 2019,
 /// Megatron-LM).

@@ -1,10 +1,13 @@
 //! Products of few rows, by a kernel that reads the weight ahead (`kernels/few_rows.cu`).
 
 use crate::{
-    CudaDevice, Kernel, KernelSet, Launch, Missing, finish::End, lane::Lane, matrix::Matrix,
-    tiles::GRAIN, types,
+    CudaDevice, Kernel, KernelSet, Launch, Missing, finish::End, lane::Lane,
+    linear::adds_something, matrix::Matrix, tiles::GRAIN, types,
 };
-use brigade_device::{Buffer, DataType, Device, Result};
+use brigade_device::{
+    Activation, Buffer, DataType, Device, GemmParams, GemmShape, LoraLinearParams, Operand, Result,
+    View,
+};
 use brigade_kernels::{FEW_ROWS_BYTES_8, FEW_ROWS_BYTES_16, FEW_ROWS_THREADS, FewRowsParams};
 use cudarc::driver::{
     CudaContext,
@@ -84,7 +87,18 @@ pub(crate) struct FewRows<'a> {
     pub(crate) settled: bool,
 }
 
-impl FewRows<'_> {
+impl<'a> FewRows<'a> {
+    /// One with nothing behind it.
+    pub(crate) fn plain(factors: [&'a Matrix; 2], gemm: &GemmParams<'_>) -> Self {
+        Self {
+            factors,
+            alpha: gemm.alpha,
+            end: End::PLAIN,
+            sm_cap: gemm.sm_cap,
+            settled: gemm.settled_b,
+        }
+    }
+
     /// What the kernel is told but for where the result goes, and how it ends.
     pub(crate) fn parameters(&self) -> FewRowsParams {
         let [x, weight] = self.factors;
@@ -123,17 +137,43 @@ impl FewRows<'_> {
 }
 
 impl CudaDevice {
-    /// The kernel for a product, and its launch; none where it is not for one.
+    /// The factors of a linear which is the product of two of this type and nothing else.
+    pub(crate) fn few_factors(
+        &self,
+        p: &LoraLinearParams<'_>,
+        shape: &GemmShape,
+        dtype: DataType,
+    ) -> Result<Option<[Matrix; 2]>> {
+        let gemm = &p.gemm;
+        let (Operand::Plain(x), Operand::Plain(weight)) = (gemm.a, gemm.b) else {
+            return Ok(None);
+        };
+        let bare = gemm.activation == Activation::None && (gemm.c.is_none() || gemm.beta == 0.0);
+        let product = shape.k > 0 && gemm.alpha != 0.0 && !gemm.batch_invariant;
+        let alike = [x.dtype(), weight.dtype()] == [dtype; 2] && shape.d.dims().len() == 2;
+        if !bare || !product || !alike || p.runs.iter().any(adds_something) {
+            return Ok(None);
+        }
+        self.inputs(p, shape)?;
+        let of = |view: View<'_>, transposed| Matrix::of(&view.retain(), transposed);
+        Ok(Some([
+            of(x, gemm.transpose_a),
+            of(weight, gemm.transpose_b),
+        ]))
+    }
+
+    /// The kernel for a product, and its launch for a result of so many columns; none where it is not for one.
     pub(crate) fn few_rows_kernel(
         &self,
         lane: &Lane,
         p: &FewRows<'_>,
+        columns: usize,
     ) -> Option<(&Kernel<FewRowsParams>, Launch)> {
-        let [x, weight] = p.factors;
+        let [x, _] = p.factors;
         let kernels = self.opened.kernels.few_rows.as_ref()?;
         let (kernel, shared_bytes) = kernels.of(x.dtype(), x.rows()).filter(|_| p.suits())?;
         let sms = p.sm_cap.unwrap_or(u16::MAX).clamp(1, self.info().sms);
-        let blocks = usize::from(sms).min(weight.columns());
+        let blocks = usize::from(sms).min(columns);
         let shape = Launch {
             shared_bytes,
             programmatic: self.overtakes(lane),
@@ -145,10 +185,10 @@ impl CudaDevice {
     /// The product into `d`, its rows one after the other; `false`, and nothing is done, where it is not for the kernel.
     pub(crate) fn few_rows(&self, lane: &Arc<Lane>, p: &FewRows<'_>, d: &Buffer) -> Result<bool> {
         let [x, weight] = p.factors;
-        let Some((kernel, shape)) = self.few_rows_kernel(lane, p) else {
+        let columns = weight.columns();
+        let Some((kernel, shape)) = self.few_rows_kernel(lane, p, columns) else {
             return Ok(false);
         };
-        let columns = weight.columns();
         let c_is_a_row = |c: &Buffer| c.shape().len() == columns;
         let parameters = FewRowsParams {
             out: d.address(),

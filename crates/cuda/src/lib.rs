@@ -59,6 +59,7 @@ mod line;
 mod linear;
 mod linear_all_reduce_norm;
 mod linear_reduce_scatter;
+mod linear_silu_mul;
 mod loading;
 mod lora;
 mod low_latency;

@@ -76,6 +76,15 @@ impl Linear for CudaDevice {
         Ok(new.then_some(d))
     }
 
+    fn lora_linear_silu_mul(
+        &self,
+        on: &Stream,
+        p: &LoraLinearParams<'_>,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        self.run_linear_silu_mul(on, p, output)
+    }
+
     fn grouped_gemm(
         &self,
         on: &Stream,
@@ -105,7 +114,11 @@ impl Linear for CudaDevice {
 
 impl CudaDevice {
     /// All that a linear reads but C, checked to be within reach and of a kind that is multiplied.
-    fn inputs(&self, p: &LoraLinearParams<'_>, shape: &GemmShape) -> Result<Vec<Buffer>> {
+    pub(crate) fn inputs(
+        &self,
+        p: &LoraLinearParams<'_>,
+        shape: &GemmShape,
+    ) -> Result<Vec<Buffer>> {
         let gemm = &p.gemm;
         if shape.d.dims().len() == 3 {
             gemm.a.plain("a")?;

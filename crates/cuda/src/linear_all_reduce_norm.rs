@@ -4,11 +4,7 @@
 use crate::{
     comm::CudaComm,
     core::Core,
-    factors::Factors,
     few_rows::FewRows,
-    finish::End,
-    linear::adds_something,
-    memory::check_reach,
     norm::{Arguments, Rows, Source},
 };
 use brigade_device::{
@@ -49,31 +45,17 @@ impl CudaComm {
         else {
             return Ok(None);
         };
-        let whole = piece_elements >= shape.m * shape.n;
-        let plain = [&gemm.a, &gemm.b]
-            .iter()
-            .all(|f| f.dtype() == p.residual.dtype());
-        let product = shape.k > 0 && gemm.alpha != 0.0 && !gemm.batch_invariant;
-        if !whole || !plain || !product || p.linear.runs.iter().any(adds_something) {
+        if piece_elements < shape.m * shape.n {
             return Ok(None);
         }
-        let lane = device.lane(turn.stream())?;
-        let Factors::Float(x, weight, None) = device.factors(lane, gemm, shape)? else {
+        let Some([x, weight]) = device.few_factors(&p.linear, shape, p.residual.dtype())? else {
             return Ok(None);
         };
-        for (field, factor) in [("a.memory", &x), ("b.memory", &weight)] {
-            check_reach(&device.card, field, factor.buffer())?;
-        }
         let views = [p.residual, p.weight, p.sum.as_view()];
         let of = Arguments::of(&device.card, views, p.eps, &p.normed)?;
-        let few = FewRows {
-            factors: [&x, &weight],
-            alpha: gemm.alpha,
-            end: End::PLAIN,
-            sm_cap: gemm.sm_cap,
-            settled: gemm.settled_b,
-        };
-        let Some((kernel, launch)) = device.few_rows_kernel(lane, &few) else {
+        let few = FewRows::plain([&x, &weight], gemm);
+        let lane = device.lane(turn.stream())?;
+        let Some((kernel, launch)) = device.few_rows_kernel(lane, &few, shape.n) else {
             return Ok(None);
         };
         if !self.core.takes_sent(&of, shape.m) {

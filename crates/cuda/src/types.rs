@@ -65,6 +65,9 @@ pub(crate) const fn activation_code(activation: Activation) -> u32 {
     }
 }
 
+/// The number of what makes one of two products (`kernels/activation.cuh`).
+pub(crate) const GATED: u32 = 5;
+
 /// An element's poison, as often as it goes into 8 bytes.
 pub(crate) fn poison_pattern(dtype: DataType) -> u64 {
     let bits = dtype.bytes() * 8;

@@ -146,6 +146,20 @@ pub trait Linear: Allocate {
         fallback::lora_linear(self, on, p, output)
     }
 
+    /// A linear whose result is gate and up side by side, and the gate behind it: as [`lora_linear`](Self::lora_linear) into D's type and then
+    /// [`silu_mul`](Self::silu_mul), bit for bit; `[rows, n / 2]`.
+    ///
+    /// # Errors
+    /// As those; [`Error::Invalid`] for a result that has no two dimensions, or an odd number of columns.
+    fn lora_linear_silu_mul(
+        &self,
+        on: &Stream,
+        p: &LoraLinearParams<'_>,
+        output: Output<'_>,
+    ) -> Result<Option<Buffer>> {
+        fallback::lora_linear_silu_mul(self, on, p, output)
+    }
+
     /// Products in groups of rows, each with a weight of its own.
     ///
     /// # Errors

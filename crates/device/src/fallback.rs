@@ -366,3 +366,33 @@ pub fn lora_linear_with_all_reduce_norm<C: Communicator + ?Sized>(
     let part = produced(comm.device().lora_linear(&on, &p.linear, output)?)?;
     comm.all_reduce_norm(turn, p.behind(part.view()))
 }
+
+/// The shape of what comes of a linear whose result is gate and up side by side.
+///
+/// # Errors
+/// [`Error::Invalid`] for one that is not.
+pub fn gated_shape(p: &LoraLinearParams<'_>) -> Result<[usize; 2]> {
+    match p.check()?.d.dims() {
+        &[rows, both] if both % 2 == 0 => Ok([rows, both / 2]),
+        other => {
+            let want = "a result of 2 dimensions, [rows, 2 n]";
+            Err(Error::invalid("gemm.b.shape", format!("{other:?}"), want))
+        }
+    }
+}
+
+/// Linear, then the gate.
+///
+/// # Errors
+/// As [`gated_shape`] and [`SiluMulParams::check`].
+pub fn lora_linear_silu_mul<D: Linear + ?Sized>(
+    device: &D,
+    on: &Stream,
+    p: &LoraLinearParams<'_>,
+    output: Output<'_>,
+) -> Result<Option<Buffer>> {
+    output.check(&gated_shape(p)?)?;
+    let dtype = output.dtype();
+    let both = produced(device.lora_linear(on, p, Output::Allocate(dtype))?)?;
+    device.silu_mul(on, &SiluMulParams::new(both.view()), output)
+}

@@ -185,17 +185,16 @@ impl Setup {
                 Tensor::zeros((batch, columns), residual.dtype(), residual.device())
             };
             let own = w.down.dim(1)?;
-            let (queries, gates, inside) = (new(w.qkv.dim(0)?)?, new(2 * own)?, new(own)?);
+            let (queries, inside) = (new(w.qkv.dim(0)?)?, new(own)?);
             // Everything but attention writes where the step before did.
             return Ok(Box::new(move || {
                 qkv.forward_into(normed, &none, &queries)?;
                 let attended = self.attention.step(&queries, &self.past)?;
                 output.forward_norm_into(&attended.0, &none, residual, &inner, &middle)?;
-                gate_up.forward_into(&middle.normed, &none, &gates)?;
-                // Freed here, all of it is in the way of the gate alone, which would gain the least by beginning early.
-                drop(attended);
-                parallel.silu_mul_into(&gates, &inside)?;
+                gate_up.forward_silu_mul_into(&middle.normed, &none, &inside)?;
                 down.forward_norm_into(&inside, &none, &middle.sum, &next, &out)?;
+                // Freed here, it is in the way of nothing that gains by an early start.
+                drop(attended);
                 Ok((out.sum.clone(), out.normed.clone()))
             }));
         }

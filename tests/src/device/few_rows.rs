@@ -3,12 +3,13 @@
 use super::{alone, gemm::Case};
 use crate::{
     backend::Rank,
+    check::{assert_bits, expect_invalid},
     faults::AMPLE,
     layer::{BiasKind, FLOATS},
     matrix::Matrix,
     suite::Suite,
 };
-use brigade_device::{DataType, GemmParams, Output};
+use brigade_device::{DataType, GemmParams, LoraLinearParams, Output, SiluMulParams};
 use rand::{Rng, rngs::StdRng};
 
 /// Columns and inner dimensions.
@@ -80,7 +81,82 @@ fn repeats(rank: &Rank, rng: &mut StdRng) {
     }
 }
 
+/// A product and its gate in one call are, bit for bit, the two one after the other.
+fn gates(rank: &Rank, rng: &mut StdRng) {
+    let (device, on) = (&rank.device, &rank.stream);
+    for dtype in FLOATS {
+        for ([n, k], cap) in [
+            ([1, 8], None),
+            ([7, 520], None),
+            ([15, 64], Some(1)),
+            ([33, 1032], Some(1)),
+            ([131, 72], None),
+            ([300, 2056], Some(3)),
+            ([1500, 512], None),
+            ([40, 1021], None),
+        ] {
+            let m = rng.random_range(1..=17);
+            let x = rank.upload(&Matrix::random(rng, dtype, &[m, k], 1.0));
+            let weight = rank.upload(&Matrix::random(rng, dtype, &[2 * n, k], 1.0));
+            let bias = rank.upload(&Matrix::random(rng, dtype, &[2 * n], 1.0));
+            on.sync(AMPLE).unwrap();
+            for c in [None, Some(bias.view())] {
+                let gemm = GemmParams {
+                    c,
+                    transpose_b: true,
+                    settled_b: rng.random(),
+                    alpha: 0.75,
+                    sm_cap: cap,
+                    ..GemmParams::new(&x, &weight)
+                };
+                let linear = LoraLinearParams { gemm, runs: &[] };
+                let both = device.lora_linear(on, &linear, Output::Allocate(dtype));
+                let both = both.unwrap().unwrap();
+                let mut want = rank.poisoned(dtype, &[m, n]);
+                let to = Output::Into(want.view_mut());
+                device
+                    .silu_mul(on, &SiluMulParams::new(both.view()), to)
+                    .unwrap();
+                let mut got = rank.poisoned(dtype, &[m, n]);
+                let to = Output::Into(got.view_mut());
+                assert!(
+                    device
+                        .lora_linear_silu_mul(on, &linear, to)
+                        .unwrap()
+                        .is_none()
+                );
+                let new = device.lora_linear_silu_mul(on, &linear, Output::Allocate(dtype));
+                let new = new.unwrap().unwrap();
+                let what = format!("{m} rows of {k} by 2 x {n}, {dtype}, C: {}", c.is_some());
+                let want = rank.raw(want.view());
+                assert_bits(&rank.raw(got.view()), &want, dtype, &what);
+                assert_bits(&rank.raw(new.view()), &want, dtype, &what);
+            }
+        }
+    }
+    let [x, odd] = [[2, 8], [3, 8]].map(|dims| rank.poisoned(DataType::F32, &dims));
+    let gemm = GemmParams {
+        transpose_b: true,
+        ..GemmParams::new(&x, &odd)
+    };
+    let linear = LoraLinearParams { gemm, runs: &[] };
+    let refused = device.lora_linear_silu_mul(on, &linear, Output::Allocate(DataType::F32));
+    assert_eq!(expect_invalid(refused, "odd"), "gemm.b.shape");
+    let even = GemmParams {
+        b: x.view().into(),
+        ..gemm
+    };
+    let linear = LoraLinearParams {
+        gemm: even,
+        runs: &[],
+    };
+    let mut wrong = rank.poisoned(DataType::F32, &[2, 2]);
+    let refused = device.lora_linear_silu_mul(on, &linear, Output::Into(wrong.view_mut()));
+    assert_eq!(expect_invalid(refused, "shape"), "output.shape");
+}
+
 pub(super) fn add(suite: &mut Suite) {
+    alone(suite, "few_rows/gates", gates);
     alone(suite, "few_rows/products", products);
     alone(suite, "few_rows/repeats", repeats);
 }

@@ -249,6 +249,14 @@ fn tensors_that_are_there_get_the_same_bits(world: &World) {
             ..there.clone()
         };
         refused(into(&twice), "out.sum");
+        if column.weight().dim(0)? % 2 == 0 {
+            let made = p.silu_mul(&column.forward_lora(&at.x, &none)?)?;
+            same(&made, &column.forward_silu_mul(&at.x, &none)?);
+            let there = other(&made)?;
+            column.forward_silu_mul_into(&at.x, &none, &there)?;
+            same(&made, &there);
+            refused(column.forward_silu_mul_into(&at.x, &none, &at.x), "out");
+        }
         if at.x.dim(1)? % 2 == 0 {
             let made = p.silu_mul(&at.x)?;
             let there = other(&made)?;
