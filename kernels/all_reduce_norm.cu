@@ -404,6 +404,8 @@ struct SentNorm : OneTurn<AllReduceNormParams, In, 4> {
         herald = false;
         if (!failed) h[0] = sum.part[0];
       }
+      // Who has seen all words knows that nobody reads the product's rows any more, over which these may go.
+      if (failed) wait_for_previous_kernel();
       Rows::norm(p, part, row, h, residual, weight);
     }
     if (herald && !failed) failed = !this->await_arrival();

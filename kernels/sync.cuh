@@ -57,15 +57,17 @@ __device__ __forceinline__ uint64_t globaltimer_ns() {
 }
 
 // Nothing of an earlier kernel may be touched before this: every kernel calls it first, on every path, but for what it reads of memory that its caller
-// says no kernel in front has written (few_rows.cu), or that only steps in front of it are in the way of (gemm_tiles.cuh).
+// says no kernel in front has written (few_rows.cu), or that only steps in front of it are in the way of (gemm_tiles.cuh). A kernel to which the one in front
+// sends words that tell of themselves waits at its end (SentNorm of all_reduce_norm.cu): the one in front has let it begin behind its own wait.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel may take its place beside this one; what it does there waits for the end of this one. Behind the wait above, so that all but this one has
-// ended when the next begins; tiles alone call it before, and stand behind steps of their own call.
+// The next kernel may take its place beside this one; what it does there waits for the end of this one. Behind the wait above, so that all but this one, which is of
+// the call in front, has ended when the next begins; tiles alone call it before, and stand behind steps of their own call, and so does the kernel to which a product of the
+// same call sends.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -154,6 +154,10 @@ impl Backend for CudaBackend {
         Engines::cuda(self.tiles, true)
     }
 
+    fn sends_products(&self) -> bool {
+        self.tiles && self.across == Across::OwnGpus
+    }
+
     fn is_batch_invariant(&self) -> bool {
         false
     }

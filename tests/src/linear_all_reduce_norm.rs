@@ -9,8 +9,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Activation, AllReduceParams, Buffer, CommConfig, DataType, GemmParams, Lora,
-    LoraLinearAllReduceNormParams, LoraLinearParams, LoraRun, Normed, Output, ParallelMode, Plan,
+    Activation, AllReduceParams, Buffer, CommConfig, DataType, GemmParams, LinearAllReduceNorm,
+    Lora, LoraLinearAllReduceNormParams, LoraLinearParams, LoraRun, Normed, Output, ParallelMode,
     QScheme, ReduceOp, Replay, Result,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -22,6 +22,7 @@ struct Own {
     /// The adapter of all rows, and its scale.
     adapter: Option<[Buffer; 2]>,
     settled: bool,
+    cap: Option<u16>,
 }
 
 impl Own {
@@ -29,6 +30,7 @@ impl Own {
         GemmParams {
             transpose_b: true,
             settled_b: self.settled,
+            sm_cap: self.cap,
             ..GemmParams::new(&self.x, &self.weight)
         }
     }
@@ -60,7 +62,7 @@ impl Own {
         part.unwrap().unwrap()
     }
 
-    fn call(&self, rank: &Rank, behind: &mut Arguments) -> Result<Plan> {
+    fn call(&self, rank: &Rank, behind: &mut Arguments) -> Result<LinearAllReduceNorm> {
         let runs = self.runs();
         let linear = LoraLinearParams {
             gemm: self.gemm(),
@@ -81,11 +83,15 @@ struct Spec {
     hidden: usize,
     settled: bool,
     adapted: bool,
+    /// Most multiprocessors of the product, so that each has many columns.
+    cap: Option<u16>,
 }
 
 /// Few rows and many, of rows that are whole granules and that are not, with and without clusters.
 fn specs(rng: &mut StdRng) -> Vec<Spec> {
     let sizes = [
+        (4, 3080, 2048),
+        (2, 2048, 2048),
         (1, 1032, 2048),
         (8, 512, 4096),
         (3, 64, 8192),
@@ -110,6 +116,7 @@ fn specs(rng: &mut StdRng) -> Vec<Spec> {
             hidden,
             settled: rng.random(),
             adapted: i % 4 == 3,
+            cap: (inner == 3080).then_some(4),
         })
     })
     .collect()
@@ -119,8 +126,9 @@ fn config() -> CommConfig {
     CommConfig::new(ParallelMode::Tp)
 }
 
-/// What every rank gets, by all ranks' parts and what is written down of the rest.
-fn same_bits(world: &World) {
+/// What every rank gets, by all ranks' parts and what is written down of the rest; also where one rank makes the calls one after the other, and where
+/// normalized rows go over those that are multiplied.
+fn same_bits(world: &World, sends: bool) {
     let mut rng = world.rng();
     let all: Vec<_> = specs(&mut rng)
         .into_iter()
@@ -129,24 +137,48 @@ fn same_bits(world: &World) {
     world.run(&config(), move |rank| {
         for (spec, seed) in &all {
             let (own, case) = spec.prepare(rank, *seed);
-            let mut behind = case.upload(rank, None);
-            let plan = own.call(rank, &mut behind).unwrap();
             let what = format!(
                 "{} rows of {} by {}, {} as {:?}, settled {}",
                 spec.rows, spec.inner, spec.hidden, spec.dtype, spec.scheme, spec.settled
             );
-            assert_eq!(
-                plan,
-                rank.comm().explain(&case.explained(None)).unwrap(),
-                "{what}"
-            );
-            case.assert_want(&behind.outputs(rank), &what);
             case.assert_near();
+            let mut behind = case.upload(rank, None);
+            let done = own.call(rank, &mut behind).unwrap();
+            let explained = rank.comm().explain(&case.explained(None)).unwrap();
+            assert_eq!(done.plan, explained, "{what}");
+            assert_eq!(done.sent, sends && spec.is_sent(rank.size), "{what}");
+            case.assert_want(&behind.outputs(rank), &what);
+
+            let mut behind = case.upload(rank, None);
+            if rank.rank == 0 {
+                behind.from = own.part(rank, spec.dtype);
+                behind.call(rank).map(drop)
+            } else {
+                own.call(rank, &mut behind).map(drop)
+            }
+            .unwrap();
+            case.assert_want(&behind.outputs(rank), &format!("{what}, rank 0 apart"));
+
+            if spec.inner == spec.hidden && spec.scheme == QScheme::None {
+                let mut behind = case.upload(rank, None);
+                behind.values = own.x.clone();
+                own.call(rank, &mut behind).unwrap();
+                case.assert_want(&behind.outputs(rank), &format!("{what}, over its rows"));
+            }
         }
     });
 }
 
 impl Spec {
+    /// Whether a product sends its parts, where that is done at all.
+    fn is_sent(&self, size: usize) -> bool {
+        let most = if self.settled { 16 } else { 8 };
+        let half = matches!(self.dtype, DataType::F16 | DataType::BF16);
+        let whole = [self.inner, self.hidden].iter().all(|n| n % 8 == 0);
+        let clusters = (2048..=8192).contains(&self.hidden) && (2..=4).contains(&size);
+        half && whole && clusters && !self.adapted && (1..=most).contains(&self.rows)
+    }
+
     /// What a rank multiplies, and what is to come of all ranks' parts.
     fn prepare(&self, rank: &Rank, seed: u64) -> (Own, Case) {
         let of = |which: u64, rank: usize, dims: &[usize]| {
@@ -161,6 +193,7 @@ impl Spec {
                 .adapted
                 .then(|| [mine(2, &[self.inner, 8]), mine(3, &[8, self.hidden])]),
             settled: self.settled,
+            cap: self.cap,
         };
         rank.stream.sync(AMPLE).unwrap();
         let part = own.part(rank, self.dtype);
@@ -277,10 +310,12 @@ fn chains(world: &World) {
                 dtype,
                 scheme: QScheme::None,
                 rows,
-                inner: 256,
+                // Of one row long enough that what follows takes its place in the middle of the product.
+                inner: if rows == 1 { 6152 } else { 256 },
                 hidden,
                 settled: true,
                 adapted: false,
+                cap: None,
             };
             // New residuals are not the old ones: the same comes out again.
             (spec, rng.random::<u64>() | 1)
@@ -356,7 +391,10 @@ pub(crate) fn add(suite: &mut Suite) {
     if !suite.backend().engines().norms {
         return;
     }
-    suite.add("linear_all_reduce_norm/same_bits", same_bits);
+    let sends = suite.backend().sends_products();
+    suite.add("linear_all_reduce_norm/same_bits", move |world| {
+        same_bits(world, sends);
+    });
     suite.add("linear_all_reduce_norm/chains", chains);
     suite.add("linear_all_reduce_norm/refusals", refusals);
 }

@@ -37,15 +37,12 @@ impl Parallel {
         out: &Residual,
         others: &[&Tensor],
     ) -> Result<()> {
-        let (lent, rows) = (self.lend(x)?, Rows::of(x.dims())?);
-        self.normed_into(
-            rows,
-            (residual, norm),
-            (out, others),
-            |inputs, sum, normed| {
-                self.sum_normed(rows.cut(lent.view())?, inputs, norm, (sum, normed))
-            },
-        )
+        let rows = Rows::of(x.dims())?;
+        self.check_normed_into(rows, (residual, norm), out, others)?;
+        let lent = self.lend(x)?;
+        self.normed_into(rows, (residual, norm), out, |inputs, sum, normed| {
+            self.sum_normed(rows.cut(lent.view())?, inputs, norm, (sum, normed))
+        })
     }
 
     fn sum_normed(

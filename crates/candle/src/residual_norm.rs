@@ -66,6 +66,15 @@ impl<'a> Rows<'a> {
         Ok(Self { dims, shape })
     }
 
+    /// Those that come of them and a residual.
+    fn form(&self, residual: &Tensor) -> Form<'a> {
+        Form {
+            dtype: residual.dtype(),
+            dims: self.dims,
+            rows: self.shape,
+        }
+    }
+
     /// The tensor's memory as rows.
     pub(crate) fn cut<'v>(&self, view: View<'v>) -> brigade::Result<View<'v>> {
         view.reshape(&self.shape)
@@ -126,25 +135,32 @@ impl Parallel {
         }
     }
 
-    /// The same in tensors that are there.
-    pub(crate) fn normed_into(
+    /// Checks that they can go into tensors that are there, which have no memory of `others`: before anything is lent.
+    pub(crate) fn check_normed_into(
         &self,
         rows: Rows<'_>,
         (residual, norm): (&Tensor, &ResidualNorm),
-        (out, others): (&Residual, &[&Tensor]),
-        call: impl FnOnce(Inputs<'_>, ViewMut<'_>, ViewMut<'_>) -> brigade::Result<()>,
+        Residual { sum, normed }: &Residual,
+        others: &[&Tensor],
     ) -> Result<()> {
-        let form = Form {
-            dtype: residual.dtype(),
-            dims: rows.dims,
-            rows: rows.shape,
-        };
-        let Residual { sum, normed } = out;
+        let form = rows.form(residual);
         for (field, tensor, other) in [("out.sum", sum, normed), ("out.normed", normed, sum)] {
             let to = (field, tensor);
             self.check_into(to, form, &[residual, &norm.weight, other])?;
             self.check_into(to, form, others)?;
         }
+        Ok(())
+    }
+
+    /// The same as [`normed`](Self::normed) in tensors that are there, which were checked.
+    pub(crate) fn normed_into(
+        &self,
+        rows: Rows<'_>,
+        (residual, norm): (&Tensor, &ResidualNorm),
+        Residual { sum, normed }: &Residual,
+        call: impl FnOnce(Inputs<'_>, ViewMut<'_>, ViewMut<'_>) -> brigade::Result<()>,
+    ) -> Result<()> {
+        let form = rows.form(residual);
         let mut written = Err(crate::to_candle(brigade::Error::Closed));
         self.with_inputs(rows, residual, norm, |inputs| {
             self.write(normed, form, |normed| {

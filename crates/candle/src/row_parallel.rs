@@ -82,7 +82,7 @@ impl RowParallelLinear {
     }
 
     /// As [`forward_lora`](Self::forward_lora) with what stands behind it in a transformer: adds `residual` `[.., out]` to the sum, and
-    /// normalizes it, in one operation. A product of this rank's columns is rounded to the type of the residual on the way.
+    /// normalizes it, in one operation. A product of this rank's columns is rounded to the type of `x` and the residual on the way.
     ///
     /// # Errors
     /// As [`forward_lora`](Self::forward_lora); [`brigade::Error::Invalid`] for a linear with a bias or an activation, which would stand
@@ -94,7 +94,7 @@ impl RowParallelLinear {
         residual: &Tensor,
         norm: &ResidualNorm,
     ) -> Result<Residual> {
-        let (shape, rows) = self.normed_shape(x)?;
+        let (shape, rows) = self.normed_shape(x, residual)?;
         let (shard, parallel) = (&self.shard, &self.shard.parallel);
         if rows > FEW {
             return parallel.all_reduce_norm(&shard.product(x, runs)?, residual, norm);
@@ -120,23 +120,22 @@ impl RowParallelLinear {
         norm: &ResidualNorm,
         out: &Residual,
     ) -> Result<()> {
-        let (shape, rows) = self.normed_shape(x)?;
+        let (shape, rows) = self.normed_shape(x, residual)?;
         let (shard, parallel) = (&self.shard, &self.shard.parallel);
+        let x = x.contiguous()?;
         let mut others: Vec<_> = shard.factors().collect();
+        others.push(&x);
         if rows > FEW {
             // candle frees it behind the sum, which it may well be worth to a graph with many layers.
-            let part = shard.product(x, runs)?;
+            let part = shard.product(&x, runs)?;
             return parallel.sum_norm_into(&part, residual, norm, out, &others);
         }
-        let x = x.contiguous()?;
-        let (lent, rows) = (shard.lend(&x, runs)?, Rows::of(shape.dims())?);
-        others.push(&x);
-        parallel.normed_into(
-            rows,
-            (residual, norm),
-            (out, &others),
-            |inputs, sum, normed| self.multiply_normed(&lent, inputs, norm, (sum, normed)),
-        )
+        let rows = Rows::of(shape.dims())?;
+        parallel.check_normed_into(rows, (residual, norm), out, &others)?;
+        let lent = shard.lend(&x, runs)?;
+        parallel.normed_into(rows, (residual, norm), out, |inputs, sum, normed| {
+            self.multiply_normed(&lent, inputs, norm, (sum, normed))
+        })
     }
 
     fn multiply_normed(
@@ -161,12 +160,20 @@ impl RowParallelLinear {
         };
         shard
             .parallel
-            .call(|lease| lease.lora_linear_with_all_reduce_norm(params))
+            .call(|lease| Ok(lease.lora_linear_with_all_reduce_norm(params)?.plan))
     }
 
     /// The shape of what comes out, and the number of its rows, if nothing stands between the sum and a residual.
-    fn normed_shape(&self, x: &Tensor) -> Result<(Shape, usize)> {
+    fn normed_shape(&self, x: &Tensor, residual: &Tensor) -> Result<(Shape, usize)> {
         let shard = &self.shard;
+        if residual.dtype() != x.dtype() {
+            let (got, want) = (residual.dtype(), x.dtype());
+            return Err(invalid(
+                "residual.dtype",
+                format!("{got:?}"),
+                format!("{want:?}, as x"),
+            ));
+        }
         for (field, there) in [
             ("bias", shard.bias.is_some()),
             ("activation", shard.activation != Activation::None),

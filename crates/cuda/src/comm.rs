@@ -15,11 +15,11 @@ use brigade_device::{
     AllToAllParams, AllToAllRowsParams, Bootstrap, BroadcastParams, Buffer, Call, Chunk,
     CombineParams, Combined, Comm, CommConfig, Communicator, DataType, Device, DispatchParams,
     Dispatched, Error, ExpertLayout, Experts, FaultRecord, Filled, GatherLinearParts,
-    GatheredParts, Group, LinearCall, LoraLinearAllReduceNormParams, LoraLinearAllReduceParams,
-    LoraLinearReduceScatterParams, LowLatencyBack, LowLatencyCombineParams,
-    LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, NcclUse, Output, OverlapMode, Plan,
-    Queues, Reason, RecvParams, ReduceScatterParams, Reduced, Result, Routing, SendParams,
-    Statistics, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
+    GatheredParts, Group, LinearAllReduceNorm, LinearCall, LoraLinearAllReduceNormParams,
+    LoraLinearAllReduceParams, LoraLinearReduceScatterParams, LowLatencyBack,
+    LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, NcclUse,
+    Output, OverlapMode, Plan, Queues, Reason, RecvParams, ReduceScatterParams, Reduced, Result,
+    Routing, SendParams, Statistics, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -343,7 +343,7 @@ impl Communicator for CudaComm {
         &self,
         turn: &mut Turn,
         p: LoraLinearAllReduceNormParams<'_>,
-    ) -> Result<Plan> {
+    ) -> Result<LinearAllReduceNorm> {
         self.run_linear_all_reduce_norm(turn, p)
     }
 }

@@ -5,11 +5,12 @@ use crate::{
     comm::CudaComm,
     core::Core,
     few_rows::FewRows,
+    memory::Place,
     norm::{Arguments, Rows, Source},
 };
 use brigade_device::{
-    AllReduceAlgorithm, Call, GemmShape, LoraLinearAllReduceNormParams, Plan, Result, Storage,
-    Turn, fallback,
+    AllReduceAlgorithm, Call, GemmShape, LinearAllReduceNorm, LoraLinearAllReduceNormParams, Plan,
+    Result, Storage, Turn, fallback,
 };
 use brigade_kernels::FewRowsParams;
 use brigade_sync::BUFFERS;
@@ -19,10 +20,10 @@ impl CudaComm {
         &self,
         turn: &mut Turn,
         p: LoraLinearAllReduceNormParams<'_>,
-    ) -> Result<Plan> {
+    ) -> Result<LinearAllReduceNorm> {
         let (shape, call) = p.check()?;
         match self.sent(turn, &p, &shape, &call)? {
-            Some(plan) => Ok(plan),
+            Some(plan) => Ok(LinearAllReduceNorm { plan, sent: true }),
             None => fallback::lora_linear_with_all_reduce_norm(self, turn, p),
         }
     }
@@ -51,6 +52,12 @@ impl CudaComm {
         let Some([x, weight]) = device.few_factors(&p.linear, shape, p.residual.dtype())? else {
             return Ok(None);
         };
+        // Rows of the group's memory end with the next call, which this is: a product of its own reads them first.
+        for factor in [&x, &weight] {
+            if let Place::Group(_) = Place::of(factor.buffer().storage())? {
+                return Ok(None);
+            }
+        }
         let views = [p.residual, p.weight, p.sum.as_view()];
         let of = Arguments::of(&device.card, views, p.eps, &p.normed)?;
         let few = FewRows::plain([&x, &weight], gemm);

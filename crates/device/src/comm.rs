@@ -220,7 +220,7 @@ pub trait Communicator: Send + Sync {
         &self,
         turn: &mut Turn,
         p: LoraLinearAllReduceNormParams<'_>,
-    ) -> Result<Plan> {
+    ) -> Result<LinearAllReduceNorm> {
         fallback::lora_linear_with_all_reduce_norm(self, turn, p)
     }
     /// Registered regions, where the backend has them.

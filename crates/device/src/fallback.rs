@@ -359,12 +359,13 @@ pub fn lora_linear_with_all_reduce_norm<C: Communicator + ?Sized>(
     comm: &C,
     turn: &mut Turn,
     p: LoraLinearAllReduceNormParams<'_>,
-) -> Result<Plan> {
+) -> Result<LinearAllReduceNorm> {
     p.check()?;
     let on = turn.stream().clone();
     let output = Output::Allocate(p.residual.dtype());
     let part = produced(comm.device().lora_linear(&on, &p.linear, output)?)?;
-    comm.all_reduce_norm(turn, p.behind(part.view()))
+    let plan = comm.all_reduce_norm(turn, p.behind(part.view()))?;
+    Ok(LinearAllReduceNorm { plan, sent: false })
 }
 
 /// The shape of what comes of a linear whose result is gate and up side by side.
@@ -375,8 +376,8 @@ pub fn gated_shape(p: &LoraLinearParams<'_>) -> Result<[usize; 2]> {
     match p.check()?.d.dims() {
         &[rows, both] if both % 2 == 0 => Ok([rows, both / 2]),
         other => {
-            let want = "a result of 2 dimensions, [rows, 2 n]";
-            Err(Error::invalid("gemm.b.shape", format!("{other:?}"), want))
+            let (got, want) = (format!("a result of {other:?}"), "one of [rows, 2 n]");
+            Err(Error::invalid("gemm.b.shape", got, want))
         }
     }
 }

@@ -354,7 +354,7 @@ impl Lease<'_> {
     pub fn lora_linear_with_all_reduce_norm(
         &mut self,
         p: LoraLinearAllReduceNormParams<'_>,
-    ) -> Result<Plan> {
+    ) -> Result<LinearAllReduceNorm> {
         self.comm
             .0
             .backend

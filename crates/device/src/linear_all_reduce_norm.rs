@@ -2,8 +2,17 @@
 
 use crate::{
     Activation, AllReduceAlgorithm, AllReduceNormParams, Call, Error, GemmShape, LoraLinearParams,
-    Normed, Result, View, ViewMut, norm,
+    Normed, Plan, Result, View, ViewMut, norm, params::resident,
 };
+
+/// How the call was carried out.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LinearAllReduceNorm {
+    /// Of the sum.
+    pub plan: Plan,
+    /// Whether the product sent its parts itself, so that the sum began before it had ended. Ranks may differ in it.
+    pub sent: bool,
+}
 
 /// Multiplies, sums over all ranks, adds the residual, and normalizes every row:
 /// `sum = all_reduce(x W + adapters) + residual`, `normed = sum / sqrt(mean(sum^2) + eps) * weight`.
@@ -36,17 +45,19 @@ impl<'a> LoraLinearAllReduceNormParams<'a> {
     pub fn check(&self) -> Result<(GemmShape, Call)> {
         let shape = self.linear.check()?;
         let gemm = &self.linear.gemm;
-        let behind = [
-            ("linear.gemm.c", gemm.c.is_some() && gemm.beta != 0.0),
-            (
-                "linear.gemm.activation",
-                gemm.activation != Activation::None,
-            ),
-        ];
-        if let Some((field, _)) = behind.iter().find(|(_, there)| *there) {
-            let want = "none in front of a residual";
-            return Err(Error::invalid(field, "there is one", want));
+        let want = "none in front of a residual";
+        if let Some(c) = gemm.c.filter(|_| gemm.beta != 0.0) {
+            return Err(Error::invalid("linear.gemm.c", c.shape(), want));
         }
+        if gemm.activation != Activation::None {
+            let got = format!("{:?}", gemm.activation);
+            return Err(Error::invalid("linear.gemm.activation", got, want));
+        }
+        resident(
+            "residual",
+            Some(self.residual.memory()),
+            gemm.a.kernel().memory(),
+        )?;
         self.sum.check_writable()?;
         let views = [self.residual, self.weight, self.sum.as_view()];
         let [rows, hidden] = norm::check(None, views, self.eps, &self.normed)?;
