@@ -273,6 +273,44 @@ struct ShortAllReduce : OneTurn<AllReduceParams, In, Most> {
   }
 };
 
+// One shot that the kernel in front sends, this rank's own part too (few_rows.cu), while this one has its place already: as SentNorm of all_reduce_norm.cu.
+template <uint32_t In>
+struct SentAllReduce : OneTurn<AllReduceParams, In, 4> {
+  using Base = OneTurn<AllReduceParams, In, 4>;
+  using Base::Base, Base::p, Base::buffer, Base::stopped;
+  using typename Base::Sources, typename Base::Sum;
+
+  static __device__ __forceinline__ void run(const AllReduceParams& p) {
+    const uint32_t j = blockIdx.x * blockDim.x + threadIdx.x;
+    const uint64_t slot = p.base + p.rank * p.stride + p.slots + 16ull * j;
+    Sources from(p, slot, p.share);
+    let_next_kernel_start();
+    SentAllReduce(p, nothing_of(threadIdx.x)).run(j, from, slot + 16ull * (p.size - 1) * p.share);
+  }
+
+  // This rank's own granule lies behind those of its peers.
+  __device__ __forceinline__ void run(uint32_t j, Sources& from, uint64_t own) const {
+    const uint64_t offset = buffer * p.buffer_bytes;
+    const bool herald = this->is_herald();
+    bool failed = stopped;
+    this->announce();
+    from.move(offset);
+    this->empty();
+    this->count(p.size * p.share);
+    if (j < p.share && !failed) {
+      const auto look = [&](uint4& mine) { return is_there(mine = peek(own + offset)); };
+      Sum sum;
+      failed = !this->reduce(from, look, herald, sum);
+      if (!failed) reinterpret_cast<uint4*>(p.out)[j] = sum.part[0];
+    } else if (herald && !failed) {
+      failed = !this->await_arrival();
+    }
+    // So who waits for this one has both behind it.
+    wait_for_previous_kernel();
+    this->finish(failed);
+  }
+};
+
 template <typename Kernel>
 __device__ __noinline__ void in_general(const AllReduceParams& p) {
   Kernel::run(p);
@@ -306,6 +344,13 @@ __device__ __forceinline__ void all_reduce(const AllReduceParams& p) {
   FOR_RANKS(one_##NAME, IN, OUT, false)       \
   FOR_RANKS(two_##NAME, IN, OUT, true)
 
+#define SENT(NAME, IN)                                                                                                             \
+  extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2) brigade_all_reduce_sent_##NAME(const __grid_constant__ AllReduceParams p) { \
+    SentAllReduce<IN>::run(p);                                                                                                     \
+  }
+
+SENT(f16, F16)
+SENT(bf16, BF16)
 FOR_ALGORITHMS(f32_f32, F32, F32)
 FOR_ALGORITHMS(f16_f16, F16, F16)
 FOR_ALGORITHMS(bf16_bf16, BF16, BF16)

@@ -64,9 +64,9 @@ pub trait Backend: Send + Sync {
     fn differs(&self) -> bool {
         true
     }
-    /// Whether products of few rows send their parts themselves to the sum and norm behind them.
-    fn sends_products(&self) -> bool {
-        false
+    /// Whether products of few rows send their parts themselves to the sum behind them, and to a sum with a norm.
+    fn sends_products(&self) -> [bool; 2] {
+        [false; 2]
     }
     /// Whether linears of all types and sizes can be batch-invariant: a GPU has a kernel for some of them.
     fn is_batch_invariant(&self) -> bool {

@@ -154,8 +154,9 @@ impl Backend for CudaBackend {
         Engines::cuda(self.tiles, true)
     }
 
-    fn sends_products(&self) -> bool {
-        self.tiles && self.across == Across::OwnGpus
+    fn sends_products(&self) -> [bool; 2] {
+        // Norms by clusters are for ranks with a GPU each.
+        [self.tiles, self.tiles && self.across == Across::OwnGpus]
     }
 
     fn is_batch_invariant(&self) -> bool {

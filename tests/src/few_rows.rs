@@ -9,8 +9,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    AllReduceParams, Buffer, CommConfig, DataType, GemmParams, Output, ParallelMode, ReduceOp,
-    Replay, Result,
+    AllReduceParams, Buffer, CommConfig, DataType, GemmParams, LoraLinearAllReduceParams,
+    LoraLinearParams, Output, ParallelMode, ReduceOp, Replay, Result,
 };
 use rand::Rng;
 
@@ -51,6 +51,8 @@ struct Chain {
     kind: Kind,
     x: Buffer,
     weights: [Buffer; 2],
+    /// Whether a product and its sum are one call, and whether its product sends its parts then.
+    together: Option<bool>,
     /// Of all ranks.
     known: Vec<[Matrix; 2]>,
     /// Of every layer.
@@ -58,12 +60,13 @@ struct Chain {
 }
 
 impl Chain {
-    fn new(rank: &Rank, kind: Kind) -> Self {
+    fn new(rank: &Rank, kind: Kind, together: Option<bool>) -> Self {
         let new = |columns| rank.poisoned(kind.dtype, &[kind.rows, columns]);
         let chain = Self {
             kind,
             x: rank.upload(&kind.x(rank.rank, 0)),
             weights: kind.weights(rank.rank).map(|w| rank.upload(&w)),
+            together,
             known: (0..rank.size).map(|r| kind.weights(r)).collect(),
             sums: (0..LAYERS).map(|_| [new(N), new(LAST)]).collect(),
         };
@@ -81,6 +84,18 @@ impl Chain {
                     ..GemmParams::new(from, weight)
                 };
                 let mut out = sum.clone();
+                from = sum;
+                if let Some(sends) = self.together {
+                    let params = LoraLinearAllReduceParams {
+                        linear: LoraLinearParams { gemm, runs: &[] },
+                        output: Output::Into(out.view_mut()),
+                        choice: None,
+                    };
+                    let mut lease = rank.comm().lease(&rank.stream)?;
+                    let done = lease.lora_linear_with_all_reduce(params)?;
+                    assert_eq!(done.sent, sends, "{} rows", self.kind.rows);
+                    continue;
+                }
                 rank.device
                     .gemm(&rank.stream, &gemm, Output::Into(out.view_mut()))?;
                 let params = AllReduceParams {
@@ -90,7 +105,6 @@ impl Chain {
                     choice: None,
                 };
                 rank.comm().lease(&rank.stream)?.all_reduce(params)?;
-                from = sum;
             }
         }
         Ok(())
@@ -134,7 +148,8 @@ impl Chain {
     }
 }
 
-fn between_sums(world: &World) {
+/// With products and sums in calls of their own, and in one.
+fn between_sums(world: &World, sends: bool) {
     let mut rng = world.rng();
     let kinds: Vec<_> = [1, 5, 8, 13, 16]
         .into_iter()
@@ -146,7 +161,11 @@ fn between_sums(world: &World) {
         })
         .collect();
     world.run(&CommConfig::new(ParallelMode::Tp), move |rank| {
-        let mut chains: Vec<_> = kinds.iter().map(|&kind| Chain::new(rank, kind)).collect();
+        let sends = sends && (2..=4).contains(&rank.size);
+        let mut chains: Vec<_> = kinds
+            .iter()
+            .flat_map(|&kind| [None, Some(sends)].map(|how| Chain::new(rank, kind, how)))
+            .collect();
         for chain in &mut chains {
             for day in 0..3 {
                 chain.check(rank, None, day);
@@ -166,5 +185,8 @@ fn between_sums(world: &World) {
 }
 
 pub(crate) fn add(suite: &mut Suite) {
-    suite.add("few_rows/between_sums", between_sums);
+    let [sends, _] = suite.backend().sends_products();
+    suite.add("few_rows/between_sums", move |world| {
+        between_sums(world, sends);
+    });
 }

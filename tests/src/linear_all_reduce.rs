@@ -156,7 +156,13 @@ fn beta(world: &World) {
 /// D with a C of zeros, which goes another way.
 fn same_bits(world: &World) {
     let mut rng = world.rng();
-    let sizes = [(5, 33, 70), (64, 96, 48), (1, 7, 1)];
+    let sizes = [
+        (5, 33, 70),
+        (64, 96, 48),
+        (1, 7, 1),
+        (3, 520, 264),
+        (8, 1040, 2048),
+    ];
     let cases: Vec<_> = FLOATS
         .into_iter()
         .flat_map(|dtype| sizes.map(|size| (dtype, size)))
@@ -165,13 +171,16 @@ fn same_bits(world: &World) {
                 let one = |_| Matrix::random(&mut rng, dtype, &dims, 1.0);
                 (0..world.size).map(one).collect()
             };
-            (dtype, draw([m, k]), draw([k, n]), [m, n])
+            (dtype, draw([m, k]), draw([n, k]), [m, n])
         })
         .collect();
     world.run(&config(), move |rank| {
         for (i, (dtype, x, weight, dims)) in cases.iter().enumerate() {
             let (x, weight) = (rank.upload(&x[rank.rank]), rank.upload(&weight[rank.rank]));
-            let product = GemmParams::new(&x, &weight);
+            let product = GemmParams {
+                transpose_b: true,
+                ..GemmParams::new(&x, &weight)
+            };
             let part = rank
                 .device
                 .gemm(&rank.stream, &product, Output::Allocate(*dtype))

@@ -391,7 +391,7 @@ pub(crate) fn add(suite: &mut Suite) {
     if !suite.backend().engines().norms {
         return;
     }
-    let sends = suite.backend().sends_products();
+    let [_, sends] = suite.backend().sends_products();
     suite.add("linear_all_reduce_norm/same_bits", move |world| {
         same_bits(world, sends);
     });

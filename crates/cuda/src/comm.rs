@@ -187,7 +187,7 @@ impl CudaComm {
 }
 
 /// The caller's buffer, if it gave one.
-fn given(output: &Output<'_>) -> Option<Buffer> {
+pub(crate) fn given(output: &Output<'_>) -> Option<Buffer> {
     match output {
         Output::Into(v) => Some(v.as_view().retain()),
         Output::Allocate(_) => None,
@@ -335,6 +335,9 @@ impl Communicator for CudaComm {
         turn: &mut Turn,
         p: LoraLinearAllReduceParams<'_>,
     ) -> Result<Reduced> {
+        if let Some(reduced) = self.sent_to_a_sum(turn, &p)? {
+            return Ok(reduced);
+        }
         let (on, d) = (turn.stream().clone(), given(&p.output));
         let call = || fallback::lora_linear_with_all_reduce(self, turn, p);
         self.in_parts(&on, d, |r| r.d.clone(), call)

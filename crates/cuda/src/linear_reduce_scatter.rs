@@ -97,6 +97,7 @@ impl CudaComm {
         Ok(Reduced {
             d: new.then_some(d),
             plan: Plan::LinearReduceScatter(plan),
+            sent: false,
         })
     }
 }

@@ -1,5 +1,5 @@
 //! All-reduce with a norm: pushed, it is one kernel (`kernels/all_reduce_norm.cu`); pulled, the sums come first, and the same
-//! kernel takes them as a rank alone. A product in front of it may [send](crate::linear_all_reduce_norm) what it would push.
+//! kernel takes them as a rank alone. A product in front of it may [send](crate::sent) what it would push.
 
 use crate::{
     Kernel, KernelSet, Launch, Missing, all_reduce,
@@ -10,6 +10,7 @@ use crate::{
     job::{Job, waiting},
     memory::check_reach,
     pushed::MOST_ELEMENTS,
+    sent::SENT,
     types,
 };
 use brigade_device::{
@@ -72,9 +73,6 @@ pub(crate) struct NormKernels {
     /// In one shot that was sent, by clusters, of few rows of [`SENT`].
     sent: [Kernel<Parameters>; SENT.len()],
 }
-
-/// Types of what a kernel in front may send.
-const SENT: [DataType; 2] = [DataType::F16, DataType::BF16];
 
 impl NormKernels {
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
@@ -409,20 +407,16 @@ impl Job<'_> {
 }
 
 impl Core {
-    /// Whether a kernel in front may send so many rows: there is one for clusters that takes them, and each buffer has a place more, for this rank's own.
-    pub(crate) fn takes_sent(&self, of: &Arguments, rows: usize) -> bool {
-        let (dtype, size, layout) = (of.residual.dtype(), self.size(), self.control.layout());
-        let cut = RowShares::new(
+    /// Whether so many rows, pushed in one shot, are normed by clusters.
+    pub(crate) fn norms_in_clusters(&self, of: &Arguments, rows: usize) -> bool {
+        let (one_shot, dtype, size) = (
             AllReduceAlgorithm::OneShotPush,
-            (rows, of.hidden),
-            dtype,
-            size,
+            of.residual.dtype(),
+            self.size(),
         );
+        let cut = RowShares::new(one_shot, (rows, of.hidden), dtype, size);
         let room = self.norm_room(true, dtype, of.are_wide(None));
-        let blocks = Blocks::new(AllReduceAlgorithm::OneShotPush, &cut, size, &room);
-        let buffer_bytes = layout.sums_start(1) - layout.sums_start(0);
-        let places = size * rows * of.hidden * dtype.bytes();
-        SENT.contains(&dtype) && blocks.cluster > 1 && places <= buffer_bytes
+        Blocks::new(one_shot, &cut, size, &room).cluster > 1
     }
 
     /// What this rank has for a kernel: within the figures of kernels that push, if it pushes.

@@ -84,7 +84,7 @@ impl Job<'_> {
         for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
             *to = bias.address();
         }
-        let shape = self.push_shape(launch, usize::MAX);
+        let shape = self.core.push_shape(launch, usize::MAX);
         // SAFETY: rows and the result lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }

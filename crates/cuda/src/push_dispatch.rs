@@ -117,7 +117,7 @@ impl Job<'_> {
         }
         let kernels = &core.device.opened.kernels.pushes;
         let (kernel, together) = (&kernels.dispatch, kernels.dispatch_together);
-        let shape = self.push_shape_beside(launch, usize::MAX, together);
+        let shape = self.core.push_shape_beside(launch, usize::MAX, together);
         // SAFETY: rows and all that is found lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }

@@ -8,10 +8,12 @@ use crate::{
     core::Core,
     inject::Asker,
     job::{self, Job, waiting},
+    sent::SENT,
     types,
 };
 use brigade_device::{
-    AllReduceAlgorithm, Buffer, Call, DataType, Device, Error, PerRank, Result, Stream,
+    AllReduceAlgorithm, Buffer, Call, DataType, Device, Error, PerRank, Plan, ReduceOp, Result,
+    Stream,
 };
 use brigade_kernels::{
     ALL_REDUCE_THREADS, AllReduceParams, Parameters, PushCombineParams, PushCopyParams,
@@ -57,6 +59,8 @@ pub(crate) struct PushKernels {
     two_shot: ByTypes<AllReduceParams>,
     scatter: ByTypes<ReduceScatterParams>,
     copy: Kernel<PushCopyParams>,
+    /// By [type](SENT): one shot that the kernel in front sends.
+    sent: [Kernel<AllReduceParams>; SENT.len()],
     pub(crate) dispatch: Kernel<PushDispatchParams>,
     /// Blocks of a dispatch that find room where the largest one does, however few threads they have: their shared memory is the same.
     pub(crate) dispatch_together: u32,
@@ -81,6 +85,10 @@ impl PushKernels {
             two_shot: by_types(&all_reduce, "_two")?,
             scatter: by_types(&set("reduce_scatter")?, "")?,
             copy: set("push_copy")?.kernel()?,
+            sent: {
+                let [f16, bf16] = SENT.map(|dtype| all_reduce.variant(format!("_sent_{dtype}")));
+                [f16?, bf16?]
+            },
             dispatch,
             dispatch_together: dispatch_together.max(1),
             combine: by_types(&combine, "")?,
@@ -229,7 +237,7 @@ impl Job<'_> {
             last: u32::from(last.is_some()),
             ..pushing!(AllReduceParams, self)
         };
-        let shape = self.push_shape(launch, cut.share);
+        let shape = self.core.push_shape(launch, cut.share);
         // SAFETY: input and result lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
@@ -291,7 +299,7 @@ impl Job<'_> {
             parameters.first[r] = (offset + part.start) as u64;
             parameters.elements[r] = part.len() as u64;
         }
-        let shape = self.push_shape(launch, share);
+        let shape = self.core.push_shape(launch, share);
         // SAFETY: input and result lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
@@ -351,10 +359,54 @@ impl Job<'_> {
             };
         }
         let threads = packets.most * core.size().saturating_sub(1).max(1);
-        let shape = self.push_shape(launch, threads);
+        let shape = self.core.push_shape(launch, threads);
         let kernel = &core.device.opened.kernels.pushes.copy;
         // SAFETY: all parts lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// Enqueues a sum of so many elements of [a type](SENT) that the kernel in front sends, launched [so](Core::sent_shape).
+    pub(crate) fn sum_sent(&mut self, shape: Launch, elements: usize, to: &Buffer) -> Result<()> {
+        self.steps_now()?;
+        let (core, dtype) = (self.core, to.dtype());
+        let kernels = &core.device.opened.kernels.pushes;
+        let of_type = SENT.iter().position(|&t| t == dtype);
+        let kernel = of_type.map(|i| &kernels.sent[i]).ok_or_else(|| {
+            Error::invalid("output.dtype", dtype, "one that there is a kernel for")
+        })?;
+        let granules = (elements * dtype.bytes()).div_ceil(GRANULE_BYTES) as u32;
+        let parameters = AllReduceParams {
+            moved_bytes: moved::one_shot(core.size(), elements * dtype.bytes()),
+            out: to.address(),
+            out_bytes: to.bytes() as u64,
+            poison: types::poison_pattern(dtype),
+            elements: elements as u64,
+            granules,
+            share: granules,
+            op: types::op_code(ReduceOp::Sum),
+            signature: self.kind.signature,
+            last: 1,
+            ..pushing!(AllReduceParams, self)
+        };
+        // SAFETY: the result lies in a buffer of the call, the rest in the group's memory, which the core keeps.
+        unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+}
+
+impl Core {
+    /// The launch that a plan has for so many elements in one shot, if each thread has one of their granules at most.
+    pub(crate) fn sent_shape(
+        &self,
+        plan: &Plan,
+        elements: usize,
+        dtype: DataType,
+    ) -> Option<Launch> {
+        let &Plan::AllReduce { launch, .. } = plan else {
+            return None;
+        };
+        let granules = (elements * dtype.bytes()).div_ceil(GRANULE_BYTES);
+        let shape = self.push_shape(launch, granules);
+        (granules <= (shape.blocks * shape.threads) as usize).then_some(shape)
     }
 
     /// As the plan has it, within the places that this rank reserved, and no more than there are granules for. The kernel may
@@ -370,7 +422,7 @@ impl Job<'_> {
         granules: usize,
         together: u32,
     ) -> Launch {
-        let core = self.core;
+        let core = self;
         let threads = u32::from(launch.threads).clamp(32, ALL_REDUCE_THREADS);
         let places = match core.size() {
             // Nobody to wait for.

@@ -272,7 +272,11 @@ pub fn lora_linear_reduce_scatter<C: Communicator + ?Sized>(
     let d = in_rows(&d_shape, &mut output, call.n, |output| {
         device.bias_activation(&on, sum.view(), bias, p.activation, output)
     })?;
-    Ok(Reduced { d, plan })
+    Ok(Reduced {
+        d,
+        plan,
+        sent: false,
+    })
 }
 
 /// A full C is cut with its rows; a row that is added to every row is not.
@@ -338,7 +342,11 @@ pub fn lora_linear_with_all_reduce<C: Communicator + ?Sized>(
         let mut sum = new(DataType::F32)?;
         let plan = reduce(sum.view_mut())?;
         let d = device.bias_activation(&on, sum.view(), c, gemm.activation, p.output)?;
-        return Ok(Reduced { d, plan });
+        return Ok(Reduced {
+            d,
+            plan,
+            sent: false,
+        });
     }
     let (d, plan) = match p.output {
         Output::Into(d) => (None, reduce(d)?),
@@ -348,7 +356,11 @@ pub fn lora_linear_with_all_reduce<C: Communicator + ?Sized>(
             (Some(d), plan)
         }
     };
-    Ok(Reduced { d, plan })
+    Ok(Reduced {
+        d,
+        plan,
+        sent: false,
+    })
 }
 
 /// Linear, then all-reduce with a norm.

@@ -88,6 +88,8 @@ pub struct Reduced {
     pub d: Option<Buffer>,
     /// What was done.
     pub plan: Plan,
+    /// Whether a product in front of an all-reduce sent its parts itself, so that the sum began before it had ended. Ranks may differ in it.
+    pub sent: bool,
 }
 
 /// Proof that own rows lie in the user buffer. By value and not `Clone`: spent by the call that uses the rows, and

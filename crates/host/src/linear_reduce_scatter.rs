@@ -85,6 +85,7 @@ impl HostComm {
         Ok(Reduced {
             d: new.then_some(d),
             plan: Plan::LinearReduceScatter(plan),
+            sent: false,
         })
     }
 }
