@@ -142,8 +142,7 @@ __device__ __forceinline__ void send(const FewRowsParams& p, uint32_t row, uint3
   const uint32_t two = narrow(type, low, high), word = two == sentinel ? nan_word<type> : two;
   const uint64_t place = 2ull * p.rows * p.columns, at = p.base + p.slots + buffer * p.buffer_bytes + 2ull * (row * p.columns + column);
   for (uint32_t d = 0; d < p.size; ++d) {
-    const uint32_t which = p.size - 1 - d;
-    store_relaxed_sys(reinterpret_cast<uint32_t*>(at + peer_of(p, d) * p.stride + (d == 0 ? p.size - 1 : which) * place), word);
+    store_relaxed_sys(reinterpret_cast<uint32_t*>(at + peer_of(p, d) * p.stride + (p.size - 1 - d) * place), word);
   }
 }
 
@@ -158,7 +157,7 @@ __device__ __forceinline__ void multiply(const FewRowsParams& p, float* all, Rin
     x.read(p, 0);
 #pragma unroll 1
     for (uint32_t slice = 0; slice < at.slices; ++slice) {
-      // What is on its way by then takes as long as the sum's kernel does to take its place.
+      // Some stages are left: the sum's kernel has its place when words come, and does not ask for them long before.
       if (p.slots != 0 && threadIdx.x == 0 && at.end() == at.last && (slice + 2 == at.slices || at.slices == 1)) let_next_kernel_start();
       next.read(p, slice + 1);
 #pragma unroll

@@ -86,7 +86,7 @@ impl RowParallelLinear {
     ///
     /// # Errors
     /// As [`forward_lora`](Self::forward_lora); [`brigade::Error::Invalid`] for a linear with a bias or an activation, which would stand
-    /// between the two.
+    /// between the two, and for a residual of another type than `x`.
     pub fn forward_norm(
         &self,
         x: &Tensor,

@@ -25,7 +25,10 @@ impl CudaComm {
             op: ReduceOp::Sum,
             choice: p.choice,
         };
-        let plan = self.core.plan(&call)?;
+        // What cannot be planned so may be another call, of sums in f32.
+        let Ok(plan) = self.core.plan(&call) else {
+            return Ok(None);
+        };
         let Some(sender) = self.sender(on, &p.linear, (&shape, dtype), &plan)? else {
             return Ok(None);
         };

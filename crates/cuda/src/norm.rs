@@ -338,7 +338,7 @@ impl Job<'_> {
             Source::Sent => Some(AllReduceAlgorithm::OneShotPush),
         };
         let (rank, size) = algorithm.map_or((0, 1), |_| (core.rank(), core.size()));
-        let layout = core.control.layout();
+        let (slots, buffer_bytes) = core.sum_buffers();
         // A rank alone takes no use of a buffer, through which the sums of two shots go.
         let pushed = algorithm.filter(|_| size > 1);
         let pushed = pushed.unwrap_or(AllReduceAlgorithm::OneShotPush);
@@ -363,8 +363,8 @@ impl Job<'_> {
             sum: at(&of.sum, of.hidden),
             normed: at(&of.normed, of.hidden),
             scales: of.scales.as_ref().map_or(0, |s| at(s, 1)),
-            slots: (core.data_start() + layout.sums_start(0)) as u64,
-            buffer_bytes: (layout.sums_start(1) - layout.sums_start(0)) as u64,
+            slots,
+            buffer_bytes,
             buffers: BUFFERS as u32,
             rows: rows.count as u32,
             hidden: of.hidden as u32,

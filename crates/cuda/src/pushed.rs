@@ -133,6 +133,13 @@ pub(crate) fn one_of<P>(kernels: &ByTypes<P>, kind: Kind, size: usize) -> Option
 pub(crate) const MOST_ELEMENTS: usize = 1 << 31;
 
 impl Core {
+    /// Byte of a rank's memory where the first buffer of sums begins, and bytes from one to the next.
+    pub(crate) fn sum_buffers(&self) -> (u64, u64) {
+        let layout = self.control.layout();
+        let [first, second] = [0, 1].map(|n| (self.data_start() + layout.sums_start(n)) as u64);
+        (first, second - first)
+    }
+
     /// Makes empty where data is its own flag, which no kernel uses now: the buffers of sums, and the slots of messages.
     pub(crate) fn empty_slots(&self) -> Result<()> {
         let layout = self.control.layout();
@@ -178,10 +185,10 @@ impl Core {
 /// What all kernels that push are told in a job; the rest of their parameters is the default.
 macro_rules! pushing {
     ($parameters:ident, $job:expr) => {{
-        let (core, layout) = ($job.core, $job.core.control.layout());
+        let (slots, buffer_bytes) = $job.core.sum_buffers();
         $parameters {
-            slots: (core.data_start() + layout.sums_start(0)) as u64,
-            buffer_bytes: (layout.sums_start(1) - layout.sums_start(0)) as u64,
+            slots,
+            buffer_bytes,
             buffers: BUFFERS as u32,
             ..waiting!($parameters, $job)
         }

@@ -6,9 +6,11 @@ use crate::{
     memory::Place,
 };
 use brigade_device::{
-    AllReduceAlgorithm, Buffer, DataType, GemmShape, LoraLinearParams, Plan, Result, Stream,
+    AllReduceAlgorithm, Buffer, DataType, GemmShape, LoraLinearParams, Plan, Result, Storage,
+    Stream,
 };
 use brigade_kernels::FewRowsParams;
+use brigade_plan::pushed::GRANULE_BYTES;
 use brigade_sync::BUFFERS;
 
 /// Types of what may be sent.
@@ -16,9 +18,6 @@ pub(crate) const SENT: [DataType; 2] = [DataType::F16, DataType::BF16];
 
 /// Most ranks of a group whose kernels take it.
 const MOST_RANKS: usize = 4;
-
-/// Elements of 16 bytes of them.
-const GRANULE: usize = 8;
 
 /// A product that sends.
 pub(crate) struct Sender<'a> {
@@ -46,14 +45,13 @@ impl CudaComm {
         else {
             return Ok(None);
         };
-        let layout = core.control.layout();
-        let buffer_bytes = layout.sums_start(1) - layout.sums_start(0);
         let elements = shape.m * shape.n;
         // Each buffer has a place more, for this rank's own.
-        let fits = core.size() * elements * dtype.bytes() <= buffer_bytes;
+        let (_, buffer_bytes) = core.sum_buffers();
+        let fits = (core.size() * elements * dtype.bytes()) as u64 <= buffer_bytes;
         let suits = SENT.contains(&dtype)
             && (2..=MOST_RANKS).contains(&core.size())
-            && shape.n.is_multiple_of(GRANULE)
+            && (shape.n * dtype.bytes()).is_multiple_of(GRANULE_BYTES)
             && core.memory.desk.is_none();
         if piece_elements < elements || !fits || !suits {
             return Ok(None);
@@ -97,13 +95,13 @@ impl Sender<'_> {
 
 /// What a product is told so that it sends its result to all ranks, as their next use of a buffer.
 fn sending(core: &Core, product: FewRowsParams) -> FewRowsParams {
-    let layout = core.control.layout();
+    let (slots, buffer_bytes) = core.sum_buffers();
     FewRowsParams {
         base: core.memory.symmetric.base(),
         stride: core.memory.symmetric.stride() as u64,
-        state: brigade_device::Storage::address(&core.memory.state),
-        slots: (core.data_start() + layout.sums_start(0)) as u64,
-        buffer_bytes: (layout.sums_start(1) - layout.sums_start(0)) as u64,
+        state: Storage::address(&core.memory.state),
+        slots,
+        buffer_bytes,
         buffers: BUFFERS as u32,
         rank: core.rank() as u32,
         size: core.size() as u32,
