@@ -97,7 +97,7 @@ struct Run {
     /// Let a rank hang after so many tokens, likewise, until the others have gone on without it
     #[arg(long, value_name = "RANK@TOKENS", value_parser = rank_at)]
     stall: Option<(usize, usize)>,
-    /// Capture a step of decoding in a CUDA graph, and launch that for the next ones (seen on two GPUs, with the real model); where that cannot be, say
+    /// Capture a step of decoding in a CUDA graph, and launch that for the next ones (seen on two to four GPUs, with the real model); where that cannot be, say
     /// why, and go on without
     #[arg(long)]
     graph: bool,

@@ -100,7 +100,8 @@ impl Rank {
 
     /// Hangs, with its place in the group, until the others have gone on without this rank, or as long as they take to do so.
     pub(super) fn stall(&self, rank: usize) -> Error {
-        const WAITS: u32 = 4;
+        // The others wait once in each of two communicators on a GPU, and then for two more in their vote.
+        const WAITS: u32 = 8;
         let end = Instant::now() + WAITS * self.within;
         while Instant::now() < end {
             match self.attention.comm().lease(self.attention.stream()) {
