@@ -205,7 +205,7 @@ struct ShortAllReduce : OneTurn<AllReduceParams, In, Most> {
   using Base = OneTurn<AllReduceParams, In, Most>;
   using Turns = AllReduce<In, In, Most, TwoShot, true>;
   using Base::Base, Base::p, Base::buffer, Base::stopped;
-  using typename Base::Sources, typename Base::Granules, typename Base::Sum;
+  using typename Base::Sources, typename Base::Sum;
 
   static __device__ __forceinline__ bool is_enough(const AllReduceParams& p) {
     return p.size > 1 && p.share <= gridDim.x * blockDim.x;
@@ -243,7 +243,8 @@ struct ShortAllReduce : OneTurn<AllReduceParams, In, Most> {
     uint4* const out = reinterpret_cast<uint4*>(p.out);
     if (j < p.share && i < p.granules && !failed) {
       Sum sum;
-      failed = !this->reduce(from, TwoShot ? Turns::input(p, i) : in[0], herald, sum);
+      from.set_own(p, p.from + 16ull * i);
+      failed = !this->reduce(from, herald, sum);
       if (!failed) {
         if constexpr (TwoShot) {
 #pragma unroll
@@ -258,11 +259,14 @@ struct ShortAllReduce : OneTurn<AllReduceParams, In, Most> {
     }
     if constexpr (TwoShot) {
       if (j < p.share && !failed) {
-        const auto granule = [&](int k) { return rank_of_peer(p, k) * p.share + j; };
+        const auto rank = [&](int k) { return rank_of_peer(p, k); };
+        const auto granule = [&](int k) { return rank(k) * p.share + j; };
         const auto is_due = [&](int k) { return k + 1 < p.size && granule(k) < p.granules; };
-        Granules sums;
-        from.move(behind);
-        failed = !this->await(from, sums, false, is_due);
+        uint64_t at[Most - 1];
+#pragma unroll
+        for (int k = 0; k < Most - 1; ++k) at[k] = (k < p.rank ? from.at[k] : from.at[k + 1]) + behind;
+        uint4 sums[Most - 1];
+        failed = !this->template await<false>(at, sums, false, is_due, rank);
 #pragma unroll
         for (int k = 0; k < Most - 1; ++k) {
           if (is_due(k) && !failed) out[granule(k)] = sums[k];
@@ -285,22 +289,19 @@ struct SentAllReduce : OneTurn<AllReduceParams, In, 4> {
     const uint64_t slot = p.base + p.rank * p.stride + p.slots + 16ull * j;
     Sources from(p, slot, p.share);
     let_next_kernel_start();
-    SentAllReduce(p, nothing_of(threadIdx.x)).run(j, from, slot + 16ull * (p.size - 1) * p.share);
+    SentAllReduce(p, nothing_of(threadIdx.x)).run(j, from);
   }
 
-  // This rank's own granule lies behind those of its peers.
-  __device__ __forceinline__ void run(uint32_t j, Sources& from, uint64_t own) const {
-    const uint64_t offset = buffer * p.buffer_bytes;
+  __device__ __forceinline__ void run(uint32_t j, Sources& from) const {
     const bool herald = this->is_herald();
     bool failed = stopped;
     this->announce();
-    from.move(offset);
+    from.move(buffer * p.buffer_bytes);
     this->empty();
     this->count(p.size * p.share);
     if (j < p.share && !failed) {
-      const auto look = [&](uint4& mine) { return is_there(mine = peek(own + offset)); };
       Sum sum;
-      failed = !this->reduce(from, look, herald, sum);
+      failed = !this->reduce_sent(from, herald, sum);
       if (!failed) reinterpret_cast<uint4*>(p.out)[j] = sum.part[0];
     } else if (herald && !failed) {
       failed = !this->await_arrival();

@@ -2,7 +2,6 @@
 // push, and in two shots reduce, granules of any row, as in all_reduce.cu: the warps of a row are on many multiprocessors, since one
 // of them sends little. Then a block takes whole rows, of any rank: in two shots a rank pushes the sums of its share to itself, too.
 // What comes behind the sums is norm.cuh's.
-#include "barriers.cuh"
 #include "norm.cuh"
 #include "one_turn.cuh"
 
@@ -16,9 +15,9 @@ __device__ inline void poison_outputs(const AllReduceNormParams& p) {
 
 using namespace brigade;
 
-// Blocks that share a row: a cluster, where there are few rows. What its warps give goes to all of them, by stores that tell a barrier of the
-// block to which they go when they are there (st.async). A barrier of the cluster would wait for all that threads have stored before, and that
-// is on its way to peers.
+// Blocks that share a row: a cluster, where there are few rows. What its warps tell goes to all of them, and is its own flag, as what ranks send
+// each other is: a barrier of the cluster would wait for all that threads have stored before, which is on its way to peers, and one that
+// counts what comes (st.async) takes as long again as the way. No sum of squares and no magnitude has the bits of the sentinel.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ __forceinline__ uint32_t cluster_size() {
   uint32_t n;
@@ -30,61 +29,82 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n));
   return n;
 }
-// So many bytes are to come.
-__device__ __forceinline__ void expect(uint64_t* barrier, uint32_t bytes) {
-  barrier_init(shared_address(barrier), 1);
-  barrier_expect(shared_address(barrier), bytes);
+// Where block `to` of the cluster has what this one has there, in its shared memory.
+__device__ __forceinline__ uint64_t place_of(const void* here, uint32_t to) {
+  uint64_t there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(to));
+  return there;
 }
-__device__ __forceinline__ void cluster_arrive() {
-  barriers_made();
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+__device__ __forceinline__ void tell_block(uint64_t at, uint32_t value) {
+  asm volatile("st.relaxed.cluster.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// Into the same place of block `to` of the cluster, whose barrier hears of it.
-__device__ __forceinline__ void put(uint32_t* at, uint64_t* barrier, uint32_t to, uint32_t value) {
-  asm volatile(
-      "{.reg .u32 r, b; mapa.shared::cluster.u32 r, %0, %2; mapa.shared::cluster.u32 b, %1, %2;"
-      " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [r], %3, [b];}" ::"r"(shared_address(at)),
-      "r"(shared_address(barrier)), "r"(to), "r"(value)
-      : "memory");
-}
-// As long as the longest wait for a peer: all blocks of a cluster give what they have then, or nothing that counts.
-__device__ __forceinline__ void await_words(uint64_t* barrier) { barrier_wait(shared_address(barrier), 0); }
 #else
 __device__ __forceinline__ uint32_t cluster_size() { return 1; }
 __device__ __forceinline__ uint32_t cluster_rank() { return 0; }
-__device__ __forceinline__ void expect(uint64_t*, uint32_t) {}
+__device__ __forceinline__ uint64_t place_of(const void*, uint32_t) { return 0; }
+__device__ __forceinline__ void tell_block(uint64_t, uint32_t) {}
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
-__device__ __forceinline__ void put(uint32_t*, uint64_t*, uint32_t, uint32_t) {}
-__device__ __forceinline__ void await_words(uint64_t*) {}
 #endif
 
-// Meetings of a row: that of its squares, and that of its greatest magnitudes.
-constexpr uint32_t meetings = 2;
-__shared__ uint64_t barriers[meetings];
+// What this block has been told, in shared memory.
+__device__ __forceinline__ uint4 told_words(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t told_word(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
 
 // A row that the blocks of a cluster share.
 struct Shared {
   static constexpr bool alone = false;
-  uint32_t rank, size;
+  // `here` is what this block is told, and `there` the same of the block to which this lane tells it.
+  uint32_t rank, size, here;
+  uint64_t there;
 
-  __device__ __forceinline__ Shared() : rank(cluster_rank()), size(cluster_size()) {}
+  __device__ __forceinline__ Shared()
+      : rank(cluster_rank()), size(cluster_size()), here(uint32_t(__cvta_generic_to_shared(told))), there(place_of(told, threadIdx.x % 32 % size)) {
+    // Not later.
+    asm volatile("" : "+r"(here), "+l"(there));
+  }
 
   __device__ __forceinline__ uint32_t granule(uint32_t k) const { return (k * size + rank) * blockDim.x + threadIdx.x; }
 
-  __device__ __forceinline__ void give(uint32_t meeting, uint32_t* at, uint32_t value) const {
-    if (threadIdx.x % 32 < size) put(at, &barriers[meeting], threadIdx.x % 32, value);
+  static __device__ __forceinline__ uint32_t offset(Meeting meeting, uint32_t at) { return 4 * (meeting * most_groups + at); }
+
+  __device__ __forceinline__ void tell(Meeting meeting, uint32_t at, uint32_t value) const {
+    if (threadIdx.x % 32 < size) tell_block(there + offset(meeting, at), value);
   }
 
-  __device__ __forceinline__ void meet(uint32_t meeting) const { await_words(&barriers[meeting]); }
+  // As long as the longest wait for a peer: all blocks of a cluster tell what they have then, or nothing that counts.
+  __device__ __forceinline__ uint4 squares(uint32_t first, uint32_t) const {
+    uint4 v;
+    do v = told_words(here + offset(SQUARES, first));
+    while (!__all_sync(0xFFFFFFFFu, is_there(v)));
+    return v;
+  }
+  __device__ __forceinline__ uint32_t magnitude(uint32_t at, uint32_t) const {
+    uint32_t v;
+    do v = told_word(here + offset(MAGNITUDES, at));
+    while (!__all_sync(0xFFFFFFFFu, v != sentinel));
+    return v;
+  }
 
   // They meet in any case, so all go on; what they write is poisoned later.
   __device__ __forceinline__ bool stops(bool) const { return false; }
 
-  // Nobody gives others anything before all are there.
+  // Nobody tells others anything before all are there.
   __device__ __forceinline__ void begin(uint32_t squares, uint32_t magnitudes) const {
-    if (threadIdx.x == 0) expect(&barriers[0], 4 * squares), expect(&barriers[1], 4 * magnitudes);
+    for (uint32_t i = threadIdx.x; i < most_groups; i += blockDim.x) {
+      told[SQUARES][i] = i < squares ? sentinel : 0;
+      told[MAGNITUDES][i] = i < magnitudes ? sentinel : 0;
+    }
     cluster_arrive();
   }
   __device__ __forceinline__ void begun() const { cluster_wait(); }
@@ -306,7 +326,8 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
       const uint32_t i = p.rank * place + j;
       if (j < place && i < all && !failed) {
         Sum sum;
-        failed = !this->reduce(from, Turns::Rows::read(p, p.from, i), herald, sum);
+        from.set_own(p, p.from + 16ull * i);
+        failed = !this->reduce(from, herald, sum);
         herald = false;
         if (!failed) {
           // Behind the shares; own ones last.
@@ -326,21 +347,22 @@ struct ShortNorm : OneTurn<AllReduceNormParams, In, Most> {
       // On their way while sums are waited for.
       Row h = {}, residual, weight;
       Turns::Rows::read_row(p, part, p.residual, row * p.granules, residual);
-      if (Part::alone) Turns::Rows::read_row(p, part, p.weight, 0, weight);
+      if (each == 1) Turns::Rows::read_row(p, part, p.weight, 0, weight);
       if constexpr (TwoShot) {
         const uint64_t nearer = p.size - 2 + (distance == 0 ? p.size : distance);
         failed = failed || !take(part, slots(p) + offset + 16 * (nearer * place + index * p.granules), peer_of(p, distance), h);
       } else if (part.granule(0) < p.granules && !failed) {
         Sum sum;
-        failed = !this->reduce(from, Turns::Rows::read(p, p.from, row * p.granules + part.granule(0)), herald, sum);
+        from.set_own(p, p.from + 16ull * (row * p.granules + part.granule(0)));
+        failed = !this->reduce(from, herald, sum);
         herald = false;
         h[0] = sum.part[0];
       }
       if (part.stops(failed)) {
         failed = true;
       } else {
-        // Of a cluster, on its way until all have met.
-        if (!Part::alone) Turns::Rows::read_row(p, part, p.weight, 0, weight);
+        // There are registers for one of them.
+        if (each > 1) Turns::Rows::read_row(p, part, p.weight, 0, weight);
         Turns::Rows::norm(p, part, row, h, residual, weight);
       }
     }
@@ -382,15 +404,14 @@ struct SentNorm : OneTurn<AllReduceNormParams, In, 4> {
     Sources from(p, slot, place);
     part.begin((p.granules + 31) / 32, part.size * (blockDim.x / 32));
     let_next_kernel_start();
-    SentNorm(p, nothing_of(threadIdx.x)).run(part, place, row, i, from, slot + 16ull * (p.size - 1) * place);
+    SentNorm(p, nothing_of(threadIdx.x)).run(part, place, row, i, from);
   }
 
-  // Granule `i` of every place; this rank's own are behind those of its peers.
-  __device__ __forceinline__ void run(Shared part, uint32_t place, uint32_t row, uint32_t i, Sources& from, uint64_t own) const {
-    const uint64_t offset = buffer * p.buffer_bytes;
+  // Granule `i` of every place.
+  __device__ __forceinline__ void run(Shared part, uint32_t place, uint32_t row, uint32_t i, Sources& from) const {
     bool herald = this->is_herald(), failed = stopped;
     this->announce();
-    from.move(offset);
+    from.move(buffer * p.buffer_bytes);
     this->empty();
     this->count(p.size * place);
     part.begun();
@@ -398,9 +419,8 @@ struct SentNorm : OneTurn<AllReduceNormParams, In, 4> {
       uint4 h[1] = {}, residual[1] = {}, weight[1] = {};
       if (part.granule(0) < p.granules) {
         residual[0] = peek(p.residual + 16ull * i), weight[0] = peek(p.weight + 16ull * part.granule(0));
-        const auto look = [&](uint4& mine) { return is_there(mine = peek(own + offset)); };
         Sum sum;
-        failed = failed || !this->reduce(from, look, herald, sum);
+        failed = failed || !this->reduce_sent(from, herald, sum);
         herald = false;
         if (!failed) h[0] = sum.part[0];
       }

@@ -218,17 +218,20 @@ __device__ __forceinline__ uint64_t add_acq_rel_gpu(uint64_t* at, uint64_t more)
   return before;
 }
 
-// Looks until `look` is true, as one thread. False if the group was stopped, or is now.
+// Looks until `look` is true. False if the group was stopped, or is now. Lanes that come here together leave together, as in push.cuh.
 template <typename Look>
 __device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message, uint64_t n, Look look) {
   constexpr uint32_t looks_between = 256;
-  bool hopeless = false;
+  const uint32_t together = __activemask();
+  bool there, hopeless = false;
   uint64_t since_ns = 0;
-  for (uint32_t spins = 1; !look(); ++spins) {
-    if (spins == 1 && first_packet(p) == 0) since_ns = globaltimer_ns();
-    // What a rank says last is that it is gone: all that it sent would be there. So there is one more look.
-    if (hopeless && give_up_on(p, message, n)) return false;
-    hopeless = spins % looks_between == 0 && !is_hope(p, message, n, spins / looks_between % 16 == 0);
+  for (uint32_t spins = 1; there = look(), !__all_sync(together, there); ++spins) {
+    if (spins == 1 && !there && first_packet(p) == 0) since_ns = globaltimer_ns();
+    if (spins % looks_between != 0) continue;
+    // What a rank says last is that it is gone: all that it sent would be there. So there are more looks between this and the end.
+    const bool lost = !there && hopeless && give_up_on(p, message, n);
+    if (__any_sync(together, lost)) return false;
+    hopeless = !there && !is_hope(p, message, n, spins / looks_between % 16 == 0);
   }
   if (since_ns != 0) count_wait(p, peer_of_message(p, message), since_ns);
   return true;

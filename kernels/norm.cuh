@@ -8,6 +8,16 @@
 
 namespace brigade {
 
+// Granules of a row that a thread has.
+constexpr uint32_t most_granules = NORM_COLUMNS / 8 / NORM_THREADS;
+// Leaves of the tree above a warp's.
+constexpr uint32_t most_groups = most_granules * NORM_THREADS / 32;
+
+// What the warps of a row tell each other: the sums of their squares, and their greatest magnitudes. A word of squares for each granule of a
+// warp, one of magnitudes for each warp; of squares there are as many as are read at once, and those behind the last count as 0.
+enum Meeting : uint32_t { SQUARES, MAGNITUDES, MEETINGS };
+__shared__ __align__(16) uint32_t told[MEETINGS][most_groups];
+
 // A row that a block has for itself.
 struct Alone {
   static constexpr bool alone = true;
@@ -15,31 +25,40 @@ struct Alone {
 
   __device__ __forceinline__ uint32_t granule(uint32_t k) const { return k * blockDim.x + threadIdx.x; }
 
-  // What each warp gives all blocks for the meeting of this number, by one of its lanes or several.
-  __device__ __forceinline__ void give(uint32_t, uint32_t* at, uint32_t value) const {
-    if (threadIdx.x % 32 == 0) *at = value;
+  // What a warp tells all blocks, by one of its lanes or several.
+  __device__ __forceinline__ void tell(Meeting meeting, uint32_t at, uint32_t value) const {
+    if (threadIdx.x % 32 == 0) told[meeting][at] = value;
   }
 
-  // All have given.
-  __device__ __forceinline__ void meet(uint32_t) const { __syncthreads(); }
+  // What all have told.
+  __device__ __forceinline__ uint4 squares(uint32_t first, uint32_t count) const {
+    __syncthreads();
+    const uint4 v = *reinterpret_cast<const uint4*>(&told[SQUARES][first]);
+    return make_uint4(first < count ? v.x : 0, first + 1 < count ? v.y : 0, first + 2 < count ? v.z : 0, first + 3 < count ? v.w : 0);
+  }
+  __device__ __forceinline__ uint32_t magnitude(uint32_t at, uint32_t count) const {
+    __syncthreads();
+    return at < count ? told[MAGNITUDES][at] : 0;
+  }
 
   // Whether one has failed: so that all stop.
   __device__ __forceinline__ bool stops(bool failed) const { return __syncthreads_or(failed); }
 
-  // How many words will be given for each meeting.
+  // How many words will be told in each meeting.
   __device__ __forceinline__ void begin(uint32_t, uint32_t) const {}
   __device__ __forceinline__ void begun() const {}
 };
 
-// Granules of a row that a thread has.
-constexpr uint32_t most_granules = NORM_COLUMNS / 8 / NORM_THREADS;
-// Leaves of the tree above a warp's.
-constexpr uint32_t most_groups = most_granules * NORM_THREADS / 32;
+// Of four lanes, `d` apart.
+__device__ __forceinline__ float tree_of_four(float x, int d) {
+  const float one = __shfl_xor_sync(0xFFFFFFFFu, x, d), two = __shfl_xor_sync(0xFFFFFFFFu, x, 2 * d), three = __shfl_xor_sync(0xFFFFFFFFu, x, 3 * d);
+  return __fadd_rn(__fadd_rn(x, one), __fadd_rn(two, three));
+}
 
+// Two levels of the tree for the time of one, since what is added does not depend on it.
 __device__ __forceinline__ float whole_tree(float x) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) x = __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
-  return x;
+  x = tree_of_four(tree_of_four(x, 1), 4);
+  return __fadd_rn(x, __shfl_xor_sync(0xFFFFFFFFu, x, 16));
 }
 
 // The greatest magnitude of a granule, as the bits of an f32. A NaN is above all.
@@ -63,6 +82,7 @@ struct NormRows {
   using Sum = Result<In, In>;
 
   static __device__ __forceinline__ uint32_t left(const P& p, uint32_t g) {
+    if constexpr (Plain) return lanes<In>;
     const uint32_t all = p.hidden - g * lanes<In>;
     return all < lanes<In> ? all : lanes<In>;
   }
@@ -124,7 +144,10 @@ struct NormRows {
   }
 
   static __device__ __forceinline__ float inverse_of(const P& p, float squares) {
-    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, float(p.hidden)), __uint_as_float(p.eps))));
+    // By a power of two a product is the quotient, to the bit.
+    const float hidden = float(p.hidden), part = __uint_as_float((254u << 23) - __float_as_uint(hidden));
+    const float mean = (p.hidden & (p.hidden - 1)) == 0 ? __fmul_rn(squares, part) : __fdiv_rn(squares, hidden);
+    return __frcp_rn(__fsqrt_rn(__fadd_rn(mean, __uint_as_float(p.eps))));
   }
 
   static __device__ __forceinline__ uint4 normed(uint4 h, uint4 weight, float inverse) {
@@ -140,7 +163,7 @@ struct NormRows {
 
   // Gives a granule that is normed as it is wanted; of int8 its greatest magnitude alone, if it is greater.
   static __device__ __forceinline__ void give(const P& p, uint32_t row, uint32_t g, uint4 v, uint32_t& greatest) {
-    if (p.form == NORM_PLAIN) {
+    if (__builtin_expect(p.form == NORM_PLAIN, 1)) {
       write(p, p.normed, row * p.granules + g, v);
     } else if (p.form == NORM_FP8) {
       quantize(p, row, g, v, Divisor(__uint_as_float(p.scale)), F8E4M3);
@@ -160,9 +183,8 @@ struct NormRows {
   template <typename Part, uint32_t Each>
   static __device__ __forceinline__ void norm(const P& p, Part part, uint32_t row, uint4 (&h)[Each],
                                               const uint4 (&residual)[Each], const uint4 (&weight)[Each]) {
-    // All have read those of the row before: they met when they took this one.
-    __shared__ uint32_t mine[most_groups];
-    const uint32_t lane = threadIdx.x % 32, count = (p.granules + 31) / 32;
+    // All have read what was told of the row before: they met when they took this one.
+    const uint32_t count = (p.granules + 31) / 32;
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
       const uint32_t g = part.granule(k);
@@ -171,13 +193,13 @@ struct NormRows {
       if (g < p.granules) q = add(p, g, h[k], residual[k]);
       if (Part::alone && g < p.granules) write(p, p.sum, row * p.granules + g, h[k]);
       q = whole_tree(q);
-      if (g / 32 < count) part.give(0, &mine[g / 32], __float_as_uint(q));
+      if (g / 32 < count) part.tell(SQUARES, g / 32, __float_as_uint(q));
     }
-    part.meet(0);
-    float q[4];
-#pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) q[i] = 4 * lane + i < count ? __uint_as_float(mine[4 * lane + i]) : 0.0f;
-    const float squares = whole_tree(__fadd_rn(__fadd_rn(q[0], q[1]), __fadd_rn(q[2], q[3])));
+    // Half of a warp has them all, four in each lane.
+    static_assert(most_groups == 64);
+    const uint4 of = part.squares(threadIdx.x % 16 * 4, count);
+    const float four = __fadd_rn(__fadd_rn(__uint_as_float(of.x), __uint_as_float(of.y)), __fadd_rn(__uint_as_float(of.z), __uint_as_float(of.w)));
+    const float squares = tree_of_four(tree_of_four(four, 1), 4);
     const float inverse = inverse_of(p, squares);
     uint32_t greatest = 0;
 #pragma unroll
@@ -190,18 +212,16 @@ struct NormRows {
       h[k] = normed(h[k], weight[k], inverse);
       give(p, row, g, h[k], greatest);
     }
-    if (p.form == NORM_INT8) by_row(p, part, row, greatest, h);
+    if (__builtin_expect(p.form == NORM_INT8, 0)) by_row(p, part, row, greatest, h);
   }
 
   // int8, by the greatest magnitude of the row.
   template <typename Part, uint32_t Each>
   static __device__ __forceinline__ void by_row(const P& p, Part part, uint32_t row, uint32_t greatest, const uint4 (&h)[Each]) {
-    __shared__ uint32_t mine[NORM_THREADS / 32];
     greatest = __reduce_max_sync(0xFFFFFFFFu, greatest);
     const uint32_t warps = blockDim.x / 32, lane = threadIdx.x % 32;
-    part.give(1, &mine[part.rank * warps + threadIdx.x / 32], greatest);
-    part.meet(1);
-    greatest = __reduce_max_sync(0xFFFFFFFFu, lane < part.size * warps ? mine[lane] : 0);
+    part.tell(MAGNITUDES, part.rank * warps + threadIdx.x / 32, greatest);
+    greatest = __reduce_max_sync(0xFFFFFFFFu, part.magnitude(lane, part.size * warps));
     const float scale = scale_of(greatest, I8);
     if (threadIdx.x == 0 && part.rank == 0) reinterpret_cast<float*>(p.scales)[row] = scale;
     const Divisor by(scale);

@@ -55,93 +55,93 @@ struct OneTurn : Sums<P, In, In, Most, false> {
   using Base::Base, Base::p, Base::flag;
   using typename Base::Sum;
 
-  // Where this rank finds a granule of every peer, in the order of their ranks.
+  // Where this rank finds a granule of every rank, by rank, so that none has to be put in its place when it has come. Its own lies behind those of its
+  // peers where it is sent, too.
   struct Sources {
-    uint64_t at[Most - 1];
+    uint64_t at[Most];
 
     // `nearest` is that of the next rank; places have so many granules.
     __device__ __forceinline__ Sources(const P& p, uint64_t nearest, uint32_t place) {
 #pragma unroll
-      for (int k = 0; k < Most - 1; ++k) {
-        // How many peers are nearer, of those behind this rank.
-        const uint32_t nearer = k >= p.rank ? k - p.rank : k + p.size - 1 - p.rank;
-        at[k] = nearest + 16ull * nearer * place;
-        asm volatile("" : "+l"(at[k]));
+      for (int r = 0; r < Most; ++r) {
+        // In place of a rank that there is not, some peer: so all places can be looked at.
+        const uint32_t of = r < p.size ? r : p.rank == 0;
+        // How many ranks are nearer, of those behind this one.
+        const uint32_t nearer = of > p.rank ? of - p.rank - 1 : of + p.size - 1 - p.rank;
+        at[r] = nearest + 16ull * nearer * place;
+        asm volatile("" : "+l"(at[r]));
       }
     }
 
     __device__ __forceinline__ uint64_t bits() const {
       uint64_t all = 0;
 #pragma unroll
-      for (int k = 0; k < Most - 1; ++k) all |= at[k];
+      for (int r = 0; r < Most; ++r) all |= at[r];
       return all;
     }
 
     __device__ __forceinline__ void move(uint64_t bytes) {
 #pragma unroll
-      for (int k = 0; k < Most - 1; ++k) {
-        at[k] += bytes;
-        asm volatile("" : "+l"(at[k]));
+      for (int r = 0; r < Most; ++r) {
+        at[r] += bytes;
+        asm volatile("" : "+l"(at[r]));
+      }
+    }
+
+    // Where it is not sent: what can be read.
+    __device__ __forceinline__ void set_own(const P& p, uint64_t address) {
+#pragma unroll
+      for (int r = 0; r < Most; ++r) {
+        at[r] = r == p.rank ? address : at[r];
+        asm volatile("" : "+l"(at[r]));
       }
     }
   };
 
-  using Granules = uint4[Most - 1];
-
-  // Looks for a granule of every peer of which `is_due`. A herald waits for its peer's arrival too. False if they do not come.
-  template <typename Due>
-  __device__ __forceinline__ bool await(const Sources& from, Granules& got, bool herald, Due is_due) const {
-    return await(from, got, herald, is_due, [] { return true; });
-  }
-
-  // The same, and for what is looked for beside them.
-  template <typename Due, typename Beside>
-  __device__ __forceinline__ bool await(const Sources& from, Granules& got, bool herald, Due is_due, Beside beside) const {
+  // Looks at a granule of so many ranks until none is missing of which `is_due`: at all of them if they can all be read, without a branch, so that
+  // none waits for another. A herald waits for its peer's arrival too. False if they do not come.
+  template <bool All, int N, typename Due, typename Rank>
+  __device__ __forceinline__ bool await(const uint64_t (&at)[N], uint4 (&got)[N], bool herald, Due is_due, Rank rank) const {
     const uint64_t* arrival = this->arrival(p.rank, threadIdx.x);
     asm volatile("" : "+l"(arrival));
     const auto look = [&] {
       bool all = this->arrived(arrival, herald) == flag;
 #pragma unroll
-      for (int k = 0; k < Most - 1; ++k) {
+      for (int k = 0; k < N; ++k) {
         // Nothing of an earlier look stays, which would have to be kept.
-        got[k] = make_uint4(0, 0, 0, 0);
-        if (is_due(k)) got[k] = peek(from.at[k]);
+        if (!All) got[k] = make_uint4(0, 0, 0, 0);
+        if (All || is_due(k)) got[k] = peek(at[k]);
       }
-      all &= beside();
 #pragma unroll
-      for (int k = 0; k < Most - 1; ++k) all &= is_there(got[k]);
+      for (int k = 0; k < N; ++k) all &= is_there(got[k]) | (All && !is_due(k));
       return all;
     };
     const auto missing = [&] {
       uint32_t who = herald ? threadIdx.x : p.rank;
 #pragma unroll
-      for (int k = 0; k < Most - 1; ++k) {
-        if (!is_there(got[k])) who = rank_of_peer(p, k);
+      for (int k = 0; k < N; ++k) {
+        if (is_due(k) && rank(k) < p.size && !is_there(got[k])) who = rank(k);
       }
       return who;
     };
     return this->wait(missing, look);
   }
 
-  // The sum of what every peer sent and this rank's own.
-  __device__ __forceinline__ bool reduce(const Sources& from, uint4 own, bool herald, Sum& sum) const {
-    return reduce(from, [&](uint4& mine) { return mine = own, true; }, herald, sum);
+  // The sum of what every rank has sent, but for this one, whose own may be what it is.
+  __device__ __forceinline__ bool reduce(const Sources& from, bool herald, Sum& sum) const {
+    return reduce(from, herald, sum, [&](int r) { return r != p.rank; });
   }
 
-  // The same, where this rank's own is looked for too.
-  template <typename Own>
-  __device__ __forceinline__ bool reduce(const Sources& from, Own look_for_own, bool herald, Sum& sum) const {
-    Granules got;
-    uint4 own;
-    if (!await(from, got, herald, [&](int k) { return k + 1 < p.size; }, [&] { return look_for_own(own); })) return false;
-    uint4 all[Most];
-#pragma unroll
-    for (int r = 0; r < Most; ++r) {
-      all[r] = own;
-      if (r < p.rank && r < Most - 1) all[r] = got[r];
-      if (r > p.rank) all[r] = got[r - 1];
-    }
-    sum = this->combined_of(all, Op::sum);
+  // The same where this one has sent its own, too.
+  __device__ __forceinline__ bool reduce_sent(const Sources& from, bool herald, Sum& sum) const {
+    return reduce(from, herald, sum, [](int) { return true; });
+  }
+
+  template <typename Due>
+  __device__ __forceinline__ bool reduce(const Sources& from, bool herald, Sum& sum, Due is_due) const {
+    uint4 got[Most];
+    if (!await<true>(from.at, got, herald, is_due, [](int r) { return r; })) return false;
+    sum = this->combined_of(got, Op::sum);
     return true;
   }
 

@@ -87,18 +87,21 @@ __device__ inline Waiting diagnose(const P& p, const Exchange& g, uint32_t peer,
   return w;
 }
 
-// Now and then, while `peer` is waited for since a time. Gives that time, or 0 if there is no hope.
+// In since when a lane waits: there was no hope already.
+constexpr uint64_t hopeless = 1ull << 63;
+
+// Now and then, while `peer` is waited for since a time: gives that time, and whether there is no hope.
 template <typename P>
 __device__ __noinline__ uint64_t hope_for(const P& p, uint64_t flag, uint32_t peer, uint32_t times, uint64_t since_ns) {
   const Exchange g{group_of(p, p.signature), flag, since_ns == 0 ? globaltimer_ns() : since_ns};
   // The host is far away.
-  return diagnose(p, g, peer, times % 16 == 0).end == End::going_on ? g.since_ns : 0;
+  return diagnose(p, g, peer, times % 16 == 0).end == End::going_on ? g.since_ns : g.since_ns | hopeless;
 }
 
 // There is no hope: leaves a record, if nobody else has, and stops the group.
 template <typename P>
 __device__ __noinline__ void give_up_on(const P& p, uint64_t flag, uint32_t peer, uint64_t since_ns) {
-  const Exchange g{group_of(p, p.signature), flag, since_ns == 0 ? globaltimer_ns() : since_ns};
+  const Exchange g{group_of(p, p.signature), flag, since_ns & ~hopeless};
   const Waiting w = diagnose(p, g, peer, true);
   give_up(g, w);
 }
@@ -273,21 +276,23 @@ struct Pushing {
   }
 
   // Looks until `look` is true; `missing` says for which rank. False if the group was stopped, or is now.
+  //
+  // Lanes that come here together look until all of them have what they look for, and leave together. Where each left by itself, the others took
+  // turns with those that had, and even behind the loop a warp went on in parts: a tree of shuffles took four times as long.
   template <typename Missing, typename Look>
   __device__ __forceinline__ bool wait(Missing missing, Look look) const {
+    const uint32_t together = __activemask();
     uint64_t since_ns = 0;
-    bool hopeless = false;
-    for (uint32_t spins = 1; !look(); ++spins) {
-      if (spins % looks_between != 0 && !hopeless) continue;
-      const uint32_t who = missing();
-      if (hopeless) {
-        give_up_on(p, flag, who, since_ns);
+    bool there;
+    for (uint32_t spins = 1; there = look(), !__all_sync(together, there); ++spins) {
+      if (spins % looks_between != 0) continue;
+      // What a rank says last is that it is gone: all that it pushed would be there. So there are more looks between this and the end.
+      const bool lost = !there && since_ns >= hopeless;
+      if (__any_sync(together, lost)) {
+        if (lost) give_up_on(p, flag, missing(), since_ns);
         return false;
       }
-      const uint64_t since = hope_for(p, flag, who, spins / looks_between, since_ns);
-      // What a rank says last is that it is gone: all that it pushed would be there. So there is one more look.
-      hopeless = since == 0;
-      if (!hopeless) since_ns = since;
+      if (!there) since_ns = hope_for(p, flag, missing(), spins / looks_between, since_ns);
     }
     return true;
   }
@@ -297,10 +302,12 @@ struct Pushing {
   template <typename Look>
   __device__ __forceinline__ bool wait_and_add(uint32_t from, Look look) const {
     uint64_t since_ns = 0, waited_ns = 0;
+    bool come = false;
     const auto timed = [&] {
-      const bool come = look();
+      const bool came = come;
+      come = look();
       if (!come && since_ns == 0) since_ns = globaltimer_ns();
-      if (come && since_ns != 0) waited_ns = globaltimer_ns() - since_ns;
+      if (come && !came && since_ns != 0) waited_ns = globaltimer_ns() - since_ns;
       return come;
     };
     const bool there = wait([&] { return from; }, timed);
