@@ -228,10 +228,11 @@ __device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message,
   for (uint32_t spins = 1; there = look(), !__all_sync(together, there); ++spins) {
     if (spins == 1 && !there && first_packet(p) == 0) since_ns = globaltimer_ns();
     if (spins % looks_between != 0) continue;
-    // What a rank says last is that it is gone: all that it sent would be there. So there are more looks between this and the end.
     const bool lost = !there && hopeless && give_up_on(p, message, n);
     if (__any_sync(together, lost)) return false;
     hopeless = !there && !is_hope(p, message, n, spins / looks_between % 16 == 0);
+    // What a rank says last is that it is gone: all that it sent would be there. So there are some more looks.
+    if (__any_sync(together, hopeless)) spins += looks_between - 16;
   }
   if (since_ns != 0) count_wait(p, peer_of_message(p, message), since_ns);
   return true;

@@ -278,21 +278,24 @@ struct Pushing {
   // Looks until `look` is true; `missing` says for which rank. False if the group was stopped, or is now.
   //
   // Lanes that come here together look until all of them have what they look for, and leave together. Where each left by itself, the others took
-  // turns with those that had, and even behind the loop a warp went on in parts: a tree of shuffles took four times as long.
-  template <typename Missing, typename Look>
+  // turns with those that had, and even behind the loop a warp went on in parts: a tree of shuffles took four times as long. So what one of them
+  // waits for must not come of what another does behind its wait, here or on other ranks. Where it may, none waits `Together` with another.
+  template <bool Together = true, typename Missing, typename Look>
   __device__ __forceinline__ bool wait(Missing missing, Look look) const {
-    const uint32_t together = __activemask();
+    const uint32_t together = Together ? __activemask() : 0;
+    const auto any = [&](bool x) { return Together ? __any_sync(together, x) : x; };
     uint64_t since_ns = 0;
     bool there;
-    for (uint32_t spins = 1; there = look(), !__all_sync(together, there); ++spins) {
+    for (uint32_t spins = 1; there = look(), Together ? !__all_sync(together, there) : !there; ++spins) {
       if (spins % looks_between != 0) continue;
-      // What a rank says last is that it is gone: all that it pushed would be there. So there are more looks between this and the end.
       const bool lost = !there && since_ns >= hopeless;
-      if (__any_sync(together, lost)) {
+      if (any(lost)) {
         if (lost) give_up_on(p, flag, missing(), since_ns);
         return false;
       }
       if (!there) since_ns = hope_for(p, flag, missing(), spins / looks_between, since_ns);
+      // What a rank says last is that it is gone: all that it pushed would be there. So there are some more looks.
+      if (any(since_ns >= hopeless)) spins += looks_between - last_looks;
     }
     return true;
   }
@@ -330,7 +333,7 @@ struct Pushing {
   }
 
   // Looks at data between two thoughts of giving up.
-  static constexpr uint32_t looks_between = 256;
+  static constexpr uint32_t looks_between = 256, last_looks = 16;
 };
 
 }  // namespace brigade

@@ -137,7 +137,8 @@ struct PushCopy : Pushing<PushCopyParams> {
       const uint32_t root = peer(distance), by = is_relayed() ? relay(root, j) : root;
       return come ? threadIdx.x : by == p.rank ? root : by;
     };
-    return wait(missing, look);
+    // Lanes of a warp have packets that different ranks pass on, each behind a wait of its own.
+    return wait<false>(missing, look);
   }
 
   // Own bytes, where they go too.
