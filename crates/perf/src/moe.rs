@@ -120,6 +120,8 @@ enum Choice {
     Gather,
     /// Rows are written to their places at each receiver, stay there, and are added up from there
     InPlace,
+    /// The same, but they go back as the plan chooses
+    InPlaceThere,
     /// Rows are written to their places in a slot; sent and received apart, each expert's packed in its own room
     LowLatency,
 }
@@ -133,7 +135,7 @@ impl Choice {
             Self::Pushed => Some(Transport::Pushed),
             Self::Fifo => Some(Transport::Fifo),
             Self::Gather => Some(Transport::Gather),
-            Self::InPlace => Some(Transport::InPlace),
+            Self::InPlace | Self::InPlaceThere => Some(Transport::InPlace),
         }
     }
 
@@ -141,6 +143,7 @@ impl Choice {
     const fn back(self) -> Option<Transport> {
         match self {
             Self::PushedBack => Some(Transport::Pushed),
+            Self::InPlaceThere => None,
             _ => self.transport(),
         }
     }
@@ -194,7 +197,8 @@ impl Moe {
         let only = "--machines takes rows as they come: --rows dense, and no --transport low-latency or in-place";
         ensure!(
             self.rows() == Rows::Dense
-                && !matches!(self.transport, Choice::LowLatency | Choice::InPlace),
+                && !self.in_slots()
+                && self.choice() != Some(Transport::InPlace),
             only
         );
         Ok(())

@@ -16,7 +16,7 @@ use anyhow::Result;
 use brigade::{
     Allocate, Arrangement, Buffer, Call, CombineParams, DataType, DispatchParams,
     LowLatencyCombineParams, LowLatencyDispatchParams, MemoryType, Output, Placement, Plan,
-    ReceivedIds, Route, Routing, View, ViewMut,
+    ReceivedIds, Route, Routing, Transport, View, ViewMut,
 };
 
 /// What was measured of a number of tokens.
@@ -220,7 +220,8 @@ impl<'a> Case<'a> {
         let mut lease = self.among.lease(on)?;
         let there = self.dispatch(&mut lease)?;
         // Rows that were cast stay in place, and what was made of them goes back another way.
-        let (in_place, fp8) = (self.options.transport == Choice::InPlace, self.options.fp8);
+        let in_place = self.options.choice() == Some(Transport::InPlace);
+        let fp8 = self.options.fp8;
         let made = match in_place && !fp8 {
             true => None,
             false => make(there.rows.view(), there.scales.as_ref().map(Buffer::view))?,

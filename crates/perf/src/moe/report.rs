@@ -109,6 +109,7 @@ pub fn table(options: &Moe, rows: &[Value]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::moe::Choice;
     use brigade::{Launch, Transport};
     use clap::Parser;
 
@@ -207,8 +208,17 @@ mod tests {
         assert!(refused("--machines 2 --rows by-expert", 4));
         assert!(refused("--machines 2 --transport low-latency", 4));
         assert!(refused("--machines 2 --transport in-place", 4));
+        assert!(refused("--machines 2 --transport in-place-there", 4));
         assert!(refused("--processes --sockets", 4));
         assert!(read("--machines 2 --graph").is_err());
+    }
+
+    #[test]
+    fn rows_that_stay_in_place_go_back_from_there_or_as_the_plan_has_it() {
+        let ways = |choice: Choice| (choice.transport(), choice.back());
+        let there = Some(Transport::InPlace);
+        assert_eq!(ways(Choice::InPlace), (there, there));
+        assert_eq!(ways(Choice::InPlaceThere), (there, None));
     }
 
     #[test]
