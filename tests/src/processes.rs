@@ -13,7 +13,7 @@ pub(crate) mod turn;
 
 use crate::{
     backend::{Backend, Seat, takes_no_hook},
-    hierarchical, killed,
+    hierarchical, killed, stress,
     suite::{SEED, Suite, asked, base_seed},
 };
 use brigade_cuda::Missing;
@@ -32,7 +32,7 @@ use std::{
     time::Duration,
 };
 
-/// Longest that one trial may run.
+/// Longest that one trial may run, beside the time for which somebody wants stress to go on.
 const LIMIT: Duration = Duration::from_secs(160);
 
 /// Set in the processes of a crew: the name of its devices.
@@ -217,11 +217,12 @@ fn run(args: &Arguments, all: &[Arc<dyn Devices>]) -> ExitCode {
         return told("this rank", served);
     }
     let seed = base_seed();
+    let limit = LIMIT.saturating_add(stress::asked().unwrap_or_default());
     let crews: Vec<_> = all
         .iter()
         .map(|devices| {
             let starter = Arc::clone(devices);
-            Arc::new(Crews::new(LIMIT, move || rank_of_crew(&*starter, seed)))
+            Arc::new(Crews::new(limit, move || rank_of_crew(&*starter, seed)))
         })
         .collect();
     let with_crews = all.iter().zip(&crews);

@@ -109,10 +109,18 @@ fn group(world: &World, seed: u64, end: Instant) -> bool {
     over.load(Ordering::Relaxed)
 }
 
+/// How long somebody wants it to go on, if anybody does.
+///
+/// # Panics
+/// What was wrong with the time.
+pub fn asked() -> Option<Duration> {
+    let text = std::env::var(STRESS).ok()?;
+    Some(span::parse(&text).unwrap())
+}
+
 /// Groups until the time is over.
 fn random(world: &World) {
-    let asked = std::env::var(STRESS).ok();
-    let all = asked.map_or(USUALLY, |text| span::parse(&text).unwrap());
+    let all = asked().unwrap_or(USUALLY);
     let sizes = u32::try_from(world.backend.worlds().len()).unwrap();
     let end = Instant::now() + all / sizes;
     let mut rng = world.rng();
