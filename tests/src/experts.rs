@@ -151,13 +151,17 @@ fn same_ways(rank: &Rank, first: &Case, others: &[&Case]) {
     }
 }
 
+/// Most tokens of a rank, columns, experts of a token, and experts of what is drawn for stress.
+pub(crate) const DRAWN: (usize, usize, usize, usize) = (19, 8 * 4, 4, 19);
+
 /// Any small round trip, for stress.
 pub fn draw(rng: &mut StdRng, size: usize) -> impl Fn(&Rank) + Send + Sync + use<> {
+    let (max_tokens, hidden, k, experts) = DRAWN;
     let sizes = (
-        rng.random_range(0..20),
-        8 * rng.random_range(1..5),
-        rng.random_range(1..5),
-        rng.random_range(1..20),
+        rng.random_range(0..=max_tokens),
+        8 * rng.random_range(1..=hidden / 8),
+        rng.random_range(1..=k),
+        rng.random_range(1..=experts),
     );
     let mut case = Case::random(rng, size, sizes);
     case.arrangement = ARRANGEMENTS[rng.random_range(0..ARRANGEMENTS.len())].1;

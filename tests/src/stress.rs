@@ -46,6 +46,9 @@ const TURNS: usize = 40;
 /// Deadline of calls: far more than any takes, with all stalls and on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(2);
 
+/// Memory for what is pushed: rows with experts, of up to eight ranks, are the most.
+const ALL_REDUCE_BYTES: usize = 80 << 10;
+
 /// Something that all ranks of a group do.
 type Turn = Box<dyn Fn(&Rank, &Director) + Send + Sync>;
 
@@ -93,8 +96,7 @@ fn group(world: &World, seed: u64, end: Instant) -> bool {
     let config = CommConfig {
         deadline: DEADLINE,
         first_deadline: AMPLE,
-        // Rows with experts that are drawn for eight ranks push up to 76 013 bytes.
-        all_reduce_bytes: 80 << 10,
+        all_reduce_bytes: ALL_REDUCE_BYTES,
         ..config()
     };
     let director = Director::new(&world.backend, Some(jitter));
@@ -138,5 +140,57 @@ fn random(world: &World) {
 pub fn add(suite: &mut Suite) {
     if suite.backend().injects() {
         suite.add("stress/random", random);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::experts::DRAWN;
+    use brigade_device::{
+        Arrangement, Call, CombineCall, CombineSum, DataType, DispatchCall, DispatchParams,
+        PlacementCall, ReceivedIds, Transport,
+    };
+    use brigade_plan::experts::need;
+
+    #[test]
+    fn the_largest_rows_with_experts_that_are_drawn_can_be_pushed() {
+        const SIZE: usize = 8;
+        let (max_tokens, hidden, k, experts) = DRAWN;
+        let there = DispatchCall {
+            max_tokens,
+            hidden,
+            dtype: DataType::BF16,
+            // As many bytes as the widest has.
+            beside_bytes: [24; DispatchParams::MOST_BESIDE].into_iter().collect(),
+            k,
+            weights: true,
+            placement: PlacementCall::Even { experts },
+            arrangement: Arrangement::BySource,
+            max_recv: None,
+            received_ids: ReceivedIds::Local,
+            again: false,
+            gathered: false,
+            cast: None,
+            choice: Some(Transport::Pushed),
+        };
+        let back = CombineCall {
+            max_tokens,
+            hidden,
+            dtype: DataType::F32,
+            output: DataType::F32,
+            k,
+            arrangement: Arrangement::ByExpert { alignment: 1 },
+            sum: CombineSum::Expert,
+            weights: true,
+            choice: Some(Transport::Pushed),
+        };
+        for call in [Call::Dispatch(there), Call::Combine(back)] {
+            let need = need(&call, SIZE).unwrap();
+            assert_eq!(need.field, "all_reduce_bytes");
+            // Neither more than there is, nor so little that this asks nothing.
+            let (least, most) = (config().all_reduce_bytes, ALL_REDUCE_BYTES);
+            assert!((least..=most).contains(&need.bytes), "{need:?}, {call:?}");
+        }
     }
 }
