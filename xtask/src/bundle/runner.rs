@@ -19,7 +19,7 @@ fn listed() -> impl Iterator<Item = (&'static str, &'static str)> {
 pub(super) fn text(programs: &[&str]) -> String {
     let there = listed().all(|(name, _)| programs.contains(&name));
     let memcheck = if there { memcheck() } else { String::new() };
-    let unpack = format!("[ -e {BENCHMARK} ] || tar -xzf {ARCHIVE} || exit 1\n");
+    let unpack = format!("[ -e {BENCHMARK} ] || tar -xJf {ARCHIVE} || exit 1\n");
     format!(
         r#"#!/usr/bin/env bash
 {TITLE}all of them, or those whose names hold one of the arguments.
