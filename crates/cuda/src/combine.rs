@@ -222,6 +222,7 @@ impl Arguments {
         };
         Work {
             pieces: self.pieces,
+            targets: size - 1,
             pushes: Work::PUSH * rows * (size - 1),
             makes,
             takes: Work::ADD * (1 + come),

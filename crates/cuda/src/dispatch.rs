@@ -292,7 +292,7 @@ impl Arguments {
             (Transport::Pushed | Transport::Fifo, _) => Vec::new(),
             (Transport::InPlace, load) => {
                 self.in_place = Some(InPlace::of(call, size));
-                Piece::all(load, (tokens, tokens), false).collect()
+                in_place::pieces(load, tokens, comm.core.topology.config.sm_budget)
             }
             (Transport::OneSided, Load::Whole) if rows >= tokens => {
                 Piece::all(Load::Whole, (tokens, rows), false).collect()
@@ -336,11 +336,14 @@ impl Arguments {
             Arrangement::ByExpert { .. } => Work::HALF * (1 + k.div_ceil(size)),
             Arrangement::Dense | Arrangement::BySource => Work::COPY,
         };
+        // Where rows stay in place, own ones are written there, too, and nothing is taken but what says which is what.
+        let stays = self.in_place.is_some();
         Work {
             pieces: self.pieces.len(),
+            targets: if stays { size } else { size - 1 },
             pushes: Work::PUSH * (size - 1),
             makes: 0,
-            takes: takes * size,
+            takes: if stays { takes } else { takes * size },
         }
     }
 
@@ -467,9 +470,6 @@ fn dispatch(
     }
     // Where rows stayed in place, they are not needed any more.
     job.steps.let_go_of_area(Area::Dispatch);
-    if let (Some(layout), Some(outputs)) = (&a.in_place, &outputs) {
-        return in_place::dispatch(job, a, layout, outputs.clone());
-    }
     let mut passing = Passing { a, outputs };
     job.relay(&mut passing)?;
     let outputs = passing.outputs;

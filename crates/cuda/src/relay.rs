@@ -22,6 +22,11 @@ pub(crate) trait Pieces {
         false
     }
 
+    /// Whether a piece stays in its half when the call has ended.
+    fn stays(&self, _piece: usize) -> bool {
+        false
+    }
+
     /// What comes before the first.
     fn prepare(&mut self, job: &mut Job<'_>) -> Result<()>;
 
@@ -75,7 +80,9 @@ impl Job<'_> {
                 || format!("take {piece}"),
                 |job| pieces.take(job, of, piece),
             )?;
-            self.steps.end(of);
+            if !pieces.stays(piece) {
+                self.steps.end(of);
+            }
             if let Some(said) = said {
                 // What is said has the half's count in it, which its next use moves on. It waits for nothing but what was written before.
                 self.after(&said)?;
@@ -96,7 +103,9 @@ impl Job<'_> {
         self.steps.filled_to_all(of, self.core.rank(), 0);
         self.steps.await_all(of, 0);
         pieces.take(self, of, 0)?;
-        self.steps.end(of);
+        if !pieces.stays(0) {
+            self.steps.end(of);
+        }
         Ok(())
     }
 

@@ -41,7 +41,7 @@ impl Job<'_> {
         if !came.with_own {
             parameters.from = a.from();
         }
-        if let Some(layout) = a.in_place.as_ref().filter(|_| !came.with_own) {
+        if let Some(layout) = a.stays(piece).filter(|_| !came.with_own) {
             in_place::but_rows(&mut parameters, layout);
         }
         parameters.came = parameters.section;

@@ -81,6 +81,8 @@ pub(crate) enum Side {
 pub(crate) struct Work {
     /// There are sides where there are two or more.
     pub(crate) pieces: usize,
+    /// How many ranks rows are written to.
+    pub(crate) targets: usize,
     /// Writing rows to peers.
     pub(crate) pushes: usize,
     /// Making them, before.
@@ -115,12 +117,12 @@ impl Work {
 
     /// A side's part of so many multiprocessors, where there are sides: one at least.
     fn share(self, sms: usize, side: Side) -> usize {
-        /// They fill the links of an H100, if they do nothing else.
+        /// They fill an H100's link, if they do nothing else and there is one peer. With three, more than as many for each gain nothing.
         const MOST_PUSHING: usize = 32;
         let writes = self.pushes + self.makes;
         let both = (writes + self.takes).max(1);
         let writing = (sms * writes + both / 2) / both;
-        let most = MOST_PUSHING * writes / self.pushes.max(1);
+        let most = MOST_PUSHING * self.targets.max(1) * writes / self.pushes.max(1);
         let writing = writing.min(most).min(sms.saturating_sub(1)).max(1);
         match side {
             _ if self.pieces < 2 => sms,
@@ -141,6 +143,7 @@ mod tests {
     ) -> [usize; 2] {
         let work = Work {
             pieces,
+            targets: pushes / Work::PUSH,
             pushes,
             makes,
             takes,
@@ -169,7 +172,9 @@ mod tests {
         let writing = |sms, work| shares(sms, 4, work)[0];
         assert_eq!(writing(24, (7, 0, 12)), 9);
         assert_eq!(writing(24, (21, 0, 15)), 14);
-        assert_eq!(writing(132, (7, 0, 12)), 32, "links are full");
+        assert_eq!(writing(132, (7, 0, 12)), 32, "the link is full");
+        assert_eq!(writing(132, (21, 0, 6)), 96, "all three are");
+        assert_eq!(writing(132, (21, 0, 24)), 62, "others take");
         assert_eq!(writing(132, (7, 30, 9)), 106, "sums are made");
     }
 }

@@ -1,52 +1,56 @@
 //! A dispatch whose rows stay where they come: in a half, which stays this rank's until its next dispatch.
 
-use super::{Arguments, Came, Parameters};
-use crate::job::Job;
+use super::{Arguments, Came, Parameters, pieces::Piece};
+use crate::{job::Job, steps::Use};
 use brigade_device::{DispatchOutputs, Result, Shape};
 use brigade_plan::dispatch::{InPlace, Load, Section};
-use brigade_sync::Area;
 
-/// Writes own rows into their places in all halves, and says which row is what. The use of the half goes on: the next dispatch ends it.
-pub(super) fn dispatch(
-    job: &mut Job<'_>,
-    a: &Arguments,
-    layout: &InPlace,
-    outputs: DispatchOutputs,
-) -> Result<DispatchOutputs> {
-    let (core, me) = (job.core, job.core.rank());
-    let of = job.begin(Area::Dispatch);
-    let rows = core.window(
-        of,
-        0..layout.source_bytes * core.size(),
-        &core.views.dispatched,
-        a.call.wire_type(),
-        Shape::new(&[core.size(), a.call.max_tokens, a.call.hidden])?,
-    )?;
-    let outputs = outputs.in_place(Some(rows));
-    job.poison_all(&outputs);
-    job.prepare_rows(a)?;
-    if let Some(all) = &a.gathered {
-        let came = Came::staged(a, Load::Ways, &all.ways);
-        job.count_and_say(a, came, outputs.capacity(), 0)?;
-        job.arrange(a, came, &outputs)?;
+/// From so many tokens on, what says which row is what goes ahead of the rows, and is looked through while they are on their way.
+const AHEAD: usize = 1025;
+
+/// What goes at once, of a load of so many tokens. Within a budget, multiprocessors that look through it would be missed by the rows.
+pub(super) fn pieces(load: Load, tokens: usize, sm_budget: Option<u16>) -> Vec<Piece> {
+    let one = |load| Piece::all(load, (tokens, tokens), false);
+    let ahead = tokens >= AHEAD && sm_budget.is_none();
+    match load {
+        Load::Whole if ahead => one(Load::Ways).chain(one(Load::Rest)).collect(),
+        other => one(other).collect(),
     }
-    job.steps_now()?;
-    let piece = a.pieces[0];
-    job.push_rows(a, piece, of, job.stream)?;
-    job.steps.filled_to_all(of, me, 0);
-    job.steps.await_all(of, 0);
-    let came = Came {
-        parts: core.place(me, of, layout.parts_start),
-        stride: layout.part_bytes,
-        piece,
-        with_own: false,
-    };
-    job.count_and_say(a, came, outputs.capacity(), 0)?;
-    job.arrange(a, came, &outputs)?;
-    if outputs.scales.is_some() || !outputs.beside.is_empty() {
-        job.collect(a, came, &outputs)?;
+}
+
+impl Came {
+    /// Behind rows that stay in place.
+    pub(super) fn behind_rows(job: &Job<'_>, of: Use, layout: &InPlace, piece: Piece) -> Self {
+        Self {
+            parts: job.core.place(job.core.rank(), of, layout.parts_start),
+            stride: layout.part_bytes,
+            piece,
+            with_own: false,
+        }
     }
-    Ok(outputs)
+}
+
+impl Job<'_> {
+    /// Rows have come to where they stay.
+    pub(super) fn leave_in_place(
+        &mut self,
+        a: &Arguments,
+        of: Use,
+        layout: &InPlace,
+        outputs: DispatchOutputs,
+    ) -> Result<DispatchOutputs> {
+        let core = self.core;
+        let rows = core.window(
+            of,
+            0..layout.source_bytes * core.size(),
+            &core.views.dispatched,
+            a.call.wire_type(),
+            Shape::new(&[core.size(), a.call.max_tokens, a.call.hidden])?,
+        )?;
+        let outputs = outputs.in_place(Some(rows));
+        self.poison_all(&outputs);
+        Ok(outputs)
+    }
 }
 
 /// Where a sender finds places: parts lie behind the rows, and its rows so far before its part.

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{job::Job, relay::Pieces, steps::Use};
 use brigade_device::{Buffer, DispatchOutputs, Error, Result};
-use brigade_plan::dispatch::{Load, Section, Sections, part_bytes};
+use brigade_plan::dispatch::{InPlace, Load, Section, Sections, part_bytes};
 use brigade_sync::Area;
 use cudarc::driver::sys;
 
@@ -65,7 +65,10 @@ impl Came {
     }
 
     /// In a half, but for what own rows have where the caller has them.
-    fn of(job: &Job<'_>, of: Use, piece: Piece) -> Self {
+    fn of(job: &Job<'_>, a: &Arguments, of: Use, piece: Piece) -> Self {
+        if let Some(layout) = a.stays(piece) {
+            return Self::behind_rows(job, of, layout, piece);
+        }
         let (parts, stride) = own_parts(job, of);
         Self {
             parts,
@@ -103,6 +106,10 @@ impl Pieces for Passing<'_> {
         self.a.pieces.first().is_some_and(|p| p.load == Load::Ways)
     }
 
+    fn stays(&self, piece: usize) -> bool {
+        self.a.stays(self.a.pieces[piece]).is_some()
+    }
+
     fn prepare(&mut self, job: &mut Job<'_>) -> Result<()> {
         job.prepare_rows(self.a)?;
         match &self.a.gathered {
@@ -118,7 +125,7 @@ impl Pieces for Passing<'_> {
     /// What says which row is what comes first; the rows come with it, or else behind it.
     fn take(&mut self, job: &mut Job<'_>, of: Use, piece: usize) -> Result<()> {
         let (a, piece) = (self.a, self.a.pieces[piece]);
-        let came = Came::of(job, of, piece);
+        let came = Came::of(job, a, of, piece);
         match (piece.load, &a.staged) {
             (Load::Ways, Some(staged)) => {
                 job.stage(a, came, staged)?;
@@ -137,10 +144,26 @@ impl Pieces for Passing<'_> {
                 }
             }
         }
-        match &self.outputs {
-            Some(outputs) => job.collect(a, came, outputs),
-            None => Err(Error::invalid("route", "again", "room for its rows")),
+        let mut outputs = self
+            .outputs
+            .take()
+            .ok_or_else(|| Error::invalid("route", "again", "room for its rows"))?;
+        let stays = a.stays(piece);
+        if let Some(layout) = stays {
+            outputs = job.leave_in_place(a, of, layout, outputs)?;
         }
+        if stays.is_none() || outputs.scales.is_some() || !outputs.beside.is_empty() {
+            job.collect(a, came, &outputs)?;
+        }
+        self.outputs = Some(outputs);
+        Ok(())
+    }
+}
+
+impl Arguments {
+    /// How the half of a piece lies, if its rows stay there.
+    pub(super) fn stays(&self, piece: Piece) -> Option<&InPlace> {
+        self.in_place.as_ref().filter(|_| piece.load != Load::Ways)
     }
 }
 
@@ -155,7 +178,7 @@ impl Job<'_> {
     ) -> Result<()> {
         let sections = Sections::part(&a.call, piece.load, piece.rows);
         let mut parameters: Parameters = self.dispatching(a, &sections, Some(of));
-        if let Some(layout) = &a.in_place {
+        if let Some(layout) = a.stays(piece) {
             in_place::to_places(&mut parameters, layout);
         }
         parameters.from = a.from();
