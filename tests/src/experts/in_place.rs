@@ -78,11 +78,11 @@ fn round_trips(world: &World) {
     });
 }
 
-/// Where no rank has room for a token, none comes, also where others have come before: in both halves.
+/// Where no rank has room for a token, none comes, also where others have come before: in both halves. Many come in more pieces than few.
 fn nobody_has_any(world: &World) {
     let mut rng = world.rng();
     let mut cases = vec![];
-    for max_tokens in [7, 7, 0, 0, 7] {
+    for max_tokens in [7, 7, 0, 0, 7, 1030, 1030, 7, 1030, 0, 1030] {
         let case = case_of(&mut rng, world.size, (max_tokens, 24, 2, 5));
         let case = case.with_tokens(&mut rng, &vec![max_tokens; world.size]);
         let back = Back::in_place(&mut rng, &case);
