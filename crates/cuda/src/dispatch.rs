@@ -292,7 +292,7 @@ impl Arguments {
             (Transport::Pushed | Transport::Fifo, _) => Vec::new(),
             (Transport::InPlace, load) => {
                 self.in_place = Some(InPlace::of(call, size));
-                in_place::pieces(load, tokens, comm.core.topology.config.sm_budget)
+                in_place::pieces(load, tokens, comm.core.config.sm_budget)
             }
             (Transport::OneSided, Load::Whole) if rows >= tokens => {
                 Piece::all(Load::Whole, (tokens, rows), false).collect()

@@ -29,7 +29,12 @@ pub const IN_PLACE: By = By::of(Transport::InPlace, Transport::InPlace);
 /// Adds the contracts.
 pub fn add(suite: &mut Suite) {
     suite.add("experts/in_place/round_trips", round_trips);
-    suite.add("experts/in_place/nobody_has_any", nobody_has_any);
+    suite.add("experts/in_place/nobody_has_any", |world| {
+        in_turn(world, &[7, 7, 0, 0, 7]);
+    });
+    suite.add("experts/in_place/few_and_many", |world| {
+        in_turn(world, &[1030, 1030, 7, 1030, 0, 1030]);
+    });
     suite.add("experts/in_place/others_between", others_between);
     suite.add("experts/in_place/casts", casts);
     suite.add("experts/in_place/refused", refused);
@@ -78,11 +83,12 @@ fn round_trips(world: &World) {
     });
 }
 
-/// Where no rank has room for a token, none comes, also where others have come before: in both halves. Many come in more pieces than few.
-fn nobody_has_any(world: &World) {
+/// Calls of so many tokens of each rank, one after the other. Where no rank has room for a token, none comes, also where others have come before: in both halves.
+/// Many may come in more pieces than few.
+fn in_turn(world: &World, tokens: &[usize]) {
     let mut rng = world.rng();
     let mut cases = vec![];
-    for max_tokens in [7, 7, 0, 0, 7, 1030, 1030, 7, 1030, 0, 1030] {
+    for &max_tokens in tokens {
         let case = case_of(&mut rng, world.size, (max_tokens, 24, 2, 5));
         let case = case.with_tokens(&mut rng, &vec![max_tokens; world.size]);
         let back = Back::in_place(&mut rng, &case);

@@ -8,7 +8,7 @@ use brigade_plan::dispatch::{InPlace, Load, Section};
 /// From so many tokens on, what says which row is what goes ahead of the rows, and is looked through while they are on their way.
 const AHEAD: usize = 1025;
 
-/// What goes at once, of a load of so many tokens. Within a budget, multiprocessors that look through it would be missed by the rows.
+/// What goes at once, of a load of so many tokens. Not within a budget, of which who looks through it would have a part.
 pub(super) fn pieces(load: Load, tokens: usize, sm_budget: Option<u16>) -> Vec<Piece> {
     let one = |load| Piece::all(load, (tokens, tokens), false);
     let ahead = tokens >= AHEAD && sm_budget.is_none();
