@@ -231,6 +231,17 @@ impl<'a> Job<'a> {
         unsafe { kernel.launch(stream, shape, parameters) }.map_err(Into::into)
     }
 
+    /// The launch, which may take its places while the one in front of it still has its own: where it says so, as this group has places for both, or
+    /// where nobody on this GPU waits for the places that it takes of others.
+    pub(crate) fn early(&self, shape: Launch) -> Launch {
+        let core = self.core;
+        Launch {
+            programmatic: shape.programmatic
+                || (core.overtakes && core.device.overtakes(self.lane)),
+            ..shape
+        }
+    }
+
     /// Enqueues a kernel that waits for nobody. Behind this call's steps, which let no other kernel begin before they end, its launch
     /// takes place while they do.
     ///

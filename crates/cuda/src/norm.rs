@@ -35,6 +35,10 @@ const RANKS: [usize; 2] = [4, 8];
 /// Types of rows.
 pub(crate) const TYPES: [DataType; 3] = [DataType::F32, DataType::F16, DataType::BF16];
 
+/// A call whose blocks share the work begins [early](Job::early) if there are at most so many rows of a block. Of more, calls take longer where the next
+/// one lies in wait, as measured on two GPUs; why is not known.
+const FEW_ROWS: usize = 2;
+
 // Kernels and plans agree on what a launch is made of.
 const _: () = assert!(norm::MOST_THREADS == NORM_THREADS);
 const _: () = assert!(norm::PLACE_THREADS == ALL_REDUCE_THREADS);
@@ -396,11 +400,14 @@ impl Job<'_> {
         };
         let kernel = kernel
             .ok_or_else(|| Error::invalid("algorithm", format!("{pushed:?}"), "a kernel for it"))?;
-        let shape = Launch {
+        let mut shape = Launch {
             programmatic: blocks.programmatic,
             cluster: blocks.cluster,
             ..Launch::grid(blocks.blocks, blocks.threads)
         };
+        if !blocks.split || rows.count <= FEW_ROWS * blocks.blocks as usize {
+            shape = self.early(shape);
+        }
         // SAFETY: all arguments lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }

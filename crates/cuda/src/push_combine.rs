@@ -84,7 +84,8 @@ impl Job<'_> {
         for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
             *to = bias.address();
         }
-        let shape = self.core.push_shape(launch, usize::MAX);
+        let shape = core.push_shape(launch, usize::MAX);
+        let shape = self.early_of_few(shape, tokens.saturating_mul(returned.row));
         // SAFETY: rows and the result lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }

@@ -117,7 +117,8 @@ impl Job<'_> {
         }
         let kernels = &core.device.opened.kernels.pushes;
         let (kernel, together) = (&kernels.dispatch, kernels.dispatch_together);
-        let shape = self.core.push_shape_beside(launch, usize::MAX, together);
+        let shape = core.push_shape_beside(launch, usize::MAX, together);
+        let shape = self.early_of_few(shape, tokens.saturating_mul(record.granules()));
         // SAFETY: rows and all that is found lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }

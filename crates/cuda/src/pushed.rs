@@ -129,6 +129,10 @@ pub(crate) fn one_of<P>(kernels: &ByTypes<P>, kind: Kind, size: usize) -> Option
     Some(&kernels[types][ranks])
 }
 
+/// Granules of rows for a thread up to which an exchange with experts may be early. Of more, combines take longer, and those behind such a
+/// dispatch most, as measured on two GPUs; why is not known.
+const FEW_TURNS: usize = 2;
+
 /// Most elements of a piece, whose granules kernels count in 32 bits.
 pub(crate) const MOST_ELEMENTS: usize = 1 << 31;
 
@@ -244,9 +248,17 @@ impl Job<'_> {
             last: u32::from(last.is_some()),
             ..pushing!(AllReduceParams, self)
         };
-        let shape = self.core.push_shape(launch, cut.share);
+        let shape = self.early(core.push_shape(launch, cut.share));
         // SAFETY: input and result lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+
+    /// A launch of an exchange with experts, of so many granules of this rank's rows. It may be [early](Self::early) if they are few.
+    pub(crate) fn early_of_few(&self, shape: Launch, granules: usize) -> Launch {
+        match granules <= FEW_TURNS * (shape.blocks * shape.threads) as usize {
+            true => self.early(shape),
+            false => shape,
+        }
     }
 
     /// Enqueues a reduce-scatter in pieces of so many elements of each share, an exchange each, launched as the plan has it. `elements` are
@@ -306,7 +318,7 @@ impl Job<'_> {
             parameters.first[r] = (offset + part.start) as u64;
             parameters.elements[r] = part.len() as u64;
         }
-        let shape = self.core.push_shape(launch, share);
+        let shape = self.early(core.push_shape(launch, share));
         // SAFETY: input and result lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
@@ -366,7 +378,7 @@ impl Job<'_> {
             };
         }
         let threads = packets.most * core.size().saturating_sub(1).max(1);
-        let shape = self.core.push_shape(launch, threads);
+        let shape = core.push_shape(launch, threads);
         let kernel = &core.device.opened.kernels.pushes.copy;
         // SAFETY: all parts lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
