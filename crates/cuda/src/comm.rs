@@ -155,6 +155,8 @@ pub(crate) fn join_one(
     });
     let made = made.and_then(|core| Ok((core, own_stream?)));
     let (core, own_stream) = agree(boot, "join: device state", made, within)?;
+    let beside = Arc::clone(core.device.lane(&own_stream)?);
+    let _ = core.beside.set(beside);
     let comm = CudaComm { core, own_stream };
     let met = match size {
         1 => Ok(()),

@@ -232,12 +232,16 @@ impl<'a> Job<'a> {
     }
 
     /// The launch, which may take its places while the one in front of it still has its own: where it says so, as this group has places for both, or
-    /// where nobody on this GPU waits for the places that it takes of others.
+    /// where nobody on this GPU waits for the places that it takes of others, and the caller has no work beside.
     pub(crate) fn early(&self, shape: Launch) -> Launch {
         let core = self.core;
+        let beside = core
+            .beside
+            .get()
+            .is_some_and(|own| Arc::ptr_eq(own, self.lane));
+        let alone = core.overtakes && !beside && core.config.sm_budget.is_none();
         Launch {
-            programmatic: shape.programmatic
-                || (core.overtakes && core.device.overtakes(self.lane)),
+            programmatic: shape.programmatic || (alone && core.device.overtakes(self.lane)),
             ..shape
         }
     }
