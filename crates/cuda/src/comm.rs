@@ -3,7 +3,9 @@
 use crate::{
     CudaDevice, Pages,
     core::{Core, Parts},
-    fifo, loading, messages,
+    fifo,
+    lane::CudaQueue,
+    loading, messages,
     nccl_sums::NcclSums,
     pushed,
     rendezvous::{self, Hardware},
@@ -18,8 +20,8 @@ use brigade_device::{
     GatheredParts, Group, LinearAllReduceNorm, LinearCall, LoraLinearAllReduceNormParams,
     LoraLinearAllReduceParams, LoraLinearReduceScatterParams, LowLatencyBack,
     LowLatencyCombineParams, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, NcclUse,
-    Output, OverlapMode, Plan, Queues, Reason, RecvParams, ReduceScatterParams, Reduced, Result,
-    Routing, SendParams, Statistics, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
+    Output, OverlapMode, Plan, Reason, RecvParams, ReduceScatterParams, Reduced, Result, Routing,
+    SendParams, Statistics, Stream, Traffic, Turn, UserBuffers, ViewMut, fallback,
 };
 use brigade_group::{Control, Sharing, agree};
 use brigade_kernels::MOST_RANKS;
@@ -30,7 +32,7 @@ use std::{sync::Arc, time::Duration};
 /// One rank's communicator on a GPU.
 pub(crate) struct CudaComm {
     pub(crate) core: Arc<Core>,
-    /// For calls beside the caller's stream. Made before anybody waits, since making a stream may wait for the GPU.
+    /// For calls beside the caller's stream.
     own_stream: Stream,
 }
 
@@ -134,7 +136,6 @@ pub(crate) fn join_one(
         rank,
         size,
     };
-    let own_stream = device.stream(i8::MAX);
     let made = Core::new(Parts {
         topology: Topology {
             group,
@@ -153,10 +154,8 @@ pub(crate) fn join_one(
         sharing: hardware.sharing,
         device,
     });
-    let made = made.and_then(|core| Ok((core, own_stream?)));
-    let (core, own_stream) = agree(boot, "join: device state", made, within)?;
-    let beside = Arc::clone(core.device.lane(&own_stream)?);
-    let _ = core.beside.set(beside);
+    let core = agree(boot, "join: device state", made, within)?;
+    let own_stream = Stream::new(Arc::new(CudaQueue(Arc::clone(&core.beside))));
     let comm = CudaComm { core, own_stream };
     let met = match size {
         1 => Ok(()),

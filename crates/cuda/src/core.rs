@@ -107,8 +107,8 @@ pub(crate) struct Core {
     pub(crate) begins_early: bool,
     /// Whether an exchange may take its place on the GPU while the one before it still waits.
     pub(crate) overtakes: bool,
-    /// The stream for calls beside the caller's, once there is one.
-    pub(crate) beside: OnceLock<Arc<Lane>>,
+    /// For calls beside the caller's stream. Made before anybody waits, as the others, since making a stream may wait for the GPU.
+    pub(crate) beside: Arc<Lane>,
 }
 
 /// Halves alternate as calls are issued; own rows may be handed out before the call that uses them.
@@ -239,7 +239,7 @@ impl Core {
             stopped: Mutex::default(),
             begins_early: programmatic,
             overtakes: programmatic && !shares,
-            beside: OnceLock::new(),
+            beside: Lane::new(&device.card, i8::MAX)?,
             device,
         };
         core.empty_slots()?;
