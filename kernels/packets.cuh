@@ -14,13 +14,26 @@ struct Packets : Pushing<PushDispatchParams> {
     return (from > to ? from - to : from + p.size - to) - 1;
   }
 
-  __device__ __forceinline__ uint64_t count_at(uint32_t to, uint32_t from) const {
-    return slots(to, buffer) + 16ull * place(to, from);
+  // Granules that say which of a rank's tokens come.
+  __device__ __forceinline__ uint32_t way_granules() const { return max(1u, (p.max_tokens + PerGranule - 1) / PerGranule); }
+
+  // That one of them in which `from` tells `to`.
+  __device__ __forceinline__ uint64_t way_at(uint32_t to, uint32_t from, uint32_t g) const {
+    return slots(to, buffer) + 16ull * (g * (p.size - 1) + place(to, from));
   }
 
-  // Row `i` that `from` sends to `to`: its header, the row, and the words behind it.
-  __device__ __forceinline__ uint64_t record_at(uint32_t to, uint32_t from, uint32_t i) const {
-    return slots(to, buffer) + 16ull * (Most + (uint64_t(i) * (p.size - 1) + place(to, from)) * p.record);
+  // The row that `from` sends to `to` of its token `t`: a header, the row, and the words behind it.
+  __device__ __forceinline__ uint64_t record_at(uint32_t to, uint32_t from, uint32_t t) const {
+    return slots(to, buffer) + 16ull * (p.first_record + (uint64_t(t) * (p.size - 1) + place(to, from)) * p.record);
+  }
+
+  // Whether token `t` of a rank comes.
+  __device__ __forceinline__ bool comes(uint32_t s, uint32_t t) const { return ways.coming[s][t / PerWord] >> t % PerWord & 1; }
+
+  // Which row of that rank it is, then.
+  __device__ __forceinline__ uint32_t row_of(uint32_t s, uint32_t t) const {
+    const uint32_t word = ways.coming[s][t / PerWord];
+    return (word >> PerWord) + __popc(word & ((1u << t % PerWord) - 1));
   }
 
   // The words behind the packets of a record.
@@ -99,26 +112,25 @@ struct Packets : Pushing<PushDispatchParams> {
   }
 
   // Of whole granules.
-  __device__ __forceinline__ void push_plain(uint32_t to, uint32_t t, uint32_t i, uint32_t j) const {
+  __device__ __forceinline__ void push_plain(uint32_t to, uint32_t t, uint32_t j) const {
     const uint64_t from = granule(t, j), step = apart();
     uint4 v[Each];
     // All of them are on their way at once.
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
       v[k] = make_uint4(0, 0, 0, 0);
-      if (k * p.packets + j < p.first_granule[1]) v[k] = peek(from + k * step);
+      if (k * p.packets + j < p.first_granule[1]) v[k] = *reinterpret_cast<const uint4*>(from + k * step);
     }
     if (is_weights(last(j))) v[Each - 1] = own_weights(to, t, last(j));
-    push_packet(record_at(to, p.rank, i), j, v);
+    push_packet(record_at(to, p.rank, t), j, v);
   }
 
   // The same of any packet.
-  static __device__ __noinline__ void push_rare(const PushDispatchParams& p, uint32_t buffer, uint32_t to, uint32_t t, uint32_t i,
-                                                uint32_t j) {
+  static __device__ __noinline__ void push_rare(const PushDispatchParams& p, uint32_t buffer, uint32_t to, uint32_t t, uint32_t j) {
     const Packets one(p, 0, buffer, 0);
     uint4 v[Each];
     one.input(t, to, j, v);
-    one.push_packet(one.record_at(to, p.rank, i), j, v);
+    one.push_packet(one.record_at(to, p.rank, t), j, v);
   }
 
   // Waits for the granules of a packet and the word behind them. What is own is there, and has none; own weights are elsewhere.
@@ -145,13 +157,13 @@ struct Packets : Pushing<PushDispatchParams> {
     return true;
   }
 
-  // Waits for a packet, or takes it from own rows.
-  __device__ __forceinline__ bool take(uint32_t s, uint32_t i, uint32_t j, uint4 (&v)[Each]) const {
+  // Waits for a packet of a row, or takes it from own ones.
+  __device__ __forceinline__ bool take(uint32_t s, uint32_t t, uint32_t j, uint4 (&v)[Each]) const {
     if (s == p.rank) {
-      input(ways.own[i], s, j, v);
+      input(t, s, j, v);
       return true;
     }
-    const uint64_t record = record_at(p.rank, s, i);
+    const uint64_t record = record_at(p.rank, s, t);
     return await_granules(s, record + 16ull * (p.body + j), words_of(record) + j, j, v);
   }
 
@@ -164,9 +176,9 @@ struct Packets : Pushing<PushDispatchParams> {
   }
 
   // Takes a packet of whole granules, and puts it where it belongs.
-  __device__ __forceinline__ bool move_plain(uint32_t s, uint32_t i, uint32_t j, uint64_t at) const {
-    const uint64_t record = record_at(p.rank, s, i), step = apart();
-    const uint64_t from = s == p.rank ? granule(ways.own[i], j) : record + 16ull * (p.body + j);
+  __device__ __forceinline__ bool move_plain(uint32_t s, uint32_t t, uint32_t j, uint64_t at) const {
+    const uint64_t record = record_at(p.rank, s, t), step = apart();
+    const uint64_t from = s == p.rank ? granule(t, j) : record + 16ull * (p.body + j);
     const uint64_t to = p.to[row] + at * p.row_bytes[row] + 16ull * j;
     uint4 v[Each];
     if (!await_granules(s, from, words_of(record) + j, j, v)) return false;
@@ -176,17 +188,17 @@ struct Packets : Pushing<PushDispatchParams> {
     }
     if (is_weights(last(j))) {
       const uint64_t given = p.to[weights] + 4ull * at * p.k + 16ull * (last(j) - p.first_granule[weights]);
-      *reinterpret_cast<uint4*>(given) = s == p.rank ? own_weights(s, ways.own[i], last(j)) : v[Each - 1];
+      *reinterpret_cast<uint4*>(given) = s == p.rank ? own_weights(s, t, last(j)) : v[Each - 1];
     }
     return true;
   }
 
   // The same of any packet.
-  static __device__ __noinline__ bool move_rare(const PushDispatchParams& p, uint32_t buffer, uint64_t flag, uint32_t s, uint32_t i,
+  static __device__ __noinline__ bool move_rare(const PushDispatchParams& p, uint32_t buffer, uint64_t flag, uint32_t s, uint32_t t,
                                                 uint32_t j, uint64_t at) {
     const Packets one(p, 0, buffer, flag);
     uint4 v[Each];
-    const bool there = one.take(s, i, j, v);
+    const bool there = one.take(s, t, j, v);
     if (there) one.give(at, j, v);
     return there;
   }

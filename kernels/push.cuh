@@ -148,6 +148,36 @@ __device__ __forceinline__ uint32_t buffer_of(uint64_t uses, uint32_t buffers) {
   return buffers == 3 ? (use % 3 + uint32_t(uses >> (USE_BITS + 32))) % 3 : use % 2;
 }
 
+// What a rank's state says as a kernel begins.
+struct StateFound {
+  uint64_t uses, granules, generation, calls, stop;
+
+  // All that is read here is on its way at the same time. See `nothing_of`.
+  template <typename P>
+  __device__ __forceinline__ static StateFound of(const P& p, uint32_t nothing = 0) {
+    const uint64_t* words = reinterpret_cast<const uint64_t*>(p.state) + nothing;
+    StateFound found;
+    found.uses = read_word(words + STATE_USES);
+    found.granules = read_word(words + STATE_GRANULES);
+    found.generation = read_word(words + STATE_GENERATION);
+    found.calls = read_word(words + STATE_COUNTERS);
+    found.stop = load_relaxed_sys(reinterpret_cast<const uint64_t*>(p.base + p.rank * p.stride) + p.stop);
+    return found;
+  }
+};
+
+// The same for all threads of a block, of which one warp reads it: where all warps of many blocks do, they queue for these few words.
+__shared__ StateFound state_found;
+
+template <typename P>
+__device__ __forceinline__ void find_state(const P& p) {
+  if (threadIdx.x < 32) {
+    const StateFound found = StateFound::of(p, nothing_of(threadIdx.x));
+    if (threadIdx.x == 0) state_found = found;
+  }
+  __syncthreads();
+}
+
 // What one kernel is in, as a thread sees it. Where no hook can be asked, what it would cost is not compiled.
 template <typename P, bool Hooked = true>
 struct Pushing {
@@ -163,21 +193,16 @@ struct Pushing {
   __device__ Pushing(const P& parameters, uint32_t this_use, uint32_t this_buffer, uint64_t this_flag)
       : p(parameters), use(this_use), buffer(this_buffer), stale(0), stale_granules(0), stopped(false), flag(this_flag) {}
 
-  // All that is read here is on its way at the same time. See `nothing_of`.
-  __device__ __forceinline__ explicit Pushing(const P& parameters, uint32_t nothing = 0) : p(parameters) {
-    const uint64_t* words = state() + nothing;
-    const uint64_t uses = read_word(words + STATE_USES);
-    const uint64_t granules = read_word(words + STATE_GRANULES);
-    const uint64_t generation = read_word(words + STATE_GENERATION);
-    const uint64_t calls = read_word(words + STATE_COUNTERS);
-    const uint64_t stop = load_relaxed_sys(reinterpret_cast<const uint64_t*>(p.base + p.rank * p.stride) + p.stop);
-    use = uint32_t(uses >> USE_BITS);
-    buffer = buffer_of(uses, p.buffers);
+  __device__ __forceinline__ explicit Pushing(const P& parameters, uint32_t nothing = 0) : Pushing(parameters, StateFound::of(parameters, nothing)) {}
+
+  __device__ __forceinline__ Pushing(const P& parameters, const StateFound& found) : p(parameters) {
+    use = uint32_t(found.uses >> USE_BITS);
+    buffer = buffer_of(found.uses, p.buffers);
     stale = buffer == 0 ? p.buffers - 1 : buffer - 1;
     // Of the use before: even and odd uses have a half each.
-    stale_granules = uint32_t(use % 2 == 0 ? granules >> 32 : granules);
-    flag = pack({uint32_t(generation), p.signature, uint32_t(calls) + use + 1});
-    stopped = stop == generation;
+    stale_granules = uint32_t(use % 2 == 0 ? found.granules >> 32 : found.granules);
+    flag = pack({uint32_t(found.generation), p.signature, uint32_t(found.calls) + use + 1});
+    stopped = found.stop == found.generation;
   }
 
   __device__ bool hooked() const { return Hooked && p.desk != 0; }
@@ -244,12 +269,12 @@ struct Pushing {
 
   // Behind all that threads read of the state. A rank alone takes no use of a buffer. `granules` are those of this use, of all peers.
   __device__ __forceinline__ void count(uint32_t granules) const {
+    __syncthreads();
     tally(p.moved_bytes);
     if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) fill(granules);
   }
 
   __device__ __forceinline__ void tally(uint64_t moved_bytes) const {
-    __syncthreads();
     if (threadIdx.x != blockDim.x - 1) return;
     if (p.size > 1) {
       // The first block adds what is left of USE.

@@ -52,6 +52,9 @@ struct Adding {
 // What is to be added next.
 __shared__ uint32_t item;
 
+// Rows that came from each rank, and where they begin.
+__shared__ uint32_t came[8], begins[8];
+
 // Of rows by rank, or else for experts.
 template <uint32_t In, uint32_t Out, int Most, bool by_rank>
 struct PushCombine : Pushing<PushCombineParams> {
@@ -138,7 +141,7 @@ struct PushCombine : Pushing<PushCombineParams> {
   __device__ __forceinline__ bool turn_of(uint32_t q, uint32_t& s, uint32_t& i) const {
     uint32_t distance;
     i = divided(q, p.size - 1, p.inverse_peers, distance), s = peer(1 + distance);
-    return i < reinterpret_cast<const uint32_t*>(p.received)[s];
+    return i < came[s];
   }
 
   // Rows as they are, from granule `w` up to an end. Gives the rows of which it was the first one's turn.
@@ -153,7 +156,7 @@ struct PushCombine : Pushing<PushCombineParams> {
       if constexpr (by_rank) {
         uint32_t s, i;
         if (!turn_of(at, s, i)) continue;
-        at = offset(s) + i;
+        at = begins[s] + i;
       }
       const int4 from = source(at);
       const uint32_t to = uint32_t(from.x), t = uint32_t(from.y);
@@ -225,7 +228,7 @@ struct PushCombine : Pushing<PushCombineParams> {
         there[n] |= 1u << r;
         if (r != p.rank) continue;
         if (by_rank) {
-          got[n][r] = load<whole>(p.from, offset(r) + i, g[n]);
+          got[n][r] = load<whole>(p.from, begins[r] + i, g[n]);
         } else {
           got[n][r] = added<whole>(rows_of(r, i), g[n]);
         }
@@ -369,7 +372,7 @@ struct PushCombine : Pushing<PushCombineParams> {
       const uint32_t from = rank_of_slot(p, uint32_t(slot));
       if (from == p.rank) {
         const int32_t i = position(t, from);
-        const uint32_t at = p.sum == by_ranks ? (offset(from) + i) * p.k + e : uint32_t(rows_of(from, i)[e]);
+        const uint32_t at = p.sum == by_ranks ? (begins[from] + i) * p.k + e : uint32_t(rows_of(from, i)[e]);
         bits = reinterpret_cast<const uint32_t*>(p.back)[at];
       } else if (!wait([&] { return from; }, [&] { return (bits = load_relaxed_sys(weight(p.rank, entry))) != sentinel; })) {
         return false;
@@ -398,15 +401,6 @@ struct PushCombine : Pushing<PushCombineParams> {
     return there;
   }
 
-  // Whether the dispatch that made the handle came to a good end: what it leaves otherwise is poisoned.
-  __device__ __forceinline__ bool is_made() const {
-#pragma unroll 1
-    for (uint32_t s = 0; s < p.size; ++s) {
-      if (reinterpret_cast<const uint32_t*>(p.received)[s] > p.max_tokens) return false;
-    }
-    return true;
-  }
-
   static __device__ __noinline__ void deny(const PushCombineParams& p, uint64_t flag) {
     const Exchange g{group_of(p, p.signature), flag, globaltimer_ns()};
     Waiting w{};
@@ -426,7 +420,7 @@ struct PushCombine : Pushing<PushCombineParams> {
     if (p.sum == by_experts) return offset(p.own_slots) * p.granules;
     uint32_t most = 0;
 #pragma unroll 1
-    for (uint32_t s = 0; s < p.size; ++s) most = s == p.rank ? most : max(most, reinterpret_cast<const uint32_t*>(p.received)[s]);
+    for (uint32_t s = 0; s < p.size; ++s) most = s == p.rank ? most : max(most, came[s]);
     return most * (p.size - 1) * p.granules;
   }
 
@@ -473,23 +467,25 @@ struct PushCombine : Pushing<PushCombineParams> {
     return add_share<true, 1>(herald);
   }
 
-  __device__ __forceinline__ void run() {
+  // What each of the first threads has read: rows of a rank, and where they begin.
+  __device__ __forceinline__ void run(uint32_t rows, uint32_t begin) const {
     const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     bool failed = stopped, herald = is_herald();
     announce();
-    if (!failed && !is_made()) {
+    if (threadIdx.x < p.size) came[threadIdx.x] = rows, begins[threadIdx.x] = begin;
+    if (threadIdx.x == 0) item = 0;
+    // What a dispatch leaves that came to no good end is poisoned.
+    if (__syncthreads_or(rows > p.max_tokens) && !failed) {
       if (threadIdx.x == 0) deny(p, flag);
       failed = true;
     }
-    if (threadIdx.x == 0) item = 0;
     const uint32_t all = failed ? 0 : to_push();
     if (!splits()) {
       push_rows(me, all, threads);
       empty();
     }
-    count(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
-    // What one thread has seen holds for all: warps go on together.
-    failed = __syncthreads_or(failed);
+    tally(p.moved_bytes);
+    if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) fill(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
     if ((p.desk != 0 || p.waits != 0) && !failed) failed = __syncthreads_or(!await(p, use, buffer, flag));
     if (splits() && blockIdx.x % 2 == 0) {
       push_rows(which() * blockDim.x + threadIdx.x, all, (gridDim.x + 1) / 2 * blockDim.x);
@@ -512,7 +508,12 @@ struct PushCombine : Pushing<PushCombineParams> {
       brigade_push_combine_##NAME##_##MOST(const __grid_constant__ PushCombineParams p) { \
     wait_for_previous_kernel();                                                           \
     let_next_kernel_start();                                                              \
-    PushCombine<IN, OUT, MOST, BY_RANK>(p).run();                                         \
+    /* On their way with the state. */                                                    \
+    const uint32_t rank = threadIdx.x;                                                    \
+    const uint32_t rows = rank < p.size ? reinterpret_cast<const uint32_t*>(p.received)[rank] : 0; \
+    const uint32_t begin = BY_RANK && rank < p.size ? reinterpret_cast<const uint32_t*>(p.offsets)[rank] : 0; \
+    find_state(p);                                                                        \
+    PushCombine<IN, OUT, MOST, BY_RANK>(p, state_found).run(rows, begin);                 \
   }
 
 #define FOR_RANKS(NAME, IN, OUT)                \

@@ -1,13 +1,14 @@
 // Rows to their experts as one kernel (push.cuh): for few tokens, where launches and waits cost more than bytes.
 //
-// Every block finds out for itself where own tokens go. A sender has a place at each receiver for every row that it may send: a header,
-// with the token and its slots there, and then the row in packets (escaped.cuh). Counts come first. Nothing waits for anybody before it
-// pushes; each row is taken as soon as it is there, and goes where it belongs. Every other block pushes and the rest take (as DeepEP's
-// channels have a sender and a receiver): what waits for a link keeps all of a multiprocessor waiting. By expert all of them do one thing
-// after the other. The last blocks, where there are more, push and take no rows: they write down where own tokens go, what headers say, and
-// what has come, each one thing, since it is code that runs once, and fetching that takes longer than what it does.
+// Every block finds out for itself which ranks own tokens go to. A sender has a place at each receiver for each of its tokens: a header, with the
+// token and its slots there, and then the row in packets (escaped.cuh). So a row can go before anybody has counted rows: which tokens come is
+// told apart, and whoever takes them counts. Nothing waits for anybody before it pushes; each row is taken as soon as it is there, and goes where
+// it belongs. Every other block pushes and the rest take (as DeepEP's channels have a sender and a receiver): what waits for a link keeps all of
+// a multiprocessor waiting. By expert all of them do one thing after the other. The last blocks, where there are more, push and take no rows: they
+// tell of own tokens, here and to peers, of what headers say, and of what has come, each one thing, since it is code that runs once, and fetching
+// that takes longer than what it does.
 //
-//   [count of each peer][row 0 of each peer][row 1 of each peer]..., so that what was filled is one range
+//   [which tokens of each peer come][token 0 of each peer][token 1 of each peer]..., so that what was filled is one range
 //
 // Rows begin at lines of 128 bytes, and so do the quarters that a warp pushes of them: what is less than a line is slow to travel.
 #include "packets.cuh"
@@ -38,32 +39,47 @@ struct PushDispatch : Packets {
   __device__ __forceinline__ bool tells_headers() const { return is_clerk(2); }
   __device__ __forceinline__ bool tells_slots() const { return is_clerk(3); }
 
-  // Which of the rows for `to` this pair of token and peer is.
-  __device__ __forceinline__ uint32_t pair(uint32_t w, uint32_t& to, uint32_t& t) const {
+  // Which token and peer a pair of them is. Says whether that token goes there.
+  __device__ __forceinline__ bool pair(uint32_t w, uint32_t& to, uint32_t& t) const {
     uint32_t distance;
     t = divided(w, p.size - 1, p.inverse_peers, distance), to = peer(1 + distance);
-    return ways.position[t * p.size + to];
+    return ways.masks[t] >> to & 1;
   }
 
-  __device__ __forceinline__ void push_count() const {
-    if (is_herald()) push(count_at(threadIdx.x, p.rank), make_uint4(ways.to[threadIdx.x], 0, 0, 0));
+  // Tells peers which tokens come, by a warp for each granule of that.
+  __device__ __forceinline__ void push_ways() const {
+    const uint32_t lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (uint32_t w = threadIdx.x / 32; w < way_granules() * (p.size - 1); w += blockDim.x / 32) {
+      uint32_t distance;
+      const uint32_t g = divided(w, p.size - 1, p.inverse_peers, distance), to = peer(1 + distance), t = PerGranule * g + lane;
+      const uint32_t low = __ballot_sync(0xFFFFFFFFu, goes(p, t, to)), high = __ballot_sync(0xFFFFFFFFu, goes(p, t + 32, to));
+      if (lane == 0) push(way_at(to, p.rank, g), make_uint4(low & 0xFFFF, low >> PerWord, high & 0xFFFF, high >> PerWord));
+    }
   }
 
-  // By blocks that take, if they do nothing else: what they send need not queue behind rows.
+  // By a block that does nothing else, where there is one for each thing. Else by the last warp of each block that takes, if that is apart: so they
+  // need not queue behind rows, nor all go one way.
   __device__ __forceinline__ void push_headers() const {
-    const bool mine = splits() ? takes() : pushes();
-    const uint32_t blocks = splits() ? takers() : pushers(), w = threadIdx.x * blocks + which();
-    if (mine && w < p.tokens * (p.size - 1) * p.header) push_headers(p, buffer, w, blocks * blockDim.x);
+    if (p.size == 1) return;
+    if (clerks() == PUSH_CLERKS) {
+      if (is_clerk(4)) push_headers(p, buffer, threadIdx.x, blockDim.x);
+      return;
+    }
+    const uint32_t blocks = splits() ? takers() : pushers(), lane = threadIdx.x % 32, w = 32 * which();
+    if (threadIdx.x >= blockDim.x - 32 && (splits() ? takes() : pushes()) && w < headers()) push_headers(p, buffer, w + lane, 32 * blocks);
   }
+
+  __device__ __forceinline__ uint32_t headers() const { return p.tokens * (p.size - 1) * p.header; }
 
   // From `w` on.
   static __device__ __noinline__ void push_headers(const PushDispatchParams& p, uint32_t buffer, uint32_t w, uint32_t threads) {
     const PushDispatch one(p, 0, buffer, 0);
     uint32_t to, t;
 #pragma unroll 1
-    for (; w < p.tokens * (p.size - 1) * p.header; w += threads) {
-      const uint32_t i = one.pair(w / p.header, to, t), h = w % p.header;
-      if (i != Nowhere) push(one.record_at(to, p.rank, i) + 16ull * h, header_of(p, to, t, h));
+    for (; w < one.headers(); w += threads) {
+      const uint32_t h = w % p.header;
+      if (one.pair(w / p.header, to, t)) push(one.record_at(to, p.rank, t) + 16ull * h, header_of(p, to, t, h));
     }
   }
 
@@ -72,65 +88,89 @@ struct PushDispatch : Packets {
     uint32_t to, t, j;
 #pragma unroll 1
     for (; w < end; w += threads) {
-      const uint32_t i = pair(divided(w, p.packets, p.inverse_packets, j), to, t);
-      if (i == Nowhere) continue;
+      if (!pair(divided(w, p.packets, p.inverse_packets, j), to, t)) continue;
       if (is_plain(p.from[row], p.from[weights], j)) {
-        push_plain(to, t, i, j);
+        push_plain(to, t, j);
       } else {
-        push_rare(p, buffer, to, t, i, j);
+        push_rare(p, buffer, to, t, j);
       }
     }
   }
 
-  // Waits for a peer's count and its arrival, and adds how long. By a lane for each peer.
+  // Waits for a peer to say which tokens come, and for its arrival, and adds how long. By a lane for each peer.
   static __device__ __noinline__ bool add_wait(const PushDispatchParams& p, uint32_t buffer, uint64_t flag) {
     const PushDispatch one(p, 0, buffer, flag);
-    const uint64_t at = one.count_at(p.rank, threadIdx.x);
+    const uint64_t at = one.way_at(p.rank, threadIdx.x, 0);
     return one.wait_and_add(threadIdx.x, [&] { return one.arrived(true) == flag && is_there(peek(at)); });
   }
 
-  // Waits for the counts of all peers, and for their arrivals. By all threads; says whether they came.
-  __device__ __forceinline__ bool take_counts() const {
+  // Waits for all peers to arrive and to say which tokens come, and counts those. By all threads, of which a warp asks a rank; says whether they came.
+  __device__ __forceinline__ bool take_ways() const {
+    const uint32_t lane = threadIdx.x % 32, granules = way_granules();
     bool there = !stopped;
-    if (threadIdx.x < 32) {
-      uint32_t n = 0;
-      if (threadIdx.x < p.size && there) {
-        n = ways.to[p.rank];
-        if (threadIdx.x != p.rank) {
-          // Every block looks whether the peer is in this call: what it reads of another one could be anything.
-          const uint64_t at = count_at(p.rank, threadIdx.x);
-          const auto look = [&] {
-            const uint64_t seen = arrived(true);
-            const uint4 v = peek(at);
-            n = v.x;
-            return is_there(v) && seen == flag;
-          };
-          // What is waited for there is there in the end.
-          if (p.waits != 0 && tells_rows()) there = add_wait(p, buffer, flag);
-          there = there && wait([] { return threadIdx.x; }, look);
+    // What is waited for there is there in the end.
+    if (p.waits != 0 && tells_rows() && there && threadIdx.x < p.size && threadIdx.x != p.rank) there = add_wait(p, buffer, flag);
+#pragma unroll 1
+    for (uint32_t s = threadIdx.x / 32; s < p.size; s += blockDim.x / 32) {
+      uint4 v = make_uint4(0, 0, 0, 0);
+      there = __all_sync(0xFFFFFFFFu, there);
+      if (s == p.rank) {
+#pragma unroll 1
+        for (uint32_t t = lane; t - lane < p.tokens; t += PerGranule) {
+          const uint32_t low = __ballot_sync(0xFFFFFFFFu, goes(p, t, s)), high = __ballot_sync(0xFFFFFFFFu, goes(p, t + 32, s));
+          if (lane == t / PerGranule) v = make_uint4(low & 0xFFFF, low >> PerWord, high & 0xFFFF, high >> PerWord);
         }
+      } else if (there && lane < granules) {
+        // Every block looks whether the peer is in this call: what it reads of another one could be anything.
+        const uint64_t* said = arrival(p.rank, s);
+        const uint64_t at = way_at(p.rank, s, lane);
+        there = wait([&] { return s; }, [&] {
+          const uint64_t seen = arrived(said, lane == 0);
+          v = peek(at);
+          return is_there(v) && seen == flag;
+        });
       }
-      add_counts(n, __all_sync(0xFFFFFFFFu, there));
+      __syncwarp();
+      const uint32_t w[4] = {v.x, v.y, v.z, v.w}, mine = __popc(v.x) + __popc(v.y) + __popc(v.z) + __popc(v.w);
+      const uint32_t sum = sum_of_lanes(mine);
+      uint32_t before = sum - mine, till = 0;
+#pragma unroll
+      for (uint32_t k = 0; k < 4; ++k) {
+        if (lane < PUSH_TOKENS / PerGranule) ways.coming[s][4 * lane + k] = before << PerWord | w[k];
+        if (w[k] != 0) till = PerGranule * lane + PerWord * k + 32 - __clz(w[k]);
+        before += __popc(w[k]);
+      }
+      till = __reduce_max_sync(0xFFFFFFFFu, till);
+      if (lane == 31) ways.came[s] = sum, ways.till[s] = till;
     }
-    return !__syncthreads_or(!there);
+    if (__syncthreads_or(!there)) return false;
+    if (threadIdx.x < 32) add_up_ways();
+    __syncthreads();
+    if (p.arrangement == by_expert) list_tokens(p);
+    return true;
   }
 
   // By a warp: a lane for each rank, and one behind them.
-  __device__ __forceinline__ void add_counts(uint32_t n, bool all_there) const {
-    const uint32_t lane = threadIdx.x, others = __reduce_max_sync(0xFFFFFFFFu, lane == p.rank ? 0 : n);
-    uint32_t sum = n;
-#pragma unroll
-    for (uint32_t d = 1; d <= Most; d *= 2) {
-      const uint32_t below = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-      if (lane >= d) sum += below;
-    }
-    if (lane < p.size) ways.came[lane] = n, ways.first[lane + 1] = sum;
-    if (lane <= p.size) ways.at[lane] = p.arrangement == by_source ? lane * p.max_tokens : sum - n;
-    if (lane == p.rank) ways.most = max(n, others);
+  __device__ __forceinline__ void add_up_ways() const {
+    const uint32_t lane = threadIdx.x, n = lane < p.size ? ways.came[lane] : 0, till = lane < p.size ? ways.till[lane] : 0;
+    const uint32_t others = __reduce_max_sync(0xFFFFFFFFu, lane == p.rank ? 0 : till), most = __reduce_max_sync(0xFFFFFFFFu, till);
+    const uint32_t before = sum_of_lanes(n) - n;
+    if (lane <= p.size) ways.first[lane] = before, ways.at[lane] = p.arrangement == by_source ? lane * p.max_tokens : before;
     if (lane != 0) return;
-    ways.first[0] = 0;
-    // Only blocks that wait for counts know it.
-    if (all_there && tells_rows()) fill(Most + others * (p.size - 1) * p.record);
+    ways.most = most;
+    // Only blocks that wait for this know it.
+    if (tells_rows()) fill(p.first_record + others * (p.size - 1) * p.record);
+  }
+
+  // The token of each row. By all threads of a block.
+  static __device__ __noinline__ void list_tokens(const PushDispatchParams& p) {
+    const PushDispatch one(p, 0, 0, 0);
+#pragma unroll 1
+    for (uint32_t n = threadIdx.x; n < ways.most * p.size; n += blockDim.x) {
+      const uint32_t s = n % p.size, t = n / p.size;
+      if (one.comes(s, t)) ways.token[ways.first[s] + one.row_of(s, t)] = uint16_t(t);
+    }
+    __syncthreads();
   }
 
   // Whose row `r` of all is that came, and which of those from there.
@@ -143,18 +183,17 @@ struct PushDispatch : Packets {
   }
 
   // Waits for part of a header of a peer's row.
-  __device__ __forceinline__ bool take_header(uint32_t s, uint32_t i, uint32_t h, uint4& v) const {
-    const uint64_t at = record_at(p.rank, s, i) + 16ull * h;
+  __device__ __forceinline__ bool take_header(uint32_t s, uint32_t t, uint32_t h, uint4& v) const {
+    const uint64_t at = record_at(p.rank, s, t) + 16ull * h;
     return wait([&] { return s; }, [&] { return is_there(v = peek(at)); });
   }
 
-  // Where there is a hook: by its number.
+  // Where there is a hook: by its number among those of all tokens that may come.
   static __device__ __noinline__ bool await_packet(const PushDispatchParams& p, uint32_t buffer, uint64_t flag, uint32_t w) {
     const PushDispatch one(p, 0, buffer, flag);
-    uint32_t i;
-    const uint32_t s = one.source_of(w / p.packets, i);
+    const uint32_t q = w / p.packets, s = q % p.size, t = q / p.size;
     uint4 v[Each];
-    return one.take(s, i, w % p.packets, v);
+    return !one.comes(s, t) || one.take(s, t, w % p.packets, v);
   }
 
   // There are more rows than room: nothing is written.
@@ -190,8 +229,8 @@ struct PushDispatch : Packets {
     }
   }
 
-  // Rows of one source after the other, or with room for all that it may send. Packets are taken as they come, a row of each source in
-  // turn: a block's share, of which warps take what is next. Says whether all came.
+  // Rows of one source after the other, or with room for all that it may send. Packets are taken as they come, the row of a token of each source
+  // in turn: a block's share, of which warps take what is next. Says whether all came.
   __device__ __forceinline__ bool take_by_source() const {
     const uint32_t all = ways.most * p.size * p.packets, lane = threadIdx.x % 32;
     // In pieces for a warp, which blocks take in turn.
@@ -206,12 +245,12 @@ struct PushDispatch : Packets {
       const uint32_t w = (n * takers() + which()) * 32 + lane;
       if (w >= all) continue;
       uint32_t j, distance;
-      const uint32_t q = divided(w, p.packets, p.inverse_packets, j), i = divided(q, p.size, p.inverse_size, distance);
+      const uint32_t q = divided(w, p.packets, p.inverse_packets, j), t = divided(q, p.size, p.inverse_size, distance);
       const uint32_t s = peer(distance);
-      if (i >= ways.came[s]) continue;
-      const uint64_t at = ways.at[s] + i;
+      if (!comes(s, t)) continue;
+      const uint64_t at = ways.at[s] + row_of(s, t);
       const bool plain = is_plain(p.from[row] | p.to[row], p.from[weights] | p.to[weights], j);
-      there = plain ? move_plain(s, i, j, at) : move_rare(p, buffer, flag, s, i, j, at);
+      there = plain ? move_plain(s, t, j, at) : move_rare(p, buffer, flag, s, t, j, at);
     }
     return there;
   }
@@ -221,22 +260,23 @@ struct PushDispatch : Packets {
   }
 
   __device__ __forceinline__ bool take_all_headers() const {
-    const uint32_t all = ways.first[p.size];
     bool there = true;
-    uint32_t i;
     // Own rows, by the last threads.
 #pragma unroll 1
-    for (uint32_t n = blockDim.x - 1 - threadIdx.x; n < ways.came[p.rank] * p.k; n += blockDim.x) {
-      const uint32_t own = n / p.k, e = n % p.k, at = ways.at[p.rank] + own, t = ways.own[own];
+    for (uint32_t n = blockDim.x - 1 - threadIdx.x; n < p.tokens * p.k; n += blockDim.x) {
+      const uint32_t t = n / p.k, e = n % p.k;
+      if (!comes(p.rank, t)) continue;
+      const uint32_t own = row_of(p.rank, t), at = ways.at[p.rank] + own;
       if (e == 0) say(at, make_int4(p.rank, int32_t(t), -1, int32_t(own)));
       ids()[uint64_t(at) * p.k + e] = called(p, int32_t(slot_at(p, p.rank, t, e)) - 1);
     }
 #pragma unroll 1
-    for (uint32_t n = threadIdx.x; n < all * p.header && there; n += blockDim.x) {
-      const uint32_t s = source_of(n / p.header, i), at = ways.at[s] + i, h = n % p.header;
-      if (s == p.rank) continue;
+    for (uint32_t n = threadIdx.x; n < ways.most * p.size * p.header && there; n += blockDim.x) {
+      const uint32_t h = n % p.header, q = n / p.header, s = q % p.size, t = q / p.size;
+      if (s == p.rank || !comes(s, t)) continue;
+      const uint32_t i = row_of(s, t), at = ways.at[s] + i;
       uint4 v;
-      there = take_header(s, i, h, v);
+      there = take_header(s, t, h, v);
       if (!there) break;
       const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -254,12 +294,12 @@ struct PushDispatch : Packets {
     return there;
   }
 
-  // The slot of entry `e` of row `r`, counted from 1, of rows whose headers have come.
+  // By expert: the slot of entry `e` of row `r`, counted from 1, of rows whose headers have come.
   __device__ __forceinline__ uint32_t entry(uint32_t r, uint32_t e) const {
     uint32_t i;
-    const uint32_t s = source_of(r, i);
-    if (s == p.rank) return slot_at(p, s, ways.own[i], e);
-    return load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, i)) + 1 + e / 2) >> (e % 2 * 16) & 0xFFFF;
+    const uint32_t s = source_of(r, i), t = ways.token[r];
+    if (s == p.rank) return slot_at(p, s, t, e);
+    return load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, t)) + 1 + e / 2) >> (e % 2 * 16) & 0xFFFF;
   }
 
   // Counts rows of all slots; by expert, finds where they begin, too. By all threads of a block.
@@ -275,12 +315,11 @@ struct PushDispatch : Packets {
       if (slot != 0) atomicAdd(&ways.count[slot - 1], 1u);
     }
 #pragma unroll 1
-    for (uint32_t n = threadIdx.x; n < ways.first[p.size] * p.header && there; n += blockDim.x) {
-      uint32_t i;
-      const uint32_t s = source_of(n / p.header, i), h = n % p.header;
-      if (s == p.rank) continue;
+    for (uint32_t n = threadIdx.x; n < ways.most * p.size * p.header && there; n += blockDim.x) {
+      const uint32_t h = n % p.header, q = n / p.header, s = q % p.size, t = q / p.size;
+      if (s == p.rank || !comes(s, t)) continue;
       uint4 v;
-      there = take_header(s, i, h, v);
+      there = take_header(s, t, h, v);
       if (!there) break;
       const uint32_t w[4] = {h == 0 ? 0 : v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -312,13 +351,13 @@ struct PushDispatch : Packets {
   }
 
   // The weight of entry `e` of a row.
-  __device__ __forceinline__ bool take_weight(uint32_t s, uint32_t i, uint32_t e, uint32_t& weight) const {
+  __device__ __forceinline__ bool take_weight(uint32_t s, uint32_t t, uint32_t e, uint32_t& weight) const {
     if (s == p.rank) {
-      weight = reinterpret_cast<const uint32_t*>(p.from[weights])[uint64_t(ways.own[i]) * p.k + e];
+      weight = reinterpret_cast<const uint32_t*>(p.from[weights])[uint64_t(t) * p.k + e];
       return true;
     }
     const uint32_t g = p.first_granule[weights] + e / 4, bit = g / p.packets * Each + e % 4;
-    const uint64_t record = record_at(p.rank, s, i);
+    const uint64_t record = record_at(p.rank, s, t);
     uint32_t escaped;
     const auto look = [&] {
       weight = load_relaxed_sys(reinterpret_cast<const uint32_t*>(record + 16ull * (p.body + g)) + e % 4);
@@ -360,20 +399,19 @@ struct PushDispatch : Packets {
       __syncthreads();
       if (slot != 0) {
         atomicAdd(&ways.next[slot - 1], 1u);
-        const uint32_t s = source_of(r, i);
-        const uint32_t t = s == p.rank ? ways.own[i] : load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, i)));
+        const uint32_t s = source_of(r, i), t = ways.token[r];
         say(at, make_int4(int32_t(s), int32_t(t), int32_t(e), int32_t(i)));
         ids()[at] = called(p, int32_t(slot) - 1);
         reinterpret_cast<int32_t*>(p.rows_of)[(uint64_t(s) * p.max_tokens + i) * p.k + e] = int32_t(at);
         uint32_t weight = 0;
-        if (p.to[weights] != 0 && there) there = take_weight(s, i, e, weight);
+        if (p.to[weights] != 0 && there) there = take_weight(s, t, e, weight);
         if (p.to[weights] != 0) out_weights()[at] = weight;
       }
 #pragma unroll 1
       for (uint32_t w = threadIdx.x; w < entries / p.k * p.packets && there; w += blockDim.x) {
         const uint32_t q = w / p.packets, j = w % p.packets, s = source_of(start + q, i);
         uint4 v[Each];
-        there = take(s, i, j, v);
+        there = take(s, ways.token[start + q], j, v);
 #pragma unroll 1
         for (uint32_t n = q * p.k; n < (q + 1) * p.k && there; ++n) {
           if (ways.goes[n] != ~0u) give(ways.goes[n], j, v);
@@ -399,8 +437,13 @@ struct PushDispatch : Packets {
       const uint32_t at = w / p.packets, j = w % p.packets;
       const int4 source = reinterpret_cast<const int4*>(p.sources)[at];
       if (source.x < 0) continue;
+      // As many rows, but of other tokens.
+      if (!comes(uint32_t(source.x), uint32_t(source.y))) {
+        deny(p, flag, uint32_t(source.x), ways.came[source.x]);
+        return false;
+      }
       uint4 v[Each];
-      there = take(uint32_t(source.x), uint32_t(source.w), j, v);
+      there = take(uint32_t(source.x), uint32_t(source.y), j, v);
       if (there) give(at, j, v);
     }
     return there;
@@ -445,7 +488,7 @@ struct PushDispatch : Packets {
   __device__ __forceinline__ bool await() const {
     bool there = true;
 #pragma unroll 1
-    for (uint32_t w = threadIdx.x; w < ways.first[p.size] * p.packets && there; w += blockDim.x) {
+    for (uint32_t w = threadIdx.x; w < ways.most * p.size * p.packets && there; w += blockDim.x) {
       there = await_packet(p, buffer, flag, w);
     }
     have_come(0);
@@ -499,29 +542,35 @@ struct PushDispatch : Packets {
     return only_room ? is_room(ways.at[p.size]) : see(p, use, buffer, flag);
   }
 
-  // Bytes that go to peers, which one thread tells.
-  __device__ __forceinline__ uint64_t moved() const {
-    uint32_t rows = 0;
+  // What is told of own tokens. By all threads of a block.
+  static __device__ __noinline__ void tell(const PushDispatchParams& p) {
+    const PushDispatch one(p, 0, 0, 0);
+    count_ways(p);
+    if (threadIdx.x == 0) {
+      uint32_t rows = 0;
 #pragma unroll 1
-    for (uint32_t r = 0; blockIdx.x == 0 && r < p.size; ++r) rows += r == p.rank ? 0 : ways.to[r];
-    return uint64_t(rows) * p.all_bytes;
+      for (uint32_t r = 0; r < p.size; ++r) rows += r == p.rank ? 0 : ways.to[r];
+      one.add(STATE_MOVED, uint64_t(rows) * p.all_bytes);
+    }
+    if (!p.again) tell_ways(p);
   }
 
-  __device__ __forceinline__ void run(const Entry& first) {
+  __device__ __forceinline__ void run(const Entry& first) const {
     announce();
-    if (threadIdx.x == 0) ways.item = 0;
+    tally(0);
     find_ways(p, first);
-    // Before the rows, behind which they would be late.
-    push_count();
-    const uint32_t me = which() * blockDim.x + threadIdx.x;
+    if (tells_ways()) push_ways();
     push_headers();
+    const uint32_t me = which() * blockDim.x + threadIdx.x;
     if (pushes()) push_rows(me, p.tokens * (p.size - 1) * p.packets, pushers() * blockDim.x);
-    if (!splits()) empty();
-    if (splits() && takes()) empty_by(me, takers() * blockDim.x);
-    tally(moved());
-    if (tells_ways() && !p.again) tell_ways(p);
+    if (!splits()) {
+      empty();
+    } else if (takes()) {
+      empty_by(me, takers() * blockDim.x);
+    }
+    if (tells_ways()) tell(p);
     bool there = true;
-    if (!splits() || !pushes()) there = take_counts() && are_well();
+    if (!splits() || !pushes()) there = take_ways() && are_well();
     if (takes() && there) there = p.arrangement == by_expert ? by_experts(p, use, buffer, flag) : take_by_source();
     if (tells_headers() && p.arrangement != by_expert && !p.again && there) there = take_headers(p, buffer, flag);
     finish(!there);
@@ -531,9 +580,11 @@ struct PushDispatch : Packets {
 // As many blocks find room as those of all-reduces.
 extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)
     brigade_push_dispatch(const __grid_constant__ PushDispatchParams p) {
+  begin_ways(p);
   wait_for_previous_kernel();
   let_next_kernel_start();
   // On its way with the state.
   const Entry first(p, threadIdx.x);
-  PushDispatch(p, nothing_of(threadIdx.x)).run(first);
+  find_state(p);
+  PushDispatch(p, state_found).run(first);
 }

@@ -14,24 +14,26 @@ __device__ inline void poison_outputs(const PushDispatchParams& p) {
 enum Section : uint32_t { row = 0, scales = 1, token = 2, slots_of_row = 3, weights = 4, beside = 5 };
 enum Arrangement : uint32_t { dense = 0, by_source = 1, by_expert = 2 };
 
-constexpr uint32_t Nowhere = 0xFFFFu;
 constexpr uint32_t Most = 8;
 
+// Tokens whose ways to a rank are bits of one granule, and of one of its words: which is never the sentinel.
+constexpr uint32_t PerGranule = 64, PerWord = 16;
+
 // Entries whose slots are kept.
-constexpr uint32_t Kept = 6144;
+constexpr uint32_t Kept = 5120;
 
 // What a block knows of the call.
 struct Ways {
-  // Which ranks each token goes to, four tokens to a word.
-  uint32_t masks[PUSH_TOKENS / 4];
-  // Of each token, for each rank.
-  uint16_t position[PUSH_TOKENS * Most];
-  // Of own rows to this rank, in their order.
-  uint16_t own[PUSH_TOKENS];
+  // Which ranks each own token goes to.
+  uint32_t masks[PUSH_TOKENS];
+  // Which tokens of each rank come: a bit for each, and above them how many came before these.
+  uint32_t coming[Most][PUSH_TOKENS / PerWord];
+  // By expert: the token of each row that came.
+  uint16_t token[PUSH_TOKENS * Most];
   // Slots of all entries, counted from 1, if they are few enough.
   uint16_t slot[Kept];
-  // Rows to each rank, and from each rank.
-  uint32_t to[Most], came[Most];
+  // Rows to each rank, and from each rank, and behind which of its tokens none comes.
+  uint32_t to[Most], came[Most], till[Most];
   // First slot of each rank.
   uint32_t slots[Most + 1];
   // Of the rows of each rank, the first, counted over all that came; and where it lies.
@@ -41,7 +43,7 @@ struct Ways {
   // By expert: slots of some rows that are handled together, and where they go.
   uint16_t entries[ALL_REDUCE_THREADS];
   uint32_t goes[ALL_REDUCE_THREADS];
-  // Rows of the rank with most of them.
+  // Behind which token of any rank none comes.
   uint32_t most;
   // What is to be taken next.
   uint32_t item;
@@ -115,70 +117,77 @@ __device__ __noinline__ void rare_output(const PushDispatchParams& p, uint64_t a
   any_output(p.to[s] + at * p.row_bytes[s] + in_row, bytes, v);
 }
 
-// Entries are found by column, so that lanes beside each other have other tokens. That of a thread, and how its id lies in memory: what is
-// behind the last one reads nothing.
+// An entry of a token, as a thread reads it: how its id lies in memory. What is behind the last one reads nothing.
 struct Entry {
-  uint32_t t, e;
+  uint32_t t;
   Id id;
 
   __device__ __forceinline__ Entry(const PushDispatchParams& p, uint32_t n) : id{~0u, ~0u} {
-    e = divided(n, p.tokens, p.inverse_tokens, t);
+    uint32_t e;
+    t = divided(n, p.k, p.inverse_k, e);
     if (n < p.tokens * p.k && !p.again) id = read_id(p, t, e);
   }
 };
 
 // In a call that is like an earlier one.
 __device__ __noinline__ void find_ways_again(const PushDispatchParams& p) {
-  const uint32_t* offsets = reinterpret_cast<const uint32_t*>(p.sent_offsets);
-  if (threadIdx.x < p.size) ways.to[threadIdx.x] = offsets[threadIdx.x + 1] - offsets[threadIdx.x];
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < p.tokens * p.size; i += blockDim.x) {
-    const int32_t at = reinterpret_cast<const int32_t*>(p.positions)[i];
-    ways.position[i] = at < 0 ? Nowhere : uint16_t(at);
-    if (at >= 0 && i % p.size == p.rank) ways.own[at] = uint16_t(i / p.size);
+  for (uint32_t t = threadIdx.x; t < p.tokens; t += blockDim.x) {
+    uint32_t mask = 0;
+#pragma unroll 1
+    for (uint32_t r = 0; r < p.size; ++r) {
+      mask |= uint32_t(reinterpret_cast<const int32_t*>(p.positions)[uint64_t(t) * p.size + r] >= 0) << r;
+    }
+    ways.masks[t] = mask;
   }
   __syncthreads();
 }
 
+// What is known before anything has been read. By all threads, before a barrier of the block.
+__device__ __forceinline__ void begin_ways(const PushDispatchParams& p) {
+  if (threadIdx.x <= Most) ways.slots[threadIdx.x] = threadIdx.x <= p.size ? first_slot(p, threadIdx.x) : ~0u;
+  if (threadIdx.x == 0) ways.item = 0;
+#pragma unroll 1
+  for (uint32_t t = threadIdx.x; t < p.tokens; t += blockDim.x) ways.masks[t] = 0;
+}
+
 // Where own tokens go. By all threads, each of which has read its first entry.
 __device__ __forceinline__ void find_ways(const PushDispatchParams& p, Entry next) {
-  const uint32_t lane = threadIdx.x % 32;
-  if (threadIdx.x <= Most) ways.slots[threadIdx.x] = threadIdx.x <= p.size ? first_slot(p, threadIdx.x) : ~0u;
   if (p.again) return find_ways_again(p);
-#pragma unroll 1
-  for (uint32_t t = threadIdx.x; 4 * t < p.tokens; t += blockDim.x) ways.masks[t] = 0;
-  __syncthreads();
 #pragma unroll 1
   for (uint32_t n = threadIdx.x; n < p.tokens * p.k; n += blockDim.x) {
     const Entry entry = next;
     // On its way while this one is handled.
     next = Entry(p, n + blockDim.x);
     const int32_t slot = slot_of(p, entry.t, entry.id);
-    if (p.tokens * p.k <= Kept) ways.slot[entry.t * p.k + entry.e] = uint16_t(slot + 1);
+    if (p.tokens * p.k <= Kept) ways.slot[n] = uint16_t(slot + 1);
     uint32_t r = 0;
 #pragma unroll
     for (uint32_t i = 1; i < Most; ++i) r += uint32_t(slot) >= ways.slots[i];
-    if (slot >= 0) atomicOr(&ways.masks[entry.t / 4], 1u << (entry.t % 4 * Most + r));
-  }
-  __syncthreads();
-  // A warp for each rank.
-#pragma unroll 1
-  for (uint32_t r = threadIdx.x / 32; r < p.size; r += blockDim.x / 32) {
-    uint32_t before = 0;
-#pragma unroll 1
-    for (uint32_t t = lane; t - lane < p.tokens; t += 32) {
-      const bool goes = t < p.tokens && (ways.masks[t / 4] >> (t % 4 * Most + r) & 1);
-      const uint32_t votes = __ballot_sync(0xFFFFFFFFu, goes), at = before + __popc(votes & ((1u << lane) - 1));
-      if (t < p.tokens) ways.position[t * p.size + r] = uint16_t(goes ? at : Nowhere);
-      if (goes && r == p.rank) ways.own[at] = uint16_t(t);
-      before += __popc(votes);
-    }
-    if (lane == 0) ways.to[r] = before;
+    if (slot >= 0) atomicOr(&ways.masks[entry.t], 1u << r);
   }
   __syncthreads();
 }
 
-// What the caller is told of own tokens. By all threads of a block.
+// Whether an own token goes to a rank.
+__device__ __forceinline__ bool goes(const PushDispatchParams& p, uint32_t t, uint32_t to) {
+  return t < p.tokens && (ways.masks[t] >> to & 1);
+}
+
+// How many own tokens go to each rank. By all threads of a block.
+__device__ __forceinline__ void count_ways(const PushDispatchParams& p) {
+  const uint32_t lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (uint32_t r = threadIdx.x / 32; r < p.size; r += blockDim.x / 32) {
+    uint32_t all = 0;
+#pragma unroll 1
+    for (uint32_t t = lane; t - lane < p.tokens; t += 32) all += __popc(__ballot_sync(0xFFFFFFFFu, goes(p, t, r)));
+    if (lane == 0) ways.to[r] = all;
+  }
+  __syncthreads();
+}
+
+// What the caller is told of own tokens, which have been counted. By all threads of a block.
 __device__ __noinline__ void tell_ways(const PushDispatchParams& p) {
   const uint32_t me = threadIdx.x, threads = blockDim.x;
   int32_t* positions = reinterpret_cast<int32_t*>(p.positions);
@@ -200,15 +209,20 @@ __device__ __noinline__ void tell_ways(const PushDispatchParams& p) {
 #pragma unroll 1
   for (uint32_t s = me; s < p.all_slots && few; s += threads) rows_per_slot[s] = ways.count[s];
   __syncthreads();
+  const uint32_t lane = me % 32;
   uint32_t all = 0;
 #pragma unroll 1
   for (uint32_t r = 0; r < p.size; ++r) {
     if (me == 0) sent_offsets[r] = all;
+    // A warp for each rank.
+    uint32_t before = 0;
 #pragma unroll 1
-    for (uint32_t t = me; t < p.tokens; t += threads) {
-      const uint32_t at = ways.position[t * p.size + r];
-      positions[t * p.size + r] = at == Nowhere ? -1 : int32_t(at);
-      if (at != Nowhere) sent[all + at] = int32_t(t);
+    for (uint32_t t = lane; r % (threads / 32) == me / 32 && t - lane < p.tokens; t += 32) {
+      const bool mine = goes(p, t, r);
+      const uint32_t votes = __ballot_sync(0xFFFFFFFFu, mine), at = before + __popc(votes & ((1u << lane) - 1));
+      if (t < p.tokens) positions[uint64_t(t) * p.size + r] = mine ? int32_t(at) : -1;
+      if (mine) sent[all + at] = int32_t(t);
+      before += __popc(votes);
     }
     all += ways.to[r];
   }

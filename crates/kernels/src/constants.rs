@@ -36,7 +36,7 @@ constants! {
     /// Most tokens of a rank in a dispatch that is pushed.
     PUSH_TOKENS: u32 = 1024;
     /// Most blocks of such a dispatch that write down what the caller is told.
-    PUSH_CLERKS: u32 = 4;
+    PUSH_CLERKS: u32 = 5;
     /// Most slots of a rank in one.
     PUSH_SLOTS: u32 = 1024;
     /// Most elements of a row, of 16 bits, that is normed in the same kernel; half as many of 32.

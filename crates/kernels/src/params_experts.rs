@@ -459,8 +459,10 @@ parameters! {
         packets: u32,
         /// Granules of a row, with its header and the words behind it.
         record: u32,
-        /// To divide by `tokens`, as all inverses: `u32::MAX` divided by it.
-        inverse_tokens: u32,
+        /// That of a buffer where the first of them begins.
+        first_record: u32,
+        /// To divide by `k`, as all inverses: `u32::MAX` divided by it.
+        inverse_k: u32,
         /// To divide by `packets`.
         inverse_packets: u32,
         /// To divide by `size`.

@@ -92,11 +92,22 @@ impl Record {
         (self.words() + words).next_multiple_of(LINE)
     }
 
-    /// Bytes of a buffer that so many rows of every peer take, and the counts before them.
-    pub fn bytes(&self, rows: usize, size: usize) -> usize {
-        let rows = rows.saturating_mul(size.saturating_sub(1));
+    /// Granules before the records of so many tokens of every peer: which of them come.
+    pub fn ways(tokens: usize, size: usize) -> usize {
+        /// Tokens of a granule.
+        const EACH: usize = 64;
+        tokens
+            .div_ceil(EACH)
+            .max(1)
+            .saturating_mul(size.saturating_sub(1))
+            .next_multiple_of(LINE)
+    }
+
+    /// Bytes of a buffer that so many tokens of every peer take.
+    pub fn bytes(&self, tokens: usize, size: usize) -> usize {
+        let rows = tokens.saturating_mul(size.saturating_sub(1));
         rows.saturating_mul(self.all())
-            .saturating_add(LINE.max(size))
+            .saturating_add(Self::ways(tokens, size))
             .saturating_mul(GRANULE_BYTES)
     }
 }
@@ -261,7 +272,7 @@ impl Pushed {
 pub(crate) const MOST_BLOCKS: u16 = 132;
 
 /// Blocks of a dispatch that write down what the caller is told, where there are more.
-pub const CLERKS: usize = 4;
+pub const CLERKS: usize = 5;
 
 /// For so many packets or granules: two threads for each while there are blocks for that, of which one pushes. Blocks with few threads are
 /// quicker; but where there are more than `most`, two kernels do not find room beside each other.
@@ -332,6 +343,7 @@ mod tests {
         assert_eq!((record.body(), record.words()), (8, 8 + 904));
         assert_eq!((record.packets(), record.all()), (232, 912 + 58 + 6));
         assert_eq!(record.bytes(128, 4), 16 * (8 + 128 * 3 * 976));
+        assert_eq!((Record::ways(0, 4), Record::ways(1024, 4)), (8, 48));
         let again = DispatchCall {
             again: true,
             ..call(8, 32)
@@ -398,21 +410,21 @@ mod tests {
             let launch = launch((threads, CLERKS), most, 1);
             (launch.blocks, launch.threads)
         };
-        assert_eq!(of(112, 132), (6, 128));
-        assert_eq!(of(129, 132), (8, 128));
-        assert_eq!(of(0, 132), (4, 128));
-        assert_eq!(of(64 * 224, 132), (116, 256));
+        assert_eq!(of(112, 132), (7, 128));
+        assert_eq!(of(129, 132), (9, 128));
+        assert_eq!(of(0, 132), (5, 128));
+        assert_eq!(of(64 * 224, 132), (117, 256));
         assert_eq!(of(1 << 30, 132), (132, 512));
         assert_eq!(of(1 << 30, 24), (24, 512));
         let two = |threads| {
             let launch = launch((threads, CLERKS), 132, TOGETHER);
             (launch.blocks, launch.threads)
         };
-        assert_eq!(two(128 * 64), (132, 128));
-        assert_eq!(two(256 * 64), (132, 256));
-        assert_eq!(two(256 * 64 + 1), (134, 256));
-        assert_eq!(two(256 * 130), (264, 256));
-        assert_eq!(two(256 * 130 + 1), (132, 512));
+        assert_eq!(two(128 * 63), (131, 128));
+        assert_eq!(two(256 * 63), (131, 256));
+        assert_eq!(two(256 * 63 + 1), (133, 256));
+        assert_eq!(two(256 * 129), (263, 256));
+        assert_eq!(two(256 * 129 + 1), (132, 512));
     }
 
     /// As `divided` in `kernels/slots.cuh`.
