@@ -26,11 +26,17 @@ struct InTurn : Group {
   __device__ uint64_t call() const { return number; }
 };
 
-// At the beginning of each kernel. The next one may take its place beside this one, if there are places for both.
+// At the beginning of each kernel.
 template <typename P>
 __device__ __forceinline__ void begin_launch(const P& p) {
   wait_for_previous_kernel();
-  if (p.lets_next != 0) let_next_kernel_start();
+  if (p.lets_next == LETS_NEXT_AT_ONCE) let_next_kernel_start();
+}
+
+// Once a block has done its work, and only tells of it.
+template <typename P>
+__device__ __forceinline__ void near_end(const P& p) {
+  if (p.lets_next == LETS_NEXT_AT_THE_END) let_next_kernel_start();
 }
 
 template <typename P>
@@ -181,6 +187,7 @@ __device__ __forceinline__ Out count_out(const P& p, bool well, Add add) {
 // At the end of a send.
 template <typename P>
 __device__ __forceinline__ void leave_send(const P& p, bool well) {
+  near_end(p);
   if (p.alone == 0) return;
   __syncthreads();
   if (threadIdx.x >= 32) return;
@@ -205,6 +212,7 @@ __device__ __forceinline__ void leave_send(const P& p, bool well) {
 // At the end of a receive: whether this one is to poison all that others gave, since not all of them could.
 template <typename P>
 __device__ __forceinline__ bool leave_receive(const P& p, bool well) {
+  near_end(p);
   if (p.alone == 0) return false;
   bool spoils = false;
   __syncthreads();

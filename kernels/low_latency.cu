@@ -79,6 +79,41 @@ __device__ __forceinline__ void count_moved(const LowLatencyParams& p, uint64_t 
   if (bytes > 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.state) + STATE_MOVED, (unsigned long long)bytes);
 }
 
+// Calls `f` with the first of eight columns, time and again, until all threads of each warp are behind the last one; and whether this one is
+// not yet.
+template <typename F>
+__device__ __forceinline__ void for_columns(const LowLatencyParams& p, uint32_t thread, uint32_t threads, F f) {
+  for (uint32_t i = thread * 8; i - threadIdx.x % 32 * 8 < p.hidden; i += threads * 8) f(i, i < p.hidden);
+}
+
+// A row there as fp8, as brigade_cast has it. Anew for each rank that it goes to, which is less than a launch in front.
+__device__ __noinline__ void cast_there(const LowLatencyParams& p, uint64_t values, uint64_t to_scales, uint64_t from, uint32_t thread) {
+  const uint32_t format = p.payload - fp8, blocks = (p.hidden + block_columns - 1) / block_columns;
+  // What fills up the last word of scales.
+  for (uint64_t i = blocks + thread; format == as_exponent && i < p.row_bytes[scales]; i += p.row_threads) reinterpret_cast<uint8_t*>(to_scales)[i] = 0;
+  if (!is_whole(from, p.hidden) || p.from_type == F32) {
+    const bool whole = is_whole(p.from, p.hidden);
+    return for_columns(p, thread, p.row_threads, [&](uint32_t i, bool there) {
+      store_fp8(format, values, to_scales, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{}, there);
+    });
+  }
+  constexpr uint32_t in_flight = 4;
+  const uint32_t step = p.row_threads * 8;
+  for (uint32_t i = thread * 8; i - threadIdx.x % 32 * 8 < p.hidden; i += in_flight * step) {
+    uint4 held[in_flight];
+#pragma unroll
+    for (uint32_t j = 0; j < in_flight; ++j) {
+      held[j] = make_uint4(0, 0, 0, 0);
+      if (i + j * step < p.hidden) held[j] = *reinterpret_cast<const uint4*>(from + (i + j * step) * 2);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < in_flight; ++j) {
+      const uint32_t c = i + j * step;
+      if (c - threadIdx.x % 32 * 8 < p.hidden) store_fp8(format, values, to_scales, c, eight_of(p.from_type, held[j]), c < p.hidden);
+    }
+  }
+}
+
 // A group of threads, whole warps, for each own token and rank.
 __device__ __forceinline__ void send_rows(const LowLatencyParams& p) {
   const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
@@ -107,10 +142,11 @@ __device__ __forceinline__ void send_rows(const LowLatencyParams& p) {
       }
     }
     if (!goes) continue;
-    copy_row(place(p, target, row, token), p.from + token * p.row_bytes[row], p.row_bytes[row], thread, p.row_threads);
-    if (p.from_scales != 0) {
-      const uint64_t bytes = p.row_bytes[scales];
-      copy_row(place(p, target, scales, token), p.from_scales + token * bytes, bytes, thread, p.row_threads);
+    const uint64_t there = place(p, target, row, token);
+    if (p.payload == as_is) {
+      copy_row(there, p.from + token * p.row_bytes[row], p.row_bytes[row], thread, p.row_threads);
+    } else {
+      cast_there(p, there, place(p, target, scales, token), p.from + token * row_bytes_back(p), thread);
     }
     if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales] + p.row_bytes[weights];
   }
@@ -231,13 +267,6 @@ extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latenc
     for (uint32_t i = blockIdx.x; i < p.own_experts * p.share; i += gridDim.x) receive_rows(p, i % p.own_experts, i / p.own_experts, absent);
   }
   end_receive(p, well);
-}
-
-// Calls `f` with the first of eight columns, time and again, until all threads of each warp are behind the last one; and whether this one is
-// not yet.
-template <typename F>
-__device__ __forceinline__ void for_columns(const LowLatencyParams& p, uint32_t thread, uint32_t threads, F f) {
-  for (uint32_t i = thread * 8; i - threadIdx.x % 32 * 8 < p.hidden; i += threads * 8) f(i, i < p.hidden);
 }
 
 __device__ __noinline__ void cast_row(const LowLatencyParams& p, uint64_t place, uint64_t from, uint32_t thread, uint32_t threads) {

@@ -32,6 +32,18 @@ __device__ __forceinline__ Eight rounded(uint32_t type, Eight x) {
   return x;
 }
 
+// As fp8, with scales elsewhere.
+__device__ __forceinline__ void store_fp8(uint32_t format, uint64_t values, uint64_t scales, uint32_t i, const Eight& x, bool there) {
+  uint32_t most = 0;
+#pragma unroll
+  for (uint32_t j = 0; j < 8; ++j) most = max(most, there ? __float_as_uint(x.v[j]) & 0x7FFFFFFFu : 0);
+  const float scale = scale_as(format, greatest_of_block(most));
+  if (!there) return;
+  const auto q = quantized(x.v, Divisor(scale), F8E4M3);
+  *reinterpret_cast<uint2*>(values + i) = make_uint2(q.words[0], q.words[1]);
+  if (i % block_columns == 0) store_scale(format, scales, i / block_columns, scale);
+}
+
 // Into the place of a row. What belongs to its values begins `p.row_bytes[0]` bytes behind them.
 template <typename P>
 __device__ __forceinline__ void store_payload(const P& p, uint64_t place, uint32_t i, const Eight& x) {
@@ -40,15 +52,7 @@ __device__ __forceinline__ void store_payload(const P& p, uint64_t place, uint32
     const uint32_t block = i / block_columns;
     return logfmt::store(place + block * logfmt::codes, place + p.row_bytes[0] + block * logfmt::beside, x, there);
   }
-  uint32_t most = 0;
-#pragma unroll
-  for (uint32_t j = 0; j < 8; ++j) most = max(most, there ? __float_as_uint(x.v[j]) & 0x7FFFFFFFu : 0);
-  const uint32_t format = p.payload - fp8;
-  const float scale = scale_as(format, greatest_of_block(most));
-  if (!there) return;
-  const auto q = quantized(x.v, Divisor(scale), F8E4M3);
-  *reinterpret_cast<uint2*>(place + i) = make_uint2(q.words[0], q.words[1]);
-  if (i % block_columns == 0) store_scale(format, place + p.row_bytes[0], i / block_columns, scale);
+  store_fp8(p.payload - fp8, place, place + p.row_bytes[0], i, x, there);
 }
 
 template <typename P>

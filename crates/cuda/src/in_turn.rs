@@ -8,7 +8,9 @@ use crate::{
     steps::{Counters, Use},
 };
 use brigade_device::{Buffer, Call, Device, Result, Stream};
-use brigade_kernels::{ALL_REDUCE_THREADS, LowLatencyParams as Parameters};
+use brigade_kernels::{
+    ALL_REDUCE_THREADS, LETS_NEXT_AT_ONCE, LETS_NEXT_AT_THE_END, LowLatencyParams as Parameters,
+};
 use brigade_plan::absent::check;
 use brigade_sync::{Area, Flag, HALVES, Half};
 use std::sync::Arc;
@@ -126,10 +128,15 @@ impl Job<'_> {
         let fit = core.in_turn_blocks(threads);
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, fit);
         let both_fit = core.overtakes && 2 * blocks <= fit;
-        parameters.lets_next = u32::from(both_fit);
-        let shape = Launch {
+        // Beyond the group's places no longer than a launch takes to begin: all along, halves take longer.
+        let shape = self.early(Launch {
             programmatic: both_fit,
             ..Launch::grid(blocks, threads)
+        });
+        parameters.lets_next = match (both_fit, shape.programmatic) {
+            (true, _) => LETS_NEXT_AT_ONCE,
+            (false, true) => LETS_NEXT_AT_THE_END,
+            (false, false) => 0,
         };
         // SAFETY: the caller's promise.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)

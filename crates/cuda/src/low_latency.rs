@@ -14,9 +14,9 @@ use crate::{
     types,
 };
 use brigade_device::{
-    Buffer, Call, CombineCast, CombineSum, DataType, Fp8Cast, LowLatencyBack,
-    LowLatencyCombineParams, LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows,
-    LowLatencySent, Output, Placement, Plan, Result, Statistics, Turn, ViewMut,
+    Buffer, Call, CombineCast, CombineSum, DataType, LowLatencyBack, LowLatencyCombineParams,
+    LowLatencyDispatchCall, LowLatencyDispatchParams, LowLatencyRows, LowLatencySent, Output,
+    Placement, Plan, Result, ScaleFormat, Statistics, Turn, ViewMut,
 };
 use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
@@ -58,8 +58,6 @@ struct Own {
     ids: Buffer,
     map: Option<Buffer>,
     weights: Option<Buffer>,
-    /// Values and scales of rows that are cast.
-    cast: Option<(Fp8Cast, Buffer, Buffer)>,
 }
 
 impl CudaComm {
@@ -97,13 +95,6 @@ impl CudaComm {
                 Placement::Even { .. } | Placement::Ranks => None,
             },
             weights: p.weights.map(|weights| weights.retain()),
-            cast: match (call.cast, call.scales()) {
-                (Some(cast), Some((dtype, n))) => {
-                    let values = device.scratch(lane, DataType::F8E4M3, &[tokens, call.hidden])?;
-                    Some((cast, values, device.scratch(lane, dtype, &[tokens, n])?))
-                }
-                _ => None,
-            },
         };
         check_reach(&device.card, "rows.memory", &own.rows)?;
         check_reach(&device.card, "ids.memory", &own.ids)?;
@@ -124,11 +115,6 @@ impl CudaComm {
         };
         let mut kept = vec![&own.rows, &own.ids, &sent.chosen];
         kept.extend(own.map.iter().chain(&own.weights));
-        kept.extend(
-            own.cast
-                .iter()
-                .flat_map(|(_, values, scales)| [values, scales]),
-        );
         self.core.in_turn(turn.stream(), &signed, &kept, |job| {
             let of = use_of(slot, half);
             job.send_in_turn(of, |job| job.send_there(&sent, &own, of))
@@ -279,16 +265,15 @@ impl Job<'_> {
     }
 
     fn send_there(&self, sent: &LowLatencySent, own: &Own, of: Use) -> Result<()> {
-        let (mut from, mut from_scales) = (own.rows.address(), 0);
-        if let Some((cast, values, scales)) = &own.cast {
-            self.cast_rows(*cast, &own.rows, values, scales)?;
-            (from, from_scales) = (values.address(), scales.address());
-        }
         let mut parameters = self.there(sent, of);
         let rows = sent.chosen.shape().rows() * self.core.size();
         let row_bytes = row_bytes(&sent.call);
-        parameters.from = from;
-        parameters.from_scales = from_scales;
+        parameters.from = own.rows.address();
+        parameters.hidden = own.rows.shape().row_len() as u32;
+        if let Some(cast) = sent.call.cast {
+            parameters.from_type = types::float_code(own.rows.dtype());
+            parameters.payload = fp8_code(cast.format);
+        }
         parameters.weights = own.weights.as_ref().map_or(0, Buffer::address);
         parameters.ids = own.ids.address();
         parameters.map = own.map.as_ref().map_or(0, Buffer::address);
@@ -357,7 +342,7 @@ impl Job<'_> {
             from_type: types::float_code(back.call.dtype),
             payload: match back.call.cast {
                 None => 0,
-                Some(CombineCast::Fp8(format)) => 1 + format_code(format),
+                Some(CombineCast::Fp8(format)) => fp8_code(format),
                 Some(CombineCast::LogFmt10) => 4,
             },
             sum: sum_code(back.call.sum),
@@ -448,4 +433,9 @@ fn words_by_columns(call: &LowLatencyDispatchCall) -> u32 {
 /// Bytes of a row on its way there.
 fn row_bytes(call: &LowLatencyDispatchCall) -> usize {
     There::new(call).of(Section::Row).1
+}
+
+/// Rows as fp8, as kernels are told.
+fn fp8_code(format: ScaleFormat) -> u32 {
+    1 + format_code(format)
 }

@@ -39,6 +39,10 @@ constants! {
     PUSH_CLERKS: u32 = 5;
     /// Most slots of a rank in one.
     PUSH_SLOTS: u32 = 1024;
+    /// A half of low latency lets the next launch take its places beside all of it.
+    LETS_NEXT_AT_ONCE: u32 = 1;
+    /// Or beside its end.
+    LETS_NEXT_AT_THE_END: u32 = 2;
     /// Most elements of a row, of 16 bits, that is normed in the same kernel; half as many of 32.
     NORM_COLUMNS: u32 = 16_384;
     /// Most threads of a block that norms rows.

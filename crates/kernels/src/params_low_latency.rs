@@ -31,8 +31,6 @@ parameters! {
         row_bytes: [u64; 4],
         /// Device address of what is sent: own rows, or rows of this rank's experts.
         from: u64,
-        /// Device address of the scales of own rows, or 0.
-        from_scales: u64,
         /// Device address of the experts of every own token, i32 or i64.
         ids: u64,
         /// Device address of the slots of every expert, if there is a map.
@@ -83,7 +81,7 @@ parameters! {
         own_experts: u32,
         /// Shares that the rows of each of them are taken in.
         share: u32,
-        /// Columns of rows that are added up.
+        /// Columns of rows that are cast, or added up.
         hidden: u32,
         /// Their type.
         from_type: u32,
@@ -97,7 +95,7 @@ parameters! {
         room: u32,
         /// 1 where there is a row for each expert, 2 where each rank has added its own.
         sum: u32,
-        /// On the way back: 0 as they are, 1 fp8 with scales in f32, 2 with powers of two, 3 with their exponents, 4 LogFMT-10.
+        /// How rows travel: 0 as they are, 1 fp8 with scales in f32, 2 with powers of two, 3 with their exponents, 4 LogFMT-10.
         payload: u32,
         /// Words of a received row's scales if they lie by columns, or 0.
         scale_words: u32,
@@ -113,7 +111,7 @@ parameters! {
         collective: u32,
         /// Whether the launch is all of the half of the call: it waits, posts and counts. Else steps around it do.
         alone: u32,
-        /// Whether the next launch may take its places beside this one's.
+        /// Whether the next launch may take its places beside this one's: 1 at once, 2 where this one ends.
         lets_next: u32,
         /// Numbers of the counters of this half of the slot, and of its other half.
         counters: [u32; 2],
