@@ -113,26 +113,27 @@ impl Job<'_> {
         }
     }
 
-    /// Enqueues it in so many blocks, or in as many as have places. It may take these while the launch before it still has its own, if there
-    /// are places for both.
+    /// Enqueues it in so many blocks, or in as many as have places, for so many granules. It may take these while the launch before it still has
+    /// its own, if there are places for both; or while that one ends, if granules are few and nobody waits for the places.
     ///
     /// # Safety
     /// As of [`Kernel::launch`].
     pub(crate) unsafe fn launch_in_turn(
         &self,
         kernel: &Kernel<Parameters>,
-        (blocks, threads): (usize, u32),
+        (blocks, threads, granules): (usize, u32, usize),
         mut parameters: Parameters,
     ) -> Result<()> {
         let core = self.core;
         let fit = core.in_turn_blocks(threads);
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, fit);
         let both_fit = core.overtakes && 2 * blocks <= fit;
-        // Beyond the group's places no longer than a launch takes to begin: all along, halves take longer.
-        let shape = self.early(Launch {
+        let shape = Launch {
             programmatic: both_fit,
             ..Launch::grid(blocks, threads)
-        });
+        };
+        // Beyond the group's places no longer than a launch takes to begin: all along, halves take longer.
+        let shape = self.early_of_few(shape, granules);
         parameters.lets_next = match (both_fit, shape.programmatic) {
             (true, _) => LETS_NEXT_AT_ONCE,
             (false, true) => LETS_NEXT_AT_THE_END,

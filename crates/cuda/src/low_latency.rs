@@ -22,6 +22,7 @@ use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
     dispatch::part_bytes,
     low_latency::{BackRow, Section, There},
+    pushed::GRANULE_BYTES,
     routes::Slots,
 };
 use brigade_sync::Half;
@@ -280,9 +281,10 @@ impl Job<'_> {
         parameters.id_bytes = own.ids.dtype().bytes() as u32;
         parameters.row_threads = row_threads(self.core, rows, row_bytes);
         let blocks = (rows * parameters.row_threads as usize).div_ceil(WIDEST as usize);
+        let granules = self.granules_there(sent);
         let kernel = &self.core.device.opened.kernels.low_latency.send;
         // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
-        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST), parameters) }
+        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST, granules), parameters) }
     }
 
     fn receive_there(
@@ -318,9 +320,14 @@ impl Job<'_> {
             parameters.poisoned_bytes[i] = out.map_or(0, |out| out.bytes() as u64);
             parameters.poisons[i] = out.map_or(0, |out| types::poison_pattern(out.dtype()));
         }
+        let shape = (
+            share * experts,
+            EXPERT_THREADS,
+            self.granules_there(&given.sent),
+        );
         let kernel = &self.core.device.opened.kernels.low_latency.receive;
         // SAFETY: what has come lies in the group's memory, and goes into buffers of the call.
-        unsafe { self.launch_in_turn(kernel, (share * experts, EXPERT_THREADS), parameters) }
+        unsafe { self.launch_in_turn(kernel, shape, parameters) }
     }
 
     /// With what is kept of tokens that came with weights.
@@ -381,9 +388,26 @@ impl Job<'_> {
                 (&kernels.back, tokens * back.call.there.k.min(experts))
             }
         };
+        let granules = self.granules_back(back);
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps: to places that are checked against
         // the call's, or follow from what the receiving kernel wrote down.
-        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST), parameters) }
+        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST, granules), parameters) }
+    }
+
+    /// Granules of this rank's rows there, if each of its tokens goes to all ranks.
+    fn granules_there(&self, sent: &LowLatencySent) -> usize {
+        let rows = sent.chosen.shape().rows().saturating_mul(self.core.size());
+        rows.saturating_mul(row_bytes(&sent.call).div_ceil(GRANULE_BYTES))
+    }
+
+    /// Those of what comes back for its tokens, if all of their experts, or ranks, have something.
+    fn granules_back(&self, back: &LowLatencyBack) -> usize {
+        let each = match back.call.sum {
+            CombineSum::ExpertByRank => self.core.size(),
+            CombineSum::Expert | CombineSum::Rank => back.sent.call.k,
+        };
+        let rows = back.sent.chosen.shape().rows().saturating_mul(each);
+        rows.saturating_mul(BackRow::new(&back.call).bytes().div_ceil(GRANULE_BYTES))
     }
 
     /// Threads for what comes back of each of so many tokens.
@@ -416,9 +440,10 @@ impl Job<'_> {
             ..self.returning(back, of)
         };
         let blocks = (tokens * threads as usize).div_ceil(WIDEST as usize);
+        let granules = self.granules_back(back);
         let kernel = &self.core.device.opened.kernels.low_latency.sum;
         // SAFETY: what has come back lies in the group's memory, all else in buffers of the call.
-        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST), parameters) }
+        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST, granules), parameters) }
     }
 }
 

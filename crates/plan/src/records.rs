@@ -103,12 +103,21 @@ impl Record {
             .next_multiple_of(LINE)
     }
 
-    /// Bytes of a buffer that so many tokens of every peer take.
-    pub fn bytes(&self, tokens: usize, size: usize) -> usize {
+    fn beside(&self, granules: usize, tokens: usize, size: usize) -> usize {
         let rows = tokens.saturating_mul(size.saturating_sub(1));
         rows.saturating_mul(self.all())
-            .saturating_add(Self::ways(tokens, size))
+            .saturating_add(granules)
             .saturating_mul(GRANULE_BYTES)
+    }
+
+    /// Bytes of a buffer that so many tokens of every peer take.
+    pub fn bytes(&self, tokens: usize, size: usize) -> usize {
+        self.beside(Self::ways(tokens, size), tokens, size)
+    }
+
+    /// Those that tables count: with one line for all that tells of rows.
+    pub fn arriving(&self, tokens: usize, size: usize) -> usize {
+        self.beside(LINE.max(size), tokens, size)
     }
 }
 
@@ -173,14 +182,18 @@ pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushe
         Arrangement::ByExpert { .. } => 1,
         Arrangement::Dense | Arrangement::BySource => TOGETHER,
     };
-    Pushed::new(
+    let pushed = Pushed::new(
         call.max_tokens,
         (record.bytes(call.max_tokens, size), sections),
         // Own rows are taken, too.
         (record.packets(), call.max_tokens.saturating_mul(size)),
         (CLERKS, together),
         topology,
-    )
+    )?;
+    Ok(Pushed {
+        arriving: record.arriving(call.max_tokens, size),
+        ..pushed
+    })
 }
 
 /// A combine that pushes, if it can be.
