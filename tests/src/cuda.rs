@@ -47,10 +47,10 @@ pub(crate) fn has_nccl() -> bool {
 const SHARED: usize = 4;
 
 /// Ranks of the groups that share a GPU, or several, and are tried with some contracts alone: there are no eight GPUs to be had.
-const CROWD: usize = 8;
+pub(crate) const CROWD: usize = 8;
 
 /// Whether they are tried at all, which must be asked for: nobody has seen eight ranks on one GPU come to an end.
-fn crowds() -> bool {
+pub(crate) fn crowds() -> bool {
     std::env::var_os("BRIGADE_TEST_CROWDS").is_some_and(|asked| asked == "1")
 }
 

@@ -1,7 +1,10 @@
 //! GPUs, one for each rank that is a process.
 
 use super::{Devices, KILLED};
-use crate::{cuda::injected, killed};
+use crate::{
+    cuda::{CROWD, crowds, injected},
+    killed,
+};
 use brigade_cuda::{CudaDevice, Missing, devices};
 use brigade_device::{Device, Injector, Result};
 use brigade_plan::Engines;
@@ -18,6 +21,8 @@ use std::{
 pub(super) struct Gpus {
     count: usize,
     tiles: bool,
+    /// Whether eight ranks are tried, where there are fewer GPUs, with some contracts.
+    crowds: bool,
 }
 
 impl Gpus {
@@ -37,6 +42,7 @@ impl Gpus {
         Ok(Some(Self {
             count,
             tiles: crate::cuda::tiles()?,
+            crowds: crowds(),
         }))
     }
 }
@@ -47,7 +53,8 @@ impl Devices for Gpus {
     }
 
     fn worlds(&self) -> Vec<usize> {
-        (2..=self.count).collect()
+        let crowd = (self.crowds && self.count < CROWD).then_some(CROWD);
+        (2..=self.count).chain(crowd).collect()
     }
 
     fn engines(&self) -> Engines {
@@ -59,6 +66,9 @@ impl Devices for Gpus {
     fn tries(&self, name: &[&str]) -> bool {
         let largest = format!("w{}", self.count);
         match name {
+            [size, rest @ ..] if self.count < CROWD && *size == format!("w{CROWD}") => {
+                crowd_tries(rest)
+            }
             [size, rest @ ..] if *size != largest => {
                 matches!(rest, ["gather_linear", "pull", "even"])
             }
@@ -126,6 +136,25 @@ impl Devices for Gpus {
 
     fn keeps(&self) -> bool {
         true
+    }
+}
+
+/// What eight ranks try where some share a GPU. Their kernels take turns of the driver's, so that each wait of one for another costs some: a call
+/// of each kind.
+fn crowd_tries(name: &[&str]) -> bool {
+    match name {
+        ["all_reduce", algorithm, ..] => *algorithm != "nccl",
+        ["experts", "pushed" | "ragged" | "in_place", theme] => {
+            matches!(*theme, "dense" | "by_expert" | "round_trips")
+        }
+        ["gather_linear", "pull" | "ring" | "tiles", theme]
+        | ["linear_reduce_scatter", "chunked" | "ring" | "tiles", theme] => *theme == "even",
+        [
+            "all_gather" | "broadcast" | "all_to_all" | "all_to_all_rows" | "barrier"
+            | "reduce_scatter" | "low_latency" | "all_reduce_norm",
+            ..,
+        ] => true,
+        _ => false,
     }
 }
 
@@ -220,12 +249,21 @@ pub(crate) mod tests {
 
     pub(crate) const ALL: &[Case] = cases![
         the_group_is_tried_at_the_largest_size,
+        eight_ranks_share_gpus_where_that_is_asked_for,
         machines_share_gpus_and_their_ranks_do_not_where_there_is_nccl,
         kills_in_a_row_need_a_gpu_for_each_rank,
     ];
 
     fn tried(count: usize) -> Vec<String> {
-        let gpus: Arc<dyn Devices> = Arc::new(Gpus { count, tiles: true });
+        tried_by(Gpus {
+            count,
+            tiles: true,
+            crowds: false,
+        })
+    }
+
+    fn tried_by(gpus: Gpus) -> Vec<String> {
+        let gpus: Arc<dyn Devices> = Arc::new(gpus);
         let names = crate::processes::names(&gpus, None);
         let many = killed::trial(&gpus, false, 0);
         names.chain(many.map(|t| t.name().to_owned())).collect()
@@ -275,10 +313,49 @@ pub(crate) mod tests {
         }
     }
 
+    fn eight_ranks_share_gpus_where_that_is_asked_for() {
+        let crowd = |count, crowds| -> Vec<String> {
+            let tiles = true;
+            let all = tried_by(Gpus {
+                count,
+                tiles,
+                crowds,
+            });
+            let prefix = format!("cuda-processes/w{CROWD}/");
+            let names = all.iter().filter_map(|name| name.strip_prefix(&prefix));
+            names.map(str::to_owned).collect()
+        };
+        for count in [1, 2, 4] {
+            assert_eq!(crowd(count, false), Vec::<String>::new());
+            let all = crowd(count, true);
+            for part in [
+                "all_reduce/one_shot",
+                "all_gather/",
+                "reduce_scatter/",
+                "broadcast/",
+                "all_to_all/",
+                "experts/pushed/dense",
+                "experts/in_place/round_trips",
+                "low_latency/",
+                "all_reduce_norm/",
+                "gather_linear/tiles/even",
+                "linear_reduce_scatter/tiles/even",
+            ] {
+                assert!(all.iter().any(|n| n.starts_with(part)), "no {part}");
+            }
+            assert!(!all.iter().any(|n| n.starts_with("faults")));
+        }
+        assert!(
+            crowd(CROWD, true).contains(&"faults/never_calls/gather_linear_ring".to_owned()),
+            "a GPU for each is no crowd"
+        );
+    }
+
     fn machines_share_gpus_and_their_ranks_do_not_where_there_is_nccl() {
         let gpus = Gpus {
             count: 1,
             tiles: true,
+            crowds: false,
         };
         let all: Arc<dyn Devices> = Arc::new(Machines::of(gpus));
         let names: Vec<_> = crate::processes::names(&all, None).collect();
