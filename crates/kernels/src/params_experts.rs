@@ -469,8 +469,6 @@ parameters! {
         inverse_size: u32,
         /// To divide by how many peers there are.
         inverse_peers: u32,
-        /// Nothing.
-        unused: u32,
         /// This rank.
         rank: u32,
         /// Ranks in the group.
