@@ -1,18 +1,24 @@
-// Half of a call that ranks make in turn, a send or a receive, as one launch. Where a hook is asked, steps do all of this around the kernel
+// Half of a call that ranks make in turn, a send or a receive, as one launch. Where a hook is asked, steps do some of this around the kernel
 // (steps.cu), which is not `alone` then.
 //
-//   a send      gives credits for what this rank has taken, waits for those of the half, writes; the last block out posts flags
-//   a receive   waits for all flags, takes what they announce
+//   a send      gives credits for what this rank has taken, waits for those of the half, posts flags, which say what is coming, and writes;
+//               words that tell of themselves stand for what has come
+//   a receive   waits for all flags, and for what has come as it takes it: beside the send of the same use, which lets it begin
 //
 // Every block waits by itself, since a word from another block would come later than a peer's flag does. What they wait for follows from
 // counters that each of them has read before it is counted out, and that the last one out advances: so the same launch counts on
-// at every replay of a graph. A block that finds the group stopped, or stops it, is counted out like any other.
+// at every replay of a graph. What a receive reads of them, a send has written before it lets it begin. A block that finds the group stopped, or
+// stops it, is counted out like any other.
+//
+// A word that tells of itself has the number of the use, of its half, in its lower half, and lies where no others do: so one of an earlier use
+// is not taken for it, whatever that one told.
 //
 //   access                           why it is enough
-//   ld.acquire.sys                   flags and credits, as by steps
-//   st.relaxed.sys behind a fence    credits: the fence makes them releases
-//   atom.acq_rel.sys, of a send      who is out last has seen what all blocks wrote, and posts flags with a release behind it
-//   atom.acq_rel.gpu, of a receive   who is out last may poison, behind what other blocks gave
+//   ld.acquire.sys                   flags and credits, as by steps; words that tell that what lies elsewhere has come
+//   st.relaxed.sys behind a fence    credits, and words that tell of what was written before: the fence makes them releases
+//   st.relaxed.sys                   flags, and words that tell of nothing but themselves
+//   ld.relaxed.sys                   such words
+//   atom.acq_rel.gpu                 who is out last may poison, behind what other blocks gave
 #pragma once
 #include "steps.cuh"
 
@@ -26,18 +32,7 @@ struct InTurn : Group {
   __device__ uint64_t call() const { return number; }
 };
 
-// At the beginning of each kernel.
-template <typename P>
-__device__ __forceinline__ void begin_launch(const P& p) {
-  wait_for_previous_kernel();
-  if (p.lets_next == LETS_NEXT_AT_ONCE) let_next_kernel_start();
-}
-
-// Once a block has done its work, and only tells of it.
-template <typename P>
-__device__ __forceinline__ void near_end(const P& p) {
-  if (p.lets_next == LETS_NEXT_AT_THE_END) let_next_kernel_start();
-}
+constexpr uint32_t everybody = 0xFFFFFFFFu;
 
 template <typename P>
 __device__ __forceinline__ uint64_t* state_of(const P& p) {
@@ -56,7 +51,7 @@ __device__ __forceinline__ uint64_t* counter_of(const P& p, uint32_t half) {
 
 // What a rank's state says, as a warp reads it: all of it is on its way at the same time.
 struct Said {
-  uint64_t generation, stop, uses[2], marks[2];
+  uint64_t generation, stop, begun, uses[2], marks[2];
   uint32_t absent;
 
   template <typename P>
@@ -64,6 +59,7 @@ struct Said {
     stop = load_relaxed_sys(word_of(p, p.rank, p.stop));
     generation = read_word(state_of(p) + STATE_GENERATION);
     absent = uint32_t(read_word(state_of(p) + STATE_ABSENT));
+    begun = read_word(state_of(p) + p.begun);
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
       uses[half] = read_word(counter_of(p, half));
@@ -91,42 +87,75 @@ __device__ __noinline__ void pass_stop_on(const P& p) {
   if (threadIdx.x == 0) stop_all(group_of(p, p.signature));
 }
 
-// By the first warp, whose lanes look at words `apart`, from `first` on, until all say what is wanted. False if the group was stopped, or is now.
-// Rare, so not inlined.
-template <typename P>
-__device__ __noinline__ bool keep_waiting(const P& p, uint32_t first, uint32_t apart, Want want) {
+// Which use this launch is of, and which ranks do not take part, for all threads of a block.
+__shared__ uint32_t this_use, these_absent;
+
+// By a warp: what a lane has to wait for has come, or there is no hope. `w` says what it waits for, `look` takes a look. Not inlined: what
+// comes at once needs none of it.
+template <typename P, typename Look>
+__device__ __noinline__ bool keep_waiting(const P& p, Waiting w, Look look) {
   const Group g = group_of(p, p.signature);
-  const Said said(p);
-  if (__any_sync(0xffffffffu, said.stopped())) {
-    pass_stop_on(p);
-    return false;
-  }
-  const InTurn turn{g, globaltimer_ns(), g.call()};
-  const uint32_t peer = threadIdx.x;
-  Waiting w{first + peer * apart, said.flag(p, said.uses[0]), want, peer, peer};
-  w.end = said.has_peer(p) ? End::going_on : End::there;
-  // One block tells how long it was.
-  w.uncounted = blockIdx.x != 0;
+  // The call in front counts until it has ended, if that is the send beside which this is.
+  const bool sends = p.beside != 0 && read_word(counter_of(p, 0)) != read_word(state_of(p) + p.begun);
+  const InTurn turn{g, globaltimer_ns(), g.call() + sends};
   uint32_t failed;
   do {
     if (w.end == End::going_on) look(turn, w);
-    failed = __ballot_sync(0xffffffffu, w.end != End::going_on && w.end != End::there);
-  } while (failed == 0 && __any_sync(0xffffffffu, w.end == End::going_on));
-  if (failed != 0 && threadIdx.x == __ffs(failed) - 1) give_up(turn, w);
+    failed = __ballot_sync(everybody, w.end != End::going_on && w.end != End::there);
+  } while (failed == 0 && __any_sync(everybody, w.end == End::going_on));
+  if (failed != 0 && threadIdx.x % 32 == __ffs(failed) - 1) give_up(turn, w);
   return failed == 0;
 }
 
-// Whether peers' words say what is wanted of the last use. By the first warp. Before the first use there is nothing to wait for.
+// By the first warp, whose lanes look at words `apart`, from `first` on, until all say what is wanted of a use. False if the group was stopped, or
+// is now.
 template <typename P>
-__device__ __forceinline__ bool wait_for_peers(const P& p, uint32_t first, uint32_t apart, Want want) {
-  const Said said(p);
-  if (p.alone == 0) return !said.stopped();
-  bool there = !said.stopped();
-  if (said.has_peer(p) && said.uses[0] > 0) {
-    const uint64_t seen = load_acquire_sys(word_of(p, p.rank, first + threadIdx.x * apart));
-    there = there && progress(seen, said.flag(p, said.uses[0]), want) == Progress::there;
+__device__ __forceinline__ bool wait_for_peers(const P& p, const Said& said, uint32_t first, uint32_t apart, Want want, uint64_t use) {
+  if (__any_sync(everybody, said.stopped())) {
+    pass_stop_on(p);
+    return false;
   }
-  return __all_sync(0xffffffffu, there) || keep_waiting(p, first, apart, want);
+  // Steps have waited.
+  if (p.alone == 0) return true;
+  const uint32_t peer = threadIdx.x;
+  Waiting w{first + peer * apart, said.flag(p, use), want, peer, peer};
+  w.end = End::there;
+  // Before the first use there is nothing to wait for.
+  if (said.has_peer(p) && use > 0 && progress(load_acquire_sys(word_of(p, p.rank, w.word)), w.expected, want) != Progress::there) {
+    w.end = End::going_on;
+  }
+  // One block tells how long it was.
+  w.uncounted = blockIdx.x != 0;
+  if (__all_sync(everybody, w.end == End::there)) return true;
+  return keep_waiting(p, w, [](const InTurn& turn, Waiting& w) { look(turn, w); });
+}
+
+// What a word says that tells of itself.
+__device__ __forceinline__ uint64_t told(uint32_t use, uint32_t what) { return uint64_t(what) << 32 | use; }
+__device__ __forceinline__ bool is_told(uint64_t word, uint32_t use) { return uint32_t(word) == use; }
+
+// By a warp: until `come`, for each lane, finds words of rank `from` that tell of themselves. What each of them tells of, all lanes may read then. Such
+// waits are not counted, since many wait for the same. False if the group was stopped, or is now.
+template <typename P, typename Come>
+__device__ __forceinline__ bool wait_for_told(const P& p, uint32_t from, Come come) {
+  Waiting w{};
+  w.end = come() ? End::there : End::going_on;
+  __syncwarp();
+  if (__all_sync(everybody, w.end == End::there)) return true;
+  w.peer = w.slot = w.blamed = from;
+  w.word = p.filled + from * p.pieces;
+  w.uncounted = true;
+  const bool well = keep_waiting(p, w, [come](const InTurn& turn, Waiting& w) {
+    if (come()) {
+      w.end = End::there;
+    } else {
+      // Its flag has come, and what it tells of has not.
+      w.expected = w.blamed_expected = load_relaxed_sys(turn.word(turn.rank, w.word));
+      doubt(turn, w, [come] { return !come(); });
+    }
+  });
+  __syncwarp();
+  return well;
 }
 
 // By a warp. What came in both halves, and was not let go of yet, has been taken by launches before this one, or is given up.
@@ -143,22 +172,113 @@ __device__ __forceinline__ void give_credits(const P& p) {
   }
 }
 
-// Whether a block goes on with a send. By all its threads, as what follows.
+// Blocks of a send that write, and which of them this one is. The first block only sees to the protocol, if there are others: it gives credits, and
+// posts what is held up by rows if it comes behind them.
+struct Writers {
+  uint32_t blocks, me;
+  __device__ __forceinline__ Writers() : blocks(max(gridDim.x, 2u) - 1), me(gridDim.x > 1 ? blockIdx.x - 1 : 0) {}
+  __device__ __forceinline__ bool is_one() const { return me < blocks; }
+  // Threads of all of them, and which of these this one is.
+  __device__ __forceinline__ uint32_t threads() const { return blocks * blockDim.x; }
+  __device__ __forceinline__ uint32_t thread() const { return me * blockDim.x + threadIdx.x; }
+};
+
+// Whether a block goes on with a send, which has waited for the kernel in front. By all its threads, as what follows. `post` posts what else is to go
+// ahead of rows, for the lanes that have a peer.
+template <typename P, typename Post>
+__device__ __forceinline__ bool enter_send(const P& p, Post post) {
+  bool failed = false;
+  const uint32_t warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  if (warp == 0) {
+    const Said said(p);
+    // Steps have counted.
+    const uint64_t use = said.uses[0] + p.alone;
+    failed = !wait_for_peers(p, said, p.credits[0], 1, Want::at_least, said.uses[0]);
+    if (threadIdx.x == 0) this_use = uint32_t(use), these_absent = said.absent;
+    if (blockIdx.x == 0 && !failed) {
+      if (p.alone != 0 && said.has_peer(p)) store_relaxed_sys(word_of(p, threadIdx.x, p.filled + p.rank * p.pieces), said.flag(p, use));
+      post(said, uint32_t(use));
+    }
+  } else if (blockIdx.x == 0 && warp == warps - 1) {
+    // Beside the wait and not behind it: peers may wait for these before they give theirs.
+    if (p.alone != 0) give_credits(p);
+  } else if (blockIdx.x == 0 && warp == warps - 2 && threadIdx.x % 32 == 0) {
+    state_of(p)[p.begun] = read_word(counter_of(p, 0)) + p.alone;
+    // So whom this launch lets begin reads it.
+    __threadfence();
+  }
+  const bool well = !__syncthreads_or(failed);
+  // It waits for nobody any more.
+  if (p.lets_next == LETS_NEXT_AT_ONCE) let_next_kernel_start();
+  return well;
+}
+
 template <typename P>
 __device__ __forceinline__ bool enter_send(const P& p) {
+  wait_for_previous_kernel();
+  return enter_send(p, [](const Said&, uint32_t) {});
+}
+
+// The same of a receive.
+template <typename P>
+__device__ __forceinline__ bool enter_receive(const P& p) {
+  // Beside the send of the same use, which waits at its start for all that is in front of both.
+  if (p.beside == 0) {
+    wait_for_previous_kernel();
+    if (p.lets_next == LETS_NEXT_AT_ONCE) let_next_kernel_start();
+  }
   bool failed = false;
   if (threadIdx.x < 32) {
-    failed = !wait_for_peers(p, p.credits[0], 1, Want::at_least);
-  } else if (p.alone != 0 && blockIdx.x == 0 && threadIdx.x >= blockDim.x - 32) {
-    // Beside the wait and not behind it: peers may wait for these before they give theirs.
-    give_credits(p);
+    const Said said(p);
+    failed = !wait_for_peers(p, said, p.filled, p.pieces, Want::exactly, said.begun);
+    if (threadIdx.x == 0) this_use = uint32_t(said.begun), these_absent = said.absent;
   }
   return !__syncthreads_or(failed);
 }
 
+// By whole warps that stand side by side, so many threads: what they wrote is told of behind it, by words that `tell` writes.
+template <typename Tell>
+__device__ __forceinline__ void tell_behind(uint32_t threads, Tell tell) {
+  if (threads == 32) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / threads), "r"(threads) : "memory");
+  }
+  if (threadIdx.x % threads != 0) return;
+  __threadfence_system();
+  tell();
+}
+
+// By all threads of a block: until all blocks of a receive have come here. False if this one did not do well, or the group was stopped, or is now. All of
+// them have places, and those that wait for peers tell what is the matter with these: so this wait gives up later than theirs, and blames its own rank.
 template <typename P>
-__device__ __forceinline__ bool enter_receive(const P& p) {
-  return !__syncthreads_or(threadIdx.x < 32 && !wait_for_peers(p, p.filled, p.pieces, Want::exactly));
+__device__ __forceinline__ bool meet_blocks(const P& p, bool well) {
+  __shared__ bool met;
+  if (!__syncthreads_and(well)) return false;
+  if (gridDim.x == 1) return true;
+  if (threadIdx.x == 0) {
+    uint64_t* const here = state_of(p) + STATE_MET;
+    asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(here) : "memory");
+    met = true;
+    const Group g = group_of(p, p.signature);
+    const uint64_t since_ns = globaltimer_ns();
+    for (uint32_t looks = 1; met; ++looks) {
+      uint64_t come;
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(come) : "l"(here) : "memory");
+      if (come == gridDim.x) break;
+      if (looks % long_glance != 0) continue;
+      const InTurn turn{g, since_ns, g.call()};
+      Waiting w{};
+      w.end = End::going_on;
+      w.peer = w.slot = w.blamed = p.rank;
+      if (is_stopped(g) || is_stop_asked(g)) w.end = End::stopped;
+      if (globaltimer_ns() - since_ns >= 2 * most_ns(turn)) w.end = End::timeout;
+      met = w.end == End::going_on;
+      if (!met) give_up(turn, w);
+    }
+  }
+  __syncthreads();
+  return met;
 }
 
 // Blocks that are out: in the upper half of the word, those that failed.
@@ -169,15 +289,18 @@ struct Out {
   uint32_t failed;
 };
 
-// This block is through, by its first warp; `add` is what orders it.
-template <typename P, typename Add>
-__device__ __forceinline__ Out count_out(const P& p, bool well, Add add) {
+// This block is through, by its first warp.
+template <typename P>
+__device__ __forceinline__ Out count_out(const P& p, bool well) {
   const uint64_t mine = well ? 1 : 1 + one_failed;
   uint64_t all = mine;
   if (gridDim.x > 1) {
     uint64_t* out = state_of(p) + STATE_OUT;
-    if (threadIdx.x == 0) all = add(out, mine) + mine;
-    all = __shfl_sync(0xffffffffu, all, 0);
+    if (threadIdx.x == 0) {
+      asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(all) : "l"(out), "l"(mine) : "memory");
+      all += mine;
+    }
+    all = __shfl_sync(everybody, all, 0);
     if (threadIdx.x == 0 && uint32_t(all) == gridDim.x) *out = 0;
     __syncwarp();
   }
@@ -187,23 +310,12 @@ __device__ __forceinline__ Out count_out(const P& p, bool well, Add add) {
 // At the end of a send.
 template <typename P>
 __device__ __forceinline__ void leave_send(const P& p, bool well) {
-  near_end(p);
   if (p.alone == 0) return;
   __syncthreads();
   if (threadIdx.x >= 32) return;
-  // Read while the block's stores are on their way.
-  const Said said(p);
-  const Out out = count_out(p, well, [](uint64_t* at, uint64_t value) {
-    uint64_t before;
-    asm volatile("atom.acq_rel.sys.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(at), "l"(value) : "memory");
-    return before;
-  });
-  if (!out.last || out.failed != 0) return;
-  if (__any_sync(0xffffffffu, said.stopped())) return pass_stop_on(p);
-  const uint64_t use = said.uses[0] + 1;
-  if (said.has_peer(p)) store_release_sys(word_of(p, threadIdx.x, p.filled + p.rank * p.pieces), said.flag(p, use));
-  if (threadIdx.x != 0) return;
-  counter_of(p, 0)[0] = use;
+  const Out out = count_out(p, well);
+  if (!out.last || out.failed != 0 || threadIdx.x != 0) return;
+  counter_of(p, 0)[0] = this_use;
   counter_of(p, 0)[1] = MARK_OPEN;
   counter_of(p, 1)[1] = 0;
   state_of(p)[STATE_CALLS] += 1;
@@ -212,17 +324,17 @@ __device__ __forceinline__ void leave_send(const P& p, bool well) {
 // At the end of a receive: whether this one is to poison all that others gave, since not all of them could.
 template <typename P>
 __device__ __forceinline__ bool leave_receive(const P& p, bool well) {
-  near_end(p);
-  if (p.alone == 0) return false;
+  // Both count blocks out by the same word.
+  if (p.beside != 0) wait_for_previous_kernel();
+  if (p.lets_next == LETS_NEXT_AT_THE_END) let_next_kernel_start();
   bool spoils = false;
   __syncthreads();
   if (threadIdx.x < 32) {
-    const Out out = count_out(p, well, [](uint64_t* at, uint64_t value) {
-      uint64_t before;
-      asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(at), "l"(value) : "memory");
-      return before;
-    });
-    if (out.last && out.failed == 0 && threadIdx.x == 0) state_of(p)[STATE_CALLS] += 1;
+    const Out out = count_out(p, well);
+    if (out.last && out.failed == 0 && threadIdx.x == 0) {
+      if (p.alone != 0) state_of(p)[STATE_CALLS] += 1;
+      state_of(p)[STATE_MET] = 0;
+    }
     spoils = out.last && out.failed != 0 && out.failed != gridDim.x;
   }
   return __syncthreads_or(spoils);

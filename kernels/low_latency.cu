@@ -1,12 +1,16 @@
 // The low-latency exchange, after DeepEP's low-latency dispatch and combine: every row has a place at its receiver that its sender
-// knows, whatever else is sent. Each half of it is a launch (in_turn.cuh): what sends waits for the half's credits and posts flags behind the
-// rows, what receives waits for everybody's flags. Credits are given when the slot is used again.
+// knows, whatever else is sent. Each half of it is a launch (in_turn.cuh): what sends waits for the half's credits, and tells of each row
+// behind it; what receives takes rows as they come, and may do so while its own rank still sends. Credits are given when the slot is used again.
 //
-// There: a rank writes own tokens into its part of the halves of all, each at the token's own place, and beside every token which of the
-// receiver's experts it names, and their weights if it has any; a row goes once to a rank. The receiver packs the rows of each of its
+// There: a rank first tells all others which of their experts its tokens name, and then writes the tokens into its part of the halves of all, each
+// at the token's own place, with their weights if they have any; a row goes once to a rank. The receiver packs the rows of each of its
 // experts, by source and token, and with weights it writes down which row each expert of a token got. Back: there is a place for each expert
 // of each token at the rank that has the token; where a rank adds a token's rows before they go, their sum takes the place of the first. The
 // sums are in f32, products rounded before they are added, never fused, so that the host's are the same bits.
+//
+// Words that tell, of each sender at each receiver (crates/plan/src/low_latency.rs): how many tokens it has; of each token, whether its row has
+// come; of each of its experts, and there of each token, which of the receiver's experts that is. On the way back, of each expert of each
+// token whether its row has come.
 #include "copy.cuh"
 #include "in_turn.cuh"
 #include "params.cuh"
@@ -20,8 +24,6 @@ enum Section : uint32_t { row = 0, scales = 1, named = 2, weights = 3 };
 
 // On the way back, a row and what belongs to it share a place.
 constexpr uint32_t both = 2;
-
-constexpr uint32_t everybody = 0xFFFFFFFFu;
 
 // As many find room on a multiprocessor as places for waiting blocks are counted for.
 constexpr uint32_t most_threads = 512;
@@ -75,6 +77,18 @@ __device__ __forceinline__ uint64_t place(const LowLatencyParams& p, uint64_t pa
   return part + p.section[s] + token * p.row_bytes[s];
 }
 
+// The words by which sender `from` tells rank `at`, and where among them those are that tell of rows, and of what one of their experts is.
+__device__ __forceinline__ uint64_t* words_of(const LowLatencyParams& p, uint32_t at, uint32_t from) {
+  return reinterpret_cast<uint64_t*>(p.base + at * p.stride + p.told + from * p.told_bytes);
+}
+constexpr uint32_t of_rows = 1;
+__device__ __forceinline__ uint32_t of_names(const LowLatencyParams& p, uint32_t entry) { return of_rows + (1 + entry) * p.max_tokens; }
+
+// The word that tells that a row has come back to rank `at`.
+__device__ __forceinline__ uint64_t* word_back(const LowLatencyParams& p, uint32_t at, uint64_t token, uint32_t entry) {
+  return words_of(p, at, 0) + token * p.k + entry;
+}
+
 __device__ __forceinline__ void count_moved(const LowLatencyParams& p, uint64_t bytes) {
   if (bytes > 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.state) + STATE_MOVED, (unsigned long long)bytes);
 }
@@ -114,49 +128,92 @@ __device__ __noinline__ void cast_there(const LowLatencyParams& p, uint64_t valu
   }
 }
 
-// A group of threads, whole warps, for each own token and rank.
-__device__ __forceinline__ void send_rows(const LowLatencyParams& p) {
-  const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
-  if (blockIdx.x == 0) {
-    for (uint32_t to = threadIdx.x; to < p.size; to += blockDim.x) {
-      if (!(absent >> to & 1)) *reinterpret_cast<uint64_t*>(part(p, to, p.rank)) = p.tokens;
+// Tells all ranks which of their experts own tokens name: neighbours in neighbouring words. All blocks have some of it, since stores of one are
+// held up by all others' rows. What it reads first is on its way before it is known whether it may tell.
+struct Names {
+  const LowLatencyParams& p;
+  Writers writers;
+  uint32_t i, all;
+  Id id;
+
+  __device__ __forceinline__ explicit Names(const LowLatencyParams& p) : p(p), all(p.size * p.k * p.tokens), id{0, 0} {
+    i = 32 * (threadIdx.x / 32 * writers.blocks + writers.me) + threadIdx.x % 32;
+    if (!writers.is_one()) i = all;
+    if (i < all) id = read_id(p, i % p.tokens, i / p.tokens % p.k);
+  }
+
+  __device__ __forceinline__ void tell() {
+    while (i < all) {
+      const uint32_t token = i % p.tokens, entry = i / p.tokens % p.k, to = (p.rank + 1 + i / p.tokens / p.k) % p.size;
+      const int32_t slot = present_slot(p, slot_of(p, token, id), these_absent);
+      const int32_t begin = int32_t(first_slot(p, to)), end = int32_t(first_slot(p, to + 1));
+      const uint32_t name = slot >= begin && slot < end ? slot - begin : -1;
+      if (!(these_absent >> to & 1)) store_relaxed_sys(words_of(p, to, p.rank) + of_names(p, entry) + token, told(this_use, name));
+      if (to == p.rank) reinterpret_cast<int32_t*>(p.chosen)[uint64_t(token) * p.k + entry] = slot;
+      i += writers.threads();
+      if (i < all) id = read_id(p, i % p.tokens, i / p.tokens % p.k);
     }
   }
-  const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
-  uint64_t moved = 0;
-  for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < p.tokens * p.size; w += groups) {
-    // The next rank first, so that not all write to one.
-    const uint32_t to = (p.rank + 1 + w % p.size) % p.size, token = w / p.size;
-    if (absent >> to & 1) continue;
-    const int32_t begin = int32_t(first_slot(p, to)), end = int32_t(first_slot(p, to + 1));
-    // Every warp finds out by itself whether the row goes there: k is at most 32.
-    const int32_t slot = lane < p.k ? present_slot(p, chosen_slot(p, token, lane), absent) : -1;
-    const bool theirs = slot >= begin && slot < end;
-    const bool goes = __any_sync(everybody, theirs);
-    const uint64_t target = part(p, to, p.rank);
-    if (thread < p.k) {
-      reinterpret_cast<int32_t*>(place(p, target, named, token))[thread] = theirs ? slot - begin : -1;
-      if (to == p.rank) reinterpret_cast<int32_t*>(p.chosen)[uint64_t(token) * p.k + thread] = slot;
-      if (goes && p.weights != 0) {
+};
+
+// Own rows: a group of threads, whole warps, for each token and rank. As above.
+struct OwnRows {
+  const LowLatencyParams& p;
+  Writers writers;
+  uint32_t i, all;
+  Id id;
+
+  __device__ __forceinline__ explicit OwnRows(const LowLatencyParams& p) : p(p), all(p.tokens * p.size), id{0, 0} {
+    i = writers.is_one() ? writers.thread() / p.row_threads : all;
+    read();
+  }
+
+  // Every warp finds out by itself whether a row goes to a rank: k is at most 32.
+  __device__ __forceinline__ void read() {
+    const uint32_t lane = threadIdx.x % 32;
+    if (i < all && lane < p.k) id = read_id(p, i / p.size, lane);
+  }
+
+  __device__ __forceinline__ void send() {
+    const uint32_t thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
+    uint64_t moved = 0;
+    for (; i < all; i += writers.threads() / p.row_threads, read()) {
+      // The next rank first, so that not all write to one.
+      const uint32_t to = (p.rank + 1 + i % p.size) % p.size, token = i / p.size;
+      if (these_absent >> to & 1) continue;
+      const int32_t begin = int32_t(first_slot(p, to)), end = int32_t(first_slot(p, to + 1));
+      const int32_t slot = lane < p.k ? present_slot(p, slot_of(p, token, id), these_absent) : -1;
+      if (!__any_sync(everybody, slot >= begin && slot < end)) continue;
+      const uint64_t target = part(p, to, p.rank);
+      if (thread < p.k && p.weights != 0) {
         reinterpret_cast<float*>(place(p, target, weights, token))[thread] = reinterpret_cast<const float*>(p.weights)[uint64_t(token) * p.k + thread];
       }
+      const uint64_t there = place(p, target, row, token);
+      if (p.payload == as_is) {
+        copy_row(there, p.from + token * p.row_bytes[row], p.row_bytes[row], thread, p.row_threads);
+      } else {
+        cast_there(p, there, place(p, target, scales, token), p.from + token * row_bytes_back(p), thread);
+      }
+      tell_behind(p.row_threads, [&] { store_relaxed_sys(words_of(p, to, p.rank) + of_rows + token, told(this_use, 0)); });
+      if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales] + p.row_bytes[weights];
     }
-    if (!goes) continue;
-    const uint64_t there = place(p, target, row, token);
-    if (p.payload == as_is) {
-      copy_row(there, p.from + token * p.row_bytes[row], p.row_bytes[row], thread, p.row_threads);
-    } else {
-      cast_there(p, there, place(p, target, scales, token), p.from + token * row_bytes_back(p), thread);
-    }
-    if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales] + p.row_bytes[weights];
+    count_moved(p, moved);
   }
-  count_moved(p, moved);
-}
+};
 
 extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_send(const __grid_constant__ LowLatencyParams p) {
-  begin_launch(p);
-  const bool well = enter_send(p);
-  if (well) send_rows(p);
+  wait_for_previous_kernel();
+  Names names(p);
+  OwnRows rows(p);
+  // How many tokens there are.
+  const bool well = enter_send(p, [&](const Said& said, uint32_t use) {
+    const uint32_t to = threadIdx.x;
+    if (to == p.rank || said.has_peer(p)) store_relaxed_sys(words_of(p, to, p.rank), told(use, p.tokens));
+  });
+  if (well) {
+    names.tell();
+    rows.send();
+  }
   leave_send(p, well);
 }
 
@@ -165,22 +222,6 @@ __device__ __forceinline__ uint32_t threads_for(uint32_t rows) {
   uint32_t threads = 32;
   while (threads < blockDim.x && 2 * threads * rows <= blockDim.x) threads *= 2;
   return threads;
-}
-
-// What is kept of a token whose rows came with weights, by the thread that has looked at it for one of the experts. Of entries without a row
-// the first expert's thread says so. `at` counts tokens over all sources; `names` are their experts here, or null if there is no such token.
-__device__ __noinline__ void hold(const LowLatencyParams& p, uint32_t at, const int32_t* names, const float* of_names, uint32_t expert, uint64_t to) {
-  int32_t* rows = reinterpret_cast<int32_t*>(p.rows_of) + uint64_t(at) * p.k;
-  float* held = reinterpret_cast<float*>(p.held) + uint64_t(at) * p.k;
-  for (uint32_t e = 0; e < p.k; ++e) {
-    const int32_t name = names == nullptr ? -1 : names[e];
-    if (name == int32_t(expert)) {
-      rows[e] = int32_t(to);
-      held[e] = of_names[e];
-    } else if (expert == 0 && name < 0) {
-      rows[e] = -1;
-    }
-  }
 }
 
 // How many rows came from each rank, where it is written down which is the first; `all` came. By all threads of a block.
@@ -194,51 +235,101 @@ __device__ __forceinline__ void tell_ranges(const LowLatencyParams& p, int32_t* 
   }
 }
 
-// The experts that a token of `source` names here, or null if there is no such token; and a bit for each that is `expert`.
-__device__ __forceinline__ const int32_t* names_of(const LowLatencyParams& p, uint32_t source, uint32_t token, uint32_t expert, uint32_t& entries) {
-  const uint64_t came = part(p, p.rank, source);
-  const int32_t* names = reinterpret_cast<const int32_t*>(place(p, came, named, token));
-  // On their way while it is found out whether they mean anything.
-  uint32_t found = 0;
-#pragma unroll 8
-  for (uint32_t e = 0; e < p.k; ++e) found |= uint32_t(names[e] == int32_t(expert)) << e;
-  const bool there = token < *reinterpret_cast<const uint64_t*>(came);
-  entries = there ? found : 0;
-  return there ? names : nullptr;
+// Which of a rank's experts its tokens have as their expert number `entry`, once it is known here: by token.
+__device__ __forceinline__ int32_t* names_of(const LowLatencyParams& p, uint32_t source, uint32_t entry) {
+  return reinterpret_cast<int32_t*>(part(p, p.rank, source) + p.section[named]) + entry * p.max_tokens;
 }
 
-// Share `mine` of an expert's rows, by a block, which looks for all of them.
-__device__ __forceinline__ void receive_rows(const LowLatencyParams& p, uint32_t expert, uint32_t mine, uint32_t absent) {
-  // Of the places that are looked at together, those that have a row for this expert.
-  __shared__ uint32_t found[most_threads];
+// Collects what all ranks have told, each thread of the launch some of it, and lets no block go on before all of it is there: if each looked at
+// all of it until it came, looks would be in the way of rows. False if the group was stopped, or is now.
+__device__ __forceinline__ bool collect_names(const LowLatencyParams& p) {
+  bool well = true;
+  const uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, lane = threadIdx.x % 32, use = this_use;
+  const uint32_t each = p.k * p.max_tokens, all = p.size * each;
+  for (uint32_t first = 32 * warp; well && first < all; first += gridDim.x * blockDim.x) {
+    const uint32_t i = first + lane, source = i / max(each, 1u), entry = i % each / p.max_tokens, token = i % p.max_tokens;
+    const bool asked = i < all && !(these_absent >> source & 1);
+    const uint64_t* words = words_of(p, p.rank, source);
+    const uint64_t* word = words + of_names(p, entry) + token;
+    uint64_t name = 0;
+    well = wait_for_told(p, source, [=, &name] {
+      if (!asked) return true;
+      const uint64_t tokens = load_relaxed_sys(words);
+      name = load_relaxed_sys(word);
+      return is_told(tokens, use) && (is_told(name, use) || token >= uint32_t(tokens >> 32));
+    });
+    if (well && asked) names_of(p, source, entry)[token] = is_told(name, use) ? int32_t(name >> 32) : -1;
+  }
+  return meet_blocks(p, well);
+}
+
+// Which experts of a token are asked for, as bits, and which are none of this rank's.
+struct Entries {
+  uint32_t asked, nobody;
+};
+
+__device__ __forceinline__ Entries find_entries(const LowLatencyParams& p, uint32_t source, uint32_t token, uint32_t expert) {
+  Entries e{0, 0};
+#pragma unroll 8
+  for (uint32_t i = 0; i < p.k; ++i) {
+    const int32_t name = names_of(p, source, i)[token];
+    e.asked |= uint32_t(name == int32_t(expert)) << i;
+    e.nobody |= uint32_t(name < 0) << i;
+  }
+  return e;
+}
+
+// What is kept of a token whose row came with weights, for one of its experts, by a thread for each entry.
+__device__ __forceinline__ void hold(const LowLatencyParams& p, uint32_t source, uint32_t token, uint32_t entries, uint64_t to, uint32_t thread) {
+  if (p.rows_of == 0 || thread >= p.k || !(entries >> thread & 1)) return;
+  const uint64_t at = (uint64_t(source) * p.max_tokens + token) * p.k + thread;
+  reinterpret_cast<int32_t*>(p.rows_of)[at] = int32_t(to);
+  reinterpret_cast<float*>(p.held)[at] = reinterpret_cast<const float*>(place(p, part(p, p.rank, source), weights, token))[thread];
+}
+
+// Of entries without a row the first expert says so.
+__device__ __forceinline__ void hold_nothing(const LowLatencyParams& p, uint32_t at, uint32_t nobody) {
+  if (p.rows_of == 0) return;
+  for (uint32_t e = 0; e < p.k; ++e) {
+    if (nobody >> e & 1) reinterpret_cast<int32_t*>(p.rows_of)[uint64_t(at) * p.k + e] = -1;
+  }
+}
+
+// Share `mine` of an expert's rows, by a block, which looks for all of them. False if a thread waited in vain.
+__device__ __forceinline__ bool receive_rows(const LowLatencyParams& p, uint32_t expert, uint32_t mine) {
+  // Of the places that are looked at together, those that have a row for this expert, and for which of the token's experts.
+  __shared__ uint32_t found[most_threads], entries_of[most_threads];
   const uint64_t first = uint64_t(expert) * p.room;
   int32_t* ranges = reinterpret_cast<int32_t*>(p.ranges) + uint64_t(expert) * p.size * 2;
   uint32_t next = 0;
+  bool well = true;
   for (uint32_t start = 0; start < p.size * p.max_tokens; start += blockDim.x) {
     const uint32_t at = start + threadIdx.x, source = at / p.max_tokens, token = at % p.max_tokens;
-    uint32_t entries = 0;
-    const int32_t* names = nullptr;
-    if (source < p.size && !(absent >> source & 1)) names = names_of(p, source, token, expert, entries);
+    const bool has_source = source < p.size && !(these_absent >> source & 1);
+    const Entries entries = has_source ? find_entries(p, source, token, expert) : Entries{0, everybody};
     uint32_t all;
     // What was found before has been taken by all threads that come here.
-    const uint32_t i = rank_among(entries != 0, all);
+    const uint32_t i = rank_among(entries.asked != 0, all);
     // The first token of a rank says where its rows begin.
     if (mine == 0 && token == 0 && source < p.size) ranges[2 * source] = int32_t(next + i);
-    if (entries != 0) {
+    if (entries.asked != 0) {
       found[i] = at;
+      entries_of[i] = entries.asked;
       int32_t* said = reinterpret_cast<int32_t*>(p.sources) + (first + next + i) * 3;
-      if (mine == 0) said[0] = int32_t(source), said[1] = int32_t(token), said[2] = int32_t(entries);
+      if (mine == 0) said[0] = int32_t(source), said[1] = int32_t(token), said[2] = int32_t(entries.asked);
     }
-    if (mine == 0 && p.rows_of != 0 && source < p.size && (entries != 0 || expert == 0)) {
-      const float* of_names = reinterpret_cast<const float*>(place(p, part(p, p.rank, source), weights, token));
-      hold(p, at, names, of_names, expert, first + next + i);
-    }
+    if (mine == 0 && expert == 0 && source < p.size) hold_nothing(p, at, entries.nobody);
     __syncthreads();
     const uint32_t threads = threads_for((all + p.share - 1) / p.share);
     const uint32_t thread = threadIdx.x % threads, step = blockDim.x / threads * p.share;
-    for (uint32_t n = mine + threadIdx.x / threads * p.share; n < all; n += step) {
-      const uint32_t token = found[n] % p.max_tokens;
-      const uint64_t came = part(p, p.rank, found[n] / p.max_tokens), to = first + next + n;
+    for (uint32_t n = mine + threadIdx.x / threads * p.share; well && n < all; n += step) {
+      const uint32_t source = found[n] / p.max_tokens, token = found[n] % p.max_tokens;
+      const uint64_t* word = words_of(p, p.rank, source) + of_rows + token;
+      const uint32_t use = this_use;
+      well = wait_for_told(p, source, [=] { return is_told(load_acquire_sys(word), use); });
+      if (!well) break;
+      const uint64_t came = part(p, p.rank, source), to = first + next + n;
+      hold(p, source, token, entries_of[n], to, thread);
       copy_row(p.to + to * p.row_bytes[row], place(p, came, row, token), p.row_bytes[row], thread, threads);
       if (p.to_scales == 0) continue;
       const uint64_t bytes = p.row_bytes[scales], from = place(p, came, scales, token);
@@ -256,17 +347,16 @@ __device__ __forceinline__ void receive_rows(const LowLatencyParams& p, uint32_t
     reinterpret_cast<uint32_t*>(p.counts)[expert] = next;
     if (p.totals != 0) reinterpret_cast<int64_t*>(p.totals)[expert] += next;
   }
+  return well;
 }
 
 extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_receive(const __grid_constant__ LowLatencyParams p) {
-  begin_launch(p);
-  const bool well = enter_receive(p);
+  bool well = enter_receive(p) && collect_names(p);
   if (well) {
-    const uint32_t absent = absent_ranks(reinterpret_cast<const uint64_t*>(p.state));
     // Blocks that share a multiprocessor have shares of different experts.
-    for (uint32_t i = blockIdx.x; i < p.own_experts * p.share; i += gridDim.x) receive_rows(p, i % p.own_experts, i / p.own_experts, absent);
+    for (uint32_t i = blockIdx.x; i < p.own_experts * p.share; i += gridDim.x) well &= receive_rows(p, i % p.own_experts, i / p.own_experts);
   }
-  end_receive(p, well);
+  end_receive(p, !__syncthreads_or(!well));
 }
 
 __device__ __noinline__ void cast_row(const LowLatencyParams& p, uint64_t place, uint64_t from, uint32_t thread, uint32_t threads) {
@@ -279,13 +369,12 @@ __device__ __noinline__ void cast_row(const LowLatencyParams& p, uint64_t place,
 // Row `i` of an expert, to all places that it has at the rank it came from, by so many threads. Bytes that go to a peer.
 __device__ __forceinline__ uint64_t send_row_back(const LowLatencyParams& p, uint64_t i, uint32_t thread, uint32_t threads) {
   const uint32_t* source = reinterpret_cast<const uint32_t*>(p.sources) + i * 3;
-  const uint32_t to = source[0], token = source[1];
+  const uint32_t to = source[0], token = source[1], named = source[2] & uint32_t((1ull << p.k) - 1);
   if (to >= p.size || token >= p.max_tokens) return 0;
   const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[both], from = p.from + i * row_bytes_back(p);
   uint64_t moved = 0;
-  for (uint32_t entries = source[2]; entries != 0; entries &= entries - 1) {
+  for (uint32_t entries = named; entries != 0; entries &= entries - 1) {
     const uint32_t e = __ffs(entries) - 1;
-    if (e >= p.k) break;
     const uint64_t place = places + e * p.row_bytes[both];
     if (p.payload == as_is) {
       copy_row(place, from, p.row_bytes[row], thread, threads);
@@ -294,6 +383,9 @@ __device__ __forceinline__ uint64_t send_row_back(const LowLatencyParams& p, uin
     }
     if (to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
   }
+  tell_behind(threads, [&] {
+    for (uint32_t entries = named; entries != 0; entries &= entries - 1) store_relaxed_sys(word_back(p, to, token, __ffs(entries) - 1), told(this_use, 0));
+  });
   return moved;
 }
 
@@ -302,6 +394,8 @@ __device__ __forceinline__ void send_rows_back(const LowLatencyParams& p) {
   // Where each expert's rows end, of those that are looked at together.
   __shared__ uint32_t ends[most_threads];
   uint64_t moved = 0;
+  const Writers writers;
+  if (!writers.is_one()) return;
   for (uint32_t start = 0; start < p.own_experts; start += blockDim.x) {
     const uint32_t expert = start + threadIdx.x;
     const uint32_t rows = expert < p.own_experts ? min(reinterpret_cast<const uint32_t*>(p.counts)[expert], p.room) : 0;
@@ -309,8 +403,8 @@ __device__ __forceinline__ void send_rows_back(const LowLatencyParams& p) {
     const uint32_t before = sum_before(rows, all);
     ends[threadIdx.x] = before + rows;
     __syncthreads();
-    const uint32_t threads = threads_for((all + gridDim.x - 1) / gridDim.x), thread = threadIdx.x % threads;
-    for (uint32_t n = blockIdx.x + threadIdx.x / threads * gridDim.x; n < all; n += blockDim.x / threads * gridDim.x) {
+    const uint32_t threads = threads_for((all + writers.blocks - 1) / writers.blocks), thread = threadIdx.x % threads;
+    for (uint32_t n = writers.me + threadIdx.x / threads * writers.blocks; n < all; n += blockDim.x / threads * writers.blocks) {
       uint32_t of = 0;
       // The first one whose rows end behind this row.
       for (uint32_t step = blockDim.x / 2; step > 0; step /= 2) {
@@ -325,7 +419,6 @@ __device__ __forceinline__ void send_rows_back(const LowLatencyParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_back(const __grid_constant__ LowLatencyParams p) {
-  begin_launch(p);
   const bool well = enter_send(p);
   if (well) send_rows_back(p);
   leave_send(p, well);
@@ -395,22 +488,25 @@ __device__ __noinline__ void send_any_sum(const LowLatencyParams& p, const Liste
 __device__ __forceinline__ void send_sums_back(const LowLatencyParams& p) {
   __shared__ Listed lists[most_threads / 32];
   Listed& listed = lists[threadIdx.x / 32];
-  const uint32_t groups = gridDim.x * blockDim.x / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
+  const Writers writers;
+  if (!writers.is_one()) return;
+  const uint32_t groups = writers.threads() / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
   const uint64_t from_bytes = row_bytes_back(p);
   const bool whole = is_whole(p.from | p.base | p.half | p.stride, p.hidden), plain = whole && p.payload == as_is && p.from_type != F32;
   uint64_t moved = 0;
   // Who has no expert has written down no rows.
   const uint32_t places = p.own_experts == 0 ? 0 : p.max_tokens * p.size;
-  for (uint32_t w = (blockIdx.x * blockDim.x + threadIdx.x) / p.row_threads; w < places; w += groups) {
+  for (uint32_t w = writers.thread() / p.row_threads; w < places; w += groups) {
     // The next rank first, so that not all write to one.
     const uint32_t to = (p.rank + 1 + w % p.size) % p.size, token = w / p.size;
-    const uint64_t entry = (uint64_t(to) * p.max_tokens + token) * p.k + lane;
-    const int32_t at = lane < p.k ? reinterpret_cast<const int32_t*>(p.rows_of)[entry] : -1;
+    const uint64_t mine = (uint64_t(to) * p.max_tokens + token) * p.k + lane;
+    const int32_t at = lane < p.k ? reinterpret_cast<const int32_t*>(p.rows_of)[mine] : -1;
     const uint32_t there = __ballot_sync(everybody, at >= 0);
     if (there == 0) continue;
-    const float weight = at >= 0 ? reinterpret_cast<const float*>(p.held)[entry] : 0.0f;
+    const float weight = at >= 0 ? reinterpret_cast<const float*>(p.held)[mine] : 0.0f;
     list(listed, at >= 0 ? __popc(there & ((1u << lane) - 1)) : -1, uint32_t(at), weight);
-    const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + __ffs(there) - 1) * p.row_bytes[both];
+    const uint32_t entry = __ffs(there) - 1;
+    const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + entry) * p.row_bytes[both];
     if (plain) {
 #pragma unroll 1
       for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
@@ -420,13 +516,13 @@ __device__ __forceinline__ void send_sums_back(const LowLatencyParams& p) {
     } else {
       send_any_sum(p, listed, __popc(there), target, whole, thread);
     }
+    tell_behind(p.row_threads, [&] { store_relaxed_sys(word_back(p, to, token, entry), told(this_use, 0)); });
     if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
   }
   count_moved(p, moved);
 }
 
 extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_back_sums(const __grid_constant__ LowLatencyParams p) {
-  begin_launch(p);
   const bool well = enter_send(p);
   if (well) send_sums_back(p);
   leave_send(p, well);
@@ -458,8 +554,8 @@ __device__ __noinline__ void add_up_any(const LowLatencyParams& p, const Listed&
   }
 }
 
-// A group of threads, whole warps, for each own token.
-__device__ __forceinline__ void add_up_rows(const LowLatencyParams& p) {
+// A group of threads, whole warps, for each own token. False if a thread waited in vain.
+__device__ __forceinline__ bool add_up_rows(const LowLatencyParams& p) {
   __shared__ Listed lists[most_threads / 32];
   Listed& listed = lists[threadIdx.x / 32];
   // A token has some blocks, or a block some tokens.
@@ -476,6 +572,9 @@ __device__ __forceinline__ void add_up_rows(const LowLatencyParams& p) {
     const float weight = place >= 0 && p.weights != 0 ? reinterpret_cast<const float*>(p.weights)[entry] : 1.0f;
     list(listed, place, lane, weight);
     const uint32_t count = __popc(__ballot_sync(everybody, place >= 0));
+    const uint32_t from = slot >= 0 ? rank_of_slot(p, uint32_t(slot)) : 0, use = this_use;
+    const uint64_t* word = word_back(p, p.rank, token, lane);
+    if (!wait_for_told(p, from, [=] { return place < 0 || is_told(load_acquire_sys(word), use); })) return false;
     const uint64_t of_token = places + token * p.k * p.row_bytes[both], to = p.to + token * out_bytes;
     if (!plain) {
       add_up_any(p, listed, count, of_token, to, whole, thread);
@@ -487,11 +586,11 @@ __device__ __forceinline__ void add_up_rows(const LowLatencyParams& p) {
       store_wide(p.out_type, to, i, sum.v);
     }
   }
+  return true;
 }
 
 extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
-  begin_launch(p);
-  const bool well = enter_receive(p);
-  if (well) add_up_rows(p);
-  end_receive(p, well);
+  bool well = enter_receive(p);
+  if (well) well = add_up_rows(p);
+  end_receive(p, !__syncthreads_or(!well));
 }

@@ -176,6 +176,35 @@ __device__ inline bool has_passed(const G& g, uint32_t peer) {
   return progress(flag, g.flag(next), Want::at_least) == Progress::there;
 }
 
+// What is waited for was not there once more: now and then asks whether there is hope. `behind` looks again.
+template <typename G, typename Behind>
+__device__ inline void doubt(const G& g, Waiting& w, Behind behind) {
+  if (w.looks++ == 0) w.since_ns = globaltimer_ns();
+  if (w.looks % glance != 0) return;
+  if (is_stopped(g)) {
+    w.end = End::stopped;
+    return;
+  }
+  if (globaltimer_ns() - g.started_ns() >= most_ns(g)) {
+    find_peer(g, true, w.blamed, w.seen);
+    w.end = End::timeout;
+    return;
+  }
+  if (w.looks % long_glance != 0) return;
+  if (is_stop_asked(g)) {
+    w.end = End::stopped;
+  } else if (find_peer(g, false, w.blamed, w.seen)) {
+    w.blamed_expected = g.flag(g.epoch());
+    w.end = End::mismatch;
+  } else if (has_passed(g, w.peer)) {
+    // What it posted before is there, at the latest, when this is seen again.
+    if (behind() && ++w.passed == 2) w.end = End::mismatch;
+  } else if (load_acquire_sys(reinterpret_cast<const uint64_t*>(g.report + REPORT_DEPARTED)) >> w.peer & 1) {
+    // What a rank says last is that it is gone: its flag would be there.
+    if (behind()) w.end = End::lost;
+  }
+}
+
 // Takes one look. `w.end` stays `going_on` while there is hope.
 template <typename G>
 __device__ inline void look(const G& g, Waiting& w) {
@@ -200,32 +229,10 @@ __device__ inline void look(const G& g, Waiting& w) {
     w.end = End::mismatch;
     return;
   }
-  if (w.looks++ == 0) w.since_ns = globaltimer_ns();
-  if (w.looks % glance != 0) return;
-  if (is_stopped(g)) {
-    w.end = End::stopped;
-    return;
-  }
-  if (globaltimer_ns() - g.started_ns() >= most_ns(g)) {
-    find_peer(g, true, w.blamed, w.seen);
-    w.end = End::timeout;
-    return;
-  }
-  if (w.looks % long_glance != 0) return;
-  if (is_stop_asked(g)) {
-    w.end = End::stopped;
-  } else if (find_peer(g, false, w.blamed, w.seen)) {
-    w.blamed_expected = g.flag(g.epoch());
-    w.end = End::mismatch;
-  } else if (has_passed(g, w.peer)) {
-    // What it posted before is there, at the latest, when this is seen again.
+  doubt(g, w, [&] {
     w.seen = load_acquire_sys(flag);
-    if (progress(w.seen, w.expected, w.want) == Progress::behind && ++w.passed == 2) w.end = End::mismatch;
-  } else if (load_acquire_sys(reinterpret_cast<const uint64_t*>(g.report + REPORT_DEPARTED)) >> w.peer & 1) {
-    // What a rank says last is that it is gone: its flag would be there.
-    w.seen = load_acquire_sys(flag);
-    if (progress(w.seen, w.expected, w.want) == Progress::behind) w.end = End::lost;
-  }
+    return progress(w.seen, w.expected, w.want) == Progress::behind;
+  });
 }
 
 // Tells this rank's host that a kernel of its gave up, or found that the group was stopped: before it hears so from whoever stopped it, it

@@ -58,7 +58,8 @@ __device__ __forceinline__ uint64_t globaltimer_ns() {
 
 // Nothing of an earlier kernel may be touched before this: every kernel calls it first, on every path, but for what it reads of memory that its caller
 // says no kernel in front has written (few_rows.cu), or that only steps in front of it are in the way of (gemm_tiles.cuh). A kernel to which the one in front
-// sends words that tell of themselves waits at its end (SentNorm of all_reduce_norm.cu): the one in front has let it begin behind its own wait.
+// sends words that tell of themselves waits at its end (SentNorm of all_reduce_norm.cu), and so does a receive beside its send (in_turn.cuh): the one in front has let it
+// begin behind its own wait.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

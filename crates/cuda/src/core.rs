@@ -6,6 +6,7 @@
 use crate::{
     CudaDevice, Launch,
     desk::Desk,
+    in_turn::Sent,
     inject::Asker,
     job::{Job, Kind, Made},
     kept::{Kept, Token},
@@ -119,6 +120,8 @@ pub(crate) struct Issue {
     pub(crate) tickets: u64,
     /// The exchanges of each slot of the low-latency exchange.
     pub(crate) exchanges: [Exchanges; 2],
+    /// The last of their sends.
+    pub(crate) sent: Option<Sent>,
 }
 
 impl Issue {
@@ -202,7 +205,8 @@ impl Core {
         let stepping = device.reserve_spinning(&kernels.steps, steps)?;
         // Messages, sums that are pushed and low-latency exchanges take the same places in turn.
         let exchanges = config.all_reduce_bytes > 0 || config.low_latency_bytes > 0;
-        let exchanging = if shares || size < 2 || !exchanges {
+        let alone = size < 2 && config.low_latency_bytes == 0;
+        let exchanging = if shares || alone || !exchanges {
             device.reserve_spinning(&kernels.messages, messages)?
         } else {
             device.reserve_half(&kernels.messages, messages)?
@@ -485,8 +489,9 @@ impl Core {
         kept.extend(out);
         kept.push(&token);
         let mut done = None;
-        let result = lane.run(&kept, |stream| {
+        let result = lane.run_numbered(&kept, |stream, work| {
             let mut job = Job::new(self, lane, stream, kind);
+            job.work = work;
             if let Some(d) = out {
                 job.poisons(d.address(), d.bytes(), d.dtype());
             }

@@ -131,12 +131,15 @@ impl CudaDevice {
         Ok(Stream::new(Arc::new(CudaQueue(lane))))
     }
 
-    /// The driver's handle of a stream, for other libraries to enqueue on. It is valid while `on` lives.
+    /// The driver's handle of a stream, for other libraries to enqueue on. It is valid while `on` lives. From then on, as on a stream that was
+    /// adopted, a low-latency receive does not begin beside its send: a kernel between them may let it begin before that kernel has ended.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a stream of another device.
     pub fn raw_stream(&self, on: &Stream) -> Result<*mut c_void> {
-        Ok(self.lane(on)?.stream.cast())
+        let lane = self.lane(on)?;
+        lane.show();
+        Ok(lane.stream.cast())
     }
 
     pub(crate) fn lane<'a>(&self, on: &'a Stream) -> Result<&'a Arc<Lane>> {

@@ -5,18 +5,69 @@ use crate::{
     Kernel, Launch,
     core::Core,
     job::{Job, Kind, Made, waiting},
+    lane::Lane,
     steps::{Counters, Use},
 };
 use brigade_device::{Buffer, Call, Device, Result, Stream};
 use brigade_kernels::{
     ALL_REDUCE_THREADS, LETS_NEXT_AT_ONCE, LETS_NEXT_AT_THE_END, LowLatencyParams as Parameters,
+    STATE_BEGUN,
 };
 use brigade_plan::absent::check;
 use brigade_sync::{Area, Flag, HALVES, Half};
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 /// Threads of a block that fills a place.
 pub(crate) const WIDEST: u32 = ALL_REDUCE_THREADS;
+
+/// One of the halves of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum InTurn {
+    Send,
+    Receive,
+    /// A receive right behind its send, which may begin while that one still writes.
+    ReceiveBeside,
+}
+
+/// A send that was enqueued: where, as which work of the lane, for which use, and memory that it reads.
+pub(crate) struct Sent {
+    lane: *const Lane,
+    work: u64,
+    of: Use,
+    reads: Vec<Range<u64>>,
+}
+
+// SAFETY: the lane is compared, and never looked at.
+unsafe impl Send for Sent {}
+
+impl Sent {
+    /// Whether a receive of that use that is being enqueued here comes right behind it, and none of its memory is what the send still reads.
+    fn is_in_front_of(
+        &self,
+        (lane, work): (&Arc<Lane>, u64),
+        of: Use,
+        memory: &[Range<u64>],
+    ) -> bool {
+        let apart = |mine: &Range<u64>| {
+            let meets = |read: &Range<u64>| mine.start < read.end && read.start < mine.end;
+            !self.reads.iter().any(meets)
+        };
+        std::ptr::eq(self.lane, Arc::as_ptr(lane))
+            && (self.work + 1, self.of) == (work, of)
+            && work == lane.enqueued()
+            && memory.iter().all(apart)
+    }
+}
+
+/// Where a buffer lies.
+fn memory_of(buffer: &Buffer) -> Range<u64> {
+    let start = buffer.address();
+    start..start + buffer.bytes() as u64
+}
+
+/// Shared memory that a send asks for and leaves alone. A multiprocessor is given as much as the first kernel on it needs: with little, blocks of a
+/// receive found no room beside it until it had ended.
+const FOR_RECEIVES: u32 = 8192;
 
 impl Core {
     /// Makes half of a call that all ranks make, without meeting them. Kernels poison what they give if the group was stopped.
@@ -24,6 +75,7 @@ impl Core {
         self: &Arc<Self>,
         on: &Stream,
         call: &Call,
+        (half, of): (InTurn, Use),
         buffers: &[&Buffer],
         work: impl FnOnce(&mut Job<'_>) -> Result<()>,
     ) -> Result<()> {
@@ -35,7 +87,33 @@ impl Core {
             made: Made::InTurn,
             within: None,
         };
-        self.enqueue(self.device.lane(on)?, kind, buffers, None, work)
+        let lane = self.device.lane(on)?;
+        let memory: Vec<_> = buffers.iter().map(|buffer| memory_of(buffer)).collect();
+        self.enqueue(lane, kind, buffers, None, |job| {
+            let sent = self.issue.lock().sent.take();
+            let now = (lane, job.work);
+            let in_front = |sent: &Sent| sent.is_in_front_of(now, of, &memory);
+            let beside = half == InTurn::Receive && self.begins_beside(lane);
+            job.half = match beside && sent.as_ref().is_some_and(in_front) {
+                true => InTurn::ReceiveBeside,
+                false => half,
+            };
+            work(job)?;
+            if half == InTurn::Send {
+                self.issue.lock().sent = Some(Sent {
+                    lane: Arc::as_ptr(lane),
+                    work: job.work,
+                    of,
+                    reads: memory,
+                });
+            }
+            Ok(())
+        })
+    }
+
+    /// Whether a receive may begin beside its send on this lane: as long as nobody else has kernels there, of which one may come between them.
+    fn begins_beside(&self, lane: &Arc<Lane>) -> bool {
+        self.overtakes && !self.has_hook() && lane.is_ours() && !Arc::ptr_eq(&self.beside, lane)
     }
 
     /// Steps stand around kernels, and ask.
@@ -45,13 +123,8 @@ impl Core {
 
     /// Blocks of so many threads that may wait in a half.
     pub(crate) fn in_turn_blocks(&self, threads: u32) -> u32 {
-        let sms = self.device.info().sms.into();
-        let places = match self.size() {
-            // Nobody to wait for.
-            1 => sms,
-            _ => self.exchanging.blocks(),
-        };
-        let fit = places * self.in_a_place(threads);
+        // Also of a rank alone: blocks of a receive wait for each other.
+        let fit = self.exchanging.blocks() * self.in_a_place(threads);
         // Blocks go to whichever multiprocessor has room: to stay within a budget, there are no more of them than it has.
         let budget = self.config.sm_budget.map_or(fit, u32::from);
         fit.min(budget).max(1)
@@ -94,6 +167,12 @@ impl Job<'_> {
         work(self)
     }
 
+    /// Threads of a send that write, at most: the first block sees to the protocol, if there is another.
+    pub(crate) fn writers(&self) -> usize {
+        let blocks = self.core.in_turn_blocks(WIDEST).max(2) - 1;
+        (blocks * WIDEST) as usize
+    }
+
     /// What the launch is told of its half.
     pub(crate) fn half_in_turn(&self, of: Use) -> Parameters {
         let core = self.core;
@@ -107,6 +186,7 @@ impl Job<'_> {
             alone: u32::from(!core.has_hook()),
             counters: halves.map(|half| Counters::uses(Use { half, ..of }) as u32),
             credits: halves.map(|half| ring.credit(half, 0, none).word.index as u32),
+            begun: (STATE_BEGUN + HALVES * of.area.slot() + of.half.index()) as u32,
             filled: ring.arrival(of.half, 0, 0, 0, none).word.index as u32,
             pieces: ring.pieces as u32,
             ..waiting!(Parameters, self)
@@ -114,7 +194,8 @@ impl Job<'_> {
     }
 
     /// Enqueues it in so many blocks, or in as many as have places, for so many granules. It may take these while the launch before it still has
-    /// its own, if there are places for both; or while that one ends, if granules are few and nobody waits for the places.
+    /// its own, if there are places for both; or while that one ends, if granules are few and nobody waits for the places; or beside its own send,
+    /// which waits for nobody then and so soon has none. What is behind it may begin where it waits for nobody any more.
     ///
     /// # Safety
     /// As of [`Kernel::launch`].
@@ -126,18 +207,28 @@ impl Job<'_> {
     ) -> Result<()> {
         let core = self.core;
         let fit = core.in_turn_blocks(threads);
+        // The first block of a send sees to the protocol.
+        let blocks = blocks.saturating_add(usize::from(self.half == InTurn::Send));
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, fit);
         let both_fit = core.overtakes && 2 * blocks <= fit;
+        let within = both_fit || core.config.sm_budget.is_none();
+        let beside = self.half == InTurn::ReceiveBeside && within;
         let shape = Launch {
-            programmatic: both_fit,
+            programmatic: both_fit || beside,
             ..Launch::grid(blocks, threads)
         };
-        // Beyond the group's places no longer than a launch takes to begin: all along, halves take longer.
-        let shape = self.early_of_few(shape, granules);
-        parameters.lets_next = match (both_fit, shape.programmatic) {
-            (true, _) => LETS_NEXT_AT_ONCE,
-            (false, true) => LETS_NEXT_AT_THE_END,
-            (false, false) => 0,
+        let mut shape = self.early_of_few(shape, granules);
+        if self.half == InTurn::Send {
+            shape.shared_bytes = FOR_RECEIVES;
+        }
+        parameters.beside = beside.into();
+        parameters.lets_next = match self.half {
+            _ if !core.overtakes => 0,
+            // Within a budget, no more than what it allows.
+            InTurn::Send if !within => 0,
+            InTurn::Send => LETS_NEXT_AT_ONCE,
+            InTurn::Receive if both_fit => LETS_NEXT_AT_ONCE,
+            InTurn::Receive | InTurn::ReceiveBeside => LETS_NEXT_AT_THE_END,
         };
         // SAFETY: the caller's promise.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)

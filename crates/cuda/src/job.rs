@@ -4,6 +4,7 @@ use crate::{
     Kernel, Launch,
     core::Core,
     driver::failed,
+    in_turn::InTurn,
     inject::Asker,
     lane::Lane,
     mark::{self, CudaMark},
@@ -120,6 +121,10 @@ pub(crate) struct Job<'a> {
     forked: SmallVec<[Side; 2]>,
     /// A product that begins beside them comes behind the next steps.
     pub(crate) product_follows: bool,
+    /// Of a call in turn, which half.
+    pub(crate) half: InTurn,
+    /// Which work of the lane it is.
+    pub(crate) work: u64,
     /// Steps of this call are the last that was enqueued on the caller's stream, or kernels behind them.
     pub(crate) stepped: Cell<bool>,
     /// What is poisoned if the group was stopped.
@@ -145,6 +150,8 @@ impl<'a> Job<'a> {
             waits: 0,
             forked: SmallVec::new(),
             product_follows: false,
+            half: InTurn::Send,
+            work: 0,
             stepped: Cell::new(false),
             poisoned: Poisoned::default(),
             read_beside: Vec::new(),

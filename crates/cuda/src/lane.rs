@@ -20,7 +20,11 @@ use std::{
     any::Any,
     collections::VecDeque,
     ffi::c_void,
-    sync::{Arc, Weak, mpsc::Sender},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc::Sender,
+    },
     time::Duration,
 };
 
@@ -28,6 +32,10 @@ use std::{
 pub(crate) struct Lane {
     pub(crate) card: Arc<Card>,
     pub(crate) stream: sys::CUstream,
+    /// Whether somebody else may have kernels here.
+    shown: AtomicBool,
+    /// Work so far.
+    enqueued: AtomicU64,
     /// Keeps an adopted stream alive; `None` for one that was made here.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     notes: Mutex<Notes>,
@@ -103,7 +111,9 @@ impl Lane {
         Self {
             card: Arc::clone(card),
             stream,
+            shown: AtomicBool::new(owner.is_some()),
             owner,
+            enqueued: AtomicU64::new(0),
             notes: Mutex::default(),
         }
     }
@@ -118,6 +128,25 @@ impl Lane {
                 format!("a stream of {card:?}"),
             )),
         }
+    }
+
+    /// Others may have their own kernels here from now on.
+    pub(crate) fn show(&self) {
+        self.shown.store(true, Ordering::Release);
+    }
+
+    /// Whether only Brigade enqueues kernels here.
+    pub(crate) fn is_ours(&self) -> bool {
+        !self.shown.load(Ordering::Acquire)
+    }
+
+    /// How often Brigade has enqueued work here, or had the stream wait for something, that which it is at included.
+    pub(crate) fn enqueued(&self) -> u64 {
+        self.enqueued.load(Ordering::Acquire)
+    }
+
+    fn begin_work(&self) -> u64 {
+        self.enqueued.fetch_add(1, Ordering::AcqRel) + 1
     }
 
     /// Whether work is being recorded into a graph, by us or by somebody else.
@@ -147,19 +176,29 @@ impl Lane {
         buffers: &[&Buffer],
         work: impl FnOnce(sys::CUstream) -> Result<()>,
     ) -> Result<()> {
+        self.run_numbered(buffers, |stream, _| work(stream))
+    }
+
+    /// The same of work that is told which one it is here.
+    pub(crate) fn run_numbered(
+        self: &Arc<Self>,
+        buffers: &[&Buffer],
+        work: impl FnOnce(sys::CUstream, u64) -> Result<()>,
+    ) -> Result<()> {
         self.card.bind()?;
         let capturing = self.capturing();
         if !capturing {
             self.tidy();
         }
         let _enqueuing = self.card.retired.enqueuing();
+        let number = self.begin_work();
         for buffer in buffers {
             Place::of(buffer.storage())?.used_on(self);
         }
         if capturing {
             self.keep(buffers.iter().map(|b| Arc::clone(b.storage())));
         }
-        let result = work(self.stream);
+        let result = work(self.stream, number);
         // Who lends memory keeps it for as long as that takes.
         let adopted =
             |b: &&&Buffer| matches!(Place::of(b.storage()), Ok(Place::Adopted(a)) if !a.is_lent());
@@ -244,6 +283,7 @@ impl Lane {
     /// Lets work here wait for a mark. If that is of a capture, this stream joins it: not while another thread takes a mark of this
     /// stream, having found that no capture runs. The driver alone is called meanwhile, so whatever locks the caller has are in order.
     pub(crate) fn wait(&self, mark: &CudaMark) -> Result<()> {
+        self.begin_work();
         let _nobody_marks = self.notes.lock();
         mark::wait(&self.card, self.stream, mark)
     }

@@ -1,12 +1,12 @@
-//! The low-latency exchange: rows go straight to their places at the receivers, a flag behind them; who receives packs what has come.
+//! The low-latency exchange: rows go straight to their places at the receivers, a word that tells of it behind each; who receives packs what has come.
 //! Each half is one launch, and nothing waits between them.
 
 use crate::{
     Kernel, KernelSet, Missing,
     combine::sum_code,
     comm::{CudaComm, unexpected},
-    dispatch::{format_code, row_threads},
-    in_turn::{WIDEST, use_of},
+    dispatch::format_code,
+    in_turn::{InTurn, WIDEST, use_of},
     job::Job,
     memory::check_reach,
     routing::Placed,
@@ -21,7 +21,7 @@ use brigade_device::{
 use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
     dispatch::part_bytes,
-    low_latency::{BackRow, Section, There},
+    low_latency::{BackRow, Section, There, Words},
     pushed::GRANULE_BYTES,
     routes::Slots,
 };
@@ -116,10 +116,12 @@ impl CudaComm {
         };
         let mut kept = vec![&own.rows, &own.ids, &sent.chosen];
         kept.extend(own.map.iter().chain(&own.weights));
-        self.core.in_turn(turn.stream(), &signed, &kept, |job| {
-            let of = use_of(slot, half);
-            job.send_in_turn(of, |job| job.send_there(&sent, &own, of))
-        })?;
+        let of = use_of(slot, half);
+        let half = (InTurn::Send, of);
+        self.core
+            .in_turn(turn.stream(), &signed, half, &kept, |job| {
+                job.send_in_turn(of, |job| job.send_there(&sent, &own, of))
+            })?;
         Ok(sent)
     }
 
@@ -146,11 +148,13 @@ impl CudaComm {
         }
         let kept: Vec<&Buffer> = given.buffers().chain(&totals).chain(&waits).collect();
         let signed = Call::LowLatencyDispatch(sent.call.clone());
-        self.core.in_turn(turn.stream(), &signed, &kept, |job| {
-            job.adds_waits(waits.as_ref());
-            let of = use_of(sent.call.slot, half);
-            job.receive_in_turn(of, |job| job.receive_there(&given, totals.as_ref(), of))
-        })?;
+        let of = use_of(sent.call.slot, half);
+        let half = (InTurn::Receive, of);
+        self.core
+            .in_turn(turn.stream(), &signed, half, &kept, |job| {
+                job.adds_waits(waits.as_ref());
+                job.receive_in_turn(of, |job| job.receive_there(&given, totals.as_ref(), of))
+            })?;
         Ok(given)
     }
 
@@ -188,10 +192,12 @@ impl CudaComm {
             }
             _ => kept.extend([&there.counts, &there.sources]),
         }
-        self.core.in_turn(turn.stream(), &signed, &kept, |job| {
-            let of = use_of(back.sent.call.slot, half);
-            job.send_in_turn(of, |job| job.send_back(&back, there, &rows, of))
-        })?;
+        let of = use_of(back.sent.call.slot, half);
+        let half = (InTurn::Send, of);
+        self.core
+            .in_turn(turn.stream(), &signed, half, &kept, |job| {
+                job.send_in_turn(of, |job| job.send_back(&back, there, &rows, of))
+            })?;
         Ok(back)
     }
 
@@ -217,11 +223,13 @@ impl CudaComm {
         let signed = Call::LowLatencyCombine(back.call.clone());
         let mut kept = vec![&back.sent.chosen, &d];
         kept.extend(back.weights.iter().chain(&waits));
-        self.core.in_turn(turn.stream(), &signed, &kept, |job| {
-            job.adds_waits(waits.as_ref());
-            let of = use_of(back.sent.call.slot, half);
-            job.receive_in_turn(of, |job| job.add_up_back(back, &d, of))
-        })?;
+        let of = use_of(back.sent.call.slot, half);
+        let half = (InTurn::Receive, of);
+        self.core
+            .in_turn(turn.stream(), &signed, half, &kept, |job| {
+                job.adds_waits(waits.as_ref());
+                job.receive_in_turn(of, |job| job.add_up_back(back, &d, of))
+            })?;
         Ok(new.then_some(d))
     }
 }
@@ -231,10 +239,13 @@ impl Job<'_> {
     fn exchanging_rows(&self, sent: &LowLatencySent, of: Use) -> Parameters {
         let (core, call) = (self.core, &sent.call);
         let placed = Placed::from(call.placement);
-        let half = core.control.layout().half_bytes(of.area);
+        let layout = core.control.layout();
+        let half = layout.half_bytes(of.area);
         Parameters {
             half: core.data_offset(of) as u64,
             part_bytes: part_bytes(half, core.size()) as u64,
+            told: (core.data_start() + layout.told_start(of.area.slot(), of.half)) as u64,
+            told_bytes: 8 * Words::new(call).count() as u64,
             chosen: sent.chosen.address(),
             tokens: sent.chosen.shape().rows() as u32,
             max_tokens: call.max_tokens as u32,
@@ -279,7 +290,7 @@ impl Job<'_> {
         parameters.ids = own.ids.address();
         parameters.map = own.map.as_ref().map_or(0, Buffer::address);
         parameters.id_bytes = own.ids.dtype().bytes() as u32;
-        parameters.row_threads = row_threads(self.core, rows, row_bytes);
+        parameters.row_threads = self.threads_for(rows, row_bytes);
         let blocks = (rows * parameters.row_threads as usize).div_ceil(WIDEST as usize);
         let granules = self.granules_there(sent);
         let kernel = &self.core.device.opened.kernels.low_latency.send;
@@ -410,10 +421,19 @@ impl Job<'_> {
         rows.saturating_mul(BackRow::new(&back.call).bytes().div_ceil(GRANULE_BYTES))
     }
 
+    /// Threads for each of so many rows that are sent: all at once, if they can be, since whoever tells that a row has come waits until all that
+    /// was sent by then has.
+    fn threads_for(&self, rows: usize, row_bytes: usize) -> u32 {
+        let all = self.writers();
+        [WIDEST, WIDEST / 2, WIDEST / 4, WIDEST / 8]
+            .into_iter()
+            .find(|&t| rows * t as usize <= all && t as usize * 16 <= row_bytes)
+            .unwrap_or(32)
+    }
+
     /// Threads for what comes back of each of so many tokens.
     fn token_threads(&self, back: &LowLatencyBack, tokens: usize) -> u32 {
-        let bytes = back.call.hidden * back.call.dtype.bytes();
-        row_threads(self.core, tokens, bytes)
+        self.threads_for(tokens, back.call.hidden * back.call.dtype.bytes())
     }
 
     /// Threads that add up each of so many tokens: of a few tokens, those of some blocks.

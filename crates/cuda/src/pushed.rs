@@ -155,10 +155,12 @@ impl Core {
             (of_mail(0), mail),
             (of_mail(1), mail),
         ];
-        all.into_iter().try_for_each(|(start, bytes)| {
-            let at = self.address(self.rank(), self.data_start() + start);
-            self.set_now(at, 0xFF, bytes)
-        })
+        let own = |start| self.address(self.rank(), self.data_start() + start);
+        for (start, bytes) in all {
+            self.set_now(own(start), 0xFF, bytes)?;
+        }
+        let told = layout.all_told();
+        self.set_now(own(told.start), 0, told.len())
     }
 
     /// A collective call that exchanges by pushing alone: its kernels tell of the arrival, see to it that all are in the same

@@ -263,7 +263,7 @@ pub struct Traffic {
 /// How a rank waited for one other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PeerWait {
-    /// Waits for something that was not there yet: an arrival, data or a credit.
+    /// Waits for something that was not there yet: an arrival, data or a credit. (On a GPU not for rows of the low-latency exchange, but for the beginning of their sends.)
     pub waits: u64,
     /// Nanoseconds that they took.
     pub waited_ns: u64,

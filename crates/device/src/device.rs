@@ -291,7 +291,8 @@ pub struct CommConfig {
     /// `None` leaves it to the plan: an equal part of what the queues have, and no more than keeps receivers waiting for it.
     pub fifo_entry_bytes: Option<usize>,
     /// Capacity of one half of each of the two slots of the low-latency exchange: the places of all rows that can come to a rank.
-    /// 0 for none.
+    /// 0 for none. Words that tell of them take a sixteenth of it beside it: one for every
+    /// [`LOW_LATENCY_WORD_BYTES`](Self::LOW_LATENCY_WORD_BYTES), of which narrow rows may need more than they need places.
     pub low_latency_bytes: usize,
     /// Regions that can be registered by users.
     pub regions: u16,
@@ -327,6 +328,8 @@ impl CommConfig {
     pub const MOST_FIFO_DEPTH: u32 = 1 << 16;
     /// Most bytes of any memory: as much as processors of today address, and so little that a few of them can be added up.
     pub const MOST_BYTES: usize = 1 << 48;
+    /// Bytes of a half of the low-latency exchange for each word that tells of what comes there.
+    pub const LOW_LATENCY_WORD_BYTES: usize = 128;
     /// What entries of queues have a multiple of, in bytes.
     pub const FIFO_ENTRY_BYTES: usize = 64;
 
@@ -394,7 +397,11 @@ impl CommConfig {
         let token = row.saturating_add(k.saturating_mul(8));
         let part = max_tokens.saturating_mul(token).saturating_add(5 * 64);
         let back = max_tokens.saturating_mul(k).saturating_mul(row);
-        self.low_latency_bytes = size.saturating_mul(part).max(back);
+        // Who sends so many tokens, and of each token, that it comes and what it names.
+        let words = max_tokens.saturating_mul(k.saturating_add(1));
+        let words = size.saturating_mul(words.saturating_add(1));
+        let told = words.saturating_mul(Self::LOW_LATENCY_WORD_BYTES);
+        self.low_latency_bytes = size.saturating_mul(part).max(back).max(told);
         self
     }
 

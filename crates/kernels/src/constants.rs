@@ -39,7 +39,7 @@ constants! {
     PUSH_CLERKS: u32 = 5;
     /// Most slots of a rank in one.
     PUSH_SLOTS: u32 = 1024;
-    /// A half of low latency lets the next launch take its places beside all of it.
+    /// A half of low latency lets the next launch take its places beside all of it: a send once it waits for nobody.
     LETS_NEXT_AT_ONCE: u32 = 1;
     /// Or beside its end.
     LETS_NEXT_AT_THE_END: u32 = 2;
@@ -116,6 +116,8 @@ constants! {
     STATE_MOVED: usize = 3;
     /// Blocks that are through with a launch of messages, or with half of a call in turn; of these, those that failed in the upper half.
     STATE_OUT: usize = 4;
+    /// Blocks of a receive of low latency that know what their part of the words tells.
+    STATE_MET: usize = 5;
     /// Waits for each rank that were not over at once.
     STATE_WAITS: usize = 8;
     /// How long they were, in nanoseconds.
@@ -131,8 +133,10 @@ constants! {
     /// What is through of what a product sends to a rank, or of a part: half a word for each, 0 between products. The last one, which no rank has, counts
     /// slices of own rows that warps have taken.
     STATE_SENT: usize = 44;
+    /// Which use of a half of low latency has begun: a word for each half of each slot.
+    STATE_BEGUN: usize = 60;
     /// The counters: two words each, the count and its marks.
-    STATE_COUNTERS: usize = 60;
+    STATE_COUNTERS: usize = 64;
 
     /// What all blocks of an exchange add to `STATE_USES` between them.
     USE: u64 = 1 << USE_BITS;

@@ -25,6 +25,10 @@ parameters! {
         half: u64,
         /// Bytes of a sender's part of it, on the way there.
         part_bytes: u64,
+        /// Byte of a rank's memory where the words begin that tell of what comes in the half.
+        told: u64,
+        /// Bytes of a sender's part of them, on the way there.
+        told_bytes: u64,
         /// Where each section of such a part begins: rows, scales, experts, weights.
         section: [u64; 4],
         /// Bytes of a token in each section. On the way back those of a row's values, of what belongs to them, and of a place for both.
@@ -111,8 +115,12 @@ parameters! {
         collective: u32,
         /// Whether the launch is all of the half of the call: it waits, posts and counts. Else steps around it do.
         alone: u32,
-        /// Whether the next launch may take its places beside this one's: 1 at once, 2 where this one ends.
+        /// Whether the next launch may take its places beside this one's: 1 once a send waits for nobody, or at once; 2 where this one ends.
         lets_next: u32,
+        /// Whether a receive may be beside the send of the same use.
+        beside: u32,
+        /// Number of the word of the state that says which use of the half has begun.
+        begun: u32,
         /// Numbers of the counters of this half of the slot, and of its other half.
         counters: [u32; 2],
         /// Words where credits of these begin.

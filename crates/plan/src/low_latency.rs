@@ -7,25 +7,30 @@ use crate::{
     routes::Slots,
 };
 use brigade_device::{
-    CombineCast, CombineSum, Fp8Cast, LowLatencyCombineCall, LowLatencyDispatchCall, Plan, Reason,
+    CombineCast, CombineSum, CommConfig, Fp8Cast, LowLatencyCombineCall, LowLatencyDispatchCall,
+    Plan, Reason,
 };
 
 pub(crate) fn dispatch(call: &LowLatencyDispatchCall, topology: &Topology) -> Result<Plan, Reason> {
     let size = topology.group.size.max(1);
     let there = There::new(call);
     let bytes = half_bytes(there.bytes(), size);
-    fits(bytes, topology, |have| {
+    let words = Words::new(call).count().saturating_mul(size);
+    fits(bytes, words, topology, |have| {
         part_bytes(have, size) >= there.bytes()
     })
 }
 
 pub(crate) fn combine(call: &LowLatencyCombineCall, topology: &Topology) -> Result<Plan, Reason> {
     let bytes = back_bytes(call);
-    fits(bytes, topology, |have| have >= bytes)
+    let words = call.there.max_tokens.saturating_mul(call.there.k);
+    fits(bytes, words, topology, |have| have >= bytes)
 }
 
+/// Whether there is room for so many bytes, and for words that tell of them.
 fn fits(
     bytes: usize,
+    words: usize,
     topology: &Topology,
     is_room: impl Fn(usize) -> bool,
 ) -> Result<Plan, Reason> {
@@ -33,13 +38,15 @@ fn fits(
         return Err(reason::no_experts());
     }
     let have = topology.config.low_latency_bytes;
-    if have == 0 || !is_room(have) {
+    let told = words.saturating_mul(CommConfig::LOW_LATENCY_WORD_BYTES);
+    let bytes = bytes.max(told);
+    if have == 0 || have < told || !is_room(have) {
         return Err(reason::capacity("low_latency_bytes", bytes.max(64), have));
     }
     Ok(Plan::LowLatency { bytes })
 }
 
-/// A sender's part of a half, at each receiver: how many tokens it has, and then a place for each of them in each section.
+/// A sender's part of a half, at each receiver: how many tokens it has (on a GPU, [`Words`] say so), and then a place for each of them in each section.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct There {
     sections: Sections,
@@ -53,7 +60,7 @@ pub enum Section {
     Row,
     /// The row's scales, if it was cast.
     Scales,
-    /// The receiver's experts that it names, counted from the first of them, i32 `[k]` with -1 for all others. These are there for every
+    /// On a GPU the receiver's own, where it collects what [`Words`] told it, entry by entry; elsewhere sent: the receiver's experts that it names, counted from the first of them, i32 `[k]` with -1 for all others. These are there for every
     /// token.
     Experts,
     /// Their weights, f32 `[k]`, if it has any: where the receiver has one of its experts.
@@ -89,6 +96,50 @@ impl There {
         debug_assert!(token < self.max_tokens, "token {token} has no place");
         let (start, each) = self.of(section);
         start + token * each..start + (token + 1) * each
+    }
+}
+
+/// Words by which a sender tells a receiver of what it sends there (`kernels/in_turn.cuh`), and where they stand. On the way back there is one for
+/// each expert of each token, at the rank that has the token, and no others.
+///
+/// ```
+/// use brigade_plan::low_latency::Words;
+/// let words = Words { max_tokens: 3, k: 2 };
+/// assert_eq!(words.of_row(2), 3);
+/// assert_eq!(words.of_name(0, 0), 4);
+/// assert_eq!(words.of_name(1, 2), words.count() - 1);
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Words {
+    /// Most tokens of any rank.
+    pub max_tokens: usize,
+    /// Experts of a token.
+    pub k: usize,
+}
+
+impl Words {
+    /// Of a dispatch.
+    pub const fn new(call: &LowLatencyDispatchCall) -> Self {
+        Self {
+            max_tokens: call.max_tokens,
+            k: call.k,
+        }
+    }
+
+    /// All of them. The first one says how many tokens there are.
+    pub const fn count(self) -> usize {
+        self.of_name(self.k, 0)
+    }
+
+    /// That which says that a token's row has come.
+    pub const fn of_row(self, token: usize) -> usize {
+        1 + token
+    }
+
+    /// That which says which of the receiver's experts it is that a token has as its expert number `entry`.
+    pub const fn of_name(self, entry: usize, token: usize) -> usize {
+        let sections = entry.saturating_add(1).saturating_mul(self.max_tokens);
+        sections.saturating_add(1 + token)
     }
 }
 

@@ -47,6 +47,11 @@ impl Area {
             _ => Self::LowLatencySecond,
         }
     }
+
+    /// The slot of the low-latency exchange that it is of.
+    pub const fn slot(self) -> usize {
+        (self as usize).saturating_sub(Self::LowLatencyFirst as usize)
+    }
 }
 
 /// Bytes of a GPU's line of memory, where all data begins: a warp that writes whole lines to a peer would otherwise send the
@@ -79,6 +84,8 @@ pub struct Layout {
     fifo_bytes: usize,
     sums_start: usize,
     sums_bytes: usize,
+    told_start: usize,
+    told_bytes: usize,
     /// Words that hold flags.
     pub flags: usize,
     /// All words: the flags and the bell.
@@ -173,6 +180,8 @@ impl Layout {
         let starts = half_bytes.map(|half| take(half, HALVES));
         let sums_start = take(config.all_reduce_bytes, BUFFERS);
         let fifo_start = take(config.fifo_bytes, 1);
+        let told_bytes = config.low_latency_bytes / CommConfig::LOW_LATENCY_WORD_BYTES * 8;
+        let told_start = take(told_bytes, 2 * HALVES);
         Ok(Self {
             barrier,
             abort,
@@ -189,6 +198,8 @@ impl Layout {
             fifo_bytes: config.fifo_bytes,
             sums_start,
             sums_bytes: config.all_reduce_bytes,
+            told_start,
+            told_bytes,
             flags,
             words,
             bytes,
@@ -268,6 +279,23 @@ impl Layout {
         self.sums_bytes
     }
 
+    /// First byte of the words that tell of what comes in a half of a slot of the low-latency exchange, counted from the first byte of data. No
+    /// others are ever written there: a word tells by itself of which use it is.
+    pub fn told_start(&self, slot: usize, half: Half) -> usize {
+        let which = slot * HALVES + half.index();
+        self.told_start + which * self.told_bytes.next_multiple_of(LINE)
+    }
+
+    /// Capacity of them.
+    pub fn told_bytes(&self) -> usize {
+        self.told_bytes
+    }
+
+    /// Where all of them lie, of both slots.
+    pub fn all_told(&self) -> std::ops::Range<usize> {
+        self.told_start..self.told_start(2, Half::of(0))
+    }
+
     /// The exchange of sums that are pushed. Its buffers are words of the data, counted from the first word of a segment.
     pub fn sums(&self) -> Sentinel {
         Sentinel {
@@ -301,7 +329,7 @@ mod tests {
             dispatch_bytes: 300,
             combine_bytes: 70,
             fifo_bytes: 200,
-            low_latency_bytes: 90,
+            low_latency_bytes: 290,
             regions: 3,
             ..CommConfig::new(ParallelMode::Tp)
         }
@@ -328,7 +356,14 @@ mod tests {
         }
         assert_eq!(layout.sums_start(BUFFERS), layout.fifo_start());
         end = layout.fifo_start() + layout.fifo_bytes();
-        assert!(end <= layout.bytes);
+        for (slot, half) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let start = layout.told_start(slot, Half::of(half));
+            assert!(start >= end && start.is_multiple_of(LINE), "{slot} {half}");
+            end = start + layout.told_bytes();
+        }
+        assert_eq!(layout.told_bytes(), 16, "of 256 bytes and more");
+        assert_eq!(layout.all_told().start, layout.told_start(0, Half::of(0)));
+        assert!(end <= layout.all_told().end && layout.all_told().end <= layout.bytes);
         assert_eq!(layout.sums_bytes(), 130);
         let sums = layout.sums();
         let shot = Shot::first(1);

@@ -194,6 +194,16 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             in_turn,
+            "one flag for what all blocks wrote",
+            states(|| in_turn::counted(I)),
+        ),
+        holds(
+            in_turn,
+            "memory order of that flag",
+            ordered(|| in_turn::counted(I)),
+        ),
+        holds(
+            in_turn,
             "a launch that is stopped halfway gives poison, or all that it should",
             states(|| in_turn::stopped(I)),
         ),

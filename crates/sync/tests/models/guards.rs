@@ -185,9 +185,9 @@ fn in_turn() -> Vec<Row> {
             states(|| in_turn::scenario(in_turn::REPLAYED, CreditsFirst)),
         ),
         row(
-            "the last block out posts flags",
-            "the first one does",
-            by(LastPosts),
+            "flags are posted once there are credits",
+            "before",
+            by(FlagsLater),
         ),
         row(
             "the last block out counts the use",
@@ -200,14 +200,39 @@ fn in_turn() -> Vec<Row> {
             by(EveryBlockWaits),
         ),
         row(
-            "every block waits for flags",
+            "what is taken was told of",
+            "the first of it was",
+            by(EveryRowLooks),
+        ),
+        row(
+            "what was written is told of",
+            "what will be",
+            by(WritesFirst),
+        ),
+        row(
+            "a send says which use has begun",
+            "its counter does",
+            by(Begun),
+        ),
+        row(
+            "it says so before the receive may begin",
+            "behind that",
+            by(BegunFirst),
+        ),
+        row(
+            "a receive is counted out behind its send",
+            "whenever it is done",
+            states(|| in_turn::scenario(in_turn::BOTH, SendFirst)),
+        ),
+        row(
+            "the last block out posts the flag of all",
             "the first one does",
-            by(EveryBlockLooks),
+            states(|| in_turn::counted(LastPosts)),
         ),
         row(
             "a block writes, then it is counted out",
             "it is counted out, then it writes",
-            by(WritesFirst),
+            states(|| in_turn::counted(WritesFirst)),
         ),
         row(
             "the last block out poisons what all gave",

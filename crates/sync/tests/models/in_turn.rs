@@ -1,5 +1,6 @@
-//! Halves of calls in turn as GPUs make them: launches of several blocks, of which each waits by itself, and the last one out posts and
-//! counts. A block is a thread of control of its own here; two of them share the memory of the first.
+//! Halves of calls in turn as GPUs make them: launches of several blocks, of which each waits by itself, tells of what it has written, and the last
+//! one out counts. A receive is a launch that begins beside its send, once all of that one's blocks wait for nobody. A block is a thread of
+//! control of its own here, and so is what receives; those of a rank share the memory of the first.
 
 use crate::shared::*;
 use brigade_sync::{CreditRing, Flag, HALVES, Half, Post, Wait, Want, Word, post, wait};
@@ -10,25 +11,39 @@ pub enum Without {
     Nothing,
     /// Credits are given before anybody waits for some.
     CreditsFirst,
-    /// Flags are posted by the last block out.
-    LastPosts,
+    /// Flags are posted once there are credits.
+    FlagsLater,
     /// The counter is advanced by the last block out.
     LastCounts,
+    /// Where one flag tells of what all blocks wrote, the last one out posts it.
+    LastPosts,
     /// Every block of a send waits for credits.
     EveryBlockWaits,
-    /// Every block of a receive waits for flags.
-    EveryBlockLooks,
-    /// A block is counted out behind what it writes.
+    /// All that a receive takes was told of.
+    EveryRowLooks,
+    /// What a block writes is told of behind it.
     WritesFirst,
+    /// A receive learns from its send which use it is of.
+    Begun,
+    /// That is said before the receive may begin.
+    BegunFirst,
+    /// A receive counts out when its send has ended.
+    SendFirst,
     /// Where some blocks found the group stopped and others did not, the last one out poisons what all gave.
     LastPoisons,
 }
 
 const BLOCKS: usize = 2;
 const RANKS: usize = 2;
-/// Words behind those of the ring: a counter for each half, blocks that are out, launches that are over, whether to stop.
-const COUNTERS: usize = CreditRing::words(RANKS, 1);
-const OUT: usize = COUNTERS + HALVES;
+/// Those of a send, and one that receives.
+const THREADS: usize = BLOCKS + 1;
+/// Words behind those of the ring: one that tells of what each block wrote to a half, a counter for each half, which use of it has begun, how many
+/// sends each block has waited for, blocks that are out, launches that are over, whether to stop.
+const TOLD: usize = CreditRing::words(RANKS, 1);
+const COUNTERS: usize = TOLD + HALVES * BLOCKS;
+const BEGUN: usize = COUNTERS + HALVES;
+const WAITED: usize = BEGUN + HALVES;
+const OUT: usize = WAITED + BLOCKS;
 const OVER: usize = OUT + 1;
 const STOP: usize = OVER + 1;
 const WORDS: usize = STOP + 1;
@@ -39,7 +54,7 @@ fn flag(epoch: u64) -> Flag {
 
 /// A word of the memory that blocks of a rank share.
 fn own(rank: usize, index: usize) -> Word {
-    let owner = rank * BLOCKS;
+    let owner = rank * THREADS;
     Word { owner, index }
 }
 
@@ -47,23 +62,23 @@ fn of_rank(word: Word) -> Word {
     own(word.owner, word.index)
 }
 
-/// Waits until the launches before this one have ended.
-fn begins(rank: usize, launch: usize) -> Program {
+/// Waits until so many launches have ended.
+fn ended(rank: usize, launches: usize) -> Program {
     let over = Wait {
         word: own(rank, OVER),
-        want: Want::AtLeast(flag(launch as u64)),
-        peer: rank * BLOCKS,
+        want: Want::AtLeast(flag(launches as u64)),
+        peer: rank * THREADS,
     };
-    (0..launch.min(1)).map(|_| waits(over)).collect()
+    (0..launches.min(1)).map(|_| waits(over)).collect()
 }
 
-/// Counts a block out: whether it is the first, and whether the last.
-fn count_out(shared: &dyn Shared, rank: usize) -> (bool, bool) {
+/// Counts one of so many blocks out: whether it is the first, and whether the last.
+fn count_out(shared: &dyn Shared, rank: usize, blocks: usize) -> (bool, bool) {
     let out = own(rank, OUT);
     loop {
         let before = shared.load(out);
         if shared.compare_exchange(out, before, before + 1).is_ok() {
-            return (before == 0, before as usize + 1 == BLOCKS);
+            return (before == 0, before as usize + 1 == blocks);
         }
     }
 }
@@ -76,7 +91,7 @@ fn ends(shared: &dyn Shared, rank: usize, launch: usize) {
     post(shared, Post { word, flag });
 }
 
-/// What a block of `rank` does in a use of its slot.
+/// What a block of `rank` does in a use of its slot; the one behind those of a send receives.
 struct Block {
     rank: usize,
     block: usize,
@@ -108,6 +123,12 @@ pub const REPLAYED: Uses = Uses {
 pub const AHEAD: Uses = Uses {
     halves: &[0, 1, 0],
     ahead: 2,
+};
+
+/// A use of each half.
+pub const BOTH: Uses = Uses {
+    halves: &[0, 1],
+    ahead: 0,
 };
 
 const ONCE: Uses = Uses {
@@ -145,8 +166,17 @@ impl Block {
         own(self.rank, COUNTERS + half.index())
     }
 
+    fn begun(&self, half: Half) -> Word {
+        own(self.rank, BEGUN + half.index())
+    }
+
     fn place(owner: usize, half: Half, block: usize) -> Word {
         own(owner, half.index() * BLOCKS + block)
+    }
+
+    /// The word that tells of what lies there.
+    fn told(owner: usize, half: Half, block: usize) -> Word {
+        own(owner, TOLD + half.index() * BLOCKS + block)
     }
 
     fn of(from: usize, block: usize) -> usize {
@@ -157,8 +187,8 @@ impl Block {
         let (rank, block, peer, ring, without) =
             (self.rank, self.block, self.peer(), self.ring, self.without);
         let (half, launch, count) = (self.uses.half(n), 2 * n, self.uses.count(n));
-        let counter = self.counter(half);
-        let mut program = begins(rank, launch);
+        let (counter, begun) = (self.counter(half), self.begun(half));
+        let mut program = ended(rank, launch);
         // What the launch before took, or gave up.
         let taken = (n > 0).then(|| {
             let credit = flag(self.uses.count(n - 1));
@@ -171,7 +201,7 @@ impl Block {
         let credits: Program = credits.filter(|_| block == 0).collect();
         let mut waiting = Program::new();
         if block == 0 || without != Without::EveryBlockWaits {
-            waiting.push(awaits(peer * BLOCKS, move |shared, budget| {
+            waiting.push(awaits(peer * THREADS, move |shared, budget| {
                 let use_of_half = shared.load(counter) + 1;
                 let credit = ring.credit(half, peer, flag(use_of_half));
                 let credit = Wait {
@@ -184,84 +214,156 @@ impl Block {
                 Ok(wait(shared, credit, budget, || shared.stopped()))
             }));
         }
+        let flags = does(move |shared| {
+            let filled = ring.filled(peer, half, rank, 0, flag(count));
+            let word = of_rank(filled.word);
+            post(shared, Post { word, ..filled });
+        });
+        let flags: Program = [flags].into_iter().filter(|_| block == 0).collect();
         match without {
-            Without::CreditsFirst => program.extend(waiting.into_iter().chain(credits)),
-            _ => program.extend(credits.into_iter().chain(waiting)),
+            Without::CreditsFirst => {
+                program.extend(waiting.into_iter().chain(credits).chain(flags))
+            }
+            Without::FlagsLater => program.extend(credits.into_iter().chain(flags).chain(waiting)),
+            _ => program.extend(credits.into_iter().chain(waiting).chain(flags)),
+        }
+        let say = does(move |shared| {
+            if block == 0 {
+                shared.store(begun, shared.load(counter) + 1);
+            }
+        });
+        let let_begin = posts(Post {
+            word: own(rank, WAITED + block),
+            flag: flag(n as u64 + 1),
+        });
+        match without {
+            Without::BegunFirst => program.extend([let_begin, say]),
+            _ => program.extend([say, let_begin]),
         }
         let data = writes(
             Self::place(peer, half, block),
             value(n as u32, Self::of(rank, block)),
         );
-        let leave = does(move |shared| {
-            let (first, last) = count_out(shared, rank);
-            if last && without != Without::LastPosts || first && without == Without::LastPosts {
-                let filled = ring.filled(peer, half, rank, 0, flag(count));
-                let word = of_rank(filled.word);
-                post(shared, Post { word, ..filled });
-            }
+        let tell = posts(Post {
+            word: Self::told(peer, half, block),
+            flag: flag(count),
+        });
+        match without {
+            Without::WritesFirst => program.extend([tell, data]),
+            _ => program.extend([data, tell]),
+        }
+        program.push(does(move |shared| {
+            let (first, last) = count_out(shared, rank, BLOCKS);
             if last && without != Without::LastCounts || first && without == Without::LastCounts {
                 shared.store(counter, count);
             }
             if last {
                 ends(shared, rank, launch);
             }
-        });
-        match without {
-            Without::WritesFirst => program.extend([leave, data]),
-            _ => program.extend([data, leave]),
-        }
+        }));
         program
     }
 
     fn receive(&self, n: usize) -> Program {
-        let (rank, peer, ring) = (self.rank, self.peer(), self.ring);
+        let (rank, peer, ring, without) = (self.rank, self.peer(), self.ring, self.without);
         let (half, launch) = (self.uses.half(n), 2 * n + 1);
-        let counter = self.counter(half);
-        let mut program = begins(rank, launch);
-        let leave = does(move |shared| {
-            if count_out(shared, rank).1 {
-                ends(shared, rank, launch);
-            }
+        let begun = match without {
+            Without::Begun => self.counter(half),
+            _ => self.begun(half),
+        };
+        let may_begin = (0..BLOCKS).map(|block| {
+            waits(Wait {
+                word: own(rank, WAITED + block),
+                want: Want::AtLeast(flag(n as u64 + 1)),
+                peer: rank * THREADS,
+            })
         });
-        if self.rank == 0 && n < self.uses.ahead {
-            program.push(leave);
-            return program;
-        }
-        if self.block == 0 || self.without != Without::EveryBlockLooks {
-            program.push(awaits(peer * BLOCKS, move |shared, budget| {
-                let arrival = ring.arrival(half, peer, 0, peer, flag(shared.load(counter)));
+        let mut program: Program = may_begin.collect();
+        if rank != 0 || n >= self.uses.ahead {
+            program.push(awaits(peer * THREADS, move |shared, budget| {
+                let arrival = ring.arrival(half, peer, 0, peer, flag(shared.load(begun)));
                 let arrival = Wait {
                     word: of_rank(arrival.word),
                     ..arrival
                 };
                 Ok(wait(shared, arrival, budget, || shared.stopped()))
             }));
+            // It takes what all blocks of the peer wrote.
+            for block in 0..BLOCKS {
+                if block == 0 || without != Without::EveryRowLooks {
+                    program.push(awaits(peer * THREADS, move |shared, budget| {
+                        let told = Wait {
+                            word: Self::told(rank, half, block),
+                            want: Want::Exactly(flag(shared.load(begun))),
+                            peer: peer * THREADS,
+                        };
+                        Ok(wait(shared, told, budget, || shared.stopped()))
+                    }));
+                }
+                let place = Self::place(rank, half, block);
+                program.push(reads(rank, place, value(n as u32, Self::of(peer, block))));
+            }
         }
-        // Every block takes what all blocks of the peer wrote.
-        program.extend((0..BLOCKS).map(|block| {
-            let place = Self::place(rank, half, block);
-            reads(rank, place, value(n as u32, Self::of(peer, block)))
+        if without != Without::SendFirst {
+            program.extend(ended(rank, launch));
+        }
+        program.push(does(move |shared| {
+            if count_out(shared, rank, 1).1 {
+                ends(shared, rank, launch);
+            }
         }));
-        program.push(leave);
         program
     }
 }
 
 /// Both ranks send and receive in all uses of a slot.
 pub fn scenario(uses: Uses, without: Without) -> Scenario {
-    let block = |id: usize| Block {
-        rank: id / BLOCKS,
-        block: id % BLOCKS,
-        ring: ring(id / BLOCKS),
-        uses,
-        without,
-    };
     let program = |id: usize| {
-        let block = block(id);
-        let both = |n| block.send(n).into_iter().chain(block.receive(n));
-        (0..uses.halves.len()).flat_map(both).collect()
+        let block = Block {
+            rank: id / THREADS,
+            block: id % THREADS,
+            ring: ring(id / THREADS),
+            uses,
+            without,
+        };
+        let launch = |n| match block.block {
+            BLOCKS => block.receive(n),
+            _ => block.send(n),
+        };
+        (0..uses.halves.len()).flat_map(launch).collect()
     };
-    let programs = (0..RANKS * BLOCKS).map(program).collect();
+    let programs = (0..RANKS * THREADS).map(program).collect();
+    Scenario::new(WORDS, HALVES * BLOCKS, programs)
+}
+
+/// One flag for what all blocks of a rank wrote, as products of tiles send.
+pub fn counted(without: Without) -> Scenario {
+    let half = Half::of(0);
+    let block = |block: usize| {
+        let data = writes(Block::place(1, half, block), value(0, Block::of(0, block)));
+        let leave = does(move |shared| {
+            let (first, last) = count_out(shared, 0, BLOCKS);
+            if last && without != Without::LastPosts || first && without == Without::LastPosts {
+                let filled = ring(0).filled(1, half, 0, 0, flag(1));
+                let word = of_rank(filled.word);
+                post(shared, Post { word, ..filled });
+            }
+        });
+        match without {
+            Without::WritesFirst => vec![leave, data],
+            _ => vec![data, leave],
+        }
+    };
+    let arrival = ring(1).arrival(half, 0, 0, 0, flag(1));
+    let mut receive = vec![waits(Wait {
+        word: of_rank(arrival.word),
+        ..arrival
+    })];
+    receive.extend((0..BLOCKS).map(|block| {
+        let place = Block::place(1, half, block);
+        reads(1, place, value(0, Block::of(0, block)))
+    }));
+    let programs = vec![block(0), block(1), Program::new(), receive];
     Scenario::new(WORDS, HALVES * BLOCKS, programs)
 }
 
@@ -275,19 +377,22 @@ pub fn one_way() -> Scenario {
         without: Without::Nothing,
     };
     let half = Half::of(0);
-    let arrival = ring(1).arrival(half, 0, 0, 0, flag(1));
-    let mut receive = vec![waits(Wait {
-        word: of_rank(arrival.word),
-        ..arrival
-    })];
-    receive.extend((0..BLOCKS).map(|block| {
-        reads(
-            1,
-            Block::place(1, half, block),
-            value(0, Block::of(0, block)),
-        )
-    }));
-    let programs = vec![send(0).send(0), send(1).send(0), receive];
+    let takes = (0..BLOCKS).flat_map(|block| {
+        let told = Wait {
+            word: Block::told(1, half, block),
+            want: Want::Exactly(flag(1)),
+            peer: 0,
+        };
+        let place = Block::place(1, half, block);
+        [waits(told), reads(1, place, value(0, Block::of(0, block)))]
+    });
+    // Three threads of a rank share the memory of the first.
+    let programs = vec![
+        send(0).send(0),
+        send(1).send(0),
+        Program::new(),
+        takes.collect(),
+    ];
     Scenario::new(WORDS, HALVES * BLOCKS, programs)
 }
 
@@ -319,7 +424,7 @@ pub fn stopped(without: Without) -> Scenario {
         })]
     };
     let mut peer = vec![does(|shared| shared.store(own(0, STOP), 1))];
-    peer.extend(begins(0, 1));
+    peer.extend(ended(0, 1));
     peer.push(acts(|shared| {
         let (first, second) = (shared.read(own(0, 0)), shared.read(own(0, 1)));
         if first == second {
