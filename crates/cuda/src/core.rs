@@ -489,9 +489,9 @@ impl Core {
         kept.extend(out);
         kept.push(&token);
         let mut done = None;
-        let result = lane.run_numbered(&kept, |stream, work| {
+        let result = lane.run_numbered(&kept, |stream, number| {
             let mut job = Job::new(self, lane, stream, kind);
-            job.work = work;
+            job.work = number;
             if let Some(d) = out {
                 job.poisons(d.address(), d.bytes(), d.dtype());
             }

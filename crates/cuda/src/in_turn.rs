@@ -8,7 +8,7 @@ use crate::{
     lane::Lane,
     steps::{Counters, Use},
 };
-use brigade_device::{Buffer, Call, Device, Result, Stream};
+use brigade_device::{Buffer, Call, Result, Stream};
 use brigade_kernels::{
     ALL_REDUCE_THREADS, LETS_NEXT_AT_ONCE, LETS_NEXT_AT_THE_END, LowLatencyParams as Parameters,
     STATE_BEGUN,
