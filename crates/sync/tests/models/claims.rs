@@ -2,7 +2,7 @@
 
 use crate::{
     abort, barrier, bell, fifo,
-    in_turn::{self, BY_TURNS, REPLAYED},
+    in_turn::{self, AHEAD as AHEAD_OF_ALL, BY_TURNS, ONCE as ONCE_EACH, REPLAYED, REPLAYED_AHEAD},
     loomed::Orders,
     low_latency::{self, AHEAD, BOTH, ONE},
     message_calls, message_launch,
@@ -174,8 +174,8 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             in_turn,
-            "launches of 2 blocks on 2 ranks, a half used again",
-            states(|| in_turn::scenario(BY_TURNS, I)),
+            "launches of 2 blocks on 2 ranks, by turns",
+            states(|| in_turn::scenario(deep(ONCE_EACH, BY_TURNS), I)),
         ),
         holds(
             in_turn,
@@ -185,12 +185,17 @@ pub fn claims() -> Vec<Row> {
         holds(
             in_turn,
             "one of 2 ranks is ahead, and gives up what it sent before",
-            states(|| in_turn::scenario(in_turn::AHEAD, I)),
+            states(|| in_turn::scenario(deep(REPLAYED_AHEAD, AHEAD_OF_ALL), I)),
         ),
         holds(
             in_turn,
             "stores become visible late",
             states(|| in_turn::one_way().weak(false)),
+        ),
+        holds(
+            in_turn,
+            "a send and a receive beside it are counted out by one word",
+            states(|| in_turn::overlapping(I)),
         ),
         holds(
             in_turn,

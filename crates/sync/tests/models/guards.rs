@@ -222,7 +222,7 @@ fn in_turn() -> Vec<Row> {
         row(
             "a receive is counted out behind its send",
             "whenever it is done",
-            states(|| in_turn::scenario(in_turn::BOTH, SendFirst)),
+            states(|| in_turn::overlapping(SendFirst)),
         ),
         row(
             "the last block out posts the flag of all",

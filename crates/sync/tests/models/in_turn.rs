@@ -91,6 +91,31 @@ fn ends(shared: &dyn Shared, rank: usize, launch: usize) {
     post(shared, Post { word, flag });
 }
 
+/// A block of a send waits for nobody any more.
+fn lets_begin(rank: usize, block: usize, n: usize) -> Step {
+    posts(Post {
+        word: own(rank, WAITED + block),
+        flag: flag(n as u64 + 1),
+    })
+}
+
+/// Waits until none of the send's blocks does.
+fn may_begin(rank: usize, n: usize) -> Step {
+    awaits(rank * THREADS, move |shared, budget| {
+        for block in 0..BLOCKS {
+            let waited = Wait {
+                word: own(rank, WAITED + block),
+                want: Want::AtLeast(flag(n as u64 + 1)),
+                peer: rank * THREADS,
+            };
+            if let Err(stop) = wait(shared, waited, budget, || shared.stopped()) {
+                return Ok(Err(stop));
+            }
+        }
+        Ok(Ok(()))
+    })
+}
+
 /// What a block of `rank` does in a use of its slot; the one behind those of a send receives.
 struct Block {
     rank: usize,
@@ -115,7 +140,7 @@ pub const BY_TURNS: Uses = Uses {
 
 /// A graph of one exchange, launched again and again, takes the half of its capture.
 pub const REPLAYED: Uses = Uses {
-    halves: &[0, 0, 0],
+    halves: &[0, 0],
     ahead: 0,
 };
 
@@ -125,13 +150,14 @@ pub const AHEAD: Uses = Uses {
     ahead: 2,
 };
 
-/// A use of each half.
-pub const BOTH: Uses = Uses {
-    halves: &[0, 1],
-    ahead: 0,
+/// The same where one half is used over and over, which is soon gone through.
+pub const REPLAYED_AHEAD: Uses = Uses {
+    halves: &[0, 0],
+    ahead: 1,
 };
 
-const ONCE: Uses = Uses {
+/// A single use.
+pub const ONCE: Uses = Uses {
     halves: &[0],
     ahead: 0,
 };
@@ -227,18 +253,12 @@ impl Block {
             Without::FlagsLater => program.extend(credits.into_iter().chain(flags).chain(waiting)),
             _ => program.extend(credits.into_iter().chain(waiting).chain(flags)),
         }
-        let say = does(move |shared| {
-            if block == 0 {
-                shared.store(begun, shared.load(counter) + 1);
-            }
-        });
-        let let_begin = posts(Post {
-            word: own(rank, WAITED + block),
-            flag: flag(n as u64 + 1),
-        });
-        match without {
-            Without::BegunFirst => program.extend([let_begin, say]),
-            _ => program.extend([say, let_begin]),
+        let say = does(move |shared| shared.store(begun, shared.load(counter) + 1));
+        let let_begin = lets_begin(rank, block, n);
+        match (block, without) {
+            (0, Without::BegunFirst) => program.extend([let_begin, say]),
+            (0, _) => program.extend([say, let_begin]),
+            _ => program.push(let_begin),
         }
         let data = writes(
             Self::place(peer, half, block),
@@ -271,14 +291,7 @@ impl Block {
             Without::Begun => self.counter(half),
             _ => self.begun(half),
         };
-        let may_begin = (0..BLOCKS).map(|block| {
-            waits(Wait {
-                word: own(rank, WAITED + block),
-                want: Want::AtLeast(flag(n as u64 + 1)),
-                peer: rank * THREADS,
-            })
-        });
-        let mut program: Program = may_begin.collect();
+        let mut program = vec![may_begin(rank, n)];
         if rank != 0 || n >= self.uses.ahead {
             program.push(awaits(peer * THREADS, move |shared, budget| {
                 let arrival = ring.arrival(half, peer, 0, peer, flag(shared.load(begun)));
@@ -333,6 +346,29 @@ pub fn scenario(uses: Uses, without: Without) -> Scenario {
         (0..uses.halves.len()).flat_map(launch).collect()
     };
     let programs = (0..RANKS * THREADS).map(program).collect();
+    Scenario::new(WORDS, HALVES * BLOCKS, programs)
+}
+
+/// How a send and a receive beside it are counted out, and that what comes behind both begins.
+pub fn overlapping(without: Without) -> Scenario {
+    let send = |block| {
+        let leave = does(move |shared| {
+            if count_out(shared, 0, BLOCKS).1 {
+                ends(shared, 0, 0);
+            }
+        });
+        vec![lets_begin(0, block, 0), leave]
+    };
+    let mut receive = vec![may_begin(0, 0)];
+    if without != Without::SendFirst {
+        receive.extend(ended(0, 1));
+    }
+    receive.push(does(move |shared| {
+        if count_out(shared, 0, 1).1 {
+            ends(shared, 0, 1);
+        }
+    }));
+    let programs = vec![send(0), send(1), receive, ended(0, 2)];
     Scenario::new(WORDS, HALVES * BLOCKS, programs)
 }
 
