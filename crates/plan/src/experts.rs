@@ -5,7 +5,7 @@ use crate::{
     combine::{Returning, queued_sections},
     dispatch::{InPlace, Load, Sections, half_bytes, sections},
     fifo::Queues,
-    low_latency::{BackRow, Section, There, back_bytes},
+    low_latency::{BackRow, Section, There, back_bytes, told_back, told_there},
     plan, reason,
     records::{self, Record, Returned},
     routes::Slots,
@@ -38,11 +38,16 @@ const LINE: usize = 128;
 impl Need {
     /// What it adds to [`Device::memory_need`](brigade_device::Device::memory_need). The first queues of a group have counters besides:
     /// 8 KiB for each of its ranks.
-    pub const fn joined_bytes(&self) -> usize {
-        match self.bytes.checked_next_multiple_of(LINE) {
-            Some(bytes) => bytes.saturating_mul(self.copies),
-            None => usize::MAX,
-        }
+    pub fn joined_bytes(&self) -> usize {
+        let lines = |bytes: usize| {
+            let each = bytes.checked_next_multiple_of(LINE);
+            each.map_or(usize::MAX, |each| each.saturating_mul(self.copies))
+        };
+        let told = match self.field {
+            SLOTS => self.bytes / CommConfig::LOW_LATENCY_WORD_BYTES * 8,
+            _ => 0,
+        };
+        lines(self.bytes).saturating_add(lines(told))
     }
 
     /// The configuration with room for it.
@@ -157,11 +162,11 @@ pub fn need(call: &Call, size: usize) -> Result<Need, Reason> {
             }
         },
         Call::LowLatencyDispatch(c) => {
-            let bytes = parts(There::new(c).bytes());
+            let bytes = parts(There::new(c).bytes()).max(told_there(c, size));
             of(SLOTS, 4, bytes, bytes)
         }
         Call::LowLatencyCombine(c) => {
-            let bytes = back_bytes(c).max(1);
+            let bytes = back_bytes(c).max(told_back(c)).max(1);
             of(SLOTS, 4, bytes, bytes)
         }
         other => return Err(reason::unknown(other.operation())),

@@ -15,22 +15,34 @@ pub(crate) fn dispatch(call: &LowLatencyDispatchCall, topology: &Topology) -> Re
     let size = topology.group.size.max(1);
     let there = There::new(call);
     let bytes = half_bytes(there.bytes(), size);
-    let words = Words::new(call).count().saturating_mul(size);
-    fits(bytes, words, topology, |have| {
+    fits(bytes, told_there(call, size), topology, |have| {
         part_bytes(have, size) >= there.bytes()
     })
 }
 
 pub(crate) fn combine(call: &LowLatencyCombineCall, topology: &Topology) -> Result<Plan, Reason> {
     let bytes = back_bytes(call);
-    let words = call.there.max_tokens.saturating_mul(call.there.k);
-    fits(bytes, words, topology, |have| have >= bytes)
+    fits(bytes, told_back(call), topology, |have| have >= bytes)
 }
 
-/// Whether there is room for so many bytes, and for words that tell of them.
+/// Bytes of a half beside which there is room for the words that tell of a dispatch.
+pub(crate) fn told_there(call: &LowLatencyDispatchCall, size: usize) -> usize {
+    told(Words::new(call).count().saturating_mul(size))
+}
+
+/// The same of the way back: a word for each expert of each token.
+pub(crate) fn told_back(call: &LowLatencyCombineCall) -> usize {
+    told(call.there.max_tokens.saturating_mul(call.there.k))
+}
+
+fn told(words: usize) -> usize {
+    words.saturating_mul(CommConfig::LOW_LATENCY_WORD_BYTES)
+}
+
+/// Whether there is room for so many bytes, and beside it for words that tell of them.
 fn fits(
     bytes: usize,
-    words: usize,
+    told: usize,
     topology: &Topology,
     is_room: impl Fn(usize) -> bool,
 ) -> Result<Plan, Reason> {
@@ -38,7 +50,6 @@ fn fits(
         return Err(reason::no_experts());
     }
     let have = topology.config.low_latency_bytes;
-    let told = words.saturating_mul(CommConfig::LOW_LATENCY_WORD_BYTES);
     let bytes = bytes.max(told);
     if have == 0 || have < told || !is_room(have) {
         return Err(reason::capacity("low_latency_bytes", bytes.max(64), have));
