@@ -6,6 +6,7 @@ use crate::{
     core::Core,
     job::{Job, Kind, Made, waiting},
     lane::Lane,
+    memory::{bytes_of, meet},
     steps::{Counters, Use},
 };
 use brigade_device::{Buffer, Call, Result, Stream};
@@ -41,28 +42,19 @@ pub(crate) struct Sent {
 unsafe impl Send for Sent {}
 
 impl Sent {
-    /// Whether a receive of that use that is being enqueued here comes right behind it, and none of its memory is what the send still reads.
+    /// Whether a receive of that use that is being enqueued here, as this work, comes right behind it, and none of its memory is what the send
+    /// still reads.
     fn is_in_front_of(
         &self,
-        (lane, work): (&Arc<Lane>, u64),
+        (lane, work): (*const Lane, u64),
         of: Use,
         memory: &[Range<u64>],
     ) -> bool {
-        let apart = |mine: &Range<u64>| {
-            let meets = |read: &Range<u64>| mine.start < read.end && read.start < mine.end;
-            !self.reads.iter().any(meets)
-        };
-        std::ptr::eq(self.lane, Arc::as_ptr(lane))
+        let apart = |mine: &Range<u64>| !self.reads.iter().any(|read| meet(mine, read));
+        std::ptr::eq(self.lane, lane)
             && (self.work + 1, self.of) == (work, of)
-            && work == lane.enqueued()
             && memory.iter().all(apart)
     }
-}
-
-/// Where a buffer lies.
-fn memory_of(buffer: &Buffer) -> Range<u64> {
-    let start = buffer.address();
-    start..start + buffer.bytes() as u64
 }
 
 /// Shared memory that a send asks for and leaves alone. A multiprocessor is given as much as the first kernel on it needs: with little, blocks of a
@@ -88,12 +80,14 @@ impl Core {
             within: None,
         };
         let lane = self.device.lane(on)?;
-        let memory: Vec<_> = buffers.iter().map(|buffer| memory_of(buffer)).collect();
+        let memory: Vec<_> = buffers.iter().map(|buffer| bytes_of(buffer)).collect();
         self.enqueue(lane, kind, buffers, None, |job| {
             let sent = self.issue.lock().sent.take();
-            let now = (lane, job.work);
+            let now = (Arc::as_ptr(lane), job.work);
             let in_front = |sent: &Sent| sent.is_in_front_of(now, of, &memory);
-            let beside = half == InTurn::Receive && self.begins_beside(lane);
+            // Nor has another thread enqueued something meanwhile.
+            let last = job.work == lane.enqueued();
+            let beside = half == InTurn::Receive && last && self.begins_beside(lane);
             job.half = match beside && sent.as_ref().is_some_and(in_front) {
                 true => InTurn::ReceiveBeside,
                 false => half,
@@ -243,3 +237,34 @@ pub(crate) fn use_of(slot: u8, half: Half) -> Use {
 
 // Credits are given for both.
 const _: () = assert!(HALVES == 2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_receive_is_beside_its_own_send_alone_and_where_it_takes_none_of_its_memory() {
+        let lane = std::ptr::without_provenance::<Lane>(64);
+        let other = std::ptr::without_provenance::<Lane>(128);
+        let of = use_of(0, Half::of(0));
+        let sent = Sent {
+            lane,
+            work: 7,
+            of,
+            reads: vec![100..200, 300..400],
+        };
+        let begins =
+            |lane, work, of, memory: &[Range<u64>]| sent.is_in_front_of((lane, work), of, memory);
+        let apart = [0..100, 200..300, 400..500];
+        assert!(begins(lane, 8, of, &apart));
+        assert!(!begins(other, 8, of, &apart), "another stream");
+        assert!(!begins(lane, 9, of, &apart), "something between them");
+        let later = use_of(0, Half::of(1));
+        assert!(!begins(lane, 8, later, &apart), "another use");
+        let slot = use_of(1, Half::of(0));
+        assert!(!begins(lane, 8, slot, &apart), "another slot");
+        for memory in [199..201, 50..101, 320..330, 0..1000] {
+            assert!(!begins(lane, 8, of, &[0..10, memory.clone()]), "{memory:?}");
+        }
+    }
+}

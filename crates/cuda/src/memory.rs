@@ -14,6 +14,7 @@ use smallvec::SmallVec;
 use std::{
     any::Any,
     collections::BTreeMap,
+    ops::Range,
     sync::{Arc, atomic::Ordering},
 };
 
@@ -342,10 +343,20 @@ pub(crate) fn check_reach(card: &Card, field: &'static str, buffer: &Buffer) -> 
     Err(Error::invalid(field, got, want))
 }
 
-/// Whether two buffers share a byte.
+/// Where a buffer lies.
+pub(crate) fn bytes_of(buffer: &Buffer) -> Range<u64> {
+    let start = buffer.address();
+    start..start + buffer.bytes() as u64
+}
+
+/// Whether two places share a byte.
+pub(crate) fn meet(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+/// Whether two buffers do.
 pub(crate) fn overlap(a: &Buffer, b: &Buffer) -> bool {
-    let (x, y) = (a.address(), b.address());
-    x < y + b.bytes() as u64 && y < x + a.bytes() as u64
+    meet(&bytes_of(a), &bytes_of(b))
 }
 
 #[cfg(test)]
