@@ -27,7 +27,7 @@ pub(crate) fn combine(call: &LowLatencyCombineCall, topology: &Topology) -> Resu
 
 /// Bytes of a half beside which there is room for the words that tell of a dispatch.
 pub(crate) fn told_there(call: &LowLatencyDispatchCall, size: usize) -> usize {
-    told(Words::new(call).count().saturating_mul(size))
+    told(Words::new(call, size).count().saturating_mul(size))
 }
 
 /// The same of the way back: a word for each expert of each token.
@@ -71,8 +71,8 @@ pub enum Section {
     Row,
     /// The row's scales, if it was cast.
     Scales,
-    /// On a GPU the receiver's own, where it collects what [`Words`] told it, entry by entry; elsewhere sent: the receiver's experts that it names, counted from the first of them, i32 `[k]` with -1 for all others. These are there for every
-    /// token.
+    /// The receiver's experts that it names, counted from the first of them, i32 `[k]` with -1 for all others. These are there for every
+    /// token; on a GPU [`Words`] say so instead.
     Experts,
     /// Their weights, f32 `[k]`, if it has any: where the receiver has one of its experts.
     Weights,
@@ -115,10 +115,12 @@ impl There {
 ///
 /// ```
 /// use brigade_plan::low_latency::Words;
-/// let words = Words { max_tokens: 3, k: 2 };
+/// let words = Words { max_tokens: 3, k: 2, experts: 4 };
 /// assert_eq!(words.of_row(2), 3);
 /// assert_eq!(words.of_name(0, 0), 4);
-/// assert_eq!(words.of_name(1, 2), words.count() - 1);
+/// assert_eq!(words.of_name(2, 1), 9);
+/// assert_eq!(words.of_count(0), 10);
+/// assert_eq!(words.of_count(3), words.count() - 1);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Words {
@@ -126,20 +128,24 @@ pub struct Words {
     pub max_tokens: usize,
     /// Experts of a token.
     pub k: usize,
+    /// Most experts of any rank.
+    pub experts: usize,
 }
 
 impl Words {
-    /// Of a dispatch.
-    pub const fn new(call: &LowLatencyDispatchCall) -> Self {
+    /// Of a dispatch in a group of `size`.
+    pub fn new(call: &LowLatencyDispatchCall, size: usize) -> Self {
         Self {
             max_tokens: call.max_tokens,
             k: call.k,
+            // The first rank has as many as any.
+            experts: Slots::new(call.placement, size).of(0).len(),
         }
     }
 
     /// All of them. The first one says how many tokens there are.
     pub const fn count(self) -> usize {
-        self.of_name(self.k, 0)
+        self.of_count(self.experts)
     }
 
     /// That which says that a token's row has come.
@@ -147,10 +153,16 @@ impl Words {
         1 + token
     }
 
-    /// That which says which of the receiver's experts it is that a token has as its expert number `entry`.
-    pub const fn of_name(self, entry: usize, token: usize) -> usize {
-        let sections = entry.saturating_add(1).saturating_mul(self.max_tokens);
-        sections.saturating_add(1 + token)
+    /// That which says which of the receiver's experts it is that a token has as its expert number `entry`, and its how manieth row of the sender's
+    /// that is: `expert * max_tokens + row`.
+    pub const fn of_name(self, token: usize, entry: usize) -> usize {
+        let before = token.saturating_mul(self.k).saturating_add(entry);
+        before.saturating_add(1).saturating_add(self.max_tokens)
+    }
+
+    /// That which says how many rows one of the receiver's experts gets.
+    pub const fn of_count(self, expert: usize) -> usize {
+        self.of_name(self.max_tokens, 0).saturating_add(expert)
     }
 }
 
@@ -345,7 +357,7 @@ mod tests {
                 there: there.clone(),
             };
             let config = CommConfig::new(ParallelMode::Ep);
-            let config = config.for_low_latency((5, 3), hidden, DataType::BF16, size);
+            let config = config.for_low_latency((5, 3), 7, hidden, DataType::BF16, size);
             let have = config.low_latency_bytes;
             assert!(
                 part_bytes(have, size) >= There::new(&there).bytes(),
