@@ -239,9 +239,8 @@ __device__ __forceinline__ bool enter_receive(const P& p) {
 
 // Whole warps that stand side by side, so many threads.
 __device__ __forceinline__ void meet_threads(uint32_t threads) {
-  if (threads == 32) {
-    __syncwarp();
-  } else {
+  __syncwarp();
+  if (threads > 32) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / threads), "r"(threads) : "memory");
   }
 }
@@ -311,7 +310,8 @@ __device__ __forceinline__ bool leave_receive(const P& p, bool well) {
   if (threadIdx.x < 32) {
     const Out out = count_out(p, well);
     if (out.last && out.failed == 0 && threadIdx.x == 0 && p.alone != 0) state_of(p)[STATE_CALLS] += 1;
-    spoils = out.last && out.failed != 0 && out.failed != gridDim.x;
+    // Where each of them failed, too: some of its warps may have given what they had to behind another's poison.
+    spoils = out.last && out.failed != 0 && gridDim.x > 1;
   }
   return __syncthreads_or(spoils);
 }

@@ -117,7 +117,6 @@ impl Core {
 
     /// Blocks of so many threads that may wait in a half.
     pub(crate) fn in_turn_blocks(&self, threads: u32) -> u32 {
-        // Also of a rank alone: blocks of a receive wait for each other.
         let fit = self.exchanging.blocks() * self.in_a_place(threads);
         // Blocks go to whichever multiprocessor has room: to stay within a budget, there are no more of them than it has.
         let budget = self.config.sm_budget.map_or(fit, u32::from);

@@ -13,6 +13,12 @@ use brigade_device::{
 
 pub(crate) fn dispatch(call: &LowLatencyDispatchCall, topology: &Topology) -> Result<Plan, Reason> {
     let size = topology.group.size.max(1);
+    // Names and places of rows are told in 32 bits.
+    let experts = Words::new(call, size).experts;
+    let rows = experts.saturating_mul(call.max_tokens.saturating_mul(size));
+    if rows > i32::MAX as usize {
+        return Err(reason::rows_countable(rows));
+    }
     let there = There::new(call);
     let bytes = half_bytes(there.bytes(), size);
     fits(bytes, told_there(call, size), topology, |have| {
@@ -346,6 +352,25 @@ mod tests {
     }
 
     #[test]
+    fn words_of_many_experts_find_room_beside_few_tokens() {
+        for (size, experts) in [(1, 4096), (3, 1000), (16, 333)] {
+            let there = LowLatencyDispatchCall {
+                max_tokens: 1,
+                placement: PlacementCall::Even { experts },
+                ..call(16, None)
+            };
+            let config = CommConfig::new(ParallelMode::Ep);
+            let config = config.for_low_latency((1, 3), experts, 16, DataType::BF16, size);
+            let words = Words::new(&there, size);
+            assert!(words.experts * size >= experts, "{size}");
+            assert!(
+                config.low_latency_bytes >= told_there(&there, size),
+                "{size}"
+            );
+        }
+    }
+
+    #[test]
     fn a_configuration_for_so_many_tokens_has_room_for_them() {
         for (size, hidden) in [(1, 16), (3, 400), (8, 7168)] {
             let there = call(hidden, None);
@@ -364,6 +389,10 @@ mod tests {
                 "{size}"
             );
             assert!(have >= back_bytes(&back), "{size}");
+            assert!(
+                have >= told_there(&there, size).max(told_back(&back)),
+                "{size}"
+            );
             for cast in [
                 CombineCast::Fp8(ScaleFormat::F32),
                 CombineCast::Fp8(ScaleFormat::PowerOfTwo),
