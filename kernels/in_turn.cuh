@@ -335,7 +335,8 @@ __device__ __forceinline__ bool leave_receive(const P& p, bool well) {
       if (p.alone != 0) state_of(p)[STATE_CALLS] += 1;
       state_of(p)[STATE_MET] = 0;
     }
-    spoils = out.last && out.failed != 0 && out.failed != gridDim.x;
+    // Where each of them failed, too: some of its warps may have given what they had to behind another's poison.
+    spoils = out.last && out.failed != 0 && gridDim.x > 1;
   }
   return __syncthreads_or(spoils);
 }

@@ -2,7 +2,7 @@
 //! of a token's experts. Two slots are in use at once, and ranks receive them in different orders.
 //!
 //! The sizes cover what the contract lists, not every combination of it: at most 1 to 128 tokens of a rank, none among them; k 1, 2, 3, 4, 6,
-//! 8, 10, 22, 32; 5 to 128 experts, multiples of the ranks and not; hidden 8 to 8192. Each is tried in both slots and by both sums.
+//! 7, 8, 10, 22, 32; 5 to 2100 experts, multiples of the ranks and not; hidden 8 to 8192. Each is tried in both slots and by both sums.
 
 mod apart;
 mod back;
@@ -28,7 +28,7 @@ use rand::{Rng, rngs::StdRng};
 use sha2::{Digest, Sha256};
 
 /// Tokens of a rank at most, hidden, k, experts.
-const SIZES: [(usize, usize, usize, usize); 10] = [
+const SIZES: [(usize, usize, usize, usize); 11] = [
     (1, 2048, 8, 16),
     (3, 7168, 8, 32),
     (33, 288, 4, 60),
@@ -39,6 +39,7 @@ const SIZES: [(usize, usize, usize, usize); 10] = [
     (4, 24, 3, 5),
     (5, 2880, 6, 128),
     (2, 8192, 2, 9),
+    (6, 16, 7, 2100),
 ];
 
 const FORMATS: [ScaleFormat; 3] = [

@@ -13,6 +13,12 @@ use brigade_device::{
 
 pub(crate) fn dispatch(call: &LowLatencyDispatchCall, topology: &Topology) -> Result<Plan, Reason> {
     let size = topology.group.size.max(1);
+    // The first rank has as many experts as any. Which row each expert of a token got is told in 32 bits.
+    let experts = Slots::new(call.placement, size).of(0).len();
+    let rows = experts.saturating_mul(call.max_tokens.saturating_mul(size));
+    if rows > i32::MAX as usize {
+        return Err(reason::rows_countable(rows));
+    }
     let there = There::new(call);
     let bytes = half_bytes(there.bytes(), size);
     fits(bytes, told_there(call, size), topology, |have| {
@@ -352,6 +358,10 @@ mod tests {
                 "{size}"
             );
             assert!(have >= back_bytes(&back), "{size}");
+            assert!(
+                have >= told_there(&there, size).max(told_back(&back)),
+                "{size}"
+            );
             for cast in [
                 CombineCast::Fp8(ScaleFormat::F32),
                 CombineCast::Fp8(ScaleFormat::PowerOfTwo),

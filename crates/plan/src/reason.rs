@@ -272,6 +272,17 @@ pub(crate) fn rows_pushed(field: &str, got: usize, most: usize) -> Reason {
     )
 }
 
+pub(crate) fn rows_countable(rows: usize) -> Reason {
+    Reason::new(
+        ROWS,
+        format!(
+            "a rank's experts have places for {rows} rows, and {} can be counted",
+            i32::MAX
+        ),
+        "give max_tokens or experts less, or take dispatch and combine",
+    )
+}
+
 pub(crate) fn gathered_ids() -> Reason {
     Reason::new(
         GATHERED_IDS,

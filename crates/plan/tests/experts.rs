@@ -169,6 +169,23 @@ fn what_cannot_be_counted_is_more_than_there_is() {
     }
 }
 
+/// Rows of a rank's experts are told of in 32 bits.
+#[test]
+fn rows_of_low_latency_that_cannot_be_counted_are_refused() {
+    for (max_tokens, refused) in [(1 << 22, true), ((1 << 22) - 1, false)] {
+        let [mut there, _] = low_latency(max_tokens);
+        if let Call::LowLatencyDispatch(call) = &mut there {
+            (call.hidden, call.placement) = (8, PlacementCall::Even { experts: 512 });
+        }
+        let (topology, table) = on_gpus(1, need(&there, 1).unwrap().fit(nothing()));
+        let planned = plan(&there, &topology, &table);
+        match refused {
+            true => assert_eq!(planned.unwrap_err().code, "rows"),
+            false => drop(planned.unwrap()),
+        }
+    }
+}
+
 #[test]
 fn needs_of_decoding_and_of_prefill() {
     let mut text = String::new();
