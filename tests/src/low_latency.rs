@@ -319,6 +319,39 @@ fn repeats(world: &World) {
     });
 }
 
+/// What is received may go where its own send still reads: into memory that own rows gave back, and over the rows that go back.
+fn memory_again(world: &World) {
+    let mut rng = world.rng();
+    let sizes = (20, 512, 3, 2 * world.size + 1);
+    let mut drawn = || {
+        let (case, back) = drawn(&mut rng, world.size, sizes);
+        let output = back.dtype;
+        (case, Back { output, ..back })
+    };
+    let cases = [here(drawn()), by_rank(drawn())];
+    world.run(&config(), move |rank| {
+        let mut lease = rank.lease();
+        let mut exchange = rank.low_latency();
+        let slot = exchange.slots().0;
+        for (case, back) in cases.iter().cycle().take(16) {
+            let (own, kept) = (Own::of(rank, case), Own::of(rank, case));
+            let pending = send(&mut lease, slot, (&own, case), back.weighted).unwrap();
+            drop(own);
+            let there = pending.receive(&mut lease).unwrap();
+            check(rank, case, &there);
+            let rows = back.rows(rank, case);
+            let p = back.params(&rows, &kept);
+            let pending = lease.low_latency_combine(&there, p).unwrap();
+            let all = rows.shape().len() / case.hidden;
+            let rows = rows.reshape(&[all, case.hidden]).unwrap();
+            let mut over = rows.slice(0, case.tokens(rank.rank)).unwrap();
+            let output = Output::Into(over.view_mut());
+            assert!(pending.receive(&mut lease, output).unwrap().is_none());
+            back.check(rank, case, &over);
+        }
+    });
+}
+
 /// Ranks are late in turn, for many rounds in the same memory.
 fn many_rounds(world: &World) {
     let mut rng = world.rng();
@@ -348,7 +381,7 @@ pub fn add(suite: &mut Suite) {
     if !suite.backend().engines().dispatches {
         return;
     }
-    let contracts: [(&str, Contract); 10] = [
+    let contracts: [(&str, Contract); 11] = [
         ("apart", apart::apart),
         ("sizes", sizes),
         ("few_multiprocessors", few_multiprocessors),
@@ -358,6 +391,7 @@ pub fn add(suite: &mut Suite) {
         ("casts", casts::there),
         ("casts_back", casts::back),
         ("casts_echoed", casts::echoed),
+        ("memory_again", memory_again),
         ("many_rounds", many_rounds),
     ];
     for (name, contract) in contracts {
