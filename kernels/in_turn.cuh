@@ -321,7 +321,8 @@ __device__ __forceinline__ void leave_send(const P& p, bool well) {
   state_of(p)[STATE_CALLS] += 1;
 }
 
-// At the end of a receive: whether this one is to poison all that others gave, since not all of them could.
+// At the end of a receive: whether this block, the last one out, is to poison all of what the launch gives, since one did not do well. No other does: its warps, and
+// other blocks, may still give what they had to.
 template <typename P>
 __device__ __forceinline__ bool leave_receive(const P& p, bool well) {
   // Both count blocks out by the same word.
@@ -335,8 +336,7 @@ __device__ __forceinline__ bool leave_receive(const P& p, bool well) {
       if (p.alone != 0) state_of(p)[STATE_CALLS] += 1;
       state_of(p)[STATE_MET] = 0;
     }
-    // Where each of them failed, too: some of its warps may have given what they had to behind another's poison.
-    spoils = out.last && out.failed != 0 && gridDim.x > 1;
+    spoils = out.last && out.failed != 0;
   }
   return __syncthreads_or(spoils);
 }

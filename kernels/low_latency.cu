@@ -28,19 +28,16 @@ constexpr uint32_t both = 2;
 // As many find room on a multiprocessor as places for waiting blocks are counted for.
 constexpr uint32_t most_threads = 512;
 
-// What a launch gives, if the group was stopped: the share of a block among so many.
-__device__ __noinline__ void poison_outputs(const LowLatencyParams& p, uint32_t block, uint32_t blocks) {
+// What a launch gives, if the group was stopped: by a block.
+__device__ __noinline__ void poison_outputs(const LowLatencyParams& p) {
   const uint64_t outputs[5] = {p.to, p.to_scales, p.counts, p.sources, p.ranges};
-  const uint64_t thread = uint64_t(block) * blockDim.x + threadIdx.x, threads = uint64_t(blocks) * blockDim.x;
 #pragma unroll
-  for (uint32_t i = 0; i < 5; ++i) poison(outputs[i], p.poisoned_bytes[i], p.poisons[i], thread, threads);
+  for (uint32_t i = 0; i < 5; ++i) poison(outputs[i], p.poisoned_bytes[i], p.poisons[i], threadIdx.x, blockDim.x);
 }
 
-// At the end of a launch that gives something, by all threads of a block. A block that did not go on poisons its share; where others did, and
-// have given what they had to, who is out last poisons all of it.
+// At the end of a launch that gives something, by all threads of a block.
 __device__ __forceinline__ void end_receive(const LowLatencyParams& p, bool well) {
-  if (!well) poison_outputs(p, blockIdx.x, gridDim.x);
-  if (leave_receive(p, well)) poison_outputs(p, 0, 1);
+  if (leave_receive(p, well)) poison_outputs(p);
 }
 
 // Rows between any addresses: most of the code of a copy, and rare. Not inlined, since a kernel that runs through its code once waits for the code.

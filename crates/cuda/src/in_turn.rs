@@ -57,8 +57,8 @@ impl Sent {
     }
 }
 
-/// Shared memory that a send asks for and leaves alone. A multiprocessor is given as much as the first kernel on it needs: with little, blocks of a
-/// receive found no room beside it until it had ended.
+/// Shared memory that a send asks for and leaves alone. A multiprocessor seems to be given as much as the first kernel on it needs: with little, blocks
+/// of a receive found no room beside it until it had ended.
 const FOR_RECEIVES: u32 = 8192;
 
 impl Core {

@@ -29,7 +29,7 @@ pub enum Without {
     BegunFirst,
     /// A receive counts out when its send has ended.
     SendFirst,
-    /// Where some blocks found the group stopped and others did not, the last one out poisons what all gave.
+    /// Where a block found the group stopped, the last one out poisons what all gave, that one among them.
     LastPoisons,
 }
 
@@ -440,8 +440,9 @@ pub fn stopped(without: Without) -> Scenario {
     let give = move |block: usize| {
         vec![does(move |shared| {
             let well = shared.load(own(0, STOP)) == 0;
-            let mine = if well { GIVEN } else { POISON };
-            shared.write(own(0, block), mine);
+            // Some warps of a block that failed had all they needed.
+            let own_poison = !well && without == Without::LastPoisons;
+            shared.write(own(0, block), if own_poison { POISON } else { GIVEN });
             let (out, add) = (own(0, OUT), if well { 1 } else { 1 + failed });
             let all = loop {
                 let before = shared.load(out);
@@ -452,8 +453,8 @@ pub fn stopped(without: Without) -> Scenario {
             if all % failed != BLOCKS as u64 {
                 return;
             }
-            let mixed = all / failed != 0 && all / failed != BLOCKS as u64;
-            for block in (0..BLOCKS).filter(|_| mixed && without != Without::LastPoisons) {
+            let poisons = all / failed != 0 && without != Without::LastPoisons;
+            for block in (0..BLOCKS).filter(|_| poisons) {
                 shared.write(own(0, block), POISON);
             }
             ends(shared, 0, 0);
