@@ -134,18 +134,16 @@ __device__ __forceinline__ bool wait_for_peers(const P& p, const Said& said, uin
 __device__ __forceinline__ uint64_t told(uint32_t use, uint32_t what) { return uint64_t(what) << 32 | use; }
 __device__ __forceinline__ bool is_told(uint64_t word, uint32_t use) { return uint32_t(word) == use; }
 
-// By a warp: until `come`, for each lane, finds words of rank `from` that tell of themselves. What each of them tells of, all lanes may read then. Such
-// waits are not counted, since many wait for the same. False if the group was stopped, or is now.
-template <typename P, typename Come>
-__device__ __forceinline__ bool wait_for_told(const P& p, uint32_t from, Come come) {
+// By a warp, whose lanes that have a word look at it until it tells of this use. Not inlined: what comes at once needs none of it.
+template <typename P>
+__device__ __noinline__ bool keep_looking(const P& p, uint32_t from, const uint64_t* word, bool asked, uint32_t use) {
   Waiting w{};
-  w.end = come() ? End::there : End::going_on;
-  __syncwarp();
-  if (__all_sync(everybody, w.end == End::there)) return true;
+  w.end = asked ? End::going_on : End::there;
   w.peer = w.slot = w.blamed = from;
   w.word = p.filled + from * p.pieces;
   w.uncounted = true;
-  const bool well = keep_waiting(p, w, [come](const InTurn& turn, Waiting& w) {
+  const bool well = keep_waiting(p, w, [=](const InTurn& turn, Waiting& w) {
+    const auto come = [=] { return is_told(load_acquire_sys(word), use); };
     if (come()) {
       w.end = End::there;
     } else {
@@ -156,6 +154,20 @@ __device__ __forceinline__ bool wait_for_told(const P& p, uint32_t from, Come co
   });
   __syncwarp();
   return well;
+}
+
+// By a warp: until the word of each lane that asks tells of this use, and what it tells. What each of them tells of, all lanes may read then. Such waits are
+// not counted, since many wait for the same. False if the group was stopped, or is now.
+template <typename P>
+__device__ __forceinline__ bool wait_for_told(const P& p, uint32_t from, const uint64_t* word, bool asked, uint32_t& what) {
+  const uint32_t use = this_use;
+  for (bool looked = false;; looked = true) {
+    const uint64_t value = asked ? load_acquire_sys(word) : use;
+    what = uint32_t(value >> 32);
+    const bool there = __all_sync(everybody, is_told(value, use));
+    if (there || looked) return there;
+    if (!keep_looking(p, from, word, asked && !is_told(value, use), use)) return false;
+  }
 }
 
 // By a warp. What came in both halves, and was not let go of yet, has been taken by launches before this one, or is given up.
@@ -184,9 +196,9 @@ struct Writers {
 };
 
 // Whether a block goes on with a send, which has waited for the kernel in front. By all its threads, as what follows. `post` posts what else is to go
-// ahead of rows, for the lanes that have a peer.
-template <typename P, typename Post>
-__device__ __forceinline__ bool enter_send(const P& p, Post post) {
+// ahead of rows, for the lanes that have a peer; `meanwhile` is for all warps but the first.
+template <typename P, typename Post, typename Meanwhile>
+__device__ __forceinline__ bool enter_send(const P& p, Post post, Meanwhile meanwhile) {
   bool failed = false;
   const uint32_t warp = threadIdx.x / 32, warps = blockDim.x / 32;
   if (warp == 0) {
@@ -207,6 +219,8 @@ __device__ __forceinline__ bool enter_send(const P& p, Post post) {
     // So whom this launch lets begin reads it.
     __threadfence();
   }
+  __syncwarp();
+  if (warp > 0) meanwhile();
   const bool well = !__syncthreads_or(failed);
   // It waits for nobody any more.
   if (p.lets_next == LETS_NEXT_AT_ONCE) let_next_kernel_start();
@@ -215,8 +229,7 @@ __device__ __forceinline__ bool enter_send(const P& p, Post post) {
 
 template <typename P>
 __device__ __forceinline__ bool enter_send(const P& p) {
-  wait_for_previous_kernel();
-  return enter_send(p, [](const Said&, uint32_t) {});
+  return enter_send(p, [](const Said&, uint32_t) {}, [] {});
 }
 
 // The same of a receive.
@@ -236,49 +249,26 @@ __device__ __forceinline__ bool enter_receive(const P& p) {
   return !__syncthreads_or(failed);
 }
 
-// By whole warps that stand side by side, so many threads: what they wrote is told of behind it, by words that `tell` writes.
-template <typename Tell>
-__device__ __forceinline__ void tell_behind(uint32_t threads, Tell tell) {
-  if (threads == 32) {
-    __syncwarp();
-  } else {
+// Whole warps that stand side by side, so many threads.
+__device__ __forceinline__ void meet_threads(uint32_t threads) {
+  __syncwarp();
+  if (threads > 32) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / threads), "r"(threads) : "memory");
   }
-  if (threadIdx.x % threads != 0) return;
+}
+
+// By such threads, which have met: what they wrote before is told of behind it, by words that `tell` writes. The last of them does.
+template <typename Tell>
+__device__ __forceinline__ void tell_met(uint32_t threads, Tell tell) {
+  if (threadIdx.x % threads != threads - 1) return;
   __threadfence_system();
   tell();
 }
 
-// By all threads of a block: until all blocks of a receive have come here. False if this one did not do well, or the group was stopped, or is now. All of
-// them have places, and those that wait for peers tell what is the matter with these: so this wait gives up later than theirs, and blames its own rank.
-template <typename P>
-__device__ __forceinline__ bool meet_blocks(const P& p, bool well) {
-  __shared__ bool met;
-  if (!__syncthreads_and(well)) return false;
-  if (gridDim.x == 1) return true;
-  if (threadIdx.x == 0) {
-    uint64_t* const here = state_of(p) + STATE_MET;
-    asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(here) : "memory");
-    met = true;
-    const Group g = group_of(p, p.signature);
-    const uint64_t since_ns = globaltimer_ns();
-    for (uint32_t looks = 1; met; ++looks) {
-      uint64_t come;
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(come) : "l"(here) : "memory");
-      if (come == gridDim.x) break;
-      if (looks % long_glance != 0) continue;
-      const InTurn turn{g, since_ns, g.call()};
-      Waiting w{};
-      w.end = End::going_on;
-      w.peer = w.slot = w.blamed = p.rank;
-      if (is_stopped(g) || is_stop_asked(g)) w.end = End::stopped;
-      if (globaltimer_ns() - since_ns >= 2 * most_ns(turn)) w.end = End::timeout;
-      met = w.end == End::going_on;
-      if (!met) give_up(turn, w);
-    }
-  }
-  __syncthreads();
-  return met;
+template <typename Tell>
+__device__ __forceinline__ void tell_behind(uint32_t threads, Tell tell) {
+  meet_threads(threads);
+  tell_met(threads, tell);
 }
 
 // Blocks that are out: in the upper half of the word, those that failed.
@@ -332,10 +322,7 @@ __device__ __forceinline__ bool leave_receive(const P& p, bool well) {
   __syncthreads();
   if (threadIdx.x < 32) {
     const Out out = count_out(p, well);
-    if (out.last && out.failed == 0 && threadIdx.x == 0) {
-      if (p.alone != 0) state_of(p)[STATE_CALLS] += 1;
-      state_of(p)[STATE_MET] = 0;
-    }
+    if (out.last && out.failed == 0 && threadIdx.x == 0 && p.alone != 0) state_of(p)[STATE_CALLS] += 1;
     spoils = out.last && out.failed != 0;
   }
   return __syncthreads_or(spoils);

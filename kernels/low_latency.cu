@@ -4,13 +4,14 @@
 //
 // There: a rank first tells all others which of their experts its tokens name, and then writes the tokens into its part of the halves of all, each
 // at the token's own place, with their weights if they have any; a row goes once to a rank. The receiver packs the rows of each of its
-// experts, by source and token, and with weights it writes down which row each expert of a token got. Back: there is a place for each expert
+// experts, by source and token, and with weights it writes down which row each expert of a token got. Where a row lies among those of its source, the
+// source has counted; behind how many of other sources, their numbers of rows say: so each row is packed by itself. Back: there is a place for each expert
 // of each token at the rank that has the token; where a rank adds a token's rows before they go, their sum takes the place of the first. The
 // sums are in f32, products rounded before they are added, never fused, so that the host's are the same bits.
 //
 // Words that tell, of each sender at each receiver (crates/plan/src/low_latency.rs): how many tokens it has; of each token, whether its row has
-// come; of each of its experts, and there of each token, which of the receiver's experts that is. On the way back, of each expert of each
-// token whether its row has come.
+// come, and which of the receiver's experts its experts are, and their how manieth rows there it is; of each of the receiver's experts, how many rows it
+// gets. On the way back, of each expert of each token whether its row has come.
 #include "copy.cuh"
 #include "in_turn.cuh"
 #include "params.cuh"
@@ -18,9 +19,24 @@
 #include "poison.cuh"
 #include "slots.cuh"
 
+namespace brigade {
+
+// Whatever says where experts are, each rank has as many slots as others, or one more: told so, none of these divides, which is long code to run once.
+__device__ __forceinline__ uint32_t first_slot(const LowLatencyParams& p, uint32_t rank) { return rank * p.slots_each + min(rank, p.slots_more); }
+
+__device__ __forceinline__ uint32_t rank_of_slot(const LowLatencyParams& p, uint32_t slot) {
+  uint32_t rank = 0;
+#pragma unroll 1
+  while (rank + 1 < p.size && slot >= first_slot(p, rank + 1)) ++rank;
+  return rank;
+}
+
+}  // namespace brigade
+
 using namespace brigade;
 
-enum Section : uint32_t { row = 0, scales = 1, named = 2, weights = 3 };
+// The one between them is for the host.
+enum Section : uint32_t { row = 0, scales = 1, weights = 3 };
 
 // On the way back, a row and what belongs to it share a place.
 constexpr uint32_t both = 2;
@@ -79,7 +95,8 @@ __device__ __forceinline__ uint64_t* words_of(const LowLatencyParams& p, uint32_
   return reinterpret_cast<uint64_t*>(p.base + at * p.stride + p.told + from * p.told_bytes);
 }
 constexpr uint32_t of_rows = 1;
-__device__ __forceinline__ uint32_t of_names(const LowLatencyParams& p, uint32_t entry) { return of_rows + (1 + entry) * p.max_tokens; }
+__device__ __forceinline__ uint32_t of_names(const LowLatencyParams& p, uint32_t token) { return of_rows + p.max_tokens + token * p.k; }
+__device__ __forceinline__ uint32_t of_counts(const LowLatencyParams& p) { return of_names(p, p.max_tokens); }
 
 // The word that tells that a row has come back to rank `at`.
 __device__ __forceinline__ uint64_t* word_back(const LowLatencyParams& p, uint32_t at, uint64_t token, uint32_t entry) {
@@ -97,331 +114,291 @@ __device__ __forceinline__ void for_columns(const LowLatencyParams& p, uint32_t 
   for (uint32_t i = thread * 8; i - threadIdx.x % 32 * 8 < p.hidden; i += threads * 8) f(i, i < p.hidden);
 }
 
-// A row there as fp8, as brigade_cast has it. Anew for each rank that it goes to, which is less than a launch in front.
-__device__ __noinline__ void cast_there(const LowLatencyParams& p, uint64_t values, uint64_t to_scales, uint64_t from, uint32_t thread) {
-  const uint32_t format = p.payload - fp8, blocks = (p.hidden + block_columns - 1) / block_columns;
-  // What fills up the last word of scales.
-  for (uint64_t i = blocks + thread; format == as_exponent && i < p.row_bytes[scales]; i += p.row_threads) reinterpret_cast<uint8_t*>(to_scales)[i] = 0;
-  if (!is_whole(from, p.hidden) || p.from_type == F32) {
-    const bool whole = is_whole(p.from, p.hidden);
-    return for_columns(p, thread, p.row_threads, [&](uint32_t i, bool there) {
-      store_fp8(format, values, to_scales, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{}, there);
-    });
-  }
-  constexpr uint32_t in_flight = 4;
-  const uint32_t step = p.row_threads * 8;
-  for (uint32_t i = thread * 8; i - threadIdx.x % 32 * 8 < p.hidden; i += in_flight * step) {
-    uint4 held[in_flight];
-#pragma unroll
-    for (uint32_t j = 0; j < in_flight; ++j) {
-      held[j] = make_uint4(0, 0, 0, 0);
-      if (i + j * step < p.hidden) held[j] = *reinterpret_cast<const uint4*>(from + (i + j * step) * 2);
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < in_flight; ++j) {
-      const uint32_t c = i + j * step;
-      if (c - threadIdx.x % 32 * 8 < p.hidden) store_fp8(format, values, to_scales, c, eight_of(p.from_type, held[j]), c < p.hidden);
-    }
-  }
-}
-
-// Tells all ranks which of their experts own tokens name: neighbours in neighbouring words. All blocks have some of it, since stores of one are
-// held up by all others' rows. What it reads first is on its way before it is known whether it may tell.
-struct Names {
-  const LowLatencyParams& p;
-  Writers writers;
-  uint32_t i, all;
-  Id id;
-
-  __device__ __forceinline__ explicit Names(const LowLatencyParams& p) : p(p), all(p.size * p.k * p.tokens), id{0, 0} {
-    i = 32 * (threadIdx.x / 32 * writers.blocks + writers.me) + threadIdx.x % 32;
-    if (!writers.is_one()) i = all;
-    if (i < all) id = read_id(p, i % p.tokens, i / p.tokens % p.k);
-  }
-
-  __device__ __forceinline__ void tell() {
-    while (i < all) {
-      const uint32_t token = i % p.tokens, entry = i / p.tokens % p.k, to = (p.rank + 1 + i / p.tokens / p.k) % p.size;
-      const int32_t slot = present_slot(p, slot_of(p, token, id), these_absent);
-      const int32_t begin = int32_t(first_slot(p, to)), end = int32_t(first_slot(p, to + 1));
-      const uint32_t name = slot >= begin && slot < end ? slot - begin : -1;
-      if (!(these_absent >> to & 1)) store_relaxed_sys(words_of(p, to, p.rank) + of_names(p, entry) + token, told(this_use, name));
-      if (to == p.rank) reinterpret_cast<int32_t*>(p.chosen)[uint64_t(token) * p.k + entry] = slot;
-      i += writers.threads();
-      if (i < all) id = read_id(p, i % p.tokens, i / p.tokens % p.k);
+// The memory of several ranks, of the one behind this one first, so that not all write to the same.
+struct Targets {
+  uint64_t first, apart;
+  uint32_t rank, size, which;
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+#pragma unroll 1
+    for (uint32_t i = 1; i <= size; ++i) {
+      const uint32_t to = rank + i < size ? rank + i : rank + i - size;
+      if (which >> to & 1) f(first + to * apart);
     }
   }
 };
 
-// Own rows: a group of threads, whole warps, for each token and rank. As above.
-struct OwnRows {
-  const LowLatencyParams& p;
-  Writers writers;
-  uint32_t i, all;
-  Id id;
+// A row there that is rare.
+__device__ __noinline__ void send_any(const LowLatencyParams& p, const Targets& targets, uint32_t token, uint64_t from, uint32_t thread) {
+  const uint32_t format = p.payload - fp8, blocks = (p.hidden + block_columns - 1) / block_columns;
+  const bool whole = is_whole(from, p.hidden);
+  targets.each([&](uint64_t part) {
+    const uint64_t to = part + p.section[row] + token * p.row_bytes[row], its_scales = part + p.section[scales] + token * p.row_bytes[scales];
+    if (p.payload == as_is) return copy_row(to, from, p.row_bytes[row], thread, p.row_threads);
+    // What fills up the last word of scales.
+    for (uint64_t i = blocks + thread; format == as_exponent && i < p.row_bytes[scales]; i += p.row_threads) reinterpret_cast<uint8_t*>(its_scales)[i] = 0;
+    for_columns(p, thread, p.row_threads, [&](uint32_t i, bool there) {
+      store_fp8(format, to, its_scales, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{}, there);
+    });
+  });
+}
 
-  __device__ __forceinline__ explicit OwnRows(const LowLatencyParams& p) : p(p), all(p.tokens * p.size), id{0, 0} {
-    i = writers.is_one() ? writers.thread() / p.row_threads : all;
-    read();
+// Tokens of a block that writes, one behind the other.
+struct Tokens {
+  uint32_t first, end;
+  __device__ __forceinline__ explicit Tokens(const LowLatencyParams& p) : first(p.tokens), end(p.tokens) {
+    const Writers writers;
+    if (!writers.is_one()) return;
+    const uint32_t each = p.tokens / writers.blocks, more = p.tokens % writers.blocks;
+    first = writers.me * each + min(writers.me, more), end = first + each + (writers.me < more);
+  }
+};
+
+// Slots that are looked at together.
+constexpr uint32_t most_slots = 1024;
+
+// How many rows each of these has of the tokens that a block has counted.
+__shared__ uint32_t rows_before[most_slots];
+
+// An entry of a token, as each lane has one, so that all of a token's are in one warp. Those of absent ranks count, and are told to nobody.
+struct Entry {
+  uint32_t token, entry;
+  int32_t slot;
+  // Whether it is one of those from `start` on; lanes that have the same, and of all lanes those that are the first of their token with theirs.
+  bool here;
+  uint32_t same, firsts;
+  // Whose it is, and what it is called there if it gets its first row from here.
+  uint32_t owner, name;
+
+  Entry() = default;
+
+  // Of so many tokens of a warp, from `first` on.
+  __device__ __forceinline__ Entry(const LowLatencyParams& p, uint32_t first, uint32_t end, uint32_t start) {
+    const uint32_t lane = threadIdx.x % 32;
+    token = first + lane / p.k, entry = lane % p.k;
+    if (lane >= tokens_of_warp(p) * p.k || token >= end) token = p.tokens;
+    slot = token < p.tokens ? chosen_slot(p, token, entry) : -1;
+    here = slot >= int32_t(start) && slot - start < most_slots;
+    same = __match_any_sync(everybody, here ? slot : -1);
+    firsts = __ballot_sync(everybody, here && (same & before_it() & ~before_token()) == 0);
+    owner = here ? rank_of_slot(p, slot) : p.size;
+    name = here ? (slot - first_slot(p, owner)) * p.max_tokens : 0;
+  }
+  static __device__ __forceinline__ uint32_t tokens_of_warp(const LowLatencyParams& p) { return 32 / p.k; }
+  static __device__ __forceinline__ uint32_t before_it() { return (1u << threadIdx.x % 32) - 1; }
+  __device__ __forceinline__ uint32_t before_token() const { return (1u << (threadIdx.x % 32 - entry)) - 1; }
+  __device__ __forceinline__ bool is_first() const { return firsts >> threadIdx.x % 32 & 1; }
+};
+
+__device__ __forceinline__ void count_none() {
+  for (uint32_t i = threadIdx.x; i < most_slots; i += blockDim.x) rows_before[i] = 0;
+}
+
+// Counts the rows that slots from `start` on have of own tokens up to `end`. By all warps of a block but the first; seen by all behind the next meeting.
+__device__ __forceinline__ void count_rows(const LowLatencyParams& p, uint32_t end, uint32_t start) {
+  const uint32_t each = Entry::tokens_of_warp(p), step = (blockDim.x / 32 - 1) * each;
+#pragma unroll 2
+  for (uint32_t first = (threadIdx.x / 32 - 1) * each; first < end; first += step) {
+    const Entry e(p, first, end, start);
+    if (e.is_first()) atomicAdd(rows_before + e.slot - start, 1);
+  }
+}
+
+// Tells all ranks which of their experts a block's tokens name, and its how manieth row from here each gets; by a warp, which has looked at the first ones.
+__device__ __forceinline__ void tell_names(const LowLatencyParams& p, const Tokens& mine, uint32_t start, Entry e) {
+  for (uint32_t first = mine.first; first < mine.end;) {
+    const uint32_t row = e.here ? rows_before[e.slot - start] + __popc(e.same & e.firsts & e.before_token()) : 0;
+    __syncwarp();
+    if (e.is_first()) atomicAdd(rows_before + e.slot - start, 1);
+    // With the first slots, those that are none.
+    if (e.here || (start == 0 && e.slot < 0 && e.token < p.tokens)) {
+      constexpr uint32_t nothing = ~0u;
+      const uint32_t word = of_names(p, e.token) + e.entry;
+      for (uint32_t to = 0; to < p.size; ++to) {
+        if (!(these_absent >> to & 1)) store_relaxed_sys(words_of(p, to, p.rank) + word, told(this_use, to == e.owner ? e.name + row : nothing));
+      }
+      reinterpret_cast<int32_t*>(p.chosen)[uint64_t(e.token) * p.k + e.entry] = present_slot(p, e.slot, these_absent);
+    }
+    __syncwarp();
+    first += Entry::tokens_of_warp(p);
+    if (first < mine.end) e = Entry(p, first, mine.end, start);
+  }
+}
+
+// And by the first block how many rows each of their experts gets.
+__device__ __forceinline__ void tell_numbers(const LowLatencyParams& p, uint32_t start) {
+  for (uint32_t i = threadIdx.x; i < most_slots && start + i < first_slot(p, p.size); i += blockDim.x) {
+    const uint32_t to = rank_of_slot(p, start + i);
+    if (these_absent >> to & 1) continue;
+    store_relaxed_sys(words_of(p, to, p.rank) + of_counts(p) + start + i - first_slot(p, to), told(this_use, rows_before[i]));
+  }
+}
+
+// By all threads of a block, which has counted the rows of the first slots; its last warp has looked at its first tokens.
+__device__ __forceinline__ void tell_all(const LowLatencyParams& p, const Tokens& mine, const Entry& looked) {
+  const uint32_t warp = threadIdx.x / 32, last = blockDim.x / 32 - 1;
+  if (warp == last) tell_names(p, mine, 0, looked);
+  // It has own tokens besides.
+  if (gridDim.x == 1) __syncthreads();
+  if (blockIdx.x == 0) tell_numbers(p, 0);
+  for (uint32_t start = most_slots; start < first_slot(p, p.size); start += most_slots) {
+    __syncthreads();
+    count_none();
+    __syncthreads();
+    if (warp > 0) count_rows(p, mine.first, start);
+    __syncthreads();
+    if (warp == last) tell_names(p, mine, start, Entry(p, mine.first, mine.end, start));
+    __syncthreads();
+    if (blockIdx.x == 0) tell_numbers(p, start);
+  }
+}
+
+// Own rows of a block: a group of threads for each token, and once to each rank. A thread takes two granules at a time, of eight columns if they are cast.
+struct OwnRows {
+  static constexpr uint32_t at_once = 2;
+  const LowLatencyParams& p;
+  uint32_t token, end, thread;
+  // Of a row.
+  uint32_t granules;
+  // What this lane has of its token's experts, and this thread's weight of it.
+  Id id;
+  float weight;
+
+  __device__ __forceinline__ OwnRows(const LowLatencyParams& p, const Tokens& mine)
+      : p(p), token(mine.first + threadIdx.x / p.row_threads), end(mine.end), thread(threadIdx.x % p.row_threads), id{0, 0}, weight(0.0f) {
+    granules = is_plain() ? uint32_t(bytes() / 16) : 0;
+    begin();
   }
 
-  // Every warp finds out by itself whether a row goes to a rank: k is at most 32.
-  __device__ __forceinline__ void read() {
+  __device__ __forceinline__ uint64_t bytes() const { return p.payload == as_is ? p.row_bytes[row] : row_bytes_back(p); }
+  __device__ __forceinline__ uint64_t from() const { return p.from + token * bytes(); }
+
+  // All but odd addresses, f32 that is cast, and scales that do not fill their last word.
+  __device__ __forceinline__ bool is_plain() const {
+    if (p.payload == as_is) return (p.from | p.base | p.stride | p.half | p.part_bytes | p.section[row] | p.row_bytes[row]) % 16 == 0;
+    const bool filled = p.payload - fp8 != as_exponent || p.hidden % (4 * block_columns) == 0;
+    return filled && is_whole(p.from, p.hidden) && p.from_type != F32;
+  }
+
+  // What is read first of a row is on its way.
+  __device__ __forceinline__ void begin() {
+    if (token >= end) return;
     const uint32_t lane = threadIdx.x % 32;
-    if (i < all && lane < p.k) id = read_id(p, i / p.size, lane);
+    if (lane < p.k) id = read_id(p, token, lane);
+    if (p.weights != 0 && thread < p.k) weight = reinterpret_cast<const float*>(p.weights)[uint64_t(token) * p.k + thread];
+  }
+
+  // Every warp finds out by itself to which ranks a row goes, a bit each: k is at most 32.
+  __device__ __forceinline__ uint32_t ranks() const {
+    const int32_t slot = threadIdx.x % 32 < p.k ? present_slot(p, slot_of(p, token, id), these_absent) : -1;
+    return __reduce_or_sync(everybody, slot >= 0 ? 1u << rank_of_slot(p, uint32_t(slot)) : 0);
+  }
+
+  // Those granules from `first` on that its threads hold at the same time.
+  __device__ __forceinline__ void send_granules(const Targets& targets, uint32_t first) {
+    uint4 held[at_once];
+#pragma unroll
+    for (uint32_t j = 0; j < at_once; ++j) {
+      const uint32_t g = first + thread + j * p.row_threads;
+      held[j] = make_uint4(0, 0, 0, 0);
+      if (g < granules) held[j] = reinterpret_cast<const uint4*>(from())[g];
+    }
+    // Scales go out side by side.
+    constexpr uint32_t of_scale = block_columns / 8;
+    __shared__ float all_scales[at_once * most_threads / of_scale];
+    float* const its_scales = all_scales + threadIdx.x / p.row_threads * (at_once * p.row_threads / of_scale);
+    const uint32_t format = p.payload - fp8, lane = threadIdx.x % 32;
+    const uint64_t row_at = p.section[row] + token * p.row_bytes[row], scales_at = p.section[scales] + token * p.row_bytes[scales];
+    // Not unrolled: code that runs once is waited for.
+#pragma unroll 1
+    for (uint32_t j = 0, g = first + thread; j < at_once && g - lane < granules; ++j, g += p.row_threads) {
+      const uint4 x = j == 0 ? held[0] : held[1];
+      if (p.payload == as_is) {
+        if (g < granules) targets.each([&](uint64_t part) { reinterpret_cast<uint4*>(part + row_at)[g] = x; });
+        continue;
+      }
+      const Fp8 cast(format, eight_of(p.from_type, x), g < granules);
+      if (g >= granules) continue;
+      targets.each([&](uint64_t part) { reinterpret_cast<uint2*>(part + row_at)[g] = cast.values; });
+      if (g % of_scale == 0) its_scales[(g - first) / of_scale] = cast.scale;
+    }
+    if (p.payload == as_is) return;
+    meet_threads(p.row_threads);
+    const uint32_t count = (min(at_once * p.row_threads, granules - first) + of_scale - 1) / of_scale;
+    for (uint32_t i = thread; i < count; i += p.row_threads) {
+      targets.each([&](uint64_t part) { store_scale(format, part + scales_at, first / of_scale + i, its_scales[i]); });
+    }
+    meet_threads(p.row_threads);
   }
 
   __device__ __forceinline__ void send() {
-    const uint32_t thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
     uint64_t moved = 0;
-    for (; i < all; i += writers.threads() / p.row_threads, read()) {
-      // The next rank first, so that not all write to one.
-      const uint32_t to = (p.rank + 1 + i % p.size) % p.size, token = i / p.size;
-      if (these_absent >> to & 1) continue;
-      const int32_t begin = int32_t(first_slot(p, to)), end = int32_t(first_slot(p, to + 1));
-      const int32_t slot = lane < p.k ? present_slot(p, slot_of(p, token, id), these_absent) : -1;
-      if (!__any_sync(everybody, slot >= begin && slot < end)) continue;
-      const uint64_t target = part(p, to, p.rank);
-      if (thread < p.k && p.weights != 0) {
-        reinterpret_cast<float*>(place(p, target, weights, token))[thread] = reinterpret_cast<const float*>(p.weights)[uint64_t(token) * p.k + thread];
-      }
-      const uint64_t there = place(p, target, row, token);
-      if (p.payload == as_is) {
-        copy_row(there, p.from + token * p.row_bytes[row], p.row_bytes[row], thread, p.row_threads);
-      } else {
-        cast_there(p, there, place(p, target, scales, token), p.from + token * row_bytes_back(p), thread);
-      }
-      tell_behind(p.row_threads, [&] { store_relaxed_sys(words_of(p, to, p.rank) + of_rows + token, told(this_use, 0)); });
-      if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales] + p.row_bytes[weights];
+    while (token < end) {
+      const uint32_t to = ranks();
+      const Targets targets{p.base + p.half + p.rank * p.part_bytes, p.stride, p.rank, p.size, to};
+      for (uint32_t first = 0; first < granules; first += at_once * p.row_threads) send_granules(targets, first);
+      if (granules == 0) send_any(p, targets, token, from(), thread);
+      if (p.weights != 0 && thread < p.k) targets.each([&](uint64_t part) { reinterpret_cast<float*>(place(p, part, weights, token))[thread] = weight; });
+      tell_behind(p.row_threads, [&] {
+        for (uint32_t at = 0; at < p.size; ++at) {
+          if (to >> at & 1) store_relaxed_sys(words_of(p, at, p.rank) + of_rows + token, told(this_use, 0));
+        }
+      });
+      moved += uint64_t(__popc(to & ~(1u << p.rank))) * (p.row_bytes[row] + p.row_bytes[scales] + p.row_bytes[weights]);
+      token += blockDim.x / p.row_threads;
+      begin();
     }
-    count_moved(p, moved);
+    if (thread == 0) count_moved(p, moved);
   }
 };
 
 extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_send(const __grid_constant__ LowLatencyParams p) {
+  count_none();
+  const Tokens mine(p);
+  __syncthreads();
   wait_for_previous_kernel();
-  Names names(p);
-  OwnRows rows(p);
+  // What is read first is on its way before it is known whether it may go.
+  OwnRows rows(p, mine);
+  Entry looked;
+  if (threadIdx.x / 32 == blockDim.x / 32 - 1) looked = Entry(p, mine.first, mine.end, 0);
   // How many tokens there are.
-  const bool well = enter_send(p, [&](const Said& said, uint32_t use) {
+  const auto post = [&](const Said& said, uint32_t use) {
     const uint32_t to = threadIdx.x;
     if (to == p.rank || said.has_peer(p)) store_relaxed_sys(words_of(p, to, p.rank), told(use, p.tokens));
-  });
+  };
+  const bool well = enter_send(p, post, [&] { count_rows(p, mine.first, 0); });
   if (well) {
-    names.tell();
+    tell_all(p, mine, looked);
     rows.send();
   }
   leave_send(p, well);
 }
 
-// How a block's threads are shared out among so many rows: as many for each as can be.
-__device__ __forceinline__ uint32_t threads_for(uint32_t rows) {
-  uint32_t threads = 32;
-  while (threads < blockDim.x && 2 * threads * rows <= blockDim.x) threads *= 2;
-  return threads;
-}
-
-// How many rows came from each rank, where it is written down which is the first; `all` came. By all threads of a block.
-__device__ __forceinline__ void tell_ranges(const LowLatencyParams& p, int32_t* ranges, uint32_t all) {
-  __syncthreads();
-  for (uint32_t source = threadIdx.x; source < p.size; source += blockDim.x) {
-    // No rank has a token.
-    if (p.max_tokens == 0) ranges[2 * source] = 0;
-    const int32_t end = source + 1 < p.size && p.max_tokens != 0 ? ranges[2 * source + 2] : int32_t(all);
-    ranges[2 * source + 1] = end - ranges[2 * source];
-  }
-}
-
-// Which of a rank's experts its tokens have as their expert number `entry`, once it is known here: by token.
-__device__ __forceinline__ int32_t* names_of(const LowLatencyParams& p, uint32_t source, uint32_t entry) {
-  return reinterpret_cast<int32_t*>(part(p, p.rank, source) + p.section[named]) + entry * p.max_tokens;
-}
-
-// Collects what all ranks have told, each thread of the launch some of it, and lets no block go on before all of it is there: if each looked at
-// all of it until it came, looks would be in the way of rows. False if the group was stopped, or is now.
-__device__ __forceinline__ bool collect_names(const LowLatencyParams& p) {
+// How many rows came for own experts, and where among an expert's those of each rank lie: a warp for each expert, from the last one on, which has no row
+// to wait for if there are more than rows have. False if a thread waited in vain.
+__device__ __forceinline__ bool tell_counts(const LowLatencyParams& p) {
+  const uint32_t lane = threadIdx.x % 32;
   bool well = true;
-  const uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, lane = threadIdx.x % 32, use = this_use;
-  const uint32_t each = p.k * p.max_tokens, all = p.size * each;
-  for (uint32_t first = 32 * warp; well && first < all; first += gridDim.x * blockDim.x) {
-    const uint32_t i = first + lane, source = i / max(each, 1u), entry = i % each / p.max_tokens, token = i % p.max_tokens;
-    const bool asked = i < all && !(these_absent >> source & 1);
-    const uint64_t* words = words_of(p, p.rank, source);
-    const uint64_t* word = words + of_names(p, entry) + token;
-    uint64_t name = 0;
-    well = wait_for_told(p, source, [=, &name] {
-      if (!asked) return true;
-      const uint64_t tokens = load_relaxed_sys(words);
-      name = load_relaxed_sys(word);
-      return is_told(tokens, use) && (is_told(name, use) || token >= uint32_t(tokens >> 32));
-    });
-    if (well && asked) names_of(p, source, entry)[token] = is_told(name, use) ? int32_t(name >> 32) : -1;
-  }
-  return meet_blocks(p, well);
-}
-
-// Which experts of a token are asked for, as bits, and which are none of this rank's.
-struct Entries {
-  uint32_t asked, nobody;
-};
-
-__device__ __forceinline__ Entries find_entries(const LowLatencyParams& p, uint32_t source, uint32_t token, uint32_t expert) {
-  Entries e{0, 0};
-#pragma unroll 8
-  for (uint32_t i = 0; i < p.k; ++i) {
-    const int32_t name = names_of(p, source, i)[token];
-    e.asked |= uint32_t(name == int32_t(expert)) << i;
-    e.nobody |= uint32_t(name < 0) << i;
-  }
-  return e;
-}
-
-// What is kept of a token whose row came with weights, for one of its experts, by a thread for each entry.
-__device__ __forceinline__ void hold(const LowLatencyParams& p, uint32_t source, uint32_t token, uint32_t entries, uint64_t to, uint32_t thread) {
-  if (p.rows_of == 0 || thread >= p.k || !(entries >> thread & 1)) return;
-  const uint64_t at = (uint64_t(source) * p.max_tokens + token) * p.k + thread;
-  reinterpret_cast<int32_t*>(p.rows_of)[at] = int32_t(to);
-  reinterpret_cast<float*>(p.held)[at] = reinterpret_cast<const float*>(place(p, part(p, p.rank, source), weights, token))[thread];
-}
-
-// Of entries without a row the first expert says so.
-__device__ __forceinline__ void hold_nothing(const LowLatencyParams& p, uint32_t at, uint32_t nobody) {
-  if (p.rows_of == 0) return;
-  for (uint32_t e = 0; e < p.k; ++e) {
-    if (nobody >> e & 1) reinterpret_cast<int32_t*>(p.rows_of)[uint64_t(at) * p.k + e] = -1;
-  }
-}
-
-// Share `mine` of an expert's rows, by a block, which looks for all of them. False if a thread waited in vain.
-__device__ __forceinline__ bool receive_rows(const LowLatencyParams& p, uint32_t expert, uint32_t mine) {
-  // Of the places that are looked at together, those that have a row for this expert, and for which of the token's experts.
-  __shared__ uint32_t found[most_threads], entries_of[most_threads];
-  const uint64_t first = uint64_t(expert) * p.room;
-  int32_t* ranges = reinterpret_cast<int32_t*>(p.ranges) + uint64_t(expert) * p.size * 2;
-  uint32_t next = 0;
-  bool well = true;
-  for (uint32_t start = 0; start < p.size * p.max_tokens; start += blockDim.x) {
-    const uint32_t at = start + threadIdx.x, source = at / p.max_tokens, token = at % p.max_tokens;
-    const bool has_source = source < p.size && !(these_absent >> source & 1);
-    const Entries entries = has_source ? find_entries(p, source, token, expert) : Entries{0, everybody};
-    uint32_t all;
-    // What was found before has been taken by all threads that come here.
-    const uint32_t i = rank_among(entries.asked != 0, all);
-    // The first token of a rank says where its rows begin.
-    if (mine == 0 && token == 0 && source < p.size) ranges[2 * source] = int32_t(next + i);
-    if (entries.asked != 0) {
-      found[i] = at;
-      entries_of[i] = entries.asked;
-      int32_t* said = reinterpret_cast<int32_t*>(p.sources) + (first + next + i) * 3;
-      if (mine == 0) said[0] = int32_t(source), said[1] = int32_t(token), said[2] = int32_t(entries.asked);
+  const uint32_t warps = gridDim.x * blockDim.x / 32, warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  for (uint32_t expert = warps - 1 - warp; well && expert < p.own_experts; expert += warps) {
+    const bool asked = lane < p.size && !(these_absent >> lane & 1);
+    const uint64_t* word = words_of(p, p.rank, lane) + of_counts(p) + expert;
+    uint32_t rows = 0;
+    well = wait_for_told(p, lane, word, asked, rows);
+    if (!well) break;
+    const uint32_t end = sum_of_lanes(rows);
+    if (lane < p.size) {
+      int32_t* range = reinterpret_cast<int32_t*>(p.ranges) + (uint64_t(expert) * p.size + lane) * 2;
+      range[0] = int32_t(end - rows), range[1] = int32_t(rows);
     }
-    if (mine == 0 && expert == 0 && source < p.size) hold_nothing(p, at, entries.nobody);
-    __syncthreads();
-    const uint32_t threads = threads_for((all + p.share - 1) / p.share);
-    const uint32_t thread = threadIdx.x % threads, step = blockDim.x / threads * p.share;
-    for (uint32_t n = mine + threadIdx.x / threads * p.share; well && n < all; n += step) {
-      const uint32_t source = found[n] / p.max_tokens, token = found[n] % p.max_tokens;
-      const uint64_t* word = words_of(p, p.rank, source) + of_rows + token;
-      const uint32_t use = this_use;
-      well = wait_for_told(p, source, [=] { return is_told(load_acquire_sys(word), use); });
-      if (!well) break;
-      const uint64_t came = part(p, p.rank, source), to = first + next + n;
-      hold(p, source, token, entries_of[n], to, thread);
-      copy_row(p.to + to * p.row_bytes[row], place(p, came, row, token), p.row_bytes[row], thread, threads);
-      if (p.to_scales == 0) continue;
-      const uint64_t bytes = p.row_bytes[scales], from = place(p, came, scales, token);
-      if (p.scale_words == 0) {
-        copy_row(p.to_scales + to * bytes, from, bytes, thread, threads);
-        continue;
-      }
-      uint32_t* columns = reinterpret_cast<uint32_t*>(p.to_scales) + first * p.scale_words + next + n;
-      for (uint32_t w = thread; w < p.scale_words; w += threads) columns[uint64_t(w) * p.room] = reinterpret_cast<const uint32_t*>(from)[w];
-    }
-    next += all;
-  }
-  if (mine == 0) tell_ranges(p, ranges, next);
-  if (mine == 0 && threadIdx.x == 0) {
-    reinterpret_cast<uint32_t*>(p.counts)[expert] = next;
-    if (p.totals != 0) reinterpret_cast<int64_t*>(p.totals)[expert] += next;
+    if (lane + 1 != p.size) continue;
+    reinterpret_cast<uint32_t*>(p.counts)[expert] = end;
+    if (p.totals != 0) reinterpret_cast<int64_t*>(p.totals)[expert] += end;
   }
   return well;
 }
 
-extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_receive(const __grid_constant__ LowLatencyParams p) {
-  bool well = enter_receive(p) && collect_names(p);
-  if (well) {
-    // Blocks that share a multiprocessor have shares of different experts.
-    for (uint32_t i = blockIdx.x; i < p.own_experts * p.share; i += gridDim.x) well &= receive_rows(p, i % p.own_experts, i / p.own_experts);
-  }
-  end_receive(p, !__syncthreads_or(!well));
-}
-
-__device__ __noinline__ void cast_row(const LowLatencyParams& p, uint64_t place, uint64_t from, uint32_t thread, uint32_t threads) {
-  const bool whole = is_whole(p.from, p.hidden);
-  for_columns(p, thread, threads, [&](uint32_t i, bool there) {
-    store_payload(p, place, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{});
-  });
-}
-
-// Row `i` of an expert, to all places that it has at the rank it came from, by so many threads. Bytes that go to a peer.
-__device__ __forceinline__ uint64_t send_row_back(const LowLatencyParams& p, uint64_t i, uint32_t thread, uint32_t threads) {
-  const uint32_t* source = reinterpret_cast<const uint32_t*>(p.sources) + i * 3;
-  const uint32_t to = source[0], token = source[1], named = source[2] & uint32_t((1ull << p.k) - 1);
-  if (to >= p.size || token >= p.max_tokens) return 0;
-  const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[both], from = p.from + i * row_bytes_back(p);
-  uint64_t moved = 0;
-  for (uint32_t entries = named; entries != 0; entries &= entries - 1) {
-    const uint32_t e = __ffs(entries) - 1;
-    const uint64_t place = places + e * p.row_bytes[both];
-    if (p.payload == as_is) {
-      copy_row(place, from, p.row_bytes[row], thread, threads);
-    } else {
-      cast_row(p, place, from, thread, threads);
-    }
-    if (to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
-  }
-  tell_behind(threads, [&] {
-    for (uint32_t entries = named; entries != 0; entries &= entries - 1) store_relaxed_sys(word_back(p, to, token, __ffs(entries) - 1), told(this_use, 0));
-  });
-  return moved;
-}
-
-// Rows of all experts are shared out as if they lay one behind the other: experts have very different numbers of them.
-__device__ __forceinline__ void send_rows_back(const LowLatencyParams& p) {
-  // Where each expert's rows end, of those that are looked at together.
-  __shared__ uint32_t ends[most_threads];
-  uint64_t moved = 0;
-  const Writers writers;
-  if (!writers.is_one()) return;
-  for (uint32_t start = 0; start < p.own_experts; start += blockDim.x) {
-    const uint32_t expert = start + threadIdx.x;
-    const uint32_t rows = expert < p.own_experts ? min(reinterpret_cast<const uint32_t*>(p.counts)[expert], p.room) : 0;
-    uint32_t all;
-    const uint32_t before = sum_before(rows, all);
-    ends[threadIdx.x] = before + rows;
-    __syncthreads();
-    const uint32_t threads = threads_for((all + writers.blocks - 1) / writers.blocks), thread = threadIdx.x % threads;
-    for (uint32_t n = writers.me + threadIdx.x / threads * writers.blocks; n < all; n += blockDim.x / threads * writers.blocks) {
-      uint32_t of = 0;
-      // The first one whose rows end behind this row.
-      for (uint32_t step = blockDim.x / 2; step > 0; step /= 2) {
-        if (ends[of + step - 1] <= n) of += step;
-      }
-      const uint64_t i = uint64_t(start + of) * p.room + n - (of == 0 ? 0 : ends[of - 1]);
-      const uint64_t bytes = send_row_back(p, i, thread, threads);
-      if (thread == 0) moved += bytes;
-    }
-  }
-  count_moved(p, moved);
-}
-
-extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_back(const __grid_constant__ LowLatencyParams p) {
-  const bool well = enter_send(p);
-  if (well) send_rows_back(p);
-  leave_send(p, well);
-}
-
-// Rows that a warp adds, in this order, and what it multiplies them by.
+// Rows of a token, at most one for each lane's expert, or what a warp adds: in this order, and what each is multiplied by.
 struct Listed {
   uint32_t at[32];
   float weight[32];
@@ -432,6 +409,196 @@ __device__ __forceinline__ void list(Listed& to, int32_t place, uint32_t at, flo
   __syncwarp();
   if (place >= 0) to.at[place] = at, to.weight[place] = weight;
   __syncwarp();
+}
+
+// A row to all of its places, with so many loads under way.
+template <uint32_t in_flight>
+__device__ __forceinline__ void copy_to_each(uint64_t to, const Listed& listed, uint32_t count, uint64_t from, uint64_t bytes, uint32_t thread, uint32_t threads) {
+  if ((to | from | bytes) % 16 != 0) {
+    for (uint32_t n = 0; n < count; ++n) copy_odd(to + listed.at[n] * bytes, from, bytes, thread, threads);
+    return;
+  }
+  const uint4* in = reinterpret_cast<const uint4*>(from);
+  const uint32_t words = uint32_t(bytes / 16);
+#pragma unroll 1
+  for (uint32_t i = thread; i < words; i += in_flight * threads) {
+    uint4 held[in_flight];
+#pragma unroll
+    for (uint32_t j = 0; j < in_flight; ++j) {
+      if (i + j * threads < words) held[j] = in[i + j * threads];
+    }
+#pragma unroll 1
+    for (uint32_t n = 0; n < count; ++n) {
+      uint4* out = reinterpret_cast<uint4*>(to + listed.at[n] * bytes);
+#pragma unroll
+      for (uint32_t j = 0; j < in_flight; ++j) {
+        if (i + j * threads < words) out[i + j * threads] = held[j];
+      }
+    }
+  }
+}
+
+// How many rows an expert gets from ranks in front of `source`, for each lane that asks. False if the group was stopped, or is now.
+__device__ __forceinline__ bool rows_in_front(const LowLatencyParams& p, uint32_t source, bool asks, uint32_t expert, uint32_t& rows) {
+#pragma unroll 1
+  for (uint32_t s = 0; s < source; ++s) {
+    uint32_t more = 0;
+    if (!wait_for_told(p, s, words_of(p, p.rank, s) + of_counts(p) + expert, asks && !(these_absent >> s & 1), more)) return false;
+    rows += more;
+  }
+  return true;
+}
+
+// Rows as they come: a group of threads, whole warps, for each token of each rank, which packs its row for every one of this rank's experts that it names. False
+// if a thread waited in vain.
+__device__ __forceinline__ bool receive_rows(const LowLatencyParams& p) {
+  __shared__ Listed lists[most_threads / 32];
+  Listed& listed = lists[threadIdx.x / 32];
+  const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x, groups = gridDim.x * blockDim.x / p.row_threads;
+  const uint32_t thread = me % p.row_threads, lane = threadIdx.x % 32;
+  for (uint32_t w = me / p.row_threads; w < p.size * p.max_tokens; w += groups) {
+    const uint32_t source = w % p.size, token = w / p.size;
+    const uint64_t* words = words_of(p, p.rank, source);
+    const bool absent = these_absent >> source & 1;
+    // What its source tells of it.
+    uint32_t tokens = 0, name = 0;
+    if (!wait_for_told(p, source, words, !absent, tokens)) return false;
+    const bool named = token < tokens && lane < p.k;
+    if (!wait_for_told(p, source, words + of_names(p, token) + lane, named, name)) return false;
+    const bool asks = named && int32_t(name) >= 0;
+    const uint32_t expert = asks ? name / p.max_tokens : 0;
+    const uint32_t same = __match_any_sync(everybody, asks ? int32_t(name) : -1), firsts = __ballot_sync(everybody, asks && (same & ((1u << lane) - 1)) == 0);
+    uint32_t to = 0;
+    if (firsts != 0 && !rows_in_front(p, source, asks, expert, to)) return false;
+    to += expert * p.room + name % p.max_tokens;
+    const bool first = firsts >> lane & 1;
+    list(listed, first ? __popc(firsts & ((1u << lane) - 1)) : -1, to, 0.0f);
+    if (first && thread < 32) {
+      int32_t* said = reinterpret_cast<int32_t*>(p.sources) + uint64_t(to) * 3;
+      said[0] = int32_t(source), said[1] = int32_t(token), said[2] = int32_t(same);
+    }
+    // Of each of its experts, the row that it got, or that it got none.
+    const uint64_t held = (uint64_t(source) * p.max_tokens + token) * p.k + lane;
+    if (p.rows_of != 0 && thread < p.k) reinterpret_cast<int32_t*>(p.rows_of)[held] = asks ? int32_t(to) : -1;
+    if (firsts == 0) continue;
+    uint32_t nothing;
+    if (!wait_for_told(p, source, words + of_rows + token, true, nothing)) return false;
+    const uint64_t came = part(p, p.rank, source), its_scales = place(p, came, scales, token);
+    const uint32_t count = __popc(firsts);
+    copy_to_each<4>(p.to, listed, count, place(p, came, row, token), p.row_bytes[row], thread, p.row_threads);
+    if (p.scale_words == 0 && p.to_scales != 0) copy_to_each<1>(p.to_scales, listed, count, its_scales, p.row_bytes[scales], thread, p.row_threads);
+    if (p.rows_of != 0 && thread < p.k && asks) reinterpret_cast<float*>(p.held)[held] = reinterpret_cast<const float*>(place(p, came, weights, token))[lane];
+    for (uint32_t n = 0; n < __popc(firsts) && p.to_scales != 0; ++n) {
+      // A word of all of an expert's rows behind the other, if there are any.
+      const uint32_t row = listed.at[n] % p.room, first_row = listed.at[n] - row;
+      uint32_t* columns = reinterpret_cast<uint32_t*>(p.to_scales) + uint64_t(first_row) * p.scale_words + row;
+      for (uint32_t i = thread; i < p.scale_words; i += p.row_threads) columns[uint64_t(i) * p.room] = reinterpret_cast<const uint32_t*>(its_scales)[i];
+    }
+  }
+  return true;
+}
+
+extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_receive(const __grid_constant__ LowLatencyParams p) {
+  bool well = enter_receive(p);
+  if (well) well = tell_counts(p) && receive_rows(p);
+  end_receive(p, !__syncthreads_or(!well));
+}
+
+__device__ __noinline__ void cast_row(const LowLatencyParams& p, uint64_t place, uint64_t from, uint32_t thread, uint32_t threads) {
+  const bool whole = is_whole(from, p.hidden);
+  for_columns(p, thread, threads, [&](uint32_t i, bool there) {
+    store_payload(p, place, i, there ? load(p.from_type, from, i, p.hidden, whole) : Eight{});
+  });
+}
+
+// How a block's threads are shared out among so many rows: as many for each as can be.
+__device__ __forceinline__ uint32_t threads_for(uint32_t rows) {
+  uint32_t threads = 32;
+  while (threads < blockDim.x && 2 * threads * rows <= blockDim.x) threads *= 2;
+  return threads;
+}
+
+// Rows of this rank's experts go back, each to all places that it has at the rank it came from, by a group of threads. They are shared out as if those of all
+// experts lay one behind the other: experts have very different numbers of them.
+struct RowsBack {
+  const LowLatencyParams& p;
+  Writers writers;
+  // Those of experts that are looked at together, from `start` on.
+  uint32_t start, all, threads, n;
+  uint64_t from;
+  uint32_t to, token, named;
+
+  // By all threads of a block. What is read first is on its way before it is known whether it may go.
+  __device__ __forceinline__ explicit RowsBack(const LowLatencyParams& p) : p(p), start(0) { look(); }
+
+  // Where each expert's rows end.
+  static __device__ __forceinline__ uint32_t* ends() {
+    __shared__ uint32_t ends[most_threads];
+    return ends;
+  }
+
+  // At the next experts.
+  __device__ __forceinline__ void look() {
+    const uint32_t expert = start + threadIdx.x;
+    const uint32_t rows = expert < p.own_experts ? min(reinterpret_cast<const uint32_t*>(p.counts)[expert], p.room) : 0;
+    const uint32_t before = sum_before(rows, all);
+    ends()[threadIdx.x] = before + rows;
+    __syncthreads();
+    threads = threads_for((all + writers.blocks - 1) / writers.blocks);
+    n = writers.is_one() ? writers.me + threadIdx.x / threads * writers.blocks : all;
+    find();
+  }
+
+  // Where row `n` is, and where it goes.
+  __device__ __forceinline__ void find() {
+    if (n >= all) return;
+    uint32_t of = 0;
+    // The first one whose rows end behind this row.
+    for (uint32_t step = blockDim.x / 2; step > 0; step /= 2) {
+      if (ends()[of + step - 1] <= n) of += step;
+    }
+    const uint64_t i = uint64_t(start + of) * p.room + n - (of == 0 ? 0 : ends()[of - 1]);
+    const uint32_t* source = reinterpret_cast<const uint32_t*>(p.sources) + i * 3;
+    to = source[0], token = source[1], named = source[2];
+    from = p.from + i * row_bytes_back(p);
+  }
+
+  __device__ __forceinline__ void send() {
+    const uint64_t bytes = p.row_bytes[row] + p.row_bytes[scales];
+    uint64_t moved = 0;
+    for (;;) {
+      for (; n < all; n += blockDim.x / threads * writers.blocks, find()) {
+        if (to >= p.size || token >= p.max_tokens) continue;
+        const uint32_t thread = threadIdx.x % threads, entries = named & uint32_t((1ull << p.k) - 1);
+        const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[both];
+        for (uint32_t left = entries; left != 0; left &= left - 1) {
+          const uint64_t place = places + (__ffs(left) - 1) * p.row_bytes[both];
+          if (p.payload == as_is) {
+            copy_row(place, from, p.row_bytes[row], thread, threads);
+          } else {
+            cast_row(p, place, from, thread, threads);
+          }
+        }
+        tell_behind(threads, [&] {
+          for (uint32_t left = entries; left != 0; left &= left - 1) store_relaxed_sys(word_back(p, to, token, __ffs(left) - 1), told(this_use, 0));
+        });
+        if (thread == 0 && to != p.rank) moved += __popc(entries) * bytes;
+      }
+      start += blockDim.x;
+      if (start >= p.own_experts) break;
+      __syncthreads();
+      look();
+    }
+    count_moved(p, moved);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_back(const __grid_constant__ LowLatencyParams p) {
+  wait_for_previous_kernel();
+  RowsBack rows(p);
+  const bool well = enter_send(p);
+  if (well) rows.send();
+  leave_send(p, well);
 }
 
 // Eight columns of the sum of those that are listed. `AtOnce` are under way before the first is added; `widen` makes numbers of what was loaded.
@@ -481,47 +648,72 @@ __device__ __noinline__ void send_any_sum(const LowLatencyParams& p, const Liste
   });
 }
 
-// A group of threads, whole warps, for each token that may have rows here.
-__device__ __forceinline__ void send_sums_back(const LowLatencyParams& p) {
-  __shared__ Listed lists[most_threads / 32];
-  Listed& listed = lists[threadIdx.x / 32];
-  const Writers writers;
-  if (!writers.is_one()) return;
-  const uint32_t groups = writers.threads() / p.row_threads, thread = threadIdx.x % p.row_threads, lane = threadIdx.x % 32;
-  const uint64_t from_bytes = row_bytes_back(p);
-  const bool whole = is_whole(p.from | p.base | p.half | p.stride, p.hidden), plain = whole && p.payload == as_is && p.from_type != F32;
-  uint64_t moved = 0;
-  // Who has no expert has written down no rows.
-  const uint32_t places = p.own_experts == 0 ? 0 : p.max_tokens * p.size;
-  for (uint32_t w = writers.thread() / p.row_threads; w < places; w += groups) {
-    // The next rank first, so that not all write to one.
-    const uint32_t to = (p.rank + 1 + w % p.size) % p.size, token = w / p.size;
-    const uint64_t mine = (uint64_t(to) * p.max_tokens + token) * p.k + lane;
-    const int32_t at = lane < p.k ? reinterpret_cast<const int32_t*>(p.rows_of)[mine] : -1;
-    const uint32_t there = __ballot_sync(everybody, at >= 0);
-    if (there == 0) continue;
-    const float weight = at >= 0 ? reinterpret_cast<const float*>(p.held)[mine] : 0.0f;
-    list(listed, at >= 0 ? __popc(there & ((1u << lane) - 1)) : -1, uint32_t(at), weight);
-    const uint32_t entry = __ffs(there) - 1;
-    const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + entry) * p.row_bytes[both];
-    if (plain) {
-#pragma unroll 1
-      for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
-        const Eight sum = sum_of_halves(p, listed, __popc(there), i, [&](uint32_t at) { return p.from + at * from_bytes; });
-        store_wide(p.from_type, target, i, sum.v);
-      }
-    } else {
-      send_any_sum(p, listed, __popc(there), target, whole, thread);
-    }
-    tell_behind(p.row_threads, [&] { store_relaxed_sys(word_back(p, to, token, entry), told(this_use, 0)); });
-    if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
+// Sums go back: a group of threads, whole warps, for each token that may have rows here.
+struct SumsBack {
+  const LowLatencyParams& p;
+  Writers writers;
+  Listed& listed;
+  uint32_t w, places;
+  uint32_t to, token, entry, count;
+
+  static __device__ __forceinline__ Listed& list_of_warp() {
+    __shared__ Listed lists[most_threads / 32];
+    return lists[threadIdx.x / 32];
   }
-  count_moved(p, moved);
-}
+
+  // What is read first is on its way before it is known whether it may go.
+  __device__ __forceinline__ explicit SumsBack(const LowLatencyParams& p) : p(p), listed(list_of_warp()) {
+    w = writers.thread() / p.row_threads;
+    // Who has no expert has written down no rows.
+    places = writers.is_one() && p.own_experts > 0 ? p.max_tokens * p.size : 0;
+    find();
+  }
+
+  // The next token from here that has rows, and its rows.
+  __device__ __forceinline__ void find() {
+    const uint32_t lane = threadIdx.x % 32;
+    for (; w < places; w += writers.threads() / p.row_threads) {
+      // The next rank first, so that not all write to one.
+      to = (p.rank + 1 + w % p.size) % p.size, token = w / p.size;
+      const uint64_t mine = (uint64_t(to) * p.max_tokens + token) * p.k + lane;
+      const int32_t at = lane < p.k ? reinterpret_cast<const int32_t*>(p.rows_of)[mine] : -1;
+      const uint32_t there = __ballot_sync(everybody, at >= 0);
+      if (there == 0) continue;
+      const float weight = at >= 0 ? reinterpret_cast<const float*>(p.held)[mine] : 0.0f;
+      list(listed, at >= 0 ? __popc(there & ((1u << lane) - 1)) : -1, uint32_t(at), weight);
+      entry = __ffs(there) - 1, count = __popc(there);
+      return;
+    }
+  }
+
+  __device__ __forceinline__ void send() {
+    const uint32_t thread = threadIdx.x % p.row_threads;
+    const uint64_t from_bytes = row_bytes_back(p);
+    const bool whole = is_whole(p.from | p.base | p.half | p.stride, p.hidden), plain = whole && p.payload == as_is && p.from_type != F32;
+    uint64_t moved = 0;
+    for (; w < places; w += writers.threads() / p.row_threads, find()) {
+      const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + entry) * p.row_bytes[both];
+      if (plain) {
+#pragma unroll 1
+        for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
+          const Eight sum = sum_of_halves(p, listed, count, i, [&](uint32_t at) { return p.from + at * from_bytes; });
+          store_wide(p.from_type, target, i, sum.v);
+        }
+      } else {
+        send_any_sum(p, listed, count, target, whole, thread);
+      }
+      tell_behind(p.row_threads, [&] { store_relaxed_sys(word_back(p, to, token, entry), told(this_use, 0)); });
+      if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
+    }
+    count_moved(p, moved);
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_back_sums(const __grid_constant__ LowLatencyParams p) {
+  wait_for_previous_kernel();
+  SumsBack sums(p);
   const bool well = enter_send(p);
-  if (well) send_sums_back(p);
+  if (well) sums.send();
   leave_send(p, well);
 }
 
@@ -569,9 +761,10 @@ __device__ __forceinline__ bool add_up_rows(const LowLatencyParams& p) {
     const float weight = place >= 0 && p.weights != 0 ? reinterpret_cast<const float*>(p.weights)[entry] : 1.0f;
     list(listed, place, lane, weight);
     const uint32_t count = __popc(__ballot_sync(everybody, place >= 0));
-    const uint32_t from = slot >= 0 ? rank_of_slot(p, uint32_t(slot)) : 0, use = this_use;
+    const uint32_t from = slot >= 0 ? rank_of_slot(p, uint32_t(slot)) : 0;
     const uint64_t* word = word_back(p, p.rank, token, lane);
-    if (!wait_for_told(p, from, [=] { return place < 0 || is_told(load_acquire_sys(word), use); })) return false;
+    uint32_t nothing;
+    if (!wait_for_told(p, from, word, place >= 0, nothing)) return false;
     const uint64_t of_token = places + token * p.k * p.row_bytes[both], to = p.to + token * out_bytes;
     if (!plain) {
       add_up_any(p, listed, count, of_token, to, whole, thread);

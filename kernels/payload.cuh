@@ -33,15 +33,28 @@ __device__ __forceinline__ Eight rounded(uint32_t type, Eight x) {
 }
 
 // As fp8, with scales elsewhere.
-__device__ __forceinline__ void store_fp8(uint32_t format, uint64_t values, uint64_t scales, uint32_t i, const Eight& x, bool there) {
-  uint32_t most = 0;
+struct Fp8 {
+  uint2 values;
+  float scale;
+
+  __device__ __forceinline__ Fp8(uint32_t format, const Eight& x, bool there) {
+    uint32_t most = 0;
 #pragma unroll
-  for (uint32_t j = 0; j < 8; ++j) most = max(most, there ? __float_as_uint(x.v[j]) & 0x7FFFFFFFu : 0);
-  const float scale = scale_as(format, greatest_of_block(most));
-  if (!there) return;
-  const auto q = quantized(x.v, Divisor(scale), F8E4M3);
-  *reinterpret_cast<uint2*>(values + i) = make_uint2(q.words[0], q.words[1]);
-  if (i % block_columns == 0) store_scale(format, scales, i / block_columns, scale);
+    for (uint32_t j = 0; j < 8; ++j) most = max(most, there ? __float_as_uint(x.v[j]) & 0x7FFFFFFFu : 0);
+    scale = scale_as(format, greatest_of_block(most));
+    const auto q = quantized(x.v, Divisor(scale), F8E4M3);
+    values = make_uint2(q.words[0], q.words[1]);
+  }
+
+  __device__ __forceinline__ void store(uint32_t format, uint64_t to, uint64_t scales, uint32_t i) const {
+    *reinterpret_cast<uint2*>(to + i) = values;
+    if (i % block_columns == 0) store_scale(format, scales, i / block_columns, scale);
+  }
+};
+
+__device__ __forceinline__ void store_fp8(uint32_t format, uint64_t values, uint64_t scales, uint32_t i, const Eight& x, bool there) {
+  const Fp8 cast(format, x, there);
+  if (there) cast.store(format, values, scales, i);
 }
 
 // Into the place of a row. What belongs to its values begins `p.row_bytes[0]` bytes behind them.

@@ -205,7 +205,7 @@ impl Core {
         let stepping = device.reserve_spinning(&kernels.steps, steps)?;
         // Messages, sums that are pushed and low-latency exchanges take the same places in turn.
         let exchanges = config.all_reduce_bytes > 0 || config.low_latency_bytes > 0;
-        // Who is alone waits for nobody but, in a receive of low latency, for its own blocks.
+        // Who is alone waits for nobody. Low latency takes as many blocks as have places, which for the rest would be few.
         let alone = size < 2 && config.low_latency_bytes == 0;
         let exchanging = if shares || alone || !exchanges {
             device.reserve_spinning(&kernels.messages, messages)?

@@ -117,7 +117,6 @@ impl Core {
 
     /// Blocks of so many threads that may wait in a half.
     pub(crate) fn in_turn_blocks(&self, threads: u32) -> u32 {
-        // Also of a rank alone: blocks of a receive wait for each other.
         let fit = self.exchanging.blocks() * self.in_a_place(threads);
         // Blocks go to whichever multiprocessor has room: to stay within a budget, there are no more of them than it has.
         let budget = self.config.sm_budget.map_or(fit, u32::from);
@@ -187,20 +186,19 @@ impl Job<'_> {
         }
     }
 
-    /// Enqueues it in so many blocks, or in as many as have places, for so many granules. It may take these while the launch before it still has
-    /// its own, if there are places for both; or while that one ends, if granules are few and nobody waits for the places; or beside its own send,
-    /// which waits for nobody then and so soon has none. What is behind it may begin where it waits for nobody any more.
+    /// Enqueues it in so many blocks, or in as many as have places. It may take these while the launch before it still has its own, if there are
+    /// places for both; or while that one ends, if nobody waits for the places; or beside its own send, which waits for nobody then and so soon has none. What is behind it may begin where it waits for nobody any more.
     ///
     /// # Safety
     /// As of [`Kernel::launch`].
     pub(crate) unsafe fn launch_in_turn(
         &self,
         kernel: &Kernel<Parameters>,
-        (blocks, threads, granules): (usize, u32, usize),
+        blocks: usize,
         mut parameters: Parameters,
     ) -> Result<()> {
         let core = self.core;
-        let fit = core.in_turn_blocks(threads);
+        let fit = core.in_turn_blocks(WIDEST);
         // The first block of a send sees to the protocol.
         let blocks = blocks.saturating_add(usize::from(self.half == InTurn::Send));
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX).clamp(1, fit);
@@ -209,9 +207,9 @@ impl Job<'_> {
         let beside = self.half == InTurn::ReceiveBeside && within;
         let shape = Launch {
             programmatic: both_fit || beside,
-            ..Launch::grid(blocks, threads)
+            ..Launch::grid(blocks, WIDEST)
         };
-        let mut shape = self.early_of_few(shape, granules);
+        let mut shape = self.early(shape);
         if self.half == InTurn::Send {
             shape.shared_bytes = FOR_RECEIVES;
         }

@@ -22,7 +22,6 @@ use brigade_kernels::LowLatencyParams as Parameters;
 use brigade_plan::{
     dispatch::part_bytes,
     low_latency::{BackRow, Section, There, Words},
-    pushed::GRANULE_BYTES,
     routes::Slots,
 };
 use brigade_sync::Half;
@@ -49,9 +48,6 @@ impl LowLatencyKernels {
         })
     }
 }
-
-/// Threads of a block that looks for an expert's rows.
-const EXPERT_THREADS: u32 = 256;
 
 /// What a dispatch reads.
 struct Own {
@@ -239,13 +235,14 @@ impl Job<'_> {
     fn exchanging_rows(&self, sent: &LowLatencySent, of: Use) -> Parameters {
         let (core, call) = (self.core, &sent.call);
         let placed = Placed::from(call.placement);
+        let slots = Slots::new(call.placement, core.size()).total();
         let layout = core.control.layout();
         let half = layout.half_bytes(of.area);
         Parameters {
             half: core.data_offset(of) as u64,
             part_bytes: part_bytes(half, core.size()) as u64,
             told: (core.data_start() + layout.told_start(of.area.slot(), of.half)) as u64,
-            told_bytes: 8 * Words::new(call).count() as u64,
+            told_bytes: 8 * Words::new(call, core.size()).count() as u64,
             chosen: sent.chosen.address(),
             tokens: sent.chosen.shape().rows() as u32,
             max_tokens: call.max_tokens as u32,
@@ -254,6 +251,8 @@ impl Job<'_> {
             experts: placed.experts,
             copies: placed.copies,
             per_rank: placed.per_rank,
+            slots_each: (slots / core.size()) as u32,
+            slots_more: (slots % core.size()) as u32,
             room: call.room(core.size()) as u32,
             ..self.half_in_turn(of)
         }
@@ -278,8 +277,7 @@ impl Job<'_> {
 
     fn send_there(&self, sent: &LowLatencySent, own: &Own, of: Use) -> Result<()> {
         let mut parameters = self.there(sent, of);
-        let rows = sent.chosen.shape().rows() * self.core.size();
-        let row_bytes = row_bytes(&sent.call);
+        let tokens = sent.chosen.shape().rows();
         parameters.from = own.rows.address();
         parameters.hidden = own.rows.shape().row_len() as u32;
         if let Some(cast) = sent.call.cast {
@@ -290,12 +288,12 @@ impl Job<'_> {
         parameters.ids = own.ids.address();
         parameters.map = own.map.as_ref().map_or(0, Buffer::address);
         parameters.id_bytes = own.ids.dtype().bytes() as u32;
-        parameters.row_threads = self.threads_for(rows, row_bytes);
-        let blocks = (rows * parameters.row_threads as usize).div_ceil(WIDEST as usize);
-        let granules = self.granules_there(sent);
+        let row_bytes = own.rows.shape().row_len() * own.rows.dtype().bytes();
+        parameters.row_threads = self.sending_threads(tokens, row_bytes);
+        let blocks = (tokens * parameters.row_threads as usize).div_ceil(WIDEST as usize);
         let kernel = &self.core.device.opened.kernels.low_latency.send;
         // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
-        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST, granules), parameters) }
+        unsafe { self.launch_in_turn(kernel, blocks, parameters) }
     }
 
     fn receive_there(
@@ -305,9 +303,9 @@ impl Job<'_> {
         of: Use,
     ) -> Result<()> {
         let experts = given.counts.shape().len();
-        // Blocks look for all of an expert's rows, so that there are no more than are resident.
-        let share = self.core.in_turn_blocks(EXPERT_THREADS) as usize / experts.max(1);
-        let share = share.clamp(1, given.sent.call.room(self.core.size()).max(1));
+        // A row for each token of each rank, at most.
+        let rows = self.core.size() * given.sent.call.max_tokens;
+        let threads = self.receiving_threads(rows, row_bytes(&given.sent.call));
         let mut parameters = Parameters {
             to: given.rows.address(),
             to_scales: given.scales.as_ref().map_or(0, Buffer::address),
@@ -317,7 +315,7 @@ impl Job<'_> {
             scale_words: words_by_columns(&given.sent.call),
             totals: totals.map_or(0, Buffer::address),
             own_experts: experts as u32,
-            share: share as u32,
+            row_threads: threads,
             ..self.holding(given, self.there(&given.sent, of))
         };
         let outputs = [
@@ -331,14 +329,12 @@ impl Job<'_> {
             parameters.poisoned_bytes[i] = out.map_or(0, |out| out.bytes() as u64);
             parameters.poisons[i] = out.map_or(0, |out| types::poison_pattern(out.dtype()));
         }
-        let shape = (
-            share * experts,
-            EXPERT_THREADS,
-            self.granules_there(&given.sent),
-        );
+        // A warp for each expert besides.
+        let threads = rows * threads as usize + 32 * experts;
+        let blocks = threads.div_ceil(WIDEST as usize);
         let kernel = &self.core.device.opened.kernels.low_latency.receive;
         // SAFETY: what has come lies in the group's memory, and goes into buffers of the call.
-        unsafe { self.launch_in_turn(kernel, shape, parameters) }
+        unsafe { self.launch_in_turn(kernel, blocks, parameters) }
     }
 
     /// With what is kept of tokens that came with weights.
@@ -388,7 +384,8 @@ impl Job<'_> {
         let (kernel, blocks) = match back.call.sum {
             CombineSum::ExpertByRank => {
                 parameters = self.holding(there, parameters);
-                parameters.row_threads = self.token_threads(back, tokens);
+                let row_bytes = back.call.hidden * back.call.dtype.bytes();
+                parameters.row_threads = self.sending_threads(tokens, row_bytes);
                 let threads = tokens * parameters.row_threads as usize;
                 (&kernels.back_sums, threads.div_ceil(WIDEST as usize))
             }
@@ -399,41 +396,21 @@ impl Job<'_> {
                 (&kernels.back, tokens * back.call.there.k.min(experts))
             }
         };
-        let granules = self.granules_back(back);
         // SAFETY: rows lie in a buffer of the call, and go into the group's memory, which the core keeps: to places that are checked against
         // the call's, or follow from what the receiving kernel wrote down.
-        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST, granules), parameters) }
-    }
-
-    /// Granules of this rank's rows there, if each of its tokens goes to all ranks.
-    fn granules_there(&self, sent: &LowLatencySent) -> usize {
-        let rows = sent.chosen.shape().rows().saturating_mul(self.core.size());
-        rows.saturating_mul(row_bytes(&sent.call).div_ceil(GRANULE_BYTES))
-    }
-
-    /// Those of what comes back for its tokens, if all of their experts, or ranks, have something.
-    fn granules_back(&self, back: &LowLatencyBack) -> usize {
-        let each = match back.call.sum {
-            CombineSum::ExpertByRank => self.core.size(),
-            CombineSum::Expert | CombineSum::Rank => back.sent.call.k,
-        };
-        let rows = back.sent.chosen.shape().rows().saturating_mul(each);
-        rows.saturating_mul(BackRow::new(&back.call).bytes().div_ceil(GRANULE_BYTES))
+        unsafe { self.launch_in_turn(kernel, blocks, parameters) }
     }
 
     /// Threads for each of so many rows that are sent: all at once, if they can be, since whoever tells that a row has come waits until all that
     /// was sent by then has.
-    fn threads_for(&self, rows: usize, row_bytes: usize) -> u32 {
-        let all = self.writers();
-        [WIDEST, WIDEST / 2, WIDEST / 4, WIDEST / 8]
-            .into_iter()
-            .find(|&t| rows * t as usize <= all && t as usize * 16 <= row_bytes)
-            .unwrap_or(32)
+    fn sending_threads(&self, rows: usize, row_bytes: usize) -> u32 {
+        threads_for(rows, row_bytes, self.writers())
     }
 
-    /// Threads for what comes back of each of so many tokens.
-    fn token_threads(&self, back: &LowLatencyBack, tokens: usize) -> u32 {
-        self.threads_for(tokens, back.call.hidden * back.call.dtype.bytes())
+    /// The same of rows that are received.
+    fn receiving_threads(&self, rows: usize, row_bytes: usize) -> u32 {
+        let all = (self.core.in_turn_blocks(WIDEST) * WIDEST) as usize;
+        threads_for(rows, row_bytes, all)
     }
 
     /// Threads that add up each of so many tokens: of a few tokens, those of some blocks.
@@ -444,7 +421,9 @@ impl Job<'_> {
         [4 * WIDEST, 2 * WIDEST, WIDEST]
             .into_iter()
             .find(|&t| tokens * t as usize <= all && t as usize / 2 < most)
-            .unwrap_or_else(|| self.token_threads(back, tokens))
+            .unwrap_or_else(|| {
+                self.receiving_threads(tokens, back.call.hidden * back.call.dtype.bytes())
+            })
     }
 
     fn add_up_back(&self, back: &LowLatencyBack, d: &Buffer, of: Use) -> Result<()> {
@@ -460,11 +439,18 @@ impl Job<'_> {
             ..self.returning(back, of)
         };
         let blocks = (tokens * threads as usize).div_ceil(WIDEST as usize);
-        let granules = self.granules_back(back);
         let kernel = &self.core.device.opened.kernels.low_latency.sum;
         // SAFETY: what has come back lies in the group's memory, all else in buffers of the call.
-        unsafe { self.launch_in_turn(kernel, (blocks, WIDEST, granules), parameters) }
+        unsafe { self.launch_in_turn(kernel, blocks, parameters) }
     }
+}
+
+/// Threads for each of so many rows of so many bytes, of so many threads.
+fn threads_for(rows: usize, row_bytes: usize, all: usize) -> u32 {
+    [WIDEST, WIDEST / 2, WIDEST / 4, WIDEST / 8]
+        .into_iter()
+        .find(|&t| rows * t as usize <= all && t as usize * 16 <= row_bytes)
+        .unwrap_or(32)
 }
 
 /// Words of a row's scales if they lie by columns, or 0.

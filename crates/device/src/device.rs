@@ -383,11 +383,12 @@ impl CommConfig {
     }
 
     /// Sizes the low-latency exchange for up to `max_tokens` of each of `size` ranks, of rows that are `hidden` wide in `dtype`, with `k`
-    /// experts a token, with weights or without. What no size counts is as much as can be counted, which [`check`](Self::check) refuses.
+    /// experts a token of `experts` (as many as there are slots, where some have several), with weights or without. What no size counts is as much as can be counted, which [`check`](Self::check) refuses.
     #[must_use]
     pub fn for_low_latency(
         mut self,
         (max_tokens, k): (usize, usize),
+        experts: usize,
         hidden: usize,
         dtype: DataType,
         size: usize,
@@ -397,8 +398,9 @@ impl CommConfig {
         let token = row.saturating_add(k.saturating_mul(8));
         let part = max_tokens.saturating_mul(token).saturating_add(5 * 64);
         let back = max_tokens.saturating_mul(k).saturating_mul(row);
-        // Who sends so many tokens, and of each token, that it comes and what it names.
+        // Who sends so many tokens; of each token, that it comes and what it names; and how many rows each expert gets.
         let words = max_tokens.saturating_mul(k.saturating_add(1));
+        let words = words.saturating_add(experts.div_ceil(size.max(1)));
         let words = size.saturating_mul(words.saturating_add(1));
         let told = words.saturating_mul(Self::LOW_LATENCY_WORD_BYTES);
         self.low_latency_bytes = size.saturating_mul(part).max(back).max(told);

@@ -116,8 +116,6 @@ constants! {
     STATE_MOVED: usize = 3;
     /// Blocks that are through with a launch of messages, or with half of a call in turn; of these, those that failed in the upper half.
     STATE_OUT: usize = 4;
-    /// Blocks of a receive of low latency that know what their part of the words tells.
-    STATE_MET: usize = 5;
     /// Waits for each rank that were not over at once.
     STATE_WAITS: usize = 8;
     /// How long they were, in nanoseconds.

@@ -79,12 +79,14 @@ parameters! {
         copies: u32,
         /// Slots of a rank, if there is a map.
         per_rank: u32,
+        /// Slots that each rank has, and how many of the first ranks have one more.
+        slots_each: u32,
+        /// See there.
+        slots_more: u32,
         /// Threads for each row.
         row_threads: u32,
         /// This rank's experts.
         own_experts: u32,
-        /// Shares that the rows of each of them are taken in.
-        share: u32,
         /// Columns of rows that are cast, or added up.
         hidden: u32,
         /// Their type.
@@ -129,7 +131,5 @@ parameters! {
         filled: u32,
         /// From one rank's to the next's.
         pieces: u32,
-        /// Nothing.
-        unused: u32,
     }
 }

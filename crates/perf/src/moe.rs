@@ -219,7 +219,13 @@ impl Moe {
             ..CommConfig::new(ParallelMode::Ep)
         };
         match self.in_slots() {
-            true => config.for_low_latency((tokens, self.k), self.hidden, DataType::BF16, size),
+            true => config.for_low_latency(
+                (tokens, self.k),
+                self.experts,
+                self.hidden,
+                DataType::BF16,
+                size,
+            ),
             false => config,
         }
     }

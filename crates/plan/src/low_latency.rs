@@ -13,8 +13,8 @@ use brigade_device::{
 
 pub(crate) fn dispatch(call: &LowLatencyDispatchCall, topology: &Topology) -> Result<Plan, Reason> {
     let size = topology.group.size.max(1);
-    // The first rank has as many experts as any. Which row each expert of a token got is told in 32 bits.
-    let experts = Slots::new(call.placement, size).of(0).len();
+    // Names and places of rows are told in 32 bits.
+    let experts = Words::new(call, size).experts;
     let rows = experts.saturating_mul(call.max_tokens.saturating_mul(size));
     if rows > i32::MAX as usize {
         return Err(reason::rows_countable(rows));
@@ -33,7 +33,7 @@ pub(crate) fn combine(call: &LowLatencyCombineCall, topology: &Topology) -> Resu
 
 /// Bytes of a half beside which there is room for the words that tell of a dispatch.
 pub(crate) fn told_there(call: &LowLatencyDispatchCall, size: usize) -> usize {
-    told(Words::new(call).count().saturating_mul(size))
+    told(Words::new(call, size).count().saturating_mul(size))
 }
 
 /// The same of the way back: a word for each expert of each token.
@@ -77,8 +77,8 @@ pub enum Section {
     Row,
     /// The row's scales, if it was cast.
     Scales,
-    /// On a GPU the receiver's own, where it collects what [`Words`] told it, entry by entry; elsewhere sent: the receiver's experts that it names, counted from the first of them, i32 `[k]` with -1 for all others. These are there for every
-    /// token.
+    /// The receiver's experts that it names, counted from the first of them, i32 `[k]` with -1 for all others. These are there for every
+    /// token; on a GPU [`Words`] say so instead.
     Experts,
     /// Their weights, f32 `[k]`, if it has any: where the receiver has one of its experts.
     Weights,
@@ -121,10 +121,12 @@ impl There {
 ///
 /// ```
 /// use brigade_plan::low_latency::Words;
-/// let words = Words { max_tokens: 3, k: 2 };
+/// let words = Words { max_tokens: 3, k: 2, experts: 4 };
 /// assert_eq!(words.of_row(2), 3);
 /// assert_eq!(words.of_name(0, 0), 4);
-/// assert_eq!(words.of_name(1, 2), words.count() - 1);
+/// assert_eq!(words.of_name(2, 1), 9);
+/// assert_eq!(words.of_count(0), 10);
+/// assert_eq!(words.of_count(3), words.count() - 1);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Words {
@@ -132,20 +134,24 @@ pub struct Words {
     pub max_tokens: usize,
     /// Experts of a token.
     pub k: usize,
+    /// Most experts of any rank.
+    pub experts: usize,
 }
 
 impl Words {
-    /// Of a dispatch.
-    pub const fn new(call: &LowLatencyDispatchCall) -> Self {
+    /// Of a dispatch in a group of `size`.
+    pub fn new(call: &LowLatencyDispatchCall, size: usize) -> Self {
         Self {
             max_tokens: call.max_tokens,
             k: call.k,
+            // The first rank has as many as any.
+            experts: Slots::new(call.placement, size).of(0).len(),
         }
     }
 
     /// All of them. The first one says how many tokens there are.
     pub const fn count(self) -> usize {
-        self.of_name(self.k, 0)
+        self.of_count(self.experts)
     }
 
     /// That which says that a token's row has come.
@@ -153,10 +159,16 @@ impl Words {
         1 + token
     }
 
-    /// That which says which of the receiver's experts it is that a token has as its expert number `entry`.
-    pub const fn of_name(self, entry: usize, token: usize) -> usize {
-        let sections = entry.saturating_add(1).saturating_mul(self.max_tokens);
-        sections.saturating_add(1 + token)
+    /// That which says which of the receiver's experts it is that a token has as its expert number `entry`, and its how manieth row of the sender's
+    /// that is: `expert * max_tokens + row`.
+    pub const fn of_name(self, token: usize, entry: usize) -> usize {
+        let before = token.saturating_mul(self.k).saturating_add(entry);
+        before.saturating_add(1).saturating_add(self.max_tokens)
+    }
+
+    /// That which says how many rows one of the receiver's experts gets.
+    pub const fn of_count(self, expert: usize) -> usize {
+        self.of_name(self.max_tokens, 0).saturating_add(expert)
     }
 }
 
@@ -340,6 +352,25 @@ mod tests {
     }
 
     #[test]
+    fn words_of_many_experts_find_room_beside_few_tokens() {
+        for (size, experts) in [(1, 4096), (3, 1000), (16, 333)] {
+            let there = LowLatencyDispatchCall {
+                max_tokens: 1,
+                placement: PlacementCall::Even { experts },
+                ..call(16, None)
+            };
+            let config = CommConfig::new(ParallelMode::Ep);
+            let config = config.for_low_latency((1, 3), experts, 16, DataType::BF16, size);
+            let words = Words::new(&there, size);
+            assert!(words.experts * size >= experts, "{size}");
+            assert!(
+                config.low_latency_bytes >= told_there(&there, size),
+                "{size}"
+            );
+        }
+    }
+
+    #[test]
     fn a_configuration_for_so_many_tokens_has_room_for_them() {
         for (size, hidden) in [(1, 16), (3, 400), (8, 7168)] {
             let there = call(hidden, None);
@@ -351,7 +382,7 @@ mod tests {
                 there: there.clone(),
             };
             let config = CommConfig::new(ParallelMode::Ep);
-            let config = config.for_low_latency((5, 3), hidden, DataType::BF16, size);
+            let config = config.for_low_latency((5, 3), 7, hidden, DataType::BF16, size);
             let have = config.low_latency_bytes;
             assert!(
                 part_bytes(have, size) >= There::new(&there).bytes(),
