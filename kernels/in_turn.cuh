@@ -232,9 +232,9 @@ __device__ __forceinline__ bool enter_send(const P& p) {
   return enter_send(p, [](const Said&, uint32_t) {}, [] {});
 }
 
-// The same of a receive.
-template <typename P>
-__device__ __forceinline__ bool enter_receive(const P& p) {
+// The same of a receive. `besides` is what the first warp waits for, too, for all of the block: whether that came.
+template <typename P, typename Besides>
+__device__ __forceinline__ bool enter_receive(const P& p, Besides besides) {
   // Beside the send of the same use, which waits at its start for all that is in front of both.
   if (p.beside == 0) {
     wait_for_previous_kernel();
@@ -245,8 +245,15 @@ __device__ __forceinline__ bool enter_receive(const P& p) {
     const Said said(p);
     failed = !wait_for_peers(p, said, p.filled, p.pieces, Want::exactly, said.begun);
     if (threadIdx.x == 0) this_use = uint32_t(said.begun), these_absent = said.absent;
+    __syncwarp();
+    failed = failed || !besides();
   }
   return !__syncthreads_or(failed);
+}
+
+template <typename P>
+__device__ __forceinline__ bool enter_receive(const P& p) {
+  return enter_receive(p, [] { return true; });
 }
 
 // Whole warps that stand side by side, so many threads.

@@ -267,6 +267,8 @@ struct OwnRows {
   __device__ __forceinline__ OwnRows(const LowLatencyParams& p, const Tokens& mine)
       : p(p), token(mine.first + threadIdx.x / p.row_threads), end(mine.end), thread(threadIdx.x % p.row_threads), id{0, 0}, weight(0.0f) {
     granules = is_plain() ? uint32_t(bytes() / 16) : 0;
+    // Threads that are too few for a row have none.
+    if ((threadIdx.x / p.row_threads + 1) * p.row_threads > blockDim.x) token = end;
     begin();
   }
 
@@ -438,8 +440,34 @@ __device__ __forceinline__ void copy_to_each(uint64_t to, const Listed& listed, 
   }
 }
 
+// How many tokens each rank has, once that is known: none of those that are absent.
+__shared__ uint32_t tokens_of[32];
+
+// By a warp. False if the group was stopped, or is now.
+__device__ __forceinline__ bool find_tokens(const LowLatencyParams& p) {
+  const uint32_t lane = threadIdx.x % 32;
+  const bool asked = lane < p.size && !(these_absent >> lane & 1);
+  uint32_t tokens = 0;
+  const bool well = wait_for_told(p, lane, words_of(p, p.rank, lane), asked, tokens);
+  tokens_of[lane] = asked ? tokens : 0;
+  return well;
+}
+
 // How many rows an expert gets from ranks in front of `source`, for each lane that asks. False if the group was stopped, or is now.
 __device__ __forceinline__ bool rows_in_front(const LowLatencyParams& p, uint32_t source, bool asks, uint32_t expert, uint32_t& rows) {
+  // All of them on their way at once: mostly they are there.
+  constexpr uint32_t together = 7;
+  const uint32_t use = this_use;
+  bool there = source <= together;
+  rows = 0;
+#pragma unroll
+  for (uint32_t s = 0; s < together; ++s) {
+    if (s >= source || !asks || these_absent >> s & 1) continue;
+    const uint64_t word = load_relaxed_sys(words_of(p, p.rank, s) + of_counts(p) + expert);
+    there &= is_told(word, use), rows += uint32_t(word >> 32);
+  }
+  if (__all_sync(everybody, there)) return true;
+  rows = 0;
 #pragma unroll 1
   for (uint32_t s = 0; s < source; ++s) {
     uint32_t more = 0;
@@ -459,11 +487,9 @@ __device__ __forceinline__ bool receive_rows(const LowLatencyParams& p) {
   for (uint32_t w = me / p.row_threads; w < p.size * p.max_tokens; w += groups) {
     const uint32_t source = w % p.size, token = w / p.size;
     const uint64_t* words = words_of(p, p.rank, source);
-    const bool absent = these_absent >> source & 1;
     // What its source tells of it.
-    uint32_t tokens = 0, name = 0;
-    if (!wait_for_told(p, source, words, !absent, tokens)) return false;
-    const bool named = token < tokens && lane < p.k;
+    uint32_t name = 0;
+    const bool named = token < tokens_of[source] && lane < p.k;
     if (!wait_for_told(p, source, words + of_names(p, token) + lane, named, name)) return false;
     const bool asks = named && int32_t(name) >= 0;
     const uint32_t expert = asks ? name / p.max_tokens : 0;
@@ -499,7 +525,7 @@ __device__ __forceinline__ bool receive_rows(const LowLatencyParams& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_receive(const __grid_constant__ LowLatencyParams p) {
-  bool well = enter_receive(p);
+  bool well = enter_receive(p, [&] { return find_tokens(p); });
   if (well) well = tell_counts(p) && receive_rows(p);
   end_receive(p, !__syncthreads_or(!well));
 }

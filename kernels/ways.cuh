@@ -1,4 +1,4 @@
-// What the blocks of a dispatch that is pushed know of the call, and parts of rows that are not whole granules (push_dispatch.cu).
+// What the blocks of a dispatch that is pushed know of the call, and parts of rows that are not whole granules (push_dispatch.cuh).
 #pragma once
 #include "copy.cuh"
 #include "escaped.cuh"
@@ -22,14 +22,20 @@ constexpr uint32_t PerGranule = 64, PerWord = 16;
 // Entries whose slots are kept.
 constexpr uint32_t Kept = 5120;
 
-// What a block knows of the call.
+// What a block knows of the call. Whoever includes this says whether it is for many tokens of a rank: beside those, there is no room for what
+// rows by expert need.
 struct Ways {
+  static constexpr uint32_t Tokens = many ? PUSH_MANY_TOKENS : PUSH_TOKENS;
+  static constexpr uint32_t Rows = many ? 1 : PUSH_TOKENS * Most, Slots = many ? 1 : PUSH_SLOTS, Threads = many ? 1 : ALL_REDUCE_THREADS;
+  // Tokens whose ranks share a word.
+  static constexpr uint32_t PerMask = many ? 4 : 1;
+
   // Which ranks each own token goes to.
-  uint32_t masks[PUSH_TOKENS];
+  uint32_t masks[Tokens / PerMask];
   // Which tokens of each rank come: a bit for each, and above them how many came before these.
-  uint32_t coming[Most][PUSH_TOKENS / PerWord];
+  uint32_t coming[Most][Tokens / PerWord];
   // By expert: the token of each row that came.
-  uint16_t token[PUSH_TOKENS * Most];
+  uint16_t token[Rows];
   // Slots of all entries, counted from 1, if they are few enough.
   uint16_t slot[Kept];
   // Rows to each rank, and from each rank, and behind which of its tokens none comes.
@@ -38,15 +44,18 @@ struct Ways {
   uint32_t slots[Most + 1];
   // Of the rows of each rank, the first, counted over all that came; and where it lies.
   uint32_t first[Most + 1], at[Most + 1];
-  // By expert: rows of each slot, where they begin, and where the next one goes.
-  uint32_t count[PUSH_SLOTS], begin[PUSH_SLOTS + 1], next[PUSH_SLOTS];
+  // Rows of each slot; by expert, where they begin, and where the next one goes.
+  uint32_t count[PUSH_SLOTS], begin[Slots + 1], next[Slots];
   // By expert: slots of some rows that are handled together, and where they go.
-  uint16_t entries[ALL_REDUCE_THREADS];
-  uint32_t goes[ALL_REDUCE_THREADS];
+  uint16_t entries[Threads];
+  uint32_t goes[Threads];
   // Behind which token of any rank none comes.
   uint32_t most;
   // What is to be taken next.
   uint32_t item;
+
+  __device__ __forceinline__ uint32_t mask(uint32_t t) const { return masks[t / PerMask] >> t % PerMask * Most; }
+  __device__ __forceinline__ void add(uint32_t t, uint32_t ranks) { atomicOr(&masks[t / PerMask], ranks << t % PerMask * Most); }
 };
 
 __shared__ Ways ways;
@@ -122,6 +131,7 @@ struct Entry {
   uint32_t t;
   Id id;
 
+  Entry() = default;
   __device__ __forceinline__ Entry(const PushDispatchParams& p, uint32_t n) : id{~0u, ~0u} {
     uint32_t e;
     t = divided(n, p.k, p.inverse_k, e);
@@ -138,7 +148,7 @@ __device__ __noinline__ void find_ways_again(const PushDispatchParams& p) {
     for (uint32_t r = 0; r < p.size; ++r) {
       mask |= uint32_t(reinterpret_cast<const int32_t*>(p.positions)[uint64_t(t) * p.size + r] >= 0) << r;
     }
-    ways.masks[t] = mask;
+    ways.add(t, mask);
   }
   __syncthreads();
 }
@@ -148,30 +158,40 @@ __device__ __forceinline__ void begin_ways(const PushDispatchParams& p) {
   if (threadIdx.x <= Most) ways.slots[threadIdx.x] = threadIdx.x <= p.size ? first_slot(p, threadIdx.x) : ~0u;
   if (threadIdx.x == 0) ways.item = 0;
 #pragma unroll 1
-  for (uint32_t t = threadIdx.x; t < p.tokens; t += blockDim.x) ways.masks[t] = 0;
+  for (uint32_t i = threadIdx.x; i * Ways::PerMask < p.tokens; i += blockDim.x) ways.masks[i] = 0;
 }
 
 // Where own tokens go. By all threads, each of which has read its first entry.
-__device__ __forceinline__ void find_ways(const PushDispatchParams& p, Entry next) {
+__device__ __forceinline__ void find_ways(const PushDispatchParams& p, Entry first) {
   if (p.again) return find_ways_again(p);
-#pragma unroll 1
-  for (uint32_t n = threadIdx.x; n < p.tokens * p.k; n += blockDim.x) {
-    const Entry entry = next;
-    // On its way while this one is handled.
-    next = Entry(p, n + blockDim.x);
-    const int32_t slot = slot_of(p, entry.t, entry.id);
-    if (p.tokens * p.k <= Kept) ways.slot[n] = uint16_t(slot + 1);
-    uint32_t r = 0;
+  // So many are on their way while others are handled.
+  constexpr uint32_t Ahead = many ? 4 : 1;
+  const uint32_t threads = blockDim.x, all = p.tokens * p.k;
+  Entry next[Ahead] = {first};
 #pragma unroll
-    for (uint32_t i = 1; i < Most; ++i) r += uint32_t(slot) >= ways.slots[i];
-    if (slot >= 0) atomicOr(&ways.masks[entry.t], 1u << r);
+  for (uint32_t i = 1; i < Ahead; ++i) next[i] = Entry(p, threadIdx.x + i * threads);
+#pragma unroll 1
+  for (uint32_t n = threadIdx.x; n < all; n += Ahead * threads) {
+    Entry now[Ahead];
+#pragma unroll
+    for (uint32_t i = 0; i < Ahead; ++i) now[i] = next[i], next[i] = Entry(p, n + (Ahead + i) * threads);
+#pragma unroll
+    for (uint32_t i = 0; i < Ahead; ++i) {
+      if (i > 0 && n + i * threads >= all) continue;
+      const int32_t slot = slot_of(p, now[i].t, now[i].id);
+      if (all <= Kept) ways.slot[n + i * threads] = uint16_t(slot + 1);
+      uint32_t r = 0;
+#pragma unroll
+      for (uint32_t s = 1; s < Most; ++s) r += uint32_t(slot) >= ways.slots[s];
+      if (slot >= 0) ways.add(now[i].t, 1u << r);
+    }
   }
   __syncthreads();
 }
 
 // Whether an own token goes to a rank.
 __device__ __forceinline__ bool goes(const PushDispatchParams& p, uint32_t t, uint32_t to) {
-  return t < p.tokens && (ways.masks[t] >> to & 1);
+  return t < p.tokens && (ways.mask(t) >> to & 1);
 }
 
 // How many own tokens go to each rank. By all threads of a block.

@@ -182,7 +182,9 @@ fn arranged(world: &World, arrangement: Arrangement, by: By) {
         .map(|(i, mut sizes)| {
             if by.there == PUSHED {
                 // The most that kernels are for.
-                sizes.0 = sizes.0.min(1024);
+                if matches!(arrangement, Arrangement::ByExpert { .. }) {
+                    sizes.0 = sizes.0.min(1024);
+                }
                 sizes.3 = sizes.3.min(1024);
             }
             let mut case = Case::random(&mut rng, world.size, sizes);
@@ -366,7 +368,7 @@ fn over_inputs(world: &World, by: By) {
     });
 }
 
-/// More tokens of every rank than any other case has: 4096 are all that most stacks prefill at once.
+/// More tokens of every rank than any other case has: 4096 are all that most stacks prefill at once. And once more the same ways.
 fn many_tokens(world: &World, by: By, (tokens, hidden): (usize, usize)) {
     let mut rng = world.rng();
     let cases = [
@@ -374,9 +376,11 @@ fn many_tokens(world: &World, by: By, (tokens, hidden): (usize, usize)) {
         Arrangement::ByExpert { alignment: 16 },
     ];
     let in_place = by.there == Some(Transport::InPlace);
+    // Of rows by expert, fewer are pushed.
+    let by_source = in_place || by.there == PUSHED;
     let cases: Vec<_> = cases
         .into_iter()
-        .filter(|&arrangement| !in_place || arrangement == Arrangement::BySource)
+        .filter(|&arrangement| !by_source || arrangement == Arrangement::BySource)
         .map(|arrangement| {
             let mut case = Case::random(&mut rng, world.size, (tokens, hidden, 2, 8));
             case.arrangement = arrangement;
@@ -397,7 +401,12 @@ fn many_tokens(world: &World, by: By, (tokens, hidden): (usize, usize)) {
             check(rank, case, &got);
             match in_place {
                 true => back.check_there(rank, &mut lease, case, &got),
-                false => back.check(rank, &mut lease, case, &got.handle),
+                false => {
+                    back.check(rank, &mut lease, case, &got.handle);
+                    let route = Route::Again(&got.handle);
+                    let again = own.dispatch_by(&mut lease, case, route).unwrap();
+                    check(rank, case, &again);
+                }
             }
         }
     });
@@ -482,12 +491,15 @@ pub fn add(suite: &mut Suite) {
     }
     let in_place = [("in_place/", in_place::IN_PLACE)];
     for (how, by) in TRANSPORTS.into_iter().chain(in_place) {
-        // Of what is pushed there, 1024 are the most that kernels are for.
-        if by.there != PUSHED && suite.backend().worlds().contains(&2) {
-            suite.add_at(2, &format!("experts/{how}many_tokens"), move |world| {
-                many_tokens(world, by, (4096, 8));
-            });
+        let pushes = suite.backend().engines().pushes_rows;
+        if !suite.backend().worlds().contains(&2) || (by.there == PUSHED && !pushes) {
+            continue;
         }
+        // Of what is pushed there, the most that kernels are for.
+        let tokens = if by.there == PUSHED { 8192 } else { 4096 };
+        suite.add_at(2, &format!("experts/{how}many_tokens"), move |world| {
+            many_tokens(world, by, (tokens, 8));
+        });
     }
     // Kernels that push back have a loop of their own for rows that are both many and wide, by how many ranks there may be.
     for (size, name, rows) in [

@@ -39,6 +39,7 @@ const SIZES: [(usize, usize, usize, usize); 11] = [
     (4, 24, 3, 5),
     (5, 2880, 6, 128),
     (2, 8192, 2, 9),
+    // More than kernels count at a time.
     (6, 16, 7, 2100),
 ];
 

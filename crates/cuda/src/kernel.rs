@@ -73,7 +73,9 @@ impl KernelSet {
         let elsewhere = || Missing::Kernels {
             why: format!("{name} is not in {}", self.file),
         };
-        if P::FILE != self.file {
+        // A variant may have a file of its own.
+        let own = self.file.strip_prefix(P::FILE);
+        if own.is_none_or(|own| !own.is_empty() && own != behind.as_ref()) {
             return Err(elsewhere());
         }
         bind(&self.context)?;

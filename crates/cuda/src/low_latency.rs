@@ -49,6 +49,9 @@ impl LowLatencyKernels {
     }
 }
 
+/// Threads of a block with one row that have no part in sending it.
+const NAMING: u32 = 64;
+
 /// What a dispatch reads.
 struct Own {
     rows: Buffer,
@@ -289,8 +292,13 @@ impl Job<'_> {
         parameters.map = own.map.as_ref().map_or(0, Buffer::address);
         parameters.id_bytes = own.ids.dtype().bytes() as u32;
         let row_bytes = own.rows.shape().row_len() * own.rows.dtype().bytes();
-        parameters.row_threads = self.sending_threads(tokens, row_bytes);
-        let blocks = (tokens * parameters.row_threads as usize).div_ceil(WIDEST as usize);
+        let threads = self.sending_threads(tokens, row_bytes);
+        let blocks = (tokens * threads as usize).div_ceil(WIDEST as usize);
+        // Where a row has a block, the last warp tells what tokens name meanwhile.
+        parameters.row_threads = match threads {
+            WIDEST => WIDEST - NAMING,
+            _ => threads,
+        };
         let kernel = &self.core.device.opened.kernels.low_latency.send;
         // SAFETY: own rows lie in buffers of the call, and go into the group's memory, which the core keeps.
         unsafe { self.launch_in_turn(kernel, blocks, parameters) }

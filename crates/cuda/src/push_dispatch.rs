@@ -1,4 +1,4 @@
-//! A dispatch as one exchange that pushes (`kernels/push_dispatch.cu`): the ways of rows are found, and rows pushed, taken and put where they
+//! A dispatch as one exchange that pushes (`kernels/push_dispatch.cuh`): the ways of rows are found, and rows pushed, taken and put where they
 //! belong, in one kernel.
 
 use crate::{
@@ -10,16 +10,17 @@ use crate::{
     types,
 };
 use brigade_device::{Buffer, DispatchOutputs, Launch, Result};
-use brigade_kernels::{PUSH_CLERKS, PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams};
+use brigade_kernels::{PUSH_CLERKS, PUSH_MANY_TOKENS, PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams};
 use brigade_plan::{
     dispatch::Sections,
-    records::{CLERKS, Record, SLOTS, TOKENS, inverse},
+    records::{CLERKS, MANY_TOKENS, Record, SLOTS, TOKENS, inverse},
     routes::Slots,
 };
 use brigade_sync::BUFFERS;
 
 /// The plan knows what the kernel is for.
 const _: () = assert!(TOKENS == PUSH_TOKENS as usize && SLOTS == PUSH_SLOTS as usize);
+const _: () = assert!(MANY_TOKENS == PUSH_MANY_TOKENS as usize);
 const _: () = assert!(CLERKS == PUSH_CLERKS as usize);
 
 impl Job<'_> {
@@ -117,7 +118,9 @@ impl Job<'_> {
             parameters.poisons[i] = types::poison_pattern(dtype);
         }
         let kernels = &core.device.opened.kernels.pushes;
-        let (kernel, together) = (&kernels.dispatch, kernels.dispatch_together);
+        let [few, many] = &kernels.dispatch;
+        let kernel = if call.max_tokens > TOKENS { many } else { few };
+        let together = kernels.dispatch_together;
         let shape = core.push_shape_beside(launch, usize::MAX, together);
         let shape = self.early_of_few(shape, tokens.saturating_mul(record.granules()));
         // SAFETY: rows and all that is found lie in buffers of the call, the rest in the group's memory, which the core keeps.

@@ -61,8 +61,9 @@ pub(crate) struct PushKernels {
     copy: Kernel<PushCopyParams>,
     /// By [type](SENT): one shot that the kernel in front sends.
     sent: [Kernel<AllReduceParams>; SENT.len()],
-    pub(crate) dispatch: Kernel<PushDispatchParams>,
-    /// Blocks of a dispatch that find room where the largest one does, however few threads they have: their shared memory is the same.
+    /// Of few tokens of a rank, and of many.
+    pub(crate) dispatch: [Kernel<PushDispatchParams>; 2],
+    /// Blocks of either that find room where the largest one does, however few threads they have: their shared memory is the same.
     pub(crate) dispatch_together: u32,
     pub(crate) combine: ByTypes<PushCombineParams>,
     /// Of rows for experts.
@@ -77,9 +78,16 @@ impl PushKernels {
         capability: (u32, u32),
     ) -> Result<Self, Missing> {
         let (all_reduce, combine) = (set("all_reduce")?, set("push_combine")?);
-        let dispatch: Kernel<PushDispatchParams> = set("push_dispatch")?.kernel()?;
-        let resident = |threads| dispatch.resident_per_sm(Launch::grid(1, threads));
-        let dispatch_together = resident(32)? / resident(ALL_REDUCE_THREADS)?.max(1);
+        let dispatch: [Kernel<PushDispatchParams>; 2] = [
+            set("push_dispatch")?.kernel()?,
+            set("push_dispatch_many")?.variant("_many")?,
+        ];
+        let mut dispatch_together = u32::MAX;
+        for kernel in &dispatch {
+            let resident = |threads| kernel.resident_per_sm(Launch::grid(1, threads));
+            let together = resident(32)? / resident(ALL_REDUCE_THREADS)?.max(1);
+            dispatch_together = dispatch_together.min(together.max(1));
+        }
         Ok(Self {
             one_shot: by_types(&all_reduce, "_one")?,
             two_shot: by_types(&all_reduce, "_two")?,
@@ -90,7 +98,7 @@ impl PushKernels {
                 [f16?, bf16?]
             },
             dispatch,
-            dispatch_together: dispatch_together.max(1),
+            dispatch_together,
             combine: by_types(&combine, "")?,
             combine_experts: by_types(&combine, "_experts")?,
             programmatic: capability >= (9, 0),

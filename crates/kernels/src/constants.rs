@@ -33,8 +33,10 @@ constants! {
     ALL_REDUCE_THREADS: u32 = 512;
     /// Packets of a broadcast from which on peers pass it on.
     RELAYED_PACKETS: u32 = 8192;
-    /// Most tokens of a rank in a dispatch that is pushed.
+    /// Most tokens of a rank in a dispatch that is pushed, by its kernel for any arrangement of rows.
     PUSH_TOKENS: u32 = 1024;
+    /// The same by the kernel for many, of rows by source.
+    PUSH_MANY_TOKENS: u32 = 8192;
     /// Most blocks of such a dispatch that write down what the caller is told.
     PUSH_CLERKS: u32 = 5;
     /// Most slots of a rank in one.

@@ -212,7 +212,7 @@ impl Moe {
         let config = CommConfig {
             dispatch_bytes: bytes,
             combine_bytes: bytes,
-            all_reduce_bytes: pushed.clamp(8 << 20, 256 << 20),
+            all_reduce_bytes: pushed.clamp(8 << 20, 512 << 20),
             gather_bytes: 0,
             reduce_scatter_bytes: 0,
             sm_budget: self.sm_budget,

@@ -10,8 +10,11 @@ use crate::{
 };
 use brigade_device::{Arrangement, CombineCall, CombineSum, DispatchCall, Launch, Plan, Reason};
 
-/// Most tokens of a rank whose ways a kernel finds that pushes rows to experts.
+/// Most tokens of a rank whose ways the kernel finds that pushes rows to experts in any arrangement.
 pub const TOKENS: usize = 1024;
+
+/// The same of the kernel that pushes rows which lie by their source.
+pub const MANY_TOKENS: usize = 8192;
 
 /// Most slots of a rank.
 pub const SLOTS: usize = 1024;
@@ -168,8 +171,12 @@ pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushe
     if most > SLOTS {
         return Err(reason::rows_pushed("slots of a rank", most, SLOTS));
     }
-    if call.max_tokens > TOKENS {
-        return Err(reason::rows_pushed("max_tokens", call.max_tokens, TOKENS));
+    let tokens = match call.arrangement {
+        Arrangement::ByExpert { .. } => TOKENS,
+        Arrangement::Dense | Arrangement::BySource => MANY_TOKENS,
+    };
+    if call.max_tokens > tokens {
+        return Err(reason::rows_pushed("max_tokens", call.max_tokens, tokens));
     }
     let counted = matches!(call.arrangement, Arrangement::BySource) || call.max_recv.is_some();
     if !counted && !call.again {

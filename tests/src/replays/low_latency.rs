@@ -12,11 +12,12 @@ use super::{
 };
 use crate::{
     backend::Rank,
+    check::{assert_kind, expect_fault},
     experts::{
         case::Case,
         own::{Own, f32s, i32s},
     },
-    faults::AMPLE,
+    faults::{AMPLE, impatient},
     inject::Jitter,
     low_latency::{
         came::{Kept, received},
@@ -25,8 +26,8 @@ use crate::{
     suite::{Suite, World},
 };
 use brigade_device::{
-    Action, Activation, Buffer, CombineSum, DataType, Fp8Cast, Inject, LowLatencyCombineParams,
-    Operation, Output, Replay, ScaleFormat, Step,
+    Action, Activation, Buffer, CombineSum, CommConfig, DataType, FaultKind, Fp8Cast, Inject,
+    LowLatencyCombineParams, Operation, Output, Replay, Result, ScaleFormat, Step,
 };
 use rand::Rng;
 use std::sync::Arc;
@@ -108,19 +109,19 @@ impl Captured {
     }
 
     /// Runs with what is sent on a day.
-    fn replay(&mut self, rank: &Rank, case: &Case) {
+    fn replay(&mut self, rank: &Rank, case: &Case) -> Result<()> {
         let (device, on) = (&rank.device, &rank.stream);
         for output in self.there.buffers().chain([&self.d]) {
             device.fill(on, output.clone().view_mut(), OLD).unwrap();
         }
         self.own.write(rank, case);
-        self.graph.launch(on).unwrap().sync(AMPLE).unwrap();
+        self.graph.launch(on)?.sync(AMPLE)
     }
 
     /// Runs with what is sent on a day, and asserts what comes out.
     fn check(&mut self, rank: &Rank, day: u32) {
         let case = self.kind.case(rank.size, day);
-        self.replay(rank, &case);
+        self.replay(rank, &case).unwrap();
         self.there.check(rank, &case);
         if let Some(sum) = self.kind.back {
             let [want, _] = returned(&case, rank.rank, sum);
@@ -212,7 +213,8 @@ fn got(rank: &Rank, there: &Kept) -> Rows {
 }
 
 /// Two ranks, a reader held in every other replay of the way there, right after it saw the writer's flag. Gives the replays in which what
-/// it got was wrong.
+/// it got was wrong; or in which it waited in vain, and the last is one of those. For what tells of rows one by one says which replay's they are, so
+/// that a reader does not take the next one's for those that are gone.
 fn wrong_rows(world: &World, unguarded: bool) -> Vec<u32> {
     let kind = Kind {
         tokens: TOKENS,
@@ -223,11 +225,33 @@ fn wrong_rows(world: &World, unguarded: bool) -> Vec<u32> {
         seed: world.rng().random(),
     };
     let hazard = hazard(Operation::LowLatencyDispatch, unguarded);
-    wrong_days(world, &config(), hazard, move |rank, days| {
+    let config = match unguarded {
+        true => CommConfig {
+            deadline: impatient().deadline,
+            first_deadline: AMPLE,
+            ..config()
+        },
+        false => config(),
+    };
+    wrong_days(world, &config, hazard, move |rank, days| {
         let mut captured = Captured::new(rank, kind);
+        let mut stopped = false;
         days(&mut |day| {
+            if stopped {
+                return false;
+            }
             let case = kind.case(2, day);
-            captured.replay(rank, &case);
+            let replayed = captured.replay(rank, &case);
+            if unguarded && replayed.is_err() {
+                stopped = true;
+                let record = expect_fault(replayed, "a replay");
+                if rank.rank == READER {
+                    assert_kind(&record, FaultKind::Timeout, "a replay");
+                    assert_eq!(record.peer as usize, WRITER, "{record}");
+                }
+                return rank.rank == READER;
+            }
+            replayed.unwrap();
             if rank.rank != READER {
                 captured.there.check(rank, &case);
                 return false;
@@ -243,6 +267,9 @@ fn wrong_rows(world: &World, unguarded: bool) -> Vec<u32> {
             assert!(got == sent(&mixed), "replay {day}");
             true
         });
+        if stopped {
+            rank.comm().reset(AMPLE).unwrap();
+        }
     })
 }
 

@@ -54,7 +54,7 @@ pub struct Tune {
     #[arg(long, default_value_t = 5, value_parser = sizes::at_least_one)]
     calls: usize,
     /// Tokens of each rank
-    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 8, 32, 128, 256, 512, 1024, 2048, 4096])]
+    #[arg(long, num_args = 1.., value_delimiter = ',', default_values_t = [1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192])]
     tokens: Vec<usize>,
     /// Columns
     #[arg(long, default_value_t = 7168)]
