@@ -275,11 +275,12 @@ struct OwnRows {
   __device__ __forceinline__ uint64_t bytes() const { return p.payload == as_is ? p.row_bytes[row] : row_bytes_back(p); }
   __device__ __forceinline__ uint64_t from() const { return p.from + token * bytes(); }
 
-  // All but odd addresses, f32 that is cast, and scales that do not fill their last word.
+  // All but odd addresses, f32 that is cast, what is no whole granule once it is cast, and scales that do not fill their last word.
   __device__ __forceinline__ bool is_plain() const {
-    if (p.payload == as_is) return (p.from | p.base | p.stride | p.half | p.part_bytes | p.section[row] | p.row_bytes[row]) % 16 == 0;
+    if ((p.from | p.base | p.stride | p.half | p.part_bytes | p.section[row] | p.row_bytes[row]) % 16 != 0) return false;
+    if (p.payload == as_is) return true;
     const bool filled = p.payload - fp8 != as_exponent || p.hidden % (4 * block_columns) == 0;
-    return filled && is_whole(p.from, p.hidden) && p.from_type != F32;
+    return filled && p.from_type != F32;
   }
 
   // What is read first of a row is on its way.
@@ -298,39 +299,54 @@ struct OwnRows {
 
   // Those granules from `first` on that its threads hold at the same time.
   __device__ __forceinline__ void send_granules(const Targets& targets, uint32_t first) {
-    uint4 held[at_once];
+    const uint4* in = reinterpret_cast<const uint4*>(from());
+    uint4 held[at_once] = {};
 #pragma unroll
     for (uint32_t j = 0; j < at_once; ++j) {
-      const uint32_t g = first + thread + j * p.row_threads;
-      held[j] = make_uint4(0, 0, 0, 0);
-      if (g < granules) held[j] = reinterpret_cast<const uint4*>(from())[g];
+      if (first + thread + j * p.row_threads < granules) held[j] = in[first + thread + j * p.row_threads];
     }
-    // Scales go out side by side.
-    constexpr uint32_t of_scale = block_columns / 8;
-    __shared__ float all_scales[at_once * most_threads / of_scale];
-    float* const its_scales = all_scales + threadIdx.x / p.row_threads * (at_once * p.row_threads / of_scale);
-    const uint32_t format = p.payload - fp8, lane = threadIdx.x % 32;
-    const uint64_t row_at = p.section[row] + token * p.row_bytes[row], scales_at = p.section[scales] + token * p.row_bytes[scales];
     // Not unrolled: code that runs once is waited for.
 #pragma unroll 1
-    for (uint32_t j = 0, g = first + thread; j < at_once && g - lane < granules; ++j, g += p.row_threads) {
+    for (uint32_t j = 0, g = first + thread; j < at_once && g < granules; ++j, g += p.row_threads) {
       const uint4 x = j == 0 ? held[0] : held[1];
-      if (p.payload == as_is) {
-        if (g < granules) targets.each([&](uint64_t part) { reinterpret_cast<uint4*>(part + row_at)[g] = x; });
-        continue;
+      targets.each([&](uint64_t part) { reinterpret_cast<uint4*>(part + p.section[row] + token * p.row_bytes[row])[g] = x; });
+    }
+  }
+
+  // The same of rows that are cast: two granules side by side become one.
+  __device__ __forceinline__ void send_cast(const Targets& targets, uint32_t first) {
+    const uint32_t g = first + at_once * thread, format = p.payload - fp8, lane = threadIdx.x % 32;
+    const bool there = g < granules;
+    uint4 held[at_once] = {};
+#pragma unroll
+    for (uint32_t j = 0; j < at_once; ++j) {
+      if (there) held[j] = reinterpret_cast<const uint4*>(from())[g + j];
+    }
+    uint32_t most = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < at_once; ++j) {
+      const Eight x = eight_of(p.from_type, held[j]);
+#pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) most = max(most, __float_as_uint(x.v[i]) & 0x7FFFFFFFu);
+    }
+    constexpr uint32_t of_scale = block_columns / (8 * at_once);
+    const float scale = scale_as(format, greatest_of<of_scale>(most));
+    const Divisor by(scale);
+    uint2 low, high;
+#pragma unroll 1
+    for (uint32_t j = 0; j < at_once; ++j) {
+      const auto q = quantized(eight_of(p.from_type, j == 0 ? held[0] : held[1]).v, by, F8E4M3);
+      low = high, high = make_uint2(q.words[0], q.words[1]);
+    }
+    const float its_scale = __shfl_sync(everybody, scale, lane % (32 / of_scale) * of_scale);
+    targets.each([&](uint64_t part) {
+      if (there) reinterpret_cast<uint4*>(part + p.section[row] + token * p.row_bytes[row])[g / at_once] = make_uint4(low.x, low.y, high.x, high.y);
+      // A warp's scales side by side.
+      const uint32_t n = (g - at_once * lane) / (at_once * of_scale) + lane;
+      if (lane < 32 / of_scale && n < granules / (at_once * of_scale) + (granules % (at_once * of_scale) != 0)) {
+        store_scale(format, part + p.section[scales] + token * p.row_bytes[scales], n, its_scale);
       }
-      const Fp8 cast(format, eight_of(p.from_type, x), g < granules);
-      if (g >= granules) continue;
-      targets.each([&](uint64_t part) { reinterpret_cast<uint2*>(part + row_at)[g] = cast.values; });
-      if (g % of_scale == 0) its_scales[(g - first) / of_scale] = cast.scale;
-    }
-    if (p.payload == as_is) return;
-    meet_threads(p.row_threads);
-    const uint32_t count = (min(at_once * p.row_threads, granules - first) + of_scale - 1) / of_scale;
-    for (uint32_t i = thread; i < count; i += p.row_threads) {
-      targets.each([&](uint64_t part) { store_scale(format, part + scales_at, first / of_scale + i, its_scales[i]); });
-    }
-    meet_threads(p.row_threads);
+    });
   }
 
   __device__ __forceinline__ void send() {
@@ -338,7 +354,13 @@ struct OwnRows {
     while (token < end) {
       const uint32_t to = ranks();
       const Targets targets{p.base + p.half + p.rank * p.part_bytes, p.stride, p.rank, p.size, to};
-      for (uint32_t first = 0; first < granules; first += at_once * p.row_threads) send_granules(targets, first);
+      for (uint32_t first = 0; first < granules; first += at_once * p.row_threads) {
+        if (p.payload == as_is) {
+          send_granules(targets, first);
+        } else {
+          send_cast(targets, first);
+        }
+      }
       if (granules == 0) send_any(p, targets, token, from(), thread);
       if (p.weights != 0 && thread < p.k) targets.each([&](uint64_t part) { reinterpret_cast<float*>(place(p, part, weights, token))[thread] = weight; });
       tell_behind(p.row_threads, [&] {

@@ -14,10 +14,11 @@ enum Payload : uint32_t { as_is = 0, fp8 = 1, as_logfmt = 4 };
 
 constexpr uint32_t block_columns = 128;
 
-// Of sixteen threads.
-__device__ __forceinline__ uint32_t greatest_of_block(uint32_t x) {
+// Of so many threads that stand side by side.
+template <uint32_t threads>
+__device__ __forceinline__ uint32_t greatest_of(uint32_t x) {
 #pragma unroll
-  for (uint32_t d = 8; d > 0; d /= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
+  for (uint32_t d = threads / 2; d > 0; d /= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
   return x;
 }
 
@@ -41,7 +42,7 @@ struct Fp8 {
     uint32_t most = 0;
 #pragma unroll
     for (uint32_t j = 0; j < 8; ++j) most = max(most, there ? __float_as_uint(x.v[j]) & 0x7FFFFFFFu : 0);
-    scale = scale_as(format, greatest_of_block(most));
+    scale = scale_as(format, greatest_of<16>(most));
     const auto q = quantized(x.v, Divisor(scale), F8E4M3);
     values = make_uint2(q.words[0], q.words[1]);
   }

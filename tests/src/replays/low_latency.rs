@@ -212,9 +212,32 @@ fn got(rank: &Rank, there: &Kept) -> Rows {
         .collect()
 }
 
+/// Calls without a guard have a short deadline: what waits in vain there is to be told so.
+fn config_of(unguarded: bool) -> CommConfig {
+    match unguarded {
+        true => CommConfig {
+            deadline: impatient().deadline,
+            first_deadline: AMPLE,
+            ..config()
+        },
+        false => config(),
+    }
+}
+
+/// Whether a replay without a guard waited in vain: what tells of rows one by one says which replay's they are, so a reader does not take
+/// the next one's for those that are gone, nor does the writer get on without the reader.
+fn in_vain(unguarded: bool, replayed: Result<()>) -> bool {
+    if !unguarded || replayed.is_ok() {
+        replayed.unwrap();
+        return false;
+    }
+    let record = expect_fault(replayed, "a replay");
+    assert_kind(&record, FaultKind::Timeout, "a replay");
+    true
+}
+
 /// Two ranks, a reader held in every other replay of the way there, right after it saw the writer's flag. Gives the replays in which what
-/// it got was wrong; or in which it waited in vain, and the last is one of those. For what tells of rows one by one says which replay's they are, so
-/// that a reader does not take the next one's for those that are gone.
+/// it got was wrong, or in which it waited in vain, of which there is one.
 fn wrong_rows(world: &World, unguarded: bool) -> Vec<u32> {
     let kind = Kind {
         tokens: TOKENS,
@@ -225,15 +248,7 @@ fn wrong_rows(world: &World, unguarded: bool) -> Vec<u32> {
         seed: world.rng().random(),
     };
     let hazard = hazard(Operation::LowLatencyDispatch, unguarded);
-    let config = match unguarded {
-        true => CommConfig {
-            deadline: impatient().deadline,
-            first_deadline: AMPLE,
-            ..config()
-        },
-        false => config(),
-    };
-    wrong_days(world, &config, hazard, move |rank, days| {
+    wrong_days(world, &config_of(unguarded), hazard, move |rank, days| {
         let mut captured = Captured::new(rank, kind);
         let mut stopped = false;
         days(&mut |day| {
@@ -241,17 +256,10 @@ fn wrong_rows(world: &World, unguarded: bool) -> Vec<u32> {
                 return false;
             }
             let case = kind.case(2, day);
-            let replayed = captured.replay(rank, &case);
-            if unguarded && replayed.is_err() {
-                stopped = true;
-                let record = expect_fault(replayed, "a replay");
-                if rank.rank == READER {
-                    assert_kind(&record, FaultKind::Timeout, "a replay");
-                    assert_eq!(record.peer as usize, WRITER, "{record}");
-                }
+            stopped = in_vain(unguarded, captured.replay(rank, &case));
+            if stopped {
                 return rank.rank == READER;
             }
-            replayed.unwrap();
             if rank.rank != READER {
                 captured.there.check(rank, &case);
                 return false;
@@ -306,7 +314,7 @@ fn part(case: &Case, owner: usize, sum: CombineSum) -> Vec<f32> {
 fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool) -> Vec<u32> {
     let seed = world.rng().random();
     let hazard = hazard(Operation::LowLatencyCombine, unguarded);
-    wrong_days(world, &config(), hazard, move |rank, days| {
+    wrong_days(world, &config_of(unguarded), hazard, move |rank, days| {
         let of = |day| of_day(seed, day, 2, (TOKENS, HIDDEN), true);
         let (first, by_rank) = (of(0), sum == CombineSum::ExpertByRank);
         let case = |day| Case {
@@ -336,13 +344,21 @@ fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool) -> Vec<u32> {
                 .map(drop)
         });
         let graph = graph.unwrap();
+        let mut stopped = false;
         days(&mut |day| {
+            if stopped {
+                return false;
+            }
             let (device, on, case, next) = (&rank.device, &rank.stream, case(day), case(day + 1));
             let new = made(&case, rank.rank);
             let bytes = bytemuck::cast_slice(&new);
             device.write(on, rows.view_mut(), bytes).unwrap();
             device.fill(on, d.view_mut(), OLD).unwrap();
-            graph.launch(on).unwrap().sync(AMPLE).unwrap();
+            let replayed = graph.launch(on).and_then(|end| end.sync(AMPLE));
+            stopped = in_vain(unguarded, replayed);
+            if stopped {
+                return rank.rank == READER;
+            }
             let (got, [want, _]) = (f32s(rank, &d), returned(&case, rank.rank, sum));
             if got == want {
                 return false;
@@ -353,6 +369,9 @@ fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool) -> Vec<u32> {
             assert!(got.into_iter().eq(mixed), "replay {day}");
             true
         });
+        if stopped {
+            rank.comm().reset(AMPLE).unwrap();
+        }
     })
 }
 
