@@ -64,7 +64,7 @@ fn topology(size: usize, sm_budget: Option<u16>) -> Topology {
             size,
         },
         config: CommConfig {
-            all_reduce_bytes: 256 << 20,
+            all_reduce_bytes: 512 << 20,
             dispatch_bytes: 1 << 30,
             combine_bytes: 1 << 30,
             sm_budget,
@@ -191,11 +191,14 @@ fn on_h200s_the_plan_is_what_was_measured_to_be_quicker() {
             );
         }
     }
-    for ranks in [2, 4] {
-        for tokens in [1, 8, 32, 128, 512, 1024] {
-            assert_eq!(by(ranks, tokens, None), Transport::Pushed);
+    for (ranks, most) in [(2, 2048), (4, 8192)] {
+        for tokens in [1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384] {
+            let wanted = match tokens <= most {
+                true => Transport::Pushed,
+                false => Transport::OneSided,
+            };
+            assert_eq!(by(ranks, tokens, None), wanted, "{ranks}, {tokens}");
         }
-        assert_eq!(by(ranks, 4096, None), Transport::OneSided);
     }
 }
 
@@ -220,10 +223,10 @@ fn rows_are_pushed_back_up_to_a_figure_of_their_own() {
             other => panic!("{other:?}"),
         }
     };
-    for (ranks, tokens) in [(2, 1024), (2, 4096), (2, 16384), (4, 4096)] {
+    for (ranks, tokens) in [(2, 1024), (2, 4096), (2, 16384), (4, 8192)] {
         assert_eq!(by(ranks, tokens), Transport::Pushed, "{ranks}, {tokens}");
     }
-    for (ranks, tokens) in [(2, 32768), (4, 8192)] {
+    for (ranks, tokens) in [(2, 32768), (4, 16384)] {
         assert_eq!(by(ranks, tokens), Transport::OneSided, "{ranks}, {tokens}");
     }
 }

@@ -40,11 +40,19 @@ impl Point {
         self.us[5]
     }
 
+    /// The quicker of those that go one-sided there.
+    fn there_one_sided(&self) -> Option<f64> {
+        quicker(self.one_sided(), self.pushed_back())
+    }
+
     /// The quickest of those that plans take by themselves.
     fn planned(&self) -> Option<f64> {
-        let all = [self.pushed(), self.one_sided(), self.pushed_back()];
-        all.into_iter().flatten().min_by(f64::total_cmp)
+        quicker(self.pushed(), self.there_one_sided())
     }
+}
+
+fn quicker(a: Option<f64>, b: Option<f64>) -> Option<f64> {
+    a.into_iter().chain(b).min_by(f64::total_cmp)
 }
 
 /// What the times come to.
@@ -57,15 +65,15 @@ pub struct Verdict {
     pub others: Vec<Other>,
 }
 
-/// Pushed against one-sided where both can be, by bytes for each of so many multiprocessors.
+/// Pushed against one-sided there, where both can be, by bytes for each of so many multiprocessors.
 fn pushes(points: &[Point], sms: usize) -> Vec<fit::Point> {
     let both = points
         .iter()
-        .filter(|p| p.pushed().is_some() && p.one_sided().is_some());
+        .filter(|p| p.pushed().is_some() && p.there_one_sided().is_some());
     both.map(|p| fit::Point {
         size: p.bytes / sms,
         small: p.pushed(),
-        large: p.one_sided(),
+        large: p.there_one_sided(),
     })
     .collect()
 }
@@ -244,6 +252,10 @@ mod tests {
         assert_eq!(of(&crossing, 1 << 30), bytes(8));
         let behind = points(&[(1, [2.0, 1.0]), (8, [3.0, 2.0])]);
         assert_eq!(of(&behind, 1 << 30), 0);
+        // What goes one-sided there may be pushed back.
+        let mut back = ahead.clone();
+        back[1].us[5] = Some(1.5);
+        assert_eq!(of(&back, 1 << 30), bytes(1));
         // What cannot be pushed says nothing about what can.
         let mut more = ahead;
         let mut large = Point::new(4096, (bytes(4096), 14336 * 4096));
