@@ -382,12 +382,21 @@ mod tests {
         assert!(dispatch(&call(7168, 8), &topology(need)).is_ok());
         let short = dispatch(&call(7168, 8), &topology(need - 1)).unwrap_err();
         assert_eq!(short.code, reason::CAPACITY);
-        let many = DispatchCall {
-            max_tokens: 1025,
-            ..call(8, 1)
-        };
-        let many = dispatch(&many, &topology(1 << 30)).unwrap_err();
-        assert_eq!(many.code, reason::ROWS);
+        let by_expert = Arrangement::ByExpert { alignment: 1 };
+        for (arrangement, most) in [(Arrangement::BySource, 8192), (by_expert, 1024)] {
+            let of = |max_tokens| {
+                let max_recv = Some(1 << 20);
+                let call = DispatchCall {
+                    max_tokens,
+                    arrangement,
+                    max_recv,
+                    ..call(8, 1)
+                };
+                dispatch(&call, &topology(1 << 30))
+            };
+            assert!(of(most).is_ok(), "{arrangement:?}");
+            assert_eq!(of(most + 1).unwrap_err().code, reason::ROWS);
+        }
         let dense = DispatchCall {
             arrangement: Arrangement::Dense,
             ..call(8, 1)
