@@ -165,6 +165,8 @@ __device__ __forceinline__ bool wait_for_told(const P& p, uint32_t from, const u
     const uint64_t value = asked ? load_acquire_sys(word) : use;
     what = uint32_t(value >> 32);
     const bool there = __all_sync(everybody, is_told(value, use));
+    // Votes order nothing.
+    __syncwarp();
     if (there || looked) return there;
     if (!keep_looking(p, from, word, asked && !is_told(value, use), use)) return false;
   }

@@ -1,4 +1,4 @@
-// Packets of rows that are pushed (push_dispatch.cu): where they lie, and how they go and come. Nearly all of them are nothing but granules
+// Packets of rows that are pushed (push_dispatch.cuh): where they lie, and how they go and come. Nearly all of them are nothing but granules
 // of rows that lie at multiples of 16 bytes, and at most weights behind them. The way of those has no calls, which would have their granules
 // read one after the other, but for weights of more entries than are kept.
 #pragma once

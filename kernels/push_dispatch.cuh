@@ -1,4 +1,5 @@
-// Rows to their experts as one kernel (push.cuh): for few tokens, where launches and waits cost more than bytes.
+// Rows to their experts as one kernel (push.cuh): of few tokens, where launches and waits cost more than bytes, and of many, where what arranges rows
+// would stand behind them. Whoever includes this says which (ways.cuh).
 //
 // Every block finds out for itself which ranks own tokens go to. A sender has a place at each receiver for each of its tokens: a header, with the
 // token and its slots there, and then the row in packets (escaped.cuh). So a row can go before anybody has counted rows: which tokens come is

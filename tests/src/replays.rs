@@ -138,6 +138,12 @@ impl Hazard {
         }
     }
 
+    /// Whether the writer has put a chunk where the reader had seen the one before, and nothing since.
+    fn was_met(&self) -> bool {
+        let uses = self.uses.lock();
+        uses.written > uses.seen && uses.seen > 0
+    }
+
     fn is_held(epoch: u32) -> bool {
         epoch % 2 == 1
     }

@@ -6,7 +6,7 @@
 //! one graph say the same again: nobody sends the next replay's rows before those of this one came back.
 
 use super::{
-    CONTROL_REPLAYS, Hazard, READER, WRITER,
+    CONTROL_REPLAYS, Days, Hazard, READER, WRITER,
     experts::{HELD, OLD, bias, of_day, returned},
     in_turn, wrong_days,
 };
@@ -171,13 +171,23 @@ fn under_stalls(world: &World) {
 const TOKENS: usize = 6;
 const HIDDEN: usize = 64;
 
-/// The hazard in calls of one operation; what others do is not disturbed.
-fn hazard(of: Operation, unguarded: bool) -> Arc<dyn Inject> {
-    let hazard = Hazard::new(unguarded, if unguarded { AMPLE } else { HELD });
-    Arc::new(move |step: &Step| match step.operation == of {
-        true => Inject::at(&hazard, step),
+/// Wrong days under the hazard in calls of one operation; what others do is not disturbed. Without the guard, what is waited for in vain is so since
+/// it was written over.
+fn wrong_of(
+    of: Operation,
+    world: &World,
+    unguarded: bool,
+    replay: impl Fn(&Rank, Days<'_>) + Send + Sync + 'static,
+) -> Vec<u32> {
+    let hazard = Arc::new(Hazard::new(unguarded, if unguarded { AMPLE } else { HELD }));
+    let asked = Arc::clone(&hazard);
+    let inject = move |step: &Step| match step.operation == of {
+        true => Inject::at(&*asked, step),
         false => Action::GoOn,
-    })
+    };
+    let wrong = wrong_days(world, &config_of(unguarded), Arc::new(inject), replay);
+    assert!(!unguarded || hazard.was_met(), "nothing was written over");
+    wrong
 }
 
 /// Rows of each expert: source, token and entries, and the row itself.
@@ -217,7 +227,6 @@ fn config_of(unguarded: bool) -> CommConfig {
     match unguarded {
         true => CommConfig {
             deadline: impatient().deadline,
-            first_deadline: AMPLE,
             ..config()
         },
         false => config(),
@@ -247,10 +256,11 @@ fn wrong_rows(world: &World, unguarded: bool) -> Vec<u32> {
         back: None,
         seed: world.rng().random(),
     };
-    let hazard = hazard(Operation::LowLatencyDispatch, unguarded);
-    wrong_days(world, &config_of(unguarded), hazard, move |rank, days| {
+    let of = Operation::LowLatencyDispatch;
+    wrong_of(of, world, unguarded, move |rank, days| {
         let mut captured = Captured::new(rank, kind);
         let mut stopped = false;
+        rank.meet();
         days(&mut |day| {
             if stopped {
                 return false;
@@ -313,8 +323,8 @@ fn part(case: &Case, owner: usize, sum: CombineSum) -> Vec<f32> {
 /// The same on the way back alone: what experts make of rows is new in every replay, and who gets it is not.
 fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool) -> Vec<u32> {
     let seed = world.rng().random();
-    let hazard = hazard(Operation::LowLatencyCombine, unguarded);
-    wrong_days(world, &config_of(unguarded), hazard, move |rank, days| {
+    let operation = Operation::LowLatencyCombine;
+    wrong_of(operation, world, unguarded, move |rank, days| {
         let of = |day| of_day(seed, day, 2, (TOKENS, HIDDEN), true);
         let (first, by_rank) = (of(0), sum == CombineSum::ExpertByRank);
         let case = |day| Case {
@@ -324,6 +334,7 @@ fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool) -> Vec<u32> {
         let own = Own::of(rank, &first);
         let mut exchange = rank.low_latency();
         let mut lease = rank.lease();
+        rank.meet();
         let pending = send(&mut lease, exchange.slots().0, (&own, &first), by_rank).unwrap();
         let there = pending.receive(&mut lease).unwrap();
         drop(lease);
@@ -345,6 +356,7 @@ fn wrong_sums(world: &World, sum: CombineSum, unguarded: bool) -> Vec<u32> {
         });
         let graph = graph.unwrap();
         let mut stopped = false;
+        rank.meet();
         days(&mut |day| {
             if stopped {
                 return false;

@@ -228,7 +228,8 @@ impl Tune {
         let all = points(&self.tokens, &CANDIDATES, None)?;
         let pushed = all.iter().filter(|p| p.us[0].is_some());
         let few: Vec<usize> = pushed.map(|p| p.tokens).collect();
-        let within = |&sms: &u16| Ok((sms, points(&few, &CANDIDATES[..2], Some(sms))?));
+        let planned = [CANDIDATES[0], CANDIDATES[1], CANDIDATES[5]];
+        let within = |&sms: &u16| Ok((sms, points(&few, &planned, Some(sms))?));
         let budgets = self.budgets.iter().map(within).collect::<Result<_>>()?;
         let most = self.tokens.iter().copied().max().unwrap_or(0);
         let mut rows = Vec::new();
