@@ -49,27 +49,19 @@ __device__ __noinline__ void copy_odd(uint64_t to, uint64_t from, uint64_t bytes
   copy_bytes(to, from, bytes, thread, threads);
 }
 
-// What is to be stored next is on its way before what is there goes out: loads stand in line behind stores.
 __device__ __forceinline__ void copy_row(uint64_t to, uint64_t from, uint64_t bytes, uint32_t thread, uint32_t threads) {
   if ((to | from | bytes) % 16 != 0) return copy_odd(to, from, bytes, thread, threads);
   const uint4* in = reinterpret_cast<const uint4*>(from);
   uint4* out = reinterpret_cast<uint4*>(to);
   constexpr uint32_t in_flight = 4;
   const uint32_t words = uint32_t(bytes / 16);
-  uint4 next[in_flight];
-  const auto load = [&](uint32_t i) {
-#pragma unroll
-    for (uint32_t j = 0; j < in_flight; ++j) {
-      if (i + j * threads < words) next[j] = in[i + j * threads];
-    }
-  };
-  load(thread);
 #pragma unroll 1
   for (uint32_t i = thread; i < words; i += in_flight * threads) {
     uint4 held[in_flight];
 #pragma unroll
-    for (uint32_t j = 0; j < in_flight; ++j) held[j] = next[j];
-    load(i + in_flight * threads);
+    for (uint32_t j = 0; j < in_flight; ++j) {
+      if (i + j * threads < words) held[j] = in[i + j * threads];
+    }
 #pragma unroll
     for (uint32_t j = 0; j < in_flight; ++j) {
       if (i + j * threads < words) out[i + j * threads] = held[j];

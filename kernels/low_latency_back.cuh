@@ -176,48 +176,19 @@ struct SumsBack {
     }
   }
 
-  // Of rows of 16 bits at multiples of 16 bytes. Of few rows, those of the columns that come next are on their way before a sum goes out: loads stand
-  // in line behind stores.
-  __device__ __forceinline__ void send_sum(const Listed& listed, uint32_t count, uint64_t target, uint32_t thread) const {
-    constexpr uint32_t few = 4;
-    const uint64_t from_bytes = row_bytes_back(p);
-    const auto row = [&](uint32_t at) { return p.from + at * from_bytes; };
-    const uint32_t step = p.row_threads * 8;
-    uint4 next[few] = {};
-    const auto load = [&](uint32_t i) {
-#pragma unroll
-      for (uint32_t n = 0; n < few; ++n) {
-        if (n < count && i < p.hidden) next[n] = *reinterpret_cast<const uint4*>(row(listed.at[n]) + i * 2);
-      }
-    };
-    if (count <= few) load(thread * 8);
-#pragma unroll 1
-    for (uint32_t i = thread * 8; i < p.hidden; i += step) {
-      if (count > few) {
-        store_wide(p.from_type, target, i, sum_of_halves(p, listed, count, i, row).v);
-        continue;
-      }
-      Adding all{};
-      uint4 now[few];
-#pragma unroll
-      for (uint32_t n = 0; n < few; ++n) now[n] = next[n];
-      load(i + step);
-#pragma unroll
-      for (uint32_t n = 0; n < few; ++n) {
-        if (n < count) all.add(eight_of(p.from_type, now[n]), listed.weight[n]);
-      }
-      store_wide(p.from_type, target, i, all.sum.v);
-    }
-  }
-
   __device__ __forceinline__ void send() {
     const uint32_t thread = threadIdx.x % p.row_threads;
+    const uint64_t from_bytes = row_bytes_back(p);
     const bool whole = is_whole(p.from | p.base | p.half | p.stride, p.hidden), plain = whole && p.payload == as_is && p.from_type != F32;
     uint64_t moved = 0;
     for (; w < places; w += writers.threads() / p.row_threads, find()) {
       const uint64_t target = p.base + to * p.stride + p.half + (uint64_t(token) * p.k + entry) * p.row_bytes[both];
       if (plain) {
-        send_sum(listed, count, target, thread);
+#pragma unroll 1
+        for (uint32_t i = thread * 8; i < p.hidden; i += p.row_threads * 8) {
+          const Eight sum = sum_of_halves(p, listed, count, i, [&](uint32_t at) { return p.from + at * from_bytes; });
+          store_wide(p.from_type, target, i, sum.v);
+        }
       } else {
         send_any_sum(p, listed, count, target, whole, thread);
       }
