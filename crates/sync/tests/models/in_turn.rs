@@ -37,11 +37,12 @@ const BLOCKS: usize = 2;
 const RANKS: usize = 2;
 /// Those of a send, and one that receives.
 const THREADS: usize = BLOCKS + 1;
-/// Words behind those of the ring: one that tells of what each block wrote to a half, a counter for each half, which use of it has begun, how many
-/// sends each block has waited for, blocks that are out, launches that are over, whether to stop.
+/// Words behind those of the ring: one that tells of what each block wrote to a half, a counter for each half, whether its last use was let go of yet,
+/// which one has begun, how many sends each block has waited for, blocks that are out, launches that are over, whether to stop.
 const TOLD: usize = CreditRing::words(RANKS, 1);
 const COUNTERS: usize = TOLD + HALVES * BLOCKS;
-const BEGUN: usize = COUNTERS + HALVES;
+const OPEN: usize = COUNTERS + HALVES;
+const BEGUN: usize = OPEN + HALVES;
 const WAITED: usize = BEGUN + HALVES;
 const OUT: usize = WAITED + BLOCKS;
 const OVER: usize = OUT + 1;
@@ -215,16 +216,20 @@ impl Block {
         let (half, launch, count) = (self.uses.half(n), 2 * n, self.uses.count(n));
         let (counter, begun) = (self.counter(half), self.begun(half));
         let mut program = ended(rank, launch);
-        // What the launch before took, or gave up.
-        let taken = (n > 0).then(|| {
-            let credit = flag(self.uses.count(n - 1));
-            ring.release(self.uses.half(n - 1), credit)
+        // What launches before took, or gave up, and nobody has let go of.
+        let credits = does(move |shared| {
+            for half in (0..HALVES as u32).map(Half::of) {
+                if shared.load(own(rank, OPEN + half.index())) == 0 {
+                    continue;
+                }
+                let used = flag(shared.load(own(rank, COUNTERS + half.index())));
+                for p in ring.release(half, used) {
+                    let word = of_rank(p.word);
+                    post(shared, Post { word, ..p });
+                }
+            }
         });
-        let credits = taken.into_iter().flatten().map(|p| {
-            let word = of_rank(p.word);
-            posts(Post { word, ..p })
-        });
-        let credits: Program = credits.filter(|_| block == 0).collect();
+        let credits: Program = [credits].into_iter().filter(|_| block == 0).collect();
         let mut waiting = Program::new();
         if block == 0 || without != Without::EveryBlockWaits {
             waiting.push(awaits(peer * THREADS, move |shared, budget| {
@@ -276,6 +281,11 @@ impl Block {
             let (first, last) = count_out(shared, rank, BLOCKS);
             if last && without != Without::LastCounts || first && without == Without::LastCounts {
                 shared.store(counter, count);
+                // Of the other half, this launch has let go.
+                for other in 0..HALVES {
+                    let open = u64::from(other == half.index());
+                    shared.store(own(rank, OPEN + other), open);
+                }
             }
             if last {
                 ends(shared, rank, launch);
