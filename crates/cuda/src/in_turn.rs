@@ -187,7 +187,8 @@ impl Job<'_> {
     }
 
     /// Enqueues it in so many blocks, or in as many as have places. It may take these while the launch before it still has its own, if there are
-    /// places for both; or while that one ends, if nobody waits for the places; or beside its own send, which waits for nobody then and so soon has none. What is behind it may begin where it waits for nobody any more.
+    /// places for both; or while that one ends, if nobody waits for the places; or beside its own send, which waits for nobody then and so soon
+    /// has none. What is behind it may begin where it waits for nobody any more.
     ///
     /// # Safety
     /// As of [`Kernel::launch`].

@@ -294,7 +294,7 @@ impl Job<'_> {
         let row_bytes = own.rows.shape().row_len() * own.rows.dtype().bytes();
         let threads = self.sending_threads(tokens, row_bytes);
         let blocks = (tokens * threads as usize).div_ceil(WIDEST as usize);
-        // Where a row has a block, the last warp tells what tokens name meanwhile.
+        // Where a row has a block, the last warp tells meanwhile what its token names.
         parameters.row_threads = match threads {
             WIDEST => WIDEST - NAMING,
             _ => threads,

@@ -68,7 +68,7 @@ pub struct Tune {
     /// Cast rows to fp8 on the way there: the entry will hold for those
     #[arg(long)]
     fp8: bool,
-    /// Budgets of multiprocessors within which pushed and one-sided are compared
+    /// Budgets of multiprocessors within which what plans take by themselves is compared
     #[arg(long, value_name = "SMS", num_args = 0.., default_values_t = [8, 24, 64])]
     budgets: Vec<u16>,
     /// Rows of a sender at a time that are compared for the most tokens, one-sided; no more than the plan's
