@@ -9,24 +9,6 @@ __device__ __noinline__ void cast_row(const LowLatencyParams& p, uint64_t place,
   });
 }
 
-// A row that tells of itself.
-__device__ __forceinline__ void push_row(const LowLatencyParams& p, uint64_t to, uint64_t from, uint64_t bytes, uint32_t thread, uint32_t threads) {
-  constexpr uint32_t in_flight = 4;
-  const uint32_t words = uint32_t(bytes / 16);
-#pragma unroll 1
-  for (uint32_t i = thread; i < words; i += in_flight * threads) {
-    uint4 held[in_flight];
-#pragma unroll
-    for (uint32_t j = 0; j < in_flight; ++j) {
-      if (i + j * threads < words) held[j] = reinterpret_cast<const uint4*>(from)[i + j * threads];
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < in_flight; ++j) {
-      if (i + j * threads < words) push(to + 16ull * (i + j * threads), without_sentinel(p, held[j]));
-    }
-  }
-}
-
 // How a block's threads are shared out among so many rows: as many for each as can be.
 __device__ __forceinline__ uint32_t threads_for(uint32_t rows) {
   uint32_t threads = 32;
@@ -89,15 +71,13 @@ struct RowsBack {
         const uint64_t places = p.base + to * p.stride + p.half + uint64_t(token) * p.k * p.row_bytes[both];
         for (uint32_t left = entries; left != 0; left &= left - 1) {
           const uint64_t place = places + (__ffs(left) - 1) * p.row_bytes[both];
-          if (tells_back(p)) {
-            push_row(p, place, from, p.row_bytes[row], thread, threads);
-          } else if (p.payload == as_is) {
+          if (p.payload == as_is) {
             copy_row(place, from, p.row_bytes[row], thread, threads);
           } else {
             cast_row(p, place, from, thread, threads);
           }
         }
-        if (!tells_back(p)) tell_behind(threads, [&] {
+        tell_behind(threads, [&] {
           for (uint32_t left = entries; left != 0; left &= left - 1) store_relaxed_sys(word_back(p, to, token, __ffs(left) - 1), told(this_use, 0));
         });
         if (thread == 0 && to != p.rank) moved += __popc(entries) * bytes;
@@ -212,7 +192,7 @@ struct SumsBack {
       } else {
         send_any_sum(p, listed, count, target, whole, thread);
       }
-      if (!tells_back(p)) tell_behind(p.row_threads, [&] { store_relaxed_sys(word_back(p, to, token, entry), told(this_use, 0)); });
+      tell_behind(p.row_threads, [&] { store_relaxed_sys(word_back(p, to, token, entry), told(this_use, 0)); });
       if (thread == 0 && to != p.rank) moved += p.row_bytes[row] + p.row_bytes[scales];
     }
     count_moved(p, moved);
@@ -245,28 +225,6 @@ __device__ __noinline__ void add_up_any(const LowLatencyParams& p, const Listed&
   }
 }
 
-// A token's sum, of rows that tell of themselves; lane e knows whose entry e is.
-__device__ __forceinline__ bool take_sum(const LowLatencyParams& p, const Listed& listed, uint32_t count, uint64_t of_token, uint64_t to, bool whole, uint32_t from,
-                                         uint32_t thread) {
-  constexpr uint32_t at_once = 4;
-#pragma unroll 1
-  for (uint32_t i = thread * 8; i - thread % 32 * 8 < p.hidden; i += p.row_threads * 8) {
-    Adding all{};
-#pragma unroll 1
-    for (uint32_t n = 0; n < count; n += at_once) {
-      uint4 held[at_once];
-      const auto at = [&](uint32_t j) { return n + j < count && i < p.hidden ? of_token + listed.at[n + j] * p.row_bytes[both] + i * 2 : 0; };
-      if (!take_granules<at_once>(p, held, at, [&](uint32_t j) { return rank_of_slot(p, uint32_t(reinterpret_cast<const int32_t*>(p.chosen)[listed.at[n + j]])); })) return false;
-#pragma unroll
-      for (uint32_t j = 0; j < at_once; ++j) {
-        if (n + j < count) all.add(eight_of(p.from_type, held[j]), listed.weight[n + j]);
-      }
-    }
-    if (i < p.hidden) store(p.out_type, to, i, p.hidden, whole, all.sum);
-  }
-  return true;
-}
-
 // A group of threads, whole warps, for each own token. False if a thread waited in vain.
 __device__ __forceinline__ bool add_up_rows(const LowLatencyParams& p) {
   __shared__ Listed lists[most_threads / 32];
@@ -287,13 +245,9 @@ __device__ __forceinline__ bool add_up_rows(const LowLatencyParams& p) {
     const uint32_t count = __popc(__ballot_sync(everybody, place >= 0));
     const uint32_t from = slot >= 0 ? rank_of_slot(p, uint32_t(slot)) : 0;
     const uint64_t* word = word_back(p, p.rank, token, lane);
-    const uint64_t of_token = places + token * p.k * p.row_bytes[both], to = p.to + token * out_bytes;
-    if (tells_back(p)) {
-      if (!take_sum(p, listed, count, of_token, to, whole, from, thread)) return false;
-      continue;
-    }
     uint32_t nothing;
     if (!wait_for_told(p, from, word, place >= 0, nothing)) return false;
+    const uint64_t of_token = places + token * p.k * p.row_bytes[both], to = p.to + token * out_bytes;
     if (!plain) {
       add_up_any(p, listed, count, of_token, to, whole, thread);
       continue;
