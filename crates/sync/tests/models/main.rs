@@ -9,6 +9,7 @@ mod abort;
 mod barrier;
 mod bell;
 mod claims;
+mod emptied;
 mod explore;
 mod fifo;
 mod guards;
