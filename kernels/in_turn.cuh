@@ -20,7 +20,6 @@
 //   ld.relaxed.sys                   such words
 //   atom.acq_rel.gpu                 who is out last may poison, behind what other blocks gave
 #pragma once
-#include "push.cuh"
 #include "steps.cuh"
 
 namespace brigade {
@@ -173,46 +172,18 @@ __device__ __forceinline__ bool wait_for_told(const P& p, uint32_t from, const u
   }
 }
 
-// The word by which rank `from` tells rank `at` that it has begun a use of this half. What it wrote in earlier ones has come by then.
+// By a warp. What came in both halves, and was not let go of yet, has been taken by launches before this one, or is given up.
 template <typename P>
-__device__ __forceinline__ uint64_t* begun_word(const P& p, uint32_t at, uint32_t from) {
-  return reinterpret_cast<uint64_t*>(p.base + at * p.stride + p.begun_words) + from;
-}
-
-// By a warp: empties this half, whose last use was given up, once all peers have begun this one. Rare. False if the group was stopped, or is now.
-template <typename P>
-__device__ __noinline__ bool empty_half(const P& p, uint32_t use, bool has_peer) {
-  const uint32_t lane = threadIdx.x % 32;
-  if (!keep_looking(p, lane, begun_word(p, p.rank, lane), has_peer, use)) return false;
-  const uint64_t half = p.base + p.rank * p.stride + p.half;
-  for (uint64_t i = lane; i < p.half_bytes / 16; i += 32) push(half + 16 * i, make_uint4(sentinel, sentinel, sentinel, sentinel));
-  // What each lane emptied, all may tell of.
-  __threadfence_system();
-  __syncwarp();
-  return true;
-}
-
-// By a warp, as a send begins: says so, and gives credits. Both halves are empty, if launches before this one have taken what came; what was given up in this one is
-// emptied now, and in the other one when it is used again.
-template <typename P>
-__device__ __forceinline__ void begin_use(const P& p) {
+__device__ __forceinline__ void give_credits(const P& p) {
   const Said said(p);
-  if (__any_sync(everybody, said.stopped())) return;
-  const uint32_t lane = threadIdx.x % 32, use = uint32_t(said.uses[0]) + 1;
-  const bool has_peer = said.has_peer(p);
-  const auto give = [&](uint32_t half) {
-    if (has_peer) store_relaxed_sys(word_of(p, lane, p.credits[half] + p.rank), said.flag(p, said.uses[half]));
-  };
+  if (!said.has_peer(p) || said.stopped()) return;
   // One fence for all that is posted behind it.
   __threadfence_system();
-  if (has_peer) store_relaxed_sys(begun_word(p, lane, p.rank), told(use, 0));
 #pragma unroll
   for (uint32_t half = 0; half < 2; ++half) {
-    if (said.marks[half] == MARK_OPEN) give(half);
+    uint64_t* credit = word_of(p, threadIdx.x % 32, p.credits[half] + p.rank);
+    if (said.marks[half] == MARK_OPEN) store_relaxed_sys(credit, said.flag(p, said.uses[half]));
   }
-  if (said.marks[0] != MARK_FULL || !empty_half(p, use, has_peer)) return;
-  __threadfence_system();
-  give(0);
 }
 
 // Blocks of a send that write, and which of them this one is. The first block only sees to the protocol, if there are others: it gives credits, and
@@ -244,7 +215,7 @@ __device__ __forceinline__ bool enter_send(const P& p, Post post, Meanwhile mean
     }
   } else if (blockIdx.x == 0 && warp == warps - 1) {
     // Beside the wait and not behind it: peers may wait for these before they give theirs.
-    if (p.alone != 0) begin_use(p);
+    if (p.alone != 0) give_credits(p);
   } else if (blockIdx.x == 0 && warp == warps - 2 && threadIdx.x % 32 == 0) {
     state_of(p)[p.begun] = read_word(counter_of(p, 0)) + p.alone;
     // So whom this launch lets begin reads it.
@@ -344,8 +315,8 @@ __device__ __forceinline__ void leave_send(const P& p, bool well) {
   const Out out = count_out(p, well);
   if (!out.last || out.failed != 0 || threadIdx.x != 0) return;
   counter_of(p, 0)[0] = this_use;
-  counter_of(p, 0)[1] = MARK_FULL;
-  if (counter_of(p, 1)[1] == MARK_OPEN) counter_of(p, 1)[1] = 0;
+  counter_of(p, 0)[1] = MARK_OPEN;
+  counter_of(p, 1)[1] = 0;
   state_of(p)[STATE_CALLS] += 1;
 }
 
@@ -360,11 +331,7 @@ __device__ __forceinline__ bool leave_receive(const P& p, bool well) {
   __syncthreads();
   if (threadIdx.x < 32) {
     const Out out = count_out(p, well);
-    if (out.last && out.failed == 0 && threadIdx.x == 0 && p.alone != 0) {
-      // Its blocks have emptied what they took.
-      counter_of(p, 0)[1] = MARK_OPEN;
-      state_of(p)[STATE_CALLS] += 1;
-    }
+    if (out.last && out.failed == 0 && threadIdx.x == 0 && p.alone != 0) state_of(p)[STATE_CALLS] += 1;
     spoils = out.last && out.failed != 0;
   }
   return __syncthreads_or(spoils);

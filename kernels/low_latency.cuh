@@ -5,7 +5,6 @@
 #include "params.cuh"
 #include "payload.cuh"
 #include "poison.cuh"
-#include "push.cuh"
 #include "slots.cuh"
 
 namespace brigade {
@@ -68,75 +67,6 @@ __device__ __forceinline__ void copy_row(uint64_t to, uint64_t from, uint64_t by
       if (i + j * threads < words) out[i + j * threads] = held[j];
     }
   }
-}
-
-// Rows that tell of themselves: their memory holds nothing but the sentinel before they come, and whoever takes them empties it. None of these has
-// a word that is the sentinel: fp8 that was cast here, with scales of 32 bits.
-__device__ __forceinline__ bool tells_there(const LowLatencyParams& p) {
-  const uint64_t at = p.base | p.stride | p.half | p.part_bytes | p.section[row] | p.row_bytes[row] | p.section[scales] | p.row_bytes[scales];
-  return p.alone != 0 && (p.payload == fp8 + as_f32 || p.payload == fp8 + as_power_of_two) && at % 16 == 0 && p.scale_words == 0;
-}
-
-// On the way back, numbers of 16 bits, since a word that is the sentinel is two that are none.
-__device__ __forceinline__ bool tells_back(const LowLatencyParams& p) {
-  return p.alone != 0 && p.payload == as_is && p.from_type != F32 && (p.base | p.stride | p.half | p.row_bytes[row] | p.row_bytes[both]) % 16 == 0;
-}
-
-__device__ __forceinline__ uint4 without_sentinel(const LowLatencyParams& p, uint4 v) {
-  const uint32_t nan = p.from_type == BF16 ? 0x7FC07FC0u : 0x7E007E00u;
-  return make_uint4(v.x == sentinel ? nan : v.x, v.y == sentinel ? nan : v.y, v.z == sentinel ? nan : v.z, v.w == sentinel ? nan : v.w);
-}
-
-// By a warp, of which lanes that ask wait for what a rank's rows tell of themselves, until it has come.
-template <typename Come>
-__device__ __forceinline__ bool await_row(const LowLatencyParams& p, uint32_t from, bool asked, Come come) {
-  Waiting w{};
-  w.end = asked ? End::going_on : End::there;
-  w.peer = w.slot = w.blamed = from;
-  w.word = p.filled + from * p.pieces;
-  w.uncounted = true;
-  const bool well = keep_waiting(p, w, [=](const InTurn& turn, Waiting& w) {
-    if (come()) {
-      w.end = End::there;
-    } else {
-      w.expected = w.blamed_expected = load_relaxed_sys(turn.word(turn.rank, w.word));
-      doubt(turn, w, [=] { return !come(); });
-    }
-  });
-  __syncwarp();
-  return well;
-}
-
-__device__ __noinline__ bool await_granule(const LowLatencyParams& p, uint32_t from, uint64_t at, bool asked) {
-  return await_row(p, from, asked, [=] { return is_there(peek(at)); });
-}
-
-__device__ __noinline__ bool await_word(const LowLatencyParams& p, uint32_t from, const uint32_t* at, bool asked) {
-  return await_row(p, from, asked, [=] { return load_relaxed_sys(at) != sentinel; });
-}
-
-// By a warp: looks at `n` granules for each lane, of which `at(j)` is where the lane's own is, or 0, until all have come. `from(j)` sends them.
-template <uint32_t n, typename At, typename From>
-__device__ __forceinline__ bool take_granules(const LowLatencyParams& p, uint4 (&held)[n], At at, From from) {
-  for (;;) {
-    uint32_t missing = n;
-#pragma unroll
-    for (uint32_t j = 0; j < n; ++j) {
-      if (at(j) == 0) continue;
-      held[j] = peek(at(j));
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < n; ++j) {
-      if (at(j) != 0 && !is_there(held[j])) missing = j;
-    }
-    if (__all_sync(everybody, missing == n)) break;
-    if (!await_granule(p, missing < n ? from(missing) : p.rank, missing < n ? at(missing) : 0, missing < n)) return false;
-  }
-#pragma unroll
-  for (uint32_t j = 0; j < n; ++j) {
-    if (at(j) != 0) push(at(j), make_uint4(sentinel, sentinel, sentinel, sentinel));
-  }
-  return true;
 }
 
 // The part of sender `from` of a half at `at`.

@@ -177,7 +177,6 @@ struct OwnRows {
     const uint32_t lane = threadIdx.x % 32;
     if (lane < p.k) id = read_id(p, token, lane);
     if (p.weights != 0 && thread < p.k) weight = reinterpret_cast<const float*>(p.weights)[uint64_t(token) * p.k + thread];
-    if (__float_as_uint(weight) == sentinel) weight = __uint_as_float(0x7FC00000u);
   }
 
   // Every warp finds out by itself to which ranks a row goes, a bit each: k is at most 32.
@@ -229,7 +228,7 @@ struct OwnRows {
     }
     const float its_scale = __shfl_sync(everybody, scale, lane % (32 / of_scale) * of_scale);
     targets.each([&](uint64_t part) {
-      if (there) push(part + p.section[row] + token * p.row_bytes[row] + g / at_once * 16, make_uint4(low.x, low.y, high.x, high.y));
+      if (there) reinterpret_cast<uint4*>(part + p.section[row] + token * p.row_bytes[row])[g / at_once] = make_uint4(low.x, low.y, high.x, high.y);
       // A warp's scales side by side.
       const uint32_t n = (g - at_once * lane) / (at_once * of_scale) + lane;
       if (lane < 32 / of_scale && n < granules / (at_once * of_scale) + (granules % (at_once * of_scale) != 0)) {
@@ -252,7 +251,7 @@ struct OwnRows {
       }
       if (granules == 0) send_any(p, targets, token, from(), thread);
       if (p.weights != 0 && thread < p.k) targets.each([&](uint64_t part) { reinterpret_cast<float*>(place(p, part, weights, token))[thread] = weight; });
-      if (!tells_there(p)) tell_behind(p.row_threads, [&] {
+      tell_behind(p.row_threads, [&] {
         for (uint32_t at = 0; at < p.size; ++at) {
           if (to >> at & 1) store_relaxed_sys(words_of(p, at, p.rank) + of_rows + token, told(this_use, 0));
         }
@@ -289,15 +288,11 @@ __device__ __forceinline__ bool tell_counts(const LowLatencyParams& p) {
   return well;
 }
 
-// A row to all of its places, with so many loads under way. Each thread empties what it has read, where that may be for rows that tell of themselves.
+// A row to all of its places, with so many loads under way.
 template <uint32_t in_flight>
-__device__ __forceinline__ void copy_to_each(uint64_t to, const Listed& listed, uint32_t count, uint64_t from, uint64_t bytes, uint32_t thread, uint32_t threads, bool empties) {
+__device__ __forceinline__ void copy_to_each(uint64_t to, const Listed& listed, uint32_t count, uint64_t from, uint64_t bytes, uint32_t thread, uint32_t threads) {
   if ((to | from | bytes) % 16 != 0) {
-    // By one warp, which knows when it has read all.
-    if (thread >= 32) return;
-    for (uint32_t n = 0; n < count; ++n) copy_odd(to + listed.at[n] * bytes, from, bytes, thread, 32);
-    __syncwarp();
-    if (empties) poison(from, bytes, ~0ull, thread, 32);
+    for (uint32_t n = 0; n < count; ++n) copy_odd(to + listed.at[n] * bytes, from, bytes, thread, threads);
     return;
   }
   const uint4* in = reinterpret_cast<const uint4*>(from);
@@ -316,10 +311,6 @@ __device__ __forceinline__ void copy_to_each(uint64_t to, const Listed& listed, 
       for (uint32_t j = 0; j < in_flight; ++j) {
         if (i + j * threads < words) out[i + j * threads] = held[j];
       }
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < in_flight; ++j) {
-      if (empties && i + j * threads < words) push(from + 16ull * (i + j * threads), make_uint4(sentinel, sentinel, sentinel, sentinel));
     }
   }
 }
@@ -361,35 +352,6 @@ __device__ __forceinline__ bool rows_in_front(const LowLatencyParams& p, uint32_
   return true;
 }
 
-// A row that tells of itself, and its scales as if they were more of its granules, to all of its places.
-__device__ __forceinline__ bool take_row(const LowLatencyParams& p, const Listed& listed, uint32_t source, uint32_t token, uint32_t thread, uint32_t count) {
-  constexpr uint32_t at_once = 4;
-  const uint64_t came = part(p, p.rank, source), its_row = place(p, came, row, token), its_scales = place(p, came, scales, token);
-  const uint32_t granules = uint32_t(p.row_bytes[row] / 16), all = granules + uint32_t(p.row_bytes[scales] / 16);
-#pragma unroll 1
-  for (uint32_t i = thread; i - thread % 32 < all; i += at_once * p.row_threads) {
-    uint4 held[at_once];
-    const auto at = [&](uint32_t j) {
-      const uint32_t g = i + j * p.row_threads;
-      return g < granules ? its_row + 16ull * g : g < all ? its_scales + 16ull * (g - granules) : 0;
-    };
-    if (!take_granules<at_once>(p, held, at, [&](uint32_t) { return source; })) return false;
-#pragma unroll 1
-    for (uint32_t n = 0; n < count; ++n) {
-#pragma unroll
-      for (uint32_t j = 0; j < at_once; ++j) {
-        const uint32_t g = i + j * p.row_threads;
-        if (g < granules) {
-          reinterpret_cast<uint4*>(p.to + listed.at[n] * p.row_bytes[row])[g] = held[j];
-        } else if (g < all) {
-          reinterpret_cast<uint4*>(p.to_scales + listed.at[n] * p.row_bytes[scales])[g - granules] = held[j];
-        }
-      }
-    }
-  }
-  return true;
-}
-
 // Rows as they come: a group of threads, whole warps, for each token of each rank, which packs its row for every one of this rank's experts that it names. False
 // if a thread waited in vain.
 __device__ __forceinline__ bool receive_rows(const LowLatencyParams& p) {
@@ -420,30 +382,12 @@ __device__ __forceinline__ bool receive_rows(const LowLatencyParams& p) {
     const uint64_t held = (uint64_t(source) * p.max_tokens + token) * p.k + lane;
     if (p.rows_of != 0 && thread < p.k) reinterpret_cast<int32_t*>(p.rows_of)[held] = asks ? int32_t(to) : -1;
     if (firsts == 0) continue;
-    if (tells_there(p)) {
-      if (!take_row(p, listed, source, token, thread, __popc(firsts))) return false;
-      const uint64_t its_weights = place(p, part(p, p.rank, source), weights, token);
-      const bool mine = p.rows_of != 0 && thread < p.k;
-      if (p.rows_of != 0 && thread < 32) {
-        uint32_t weight;
-        for (;;) {
-          weight = mine ? load_relaxed_sys(reinterpret_cast<uint32_t*>(its_weights) + lane) : 0;
-          if (__all_sync(everybody, weight != sentinel)) break;
-          if (!await_word(p, source, reinterpret_cast<uint32_t*>(its_weights) + lane, weight == sentinel)) return false;
-        }
-        if (mine) store_relaxed_sys(reinterpret_cast<uint32_t*>(its_weights) + lane, sentinel);
-        if (mine && asks) reinterpret_cast<uint32_t*>(p.held)[held] = weight;
-      }
-      continue;
-    }
     uint32_t nothing;
     if (!wait_for_told(p, source, words + of_rows + token, true, nothing)) return false;
     const uint64_t came = part(p, p.rank, source), its_scales = place(p, came, scales, token);
     const uint32_t count = __popc(firsts);
-    // The next use may be of rows that tell of themselves.
-    const bool empties = p.alone != 0;
-    copy_to_each<4>(p.to, listed, count, place(p, came, row, token), p.row_bytes[row], thread, p.row_threads, empties);
-    if (p.scale_words == 0 && p.to_scales != 0) copy_to_each<1>(p.to_scales, listed, count, its_scales, p.row_bytes[scales], thread, p.row_threads, empties);
+    copy_to_each<4>(p.to, listed, count, place(p, came, row, token), p.row_bytes[row], thread, p.row_threads);
+    if (p.scale_words == 0 && p.to_scales != 0) copy_to_each<1>(p.to_scales, listed, count, its_scales, p.row_bytes[scales], thread, p.row_threads);
     if (p.rows_of != 0 && thread < p.k && asks) reinterpret_cast<float*>(p.held)[held] = reinterpret_cast<const float*>(place(p, came, weights, token))[lane];
     for (uint32_t n = 0; n < __popc(firsts) && p.to_scales != 0; ++n) {
       // A word of all of an expert's rows behind the other, if there are any.
@@ -451,8 +395,6 @@ __device__ __forceinline__ bool receive_rows(const LowLatencyParams& p) {
       uint32_t* columns = reinterpret_cast<uint32_t*>(p.to_scales) + uint64_t(first_row) * p.scale_words + row;
       for (uint32_t i = thread; i < p.scale_words; i += p.row_threads) columns[uint64_t(i) * p.room] = reinterpret_cast<const uint32_t*>(its_scales)[i];
     }
-    for (uint32_t i = thread; empties && i < p.scale_words; i += p.row_threads) reinterpret_cast<uint32_t*>(its_scales)[i] = sentinel;
-    if (empties && p.rows_of != 0 && thread < p.k) reinterpret_cast<uint32_t*>(place(p, came, weights, token))[lane] = sentinel;
   }
   return true;
 }

@@ -245,8 +245,6 @@ impl Job<'_> {
             half: core.data_offset(of) as u64,
             part_bytes: part_bytes(half, core.size()) as u64,
             told: (core.data_start() + layout.told_start(of.area.slot(), of.half)) as u64,
-            begun_words: (core.data_start() + layout.begun_start(of.area.slot(), of.half)) as u64,
-            half_bytes: half as u64,
             told_bytes: 8 * Words::new(call, core.size()).count() as u64,
             chosen: sent.chosen.address(),
             tokens: sent.chosen.shape().rows() as u32,
@@ -275,8 +273,6 @@ impl Job<'_> {
         .map(|s| there.of(s));
         Parameters {
             section: of_each.map(|(start, _)| start as u64),
-            scale_words: words_by_columns(&sent.call),
-            payload: sent.call.cast.map_or(0, |cast| fp8_code(cast.format)),
             row_bytes: of_each.map(|(_, each)| each as u64),
             ..self.exchanging_rows(sent, of)
         }
@@ -287,8 +283,9 @@ impl Job<'_> {
         let tokens = sent.chosen.shape().rows();
         parameters.from = own.rows.address();
         parameters.hidden = own.rows.shape().row_len() as u32;
-        if sent.call.cast.is_some() {
+        if let Some(cast) = sent.call.cast {
             parameters.from_type = types::float_code(own.rows.dtype());
+            parameters.payload = fp8_code(cast.format);
         }
         parameters.weights = own.weights.as_ref().map_or(0, Buffer::address);
         parameters.ids = own.ids.address();
@@ -323,6 +320,7 @@ impl Job<'_> {
             counts: given.counts.address(),
             sources: given.sources.address(),
             ranges: given.ranges.address(),
+            scale_words: words_by_columns(&given.sent.call),
             totals: totals.map_or(0, Buffer::address),
             own_experts: experts as u32,
             row_threads: threads,

@@ -158,16 +158,10 @@ impl Core {
         let of_mail = |n| layout.start(Area::Mail, Half::of(n));
         let mail = layout.half_bytes(Area::Mail);
         let sums = layout.sums_start(BUFFERS) - layout.sums_start(0);
-        let of_exchange =
-            |slot: Area, n| (layout.start(slot, Half::of(n)), layout.half_bytes(slot));
         let all = [
             (layout.sums_start(0), sums),
             (of_mail(0), mail),
             (of_mail(1), mail),
-            of_exchange(Area::LowLatencyFirst, 0),
-            of_exchange(Area::LowLatencyFirst, 1),
-            of_exchange(Area::LowLatencySecond, 0),
-            of_exchange(Area::LowLatencySecond, 1),
         ];
         let own = |start| self.address(self.rank(), self.data_start() + start);
         for (start, bytes) in all {

@@ -147,8 +147,6 @@ constants! {
     MARK_OPEN: u64 = 1;
     /// Mark of a counter: its use was begun ahead of the call that it is for.
     MARK_BEGUN: u64 = 2;
-    /// Mark of a counter of low latency: what came in its last use has not been taken, and its memory is not empty.
-    MARK_FULL: u64 = 4;
 
     /// Bytes into the report: the host sets it to the generation that it wants stopped.
     REPORT_ABORT: usize = 0;

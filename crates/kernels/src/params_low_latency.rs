@@ -29,10 +29,6 @@ parameters! {
         told: u64,
         /// Bytes of a sender's part of them, on the way there.
         told_bytes: u64,
-        /// From the group's memory of a rank on: words by which ranks tell that they have begun a use of the half.
-        begun_words: u64,
-        /// Bytes of the half.
-        half_bytes: u64,
         /// Where each section of such a part begins: rows, scales, experts, weights.
         section: [u64; 4],
         /// Bytes of a token in each section. On the way back those of a row's values, of what belongs to them, and of a place for both.

@@ -181,7 +181,7 @@ impl Layout {
         let sums_start = take(config.all_reduce_bytes, BUFFERS);
         let fifo_start = take(config.fifo_bytes, 1);
         let told_bytes = config.low_latency_bytes / CommConfig::LOW_LATENCY_WORD_BYTES * 8;
-        let told_start = take(told_bytes + 8 * size, 2 * HALVES);
+        let told_start = take(told_bytes, 2 * HALVES);
         Ok(Self {
             barrier,
             abort,
@@ -283,17 +283,12 @@ impl Layout {
     /// others are ever written there: a word tells by itself of which use it is.
     pub fn told_start(&self, slot: usize, half: Half) -> usize {
         let which = slot * HALVES + half.index();
-        self.told_start + which * (self.told_bytes + 8 * self.barrier.size).next_multiple_of(LINE)
+        self.told_start + which * self.told_bytes.next_multiple_of(LINE)
     }
 
     /// Capacity of them.
     pub fn told_bytes(&self) -> usize {
         self.told_bytes
-    }
-
-    /// First byte of the words behind them, one from each rank, which say that it has begun a use of the half.
-    pub fn begun_start(&self, slot: usize, half: Half) -> usize {
-        self.told_start(slot, half) + self.told_bytes
     }
 
     /// Where all of them lie, of both slots.

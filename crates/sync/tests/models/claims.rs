@@ -1,7 +1,7 @@
 //! With all guards in their places.
 
 use crate::{
-    abort, barrier, bell, emptied, fifo,
+    abort, barrier, bell, fifo,
     in_turn::{self, AHEAD as AHEAD_OF_ALL, BY_TURNS, ONCE as ONCE_EACH, REPLAYED, REPLAYED_AHEAD},
     loomed::Orders,
     low_latency::{self, AHEAD, BOTH, ONE},
@@ -186,16 +186,6 @@ pub fn claims() -> Vec<Row> {
             in_turn,
             "one of 2 ranks is ahead, and gives up what it sent before",
             states(|| in_turn::scenario(deep(REPLAYED_AHEAD, AHEAD_OF_ALL), I)),
-        ),
-        holds(
-            in_turn,
-            "rows that tell of themselves, whatever each of 2 ranks gives up, by turns",
-            states_of(|| emptied::all(emptied::BY_TURNS)),
-        ),
-        holds(
-            in_turn,
-            "the same where one half is used over and over",
-            states_of(|| emptied::all(emptied::REPLAYED)),
         ),
         holds(
             in_turn,

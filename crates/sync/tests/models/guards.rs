@@ -1,7 +1,7 @@
 //! With one guard taken away each.
 
 use crate::{
-    abort, barrier, bell, emptied, fifo, in_turn,
+    abort, barrier, bell, fifo, in_turn,
     loomed::Orders,
     low_latency::{self, AHEAD, ONE},
     message_guards, packet, relay, reset,
@@ -240,36 +240,6 @@ fn in_turn() -> Vec<Row> {
             states(|| in_turn::stopped(LastPoisons)),
         ),
     ];
-    use emptied::Without as E;
-    let given_up =
-        |taken, without| states(move || emptied::scenario(emptied::BY_TURNS, taken, without));
-    rows.extend([
-        row(
-            "what is taken is emptied",
-            "it is not",
-            given_up([7, 7], E::Emptied),
-        ),
-        row(
-            "what is given up is emptied",
-            "it is not",
-            given_up([6, 7], E::GivenUp),
-        ),
-        row(
-            "that waits until peers have begun the next use",
-            "it does not",
-            given_up([4, 7], E::Begun),
-        ),
-        row(
-            "a use has begun before anybody is waited for",
-            "behind what is given up",
-            given_up([6, 6], E::BegunFirst),
-        ),
-        row(
-            "credits are for halves that are empty",
-            "for all",
-            given_up([6, 7], E::Empty),
-        ),
-    ]);
     rows.extend(orders("in turn", in_turn::one_way));
     rows
 }

@@ -9,7 +9,6 @@ mod abort;
 mod barrier;
 mod bell;
 mod claims;
-mod emptied;
 mod explore;
 mod fifo;
 mod guards;
