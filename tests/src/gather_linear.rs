@@ -175,6 +175,7 @@ pub fn config() -> CommConfig {
     config.reduce_scatter_bytes = 256 << 10;
     config.all_reduce_bytes = 64 << 10;
     config.scratch_bytes = 64 << 10;
+    config.message_bytes = 64 << 10;
     config.dispatch_bytes = 16 << 10;
     config.combine_bytes = 16 << 10;
     config.fifo_bytes = 32 << 10;

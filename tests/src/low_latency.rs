@@ -57,6 +57,7 @@ pub fn config() -> CommConfig {
         combine_bytes: 0,
         fifo_bytes: 0,
         scratch_bytes: 4096,
+        message_bytes: 4096,
         gather_bytes: 0,
         reduce_scatter_bytes: 0,
         all_reduce_bytes: 64 << 10,

@@ -117,10 +117,10 @@ fn one_after_the_other(world: &World) {
     });
 }
 
-/// Two messages that fill scratch memory's share of a sender wait for nobody, also behind others.
+/// Two messages that fill a sender's slots of a half wait for nobody, also behind others.
 fn eager(world: &World) {
     let mut rng = world.rng();
-    let len = config().scratch_bytes / world.size;
+    let len = config().message_bytes / world.size;
     let data: Vec<Vec<_>> = (0..3)
         .map(|_| (0..world.size).map(|_| noise(&mut rng, len)).collect())
         .collect();

@@ -43,7 +43,7 @@ use std::{
     ops::Range,
     sync::{
         Arc, OnceLock, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -100,6 +100,8 @@ pub(crate) struct Core {
     pub(crate) stepping: Spinning,
     /// Places for the blocks of messages, of exchanges by pushing, and of those in turn.
     pub(crate) exchanging: Spinning,
+    /// Most blocks of messages that a call has had, where those were more than have places in any case.
+    pub(crate) widest: AtomicU32,
     /// The hierarchy that this is a part of, if it is one: its faults are what waits for a stream are told.
     pub(crate) whole: OnceLock<Weak<dyn Stoppable>>,
     /// The last generation whose kernels this host told to stop. Whoever finds it told may enqueue what asks for that.
@@ -240,6 +242,7 @@ impl Core {
             ahead: Mutex::default(),
             stepping,
             exchanging,
+            widest: AtomicU32::new(0),
             whole: OnceLock::new(),
             stopped: Mutex::default(),
             begins_early: programmatic,

@@ -5,6 +5,8 @@ use crate::{
     core::Core,
     inject::Asker,
     job::{Job, waiting},
+    lane::Lane,
+    residency::most_messages,
     steps::{Counters, Use},
     types,
 };
@@ -12,6 +14,7 @@ use brigade_device::{DataType, Error, Reason, Result};
 use brigade_kernels::{MESSAGE_THREADS, MOST_MESSAGES, MessagesParams};
 use brigade_plan::MAX_PIECES;
 use brigade_sync::{Area, Half};
+use std::sync::atomic::Ordering;
 
 /// A message to or from a peer.
 pub(crate) struct Message {
@@ -22,8 +25,11 @@ pub(crate) struct Message {
     pub(crate) bytes: usize,
 }
 
-/// Most blocks that carry each of a few messages: what waits on a GPU keeps tiles of other communicators out, so they are no more than many have.
+/// Blocks that may carry each of a few messages in any case: what waits on a GPU keeps tiles of other communicators out, so they are no more
+/// than many messages have.
 const BLOCKS_ALONE: u32 = 8;
+/// Most of them where no such tiles are in sight.
+const BLOCKS_WIDE: u32 = 32;
 /// Slots of each sender in a half.
 const SLOTS: usize = 2;
 /// Messages of a call that is nothing else.
@@ -62,10 +68,27 @@ impl Core {
         self.exchanging.blocks() * self.in_a_place(MESSAGE_THREADS)
     }
 
-    /// Most blocks for each message of a call that is nothing else, within the budget.
-    fn most_alone(&self) -> u32 {
-        let budget = self.config.sm_budget.map_or(u32::MAX, u32::from);
-        (budget / MOST_ALONE).clamp(1, BLOCKS_ALONE)
+    /// Blocks for each of so many messages, all of a call, of which the longest has so many bytes. Ranks need not have the same number.
+    fn blocks_alone(&self, lane: &Lane, messages: u32, longest: usize) -> u32 {
+        let budget = self.config.sm_budget.map_or(u32::MAX, u32::from) / MOST_ALONE;
+        let narrow = blocks_alone(longest, budget.clamp(1, BLOCKS_ALONE));
+        let places = self.message_places() / MOST_ALONE;
+        let wide = blocks_alone(longest, budget.min(places).clamp(1, BLOCKS_WIDE));
+        // The hook has desks for no more than have places in any case.
+        if wide <= narrow || self.memory.desk.is_some() || !self.is_far_from_tiles(lane) {
+            return narrow;
+        }
+        // Whoever comes to have tiles finds this, or is found here.
+        self.widest.fetch_max(wide * messages, Ordering::SeqCst);
+        match self.is_far_from_tiles(lane) {
+            true => wide,
+            false => narrow,
+        }
+    }
+
+    /// Places that messages of this group have taken, or may take in any case: tiles of other communicators leave as many free.
+    pub(crate) fn places_of_messages(&self) -> u32 {
+        most_messages(&self.topology).max(self.widest.load(Ordering::SeqCst))
     }
 }
 
@@ -92,8 +115,8 @@ impl Job<'_> {
             self.steps_now()?;
         }
         let moved = list.iter().filter(|message| !message.receives);
-        let longest = list.iter().map(|message| message.bytes).max();
-        let blocks = blocks_alone(longest.unwrap_or(0), core.most_alone());
+        let longest = list.iter().map(|message| message.bytes).max().unwrap_or(0);
+        let blocks = core.blocks_alone(self.lane, list.len() as u32, longest);
         let all = blocks * list.len() as u32;
         let both_fit = core.overtakes && 2 * all <= core.message_places();
         let parameters = MessagesParams {

@@ -125,7 +125,7 @@ impl Core {
 
     /// Blocks of steps and messages that may wait at the same time, each on a multiprocessor of its own.
     pub(crate) fn may_wait(&self) -> u32 {
-        self.stepping.blocks + most_messages(&self.topology)
+        self.stepping.blocks + self.places_of_messages()
     }
 
     /// Where ranks share a GPU, none runs far ahead of what is done: a stream takes so many launches and no more, and a thread

@@ -129,6 +129,12 @@ impl Core {
         passes && self.size() > 1 && topology.engines.tiles && topology.group.mode.overlaps()
     }
 
+    /// Whether no other communicator of this process may have tiles that wait on this GPU, but on this lane.
+    pub(crate) fn is_far_from_tiles(&self, lane: &Lane) -> bool {
+        let mut others = quiet::others(self).into_iter();
+        others.all(|core| !core.has_tiles() || core.works_only_on(lane))
+    }
+
     /// Blocks of a launch that holds a multiprocessor with each while it waits: what other communicators need meanwhile is left free, so that
     /// all these blocks have a place at once. While some had none, the GPU would begin no other kernel.
     ///

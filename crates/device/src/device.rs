@@ -274,9 +274,11 @@ pub struct CommConfig {
     /// input needs as much for every other rank; in two shots, about twice as much in all. 0 for none: then they pull, through
     /// the scratch memory. On GPUs, copies and reduce-scatters push through them too, at once or in pieces.
     pub all_reduce_bytes: usize,
-    /// Capacity of one half of the scratch memory; larger inputs of collectives pass through it in pieces. Slots of messages take 4.25 times as
-    /// much beside it.
+    /// Capacity of one half of the scratch memory; larger inputs of collectives pass through it in pieces.
     pub scratch_bytes: usize,
+    /// Capacity of a slot of messages, over all senders, each of which has an equal part of it, in four slots; longer messages go in pieces. Slots
+    /// and what tells of them take 4.25 times as much. How fast long messages are follows from how much of them is on its way at once.
+    pub message_bytes: usize,
     /// Capacity of one half of the region that rows are dispatched through: what all ranks send to one at a time. More goes in pieces.
     /// 0 for none.
     pub dispatch_bytes: usize,
@@ -333,7 +335,7 @@ impl CommConfig {
     /// What entries of queues have a multiple of, in bytes.
     pub const FIFO_ENTRY_BYTES: usize = 64;
 
-    /// Defaults: 8 MiB a half for gather and reduce-scatter, 8 MiB a buffer for all-reduces, 1 MiB scratch, 16 regions of 8 MiB in all, 60 s (120 s at first);
+    /// Defaults: 8 MiB a half for gather and reduce-scatter, 8 MiB a buffer for all-reduces, 1 MiB scratch, 4 MiB a slot of messages, 16 regions of 8 MiB in all, 60 s (120 s at first);
     /// and, for expert parallelism alone, 8 MiB a half for dispatch and combine, and 32 MiB for queues.
     pub fn new(mode: ParallelMode) -> Self {
         let experts_bytes = match mode {
@@ -347,6 +349,7 @@ impl CommConfig {
             reduce_scatter_bytes: 8 << 20,
             all_reduce_bytes: 8 << 20,
             scratch_bytes: 1 << 20,
+            message_bytes: 4 << 20,
             dispatch_bytes: experts_bytes,
             combine_bytes: experts_bytes,
             fifo_bytes: 4 * experts_bytes,
@@ -416,6 +419,7 @@ impl CommConfig {
             ("reduce_scatter_bytes", self.reduce_scatter_bytes),
             ("all_reduce_bytes", self.all_reduce_bytes),
             ("scratch_bytes", self.scratch_bytes),
+            ("message_bytes", self.message_bytes),
             ("dispatch_bytes", self.dispatch_bytes),
             ("combine_bytes", self.combine_bytes),
             ("fifo_bytes", self.fifo_bytes),
@@ -428,12 +432,13 @@ impl CommConfig {
         if self.sm_budget == Some(0) {
             return Err(Error::invalid("sm_budget", 0, "at least 1, or none"));
         }
-        if self.scratch_bytes < 4096 {
-            return Err(Error::invalid(
-                "scratch_bytes",
-                self.scratch_bytes,
-                "at least 4096",
-            ));
+        for (field, bytes) in [
+            ("scratch_bytes", self.scratch_bytes),
+            ("message_bytes", self.message_bytes),
+        ] {
+            if bytes < 4096 {
+                return Err(Error::invalid(field, bytes, "at least 4096"));
+            }
         }
         if let Some(depth) = self.fifo_depth
             && !(depth.is_power_of_two() && depth <= Self::MOST_FIFO_DEPTH)

@@ -46,6 +46,7 @@ impl HierarchyConfig {
                 reduce_scatter_bytes: 0,
                 all_reduce_bytes: 0,
                 low_latency_bytes: 0,
+                message_bytes: 1 << 20,
                 regions: 0,
                 region_bytes: 0,
                 ..CommConfig::new(mode)
@@ -77,6 +78,7 @@ impl HierarchyConfig {
             fifo_depth: self.comm.fifo_depth,
             fifo_entry_bytes: self.comm.fifo_entry_bytes,
             scratch_bytes: self.comm.scratch_bytes,
+            message_bytes: self.comm.message_bytes,
             deadline: self.comm.deadline,
             first_deadline: self.comm.first_deadline,
             sm_budget: self.comm.sm_budget,

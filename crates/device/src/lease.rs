@@ -268,7 +268,7 @@ impl Lease<'_> {
 
     /// Data for one peer. The only calls that not all ranks make are this, [`recv`](Self::recv) and [`send_recv`](Self::send_recv).
     ///
-    /// What finds no room in the receiver's slots waits for the receiver: two messages of [`CommConfig::scratch_bytes`] by the number of ranks
+    /// What finds no room in the receiver's slots waits for the receiver: two messages of [`CommConfig::message_bytes`] by the number of ranks
     /// each find it. Ranks that send more to each other, each before it receives, would all wait. [`send_recv`](Self::send_recv) is for them.
     ///
     /// # Errors

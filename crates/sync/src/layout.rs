@@ -156,7 +156,7 @@ impl Layout {
         let flags = words;
         let words = (flags.next_multiple_of(BELL_WORDS) + BELL_WORDS).next_multiple_of(LINE / 8);
         // Two slots for each sender; 64 bytes of a message may take 68 of them (kernels/escaped.cuh).
-        let packets = (config.scratch_bytes / size.max(1)).div_ceil(64).max(1);
+        let packets = (config.message_bytes / size.max(1)).div_ceil(64).max(1);
         let mail = (68 * packets).next_multiple_of(64) * (2 * size);
         // The scales of gathered rows lie behind them in the same half.
         let gather = Self::scales_offset(config) + config.gather_scale_bytes;
@@ -326,6 +326,7 @@ mod tests {
             reduce_scatter_bytes: 65,
             all_reduce_bytes: 130,
             scratch_bytes: 5000,
+            message_bytes: 5000,
             dispatch_bytes: 300,
             combine_bytes: 70,
             fifo_bytes: 200,
@@ -446,12 +447,13 @@ mod tests {
     #[test]
     fn sizes_that_fit_nowhere_are_refused() {
         type Field = (&'static str, fn(&mut CommConfig) -> &mut usize);
-        let fields: [Field; 10] = [
+        let fields: [Field; 11] = [
             ("gather_bytes", |c| &mut c.gather_bytes),
             ("gather_scale_bytes", |c| &mut c.gather_scale_bytes),
             ("reduce_scatter_bytes", |c| &mut c.reduce_scatter_bytes),
             ("all_reduce_bytes", |c| &mut c.all_reduce_bytes),
             ("scratch_bytes", |c| &mut c.scratch_bytes),
+            ("message_bytes", |c| &mut c.message_bytes),
             ("dispatch_bytes", |c| &mut c.dispatch_bytes),
             ("combine_bytes", |c| &mut c.combine_bytes),
             ("fifo_bytes", |c| &mut c.fifo_bytes),
