@@ -7,14 +7,15 @@ use super::{
 };
 use crate::{
     backend::Rank,
-    check::{assert_close, expect_unsupported, overlap_of},
+    check::{assert_bits, assert_close, expect_unsupported, overlap_of},
+    copies::noise,
     faults::AMPLE,
     layer::Spec,
     suite::{Suite, World},
 };
 use brigade_device::{
     AllGatherLoraLinearParams, Buffer, Chunk, Comm, CommConfig, DataType, Error, Output,
-    OverlapMode, ParallelMode, Result, Stream,
+    OverlapMode, ParallelMode, RecvParams, Result, SendParams, Stream,
 };
 use brigade_plan::reason;
 use rand::{Rng, rngs::StdRng};
@@ -171,6 +172,60 @@ fn two_streams(world: &World) {
     });
 }
 
+/// Long messages of a group that was alone on its GPU, in a graph, which is replayed on a stream of its own beside products of a group that came
+/// later: in any order, different from rank to rank.
+fn beside_messages(world: &World) {
+    let mut rng = world.rng();
+    let messages: Vec<_> = (0..world.size).map(|_| noise(&mut rng, 2 << 20)).collect();
+    let rounds: Vec<_> = (0..6)
+        .map(|_| {
+            let firsts: Vec<bool> = (0..world.size).map(|_| rng.random()).collect();
+            (wide(&mut rng, world.size), firsts)
+        })
+        .collect();
+    let without_tiles = CommConfig {
+        gather_bytes: 0,
+        reduce_scatter_bytes: 0,
+        ..config()
+    };
+    world.run(&without_tiles, move |rank| {
+        let (me, size, dtype) = (rank.rank, rank.size, DataType::U8);
+        let (to, from) = ((me + 1) % size, (me + size - 1) % size);
+        let sent = rank.upload_bytes(dtype, &[messages[me].len()], &messages[me]);
+        let mut came = rank.poisoned(dtype, &[messages[from].len()]);
+        rank.settle(Ok(())).unwrap();
+        let stream = rank.device.stream(0).unwrap();
+        let graph = rank.device.capture(&stream, &mut || {
+            let send = SendParams {
+                from: sent.view(),
+                peer: to,
+            };
+            let recv = RecvParams {
+                to: came.view_mut(),
+                peer: from,
+            };
+            rank.comm().lease(&stream)?.send_recv(send, recv)
+        });
+        let graph = graph.unwrap();
+        let other = rank.join_another(&other());
+        for (case, firsts) in &rounds {
+            rank.device.fill(&stream, came.view_mut(), 0xFF).unwrap();
+            let launch = || graph.launch(&stream).unwrap();
+            if firsts[me] {
+                launch();
+            }
+            let ended = begin(rank, &other, &rank.stream, case).unwrap();
+            if !firsts[me] {
+                launch();
+            }
+            ended(rank);
+            stream.sync(AMPLE).unwrap();
+            assert_bits(&rank.raw(came.view()), &messages[from], dtype, "a message");
+        }
+        rank.meet();
+    });
+}
+
 pub(super) fn add(suite: &mut Suite) {
     // Where ranks share a GPU, a peer is what tiles may be beside.
     let own_gpus = suite.backend().differs();
@@ -181,5 +236,6 @@ pub(super) fn add(suite: &mut Suite) {
     if own_gpus {
         suite.add_from(2, "gather_linear/tiles/one_stream", one_stream);
         suite.add_from(2, "gather_linear/tiles/two_streams", two_streams);
+        suite.add_from(2, "gather_linear/tiles/beside_messages", beside_messages);
     }
 }
