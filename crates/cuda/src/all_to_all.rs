@@ -47,7 +47,7 @@ impl CudaComm {
             .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
                 let (own, target) = (message(me, false), message(me, true));
                 job.moves(&[(target.address, own.address, own.bytes)])?;
-                job.messages(&list, job.core.blocks_each())
+                job.messages(&list)
             })?;
         Ok(plan)
     }

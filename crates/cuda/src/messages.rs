@@ -56,6 +56,11 @@ pub(crate) fn blocks_each(size: usize, sharing: usize) -> u32 {
     [BLOCKS_EACH, 2].into_iter().find(fits).unwrap_or(1)
 }
 
+/// Bytes of the longest.
+fn longest(list: &[Message]) -> usize {
+    list.iter().map(|message| message.bytes).max().unwrap_or(0)
+}
+
 /// Blocks for each of a few messages, of which the longest has so many bytes.
 fn blocks_alone(bytes: usize, most: u32) -> u32 {
     let of_block = PACKET.0 * MESSAGE_THREADS as usize;
@@ -68,18 +73,19 @@ impl Core {
         self.exchanging.blocks() * self.in_a_place(MESSAGE_THREADS)
     }
 
-    /// Blocks for each of so many messages, all of a call, of which the longest has so many bytes. Ranks need not have the same number.
-    fn blocks_alone(&self, lane: &Lane, messages: u32, longest: usize) -> u32 {
-        let budget = self.config.sm_budget.map_or(u32::MAX, u32::from) / MOST_ALONE;
-        let narrow = blocks_alone(longest, budget.clamp(1, BLOCKS_ALONE));
-        let places = self.message_places() / MOST_ALONE;
-        let wide = blocks_alone(longest, budget.min(places).clamp(1, BLOCKS_WIDE));
+    /// Blocks for each of these messages, all of a call: `narrow`, or more where there is room. Ranks need not have the same number.
+    fn blocks_of(&self, lane: &Lane, list: &[Message], narrow: u32) -> u32 {
+        let messages = (list.len() as u32).max(MOST_ALONE);
+        let budget = self.config.sm_budget.map_or(u32::MAX, u32::from) / messages;
+        let places = self.message_places() / messages;
+        let wide = blocks_alone(longest(list), budget.min(places).clamp(1, BLOCKS_WIDE));
         // The hook has desks for no more than have places in any case.
         if wide <= narrow || self.memory.desk.is_some() || !self.is_far_from_tiles(lane) {
             return narrow;
         }
         // Whoever comes to have tiles finds this, or is found here.
-        self.widest.fetch_max(wide * messages, Ordering::SeqCst);
+        self.widest
+            .fetch_max(wide * list.len() as u32, Ordering::SeqCst);
         match self.is_far_from_tiles(lane) {
             true => wide,
             false => narrow,
@@ -93,13 +99,16 @@ impl Core {
 }
 
 impl Job<'_> {
-    /// Enqueues messages behind the steps so far, each carried by `blocks` blocks; both sides must say the same. In a call that
-    /// all ranks make, a sender waits until its messages were read: so it hears of a receiver that wanted something else.
-    pub(crate) fn messages(&mut self, list: &[Message], blocks: u32) -> Result<()> {
+    /// Enqueues messages behind the steps so far. In a call that all ranks make, a sender waits until its messages were read: so it hears of a
+    /// receiver that wanted something else.
+    pub(crate) fn messages(&mut self, list: &[Message]) -> Result<()> {
         self.steps_now()?;
         if list.is_empty() {
             return Ok(());
         }
+        let blocks = self
+            .core
+            .blocks_of(self.lane, list, self.core.blocks_each());
         let parameters = self.messages_parameters(list, blocks)?;
         let shape = Launch::grid(blocks * list.len() as u32, MESSAGE_THREADS);
         self.launch_messages(shape, parameters)
@@ -115,8 +124,9 @@ impl Job<'_> {
             self.steps_now()?;
         }
         let moved = list.iter().filter(|message| !message.receives);
-        let longest = list.iter().map(|message| message.bytes).max().unwrap_or(0);
-        let blocks = core.blocks_alone(self.lane, list.len() as u32, longest);
+        let budget = core.config.sm_budget.map_or(u32::MAX, u32::from) / MOST_ALONE;
+        let narrow = blocks_alone(longest(list), budget.clamp(1, BLOCKS_ALONE));
+        let blocks = core.blocks_of(self.lane, list, narrow);
         let all = blocks * list.len() as u32;
         let both_fit = core.overtakes && 2 * all <= core.message_places();
         let parameters = MessagesParams {

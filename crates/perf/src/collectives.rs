@@ -1,4 +1,4 @@
-//! Collectives beside NCCL's, over sizes: all-reduce, all-gather, reduce-scatter and broadcast.
+//! Collectives beside NCCL's, over sizes: all-reduce, all-gather, reduce-scatter, broadcast and all-to-all.
 
 mod case;
 mod chain;
@@ -98,6 +98,12 @@ pub struct Broadcast {
     options: Options,
 }
 
+#[derive(Clone, Debug, Args)]
+pub struct AllToAll {
+    #[command(flatten)]
+    options: Options,
+}
+
 /// One collective, as it was asked for.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked<'a> {
@@ -164,6 +170,12 @@ impl Broadcast {
             in_place: true,
             ..Asked::plain(&self.options, Which::Broadcast)
         }
+    }
+}
+
+impl AllToAll {
+    pub fn asked(&self) -> Asked<'_> {
+        Asked::plain(&self.options, Which::AllToAll)
     }
 }
 
@@ -250,6 +262,7 @@ mod tests {
         AllGather(AllGather),
         ReduceScatter(ReduceScatter),
         Broadcast(Broadcast),
+        AllToAll(AllToAll),
     }
 
     fn read(line: &str) -> Result<Line, clap::Error> {
@@ -310,8 +323,13 @@ mod tests {
             panic!("another collective");
         };
         assert!(broadcast.asked().in_place);
+        let Ok(Line::AllToAll(exchange)) = read("all-to-all -e 64M") else {
+            panic!("another collective");
+        };
+        assert!(exchange.asked().which == Which::AllToAll && !exchange.asked().in_place);
         for wrong in [
             "broadcast --in-place",
+            "all-to-all --in-place",
             "all-gather --op sum",
             "reduce-scatter --chain",
             "reduce-scatter -a two-shot",

@@ -75,6 +75,8 @@ enum Operation {
     ReduceScatter(collectives::ReduceScatter),
     /// Every rank gets rank 0's data
     Broadcast(collectives::Broadcast),
+    /// Every rank gets a part of every rank's data
+    AllToAll(collectives::AllToAll),
     /// Every rank of several machines gets the reduction of all inputs, beside NCCL's over all ranks at once
     Hierarchical(hierarchical::Hierarchical),
     /// A block of a transformer, of brigade-candle's layers, beside candle's own with NCCL
@@ -233,6 +235,7 @@ fn main() -> ExitCode {
         Operation::AllGather(c) => collective(&c.asked()),
         Operation::ReduceScatter(c) => collective(&c.asked()),
         Operation::Broadcast(c) => collective(&c.asked()),
+        Operation::AllToAll(c) => collective(&c.asked()),
         Operation::Hierarchical(h) => hierarchical::start(h),
         #[cfg(feature = "candle")]
         Operation::Block(b) => b.common.run(|r| block::run(b, r)),

@@ -13,8 +13,8 @@ use crate::{
 };
 use anyhow::{Context as _, Result};
 use brigade::{
-    AllGatherParams, AllReduceParams, Allocate, BroadcastParams, Buffer, Call, Comm, MemoryType,
-    Plan, Queues, Reason, ReduceScatterParams, SumOrder, cuda::NcclComm,
+    AllGatherParams, AllReduceParams, AllToAllParams, Allocate, BroadcastParams, Buffer, Call,
+    Comm, MemoryType, Plan, Queues, Reason, ReduceScatterParams, SumOrder, cuda::NcclComm,
 };
 
 /// What was measured of a size.
@@ -83,7 +83,9 @@ impl<'a> Case<'a> {
         let own = || whole.slice(rank.number() * share, share);
         let (input, output) = match (asked.which, asked.in_place) {
             (Which::AllReduce | Which::Broadcast, true) => (whole.clone(), whole),
-            (Which::AllReduce | Which::Broadcast, false) => (new(all)?, whole),
+            (Which::AllReduce | Which::Broadcast, false) | (Which::AllToAll, _) => {
+                (new(all)?, whole)
+            }
             (Which::AllGather, true) => (own()?, whole),
             (Which::AllGather, false) => (new(share)?, whole),
             (Which::ReduceScatter, true) => (whole.clone(), own()?),
@@ -143,6 +145,7 @@ impl<'a> Case<'a> {
                 dtype,
                 root: ROOT,
             },
+            Which::AllToAll => Call::AllToAll { row_len: 1, dtype },
         }
     }
 
@@ -180,6 +183,12 @@ impl<'a> Case<'a> {
                     data: output.view_mut(),
                     root: ROOT,
                 }),
+                Which::AllToAll => lease.all_to_all(AllToAllParams {
+                    from: input.view(),
+                    send_rows: &rows,
+                    to: output.view_mut(),
+                    recv_rows: &rows,
+                }),
             }
             .map(drop)
         }
@@ -189,11 +198,22 @@ impl<'a> Case<'a> {
     fn nccl(&self, nccl: &'a NcclComm) -> impl FnMut() -> brigade::Result<()> + use<'a> {
         let (on, which, op) = (&self.rank.on, self.asked.which, self.asked.op.reduction());
         let (input, mut output) = (self.input.clone(), self.output.clone());
+        let (size, share) = (self.rank.size(), self.extent.share);
         move || match which {
             Which::AllReduce => nccl.all_reduce(on, input.view(), output.view_mut(), op),
             Which::AllGather => nccl.all_gather(on, input.view(), output.view_mut()),
             Which::ReduceScatter => nccl.reduce_scatter(on, input.view(), output.view_mut(), op),
             Which::Broadcast => nccl.broadcast(on, output.view_mut(), ROOT),
+            // As nccl-tests has it, to and from itself too.
+            Which::AllToAll => {
+                let shares = |of: &Buffer| -> brigade::Result<Vec<Buffer>> {
+                    (0..size).map(|r| of.slice(r * share, share)).collect()
+                };
+                let (from, mut to) = (shares(&input)?, shares(&output)?);
+                let from: Vec<_> = from.iter().map(Buffer::view).zip(0..).collect();
+                let mut to: Vec<_> = to.iter_mut().map(Buffer::view_mut).zip(0..).collect();
+                nccl.exchange(on, &from, &mut to)
+            }
         }
     }
 
@@ -251,7 +271,7 @@ impl<'a> Case<'a> {
         if let Some(nccl) = &self.rank.nccl {
             let closeness = match self.asked.which {
                 Which::AllReduce | Which::ReduceScatter => Closeness::Rounded,
-                Which::AllGather | Which::Broadcast => Closeness::Exact,
+                Which::AllGather | Which::Broadcast | Which::AllToAll => Closeness::Exact,
             };
             self.check("NCCL", closeness, self.nccl(nccl))?;
         }

@@ -108,6 +108,11 @@ impl Inputs {
                 each.map(|n| Repeated::new(n.clone(), 0, share)).collect()
             }
             Which::Broadcast => vec![Repeated::new(self.numbers[ROOT].clone(), 0, all)],
+            Which::AllToAll => {
+                let each = self.numbers.iter();
+                each.map(|n| Repeated::new(n.clone(), rank * share, share))
+                    .collect()
+            }
         }
     }
 
@@ -248,11 +253,13 @@ mod tests {
             want(Which::Broadcast, 2, 20),
             Some(inputs.numbers[ROOT][20])
         );
+        assert_eq!(want(Which::AllToAll, 1, 20), Some(inputs.numbers[2][12]));
         for (which, elements) in [
             (Which::AllReduce, 24),
             (Which::ReduceScatter, 8),
             (Which::AllGather, 24),
             (Which::Broadcast, 24),
+            (Which::AllToAll, 24),
         ] {
             assert!(want(which, 1, elements - 1).is_some());
             assert_eq!(want(which, 1, elements), None);

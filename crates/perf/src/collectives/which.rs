@@ -6,13 +6,14 @@ use crate::float::Float;
 use anyhow::{Result, ensure};
 
 /// The bytes of a row are those of the larger of a rank's two buffers, whatever the collective: of all-reduce and broadcast the
-/// buffer that every rank has, of all-gather the rows of all ranks that come out, of reduce-scatter those that go in.
+/// buffer that every rank has, of all-gather the rows of all ranks that come out, of reduce-scatter those that go in, of all-to-all either.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
     AllReduce,
     AllGather,
     ReduceScatter,
     Broadcast,
+    AllToAll,
 }
 
 /// How much a rank has of a row's bytes, in elements.
@@ -34,7 +35,7 @@ impl Which {
         let others = (ranks - 1) as f64 / ranks as f64;
         match self {
             Self::AllReduce => 2.0 * others,
-            Self::AllGather | Self::ReduceScatter => others,
+            Self::AllGather | Self::ReduceScatter | Self::AllToAll => others,
             Self::Broadcast => 1.0,
         }
     }
@@ -46,7 +47,7 @@ impl Which {
                 let all = bytes / float.bytes();
                 Extent { all, share: all }
             }
-            Self::AllGather | Self::ReduceScatter => {
+            Self::AllGather | Self::ReduceScatter | Self::AllToAll => {
                 let share = bytes / ranks / ALIGN_BYTES * ALIGN_BYTES / float.bytes();
                 Extent {
                     all: share * ranks,
@@ -65,7 +66,7 @@ impl Which {
     fn least(self, float: Float, ranks: usize) -> usize {
         match self {
             Self::AllReduce | Self::Broadcast => float.bytes(),
-            Self::AllGather | Self::ReduceScatter => ranks * ALIGN_BYTES,
+            Self::AllGather | Self::ReduceScatter | Self::AllToAll => ranks * ALIGN_BYTES,
         }
     }
 }
@@ -79,19 +80,20 @@ pub fn gb_per_s(bytes: usize, us: f64) -> f64 {
 mod tests {
     use super::*;
 
-    const ALL: [Which; 4] = [
+    const ALL: [Which; 5] = [
         Which::AllReduce,
         Which::AllGather,
         Which::ReduceScatter,
         Which::Broadcast,
+        Which::AllToAll,
     ];
 
     #[test]
     fn bus_factors_are_those_of_nccl_tests() {
         let of = |ranks| ALL.map(|w| w.bus_factor(ranks));
-        assert_eq!(of(2), [1.0, 0.5, 0.5, 1.0]);
-        assert_eq!(of(4), [1.5, 0.75, 0.75, 1.0]);
-        assert_eq!(of(8), [1.75, 0.875, 0.875, 1.0]);
+        assert_eq!(of(2), [1.0, 0.5, 0.5, 1.0, 0.5]);
+        assert_eq!(of(4), [1.5, 0.75, 0.75, 1.0, 0.75]);
+        assert_eq!(of(8), [1.75, 0.875, 0.875, 1.0, 0.875]);
         // 1 MB in 10 us are 100 GB/s.
         assert!((gb_per_s(1_000_000, 10.0) - 100.0).abs() < 1e-9);
     }
