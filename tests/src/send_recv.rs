@@ -8,7 +8,9 @@ use crate::{
     gather_linear::config,
     suite::{Suite, World},
 };
-use brigade_device::{DataType, FaultKind, RecvParams, Result, SendParams};
+use brigade_device::{
+    AllToAllParams, CommConfig, DataType, FaultKind, RecvParams, Result, SendParams,
+};
 use rand::Rng;
 
 /// Lengths below and above a slot of the receiver, and many times that.
@@ -138,6 +140,45 @@ fn eager(world: &World) {
                 let came = receive(rank, from, dtype, len).unwrap();
                 assert_bits(&came, &parts[from], dtype, "eager");
             }
+        }
+    });
+}
+
+/// Long messages through slots that hold much of them, of another length from each rank, and parts for all ranks: both ends may carry one with
+/// different numbers of blocks.
+fn long(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let of_rank = |r: usize| 1 + r % 3;
+    let parts: Vec<_> = (0..size)
+        .map(|r| noise(&mut rng, 700_001 * of_rank(r)))
+        .collect();
+    let rows: Vec<usize> = (0..size).map(|r| 100_003 * of_rank(r)).collect();
+    let all: usize = rows.iter().sum();
+    let shares: Vec<_> = (0..size).map(|_| noise(&mut rng, all)).collect();
+    let large_slots = CommConfig {
+        message_bytes: 4 << 20,
+        ..config()
+    };
+    world.run(&large_slots, move |rank| {
+        let (me, dtype) = (rank.rank, DataType::U8);
+        let (to, from) = ((me + 1) % size, (me + size - 1) % size);
+        let sent = rank.upload_bytes(dtype, &[all], &shares[me]);
+        let before: usize = rows[..me].iter().sum();
+        let mine = shares.iter().map(|s| &s[before..before + rows[me]]);
+        let want = mine.collect::<Vec<_>>().concat();
+        for _ in 0..3 {
+            let came = swap(rank, dtype, (to, &parts[me]), (from, parts[from].len())).unwrap();
+            assert_bits(&came, &parts[from], dtype, "a long message");
+            let mut came = rank.poisoned(dtype, &[want.len()]);
+            let result = rank.lease().all_to_all(AllToAllParams {
+                from: sent.view(),
+                send_rows: &rows,
+                to: came.view_mut(),
+                recv_rows: &vec![rows[me]; size],
+            });
+            rank.settle(result.map(drop)).unwrap();
+            assert_bits(&rank.raw(came.view()), &want, dtype, "long parts");
         }
     });
 }
@@ -357,6 +398,7 @@ pub fn add(suite: &mut Suite) {
     suite.add_from(2, "send_recv/at_once", at_once);
     suite.add_from(2, "send_recv/one_after_the_other", one_after_the_other);
     suite.add_from(2, "send_recv/eager", eager);
+    suite.add_from(2, "send_recv/long", long);
     suite.add_from(2, "send_recv/in_place", in_place);
     suite.add_from(2, "send_recv/mismatch", mismatch);
     suite.add_from(2, "send_recv/alone", alone);

@@ -129,6 +129,8 @@ impl CudaComm {
         if p.batch_invariant {
             self.gpu().check_batch_invariant(&operands)?;
         }
+        // Before it is asked who waits on other streams: long messages look for tiles there.
+        self.core.note(lane);
         let tiles = self.core.tiles(&mut plan, p.choice, &operands, 1, lane)?;
         let Some(rows) = self.reserve(linear_call, &p.chunk)? else {
             return Err(Error::invalid(

@@ -71,6 +71,8 @@ impl CudaComm {
         if p.batch_invariant {
             self.gpu().check_batch_invariant(&operands)?;
         }
+        // Before it is asked who waits on other streams: long messages look for tiles there.
+        self.core.note(lane);
         let tiles = self
             .core
             .tiles(&mut plan, p.choice, &operands, tiled_pieces, lane)?;

@@ -10,7 +10,7 @@ use crate::{
     steps::{Counters, Use},
     types,
 };
-use brigade_device::{DataType, Error, Reason, Result};
+use brigade_device::{DataType, Device, Error, Reason, Result};
 use brigade_kernels::{MESSAGE_THREADS, MOST_MESSAGES, MessagesParams};
 use brigade_plan::MAX_PIECES;
 use brigade_sync::{Area, Half};
@@ -68,6 +68,16 @@ fn blocks_alone(bytes: usize, most: u32) -> u32 {
 }
 
 impl Core {
+    /// Bytes of a slot.
+    fn slot_bytes(&self) -> usize {
+        self.control.layout().half_bytes(Area::Mail) / (SLOTS * self.size())
+    }
+
+    /// Bytes of a message that a slot holds.
+    fn piece_bytes(&self) -> usize {
+        self.slot_bytes() / PACKET.1 * PACKET.0
+    }
+
     /// Places for blocks of messages.
     fn message_places(&self) -> u32 {
         self.exchanging.blocks() * self.in_a_place(MESSAGE_THREADS)
@@ -77,8 +87,13 @@ impl Core {
     fn blocks_of(&self, lane: &Lane, list: &[Message], narrow: u32) -> u32 {
         let messages = (list.len() as u32).max(MOST_ALONE);
         let budget = self.config.sm_budget.map_or(u32::MAX, u32::from) / messages;
-        let places = self.message_places() / messages;
-        let wide = blocks_alone(longest(list), budget.min(places).clamp(1, BLOCKS_WIDE));
+        // Half of the multiprocessors are left to others, whose tiles leave as many free from then on.
+        let places = self
+            .message_places()
+            .min(u32::from(self.device.info().sms) / 2)
+            / messages;
+        let most = budget.min(places).clamp(1, BLOCKS_WIDE);
+        let wide = blocks_alone(longest(list).min(self.piece_bytes()), most);
         // The hook has desks for no more than have places in any case.
         if wide <= narrow || self.memory.desk.is_some() || !self.is_far_from_tiles(lane) {
             return narrow;
@@ -128,7 +143,8 @@ impl Job<'_> {
         let narrow = blocks_alone(longest(list), budget.clamp(1, BLOCKS_ALONE));
         let blocks = core.blocks_of(self.lane, list, narrow);
         let all = blocks * list.len() as u32;
-        let both_fit = core.overtakes && 2 * all <= core.message_places();
+        // Of as many as have places in any case: tiles elsewhere leave room for one launch.
+        let both_fit = core.overtakes && blocks == narrow && 2 * all <= core.message_places();
         let parameters = MessagesParams {
             alone: 1,
             lets_next: u32::from(both_fit),
@@ -165,13 +181,12 @@ impl Job<'_> {
             half: Half::of(n),
         };
         let (slots, next) = (core.data_offset(half(0)), core.data_offset(half(1)));
-        let slot_bytes = layout.half_bytes(Area::Mail) / (SLOTS * core.size());
         let mut parameters = MessagesParams {
             desk: core.memory.desk(Asker::Messages),
             slots: slots as u64,
             half_bytes: (next - slots) as u64,
-            slot_bytes: slot_bytes as u64,
-            piece_bytes: (slot_bytes / PACKET.1 * PACKET.0) as u64,
+            slot_bytes: core.slot_bytes() as u64,
+            piece_bytes: core.piece_bytes() as u64,
             call_signature: self.kind.signature,
             ring: layout.ring(Area::Mail).base as u32,
             pieces: u32::from(MAX_PIECES),

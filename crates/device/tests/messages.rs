@@ -53,6 +53,13 @@ fn shapes_buffers_and_configurations() {
             },
         ),
         (
+            "slots",
+            CommConfig {
+                message_bytes: 4095,
+                ..config()
+            },
+        ),
+        (
             "three entries",
             CommConfig {
                 fifo_depth: Some(3),

@@ -186,6 +186,7 @@ fn beside_messages(world: &World) {
     let without_tiles = CommConfig {
         gather_bytes: 0,
         reduce_scatter_bytes: 0,
+        message_bytes: 4 << 20,
         ..config()
     };
     world.run(&without_tiles, move |rank| {
