@@ -44,6 +44,8 @@ pub struct Engines {
     pub pushes_rows: bool,
     /// Whether rows of [`Transport::InPlace`](brigade_device::Transport::InPlace) are never copied. A device where they are gives the same.
     pub rows_in_place: bool,
+    /// Whether an all-to-all is messages, which pass through slots of their own, instead of the scratch memory.
+    pub sends_parts: bool,
     /// Workers that carry a message between two ranks: four, or fewer where ranks share what these run on.
     pub channels: u8,
     /// Most queues from one rank to another, up to [`MOST_CHANNELS`](crate::fifo::MOST_CHANNELS).
@@ -68,6 +70,7 @@ impl Engines {
             dispatches: true,
             pushes_rows: true,
             rows_in_place: false,
+            sends_parts: false,
             channels: 4,
             queues: 4,
         }
@@ -81,6 +84,7 @@ impl Engines {
             one_shot_push: pushes,
             two_shot_push: pushes,
             pushes_parts: true,
+            sends_parts: true,
             norms: pushes,
             pushes_rows: pushes,
             rows_in_place: true,
@@ -145,6 +149,7 @@ impl Engines {
             self.dispatches,
             self.pushes_rows,
             self.rows_in_place,
+            self.sends_parts,
         ];
         let numbers = u32::from(self.queues) << 8 | u32::from(self.channels);
         has.into_iter()

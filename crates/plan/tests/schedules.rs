@@ -3,7 +3,7 @@
 mod common;
 
 use brigade_device::*;
-use brigade_plan::{Table, moved, plan, ring, rows};
+use brigade_plan::{Engines, Table, moved, plan, ring, rows};
 use common::topology;
 use proptest::prelude::*;
 use std::collections::VecDeque;
@@ -191,6 +191,23 @@ proptest! {
         let need = |p: usize| (p * dtype.bytes()).next_multiple_of(64) + p * output.bytes();
         prop_assert!(need(piece_elements) <= scratch_bytes);
         prop_assert!(need(piece_elements + 1) > scratch_bytes);
+    }
+
+    #[test]
+    fn pieces_of_messages_are_what_a_slot_holds(message_bytes in 4096..200_000usize, size in 1..=1024usize) {
+        let mut topology = topology(0, size);
+        topology.engines = Engines::cuda(false, false);
+        topology.config.message_bytes = message_bytes;
+        // Nothing passes through it.
+        topology.config.scratch_bytes = 4096;
+        let call = Call::AllToAll { row_len: 1, dtype: DataType::BF16 };
+        let Ok(Plan::Copy { piece_elements, .. }) = plan(&call, &topology, &Table::host()) else {
+            panic!("an all-to-all of {size} ranks");
+        };
+        let piece = piece_elements * DataType::BF16.bytes();
+        prop_assert!(piece > 0 && piece.is_multiple_of(64));
+        let share = message_bytes / size;
+        prop_assert!(piece >= share && piece <= (share + 63).max(64));
     }
 
     #[test]
