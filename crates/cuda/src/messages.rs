@@ -83,16 +83,20 @@ impl Core {
         self.exchanging.blocks() * self.in_a_place(MESSAGE_THREADS)
     }
 
+    /// Blocks that the budget has for each of so many messages.
+    fn budget_for(&self, messages: u32) -> u32 {
+        self.config.sm_budget.map_or(u32::MAX, u32::from) / messages
+    }
+
     /// Blocks for each of these messages, all of a call: `narrow`, or more where there is room. Ranks need not have the same number.
     fn blocks_of(&self, lane: &Lane, list: &[Message], narrow: u32) -> u32 {
         let messages = (list.len() as u32).max(MOST_ALONE);
-        let budget = self.config.sm_budget.map_or(u32::MAX, u32::from) / messages;
         // Half of the multiprocessors are left to others, whose tiles leave as many free from then on.
         let places = self
             .message_places()
             .min(u32::from(self.device.info().sms) / 2)
             / messages;
-        let most = budget.min(places).clamp(1, BLOCKS_WIDE);
+        let most = self.budget_for(messages).min(places).clamp(1, BLOCKS_WIDE);
         let wide = blocks_alone(longest(list).min(self.piece_bytes()), most);
         // The hook has desks for no more than have places in any case.
         if wide <= narrow || self.memory.desk.is_some() || !self.is_far_from_tiles(lane) {
@@ -139,8 +143,8 @@ impl Job<'_> {
             self.steps_now()?;
         }
         let moved = list.iter().filter(|message| !message.receives);
-        let budget = core.config.sm_budget.map_or(u32::MAX, u32::from) / MOST_ALONE;
-        let narrow = blocks_alone(longest(list), budget.clamp(1, BLOCKS_ALONE));
+        let most = core.budget_for(MOST_ALONE).clamp(1, BLOCKS_ALONE);
+        let narrow = blocks_alone(longest(list), most);
         let blocks = core.blocks_of(self.lane, list, narrow);
         let all = blocks * list.len() as u32;
         // Of as many as have places in any case: tiles elsewhere leave room for one launch.
