@@ -71,8 +71,8 @@ __device__ __noinline__ Answer consult(const P& p, uint32_t signature, uint64_t 
 
 // Waits as one thread, for the block. The hook is asked about the piece, in the block's slot: before a guard (STEP_CREDIT), and behind a flag that
 // tells of data (STEP_WAIT). False if the group was stopped.
-template <typename P>
-__device__ inline bool wait_for(const P& p, const Group& g, uint64_t op, uint64_t epoch, Waiting w, bool& failed) {
+template <typename P, typename G>
+__device__ inline bool wait_for(const P& p, const G& g, uint64_t op, uint64_t epoch, Waiting w, bool& failed) {
   if (threadIdx.x == 0) {
     const auto heard = [&](uint64_t at) {
       const bool asks = g.desk != 0 && op == at;

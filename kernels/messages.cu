@@ -3,6 +3,10 @@
 // hears of it; between data and flag no order is needed. Whoever takes a packet leaves its place empty, and the credit for a piece goes back
 // when the receiver's last block has taken its share. That for the last piece of a message goes back with the next message from there, in a
 // kernel behind this one: so no fence is waited for at the end of a message. Three pieces more can be on their way until then.
+//
+// A call of all ranks is a message to and from every peer, and a copy of what a rank has for itself. Its arrival is told beside them, and its end is
+// that of the messages: nobody can be two calls ahead of a rank whose message it has not had.
+#include "copy.cuh"
 #include "escaped.cuh"
 
 namespace brigade {
@@ -21,6 +25,9 @@ __device__ __forceinline__ bool receives_of(const MessagesParams& p, uint32_t me
 
 __device__ __forceinline__ uint32_t peer_of_message(const MessagesParams& p, uint32_t message) { return p.peer[message] % 256; }
 
+// What this rank has for itself.
+__device__ __forceinline__ bool is_own(const MessagesParams& p, uint32_t message) { return peer_of_message(p, message) == p.rank; }
+
 __device__ __forceinline__ uint64_t pieces_of(const MessagesParams& p, uint32_t message) {
   // A division of 64 bits takes long.
   return p.bytes[message] <= p.piece_bytes ? 1 : (p.bytes[message] + p.piece_bytes - 1) / p.piece_bytes;
@@ -38,6 +45,19 @@ struct Counted {
 __device__ __forceinline__ Counted* counted_of(const MessagesParams& p, const Group& g, uint32_t message) {
   const uint32_t which = (receives_of(p, message) ? p.size : 0) + peer_of_message(p, message);
   return reinterpret_cast<Counted*>(g.counter(p.counters + 2 * which));
+}
+
+// In a place that no peer needs: of `taken`, blocks of a call of all ranks that have read which one it is.
+__device__ __forceinline__ Counted* counted_of_calls(const MessagesParams& p, const Group& g) {
+  return reinterpret_cast<Counted*>(g.counter(p.counters + 2 * p.rank));
+}
+
+// This rank's arrival in a call of all ranks. Blocks read it from counters before it is counted there.
+__shared__ uint64_t arrival;
+
+__device__ __forceinline__ Exchange call_of(const MessagesParams& p) {
+  const Group g = group_of(p, p.call_signature);
+  return {g, arrival, g.started_ns()};
 }
 
 // Piece `n` between this rank and a peer.
@@ -164,7 +184,7 @@ __device__ __forceinline__ Waiting credit_of(const MessagesParams& p, const Grou
 }
 
 // What is the matter with a piece that is not there.
-__device__ inline Waiting diagnose(const MessagesParams& p, const Group& g, uint32_t message, uint64_t n, bool far) {
+__device__ inline Waiting diagnose(const MessagesParams& p, const Exchange& g, uint32_t message, uint64_t n, bool far) {
   Waiting w = arrival_of(p, g, message, n);
   w.uncounted = true;
   w.looks = (far ? long_glance : glance) - 1;
@@ -190,12 +210,12 @@ __device__ inline Waiting diagnose(const MessagesParams& p, const Group& g, uint
 
 // Now and then, while a piece is waited for. The host is far away.
 __device__ __noinline__ bool is_hope(const MessagesParams& p, uint32_t message, uint64_t n, bool far) {
-  return diagnose(p, group_of(p, p.call_signature), message, n, far).end == End::going_on;
+  return diagnose(p, call_of(p), message, n, far).end == End::going_on;
 }
 
 // There is none: leaves a record, if nobody else has, and stops the group. False if there is hope again.
 __device__ __noinline__ bool give_up_on(const MessagesParams& p, uint32_t message, uint64_t n) {
-  const Group g = group_of(p, p.call_signature);
+  const Exchange g = call_of(p);
   const Waiting w = diagnose(p, g, message, n, true);
   if (w.end == End::going_on) return false;
   give_up(g, w);
@@ -256,10 +276,10 @@ __device__ __forceinline__ bool is_credited(const MessagesParams& p, const Group
 // reference but the parameters, and is not inlined, so that what is usual is short.
 __device__ __noinline__ bool wait_long(const MessagesParams& p, uint32_t message, uint64_t op, uint64_t n) {
   __shared__ bool failed;
-  const Group g = group_of(p, p.call_signature);
+  const Exchange g = call_of(p);
   // A credit is asked about as part of the piece that it is waited for.
-  const uint64_t epoch = op == STEP_CREDIT ? (n + most_pieces) / 2 + 1 : op == STEP_WAIT ? n / 2 + 1 : 0;
-  const bool well = wait_for(p, g, op, epoch, op == STEP_WAIT ? arrival_of(p, g, message, n) : credit_of(p, g, message, n), failed);
+  const uint64_t epoch = (op == STEP_CREDIT ? n + most_pieces : n) / 2 + 1;
+  const bool well = wait_for(p, g, op, epoch, op == STEP_CREDIT ? credit_of(p, g, message, n) : arrival_of(p, g, message, n), failed);
   // All have read it before the next wait.
   __syncthreads();
   return well;
@@ -357,6 +377,34 @@ __device__ __forceinline__ void count(const MessagesParams& p, const Group& g, u
   if (first) counted->pieces[(use + 1) % 2] = pieces;
 }
 
+// The share of a block of what this rank has for itself. Nobody copies for long beside whoever poisons.
+__device__ __noinline__ bool copy_own(const MessagesParams& p, uint32_t message) {
+  const Group g = group_of(p, p.call_signature);
+  for (uint64_t at = 0; at < p.bytes[message]; at += p.piece_bytes) {
+    if (is_stopped(g)) return false;
+    const uint64_t left = p.bytes[message] - at;
+    copy_bytes(p.local[message] + at, p.own + at, left < p.piece_bytes ? left : p.piece_bytes, first_packet(p), p.blocks * blockDim.x);
+  }
+  return true;
+}
+
+// Whether all blocks have read which call this is, the last of them this one.
+__device__ __forceinline__ bool is_last_to_read(const MessagesParams& p, const Group& g) {
+  return atomicAdd(reinterpret_cast<unsigned long long*>(&counted_of_calls(p, g)->taken), 1ull) + 1 == gridDim.x;
+}
+
+// Tells each peer which call this is, by a thread of the first block for each.
+__device__ __forceinline__ void announce(const MessagesParams& p) {
+  const Exchange g = call_of(p);
+  if (threadIdx.x < p.size && threadIdx.x != p.rank) store_relaxed_sys(g.word(threadIdx.x, g.arrivals() + p.rank), arrival);
+}
+
+// The next call is another.
+__device__ __forceinline__ void count_call(const MessagesParams& p, const Group& g) {
+  counted_of_calls(p, g)->taken = 0;
+  add(g.counter(0), 1);
+}
+
 // Two blocks find room on a multiprocessor, so that the groups of many ranks do.
 extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
     brigade_messages(const __grid_constant__ MessagesParams p) {
@@ -371,29 +419,34 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
   uint4 v[Each] = {};
   const auto piece = [&](uint64_t i) { return Piece(p, message, before + i, p.local[message] + i * p.piece_bytes); };
   if (!receives) load(Piece(p, message, 0, p.local[message]), first_packet(p), v);
+  bool counts_call = false;
   if (threadIdx.x == 0) {
     const Counted* counted = counted_of(p, g, message);
     const uint64_t even = read_word(&counted->pieces[0]), odd = read_word(&counted->pieces[1]), use = read_word(&counted->uses) >> USE_BITS;
+    const uint64_t calls = read_word(g.counter(0)), pushed = read_word(g.state + STATE_USES) >> USE_BITS;
     failed = is_stopped(g);
     before = use % 2 == 0 ? even : odd;
+    arrival = g.flag(calls + pushed + p.arrives);
     // Each block says so: the last, but a little later than the first.
-    if (p.alone != 0) g.state[STATE_STARTED] = globaltimer_ns();
+    g.state[STATE_STARTED] = globaltimer_ns();
     if (failed) say_stopped(g.report, g.generation());
     // Where there is a hook, it is asked first.
     credited = !receives && g.desk == 0 && is_credited(p, g, message, before);
-    count(p, g, message, use, before + pieces);
+    if (!is_own(p, message)) count(p, g, message, use, before + pieces);
+    if (p.arrives != 0) counts_call = is_last_to_read(p, g);
   }
   __syncthreads();
+  if (p.arrives != 0 && blockIdx.x == 0) announce(p);
   bool going_on = !failed;
-  // In a call of all ranks a sender waits until its message was read: so it hears of a receiver that wanted something else.
-  const bool prompt = p.collective == MADE_TOGETHER;
-  if (going_on && receives && before > 0 && first_packet(p) == 0) give_back(p, g, message, before - 1);
-  for (uint64_t i = 0; i < pieces && going_on; ++i) {
-    going_on = receives ? receive(p, g, message, piece(i), !prompt && i + 1 == pieces) : send(p, g, message, piece(i), v, i == 0, i == 0 && credited);
+  if (is_own(p, message)) {
+    going_on = going_on && copy_own(p, message);
+  } else {
+    if (going_on && receives && before > 0 && first_packet(p) == 0) give_back(p, g, message, before - 1);
+    for (uint64_t i = 0; i < pieces && going_on; ++i) {
+      going_on = receives ? receive(p, g, message, piece(i), i + 1 == pieces) : send(p, g, message, piece(i), v, i == 0, i == 0 && credited);
+    }
   }
-  // No guard: nothing is written behind it.
-  if (going_on && !receives && prompt) going_on = wait_long(p, message, STEP_MEET, before + pieces - 1);
-  if (p.alone == 0) return;
+  if (counts_call) count_call(p, g);
   if (!going_on) return poison_all(p);
   // To know that no other message fails behind this one would be one more way to memory.
   if (message == p.count - 1 && first_packet(p) == 0) {

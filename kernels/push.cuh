@@ -59,7 +59,7 @@ struct Exchange : Group {
   __device__ uint32_t epoch() const { return unpack(arrived).epoch; }
   __device__ uint32_t arrivals() const { return barrier + (epoch() & 1) * size; }
   __device__ uint64_t started_ns() const { return since_ns; }
-  __device__ bool is_first() const { return epoch() <= 1; }
+  __device__ bool is_first() const { return collective && epoch() <= 1; }
 };
 
 // What is rare is not inlined, takes nothing by reference but the parameters, and so costs the rest no registers and no fetches.

@@ -1,5 +1,5 @@
-//! All-to-all of rows: a message to and from every peer. Each is signed with its count, so that a pair that disagrees is found
-//! before anything is read.
+//! All-to-all of rows: a message to and from every peer, and a copy of what a rank has for itself, in one launch. Each message is signed with
+//! its count, so that a pair that disagrees is found before anything is read.
 
 use crate::{comm::CudaComm, memory::check_reach, messages::Message};
 use brigade_device::{AllToAllParams, Call, PerRank, Plan, Result, Turn, message_signature};
@@ -38,17 +38,17 @@ impl CudaComm {
                 bytes: bytes[peer],
             }
         };
-        let list: Vec<_> = self
+        let mut list: Vec<_> = self
             .core
             .peers()
             .flat_map(|peer| [message(peer, false), message(peer, true)])
             .collect();
-        self.core
-            .collective(turn.stream(), &call, &[&from], Some(&to), |job| {
-                let (own, target) = (message(me, false), message(me, true));
-                job.moves(&[(target.address, own.address, own.bytes)])?;
-                job.messages(&list)
-            })?;
+        list.push(message(me, true));
+        let own = message(me, false).address;
+        let buffers = [&from, &to];
+        self.core.exchange(turn.stream(), &call, &buffers, |job| {
+            job.messages_to_all(&list, own, to.dtype())
+        })?;
         Ok(plan)
     }
 }

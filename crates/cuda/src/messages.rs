@@ -16,7 +16,7 @@ use brigade_plan::MAX_PIECES;
 use brigade_sync::{Area, Half};
 use std::sync::atomic::Ordering;
 
-/// A message to or from a peer.
+/// A message to or from a peer; or, received from this rank, what it has for itself in a call of all ranks.
 pub(crate) struct Message {
     pub(crate) peer: usize,
     pub(crate) receives: bool,
@@ -118,58 +118,73 @@ impl Core {
 }
 
 impl Job<'_> {
-    /// Enqueues messages behind the steps so far. In a call that all ranks make, a sender waits until its messages were read: so it hears of a
-    /// receiver that wanted something else.
-    pub(crate) fn messages(&mut self, list: &[Message]) -> Result<()> {
-        self.steps_now()?;
-        if list.is_empty() {
-            return Ok(());
-        }
-        let blocks = self
-            .core
-            .blocks_of(self.lane, list, self.core.blocks_each());
-        let parameters = self.messages_parameters(list, blocks)?;
-        let shape = Launch::grid(blocks * list.len() as u32, MESSAGE_THREADS);
-        self.launch_messages(shape, parameters)
-    }
-
-    /// A call that is nothing but these messages, in one launch: it begins and counts the call, and poisons what it was to receive, of this
-    /// type, if the group was stopped.
-    pub(crate) fn messages_alone(&mut self, list: &[Message], poison: DataType) -> Result<()> {
-        let core = self.core;
+    /// A call between two ranks that is nothing but these messages, in one launch: it begins and counts the call, and poisons what it was to
+    /// receive, of this type, if the group was stopped.
+    pub(crate) fn messages(&mut self, list: &[Message], poison: DataType) -> Result<()> {
         // Where a hook is asked, it hears of the beginning.
-        if core.memory.desk.is_some() {
+        if self.core.memory.desk.is_some() {
             self.steps.start();
             self.steps_now()?;
         }
-        let moved = list.iter().filter(|message| !message.receives);
-        let most = core.budget_for(MOST_ALONE).clamp(1, BLOCKS_ALONE);
+        self.launch_messages(list, (MOST_ALONE, BLOCKS_ALONE), |p| {
+            p.poison = types::poison_pattern(poison);
+        })
+    }
+
+    /// The same of all ranks: messages to and from every peer, and last what this rank has for itself, at that address. A sender may be
+    /// through before its messages are read: it hears of a receiver that wanted something else in its next call at the latest.
+    pub(crate) fn messages_to_all(
+        &mut self,
+        list: &[Message],
+        own: u64,
+        poison: DataType,
+    ) -> Result<()> {
+        // Where a hook is asked, it hears of the arrival and the end as well.
+        let asked = self.core.memory.desk.is_some();
+        if asked {
+            self.steps.arrive();
+            self.steps_now()?;
+        }
+        let blocks = self.core.blocks_each();
+        self.launch_messages(list, (list.len() as u32, blocks), |p| {
+            p.poison = types::poison_pattern(poison);
+            p.own = own;
+            p.arrives = u32::from(!asked);
+        })?;
+        if asked {
+            self.steps.meet();
+        }
+        Ok(())
+    }
+
+    /// Enqueues a call's messages, of which so many have a share of the budget, and so many blocks in any case. The rest of what the kernel is
+    /// told is `set`.
+    fn launch_messages(
+        &mut self,
+        list: &[Message],
+        (sharing, blocks): (u32, u32),
+        set: impl FnOnce(&mut MessagesParams),
+    ) -> Result<()> {
+        let core = self.core;
+        let most = core.budget_for(sharing).clamp(1, blocks);
         let narrow = blocks_alone(longest(list), most);
         let blocks = core.blocks_of(self.lane, list, narrow);
         let all = blocks * list.len() as u32;
         // Of as many as have places in any case: tiles elsewhere leave room for one launch.
         let both_fit = core.overtakes && blocks == narrow && 2 * all <= core.message_places();
-        let parameters = MessagesParams {
-            alone: 1,
-            lets_next: u32::from(both_fit),
-            moved_bytes: moved.map(|message| message.bytes as u64).sum(),
-            poison: types::poison_pattern(poison),
-            ..self.messages_parameters(list, blocks)?
-        };
+        let mut parameters = self.messages_parameters(list, blocks)?;
+        parameters.lets_next = u32::from(both_fit);
+        set(&mut parameters);
         let shape = Launch {
             programmatic: both_fit,
             ..Launch::grid(all, MESSAGE_THREADS)
         };
-        self.launch_messages(shape, parameters)
-    }
-
-    fn launch_messages(&self, shape: Launch, parameters: MessagesParams) -> Result<()> {
-        let kernel = &self.core.device.opened.kernels.messages;
+        let kernel = &core.device.opened.kernels.messages;
         // SAFETY: the messages lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Error::from)
     }
 
-    fn messages_parameters(&mut self, list: &[Message], blocks: u32) -> Result<MessagesParams> {
+    fn messages_parameters(&self, list: &[Message], blocks: u32) -> Result<MessagesParams> {
         if list.len() > MOST_MESSAGES {
             return Err(Reason::new(
                 "cuda-ranks",
@@ -205,7 +220,7 @@ impl Job<'_> {
             parameters.local[i] = message.address;
             parameters.bytes[i] = message.bytes as u64;
             if !message.receives {
-                self.count_moved(message.bytes);
+                parameters.moved_bytes += message.bytes as u64;
             }
         }
         Ok(parameters)

@@ -171,8 +171,8 @@ impl Core {
         self.set_now(own(told.start), 0, told.len())
     }
 
-    /// A collective call that exchanges by pushing alone: its kernels tell of the arrival, see to it that all are in the same
-    /// call, poison what they give, and count it. Where a hook is asked, it hears of the beginning first.
+    /// A collective call of kernels that tell of the arrival, see to it that all are in the same call, poison what they give, and
+    /// count it: exchanges by pushing, or messages. Where a hook is asked, it hears of the beginning first.
     pub(crate) fn exchange(
         self: &Arc<Self>,
         on: &Stream,

@@ -51,7 +51,7 @@ impl CudaComm {
         let poison = buffers[buffers.len() - 1].dtype();
         self.core
             .pairwise_alone(turn.stream(), signed, buffers, |job| {
-                job.messages_alone(list, poison)
+                job.messages(list, poison)
             })
     }
 }

@@ -419,8 +419,10 @@ parameters! {
         slot_bytes: u64,
         /// Bytes of a message that go through it at once.
         piece_bytes: u64,
-        /// Of a call that is nothing else: bytes that it moves.
+        /// Bytes that the call moves.
         moved_bytes: u64,
+        /// Of a call of all ranks: address of what this rank has for itself.
+        own: u64,
         /// What is poisoned with, 8 bytes.
         poison: u64,
         /// This rank.
@@ -449,9 +451,9 @@ parameters! {
         counters: u32,
         /// Whether the next kernel may begin beside this one.
         lets_next: u32,
-        /// Whether nothing else is part of the call, so that this launch begins and counts it, and poisons what did not come.
-        alone: u32,
-        /// The other rank of each, plus 256 where this rank receives.
+        /// Of a call of all ranks: whether it is told to peers here, and counted.
+        arrives: u32,
+        /// The other rank of each, plus 256 where this rank receives; or this rank, plus 256, of what it has for itself.
         peer: [u32; 32],
         /// What each is signed by.
         signature: [u32; 32],
