@@ -52,12 +52,22 @@ __device__ __forceinline__ Counted* counted_of_calls(const MessagesParams& p, co
   return reinterpret_cast<Counted*>(g.counter(p.counters + 2 * p.rank));
 }
 
-// This rank's arrival in a call of all ranks. Blocks read it from counters before it is counted there.
-__shared__ uint64_t arrival;
+// What a block reads as it begins, a lane each word: the counts of its message, the credits of both halves, whether and in which generation the
+// group was stopped, and the calls of all ranks.
+enum Word : uint32_t { EVEN, ODD, USES, CREDITS, STOP = CREDITS + 2, GENERATION, CALLS, PUSHED, WORDS };
+
+__shared__ uint64_t found[WORDS];
+
+__device__ __forceinline__ uint32_t generation_found() { return uint32_t(found[GENERATION]); }
+
+// This rank's arrival in a call of all ranks, as it was found before anybody counted it.
+__device__ __forceinline__ uint64_t arrival_of_call(const MessagesParams& p) {
+  return pack({generation_found(), p.call_signature, uint32_t(found[CALLS] + (found[PUSHED] >> USE_BITS) + p.arrives)});
+}
 
 __device__ __forceinline__ Exchange call_of(const MessagesParams& p) {
   const Group g = group_of(p, p.call_signature);
-  return {g, arrival, g.started_ns()};
+  return {g, arrival_of_call(p), g.started_ns()};
 }
 
 // Piece `n` between this rank and a peer.
@@ -98,6 +108,17 @@ struct Piece {
 
   // Whether a packet has four whole granules, which lie as the widest accesses want it.
   __device__ __forceinline__ bool is_wide(uint32_t j) const { return local % 16 == 0 && 16ull * (granule(j, Each - 1) + 1) <= bytes; }
+
+  // Of a wide packet.
+  __device__ __forceinline__ void load(uint32_t j, uint4 (&v)[Each]) const {
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) v[k] = reinterpret_cast<const uint4*>(local)[granule(j, k)];
+  }
+
+  __device__ __forceinline__ void store(uint32_t j, const uint4 (&v)[Each], uint32_t escaped) const {
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) reinterpret_cast<uint4*>(local)[granule(j, k)] = restored(v[k], Each * k, escaped);
+  }
 
   __device__ __forceinline__ void send(uint32_t j, const uint4 (&v)[Each]) const {
     uint32_t escaped = 0;
@@ -167,25 +188,25 @@ __device__ __forceinline__ uint32_t credit_word(const MessagesParams& p, uint64_
 }
 
 // Flags of data are signed by the message, arrivals by the call.
-__device__ __forceinline__ uint64_t flag_of(const MessagesParams& p, const Group& g, uint32_t message, uint64_t epoch) {
-  return pack({g.generation(), p.signature[message], uint32_t(epoch)});
+__device__ __forceinline__ uint64_t flag_of(const MessagesParams& p, uint32_t message, uint64_t epoch) {
+  return pack({generation_found(), p.signature[message], uint32_t(epoch)});
 }
 
 // Of a piece that comes.
-__device__ __forceinline__ Waiting arrival_of(const MessagesParams& p, const Group& g, uint32_t message, uint64_t n) {
+__device__ __forceinline__ Waiting arrival_of(const MessagesParams& p, uint32_t message, uint64_t n) {
   const uint32_t peer = peer_of_message(p, message);
-  return {flag_word(p, n, peer), flag_of(p, g, message, n / 2 + 1), Want::exactly, peer, peer};
+  return {flag_word(p, n, peer), flag_of(p, message, n / 2 + 1), Want::exactly, peer, peer};
 }
 
 // Of the credit for piece `n`, which went.
-__device__ __forceinline__ Waiting credit_of(const MessagesParams& p, const Group& g, uint32_t message, uint64_t n) {
+__device__ __forceinline__ Waiting credit_of(const MessagesParams& p, uint32_t message, uint64_t n) {
   const uint32_t peer = peer_of_message(p, message);
-  return {credit_word(p, n, peer), flag_of(p, g, message, n / 2 + 1), Want::at_least, peer, peer};
+  return {credit_word(p, n, peer), flag_of(p, message, n / 2 + 1), Want::at_least, peer, peer};
 }
 
 // What is the matter with a piece that is not there.
 __device__ inline Waiting diagnose(const MessagesParams& p, const Exchange& g, uint32_t message, uint64_t n, bool far) {
-  Waiting w = arrival_of(p, g, message, n);
+  Waiting w = arrival_of(p, message, n);
   w.uncounted = true;
   w.looks = (far ? long_glance : glance) - 1;
   look(g, w);
@@ -228,8 +249,20 @@ __device__ __noinline__ void count_wait(const MessagesParams& p, uint32_t peer, 
   atomicAdd(state + STATE_WAITED + peer, (unsigned long long)(globaltimer_ns() - since_ns));
 }
 
-// The first packet of this thread in every piece.
-__device__ __forceinline__ uint32_t first_packet(const MessagesParams& p) { return blockIdx.x % p.blocks * blockDim.x + threadIdx.x; }
+// The first packet of this thread in every piece: each block has as many as another, those of a warp together.
+__device__ __forceinline__ uint32_t first_packet(const MessagesParams& p) {
+  return (threadIdx.x / 32 * p.blocks + blockIdx.x % p.blocks) * 32 + threadIdx.x % 32;
+}
+
+// From one packet of a thread to the next.
+__device__ __forceinline__ uint32_t stride_of(const MessagesParams& p) { return p.blocks * blockDim.x; }
+
+// The first block of a message says what is said once.
+__device__ __forceinline__ bool is_first_block(const MessagesParams& p) { return blockIdx.x % p.blocks == 0; }
+
+// One thread of a block looks for flags, and says and counts what its block does: of the last warp, which may have no packets. The hook has one desk for
+// a block, and is asked by its first thread.
+__device__ __forceinline__ bool is_herald(const MessagesParams& p) { return threadIdx.x == (p.desk == 0 ? blockDim.x - 32 : 0); }
 
 // Gives what was there.
 __device__ __forceinline__ uint64_t add_acq_rel_gpu(uint64_t* at, uint64_t more) {
@@ -258,18 +291,22 @@ __device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message,
   return true;
 }
 
-// Loads packet `j`, which this thread sends: all of it is on its way at once.
-__device__ __forceinline__ void load(const Piece& piece, uint32_t j, uint4 (&v)[Each]) {
-  if (j >= piece.packets || !piece.is_wide(j)) return;
-#pragma unroll
-  for (uint32_t k = 0; k < Each; ++k) v[k] = reinterpret_cast<const uint4*>(piece.local)[piece.granule(j, k)];
+// Whether a piece can go, as was found: the one before in its slot has been taken.
+__device__ __forceinline__ bool is_credited(const MessagesParams& p, uint32_t message, uint64_t n) {
+  if (n < most_pieces) return true;
+  const Waiting credit = credit_of(p, message, n - most_pieces);
+  return progress(found[CREDITS + (n & 1)], credit.expected, credit.want) == Progress::there;
 }
 
-// Whether a piece can go: the one before in its slot has been taken.
-__device__ __forceinline__ bool is_credited(const MessagesParams& p, const Group& g, uint32_t message, uint64_t n) {
-  if (n < most_pieces) return true;
-  const Waiting credit = credit_of(p, g, message, n - most_pieces);
-  return progress(load_acquire_sys(g.word(p.rank, credit.word)), credit.expected, credit.want) == Progress::there;
+// By the first warp, before the block meets.
+__device__ __forceinline__ void find(const MessagesParams& p, const Group& g, uint32_t message) {
+  const uint32_t k = threadIdx.x;
+  if (k >= WORDS) return;
+  const uint64_t* at = reinterpret_cast<const uint64_t*>(counted_of(p, g, message)) + k;
+  if (k >= CREDITS) at = g.word(p.rank, k < STOP ? credit_word(p, k - CREDITS, peer_of_message(p, message)) : p.stop);
+  if (k >= GENERATION) at = g.state + (k == GENERATION ? STATE_GENERATION : k == CALLS ? STATE_COUNTERS : STATE_USES);
+  // Credits order what is written behind them.
+  found[k] = load_acquire_sys(at);
 }
 
 // Waits as one thread, for the block: for the credit of piece `n`, or where there is a hook for its flag. What is rare takes nothing by
@@ -279,30 +316,43 @@ __device__ __noinline__ bool wait_long(const MessagesParams& p, uint32_t message
   const Exchange g = call_of(p);
   // A credit is asked about as part of the piece that it is waited for.
   const uint64_t epoch = (op == STEP_CREDIT ? n + most_pieces : n) / 2 + 1;
-  const bool well = wait_for(p, g, op, epoch, op == STEP_CREDIT ? credit_of(p, g, message, n) : arrival_of(p, g, message, n), failed);
+  const bool well = wait_for(p, g, op, epoch, op == STEP_CREDIT ? credit_of(p, message, n) : arrival_of(p, message, n), failed);
   // All have read it before the next wait.
   __syncthreads();
   return well;
 }
 
-// This block's share of a piece. Of the first, packets are `loaded`, and it is known whether it is `credited`. False if the group was stopped.
-__device__ __forceinline__ bool send(const MessagesParams& p, const Group& g, uint32_t message, const Piece& piece, uint4 (&v)[Each], bool loaded,
-                                     bool credited) {
-  const uint32_t peer = peer_of_message(p, message);
-  if (piece.n >= most_pieces && !credited && !wait_long(p, message, STEP_CREDIT, piece.n - most_pieces)) return false;
-  if (first_packet(p) == 0) {
-    const uint32_t word = flag_word(p, piece.n, p.rank);
-    const bool tells = g.desk == 0 || consult(p, g.signature, step_bits(STEP_POST, peer, word), piece.epoch(), blockIdx.x) == Answer::go_on;
-    if (tells) store_relaxed_sys(g.word(peer, word), flag_of(p, g, message, piece.epoch()));
-  }
-  for (uint32_t j = first_packet(p); j < piece.packets; j += p.blocks * blockDim.x) {
-    if (!loaded) load(piece, j, v);
-    loaded = false;
-    if (piece.is_wide(j)) {
-      piece.send(j, v);
-    } else {
-      send_any(p, message, piece.n, piece.local, j);
+// By the herald: says which message a piece is of.
+__device__ __forceinline__ void say(const MessagesParams& p, const Group& g, uint32_t message, uint64_t n) {
+  if (!is_first_block(p)) return;
+  const uint32_t peer = peer_of_message(p, message), word = flag_word(p, n, p.rank);
+  const bool says = g.desk == 0 || consult(p, g.signature, step_bits(STEP_POST, peer, word), n / 2 + 1, blockIdx.x) == Answer::go_on;
+  if (says) store_relaxed_sys(g.word(peer, word), flag_of(p, message, n / 2 + 1));
+}
+
+__device__ __forceinline__ Piece piece_of(const MessagesParams& p, uint32_t message, uint64_t before, uint64_t i) {
+  return Piece(p, message, before + i, p.local[message] + i * p.piece_bytes);
+}
+
+// This block's share of a message, of whose first piece packets have gone already, if it has `begun`: one of each thread. False if the group was stopped.
+__device__ __noinline__ bool send(const MessagesParams& p, uint32_t message, uint64_t before, bool begun) {
+  const Group g = group_of(p, p.call_signature);
+  for (uint64_t i = 0, pieces = pieces_of(p, message); i < pieces; ++i) {
+    const Piece piece = piece_of(p, message, before, i);
+    if (!begun) {
+      if (piece.n >= most_pieces && !wait_long(p, message, STEP_CREDIT, piece.n - most_pieces)) return false;
+      if (is_herald(p)) say(p, g, message, piece.n);
     }
+    for (uint32_t j = first_packet(p) + (begun ? stride_of(p) : 0); j < piece.packets; j += stride_of(p)) {
+      if (piece.is_wide(j)) {
+        uint4 v[Each];
+        piece.load(j, v);
+        piece.send(j, v);
+      } else {
+        send_any(p, message, piece.n, piece.local, j);
+      }
+    }
+    begun = false;
   }
   return true;
 }
@@ -317,75 +367,85 @@ __device__ __forceinline__ bool has_taken_all(const MessagesParams& p, uint64_t*
   return true;
 }
 
-__device__ __forceinline__ bool receive(const MessagesParams& p, const Group& g, uint32_t message, const Piece& piece, bool last) {
-  const uint32_t peer = peer_of_message(p, message);
-  // The hook hears of it before anything is taken.
-  if (g.desk != 0 && !wait_long(p, message, STEP_WAIT, piece.n)) return false;
-  const uint64_t* flag = g.word(p.rank, flag_word(p, piece.n, peer));
-  const uint64_t expected = flag_of(p, g, message, piece.epoch());
-  // One thread looks for the flag, with its first packet, if it has one; and for the stop, once a piece, so that nobody writes for long beside
-  // whoever poisons.
-  bool herald = threadIdx.x == 0, there = true, stopped = false;
-  for (uint32_t j = first_packet(p); j < piece.packets || herald; j += p.blocks * blockDim.x) {
-    uint4 v[Each];
-    uint32_t escaped;
-    const bool any = j < piece.packets;
-    there = await(p, message, piece.n, [&] {
-      const bool come = !any || piece.look(j, v, escaped);
-      if (!herald) return come;
-      stopped = is_stopped(g);
-      return come && load_relaxed_sys(flag) == expected;
-    });
-    there &= !stopped;
-    herald = false;
-    if (!any || !there) break;
-    if (piece.is_wide(j)) {
-#pragma unroll
-      for (uint32_t k = 0; k < Each; ++k) {
-        reinterpret_cast<uint4*>(piece.local)[piece.granule(j, k)] = restored(v[k], Each * k, escaped);
-      }
-    } else {
-      write_any(p, message, piece.n, piece.local, j);
-    }
-    piece.empty(j);
+// Takes a packet of this thread, if it has one; the herald looks for the flag too, and for the stop, once a piece, so that nobody writes for long beside
+// whoever poisons. False if the group was stopped.
+__device__ __forceinline__ bool take(const MessagesParams& p, const Group& g, uint32_t message, const Piece& piece, uint32_t j, bool herald) {
+  const bool any = j < piece.packets;
+  if (!any && !herald) return true;
+  uint4 v[Each];
+  uint32_t escaped;
+  bool stopped = false;
+  const bool there = await(p, message, piece.n, [&] {
+    const bool come = !any || piece.look(j, v, escaped);
+    if (!herald) return come;
+    stopped = load_relaxed_sys(g.word(p.rank, g.stop)) == generation_found();
+    const uint32_t word = flag_word(p, piece.n, peer_of_message(p, message));
+    return come && load_relaxed_sys(g.word(p.rank, word)) == flag_of(p, message, piece.epoch());
+  });
+  if (!there || stopped || !any) return there && !stopped;
+  if (piece.is_wide(j)) {
+    piece.store(j, v, escaped);
+  } else {
+    write_any(p, message, piece.n, piece.local, j);
   }
-  if (!__syncthreads_and(there)) return false;
-  if (!last && threadIdx.x == 0 && has_taken_all(p, &counted_of(p, g, message)->taken, piece.n)) {
-    // Its release is behind what all blocks have read and emptied.
-    post(p, g, piece.epoch(), peer, credit_word(p, piece.n, p.rank), flag_of(p, g, message, piece.epoch()));
+  piece.empty(j);
+  return true;
+}
+
+// The same of a message that is received. The credit for its last piece goes back with the next one.
+__device__ __noinline__ bool receive(const MessagesParams& p, uint32_t message, uint64_t before, bool begun) {
+  const Group g = group_of(p, p.call_signature);
+  for (uint64_t i = 0, pieces = pieces_of(p, message); i < pieces; ++i) {
+    const Piece piece = piece_of(p, message, before, i);
+    bool there = true;
+    if (!begun) {
+      // The hook hears of it before anything is taken.
+      if (g.desk != 0 && !wait_long(p, message, STEP_WAIT, piece.n)) return false;
+      there = take(p, g, message, piece, first_packet(p), is_herald(p));
+    }
+    for (uint32_t j = first_packet(p) + stride_of(p); there && j < piece.packets; j += stride_of(p)) there = take(p, g, message, piece, j, false);
+    begun = false;
+    if (!__syncthreads_and(there)) return false;
+    if (i + 1 < pieces && threadIdx.x == 0 && has_taken_all(p, &counted_of(p, g, message)->taken, piece.n)) {
+      // Its release is behind what all blocks have read and emptied.
+      post(p, g, piece.epoch(), peer_of_message(p, message), credit_word(p, piece.n, p.rank), flag_of(p, message, piece.epoch()));
+    }
   }
   return true;
 }
 
-// Gives the credit for the last piece of a message that an earlier kernel has taken. It may bear any message's signature.
+// By the herald: gives the credit for the last piece of a message that an earlier kernel has taken. It may bear any message's signature.
 __device__ __forceinline__ void give_back(const MessagesParams& p, const Group& g, uint32_t message, uint64_t n) {
+  if (!is_first_block(p)) return;
   const uint32_t peer = peer_of_message(p, message), word = credit_word(p, n, p.rank);
-  if (g.desk != 0) return post(p, g, n / 2 + 1, peer, word, flag_of(p, g, message, n / 2 + 1));
-  store_relaxed_sys(g.word(peer, word), flag_of(p, g, message, n / 2 + 1));
+  if (g.desk != 0) return post(p, g, n / 2 + 1, peer, word, flag_of(p, message, n / 2 + 1));
+  store_relaxed_sys(g.word(peer, word), flag_of(p, message, n / 2 + 1));
 }
 
 // Nothing that was there is waited for.
 __device__ __forceinline__ void add(uint64_t* at, uint64_t more) { atomicAdd(reinterpret_cast<unsigned long long*>(at), (unsigned long long)more); }
 
-// By one thread of each block of a message that has read the counts.
-__device__ __forceinline__ void count(const MessagesParams& p, const Group& g, uint32_t message, uint64_t use, uint64_t pieces) {
+// By one thread of each block of a message, once it has read the counts.
+__device__ __forceinline__ void count(const MessagesParams& p, const Group& g, uint32_t message, uint64_t pieces) {
   Counted* counted = counted_of(p, g, message);
   // The first block adds what is left of USE.
-  const bool first = blockIdx.x % p.blocks == 0;
+  const bool first = is_first_block(p);
   const uint64_t share = USE >> (32 - __clz(p.blocks));
   add(&counted->uses, first ? USE - share * (p.blocks - 1) : share);
-  if (first) counted->pieces[(use + 1) % 2] = pieces;
+  if (first) counted->pieces[((found[USES] >> USE_BITS) + 1) % 2] = pieces;
 }
 
 // The share of a block of what this rank has for itself. Nobody copies for long beside whoever poisons.
 __device__ __noinline__ bool copy_own(const MessagesParams& p, uint32_t message) {
   const Group g = group_of(p, p.call_signature);
+  bool stopped = false;
   for (uint64_t at = 0; at < p.bytes[message]; at += p.piece_bytes) {
-    if (is_stopped(g)) return false;
+    stopped = is_stopped(g);
+    if (stopped) break;
     const uint64_t left = p.bytes[message] - at;
-    copy_bytes(p.local[message] + at, p.own + at, left < p.piece_bytes ? left : p.piece_bytes, first_packet(p), p.blocks * blockDim.x);
+    copy_bytes(p.local[message] + at, p.own + at, left < p.piece_bytes ? left : p.piece_bytes, first_packet(p), stride_of(p));
   }
-  return true;
+  return !__syncthreads_or(stopped);
 }
 
 // Whether all blocks have read which call this is, the last of them this one.
@@ -393,10 +453,10 @@ __device__ __forceinline__ bool is_last_to_read(const MessagesParams& p, const G
   return atomicAdd(reinterpret_cast<unsigned long long*>(&counted_of_calls(p, g)->taken), 1ull) + 1 == gridDim.x;
 }
 
-// Tells each peer which call this is, by a thread of the first block for each.
-__device__ __forceinline__ void announce(const MessagesParams& p) {
-  const Exchange g = call_of(p);
-  if (threadIdx.x < p.size && threadIdx.x != p.rank) store_relaxed_sys(g.word(threadIdx.x, g.arrivals() + p.rank), arrival);
+// Tells a peer which call this is.
+__device__ __forceinline__ void announce(const MessagesParams& p, uint32_t peer) {
+  const Exchange g{group_of(p, p.call_signature), arrival_of_call(p), 0};
+  if (peer < p.size && peer != p.rank) store_relaxed_sys(g.word(peer, g.arrivals() + p.rank), g.arrived);
 }
 
 // The next call is another.
@@ -405,46 +465,49 @@ __device__ __forceinline__ void count_call(const MessagesParams& p, const Group&
   add(g.counter(0), 1);
 }
 
-// Two blocks find room on a multiprocessor, so that the groups of many ranks do.
+// Two blocks find room on a multiprocessor, so that the groups of many ranks do. Code that runs once takes long, so what most messages need stands here:
+// a packet of each thread in a slot that is free. The rest is not inlined, so that its registers are not kept for it.
 extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
     brigade_messages(const __grid_constant__ MessagesParams p) {
   wait_for_previous_kernel();
   if (p.lets_next != 0) let_next_kernel_start();
-  __shared__ bool failed, credited;
-  __shared__ uint64_t before;
-  const uint32_t message = blockIdx.x / p.blocks;
-  const bool receives = receives_of(p, message);
+  const uint32_t message = blockIdx.x / p.blocks, j = first_packet(p);
+  const bool receives = receives_of(p, message), own = is_own(p, message), herald = is_herald(p);
   const Group g = group_of(p, p.call_signature);
-  const uint64_t pieces = pieces_of(p, message);
-  uint4 v[Each] = {};
-  const auto piece = [&](uint64_t i) { return Piece(p, message, before + i, p.local[message] + i * p.piece_bytes); };
-  if (!receives) load(Piece(p, message, 0, p.local[message]), first_packet(p), v);
-  bool counts_call = false;
-  if (threadIdx.x == 0) {
-    const Counted* counted = counted_of(p, g, message);
-    const uint64_t even = read_word(&counted->pieces[0]), odd = read_word(&counted->pieces[1]), use = read_word(&counted->uses) >> USE_BITS;
-    const uint64_t calls = read_word(g.counter(0)), pushed = read_word(g.state + STATE_USES) >> USE_BITS;
-    failed = is_stopped(g);
-    before = use % 2 == 0 ? even : odd;
-    arrival = g.flag(calls + pushed + p.arrives);
-    // Each block says so: the last, but a little later than the first.
-    g.state[STATE_STARTED] = globaltimer_ns();
-    if (failed) say_stopped(g.report, g.generation());
-    // Where there is a hook, it is asked first.
-    credited = !receives && g.desk == 0 && is_credited(p, g, message, before);
-    if (!is_own(p, message)) count(p, g, message, use, before + pieces);
+  // What is sent is loaded before it is known which piece it is.
+  Piece piece = piece_of(p, message, 0, 0);
+  const bool wide = j < piece.packets && piece.is_wide(j);
+  uint4 v[Each];
+  if (!receives && wide) piece.load(j, v);
+  find(p, g, message);
+  // Each block says so: the last, but a little later than the first.
+  if (threadIdx.x == 32) g.state[STATE_STARTED] = globaltimer_ns();
+  __syncthreads();
+  const uint64_t before = found[found[USES] >> USE_BITS & 1];
+  piece = piece_of(p, message, before, 0);
+  bool going_on = found[STOP] != found[GENERATION], counts_call = false;
+  // Where there is a hook, it is asked first.
+  const bool hooked = g.desk != 0, sends = going_on && !receives, begins = sends && !hooked && is_credited(p, message, before);
+  if (p.arrives != 0 && blockIdx.x == 0) announce(p, threadIdx.x - (blockDim.x - 32));
+  if (herald) {
+    if (begins) say(p, g, message, before);
+    if (going_on && receives && !own && before > 0) give_back(p, g, message, before - 1);
+    if (!own) count(p, g, message, before + pieces_of(p, message));
     if (p.arrives != 0) counts_call = is_last_to_read(p, g);
   }
-  __syncthreads();
-  if (p.arrives != 0 && blockIdx.x == 0) announce(p);
-  bool going_on = !failed;
-  if (is_own(p, message)) {
-    going_on = going_on && copy_own(p, message);
-  } else {
-    if (going_on && receives && before > 0 && first_packet(p) == 0) give_back(p, g, message, before - 1);
-    for (uint64_t i = 0; i < pieces && going_on; ++i) {
-      going_on = receives ? receive(p, g, message, piece(i), i + 1 == pieces) : send(p, g, message, piece(i), v, i == 0, i == 0 && credited);
+  const bool more = pieces_of(p, message) > 1 || piece.packets > stride_of(p);
+  if (sends) {
+    if (begins && wide) {
+      piece.send(j, v);
+    } else if (begins && j < piece.packets) {
+      send_any(p, message, before, piece.local, j);
     }
+    if (more || !begins) going_on = send(p, message, before, begins);
+  } else if (going_on && own) {
+    going_on = copy_own(p, message);
+  } else if (going_on) {
+    if (!hooked) going_on = __syncthreads_and(take(p, g, message, piece, j, herald));
+    if (more || hooked) going_on = going_on && receive(p, message, before, !hooked);
   }
   if (counts_call) count_call(p, g);
   if (!going_on) return poison_all(p);

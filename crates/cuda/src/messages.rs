@@ -36,6 +36,8 @@ const SLOTS: usize = 2;
 const MOST_ALONE: u32 = 2;
 /// Bytes of a packet: what a thread carries at a time, and with the word behind it (`kernels/escaped.cuh`).
 const PACKET: (usize, usize) = (64, 68);
+/// Threads of a block that have a packet where blocks are many enough: a block whose threads all had one took 2 us longer.
+const FEW_THREADS: u32 = MESSAGE_THREADS / 4;
 /// Blocks that carry each of many, where nobody shares a GPU.
 pub(crate) const BLOCKS_EACH: u32 = 4;
 
@@ -61,9 +63,9 @@ fn longest(list: &[Message]) -> usize {
     list.iter().map(|message| message.bytes).max().unwrap_or(0)
 }
 
-/// Blocks for each of a few messages, of which the longest has so many bytes.
-fn blocks_alone(bytes: usize, most: u32) -> u32 {
-    let of_block = PACKET.0 * MESSAGE_THREADS as usize;
+/// Blocks for each of some messages, of which the longest has so many bytes: so many of their threads have a packet, if there is no more.
+fn blocks_for(bytes: usize, threads: u32, most: u32) -> u32 {
+    let of_block = PACKET.0 * threads as usize;
     (bytes.div_ceil(of_block) as u32).clamp(1, most)
 }
 
@@ -97,7 +99,8 @@ impl Core {
             .min(u32::from(self.device.info().sms) / 2)
             / messages;
         let most = self.budget_for(messages).min(places).clamp(1, BLOCKS_WIDE);
-        let wide = blocks_alone(longest(list).min(self.piece_bytes()), most);
+        let piece = longest(list).min(self.piece_bytes());
+        let wide = blocks_for(piece, MESSAGE_THREADS, most);
         // The hook has desks for no more than have places in any case.
         if wide <= narrow || self.memory.desk.is_some() || !self.is_far_from_tiles(lane) {
             return narrow;
@@ -167,7 +170,7 @@ impl Job<'_> {
     ) -> Result<()> {
         let core = self.core;
         let most = core.budget_for(sharing).clamp(1, blocks);
-        let narrow = blocks_alone(longest(list), most);
+        let narrow = blocks_for(longest(list), FEW_THREADS, most);
         let blocks = core.blocks_of(self.lane, list, narrow);
         let all = blocks * list.len() as u32;
         // Of as many as have places in any case: tiles elsewhere leave room for one launch.
