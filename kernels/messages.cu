@@ -249,13 +249,13 @@ __device__ __noinline__ void count_wait(const MessagesParams& p, uint32_t peer, 
   atomicAdd(state + STATE_WAITED + peer, (unsigned long long)(globaltimer_ns() - since_ns));
 }
 
+// From one packet of a thread to the next.
+__device__ __forceinline__ uint32_t stride_of(const MessagesParams& p) { return p.blocks * blockDim.x; }
+
 // The first packet of this thread in every piece: each block has as many as another, those of a warp together.
 __device__ __forceinline__ uint32_t first_packet(const MessagesParams& p) {
   return (threadIdx.x / 32 * p.blocks + blockIdx.x % p.blocks) * 32 + threadIdx.x % 32;
 }
-
-// From one packet of a thread to the next.
-__device__ __forceinline__ uint32_t stride_of(const MessagesParams& p) { return p.blocks * blockDim.x; }
 
 // The first block of a message says what is said once.
 __device__ __forceinline__ bool is_first_block(const MessagesParams& p) { return blockIdx.x % p.blocks == 0; }
@@ -279,7 +279,7 @@ __device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message,
   bool there, hopeless = false;
   uint64_t since_ns = 0;
   for (uint32_t spins = 1; there = look(), !__all_sync(together, there); ++spins) {
-    if (spins == 1 && !there && first_packet(p) == 0) since_ns = globaltimer_ns();
+    if (spins == 1 && !there && threadIdx.x == 0 && is_first_block(p)) since_ns = globaltimer_ns();
     if (spins % looks_between != 0) continue;
     const bool lost = !there && hopeless && give_up_on(p, message, n);
     if (__any_sync(together, lost)) return false;
@@ -335,7 +335,7 @@ __device__ __forceinline__ Piece piece_of(const MessagesParams& p, uint32_t mess
 }
 
 // This block's share of a message, of whose first piece packets have gone already, if it has `begun`: one of each thread. False if the group was stopped.
-__device__ __noinline__ bool send(const MessagesParams& p, uint32_t message, uint64_t before, bool begun) {
+__device__ __forceinline__ bool send(const MessagesParams& p, uint32_t message, uint64_t before, bool begun) {
   const Group g = group_of(p, p.call_signature);
   for (uint64_t i = 0, pieces = pieces_of(p, message); i < pieces; ++i) {
     const Piece piece = piece_of(p, message, before, i);
@@ -392,18 +392,19 @@ __device__ __forceinline__ bool take(const MessagesParams& p, const Group& g, ui
   return true;
 }
 
-// The same of a message that is received. The credit for its last piece goes back with the next one.
-__device__ __noinline__ bool receive(const MessagesParams& p, uint32_t message, uint64_t before, bool begun) {
+// The same of a message that is received. The credit for its last piece goes back with the next one. Neither is a function that is called: those read
+// parameters through memory.
+__device__ __forceinline__ bool receive(const MessagesParams& p, uint32_t message, uint64_t before, bool begun) {
   const Group g = group_of(p, p.call_signature);
   for (uint64_t i = 0, pieces = pieces_of(p, message); i < pieces; ++i) {
     const Piece piece = piece_of(p, message, before, i);
-    bool there = true;
-    if (!begun) {
-      // The hook hears of it before anything is taken.
-      if (g.desk != 0 && !wait_long(p, message, STEP_WAIT, piece.n)) return false;
-      there = take(p, g, message, piece, first_packet(p), is_herald(p));
+    // The hook hears of it before anything is taken.
+    if (!begun && g.desk != 0 && !wait_long(p, message, STEP_WAIT, piece.n)) return false;
+    bool there = true, herald = !begun && is_herald(p);
+    for (uint32_t j = first_packet(p) + (begun ? stride_of(p) : 0); there && (j < piece.packets || herald); j += stride_of(p)) {
+      there = take(p, g, message, piece, j, herald);
+      herald = false;
     }
-    for (uint32_t j = first_packet(p) + stride_of(p); there && j < piece.packets; j += stride_of(p)) there = take(p, g, message, piece, j, false);
     begun = false;
     if (!__syncthreads_and(there)) return false;
     if (i + 1 < pieces && threadIdx.x == 0 && has_taken_all(p, &counted_of(p, g, message)->taken, piece.n)) {
@@ -465,17 +466,18 @@ __device__ __forceinline__ void count_call(const MessagesParams& p, const Group&
   add(g.counter(0), 1);
 }
 
-// Two blocks find room on a multiprocessor, so that the groups of many ranks do. Code that runs once takes long, so what most messages need stands here:
-// a packet of each thread in a slot that is free. The rest is not inlined, so that its registers are not kept for it.
+// Two blocks find room on a multiprocessor, so that the groups of many ranks do. Code that runs once takes long, so what most messages need stands by
+// itself in front of what there may be more: a packet of each thread, in a slot that is free.
 extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
     brigade_messages(const __grid_constant__ MessagesParams p) {
   wait_for_previous_kernel();
   if (p.lets_next != 0) let_next_kernel_start();
-  const uint32_t message = blockIdx.x / p.blocks, j = first_packet(p);
+  const uint32_t message = blockIdx.x / p.blocks;
   const bool receives = receives_of(p, message), own = is_own(p, message), herald = is_herald(p);
   const Group g = group_of(p, p.call_signature);
   // What is sent is loaded before it is known which piece it is.
   Piece piece = piece_of(p, message, 0, 0);
+  const uint32_t j = first_packet(p);
   const bool wide = j < piece.packets && piece.is_wide(j);
   uint4 v[Each];
   if (!receives && wide) piece.load(j, v);
@@ -512,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
   if (counts_call) count_call(p, g);
   if (!going_on) return poison_all(p);
   // To know that no other message fails behind this one would be one more way to memory.
-  if (message == p.count - 1 && first_packet(p) == 0) {
+  if (message == p.count - 1 && is_first_block(p) && threadIdx.x == 0) {
     add(g.state + STATE_CALLS, 1);
     add(g.state + STATE_MOVED, p.moved_bytes);
   }
