@@ -229,11 +229,6 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             messages,
-            "messages in calls of all ranks, and others, by turns",
-            states(|| message_calls::by_turns(&[1, 2, 6, 1, 3])),
-        ),
-        holds(
-            messages,
             "2 ranks, all orders of sends and receives for which room for three pieces is enough",
             states_of(|| message_calls::all_orders([2, 2], deep(&[1, 4], &[1, 3, 6]), false, 3)),
         ),
@@ -264,6 +259,11 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             messages,
+            "blocks of a launch find the same call of all ranks",
+            states(|| message_launch::calls(deep(2, 3), 4, LAUNCH)),
+        ),
+        holds(
+            messages,
             "who leaves behind a message is received from",
             states(|| message_calls::leaving(3, M)),
         ),
@@ -290,12 +290,7 @@ pub fn claims() -> Vec<Row> {
         holds(
             messages,
             "2 ranks disagree about what they send each other: a mismatch on both",
-            states(|| message_calls::disagreeing(false, M)),
-        ),
-        holds(
-            messages,
-            "one sends what the other does not want, in a call of all ranks: a mismatch on both",
-            states(|| message_calls::disagreeing(true, M)),
+            states(|| message_calls::disagreeing(M)),
         ),
         holds(
             messages,

@@ -22,16 +22,6 @@ pub fn one_way(shape: Shape, pieces: &[usize], without: Without) -> Scenario {
     sent(shape, &messages, false, without)
 }
 
-/// The same, and every other message is one in a call of all ranks.
-pub fn by_turns(pieces: &[usize]) -> Scenario {
-    let of = |(i, &n): (usize, &usize)| Message {
-        together: i % 2 == 0,
-        ..message(1, n)
-    };
-    let messages: Vec<_> = pieces.iter().enumerate().map(of).collect();
-    sent(PLAIN, &messages, false, Without::Nothing)
-}
-
 /// One message, and who is through says that it leaves. The other may hear so between two looks.
 pub fn leaving(pieces: usize, without: Without) -> Scenario {
     let scenario = sent(PLAIN, &[message(1, pieces)], true, without);
@@ -82,22 +72,15 @@ pub fn both_send(pieces: &[usize], without: Without) -> Scenario {
 }
 
 /// Two ranks disagree about a message, behind one that they agree about.
-pub fn disagreeing(together: bool, without: Without) -> Scenario {
+pub fn disagreeing(without: Without) -> Scenario {
     let calls = |rank: usize| {
         let strange = Message {
-            together,
             signature: 0xA11 + rank as u32,
             ..message(1 - rank, 1 + rank)
         };
         let known = message(1 - rank, 1);
-        match (together, rank) {
-            (true, 0) => vec![sends(known), sends(strange)],
-            (true, _) => vec![receives(known), receives(strange)],
-            _ => [known, strange]
-                .into_iter()
-                .flat_map(|m| [sends(m), receives(m)])
-                .collect(),
-        }
+        let each_way = |m| [sends(m), receives(m)];
+        [known, strange].into_iter().flat_map(each_way).collect()
     };
     let scenario = scenario(PLAIN, &[calls(0), calls(1)], false, without);
     Scenario {

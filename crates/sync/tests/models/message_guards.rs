@@ -87,12 +87,7 @@ pub fn messages() -> Vec<Row> {
         row(
             "the flag of a piece is looked at",
             "its data alone",
-            states(|| calls::disagreeing(false, Signed)),
-        ),
-        row(
-            "in a call of all ranks a sender waits until it was read",
-            "it does not",
-            states(|| calls::disagreeing(true, Read)),
+            states(|| calls::disagreeing(Signed)),
         ),
         row(
             "who hears that a rank left looks once more",
@@ -108,7 +103,7 @@ pub fn messages() -> Vec<Row> {
 
 /// Blocks of a launch.
 pub fn launches() -> Vec<Row> {
-    use crate::message_launch::{Without::*, counts, handing_back, stopped};
+    use crate::message_launch::{Without::*, calls, counts, handing_back, stopped};
     let row = |what, mutation, by| Row::without("messages", what, mutation, by);
     let unordered = Orders {
         exchange: Ordering::Relaxed,
@@ -124,6 +119,11 @@ pub fn launches() -> Vec<Row> {
             "each block adds its share of a use",
             "the first one adds all of it",
             states(|| counts(2, 3, Shares)),
+        ),
+        row(
+            "the last block that has read which call it is counts it",
+            "the first one does",
+            states(|| calls(2, 2, LastCounts)),
         ),
         row(
             "counting blocks out is a release and an acquire",

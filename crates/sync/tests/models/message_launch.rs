@@ -12,6 +12,8 @@ pub enum Without {
     Turns,
     /// Whose turn it is changes when all blocks have read it.
     Shares,
+    /// A call of all ranks is counted when all blocks have read which one it is.
+    LastCounts,
     /// Who is stopped waits until nobody writes any more.
     Patience,
     /// The stop is looked for with each piece.
@@ -113,6 +115,37 @@ pub fn counts(blocks: usize, launches: usize, without: Without) -> Scenario {
         program
     };
     Scenario::new(COUNTS + 2, 0, (0..blocks).map(program).collect())
+}
+
+/// Launches of so many blocks, each a call of all ranks, which find out which call it is.
+pub fn calls(blocks: usize, launches: usize, without: Without) -> Scenario {
+    let program = |block: usize| {
+        let mut program = Program::new();
+        for launch in 0..launches {
+            program.extend(begins(word(OVER), launch));
+            program.push(acts(move |shared| {
+                let call = shared.load_relaxed(word(COUNTS));
+                if call != launch as u64 {
+                    return Err(wrong(0, value(call as u32, 0), value(launch as u32, 0)));
+                }
+                let last = add(shared, word(USES), 1) + 1 == blocks as u64;
+                if last {
+                    shared.store_relaxed(word(USES), 0);
+                }
+                let counts = match without {
+                    Without::LastCounts => block == 0,
+                    _ => last,
+                };
+                if counts {
+                    shared.store_relaxed(word(COUNTS), call + 1);
+                }
+                leaves(shared, (word(OUT), word(OVER)), launch, blocks);
+                Ok(())
+            }));
+        }
+        program
+    };
+    Scenario::new(COUNTS + 1, 0, (0..blocks).map(program).collect())
 }
 
 const COME: u64 = 1;

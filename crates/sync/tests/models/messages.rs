@@ -36,8 +36,6 @@ pub enum Without {
     AllWords,
     /// The flag of a piece is looked at.
     Signed,
-    /// In a call of all ranks a sender waits until its message was read.
-    Read,
     /// There is one more look when a rank has left.
     OneMoreLook,
     /// Who sends and receives does both at once.
@@ -49,8 +47,6 @@ pub enum Without {
 pub struct Message {
     pub peer: usize,
     pub pieces: usize,
-    /// All ranks make the call.
-    pub together: bool,
     pub signature: u32,
 }
 
@@ -69,7 +65,6 @@ pub const fn message(peer: usize, pieces: usize) -> Message {
     Message {
         peer,
         pieces,
-        together: false,
         signature: 0xA11,
     }
 }
@@ -425,27 +420,14 @@ impl Side {
     }
 
     fn sends(self) -> Program {
-        let Message {
-            pieces, together, ..
-        } = self.message;
-        let end = self.before + pieces;
-        let mut program: Program = (self.before..end)
-            .flat_map(|n| self.sends_piece(n))
-            .collect();
-        if together && self.group.without != Without::Read {
-            program.push(self.credited(end - 1));
-        }
-        program
+        let all = self.before..self.before + self.message.pieces;
+        all.flat_map(|n| self.sends_piece(n)).collect()
     }
 
     fn receives(self) -> Program {
-        let Message {
-            pieces, together, ..
-        } = self.message;
-        let end = self.before + pieces;
+        let end = self.before + self.message.pieces;
         let without = self.group.without;
-        let withheld = |n| !together && n + 1 == end;
-        let pieces = (self.before..end).flat_map(|n| self.receives_piece(n, withheld(n)));
+        let pieces = (self.before..end).flat_map(|n| self.receives_piece(n, n + 1 == end));
         let owes = self.before > 0 && self.block == 0;
         let owes = owes && !matches!(without, Without::LastCredit | Without::NextKernel);
         let owed = owes.then(|| self.gives_back(self.before - 1));
