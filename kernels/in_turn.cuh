@@ -107,9 +107,30 @@ __device__ __noinline__ bool keep_waiting(const P& p, Waiting w, Look look) {
   return failed == 0;
 }
 
+// Looks before anything else is thought of. What is called for that costs about a microsecond; but who looks as quickly as that keeps what others store from
+// coming, where much does.
+constexpr uint32_t quick_looks = 64;
+
+// How long lanes wait for their peers, as far as one block tells it.
+struct PeerWait {
+  uint64_t since_ns, waited_ns;
+  __device__ __forceinline__ void looked(bool come) {
+    if (!come && since_ns == 0) since_ns = globaltimer_ns();
+    if (come && since_ns != 0 && waited_ns == 0) waited_ns = globaltimer_ns() - since_ns;
+  }
+};
+
+template <typename P>
+__device__ __forceinline__ void count_wait(const P& p, uint32_t peer, uint64_t waited_ns) {
+  const auto add = [](uint64_t* at, uint64_t more) { atomicAdd(reinterpret_cast<unsigned long long*>(at), (unsigned long long)more); };
+  add(state_of(p) + STATE_WAITS + peer, 1);
+  add(state_of(p) + STATE_WAITED + peer, waited_ns);
+  if (p.waits != 0) add(reinterpret_cast<uint64_t*>(p.waits) + peer, waited_ns);
+}
+
 // By the first warp, whose lanes look at words `apart`, from `first` on, until all say what is wanted of a use. False if the group was stopped, or
 // is now.
-template <typename P>
+template <uint32_t most_looks, typename P>
 __device__ __forceinline__ bool wait_for_peers(const P& p, const Said& said, uint32_t first, uint32_t apart, Want want, uint64_t use) {
   if (__any_sync(everybody, said.stopped())) {
     pass_stop_on(p);
@@ -119,14 +140,23 @@ __device__ __forceinline__ bool wait_for_peers(const P& p, const Said& said, uin
   if (p.alone == 0) return true;
   const uint32_t peer = threadIdx.x;
   Waiting w{first + peer * apart, said.flag(p, use), want, peer, peer};
-  w.end = End::there;
   // Before the first use there is nothing to wait for.
-  if (said.has_peer(p) && use > 0 && progress(load_acquire_sys(word_of(p, p.rank, w.word)), w.expected, want) != Progress::there) {
-    w.end = End::going_on;
-  }
+  const bool waits = said.has_peer(p) && use > 0;
   // One block tells how long it was.
   w.uncounted = blockIdx.x != 0;
-  if (__all_sync(everybody, w.end == End::there)) return true;
+  PeerWait mine{};
+  bool come, all;
+#pragma unroll 1
+  for (uint32_t looks = 0; looks < most_looks; ++looks) {
+    come = !waits || progress(load_acquire_sys(word_of(p, p.rank, w.word)), w.expected, want) == Progress::there;
+    if (most_looks > 1 && !w.uncounted) mine.looked(come);
+    all = __all_sync(everybody, come);
+    if (all) break;
+  }
+  if (most_looks > 1 && mine.waited_ns != 0) count_wait(p, peer, mine.waited_ns);
+  if (all) return true;
+  w.end = come ? End::there : End::going_on;
+  w.looks = mine.since_ns != 0, w.since_ns = mine.since_ns;
   return keep_waiting(p, w, [](const InTurn& turn, Waiting& w) { look(turn, w); });
 }
 
@@ -158,13 +188,19 @@ __device__ __noinline__ bool keep_looking(const P& p, uint32_t from, const uint6
 
 // By a warp: until the word of each lane that asks tells of this use, and what it tells. What each of them tells of, all lanes may read then. Such waits are
 // not counted, since many wait for the same. False if the group was stopped, or is now.
-template <typename P>
+template <uint32_t most_looks = 1, typename P>
 __device__ __forceinline__ bool wait_for_told(const P& p, uint32_t from, const uint64_t* word, bool asked, uint32_t& what) {
   const uint32_t use = this_use;
   for (bool looked = false;; looked = true) {
-    const uint64_t value = asked ? load_acquire_sys(word) : use;
+    uint64_t value;
+    bool there;
+#pragma unroll 1
+    for (uint32_t looks = 0; looks < most_looks; ++looks) {
+      value = asked ? load_acquire_sys(word) : use;
+      there = __all_sync(everybody, is_told(value, use));
+      if (there) break;
+    }
     what = uint32_t(value >> 32);
-    const bool there = __all_sync(everybody, is_told(value, use));
     // Votes order nothing.
     __syncwarp();
     if (there || looked) return there;
@@ -207,7 +243,7 @@ __device__ __forceinline__ bool enter_send(const P& p, Post post, Meanwhile mean
     const Said said(p);
     // Steps have counted.
     const uint64_t use = said.uses[0] + p.alone;
-    failed = !wait_for_peers(p, said, p.credits[0], 1, Want::at_least, said.uses[0]);
+    failed = !wait_for_peers<1>(p, said, p.credits[0], 1, Want::at_least, said.uses[0]);
     if (threadIdx.x == 0) this_use = uint32_t(use), these_absent = said.absent;
     if (blockIdx.x == 0 && !failed) {
       if (p.alone != 0 && said.has_peer(p)) store_relaxed_sys(word_of(p, threadIdx.x, p.filled + p.rank * p.pieces), said.flag(p, use));
@@ -235,7 +271,7 @@ __device__ __forceinline__ bool enter_send(const P& p) {
 }
 
 // The same of a receive. `besides` is what the first warp waits for, too, for all of the block: whether that came.
-template <typename P, typename Besides>
+template <uint32_t most_looks = 1, typename P, typename Besides>
 __device__ __forceinline__ bool enter_receive(const P& p, Besides besides) {
   // Beside the send of the same use, which waits at its start for all that is in front of both.
   if (p.beside == 0) {
@@ -245,7 +281,7 @@ __device__ __forceinline__ bool enter_receive(const P& p, Besides besides) {
   bool failed = false;
   if (threadIdx.x < 32) {
     const Said said(p);
-    failed = !wait_for_peers(p, said, p.filled, p.pieces, Want::exactly, said.begun);
+    failed = !wait_for_peers<most_looks>(p, said, p.filled, p.pieces, Want::exactly, said.begun);
     if (threadIdx.x == 0) this_use = uint32_t(said.begun), these_absent = said.absent;
     __syncwarp();
     failed = failed || !besides();
@@ -253,9 +289,9 @@ __device__ __forceinline__ bool enter_receive(const P& p, Besides besides) {
   return !__syncthreads_or(failed);
 }
 
-template <typename P>
+template <uint32_t most_looks, typename P>
 __device__ __forceinline__ bool enter_receive(const P& p) {
-  return enter_receive(p, [] { return true; });
+  return enter_receive<most_looks>(p, [] { return true; });
 }
 
 // Whole warps that stand side by side, so many threads.

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latenc
 }
 
 extern "C" __global__ void __launch_bounds__(most_threads, 2) brigade_low_latency_sum(const __grid_constant__ LowLatencyParams p) {
-  bool well = enter_receive(p);
+  bool well = enter_receive<quick_looks>(p);
   if (well) well = add_up_rows(p);
   end_receive(p, !__syncthreads_or(!well));
 }

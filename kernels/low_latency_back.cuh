@@ -246,7 +246,7 @@ __device__ __forceinline__ bool add_up_rows(const LowLatencyParams& p) {
     const uint32_t from = slot >= 0 ? rank_of_slot(p, uint32_t(slot)) : 0;
     const uint64_t* word = word_back(p, p.rank, token, lane);
     uint32_t nothing;
-    if (!wait_for_told(p, from, word, place >= 0, nothing)) return false;
+    if (!wait_for_told<quick_looks>(p, from, word, place >= 0, nothing)) return false;
     const uint64_t of_token = places + token * p.k * p.row_bytes[both], to = p.to + token * out_bytes;
     if (!plain) {
       add_up_any(p, listed, count, of_token, to, whole, thread);
