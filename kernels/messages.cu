@@ -53,8 +53,8 @@ __device__ __forceinline__ Counted* counted_of_calls(const MessagesParams& p, co
 }
 
 // What a block reads as it begins, a lane each word: the counts of its message, the credits of both halves, whether and in which generation the
-// group was stopped, and the calls of all ranks.
-enum Word : uint32_t { EVEN, ODD, USES, CREDITS, STOP = CREDITS + 2, GENERATION, CALLS, PUSHED, WORDS };
+// group was stopped, the calls of all ranks, and those that ended well.
+enum Word : uint32_t { EVEN, ODD, USES, CREDITS, STOP = CREDITS + 2, GENERATION, CALLS, PUSHED, ENDED, WORDS };
 
 __shared__ uint64_t found[WORDS];
 
@@ -65,9 +65,14 @@ __device__ __forceinline__ uint64_t arrival_of_call(const MessagesParams& p) {
   return pack({generation_found(), p.call_signature, uint32_t(found[CALLS] + (found[PUSHED] >> USE_BITS) + p.arrives)});
 }
 
-__device__ __forceinline__ Exchange call_of(const MessagesParams& p) {
+// A call, which other blocks may count before this one is through.
+struct MessageCall : Exchange {
+  __device__ uint64_t call() const { return found[ENDED] + 1; }
+};
+
+__device__ __forceinline__ MessageCall call_of(const MessagesParams& p) {
   const Group g = group_of(p, p.call_signature);
-  return {g, arrival_of_call(p), g.started_ns()};
+  return {{g, arrival_of_call(p), g.started_ns()}};
 }
 
 // Piece `n` between this rank and a peer.
@@ -205,7 +210,7 @@ __device__ __forceinline__ Waiting credit_of(const MessagesParams& p, uint32_t m
 }
 
 // What is the matter with a piece that is not there.
-__device__ inline Waiting diagnose(const MessagesParams& p, const Exchange& g, uint32_t message, uint64_t n, bool far) {
+__device__ inline Waiting diagnose(const MessagesParams& p, const MessageCall& g, uint32_t message, uint64_t n, bool far) {
   Waiting w = arrival_of(p, message, n);
   w.uncounted = true;
   w.looks = (far ? long_glance : glance) - 1;
@@ -236,7 +241,7 @@ __device__ __noinline__ bool is_hope(const MessagesParams& p, uint32_t message, 
 
 // There is none: leaves a record, if nobody else has, and stops the group. False if there is hope again.
 __device__ __noinline__ bool give_up_on(const MessagesParams& p, uint32_t message, uint64_t n) {
-  const Exchange g = call_of(p);
+  const MessageCall g = call_of(p);
   const Waiting w = diagnose(p, g, message, n, true);
   if (w.end == End::going_on) return false;
   give_up(g, w);
@@ -273,13 +278,13 @@ __device__ __forceinline__ uint64_t add_acq_rel_gpu(uint64_t* at, uint64_t more)
 
 // Looks until `look` is true. False if the group was stopped, or is now. Lanes that come here together leave together, as in push.cuh.
 template <typename Look>
-__device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message, uint64_t n, Look look) {
+__device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message, uint64_t n, bool tells, Look look) {
   constexpr uint32_t looks_between = 256;
   const uint32_t together = __activemask();
   bool there, hopeless = false;
   uint64_t since_ns = 0;
   for (uint32_t spins = 1; there = look(), !__all_sync(together, there); ++spins) {
-    if (spins == 1 && !there && threadIdx.x == 0 && is_first_block(p)) since_ns = globaltimer_ns();
+    if (spins == 1 && !there && tells) since_ns = globaltimer_ns();
     if (spins % looks_between != 0) continue;
     const bool lost = !there && hopeless && give_up_on(p, message, n);
     if (__any_sync(together, lost)) return false;
@@ -304,7 +309,7 @@ __device__ __forceinline__ void find(const MessagesParams& p, const Group& g, ui
   if (k >= WORDS) return;
   const uint64_t* at = reinterpret_cast<const uint64_t*>(counted_of(p, g, message)) + k;
   if (k >= CREDITS) at = g.word(p.rank, k < STOP ? credit_word(p, k - CREDITS, peer_of_message(p, message)) : p.stop);
-  if (k >= GENERATION) at = g.state + (k == GENERATION ? STATE_GENERATION : k == CALLS ? STATE_COUNTERS : STATE_USES);
+  if (k >= GENERATION) at = g.state + (k == GENERATION ? STATE_GENERATION : k == CALLS ? STATE_COUNTERS : k == PUSHED ? STATE_USES : STATE_CALLS);
   // Credits order what is written behind them.
   found[k] = load_acquire_sys(at);
 }
@@ -313,7 +318,7 @@ __device__ __forceinline__ void find(const MessagesParams& p, const Group& g, ui
 // reference but the parameters, and is not inlined, so that what is usual is short.
 __device__ __noinline__ bool wait_long(const MessagesParams& p, uint32_t message, uint64_t op, uint64_t n) {
   __shared__ bool failed;
-  const Exchange g = call_of(p);
+  const MessageCall g = call_of(p);
   // A credit is asked about as part of the piece that it is waited for.
   const uint64_t epoch = (op == STEP_CREDIT ? n + most_pieces : n) / 2 + 1;
   const bool well = wait_for(p, g, op, epoch, op == STEP_CREDIT ? credit_of(p, message, n) : arrival_of(p, message, n), failed);
@@ -375,7 +380,9 @@ __device__ __forceinline__ bool take(const MessagesParams& p, const Group& g, ui
   uint4 v[Each];
   uint32_t escaped;
   bool stopped = false;
-  const bool there = await(p, message, piece.n, [&] {
+  // One thread tells how long it was.
+  const bool tells = is_first_block(p) && (threadIdx.x == 0 || piece.packets == 0);
+  const bool there = await(p, message, piece.n, tells, [&] {
     const bool come = !any || piece.look(j, v, escaped);
     if (!herald) return come;
     stopped = load_relaxed_sys(g.word(p.rank, g.stop)) == generation_found();
@@ -440,11 +447,13 @@ __device__ __forceinline__ void count(const MessagesParams& p, const Group& g, u
 __device__ __noinline__ bool copy_own(const MessagesParams& p, uint32_t message) {
   const Group g = group_of(p, p.call_signature);
   bool stopped = false;
-  for (uint64_t at = 0; at < p.bytes[message]; at += p.piece_bytes) {
+  constexpr uint64_t of_thread = 4096;
+  const uint64_t most = of_thread * stride_of(p);
+  for (uint64_t at = 0; at < p.bytes[message]; at += most) {
     stopped = is_stopped(g);
     if (stopped) break;
     const uint64_t left = p.bytes[message] - at;
-    copy_bytes(p.local[message] + at, p.own + at, left < p.piece_bytes ? left : p.piece_bytes, first_packet(p), stride_of(p));
+    copy_bytes(p.local[message] + at, p.own + at, left < most ? left : most, first_packet(p), stride_of(p));
   }
   return !__syncthreads_or(stopped);
 }
@@ -513,8 +522,11 @@ extern "C" __global__ void __launch_bounds__(MESSAGE_THREADS, 2)
   }
   if (counts_call) count_call(p, g);
   if (!going_on) return poison_all(p);
-  // To know that no other message fails behind this one would be one more way to memory.
-  if (message == p.count - 1 && is_first_block(p) && threadIdx.x == 0) {
+  // Where a hook is asked, steps count calls of all ranks.
+  const bool counts_end = p.collective != MADE_TOGETHER || p.arrives != 0;
+  // Behind the last that may fail. To know that no other does behind it would be one more way to memory.
+  const uint32_t last = p.count - (p.count > 1 && is_own(p, p.count - 1) ? 2 : 1);
+  if (counts_end && message == last && is_first_block(p) && threadIdx.x == 0) {
     add(g.state + STATE_CALLS, 1);
     add(g.state + STATE_MOVED, p.moved_bytes);
   }

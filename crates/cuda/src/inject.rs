@@ -19,7 +19,7 @@ pub(crate) enum Asker {
     Waiter,
     /// Flags behind copies.
     Mover,
-    /// Messages: a slot for each block.
+    /// Messages: a slot for each block that may wait.
     Messages,
 }
 

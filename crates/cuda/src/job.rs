@@ -36,7 +36,7 @@ pub(crate) enum Side {
 pub(crate) enum Made {
     /// Two ranks.
     Pairwise = MADE_PAIRWISE as u32,
-    /// All ranks, and they meet in it.
+    /// All ranks, and each waits for something of all others.
     Together = MADE_TOGETHER as u32,
     /// All ranks, and they do not meet: a peer that is in a later call together has made this one.
     InTurn = MADE_IN_TURN as u32,

@@ -32,7 +32,7 @@ const BLOCKS_ALONE: u32 = 8;
 const BLOCKS_WIDE: u32 = 32;
 /// Slots of each sender in a half.
 const SLOTS: usize = 2;
-/// Messages of a call that is nothing else.
+/// Messages of a call between two ranks.
 const MOST_ALONE: u32 = 2;
 /// Bytes of a packet: what a thread carries at a time, and with the word behind it (`kernels/escaped.cuh`).
 const PACKET: (usize, usize) = (64, 68);
@@ -41,7 +41,8 @@ const FEW_THREADS: u32 = MESSAGE_THREADS / 4;
 /// Blocks that carry each of many, where nobody shares a GPU.
 pub(crate) const BLOCKS_EACH: u32 = 4;
 
-/// Most blocks of one launch where so many carry each message.
+/// Most blocks of one launch that may wait where so many carry each message. Those for what a rank has for itself stand behind them, wait for
+/// nobody, and ask no hook.
 pub(crate) fn most_blocks(size: usize, each: u32) -> u32 {
     (MOST_ALONE * BLOCKS_ALONE).max(2 * size.saturating_sub(1) as u32 * each)
 }
@@ -135,7 +136,7 @@ impl Job<'_> {
     }
 
     /// The same of all ranks: messages to and from every peer, and last what this rank has for itself, at that address. A sender may be
-    /// through before its messages are read: it hears of a receiver that wanted something else in its next call at the latest.
+    /// through before its messages are read: it hears of a receiver that wanted something else in its next call of all ranks at the latest.
     pub(crate) fn messages_to_all(
         &mut self,
         list: &[Message],
@@ -155,7 +156,10 @@ impl Job<'_> {
             p.arrives = u32::from(!asked);
         })?;
         if asked {
+            let sent = list.iter().filter(|message| !message.receives);
+            self.count_moved(sent.map(|message| message.bytes).sum());
             self.steps.meet();
+            self.steps.finish();
         }
         Ok(())
     }

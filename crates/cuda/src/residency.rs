@@ -100,7 +100,7 @@ pub(crate) fn most_messages(topology: &Topology) -> u32 {
 const CALLS_AHEAD: usize = 32;
 
 impl Core {
-    /// Blocks that carry each of many messages, the same on all ranks.
+    /// Most blocks that carry each of many messages in any case, the same on all ranks.
     pub(crate) fn blocks_each(&self) -> u32 {
         u32::from(self.topology.engines.channels).max(1)
     }

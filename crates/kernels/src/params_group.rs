@@ -431,7 +431,7 @@ parameters! {
         size: u32,
         /// Number of the operation, for fault records.
         operation: u32,
-        /// Of the call that all ranks make.
+        /// Of the call.
         call_signature: u32,
         /// Word where the flags of arrival begin.
         barrier: u32,
@@ -447,7 +447,8 @@ parameters! {
         count: u32,
         /// Whether all ranks make this call.
         collective: u32,
-        /// The counter in whose place and the next one's stands what is counted of messages to rank 0, then to the others, then from each.
+        /// The counter in whose place and the next one's stands what is counted of messages to rank 0, then to the others, then from each; in this rank's own, to itself,
+        /// blocks that have read which call of all ranks it is.
         counters: u32,
         /// Whether the next kernel may begin beside this one.
         lets_next: u32,
