@@ -447,8 +447,8 @@ __device__ __forceinline__ void count(const MessagesParams& p, const Group& g, u
 __device__ __noinline__ bool copy_own(const MessagesParams& p, uint32_t message) {
   const Group g = group_of(p, p.call_signature);
   bool stopped = false;
-  constexpr uint64_t of_thread = 4096;
-  const uint64_t most = of_thread * stride_of(p);
+  // In parts, none of which takes long; large ones at once kept messages from coming.
+  const uint64_t many = 4096ull * stride_of(p), most = many < p.piece_bytes ? many : p.piece_bytes;
   for (uint64_t at = 0; at < p.bytes[message]; at += most) {
     stopped = is_stopped(g);
     if (stopped) break;
