@@ -1,7 +1,7 @@
 //! The flag barrier.
 
 use crate::shared::*;
-use brigade_sync::{Flag, FlagBarrier, Post, Wait, Word};
+use brigade_sync::{Flag, FlagBarrier, Post, Stop, Verdict, Wait, Word};
 
 /// What is taken away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +15,8 @@ pub enum Without {
     DataFirst,
     /// Flags are not signed.
     Signature,
+    /// Who gets nothing waits to be told so.
+    Nobodies,
 }
 
 const SIGNATURE: u32 = 0xA11;
@@ -80,4 +82,67 @@ pub fn scenario(size: usize, meetings: u32, stranger: bool, without: Without) ->
         1,
         (0..size).map(program).collect(),
     )
+}
+
+/// Calls that end with data of every peer, which is its own flag, and with no meeting: exchanges by pushing, and all-to-alls of GPUs
+/// (`kernels/push.cuh`, `kernels/messages.cu`). Whoever waits for data looks at all arrivals, for peers in another call.
+pub fn unmet(size: usize, calls: u32, stranger: bool, without: Without) -> Scenario {
+    let behind = FlagBarrier::words(size);
+    let data = move |to, from, call: u32| cell(to, behind + call as usize * size + from);
+    let program = |rank| {
+        let barrier = FlagBarrier {
+            rank,
+            size,
+            base: 0,
+        };
+        let mut program = Program::new();
+        for call in 0..calls {
+            let strange = stranger && rank + 1 == size;
+            let signature = if strange { 0xBAD } else { SIGNATURE };
+            let flag = Flag::new(GENERATION, signature, u32::MAX.wrapping_add(call));
+            let arrivals = barrier.arrive(flag);
+            let tells = arrivals.map(move |p| (word(without, size, p.word), p.flag));
+            let sends = peers(rank, size).map(move |to| (data(to, rank, call), flag));
+            // Nothing orders them.
+            let mut stores: Vec<_> = tells.chain(sends).collect();
+            if rank % 2 == 1 {
+                stores.reverse();
+            }
+            program.extend(
+                stores
+                    .into_iter()
+                    .map(|(at, flag)| does(move |shared| shared.store_relaxed(at, flag.bits()))),
+            );
+            let gets_nothing = rank == 0 && without == Without::Nobodies;
+            for from in peers(rank, size).filter(|_| !gets_nothing) {
+                program.push(awaits(from, move |shared, budget| {
+                    loop {
+                        let events = shared.events(rank);
+                        let seen = shared.load_relaxed(data(rank, from, call));
+                        if seen == flag.bits() {
+                            return Ok(Ok(()));
+                        }
+                        for meet in barrier.meet(flag) {
+                            let seen = shared.load(word(without, size, meet.word));
+                            if meet.want.verdict(seen) == Verdict::Mismatch {
+                                return Ok(Err(Stop::Mismatch { seen }));
+                            }
+                        }
+                        if shared.stopped() {
+                            return Ok(Err(Stop::Interrupted));
+                        }
+                        if budget.spent() {
+                            return Ok(Err(Stop::Timeout { seen }));
+                        }
+                        shared.rest(rank, events, budget.until());
+                    }
+                }));
+            }
+            // A kernel ends.
+            program.push(does(|shared| shared.fence()));
+        }
+        program
+    };
+    let words = behind + calls as usize * size;
+    Scenario::new(words, 0, (0..size).map(program).collect())
 }

@@ -68,6 +68,26 @@ pub fn claims() -> Vec<Row> {
             ordered(|| barrier::scenario(2, 4, false, B)),
         ),
         holds(
+            barrier,
+            "3 ranks in calls that end with data of all peers, without a meeting: nobody takes another for one of another call",
+            states(|| barrier::unmet(3, deep(2, 3), false, B)),
+        ),
+        holds(
+            barrier,
+            "2 ranks in many such calls",
+            states(|| barrier::unmet(2, deep(4, 6), false, B)),
+        ),
+        holds(
+            barrier,
+            "the same, and stores become visible late",
+            states(|| barrier::unmet(2, 3, false, B).weak(false)),
+        ),
+        holds(
+            barrier,
+            "3 ranks, one in another of such calls: a mismatch on all",
+            states(|| must_mismatch(barrier::unmet(3, 1, true, B))),
+        ),
+        holds(
             ring,
             "4 ranks push to the next one",
             states(|| ring::scenario(4, deep(3, 7), Mode::Push, R)),

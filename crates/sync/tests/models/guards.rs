@@ -42,6 +42,16 @@ fn barrier() -> Vec<Row> {
             "one signature for all calls",
             states(|| must_mismatch(barrier::scenario(3, 1, true, Signature))),
         ),
+        row(
+            "two sets of flags, also without a meeting",
+            "one set",
+            states(|| barrier::unmet(3, 2, false, SecondSet)),
+        ),
+        row(
+            "without a meeting, who gets nothing waits to be told so",
+            "it does not",
+            states(|| barrier::unmet(3, 3, false, Nobodies)),
+        ),
     ];
     rows.extend(orders("barrier", || {
         barrier::scenario(2, 4, false, Nothing)
