@@ -29,6 +29,16 @@ fn word(without: Without, size: usize, w: Word) -> Word {
     Word { index, ..w }
 }
 
+/// Of a call, of which epochs wrap on the way; a strange one is another.
+fn flag_of(call: u32, strange: bool, without: Without) -> Flag {
+    let signature = match without {
+        Without::Signature => 0,
+        _ if strange => 0xBAD,
+        _ => SIGNATURE,
+    };
+    Flag::new(GENERATION, signature, u32::MAX.wrapping_add(call))
+}
+
 /// Every rank writes its cell, meets all, reads all cells, and meets all again before it writes anew.
 pub fn scenario(size: usize, meetings: u32, stranger: bool, without: Without) -> Scenario {
     let program = |rank| {
@@ -39,13 +49,7 @@ pub fn scenario(size: usize, meetings: u32, stranger: bool, without: Without) ->
         };
         let mut program = Program::new();
         for meeting in 0..meetings {
-            let signature = match without {
-                Without::Signature => 0,
-                _ if stranger && rank + 1 == size => 0xBAD,
-                _ => SIGNATURE,
-            };
-            // Epochs that wrap on the way.
-            let flag = Flag::new(GENERATION, signature, u32::MAX.wrapping_add(meeting));
+            let flag = flag_of(meeting, stranger && rank + 1 == size, without);
             let round = meeting / 2;
             let arrive = || {
                 barrier.arrive(flag).map(|p| {
@@ -97,9 +101,7 @@ pub fn unmet(size: usize, calls: u32, stranger: bool, without: Without) -> Scena
         };
         let mut program = Program::new();
         for call in 0..calls {
-            let strange = stranger && rank + 1 == size;
-            let signature = if strange { 0xBAD } else { SIGNATURE };
-            let flag = Flag::new(GENERATION, signature, u32::MAX.wrapping_add(call));
+            let flag = flag_of(call, stranger && rank + 1 == size, without);
             let arrivals = barrier.arrive(flag);
             let tells = arrivals.map(move |p| (word(without, size, p.word), p.flag));
             let sends = peers(rank, size).map(move |to| (data(to, rank, call), flag));
