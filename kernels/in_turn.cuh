@@ -120,14 +120,6 @@ struct PeerWait {
   }
 };
 
-template <typename P>
-__device__ __forceinline__ void count_wait(const P& p, uint32_t peer, uint64_t waited_ns) {
-  const auto add = [](uint64_t* at, uint64_t more) { atomicAdd(reinterpret_cast<unsigned long long*>(at), (unsigned long long)more); };
-  add(state_of(p) + STATE_WAITS + peer, 1);
-  add(state_of(p) + STATE_WAITED + peer, waited_ns);
-  if (p.waits != 0) add(reinterpret_cast<uint64_t*>(p.waits) + peer, waited_ns);
-}
-
 // By the first warp, whose lanes look at words `apart`, from `first` on, until all say what is wanted of a use. False if the group was stopped, or
 // is now.
 template <uint32_t most_looks, typename P>
@@ -153,7 +145,7 @@ __device__ __forceinline__ bool wait_for_peers(const P& p, const Said& said, uin
     all = __all_sync(everybody, come);
     if (all) break;
   }
-  if (most_looks > 1 && mine.waited_ns != 0) count_wait(p, peer, mine.waited_ns);
+  if (most_looks > 1 && mine.waited_ns != 0) count_wait(group_of(p, p.signature), peer, mine.waited_ns);
   if (all) return true;
   w.end = come ? End::there : End::going_on;
   w.looks = mine.since_ns != 0, w.since_ns = mine.since_ns;

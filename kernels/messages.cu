@@ -248,10 +248,8 @@ __device__ __noinline__ bool give_up_on(const MessagesParams& p, uint32_t messag
   return true;
 }
 
-__device__ __noinline__ void count_wait(const MessagesParams& p, uint32_t peer, uint64_t since_ns) {
-  unsigned long long* state = reinterpret_cast<unsigned long long*>(p.state);
-  atomicAdd(state + STATE_WAITS + peer, 1ull);
-  atomicAdd(state + STATE_WAITED + peer, (unsigned long long)(globaltimer_ns() - since_ns));
+__device__ __noinline__ void count_wait_since(const MessagesParams& p, uint32_t peer, uint64_t since_ns) {
+  count_wait(group_of(p, p.call_signature), peer, globaltimer_ns() - since_ns);
 }
 
 // From one packet of a thread to the next.
@@ -292,7 +290,7 @@ __device__ __forceinline__ bool await(const MessagesParams& p, uint32_t message,
     // What a rank says last is that it is gone: all that it sent would be there. So there are some more looks.
     if (__any_sync(together, hopeless)) spins += looks_between - 16;
   }
-  if (since_ns != 0) count_wait(p, peer_of_message(p, message), since_ns);
+  if (since_ns != 0) count_wait_since(p, peer_of_message(p, message), since_ns);
   return true;
 }
 

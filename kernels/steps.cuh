@@ -205,6 +205,13 @@ __device__ inline void doubt(const G& g, Waiting& w, Behind behind) {
   }
 }
 
+// This rank waited for a peer, for so long.
+__device__ __forceinline__ void count_wait(const Group& g, uint32_t peer, unsigned long long waited_ns) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITS + peer), 1ull);
+  atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITED + peer), waited_ns);
+  if (g.waits != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(g.waits + peer), waited_ns);
+}
+
 // Takes one look. `w.end` stays `going_on` while there is hope.
 template <typename G>
 __device__ inline void look(const G& g, Waiting& w) {
@@ -213,12 +220,7 @@ __device__ inline void look(const G& g, Waiting& w) {
   const Progress p = progress(w.seen, w.expected, w.want);
   if (p == Progress::there) {
     w.end = End::there;
-    if (w.looks > 0 && !w.uncounted) {
-      const unsigned long long waited_ns = globaltimer_ns() - w.since_ns;
-      atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITS + w.peer), 1ull);
-      atomicAdd(reinterpret_cast<unsigned long long*>(g.state + STATE_WAITED + w.peer), waited_ns);
-      if (g.waits != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(g.waits + w.peer), waited_ns);
-    }
+    if (w.looks > 0 && !w.uncounted) count_wait(g, w.peer, globaltimer_ns() - w.since_ns);
     return;
   }
   w.blamed = w.peer;

@@ -398,9 +398,7 @@ impl Core {
     ) -> Result<R> {
         let absent = self.control.absent();
         check(absent, call)?;
-        for half in 0..HALVES {
-            self.views.all[half].fetch_add(1, Ordering::AcqRel);
-        }
+        self.outdate_views();
         let kind = Kind {
             operation: call.operation(),
             signature: absent.sign(call.signature()),
@@ -418,6 +416,35 @@ impl Core {
         })
     }
 
+    /// Rows of user buffers that were handed out are not to be used from the next call on.
+    fn outdate_views(&self) {
+        for views in &self.views.all {
+            views.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    /// A collective call of kernels that tell of the arrival, see to it that all are in the same call, poison what they give, and
+    /// count it: exchanges by pushing, or messages. Where a hook is asked, it hears of the beginning first.
+    pub(crate) fn exchange(
+        self: &Arc<Self>,
+        on: &Stream,
+        call: &Call,
+        buffers: &[&Buffer],
+        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
+    ) -> Result<()> {
+        self.outdate_views();
+        let kind = Kind {
+            made: Made::Together,
+            ..Kind::pairwise(call.operation(), call.signature())
+        };
+        self.enqueue(self.device.lane(on)?, kind, buffers, None, |job| {
+            if self.memory.desk.is_some() {
+                job.steps.start();
+            }
+            work(job)
+        })
+    }
+
     /// Gets ready for a call that will come: no call itself, but what the last one left is let go of.
     pub(crate) fn prepare(
         self: &Arc<Self>,
@@ -425,9 +452,7 @@ impl Core {
         work: impl FnOnce(&mut Job<'_>) -> Result<()>,
     ) -> Result<()> {
         self.is_whole(Operation::GatherLinear)?;
-        for half in 0..HALVES {
-            self.views.all[half].fetch_add(1, Ordering::AcqRel);
-        }
+        self.outdate_views();
         let kind = Kind::pairwise(Operation::GatherLinear, 0);
         self.enqueue(self.device.lane(on)?, kind, &[], None, |job| {
             job.steps.start();

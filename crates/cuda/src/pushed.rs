@@ -7,13 +7,12 @@ use crate::{
     all_reduce::{Kind, Piece},
     core::Core,
     inject::Asker,
-    job::{self, Job, waiting},
+    job::{Job, waiting},
     sent::SENT,
     types,
 };
 use brigade_device::{
-    AllReduceAlgorithm, Buffer, Call, DataType, Device, Error, PerRank, Plan, ReduceOp, Result,
-    Stream,
+    AllReduceAlgorithm, Buffer, DataType, Device, Error, PerRank, Plan, ReduceOp, Result,
 };
 use brigade_kernels::{
     ALL_REDUCE_THREADS, AllReduceParams, Parameters, PushCombineParams, PushCopyParams,
@@ -24,12 +23,9 @@ use brigade_plan::{
     pushed::{GRANULE_BYTES, Granules, Packets},
     rows,
 };
-use brigade_sync::{Area, BUFFERS, HALVES, Half};
+use brigade_sync::{Area, BUFFERS, Half};
 use smallvec::SmallVec;
-use std::{
-    ops::Range,
-    sync::{Arc, atomic::Ordering},
-};
+use std::{ops::Range, sync::Arc};
 
 /// Most ranks that a kernel is for, smallest first.
 const RANKS: [usize; 3] = [2, 4, 8];
@@ -169,30 +165,6 @@ impl Core {
         }
         let told = layout.all_told();
         self.set_now(own(told.start), 0, told.len())
-    }
-
-    /// A collective call of kernels that tell of the arrival, see to it that all are in the same call, poison what they give, and
-    /// count it: exchanges by pushing, or messages. Where a hook is asked, it hears of the beginning first.
-    pub(crate) fn exchange(
-        self: &Arc<Self>,
-        on: &Stream,
-        call: &Call,
-        buffers: &[&Buffer],
-        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
-    ) -> Result<()> {
-        for half in 0..HALVES {
-            self.views.all[half].fetch_add(1, Ordering::AcqRel);
-        }
-        let kind = job::Kind {
-            made: job::Made::Together,
-            ..job::Kind::pairwise(call.operation(), call.signature())
-        };
-        self.enqueue(self.device.lane(on)?, kind, buffers, None, |job| {
-            if self.memory.desk.is_some() {
-                job.steps.start();
-            }
-            work(job)
-        })
     }
 }
 
