@@ -416,7 +416,7 @@ impl Core {
         })
     }
 
-    /// Rows of user buffers that were handed out are not to be used from the next call on.
+    /// Views of halves that were handed out are good until the next call.
     fn outdate_views(&self) {
         for views in &self.views.all {
             views.fetch_add(1, Ordering::AcqRel);
