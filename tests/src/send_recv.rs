@@ -183,6 +183,29 @@ fn long(world: &World) {
     });
 }
 
+/// Messages of one piece, two and a few more, each length several times in a row, so that each credit is needed.
+fn few_pieces(world: &World) {
+    let mut rng = world.rng();
+    let size = world.size;
+    let slots = CommConfig {
+        message_bytes: 512 << 10,
+        ..config()
+    };
+    let step = slots.message_bytes / (4 * size);
+    let lengths: Vec<_> = (1..=10)
+        .map(|i| i * step - rng.random_range(0..64))
+        .collect();
+    let parts: Vec<_> = (0..size).map(|_| noise(&mut rng, 10 * step)).collect();
+    world.run(&slots, move |rank| {
+        let (me, dtype) = (rank.rank, DataType::U8);
+        let (to, from) = ((me + 1) % size, (me + size - 1) % size);
+        for &len in lengths.iter().flat_map(|len| [len; 6]) {
+            let came = swap(rank, dtype, (to, &parts[me][..len]), (from, len)).unwrap();
+            assert_bits(&came, &parts[from][..len], dtype, "a message of few pieces");
+        }
+    });
+}
+
 /// What comes takes the place of what goes.
 fn in_place(world: &World) {
     let mut rng = world.rng();
@@ -399,6 +422,7 @@ pub fn add(suite: &mut Suite) {
     suite.add_from(2, "send_recv/one_after_the_other", one_after_the_other);
     suite.add_from(2, "send_recv/eager", eager);
     suite.add_from(2, "send_recv/long", long);
+    suite.add_from(2, "send_recv/few_pieces", few_pieces);
     suite.add_from(2, "send_recv/in_place", in_place);
     suite.add_from(2, "send_recv/mismatch", mismatch);
     suite.add_from(2, "send_recv/alone", alone);

@@ -41,6 +41,8 @@ pub(crate) struct Kernels {
     pub(crate) compare: Kernel<ReduceParams>,
     pub(crate) sign: Kernel<ReduceParams>,
     pub(crate) messages: Kernel<MessagesParams>,
+    /// Of which some are long.
+    pub(crate) messages_in_teams: Kernel<MessagesParams>,
     pub(crate) rows: Kernel<AllToAllRowsParams>,
     pub(crate) adapters: Kernel<AdaptersParams>,
     pub(crate) pushes: PushKernels,
@@ -96,6 +98,7 @@ impl Kernels {
             compare: reduce.variant("_compare")?,
             sign: reduce.variant("_sign")?,
             messages: set("messages")?.kernel()?,
+            messages_in_teams: set("messages_in_teams")?.variant("_in_teams")?,
             rows: set("all_to_all_rows")?.kernel()?,
             adapters: set("adapters")?.kernel()?,
             norms: NormKernels::load(&set("all_reduce_norm")?)?,

@@ -115,6 +115,11 @@ impl Core {
         }
     }
 
+    /// Whether two teams of a message's blocks take its pieces in turn, if the longest has so many bytes. The hook is asked piece by piece.
+    fn takes_teams(&self, longest: usize, blocks: u32) -> bool {
+        longest > self.piece_bytes() && blocks.is_multiple_of(2) && self.memory.desk.is_none()
+    }
+
     /// Places that messages of this group have taken, or may take in any case: tiles of other communicators leave as many free.
     pub(crate) fn places_of_messages(&self) -> u32 {
         most_messages(&self.topology).max(self.widest.load(Ordering::SeqCst))
@@ -186,7 +191,11 @@ impl Job<'_> {
             programmatic: both_fit,
             ..Launch::grid(all, MESSAGE_THREADS)
         };
-        let kernel = &core.device.opened.kernels.messages;
+        let kernels = &core.device.opened.kernels;
+        let kernel = match core.takes_teams(longest(list), blocks) {
+            true => &kernels.messages_in_teams,
+            false => &kernels.messages,
+        };
         // SAFETY: the messages lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Error::from)
     }

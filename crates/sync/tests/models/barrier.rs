@@ -89,7 +89,7 @@ pub fn scenario(size: usize, meetings: u32, stranger: bool, without: Without) ->
 }
 
 /// Calls that end with data of every peer, which is its own flag, and with no meeting: exchanges by pushing, and all-to-alls of GPUs
-/// (`kernels/push.cuh`, `kernels/messages.cu`). Whoever waits for data looks at all arrivals, for peers in another call.
+/// (`kernels/push.cuh`, `kernels/messages.cuh`). Whoever waits for data looks at all arrivals, for peers in another call.
 pub fn unmet(size: usize, calls: u32, stranger: bool, without: Without) -> Scenario {
     let behind = FlagBarrier::words(size);
     let data = move |to, from, call: u32| cell(to, behind + call as usize * size + from);

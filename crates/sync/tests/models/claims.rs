@@ -274,6 +274,18 @@ pub fn claims() -> Vec<Row> {
         ),
         holds(
             messages,
+            "two teams of blocks on either side or both, which take pieces in turn",
+            states_of(|| {
+                let teams = [(true, true), (true, false), (false, true)];
+                let of = |(sender, receiver)| {
+                    let shape = HALF.blocks(2, 2).teams(sender, receiver);
+                    message_calls::one_way(shape, &[1, 4, deep(2, 3)], M)
+                };
+                teams.into_iter().map(of).collect()
+            }),
+        ),
+        holds(
+            messages,
             "blocks of a launch find the same count of pieces",
             states(|| message_launch::counts(deep(2, 3), 4, LAUNCH)),
         ),

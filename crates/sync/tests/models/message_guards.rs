@@ -4,7 +4,7 @@ use crate::{
     guards::orders,
     loomed::Orders,
     message_calls as calls,
-    messages::{HALF, PLAIN, Shape},
+    messages::{HALF, LEAN, PLAIN, Shape},
     table::*,
 };
 use loom::sync::atomic::Ordering;
@@ -78,6 +78,11 @@ pub fn messages() -> Vec<Row> {
             "the last block out of a piece gives its credit",
             "the first one does",
             one_way(HALF.blocks(1, 2), &[4], LastGives),
+        ),
+        row(
+            "the team that gives later credits of a half gives back the message before's",
+            "the first one does",
+            one_way(LEAN.blocks(1, 2).teams(false, true), &[1, 8], OwnHalf),
         ),
         row(
             "blocks are counted out of each slot",

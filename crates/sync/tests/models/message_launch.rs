@@ -1,4 +1,4 @@
-//! What the blocks of a launch of messages tell each other (`kernels/messages.cu`): how many pieces went before, and that the group was stopped.
+//! What the blocks of a launch of messages tell each other (`kernels/messages.cuh`): how many pieces went before, and that the group was stopped.
 //! Each block is a thread of control of its own, and all of them share the memory of the first.
 
 use crate::shared::*;

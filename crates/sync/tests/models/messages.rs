@@ -1,4 +1,4 @@
-//! Messages between pairs of ranks as GPUs make them (`kernels/messages.cu`): data is its own flag, a sender has four slots, and the credit for
+//! Messages between pairs of ranks as GPUs make them (`kernels/messages.cuh`): data is its own flag, a sender has four slots, and the credit for
 //! a message's last piece comes with the next one, in a kernel behind that which took it. A kernel's block is a thread of control of its own
 //! here; those of a rank share the memory of the first.
 
@@ -32,6 +32,8 @@ pub enum Without {
     LastGives,
     /// Blocks that have taken their shares are counted for each slot.
     CountOfEach,
+    /// Of two teams, the one that gives later credits of a half gives back the one of the message before.
+    OwnHalf,
     /// Every word of a packet is looked at.
     AllWords,
     /// The flag of a piece is looked at.
@@ -99,12 +101,15 @@ pub struct Shape {
     pub words: usize,
     /// Blocks that carry a message, on each rank. Where one has fewer, each of them takes several shares.
     pub blocks: [usize; 2],
+    /// Whether those of a rank are two teams where a message has more than one piece, which take pieces in turn.
+    pub teams: [bool; 2],
 }
 
 pub const PLAIN: Shape = Shape {
     slots: 4,
     words: 2,
     blocks: [1; 2],
+    teams: [false; 2],
 };
 
 /// One word is a packet where packets are not the point.
@@ -118,6 +123,12 @@ impl Shape {
     pub const fn blocks(self, sender: usize, receiver: usize) -> Self {
         let blocks = [sender, receiver];
         Self { blocks, ..self }
+    }
+
+    /// They are two teams there.
+    pub const fn teams(self, sender: bool, receiver: bool) -> Self {
+        let teams = [sender, receiver];
+        Self { teams, ..self }
     }
 }
 
@@ -225,8 +236,28 @@ impl Side {
         Flag::new(GENERATION, self.message.signature, (n / 2 + 1) as u32)
     }
 
+    /// Teams of blocks, which of them this one is in, and as which.
+    fn team(self) -> (usize, usize, usize) {
+        let teams = match self.group.shape.teams[self.rank % 2] && self.message.pieces > 1 {
+            true => 2,
+            false => 1,
+        };
+        (teams, self.block % teams, self.block / teams)
+    }
+
+    /// Blocks of a team.
+    fn blocks(self) -> usize {
+        self.group.blocks(self.rank) / self.team().0
+    }
+
     fn shares(self) -> impl Iterator<Item = usize> + Clone {
-        (self.block..self.group.shares()).step_by(self.group.blocks(self.rank))
+        (self.team().2..self.group.shares()).step_by(self.blocks())
+    }
+
+    /// Pieces of this block's team.
+    fn pieces(self) -> impl Iterator<Item = usize> {
+        let (teams, which, _) = self.team();
+        (self.before + which..self.before + self.message.pieces).step_by(teams)
     }
 
     fn waits(self, wait: Wait) -> Step {
@@ -274,14 +305,14 @@ impl Side {
         };
         let waits = match group.without {
             Without::Credit => false,
-            Without::EveryBlockWaits => self.block == 0,
+            Without::EveryBlockWaits => self.team().2 == 0,
             _ => true,
         };
         if n >= slots && waits {
             program.push(self.credited(n - slots));
         }
         let filled = self.filled(peer, rank, n);
-        let tells = self.block == 0;
+        let tells = self.team().2 == 0;
         program.push(does(move |shared| {
             if tells {
                 shared.store_relaxed(filled.word, filled.flag.bits());
@@ -329,7 +360,7 @@ impl Side {
         let flag = self.filled(rank, peer, n);
         let want = Want::Exactly(flag.flag);
         // One thread of each block looks for the flag, with its first packet.
-        let herald = share == self.block && group.without != Without::Signed;
+        let herald = share == self.team().2 && group.without != Without::Signed;
         let gone = group.gone(rank, peer);
         awaits(group.first_thread(peer), move |shared, budget| {
             let mut hopeless = false;
@@ -393,7 +424,7 @@ impl Side {
             Without::CountOfEach => 0,
             _ => n % group.shape.slots,
         };
-        let blocks = group.blocks(self.rank) as u64;
+        let blocks = self.blocks() as u64;
         let due = match group.without {
             Without::LastGives => 1,
             _ => blocks,
@@ -420,15 +451,22 @@ impl Side {
     }
 
     fn sends(self) -> Program {
-        let all = self.before..self.before + self.message.pieces;
-        all.flat_map(|n| self.sends_piece(n)).collect()
+        self.pieces().flat_map(|n| self.sends_piece(n)).collect()
     }
 
     fn receives(self) -> Program {
         let end = self.before + self.message.pieces;
         let without = self.group.without;
-        let pieces = (self.before..end).flat_map(|n| self.receives_piece(n, n + 1 == end));
-        let owes = self.before > 0 && self.block == 0;
+        let pieces = self
+            .pieces()
+            .flat_map(|n| self.receives_piece(n, n + 1 == end));
+        let (teams, which, block) = self.team();
+        let gives_back = if without == Without::OwnHalf {
+            0
+        } else {
+            teams - 1
+        };
+        let owes = self.before > 0 && (which, block) == (gives_back, 0);
         let owes = owes && !matches!(without, Without::LastCredit | Without::NextKernel);
         let owed = owes.then(|| self.gives_back(self.before - 1));
         match without {
