@@ -1,6 +1,6 @@
-// Rows to their experts as one kernel, of few tokens of a rank, in any arrangement (push_dispatch.cuh).
+// Rows to their experts as one kernel, of few tokens of a rank, one source behind the other (push_dispatch.cuh).
 namespace brigade {
-constexpr bool many = false;
+constexpr bool many = false, for_experts = false;
 }
 #include "push_dispatch.cuh"
 

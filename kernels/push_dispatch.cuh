@@ -3,22 +3,24 @@
 //
 // Every block finds out for itself which ranks own tokens go to. A sender has a place at each receiver for each of its tokens: a header, with the
 // token and its slots there, and then the row in packets (escaped.cuh). So a row can go before anybody has counted rows: which tokens come is
-// told apart, and whoever takes them counts. Nothing waits for anybody before it pushes; each row is taken as soon as it is there, and goes where
-// it belongs. Every other block pushes and the rest take (as DeepEP's channels have a sender and a receiver): what waits for a link keeps all of
-// a multiprocessor waiting. By expert all of them do one thing after the other. The last blocks, where there are more, push and take no rows: they
-// tell of own tokens, here and to peers, of what headers say, and of what has come, each one thing, since it is code that runs once, and fetching
-// that takes longer than what it does.
+// told apart, and whoever takes them counts; where rows lie by expert, what they name is counted by who sends them (expert_rows.cuh). Nothing waits
+// for anybody before it pushes; each row is taken as soon as it is there, and goes where it belongs. Some blocks push and the rest take (as
+// DeepEP's channels have a sender and a receiver): what waits for a link keeps all of a multiprocessor waiting. The last blocks, where there are
+// more, push and take no rows: they tell of own tokens, here and to peers, of what headers say, and of what has come, each one thing, since it is
+// code that runs once, and fetching that takes longer than what it does.
 //
-//   [which tokens of each peer come][token 0 of each peer][token 1 of each peer]..., so that what was filled is one range
+//   [which tokens of each peer come][by expert, its rows for each slot][token 0 of each peer][token 1 of each peer]...
+//
+// so that what was filled is one range.
 //
 // Rows begin at lines of 128 bytes, and so do the quarters that a warp pushes of them: what is less than a line is slow to travel.
 #pragma once
-#include "packets.cuh"
+#include "expert_rows.cuh"
 
 using namespace brigade;
 
-struct PushDispatch : Packets {
-  using Packets::Packets;
+struct PushDispatch : ExpertRows {
+  using ExpertRows::ExpertRows;
 
   // The last blocks, where there are some to spare: one for each thing that there is to write down of few rows, else for two.
   __device__ __forceinline__ uint32_t clerks() const {
@@ -28,19 +30,26 @@ struct PushDispatch : Packets {
   __device__ __forceinline__ bool is_clerk(uint32_t n) const { return blockIdx.x == (clerks() == 0 ? 0 : gridDim.x - 1 - n % clerks()); }
   __device__ __forceinline__ uint32_t workers() const { return gridDim.x - clerks(); }
   __device__ __forceinline__ bool is_worker() const { return blockIdx.x < workers(); }
-  __device__ __forceinline__ bool is_by_expert() const { return !many && p.arrangement == by_expert; }
   // Whether a worker pushes or takes, and not both; which of those it is, and how many there are.
-  __device__ __forceinline__ bool splits() const { return !is_by_expert() && p.desk == 0 && p.size > 1 && workers() > 1; }
-  __device__ __forceinline__ bool pushes() const { return is_worker() && p.size > 1 && (!splits() || blockIdx.x % 2 == 0); }
-  __device__ __forceinline__ bool takes() const { return is_worker() && (!splits() || blockIdx.x % 2 == 1); }
-  __device__ __forceinline__ uint32_t which() const { return splits() ? blockIdx.x / 2 : blockIdx.x; }
-  __device__ __forceinline__ uint32_t pushers() const { return splits() ? (workers() + 1) / 2 : workers(); }
-  __device__ __forceinline__ uint32_t takers() const { return splits() ? workers() / 2 : workers(); }
+  __device__ __forceinline__ bool splits() const { return p.desk == 0 && p.size > 1 && workers() > 1; }
+  // One block of two pushes then, or of four: a row that has few peers to go to and lies there for many experts takes longest where it goes.
+  __device__ __forceinline__ uint32_t share() const { return for_experts && p.k > 4 * (p.size - 1) ? 2 : 1; }
+  __device__ __forceinline__ bool is_first() const { return blockIdx.x >> share() << share() == blockIdx.x; }
+  __device__ __forceinline__ bool pushes() const { return is_worker() && p.size > 1 && (!splits() || is_first()); }
+  __device__ __forceinline__ bool takes() const { return is_worker() && (!splits() || !is_first()); }
+  __device__ __forceinline__ uint32_t which() const {
+    const uint32_t which = blockIdx.x >> share();
+    return !splits() ? blockIdx.x : is_first() ? which : blockIdx.x - which - 1;
+  }
+  __device__ __forceinline__ uint32_t pushers() const { return splits() ? (workers() - 1 >> share()) + 1 : workers(); }
+  __device__ __forceinline__ uint32_t takers() const { return splits() ? workers() - pushers() : workers(); }
 
   __device__ __forceinline__ bool tells_ways() const { return is_clerk(0); }
   __device__ __forceinline__ bool tells_rows() const { return is_clerk(1); }
-  __device__ __forceinline__ bool tells_headers() const { return is_clerk(2); }
+  __device__ __forceinline__ bool tells_headers() const { return !for_experts && is_clerk(2); }
+  __device__ __forceinline__ bool tells_counts() const { return for_experts && is_clerk(2); }
   __device__ __forceinline__ bool tells_slots() const { return is_clerk(3); }
+  __device__ __forceinline__ bool tells_own() const { return is_clerk(for_experts ? 4 : 0); }
 
   // Which token and peer a pair of them is. Says whether that token goes there.
   __device__ __forceinline__ bool pair(uint32_t w, uint32_t& to, uint32_t& t) const {
@@ -153,43 +162,25 @@ struct PushDispatch : Packets {
       till = __reduce_max_sync(0xFFFFFFFFu, till);
       if (lane == 31) ways.came[s] = came, ways.till[s] = till;
     }
+    // By expert, what peers have for each slot is looked for beside it.
+    if (for_experts && !p.again && there) there = take_counts(32 * p.size);
     if (__syncthreads_or(!there)) return false;
-    if (threadIdx.x < 32) add_up_ways();
+    if (threadIdx.x >= blockDim.x - 32) add_up_ways();
+    if (for_experts && !p.again) add_up_counts();
     __syncthreads();
-    if (is_by_expert()) list_tokens(p);
     return true;
   }
 
   // By a warp: a lane for each rank, and one behind them.
   __device__ __forceinline__ void add_up_ways() const {
-    const uint32_t lane = threadIdx.x, n = lane < p.size ? ways.came[lane] : 0, till = lane < p.size ? ways.till[lane] : 0;
+    const uint32_t lane = threadIdx.x % 32, n = lane < p.size ? ways.came[lane] : 0, till = lane < p.size ? ways.till[lane] : 0;
     const uint32_t others = __reduce_max_sync(0xFFFFFFFFu, lane == p.rank ? 0 : till), most = __reduce_max_sync(0xFFFFFFFFu, till);
     const uint32_t before = sum_of_lanes(n) - n;
-    if (lane <= p.size) ways.first[lane] = before, ways.at[lane] = p.arrangement == by_source ? lane * p.max_tokens : before;
+    if (lane <= p.size) ways.at[lane] = p.arrangement == by_source ? lane * p.max_tokens : before;
     if (lane != 0) return;
     ways.most = most;
     // Only blocks that wait for this know it.
     if (tells_rows()) fill(p.first_record + others * (p.size - 1) * p.record);
-  }
-
-  // The token of each row. By all threads of a block.
-  static __device__ __noinline__ void list_tokens(const PushDispatchParams& p) {
-    const PushDispatch one(p, 0, 0, 0);
-#pragma unroll 1
-    for (uint32_t n = threadIdx.x; n < ways.most * p.size; n += blockDim.x) {
-      const uint32_t s = n % p.size, t = n / p.size;
-      if (one.comes(s, t)) ways.token[ways.first[s] + one.row_of(s, t)] = uint16_t(t);
-    }
-    __syncthreads();
-  }
-
-  // Whose row `r` of all is that came, and which of those from there.
-  __device__ __forceinline__ uint32_t source_of(uint32_t r, uint32_t& i) const {
-    uint32_t s = 0;
-#pragma unroll 1
-    while (s + 1 < p.size && ways.first[s + 1] <= r) ++s;
-    i = r - ways.first[s];
-    return s;
   }
 
   // Waits for part of a header of a peer's row.
@@ -203,7 +194,8 @@ struct PushDispatch : Packets {
     const PushDispatch one(p, 0, buffer, flag);
     const uint32_t q = w / p.packets, s = q % p.size, t = q / p.size;
     uint4 v[Each];
-    return !one.comes(s, t) || one.take(s, t, w % p.packets, v);
+    if (!one.comes(s, t)) return true;
+    return one.take(s, t, w % p.packets, v) && (!for_experts || p.again || w % p.packets != 0 || one.await_header(s, t));
   }
 
   // There are more rows than room: nothing is written.
@@ -304,15 +296,7 @@ struct PushDispatch : Packets {
     return there;
   }
 
-  // By expert: the slot of entry `e` of row `r`, counted from 1, of rows whose headers have come.
-  __device__ __forceinline__ uint32_t entry(uint32_t r, uint32_t e) const {
-    uint32_t i;
-    const uint32_t s = source_of(r, i), t = ways.token[r];
-    if (s == p.rank) return slot_at(p, s, t, e);
-    return load_relaxed_sys(reinterpret_cast<const uint32_t*>(record_at(p.rank, s, t)) + 1 + e / 2) >> (e % 2 * 16) & 0xFFFF;
-  }
-
-  // Counts rows of all slots; by expert, finds where they begin, too. By all threads of a block.
+  // Counts rows of all slots. By all threads of a block.
   __device__ __forceinline__ bool count_slots() const {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < p.own_slots; i += blockDim.x) ways.count[i] = 0;
@@ -338,104 +322,7 @@ struct PushDispatch : Packets {
         if (w[k] >> 16) atomicAdd(&ways.count[(w[k] >> 16) - 1], 1u);
       }
     }
-    if (__syncthreads_or(!there)) return false;
-    if (is_by_expert() && threadIdx.x < 32) {
-      uint32_t before = 0;
-#pragma unroll 1
-      for (uint32_t start = 0; start < p.own_slots; start += 32) {
-        const uint32_t i = start + threadIdx.x;
-        const uint32_t own = i < p.own_slots ? (ways.count[i] + p.alignment - 1) / p.alignment * p.alignment : 0;
-        uint32_t sum = own;
-#pragma unroll
-        for (uint32_t d = 1; d < 32; d *= 2) {
-          const uint32_t below = __shfl_up_sync(0xFFFFFFFFu, sum, d);
-          if (threadIdx.x >= d) sum += below;
-        }
-        if (i < p.own_slots) ways.begin[i] = before + sum - own;
-        before += __shfl_sync(0xFFFFFFFFu, sum, 31);
-      }
-      if (threadIdx.x == 0) ways.begin[p.own_slots] = before;
-    }
-    __syncthreads();
-    return true;
-  }
-
-  // The weight of entry `e` of a row.
-  __device__ __forceinline__ bool take_weight(uint32_t s, uint32_t t, uint32_t e, uint32_t& weight) const {
-    if (s == p.rank) {
-      weight = reinterpret_cast<const uint32_t*>(p.from[weights])[uint64_t(t) * p.k + e];
-      return true;
-    }
-    const uint32_t g = p.first_granule[weights] + e / 4, bit = g / p.packets * Each + e % 4;
-    const uint64_t record = record_at(p.rank, s, t);
-    uint32_t escaped;
-    const auto look = [&] {
-      weight = load_relaxed_sys(reinterpret_cast<const uint32_t*>(record + 16ull * (p.body + g)) + e % 4);
-      escaped = load_relaxed_sys(words_of(record) + g % p.packets);
-      return weight != sentinel && escaped != sentinel;
-    };
-    if (!wait([&] { return s; }, look)) return false;
-    if (escaped >> bit & 1) weight = sentinel;
-    return true;
-  }
-
-  // A row for each expert. Blocks share the rows that came; where each goes follows from how many entries before it name the same slot.
-  __device__ __forceinline__ bool take_by_expert() const {
-    const uint32_t rows = ways.first[p.size], each = (rows + workers() - 1) / workers(), least = min(rows, blockIdx.x * each);
-    const uint32_t end = min(rows, least + each), together = blockDim.x / p.k;
-    bool there = true;
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < p.own_slots; i += blockDim.x) ways.next[i] = ways.begin[i];
-    __syncthreads();
-#pragma unroll 1
-    for (uint32_t n = threadIdx.x; n < least * p.k; n += blockDim.x) {
-      const uint32_t slot = entry(n / p.k, n % p.k);
-      if (slot != 0) atomicAdd(&ways.next[slot - 1], 1u);
-    }
-#pragma unroll 1
-    for (uint32_t start = least; start < end; start += together) {
-      const uint32_t entries = min(together, end - start) * p.k, e = threadIdx.x % p.k, r = start + threadIdx.x / p.k;
-      uint32_t slot = 0, i, at = 0;
-      if (threadIdx.x < entries) slot = entry(r, e);
-      __syncthreads();
-      ways.entries[threadIdx.x] = uint16_t(slot);
-      __syncthreads();
-      if (slot != 0) {
-        at = ways.next[slot - 1];
-#pragma unroll 1
-        for (uint32_t n = 0; n < threadIdx.x; ++n) at += ways.entries[n] == slot;
-      }
-      ways.goes[threadIdx.x] = slot == 0 ? ~0u : at;
-      __syncthreads();
-      if (slot != 0) {
-        atomicAdd(&ways.next[slot - 1], 1u);
-        const uint32_t s = source_of(r, i), t = ways.token[r];
-        say(at, make_int4(int32_t(s), int32_t(t), int32_t(e), int32_t(i)));
-        ids()[at] = called(p, int32_t(slot) - 1);
-        reinterpret_cast<int32_t*>(p.rows_of)[(uint64_t(s) * p.max_tokens + i) * p.k + e] = int32_t(at);
-        uint32_t weight = 0;
-        if (p.to[weights] != 0 && there) there = take_weight(s, t, e, weight);
-        if (p.to[weights] != 0) out_weights()[at] = weight;
-      }
-#pragma unroll 1
-      for (uint32_t w = threadIdx.x; w < entries / p.k * p.packets && there; w += blockDim.x) {
-        const uint32_t q = w / p.packets, j = w % p.packets, s = source_of(start + q, i);
-        uint4 v[Each];
-        there = take(s, ways.token[start + q], j, v);
-#pragma unroll 1
-        for (uint32_t n = q * p.k; n < (q + 1) * p.k && there; ++n) {
-          if (ways.goes[n] != ~0u) give(ways.goes[n], j, v);
-        }
-      }
-    }
-    // Between the rows of two slots.
-#pragma unroll 1
-    for (uint32_t slot = blockIdx.x; slot < p.own_slots; slot += workers()) {
-      const uint32_t last = ways.begin[slot] + ways.count[slot];
-#pragma unroll 1
-      for (uint32_t at = last + threadIdx.x; at < ways.begin[slot + 1]; at += blockDim.x) nobody(at, 1);
-    }
-    return there;
+    return !__syncthreads_or(!there);
   }
 
   // By expert, the same ways again: rows are where they were.
@@ -459,10 +346,23 @@ struct PushDispatch : Packets {
     return there;
   }
 
-  static __device__ __noinline__ bool by_experts(const PushDispatchParams& p, uint32_t use, uint32_t buffer, uint64_t flag) {
-    const PushDispatch all(p, use, buffer, flag);
-    const uint32_t me = blockIdx.x * blockDim.x + threadIdx.x;
-    return p.again ? all.take_again(me, all.workers() * blockDim.x) : all.take_by_expert();
+  // A row for each expert.
+  __device__ __forceinline__ bool take_by_expert() const {
+    if (p.again) return take_again(which() * blockDim.x + threadIdx.x, takers() * blockDim.x);
+    const bool there = move_to_experts(which(), takers());
+    // Between the rows of two slots.
+#pragma unroll 1
+    for (uint32_t slot = which(); slot < p.own_slots && p.alignment > 1; slot += takers()) {
+#pragma unroll 1
+      for (uint32_t at = ways.begin[slot] + rows_of_slot(slot) + threadIdx.x; at < ways.begin[slot + 1]; at += blockDim.x) nobody(at, 1);
+    }
+    return there;
+  }
+
+  // Of own tokens, those that this block tells of and takes: each that takes rows has a share.
+  __device__ __forceinline__ void share_out() const {
+    if (!for_experts || threadIdx.x != 0) return;
+    ways.least = takes() ? which() * p.tokens / takers() : 0, ways.end = takes() ? (which() + 1) * p.tokens / takers() : 0;
   }
 
   // What the caller is told of the rows that come. By all threads of a block.
@@ -470,17 +370,18 @@ struct PushDispatch : Packets {
     const uint32_t me = threadIdx.x, threads = blockDim.x;
     uint32_t* offsets = reinterpret_cast<uint32_t*>(p.offsets);
     if (me < p.size) reinterpret_cast<uint32_t*>(p.received)[me] = ways.came[me];
-    if (is_by_expert()) {
+    if (for_experts) {
 #pragma unroll 1
       for (uint32_t i = me; i <= p.own_slots; i += threads) offsets[i] = ways.begin[i];
 #pragma unroll 1
       for (uint32_t at = ways.begin[p.own_slots] + me; at < p.capacity; at += threads) nobody(at, 1);
-      // Who has no row: what is there is written by those who find it.
+      // Tokens that no rank sent: of others it is said by those who take them.
 #pragma unroll 1
-      for (uint32_t n = me; n < p.size * p.max_tokens * p.k; n += threads) {
-        const uint32_t s = n / p.k / p.max_tokens, i = n / p.k % p.max_tokens;
-        const bool there = i < ways.came[s] && entry(ways.first[s] + i, n % p.k) != 0;
-        if (!there) reinterpret_cast<int32_t*>(p.rows_of)[n] = -1;
+      for (uint32_t s = 0; s < p.size; ++s) {
+#pragma unroll 1
+        for (uint32_t n = ways.came[s] * p.k + me; n < p.max_tokens * p.k; n += threads) {
+          reinterpret_cast<int32_t*>(p.rows_of)[uint64_t(s) * p.max_tokens * p.k + n] = -1;
+        }
       }
       return;
     }
@@ -519,7 +420,7 @@ struct PushDispatch : Packets {
     uint32_t* counts = reinterpret_cast<uint32_t*>(p.counts);
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < p.own_slots; i += blockDim.x) {
-      const uint32_t count = p.again ? counts[i] : ways.count[i];
+      const uint32_t count = p.again ? counts[i] : for_experts ? rows_of_slot(i) : ways.count[i];
       if (!p.again) counts[i] = count;
       if (p.totals != 0) reinterpret_cast<int64_t*>(p.totals)[i] += count;
     }
@@ -535,8 +436,8 @@ struct PushDispatch : Packets {
       if (__syncthreads_or(other)) return false;
     } else {
       // Slots are counted for the caller too.
-      if ((is_by_expert() || tells_slots()) && !count_slots()) return false;
-      return is_room(is_by_expert() ? ways.begin[p.own_slots] : ways.at[p.size]);
+      if (!for_experts && tells_slots() && !count_slots()) return false;
+      return is_room(for_experts ? ways.begin[p.own_slots] : ways.at[p.size]);
     }
     return true;
   }
@@ -548,8 +449,8 @@ struct PushDispatch : Packets {
 
   // Most blocks see no more than that there is room.
   __device__ __forceinline__ bool are_well() const {
-    const bool only_room = !is_by_expert() && p.desk == 0 && !p.again && !tells_rows() && !tells_slots();
-    return only_room ? is_room(ways.at[p.size]) : see(p, use, buffer, flag);
+    if (p.desk != 0 || p.again || tells_rows() || tells_slots()) return see(p, use, buffer, flag);
+    return is_room(for_experts ? ways.begin[p.own_slots] : ways.at[p.size]);
   }
 
   // What is told of own tokens. By all threads of a block.
@@ -565,12 +466,23 @@ struct PushDispatch : Packets {
     if (!p.again) tell_ways(p);
   }
 
+  // By expert, what peers have to know of own entries, for which blocks that only push have no use.
+  __device__ __forceinline__ void push_names() const {
+    if (p.again || (splits() && pushes())) return;
+    name_own();
+    if (p.size > 1 && tells_counts()) push_counts();
+  }
+
   __device__ __forceinline__ void run(const Entry& first) const {
     announce();
     tally(0);
     find_ways(p, first);
     if (tells_ways()) push_ways();
-    push_headers();
+    if (for_experts) {
+      push_names();
+    } else {
+      push_headers();
+    }
     const uint32_t me = which() * blockDim.x + threadIdx.x;
     if (pushes()) push_rows(me, p.tokens * (p.size - 1) * p.packets, pushers() * blockDim.x);
     if (!splits()) {
@@ -578,11 +490,11 @@ struct PushDispatch : Packets {
     } else if (takes()) {
       empty_by(me, takers() * blockDim.x);
     }
-    if (tells_ways()) tell(p);
+    if (tells_own()) tell(p);
     bool there = true;
     if (!splits() || !pushes()) there = take_ways() && are_well();
-    if (takes() && there) there = is_by_expert() ? by_experts(p, use, buffer, flag) : take_by_source();
-    if (tells_headers() && !is_by_expert() && !p.again && there) there = take_headers(p, buffer, flag);
+    if (takes() && there) there = for_experts ? take_by_expert() : take_by_source();
+    if (tells_headers() && !p.again && there) there = take_headers(p, buffer, flag);
     finish(!there);
   }
 };
@@ -590,6 +502,7 @@ struct PushDispatch : Packets {
 // All of a kernel.
 __device__ __forceinline__ void push_dispatch(const PushDispatchParams& p) {
   begin_ways(p);
+  PushDispatch(p, 0, 0, 0).share_out();
   wait_for_previous_kernel();
   let_next_kernel_start();
   // On its way with the state.

@@ -1,7 +1,7 @@
 // Rows to their experts as one kernel, of many tokens of a rank, one source behind the other (push_dispatch.cuh). It knows the ways of more tokens
 // than the kernel of few, which is quicker for those.
 namespace brigade {
-constexpr bool many = true;
+constexpr bool many = true, for_experts = false;
 }
 #include "push_dispatch.cuh"
 

@@ -20,35 +20,38 @@ constexpr uint32_t Most = 8;
 constexpr uint32_t PerGranule = 64, PerWord = 16;
 
 // Entries whose slots are kept.
-constexpr uint32_t Kept = 5120;
+constexpr uint32_t Kept = for_experts ? 8192 : 5120;
 
-// What a block knows of the call. Whoever includes this says whether it is for many tokens of a rank: beside those, there is no room for what
-// rows by expert need.
+// What a block knows of the call. Whoever includes this says whether it is for many tokens of a rank, or for rows by expert: there is no room for
+// both.
 struct Ways {
   static constexpr uint32_t Tokens = many ? PUSH_MANY_TOKENS : PUSH_TOKENS;
-  static constexpr uint32_t Rows = many ? 1 : PUSH_TOKENS * Most, Slots = many ? 1 : PUSH_SLOTS, Threads = many ? 1 : ALL_REDUCE_THREADS;
+  static constexpr uint32_t Threads = for_experts ? ALL_REDUCE_THREADS : 1, Places = for_experts ? PUSH_PLACES : 2;
   // Tokens whose ranks share a word.
-  static constexpr uint32_t PerMask = many ? 4 : 1;
+  static constexpr uint32_t PerMask = many || for_experts ? 4 : 1;
 
   // Which ranks each own token goes to.
   uint32_t masks[Tokens / PerMask];
   // Which tokens of each rank come: a bit for each, and above them how many came before these.
   uint32_t coming[Most][Tokens / PerWord];
-  // By expert: the token of each row that came.
-  uint16_t token[Rows];
   // Slots of all entries, counted from 1, if they are few enough.
   uint16_t slot[Kept];
+  // By expert: those of some entries, and above them which of this rank's rows for the slot each is.
+  uint32_t numbered[Threads];
+  // By expert: how often entries that have been counted name each slot, two of them in a word.
+  uint32_t names[Places / 2];
+  // By expert: rows for each own slot from the ranks before each one, and behind the last one's, from all.
+  uint32_t earlier[Places];
   // Rows to each rank, and from each rank, and behind which of its tokens none comes.
   uint32_t to[Most], came[Most], till[Most];
   // First slot of each rank.
   uint32_t slots[Most + 1];
-  // Of the rows of each rank, the first, counted over all that came; and where it lies.
-  uint32_t first[Most + 1], at[Most + 1];
-  // Rows of each slot; by expert, where they begin, and where the next one goes.
-  uint32_t count[PUSH_SLOTS], begin[Slots + 1], next[Slots];
-  // By expert: slots of some rows that are handled together, and where they go.
-  uint16_t entries[Threads];
-  uint32_t goes[Threads];
+  // Where the first row of each rank lies.
+  uint32_t at[Most + 1];
+  // Rows of each slot, or by expert, where they begin.
+  uint32_t count[for_experts ? 1 : PUSH_SLOTS], begin[Places / 2 + 1];
+  // By expert: own tokens that this block tells of and takes, from the first up to the end.
+  uint32_t least, end;
   // Behind which token of any rank none comes.
   uint32_t most;
   // What is to be taken next.
@@ -56,6 +59,12 @@ struct Ways {
 
   __device__ __forceinline__ uint32_t mask(uint32_t t) const { return masks[t / PerMask] >> t % PerMask * Most; }
   __device__ __forceinline__ void add(uint32_t t, uint32_t ranks) { atomicOr(&masks[t / PerMask], ranks << t % PerMask * Most); }
+
+  // By expert: so many more entries name this slot, counted from 1; and how many have named one, counted from 0.
+  __device__ __forceinline__ void name(uint32_t slot, uint32_t times) {
+    if (slot != 0) atomicAdd(&names[(slot - 1) / 2], times << (slot - 1) % 2 * 16);
+  }
+  __device__ __forceinline__ uint32_t named(uint32_t slot) const { return names[slot / 2] >> slot % 2 * 16 & 0xFFFF; }
 };
 
 __shared__ Ways ways;
@@ -153,12 +162,19 @@ __device__ __noinline__ void find_ways_again(const PushDispatchParams& p) {
   __syncthreads();
 }
 
+// No entry has been counted yet. By all threads.
+__device__ __forceinline__ void begin_names(const PushDispatchParams& p) {
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; 2 * i < p.all_slots; i += blockDim.x) ways.names[i] = 0;
+}
+
 // What is known before anything has been read. By all threads, before a barrier of the block.
 __device__ __forceinline__ void begin_ways(const PushDispatchParams& p) {
   if (threadIdx.x <= Most) ways.slots[threadIdx.x] = threadIdx.x <= p.size ? first_slot(p, threadIdx.x) : ~0u;
   if (threadIdx.x == 0) ways.item = 0;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i * Ways::PerMask < p.tokens; i += blockDim.x) ways.masks[i] = 0;
+  if (for_experts) begin_names(p);
 }
 
 // Where own tokens go. By all threads, each of which has read its first entry.
@@ -214,16 +230,16 @@ __device__ __noinline__ void tell_ways(const PushDispatchParams& p) {
   uint32_t* rows_per_slot = reinterpret_cast<uint32_t*>(p.rows_per_slot);
   uint32_t* sent_offsets = reinterpret_cast<uint32_t*>(p.sent_offsets);
   int32_t* sent = reinterpret_cast<int32_t*>(p.sent);
-  // Counted where slots that come are counted later, if they are few enough.
-  const bool few = p.all_slots <= PUSH_SLOTS;
+  // Counted where slots that come are counted later, if they are few enough. By expert they have been.
+  const bool few = !for_experts && p.all_slots <= PUSH_SLOTS;
 #pragma unroll 1
-  for (uint32_t s = me; s < p.all_slots; s += threads) (few ? ways.count : rows_per_slot)[s] = 0;
+  for (uint32_t s = me; s < p.all_slots; s += threads) (few ? ways.count : rows_per_slot)[s] = for_experts ? ways.named(s) : 0;
   __syncthreads();
 #pragma unroll 1
   for (uint32_t n = me; n < p.tokens * p.k; n += threads) {
     const int32_t slot = own_slot(p, n / p.k, n % p.k);
     reinterpret_cast<int32_t*>(p.chosen)[n] = slot;
-    if (slot >= 0) atomicAdd((few ? ways.count : rows_per_slot) + slot, 1u);
+    if (!for_experts && slot >= 0) atomicAdd((few ? ways.count : rows_per_slot) + slot, 1u);
   }
   __syncthreads();
 #pragma unroll 1

@@ -9,11 +9,13 @@ use crate::{
     routing::Placed,
     types,
 };
-use brigade_device::{Buffer, DispatchOutputs, Launch, Result};
-use brigade_kernels::{PUSH_CLERKS, PUSH_MANY_TOKENS, PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams};
+use brigade_device::{Arrangement, Buffer, DispatchOutputs, Launch, Result};
+use brigade_kernels::{
+    PUSH_CLERKS, PUSH_MANY_TOKENS, PUSH_PLACES, PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams,
+};
 use brigade_plan::{
     dispatch::Sections,
-    records::{CLERKS, MANY_TOKENS, Record, SLOTS, TOKENS, inverse},
+    records::{CLERKS, MANY_TOKENS, PLACES, Record, SLOTS, TOKENS, inverse},
     routes::Slots,
 };
 use brigade_sync::BUFFERS;
@@ -21,6 +23,7 @@ use brigade_sync::BUFFERS;
 /// The plan knows what the kernel is for.
 const _: () = assert!(TOKENS == PUSH_TOKENS as usize && SLOTS == PUSH_SLOTS as usize);
 const _: () = assert!(MANY_TOKENS == PUSH_MANY_TOKENS as usize);
+const _: () = assert!(PLACES == PUSH_PLACES as usize);
 const _: () = assert!(CLERKS == PUSH_CLERKS as usize);
 
 impl Job<'_> {
@@ -34,7 +37,7 @@ impl Job<'_> {
         self.steps_now()?;
         let core = self.core;
         let (call, layout, parts) = (&a.call, a.ways.layout(), &outputs.parts);
-        let record = Record::new(call);
+        let record = Record::new(call, a.group.size);
         let sections = Sections::dispatch(call, 1);
         let placed = Placed::from(call.placement);
         let slots = Slots::new(call.placement, a.group.size);
@@ -77,13 +80,15 @@ impl Job<'_> {
             sections: sections.count() as u32,
             scale_words: a.scale_words(),
             capacity: u32::try_from(outputs.capacity()).unwrap_or(u32::MAX),
+            count_granules: record.counts as u32,
+            first_count: Record::ways(call.max_tokens, a.group.size) as u32,
             header: record.header as u32,
             body: record.body() as u32,
             words: record.words() as u32,
             granules: record.granules() as u32,
             packets: record.packets() as u32,
             record: record.all() as u32,
-            first_record: Record::ways(call.max_tokens, a.group.size) as u32,
+            first_record: record.told(call.max_tokens, a.group.size) as u32,
             inverse_k: inverse(call.k),
             inverse_packets: inverse(record.packets()),
             inverse_size: inverse(a.group.size),
@@ -118,8 +123,12 @@ impl Job<'_> {
             parameters.poisons[i] = types::poison_pattern(dtype);
         }
         let kernels = &core.device.opened.kernels.pushes;
-        let [few, many] = &kernels.dispatch;
-        let kernel = if call.max_tokens > TOKENS { many } else { few };
+        let [few, many, by_expert] = &kernels.dispatch;
+        let kernel = match call.arrangement {
+            Arrangement::ByExpert { .. } => by_expert,
+            Arrangement::Dense | Arrangement::BySource if call.max_tokens > TOKENS => many,
+            Arrangement::Dense | Arrangement::BySource => few,
+        };
         let together = kernels.dispatch_together;
         let shape = core.push_shape_beside(launch, usize::MAX, together);
         let shape = self.early_of_few(shape, tokens.saturating_mul(record.granules()));

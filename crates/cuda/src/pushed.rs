@@ -57,9 +57,9 @@ pub(crate) struct PushKernels {
     copy: Kernel<PushCopyParams>,
     /// By [type](SENT): one shot that the kernel in front sends.
     sent: [Kernel<AllReduceParams>; SENT.len()],
-    /// Of few tokens of a rank, and of many.
-    pub(crate) dispatch: [Kernel<PushDispatchParams>; 2],
-    /// Blocks of either that find room where the largest one does, however few threads they have: their shared memory is the same.
+    /// Of few tokens of a rank, of many, and of few by expert.
+    pub(crate) dispatch: [Kernel<PushDispatchParams>; 3],
+    /// Blocks of any that find room where the largest one does, however few threads they have: their shared memory is the same.
     pub(crate) dispatch_together: u32,
     pub(crate) combine: ByTypes<PushCombineParams>,
     /// Of rows for experts.
@@ -74,9 +74,10 @@ impl PushKernels {
         capability: (u32, u32),
     ) -> Result<Self, Missing> {
         let (all_reduce, combine) = (set("all_reduce")?, set("push_combine")?);
-        let dispatch: [Kernel<PushDispatchParams>; 2] = [
+        let dispatch: [Kernel<PushDispatchParams>; 3] = [
             set("push_dispatch")?.kernel()?,
             set("push_dispatch_many")?.variant("_many")?,
+            set("push_dispatch_by_expert")?.variant("_by_expert")?,
         ];
         let mut dispatch_together = u32::MAX;
         for kernel in &dispatch {

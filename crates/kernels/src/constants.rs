@@ -33,9 +33,11 @@ constants! {
     ALL_REDUCE_THREADS: u32 = 512;
     /// Packets of a broadcast from which on peers pass it on.
     RELAYED_PACKETS: u32 = 8192;
-    /// Most tokens of a rank in a dispatch that is pushed, by its kernel for any arrangement of rows.
+    /// Most tokens of a rank in a dispatch that is pushed, by its kernels for few.
     PUSH_TOKENS: u32 = 1024;
-    /// The same by the kernel for many, of rows by source.
+    /// Most slots of all ranks there, and once more those of a rank.
+    PUSH_PLACES: u32 = 2048;
+    /// Most tokens of a rank by the kernel for many, of rows by source.
     PUSH_MANY_TOKENS: u32 = 8192;
     /// Most blocks of such a dispatch that write down what the caller is told.
     PUSH_CLERKS: u32 = 5;

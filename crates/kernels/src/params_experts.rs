@@ -447,6 +447,10 @@ parameters! {
         scale_words: u32,
         /// Rows that there is room for.
         capacity: u32,
+        /// By expert: granules in which a rank tells another how many rows it has for its slots.
+        count_granules: u32,
+        /// That of a buffer where the first of them is.
+        first_count: u32,
         /// Granules of a row's header.
         header: u32,
         /// Granule of a record where the row begins.

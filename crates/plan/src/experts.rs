@@ -383,7 +383,7 @@ fn there_bytes(call: &LowLatencyDispatchCall) -> usize {
 /// [`UNKNOWN`](reason::UNKNOWN) for another call.
 pub fn arriving_bytes(call: &Call, size: usize) -> Result<usize, Reason> {
     match call {
-        Call::Dispatch(c) => Ok(Record::new(c).arriving(c.max_tokens, size)),
+        Call::Dispatch(c) => Ok(Record::new(c, size).arriving(c.max_tokens, size)),
         Call::Combine(c) => Ok(Returned::new(c, size).bytes(c.max_tokens)),
         other => Err(reason::unknown(other.operation())),
     }

@@ -10,11 +10,14 @@ use crate::{
 };
 use brigade_device::{Arrangement, CombineCall, CombineSum, DispatchCall, Launch, Plan, Reason};
 
-/// Most tokens of a rank whose ways the kernel finds that pushes rows to experts in any arrangement.
+/// Most tokens of a rank whose ways the kernels for few find that push rows to experts.
 pub const TOKENS: usize = 1024;
 
-/// The same of the kernel that pushes rows which lie by their source.
+/// The same of the kernel that pushes many rows which lie by their source.
 pub const MANY_TOKENS: usize = 8192;
+
+/// Most slots of all ranks where rows lie by expert, each with as many as any, and once more those of one.
+pub const PLACES: usize = 2048;
 
 /// Most slots of a rank.
 pub const SLOTS: usize = 1024;
@@ -35,15 +38,21 @@ const PACKET: usize = 4;
 /// each of them from a line on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Granules of the header: the token, and half a word for each of its slots.
+    /// Granules of the header: the token, and half a word for each of its slots; by expert a word for each, with which of the sender's rows for
+    /// the slot it is.
     pub header: usize,
+    /// By expert: granules in which a rank tells another how many rows it has for each of its slots.
+    pub counts: usize,
     /// Granule where each section begins, and where the last one ends. Tokens and slots are in the header.
     pub first: Vec<usize>,
 }
 
 impl Record {
-    /// Of a dispatch.
-    pub fn new(call: &DispatchCall) -> Self {
+    /// Of a dispatch among so many ranks.
+    pub fn new(call: &DispatchCall, size: usize) -> Self {
+        /// Counts of a granule.
+        const EACH: usize = 8;
+        let by_expert = matches!(call.arrangement, Arrangement::ByExpert { .. });
         let sections = Sections::dispatch(call, 1);
         let mut first = vec![0];
         let mut granules = 0;
@@ -58,7 +67,12 @@ impl Record {
         Self {
             header: match call.again {
                 true => 0,
+                false if by_expert => (4 * call.k).div_ceil(GRANULE_BYTES),
                 false => (4 + 2 * call.k).div_ceil(GRANULE_BYTES),
+            },
+            counts: match by_expert && !call.again {
+                true => most_slots(call, size).div_ceil(EACH),
+                false => 0,
             },
             first,
         }
@@ -95,7 +109,7 @@ impl Record {
         (self.words() + words).next_multiple_of(LINE)
     }
 
-    /// Granules before the records of so many tokens of every peer: which of them come.
+    /// Granules in which peers tell which of so many tokens come, at the beginning.
     pub fn ways(tokens: usize, size: usize) -> usize {
         /// Tokens of a granule.
         const EACH: usize = 64;
@@ -104,6 +118,12 @@ impl Record {
             .max(1)
             .saturating_mul(size.saturating_sub(1))
             .next_multiple_of(LINE)
+    }
+
+    /// Granules before the records of so many tokens of every peer: which of them come, and how many for each slot.
+    pub fn told(&self, tokens: usize, size: usize) -> usize {
+        let counts = self.counts.saturating_mul(size.saturating_sub(1));
+        Self::ways(tokens, size) + counts.next_multiple_of(LINE)
     }
 
     fn beside(&self, granules: usize, tokens: usize, size: usize) -> usize {
@@ -115,7 +135,7 @@ impl Record {
 
     /// Bytes of a buffer that so many tokens of every peer take.
     pub fn bytes(&self, tokens: usize, size: usize) -> usize {
-        self.beside(Self::ways(tokens, size), tokens, size)
+        self.beside(self.told(tokens, size), tokens, size)
     }
 
     /// Those that tables count: with one line for all that tells of rows.
@@ -163,16 +183,27 @@ impl Returned {
     }
 }
 
+/// Most slots of any rank.
+fn most_slots(call: &DispatchCall, size: usize) -> usize {
+    let slots = Slots::new(call.placement, size);
+    (0..size).map(|r| slots.of(r).len()).max().unwrap_or(0)
+}
+
 /// A dispatch that pushes, if it can be.
 pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushed, Reason> {
     let size = topology.group.size;
-    let slots = Slots::new(call.placement, size);
-    let most = (0..size).map(|r| slots.of(r).len()).max().unwrap_or(0);
+    let most = most_slots(call, size);
     if most > SLOTS {
         return Err(reason::rows_pushed("slots of a rank", most, SLOTS));
     }
     let tokens = match call.arrangement {
-        Arrangement::ByExpert { .. } => TOKENS,
+        Arrangement::ByExpert { .. } => {
+            if most * (size + 1) > PLACES {
+                let limit = PLACES / (size + 1);
+                return Err(reason::rows_pushed("slots of a rank", most, limit));
+            }
+            TOKENS
+        }
         Arrangement::Dense | Arrangement::BySource => MANY_TOKENS,
     };
     if call.max_tokens > tokens {
@@ -182,19 +213,14 @@ pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushe
     if !counted && !call.again {
         return Err(reason::rows_uncounted());
     }
-    let record = Record::new(call);
+    let record = Record::new(call, size);
     let sections = Sections::dispatch(call, call.max_tokens).bytes;
-    // By expert, blocks that push wait for rows as well.
-    let together = match call.arrangement {
-        Arrangement::ByExpert { .. } => 1,
-        Arrangement::Dense | Arrangement::BySource => TOGETHER,
-    };
     let pushed = Pushed::new(
         call.max_tokens,
         (record.bytes(call.max_tokens, size), sections),
         // Own rows are taken, too.
         (record.packets(), call.max_tokens.saturating_mul(size)),
-        (CLERKS, together),
+        (CLERKS, TOGETHER),
         topology,
     )?;
     Ok(Pushed {
@@ -357,7 +383,7 @@ mod tests {
 
     #[test]
     fn every_section_begins_with_a_granule() {
-        let record = Record::new(&call(7168, 8));
+        let record = Record::new(&call(7168, 8), 4);
         assert_eq!(record.header, 2);
         assert_eq!(record.first, [0, 896, 896, 896, 896, 898, 899, 899, 901]);
         assert_eq!((record.body(), record.words()), (8, 8 + 904));
@@ -368,17 +394,40 @@ mod tests {
             again: true,
             ..call(8, 32)
         };
-        assert_eq!(Record::new(&again).header, 0);
-        assert_eq!(Record::new(&again).first, [0, 1, 1, 1, 1, 1, 2, 2, 4]);
+        assert_eq!(Record::new(&again, 4).header, 0);
+        assert_eq!(Record::new(&again, 4).first, [0, 1, 1, 1, 1, 1, 2, 2, 4]);
         assert_eq!(
-            (Record::new(&again).body(), Record::new(&again).packets()),
+            (
+                Record::new(&again, 4).body(),
+                Record::new(&again, 4).packets()
+            ),
             (0, 1)
         );
     }
 
     #[test]
+    fn by_expert_a_header_has_a_word_for_each_slot_and_ranks_tell_of_counts() {
+        let by_expert = DispatchCall {
+            arrangement: Arrangement::ByExpert { alignment: 1 },
+            ..call(7168, 10)
+        };
+        let of = |size| Record::new(&by_expert, size);
+        assert_eq!((of(4).header, of(4).body()), (3, 8));
+        // Of 256 experts, two counts in each word.
+        assert_eq!([1, 2, 3, 4].map(|size| of(size).counts), [32, 16, 11, 8]);
+        assert_eq!(of(4).told(128, 4), 8 + 24);
+        assert_eq!(of(4).bytes(128, 4), 16 * (32 + 128 * 3 * of(4).all()));
+        let again = DispatchCall {
+            again: true,
+            ..by_expert.clone()
+        };
+        let again = Record::new(&again, 4);
+        assert_eq!((again.header, again.counts, again.told(128, 4)), (0, 0, 8));
+    }
+
+    #[test]
     fn what_does_not_fit_is_not_pushed() {
-        let need = Record::new(&call(7168, 8)).bytes(128, 4);
+        let need = Record::new(&call(7168, 8), 4).bytes(128, 4);
         assert!(dispatch(&call(7168, 8), &topology(need)).is_ok());
         let short = dispatch(&call(7168, 8), &topology(need - 1)).unwrap_err();
         assert_eq!(short.code, reason::CAPACITY);
@@ -396,6 +445,18 @@ mod tests {
             };
             assert!(of(most).is_ok(), "{arrangement:?}");
             assert_eq!(of(most + 1).unwrap_err().code, reason::ROWS);
+        }
+        // By expert a block knows so many slots of all ranks, and once more its own.
+        for (experts, ok) in [(4 * 409, true), (4 * 409 + 1, false)] {
+            let call = DispatchCall {
+                placement: PlacementCall::Even { experts },
+                arrangement: by_expert,
+                max_recv: Some(1 << 20),
+                ..call(8, 1)
+            };
+            let found = dispatch(&call, &topology(1 << 30));
+            assert_eq!(found.is_ok(), ok, "{experts}");
+            assert!(ok || found.unwrap_err().what.contains("slots of a rank"));
         }
         let dense = DispatchCall {
             arrangement: Arrangement::Dense,
@@ -423,7 +484,7 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         };
-        let need = Record::new(&call(7168, 8)).bytes(128, 4);
+        let need = Record::new(&call(7168, 8), 4).bytes(128, 4);
         let each = need.div_ceil(66);
         assert_eq!(by(None, need, 0), Transport::Pushed);
         assert_eq!(by(None, need - 1, each), Transport::OneSided);
