@@ -183,25 +183,56 @@ fn long(world: &World) {
     });
 }
 
-/// Messages of one piece, two and a few more, each length several times in a row, so that each credit is needed.
+/// Messages of one piece, two and a few more, each length several times in a row, so that each credit is needed; of pieces that some blocks
+/// take at once, and of larger ones.
 fn few_pieces(world: &World) {
     let mut rng = world.rng();
     let size = world.size;
+    for message_bytes in [(64 << 10) * size, 512 << 10] {
+        let slots = CommConfig {
+            message_bytes,
+            ..config()
+        };
+        let step = message_bytes / (4 * size);
+        let lengths: Vec<_> = (1..=10)
+            .map(|i| i * step - rng.random_range(0..64))
+            .collect();
+        let parts: Vec<_> = (0..size).map(|_| noise(&mut rng, 10 * step)).collect();
+        world.run(&slots, move |rank| {
+            let (me, dtype) = (rank.rank, DataType::U8);
+            let (to, from) = ((me + 1) % size, (me + size - 1) % size);
+            for &len in lengths.iter().flat_map(|len| [len; 6]) {
+                let came = swap(rank, dtype, (to, &parts[me][..len]), (from, len)).unwrap();
+                assert_bits(&came, &parts[from][..len], dtype, "a message of few pieces");
+            }
+        });
+    }
+}
+
+/// One of two ranks sends and receives at once what the other one sends and receives one after the other: so the blocks of one side of a message of
+/// a few pieces may be many, and those of the other few, and an odd number.
+fn at_once_and_one_by_one(world: &World) {
+    let mut rng = world.rng();
     let slots = CommConfig {
-        message_bytes: 512 << 10,
+        message_bytes: (16 << 10) * world.size,
         ..config()
     };
-    let step = slots.message_bytes / (4 * size);
-    let lengths: Vec<_> = (1..=10)
-        .map(|i| i * step - rng.random_range(0..64))
-        .collect();
-    let parts: Vec<_> = (0..size).map(|_| noise(&mut rng, 10 * step)).collect();
+    let (short, long) = (noise(&mut rng, 20 << 10), noise(&mut rng, 60 << 10));
     world.run(&slots, move |rank| {
         let (me, dtype) = (rank.rank, DataType::U8);
-        let (to, from) = ((me + 1) % size, (me + size - 1) % size);
-        for &len in lengths.iter().flat_map(|len| [len; 6]) {
-            let came = swap(rank, dtype, (to, &parts[me][..len]), (from, len)).unwrap();
-            assert_bits(&came, &parts[from][..len], dtype, "a message of few pieces");
+        if me > 1 {
+            return;
+        }
+        let peer = 1 - me;
+        for round in 0..8 {
+            if me == round % 2 {
+                let came = swap(rank, dtype, (peer, &short), (peer, long.len())).unwrap();
+                assert_bits(&came, &long, dtype, "the long message");
+            } else {
+                send(rank, peer, dtype, &long).unwrap();
+                let came = receive(rank, peer, dtype, short.len()).unwrap();
+                assert_bits(&came, &short, dtype, "the short message");
+            }
         }
     });
 }
@@ -423,6 +454,11 @@ pub fn add(suite: &mut Suite) {
     suite.add_from(2, "send_recv/eager", eager);
     suite.add_from(2, "send_recv/long", long);
     suite.add_from(2, "send_recv/few_pieces", few_pieces);
+    suite.add_from(
+        2,
+        "send_recv/at_once_and_one_by_one",
+        at_once_and_one_by_one,
+    );
     suite.add_from(2, "send_recv/in_place", in_place);
     suite.add_from(2, "send_recv/mismatch", mismatch);
     suite.add_from(2, "send_recv/alone", alone);

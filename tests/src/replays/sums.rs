@@ -138,7 +138,9 @@ impl Inject for Hazard {
 
 /// Two ranks, a writer that is late in every replay. Gives the replays in which the reader's sums were wrong.
 fn wrong_replays(world: &World, choice: AllReduceAlgorithm, unguarded: bool) -> Vec<u32> {
-    const LEN: usize = 50;
+    /// Of several warps: lanes of the one that looks for the writer's arrival look at data until that is there, too, and would mostly
+    /// find what it brings.
+    const LEN: usize = 300;
     let hazard = Arc::new(Hazard::new(unguarded));
     wrong_days(world, &config(), hazard, move |rank, days| {
         let mut captured = Captured::new(rank, choice, LEN);
