@@ -191,7 +191,7 @@ struct ExpertRows : Packets {
     return s == p.rank ? said_of(s, t * p.k + e, start) : load_relaxed_sys(said_at(s, t, e));
   }
 
-  // Waits for all of a header but its first words, so many.
+  // Waits for a header, from word `first` on.
   __device__ __forceinline__ bool await_said(uint32_t s, uint32_t t, uint32_t first) const {
     bool there = true;
 #pragma unroll 1
@@ -204,32 +204,17 @@ struct ExpertRows : Packets {
 
   // Waits for a packet of a row, a peer's or an own one, with the first eight words of its header.
   __device__ __forceinline__ bool await_packet_of(uint32_t s, uint32_t t, uint32_t j, uint4 (&v)[Each], uint32_t (&first)[8]) const {
-    const uint64_t record = record_at(p.rank, s, t), step = apart(), from = s == p.rank ? granule(t, j) : record + 16ull * (p.body + j);
-    const uint32_t granules = s == p.rank ? p.first_granule[1] : p.granules;
-    const uint32_t* word = words_of(record) + j;
-    uint32_t escaped;
-    const auto look = [&] {
-      escaped = 0;
+    const uint64_t record = record_at(p.rank, s, t), from = s == p.rank ? granule(t, j) : record + 16ull * (p.body + j);
+    return await_granules(s, from, words_of(record) + j, j, v, [&] {
       uint4 a = make_uint4(0, 0, 0, 0), b = a;
-      if (s != p.rank) escaped = load_relaxed_sys(word), a = peek(record);
+      if (s != p.rank) a = peek(record);
       if (s != p.rank && p.k > 4) b = peek(record + 16);
-#pragma unroll
-      for (uint32_t k = 0; k < Each; ++k) {
-        v[k] = make_uint4(0, 0, 0, 0);
-        if (k * p.packets + j < granules) v[k] = peek(from + k * step);
-      }
       first[0] = a.x, first[1] = a.y, first[2] = a.z, first[3] = a.w, first[4] = b.x, first[5] = b.y, first[6] = b.z, first[7] = b.w;
-      bool come = escaped != sentinel;
-#pragma unroll
-      for (uint32_t k = 0; k < Each; ++k) come &= is_there(v[k]);
+      bool come = true;
 #pragma unroll
       for (uint32_t e = 0; e < 8; ++e) come &= first[e] != sentinel || e >= p.k;
-      return come || s == p.rank;
-    };
-    if (!wait([&] { return s; }, look)) return false;
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) v[k] = restored(v[k], Each * k, escaped);
-    return true;
+      return come;
+    });
   }
 
   // Takes a packet of a row, a peer's or an own one, and puts it where its experts' rows lie. Each of the first packets tells of an entry. What is done for
@@ -318,9 +303,7 @@ struct ExpertRows : Packets {
       const uint32_t behind = to < end ? mine : mine + (pieces + takers - 1 - which) / takers, start = few != 0 ? 0 : from * p.k;
 #pragma unroll 1
       while (__all_sync(0xFFFFFFFFu, there)) {
-        uint32_t n = 0;
-        if (lane == 0) n = atomicAdd(&ways.item, 1u);
-        n = __shfl_sync(0xFFFFFFFFu, n, 0);
+        const uint32_t n = next_of(ways.item);
         if (n >= behind) break;
         uint32_t j, s = p.rank, t, w = n * 32 + lane;
         bool any = w < own;
@@ -344,9 +327,6 @@ struct ExpertRows : Packets {
       if (to >= end) return there;
     }
   }
-
-  // Where there is a hook: waits for a header, too.
-  __device__ __forceinline__ bool await_header(uint32_t s, uint32_t t) const { return await_said(s, t, 0); }
 };
 
 }  // namespace brigade

@@ -133,20 +133,23 @@ struct Packets : Pushing<PushDispatchParams> {
     one.push_packet(one.record_at(to, p.rank, t), j, v);
   }
 
-  // Waits for the granules of a packet and the word behind them. What is own is there, and has none; own weights are elsewhere.
-  __device__ __forceinline__ bool await_granules(uint32_t s, uint64_t from, const uint32_t* word, uint32_t j, uint4 (&v)[Each]) const {
+  // Waits for the granules of a packet and the word behind them, and until what is looked for beside them has come, too. What is own is there, and has
+  // no word; own weights are elsewhere.
+  template <typename Beside>
+  __device__ __forceinline__ bool await_granules(uint32_t s, uint64_t from, const uint32_t* word, uint32_t j, uint4 (&v)[Each], Beside beside) const {
     const uint64_t step = apart();
     const uint32_t granules = s == p.rank ? p.first_granule[1] : p.granules;
     uint32_t escaped;
     const auto look = [&] {
       escaped = 0;
       if (s != p.rank) escaped = load_relaxed_sys(word);
+      const bool more = beside();
 #pragma unroll
       for (uint32_t k = 0; k < Each; ++k) {
         v[k] = make_uint4(0, 0, 0, 0);
         if (k * p.packets + j < granules) v[k] = peek(from + k * step);
       }
-      bool come = escaped != sentinel;
+      bool come = escaped != sentinel && more;
 #pragma unroll
       for (uint32_t k = 0; k < Each; ++k) come &= is_there(v[k]);
       return come || s == p.rank;
@@ -155,6 +158,10 @@ struct Packets : Pushing<PushDispatchParams> {
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) v[k] = restored(v[k], Each * k, escaped);
     return true;
+  }
+
+  __device__ __forceinline__ bool await_granules(uint32_t s, uint64_t from, const uint32_t* word, uint32_t j, uint4 (&v)[Each]) const {
+    return await_granules(s, from, word, j, v, [] { return true; });
   }
 
   // Waits for a packet of a row, or takes it from own ones.

@@ -141,6 +141,13 @@ __device__ __forceinline__ uint32_t peer_of(const P& p, uint32_t distance) {
   return r >= p.size ? r - p.size : r;
 }
 
+// What a warp of a block takes next, of what its warps share.
+__device__ __forceinline__ uint32_t next_of(uint32_t& item) {
+  uint32_t n = 0;
+  if (threadIdx.x % 32 == 0) n = atomicAdd(&item, 1u);
+  return __shfl_sync(0xFFFFFFFFu, n, 0);
+}
+
 // Which buffer a use has, by the word of the state that counts them.
 __device__ __forceinline__ uint32_t buffer_of(uint64_t uses, uint32_t buffers) {
   const uint32_t use = uint32_t(uses >> USE_BITS);

@@ -442,9 +442,7 @@ struct PushCombine : Pushing<PushCombineParams> {
     bool there = true;
 #pragma unroll 1
     while (__all_sync(0xFFFFFFFFu, there)) {
-      uint32_t n = 0;
-      if (lane == 0) n = atomicAdd(&item, 1u);
-      n = __shfl_sync(0xFFFFFFFFu, n, 0);
+      const uint32_t n = next_of(item);
       if (n >= mine) break;
       const uint32_t w = (n * adders() + which()) * each + lane;
       if (w >= all) continue;

@@ -195,7 +195,7 @@ struct PushDispatch : ExpertRows {
     const uint32_t q = w / p.packets, s = q % p.size, t = q / p.size;
     uint4 v[Each];
     if (!one.comes(s, t)) return true;
-    return one.take(s, t, w % p.packets, v) && (!for_experts || p.again || w % p.packets != 0 || one.await_header(s, t));
+    return one.take(s, t, w % p.packets, v) && (!for_experts || p.again || w % p.packets != 0 || one.await_said(s, t, 0));
   }
 
   // There are more rows than room: nothing is written.
@@ -240,9 +240,7 @@ struct PushDispatch : ExpertRows {
     bool there = true;
 #pragma unroll 1
     while (__all_sync(0xFFFFFFFFu, there)) {
-      uint32_t n = 0;
-      if (lane == 0) n = atomicAdd(&ways.item, 1u);
-      n = __shfl_sync(0xFFFFFFFFu, n, 0);
+      const uint32_t n = next_of(ways.item);
       if (n >= mine) break;
       const uint32_t w = (n * takers() + which()) * 32 + lane;
       if (w >= all) continue;

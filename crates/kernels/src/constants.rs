@@ -35,9 +35,9 @@ constants! {
     RELAYED_PACKETS: u32 = 8192;
     /// Most tokens of a rank in a dispatch that is pushed, by its kernels for few.
     PUSH_TOKENS: u32 = 1024;
-    /// Most slots of all ranks there, and once more those of a rank.
+    /// Most slots of all ranks where rows lie by expert, and once more those of a rank.
     PUSH_PLACES: u32 = 2048;
-    /// Most tokens of a rank by the kernel for many, of rows by source.
+    /// Most tokens of a rank by the kernel for many.
     PUSH_MANY_TOKENS: u32 = 8192;
     /// Most blocks of such a dispatch that write down what the caller is told.
     PUSH_CLERKS: u32 = 5;
