@@ -22,6 +22,47 @@ struct Packets : Pushing<PushDispatchParams> {
     return slots(to, buffer) + 16ull * (g * (p.size - 1) + place(to, from));
   }
 
+  // Whether blocks find the ways of many tokens between them, a share each: where they have no room for the slots of all entries.
+  __device__ __forceinline__ bool shares_ways() const { return many && p.size > 1 && !p.again && p.tokens * p.k > Kept; }
+
+  // Tokens whose ranks blocks tell each other in a granule, two in a word: which is never the sentinel.
+  static constexpr uint32_t PerShared = 8;
+
+  // The first of own tokens whose ways this block finds, or that of the next block.
+  __device__ __forceinline__ uint32_t least(uint32_t block) const {
+    if (!shares_ways()) return block == blockIdx.x ? 0 : p.tokens;
+    const uint32_t granules = (p.tokens + PerShared - 1) / PerShared, each = (granules + gridDim.x - 1) / gridDim.x;
+    return min(block * each * PerShared, p.tokens);
+  }
+
+  // That of token `PerShared * g` and those behind it: the last that come before records.
+  __device__ __forceinline__ uint64_t shared_at(uint32_t g) const {
+    const uint32_t granules = (p.max_tokens + PerShared - 1) / PerShared;
+    return slots(p.rank, buffer) + 16ull * (p.first_record - granules + g);
+  }
+
+  // Tells the other blocks of the ways that this one has found, and hears of the others'. By all threads.
+  __device__ __forceinline__ void share_ways() const {
+    const auto granules = [](uint32_t tokens) { return (tokens + PerShared - 1) / PerShared; };
+    const uint32_t end = granules(least(blockIdx.x + 1)), all = granules(p.tokens);
+#pragma unroll 1
+    for (uint32_t g = granules(least(blockIdx.x)) + threadIdx.x; g < end; g += blockDim.x) {
+      const uint32_t a = ways.masks[2 * g], b = PerShared * g + 4 < p.tokens ? ways.masks[2 * g + 1] : 0;
+      const auto apart = [](uint32_t two) { return (two & 0xFF) | (two & 0xFF00) << 8; };
+      push(shared_at(g), make_uint4(apart(a), apart(a >> 16), apart(b), apart(b >> 16)));
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t g = threadIdx.x; g < all; g += blockDim.x) {
+      uint4 v;
+      if (!wait([&] { return p.rank; }, [&] { return is_there(v = peek(shared_at(g))); })) break;
+      const auto together = [](uint32_t two) { return (two & 0xFF) | two >> 8; };
+      ways.masks[2 * g] = together(v.x) | together(v.y) << 16;
+      if (PerShared * g + 4 < p.tokens) ways.masks[2 * g + 1] = together(v.z) | together(v.w) << 16;
+    }
+    __syncthreads();
+  }
+
   // The row that `from` sends to `to` of its token `t`: a header, the row, and the words behind it.
   __device__ __forceinline__ uint64_t record_at(uint32_t to, uint32_t from, uint32_t t) const {
     return slots(to, buffer) + 16ull * (p.first_record + (uint64_t(t) * (p.size - 1) + place(to, from)) * p.record);

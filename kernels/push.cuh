@@ -21,6 +21,9 @@ namespace brigade {
 // No word of a granule that was pushed.
 constexpr uint32_t sentinel = 0xFFFFFFFFu;
 
+// Threads of the largest block that pushes rows. It has a multiprocessor to itself: within a budget, so that as much is on its way as by two.
+constexpr uint32_t Widest = 2 * ALL_REDUCE_THREADS;
+
 __device__ __forceinline__ void push(uint64_t at, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");

@@ -500,9 +500,8 @@ struct PushCombine : Pushing<PushCombineParams> {
   }
 };
 
-// As many blocks find room as those of all-reduces.
 #define PUSH_COMBINE(NAME, IN, OUT, MOST, BY_RANK)                                        \
-  extern "C" __global__ void __launch_bounds__(ALL_REDUCE_THREADS, 2)                     \
+  extern "C" __global__ void __launch_bounds__(Widest)                                    \
       brigade_push_combine_##NAME##_##MOST(const __grid_constant__ PushCombineParams p) { \
     wait_for_previous_kernel();                                                           \
     let_next_kernel_start();                                                              \

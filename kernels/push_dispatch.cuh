@@ -7,20 +7,21 @@
 // for anybody before it pushes; each row is taken as soon as it is there, and goes where it belongs. Some blocks push and the rest take (as
 // DeepEP's channels have a sender and a receiver): what waits for a link keeps all of a multiprocessor waiting. The last blocks, where there are
 // more, push and take no rows: they tell of own tokens, here and to peers, of what headers say, and of what has come, each one thing, since it is
-// code that runs once, and fetching that takes longer than what it does.
+// code that runs once, and fetching that takes longer than what it does. Of many tokens none does alone what grows with them: blocks find ways
+// between them, and those that take rows say what their headers do.
 //
-//   [which tokens of each peer come][by expert, its rows for each slot][token 0 of each peer][token 1 of each peer]...
+//   [which tokens of each peer come][what it counts for each slot, or which of its blocks are done][where own tokens go][token 0 of each peer][token 1 of each peer]...
 //
 // so that what was filled is one range.
 //
 // Rows begin at lines of 128 bytes, and so do the quarters that a warp pushes of them: what is less than a line is slow to travel.
 #pragma once
-#include "expert_rows.cuh"
+#include "places.cuh"
 
 using namespace brigade;
 
-struct PushDispatch : ExpertRows {
-  using ExpertRows::ExpertRows;
+struct PushDispatch : Places {
+  using Places::Places;
 
   // The last blocks, where there are some to spare: one for each thing that there is to write down of few rows, else for two.
   __device__ __forceinline__ uint32_t clerks() const {
@@ -31,17 +32,26 @@ struct PushDispatch : ExpertRows {
   __device__ __forceinline__ uint32_t workers() const { return gridDim.x - clerks(); }
   __device__ __forceinline__ bool is_worker() const { return blockIdx.x < workers(); }
   // Whether a worker pushes or takes, and not both; which of those it is, and how many there are.
-  __device__ __forceinline__ bool splits() const { return p.desk == 0 && p.size > 1 && workers() > 1; }
-  // One block of two pushes then, or of four: a row that has few peers to go to and lies there for many experts takes longest where it goes.
+  __device__ __forceinline__ bool splits() const { return p.desk == 0 && p.size > 1 && workers() >= (in_place ? Apart : 2); }
+  // One block of two pushes then, or of four: a row that has few peers to go to and lies there for many experts takes longest where it goes. Where rows
+  // stay in place, next to nothing is taken, and all but one of so many push.
+  static constexpr uint32_t Apart = 8;
   __device__ __forceinline__ uint32_t share() const { return for_experts && p.k > 4 * (p.size - 1) ? 2 : 1; }
-  __device__ __forceinline__ bool is_first() const { return blockIdx.x >> share() << share() == blockIdx.x; }
-  __device__ __forceinline__ bool pushes() const { return is_worker() && p.size > 1 && (!splits() || is_first()); }
+  __device__ __forceinline__ bool is_first() const {
+    return in_place ? blockIdx.x % Apart != Apart - 1 : blockIdx.x >> share() << share() == blockIdx.x;
+  }
+  __device__ __forceinline__ bool pushes() const { return is_worker() && (p.size > 1 || in_place) && (!splits() || is_first()); }
   __device__ __forceinline__ bool takes() const { return is_worker() && (!splits() || !is_first()); }
   __device__ __forceinline__ uint32_t which() const {
+    if (!splits()) return blockIdx.x;
+    if (in_place) return is_first() ? blockIdx.x - blockIdx.x / Apart : blockIdx.x / Apart;
     const uint32_t which = blockIdx.x >> share();
-    return !splits() ? blockIdx.x : is_first() ? which : blockIdx.x - which - 1;
+    return is_first() ? which : blockIdx.x - which - 1;
   }
-  __device__ __forceinline__ uint32_t pushers() const { return splits() ? (workers() - 1 >> share()) + 1 : workers(); }
+  __device__ __forceinline__ uint32_t pushers() const {
+    if (!splits()) return workers();
+    return in_place ? workers() - workers() / Apart : (workers() - 1 >> share()) + 1;
+  }
   __device__ __forceinline__ uint32_t takers() const { return splits() ? workers() - pushers() : workers(); }
 
   __device__ __forceinline__ bool tells_ways() const { return is_clerk(0); }
@@ -70,7 +80,7 @@ struct PushDispatch : ExpertRows {
     }
   }
 
-  // By a block that does nothing else, where there is one for each thing. Else by the last warp of each block that takes, if that is apart: so they
+  // By a block that does nothing else, where there is one for each thing. Else by the last warps of each block that takes, if that is apart: so they
   // need not queue behind rows, nor all go one way.
   __device__ __forceinline__ void push_headers() const {
     if (p.size == 1) return;
@@ -78,8 +88,10 @@ struct PushDispatch : ExpertRows {
       if (is_clerk(4)) push_headers(p, buffer, threadIdx.x, blockDim.x);
       return;
     }
-    const uint32_t blocks = splits() ? takers() : pushers(), lane = threadIdx.x % 32, w = 32 * which();
-    if (threadIdx.x >= blockDim.x - 32 && (splits() ? takes() : pushes()) && w < headers()) push_headers(p, buffer, w + lane, 32 * blocks);
+    // About four for a thread.
+    const uint32_t blocks = splits() ? takers() : pushers(), few = 4 * 32 * blocks;
+    const uint32_t threads = headers() <= few ? 32 : min(blockDim.x, (headers() + few - 1) / few * 32), me = threadIdx.x + threads - blockDim.x;
+    if (me < threads && (splits() ? takes() : pushes())) push_headers(p, buffer, which() * threads + me, blocks * threads);
   }
 
   __device__ __forceinline__ uint32_t headers() const { return p.tokens * (p.size - 1) * p.header; }
@@ -255,15 +267,15 @@ struct PushDispatch : ExpertRows {
     return there;
   }
 
-  static __device__ __noinline__ bool take_headers(const PushDispatchParams& p, uint32_t buffer, uint64_t flag) {
-    return PushDispatch(p, 0, buffer, flag).take_all_headers();
+  static __device__ __noinline__ bool take_headers(const PushDispatchParams& p, uint32_t buffer, uint64_t flag, uint32_t me, uint32_t threads) {
+    return PushDispatch(p, 0, buffer, flag).take_all_headers(me, threads);
   }
 
-  __device__ __forceinline__ bool take_all_headers() const {
+  __device__ __forceinline__ bool take_all_headers(uint32_t me, uint32_t threads) const {
     bool there = true;
     // Own rows, by the last threads.
 #pragma unroll 1
-    for (uint32_t n = blockDim.x - 1 - threadIdx.x; n < p.tokens * p.k; n += blockDim.x) {
+    for (uint32_t n = threads - 1 - me; n < p.tokens * p.k; n += threads) {
       const uint32_t t = n / p.k, e = n % p.k;
       if (!comes(p.rank, t)) continue;
       const uint32_t own = row_of(p.rank, t), at = ways.at[p.rank] + own;
@@ -271,7 +283,7 @@ struct PushDispatch : ExpertRows {
       ids()[uint64_t(at) * p.k + e] = called(p, int32_t(slot_at(p, p.rank, t, e)) - 1);
     }
 #pragma unroll 1
-    for (uint32_t n = threadIdx.x; n < ways.most * p.size * p.header && there; n += blockDim.x) {
+    for (uint32_t n = me; n < ways.most * p.size * p.header && there; n += threads) {
       const uint32_t h = n % p.header, q = n / p.header, s = q % p.size, t = q / p.size;
       if (s == p.rank || !comes(s, t)) continue;
       const uint32_t i = row_of(s, t), at = ways.at[s] + i;
@@ -474,7 +486,12 @@ struct PushDispatch : ExpertRows {
   __device__ __forceinline__ void run(const Entry& first) const {
     announce();
     tally(0);
-    find_ways(p, first);
+    if (p.again) {
+      find_ways_again(p);
+    } else {
+      find_ways(p, least(blockIdx.x) * p.k, least(blockIdx.x + 1) * p.k, first);
+      if (shares_ways()) share_ways();
+    }
     if (tells_ways()) push_ways();
     if (for_experts) {
       push_names();
@@ -482,17 +499,24 @@ struct PushDispatch : ExpertRows {
       push_headers();
     }
     const uint32_t me = which() * blockDim.x + threadIdx.x;
-    if (pushes()) push_rows(me, p.tokens * (p.size - 1) * p.packets, pushers() * blockDim.x);
+    if (pushes() && p.size > 1) push_rows(me, p.tokens * (p.size - 1) * p.packets, pushers() * blockDim.x);
+    bool there = true;
+    if (in_place && pushes()) there = push_to_places(which(), pushers(), tells_rows());
     if (!splits()) {
       empty();
     } else if (takes()) {
       empty_by(me, takers() * blockDim.x);
     }
     if (tells_own()) tell(p);
-    bool there = true;
-    if (!splits() || !pushes()) there = take_ways() && are_well();
+    if ((!splits() || !pushes()) && there) there = take_ways() && are_well();
+    if (in_place && there && p.size > 1 && tells_rows()) there = await_places();
     if (takes() && there) there = for_experts ? take_by_expert() : take_by_source();
-    if (tells_headers() && !p.again && there) there = take_headers(p, buffer, flag);
+    // Of many rows, by all that take some.
+    if (many) {
+      if (takes() && !p.again && there) there = take_headers(p, buffer, flag, me, takers() * blockDim.x);
+    } else if (tells_headers() && !p.again && there) {
+      there = take_headers(p, buffer, flag, threadIdx.x, blockDim.x);
+    }
     finish(!there);
   }
 };
@@ -500,11 +524,13 @@ struct PushDispatch : ExpertRows {
 // All of a kernel.
 __device__ __forceinline__ void push_dispatch(const PushDispatchParams& p) {
   begin_ways(p);
-  PushDispatch(p, 0, 0, 0).share_out();
+  const PushDispatch early(p, 0, 0, 0);
+  early.share_out();
+  const uint32_t start = early.least(blockIdx.x) * p.k;
   wait_for_previous_kernel();
   let_next_kernel_start();
   // On its way with the state.
-  const Entry first(p, threadIdx.x);
+  const Entry first(p, start + threadIdx.x);
   find_state(p);
   PushDispatch(p, state_found).run(first);
 }

@@ -26,7 +26,7 @@ constexpr uint32_t Kept = for_experts ? 8192 : 5120;
 // both.
 struct Ways {
   static constexpr uint32_t Tokens = many ? PUSH_MANY_TOKENS : PUSH_TOKENS;
-  static constexpr uint32_t Threads = for_experts ? ALL_REDUCE_THREADS : 1, Places = for_experts ? PUSH_PLACES : 2;
+  static constexpr uint32_t Threads = for_experts ? Widest : 1, Places = for_experts ? PUSH_PLACES : 2;
   // Tokens whose ranks share a word.
   static constexpr uint32_t PerMask = many || for_experts ? 4 : 1;
 
@@ -177,31 +177,38 @@ __device__ __forceinline__ void begin_ways(const PushDispatchParams& p) {
   if (for_experts) begin_names(p);
 }
 
-// Where own tokens go. By all threads, each of which has read its first entry.
-__device__ __forceinline__ void find_ways(const PushDispatchParams& p, Entry first) {
-  if (p.again) return find_ways_again(p);
+// Calls `work(n, t, slot)` for the entries from `start` up to `end`, of which each thread has read its first. By all threads.
+template <typename Work>
+__device__ __forceinline__ void for_entries(const PushDispatchParams& p, uint32_t start, uint32_t end, Entry first, Work work) {
   // So many are on their way while others are handled.
   constexpr uint32_t Ahead = many ? 4 : 1;
-  const uint32_t threads = blockDim.x, all = p.tokens * p.k;
+  const uint32_t threads = blockDim.x;
   Entry next[Ahead] = {first};
 #pragma unroll
-  for (uint32_t i = 1; i < Ahead; ++i) next[i] = Entry(p, threadIdx.x + i * threads);
+  for (uint32_t i = 1; i < Ahead; ++i) next[i] = Entry(p, start + threadIdx.x + i * threads);
 #pragma unroll 1
-  for (uint32_t n = threadIdx.x; n < all; n += Ahead * threads) {
+  for (uint32_t n = start + threadIdx.x; n < end; n += Ahead * threads) {
     Entry now[Ahead];
 #pragma unroll
     for (uint32_t i = 0; i < Ahead; ++i) now[i] = next[i], next[i] = Entry(p, n + (Ahead + i) * threads);
 #pragma unroll
     for (uint32_t i = 0; i < Ahead; ++i) {
-      if (i > 0 && n + i * threads >= all) continue;
-      const int32_t slot = slot_of(p, now[i].t, now[i].id);
-      if (all <= Kept) ways.slot[n + i * threads] = uint16_t(slot + 1);
-      uint32_t r = 0;
-#pragma unroll
-      for (uint32_t s = 1; s < Most; ++s) r += uint32_t(slot) >= ways.slots[s];
-      if (slot >= 0) ways.add(now[i].t, 1u << r);
+      if (i > 0 && n + i * threads >= end) continue;
+      work(n + i * threads, now[i].t, slot_of(p, now[i].t, now[i].id));
     }
   }
+}
+
+// Where own tokens go of the entries from `start` up to `end`, of which each thread has read its first. By all threads.
+__device__ __forceinline__ void find_ways(const PushDispatchParams& p, uint32_t start, uint32_t end, Entry first) {
+  const bool kept = p.tokens * p.k <= Kept;
+  for_entries(p, start, end, first, [&](uint32_t n, uint32_t t, int32_t slot) {
+    if (kept) ways.slot[n] = uint16_t(slot + 1);
+    uint32_t r = 0;
+#pragma unroll
+    for (uint32_t s = 1; s < Most; ++s) r += uint32_t(slot) >= ways.slots[s];
+    if (slot >= 0) ways.add(t, 1u << r);
+  });
   __syncthreads();
 }
 
@@ -235,11 +242,15 @@ __device__ __noinline__ void tell_ways(const PushDispatchParams& p) {
 #pragma unroll 1
   for (uint32_t s = me; s < p.all_slots; s += threads) (few ? ways.count : rows_per_slot)[s] = for_experts ? ways.named(s) : 0;
   __syncthreads();
-#pragma unroll 1
-  for (uint32_t n = me; n < p.tokens * p.k; n += threads) {
-    const int32_t slot = own_slot(p, n / p.k, n % p.k);
+const auto tell = [&](uint32_t n, int32_t slot) {
     reinterpret_cast<int32_t*>(p.chosen)[n] = slot;
     if (!for_experts && slot >= 0) atomicAdd((few ? ways.count : rows_per_slot) + slot, 1u);
+  };
+  if (many) {
+    for_entries(p, 0, p.tokens * p.k, Entry(p, me), [&](uint32_t n, uint32_t, int32_t slot) { tell(n, slot); });
+  } else {
+#pragma unroll 1
+    for (uint32_t n = me; n < p.tokens * p.k; n += threads) tell(n, own_slot(p, n / p.k, n % p.k));
   }
   __syncthreads();
 #pragma unroll 1

@@ -105,7 +105,7 @@ pub(crate) struct Arguments {
     cast: Option<(Buffer, Buffer)>,
     staged: Option<Buffer>,
     /// How the half lies, where rows stay in it.
-    in_place: Option<InPlace>,
+    pub(crate) in_place: Option<InPlace>,
 }
 
 /// Where rows lie that have come.
@@ -158,9 +158,19 @@ impl CudaComm {
             self.core.exchange(turn.stream(), &signed, &kept, |job| {
                 job.adds_waits(a.waits.as_ref());
                 job.cast(&a)?;
-                job.push_dispatch(launch, &a, outputs)
+                job.push_dispatch(launch, &a, outputs, None)
             })?;
             return Ok(outputs.clone().dispatched(plan));
+        }
+        if let (Some(layout), true, Some(outputs)) = (&a.in_place, launch.blocks > 0, &given) {
+            let mut stay = None;
+            self.core.exchange(turn.stream(), &signed, &kept, |job| {
+                job.adds_waits(a.waits.as_ref());
+                job.cast(&a)?;
+                stay = Some(job.push_in_place(launch, &a, layout, outputs.clone())?);
+                Ok(())
+            })?;
+            return Ok(stay.unwrap_or_else(|| outputs.clone()).dispatched(plan));
         }
         let outputs = self
             .core

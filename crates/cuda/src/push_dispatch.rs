@@ -7,6 +7,7 @@ use crate::{
     job::{Job, Poisoned, waiting},
     pushed::pushing,
     routing::Placed,
+    steps::{Counters, Use},
     types,
 };
 use brigade_device::{Arrangement, Buffer, DispatchOutputs, Launch, Result};
@@ -14,11 +15,12 @@ use brigade_kernels::{
     PUSH_CLERKS, PUSH_MANY_TOKENS, PUSH_PLACES, PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams,
 };
 use brigade_plan::{
-    dispatch::Sections,
+    dispatch::{Section, Sections},
+    pushed::GRANULE_BYTES,
     records::{CLERKS, MANY_TOKENS, PLACES, Record, SLOTS, TOKENS, inverse},
     routes::Slots,
 };
-use brigade_sync::BUFFERS;
+use brigade_sync::{BUFFERS, Flag};
 
 /// The plan knows what the kernel is for.
 const _: () = assert!(TOKENS == PUSH_TOKENS as usize && SLOTS == PUSH_SLOTS as usize);
@@ -27,18 +29,20 @@ const _: () = assert!(PLACES == PUSH_PLACES as usize);
 const _: () = assert!(CLERKS == PUSH_CLERKS as usize);
 
 impl Job<'_> {
-    /// Enqueues the exchange, launched as the plan has it.
+    /// Enqueues the exchange, launched as the plan has it. Rows in place stay in a half whose use has begun.
     pub(crate) fn push_dispatch(
         &mut self,
         launch: Launch,
         a: &Arguments,
         outputs: &DispatchOutputs,
+        stay: Option<Use>,
     ) -> Result<()> {
         self.steps_now()?;
         let core = self.core;
         let (call, layout, parts) = (&a.call, a.ways.layout(), &outputs.parts);
         let record = Record::new(call, a.group.size);
         let sections = Sections::dispatch(call, 1);
+        let row_bytes = sections.row_bytes(Section::Row);
         let placed = Placed::from(call.placement);
         let slots = Slots::new(call.placement, a.group.size);
         let (arrangement, alignment) = codes(call.arrangement);
@@ -87,6 +91,8 @@ impl Job<'_> {
             words: record.words() as u32,
             granules: record.granules() as u32,
             packets: record.packets() as u32,
+            row_runs: record.runs as u32,
+            inverse_row_runs: inverse(record.runs),
             record: record.all() as u32,
             first_record: record.told(call.max_tokens, a.group.size) as u32,
             inverse_k: inverse(call.k),
@@ -97,6 +103,15 @@ impl Job<'_> {
             last: 1,
             ..pushing!(PushDispatchParams, self)
         };
+        if let (Some(layout), Some(of)) = (&a.in_place, stay) {
+            let ring = core.control.layout().ring(of.area);
+            let none = Flag::from_bits(0);
+            parameters.places = (core.data_offset(of) + a.group.rank * layout.source_bytes) as u64;
+            parameters.half_counter = Counters::uses(of) as u32;
+            parameters.half_credit = ring.credit(of.half, 0, none).word.index as u32;
+            parameters.half_filled = ring.arrival(of.half, 0, 0, 0, none).word.index as u32;
+            parameters.half_pieces = ring.pieces as u32;
+        }
         if let Some(router) = &a.router {
             parameters.ids = router.ids.address();
             parameters.id_bytes = router.ids.dtype().bytes() as u32;
@@ -123,15 +138,17 @@ impl Job<'_> {
             parameters.poisons[i] = types::poison_pattern(dtype);
         }
         let kernels = &core.device.opened.kernels.pushes;
-        let [few, many, by_expert] = &kernels.dispatch;
+        let [few, many, by_expert, in_place] = &kernels.dispatch;
         let kernel = match call.arrangement {
+            _ if stay.is_some() => in_place,
             Arrangement::ByExpert { .. } => by_expert,
-            Arrangement::Dense | Arrangement::BySource if call.max_tokens > TOKENS => many,
+            Arrangement::Dense | Arrangement::BySource if record.shared > 0 => many,
             Arrangement::Dense | Arrangement::BySource => few,
         };
         let together = kernels.dispatch_together;
         let shape = core.push_shape_beside(launch, usize::MAX, together);
-        let shape = self.early_of_few(shape, tokens.saturating_mul(record.granules()));
+        let granules = record.granules().max(row_bytes.div_ceil(GRANULE_BYTES));
+        let shape = self.early_of_few(shape, tokens.saturating_mul(granules));
         // SAFETY: rows and all that is found lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }

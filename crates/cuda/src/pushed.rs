@@ -57,8 +57,8 @@ pub(crate) struct PushKernels {
     copy: Kernel<PushCopyParams>,
     /// By [type](SENT): one shot that the kernel in front sends.
     sent: [Kernel<AllReduceParams>; SENT.len()],
-    /// Of few tokens of a rank, of many, and of few by expert.
-    pub(crate) dispatch: [Kernel<PushDispatchParams>; 3],
+    /// Of few tokens of a rank, of many, of few by expert, and of rows that stay in place.
+    pub(crate) dispatch: [Kernel<PushDispatchParams>; 4],
     /// Blocks of any that find room where the largest one does, however few threads they have: their shared memory is the same.
     pub(crate) dispatch_together: u32,
     pub(crate) combine: ByTypes<PushCombineParams>,
@@ -74,10 +74,11 @@ impl PushKernels {
         capability: (u32, u32),
     ) -> Result<Self, Missing> {
         let (all_reduce, combine) = (set("all_reduce")?, set("push_combine")?);
-        let dispatch: [Kernel<PushDispatchParams>; 3] = [
+        let dispatch: [Kernel<PushDispatchParams>; 4] = [
             set("push_dispatch")?.kernel()?,
             set("push_dispatch_many")?.variant("_many")?,
             set("push_dispatch_by_expert")?.variant("_by_expert")?,
+            set("push_dispatch_in_place")?.variant("_in_place")?,
         ];
         let mut dispatch_together = u32::MAX;
         for kernel in &dispatch {
@@ -425,13 +426,20 @@ impl Core {
         together: u32,
     ) -> Launch {
         let core = self;
-        let threads = u32::from(launch.threads).clamp(32, ALL_REDUCE_THREADS);
         let places = match core.size() {
             // Nobody to wait for.
             1 => core.device.info().sms.into(),
             _ => core.exchanging.blocks(),
         };
-        let fit = places * core.in_a_place(threads).min(together);
+        // A block of more threads takes two places. Where ranks share a GPU, no place is beside another.
+        let wide = u32::from(launch.threads) > ALL_REDUCE_THREADS && places > 1 && !core.shares();
+        let (threads, fit) = match wide {
+            true => (2 * ALL_REDUCE_THREADS, places / 2),
+            false => {
+                let threads = u32::from(launch.threads).clamp(32, ALL_REDUCE_THREADS);
+                (threads, places * core.in_a_place(threads).min(together))
+            }
+        };
         let needed = u32::try_from(granules.div_ceil(threads as usize)).unwrap_or(u32::MAX);
         // Where there is a hook, one block asks it.
         let most = if core.memory.desk.is_some() { 1 } else { fit };

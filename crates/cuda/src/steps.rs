@@ -208,8 +208,13 @@ impl<'a> Steps<'a> {
 
     /// Begins a use, once every peer is done with the one before.
     pub(crate) fn begin(&mut self, of: Use) {
-        self.count(STEP_ADVANCE, Counters::uses(of));
+        self.begin_at_once(of);
         self.credits(of);
+    }
+
+    /// Begins a use. A kernel waits for its credits.
+    pub(crate) fn begin_at_once(&mut self, of: Use) {
+        self.count(STEP_ADVANCE, Counters::uses(of));
     }
 
     /// The same, or goes on with the use that was begun ahead.

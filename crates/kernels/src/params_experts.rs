@@ -391,6 +391,8 @@ parameters! {
         totals: u64,
         /// Device address of the row of every expert of every token that came, or 0.
         rows_of: u64,
+        /// Where rows stay at a receiver, in its memory, that come from this rank; of no use but in place.
+        places: u64,
         /// Device address of what goes into each section of own rows.
         from: [u64; 9],
         /// Device address of where each section's rows go.
@@ -461,6 +463,18 @@ parameters! {
         granules: u32,
         /// Packets of it.
         packets: u32,
+        /// Runs of a row that stays in place, of which a warp stores one at a time.
+        row_runs: u32,
+        /// To divide by them.
+        inverse_row_runs: u32,
+        /// Counter of the uses of the half in which rows stay.
+        half_counter: u32,
+        /// Word of rank 0's credit for it.
+        half_credit: u32,
+        /// Word that tells a hook of what rank 0 puts there.
+        half_filled: u32,
+        /// From one rank's to the next's.
+        half_pieces: u32,
         /// Granules of a row, with its header and the words behind it.
         record: u32,
         /// That of a buffer where the first of them begins.

@@ -44,7 +44,8 @@ pub(crate) fn plan(
         if need > have {
             return Err(reason::capacity("dispatch_bytes", need, have));
         }
-        return Ok(in_pieces(Transport::InPlace, call.max_tokens, 1));
+        let steps = in_pieces(Transport::InPlace, call.max_tokens, 1);
+        return Ok(pushed().map_or(steps, records::Pushed::plan));
     }
     if call.choice == Some(Transport::Gather) {
         // The longer of the two says how much memory there must be.

@@ -8,7 +8,9 @@ use crate::{
     reason,
     routes::Slots,
 };
-use brigade_device::{Arrangement, CombineCall, CombineSum, DispatchCall, Launch, Plan, Reason};
+use brigade_device::{
+    Arrangement, CombineCall, CombineSum, DispatchCall, Launch, Plan, Reason, Transport,
+};
 
 /// Most tokens of a rank whose ways the kernels for few find that push rows to experts.
 pub const TOKENS: usize = 1024;
@@ -34,6 +36,9 @@ pub fn inverse(d: usize) -> u32 {
 /// Granules of a packet.
 const PACKET: usize = 4;
 
+/// Those that a warp stores at a time of a row that stays in place.
+const RUN: usize = 32 * PACKET;
+
 /// What a sender pushes for each of its rows: a header, the row with what belongs to it, and a word for each of its packets,
 /// each of them from a line on.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,8 +46,13 @@ pub struct Record {
     /// Granules of the header: the token, and half a word for each of its slots; by expert a word for each, with which of the sender's rows for
     /// the slot it is.
     pub header: usize,
-    /// By expert: granules in which a rank tells another how many rows it has for each of its slots.
+    /// By expert: granules in which a rank tells another how many rows it has for each of its slots. In place: those in which its blocks say that
+    /// they have stored theirs.
     pub counts: usize,
+    /// Granules in which blocks of a rank tell each other where its tokens go, where they are many.
+    pub shared: usize,
+    /// Of a row that stays in place, runs of granules that a warp stores; or 0.
+    pub runs: usize,
     /// Granule where each section begins, and where the last one ends. Tokens and slots are in the header.
     pub first: Vec<usize>,
 }
@@ -50,8 +60,11 @@ pub struct Record {
 impl Record {
     /// Of a dispatch among so many ranks.
     pub fn new(call: &DispatchCall, size: usize) -> Self {
-        /// Counts of a granule.
+        /// Counts of a granule, tokens that blocks tell each other of, and words.
         const EACH: usize = 8;
+        const SHARED: usize = 8;
+        const WORDS: usize = GRANULE_BYTES / 4;
+        let in_place = call.choice == Some(Transport::InPlace);
         let by_expert = matches!(call.arrangement, Arrangement::ByExpert { .. });
         let sections = Sections::dispatch(call, 1);
         let mut first = vec![0];
@@ -59,6 +72,7 @@ impl Record {
         for i in 0..sections.count() {
             let bytes = match i {
                 _ if i == Section::Token.index() || i == Section::Slots.index() => 0,
+                _ if i == Section::Row.index() && in_place => 0,
                 _ => sections.at(i, 1).len(),
             };
             granules += bytes.div_ceil(GRANULE_BYTES);
@@ -72,6 +86,17 @@ impl Record {
             },
             counts: match by_expert && !call.again {
                 true => most_slots(call, size).div_ceil(EACH),
+                false if in_place => usize::from(MOST_BLOCKS).div_ceil(WORDS),
+                false => 0,
+            },
+            shared: match in_place || (!by_expert && call.max_tokens > TOKENS) {
+                true => call.max_tokens.div_ceil(SHARED),
+                false => 0,
+            },
+            runs: match in_place {
+                true => sections
+                    .row_bytes(Section::Row)
+                    .div_ceil(RUN * GRANULE_BYTES),
                 false => 0,
             },
             first,
@@ -120,10 +145,10 @@ impl Record {
             .next_multiple_of(LINE)
     }
 
-    /// Granules before the records of so many tokens of every peer: which of them come, and how many for each slot.
+    /// Granules before the records of so many tokens of every peer: which of them come, how many for each slot, and where own ones go.
     pub fn told(&self, tokens: usize, size: usize) -> usize {
         let counts = self.counts.saturating_mul(size.saturating_sub(1));
-        Self::ways(tokens, size) + counts.next_multiple_of(LINE)
+        Self::ways(tokens, size) + (counts + self.shared).next_multiple_of(LINE)
     }
 
     fn beside(&self, granules: usize, tokens: usize, size: usize) -> usize {
@@ -189,7 +214,7 @@ fn most_slots(call: &DispatchCall, size: usize) -> usize {
     (0..size).map(|r| slots.of(r).len()).max().unwrap_or(0)
 }
 
-/// A dispatch that pushes, if it can be.
+/// A dispatch that pushes, if it can be: all of it, or all but rows that stay in place.
 pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushed, Reason> {
     let size = topology.group.size;
     let most = most_slots(call, size);
@@ -214,17 +239,35 @@ pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushe
         return Err(reason::rows_uncounted());
     }
     let record = Record::new(call, size);
-    let sections = Sections::dispatch(call, call.max_tokens).bytes;
+    let sections = Sections::dispatch(call, call.max_tokens);
+    let in_place = call.choice == Some(Transport::InPlace);
+    let row = sections.row_bytes(Section::Row);
+    if in_place && !row.is_multiple_of(GRANULE_BYTES) {
+        return Err(reason::rows_pushed("bytes of a row modulo 16", row % 16, 0));
+    }
+    let (copied, threads, together) = match in_place {
+        // Rows are read once for all ranks, and most blocks do nothing else.
+        true => (0, (record.runs * RUN / PACKET / 2, call.max_tokens), 1),
+        // Own rows are taken, too.
+        false => (
+            sections.bytes,
+            (record.packets(), call.max_tokens.saturating_mul(size)),
+            TOGETHER,
+        ),
+    };
     let pushed = Pushed::new(
         call.max_tokens,
-        (record.bytes(call.max_tokens, size), sections),
-        // Own rows are taken, too.
-        (record.packets(), call.max_tokens.saturating_mul(size)),
-        (CLERKS, TOGETHER),
+        (record.bytes(call.max_tokens, size), copied),
+        threads,
+        (CLERKS, together),
         topology,
     )?;
     Ok(Pushed {
         arriving: record.arriving(call.max_tokens, size),
+        transport: match in_place {
+            true => Transport::InPlace,
+            false => Transport::Pushed,
+        },
         ..pushed
     })
 }
@@ -263,6 +306,7 @@ pub(crate) struct Pushed {
     pub(crate) arriving: usize,
     /// Bytes that a buffer must have.
     pub(crate) need: usize,
+    transport: Transport,
     launch: Launch,
 }
 
@@ -292,21 +336,25 @@ impl Pushed {
         if need > have {
             return Err(reason::capacity("all_reduce_bytes", need, have));
         }
-        let (budget, together) = match topology.config.sm_budget {
-            Some(budget) => (budget, 1),
-            None => (MOST_BLOCKS, together),
+        let (most, together, widest) = match topology.config.sm_budget {
+            Some(budget) => (budget, 1, 2 * WIDE),
+            None => (MOST_BLOCKS, together, WIDE),
         };
         Ok(Self {
             rows: max_tokens,
             arriving,
             need,
-            launch: launch((threads.saturating_mul(rows), clerks), budget, together),
+            transport: Transport::Pushed,
+            launch: launch(
+                (threads.saturating_mul(rows), clerks),
+                (most, together, widest),
+            ),
         })
     }
 
     pub(crate) fn plan(self) -> Plan {
         Plan::Experts {
-            transport: brigade_device::Transport::Pushed,
+            transport: self.transport,
             piece_rows: self.rows,
             pieces: 1,
             launch: self.launch,
@@ -317,22 +365,34 @@ impl Pushed {
 /// Most blocks that push, of the largest.
 pub(crate) const MOST_BLOCKS: u16 = 132;
 
+/// Threads of the largest block where two find room on a multiprocessor.
+const WIDE: u16 = 512;
+
 /// Blocks of a dispatch that write down what the caller is told, where there are more.
 pub const CLERKS: usize = 5;
 
 /// For so many packets or granules: two threads for each while there are blocks for that, of which one pushes. Blocks with few threads are
-/// quicker; but where there are more than `most`, two kernels do not find room beside each other.
-fn launch((threads, clerks): (usize, usize), most: u16, together: u16) -> Launch {
+/// quicker; but where there are more than `most`, two kernels do not find room beside each other. The `widest` within a budget has all threads of a
+/// multiprocessor, and so as much on its way as two of half as many.
+fn launch((threads, clerks): (usize, usize), (most, together, widest): (u16, u16, u16)) -> Launch {
     let most = most.clamp(1, MOST_BLOCKS);
     let blocks = |each: u16| 2 * threads.div_ceil(each.into()) + clerks;
-    let (each, most) = [(128, most), (256, most), (256, most * together)]
+    let narrow = [128, 256].map(|each| (each, most));
+    let found = narrow
         .into_iter()
-        .find(|&(each, most)| blocks(each) <= usize::from(most))
-        .unwrap_or((512, most));
-    let blocks = blocks(each);
-    Launch {
-        blocks: u16::try_from(blocks).unwrap_or(most).clamp(1, most),
-        threads: each,
+        .chain([(256, most * together), (WIDE, most)])
+        .find(|&(each, most)| blocks(each) <= usize::from(most));
+    match found {
+        Some((threads, most)) => Launch {
+            blocks: u16::try_from(blocks(threads))
+                .unwrap_or(most)
+                .clamp(1, most),
+            threads,
+        },
+        None => Launch {
+            blocks: most,
+            threads: widest,
+        },
     }
 }
 
@@ -426,6 +486,43 @@ mod tests {
     }
 
     #[test]
+    fn rows_in_place_are_no_part_of_what_is_pushed() {
+        let in_place = DispatchCall {
+            choice: Some(Transport::InPlace),
+            ..call(7168, 8)
+        };
+        let record = Record::new(&in_place, 4);
+        assert_eq!(record.first, [0, 0, 0, 0, 0, 2, 3, 3, 5]);
+        // A word for each of 132 blocks, a granule for eight own tokens, and 128 granules for a warp.
+        assert_eq!((record.counts, record.shared, record.runs), (33, 16, 7));
+        assert_eq!(record.told(128, 4), 8 + 120);
+        let plan = dispatch(&in_place, &topology(1 << 30)).unwrap().plan();
+        let Plan::Experts {
+            transport, launch, ..
+        } = plan
+        else {
+            panic!("{plan:?}")
+        };
+        assert_eq!((transport, launch.blocks), (Transport::InPlace, 117));
+        // Rows of other sizes go by steps.
+        let narrow = DispatchCall {
+            hidden: 4,
+            ..in_place
+        };
+        let why = dispatch(&narrow, &topology(1 << 30)).unwrap_err();
+        assert_eq!(why.code, reason::ROWS);
+        // Blocks find the ways of many tokens between them.
+        let many = |max_tokens| {
+            let call = DispatchCall {
+                max_tokens,
+                ..call(8, 1)
+            };
+            Record::new(&call, 4).shared
+        };
+        assert_eq!([1024, 1025, 8192].map(many), [0, 129, 1024]);
+    }
+
+    #[test]
     fn what_does_not_fit_is_not_pushed() {
         let need = Record::new(&call(7168, 8), 4).bytes(128, 4);
         assert!(dispatch(&call(7168, 8), &topology(need)).is_ok());
@@ -497,7 +594,7 @@ mod tests {
     #[test]
     fn few_rows_take_few_blocks() {
         let of = |threads, most| {
-            let launch = launch((threads, CLERKS), most, 1);
+            let launch = launch((threads, CLERKS), (most, 1, WIDE));
             (launch.blocks, launch.threads)
         };
         assert_eq!(of(112, 132), (7, 128));
@@ -506,8 +603,15 @@ mod tests {
         assert_eq!(of(64 * 224, 132), (117, 256));
         assert_eq!(of(1 << 30, 132), (132, 512));
         assert_eq!(of(1 << 30, 24), (24, 512));
+        let budget = |threads| {
+            let launch = launch((threads, CLERKS), (24, 1, 2 * WIDE));
+            (launch.blocks, launch.threads)
+        };
+        assert_eq!(budget(112), (7, 128));
+        assert_eq!(budget(512 * 9), (23, 512));
+        assert_eq!(budget(512 * 9 + 1), (24, 1024));
         let two = |threads| {
-            let launch = launch((threads, CLERKS), 132, TOGETHER);
+            let launch = launch((threads, CLERKS), (132, TOGETHER, WIDE));
             (launch.blocks, launch.threads)
         };
         assert_eq!(two(128 * 63), (131, 128));

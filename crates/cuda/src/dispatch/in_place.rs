@@ -2,8 +2,9 @@
 
 use super::{Arguments, Came, Parameters, pieces::Piece};
 use crate::{job::Job, steps::Use};
-use brigade_device::{DispatchOutputs, Result, Shape};
+use brigade_device::{DispatchOutputs, Launch, Result, Shape};
 use brigade_plan::dispatch::{InPlace, Load, Section};
+use brigade_sync::Area;
 
 /// From so many tokens on, what says which row is what goes ahead of the rows, and is looked through while they are on their way.
 const AHEAD: usize = 1025;
@@ -31,7 +32,7 @@ impl Came {
 }
 
 impl Job<'_> {
-    /// Rows have come to where they stay.
+    /// Rows have come to where they stay, or will.
     pub(super) fn leave_in_place(
         &mut self,
         a: &Arguments,
@@ -47,8 +48,22 @@ impl Job<'_> {
             a.call.wire_type(),
             Shape::new(&[core.size(), a.call.max_tokens, a.call.hidden])?,
         )?;
-        let outputs = outputs.in_place(Some(rows));
-        self.poison_all(&outputs);
+        Ok(outputs.in_place(Some(rows)))
+    }
+
+    /// Pushes what belongs to rows, and stores those where they stay: in a half whose use begins with steps before.
+    pub(super) fn push_in_place(
+        &mut self,
+        launch: Launch,
+        a: &Arguments,
+        layout: &InPlace,
+        outputs: DispatchOutputs,
+    ) -> Result<DispatchOutputs> {
+        self.steps.let_go_of_area(Area::Dispatch);
+        let of = self.core.issue.lock().next(Area::Dispatch);
+        self.steps.begin_at_once(of);
+        let outputs = self.leave_in_place(a, of, layout, outputs)?;
+        self.push_dispatch(launch, a, &outputs, Some(of))?;
         Ok(outputs)
     }
 }

@@ -151,6 +151,7 @@ impl Pieces for Passing<'_> {
         let stays = a.stays(piece);
         if let Some(layout) = stays {
             outputs = job.leave_in_place(a, of, layout, outputs)?;
+            job.poison_all(&outputs);
         }
         if stays.is_none() || outputs.scales.is_some() || !outputs.beside.is_empty() {
             job.collect(a, came, &outputs)?;
