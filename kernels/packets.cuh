@@ -41,8 +41,8 @@ struct Packets : Pushing<PushDispatchParams> {
     return slots(p.rank, buffer) + 16ull * (p.first_record - granules + g);
   }
 
-  // Tells the other blocks of the ways that this one has found, and hears of the others'. By all threads.
-  __device__ __forceinline__ void share_ways() const {
+  // Tells the other blocks of the ways that this one has found, and hears of the others'. By all threads; says whether all have been heard of.
+  __device__ __forceinline__ bool share_ways() const {
     const auto granules = [](uint32_t tokens) { return (tokens + PerShared - 1) / PerShared; };
     const uint32_t end = granules(least(blockIdx.x + 1)), all = granules(p.tokens);
 #pragma unroll 1
@@ -52,15 +52,17 @@ struct Packets : Pushing<PushDispatchParams> {
       push(shared_at(g), make_uint4(apart(a), apart(a >> 16), apart(b), apart(b >> 16)));
     }
     __syncthreads();
+    bool there = true;
 #pragma unroll 1
-    for (uint32_t g = threadIdx.x; g < all; g += blockDim.x) {
+    for (uint32_t g = threadIdx.x; g < all && there; g += blockDim.x) {
       uint4 v;
-      if (!wait([&] { return p.rank; }, [&] { return is_there(v = peek(shared_at(g))); })) break;
+      there = wait([&] { return p.rank; }, [&] { return is_there(v = peek(shared_at(g))); });
+      if (!there) break;
       const auto together = [](uint32_t two) { return (two & 0xFF) | two >> 8; };
       ways.masks[2 * g] = together(v.x) | together(v.y) << 16;
       if (PerShared * g + 4 < p.tokens) ways.masks[2 * g + 1] = together(v.z) | together(v.w) << 16;
     }
-    __syncthreads();
+    return !__syncthreads_or(!there);
   }
 
   // The row that `from` sends to `to` of its token `t`: a header, the row, and the words behind it.

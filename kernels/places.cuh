@@ -103,7 +103,7 @@ struct Places : ExpertRows {
     return p.desk == 0 ? Answer::go_on : consult(p, p.signature, step_bits(op, peer, word), half_uses(), peer);
   }
 
-  // Waits until a peer is done with the last use of its half, and adds how long if this block tells of rows. By a lane for each peer.
+  // Waits until a peer is done with the last use of its half, and adds how long if this block tells of rows too, as a single one does. By a lane for each peer.
   static __device__ __noinline__ bool await_credit(const PushDispatchParams& p, uint64_t flag, bool tells) {
     const Places one(p, 0, 0, flag);
     const uint32_t peer = threadIdx.x, uses = one.half_uses(), word = p.half_credit + peer;

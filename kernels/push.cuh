@@ -21,7 +21,8 @@ namespace brigade {
 // No word of a granule that was pushed.
 constexpr uint32_t sentinel = 0xFFFFFFFFu;
 
-// Threads of the largest block that pushes rows. It has a multiprocessor to itself: within a budget, so that as much is on its way as by two.
+// Threads of the largest block that pushes rows which are not for experts. It has a multiprocessor to itself: within a budget, so that as much is on its way
+// as by two.
 constexpr uint32_t Widest = 2 * ALL_REDUCE_THREADS;
 
 __device__ __forceinline__ void push(uint64_t at, uint4 v) {

@@ -485,10 +485,15 @@ struct PushCombine : Pushing<PushCombineParams> {
     tally(p.moved_bytes);
     if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1) fill(p.weight_granules + p.tokens * (p.sum == by_experts ? p.k : p.size - 1) * p.granules);
     if ((p.desk != 0 || p.waits != 0) && !failed) failed = __syncthreads_or(!await(p, use, buffer, flag));
+    const uint32_t mine = which() * blockDim.x + threadIdx.x;
+    // Of the largest blocks, which are few, those that push have more time.
+    const bool wide = by_rank && blockDim.x == Widest;
     if (splits() && blockIdx.x % 2 == 0) {
-      push_rows(which() * blockDim.x + threadIdx.x, all, (gridDim.x + 1) / 2 * blockDim.x);
+      const uint32_t threads = (gridDim.x + 1) / 2 * blockDim.x;
+      push_rows(mine, all, threads);
+      if (wide) empty_by(mine, threads);
     } else {
-      if (splits()) empty_by(which() * blockDim.x + threadIdx.x, adders() * blockDim.x);
+      if (splits() && !wide) empty_by(mine, adders() * blockDim.x);
       if (!failed) failed = !add_up(herald);
     }
     if (p.weights_out != 0) {
@@ -500,8 +505,9 @@ struct PushCombine : Pushing<PushCombineParams> {
   }
 };
 
+// As many blocks find room as those of all-reduces.
 #define PUSH_COMBINE(NAME, IN, OUT, MOST, BY_RANK)                                        \
-  extern "C" __global__ void __launch_bounds__(Widest)                                    \
+  extern "C" __global__ void __launch_bounds__(BY_RANK ? Widest : ALL_REDUCE_THREADS, BY_RANK ? 1 : 2) \
       brigade_push_combine_##NAME##_##MOST(const __grid_constant__ PushCombineParams p) { \
     wait_for_previous_kernel();                                                           \
     let_next_kernel_start();                                                              \

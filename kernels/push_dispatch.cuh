@@ -4,11 +4,11 @@
 // Every block finds out for itself which ranks own tokens go to. A sender has a place at each receiver for each of its tokens: a header, with the
 // token and its slots there, and then the row in packets (escaped.cuh). So a row can go before anybody has counted rows: which tokens come is
 // told apart, and whoever takes them counts; where rows lie by expert, what they name is counted by who sends them (expert_rows.cuh). Nothing waits
-// for anybody before it pushes; each row is taken as soon as it is there, and goes where it belongs. Some blocks push and the rest take (as
+// for a peer before it pushes, unless rows stay in place (places.cuh); each row is taken as soon as it is there, and goes where it belongs. Some blocks push and the rest take (as
 // DeepEP's channels have a sender and a receiver): what waits for a link keeps all of a multiprocessor waiting. The last blocks, where there are
 // more, push and take no rows: they tell of own tokens, here and to peers, of what headers say, and of what has come, each one thing, since it is
-// code that runs once, and fetching that takes longer than what it does. Of many tokens none does alone what grows with them: blocks find ways
-// between them, and those that take rows say what their headers do.
+// code that runs once, and fetching that takes longer than what it does. Of many tokens blocks find ways between them, and those that take rows say
+// what their headers do.
 //
 //   [which tokens of each peer come][what it counts for each slot, or which of its blocks are done][where own tokens go][token 0 of each peer][token 1 of each peer]...
 //
@@ -33,24 +33,27 @@ struct PushDispatch : Places {
   __device__ __forceinline__ bool is_worker() const { return blockIdx.x < workers(); }
   // Whether a worker pushes or takes, and not both; which of those it is, and how many there are.
   __device__ __forceinline__ bool splits() const { return p.desk == 0 && p.size > 1 && workers() >= (in_place ? Apart : 2); }
-  // One block of two pushes then, or of four: a row that has few peers to go to and lies there for many experts takes longest where it goes. Where rows
-  // stay in place, next to nothing is taken, and all but one of so many push.
+  // One block of two pushes then; of four, where a row has few peers to go to and lies there for many experts, as it takes longest where it goes; of three
+  // of the largest, which are few. Where rows stay in place, next to nothing is taken, and all but one of so many push.
   static constexpr uint32_t Apart = 8;
-  __device__ __forceinline__ uint32_t share() const { return for_experts && p.k > 4 * (p.size - 1) ? 2 : 1; }
+  __device__ __forceinline__ bool is_wide() const { return !in_place && !for_experts && blockDim.x == Widest; }
+  __device__ __forceinline__ uint32_t share(uint32_t blocks) const {
+    return is_wide() ? blocks / 3 : blocks >> (for_experts && p.k > 4 * (p.size - 1) ? 2 : 1);
+  }
   __device__ __forceinline__ bool is_first() const {
-    return in_place ? blockIdx.x % Apart != Apart - 1 : blockIdx.x >> share() << share() == blockIdx.x;
+    return in_place ? blockIdx.x % Apart != Apart - 1 : blockIdx.x == 0 || share(blockIdx.x) != share(blockIdx.x - 1);
   }
   __device__ __forceinline__ bool pushes() const { return is_worker() && (p.size > 1 || in_place) && (!splits() || is_first()); }
   __device__ __forceinline__ bool takes() const { return is_worker() && (!splits() || !is_first()); }
   __device__ __forceinline__ uint32_t which() const {
     if (!splits()) return blockIdx.x;
     if (in_place) return is_first() ? blockIdx.x - blockIdx.x / Apart : blockIdx.x / Apart;
-    const uint32_t which = blockIdx.x >> share();
+    const uint32_t which = share(blockIdx.x);
     return is_first() ? which : blockIdx.x - which - 1;
   }
   __device__ __forceinline__ uint32_t pushers() const {
     if (!splits()) return workers();
-    return in_place ? workers() - workers() / Apart : (workers() - 1 >> share()) + 1;
+    return in_place ? workers() - workers() / Apart : share(workers() - 1) + 1;
   }
   __device__ __forceinline__ uint32_t takers() const { return splits() ? workers() - pushers() : workers(); }
 
@@ -490,7 +493,8 @@ struct PushDispatch : Places {
       find_ways_again(p);
     } else {
       find_ways(p, least(blockIdx.x) * p.k, least(blockIdx.x + 1) * p.k, first);
-      if (shares_ways()) share_ways();
+      // What it knows of ways is not all then, and nobody must take it for that.
+      if (shares_ways() && !share_ways()) return finish(true);
     }
     if (tells_ways()) push_ways();
     if (for_experts) {
@@ -502,10 +506,11 @@ struct PushDispatch : Places {
     if (pushes() && p.size > 1) push_rows(me, p.tokens * (p.size - 1) * p.packets, pushers() * blockDim.x);
     bool there = true;
     if (in_place && pushes()) there = push_to_places(which(), pushers(), tells_rows());
+    // Of the largest blocks, those that push have more time.
     if (!splits()) {
       empty();
-    } else if (takes()) {
-      empty_by(me, takers() * blockDim.x);
+    } else if (is_wide() ? pushes() : takes()) {
+      empty_by(me, (is_wide() ? pushers() : takers()) * blockDim.x);
     }
     if (tells_own()) tell(p);
     if ((!splits() || !pushes()) && there) there = take_ways() && are_well();

@@ -26,7 +26,7 @@ constexpr uint32_t Kept = for_experts ? 8192 : 5120;
 // both.
 struct Ways {
   static constexpr uint32_t Tokens = many ? PUSH_MANY_TOKENS : PUSH_TOKENS;
-  static constexpr uint32_t Threads = for_experts ? Widest : 1, Places = for_experts ? PUSH_PLACES : 2;
+  static constexpr uint32_t Threads = for_experts ? ALL_REDUCE_THREADS : 1, Places = for_experts ? PUSH_PLACES : 2;
   // Tokens whose ranks share a word.
   static constexpr uint32_t PerMask = many || for_experts ? 4 : 1;
 
@@ -242,7 +242,7 @@ __device__ __noinline__ void tell_ways(const PushDispatchParams& p) {
 #pragma unroll 1
   for (uint32_t s = me; s < p.all_slots; s += threads) (few ? ways.count : rows_per_slot)[s] = for_experts ? ways.named(s) : 0;
   __syncthreads();
-const auto tell = [&](uint32_t n, int32_t slot) {
+  const auto tell = [&](uint32_t n, int32_t slot) {
     reinterpret_cast<int32_t*>(p.chosen)[n] = slot;
     if (!for_experts && slot >= 0) atomicAdd((few ? ways.count : rows_per_slot) + slot, 1u);
   };

@@ -9,7 +9,7 @@ use crate::{
     types,
 };
 use brigade_device::{Buffer, CombineSum, Error, Launch, ReduceOp, Result};
-use brigade_kernels::PushCombineParams;
+use brigade_kernels::{ALL_REDUCE_THREADS, PushCombineParams};
 use brigade_plan::{
     records::{Returned, inverse},
     routes::Slots,
@@ -84,8 +84,8 @@ impl Job<'_> {
         for (to, bias) in parameters.biases.iter_mut().zip(&a.biases) {
             *to = bias.address();
         }
-        let shape = core.push_shape(launch, usize::MAX);
-        let shape = self.early_of_few(shape, tokens.saturating_mul(returned.row));
+        let granules = tokens.saturating_mul(returned.row);
+        let shape = self.rows_shape(launch, ALL_REDUCE_THREADS, granules);
         // SAFETY: rows and the result lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }

@@ -146,9 +146,8 @@ impl Job<'_> {
             Arrangement::Dense | Arrangement::BySource => few,
         };
         let together = kernels.dispatch_together;
-        let shape = core.push_shape_beside(launch, usize::MAX, together);
         let granules = record.granules().max(row_bytes.div_ceil(GRANULE_BYTES));
-        let shape = self.early_of_few(shape, tokens.saturating_mul(granules));
+        let shape = self.rows_shape(launch, together, tokens.saturating_mul(granules));
         // SAFETY: rows and all that is found lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }

@@ -237,8 +237,28 @@ impl Job<'_> {
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
 
-    /// A launch of an exchange with experts, of so many granules of this rank's rows. It may be [early](Self::early) if they are few.
-    pub(crate) fn early_of_few(&self, shape: Launch, granules: usize) -> Launch {
+    /// The launch of an exchange with experts, of so many granules of this rank's rows, where a place has room for so many blocks at most. It may be
+    /// [early](Self::early) if granules are few.
+    ///
+    /// A block of all threads of a multiprocessor has room on an empty one alone, whatever places are reserved. Where blocks of another communicator may be
+    /// in its way, who wait for a peer in whose way such a block is, there is none.
+    pub(crate) fn rows_shape(
+        &self,
+        launch: brigade_device::Launch,
+        together: u32,
+        granules: usize,
+    ) -> Launch {
+        let core = self.core;
+        let (blocks, threads) = (u32::from(launch.blocks), u32::from(launch.threads));
+        let places = core.exchanging.blocks();
+        let fits = core.size() > 1 && core.memory.desk.is_none() && 2 * blocks <= places;
+        if threads > ALL_REDUCE_THREADS && fits && core.device.overtakes(self.lane) {
+            return Launch {
+                programmatic: core.overtakes && 4 * blocks <= places,
+                ..Launch::grid(blocks, threads)
+            };
+        }
+        let shape = core.push_shape_beside(launch, usize::MAX, together);
         match granules <= FEW_TURNS * (shape.blocks * shape.threads) as usize {
             true => self.early(shape),
             false => shape,
@@ -431,15 +451,8 @@ impl Core {
             1 => core.device.info().sms.into(),
             _ => core.exchanging.blocks(),
         };
-        // A block of more threads takes two places. Where ranks share a GPU, no place is beside another.
-        let wide = u32::from(launch.threads) > ALL_REDUCE_THREADS && places > 1 && !core.shares();
-        let (threads, fit) = match wide {
-            true => (2 * ALL_REDUCE_THREADS, places / 2),
-            false => {
-                let threads = u32::from(launch.threads).clamp(32, ALL_REDUCE_THREADS);
-                (threads, places * core.in_a_place(threads).min(together))
-            }
-        };
+        let threads = u32::from(launch.threads).clamp(32, ALL_REDUCE_THREADS);
+        let fit = places * core.in_a_place(threads).min(together);
         let needed = u32::try_from(granules.div_ceil(threads as usize)).unwrap_or(u32::MAX);
         // Where there is a hook, one block asks it.
         let most = if core.memory.desk.is_some() { 1 } else { fit };

@@ -245,6 +245,10 @@ pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushe
     if in_place && !row.is_multiple_of(GRANULE_BYTES) {
         return Err(reason::rows_pushed("bytes of a row modulo 16", row % 16, 0));
     }
+    let widest = match call.arrangement {
+        Arrangement::ByExpert { .. } => WIDE,
+        Arrangement::Dense | Arrangement::BySource => 2 * WIDE,
+    };
     let (copied, threads, together) = match in_place {
         // Rows are read once for all ranks, and most blocks do nothing else.
         true => (0, (record.runs * RUN / PACKET / 2, call.max_tokens), 1),
@@ -259,7 +263,7 @@ pub(crate) fn dispatch(call: &DispatchCall, topology: &Topology) -> Result<Pushe
         call.max_tokens,
         (record.bytes(call.max_tokens, size), copied),
         threads,
-        (CLERKS, together),
+        (CLERKS, together, widest),
         topology,
     )?;
     Ok(Pushed {
@@ -281,6 +285,10 @@ pub(crate) fn combine(call: &CombineCall, topology: &Topology) -> Result<Pushed,
     }
     let returned = Returned::new(call, size);
     let sections = Returning::new(call, call.max_rows()).bytes();
+    let widest = match call.sum {
+        CombineSum::Rank => 2 * WIDE,
+        CombineSum::Expert | CombineSum::ExpertByRank => WIDE,
+    };
     let pushed = Pushed::new(
         call.max_tokens,
         (returned.bytes(call.max_tokens), sections),
@@ -288,7 +296,7 @@ pub(crate) fn combine(call: &CombineCall, topology: &Topology) -> Result<Pushed,
             returned.row,
             call.max_tokens.saturating_mul(size.max(2) - 1),
         ),
-        (0, 1),
+        (0, 1, widest),
         topology,
     )?;
     Ok(Pushed {
@@ -312,12 +320,12 @@ pub(crate) struct Pushed {
 
 impl Pushed {
     /// `bytes` are those of a buffer, and those that a rank may send to another where rows are copied; `threads` those for a row, and how many
-    /// rows there may be; `clerks` blocks do neither, and `together` may have the place of one of an all-reduce.
+    /// rows there may be; `clerks` blocks do neither, and `together` may have the place of one of an all-reduce. The `widest` are for a budget.
     fn new(
         max_tokens: usize,
         (arriving, sections): (usize, usize),
         (threads, rows): (usize, usize),
-        (clerks, together): (usize, u16),
+        (clerks, together, widest): (usize, u16, u16),
         topology: &Topology,
     ) -> Result<Self, Reason> {
         /// Bytes of a count, and of what stands behind packets.
@@ -337,7 +345,7 @@ impl Pushed {
             return Err(reason::capacity("all_reduce_bytes", need, have));
         }
         let (most, together, widest) = match topology.config.sm_budget {
-            Some(budget) => (budget, 1, 2 * WIDE),
+            Some(budget) => (budget, 1, widest),
             None => (MOST_BLOCKS, together, WIDE),
         };
         Ok(Self {
