@@ -370,7 +370,7 @@ fn over_inputs(world: &World, by: By) {
 }
 
 /// More tokens of every rank than any other case has: 4096 are all that most stacks prefill at once. And once more the same ways.
-fn many_tokens(world: &World, by: By, (tokens, hidden): (usize, usize)) {
+fn many_tokens(world: &World, by: By, (tokens, hidden): (usize, usize), config: &CommConfig) {
     let mut rng = world.rng();
     let cases = [
         Arrangement::BySource,
@@ -394,7 +394,7 @@ fn many_tokens(world: &World, by: By, (tokens, hidden): (usize, usize)) {
             (case, back)
         })
         .collect();
-    world.run(&config(), move |rank| {
+    world.run(config, move |rank| {
         for (case, back) in &cases {
             let own = Own::of(rank, case);
             let mut lease = rank.lease();
@@ -499,7 +499,7 @@ pub fn add(suite: &mut Suite) {
         // Of what is pushed there, the most that kernels are for.
         let tokens = if by.there == PUSHED { 8192 } else { 4096 };
         suite.add_at(2, &format!("experts/{how}many_tokens"), move |world| {
-            many_tokens(world, by, (tokens, 8));
+            many_tokens(world, by, (tokens, 8), &config());
         });
     }
     // Kernels that push back have a loop of their own for rows that are both many and wide, by how many ranks there may be.
@@ -513,8 +513,25 @@ pub fn add(suite: &mut Suite) {
         }
         suite.add_at(size, &format!("experts/pushed_back/{name}"), move |world| {
             let by = By::of(Transport::OneSided, Transport::Pushed);
-            many_tokens(world, by, rows);
+            many_tokens(world, by, rows, &config());
         });
+    }
+    // Within a budget, blocks are as large as can be. Ways that blocks tell each other fill no granule to its end.
+    let few = CommConfig {
+        dispatch_bytes: 8 << 20,
+        sm_budget: Some(7),
+        ..config()
+    };
+    let pushed = By::of(Transport::Pushed, Transport::Pushed);
+    for (how, by) in [("pushed", pushed), ("in_place", in_place::IN_PLACE)] {
+        let pushes = by.there != PUSHED || suite.backend().engines().pushes_rows;
+        let worlds = suite.backend().worlds();
+        for &size in worlds.iter().filter(|size| pushes && [2, 4].contains(size)) {
+            let few = few.clone();
+            suite.add_at(size, &format!("experts/{how}/budget"), move |world| {
+                many_tokens(world, by, (4099, 16), &few);
+            });
+        }
     }
     suite.add("experts/in_place/totals", |world| {
         totals::totals(world, in_place::IN_PLACE);
