@@ -29,6 +29,7 @@ fn main() {
         "src/params_group.rs",
         "src/params_linear.rs",
         "src/params_low_latency.rs",
+        "src/params_pushed.rs",
         "src/constants.rs",
     ] {
         println!("cargo::rerun-if-changed={file}");

@@ -136,9 +136,11 @@ mod group;
 mod linear;
 #[path = "params_low_latency.rs"]
 mod low_latency;
+#[path = "params_pushed.rs"]
+mod pushed;
 
 #[allow(unused_imports, reason = "builds include this file for its layouts")]
-pub use {experts::*, fifo::*, group::*, linear::*, low_latency::*};
+pub use {experts::*, fifo::*, group::*, linear::*, low_latency::*, pushed::*};
 
 /// Name, size and fields of every struct.
 pub fn layouts() -> impl Iterator<Item = &'static Layout> {
@@ -146,6 +148,7 @@ pub fn layouts() -> impl Iterator<Item = &'static Layout> {
         .iter()
         .chain(linear::LAYOUTS)
         .chain(experts::LAYOUTS)
+        .chain(pushed::LAYOUTS)
         .chain(fifo::LAYOUTS)
         .chain(low_latency::LAYOUTS)
 }
