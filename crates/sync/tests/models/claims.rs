@@ -1,7 +1,7 @@
 //! With all guards in their places.
 
 use crate::{
-    abort, barrier, bell, fifo,
+    abort, barrier, bell, fifo, in_place,
     in_turn::{self, AHEAD as AHEAD_OF_ALL, BY_TURNS, ONCE as ONCE_EACH, REPLAYED, REPLAYED_AHEAD},
     loomed::Orders,
     low_latency::{self, AHEAD, BOTH, ONE},
@@ -380,6 +380,16 @@ pub fn claims() -> Vec<Row> {
             executions(Orders::RELAXED, 2, || {
                 packet::scenario(2, &ALIKE[..3], false, P)
             }),
+        ),
+        holds(
+            "in place",
+            "a receiver, and a sender of two blocks, one in every other use, 5 uses",
+            states(|| in_place::scenario(5, in_place::Without::Nothing)),
+        ),
+        holds(
+            "in place",
+            "stores become visible in any order, 3 uses: fences stand before words, and at ends of kernels",
+            states(|| in_place::scenario(3, in_place::Without::Nothing).weak(true)),
         ),
         holds(
             sentinel,

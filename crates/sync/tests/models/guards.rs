@@ -1,7 +1,7 @@
 //! With one guard taken away each.
 
 use crate::{
-    abort, barrier, bell, fifo, in_turn,
+    abort, barrier, bell, fifo, in_place, in_turn,
     loomed::Orders,
     low_latency::{self, AHEAD, ONE},
     message_guards, packet, relay, reset,
@@ -533,6 +533,7 @@ pub fn guards() -> Vec<Row> {
         fifo,
         low_latency,
         in_turn,
+        in_place::guards,
         message_guards::messages,
         message_guards::launches,
         packets,

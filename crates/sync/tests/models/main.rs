@@ -12,6 +12,7 @@ mod claims;
 mod explore;
 mod fifo;
 mod guards;
+mod in_place;
 mod in_turn;
 mod loomed;
 mod low_latency;

@@ -155,8 +155,8 @@ const fn share(piece: usize, block: usize) -> usize {
     piece * BLOCKS + block
 }
 
-/// Looks until `done`.
-fn until(
+/// Looks until `done`: at what changes in the memory of rank 0.
+pub fn until(
     shared: &dyn Shared,
     budget: &mut dyn Budget,
     mut done: impl FnMut() -> bool,
