@@ -370,7 +370,12 @@ fn over_inputs(world: &World, by: By) {
 }
 
 /// More tokens of every rank than any other case has: 4096 are all that most stacks prefill at once. And once more the same ways.
-fn many_tokens(world: &World, by: By, (tokens, hidden): (usize, usize), config: &CommConfig) {
+fn many_tokens(
+    world: &World,
+    by: By,
+    (tokens, hidden): (usize, usize),
+    (config, rounds): (&CommConfig, u32),
+) {
     let mut rng = world.rng();
     let cases = [
         Arrangement::BySource,
@@ -395,7 +400,7 @@ fn many_tokens(world: &World, by: By, (tokens, hidden): (usize, usize), config: 
         })
         .collect();
     world.run(config, move |rank| {
-        for (case, back) in &cases {
+        for (case, back) in (0..rounds).flat_map(|_| &cases) {
             let own = Own::of(rank, case);
             let mut lease = rank.lease();
             let got = own.dispatch(&mut lease, case).unwrap();
@@ -499,7 +504,7 @@ pub fn add(suite: &mut Suite) {
         // Of what is pushed there, the most that kernels are for.
         let tokens = if by.there == PUSHED { 8192 } else { 4096 };
         suite.add_at(2, &format!("experts/{how}many_tokens"), move |world| {
-            many_tokens(world, by, (tokens, 8), &config());
+            many_tokens(world, by, (tokens, 8), (&config(), 1));
         });
     }
     // Kernels that push back have a loop of their own for rows that are both many and wide, by how many ranks there may be.
@@ -513,13 +518,13 @@ pub fn add(suite: &mut Suite) {
         }
         suite.add_at(size, &format!("experts/pushed_back/{name}"), move |world| {
             let by = By::of(Transport::OneSided, Transport::Pushed);
-            many_tokens(world, by, rows, &config());
+            many_tokens(world, by, rows, (&config(), 1));
         });
     }
-    // Within a budget, blocks are as large as can be. Ways that blocks tell each other fill no granule to its end.
+    // Within a budget, blocks are as large as can be, and every buffer is used again. Ways that blocks tell each other fill no granule to its end.
     let few = CommConfig {
         dispatch_bytes: 8 << 20,
-        sm_budget: Some(7),
+        sm_budget: Some(12),
         ..config()
     };
     let pushed = By::of(Transport::Pushed, Transport::Pushed);
@@ -529,7 +534,7 @@ pub fn add(suite: &mut Suite) {
         for &size in worlds.iter().filter(|size| pushes && [2, 4].contains(size)) {
             let few = few.clone();
             suite.add_at(size, &format!("experts/{how}/budget"), move |world| {
-                many_tokens(world, by, (4099, 16), &few);
+                many_tokens(world, by, (4099, 16), (&few, 3));
             });
         }
     }

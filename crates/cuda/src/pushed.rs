@@ -249,13 +249,16 @@ impl Job<'_> {
         granules: usize,
     ) -> Launch {
         let core = self.core;
-        let (blocks, threads) = (u32::from(launch.blocks), u32::from(launch.threads));
         let places = core.exchanging.blocks();
-        let fits = core.size() > 1 && core.memory.desk.is_none() && 2 * blocks <= places;
-        if threads > ALL_REDUCE_THREADS && fits && core.device.overtakes(self.lane) {
+        let blocks = u32::from(launch.blocks).min(places / 2);
+        // More threads than so many narrow blocks have.
+        let pays =
+            u32::from(launch.threads) > ALL_REDUCE_THREADS && 2 * blocks > u32::from(launch.blocks);
+        let asks = core.memory.desk.is_some();
+        if pays && core.size() > 1 && !asks && core.device.overtakes(self.lane) {
             return Launch {
                 programmatic: core.overtakes && 4 * blocks <= places,
-                ..Launch::grid(blocks, threads)
+                ..Launch::grid(blocks, 2 * ALL_REDUCE_THREADS)
             };
         }
         let shape = core.push_shape_beside(launch, usize::MAX, together);

@@ -84,7 +84,7 @@ pub(crate) fn rows_pushed(
         }
         Some(Transport::Pushed) => Ok(Some(pushed()?.plan())),
         None => {
-            let few = |of: &records::Pushed| limit.is_some_and(|most| of.arriving <= most);
+            let few = |of: &records::Pushed| limit.is_some_and(|most| of.is_within(most));
             Ok(pushed().ok().filter(few).map(records::Pushed::plan))
         }
     }

@@ -176,6 +176,9 @@ pub(crate) struct Pushed {
     pub(crate) arriving: usize,
     /// Bytes that a buffer must have.
     pub(crate) need: usize,
+    /// What a byte counts for where a limit is one of a budget: twice by blocks that are not as wide as those which tables know, for half as much is
+    /// on its way.
+    weight: usize,
     transport: Transport,
     launch: Launch,
 }
@@ -206,20 +209,26 @@ impl Pushed {
         if need > have {
             return Err(reason::capacity("all_reduce_bytes", need, have));
         }
-        let (most, together, widest) = match topology.config.sm_budget {
-            Some(budget) => (budget, 1, widest),
-            None => (MOST_BLOCKS, together, WIDE),
+        let (most, together, widest, weight) = match topology.config.sm_budget {
+            Some(budget) => (budget, 1, widest, if widest > WIDE { 1 } else { 2 }),
+            None => (MOST_BLOCKS, together, WIDE, 1),
         };
         Ok(Self {
             rows: max_tokens,
             arriving,
             need,
+            weight,
             transport: Transport::Pushed,
             launch: launch(
                 (threads.saturating_mul(rows), clerks),
                 (most, together, widest),
             ),
         })
+    }
+
+    /// Whether it is not more than such a limit.
+    pub(crate) fn is_within(&self, most: usize) -> bool {
+        self.arriving.saturating_mul(self.weight) <= most
     }
 
     pub(crate) fn plan(self) -> Plan {

@@ -158,7 +158,7 @@ fn what_is_no_such_file_is_refused() {
     assert!(file(&[entry(&json!({ "rows_at_a_time": 1 }))]).is_ok());
 }
 
-/// The entries of this build: every plan is the quicker one in the files that they name.
+/// The entries of this build: every plan is the quicker one in the files that they name; within a budget, on two GPUs and up to 2048 tokens.
 #[test]
 fn on_h200s_the_plan_is_what_was_measured_to_be_quicker() {
     let table = |ranks| Table::cuda(&gpus("NVIDIA H200", ranks), &Entries::default()).unwrap();
@@ -196,6 +196,21 @@ fn on_h200s_the_plan_is_what_was_measured_to_be_quicker() {
             );
         }
     }
+    // Of rows by expert, whose blocks are narrow, half as much is pushed within a budget.
+    let by_expert = |tokens| {
+        let arrangement = Arrangement::ByExpert { alignment: 1 };
+        let call = Call::Dispatch(DispatchCall {
+            arrangement,
+            max_recv: Some(1 << 20),
+            ..call(tokens, false, None)
+        });
+        match plan(&call, &topology(2, Some(24)), &table(2)) {
+            Ok(Plan::Experts { transport, .. }) => transport,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(by_expert(128), Transport::Pushed);
+    assert_eq!(by_expert(512), Transport::OneSided);
     for ranks in [2, 4] {
         for tokens in [1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384] {
             let wanted = match tokens <= 8192 {
