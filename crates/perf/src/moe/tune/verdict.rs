@@ -210,31 +210,34 @@ mod tests {
     /// As measured on two H200s, docs/results/tune-experts.h200x2.json: it comes to the entry of brigade-plan's table.
     #[test]
     fn budgets_give_one_figure_for_each_multiprocessor() {
-        let tokens = [1, 8, 32, 128, 256, 512, 1024];
+        let tokens = [1, 32, 128, 256, 512, 1024, 2048, 4096, 8192];
+        // The other is one-sided there, and back or not.
         let measured = [
             (
                 8,
-                [16.3, 20.0, 43.5, 134.7, 259.8, 522.7, 1090.7],
-                [48.5, 52.7, 57.1, 97.8, 133.4, 206.9, 326.1],
+                [
+                    15.5, 32.8, 88.3, 165.5, 322.7, 638.3, 1204.5, 2433.4, 4884.9,
+                ],
+                [36.6, 52.9, 98.2, 135.2, 209.2, 327.3, 827.3, 1402.3, 2583.6],
             ),
             (
                 24,
-                [16.1, 17.6, 24.5, 52.5, 92.8, 176.3, 356.9],
-                [48.4, 53.0, 54.4, 75.7, 100.1, 151.2, 227.1],
+                [13.4, 20.4, 38.0, 59.8, 107.9, 201.8, 376.4, 752.3, 1496.2],
+                [36.1, 41.8, 64.7, 90.4, 144.1, 229.5, 375.0, 629.6, 1164.4],
             ),
             (
                 64,
-                [15.2, 16.1, 18.5, 30.7, 47.8, 81.5, 149.2],
-                [47.8, 52.1, 53.9, 66.8, 84.1, 122.9, 186.1],
+                [12.5, 18.0, 27.3, 42.1, 70.7, 127.5, 229.5, 449.3, 885.4],
+                [35.2, 41.5, 53.7, 73.4, 107.4, 166.5, 250.6, 465.0, 908.4],
             ),
         ];
-        let budgets = measured.map(|(sms, pushed, one_sided): (u16, [f64; 7], [f64; 7])| {
+        let budgets = measured.map(|(sms, pushed, one_sided): (u16, [f64; 9], [f64; 9])| {
             let each = tokens.into_iter().zip(pushed.into_iter().zip(one_sided));
             let each: Vec<_> = each.map(|(n, (a, b))| (n, [a, b])).collect();
             (sms, points(&each))
         });
         let verdict = Verdict::new(&[], &budgets, &[], (5, 6));
-        assert_eq!(verdict.push_max_bytes_per_sm, Some(249_858));
+        assert_eq!(verdict.push_max_bytes_per_sm, Some(499_714));
         let file = brigade::plan::transports::File::embedded().unwrap();
         let two = file.entries().iter().find(|e| e.ranks == 2).unwrap();
         assert_eq!(two.push_max_bytes_per_sm, verdict.push_max_bytes_per_sm);
