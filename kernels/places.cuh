@@ -96,7 +96,7 @@ struct Places : ExpertRows {
   }
 
   // How often the half was used, this use included.
-  __device__ __forceinline__ uint32_t half_uses() const { return uint32_t(read_word(state() + STATE_COUNTERS + 2 * p.half_counter)); }
+  __device__ __forceinline__ uint64_t half_uses() const { return read_word(state() + STATE_COUNTERS + 2 * p.half_counter); }
 
   // Asks the hook, where there is one, about a word of the half.
   __device__ __forceinline__ Answer ask(uint64_t op, uint32_t peer, uint32_t word) const {
@@ -106,12 +106,13 @@ struct Places : ExpertRows {
   // Waits until a peer is done with the last use of its half, and adds how long if this block tells of rows too, as a single one does. By a lane for each peer.
   static __device__ __noinline__ bool await_credit(const PushDispatchParams& p, uint64_t flag, bool tells) {
     const Places one(p, 0, 0, flag);
-    const uint32_t peer = threadIdx.x, uses = one.half_uses(), word = p.half_credit + peer;
+    const uint32_t peer = threadIdx.x, word = p.half_credit + peer;
+    const uint64_t uses = one.half_uses();
     if (uses <= 1) return true;
     const Answer answer = one.ask(STEP_CREDIT, peer, word);
     if (answer != Answer::go_on) return answer == Answer::leave_out;
     const uint64_t* at = reinterpret_cast<const uint64_t*>(p.base + p.rank * p.stride) + word;
-    const uint64_t before = pack({unpack(flag).generation, 0, uses - 1});
+    const uint64_t before = pack({unpack(flag).generation, 0, uint32_t(uses - 1)});
     const auto look = [&] { return progress(load_acquire_sys(at), before, Want::at_least) == Progress::there; };
     return tells && p.waits != 0 ? one.wait_and_add(peer, look) : one.wait([&] { return peer; }, look);
   }

@@ -425,13 +425,13 @@ impl Core {
 
     /// A collective call of kernels that tell of the arrival, see to it that all are in the same call, poison what they give, and
     /// count it: exchanges by pushing, or messages. Where a hook is asked, it hears of the beginning first.
-    pub(crate) fn exchange(
+    pub(crate) fn exchange<R>(
         self: &Arc<Self>,
         on: &Stream,
         call: &Call,
         buffers: &[&Buffer],
-        work: impl FnOnce(&mut Job<'_>) -> Result<()>,
-    ) -> Result<()> {
+        work: impl FnOnce(&mut Job<'_>) -> Result<R>,
+    ) -> Result<R> {
         self.outdate_views();
         let kind = Kind {
             made: Made::Together,

@@ -163,14 +163,12 @@ impl CudaComm {
             return Ok(outputs.clone().dispatched(plan));
         }
         if let (Some(layout), true, Some(outputs)) = (&a.in_place, launch.blocks > 0, &given) {
-            let mut stay = None;
-            self.core.exchange(turn.stream(), &signed, &kept, |job| {
+            let outputs = self.core.exchange(turn.stream(), &signed, &kept, |job| {
                 job.adds_waits(a.waits.as_ref());
                 job.cast(&a)?;
-                stay = Some(job.push_in_place(launch, &a, layout, outputs.clone())?);
-                Ok(())
+                job.push_in_place(launch, &a, layout, outputs.clone())
             })?;
-            return Ok(stay.unwrap_or_else(|| outputs.clone()).dispatched(plan));
+            return Ok(outputs.dispatched(plan));
         }
         let outputs = self
             .core
