@@ -121,38 +121,33 @@ struct Piece {
     for (uint32_t k = 0; k < Each; ++k) v[k] = reinterpret_cast<const uint4*>(local)[granule(j, k)];
   }
 
-  __device__ __forceinline__ void store(uint32_t j, const uint4 (&v)[Each], uint32_t escaped) const {
+  __device__ __forceinline__ void store(uint32_t j, const uint4 (&v)[Each]) const {
 #pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) reinterpret_cast<uint4*>(local)[granule(j, k)] = restored(v[k], Each * k, escaped);
+    for (uint32_t k = 0; k < Each; ++k) reinterpret_cast<uint4*>(local)[granule(j, k)] = v[k];
   }
 
   __device__ __forceinline__ void send(uint32_t j, const uint4 (&v)[Each]) const {
-    uint32_t escaped = 0;
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
-      if (granule(j, k) < granules) push(at(j, k), escape(v[k], Each * k, escaped));
+      if (granule(j, k) < granules) push(at(j, k), pushable(v[k]));
     }
-    store_relaxed_sys(word(j), escaped);
+    push_more(v, word(j));
   }
 
   // Takes a look at a packet.
   __device__ __forceinline__ bool look(uint32_t j, uint4 (&v)[Each], uint32_t& escaped) const {
-    escaped = load_relaxed_sys(word(j));
-    bool come = escaped != sentinel;
 #pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) {
-      v[k] = granule(j, k) < granules ? peek(at(j, k)) : make_uint4(0, 0, 0, 0);
-      come &= is_there(v[k]);
-    }
-    return come;
+    for (uint32_t k = 0; k < Each; ++k) v[k] = granule(j, k) < granules ? peek(at(j, k)) : make_uint4(0, 0, 0, 0);
+    return is_complete(greatest(v), word(j), escaped);
   }
 
-  __device__ __forceinline__ void empty(uint32_t j) const {
+  // The word beside it, too, if there was one.
+  __device__ __forceinline__ void empty(uint32_t j, bool more) const {
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
       if (granule(j, k) < granules) push(at(j, k), make_uint4(sentinel, sentinel, sentinel, sentinel));
     }
-    store_relaxed_sys(word(j), sentinel);
+    if (more) store_relaxed_sys(word(j), sentinel);
   }
 };
 
@@ -173,10 +168,11 @@ __device__ __noinline__ void write_any(const MessagesParams& p, uint32_t message
   uint4 v[Each];
   uint32_t escaped;
   piece.look(j, v, escaped);
+  restore(v, escaped);
 #pragma unroll
   for (uint32_t k = 0; k < Each; ++k) {
     const uint32_t g = piece.granule(j, k);
-    if (g < piece.granules) any_output(piece.local + 16ull * g, piece.left(g), restored(v[k], Each * k, escaped));
+    if (g < piece.granules) any_output(piece.local + 16ull * g, piece.left(g), v[k]);
   }
 }
 
@@ -426,12 +422,14 @@ __device__ __forceinline__ bool take(const MessagesParams& p, const Group& g, ui
     return come && load_relaxed_sys(g.word(p.rank, word)) == flag_of(p, message, piece.epoch());
   });
   if (!there || stopped || !any) return there && !stopped;
+  const bool more = has_more(v);
   if (piece.is_wide(j)) {
-    piece.store(j, v, escaped);
+    restore(v, escaped);
+    piece.store(j, v);
   } else {
     write_any(p, message, piece.n, piece.local, j);
   }
-  piece.empty(j);
+  piece.empty(j, more);
   return true;
 }
 

@@ -146,12 +146,11 @@ struct Packets : Pushing<PushDispatchParams> {
 
   __device__ __forceinline__ void push_packet(uint64_t record, uint32_t j, const uint4 (&v)[Each]) const {
     const uint64_t at = record + 16ull * (p.body + j), step = apart();
-    uint32_t escaped = 0;
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) {
-      if (k * p.packets + j < p.granules) push(at + k * step, escape(v[k], Each * k, escaped));
+      if (k * p.packets + j < p.granules) push(at + k * step, pushable(v[k]));
     }
-    store_relaxed_sys(words_of(record) + j, escaped);
+    push_more(v, words_of(record) + j);
   }
 
   // Of whole granules.
@@ -171,35 +170,28 @@ struct Packets : Pushing<PushDispatchParams> {
   // The same of any packet.
   static __device__ __noinline__ void push_rare(const PushDispatchParams& p, uint32_t buffer, uint32_t to, uint32_t t, uint32_t j) {
     const Packets one(p, 0, buffer, 0);
-    uint4 v[Each];
+    uint4 v[Each] = {};
     one.input(t, to, j, v);
     one.push_packet(one.record_at(to, p.rank, t), j, v);
   }
 
-  // Waits for the granules of a packet and the word behind them, and until what is looked for beside them has come, too. What is own is there, and has
-  // no word; own weights are elsewhere.
+  // Waits for a packet, and until what else is looked for has come, too. What is own is there, whatever it is; own weights are elsewhere.
   template <typename Beside>
   __device__ __forceinline__ bool await_granules(uint32_t s, uint64_t from, const uint32_t* word, uint32_t j, uint4 (&v)[Each], Beside beside) const {
     const uint64_t step = apart();
     const uint32_t granules = s == p.rank ? p.first_granule[1] : p.granules;
     uint32_t escaped;
     const auto look = [&] {
-      escaped = 0;
-      if (s != p.rank) escaped = load_relaxed_sys(word);
-      const bool more = beside();
+      const bool come = beside();
 #pragma unroll
       for (uint32_t k = 0; k < Each; ++k) {
         v[k] = make_uint4(0, 0, 0, 0);
         if (k * p.packets + j < granules) v[k] = peek(from + k * step);
       }
-      bool come = escaped != sentinel && more;
-#pragma unroll
-      for (uint32_t k = 0; k < Each; ++k) come &= is_there(v[k]);
-      return come || s == p.rank;
+      return is_complete(s == p.rank ? 0 : greatest(v), word, escaped) && come;
     };
     if (!wait([&] { return s; }, look)) return false;
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) v[k] = restored(v[k], Each * k, escaped);
+    restore(v, escaped);
     return true;
   }
 

@@ -54,7 +54,7 @@ struct PushCopy : Pushing<PushCopyParams> {
     return slots(to, buffer) + 16ull * (distance - 1) * p.slot;
   }
 
-  // Behind the granules of a slot are the words that say which were the sentinel.
+  // Behind the granules of a slot is a word for each packet.
   __device__ __forceinline__ static uint32_t* word(uint64_t slot, uint32_t all, uint32_t j) {
     return reinterpret_cast<uint32_t*>(slot + 16ull * all) + j;
   }
@@ -64,12 +64,23 @@ struct PushCopy : Pushing<PushCopyParams> {
     const PushCopy copy(p, 0, buffer, 0);
     const uint32_t all = copy.granules(p.rank);
     const uint64_t at = copy.slot(copy.peer(distance), p.size - distance);
-    uint32_t escaped = 0, bit = 0;
-#pragma unroll 1
-    for (uint32_t i = j; i < all; i += packets(all), bit += 4) {
-      push(at + 16ull * i, escape(any_input(p.from + 16ull * i, copy.left(p.rank, i)), bit, escaped));
+    uint4 v[Each] = {};
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t i = k * packets(all) + j;
+      if (i < all) v[k] = any_input(p.from + 16ull * i, copy.left(p.rank, i));
     }
-    store_relaxed_sys(word(at, all, j), escaped);
+    push_packet(at, all, j, v);
+  }
+
+  // Of a slot with so many granules.
+  __device__ __forceinline__ static void push_packet(uint64_t slot, uint32_t all, uint32_t j, const uint4 (&v)[Each]) {
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t i = k * packets(all) + j;
+      if (i < all) push(slot + 16ull * i, pushable(v[k]));
+    }
+    push_more(v, word(slot, all, j));
   }
 
   __device__ __forceinline__ void push_to(uint32_t distance, uint32_t j) const {
@@ -79,10 +90,7 @@ struct PushCopy : Pushing<PushCopyParams> {
     uint4 v[Each];
 #pragma unroll
     for (uint32_t k = 0; k < Each; ++k) v[k] = reinterpret_cast<const uint4*>(p.from)[k * packets(all) + j];
-    uint32_t escaped = 0;
-#pragma unroll
-    for (uint32_t k = 0; k < Each; ++k) push(at + 16ull * (k * packets(all) + j), escape(v[k], Each * k, escaped));
-    store_relaxed_sys(word(at, all, j), escaped);
+    push_packet(at, all, j, v);
   }
 
   // What has come of a packet before.
@@ -90,12 +98,25 @@ struct PushCopy : Pushing<PushCopyParams> {
     const PushCopy copy(p, 0, buffer, 0);
     const uint32_t from = copy.peer(distance), all = copy.granules(from);
     const uint64_t at = copy.slot(p.rank, distance);
-    const uint32_t escaped = load_relaxed_sys(word(at, all, j));
-    uint32_t bit = 0;
-#pragma unroll 1
-    for (uint32_t i = j; i < all; i += packets(all), bit += 4) {
-      any_output(p.out[from] + 16ull * i, copy.left(from, i), restored(peek(at + 16ull * i), bit, escaped));
+    uint4 v[Each];
+    uint32_t escaped;
+    look(at, all, j, v, escaped);
+    restore(v, escaped);
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t i = k * packets(all) + j;
+      if (i < all) any_output(p.out[from] + 16ull * i, copy.left(from, i), v[k]);
     }
+  }
+
+  // Takes a look at a packet of a slot with so many granules.
+  __device__ __forceinline__ static bool look(uint64_t slot, uint32_t all, uint32_t j, uint4 (&v)[Each], uint32_t& escaped) {
+#pragma unroll
+    for (uint32_t k = 0; k < Each; ++k) {
+      const uint32_t i = k * packets(all) + j;
+      v[k] = i < all ? peek(slot + 16ull * i) : make_uint4(0, 0, 0, 0);
+    }
+    return is_complete(greatest(v), word(slot, all, j), escaped);
   }
 
   // Packet `j` of `root`, as it came, goes on to all who have it from here.
@@ -111,7 +132,7 @@ struct PushCopy : Pushing<PushCopyParams> {
         const uint32_t i = k * packets(all) + j;
         if (i < all) push(at + 16ull * i, v[k]);
       }
-      store_relaxed_sys(word(at, all, j), escaped);
+      if (has_more(v)) store_relaxed_sys(word(at, all, j), escaped);
     }
   }
 
@@ -120,17 +141,9 @@ struct PushCopy : Pushing<PushCopyParams> {
     const uint32_t all = granules(peer(distance));
     const uint64_t at = slot(p.rank, distance);
     bool come = false;
-    const auto look = [&] {
+    const auto looks = [&] {
       const uint64_t seen = arrived(herald);
-#pragma unroll
-      for (uint32_t k = 0; k < Each; ++k) {
-        const uint32_t i = k * packets(all) + j;
-        v[k] = i < all ? peek(at + 16ull * i) : make_uint4(0, 0, 0, 0);
-      }
-      escaped = load_relaxed_sys(word(at, all, j));
-      come = escaped != sentinel;
-#pragma unroll
-      for (uint32_t k = 0; k < Each; ++k) come &= is_there(v[k]);
+      come = look(at, all, j, v, escaped);
       return come && seen == flag;
     };
     const auto missing = [&] {
@@ -138,7 +151,7 @@ struct PushCopy : Pushing<PushCopyParams> {
       return come ? threadIdx.x : by == p.rank ? root : by;
     };
     // Lanes of a warp have packets that different ranks pass on, each behind a wait of its own.
-    return wait<false>(missing, look);
+    return wait<false>(missing, looks);
   }
 
   // Own bytes, where they go too.
@@ -190,9 +203,10 @@ struct PushCopy : Pushing<PushCopyParams> {
         output_any(p, buffer, distance, j);
         continue;
       }
+      restore(v, escaped);
 #pragma unroll
       for (uint32_t k = 0; k < Each; ++k) {
-        reinterpret_cast<uint4*>(p.out[from])[k * of + j] = restored(v[k], Each * k, escaped);
+        reinterpret_cast<uint4*>(p.out[from])[k * of + j] = v[k];
       }
     }
     if (herald && !failed) failed = !wait([] { return threadIdx.x; }, [&] { return arrived(true) == flag; });

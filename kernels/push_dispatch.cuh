@@ -33,12 +33,13 @@ struct PushDispatch : Places {
   __device__ __forceinline__ bool is_worker() const { return blockIdx.x < workers(); }
   // Whether a worker pushes or takes, and not both; which of those it is, and how many there are.
   __device__ __forceinline__ bool splits() const { return p.desk == 0 && p.size > 1 && workers() >= (in_place ? Apart : 2); }
-  // One block of two pushes then; of four, where a row has few peers to go to and lies there for many experts, as it takes longest where it goes; of three
-  // of the largest, which are few. Where rows stay in place, next to nothing is taken, and all but one of so many push.
+  // One block of two pushes then; of five, where a row has few peers to go to and lies there for many experts, as it takes longest where it goes; two of five
+  // of the largest between two ranks, where as many rows are own ones. Where rows stay in place, next to nothing is taken, and all but one of so many push.
   static constexpr uint32_t Apart = 8;
   __device__ __forceinline__ bool is_wide() const { return !in_place && !for_experts && blockDim.x == Widest; }
   __device__ __forceinline__ uint32_t share(uint32_t blocks) const {
-    return is_wide() ? blocks / 3 : blocks >> (for_experts && p.k > 4 * (p.size - 1) ? 2 : 1);
+    if (is_wide() && p.size == 2) return 2 * blocks / 5;
+    return for_experts && p.k > 4 * (p.size - 1) ? blocks / 5 : blocks / 2;
   }
   __device__ __forceinline__ bool is_first() const {
     return in_place ? blockIdx.x % Apart != Apart - 1 : blockIdx.x == 0 || share(blockIdx.x) != share(blockIdx.x - 1);

@@ -29,12 +29,25 @@ pub const ANY: [DataType; 6] = [
     DataType::I64,
 ];
 
-/// Any bytes: copies must not care what they mean. Some words are all ones, which in sums none is.
+/// Any bytes: copies must not care what they mean. Here and there words are all ones, or all but one, as hardly any of sums is: in some stretches none, in
+/// others one, or many.
 pub fn noise(rng: &mut StdRng, bytes: usize) -> Vec<u8> {
+    const STRETCH: usize = 512;
     let mut noise = vec![0; bytes];
     rng.fill_bytes(&mut noise);
-    for word in noise.chunks_mut(4).filter(|word| word[0] < 64) {
-        word.fill(0xFF);
+    for stretch in noise.chunks_mut(STRETCH) {
+        let (of_4, one) = (rng.random_range(0..4), rng.random_range(0..STRETCH / 4));
+        for (i, word) in stretch.chunks_mut(4).enumerate() {
+            if of_4 == 2 && i == one || of_4 == 3 && word[0] < 64 {
+                let last = if word[word.len() - 1] % 3 == 0 {
+                    0xFE
+                } else {
+                    0xFF
+                };
+                word.fill(0xFF);
+                word[0] = last;
+            }
+        }
     }
     noise
 }

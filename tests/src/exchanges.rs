@@ -52,10 +52,11 @@ impl Kind {
     }
 }
 
-/// Bytes of a rank on a day, many of whose words are all ones.
+/// Bytes of a rank on a day, of whose words some are all ones, and others all but one: but for stretches without.
 fn bytes(rank: usize, day: usize, len: usize) -> Vec<u8> {
-    let byte = |i: usize| match (i / 4 + rank + day) % 3 {
-        0 => 0xFF,
+    let byte = |i: usize| match (i / 4 + rank + day) % 9 {
+        0 if (i / 256).is_multiple_of(2) => 0xFF,
+        3 if (i / 256).is_multiple_of(4) => 0xFF - u8::from(i.is_multiple_of(4)),
         _ => (i * 31 + rank * 7 + day * 13) as u8,
     };
     (0..len).map(byte).collect()

@@ -73,9 +73,9 @@ impl KernelSet {
         let elsewhere = || Missing::Kernels {
             why: format!("{name} is not in {}", self.file),
         };
-        // A variant may have a file of its own.
+        // Variants may have a file of their own.
         let own = self.file.strip_prefix(P::FILE);
-        if own.is_none_or(|own| !own.is_empty() && own != behind.as_ref()) {
+        if own.is_none_or(|own| !behind.as_ref().starts_with(own)) {
             return Err(elsewhere());
         }
         bind(&self.context)?;

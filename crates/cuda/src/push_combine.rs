@@ -1,4 +1,4 @@
-//! A combine as one exchange that pushes (`kernels/push_combine.cu`).
+//! A combine as one exchange that pushes (`kernels/push_combine.cuh`).
 
 use crate::{
     combine::{Arguments, sum_code},
@@ -19,6 +19,10 @@ use brigade_sync::BUFFERS;
 /// Most granules of rows that came, with room for what threads count beyond the last: they count in 32 bits.
 const MOST_GRANULES: usize = 1 << 31;
 
+/// Granules of own rows for a thread from which a combine by rank is one of many, whose warps take pieces of a row, and granules of the largest piece.
+const MANY_TURNS: usize = 2;
+const PIECE: usize = 128;
+
 impl Job<'_> {
     /// Enqueues the exchange, launched as the plan has it.
     pub(crate) fn push_combine(&mut self, launch: Launch, a: &Arguments) -> Result<()> {
@@ -30,13 +34,6 @@ impl Job<'_> {
             dtype: call.dtype,
             output: call.output,
         };
-        let kernels = &core.device.opened.kernels.pushes;
-        let kernels = match call.sum {
-            CombineSum::Rank => &kernels.combine,
-            CombineSum::Expert | CombineSum::ExpertByRank => &kernels.combine_experts,
-        };
-        let kernel = one_of(kernels, kind, size)
-            .ok_or_else(|| Error::invalid("rows", format!("{kind:?}"), "a kernel for it"))?;
         let returned = Returned::new(call, size);
         let granules = (parts.sources.shape().rows()).saturating_mul(returned.row);
         if granules > MOST_GRANULES {
@@ -86,7 +83,25 @@ impl Job<'_> {
         }
         let granules = tokens.saturating_mul(returned.row);
         let shape = self.rows_shape(launch, ALL_REDUCE_THREADS, granules);
+        let kernels = &core.device.opened.kernels.pushes;
+        let kernels = match call.sum {
+            CombineSum::Rank if is_of_many(&parameters, shape, granules) => &kernels.combine_many,
+            CombineSum::Rank => &kernels.combine,
+            CombineSum::Expert | CombineSum::ExpertByRank => &kernels.combine_experts,
+        };
+        let kernel = one_of(kernels, kind, size)
+            .ok_or_else(|| Error::invalid("rows", format!("{kind:?}"), "a kernel for it"))?;
         // SAFETY: rows and the result lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
     }
+}
+
+/// Whether a combine by rank, of so many granules of own rows, is one of many tokens as their kernel wants them (`kernels/push_combine_many.cu`).
+fn is_of_many(p: &PushCombineParams, shape: crate::Launch, granules: usize) -> bool {
+    let [first, second] = p.biases;
+    let whole = (p.from | p.out | first | second).is_multiple_of(16);
+    let alone = p.back == 0 && p.weights_out == 0 && p.desk == 0;
+    let splits = p.size > 1 && shape.blocks > 1;
+    let many = granules > MANY_TURNS * (shape.blocks * shape.threads) as usize;
+    whole && alone && splits && many && p.granules as usize >= PIECE
 }

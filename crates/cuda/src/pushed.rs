@@ -61,7 +61,9 @@ pub(crate) struct PushKernels {
     pub(crate) dispatch: [Kernel<PushDispatchParams>; 4],
     /// Blocks of any that find room where the largest one does, however few threads they have: their shared memory is the same.
     pub(crate) dispatch_together: u32,
+    /// By rank, of few tokens and of many.
     pub(crate) combine: ByTypes<PushCombineParams>,
+    pub(crate) combine_many: ByTypes<PushCombineParams>,
     /// Of rows for experts.
     pub(crate) combine_experts: ByTypes<PushCombineParams>,
     /// Whether one may start while the kernel before it ends.
@@ -98,6 +100,7 @@ impl PushKernels {
             dispatch,
             dispatch_together,
             combine: by_types(&combine, "")?,
+            combine_many: by_types(&set("push_combine_many")?, "_many")?,
             combine_experts: by_types(&combine, "_experts")?,
             programmatic: capability >= (9, 0),
         })

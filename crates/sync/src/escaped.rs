@@ -1,6 +1,7 @@
 //! Copies that are pushed: as sums, but that any lane may be the sentinel.
 
 use crate::{Budget, Flag, Memory, Sentinel, Shot, Stop, Turnover, Word, carried};
+use std::{cell::RefCell, iter};
 
 /// Words of a packet, with a bit for each lane in one word more.
 const PACKET_WORDS: usize = 16;
@@ -14,6 +15,14 @@ const fn sentinels(word: u64) -> u64 {
     (low == Sentinel::EMPTY) as u64 | ((high == Sentinel::EMPTY) as u64) << 32
 }
 
+/// Stands for the sentinel, and for itself.
+const STAND_IN: u32 = Sentinel::EMPTY - 1;
+
+/// Whether more is told of a word than itself: whether a lane is the sentinel, or what stands for it.
+const fn has_more(word: u64) -> bool {
+    word as u32 >= STAND_IN || (word >> 32) as u32 >= STAND_IN
+}
+
 /// Lanes of all ones where such bits are.
 const fn restored(bits: u64) -> u64 {
     (bits & 1 | (bits >> 32 & 1) << 32) * Sentinel::EMPTY as u64
@@ -23,9 +32,10 @@ const fn restored(bits: u64) -> u64 {
 /// three of them is the same: whoever has nothing to push signs too, so a rank goes on when all have begun the use.
 ///
 /// # Packets
-/// In each packet of 16 words a lane that is the sentinel travels as 0. Behind all packets there is a word for each, with a bit
-/// for every lane that it so stands for: 16 of them in each of its own lanes, which therefore are never the sentinel. So every
-/// word tells by itself whether it is there, as those of sums do, in whatever order they come.
+/// In each packet of 16 words another lane stands for one that is the sentinel. Behind all packets there is a place for a word of each, which is pushed
+/// if the packet has a lane of those two: with a bit for every lane that was the sentinel, 16 of them in each of its own lanes, which therefore are
+/// never the sentinel. So every word tells by itself whether it is there, as those of sums do, in whatever order they come; and what stands for
+/// the sentinel tells that there is one more.
 impl Sentinel {
     /// Words of a slot that a copy of so many bytes takes.
     pub const fn copied(bytes: usize) -> usize {
@@ -49,12 +59,15 @@ impl Sentinel {
         };
         let words = Self::filled(bytes.len());
         for (p, packet) in bytes.chunks(PACKET_WORDS * WORD_BYTES).enumerate() {
-            let mut bits = 0;
+            let (mut bits, mut more) = (0, false);
             for (k, bytes) in packet.chunks(WORD_BYTES).enumerate() {
                 bits |= sentinels(Self::word(bytes)) << k;
-                store(p * PACKET_WORDS + k, Self::pack(bytes, 0));
+                more |= has_more(Self::word(bytes));
+                store(p * PACKET_WORDS + k, Self::pack(bytes, STAND_IN));
             }
-            store(words + p, Self::pack(&bits.to_ne_bytes(), 0));
+            if more {
+                store(words + p, Self::pack(&bits.to_ne_bytes(), STAND_IN));
+            }
         }
     }
 
@@ -80,10 +93,19 @@ impl Sentinel {
         let (words, all) = (Self::filled(out.len()), Self::copied(out.len()));
         self.check(shot, all);
         let Word { owner, index } = self.place(self.rank, turn.buffer, shot, from, 0);
-        let mut taken = 0..all;
+        // Packets of which there is more: known once all their words are.
+        let more = RefCell::new(vec![]);
+        let (mut found, mut taken) = (0.., 0..);
+        let behind = iter::from_fn(|| {
+            let packet = more.borrow().get(found.next()?).copied();
+            packet.map(|packet: usize| words + packet)
+        });
         carried::take(
             memory,
-            (index..index + all).map(|index| Word { owner, index }),
+            (0..words).chain(behind).map(|i| Word {
+                owner,
+                index: index + i,
+            }),
             Self::unpack,
             self.signature(from, turn, shot, flag),
             budget,
@@ -93,9 +115,14 @@ impl Sentinel {
                     if let Some(chunk) = out.chunks_mut(WORD_BYTES).nth(i) {
                         chunk.copy_from_slice(&bytes[..chunk.len()]);
                     }
+                    let (packet, mut more) = (i / PACKET_WORDS, more.borrow_mut());
+                    if has_more(u64::from_ne_bytes(bytes)) && more.last() != Some(&packet) {
+                        more.push(packet);
+                    }
                 }
                 Some(i) => {
-                    let packet = out.chunks_mut(PACKET_WORDS * WORD_BYTES).nth(i - words);
+                    let packet = more.borrow().get(i - words).copied().unwrap_or_default();
+                    let packet = out.chunks_mut(PACKET_WORDS * WORD_BYTES).nth(packet);
                     restore(packet.unwrap_or_default(), u64::from_ne_bytes(bytes));
                 }
                 None => {}
@@ -107,6 +134,7 @@ impl Sentinel {
 /// Makes lanes of a packet the sentinel again.
 fn restore(packet: &mut [u8], bits: u64) {
     for (k, chunk) in packet.chunks_mut(WORD_BYTES).enumerate() {
+        // What stands for the sentinel has all ones but one.
         let word = Sentinel::word(chunk) | restored(bits >> k);
         let len = chunk.len();
         chunk.copy_from_slice(&word.to_ne_bytes()[..len]);
@@ -160,7 +188,11 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_come_through(
-            words in proptest::collection::vec(prop_oneof![Just(u32::MAX), Just(0), any::<u32>()], 0..80), cut in 0..8usize
+            words in proptest::collection::vec(
+                prop_oneof![1 => Just(u32::MAX), 1 => Just(STAND_IN), 1 => Just(0), 60 => any::<u32>()],
+                0..300,
+            ),
+            cut in 0..8usize
         ) {
             let mut bytes: Vec<u8> = words.into_iter().flat_map(u32::to_ne_bytes).collect();
             bytes.truncate(bytes.len().saturating_sub(cut));

@@ -1,11 +1,14 @@
 //! What is dispatched, and what must come of it: told token by token, in the words of the contract.
 
-use crate::matrix::{to_bytes, to_f64};
+use crate::{
+    copies::noise,
+    matrix::{to_bytes, to_f64},
+};
 use brigade_device::{
     Arrangement, CombineSum, DataType, DispatchParams, Fp8Cast, ReceivedIds, Transport,
 };
 use half::{bf16, f16};
-use rand::{Rng, RngCore, rngs::StdRng, seq::IndexedRandom};
+use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 use std::collections::BTreeSet;
 
 /// Where experts are.
@@ -207,7 +210,7 @@ impl Case {
         let tokens: Vec<usize> = (0..self.size).map(|rank| self.tokens(rank)).collect();
         for beside in &mut self.beside {
             let bytes = tokens.iter().map(|n| n * beside.row_bytes());
-            beside.of_ranks = bytes.map(|n| bits(rng, n)).collect();
+            beside.of_ranks = bytes.map(|n| noise(rng, n)).collect();
         }
     }
 
@@ -228,7 +231,7 @@ impl Case {
                 let bytes = self.dtype.bytes();
                 self.ids
                     .iter()
-                    .map(|ids| bits(rng, elements(ids) * bytes))
+                    .map(|ids| noise(rng, elements(ids) * bytes))
                     .collect()
             }
         };
@@ -565,10 +568,4 @@ fn values(rng: &mut StdRng, n: usize) -> Vec<f32> {
     (0..n)
         .map(|_| rng.random_range(0.05f32..1.0) * if rng.random() { 1.0 } else { -1.0 })
         .collect()
-}
-
-fn bits(rng: &mut StdRng, n: usize) -> Vec<u8> {
-    let mut bytes = vec![0; n];
-    rng.fill_bytes(&mut bytes);
-    bytes
 }

@@ -381,6 +381,11 @@ fn copies() -> Vec<Row> {
         ),
         row("a bit says which value it is", "no bit is read", by(Bits)),
         row(
+            "what stands for the sentinel is told of where it is itself",
+            "only where the sentinel was",
+            by(Alone),
+        ),
+        row(
             "who has nothing signs too",
             "it is left out",
             by(SignatureWhenEmpty),

@@ -33,8 +33,9 @@ struct Relay {
     without: Without,
 }
 
-/// Bytes of a lane.
+/// Bytes of a lane, and those that stand for the sentinel.
 const LANE_BYTES: usize = 4;
+const STAND_IN: [u8; LANE_BYTES] = (Sentinel::EMPTY - 1).to_ne_bytes();
 
 /// Words of a part of so many lanes.
 const fn words(lanes: usize) -> usize {
@@ -78,17 +79,24 @@ impl Relay {
         self.s.signed(to, self.turn, self.part(1), self.flag())
     }
 
-    /// Waits until all words of a part are there, whoever pushed them.
+    /// Waits until all words of a part are there, whoever pushed them, and the one behind them if one of them is told of there.
     fn comes(self, distance: usize) -> Step {
         let by = match distance == self.distance() {
             true => self.root,
             false => self.at(distance),
         };
         awaits(by, move |shared, budget| {
+            let (mut left, mut more) = (Sentinel::filled(self.lanes * LANE_BYTES), false);
             for at in self.places(self.s.rank, distance) {
+                if left == 0 && !more {
+                    break;
+                }
                 if let Err(stop) = until_there(shared, at, budget) {
                     return Ok(Err(stop));
                 }
+                left = left.saturating_sub(1);
+                let come = Sentinel::unpack(shared.load_relaxed(at)).unwrap_or_default();
+                more |= come.chunks(LANE_BYTES).any(|lane| lane == STAND_IN);
             }
             Ok(Ok(()))
         })
@@ -104,7 +112,10 @@ impl Relay {
             }
             let came = self.places(s.rank, own);
             for (from, there) in came.zip(self.places(to, own)) {
-                shared.store_relaxed(there, shared.load_relaxed(from));
+                let come = shared.load_relaxed(from);
+                if Sentinel::unpack(come).is_some() {
+                    shared.store_relaxed(there, come);
+                }
             }
         })
     }

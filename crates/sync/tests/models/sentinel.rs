@@ -25,6 +25,8 @@ pub enum Without {
     Empty,
     /// Of a copy, it is known which values are the sentinel.
     Bits,
+    /// That is told, too, where none is but what stands for it.
+    Alone,
 }
 
 /// What a use is.
@@ -62,6 +64,10 @@ impl Memory for Bent<'_> {
     fn store_relaxed(&self, at: Word, value: u64) {
         let sentinel = value as u32 == STORED_NAN && self.without == Without::Canonical;
         let raw = value >> 32 << 32;
+        // A word without a bit, as it lies in memory.
+        if value == u64::MAX && self.without == Without::Alone {
+            return;
+        }
         self.shared
             .store_relaxed(at, if sentinel { raw } else { value });
     }
@@ -76,11 +82,14 @@ impl Memory for Bent<'_> {
     }
 }
 
-/// What a use pushes: its lanes, and in use 0 the sentinel among them, where there are enough.
+/// What a use pushes: its lanes, and in use 0 the sentinel among them, where there are enough, and in use 4 what stands for it in copies.
 pub fn lanes(n: u32, from: usize, len: usize) -> Vec<u8> {
     let mut lanes = vec![value(n, from) as u32; len];
     if n == 0 && len > 2 {
         lanes[len - 2] = Sentinel::EMPTY;
+    }
+    if n == 4 && len > 2 {
+        lanes[len - 1] = Sentinel::EMPTY - 1;
     }
     lanes.into_iter().flat_map(u32::to_ne_bytes).collect()
 }
