@@ -176,8 +176,7 @@ pub(crate) struct Pushed {
     pub(crate) arriving: usize,
     /// Bytes that a buffer must have.
     pub(crate) need: usize,
-    /// What a byte counts for where a limit is one of a budget: twice by blocks that are not as wide as those which tables know, for half as much is
-    /// on its way.
+    /// What a byte counts for where a limit is one of a budget: four times by blocks that are not as wide as those which tables know.
     weight: usize,
     transport: Transport,
     launch: Launch,
@@ -210,7 +209,7 @@ impl Pushed {
             return Err(reason::capacity("all_reduce_bytes", need, have));
         }
         let (most, together, widest, weight) = match topology.config.sm_budget {
-            Some(budget) => (budget, 1, widest, if widest > WIDE { 1 } else { 2 }),
+            Some(budget) => (budget, 1, widest, if widest > WIDE { 1 } else { 4 }),
             None => (MOST_BLOCKS, together, WIDE, 1),
         };
         Ok(Self {
