@@ -511,7 +511,9 @@ pub fn add(suite: &mut Suite) {
     for (size, name, rows) in [
         (2, "many_tokens", (4096, 8)),
         (2, "wide_rows", (1100, 1040)),
+        (3, "wide_rows", (1100, 1040)),
         (4, "wide_rows", (1100, 1040)),
+        (8, "wide_rows", (1100, 1040)),
     ] {
         if !suite.backend().worlds().contains(&size) {
             continue;
