@@ -1,6 +1,6 @@
 // Rows back from their experts as one kernel (push.cuh): of few tokens and of many, and for experts. Each row goes to a place at its token's rank that both know, and
 // is added there as soon as it has come: in f32, products rounded before they are added, as in combine.cu. Rows of sums are pushed as
-// those of all-reduces are: a NaN may become another. Every other block pushes and the rest add, as in a dispatch.
+// those of all-reduces are: a NaN may become another. Every other block pushes, and the rest add.
 //
 //   by rank             [what goes back with rows][for each token, a row of each peer]
 //   by expert           [what goes back with rows][for each token, a row of each of its experts]

@@ -99,9 +99,8 @@ struct PushMany : PushCombine<In, Out, Most, true> {
     return true;
   }
 
-  // A block's share of own tokens, of which warps take what is next.
-  __device__ __forceinline__ bool add_pieces() const {
-    bool there = true;
+  // A block's share of own tokens, of which warps take what is next. Whoever has given up is not `there`: all lanes of its warp leave with it.
+  __device__ __forceinline__ bool add_pieces(bool there) const {
 #pragma unroll 1
     while (__all_sync(0xFFFFFFFFu, there)) {
       const uint32_t n = next_of(item) * adders() + which(), t = n / parts<Added>();
@@ -126,8 +125,9 @@ struct PushMany : PushCombine<In, Out, Most, true> {
         this->count_moved(this->template push_rows_as_they_are<true>(mine, all, threads));
       }
     } else {
+      const bool there = !failed && this->add_waits();
       if (!this->is_wide()) this->empty_by(mine, adders() * blockDim.x);
-      if (!failed) failed = !this->add_waits() || !add_pieces();
+      failed = !add_pieces(there);
     }
     if (this->is_herald() && !failed) failed = !this->wait([] { return threadIdx.x; }, [&] { return this->arrived(true) == this->flag; });
     this->finish(failed);

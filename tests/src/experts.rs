@@ -68,6 +68,7 @@ const TRANSPORTS: [(&str, By); 6] = [
 ];
 
 const PUSHED: Option<Transport> = Some(Transport::Pushed);
+const PUSHED_BACK: By = By::of(Transport::OneSided, Transport::Pushed);
 
 /// How rows may lie by a transport.
 pub fn arrangements(by: By) -> impl Iterator<Item = Arrangement> {
@@ -396,11 +397,13 @@ fn many_tokens(
                 true => Back::in_place(&mut rng, &case),
                 false => Back::random(&mut rng, &case),
             };
-            (case, back)
+            // Kernels for many wide rows are for such.
+            let bare = Back::random(&mut rng, &case).without_weights();
+            (case, back, bare)
         })
         .collect();
     world.run(config, move |rank| {
-        for (case, back) in (0..rounds).flat_map(|_| &cases) {
+        for (case, back, bare) in (0..rounds).flat_map(|_| &cases) {
             let own = Own::of(rank, case);
             let mut lease = rank.lease();
             let got = own.dispatch(&mut lease, case).unwrap();
@@ -409,6 +412,7 @@ fn many_tokens(
                 true => back.check_there(rank, &mut lease, case, &got),
                 false => {
                     back.check(rank, &mut lease, case, &got.handle);
+                    bare.check(rank, &mut lease, case, &got.handle);
                     let route = Route::Again(&got.handle);
                     let again = own.dispatch_by(&mut lease, case, route).unwrap();
                     check(rank, case, &again);
@@ -519,9 +523,15 @@ pub fn add(suite: &mut Suite) {
             continue;
         }
         suite.add_at(size, &format!("experts/pushed_back/{name}"), move |world| {
-            let by = By::of(Transport::OneSided, Transport::Pushed);
-            many_tokens(world, by, rows, (&config(), 1));
+            many_tokens(world, PUSHED_BACK, rows, (&config(), 1));
         });
+    }
+    for size in suite.backend().worlds() {
+        if [2, 3].contains(&size) {
+            suite.add_at(size, "experts/pushed_back/never_comes", |world| {
+                waits::never_comes(world, PUSHED_BACK);
+            });
+        }
     }
     // Within a budget, blocks are as large as can be, and every buffer is used again. Ways that blocks tell each other fill no granule to its end.
     let few = CommConfig {
@@ -530,13 +540,17 @@ pub fn add(suite: &mut Suite) {
         ..config()
     };
     let pushed = By::of(Transport::Pushed, Transport::Pushed);
-    for (how, by) in [("pushed", pushed), ("in_place", in_place::IN_PLACE)] {
+    for (how, by, rows) in [
+        ("pushed", pushed, (4099, 16)),
+        ("in_place", in_place::IN_PLACE, (4099, 16)),
+        ("pushed_back", PUSHED_BACK, (1100, 1040)),
+    ] {
         let pushes = by.there != PUSHED || suite.backend().engines().pushes_rows;
         let worlds = suite.backend().worlds();
         for &size in worlds.iter().filter(|size| pushes && [2, 4].contains(size)) {
             let few = few.clone();
             suite.add_at(size, &format!("experts/{how}/budget"), move |world| {
-                many_tokens(world, by, (4099, 16), (&few, 3));
+                many_tokens(world, by, rows, (&few, 3));
             });
         }
     }

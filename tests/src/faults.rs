@@ -24,7 +24,7 @@ use rand::{Rng, rngs::StdRng};
 use std::time::{Duration, Instant};
 
 /// Deadline of calls where a rank does not come.
-const DEADLINE: Duration = Duration::from_millis(300);
+pub const DEADLINE: Duration = Duration::from_millis(300);
 
 /// What a rank may take beyond the deadline, and at most where it need not wait for one.
 pub const GRACE: Duration = Duration::from_secs(1);
@@ -108,7 +108,7 @@ fn assert_stays_stopped(rank: &Rank, record: FaultRecord) {
     rank.assert_shared(&words(record), "fault record");
 }
 
-fn assert_in_time(start: Instant, limit: Duration, what: &str) {
+pub fn assert_in_time(start: Instant, limit: Duration, what: &str) {
     let took = start.elapsed();
     assert!(took < limit, "{what}: took {took:?}, allowed {limit:?}");
 }

@@ -68,6 +68,14 @@ impl Back {
         }
     }
 
+    /// The same without weights that go back.
+    pub fn without_weights(self) -> Self {
+        Self {
+            weights: false,
+            ..self
+        }
+    }
+
     /// What can be made where rows lie that stay in place.
     pub fn in_place(rng: &mut StdRng, case: &Case) -> Self {
         let any = Self::random(rng, case);

@@ -7,15 +7,19 @@ use super::{
 };
 use crate::{
     backend::Rank,
-    check::expect_invalid,
+    check::{assert_kind, expect_fault, expect_invalid},
+    faults::{AMPLE, DEADLINE, GRACE, assert_in_time},
     suite::{Suite, World},
 };
 use brigade_device::{
-    Action, Arrangement, Buffer, CombineParams, CombineSum, Combined, DataType, Dispatched, Inject,
-    Lease, Output, Point, Result, Step, Transport,
+    Action, Arrangement, Buffer, CombineParams, CombineSum, Combined, CommConfig, DataType,
+    Dispatched, FaultKind, Inject, Lease, Output, Point, Result, Step, Transport,
 };
 use rand::Rng;
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// How late a rank is at each of its calls.
 const STALL: Duration = Duration::from_millis(10);
@@ -200,6 +204,51 @@ pub fn waits(world: &World, by: By) {
                 assert_eq!(expect_invalid(result, field), field);
             }
             lease.barrier().unwrap();
+        }
+    });
+}
+
+/// A rank never comes for many wide rows that go back: all others give up, and those that count waits end as the rest do.
+pub fn never_comes(world: &World, by: By) {
+    const TOKENS: usize = 1100;
+    let mut rng = world.rng();
+    let culprit = rng.random_range(0..world.size);
+    let mut case = Case::random(&mut rng, world.size, (TOKENS, 1040, 2, 8));
+    (case.dtype, case.arrangement) = (DataType::BF16, Arrangement::BySource);
+    let case = case.with_tokens(&mut rng, &vec![TOKENS; world.size]).by(by);
+    let config = CommConfig {
+        deadline: DEADLINE,
+        first_deadline: AMPLE,
+        ..config()
+    };
+    world.run(&config, move |rank| {
+        for counts in [true, false] {
+            let own = Own::of(rank, &case);
+            let waits = Waits::new(rank);
+            let waits = counts.then_some(&waits.buffer);
+            let mut lease = rank.lease();
+            let there = own.dispatch(&mut lease, &case).unwrap();
+            let shape = there.handle.shape(case.hidden).unwrap();
+            let made = rank.poisoned(case.dtype, shape.dims());
+            combine(&mut lease, (&case, &there), &made, waits).unwrap();
+            lease.barrier().unwrap();
+            drop(lease);
+            rank.meet();
+            if rank.rank == culprit {
+                rank.meet();
+                expect_fault(rank.comm().check(), "who never came");
+            } else {
+                let start = Instant::now();
+                let mut lease = rank.lease();
+                let back = combine(&mut lease, (&case, &there), &made, waits).map(drop);
+                drop(lease);
+                let record = expect_fault(rank.settle(back), "without a peer");
+                assert_in_time(start, DEADLINE + GRACE, "without a peer");
+                assert_kind(&record, FaultKind::Timeout, "without a peer");
+                assert_eq!(record.peer as usize, culprit, "{record}");
+                rank.meet();
+            }
+            rank.comm().reset(AMPLE).unwrap();
         }
     });
 }
