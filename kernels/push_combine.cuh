@@ -448,7 +448,7 @@ struct PushCombine : Pushing<PushCombineParams> {
     return !poisoned && !stopped;
   }
 
-  // Of the largest blocks, those that push have more time.
+  // Whether it is one of the largest blocks: of those, the ones that push have more time, and empty.
   __device__ __forceinline__ static bool is_wide() { return by_rank && blockDim.x == Widest; }
 
   __device__ __forceinline__ void run(uint32_t rows, uint32_t first) const {

@@ -9,6 +9,8 @@ struct PushMany : PushCombine<In, Out, Most, true> {
 
   // Granules of a piece for each lane: what a thread adds up at once, of all ranks, and what it pushes.
   static constexpr uint32_t Added = Most == 2 ? 4 : Most == 4 ? 2 : 1, Pushed = 4;
+  // No row is shorter than a piece that is added (`PIECE` in cuda/src/push_combine.rs).
+  static_assert(32 * Added <= 128);
 
   // Pieces of a row.
   template <uint32_t each>

@@ -393,30 +393,33 @@ fn many_tokens(
             case.arrangement = arrangement;
             let case = case.with_tokens(&mut rng, &vec![tokens; world.size]);
             let case = case.by(by).with_any_ids(&mut rng);
-            let back = match in_place {
-                true => Back::in_place(&mut rng, &case),
-                false => Back::random(&mut rng, &case),
+            let backs = match in_place {
+                true => vec![Back::in_place(&mut rng, &case)],
+                // Kernels for many wide rows are for such as have no weights.
+                false => vec![
+                    Back::random(&mut rng, &case),
+                    Back::random(&mut rng, &case).without_weights(),
+                ],
             };
-            // Kernels for many wide rows are for such.
-            let bare = Back::random(&mut rng, &case).without_weights();
-            (case, back, bare)
+            (case, backs)
         })
         .collect();
     world.run(config, move |rank| {
-        for (case, back, bare) in (0..rounds).flat_map(|_| &cases) {
+        for (case, backs) in (0..rounds).flat_map(|_| &cases) {
             let own = Own::of(rank, case);
             let mut lease = rank.lease();
             let got = own.dispatch(&mut lease, case).unwrap();
             check(rank, case, &got);
-            match in_place {
-                true => back.check_there(rank, &mut lease, case, &got),
-                false => {
-                    back.check(rank, &mut lease, case, &got.handle);
-                    bare.check(rank, &mut lease, case, &got.handle);
-                    let route = Route::Again(&got.handle);
-                    let again = own.dispatch_by(&mut lease, case, route).unwrap();
-                    check(rank, case, &again);
+            for back in backs {
+                match in_place {
+                    true => back.check_there(rank, &mut lease, case, &got),
+                    false => back.check(rank, &mut lease, case, &got.handle),
                 }
+            }
+            if !in_place {
+                let route = Route::Again(&got.handle);
+                let again = own.dispatch_by(&mut lease, case, route).unwrap();
+                check(rank, case, &again);
             }
         }
     });

@@ -3,7 +3,7 @@
 use crate::{Budget, Flag, Memory, Sentinel, Shot, Stop, Turnover, Word, carried};
 use std::{cell::RefCell, iter};
 
-/// Words of a packet, with a bit for each lane in one word more.
+/// Words of a packet, with a bit for each lane in one word more, if there is one.
 const PACKET_WORDS: usize = 16;
 
 /// Bytes of a word.
