@@ -525,8 +525,14 @@ pub fn add(suite: &mut Suite) {
         if !suite.backend().worlds().contains(&size) {
             continue;
         }
+        // For as many rows of f32 as come back for two experts of each token, and an eighth for what is beside them.
+        let (usual, bytes) = (config(), size * rows.0 * 2 * rows.1 * 4);
+        let roomy = CommConfig {
+            all_reduce_bytes: usual.all_reduce_bytes.max(bytes + bytes / 8),
+            ..usual
+        };
         suite.add_at(size, &format!("experts/pushed_back/{name}"), move |world| {
-            many_tokens(world, PUSHED_BACK, rows, (&config(), 1));
+            many_tokens(world, PUSHED_BACK, rows, (&roomy, 1));
         });
     }
     for size in suite.backend().worlds() {
