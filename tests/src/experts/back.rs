@@ -76,6 +76,14 @@ impl Back {
         }
     }
 
+    /// The same with sums of each rank's experts.
+    pub fn of_ranks(self) -> Self {
+        Self {
+            sum: CombineSum::ExpertByRank,
+            ..self
+        }
+    }
+
     /// What can be made where rows lie that stay in place.
     pub fn in_place(rng: &mut StdRng, case: &Case) -> Self {
         let any = Self::random(rng, case);

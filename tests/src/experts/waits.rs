@@ -102,7 +102,7 @@ pub fn try_all(rank: &Rank, what: &str, mut attempt: impl FnMut() -> bool) {
 /// What experts made, unless rows stayed in place.
 fn combine(
     lease: &mut Lease<'_>,
-    (case, there): (&Case, &Dispatched),
+    (case, there, sum): (&Case, &Dispatched, CombineSum),
     made: &Buffer,
     waits: Option<&Buffer>,
 ) -> Result<Combined> {
@@ -115,10 +115,7 @@ fn combine(
     lease.combine(CombineParams {
         rows: rows.view(),
         handle: &there.handle,
-        sum: match case.arrangement {
-            Arrangement::ByExpert { .. } => CombineSum::Expert,
-            _ => CombineSum::Rank,
-        },
+        sum,
         weights: None,
         biases: &[],
         output: Output::Allocate(case.dtype),
@@ -131,40 +128,37 @@ fn combine(
 pub fn waits(world: &World, by: By) {
     let mut rng = world.rng();
     let (late, hook) = late_rank(world);
-    let arrangements = match by.there {
-        Some(Transport::InPlace) => vec![Arrangement::BySource],
-        _ => vec![
-            Arrangement::BySource,
-            Arrangement::ByExpert { alignment: 1 },
-        ],
-    };
-    let cases: Vec<Case> = arrangements
+    let mut arrangements = vec![(Arrangement::BySource, CombineSum::Rank)];
+    if by.there != Some(Transport::InPlace) {
+        arrangements.push((Arrangement::ByExpert { alignment: 1 }, CombineSum::Expert));
+    }
+    let cases: Vec<_> = arrangements
         .into_iter()
-        .map(|arrangement| {
+        .map(|(arrangement, sum)| {
             let mut case = Case::random(&mut rng, world.size, (12, 16, 3, 7));
             case.dtype = DataType::BF16;
             case.arrangement = arrangement;
             // A graph needs it.
             let known = 12 * 3 * world.size;
             case.room = (arrangement != Arrangement::BySource).then_some(known);
-            case.with_rows(&mut rng).by(by)
+            (case.with_rows(&mut rng).by(by), sum)
         })
         .collect();
     world.run_injected(&config(), hook, move |rank| {
-        for case in &cases {
+        for &(ref case, sum) in &cases {
             let mut own = Own::of(rank, case);
             let mut lease = rank.lease();
             // What is loaded first takes its time.
             let there = own.dispatch(&mut lease, case).unwrap();
             let shape = there.handle.shape(case.hidden).unwrap();
             let made = rank.poisoned(case.dtype, shape.dims());
-            combine(&mut lease, (case, &there), &made, None).unwrap();
+            combine(&mut lease, (case, &there, sum), &made, None).unwrap();
             let (mut gone, mut back) = (Waits::new(rank), Waits::new(rank));
             own.waits = Some(gone.buffer.clone());
             try_all(rank, "calls", || {
                 for _ in 0..ROUNDS {
                     let there = own.dispatch(&mut lease, case).unwrap();
-                    combine(&mut lease, (case, &there), &made, Some(&back.buffer)).unwrap();
+                    combine(&mut lease, (case, &there, sum), &made, Some(&back.buffer)).unwrap();
                 }
                 gone.show(rank, late) & back.show(rank, late)
             });
@@ -172,7 +166,7 @@ pub fn waits(world: &World, by: By) {
             let graph = rank.device.capture(&rank.stream, &mut || {
                 let mut lease = rank.lease();
                 let there = own.dispatch(&mut lease, case)?;
-                combine(&mut lease, (case, &there), &made, Some(&back.buffer)).map(drop)
+                combine(&mut lease, (case, &there, sum), &made, Some(&back.buffer)).map(drop)
             });
             let graph = graph.unwrap();
             try_all(rank, "replays", || {
@@ -185,7 +179,7 @@ pub fn waits(world: &World, by: By) {
             let mut lease = rank.lease();
             own.waits = None;
             let there = own.dispatch(&mut lease, case).unwrap();
-            combine(&mut lease, (case, &there), &made, None).unwrap();
+            combine(&mut lease, (case, &there, sum), &made, None).unwrap();
             for waits in [&mut gone, &mut back] {
                 assert_eq!(waits.more(rank), vec![0; rank.size]);
             }
@@ -197,7 +191,7 @@ pub fn waits(world: &World, by: By) {
                     rank.poisoned(DataType::I64, &[rank.size + 1]),
                 ),
             ] {
-                let back = combine(&mut lease, (case, &there), &made, Some(&wrong));
+                let back = combine(&mut lease, (case, &there, sum), &made, Some(&wrong));
                 assert_eq!(expect_invalid(back, field), field);
                 own.waits = Some(wrong);
                 let result = own.dispatch(&mut lease, case);
@@ -213,24 +207,34 @@ pub fn never_comes(world: &World, by: By) {
     const TOKENS: usize = 1100;
     let mut rng = world.rng();
     let culprit = rng.random_range(0..world.size);
-    let mut case = Case::random(&mut rng, world.size, (TOKENS, 1040, 2, 8));
-    (case.dtype, case.arrangement) = (DataType::BF16, Arrangement::BySource);
-    let case = case.with_tokens(&mut rng, &vec![TOKENS; world.size]).by(by);
+    let cases = [
+        (Arrangement::BySource, CombineSum::Rank),
+        (
+            Arrangement::ByExpert { alignment: 1 },
+            CombineSum::ExpertByRank,
+        ),
+    ]
+    .map(|(arrangement, sum)| {
+        let mut case = Case::random(&mut rng, world.size, (TOKENS, 1040, 2, 8));
+        (case.dtype, case.arrangement) = (DataType::BF16, arrangement);
+        let case = case.with_tokens(&mut rng, &vec![TOKENS; world.size]).by(by);
+        (case, sum)
+    });
     let config = CommConfig {
         deadline: DEADLINE,
         first_deadline: AMPLE,
         ..config()
     };
     world.run(&config, move |rank| {
-        for counts in [true, false] {
-            let own = Own::of(rank, &case);
+        for ((case, sum), counts) in cases.iter().flat_map(|case| [(case, true), (case, false)]) {
+            let own = Own::of(rank, case);
             let waits = Waits::new(rank);
             let waits = counts.then_some(&waits.buffer);
             let mut lease = rank.lease();
-            let there = own.dispatch(&mut lease, &case).unwrap();
+            let there = own.dispatch(&mut lease, case).unwrap();
             let shape = there.handle.shape(case.hidden).unwrap();
             let made = rank.poisoned(case.dtype, shape.dims());
-            combine(&mut lease, (&case, &there), &made, waits).unwrap();
+            combine(&mut lease, (case, &there, *sum), &made, waits).unwrap();
             lease.barrier().unwrap();
             drop(lease);
             rank.meet();
@@ -240,7 +244,7 @@ pub fn never_comes(world: &World, by: By) {
             } else {
                 let start = Instant::now();
                 let mut lease = rank.lease();
-                let back = combine(&mut lease, (&case, &there), &made, waits).map(drop);
+                let back = combine(&mut lease, (case, &there, *sum), &made, waits).map(drop);
                 drop(lease);
                 let record = expect_fault(rank.settle(back), "without a peer");
                 assert_in_time(start, DEADLINE + GRACE, "without a peer");
