@@ -32,44 +32,91 @@ macro_rules! c_extent {
     };
 }
 
+/// Structs of parameters: `Name of "kernel" in "file" { fields }`. What kernels of a communicator have in common stands at `..group` and `..call`.
 macro_rules! parameters {
     ($(
         $(#[doc = $doc:literal])*
-        $name:ident of $kernel:literal in $file:literal {
-            $($(#[doc = $field_doc:literal])* $field:ident: $type:tt,)*
-        }
+        $name:ident of $kernel:literal in $file:literal { $($fields:tt)* }
     )*) => {
-        $(
-            $(#[doc = $doc])*
-            #[repr(C)]
-            #[derive(Clone, Copy, Debug, PartialEq)]
-            pub struct $name {
-                $($(#[doc = $field_doc])* pub $field: $type,)*
-            }
-
-            impl Default for $name {
-                fn default() -> Self {
-                    Self { $($field: Zero::ZERO,)* }
-                }
-            }
-
-            impl Parameters for $name {
-                const FILE: &'static str = $file;
-                const KERNEL: &'static str = $kernel;
-            }
-        )*
+        $(parameter_struct! { [$(#[doc = $doc])* $name $kernel $file] $($fields)* })*
 
         /// Name, size and fields of every struct here.
-        pub(super) const LAYOUTS: &[Layout] = &[$(Layout {
-            name: stringify!($name),
-            bytes: size_of::<$name>(),
-            fields: &[$(Field {
-                c_type: c_type!($type),
-                name: stringify!($field),
-                extent: c_extent!($type),
-                offset: std::mem::offset_of!($name, $field),
-            },)*],
-        },)*];
+        pub(super) const LAYOUTS: &[Layout] = &[$($name::LAYOUT,)*];
+    };
+}
+
+macro_rules! parameter_struct {
+    ([$($head:tt)*] ..group, $($rest:tt)*) => {
+        parameter_struct! { [$($head)*]
+            /// Where this rank reaches the memory of rank 0.
+            base: u64,
+            /// From one rank's memory to the next's.
+            stride: u64,
+            /// Device address of this rank's state.
+            state: u64,
+            /// Address of this rank's report, in memory that the host sees.
+            report: u64,
+            /// Where to ask the hook of fault injection, a slot for each that asks, in memory that the host sees; 0 where none is asked.
+            desk: u64,
+            /// How long a call may take, in nanoseconds.
+            deadline_ns: u64,
+            /// The same for the first call that all ranks make.
+            first_deadline_ns: u64,
+            $($rest)*
+        }
+    };
+    ([$($head:tt)*] $($(#[doc = $doc:literal])* $field:ident: $type:tt,)* ..call, $($rest:tt)*) => {
+        parameter_struct! { [$($head)*]
+            $($(#[doc = $doc])* $field: $type,)*
+            /// This rank.
+            rank: u32,
+            /// Ranks in the group.
+            size: u32,
+            /// Number of the operation, for fault records.
+            operation: u32,
+            /// Of the call.
+            signature: u32,
+            /// Word where the flags of arrival begin.
+            barrier: u32,
+            /// Word by which a rank is told to stop.
+            stop: u32,
+            $($rest)*
+        }
+    };
+    (
+        [$(#[doc = $doc:literal])* $name:ident $kernel:literal $file:literal]
+        $($(#[doc = $field_doc:literal])* $field:ident: $type:tt,)*
+    ) => {
+        $(#[doc = $doc])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, PartialEq)]
+        pub struct $name {
+            $($(#[doc = $field_doc])* pub $field: $type,)*
+        }
+
+        impl $name {
+            const LAYOUT: Layout = Layout {
+                name: stringify!($name),
+                bytes: size_of::<$name>(),
+                fields: &[$(Field {
+                    c_type: c_type!($type),
+                    name: stringify!($field),
+                    extent: c_extent!($type),
+                    offset: std::mem::offset_of!($name, $field),
+                },)*],
+            };
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: Zero::ZERO,)* }
+            }
+        }
+
+        impl Parameters for $name {
+            const FILE: &'static str = $file;
+            const KERNEL: &'static str = $kernel;
+        }
     };
 }
 

@@ -49,20 +49,7 @@ parameters! {
 
     /// Which rows come, where the experts of all ranks' tokens are known, with a block for each rank.
     GatheredParams of "brigade_gathered" in "gathered" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where to ask the hook of fault injection: not here.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Device address of the experts of all tokens, i32 or i64.
         ids: u64,
         /// Device address of the slots of every expert, if there is a map.
@@ -101,18 +88,7 @@ parameters! {
         copies: u32,
         /// Slots of a rank, if there is a map.
         per_rank: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
     }
@@ -139,20 +115,7 @@ parameters! {
 
     /// A dispatch: rows are pushed, counted, arranged and collected, in a launch each.
     DispatchParams of "brigade_dispatch" in "dispatch" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where to ask the hook of fault injection: not here.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Byte of a rank's memory where the half begins.
         half: u64,
         /// Bytes of a sender's part of it.
@@ -235,18 +198,7 @@ parameters! {
         experts: u32,
         /// Slots of a rank, if there is a map.
         per_rank: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
     }

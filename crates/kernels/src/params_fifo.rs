@@ -5,20 +5,7 @@ use super::{Field, Layout, Parameters, Zero};
 parameters! {
     /// Rows of a dispatch to and from all ranks through queues, by a block for each end of each.
     DispatchFifoParams of "brigade_dispatch_fifo" in "dispatch_fifo" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where blocks ask the hook of fault injection, a slot for each that waits; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Device address of what waits for each rank are added to, or 0.
         waits: u64,
         /// Byte of a rank's memory where the queues begin.
@@ -67,18 +54,7 @@ parameters! {
         queue_words: u32,
         /// The counter of what was put for rank 0 in the first channel.
         queue_counters: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
         /// Zero.
@@ -87,20 +63,7 @@ parameters! {
 
     /// Rows of a combine through queues: which go back to each rank, and then to and from all, by a block for each end of each.
     CombineFifoParams of "brigade_combine_fifo" in "combine_fifo" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where blocks ask the hook of fault injection, a slot for each that waits; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Device address of what waits for each rank are added to, or 0.
         waits: u64,
         /// Byte of a rank's memory where the queues begin.
@@ -159,18 +122,7 @@ parameters! {
         queue_words: u32,
         /// The counter of what was put for rank 0 in the first channel.
         queue_counters: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
     }

@@ -51,20 +51,7 @@ parameters! {
 
     /// Carries out steps of a protocol: counters, flags to peers, waits for theirs. One warp does it, phase by phase.
     StepsParams of "brigade_steps" in "steps" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report, in memory that the host sees.
-        report: u64,
-        /// Where the steps ask the hook of fault injection, a slot for each, in memory that the host sees; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Bytes to count as moved when the call has ended well.
         moved_bytes: u64,
         /// Device address of what waits for each rank are added to, or 0.
@@ -75,18 +62,7 @@ parameters! {
         poison_bytes: [u64; 6],
         /// The bytes of poison for each, lowest first.
         poison_pattern: [u64; 6],
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// How many steps there are.
         count: u32,
         /// Whether all ranks make this call.
@@ -142,20 +118,7 @@ parameters! {
     /// An all-reduce that pushes: one exchange, of as much as its buffers hold. Variants are named after the algorithm, the
     /// types and the most ranks that they are for.
     AllReduceParams of "brigade_all_reduce" in "all_reduce" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where to ask the hook of fault injection; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Bytes to count as moved.
         moved_bytes: u64,
         /// Device address of the input.
@@ -180,18 +143,7 @@ parameters! {
         share: u32,
         /// 0 sum, 1 product, 2 maximum, 3 minimum, 4 average.
         op: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
         /// Whether the call ends with this exchange.
@@ -201,20 +153,7 @@ parameters! {
     /// The same, with the residual and RMSNorm behind it: rows of `hidden` elements. Variants are named after the algorithm,
     /// the type and the most ranks that they are for.
     AllReduceNormParams of "brigade_all_reduce_norm" in "all_reduce_norm" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where to ask the hook of fault injection; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Bytes to count as moved.
         moved_bytes: u64,
         /// Device address of the rows to be summed.
@@ -257,18 +196,7 @@ parameters! {
         scale: u32,
         /// How normed rows are given: 0 in their type, 1 int8 with a scale for each row, 2 fp8 with one scale.
         form: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
         /// Whether the call ends with this exchange.
@@ -279,20 +207,7 @@ parameters! {
 
     /// A reduce-scatter that pushes, as one exchange. Variants are named after the types and the most ranks that they are for.
     ReduceScatterParams of "brigade_reduce_scatter" in "reduce_scatter" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where to ask the hook of fault injection; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Bytes to count as moved.
         moved_bytes: u64,
         /// Device address of the input.
@@ -317,18 +232,7 @@ parameters! {
         share: u32,
         /// 0 sum, 1 product, 2 maximum, 3 minimum, 4 average.
         op: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
         /// Whether the call ends with this exchange.
@@ -339,20 +243,7 @@ parameters! {
 
     /// Bytes of some ranks, which all get, by pushing: one exchange.
     PushCopyParams of "brigade_push_copy" in "push_copy" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where to ask the hook of fault injection; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Bytes to count as moved.
         moved_bytes: u64,
         /// Device address of what this rank has.
@@ -377,18 +268,7 @@ parameters! {
         slot: u32,
         /// Granules that are filled in a buffer.
         filled: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
         /// Whether the call ends with this exchange.
@@ -397,20 +277,7 @@ parameters! {
 
     /// Messages to and from peers, side by side: each by some blocks, through its sender's slot in the receiver's memory.
     MessagesParams of "brigade_messages" in "messages" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where blocks ask the hook of fault injection, a slot for each; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Byte of a rank's memory where the slots' first half begins.
         slots: u64,
         /// From one half to the other.
@@ -466,20 +333,7 @@ parameters! {
 
     /// Rows that lists name, to and from all ranks through queues, by a block for each end of each.
     AllToAllRowsParams of "brigade_all_to_all_rows" in "all_to_all_rows" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where blocks ask the hook of fault injection, a slot for each that waits; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Byte of a rank's memory where the queues begin.
         queues: u64,
         /// Bytes of those from each rank.
@@ -524,18 +378,7 @@ parameters! {
         queue_words: u32,
         /// The counter of what was put for rank 0 in the first channel.
         queue_counters: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
     }

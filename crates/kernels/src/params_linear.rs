@@ -495,18 +495,7 @@ parameters! {
         send_to: [u64; 2],
         /// How many bytes.
         send_bytes: [u64; 2],
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
         /// The counter of the use that flags are for.

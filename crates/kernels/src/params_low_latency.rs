@@ -5,20 +5,7 @@ use super::{Field, Layout, Parameters, Zero};
 parameters! {
     /// Half of an exchange: rows are sent to their experts, received, sent back, and added up, in a launch each (`kernels/in_turn.cuh`).
     LowLatencyParams of "brigade_low_latency" in "low_latency" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where to ask the hook of fault injection: not here.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Device address of what waits for each rank are added to, or 0.
         waits: u64,
         /// Byte of a rank's memory where the half begins.

@@ -5,20 +5,7 @@ use super::{Field, Layout, Parameters, Zero};
 parameters! {
     /// A dispatch whose rows are their own flags: all of it is one launch.
     PushDispatchParams of "brigade_push_dispatch" in "push_dispatch" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where to ask the hook of fault injection; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Device address of what waits for each rank are added to, or 0.
         waits: u64,
         /// Bytes to count as moved, beside those that the kernel counts.
@@ -151,18 +138,7 @@ parameters! {
         inverse_size: u32,
         /// To divide by how many peers there are.
         inverse_peers: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
         /// Whether the call ends with this exchange.
@@ -171,20 +147,7 @@ parameters! {
 
     /// A combine whose rows are their own flags: all of it is one launch.
     PushCombineParams of "brigade_push_combine" in "push_combine" {
-        /// Where this rank reaches the memory of rank 0.
-        base: u64,
-        /// From one rank's memory to the next's.
-        stride: u64,
-        /// Device address of this rank's state.
-        state: u64,
-        /// Address of this rank's report.
-        report: u64,
-        /// Where to ask the hook of fault injection; 0 without one.
-        desk: u64,
-        /// How long a call may take, in nanoseconds.
-        deadline_ns: u64,
-        /// The same for the first call that all ranks make.
-        first_deadline_ns: u64,
+        ..group,
         /// Device address of what waits for each rank are added to, or 0.
         waits: u64,
         /// Bytes to count as moved, beside those that the kernel counts.
@@ -253,18 +216,7 @@ parameters! {
         per_rank: u32,
         /// Slots of this rank.
         own_slots: u32,
-        /// This rank.
-        rank: u32,
-        /// Ranks in the group.
-        size: u32,
-        /// Number of the operation, for fault records.
-        operation: u32,
-        /// Of the call.
-        signature: u32,
-        /// Word where the flags of arrival begin.
-        barrier: u32,
-        /// Word by which a rank is told to stop.
-        stop: u32,
+        ..call,
         /// Whether all ranks make this call.
         collective: u32,
         /// Whether the call ends with this exchange.
