@@ -7,6 +7,7 @@ mod bundle;
 mod chart;
 mod demo;
 mod doctor;
+mod glance;
 mod kernels;
 mod memcheck;
 mod model;
@@ -52,6 +53,7 @@ enum Command {
     Memcheck(memcheck::Memcheck),
     Bundle(bundle::Bundle),
     Chart(chart::Chart),
+    Glance(glance::Glance),
 }
 
 fn main() -> ExitCode {
@@ -69,6 +71,7 @@ fn main() -> ExitCode {
         Command::Memcheck(memcheck) => memcheck.run(&workspace),
         Command::Bundle(bundle) => bundle.run(&workspace),
         Command::Chart(chart) => chart.run(&workspace),
+        Command::Glance(glance) => glance.run(&workspace),
     });
     outcome.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");

@@ -2,6 +2,7 @@
 
 mod book;
 mod files;
+mod glance;
 mod layers;
 mod packages;
 mod results;
@@ -78,6 +79,7 @@ fn check(root: &Path) -> Result<Vec<Problem>> {
     problems.extend(files::check(&tree));
     problems.extend(book::check(&tree));
     problems.extend(results::check(&tree));
+    problems.extend(glance::check(&tree));
     problems.sort();
     Ok(problems)
 }
