@@ -1,4 +1,5 @@
-//! Many tokens, for which kernels have loops of their own: 4096 of a rank and more, and rows back that are both many and wide.
+//! Many tokens, for which kernels have loops of their own: 4096 of a rank and more, and rows back that are both many and wide, for all
+//! multiprocessors or a budget of them.
 
 use super::{
     PUSHED, TRANSPORTS,
@@ -69,10 +70,10 @@ fn there_and_back(
     });
 }
 
-/// Sums of what experts of a rank made of many tokens, of which each has several there: as many as are added at once, fewer and more.
+/// Sums of what experts of a rank made of tokens that are many for a budget, of which each has several there: as many as are added at once, fewer and more.
 fn sums(world: &World, config: &CommConfig) {
     let mut rng = world.rng();
-    let cases = [(12, 16, 1), (32, 40, 16)].map(|(k, experts, alignment)| {
+    let cases = [(13, 17, 1), (32, 40, 16)].map(|(k, experts, alignment)| {
         let mut case = Case::random(&mut rng, world.size, (128, 1040, k, experts));
         case.arrangement = Arrangement::ByExpert { alignment };
         let tokens: Vec<_> = (0..world.size).map(|rank| 128 - rank).collect();

@@ -202,9 +202,9 @@ pub fn waits(world: &World, by: By) {
     });
 }
 
-/// A rank never comes for many wide rows that go back: all others give up, and those that count waits end as the rest do.
+/// A rank never comes for wide rows that go back, many for a budget: all others give up, and those that count waits end as the rest do.
 pub fn never_comes(world: &World, by: By) {
-    const TOKENS: usize = 1100;
+    const TOKENS: usize = 256;
     let mut rng = world.rng();
     let culprit = rng.random_range(0..world.size);
     let cases = [
@@ -223,6 +223,7 @@ pub fn never_comes(world: &World, by: By) {
     let config = CommConfig {
         deadline: DEADLINE,
         first_deadline: AMPLE,
+        sm_budget: Some(12),
         ..config()
     };
     world.run(&config, move |rank| {

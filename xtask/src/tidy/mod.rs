@@ -191,6 +191,7 @@ mod tests {
             "crates/host/src/lib.rs: 601 lines",
             "docs/src/SUMMARY.md:1: links gone.md",
             "docs/results/one.json: has no meta",
+            "docs/src/at_a_glance.md: cannot be made",
         ] {
             assert!(told.contains(want), "{want} is not in\n{told}");
         }
