@@ -93,14 +93,35 @@ const NO_AIMS: (&str, &[(&str, f64)]) = ("us", &[]);
 const EAGER: &str = "torch's fused call ran eager.";
 const WHOLE_ROWS: &str = "NCCL sends whole rows of bf16 to ranks, and not to experts.";
 
+/// What tables of a kind have in common.
+const SUM: Table = Table {
+    heading: "",
+    file: "",
+    note: "",
+    of: &["bytes"],
+    shown: US,
+    beside: SUMS,
+    others: None,
+    aims: NO_AIMS,
+};
+const ROWS: Table = Table {
+    of: &["tokens"],
+    shown: THERE_AND_BACK,
+    beside: EXPERTS,
+    ..SUM
+};
+const PRODUCT: Table = Table {
+    of: &["m", "n"],
+    shown: LINEAR,
+    beside: &[GATHERED],
+    aims: ("of_floor", &OF_FLOOR),
+    ..SUM
+};
+
 const TABLES: &[Table] = &[
     Table {
         heading: "All-reduce",
         file: "all-reduce.h200x4",
-        note: "",
-        of: &["bytes"],
-        shown: US,
-        beside: SUMS,
         others: Some(("all-reduce-peers.h200x4", "")),
         aims: (
             "us",
@@ -118,34 +139,23 @@ const TABLES: &[Table] = &[
                 ("16 MiB", 76.3),
             ],
         ),
+        ..SUM
     },
     Table {
         heading: "All-reduce of many bytes",
         file: "all-reduce-large.h200x4",
-        note: "",
-        of: &["bytes"],
-        shown: US,
         beside: MANY_SUMS,
-        others: None,
         aims: ("us", &[("64 MiB", 300.0), ("256 MiB", 1180.0)]),
+        ..SUM
     },
     Table {
         heading: "All-reduce between two",
         file: "all-reduce.h200x2",
-        note: "",
-        of: &["bytes"],
-        shown: US,
-        beside: SUMS,
-        others: None,
-        aims: NO_AIMS,
+        ..SUM
     },
     Table {
         heading: "Rows to experts and back",
         file: "moe.h200x4",
-        note: "",
-        of: &["tokens"],
-        shown: THERE_AND_BACK,
-        beside: EXPERTS,
         others: Some(("moe-peers.h200x4", "")),
         aims: (
             "total_us",
@@ -159,126 +169,84 @@ const TABLES: &[Table] = &[
                 ("4096", 945.0),
             ],
         ),
+        ..ROWS
     },
     Table {
         heading: "Rows to experts and back, within 24 multiprocessors",
         file: "moe-sm-budget-24.h200x4",
         note: "All rows are pushed. NCCL keeps no budget; of the others only DeepEP has one, the same.",
-        of: &["tokens"],
-        shown: THERE_AND_BACK,
-        beside: EXPERTS,
         others: Some(("moe-peers.h200x4", "DeepEP")),
-        aims: NO_AIMS,
+        ..ROWS
     },
     Table {
         heading: "Rows to experts and back between two",
         file: "moe.h200x2",
-        note: "",
-        of: &["tokens"],
-        shown: THERE_AND_BACK,
-        beside: EXPERTS,
-        others: None,
-        aims: NO_AIMS,
+        ..ROWS
     },
     Table {
         heading: "A row for each expert",
         file: "moe-by-expert.h200x4",
         note: WHOLE_ROWS,
-        of: &["tokens"],
-        shown: THERE_AND_BACK,
-        beside: EXPERTS,
-        others: None,
-        aims: NO_AIMS,
+        ..ROWS
     },
     Table {
         heading: "A row for each expert, between two",
         file: "moe-by-expert.h200x2",
         note: WHOLE_ROWS,
-        of: &["tokens"],
-        shown: THERE_AND_BACK,
-        beside: EXPERTS,
-        others: None,
-        aims: NO_AIMS,
+        ..ROWS
     },
     Table {
         heading: "Low latency, fp8 there",
         file: "moe-low-latency-fp8.h200x4",
         note: WHOLE_ROWS,
-        of: &["tokens"],
-        shown: THERE_AND_BACK,
-        beside: EXPERTS,
-        others: None,
         aims: ("total_us", &[("128", 57.0)]),
+        ..ROWS
     },
     Table {
         heading: "Low latency, fp8 there, one row for each rank",
         file: "moe-low-latency-by-rank.h200x4",
         note: WHOLE_ROWS,
-        of: &["tokens"],
-        shown: THERE_AND_BACK,
-        beside: EXPERTS,
-        others: None,
         aims: ("total_us", &[("128", 31.0)]),
+        ..ROWS
     },
     Table {
         heading: "Gather-linear",
         file: "gather-linear.h200x4",
         note: EAGER,
-        of: &["m", "n"],
-        shown: LINEAR,
         beside: &[GATHERED, FUSED],
-        others: None,
-        aims: ("of_floor", &OF_FLOOR),
+        ..PRODUCT
     },
     Table {
         heading: "Its twin, whose sums are scattered",
         file: "reduce-scatter-linear.h200x4",
         note: EAGER,
-        of: &["m", "n"],
-        shown: LINEAR,
         beside: &[SCATTERED, FUSED],
-        others: None,
-        aims: ("of_floor", &OF_FLOOR),
+        ..PRODUCT
     },
     Table {
         heading: "Gather-linear between two",
         file: "gather-linear.h200x2",
-        note: "",
-        of: &["m", "n"],
-        shown: LINEAR,
-        beside: &[GATHERED],
-        others: None,
-        aims: ("of_floor", &OF_FLOOR),
+        ..PRODUCT
     },
     Table {
         heading: "Its twin between two",
         file: "reduce-scatter-linear.h200x2",
-        note: "",
-        of: &["m", "n"],
-        shown: LINEAR,
         beside: &[SCATTERED],
-        others: None,
-        aims: ("of_floor", &OF_FLOOR),
+        ..PRODUCT
     },
     Table {
         heading: "All-reduce across two virtual machines of two, NCCL's usual sockets",
         file: "hierarchical.h100x4",
         note: ITS_OWN_RUN,
-        of: &["bytes"],
-        shown: US,
         beside: MACHINES,
-        others: None,
-        aims: NO_AIMS,
+        ..SUM
     },
     Table {
         heading: "The same with four threads of four sockets",
         file: "hierarchical-sockets.h100x4",
         note: ITS_OWN_RUN,
-        of: &["bytes"],
-        shown: US,
         beside: MACHINES,
-        others: None,
-        aims: NO_AIMS,
+        ..SUM
     },
 ];
 
@@ -455,12 +423,10 @@ mod tests {
     const TABLE: Table = Table {
         heading: "Sums",
         file: "sums",
-        note: "",
-        of: &["bytes"],
-        shown: US,
         beside: &[NCCL, peer("rings", "/ring_us", "/us_beside_ring")],
         others: Some(("peers", "v")),
         aims: ("us", &[("2 KiB", 2.0)]),
+        ..SUM
     };
 
     fn results() -> Value {
