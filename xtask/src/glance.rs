@@ -295,7 +295,7 @@ fn told(table: &Table, results: &Value, others: Option<&Value>) -> Result<String
     heads.extend((!table.beside.is_empty()).then(|| "same run".to_owned()));
     heads.extend(others.map(|_| "another day".to_owned()));
     heads.extend((!aims.is_empty()).then(|| "aim".to_owned()));
-    let mut text = heading(table, &results["meta"]);
+    let mut text = heading(table, &results["meta"])?;
     writeln!(
         text,
         "| {} |\n|{}",
@@ -376,19 +376,20 @@ fn peers_of<'a>(table: &Table, row: &Value, others: &'a Value) -> Vec<(&'a str, 
         .collect()
 }
 
-fn heading(table: &Table, meta: &Value) -> String {
-    let of = |name: &str| meta[name].as_str().unwrap_or("unknown");
-    let ranks = meta["ranks"].as_u64().unwrap_or_default();
+fn heading(table: &Table, meta: &Value) -> Result<String> {
+    let missing = |name: &str| format!("meta has no {name}");
+    let of = |name: &str| meta[name].as_str().with_context(|| missing(name));
+    let ranks = meta["ranks"].as_u64().with_context(|| missing("ranks"))?;
     let note = if table.note.is_empty() { "" } else { " " };
-    format!(
+    Ok(format!(
         "## {}\n\n{ranks} x {}, {}, commit {} (`{}.json`).{note}{}\n\n",
         table.heading,
-        of("gpu"),
-        of("date"),
-        of("commit"),
+        of("gpu")?,
+        of("date")?,
+        of("commit")?,
         table.file,
         table.note
-    )
+    ))
 }
 
 /// Of peers, their times and ours, whoever ours is the greatest part of; nothing where there are none.
@@ -478,6 +479,9 @@ mod tests {
             why(without("bytes"), peers()),
             "no row is of 2 KiB, which has an aim"
         );
+        let mut nowhere = results();
+        nowhere["meta"]["gpu"] = Value::Null;
+        assert_eq!(why(nowhere, peers()), "meta has no gpu");
         assert_eq!(
             why(results(), json!({})),
             "peers has no times of peers whose names begin with \"v\""
