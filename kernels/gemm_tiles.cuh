@@ -6,10 +6,10 @@
 // memory lies between them. The inner dimension is walked in the same order for every tile, so results do not depend on how rows were cut
 // into parts, or on when they came.
 //
-// Adapters are more of the inner dimension. Before the tiles of some bands come narrow ones, which make `low`: rows times the
-// adapters' first factors. Every tile ends with a product of its rows of `low` and the second factors. A narrow tile waits for
-// its part alone and comes before all that wait for it, so each is done by a block that is on its way already. Tiles of the same
-// rows follow it at once, so that memory is asked for them once.
+// Adapters are more of the inner dimension. Narrow tiles make `low`: rows times the adapters' first factors. Every tile ends with a product
+// of its rows of `low` and the second factors. A few blocks begin with narrow tiles, until there are none, and then take others, where that
+// leaves blocks enough for the others: who takes one among others ends later by its length. Else those of some bands come right before the bands' other tiles. A
+// narrow tile waits for its part alone, and is taken before all that wait for it, by a block that is on its way already.
 //
 // Factors of 8 bits have scales, one for each row (or part) and one for each column (or for all), which the end multiplies by as `finish.cu`
 // does. Sums of int8 are exact; those of fp8 are taken of 128 products at a time, and added up in f32, since tensor cores keep fewer bits.
@@ -36,7 +36,6 @@ namespace brigade {
 
 constexpr uint32_t tile_rows = GEMM_ROWS, row_bytes = 128;
 constexpr uint32_t rows_bytes = tile_rows * row_bytes;
-constexpr uint32_t bands_together = 8;
 
 // Warps that send, behind the one that loads.
 constexpr uint32_t senders = 2;
@@ -47,9 +46,6 @@ template <uint32_t COLUMNS>
 constexpr uint32_t stage_bytes = rows_bytes + COLUMNS * row_bytes;
 template <uint32_t COLUMNS>
 constexpr uint32_t stages = (GEMM_SHARED_BYTES - 1024 - 160) / stage_bytes<COLUMNS>;
-// Steps of a narrow tile that find room in one stage: fewer and longer ones, since it waits for loads more than for products.
-template <uint32_t COLUMNS>
-constexpr uint32_t narrow_steps = stage_bytes<COLUMNS> / stage_bytes<GEMM_LOW_COLUMNS>;
 
 // Elements of the inner dimension in a row of a stage.
 template <typename In>
@@ -66,12 +62,19 @@ constexpr bool has_scales = sizeof(In) == 1;
 template <typename In>
 constexpr bool adds_apart = std::is_same_v<In, __nv_fp8_e4m3>;
 
-// How many steps a stage is for.
-template <uint32_t N>
+// How many steps of the inner dimension a stage holds, and of how many bytes. Of a narrow tile they are as many as find room, since it waits for loads
+// more than for products; of its columns those are loaded which adapters have, and the rest is multiplied into sums that nobody reads.
+template <uint32_t COUNT, uint32_t BYTES>
 struct Steps {
-  static constexpr uint32_t count = N;
+  static constexpr uint32_t count = COUNT, bytes = BYTES;
 };
+template <uint32_t COLUMNS>
+using OneStep = Steps<1, stage_bytes<COLUMNS>>;
+template <uint32_t COLUMNS, uint32_t LOW>
+using NarrowSteps = Steps<stage_bytes<COLUMNS> / stage_bytes<LOW>, stage_bytes<LOW>>;
 
+// Columns of a narrow tile's products, by what adapters have.
+constexpr uint32_t few_low_columns = GEMM_LOW_COLUMNS / 2;
 struct Tile {
   uint32_t part, band, column;
   bool narrow;
@@ -87,15 +90,21 @@ __device__ __forceinline__ uint32_t rows_until(const Parameters& p, const Tile& 
   return end < rows ? end : rows;
 }
 
-// Tiles of some bands are neighbours, so that what is in flight together has rows and columns in common.
+// Tiles of some bands are neighbours, so that what is in flight together has rows and columns in common. In front of all, or of those of the same
+// bands, are narrow ones, one for each band.
 __device__ __forceinline__ Tile tile_of(const Parameters& p, uint32_t t, uint32_t tile_columns) {
-  const uint32_t column_tiles = (p.columns + tile_columns - 1) / tile_columns;
   uint32_t part = 0;
+  if (t < p.low_tiles) {
+    for (; t >= bands_of(p, part); ++part) t -= bands_of(p, part);
+    return {part, t, 0, true};
+  }
+  t -= p.low_tiles;
+  const uint32_t column_tiles = (p.columns + tile_columns - 1) / tile_columns;
   while (part + 1 < p.parts && t >= p.part_first[part + 1]) ++part;
   t -= p.part_first[part];
-  const uint32_t narrow = p.low_columns != 0, in_band = column_tiles + narrow;
-  const uint32_t first = t / (bands_together * in_band) * bands_together, in = t % (bands_together * in_band);
-  const uint32_t left = bands_of(p, part) - first, height = left < bands_together ? left : bands_together;
+  const uint32_t narrow = p.low_columns != 0 && p.low_tiles == 0, in_bands = GEMM_BANDS * (column_tiles + narrow);
+  const uint32_t first = t / in_bands * GEMM_BANDS, in = t % in_bands;
+  const uint32_t left = bands_of(p, part) - first, height = left < GEMM_BANDS ? left : GEMM_BANDS;
   const uint32_t band = first + in % height, column = in / height;
   if (column < narrow) return {part, band, 0, true};
   return {part, band, (column - narrow) * tile_columns, false};
@@ -118,11 +127,29 @@ __device__ __forceinline__ void store_release_gpu(uint32_t* at, uint32_t value) 
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// The first tile that no block has; none is left from `p.tiles` on. Every block asks until there is none, and so leaves the count at zero for the
-// next product.
-__device__ __forceinline__ uint32_t next_tile(const Parameters& p) {
-  return atomicInc(reinterpret_cast<uint32_t*>(p.state + 8 * STATE_TILES), p.tiles + gridDim.x - 1);
-}
+// Which tiles a block takes: each the first that no block has; none is left from `p.tiles` on. Every block asks until there is none, and so
+// leaves both counts at zero for the next product.
+//
+// Where narrow tiles come first, who is among the first `p.low_blocks` to ask has the one of that number, and asks for more until there are none.
+struct Turns {
+  bool narrow = false;
+  __device__ __forceinline__ static uint32_t* counts(const Parameters& p) { return reinterpret_cast<uint32_t*>(p.state + 8 * STATE_TILES); }
+  // So that a block's first answer is on its way before it is known what it means.
+  __device__ __forceinline__ static uint32_t ask(const Parameters& p) {
+    return atomicInc(counts(p), p.low_blocks + p.tiles - p.low_tiles + gridDim.x - 1);
+  }
+  __device__ __forceinline__ uint32_t tile(const Parameters& p, uint32_t turn) {
+    narrow = turn < p.low_blocks;
+    return narrow ? turn : turn - p.low_blocks + p.low_tiles;
+  }
+  __device__ __forceinline__ uint32_t next(const Parameters& p) {
+    if (narrow) {
+      const uint32_t t = p.low_blocks + atomicInc(counts(p) + 1, p.low_tiles - 1);
+      if (t < p.low_tiles) return t;
+    }
+    return tile(p, ask(p));
+  }
+};
 
 // The two groups that multiply, and not the one that loads.
 __device__ __forceinline__ void both_groups_meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
@@ -189,21 +216,23 @@ __device__ __forceinline__ Block block_in(uint8_t* memory) {
 // `behind` loads what a tile needs behind its products: called as `behind(number, tile, ring, may_wait, waits)`. While products are still loaded, it is
 // called as `behind.look_ahead(tile, may_wait)`, so that what is there by then is not waited for.
 template <typename In, uint32_t COLUMNS, typename Behind>
-__device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint32_t full, uint32_t empty, uint32_t* tiles, Behind behind) {
+__device__ inline void load(const Parameters& p, uint32_t first_turn, uint32_t base, uint32_t full, uint32_t empty, uint32_t* tiles, Behind behind) {
   constexpr uint32_t inner = inner_of<In>;
+  Turns turns;
+  uint32_t t = turns.tile(p, first_turn);
   const Group g = group_of(p, p.signature);
   Ring<COLUMNS> ring;
   uint32_t next = 0;
-  const auto load_stage = [&](const void* rows, uint32_t row, const void* columns, uint32_t column, uint32_t k, auto steps, uint32_t step_bytes) {
-    constexpr uint32_t count = decltype(steps)::count;
+  // A step's columns lie behind room for all rows, and may be fewer than it has room for.
+  const auto load_stage = [&](const void* rows, uint32_t row, const void* columns, uint32_t column, uint32_t k, auto steps, uint32_t count_columns) {
     barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
     const uint32_t at = base + ring.stage * stage_bytes<COLUMNS>, barrier = full + 8 * ring.stage;
     tiles[ring.stage] = t;
-    barrier_expect(barrier, count * (step_bytes - (tile_rows - p.band_rows) * row_bytes));
-#pragma unroll
-    for (uint32_t i = 0; i < count; ++i) {
-      load_box(at + i * step_bytes, rows, k + i * inner, row, barrier);
-      load_box(at + i * step_bytes + rows_bytes, columns, k + i * inner, column, barrier);
+    barrier_expect(barrier, steps.count * (p.band_rows + count_columns) * row_bytes);
+#pragma unroll 1
+    for (uint32_t i = 0; i < steps.count; ++i) {
+      load_box(at + i * steps.bytes, rows, k + i * inner, row, barrier);
+      load_box(at + i * steps.bytes + rows_bytes, columns, k + i * inner, column, barrier);
     }
     ring.next();
   };
@@ -220,11 +249,13 @@ __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint
     return waits;
   };
   uint32_t seen = 0;
-  constexpr Steps<1> one;
-  constexpr Steps<narrow_steps<COLUMNS>> several;
+  constexpr OneStep<COLUMNS> one;
+  constexpr NarrowSteps<COLUMNS, few_low_columns> few;
+  constexpr NarrowSteps<COLUMNS, GEMM_LOW_COLUMNS> many;
+  static_assert(few.count % many.count == 0, "who asks at a stage of the first asks at one of the second");
   // Asked for while there is still something to multiply, and no sooner, since whoever is free first should have it.
-  constexpr uint32_t last = inner * narrow_steps<COLUMNS> * stages<COLUMNS>;
-  const uint32_t ask_at = p.inner > last ? (p.inner - last) / (inner * several.count) * (inner * several.count) : 0;
+  constexpr uint32_t stage_inner = inner * few.count, last = stage_inner * stages<COLUMNS>;
+  const uint32_t ask_at = p.inner > last ? (p.inner - last) / stage_inner * stage_inner : 0;
   for (; t < p.tiles; t = next) {
     const Tile tile = tile_of(p, t, COLUMNS);
     const bool own = p.part_word[tile.part] == 0;
@@ -236,25 +267,29 @@ __device__ inline void load(const Parameters& p, uint32_t t, uint32_t base, uint
     const void* rows = own ? p.own_map : p.rows_map;
     const uint32_t row = p.part_row[tile.part] + tile.band * p.band_rows;
     if (!has_scales<In> && tile.narrow) {
-      for (uint32_t k = 0; k < p.inner; k += inner * several.count) {
-        if (k == ask_at) next = next_tile(p);
-        load_stage(rows, row, p.down_map, 0, k, several, stage_bytes<GEMM_LOW_COLUMNS>);
+      struct {
+        uint32_t count, bytes;
+      } steps = {many.count, many.bytes};
+      if (p.low_columns <= few_low_columns) steps = {few.count, few.bytes};
+      for (uint32_t k = 0; k < p.inner; k += inner * steps.count) {
+        if (k == ask_at) next = turns.next(p);
+        load_stage(rows, row, p.down_map, 0, k, steps, p.low_columns);
       }
       continue;
     }
     for (uint32_t k = 0; k < p.inner; k += inner) {
       if (k == ask_at) {
-        next = next_tile(p);
+        next = turns.next(p);
         behind.look_ahead(tile, may_wait);
       }
-      load_stage(rows, row, p.weight_map, tile.column, k, one, stage_bytes<COLUMNS>);
+      load_stage(rows, row, p.weight_map, tile.column, k, one, COLUMNS);
     }
     if (!has_scales<In> && p.low_columns != 0) {
       const uint32_t* there = low_flag(p, tile.part, tile.band);
       if (load_acquire_gpu(there) == 0 && may_wait()) waits = wait_for_low(p, g, there);
       bulk_copies_follow();
       const uint32_t out_row = p.part_out_row[tile.part] + tile.band * p.band_rows;
-      load_stage(p.low_map, out_row, p.up_map, tile.column, 0, one, stage_bytes<COLUMNS>);
+      load_stage(p.low_map, out_row, p.up_map, tile.column, 0, one, COLUMNS);
     }
     behind(t, tile, ring, may_wait, waits);
   }
@@ -410,8 +445,8 @@ __device__ __forceinline__ void write_tile(const Parameters& p, const Tile& tile
 }
 
 // Rounds a narrow tile's sums, times the factors of their runs, into `low`, and zeros between them.
-template <typename T>
-__device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t first_row, float (&sums)[GEMM_LOW_COLUMNS / 2]) {
+template <typename T, uint32_t LOW>
+__device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t first_row, float (&sums)[LOW / 2]) {
   const uint32_t lane = threadIdx.x % 32, rows = rows_until(p, tile);
   for (uint32_t half = 0; half < 2; ++half) {
     const uint32_t row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
@@ -423,7 +458,7 @@ __device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t
       if (out_row - p.run_row[run] < p.run_rows[run]) first = p.run_column[run], width = p.run_width[run], scale = p.run_scale[run];
     }
 #pragma unroll
-    for (uint32_t block = 0; block < GEMM_LOW_COLUMNS / 8; ++block) {
+    for (uint32_t block = 0; block < LOW / 8; ++block) {
       const uint32_t column = 8 * block + 2 * (lane % 4);
       if (column >= p.low_columns) continue;
       const auto value = [&](uint32_t i) {
@@ -445,16 +480,15 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
   constexpr uint32_t inner = inner_of<In>;
   Ring<COLUMNS> ring;
   // One tile of so many stages, each of so many steps. Boxes are zero beyond the end of the inner dimension.
-  const auto sum_up = [&](auto& sums, uint32_t stages_of_tile, auto steps, uint32_t step_bytes) {
-    constexpr uint32_t count = decltype(steps)::count;
+  const auto sum_up = [&](auto& sums, uint32_t stages_of_tile, auto steps) {
     uint32_t before = 0;
     for (uint32_t stage = 0; stage < stages_of_tile; ++stage) {
       barrier_wait(full + 8 * ring.stage, ring.phase);
       const uint32_t at = base + ring.stage * stage_bytes<COLUMNS>;
       products_begin();
 #pragma unroll
-      for (uint32_t step = 0; step < count; ++step) {
-        const uint32_t from = at + step * step_bytes;
+      for (uint32_t step = 0; step < steps.count; ++step) {
+        const uint32_t from = at + step * steps.bytes;
         const uint64_t a = inner_major(from + half * 64 * row_bytes), b = inner_major(from + rows_bytes);
         // A product is of 32 bytes of each row, and descriptors count in 16.
 #pragma unroll
@@ -493,8 +527,7 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
       for (uint32_t i = 0; i < COLUMNS / 2; ++i) sums[i] = __fadd_rn(sums[i], part[i]);
     }
   };
-  constexpr Steps<1> one;
-  constexpr Steps<narrow_steps<COLUMNS>> several;
+  constexpr OneStep<COLUMNS> one;
   const uint32_t steps = (p.inner + inner - 1) / inner;
   // A stage is not filled again before this group's products of it, which every warp has begun by then.
   const auto next = [&] {
@@ -508,19 +541,27 @@ __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t ful
     if constexpr (adds_apart<In>) {
       add_up(sums, steps);
     } else if constexpr (has_scales<In>) {
-      sum_up(sums, steps, one, stage_bytes<COLUMNS>);
+      sum_up(sums, steps, one);
     } else {
       if (tile.narrow) {
-        float low[GEMM_LOW_COLUMNS / 2];
-        sum_up(low, (steps + several.count - 1) / several.count, several, stage_bytes<GEMM_LOW_COLUMNS>);
-        write_low<In>(p, tile, first_row, low);
+        const auto make_low = [&](auto columns, auto of_stage) {
+          constexpr uint32_t LOW = decltype(columns)::value;
+          float low[LOW / 2];
+          sum_up(low, (steps + of_stage.count - 1) / of_stage.count, of_stage);
+          write_low<In, LOW>(p, tile, first_row, low);
+        };
+        if (p.low_columns <= few_low_columns) {
+          make_low(std::integral_constant<uint32_t, few_low_columns>{}, NarrowSteps<COLUMNS, few_low_columns>{});
+        } else {
+          make_low(std::integral_constant<uint32_t, GEMM_LOW_COLUMNS>{}, NarrowSteps<COLUMNS, GEMM_LOW_COLUMNS>{});
+        }
         __threadfence();
         bulk_copies_follow();
         both_groups_meet();
         if (threadIdx.x == 128) store_release_gpu(low_flag(p, tile.part, tile.band), 1);
         continue;
       }
-      sum_up(sums, p.low_columns != 0 ? steps + 1 : steps, one, stage_bytes<COLUMNS>);
+      sum_up(sums, p.low_columns != 0 ? steps + 1 : steps, one);
     }
     end(t, tile, first_row, sums, ring);
   }
@@ -534,9 +575,9 @@ __device__ __forceinline__ void run_tiles(const Parameters& p, MakeBehind behind
   extern __shared__ uint8_t memory[];
   const Block block = block_in<COLUMNS>(memory);
   // Answers take about a microsecond. Whatever counted tiles here before had ended when steps let this kernel begin, or the kernel before it.
-  uint32_t first_tile = 0;
+  uint32_t first_turn = 0;
   if (threadIdx.x == 0) {
-    first_tile = next_tile(p);
+    first_turn = Turns::ask(p);
     map_is_wanted(p.part_word[0] == 0 ? p.own_map : p.rows_map);
     map_is_wanted(p.weight_map);
     for (uint32_t s = 0; s < stages<COLUMNS>; ++s) {
@@ -552,7 +593,7 @@ __device__ __forceinline__ void run_tiles(const Parameters& p, MakeBehind behind
   if (threadIdx.x < 128) {
     fewer_registers<56>();
     if (threadIdx.x == 0) {
-      load<In, COLUMNS>(p, first_tile, block.base, block.full, block.empty, block.tiles, behind(block));
+      load<In, COLUMNS>(p, first_turn, block.base, block.full, block.empty, block.tiles, behind(block));
     } else if (threadIdx.x >= 32 && threadIdx.x < 32 + 32 * senders) {
       send(block);
     }

@@ -66,6 +66,7 @@ __device__ __forceinline__ void products_done(int32_t (&sums)[N]) {
 #define BRIGADE_D32(i) BRIGADE_D8(i), BRIGADE_D8(i + 8), BRIGADE_D8(i + 16), BRIGADE_D8(i + 24)
 #define BRIGADE_I8(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
 #define BRIGADE_I32(i) BRIGADE_I8(i), BRIGADE_I8(i + 8), BRIGADE_I8(i + 16), BRIGADE_I8(i + 24)
+#define BRIGADE_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define BRIGADE_R0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define BRIGADE_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define BRIGADE_R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
@@ -82,6 +83,9 @@ __device__ __forceinline__ void products_done(int32_t (&sums)[N]) {
 #define BRIGADE_PRODUCT16(TYPE, ...) BRIGADE_PRODUCT("f32", TYPE, "k16", ", 1, 1, 0, 0", __VA_ARGS__)
 
 #define BRIGADE_PRODUCTS(NAME, TYPE)                                                                                  \
+  __device__ __forceinline__ void product(NAME, float(&d)[16], uint64_t a, uint64_t b, bool adds) {                   \
+    BRIGADE_PRODUCT16(TYPE, 32, BRIGADE_R16, "16", "17", "18", BRIGADE_D8(0), BRIGADE_D8(8));                           \
+  }                                                                                                                   \
   __device__ __forceinline__ void product(NAME, float(&d)[32], uint64_t a, uint64_t b, bool adds) {                   \
     BRIGADE_PRODUCT16(TYPE, 64, BRIGADE_R0, "32", "33", "34", BRIGADE_D32(0));                                          \
   }                                                                                                                   \

@@ -28,13 +28,18 @@ impl Job<'_> {
     /// Lays the adapters of a product out, if there are any: in front of the call's steps, since a product that begins beside them has
     /// waited for nothing else.
     pub(crate) fn adapters(&self, p: &Tiled) -> Result<Option<Low>> {
-        self.core.device.low(self.lane, p)
+        self.core.device.low(self.lane, p, None)
     }
 }
 
 impl CudaDevice {
-    /// Lays the adapters out, if there are any, and something to add them to.
-    pub(crate) fn low(&self, lane: &Arc<Lane>, p: &Tiled) -> Result<Option<Low>> {
+    /// Lays the adapters out, if there are any, and something to add them to; and makes a state for a product that has no group.
+    pub(crate) fn low(
+        &self,
+        lane: &Arc<Lane>,
+        p: &Tiled,
+        state: Option<&Buffer>,
+    ) -> Result<Option<Low>> {
         if p.runs.is_empty() || p.is_empty() {
             return Ok(None);
         }
@@ -60,6 +65,7 @@ impl CudaDevice {
             up,
             flags,
             flag_count: p.bands() as u64,
+            state: state.map_or(0, Buffer::address),
             inner: inner as u64,
             columns: columns as u64,
             stride: stride as u64,
@@ -73,9 +79,10 @@ impl CudaDevice {
             parameters.width[i] = run.width as u32;
         }
         let kernels = &self.opened.kernels;
-        // A thread for each row of a first factor, and for each eight elements of `up`.
-        let blocks = blocks_for(p.runs.len() * inner + columns * stride / 8);
-        let kept: Vec<_> = p.buffers.iter().chain([&memory]).collect();
+        // A thread for each eight columns of a row of a first factor, and for each eight elements of `up`.
+        let pieces: usize = p.runs.iter().map(|run| run.width.div_ceil(8)).sum();
+        let blocks = blocks_for(pieces * inner + columns * stride / 8);
+        let kept: Vec<_> = p.buffers.iter().chain([&memory]).chain(state).collect();
         // SAFETY: factors lie in buffers of the call, the rest in the memory just taken.
         unsafe { kernels.launch(&kernels.adapters, lane, &kept, blocks, parameters)? };
         let of = |address, rows, columns| Rows {

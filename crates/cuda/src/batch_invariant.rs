@@ -7,15 +7,12 @@
 use crate::{
     CudaDevice,
     factors::are_integers,
-    gemm_flags::{self, Part, Tiled},
     lane::Lane,
-    tiles::Operands,
+    tiles::{Operands, alone},
 };
 use brigade_device::{
-    Buffer, Device, GemmParams, GemmShape, LoraLinearParams, LoraRun, Operand, Reason, Result,
-    View, fallback,
+    Buffer, GemmParams, GemmShape, LoraLinearParams, LoraRun, Reason, Result, fallback,
 };
-use brigade_plan::reason::tiles_operands;
 use std::{ops::Range, sync::Arc};
 
 /// Whether the usual way has that property: sums of integers are exact in any order.
@@ -25,45 +22,6 @@ pub(crate) fn is_exact(gemm: &GemmParams<'_>, runs: &[LoraRun<'_>]) -> bool {
         && runs.iter().all(|run| run.adapter.is_none())
 }
 
-fn operands<'a>(p: &LoraLinearParams<'a>, runs: &'a [LoraRun<'a>], d: &Buffer) -> Operands<'a> {
-    let gemm = &p.gemm;
-    Operands {
-        dtype: gemm.a.dtype(),
-        scheme: gemm.a.scheme(),
-        rows: gemm.a.shape().rows(),
-        parts: 1,
-        own: Some(gemm.a),
-        weight: gemm.b,
-        transpose_weight: gemm.transpose_b,
-        bias: gemm.c.filter(|_| gemm.beta != 0.0),
-        runs,
-        batch_invariant: true,
-        output: d.dtype(),
-        // It lies apart, or is C exactly.
-        d: None,
-    }
-}
-
-/// Refuses what the end of a tile does not do.
-fn check_form(gemm: &GemmParams<'_>, shape: &GemmShape) -> Result<(), Reason> {
-    let has_c = gemm.c.is_some() && gemm.beta != 0.0;
-    let found = [
-        ("a.shape", shape.d.dims().len() != 2, "2 dimensions"),
-        ("transpose_a", gemm.transpose_a, "rows of A as they are"),
-        ("alpha", gemm.alpha != 1.0, "a factor of 1"),
-        ("beta", has_c && gemm.beta != 1.0, "a factor of 1 or 0"),
-    ]
-    .into_iter()
-    .find(|(_, wrong, _)| *wrong);
-    match found {
-        None => Ok(()),
-        Some((field, _, want)) => Err(tiles_operands(
-            format!("{field}: batch_invariant products of this device take {want}"),
-            "give it so, or go without batch_invariant",
-        )),
-    }
-}
-
 /// Rows, and their runs.
 type Rows<'a> = (Range<usize>, Vec<LoraRun<'a>>);
 
@@ -71,7 +29,7 @@ type Rows<'a> = (Range<usize>, Vec<LoraRun<'a>>);
 fn together<'a>(p: &LoraLinearParams<'a>, d: &Buffer) -> Result<Vec<Rows<'a>>, Reason> {
     let rows = p.gemm.a.shape().rows();
     let taken = |runs: &[LoraRun<'a>]| {
-        let operands = operands(p, runs, d);
+        let operands = alone::operands(p, runs, d);
         operands.taken(&operands.buffers(), &(0..0)).map(drop)
     };
     if taken(p.runs).is_ok() {
@@ -129,7 +87,7 @@ impl CudaDevice {
         shape: &GemmShape,
         d: &Buffer,
     ) -> Result<()> {
-        check_form(&p.gemm, shape)?;
+        alone::check_form(&p.gemm, shape)?;
         self.check_tiles(p.gemm.a.dtype(), d.dtype())?;
         for (rows, runs) in together(p, d)? {
             let x = p.gemm.a.rows(rows.clone())?;
@@ -139,58 +97,8 @@ impl CudaDevice {
                 ..p.gemm
             };
             let part = LoraLinearParams { gemm, runs: &runs };
-            self.multiply_tiles(lane, &part, shape, &d.slice(rows.start, rows.len())?)?;
+            self.multiply_by_tiles(lane, &part, shape, &d.slice(rows.start, rows.len())?)?;
         }
         Ok(())
-    }
-
-    fn multiply_tiles(
-        &self,
-        lane: &Arc<Lane>,
-        p: &LoraLinearParams<'_>,
-        shape: &GemmShape,
-        d: &Buffer,
-    ) -> Result<()> {
-        let (gemm, operands) = (&p.gemm, operands(p, p.runs, d));
-        let named = operands.buffers();
-        let (scales, runs) = operands.taken(&named, &(0..0))?;
-        let x = gemm.a.kernel();
-        let rows = x.shape().rows();
-        let of = |view: View<'_>, rows| gemm_flags::Rows {
-            address: view.address(),
-            rows,
-            columns: shape.k,
-        };
-        let x_scales = match &gemm.a {
-            Operand::Quantized(q) => Some(q.scales().retain()),
-            Operand::Plain(_) => None,
-        };
-        let part = Part {
-            rows: 0..rows,
-            first: 0,
-            out: d.address(),
-            scales: x_scales.as_ref().map_or(0, Buffer::address),
-            from: None,
-        };
-        let read = named.into_iter().map(|(_, buffer)| buffer);
-        let blocks = gemm.sm_cap.unwrap_or_else(|| self.info().sms);
-        let tiled = Tiled {
-            blocks: u32::from(blocks).max(1),
-            dtype: x.dtype(),
-            output: d.dtype(),
-            scales,
-            all: of(x, rows),
-            own: of(x, rows),
-            weight: of(gemm.b.kernel(), shape.n),
-            bias: operands.bias.map(|c| c.retain()),
-            activation: gemm.activation,
-            parts: vec![part],
-            runs,
-            buffers: read
-                .chain(x_scales)
-                .chain([x.retain(), d.clone()])
-                .collect(),
-        };
-        self.tiled(lane, &tiled)
     }
 }

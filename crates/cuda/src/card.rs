@@ -42,6 +42,8 @@ pub(crate) struct Card {
     pool: sys::CUmemoryPool,
     /// A stream that no caller sees: memory is freed on it once others are done, and allocated on it during a capture.
     pub(crate) reclaim: sys::CUstream,
+    /// For reading and wiping what kernels count, of all communicators: no kernel that waits is ever here.
+    pub(crate) counting: sys::CUstream,
     /// Bytes in buffers that have not been dropped.
     pub(crate) held: AtomicU64,
     keeper: Mutex<Option<Sender<Task>>>,
@@ -65,11 +67,13 @@ impl Card {
     pub(crate) fn open(ordinal: usize) -> Result<Arc<Self>, Missing> {
         let context = CudaContext::new(ordinal).map_err(refused("cuDevicePrimaryCtxRetain"))?;
         let pool = create_pool(ordinal).map_err(refused("cuMemPoolCreate"))?;
+        let made =
+            || stream::create(stream::StreamKind::NonBlocking).map_err(refused("cuStreamCreate"));
         let card = Self {
             context,
             pool,
-            reclaim: stream::create(stream::StreamKind::NonBlocking)
-                .map_err(refused("cuStreamCreate"))?,
+            reclaim: made()?,
+            counting: made()?,
             held: AtomicU64::new(0),
             keeper: Mutex::new(None),
             retired: Retired::of(ordinal),
@@ -155,8 +159,13 @@ impl Drop for Card {
     fn drop(&mut self) {
         self.retired.sweep();
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: created in `open`, destroyed once; the driver lets what is in flight end first.
-            let ended = unsafe { (stream::destroy(self.reclaim), mem_pool::destroy(self.pool)) };
+            // SAFETY: all were created in `open`, and are destroyed once; the driver lets what is in flight end first.
+            let ended = unsafe {
+                (
+                    [self.reclaim, self.counting].map(|s| stream::destroy(s)),
+                    mem_pool::destroy(self.pool),
+                )
+            };
             tracing::debug!(?ended, "GPU closed");
         }
     }

@@ -32,8 +32,6 @@ use std::{sync::Arc, time::Duration};
 /// One rank's communicator on a GPU.
 pub(crate) struct CudaComm {
     pub(crate) core: Arc<Core>,
-    /// For calls beside the caller's stream.
-    own_stream: Stream,
 }
 
 /// What lies in a rank's part: words and data as everywhere, then the regions that users register.
@@ -155,8 +153,7 @@ pub(crate) fn join_one(
         device,
     });
     let core = agree(boot, "join: device state", made, within)?;
-    let own_stream = Stream::new(Arc::new(CudaQueue(Arc::clone(&core.beside))));
-    let comm = CudaComm { core, own_stream };
+    let comm = CudaComm { core };
     let met = match size {
         1 => Ok(()),
         _ => comm.core.meet_once(),
@@ -203,7 +200,8 @@ impl Communicator for CudaComm {
         &*self.core.device
     }
     fn own_stream(&self) -> Result<Stream> {
-        Ok(self.own_stream.clone())
+        let lane = Arc::clone(self.core.own_lane()?);
+        Ok(Stream::new(Arc::new(CudaQueue(lane))))
     }
     fn plan(&self, call: &Call) -> Result<Plan, Reason> {
         self.core.plan(call)

@@ -85,8 +85,6 @@ pub(crate) struct Core {
     pub(crate) mover: Arc<Lane>,
     /// Steps go here, likewise; and calls that no caller's stream is for: meeting at first, closing.
     pub(crate) waiter: Arc<Lane>,
-    /// For reading and wiping what kernels count: no kernel that waits is ever here.
-    pub(crate) counting: Arc<Lane>,
     /// Streams that did work.
     pub(crate) used: Mutex<Vec<Arc<Lane>>>,
     /// What is decided when a call is issued, or captured. Held while one is.
@@ -110,8 +108,9 @@ pub(crate) struct Core {
     pub(crate) begins_early: bool,
     /// Whether an exchange may take its place on the GPU while the one before it still waits.
     pub(crate) overtakes: bool,
-    /// For calls beside the caller's stream. Made before anybody waits, as the others, since making a stream may wait for the GPU.
-    pub(crate) beside: Arc<Lane>,
+    /// For calls beside the caller's stream. Made before anybody waits, as the others, since making a stream may wait for the GPU; but where ranks share
+    /// one, when it is asked for, since streams beyond 32 share queues, in which one rank's work would wait behind what waits for it.
+    beside: OnceLock<Arc<Lane>>,
 }
 
 /// Halves alternate as calls are issued; own rows may be handed out before the call that uses them.
@@ -228,7 +227,6 @@ impl Core {
         let core = Self {
             mover: Lane::new(&device.card, i8::MAX)?,
             waiter: Lane::new(&device.card, i8::MAX)?,
-            counting: Lane::new(&device.card, 0)?,
             control,
             topology,
             table,
@@ -247,15 +245,32 @@ impl Core {
             stopped: Mutex::default(),
             begins_early: programmatic,
             overtakes: programmatic && !shares,
-            beside: Lane::new(&device.card, i8::MAX)?,
+            beside: OnceLock::new(),
             device,
         };
+        if !shares {
+            core.own_lane()?;
+        }
         core.empty_slots()?;
         core.write_state(STATE_GENERATION, &[core.control.generation().into()])?;
         let core = Arc::new(core);
         watch(&core)?;
         quiet::heed(&core);
         Ok(core)
+    }
+
+    /// The stream for calls beside the caller's.
+    pub(crate) fn own_lane(&self) -> Result<&Arc<Lane>> {
+        if self.beside.get().is_none() {
+            let lane = Lane::new(&self.device.card, i8::MAX)?;
+            self.beside.get_or_init(|| lane);
+        }
+        self.beside.get().ok_or(Error::Closed)
+    }
+
+    /// Whether this is that stream.
+    pub(crate) fn is_own_lane(&self, lane: &Arc<Lane>) -> bool {
+        self.beside.get().is_some_and(|own| Arc::ptr_eq(own, lane))
     }
 
     /// Whether another rank of the group has this rank's GPU, or that of a peer.

@@ -12,43 +12,16 @@ use crate::{
 };
 use brigade_device::{Activation, Buffer, DataType, Error, Reason, Result};
 use brigade_kernels::{
-    GEMM_LOW_COLUMNS, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams, GemmSumsParams,
-    Parameters, STATE_COUNTERS,
+    GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams, GemmSumsParams, Parameters,
+    STATE_COUNTERS,
 };
 use brigade_plan::reason;
 use cudarc::driver::sys;
 use std::{ffi::c_void, mem::MaybeUninit, ops::Range, ptr, sync::Arc};
 
-/// How wide a tile is.
-#[derive(Clone, Copy, Debug)]
-struct Width {
-    columns: usize,
-    /// What one costs, measured in columns: a block writes its result while it multiplies nothing, and narrow ones load more for
-    /// each product.
-    cost: usize,
-}
-
-/// Widths from costs.
-const fn wide(columns: usize, cost: usize) -> Width {
-    Width { columns, cost }
-}
-
-/// Tiles of halves, of int8, and of fp8, whose sums take the registers of two.
-const WIDTHS: [&[Width]; 3] = [
-    &[
-        wide(256, 262),
-        wide(224, 230),
-        wide(192, 202),
-        wide(128, 150),
-        // For a band or two, whose weight more multiprocessors load then.
-        wide(64, 96),
-    ],
-    &[wide(256, 267), wide(128, 139)],
-    &[wide(192, 203), wide(128, 139)],
-];
-
-/// What a narrow tile of adapters costs, in columns of others.
-const NARROW_COST: usize = 60;
+mod falls;
+pub(crate) use falls::Falls;
+use falls::{WIDTHS, Width, best_width, cost_of, even_blocks, low_blocks};
 
 /// Bytes of the inner dimension that a box holds.
 const BOX_BYTES: usize = 128;
@@ -225,33 +198,6 @@ fn stride_of(c: &Buffer, columns: usize) -> u32 {
     if one_row { 0 } else { columns as u32 }
 }
 
-/// Which width is best for so many bands of rows: the least cost of as many rounds of all multiprocessors as it takes. With adapters each
-/// band has a narrow tile, too.
-fn best_width(
-    widths: &[Width],
-    (bands, columns): (usize, usize),
-    adapters: bool,
-    sms: usize,
-) -> usize {
-    let narrow = if adapters { NARROW_COST } else { 0 };
-    let cost = |width: Width| {
-        let all = bands * (columns.div_ceil(width.columns) * width.cost + narrow);
-        all.div_ceil(sms.max(1) * width.cost) * width.cost
-    };
-    (0..widths.len())
-        .min_by_key(|&i| cost(widths[i]))
-        .unwrap_or(0)
-}
-
-/// Blocks for so many tiles. All take as many as some would if there were more of them, and multiprocessors without one draw no power; tiles that are
-/// not alike, as with adapters, find more of them.
-fn even_blocks(tiles: u32, most: u32, adapters: bool) -> u32 {
-    if adapters {
-        return tiles.min(most);
-    }
-    tiles.div_ceil(tiles.div_ceil(most.max(1)).max(1))
-}
-
 /// How bulk copies find boxes of a matrix: `rows` rows of 128 bytes.
 pub(crate) fn tensor_map(matrix: &Rows, dtype: DataType, rows: u32) -> Result<[u64; 16]> {
     use sys::{
@@ -328,7 +274,9 @@ impl Ready<'_> {
         (lane, p): (&Arc<Lane>, &Tiled),
         programmatic: bool,
     ) -> Result<()> {
-        let blocks = even_blocks(self.parameters.tiles, self.sms, self.low.is_some());
+        let of = &self.parameters;
+        let turns = of.low_blocks + of.tiles - of.low_tiles;
+        let blocks = even_blocks(turns, self.sms, self.low.is_some());
         let shape = Launch {
             shared_bytes: GEMM_SHARED_BYTES,
             programmatic,
@@ -402,13 +350,36 @@ impl CudaDevice {
         ))
     }
 
+    /// How a product of so many rows and columns falls into tiles, with adapters; `None` where there is no kernel.
+    pub(crate) fn falls(
+        &self,
+        [input, output]: [DataType; 2],
+        [rows, columns]: [usize; 2],
+        sms: usize,
+    ) -> Option<Falls> {
+        let widths = self
+            .opened
+            .kernels
+            .tiles
+            .as_ref()?
+            .of(input, output)?
+            .widths;
+        let shape = (rows.div_ceil(GEMM_ROWS as usize), columns);
+        let width = widths[best_width(widths, shape, true, sms)];
+        Some(Falls {
+            sms,
+            tiles: shape.0 * columns.div_ceil(width.columns),
+            cost: cost_of(width, shape, true, sms),
+        })
+    }
+
     /// Enqueues a product of rows that are there, all of them own ones.
     pub(crate) fn tiled(&self, lane: &Arc<Lane>, p: &Tiled) -> Result<()> {
-        // A state in which nothing has happened, and, behind it, a word that says of another generation that it was stopped.
+        // A state in which nothing has happened, and, behind it, whether it was stopped, which those who wait for adapters look at.
         let state = self.scratch(lane, DataType::U64, &[STATE_COUNTERS + 1])?;
-        self.fill_bytes(lane, &state, 0)?;
-        if !p.runs.is_empty() {
-            self.fill_bytes(lane, &state.slice(STATE_COUNTERS, 1)?, 1)?;
+        let low = self.low(lane, p, Some(&state))?;
+        if low.is_none() {
+            self.fill_bytes(lane, &state, 0)?;
         }
         let alone = GemmFlagsParams {
             base: state.address(),
@@ -423,7 +394,6 @@ impl CudaDevice {
             buffers: p.buffers.iter().cloned().chain([state]).collect(),
             ..p.clone()
         };
-        let low = self.low(lane, &p)?;
         match self.ready(&p, low, alone)? {
             Some(ready) => ready.launch(lane, &p, false),
             None => Ok(()),
@@ -476,7 +446,7 @@ impl CudaDevice {
             parameters.bias_stride = stride_of(c, columns);
         }
         if let Some(low) = &low {
-            parameters.down_map = tensor_map(&low.down, p.dtype, GEMM_LOW_COLUMNS)?;
+            parameters.down_map = tensor_map(&low.down, p.dtype, low.low.columns as u32)?;
             parameters.low_map = tensor_map(&low.low, p.dtype, band_rows)?;
             parameters.up_map = tensor_map(&low.up, p.dtype, width as u32)?;
             parameters.low = low.low.address;
@@ -491,8 +461,17 @@ impl CudaDevice {
                 parameters.run_scale[i] = run.scale;
             }
         }
-        // A narrow tile for each band, where there are adapters.
-        let in_band = columns.div_ceil(width) as u32 + u32::from(low.is_some());
+        // A narrow tile for each band, where there are adapters: in front of all, or among its others.
+        let (bands, mut in_band) = (p.bands(), columns.div_ceil(width));
+        if low.is_some() {
+            let cost = of_type.widths[chosen].cost;
+            match low_blocks(bands, in_band, cost, sms) {
+                0 => in_band += 1,
+                first => {
+                    (parameters.low_tiles, parameters.low_blocks) = (bands as u32, first as u32)
+                }
+            }
+        }
         let mut tiles = 0;
         for (i, part) in p.parts.iter().enumerate() {
             let rows = &part.rows;
@@ -502,9 +481,9 @@ impl CudaDevice {
             parameters.part_rows[i] = rows.len() as u32;
             parameters.part_out_row[i] = rows.start as u32;
             parameters.part_first[i] = tiles;
-            tiles += (rows.len() as u32).div_ceil(band_rows) * in_band;
+            tiles += (rows.len() as u32).div_ceil(band_rows) * in_band as u32;
         }
-        parameters.tiles = tiles;
+        parameters.tiles = tiles + parameters.low_tiles;
         Ok(Some(Ready {
             of_type,
             chosen,
@@ -518,28 +497,6 @@ impl CudaDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tiles_are_as_wide_as_leaves_the_least_idle() {
-        let widths = WIDTHS[0];
-        let best = |shape, adapters| widths[best_width(widths, shape, adapters, 132)].columns;
-        let width = |rows: usize, columns| best((rows / 128, columns), false);
-        // One round of 192 columns, not one of 256.
-        assert_eq!(width(512, 6144), 192);
-        // 3.9 rounds of 4 of 224 columns, where 256 would take 3.4.
-        assert_eq!(width(2048, 7168), 224);
-        // 37 rounds of 192 columns would leave less idle than 28 of 256, and take longer: narrow ones load more, of what others have.
-        assert_eq!(width(8192, 14336), 256);
-        assert_eq!(width(8192, 2560), 256);
-        // 110 rounds of 128 columns would be a little less than 55 of 256, but for what every tile costs.
-        assert_eq!(width(16384, 14336), 256);
-        // A band alone has as many tiles as there are multiprocessors, or nearly.
-        assert_eq!(width(128, 8192), 64);
-        assert_eq!(width(256, 8192), 128);
-        assert_eq!(best((16, 7168), true), 224);
-        assert_eq!(best((64, 2560), true), 256);
-        assert_eq!(best_width(widths, (0, 0), false, 0), 0);
-    }
 
     fn product() -> Tiled {
         let of = |rows, columns| Rows {
@@ -576,17 +533,6 @@ mod tests {
             runs: Vec::new(),
             buffers: Vec::new(),
         }
-    }
-
-    #[test]
-    fn no_block_has_less_to_do_than_it_must() {
-        let even = |tiles| even_blocks(tiles, 132, false);
-        assert_eq!(
-            [0, 1, 132, 133, 256, 896].map(even),
-            [0, 1, 132, 67, 128, 128]
-        );
-        assert_eq!([7, 133].map(|t| even_blocks(t, 132, true)), [7, 132]);
-        assert_eq!(even_blocks(5, 0, false), 1);
     }
 
     #[test]

@@ -107,7 +107,7 @@ impl Core {
 
     /// Whether a receive may begin beside its send on this lane: as long as nobody else has kernels there, of which one may come between them.
     fn begins_beside(&self, lane: &Arc<Lane>) -> bool {
-        self.overtakes && !self.has_hook() && lane.is_ours() && !Arc::ptr_eq(&self.beside, lane)
+        self.overtakes && !self.has_hook() && lane.is_ours() && !self.is_own_lane(lane)
     }
 
     /// Steps stand around kernels, and ask.

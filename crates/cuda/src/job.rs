@@ -242,7 +242,7 @@ impl<'a> Job<'a> {
     /// where nobody on this GPU waits for the places that it takes of others, and the caller has no work beside.
     pub(crate) fn early(&self, shape: Launch) -> Launch {
         let core = self.core;
-        let beside = Arc::ptr_eq(&core.beside, self.lane);
+        let beside = core.is_own_lane(self.lane);
         let alone = core.overtakes && !beside && core.config.sm_budget.is_none();
         Launch {
             programmatic: shape.programmatic || (alone && core.device.overtakes(self.lane)),

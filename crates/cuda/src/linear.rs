@@ -197,6 +197,9 @@ impl Job<'_> {
             device.run_batch_invariant(lane, p, shape, d)?;
             return Ok(None);
         }
+        if self.has_adapters() && device.adapters_by_tiles(lane, p, shape, d)? {
+            return Ok(None);
+        }
         match device.factors(lane, gemm, shape)? {
             Factors::Int8(x, w) => device.integer_sums(lane, (&x, &w), gemm, shape).map(Some),
             Factors::Float(a, b, scales) => {

@@ -29,9 +29,9 @@ impl Core {
         let mut words = vec![0u64; STATE_COUNTERS];
         let from = self.memory.state.address();
         // SAFETY: the state is at least this long, and the words outlive the wait below.
-        unsafe { result::memcpy_dtoh_async(&mut words, from, self.counting.stream) }
+        unsafe { result::memcpy_dtoh_async(&mut words, from, self.device.card.counting) }
             .map_err(failed("cuMemcpyDtoHAsync"))?;
-        CudaMark::record(card, self.counting.stream)?.sync(COUNTING)?;
+        CudaMark::record(card, self.device.card.counting)?.sync(COUNTING)?;
         Ok(words)
     }
 
@@ -40,9 +40,9 @@ impl Core {
         card.bind()?;
         let to = self.memory.state.address() + 8 * first as u64;
         // SAFETY: inside the state, and the words outlive the wait below.
-        unsafe { result::memcpy_htod_async(to, words, self.counting.stream) }
+        unsafe { result::memcpy_htod_async(to, words, self.device.card.counting) }
             .map_err(failed("cuMemcpyHtoDAsync"))?;
-        CudaMark::record(card, self.counting.stream)?.sync(COUNTING)
+        CudaMark::record(card, self.device.card.counting)?.sync(COUNTING)
     }
 
     /// Writes a word of this rank's part, and waits for it.
@@ -51,9 +51,9 @@ impl Core {
         card.bind()?;
         let words = [word];
         // SAFETY: a word of own memory of the group, as the caller says, and the number outlives the wait below.
-        unsafe { result::memcpy_htod_async(address, &words, self.counting.stream) }
+        unsafe { result::memcpy_htod_async(address, &words, self.device.card.counting) }
             .map_err(failed("cuMemcpyHtoDAsync"))?;
-        CudaMark::record(card, self.counting.stream)?.sync(COUNTING)
+        CudaMark::record(card, self.device.card.counting)?.sync(COUNTING)
     }
 
     /// Starts a generation that others may have counted further than this rank, in which some ranks are absent.
@@ -67,9 +67,9 @@ impl Core {
         let card = &self.device.card;
         card.bind()?;
         // SAFETY: own memory of the group, as the caller says.
-        unsafe { result::memset_d8_async(address, byte, bytes, self.counting.stream) }
+        unsafe { result::memset_d8_async(address, byte, bytes, self.device.card.counting) }
             .map_err(failed("cuMemsetD8Async"))?;
-        CudaMark::record(card, self.counting.stream)?.sync(COUNTING)
+        CudaMark::record(card, self.device.card.counting)?.sync(COUNTING)
     }
 
     pub(crate) fn traffic(&self) -> Traffic {
@@ -99,13 +99,13 @@ impl Core {
         let next = self.generation().checked_add(1).unwrap_or(1);
         // SAFETY: own words and own state, which no kernel uses now: all ranks have let go of the old generation.
         unsafe {
-            result::memset_d8_async(words, 0, 8 * layout.words, self.counting.stream)
+            result::memset_d8_async(words, 0, 8 * layout.words, self.device.card.counting)
                 .and_then(|()| {
                     result::memset_d8_async(
                         state,
                         0,
                         self.memory.state.bytes(),
-                        self.counting.stream,
+                        self.device.card.counting,
                     )
                 })
                 .map_err(failed("cuMemsetD8Async"))?;

@@ -25,6 +25,8 @@ use brigade_plan::{
 use brigade_sync::{Area, Half};
 use std::{ops::Range, sync::Arc};
 
+pub(crate) mod alone;
+
 /// What bulk copies and wide stores want addresses and rows to be multiples of, in bytes.
 pub(crate) const GRAIN: usize = 16;
 

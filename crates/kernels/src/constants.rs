@@ -67,6 +67,8 @@ constants! {
     FEW_ROWS_BYTES_16: u32 = 8 * 16 * (2 * 512 + 64) + 8 * 7 * 4 * 16 * (16 + 4);
     /// Rows of a tile of a product whose tiles wait.
     GEMM_ROWS: u32 = 128;
+    /// Bands of a part whose tiles are neighbours.
+    GEMM_BANDS: u32 = 8;
     /// Threads of a block of such a product.
     GEMM_THREADS: u32 = 384;
     /// Its shared memory in bytes, which as many stages fill as find room.
@@ -128,7 +130,8 @@ constants! {
     STATE_USES: usize = 40;
     /// Granules that lie in the buffer of the last use with an even number, and of the last with an odd one: half a word each.
     STATE_GRANULES: usize = 41;
-    /// Tiles that blocks have taken of the product in progress, 0 between products.
+    /// Tiles that blocks have taken of the product in progress: half a word for narrow ones beyond the first of each block that begins with them, and
+    /// half for all others. 0 between products.
     STATE_TILES: usize = 42;
     /// A bit for each rank that does not take part any more.
     STATE_ABSENT: usize = 43;

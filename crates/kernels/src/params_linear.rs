@@ -432,6 +432,9 @@ parameters! {
         flags: u64,
         /// How many.
         flag_count: u64,
+        /// Device address of words that become the state of a group in which nothing has happened, and of one behind them that says that it was
+        /// not stopped; 0 if there is a group.
+        state: u64,
         /// Rows of first factors.
         inner: u64,
         /// Columns of second factors.
@@ -506,7 +509,7 @@ parameters! {
         inner: u32,
         /// Rows of a tile that count: a multiple of 8.
         band_rows: u32,
-        /// Tiles of all parts.
+        /// Tiles of all parts, narrow ones too.
         tiles: u32,
         /// How many parts.
         parts: u32,
@@ -536,8 +539,12 @@ parameters! {
         keeps_own: u32,
         /// The word by which others hear of own rows.
         send_word: u32,
+        /// Tiles in front of all others: narrow ones, one for each band; 0 if those are among the others.
+        low_tiles: u32,
+        /// Blocks that begin with the first, of which there are as many or more.
+        low_blocks: u32,
         /// Zeros.
-        reserved: [u32; 4],
+        reserved: [u32; 2],
         /// Row of the result where each run begins.
         run_row: [u32; 16],
         /// Its rows.
@@ -560,7 +567,7 @@ parameters! {
         part_out_row: [u32; 32],
         /// Rows of each.
         part_rows: [u32; 32],
-        /// Its first tile.
+        /// Its first tile, behind those in front of all.
         part_first: [u32; 32],
         /// The word of its flag; 0 for own rows.
         part_word: [u32; 32],

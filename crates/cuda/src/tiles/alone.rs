@@ -1,0 +1,178 @@
+//! A linear whose rows are all there, by the kernel of tiles: where rows must not depend on each other's number, and where it is quicker than
+//! the library, which has no product that takes adapters along.
+
+use super::Operands;
+use crate::{
+    CudaDevice,
+    gemm_flags::{self, Falls, Part, Tiled},
+    lane::Lane,
+};
+use brigade_device::{
+    Buffer, Device, GemmParams, GemmShape, LoraLinearParams, LoraRun, Operand, Reason, Result, View,
+};
+use brigade_kernels::GEMM_ROWS;
+use brigade_plan::reason::tiles_operands;
+use std::sync::Arc;
+
+/// What tiles take of a linear, with these runs of its rows.
+pub(crate) fn operands<'a>(
+    p: &LoraLinearParams<'a>,
+    runs: &'a [LoraRun<'a>],
+    d: &Buffer,
+) -> Operands<'a> {
+    let gemm = &p.gemm;
+    Operands {
+        dtype: gemm.a.dtype(),
+        scheme: gemm.a.scheme(),
+        rows: gemm.a.shape().rows(),
+        parts: 1,
+        own: Some(gemm.a),
+        weight: gemm.b,
+        transpose_weight: gemm.transpose_b,
+        bias: gemm.c.filter(|_| gemm.beta != 0.0),
+        runs,
+        batch_invariant: gemm.batch_invariant,
+        output: d.dtype(),
+        // It lies apart, or is C exactly.
+        d: None,
+    }
+}
+
+/// Refuses what the end of a tile does not do.
+pub(crate) fn check_form(gemm: &GemmParams<'_>, shape: &GemmShape) -> Result<(), Reason> {
+    let has_c = gemm.c.is_some() && gemm.beta != 0.0;
+    let found = [
+        ("a.shape", shape.d.dims().len() != 2, "2 dimensions"),
+        ("transpose_a", gemm.transpose_a, "rows of A as they are"),
+        ("alpha", gemm.alpha != 1.0, "a factor of 1"),
+        ("beta", has_c && gemm.beta != 1.0, "a factor of 1 or 0"),
+    ]
+    .into_iter()
+    .find(|(_, wrong, _)| *wrong);
+    match found {
+        None => Ok(()),
+        Some((field, _, want)) => Err(tiles_operands(
+            format!("{field}: products by tiles of this device take {want}"),
+            "give it so, or go without batch_invariant",
+        )),
+    }
+}
+
+impl CudaDevice {
+    /// A linear with adapters by tiles, where they take it and are quicker than the library beside adapters by themselves; `false`, and nothing is done,
+    /// otherwise.
+    pub(crate) fn adapters_by_tiles(
+        &self,
+        lane: &Arc<Lane>,
+        p: &LoraLinearParams<'_>,
+        shape: &GemmShape,
+        d: &Buffer,
+    ) -> Result<bool> {
+        let operands = operands(p, p.runs, d);
+        let taken = check_form(&p.gemm, shape)
+            .and_then(|()| operands.taken(&operands.buffers(), &(0..0)))
+            .map(|(_, runs)| runs.len());
+        let sms = p.gemm.sm_cap.unwrap_or(self.info().sms).max(1);
+        let types = [operands.dtype, operands.output];
+        let falls = self.falls(types, [shape.m, shape.n], sms.into());
+        let (Ok(adapters), Some(falls)) = (taken, falls) else {
+            return Ok(false);
+        };
+        if !pays(adapters, shape, &falls) {
+            return Ok(false);
+        }
+        self.multiply_by_tiles(lane, p, shape, d)?;
+        Ok(true)
+    }
+
+    /// A linear that tiles take, into `d`, which overlaps nothing that is read, except that it may be C.
+    pub(crate) fn multiply_by_tiles(
+        &self,
+        lane: &Arc<Lane>,
+        p: &LoraLinearParams<'_>,
+        shape: &GemmShape,
+        d: &Buffer,
+    ) -> Result<()> {
+        let (gemm, operands) = (&p.gemm, operands(p, p.runs, d));
+        let named = operands.buffers();
+        let (scales, runs) = operands.taken(&named, &(0..0))?;
+        let x = gemm.a.kernel();
+        let rows = x.shape().rows();
+        let of = |view: View<'_>, rows| gemm_flags::Rows {
+            address: view.address(),
+            rows,
+            columns: shape.k,
+        };
+        let x_scales = match &gemm.a {
+            Operand::Quantized(q) => Some(q.scales().retain()),
+            Operand::Plain(_) => None,
+        };
+        let part = Part {
+            rows: 0..rows,
+            first: 0,
+            out: d.address(),
+            scales: x_scales.as_ref().map_or(0, Buffer::address),
+            from: None,
+        };
+        let read = named.into_iter().map(|(_, buffer)| buffer);
+        let blocks = gemm.sm_cap.unwrap_or_else(|| self.info().sms);
+        let tiled = Tiled {
+            blocks: u32::from(blocks).max(1),
+            dtype: x.dtype(),
+            output: d.dtype(),
+            scales,
+            all: of(x, rows),
+            own: of(x, rows),
+            weight: of(gemm.b.kernel(), shape.n),
+            bias: operands.bias.map(|c| c.retain()),
+            activation: gemm.activation,
+            parts: vec![part],
+            runs,
+            buffers: read
+                .chain(x_scales)
+                .chain([x.retain(), d.clone()])
+                .collect(),
+        };
+        self.tiled(lane, &tiled)
+    }
+}
+
+/// The fewest rows that were measured. Of fewer, a product by itself is quicker by the kernel for few rows.
+const FEWEST: usize = 16;
+
+/// Whether a linear with so many adapters is quicker by tiles, as measured on an H200 (`docs/results/linear-adapters.h200x1.json`): with two or more it is. With one, the library's two launches
+/// take 10 us, which tiles lose where they leave much of their last round idle; or, where rows are so few that the weight's bytes are all that counts, where there are
+/// tiles for few multiprocessors.
+fn pays(adapters: usize, shape: &GemmShape, falls: &Falls) -> bool {
+    let band = GEMM_ROWS as usize;
+    let filled = match shape.m <= 2 * band {
+        true => 4 * falls.tiles >= 3 * falls.sms,
+        false => 2 * falls.cost * falls.sms * band <= 3 * shape.m * shape.n,
+    };
+    shape.m >= FEWEST && (adapters > 1 || filled)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use brigade_device::Shape;
+
+    #[test]
+    fn one_adapter_goes_by_tiles_where_they_fill_their_rounds() {
+        let of = |adapters, m, n, tiles, cost| {
+            let shape = GemmShape {
+                batch: 1,
+                m,
+                n,
+                k: 8192,
+                d: Shape::new(&[m, n]).unwrap(),
+            };
+            let sms = 132;
+            pays(adapters, &shape, &Falls { sms, tiles, cost })
+        };
+        assert!(of(1, 64, 8192, 128, 96) && !of(1, 64, 4096, 64, 96));
+        assert!(of(2, 64, 4096, 64, 96) && !of(2, 15, 8192, 128, 96));
+        assert!(of(1, 384, 8192, 96, 262) && !of(1, 300, 8192, 96, 262));
+        assert!(of(1, 1024, 8192, 256, 524) && !of(1, 1025, 8192, 288, 786));
+    }
+}
