@@ -191,55 +191,46 @@ struct ExpertRows : Packets {
     return s == p.rank ? said_of(s, t * p.k + e, start) : load_relaxed_sys(said_at(s, t, e));
   }
 
-  // Waits for a header, from word `first` on.
-  __device__ __forceinline__ bool await_said(uint32_t s, uint32_t t, uint32_t first) const {
+  // Waits for a header.
+  __device__ __forceinline__ bool await_said(uint32_t s, uint32_t t) const {
     bool there = true;
 #pragma unroll 1
-    for (uint32_t e = first; e < p.k && s != p.rank && there; ++e) {
+    for (uint32_t e = 0; e < p.k && s != p.rank && there; ++e) {
       const uint32_t* at = said_at(s, t, e);
       there = wait([&] { return s; }, [&] { return load_relaxed_sys(at) != sentinel; });
     }
     return there;
   }
 
-  // Waits for a packet of a row, a peer's or an own one, with the first eight words of its header.
-  __device__ __forceinline__ bool await_packet_of(uint32_t s, uint32_t t, uint32_t j, uint4 (&v)[Each], uint32_t (&first)[8]) const {
-    const uint64_t record = record_at(p.rank, s, t), from = s == p.rank ? granule(t, j) : record + 16ull * (p.body + j);
-    return await_granules(s, from, words_of(record) + j, j, v, [&] {
-      uint4 a = make_uint4(0, 0, 0, 0), b = a;
-      if (s != p.rank) a = peek(record);
-      if (s != p.rank && p.k > 4) b = peek(record + 16);
-      first[0] = a.x, first[1] = a.y, first[2] = a.z, first[3] = a.w, first[4] = b.x, first[5] = b.y, first[6] = b.z, first[7] = b.w;
-      bool come = true;
-#pragma unroll
-      for (uint32_t e = 0; e < 8; ++e) come &= first[e] != sentinel || e >= p.k;
-      return come;
-    });
-  }
-
-  // Takes a packet of a row, a peer's or an own one, and puts it where its experts' rows lie. Each of the first packets tells of an entry. What is done for
-  // each entry has no calls, behind which a packet would not stay in registers, and stands there once: few tokens run through it once.
-  __device__ __forceinline__ bool move_plain_to_experts(uint32_t s, uint32_t t, uint32_t j, uint32_t start) const {
+  // Takes a piece of a row, a peer's or an own one, and puts it where its experts' rows lie. By a warp, of which each lane has a packet, and each of the first
+  // the word of an entry: those of the first piece tell of it. What is done for each entry has no calls, behind which a packet would not stay in registers.
+  __device__ __forceinline__ bool move_piece_to_experts(uint32_t s, uint32_t t, uint32_t part, uint32_t start) const {
+    const uint32_t lane = threadIdx.x % 32, mine = 32 * part + lane, j = min(mine, p.packets - 1);
+    const bool is_own = s == p.rank, says = lane < p.k, looks = says && !is_own;
+    const uint64_t record = record_at(p.rank, s, t), from = is_own ? granule(t, j) : record + 16ull * (p.body + j);
     uint4 v[Each];
-    uint32_t first[8];
-    if (p.k > 8 && !await_said(s, t, 8)) return false;
-    if (!await_packet_of(s, t, j, v, first)) return false;
+    uint32_t entry;
+    const bool there = await_granules(s, from, words_of(record) + j, j, v, [&] {
+      entry = 0;
+      // No branch in a loop that all lanes leave together.
+      asm volatile("{.reg .pred q; setp.ne.u32 q, %1, 0; @q ld.relaxed.sys.global.u32 %0, [%2];}" : "+r"(entry) : "r"(uint32_t(looks)), "l"(record + 4ull * lane) : "memory");
+      return entry != sentinel;
+    });
+    if (!__all_sync(0xFFFFFFFFu, there)) return false;
+    if (is_own && says) entry = said_of(s, t * p.k + lane, start);
+    const uint32_t lies = entry != 0 ? at(s, entry) : 0;
     const uint64_t to = p.to[row] + 16ull * j, step = apart(), row_bytes = p.row_bytes[row];
 #pragma unroll 1
-    for (uint32_t e = 0; e < p.k; ++e) {
-      const uint32_t half = e & 4, a = half ? first[4] : first[0], b = half ? first[5] : first[1], c = half ? first[6] : first[2], d = half ? first[7] : first[3];
-      uint32_t entry = e & 2 ? e & 1 ? d : c : e & 1 ? b : a;
-      if (e >= 8 || s == p.rank) entry = said(s, t, start, e);
-      if (entry == 0) continue;
-      const uint64_t lies = to + at(s, entry) * row_bytes;
+    for (uint32_t left = __ballot_sync(0xFFFFFFFFu, entry != 0); left != 0; left &= left - 1) {
+      const uint64_t out = to + __shfl_sync(0xFFFFFFFFu, lies, __ffs(left) - 1) * row_bytes;
 #pragma unroll
       for (uint32_t k = 0; k < Each; ++k) {
-        if (k * p.packets + j < p.first_granule[1]) store(lies + k * step, v[k]);
+        if (mine < p.packets && k * p.packets + j < p.first_granule[1]) store(out + k * step, v[k]);
       }
     }
     // Weights of own rows are told with their entries.
-    if (s != p.rank && is_weights(last(j))) put_weights(s, t, start, last(j), v[Each - 1]);
-    if (j < p.k) tell_entry(s, t, j, said(s, t, start, j));
+    if (!is_own && mine < p.packets && is_weights(last(j))) put_weights(s, t, start, last(j), v[Each - 1]);
+    if (part == 0 && says) tell_entry(s, t, lane, entry);
     return true;
   }
 
@@ -262,7 +253,7 @@ struct ExpertRows : Packets {
                                                            uint32_t start) {
     const ExpertRows one(p, 0, buffer, flag);
     uint4 v[Each];
-    if (!one.await_said(s, t, 0) || !one.take(s, t, j, v)) return false;
+    if (!one.await_said(s, t) || !one.take(s, t, j, v)) return false;
 #pragma unroll 1
     for (uint32_t e = 0; e < p.k; ++e) {
       const uint32_t entry = one.said(s, t, start, e);
@@ -288,41 +279,38 @@ struct ExpertRows : Packets {
     one.number_entries(least * p.k, end * p.k);
   }
 
-  // Packets of this block's own tokens, and then a share of those of peers, the row of a token of each in turn: as they come, in pieces of which warps take
-  // what is next. Of few tokens each block has a share of every own row's, too. Says whether all came.
+  // Pieces of this block's own tokens, and then a share of those of peers, the row of a token of each in turn: as they come, of which warps take what is
+  // next. Of few tokens each block has a share of every own row's, too. Says whether all came.
   __device__ __forceinline__ bool move_to_experts(uint32_t which, uint32_t takers) const {
-    const uint32_t lane = threadIdx.x % 32, all = ways.most * (p.size - 1) * p.packets;
-    const uint32_t least = ways.least, end = ways.end, few = are_few() ? p.tokens * p.packets : 0, pieces = (few + 31) / 32 + (all + 31) / 32;
+    const uint32_t parts = (p.packets + 31) / 32, all = ways.most * (p.size - 1) * parts;
+    const uint32_t least = ways.least, end = ways.end, few = are_few() ? p.tokens * parts : 0;
     const bool in_turn = end - least > together() && few == 0;
     bool there = true;
 #pragma unroll 1
     for (uint32_t from = least, to;; from = to) {
       to = in_turn ? min(end, from + together()) : end;
       if (in_turn) number_again(p, from == least ? 0 : from, from, to);
-      const uint32_t own = few != 0 ? 0 : (to - from) * p.packets, mine = (own + 31) / 32;
-      const uint32_t behind = to < end ? mine : mine + (pieces + takers - 1 - which) / takers, start = few != 0 ? 0 : from * p.k;
+      const uint32_t mine = few != 0 ? 0 : (to - from) * parts, behind = to < end ? mine : mine + (few + all + takers - 1 - which) / takers;
+      const uint32_t start = few != 0 ? 0 : from * p.k;
 #pragma unroll 1
       while (__all_sync(0xFFFFFFFFu, there)) {
         const uint32_t n = next_of(ways.item);
         if (n >= behind) break;
-        uint32_t j, s = p.rank, t, w = n * 32 + lane;
-        bool any = w < own;
-        if (n >= mine) {
-          w = ((n - mine) * takers + which) * 32 + lane;
-          const uint32_t before = (few + 31) / 32 * 32;
-          any = w < few || (w >= before && w - before < all);
-          if (w >= before) s = p.size, w -= before;
-        }
-        if (!any) continue;
-        const uint32_t q = divided(w, p.packets, p.inverse_packets, j);
-        t = n < mine ? from + q : q;
-        if (s != p.rank) {
+        const uint32_t w = n < mine ? n : (n - mine) * takers + which, of_peer = n >= mine && w >= few ? w - few : 0;
+        uint32_t s = p.rank, q = w / parts, part = w - q * parts, t = n < mine ? from + q : q;
+        if (n >= mine && w >= few) {
+          q = of_peer / parts, part = of_peer - q * parts;
           uint32_t distance;
           t = divided(q, p.size - 1, p.inverse_peers, distance), s = peer(1 + distance);
         }
         if (!comes(s, t)) continue;
-        const bool plain = p.k <= p.packets && is_plain(s == p.rank ? p.from[row] | p.to[row] : p.to[row], 0, j);
-        there = plain ? move_plain_to_experts(s, t, j, start) : move_rare_to_experts(p, buffer, flag, s, t, j, start);
+        const uint32_t j = 32 * part + threadIdx.x % 32;
+        const bool plain = j >= p.packets || is_plain(s == p.rank ? p.from[row] | p.to[row] : p.to[row], 0, j);
+        if (__all_sync(0xFFFFFFFFu, plain)) {
+          there = move_piece_to_experts(s, t, part, start);
+        } else if (j < p.packets) {
+          there = move_rare_to_experts(p, buffer, flag, s, t, j, start);
+        }
       }
       if (to >= end) return there;
     }

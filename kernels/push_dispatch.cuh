@@ -24,23 +24,16 @@ struct PushDispatch : Places {
   using Places::Places;
 
   // The last blocks, where there are some to spare: one for each thing that there is to write down of few rows, else for two.
-  __device__ __forceinline__ uint32_t clerks() const {
-    if (gridDim.x <= 2) return gridDim.x - 1;
-    return gridDim.x > 2 * PUSH_CLERKS && blockDim.x < ALL_REDUCE_THREADS ? PUSH_CLERKS : 2;
-  }
-  __device__ __forceinline__ bool is_clerk(uint32_t n) const { return blockIdx.x == (clerks() == 0 ? 0 : gridDim.x - 1 - n % clerks()); }
-  __device__ __forceinline__ uint32_t workers() const { return gridDim.x - clerks(); }
+  __device__ __forceinline__ bool is_clerk(uint32_t n) const { return blockIdx.x == (p.clerks == 0 ? 0 : gridDim.x - 1 - n % p.clerks); }
+  __device__ __forceinline__ uint32_t workers() const { return gridDim.x - p.clerks; }
   __device__ __forceinline__ bool is_worker() const { return blockIdx.x < workers(); }
   // Whether a worker pushes or takes, and not both; which of those it is, and how many there are.
   __device__ __forceinline__ bool splits() const { return p.desk == 0 && p.size > 1 && workers() >= (in_place ? Apart : 2); }
-  // One block of two pushes then; of five, where a row has few peers to go to and lies there for many experts, as it takes longest where it goes; two of five
-  // of the largest between two ranks, where as many rows are own ones. Where rows stay in place, next to nothing is taken, and all but one of so many push.
+  // Where rows stay in place, next to nothing is taken, and all but one of so many push.
   static constexpr uint32_t Apart = 8;
+  // Of the first so many, how many push otherwise.
+  __device__ __forceinline__ uint32_t share(uint32_t blocks) const { return p.pushing * blocks / 10; }
   __device__ __forceinline__ bool is_wide() const { return !in_place && !for_experts && blockDim.x == Widest; }
-  __device__ __forceinline__ uint32_t share(uint32_t blocks) const {
-    if (is_wide() && p.size == 2) return 2 * blocks / 5;
-    return for_experts && p.k > 4 * (p.size - 1) ? blocks / 5 : blocks / 2;
-  }
   __device__ __forceinline__ bool is_first() const {
     return in_place ? blockIdx.x % Apart != Apart - 1 : blockIdx.x == 0 || share(blockIdx.x) != share(blockIdx.x - 1);
   }
@@ -88,7 +81,7 @@ struct PushDispatch : Places {
   // need not queue behind rows, nor all go one way.
   __device__ __forceinline__ void push_headers() const {
     if (p.size == 1) return;
-    if (clerks() == PUSH_CLERKS) {
+    if (p.clerks == PUSH_CLERKS) {
       if (is_clerk(4)) push_headers(p, buffer, threadIdx.x, blockDim.x);
       return;
     }
@@ -211,7 +204,7 @@ struct PushDispatch : Places {
     const uint32_t q = w / p.packets, s = q % p.size, t = q / p.size;
     uint4 v[Each];
     if (!one.comes(s, t)) return true;
-    return one.take(s, t, w % p.packets, v) && (!for_experts || p.again || w % p.packets != 0 || one.await_said(s, t, 0));
+    return one.take(s, t, w % p.packets, v) && (!for_experts || p.again || w % p.packets != 0 || one.await_said(s, t));
   }
 
   // There are more rows than room: nothing is written.

@@ -19,7 +19,7 @@ use brigade_sync::BUFFERS;
 /// Most granules of rows that came, with room for what threads count beyond the last: they count in 32 bits.
 const MOST_GRANULES: usize = 1 << 31;
 
-/// Granules of own rows for a thread from which a combine by rank is one of many, whose warps take pieces of a row, and granules of the largest piece.
+/// Granules of own rows for a thread from which a combine of ranks' rows or sums is one of many, whose warps take pieces of a row, and granules of the largest piece.
 const MANY_TURNS: usize = 2;
 const PIECE: usize = 128;
 
@@ -84,10 +84,11 @@ impl Job<'_> {
         let granules = tokens.saturating_mul(returned.row);
         let shape = self.rows_shape(launch, ALL_REDUCE_THREADS, granules);
         let kernels = &core.device.opened.kernels.pushes;
-        let kernels = match call.sum {
-            CombineSum::Rank if is_of_many(&parameters, shape, granules) => &kernels.combine_many,
-            CombineSum::Rank => &kernels.combine,
-            CombineSum::Expert | CombineSum::ExpertByRank => &kernels.combine_experts,
+        let kernels = match (call.sum, is_of_many(&parameters, shape, granules)) {
+            (CombineSum::Rank, true) => &kernels.combine_many,
+            (CombineSum::Rank, false) => &kernels.combine,
+            (CombineSum::ExpertByRank, true) => &kernels.combine_experts_many,
+            (CombineSum::Expert | CombineSum::ExpertByRank, _) => &kernels.combine_experts,
         };
         let kernel = one_of(kernels, kind, size)
             .ok_or_else(|| Error::invalid("rows", format!("{kind:?}"), "a kernel for it"))?;
@@ -96,7 +97,7 @@ impl Job<'_> {
     }
 }
 
-/// Whether a combine by rank, of so many granules of own rows, is one of many tokens as their kernel wants them (`kernels/push_combine_many.cu`).
+/// Whether a combine of ranks' rows or sums, of so many granules of own rows, is one of many tokens as their kernel wants them (`kernels/push_combine_many.cu`).
 fn is_of_many(p: &PushCombineParams, shape: crate::Launch, granules: usize) -> bool {
     let [first, second] = p.biases;
     let whole = (p.from | p.out | first | second).is_multiple_of(16);

@@ -10,9 +10,10 @@ use crate::{
     steps::{Counters, Use},
     types,
 };
-use brigade_device::{Arrangement, Buffer, DispatchOutputs, Launch, Result};
+use brigade_device::{Arrangement, Buffer, DispatchCall, DispatchOutputs, Launch, Result};
 use brigade_kernels::{
-    PUSH_CLERKS, PUSH_MANY_TOKENS, PUSH_PLACES, PUSH_SLOTS, PUSH_TOKENS, PushDispatchParams,
+    ALL_REDUCE_THREADS, PUSH_CLERKS, PUSH_MANY_TOKENS, PUSH_PLACES, PUSH_SLOTS, PUSH_TOKENS,
+    PushDispatchParams,
 };
 use brigade_plan::{
     dispatch::{Section, Sections},
@@ -148,7 +149,32 @@ impl Job<'_> {
         let together = kernels.dispatch_together;
         let granules = record.granules().max(row_bytes.div_ceil(GRANULE_BYTES));
         let shape = self.rows_shape(launch, together, tokens.saturating_mul(granules));
+        (parameters.pushing, parameters.clerks) =
+            (pushing_of_ten(call, shape, a.group.size), clerks(shape));
         // SAFETY: rows and all that is found lie in buffers of the call, the rest in the group's memory, which the core keeps.
         unsafe { kernel.launch(self.stream, shape, parameters) }.map_err(Into::into)
+    }
+}
+
+/// Of ten blocks that push rows or take them, how many push: half of them. Where a row has few peers to go to and lies there for many experts, it is taking that
+/// takes longest; and between two ranks, as many rows are own ones, which the largest blocks would wait behind.
+fn pushing_of_ten(call: &DispatchCall, shape: crate::Launch, size: usize) -> u32 {
+    match call.arrangement {
+        Arrangement::ByExpert { .. } if call.k > 4 * (size - 1) => 2,
+        Arrangement::Dense | Arrangement::BySource
+            if size == 2 && shape.threads > ALL_REDUCE_THREADS =>
+        {
+            4
+        }
+        _ => 5,
+    }
+}
+
+/// Blocks that write down what the caller is told: one for each thing of few rows, else two, where there are some to spare.
+fn clerks(shape: crate::Launch) -> u32 {
+    match shape.blocks {
+        blocks @ 0..=2 => blocks.saturating_sub(1),
+        blocks if blocks > 2 * PUSH_CLERKS && shape.threads < ALL_REDUCE_THREADS => PUSH_CLERKS,
+        _ => 2,
     }
 }

@@ -64,8 +64,9 @@ pub(crate) struct PushKernels {
     /// By rank, of few tokens and of many.
     pub(crate) combine: ByTypes<PushCombineParams>,
     pub(crate) combine_many: ByTypes<PushCombineParams>,
-    /// Of rows for experts.
+    /// Of rows for experts: of few tokens or any kind, and of many whose ranks each send a sum.
     pub(crate) combine_experts: ByTypes<PushCombineParams>,
+    pub(crate) combine_experts_many: ByTypes<PushCombineParams>,
     /// Whether one may start while the kernel before it ends.
     pub(crate) programmatic: bool,
 }
@@ -76,6 +77,7 @@ impl PushKernels {
         capability: (u32, u32),
     ) -> Result<Self, Missing> {
         let (all_reduce, combine) = (set("all_reduce")?, set("push_combine")?);
+        let combine_many = set("push_combine_many")?;
         let dispatch: [Kernel<PushDispatchParams>; 4] = [
             set("push_dispatch")?.kernel()?,
             set("push_dispatch_many")?.variant("_many")?,
@@ -100,8 +102,9 @@ impl PushKernels {
             dispatch,
             dispatch_together,
             combine: by_types(&combine, "")?,
-            combine_many: by_types(&set("push_combine_many")?, "_many")?,
+            combine_many: by_types(&combine_many, "_many")?,
             combine_experts: by_types(&combine, "_experts")?,
+            combine_experts_many: by_types(&combine_many, "_many_experts")?,
             programmatic: capability >= (9, 0),
         })
     }

@@ -138,6 +138,10 @@ parameters! {
         inverse_size: u32,
         /// To divide by how many peers there are.
         inverse_peers: u32,
+        /// Of ten blocks that push rows or take them, how many push, where each does one of these.
+        pushing: u32,
+        /// Blocks that do neither: they write down what the caller is told.
+        clerks: u32,
         ..call,
         /// Whether all ranks make this call.
         collective: u32,
