@@ -1,4 +1,7 @@
-// Lays adapters out for a product whose tiles wait: see gemm_flags.cu. Elements of 2 bytes, whatever they mean.
+// Lays adapters out for a product whose tiles wait: see gemm_flags.cu. Elements of 2 bytes, of any type with an exponent.
+//
+// Rows are multiplied by the second factors of all adapters, with zeros for those that are not theirs. So what is not finite there becomes zero, lest it makes NaN of
+// everybody's rows; and the column that it is multiplied by begins with a NaN in the first factor, which makes NaN of all rows of its own adapter, and of no others.
 #include "params.cuh"
 #include "sync.cuh"
 
@@ -27,6 +30,22 @@ __device__ inline void lay_down(const AdaptersParams& p, uint32_t a, uint64_t ro
   }
 }
 
+__device__ __forceinline__ bool is_finite(const AdaptersParams& p, uint16_t value) { return (value & p.exponent) != p.exponent; }
+
+// The first element of a column of `down`, by a block, which looks at the row of the second factor that the column is multiplied by.
+__device__ inline void begin_column(const AdaptersParams& p, uint32_t a, uint32_t column) {
+  const uint16_t* row = reinterpret_cast<const uint16_t*>(p.second[a]) + column * p.columns;
+  bool finite = true;
+#pragma unroll 8
+  for (uint32_t i = threadIdx.x; i < p.columns; i += blockDim.x) finite &= is_finite(p, row[i]);
+  constexpr uint16_t nan = 0x7fff;
+  const bool all = __syncthreads_and(finite);
+  if (threadIdx.x == 0) {
+    const uint16_t first = reinterpret_cast<const uint16_t*>(p.first[a])[column];
+    reinterpret_cast<uint16_t*>(p.down)[(p.column[a] + column) * p.inner] = all ? first : nan;
+  }
+}
+
 // Eight elements of a row of `up`, from rows of second factors. Columns that no adapter has are multiplied as well: by zeros, so they must
 // be numbers.
 __device__ inline void lay_up(const AdaptersParams& p, uint64_t row, uint32_t first) {
@@ -39,6 +58,8 @@ __device__ inline void lay_up(const AdaptersParams& p, uint64_t row, uint32_t fi
     const uint16_t* from = reinterpret_cast<const uint16_t*>(p.second[there ? a : 0]) + row;
     values.at[i] = there ? from[(first + i - p.column[a]) * p.columns] : 0;
   }
+#pragma unroll
+  for (uint32_t i = 0; i < at_once; ++i) values.at[i] = is_finite(p, values.at[i]) ? values.at[i] : 0;
   *reinterpret_cast<Eight*>(p.up + (row * p.stride + first) * sizeof(uint16_t)) = values;
 }
 
@@ -61,6 +82,11 @@ extern "C" __global__ void brigade_adapters(const __grid_constant__ AdaptersPara
     }
     uint32_t piece = i / uint32_t(p.inner), a = 0;
     for (; piece >= (p.width[a] + at_once - 1) / at_once; ++a) piece -= (p.width[a] + at_once - 1) / at_once;
-    lay_down(p, a, i % uint32_t(p.inner), piece * at_once);
+    if (i % uint32_t(p.inner) != 0) lay_down(p, a, i % uint32_t(p.inner), piece * at_once);
+  }
+  for (uint32_t a = 0, n = 0; a < p.count; ++a) {
+    for (uint32_t column = 0; column < p.width[a]; ++column, ++n) {
+      if (n % gridDim.x == blockIdx.x) begin_column(p, a, column);
+    }
   }
 }

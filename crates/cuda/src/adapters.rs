@@ -24,6 +24,14 @@ pub(crate) struct Low {
     pub(crate) memory: Buffer,
 }
 
+/// The bits of an element's exponent. Adapters have a type of two bytes.
+fn exponent(dtype: DataType) -> u64 {
+    match dtype {
+        DataType::F16 => 0x7c00,
+        _ => 0x7f80,
+    }
+}
+
 impl Job<'_> {
     /// Lays the adapters of a product out, if there are any: in front of the call's steps, since a product that begins beside them has
     /// waited for nothing else.
@@ -69,6 +77,7 @@ impl CudaDevice {
             inner: inner as u64,
             columns: columns as u64,
             stride: stride as u64,
+            exponent: exponent(p.dtype),
             count: p.runs.len() as u64,
             ..AdaptersParams::default()
         };

@@ -424,9 +424,9 @@ parameters! {
 
     /// Lays adapters out for `brigade_gemm_flags`: side by side, and both factors by the dimension that is summed over.
     AdaptersParams of "brigade_adapters" in "adapters" {
-        /// Device address of `[columns of all, inner]`: the first factors, transposed.
+        /// Device address of `[columns of all, inner]`: the first factors, transposed. A column whose row of the second factor is not finite begins with a NaN.
         down: u64,
-        /// Device address of `[columns, stride]`: the second factors, transposed; zero beyond the columns of all.
+        /// Device address of `[columns, stride]`: the second factors, transposed; zero beyond the columns of all, and for what is not finite.
         up: u64,
         /// Device address of words that become zero.
         flags: u64,
@@ -441,6 +441,8 @@ parameters! {
         columns: u64,
         /// Elements from one row of `up` to the next.
         stride: u64,
+        /// The exponent's bits of an element.
+        exponent: u64,
         /// How many adapters.
         count: u64,
         /// Device address of each first factor, `[inner, width]`.

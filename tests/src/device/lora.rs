@@ -314,7 +314,85 @@ fn replayed(rank: &Rank, rng: &mut StdRng) {
     }
 }
 
+/// Few adapters, which a device may multiply inside the base product: weights by rows, sizes of whole 16 bytes, and rows from a few to several bands.
+fn inside(rank: &Rank, rng: &mut StdRng) {
+    let several = vec![
+        (64, Some(8)),
+        (65, Some(13)),
+        (0, Some(7)),
+        (130, None),
+        (31, Some(32)),
+    ];
+    let many = vec![(9, Some(4)); 16];
+    let all = [vec![(17, Some(16))], vec![(300, Some(64))], several, many];
+    for dtype in FLOATS {
+        for runs in &all {
+            let kn = [(); 2].map(|()| 8 * rng.random_range(1..80));
+            let mut case = Case::new(rng, dtype, runs, kn);
+            case.layer.transpose = true;
+            case.layer.weight = case.layer.weight.transposed();
+            let rows = case.x.rows();
+            case.layer.bias = match rng.random_range(0..3) {
+                0 => None,
+                1 => Some(Matrix::random(rng, dtype, &[kn[1]], 1.0)),
+                _ => Some(Matrix::random(rng, dtype, &[rows, kn[1]], 1.0)),
+            };
+            if rng.random() {
+                case.layer.activation = Activation::Relu;
+            }
+            case.run(rank, "inside");
+        }
+    }
+}
+
+/// What is not finite in an adapter shows in its own rows, and in no others.
+fn apart(rank: &Rank, rng: &mut StdRng) {
+    for dtype in FLOATS {
+        for odd in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            let kn = [(); 2].map(|()| 8 * rng.random_range(8..40));
+            let runs = [(70, Some(16)), (90, Some(24)), (40, None), (50, Some(8))];
+            let mut case = Case::new(rng, dtype, &runs, kn);
+            case.layer.transpose = true;
+            case.layer.weight = case.layer.weight.transposed();
+            let product = |case: &Case| {
+                let with = case.upload(rank);
+                case.multiply(rank, &with, Output::Allocate(dtype)).unwrap()
+            };
+            let healthy = product(&case);
+            case.check(rank, &healthy, "all are finite");
+            for second in [true, false] {
+                let mut broken = Case {
+                    layer: case.layer.clone(),
+                    x: case.x.clone(),
+                    ..case
+                };
+                let adapter = broken.layer.runs[1].adapter.as_mut().unwrap();
+                let factor = match second {
+                    true => &mut adapter.b,
+                    false => &mut adapter.a,
+                };
+                let at = rng.random_range(0..factor.values.len());
+                factor.values[at] = odd;
+                let column = second.then_some(at % kn[1]);
+                let d = product(&broken);
+                for (first, rows) in [(0, 70), (160, 90)] {
+                    let of = |d: &Buffer| rank.raw(d.slice(first, rows).unwrap().view());
+                    assert_bits(&of(&d), &of(&healthy), dtype, "another adapter's rows");
+                }
+                let own = rank.values(d.slice(70, 90).unwrap().view());
+                let shown = |row: &[f64]| match column {
+                    Some(column) => !row[column].is_finite(),
+                    None => row.iter().all(|v| !v.is_finite()),
+                };
+                assert!(own.chunks(kn[1]).all(shown), "{odd} of {dtype}");
+            }
+        }
+    }
+}
+
 pub(super) fn add(suite: &mut Suite) {
+    alone(suite, "lora_linear/inside", inside);
+    alone(suite, "lora_linear/apart", apart);
     alone(suite, "lora_linear/many", many);
     alone(suite, "lora_linear/lengths_and_widths", lengths_and_widths);
     alone(suite, "lora_linear/ends", ends);
