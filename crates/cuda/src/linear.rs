@@ -1,7 +1,7 @@
 //! Linear layers: base product, adapters, C, activation, one rounding.
 //!
-//! Where nothing comes between the product and its rounding but C, the library writes the result itself. Otherwise it leaves
-//! sums in f32 (or exact integers), adapters are added to them, and one kernel does the rest.
+//! Adapters go inside the product where tiles take them and are quicker (`tiles/alone.rs`). Else, where nothing comes between the product and its rounding
+//! but C, the library writes the result itself. Otherwise it leaves sums in f32 (or exact integers), adapters are added to them, and one kernel does the rest.
 
 use crate::{
     CudaDevice,

@@ -1,7 +1,7 @@
 //! A linear whose rows are all there, by the kernel of tiles: where rows must not depend on each other's number, and where it is quicker than
 //! the library, which has no product that takes adapters along.
 
-use super::Operands;
+use super::{GRAIN, Operands};
 use crate::{
     CudaDevice,
     gemm_flags::{self, Falls, Part, Tiled},
@@ -133,7 +133,14 @@ impl CudaDevice {
                 .chain([x.retain(), d.clone()])
                 .collect(),
         };
-        self.tiled(lane, &tiled)
+        // Its stores are wide.
+        let whole = d.address().is_multiple_of(GRAIN as u64);
+        self.beside(lane, d, whole, |d| {
+            let mut tiled = tiled.clone();
+            tiled.parts[0].out = d.address();
+            tiled.buffers.push(d.clone());
+            self.tiled(lane, &tiled)
+        })
     }
 }
 
