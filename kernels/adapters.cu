@@ -9,24 +9,28 @@ using namespace brigade;
 
 namespace {
 
-// What a thread reads before it writes any of it, and what a wide access takes. Short code: between two products it comes from memory, line by
+// What is read before any of it is written, and what a store takes. Short code and few steps: between two products it comes from memory, line by
 // line, which takes longer than what it does.
 constexpr uint32_t at_once = 8;
 struct alignas(16) Eight {
   uint16_t at[at_once];
 };
 
-// Eight columns of a row of an adapter's first factor, or what is left of them, next to which other threads write theirs of other rows.
-__device__ inline void lay_down(const AdaptersParams& p, uint32_t a, uint64_t row, uint32_t first) {
+// One row of an adapter's first factor: a column of `down`, next to which other threads write theirs.
+__device__ inline void lay_down(const AdaptersParams& p, uint32_t a, uint64_t row) {
   const uint32_t width = p.width[a];
-  const uint16_t* from = reinterpret_cast<const uint16_t*>(p.first[a]) + row * width + first;
-  uint16_t* to = reinterpret_cast<uint16_t*>(p.down) + (p.column[a] + first) * p.inner + row;
-  Eight values;
+  const uint16_t* from = reinterpret_cast<const uint16_t*>(p.first[a]) + row * width;
+  uint16_t* to = reinterpret_cast<uint16_t*>(p.down) + p.column[a] * p.inner + row;
+  for (uint32_t first = 0; first < width; first += at_once) {
+    Eight values;
 #pragma unroll
-  for (uint32_t i = 0; i < at_once; ++i) values.at[i] = from[first + i < width ? i : 0];
+    for (uint32_t i = 0; i < at_once; ++i) {
+      if (first + i < width) values.at[i] = from[first + i];
+    }
 #pragma unroll
-  for (uint32_t i = 0; i < at_once; ++i) {
-    if (first + i < width) to[i * p.inner] = values.at[i];
+    for (uint32_t i = 0; i < at_once; ++i) {
+      if (first + i < width) to[(first + i) * p.inner] = values.at[i];
+    }
   }
 }
 
@@ -49,14 +53,14 @@ __device__ inline void begin_column(const AdaptersParams& p, uint32_t a, uint32_
 // Eight elements of a row of `up`, from rows of second factors. Columns that no adapter has are multiplied as well: by zeros, so they must
 // be numbers.
 __device__ inline void lay_up(const AdaptersParams& p, uint64_t row, uint32_t first) {
-  Eight values;
-  uint32_t a = 0;
+  Eight values{};
+  for (uint32_t a = 0; a < p.count; ++a) {
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(p.second[a]) + row;
 #pragma unroll
-  for (uint32_t i = 0; i < at_once; ++i) {
-    while (a < p.count && first + i >= p.column[a] + p.width[a]) ++a;
-    const bool there = a < p.count && first + i >= p.column[a];
-    const uint16_t* from = reinterpret_cast<const uint16_t*>(p.second[there ? a : 0]) + row;
-    values.at[i] = there ? from[(first + i - p.column[a]) * p.columns] : 0;
+    for (uint32_t i = 0; i < at_once; ++i) {
+      const uint32_t column = first + i - p.column[a];
+      if (column < p.width[a]) values.at[i] = from[column * p.columns];
+    }
   }
 #pragma unroll
   for (uint32_t i = 0; i < at_once; ++i) values.at[i] = is_finite(p, values.at[i]) ? values.at[i] : 0;
@@ -72,21 +76,18 @@ extern "C" __global__ void brigade_adapters(const __grid_constant__ AdaptersPara
   for (uint64_t i = thread; p.state != 0 && i <= STATE_COUNTERS; i += threads) {
     reinterpret_cast<uint64_t*>(p.state)[i] = i == STATE_GENERATION;
   }
-  uint32_t downs = 0;
-  for (uint32_t a = 0; a < p.count; ++a) downs += (p.width[a] + at_once - 1) / at_once;
-  const uint32_t pieces = downs * uint32_t(p.inner), all = pieces + uint32_t(p.stride / at_once * p.columns);
-  for (uint32_t i = thread; i < all; i += threads) {
-    if (i >= pieces) {
-      lay_up(p, (i - pieces) % uint32_t(p.columns), (i - pieces) / uint32_t(p.columns) * at_once);
-      continue;
+  const uint64_t rows = p.count * p.inner, all = rows + p.stride / at_once * p.columns;
+  for (uint64_t i = thread; i < all; i += threads) {
+    if (i >= rows) {
+      lay_up(p, (i - rows) % p.columns, (i - rows) / p.columns * at_once);
+    } else if (i % p.inner != 0) {
+      lay_down(p, i / p.inner, i % p.inner);
     }
-    uint32_t piece = i / uint32_t(p.inner), a = 0;
-    for (; piece >= (p.width[a] + at_once - 1) / at_once; ++a) piece -= (p.width[a] + at_once - 1) / at_once;
-    if (i % uint32_t(p.inner) != 0) lay_down(p, a, i % uint32_t(p.inner), piece * at_once);
   }
-  for (uint32_t a = 0, n = 0; a < p.count; ++a) {
-    for (uint32_t column = 0; column < p.width[a]; ++column, ++n) {
-      if (n % gridDim.x == blockIdx.x) begin_column(p, a, column);
-    }
+  for (uint32_t n = blockIdx.x;; n += gridDim.x) {
+    uint32_t a = 0, column = n;
+    for (; a < p.count && column >= p.width[a]; ++a) column -= p.width[a];
+    if (a == p.count) break;
+    begin_column(p, a, column);
   }
 }
