@@ -1,21 +1,19 @@
-// Products by tiles: what `gemm_flags.cu`, whose rows arrive part by part, and `gemm_sums.cu`, which adds up what all ranks made of its own,
-// have in common.
+// Products by tiles: what `gemm_flags.cu`, whose rows arrive part by part, and `gemm_sums.cu`, which adds up what all ranks made of its own, have in common.
 //
-// One block on each multiprocessor takes tile after tile, each the first that nobody has, in the order of the parts, and works
-// until there is none left. In a block, one thread loads and two warp groups multiply 64 rows of a tile each; a ring of stages in shared
-// memory lies between them. The inner dimension is walked in the same order for every tile, so results do not depend on how rows were cut
-// into parts, or on when they came.
+// One block on each multiprocessor takes tile after tile, each the first that nobody has, in the order of the parts, and works until there is none left. In a block,
+// one thread loads and two warp groups multiply 64 rows of a tile each; a ring of stages in shared memory lies between them. The inner dimension is walked in the same
+// order for every tile, so results do not depend on how rows were cut into parts, or on when they came.
 //
-// Adapters are more of the inner dimension. Narrow tiles make `low`: rows times the adapters' first factors. Every tile ends with a product
-// of its rows of `low` and the second factors. A few blocks begin with narrow tiles, until there are none, and then take others, where that
-// leaves blocks enough for the others: who takes one among others ends later by its length. Else those of some bands come right before the bands' other tiles. A
-// narrow tile waits for its part alone, and is taken before all that wait for it, by a block that is on its way already.
+// Adapters are more of the inner dimension. Narrow tiles make `low`: rows times the adapters' first factors. Every tile ends with a product of its rows of `low` and
+// the second factors. A few blocks begin with narrow tiles, until there are none, and then take others, where that leaves blocks enough for the others: who takes one
+// among others ends later by its length. Else those of some bands come right before the bands' other tiles. A narrow tile waits for its part alone, and is taken before
+// all that wait for it, by a block that is on its way already.
 //
-// Factors of 8 bits have scales, one for each row (or part) and one for each column (or for all), which the end multiplies by as `finish.cu`
-// does. Sums of int8 are exact; those of fp8 are taken of 128 products at a time, and added up in f32, since tensor cores keep fewer bits.
+// Factors of 8 bits have scales, one for each row (or part) and one for each column (or for all), which the end multiplies by as `finish.cu` does. Sums of int8 are
+// exact; those of fp8 are taken of 128 products at a time, and added up in f32, since tensor cores keep fewer bits.
 //
-// The split into loading and multiplying warps is CUTLASS's (its warp-specialized cooperative kernels); flags in front of tiles
-// are after FLUX and TileLink; adapters by runs of rows after Punica and S-LoRA.
+// The split into loading and multiplying warps is CUTLASS's (its warp-specialized cooperative kernels); flags in front of tiles are after FLUX and TileLink; adapters
+// by runs of rows after Punica and S-LoRA.
 #pragma once
 #include "activation.cuh"
 #include "steps.cuh"
