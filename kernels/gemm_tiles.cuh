@@ -38,8 +38,8 @@ constexpr uint32_t rows_bytes = tile_rows * row_bytes;
 // Warps that send, behind the one that loads.
 constexpr uint32_t senders = 2;
 
-// Stages of a tile of so many columns: rows and weight for 64 steps of the inner dimension. Beside them there is room to align
-// the first, and for two barriers each and the number of its tile.
+// Stages of a tile of so many columns: rows and weight for 64 steps of the inner dimension. Beside them there is room to align the first, and for two barriers each and
+// the number of its tile.
 template <uint32_t COLUMNS>
 constexpr uint32_t stage_bytes = rows_bytes + COLUMNS * row_bytes;
 template <uint32_t COLUMNS>
@@ -60,8 +60,8 @@ constexpr bool has_scales = sizeof(In) == 1;
 template <typename In>
 constexpr bool adds_apart = std::is_same_v<In, __nv_fp8_e4m3>;
 
-// How many steps of the inner dimension a stage holds, and of how many bytes. Of a narrow tile they are as many as find room, since it waits for loads
-// more than for products; of its columns those are loaded which adapters have, and the rest is multiplied into sums that nobody reads.
+// How many steps of the inner dimension a stage holds, and of how many bytes. Of a narrow tile they are as many as find room, since it waits for loads more than for
+// products; of its columns those are loaded which adapters have, and the rest is multiplied into sums that nobody reads.
 template <uint32_t COUNT, uint32_t BYTES>
 struct Steps {
   static constexpr uint32_t count = COUNT, bytes = BYTES;
@@ -88,8 +88,8 @@ __device__ __forceinline__ uint32_t rows_until(const Parameters& p, const Tile& 
   return end < rows ? end : rows;
 }
 
-// Tiles of some bands are neighbours, so that what is in flight together has rows and columns in common. In front of all, or of those of the same
-// bands, are narrow ones, one for each band.
+// Tiles of some bands are neighbours, so that what is in flight together has rows and columns in common. In front of all, or of those of the same bands, are narrow
+// ones, one for each band.
 __device__ __forceinline__ Tile tile_of(const Parameters& p, uint32_t t, uint32_t tile_columns) {
   uint32_t part = 0;
   if (t < p.low_tiles) {
@@ -125,8 +125,8 @@ __device__ __forceinline__ void store_release_gpu(uint32_t* at, uint32_t value) 
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// Which tiles a block takes: each the first that no block has; none is left from `p.tiles` on. Every block asks until there is none, and so
-// leaves both counts at zero for the next product.
+// Which tiles a block takes: each the first that no block has; none is left from `p.tiles` on. Every block asks until there is none, and so leaves both counts at zero
+// for the next product.
 //
 // Where narrow tiles come first, who is among the first `p.low_blocks` to ask has the one of that number, and asks for more until there are none.
 struct Turns {
@@ -207,12 +207,11 @@ __device__ __forceinline__ Block block_in(uint8_t* memory) {
   return {base, full, empty, numbers, mail, numbers + stages<COLUMNS>};
 }
 
-// Loads what the tiles need, stage after stage, and says of each stage for which tile it is.
-// Rows beyond a matrix' end take longer than those that are there. So bands are as high as their rows need, and what the rest of a stage holds
-// is multiplied into sums that nobody writes.
+// Loads what the tiles need, stage after stage, and says of each stage for which tile it is. Rows beyond a matrix' end take longer than those that are there. So bands
+// are as high as their rows need, and what the rest of a stage holds is multiplied into sums that nobody writes.
 //
-// `behind` loads what a tile needs behind its products: called as `behind(number, tile, ring, may_wait, waits)`. While products are still loaded, it is
-// called as `behind.look_ahead(tile, may_wait)`, so that what is there by then is not waited for.
+// `behind` loads what a tile needs behind its products: called as `behind(number, tile, ring, may_wait, waits)`. While products are still loaded, it is called as
+// `behind.look_ahead(tile, may_wait)`, so that what is there by then is not waited for.
 template <typename In, uint32_t COLUMNS, typename Behind>
 __device__ inline void load(const Parameters& p, uint32_t first_turn, uint32_t base, uint32_t full, uint32_t empty, uint32_t* tiles, Behind behind) {
   constexpr uint32_t inner = inner_of<In>;
@@ -337,8 +336,7 @@ __device__ __forceinline__ float as_float(int32_t sum) { return __int_as_float(s
 __device__ __forceinline__ void set(float& sum, float value) { sum = value; }
 __device__ __forceinline__ void set(int32_t& sum, float value) { sum = __float_as_int(value); }
 
-// Scales, bias and activation, in place: floats, where sums were integers as well. Apart from what rounds and writes, which stays short
-// where there is none of these.
+// Scales, bias and activation, in place: floats, where sums were integers as well. Apart from what rounds and writes, which stays short where there is none of these.
 template <typename In, uint32_t COLUMNS>
 __device__ inline void finish_tile(const Parameters& p, const Tile& tile, uint32_t first_row, SumOf<In> (&sums)[COLUMNS / 2]) {
   const uint32_t quad = threadIdx.x % 4, rows = rows_until(p, tile);
@@ -398,8 +396,8 @@ __device__ inline void finish_tile(const Parameters& p, const Tile& tile, uint32
 template <typename T>
 constexpr uint32_t type_of = std::is_same_v<T, __half> ? F16 : BF16;
 
-// Rounds; then the four threads of a quad, which hold 2 columns of each block of 8, trade until each has one block, so that a store is 16
-// bytes. A NaN is the hardware's, or, if `CANONICAL`, that of the type.
+// Rounds; then the four threads of a quad, which hold 2 columns of each block of 8, trade until each has one block, so that a store is 16 bytes. A NaN is the
+// hardware's, or, if `CANONICAL`, that of the type.
 template <typename Sum, typename Out, uint32_t COLUMNS, bool CANONICAL = false>
 __device__ inline void round_tile(const Parameters& p, const Tile& tile, uint32_t first_row, Sum (&sums)[COLUMNS / 2]) {
   const uint32_t quad = threadIdx.x % 4, rows = rows_until(p, tile);
@@ -469,8 +467,8 @@ __device__ inline void write_low(const Parameters& p, const Tile& tile, uint32_t
   }
 }
 
-// Multiplies what was loaded, and gives `end` the sums of each tile, to be called as `end(number, tile, first row, sums, ring)`, and as `end.done()`
-// when there is no more.
+// Multiplies what was loaded, and gives `end` the sums of each tile, to be called as `end(number, tile, first row, sums, ring)`, and as `end.done()` when there is no
+// more.
 template <typename In, uint32_t COLUMNS, typename End>
 __device__ inline void multiply(const Parameters& p, uint32_t base, uint32_t full, uint32_t empty, const uint32_t* tiles, End end) {
   const uint32_t half = threadIdx.x / 128 - 1;
