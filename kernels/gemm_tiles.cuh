@@ -63,9 +63,7 @@ constexpr bool adds_apart = std::is_same_v<In, __nv_fp8_e4m3>;
 // How many steps of the inner dimension a stage holds, and of how many bytes. Of a narrow tile they are as many as find room, since it waits for loads more than for
 // products; of its columns those are loaded which adapters have, and the rest is multiplied into sums that nobody reads.
 template <uint32_t COUNT, uint32_t BYTES>
-struct Steps {
-  static constexpr uint32_t count = COUNT, bytes = BYTES;
-};
+struct Steps { static constexpr uint32_t count = COUNT, bytes = BYTES; };
 template <uint32_t COLUMNS>
 using OneStep = Steps<1, stage_bytes<COLUMNS>>;
 template <uint32_t COLUMNS, uint32_t LOW>
@@ -264,9 +262,7 @@ __device__ inline void load(const Parameters& p, uint32_t first_turn, uint32_t b
     const void* rows = own ? p.own_map : p.rows_map;
     const uint32_t row = p.part_row[tile.part] + tile.band * p.band_rows;
     if (!has_scales<In> && tile.narrow) {
-      struct {
-        uint32_t count, bytes;
-      } steps = {many.count, many.bytes};
+      struct { uint32_t count, bytes; } steps = {many.count, many.bytes};
       if (p.low_columns <= few_low_columns) steps = {few.count, few.bytes};
       for (uint32_t k = 0; k < p.inner; k += inner * steps.count) {
         if (k == ask_at) next = turns.next(p);
