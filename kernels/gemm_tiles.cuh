@@ -71,6 +71,7 @@ using NarrowSteps = Steps<stage_bytes<COLUMNS> / stage_bytes<LOW>, stage_bytes<L
 
 // Columns of a narrow tile's products, by what adapters have.
 constexpr uint32_t few_low_columns = GEMM_LOW_COLUMNS / 2;
+
 struct Tile {
   uint32_t part, band, column;
   bool narrow;

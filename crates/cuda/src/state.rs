@@ -29,9 +29,9 @@ impl Core {
         let mut words = vec![0u64; STATE_COUNTERS];
         let from = self.memory.state.address();
         // SAFETY: the state is at least this long, and the words outlive the wait below.
-        unsafe { result::memcpy_dtoh_async(&mut words, from, self.device.card.counting) }
+        unsafe { result::memcpy_dtoh_async(&mut words, from, card.counting) }
             .map_err(failed("cuMemcpyDtoHAsync"))?;
-        CudaMark::record(card, self.device.card.counting)?.sync(COUNTING)?;
+        CudaMark::record(card, card.counting)?.sync(COUNTING)?;
         Ok(words)
     }
 
@@ -40,9 +40,9 @@ impl Core {
         card.bind()?;
         let to = self.memory.state.address() + 8 * first as u64;
         // SAFETY: inside the state, and the words outlive the wait below.
-        unsafe { result::memcpy_htod_async(to, words, self.device.card.counting) }
+        unsafe { result::memcpy_htod_async(to, words, card.counting) }
             .map_err(failed("cuMemcpyHtoDAsync"))?;
-        CudaMark::record(card, self.device.card.counting)?.sync(COUNTING)
+        CudaMark::record(card, card.counting)?.sync(COUNTING)
     }
 
     /// Writes a word of this rank's part, and waits for it.
@@ -51,9 +51,9 @@ impl Core {
         card.bind()?;
         let words = [word];
         // SAFETY: a word of own memory of the group, as the caller says, and the number outlives the wait below.
-        unsafe { result::memcpy_htod_async(address, &words, self.device.card.counting) }
+        unsafe { result::memcpy_htod_async(address, &words, card.counting) }
             .map_err(failed("cuMemcpyHtoDAsync"))?;
-        CudaMark::record(card, self.device.card.counting)?.sync(COUNTING)
+        CudaMark::record(card, card.counting)?.sync(COUNTING)
     }
 
     /// Starts a generation that others may have counted further than this rank, in which some ranks are absent.
@@ -67,9 +67,9 @@ impl Core {
         let card = &self.device.card;
         card.bind()?;
         // SAFETY: own memory of the group, as the caller says.
-        unsafe { result::memset_d8_async(address, byte, bytes, self.device.card.counting) }
+        unsafe { result::memset_d8_async(address, byte, bytes, card.counting) }
             .map_err(failed("cuMemsetD8Async"))?;
-        CudaMark::record(card, self.device.card.counting)?.sync(COUNTING)
+        CudaMark::record(card, card.counting)?.sync(COUNTING)
     }
 
     pub(crate) fn traffic(&self) -> Traffic {

@@ -329,14 +329,6 @@ impl Operands<'_> {
             });
             columns += width;
         }
-        // Pieces of factors are counted in 32 bits when they are laid out: eight columns of each row, of no more than 16 runs and 64 columns in all.
-        let (k, n) = self.dims();
-        if !list.is_empty() && i32::try_from(24 * k + 8 * n).is_err() {
-            return Err(tiles_operands(
-                format!("weight.shape: adapters of {k} by {n} are more than tiles count"),
-                "make several calls",
-            ));
-        }
         if list.len() > MOST_RUNS || columns > GEMM_LOW_COLUMNS as usize {
             return Err(tiles_operands(
                 format!(

@@ -340,7 +340,18 @@ fn inside(rank: &Rank, rng: &mut StdRng) {
             if rng.random() {
                 case.layer.activation = Activation::Relu;
             }
-            case.run(rank, "inside");
+            let with = case.upload(rank);
+            // One element behind the start of an allocation, or where it likes.
+            if rng.random() {
+                let all = rank.poisoned(dtype, &[rows * kn[1] + 1]);
+                let part = all.slice(1, rows * kn[1]).unwrap();
+                let mut d = part.reshape(&[rows, kn[1]]).unwrap();
+                case.multiply(rank, &with, Output::Into(d.view_mut()));
+                case.check(rank, &d, "inside, in between");
+            } else {
+                let d = case.multiply(rank, &with, Output::Allocate(dtype));
+                case.check(rank, &d.unwrap(), "inside");
+            }
         }
     }
 }

@@ -93,6 +93,19 @@ impl CudaDevice {
         shape: &GemmShape,
         d: &Buffer,
     ) -> Result<()> {
+        // Its stores are wide.
+        let whole = d.address().is_multiple_of(GRAIN as u64);
+        self.beside(lane, d, whole, |d| self.write_by_tiles(lane, p, shape, d))
+    }
+
+    /// The same, where `d` lies at a whole [`GRAIN`].
+    fn write_by_tiles(
+        &self,
+        lane: &Arc<Lane>,
+        p: &LoraLinearParams<'_>,
+        shape: &GemmShape,
+        d: &Buffer,
+    ) -> Result<()> {
         let (gemm, operands) = (&p.gemm, operands(p, p.runs, d));
         let named = operands.buffers();
         let (scales, runs) = operands.taken(&named, &(0..0))?;
@@ -133,14 +146,7 @@ impl CudaDevice {
                 .chain([x.retain(), d.clone()])
                 .collect(),
         };
-        // Its stores are wide.
-        let whole = d.address().is_multiple_of(GRAIN as u64);
-        self.beside(lane, d, whole, |d| {
-            let mut tiled = tiled.clone();
-            tiled.parts[0].out = d.address();
-            tiled.buffers.push(d.clone());
-            self.tiled(lane, &tiled)
-        })
+        self.tiled(lane, &tiled)
     }
 }
 
