@@ -36,17 +36,42 @@ __device__ inline void lay_down(const AdaptersParams& p, uint32_t a, uint64_t ro
 
 __device__ __forceinline__ bool is_finite(const AdaptersParams& p, uint16_t value) { return (value & p.exponent) != p.exponent; }
 
+// Of a word of two elements, the highest bits of those that are not finite: what has all of its exponent's bits passes them with a step.
+__device__ __forceinline__ uint32_t not_finite(const AdaptersParams& p, uint32_t word) {
+  const uint32_t step = 0x8000 - uint32_t(p.exponent);
+  return ((word & 0x7fff7fff) + (step | step << 16)) & 0x80008000;
+}
+
 // The first element of a column of `down`, by a block, which looks at the row of the second factor that the column is multiplied by.
-__device__ inline void begin_column(const AdaptersParams& p, uint32_t a, uint32_t column) {
-  const uint16_t* row = reinterpret_cast<const uint16_t*>(p.second[a]) + column * p.columns;
-  bool finite = true;
-#pragma unroll 8
-  for (uint32_t i = threadIdx.x; i < p.columns; i += blockDim.x) finite &= is_finite(p, row[i]);
+__device__ inline void begin_column(const AdaptersParams& p, uint32_t column) {
+  uint32_t a = 0, at = column;
+  for (; a < p.count && at >= p.width[a]; ++a) at -= p.width[a];
+  if (a == p.count) return;
+  const uint64_t row = p.second[a] + at * p.columns * sizeof(uint16_t);
+  uint32_t bad = 0;
+  if (row % sizeof(uint4) == 0 && p.columns % at_once == 0) {
+    constexpr uint32_t loads = 4;
+    const uint4* words = reinterpret_cast<const uint4*>(row);
+    const uint32_t count = p.columns / at_once;
+    for (uint32_t first = threadIdx.x; first < count; first += loads * blockDim.x) {
+      uint4 of[loads]{};
+#pragma unroll
+      for (uint32_t i = 0; i < loads; ++i) {
+        if (first + i * blockDim.x < count) of[i] = words[first + i * blockDim.x];
+      }
+#pragma unroll
+      for (const uint4& w : of) bad |= not_finite(p, w.x) | not_finite(p, w.y) | not_finite(p, w.z) | not_finite(p, w.w);
+    }
+  } else {
+    const uint16_t* values = reinterpret_cast<const uint16_t*>(row);
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < p.columns; i += blockDim.x) bad |= not_finite(p, values[i]);
+  }
   constexpr uint16_t nan = 0x7fff;
-  const bool all = __syncthreads_and(finite);
+  const bool any = __syncthreads_or(bad);
   if (threadIdx.x == 0) {
-    const uint16_t first = reinterpret_cast<const uint16_t*>(p.first[a])[column];
-    reinterpret_cast<uint16_t*>(p.down)[(p.column[a] + column) * p.inner] = all ? first : nan;
+    const uint16_t first = reinterpret_cast<const uint16_t*>(p.first[a])[at];
+    reinterpret_cast<uint16_t*>(p.down)[column * p.inner] = any ? nan : first;
   }
 }
 
@@ -69,9 +94,15 @@ __device__ inline void lay_up(const AdaptersParams& p, uint64_t row, uint32_t fi
 
 }  // namespace
 
+// The first blocks begin columns, one each unless there are more than half of the grid; the others do the rest.
 extern "C" __global__ void brigade_adapters(const __grid_constant__ AdaptersParams p) {
   wait_for_previous_kernel();
-  const uint64_t thread = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, threads = uint64_t(gridDim.x) * blockDim.x;
+  const uint32_t heads = min(uint32_t(p.stride), gridDim.x / 2);
+  if (blockIdx.x < heads) {
+    for (uint32_t column = blockIdx.x; column < p.stride; column += heads) begin_column(p, column);
+    return;
+  }
+  const uint64_t thread = uint64_t(blockIdx.x - heads) * blockDim.x + threadIdx.x, threads = uint64_t(gridDim.x - heads) * blockDim.x;
   for (uint64_t i = thread; i < p.flag_count; i += threads) reinterpret_cast<uint32_t*>(p.flags)[i] = 0;
   for (uint64_t i = thread; p.state != 0 && i <= STATE_COUNTERS; i += threads) {
     reinterpret_cast<uint64_t*>(p.state)[i] = i == STATE_GENERATION;
@@ -83,11 +114,5 @@ extern "C" __global__ void brigade_adapters(const __grid_constant__ AdaptersPara
     } else if (i % p.inner != 0) {
       lay_down(p, i / p.inner, i % p.inner);
     }
-  }
-  for (uint32_t n = blockIdx.x;; n += gridDim.x) {
-    uint32_t a = 0, column = n;
-    for (; a < p.count && column >= p.width[a]; ++a) column -= p.width[a];
-    if (a == p.count) break;
-    begin_column(p, a, column);
   }
 }
