@@ -44,9 +44,10 @@ __device__ __forceinline__ uint32_t not_finite(const AdaptersParams& p, uint32_t
 
 // The first element of a column of `down`, by a block, which looks at the row of the second factor that the column is multiplied by.
 __device__ inline void begin_column(const AdaptersParams& p, uint32_t column) {
-  uint32_t a = 0, at = column;
-  for (; a < p.count && at >= p.width[a]; ++a) at -= p.width[a];
+  uint32_t a = 0;
+  while (a < p.count && column - p.column[a] >= p.width[a]) ++a;
   if (a == p.count) return;
+  const uint32_t at = column - p.column[a];
   const uint64_t row = p.second[a] + at * p.columns * sizeof(uint16_t);
   uint32_t bad = 0;
   if (row % sizeof(uint4) == 0 && p.columns % at_once == 0) {

@@ -16,10 +16,14 @@ pub fn some(count: usize, of: usize) -> impl Iterator<Item = usize> {
 pub fn close(what: &str, pairs: &[(bf16, f64)]) -> Result<()> {
     let norm =
         |f: &dyn Fn(&(bf16, f64)) -> f64| pairs.iter().map(|p| f(p) * f(p)).sum::<f64>().sqrt();
-    let (error, size) = (norm(&|p| p.0.to_f64() - p.1), norm(&|p| p.1));
+    let off = |p: &(bf16, f64)| p.0.to_f64() - p.1;
+    let (error, size) = (norm(&off), norm(&|p| p.1));
+    let worst = pairs
+        .iter()
+        .max_by(|a, b| off(a).abs().total_cmp(&off(b).abs()));
     ensure!(
         error <= TOLERANCE * size,
-        "{what}: relative error {:.1e} over {} elements",
+        "{what}: relative error {:.1e} over {} elements, {worst:?} the worst (got, wanted)",
         error / size,
         pairs.len()
     );
