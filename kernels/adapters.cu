@@ -16,21 +16,23 @@ struct alignas(16) Eight {
   uint16_t at[at_once];
 };
 
-// One row of an adapter's first factor: a column of `down`, next to which other threads write theirs.
-__device__ inline void lay_down(const AdaptersParams& p, uint32_t a, uint64_t row) {
-  const uint32_t width = p.width[a];
-  const uint16_t* from = reinterpret_cast<const uint16_t*>(p.first[a]) + row * width;
-  uint16_t* to = reinterpret_cast<uint16_t*>(p.down) + p.column[a] * p.inner + row;
-  for (uint32_t first = 0; first < width; first += at_once) {
-    Eight values;
+__device__ __forceinline__ uint32_t eights(uint32_t elements) { return (elements + at_once - 1) / at_once; }
+
+// Eight elements of a row of an adapter's first factor, the `n`-th in its adapter and the next: part of eight columns of `down`, next to which other threads write theirs.
+__device__ inline void lay_down(const AdaptersParams& p, uint64_t row, uint32_t n) {
+  uint32_t a = 0;
+  for (; n >= eights(p.width[a]); ++a) n -= eights(p.width[a]);
+  const uint32_t width = p.width[a], first = n * at_once;
+  const uint16_t* from = reinterpret_cast<const uint16_t*>(p.first[a]) + row * width + first;
+  uint16_t* to = reinterpret_cast<uint16_t*>(p.down) + (p.column[a] + first) * p.inner + row;
+  Eight values;
 #pragma unroll
-    for (uint32_t i = 0; i < at_once; ++i) {
-      if (first + i < width) values.at[i] = from[first + i];
-    }
+  for (uint32_t i = 0; i < at_once; ++i) {
+    if (first + i < width) values.at[i] = from[i];
+  }
 #pragma unroll
-    for (uint32_t i = 0; i < at_once; ++i) {
-      if (first + i < width) to[(first + i) * p.inner] = values.at[i];
-    }
+  for (uint32_t i = 0; i < at_once; ++i) {
+    if (first + i < width) to[i * p.inner] = values.at[i];
   }
 }
 
@@ -108,12 +110,14 @@ extern "C" __global__ void brigade_adapters(const __grid_constant__ AdaptersPara
   for (uint64_t i = thread; p.state != 0 && i <= STATE_COUNTERS; i += threads) {
     reinterpret_cast<uint64_t*>(p.state)[i] = i == STATE_GENERATION;
   }
-  const uint64_t rows = p.count * p.inner, all = rows + p.stride / at_once * p.columns;
+  uint32_t parts = 0;
+  for (uint32_t a = 0; a < p.count; ++a) parts += eights(p.width[a]);
+  const uint64_t downs = parts * p.inner, all = downs + p.stride / at_once * p.columns;
   for (uint64_t i = thread; i < all; i += threads) {
-    if (i >= rows) {
-      lay_up(p, (i - rows) % p.columns, (i - rows) / p.columns * at_once);
+    if (i >= downs) {
+      lay_up(p, (i - downs) % p.columns, (i - downs) / p.columns * at_once);
     } else if (i % p.inner != 0) {
-      lay_down(p, i / p.inner, i % p.inner);
+      lay_down(p, i % p.inner, i / p.inner);
     }
   }
 }

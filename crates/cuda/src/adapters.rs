@@ -88,8 +88,9 @@ impl CudaDevice {
             parameters.width[i] = run.width as u32;
         }
         let kernels = &self.opened.kernels;
-        // A thread for each row of a first factor, and for each eight elements of `up`; and a block for each column of `down`.
-        let blocks = blocks_for(p.runs.len() * inner + columns * stride / 8) + stride;
+        // A thread for each eight elements of a row of a first factor, and of `up`; and a block for each column of `down`.
+        let eights: usize = p.runs.iter().map(|run| run.width.div_ceil(8)).sum();
+        let blocks = blocks_for(eights * inner + columns * stride / 8) + stride;
         let kept: Vec<_> = p.buffers.iter().chain([&memory]).chain(state).collect();
         // SAFETY: factors lie in buffers of the call, the rest in the memory just taken.
         unsafe { kernels.launch(&kernels.adapters, lane, &kept, blocks, parameters)? };

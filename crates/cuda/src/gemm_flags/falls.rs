@@ -77,20 +77,25 @@ pub(crate) fn even_blocks(tiles: u32, most: u32, adapters: bool) -> u32 {
 }
 
 /// Of so many blocks, how many begin with narrow tiles, one for each of `bands`: those that would have no other tile, or so many as have made half as much again as
-/// the first others ask for by when these end. None where the rest could not make all others in as many rounds as it takes without adapters: narrow tiles
-/// are taken among the others then.
+/// the first others ask for by when these end; or, should there be too few blocks for that, just as much. None where the rest could not make all others in as many rounds as
+/// it takes without adapters: narrow tiles are taken among the others then.
 pub(crate) fn low_blocks(bands: usize, in_band: usize, cost: usize, blocks: usize) -> usize {
     let (tiles, group) = (bands * in_band, GEMM_BANDS as usize * in_band);
     let begun = (blocks.div_ceil(group.max(1)) * GEMM_BANDS as usize).min(bands);
-    let first = (3 * begun * NARROW_COST)
-        .div_ceil(2 * cost)
-        .clamp(1, blocks.max(1));
     let rounds = tiles.div_ceil(blocks.max(1));
-    let left = (rounds * cost).saturating_sub(bands.div_ceil(first) * NARROW_COST) / cost;
-    if (blocks - first) * rounds + first * left < tiles {
-        return 0;
-    }
-    first.max(blocks.saturating_sub(tiles)).min(bands)
+    let fits = |first: &usize| {
+        let narrow = bands.div_ceil(*first) * NARROW_COST;
+        let left = (rounds * cost).saturating_sub(narrow) / cost;
+        (blocks - first) * rounds + first * left >= tiles
+    };
+    let halves = [3, 2].map(|halves| {
+        let first = (halves * begun * NARROW_COST).div_ceil(2 * cost);
+        first.clamp(1, blocks.max(1))
+    });
+    let first = halves.into_iter().find(fits);
+    first.map_or(0, |first| {
+        first.max(blocks.saturating_sub(tiles)).min(bands)
+    })
 }
 
 #[cfg(test)]
@@ -142,6 +147,8 @@ mod tests {
         assert_eq!([2048, 4096].map(|rows| of(rows, 7168, 256)), [5, 5]);
         assert_eq!(of(2048, 7168, 224), 6);
         assert_eq!(of(8192, 5120, 256), 5);
+        // 128 others leave four blocks, which just make eight narrow tiles meanwhile.
+        assert_eq!(of(1024, 4096, 256), 4);
         // 640 others take five rounds of 132 but for twenty, which is less than narrow tiles take.
         assert_eq!(of(8192, 2560, 256), 0);
         assert_eq!(
