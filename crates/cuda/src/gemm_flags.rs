@@ -21,7 +21,7 @@ use std::{ffi::c_void, mem::MaybeUninit, ops::Range, ptr, sync::Arc};
 
 mod falls;
 pub(crate) use falls::Falls;
-use falls::{WIDTHS, Width, best_width, cost_of, even_blocks, low_blocks};
+use falls::{WIDTHS, Width, best_width, cost_of, even_blocks, low_blocks, narrow_cost};
 
 /// Bytes of the inner dimension that a box holds.
 const BOX_BYTES: usize = 128;
@@ -163,10 +163,15 @@ pub(crate) struct Tiled {
     pub(crate) buffers: Vec<Buffer>,
 }
 
+/// Columns that the adapters of these runs have between their factors.
+pub(crate) fn low_columns(runs: &[Run]) -> usize {
+    runs.last().map_or(0, |run| run.column + run.width)
+}
+
 impl Tiled {
     /// Columns that all adapters have between their factors.
     pub(crate) fn low_columns(&self) -> usize {
-        self.runs.last().map_or(0, |run| run.column + run.width)
+        low_columns(&self.runs)
     }
 
     /// Whether there is nothing to multiply.
@@ -350,11 +355,12 @@ impl CudaDevice {
         ))
     }
 
-    /// How a product of so many rows and columns falls into tiles, with adapters; `None` where there is no kernel.
+    /// How a product of so many rows and columns falls into tiles, with adapters of so many in all; `None` where there is no kernel.
     pub(crate) fn falls(
         &self,
         [input, output]: [DataType; 2],
         [rows, columns]: [usize; 2],
+        low_columns: usize,
         sms: usize,
     ) -> Option<Falls> {
         let widths = self
@@ -365,11 +371,12 @@ impl CudaDevice {
             .of(input, output)?
             .widths;
         let shape = (rows.div_ceil(GEMM_ROWS as usize), columns);
-        let width = widths[best_width(widths, shape, true, sms)];
+        let narrow = narrow_cost(low_columns);
+        let width = widths[best_width(widths, shape, narrow, sms)];
         Some(Falls {
             sms,
             tiles: shape.0 * columns.div_ceil(width.columns),
-            cost: cost_of(width, shape, true, sms),
+            cost: cost_of(width, shape, narrow, sms),
         })
     }
 
@@ -418,7 +425,8 @@ impl CudaDevice {
             return Ok(None);
         };
         let sms = p.blocks as usize;
-        let chosen = best_width(of_type.widths, (p.bands(), columns), low.is_some(), sms);
+        let narrow = narrow_cost(p.low_columns());
+        let chosen = best_width(of_type.widths, (p.bands(), columns), narrow, sms);
         let width = of_type.widths[chosen].columns;
         let band_rows = p.band_rows();
         let mut parameters = GemmFlagsParams {
@@ -465,7 +473,7 @@ impl CudaDevice {
         let (bands, mut in_band) = (p.bands(), columns.div_ceil(width));
         if low.is_some() {
             let cost = of_type.widths[chosen].cost;
-            match low_blocks(bands, in_band, cost, sms) {
+            match low_blocks((bands, in_band), (cost, narrow), sms) {
                 0 => in_band += 1,
                 first => {
                     (parameters.low_tiles, parameters.low_blocks) = (bands as u32, first as u32)

@@ -10,7 +10,7 @@ use crate::{
 use brigade_device::{
     Buffer, Device, GemmParams, GemmShape, LoraLinearParams, LoraRun, Operand, Reason, Result, View,
 };
-use brigade_kernels::GEMM_ROWS;
+use brigade_kernels::{GEMM_LOW_COLUMNS, GEMM_ROWS};
 use brigade_plan::reason::tiles_operands;
 use std::sync::Arc;
 
@@ -71,14 +71,14 @@ impl CudaDevice {
         let operands = operands(p, p.runs, d);
         let taken = check_form(&p.gemm, shape)
             .and_then(|()| operands.taken(&operands.buffers(), &(0..0)))
-            .map(|(_, runs)| runs.len());
+            .map(|(_, runs)| (runs.len(), gemm_flags::low_columns(&runs)));
         let sms = p.gemm.sm_cap.unwrap_or(self.info().sms).max(1);
         let types = [operands.dtype, operands.output];
-        let falls = self.falls(types, [shape.m, shape.n], sms.into());
-        let (Ok(adapters), Some(falls)) = (taken, falls) else {
+        let Ok((adapters, low_columns)) = taken else {
             return Ok(false);
         };
-        if !pays(adapters, shape, &falls) {
+        let falls = self.falls(types, [shape.m, shape.n], low_columns, sms.into());
+        if !falls.is_some_and(|falls| pays((adapters, low_columns), shape, &falls)) {
             return Ok(false);
         }
         self.multiply_by_tiles(lane, p, shape, d)?;
@@ -153,16 +153,22 @@ impl CudaDevice {
 /// The fewest rows that were measured. Of fewer, a product by itself is quicker by the kernel for few rows.
 const FEWEST: usize = 16;
 
-/// Whether a linear with so many adapters is quicker by tiles, as seen on an H200. With one it is not, since factors must be laid out first. With more the library takes
-/// two launches for each, which tiles lose again where they leave much of their last round idle; or, where rows are so few that the weight's bytes are
-/// all that counts, where there are tiles for few multiprocessors.
-fn pays(adapters: usize, shape: &GemmShape, falls: &Falls) -> bool {
+/// Whether a linear with so many adapters, of so many columns in all, is quicker by tiles, as seen on an H200. The library takes two launches for each, which tiles lose
+/// again where they leave much of their last round idle; or, where rows are so few that the weight's bytes are all that counts, where there are tiles for few
+/// multiprocessors, or a single adapter is so wide that laying it out and multiplying by it takes as long.
+fn pays((adapters, low_columns): (usize, usize), shape: &GemmShape, falls: &Falls) -> bool {
     let band = GEMM_ROWS as usize;
+    let single = adapters == 1;
+    // What rounds may take of rounds without anything idle, in hundredths.
+    let most = if single { 128 } else { 150 };
     let filled = match shape.m <= 2 * band {
-        true => 4 * falls.tiles >= 3 * falls.sms,
-        false => 2 * falls.cost * falls.sms * band <= 3 * shape.m * shape.n,
+        true => {
+            let wide = single && low_columns > GEMM_LOW_COLUMNS as usize / 2;
+            !wide && 4 * falls.tiles >= 3 * falls.sms
+        }
+        false => 100 * falls.cost * falls.sms * band <= most * shape.m * shape.n,
     };
-    shape.m >= FEWEST && adapters > 1 && filled
+    shape.m >= FEWEST && adapters > 0 && filled
 }
 
 #[cfg(test)]
@@ -183,9 +189,14 @@ mod tests {
             let sms = 132;
             pays(adapters, &shape, &Falls { sms, tiles, cost })
         };
-        assert!(of(2, 64, 8192, 128, 96) && !of(2, 64, 4096, 64, 96));
-        assert!(!of(1, 64, 8192, 128, 96) && !of(2, 15, 8192, 128, 96));
-        assert!(of(2, 384, 8192, 96, 262) && !of(2, 300, 8192, 96, 262));
-        assert!(of(2, 1024, 8192, 256, 524) && !of(2, 1025, 8192, 288, 786));
+        let (few, two) = ((1, 32), (2, 64));
+        assert!(of(two, 64, 8192, 128, 96) && !of(two, 64, 4096, 64, 96));
+        assert!(of(few, 64, 8192, 128, 96) && !of((1, 33), 64, 8192, 128, 96));
+        assert!(!of((0, 0), 64, 8192, 128, 96) && !of(two, 15, 8192, 128, 96));
+        assert!(of(two, 384, 8192, 96, 262) && !of(two, 300, 8192, 96, 262));
+        assert!(of(two, 300, 8192, 129, 202) && !of(few, 300, 8192, 129, 202));
+        assert!(of(two, 512, 10240, 216, 404) && !of(few, 512, 10240, 216, 404));
+        assert!(of(two, 1024, 8192, 256, 524) && !of(two, 1025, 8192, 288, 786));
+        assert!(of(few, 8192, 2560, 640, 1572) && of((1, 64), 512, 8192, 128, 262));
     }
 }
