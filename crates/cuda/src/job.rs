@@ -279,10 +279,13 @@ impl<'a> Job<'a> {
         )
     }
 
-    /// Enqueues copies of `(to, from, bytes)` by a kernel, behind the steps so far.
+    /// Enqueues copies of `(to, from, bytes)` by a kernel, behind the steps so far; these wait for what comes next if there is nothing to copy.
     pub(crate) fn moves(&mut self, list: &[(u64, u64, usize)]) -> Result<()> {
-        self.steps_now()?;
         let list: Vec<_> = list.iter().filter(|(.., bytes)| *bytes > 0).collect();
+        if list.is_empty() {
+            return Ok(());
+        }
+        self.steps_now()?;
         for part in list.chunks(MOST_MOVES) {
             let (stop, state) = self.stop();
             let mut parameters = MoveParams {
