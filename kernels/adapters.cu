@@ -100,6 +100,8 @@ __device__ inline void lay_up(const AdaptersParams& p, uint64_t row, uint32_t fi
 // The first blocks begin columns, one each unless there are more than half of the grid; the others do the rest.
 extern "C" __global__ void brigade_adapters(const __grid_constant__ AdaptersParams p) {
   wait_for_previous_kernel();
+  // Whoever comes next waits for this one's end, and is launched by then.
+  let_next_kernel_start();
   const uint32_t heads = min(uint32_t(p.stride), gridDim.x / 2);
   if (blockIdx.x < heads) {
     for (uint32_t column = blockIdx.x; column < p.stride; column += heads) begin_column(p, column);

@@ -12,8 +12,7 @@
 // Factors of 8 bits have scales, one for each row (or part) and one for each column (or for all), which the end multiplies by as `finish.cu` does. Sums of int8 are
 // exact; those of fp8 are taken of 128 products at a time, and added up in f32, since tensor cores keep fewer bits.
 //
-// The split into loading and multiplying warps is CUTLASS's (its warp-specialized cooperative kernels); flags in front of tiles are after FLUX and TileLink; adapters
-// by runs of rows after Punica and S-LoRA.
+// Warps that load and others that multiply are CUTLASS's (warp-specialized cooperative); flags before tiles are after FLUX and TileLink; adapters after Punica, S-LoRA.
 #pragma once
 #include "activation.cuh"
 #include "steps.cuh"
@@ -567,10 +566,10 @@ __device__ __forceinline__ void run_tiles(const Parameters& p, MakeBehind behind
   let_next_kernel_start();
   extern __shared__ uint8_t memory[];
   const Block block = block_in<COLUMNS>(memory);
-  // Answers take about a microsecond. Whatever counted tiles here before had ended when steps let this kernel begin, or the kernel before it.
+  // Answers take about a microsecond. Whatever counted tiles here before had ended when steps let this kernel begin, or the kernel before it, unless that makes the state.
   uint32_t first_turn = 0;
   if (threadIdx.x == 0) {
-    first_turn = Turns::ask(p);
+    if (p.begins != BEGINS_WITH_NEW_STATE) first_turn = Turns::ask(p);
     map_is_wanted(p.part_word[0] == 0 ? p.own_map : p.rows_map);
     map_is_wanted(p.weight_map);
     for (uint32_t s = 0; s < stages<COLUMNS>; ++s) {
@@ -582,7 +581,8 @@ __device__ __forceinline__ void run_tiles(const Parameters& p, MakeBehind behind
   }
   __syncthreads();
   // What is above touches nothing else of an earlier kernel's.
-  if (p.begins_early == 0) wait_for_previous_kernel();
+  if (p.begins != BEGINS_BESIDE_STEPS) wait_for_previous_kernel();
+  if (p.begins == BEGINS_WITH_NEW_STATE && threadIdx.x == 0) first_turn = Turns::ask(p);
   if (threadIdx.x < 128) {
     fewer_registers<56>();
     if (threadIdx.x == 0) {

@@ -15,6 +15,7 @@ use cudarc::driver::{
 };
 use parking_lot::Mutex;
 use std::{
+    ffi::c_void,
     mem::MaybeUninit,
     panic::{AssertUnwindSafe, catch_unwind},
     ptr,
@@ -78,11 +79,19 @@ impl Card {
             keeper: Mutex::new(None),
             retired: Retired::of(ordinal),
         };
+        let set = |attribute, to: *mut c_void| {
+            // SAFETY: the pool was just created, and the caller's value has this attribute's type.
+            unsafe { mem_pool::set_attribute(card.pool, attribute, to) }
+                .map_err(refused("cuMemPoolSetAttribute"))
+        };
         let mut kept = KEPT_BYTES;
-        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        // SAFETY: the pool was just created, and this attribute is a u64.
-        unsafe { mem_pool::set_attribute(card.pool, attribute, ptr::from_mut(&mut kept).cast()) }
-            .map_err(refused("cuMemPoolSetAttribute"))?;
+        let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        set(threshold, ptr::from_mut(&mut kept).cast())?;
+        // No stream waits for another unseen, to have the memory that work there still uses: that may wait for a peer which waits for what comes here.
+        let mut depends = 0_i32;
+        let dependencies =
+            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES;
+        set(dependencies, ptr::from_mut(&mut depends).cast())?;
         Ok(Arc::new(card))
     }
 

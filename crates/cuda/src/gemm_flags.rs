@@ -12,8 +12,8 @@ use crate::{
 };
 use brigade_device::{Activation, Buffer, DataType, Error, Reason, Result};
 use brigade_kernels::{
-    GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS, GemmFlagsParams, GemmSumsParams, Parameters,
-    STATE_COUNTERS,
+    BEGINS_BESIDE_STEPS, BEGINS_WITH_NEW_STATE, GEMM_ROWS, GEMM_SHARED_BYTES, GEMM_THREADS,
+    GemmFlagsParams, GemmSumsParams, Parameters, STATE_COUNTERS,
 };
 use brigade_plan::reason;
 use cudarc::driver::sys;
@@ -328,7 +328,7 @@ impl Job<'_> {
         let waiting = GemmFlagsParams {
             signature: self.kind.signature,
             counter: Counters::uses(of) as u32,
-            begins_early: u32::from(begins_early),
+            begins: if begins_early { BEGINS_BESIDE_STEPS } else { 0 },
             ..waiting!(GemmFlagsParams, self)
         };
         self.core.device.ready(p, low, waiting)
@@ -395,14 +395,17 @@ impl CudaDevice {
             first_deadline_ns: u64::MAX,
             size: 1,
             stop: STATE_COUNTERS as u32,
+            begins: BEGINS_WITH_NEW_STATE,
             ..GemmFlagsParams::default()
         };
+        // The kernel that lays adapters out lets this one be launched.
+        let programmatic = low.is_some() && self.opened.kernels.pushes.programmatic && !self.serial;
         let p = Tiled {
             buffers: p.buffers.iter().cloned().chain([state]).collect(),
             ..p.clone()
         };
         match self.ready(&p, low, alone)? {
-            Some(ready) => ready.launch(lane, &p, false),
+            Some(ready) => ready.launch(lane, &p, programmatic),
             None => Ok(()),
         }
     }

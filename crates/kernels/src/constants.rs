@@ -111,6 +111,10 @@ constants! {
     GEMM_LOW_COLUMNS: u32 = 64;
     /// Runs of rows with an adapter in one launch.
     MOST_RUNS: usize = 16;
+    /// Such a product multiplies own rows before the kernel in front has ended: steps, which let it.
+    BEGINS_BESIDE_STEPS: u32 = 1;
+    /// Or it comes behind the kernel that makes its state.
+    BEGINS_WITH_NEW_STATE: u32 = 2;
 
     /// Words of a rank's own state: which generation of the communicator it is in.
     STATE_GENERATION: usize = 0;

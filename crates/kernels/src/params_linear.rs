@@ -523,8 +523,8 @@ parameters! {
         row_scale_stride: u32,
         /// 1 if each column has a scale, 0 if all have one.
         column_scale_stride: u32,
-        /// Whether own rows are multiplied before the kernel in front has ended: steps, which let it.
-        begins_early: u32,
+        /// 0 if it begins behind the kernel in front, or one of the `BEGINS_..` constants.
+        begins: u32,
         /// Type of what is added.
         bias_type: u32,
         /// From row to row of it, in elements; 0 if all rows have one.
