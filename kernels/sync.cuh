@@ -67,8 +67,8 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 }
 
 // The next kernel may take its place beside this one; what it does there waits for the end of this one. Behind the wait above, so that all but this one, which is of
-// the call in front, has ended when the next begins; tiles alone call it before, and stand behind steps of their own call, and so does the kernel to which a product of the
-// same call sends.
+// the call in front, has ended when the next begins; tiles alone call it before, and stand behind steps of their own call, or behind the kernel that lays their adapters out and
+// is launched behind the end of all in front of it; and so does the kernel to which a product of the same call sends.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -34,7 +34,7 @@ fn exponent(dtype: DataType) -> u64 {
 
 impl Job<'_> {
     /// Lays the adapters of a product out, if there are any: in front of the call's steps, since a product that begins beside them has
-    /// waited for nothing else.
+    /// waited for nothing else. Steps must come between the two: they wait for this.
     pub(crate) fn adapters(&self, p: &Tiled) -> Result<Option<Low>> {
         self.core.device.low(self.lane, p, None)
     }
@@ -92,6 +92,7 @@ impl CudaDevice {
         let eights: usize = p.runs.iter().map(|run| run.width.div_ceil(8)).sum();
         let blocks = blocks_for(eights * inner + columns * stride / 8) + stride;
         let kept: Vec<_> = p.buffers.iter().chain([&memory]).chain(state).collect();
+        // Launched plainly: it lets the next kernel start, which may begin before it waits, since all in front of this one has ended then.
         // SAFETY: factors lie in buffers of the call, the rest in the memory just taken.
         unsafe { kernels.launch(&kernels.adapters, lane, &kept, blocks, parameters)? };
         let of = |address, rows, columns| Rows {

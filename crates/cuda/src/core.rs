@@ -223,7 +223,7 @@ impl Core {
             desk: desk.transpose()?,
             nccl,
         };
-        let programmatic = kernels.pushes.programmatic && !device.serial;
+        let programmatic = device.launches_early();
         let core = Self {
             mover: Lane::new(&device.card, i8::MAX)?,
             waiter: Lane::new(&device.card, i8::MAX)?,

@@ -266,11 +266,8 @@ impl Product<'_> {
             let alone = taken.room.alone;
             return self.run_tiled(job, &self.tiled(taken), alone);
         }
-        // A rank alone whose rows lie where they should has nothing to do beside the product.
-        if job.core.size() > 1 || self.rows.source.is_some() {
-            self.own_words(job, pieces);
-            job.fork()?;
-        }
+        self.own_words(job, pieces);
+        job.fork()?;
         // All that moves is enqueued before the first product: should a product have to load something, which waits for the
         // GPU, nobody waits for this rank meanwhile.
         let there = match self.plan.mode {

@@ -399,7 +399,7 @@ impl CudaDevice {
             ..GemmFlagsParams::default()
         };
         // The kernel that lays adapters out lets this one be launched.
-        let programmatic = low.is_some() && self.opened.kernels.pushes.programmatic && !self.serial;
+        let programmatic = low.is_some() && self.launches_early();
         let p = Tiled {
             buffers: p.buffers.iter().cloned().chain([state]).collect(),
             ..p.clone()

@@ -40,13 +40,17 @@ pub(crate) fn quiet(ordinal: usize) {
 }
 
 impl CudaDevice {
+    /// Whether launches of this GPU may take place while the kernel in front of them goes on, where it lets them.
+    pub(crate) fn launches_early(&self) -> bool {
+        self.opened.kernels.pushes.programmatic && !self.serial
+    }
+
     /// Whether a kernel on this lane may take its place on the GPU while the one before it ends, and lie in wait for that. Its blocks are in the way of
     /// other streams' meanwhile, for which a peer may be waiting, who may keep from its place what this lane waits for. So only if all communicators
     /// that this process has on the GPU have worked, on this lane alone, and no rank of theirs shares it.
     pub(crate) fn overtakes(&self, lane: &Lane) -> bool {
-        let able = self.opened.kernels.pushes.programmatic && !self.serial;
         let suits = |core: &Arc<Core>| !core.shares() && core.works_only_on(lane);
-        able && alive(self.card.context.ordinal()).iter().all(suits)
+        self.launches_early() && alive(self.card.context.ordinal()).iter().all(suits)
     }
 }
 

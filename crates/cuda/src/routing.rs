@@ -159,7 +159,7 @@ impl Router {
         let threads = (parameters.tokens).next_multiple_of(32).clamp(32, THREADS);
         let shape = Launch::grid(parameters.size * parameters.runs, threads);
         let kernels = &device.opened.kernels;
-        let programmatic = kernels.pushes.programmatic && !device.serial;
+        let programmatic = device.launches_early();
         for (kernel, follows) in [
             (&kernels.routes.counts, false),
             (&kernels.routes.lists, programmatic),

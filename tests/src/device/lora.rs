@@ -356,6 +356,37 @@ fn inside(rank: &Rank, rng: &mut StdRng) {
     }
 }
 
+/// Few rows, as of sequences that get a token each: runs without an adapter and without rows, widths that are odd or no power of two, inner dimensions of a part of a
+/// slice and of some, and columns as they come.
+fn few(rank: &Rank, rng: &mut StdRng) {
+    let width = |rng: &mut StdRng| Some(rng.random_range(1..65));
+    let several = vec![(3, width(rng)), (0, Some(4)), (2, None), (3, width(rng))];
+    let own = (0..16).map(|_| (1, width(rng))).collect();
+    // Wider than is taken along, and one row more.
+    let other = [vec![(4, Some(65)), (2, Some(8))], vec![(17, Some(8))]];
+    let all = [vec![(1, Some(16))], several, own, vec![(16, Some(64))]];
+    for dtype in FLOATS {
+        for runs in all.iter().chain(&other) {
+            let kn = [8 * rng.random_range(1..260), rng.random_range(1..400)];
+            let mut case = Case::new(rng, dtype, runs, kn);
+            case.layer.transpose = true;
+            case.layer.weight = case.layer.weight.transposed();
+            let rows = case.x.rows();
+            case.layer.bias = match rng.random_range(0..3) {
+                0 => None,
+                1 => Some(Matrix::random(rng, dtype, &[kn[1]], 1.0)),
+                _ => Some(Matrix::random(rng, dtype, &[rows, kn[1]], 1.0)),
+            };
+            if rng.random() {
+                case.layer.activation = Activation::Relu;
+            }
+            let with = case.upload(rank);
+            let d = case.multiply(rank, &with, Output::Allocate(dtype));
+            case.check(rank, &d.unwrap(), "few");
+        }
+    }
+}
+
 /// What is not finite in an adapter shows in its own rows, and in no others.
 fn apart(rank: &Rank, rng: &mut StdRng) {
     for dtype in FLOATS {
@@ -403,6 +434,7 @@ fn apart(rank: &Rank, rng: &mut StdRng) {
 
 pub(super) fn add(suite: &mut Suite) {
     alone(suite, "lora_linear/inside", inside);
+    alone(suite, "lora_linear/few", few);
     alone(suite, "lora_linear/apart", apart);
     alone(suite, "lora_linear/many", many);
     alone(suite, "lora_linear/lengths_and_widths", lengths_and_widths);

@@ -153,9 +153,9 @@ impl CudaDevice {
 /// The fewest rows that were measured. Of fewer, a product by itself is quicker by the kernel for few rows.
 const FEWEST: usize = 16;
 
-/// Whether a linear with so many adapters, of so many columns in all, is quicker by tiles, as seen on an H200. The library takes two launches for each, which tiles lose
-/// again where they leave much of their last round idle; or, where rows are so few that the weight's bytes are all that counts, where there are tiles for few
-/// multiprocessors, or a single adapter is so wide that laying it out and multiplying by it takes as long.
+/// Whether a linear with so many adapters, of so many columns in all, is quicker by tiles, as seen on an H200 of one and two. The library takes two launches for each (or two
+/// for three runs or more), which tiles lose again where they leave much of their last round idle; or, where rows are so few that the weight's bytes are all that counts,
+/// where there are tiles for few multiprocessors, or a single adapter is so wide that laying it out and multiplying by it takes as long.
 fn pays((adapters, low_columns): (usize, usize), shape: &GemmShape, falls: &Falls) -> bool {
     let band = GEMM_ROWS as usize;
     let single = adapters == 1;
