@@ -123,6 +123,21 @@ impl Case {
         device.lora_linear(on, &params, output).unwrap()
     }
 
+    /// The weight by rows, as products that take adapters along want it, and an end as it comes.
+    fn by_rows(&mut self, rng: &mut StdRng) {
+        let (dtype, rows, columns) = (self.x.dtype, self.x.rows(), self.layer.weight.dims[1]);
+        self.layer.transpose = true;
+        self.layer.weight = self.layer.weight.transposed();
+        self.layer.bias = match rng.random_range(0..3) {
+            0 => None,
+            1 => Some(Matrix::random(rng, dtype, &[columns], 1.0)),
+            _ => Some(Matrix::random(rng, dtype, &[rows, columns], 1.0)),
+        };
+        if rng.random() {
+            self.layer.activation = Activation::Relu;
+        }
+    }
+
     fn check(&self, rank: &Rank, d: &Buffer, what: &str) {
         let want = oracle::linear(&self.x, self.transpose_x, &self.layer);
         let what = format!(
@@ -329,23 +344,14 @@ fn inside(rank: &Rank, rng: &mut StdRng) {
         for runs in &all {
             let kn = [(); 2].map(|()| 8 * rng.random_range(1..80));
             let mut case = Case::new(rng, dtype, runs, kn);
-            case.layer.transpose = true;
-            case.layer.weight = case.layer.weight.transposed();
-            let rows = case.x.rows();
-            case.layer.bias = match rng.random_range(0..3) {
-                0 => None,
-                1 => Some(Matrix::random(rng, dtype, &[kn[1]], 1.0)),
-                _ => Some(Matrix::random(rng, dtype, &[rows, kn[1]], 1.0)),
-            };
-            if rng.random() {
-                case.layer.activation = Activation::Relu;
-            }
+            case.by_rows(rng);
             let with = case.upload(rank);
             // One element behind the start of an allocation, or where it likes.
             if rng.random() {
-                let all = rank.poisoned(dtype, &[rows * kn[1] + 1]);
-                let part = all.slice(1, rows * kn[1]).unwrap();
-                let mut d = part.reshape(&[rows, kn[1]]).unwrap();
+                let dims = [case.x.rows(), kn[1]];
+                let all = rank.poisoned(dtype, &[dims[0] * dims[1] + 1]);
+                let part = all.slice(1, dims[0] * dims[1]).unwrap();
+                let mut d = part.reshape(&dims).unwrap();
                 case.multiply(rank, &with, Output::Into(d.view_mut()));
                 case.check(rank, &d, "inside, in between");
             } else {
@@ -356,30 +362,19 @@ fn inside(rank: &Rank, rng: &mut StdRng) {
     }
 }
 
-/// Few rows, as of sequences that get a token each: runs without an adapter and without rows, widths that are odd or no power of two, inner dimensions of a part of a
-/// slice and of some, and columns as they come.
+/// Few rows, as of sequences that get a token each: runs without an adapter and without rows, widths that are odd or no power of two, and columns as they come.
 fn few(rank: &Rank, rng: &mut StdRng) {
     let width = |rng: &mut StdRng| Some(rng.random_range(1..65));
     let several = vec![(3, width(rng)), (0, Some(4)), (2, None), (3, width(rng))];
     let own = (0..16).map(|_| (1, width(rng))).collect();
-    // Wider than is taken along, and one row more.
+    // Wider, and more rows than a device's way for few may take.
     let other = [vec![(4, Some(65)), (2, Some(8))], vec![(17, Some(8))]];
     let all = [vec![(1, Some(16))], several, own, vec![(16, Some(64))]];
     for dtype in FLOATS {
         for runs in all.iter().chain(&other) {
             let kn = [8 * rng.random_range(1..260), rng.random_range(1..400)];
             let mut case = Case::new(rng, dtype, runs, kn);
-            case.layer.transpose = true;
-            case.layer.weight = case.layer.weight.transposed();
-            let rows = case.x.rows();
-            case.layer.bias = match rng.random_range(0..3) {
-                0 => None,
-                1 => Some(Matrix::random(rng, dtype, &[kn[1]], 1.0)),
-                _ => Some(Matrix::random(rng, dtype, &[rows, kn[1]], 1.0)),
-            };
-            if rng.random() {
-                case.layer.activation = Activation::Relu;
-            }
+            case.by_rows(rng);
             let with = case.upload(rank);
             let d = case.multiply(rank, &with, Output::Allocate(dtype));
             case.check(rank, &d.unwrap(), "few");
