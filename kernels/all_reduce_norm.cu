@@ -2,6 +2,7 @@
 // push, and in two shots reduce, granules of any row, as in all_reduce.cu: the warps of a row are on many multiprocessors, since one
 // of them sends little. Then a block takes whole rows, of any rank: in two shots a rank pushes the sums of its share to itself, too.
 // What comes behind the sums is norm.cuh's.
+#include "cluster.cuh"
 #include "norm.cuh"
 #include "one_turn.cuh"
 
@@ -19,16 +20,6 @@ using namespace brigade;
 // each other is: a barrier of the cluster would wait for all that threads have stored before, which is on its way to peers, and one that
 // counts what comes (st.async) takes as long again as the way. No sum of squares and no magnitude has the bits of the sentinel.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-__device__ __forceinline__ uint32_t cluster_size() {
-  uint32_t n;
-  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(n));
-  return n;
-}
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t n;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(n));
-  return n;
-}
 // Where block `to` of the cluster has what this one has there, in its shared memory.
 __device__ __forceinline__ uint64_t place_of(const void* here, uint32_t to) {
   uint64_t there;
@@ -41,8 +32,6 @@ __device__ __forceinline__ void tell_block(uint64_t at, uint32_t value) {
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 #else
-__device__ __forceinline__ uint32_t cluster_size() { return 1; }
-__device__ __forceinline__ uint32_t cluster_rank() { return 0; }
 __device__ __forceinline__ uint64_t place_of(const void*, uint32_t) { return 0; }
 __device__ __forceinline__ void tell_block(uint64_t, uint32_t) {}
 __device__ __forceinline__ void cluster_arrive() {}

@@ -38,6 +38,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// The same, for bytes that other blocks of the cluster write.
+__device__ __forceinline__ void barrier_wait_for_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 there, [%0], %1;\n"
+      "@!there bra again;\n"
+      "}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
 }  // namespace brigade
 
 #endif

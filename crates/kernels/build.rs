@@ -25,6 +25,7 @@ fn main() {
         "build",
         "src/params.rs",
         "src/params_experts.rs",
+        "src/params_few_rows.rs",
         "src/params_fifo.rs",
         "src/params_group.rs",
         "src/params_linear.rs",

@@ -1,5 +1,9 @@
 //! Products of few rows, by a kernel that reads the weight ahead (`kernels/few_rows.cu`).
 
+mod adapters;
+
+pub(crate) use adapters::RowAdapters;
+
 use crate::{
     CudaDevice, Kernel, KernelSet, Launch, Missing, finish::End, lane::Lane,
     linear::adds_something, matrix::Matrix, tiles::GRAIN, types,
@@ -8,7 +12,9 @@ use brigade_device::{
     Activation, Buffer, DataType, Device, GemmParams, GemmShape, LoraLinearParams, Operand, Result,
     View,
 };
-use brigade_kernels::{FEW_ROWS_BYTES_8, FEW_ROWS_BYTES_16, FEW_ROWS_THREADS, FewRowsParams};
+use brigade_kernels::{
+    FEW_LOW_BLOCKS, FEW_ROWS_BYTES_8, FEW_ROWS_BYTES_16, FEW_ROWS_THREADS, FewRowsParams,
+};
 use cudarc::driver::{
     CudaContext,
     sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
@@ -27,14 +33,29 @@ const WIDE: usize = 4096;
 /// Most rows of any kernel.
 const MOST: usize = 16;
 
-/// Most rows of each kernel, and the shared memory of its blocks.
-const FORMS: [(usize, u32); 2] = [(8, FEW_ROWS_BYTES_8), (MOST, FEW_ROWS_BYTES_16)];
+/// Most rows of each kernel, the shared memory of its blocks, and the elements of the inner dimension that it takes at a time.
+const FORMS: [(usize, u32, usize); 2] =
+    [(8, FEW_ROWS_BYTES_8, 1024), (MOST, FEW_ROWS_BYTES_16, 512)];
 
-/// By type, and by rows.
+/// A kernel, and how many of its blocks a GPU holds at once, where they come in clusters.
+#[derive(Debug)]
+struct Form {
+    kernel: Kernel<FewRowsParams>,
+    most: Option<u32>,
+}
+
+/// Of one type, by rows: without adapters, and with them.
+#[derive(Debug)]
+struct OfType {
+    plain: [Form; 2],
+    with_adapters: [Form; 2],
+}
+
+/// By type.
 #[derive(Debug)]
 pub(crate) struct FewRowsKernels {
-    f16: [Kernel<FewRowsParams>; 2],
-    bf16: [Kernel<FewRowsParams>; 2],
+    f16: OfType,
+    bf16: OfType,
 }
 
 impl FewRowsKernels {
@@ -48,14 +69,22 @@ impl FewRowsKernels {
     }
 
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
-        let kernel = |dtype: DataType, (rows, bytes): (usize, u32)| {
-            let kernel: Kernel<FewRowsParams> = set.variant(format!("_{dtype}_{rows}"))?;
+        let form = |name: &str, (rows, bytes, _): (usize, u32, usize), cluster: u32| {
+            let kernel: Kernel<FewRowsParams> = set.variant(format!("_{name}_{rows}"))?;
             kernel.allow_shared_bytes(bytes)?;
-            Ok::<_, Missing>(kernel)
+            // A part of a GPU that holds no cluster may be told so as an error.
+            let clusters = || kernel.resident_clusters(launch(cluster, cluster, bytes));
+            let most = (cluster > 1).then(|| cluster * clusters().unwrap_or(0));
+            Ok::<_, Missing>(Form { kernel, most })
         };
-        let of = |dtype| -> Result<_, Missing> {
-            let [few, more] = FORMS;
-            Ok([kernel(dtype, few)?, kernel(dtype, more)?])
+        let [few, more] = FORMS;
+        let of = |dtype: DataType| -> Result<_, Missing> {
+            let (plain, low) = (dtype.to_string(), format!("low_{dtype}"));
+            let with_adapters = |rows| form(&low, rows, FEW_LOW_BLOCKS);
+            Ok(OfType {
+                plain: [form(&plain, few, 1)?, form(&plain, more, 1)?],
+                with_adapters: [with_adapters(few)?, with_adapters(more)?],
+            })
         };
         Ok(Self {
             f16: of(DataType::F16)?,
@@ -63,15 +92,38 @@ impl FewRowsKernels {
         })
     }
 
-    /// The kernel for so many rows, and the shared memory of its blocks.
-    fn of(&self, dtype: DataType, rows: usize) -> Option<(&Kernel<FewRowsParams>, u32)> {
-        let kernels = match dtype {
+    /// The kernel for so many rows, with adapters or without, and its launch with so many blocks at most; none where these are too few.
+    fn of(
+        &self,
+        dtype: DataType,
+        rows: usize,
+        adapters: bool,
+        blocks: usize,
+    ) -> Option<(&Kernel<FewRowsParams>, Launch)> {
+        let of_type = match dtype {
             DataType::F16 => &self.f16,
             DataType::BF16 => &self.bf16,
             _ => return None,
         };
-        let which = FORMS.iter().position(|&(most, _)| rows <= most)?;
-        Some((&kernels[which], FORMS[which].1))
+        let which = FORMS.iter().position(|form| rows <= form.0)?;
+        let (forms, cluster) = match adapters {
+            true => (&of_type.with_adapters, FEW_LOW_BLOCKS),
+            false => (&of_type.plain, 1),
+        };
+        let form = &forms[which];
+        let most = u32::try_from(blocks).unwrap_or(u32::MAX);
+        let blocks = most.min(form.most.unwrap_or(most)) / cluster * cluster;
+        let launch = launch(blocks, cluster, FORMS[which].1);
+        (blocks > 0).then_some((&form.kernel, launch))
+    }
+}
+
+/// So many blocks, with so much shared memory each.
+const fn launch(blocks: u32, cluster: u32, shared_bytes: u32) -> Launch {
+    Launch {
+        shared_bytes,
+        cluster,
+        ..Launch::grid(blocks, FEW_ROWS_THREADS)
     }
 }
 
@@ -85,6 +137,8 @@ pub(crate) struct FewRows<'a> {
     pub(crate) sm_cap: Option<u16>,
     /// Whether the right factor may be read before the work in front has ended.
     pub(crate) settled: bool,
+    /// Adapters, which are added to the product before C is.
+    pub(crate) adapters: Option<&'a RowAdapters>,
 }
 
 impl<'a> FewRows<'a> {
@@ -96,6 +150,7 @@ impl<'a> FewRows<'a> {
             end: End::PLAIN,
             sm_cap: gemm.sm_cap,
             settled: gemm.settled_b,
+            adapters: None,
         }
     }
 
@@ -112,7 +167,7 @@ impl<'a> FewRows<'a> {
             inner: x.columns() as u32,
             settled: u32::from(self.settled),
             alpha: self.alpha,
-            ..FewRowsParams::default()
+            ..self.adapters.map(|all| all.told).unwrap_or_default()
         }
     }
 
@@ -123,10 +178,18 @@ impl<'a> FewRows<'a> {
             let line = m.stride() * m.dtype().bytes();
             m.address().is_multiple_of(GRAIN as u64) && line.is_multiple_of(GRAIN)
         };
-        let most = if self.settled { MOST } else { ALWAYS };
+        // Whatever has adapters otherwise takes two launches more at least.
+        let most = match self.settled || self.adapters.is_some() {
+            true => MOST,
+            false => ALWAYS,
+        };
         let narrow = |n: usize| i32::try_from(n).is_ok();
         let much = x.rows() <= ALWAYS || x.columns() <= SHORT || weight.columns() >= WIDE;
-        much && (1..=most).contains(&x.rows())
+        let pays = self
+            .adapters
+            .is_none_or(|all| all.pays(x.rows(), x.columns()));
+        much && pays
+            && (1..=most).contains(&x.rows())
             && x.dtype() == weight.dtype()
             && !x.transposed()
             && weight.transposed()
@@ -171,15 +234,17 @@ impl CudaDevice {
     ) -> Option<(&Kernel<FewRowsParams>, Launch)> {
         let [x, _] = p.factors;
         let kernels = self.opened.kernels.few_rows.as_ref()?;
-        let (kernel, shared_bytes) = kernels.of(x.dtype(), x.rows()).filter(|_| p.suits())?;
+        if !p.suits() {
+            return None;
+        }
         let sms = p.sm_cap.unwrap_or(u16::MAX).clamp(1, self.info().sms);
         let blocks = usize::from(sms).min(columns);
-        let shape = Launch {
-            shared_bytes,
+        let (kernel, launch) = kernels.of(x.dtype(), x.rows(), p.adapters.is_some(), blocks)?;
+        let launch = Launch {
             programmatic: self.overtakes(lane),
-            ..Launch::grid(blocks as u32, FEW_ROWS_THREADS)
+            ..launch
         };
-        Some((kernel, shape))
+        Some((kernel, launch))
     }
 
     /// The product into `d`, its rows one after the other; `false`, and nothing is done, where it is not for the kernel.
@@ -205,6 +270,7 @@ impl CudaDevice {
         };
         let mut buffers = vec![d, x.buffer(), weight.buffer()];
         buffers.extend(p.end.bias);
+        buffers.extend(p.adapters.iter().flat_map(|all| &all.factors));
         lane.run(&buffers, |stream| {
             // SAFETY: shapes, strides and reach were checked, and `run` keeps the buffers until the work is done; the stream is of
             // the lane's context, in which the kernel was loaded.

@@ -136,6 +136,26 @@ impl Launch {
         }
     }
 
+    /// As the driver takes it, with these attributes, on this stream.
+    fn config(
+        &self,
+        attributes: &mut [sys::CUlaunchAttribute],
+        stream: sys::CUstream,
+    ) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: self.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: self.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared_bytes,
+            hStream: stream,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
+        }
+    }
+
     /// What the driver calls attributes: those that differ from a plain grid's.
     fn attributes(&self) -> SmallVec<[sys::CUlaunchAttribute; 3]> {
         use sys::CUlaunchAttributeID_enum as Id;
@@ -190,18 +210,7 @@ impl<P: Parameters> Kernel<P> {
     ) -> Result<(), Missing> {
         bind(&self.set.context)?;
         let mut attributes = shape.attributes();
-        let config = sys::CUlaunchConfig {
-            gridDimX: shape.blocks,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: shape.threads,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: shape.shared_bytes,
-            hStream: stream,
-            attrs: attributes.as_mut_ptr(),
-            numAttrs: attributes.len() as u32,
-        };
+        let config = shape.config(&mut attributes, stream);
         let mut pointer = ptr::from_mut(&mut parameters).cast();
         // SAFETY: the driver copies the struct during the call; `P` is this kernel's own struct, with offsets that nvcc asserted;
         // the rest is the caller's promise.
@@ -261,6 +270,22 @@ impl<P: Parameters> Kernel<P> {
             shared_bytes,
             ..shape
         })
+    }
+
+    /// Clusters of this shape that the GPU holds at once.
+    ///
+    /// # Errors
+    /// [`Missing::Refused`].
+    pub fn resident_clusters(&self, shape: Launch) -> Result<u32, Missing> {
+        bind(&self.set.context)?;
+        let mut attributes = shape.attributes();
+        let config = shape.config(&mut attributes, ptr::null_mut());
+        let mut clusters = 0;
+        // SAFETY: the function is loaded as long as `set` lives, and the attributes as long as the configuration.
+        unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, self.function, &config) }
+            .result()
+            .map_err(refused("cuOccupancyMaxActiveClusters"))?;
+        Ok(clusters.unsigned_abs())
     }
 
     /// Blocks of this shape that an SM holds at once.

@@ -7,7 +7,7 @@ use crate::{
     CudaDevice,
     batch_invariant::is_exact,
     factors::Factors,
-    few_rows::FewRows,
+    few_rows::{FewRows, RowAdapters},
     finish::{End, Sums, same_elements},
     lane::Lane,
     lora::{Given, Run},
@@ -200,11 +200,16 @@ impl Job<'_> {
         if self.has_adapters() && device.adapters_by_tiles(lane, p, shape, d)? {
             return Ok(None);
         }
+        let adapters = self
+            .has_adapters()
+            .then(|| RowAdapters::of(self.runs(), gemm.a.dtype()));
         match device.factors(lane, gemm, shape)? {
             Factors::Int8(x, w) => device.integer_sums(lane, (&x, &w), gemm, shape).map(Some),
             Factors::Float(a, b, scales) => {
                 let scales = scales.as_ref().map(|s| s.each_ref());
-                if scales.is_none() && !self.has_adapters() && self.few_rows([&a, &b], end, d)? {
+                let taken = !matches!(adapters, Some(None));
+                let adapters = adapters.as_ref().and_then(Option::as_ref);
+                if scales.is_none() && taken && self.few_rows([&a, &b], adapters, end, d)? {
                     return Ok(None);
                 }
                 if plain_end && self.direct((&a, &b, scales), bias, d)? {
@@ -224,9 +229,15 @@ impl Job<'_> {
         }
     }
 
-    /// The whole linear but adapters by the kernel for few rows, if it takes it; `false`, and nothing is done, otherwise. A batch, also of one, is
-    /// the library's.
-    fn few_rows(&self, factors: [&Matrix; 2], end: End<'_>, d: &Buffer) -> Result<bool> {
+    /// The whole linear, with these of its adapters, by the kernel for few rows, if it takes it; `false`, and nothing is done, otherwise. A batch, also of
+    /// one, is the library's.
+    fn few_rows(
+        &self,
+        factors: [&Matrix; 2],
+        adapters: Option<&RowAdapters>,
+        end: End<'_>,
+        d: &Buffer,
+    ) -> Result<bool> {
         let gemm = &self.p.gemm;
         let few = FewRows {
             factors,
@@ -234,6 +245,7 @@ impl Job<'_> {
             end,
             sm_cap: gemm.sm_cap,
             settled: gemm.settled_b,
+            adapters,
         };
         Ok(self.shape.d.dims().len() == 2 && self.device.few_rows(self.lane, &few, d)?)
     }
@@ -348,7 +360,7 @@ impl Job<'_> {
             beta: 1.0,
             activation: Activation::None,
         };
-        if self.few_rows([a, b], end, d)? {
+        if self.few_rows([a, b], None, end, d)? {
             return Ok(true);
         }
         let base = Product {

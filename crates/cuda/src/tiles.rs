@@ -421,4 +421,4 @@ fn unaligned(field: &str, address: u64, grain: u64) -> Reason {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

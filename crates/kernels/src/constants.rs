@@ -65,6 +65,10 @@ constants! {
     FEW_ROWS_BYTES_8: u32 = 6 * 16 * (2 * 1024 + 64) + 8 * 4 * 4 * 8 * (16 + 4);
     /// Of one of up to 16, whose stages are half as long.
     FEW_ROWS_BYTES_16: u32 = 8 * 16 * (2 * 512 + 64) + 8 * 7 * 4 * 16 * (16 + 4);
+    /// Most columns between adapters' factors that such a product takes along, of up to four of them.
+    FEW_LOW_COLUMNS: u32 = 64;
+    /// Blocks that share the multiplication of rows by first factors.
+    FEW_LOW_BLOCKS: u32 = 2;
     /// Rows of a tile of a product whose tiles wait.
     GEMM_ROWS: u32 = 128;
     /// Bands of a part whose tiles are neighbours.

@@ -175,6 +175,8 @@ pub struct Field {
 
 #[path = "params_experts.rs"]
 mod experts;
+#[path = "params_few_rows.rs"]
+mod few_rows;
 #[path = "params_fifo.rs"]
 mod fifo;
 #[path = "params_group.rs"]
@@ -187,13 +189,14 @@ mod low_latency;
 mod pushed;
 
 #[allow(unused_imports, reason = "builds include this file for its layouts")]
-pub use {experts::*, fifo::*, group::*, linear::*, low_latency::*, pushed::*};
+pub use {experts::*, few_rows::*, fifo::*, group::*, linear::*, low_latency::*, pushed::*};
 
 /// Name, size and fields of every struct.
 pub fn layouts() -> impl Iterator<Item = &'static Layout> {
     group::LAYOUTS
         .iter()
         .chain(linear::LAYOUTS)
+        .chain(few_rows::LAYOUTS)
         .chain(experts::LAYOUTS)
         .chain(pushed::LAYOUTS)
         .chain(fifo::LAYOUTS)

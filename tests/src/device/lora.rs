@@ -23,6 +23,31 @@ struct Case {
     output: DataType,
     /// Whether some factors begin where no 16 bytes do.
     shifted: bool,
+    way: Way,
+}
+
+/// How it is asked for.
+#[derive(Clone, Copy)]
+struct Way {
+    alpha: f32,
+    sm_cap: Option<u16>,
+    settled: bool,
+}
+
+impl Way {
+    const PLAIN: Self = Self {
+        alpha: 1.0,
+        sm_cap: None,
+        settled: false,
+    };
+
+    fn drawn(rng: &mut StdRng) -> Self {
+        Self {
+            alpha: [1.0, -0.5][rng.random_range(0..2)],
+            sm_cap: [None, Some(5), Some(8), Some(19)][rng.random_range(0..4)],
+            settled: rng.random(),
+        }
+    }
 }
 
 /// A linear in the device's memory.
@@ -75,6 +100,7 @@ impl Case {
             layer,
             output: dtype,
             shifted: rng.random(),
+            way: Way::PLAIN,
         }
     }
 
@@ -115,6 +141,9 @@ impl Case {
                 transpose_a: self.transpose_x,
                 transpose_b: self.layer.transpose,
                 activation: self.layer.activation,
+                alpha: self.way.alpha,
+                sm_cap: self.way.sm_cap,
+                settled_b: self.way.settled,
                 ..GemmParams::new(&with.x, &with.weight)
             },
             runs: &runs,
@@ -138,8 +167,25 @@ impl Case {
         }
     }
 
+    /// Gives one run's adapter the first factor of another one's that is as wide, and tells which to which; none where no two are.
+    fn share_first(&mut self) -> Option<(usize, usize)> {
+        let runs = &mut self.layer.runs;
+        let width = |run: &Run| run.adapter.as_ref().map(|l| l.a.dims[1]);
+        let pairs = (0..runs.len()).flat_map(|i| (0..i).map(move |j| (j, i)));
+        let alike =
+            |&(i, j): &(usize, usize)| width(&runs[i]).is_some_and(|w| width(&runs[j]) == Some(w));
+        let (from, to) = pairs.into_iter().find(alike)?;
+        let first = runs[from].adapter.clone()?.a;
+        runs[to].adapter.as_mut()?.a = first;
+        Some((from, to))
+    }
+
     fn check(&self, rank: &Rank, d: &Buffer, what: &str) {
-        let want = oracle::linear(&self.x, self.transpose_x, &self.layer);
+        let mut layer = self.layer.clone();
+        for value in &mut layer.weight.values {
+            *value *= f64::from(self.way.alpha);
+        }
+        let want = oracle::linear(&self.x, self.transpose_x, &layer);
         let what = format!(
             "{what}: {} runs of {} by {:?} to {}",
             self.layer.runs.len(),
@@ -362,22 +408,61 @@ fn inside(rank: &Rank, rng: &mut StdRng) {
     }
 }
 
-/// Few rows, as of sequences that get a token each: runs without an adapter and without rows, widths that are odd or no power of two, and columns as they come.
+/// Few rows, as of sequences that get a token each: one adapter, several, some with one first factor; rows without; widths and lengths at which ways change; columns as
+/// they come, in several passes of few blocks; C where D is; and the same bits every time.
 fn few(rank: &Rank, rng: &mut StdRng) {
     let width = |rng: &mut StdRng| Some(rng.random_range(1..65));
-    let several = vec![(3, width(rng)), (0, Some(4)), (2, None), (3, width(rng))];
+    let several = vec![(3, Some(8)), (0, Some(4)), (2, None), (3, Some(32))];
+    let four = vec![(4, Some(16)), (3, Some(8)), (5, Some(16)), (4, Some(16))];
+    let five = vec![(1, Some(16)); 5];
+    let odd = vec![(3, width(rng)), (2, None), (3, width(rng))];
     let own = (0..16).map(|_| (1, width(rng))).collect();
-    // Wider, and more rows than a device's way for few may take.
-    let other = [vec![(4, Some(65)), (2, Some(8))], vec![(17, Some(8))]];
-    let all = [vec![(1, Some(16))], several, own, vec![(16, Some(64))]];
-    for dtype in FLOATS {
-        for runs in all.iter().chain(&other) {
-            let kn = [8 * rng.random_range(1..260), rng.random_range(1..400)];
-            let mut case = Case::new(rng, dtype, runs, kn);
-            case.by_rows(rng);
-            let with = case.upload(rank);
-            let d = case.multiply(rank, &with, Output::Allocate(dtype));
-            case.check(rank, &d.unwrap(), "few");
+    let all = [
+        vec![(1, Some(16))],
+        vec![(8, Some(32))],
+        vec![(2, Some(16)), (1, None), (2, Some(16)), (2, Some(32))],
+        vec![(9, Some(64))],
+        vec![(16, Some(64))],
+        vec![(4, Some(65)), (2, Some(8))],
+        vec![(17, Some(8))],
+        several,
+        four,
+        five,
+        odd,
+        own,
+    ];
+    for (dtype, runs) in FLOATS
+        .into_iter()
+        .flat_map(|d| all.each_ref().map(|r| (d, r)))
+    {
+        let kn = match rng.random() {
+            true => [8 * rng.random_range(1..460), rng.random_range(1..400)],
+            false => [8 * rng.random_range(1..130), rng.random_range(400..1400)],
+        };
+        let mut case = Case::new(rng, dtype, runs, kn);
+        case.by_rows(rng);
+        case.way = Way::drawn(rng);
+        let shared = rng.random::<bool>().then(|| case.share_first()).flatten();
+        let mut with = case.upload(rank);
+        if let Some((from, to)) = shared {
+            let first = with.adapters[from].as_ref().unwrap()[0].clone();
+            with.adapters[to].as_mut().unwrap()[0] = first;
+        }
+        let dims = [case.x.rows(), kn[1]];
+        rank.stream.sync(AMPLE).unwrap();
+        let mut all: Vec<_> = (0..8).map(|_| rank.poisoned(dtype, &dims)).collect();
+        for d in &mut all {
+            case.multiply(rank, &with, Output::Into(d.view_mut()));
+        }
+        case.check(rank, &all[0], "few");
+        let first = rank.raw(all[0].view());
+        for d in &all[1..] {
+            assert_bits(&rank.raw(d.view()), &first, dtype, "the same once more");
+        }
+        if let Some(c) = with.bias.clone().filter(|c| c.shape().dims() == dims) {
+            let mut d = c.slice(0, dims[0]).unwrap();
+            case.multiply(rank, &with, Output::Into(d.view_mut()));
+            assert_bits(&rank.raw(c.view()), &first, dtype, "D is C");
         }
     }
 }

@@ -24,7 +24,7 @@ impl Storage for At {
     }
 }
 
-fn at(address: u64, dtype: DataType, dims: &[usize]) -> Buffer {
+pub(crate) fn at(address: u64, dtype: DataType, dims: &[usize]) -> Buffer {
     let bytes = dims.iter().product::<usize>() * dtype.bytes();
     let shape = Shape::new(dims).unwrap();
     Buffer::new(Arc::new(At(address, bytes)), dtype, shape).unwrap()
