@@ -4,8 +4,8 @@
 // A block has its own columns of the result, that is, whole rows of the weight. Two warps load them through a ring in shared memory, which they
 // fill before the kernel in front of this one has ended, where the weight does not come from it: so memory is busy while others communicate.
 // Eight warps multiply: each has its part of every stage's inner dimension, and holds sums of all rows for as many columns as registers allow; with
-// each pass over these, x is read once. In the end a column's sums are added up in the order of the warps. So bits of an element depend on its row and
-// column alone, not on how many there are.
+// each pass over these, x is read once. In the end a column's sums are added up in the order of the warps, of 8 rows at a time. So bits of an element depend
+// on its row and column alone, not on how many there are.
 //
 // Adapters of rows are taken along. Their first factors go through the ring as well, in the first pass, and of a cluster of blocks each has its slices of them. It gives its sums
 // to all of them before the pass ends, and what they gave is added up in their order. So an element ends with its column of the second factor.
@@ -14,6 +14,7 @@
 // dimension may be multiplied in any order, if both factors agree: a lane takes 16 bytes of each, where a fragment would have four times four.
 #include "activation.cuh"
 #include "few_rows_adapters.cuh"
+#include "registers.cuh"
 
 using namespace brigade;
 
@@ -26,7 +27,7 @@ template <uint32_t ROWS, bool LOW>
 __device__ __forceinline__ void load(const FewRowsParams& p, uint32_t which, Ring<ROWS> ring) {
   constexpr uint32_t slice = Form<ROWS>::slice, part = unit / loaders;
   const uint32_t lane = threadIdx.x % 32, line = which * part + lane;
-  Walk<ROWS> at(p, LOW);
+  Walk<ROWS> at(p);
   bool waited = p.settled == 0;
   for (const uint32_t begin = at.first; !at.done();) {
     const uint32_t barrier = ring.full + 8 * ring.stage, bytes = 2 * min(slice, p.inner - at.slice * slice);
@@ -69,35 +70,29 @@ template <typename T, uint32_t ROWS, bool LOW>
 __device__ __forceinline__ void multiply(const FewRowsParams& p, float* all, Ring<ROWS> ring, LowSums<ROWS>* exchange) {
   using F = Form<ROWS>;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, line = lane / 4, quarter = lane % 4;
-  Walk<ROWS> at(p, LOW);
+  Walk<ROWS> at(p);
   const LowWalk low_at(at.slices);
   for (const uint32_t begin = at.first; !at.done(); at.next_pass()) {
     const uint32_t columns = at.end() - at.first, beside = (columns + unit - 1) / unit, units = at.halves * beside;
-    constexpr uint32_t most = LOW ? F::units_beside_low : F::units;
-    float sums[most][F::groups][4] = {};
+    float sums[F::units][F::groups][4] = {};
     Low<ROWS> low = {};
     Fragment<ROWS> x, next;
     x.read(p, 0);
-    // Rows of a column that a thread ends, and how many threads do. What they first need of second factors they ask for while there is still something to multiply, where
-    // registers allow.
-    constexpr uint32_t together = LOW ? ROWS / 4 : 1;
-    constexpr bool is_early = ROWS == 8;
-    const uint32_t ends = columns * ((p.rows + together - 1) / together);
+    // Rows of a column that a thread ends. What it first needs of second factors it asks for while there is still something to multiply.
+    constexpr uint32_t together = LOW ? 2 : 1;
     Second<T> second;
-    const auto read_second = [&] {
-      if (threadIdx.x < ends) second.read(p, threadIdx.x / columns * together, at.first + threadIdx.x % columns, 0);
-    };
     if constexpr (LOW) fetch_second(p, at.first, at.end());
 #pragma unroll 1
     for (uint32_t slice = 0; slice < at.slices; ++slice) {
       // Some stages are left: the sum's kernel has its place when words come, and does not ask for them long before.
       if (p.slots != 0 && threadIdx.x == 0 && at.end() == at.last && (slice + 2 == at.slices || at.slices == 1)) let_next_kernel_start();
       next.read(p, slice + 1);
-      if constexpr (LOW && is_early) {
-        if (slice + 1 == at.slices) read_second();
+      if constexpr (LOW) {
+        const uint32_t row = threadIdx.x / columns * together;
+        if (slice + 1 == at.slices && row < min(group, p.rows)) second.read(p, row, at.first + threadIdx.x % columns, 0);
       }
 #pragma unroll
-      for (uint32_t u = 0; u < most; ++u) {
+      for (uint32_t u = 0; u < F::units; ++u) {
         if (u >= units) break;
         barrier_wait(ring.full + 8 * ring.stage, ring.phase);
         uint4 w[F::loads][2];
@@ -133,47 +128,52 @@ __device__ __forceinline__ void multiply(const FewRowsParams& p, float* all, Rin
       }
       x = next;
     }
-    if constexpr (LOW && !is_early) read_second();
-    // Sums of the pass before have been read.
-    multipliers_meet();
     if constexpr (LOW) {
       if (at.first == begin) take_low<ROWS>(p, *exchange);
     }
 #pragma unroll
-    for (uint32_t u = 0; u < most; ++u) lay_down<ROWS>(all, u, sums[u]);
-    multipliers_meet();
-    // Of a column of unit `before` or a later one.
-    const auto sum_of = [&](uint32_t row, uint32_t in, uint32_t before = 0) {
-      return __fmul_rn(p.alpha, sum_of_warps<ROWS>(all, row, before * unit + in));
-    };
-    if (p.slots != 0) {
-      for (uint32_t i = 2 * threadIdx.x; i < columns * p.rows; i += 64 * multipliers) {
-        const uint32_t row = i / columns, in = i % columns;
-        send<T>(p, row, at.first + in, sum_of(row, in), sum_of(row, in + 1));
-      }
-      continue;
-    }
-    for (uint32_t i = threadIdx.x; i < ends; i += 32 * multipliers) {
-      const uint32_t first = i / columns * together, in = i % columns, column = at.first + in;
-      float added[together] = {};
-      if constexpr (LOW) {
-        if (i != threadIdx.x) second.read(p, first, column, 0);
-        of_adapters<T>(p, exchange->given[0], first, column, second, added);
-      }
+    for (uint32_t g = 0; g < F::groups; ++g) {
+      const uint32_t begin_row = group * g;
+      if (begin_row >= p.rows) break;
+      const uint32_t rows = min(group, p.rows - begin_row), ends = columns * ((rows + together - 1) / together);
+      // Sums of the group before have been read.
+      multipliers_meet();
 #pragma unroll
-      for (uint32_t r = 0; r < together; ++r) {
-        const uint32_t row = first + r;
-        if (row >= p.rows) break;
-        float sum = sum_of(row, in);
-        if (p.activation == GATED) {
-          // Both are rounded, as where the gate is a kernel of its own.
-          const float2 two = widen(p.out_type, narrow(p.out_type, sum, sum_of(row, in, beside)));
-          store_float(p.out_type, p.out, uint64_t(row) * p.columns + column, gated(two.x, two.y));
-          continue;
+      for (uint32_t u = 0; u < F::units; ++u) lay_down<ROWS>(all, u, sums[u][g]);
+      multipliers_meet();
+      // Of a column of unit `before` or a later one.
+      const auto sum_of = [&](uint32_t row, uint32_t in, uint32_t before = 0) {
+        return __fmul_rn(p.alpha, sum_of_warps<ROWS>(all, row - begin_row, before * unit + in));
+      };
+      if (p.slots != 0) {
+        for (uint32_t i = 2 * threadIdx.x; i < columns * rows; i += 64 * multipliers) {
+          const uint32_t row = begin_row + i / columns, in = i % columns;
+          send<T>(p, row, at.first + in, sum_of(row, in), sum_of(row, in + 1));
         }
-        if (LOW && p.width[row] != 0) sum = __fadd_rn(sum, added[r]);
-        if (p.bias != 0) sum = __fadd_rn(sum, __fmul_rn(p.beta, load_float(p.bias_type, p.bias, row * p.bias_stride + column)));
-        store_float(p.out_type, p.out, uint64_t(row) * p.columns + column, activate(p.activation, sum));
+        continue;
+      }
+      for (uint32_t i = threadIdx.x; i < ends; i += 32 * multipliers) {
+        const uint32_t first = begin_row + i / columns * together, in = i % columns, column = at.first + in;
+        float added[together] = {};
+        if constexpr (LOW) {
+          if (g != 0 || i != threadIdx.x) second.read(p, first, column, 0);
+          of_adapters<T>(p, exchange->given[0], first, column, second, added);
+        }
+#pragma unroll
+        for (uint32_t r = 0; r < together; ++r) {
+          const uint32_t row = first + r;
+          if (row >= p.rows) break;
+          float sum = sum_of(row, in);
+          if (p.activation == GATED) {
+            // Both are rounded, as where the gate is a kernel of its own.
+            const float2 two = widen(p.out_type, narrow(p.out_type, sum, sum_of(row, in, beside)));
+            store_float(p.out_type, p.out, uint64_t(row) * p.columns + column, gated(two.x, two.y));
+            continue;
+          }
+          if (LOW && p.width[row] != 0) sum = __fadd_rn(sum, added[r]);
+          if (p.bias != 0) sum = __fadd_rn(sum, __fmul_rn(p.beta, load_float(p.bias_type, p.bias, row * p.bias_stride + column)));
+          store_float(p.out_type, p.out, uint64_t(row) * p.columns + column, activate(p.activation, sum));
+        }
       }
     }
   }
@@ -201,11 +201,16 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   if constexpr (LOW) cluster_meets();
   else __syncthreads();
   const uint32_t warp = threadIdx.x / 32;
+  // Sums of 16 rows by both weight and first factors take more registers than a thread is launched with.
+  constexpr bool is_large = LOW && ROWS == 16;
   if (warp >= multipliers) {
+    if constexpr (is_large) fewer_registers<40>();
+    if (warp >= multipliers + loaders) return;
     if (p.settled == 0) wait_for_previous_kernel();
     load<ROWS, LOW>(p, warp - multipliers, ring);
     return;
   }
+  if constexpr (is_large) more_registers<232>();
   wait_for_previous_kernel();
   if (threadIdx.x == 0 && p.slots == 0) let_next_kernel_start();
   if (threadIdx.x == 0 && p.slots != 0) buffer = buffer_of(read_word(reinterpret_cast<const uint64_t*>(p.state) + STATE_USES), p.buffers);

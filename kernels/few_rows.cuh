@@ -8,8 +8,9 @@
 
 namespace brigade {
 
+// Warps that multiply, and that load; with these two more, so that registers can be dealt out anew, as to groups of four warps.
 constexpr uint32_t multipliers = 8, loaders = 2;
-static_assert(FEW_ROWS_THREADS == 32 * (multipliers + loaders));
+static_assert(FEW_ROWS_THREADS == 32 * (multipliers + 4) && loaders <= 4);
 
 // Columns that tensor cores multiply together, and how many of the rows; a stage has so many columns.
 constexpr uint32_t unit = 16, group = 8;
@@ -21,29 +22,28 @@ template <uint32_t ROWS>
 struct Form {
   static constexpr uint32_t groups = ROWS / group;
   // Elements of the inner dimension in a stage, of which each warp multiplies its own, and a lane 8 of every 32.
-  static constexpr uint32_t slice = ROWS == 8 ? 1024 : 512, own = slice / multipliers, loads = own / 32;
-  static constexpr uint32_t stages = ROWS == 8 ? 6 : 8;
-  // Units of a pass, at most; and beside sums of first factors.
-  static constexpr uint32_t units = ROWS == 8 ? 4 : 7, units_beside_low = ROWS == 8 ? 4 : 5;
+  static constexpr uint32_t slice = FEW_ROWS_SLICE, own = slice / multipliers, loads = own / 32, stages = 6;
+  // Units of a pass, at most.
+  static constexpr uint32_t units = 4;
   // From one column's elements to the next: two of them lie in all banks.
   static constexpr uint32_t line_bytes = 2 * slice + 64, stage_bytes = unit * line_bytes;
-  // Floats that a warp gives for a unit, and for one of the rows in it.
-  static constexpr uint32_t row_sums = unit + 4, sums = row_sums * ROWS;
+  // Floats that a warp gives for a unit of a group of the rows, and for one of these.
+  static constexpr uint32_t row_sums = unit + 4, sums = row_sums * group;
   static constexpr uint32_t bytes = stages * stage_bytes + multipliers * units * sums * sizeof(float);
 };
-static_assert(Form<8>::bytes == FEW_ROWS_BYTES_8 && Form<16>::bytes == FEW_ROWS_BYTES_16);
+static_assert(Form<8>::bytes == FEW_ROWS_BYTES && Form<16>::bytes == FEW_ROWS_BYTES);
 
 // Stages of a block, in passes over some of its columns, which are as even as can be: slice by slice, and in each unit by unit; with a gate, first those of the
 // gate and then those beside them.
 template <uint32_t ROWS>
 struct Walk {
   uint32_t first, last, pass, column, slice, slices, half = 0, halves;
-  __device__ __forceinline__ Walk(const FewRowsParams& p, bool beside_low) {
+  __device__ __forceinline__ explicit Walk(const FewRowsParams& p) {
     // What is sent is two columns at a time.
     const uint32_t grain = p.slots != 0 ? 2 : 1;
     first = uint64_t(p.columns / grain) * blockIdx.x / gridDim.x * grain, last = uint64_t(p.columns / grain) * (blockIdx.x + 1) / gridDim.x * grain;
     halves = p.activation == GATED ? 2 : 1;
-    const uint32_t all = (last - first + unit - 1) / unit, most = (beside_low ? Form<ROWS>::units_beside_low : Form<ROWS>::units) / halves, passes = max(1u, (all + most - 1) / most);
+    const uint32_t all = (last - first + unit - 1) / unit, most = Form<ROWS>::units / halves, passes = max(1u, (all + most - 1) / most);
     pass = (all + passes - 1) / passes * unit;
     column = first, slice = 0, slices = (p.inner + Form<ROWS>::slice - 1) / Form<ROWS>::slice;
   }
@@ -109,20 +109,17 @@ struct Fragment {
   }
 };
 
-// Sums of a unit of columns, which a warp has, to where they are added up.
+// Sums of a unit of columns and a group of the rows, which a warp has, to where they are added up.
 template <uint32_t ROWS>
-__device__ __forceinline__ void lay_down(float* all, uint32_t u, const float (&sums)[Form<ROWS>::groups][4]) {
+__device__ __forceinline__ void lay_down(float* all, uint32_t u, const float (&sums)[4]) {
   using F = Form<ROWS>;
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, line = lane / 4, quarter = lane % 4;
-#pragma unroll
-  for (uint32_t g = 0; g < F::groups; ++g) {
-    float* to = all + (warp * F::units + u) * F::sums + (group * g + 2 * quarter) * F::row_sums + line;
-    to[0] = sums[g][0], to[F::row_sums] = sums[g][1];
-    to[unit / 2] = sums[g][2], to[F::row_sums + unit / 2] = sums[g][3];
-  }
+  float* to = all + (warp * F::units + u) * F::sums + 2 * quarter * F::row_sums + line;
+  to[0] = sums[0], to[F::row_sums] = sums[1];
+  to[unit / 2] = sums[2], to[F::row_sums + unit / 2] = sums[3];
 }
 
-// Of one of the rows and one of the columns, in the order of the warps.
+// Of one of the group's rows and one of the columns, in the order of the warps.
 template <uint32_t ROWS>
 __device__ __forceinline__ float sum_of_warps(const float* all, uint32_t row, uint32_t column) {
   using F = Form<ROWS>;

@@ -40,9 +40,10 @@ struct LowWalk {
 // Stages of an adapter's first factor in a slice: of each warp's elements of the inner dimension a part, with all columns.
 template <uint32_t ROWS>
 struct LowStages {
-  uint32_t width, units, row_bytes, rows;
+  // Columns of the factor and units of them; bytes of a line; a warp's lines, and its fragments that have these.
+  uint32_t width, units, row_bytes, rows, fragments;
   __device__ __forceinline__ explicit LowStages(uint32_t of)
-      : width(of), units(max(1u, of / unit)), row_bytes(2 * of), rows(Form<ROWS>::own / units) {}
+      : width(of), units(max(1u, of / unit)), row_bytes(2 * of), rows(Form<ROWS>::own / units), fragments(Form<ROWS>::loads / units) {}
   __device__ __forceinline__ uint32_t bytes() const { return multipliers * rows * row_bytes; }
 };
 
@@ -92,12 +93,10 @@ __device__ __forceinline__ void multiply_low(const FewRowsParams& p, uint32_t sl
       uint32_t seen = 0;
 #pragma unroll
       for (uint32_t i = 0; i < F::loads; ++i) {
-        // Of this fragment what the stage has; of 64 columns it may have no more than what half of a quad's lanes have.
-        const uint32_t before = s * at.rows, row = 32 * i + element - before, mine = 32 * i + lane % 4 * 8;
-        if (32 * i + 32 <= before || 32 * i >= before + at.rows) continue;
-        const uint32_t line = ring.at() + in_pieces((warp * at.rows + (row < at.rows ? row : 0)) * at.row_bytes);
+        if (i < s * at.fragments || i >= (s + 1) * at.fragments) continue;
+        const uint32_t line = ring.at() + in_pieces((warp * at.rows + 32 * (i - s * at.fragments) + element) * at.row_bytes);
         // Beyond the inner dimension lies what was there before, which may be no number.
-        const bool is_there = mine - before < at.rows && Fragment<ROWS>::first_of(slice) + 32 * i < p.inner;
+        const bool is_there = Fragment<ROWS>::first_of(slice) + 32 * i < p.inner;
 #pragma unroll
         for (uint32_t u = 0; u < low_columns / unit; ++u) {
           if (u < first_unit || u >= first_unit + at.units) continue;
@@ -134,13 +133,18 @@ struct LowSums {
 template <uint32_t ROWS>
 __device__ __forceinline__ void give_low(float* all, const Low<ROWS>& low, LowSums<ROWS>& exchange) {
   constexpr uint32_t units = low_columns / unit;
-  static_assert(units <= Form<ROWS>::units_beside_low, "sums of all units find room");
+  static_assert(units <= Form<ROWS>::units, "sums of all units find room");
 #pragma unroll
-  for (uint32_t u = 0; u < units; ++u) lay_down<ROWS>(all, u, low[u]);
-  multipliers_meet();
-  for (uint32_t i = threadIdx.x; i < ROWS * low_columns; i += 32 * multipliers) {
-    const float sum = sum_of_warps<ROWS>(all, i / low_columns, i % low_columns);
-    for (uint32_t b = 0; b < low_blocks; ++b) give(shared_address(&exchange.given[cluster_rank()][i]), sum, shared_address(&exchange.barrier), b);
+  for (uint32_t g = 0; g < Form<ROWS>::groups; ++g) {
+    if (g != 0) multipliers_meet();
+#pragma unroll
+    for (uint32_t u = 0; u < units; ++u) lay_down<ROWS>(all, u, low[u][g]);
+    multipliers_meet();
+    for (uint32_t i = threadIdx.x; i < group * low_columns; i += 32 * multipliers) {
+      const float sum = sum_of_warps<ROWS>(all, i / low_columns, i % low_columns);
+      float* to = &exchange.given[cluster_rank()][g * group * low_columns + i];
+      for (uint32_t b = 0; b < low_blocks; ++b) give(shared_address(to), sum, shared_address(&exchange.barrier), b);
+    }
   }
 }
 
@@ -176,10 +180,10 @@ struct Second {
   T of[together];
   // Of the adapter of a row, which is so wide or wider.
   __device__ __forceinline__ void read(const FewRowsParams& p, uint32_t row, uint32_t column, uint32_t first) {
-    const T* from = reinterpret_cast<const T*>(p.second[row]) + column;
+    const T* from = reinterpret_cast<const T*>(p.second[row]) + uint64_t(first) * p.columns + column;
 #pragma unroll
-    for (uint32_t j = 0; j < together; ++j) {
-      if (first + j < p.width[row]) of[j] = from[uint64_t(first + j) * p.columns];
+    for (uint32_t j = 0; j < together; ++j, from += p.columns) {
+      if (first + j < p.width[row]) of[j] = *from;
     }
   }
 };
@@ -187,6 +191,7 @@ struct Second {
 // What adapters add to some rows of a column. There is what is first needed of second factors.
 template <typename T, uint32_t COUNT>
 __device__ __forceinline__ void of_adapters(const FewRowsParams& p, const float* low, uint32_t row, uint32_t column, Second<T>& second, float (&sums)[COUNT]) {
+#pragma unroll 1
   for (uint32_t first = 0; first < low_columns; first += Second<T>::together) {
 #pragma unroll
     for (uint32_t r = 0; r < COUNT; ++r) {

@@ -7,6 +7,7 @@
 #include <cuda_fp8.h>
 
 #include "barriers.cuh"
+#include "registers.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define BRIGADE_HAS_WGMMA 1
@@ -30,16 +31,6 @@ __device__ __forceinline__ void bulk_copies_follow() { asm volatile("fence.proxy
 // A matrix in shared memory whose rows are 128 bytes of its inner dimension, swizzled over 8 rows.
 __device__ __forceinline__ uint64_t inner_major(uint32_t at) {
   return uint64_t((at & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(8 * 128 >> 4) << 32 | uint64_t(1) << 62;
-}
-
-// Registers of a warp group's threads: a kernel is launched with the same for all.
-template <int COUNT>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-template <int COUNT>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // Products of a warp group are started in order, committed in groups, and waited for.

@@ -12,9 +12,7 @@ use brigade_device::{
     Activation, Buffer, DataType, Device, GemmParams, GemmShape, LoraLinearParams, Operand, Result,
     View,
 };
-use brigade_kernels::{
-    FEW_LOW_BLOCKS, FEW_ROWS_BYTES_8, FEW_ROWS_BYTES_16, FEW_ROWS_THREADS, FewRowsParams,
-};
+use brigade_kernels::{FEW_LOW_BLOCKS, FEW_ROWS_BYTES, FEW_ROWS_THREADS, FewRowsParams};
 use cudarc::driver::{
     CudaContext,
     sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
@@ -33,9 +31,8 @@ const WIDE: usize = 4096;
 /// Most rows of any kernel.
 const MOST: usize = 16;
 
-/// Most rows of each kernel, the shared memory of its blocks, and the elements of the inner dimension that it takes at a time.
-const FORMS: [(usize, u32, usize); 2] =
-    [(8, FEW_ROWS_BYTES_8, 1024), (MOST, FEW_ROWS_BYTES_16, 512)];
+/// Most rows of each kernel.
+const FORMS: [usize; 2] = [8, MOST];
 
 /// A kernel, and how many of its blocks a GPU holds at once, where they come in clusters.
 #[derive(Debug)]
@@ -64,16 +61,15 @@ impl FewRowsKernels {
         let most = context
             .attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
             .map_err(crate::driver::refused("cuDeviceGetAttribute"))?;
-        let wanted = FORMS.iter().map(|form| form.1).max().unwrap_or(0);
-        Ok(capability >= (9, 0) && i64::from(most) >= i64::from(wanted))
+        Ok(capability >= (9, 0) && i64::from(most) >= i64::from(FEW_ROWS_BYTES))
     }
 
     pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
-        let form = |name: &str, (rows, bytes, _): (usize, u32, usize), cluster: u32| {
+        let form = |name: &str, rows: usize, cluster: u32| {
             let kernel: Kernel<FewRowsParams> = set.variant(format!("_{name}_{rows}"))?;
-            kernel.allow_shared_bytes(bytes)?;
+            kernel.allow_shared_bytes(FEW_ROWS_BYTES)?;
             // A part of a GPU that holds no cluster may be told so as an error.
-            let clusters = || kernel.resident_clusters(launch(cluster, cluster, bytes));
+            let clusters = || kernel.resident_clusters(launch(cluster, cluster));
             let most = (cluster > 1).then(|| cluster * clusters().unwrap_or(0));
             Ok::<_, Missing>(Form { kernel, most })
         };
@@ -105,7 +101,7 @@ impl FewRowsKernels {
             DataType::BF16 => &self.bf16,
             _ => return None,
         };
-        let which = FORMS.iter().position(|form| rows <= form.0)?;
+        let which = FORMS.iter().position(|&most| rows <= most)?;
         let (forms, cluster) = match adapters {
             true => (&of_type.with_adapters, FEW_LOW_BLOCKS),
             false => (&of_type.plain, 1),
@@ -113,15 +109,15 @@ impl FewRowsKernels {
         let form = &forms[which];
         let most = u32::try_from(blocks).unwrap_or(u32::MAX);
         let blocks = most.min(form.most.unwrap_or(most)) / cluster * cluster;
-        let launch = launch(blocks, cluster, FORMS[which].1);
+        let launch = launch(blocks, cluster);
         (blocks > 0).then_some((&form.kernel, launch))
     }
 }
 
-/// So many blocks, with so much shared memory each.
-const fn launch(blocks: u32, cluster: u32, shared_bytes: u32) -> Launch {
+/// So many blocks, in such clusters.
+const fn launch(blocks: u32, cluster: u32) -> Launch {
     Launch {
-        shared_bytes,
+        shared_bytes: FEW_ROWS_BYTES,
         cluster,
         ..Launch::grid(blocks, FEW_ROWS_THREADS)
     }
@@ -185,9 +181,7 @@ impl<'a> FewRows<'a> {
         };
         let narrow = |n: usize| i32::try_from(n).is_ok();
         let much = x.rows() <= ALWAYS || x.columns() <= SHORT || weight.columns() >= WIDE;
-        let pays = self
-            .adapters
-            .is_none_or(|all| all.pays(x.rows(), x.columns()));
+        let pays = self.adapters.is_none_or(|all| all.pays(x.columns()));
         much && pays
             && (1..=most).contains(&x.rows())
             && x.dtype() == weight.dtype()

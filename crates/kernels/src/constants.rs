@@ -60,11 +60,11 @@ constants! {
     /// As fp8, with one scale.
     NORM_FP8: u32 = 2;
     /// Threads of the blocks of a product of few rows.
-    FEW_ROWS_THREADS: u32 = 320;
-    /// Shared memory of one of up to 8, in bytes: stages of 16 columns by 1024 elements, and the sums of 8 warps.
-    FEW_ROWS_BYTES_8: u32 = 6 * 16 * (2 * 1024 + 64) + 8 * 4 * 4 * 8 * (16 + 4);
-    /// Of one of up to 16, whose stages are half as long.
-    FEW_ROWS_BYTES_16: u32 = 8 * 16 * (2 * 512 + 64) + 8 * 7 * 4 * 16 * (16 + 4);
+    FEW_ROWS_THREADS: u32 = 384;
+    /// Elements of the inner dimension that they take at a time.
+    FEW_ROWS_SLICE: u32 = 1024;
+    /// Their shared memory, in bytes: stages of 16 columns of such a slice, and the sums of 8 warps.
+    FEW_ROWS_BYTES: u32 = 6 * 16 * (2 * FEW_ROWS_SLICE + 64) + 8 * 4 * 4 * 8 * (16 + 4);
     /// Most columns between adapters' factors that such a product takes along, of up to four of them.
     FEW_LOW_COLUMNS: u32 = 64;
     /// Blocks that share the multiplication of rows by first factors.

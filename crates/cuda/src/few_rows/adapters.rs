@@ -1,9 +1,9 @@
 //! Adapters of few rows, which the product's kernel takes along.
 
-use super::{FORMS, MOST};
+use super::MOST;
 use crate::tiles::GRAIN;
 use brigade_device::{Buffer, DataType, Lora};
-use brigade_kernels::{FEW_LOW_BLOCKS, FEW_LOW_COLUMNS, FewRowsParams};
+use brigade_kernels::{FEW_LOW_BLOCKS, FEW_LOW_COLUMNS, FEW_ROWS_SLICE, FewRowsParams};
 use smallvec::SmallVec;
 use std::ops::Range;
 
@@ -67,15 +67,12 @@ impl RowAdapters {
         Some(all)
     }
 
-    /// Whether the kernel is quicker for so many rows of so many elements than what adapters take elsewhere.
-    pub(super) fn pays(&self, rows: usize, inner: usize) -> bool {
-        let form = FORMS.iter().find(|form| rows <= form.0);
+    /// Whether the kernel is quicker for rows of so many elements than what adapters take elsewhere.
+    pub(super) fn pays(&self, inner: usize) -> bool {
         let units = |&width: &u32| (width as usize).div_ceil(UNIT);
         let units: usize = self.told.first_width.iter().map(units).sum();
-        form.is_some_and(|&(.., slice)| {
-            let slices = inner.div_ceil(slice).div_ceil(FEW_LOW_BLOCKS as usize);
-            slices * units <= STAGES * self.runs.min(2)
-        })
+        let slices = inner.div_ceil((FEW_ROWS_SLICE * FEW_LOW_BLOCKS) as usize);
+        slices * units <= STAGES * self.runs.min(2)
     }
 }
 
@@ -145,14 +142,13 @@ mod tests {
 
     #[test]
     fn adapters_go_along_where_they_have_few_stages() {
-        let pays = |width, count, rows, inner| {
+        let pays = |width, count, inner| {
             let all = of(&each(width, count), BF16).unwrap();
-            all.pays(rows, inner)
+            all.pays(inner)
         };
-        assert!(pays(16, 1, 8, 14_336) && pays(16, 2, 8, 14_336) && !pays(16, 4, 8, 14_336));
-        assert!(pays(64, 1, 1, 4096) && !pays(64, 1, 1, 8192) && pays(16, 4, 1, 8192));
-        assert!(pays(16, 1, 16, 8192) && !pays(16, 1, 16, 14_336) && !pays(16, 4, 9, 8192));
-        assert!(pays(8, 4, 16, 4096) && pays(8, 1, 16, 8) && !pays(16, 1, 17, 8));
+        assert!(pays(16, 1, 14_336) && pays(16, 2, 14_336) && !pays(16, 4, 14_336));
+        assert!(pays(64, 1, 4096) && !pays(64, 1, 8192) && pays(16, 4, 8192));
+        assert!(pays(8, 1, 8) && pays(8, 4, 8192) && !pays(8, 1, 25_000));
     }
 
     #[test]
