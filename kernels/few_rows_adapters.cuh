@@ -176,7 +176,7 @@ __device__ __forceinline__ void fetch_second(const FewRowsParams& p, uint32_t fi
 // Elements of a column of a second factor that a thread has at once.
 template <typename T>
 struct Second {
-  static constexpr uint32_t together = 16;
+  static constexpr uint32_t together = 32;
   T of[together];
   // Of the adapter of a row, which is so wide or wider.
   __device__ __forceinline__ void read(const FewRowsParams& p, uint32_t row, uint32_t column, uint32_t first) {

@@ -81,6 +81,37 @@ fn repeats(rank: &Rank, rng: &mut StdRng) {
     }
 }
 
+/// A row's bits do not depend on how many there are.
+fn rows(rank: &Rank, rng: &mut StdRng) {
+    for dtype in [DataType::F16, DataType::BF16] {
+        for [n, k] in [[300, 4088], [270, 1536], [4100, 4616]] {
+            let x = rank.upload(&Matrix::random(rng, dtype, &[16, k], 1.0));
+            let weight = rank.upload(&Matrix::random(rng, dtype, &[n, k], 1.0));
+            rank.stream.sync(AMPLE).unwrap();
+            let mut product = |first, rows| {
+                let x = x.slice(first, rows).unwrap();
+                let params = GemmParams {
+                    transpose_b: true,
+                    settled_b: true,
+                    ..GemmParams::new(&x, &weight)
+                };
+                let mut d = rank.poisoned(dtype, &[rows, n]);
+                let output = Output::Into(d.view_mut());
+                rank.device.gemm(&rank.stream, &params, output).unwrap();
+                d
+            };
+            let all = product(0, 16);
+            for count in [1, 7, 8, 9, 15] {
+                let first = rng.random_range(0..=16 - count);
+                let want = all.slice(first, count).unwrap();
+                let what = format!("{count} rows of {k} by {n}");
+                let got = rank.raw(product(first, count).view());
+                assert_bits(&got, &rank.raw(want.view()), dtype, &what);
+            }
+        }
+    }
+}
+
 /// A product and its gate in one call are, bit for bit, the two one after the other.
 fn gates(rank: &Rank, rng: &mut StdRng) {
     let (device, on) = (&rank.device, &rank.stream);
@@ -159,4 +190,8 @@ pub(super) fn add(suite: &mut Suite) {
     alone(suite, "few_rows/gates", gates);
     alone(suite, "few_rows/products", products);
     alone(suite, "few_rows/repeats", repeats);
+    // A promise of the kernel's, which comes with tiles; a library chooses by the size.
+    if suite.backend().engines().tiles {
+        alone(suite, "few_rows/rows", rows);
+    }
 }
