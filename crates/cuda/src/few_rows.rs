@@ -181,7 +181,9 @@ impl<'a> FewRows<'a> {
         };
         let narrow = |n: usize| i32::try_from(n).is_ok();
         let much = x.rows() <= ALWAYS || x.columns() <= SHORT || weight.columns() >= WIDE;
-        let pays = self.adapters.is_none_or(|all| all.pays(x.columns()));
+        let pays = self
+            .adapters
+            .is_none_or(|all| all.pays(x.rows(), x.columns()));
         much && pays
             && (1..=most).contains(&x.rows())
             && x.dtype() == weight.dtype()

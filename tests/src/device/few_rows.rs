@@ -88,7 +88,7 @@ fn rows(rank: &Rank, rng: &mut StdRng) {
             let x = rank.upload(&Matrix::random(rng, dtype, &[16, k], 1.0));
             let weight = rank.upload(&Matrix::random(rng, dtype, &[n, k], 1.0));
             rank.stream.sync(AMPLE).unwrap();
-            let mut product = |first, rows| {
+            let product = |first, rows| {
                 let x = x.slice(first, rows).unwrap();
                 let params = GemmParams {
                     transpose_b: true,

@@ -10,9 +10,10 @@ use std::ops::Range;
 /// Columns of a first factor that are multiplied together.
 const UNIT: usize = 16;
 
-/// Most stages of first factors for each run that has an adapter, of up to two. On an H200 a stage costs about 0.7 us (`docs/results/few-rows-lora-16-1.h200x1.json` and those
-/// beside it), and elsewhere a run's two launches take about 10, as those do that more runs share.
-const STAGES: usize = 12;
+/// Most stages of first factors that a block has beside up to so many rows, where one run has an adapter, and where more have. A stage costs 0.5 to 0.9 us on an H200, of
+/// more than 8 rows up to twice that (`docs/results/few-rows-lora-16-1.h200x1.json` and those beside it), and elsewhere a run's two launches take about 10 us, two runs' 20,
+/// and those that more share as much.
+const STAGES: [(usize, [usize; 2]); 2] = [(8, [12, 24]), (MOST, [7, 16])];
 
 /// The adapter of each row, as the kernel takes them.
 #[derive(Debug, Default)]
@@ -67,12 +68,13 @@ impl RowAdapters {
         Some(all)
     }
 
-    /// Whether the kernel is quicker for rows of so many elements than what adapters take elsewhere.
-    pub(super) fn pays(&self, inner: usize) -> bool {
+    /// Whether the kernel is quicker for so many rows of so many elements than what adapters take elsewhere.
+    pub(super) fn pays(&self, rows: usize, inner: usize) -> bool {
         let units = |&width: &u32| (width as usize).div_ceil(UNIT);
         let units: usize = self.told.first_width.iter().map(units).sum();
         let slices = inner.div_ceil((FEW_ROWS_SLICE * FEW_LOW_BLOCKS) as usize);
-        slices * units <= STAGES * self.runs.min(2)
+        let most = STAGES.iter().find(|form| rows <= form.0);
+        most.is_some_and(|(_, most)| slices * units <= most[usize::from(self.runs > 1)])
     }
 }
 
@@ -142,13 +144,15 @@ mod tests {
 
     #[test]
     fn adapters_go_along_where_they_have_few_stages() {
-        let pays = |width, count, inner| {
+        let pays = |width, count, rows, inner| {
             let all = of(&each(width, count), BF16).unwrap();
-            all.pays(inner)
+            all.pays(rows, inner)
         };
-        assert!(pays(16, 1, 14_336) && pays(16, 2, 14_336) && !pays(16, 4, 14_336));
-        assert!(pays(64, 1, 4096) && !pays(64, 1, 8192) && pays(16, 4, 8192));
-        assert!(pays(8, 1, 8) && pays(8, 4, 8192) && !pays(8, 1, 25_000));
+        assert!(pays(16, 1, 8, 14_336) && pays(16, 2, 8, 14_336) && !pays(16, 4, 8, 14_336));
+        assert!(pays(64, 1, 8, 4096) && !pays(64, 1, 1, 8192) && pays(16, 4, 1, 8192));
+        assert!(pays(8, 1, 8, 8) && pays(8, 4, 8, 8192) && !pays(8, 1, 8, 25_000));
+        assert!(pays(16, 1, 9, 14_336) && pays(16, 4, 16, 8192) && pays(32, 2, 16, 8192));
+        assert!(!pays(64, 1, 9, 4096) && !pays(16, 4, 9, 14_336) && !pays(16, 1, 17, 8));
     }
 
     #[test]
