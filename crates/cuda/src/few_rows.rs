@@ -64,13 +64,17 @@ impl FewRowsKernels {
         Ok(capability >= (9, 0) && i64::from(most) >= i64::from(FEW_ROWS_BYTES))
     }
 
-    pub(crate) fn load(set: &Arc<KernelSet>) -> Result<Self, Missing> {
+    /// Adapters are taken along on compute capability 9.0 alone: elsewhere no warps give up registers for others, and what does not fit is slow to come back.
+    pub(crate) fn load(set: &Arc<KernelSet>, capability: (u32, u32)) -> Result<Self, Missing> {
         let form = |name: &str, rows: usize, cluster: u32| {
             let kernel: Kernel<FewRowsParams> = set.variant(format!("_{name}_{rows}"))?;
             kernel.allow_shared_bytes(FEW_ROWS_BYTES)?;
             // A part of a GPU that holds no cluster may be told so as an error.
             let clusters = || kernel.resident_clusters(launch(cluster, cluster));
-            let most = (cluster > 1).then(|| cluster * clusters().unwrap_or(0));
+            let most = (cluster > 1).then(|| match capability {
+                (9, 0) => cluster * clusters().unwrap_or(0),
+                _ => 0,
+            });
             Ok::<_, Missing>(Form { kernel, most })
         };
         let [few, more] = FORMS;

@@ -88,7 +88,7 @@ impl Kernels {
             grouped: GroupedKernels::load(&set("grouped")?)?,
             lora: LoraKernels::load(&set("lora")?)?,
             few_rows: FewRowsKernels::suit(context, capability)?
-                .then(|| FewRowsKernels::load(&set("few_rows")?))
+                .then(|| FewRowsKernels::load(&set("few_rows")?, capability))
                 .transpose()?,
             silu_mul: set("silu_mul")?.kernel()?,
             top_k: set("top_k")?.kernel()?,
