@@ -49,7 +49,7 @@ const SHARED: usize = 4;
 /// Ranks of the groups that share a GPU, or several, and are tried with some contracts alone: there are no eight GPUs to be had.
 pub(crate) const CROWD: usize = 8;
 
-/// Whether they are tried at all, which must be asked for: nobody has seen eight threads on one GPU come to an end.
+/// Whether they are tried at all, which must be asked for: with more than 8 connections, kernels of eight threads on one GPU may not begin.
 pub(crate) fn crowds() -> bool {
     std::env::var_os("BRIGADE_TEST_CROWDS").is_some_and(|asked| asked == "1")
 }
