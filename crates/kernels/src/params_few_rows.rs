@@ -36,7 +36,7 @@ parameters! {
         out_type: u32,
         /// Type of C.
         bias_type: u32,
-        /// As in [`FinishParams`]; or 5, for f16 and bf16 without C: silu of a column times that of the second half of the weight's rows, which has twice as
+        /// As in [`FinishParams`](super::FinishParams); or 5, for f16 and bf16 without C: silu of a column times that of the second half of the weight's rows, which has twice as
         /// many then.
         activation: u32,
         /// How many buffers rotate: 3.
